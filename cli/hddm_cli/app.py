@@ -1,0 +1,46 @@
+"""The command line: registers the verbs and turns errors into one line and an exit code."""
+
+import sys
+
+import typer
+
+from hddm_cli import assemble, calibrate, inspect, partition, quickstart, sample, train
+
+commands = typer.Typer(
+    name="hddm",
+    help="Train diffusion experts alone, combine them in velocity space.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+commands.command("quickstart")(quickstart.quickstart)
+commands.command("partition")(partition.partition)
+commands.add_typer(train.commands, name="train")
+commands.command("calibrate")(calibrate.calibrate)
+commands.command("assemble")(assemble.assemble)
+commands.command("sample")(sample.sample)
+commands.command("inspect")(inspect.inspect)
+
+
+def app() -> None:
+    """Run the command line; exit 0 on success, 1 for a failed run, 2 for wrong usage.
+
+    ``--debug`` anywhere shows the traceback of a failure.
+    """
+    debug = "--debug" in sys.argv
+    arguments = [a for a in sys.argv[1:] if a != "--debug"]
+    try:
+        commands(arguments)
+    except Exception as error:
+        if debug or not _is_users(error):
+            raise
+        typer.echo(f"hddm: {error}", err=True)
+        sys.exit(1)
+
+
+def _is_users(error: Exception) -> bool:
+    """Whether the user can mend it. Without hddm loaded, none of its errors can have been raised."""
+    errors = sys.modules.get("hddm.errors")
+    return isinstance(error, OSError) or (
+        errors is not None and isinstance(error, errors.HddmError)
+    )

@@ -1,0 +1,23 @@
+"""hddm partition."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from hddm_cli.options import Out, Overwrite, Seed
+
+
+def partition(
+    images: Annotated[Path, typer.Argument(help="Folder of images, or of class folders.")],
+    out: Out,
+    shards: Annotated[int, typer.Option("--shards", min=1, help="Number of shards.")],
+    seed: Seed = 0,
+    overwrite: Overwrite = False,
+) -> None:
+    """Divide images into shards of similar content and nearly equal size."""
+    from hddm.data.shards import load_shard
+    from hddm.data.shards import partition as divide
+
+    for folder in divide(images, out, shards, seed, overwrite):
+        typer.echo(f"{folder}: {len(load_shard(folder))} images")

@@ -1,0 +1,31 @@
+"""hddm quickstart."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from hddm_cli.options import Overwrite
+
+
+def quickstart(
+    out: Annotated[Path, typer.Option("--out", help="Folder to write; must not exist.")] = Path(
+        "runs/quickstart"
+    ),
+    seeds: Annotated[
+        int, typer.Option("--seeds", min=1, help="Trainings, for the spread between them.")
+    ] = 1,
+    overwrite: Overwrite = False,
+) -> None:
+    """Run the whole pipeline on real images, in minutes on a laptop CPU.
+
+    Partitions scikit-learn's digits, trains isolated flow and DDPM experts, a router and a single
+    model at equal compute, samples them all and compares them.
+    """
+    from hddm.benchmark.quickstart import quickstart as run
+    from hddm.benchmark.results import plain_tables
+    from hddm.benchmark.settings import QuickstartSettings
+
+    runs = run(out, QuickstartSettings(seeds=seeds), overwrite)
+    typer.echo(plain_tables(runs))
+    typer.echo(f"\nreport: {out / 'report.html'}\nfigures: {out / 'results.json'}")

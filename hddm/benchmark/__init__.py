@@ -1,0 +1,1 @@
+"""Trains models, compares them at equal compute, and writes tables and a report."""

@@ -1,0 +1,128 @@
+"""What a quickstart found: rows, tables over training seeds, and their JSON."""
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hddm.benchmark.jobs import ExpertUse
+from hddm.evaluation.scores import Scores
+
+TABLES = ("models", "strategies", "conversions")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of a table, of one training seed."""
+
+    name: str
+    scores: Scores
+    training_images: int
+    evaluations: float
+    """Expert evaluations a solver step and image."""
+    mflop_per_step: float
+    """Experts and router, an image."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training seed: its three tables by name, router use and losses, for the plots."""
+
+    seed: int
+    tables: dict[str, list[Row]]
+    expert_use: list[ExpertUse]
+    losses: dict[str, list[float]]
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A number over training seeds: mean, standard deviation over trainings (None for one seed), and mean
+    half-width of the bootstrap interval over samples (None where none was taken).
+    """
+
+    mean: float
+    spread: float | None
+    half_width: float | None = None
+
+    def __str__(self) -> str:
+        digits = 1 if abs(self.mean) >= 10 else 2
+        text = f"{self.mean:.{digits}f}"
+        if self.half_width is not None:
+            text += f" ± {self.half_width:.{digits}f}"
+        if self.spread is not None:
+            text += f" (s {self.spread:.{digits}f})"
+        return text
+
+
+def figure(values: Sequence[float], half_widths: Sequence[float] | None = None) -> Figure:
+    """Summary of one number over seeds."""
+    return Figure(
+        statistics.fmean(values),
+        statistics.stdev(values) if len(values) > 1 else None,
+        statistics.fmean(half_widths) if half_widths else None,
+    )
+
+
+def summarise(runs: Sequence[Run], table: str) -> list[dict[str, Any]]:
+    """Rows of ``table`` over all ``runs``: name, four figures and the cost."""
+    summary = []
+    for rows in zip(*(run.tables[table] for run in runs), strict=True):
+        scores = [row.scores for row in rows]
+        summary.append(
+            {
+                "name": rows[0].name,
+                "to_training": figure(
+                    [s.to_training.value for s in scores],
+                    [s.to_training.half_width for s in scores],
+                ),
+                "to_held_out": figure(
+                    [s.to_held_out.value for s in scores],
+                    [s.to_held_out.half_width for s in scores],
+                ),
+                "diversity": figure([s.diversity for s in scores]),
+                "nearest_ratio": figure([s.nearest_ratio for s in scores]),
+                "training_images": rows[0].training_images,
+                "evaluations": figure([row.evaluations for row in rows]),
+                "mflop_per_step": figure([row.mflop_per_step for row in rows]),
+            }
+        )
+    return summary
+
+
+def verdict(runs: Sequence[Run]) -> str:
+    """One sentence: how the best mixed ensemble stands against the homogeneous flow ensemble.
+
+    A gap counts where it exceeds twice the larger of the two spreads over trainings; with one training
+    there is no spread and no verdict.
+    """
+    rows = {row["name"]: row["to_held_out"] for row in summarise(runs, "models")}
+    flow = rows["homogeneous flow"]
+    name, mixed = min(
+        ((n, f) for n, f in rows.items() if n.startswith("mixed")), key=lambda pair: pair[1].mean
+    )
+    stand = f"{name}: {mixed.mean:.1f} to the held-out images; homogeneous flow: {flow.mean:.1f}"
+    if flow.spread is None or mixed.spread is None:
+        return f"{stand}. One training each: no spread, so no verdict (--seeds 3 gives one)."
+    gap, noise = mixed.mean - flow.mean, 2 * max(flow.spread, mixed.spread)
+    if abs(gap) <= noise:
+        return f"{stand}. Within noise: the gap {gap:+.1f} is under twice the spread ({noise:.1f})."
+    word = "better" if gap < 0 else "worse"
+    return f"{stand}. The mix is {word}: the gap {gap:+.1f} exceeds twice the spread ({noise:.1f})."
+
+
+def plain_tables(runs: Sequence[Run]) -> str:
+    """The three tables and the verdict, for a terminal."""
+    lines = []
+    for table in TABLES:
+        lines.append(
+            f"{table:<32}{'to training':>22}{'to held-out':>22}{'diversity':>16}{'nearest':>16}"
+            f"{'MFLOP/step':>12}"
+        )
+        for row in summarise(runs, table):
+            cost = row["mflop_per_step"].mean
+            lines.append(
+                f"{row['name']:<32}{row['to_training']!s:>22}{row['to_held_out']!s:>22}"
+                f"{row['diversity']!s:>16}{row['nearest_ratio']!s:>16}{cost:>12.2f}"
+            )
+        lines.append("")
+    return "\n".join([*lines, verdict(runs)])

@@ -1,0 +1,69 @@
+"""What a quickstart trains and measures. Every number is written into its results."""
+
+from hddm.facts import Facts
+from hddm.training.expert import ExpertSettings
+from hddm.training.loop import Positive
+from hddm.training.router import RouterSettings
+
+
+class QuickstartSettings(Facts):
+    """Settings of `hddm.benchmark.quickstart.quickstart`.
+
+    The single model takes ``steps`` steps at ``batch_size``; each expert as many at
+    ``batch_size / num_shards``, so that an ensemble sees as many training images as the single model.
+    """
+
+    num_shards: Positive = 4
+    steps: Positive = 2200
+    batch_size: Positive = 128
+    learning_rate: float = 2e-3
+    ema_decay: float = 0.99
+    size: str = "small"
+    router_size: str = "tiny"
+    router_batch_size: Positive = 128
+    sampling_steps: Positive = 30
+    num_images: Positive = 1437
+    num_images_per_strategy: Positive = 1000
+    strategies: tuple[str, ...] = (
+        "draw",
+        "top-1",
+        "top-2",
+        "threshold-0.2",
+        "nucleus-0.9",
+        "full",
+    )
+    resamples: Positive = 100
+    seeds: Positive = 1
+    workers: Positive = 2
+
+    def single(self, seed: int) -> ExpertSettings:
+        """The flow model on all of the data."""
+        return self._expert("flow", self.batch_size, seed)
+
+    def expert(self, objective: str, seed: int) -> ExpertSettings:
+        """One expert of an ensemble."""
+        return self._expert(objective, self.batch_size // self.num_shards, seed)
+
+    def router(self, seed: int) -> RouterSettings:
+        """The router of all ensembles."""
+        return RouterSettings(
+            steps=self.steps,
+            batch_size=self.router_batch_size,
+            learning_rate=self.learning_rate,
+            ema_decay=self.ema_decay,
+            size=self.router_size,
+            seed=seed,
+        )
+
+    def _expert(self, objective: str, batch_size: int, seed: int) -> ExpertSettings:
+        return ExpertSettings.model_validate(
+            {
+                "objective": objective,
+                "steps": self.steps,
+                "batch_size": batch_size,
+                "learning_rate": self.learning_rate,
+                "ema_decay": self.ema_decay,
+                "size": self.size,
+                "seed": seed,
+            }
+        )

@@ -1,0 +1,192 @@
+r"""What an expert knows about its shard beyond its network: moments, and how far to trust each.
+
+Near t = 1 an epsilon network's velocity (eps - x)/(1 - t) multiplies its error by 1/(1 - t), while the
+best *linear* denoiser of the shard becomes exact there. With mean m and covariance U diag(c) U^T of
+the shard, and z = U^T (x - (1 - t) m), its velocity is
+
+    v_gauss = -m + U [ (t - (1 - t) c) / ((1 - t)² c + t²) z ]
+
+A calibrated expert mixes the two, direction by direction:
+
+    v = v_net + U diag(w(t)) U^T (v_gauss - v_net)
+
+where w_i(t) minimises the squared error of the velocity over the shard's own images, in closed form:
+
+    w_i(t) = E[(v* - v_net)_i (v_gauss - v_net)_i] / E[(v_gauss - v_net)_i²],  clipped to [0, 1],
+
+v* = eps - x_0 being an unbiased target. No knowledge of the network's error is needed. At t = 1 the
+weight is 1, where v = x - m is exact. What lies outside U shares one variance and one weight.
+
+A scalar weight is the special case of equal w_i. The direction-wise form is better near t = 1, where a
+white error meets a shard that hardly varies along most directions.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from hddm.errors import HddmError
+from hddm.tensors import generator
+
+FILE_NAME = "calibration.safetensors"
+MAX_DIRECTIONS = 256
+LEVELS = 50
+
+
+@dataclass(frozen=True)
+class Moments:
+    """Mean and covariance of a shard's images, flattened to D numbers.
+
+    ``basis`` (D, r) holds orthonormal directions, ``variances`` (r + 1,) the variance along each, and
+    last the mean variance along the rest.
+    """
+
+    mean: Tensor
+    basis: Tensor
+    variances: Tensor
+
+    @classmethod
+    def of(cls, images: Tensor) -> "Moments":
+        """Moments of ``images`` (N, C, H, W), up to `MAX_DIRECTIONS` principal directions.
+
+        Raises:
+            HddmError: for fewer than 2 images.
+        """
+        if len(images) < 2:
+            raise HddmError(f"moments need at least 2 images, not {len(images)}")
+        flat = images.flatten(1).double()
+        mean = flat.mean(0)
+        centred = flat - mean
+        _, singular, directions = torch.linalg.svd(centred, full_matrices=False)
+        variances = singular**2 / (len(flat) - 1)
+        rank = min(MAX_DIRECTIONS, len(flat) - 1, flat.shape[1])
+        rest = (variances.sum() - variances[:rank].sum()) / max(flat.shape[1] - rank, 1)
+        # A direction without any variance would make the Gaussian velocity 0/0 at t = 0.
+        floor = 1e-6 * variances.mean().clamp_min(1e-12)
+        kept = torch.cat([variances[:rank], rest[None]]).clamp_min(floor)
+        return cls(mean.float(), directions[:rank].T.float().contiguous(), kept.float())
+
+    def to(self, like: Tensor) -> "Moments":
+        """The same moments in the dtype and on the device of ``like``."""
+        return Moments(self.mean.to(like), self.basis.to(like), self.variances.to(like))
+
+    def split(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Coordinates (N, r) of ``x`` (N, D) along the basis, and what is left of it (N, D)."""
+        along = x @ self.basis
+        return along, x - along @ self.basis.T
+
+    def velocity_gain(self, t: Tensor) -> Tensor:
+        """(t - (1 - t) c) / ((1 - t)² c + t²) for ``t`` (N,) and every variance c: (N, r + 1)."""
+        t = t[:, None]
+        return (t - (1 - t) * self.variances) / ((1 - t) ** 2 * self.variances + t**2)
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Moments of a shard and the table of weights w: ``weights`` (levels, r + 1) at ``times``.
+
+    Between times the weights are linear in t. ``times`` rise from 0 to 1.
+    """
+
+    moments: Moments
+    times: Tensor
+    weights: Tensor
+
+    def apply(self, velocity: Tensor, x_t: Tensor, t: Tensor) -> Tensor:
+        """The calibrated velocity; ``velocity`` and ``x_t`` (N, C, H, W), ``t`` (N,) in [0, 1]."""
+        moments = self.moments.to(x_t)
+        t = t.to(x_t)
+        weights = self._weights_at(t)
+        # Shifting both by the mean turns the Gaussian velocity into a plain gain.
+        state, state_rest = moments.split(x_t.flatten(1) - (1 - t)[:, None] * moments.mean)
+        net, net_rest = moments.split(velocity.flatten(1) + moments.mean)
+        gain = moments.velocity_gain(t)
+        along = (1 - weights[:, :-1]) * net + weights[:, :-1] * gain[:, :-1] * state
+        rest = (1 - weights[:, -1:]) * net_rest + weights[:, -1:] * gain[:, -1:] * state_rest
+        return (along @ moments.basis.T + rest - moments.mean).view_as(velocity)
+
+    def save(self, folder: Path) -> None:
+        """Write ``calibration.safetensors`` into an expert folder."""
+        tensors = {
+            "mean": self.moments.mean,
+            "basis": self.moments.basis,
+            "variances": self.moments.variances,
+            "times": self.times,
+            "weights": self.weights,
+        }
+        save_file({key: value.contiguous() for key, value in tensors.items()}, folder / FILE_NAME)
+
+    @classmethod
+    def load(cls, folder: Path) -> "Calibration | None":
+        """The calibration in an expert folder, None where there is none."""
+        path = folder / FILE_NAME
+        if not path.exists():
+            return None
+        tensors = load_file(path)
+        missing = {"mean", "basis", "variances", "times", "weights"} ^ set(tensors)
+        if missing:
+            raise HddmError(f"{path}: missing or unknown tensors {sorted(missing)}; calibrate anew")
+        moments = Moments(tensors["mean"], tensors["basis"], tensors["variances"])
+        return cls(moments, tensors["times"], tensors["weights"])
+
+    def _weights_at(self, t: Tensor) -> Tensor:
+        times, weights = self.times.to(t), self.weights.to(t)
+        index = torch.searchsorted(times, t.contiguous()).clamp(1, len(times) - 1)
+        fraction = (t - times[index - 1]) / (times[index] - times[index - 1])
+        return torch.lerp(weights[index - 1], weights[index], fraction[:, None])
+
+
+@torch.no_grad()
+def calibrate(
+    velocity: Callable[[Tensor, Tensor], Tensor],
+    images: Tensor,
+    seed: int = 0,
+    repeats: int = 4,
+    batch_size: int = 1024,
+) -> Calibration:
+    """Fit the moments and the weights of the module's head to an expert and its shard.
+
+    Args:
+        velocity: the uncalibrated velocity, of (x_t, t).
+        images: (N, C, H, W) of the shard, in the units that the expert works in.
+        seed: of the noise.
+        repeats: noise draws an image at each of the `LEVELS` times.
+        batch_size: states a call.
+    """
+    moments = Moments.of(images)
+    directions = moments.basis.shape[1]
+    times = torch.linspace(0, 1, LEVELS + 1)
+    noise = generator(seed)
+    weights = torch.ones(len(times), directions + 1)
+    for level, time in enumerate(times[:-1].tolist()):
+        product = torch.zeros(directions + 1, dtype=torch.float64)
+        square = torch.zeros_like(product)
+        for x_0 in images.repeat(repeats, 1, 1, 1).split(batch_size):
+            eps = torch.randn(x_0.shape, generator=noise).to(x_0)
+            t = torch.full((len(x_0),), time, dtype=x_0.dtype, device=x_0.device)
+            x_t = (1 - time) * x_0 + time * eps
+            net = velocity(x_t, t).flatten(1)
+            to_gauss = _difference(moments, _gaussian_velocity(moments, x_t, t), net)
+            to_target = _difference(moments, (eps - x_0).flatten(1), net)
+            for part, (target, gauss) in enumerate(zip(to_target, to_gauss, strict=True)):
+                where = slice(directions) if part == 0 else slice(directions, None)
+                axis = 0 if part == 0 else None
+                product[where] += (target * gauss).double().sum(axis).cpu()
+                square[where] += (gauss * gauss).double().sum(axis).cpu()
+        weights[level] = torch.where(square > 0, product / square, 0.0).clamp(0, 1).float()
+    return Calibration(moments, times, weights)
+
+
+def _gaussian_velocity(moments: Moments, x_t: Tensor, t: Tensor) -> Tensor:
+    moments = moments.to(x_t)
+    along, rest = moments.split(x_t.flatten(1) - (1 - t)[:, None] * moments.mean)
+    gain = moments.velocity_gain(t)
+    return (gain[:, :-1] * along) @ moments.basis.T + gain[:, -1:] * rest - moments.mean
+
+
+def _difference(moments: Moments, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    return moments.to(a).split(a - b)

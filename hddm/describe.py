@@ -1,0 +1,69 @@
+"""What a folder is, in plain values, without loading its weights into memory."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+from hddm.calibration import FILE_NAME as CALIBRATION
+from hddm.data.shards import FORMAT as SHARD_FORMAT
+from hddm.data.shards import MANIFEST, Manifest
+from hddm.ensemble_folders import ENSEMBLE_FILE, read_ensemble_facts
+from hddm.errors import HddmError
+from hddm.experts import EXPERT_FILE, FORMAT, ROUTER_FILE, ExpertFacts, RouterFacts
+from hddm.facts import read_facts
+from hddm.files import read_json
+from hddm.model_folders import WEIGHTS
+from hddm.schedules import from_config
+
+
+def describe(folder: Path) -> dict[str, Any]:
+    """Facts of an expert, router, ensemble or shard folder; ``kind`` says which.
+
+    Raises:
+        HddmError: for any other folder, or one whose records cannot be read.
+    """
+    if (folder / EXPERT_FILE).exists():
+        facts = read_facts(folder / EXPERT_FILE, ExpertFacts, FORMAT)
+        low, high = from_config(facts.schedule).range
+        return {
+            "kind": "expert",
+            **facts.model_dump(mode="json"),
+            "noise_range": [low, high],
+            "calibrated": (folder / CALIBRATION).exists(),
+            **_network(folder),
+        }
+    if (folder / ROUTER_FILE).exists():
+        router = read_facts(folder / ROUTER_FILE, RouterFacts, FORMAT)
+        return {"kind": "router", **router.model_dump(mode="json"), **_network(folder)}
+    if (folder / ENSEMBLE_FILE).exists():
+        ensemble = read_ensemble_facts(folder)
+        experts = [describe(folder / name) for name in ensemble.experts]
+        return {
+            "kind": "ensemble",
+            **ensemble.model_dump(mode="json"),
+            "objectives": [expert["objective"] for expert in experts],
+            "parameters": sum(expert["parameters"] for expert in experts),
+        }
+    if (folder / MANIFEST).exists():
+        shard = read_facts(folder / MANIFEST, Manifest, SHARD_FORMAT)
+        return {
+            "kind": "shard",
+            **shard.model_dump(exclude={"images"}),
+            "images": len(shard.images),
+        }
+    raise HddmError(f"{folder}: no expert, router, ensemble or shard folder of hddm")
+
+
+def _network(folder: Path) -> dict[str, Any]:
+    path = folder / WEIGHTS
+    try:
+        with safe_open(path, "pt") as weights:
+            slices = [weights.get_slice(key) for key in weights.keys()]  # noqa: SIM118
+            sizes = [math.prod(part.get_shape()) for part in slices]
+            dtypes = sorted({part.get_dtype() for part in slices})
+    except (FileNotFoundError, SafetensorError) as error:
+        raise HddmError(f"{path}: cannot be read ({error})") from error
+    config = {k: v for k, v in read_json(folder / "config.json").items() if not k.startswith("_")}
+    return {"parameters": sum(sizes), "dtypes": dtypes, "architecture": config}

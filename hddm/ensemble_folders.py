@@ -1,0 +1,123 @@
+"""Ensemble folders: experts and a router side by side, checked to fit together.
+
+ensemble.json            format, experts in the router's order, prior, recommended strategy
+experts/<i>/             an expert folder each, hard-linked where the file system allows
+router/                  a router folder
+"""
+
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field
+
+from hddm.errors import HddmError
+from hddm.experts import (
+    EXPERT_FILE,
+    FORMAT,
+    ROUTER_FILE,
+    ExpertFacts,
+    RouterFacts,
+)
+from hddm.facts import Facts, read_facts
+from hddm.files import new_folder, write_json
+from hddm.routing import Strategy
+
+ENSEMBLE_FILE = "ensemble.json"
+DEFAULT_STRATEGY = "draw"
+
+
+class EnsembleFacts(Facts):
+    """``ensemble.json``."""
+
+    format: str = FORMAT
+    experts: Annotated[tuple[str, ...], Field(min_length=1)]
+    router: str | None = None
+    prior: tuple[float, ...]
+    strategy: str
+
+
+def read_ensemble_facts(folder: Path) -> EnsembleFacts:
+    """``ensemble.json`` of ``folder``; paths that lead out of the folder are refused."""
+    path = folder / ENSEMBLE_FILE
+    facts = read_facts(path, EnsembleFacts, FORMAT)
+    for name in (*facts.experts, *([facts.router] if facts.router else [])):
+        if not (folder / name).resolve().is_relative_to(folder.resolve()):
+            raise HddmError(f"{path}: names {name!r}, outside the folder; refused")
+    return facts
+
+
+def assemble(
+    experts: Sequence[Path],
+    out: Path,
+    router: Path | None = None,
+    strategy: str = DEFAULT_STRATEGY,
+    overwrite: bool = False,
+) -> None:
+    """Put experts and a router into one folder, after checking that they fit.
+
+    The prior is the shard sizes. With a router, expert k must come from the shard that the router's
+    output k stands for.
+
+    Raises:
+        HddmError: before anything is written, with every difference between the parts.
+    """
+    Strategy.parse(strategy).check(len(experts))
+    if router is None and strategy != "draw":
+        raise HddmError(f"strategy {strategy!r} needs --router; only 'draw' does without")
+    facts = [read_facts(folder / EXPERT_FILE, ExpertFacts, FORMAT) for folder in experts]
+    router_facts = read_facts(router / ROUTER_FILE, RouterFacts, FORMAT) if router else None
+    problems = _misfits(experts, facts, router_facts)
+    if problems:
+        raise HddmError(f"these parts do not fit together: {'; '.join(problems)}")
+    images = [float(f.shard.images) if f.shard else 1.0 for f in facts]
+    with new_folder(out, overwrite) as draft:
+        names = [f"experts/{k}" for k in range(len(experts))]
+        for folder, name in zip(experts, names, strict=True):
+            _copy_folder(folder, draft / name)
+        if router is not None:
+            _copy_folder(router, draft / "router")
+        content = EnsembleFacts(
+            experts=tuple(names),
+            router="router" if router else None,
+            prior=tuple(n / sum(images) for n in images),
+            strategy=strategy,
+        )
+        write_json(draft / ENSEMBLE_FILE, content.model_dump(mode="json"))
+
+
+def _misfits(
+    folders: Sequence[Path], facts: Sequence[ExpertFacts], router: RouterFacts | None
+) -> list[str]:
+    problems = []
+    first = facts[0]
+    for folder, one in zip(folders, facts, strict=True):
+        for key in ("sample_shape", "space", "latent_scale"):
+            mine, theirs = getattr(one, key), getattr(first, key)
+            if mine != theirs:
+                problems.append(f"{folder}: {key} is {mine}, {folders[0]} has {theirs}")
+        if one.classes and first.classes and one.classes != first.classes:
+            problems.append(f"{folder}: its class map differs from that of {folders[0]}")
+    if router is None:
+        return problems
+    if router.sample_shape != first.sample_shape:
+        problems.append(f"router: sample_shape is {router.sample_shape}, not {first.sample_shape}")
+    if len(router.shard_hashes) != len(facts):
+        problems.append(f"router: tells {len(router.shard_hashes)} shards apart, not {len(facts)}")
+        return problems
+    for k, (folder, one) in enumerate(zip(folders, facts, strict=True)):
+        if one.shard is not None and one.shard.hash != router.shard_hashes[k]:
+            problems.append(f"{folder}: was trained on another shard than output {k} of the router")
+    return problems
+
+
+def _copy_folder(source: Path, target: Path) -> None:
+    def link_or_copy(a: str, b: str) -> None:
+        try:
+            os.link(os.path.realpath(a), b)
+        except OSError:
+            shutil.copyfile(a, b)
+
+    shutil.copytree(source, target, copy_function=link_or_copy)

@@ -1,0 +1,55 @@
+"""Records beside weights: validated JSON with a format version."""
+
+import difflib
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from hddm.errors import HddmError
+from hddm.files import read_json
+
+
+class Facts(BaseModel):
+    """Base of every record: frozen, and an unknown key is an error."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+Record = TypeVar("Record", bound=Facts)
+
+
+def read_facts(path: Path, record: type[Record], format_version: str) -> Record:
+    """The record in a JSON file.
+
+    Raises:
+        HddmError: in one line with file and key, for a missing file, a newer major format, or an unknown,
+            missing or ill-typed key.
+    """
+    content = read_json(path)
+    check_format(content, format_version, path)
+    return parse_facts(content, record, str(path))
+
+
+def parse_facts(content: dict[str, Any], record: type[Record], origin: str) -> Record:
+    """``content`` as a record; ``origin`` names its source in the error."""
+    try:
+        return record.model_validate(content)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(map(str, first["loc"]))
+        if first["type"] == "extra_forbidden":
+            nearest = difflib.get_close_matches(key, record.model_fields, n=1)
+            hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
+            raise HddmError(f"{origin}: unknown key {key!r}{hint}") from error
+        value = "" if first["type"] == "missing" else f" (is {first['input']!r})"
+        raise HddmError(f"{origin}: key {key!r}{value}: {first['msg']}") from error
+
+
+def check_format(content: dict[str, Any], known: str, path: Path) -> None:
+    """Refuse a missing format version or one of a newer major."""
+    version = content.get("format")
+    if not isinstance(version, str) or not version.split(".")[0].isdecimal():
+        raise HddmError(f"{path}: has no format version; was it written by hddm?")
+    if int(version.split(".")[0]) > int(known.split(".")[0]):
+        raise HddmError(f"{path}: format {version} is newer than {known}; upgrade hddm-diffusion")

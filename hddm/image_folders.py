@@ -1,0 +1,88 @@
+"""Samples of a saved model, written as a folder of PNG files."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from hddm.data.images import save_png, to_bytes
+from hddm.errors import HddmError
+from hddm.files import check_absent, new_folder, write_json
+from hddm.load import load
+from hddm.sampling import sample
+
+
+def sample_to_folder(
+    source: Path,
+    out: Path,
+    num: int,
+    *,
+    seed: int = 0,
+    steps: int = 50,
+    strategy: str | None = None,
+    solver: str = "euler",
+    shift: float = 1.0,
+    guidance_scale: float = 1.0,
+    class_labels: str | None = None,
+    batch_size: int = 64,
+    overwrite: bool = False,
+    on_batch: Callable[[int], None] | None = None,
+) -> None:
+    """Sample ``source`` and write ``00000.png`` … and ``sampling.json``, the settings, into ``out``.
+
+    ``class_labels`` are numbers, comma-separated, cycled over the images; the others are arguments of
+    `hddm.sample`.
+
+    Raises:
+        HddmError: for an existing ``out``, a model that cannot be loaded, or wrong settings.
+    """
+    check_absent(out, overwrite)
+    model = load(source)
+    conditions = {}
+    if class_labels is not None:
+        conditions["class_labels"] = _labels(class_labels, model.classes, num)
+    images = sample(
+        model,
+        num,
+        seed,
+        steps,
+        strategy,
+        solver,
+        guidance_scale,
+        shift=shift,
+        batch_size=batch_size,
+        on_batch=on_batch,
+        **conditions,
+    )
+    if images.shape[1] not in (1, 3):
+        raise HddmError(f"{source}: samples have {images.shape[1]} channels and are no images")
+    with new_folder(out, overwrite) as draft:
+        for index, image in enumerate(to_bytes(images)):
+            save_png(image, draft / f"{index:05d}.png")
+        settings = {
+            "source": str(source),
+            "num_images": num,
+            "seed": seed,
+            "steps": steps,
+            "strategy": strategy or getattr(model, "strategy", None),
+            "solver": solver,
+            "shift": shift,
+            "guidance_scale": guidance_scale,
+            "class_labels": class_labels,
+        }
+        write_json(draft / "sampling.json", settings)
+
+
+def _labels(text: str, classes: Sequence[str], num: int) -> Tensor:
+    """Class indices (num,) from a comma-separated list of names or numbers, cycled."""
+    indices = []
+    for part in (part.strip() for part in text.split(",")):
+        if part in classes:
+            indices.append(list(classes).index(part))
+        elif part.isdecimal() and int(part) < len(classes):
+            indices.append(int(part))
+        else:
+            known = ", ".join(classes) or "none: the model is unconditional"
+            raise HddmError(f"--class-labels: no class {part!r}; the model's classes are {known}")
+    return torch.tensor([indices[i % len(indices)] for i in range(num)])

@@ -1,0 +1,97 @@
+"""Blocks that the expert and the router share."""
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+LAYER_NORM_EPS = 1e-5
+FREQUENCIES = 256
+
+
+def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
+    """``x (1 + scale) + shift``; x is (batch, tokens, width), the others broadcast to it."""
+    return x * (1 + scale) + shift
+
+
+def sinusoid(times: Tensor, dim: int, dtype: torch.dtype, max_period: float = 1e4) -> Tensor:
+    """Sinusoidal embedding (batch, dim) of ``times`` (batch,): cosines, then sines.
+
+    Angles are taken in the dtype of ``times`` and only the result is cast, since 987.2 and 988.5
+    are one number in bfloat16.
+    """
+    half = dim // 2
+    frequencies = torch.exp(
+        -math.log(max_period) * torch.arange(half, device=times.device, dtype=times.dtype) / half
+    )
+    angles = times[:, None] * frequencies
+    return torch.cat([angles.cos(), angles.sin()], dim=-1).to(dtype)
+
+
+def grid_positions(hidden_size: int, side: int) -> Tensor:
+    """Fixed 2-D sine-cosine positions (1, side², hidden_size), row by row."""
+    coordinates = torch.arange(side, dtype=torch.float32)
+    one_axis = sinusoid(coordinates, hidden_size // 2, torch.float32)
+    columns = one_axis.repeat(side, 1)
+    rows = one_axis.repeat_interleave(side, dim=0)
+    return torch.cat([columns, rows], dim=1)[None]
+
+
+class TimeEmbedding(nn.Module):
+    """Sinusoid, then a two-layer perceptron: times (batch,) to (batch, hidden_size)."""
+
+    def __init__(self, hidden_size: int) -> None:
+        super().__init__()
+        self.mlp = nn.Sequential(
+            nn.Linear(FREQUENCIES, hidden_size), nn.SiLU(), nn.Linear(hidden_size, hidden_size)
+        )
+
+    def forward(self, times: Tensor) -> Tensor:
+        weight = self.mlp[0].weight
+        embedded: Tensor = self.mlp(sinusoid(times, FREQUENCIES, weight.dtype))
+        return embedded
+
+
+class Attention(nn.Module):
+    """Multi-head attention from ``x`` to ``context`` (itself by default), both of one width."""
+
+    def __init__(self, hidden_size: int, num_heads: int) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.in_proj_weight = nn.Parameter(torch.empty(3 * hidden_size, hidden_size))
+        self.in_proj_bias = nn.Parameter(torch.zeros(3 * hidden_size))
+        self.out_proj = nn.Linear(hidden_size, hidden_size)
+        nn.init.xavier_uniform_(self.in_proj_weight)
+
+    def forward(self, x: Tensor, context: Tensor | None = None) -> Tensor:
+        width = x.shape[-1]
+        if context is None:
+            queries, keys, values = F.linear(x, self.in_proj_weight, self.in_proj_bias).chunk(3, -1)
+        else:
+            queries = F.linear(x, self.in_proj_weight[:width], self.in_proj_bias[:width])
+            keys, values = F.linear(
+                context, self.in_proj_weight[width:], self.in_proj_bias[width:]
+            ).chunk(2, -1)
+        mixed = F.scaled_dot_product_attention(
+            self._heads(queries), self._heads(keys), self._heads(values)
+        )
+        projected: Tensor = self.out_proj(mixed.transpose(1, 2).flatten(2))
+        return projected
+
+    def _heads(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+
+
+def mlp(hidden_size: int, ratio: int = 4) -> nn.Sequential:
+    """The feed-forward part of a block: expand by ``ratio``, tanh-GELU, contract."""
+    return nn.Sequential(
+        nn.Linear(hidden_size, ratio * hidden_size),
+        nn.GELU(approximate="tanh"),
+        nn.Linear(ratio * hidden_size, hidden_size),
+    )
+
+
+def layer_norm(hidden_size: int) -> nn.LayerNorm:
+    """Layer norm without affine parameters: scale and shift come from the time embedding."""
+    return nn.LayerNorm(hidden_size, eps=LAYER_NORM_EPS, elementwise_affine=False)

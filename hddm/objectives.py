@@ -1,0 +1,109 @@
+"""Training objectives: what one expert minimises on its shard.
+
+ddpm:  E || network(alpha_u x_0 + sigma_u eps, u) - eps ||²,           u uniform on the schedule
+flow:  E || network((1 - t) x_0 + t eps, t) - (eps - x_0) ||²,         t uniform or logit-normal
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hddm.errors import HddmError
+from hddm.predictions import PredictionType
+from hddm.schedules import CosineSchedule, DiscreteSchedule, LinearSchedule, Schedule
+from hddm.tensors import append_dims
+
+TIME_SCALE = 1000.0
+TIME_SAMPLINGS = ("uniform", "logit-normal")
+
+
+@dataclass(frozen=True)
+class Objective:
+    """What a network learns to predict, on which schedule, at which times.
+
+    Args:
+        name: ``ddpm`` or ``flow``.
+        schedule: the path; cosine by default for ddpm, always linear for flow.
+        time_sampling: ``uniform``, or ``logit-normal`` (SD3, arXiv:2403.03206, section 3.1) for
+            flow.
+
+    Raises:
+        HddmError: for another name, another time sampling or a combination without meaning.
+    """
+
+    name: str
+    schedule: Schedule
+    time_sampling: str = "uniform"
+
+    @classmethod
+    def named(
+        cls, name: str, schedule: Schedule | None = None, time_sampling: str = "uniform"
+    ) -> "Objective":
+        """The objective called ``name``, with its default schedule where none is given."""
+        default: Schedule = CosineSchedule() if name == "ddpm" else LinearSchedule()
+        return cls(name, schedule or default, time_sampling)
+
+    def __post_init__(self) -> None:
+        if self.name not in ("ddpm", "flow"):
+            raise HddmError(f"unknown objective {self.name!r}: choose ddpm or flow")
+        if self.time_sampling not in TIME_SAMPLINGS:
+            raise HddmError(
+                f"unknown time sampling {self.time_sampling!r}: choose one of {', '.join(TIME_SAMPLINGS)}"
+            )
+        if self.name == "ddpm" and self.time_sampling != "uniform":
+            raise HddmError("logit-normal time sampling belongs to the flow objective")
+        if self.name == "flow" and not isinstance(self.schedule, LinearSchedule):
+            raise HddmError("the flow objective runs on the linear path; a schedule is ddpm's")
+
+    @property
+    def prediction_type(self) -> PredictionType:
+        """What the network predicts after training."""
+        return PredictionType.EPSILON if self.name == "ddpm" else PredictionType.FLOW_PREDICTION
+
+    @property
+    def time_scale(self) -> float:
+        """What native time is multiplied by for the network: 1000 for time in [0, 1]."""
+        return 1.0 if isinstance(self.schedule, DiscreteSchedule) else TIME_SCALE
+
+    def loss(
+        self,
+        network: Callable[..., Tensor],
+        x_0: Tensor,
+        noise: torch.Generator,
+        conditions: Mapping[str, Tensor] | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Squared error of each sample (batch,), averaged over its elements, and native times (batch,).
+
+        Args:
+            network: of (y, timestep, **conditions).
+            x_0: clean samples (batch, C, H, W).
+            noise: CPU generator of times and noise.
+            conditions: keywords of the network.
+        """
+        time = self.sample_times(len(x_0), noise)
+        eps = torch.randn(x_0.shape, generator=noise).to(x_0)
+        alpha, sigma = (
+            append_dims(value, x_0.ndim).to(x_0) for value in self.schedule.alpha_sigma(time)
+        )
+        target = eps if self.prediction_type is PredictionType.EPSILON else eps - x_0
+        timestep = (time * self.time_scale).to(x_0.device, torch.float32)
+        output = network(alpha * x_0 + sigma * eps, timestep, **(conditions or {}))
+        return (output.float() - target.float()).square().flatten(1).mean(1), time
+
+    def sample_times(self, num: int, noise: torch.Generator) -> Tensor:
+        """Native times (num,), float64: whole indices for a discrete schedule."""
+        if self.time_sampling == "logit-normal":
+            return torch.sigmoid(torch.randn(num, generator=noise, dtype=torch.float64))
+        if isinstance(self.schedule, DiscreteSchedule):
+            return torch.randint(0, int(self.schedule.end) + 1, (num,), generator=noise).double()
+        return torch.rand(num, generator=noise, dtype=torch.float64)
+
+
+def drop_labels(
+    labels: Tensor, null_label: int, probability: float, noise: torch.Generator
+) -> Tensor:
+    """``labels`` (batch,), each replaced by the null class with ``probability``, for guidance."""
+    dropped = torch.rand(len(labels), generator=noise).to(labels.device) < probability
+    return torch.where(dropped, null_label, labels)

@@ -1,0 +1,38 @@
+"""Progress of long work: a bar on a terminal, a plain line every tenth elsewhere."""
+
+import sys
+from types import TracebackType
+
+from tqdm import tqdm
+
+
+class Progress:
+    """``with Progress(total, "train") as advance: advance(n)``; written to standard error."""
+
+    def __init__(self, total: int, label: str) -> None:
+        self._total, self._label, self._done = total, label, 0
+        self._bar: tqdm[None] | None = None
+        if sys.stderr.isatty():
+            self._bar = tqdm(total=total, desc=label, unit_scale=True, smoothing=0.05)
+
+    def __enter__(self) -> "Progress":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+    def __call__(self, units: int) -> None:
+        """Count ``units`` more."""
+        before, self._done = self._done, self._done + units
+        if self._bar is not None:
+            self._bar.update(units)
+        elif 10 * before // self._total != 10 * self._done // self._total:
+            print(
+                f"{self._label}: {100 * self._done // self._total} %", file=sys.stderr, flush=True
+            )

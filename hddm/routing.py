@@ -1,0 +1,108 @@
+"""Which experts run for which sample: from probabilities to sparse weights.
+
+Strategies, for probabilities p of one sample over K experts:
+
+    full          weights p
+    top-k         the k most probable (ties to the lower index), k in 1 … K
+    threshold-x   every expert with p >= x, the most probable one if there is none
+    nucleus-x     the smallest set of the most probable whose sum reaches x
+    draw          one expert, drawn once a sample from the prior and kept to the end of sampling
+
+The weights of those chosen are renormalised to sum to 1.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hddm.errors import HddmError
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """A parsed strategy; ``value`` is k or x, None where there is none."""
+
+    kind: str
+    value: float | None = None
+
+    @classmethod
+    def parse(cls, name: str) -> "Strategy":
+        """Read ``top-2``, ``full``, ``threshold-0.1``, ``nucleus-0.9`` or ``draw``.
+
+        Raises:
+            HddmError: for another name, a k below 1 or an x outside (0, 1].
+        """
+        kind, _, value = name.partition("-")
+        if kind in ("full", "draw") and not value:
+            return cls(kind)
+        if kind == "top" and value.isdecimal() and int(value) >= 1:
+            return cls(kind, int(value))
+        if kind in ("threshold", "nucleus"):
+            try:
+                share = float(value)
+            except ValueError:
+                share = float("nan")
+            if 0 < share <= 1:
+                return cls(kind, share)
+        raise HddmError(
+            f"unknown strategy {name!r}: choose top-K (K = 1, 2, …), full, threshold-X or nucleus-X "
+            "(0 < X <= 1), or draw"
+        )
+
+    def check(self, num_experts: int) -> None:
+        """Refuse a k above the number of experts."""
+        if self.kind == "top" and self.value is not None and self.value > num_experts:
+            raise HddmError(
+                f"top-{self.value:g} needs {self.value:g} experts and there are {num_experts}"
+            )
+
+
+def sparse_weights(probabilities: Tensor, strategy: Strategy) -> Tensor:
+    """Weights (batch, K), each row summing to 1, from ``probabilities`` (batch, K).
+
+    Raises:
+        HddmError: for ``draw``, which does not depend on probabilities, or a k above K.
+    """
+    strategy.check(probabilities.shape[1])
+    if strategy.kind == "full":
+        return probabilities / probabilities.sum(1, keepdim=True)
+    # A stable sort breaks ties in favour of the lower index.
+    ranked, order = probabilities.sort(dim=1, descending=True, stable=True)
+    rank = torch.arange(ranked.shape[1], device=ranked.device)
+    match strategy.kind:
+        case "top":
+            chosen = (rank < strategy.value).expand_as(ranked)
+        case "threshold":
+            chosen = (ranked >= strategy.value) | (rank == 0)
+        case "nucleus":
+            # An expert belongs to the set while those before it have not reached the share.
+            before = ranked.cumsum(1).roll(1, dims=1)
+            chosen = (before < strategy.value) | (rank == 0)
+        case _:
+            raise HddmError("strategy 'draw' picks experts by index, not from probabilities")
+    kept = torch.zeros_like(probabilities).scatter(1, order, ranked * chosen)
+    return kept / kept.sum(1, keepdim=True)
+
+
+class Router:
+    """Probabilities p(k | x_t, t) over experts, from a network that gives logits.
+
+    Args:
+        network: ``network(x_t, timestep)`` to logits (batch, K).
+        time_scale: the network is fed t × ``time_scale``.
+    """
+
+    def __init__(self, network: Callable[..., Tensor], time_scale: float = 1000.0) -> None:
+        self.network = network
+        self.time_scale = time_scale
+
+    def __call__(self, x_t: Tensor, t: Tensor) -> Tensor:
+        """Probabilities (batch, K) for x_t (batch, C, H, W) on the common path at t (batch,)."""
+        dtype = next((p.dtype for p in self._parameters()), torch.float32)
+        logits = self.network(x_t.to(dtype), (t * self.time_scale).to(x_t.device, torch.float32))
+        return logits.float().softmax(1)
+
+    def _parameters(self) -> list[Tensor]:
+        return list(self.network.parameters()) if isinstance(self.network, torch.nn.Module) else []

@@ -1,0 +1,165 @@
+"""Schedules from diffusers' scheduler configs, and back from our own records."""
+
+import difflib
+import inspect
+import json
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import torch
+
+from hddm.errors import HddmError
+from hddm.schedules.base import Schedule
+from hddm.schedules.continuous import CosineSchedule, LinearSchedule
+from hddm.schedules.discrete import DiscreteSchedule
+
+logger = logging.getLogger(__name__)
+
+DDPM_FAMILY = (
+    "DDPMScheduler",
+    "DDPMParallelScheduler",
+    "DDIMScheduler",
+    "DDIMInverseScheduler",
+    "DDIMParallelScheduler",
+    "DEISMultistepScheduler",
+    "DPMSolverMultistepScheduler",
+    "DPMSolverMultistepInverseScheduler",
+    "DPMSolverSinglestepScheduler",
+    "EulerDiscreteScheduler",
+    "EulerAncestralDiscreteScheduler",
+    "HeunDiscreteScheduler",
+    "KDPM2DiscreteScheduler",
+    "KDPM2AncestralDiscreteScheduler",
+    "LCMScheduler",
+    "LMSDiscreteScheduler",
+    "PNDMScheduler",
+    "SASolverScheduler",
+    "TCDScheduler",
+    "UniPCMultistepScheduler",
+)
+FLOW_MATCH_FAMILY = (
+    "FlowMatchEulerDiscreteScheduler",
+    "FlowMatchHeunDiscreteScheduler",
+    "FlowMatchLCMScheduler",
+)
+# The keys that fix a training schedule; all others of these classes belong to sampling.
+_SCHEDULE_KEYS = (
+    "num_train_timesteps",
+    "beta_start",
+    "beta_end",
+    "beta_schedule",
+    "trained_betas",
+    "rescale_betas_zero_snr",
+)
+_FROM_OLD_VERSIONS = {"tensor_format", "predict_epsilon"}
+
+
+def from_diffusers(source: object) -> Schedule:
+    """The training schedule that a diffusers scheduler stands for.
+
+    A key that the config lacks has the documented default of its scheduler class; that is logged.
+    A config without ``_class_name`` is read as a `DDPMScheduler`'s. A flow-match scheduler, or one
+    with ``use_flow_sigmas``, gives `LinearSchedule`: its shift belongs to the sampling grid.
+
+    Args:
+        source: a scheduler object, its config, or the path of a ``scheduler_config.json``, of the
+            folder that holds it, or of a pipeline folder.
+
+    Raises:
+        HddmError: for a class outside the DDPM and flow-match families, an unknown key or a value that
+            gives no schedule.
+    """
+    config, origin = _read(source)
+    name = config.get("_class_name", "DDPMScheduler")
+    if name not in DDPM_FAMILY + FLOW_MATCH_FAMILY:
+        raise HddmError(
+            f"{origin}: scheduler class {name!r} is neither of the DDPM nor of the flow-match family; "
+            f"known are {', '.join(DDPM_FAMILY + FLOW_MATCH_FAMILY)}"
+        )
+    _refuse_unknown_keys(config, origin)
+    if name in FLOW_MATCH_FAMILY or config.get("use_flow_sigmas"):
+        return LinearSchedule()
+    facts = _with_defaults(config, name, origin)
+    try:
+        betas = diffusers.DDPMScheduler(**facts).betas
+    except (TypeError, ValueError, NotImplementedError) as error:
+        raise HddmError(f"{origin}: no schedule can be built from {facts}: {error}") from error
+    return DiscreteSchedule(betas, {"_class_name": name, **facts})
+
+
+def from_config(config: Mapping[str, Any]) -> Schedule:
+    """The schedule with this `Schedule.config`, as ``expert.json`` holds it.
+
+    Raises:
+        HddmError: for a name or key that no schedule has.
+    """
+    if "_class_name" in config:
+        return from_diffusers(config)
+    match dict(config):
+        case {"name": "linear", **rest} if not rest:
+            return LinearSchedule()
+        case {"name": "cosine", **rest} if not rest:
+            return CosineSchedule()
+        case {"name": "discrete", "betas": betas, **rest} if not rest:
+            return DiscreteSchedule(torch.tensor(betas, dtype=torch.float64))
+    raise HddmError(
+        f"schedule {dict(config)} is unknown: it is {{'name': 'linear'}}, {{'name': 'cosine'}}, "
+        "{'name': 'discrete', 'betas': […]} or a diffusers scheduler config with _class_name"
+    )
+
+
+def _read(source: object) -> tuple[dict[str, Any], str]:
+    if isinstance(source, diffusers.SchedulerMixin):
+        return {**source.config, "_class_name": type(source).__name__}, type(source).__name__
+    if isinstance(source, Mapping):
+        return dict(source), "scheduler config"
+    if not isinstance(source, str | Path):
+        raise HddmError(
+            "a schedule comes from a diffusers scheduler, its config or a path, "
+            f"not from {type(source).__name__}"
+        )
+    path = Path(source)
+    candidates = (
+        path,
+        path / "scheduler_config.json",
+        path / "scheduler" / "scheduler_config.json",
+    )
+    for candidate in candidates:
+        if candidate.is_file():
+            try:
+                config = json.loads(candidate.read_text())
+            except ValueError as error:
+                raise HddmError(f"{candidate}: not valid JSON ({error})") from error
+            if not isinstance(config, dict):
+                raise HddmError(f"{candidate}: holds no scheduler config (a JSON object)")
+            return config, str(candidate)
+    raise HddmError(f"{path}: no scheduler config here; give a scheduler_config.json or its folder")
+
+
+def _parameters(name: str) -> dict[str, inspect.Parameter]:
+    return dict(inspect.signature(getattr(diffusers, name).__init__).parameters)
+
+
+def _refuse_unknown_keys(config: Mapping[str, Any], origin: str) -> None:
+    # A config may carry keys of another scheduler class: from_config keeps what it does not use.
+    known = set(_FROM_OLD_VERSIONS).union(*map(_parameters, DDPM_FAMILY + FLOW_MATCH_FAMILY))
+    for key in config:
+        if not key.startswith("_") and key not in known:
+            nearest = difflib.get_close_matches(key, known, n=1)
+            hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
+            raise HddmError(f"{origin}: no diffusers scheduler has a key {key!r}{hint}")
+
+
+def _with_defaults(config: Mapping[str, Any], name: str, origin: str) -> dict[str, Any]:
+    parameters = _parameters(name)
+    facts: dict[str, Any] = {}
+    for key in _SCHEDULE_KEYS:
+        if key in config:
+            facts[key] = config[key]
+        elif key in parameters:
+            facts[key] = parameters[key].default
+            logger.info("%s: %s not given, %s's default %s", origin, key, name, facts[key])
+    return facts

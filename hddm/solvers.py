@@ -1,0 +1,65 @@
+"""ODE solvers, as plain functions of a velocity; they know nothing of diffusion.
+
+``solver(velocity, x, times)`` integrates dx/dt = velocity(x, t) from ``times[0]`` to ``times[-1]``
+through every time between, upwards or downwards, and returns the last x. ``velocity`` gets x and a
+scalar float64 tensor t. Each docstring gives the order of the global error in the step.
+"""
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from hddm.errors import HddmError
+
+Velocity = Callable[[Tensor, Tensor], Tensor]
+Solver = Callable[[Velocity, Tensor, Tensor], Tensor]
+
+
+def euler(velocity: Velocity, x: Tensor, times: Tensor) -> Tensor:
+    """Euler's method, order 1, one call a step.
+
+    On the common path it is DDIM (arXiv:2010.02502): that sampler's step is Euler's in the variable
+    x/alpha over sigma/alpha, and both are exact for a constant x_0 and eps.
+    """
+    for now, then in zip(times[:-1], times[1:], strict=True):
+        x = x + float(then - now) * velocity(x, now)
+    return x
+
+
+def heun(velocity: Velocity, x: Tensor, times: Tensor) -> Tensor:
+    """Heun's second-order method (explicit trapezoid), order 2, two calls a step.
+
+    Not Heun's third-order method. Source: arXiv:2206.00364, algorithm 1, without its noise.
+    """
+    for now, then in zip(times[:-1], times[1:], strict=True):
+        step = float(then - now)
+        slope = velocity(x, now)
+        x = x + step / 2 * (slope + velocity(x + step * slope, then))
+    return x
+
+
+def adams_bashforth(velocity: Velocity, x: Tensor, times: Tensor) -> Tensor:
+    """Two-step Adams-Bashforth for uneven steps, order 2, one call a step; the first is Euler's.
+
+    With steps h_0, then h:  x += h [(1 + h/(2 h_0)) v - h/(2 h_0) v_before].
+    Source: Hairer, Nørsett & Wanner, Solving Ordinary Differential Equations I, section III.5.
+    """
+    before: Tensor | None = None
+    last_step = 0.0
+    for now, then in zip(times[:-1], times[1:], strict=True):
+        step = float(then - now)
+        slope = velocity(x, now)
+        weight = 0.0 if before is None else step / (2 * last_step)
+        x = x + step * ((1 + weight) * slope - (weight * before if before is not None else 0))
+        before, last_step = slope, step
+    return x
+
+
+SOLVERS: dict[str, Solver] = {"euler": euler, "heun": heun, "adams-bashforth": adams_bashforth}
+
+
+def solver_named(name: str) -> Solver:
+    """The solver called ``name``; `HddmError` lists those that exist."""
+    if name not in SOLVERS:
+        raise HddmError(f"unknown solver {name!r}: choose one of {', '.join(SOLVERS)}")
+    return SOLVERS[name]

@@ -1,0 +1,32 @@
+"""Exponential moving average of weights, in float32 whatever the training dtype."""
+
+import torch
+from torch import Tensor, nn
+
+
+class Ema:
+    """Shadow of a network's parameters: shadow += (1 - d) (parameter - shadow).
+
+    The decay d rises as (1 + n)/(10 + n) over updates n up to ``decay``, so that the first steps do not
+    linger. The shadow is float32, since in bfloat16 an update of 1e-3 rounds to nothing.
+    """
+
+    def __init__(self, network: nn.Module, decay: float) -> None:
+        self.decay = decay
+        self.updates = 0
+        self._live = [p for p in network.parameters() if p.requires_grad]
+        self._shadow = [p.detach().float().clone() for p in self._live]
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Take in the parameters as they are now."""
+        decay = min(self.decay, (1 + self.updates) / (10 + self.updates))
+        current: list[Tensor] = [p.detach().float() for p in self._live]
+        torch._foreach_lerp_(self._shadow, current, 1 - decay)
+        self.updates += 1
+
+    @torch.no_grad()
+    def copy_to_network(self) -> None:
+        """Replace the parameters by their averages."""
+        for parameter, average in zip(self._live, self._shadow, strict=True):
+            parameter.copy_(average)

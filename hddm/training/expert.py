@@ -1,0 +1,156 @@
+"""Training one expert alone, on its shard."""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from hddm.calibration import calibrate
+from hddm.data.shards import Shard, load_shard
+from hddm.errors import HddmError
+from hddm.experts import Expert, ExpertFacts, ShardFacts, null_conditions, save_expert
+from hddm.files import check_absent, new_folder
+from hddm.models.sizes import size_config
+from hddm.models.transformer import ExpertTransformer
+from hddm.objectives import Objective, drop_labels
+from hddm.schedules import Schedule
+from hddm.tensors import generator
+from hddm.training.loop import LoopSettings, OnStep, fit
+from hddm.velocity import VelocityField
+
+
+class ExpertSettings(LoopSettings):
+    """What an expert learns, how large it is, and how it is optimised."""
+
+    objective: Literal["ddpm", "flow"]
+    time_sampling: Literal["uniform", "logit-normal"] = "uniform"
+    size: str = "small"
+    class_conditional: bool = False
+    condition_dropout: Annotated[float, Field(ge=0, le=1)] = 0.1
+
+
+def train_expert(
+    shard_folder: Path,
+    out: Path,
+    settings: ExpertSettings,
+    schedule: Schedule | None = None,
+    schedule_source: str = "default of the objective",
+    overwrite: bool = False,
+    on_step: OnStep | None = None,
+) -> list[float]:
+    """Train an expert on one shard, calibrate it there, and write its folder.
+
+    Nothing but the shard is read: no other expert's weights, gradients or data.
+
+    Args:
+        shard_folder: as `hddm.data.shards.partition` writes it.
+        out: the expert folder to write.
+        settings: see `ExpertSettings`.
+        schedule: of DDPM; cosine by default.
+        schedule_source: where ``schedule`` came from, for the record.
+        overwrite: whether an existing ``out`` is replaced.
+        on_step: called after each step with its number and loss.
+
+    Returns:
+        The loss of every step.
+
+    Raises:
+        HddmError: for a shard that cannot be read or is too small, images that do not fit the network,
+            or a loss that is not finite.
+    """
+    check_absent(out, overwrite)
+    objective = Objective.named(settings.objective, schedule, settings.time_sampling)
+    shard = load_shard(shard_folder)
+    network = _new_network(shard, settings)
+    started = time.perf_counter()
+    losses = fit(network, _batch_loss(network, shard, objective, settings), settings, on_step)
+    network.requires_grad_(False)
+    facts = _facts(shard, settings, objective, schedule_source, losses)
+    facts = facts.model_copy(
+        update={"training": {**facts.training, "seconds": round(time.perf_counter() - started, 1)}}
+    )
+    field = VelocityField(
+        network,
+        objective.schedule,
+        objective.prediction_type,
+        objective.time_scale,
+        null_conditions=null_conditions(facts.null_class),
+    )
+    calibration = calibrate(field.velocity, shard.images, settings.seed)
+    with new_folder(out, overwrite) as draft:
+        save_expert(draft, Expert(network, facts, calibration))
+    return losses
+
+
+def _new_network(shard: Shard, settings: ExpertSettings) -> ExpertTransformer:
+    channels, height, width = shard.pixels.shape[1:]
+    patch = size_config(settings.size)["patch_size"]
+    if height != width or height % patch:
+        raise HddmError(
+            f"{shard.folder}: images are {width}×{height}; size {settings.size!r} takes squares with a side "
+            f"divisible by {patch}"
+        )
+    if settings.class_conditional and shard.labels is None:
+        raise HddmError(
+            f"{shard.folder}: its images carry no labels; train without --class-conditional"
+        )
+    # Initial weights depend on the seed alone; the caller's generator is left as it was.
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(settings.seed)
+        return ExpertTransformer(
+            sample_size=height,
+            in_channels=channels,
+            num_classes=len(shard.classes) if settings.class_conditional else None,
+            **size_config(settings.size),
+        )
+
+
+def _batch_loss(
+    network: ExpertTransformer, shard: Shard, objective: Objective, settings: ExpertSettings
+) -> Callable[[], Tensor]:
+    images, draws = shard.images, generator(settings.seed, shard.index)
+
+    def loss() -> Tensor:
+        rows = torch.randint(len(images), (settings.batch_size,), generator=draws)
+        conditions = {}
+        if settings.class_conditional and shard.labels is not None:
+            conditions["class_labels"] = drop_labels(
+                shard.labels[rows], len(shard.classes), settings.condition_dropout, draws
+            )
+        return objective.loss(network, images[rows], draws, conditions)[0].mean()
+
+    return loss
+
+
+def _facts(
+    shard: Shard,
+    settings: ExpertSettings,
+    objective: Objective,
+    schedule_source: str,
+    losses: list[float],
+) -> ExpertFacts:
+    channels, height, width = shard.pixels.shape[1:]
+    tail = losses[-max(len(losses) // 20, 1) :]
+    return ExpertFacts(
+        objective=settings.objective,
+        prediction_type=objective.prediction_type,
+        schedule=objective.schedule.config,
+        schedule_source=schedule_source,
+        time_scale=objective.time_scale,
+        sample_shape=(channels, height, width),
+        conditions=("class_labels",) if settings.class_conditional else (),
+        classes=shard.classes if settings.class_conditional else (),
+        null_class=len(shard.classes) if settings.class_conditional else None,
+        shard=ShardFacts(
+            index=shard.index, num_shards=shard.num_shards, hash=shard.hash, images=len(shard)
+        ),
+        training={
+            **settings.model_dump(mode="json"),
+            "images_seen": settings.steps * settings.batch_size,
+            "final_loss": sum(tail) / len(tail),
+        },
+    )

@@ -1,0 +1,101 @@
+"""Training the router: which shard does a noised image come from?"""
+
+import time
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from hddm.data.shards import Shard, find_shards, load_shard
+from hddm.errors import HddmError
+from hddm.experts import RouterFacts, save_router
+from hddm.files import check_absent, new_folder
+from hddm.models.router import RouterTransformer
+from hddm.models.sizes import size_config
+from hddm.objectives import TIME_SCALE
+from hddm.tensors import append_dims, generator
+from hddm.training.loop import LoopSettings, OnStep, fit
+
+
+class RouterSettings(LoopSettings):
+    """How large the router is, and how it is optimised."""
+
+    size: str = "tiny"
+
+
+def train_router(
+    shards_folder: Path,
+    out: Path,
+    settings: RouterSettings,
+    overwrite: bool = False,
+    on_step: OnStep | None = None,
+) -> list[float]:
+    """Train a router on all shards of a partition and write its folder.
+
+    Cross-entropy against the shard of x_0, on x_t = (1 - t) x_0 + t eps with t uniform in [0, 1]: the
+    common path, whatever the experts' objectives are. Its optimum is the posterior p(k | x_t).
+
+    Returns:
+        The loss of every step.
+
+    Raises:
+        HddmError: for shards that cannot be read or differ in image shape, or a loss that is not finite.
+    """
+    check_absent(out, overwrite)
+    shards = [load_shard(folder) for folder in find_shards(shards_folder)]
+    images, labels = _joined(shards)
+    network = _new_network(images, len(shards), settings)
+    draws = generator(settings.seed, len(shards))
+
+    def loss() -> Tensor:
+        rows = torch.randint(len(images), (settings.batch_size,), generator=draws)
+        t = torch.rand(settings.batch_size, generator=draws)
+        eps = torch.randn(images[rows].shape, generator=draws)
+        wide = append_dims(t, images.ndim)
+        x_t = (1 - wide) * images[rows] + wide * eps
+        return F.cross_entropy(network(x_t, t * TIME_SCALE), labels[rows])
+
+    started = time.perf_counter()
+    losses = fit(network, loss, settings, on_step)
+    channels, height, width = images.shape[1:]
+    tail = losses[-max(len(losses) // 20, 1) :]
+    facts = RouterFacts(
+        time_scale=TIME_SCALE,
+        sample_shape=(channels, height, width),
+        shard_hashes=tuple(shard.hash for shard in shards),
+        shard_images=tuple(len(shard) for shard in shards),
+        training={
+            **settings.model_dump(mode="json"),
+            "images_seen": settings.steps * settings.batch_size,
+            "final_loss": sum(tail) / len(tail),
+            "seconds": round(time.perf_counter() - started, 1),
+        },
+    )
+    with new_folder(out, overwrite) as draft:
+        save_router(draft, network, facts)
+    return losses
+
+
+def _joined(shards: list[Shard]) -> tuple[Tensor, Tensor]:
+    shapes = {tuple(shard.pixels.shape[1:]) for shard in shards}
+    if len(shapes) > 1:
+        raise HddmError(f"the shards hold images of different shapes: {sorted(shapes)}")
+    images = torch.cat([shard.images for shard in shards])
+    labels = torch.cat([torch.full((len(s),), k) for k, s in enumerate(shards)])
+    return images, labels
+
+
+def _new_network(images: Tensor, num_experts: int, settings: RouterSettings) -> RouterTransformer:
+    channels, height, width = images.shape[1:]
+    size = size_config(settings.size)
+    if height != width or height % size["patch_size"]:
+        raise HddmError(
+            f"images are {width}×{height}; size {settings.size!r} takes squares with a side divisible by "
+            f"{size['patch_size']}"
+        )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(settings.seed)
+        return RouterTransformer(
+            num_experts=num_experts, sample_size=height, in_channels=channels, **size
+        )

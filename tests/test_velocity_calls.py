@@ -1,0 +1,195 @@
+"""How an expert is asked: guidance, conditions, dtypes, and what is refused."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hddm.errors import HddmError
+from hddm.velocity import VelocityField
+from tests.cases import LINEAR, Case, case_named, each_legal
+from tests.oracles import BoundedNetwork
+
+SHAPE = (2, 4, 4)
+T = torch.tensor([0.0, 0.2, 0.7, 1.0])
+
+
+class Labelled:
+    """A network of a class label and a scale per sample, which keeps the batch sizes of its calls."""
+
+    def __init__(self) -> None:
+        self.batches: list[int] = []
+
+    def __call__(
+        self, y: Tensor, timestep: Tensor, class_labels: Tensor, scale: Tensor | None = None
+    ) -> Tensor:
+        self.batches.append(len(y))
+        shift = torch.sin(class_labels.to(y)).view(-1, 1, 1, 1)
+        return torch.tanh(y * (1 if scale is None else scale.view(-1, 1, 1, 1)) + shift)
+
+
+class Recorder(nn.Module):
+    """A module of one parameter, so that it has a dtype; it keeps what it was fed."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones((), dtype=dtype))
+        self.fed: list[tuple[Tensor, Tensor]] = []
+
+    def forward(self, y: Tensor, timestep: Tensor) -> Tensor:
+        self.fed.append((y, timestep))
+        return self.gain * y
+
+
+def _states(dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(len(T), *SHAPE, generator=torch.Generator().manual_seed(0)).to(dtype)
+
+
+LABELS, NULL = torch.tensor([1, 2, 3, 4]), torch.tensor([0, 0, 0, 0])
+
+
+@pytest.mark.parametrize("scale", [0.0, 0.5, 3.0, 7.5])
+def test_guidance_is_its_formula_in_one_batch(scale: float) -> None:
+    network = Labelled()
+    field = VelocityField(network, case_named("cosine").schedule, "v_prediction")
+    x_t = _states(torch.float64)
+    positive = field.velocity(x_t, T, class_labels=LABELS)
+    negative = field.velocity(x_t, T, class_labels=NULL)
+    network.batches.clear()
+    guided = field.velocity(x_t, T, scale, {"class_labels": NULL}, class_labels=LABELS)
+    assert network.batches == [2 * len(T)]
+    torch.testing.assert_close(guided, negative + scale * (positive - negative))
+
+
+def test_guidance_of_one_asks_for_the_condition_alone() -> None:
+    network = Labelled()
+    field = VelocityField(network, LINEAR.schedule, "flow_prediction")
+    plain = field.velocity(_states(), T, class_labels=LABELS)
+    same = field.velocity(_states(), T, 1.0, {"class_labels": NULL}, class_labels=LABELS)
+    assert torch.equal(plain, same) and network.batches == [len(T)] * 2
+
+
+def test_guidance_falls_back_on_the_null_condition() -> None:
+    field = VelocityField(
+        Labelled(),
+        LINEAR.schedule,
+        "flow_prediction",
+        conditions=("class_labels",),
+        null_conditions={"class_labels": torch.tensor(0)},
+    )
+    given = field.velocity(_states(), T, 4.0, {"class_labels": NULL}, class_labels=LABELS)
+    assert torch.equal(field.velocity(_states(), T, 4.0, class_labels=LABELS), given)
+
+
+@pytest.mark.parametrize(
+    ("conditions", "negative"),
+    [
+        ({}, None),
+        ({}, {"class_labels": NULL}),
+        ({"class_labels": LABELS}, None),
+        ({"class_labels": LABELS}, {"scale": T}),
+        ({"class_labels": LABELS}, {"class_labels": NULL, "scale": T}),
+    ],
+    ids=["nothing", "no condition", "no negative", "another one", "one too many"],
+)
+def test_guidance_without_a_condition_and_its_negative_is_refused(
+    conditions: dict[str, Tensor], negative: dict[str, Tensor] | None
+) -> None:
+    field = VelocityField(Labelled(), LINEAR.schedule, "flow_prediction")
+    with pytest.raises(HddmError, match="guidance needs"):
+        field.velocity(_states(), T, 2.0, negative, **conditions)
+
+
+def test_an_undeclared_condition_is_refused_by_name() -> None:
+    field = VelocityField(
+        Labelled(), LINEAR.schedule, "flow_prediction", conditions=["class_labels"]
+    )
+    with pytest.raises(HddmError, match="'caption'.*declares: class_labels"):
+        field.velocity(_states(), T, caption=LABELS)
+    with pytest.raises(HddmError, match="'caption'"):
+        field.velocity(_states(), T, 2.0, {"caption": NULL}, class_labels=LABELS)
+
+
+def test_an_expert_of_no_conditions_refuses_every_one() -> None:
+    field = VelocityField(BoundedNetwork(), LINEAR.schedule, "flow_prediction", conditions=())
+    with pytest.raises(HddmError, match="declares: none"):
+        field.velocity(_states(), T, class_labels=LABELS)
+
+
+@each_legal
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_velocity_has_the_dtype_and_shape_of_the_state(
+    case: Case, prediction_type: str, dtype: torch.dtype
+) -> None:
+    field = VelocityField(BoundedNetwork(), case.schedule, prediction_type)
+    v = field.velocity(_states(dtype), T)
+    assert v.dtype == dtype and v.shape == (len(T), *SHAPE)
+
+
+@pytest.mark.parametrize("weights", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("name", ["ddpm-linear", "cosine", "linear"])
+def test_times_reach_the_network_in_float32_with_their_fractions(
+    name: str, weights: torch.dtype
+) -> None:
+    schedule = case_named(name).schedule
+    network = Recorder(weights)
+    scale = 1.0 if name == "ddpm-linear" else 1000.0
+    t = torch.full((3,), 0.4567891, dtype=torch.float64)
+    VelocityField(network, schedule, "epsilon", scale).velocity(_states()[:3], t)
+    ((y, timestep),) = network.fed
+    exact = schedule.match(t) * scale
+    assert y.dtype == weights and timestep.dtype == torch.float32
+    torch.testing.assert_close(timestep.double(), exact, rtol=2.0**-24, atol=0)
+    assert (timestep.frac() > 0.01).all()
+
+
+def test_times_reach_the_network_in_float64_for_a_float64_state() -> None:
+    network = Recorder(torch.float32)
+    t = torch.tensor([1 / 3], dtype=torch.float64)
+    field = VelocityField(network, LINEAR.schedule, "flow_prediction", 1000.0)
+    field.velocity(_states(torch.float64)[:1], t)
+    ((y, timestep),) = network.fed
+    assert y.dtype == torch.float32 and timestep.dtype == torch.float64
+    assert timestep.item() == 1000 / 3
+
+
+def test_half_precision_states_are_matched_and_converted_in_float32() -> None:
+    network = Recorder(torch.float32)
+    field = VelocityField(network, case_named("ddpm-linear").schedule, "epsilon")
+    v = field.velocity(_states(torch.bfloat16), T)
+    assert network.fed[0][0].dtype == network.fed[0][1].dtype == torch.float32
+    expected = field.velocity(_states(torch.bfloat16).float(), T).to(torch.bfloat16)
+    assert torch.equal(v, expected)
+
+
+def test_a_scalar_time_stands_for_the_whole_batch() -> None:
+    field = VelocityField(BoundedNetwork(), case_named("cosine").schedule, "epsilon")
+    one = field.velocity(_states(), torch.tensor(0.4))
+    assert torch.equal(one, field.velocity(_states(), torch.full((len(T),), 0.4)))
+
+
+@pytest.mark.parametrize(
+    "t",
+    [[-0.001, 0, 0, 0], [0, 0, 0, 1.001], [0, float("nan"), 0, 0], [0.5], [0.5] * 5, [[0.5] * 4]],
+    ids=["below 0", "above 1", "nan", "too few", "too many", "two-dimensional"],
+)
+def test_other_times_are_refused(t: list[float]) -> None:
+    field = VelocityField(BoundedNetwork(), LINEAR.schedule, "flow_prediction")
+    with pytest.raises(HddmError, match="^t "):
+        field.velocity(_states(), torch.tensor(t, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("prediction_type", ["eps", "velocity", ""])
+def test_an_unknown_prediction_type_is_refused(prediction_type: str) -> None:
+    with pytest.raises(HddmError, match="unknown prediction type"):
+        VelocityField(BoundedNetwork(), LINEAR.schedule, prediction_type)
+
+
+def test_flow_prediction_on_a_discrete_schedule_is_refused() -> None:
+    with pytest.raises(HddmError, match="flow_prediction needs"):
+        VelocityField(BoundedNetwork(), case_named("ddpm-linear").schedule, "flow_prediction")
+
+
+def test_a_network_with_another_number_of_channels_is_refused() -> None:
+    field = VelocityField(lambda y, u: torch.cat([y, y], 1), LINEAR.schedule, "epsilon")
+    with pytest.raises(HddmError, match=r"returned \(4, 4, 4, 4\)"):
+        field.velocity(_states(), T)

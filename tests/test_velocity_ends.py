@@ -1,0 +1,213 @@
+"""The closed interval: finite everywhere, bounded at the ends, one documented rule outside the range."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from hddm.velocity import VelocityField
+from tests.cases import LEGAL, Case, each_legal
+from tests.oracles import BoundedNetwork, GaussianMixture, OracleNetwork, relative_error
+
+SHAPE = (3, 4, 4)
+SHARD = GaussianMixture.random(seed=0, modes=3, dim=48)
+DTYPES = [torch.float32, torch.float64]
+each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "float64"])
+
+
+def _ends_below_one(case: Case, prediction_type: str) -> bool:
+    has_zero_snr = case.name in ("linear", "cosine") or case.name.endswith("ztsnr")
+    return prediction_type == "epsilon" or not has_zero_snr
+
+
+def _starts_above_zero(case: Case, prediction_type: str) -> bool:
+    return prediction_type == "sample" or case.name not in ("linear", "cosine")
+
+
+NOT_FLOW = [p for p in LEGAL if p.values[1] != "flow_prediction"]
+each_ending_below_one = pytest.mark.parametrize(
+    ("case", "prediction_type"), [p for p in NOT_FLOW if _ends_below_one(*p.values)]
+)
+each_starting_above_zero = pytest.mark.parametrize(
+    ("case", "prediction_type"), [p for p in NOT_FLOW if _starts_above_zero(*p.values)]
+)
+
+
+def _networks(case: Case, prediction_type: str) -> list[BoundedNetwork | OracleNetwork]:
+    return [BoundedNetwork(), OracleNetwork(SHARD, case.alpha_sigma, prediction_type)]
+
+
+def _states(t: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
+    noise = torch.Generator().manual_seed(0)
+    return torch.randn(len(t), *SHAPE, generator=noise, dtype=torch.float64).to(dtype)
+
+
+@each_legal
+@each_dtype
+def test_velocity_is_finite_on_the_closed_interval(
+    case: Case, prediction_type: str, dtype: torch.dtype
+) -> None:
+    low, high = case.schedule.range
+    zero, one = torch.tensor(0.0, dtype=dtype), torch.tensor(1.0, dtype=dtype)
+    edges = torch.stack([zero, zero.nextafter(one), one.nextafter(zero), one])
+    around = [1e-30, 1e-12, 1e-6, low, 0.3, high, 1 - 1e-6, 1 - 1e-7]
+    t = torch.cat([edges, torch.tensor(around, dtype=dtype), torch.linspace(0, 1, 21, dtype=dtype)])
+    for network in _networks(case, prediction_type):
+        field = VelocityField(network, case.schedule, prediction_type)
+        assert field.velocity(_states(t, dtype), t).isfinite().all()
+
+
+@each_legal
+@each_dtype
+def test_velocity_at_full_noise_is_a_modest_multiple_of_the_state(
+    case: Case, prediction_type: str, dtype: torch.dtype
+) -> None:
+    t = torch.ones(32, dtype=dtype)
+    x_t = _states(t, dtype)
+    for network in _networks(case, prediction_type):
+        v = VelocityField(network, case.schedule, prediction_type).velocity(x_t, t)
+        assert (v.flatten(1).norm(dim=1) <= 3 * x_t.flatten(1).norm(dim=1)).all()
+
+
+@each_legal
+def test_float32_states_lose_no_more_than_rounding(case: Case, prediction_type: str) -> None:
+    t = torch.cat([torch.linspace(0, 1, 201), 1 - torch.logspace(-7, -2, 30)])
+    x_t = SHARD.states(t, seed=3, shape=SHAPE)
+    network = OracleNetwork(SHARD, case.alpha_sigma, prediction_type)
+    field = VelocityField(network, case.schedule, prediction_type)
+    narrow, wide = field.velocity(x_t.float(), t), field.velocity(x_t, t)
+    # State and timestep are rounded by 6e-8 of theirs; dividing by 1 - t or t multiplies the former.
+    growth = {"epsilon": 1 / (1 - t).clamp_min(1e-6), "sample": 1 / t.clamp_min(1e-6)}
+    bound = 1e-5 + 1e-6 * (growth.get(prediction_type, torch.zeros_like(t)))
+    error = (narrow - wide).flatten(1).norm(dim=1) / x_t.flatten(1).norm(dim=1)
+    assert (error <= bound).all()
+
+
+@each_legal
+def test_gradients_are_finite_on_the_closed_interval(case: Case, prediction_type: str) -> None:
+    network = BoundedNetwork()
+    field = VelocityField(network, case.schedule, prediction_type)
+    t = torch.tensor([0.0, 1e-12, 0.3, 1 - 1e-12, 1.0], dtype=torch.float64)
+    x_t = _states(t).requires_grad_()
+    field.velocity(x_t, t).square().sum().backward()
+    assert x_t.grad.isfinite().all()
+
+
+@each_ending_below_one
+def test_above_the_range_full_noise_gives_the_state_itself(
+    case: Case, prediction_type: str
+) -> None:
+    t = torch.ones(2, dtype=torch.float64)
+    for network in _networks(case, prediction_type):
+        field = VelocityField(network, case.schedule, prediction_type)
+        assert torch.equal(field.velocity(_states(t), t), _states(t))
+
+
+@each_starting_above_zero
+def test_below_the_range_data_gives_minus_the_state(case: Case, prediction_type: str) -> None:
+    t = torch.zeros(2, dtype=torch.float64)
+    for network in _networks(case, prediction_type):
+        field = VelocityField(network, case.schedule, prediction_type)
+        assert torch.equal(field.velocity(_states(t), t), -_states(t))
+
+
+@each_legal
+def test_velocity_of_data_is_minus_the_data_for_a_perfect_expert(
+    case: Case, prediction_type: str
+) -> None:
+    t = torch.zeros(8, dtype=torch.float64)
+    x_t = SHARD.sample(8, seed=0, shape=SHAPE)
+    network = OracleNetwork(SHARD, case.alpha_sigma, prediction_type)
+    v = VelocityField(network, case.schedule, prediction_type).velocity(x_t, t)
+    torch.testing.assert_close(v, -x_t, rtol=1e-9, atol=1e-9)
+
+
+def _bounds(case: Case, prediction_type: str) -> tuple[float, float]:
+    """Native times that the network is asked at below and above its range."""
+    field = VelocityField(BoundedNetwork(), case.schedule, prediction_type)
+    low, high = field.range
+    match = case.schedule.match(torch.tensor([low, high], dtype=torch.float64))
+    return match[0].item(), match[1].item()
+
+
+def _x_0_and_eps(
+    prediction_type: str, y: Tensor, output: Tensor, a: Tensor, s: Tensor
+) -> tuple[Tensor, Tensor]:
+    if prediction_type == "epsilon":
+        return (y - s * output) / a, output
+    if prediction_type == "sample":
+        return output, (y - a * output) / s
+    scale = a**2 + s**2
+    return (a * y - s * output) / scale, (s * y + a * output) / scale
+
+
+@each_ending_below_one
+def test_above_the_range_the_noise_keeps_its_level_and_the_data_estimate_fades(
+    case: Case, prediction_type: str
+) -> None:
+    network = BoundedNetwork()
+    field = VelocityField(network, case.schedule, prediction_type)
+    high = field.range[1]
+    t = high + (1 - high) * torch.tensor([1e-3, 0.2, 0.5, 0.9, 1.0], dtype=torch.float64)
+    x_t = _states(t)
+    v = field.velocity(x_t, t)
+    ((y, u, output),) = network.calls
+    assert (u == u[0]).all() and u[0].item() == pytest.approx(_bounds(case, prediction_type)[1])
+    t = t.view(-1, 1, 1, 1)
+    a, s = (value.view(-1, 1, 1, 1) for value in case.alpha_sigma(u))
+    torch.testing.assert_close(y, s / t * x_t, rtol=1e-9, atol=0)
+    x_0, _ = _x_0_and_eps(prediction_type, y, output, a, s)
+    fade = ((1 - t) / t) / ((1 - high) / high)
+    torch.testing.assert_close(v, (x_t - fade * x_0) / t, rtol=1e-7, atol=1e-7)
+
+
+@each_starting_above_zero
+def test_below_the_range_the_signal_keeps_its_level_and_the_noise_estimate_fades(
+    case: Case, prediction_type: str
+) -> None:
+    network = BoundedNetwork()
+    field = VelocityField(network, case.schedule, prediction_type)
+    low = field.range[0]
+    t = low * torch.tensor([0.0, 0.1, 0.5, 0.8, 0.999], dtype=torch.float64)
+    x_t = _states(t)
+    v = field.velocity(x_t, t)
+    ((y, u, output),) = network.calls
+    assert (u == u[0]).all() and u[0].item() == pytest.approx(
+        _bounds(case, prediction_type)[0], abs=1e-9
+    )
+    t = t.view(-1, 1, 1, 1)
+    a, s = (value.view(-1, 1, 1, 1) for value in case.alpha_sigma(u))
+    torch.testing.assert_close(y, a / (1 - t) * x_t, rtol=1e-9, atol=0)
+    _, eps = _x_0_and_eps(prediction_type, y, output, a, s)
+    fade = (t / (1 - t)) / (low / (1 - low))
+    torch.testing.assert_close(v, (fade * eps - x_t) / (1 - t), rtol=1e-7, atol=1e-7)
+
+
+@each_legal
+def test_velocity_is_continuous_where_the_range_ends(case: Case, prediction_type: str) -> None:
+    network = OracleNetwork(SHARD, case.alpha_sigma, prediction_type)
+    field = VelocityField(network, case.schedule, prediction_type)
+    for end, outward in zip(field.range, (-1, 1), strict=True):
+        if end in (0.0, 1.0):
+            continue
+        step = 1e-6 * min(end, 1 - end)
+        t = torch.tensor([end, end + outward * step, end - outward * step], dtype=torch.float64)
+        x_t = SHARD.states(t[:1], seed=1, shape=SHAPE).expand(3, *SHAPE)
+        v = field.velocity(x_t, t)
+        assert relative_error(v[1:], v[:1].expand(2, *SHAPE)) < 1e-4
+
+
+@each_legal
+def test_outside_the_range_the_rule_is_right_to_first_order(
+    case: Case, prediction_type: str
+) -> None:
+    # For centred data the error is of second order in the smaller of (alpha, sigma) at the end.
+    eye = 0.5 * torch.eye(48, dtype=torch.float64)
+    centred = GaussianMixture(torch.ones(1).double(), torch.zeros(1, 48).double(), eye[None])
+    network = OracleNetwork(centred, case.alpha_sigma, prediction_type)
+    field = VelocityField(network, case.schedule, prediction_type)
+    low, high = field.range
+    t = torch.cat([torch.linspace(0, low, 9), torch.linspace(high, 1, 9)]).double().clamp(0, 1)
+    x_t = centred.states(t, seed=2, shape=SHAPE)
+    share = max(low / (1 - low), (1 - high) / high)
+    bound = 2 * share**2 + 1e-6
+    assert relative_error(field.velocity(x_t, t), centred.velocity(x_t, t)) < bound
