@@ -34,7 +34,8 @@ from hddm.tensors import generator
 
 FILE_NAME = "calibration.safetensors"
 MAX_DIRECTIONS = 256
-LEVELS = 50
+LEVELS = 40
+STATES = 1024
 
 
 @dataclass(frozen=True)
@@ -145,8 +146,7 @@ def calibrate(
     velocity: Callable[[Tensor, Tensor], Tensor],
     images: Tensor,
     seed: int = 0,
-    repeats: int = 4,
-    batch_size: int = 1024,
+    batch_size: int = 512,
 ) -> Calibration:
     """Fit the moments and the weights of the module's head to an expert and its shard.
 
@@ -154,8 +154,8 @@ def calibrate(
         velocity: the uncalibrated velocity, of (x_t, t).
         images: (N, C, H, W) of the shard, in the units that the expert works in.
         seed: of the noise.
-        repeats: noise draws an image at each of the `LEVELS` times.
-        batch_size: states a call.
+        batch_size: states a call; about `STATES` states, fresh ones, are drawn at each of the
+            `LEVELS` times.
     """
     moments = Moments.of(images)
     directions = moments.basis.shape[1]
@@ -165,7 +165,8 @@ def calibrate(
     for level, time in enumerate(times[:-1].tolist()):
         product = torch.zeros(directions + 1, dtype=torch.float64)
         square = torch.zeros_like(product)
-        for x_0 in images.repeat(repeats, 1, 1, 1).split(batch_size):
+        rows = torch.randint(len(images), (STATES,), generator=noise)
+        for x_0 in images[rows.to(images.device)].split(batch_size):
             eps = torch.randn(x_0.shape, generator=noise).to(x_0)
             t = torch.full((len(x_0),), time, dtype=x_0.dtype, device=x_0.device)
             x_t = (1 - time) * x_0 + time * eps

@@ -110,9 +110,7 @@ class Ensemble:
     def weights(self, x_t: Tensor, t: Tensor, expert: Tensor | None = None) -> Tensor:
         """Weights (batch, K) of the experts at x_t (batch, …) and t (batch,), by the strategy."""
         if expert is not None:
-            return torch.nn.functional.one_hot(expert.long(), len(self.experts)).to(
-                x_t.device, torch.float32
-            )
+            return torch.nn.functional.one_hot(expert.long(), len(self.experts)).to(x_t.device, torch.float32)
         if self._strategy.kind == "draw":
             raise HddmError(
                 "strategy 'draw' keeps one expert a sample: pass expert= indices, or use hddm.sample, "
@@ -146,7 +144,5 @@ def _normalised(prior: Sequence[float] | Tensor | None, num_experts: int) -> Ten
         return torch.full((num_experts,), 1 / num_experts, dtype=torch.float64)
     values = torch.as_tensor(prior, dtype=torch.float64)
     if values.shape != (num_experts,) or not (values >= 0).all() or not values.sum() > 0:
-        raise HddmError(
-            f"prior must be {num_experts} non-negative numbers with a positive sum, not {prior}"
-        )
+        raise HddmError(f"prior must be {num_experts} non-negative numbers with a positive sum, not {prior}")
     return values / values.sum()

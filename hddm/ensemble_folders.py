@@ -88,9 +88,7 @@ def assemble(
         write_json(draft / ENSEMBLE_FILE, content.model_dump(mode="json"))
 
 
-def _misfits(
-    folders: Sequence[Path], facts: Sequence[ExpertFacts], router: RouterFacts | None
-) -> list[str]:
+def _misfits(folders: Sequence[Path], facts: Sequence[ExpertFacts], router: RouterFacts | None) -> list[str]:
     problems = []
     first = facts[0]
     for folder, one in zip(folders, facts, strict=True):

@@ -98,9 +98,7 @@ def read_expert(folder: Path, dtype: torch.dtype = torch.float32) -> Expert:
     config = network.config
     shape = (config.in_channels, config.sample_size, config.sample_size)
     if facts.sample_shape != shape:
-        raise HddmError(
-            f"{folder}: expert.json says samples of {facts.sample_shape}, config.json {shape}"
-        )
+        raise HddmError(f"{folder}: expert.json says samples of {facts.sample_shape}, config.json {shape}")
     return Expert(network, facts, Calibration.load(folder))
 
 
@@ -110,9 +108,7 @@ def save_router(folder: Path, network: RouterTransformer, facts: RouterFacts) ->
     write_json(folder / ROUTER_FILE, facts.model_dump(mode="json"))
 
 
-def read_router(
-    folder: Path, dtype: torch.dtype = torch.float32
-) -> tuple[RouterTransformer, RouterFacts]:
+def read_router(folder: Path, dtype: torch.dtype = torch.float32) -> tuple[RouterTransformer, RouterFacts]:
     """Read a router folder; raises as `read_expert`."""
     facts = read_facts(folder / ROUTER_FILE, RouterFacts, FORMAT)
     network = read_network(folder, RouterTransformer, dtype)

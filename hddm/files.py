@@ -39,9 +39,7 @@ def new_folder(target: Path, overwrite: bool = False) -> Iterator[Path]:
 def check_absent(target: Path, overwrite: bool = False) -> None:
     """Refuse an existing ``target``; called again before work of hours, to fail early."""
     if target.exists() and not overwrite:
-        raise HddmError(
-            f"{target} exists: choose another folder, or pass --overwrite to replace it"
-        )
+        raise HddmError(f"{target} exists: choose another folder, or pass --overwrite to replace it")
 
 
 def write_json(path: Path, content: Any) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,7 +40,7 @@ def sample_to_folder(
     """
     check_absent(out, overwrite)
     model = load(source)
-    conditions = {}
+    conditions: dict[str, Any] = {}
     if class_labels is not None:
         conditions["class_labels"] = _labels(class_labels, model.classes, num)
     images = sample(

@@ -41,13 +41,15 @@ def read_network(folder: Path, network_class: type[Network], dtype: torch.dtype)
             raise HddmError(f"{path}: {network_class.__name__} has no key {key!r}{hint}")
     try:
         with torch.device("meta"):
-            network = network_class(**arguments)
+            network: Network = network_class(**arguments)
     except (TypeError, ValueError, RuntimeError, ZeroDivisionError) as error:
         raise HddmError(f"{path}: no network can be built from it ({error})") from error
     weights = _read_weights(folder / WEIGHTS)
     _refuse_difference(network, weights, folder / WEIGHTS)
     network.load_state_dict({key: value.to(dtype) for key, value in weights.items()}, assign=True)
-    return network.eval().requires_grad_(False)
+    network.eval()
+    network.requires_grad_(False)
+    return network
 
 
 def _read_weights(path: Path) -> dict[str, torch.Tensor]:

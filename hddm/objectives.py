@@ -84,9 +84,7 @@ class Objective:
         """
         time = self.sample_times(len(x_0), noise)
         eps = torch.randn(x_0.shape, generator=noise).to(x_0)
-        alpha, sigma = (
-            append_dims(value, x_0.ndim).to(x_0) for value in self.schedule.alpha_sigma(time)
-        )
+        alpha, sigma = (append_dims(value, x_0.ndim).to(x_0) for value in self.schedule.alpha_sigma(time))
         target = eps if self.prediction_type is PredictionType.EPSILON else eps - x_0
         timestep = (time * self.time_scale).to(x_0.device, torch.float32)
         output = network(alpha * x_0 + sigma * eps, timestep, **(conditions or {}))
@@ -101,9 +99,7 @@ class Objective:
         return torch.rand(num, generator=noise, dtype=torch.float64)
 
 
-def drop_labels(
-    labels: Tensor, null_label: int, probability: float, noise: torch.Generator
-) -> Tensor:
+def drop_labels(labels: Tensor, null_label: int, probability: float, noise: torch.Generator) -> Tensor:
     """``labels`` (batch,), each replaced by the null class with ``probability``, for guidance."""
     dropped = torch.rand(len(labels), generator=noise).to(labels.device) < probability
     return torch.where(dropped, null_label, labels)

@@ -51,9 +51,7 @@ class Point:
     derivatives: Callable[[], tuple[Tensor, Tensor]]
 
 
-def x_0_and_eps(
-    prediction_type: PredictionType, output: Tensor, at: Point
-) -> tuple[Tensor, Tensor]:
+def x_0_and_eps(prediction_type: PredictionType, output: Tensor, at: Point) -> tuple[Tensor, Tensor]:
     """Estimates (x_0, eps) that a network's ``output`` implies for y = alpha x_0 + sigma eps.
 
         epsilon:          x_0 = (y - s eps)/a                  singular at a = 0

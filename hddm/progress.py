@@ -33,6 +33,4 @@ class Progress:
         if self._bar is not None:
             self._bar.update(units)
         elif 10 * before // self._total != 10 * self._done // self._total:
-            print(
-                f"{self._label}: {100 * self._done // self._total} %", file=sys.stderr, flush=True
-            )
+            print(f"{self._label}: {100 * self._done // self._total} %", file=sys.stderr, flush=True)

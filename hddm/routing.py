@@ -22,10 +22,10 @@ from hddm.errors import HddmError
 
 @dataclass(frozen=True)
 class Strategy:
-    """A parsed strategy; ``value`` is k or x, None where there is none."""
+    """A parsed strategy; ``value`` is k or x, and unused by the others."""
 
     kind: str
-    value: float | None = None
+    value: float = 0.0
 
     @classmethod
     def parse(cls, name: str) -> "Strategy":
@@ -53,10 +53,8 @@ class Strategy:
 
     def check(self, num_experts: int) -> None:
         """Refuse a k above the number of experts."""
-        if self.kind == "top" and self.value is not None and self.value > num_experts:
-            raise HddmError(
-                f"top-{self.value:g} needs {self.value:g} experts and there are {num_experts}"
-            )
+        if self.kind == "top" and self.value > num_experts:
+            raise HddmError(f"top-{self.value:g} needs {self.value:g} experts and there are {num_experts}")
 
 
 def sparse_weights(probabilities: Tensor, strategy: Strategy) -> Tensor:

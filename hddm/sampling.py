@@ -46,10 +46,7 @@ def draw_experts(prior: Tensor, seed: int, start: int, stop: int) -> Tensor:
     """Expert index (stop - start,) of each sample, drawn from ``prior`` (K,)."""
     # The second key keeps this stream apart from the noise of the same sample.
     uniform = torch.stack(
-        [
-            torch.rand((), generator=generator(seed, i, 1), dtype=torch.float64)
-            for i in range(start, stop)
-        ]
+        [torch.rand((), generator=generator(seed, i, 1), dtype=torch.float64) for i in range(start, stop)]
     )
     return torch.searchsorted(prior.cumsum(0)[:-1].contiguous(), uniform, right=True)
 
@@ -99,9 +96,7 @@ def sample(
     if shape is None:
         raise HddmError("this model does not tell the shape of a sample: pass shape=(C, H, W)")
     if num < 1 or batch_size < 1:
-        raise HddmError(
-            f"num and batch_size must be at least 1, not num={num}, batch_size={batch_size}"
-        )
+        raise HddmError(f"num and batch_size must be at least 1, not num={num}, batch_size={batch_size}")
     for name, value in conditions.items():
         if len(value) != num:
             raise HddmError(f"condition {name!r} has {len(value)} rows for {num} samples")
@@ -119,7 +114,7 @@ def sample(
                 given["expert"] = draw_experts(model.prior, seed, start, stop).to(device)
 
             def velocity(x: Tensor, t: Tensor, given: dict[str, Tensor] = given) -> Tensor:
-                return model.velocity(x, t.expand(len(x)).to(device), guidance_scale, **given)
+                return model.velocity(x, t.expand(len(x)).to(device), guidance_scale, None, **given)
 
             x = initial_noise(seed, start, stop, shape).to(device)
             batches.append(integrate(velocity, x, times).cpu())

@@ -1,4 +1,4 @@
-"""Every kind of schedule with its definition written anew, and every legal prediction type on it."""
+"""Every kind of schedule with its definition written anew, and every legal prediction type."""
 
 import math
 from dataclasses import dataclass

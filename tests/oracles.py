@@ -1,7 +1,7 @@
 """Distributions whose optimal experts are known in closed form. Everything is float64.
 
-A state is y = a x_0 + s eps for any signal scale a and noise scale s; the common path has a = 1 - t and
-s = t. Nothing here uses the code under test.
+A state is y = a x_0 + s eps for any signal scale a and noise scale s; the common path has
+a = 1 - t and s = t. Nothing here uses the code under test.
 """
 
 from collections.abc import Callable, Sequence
@@ -69,7 +69,7 @@ class GaussianMixture:
         return data.view(num, *(shape or data.shape[1:]))
 
     def states(self, t: Tensor, seed: int, shape: tuple[int, ...] | None = None) -> Tensor:
-        """States (N, *shape) of the common path, each with its own data and noise, at ``t`` (N,)."""
+        """States (N, *shape) of the common path at ``t`` (N,), each of its own data and noise."""
         x_0 = self.sample(len(t), seed, shape)
         noise = torch.Generator().manual_seed(seed + 1)
         eps = torch.randn(x_0.shape, generator=noise, dtype=torch.float64)
@@ -81,11 +81,10 @@ class GaussianMixture:
         along, variance, log_share = self._modes(y, a, s)
         share = log_share.softmax(1)
         a, s = a.double()[:, None, None], s.double()[:, None, None]
-        values, vectors = self._principal
-        signal = self.means + torch.einsum("mij,nmj->nmi", vectors, a * values * along / variance)
-        noise = torch.einsum("mij,nmj->nmi", vectors, s * along / variance)
-        x_0 = torch.einsum("nm,nmi->ni", share, signal)
-        eps = torch.einsum("nm,nmi->ni", share, noise)
+        values, axes, _ = self._principal
+        pull = share[:, :, None] * along / variance
+        x_0 = share @ self.means + (a * values * pull).flatten(1) @ axes.T
+        eps = (s * pull).flatten(1) @ axes.T
         return x_0.view(y.shape), eps.view(y.shape)
 
     def log_density(self, y: Tensor, a: Tensor, s: Tensor) -> Tensor:
@@ -98,16 +97,17 @@ class GaussianMixture:
         return eps - x_0
 
     @cached_property
-    def _principal(self) -> tuple[Tensor, Tensor]:
+    def _principal(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Variances (M, D), axes (D, M D) and the means along them (M, D) of every mode."""
         values, vectors = torch.linalg.eigh(self.covariances)
-        return values, vectors
+        places = torch.einsum("mji,mj->mi", vectors, self.means)
+        return values, vectors.transpose(0, 1).flatten(1), places
 
     def _modes(self, y: Tensor, a: Tensor, s: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Per mode: y along the principal axes (N, M, D), its variance there, the log share (N, M)."""
+        """Per mode: y along its axes (N, M, D), the variance there, the log share (N, M)."""
         a, s = a.double()[:, None, None], s.double()[:, None, None]
-        values, vectors = self._principal
-        centred = y.double().flatten(1)[:, None] - a * self.means
-        along = torch.einsum("mji,nmj->nmi", vectors, centred)
+        values, axes, places = self._principal
+        along = (y.double().flatten(1) @ axes).unflatten(1, values.shape) - a * places
         variance = a**2 * values + s**2
         log_share = self.weights.log() - 0.5 * (variance.log() + along**2 / variance).sum(-1)
         return along, variance, log_share

@@ -169,7 +169,9 @@ def test_velocity_has_the_dtype_and_shape_of_the_state(dtype: torch.dtype) -> No
     experts = _experts(FOUR_KINDS)
     ensemble = Ensemble(experts, exact_router(SHARDS, PRIOR), "full")
     v = ensemble.velocity(torch.ones(5, *SHAPE, dtype=dtype), torch.linspace(0, 1, 5))
-    assert v.dtype == dtype and v.shape == (5, *SHAPE) and v.isfinite().all()
+    assert v.dtype == dtype
+    assert v.shape == (5, *SHAPE)
+    assert v.isfinite().all()
 
 
 def test_a_single_expert_needs_no_router() -> None:
@@ -213,5 +215,5 @@ def test_no_experts_are_refused() -> None:
 @pytest.mark.parametrize("t", [[0.5, 1.5], [0.5]], ids=["above 1", "too few"])
 def test_other_times_are_refused(t: list[float]) -> None:
     ensemble = Ensemble(_experts(FOUR_KINDS), exact_router(SHARDS, PRIOR))
-    with pytest.raises(HddmError, match="^t "):
+    with pytest.raises(HddmError, match=r"^t "):
         ensemble.velocity(torch.zeros(2, *SHAPE), torch.tensor(t))

@@ -1,6 +1,7 @@
-"""Training losses against the least loss that is possible, known in closed form for Gaussian data."""
+"""Training losses against the least possible, known in closed form for Gaussian data."""
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -34,7 +35,7 @@ def _least_ddpm_loss(case: Case) -> float:
 
 
 def _mean_and_standard_error(
-    objective: Objective, network: OracleNetwork, num: int = NUM
+    objective: Objective, network: Callable[..., Tensor], num: int = NUM
 ) -> tuple[float, float]:
     loss, _ = objective.loss(network, GAUSSIAN.sample(num, 1, SHAPE).float(), _noise())
     assert loss.shape == (num,)
@@ -79,7 +80,10 @@ def test_any_other_network_has_a_higher_loss() -> None:
         case = case_named("cosine" if name == "ddpm" else "linear")
         best = _oracle(case, kind, objective)
         least, _ = _mean_and_standard_error(objective, best)
-        biased = lambda y, u, best=best: best(y, u) + 0.3  # noqa: E731
+
+        def biased(y: Tensor, u: Tensor, best: OracleNetwork = best) -> Tensor:
+            return best(y, u) + 0.3
+
         loss, error = _mean_and_standard_error(objective, biased)
         assert loss == pytest.approx(least + 0.3**2, abs=4 * error)
 
@@ -110,7 +114,8 @@ def test_discrete_schedules_draw_whole_indices_all_of_them_alike(name: str) -> N
     schedule = case_named(name).schedule
     num_indices = int(schedule.end) + 1
     time = Objective.named("ddpm", schedule).sample_times(400 * num_indices, _noise())
-    assert time.dtype == torch.float64 and torch.equal(time, time.round())
+    assert time.dtype == torch.float64
+    assert torch.equal(time, time.round())
     counts = time.long().bincount(minlength=num_indices)
     assert len(counts) == num_indices
     assert ((counts - 400).abs() < 6 * 400**0.5).all()
@@ -145,7 +150,8 @@ def test_what_a_trained_network_predicts_and_is_fed(
 ) -> None:
     discrete = case_named(schedule).schedule if schedule == "ddpm-linear" else None
     objective = Objective.named(name, discrete)
-    assert objective.prediction_type == kind and objective.time_scale == time_scale
+    assert objective.prediction_type == kind
+    assert objective.time_scale == time_scale
     if discrete is None:
         assert objective.schedule == case_named(schedule).schedule
     fed: list[Tensor] = []

@@ -78,7 +78,8 @@ def test_a_threshold_includes_its_own_value_in_single_precision() -> None:
 def test_weights_sum_to_one_and_keep_proportions(name: str, dtype: torch.dtype) -> None:
     p = _random_rows(2.0).to(dtype)
     weights = sparse_weights(p, Strategy.parse(name))
-    assert weights.dtype == dtype and (weights >= 0).all()
+    assert weights.dtype == dtype
+    assert (weights >= 0).all()
     torch.testing.assert_close(weights.sum(1), torch.ones(len(p), dtype=dtype))
     ratio = weights / p
     kept = weights > 0
@@ -92,8 +93,24 @@ def test_probabilities_that_do_not_sum_to_one_are_normalised() -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["top-0", "top--1", "top-1.5", "top", "top-", "nucleus", "nucleus-0", "nucleus-1.1"]
-    + ["nucleus-nan", "threshold-x", "threshold--0.1", "draw-2", "full-2", "best", "", "Top-1"],
+    [
+        "top-0",
+        "top--1",
+        "top-1.5",
+        "top",
+        "top-",
+        "nucleus",
+        "nucleus-0",
+        "nucleus-1.1",
+        "nucleus-nan",
+        "threshold-x",
+        "threshold--0.1",
+        "draw-2",
+        "full-2",
+        "best",
+        "",
+        "Top-1",
+    ],
 )
 def test_an_unknown_strategy_is_refused(name: str) -> None:
     with pytest.raises(HddmError, match="unknown strategy"):
@@ -132,5 +149,6 @@ def test_router_is_the_softmax_of_its_network_on_scaled_float32_times(dtype: tor
     torch.testing.assert_close(p[:, 0] / p[:, 1], torch.tensor([-1.0, 3.0]).exp())
     torch.testing.assert_close(p.sum(1), torch.ones(2))
     ((x, timestep),) = network.fed
-    assert x.dtype == dtype and timestep.dtype == torch.float32
+    assert x.dtype == dtype
+    assert timestep.dtype == torch.float32
     torch.testing.assert_close(timestep.double(), 1000 * t, rtol=2.0**-24, atol=0)

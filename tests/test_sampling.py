@@ -45,7 +45,9 @@ def test_grid_is_the_shifted_even_one(steps: int, shift: float) -> None:
     expected = [shift * value / (1 + (shift - 1) * value) for value in u]
     grid = time_grid(steps, shift)
     assert grid.dtype == torch.float64
-    assert grid[0] == 1 and grid[-1] == 0 and (grid.diff() < 0).all()
+    assert grid[0] == 1
+    assert grid[-1] == 0
+    assert (grid.diff() < 0).all()
     torch.testing.assert_close(grid, torch.tensor(expected, dtype=torch.float64))
 
 
@@ -64,7 +66,8 @@ def test_noise_flows_to_the_gaussian_along_its_known_map(
     name: str, kind: str, solver: str, steps: int, tolerance: float
 ) -> None:
     num = 1500
-    found = sample(_field(GAUSSIAN, case_named(name), kind), num, 3, steps, solver=solver)
+    field = _field(GAUSSIAN, case_named(name), kind)
+    found = sample(field, num, 3, steps, solver=solver, batch_size=num)
     values, vectors = torch.linalg.eigh(GAUSSIAN.covariance)
     root = vectors * values.sqrt() @ vectors.T
     flat = initial_noise(3, 0, num, SHAPE).double().flatten(1)
@@ -79,7 +82,7 @@ def test_noise_flows_to_the_gaussian_along_its_known_map(
 def test_samples_of_an_ensemble_have_the_moments_of_the_whole() -> None:
     whole = GaussianMixture.union(SHARDS, PRIOR)
     for strategy in ("full", "draw"):
-        data = sample(_ensemble(strategy), 1200, seed=1, steps=40).double().flatten(1)
+        data = sample(_ensemble(strategy), 3000, 1, 50, batch_size=3000).double().flatten(1)
         torch.testing.assert_close(data.mean(0), whole.mean, atol=0.15, rtol=0)
         torch.testing.assert_close(data.T.cov(), whole.covariance, atol=0.3, rtol=0)
 
@@ -166,7 +169,8 @@ def test_samples_are_float32_of_the_asked_shape_and_batches_are_reported() -> No
     batches: list[int] = []
     field = VelocityField(lambda x, t: x, LINEAR.schedule, "flow_prediction")
     found = sample(field, 5, steps=2, shape=(3, 2, 4), batch_size=2, on_batch=batches.append)
-    assert found.shape == (5, 3, 2, 4) and found.dtype == torch.float32
+    assert found.shape == (5, 3, 2, 4)
+    assert found.dtype == torch.float32
     assert batches == [2, 2, 1]
 
 

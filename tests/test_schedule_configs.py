@@ -85,7 +85,8 @@ def test_missing_keys_have_the_default_of_their_scheduler_class(
         schedule = from_diffusers({"_class_name": name})
     expected = (1 - getattr(diffusers, name)().betas.double()).cumprod(0).sqrt()
     torch.testing.assert_close(_alphas(schedule).double(), expected, rtol=1e-6, atol=1e-7)
-    assert "beta_start not given" in caplog.text and name in caplog.text
+    assert "beta_start not given" in caplog.text
+    assert name in caplog.text
 
 
 def test_the_class_name_of_a_scheduler_object_decides_its_defaults() -> None:
@@ -126,7 +127,7 @@ def test_what_gives_no_schedule_is_refused(source: object) -> None:
 @pytest.mark.parametrize("text", ["{not json", "[1, 2]"])
 def test_a_broken_config_file_is_named(text: str, tmp_path: Path) -> None:
     (tmp_path / "scheduler_config.json").write_text(text)
-    with pytest.raises(HddmError, match="scheduler_config.json"):
+    with pytest.raises(HddmError, match=r"scheduler_config\.json"):
         from_diffusers(tmp_path)
 
 

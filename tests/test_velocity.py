@@ -105,7 +105,8 @@ def test_flow_prediction_on_the_linear_path_feeds_the_state_bit_for_bit() -> Non
     x_t = SHARD.states(t, seed=6, shape=SHAPE)
     field.velocity(x_t, t)
     ((y, u),) = field.network.fed
-    assert torch.equal(y, x_t) and torch.equal(u, t)
+    assert torch.equal(y, x_t)
+    assert torch.equal(u, t)
 
 
 @each_legal

@@ -14,7 +14,7 @@ T = torch.tensor([0.0, 0.2, 0.7, 1.0])
 
 
 class Labelled:
-    """A network of a class label and a scale per sample, which keeps the batch sizes of its calls."""
+    """A network of a class label and a scale a sample; it keeps the batch sizes of its calls."""
 
     def __init__(self) -> None:
         self.batches: list[int] = []
@@ -65,7 +65,8 @@ def test_guidance_of_one_asks_for_the_condition_alone() -> None:
     field = VelocityField(network, LINEAR.schedule, "flow_prediction")
     plain = field.velocity(_states(), T, class_labels=LABELS)
     same = field.velocity(_states(), T, 1.0, {"class_labels": NULL}, class_labels=LABELS)
-    assert torch.equal(plain, same) and network.batches == [len(T)] * 2
+    assert torch.equal(plain, same)
+    assert network.batches == [len(T)] * 2
 
 
 def test_guidance_falls_back_on_the_null_condition() -> None:
@@ -103,7 +104,7 @@ def test_an_undeclared_condition_is_refused_by_name() -> None:
     field = VelocityField(
         Labelled(), LINEAR.schedule, "flow_prediction", conditions=["class_labels"]
     )
-    with pytest.raises(HddmError, match="'caption'.*declares: class_labels"):
+    with pytest.raises(HddmError, match=r"'caption'.*declares: class_labels"):
         field.velocity(_states(), T, caption=LABELS)
     with pytest.raises(HddmError, match="'caption'"):
         field.velocity(_states(), T, 2.0, {"caption": NULL}, class_labels=LABELS)
@@ -122,7 +123,8 @@ def test_velocity_has_the_dtype_and_shape_of_the_state(
 ) -> None:
     field = VelocityField(BoundedNetwork(), case.schedule, prediction_type)
     v = field.velocity(_states(dtype), T)
-    assert v.dtype == dtype and v.shape == (len(T), *SHAPE)
+    assert v.dtype == dtype
+    assert v.shape == (len(T), *SHAPE)
 
 
 @pytest.mark.parametrize("weights", [torch.bfloat16, torch.float32, torch.float64])
@@ -137,7 +139,8 @@ def test_times_reach_the_network_in_float32_with_their_fractions(
     VelocityField(network, schedule, "epsilon", scale).velocity(_states()[:3], t)
     ((y, timestep),) = network.fed
     exact = schedule.match(t) * scale
-    assert y.dtype == weights and timestep.dtype == torch.float32
+    assert y.dtype == weights
+    assert timestep.dtype == torch.float32
     torch.testing.assert_close(timestep.double(), exact, rtol=2.0**-24, atol=0)
     assert (timestep.frac() > 0.01).all()
 
@@ -148,7 +151,8 @@ def test_times_reach_the_network_in_float64_for_a_float64_state() -> None:
     field = VelocityField(network, LINEAR.schedule, "flow_prediction", 1000.0)
     field.velocity(_states(torch.float64)[:1], t)
     ((y, timestep),) = network.fed
-    assert y.dtype == torch.float32 and timestep.dtype == torch.float64
+    assert y.dtype == torch.float32
+    assert timestep.dtype == torch.float64
     assert timestep.item() == 1000 / 3
 
 
@@ -174,7 +178,7 @@ def test_a_scalar_time_stands_for_the_whole_batch() -> None:
 )
 def test_other_times_are_refused(t: list[float]) -> None:
     field = VelocityField(BoundedNetwork(), LINEAR.schedule, "flow_prediction")
-    with pytest.raises(HddmError, match="^t "):
+    with pytest.raises(HddmError, match=r"^t "):
         field.velocity(_states(), torch.tensor(t, dtype=torch.float64))
 
 

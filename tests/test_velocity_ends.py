@@ -1,4 +1,4 @@
-"""The closed interval: finite everywhere, bounded at the ends, one documented rule outside the range."""
+"""The closed interval: finite everywhere, bounded at the ends, one rule outside the range."""
 
 import pytest
 import torch
@@ -75,7 +75,7 @@ def test_float32_states_lose_no_more_than_rounding(case: Case, prediction_type: 
     network = OracleNetwork(SHARD, case.alpha_sigma, prediction_type)
     field = VelocityField(network, case.schedule, prediction_type)
     narrow, wide = field.velocity(x_t.float(), t), field.velocity(x_t, t)
-    # State and timestep are rounded by 6e-8 of theirs; dividing by 1 - t or t multiplies the former.
+    # State and timestep are rounded to 6e-8; dividing by 1 - t or t multiplies the former.
     growth = {"epsilon": 1 / (1 - t).clamp_min(1e-6), "sample": 1 / t.clamp_min(1e-6)}
     bound = 1e-5 + 1e-6 * (growth.get(prediction_type, torch.zeros_like(t)))
     error = (narrow - wide).flatten(1).norm(dim=1) / x_t.flatten(1).norm(dim=1)
@@ -151,7 +151,8 @@ def test_above_the_range_the_noise_keeps_its_level_and_the_data_estimate_fades(
     x_t = _states(t)
     v = field.velocity(x_t, t)
     ((y, u, output),) = network.calls
-    assert (u == u[0]).all() and u[0].item() == pytest.approx(_bounds(case, prediction_type)[1])
+    assert (u == u[0]).all()
+    assert u[0].item() == pytest.approx(_bounds(case, prediction_type)[1])
     t = t.view(-1, 1, 1, 1)
     a, s = (value.view(-1, 1, 1, 1) for value in case.alpha_sigma(u))
     torch.testing.assert_close(y, s / t * x_t, rtol=1e-9, atol=0)
@@ -171,9 +172,8 @@ def test_below_the_range_the_signal_keeps_its_level_and_the_noise_estimate_fades
     x_t = _states(t)
     v = field.velocity(x_t, t)
     ((y, u, output),) = network.calls
-    assert (u == u[0]).all() and u[0].item() == pytest.approx(
-        _bounds(case, prediction_type)[0], abs=1e-9
-    )
+    assert (u == u[0]).all()
+    assert u[0].item() == pytest.approx(_bounds(case, prediction_type)[0], abs=1e-9)
     t = t.view(-1, 1, 1, 1)
     a, s = (value.view(-1, 1, 1, 1) for value in case.alpha_sigma(u))
     torch.testing.assert_close(y, a / (1 - t) * x_t, rtol=1e-9, atol=0)

@@ -41,6 +41,4 @@ def app() -> None:
 def _is_users(error: Exception) -> bool:
     """Whether the user can mend it. Without hddm loaded, none of its errors can have been raised."""
     errors = sys.modules.get("hddm.errors")
-    return isinstance(error, OSError) or (
-        errors is not None and isinstance(error, errors.HddmError)
-    )
+    return isinstance(error, OSError) or (errors is not None and isinstance(error, errors.HddmError))

@@ -12,9 +12,7 @@ def quickstart(
     out: Annotated[Path, typer.Option("--out", help="Folder to write; must not exist.")] = Path(
         "runs/quickstart"
     ),
-    seeds: Annotated[
-        int, typer.Option("--seeds", min=1, help="Trainings, for the spread between them.")
-    ] = 1,
+    seeds: Annotated[int, typer.Option("--seeds", min=1, help="Trainings, for the spread between them.")] = 1,
     overwrite: Overwrite = False,
 ) -> None:
     """Run the whole pipeline on real images, in minutes on a laptop CPU.

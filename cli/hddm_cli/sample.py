@@ -21,9 +21,7 @@ def sample(
             help="draw, full, top-K, threshold-X or nucleus-X; default: the ensemble's own.",
         ),
     ] = None,
-    solver: Annotated[
-        str, typer.Option("--solver", help="euler, heun or adams-bashforth.")
-    ] = "euler",
+    solver: Annotated[str, typer.Option("--solver", help="euler, heun or adams-bashforth.")] = "euler",
     shift: Annotated[float, typer.Option("--shift", help="Of the time grid; 1 is even.")] = 1.0,
     guidance_scale: Annotated[
         float, typer.Option("--guidance-scale", help="Classifier-free guidance; 1 is none.")

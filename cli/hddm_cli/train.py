@@ -49,9 +49,7 @@ def expert(
         float,
         typer.Option("--condition-dropout", min=0, max=1, help="Share of labels dropped."),
     ] = 0.1,
-    ema_decay: Annotated[
-        float, typer.Option("--ema-decay", help="Of the weights' average.")
-    ] = 0.999,
+    ema_decay: Annotated[float, typer.Option("--ema-decay", help="Of the weights' average.")] = 0.999,
     overwrite: Overwrite = False,
 ) -> None:
     """Train one expert alone, on one shard."""
@@ -117,7 +115,5 @@ def router(
         "options",
     )
     with Progress(steps, "train") as progress:
-        losses = train_router(
-            shards, out, settings, overwrite, on_step=lambda step, loss: progress(1)
-        )
+        losses = train_router(shards, out, settings, overwrite, on_step=lambda step, loss: progress(1))
     typer.echo(f"{out}: cross-entropy {losses[0]:.4f} → {losses[-1]:.4f}")

@@ -36,22 +36,14 @@ class Sampled:
     """Expert evaluations a step and image, on average."""
 
 
-def train_expert_job(
-    shard: Path, out: Path, settings: ExpertSettings, report: Report
-) -> list[float]:
+def train_expert_job(shard: Path, out: Path, settings: ExpertSettings, report: Report) -> list[float]:
     """Losses of an expert trained on ``shard``."""
-    return train_expert(
-        shard, out, settings, on_step=lambda step, loss: report(settings.batch_size)
-    )
+    return train_expert(shard, out, settings, on_step=lambda step, loss: report(settings.batch_size))
 
 
-def train_router_job(
-    shards: Path, out: Path, settings: RouterSettings, report: Report
-) -> list[float]:
+def train_router_job(shards: Path, out: Path, settings: RouterSettings, report: Report) -> list[float]:
     """Losses of a router trained on all ``shards``."""
-    return train_router(
-        shards, out, settings, on_step=lambda step, loss: report(settings.batch_size)
-    )
+    return train_router(shards, out, settings, on_step=lambda step, loss: report(settings.batch_size))
 
 
 def sample_job(
@@ -98,9 +90,7 @@ def ddim_job(source: Path, num: int, seed: int, steps: int, report: Report) -> S
 class _Watched:
     """A router that notes what it said."""
 
-    def __init__(
-        self, router: Router, strategy: Strategy, seen: list[tuple[float, Tensor, Tensor]]
-    ) -> None:
+    def __init__(self, router: Router, strategy: Strategy, seen: list[tuple[float, Tensor, Tensor]]) -> None:
         self._router, self._strategy, self._seen = router, strategy, seen
 
     def __call__(self, x_t: Tensor, t: Tensor) -> Tensor:

@@ -70,8 +70,7 @@ def quickstart(out: Path, settings: QuickstartSettings, overwrite: bool = False)
     with new_folder(out, overwrite) as draft, Workers(settings.workers) as workers:
         ground = _prepare(draft, settings)
         runs = [
-            _run(draft / f"seed_{seed}", seed, ground, settings, workers)
-            for seed in range(settings.seeds)
+            _run(draft / f"seed_{seed}", seed, ground, settings, workers) for seed in range(settings.seeds)
         ]
         _write(draft, settings, runs, time.perf_counter() - started)
     return runs
@@ -82,7 +81,8 @@ def _prepare(folder: Path, settings: QuickstartSettings) -> _Ground:
     partition(training, folder / "shards", settings.num_shards)
     partition(training, folder / "whole", 1)
     images, fresh = load_images(training), load_images(held_out)
-    assert images.labels is not None and fresh.labels is not None
+    assert images.labels is not None
+    assert fresh.labels is not None
     classifier = train_classifier(images.normalised, images.labels)
     hits = classifier(fresh.normalised).argmax(1) == fresh.labels
     name = f"digit classifier (64 features, {hits.float().mean():.1%} right on held-out images)"
@@ -90,9 +90,7 @@ def _prepare(folder: Path, settings: QuickstartSettings) -> _Ground:
     return _Ground(folder / "shards", folder / "whole" / "shard_0", scorer)
 
 
-def _run(
-    folder: Path, seed: int, ground: _Ground, settings: QuickstartSettings, workers: Workers
-) -> Run:
+def _run(folder: Path, seed: int, ground: _Ground, settings: QuickstartSettings, workers: Workers) -> Run:
     label = f"seed {seed}: " if settings.seeds > 1 else ""
     losses = _train(folder, seed, ground, settings, workers, f"{label}train")
     models = _assemble(folder, settings.num_shards)
@@ -147,9 +145,7 @@ def _assemble(folder: Path, num_shards: int) -> dict[str, Path]:
     mixtures = {"homogeneous flow": 0, "homogeneous DDPM": num_shards}
     mixtures |= {f"mixed {n}:{num_shards - n}": n for n in MIXTURES if n < num_shards}
     for name, num_ddpm in mixtures.items():
-        experts = [
-            folder / ("ddpm" if k < num_ddpm else "flow") / str(k) for k in range(num_shards)
-        ]
+        experts = [folder / ("ddpm" if k < num_ddpm else "flow") / str(k) for k in range(num_shards)]
         models[name] = folder / "ensembles" / slug(name)
         assemble(experts, models[name], folder / "router")
     return models

@@ -2,8 +2,8 @@
 
 Plain k-means leaves a catch-all cluster (41.6 % of the data at K = 8 in one replica of Paris's
 pipeline), and its expert then sees too little of everything. Both stages here assign points under a
-capacity. Features and centres lie on the unit sphere, so that distance is cosine distance. Source: the two stages of
-MoDE (arXiv:2404.16030), which DDM (arXiv:2501.05450) uses.
+capacity. Features and centres lie on the unit sphere, so that distance is cosine distance. Source: the
+two stages of MoDE (arXiv:2404.16030), which DDM (arXiv:2501.05450) uses.
 """
 
 from dataclasses import dataclass
@@ -87,4 +87,5 @@ def balanced_kmeans(
 def _assign(points: Array, centres: Array) -> Indices:
     places = np.repeat(np.arange(len(centres)), -(-len(points) // len(centres)))
     _, taken = linear_sum_assignment(-(points @ centres.T)[:, places])
-    return places[taken]
+    chosen: Indices = places[taken]
+    return chosen

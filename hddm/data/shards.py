@@ -83,9 +83,7 @@ class Shard:
         return to_unit_range(self.pixels)
 
 
-def partition(
-    images: Path, out: Path, num_shards: int, seed: int = 0, overwrite: bool = False
-) -> list[Path]:
+def partition(images: Path, out: Path, num_shards: int, seed: int = 0, overwrite: bool = False) -> list[Path]:
     """Divide a folder of images into shards of similar content and nearly equal size.
 
     Pixel PCA, then balanced hierarchical k-means with `FINE_PER_SHARD` fine clusters a shard.
@@ -108,13 +106,9 @@ def partition(
     clusters = cluster(pixel_pca(source.pixels), num_shards, fine, seed)
     sizes = np.bincount(clusters.assignment, minlength=num_shards).tolist()
     if min(sizes) < MIN_IMAGES:
-        raise HddmError(
-            f"{images}: the smallest of {num_shards} shards got {min(sizes)} images; take fewer"
-        )
+        raise HddmError(f"{images}: the smallest of {num_shards} shards got {min(sizes)} images; take fewer")
     with new_folder(out, overwrite) as draft:
-        hashes = [
-            _write_shard(source, clusters, k, draft / f"shard_{k}") for k in range(num_shards)
-        ]
+        hashes = [_write_shard(source, clusters, k, draft / f"shard_{k}") for k in range(num_shards)]
         _write_centres(clusters, draft)
         facts = PartitionFacts(
             format=FORMAT,

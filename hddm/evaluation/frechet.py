@@ -81,9 +81,7 @@ def measure(
     target = Gaussian.of(reference)
     draws = np.random.default_rng(seed)
     resampled = [
-        frechet_distance(
-            Gaussian.of(features[draws.integers(len(features), size=len(features))]), target
-        )
+        frechet_distance(Gaussian.of(features[draws.integers(len(features), size=len(features))]), target)
         for _ in range(resamples)
     ]
     spread = 1.96 * float(np.std(resampled, ddof=1)) if resamples > 1 else float("nan")

@@ -60,9 +60,7 @@ class Scorer:
             images=len(images),
             to_training=measure(features, self._training_features, self._resamples),
             to_held_out=measure(features, self._held_out_features, self._resamples),
-            diversity=diversity(
-                torch.from_numpy(features), torch.from_numpy(self._training_features)
-            ),
+            diversity=diversity(torch.from_numpy(features), torch.from_numpy(self._training_features)),
             nearest_ratio=nearest_ratio(images, self._training, self._held_out),
         )
 

@@ -38,30 +38,46 @@ def grid_positions(hidden_size: int, side: int) -> Tensor:
     return torch.cat([columns, rows], dim=1)[None]
 
 
+def linear(fan_in: int, fan_out: int, std: float | None = None) -> nn.Linear:
+    """Linear layer with zero bias; weights Xavier-uniform, or normal with ``std`` (0: zeros)."""
+    layer = nn.Linear(fan_in, fan_out)
+    nn.init.zeros_(layer.bias)
+    if std is None:
+        nn.init.xavier_uniform_(layer.weight)
+    else:
+        nn.init.normal_(layer.weight, std=std)
+    return layer
+
+
 class TimeEmbedding(nn.Module):
     """Sinusoid, then a two-layer perceptron: times (batch,) to (batch, hidden_size)."""
 
     def __init__(self, hidden_size: int) -> None:
         super().__init__()
         self.mlp = nn.Sequential(
-            nn.Linear(FREQUENCIES, hidden_size), nn.SiLU(), nn.Linear(hidden_size, hidden_size)
+            linear(FREQUENCIES, hidden_size, std=0.02),
+            nn.SiLU(),
+            linear(hidden_size, hidden_size, std=0.02),
         )
 
     def forward(self, times: Tensor) -> Tensor:
-        weight = self.mlp[0].weight
-        embedded: Tensor = self.mlp(sinusoid(times, FREQUENCIES, weight.dtype))
+        dtype = next(self.mlp.parameters()).dtype
+        embedded: Tensor = self.mlp(sinusoid(times, FREQUENCIES, dtype))
         return embedded
 
 
 class Attention(nn.Module):
-    """Multi-head attention from ``x`` to ``context`` (itself by default), both of one width."""
+    """Multi-head attention from ``x`` to ``context`` (itself by default), both of one width.
 
-    def __init__(self, hidden_size: int, num_heads: int) -> None:
+    With ``silent`` its output is zero until training changes that.
+    """
+
+    def __init__(self, hidden_size: int, num_heads: int, silent: bool = False) -> None:
         super().__init__()
         self.num_heads = num_heads
         self.in_proj_weight = nn.Parameter(torch.empty(3 * hidden_size, hidden_size))
         self.in_proj_bias = nn.Parameter(torch.zeros(3 * hidden_size))
-        self.out_proj = nn.Linear(hidden_size, hidden_size)
+        self.out_proj = linear(hidden_size, hidden_size, std=0 if silent else None)
         nn.init.xavier_uniform_(self.in_proj_weight)
 
     def forward(self, x: Tensor, context: Tensor | None = None) -> Tensor:
@@ -70,25 +86,33 @@ class Attention(nn.Module):
             queries, keys, values = F.linear(x, self.in_proj_weight, self.in_proj_bias).chunk(3, -1)
         else:
             queries = F.linear(x, self.in_proj_weight[:width], self.in_proj_bias[:width])
-            keys, values = F.linear(
-                context, self.in_proj_weight[width:], self.in_proj_bias[width:]
-            ).chunk(2, -1)
-        mixed = F.scaled_dot_product_attention(
-            self._heads(queries), self._heads(keys), self._heads(values)
-        )
+            keys, values = F.linear(context, self.in_proj_weight[width:], self.in_proj_bias[width:]).chunk(
+                2, -1
+            )
+        mixed = F.scaled_dot_product_attention(self._heads(queries), self._heads(keys), self._heads(values))
         projected: Tensor = self.out_proj(mixed.transpose(1, 2).flatten(2))
         return projected
 
     def _heads(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+        heads: Tensor = x.unflatten(-1, (self.num_heads, -1))
+        return heads.transpose(1, 2)
+
+
+def patch_embedding(in_channels: int, hidden_size: int, patch_size: int) -> nn.Conv2d:
+    """Images (batch, C, H, W) to one vector a patch, initialised like a linear layer."""
+    embed = nn.Conv2d(in_channels, hidden_size, patch_size, patch_size)
+    nn.init.xavier_uniform_(embed.weight.view(hidden_size, -1))
+    assert embed.bias is not None
+    nn.init.zeros_(embed.bias)
+    return embed
 
 
 def mlp(hidden_size: int, ratio: int = 4) -> nn.Sequential:
     """The feed-forward part of a block: expand by ``ratio``, tanh-GELU, contract."""
     return nn.Sequential(
-        nn.Linear(hidden_size, ratio * hidden_size),
+        linear(hidden_size, ratio * hidden_size),
         nn.GELU(approximate="tanh"),
-        nn.Linear(ratio * hidden_size, hidden_size),
+        linear(ratio * hidden_size, hidden_size),
     )
 
 

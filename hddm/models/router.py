@@ -11,8 +11,10 @@ from hddm.models.layers import (
     TimeEmbedding,
     grid_positions,
     layer_norm,
+    linear,
     mlp,
     modulate,
+    patch_embedding,
 )
 
 
@@ -24,9 +26,7 @@ class RouterBlock(nn.Module):
         self.norm = layer_norm(hidden_size)
         self.attn = Attention(hidden_size, num_heads)
         self.mlp = mlp(hidden_size)
-        self.adaLN_modulation = nn.Sequential(nn.SiLU(), nn.Linear(hidden_size, 6 * hidden_size))
-        nn.init.zeros_(self.adaLN_modulation[1].weight)
-        nn.init.zeros_(self.adaLN_modulation[1].bias)
+        self.adaLN_modulation = nn.Sequential(nn.SiLU(), linear(hidden_size, 6 * hidden_size, std=0))
 
     def forward(self, x: Tensor, embedded: Tensor) -> Tensor:
         parts = self.adaLN_modulation(embedded)[:, None].chunk(6, dim=-1)
@@ -46,7 +46,7 @@ class RouterTransformer(ModelMixin, ConfigMixin):  # type: ignore[misc]
     Sources: DDM (arXiv:2501.05450), section 3.3; Paris (arXiv:2510.03434).
     """
 
-    @register_to_config  # type: ignore[misc]
+    @register_to_config  # type: ignore[untyped-decorator]
     def __init__(
         self,
         num_experts: int = 8,
@@ -58,19 +58,18 @@ class RouterTransformer(ModelMixin, ConfigMixin):  # type: ignore[misc]
         num_heads: int = 12,
     ) -> None:
         super().__init__()
-        self.patch_embed = nn.Conv2d(in_channels, hidden_size, patch_size, patch_size)
+        self.patch_embed = patch_embedding(in_channels, hidden_size, patch_size)
         self.pos_embed = nn.Parameter(grid_positions(hidden_size, sample_size // patch_size))
         self.cls_token = nn.Parameter(torch.randn(1, 1, hidden_size) * 0.02)
         self.time_embed = TimeEmbedding(hidden_size)
         self.layers = nn.ModuleList(RouterBlock(hidden_size, num_heads) for _ in range(depth))
         self.head = nn.Sequential(
-            nn.Linear(hidden_size, hidden_size),
+            linear(hidden_size, hidden_size),
             nn.GELU(approximate="tanh"),
             nn.LayerNorm(hidden_size, eps=LAYER_NORM_EPS),
             nn.GELU(approximate="tanh"),
-            nn.Linear(hidden_size, num_experts),
+            linear(hidden_size, num_experts, std=0),
         )
-        nn.init.zeros_(self.head[-1].weight)
 
     def forward(self, hidden_states: Tensor, timestep: Tensor) -> Tensor:
         """Logits (batch, num_experts) of x_t (batch, C, S, S) at ``timestep`` (batch,)."""

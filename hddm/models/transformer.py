@@ -11,8 +11,10 @@ from hddm.models.layers import (
     TimeEmbedding,
     grid_positions,
     layer_norm,
+    linear,
     mlp,
     modulate,
+    patch_embedding,
 )
 
 
@@ -29,7 +31,7 @@ class ExpertBlock(nn.Module):
         self.scale_shift_table = nn.Parameter(torch.randn(6, hidden_size) / hidden_size**0.5)
         self.norm = layer_norm(hidden_size)
         self.attn = Attention(hidden_size, num_heads)
-        self.cross_attn = Attention(hidden_size, num_heads) if cross_attention else None
+        self.cross_attn = Attention(hidden_size, num_heads, silent=True) if cross_attention else None
         self.mlp = mlp(hidden_size)
 
     def forward(self, x: Tensor, modulation: Tensor, text: Tensor | None) -> Tensor:
@@ -50,7 +52,7 @@ class FinalLayer(nn.Module):
         super().__init__()
         self.scale_shift_table = nn.Parameter(torch.randn(2, hidden_size) / hidden_size**0.5)
         self.norm = layer_norm(hidden_size)
-        self.linear = nn.Linear(hidden_size, patch_channels)
+        self.linear = linear(hidden_size, patch_channels, std=0)
 
     def forward(self, x: Tensor, embedded: Tensor) -> Tensor:
         shift, scale = (self.scale_shift_table + embedded[:, None]).chunk(2, dim=1)
@@ -76,7 +78,7 @@ class ExpertTransformer(ModelMixin, ConfigMixin):  # type: ignore[misc]
     Sources: DiT (arXiv:2212.09748); PixArt-α (arXiv:2310.00426).
     """
 
-    @register_to_config  # type: ignore[misc]
+    @register_to_config  # type: ignore[untyped-decorator]
     def __init__(
         self,
         sample_size: int = 32,
@@ -90,33 +92,18 @@ class ExpertTransformer(ModelMixin, ConfigMixin):  # type: ignore[misc]
     ) -> None:
         super().__init__()
         side = sample_size // patch_size
-        self.patch_embed = nn.Conv2d(in_channels, hidden_size, patch_size, patch_size)
+        self.patch_embed = patch_embedding(in_channels, hidden_size, patch_size)
         self.pos_embed = nn.Parameter(grid_positions(hidden_size, side))
         self.time_embed = TimeEmbedding(hidden_size)
-        self.t_block = nn.Sequential(nn.SiLU(), nn.Linear(hidden_size, 6 * hidden_size))
+        self.t_block = nn.Sequential(nn.SiLU(), linear(hidden_size, 6 * hidden_size, std=0.02))
         self.class_embed = nn.Embedding(num_classes + 1, hidden_size) if num_classes else None
-        self.text_proj = nn.Linear(text_dim, hidden_size) if text_dim else None
+        if self.class_embed is not None:
+            nn.init.normal_(self.class_embed.weight, std=0.02)
+        self.text_proj = linear(text_dim, hidden_size) if text_dim else None
         self.layers = nn.ModuleList(
             ExpertBlock(hidden_size, num_heads, text_dim is not None) for _ in range(depth)
         )
         self.final_layer = FinalLayer(hidden_size, patch_size**2 * in_channels)
-        self._initialise()
-
-    def _initialise(self) -> None:
-        for module in self.modules():
-            if isinstance(module, nn.Linear):
-                nn.init.xavier_uniform_(module.weight)
-                nn.init.zeros_(module.bias)
-        nn.init.xavier_uniform_(self.patch_embed.weight.view(self.patch_embed.out_channels, -1))
-        nn.init.zeros_(self.patch_embed.bias)
-        for linear in (self.time_embed.mlp[0], self.time_embed.mlp[2], self.t_block[1]):
-            nn.init.normal_(linear.weight, std=0.02)
-        if self.class_embed is not None:
-            nn.init.normal_(self.class_embed.weight, std=0.02)
-        for layer in self.layers:
-            if layer.cross_attn is not None:
-                nn.init.zeros_(layer.cross_attn.out_proj.weight)
-        nn.init.zeros_(self.final_layer.linear.weight)
 
     def forward(
         self,
@@ -142,10 +129,11 @@ class ExpertTransformer(ModelMixin, ConfigMixin):  # type: ignore[misc]
         for layer in self.layers:
             x = layer(x, modulation, text)
         patch = self.config.patch_size
-        return rearrange(
+        image: Tensor = rearrange(
             self.final_layer(x, embedded),
             "b (h w) (p q c) -> b c (h p) (w q)",
             h=hidden_states.shape[-2] // patch,
             p=patch,
             q=patch,
         )
+        return image

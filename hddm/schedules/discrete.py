@@ -17,8 +17,8 @@ class DiscreteSchedule(Schedule):
     """A variance-preserving DDPM schedule, read at fractional timestep indices too.
 
     alpha² + sigma² = 1, and alpha² at index i is the product of (1 - beta) over 0 … i. Between
-    indices the log-SNR is linear in the index, as in k-diffusion. Where the last index has zero SNR, alpha/sigma is
-    linear in the last interval instead, so that alpha reaches 0 there and nowhere before.
+    indices the log-SNR is linear in the index, as in k-diffusion. Where the last index has zero SNR,
+    alpha/sigma is linear in the last interval instead, so that alpha reaches 0 there and nowhere before.
 
     Args:
         betas: (T,), each in (0, 1), the last one possibly 1 (zero terminal SNR).
@@ -35,9 +35,7 @@ class DiscreteSchedule(Schedule):
         betas = to_float64(torch.as_tensor(self.betas)).cpu()
         inside = (betas > 0) & (betas < 1)
         if betas.ndim != 1 or len(betas) < 2 or not inside[:-1].all() or not 0 < betas[-1] <= 1:
-            raise HddmError(
-                "betas must be at least 2 numbers in (0, 1), of which only the last may be 1"
-            )
+            raise HddmError("betas must be at least 2 numbers in (0, 1), of which only the last may be 1")
         log_alpha_squared = torch.log1p(-betas).cumsum(0)
         # log(1 - alpha²) without cancellation where alpha² is close to 1
         table = log_alpha_squared - torch.log(-torch.expm1(log_alpha_squared))

@@ -1,6 +1,5 @@
 """Training one expert alone, on its shard."""
 
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Literal
@@ -14,12 +13,12 @@ from hddm.data.shards import Shard, load_shard
 from hddm.errors import HddmError
 from hddm.experts import Expert, ExpertFacts, ShardFacts, null_conditions, save_expert
 from hddm.files import check_absent, new_folder
-from hddm.models.sizes import size_config
 from hddm.models.transformer import ExpertTransformer
 from hddm.objectives import Objective, drop_labels
 from hddm.schedules import Schedule
 from hddm.tensors import generator
-from hddm.training.loop import LoopSettings, OnStep, fit
+from hddm.training.loop import Fitted, LoopSettings, OnStep, fit
+from hddm.training.networks import new_network
 from hddm.velocity import VelocityField
 
 
@@ -65,14 +64,18 @@ def train_expert(
     check_absent(out, overwrite)
     objective = Objective.named(settings.objective, schedule, settings.time_sampling)
     shard = load_shard(shard_folder)
-    network = _new_network(shard, settings)
-    started = time.perf_counter()
-    losses = fit(network, _batch_loss(network, shard, objective, settings), settings, on_step)
-    network.requires_grad_(False)
-    facts = _facts(shard, settings, objective, schedule_source, losses)
-    facts = facts.model_copy(
-        update={"training": {**facts.training, "seconds": round(time.perf_counter() - started, 1)}}
+    if settings.class_conditional and shard.labels is None:
+        raise HddmError(f"{shard_folder}: its images carry no labels; drop --class-conditional")
+    network = new_network(
+        ExpertTransformer,
+        settings.size,
+        shard.pixels.shape[1:],
+        settings.seed,
+        num_classes=len(shard.classes) if settings.class_conditional else None,
     )
+    fitted = fit(network, _batch_loss(network, shard, objective, settings), settings, on_step)
+    network.requires_grad_(False)
+    facts = _facts(shard, settings, objective, schedule_source, fitted)
     field = VelocityField(
         network,
         objective.schedule,
@@ -83,30 +86,7 @@ def train_expert(
     calibration = calibrate(field.velocity, shard.images, settings.seed)
     with new_folder(out, overwrite) as draft:
         save_expert(draft, Expert(network, facts, calibration))
-    return losses
-
-
-def _new_network(shard: Shard, settings: ExpertSettings) -> ExpertTransformer:
-    channels, height, width = shard.pixels.shape[1:]
-    patch = size_config(settings.size)["patch_size"]
-    if height != width or height % patch:
-        raise HddmError(
-            f"{shard.folder}: images are {width}×{height}; size {settings.size!r} takes squares with a side "
-            f"divisible by {patch}"
-        )
-    if settings.class_conditional and shard.labels is None:
-        raise HddmError(
-            f"{shard.folder}: its images carry no labels; train without --class-conditional"
-        )
-    # Initial weights depend on the seed alone; the caller's generator is left as it was.
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(settings.seed)
-        return ExpertTransformer(
-            sample_size=height,
-            in_channels=channels,
-            num_classes=len(shard.classes) if settings.class_conditional else None,
-            **size_config(settings.size),
-        )
+    return fitted.losses
 
 
 def _batch_loss(
@@ -131,10 +111,9 @@ def _facts(
     settings: ExpertSettings,
     objective: Objective,
     schedule_source: str,
-    losses: list[float],
+    fitted: Fitted,
 ) -> ExpertFacts:
     channels, height, width = shard.pixels.shape[1:]
-    tail = losses[-max(len(losses) // 20, 1) :]
     return ExpertFacts(
         objective=settings.objective,
         prediction_type=objective.prediction_type,
@@ -145,12 +124,6 @@ def _facts(
         conditions=("class_labels",) if settings.class_conditional else (),
         classes=shard.classes if settings.class_conditional else (),
         null_class=len(shard.classes) if settings.class_conditional else None,
-        shard=ShardFacts(
-            index=shard.index, num_shards=shard.num_shards, hash=shard.hash, images=len(shard)
-        ),
-        training={
-            **settings.model_dump(mode="json"),
-            "images_seen": settings.steps * settings.batch_size,
-            "final_loss": sum(tail) / len(tail),
-        },
+        shard=ShardFacts(index=shard.index, num_shards=shard.num_shards, hash=shard.hash, images=len(shard)),
+        training=fitted.record(settings),
     )

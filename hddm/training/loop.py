@@ -1,8 +1,10 @@
 """The training loop that experts and routers share."""
 
 import math
+import time
 from collections.abc import Callable
-from typing import Annotated
+from dataclasses import dataclass
+from typing import Annotated, Any
 
 import torch
 from pydantic import Field
@@ -29,12 +31,30 @@ class LoopSettings(Facts):
     seed: int = 0
 
 
+@dataclass(frozen=True)
+class Fitted:
+    """What a training left: the loss of every step, and how long it took."""
+
+    losses: list[float]
+    seconds: float
+
+    def record(self, settings: LoopSettings) -> dict[str, Any]:
+        """Plain values for the record beside the weights."""
+        tail = self.losses[-max(len(self.losses) // 20, 1) :]
+        return {
+            **settings.model_dump(mode="json"),
+            "images_seen": settings.steps * settings.batch_size,
+            "final_loss": sum(tail) / len(tail),
+            "seconds": round(self.seconds, 1),
+        }
+
+
 def fit(
     network: nn.Module,
     loss: Callable[[], Tensor],
     settings: LoopSettings,
     on_step: OnStep | None = None,
-) -> list[float]:
+) -> Fitted:
     """Minimise ``loss`` and leave the averaged weights in ``network``.
 
     Args:
@@ -42,9 +62,6 @@ def fit(
         loss: draws a batch and returns its scalar loss.
         settings: see `LoopSettings`.
         on_step: called after each step with its number, from 1, and its loss.
-
-    Returns:
-        The loss of every step.
 
     Raises:
         HddmError: at the first loss or gradient that is not finite.
@@ -56,11 +73,12 @@ def fit(
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _rate(step, settings))
     ema = Ema(network, settings.ema_decay)
     losses: list[float] = []
+    started = time.perf_counter()
     network.train()
     for step in range(1, settings.steps + 1):
         value = loss()
         optimizer.zero_grad(set_to_none=True)
-        value.backward()  # type: ignore[no-untyped-call]
+        value.backward()
         norm = nn.utils.clip_grad_norm_(parameters, settings.max_grad_norm)
         losses.append(value.item())
         if not math.isfinite(losses[-1]) or not math.isfinite(norm.item()):
@@ -75,7 +93,7 @@ def fit(
             on_step(step, losses[-1])
     ema.copy_to_network()
     network.eval()
-    return losses
+    return Fitted(losses, time.perf_counter() - started)
 
 
 def _rate(step: int, settings: LoopSettings) -> float:

@@ -1,6 +1,5 @@
 """Training the router: which shard does a noised image come from?"""
 
-import time
 from pathlib import Path
 
 import torch
@@ -12,10 +11,10 @@ from hddm.errors import HddmError
 from hddm.experts import RouterFacts, save_router
 from hddm.files import check_absent, new_folder
 from hddm.models.router import RouterTransformer
-from hddm.models.sizes import size_config
 from hddm.objectives import TIME_SCALE
 from hddm.tensors import append_dims, generator
 from hddm.training.loop import LoopSettings, OnStep, fit
+from hddm.training.networks import new_network
 
 
 class RouterSettings(LoopSettings):
@@ -45,7 +44,9 @@ def train_router(
     check_absent(out, overwrite)
     shards = [load_shard(folder) for folder in find_shards(shards_folder)]
     images, labels = _joined(shards)
-    network = _new_network(images, len(shards), settings)
+    network = new_network(
+        RouterTransformer, settings.size, images.shape[1:], settings.seed, num_experts=len(shards)
+    )
     draws = generator(settings.seed, len(shards))
 
     def loss() -> Tensor:
@@ -56,25 +57,18 @@ def train_router(
         x_t = (1 - wide) * images[rows] + wide * eps
         return F.cross_entropy(network(x_t, t * TIME_SCALE), labels[rows])
 
-    started = time.perf_counter()
-    losses = fit(network, loss, settings, on_step)
+    fitted = fit(network, loss, settings, on_step)
     channels, height, width = images.shape[1:]
-    tail = losses[-max(len(losses) // 20, 1) :]
     facts = RouterFacts(
         time_scale=TIME_SCALE,
         sample_shape=(channels, height, width),
         shard_hashes=tuple(shard.hash for shard in shards),
         shard_images=tuple(len(shard) for shard in shards),
-        training={
-            **settings.model_dump(mode="json"),
-            "images_seen": settings.steps * settings.batch_size,
-            "final_loss": sum(tail) / len(tail),
-            "seconds": round(time.perf_counter() - started, 1),
-        },
+        training=fitted.record(settings),
     )
     with new_folder(out, overwrite) as draft:
         save_router(draft, network, facts)
-    return losses
+    return fitted.losses
 
 
 def _joined(shards: list[Shard]) -> tuple[Tensor, Tensor]:
@@ -84,18 +78,3 @@ def _joined(shards: list[Shard]) -> tuple[Tensor, Tensor]:
     images = torch.cat([shard.images for shard in shards])
     labels = torch.cat([torch.full((len(s),), k) for k, s in enumerate(shards)])
     return images, labels
-
-
-def _new_network(images: Tensor, num_experts: int, settings: RouterSettings) -> RouterTransformer:
-    channels, height, width = images.shape[1:]
-    size = size_config(settings.size)
-    if height != width or height % size["patch_size"]:
-        raise HddmError(
-            f"images are {width}×{height}; size {settings.size!r} takes squares with a side divisible by "
-            f"{size['patch_size']}"
-        )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(settings.seed)
-        return RouterTransformer(
-            num_experts=num_experts, sample_size=height, in_channels=channels, **size
-        )
