@@ -75,12 +75,16 @@ class Ensemble:
         expert: Tensor | None = None,
         **conditions: Tensor,
     ) -> Tensor:
-        """Velocity of the mixture; arguments as in `VelocityField.velocity`.
+        """Velocity of the mixture.
 
-        Guidance is applied by each expert, before mixing. An expert sees the samples that need it
-        and no others.
+        An expert sees the samples that need it and no others.
 
         Args:
+            x_t: (batch, …).
+            t: (batch,) in [0, 1].
+            guidance_scale: applied by each expert, before mixing; 1 for none.
+            negative: conditions of the negative branch.
+            conditions: keywords of the experts' networks; each expert gets those that it declares.
             expert: (batch,) indices of the one expert for each sample, instead of the strategy.
 
         Raises:

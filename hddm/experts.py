@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 import torch
 from diffusers import ModelMixin
+from pydantic import Field
 
 from hddm.calibration import Calibration
 from hddm.errors import HddmError
@@ -48,7 +49,7 @@ class ExpertFacts(Facts):
     null_class: int | None = None
     weights: Literal["ema", "raw"] = "ema"
     shard: ShardFacts | None = None
-    training: dict[str, Any] = {}
+    training: dict[str, Any] = Field(default_factory=dict)
     source: str | None = None
     licence: str | None = None
 
@@ -62,7 +63,7 @@ class RouterFacts(Facts):
     shard_hashes: tuple[str, ...]
     """One a shard, in the order of the router's outputs."""
     shard_images: tuple[int, ...]
-    training: dict[str, Any] = {}
+    training: dict[str, Any] = Field(default_factory=dict)
 
 
 @dataclass(frozen=True)

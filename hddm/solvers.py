@@ -5,6 +5,7 @@ through every time between, upwards or downwards, and returns the last x. ``velo
 scalar float64 tensor t. Each docstring gives the order of the global error in the step.
 """
 
+import itertools
 from collections.abc import Callable
 
 from torch import Tensor
@@ -21,7 +22,7 @@ def euler(velocity: Velocity, x: Tensor, times: Tensor) -> Tensor:
     On the common path it is DDIM (arXiv:2010.02502): that sampler's step is Euler's in the variable
     x/alpha over sigma/alpha, and both are exact for a constant x_0 and eps.
     """
-    for now, then in zip(times[:-1], times[1:], strict=True):
+    for now, then in itertools.pairwise(times):
         x = x + float(then - now) * velocity(x, now)
     return x
 
@@ -31,7 +32,7 @@ def heun(velocity: Velocity, x: Tensor, times: Tensor) -> Tensor:
 
     Not Heun's third-order method. Source: arXiv:2206.00364, algorithm 1, without its noise.
     """
-    for now, then in zip(times[:-1], times[1:], strict=True):
+    for now, then in itertools.pairwise(times):
         step = float(then - now)
         slope = velocity(x, now)
         x = x + step / 2 * (slope + velocity(x + step * slope, then))
@@ -46,7 +47,7 @@ def adams_bashforth(velocity: Velocity, x: Tensor, times: Tensor) -> Tensor:
     """
     before: Tensor | None = None
     last_step = 0.0
-    for now, then in zip(times[:-1], times[1:], strict=True):
+    for now, then in itertools.pairwise(times):
         step = float(then - now)
         slope = velocity(x, now)
         weight = 0.0 if before is None else step / (2 * last_step)

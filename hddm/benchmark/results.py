@@ -36,8 +36,10 @@ class Run:
 
 @dataclass(frozen=True)
 class Figure:
-    """A number over training seeds: mean, standard deviation over trainings (None for one seed), and mean
-    half-width of the bootstrap interval over samples (None where none was taken).
+    """A number over training seeds.
+
+    ``spread`` is the standard deviation over trainings, None for one; ``half_width`` the mean half-width
+    of the bootstrap interval over samples, None where none was taken.
     """
 
     mean: float

@@ -1,0 +1,1 @@
+"""Images, features, clusters and shards."""

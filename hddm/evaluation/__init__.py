@@ -1,0 +1,1 @@
+"""How good a set of images is: distances, diversity, memorising."""

@@ -1,0 +1,1 @@
+"""Networks. They know no schedule, and what they predict is not their business."""

@@ -1,0 +1,1 @@
+"""Training one expert on one shard, and the router on all."""
