@@ -4,7 +4,7 @@ import sys
 
 import typer
 
-from hddm_cli import assemble, calibrate, inspect, partition, quickstart, sample, train
+from hddm_cli import assemble, calibrate, evaluate, inspect, partition, quickstart, sample, train
 
 commands = typer.Typer(
     name="hddm",
@@ -19,6 +19,7 @@ commands.add_typer(train.commands, name="train")
 commands.command("calibrate")(calibrate.calibrate)
 commands.command("assemble")(assemble.assemble)
 commands.command("sample")(sample.sample)
+commands.command("evaluate")(evaluate.evaluate)
 commands.command("inspect")(inspect.inspect)
 
 

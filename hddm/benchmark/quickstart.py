@@ -28,7 +28,7 @@ from hddm.benchmark.settings import QuickstartSettings
 from hddm.data.images import load_images
 from hddm.data.shards import partition
 from hddm.ensemble_folders import assemble
-from hddm.evaluation.classifier import train_classifier
+from hddm.evaluation.extractors import choose_extractor
 from hddm.evaluation.scores import Scorer
 from hddm.files import check_absent, new_folder, write_json
 from hddm.load import load
@@ -81,12 +81,8 @@ def _prepare(folder: Path, settings: QuickstartSettings) -> _Ground:
     partition(training, folder / "shards", settings.num_shards)
     partition(training, folder / "whole", 1)
     images, fresh = load_images(training), load_images(held_out)
-    assert images.labels is not None
-    assert fresh.labels is not None
-    classifier = train_classifier(images.normalised, images.labels)
-    hits = classifier(fresh.normalised).argmax(1) == fresh.labels
-    name = f"digit classifier (64 features, {hits.float().mean():.1%} right on held-out images)"
-    scorer = Scorer(name, classifier.features, images.pixels, fresh.pixels, settings.resamples)
+    extractor = choose_extractor(images, min(len(images), len(fresh), settings.num_images_per_strategy))
+    scorer = Scorer(extractor, images.pixels, fresh.pixels, settings.resamples)
     return _Ground(folder / "shards", folder / "whole" / "shard_0", scorer)
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hddm.benchmark.jobs import ExpertUse
+from hddm.evaluation.frechet import Distance
 from hddm.evaluation.scores import Scores
 
 TABLES = ("models", "strategies", "conversions")
@@ -73,22 +74,21 @@ def summarise(runs: Sequence[Run], table: str) -> list[dict[str, Any]]:
         summary.append(
             {
                 "name": rows[0].name,
-                "to_training": figure(
-                    [s.to_training.value for s in scores],
-                    [s.to_training.half_width for s in scores],
-                ),
-                "to_held_out": figure(
-                    [s.to_held_out.value for s in scores],
-                    [s.to_held_out.half_width for s in scores],
-                ),
+                "to_training": _distance([s.to_training for s in scores]),
+                "to_held_out": _distance([s.to_held_out for s in scores]),
                 "diversity": figure([s.diversity for s in scores]),
-                "nearest_ratio": figure([s.nearest_ratio for s in scores]),
+                "nearest_ratio": figure([s.nearest_ratio for s in scores if s.nearest_ratio is not None]),
                 "training_images": rows[0].training_images,
                 "evaluations": figure([row.evaluations for row in rows]),
                 "mflop_per_step": figure([row.mflop_per_step for row in rows]),
             }
         )
     return summary
+
+
+def _distance(distances: Sequence[Distance | None]) -> Figure:
+    known = [d for d in distances if d is not None]
+    return figure([d.value for d in known], [d.half_width for d in known])
 
 
 def verdict(runs: Sequence[Run]) -> str:

@@ -1,15 +1,14 @@
 """All figures of one set of images, against both sides of a split."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from hddm.data.images import to_unit_range
 from hddm.evaluation.diversity import diversity, nearest_ratio
-from hddm.evaluation.frechet import Distance, measure
+from hddm.evaluation.extractors import Extractor
+from hddm.evaluation.frechet import Distance, Features, measure
 
 
 @dataclass(frozen=True)
@@ -19,33 +18,35 @@ class Scores:
     extractor: str
     images: int
     to_training: Distance
-    to_held_out: Distance
+    to_held_out: Distance | None
     diversity: float
-    nearest_ratio: float
+    nearest_ratio: float | None
 
 
 class Scorer:
     """Scores sets of images against training images and held-out images.
 
     Args:
-        extractor: name of the features, for the record.
-        features: images (n, C, H, W) in [-1, 1] to features (n, d).
-        training, held_out: the two sides, as bytes (n, C, H, W).
+        extractor: of the features.
+        training, held_out: the two sides, as bytes (n, C, H, W); without held-out images, what needs
+            them is None.
         resamples: of the bootstrap.
+        allow_few: whether fewer images than features are measured all the same, and marked.
     """
 
     def __init__(
         self,
-        extractor: str,
-        features: Callable[[Tensor], Tensor],
+        extractor: Extractor,
         training: Tensor,
-        held_out: Tensor,
+        held_out: Tensor | None,
         resamples: int = 100,
+        allow_few: bool = False,
     ) -> None:
-        self._extractor, self._features, self._resamples = extractor, features, resamples
-        self._training, self._held_out = to_unit_range(training), to_unit_range(held_out)
+        self._extractor, self._resamples, self._allow_few = extractor, resamples, allow_few
+        self._training = to_unit_range(training)
+        self._held_out = None if held_out is None else to_unit_range(held_out)
         self._training_features = self._of(self._training)
-        self._held_out_features = self._of(self._held_out)
+        self._held_out_features = None if self._held_out is None else self._of(self._held_out)
 
     def score(self, pixels: Tensor) -> Scores:
         """Figures of images (n, C, H, W) in bytes.
@@ -56,13 +57,20 @@ class Scorer:
         images = to_unit_range(pixels)
         features = self._of(images)
         return Scores(
-            extractor=self._extractor,
+            extractor=self._extractor.name,
             images=len(images),
-            to_training=measure(features, self._training_features, self._resamples),
-            to_held_out=measure(features, self._held_out_features, self._resamples),
+            to_training=self._distance(features, self._training_features),
+            to_held_out=None
+            if self._held_out_features is None
+            else self._distance(features, self._held_out_features),
             diversity=diversity(torch.from_numpy(features), torch.from_numpy(self._training_features)),
-            nearest_ratio=nearest_ratio(images, self._training, self._held_out),
+            nearest_ratio=None
+            if self._held_out is None
+            else nearest_ratio(images, self._training, self._held_out),
         )
 
-    def _of(self, images: Tensor) -> np.ndarray:
-        return self._features(images).double().numpy()
+    def _distance(self, features: Features, reference: Features) -> Distance:
+        return measure(features, reference, self._resamples, allow_few=self._allow_few)
+
+    def _of(self, images: Tensor) -> Features:
+        return self._extractor.features(images).double().numpy()
