@@ -14,7 +14,8 @@ where w_i(t) minimises the squared error of the velocity over the shard's own im
 
     w_i(t) = E[(v* - v_net)_i (v_gauss - v_net)_i] / E[(v_gauss - v_net)_i²],  clipped to [0, 1],
 
-v* = eps - x_0 being an unbiased target. No knowledge of the network's error is needed. At t = 1 the
+v* = eps - x_0 being an unbiased target. No knowledge of the network's error is needed. An estimate w with
+standard error s counts as w (1 - s²/w²), or 0 below s, so that a good network is left alone. At t = 1 the
 weight is 1, where v = x - m is exact. What lies outside U shares one variance and one weight.
 
 A scalar weight is the special case of equal w_i. The direction-wise form is better near t = 1, where a
@@ -26,6 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -34,8 +36,8 @@ from hddm.tensors import generator
 
 FILE_NAME = "calibration.safetensors"
 MAX_DIRECTIONS = 256
-LEVELS = 40
-STATES = 1024
+LEVELS = 25
+STATES = 512
 
 
 @dataclass(frozen=True)
@@ -80,10 +82,12 @@ class Moments:
         along = x @ self.basis
         return along, x - along @ self.basis.T
 
-    def velocity_gain(self, t: Tensor) -> Tensor:
-        """(t - (1 - t) c) / ((1 - t)² c + t²) for ``t`` (N,) and every variance c: (N, r + 1)."""
+    def velocity(self, x_t: Tensor, t: Tensor) -> Tensor:
+        """v_gauss (N, D) of the module's head, for ``x_t`` (N, D) at ``t`` (N,)."""
         t = t[:, None]
-        return (t - (1 - t) * self.variances) / ((1 - t) ** 2 * self.variances + t**2)
+        gain = (t - (1 - t) * self.variances) / ((1 - t) ** 2 * self.variances + t**2)
+        along, rest = self.split(x_t - (1 - t) * self.mean)
+        return (gain[:, :-1] * along) @ self.basis.T + gain[:, -1:] * rest - self.mean
 
 
 @dataclass(frozen=True)
@@ -100,15 +104,15 @@ class Calibration:
     def apply(self, velocity: Tensor, x_t: Tensor, t: Tensor) -> Tensor:
         """The calibrated velocity; ``velocity`` and ``x_t`` (N, C, H, W), ``t`` (N,) in [0, 1]."""
         moments = self.moments.to(x_t)
-        t = t.to(x_t)
-        weights = self._weights_at(t)
-        # Shifting both by the mean turns the Gaussian velocity into a plain gain.
-        state, state_rest = moments.split(x_t.flatten(1) - (1 - t)[:, None] * moments.mean)
-        net, net_rest = moments.split(velocity.flatten(1) + moments.mean)
-        gain = moments.velocity_gain(t)
-        along = (1 - weights[:, :-1]) * net + weights[:, :-1] * gain[:, :-1] * state
-        rest = (1 - weights[:, -1:]) * net_rest + weights[:, -1:] * gain[:, -1:] * state_rest
-        return (along @ moments.basis.T + rest - moments.mean).view_as(velocity)
+        net = velocity.flatten(1)
+        gauss = moments.velocity(x_t.flatten(1), t.to(x_t))
+        weights = self._weights_at(t.to(x_t))
+        # As (1 - w) net + w gauss, since net is large where w is 1.
+        net_along, net_rest = moments.split(net)
+        gauss_along, gauss_rest = moments.split(gauss)
+        along = (1 - weights[:, :-1]) * net_along + weights[:, :-1] * gauss_along
+        rest = (1 - weights[:, -1:]) * net_rest + weights[:, -1:] * gauss_rest
+        return (along @ moments.basis.T + rest).view_as(velocity)
 
     def save(self, folder: Path) -> None:
         """Write ``calibration.safetensors`` into an expert folder."""
@@ -127,10 +131,15 @@ class Calibration:
         path = folder / FILE_NAME
         if not path.exists():
             return None
-        tensors = load_file(path)
+        try:
+            tensors = load_file(path)
+        except SafetensorError as error:
+            raise HddmError(f"{path}: cannot be read ({error}); delete it and calibrate anew") from error
         missing = {"mean", "basis", "variances", "times", "weights"} ^ set(tensors)
         if missing:
-            raise HddmError(f"{path}: missing or unknown tensors {sorted(missing)}; calibrate anew")
+            raise HddmError(
+                f"{path}: missing or unknown tensors {sorted(missing)}; delete it and calibrate anew"
+            )
         moments = Moments(tensors["mean"], tensors["basis"], tensors["variances"])
         return cls(moments, tensors["times"], tensors["weights"])
 
@@ -158,36 +167,36 @@ def calibrate(
             `LEVELS` times.
     """
     moments = Moments.of(images)
-    directions = moments.basis.shape[1]
+    fitted = moments.to(images)
     times = torch.linspace(0, 1, LEVELS + 1)
     noise = generator(seed)
-    weights = torch.ones(len(times), directions + 1)
+    weights = torch.ones(len(times), len(moments.variances))
     for level, time in enumerate(times[:-1].tolist()):
-        product = torch.zeros(directions + 1, dtype=torch.float64)
-        square = torch.zeros_like(product)
+        sums = torch.zeros(3, len(moments.variances), dtype=torch.float64)
         rows = torch.randint(len(images), (STATES,), generator=noise)
         for x_0 in images[rows.to(images.device)].split(batch_size):
             eps = torch.randn(x_0.shape, generator=noise).to(x_0)
             t = torch.full((len(x_0),), time, dtype=x_0.dtype, device=x_0.device)
             x_t = (1 - time) * x_0 + time * eps
             net = velocity(x_t, t).flatten(1)
-            to_gauss = _difference(moments, _gaussian_velocity(moments, x_t, t), net)
-            to_target = _difference(moments, (eps - x_0).flatten(1), net)
-            for part, (target, gauss) in enumerate(zip(to_target, to_gauss, strict=True)):
-                where = slice(directions) if part == 0 else slice(directions, None)
-                axis = 0 if part == 0 else None
-                product[where] += (target * gauss).double().sum(axis).cpu()
-                square[where] += (gauss * gauss).double().sum(axis).cpu()
-        weights[level] = torch.where(square > 0, product / square, 0.0).clamp(0, 1).float()
+            to_gauss = fitted.velocity(x_t.flatten(1), t) - net
+            to_target = (eps - x_0).flatten(1) - net
+            pairs = ((to_target, to_gauss), (to_gauss, to_gauss), (to_target, to_target))
+            sums += torch.stack([_inner(fitted, a, b) for a, b in pairs])
+        weights[level] = _weights(*sums, STATES).float()
     return Calibration(moments, times, weights)
 
 
-def _gaussian_velocity(moments: Moments, x_t: Tensor, t: Tensor) -> Tensor:
-    moments = moments.to(x_t)
-    along, rest = moments.split(x_t.flatten(1) - (1 - t)[:, None] * moments.mean)
-    gain = moments.velocity_gain(t)
-    return (gain[:, :-1] * along) @ moments.basis.T + gain[:, -1:] * rest - moments.mean
+def _weights(product: Tensor, gauss: Tensor, target: Tensor, states: int) -> Tensor:
+    """Least-squares weights, shrunk by their sampling error and clipped to [0, 1]."""
+    weights = torch.where(gauss > 0, product / gauss, 0.0)
+    error = (target - weights * product).clamp(0) / (states * gauss)
+    shrunk = weights * (1 - error / weights**2).clamp(0)
+    return torch.where((weights > 0) & (gauss > 0), shrunk, 0.0).clamp(0, 1)
 
 
-def _difference(moments: Moments, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    return moments.to(a).split(a - b)
+def _inner(moments: Moments, a: Tensor, b: Tensor) -> Tensor:
+    """Products of ``a`` and ``b`` (N, D) summed over rows: one for each direction, one for the rest."""
+    (a_along, a_rest), (b_along, b_rest) = moments.split(a), moments.split(b)
+    along = (a_along * b_along).double().sum(0)
+    return torch.cat([along, (a_rest * b_rest).double().sum()[None]]).cpu()

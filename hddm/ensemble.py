@@ -114,6 +114,11 @@ class Ensemble:
     def weights(self, x_t: Tensor, t: Tensor, expert: Tensor | None = None) -> Tensor:
         """Weights (batch, K) of the experts at x_t (batch, …) and t (batch,), by the strategy."""
         if expert is not None:
+            if expert.shape != (len(x_t),) or not ((expert >= 0) & (expert < len(self.experts))).all():
+                raise HddmError(
+                    f"expert= takes an index in 0 … {len(self.experts) - 1} for each of {len(x_t)} states, "
+                    f"not {expert.tolist()}"
+                )
             return torch.nn.functional.one_hot(expert.long(), len(self.experts)).to(x_t.device, torch.float32)
         if self._strategy.kind == "draw":
             raise HddmError(
@@ -147,6 +152,6 @@ def _normalised(prior: Sequence[float] | Tensor | None, num_experts: int) -> Ten
     if prior is None:
         return torch.full((num_experts,), 1 / num_experts, dtype=torch.float64)
     values = torch.as_tensor(prior, dtype=torch.float64)
-    if values.shape != (num_experts,) or not (values >= 0).all() or not values.sum() > 0:
+    if values.shape != (num_experts,) or not (values >= 0).all() or not 0 < values.sum() < torch.inf:
         raise HddmError(f"prior must be {num_experts} non-negative numbers with a positive sum, not {prior}")
     return values / values.sum()

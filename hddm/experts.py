@@ -1,5 +1,6 @@
 """What an expert or a router is on disk: a network folder and the facts that give it a meaning."""
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -8,6 +9,7 @@ import torch
 from diffusers import ModelMixin
 from pydantic import Field
 
+from hddm.calibration import FILE_NAME as CALIBRATION
 from hddm.calibration import Calibration
 from hddm.errors import HddmError
 from hddm.facts import Facts, read_facts
@@ -100,7 +102,13 @@ def read_expert(folder: Path, dtype: torch.dtype = torch.float32) -> Expert:
     shape = (config.in_channels, config.sample_size, config.sample_size)
     if facts.sample_shape != shape:
         raise HddmError(f"{folder}: expert.json says samples of {facts.sample_shape}, config.json {shape}")
-    return Expert(network, facts, Calibration.load(folder))
+    calibration = Calibration.load(folder)
+    if calibration is not None and len(calibration.moments.mean) != math.prod(shape):
+        raise HddmError(
+            f"{folder / CALIBRATION}: is of samples of {len(calibration.moments.mean)} numbers, not of "
+            f"{shape}; delete it and calibrate anew"
+        )
+    return Expert(network, facts, calibration)
 
 
 def save_router(folder: Path, network: RouterTransformer, facts: RouterFacts) -> None:

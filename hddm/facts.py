@@ -39,7 +39,9 @@ def parse_facts(content: dict[str, Any], record: type[Record], origin: str) -> R
         first = error.errors()[0]
         key = ".".join(map(str, first["loc"]))
         if first["type"] == "extra_forbidden":
-            nearest = difflib.get_close_matches(key, record.model_fields, n=1)
+            # A nested key has its likes in another record than this one.
+            known = record.model_fields if len(first["loc"]) == 1 else ()
+            nearest = difflib.get_close_matches(key, known, n=1)
             hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
             raise HddmError(f"{origin}: unknown key {key!r}{hint}") from error
         value = "" if first["type"] == "missing" else f" (is {first['input']!r})"

@@ -75,7 +75,10 @@ def _replace(draft: Path, target: Path) -> None:
     except BaseException:
         old.rename(target)
         raise
-    shutil.rmtree(old)
+    if old.is_dir():
+        shutil.rmtree(old)
+    else:
+        old.unlink()
 
 
 def _sync(path: Path) -> None:

@@ -4,14 +4,17 @@ import contextlib
 import functools
 import multiprocessing
 import os
-import queue
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
+from multiprocessing.queues import SimpleQueue
 from types import TracebackType
 from typing import Any
 
 import torch
+
+from hddm.errors import HddmError
 
 Report = Callable[[int], None]
 
@@ -41,7 +44,8 @@ class Workers:
 
     def __init__(self, count: int) -> None:
         context = multiprocessing.get_context("spawn")
-        self._reports: multiprocessing.Queue[int] = context.Queue()
+        # Written to without a thread between: what a call reported has arrived when its result has.
+        self._reports: SimpleQueue[int] = context.SimpleQueue()
         self._pool = ProcessPoolExecutor(count, context, _start, (self._reports,))
         self._environment = contextlib.ExitStack()
 
@@ -62,6 +66,9 @@ class Workers:
         """Results of ``calls``, in their order; started in that order too.
 
         The first exception in a worker cancels what has not started and is raised here.
+
+        Raises:
+            HddmError: where a worker process died; the others cannot go on.
         """
         futures = [self._pool.submit(_run, call.function, call.arguments) for call in calls]
         pending: set[Future[Any]] = set(futures)
@@ -72,6 +79,10 @@ class Workers:
                     on_progress(advance)
                 for future in done:
                     future.result()
+        except BrokenProcessPool as error:
+            raise HddmError(
+                "a worker process died without a word: memory may have run out; try fewer workers"
+            ) from error
         except BaseException:
             for future in futures:
                 future.cancel()
@@ -81,10 +92,10 @@ class Workers:
         return [future.result() for future in futures]
 
 
-_reports: "multiprocessing.Queue[int] | None" = None
+_reports: "SimpleQueue[int] | None" = None
 
 
-def _start(reports: "multiprocessing.Queue[int]") -> None:
+def _start(reports: "SimpleQueue[int]") -> None:
     global _reports
     _reports = reports
     torch.set_num_threads(1)
@@ -95,16 +106,13 @@ def _run(function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
     return function(**arguments, report=functools.partial(_put, _reports))
 
 
-def _put(reports: "multiprocessing.Queue[int]", units: int) -> None:
+def _put(reports: "SimpleQueue[int]", units: int) -> None:
     reports.put(units)
 
 
-def _drain(reports: "multiprocessing.Queue[int]") -> Iterator[int]:
-    while True:
-        try:
-            yield reports.get_nowait()
-        except queue.Empty:
-            return
+def _drain(reports: "SimpleQueue[int]") -> Iterator[int]:
+    while not reports.empty():
+        yield reports.get()
 
 
 @contextlib.contextmanager

@@ -36,9 +36,7 @@ class GaussianMixture:
         return cls(weights / weights.sum(), means, 0.3 * factors @ factors.mT + floor)
 
     @classmethod
-    def union(
-        cls, shards: Sequence["GaussianMixture"], prior: Sequence[float]
-    ) -> "GaussianMixture":
+    def union(cls, shards: Sequence["GaussianMixture"], prior: Sequence[float]) -> "GaussianMixture":
         """The whole data: shard k with probability ``prior[k]``."""
         weights = [share * shard.weights for share, shard in zip(prior, shards, strict=True)]
         return cls(
@@ -157,9 +155,7 @@ class OracleNetwork:
             a, s = slopes(self.alpha_sigma, time)
             return a.view(-1, *ones) * x_0 + s.view(-1, *ones) * eps
         a, s = a.view(-1, *ones), s.view(-1, *ones)
-        return {"epsilon": eps, "sample": x_0, "v_prediction": a * eps - s * x_0}[
-            self.prediction_type
-        ]
+        return {"epsilon": eps, "sample": x_0, "v_prediction": a * eps - s * x_0}[self.prediction_type]
 
 
 class BoundedNetwork:

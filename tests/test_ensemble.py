@@ -125,7 +125,14 @@ def test_draw_needs_the_experts_that_were_drawn() -> None:
         ensemble.velocity(x_t, t)
     v = ensemble.velocity(x_t, t, expert=torch.tensor([2, 0, 2, 2]))
     assert v[:, 0, 0, 0].tolist() == [2, 0, 2, 2]
-    assert [sum(map(len, n.seen)) for n in networks] == [1, 0, 3]
+    assert [[len(y) for y in n.seen] for n in networks] == [[1], [], [3]]
+
+
+@pytest.mark.parametrize("expert", [[0], [0, 1, 1], [0, 2], [-1, 0], [[0], [1]]], ids=str)
+def test_other_indices_than_one_expert_a_sample_are_refused(expert: list[int]) -> None:
+    ensemble = Ensemble([Constant(0.0).field(), Constant(1.0).field()], strategy="draw")
+    with pytest.raises(HddmError, match="expert="):
+        ensemble.velocity(torch.zeros(2, *SHAPE), torch.full((2,), 0.5), expert=torch.tensor(expert))
 
 
 def test_conditions_go_to_the_experts_that_declare_them() -> None:
@@ -195,7 +202,9 @@ def test_a_router_for_another_number_of_experts_is_refused() -> None:
         ensemble.velocity(torch.zeros(1, *SHAPE), torch.tensor([0.5]))
 
 
-@pytest.mark.parametrize("prior", [[1.0], [1.0, -0.1], [0.0, 0.0], [1.0, float("nan")]], ids=str)
+@pytest.mark.parametrize(
+    "prior", [[1.0], [1.0, -0.1], [0.0, 0.0], [1.0, float("nan")], [1.0, float("inf")]], ids=str
+)
 def test_a_prior_that_is_none_is_refused(prior: list[float]) -> None:
     with pytest.raises(HddmError, match="prior"):
         Ensemble([Constant(0.0).field(), Constant(1.0).field()], prior=prior)

@@ -155,9 +155,7 @@ def test_what_a_trained_network_predicts_and_is_fed(
     if discrete is None:
         assert objective.schedule == case_named(schedule).schedule
     fed: list[Tensor] = []
-    _, time = objective.loss(
-        lambda y, u: fed.append(u) or y, GAUSSIAN.sample(5, 0, SHAPE).float(), _noise()
-    )
+    _, time = objective.loss(lambda y, u: fed.append(u) or y, GAUSSIAN.sample(5, 0, SHAPE).float(), _noise())
     torch.testing.assert_close(fed[0].double(), time * time_scale, rtol=1e-7, atol=0)
 
 

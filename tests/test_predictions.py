@@ -25,9 +25,7 @@ each_path = pytest.mark.parametrize("path", PATHS, ids=lambda path: path.__name_
 each_type = pytest.mark.parametrize("prediction_type", list(PredictionType))
 
 
-def _known_state(
-    path: AlphaSigma, prediction_type: PredictionType
-) -> tuple[Tensor, Tensor, Tensor, Point]:
+def _known_state(path: AlphaSigma, prediction_type: PredictionType) -> tuple[Tensor, Tensor, Tensor, Point]:
     """x_0 and eps, the output that a perfect network would give for them, and the state."""
     noise = torch.Generator().manual_seed(0)
     x_0, eps = torch.randn(2, 9, 5, generator=noise, dtype=torch.float64)

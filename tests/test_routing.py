@@ -68,9 +68,7 @@ def test_a_nucleus_that_reaches_its_share_exactly_takes_no_more(dtype: torch.dty
 def test_a_threshold_includes_its_own_value_in_single_precision() -> None:
     p = torch.tensor([[0.1, 0.2, 0.7]])
     assert (sparse_weights(p, Strategy.parse("threshold-0.1")) > 0).all()
-    assert (sparse_weights(p, Strategy.parse("threshold-0.2")) > 0).tolist() == [
-        [False, True, True]
-    ]
+    assert (sparse_weights(p, Strategy.parse("threshold-0.2")) > 0).tolist() == [[False, True, True]]
 
 
 @pytest.mark.parametrize("name", NAMES)

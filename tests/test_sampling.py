@@ -101,10 +101,10 @@ def test_a_sample_depends_on_its_seed_and_index_alone(strategy: str) -> None:
 
 def test_initial_noise_is_unit_and_independent_between_samples_and_seeds() -> None:
     one, two = (initial_noise(seed, 0, 2000, (4,)).double() for seed in (0, 1))
-    both = torch.cat([one, two, one.roll(1, 0)], 1)
+    both = torch.cat([one, two, one.roll(1, 0), two.roll(1, 0)], 1)
     # Entries of the sample covariance have standard error 0.022 to 0.032.
-    torch.testing.assert_close(both.T.cov(), torch.eye(12).double(), atol=0.13, rtol=0)
-    torch.testing.assert_close(both.mean(0), torch.zeros(12).double(), atol=0.1, rtol=0)
+    torch.testing.assert_close(both.T.cov(), torch.eye(16).double(), atol=0.13, rtol=0)
+    torch.testing.assert_close(both.mean(0), torch.zeros(16).double(), atol=0.1, rtol=0)
     assert torch.equal(initial_noise(0, 5, 9, (4,)), initial_noise(0, 0, 9, (4,))[5:])
 
 

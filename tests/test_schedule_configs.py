@@ -113,6 +113,7 @@ def test_an_unknown_key_is_refused_with_the_nearest_one(key: str, nearest: str) 
         {"num_train_timesteps": 1},
         {"num_train_timesteps": None},
         {"beta_end": 2.0},
+        {"beta_schedule": "scaled_linear", "beta_start": -1.0},
         {"trained_betas": [0.1, -0.1]},
         "no/such/folder",
         42,

@@ -58,9 +58,7 @@ def test_noise_range_of_the_well_known_schedules(
     assert schedule.alpha(torch.tensor(999)).item() == pytest.approx(alpha_end, rel=0.01)
 
 
-@pytest.mark.parametrize(
-    ("t", "index"), [(0.25, 97), (0.5, 258.1), (0.75, 475), (0.9, 658)], ids=str
-)
+@pytest.mark.parametrize(("t", "index"), [(0.25, 97), (0.5, 258.1), (0.75, 475), (0.9, 658)], ids=str)
 def test_noise_levels_of_the_ddpm_schedule_are_not_at_999_t(t: float, index: float) -> None:
     schedule = case_named("ddpm-linear").schedule
     log_snr = torch.tensor(2 * math.log((1 - t) / t), dtype=torch.float64)

@@ -85,9 +85,7 @@ def test_an_unknown_solver_is_refused_with_those_that_exist() -> None:
         solver_named("dpm++")
 
 
-def _ddim(
-    network: OracleNetwork, y: Tensor, index: list[int], table: BetaTable, to_data: bool
-) -> Tensor:
+def _ddim(network: OracleNetwork, y: Tensor, index: list[int], table: BetaTable, to_data: bool) -> Tensor:
     """DDIM with eta = 0 (arXiv:2010.02502, equation 12) over the timesteps ``index``."""
     a, s = table(torch.tensor(index, dtype=torch.float64))
     if to_data:
@@ -107,9 +105,7 @@ def _euler_on_matched_grid(
     times = s / (a + s)
     if to_data:
         times = torch.cat([times, torch.zeros(1)])
-    x = solver_named("euler")(
-        lambda x, t: field.velocity(x, t.expand(len(x))), y / (a[0] + s[0]), times
-    )
+    x = solver_named("euler")(lambda x, t: field.velocity(x, t.expand(len(x))), y / (a[0] + s[0]), times)
     return x if to_data else x * (a[-1] + s[-1])
 
 

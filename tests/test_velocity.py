@@ -26,9 +26,7 @@ def _inside(field: VelocityField, num: int = 64) -> torch.Tensor:
 
 
 @each_legal
-def test_a_perfect_expert_becomes_the_velocity_of_the_linear_path(
-    case: Case, prediction_type: str
-) -> None:
+def test_a_perfect_expert_becomes_the_velocity_of_the_linear_path(case: Case, prediction_type: str) -> None:
     field = _field(case, prediction_type)
     t = _inside(field)
     x_t = SHARD.states(t, seed=2, shape=SHAPE)
@@ -36,9 +34,7 @@ def test_a_perfect_expert_becomes_the_velocity_of_the_linear_path(
 
 
 @each_legal
-def test_the_network_is_fed_the_rescaled_state_at_the_matched_time(
-    case: Case, prediction_type: str
-) -> None:
+def test_the_network_is_fed_the_rescaled_state_at_the_matched_time(case: Case, prediction_type: str) -> None:
     field = _field(case, prediction_type)
     t = _inside(field)
     x_t = SHARD.states(t, seed=3, shape=SHAPE)
@@ -92,11 +88,13 @@ def test_range_is_the_schedule_s_but_for_a_margin_where_the_form_is_singular(
         assert high == pytest.approx(expected_high, abs=1.1e-6)
 
 
-def test_flow_prediction_on_the_linear_path_is_the_network_s_output_bit_for_bit() -> None:
-    output = torch.randn(9, 3, 4, 4, generator=torch.Generator().manual_seed(0))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_flow_prediction_on_the_linear_path_is_the_network_s_output_bit_for_bit(dtype: torch.dtype) -> None:
+    noise = torch.Generator().manual_seed(0)
+    t = torch.cat([torch.tensor([0.0, 1.0]).double(), torch.rand(998, generator=noise).double() ** 3])
+    x_t, output = torch.randn(2, len(t), 3, 2, 2, generator=noise, dtype=dtype)
     field = VelocityField(lambda y, u: output, LINEAR.schedule, "flow_prediction", 1000.0)
-    t = torch.linspace(0, 1, 9)
-    assert torch.equal(field.velocity(torch.randn_like(output), t), output)
+    assert torch.equal(field.velocity(1e6 * x_t, t), output)
 
 
 def test_flow_prediction_on_the_linear_path_feeds_the_state_bit_for_bit() -> None:
@@ -110,9 +108,7 @@ def test_flow_prediction_on_the_linear_path_feeds_the_state_bit_for_bit() -> Non
 
 
 @each_legal
-def test_each_sample_has_its_own_time_when_batch_equals_width(
-    case: Case, prediction_type: str
-) -> None:
+def test_each_sample_has_its_own_time_when_batch_equals_width(case: Case, prediction_type: str) -> None:
     shard = GaussianMixture.random(seed=1, modes=2, dim=16)
     network = OracleNetwork(shard, case.alpha_sigma, prediction_type)
     field = VelocityField(network, case.schedule, prediction_type)

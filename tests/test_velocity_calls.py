@@ -101,9 +101,7 @@ def test_guidance_without_a_condition_and_its_negative_is_refused(
 
 
 def test_an_undeclared_condition_is_refused_by_name() -> None:
-    field = VelocityField(
-        Labelled(), LINEAR.schedule, "flow_prediction", conditions=["class_labels"]
-    )
+    field = VelocityField(Labelled(), LINEAR.schedule, "flow_prediction", conditions=["class_labels"])
     with pytest.raises(HddmError, match=r"'caption'.*declares: class_labels"):
         field.velocity(_states(), T, caption=LABELS)
     with pytest.raises(HddmError, match="'caption'"):
@@ -129,9 +127,7 @@ def test_velocity_has_the_dtype_and_shape_of_the_state(
 
 @pytest.mark.parametrize("weights", [torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("name", ["ddpm-linear", "cosine", "linear"])
-def test_times_reach_the_network_in_float32_with_their_fractions(
-    name: str, weights: torch.dtype
-) -> None:
+def test_times_reach_the_network_in_float32_with_their_fractions(name: str, weights: torch.dtype) -> None:
     schedule = case_named(name).schedule
     network = Recorder(weights)
     scale = 1.0 if name == "ddpm-linear" else 1000.0

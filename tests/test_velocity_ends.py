@@ -93,9 +93,7 @@ def test_gradients_are_finite_on_the_closed_interval(case: Case, prediction_type
 
 
 @each_ending_below_one
-def test_above_the_range_full_noise_gives_the_state_itself(
-    case: Case, prediction_type: str
-) -> None:
+def test_above_the_range_full_noise_gives_the_state_itself(case: Case, prediction_type: str) -> None:
     t = torch.ones(2, dtype=torch.float64)
     for network in _networks(case, prediction_type):
         field = VelocityField(network, case.schedule, prediction_type)
@@ -111,9 +109,7 @@ def test_below_the_range_data_gives_minus_the_state(case: Case, prediction_type:
 
 
 @each_legal
-def test_velocity_of_data_is_minus_the_data_for_a_perfect_expert(
-    case: Case, prediction_type: str
-) -> None:
+def test_velocity_of_data_is_minus_the_data_for_a_perfect_expert(case: Case, prediction_type: str) -> None:
     t = torch.zeros(8, dtype=torch.float64)
     x_t = SHARD.sample(8, seed=0, shape=SHAPE)
     network = OracleNetwork(SHARD, case.alpha_sigma, prediction_type)
@@ -197,9 +193,7 @@ def test_velocity_is_continuous_where_the_range_ends(case: Case, prediction_type
 
 
 @each_legal
-def test_outside_the_range_the_rule_is_right_to_first_order(
-    case: Case, prediction_type: str
-) -> None:
+def test_outside_the_range_the_rule_is_right_to_first_order(case: Case, prediction_type: str) -> None:
     # For centred data the error is of second order in the smaller of (alpha, sigma) at the end.
     eye = 0.5 * torch.eye(48, dtype=torch.float64)
     centred = GaussianMixture(torch.ones(1).double(), torch.zeros(1, 48).double(), eye[None])

@@ -45,7 +45,9 @@ class _ClippedSameTimeField(_Clipped, SameTimeField):
 
 
 def variant(field: VelocityField, exact: bool, treatment: str, images: Tensor) -> VelocityField:
-    """``field`` under another conversion; ``images`` (N, C, H, W) fit the blend anew."""
+    """``field`` under another conversion; ``images`` (N, C, H, W) fit the blend of an inexact one."""
+    if exact and treatment == "blend":
+        return field
     clipped = treatment == "x_0 clipped"
     if exact:
         kind: type[VelocityField] = _ClippedField if clipped else VelocityField

@@ -14,13 +14,13 @@ class QuickstartSettings(Facts):
     """
 
     num_shards: Positive = 4
-    steps: Positive = 2200
+    steps: Positive = 1600
     batch_size: Positive = 128
-    learning_rate: float = 2e-3
+    learning_rate: float = 4e-3
     ema_decay: float = 0.99
     size: str = "small"
     router_size: str = "tiny"
-    router_batch_size: Positive = 128
+    router_batch_size: Positive = 64
     sampling_steps: Positive = 30
     num_images: Positive = 1437
     num_images_per_strategy: Positive = 1000

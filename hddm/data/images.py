@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from PIL import Image, UnidentifiedImageError
+from PIL import Image
 from torch import Tensor
 
 from hddm.errors import HddmError
@@ -84,7 +84,8 @@ def decode(content: bytes, path: Path) -> np.ndarray:
             if image.mode in _COLOUR:
                 return np.asarray(image.convert("RGB"))
             mode = image.mode
-    except (UnidentifiedImageError, OSError, Image.DecompressionBombError) as error:
+    except Exception as error:
+        # Decoders of damaged files also raise SyntaxError, ValueError and more.
         raise HddmError(f"{path}: cannot be read as an image ({error})") from error
     raise HddmError(f"{path}: mode {mode} has no 8-bit form; convert it to gray or RGB first")
 

@@ -45,4 +45,6 @@ def _mean_pair_distance(rows: Tensor) -> float:
 def _mean_nearest(rows: Tensor, others: Tensor) -> float:
     flat = others.flatten(1).float()
     chunks = rows.flatten(1).float().split(1024)
-    return torch.cat([torch.cdist(chunk, flat).min(1).values for chunk in chunks]).mean().item()
+    # cdist's distances of equal rows are not 0 (it multiplies matrices); it only finds the nearest here.
+    distances = [(chunk - flat[torch.cdist(chunk, flat).argmin(1)]).norm(dim=1) for chunk in chunks]
+    return torch.cat(distances).mean().item()

@@ -49,8 +49,8 @@ def choose_extractor(training: ImageSet, fewest: int) -> Extractor:
     found = f"found, but there are only {fewest} images a side" if weights else "not on disk"
     raise HddmError(
         f"no features to measure on: {INCEPTION_FILE} is {found} (it needs more than "
-        f"{INCEPTION_FEATURES}), and {training.root} has no class folders to train a classifier on; put the file into "
-        f"{_inception_folders()[0]}, or give labelled reference images"
+        f"{INCEPTION_FEATURES}), and {training.root} has no class folders to train a classifier on; "
+        f"put the file into {_inception_folders()[0]}, or give labelled reference images"
     )
 
 

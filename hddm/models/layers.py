@@ -6,6 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from hddm.errors import HddmError
+
 LAYER_NORM_EPS = 1e-5
 FREQUENCIES = 256
 
@@ -74,6 +76,8 @@ class Attention(nn.Module):
 
     def __init__(self, hidden_size: int, num_heads: int, silent: bool = False) -> None:
         super().__init__()
+        if num_heads < 1 or hidden_size % num_heads:
+            raise HddmError(f"a width of {hidden_size} does not divide into {num_heads} heads")
         self.num_heads = num_heads
         self.in_proj_weight = nn.Parameter(torch.empty(3 * hidden_size, hidden_size))
         self.in_proj_bias = nn.Parameter(torch.zeros(3 * hidden_size))

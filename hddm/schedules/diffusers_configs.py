@@ -85,7 +85,7 @@ def from_diffusers(source: object) -> Schedule:
     facts = _with_defaults(config, name, origin)
     try:
         betas = diffusers.DDPMScheduler(**facts).betas
-    except (TypeError, ValueError, NotImplementedError) as error:
+    except (TypeError, ValueError, RuntimeError) as error:
         raise HddmError(f"{origin}: no schedule can be built from {facts}: {error}") from error
     return DiscreteSchedule(betas, {"_class_name": name, **facts})
 

@@ -1,0 +1,91 @@
+"""Tiny real artefacts that the tests make themselves, and small helpers to take them apart."""
+
+import contextlib
+import json
+import resource
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from hddm.data.images import save_png
+from hddm.training.expert import ExpertSettings
+from hddm.training.router import RouterSettings
+
+SIDE = 4
+PER_CLASS = 24
+CLASSES = ("columns", "rows")
+
+
+def draw(name: str, num: int, seed: int, side: int = SIDE) -> torch.Tensor:
+    """Gray images (num, 1, side, side) in bytes: two bright columns, or two bright rows, under noise."""
+    images = np.random.default_rng(seed).integers(0, 60, (num, 1, side, side)).astype(np.uint8)
+    middle = slice(side // 2 - 1, side // 2 + 1)
+    if name == "columns":
+        images[..., :, middle] += 190
+    else:
+        images[..., middle, :] += 190
+    return torch.from_numpy(images)
+
+
+def write_images(folder: Path, per_class: int = PER_CLASS, side: int = SIDE) -> Path:
+    """Write ``folder/<class>/<n>.png``."""
+    for seed, name in enumerate(CLASSES):
+        (folder / name).mkdir(parents=True)
+        for index, image in enumerate(draw(name, per_class, seed, side)):
+            save_png(image, folder / name / f"{index:02d}.png")
+    return folder
+
+
+def expert_settings(objective: str, **changes: Any) -> ExpertSettings:
+    """A training of ten steps."""
+    return ExpertSettings.model_validate({"objective": objective, **_SHORT, **changes})
+
+
+def router_settings(**changes: Any) -> RouterSettings:
+    """A training of ten steps."""
+    return RouterSettings.model_validate({**_SHORT, **changes})
+
+
+_SHORT = {
+    "steps": 10,
+    "batch_size": 16,
+    "learning_rate": 3e-3,
+    "warmup": 2,
+    "ema_decay": 0.9,
+    "size": "tiny",
+    "seed": 7,
+}
+
+
+def copied(folder: Path, target: Path) -> Path:
+    """A copy of an artefact that a test may spoil."""
+    return Path(shutil.copytree(folder, target / folder.name))
+
+
+def edit_json(path: Path, **changes: Any) -> None:
+    """Set keys of a JSON file."""
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Every file under ``folder`` by its relative path; hidden ones too."""
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+
+
+@contextlib.contextmanager
+def largest_file(size: int) -> Iterator[None]:
+    """Writes beyond ``size`` bytes of a file fail in this block, as on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)

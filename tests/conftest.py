@@ -1,0 +1,71 @@
+"""Artefacts that many tests read, made once a session. A test that spoils one copies it first."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from hddm.data.shards import partition
+from hddm.ensemble_folders import assemble
+from hddm.training.expert import train_expert
+from hddm.training.router import train_router
+from tests.artefacts import expert_settings, router_settings, write_images
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("artefacts")
+
+
+@pytest.fixture(scope="session")
+def images(root: Path) -> Path:
+    """48 images in two class folders."""
+    return write_images(root / "images")
+
+
+@pytest.fixture(scope="session")
+def shards(root: Path, images: Path) -> Path:
+    """A partition into two shards."""
+    partition(images, root / "shards", 2)
+    return root / "shards"
+
+
+@pytest.fixture(scope="session")
+def whole(root: Path, images: Path) -> Path:
+    """One shard of all images: what it holds depends on no clustering."""
+    return partition(images, root / "whole", 1)[0]
+
+
+@pytest.fixture(scope="session")
+def ddpm_expert(root: Path, shards: Path) -> Path:
+    train_expert(shards / "shard_0", root / "ddpm", expert_settings("ddpm"))
+    return root / "ddpm"
+
+
+@pytest.fixture(scope="session")
+def flow_expert(root: Path, shards: Path) -> Path:
+    train_expert(shards / "shard_1", root / "flow", expert_settings("flow"))
+    return root / "flow"
+
+
+@pytest.fixture(scope="session")
+def class_expert(root: Path, whole: Path) -> Path:
+    """Trained long enough to tell its two classes apart."""
+    settings = expert_settings("flow", steps=300, batch_size=64, class_conditional=True)
+    train_expert(whole, root / "classes", settings)
+    return root / "classes"
+
+
+@pytest.fixture(scope="session")
+def router(root: Path, shards: Path) -> Path:
+    train_router(shards, root / "router", router_settings())
+    return root / "router"
+
+
+@pytest.fixture(scope="session")
+def ensemble(root: Path, ddpm_expert: Path, flow_expert: Path, router: Path) -> Path:
+    """One DDPM and one flow expert behind a router."""
+    assemble([ddpm_expert, flow_expert], root / "ensemble", router, "nucleus-0.9")
+    return root / "ensemble"

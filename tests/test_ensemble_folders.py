@@ -1,0 +1,191 @@
+"""Ensemble folders: parts that fit, self-contained, and never half-written."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import SafetensorError
+
+import hddm
+from hddm.data.shards import partition
+from hddm.describe import describe
+from hddm.ensemble import Ensemble
+from hddm.ensemble_folders import assemble
+from hddm.errors import HddmError
+from hddm.experts import read_router
+from hddm.image_folders import sample_to_folder
+from hddm.routing import Router
+from hddm.training.expert import train_expert
+from tests.artefacts import contents, copied, edit_json, expert_settings, largest_file
+
+TIMES = torch.tensor([0.03, 0.5, 0.97, 1.0])
+X = torch.randn(4, 1, 4, 4, generator=torch.Generator().manual_seed(3))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("strategy", ["full", "top-1", "threshold-0.5", "nucleus-0.9", None])
+def test_a_loaded_ensemble_has_the_velocity_of_its_parts(
+    strategy: str | None, ensemble: Path, ddpm_expert: Path, flow_expert: Path, router: Path
+) -> None:
+    network, facts = read_router(router)
+    fields = [hddm.load(folder) for folder in (ddpm_expert, flow_expert)]
+    apart = Ensemble(fields, Router(network, facts.time_scale), strategy or "nucleus-0.9")  # type: ignore[arg-type]
+    together = hddm.load(ensemble)
+    assert isinstance(together, Ensemble)
+    if strategy is not None:
+        together.strategy = strategy
+    assert torch.equal(together.velocity(X, TIMES), apart.velocity(X, TIMES))
+    assert together.prior.tolist() == [0.5, 0.5]
+
+
+def test_an_ensemble_outlives_the_folders_that_it_was_made_from(ensemble: Path, tmp_path: Path) -> None:
+    parts = [copied(ensemble / "experts" / k, tmp_path) for k in "01"]
+    router = copied(ensemble / "router", tmp_path)
+    assemble(parts, tmp_path / "new", router)
+    before = hddm.sample(hddm.load(tmp_path / "new"), 4, steps=3)
+    for folder in (*parts, router):
+        shutil.rmtree(folder)
+    shutil.move(tmp_path / "new", tmp_path / "moved")
+    assert torch.equal(hddm.sample(hddm.load(tmp_path / "moved"), 4, steps=3), before)
+
+
+def test_the_prior_is_the_shard_sizes(ddpm_expert: Path, flow_expert: Path, tmp_path: Path) -> None:
+    other = copied(flow_expert, tmp_path)
+    edit_json(other / "expert.json", shard={"index": 1, "num_shards": 2, "hash": "h", "images": 72})
+    assemble([ddpm_expert, other], tmp_path / "out")
+    model = hddm.load(tmp_path / "out")
+    assert isinstance(model, Ensemble)
+    assert model.prior.tolist() == [0.25, 0.75]
+    assert model.strategy == "draw"
+    assert model.router is None
+
+
+def test_everything_that_does_not_fit_is_listed(
+    ddpm_expert: Path, flow_expert: Path, router: Path, tmp_path: Path
+) -> None:
+    other = copied(flow_expert, tmp_path)
+    edit_json(other / "expert.json", sample_shape=[3, 4, 4], space="latents", latent_scale=0.18)
+    with pytest.raises(HddmError) as caught:
+        assemble([ddpm_expert, other, flow_expert], tmp_path / "out", router, "full")
+    message = str(caught.value)
+    assert f"{other}: sample_shape is (3, 4, 4), {ddpm_expert} has (1, 4, 4)" in message
+    assert "space is latents" in message
+    assert "latent_scale is 0.18" in message
+    assert "router: tells 2 shards apart, not 3" in message
+    assert message.count(";") == 3
+    assert not (tmp_path / "out").exists()
+
+
+def test_experts_in_another_order_than_the_routers_are_refused(
+    ddpm_expert: Path, flow_expert: Path, router: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(HddmError) as caught:
+        assemble([flow_expert, ddpm_expert], tmp_path / "out", router)
+    for k, folder in enumerate((flow_expert, ddpm_expert)):
+        assert f"{folder}: was trained on another shard than output {k} of the router" in str(caught.value)
+
+
+def test_different_class_maps_do_not_fit(class_expert: Path, tmp_path: Path) -> None:
+    other = copied(class_expert, tmp_path)
+    edit_json(other / "expert.json", classes=["rows", "columns"])
+    with pytest.raises(HddmError, match="its class map differs"):
+        assemble([class_expert, other], tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("strategy", "message"),
+    [
+        ("top-5", "top-5 needs 5 experts and there are 2"),
+        ("best", "unknown strategy 'best'"),
+        ("full", "strategy 'full' needs --router"),
+    ],
+)
+def test_a_strategy_that_cannot_work_is_refused(
+    strategy: str, message: str, ddpm_expert: Path, flow_expert: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(HddmError, match=message):
+        assemble([ddpm_expert, flow_expert], tmp_path / "out", strategy=strategy)
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_ensemble_is_replaced_only_when_asked(ddpm_expert: Path, ensemble: Path, tmp_path: Path) -> None:
+    out = copied(ensemble, tmp_path)
+    before = contents(out)
+    with pytest.raises(HddmError, match="--overwrite"):
+        assemble([ddpm_expert], out)
+    assert contents(out) == before
+    assemble([ddpm_expert], out, overwrite=True)
+    assert not (out / "experts" / "1").exists()
+    assert json.loads((out / "ensemble.json").read_text())["experts"] == ["experts/0"]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"experts": ["experts/0", "../flow"]}, "names '../flow', outside the folder"),
+        ({"router": "/etc"}, "names '/etc', outside the folder"),
+        ({"experts": []}, "key 'experts'"),
+        ({"strategie": "full"}, "unknown key 'strategie'; did you mean 'strategy'?"),
+        ({"format": "2.0"}, "format 2.0 is newer"),
+        ({"strategy": "top-3"}, "top-3 needs 3 experts"),
+        ({"prior": [1.0]}, "prior must be 2"),
+        ({"experts": ["experts/0", "experts/2"]}, "no such file"),
+    ],
+    ids=str,
+)
+def test_an_ensemble_that_is_not_understood_is_refused(
+    change: dict[str, object], message: str, ensemble: Path, tmp_path: Path
+) -> None:
+    folder = copied(ensemble, tmp_path)
+    edit_json(folder / "ensemble.json", **change)
+    with pytest.raises(HddmError) as caught:
+        hddm.load(folder)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_link_out_of_the_ensemble_is_refused(ensemble: Path, flow_expert: Path, tmp_path: Path) -> None:
+    folder = copied(ensemble, tmp_path)
+    shutil.rmtree(folder / "experts" / "1")
+    (folder / "experts" / "1").symlink_to(flow_expert)
+    with pytest.raises(HddmError, match="outside the folder"):
+        hddm.load(folder)
+
+
+@pytest.mark.parametrize("verb", ["partition", "train", "assemble", "sample"])
+def test_a_write_that_fails_midway_leaves_nothing(
+    verb: str, images: Path, whole: Path, ddpm_expert: Path, ensemble: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    verbs: dict[str, tuple[int, Callable[[], object]]] = {
+        "partition": (2000, lambda: partition(images, out, 2)),
+        "train": (20_000, lambda: train_expert(whole, out, expert_settings("flow", steps=1))),
+        "assemble": (20, lambda: assemble([ddpm_expert], out)),
+        "sample": (60, lambda: sample_to_folder(ensemble, out, 3, steps=1)),
+    }
+    size, call = verbs[verb]
+    with largest_file(size), pytest.raises((OSError, SafetensorError), match="File too large"):
+        call()
+    assert not list(tmp_path.iterdir())
+    call()
+    assert contents(out)
+
+
+def test_what_a_folder_is_can_be_told_without_its_weights(
+    ensemble: Path, ddpm_expert: Path, router: Path, shards: Path
+) -> None:
+    expert = describe(ddpm_expert)
+    field = hddm.load(ddpm_expert)
+    assert isinstance(field, hddm.VelocityField)
+    assert expert["parameters"] == sum(p.numel() for p in field.network.parameters())  # type: ignore[attr-defined]
+    assert (expert["kind"], expert["objective"], expert["calibrated"]) == ("expert", "ddpm", True)
+    assert expert["noise_range"] == list(field.schedule.range)
+    assert describe(router)["kind"] == "router"
+    assert describe(shards / "shard_0")["images"] == 24
+    whole = describe(ensemble)
+    assert (whole["kind"], whole["objectives"]) == ("ensemble", ["ddpm", "flow"])
+    with pytest.raises(HddmError, match="no expert, router, ensemble or shard folder"):
+        describe(shards)

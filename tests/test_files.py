@@ -1,0 +1,105 @@
+"""Folders appear whole or not at all."""
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from hddm.errors import HddmError
+from hddm.files import check_absent, new_folder, read_json, write_json
+from tests.artefacts import contents
+
+
+def test_a_folder_appears_when_it_is_complete(tmp_path: Path) -> None:
+    target = tmp_path / "deep" / "target"
+    with new_folder(target) as draft:
+        (draft / "sub").mkdir()
+        (draft / "sub" / "file").write_bytes(b"content")
+        assert not target.exists()
+    assert contents(tmp_path / "deep") == {"target/sub/file": b"content"}
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_a_failure_leaves_nothing(error: type[BaseException], tmp_path: Path) -> None:
+    with pytest.raises(error), new_folder(tmp_path / "target") as draft:
+        (draft / "file").write_bytes(b"half")
+        raise error
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_failure_leaves_the_folder_that_was_to_be_replaced(tmp_path: Path) -> None:
+    write_json(tmp_path / "target.json", {})
+    with new_folder(tmp_path / "target") as draft:
+        (draft / "file").write_bytes(b"old")
+    before = contents(tmp_path)
+    with pytest.raises(RuntimeError), new_folder(tmp_path / "target", overwrite=True) as draft:
+        (draft / "file").write_bytes(b"new")
+        raise RuntimeError
+    assert contents(tmp_path) == before
+
+
+def test_a_killed_process_leaves_no_half_folder(tmp_path: Path) -> None:
+    child = os.fork()
+    if child == 0:
+        with new_folder(tmp_path / "target") as draft:
+            (draft / "file").write_bytes(b"half")
+            os.kill(os.getpid(), signal.SIGKILL)
+    _, status = os.waitpid(child, 0)
+    assert os.WTERMSIG(status) == signal.SIGKILL
+    assert not (tmp_path / "target").exists()
+    with new_folder(tmp_path / "target") as draft:
+        (draft / "file").write_bytes(b"whole")
+    assert contents(tmp_path / "target") == {"file": b"whole"}
+
+
+def test_an_existing_target_is_refused_and_kept(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"old")
+    with pytest.raises(HddmError, match=r"exists: .*--overwrite"), new_folder(tmp_path):
+        pytest.fail("the block must not run")
+    with pytest.raises(HddmError, match=str(tmp_path)):
+        check_absent(tmp_path)
+    check_absent(tmp_path, overwrite=True)
+    assert contents(tmp_path) == {"file": b"old"}
+
+
+def test_overwriting_leaves_nothing_of_the_old_folder(tmp_path: Path) -> None:
+    for name in ("old", "new"):
+        with new_folder(tmp_path / "target", overwrite=True) as draft:
+            (draft / name).write_bytes(b"")
+    assert contents(tmp_path) == {"target/new": b""}
+
+
+def test_overwriting_replaces_a_plain_file(tmp_path: Path) -> None:
+    (tmp_path / "target").write_bytes(b"old")
+    with new_folder(tmp_path / "target", overwrite=True) as draft:
+        (draft / "file").write_bytes(b"new")
+    assert contents(tmp_path) == {"target/file": b"new"}
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        (None, "no such file"),
+        (b"{", "cannot be read as JSON"),
+        (b"\xff\xfe{}", "cannot be read as JSON"),
+        (b"[1]", "no JSON object"),
+    ],
+)
+def test_unreadable_json_is_named_in_one_line(content: bytes | None, why: str, tmp_path: Path) -> None:
+    path = tmp_path / "facts.json"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(HddmError, match=f"facts.json.*{why}") as caught:
+        read_json(path)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_folder_in_place_of_json_is_named(tmp_path: Path) -> None:
+    with pytest.raises(HddmError, match=str(tmp_path)):
+        read_json(tmp_path)
+
+
+def test_json_with_windows_line_ends_is_read(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_bytes(b'{\r\n  "key": "value"\r\n}\r\n')
+    assert read_json(tmp_path / "a.json") == {"key": "value"}

@@ -1,0 +1,175 @@
+"""The networks: sizes, shapes, initial values and what depends on what."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from hddm.errors import HddmError
+from hddm.models.layers import TimeEmbedding, sinusoid
+from hddm.models.router import RouterTransformer
+from hddm.models.sizes import SIZES, size_config
+from hddm.models.transformer import ExpertTransformer
+
+TINY = {"sample_size": 8, "in_channels": 3, **size_config("tiny")}
+X = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+T = torch.tensor([3.0, 700.0])
+TEXT = torch.randn(2, 5, 12, generator=torch.Generator().manual_seed(1))
+
+
+def _awake(network: torch.nn.Module) -> torch.nn.Module:
+    """``network`` with random numbers where initialisation puts zeros."""
+    noise = torch.Generator().manual_seed(2)
+    for parameter in network.parameters():
+        parameter.data = 0.1 * torch.randn(parameter.shape, generator=noise)
+    return network
+
+
+def _millions(network: torch.nn.Module) -> float:
+    return sum(parameter.numel() for parameter in network.parameters()) / 1e6
+
+
+def test_the_papers_expert_has_605_97_million_parameters() -> None:
+    with torch.device("meta"):
+        network = ExpertTransformer(text_dim=768, **size_config("XL/2"))
+    assert _millions(network) == pytest.approx(605.97, abs=0.01)
+
+
+def test_the_papers_router_has_129_14_million_parameters() -> None:
+    with torch.device("meta"):
+        network = RouterTransformer(num_experts=8, **size_config("B/2"))
+    assert _millions(network) == pytest.approx(129.14, abs=0.01)
+
+
+# Peebles & Xie 2022, table 1.
+@pytest.mark.parametrize(
+    ("letter", "depth", "width", "heads"),
+    [("S", 12, 384, 6), ("B", 12, 768, 12), ("L", 24, 1024, 16), ("XL", 28, 1152, 16)],
+)
+@pytest.mark.parametrize("patch", [2, 4, 8])
+def test_named_sizes_are_dits(letter: str, depth: int, width: int, heads: int, patch: int) -> None:
+    assert size_config(f"{letter}/{patch}") == {
+        "depth": depth,
+        "hidden_size": width,
+        "num_heads": heads,
+        "patch_size": patch,
+    }
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_every_named_size_runs_and_keeps_the_shape(size: str) -> None:
+    with torch.device("meta"):
+        network = ExpertTransformer(sample_size=16, in_channels=4, **size_config(size))
+        assert network(torch.zeros(2, 4, 16, 16), torch.zeros(2)).shape == (2, 4, 16, 16)
+
+
+def test_an_unknown_size_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(HddmError, match=r"'huge'.*tiny, small.*XL/8"):
+        size_config("huge")
+
+
+@pytest.mark.parametrize(
+    ("kind", "conditions"),
+    [
+        ({}, {}),
+        ({"num_classes": 4}, {"class_labels": torch.tensor([0, 4])}),
+        ({"text_dim": 12}, {"encoder_hidden_states": TEXT}),
+    ],
+    ids=["plain", "classes", "text"],
+)
+def test_an_expert_keeps_the_shape_and_starts_at_zero(
+    kind: dict[str, int], conditions: dict[str, Tensor]
+) -> None:
+    network = ExpertTransformer(**TINY, **kind)
+    assert torch.equal(network(X, T, **conditions), torch.zeros_like(X))
+    output = _awake(network)(X, T, **conditions)
+    assert output.shape == X.shape
+    assert output.std() > 0
+
+
+@torch.no_grad()
+def test_time_class_and_text_each_change_the_output() -> None:
+    network = _awake(ExpertTransformer(**TINY, num_classes=4, text_dim=12))
+    labels = torch.tensor([0, 1])
+    output = network(X, T, labels, TEXT)
+    for changed in (
+        network(X, T + 50, labels, TEXT),
+        network(X, T, torch.tensor([4, 4]), TEXT),
+        network(X, T, labels, TEXT.flip(0)),
+    ):
+        assert ((changed - output).abs().amax((1, 2, 3)) > 1e-4).all()
+
+
+@torch.no_grad()
+def test_samples_of_a_batch_do_not_mix() -> None:
+    network = _awake(ExpertTransformer(**TINY))
+    together = network(X, T)
+    alone = torch.cat([network(X[i : i + 1], T[i : i + 1]) for i in range(2)])
+    torch.testing.assert_close(together, alone, rtol=1e-4, atol=1e-5)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("row", "column"), [(0, 0), (1, 6), (5, 2), (7, 7)])
+def test_a_patch_of_the_output_lies_where_its_input_does(row: int, column: int) -> None:
+    """Without blocks nothing mixes patches: a changed pixel may change its own patch only."""
+    network = _awake(ExpertTransformer(**{**TINY, "depth": 0}))
+    poked = X.clone()
+    poked[:, 1, row, column] += 1
+    changed = (network(poked, T) - network(X, T)).abs().amax((0, 1)) > 0
+    patch = torch.zeros(8, 8, dtype=torch.bool)
+    patch[row // 2 * 2 : row // 2 * 2 + 2, column // 2 * 2 : column // 2 * 2 + 2] = True
+    assert torch.equal(changed, patch)
+
+
+@torch.no_grad()
+def test_attention_lets_every_patch_see_every_other() -> None:
+    network = _awake(ExpertTransformer(**TINY))
+    poked = X.clone()
+    poked[:, :, 0, 0] += 1
+    assert ((network(poked, T) - network(X, T)).abs() > 0).all()
+
+
+@torch.no_grad()
+def test_equal_patches_are_told_apart_by_their_place() -> None:
+    output = _awake(ExpertTransformer(**TINY))(torch.zeros_like(X), T)
+    patches = output.unfold(2, 2, 2).unfold(3, 2, 2).permute(0, 2, 3, 1, 4, 5).flatten(3).flatten(1, 2)
+    assert torch.pdist(patches[0]).min() > 1e-4
+
+
+def test_time_embeds_as_cosines_then_sines() -> None:
+    times = torch.tensor([0.0, 1.0, 987.17], dtype=torch.float64)
+    angles = times.numpy()[:, None] * 10000.0 ** (-np.arange(4) / 4)
+    expected = np.concatenate([np.cos(angles), np.sin(angles)], axis=1)
+    np.testing.assert_allclose(sinusoid(times, 8, torch.float64), expected, rtol=0, atol=1e-12)
+
+
+def test_near_times_stay_apart_in_a_bfloat16_network() -> None:
+    embed = _awake(TimeEmbedding(32)).bfloat16()
+    near = embed(torch.tensor([987.17, 988.49]))
+    assert near.dtype == torch.bfloat16
+    assert not torch.equal(near[0], near[1])
+
+
+def test_an_untrained_router_finds_all_shards_equally_probable() -> None:
+    network = RouterTransformer(num_experts=5, **TINY)
+    probabilities = network(X, T).softmax(1)
+    torch.testing.assert_close(probabilities, torch.full((2, 5), 0.2))
+
+
+@torch.no_grad()
+def test_a_router_reads_the_whole_image_and_the_time() -> None:
+    network = _awake(RouterTransformer(num_experts=5, **TINY))
+    logits = network(X, T)
+    assert logits.shape == (2, 5)
+    poked = X.clone()
+    poked[:, :, 7, 0] += 1
+    assert not torch.equal(network(poked, T), logits)
+    assert not torch.equal(network(X, T + 50), logits)
+    assert math.isfinite(logits.sum().item())
+
+
+def test_heads_that_do_not_divide_the_width_are_refused() -> None:
+    with pytest.raises(HddmError, match="32.*5 heads"):
+        ExpertTransformer(**{**TINY, "num_heads": 5})
