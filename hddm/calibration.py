@@ -183,12 +183,16 @@ def calibrate(
             to_target = (eps - x_0).flatten(1) - net
             pairs = ((to_target, to_gauss), (to_gauss, to_gauss), (to_target, to_target))
             sums += torch.stack([_inner(fitted, a, b) for a, b in pairs])
-        weights[level] = _weights(*sums, STATES).float()
+        weights[level] = _weights(sums, STATES).float()
     return Calibration(moments, times, weights)
 
 
-def _weights(product: Tensor, gauss: Tensor, target: Tensor, states: int) -> Tensor:
-    """Least-squares weights, shrunk by their sampling error and clipped to [0, 1]."""
+def _weights(sums: Tensor, states: int) -> Tensor:
+    """Least-squares weights, shrunk by their sampling error and clipped to [0, 1].
+
+    ``sums`` (3, directions) over ``states`` of target·gauss, gauss² and target².
+    """
+    product, gauss, target = sums.unbind()
     weights = torch.where(gauss > 0, product / gauss, 0.0)
     error = (target - weights * product).clamp(0) / (states * gauss)
     shrunk = weights * (1 - error / weights**2).clamp(0)
