@@ -38,6 +38,7 @@ FILE_NAME = "calibration.safetensors"
 MAX_DIRECTIONS = 256
 LEVELS = 25
 STATES = 512
+POOL = (1.0, 2.0, 3.0, 2.0, 1.0)
 
 
 @dataclass(frozen=True)
@@ -170,9 +171,8 @@ def calibrate(
     fitted = moments.to(images)
     times = torch.linspace(0, 1, LEVELS + 1)
     noise = generator(seed)
-    weights = torch.ones(len(times), len(moments.variances))
+    sums = torch.zeros(LEVELS, 3, len(moments.variances), dtype=torch.float64)
     for level, time in enumerate(times[:-1].tolist()):
-        sums = torch.zeros(3, len(moments.variances), dtype=torch.float64)
         rows = torch.randint(len(images), (STATES,), generator=noise)
         for x_0 in images[rows.to(images.device)].split(batch_size):
             eps = torch.randn(x_0.shape, generator=noise).to(x_0)
@@ -182,17 +182,23 @@ def calibrate(
             to_gauss = fitted.velocity(x_t.flatten(1), t) - net
             to_target = (eps - x_0).flatten(1) - net
             pairs = ((to_target, to_gauss), (to_gauss, to_gauss), (to_target, to_target))
-            sums += torch.stack([_inner(fitted, a, b) for a, b in pairs])
-        weights[level] = _weights(sums, STATES).float()
-    return Calibration(moments, times, weights)
+            sums[level] += torch.stack([_inner(fitted, a, b) for a, b in pairs])
+    last = torch.ones(1, len(moments.variances))
+    return Calibration(moments, times, torch.cat([_weights(sums).float(), last]))
 
 
-def _weights(sums: Tensor, states: int) -> Tensor:
-    """Least-squares weights, shrunk by their sampling error and clipped to [0, 1].
+def _weights(sums: Tensor) -> Tensor:
+    """Least-squares weights (levels, directions), shrunk by their sampling error, clipped to [0, 1].
 
-    ``sums`` (3, directions) over ``states`` of target·gauss, gauss² and target².
+    ``sums`` (levels, 3, directions) of target·gauss, gauss² and target². Neighbouring levels are pooled,
+    since weights change slowly with t and a level alone is noisy.
     """
-    product, gauss, target = sums.unbind()
+    reach = len(POOL) // 2
+    kernel = torch.tensor(POOL, dtype=sums.dtype)
+    padded = torch.cat([sums[:1].expand(reach, -1, -1), sums, sums[-1:].expand(reach, -1, -1)])
+    pooled = torch.einsum("lpdk,k->lpd", padded.unfold(0, len(POOL), 1), kernel)
+    states = STATES * kernel.sum() ** 2 / kernel.square().sum()
+    product, gauss, target = (pooled / kernel.sum() * states / STATES).unbind(1)
     weights = torch.where(gauss > 0, product / gauss, 0.0)
     error = (target - weights * product).clamp(0) / (states * gauss)
     shrunk = weights * (1 - error / weights**2).clamp(0)

@@ -40,6 +40,10 @@ def app() -> None:
 
 
 def _is_users(error: Exception) -> bool:
-    """Whether the user can mend it. Without hddm loaded, none of its errors can have been raised."""
-    errors = sys.modules.get("hddm.errors")
-    return isinstance(error, OSError) or (errors is not None and isinstance(error, errors.HddmError))
+    """Whether the user can mend it. A module that is not loaded cannot have raised its error.
+
+    safetensors has its own for a full disk.
+    """
+    kinds = [("hddm.errors", "HddmError"), ("safetensors", "SafetensorError")]
+    loaded = [getattr(sys.modules[module], name) for module, name in kinds if module in sys.modules]
+    return isinstance(error, (OSError, *loaded))
