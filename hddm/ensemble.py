@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hddm.errors import HddmError
 from hddm.routing import Strategy, sparse_weights
-from hddm.velocity import VelocityField, check_times
+from hddm.velocity import VelocityField, check_conditions, check_times
 
 
 class Ensemble:
@@ -92,6 +92,7 @@ class Ensemble:
                 none; for ``draw`` without ``expert``; for a condition that no expert declares.
         """
         times = check_times(x_t, t)
+        check_conditions(x_t, {**conditions, **(negative or {})})
         weights = self.weights(x_t, times, expert)
         given = self._shared_out(conditions)
         against = self._shared_out(negative or {})
@@ -103,7 +104,8 @@ class Ensemble:
             v = field.velocity(
                 x_t[rows].to(mixed.dtype),
                 times[rows.to(times.device)],
-                guidance_scale,
+                # An expert without conditions has nothing to be guided by, and takes part as it is.
+                guidance_scale if given[index] or not conditions else 1.0,
                 {key: value[rows] for key, value in against[index].items()} or None,
                 **{key: value[rows] for key, value in given[index].items()},
             )

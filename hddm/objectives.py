@@ -1,7 +1,9 @@
 """Training objectives: what one expert minimises on its shard.
 
-ddpm:  E || network(alpha_u x_0 + sigma_u eps, u) - eps ||²,           u uniform on the schedule
-flow:  E || network((1 - t) x_0 + t eps, t) - (eps - x_0) ||²,         t uniform or logit-normal
+ddpm:  E || network(alpha_u x_0 + sigma_u eps, u) - eps ||²
+flow:  E || network((1 - t) x_0 + t eps, t) - (eps - x_0) ||²
+
+with native times uniform or logit-normal.
 """
 
 from collections.abc import Callable, Mapping
@@ -26,8 +28,8 @@ class Objective:
     Args:
         name: ``ddpm`` or ``flow``.
         schedule: the path; cosine by default for ddpm, always linear for flow.
-        time_sampling: ``uniform``, or ``logit-normal`` (SD3, arXiv:2403.03206, section 3.1) for
-            flow.
+        time_sampling: ``uniform`` in native time, or ``logit-normal``: the logit of t on the common path
+            is normal (SD3, arXiv:2403.03206, section 3.1), so the log-SNR is normal with deviation 2.
 
     Raises:
         HddmError: for another name, another time sampling or a combination without meaning.
@@ -52,8 +54,6 @@ class Objective:
             raise HddmError(
                 f"unknown time sampling {self.time_sampling!r}: choose one of {', '.join(TIME_SAMPLINGS)}"
             )
-        if self.name == "ddpm" and self.time_sampling != "uniform":
-            raise HddmError("logit-normal time sampling belongs to the flow objective")
         if self.name == "flow" and not isinstance(self.schedule, LinearSchedule):
             raise HddmError("the flow objective runs on the linear path; a schedule is ddpm's")
 
@@ -93,7 +93,9 @@ class Objective:
     def sample_times(self, num: int, noise: torch.Generator) -> Tensor:
         """Native times (num,), float64: whole indices for a discrete schedule."""
         if self.time_sampling == "logit-normal":
-            return torch.sigmoid(torch.randn(num, generator=noise, dtype=torch.float64))
+            t = torch.sigmoid(torch.randn(num, generator=noise, dtype=torch.float64))
+            native = self.schedule.match(t)
+            return native.round() if isinstance(self.schedule, DiscreteSchedule) else native
         if isinstance(self.schedule, DiscreteSchedule):
             return torch.randint(0, int(self.schedule.end) + 1, (num,), generator=noise).double()
         return torch.rand(num, generator=noise, dtype=torch.float64)

@@ -35,7 +35,7 @@ class Strategy:
             HddmError: for another name, a k below 1 or an x outside (0, 1].
         """
         kind, _, value = name.partition("-")
-        if kind in ("full", "draw") and not value:
+        if name in ("full", "draw"):
             return cls(kind)
         if kind == "top" and value.isdecimal() and int(value) >= 1:
             return cls(kind, int(value))

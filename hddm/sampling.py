@@ -4,7 +4,8 @@ Sample i depends on (seed, i) alone: its noise, and the expert that ``draw`` giv
 generator of its own, whatever the batch size.
 """
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -61,6 +62,7 @@ def sample(
     solver: str = "euler",
     guidance_scale: float = 1.0,
     *,
+    negative: Mapping[str, Tensor] | None = None,
     shift: float = 1.0,
     batch_size: int = 64,
     device: torch.device | str = "cpu",
@@ -78,6 +80,7 @@ def sample(
         strategy: for this call, instead of the ensemble's own; see `hddm.routing`.
         solver: ``euler``, ``heun`` or ``adams-bashforth``; see `hddm.solvers`.
         guidance_scale: classifier-free guidance, 1 for none.
+        negative: conditions to guide away from, each (num, …); by default the null ones.
         shift: of the time grid.
         batch_size: samples integrated together; changes the result by rounding at most.
         device: where the model lives.
@@ -97,7 +100,7 @@ def sample(
         raise HddmError("this model does not tell the shape of a sample: pass shape=(C, H, W)")
     if num < 1 or batch_size < 1:
         raise HddmError(f"num and batch_size must be at least 1, not num={num}, batch_size={batch_size}")
-    for name, value in conditions.items():
+    for name, value in (*conditions.items(), *(negative or {}).items()):
         if len(value) != num:
             raise HddmError(f"condition {name!r} has {len(value)} rows for {num} samples")
     chosen = _chosen_strategy(model, strategy)
@@ -110,14 +113,16 @@ def sample(
         for start in range(0, num, batch_size):
             stop = min(start + batch_size, num)
             given = {key: value[start:stop].to(device) for key, value in conditions.items()}
+            against = {key: value[start:stop].to(device) for key, value in (negative or {}).items()}
             if isinstance(model, Ensemble) and chosen == "draw":
                 given["expert"] = draw_experts(model.prior, seed, start, stop).to(device)
 
-            def velocity(x: Tensor, t: Tensor, given: dict[str, Tensor] = given) -> Tensor:
-                return model.velocity(x, t.expand(len(x)).to(device), guidance_scale, None, **given)
+            bound = functools.partial(
+                model.velocity, guidance_scale=guidance_scale, negative=against or None, **given
+            )
 
             x = initial_noise(seed, start, stop, shape).to(device)
-            batches.append(integrate(velocity, x, times).cpu())
+            batches.append(integrate(bound, x, times).cpu())
             if on_batch is not None:
                 on_batch(stop - start)
     finally:

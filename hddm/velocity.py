@@ -112,10 +112,14 @@ class VelocityField:
         """
         times = check_times(x_t, t)
         self._refuse_undeclared(conditions)
+        check_conditions(x_t, conditions)
+        given = self._with_null(conditions, x_t)
         if guidance_scale == 1.0:
-            return self._convert(x_t, times, self._with_null(conditions, x_t)).to(x_t.dtype)
-        negative = self._negative(conditions, negative)
-        both = {key: torch.cat([conditions[key], negative[key]]) for key in conditions}
+            return self._convert(x_t, times, given).to(x_t.dtype)
+        if not conditions:
+            raise HddmError("guidance needs a condition to guide to: pass one, or guidance_scale=1")
+        against = self._negative(given, negative or {}, x_t)
+        both = {key: torch.cat([given[key], against[key]]) for key in given}
         v = self._convert(x_t.repeat(2, *[1] * (x_t.ndim - 1)), times.repeat(2), both)
         positive, unguided = v.chunk(2)
         return (unguided + guidance_scale * (positive - unguided)).to(x_t.dtype)
@@ -200,19 +204,25 @@ class VelocityField:
         } | dict(conditions)
 
     def _negative(
-        self, conditions: Mapping[str, Tensor], negative: Mapping[str, Tensor] | None
+        self, given: Mapping[str, Tensor], negative: Mapping[str, Tensor], x_t: Tensor
     ) -> Mapping[str, Tensor]:
-        given = dict(negative or {})
-        self._refuse_undeclared(given)
-        for name, value in conditions.items():
-            if name not in given and name in self.null_conditions:
-                given[name] = self.null_conditions[name].to(value).expand_as(value)
-        if not conditions or set(given) != set(conditions):
+        """The negative branch: ``negative``, completed by null values."""
+        self._refuse_undeclared(negative)
+        check_conditions(x_t, negative)
+        against = self._with_null(negative, x_t)
+        if set(against) != set(given):
             raise HddmError(
-                "guidance needs a condition and its negative: give both the same keywords "
-                f"(conditions: {sorted(conditions)}, negative: {sorted(given)})"
+                "guidance needs the same keywords on both sides, and this expert has no null value for "
+                f"them (conditions: {sorted(given)}, negative: {sorted(against)})"
             )
-        return given
+        return against
+
+
+def check_conditions(x_t: Tensor, conditions: Mapping[str, Tensor]) -> None:
+    """Refuse a condition that has not one row for each state."""
+    for name, value in conditions.items():
+        if value.ndim == 0 or len(value) != len(x_t):
+            raise HddmError(f"condition {name!r} has shape {tuple(value.shape)} for {len(x_t)} states")
 
 
 def check_times(x_t: Tensor, t: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ import contextlib
 import json
 import resource
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,9 @@ import torch
 from hddm.data.images import save_png
 from hddm.training.expert import ExpertSettings
 from hddm.training.router import RouterSettings
+
+Command = Callable[..., tuple[int, str, str]]
+"""Runs ``hddm`` with arguments: exit code, standard output, standard error."""
 
 SIDE = 4
 PER_CLASS = 24

@@ -1,5 +1,6 @@
 """Artefacts that many tests read, made once a session. A test that spoils one copies it first."""
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,8 @@ from hddm.data.shards import partition
 from hddm.ensemble_folders import assemble
 from hddm.training.expert import train_expert
 from hddm.training.router import train_router
-from tests.artefacts import expert_settings, router_settings, write_images
+from hddm_cli.app import app
+from tests.artefacts import Command, expert_settings, router_settings, write_images
 
 torch.set_num_threads(1)
 
@@ -69,3 +71,18 @@ def ensemble(root: Path, ddpm_expert: Path, flow_expert: Path, router: Path) -> 
     """One DDPM and one flow expert behind a router."""
     assemble([ddpm_expert, flow_expert], root / "ensemble", router, "nucleus-0.9")
     return root / "ensemble"
+
+
+@pytest.fixture
+def hddm(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
+    """Exit code, standard output and standard error of a command, run in this process."""
+
+    def run(*arguments: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["hddm", *map(str, arguments)])
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as stopped:
+            app()
+        out, err = capsys.readouterr()
+        return int(stopped.value.code or 0), out, err
+
+    return run

@@ -226,3 +226,30 @@ def test_other_times_are_refused(t: list[float]) -> None:
     ensemble = Ensemble(_experts(FOUR_KINDS), exact_router(SHARDS, PRIOR))
     with pytest.raises(HddmError, match=r"^t "):
         ensemble.velocity(torch.zeros(2, *SHAPE), torch.tensor(t))
+
+
+def test_an_expert_without_conditions_takes_part_unguided() -> None:
+    guided = VelocityField(Labelled(), LINEAR.schedule, "flow_prediction", conditions=("class_labels",))
+    plain = VelocityField(Constant(1.0), LINEAR.schedule, "flow_prediction", conditions=())
+    x_t, t = torch.zeros(4, *SHAPE), torch.full((4,), 0.5)
+    labels, none = torch.full((4,), 3), torch.zeros(4, dtype=torch.long)
+    mixed = Ensemble([guided, plain], lambda x, t: torch.full((len(x), 2), 0.5), "full")
+    v = mixed.velocity(x_t, t, 2.0, {"class_labels": none}, class_labels=labels)
+    torch.testing.assert_close(v, torch.full_like(v, (0 + 2.0 * 3 + 1) / 2))
+    with pytest.raises(HddmError, match="guidance needs a condition"):
+        mixed.velocity(x_t, t, 2.0)
+
+
+def test_a_condition_of_another_length_is_refused() -> None:
+    field = VelocityField(Labelled(), LINEAR.schedule, "flow_prediction", conditions=("class_labels",))
+    mixed = Ensemble([field], strategy="top-1")
+    for model in (field, mixed):
+        with pytest.raises(HddmError, match=r"class_labels.*4 states"):
+            model.velocity(torch.zeros(4, *SHAPE), torch.full((4,), 0.5), class_labels=torch.zeros(3))
+
+
+class Labelled:
+    """A network whose output is its class label."""
+
+    def __call__(self, y: Tensor, timestep: Tensor, class_labels: Tensor) -> Tensor:
+        return class_labels.to(y).view(-1, 1, 1, 1).expand_as(y)

@@ -11,6 +11,12 @@ from hddm.files import check_absent, new_folder, read_json, write_json
 from tests.artefacts import contents
 
 
+def _fail(target: Path, error: type[BaseException]) -> None:
+    with new_folder(target, overwrite=True) as draft:
+        (draft / "file").write_bytes(b"half")
+        raise error
+
+
 def test_a_folder_appears_when_it_is_complete(tmp_path: Path) -> None:
     target = tmp_path / "deep" / "target"
     with new_folder(target) as draft:
@@ -22,9 +28,8 @@ def test_a_folder_appears_when_it_is_complete(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 def test_a_failure_leaves_nothing(error: type[BaseException], tmp_path: Path) -> None:
-    with pytest.raises(error), new_folder(tmp_path / "target") as draft:
-        (draft / "file").write_bytes(b"half")
-        raise error
+    with pytest.raises(error):
+        _fail(tmp_path / "target", error)
     assert not list(tmp_path.iterdir())
 
 
@@ -33,9 +38,8 @@ def test_a_failure_leaves_the_folder_that_was_to_be_replaced(tmp_path: Path) -> 
     with new_folder(tmp_path / "target") as draft:
         (draft / "file").write_bytes(b"old")
     before = contents(tmp_path)
-    with pytest.raises(RuntimeError), new_folder(tmp_path / "target", overwrite=True) as draft:
-        (draft / "file").write_bytes(b"new")
-        raise RuntimeError
+    with pytest.raises(RuntimeError):
+        _fail(tmp_path / "target", RuntimeError)
     assert contents(tmp_path) == before
 
 

@@ -171,5 +171,5 @@ def test_a_router_reads_the_whole_image_and_the_time() -> None:
 
 
 def test_heads_that_do_not_divide_the_width_are_refused() -> None:
-    with pytest.raises(HddmError, match="32.*5 heads"):
+    with pytest.raises(HddmError, match=r"32.*5 heads"):
         ExpertTransformer(**{**TINY, "num_heads": 5})

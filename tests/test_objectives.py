@@ -159,11 +159,24 @@ def test_what_a_trained_network_predicts_and_is_fed(
     torch.testing.assert_close(fed[0].double(), time * time_scale, rtol=1e-7, atol=0)
 
 
+@pytest.mark.parametrize("schedule", ["cosine", "ddpm-linear"])
+def test_logit_normal_times_mean_the_same_noise_levels_on_every_schedule(schedule: str) -> None:
+    case = case_named(schedule)
+    objective = Objective.named("ddpm", case.schedule, "logit-normal")
+    time = objective.sample_times(NUM, _noise())
+    if schedule == "ddpm-linear":
+        assert (time == time.round()).all()
+    # The log-SNR of a normal logit is normal with deviation 2, up to the ends of the schedule.
+    log_snr = case.schedule.log_snr(time)
+    # Four standard errors each.
+    assert log_snr.mean().abs() < 4 * 2 / NUM**0.5
+    assert abs(log_snr.std() - 2) < 4 * 2 / (2 * NUM) ** 0.5
+
+
 @pytest.mark.parametrize(
     ("name", "schedule", "time_sampling"),
     [
         ("eps", None, "uniform"),
-        ("ddpm", None, "logit-normal"),
         ("ddpm", None, "cosine"),
         ("flow", "cosine", "uniform"),
         ("flow", "ddpm-linear", "uniform"),

@@ -79,14 +79,12 @@ def test_training_an_expert_opens_no_file_but_its_shards(
     assert all(path.is_relative_to(shard) for path in opened)
 
 
-@pytest.mark.parametrize("kind", ["expert", "router"])
-def test_a_loss_that_is_not_finite_stops_and_writes_nothing(kind: str, shards: Path, tmp_path: Path) -> None:
-    with pytest.raises(HddmError, match=r"step \d+: loss .*nothing was written.*--learning-rate"):
-        if kind == "expert":
-            settings = expert_settings("flow", learning_rate=1e30, warmup=0)
-            train_expert(shards / "shard_0", tmp_path / "out", settings)
-        else:
-            train_router(shards, tmp_path / "out", router_settings(learning_rate=1e30, warmup=0))
+def test_a_loss_that_is_not_finite_stops_and_writes_nothing(shards: Path, tmp_path: Path) -> None:
+    message, wild = r"step \d+: loss .*nothing was written.*--learning-rate", {"learning_rate": 1e30}
+    with pytest.raises(HddmError, match=message):
+        train_expert(shards / "shard_0", tmp_path / "out", expert_settings("flow", **wild))
+    with pytest.raises(HddmError, match=message):
+        train_router(shards, tmp_path / "out", router_settings(**wild))
     assert not list(tmp_path.iterdir())
 
 
@@ -115,7 +113,7 @@ def test_an_expert_on_a_diffusers_schedule_is_loaded_with_it(whole: Path, tmp_pa
 
 
 def test_images_that_do_not_make_whole_patches_are_refused(whole: Path, tmp_path: Path) -> None:
-    with pytest.raises(HddmError, match="images are 4×4; --size S/8 takes squares .* by 8"):
+    with pytest.raises(HddmError, match=r"images are 4×4; --size S/8 takes squares .* by 8"):
         train_expert(whole, tmp_path / "expert", expert_settings("flow", size="S/8"))
     with pytest.raises(HddmError, match="images are 6×4"):
         new_network(ExpertTransformer, "tiny", (1, 4, 6), 0)

@@ -122,7 +122,7 @@ def test_a_gradient_that_is_not_finite_stops_too() -> None:
     def loss() -> Tensor:
         return (point.place - point.place.detach()).abs().sum().sqrt()
 
-    with pytest.raises(HddmError, match="step 1: loss 0.0, gradient norm (nan|inf)"):
+    with pytest.raises(HddmError, match=r"step 1: loss 0.0, gradient norm (nan|inf)"):
         fit(point, loss, LoopSettings(steps=5))
 
 

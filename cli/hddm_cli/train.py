@@ -40,7 +40,7 @@ def expert(
         typer.Option("--schedule", help="DDPM: a diffusers scheduler_config.json; default cosine."),
     ] = None,
     time_sampling: Annotated[
-        TimeSampling, typer.Option("--time-sampling", help="Flow: distribution of t.")
+        TimeSampling, typer.Option("--time-sampling", help="Distribution of noise levels.")
     ] = TimeSampling.uniform,
     class_conditional: Annotated[
         bool, typer.Option("--class-conditional", help="Learn from the class folders' labels.")
