@@ -18,11 +18,14 @@ v* = eps - x_0 being an unbiased target. No knowledge of the network's error is 
 standard error s counts as w (1 - s²/w²), or 0 below s, so that a good network is left alone. At t = 1 the
 weight is 1, where v = x - m is exact. What lies outside U shares one variance and one weight.
 
+Up to t = `START` the weight is 0. There the state holds more signal than noise, and what the blend still
+gains in squared error (about 1 % on digits) it costs in the diversity of samples.
+
 A scalar weight is the special case of equal w_i. The direction-wise form is better near t = 1, where a
 white error meets a shard that hardly varies along most directions.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,7 +39,8 @@ from hddm.tensors import generator
 
 FILE_NAME = "calibration.safetensors"
 MAX_DIRECTIONS = 256
-LEVELS = 25
+START = 0.5
+LEVELS = 15
 STATES = 512
 POOL = (1.0, 2.0, 3.0, 2.0, 1.0)
 
@@ -93,7 +97,7 @@ class Moments:
 
 @dataclass(frozen=True)
 class Calibration:
-    """Moments of a shard and the table of weights w: ``weights`` (levels, r + 1) at ``times``.
+    """Moments of a shard and the table of weights w: ``weights`` (times, r + 1) at ``times``.
 
     Between times the weights are linear in t. ``times`` rise from 0 to 1.
     """
@@ -153,38 +157,43 @@ class Calibration:
 
 @torch.no_grad()
 def calibrate(
-    velocity: Callable[[Tensor, Tensor], Tensor],
+    velocity: Callable[..., Tensor],
     images: Tensor,
+    conditions: Mapping[str, Tensor] | None = None,
     seed: int = 0,
     batch_size: int = 512,
 ) -> Calibration:
     """Fit the moments and the weights of the module's head to an expert and its shard.
 
     Args:
-        velocity: the uncalibrated velocity, of (x_t, t).
+        velocity: the uncalibrated velocity, of (x_t, t, **conditions).
         images: (N, C, H, W) of the shard, in the units that the expert works in.
+        conditions: what comes with the images, each (N, …). The moments do not know of them, so the
+            more they say, the less weight the moments get.
         seed: of the noise.
-        batch_size: states a call; about `STATES` states, fresh ones, are drawn at each of the
-            `LEVELS` times.
+        batch_size: states a call; `STATES` states are drawn at each of `LEVELS` times.
     """
     moments = Moments.of(images)
     fitted = moments.to(images)
-    times = torch.linspace(0, 1, LEVELS + 1)
+    times = torch.linspace(START, 1, LEVELS + 2)
     noise = generator(seed)
     sums = torch.zeros(LEVELS, 3, len(moments.variances), dtype=torch.float64)
-    for level, time in enumerate(times[:-1].tolist()):
-        rows = torch.randint(len(images), (STATES,), generator=noise)
-        for x_0 in images[rows.to(images.device)].split(batch_size):
+    for level, time in enumerate(times[1:-1].tolist()):
+        drawn = torch.randint(len(images), (STATES,), generator=noise).to(images.device)
+        for rows in drawn.split(batch_size):
+            x_0 = images[rows]
+            given = {name: value[rows] for name, value in (conditions or {}).items()}
             eps = torch.randn(x_0.shape, generator=noise).to(x_0)
             t = torch.full((len(x_0),), time, dtype=x_0.dtype, device=x_0.device)
             x_t = (1 - time) * x_0 + time * eps
-            net = velocity(x_t, t).flatten(1)
+            net = velocity(x_t, t, **given).flatten(1)
             to_gauss = fitted.velocity(x_t.flatten(1), t) - net
             to_target = (eps - x_0).flatten(1) - net
             pairs = ((to_target, to_gauss), (to_gauss, to_gauss), (to_target, to_target))
             sums[level] += torch.stack([_inner(fitted, a, b) for a, b in pairs])
-    last = torch.ones(1, len(moments.variances))
-    return Calibration(moments, times, torch.cat([_weights(sums).float(), last]))
+    none, all_ = torch.zeros(2, len(moments.variances)), torch.ones(1, len(moments.variances))
+    weights = torch.cat([none, _weights(sums).float(), all_])
+    return Calibration(moments, torch.cat([torch.zeros(1), times]), weights)
 
 
 def _weights(sums: Tensor) -> Tensor:

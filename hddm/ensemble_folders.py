@@ -64,6 +64,8 @@ def assemble(
     Raises:
         HddmError: before anything is written, with every difference between the parts.
     """
+    if not experts:
+        raise HddmError("an ensemble needs at least one expert")
     Strategy.parse(strategy).check(len(experts))
     if router is None and strategy != "draw":
         raise HddmError(f"strategy {strategy!r} needs --router; only 'draw' does without")

@@ -10,6 +10,15 @@ from typing import Any
 
 from hddm.errors import HddmError
 
+RECORDS = (
+    "expert.json",
+    "router.json",
+    "ensemble.json",
+    "partition.json",
+    "sampling.json",
+    "results.json",
+)
+
 
 @contextlib.contextmanager
 def new_folder(target: Path, overwrite: bool = False) -> Iterator[Path]:
@@ -19,7 +28,7 @@ def new_folder(target: Path, overwrite: bool = False) -> Iterator[Path]:
     to disk before the rename.
 
     Raises:
-        HddmError: where ``target`` exists, without ``overwrite``.
+        HddmError: as `check_absent`.
     """
     check_absent(target, overwrite)
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -37,9 +46,20 @@ def new_folder(target: Path, overwrite: bool = False) -> Iterator[Path]:
 
 
 def check_absent(target: Path, overwrite: bool = False) -> None:
-    """Refuse an existing ``target``; called again before work of hours, to fail early."""
-    if target.exists() and not overwrite:
+    """Refuse an existing ``target``; called again before work of hours, to fail early.
+
+    With ``overwrite`` only an empty folder or one with a record of hddm's may go, so that a slip of the
+    keyboard does not delete somebody's images.
+    """
+    if not target.exists():
+        return
+    if not overwrite:
         raise HddmError(f"{target} exists: choose another folder, or pass --overwrite to replace it")
+    ours = target.is_dir() and (not any(target.iterdir()) or any((target / r).exists() for r in RECORDS))
+    if not ours:
+        raise HddmError(
+            f"{target}: --overwrite replaces only what hddm wrote, and this holds none of its records"
+        )
 
 
 def write_json(path: Path, content: Any) -> None:

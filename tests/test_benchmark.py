@@ -22,7 +22,7 @@ from hddm.benchmark.conversions import TREATMENTS
 from hddm.benchmark.digits import write_digits
 from hddm.benchmark.plots import write_grid
 from hddm.benchmark.quickstart import quickstart
-from hddm.benchmark.results import Row, Run, figure, plain_tables, summarise, verdict
+from hddm.benchmark.results import Row, Run, figure, markdown_tables, summarise, verdict
 from hddm.benchmark.settings import QuickstartSettings
 from hddm.data.images import load_images
 from hddm.errors import HddmError
@@ -40,7 +40,7 @@ SETTINGS = QuickstartSettings(
     num_images=80,
     num_images_per_strategy=80,
     resamples=3,
-    workers=2,
+    workers=1,
 )
 MODELS = ["single model", "homogeneous flow", "homogeneous DDPM", "mixed 1:1"]
 
@@ -132,9 +132,10 @@ def test_the_report_is_one_page_that_needs_nothing_else(finished: Finished) -> N
 
 
 def test_the_report_and_the_terminal_show_what_the_results_say(finished: Finished) -> None:
-    page, text = (finished.folder / "report.html").read_text(), plain_tables(finished.runs)
+    page, text = (finished.folder / "report.html").read_text(), markdown_tables(finished.runs)
     assert finished.results["verdict"] in text
     assert finished.results["verdict"] in page
+    assert (finished.folder / "tables.md").read_text() == text + "\n"
     assert "not comparable with published FID" in page
     for rows in finished.results["tables"].values():
         for row in rows:

@@ -129,7 +129,7 @@ def test_each_direction_has_its_own_weight() -> None:
         "flow_prediction",
     )
     found = calibrate(field.velocity, gaussian.sample(4096, seed=2, shape=SHAPE))
-    t = torch.full((1024,), 0.5, dtype=torch.float64)
+    t = torch.full((1024,), 0.75, dtype=torch.float64)
     x_t = gaussian.states(t, seed=3, shape=SHAPE)
     calibrated = found.apply(field.velocity(x_t, t), x_t, t)
     assert rms_error(calibrated, gaussian.velocity(x_t, t)) < 0.06

@@ -7,8 +7,11 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from PIL import Image
 
+from hddm import load, sample
+from hddm.data.images import load_images, to_bytes
 from tests.artefacts import CLASSES, Command, contents
 
 HDDM = Path(sys.executable).parent / "hddm"
@@ -68,19 +71,29 @@ def test_the_whole_work_from_images_to_samples(images: Path, tmp_path: Path, hdd
     assert settings["source"] == str(ensemble)
 
 
-def test_an_image_does_not_depend_on_its_batch(ensemble: Path, tmp_path: Path, hddm: Command) -> None:
+def test_images_are_the_samples_of_their_seed_whatever_the_batch(
+    ensemble: Path, tmp_path: Path, hddm: Command
+) -> None:
     for size in (1, 5):
-        out = tmp_path / str(size)
-        hddm("sample", ensemble, "--out", out, "--num-images", 5, "--steps", 3, "--batch-size", size)
+        options = ["--num-images", 5, "--steps", 3, "--seed", 6, "--batch-size", size]
+        hddm("sample", ensemble, "--out", tmp_path / str(size), *options)
     assert contents(tmp_path / "1") == contents(tmp_path / "5")
+    written = load_images(tmp_path / "5").pixels
+    assert torch.equal(written, to_bytes(sample(load(ensemble), 5, seed=6, steps=3)))
 
 
-def test_classes_are_asked_for_by_name_or_number(class_expert: Path, tmp_path: Path, hddm: Command) -> None:
-    for name, labels in (("names", ",".join(CLASSES)), ("numbers", "0, 1"), ("swapped", "1,0")):
+def test_classes_are_asked_for_by_name_or_number_in_turn(
+    class_expert: Path, tmp_path: Path, hddm: Command
+) -> None:
+    pixels = {}
+    for labels in (",".join(CLASSES), "0, 1", "rows", "0"):
         options = ["--class-labels", labels, "--num-images", 3, "--steps", 2, "--guidance-scale", 1.5]
-        assert hddm("sample", class_expert, "--out", tmp_path / name, *options)[0] == 0
-    images = {name: contents(tmp_path / name)["00002.png"] for name in ("names", "numbers", "swapped")}
-    assert images["names"] == images["numbers"] != images["swapped"]
+        assert hddm("sample", class_expert, "--out", tmp_path / labels, *options)[0] == 0
+        pixels[labels] = load_images(tmp_path / labels).pixels
+    both, columns, rows = pixels["columns,rows"], pixels["0"], pixels["rows"]
+    assert torch.equal(both, pixels["0, 1"])
+    assert torch.equal(both, torch.stack([columns[0], rows[1], columns[2]]))
+    assert not torch.equal(columns, rows)
 
 
 def test_evaluate_prints_scores_as_json(

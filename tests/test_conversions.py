@@ -103,6 +103,18 @@ def test_ddim_clips_the_estimate_and_draws_experts_by_the_prior() -> None:
     assert torch.equal(samples, sample_ddim(ensemble, num=400, seed=1, steps=20))
 
 
+def test_ddim_walks_evenly_from_where_a_thousand_steps_end() -> None:
+    seen: list[float] = []
+
+    def network(y: Tensor, time: Tensor) -> Tensor:
+        seen.append(time[0].item())
+        return y
+
+    field = VelocityField(network, COSINE.schedule, "epsilon", 1000.0, sample_shape=SHAPE)
+    sample_ddim(Ensemble([field]), num=1, seed=0, steps=3)
+    assert seen == pytest.approx([999, 666, 333])
+
+
 def test_ddim_runs_on_a_discrete_schedule_too() -> None:
     case = case_named("ddpm-linear")
 

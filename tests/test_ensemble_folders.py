@@ -32,7 +32,7 @@ def test_a_loaded_ensemble_has_the_velocity_of_its_parts(
 ) -> None:
     network, facts = read_router(router)
     fields = [hddm.load(folder) for folder in (ddpm_expert, flow_expert)]
-    apart = Ensemble(fields, Router(network, facts.time_scale), strategy or "nucleus-0.9")  # type: ignore[arg-type]
+    apart = Ensemble(fields, Router(network, facts.time_scale), strategy or "nucleus-0.9")
     together = hddm.load(ensemble)
     assert isinstance(together, Ensemble)
     if strategy is not None:
@@ -111,6 +111,11 @@ def test_a_strategy_that_cannot_work_is_refused(
     assert not list(tmp_path.iterdir())
 
 
+def test_no_expert_makes_no_ensemble(tmp_path: Path) -> None:
+    with pytest.raises(HddmError, match="at least one expert"):
+        assemble([], tmp_path / "out")
+
+
 def test_an_ensemble_is_replaced_only_when_asked(ddpm_expert: Path, ensemble: Path, tmp_path: Path) -> None:
     out = copied(ensemble, tmp_path)
     before = contents(out)
@@ -180,7 +185,7 @@ def test_what_a_folder_is_can_be_told_without_its_weights(
     expert = describe(ddpm_expert)
     field = hddm.load(ddpm_expert)
     assert isinstance(field, hddm.VelocityField)
-    assert expert["parameters"] == sum(p.numel() for p in field.network.parameters())  # type: ignore[attr-defined]
+    assert expert["parameters"] == sum(p.numel() for p in field.network.parameters())
     assert (expert["kind"], expert["objective"], expert["calibrated"]) == ("expert", "ddpm", True)
     assert expert["noise_range"] == list(field.schedule.range)
     assert describe(router)["kind"] == "router"

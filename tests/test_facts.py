@@ -88,4 +88,4 @@ def test_an_ill_typed_key_is_named_with_its_value(tmp_path: Path) -> None:
 def test_facts_cannot_be_changed() -> None:
     thing = parse_facts(GOOD, Thing, "test")
     with pytest.raises(ValidationError):
-        thing.steps = 4  # type: ignore[misc]
+        thing.steps = 4

@@ -57,6 +57,16 @@ def test_a_killed_process_leaves_no_half_folder(tmp_path: Path) -> None:
     assert contents(tmp_path / "target") == {"file": b"whole"}
 
 
+def test_a_leftover_of_a_killed_process_does_not_get_in(tmp_path: Path) -> None:
+    """Process numbers come round again."""
+    leftover = tmp_path / f".target.part-{os.getpid()}"
+    leftover.mkdir()
+    (leftover / "old").write_bytes(b"half")
+    with new_folder(tmp_path / "target") as draft:
+        (draft / "new").write_bytes(b"whole")
+    assert contents(tmp_path) == {"target/new": b"whole"}
+
+
 def test_an_existing_target_is_refused_and_kept(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"old")
     with pytest.raises(HddmError, match=r"exists: .*--overwrite"), new_folder(tmp_path):

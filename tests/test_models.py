@@ -123,6 +123,16 @@ def test_a_patch_of_the_output_lies_where_its_input_does(row: int, column: int) 
     assert torch.equal(changed, patch)
 
 
+def test_a_patch_is_laid_out_by_row_then_column_then_channel() -> None:
+    network = ExpertTransformer(**TINY)
+    network.final_layer.linear.bias.data = torch.arange(12.0)
+    output = network(X, T)
+    for row in range(8):
+        for column in range(8):
+            first = 3 * (2 * (row % 2) + column % 2)
+            assert output[0, :, row, column].tolist() == [first, first + 1, first + 2]
+
+
 @torch.no_grad()
 def test_attention_lets_every_patch_see_every_other() -> None:
     network = _awake(ExpertTransformer(**TINY))
@@ -146,8 +156,12 @@ def test_time_embeds_as_cosines_then_sines() -> None:
 
 
 def test_near_times_stay_apart_in_a_bfloat16_network() -> None:
-    embed = _awake(TimeEmbedding(32)).bfloat16()
-    near = embed(torch.tensor([987.17, 988.49]))
+    times = torch.tensor([987.17, 988.49])
+    angles = sinusoid(times, 256, torch.bfloat16)
+    # Rounded once, at the end: by at most 1/256.
+    error = angles.double() - sinusoid(times.double(), 256, torch.float64)
+    assert error.abs().max() <= 1 / 256
+    near = _awake(TimeEmbedding(32)).bfloat16()(times)
     assert near.dtype == torch.bfloat16
     assert not torch.equal(near[0], near[1])
 

@@ -119,6 +119,14 @@ def test_a_changed_manifest_is_refused(key: str, shard: Path) -> None:
     assert "does not match its hash" in _refusal(shard)
 
 
+@pytest.mark.parametrize("label", [2, -1])
+def test_a_label_that_is_no_class_is_refused(label: int, shard: Path) -> None:
+    entries = _entries(shard)
+    entries[5]["label"] = label
+    _rewrite(shard, entries)
+    assert f"{entries[5]['file']} has label {label} of 2 classes" in _refusal(shard)
+
+
 def test_a_path_outside_the_folder_is_refused_before_it_is_opened(shard: Path) -> None:
     secret = shard.parent / "secret.png"
     shutil.copyfile(shard / _entries(shard)[0]["file"], secret)

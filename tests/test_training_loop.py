@@ -29,15 +29,16 @@ def _average(values: list[Tensor], decay: float) -> Tensor:
     return average
 
 
-def test_the_average_follows_its_formula() -> None:
+@pytest.mark.parametrize("decay", [0.0, 0.5, 0.99])
+def test_the_average_follows_its_formula(decay: float) -> None:
     point, noise = _Point(), torch.Generator().manual_seed(0)
-    ema, values = Ema(point, decay=0.5), [point.place.detach().clone()]
+    ema, values = Ema(point, decay), [point.place.detach().clone()]
     for _ in range(20):
         point.place.data = torch.randn(2, generator=noise)
         values.append(point.place.detach().clone())
         ema.update()
     ema.copy_to_network()
-    torch.testing.assert_close(point.place.double(), _average(values, 0.5), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(point.place.double(), _average(values, decay), rtol=1e-6, atol=1e-6)
 
 
 def test_the_average_moves_in_float32_where_bfloat16_would_stand_still() -> None:

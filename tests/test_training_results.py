@@ -4,17 +4,18 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 import hddm
 from hddm.data.images import to_unit_range
-from hddm.data.shards import find_shards, load_shard
+from hddm.data.shards import find_shards, load_shard, partition
 from hddm.errors import HddmError
 from hddm.experts import read_router
 from hddm.routing import Router
 from hddm.training.recalibrate import recalibrate
 from hddm.training.router import train_router
-from tests.artefacts import CLASSES, contents, copied, draw, router_settings
+from tests.artefacts import CLASSES, contents, copied, draw, largest_file, router_settings, write_images
 
 
 @pytest.mark.parametrize("guidance", [1.0, 2.0])
@@ -62,6 +63,22 @@ def test_recalibrating_repeats_itself_and_leaves_linked_copies_alone(
     assert contents(expert).keys() == contents(ddpm_expert).keys()
 
 
+def test_a_calibration_that_cannot_be_written_leaves_the_expert_as_it_was(
+    shards: Path, ddpm_expert: Path, tmp_path: Path
+) -> None:
+    expert = copied(ddpm_expert, tmp_path)
+    with largest_file(1000), pytest.raises(SafetensorError, match="File too large"):
+        recalibrate(expert, shards / "shard_1")
+    assert contents(expert) == contents(ddpm_expert)
+    assert len(list(expert.iterdir())) == len(list(ddpm_expert.iterdir()))
+
+
 def test_an_ensemble_cannot_be_calibrated(ensemble: Path, shards: Path) -> None:
     with pytest.raises(HddmError, match="an ensemble; calibrate its experts one by one"):
         recalibrate(ensemble, shards / "shard_0")
+
+
+def test_images_of_another_shape_do_not_calibrate(ddpm_expert: Path, tmp_path: Path) -> None:
+    (large,) = partition(write_images(tmp_path / "images", side=6), tmp_path / "shards", 1)
+    with pytest.raises(HddmError, match=r"images are \(1, 6, 6\), the expert's samples \(1, 4, 4\)"):
+        recalibrate(ddpm_expert, large)

@@ -21,9 +21,9 @@ def quickstart(
     model at equal compute, samples them all and compares them.
     """
     from hddm.benchmark.quickstart import quickstart as run
-    from hddm.benchmark.results import plain_tables
+    from hddm.benchmark.results import markdown_tables
     from hddm.benchmark.settings import QuickstartSettings
 
     runs = run(out, QuickstartSettings(seeds=seeds), overwrite)
-    typer.echo(plain_tables(runs))
+    typer.echo(markdown_tables(runs))
     typer.echo(f"\nreport: {out / 'report.html'}\nfigures: {out / 'results.json'}")

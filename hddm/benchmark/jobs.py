@@ -47,7 +47,13 @@ def train_router_job(shards: Path, out: Path, settings: RouterSettings, report: 
 
 
 def sample_job(
-    source: Path, num: int, seed: int, steps: int, report: Report, strategy: str | None = None
+    source: Path,
+    num: int,
+    seed: int,
+    steps: int,
+    solver: str,
+    report: Report,
+    strategy: str | None = None,
 ) -> Sampled:
     """Samples of an expert or ensemble folder."""
     model = load(source)
@@ -56,7 +62,7 @@ def sample_job(
         parsed = Strategy.parse(strategy or model.strategy)
         if parsed.kind != "draw":
             model.router = _Watched(model.router, parsed, seen)
-    images = sample(model, num, seed, steps, strategy, batch_size=BATCH, on_batch=report)
+    images = sample(model, num, seed, steps, strategy, solver, batch_size=BATCH, on_batch=report)
     return Sampled(to_bytes(images), _mean_use(seen), _evaluations(seen))
 
 
@@ -68,6 +74,7 @@ def convert_job(
     num: int,
     seed: int,
     steps: int,
+    solver: str,
     report: Report,
 ) -> Sampled:
     """Samples of a DDPM ensemble whose experts are converted in another way, by ``draw``."""
@@ -76,7 +83,7 @@ def convert_job(
     for k, shard in enumerate(shards):
         images = load_shard(shard).images
         ensemble.experts[k] = variant(ensemble.experts[k], exact, treatment, images)
-    images = sample(ensemble, num, seed, steps, "draw", batch_size=BATCH, on_batch=report)
+    images = sample(ensemble, num, seed, steps, "draw", solver, batch_size=BATCH, on_batch=report)
     return Sampled(to_bytes(images), [], 1.0)
 
 

@@ -23,7 +23,7 @@ from hddm.benchmark.jobs import (
 )
 from hddm.benchmark.plots import grid_path, slug, write_grid
 from hddm.benchmark.report import write_report
-from hddm.benchmark.results import TABLES, Figure, Row, Run, summarise, verdict
+from hddm.benchmark.results import TABLES, Figure, Row, Run, markdown_tables, summarise, verdict
 from hddm.benchmark.settings import QuickstartSettings
 from hddm.data.images import load_images
 from hddm.data.shards import partition
@@ -40,6 +40,7 @@ SINGLE = "single model"
 OBJECTIVES = ("flow", "ddpm")
 MIXTURES = (1, 2)
 GRID_IMAGES = 64
+TABLES_FILE = "tables.md"
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ class _Ground:
 
 
 def quickstart(out: Path, settings: QuickstartSettings, overwrite: bool = False) -> list[Run]:
-    """Train and compare on scikit-learn's digits; write ``results.json``, ``report.html`` and all models.
+    """Train and compare on scikit-learn's digits; write the tables, ``report.html`` and all models.
 
     Per training seed: one flow model on everything, K flow experts, K DDPM experts and a router; then
     homogeneous and mixed ensembles of them, sampled and scored.
@@ -150,9 +151,11 @@ def _assemble(folder: Path, num_shards: int) -> dict[str, Path]:
 def _sampling_calls(
     models: dict[str, Path], seed: int, ground: _Ground, settings: QuickstartSettings
 ) -> dict[str, dict[str, Call]]:
-    common = {"seed": seed, "steps": settings.sampling_steps}
+    common = {"seed": seed, "steps": settings.sampling_steps, "solver": settings.solver}
     many = {**common, "num": settings.num_images}
     few = {**common, "num": settings.num_images_per_strategy}
+    # DDIM is a solver itself.
+    without_solver = {key: value for key, value in few.items() if key != "solver"}
     mixed, ddpm = models[list(models)[-1]], models["homogeneous DDPM"]
     shards = [ground.shards / f"shard_{k}" for k in range(settings.num_shards)]
 
@@ -172,7 +175,7 @@ def _sampling_calls(
             for exact in (True, False)
             for treatment in TREATMENTS
         }
-        | {"own DDIM sampler": call(ddim_job, source=ddpm, **few)},
+        | {"own DDIM sampler": call(ddim_job, source=ddpm, **without_solver)},
     }
 
 
@@ -209,6 +212,7 @@ def _write(folder: Path, settings: QuickstartSettings, runs: list[Run], seconds:
         "runs": [asdict(run) for run in runs],
     }
     write_json(folder / "results.json", results)
+    (folder / TABLES_FILE).write_text(markdown_tables(runs) + "\n")
     write_report(folder, runs, settings, results)
 
 

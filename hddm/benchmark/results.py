@@ -1,7 +1,7 @@
 """What a quickstart found: rows, tables over training seeds, and their JSON."""
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -112,19 +112,36 @@ def verdict(runs: Sequence[Run]) -> str:
     return f"{stand}. The mix is {word}: the gap {gap:+.1f} exceeds twice the spread ({noise:.1f})."
 
 
-def plain_tables(runs: Sequence[Run]) -> str:
-    """The three tables and the verdict, for a terminal."""
+def markdown_tables(runs: Sequence[Run]) -> str:
+    """The three tables and the verdict, in Markdown; legible on a terminal too."""
     lines = []
     for table in TABLES:
+        rows = [[cell(row) for _, cell in _COLUMNS] for row in summarise(runs, table)]
+        names = [table, *(name for name, _ in _COLUMNS[1:])]
+        widths = [max(map(len, column)) for column in zip(names, *rows, strict=True)]
+        lines.append(_line(names, widths))
         lines.append(
-            f"{table:<32}{'to training':>22}{'to held-out':>22}{'diversity':>16}{'nearest':>16}"
-            f"{'MFLOP/step':>12}"
+            "|"
+            + "|".join("-" * (width + 1) + ("-" if k == 0 else ":") for k, width in enumerate(widths))
+            + "|"
         )
-        for row in summarise(runs, table):
-            cost = row["mflop_per_step"].mean
-            lines.append(
-                f"{row['name']:<32}{row['to_training']!s:>22}{row['to_held_out']!s:>22}"
-                f"{row['diversity']!s:>16}{row['nearest_ratio']!s:>16}{cost:>12.2f}"
-            )
+        lines += [_line(row, widths) for row in rows]
         lines.append("")
     return "\n".join([*lines, verdict(runs)])
+
+
+_COLUMNS: tuple[tuple[str, Callable[[dict[str, Any]], str]], ...] = (
+    ("", lambda row: row["name"]),
+    ("to training images", lambda row: str(row["to_training"])),
+    ("to held-out images", lambda row: str(row["to_held_out"])),
+    ("diversity", lambda row: str(row["diversity"])),
+    ("nearest-image ratio", lambda row: str(row["nearest_ratio"])),
+    ("training images seen", lambda row: f"{row['training_images']:,}"),
+    ("experts a step", lambda row: f"{row['evaluations'].mean:.2f}"),
+    ("MFLOP a step", lambda row: f"{row['mflop_per_step'].mean:.1f}"),
+)
+
+
+def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
+    padded = [cells[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(cells[1:], widths[1:], strict=True))]
+    return "| " + " | ".join(padded) + " |"

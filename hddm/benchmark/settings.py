@@ -1,5 +1,9 @@
 """What a quickstart trains and measures. Every number is written into its results."""
 
+from typing import Annotated
+
+from pydantic import Field
+
 from hddm.facts import Facts
 from hddm.training.expert import ExpertSettings
 from hddm.training.loop import Positive
@@ -22,6 +26,7 @@ class QuickstartSettings(Facts):
     router_size: str = "tiny"
     router_batch_size: Positive = 64
     sampling_steps: Positive = 30
+    solver: str = "adams-bashforth"
     num_images: Positive = 1437
     num_images_per_strategy: Positive = 1000
     strategies: tuple[str, ...] = (
@@ -32,7 +37,7 @@ class QuickstartSettings(Facts):
         "nucleus-0.9",
         "full",
     )
-    resamples: Positive = 100
+    resamples: Annotated[int, Field(ge=2)] = 100
     seeds: Positive = 1
     workers: Positive = 2
 

@@ -8,8 +8,10 @@ shards/
 """
 
 import hashlib
+import json
 import os
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -127,8 +129,8 @@ def load_shard(folder: Path) -> Shard:
     """Read a shard, checking every file against its hash.
 
     Raises:
-        HddmError: for a missing or newer manifest, a file outside the folder, a changed file, or
-            fewer than `MIN_IMAGES` images.
+        HddmError: for a missing or newer manifest, a file outside the folder, a changed file, a label
+            that is no class, or fewer than `MIN_IMAGES` images.
     """
     path = folder / MANIFEST
     if not folder.is_dir():
@@ -139,9 +141,14 @@ def load_shard(folder: Path) -> Shard:
         raise HddmError(
             f"{folder}: has {len(entries)} images; an expert needs at least {MIN_IMAGES} to train on"
         )
-    digest = _digest(entries)
+    digest = _digest(entries, manifest.classes)
     if digest != manifest.hash:
         raise HddmError(f"{path}: its list of images does not match its hash; take the shard anew")
+    for entry in entries:
+        if entry.label is not None and not 0 <= entry.label < len(manifest.classes):
+            raise HddmError(
+                f"{path}: {entry.file} has label {entry.label} of {len(manifest.classes)} classes"
+            )
     names = [entry.file for entry in entries]
     pixels = stack([_read_checked(folder, entry) for entry in entries], names)
     labels = [entry.label for entry in entries]
@@ -176,7 +183,7 @@ def _write_shard(source: ImageSet, clusters: Hierarchy, k: int, folder: Path) ->
         label = None if source.labels is None else int(source.labels[row])
         sha256 = hashlib.sha256(copy.read_bytes()).hexdigest()
         entries.append(ImageEntry(file=name, sha256=sha256, label=label))
-    digest = _digest(entries)
+    digest = _digest(entries, source.classes)
     manifest = Manifest(
         format=FORMAT,
         shard=k,
@@ -201,9 +208,9 @@ def _link_or_copy(source: Path, copy: Path) -> None:
         shutil.copyfile(source, copy)
 
 
-def _digest(entries: list[ImageEntry]) -> str:
-    lines = (f"{entry.file} {entry.sha256} {entry.label}\n" for entry in entries)
-    return hashlib.sha256("".join(lines).encode()).hexdigest()
+def _digest(entries: list[ImageEntry], classes: Sequence[str]) -> str:
+    lines = [json.dumps(list(classes))] + [f"{e.file} {e.sha256} {e.label}" for e in entries]
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
 def _read_checked(folder: Path, entry: ImageEntry) -> np.ndarray:

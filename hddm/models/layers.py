@@ -32,7 +32,7 @@ def sinusoid(times: Tensor, dim: int, dtype: torch.dtype, max_period: float = 1e
 
 
 def grid_positions(hidden_size: int, side: int) -> Tensor:
-    """Fixed 2-D sine-cosine positions (1, side², hidden_size), row by row."""
+    """2-D sine-cosine positions (1, side², hidden_size), row by row."""
     coordinates = torch.arange(side, dtype=torch.float32)
     one_axis = sinusoid(coordinates, hidden_size // 2, torch.float32)
     columns = one_axis.repeat(side, 1)

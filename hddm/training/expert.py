@@ -82,11 +82,27 @@ def train_expert(
         objective.prediction_type,
         objective.time_scale,
         null_conditions=null_conditions(facts.null_class),
+        classes=facts.classes,
     )
-    calibration = calibrate(field.velocity, shard.images, settings.seed)
+    calibration = calibrate(field.velocity, shard.images, conditions_of(shard, field), settings.seed)
     with new_folder(out, overwrite) as draft:
         save_expert(draft, Expert(network, facts, calibration))
     return fitted.losses
+
+
+def conditions_of(shard: Shard, field: VelocityField) -> dict[str, Tensor]:
+    """What ``field`` takes as conditions for the images of ``shard``: their labels, or nothing.
+
+    Raises:
+        HddmError: where the classes of the two differ.
+    """
+    if not field.classes:
+        return {}
+    if shard.labels is None or shard.classes != field.classes:
+        raise HddmError(
+            f"{shard.folder}: its classes are {list(shard.classes)}, the expert's {list(field.classes)}"
+        )
+    return {"class_labels": shard.labels}
 
 
 def _batch_loss(

@@ -2,11 +2,13 @@
 
 import os
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from hddm.calibration import FILE_NAME, calibrate
 from hddm.data.shards import load_shard
 from hddm.errors import HddmError
 from hddm.load import load
+from hddm.training.expert import conditions_of
 from hddm.velocity import VelocityField
 
 
@@ -26,10 +28,8 @@ def recalibrate(folder: Path, shard_folder: Path, seed: int = 0) -> None:
             f"{field.sample_shape}"
         )
     field.calibration = None
-    calibration = calibrate(field.velocity, shard.images, seed)
-    draft = folder / f".{FILE_NAME}.part"
-    draft.mkdir(exist_ok=True)
-    calibration.save(draft)
-    # A rename also leaves hard-linked copies of the folder as they were.
-    os.replace(draft / FILE_NAME, folder / FILE_NAME)
-    draft.rmdir()
+    calibration = calibrate(field.velocity, shard.images, conditions_of(shard, field), seed)
+    with TemporaryDirectory(dir=folder) as draft:
+        calibration.save(Path(draft))
+        # A rename also leaves hard-linked copies of the folder as they were.
+        os.replace(Path(draft, FILE_NAME), folder / FILE_NAME)
