@@ -95,10 +95,7 @@ def _replace(draft: Path, target: Path) -> None:
     except BaseException:
         old.rename(target)
         raise
-    if old.is_dir():
-        shutil.rmtree(old)
-    else:
-        old.unlink()
+    shutil.rmtree(old)
 
 
 def _sync(path: Path) -> None:

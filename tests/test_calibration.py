@@ -223,7 +223,7 @@ def test_a_calibration_that_lacks_a_tensor_is_refused(calibration: Calibration, 
 
 def test_the_same_seed_gives_the_same_calibration() -> None:
     images = SHARD.sample(64, seed=1, shape=SHAPE)
-    one, two, other = (calibrate(_expert().velocity, images, seed) for seed in (3, 3, 4))
+    one, two, other = (calibrate(_expert().velocity, images, seed=seed) for seed in (3, 3, 4))
     assert torch.equal(one.weights, two.weights)
     assert not torch.equal(one.weights, other.weights)
 
@@ -240,3 +240,20 @@ def test_calibrated_velocity_keeps_dtype_and_shape(calibration: Calibration) -> 
 def test_moments_of_a_single_image_are_refused() -> None:
     with pytest.raises(HddmError, match="at least 2 images"):
         Moments.of(torch.zeros(1, *SHAPE))
+
+
+def test_the_more_a_condition_says_the_less_the_moments_count() -> None:
+    # Two far-apart classes: with its label an image's mean is known, which the joint moments do not tell.
+    noise = torch.Generator().manual_seed(0)
+    labels = torch.arange(256) % 2
+    images = (6.0 * labels - 3).view(-1, 1, 1, 1) + 0.1 * torch.randn(256, *SHAPE, generator=noise)
+
+    def velocity(x: Tensor, t: Tensor, class_labels: Tensor | None = None) -> Tensor:
+        mean = torch.zeros(len(x)) if class_labels is None else 6.0 * class_labels - 3
+        return (x - mean.view(-1, 1, 1, 1)) / t.view(-1, 1, 1, 1)
+
+    told = calibrate(velocity, images, {"class_labels": labels})
+    untold = calibrate(velocity, images)
+    level = int((told.times - 0.8).abs().argmin())
+    assert told.weights[level, 0] < 0.1
+    assert untold.weights[level, 0] > 0.5

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from hddm.errors import HddmError
-from hddm.files import check_absent, new_folder, read_json, write_json
+from hddm.files import RECORDS, check_absent, new_folder, read_json, write_json
 from tests.artefacts import contents
 
 
@@ -34,9 +34,8 @@ def test_a_failure_leaves_nothing(error: type[BaseException], tmp_path: Path) ->
 
 
 def test_a_failure_leaves_the_folder_that_was_to_be_replaced(tmp_path: Path) -> None:
-    write_json(tmp_path / "target.json", {})
     with new_folder(tmp_path / "target") as draft:
-        (draft / "file").write_bytes(b"old")
+        write_json(draft / RECORDS[0], {})
     before = contents(tmp_path)
     with pytest.raises(RuntimeError):
         _fail(tmp_path / "target", RuntimeError)
@@ -73,7 +72,6 @@ def test_an_existing_target_is_refused_and_kept(tmp_path: Path) -> None:
         pytest.fail("the block must not run")
     with pytest.raises(HddmError, match=str(tmp_path)):
         check_absent(tmp_path)
-    check_absent(tmp_path, overwrite=True)
     assert contents(tmp_path) == {"file": b"old"}
 
 
@@ -81,14 +79,19 @@ def test_overwriting_leaves_nothing_of_the_old_folder(tmp_path: Path) -> None:
     for name in ("old", "new"):
         with new_folder(tmp_path / "target", overwrite=True) as draft:
             (draft / name).write_bytes(b"")
-    assert contents(tmp_path) == {"target/new": b""}
+            (draft / RECORDS[0]).write_bytes(b"{}")
+    assert contents(tmp_path) == {"target/new": b"", f"target/{RECORDS[0]}": b"{}"}
 
 
-def test_overwriting_replaces_a_plain_file(tmp_path: Path) -> None:
-    (tmp_path / "target").write_bytes(b"old")
-    with new_folder(tmp_path / "target", overwrite=True) as draft:
-        (draft / "file").write_bytes(b"new")
-    assert contents(tmp_path) == {"target/file": b"new"}
+def test_overwriting_spares_what_hddm_did_not_write(tmp_path: Path) -> None:
+    images = tmp_path / "images"
+    images.mkdir()
+    check_absent(images, overwrite=True)  # nothing in it to lose
+    (images / "cat.png").write_bytes(b"pixels")
+    for target in (images, images / "cat.png"):
+        with pytest.raises(HddmError, match="only what hddm wrote"), new_folder(target, overwrite=True):
+            pytest.fail("the block must not run")
+    assert contents(tmp_path) == {"images/cat.png": b"pixels"}
 
 
 @pytest.mark.parametrize(

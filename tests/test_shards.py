@@ -32,8 +32,17 @@ def _refusal(folder: Path) -> str:
 
 def _rewrite(shard: Path, images: list[dict[str, Any]]) -> None:
     """Change the list of images, with a hash that fits: by a definition of the test's own."""
-    lines = "".join(f"{entry['file']} {entry['sha256']} {entry['label']}\n" for entry in images)
-    edit_json(shard / "manifest.json", images=images, hash=hashlib.sha256(lines.encode()).hexdigest())
+    manifest = json.loads((shard / "manifest.json").read_text())
+    lines = [json.dumps(manifest["classes"])]
+    lines += [f"{entry['file']} {entry['sha256']} {entry['label']}" for entry in images]
+    digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
+    edit_json(shard / "manifest.json", images=images, hash=digest)
+
+
+def test_permuted_classes_do_not_pass(shard: Path) -> None:
+    classes = json.loads((shard / "manifest.json").read_text())["classes"]
+    edit_json(shard / "manifest.json", classes=classes[::-1])
+    assert "does not match its hash" in _refusal(shard)
 
 
 def _entries(shard: Path) -> list[dict[str, Any]]:
