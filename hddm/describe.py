@@ -8,7 +8,7 @@ from safetensors import SafetensorError, safe_open
 
 from hddm.calibration import FILE_NAME as CALIBRATION
 from hddm.data.shards import FORMAT as SHARD_FORMAT
-from hddm.data.shards import MANIFEST, Manifest
+from hddm.data.shards import MANIFEST, PARTITION_FILE, Manifest, PartitionFacts
 from hddm.ensemble_folders import ENSEMBLE_FILE, read_ensemble_facts
 from hddm.errors import HddmError
 from hddm.experts import EXPERT_FILE, FORMAT, ROUTER_FILE, ExpertFacts, RouterFacts
@@ -19,7 +19,7 @@ from hddm.schedules import from_config
 
 
 def describe(folder: Path) -> dict[str, Any]:
-    """Facts of an expert, router, ensemble or shard folder; ``kind`` says which.
+    """Facts of an expert, router, ensemble, partition or shard folder; ``kind`` says which.
 
     Raises:
         HddmError: for any other folder, or one whose records cannot be read.
@@ -46,6 +46,9 @@ def describe(folder: Path) -> dict[str, Any]:
             "objectives": [expert["objective"] for expert in experts],
             "parameters": sum(expert["parameters"] for expert in experts),
         }
+    if (folder / PARTITION_FILE).exists():
+        partition = read_facts(folder / PARTITION_FILE, PartitionFacts, SHARD_FORMAT)
+        return {"kind": "partition", **partition.model_dump()}
     if (folder / MANIFEST).exists():
         shard = read_facts(folder / MANIFEST, Manifest, SHARD_FORMAT)
         return {
@@ -53,7 +56,7 @@ def describe(folder: Path) -> dict[str, Any]:
             **shard.model_dump(exclude={"images"}),
             "images": len(shard.images),
         }
-    raise HddmError(f"{folder}: no expert, router, ensemble or shard folder of hddm")
+    raise HddmError(f"{folder}: no expert, router, ensemble, partition or shard folder of hddm")
 
 
 def _network(folder: Path) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import torch
 from hddm.ensemble import Ensemble
 from hddm.ensemble_folders import ENSEMBLE_FILE, read_ensemble_facts
 from hddm.errors import HddmError
-from hddm.experts import EXPERT_FILE, Expert, null_conditions, read_expert, read_router
+from hddm.experts import EXPERT_FILE, null_conditions, read_expert, read_router
 from hddm.routing import Router
 from hddm.schedules import from_config
 from hddm.velocity import VelocityField
@@ -30,7 +30,7 @@ def load(
     if not folder.is_dir():
         raise HddmError(f"{folder}: no such folder")
     if (folder / EXPERT_FILE).exists():
-        return _field(read_expert(folder, dtype), device)
+        return _field(folder, dtype, device)
     if (folder / ENSEMBLE_FILE).exists():
         return _ensemble(folder, dtype, device)
     raise HddmError(
@@ -38,26 +38,33 @@ def load(
     )
 
 
-def _field(expert: Expert, device: torch.device | str) -> VelocityField:
+def _field(folder: Path, dtype: torch.dtype, device: torch.device | str) -> VelocityField:
+    expert = read_expert(folder, dtype)
     facts = expert.facts
-    return VelocityField(
-        expert.network.to(device),
-        from_config(facts.schedule),
-        facts.prediction_type,
-        facts.time_scale,
-        expert.calibration,
-        conditions=facts.conditions,
-        null_conditions=null_conditions(facts.null_class),
-        sample_shape=facts.sample_shape,
-        classes=facts.classes,
-    )
+    try:
+        return VelocityField(
+            expert.network.to(device),
+            from_config(facts.schedule),
+            facts.prediction_type,
+            facts.time_scale,
+            expert.calibration,
+            conditions=facts.conditions,
+            null_conditions=null_conditions(facts.null_class),
+            sample_shape=facts.sample_shape,
+            classes=facts.classes,
+        )
+    except HddmError as error:
+        raise HddmError(f"{folder / EXPERT_FILE}: {error}") from error
 
 
 def _ensemble(folder: Path, dtype: torch.dtype, device: torch.device | str) -> Ensemble:
     facts = read_ensemble_facts(folder)
-    experts = [_field(read_expert(folder / name, dtype), device) for name in facts.experts]
+    experts = [_field(folder / name, dtype, device) for name in facts.experts]
     router = None
     if facts.router is not None:
         network, router_facts = read_router(folder / facts.router, dtype)
         router = Router(network.to(device), router_facts.time_scale)
-    return Ensemble(experts, router, facts.strategy, facts.prior)
+    try:
+        return Ensemble(experts, router, facts.strategy, facts.prior)
+    except HddmError as error:
+        raise HddmError(f"{folder / ENSEMBLE_FILE}: {error}") from error

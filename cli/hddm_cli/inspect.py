@@ -7,7 +7,7 @@ import typer
 
 
 def inspect(
-    path: Annotated[Path, typer.Argument(help="Expert, router, ensemble or shard folder.")],
+    path: Annotated[Path, typer.Argument(help="Expert, router, ensemble, partition or shard folder.")],
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")] = False,
 ) -> None:
     """Say what an artefact is: objective, schedule, shard, size, licence, provenance."""

@@ -19,8 +19,19 @@ from hddm.workers import Report
 
 BATCH = 512
 
-ExpertUse = tuple[float, list[float], list[float]]
-"""A time, and there the mean router probability and the mean weight of each expert."""
+
+@dataclass(frozen=True)
+class ExpertUse:
+    """What a router said at one time, on average over samples.
+
+    ``probabilities`` and ``weights`` (K,) are the router's and, after the strategy, the mixture's;
+    ``largest`` is the mean of the largest probability: 1/K knows nothing, 1 is certain.
+    """
+
+    t: float
+    probabilities: list[float]
+    weights: list[float]
+    largest: float
 
 
 @dataclass(frozen=True)
@@ -121,5 +132,6 @@ def _mean_use(
     for time in times:
         probabilities = torch.cat([p for t, p, _ in seen if t == time])
         weights = torch.cat([w for t, _, w in seen if t == time])
-        use.append((time, probabilities.mean(0).tolist(), weights.mean(0).tolist()))
+        largest = probabilities.max(1).values.mean().item()
+        use.append(ExpertUse(time, probabilities.mean(0).tolist(), weights.mean(0).tolist(), largest))
     return use

@@ -71,20 +71,26 @@ def loss_plot(losses: Mapping[str, Sequence[float]]) -> str:
     return _svg(canvas)
 
 
-def use_plot(use: Sequence[ExpertUse]) -> str:
-    """Mean router probability of each expert over t, stacked, as an embedded SVG."""
-    canvas = Canvas(figsize=(5.5, 2.8), layout="constrained")
-    axes = canvas.subplots()
-    times = [t for t, _, _ in use]
-    shares = np.array([probabilities for _, probabilities, _ in use]).T
-    labels = [f"expert {k}" for k in range(len(shares))]
-    axes.stackplot(times, shares, labels=labels, alpha=0.85)
-    axes.set_xlim(max(times), min(times))
-    axes.set_ylim(0, 1)
-    axes.set_xlabel("t (noise on the left, data on the right)", fontsize=8)
-    axes.set_ylabel("mean probability", fontsize=8)
-    axes.tick_params(labelsize=7)
-    axes.legend(fontsize=7, loc="upper right")
+def use_plot(use: Mapping[str, Sequence[ExpertUse]]) -> str:
+    """Mean weight of each expert over t, stacked, a panel a strategy, as an embedded SVG.
+
+    The dashed line is how sure the router is: its largest probability, on average.
+    """
+    canvas = Canvas(figsize=(2.1 * len(use), 2.6), layout="constrained")
+    panels = np.atleast_1d(canvas.subplots(1, len(use), sharey=True))
+    for panel, (strategy, entries) in zip(panels, use.items(), strict=True):
+        times = [entry.t for entry in entries]
+        shares = np.array([entry.weights for entry in entries]).T
+        labels = [f"expert {k}" for k in range(len(shares))]
+        panel.stackplot(times, shares, labels=labels, alpha=0.8)
+        panel.plot(times, [entry.largest for entry in entries], "k--", linewidth=1.2, label="certainty")
+        panel.set_xlim(max(times), min(times))
+        panel.set_ylim(0, 1)
+        panel.set_title(strategy, fontsize=9)
+        panel.set_xlabel("t", fontsize=8)
+        panel.tick_params(labelsize=7)
+    panels[0].set_ylabel("mean weight", fontsize=8)
+    canvas.legend(*panels[0].get_legend_handles_labels(), fontsize=7, loc="outside right center")
     return _svg(canvas)
 
 

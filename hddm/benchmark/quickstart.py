@@ -9,6 +9,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from hddm.benchmark.conversions import TREATMENTS
 from hddm.benchmark.cost import forward_mflop
 from hddm.benchmark.digits import write_digits
@@ -33,6 +36,7 @@ from hddm.evaluation.scores import Scorer
 from hddm.files import check_absent, new_folder, write_json
 from hddm.load import load
 from hddm.progress import Progress
+from hddm.tensors import generator
 from hddm.training.expert import ExpertSettings
 from hddm.workers import Call, Workers
 
@@ -50,6 +54,8 @@ class _Ground:
     shards: Path
     whole: Path
     scorer: Scorer
+    examples: Tensor
+    """A few training images, to look at beside samples."""
 
 
 def quickstart(out: Path, settings: QuickstartSettings, overwrite: bool = False) -> list[Run]:
@@ -84,7 +90,8 @@ def _prepare(folder: Path, settings: QuickstartSettings) -> _Ground:
     images, fresh = load_images(training), load_images(held_out)
     extractor = choose_extractor(images, min(len(images), len(fresh), settings.num_images_per_strategy))
     scorer = Scorer(extractor, images.pixels, fresh.pixels, settings.resamples)
-    return _Ground(folder / "shards", folder / "whole" / "shard_0", scorer)
+    examples = images.pixels[torch.randperm(len(images), generator=generator(0))[:GRID_IMAGES]]
+    return _Ground(folder / "shards", folder / "whole" / "shard_0", scorer, examples)
 
 
 def _run(folder: Path, seed: int, ground: _Ground, settings: QuickstartSettings, workers: Workers) -> Run:
@@ -96,8 +103,9 @@ def _run(folder: Path, seed: int, ground: _Ground, settings: QuickstartSettings,
     with Progress(sum(call.units for call in flat), f"{label}sample") as progress:
         sampled = iter(workers.run(flat, progress))
     costs = forward_mflop(load(models["homogeneous flow"]))
+    write_grid(ground.examples, grid_path(folder, "training images"))
     tables: dict[str, list[Row]] = {}
-    use: list[ExpertUse] = []
+    use: dict[str, list[ExpertUse]] = {}
     for table in TABLES:
         tables[table] = []
         for name in calls[table]:
@@ -105,8 +113,8 @@ def _run(folder: Path, seed: int, ground: _Ground, settings: QuickstartSettings,
             tables[table].append(_row(name, result, ground, costs, settings))
             if table == "models":
                 write_grid(result.pixels[:GRID_IMAGES], grid_path(folder, name))
-            if name == "full":
-                use = result.use
+            if result.use:
+                use[name] = result.use
     return Run(seed, tables, use, losses)
 
 

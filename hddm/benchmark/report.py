@@ -22,10 +22,9 @@ def write_report(
         (files("hddm.benchmark") / "report.html.j2").read_text()
     )
     first = runs[0]
-    grids = {
-        row.name: embedded(grid_path(folder / f"seed_{first.seed}", row.name).read_bytes(), "png")
-        for row in first.tables["models"]
-    }
+    seed_folder = folder / f"seed_{first.seed}"
+    names = ["training images", *(row.name for row in first.tables["models"])]
+    grids = {name: embedded(grid_path(seed_folder, name).read_bytes(), "png") for name in names}
     page = template.render(
         settings=settings,
         results=results,

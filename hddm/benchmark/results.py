@@ -27,11 +27,11 @@ class Row:
 
 @dataclass(frozen=True)
 class Run:
-    """One training seed: its three tables by name, router use and losses, for the plots."""
+    """One training seed: its three tables by name, expert use by strategy, and losses."""
 
     seed: int
     tables: dict[str, list[Row]]
-    expert_use: list[ExpertUse]
+    expert_use: dict[str, list[ExpertUse]]
     losses: dict[str, list[float]]
 
 

@@ -29,6 +29,7 @@ from hddm.files import new_folder, write_json
 
 FORMAT = "1.0"
 MANIFEST = "manifest.json"
+PARTITION_FILE = "partition.json"
 MIN_IMAGES = 16
 FINE_PER_SHARD = 8
 
@@ -121,7 +122,7 @@ def partition(images: Path, out: Path, num_shards: int, seed: int = 0, overwrite
             sizes=sizes,
             hashes=hashes,
         )
-        write_json(draft / "partition.json", facts.model_dump())
+        write_json(draft / PARTITION_FILE, facts.model_dump())
     return [out / f"shard_{k}" for k in range(num_shards)]
 
 
@@ -169,7 +170,7 @@ def find_shards(folder: Path) -> list[Path]:
     Raises:
         HddmError: where ``folder`` holds no partition.
     """
-    facts = read_facts(folder / "partition.json", PartitionFacts, FORMAT)
+    facts = read_facts(folder / PARTITION_FILE, PartitionFacts, FORMAT)
     return [folder / f"shard_{k}" for k in range(len(facts.sizes))]
 
 
