@@ -35,4 +35,5 @@ $(VENV)/.ready-dev: pyproject.toml | $(VENV)/bin/python
 	touch $@ $(VENV)/.ready $(VENV)/.ready-test
 
 $(VENV)/bin/python:
-	$(PYTHON) -m venv $(VENV)
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "hddm needs Python 3.11: make PYTHON=...")'
+	$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); exit 1; }

@@ -10,13 +10,16 @@ A calibrated expert mixes the two, direction by direction:
 
     v = v_net + U diag(w(t)) U^T (v_gauss - v_net)
 
-where w_i(t) minimises the squared error of the velocity over the shard's own images, in closed form:
+where w_i(t) minimises the squared error of the velocity over the shard's own images, in closed form and
+cross-fitted: the weights are measured on images that the moments have not seen, half against half, since
+on its own images even a Gaussian looks better than the truth. The final moments are those of all images.
 
     w_i(t) = E[(v* - v_net)_i (v_gauss - v_net)_i] / E[(v_gauss - v_net)_i²],  clipped to [0, 1],
 
 v* = eps - x_0 being an unbiased target. No knowledge of the network's error is needed. An estimate w with
 standard error s counts as w (1 - s²/w²), or 0 below s, so that a good network is left alone. At t = 1 the
-weight is 1, where v = x - m is exact. What lies outside U shares one variance and one weight.
+weight of an unconditional expert is 1, where v = x - m is exact. What lies outside U shares one variance
+and one weight.
 
 Up to t = `START` the weight is 0. There the state holds more signal than noise, and what the blend still
 gains in squared error (about 1 % on digits) it costs in the diversity of samples.
@@ -35,7 +38,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from hddm.errors import HddmError
-from hddm.tensors import generator
+from hddm.tensors import generator, to_float64
 
 FILE_NAME = "calibration.safetensors"
 MAX_DIRECTIONS = 256
@@ -66,7 +69,7 @@ class Moments:
         """
         if len(images) < 2:
             raise HddmError(f"moments need at least 2 images, not {len(images)}")
-        flat = images.flatten(1).double()
+        flat = to_float64(images.flatten(1))
         mean = flat.mean(0)
         centred = flat - mean
         _, singular, directions = torch.linalg.svd(centred, full_matrices=False)
@@ -173,43 +176,58 @@ def calibrate(
         seed: of the noise.
         batch_size: states a call; `STATES` states are drawn at each of `LEVELS` times.
     """
+    if len(images) < 4:
+        raise HddmError(f"a calibration needs at least 4 images, not {len(images)}")
     moments = Moments.of(images)
-    fitted = moments.to(images)
     times = torch.linspace(START, 1, LEVELS + 2)
     noise = generator(seed)
+    halves = torch.randperm(len(images), generator=noise).chunk(2)
     sums = torch.zeros(LEVELS, 3, len(moments.variances), dtype=torch.float64)
-    for level, time in enumerate(times[1:-1].tolist()):
-        drawn = torch.randint(len(images), (STATES,), generator=noise).to(images.device)
-        for rows in drawn.split(batch_size):
-            x_0 = images[rows]
-            given = {name: value[rows] for name, value in (conditions or {}).items()}
-            eps = torch.randn(x_0.shape, generator=noise).to(x_0)
-            t = torch.full((len(x_0),), time, dtype=x_0.dtype, device=x_0.device)
-            x_t = (1 - time) * x_0 + time * eps
-            net = velocity(x_t, t, **given).flatten(1)
-            to_gauss = fitted.velocity(x_t.flatten(1), t) - net
-            to_target = (eps - x_0).flatten(1) - net
-            pairs = ((to_target, to_gauss), (to_gauss, to_gauss), (to_target, to_target))
-            sums[level] += torch.stack([_inner(fitted, a, b) for a, b in pairs])
-    none, all_ = torch.zeros(2, len(moments.variances)), torch.ones(1, len(moments.variances))
-    weights = torch.cat([none, _weights(sums).float(), all_])
-    return Calibration(moments, torch.cat([torch.zeros(1), times]), weights)
+    for seen, unseen in (halves, halves[::-1]):
+        known = Moments.of(images[seen.to(images.device)]).to(images)
+        for level, time in enumerate(times[1:-1].tolist()):
+            drawn = unseen[torch.randint(len(unseen), (STATES // 2,), generator=noise)]
+            for rows in drawn.to(images.device).split(batch_size):
+                x_0 = images[rows]
+                eps = torch.randn(x_0.shape, generator=noise).to(x_0)
+                t = torch.full((len(x_0),), time, dtype=x_0.dtype, device=x_0.device)
+                x_t = (1 - time) * x_0 + time * eps
+                given = {name: value[rows] for name, value in (conditions or {}).items()}
+                net = velocity(x_t, t, **given).flatten(1)
+                to_gauss = known.velocity(x_t.flatten(1), t) - net
+                to_target = (eps - x_0).flatten(1) - net
+                pairs = ((to_target, to_gauss), (to_gauss, to_gauss), (to_target, to_target))
+                products = torch.stack([_inner(known, a, b) for a, b in pairs])
+                # Half the images may span fewer directions; what they lack counts among the rest.
+                sums[level, :, : products.shape[1] - 1] += products[:, :-1]
+                sums[level, :, -1] += products[:, -1]
+    coordinates = torch.ones(len(moments.variances), dtype=torch.float64)
+    coordinates[-1] = max(moments.mean.numel() - moments.basis.shape[1], 1)
+    weights = _weights(sums, coordinates).float()
+    # Under a condition the moments' velocity is not exact at t = 1, so they get no more than before it.
+    last = weights[-1:] if conditions else torch.ones_like(weights[-1:])
+    none = torch.zeros(2, len(moments.variances))
+    return Calibration(moments, torch.cat([torch.zeros(1), times]), torch.cat([none, weights, last]))
 
 
-def _weights(sums: Tensor) -> Tensor:
+def _weights(sums: Tensor, coordinates: Tensor) -> Tensor:
     """Least-squares weights (levels, directions), shrunk by their sampling error, clipped to [0, 1].
 
-    ``sums`` (levels, 3, directions) of target·gauss, gauss² and target². Neighbouring levels are pooled,
-    since weights change slowly with t and a level alone is noisy.
+    ``sums`` (levels, 3, directions) of target·gauss, gauss² and target²; ``coordinates`` says over how many
+    numbers a state each direction sums. Neighbouring levels are pooled, since weights change slowly with
+    t and a level alone is noisy.
     """
     reach = len(POOL) // 2
-    kernel = torch.tensor(POOL, dtype=sums.dtype)
-    padded = torch.cat([sums[:1].expand(reach, -1, -1), sums, sums[-1:].expand(reach, -1, -1)])
-    pooled = torch.einsum("lpdk,k->lpd", padded.unfold(0, len(POOL), 1), kernel)
-    states = STATES * kernel.sum() ** 2 / kernel.square().sum()
-    product, gauss, target = (pooled / kernel.sum() * states / STATES).unbind(1)
+    offsets = torch.arange(len(sums))[None] - torch.arange(len(sums))[:, None] + reach
+    kernel = torch.tensor((*POOL, 0.0), dtype=sums.dtype)[
+        torch.where((offsets >= 0) & (offsets < len(POOL)), offsets, len(POOL))
+    ]
+    total, squares = kernel.sum(1), kernel.square().sum(1)
+    states = STATES * total**2 / squares
+    pooled = torch.einsum("lk,kpd->lpd", kernel * (total / squares)[:, None], sums)
+    product, gauss, target = pooled.unbind(1)
     weights = torch.where(gauss > 0, product / gauss, 0.0)
-    error = (target - weights * product).clamp(0) / (states * gauss)
+    error = (target - weights * product).clamp(0) / (states[:, None] * coordinates * gauss)
     shrunk = weights * (1 - error / weights**2).clamp(0)
     return torch.where((weights > 0) & (gauss > 0), shrunk, 0.0).clamp(0, 1)
 
@@ -217,5 +235,5 @@ def _weights(sums: Tensor) -> Tensor:
 def _inner(moments: Moments, a: Tensor, b: Tensor) -> Tensor:
     """Products of ``a`` and ``b`` (N, D) summed over rows: one for each direction, one for the rest."""
     (a_along, a_rest), (b_along, b_rest) = moments.split(a), moments.split(b)
-    along = (a_along * b_along).double().sum(0)
-    return torch.cat([along, (a_rest * b_rest).double().sum()[None]]).cpu()
+    along = to_float64(a_along * b_along).sum(0)
+    return torch.cat([along, to_float64(a_rest * b_rest).sum()[None]]).cpu()

@@ -62,6 +62,11 @@ class Ensemble:
         return next((e.sample_shape for e in self.experts if e.sample_shape is not None), None)
 
     @property
+    def device(self) -> torch.device:
+        """Where the first expert is; all experts are taken to be there."""
+        return self.experts[0].device
+
+    @property
     def classes(self) -> tuple[str, ...]:
         """Names of the classes, empty where no expert has any."""
         return next((e.classes for e in self.experts if e.classes), ())
@@ -131,12 +136,16 @@ class Ensemble:
             return torch.ones(len(x_t), 1, device=x_t.device)
         if self.router is None:
             raise HddmError(f"strategy {self.strategy!r} needs a router; only 'draw' does without")
-        probabilities = self.router(x_t, t)
+        state_dtype = torch.promote_types(x_t.dtype, torch.float32)
+        probabilities = self.router(x_t, t.to(x_t.device, state_dtype)).to(state_dtype)
         if probabilities.shape != (len(x_t), len(self.experts)):
             raise HddmError(
                 f"the router gave {tuple(probabilities.shape)} probabilities for {len(x_t)} states and "
                 f"{len(self.experts)} experts"
             )
+        # Logits passed for probabilities would mix into something that looks like a velocity.
+        if not ((probabilities >= 0).all() and ((probabilities.sum(1) - 1).abs() < 1e-2).all()):
+            raise HddmError("the router's rows are no probabilities (non-negative, sum 1); apply a softmax?")
         return sparse_weights(probabilities, self._strategy)
 
     def _shared_out(self, conditions: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:

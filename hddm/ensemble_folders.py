@@ -75,7 +75,7 @@ def assemble(
     if problems:
         raise HddmError(f"these parts do not fit together: {'; '.join(problems)}")
     images = [float(f.shard.images) if f.shard else 1.0 for f in facts]
-    with new_folder(out, overwrite) as draft:
+    with new_folder(out, ENSEMBLE_FILE, overwrite) as draft:
         names = [f"experts/{k}" for k in range(len(experts))]
         for folder, name in zip(experts, names, strict=True):
             _copy_folder(folder, draft / name)

@@ -10,27 +10,18 @@ from typing import Any
 
 from hddm.errors import HddmError
 
-RECORDS = (
-    "expert.json",
-    "router.json",
-    "ensemble.json",
-    "partition.json",
-    "sampling.json",
-    "results.json",
-)
-
 
 @contextlib.contextmanager
-def new_folder(target: Path, overwrite: bool = False) -> Iterator[Path]:
+def new_folder(target: Path, record: str, overwrite: bool = False) -> Iterator[Path]:
     """A folder to fill that becomes ``target`` when the block ends, and vanishes if it fails.
 
-    It lies beside ``target``, since a rename is atomic only within one file system. Files are synced
-    to disk before the rename.
+    It lies beside ``target``, since a rename is atomic only within one file system. Files are synced to
+    disk before the rename. ``record`` is the JSON file that marks its kind.
 
     Raises:
         HddmError: as `check_absent`.
     """
-    check_absent(target, overwrite)
+    check_absent(target, record, overwrite)
     target.parent.mkdir(parents=True, exist_ok=True)
     draft = target.parent / f".{target.name}.part-{os.getpid()}"
     shutil.rmtree(draft, ignore_errors=True)
@@ -45,20 +36,22 @@ def new_folder(target: Path, overwrite: bool = False) -> Iterator[Path]:
         raise
 
 
-def check_absent(target: Path, overwrite: bool = False) -> None:
+def check_absent(target: Path, record: str, overwrite: bool = False) -> None:
     """Refuse an existing ``target``; called again before work of hours, to fail early.
 
-    With ``overwrite`` only an empty folder or one with a record of hddm's may go, so that a slip of the
-    keyboard does not delete somebody's images.
+    With ``overwrite`` only an empty folder or one of the same kind may go: one that holds a ``record``, a
+    JSON file with a format version. So a slip of the keyboard costs no images and no other model.
     """
     if not target.exists():
         return
     if not overwrite:
         raise HddmError(f"{target} exists: choose another folder, or pass --overwrite to replace it")
-    ours = target.is_dir() and (not any(target.iterdir()) or any((target / r).exists() for r in RECORDS))
-    if not ours:
+    if target.is_dir() and not any(target.iterdir()):
+        return
+    if "format" not in (read_json(target / record) if (target / record).is_file() else {}):
         raise HddmError(
-            f"{target}: --overwrite replaces only what hddm wrote, and this holds none of its records"
+            f"{target}: --overwrite replaces a folder of the same kind only, and this one holds no {record} "
+            "of hddm's"
         )
 
 

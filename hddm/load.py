@@ -34,7 +34,8 @@ def load(
     if (folder / ENSEMBLE_FILE).exists():
         return _ensemble(folder, dtype, device)
     raise HddmError(
-        f"{folder}: neither an expert folder ({EXPERT_FILE}) nor an ensemble folder ({ENSEMBLE_FILE})"
+        f"{folder}: neither an expert folder ({EXPERT_FILE}) nor an ensemble folder ({ENSEMBLE_FILE}); a "
+        "pretrained checkpoint must become an expert first (hddm convert)"
     )
 
 

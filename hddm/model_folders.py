@@ -39,12 +39,15 @@ def read_network(folder: Path, network_class: type[Network], dtype: torch.dtype)
             nearest = difflib.get_close_matches(key, known, n=1)
             hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
             raise HddmError(f"{path}: {network_class.__name__} has no key {key!r}{hint}")
+    weights = _read_weights(folder / WEIGHTS)
+    # Modules cost memory even on the meta device; a small file must not ask for a billion of them.
+    if isinstance(arguments.get("depth"), int) and arguments["depth"] > len(weights):
+        raise HddmError(f"{path}: depth is {arguments['depth']}, and there are {len(weights)} tensors")
     try:
         with torch.device("meta"):
             network: Network = network_class(**arguments)
     except (TypeError, ValueError, RuntimeError, ZeroDivisionError) as error:
         raise HddmError(f"{path}: no network can be built from it ({error})") from error
-    weights = _read_weights(folder / WEIGHTS)
     _refuse_difference(network, weights, folder / WEIGHTS)
     network.load_state_dict({key: value.to(dtype) for key, value in weights.items()}, assign=True)
     network.eval()

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from hddm.errors import HddmError
+from hddm.tensors import parameter_dtype, to_float64
 
 
 @dataclass(frozen=True)
@@ -97,10 +98,11 @@ class Router:
         self.time_scale = time_scale
 
     def __call__(self, x_t: Tensor, t: Tensor) -> Tensor:
-        """Probabilities (batch, K) for x_t (batch, C, H, W) on the common path at t (batch,)."""
-        dtype = next((p.dtype for p in self._parameters()), torch.float32)
-        logits = self.network(x_t.to(dtype), (t * self.time_scale).to(x_t.device, torch.float32))
-        return logits.float().softmax(1)
+        """Probabilities (batch, K) for x_t (batch, C, H, W) on the common path at t (batch,).
 
-    def _parameters(self) -> list[Tensor]:
-        return list(self.network.parameters()) if isinstance(self.network, torch.nn.Module) else []
+        Their dtype, and that of the times that the network gets, is x_t's, float32 at least.
+        """
+        wide = torch.promote_types(x_t.dtype, torch.float32)
+        dtype = parameter_dtype(self.network) or wide
+        timestep = (to_float64(t) * self.time_scale).to(x_t.device, wide)
+        return self.network(x_t.to(dtype), timestep).to(wide).softmax(1)

@@ -1,10 +1,12 @@
 """From noise to samples: a time grid, a solver and a velocity field.
 
 Sample i depends on (seed, i) alone: its noise, and the expert that ``draw`` gives it, come from a
-generator of its own, whatever the batch size.
+generator of its own, whatever the batch size. What a batch size does change is rounding.
 """
 
+import copy
 import functools
+import warnings
 from collections.abc import Callable, Mapping
 
 import torch
@@ -65,7 +67,6 @@ def sample(
     negative: Mapping[str, Tensor] | None = None,
     shift: float = 1.0,
     batch_size: int = 64,
-    device: torch.device | str = "cpu",
     shape: tuple[int, ...] | None = None,
     on_batch: Callable[[int], None] | None = None,
     **conditions: Tensor,
@@ -82,8 +83,8 @@ def sample(
         guidance_scale: classifier-free guidance, 1 for none.
         negative: conditions to guide away from, each (num, …); by default the null ones.
         shift: of the time grid.
-        batch_size: samples integrated together; changes the result by rounding at most.
-        device: where the model lives.
+        batch_size: samples integrated together; changes a sample by rounding only, which a hard choice of
+            experts can amplify.
         shape: (C, H, W) of a sample, where the model does not tell.
         on_batch: called with the number of samples after each batch.
         conditions: keywords of the experts' networks, each (num, …).
@@ -98,43 +99,34 @@ def sample(
     shape = shape or model.sample_shape
     if shape is None:
         raise HddmError("this model does not tell the shape of a sample: pass shape=(C, H, W)")
-    if num < 1 or batch_size < 1:
-        raise HddmError(f"num and batch_size must be at least 1, not num={num}, batch_size={batch_size}")
+    if num < 1 or batch_size < 1 or seed < 0:
+        raise HddmError(f"num and batch_size start at 1, seed at 0, not {num}, {batch_size} and {seed}")
     for name, value in (*conditions.items(), *(negative or {}).items()):
         if len(value) != num:
             raise HddmError(f"condition {name!r} has {len(value)} rows for {num} samples")
-    chosen = _chosen_strategy(model, strategy)
-    times, integrate = time_grid(steps, shift), solver_named(solver)
-    before = model.strategy if isinstance(model, Ensemble) else None
-    batches = []
-    try:
-        if isinstance(model, Ensemble) and chosen is not None:
-            model.strategy = chosen
-        for start in range(0, num, batch_size):
-            stop = min(start + batch_size, num)
-            given = {key: value[start:stop].to(device) for key, value in conditions.items()}
-            against = {key: value[start:stop].to(device) for key, value in (negative or {}).items()}
-            if isinstance(model, Ensemble) and chosen == "draw":
-                given["expert"] = draw_experts(model.prior, seed, start, stop).to(device)
-
-            bound = functools.partial(
-                model.velocity, guidance_scale=guidance_scale, negative=against or None, **given
-            )
-
-            x = initial_noise(seed, start, stop, shape).to(device)
-            batches.append(integrate(bound, x, times).cpu())
-            if on_batch is not None:
-                on_batch(stop - start)
-    finally:
-        if isinstance(model, Ensemble) and before is not None:
-            model.strategy = before
-    return torch.cat(batches)
-
-
-def _chosen_strategy(model: VelocityField | Ensemble, strategy: str | None) -> str | None:
     if isinstance(model, Ensemble):
-        return strategy or model.strategy
-    if strategy is not None:
+        # A copy, so that another thread's sampling keeps its own strategy.
+        model = copy.copy(model)
+        model.strategy = strategy or model.strategy
+    elif strategy is not None:
         Strategy.parse(strategy)
         raise HddmError(f"strategy {strategy!r} needs an ensemble; this is a single expert")
-    return None
+    drawn = isinstance(model, Ensemble) and model.strategy == "draw"
+    if drawn and conditions:
+        warnings.warn("draw picks experts by the prior alone: the conditions have no say in it", stacklevel=2)
+    times, integrate = time_grid(steps, shift), solver_named(solver)
+    batches = []
+    for start in range(0, num, batch_size):
+        stop = min(start + batch_size, num)
+        given = {key: value[start:stop].to(model.device) for key, value in conditions.items()}
+        against = {key: value[start:stop].to(model.device) for key, value in (negative or {}).items()}
+        if isinstance(model, Ensemble) and drawn:
+            given["expert"] = draw_experts(model.prior, seed, start, stop).to(model.device)
+        bound = functools.partial(
+            model.velocity, guidance_scale=guidance_scale, negative=against or None, **given
+        )
+        x = initial_noise(seed, start, stop, shape).to(model.device)
+        batches.append(integrate(bound, x, times).cpu())
+        if on_batch is not None:
+            on_batch(stop - start)
+    return torch.cat(batches)

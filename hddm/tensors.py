@@ -1,8 +1,10 @@
 """Small tensor helpers that several floors share."""
 
+from collections.abc import Iterator
+
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 
 def append_dims(values: Tensor, ndim: int) -> Tensor:
@@ -25,3 +27,17 @@ def generator(seed: int, *key: int) -> torch.Generator:
     state = np.random.SeedSequence((seed, *key)).generate_state(1, np.uint64)[0]
     # Torch takes seeds as signed 64-bit integers.
     return torch.Generator().manual_seed(int(state >> np.uint64(1)))
+
+
+def parameter_dtype(network: object) -> torch.dtype | None:
+    """Dtype of a module's floating parameters, None for one without any and for plain functions."""
+    return next((p.dtype for p in _parameters(network) if p.is_floating_point()), None)
+
+
+def device_of(network: object) -> torch.device:
+    """Device of a module's parameters; the CPU for one without any and for plain functions."""
+    return next((p.device for p in _parameters(network)), torch.device("cpu"))
+
+
+def _parameters(network: object) -> Iterator[Tensor]:
+    return network.parameters() if isinstance(network, nn.Module) else iter(())

@@ -25,13 +25,13 @@ discrete schedule, `SINGULAR_MARGIN` before the end of a continuous one.
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hddm.calibration import Calibration
 from hddm.errors import HddmError
 from hddm.predictions import Point, PredictionType, velocity, x_0_and_eps
 from hddm.schedules import DiscreteSchedule, LinearSchedule, Schedule
-from hddm.tensors import append_dims, to_float64
+from hddm.tensors import append_dims, device_of, parameter_dtype, to_float64
 
 SINGULAR_MARGIN = 1e-6
 
@@ -81,6 +81,11 @@ class VelocityField:
             schedule.derivatives(torch.zeros(1, dtype=torch.float64))
         self.classes = tuple(classes)
         self.range = _exact_range(schedule, self.prediction_type)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the network's parameters are; the CPU for one without any."""
+        return device_of(self.network)
 
     def velocity(
         self,
@@ -180,7 +185,7 @@ class VelocityField:
 
     def ask(self, y: Tensor, native: Tensor, conditions: Mapping[str, Tensor]) -> Tensor:
         """The network's own prediction at a state ``y`` of its path, at ``native`` times (batch,)."""
-        dtype = _parameter_dtype(self.network) or y.dtype
+        dtype = parameter_dtype(self.network) or y.dtype
         timestep = (native * self.time_scale).to(y.device, y.dtype)
         output = self.network(y.to(dtype), timestep, **conditions)
         if output.shape != y.shape:
@@ -252,12 +257,6 @@ def _exact_range(schedule: Schedule, prediction_type: PredictionType) -> tuple[f
     if prediction_type is PredictionType.SAMPLE and low == 0.0:
         low = SINGULAR_MARGIN
     return low, high
-
-
-def _parameter_dtype(network: object) -> torch.dtype | None:
-    if not isinstance(network, nn.Module):
-        return None
-    return next((p.dtype for p in network.parameters() if p.is_floating_point()), None)
 
 
 def _shape_from_config(network: object) -> tuple[int, ...] | None:

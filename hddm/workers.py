@@ -59,7 +59,11 @@ class Workers:
         value: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._pool.shutdown(wait=kind is None, cancel_futures=True)
+        if kind is not None:
+            # Nobody will take the results; a running call must not go on writing.
+            for child in multiprocessing.active_children():
+                child.terminate()
+        self._pool.shutdown(wait=True, cancel_futures=True)
         self._environment.close()
 
     def run(self, calls: Sequence[Call], on_progress: Report) -> list[Any]:

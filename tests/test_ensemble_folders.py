@@ -16,8 +16,8 @@ from hddm.ensemble import Ensemble
 from hddm.ensemble_folders import assemble
 from hddm.errors import HddmError
 from hddm.experts import read_router
-from hddm.image_folders import sample_to_folder
 from hddm.routing import Router
+from hddm.sample_folders import sample_to_folder
 from hddm.training.expert import train_expert
 from tests.artefacts import contents, copied, edit_json, expert_settings, largest_file
 

@@ -7,19 +7,21 @@ from pathlib import Path
 import pytest
 
 from hddm.errors import HddmError
-from hddm.files import RECORDS, check_absent, new_folder, read_json, write_json
+from hddm.files import check_absent, new_folder, read_json, write_json
 from tests.artefacts import contents
+
+RECORD = "expert.json"
 
 
 def _fail(target: Path, error: type[BaseException]) -> None:
-    with new_folder(target, overwrite=True) as draft:
+    with new_folder(target, RECORD, overwrite=True) as draft:
         (draft / "file").write_bytes(b"half")
         raise error
 
 
 def test_a_folder_appears_when_it_is_complete(tmp_path: Path) -> None:
     target = tmp_path / "deep" / "target"
-    with new_folder(target) as draft:
+    with new_folder(target, RECORD) as draft:
         (draft / "sub").mkdir()
         (draft / "sub" / "file").write_bytes(b"content")
         assert not target.exists()
@@ -34,8 +36,8 @@ def test_a_failure_leaves_nothing(error: type[BaseException], tmp_path: Path) ->
 
 
 def test_a_failure_leaves_the_folder_that_was_to_be_replaced(tmp_path: Path) -> None:
-    with new_folder(tmp_path / "target") as draft:
-        write_json(draft / RECORDS[0], {})
+    with new_folder(tmp_path / "target", RECORD) as draft:
+        write_json(draft / RECORD, {"format": "1.0"})
     before = contents(tmp_path)
     with pytest.raises(RuntimeError):
         _fail(tmp_path / "target", RuntimeError)
@@ -45,13 +47,13 @@ def test_a_failure_leaves_the_folder_that_was_to_be_replaced(tmp_path: Path) -> 
 def test_a_killed_process_leaves_no_half_folder(tmp_path: Path) -> None:
     child = os.fork()
     if child == 0:
-        with new_folder(tmp_path / "target") as draft:
+        with new_folder(tmp_path / "target", RECORD) as draft:
             (draft / "file").write_bytes(b"half")
             os.kill(os.getpid(), signal.SIGKILL)
     _, status = os.waitpid(child, 0)
     assert os.WTERMSIG(status) == signal.SIGKILL
     assert not (tmp_path / "target").exists()
-    with new_folder(tmp_path / "target") as draft:
+    with new_folder(tmp_path / "target", RECORD) as draft:
         (draft / "file").write_bytes(b"whole")
     assert contents(tmp_path / "target") == {"file": b"whole"}
 
@@ -61,37 +63,45 @@ def test_a_leftover_of_a_killed_process_does_not_get_in(tmp_path: Path) -> None:
     leftover = tmp_path / f".target.part-{os.getpid()}"
     leftover.mkdir()
     (leftover / "old").write_bytes(b"half")
-    with new_folder(tmp_path / "target") as draft:
+    with new_folder(tmp_path / "target", RECORD) as draft:
         (draft / "new").write_bytes(b"whole")
     assert contents(tmp_path) == {"target/new": b"whole"}
 
 
 def test_an_existing_target_is_refused_and_kept(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"old")
-    with pytest.raises(HddmError, match=r"exists: .*--overwrite"), new_folder(tmp_path):
+    with pytest.raises(HddmError, match=r"exists: .*--overwrite"), new_folder(tmp_path, RECORD):
         pytest.fail("the block must not run")
     with pytest.raises(HddmError, match=str(tmp_path)):
-        check_absent(tmp_path)
+        check_absent(tmp_path, RECORD)
     assert contents(tmp_path) == {"file": b"old"}
 
 
 def test_overwriting_leaves_nothing_of_the_old_folder(tmp_path: Path) -> None:
     for name in ("old", "new"):
-        with new_folder(tmp_path / "target", overwrite=True) as draft:
+        with new_folder(tmp_path / "target", RECORD, overwrite=True) as draft:
             (draft / name).write_bytes(b"")
-            (draft / RECORDS[0]).write_bytes(b"{}")
-    assert contents(tmp_path) == {"target/new": b"", f"target/{RECORDS[0]}": b"{}"}
+            (draft / RECORD).write_bytes(b'{"format": "1.0"}')
+    assert contents(tmp_path) == {"target/new": b"", f"target/{RECORD}": b'{"format": "1.0"}'}
 
 
 def test_overwriting_spares_what_hddm_did_not_write(tmp_path: Path) -> None:
     images = tmp_path / "images"
     images.mkdir()
-    check_absent(images, overwrite=True)  # nothing in it to lose
+    check_absent(images, RECORD, overwrite=True)  # nothing in it to lose
     (images / "cat.png").write_bytes(b"pixels")
     for target in (images, images / "cat.png"):
-        with pytest.raises(HddmError, match="only what hddm wrote"), new_folder(target, overwrite=True):
+        with (
+            pytest.raises(HddmError, match="of the same kind only"),
+            new_folder(target, RECORD, overwrite=True),
+        ):
             pytest.fail("the block must not run")
     assert contents(tmp_path) == {"images/cat.png": b"pixels"}
+    # A record's name alone is not enough, nor is another kind of folder.
+    (images / RECORD).write_text("{}")
+    write_json(images / "router.json", {"format": "1.0"})
+    with pytest.raises(HddmError, match="of the same kind only"):
+        check_absent(images, RECORD, overwrite=True)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """The command line: registers the verbs and turns errors into one line and an exit code."""
 
+import logging
 import sys
 
 import typer
@@ -28,22 +29,27 @@ def app() -> None:
 
     ``--debug`` anywhere shows the traceback of a failure.
     """
+    logging.basicConfig(format="hddm: %(message)s")
+    logging.getLogger("hddm").setLevel(logging.INFO)
     debug = "--debug" in sys.argv
     arguments = [a for a in sys.argv[1:] if a != "--debug"]
     try:
         commands(arguments)
     except Exception as error:
-        if debug or not _is_users(error):
+        if debug:
             raise
-        typer.echo(f"hddm: {error}", err=True)
+        typer.echo(f"hddm: {_one_line(error)}", err=True)
         sys.exit(1)
 
 
-def _is_users(error: Exception) -> bool:
-    """Whether the user can mend it. A module that is not loaded cannot have raised its error.
+def _one_line(error: Exception) -> str:
+    """The message of what a user can mend; anything else is named, with the way to its traceback.
 
-    safetensors has its own for a full disk.
+    A module that is not loaded cannot have raised its error; safetensors has its own for a full disk.
     """
     kinds = [("hddm.errors", "HddmError"), ("safetensors", "SafetensorError")]
     loaded = [getattr(sys.modules[module], name) for module, name in kinds if module in sys.modules]
-    return isinstance(error, (OSError, *loaded))
+    text = " ".join(str(error).split())
+    if isinstance(error, (OSError, *loaded)):
+        return text
+    return f"unexpected {type(error).__name__}: {text} (--debug shows where)"

@@ -36,8 +36,8 @@ def sample(
     overwrite: Overwrite = False,
 ) -> None:
     """Make images from an expert or an ensemble. Image i depends on the seed and i alone."""
-    from hddm.image_folders import sample_to_folder
     from hddm.progress import Progress
+    from hddm.sample_folders import sample_to_folder
 
     with Progress(num_images, "sample") as progress:
         sample_to_folder(

@@ -30,6 +30,7 @@ from hddm.benchmark.results import TABLES, Figure, Row, Run, markdown_tables, su
 from hddm.benchmark.settings import QuickstartSettings
 from hddm.data.images import load_images
 from hddm.data.shards import partition
+from hddm.describe import describe
 from hddm.ensemble_folders import assemble
 from hddm.evaluation.extractors import choose_extractor
 from hddm.evaluation.scores import Scorer
@@ -45,6 +46,8 @@ OBJECTIVES = ("flow", "ddpm")
 MIXTURES = (1, 2)
 GRID_IMAGES = 64
 TABLES_FILE = "tables.md"
+RESULTS_FILE = "results.json"
+FORMAT = "1.0"
 
 
 @dataclass(frozen=True)
@@ -72,9 +75,9 @@ def quickstart(out: Path, settings: QuickstartSettings, overwrite: bool = False)
     Raises:
         HddmError: where ``out`` exists.
     """
-    check_absent(out, overwrite)
+    check_absent(out, RESULTS_FILE, overwrite)
     started = time.perf_counter()
-    with new_folder(out, overwrite) as draft, Workers(settings.workers) as workers:
+    with new_folder(out, RESULTS_FILE, overwrite) as draft, Workers(settings.workers) as workers:
         ground = _prepare(draft, settings)
         runs = [
             _run(draft / f"seed_{seed}", seed, ground, settings, workers) for seed in range(settings.seeds)
@@ -108,14 +111,14 @@ def _run(folder: Path, seed: int, ground: _Ground, settings: QuickstartSettings,
     use: dict[str, list[ExpertUse]] = {}
     for table in TABLES:
         tables[table] = []
-        for name in calls[table]:
+        for name, call in calls[table].items():
             result = next(sampled)
-            tables[table].append(_row(name, result, ground, costs, settings))
+            tables[table].append(_row(name, call.arguments["source"], result, ground, costs))
             if table == "models":
                 write_grid(result.pixels[:GRID_IMAGES], grid_path(folder, name))
             if result.use:
                 use[name] = result.use
-    return Run(seed, tables, use, losses)
+    return Run(seed, tables, use, losses, ground.scorer.real())
 
 
 def _train(
@@ -173,7 +176,9 @@ def _sampling_calls(
     return {
         "models": {name: call(sample_job, source=path, **many) for name, path in models.items()},
         "strategies": {
-            strategy: call(sample_job, source=mixed, strategy=strategy, **few)
+            strategy: call(
+                sample_job, source=mixed, strategy=strategy, **few | {"solver": settings.strategy_solver}
+            )
             for strategy in settings.strategies
         },
         "conversions": {
@@ -187,25 +192,28 @@ def _sampling_calls(
     }
 
 
-def _row(
-    name: str,
-    sampled: Sampled,
-    ground: _Ground,
-    costs: tuple[float, float],
-    settings: QuickstartSettings,
-) -> Row:
+def _row(name: str, source: Path, sampled: Sampled, ground: _Ground, costs: tuple[float, float]) -> Row:
     expert, router = costs
     return Row(
         name=name,
         scores=ground.scorer.score(sampled.pixels),
-        training_images=settings.steps * settings.batch_size,
+        training_images=images_seen(source),
         evaluations=sampled.evaluations,
         mflop_per_step=sampled.evaluations * expert + (router if sampled.use else 0),
     )
 
 
+def images_seen(source: Path) -> int:
+    """Training images that the experts of an expert or ensemble folder saw, by their own records."""
+    facts = describe(source)
+    if facts["kind"] == "expert":
+        return int(facts["training"]["images_seen"])
+    return sum(images_seen(source / expert) for expert in facts["experts"])
+
+
 def _write(folder: Path, settings: QuickstartSettings, runs: list[Run], seconds: float) -> None:
     results = {
+        "format": FORMAT,
         "settings": settings.model_dump(mode="json"),
         "machine": machine(),
         "seconds": round(seconds),
@@ -219,7 +227,7 @@ def _write(folder: Path, settings: QuickstartSettings, runs: list[Run], seconds:
         },
         "runs": [asdict(run) for run in runs],
     }
-    write_json(folder / "results.json", results)
+    write_json(folder / RESULTS_FILE, results)
     (folder / TABLES_FILE).write_text(markdown_tables(runs) + "\n")
     write_report(folder, runs, settings, results)
 

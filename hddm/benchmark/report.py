@@ -34,5 +34,6 @@ def write_report(
         losses=loss_plot(first.losses),
         use=use_plot(first.expert_use) if first.expert_use else None,
         seeds=len(runs),
+        real=first.real,
     )
     (folder / REPORT_FILE).write_text(page)

@@ -33,6 +33,8 @@ class Run:
     tables: dict[str, list[Row]]
     expert_use: dict[str, list[ExpertUse]]
     losses: dict[str, list[float]]
+    real: Distance
+    """Of the held-out images to the training images: what a perfect model could reach with as few."""
 
 
 @dataclass(frozen=True)
@@ -91,25 +93,35 @@ def _distance(distances: Sequence[Distance | None]) -> Figure:
     return figure([d.value for d in known], [d.half_width for d in known])
 
 
-def verdict(runs: Sequence[Run]) -> str:
-    """One sentence: how the best mixed ensemble stands against the homogeneous flow ensemble.
+def verdict(runs: Sequence[Run]) -> list[str]:
+    """How each mixture stands against the homogeneous flow ensemble and the single model, a line each.
 
-    A gap counts where it exceeds twice the larger of the two spreads over trainings; with one training
-    there is no spread and no verdict.
+    Gaps are those of the distance to held-out images, paired by training seed, since mixtures share
+    experts with the homogeneous ensembles. One counts where its mean exceeds twice its standard deviation
+    over seeds; with one seed there is no spread and no verdict.
     """
-    rows = {row["name"]: row["to_held_out"] for row in summarise(runs, "models")}
-    flow = rows["homogeneous flow"]
-    name, mixed = min(
-        ((n, f) for n, f in rows.items() if n.startswith("mixed")), key=lambda pair: pair[1].mean
-    )
-    stand = f"{name}: {mixed.mean:.1f} to the held-out images; homogeneous flow: {flow.mean:.1f}"
-    if flow.spread is None or mixed.spread is None:
-        return f"{stand}. One training each: no spread, so no verdict (--seeds 3 gives one)."
-    gap, noise = mixed.mean - flow.mean, 2 * max(flow.spread, mixed.spread)
-    if abs(gap) <= noise:
-        return f"{stand}. Within noise: the gap {gap:+.1f} is under twice the spread ({noise:.1f})."
-    word = "better" if gap < 0 else "worse"
-    return f"{stand}. The mix is {word}: the gap {gap:+.1f} exceeds twice the spread ({noise:.1f})."
+    scores = {
+        name: [_held_out(run, name) for run in runs]
+        for name in (row.name for row in runs[0].tables["models"])
+    }
+    lines = []
+    for name in (name for name in scores if name.startswith("mixed")):
+        for other in ("homogeneous flow", "single model"):
+            gap = figure([a - b for a, b in zip(scores[name], scores[other], strict=True)])
+            if gap.spread is None:
+                judged = "one training each, so no verdict (--seeds 3 gives one)"
+            elif abs(gap.mean) <= 2 * gap.spread:
+                judged = f"within noise (s {gap.spread:.1f})"
+            else:
+                judged = f"{'better' if gap.mean < 0 else 'worse'} (s {gap.spread:.1f})"
+            lines.append(f"{name} against {other}: {gap.mean:+.1f}, {judged}")
+    return lines
+
+
+def _held_out(run: Run, name: str) -> float:
+    row = next(row for row in run.tables["models"] if row.name == name)
+    assert row.scores.to_held_out is not None
+    return row.scores.to_held_out.value
 
 
 def markdown_tables(runs: Sequence[Run]) -> str:
@@ -127,7 +139,10 @@ def markdown_tables(runs: Sequence[Run]) -> str:
         )
         lines += [_line(row, widths) for row in rows]
         lines.append("")
-    return "\n".join([*lines, verdict(runs)])
+        if table == "models":
+            floor = runs[0].real
+            lines += [f"Real held-out images are at {floor.value:.1f} from the training images.", ""]
+    return "\n".join([*lines, *(f"- {line}" for line in verdict(runs))])
 
 
 _COLUMNS: tuple[tuple[str, Callable[[dict[str, Any]], str]], ...] = (

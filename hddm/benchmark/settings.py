@@ -4,6 +4,7 @@ from typing import Annotated
 
 from pydantic import Field
 
+from hddm.errors import HddmError
 from hddm.facts import Facts
 from hddm.training.expert import ExpertSettings
 from hddm.training.loop import Positive
@@ -27,6 +28,8 @@ class QuickstartSettings(Facts):
     router_batch_size: Positive = 64
     sampling_steps: Positive = 30
     solver: str = "adams-bashforth"
+    strategy_solver: str = "euler"
+    """One-step, since a multistep solver extrapolates across a change of experts."""
     num_images: Positive = 1437
     num_images_per_strategy: Positive = 1000
     strategies: tuple[str, ...] = (
@@ -47,6 +50,11 @@ class QuickstartSettings(Facts):
 
     def expert(self, objective: str, seed: int) -> ExpertSettings:
         """One expert of an ensemble."""
+        if self.batch_size % self.num_shards:
+            raise HddmError(
+                f"batch size {self.batch_size} does not divide into {self.num_shards} shards: "
+                "the comparison would not be at equal compute"
+            )
         return self._expert(objective, self.batch_size // self.num_shards, seed)
 
     def router(self, seed: int) -> RouterSettings:

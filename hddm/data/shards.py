@@ -110,7 +110,7 @@ def partition(images: Path, out: Path, num_shards: int, seed: int = 0, overwrite
     sizes = np.bincount(clusters.assignment, minlength=num_shards).tolist()
     if min(sizes) < MIN_IMAGES:
         raise HddmError(f"{images}: the smallest of {num_shards} shards got {min(sizes)} images; take fewer")
-    with new_folder(out, overwrite) as draft:
+    with new_folder(out, PARTITION_FILE, overwrite) as draft:
         hashes = [_write_shard(source, clusters, k, draft / f"shard_{k}") for k in range(num_shards)]
         _write_centres(clusters, draft)
         facts = PartitionFacts(

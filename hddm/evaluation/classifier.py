@@ -8,6 +8,7 @@ from hddm.errors import HddmError
 from hddm.tensors import generator
 
 FEATURES = 64
+CLASSIFIER_STREAM = 3
 
 
 class FeatureClassifier(nn.Module):
@@ -64,7 +65,7 @@ def train_classifier(
     steps = epochs * max(len(images) // batch_size, 1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=1e-2)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 2e-3, total_steps=steps)
-    draws = generator(seed, 1)
+    draws = generator(seed, 0, CLASSIFIER_STREAM)
     for _ in range(steps):
         rows = torch.randint(len(images), (batch_size,), generator=draws)
         down, right = torch.randint(-1, 2, (2,), generator=draws).tolist()

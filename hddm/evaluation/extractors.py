@@ -55,14 +55,14 @@ def choose_extractor(training: ImageSet, fewest: int) -> Extractor:
 
 
 def inception_weights() -> Path | None:
-    """Inception's TorchScript file where it is on disk: $HDDM_INCEPTION, the cache, clean-fid's folder."""
+    """Inception's TorchScript file where it is on disk: in $HDDM_INCEPTION or ~/.cache/clean-fid."""
     paths = (folder / INCEPTION_FILE for folder in _inception_folders())
     return next((path for path in paths if path.is_file()), None)
 
 
 def _inception_folders() -> list[Path]:
     chosen = os.environ.get("HDDM_INCEPTION")
-    return [*([Path(chosen)] if chosen else []), Path.home() / ".cache" / "clean-fid", Path("/tmp")]
+    return [*([Path(chosen)] if chosen else []), Path.home() / ".cache" / "clean-fid"]
 
 
 def _inception(weights: Path) -> Callable[[Tensor], Tensor]:

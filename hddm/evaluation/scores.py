@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from hddm.data.images import to_unit_range
+from hddm.errors import HddmError
 from hddm.evaluation.diversity import diversity, nearest_ratio
 from hddm.evaluation.extractors import Extractor
 from hddm.evaluation.frechet import Distance, Features, measure
@@ -47,6 +48,16 @@ class Scorer:
         self._held_out = None if held_out is None else to_unit_range(held_out)
         self._training_features = self._of(self._training)
         self._held_out_features = None if self._held_out is None else self._of(self._held_out)
+
+    def real(self) -> Distance:
+        """Distance of the held-out images themselves to the training images.
+
+        Raises:
+            HddmError: where there are none.
+        """
+        if self._held_out_features is None:
+            raise HddmError("there are no held-out images to measure")
+        return self._distance(self._held_out_features, self._training_features)
 
     def score(self, pixels: Tensor) -> Scores:
         """Figures of images (n, C, H, W) in bytes.

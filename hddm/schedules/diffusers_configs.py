@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import diffusers
+import numpy as np
 import torch
 
 from hddm.errors import HddmError
@@ -61,7 +62,9 @@ def from_diffusers(source: object) -> Schedule:
     """The training schedule that a diffusers scheduler stands for.
 
     A key that the config lacks has the documented default of its scheduler class; that is logged.
-    A config without ``_class_name`` is read as a `DDPMScheduler`'s. A flow-match scheduler, or one
+    A config without ``_class_name`` (a scheduler object's ``.config`` has none) tells its family by its
+    keys: ``beta_…`` ones make it a `DDPMScheduler`'s, ones that only flow-match classes have a flow-match
+    scheduler's. A flow-match scheduler, or one
     with ``use_flow_sigmas``, gives `LinearSchedule`: its shift belongs to the sampling grid.
 
     Args:
@@ -70,10 +73,10 @@ def from_diffusers(source: object) -> Schedule:
 
     Raises:
         HddmError: for a class outside the DDPM and flow-match families, an unknown key or a value that
-            gives no schedule.
+            gives no schedule, continuous timesteps, or a config that tells no family.
     """
     config, origin = _read(source)
-    name = config.get("_class_name", "DDPMScheduler")
+    name = config.get("_class_name") or _family(config, origin)
     if name not in DDPM_FAMILY + FLOW_MATCH_FAMILY:
         raise HddmError(
             f"{origin}: scheduler class {name!r} is neither of the DDPM nor of the flow-match family; "
@@ -82,6 +85,8 @@ def from_diffusers(source: object) -> Schedule:
     _refuse_unknown_keys(config, origin)
     if name in FLOW_MATCH_FAMILY or config.get("use_flow_sigmas"):
         return LinearSchedule()
+    if config.get("timestep_type") == "continuous":
+        raise HddmError(f"{origin}: timestep_type 'continuous' (EDM's time) is no DDPM schedule")
     facts = _with_defaults(config, name, origin)
     try:
         betas = diffusers.DDPMScheduler(**facts).betas
@@ -104,11 +109,25 @@ def from_config(config: Mapping[str, Any]) -> Schedule:
         case {"name": "cosine", **rest} if not rest:
             return CosineSchedule()
         case {"name": "discrete", "betas": betas, **rest} if not rest:
-            return DiscreteSchedule(torch.tensor(betas, dtype=torch.float64))
+            try:
+                return DiscreteSchedule(torch.tensor(betas, dtype=torch.float64))
+            except (TypeError, RuntimeError) as error:
+                raise HddmError(f"schedule: betas {str(betas)[:40]} are not numbers") from error
     raise HddmError(
         f"schedule {dict(config)} is unknown: it is {{'name': 'linear'}}, {{'name': 'cosine'}}, "
         "{'name': 'discrete', 'betas': […]} or a diffusers scheduler config with _class_name"
     )
+
+
+def _family(config: Mapping[str, Any], origin: str) -> str:
+    """The scheduler class of a config that does not name it."""
+    if any(key.startswith("beta_") or key == "trained_betas" for key in config):
+        return "DDPMScheduler"
+    flow_only = set().union(*map(_parameters, FLOW_MATCH_FAMILY)).difference(*map(_parameters, DDPM_FAMILY))
+    if flow_only & set(config):
+        return "FlowMatchEulerDiscreteScheduler"
+    _refuse_unknown_keys(config, origin)
+    raise HddmError(f"{origin}: has neither _class_name nor betas; name the scheduler class")
 
 
 def _read(source: object) -> tuple[dict[str, Any], str]:
@@ -158,7 +177,9 @@ def _with_defaults(config: Mapping[str, Any], name: str, origin: str) -> dict[st
     facts: dict[str, Any] = {}
     for key in _SCHEDULE_KEYS:
         if key in config:
-            facts[key] = config[key]
+            value = config[key]
+            # A live config may hold an array, which a record cannot.
+            facts[key] = np.asarray(value).tolist() if key == "trained_betas" and value is not None else value
         elif key in parameters:
             facts[key] = parameters[key].default
             logger.info("%s: %s not given, %s's default %s", origin, key, name, facts[key])

@@ -11,13 +11,13 @@ from torch import Tensor
 from hddm.calibration import calibrate
 from hddm.data.shards import Shard, load_shard
 from hddm.errors import HddmError
-from hddm.experts import Expert, ExpertFacts, ShardFacts, null_conditions, save_expert
+from hddm.experts import EXPERT_FILE, Expert, ExpertFacts, ShardFacts, null_conditions, save_expert
 from hddm.files import check_absent, new_folder
 from hddm.models.transformer import ExpertTransformer
 from hddm.objectives import Objective, drop_labels
 from hddm.schedules import Schedule
 from hddm.tensors import generator
-from hddm.training.loop import Fitted, LoopSettings, OnStep, fit
+from hddm.training.loop import TRAINING_STREAM, Fitted, LoopSettings, OnStep, fit
 from hddm.training.networks import new_network
 from hddm.velocity import VelocityField
 
@@ -61,7 +61,7 @@ def train_expert(
         HddmError: for a shard that cannot be read or is too small, images that do not fit the network,
             or a loss that is not finite.
     """
-    check_absent(out, overwrite)
+    check_absent(out, EXPERT_FILE, overwrite)
     objective = Objective.named(settings.objective, schedule, settings.time_sampling)
     shard = load_shard(shard_folder)
     if settings.class_conditional and shard.labels is None:
@@ -85,7 +85,7 @@ def train_expert(
         classes=facts.classes,
     )
     calibration = calibrate(field.velocity, shard.images, conditions_of(shard, field), settings.seed)
-    with new_folder(out, overwrite) as draft:
+    with new_folder(out, EXPERT_FILE, overwrite) as draft:
         save_expert(draft, Expert(network, facts, calibration))
     return fitted.losses
 
@@ -108,7 +108,7 @@ def conditions_of(shard: Shard, field: VelocityField) -> dict[str, Tensor]:
 def _batch_loss(
     network: ExpertTransformer, shard: Shard, objective: Objective, settings: ExpertSettings
 ) -> Callable[[], Tensor]:
-    images, draws = shard.images, generator(settings.seed, shard.index)
+    images, draws = shard.images, generator(settings.seed, shard.index, TRAINING_STREAM)
 
     def loss() -> Tensor:
         rows = torch.randint(len(images), (settings.batch_size,), generator=draws)

@@ -15,6 +15,8 @@ from hddm.facts import Facts
 from hddm.training.ema import Ema
 
 OnStep = Callable[[int, float], None]
+# Keeps training apart from sampling, whose streams are (seed, i) and (seed, i, 1).
+TRAINING_STREAM = 2
 Positive = Annotated[int, Field(ge=1)]
 
 

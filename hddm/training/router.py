@@ -8,12 +8,12 @@ from torch.nn import functional as F
 
 from hddm.data.shards import Shard, find_shards, load_shard
 from hddm.errors import HddmError
-from hddm.experts import RouterFacts, save_router
+from hddm.experts import ROUTER_FILE, RouterFacts, save_router
 from hddm.files import check_absent, new_folder
 from hddm.models.router import RouterTransformer
 from hddm.objectives import TIME_SCALE
 from hddm.tensors import append_dims, generator
-from hddm.training.loop import LoopSettings, OnStep, fit
+from hddm.training.loop import TRAINING_STREAM, LoopSettings, OnStep, fit
 from hddm.training.networks import new_network
 
 
@@ -41,13 +41,13 @@ def train_router(
     Raises:
         HddmError: for shards that cannot be read or differ in image shape, or a loss that is not finite.
     """
-    check_absent(out, overwrite)
+    check_absent(out, ROUTER_FILE, overwrite)
     shards = [load_shard(folder) for folder in find_shards(shards_folder)]
     images, labels = _joined(shards)
     network = new_network(
         RouterTransformer, settings.size, images.shape[1:], settings.seed, num_experts=len(shards)
     )
-    draws = generator(settings.seed, len(shards))
+    draws = generator(settings.seed, len(shards), TRAINING_STREAM)
 
     def loss() -> Tensor:
         rows = torch.randint(len(images), (settings.batch_size,), generator=draws)
@@ -66,7 +66,7 @@ def train_router(
         shard_images=tuple(len(shard) for shard in shards),
         training=fitted.record(settings),
     )
-    with new_folder(out, overwrite) as draft:
+    with new_folder(out, ROUTER_FILE, overwrite) as draft:
         save_router(draft, network, facts)
     return fitted.losses
 

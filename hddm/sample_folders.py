@@ -13,6 +13,9 @@ from hddm.files import check_absent, new_folder, write_json
 from hddm.load import load
 from hddm.sampling import sample
 
+FORMAT = "1.0"
+SAMPLING_FILE = "sampling.json"
+
 
 def sample_to_folder(
     source: Path,
@@ -38,8 +41,11 @@ def sample_to_folder(
     Raises:
         HddmError: for an existing ``out``, a model that cannot be loaded, or wrong settings.
     """
-    check_absent(out, overwrite)
+    check_absent(out, SAMPLING_FILE, overwrite)
     model = load(source)
+    shape = model.sample_shape
+    if shape is None or shape[0] not in (1, 3):
+        raise HddmError(f"{source}: its samples have shape {shape} and are no images")
     conditions: dict[str, Any] = {}
     if class_labels is not None:
         conditions["class_labels"] = _labels(class_labels, model.classes, num)
@@ -56,12 +62,11 @@ def sample_to_folder(
         on_batch=on_batch,
         **conditions,
     )
-    if images.shape[1] not in (1, 3):
-        raise HddmError(f"{source}: samples have {images.shape[1]} channels and are no images")
-    with new_folder(out, overwrite) as draft:
+    with new_folder(out, SAMPLING_FILE, overwrite) as draft:
         for index, image in enumerate(to_bytes(images)):
             save_png(image, draft / f"{index:05d}.png")
         settings = {
+            "format": FORMAT,
             "source": str(source),
             "num_images": num,
             "seed": seed,
@@ -72,7 +77,7 @@ def sample_to_folder(
             "guidance_scale": guidance_scale,
             "class_labels": class_labels,
         }
-        write_json(draft / "sampling.json", settings)
+        write_json(draft / SAMPLING_FILE, settings)
 
 
 def _labels(text: str, classes: Sequence[str], num: int) -> Tensor:
