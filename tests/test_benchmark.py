@@ -128,13 +128,16 @@ def test_the_report_is_one_page_that_needs_nothing_else(finished: Finished) -> N
             assert decoded.lstrip().startswith(b"<?xml")
             assert b"</svg>" in decoded
         kinds.append(kind)
-    assert kinds == ["png"] * len(MODELS) + ["svg+xml"] * 2
+    # A grid a model and one of training images, expert use, losses.
+    assert kinds == ["png"] * (len(MODELS) + 1) + ["svg+xml"] * 2
 
 
 def test_the_report_and_the_terminal_show_what_the_results_say(finished: Finished) -> None:
     page, text = (finished.folder / "report.html").read_text(), markdown_tables(finished.runs)
-    assert finished.results["verdict"] in text
-    assert finished.results["verdict"] in page
+    assert len(finished.results["verdict"]) == 2
+    for line in finished.results["verdict"]:
+        assert line in text
+        assert line in page
     assert (finished.folder / "tables.md").read_text() == text + "\n"
     assert "not comparable with published FID" in page
     for rows in finished.results["tables"].values():
@@ -191,30 +194,40 @@ def _run(seed: int, **to_held_out: float) -> Run:
         return Row(name, Scores("pixels", 9, distance, distance, 1.0, 1.0), 64, 1.0, 2.0)
 
     rows = [row(name.replace("_", " "), value) for name, value in to_held_out.items()]
-    return Run(seed, {"models": rows, "strategies": [], "conversions": []}, [], {})
+    return Run(seed, {"models": rows, "strategies": [], "conversions": []}, {}, {}, Distance(9.0, 1.0, False))
 
 
 @pytest.mark.parametrize(
     ("flow", "mixed", "words"),
     [
         ([10.0], [5.0], "no verdict"),
-        ([10.0, 12.0, 11.0], [9.5, 10.5, 10.0], "Within noise"),
-        ([10.0, 12.0, 11.0], [5.0, 5.2, 5.1], "The mix is better"),
-        ([5.0, 5.2, 5.1], [10.0, 12.0, 11.0], "The mix is worse"),
+        # Pairs differ by -0.5, -1.5 and -1.0: twice their deviation is as much as their mean.
+        ([10.0, 12.0, 11.0], [9.5, 10.5, 10.0], "-1.0, within noise (s 0.5)"),
+        # The seeds spread more than the gap, but every pair agrees.
+        ([10.0, 20.0, 15.0], [8.0, 17.9, 13.1], "-2.0, better (s 0.1)"),
+        ([8.0, 17.9, 13.1], [10.0, 20.0, 15.0], "+2.0, worse (s 0.1)"),
     ],
 )
-def test_a_gap_under_twice_the_spread_is_called_noise(
+def test_a_paired_gap_under_twice_its_spread_is_called_noise(
     flow: list[float], mixed: list[float], words: str
 ) -> None:
-    pairs = zip(flow, mixed, strict=True)
     runs = [
-        _run(seed, homogeneous_flow=f, homogeneous_DDPM=20.0, mixed_a=m, mixed_b=m + 1)
-        for seed, (f, m) in enumerate(pairs)
+        _run(seed, single_model=f + 9, homogeneous_flow=f, homogeneous_DDPM=20.0, mixed_a=m, mixed_b=m + 1)
+        for seed, (f, m) in enumerate(zip(flow, mixed, strict=True))
     ]
-    sentence = verdict(runs)
-    assert words in sentence
-    assert sentence.startswith(f"mixed a: {statistics.mean(mixed):.1f}")
+    lines = verdict(runs)
+    assert [line.split(":")[0] for line in lines] == [
+        f"{mix} against {other}"
+        for mix in ("mixed a", "mixed b")
+        for other in ("homogeneous flow", "single model")
+    ]
+    assert words in lines[0]
     (row,) = (row for row in summarise(runs, "models") if row["name"] == "mixed a")
     assert row["to_held_out"].mean == pytest.approx(statistics.mean(mixed))
     assert row["to_held_out"].spread == (statistics.stdev(mixed) if len(mixed) > 1 else None)
     assert row["to_held_out"].half_width == 1.0
+
+
+def test_unequal_compute_is_refused() -> None:
+    with pytest.raises(HddmError, match="does not divide into 3 shards"):
+        QuickstartSettings(num_shards=3).expert("flow", 0)

@@ -161,4 +161,7 @@ def test_the_installed_command_fails_as_tidily(tmp_path: Path) -> None:
     finished = subprocess.run([HDDM, "inspect", tmp_path], capture_output=True, text=True)
     assert finished.returncode == 1
     assert finished.stdout == ""
-    assert finished.stderr == f"hddm: {tmp_path}: no expert, router, ensemble or shard folder of hddm\n"
+    assert (
+        finished.stderr
+        == f"hddm: {tmp_path}: no expert, router, ensemble, partition or shard folder of hddm\n"
+    )

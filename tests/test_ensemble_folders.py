@@ -192,5 +192,6 @@ def test_what_a_folder_is_can_be_told_without_its_weights(
     assert describe(shards / "shard_0")["images"] == 24
     whole = describe(ensemble)
     assert (whole["kind"], whole["objectives"]) == ("ensemble", ["ddpm", "flow"])
-    with pytest.raises(HddmError, match="no expert, router, ensemble or shard folder"):
-        describe(shards)
+    assert describe(shards)["kind"] == "partition"
+    with pytest.raises(HddmError, match="no expert, router, ensemble, partition or shard folder"):
+        describe(shards.parent)

@@ -146,6 +146,14 @@ def test_values_beyond_the_range_are_clipped_not_wrapped() -> None:
     assert to_bytes(torch.tensor([-1.3, 1.2, -9.0, 9.0])).tolist() == [0, 255, 0, 255]
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_images_that_are_not_finite_are_refused_by_number(value: float) -> None:
+    images = torch.zeros(4, 1, 2, 2)
+    images[2, 0, 1, 1] = value
+    with pytest.raises(HddmError, match=r"1 images hold NaN or Inf.*\[2\]"):
+        to_bytes(images)
+
+
 @pytest.mark.parametrize("pixels", [GRAY[None], COLOUR.transpose(2, 0, 1)], ids=["gray", "colour"])
 def test_a_saved_png_opens_elsewhere_as_it_was(pixels: np.ndarray, tmp_path: Path) -> None:
     save_png(torch.from_numpy(pixels.copy()), tmp_path / "a.png")

@@ -51,7 +51,7 @@ def to_bytes(images: Tensor) -> Tensor:
     Raises:
         HddmError: for NaN or Inf, which would become black or white.
     """
-    broken = (~images.isfinite()).flatten(1).any(1).nonzero()[:, 0].tolist()
+    broken = (~images.isfinite()).reshape(len(images), -1).any(1).nonzero()[:, 0].tolist()
     if broken:
         raise HddmError(f"{len(broken)} images hold NaN or Inf, the first of them numbers {broken[:8]}")
     return ((images.clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8)
