@@ -118,3 +118,8 @@ def test_a_declared_size_takes_no_memory_before_it_is_compared(folder: Path) -> 
     """Ten terabytes of positions: the file's own shapes refuse them first."""
     edit_json(folder / "config.json", sample_size=600_000)
     assert "pos_embed is (1, 4, 32), not (1, 90000000000, 32)" in _refusal(folder)
+
+
+def test_a_depth_beyond_the_tensors_there_is_refused_before_anything_is_built(folder: Path) -> None:
+    edit_json(folder / "config.json", depth=10**9)
+    assert "depth is 1000000000, and there are" in _refusal(folder)

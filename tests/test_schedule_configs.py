@@ -5,11 +5,13 @@ import logging
 from pathlib import Path
 
 import diffusers
+import numpy as np
 import pytest
 import torch
 
 from hddm.errors import HddmError
 from hddm.schedules import DiscreteSchedule, LinearSchedule, Schedule, from_config, from_diffusers
+from hddm.schedules.diffusers_configs import DDPM_FAMILY, FLOW_MATCH_FAMILY
 from tests.cases import Case, case_named, each_case
 
 SD = {
@@ -147,3 +149,40 @@ def test_zero_terminal_snr_survives_a_scheduler_that_hides_it() -> None:
     euler = diffusers.EulerDiscreteScheduler(rescale_betas_zero_snr=True)
     assert euler.alphas_cumprod[-1] > 0
     assert from_diffusers(euler).alpha(torch.tensor(999)).item() == 0
+
+
+FAMILIES = [
+    *((name, DiscreteSchedule) for name in DDPM_FAMILY),
+    *((name, LinearSchedule) for name in FLOW_MATCH_FAMILY),
+]
+
+
+@pytest.mark.parametrize(("name", "kind"), FAMILIES)
+def test_a_live_config_without_class_name_tells_its_family(name: str, kind: type[Schedule]) -> None:
+    scheduler = getattr(diffusers, name)()
+    assert "_class_name" not in scheduler.config
+    for config in (scheduler.config, dict(scheduler.config)):
+        schedule = from_diffusers(config)
+        assert isinstance(schedule, kind)
+        if kind is DiscreteSchedule:
+            torch.testing.assert_close(_alphas(schedule), _alphas(from_diffusers(scheduler)))
+
+
+@pytest.mark.parametrize(
+    "config", [{}, {"num_train_timesteps": 1000}, {"prediction_type": "epsilon"}], ids=str
+)
+def test_a_config_that_tells_no_family_is_refused(config: dict[str, object]) -> None:
+    with pytest.raises(HddmError, match="name the scheduler class"):
+        from_diffusers(config)
+
+
+def test_continuous_timesteps_are_no_ddpm_schedule() -> None:
+    with pytest.raises(HddmError, match="continuous"):
+        from_diffusers(diffusers.EulerDiscreteScheduler(timestep_type="continuous"))
+
+
+def test_betas_in_an_array_can_be_recorded() -> None:
+    schedule = from_diffusers(diffusers.DDPMScheduler(trained_betas=np.array([0.1, 0.2, 0.3])))
+    assert json.loads(json.dumps(schedule.config))["trained_betas"] == [0.1, 0.2, 0.3]
+    with pytest.raises(HddmError, match="not numbers"):
+        from_config({"name": "discrete", "betas": [None, "a"]})
