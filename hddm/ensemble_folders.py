@@ -5,7 +5,6 @@ experts/<i>/             an expert folder each, hard-linked where the file syste
 router/                  a router folder
 """
 
-import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,7 +21,7 @@ from hddm.experts import (
     RouterFacts,
 )
 from hddm.facts import Facts, read_facts
-from hddm.files import new_folder, write_json
+from hddm.files import link_or_copy, new_folder, write_json
 from hddm.routing import Strategy
 
 ENSEMBLE_FILE = "ensemble.json"
@@ -58,8 +57,8 @@ def assemble(
 ) -> None:
     """Put experts and a router into one folder, after checking that they fit.
 
-    The prior is the shard sizes. With a router, expert k must come from the shard that the router's
-    output k stands for.
+    The prior is the shard sizes, or equal where an expert's is unknown. With a router, expert k must come
+    from the shard that the router's output k stands for.
 
     Raises:
         HddmError: before anything is written, with every difference between the parts.
@@ -74,7 +73,8 @@ def assemble(
     problems = _misfits(experts, facts, router_facts)
     if problems:
         raise HddmError(f"these parts do not fit together: {'; '.join(problems)}")
-    images = [float(f.shard.images) if f.shard else 1.0 for f in facts]
+    sizes = [f.shard.images for f in facts if f.shard]
+    images = sizes if len(sizes) == len(facts) else [1] * len(facts)
     with new_folder(out, ENSEMBLE_FILE, overwrite) as draft:
         names = [f"experts/{k}" for k in range(len(experts))]
         for folder, name in zip(experts, names, strict=True):
@@ -114,10 +114,4 @@ def _misfits(folders: Sequence[Path], facts: Sequence[ExpertFacts], router: Rout
 
 
 def _copy_folder(source: Path, target: Path) -> None:
-    def link_or_copy(a: str, b: str) -> None:
-        try:
-            os.link(os.path.realpath(a), b)
-        except OSError:
-            shutil.copyfile(a, b)
-
-    shutil.copytree(source, target, copy_function=link_or_copy)
+    shutil.copytree(source, target, copy_function=lambda a, b: link_or_copy(Path(a), Path(b)))

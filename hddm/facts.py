@@ -1,12 +1,11 @@
 """Records beside weights: validated JSON with a format version."""
 
-import difflib
 from pathlib import Path
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from hddm.errors import HddmError
+from hddm.errors import HddmError, did_you_mean
 from hddm.files import read_json
 
 
@@ -41,9 +40,7 @@ def parse_facts(content: dict[str, Any], record: type[Record], origin: str) -> R
         if first["type"] == "extra_forbidden":
             # A nested key has its likes in another record than this one.
             known = record.model_fields if len(first["loc"]) == 1 else ()
-            nearest = difflib.get_close_matches(key, known, n=1)
-            hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
-            raise HddmError(f"{origin}: unknown key {key!r}{hint}") from error
+            raise HddmError(f"{origin}: unknown key {key!r}{did_you_mean(key, known)}") from error
         value = "" if first["type"] == "missing" else f" (is {first['input']!r})"
         raise HddmError(f"{origin}: key {key!r}{value}: {first['msg']}") from error
 

@@ -55,6 +55,14 @@ def check_absent(target: Path, record: str, overwrite: bool = False) -> None:
         )
 
 
+def link_or_copy(source: Path, target: Path) -> None:
+    """Make ``target`` the same file as ``source``: a hard link where the file system allows, else a copy."""
+    try:
+        os.link(source.resolve(), target)
+    except OSError:
+        shutil.copyfile(source, target)
+
+
 def write_json(path: Path, content: Any) -> None:
     """Write indented JSON with a final newline."""
     path.write_text(json.dumps(content, indent=2) + "\n")

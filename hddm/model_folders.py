@@ -1,6 +1,5 @@
 """Network folders as diffusers lays them out: ``config.json`` and one safetensors file, nothing lenient."""
 
-import difflib
 import inspect
 from pathlib import Path
 from typing import TypeVar
@@ -10,7 +9,7 @@ from diffusers import ModelMixin
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from hddm.errors import HddmError
+from hddm.errors import HddmError, did_you_mean
 from hddm.files import read_json
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
@@ -36,9 +35,7 @@ def read_network(folder: Path, network_class: type[Network], dtype: torch.dtype)
     known = inspect.signature(network_class.__init__).parameters
     for key in arguments:
         if key not in known:
-            nearest = difflib.get_close_matches(key, known, n=1)
-            hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
-            raise HddmError(f"{path}: {network_class.__name__} has no key {key!r}{hint}")
+            raise HddmError(f"{path}: {network_class.__name__} has no key {key!r}{did_you_mean(key, known)}")
     weights = _read_weights(folder / WEIGHTS)
     # Modules cost memory even on the meta device; a small file must not ask for a billion of them.
     if isinstance(arguments.get("depth"), int) and arguments["depth"] > len(weights):

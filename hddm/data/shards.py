@@ -9,8 +9,6 @@ shards/
 
 import hashlib
 import json
-import os
-import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +23,7 @@ from hddm.data.features import pixel_pca
 from hddm.data.images import ImageSet, decode, load_images, stack, to_unit_range
 from hddm.errors import HddmError
 from hddm.facts import Facts, read_facts
-from hddm.files import new_folder, write_json
+from hddm.files import link_or_copy, new_folder, write_json
 
 FORMAT = "1.0"
 MANIFEST = "manifest.json"
@@ -180,7 +178,7 @@ def _write_shard(source: ImageSet, clusters: Hierarchy, k: int, folder: Path) ->
         name = f"images/{source.files[row]}"
         copy = folder / name
         copy.parent.mkdir(parents=True, exist_ok=True)
-        _link_or_copy(source.root / source.files[row], copy)
+        link_or_copy(source.root / source.files[row], copy)
         label = None if source.labels is None else int(source.labels[row])
         sha256 = hashlib.sha256(copy.read_bytes()).hexdigest()
         entries.append(ImageEntry(file=name, sha256=sha256, label=label))
@@ -200,13 +198,6 @@ def _write_shard(source: ImageSet, clusters: Hierarchy, k: int, folder: Path) ->
 def _write_centres(clusters: Hierarchy, folder: Path) -> None:
     tensors = {"fine_centres": clusters.fine_centres, "fine_to_coarse": clusters.fine_to_coarse}
     save_file(tensors, folder / "clusters.safetensors")
-
-
-def _link_or_copy(source: Path, copy: Path) -> None:
-    try:
-        os.link(source.resolve(), copy)
-    except OSError:
-        shutil.copyfile(source, copy)
 
 
 def _digest(entries: list[ImageEntry], classes: Sequence[str]) -> str:

@@ -1,6 +1,5 @@
 """Schedules from diffusers' scheduler configs, and back from our own records."""
 
-import difflib
 import inspect
 import json
 import logging
@@ -12,7 +11,7 @@ import diffusers
 import numpy as np
 import torch
 
-from hddm.errors import HddmError
+from hddm.errors import HddmError, did_you_mean
 from hddm.schedules.base import Schedule
 from hddm.schedules.continuous import CosineSchedule, LinearSchedule
 from hddm.schedules.discrete import DiscreteSchedule
@@ -167,9 +166,7 @@ def _refuse_unknown_keys(config: Mapping[str, Any], origin: str) -> None:
     known = set(_FROM_OLD_VERSIONS).union(*map(_parameters, DDPM_FAMILY + FLOW_MATCH_FAMILY))
     for key in config:
         if not key.startswith("_") and key not in known:
-            nearest = difflib.get_close_matches(key, known, n=1)
-            hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
-            raise HddmError(f"{origin}: no diffusers scheduler has a key {key!r}{hint}")
+            raise HddmError(f"{origin}: no diffusers scheduler has a key {key!r}{did_you_mean(key, known)}")
 
 
 def _with_defaults(config: Mapping[str, Any], name: str, origin: str) -> dict[str, Any]:
