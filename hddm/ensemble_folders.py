@@ -100,6 +100,10 @@ def _misfits(folders: Sequence[Path], facts: Sequence[ExpertFacts], router: Rout
                 problems.append(f"{folder}: {key} is {mine}, {folders[0]} has {theirs}")
         if one.classes and first.classes and one.classes != first.classes:
             problems.append(f"{folder}: its class map differs from that of {folders[0]}")
+    hashes = [one.shard.hash for one in facts if one.shard]
+    for folder, one in zip(folders, facts, strict=True):
+        if one.shard and hashes.count(one.shard.hash) > 1:
+            problems.append(f"{folder}: its shard is there {hashes.count(one.shard.hash)} times")
     if router is None:
         return problems
     if router.sample_shape != first.sample_shape:

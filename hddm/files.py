@@ -43,6 +43,9 @@ def check_absent(target: Path, record: str, overwrite: bool = False) -> None:
     JSON file with a format version. So a slip of the keyboard costs no images and no other model.
     """
     if not target.exists():
+        above = next(folder for folder in target.absolute().parents if folder.exists())
+        if not above.is_dir() or not os.access(above, os.W_OK):
+            raise HddmError(f"{target}: cannot be made, since {above} is no folder to write in")
         return
     if not overwrite:
         raise HddmError(f"{target} exists: choose another folder, or pass --overwrite to replace it")

@@ -46,6 +46,9 @@ def read_network(folder: Path, network_class: type[Network], dtype: torch.dtype)
     except (TypeError, ValueError, RuntimeError, ZeroDivisionError) as error:
         raise HddmError(f"{path}: no network can be built from it ({error})") from error
     _refuse_difference(network, weights, folder / WEIGHTS)
+    for key, value in weights.items():
+        if not value.isfinite().all():
+            raise HddmError(f"{folder / WEIGHTS}: {key!r} holds NaN or Inf; take the weights anew")
     network.load_state_dict({key: value.to(dtype) for key, value in weights.items()}, assign=True)
     network.eval()
     network.requires_grad_(False)

@@ -75,7 +75,7 @@ def sample_to_folder(
             "solver": solver,
             "shift": shift,
             "guidance_scale": guidance_scale,
-            "class_labels": class_labels,
+            "class_labels": conditions["class_labels"].tolist() if conditions else None,
         }
         write_json(draft / SAMPLING_FILE, settings)
 
@@ -89,6 +89,9 @@ def _labels(text: str, classes: Sequence[str], num: int) -> Tensor:
         elif part.isdecimal() and int(part) < len(classes):
             indices.append(int(part))
         else:
-            known = ", ".join(classes) or "none: the model is unconditional"
-            raise HddmError(f"--class-labels: no class {part!r}; the model's classes are {known}")
+            raise HddmError(
+                f"--class-labels: no class {part!r}; the model's classes are {', '.join(classes)}"
+                if classes
+                else f"--class-labels {text}: the model is unconditional; drop the option"
+            )
     return torch.tensor([indices[i % len(indices)] for i in range(num)])

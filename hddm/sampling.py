@@ -104,6 +104,7 @@ def sample(
     for name, value in (*conditions.items(), *(negative or {}).items()):
         if len(value) != num:
             raise HddmError(f"condition {name!r} has {len(value)} rows for {num} samples")
+    conditions = {name: torch.as_tensor(value) for name, value in conditions.items()}
     if isinstance(model, Ensemble):
         # A copy, so that another thread's sampling keeps its own strategy.
         model = copy.copy(model)

@@ -48,7 +48,7 @@ def test_what_is_missing_is_named(ensemble: Path, tmp_path: Path, hddm: Command)
         (["--strategy", "top-5"], "top-5 needs 5 experts and there are 2"),
         (["--solver", "magic"], "'magic'"),
         (["--shift", "0"], "shift"),
-        (["--class-labels", "0"], "no class '0'; the model's classes are none"),
+        (["--class-labels", "0"], "--class-labels 0: the model is unconditional"),
         (["--guidance-scale", "2"], "guidance"),
     ],
 )

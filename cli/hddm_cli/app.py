@@ -2,6 +2,7 @@
 
 import logging
 import sys
+import warnings
 
 import typer
 
@@ -33,6 +34,7 @@ def app() -> None:
     logging.getLogger("hddm").setLevel(logging.INFO)
     debug = "--debug" in sys.argv
     arguments = [a for a in sys.argv[1:] if a != "--debug"]
+    warnings.showwarning = _show_warning
     try:
         commands(arguments)
     except Exception as error:
@@ -40,6 +42,10 @@ def app() -> None:
             raise
         typer.echo(f"hddm: {_one_line(error)}", err=True)
         sys.exit(1)
+
+
+def _show_warning(message: Warning | str, *where: object, **more: object) -> None:
+    typer.echo(f"hddm: warning: {message}", err=True)
 
 
 def _one_line(error: Exception) -> str:

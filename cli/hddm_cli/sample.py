@@ -28,7 +28,10 @@ def sample(
     ] = 1.0,
     class_labels: Annotated[
         str | None,
-        typer.Option("--class-labels", help="Class numbers or names, comma-separated, cycled."),
+        typer.Option(
+            "--class-labels",
+            help="Class names, or numbers from 0 where no name fits; comma-separated, cycled.",
+        ),
     ] = None,
     batch_size: Annotated[
         int, typer.Option("--batch-size", min=1, help="Images at a time; does not change them.")

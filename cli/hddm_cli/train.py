@@ -37,7 +37,9 @@ def expert(
     seed: Seed = 0,
     schedule: Annotated[
         Path | None,
-        typer.Option("--schedule", help="DDPM: a diffusers scheduler_config.json; default cosine."),
+        typer.Option(
+            "--schedule", help="DDPM: a diffusers scheduler_config.json, of either family; default cosine."
+        ),
     ] = None,
     time_sampling: Annotated[
         TimeSampling, typer.Option("--time-sampling", help="Distribution of noise levels.")
@@ -53,9 +55,10 @@ def expert(
     overwrite: Overwrite = False,
 ) -> None:
     """Train one expert alone, on one shard."""
+    from hddm.errors import HddmError
     from hddm.facts import parse_facts
     from hddm.progress import Progress
-    from hddm.schedules import from_diffusers
+    from hddm.schedules.diffusers_configs import declared_prediction_type, from_diffusers
     from hddm.training.expert import ExpertSettings, train_expert
 
     settings = parse_facts(
@@ -74,6 +77,9 @@ def expert(
         ExpertSettings,
         "options",
     )
+    declared = declared_prediction_type(schedule) if schedule else None
+    if declared not in (None, "epsilon"):
+        raise HddmError(f"{schedule}: prediction_type is {declared!r}, and DDPM training here learns epsilon")
     with Progress(steps, "train") as progress:
         losses = train_expert(
             shard,

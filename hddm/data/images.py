@@ -93,7 +93,7 @@ def decode(content: bytes, path: Path) -> np.ndarray:
             mode = image.mode
     except Exception as error:
         # Decoders of damaged files also raise SyntaxError, ValueError and more.
-        raise HddmError(f"{path}: cannot be read as an image ({error})") from error
+        raise HddmError(f"{path}: cannot be read as an image; remove it or save it again") from error
     raise HddmError(f"{path}: mode {mode} has no 8-bit form; convert it to gray or RGB first")
 
 

@@ -100,8 +100,8 @@ def partition(images: Path, out: Path, num_shards: int, seed: int = 0, overwrite
     source = load_images(images)
     if len(source) < num_shards * MIN_IMAGES:
         raise HddmError(
-            f"{images}: {len(source)} images cannot make {num_shards} shards of at least {MIN_IMAGES}; "
-            "take fewer shards or more images"
+            f"{images}: {len(source)} images are too few for --shards {num_shards}: "
+            f"a shard needs at least {MIN_IMAGES}"
         )
     fine = min(FINE_PER_SHARD * num_shards, len(source) // 2)
     clusters = cluster(pixel_pca(source.pixels), num_shards, fine, seed)

@@ -94,6 +94,12 @@ def from_diffusers(source: object) -> Schedule:
     return DiscreteSchedule(betas, {"_class_name": name, **facts})
 
 
+def declared_prediction_type(source: object) -> str | None:
+    """The ``prediction_type`` that a scheduler config gives, None where it gives none."""
+    declared: str | None = _read(source)[0].get("prediction_type")
+    return declared
+
+
 def from_config(config: Mapping[str, Any]) -> Schedule:
     """The schedule with this `Schedule.config`, as ``expert.json`` holds it.
 
