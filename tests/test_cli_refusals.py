@@ -165,3 +165,14 @@ def test_the_installed_command_fails_as_tidily(tmp_path: Path) -> None:
         finished.stderr
         == f"hddm: {tmp_path}: no expert, router, ensemble, partition or shard folder of hddm\n"
     )
+
+
+def test_a_schedule_of_another_prediction_type_is_refused(
+    shards: Path, tmp_path: Path, hddm: Command
+) -> None:
+    config = tmp_path / "scheduler_config.json"
+    config.write_text(json.dumps({"_class_name": "DDPMScheduler", "prediction_type": "v_prediction"}))
+    before = contents(tmp_path)
+    options = ["--out", tmp_path / "out", *TRAIN, "--objective", "ddpm", "--schedule", config]
+    assert "v_prediction" in _refused(hddm, "train", "expert", shards / "shard_0", *options)
+    assert contents(tmp_path) == before

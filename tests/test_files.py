@@ -130,3 +130,10 @@ def test_a_folder_in_place_of_json_is_named(tmp_path: Path) -> None:
 def test_json_with_windows_line_ends_is_read(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_bytes(b'{\r\n  "key": "value"\r\n}\r\n')
     assert read_json(tmp_path / "a.json") == {"key": "value"}
+
+
+def test_a_target_that_cannot_be_made_is_refused_before_any_work(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    for target in (tmp_path / "file" / "out", tmp_path / "file" / "deep" / "out"):
+        with pytest.raises(HddmError, match=r"file is no folder to write in"):
+            check_absent(target, RECORD)

@@ -123,3 +123,11 @@ def test_a_declared_size_takes_no_memory_before_it_is_compared(folder: Path) -> 
 def test_a_depth_beyond_the_tensors_there_is_refused_before_anything_is_built(folder: Path) -> None:
     edit_json(folder / "config.json", depth=10**9)
     assert "depth is 1000000000, and there are" in _refusal(folder)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_that_are_not_finite_are_refused_by_name(value: float, folder: Path) -> None:
+    weights = load_file(folder / WEIGHTS)
+    weights["final_layer.linear.bias"][1] = value
+    save_file(weights, folder / WEIGHTS)
+    assert "'final_layer.linear.bias' holds NaN or Inf" in _refusal(folder)
