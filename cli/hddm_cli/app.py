@@ -44,8 +44,10 @@ def app() -> None:
         sys.exit(1)
 
 
-def _show_warning(message: Warning | str, *where: object, **more: object) -> None:
-    typer.echo(f"hddm: warning: {message}", err=True)
+def _show_warning(message: Warning | str, category: type[Warning], *where: object, **more: object) -> None:
+    # Deprecations of other libraries are for developers, who run the tests.
+    if issubclass(category, UserWarning):
+        typer.echo(f"hddm: warning: {message}", err=True)
 
 
 def _one_line(error: Exception) -> str:
