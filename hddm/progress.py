@@ -1,5 +1,6 @@
 """Progress of long work: a bar on a terminal, a plain line every tenth elsewhere."""
 
+import shutil
 import sys
 from types import TracebackType
 
@@ -13,7 +14,9 @@ class Progress:
         self._total, self._label, self._done = total, label, 0
         self._bar: tqdm[None] | None = None
         if sys.stderr.isatty():
-            self._bar = tqdm(total=total, desc=label, unit_scale=True, smoothing=0.05)
+            # tqdm draws nothing on a terminal that reports no width, as in some containers.
+            width = shutil.get_terminal_size().columns
+            self._bar = tqdm(total=total, desc=label, unit_scale=True, smoothing=0.05, ncols=width)
 
     def __enter__(self) -> "Progress":
         return self
