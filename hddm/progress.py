@@ -14,9 +14,11 @@ class Progress:
         self._total, self._label, self._done = total, label, 0
         self._bar: tqdm[None] | None = None
         if sys.stderr.isatty():
-            # tqdm draws nothing on a terminal that reports no width, as in some containers.
-            width = shutil.get_terminal_size().columns
-            self._bar = tqdm(total=total, desc=label, unit_scale=True, smoothing=0.05, ncols=width)
+            # tqdm draws nothing on a terminal that reports no size, as in some containers.
+            columns, lines = shutil.get_terminal_size()
+            self._bar = tqdm(
+                total=total, desc=label, unit_scale=True, smoothing=0.05, ncols=columns, nrows=lines
+            )
 
     def __enter__(self) -> "Progress":
         return self
