@@ -35,7 +35,8 @@ def sample_to_folder(
 ) -> None:
     """Sample ``source`` and write ``00000.png`` … and ``sampling.json``, the settings, into ``out``.
 
-    ``class_labels`` are numbers, comma-separated, cycled over the images; the others are arguments of
+    ``class_labels`` are class names, or numbers where no name fits, comma-separated and cycled over the
+    images; the others are arguments of
     `hddm.sample`.
 
     Raises:

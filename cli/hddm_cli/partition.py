@@ -16,8 +16,8 @@ def partition(
     overwrite: Overwrite = False,
 ) -> None:
     """Divide images into shards of similar content and nearly equal size."""
-    from hddm.data.shards import load_shard
     from hddm.data.shards import partition as divide
+    from hddm.describe import describe
 
     for folder in divide(images, out, shards, seed, overwrite):
-        typer.echo(f"{folder}: {len(load_shard(folder))} images")
+        typer.echo(f"{folder}: {describe(folder)['images']} images")

@@ -58,10 +58,9 @@ def train_classifier(
     classes = int(labels.max()) + 1
     if classes < 2:
         raise HddmError("a feature classifier needs images of at least two classes")
-    torch_state = torch.get_rng_state()
-    torch.manual_seed(seed)
-    model = FeatureClassifier(images.shape[1], classes)
-    torch.set_rng_state(torch_state)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = FeatureClassifier(images.shape[1], classes)
     steps = epochs * max(len(images) // batch_size, 1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=1e-2)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 2e-3, total_steps=steps)
