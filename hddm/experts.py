@@ -1,13 +1,16 @@
 """What an expert or a router is on disk: a network folder and the facts that give it a meaning."""
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from diffusers import ModelMixin
 from pydantic import Field
+from safetensors.torch import save_file
+from torch import Tensor
 
 from hddm.calibration import FILE_NAME as CALIBRATION
 from hddm.calibration import Calibration
@@ -16,12 +19,14 @@ from hddm.facts import Facts, read_facts
 from hddm.files import write_json
 from hddm.model_folders import read_network
 from hddm.models.router import RouterTransformer
-from hddm.models.transformer import ExpertTransformer
+from hddm.networks import EXPERT_NETWORKS, interface_of
 from hddm.predictions import PredictionType
+from hddm.weight_files import read_safetensors
 
-FORMAT = "1.0"
+FORMAT = "1.1"
 EXPERT_FILE = "expert.json"
 ROUTER_FILE = "router.json"
+NULL_FILE = "null_conditions.safetensors"
 
 
 class ShardFacts(Facts):
@@ -31,6 +36,19 @@ class ShardFacts(Facts):
     num_shards: int
     hash: str
     images: int
+
+
+class SourceFacts(Facts):
+    """The checkpoint that an expert was converted from."""
+
+    layout: str
+    files: dict[str, str]
+    """SHA-256 by file name."""
+    prefix: str = ""
+    """Stripped from every key, as a data-parallel or compiled module leaves it."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    hddm: str
+    """Version that converted it."""
 
 
 class ExpertFacts(Facts):
@@ -44,15 +62,20 @@ class ExpertFacts(Facts):
     time_scale: float
     sample_shape: tuple[int, int, int]
     space: Literal["pixels", "latents"] = "pixels"
-    latent_scale: float = 1.0
-    """Samples are data × this factor; 1 for pixels in [-1, 1]."""
+    latent_scale: float | None = 1.0
+    """Samples are data × this factor; 1 for pixels in [-1, 1], None where the source does not say."""
+    variance_head: bool = False
+    """The network gives a learned variance besides, which is dropped."""
+    round_time: bool = False
+    """The network is fed whole timesteps."""
     conditions: tuple[str, ...] = ()
     classes: tuple[str, ...] = ()
     null_class: int | None = None
-    weights: Literal["ema", "raw"] = "ema"
+    weights: Literal["ema", "raw", "unstated"] = "ema"
+    """Averaged or as the optimiser left them; a source with one set may not say."""
     shard: ShardFacts | None = None
     training: dict[str, Any] = Field(default_factory=dict)
-    source: str | None = None
+    source: SourceFacts | None = None
     licence: str | None = None
 
 
@@ -70,15 +93,20 @@ class RouterFacts(Facts):
 
 @dataclass(frozen=True)
 class Expert:
-    """An expert as it lies on disk."""
+    """An expert as it lies on disk.
+
+    ``nulls`` holds, by keyword of the network, what stands for no condition, without batch dimension;
+    that of ``class_labels`` is in the facts.
+    """
 
     network: ModelMixin
     facts: ExpertFacts
     calibration: Calibration | None
+    nulls: Mapping[str, Tensor] = field(default_factory=dict)
 
 
-def null_conditions(null_class: int | None) -> dict[str, torch.Tensor]:
-    """What stands for no condition, by keyword of the network."""
+def null_conditions(null_class: int | None) -> dict[str, Tensor]:
+    """What stands for no class, by keyword of the network."""
     return {} if null_class is None else {"class_labels": torch.tensor(null_class)}
 
 
@@ -87,7 +115,14 @@ def save_expert(folder: Path, expert: Expert) -> None:
     expert.network.save_pretrained(folder)
     if expert.calibration is not None:
         expert.calibration.save(folder)
-    write_json(folder / EXPERT_FILE, expert.facts.model_dump(mode="json"))
+    write_records(folder, expert.facts, expert.nulls)
+
+
+def write_records(folder: Path, facts: ExpertFacts, nulls: Mapping[str, Tensor]) -> None:
+    """Write what gives the network in ``folder`` its meaning."""
+    if nulls:
+        save_file({name: null.contiguous() for name, null in nulls.items()}, folder / NULL_FILE)
+    write_json(folder / EXPERT_FILE, facts.model_dump(mode="json"))
 
 
 def read_expert(folder: Path, dtype: torch.dtype = torch.float32) -> Expert:
@@ -97,18 +132,23 @@ def read_expert(folder: Path, dtype: torch.dtype = torch.float32) -> Expert:
         HddmError: as `hddm.facts.read_facts` and `hddm.model_folders.read_network`.
     """
     facts = read_facts(folder / EXPERT_FILE, ExpertFacts, FORMAT)
-    network = read_network(folder, ExpertTransformer, dtype)
-    config = network.config
-    shape = (config.in_channels, config.sample_size, config.sample_size)
-    if facts.sample_shape != shape:
-        raise HddmError(f"{folder}: expert.json says samples of {facts.sample_shape}, config.json {shape}")
+    network = read_network(folder, EXPERT_NETWORKS, dtype)
+    interface = interface_of(type(network).__name__, network.config)
+    for key in ("sample_shape", "variance_head", "conditions"):
+        stated, found = getattr(facts, key), getattr(interface, key)
+        if stated != found:
+            raise HddmError(f"{folder}: expert.json says {key} {stated}, config.json {found}")
     calibration = Calibration.load(folder)
-    if calibration is not None and len(calibration.moments.mean) != math.prod(shape):
+    if calibration is not None and len(calibration.moments.mean) != math.prod(facts.sample_shape):
         raise HddmError(
             f"{folder / CALIBRATION}: is of samples of {len(calibration.moments.mean)} numbers, not of "
-            f"{shape}; delete it and calibrate anew"
+            f"{facts.sample_shape}; delete it and calibrate anew"
         )
-    return Expert(network, facts, calibration)
+    nulls = read_safetensors(folder / NULL_FILE) if (folder / NULL_FILE).exists() else {}
+    unknown = sorted(set(nulls) - set(facts.conditions))
+    if unknown:
+        raise HddmError(f"{folder / NULL_FILE}: holds {unknown}, which are no conditions of this expert")
+    return Expert(network, facts, calibration, nulls)
 
 
 def save_router(folder: Path, network: RouterTransformer, facts: RouterFacts) -> None:
@@ -120,7 +160,7 @@ def save_router(folder: Path, network: RouterTransformer, facts: RouterFacts) ->
 def read_router(folder: Path, dtype: torch.dtype = torch.float32) -> tuple[RouterTransformer, RouterFacts]:
     """Read a router folder; raises as `read_expert`."""
     facts = read_facts(folder / ROUTER_FILE, RouterFacts, FORMAT)
-    network = read_network(folder, RouterTransformer, dtype)
+    network = read_network(folder, [RouterTransformer], dtype)
     if network.config.num_experts != len(facts.shard_hashes):
         raise HddmError(
             f"{folder}: router.json names {len(facts.shard_hashes)} shards, config.json "

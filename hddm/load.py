@@ -8,6 +8,7 @@ from hddm.ensemble import Ensemble
 from hddm.ensemble_folders import ENSEMBLE_FILE, read_ensemble_facts
 from hddm.errors import HddmError
 from hddm.experts import EXPERT_FILE, null_conditions, read_expert, read_router
+from hddm.networks import adapted
 from hddm.routing import Router
 from hddm.schedules import from_config
 from hddm.velocity import VelocityField
@@ -44,13 +45,13 @@ def _field(folder: Path, dtype: torch.dtype, device: torch.device | str) -> Velo
     facts = expert.facts
     try:
         return VelocityField(
-            expert.network.to(device),
+            adapted(expert.network, facts.round_time).to(device),
             from_config(facts.schedule),
             facts.prediction_type,
             facts.time_scale,
             expert.calibration,
             conditions=facts.conditions,
-            null_conditions=null_conditions(facts.null_class),
+            null_conditions=null_conditions(facts.null_class) | dict(expert.nulls),
             sample_shape=facts.sample_shape,
             classes=facts.classes,
         )

@@ -1,23 +1,24 @@
 """Network folders as diffusers lays them out: ``config.json`` and one safetensors file, nothing lenient."""
 
-import inspect
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeVar
 
 import torch
 from diffusers import ModelMixin
-from safetensors import SafetensorError
-from safetensors.torch import load_file
+from torch import Tensor
 
-from hddm.errors import HddmError, did_you_mean
+from hddm.errors import HddmError
 from hddm.files import read_json
+from hddm.network_configs import differences, empty_network, fill, parse_config
+from hddm.weight_files import read_safetensors
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 
 Network = TypeVar("Network", bound=ModelMixin)
 
 
-def read_network(folder: Path, network_class: type[Network], dtype: torch.dtype) -> Network:
+def read_network(folder: Path, classes: Sequence[type[Network]], dtype: torch.dtype) -> Network:
     """The network in ``folder``, in evaluation mode, with its weights cast to ``dtype``.
 
     Shapes are compared on the meta device, before the network takes memory.
@@ -26,53 +27,28 @@ def read_network(folder: Path, network_class: type[Network], dtype: torch.dtype)
         HddmError: for a missing file, an unknown config key, another class, or any tensor missing,
             left over or of another shape; the message names file and tensors.
     """
-    path = folder / "config.json"
-    config = read_json(path)
-    name = config.get("_class_name")
-    if name != network_class.__name__:
-        raise HddmError(f"{path}: holds a {name}, not a {network_class.__name__}")
-    arguments = {key: value for key, value in config.items() if not key.startswith("_")}
-    known = inspect.signature(network_class.__init__).parameters
-    for key in arguments:
-        if key not in known:
-            raise HddmError(f"{path}: {network_class.__name__} has no key {key!r}{did_you_mean(key, known)}")
-    weights = _read_weights(folder / WEIGHTS)
-    # Modules cost memory even on the meta device; a small file must not ask for a billion of them.
-    if isinstance(arguments.get("depth"), int) and arguments["depth"] > len(weights):
-        raise HddmError(f"{path}: depth is {arguments['depth']}, and there are {len(weights)} tensors")
-    try:
-        with torch.device("meta"):
-            network: Network = network_class(**arguments)
-    except (TypeError, ValueError, RuntimeError, ZeroDivisionError) as error:
-        raise HddmError(f"{path}: no network can be built from it ({error})") from error
-    _refuse_difference(network, weights, folder / WEIGHTS)
+    network, weights, arguments = open_network(folder, classes)
     for key, value in weights.items():
         if not value.isfinite().all():
             raise HddmError(f"{folder / WEIGHTS}: {key!r} holds NaN or Inf; take the weights anew")
-    network.load_state_dict({key: value.to(dtype) for key, value in weights.items()}, assign=True)
-    network.eval()
-    network.requires_grad_(False)
+    cast = {key: value.to(dtype) for key, value in weights.items()}
+    fill(network, cast, arguments, str(folder / "config.json"))
     return network
 
 
-def _read_weights(path: Path) -> dict[str, torch.Tensor]:
-    try:
-        return load_file(path)
-    except FileNotFoundError:
-        raise HddmError(f"{path}: no such file") from None
-    except (SafetensorError, OSError) as error:
-        raise HddmError(f"{path}: cannot be read as safetensors ({error})") from error
+def open_network(
+    folder: Path, classes: Sequence[type[Network]]
+) -> tuple[Network, dict[str, Tensor], dict[str, object]]:
+    """The empty network in ``folder``, its tensors as they lie on disk, mapped, and its config.
 
-
-def _refuse_difference(network: ModelMixin, weights: dict[str, torch.Tensor], path: Path) -> None:
-    expected = {key: tuple(value.shape) for key, value in network.state_dict().items()}
-    found = {key: tuple(value.shape) for key, value in weights.items()}
-    problems = [f"missing {key} {expected[key]}" for key in expected.keys() - found.keys()]
-    problems += [f"left over {key} {found[key]}" for key in found.keys() - expected.keys()]
-    problems += [
-        f"{key} is {found[key]}, not {expected[key]}"
-        for key in expected.keys() & found.keys()
-        if expected[key] != found[key]
-    ]
+    Raises:
+        HddmError: as `read_network`, but for NaN and Inf.
+    """
+    path = folder / "config.json"
+    kind, arguments = parse_config(read_json(path), classes, str(path))
+    weights = read_safetensors(folder / WEIGHTS)
+    network = empty_network(kind, arguments, len(weights), str(path))
+    problems = differences(network.state_dict(), weights)
     if problems:
-        raise HddmError(f"{path}: does not fit its config.json: {'; '.join(sorted(problems))}")
+        raise HddmError(f"{folder / WEIGHTS}: does not fit its config.json: {'; '.join(problems)}")
+    return network, weights, arguments

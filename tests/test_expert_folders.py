@@ -129,12 +129,12 @@ def test_tensors_that_do_not_fit_are_named(flow_expert: Path, tmp_path: Path) ->
     ("file", "change", "message"),
     [
         ("expert.json", {"objektive": "flow"}, "unknown key 'objektive'; did you mean 'objective'?"),
-        ("expert.json", {"format": "2.0"}, "format 2.0 is newer than 1.0; upgrade"),
+        ("expert.json", {"format": "2.0"}, "format 2.0 is newer than 1.1; upgrade"),
         ("expert.json", {"prediction_type": "noise"}, "key 'prediction_type' (is 'noise')"),
-        ("expert.json", {"sample_shape": [3, 4, 4]}, "expert.json says samples of (3, 4, 4)"),
+        ("expert.json", {"sample_shape": [3, 4, 4]}, "expert.json says sample_shape (3, 4, 4)"),
         ("expert.json", {"schedule": {"name": "line"}}, "'line'"),
         ("config.json", {"width": 3}, "has no key 'width'"),
-        ("config.json", {"_class_name": "UNet2DModel"}, "holds a UNet2DModel"),
+        ("config.json", {"_class_name": "FluxTransformer2DModel"}, "holds a FluxTransformer2DModel"),
     ],
 )
 def test_a_record_that_is_not_understood_is_refused(

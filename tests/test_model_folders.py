@@ -28,13 +28,13 @@ def folder(network: ExpertTransformer, tmp_path: Path) -> Path:
 
 def _refusal(folder: Path) -> str:
     with pytest.raises(HddmError) as caught:
-        read_network(folder, ExpertTransformer, torch.float32)
+        read_network(folder, [ExpertTransformer], torch.float32)
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
 
 def test_what_is_read_is_what_was_written(network: ExpertTransformer, folder: Path) -> None:
-    again = read_network(folder, ExpertTransformer, torch.float32)
+    again = read_network(folder, [ExpertTransformer], torch.float32)
     assert dict(again.config) == {k: v for k, v in network.config.items() if not k.startswith("_")}
     for key, value in network.state_dict().items():
         assert torch.equal(again.state_dict()[key], value)
@@ -44,7 +44,7 @@ def test_what_is_read_is_what_was_written(network: ExpertTransformer, folder: Pa
 
 def test_half_precision_weights_are_cast_to_what_was_asked(network: ExpertTransformer, folder: Path) -> None:
     network.half().save_pretrained(folder)
-    again = read_network(folder, ExpertTransformer, torch.float64)
+    again = read_network(folder, [ExpertTransformer], torch.float64)
     for key, value in network.state_dict().items():
         assert torch.equal(again.state_dict()[key], value.double())
 
@@ -77,7 +77,7 @@ def test_a_module_path_in_a_config_is_refused(folder: Path) -> None:
 
 def test_a_folder_of_another_class_is_refused(folder: Path) -> None:
     with pytest.raises(HddmError, match="holds a ExpertTransformer, not a RouterTransformer"):
-        read_network(folder, RouterTransformer, torch.float32)
+        read_network(folder, [RouterTransformer], torch.float32)
 
 
 @pytest.mark.parametrize("name", ["config.json", WEIGHTS])

@@ -1,0 +1,132 @@
+"""From a ``config.json`` to an empty network: a known class, known keys, sizes that the weights back.
+
+A config is foreign text. It never chooses code beyond a given list of classes, and what it declares is
+held against the tensors that are there before anything takes memory.
+"""
+
+import inspect
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+from diffusers import ModelMixin
+from torch import Tensor
+
+from hddm.errors import HddmError, did_you_mean
+
+Network = TypeVar("Network", bound=ModelMixin)
+
+# Written by diffusers beside the constructor's arguments. None of them is read.
+_RECORDS = {"_class_name", "_diffusers_version", "_name_or_path"}
+_OLD_TRANSFORMER = "Transformer2DModel"
+_OLD_NORMS = {"ada_norm_zero": "DiTTransformer2DModel", "ada_norm_single": "PixArtTransformer2DModel"}
+# What diffusers' former all-in-one class had besides, with the only values that change nothing.
+_OLD_INERT = {
+    "num_vector_embeds": (None,),
+    "use_linear_projection": (False,),
+    "only_cross_attention": (False,),
+    "double_self_attention": (False,),
+    "attention_type": ("default",),
+    "cross_attention_dim": (None,),
+    "caption_channels": (None,),
+    "interpolation_scale": (None, 1, 1.0),
+    "use_additional_conditions": (None, False),
+}
+
+
+def parse_config(
+    config: Mapping[str, Any], classes: Sequence[type[Network]], origin: str
+) -> tuple[type[Network], dict[str, Any]]:
+    """The class that ``config`` names and the arguments for it.
+
+    ``Transformer2DModel``, which DiT and PixArt folders of older diffusers still name, becomes the class
+    of its ``norm_type``; keys that the new class lacks must hold a value without effect.
+
+    Raises:
+        HddmError: for a class outside ``classes`` or a key that it does not know; ``auto_map`` and its
+            like are such keys.
+    """
+    name, arguments = config.get("_class_name"), dict(config)
+    if name == _OLD_TRANSFORMER:
+        name = _OLD_NORMS.get(str(config.get("norm_type")), name)
+    kind = next((one for one in classes if one.__name__ == name), None)
+    if kind is None:
+        known = " or a ".join(one.__name__ for one in classes)
+        raise HddmError(f"{origin}: holds a {name}, not a {known}")
+    parameters = inspect.signature(kind.__init__).parameters
+    for key in config:
+        if key in _RECORDS:
+            del arguments[key]
+        elif config["_class_name"] == _OLD_TRANSFORMER and key not in parameters and key in _OLD_INERT:
+            if config[key] not in _OLD_INERT[key]:
+                raise HddmError(f"{origin}: {key} is {config[key]!r}, which {name} has no place for")
+            del arguments[key]
+        elif key not in parameters or key == "self":
+            raise HddmError(f"{origin}: {name} has no key {key!r}{did_you_mean(key, parameters)}")
+    return kind, arguments
+
+
+def empty_network(
+    kind: type[Network], arguments: Mapping[str, Any], num_tensors: int, origin: str
+) -> Network:
+    """The network on the meta device: shapes without memory.
+
+    Raises:
+        HddmError: where the arguments build nothing, or ask for more layers than there are tensors.
+    """
+    # Modules cost memory even on the meta device; a small file must not ask for a billion of them.
+    layers = math.prod(_largest(arguments.get(key)) for key in _DEPTHS)
+    if layers > num_tensors:
+        raise HddmError(f"{origin}: its depth is {layers}, and there are {num_tensors} tensors")
+    try:
+        with torch.device("meta"):
+            network = kind(**arguments)
+    except Exception as error:  # whatever a constructor makes of foreign values
+        text = " ".join(str(error).split())[:300]
+        raise HddmError(f"{origin}: no network can be built from it ({text})") from error
+    return network
+
+
+_DEPTHS = ("depth", "num_layers", "layers_per_block", "transformer_layers_per_block", "down_block_types")
+
+
+def _largest(value: Any) -> int:
+    """The most layers that one entry of a config asks for."""
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return max([len(value), *map(_largest, value)])
+    return max(value, 1) if isinstance(value, int) else 1
+
+
+def differences(expected: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> list[str]:
+    """Every tensor missing, left over or of another shape, a phrase each."""
+    problems = [f"missing {key} {tuple(expected[key].shape)}" for key in expected.keys() - found.keys()]
+    problems += [f"left over {key} {tuple(found[key].shape)}" for key in found.keys() - expected.keys()]
+    problems += [
+        f"{key} is {tuple(found[key].shape)}, not {tuple(expected[key].shape)}"
+        for key in expected.keys() & found.keys()
+        if expected[key].shape != found[key].shape
+    ]
+    return sorted(problems)
+
+
+def fill(network: Network, weights: Mapping[str, Tensor], arguments: Mapping[str, Any], origin: str) -> None:
+    """Give an empty network its tensors, and compute the buffers that no file holds.
+
+    Raises:
+        HddmError: for a buffer that is out of proportion to the weights.
+    """
+    network.load_state_dict(dict(weights), assign=True)
+    computed = {name: buffer for name, buffer in network.named_buffers() if buffer.is_meta}
+    if computed:
+        size = sum(tensor.numel() for tensor in weights.values())
+        needed = sum(buffer.numel() for buffer in computed.values())
+        if needed > 16 * size + 2**20:
+            raise HddmError(f"{origin}: asks for buffers of {needed} numbers beside {size} weights")
+        # Without blocks the rest is small, and its buffers are those of the whole.
+        shallow = dict(type(network)(**{**arguments, "num_layers": 0}).named_buffers())
+        for name in computed:
+            owner, _, leaf = name.rpartition(".")
+            network.get_submodule(owner).register_buffer(leaf, shallow[name], persistent=False)
+    network.eval()
+    network.requires_grad_(False)
