@@ -75,6 +75,8 @@ class ExpertFacts(Facts):
     """Averaged or as the optimiser left them; a source with one set may not say."""
     shard: ShardFacts | None = None
     training: dict[str, Any] = Field(default_factory=dict)
+    training_calibration: bool = False
+    """The calibration is part of the parametrisation that it was trained in; it must not be fitted anew."""
     source: SourceFacts | None = None
     licence: str | None = None
 
