@@ -1,6 +1,7 @@
 """The networks: sizes, shapes, initial values and what depends on what."""
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -187,3 +188,64 @@ def test_a_router_reads_the_whole_image_and_the_time() -> None:
 def test_heads_that_do_not_divide_the_width_are_refused() -> None:
     with pytest.raises(HddmError, match=r"32.*5 heads"):
         ExpertTransformer(**{**TINY, "num_heads": 5})
+
+
+def test_dit_xl_2_has_675_million_parameters() -> None:
+    """Peebles & Xie 2022, table 4; the positions, which are no parameters there, are counted here."""
+    with torch.device("meta"):
+        network = ExpertTransformer(
+            modulation="zero", num_classes=1000, out_channels=8, **size_config("XL/2")
+        )
+    assert round(_millions(network)) == 675
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        {"modulation": "zero"},
+        {"modulation_rank": 3},
+        {"modulation_rank": 32},
+        {"final_modulation": "linear"},
+        {"out_channels": 6},
+    ],
+    ids=str,
+)
+@torch.no_grad()
+def test_every_modulation_starts_at_zero_and_reads_time_class_and_text(kind: dict[str, Any]) -> None:
+    network = ExpertTransformer(**TINY, **kind, num_classes=4, text_dim=12)
+    labels = torch.tensor([0, 1])
+    output = network(X, T, labels, TEXT)
+    assert torch.equal(output, torch.zeros(2, kind.get("out_channels", 3), 8, 8))
+    output = _awake(network)(X, T, labels, TEXT)
+    for changed in (
+        network(X, T + 50, labels, TEXT),
+        network(X, T, labels.flip(0), TEXT),
+        network(X, T, labels, TEXT.flip(0)),
+    ):
+        assert ((changed - output).abs().amax((1, 2, 3)) > 1e-4).all()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("rank", [3, 32])
+def test_a_fresh_residual_changes_nothing_until_it_is_trained(rank: int) -> None:
+    plain = _awake(ExpertTransformer(**TINY))
+    network = ExpertTransformer(**TINY, modulation_rank=rank)
+    left_out = network.load_state_dict(plain.state_dict(), strict=False)
+    assert all(".residual." in key for key in left_out.missing_keys)
+    torch.testing.assert_close(network(X, T), plain(X, T))
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ({"modulation": "ada"}, r"unknown modulation 'ada'.*single, zero"),
+        ({"final_modulation": "none"}, r"unknown final_modulation 'none'.*table, linear"),
+        ({"modulation_rank": 33}, r"modulation_rank is 33.*32"),
+        ({"modulation_rank": -1}, r"modulation_rank is -1"),
+        ({"modulation": "zero", "modulation_rank": 2}, r"'zero' have no residual"),
+    ],
+    ids=str,
+)
+def test_modulations_that_do_not_exist_are_refused(kind: dict[str, Any], message: str) -> None:
+    with pytest.raises(HddmError, match=message):
+        ExpertTransformer(**TINY, **kind)

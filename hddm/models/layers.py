@@ -17,16 +17,18 @@ def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
     return x * (1 + scale) + shift
 
 
-def sinusoid(times: Tensor, dim: int, dtype: torch.dtype, max_period: float = 1e4) -> Tensor:
+def sinusoid(
+    times: Tensor, dim: int, dtype: torch.dtype, max_period: float = 1e4, frequency_shift: int = 0
+) -> Tensor:
     """Sinusoidal embedding (batch, dim) of ``times`` (batch,): cosines, then sines.
 
+    With half = dim/2 the frequencies are max_period^(-i / (half - frequency_shift)) for i < half.
     Angles are taken in the dtype of ``times`` and only the result is cast, since 987.2 and 988.5
     are one number in bfloat16.
     """
     half = dim // 2
-    frequencies = torch.exp(
-        -math.log(max_period) * torch.arange(half, device=times.device, dtype=times.dtype) / half
-    )
+    steps = torch.arange(half, device=times.device, dtype=times.dtype)
+    frequencies = torch.exp(-math.log(max_period) * steps / (half - frequency_shift))
     angles = times[:, None] * frequencies
     return torch.cat([angles.cos(), angles.sin()], dim=-1).to(dtype)
 
@@ -40,10 +42,11 @@ def grid_positions(hidden_size: int, side: int) -> Tensor:
     return torch.cat([columns, rows], dim=1)[None]
 
 
-def linear(fan_in: int, fan_out: int, std: float | None = None) -> nn.Linear:
-    """Linear layer with zero bias; weights Xavier-uniform, or normal with ``std`` (0: zeros)."""
-    layer = nn.Linear(fan_in, fan_out)
-    nn.init.zeros_(layer.bias)
+def linear(fan_in: int, fan_out: int, std: float | None = None, bias: bool = True) -> nn.Linear:
+    """Linear layer with zero or no bias; weights Xavier-uniform, or normal with ``std`` (0: zeros)."""
+    layer = nn.Linear(fan_in, fan_out, bias=bias)
+    if bias:
+        nn.init.zeros_(layer.bias)
     if std is None:
         nn.init.xavier_uniform_(layer.weight)
     else:
@@ -54,8 +57,9 @@ def linear(fan_in: int, fan_out: int, std: float | None = None) -> nn.Linear:
 class TimeEmbedding(nn.Module):
     """Sinusoid, then a two-layer perceptron: times (batch,) to (batch, hidden_size)."""
 
-    def __init__(self, hidden_size: int) -> None:
+    def __init__(self, hidden_size: int, frequency_shift: int = 0) -> None:
         super().__init__()
+        self.frequency_shift = frequency_shift
         self.mlp = nn.Sequential(
             linear(FREQUENCIES, hidden_size, std=0.02),
             nn.SiLU(),
@@ -64,7 +68,8 @@ class TimeEmbedding(nn.Module):
 
     def forward(self, times: Tensor) -> Tensor:
         dtype = next(self.mlp.parameters()).dtype
-        embedded: Tensor = self.mlp(sinusoid(times, FREQUENCIES, dtype))
+        angles = sinusoid(times, FREQUENCIES, dtype, frequency_shift=self.frequency_shift)
+        embedded: Tensor = self.mlp(angles)
         return embedded
 
 
@@ -120,6 +125,6 @@ def mlp(hidden_size: int, ratio: int = 4) -> nn.Sequential:
     )
 
 
-def layer_norm(hidden_size: int) -> nn.LayerNorm:
+def layer_norm(hidden_size: int, eps: float = LAYER_NORM_EPS) -> nn.LayerNorm:
     """Layer norm without affine parameters: scale and shift come from the time embedding."""
-    return nn.LayerNorm(hidden_size, eps=LAYER_NORM_EPS, elementwise_affine=False)
+    return nn.LayerNorm(hidden_size, eps=eps, elementwise_affine=False)

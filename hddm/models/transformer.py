@@ -1,12 +1,17 @@
-"""The expert network: a DiT with AdaLN-Single and class, text or no conditioning."""
+"""The expert network: a DiT with adaLN-Zero, AdaLN-Single or what lies between, and its conditions."""
+
+from typing import cast
 
 import torch
 from diffusers import ConfigMixin, ModelMixin
 from diffusers.configuration_utils import register_to_config
 from einops import rearrange
 from torch import Tensor, nn
+from torch.nn import functional as F
 
+from hddm.errors import HddmError
 from hddm.models.layers import (
+    LAYER_NORM_EPS,
     Attention,
     TimeEmbedding,
     grid_positions,
@@ -17,56 +22,109 @@ from hddm.models.layers import (
     patch_embedding,
 )
 
+MODULATIONS = ("single", "zero")
+FINAL_MODULATIONS = ("table", "linear")
+
 
 class ExpertBlock(nn.Module):
-    """Self-attention, cross-attention where there is text, and MLP; modulated by one shared vector.
+    """Self-attention, cross-attention where there is text, and MLP, modulated by six vectors.
 
-    Each block adds its own ``scale_shift_table`` (6, width) to the modulation that all blocks
-    share (PixArt-α's AdaLN-Single, arXiv:2310.00426, section 2.3). Cross-attention has neither a
-    norm before it nor a gate.
+    With h = SiLU(embedded) the six are, of shape (6, width),
+
+        single:  shared + table + R h    (PixArt-α's AdaLN-Single, arXiv:2310.00426, section 2.3)
+        zero:    W h + b                 (DiT's adaLN-Zero, arXiv:2212.09748, section 3.2)
+
+    in the order shift, scale, gate of the attention, then of the MLP. ``shared`` is the same for all
+    blocks, the rest a block's own; R has rank ``rank``. Cross-attention has no norm and no gate.
     """
 
-    def __init__(self, hidden_size: int, num_heads: int, cross_attention: bool) -> None:
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        cross_attention: bool,
+        own_modulation: bool,
+        rank: int,
+        norm_eps: float,
+        mlp_norm_eps: float,
+    ) -> None:
         super().__init__()
-        self.scale_shift_table = nn.Parameter(torch.randn(6, hidden_size) / hidden_size**0.5)
-        self.norm = layer_norm(hidden_size)
+        if not own_modulation:
+            self.scale_shift_table = nn.Parameter(torch.randn(6, hidden_size) / hidden_size**0.5)
+        self.norm = layer_norm(hidden_size, norm_eps)
         self.attn = Attention(hidden_size, num_heads)
         self.cross_attn = Attention(hidden_size, num_heads, silent=True) if cross_attention else None
+        self.mlp_norm = layer_norm(hidden_size, mlp_norm_eps)
         self.mlp = mlp(hidden_size)
+        self.modulation = linear(hidden_size, 6 * hidden_size, std=0) if own_modulation else None
+        self.residual = _residual(hidden_size, rank) if rank else None
 
-    def forward(self, x: Tensor, modulation: Tensor, text: Tensor | None) -> Tensor:
+    def forward(self, x: Tensor, shared: Tensor | None, activated: Tensor, text: Tensor | None) -> Tensor:
         # (batch, 6, width), split into six of (batch, 1, width)
-        parts = (self.scale_shift_table + modulation).chunk(6, dim=1)
+        parts = self._modulation(shared, activated).chunk(6, dim=1)
         shift_attn, scale_attn, gate_attn, shift_mlp, scale_mlp, gate_mlp = parts
         x = x + gate_attn * self.attn(modulate(self.norm(x), shift_attn, scale_attn))
         if self.cross_attn is not None:
             x = x + self.cross_attn(x, text)
-        result: Tensor = x + gate_mlp * self.mlp(modulate(self.norm(x), shift_mlp, scale_mlp))
+        result: Tensor = x + gate_mlp * self.mlp(modulate(self.mlp_norm(x), shift_mlp, scale_mlp))
         return result
+
+    def _modulation(self, shared: Tensor | None, activated: Tensor) -> Tensor:
+        if self.modulation is not None:
+            return _six(self.modulation(activated))
+        assert shared is not None
+        if self.residual is None:
+            return self.scale_shift_table + shared
+        last: nn.Module = self.residual
+        if isinstance(last, nn.Sequential):
+            activated, last = last[0](activated), last[1]
+        weight = cast(Tensor, last.weight)
+        # With the table as its bias a matrix and a bias taken over from adaLN-Zero give the same bits
+        # as there; adding the table afterwards would round once more.
+        return _six(F.linear(activated, weight, self.scale_shift_table.flatten())) + shared
+
+
+def _six(vectors: Tensor) -> Tensor:
+    six: Tensor = vectors.unflatten(-1, (6, -1))
+    return six
+
+
+def _residual(hidden_size: int, rank: int) -> nn.Linear | nn.Sequential:
+    last = linear(rank, 6 * hidden_size, std=0, bias=False)
+    return last if rank == hidden_size else nn.Sequential(linear(hidden_size, rank, bias=False), last)
 
 
 class FinalLayer(nn.Module):
-    """Norm, modulation by the time embedding itself, and the projection to patches."""
+    """Norm, modulation and the projection to patches.
 
-    def __init__(self, hidden_size: int, patch_channels: int) -> None:
+    Shift and scale are a table plus the embedding, or with ``own_modulation`` W SiLU(embedded) + b.
+    """
+
+    def __init__(self, hidden_size: int, patch_channels: int, own_modulation: bool, norm_eps: float) -> None:
         super().__init__()
-        self.scale_shift_table = nn.Parameter(torch.randn(2, hidden_size) / hidden_size**0.5)
-        self.norm = layer_norm(hidden_size)
+        if not own_modulation:
+            self.scale_shift_table = nn.Parameter(torch.randn(2, hidden_size) / hidden_size**0.5)
+        self.norm = layer_norm(hidden_size, norm_eps)
         self.linear = linear(hidden_size, patch_channels, std=0)
+        self.modulation = linear(hidden_size, 2 * hidden_size, std=0) if own_modulation else None
 
     def forward(self, x: Tensor, embedded: Tensor) -> Tensor:
-        shift, scale = (self.scale_shift_table + embedded[:, None]).chunk(2, dim=1)
+        if self.modulation is None:
+            parts = self.scale_shift_table + embedded[:, None]
+        else:
+            parts = self.modulation(F.silu(embedded)).unflatten(-1, (2, -1))
+        shift, scale = parts.chunk(2, dim=1)
         projected: Tensor = self.linear(modulate(self.norm(x), shift, scale))
         return projected
 
 
 class ExpertTransformer(ModelMixin, ConfigMixin):  # type: ignore[misc]
-    """Diffusion transformer with AdaLN-Single: x (batch, C, S, S) to an output of the same shape.
+    """Diffusion transformer: x (batch, C, S, S) to an output (batch, out_channels, S, S).
 
     What the output means (noise, velocity, …) is not the network's business: `VelocityField` holds
     that. With ``text_dim`` every block attends to ``encoder_hidden_states``; with ``num_classes``
     an embedding of ``class_labels`` is added to that of the time, and label ``num_classes`` is the
-    null class of classifier-free guidance. Parameters are named as in the Paris release.
+    null class of classifier-free guidance. By default parameters are named as in the Paris release.
 
     Args:
         sample_size: side S of the square input, a multiple of ``patch_size``.
@@ -74,6 +132,18 @@ class ExpertTransformer(ModelMixin, ConfigMixin):  # type: ignore[misc]
         patch_size, hidden_size, depth, num_heads: see `hddm.models.sizes`.
         num_classes: number of classes, None for no class condition.
         text_dim: width of the text encoder's tokens, None for no text.
+        modulation: "single" (AdaLN-Single) or "zero" (adaLN-Zero, a matrix of its own for every block).
+        modulation_rank: with "single", rank of the residual that every block adds to the shared
+            modulation: 0 for none, ``hidden_size`` for a full matrix.
+        final_modulation: with "single", "table" or "linear" in the final layer; with "zero" it is
+            always linear.
+        norm_eps: epsilon of the layer norms.
+        mlp_norm_eps: that of the norms before the MLPs, where it differs (diffusers' DiT).
+        frequency_shift: see `sinusoid`; 0 in DiT, 1 in diffusers' DiT.
+        out_channels: channels of the output where they are not C, as with a learned variance.
+
+    Raises:
+        HddmError: for a modulation that does not exist, or heads that do not divide the width.
 
     Sources: DiT (arXiv:2212.09748); PixArt-α (arXiv:2310.00426).
     """
@@ -89,21 +159,42 @@ class ExpertTransformer(ModelMixin, ConfigMixin):  # type: ignore[misc]
         num_heads: int = 16,
         num_classes: int | None = None,
         text_dim: int | None = None,
+        modulation: str = "single",
+        modulation_rank: int = 0,
+        final_modulation: str = "table",
+        norm_eps: float = LAYER_NORM_EPS,
+        mlp_norm_eps: float | None = None,
+        frequency_shift: int = 0,
+        out_channels: int | None = None,
     ) -> None:
         super().__init__()
-        side = sample_size // patch_size
+        check_modulation(modulation, modulation_rank, final_modulation, hidden_size)
+        zero = modulation == "zero"
         self.patch_embed = patch_embedding(in_channels, hidden_size, patch_size)
-        self.pos_embed = nn.Parameter(grid_positions(hidden_size, side))
-        self.time_embed = TimeEmbedding(hidden_size)
-        self.t_block = nn.Sequential(nn.SiLU(), linear(hidden_size, 6 * hidden_size, std=0.02))
+        self.pos_embed = nn.Parameter(grid_positions(hidden_size, sample_size // patch_size))
+        self.time_embed = TimeEmbedding(hidden_size, frequency_shift)
+        self.t_block = (
+            None if zero else nn.Sequential(nn.SiLU(), linear(hidden_size, 6 * hidden_size, std=0.02))
+        )
         self.class_embed = nn.Embedding(num_classes + 1, hidden_size) if num_classes else None
         if self.class_embed is not None:
             nn.init.normal_(self.class_embed.weight, std=0.02)
         self.text_proj = linear(text_dim, hidden_size) if text_dim else None
         self.layers = nn.ModuleList(
-            ExpertBlock(hidden_size, num_heads, text_dim is not None) for _ in range(depth)
+            ExpertBlock(
+                hidden_size,
+                num_heads,
+                cross_attention=text_dim is not None,
+                own_modulation=zero,
+                rank=modulation_rank,
+                norm_eps=norm_eps,
+                mlp_norm_eps=norm_eps if mlp_norm_eps is None else mlp_norm_eps,
+            )
+            for _ in range(depth)
         )
-        self.final_layer = FinalLayer(hidden_size, patch_size**2 * in_channels)
+        patch_channels = patch_size**2 * (in_channels if out_channels is None else out_channels)
+        own_final = zero or final_modulation == "linear"
+        self.final_layer = FinalLayer(hidden_size, patch_channels, own_final, norm_eps)
 
     def forward(
         self,
@@ -112,7 +203,7 @@ class ExpertTransformer(ModelMixin, ConfigMixin):  # type: ignore[misc]
         class_labels: Tensor | None = None,
         encoder_hidden_states: Tensor | None = None,
     ) -> Tensor:
-        """Output (batch, C, S, S).
+        """Output (batch, out_channels, S, S).
 
         Args:
             hidden_states: (batch, C, S, S).
@@ -125,9 +216,10 @@ class ExpertTransformer(ModelMixin, ConfigMixin):  # type: ignore[misc]
         if self.class_embed is not None:
             embedded = embedded + self.class_embed(class_labels)
         text = self.text_proj(encoder_hidden_states) if self.text_proj is not None else None
-        modulation = self.t_block(embedded).unflatten(-1, (6, -1))
+        shared = _six(self.t_block(embedded)) if self.t_block is not None else None
+        activated = F.silu(embedded)
         for layer in self.layers:
-            x = layer(x, modulation, text)
+            x = layer(x, shared, activated, text)
         patch = self.config.patch_size
         image: Tensor = rearrange(
             self.final_layer(x, embedded),
@@ -137,3 +229,21 @@ class ExpertTransformer(ModelMixin, ConfigMixin):  # type: ignore[misc]
             q=patch,
         )
         return image
+
+
+def check_modulation(modulation: str, rank: int, final_modulation: str, hidden_size: int) -> None:
+    """Refuse a combination of modulation arguments that no `ExpertTransformer` can have.
+
+    Raises:
+        HddmError: for an unknown kind, a rank outside [0, hidden_size], or one beside "zero".
+    """
+    for name, value, known in (
+        ("modulation", modulation, MODULATIONS),
+        ("final_modulation", final_modulation, FINAL_MODULATIONS),
+    ):
+        if value not in known:
+            raise HddmError(f"unknown {name} {value!r}: choose one of {', '.join(known)}")
+    if not 0 <= rank <= hidden_size:
+        raise HddmError(f"modulation_rank is {rank}; it goes from 0 to the width, {hidden_size}")
+    if rank and modulation == "zero":
+        raise HddmError(f"modulation_rank is {rank}; blocks of modulation 'zero' have no residual, take 0")
