@@ -34,7 +34,9 @@ def read_index(path: Path, allow_pickle: bool = False) -> dict[str, Tensor]:
             if weight_map.get(key) == name:
                 tensors[key] = value
             else:
-                problems.append(f"{name} holds {key!r}, which the index gives to {weight_map.get(key)}")
+                problems.append(
+                    f"{name} holds {key!r}, which the index gives to {weight_map.get(key, 'no file')}"
+                )
     problems += [f"{weight_map[key]} lacks {key!r}" for key in weight_map.keys() - tensors.keys()]
     if problems:
         more = f"; … and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
