@@ -74,17 +74,22 @@ class Adapter(nn.Module):
         """
         if self.round_time:
             timestep = timestep.round()
-        if isinstance(self.model, ExpertTransformer):
-            output: Tensor = self.model(x, timestep, **conditions)
-        else:
-            added = {name: conditions.pop(name) for name in _ADDED if name in conditions}
-            if added:
-                conditions["added_cond_kwargs"] = added  # type: ignore[assignment]
-            output = self.model(x, timestep=timestep, return_dict=False, **conditions)[0]
-        return output[:, : x.shape[1]]
+        return call(self.model, x, timestep, conditions)[:, : x.shape[1]]
 
 
 _ADDED = ("text_embeds", "time_ids", "resolution", "aspect_ratio")
+
+
+def call(model: ModelMixin, x: Tensor, timestep: Tensor, conditions: Mapping[str, Tensor]) -> Tensor:
+    """All that a network of `EXPERT_NETWORKS` gives, the variance half included."""
+    if isinstance(model, ExpertTransformer):
+        output: Tensor = model(x, timestep, **conditions)
+        return output
+    plain = {name: value for name, value in conditions.items() if name not in _ADDED}
+    added = {name: value for name, value in conditions.items() if name in _ADDED}
+    nested = {"added_cond_kwargs": added} if added else {}
+    result: Tensor = model(x, timestep=timestep, return_dict=False, **plain, **nested)[0]
+    return result
 
 
 def adapted(model: ModelMixin, round_time: bool = False) -> nn.Module:

@@ -6,7 +6,7 @@ import warnings
 
 import typer
 
-from hddm_cli import assemble, calibrate, evaluate, inspect, partition, quickstart, sample, train
+from hddm_cli import assemble, calibrate, convert, evaluate, inspect, partition, quickstart, sample, train
 
 commands = typer.Typer(
     name="hddm",
@@ -18,6 +18,7 @@ commands = typer.Typer(
 commands.command("quickstart")(quickstart.quickstart)
 commands.command("partition")(partition.partition)
 commands.add_typer(train.commands, name="train")
+commands.command("convert")(convert.convert)
 commands.command("calibrate")(calibrate.calibrate)
 commands.command("assemble")(assemble.assemble)
 commands.command("sample")(sample.sample)

@@ -45,6 +45,7 @@ FLOW_MATCH_FAMILY = (
     "FlowMatchHeunDiscreteScheduler",
     "FlowMatchLCMScheduler",
 )
+MOST_STEPS = 100_000
 # The keys that fix a training schedule; all others of these classes belong to sampling.
 _SCHEDULE_KEYS = (
     "num_train_timesteps",
@@ -87,6 +88,9 @@ def from_diffusers(source: object) -> Schedule:
     if config.get("timestep_type") == "continuous":
         raise HddmError(f"{origin}: timestep_type 'continuous' (EDM's time) is no DDPM schedule")
     facts = _with_defaults(config, name, origin)
+    steps = facts["num_train_timesteps"]
+    if not isinstance(steps, int) or not 2 <= steps <= MOST_STEPS:
+        raise HddmError(f"{origin}: num_train_timesteps is {steps!r}, and must be 2 to {MOST_STEPS}")
     try:
         betas = diffusers.DDPMScheduler(**facts).betas
     except (TypeError, ValueError, RuntimeError) as error:
@@ -95,9 +99,38 @@ def from_diffusers(source: object) -> Schedule:
 
 
 def declared_prediction_type(source: object) -> str | None:
-    """The ``prediction_type`` that a scheduler config gives, None where it gives none."""
-    declared: str | None = _read(source)[0].get("prediction_type")
-    return declared
+    """The ``prediction_type`` that a scheduler config gives, None where it gives none.
+
+    A flow-match scheduler gives ``flow_prediction``; so do ``use_flow_sigmas``. Former versions said
+    ``predict_epsilon``.
+
+    Raises:
+        HddmError: for two keys that contradict each other.
+    """
+    config, origin = _read(source)
+    stated: dict[str, str] = {}
+    if config.get("prediction_type") is not None:
+        stated["prediction_type"] = config["prediction_type"]
+    if config.get("predict_epsilon") is not None:
+        stated["predict_epsilon"] = "epsilon" if config["predict_epsilon"] else "sample"
+    if config.get("_class_name") in FLOW_MATCH_FAMILY or config.get("use_flow_sigmas"):
+        stated["a flow-match scheduler"] = "flow_prediction"
+    if len(set(stated.values())) > 1:
+        said = ", ".join(f"{key}: {value}" for key, value in stated.items())
+        raise HddmError(f"{origin}: contradicts itself ({said}); correct the config")
+    return next(iter(stated.values()), None)
+
+
+def default_prediction_type(source: object) -> str:
+    """What the documented default of a scheduler config's class is, for one that gives none.
+
+    Raises:
+        HddmError: where the config names no class.
+    """
+    config, origin = _read(source)
+    parameters = _parameters(config.get("_class_name") or _family(config, origin))
+    default: str = parameters["prediction_type"].default
+    return default
 
 
 def from_config(config: Mapping[str, Any]) -> Schedule:

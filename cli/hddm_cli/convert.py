@@ -1,0 +1,132 @@
+"""hddm convert."""
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from hddm_cli.options import Out, Overwrite
+
+
+class Weights(StrEnum):
+    """Choices of --weights."""
+
+    ema = "ema"
+    raw = "raw"
+
+
+class Architecture(StrEnum):
+    """Choices of --architecture."""
+
+    adaln_single = "adaln-single"
+
+
+class Recipe(StrEnum):
+    """Choices of --recipe."""
+
+    exact = "exact"
+    paper = "paper"
+
+
+def convert(
+    source: Annotated[Path, typer.Argument(help="Checkpoint file, model or pipeline folder, or expert.")],
+    out: Out,
+    layout: Annotated[
+        str | None, typer.Option("--layout", help="Layout of the source; default: by its content.")
+    ] = None,
+    allow_pickle: Annotated[
+        bool, typer.Option("--allow-pickle", help="Read pickle files; what is no weight is refused.")
+    ] = False,
+    num_heads: Annotated[
+        int | None, typer.Option("--num-heads", min=1, help="Attention heads of a size never published.")
+    ] = None,
+    sample_size: Annotated[
+        int | None, typer.Option("--sample-size", min=1, help="Side of the input, where nothing tells.")
+    ] = None,
+    weights: Annotated[
+        Weights | None,
+        typer.Option("--weights", help="Which set of weights; default ema where there is one."),
+    ] = None,
+    variant: Annotated[
+        str | None, typer.Option("--variant", help="Variant of the weights file, as fp16.")
+    ] = None,
+    schedule: Annotated[
+        Path | None, typer.Option("--schedule", help="scheduler_config.json instead of the source's own.")
+    ] = None,
+    prediction_type: Annotated[
+        str | None,
+        typer.Option("--prediction-type", help="epsilon, sample, v_prediction or flow_prediction."),
+    ] = None,
+    architecture: Annotated[
+        Architecture | None, typer.Option("--architecture", help="Fold a DiT's adaLN-Zero.")
+    ] = None,
+    modulation_rank: Annotated[
+        int,
+        typer.Option("--modulation-rank", min=0, help="Of what every block keeps of its own modulation."),
+    ] = 0,
+    text_dim: Annotated[
+        int | None, typer.Option("--text-dim", min=1, help="Add attention to text tokens of this width.")
+    ] = None,
+    recipe: Annotated[
+        Recipe, typer.Option("--recipe", help="paper: fresh head, round(999 t); for comparison.")
+    ] = Recipe.exact,
+    licence: Annotated[
+        str | None, typer.Option("--licence", help="Of the weights, where the source does not state it.")
+    ] = None,
+    to_layout: Annotated[
+        str | None, typer.Option("--to-layout", help="Write an expert back, in this layout.")
+    ] = None,
+    no_verify: Annotated[
+        bool, typer.Option("--no-verify", help="Skip the comparison with the source.")
+    ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check and print the plan; write nothing.")
+    ] = False,
+    overwrite: Overwrite = False,
+) -> None:
+    """Turn a pretrained checkpoint into an expert: the same network, read as a velocity field."""
+    from hddm.checkpoints.convert import Conversion, plan, refuse_full_disk, write
+    from hddm.checkpoints.layouts import Hints
+    from hddm.checkpoints.sources import Reading
+    from hddm.checkpoints.summary import summary, verdict
+    from hddm.checkpoints.write_back import write_back
+    from hddm.experts import EXPERT_FILE
+    from hddm.files import check_absent
+
+    if to_layout is not None:
+        for line in write_back(source, out, to_layout, dry_run, overwrite):
+            typer.echo(line)
+        return
+    if modulation_rank and architecture is None:
+        raise typer.BadParameter("needs --architecture adaln-single", param_hint="--modulation-rank")
+    reading = Reading(
+        layout=layout,
+        allow_pickle=allow_pickle,
+        weights=weights.value if weights else None,
+        variant=variant,
+        hints=Hints(num_heads, sample_size),
+    )
+    wanted: dict[str, Any] = {"architecture": architecture.value if architecture else None}
+    conversion = Conversion(
+        reading=reading,
+        schedule=schedule,
+        prediction_type=prediction_type,
+        modulation_rank=modulation_rank,
+        text_dim=text_dim,
+        recipe=recipe.value,
+        licence=licence,
+        **wanted,
+    )
+    check_absent(out, EXPERT_FILE, overwrite)
+    planned = plan(source, conversion)
+    for line in summary(planned):
+        typer.echo(line)
+    if dry_run:
+        refuse_full_disk(out, planned.size)
+        typer.echo(f"{out}: nothing written (--dry-run)")
+        return
+    verified = write(planned, out, not no_verify, overwrite)
+    for line in verdict(planned, verified):
+        typer.echo(line)
+    typer.echo(f"{out}: converted")

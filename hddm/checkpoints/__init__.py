@@ -1,0 +1,1 @@
+"""Pretrained checkpoints of other projects: recognised, read, converted, checked, written back."""

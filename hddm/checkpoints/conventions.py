@@ -1,0 +1,112 @@
+"""What a source's numbers mean: schedule and prediction type, never guessed.
+
+In this order: the user (``--schedule``, ``--prediction-type``), the scheduler config beside the weights (a
+key that it lacks has its class's documented default, and that is said), the one rule of a layout's code.
+Where two statements contradict each other, or none is there, the conversion stops and asks.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hddm.checkpoints.sources import Source
+from hddm.errors import HddmError
+from hddm.files import read_json
+from hddm.predictions import PredictionType
+from hddm.schedules import DiscreteSchedule, LinearSchedule, Schedule, from_config, from_diffusers
+from hddm.schedules.diffusers_configs import declared_prediction_type, default_prediction_type
+
+FLOW_STEPS = 1000
+
+
+@dataclass(frozen=True)
+class Conventions:
+    """Schedule and prediction type, where they came from, and what was filled in on the way."""
+
+    schedule: Schedule
+    prediction_type: PredictionType
+    time_scale: float
+    schedule_source: str
+    notes: tuple[str, ...]
+
+
+def resolve(source: Source, schedule_file: Path | None, prediction_type: str | None) -> Conventions:
+    """The conventions of a source.
+
+    Args:
+        source: see `Source`.
+        schedule_file: a diffusers scheduler config that the user vouches for; it replaces the source's.
+        prediction_type: the user's word.
+
+    Raises:
+        HddmError: for a contradiction, or a source that does not say and a user who does not either.
+    """
+    declared = source.declared
+    config: Any = declared.scheduler
+    origin = declared.scheduler_origin
+    notes = []
+    if schedule_file is not None:
+        config, origin = read_json(schedule_file), str(schedule_file)
+        if declared.scheduler is not None and not declared.is_layout_rule:
+            notes.append(f"{schedule_file} instead of {declared.scheduler_origin}")
+    if config is None:
+        raise HddmError(
+            f"{source.path}: says nothing about the schedule that it was trained on; pass --schedule with "
+            "its scheduler_config.json"
+        )
+    schedule = _schedule(config, origin)
+    stated = [(declared.prediction_type, str(source.path))] if declared.prediction_type else []
+    if "name" not in config:
+        own = declared_prediction_type(config)
+        if own is not None and not (declared.is_layout_rule and schedule_file is None):
+            stated.append((own, origin))
+    asked = prediction_type and PredictionType.parse(prediction_type)
+    for value, where in stated:
+        if asked is not None and asked != value:
+            raise HddmError(
+                f"--prediction-type {asked} contradicts {where}, which says {value}; drop the option, or "
+                "pass --schedule with a config that says what is true"
+            )
+        if value != stated[0][0]:
+            raise HddmError(f"{stated[0][1]} says {stated[0][0]}, {where} says {value}: which one is it?")
+    found = asked or (stated[0][0] if stated else None)
+    if found is None:
+        found, note = _default(config, origin, source)
+        notes.append(note)
+    kind = PredictionType.parse(found)
+    is_flow = isinstance(schedule, LinearSchedule)
+    if is_flow != (kind is PredictionType.FLOW_PREDICTION) and source.facts is None:
+        raise HddmError(
+            f"{origin}: a schedule of {type(schedule).__name__} contradicts prediction type {kind}"
+        )
+    return Conventions(schedule, kind, _time_scale(schedule, config, source), origin, tuple(notes))
+
+
+def _schedule(config: Any, origin: str) -> Schedule:
+    try:
+        return from_config(config) if "name" in config else from_diffusers(config)
+    except HddmError as error:
+        raise HddmError(f"{origin}: {error}") from error
+
+
+def _default(config: Any, origin: str, source: Source) -> tuple[str, str]:
+    if "name" in config:
+        raise HddmError(
+            f"{source.path}: does not say what it predicts; pass --prediction-type epsilon (Stable Diffusion "
+            "1, 2-base) or v_prediction (Stable Diffusion 2 at 768)"
+        )
+    default = default_prediction_type(config)
+    if source.declared.is_layout_rule and config is source.declared.scheduler:
+        return default, f"{default} by {origin}"
+    return (
+        default,
+        f"{origin}: no prediction_type, so {config.get('_class_name', 'DDPMScheduler')}'s default {default}",
+    )
+
+
+def _time_scale(schedule: Schedule, config: Any, source: Source) -> float:
+    if source.facts is not None:
+        return source.facts.time_scale
+    if isinstance(schedule, DiscreteSchedule):
+        return 1.0
+    return float(config.get("num_train_timesteps", FLOW_STEPS))

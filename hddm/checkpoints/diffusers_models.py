@@ -1,0 +1,95 @@
+"""Names of diffusers' own networks, those of former versions included."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from diffusers import (
+    DiTTransformer2DModel,
+    ModelMixin,
+    PixArtTransformer2DModel,
+    UNet2DConditionModel,
+    UNet2DModel,
+)
+from torch import Tensor, nn
+
+from hddm.checkpoints.keys import KeyTable, same
+from hddm.checkpoints.layouts import Forward, Weights
+from hddm.network_configs import empty_network, fill
+from hddm.networks import call
+
+DIFFUSERS_LAYOUTS: Mapping[str, type[ModelMixin]] = {
+    "diffusers-dit": DiTTransformer2DModel,
+    "diffusers-pixart": PixArtTransformer2DModel,
+    "diffusers-unet2d": UNet2DModel,
+    "diffusers-unet2d-condition": UNet2DConditionModel,
+}
+# Attention of diffusers before 0.15, which its own loader still renames.
+_FORMER = {".to_q.": ".query.", ".to_k.": ".key.", ".to_v.": ".value.", ".to_out.0.": ".proj_attn."}
+
+
+def own_table(
+    kind: type[ModelMixin], arguments: Mapping[str, Any], weights: Weights, origin: str
+) -> KeyTable:
+    """Names of a file of ``kind`` against those of the class, the same but for former names."""
+    names = empty_network(kind, arguments, len(weights), origin).state_dict()
+    pairs = [same(_former(name) if name not in weights else name, name) for name in names]
+    known = {pair.foreign[0][0] for pair in pairs}
+    pairs = [
+        pair if pair.foreign[0][0] in weights else same(pair.ours[0][0], pair.ours[0][0]) for pair in pairs
+    ]
+    benign = {"pos_embed.pos_embed": "computed anew"} if "pos_embed.pos_embed" not in known else {}
+    return KeyTable(pairs, benign)
+
+
+def _former(name: str) -> str:
+    for new, old in _FORMER.items():
+        if new in name:
+            return name.replace(new, old)
+    return name
+
+
+def class_forward(
+    kind: type[ModelMixin], arguments: Mapping[str, Any], weights: Weights, origin: str
+) -> Forward:
+    """The class itself, filled with ``weights`` under its names, in float32.
+
+    Weights of another dtype are cast where they are used, a module at a time, so that a large network never
+    lies in memory as a whole.
+    """
+    network = empty_network(kind, arguments, len(weights), origin)
+    fill(network, weights, arguments, origin)
+    if kind is UNet2DModel:
+        # It asks its parameters for its dtype in the middle of a call.
+        network.float()
+    _cast_in_use(network)
+
+    @torch.no_grad()
+    def run(x: Tensor, timestep: Tensor, conditions: Mapping[str, Tensor]) -> Tensor:
+        return call(network, x, timestep, conditions)
+
+    return run
+
+
+def _cast_in_use(network: nn.Module) -> None:
+    for module in network.modules():
+        stored = {
+            name: parameter
+            for name, parameter in module._parameters.items()
+            if parameter is not None and parameter.dtype != torch.float32
+        }
+        if stored:
+            module.register_forward_pre_hook(_Put(stored, torch.float32))
+            module.register_forward_hook(_Put(stored, None))
+
+
+class _Put:
+    """A hook that puts parameters in place, cast to ``dtype`` or as they are stored."""
+
+    def __init__(self, stored: Mapping[str, nn.Parameter], dtype: torch.dtype | None) -> None:
+        self._stored, self._dtype = stored, dtype
+
+    def __call__(self, module: nn.Module, *_: object) -> None:
+        for name, parameter in self._stored.items():
+            value = parameter if self._dtype is None else nn.Parameter(parameter.to(self._dtype), False)
+            module._parameters[name] = value

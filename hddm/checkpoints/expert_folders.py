@@ -1,0 +1,50 @@
+"""Our own expert folders as sources: to be folded, re-initialised or written back to another layout."""
+
+from pathlib import Path
+
+from safetensors.torch import load_file
+
+from hddm.checkpoints.diffusers_models import class_forward, own_table
+from hddm.checkpoints.sources import Declared, Reading, Source
+from hddm.errors import HddmError
+from hddm.experts import EXPERT_FILE, FORMAT, NULL_FILE, ExpertFacts
+from hddm.facts import read_facts
+from hddm.model_folders import WEIGHTS, open_network
+from hddm.networks import EXPERT_NETWORKS
+
+LAYOUT = "hddm"
+EXTRAS_FILE = "source_extras.safetensors"
+"""Tensors of a source that its expert does not need, kept for the way back."""
+
+
+def open_expert(folder: Path, reading: Reading) -> Source:
+    """An expert folder.
+
+    Raises:
+        HddmError: as `hddm.experts.read_expert`, or for options that only foreign sources have.
+    """
+    facts = read_facts(folder / EXPERT_FILE, ExpertFacts, FORMAT)
+    network, weights, arguments = open_network(folder, EXPERT_NETWORKS)
+    if reading.weights not in (None, facts.weights):
+        raise HddmError(f"--weights {reading.weights}: {folder} holds {facts.weights} weights")
+    path = str(folder / WEIGHTS)
+    kind = type(network)
+    return Source(
+        path=folder,
+        layout=LAYOUT,
+        files=(folder / WEIGHTS,),
+        weights=weights,
+        network=kind,
+        arguments=arguments,
+        table=own_table(kind, arguments, weights, path),
+        forward=lambda: class_forward(kind, arguments, weights, path),
+        declared=Declared(facts.schedule, str(folder / EXPERT_FILE), prediction_type=facts.prediction_type),
+        sets=(facts.weights,),
+        chosen=facts.weights,
+        nulls={},
+        is_latent=facts.space == "latents",
+        latent_scale=facts.latent_scale,
+        licence=facts.licence,
+        facts=facts,
+        null_tensors=load_file(folder / NULL_FILE) if (folder / NULL_FILE).exists() else {},
+    )

@@ -1,0 +1,53 @@
+"""What a conversion says of itself, a line a fact."""
+
+from hddm.checkpoints.convert import Plan
+from hddm.checkpoints.verify import LARGEST_DIFFERENCE, Verified
+
+
+def summary(plan: Plan) -> list[str]:
+    """What was found and what will be written."""
+    source, facts, conventions = plan.source, plan.facts, plan.conventions
+    low, high = conventions.schedule.range
+    lines = [
+        f"layout: {source.layout} ({', '.join(path.name for path in source.files)})",
+        f"weights: {source.chosen} (present: {', '.join(source.sets)})",
+        f"predicts: {conventions.prediction_type.value}"
+        + (", with a learned variance that is dropped" if facts.variance_head else ""),
+        f"schedule: {conventions.schedule_source}; noise range t = {low:.4f} … {high:.4f}",
+        f"samples: {'×'.join(map(str, facts.sample_shape))} {facts.space}, latent scale "
+        + (f"{facts.latent_scale:g}" if facts.latent_scale is not None else "not stated"),
+        f"conditions: {', '.join(facts.conditions) or 'none'}"
+        + (f" (null class {facts.null_class})" if facts.null_class is not None else ""),
+        f"network: {plan.built.network.__name__}, {plan.parameters:,} parameters, {plan.size / 1e6:,.1f} MB",
+        f"licence: {facts.licence or 'not stated by the source (--licence records it)'}",
+    ]
+    if source.prefix:
+        lines.append(f"prefix: {source.prefix!r} stripped from every key")
+    for name, reason in source.table.benign.items():
+        if name in plan.extras:
+            lines.append(f"not needed: {name}, {reason}")
+    if plan.built.modulation_error is not None:
+        lines.append(
+            f"fold: {plan.source_parameters:,} to {plan.parameters:,} parameters, relative error of the "
+            f"modulation {plan.built.modulation_error:.2e}"
+        )
+    return lines + [f"note: {note}" for note in (*source.notes, *conventions.notes)]
+
+
+def verdict(plan: Plan, verified: Verified | None) -> list[str]:
+    """What the check of a written expert measured."""
+    if verified is None:
+        return ["verify: skipped"]
+    if plan.facts.round_time:
+        return ["verify: the network runs; its head is fresh, so there is no function to compare"]
+    errors = ", ".join(f"{error:.1e} at t = {t}" for t, error in verified.velocity_errors.items())
+    if plan.built.modulation_error is not None:
+        return [
+            f"verify: outputs are off the source's by {verified.function_error:.2e} (relative, root mean "
+            f"square), at most {verified.difference:.2e}"
+        ]
+    return [
+        f"verify: outputs differ from the source's by at most {verified.difference:.1e} "
+        f"(limit {LARGEST_DIFFERENCE:.0e})",
+        f"verify: velocity against the closed form, relative: {errors}",
+    ]

@@ -1,0 +1,165 @@
+"""The check that a conversion runs on itself: what was written against the source's own network.
+
+At `TIMES` noise levels inside the expert's range, on fixed inputs in float32: the raw outputs of both
+networks, and the expert's velocity against the closed form
+
+    u with s(u)/a(u) = t/(1 - t),  y = (a + s) x,  v from the source's output at (y, u)
+
+computed here a second time, in float64 and from the betas themselves.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hddm.checkpoints.layouts import Forward
+from hddm.predictions import PredictionType
+from hddm.schedules import CosineSchedule, DiscreteSchedule, Schedule
+from hddm.velocity import VelocityField
+
+TIMES = (0.05, 0.25, 0.5, 0.75, 0.95)
+"""Shares of the expert's range of noise levels."""
+LARGEST_DIFFERENCE = 1e-4
+LARGEST_VELOCITY_ERROR = 1e-4
+TOKENS = 8
+
+
+@dataclass(frozen=True)
+class Verified:
+    """What the check measured.
+
+    ``difference`` is the largest of any output number; ``function_error`` the same as a root mean square,
+    relative to the source's; ``velocity_errors`` are relative, a time t each.
+    """
+
+    difference: float
+    function_error: float
+    velocity_errors: Mapping[float, float]
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether both are within their limits."""
+        return (
+            self.difference <= LARGEST_DIFFERENCE
+            and max(self.velocity_errors.values()) <= LARGEST_VELOCITY_ERROR
+        )
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether no number is NaN or Inf."""
+        return math.isfinite(self.difference) and all(map(math.isfinite, self.velocity_errors.values()))
+
+
+@torch.no_grad()
+def verify(
+    source: Forward,
+    converted: Forward,
+    schedule: Schedule,
+    prediction_type: PredictionType,
+    time_scale: float,
+    sample_shape: tuple[int, int, int],
+    conditions: Mapping[str, Tensor],
+    extra: Mapping[str, Tensor] | None = None,
+) -> Verified:
+    """Measure both networks and the velocity, a state at a time.
+
+    Args:
+        source: the source's own network.
+        converted: the one that was written.
+        schedule: of both.
+        prediction_type: of both.
+        time_scale: of both.
+        sample_shape: (C, H, W).
+        conditions: one row each, of the source.
+        extra: further ones that the converted network takes, such as text that was added.
+    """
+    outputs: list[Tensor] = []
+
+    def recorded(y: Tensor, timestep: Tensor, **given: Tensor) -> Tensor:
+        outputs.append(converted(y, timestep, given))
+        return outputs[-1][:, : y.shape[1]]
+
+    field = VelocityField(recorded, schedule, prediction_type, time_scale)
+    low, high = field.range
+    noise = torch.Generator().manual_seed(0)
+    squares, wanted, largest, errors = 0.0, 0.0, 0.0, {}
+    for share in TIMES:
+        t = low + share * (high - low)
+        x = torch.randn(1, *sample_shape, generator=noise) * math.hypot(1 - t, t)
+        v = field.velocity(x, torch.tensor([t], dtype=torch.float64), **conditions, **(extra or {}))
+        a, s, u = _native(schedule, t)
+        y = (a + s) * x
+        expected = source(y, torch.tensor([u * time_scale], dtype=torch.float32), conditions)
+        difference = (outputs[-1] - expected).double()
+        squares, wanted = squares + difference.square().sum().item(), wanted + expected.square().sum().item()
+        # A comparison with NaN is false, so the maximum would hide one.
+        largest = max(largest, difference.abs().max().item()) if difference.isfinite().all() else math.nan
+        closed = _closed_form(
+            prediction_type, expected[:, : x.shape[1]].double(), x.double(), y.double(), a, s, t
+        )
+        errors[round(t, 4)] = ((v.double() - closed).norm() / closed.norm()).item()
+        if not math.isfinite(largest):
+            break
+    return Verified(largest, math.sqrt(squares / max(wanted, 1e-30)), errors)
+
+
+def _native(schedule: Schedule, t: float) -> tuple[float, float, float]:
+    """(a, s, u) with s/a = t/(1 - t)."""
+    if isinstance(schedule, DiscreteSchedule):
+        kept = np.cumprod(1 - schedule.betas.double().numpy())[:-1]
+        log_ratio = np.log1p(-kept) - np.log(kept)
+        wanted = 2 * math.log(t / (1 - t))
+        u = float(np.interp(wanted, log_ratio, np.arange(len(kept))))
+        return 1 / math.sqrt(1 + math.exp(wanted)), 1 / math.sqrt(1 + math.exp(-wanted)), u
+    if isinstance(schedule, CosineSchedule):
+        u = 2 / math.pi * math.atan2(t, 1 - t)
+        return math.cos(math.pi * u / 2), math.sin(math.pi * u / 2), u
+    return 1 - t, t, t
+
+
+def _closed_form(
+    kind: PredictionType, output: Tensor, x: Tensor, y: Tensor, a: float, s: float, t: float
+) -> Tensor:
+    match kind:
+        case PredictionType.EPSILON:
+            return output - (y - s * output) / a
+        case PredictionType.SAMPLE:
+            return (y - a * output) / s - output
+        case PredictionType.V_PREDICTION:
+            return (s * y + a * output - (a * y - s * output)) / (a * a + s * s)
+        case PredictionType.FLOW_PREDICTION:
+            return output
+
+
+def example_conditions(
+    names: tuple[str, ...], network: str, config: Mapping[str, Any], num_classes: int | None
+) -> dict[str, Tensor]:
+    """One row of fixed random conditions of the shapes that a network takes."""
+    noise = torch.Generator().manual_seed(1)
+    width = config.get("caption_channels") or config.get("text_dim") or config.get("cross_attention_dim")
+    found: dict[str, Tensor] = {}
+    for name in names:
+        match name:
+            case "class_labels":
+                found[name] = torch.randint(num_classes or 1, (1,), generator=noise)
+            case "encoder_hidden_states":
+                if not isinstance(width, int):
+                    width = width[0]  # type: ignore[index]
+                found[name] = torch.randn(1, TOKENS, width, generator=noise)
+            case "text_embeds":
+                count = (
+                    config["projection_class_embeddings_input_dim"] - 6 * config["addition_time_embed_dim"]
+                )
+                found[name] = torch.randn(1, count, generator=noise)
+            case "time_ids":
+                found[name] = torch.tensor([[64.0, 64.0, 0.0, 0.0, 64.0, 64.0]])
+            case "resolution":
+                found[name] = torch.tensor([[64.0, 64.0]])
+            case "aspect_ratio":
+                found[name] = torch.tensor([[1.0]])
+    return found
