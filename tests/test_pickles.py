@@ -139,6 +139,9 @@ def test_every_refused_global_is_named(tmp_path: Path) -> None:
         (b"\x80\x02\x82\x01.", "opcode EXT1"),
         (b"\x80\x02Pabc\n.", "opcode PERSID"),
         (b"\x80\x04}.", "opcode PROTO 4"),
+        (b"\x80\x02(" + b"]" + b"X\x01\x00\x00\x00aQ.", "loads by an id"),
+        (b"\x80\x02C\x03a\nb.", "opcode SHORT_BINBYTES at byte 2"),
+        (b"\x80\x02c" + b"a" * 9999 + b"\nb\n.", "would import 'aaaa"),
         (b"\x80\x02X\x03\x00\x00\x00abcQ.", "loads by an id that is no storage's"),
         (b"\x80\x02ctorch\nFloatStorage\nJ\xff\xff\xff\x7f\x85R.", "calls what is no known function"),
         (b"\x80\x02ctorch.storage\nUntypedStorage\nJ\xff\xff\xff\x7f\x85R.", "calls what is no known"),
@@ -200,6 +203,15 @@ def test_storages_larger_than_what_the_old_format_holds_are_refused_before_they_
         assert "wants 8589934" in _refusal(path)
 
 
+def test_odd_lists_of_storages_in_the_old_format_are_refused(tmp_path: Path) -> None:
+    path = save({"a": torch.ones(2)}, tmp_path, in_zip=False)
+    content = path.read_bytes()
+    start = content.rindex(b"\x80\x02]")
+    for keys in (b"]", b"}", b"](" + b"]" * 50_000 + b"a" * 49_999 + b"e"):
+        path.write_bytes(content[:start] + b"\x80\x02" + keys + b"." + content[-16:])
+        assert "lists other storages than it uses" in _refusal(path)
+
+
 def test_storages_that_an_archive_lacks_are_refused(tmp_path: Path) -> None:
     path = save({"a": torch.ones(2)}, tmp_path, True)
     with zipfile.ZipFile(path) as archive:
@@ -255,6 +267,14 @@ def test_an_archive_behind_another_one_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.pt").write_bytes(first + second)
     with pytest.raises(HddmError, match="two directories that differ"):
         read_pickle(tmp_path / "a.pt", allow_pickle=True)
+
+
+def test_a_flipped_bit_of_a_tensor_in_an_archive_is_refused(tmp_path: Path) -> None:
+    path = save({"a": torch.ones(1000)}, tmp_path, True)
+    values = torch.ones(1000).numpy().tobytes()
+    assert path.read_bytes().count(values) == 1
+    path.write_bytes(path.read_bytes().replace(values, values[:-1] + b"\x3e"))
+    assert "Bad CRC-32 for file 'a/data/0'" in _refusal(path)
 
 
 @ZIP_OR_LEGACY

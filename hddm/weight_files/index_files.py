@@ -72,9 +72,9 @@ def inside(folder: Path, name: str) -> Path:
 
 
 def _enclosing(folder: Path) -> Path:
-    for below, above in zip((folder, *folder.parents), folder.parents, strict=False):
-        repository = above.parent
-        if above.name == "snapshots" and repository.name.startswith("models--") and below != above:
+    for revision in (folder, *folder.parents):
+        repository = revision.parent.parent
+        if revision.parent.name == "snapshots" and repository.name.startswith("models--"):
             return repository
     return folder
 

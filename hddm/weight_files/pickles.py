@@ -12,7 +12,8 @@ from torch.torch_version import TorchVersion
 from hddm.errors import HddmError
 from hddm.weight_files.archives import LARGEST_PICKLE, read_archive
 from hddm.weight_files.kinds import Kind, kind_of, one_line
-from hddm.weight_files.pickle_scan import RefusedPickleError, refused_globals, rehearse
+from hddm.weight_files.pickle_machine import RefusedPickleError
+from hddm.weight_files.pickle_scan import refused_globals, rehearse
 
 SAFE_TORCH = "2.10"
 """The first torch whose weights-only unpickler has no known hole (CVE-2025-32434, CVE-2026-24747)."""
@@ -81,7 +82,8 @@ def _scan(path: Path, kind: Kind) -> None:
     rehearse(stream, {})
     rehearse(stream, storages)
     keys = rehearse(stream, {})
-    if not isinstance(keys, list) or sorted(map(str, keys)) != sorted(storages):
+    listed = isinstance(keys, list) and all(isinstance(key, str) for key in keys)
+    if not listed or sorted(keys) != sorted(storages):
         raise RefusedPickleError("lists other storages than it uses")
     # Each storage follows with its length; torch would take its memory before it looks for them.
     wanted = stream.tell() + sum(8 + size for size in storages.values())
@@ -96,7 +98,9 @@ def _refuse_globals(stream: io.BytesIO, num: int) -> None:
         found |= refused_globals(stream)
     stream.seek(start)
     if found:
-        shown = ", ".join(sorted(found)[:10]) + (f" … and {len(found) - 10} more" if len(found) > 10 else "")
+        shown = ", ".join(name[:80] for name in sorted(found)[:10]) + (
+            f" … and {len(found) - 10} more" if len(found) > 10 else ""
+        )
         raise RefusedPickleError(f"would import {shown!r}, which weights never need")
 
 
