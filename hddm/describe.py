@@ -7,6 +7,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from hddm.calibration import FILE_NAME as CALIBRATION
+from hddm.checkpoints.inspection import describe_source
 from hddm.data.shards import FORMAT as SHARD_FORMAT
 from hddm.data.shards import MANIFEST, PARTITION_FILE, Manifest, PartitionFacts
 from hddm.ensemble_folders import ENSEMBLE_FILE, read_ensemble_facts
@@ -18,11 +19,13 @@ from hddm.model_folders import WEIGHTS
 from hddm.schedules import from_config
 
 
-def describe(folder: Path) -> dict[str, Any]:
-    """Facts of an expert, router, ensemble, partition or shard folder; ``kind`` says which.
+def describe(folder: Path, allow_pickle: bool = False, variant: str | None = None) -> dict[str, Any]:
+    """Facts of an expert, router, ensemble, partition or shard folder, or of a checkpoint.
+
+    ``kind`` says which. ``allow_pickle`` and ``variant`` are for checkpoints; see `describe_source`.
 
     Raises:
-        HddmError: for any other folder, or one whose records cannot be read.
+        HddmError: for anything else, or records that cannot be read.
     """
     if (folder / EXPERT_FILE).exists():
         facts = read_facts(folder / EXPERT_FILE, ExpertFacts, FORMAT)
@@ -56,7 +59,7 @@ def describe(folder: Path) -> dict[str, Any]:
             **shard.model_dump(exclude={"images"}),
             "images": len(shard.images),
         }
-    raise HddmError(f"{folder}: no expert, router, ensemble, partition or shard folder of hddm")
+    return describe_source(folder, allow_pickle, variant)
 
 
 def _network(folder: Path) -> dict[str, Any]:

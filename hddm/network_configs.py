@@ -81,7 +81,7 @@ def empty_network(
         raise HddmError(f"{origin}: its depth is {layers}, and there are {num_tensors} tensors")
     try:
         with torch.device("meta"):
-            network = kind(**arguments)
+            network: Network = kind(**arguments)
     except Exception as error:  # whatever a constructor makes of foreign values
         text = " ".join(str(error).split())[:300]
         raise HddmError(f"{origin}: no network can be built from it ({text})") from error

@@ -100,7 +100,8 @@ def adapted(model: ModelMixin, round_time: bool = False) -> nn.Module:
     """
     interface = interface_of(type(model).__name__, model.config)
     if isinstance(model, ExpertTransformer) and not round_time and not interface.variance_head:
-        return model
+        own: nn.Module = model
+        return own
     return Adapter(model, interface, round_time)
 
 

@@ -7,7 +7,11 @@ import typer
 
 
 def inspect(
-    path: Annotated[Path, typer.Argument(help="Expert, router, ensemble, partition or shard folder.")],
+    path: Annotated[Path, typer.Argument(help="Any folder of hddm's, or a checkpoint.")],
+    allow_pickle: Annotated[
+        bool, typer.Option("--allow-pickle", help="Read pickle files; what is no weight is refused.")
+    ] = False,
+    variant: Annotated[str | None, typer.Option("--variant", help="Of the weights file, as fp16.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")] = False,
 ) -> None:
     """Say what an artefact is: objective, schedule, shard, size, licence, provenance."""
@@ -15,7 +19,7 @@ def inspect(
 
     from hddm.describe import describe
 
-    facts = describe(path)
+    facts = describe(path, allow_pickle, variant)
     if as_json:
         typer.echo(json.dumps(facts, indent=2))
         return

@@ -72,7 +72,7 @@ def reshape(
         folded = fold(weights, config, torch.linspace(0, end, FOLD_TIMES), rank)
         weights, config, error = folded.weights, folded.config, folded.modulation_error
     if text_dim is not None:
-        weights, config = add_text(weights, config, text_dim)
+        weights, config = add_text(weights, config, text_dim, seed=0)
     return Built(ExpertTransformer, config, [as_planned(*item) for item in weights.items()], error)
 
 

@@ -194,7 +194,8 @@ def _facts(
         objective="flow" if conventions.prediction_type is PredictionType.FLOW_PREDICTION else "ddpm",
         prediction_type=conventions.prediction_type,
         schedule=conventions.schedule.config,
-        schedule_source=conventions.schedule_source,
+        # Not where the file lay on this machine.
+        schedule_source=conventions.schedule_source.removeprefix(f"{source.path}/"),
         time_scale=conventions.time_scale,
         sample_shape=interface.sample_shape,
         space="latents" if source.is_latent else "pixels",

@@ -18,6 +18,10 @@ Forward = Callable[[Tensor, Tensor, Mapping[str, Tensor]], Tensor]
 """A source's own network: (x, timestep, conditions) to its raw output."""
 
 
+class UnstatedHeads(HddmError):
+    """A number of attention heads that no tensor tells and no one has said."""
+
+
 @dataclass(frozen=True)
 class Hints:
     """What the user says about a file that its tensors do not."""
@@ -59,6 +63,8 @@ LINEAR_BETAS = {
     "beta_schedule": "linear",
     "beta_start": 1e-4,
     "beta_end": 0.02,
+    "trained_betas": None,
+    "rescale_betas_zero_snr": False,
     "prediction_type": "epsilon",
 }
 LATENT_SCALE = 0.18215
@@ -74,7 +80,7 @@ def heads(width: int, depth: int, hints: Hints, origin: str) -> int:
     """Attention heads: the user's, or those of the published size with this width and depth.
 
     Raises:
-        HddmError: for another size without ``--num-heads``, since no tensor tells.
+        UnstatedHeads: for another size without ``--num-heads``, since no tensor tells.
     """
     if hints.num_heads is not None:
         if hints.num_heads < 1 or width % hints.num_heads:
@@ -83,7 +89,7 @@ def heads(width: int, depth: int, hints: Hints, origin: str) -> int:
     for size in SIZES.values():
         if (size["hidden_size"], size["depth"]) == (width, depth) and width >= 384:
             return size["num_heads"]
-    raise HddmError(
+    raise UnstatedHeads(
         f"{origin}: {depth} blocks of width {width} are no published size, and no tensor tells the number of "
         "attention heads: pass --num-heads"
     )

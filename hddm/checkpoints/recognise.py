@@ -6,6 +6,7 @@ from hddm.checkpoints.diffusers_models import DIFFUSERS_LAYOUTS
 from hddm.checkpoints.expert_folders import LAYOUT as HDDM
 from hddm.checkpoints.expert_folders import open_expert
 from hddm.checkpoints.folders import PIPELINE, STEM, open_model, open_pipeline
+from hddm.checkpoints.layouts import UnstatedHeads
 from hddm.checkpoints.single_files import FILE_LAYOUTS, LDM, open_file
 from hddm.checkpoints.sources import Reading, Source
 from hddm.errors import HddmError, did_you_mean
@@ -46,6 +47,8 @@ def open_source(path: Path, reading: Reading) -> Source:
     for file in files:
         try:
             sources.append(open_file(file, reading))
+        except UnstatedHeads:
+            raise
         except HddmError as error:
             refusals.append(error)
     if len(sources) == 1:

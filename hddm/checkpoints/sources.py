@@ -93,7 +93,7 @@ def choose_set(sets: Mapping[str, Tensors], asked: WeightSet | None, origin: str
         HddmError: for a set that is not there.
     """
     if asked is None:
-        return next(name for name in ("ema", "unstated", "raw") if name in sets)  # type: ignore[return-value]
+        return next(name for name in ("ema", "unstated", "raw") if name in sets)
     if asked not in sets:
         what = ", ".join(sets)
         unsaid = " (it holds one set and does not say which)" if list(sets) == ["unstated"] else ""

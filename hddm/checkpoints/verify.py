@@ -91,7 +91,8 @@ def verify(
     for share in TIMES:
         t = low + share * (high - low)
         x = torch.randn(1, *sample_shape, generator=noise) * math.hypot(1 - t, t)
-        v = field.velocity(x, torch.tensor([t], dtype=torch.float64), **conditions, **(extra or {}))
+        given: dict[str, Any] = {**conditions, **(extra or {})}
+        v = field.velocity(x, torch.tensor([t], dtype=torch.float64), **given)
         a, s, u = _native(schedule, t)
         y = (a + s) * x
         expected = source(y, torch.tensor([u * time_scale], dtype=torch.float32), conditions)

@@ -67,13 +67,12 @@ def write_back(
 
 
 def _table(source: Source, layout: str) -> KeyTable:
-    if layout == LDM:
-        kind, named = ldm.NETWORK, ldm.table_of_class
-    else:
-        kind, named = FILE_LAYOUTS[layout].network, FILE_LAYOUTS[layout].table
+    file_layout = FILE_LAYOUTS.get(layout)
+    kind = file_layout.network if file_layout else ldm.NETWORK
     config = dict(source.arguments)
     if source.network is not kind or (layout == "facebook-dit" and config.get("modulation") != "zero"):
         raise HddmError(f"--to-layout {layout}: cannot hold the {source.network.__name__} of {source.path}")
+    named = file_layout.table if file_layout else ldm.table_of_class
     return named(config, source.weights)
 
 
