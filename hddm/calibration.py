@@ -1,12 +1,8 @@
 r"""What an expert knows about its shard beyond its network: moments, and how far to trust each.
 
 Near t = 1 an epsilon network's velocity (eps - x)/(1 - t) multiplies its error by 1/(1 - t), while the
-best *linear* denoiser of the shard becomes exact there. With mean m and covariance U diag(c) U^T of
-the shard, and z = U^T (x - (1 - t) m), its velocity is
-
-    v_gauss = -m + U [ (t - (1 - t) c) / ((1 - t)² c + t²) z ]
-
-A calibrated expert mixes the two, direction by direction:
+best *linear* denoiser of the shard becomes exact there; its velocity v_gauss is in `hddm.moments`, with
+U the principal directions. A calibrated expert mixes the two, direction by direction:
 
     v = v_net + U diag(w(t)) U^T (v_gauss - v_net)
 
@@ -28,20 +24,23 @@ A scalar weight is the special case of equal w_i. The direction-wise form is bet
 white error meets a shard that hardly varies along most directions.
 """
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from hddm.errors import HddmError
+from hddm.moments import MAX_DIRECTIONS as MAX_DIRECTIONS
+from hddm.moments import Moments as Moments
 from hddm.tensors import generator, to_float64
 
 FILE_NAME = "calibration.safetensors"
-MAX_DIRECTIONS = 256
+RECORD_KEY = "calibrated_on"
 START = 0.5
 LEVELS = 15
 STATES = 512
@@ -49,65 +48,17 @@ POOL = (1.0, 2.0, 3.0, 2.0, 1.0)
 
 
 @dataclass(frozen=True)
-class Moments:
-    """Mean and covariance of a shard's images, flattened to D numbers.
-
-    ``basis`` (D, r) holds orthonormal directions, ``variances`` (r + 1,) the variance along each, and
-    last the mean variance along the rest.
-    """
-
-    mean: Tensor
-    basis: Tensor
-    variances: Tensor
-
-    @classmethod
-    def of(cls, images: Tensor) -> "Moments":
-        """Moments of ``images`` (N, C, H, W), up to `MAX_DIRECTIONS` principal directions.
-
-        Raises:
-            HddmError: for fewer than 2 images.
-        """
-        if len(images) < 2:
-            raise HddmError(f"moments need at least 2 images, not {len(images)}")
-        flat = to_float64(images.flatten(1))
-        mean = flat.mean(0)
-        centred = flat - mean
-        _, singular, directions = torch.linalg.svd(centred, full_matrices=False)
-        variances = singular**2 / (len(flat) - 1)
-        rank = min(MAX_DIRECTIONS, len(flat) - 1, flat.shape[1])
-        rest = (variances.sum() - variances[:rank].sum()) / max(flat.shape[1] - rank, 1)
-        # A direction without any variance would make the Gaussian velocity 0/0 at t = 0.
-        floor = 1e-6 * variances.mean().clamp_min(1e-12)
-        kept = torch.cat([variances[:rank], rest[None]]).clamp_min(floor)
-        return cls(mean.float(), directions[:rank].T.float().contiguous(), kept.float())
-
-    def to(self, like: Tensor) -> "Moments":
-        """The same moments in the dtype and on the device of ``like``."""
-        return Moments(self.mean.to(like), self.basis.to(like), self.variances.to(like))
-
-    def split(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Coordinates (N, r) of ``x`` (N, D) along the basis, and what is left of it (N, D)."""
-        along = x @ self.basis
-        return along, x - along @ self.basis.T
-
-    def velocity(self, x_t: Tensor, t: Tensor) -> Tensor:
-        """v_gauss (N, D) of the module's head, for ``x_t`` (N, D) at ``t`` (N,)."""
-        t = t[:, None]
-        gain = (t - (1 - t) * self.variances) / ((1 - t) ** 2 * self.variances + t**2)
-        along, rest = self.split(x_t - (1 - t) * self.mean)
-        return (gain[:, :-1] * along) @ self.basis.T + gain[:, -1:] * rest - self.mean
-
-
-@dataclass(frozen=True)
 class Calibration:
     """Moments of a shard and the table of weights w: ``weights`` (times, r + 1) at ``times``.
 
-    Between times the weights are linear in t. ``times`` rise from 0 to 1.
+    Between times the weights are linear in t. ``times`` rise from 0 to 1. ``record`` says what it was
+    fitted to, as `calibration_record` gives it.
     """
 
     moments: Moments
     times: Tensor
     weights: Tensor
+    record: Mapping[str, str] | None = None
 
     def apply(self, velocity: Tensor, x_t: Tensor, t: Tensor) -> Tensor:
         """The calibrated velocity; ``velocity`` and ``x_t`` (N, C, H, W), ``t`` (N,) in [0, 1]."""
@@ -131,7 +82,10 @@ class Calibration:
             "times": self.times,
             "weights": self.weights,
         }
-        save_file({key: value.contiguous() for key, value in tensors.items()}, folder / FILE_NAME)
+        # One key, since safetensors writes several in an order that changes from call to call.
+        metadata = {RECORD_KEY: json.dumps(dict(self.record), sort_keys=True)} if self.record else None
+        tensors = {key: value.contiguous() for key, value in tensors.items()}
+        save_file(tensors, folder / FILE_NAME, metadata)
 
     @classmethod
     def load(cls, folder: Path) -> "Calibration | None":
@@ -149,13 +103,31 @@ class Calibration:
                 f"{path}: missing or unknown tensors {sorted(missing)}; delete it and calibrate anew"
             )
         moments = Moments(tensors["mean"], tensors["basis"], tensors["variances"])
-        return cls(moments, tensors["times"], tensors["weights"])
+        return cls(moments, tensors["times"], tensors["weights"], calibration_record(folder))
 
     def _weights_at(self, t: Tensor) -> Tensor:
         times, weights = self.times.to(t), self.weights.to(t)
         index = torch.searchsorted(times, t.contiguous()).clamp(1, len(times) - 1)
         fraction = (t - times[index - 1]) / (times[index] - times[index - 1])
         return torch.lerp(weights[index - 1], weights[index], fraction[:, None])
+
+
+def calibration_record(folder: Path) -> dict[str, str] | None:
+    """What the calibration in an expert folder was fitted to; None for one that does not say, or none.
+
+    ``data`` is ``shard <hash>`` or ``native samples``, with ``images`` and ``seed``, and ``steps`` of the
+    sampler.
+    """
+    path = folder / FILE_NAME
+    if not path.exists():
+        return None
+    try:
+        with safe_open(path, "pt") as file:
+            metadata = file.metadata() or {}
+        record = json.loads(metadata.get(RECORD_KEY, "{}"))
+        return {str(key): str(value) for key, value in record.items()} or None
+    except (SafetensorError, ValueError, AttributeError) as error:
+        raise HddmError(f"{path}: cannot be read ({error}); delete it and calibrate anew") from error
 
 
 @torch.no_grad()

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from hddm_cli.combinations import refuse_given
 from hddm_cli.options import BatchSize, LearningRate, Out, Overwrite, Seed, Size, Steps
 
 commands = typer.Typer(help="Train one expert on its shard, or the router.", no_args_is_help=True)
@@ -27,6 +28,7 @@ class TimeSampling(StrEnum):
 
 @commands.command("expert")
 def expert(
+    context: typer.Context,
     shard: Annotated[Path, typer.Argument(help="Shard folder, as hddm partition writes it.")],
     out: Out,
     objective: Annotated[ObjectiveName, typer.Option("--objective", help="What it learns.")],
@@ -35,6 +37,10 @@ def expert(
     learning_rate: LearningRate = 1e-4,
     size: Size = "small",
     seed: Seed = 0,
+    init: Annotated[
+        Path | None,
+        typer.Option("--init", help="Expert folder to train on from: its network, prediction and schedule."),
+    ] = None,
     schedule: Annotated[
         Path | None,
         typer.Option(
@@ -55,10 +61,14 @@ def expert(
     overwrite: Overwrite = False,
 ) -> None:
     """Train one expert alone, on one shard."""
+    if init is not None:
+        refuse_given(context, "--init fixes it", "size", "schedule")
+
     from hddm.errors import HddmError
     from hddm.facts import parse_facts
     from hddm.progress import Progress
     from hddm.schedules.diffusers_configs import declared_prediction_type, from_diffusers
+    from hddm.training.continuation import continue_expert
     from hddm.training.expert import ExpertSettings, train_expert
 
     settings = parse_facts(
@@ -81,15 +91,18 @@ def expert(
     if declared not in (None, "epsilon"):
         raise HddmError(f"{schedule}: prediction_type is {declared!r}, and DDPM training here learns epsilon")
     with Progress(steps, "train") as progress:
-        losses = train_expert(
-            shard,
-            out,
-            settings,
-            from_diffusers(schedule) if schedule else None,
-            str(schedule) if schedule else "default of the objective",
-            overwrite,
-            on_step=lambda step, loss: progress(1),
-        )
+        if init is not None:
+            losses = continue_expert(init, shard, out, settings, overwrite, lambda step, loss: progress(1))
+        else:
+            losses = train_expert(
+                shard,
+                out,
+                settings,
+                from_diffusers(schedule) if schedule else None,
+                str(schedule) if schedule else "default of the objective",
+                overwrite,
+                on_step=lambda step, loss: progress(1),
+            )
     typer.echo(f"{out}: loss {losses[0]:.4f} → {losses[-1]:.4f}")
 
 

@@ -1,6 +1,7 @@
 """Training one expert alone, on its shard."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -8,7 +9,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from hddm.calibration import calibrate
+from hddm.calibration import Calibration, calibrate
 from hddm.data.shards import Shard, load_shard
 from hddm.errors import HddmError
 from hddm.experts import EXPERT_FILE, Expert, ExpertFacts, ShardFacts, null_conditions, save_expert
@@ -84,7 +85,7 @@ def train_expert(
         null_conditions=null_conditions(facts.null_class),
         classes=facts.classes,
     )
-    calibration = calibrate(field.velocity, shard.images, conditions_of(shard, field), settings.seed)
+    calibration = calibrated_on(shard, field, conditions_of(shard, field), settings.seed)
     with new_folder(out, EXPERT_FILE, overwrite) as draft:
         save_expert(draft, Expert(network, facts, calibration))
     return fitted.losses
@@ -103,6 +104,24 @@ def conditions_of(shard: Shard, field: VelocityField) -> dict[str, Tensor]:
             f"{shard.folder}: its classes are {list(shard.classes)}, the expert's {list(field.classes)}"
         )
     return {"class_labels": shard.labels}
+
+
+def calibrated_on(
+    shard: Shard, field: VelocityField, conditions: Mapping[str, Tensor], seed: int
+) -> Calibration:
+    """A calibration of ``field``, which has none yet, that says which shard it was fitted to."""
+    calibration = calibrate(field.velocity, shard.images, conditions, seed)
+    return replace(calibration, record=shard_record(shard) | {"seed": str(seed)})
+
+
+def shard_record(shard: Shard) -> dict[str, str]:
+    """What a calibration remembers of its shard."""
+    return {"data": f"shard {shard.hash}", "images": str(len(shard))}
+
+
+def shard_facts(shard: Shard) -> ShardFacts:
+    """What an expert remembers of its shard."""
+    return ShardFacts(index=shard.index, num_shards=shard.num_shards, hash=shard.hash, images=len(shard))
 
 
 def _batch_loss(
@@ -140,6 +159,6 @@ def _facts(
         conditions=("class_labels",) if settings.class_conditional else (),
         classes=shard.classes if settings.class_conditional else (),
         null_class=len(shard.classes) if settings.class_conditional else None,
-        shard=ShardFacts(index=shard.index, num_shards=shard.num_shards, hash=shard.hash, images=len(shard)),
+        shard=shard_facts(shard),
         training=fitted.record(settings),
     )

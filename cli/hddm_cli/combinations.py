@@ -1,0 +1,17 @@
+"""Options that do not go together."""
+
+import typer
+
+
+def refuse_given(context: typer.Context, reason: str, *names: str) -> None:
+    """Refuse each parameter called one of ``names`` that was given on the command line.
+
+    Raises:
+        HddmError: with ``reason``, naming the first of them.
+    """
+    from hddm.errors import HddmError
+
+    for name in names:
+        source = context.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            raise HddmError(f"--{name.replace('_', '-')}: {reason}; drop one of the two")
