@@ -103,7 +103,7 @@ def verify(
         closed = _closed_form(
             prediction_type, expected[:, : x.shape[1]].double(), x.double(), y.double(), a, s, t
         )
-        errors[round(t, 4)] = ((v.double() - closed).norm() / closed.norm()).item()
+        errors[round(t, 4)] = ((v.double() - closed).norm() / closed.norm().clamp_min(1e-30)).item()
         if not math.isfinite(largest):
             break
     return Verified(largest, math.sqrt(squares / max(wanted, 1e-30)), errors)
