@@ -46,7 +46,10 @@ def sample_to_folder(
     model = load(source)
     shape = model.sample_shape
     if shape is None or shape[0] not in (1, 3):
-        raise HddmError(f"{source}: its samples have shape {shape} and are no images")
+        raise HddmError(
+            f"{source}: its samples have shape {shape}: latents, which need a VAE to become images; in Python "
+            "hddm.sample returns them"
+        )
     conditions: dict[str, Any] = {}
     if class_labels is not None:
         conditions["class_labels"] = _labels(class_labels, model.classes, num)
