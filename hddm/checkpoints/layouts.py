@@ -71,9 +71,9 @@ LATENT_SCALE = 0.18215
 
 
 def count_blocks(names: Weights, prefix: str) -> int:
-    """Number of blocks: one more than the highest index after ``prefix``."""
-    found = [re.match(rf"{re.escape(prefix)}\.(\d+)\.", name) for name in names]
-    return 1 + max((int(match[1]) for match in found if match), default=-1)
+    """Number of blocks: one more than the highest index after ``prefix``, at most one a tensor."""
+    found = [re.match(rf"{re.escape(prefix)}\.(\d{{1,6}})\.", name) for name in names]
+    return min(1 + max((int(match[1]) for match in found if match), default=-1), len(names))
 
 
 def heads(width: int, depth: int, hints: Hints, origin: str) -> int:

@@ -1,28 +1,51 @@
 """Single-file latent diffusion (CompVis, Stability): a Stable Diffusion checkpoint with everything in it.
 
-Names are mapped by diffusers' own conversion, run once over the tensors to learn the table. The network's
-sizes are read from shapes. The file brings its betas and latent scale as buffers, but says nowhere whether
+The names of blocks count on over all levels, those of the class start anew in each. The network's sizes are
+read from shapes. The file brings its betas and latent scale as buffers, but says nowhere whether
 it predicts noise or v; that has to be said (``--prediction-type``).
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from diffusers import UNet2DConditionModel
-from diffusers.loaders.single_file_utils import convert_ldm_unet_checkpoint
 from torch import Tensor
 
 from hddm.checkpoints.keys import KeyTable, same
 from hddm.checkpoints.layouts import Hints, Weights, count_blocks, shape_of
 from hddm.errors import HddmError
+from hddm.network_configs import empty_network
 
+LAYOUT = "ldm"
 UNET = "model.diffusion_model."
 EMA = "model_ema."
 MARKERS = (f"{UNET}input_blocks.0.0.weight", f"{UNET}time_embed.0.weight")
 # Parts of such a file that a velocity field has no use for.
 OTHER_PARTS = ("first_stage_model.", "cond_stage_model.", "conditioner.")
 NETWORK = UNet2DConditionModel
+_MIDDLE = "UNetMidBlock2DCrossAttn"
+_BLOCKS = {_MIDDLE, "CrossAttnDownBlock2D", "DownBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"}
+_OUTER = {
+    "time_embedding.linear_1": "time_embed.0",
+    "time_embedding.linear_2": "time_embed.2",
+    "add_embedding.linear_1": "label_emb.0.0",
+    "add_embedding.linear_2": "label_emb.0.2",
+    "conv_in": "input_blocks.0.0",
+    "conv_norm_out": "out.0",
+    "conv_out": "out.2",
+}
+_RESNET = {
+    "norm1": "in_layers.0",
+    "conv1": "in_layers.2",
+    "norm2": "out_layers.0",
+    "conv2": "out_layers.3",
+    "time_emb_proj": "emb_layers.1",
+    "conv_shortcut": "skip_connection",
+}
+_INNER = re.compile(
+    r"(mid_block|down_blocks|up_blocks)(?:\.(\d+))?\.(resnets|attentions|downsamplers|upsamplers)\.(\d+)\.(.+)"
+)
 _BUFFERS = re.compile(
     r"betas|alphas_cumprod(_prev)?|(sqrt_|log_)\w+|posterior_\w+|lvlb_weights|logvar|scale_factor|"
     r"denoiser\.sigmas|v_pred|ztsnr"
@@ -54,14 +77,14 @@ def arguments(weights: Weights, hints: Hints, origin: str) -> dict[str, Any]:
             levels.append([])
         else:
             levels[-1].append(n)
+    if len({len(level) for level in levels}) > 1 or not levels[0]:
+        raise HddmError(
+            f"{origin}: levels of {[len(level) for level in levels]} layers; no UNet of SD's kind"
+        )
     channels = [
         shape_of(unet, f"input_blocks.{level[0]}.0.out_layers.3.weight", 4, origin)[0] for level in levels
     ]
     depths = [_depth(unet, f"input_blocks.{level[0]}.1") for level in levels]
-    if len({len(level) for level in levels}) > 1:
-        raise HddmError(
-            f"{origin}: levels of {[len(level) for level in levels]} layers; no UNet of SD's kind"
-        )
     middle = _depth(unet, "middle_block.1")
     prefix = next((f"input_blocks.{n}.1" for n, kind in enumerate(kinds) if kind == "attention"), None)
     if prefix is None:
@@ -83,7 +106,7 @@ def arguments(weights: Weights, hints: Hints, origin: str) -> dict[str, Any]:
         "transformer_layers_per_block": layers[0] if len(set(layers)) == 1 else layers,
         "cross_attention_dim": context,
         "use_linear_projection": is_linear,
-        "attention_head_dim": _heads(channels, is_linear, hints),
+        "attention_head_dim": _heads(channels, is_linear, hints, origin),
     }
     if "label_emb.0.0.weight" in unet:
         width = shape_of(unet, "label_emb.0.0.weight", 2, origin)[1]
@@ -95,33 +118,81 @@ def arguments(weights: Weights, hints: Hints, origin: str) -> dict[str, Any]:
     return result
 
 
-def _heads(channels: list[int], is_linear: bool, hints: Hints) -> int | list[int]:
+def _heads(channels: list[int], is_linear: bool, hints: Hints, origin: str) -> int | list[int]:
     """What diffusers misnames attention_head_dim: the number of heads.
 
     Stable Diffusion 1 has 8 at every width; 2 and XL, which project linearly, have heads of 64 channels.
     """
     if hints.num_heads is not None:
         return hints.num_heads
+    if any(width % (64 if is_linear else 8) for width in channels):
+        raise HddmError(
+            f"{origin}: no tensor tells the attention heads of widths {channels}: pass --num-heads"
+        )
     return [width // 64 for width in channels] if is_linear else 8
 
 
-def table(config: Mapping[str, Any], weights: Weights) -> KeyTable:
-    """Names of the file against those of the class, learnt from diffusers' own conversion."""
-    names = {id(tensor): name for name, tensor in weights.items()}
-    mapped = convert_ldm_unet_checkpoint(dict(weights), {"class_embed_type": None, **config})
-    return KeyTable([same(names[id(tensor)], ours) for ours, tensor in mapped.items() if tensor is not None])
+def table(config: Mapping[str, Any], weights: Weights, origin: str) -> KeyTable:
+    """Names of the file against those of the class."""
+    return _table_of(empty_network(NETWORK, config, len(weights), origin).state_dict(), config, origin)
+
+
+def table_of_class(config: Mapping[str, Any], weights: Weights) -> KeyTable:
+    """As `table`, given the tensors under the names of the class.
+
+    Raises:
+        HddmError: for a network that the layout cannot name.
+    """
+    return _table_of(weights, config, f"--to-layout {LAYOUT}")
+
+
+def _table_of(names: Iterable[str], config: Mapping[str, Any], origin: str) -> KeyTable:
+    odd = {*config["down_block_types"], *config["up_block_types"], config.get("mid_block_type", _MIDDLE)}
+    odd -= _BLOCKS
+    layers = config["layers_per_block"]
+    if odd or not isinstance(layers, int):
+        raise HddmError(f"{origin}: has no names for {', '.join(sorted(odd)) or f'{layers} layers a block'}")
+    return KeyTable(
+        [same(UNET + _name(name, layers, config["up_block_types"], origin), name) for name in names]
+    )
+
+
+def _name(name: str, layers: int, up_block_types: Sequence[str], origin: str) -> str:
+    """The name in the layout of a tensor of the class."""
+    head, _, leaf = name.rpartition(".")
+    if head in _OUTER:
+        return f"{_OUTER[head]}.{leaf}"
+    match = _INNER.fullmatch(name)
+    if match is None:
+        raise HddmError(f"{origin}: has no name for {name}")
+    place, block, part, index, rest = match[1], int(match[2] or 0), match[3], int(match[4]), match[5]
+    level = layers + 1
+    if part == "resnets":
+        for ours, theirs in _RESNET.items():
+            rest = re.sub(rf"^{ours}\b", theirs, rest)
+    kind = {"resnets": 0, "attentions": 1}.get(part)
+    if place == "mid_block":
+        return f"middle_block.{2 * index + (kind or 0)}.{rest}"
+    if place == "down_blocks":
+        if kind is None:
+            return f"input_blocks.{level * (block + 1)}.0.op.{leaf}"
+        return f"input_blocks.{1 + level * block + index}.{kind}.{rest}"
+    if kind is None:
+        after = 2 if "CrossAttn" in up_block_types[block] else 1
+        return f"output_blocks.{level * (block + 1) - 1}.{after}.conv.{leaf}"
+    return f"output_blocks.{level * block + index}.{kind}.{rest}"
 
 
 def betas(everything: Weights) -> list[float] | None:
     """The training betas that the file carries as a buffer."""
     found = everything.get("betas")
-    return None if found is None else [float(beta) for beta in found.double()]
+    return None if found is None else [float(beta) for beta in found.double().flatten()]
 
 
 def latent_scale(everything: Weights) -> float | None:
     """The VAE's scale where the file carries it."""
     found = everything.get("scale_factor")
-    return None if found is None else float(found)
+    return None if found is None or found.numel() != 1 else float(found)
 
 
 def _kind(unet: Weights, block: str) -> str:
@@ -145,8 +216,3 @@ def strangers(everything: Weights) -> list[str]:
     """Names that belong to none of the parts of such a file."""
     known = (UNET, EMA, *OTHER_PARTS)
     return [name for name in everything if not name.startswith(known) and not _BUFFERS.fullmatch(name)]
-
-
-def table_of_class(config: Mapping[str, Any], weights: Weights) -> KeyTable:
-    """As `table`, given the tensors under the names of the class."""
-    raise NotImplementedError

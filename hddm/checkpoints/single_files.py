@@ -15,7 +15,7 @@ from hddm.checkpoints.sources import Declared, Reading, Source, Tensors, choose_
 from hddm.errors import HddmError
 
 FILE_LAYOUTS: dict[str, Layout] = {one.name: one for one in (FACEBOOK_DIT, PIXART_ORIGINAL)}
-LDM = "ldm"
+LDM = ldm.LAYOUT
 _SETS = {"ema": "ema", "state_dict_ema": "ema", "model": "raw", "state_dict": "raw"}
 _PREFIXES = ("module.", "_orig_mod.", "model.")
 _IMAGENET_CLASSES = 1000
@@ -70,7 +70,7 @@ def _open_ldm(path: Path, everything: Tensors, reading: Reading) -> Source:
     chosen = choose_set(sets, reading.weights, str(path))
     weights = sets[chosen]
     arguments = ldm.arguments(weights, reading.hints, str(path))
-    table = ldm.table(arguments, weights)
+    table = ldm.table(arguments, weights, str(path))
     betas = ldm.betas(everything)
     strangers = ldm.strangers(everything)
     if strangers:
