@@ -6,12 +6,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from diffusers import DiTTransformer2DModel
 from torch import Tensor
 
 import hddm
 from hddm.calibration import FILE_NAME, Calibration
 from hddm.data.images import to_unit_range
 from hddm.data.shards import load_shard
+from hddm.experts import Expert, ExpertFacts, save_expert
 from hddm.model_folders import WEIGHTS
 from hddm.moments import Moments
 from hddm.parametrisation import KAPPA, bounded_gain
@@ -193,3 +195,44 @@ def test_classes_are_learned_or_left_out(
     # Decay shrinks the classes that nothing asks for, all numbers alike.
     assert ((after / before)[:2].std() > 1e-6) == conditional
     assert (after / before)[2].std() > 1e-6
+
+
+def test_a_network_of_diffusers_is_trained_on_without_its_own_dropping_of_labels(
+    shards: Path, tmp_path: Path
+) -> None:
+    """Its classes are not the shard's; noise beside a variance, on a schedule that ends before t = 1."""
+    network = DiTTransformer2DModel(
+        num_attention_heads=2,
+        attention_head_dim=8,
+        in_channels=1,
+        out_channels=2,
+        num_layers=1,
+        sample_size=4,
+        patch_size=2,
+        num_embeds_ada_norm=3,
+        norm_num_groups=1,
+    )
+    facts = ExpertFacts(
+        objective="ddpm",
+        prediction_type=PredictionType.EPSILON,
+        schedule=case_named("ddpm-linear").schedule.config,
+        schedule_source="scheduler_config.json",
+        time_scale=1.0,
+        sample_shape=SHAPE,
+        variance_head=True,
+        conditions=("class_labels",),
+        classes=("a", "b", "c"),
+        null_class=3,
+    )
+    init = tmp_path / "init"
+    init.mkdir()
+    save_expert(init, Expert(network, facts, None))
+    settings = expert_settings("flow", steps=60, ema_decay=0.5, warmup=5)
+    for name in ("one", "two"):
+        losses = continue_expert(init, shards / "shard_0", tmp_path / name, settings)
+    assert sum(losses[-10:]) < 0.9 * sum(losses[:10])
+    assert contents(tmp_path / "one")[WEIGHTS] == contents(tmp_path / "two")[WEIGHTS]
+    samples = hddm.sample(hddm.load(tmp_path / "one"), 4, steps=4)
+    assert samples.isfinite().all()
+    calibration = Calibration.load(tmp_path / "one")
+    assert calibration.weights[-1].unique().item() == 1
