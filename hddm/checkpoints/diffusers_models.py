@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from hddm.checkpoints.keys import KeyTable, same
 from hddm.checkpoints.layouts import Forward, Weights
+from hddm.errors import HddmError
 from hddm.network_configs import empty_network, fill
 from hddm.networks import call
 
@@ -66,7 +67,14 @@ def class_forward(
 
     @torch.no_grad()
     def run(x: Tensor, timestep: Tensor, conditions: Mapping[str, Tensor]) -> Tensor:
-        return call(network, x, timestep, conditions)
+        try:
+            return call(network, x, timestep, conditions)
+        except Exception as error:  # whatever a network makes of sizes that do not go together
+            text = " ".join(str(error).split())[:200]
+            raise HddmError(
+                f"{origin}: its {kind.__name__} does not run ({type(error).__name__}: {text}); "
+                "correct its config"
+            ) from error
 
     return run
 

@@ -16,6 +16,9 @@ PIPELINE = "model_index.json"
 STEM = "diffusion_pytorch_model"
 COMPONENTS = ("transformer", "unet")
 SCHEDULER = "scheduler_config.json"
+_VARIANT = re.compile(
+    rf"{STEM}\.(?:(\w+)\.(?:safetensors|bin)(?:\.index\.json)?|(?:safetensors|bin)\.index\.(\w+)\.json)"
+)
 
 
 def open_pipeline(folder: Path, reading: Reading) -> Source:
@@ -117,8 +120,7 @@ def _find(folder: Path, variant: str | None) -> str | None:
 def _read(folder: Path, variant: str, allow_pickle: bool) -> tuple[Tensors, list[Path]]:
     name = _find(folder, variant)
     if name is None:
-        pattern = re.compile(rf"{STEM}\.(\w+)\.(?:safetensors|bin)")
-        others = sorted({match[1] for match in map(pattern.fullmatch, _names(folder)) if match})
+        others = sorted({match[1] or match[2] for match in map(_VARIANT.fullmatch, _names(folder)) if match})
         hint = f"; there are variants: pass --variant {' or '.join(others)}" if others else ""
         wanted = f"{STEM}{'.' + variant if variant else ''}.safetensors"
         raise HddmError(f"{folder}: no {wanted}{hint or did_you_mean(wanted, _names(folder))}")
