@@ -113,7 +113,9 @@ def forward(weights: Weights, config: Mapping[str, Any]) -> Forward:
 
     def run(x: Tensor, timestep: Tensor, conditions: Mapping[str, Tensor]) -> Tensor:
         own, patch, number = Modules(weights, x), config["patch_size"], config["num_attention_heads"]
-        positions = own.get("pos_embed") if "pos_embed" in weights else _computed(config).to(x)
+        # In half precision the file holds them rounded; they are computed anew all the same.
+        is_exact = "pos_embed" in weights and weights["pos_embed"].dtype == torch.float32
+        positions = own.get("pos_embed") if is_exact else _computed(config).to(x)
         h = own.tokens(x, "x_embedder.proj", patch) + positions
         c = own.times(timestep, "t_embedder.mlp")
         if config["use_additional_conditions"]:
