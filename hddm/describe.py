@@ -7,6 +7,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from hddm.calibration import FILE_NAME as CALIBRATION
+from hddm.calibration import calibration_record
 from hddm.checkpoints.inspection import describe_source
 from hddm.data.shards import FORMAT as SHARD_FORMAT
 from hddm.data.shards import MANIFEST, PARTITION_FILE, Manifest, PartitionFacts
@@ -35,6 +36,7 @@ def describe(folder: Path, allow_pickle: bool = False, variant: str | None = Non
             **facts.model_dump(mode="json"),
             "noise_range": [low, high],
             "calibrated": (folder / CALIBRATION).exists(),
+            "calibrated_on": calibration_record(folder),
             **_network(folder),
         }
     if (folder / ROUTER_FILE).exists():

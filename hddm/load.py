@@ -7,7 +7,7 @@ import torch
 from hddm.ensemble import Ensemble
 from hddm.ensemble_folders import ENSEMBLE_FILE, read_ensemble_facts
 from hddm.errors import HddmError
-from hddm.experts import EXPERT_FILE, null_conditions, read_expert, read_router
+from hddm.experts import EXPERT_FILE, Expert, null_conditions, read_expert, read_router
 from hddm.networks import adapted
 from hddm.routing import Router
 from hddm.schedules import from_config
@@ -40,21 +40,30 @@ def load(
     )
 
 
+def field_of(expert: Expert, device: torch.device | str = "cpu") -> VelocityField:
+    """An expert as a velocity field that shares its network.
+
+    Raises:
+        HddmError: for a schedule that is unknown or does not go with the prediction type.
+    """
+    facts = expert.facts
+    return VelocityField(
+        adapted(expert.network, facts.round_time).to(device),
+        from_config(facts.schedule),
+        facts.prediction_type,
+        facts.time_scale,
+        expert.calibration,
+        conditions=facts.conditions,
+        null_conditions=null_conditions(facts.null_class) | dict(expert.nulls),
+        sample_shape=facts.sample_shape,
+        classes=facts.classes,
+    )
+
+
 def _field(folder: Path, dtype: torch.dtype, device: torch.device | str) -> VelocityField:
     expert = read_expert(folder, dtype)
-    facts = expert.facts
     try:
-        return VelocityField(
-            adapted(expert.network, facts.round_time).to(device),
-            from_config(facts.schedule),
-            facts.prediction_type,
-            facts.time_scale,
-            expert.calibration,
-            conditions=facts.conditions,
-            null_conditions=null_conditions(facts.null_class) | dict(expert.nulls),
-            sample_shape=facts.sample_shape,
-            classes=facts.classes,
-        )
+        return field_of(expert, device)
     except HddmError as error:
         raise HddmError(f"{folder / EXPERT_FILE}: {error}") from error
 

@@ -26,6 +26,8 @@ EXPERT_NETWORKS: tuple[type[ModelMixin], ...] = (
     UNet2DModel,
     UNet2DConditionModel,
 )
+# Conditions that a network does without.
+OPTIONAL_CONDITIONS = frozenset({"encoder_attention_mask"})
 
 
 @dataclass(frozen=True)

@@ -47,8 +47,8 @@ def sample_to_folder(
     shape = model.sample_shape
     if shape is None or shape[0] not in (1, 3):
         raise HddmError(
-            f"{source}: its samples have shape {shape}: latents, which need a VAE to become images; in Python "
-            "hddm.sample returns them"
+            f"{source}: its samples have shape {shape}: latents, which need a VAE to become images; in "
+            "Python hddm.sample returns them"
         )
     conditions: dict[str, Any] = {}
     if class_labels is not None:

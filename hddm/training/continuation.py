@@ -5,7 +5,6 @@ With flow matching any expert learns the velocity through the exact conversion, 
 keeps the calibration of that training, since its weights mean something in that one only.
 """
 
-import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -17,10 +16,12 @@ from hddm.calibration import FILE_NAME as CALIBRATION
 from hddm.calibration import Calibration
 from hddm.data.shards import Shard, load_shard
 from hddm.errors import HddmError
-from hddm.experts import EXPERT_FILE, FORMAT, NULL_FILE, Expert, ExpertFacts, read_expert, save_expert
+from hddm.experts import EXPERT_FILE, FORMAT, Expert, ExpertFacts, read_expert, save_expert
 from hddm.files import check_absent, new_folder
-from hddm.load import load
+from hddm.load import field_of
+from hddm.model_folders import WEIGHTS
 from hddm.moments import Moments
+from hddm.networks import OPTIONAL_CONDITIONS
 from hddm.objectives import Objective, drop_labels
 from hddm.parametrisation import KAPPA, bounded_gain
 from hddm.predictions import PredictionType
@@ -30,6 +31,7 @@ from hddm.training.expert import ExpertSettings, calibrated_on, shard_facts, sha
 from hddm.training.loop import TRAINING_STREAM, OnStep, fit
 from hddm.training.recalibrate import check_images
 from hddm.velocity import VelocityField
+from hddm.weight_files import sha256_of
 
 
 def continue_expert(
@@ -61,10 +63,10 @@ def continue_expert(
             anything but noise on its whole range.
     """
     check_absent(out, EXPERT_FILE, overwrite)
-    field = load(init)
-    if not isinstance(field, VelocityField):
-        raise HddmError(f"{init}: an ensemble; train its experts on one by one")
-    expert = _sharing_network(read_expert(init), field)
+    if not (init / EXPERT_FILE).is_file():
+        raise HddmError(f"{init}: no expert folder; an ensemble's experts are trained on one by one")
+    expert = read_expert(init)
+    field = field_of(expert)
     objective = _objective(init, expert.facts, settings)
     shard = load_shard(shard_folder)
     check_images(shard, expert.facts)
@@ -76,7 +78,7 @@ def continue_expert(
     loss = _batch_loss(expert.network, field, shard, given, objective, settings)
     fitted = fit(expert.network, loss, settings, on_step)
     expert.network.requires_grad_(False)
-    record = fitted.record(settings) | {"init": init.resolve().name, "init_sha256": _weights_hash(init)}
+    record = fitted.record(settings) | {"init": init.resolve().name, "init_sha256": sha256_of(init / WEIGHTS)}
     # Its network is the init's, whatever the settings say.
     del record["size"]
     if field.calibration is not None:
@@ -138,7 +140,7 @@ def _conditions(
                 f"{list(field.classes)}; take images of the same classes, or drop --class-conditional"
             )
         given["class_labels"] = shard.labels
-    missing = sorted(set(field.conditions or ()) - set(given))
+    missing = sorted(set(field.conditions or ()) - set(given) - OPTIONAL_CONDITIONS)
     if missing:
         remedy = "; pass --class-conditional" if missing == ["class_labels"] else ""
         raise HddmError(f"{init}: has no value that stands for no {', '.join(missing)}{remedy}")
@@ -175,18 +177,3 @@ def _batch_loss(
         return objective.loss(predict, images[rows], draws, conditions)[0].mean()
 
     return loss
-
-
-def _sharing_network(expert: Expert, field: VelocityField) -> Expert:
-    """``expert`` with the very network that ``field`` calls, directly or inside an adapter."""
-    kind = type(expert.network)
-    modules = field.network.modules()  # type: ignore[attr-defined]
-    return replace(expert, network=next(module for module in modules if type(module) is kind))
-
-
-def _weights_hash(folder: Path) -> str:
-    digest = hashlib.sha256()
-    for path in sorted(folder.glob("*.safetensors")):
-        if path.name not in (CALIBRATION, NULL_FILE):
-            digest.update(path.read_bytes())
-    return digest.hexdigest()

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from hddm.errors import HddmError
+from hddm.networks import OPTIONAL_CONDITIONS
 from hddm.predictions import PredictionType
 from hddm.sampling import initial_noise
 from hddm.schedules import DiscreteSchedule
@@ -106,7 +107,7 @@ def native_conditions(field: VelocityField, num: int, seed: int = 0) -> dict[str
                 f"calibrated without {name}: what it says will count for less near t = 1 than it should",
                 stacklevel=2,
             )
-        else:
+        elif name not in OPTIONAL_CONDITIONS:
             raise HddmError(
                 f"its samples need {name}, and it has neither classes nor a value that stands for none: "
                 "pass --data"
