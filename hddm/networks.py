@@ -76,6 +76,10 @@ class Adapter(nn.Module):
         """
         if self.round_time:
             timestep = timestep.round()
+        # Text alone is multiplied as it is; sizes are embedded in float32, as times are.
+        if "encoder_hidden_states" in conditions:
+            text = conditions["encoder_hidden_states"].to(x.dtype)
+            conditions = {**conditions, "encoder_hidden_states": text}
         return call(self.model, x, timestep, conditions)[:, : x.shape[1]]
 
 
