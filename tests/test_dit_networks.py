@@ -1,16 +1,14 @@
 """The expert network against DiT as its own code and diffusers compute it."""
 
-import os
 import re
-from pathlib import Path
 
-import pytest
 import torch
 from diffusers import DiTTransformer2DModel
 from safetensors.torch import load_file
 from torch import Tensor
 
 from hddm.models.transformer import ExpertTransformer
+from tests.checkpoint_files import shared_checkpoint
 
 DIT = {
     "sample_size": 16,
@@ -61,10 +59,7 @@ def _renamed(weights: dict[str, Tensor], names: dict[str, str]) -> dict[str, Ten
 @torch.no_grad()
 def test_dits_own_outputs_are_reproduced() -> None:
     """Computed by facebookresearch/DiT on random weights."""
-    default = Path(__file__).parents[2] / "shared" / "checkpoints"
-    folder = Path(os.environ.get("HDDM_CHECKPOINTS", default)) / "facebook-dit"
-    if not folder.is_dir():
-        pytest.skip(f"{folder}: no such folder")
+    folder = shared_checkpoint("facebook-dit")
     weights = torch.load(folder / "checkpoint.pt", weights_only=True)["ema"]
     network = ExpertTransformer(**DIT)
     network.load_state_dict(_renamed(weights, FACEBOOK_NAMES))
