@@ -1,6 +1,6 @@
 """What a conversion says of itself, a line a fact."""
 
-from hddm.checkpoints.convert import Plan
+from hddm.checkpoints.plan import Plan
 from hddm.checkpoints.verify import LARGEST_DIFFERENCE, Verified
 
 
@@ -38,7 +38,7 @@ def verdict(plan: Plan, verified: Verified | None) -> list[str]:
     """What the check of a written expert measured."""
     if verified is None:
         return ["verify: skipped"]
-    if plan.facts.round_time:
+    if plan.is_restarted:
         return ["verify: the network runs; its head is fresh, so there is no function to compare"]
     errors = ", ".join(f"{error:.1e} at t = {t}" for t, error in verified.velocity_errors.items())
     if plan.built.modulation_error is not None:

@@ -1,0 +1,178 @@
+"""What a conversion will do, decided and checked before anything is written."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from hddm.checkpoints.architecture import PAPER_STEPS, Built, reshape, restart
+from hddm.checkpoints.conventions import Conventions, resolve
+from hddm.checkpoints.recognise import open_source
+from hddm.checkpoints.sources import Reading, Source
+from hddm.errors import HddmError
+from hddm.experts import ExpertFacts, SourceFacts
+from hddm.network_configs import differences, empty_network
+from hddm.networks import Interface, interface_of
+from hddm.predictions import PredictionType
+from hddm.schedules import LinearSchedule
+from hddm.weight_files import Planned
+
+PAPER = "paper"
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """What the user wants of a conversion.
+
+    Args:
+        reading: how the source is read.
+        schedule: a diffusers scheduler config instead of the source's.
+        prediction_type: the user's word on it.
+        architecture, modulation_rank, text_dim: see `hddm.checkpoints.architecture.reshape`.
+        recipe: ``exact`` preserves the function; ``paper`` is that of arXiv:2603.06741, for comparison: fresh
+            head and text projection, the common path, round(999 t) fed.
+        licence: of the weights, where the source does not state it.
+    """
+
+    reading: Reading = field(default_factory=Reading)
+    schedule: Path | None = None
+    prediction_type: str | None = None
+    architecture: str | None = None
+    modulation_rank: int = 0
+    text_dim: int | None = None
+    recipe: Literal["exact", "paper"] = "exact"
+    licence: str | None = None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A conversion that is checked and ready to be written.
+
+    ``size`` is that of the weights in bytes, ``parameters`` their number; ``source_parameters`` that of the
+    source.
+    """
+
+    source: Source
+    conventions: Conventions
+    built: Built
+    interface: Interface
+    facts: ExpertFacts
+    nulls: Mapping[str, Tensor]
+    extras: Mapping[str, Tensor]
+    size: int
+    parameters: int
+    source_parameters: int
+
+    @property
+    def is_restarted(self) -> bool:
+        """Whether it starts anew by the paper's recipe, with no function to preserve."""
+        assert self.facts.source is not None
+        return bool(self.facts.source.options["recipe"] == PAPER)
+
+
+def plan(path: Path, conversion: Conversion) -> Plan:
+    """Read a source and decide everything, without writing.
+
+    Raises:
+        HddmError: for a source that cannot be read, of no known layout, of unknown conventions, or whose
+            tensors are not exactly those of its network.
+    """
+    source = open_source(path, conversion.reading)
+    conventions = resolve(source, conversion.schedule, conversion.prediction_type)
+    origin = str(source.files[0])
+    tensors, extras = _own_tensors(source, origin)
+    end = conventions.schedule.end * conventions.time_scale
+    built = reshape(
+        source, tensors, end, conversion.architecture, conversion.modulation_rank, conversion.text_dim
+    )
+    interface = interface_of(built.network.__name__, _full(built.arguments, built))
+    if conversion.recipe == PAPER:
+        built = restart(built, interface.sample_shape[0])
+        interface = interface_of(built.network.__name__, _full(built.arguments, built))
+        conventions = Conventions(
+            LinearSchedule(), PredictionType.FLOW_PREDICTION, PAPER_STEPS, "recipe paper", conventions.notes
+        )
+    nulls = {name: extras[key] for name, key in source.nulls.items() if key in extras}
+    count = sum(tensor.numel() for tensor in source.weights.values())
+    sizes = [torch.Size(one.shape).numel() for one in built.tensors]
+    return Plan(
+        source=source,
+        conventions=conventions,
+        built=built,
+        interface=interface,
+        facts=_facts(source, conventions, interface, conversion),
+        nulls=nulls or dict(source.null_tensors),
+        extras=extras,
+        size=sum(n * one.dtype.itemsize for n, one in zip(sizes, built.tensors, strict=True)),
+        parameters=sum(sizes),
+        source_parameters=count,
+    )
+
+
+def _own_tensors(source: Source, origin: str) -> tuple[list[Planned], dict[str, Tensor]]:
+    tensors, extras = source.table.to_ours(source.weights, origin)
+    tensors = [Planned(t.name, t.shape, t.dtype, t.read, origin) for t in tensors]
+    network = empty_network(source.network, source.arguments, len(source.weights), origin)
+    found = {one.name: torch.empty(one.shape, device="meta") for one in tensors}
+    problems = differences(network.state_dict(), found)
+    if problems:
+        raise HddmError(f"{origin}: does not fit its {source.network.__name__}: {'; '.join(problems)}")
+    return tensors, extras
+
+
+def _full(arguments: Mapping[str, Any], built: Built) -> Mapping[str, Any]:
+    """The arguments with the defaults of the class."""
+    network = empty_network(built.network, arguments, len(built.tensors), "architecture")
+    config: Mapping[str, Any] = network.config
+    return config
+
+
+def _facts(
+    source: Source, conventions: Conventions, interface: Interface, conversion: Conversion
+) -> ExpertFacts:
+    paper = conversion.recipe == PAPER
+    own = source.facts
+    is_flow = conventions.prediction_type is PredictionType.FLOW_PREDICTION
+    changes = {
+        "architecture": conversion.architecture,
+        "modulation_rank": conversion.modulation_rank if conversion.architecture else None,
+        "text_dim": conversion.text_dim,
+        "recipe": conversion.recipe,
+        "variant": conversion.reading.variant,
+        "num_heads": conversion.reading.hints.num_heads,
+        "sample_size": conversion.reading.hints.sample_size,
+        "schedule": str(conversion.schedule) if conversion.schedule else None,
+        "prediction_type": conversion.prediction_type,
+    }
+    return ExpertFacts(
+        objective="flow" if is_flow or (own and own.objective == "flow") else "ddpm",
+        prediction_type=conventions.prediction_type,
+        schedule=conventions.schedule.config,
+        # Not where the file lay on this machine.
+        schedule_source=conventions.schedule_source.removeprefix(f"{source.path}/"),
+        time_scale=conventions.time_scale,
+        sample_shape=interface.sample_shape,
+        space="latents" if source.is_latent else "pixels",
+        latent_scale=source.latent_scale,
+        variance_head=interface.variance_head,
+        round_time=paper or bool(own and own.round_time),
+        conditions=interface.conditions,
+        classes=own.classes if own else tuple(map(str, range(interface.num_classes or 0))),
+        null_class=interface.null_class,
+        weights=source.chosen,
+        shard=own.shard if own else None,
+        training=own.training if own else {},
+        training_calibration=bool(own and own.training_calibration and not paper),
+        source=SourceFacts(
+            layout=source.layout,
+            files={},
+            prefix=source.prefix,
+            options={key: value for key, value in changes.items() if value is not None},
+            hddm=version("hddm-diffusion"),
+        ),
+        licence=conversion.licence or source.licence,
+    )
