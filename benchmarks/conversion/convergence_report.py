@@ -1,0 +1,162 @@
+"""The convergence result as tables and a picture."""
+
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullLocator
+
+from benchmarks.conversion.curves import reached
+from benchmarks.conversion.report import COLOURS, head, mean_spread, table, write_result
+from benchmarks.conversion.starts import EXACT, PAPER, SCRATCH, STARTS
+
+
+def write_convergence(folder: Path, name: str, command: str, content: Mapping[str, Any]) -> Path:
+    """Write the result of `benchmarks.conversion.convergence`."""
+    runs, settings = content["runs"], content["settings"]
+    seeds = len(runs[SCRATCH])
+    final, best = (reached(runs, SCRATCH, best=best) for best in (False, True))
+    rows = [
+        [
+            start,
+            f"{content['rates'][start]:g}",
+            mean_spread([run["losses"][0] for run in runs[start]]),
+            mean_spread([min(run["losses"]) for run in runs[start]], 4),
+            str(final[start]),
+            final[start].speedup,
+            str(best[start]),
+            best[start].speedup,
+            mean_spread([run["distances"][0][0] for run in runs[start]]),
+            mean_spread([run["distances"][-1][0] for run in runs[start]]),
+        ]
+        for start in runs
+    ]
+    columns = [
+        "start",
+        "rate",
+        "loss at step 0",
+        "lowest loss",
+        "steps to scratch's final loss",
+        "faster",
+        "steps to scratch's lowest loss",
+        "faster",
+        "distance at step 0",
+        "distance at the end",
+    ]
+    text = [
+        f"# Flow matching from a DDPM checkpoint: {name}",
+        "",
+        head(content["measured_on"], command, content["seconds"]),
+        *_setting(settings, seeds),
+        "",
+        *table(columns, rows),
+        "",
+        *_headline(final, best),
+        *_folds(content["modulation_errors"]),
+        "",
+        "Starts:",
+        "",
+        *(f"- {start}: {STARTS[start]}." for start in runs),
+        "",
+        "Mean loss over the grid in tuning, by learning rate: "
+        + "; ".join(
+            f"{start} {', '.join(f'{rate}: {score:.4f}' for rate, score in each.items())}"
+            for start, each in content["tuning"].items()
+        )
+        + ".",
+    ]
+    return write_result(folder, f"convergence-{name}", text, content, _picture(runs))
+
+
+def _setting(settings: Mapping[str, Any], seeds: int) -> list[str]:
+    pretraining, training = settings["pretraining"], settings["training"]
+    size = settings["size"]
+    tuned = (
+        "on the parts the other way round, with another checkpoint and another seed"
+        if settings["reverse_tuning"]
+        else "on other held-out images and another seed, with the same checkpoint"
+    )
+    return [
+        f"A transformer with adaLN-Zero ({size['depth']} blocks of width {size['width']}, patch "
+        f"{size['patch']}) is pretrained as a DDPM without classes on the old part (linear betas 1e-4 … "
+        f"0.02, 1,000 steps; {pretraining['steps']:,} steps at batch {pretraining['batch_size']}, "
+        f"{pretraining['learning_rate']:g}), then every start is trained on the new part with flow matching: "
+        f"{training['steps']:,} steps at batch {training['batch_size']}, AdamW, constant rate after "
+        f"{training['warmup']} steps, averaged weights (decay {training['ema_decay']:g}). {seeds} "
+        f'seed{"s" if seeds > 1 else ""}; "s" is the standard deviation over them.',
+        "",
+        "Loss: ||v - (eps - x_0)||² a number, t uniform in [0, 1], on held-out images of the new part with "
+        'the same noise for all. Steps are interpolated between measurements; "faster" is scratch\'s own '
+        "first step at that loss over the start's, a seed each. Distances are Fréchet distances on 64 "
+        f"features of a small classifier, {settings['samples']} samples in {settings['sampling_steps']} "
+        "steps against the training images of the new part; **not comparable with published FID**.",
+        "",
+        "Learning rates are picked for each start alone from "
+        f"{', '.join(f'{rate:g}' for rate in settings['rates'])}, by the mean loss over "
+        f"{settings['tuning_steps']} steps {tuned}.",
+    ]
+
+
+def _headline(final: Mapping[str, Any], best: Mapping[str, Any]) -> list[str]:
+    lines = []
+    for name, found in (("final", final), ("lowest", best)):
+        if EXACT in found and PAPER in found:
+            lines.append(
+                f"- To scratch's {name} loss: exact conversion {found[EXACT]} steps "
+                f"({found[EXACT].speedup}), the paper's recipe {found[PAPER]} steps ({found[PAPER].speedup})."
+            )
+    return lines
+
+
+def _folds(errors: Sequence[Mapping[str, float]]) -> list[str]:
+    if not errors or not errors[0]:
+        return []
+    parts = [f"{start} {statistics.fmean(one[start] for one in errors):.3f}" for start in errors[0]]
+    return [f"- Relative error of the folded modulation: {', '.join(parts)}."]
+
+
+def _picture(runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> Figure:
+    canvas = Figure(figsize=(11, 4.6), layout="constrained")
+    loss, distance = canvas.subplots(1, 2)
+    targets = [run["losses"][-1] for run in runs[SCRATCH]]
+    lowest = min(min(run["losses"]) for each in runs.values() for run in each)
+    colours = dict(zip(STARTS, COLOURS, strict=False))
+    for start, each in runs.items():
+        colour = colours[start]
+        _band(loss, each[0]["steps"], [run["losses"] for run in each], colour, start)
+        far = [[value for value, _ in run["distances"]] for run in each]
+        _band(distance, each[0]["distance_steps"], far, colour, start, marker="o", markersize=3)
+    loss.axhline(statistics.fmean(targets), color=COLOURS[0], linewidth=0.8, linestyle="--")
+    loss.set_ylim(0.97 * lowest, 2.2 * statistics.fmean(targets))
+    loss.set_ylabel("held-out flow-matching loss (dashed: scratch's last)")
+    distance.set_ylabel("Fréchet distance to the new part")
+    nearest = min(value for each in runs.values() for run in each for value, _ in run["distances"])
+    farthest = max(value for run in runs[SCRATCH] for value, _ in run["distances"])
+    distance.set_ylim(0.9 * nearest, 1.1 * farthest)
+    for panel in (loss, distance):
+        panel.set_xscale("symlog", linthresh=runs[SCRATCH][0]["steps"][1])
+        panel.set_yscale("log")
+        panel.yaxis.set_major_locator(LogLocator(subs=(1, 1.25, 1.5, 2, 3, 4, 5, 6, 8)))
+        panel.yaxis.set_minor_locator(NullLocator())
+        for axis in (panel.xaxis, panel.yaxis):
+            axis.set_major_formatter("{x:g}")
+        panel.set_xlabel("step")
+        panel.set_xlim(0, runs[SCRATCH][0]["steps"][-1])
+        panel.tick_params(labelsize=8)
+    handles = loss.get_legend_handles_labels()
+    canvas.legend(*handles, loc="outside lower center", ncols=4, fontsize=8, frameon=False)
+    return canvas
+
+
+def _band(
+    panel: Any, steps: Sequence[int], curves: Sequence[Sequence[float]], colour: str, label: str, **marks: Any
+) -> None:
+    """The mean over seeds, and a band from the lowest to the highest."""
+    each = list(zip(*curves, strict=True))
+    mean = [statistics.fmean(one) for one in each]
+    panel.plot(steps, mean, color=colour, linewidth=1.5, label=label, **marks)
+    panel.fill_between(
+        steps, [min(one) for one in each], [max(one) for one in each], color=colour, alpha=0.15
+    )

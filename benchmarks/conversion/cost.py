@@ -1,0 +1,171 @@
+"""What `hddm convert` costs beside copying the file and beside doing it plainly."""
+
+import os
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from benchmarks.conversion.checkpoint import SMALL, XL, write_checkpoints
+from benchmarks.conversion.processes import Measured, run_measured
+from benchmarks.conversion.report import head, measured_on, table, write_result
+
+_PLAIN = """
+import sys, torch
+from safetensors.torch import load_file, save_file
+source, out = sys.argv[1:]
+tensors = load_file(source) if source.endswith("safetensors") else torch.load(source, weights_only=True)
+save_file({f"model.{name}": tensor for name, tensor in tensors.items()}, out)
+"""
+_IMPORTS = {
+    "imports of hddm convert": "import hddm_cli.app, hddm.checkpoints.convert, hddm.checkpoints.layouts, "
+    "hddm.checkpoints.sources, hddm.checkpoints.summary, hddm.checkpoints.write_back, "
+    "hddm.experts, hddm.files",
+    "imports of the plain way": "import sys, torch; from safetensors.torch import load_file, save_file",
+}
+COPY, CONVERT, CHECKED, PLAIN = "cp, sha256sum", "hddm convert --no-verify", "hddm convert", "plain way"
+SYNCED = "cp, sha256sum, sync"
+Results = dict[str, list[Measured]]
+
+
+def measure_cost(quick: bool, repeats: int, work: Path, results: Path, command: str) -> Path:
+    """Write a checkpoint, convert it ``repeats`` times beside the other ways, and delete everything."""
+    facts, began = measured_on(), time.perf_counter()
+    work.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=work) as place:
+        folder = Path(place)
+        safetensors, pickle, weights = write_checkpoints(folder, SMALL if quick else XL)
+        print(f"{weights / 1e6:,.0f} million weights, {safetensors.stat().st_size / 1e9:.2f} GB", flush=True)
+        found: dict[str, Results] = {"imports": {}, "safetensors": {}, "pickle": {}}
+        for repeat in range(repeats):
+            for name, code in _IMPORTS.items():
+                _note(found["imports"], name, repeat, [sys.executable, "-c", code], lambda: None)
+            for kind, source in (("safetensors", safetensors), ("pickle", pickle)):
+                _measure_source(found[kind], repeat, source, folder / "out")
+        sizes = {"safetensors": safetensors.stat().st_size, "pickle": pickle.stat().st_size}
+    content = {
+        "format": "1.0",
+        "measured_on": facts,
+        "seconds": round(time.perf_counter() - began),
+        "weights": weights,
+        "bytes": sizes,
+        "measured": {
+            kind: {name: [asdict(one) for one in each] for name, each in ways.items()}
+            for kind, ways in found.items()
+        },
+    }
+    subject = "cost-quick" if quick else "cost"
+    return write_result(results, subject, _text(content, found, command, repeats), content, None)
+
+
+def _measure_source(found: Results, repeat: int, source: Path, out: Path) -> None:
+    """All ways of one source, each from a warm page cache and with nothing left to write to the disk."""
+    convert = [str(Path(sys.executable).parent / "hddm"), "convert", str(source), "--out", str(out)]
+    convert += ["--allow-pickle"] if source.suffix == ".pt" else []
+    copy = f"cp '{source}' '{out}' && sha256sum '{out}' > /dev/null"
+    ways: dict[str, Sequence[str]] = {
+        COPY: ["sh", "-c", copy],
+        SYNCED: ["sh", "-c", f"{copy} && sync '{out}'"],
+        CONVERT: [*convert, "--no-verify"],
+        CHECKED: convert,
+        PLAIN: [sys.executable, "-c", _PLAIN, str(source), str(out)],
+    }
+
+    def ready() -> None:
+        os.sync()
+        with source.open("rb") as file:
+            while file.read(1 << 24):
+                pass
+
+    for name, way in ways.items():
+        _note(found, name, repeat, way, ready)
+        shutil.rmtree(out) if out.is_dir() else out.unlink()
+
+
+def _note(found: Results, name: str, repeat: int, command: Sequence[str], ready: Callable[[], None]) -> None:
+    ready()
+    measured = run_measured(command)
+    found.setdefault(name, []).append(measured)
+    print(
+        f"{repeat}: {name}: {measured.seconds:.1f} s, processor {measured.cpu_seconds:.1f} s, "
+        f"own {measured.anonymous / 1e6:,.0f} MB, resident {measured.total / 1e6:,.0f} MB",
+        flush=True,
+    )
+
+
+def _text(content: Mapping[str, Any], found: dict[str, Results], command: str, repeats: int) -> list[str]:
+    imports = found["imports"]
+    bare, bare_plain = imports["imports of hddm convert"], imports["imports of the plain way"]
+    lines = [
+        f"# Cost of a conversion: {content['weights'] / 1e6:,.0f} million weights",
+        "",
+        head(content["measured_on"], command, content["seconds"], busy_matters=True),
+        "Random float32 weights in the layout of facebookresearch/DiT, "
+        f"{content['bytes']['safetensors'] / 1e9:.2f} GB a file. Median of {repeats}, in brackets lowest and "
+        "highest. The page cache is warm (the source is read once before each run) and nothing waits to be "
+        "written. Memory is the peak of RssAnon, sampled every 10 ms, above that of a process with the same "
+        'imports alone; "resident" is the peak of all resident pages, in which pages of the mapped source '
+        "count although the kernel may drop them. Wall times include the imports: "
+        f"{_times(bare)} s of `hddm convert`, {_times(bare_plain)} s of the plain way (load all, rename, "
+        "save).",
+    ]
+    for kind in ("safetensors", "pickle"):
+        ways = found[kind]
+        rows = []
+        for name, each in ways.items():
+            base = {PLAIN: bare_plain, CONVERT: bare, CHECKED: bare}.get(name)
+            rows.append(
+                [
+                    name,
+                    _times(each),
+                    f"{_median(each, 'seconds') / _median(ways[COPY], 'seconds'):.2f}",
+                    f"{_median(each, 'cpu_seconds'):.1f}",
+                    f"{_above(each, base) / 1e6:,.0f}" if base else "–",
+                    f"{_above(each, base) / content['bytes'][kind]:.2f}" if base else "–",
+                    f"{_median(each, 'total') / 1e6:,.0f}" if base else "–",
+                ]
+            )
+        columns = [
+            "way",
+            "wall, s",
+            "× cp, sha256sum",
+            "processor, s",
+            "own memory, MB",
+            "× source",
+            "resident, MB",
+        ]
+        lines += ["", f"From {kind}:", "", *table(columns, rows), "", *_targets(content, kind, ways, bare)]
+    return lines
+
+
+def _targets(content: Mapping[str, Any], kind: str, ways: Results, bare: Sequence[Measured]) -> list[str]:
+    allowed = 300e6 + (content["bytes"][kind] if kind == "pickle" else 0)
+    memory = _above(ways[CONVERT], bare)
+    limit = 2 * _median(ways[COPY], "seconds") + _median(bare, "seconds")
+    wall = _median(ways[CONVERT], "seconds")
+    check = _median(ways[CHECKED], "seconds") - wall
+    return [
+        f"- Memory above the imports: {memory / 1e6:,.0f} MB; target below {allowed / 1e6:,.0f} MB: "
+        f"{'met' if memory < allowed else 'missed'}.",
+        f"- Wall: {wall:.1f} s; target 2 × (cp, sha256sum) + imports = {limit:.1f} s: "
+        f"{'met' if wall <= limit else 'missed'}.",
+        f"- The self-check takes {check:.1f} s more.",
+    ]
+
+
+def _median(each: Sequence[Measured], name: str) -> float:
+    return statistics.median(getattr(one, name) for one in each)
+
+
+def _above(each: Sequence[Measured], base: Sequence[Measured]) -> float:
+    return _median(each, "anonymous") - _median(base, "anonymous")
+
+
+def _times(each: Sequence[Measured]) -> str:
+    seconds = [one.seconds for one in each]
+    return f"{statistics.median(seconds):.1f} [{min(seconds):.1f}, {max(seconds):.1f}]"

@@ -1,0 +1,205 @@
+"""How wrong the velocity is, over t, without the exact conversion."""
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.conversion.fidelity_report import write_fidelity
+from benchmarks.conversion.mixtures import DiagonalMixture
+from benchmarks.conversion.report import measured_on
+from benchmarks.conversion.starts import DDPM_LINEAR
+from hddm.benchmark.conversions import SameTimeField
+from hddm.benchmark.digits import write_digits
+from hddm.data.images import load_images
+from hddm.data.shards import partition
+from hddm.load import load
+from hddm.progress import Progress
+from hddm.schedules import CosineSchedule, DiscreteSchedule, Schedule, from_diffusers
+from hddm.tensors import append_dims, generator
+from hddm.training.expert import ExpertSettings, train_expert
+from hddm.velocity import VelocityField
+from hddm.workers import Call, Workers
+
+TIMES = (0.02, 0.05, 0.1, 0.15, 0.25, 0.35, 0.5, 0.65, 0.75, 0.85, 0.9, 0.95, 0.98, 0.99, 0.999)
+LAST_INDEX = 999
+# Bounds of the published conversion (arXiv:2603.06741).
+SMALLEST_ALPHA, LARGEST_X_0 = 0.01, 20.0
+EXACT, CALIBRATED = "exact", "exact, calibrated"
+Velocity = Callable[[Tensor, Tensor], Tensor]
+Network = Callable[..., Tensor]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Of the measurement; ``training`` is that of the network on digits."""
+
+    dimensions: tuple[int, ...]
+    states: int
+    training: ExpertSettings
+    name: str = "fidelity"
+
+
+FULL = Settings(
+    dimensions=(8, 64),
+    states=8192,
+    training=ExpertSettings(
+        objective="ddpm", steps=2000, batch_size=64, learning_rate=4e-3, ema_decay=0.99, size="small"
+    ),
+)
+QUICK = Settings(
+    dimensions=(8,),
+    states=256,
+    training=ExpertSettings(objective="ddpm", steps=20, batch_size=16, learning_rate=4e-3, size="tiny"),
+    name="fidelity-quick",
+)
+
+
+def schedules() -> dict[str, Schedule]:
+    """The two that are measured, by name."""
+    return {"cosine": CosineSchedule(), "DDPM, linear betas": from_diffusers(DDPM_LINEAR)}
+
+
+def conversions(network: Network, schedule: Schedule) -> dict[str, Velocity]:
+    """Velocities of an epsilon ``network``, by the name of the conversion.
+
+    Native time runs to ``schedule.end``: 1, or index 999. "Same t" means its share t, which the continuous
+    schedule is fed as 1000 t and the discrete one as 999 t.
+    """
+    scale = LAST_INDEX if isinstance(schedule, DiscreteSchedule) else 1000.0
+    unit = 1.0 if isinstance(schedule, DiscreteSchedule) else 1000.0
+    exact = VelocityField(network, schedule, "epsilon", unit)
+    same = SameTimeField(network, schedule, "epsilon", float(scale))
+
+    def at_index(x: Tensor, t: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        native = (LAST_INDEX * t).round() / LAST_INDEX * schedule.end
+        alpha, sigma = (append_dims(one, x.ndim).to(x) for one in schedule.alpha_sigma(native))
+        return network(x, (native * unit).to(x.dtype)), alpha, sigma
+
+    def published(x: Tensor, t: Tensor) -> Tensor:
+        eps, alpha, sigma = at_index(x, t)
+        x_0 = (x - sigma * eps) / alpha.clamp_min(SMALLEST_ALPHA)
+        return eps - x_0.clamp(-LARGEST_X_0, LARGEST_X_0)
+
+    def as_velocity(x: Tensor, t: Tensor) -> Tensor:
+        return at_index(x, t)[0]
+
+    return {
+        EXACT: exact.velocity,
+        "same x, same t": same.velocity,
+        "round(999 t), own coefficients": published,
+        "round(999 t), read as velocity": as_velocity,
+    }
+
+
+@torch.no_grad()
+def errors_on_mixtures(settings: Settings, seeds: int) -> list[dict[str, Any]]:
+    """Relative root mean square error of the velocity, a row per schedule, dimension and seed."""
+    found = []
+    for name, schedule in schedules().items():
+        for dimension in settings.dimensions:
+            for seed in range(seeds):
+                mixture = DiagonalMixture.random(seed, modes=6, dimension=dimension)
+
+                def network(
+                    y: Tensor, timestep: Tensor, schedule: Schedule = schedule, of: DiagonalMixture = mixture
+                ) -> Tensor:
+                    unit = 1.0 if isinstance(schedule, DiscreteSchedule) else 1000.0
+                    return of.x_0_and_eps(y, *schedule.alpha_sigma(timestep / unit))[1]
+
+                errors: dict[str, list[float]] = {}
+                for t in TIMES:
+                    x, times = mixture.states(settings.states, t, seed)
+                    x_0, eps = mixture.x_0_and_eps(x, 1 - times, times)
+                    for one, velocity in conversions(network, schedule).items():
+                        errors.setdefault(one, []).append(_relative(velocity(x, times), eps - x_0))
+                found.append({"schedule": name, "dimension": dimension, "seed": seed, "errors": errors})
+    return found
+
+
+def measure_fidelity(
+    settings: Settings, seeds: int, work: Path, results: Path, workers: int, command: str
+) -> Path:
+    """Measure on mixtures, then on networks trained for it, and write the result."""
+    facts, began = measured_on(), time.perf_counter()
+    oracle = errors_on_mixtures(settings, seeds)
+    print("mixtures measured", flush=True)
+    folder = work / settings.name
+    folder.mkdir(parents=True, exist_ok=True)
+    training, held_out = write_digits(folder / "digits")
+    partition(training, folder / "whole", 1, overwrite=True)
+    calls = [
+        Call(
+            network_job,
+            {
+                "shard": folder / "whole" / "shard_0",
+                "held_out": held_out,
+                "out": folder / f"{'cosine' if name == 'cosine' else 'linear'}-{seed}",
+                "schedule": name,
+                "settings": settings.training.model_copy(update={"seed": seed}),
+            },
+            settings.training.steps,
+        )
+        for seed in range(seeds)
+        for name in schedules()
+    ]
+    with Workers(workers) as pool, Progress(sum(call.units for call in calls), "train") as progress:
+        networks = pool.run(calls, progress)
+    content = {
+        "format": "1.0",
+        "measured_on": facts,
+        "seconds": round(time.perf_counter() - began),
+        "settings": {**asdict(settings), "training": settings.training.model_dump(mode="json")},
+        "times": TIMES,
+        "mixtures": oracle,
+        "networks": networks,
+    }
+    return write_fidelity(results, settings.name, command, content)
+
+
+def network_job(
+    shard: Path,
+    held_out: Path,
+    out: Path,
+    schedule: str,
+    settings: ExpertSettings,
+    report: Callable[[int], None],
+) -> dict[str, Any]:
+    """Train a DDPM expert on digits and measure its conversions on held-out images."""
+    train_expert(
+        shard, out, settings, schedules()[schedule], schedule, True, on_step=lambda step, loss: report(1)
+    )
+    field = load(out)
+    assert isinstance(field, VelocityField)
+    return {
+        "schedule": schedule,
+        "seed": settings.seed,
+        **measured_network(field, load_images(held_out).normalised),
+    }
+
+
+@torch.no_grad()
+def measured_network(field: VelocityField, images: Tensor) -> Mapping[str, Any]:
+    """Error against the exact conversion and flow-matching loss of each conversion, over `TIMES`."""
+    ways = {**conversions(field.network, field.schedule), CALIBRATED: field.velocity}
+    errors: dict[str, list[float]] = {name: [] for name in ways}
+    losses: dict[str, list[float]] = {name: [] for name in ways}
+    draws = generator(0)
+    x_0 = images.repeat(4, 1, 1, 1)
+    for t in TIMES:
+        eps = torch.randn(x_0.shape, generator=draws)
+        times = torch.full((len(x_0),), t, dtype=torch.float64)
+        x_t = (1 - t) * x_0 + t * eps
+        found = {name: velocity(x_t, times) for name, velocity in ways.items()}
+        for name, v in found.items():
+            errors[name].append(_relative(v, found[EXACT]))
+            losses[name].append((v - (eps - x_0)).square().mean().item())
+    return {"errors": errors, "losses": losses}
+
+
+def _relative(actual: Tensor, expected: Tensor) -> float:
+    return ((actual - expected).double().norm() / expected.double().norm()).item()
