@@ -4,7 +4,10 @@ import re
 from pathlib import Path
 from typing import Any
 
+from diffusers import UNet2DConditionModel
+
 from hddm.checkpoints.diffusers_models import DIFFUSERS_LAYOUTS, class_forward, own_table
+from hddm.checkpoints.empty_prompt import empty_prompt
 from hddm.checkpoints.single_files import IMAGENET_LICENCE
 from hddm.checkpoints.sources import Declared, Reading, Source, Tensors, choose_set, read_file
 from hddm.errors import HddmError, did_you_mean
@@ -82,6 +85,7 @@ def open_model(folder: Path, reading: Reading, root: Path | None = None) -> Sour
         latent_scale=scale,
         licence=_licence(above, layout, arguments),
         notes=notes,
+        empty_prompt=empty_prompt(above, reading.variant) if network is UNet2DConditionModel else None,
     )
 
 

@@ -22,6 +22,7 @@ from hddm.schedules import LinearSchedule
 from hddm.weight_files import Planned
 
 PAPER = "paper"
+TEXT = "encoder_hidden_states"
 
 
 @dataclass(frozen=True)
@@ -97,6 +98,8 @@ def plan(path: Path, conversion: Conversion) -> Plan:
             LinearSchedule(), PredictionType.FLOW_PREDICTION, PAPER_STEPS, "recipe paper", conventions.notes
         )
     nulls = {name: extras[key] for name, key in source.nulls.items() if key in extras}
+    if source.empty_prompt is not None:
+        nulls[TEXT] = _no_text(source, built.arguments)
     count = sum(tensor.numel() for tensor in source.weights.values())
     sizes = [torch.Size(one.shape).numel() for one in built.tensors]
     return Plan(
@@ -111,6 +114,16 @@ def plan(path: Path, conversion: Conversion) -> Plan:
         parameters=sum(sizes),
         source_parameters=count,
     )
+
+
+def _no_text(source: Source, arguments: Mapping[str, Any]) -> Tensor:
+    assert source.empty_prompt is not None
+    tokens, wanted = source.empty_prompt(), arguments.get("cross_attention_dim")
+    if tokens.shape[1] != wanted:
+        raise HddmError(
+            f"{source.path}: the text encoder beside it gives tokens of width {tokens.shape[1]}, not {wanted}"
+        )
+    return tokens
 
 
 def _own_tensors(source: Source, origin: str) -> tuple[list[Planned], dict[str, Tensor]]:

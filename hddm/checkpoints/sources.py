@@ -75,6 +75,8 @@ class Source:
     latent_scale: float | None = None
     licence: str | None = None
     notes: tuple[str, ...] = ()
+    empty_prompt: Callable[[], Tensor] | None = None
+    """Tokens (tokens, width) of no text, by the text encoder of a pipeline."""
     facts: ExpertFacts | None = None
     """Of an expert folder."""
     null_tensors: Mapping[str, Tensor] = field(default_factory=dict)

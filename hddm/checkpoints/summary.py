@@ -1,6 +1,6 @@
 """What a conversion says of itself, a line a fact."""
 
-from hddm.checkpoints.plan import Plan
+from hddm.checkpoints.plan import TEXT, Plan
 from hddm.checkpoints.verify import LARGEST_DIFFERENCE, Verified
 
 
@@ -21,6 +21,9 @@ def summary(plan: Plan) -> list[str]:
         f"network: {plan.built.network.__name__}, {plan.parameters:,} parameters, {plan.size / 1e6:,.1f} MB",
         f"licence: {facts.licence or 'not stated by the source (--licence records it)'}",
     ]
+    if TEXT in plan.nulls:
+        tokens = "×".join(map(str, plan.nulls[TEXT].shape))
+        lines.append(f"no text: {tokens} tokens of the source's own, for guidance and calibration")
     if source.prefix:
         lines.append(f"prefix: {source.prefix!r} stripped from every key")
     for name, reason in source.table.benign.items():
