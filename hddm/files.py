@@ -81,7 +81,7 @@ def read_json(path: Path) -> dict[str, Any]:
         content = json.loads(path.read_text())
     except FileNotFoundError:
         raise HddmError(f"{path}: no such file") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise HddmError(f"{path}: cannot be read as JSON ({error})") from error
     if not isinstance(content, dict):
         raise HddmError(f"{path}: holds no JSON object")
