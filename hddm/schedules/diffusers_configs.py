@@ -93,8 +93,9 @@ def from_diffusers(source: object) -> Schedule:
         raise HddmError(f"{origin}: num_train_timesteps is {steps!r}, and must be 2 to {MOST_STEPS}")
     try:
         betas = diffusers.DDPMScheduler(**facts).betas
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise HddmError(f"{origin}: no schedule can be built from {facts}: {error}") from error
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        given, said = (" ".join(str(one).split())[:300] for one in (facts, error))
+        raise HddmError(f"{origin}: no schedule can be built from {given}: {said}") from error
     return DiscreteSchedule(betas, {"_class_name": name, **facts})
 
 
@@ -110,7 +111,7 @@ def declared_prediction_type(source: object) -> str | None:
     config, origin = _read(source)
     stated: dict[str, str] = {}
     if config.get("prediction_type") is not None:
-        stated["prediction_type"] = config["prediction_type"]
+        stated["prediction_type"] = str(config["prediction_type"])
     if config.get("predict_epsilon") is not None:
         stated["predict_epsilon"] = "epsilon" if config["predict_epsilon"] else "sample"
     if config.get("_class_name") in FLOW_MATCH_FAMILY or config.get("use_flow_sigmas"):
