@@ -30,6 +30,10 @@ EXPERT_NETWORKS: tuple[type[ModelMixin], ...] = (
 OPTIONAL_CONDITIONS = frozenset({"encoder_attention_mask"})
 
 
+LARGEST_SIDE = 4096
+"""Of a sample. A UNet has no tensor that would bound what its config declares."""
+
+
 @dataclass(frozen=True)
 class Interface:
     """What a network takes and gives, read off its config.
@@ -136,11 +140,19 @@ def interface_of(name: str, config: Mapping[str, object]) -> Interface:
 
 
 def _sides(name: str, size: object) -> tuple[int, int]:
-    if isinstance(size, int):
-        return size, size
-    if isinstance(size, Sequence) and len(size) == 2:
-        return size[0], size[1]
-    raise HddmError(f"the config of {name} has no sample_size: pass --sample-size, the side of its input")
+    if size is None:
+        raise HddmError(f"the config of {name} has no sample_size: pass --sample-size, the side of its input")
+    sides = (size, size) if isinstance(size, int) else size
+    if (
+        not isinstance(sides, Sequence)
+        or len(sides) != 2
+        or not all(isinstance(side, int) and 1 <= side <= LARGEST_SIDE for side in sides)
+    ):
+        raise HddmError(
+            f"the config of {name} has sample_size {str(size)[:40]}: it is a side, or a pair of sides, of 1 to "
+            f"{LARGEST_SIDE}; pass --sample-size"
+        )
+    return sides[0], sides[1]
 
 
 _Conditions = tuple[tuple[str, ...], int | None, int | None]

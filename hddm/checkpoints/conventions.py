@@ -14,7 +14,11 @@ from hddm.errors import HddmError
 from hddm.files import read_json
 from hddm.predictions import PredictionType
 from hddm.schedules import DiscreteSchedule, LinearSchedule, Schedule, from_config, from_diffusers
-from hddm.schedules.diffusers_configs import declared_prediction_type, default_prediction_type
+from hddm.schedules.diffusers_configs import (
+    MOST_STEPS,
+    declared_prediction_type,
+    default_prediction_type,
+)
 
 FLOW_STEPS = 1000
 
@@ -79,7 +83,8 @@ def resolve(source: Source, schedule_file: Path | None, prediction_type: str | N
         raise HddmError(
             f"{origin}: a schedule of {type(schedule).__name__} contradicts prediction type {kind}"
         )
-    return Conventions(schedule, kind, _time_scale(schedule, config, source), origin, tuple(notes))
+    scale = _time_scale(schedule, config, source, origin)
+    return Conventions(schedule, kind, scale, origin, tuple(notes))
 
 
 def _schedule(config: Any, origin: str) -> Schedule:
@@ -104,9 +109,12 @@ def _default(config: Any, origin: str, source: Source) -> tuple[str, str]:
     )
 
 
-def _time_scale(schedule: Schedule, config: Any, source: Source) -> float:
+def _time_scale(schedule: Schedule, config: Any, source: Source, origin: str) -> float:
     if source.facts is not None:
         return source.facts.time_scale
     if isinstance(schedule, DiscreteSchedule):
         return 1.0
-    return float(config.get("num_train_timesteps", FLOW_STEPS))
+    steps = config.get("num_train_timesteps", FLOW_STEPS)
+    if not isinstance(steps, int) or not 1 <= steps <= MOST_STEPS:
+        raise HddmError(f"{origin}: num_train_timesteps is {str(steps)[:40]}, and must be 1 to {MOST_STEPS}")
+    return float(steps)

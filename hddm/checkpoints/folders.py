@@ -1,5 +1,6 @@
 """Diffusers folders: a pipeline, or one model with its config."""
 
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -163,7 +164,10 @@ def _latents(above: Path, arguments: dict[str, Any]) -> tuple[float | None, bool
         return (None if is_latent else 1.0), is_latent, ()
     config = read_json(inside(above, "vae/config.json"))
     if "scaling_factor" in config:
-        return float(config["scaling_factor"]), True, ()
+        factor = config["scaling_factor"]
+        if not isinstance(factor, int | float) or not 0 < factor < math.inf:
+            raise HddmError(f"{path}: scaling_factor is {str(factor)[:40]}, and must be a positive number")
+        return float(factor), True, ()
     return 0.18215, True, (f"{path}: no scaling_factor, so AutoencoderKL's default 0.18215",)
 
 
