@@ -16,6 +16,7 @@ from benchmarks.conversion.report import measured_on
 from benchmarks.conversion.starts import DDPM_LINEAR
 from hddm.benchmark.digits import write_digits
 from hddm.benchmark.plots import slug
+from hddm.calibration import FILE_NAME as CALIBRATION
 from hddm.checkpoints.convert import Conversion, plan, write
 from hddm.data.images import load_images, to_bytes
 from hddm.data.shards import partition
@@ -128,6 +129,8 @@ def expert_job(
     if objective != DDPM:
         return
     write(plan(native, Conversion()), place / BARE / str(k), overwrite=True)
+    # A checkpoint from elsewhere brings no calibration along.
+    (place / BARE / str(k) / CALIBRATION).unlink(missing_ok=True)
     for kind, data in ((DATA, shard), (FREE, None)):
         copy = place / kind / str(k)
         shutil.rmtree(copy, ignore_errors=True)
