@@ -149,8 +149,8 @@ def _sides(name: str, size: object) -> tuple[int, int]:
         or not all(isinstance(side, int) and 1 <= side <= LARGEST_SIDE for side in sides)
     ):
         raise HddmError(
-            f"the config of {name} has sample_size {str(size)[:40]}: it is a side, or a pair of sides, of 1 to "
-            f"{LARGEST_SIDE}; pass --sample-size"
+            f"the config of {name} has sample_size {str(size)[:40]}: it is a side, or a pair of sides, "
+            f"of 1 to {LARGEST_SIDE}; pass --sample-size"
         )
     return sides[0], sides[1]
 

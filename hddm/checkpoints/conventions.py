@@ -61,7 +61,7 @@ def resolve(source: Source, schedule_file: Path | None, prediction_type: str | N
     schedule = _schedule(config, origin)
     stated = [(declared.prediction_type, str(source.path))] if declared.prediction_type else []
     if "name" not in config:
-        own = declared_prediction_type(config)
+        own = _declared(config, origin)
         if own is not None and not (declared.is_layout_rule and schedule_file is None):
             stated.append((own, origin))
     asked = prediction_type and PredictionType.parse(prediction_type)
@@ -90,6 +90,14 @@ def resolve(source: Source, schedule_file: Path | None, prediction_type: str | N
 def _schedule(config: Any, origin: str) -> Schedule:
     try:
         return from_config(config) if "name" in config else from_diffusers(config)
+    except HddmError as error:
+        raise HddmError(f"{origin}: {error}") from error
+
+
+def _declared(config: Any, origin: str) -> str | None:
+    try:
+        own = declared_prediction_type(config)
+        return None if own is None else PredictionType.parse(own)
     except HddmError as error:
         raise HddmError(f"{origin}: {error}") from error
 

@@ -90,10 +90,10 @@ def plan(path: Path, conversion: Conversion) -> Plan:
     built = reshape(
         source, tensors, end, conversion.architecture, conversion.modulation_rank, conversion.text_dim
     )
-    interface = interface_of(built.network.__name__, _full(built.arguments, built))
+    interface = _interface(built, source)
     if conversion.recipe == PAPER:
         built = restart(built, interface.sample_shape[0])
-        interface = interface_of(built.network.__name__, _full(built.arguments, built))
+        interface = _interface(built, source)
         conventions = Conventions(
             LinearSchedule(), PredictionType.FLOW_PREDICTION, PAPER_STEPS, "recipe paper", conventions.notes
         )
@@ -137,11 +137,13 @@ def _own_tensors(source: Source, origin: str) -> tuple[list[Planned], dict[str, 
     return tensors, extras
 
 
-def _full(arguments: Mapping[str, Any], built: Built) -> Mapping[str, Any]:
-    """The arguments with the defaults of the class."""
-    network = empty_network(built.network, arguments, len(built.tensors), "architecture")
-    config: Mapping[str, Any] = network.config
-    return config
+def _interface(built: Built, source: Source) -> Interface:
+    # The network's config has the defaults of its class besides the arguments.
+    network = empty_network(built.network, built.arguments, len(built.tensors), "architecture")
+    try:
+        return interface_of(built.network.__name__, network.config)
+    except HddmError as error:
+        raise HddmError(f"{source.path}: {error}") from error
 
 
 def _facts(
