@@ -122,8 +122,9 @@ def interface_of(name: str, config: Mapping[str, object]) -> Interface:
         HddmError: for a config without a sample size, an output that is neither C nor 2 C channels, or
             a condition that has no place here.
     """
-    channels, out_channels = config["in_channels"], config.get("out_channels")
-    assert isinstance(channels, int)
+    channels, out_channels = _count(config, "in_channels"), config.get("out_channels")
+    if channels is None:
+        raise HddmError(f"the config of {name} has no in_channels")
     if out_channels not in (None, channels, 2 * channels):
         raise HddmError(
             f"{name} takes {channels} channels and gives {out_channels}: that is no plain denoiser "
@@ -155,12 +156,18 @@ def _sides(name: str, size: object) -> tuple[int, int]:
     return sides[0], sides[1]
 
 
+def _count(config: Mapping[str, object], key: str) -> int | None:
+    value = config.get(key)
+    if value is not None and (not isinstance(value, int) or value < 1):
+        raise HddmError(f"{key} is {str(value)[:40]}, and must be a whole number from 1")
+    return value
+
+
 _Conditions = tuple[tuple[str, ...], int | None, int | None]
 
 
 def _expert(config: Mapping[str, object]) -> _Conditions:
-    classes = config.get("num_classes")
-    assert classes is None or isinstance(classes, int)
+    classes = _count(config, "num_classes")
     names = (("class_labels",) if classes else ()) + (
         ("encoder_hidden_states",) if config.get("text_dim") else ()
     )
@@ -168,8 +175,7 @@ def _expert(config: Mapping[str, object]) -> _Conditions:
 
 
 def _dit(config: Mapping[str, object]) -> _Conditions:
-    classes = config["num_embeds_ada_norm"]
-    assert isinstance(classes, int)
+    classes = _count(config, "num_embeds_ada_norm")
     return ("class_labels",), classes, classes
 
 
@@ -186,8 +192,7 @@ def _unet(config: Mapping[str, object]) -> _Conditions:
         raise HddmError(
             f"class_embed_type {config['class_embed_type']!r} is not supported; only num_class_embeds is"
         )
-    classes = config.get("num_class_embeds")
-    assert classes is None or isinstance(classes, int)
+    classes = _count(config, "num_class_embeds")
     # Nothing in the config says whether the last class stands for none.
     return ("class_labels",) if classes else (), classes, None
 
