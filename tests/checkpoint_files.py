@@ -23,7 +23,8 @@ from torch import Tensor
 
 import hddm
 from hddm.models.transformer import ExpertTransformer
-from tests.artefacts import Command
+from tests.artefacts import Command, contents
+from tests.hostile import grown_by
 
 SHARES = (0.05, 0.4, 0.7, 0.97)
 """Of an expert's range of noise levels."""
@@ -45,6 +46,7 @@ UNCONDITIONAL = {
 _HEADS = {"num_attention_heads": 2, "attention_head_dim": 8, "num_layers": 2, "sample_size": 8}
 DIT = _HEADS | {"num_embeds_ada_norm": 5, "out_channels": 8}
 PIXART = _HEADS | {"cross_attention_dim": 16, "caption_channels": 12, "out_channels": 8}
+MOST_MEMORY = 200 * 2**20
 DDPM_BETAS = torch.linspace(1e-4, 0.02, 1000)
 SD_BETAS = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear"}
 
@@ -183,3 +185,21 @@ def facts_of(expert: Path) -> dict[str, Any]:
     """The content of ``expert.json``."""
     facts: dict[str, Any] = json.loads((expert / "expert.json").read_text())
     return facts
+
+
+def refused(hddm: Command, source: Path, *options: object, out: Path | None = None) -> str:
+    """The one line of a conversion that fails and leaves its surroundings as they are."""
+    folder = source.parent
+    before, names = contents(folder), sorted(folder.rglob("*"))
+    results: list[tuple[int, str, str]] = []
+    out = out or folder / "out"
+    grown = grown_by(lambda: results.append(hddm("convert", source, "--out", out, *options)))
+    ((code, _, error),) = results
+    assert code == 1, error
+    assert error.startswith("hddm: ")
+    assert error.count("\n") == 1
+    assert "unexpected" not in error
+    assert "Traceback" not in error
+    assert (contents(folder), sorted(folder.rglob("*"))) == (before, names)
+    assert grown < MOST_MEMORY
+    return error
