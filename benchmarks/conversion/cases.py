@@ -31,6 +31,8 @@ class Case:
     samples: int
     sampling_steps: int
     first_mark: int = 5
+    distances_at: tuple[float, ...] = (0, 0.125, 0.25, 0.5, 1)
+    """Shares of the steps at which samples are drawn and their distance is taken."""
 
 
 DIGITS = Case(
@@ -54,13 +56,14 @@ CIFAR = Case(
     training=LoopSettings(steps=1200, batch_size=32, warmup=50, ema_decay=0.99),
     starts=(SCRATCH, PAPER, EXACT, FOLD_0, FOLD_RANK),
     rates=(2.5e-4, 1e-3, 4e-3),
-    tuning_steps=200,
+    tuning_steps=150,
     reverse_tuning=False,
     validation_images=500,
     repeats=2,
-    samples=600,
+    samples=500,
     sampling_steps=10,
     first_mark=10,
+    distances_at=(0, 0.25, 1),
 )
 
 

@@ -115,18 +115,14 @@ def train_job(
         "distance_steps": [],
         "distances": [],
     }
-    far = (
-        {settings.steps // 8, settings.steps // 4, settings.steps // 2, settings.steps}
-        if not tuning
-        else set()
-    )
+    far = set() if tuning else {round(share * settings.steps) for share in case.distances_at}
 
     def look(step: int) -> None:
         loss, by_t = validation.loss(field)
         curve["steps"].append(step)
         curve["losses"].append(min(loss, DIVERGED) if math.isfinite(loss) else DIVERGED)
         curve["by_t"].append(by_t)
-        if step in far or (step == 0 and not tuning):
+        if step in far:
             images = sample(
                 field,
                 case.samples,
