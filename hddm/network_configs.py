@@ -99,13 +99,18 @@ def _largest(value: Any) -> int:
 
 
 def differences(expected: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> list[str]:
-    """Every tensor missing, left over or of another shape, a phrase each."""
+    """Every tensor missing, left over, of another shape or of no floating-point numbers, a phrase each."""
     problems = [f"missing {key} {tuple(expected[key].shape)}" for key in expected.keys() - found.keys()]
     problems += [f"left over {key} {tuple(found[key].shape)}" for key in found.keys() - expected.keys()]
     problems += [
         f"{key} is {tuple(found[key].shape)}, not {tuple(expected[key].shape)}"
         for key in expected.keys() & found.keys()
         if expected[key].shape != found[key].shape
+    ]
+    problems += [
+        f"{key} is of {found[key].dtype}"
+        for key in expected.keys() & found.keys()
+        if expected[key].is_floating_point() and not found[key].is_floating_point()
     ]
     return sorted(problems)
 

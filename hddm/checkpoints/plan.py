@@ -130,7 +130,7 @@ def _own_tensors(source: Source, origin: str) -> tuple[list[Planned], dict[str, 
     tensors, extras = source.table.to_ours(source.weights, origin)
     tensors = [Planned(t.name, t.shape, t.dtype, t.read, origin) for t in tensors]
     network = empty_network(source.network, source.arguments, len(source.weights), origin)
-    found = {one.name: torch.empty(one.shape, device="meta") for one in tensors}
+    found = {one.name: torch.empty(one.shape, dtype=one.dtype, device="meta") for one in tensors}
     problems = differences(network.state_dict(), found)
     if problems:
         raise HddmError(f"{origin}: does not fit its {source.network.__name__}: {'; '.join(problems)}")
