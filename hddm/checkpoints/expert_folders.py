@@ -2,8 +2,6 @@
 
 from pathlib import Path
 
-from safetensors.torch import load_file
-
 from hddm.checkpoints.diffusers_models import class_forward, own_table
 from hddm.checkpoints.sources import Declared, Reading, Source
 from hddm.errors import HddmError
@@ -11,6 +9,7 @@ from hddm.experts import EXPERT_FILE, FORMAT, NULL_FILE, ExpertFacts
 from hddm.facts import read_facts
 from hddm.model_folders import WEIGHTS, open_network
 from hddm.networks import EXPERT_NETWORKS
+from hddm.weight_files import read_safetensors
 
 LAYOUT = "hddm"
 EXTRAS_FILE = "source_extras.safetensors"
@@ -46,5 +45,5 @@ def open_expert(folder: Path, reading: Reading) -> Source:
         latent_scale=facts.latent_scale,
         licence=facts.licence,
         facts=facts,
-        null_tensors=load_file(folder / NULL_FILE) if (folder / NULL_FILE).exists() else {},
+        null_tensors=read_safetensors(folder / NULL_FILE) if (folder / NULL_FILE).exists() else {},
     )

@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 
 import diffusers
-from safetensors.torch import load_file
 
 from hddm.checkpoints import ldm
 from hddm.checkpoints.architecture import Built
@@ -17,7 +16,7 @@ from hddm.checkpoints.single_files import FILE_LAYOUTS, LDM
 from hddm.checkpoints.sources import Reading, Source
 from hddm.errors import HddmError, did_you_mean
 from hddm.files import check_absent, new_folder, write_json
-from hddm.weight_files import write_safetensors
+from hddm.weight_files import read_safetensors, write_safetensors
 
 RECORD = "written_back.json"
 FILE = "checkpoint.safetensors"
@@ -53,7 +52,7 @@ def write_back(
     refuse_full_disk(out, size)
     if dry_run:
         return [f"{out}: {layout}, {size / 1e6:,.1f} MB; nothing written (--dry-run)"]
-    extras = load_file(folder / EXTRAS_FILE) if (folder / EXTRAS_FILE).exists() else {}
+    extras = read_safetensors(folder / EXTRAS_FILE) if (folder / EXTRAS_FILE).exists() else {}
     with new_folder(out, RECORD, overwrite) as draft:
         if layout in DIFFUSERS_LAYOUTS:
             _write_pipeline(source, layout, draft)
