@@ -10,7 +10,7 @@ from torch import Tensor
 
 from benchmarks.conversion.cases import CIFAR, DIGITS
 from benchmarks.conversion.checkpoint import XL, shapes
-from benchmarks.conversion.curves import area, marks, reached, steps_to_reach
+from benchmarks.conversion.curves import loss_at, marks, reached, steps_to_reach
 from benchmarks.conversion.fidelity import EXACT, QUICK, TIMES, conversions, errors_on_mixtures, schedules
 from benchmarks.conversion.mixtures import DiagonalMixture
 from benchmarks.conversion.processes import run_measured
@@ -36,8 +36,10 @@ def test_steps_to_reach_are_those_of_the_straight_lines(target: float, step: flo
     assert found == (step if step is None else pytest.approx(step))
 
 
-def test_the_area_is_the_mean_height_of_the_curve() -> None:
-    assert area(STEPS, LOSSES) == pytest.approx((10 * 0.8 + 10 * 0.55 + 20 * 0.525) / 40)
+def test_the_loss_between_marks_is_that_of_the_straight_lines() -> None:
+    assert [loss_at(STEPS, LOSSES, step) for step in (0, 5, 20, 30, 40)] == pytest.approx(
+        [1, 0.8, 0.5, 0.525, 0.55]
+    )
 
 
 def test_marks_begin_at_0_end_at_the_last_step_and_grow() -> None:
@@ -54,13 +56,13 @@ def test_a_speedup_is_paired_by_seed_and_missing_where_a_seed_did_not_arrive() -
         "fast": [{"steps": [0, 10], "losses": [1.0, 0.0]}, {"steps": [0, 10], "losses": [0.5, 0.4]}],
         "slow": [{"steps": [0, 10], "losses": [1.0, 0.5]}, {"steps": [0, 10], "losses": [1.0, 0.7]}],
     }
-    found = reached(runs, SCRATCH, best=False)
+    found = reached(runs, SCRATCH, 1.0)
     assert found["fast"].steps == (pytest.approx(5.0), 0.0)
     assert found["fast"].ratios == pytest.approx([2.0, 10.0])
     assert found["fast"].speedup.startswith("6.00×")
     assert str(found["slow"]) == "10, 1 of 2"
     assert found["slow"].speedup == "–"
-    assert str(reached({**runs, "not": [runs["slow"][1]] * 2}, SCRATCH, True)["not"]) == "not in 10"
+    assert str(reached({**runs, "not": [runs["slow"][1]] * 2}, SCRATCH, None)["not"]) == "not in 10"
 
 
 def test_every_start_of_a_case_is_one_that_there_is() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmarks.conversion.cases import QUICK, Case, plain
 from benchmarks.conversion.convergence_report import write_convergence
-from benchmarks.conversion.curves import area, marks
+from benchmarks.conversion.curves import marks
 from benchmarks.conversion.data import read_parts, write_cifar_parts, write_digits_parts
 from benchmarks.conversion.report import measured_on
 from benchmarks.conversion.starts import SCRATCH, modulation_errors, pretrain, started
@@ -53,8 +53,9 @@ def convergence(
         done = _run(pool, [*first, *(pairs[one] for one in fresh)], "pretrain, tune from scratch")
         tuned = dict(zip(fresh, done[len(first) :], strict=True))
         tuned |= dict(zip(others, _run(pool, [pairs[one] for one in others], "tune"), strict=True))
+        # By the last loss: one over the whole curve favours rates that fall fast and end high.
         scores = {
-            s: {r: area(tuned[s, r]["steps"], tuned[s, r]["losses"]) for r in case.rates} for s in case.starts
+            start: {rate: tuned[start, rate]["losses"][-1] for rate in case.rates} for start in case.starts
         }
         rates = {start: min(each, key=lambda rate: each[rate]) for start, each in scores.items()}
         print("learning rates:", ", ".join(f"{start} {rate:g}" for start, rate in rates.items()), flush=True)
@@ -204,7 +205,12 @@ def _write_parts(case: Case, data: Path, archives: Path) -> None:
 
 
 def _same_settings(path: Path, case: Case) -> None:
-    """Refuse to go on from runs of other settings."""
-    if path.exists() and read_json(path) != plain(case):
-        raise SystemExit(f"{path}: the runs beside it had other settings; delete them or pass another --work")
-    write_json(path, plain(case))
+    """Refuse to go on from runs of other settings; further starts and rates change none of the old runs."""
+    wanted = plain(case)
+    before = read_json(path) if path.exists() else wanted
+    changed = [key for key in before if key not in ("starts", "rates") and before[key] != wanted.get(key)]
+    if changed:
+        raise SystemExit(
+            f"{path}: the runs beside it differ in {', '.join(changed)}; delete them or pass another --work"
+        )
+    write_json(path, wanted)

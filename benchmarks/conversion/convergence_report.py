@@ -8,43 +8,38 @@ from typing import Any
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullLocator
 
-from benchmarks.conversion.curves import reached
+from benchmarks.conversion.curves import Reached, reached
 from benchmarks.conversion.report import COLOURS, head, mean_spread, table, write_result
-from benchmarks.conversion.starts import EXACT, PAPER, SCRATCH, STARTS
+from benchmarks.conversion.starts import AS_THEY_ARE, EXACT, PAPER, SCRATCH, STARTS
+
+_SHARES = (0.125, 0.25, 0.5, 1.0)
 
 
 def write_convergence(folder: Path, name: str, command: str, content: Mapping[str, Any]) -> Path:
     """Write the result of `benchmarks.conversion.convergence`."""
     runs, settings = content["runs"], content["settings"]
     seeds = len(runs[SCRATCH])
-    final, best = (reached(runs, SCRATCH, best=best) for best in (False, True))
     rows = [
         [
             start,
             f"{content['rates'][start]:g}",
-            mean_spread([run["losses"][0] for run in runs[start]]),
-            mean_spread([min(run["losses"]) for run in runs[start]], 4),
-            str(final[start]),
-            final[start].speedup,
-            str(best[start]),
-            best[start].speedup,
-            mean_spread([run["distances"][0][0] for run in runs[start]]),
-            mean_spread([run["distances"][-1][0] for run in runs[start]]),
+            mean_spread([run["losses"][0] for run in each]),
+            mean_spread([run["losses"][-1] for run in each], 4),
+            mean_spread([min(run["losses"]) for run in each], 4),
+            *(
+                mean_spread([run["distances"][k][0] for run in each])
+                for k in range(len(each[0]["distance_steps"]))
+            ),
         ]
-        for start in runs
+        for start, each in runs.items()
     ]
-    columns = [
-        "start",
-        "rate",
-        "loss at step 0",
-        "lowest loss",
-        "steps to scratch's final loss",
-        "faster",
-        "steps to scratch's lowest loss",
-        "faster",
-        "distance at step 0",
-        "distance at the end",
-    ]
+    far = [f"distance at {step:,}" for step in runs[SCRATCH][0]["distance_steps"]]
+    columns = ["start", "rate", "loss at step 0", "last loss", "lowest loss", *far]
+    budget = settings["training"]["steps"]
+    targets = {f"after {round(share * budget):,} steps": reached(runs, SCRATCH, share) for share in _SHARES}
+    targets["lowest"] = reached(runs, SCRATCH, None)
+    steps = [[start, *(str(found[start]) for found in targets.values())] for start in runs]
+    faster = [[start, *(found[start].speedup for found in targets.values())] for start in runs]
     text = [
         f"# Flow matching from a DDPM checkpoint: {name}",
         "",
@@ -53,14 +48,22 @@ def write_convergence(folder: Path, name: str, command: str, content: Mapping[st
         "",
         *table(columns, rows),
         "",
-        *_headline(final, best),
+        "Steps that each start needs to the loss that from scratch has after so many steps, and its lowest:",
+        "",
+        *table(["start", *targets], steps),
+        "",
+        "The same as a speed-up: from scratch's own first step at that loss over the start's, a seed each:",
+        "",
+        *table(["start", *targets], faster),
+        "",
+        *_headline(targets),
         *_folds(content["modulation_errors"]),
         "",
         "Starts:",
         "",
         *(f"- {start}: {STARTS[start]}." for start in runs),
         "",
-        "Mean loss over the grid in tuning, by learning rate: "
+        "Last loss in tuning, by learning rate: "
         + "; ".join(
             f"{start} {', '.join(f'{rate}: {score:.4f}' for rate, score in each.items())}"
             for start, each in content["tuning"].items()
@@ -88,25 +91,27 @@ def _setting(settings: Mapping[str, Any], seeds: int) -> list[str]:
         f'seed{"s" if seeds > 1 else ""}; "s" is the standard deviation over them.',
         "",
         "Loss: ||v - (eps - x_0)||² a number, t uniform in [0, 1], on held-out images of the new part with "
-        'the same noise for all. Steps are interpolated between measurements; "faster" is scratch\'s own '
-        "first step at that loss over the start's, a seed each. Distances are Fréchet distances on 64 "
-        f"features of a small classifier, {settings['samples']} samples in {settings['sampling_steps']} "
-        "steps against the training images of the new part; **not comparable with published FID**.",
+        "the same noise for all; steps are interpolated between measurements. Distances are Fréchet "
+        f"distances on 64 features of a small classifier, {settings['samples']} samples in "
+        f"{settings['sampling_steps']} steps against the training images of the new part; **not comparable "
+        "with published FID**.",
         "",
         "Learning rates are picked for each start alone from "
-        f"{', '.join(f'{rate:g}' for rate in settings['rates'])}, by the mean loss over "
+        f"{', '.join(f'{rate:g}' for rate in settings['rates'])}, by the loss after "
         f"{settings['tuning_steps']} steps {tuned}.",
     ]
 
 
-def _headline(final: Mapping[str, Any], best: Mapping[str, Any]) -> list[str]:
+def _headline(targets: Mapping[str, Mapping[str, Reached]]) -> list[str]:
+    """The exact conversion against the others that keep weights, a line a target."""
     lines = []
-    for name, found in (("final", final), ("lowest", best)):
-        if EXACT in found and PAPER in found:
-            lines.append(
-                f"- To scratch's {name} loss: exact conversion {found[EXACT]} steps "
-                f"({found[EXACT].speedup}), the paper's recipe {found[PAPER]} steps ({found[PAPER].speedup})."
-            )
+    for name, found in targets.items():
+        said = [
+            f"{start} {found[start]} ({found[start].speedup})"
+            for start in (EXACT, PAPER, AS_THEY_ARE)
+            if start in found
+        ]
+        lines.append(f"- Steps to scratch's loss, {name}: {'; '.join(said)}.")
     return lines
 
 

@@ -26,10 +26,13 @@ def steps_to_reach(steps: Sequence[float], losses: Sequence[float], target: floa
     return None
 
 
-def area(steps: Sequence[float], losses: Sequence[float]) -> float:
-    """Mean of a piecewise linear curve over its steps: low where it is early and ends low."""
-    pieces = zip(steps, steps[1:], losses, losses[1:], strict=False)
-    return sum((b - a) * (x + y) / 2 for a, b, x, y in pieces) / (steps[-1] - steps[0])
+def loss_at(steps: Sequence[float], losses: Sequence[float], step: float) -> float:
+    """A piecewise linear curve at ``step``, between its first step and its last."""
+    for i in range(1, len(steps)):
+        if step <= steps[i]:
+            share = (step - steps[i - 1]) / (steps[i] - steps[i - 1])
+            return losses[i - 1] + share * (losses[i] - losses[i - 1])
+    return losses[-1]
 
 
 @dataclass(frozen=True)
@@ -66,29 +69,25 @@ class Reached:
 
 
 def reached(
-    runs: Mapping[str, Sequence[Mapping[str, Any]]], reference: str, best: bool
+    runs: Mapping[str, Sequence[Mapping[str, Any]]], reference: str, share: float | None
 ) -> dict[str, Reached]:
-    """Steps that every start needs to the final or the best loss of ``reference``, seed by seed.
+    """Steps that every start needs to a loss of ``reference``, seed by seed.
 
     Args:
         runs: per start its runs, in the order of seeds; ``steps`` and ``losses`` are a run's curve.
         reference: the start whose loss is the target.
-        best: its lowest loss instead of its last.
+        share: the target is its loss after this share of its steps, None its lowest.
     """
-    targets = [min(run["losses"]) if best else run["losses"][-1] for run in runs[reference]]
-    own = [
-        steps_to_reach(run["steps"], run["losses"], target)
-        for run, target in zip(runs[reference], targets, strict=True)
+    targets = [
+        min(run["losses"])
+        if share is None
+        else loss_at(run["steps"], run["losses"], share * run["steps"][-1])
+        for run in runs[reference]
     ]
-    base = tuple(step for step in own if step is not None)
-    return {
-        start: Reached(
-            tuple(
-                steps_to_reach(run["steps"], run["losses"], target)
-                for run, target in zip(each, targets, strict=True)
-            ),
-            base,
-            int(each[0]["steps"][-1]),
-        )
-        for start, each in runs.items()
-    }
+
+    def steps_of(each: Sequence[Mapping[str, Any]]) -> tuple[float | None, ...]:
+        pairs = zip(each, targets, strict=True)
+        return tuple(steps_to_reach(run["steps"], run["losses"], target) for run, target in pairs)
+
+    base = tuple(step for step in steps_of(runs[reference]) if step is not None)
+    return {start: Reached(steps_of(each), base, int(each[0]["steps"][-1])) for start, each in runs.items()}

@@ -35,6 +35,7 @@ RANK = 16
 SCRATCH = "from scratch"
 PAPER = "paper's recipe"
 EXACT = "exact conversion"
+AS_THEY_ARE = "weights as they are"
 FOLD_0, FOLD_RANK = "folded, rank 0", f"folded, rank {RANK}"
 CONVERTED: Mapping[str, Conversion] = {
     PAPER: Conversion(recipe="paper"),
@@ -46,7 +47,7 @@ STARTS: Mapping[str, str] = {
     SCRATCH: "fresh weights, adaLN-Zero, predicts velocity",
     "from scratch, AdaLN-Single": "the same with AdaLN-Single",
     PAPER: "`--recipe paper`: fresh head, round(999 t), predicts velocity",
-    "weights as they are": "all weights, head too, but its output read as velocity at 999 t",
+    AS_THEY_ARE: "all weights, head too, but its output read as velocity at 999 t",
     EXACT: "`hddm convert`, then as `--init` trains on",
     "exact, gain unbounded": "the same through the plain conversion, 1/(1 - t) and all",
     FOLD_0: "`--architecture adaln-single`, then as `--init` trains on",
@@ -131,7 +132,7 @@ def started(start: str, pretrained: Path, images: Tensor, size: Size, seed: int)
     folder = start if start in CONVERTED else EXACT
     field = load(pretrained / _folder(folder))
     assert isinstance(field, VelocityField)
-    if start == "weights as they are":
+    if start == AS_THEY_ARE:
         return VelocityField(field.network, LinearSchedule(), "flow_prediction", time_scale=999.0)
     if start not in (PAPER, "exact, gain unbounded"):
         field.calibration = bounded_gain(field.prediction_type, field.range[1], Moments.of(images))
