@@ -2,8 +2,8 @@
 
 An expert carries them as the null value of ``encoder_hidden_states``: guidance has something to guide from,
 and native samples can be drawn without any text encoder at hand. The encoder is built from checked facts of
-its config, not by a loader that takes orders from it. An empty prompt needs no tokenizer: it is begin, end,
-then padding.
+its config, not by a loader that takes orders from it. An empty prompt needs no tokenizer, only its files: it
+is begin, end, then padding. The encoder's config numbers these tokens too, often wrongly.
 """
 
 from collections.abc import Callable
@@ -28,9 +28,10 @@ _SIZES = (
     "max_position_embeddings",
     "hidden_act",
     "layer_norm_eps",
-    "bos_token_id",
-    "eos_token_id",
 )
+_TOKENS = {"bos_token": "<|startoftext|>", "eos_token": "<|endoftext|>", "pad_token": "<|endoftext|>"}
+"""The special tokens of the tokenizer's class, where its files name none."""
+_MAP = "special_tokens_map.json"
 _PREFIX = "text_model."
 _UNUSED = ("embeddings.position_ids", "text_projection.weight")
 
@@ -50,10 +51,10 @@ def empty_prompt(pipeline: Path, variant: str | None) -> Callable[[], Tensor] | 
     tokenizer = [pipeline / "tokenizer" / name for name in ("tokenizer_config.json", "vocab.json")]
     if config.get("architectures") not in _ARCHITECTURES or not all(path.exists() for path in tokenizer):
         return None
-    return lambda: _encode(folder, name, config, _padding(pipeline, config))
+    return lambda: _encode(folder, name, config)
 
 
-def _encode(folder: Path, name: str, config: dict[str, Any], padding: int) -> Tensor:
+def _encode(folder: Path, name: str, config: dict[str, Any]) -> Tensor:
     # Imported here: it takes seconds, and few sources need it.
     from transformers import CLIPTextConfig, CLIPTextModel
 
@@ -81,12 +82,12 @@ def _encode(folder: Path, name: str, config: dict[str, Any], padding: int) -> Te
     if problems:
         raise HddmError(f"{path}: does not fit its config.json: {'; '.join(problems)}")
     model.load_state_dict({expected[key][0]: tensor for key, tensor in weights.items()}, assign=True)
-    length = model.config.max_position_embeddings
+    positions = model.config.max_position_embeddings
     for owner, buffer in [
         (m, n) for m in model.modules() for n, b in m.named_buffers(recurse=False) if b.is_meta
     ]:
-        owner.register_buffer(buffer, torch.arange(length)[None], persistent=False)
-    tokens = [model.config.bos_token_id, model.config.eos_token_id] + [padding] * (length - 2)
+        owner.register_buffer(buffer, torch.arange(positions)[None], persistent=False)
+    tokens = _tokens(folder.parent / "tokenizer", model.config.vocab_size, positions)
     with torch.no_grad():
         encoded: Tensor = model.train(False)(torch.tensor([tokens]))[0][0]
     if not encoded.isfinite().all():
@@ -94,11 +95,28 @@ def _encode(folder: Path, name: str, config: dict[str, Any], padding: int) -> Te
     return encoded
 
 
-def _padding(pipeline: Path, config: dict[str, Any]) -> int:
-    """Number of the padding token: the tokenizer's, which is not the config's."""
-    token = read_json(inside(pipeline, "tokenizer/tokenizer_config.json")).get("pad_token")
+def _tokens(folder: Path, vocabulary: int, positions: int) -> list[int]:
+    """What the tokenizer in ``folder`` makes of no text, padded as a pipeline pads it."""
+    config = read_json(inside(folder, "tokenizer_config.json"))
+    named = config
+    # As the loader has it: a config that lists its added tokens is of a format after the map of tokens.
+    if (folder / _MAP).exists() and "added_tokens_decoder" not in config:
+        named = config | read_json(inside(folder, _MAP))
+    numbers = read_json(inside(folder, "vocab.json"))
+    begin, end, padding = (_number(folder, key, named, numbers, vocabulary) for key in _TOKENS)
+    limit = config.get("model_max_length")
+    # Tokenizers without a limit say 10^30.
+    length = min(limit, positions) if isinstance(limit, int) and limit >= 2 else positions
+    return [begin, end, *[padding] * (length - 2)][:length]
+
+
+def _number(folder: Path, key: str, named: dict[str, Any], numbers: dict[str, Any], vocabulary: int) -> int:
+    token = named.get(key, _TOKENS[key])
     token = token.get("content") if isinstance(token, dict) else token
-    number = read_json(inside(pipeline, "tokenizer/vocab.json")).get(str(token))
-    if not isinstance(number, int) or not 0 <= number < int(config.get("vocab_size", 49408)):
-        raise HddmError(f"{pipeline / 'tokenizer'}: pad_token {token!r} is not in vocab.json")
+    number = numbers.get(token) if isinstance(token, str) else None
+    if not isinstance(number, int) or not 0 <= number < vocabulary:
+        raise HddmError(
+            f"{folder}: {key} {str(token)[:40]!r} has no number below {vocabulary} in vocab.json; "
+            "take the tokenizer that belongs to the text encoder"
+        )
     return number
