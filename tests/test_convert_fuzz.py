@@ -1,5 +1,6 @@
 """Sources that are changed at random become experts or are refused; nothing else ever happens."""
 
+import copy
 import json
 import math
 import shutil
@@ -20,6 +21,8 @@ ODD: list[Any] = [None, True, False, 0, -1, 1, 2, 3, 7, 10**9, 10**18, -(10**12)
 ODD += [math.nan, math.inf, "", "a", "../a", "/etc/passwd", "linear", "v_prediction", "flow_prediction"]
 ODD += [[], [1], [[1], [2]], [None], [2, 2], [10**9] * 2, ["os", "system"], ["diffusers", "UNet2DModel"]]
 ODD += [{}, {"a": 1}, {"a": "b"}, {"_class_name": "DDPMScheduler"}]
+# A copy each, since a second change may reach into the value of the first.
+VALUES = st.sampled_from(ODD).map(copy.deepcopy)
 NEW = ["auto_map", "name", "betas", "trained_betas", "_class_name", "num_layers", "class_embed_type", "self"]
 LENIENT = settings(
     deadline=None,
@@ -82,13 +85,13 @@ def test_json_that_is_changed_at_random(sources: list[Path], tmp_path: Path, dat
             holder = holder[key]
         action = data.draw(st.sampled_from(["replace", "replace", "replace", "delete", "add"]))
         if action == "replace":
-            holder[place[-1]] = data.draw(st.sampled_from(ODD))
+            holder[place[-1]] = data.draw(VALUES)
         elif action == "delete":
             del holder[place[-1]]
         elif isinstance(holder, dict):
-            holder[data.draw(st.sampled_from(NEW))] = data.draw(st.sampled_from(ODD))
+            holder[data.draw(st.sampled_from(NEW))] = data.draw(VALUES)
     if data.draw(st.integers(0, 30)) == 0:
-        content = data.draw(st.sampled_from(ODD))
+        content = data.draw(VALUES)
     file.write_text(json.dumps(content))
     _try(source, tmp_path, data.draw(st.booleans()))
 
