@@ -44,11 +44,20 @@ class SourceFacts(Facts):
     layout: str
     files: dict[str, str]
     """SHA-256 by file name."""
+    scheduler: dict[str, Any] | None = None
+    """The whole scheduler config that lay beside the weights, sampling keys and all."""
     prefix: str = ""
     """Stripped from every key, as a data-parallel or compiled module leaves it."""
     options: dict[str, Any] = Field(default_factory=dict)
     hddm: str
     """Version that converted it."""
+    before: "SourceFacts | None" = None
+    """Of an expert folder: what that was converted from."""
+
+    @property
+    def first(self) -> "SourceFacts":
+        """The checkpoint at the beginning of the chain."""
+        return self if self.before is None else self.before.first
 
 
 class ExpertFacts(Facts):

@@ -158,5 +158,6 @@ def test_the_licence_of_a_model_card_and_of_imagenet(hddm: Command, tmp_path: Pa
     (source / "README.md").write_bytes(card.replace("\n", "\r\n").encode())
     assert "licence: openrail++" in converted(hddm, source, tmp_path / "other")
     assert facts_of(tmp_path / "other")["licence"] == "openrail++"
-    converted(hddm, source, tmp_path / "third", "--licence", "mine")
-    assert facts_of(tmp_path / "third")["licence"] == "mine"
+    code, _, error = hddm("convert", source, "--out", tmp_path / "third", "--licence", "mine")
+    assert code == 1
+    assert "states 'openrail++'" in error

@@ -1,11 +1,13 @@
 """hddm convert."""
 
+import inspect
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from hddm_cli.combinations import refuse_given
 from hddm_cli.options import Out, Overwrite
 
 
@@ -29,7 +31,12 @@ class Recipe(StrEnum):
     paper = "paper"
 
 
+# The parameters that have a say when an expert is written back.
+_WITH_TO_LAYOUT = {"context", "source", "out", "to_layout", "dry_run", "overwrite"}
+
+
 def convert(
+    context: typer.Context,
     source: Annotated[Path, typer.Argument(help="Checkpoint file, model or pipeline folder, or expert.")],
     out: Out,
     layout: Annotated[
@@ -95,6 +102,8 @@ def convert(
     from hddm.files import check_absent
 
     if to_layout is not None:
+        idle = set(inspect.signature(convert).parameters) - _WITH_TO_LAYOUT
+        refuse_given(context, "--to-layout writes an expert as it is", *sorted(idle))
         for line in write_back(source, out, to_layout, dry_run, overwrite):
             typer.echo(line)
         return

@@ -45,6 +45,11 @@ def resolve(source: Source, schedule_file: Path | None, prediction_type: str | N
     Raises:
         HddmError: for a contradiction, or a source that does not say and a user who does not either.
     """
+    if source.facts is not None and (schedule_file is not None or prediction_type is not None):
+        raise HddmError(
+            f"{source.path}: an expert folder states its own schedule and prediction type; drop --schedule "
+            "and --prediction-type"
+        )
     declared = source.declared
     config: Any = declared.scheduler
     origin = declared.scheduler_origin

@@ -2,29 +2,36 @@
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import diffusers
 from safetensors.torch import save_file
+from torch import Tensor
 
 from hddm.calibration import FILE_NAME as CALIBRATION
 from hddm.checkpoints.architecture import Built
-from hddm.checkpoints.diffusers_models import class_forward
+from hddm.checkpoints.diffusers_models import streamed
 from hddm.checkpoints.expert_folders import EXTRAS_FILE
+from hddm.checkpoints.plan import TEXT, Plan
 from hddm.checkpoints.plan import Conversion as Conversion
-from hddm.checkpoints.plan import Plan
 from hddm.checkpoints.plan import plan as plan
 from hddm.checkpoints.verify import LARGEST_DIFFERENCE, Verified, example_conditions, verify
 from hddm.errors import HddmError
-from hddm.experts import EXPERT_FILE, write_records
+from hddm.experts import EXPERT_FILE, FORMAT, NULL_FILE, Expert, ExpertFacts, write_records
+from hddm.facts import read_facts
 from hddm.files import check_absent, new_folder, write_json
+from hddm.load import field_of
 from hddm.model_folders import WEIGHTS, open_network
 from hddm.network_configs import empty_network
-from hddm.networks import EXPERT_NETWORKS
-from hddm.weight_files import sha256_of, write_safetensors
+from hddm.networks import EXPERT_NETWORKS, OPTIONAL_CONDITIONS
+from hddm.velocity import VelocityField
+from hddm.weight_files import read_safetensors, sha256_of, write_safetensors
+
+LARGEST_FOLD_ERROR = 0.5
 
 
 def write(plan: Plan, out: Path, check: bool = True, overwrite: bool = False) -> Verified | None:
@@ -86,26 +93,22 @@ def _carry_calibration(plan: Plan, draft: Path) -> None:
 
 
 def _checked(plan: Plan, draft: Path) -> Verified:
-    network, weights, arguments = open_network(draft, EXPERT_NETWORKS)
-    converted = class_forward(type(network), arguments, weights, str(draft))
-    config = network.config
-    known = tuple(name for name in plan.interface.conditions if name != "encoder_attention_mask")
-    given = example_conditions(known, type(network).__name__, config, plan.interface.num_classes)
+    field, outputs, config = _as_written(draft)
+    network = plan.built.network.__name__
+    known = tuple(name for name in plan.interface.conditions if name not in OPTIONAL_CONDITIONS)
+    given = example_conditions(known, network, config, plan.interface.num_classes)
     added = {}
     if plan.facts.source and plan.facts.source.options.get("text_dim"):
-        added = {"encoder_hidden_states": given.pop("encoder_hidden_states")}
-    found = verify(
-        converted if plan.is_restarted else plan.source.forward(),
-        converted,
-        plan.conventions.schedule,
-        plan.conventions.prediction_type,
-        plan.conventions.time_scale,
-        plan.interface.sample_shape,
-        given,
-        added,
-    )
-    is_preserving = plan.built.modulation_error is None
-    if not found.is_finite or (is_preserving and not found.is_exact):
+        added = {TEXT: given.pop(TEXT)}
+    source = None if plan.is_restarted else plan.source.forward()
+    found = verify(source, field, outputs, plan.conventions, given, added)
+    is_fold = bool(plan.built.modulation_error)
+    if is_fold and found.is_finite and found.function_error > LARGEST_FOLD_ERROR:
+        raise HddmError(
+            f"{plan.source.path}: the fold is off its outputs by {found.function_error:.2f} of them; raise "
+            "--modulation-rank; nothing was written"
+        )
+    if not found.is_finite or not (is_fold or found.is_exact):
         errors = ", ".join(f"{error:.1e} at t = {t}" for t, error in found.velocity_errors.items())
         raise HddmError(
             f"{plan.source.path}: the converted network is not the source's: outputs differ by "
@@ -113,3 +116,23 @@ def _checked(plan: Plan, draft: Path) -> Verified:
             "written"
         )
     return found
+
+
+def _as_written(folder: Path) -> tuple[VelocityField, list[Tensor], Mapping[str, Any]]:
+    """The expert that a folder holds, uncalibrated; where its network's raw outputs gather; its config.
+
+    As `hddm.load` makes it, but for weights that stay mapped.
+    """
+    facts = read_facts(folder / EXPERT_FILE, ExpertFacts, FORMAT)
+    empty, weights, arguments = open_network(folder, EXPERT_NETWORKS)
+    network = streamed(type(empty), arguments, weights, str(folder))
+    outputs: list[Tensor] = []
+    network.register_forward_hook(
+        lambda module, given, output: outputs.append(output[0] if isinstance(output, tuple) else output)
+    )
+    nulls = read_safetensors(folder / NULL_FILE) if (folder / NULL_FILE).exists() else {}
+    field = field_of(Expert(network, facts, None, nulls))
+    adapter = field.network
+    # A plain function is asked in the dtype of the state, whatever its weights are stored in.
+    field.network = lambda y, timestep, **conditions: adapter(y, timestep, **conditions)
+    return field, outputs, network.config

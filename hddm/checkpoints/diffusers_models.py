@@ -1,6 +1,6 @@
 """Names of diffusers' own networks, those of former versions included."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from hddm.checkpoints.keys import KeyTable, same
 from hddm.checkpoints.layouts import Forward, Weights
 from hddm.errors import HddmError
+from hddm.models.layers import TimeEmbedding
+from hddm.models.transformer import ExpertBlock
 from hddm.network_configs import empty_network, fill
 from hddm.networks import call
 
@@ -53,17 +55,8 @@ def _former(name: str) -> str:
 def class_forward(
     kind: type[ModelMixin], arguments: Mapping[str, Any], weights: Weights, origin: str
 ) -> Forward:
-    """The class itself, filled with ``weights`` under its names, in float32.
-
-    Weights of another dtype are cast where they are used, a module at a time, so that a large network never
-    lies in memory as a whole.
-    """
-    network = empty_network(kind, arguments, len(weights), origin)
-    fill(network, weights, arguments, origin)
-    if kind is UNet2DModel:
-        # It asks its parameters for its dtype in the middle of a call.
-        network.float()
-    _cast_in_use(network)
+    """The class itself, filled with ``weights`` under its names, in float32."""
+    network = streamed(kind, arguments, weights, origin)
 
     @torch.no_grad()
     def run(x: Tensor, timestep: Tensor, conditions: Mapping[str, Tensor]) -> Tensor:
@@ -79,13 +72,33 @@ def class_forward(
     return run
 
 
+def streamed(
+    kind: type[ModelMixin], arguments: Mapping[str, Any], weights: Weights, origin: str
+) -> ModelMixin:
+    """A network of ``weights`` that runs in float32.
+
+    Weights of another dtype are cast where they are used, a module at a time, so that a large network never
+    lies in memory as a whole.
+    """
+    network = empty_network(kind, arguments, len(weights), origin)
+    fill(network, weights, arguments, origin)
+    if kind is UNet2DModel:
+        # It asks its parameters for its dtype in the middle of a call.
+        network.float()
+    _cast_in_use(network)
+    return network
+
+
 def _cast_in_use(network: nn.Module) -> None:
     for module in network.modules():
-        stored = {
-            name: parameter
-            for name, parameter in module._parameters.items()
+        # These two look at their children's parameters before, or instead of, calling them.
+        reach = list(module.modules()) if isinstance(module, (TimeEmbedding, ExpertBlock)) else [module]
+        stored = [
+            (owner, name, parameter)
+            for owner in reach
+            for name, parameter in owner._parameters.items()
             if parameter is not None and parameter.dtype != torch.float32
-        }
+        ]
         if stored:
             module.register_forward_pre_hook(_Put(stored, torch.float32))
             module.register_forward_hook(_Put(stored, None))
@@ -94,10 +107,12 @@ def _cast_in_use(network: nn.Module) -> None:
 class _Put:
     """A hook that puts parameters in place, cast to ``dtype`` or as they are stored."""
 
-    def __init__(self, stored: Mapping[str, nn.Parameter], dtype: torch.dtype | None) -> None:
+    def __init__(
+        self, stored: Sequence[tuple[nn.Module, str, nn.Parameter]], dtype: torch.dtype | None
+    ) -> None:
         self._stored, self._dtype = stored, dtype
 
-    def __call__(self, module: nn.Module, *_: object) -> None:
-        for name, parameter in self._stored.items():
+    def __call__(self, *_: object) -> None:
+        for owner, name, parameter in self._stored:
             value = parameter if self._dtype is None else nn.Parameter(parameter.to(self._dtype), False)
-            module._parameters[name] = value
+            owner._parameters[name] = value

@@ -24,6 +24,8 @@ def open_expert(folder: Path, reading: Reading) -> Source:
     """
     facts = read_facts(folder / EXPERT_FILE, ExpertFacts, FORMAT)
     network, weights, arguments = open_network(folder, EXPERT_NETWORKS)
+    if reading.layout not in (None, LAYOUT):
+        raise HddmError(f"--layout {reading.layout}: {folder} is an expert folder")
     if reading.weights not in (None, facts.weights):
         raise HddmError(f"--weights {reading.weights}: {folder} holds {facts.weights} weights")
     path = str(folder / WEIGHTS)
@@ -45,5 +47,6 @@ def open_expert(folder: Path, reading: Reading) -> Source:
         latent_scale=facts.latent_scale,
         licence=facts.licence,
         facts=facts,
+        kept=read_safetensors(folder / EXTRAS_FILE) if (folder / EXTRAS_FILE).exists() else {},
         null_tensors=read_safetensors(folder / NULL_FILE) if (folder / NULL_FILE).exists() else {},
     )

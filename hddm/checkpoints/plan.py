@@ -11,7 +11,10 @@ from torch import Tensor
 
 from hddm.checkpoints.architecture import PAPER_STEPS, Built, reshape, restart
 from hddm.checkpoints.conventions import Conventions, resolve
+from hddm.checkpoints.diffusers_models import DIFFUSERS_LAYOUTS
+from hddm.checkpoints.expert_folders import LAYOUT as HDDM
 from hddm.checkpoints.recognise import open_source
+from hddm.checkpoints.single_files import FILE_LAYOUTS, IMAGENET_LICENCE, LDM
 from hddm.checkpoints.sources import Reading, Source
 from hddm.errors import HddmError
 from hddm.experts import ExpertFacts, SourceFacts
@@ -83,6 +86,7 @@ def plan(path: Path, conversion: Conversion) -> Plan:
             tensors are not exactly those of its network.
     """
     source = open_source(path, conversion.reading)
+    _refuse_idle(source, conversion.reading)
     conventions = resolve(source, conversion.schedule, conversion.prediction_type)
     origin = str(source.files[0])
     tensors, extras = _own_tensors(source, origin)
@@ -97,6 +101,8 @@ def plan(path: Path, conversion: Conversion) -> Plan:
         conventions = Conventions(
             LinearSchedule(), PredictionType.FLOW_PREDICTION, PAPER_STEPS, "recipe paper", conventions.notes
         )
+    if built.network is source.network and conversion.architecture is None:
+        extras |= source.kept
     nulls = {name: extras[key] for name, key in source.nulls.items() if key in extras}
     if source.empty_prompt is not None:
         nulls[TEXT] = _no_text(source, built.arguments)
@@ -116,6 +122,23 @@ def plan(path: Path, conversion: Conversion) -> Plan:
     )
 
 
+def _refuse_idle(source: Source, reading: Reading) -> None:
+    """Refuse options that would change nothing."""
+    states_itself = source.layout == HDDM or source.layout in DIFFUSERS_LAYOUTS
+    if reading.hints.num_heads is not None and states_itself:
+        raise HddmError(f"--num-heads: {source.path} has a config.json that states it; drop the option")
+    if source.layout in (*FILE_LAYOUTS, LDM, HDDM) and reading.variant is not None:
+        raise HddmError(f"--variant {reading.variant}: {source.path} has no variants; drop the option")
+
+
+def _licence(source: Source, stated: str | None) -> str | None:
+    if stated and source.licence not in (None, stated, IMAGENET_LICENCE):
+        raise HddmError(
+            f"--licence {stated}: {source.path} states {source.licence!r}; drop the option, or mend it there"
+        )
+    return stated or source.licence
+
+
 def _no_text(source: Source, arguments: Mapping[str, Any]) -> Tensor:
     assert source.empty_prompt is not None
     tokens, wanted = source.empty_prompt(), arguments.get("cross_attention_dim")
@@ -124,6 +147,17 @@ def _no_text(source: Source, arguments: Mapping[str, Any]) -> Tensor:
             f"{source.path}: the text encoder beside it gives tokens of width {tokens.shape[1]}, not {wanted}"
         )
     return tokens
+
+
+def _scheduler(source: Source) -> dict[str, Any] | None:
+    declared = source.declared
+    is_own = declared.scheduler is not None and "_class_name" in declared.scheduler
+    return dict(declared.scheduler or {}) if is_own and not declared.is_layout_rule else None
+
+
+def _without_place(origin: str) -> str:
+    """A path without where it lay on this machine; other text as it is."""
+    return "/".join(Path(origin).parts[-2:]) if origin.endswith(".json") else origin
 
 
 def _own_tensors(source: Source, origin: str) -> tuple[list[Planned], dict[str, Tensor]]:
@@ -160,15 +194,14 @@ def _facts(
         "variant": conversion.reading.variant,
         "num_heads": conversion.reading.hints.num_heads,
         "sample_size": conversion.reading.hints.sample_size,
-        "schedule": str(conversion.schedule) if conversion.schedule else None,
+        "schedule": conversion.schedule.name if conversion.schedule else None,
         "prediction_type": conversion.prediction_type,
     }
     return ExpertFacts(
         objective="flow" if is_flow or (own and own.objective == "flow") else "ddpm",
         prediction_type=conventions.prediction_type,
         schedule=conventions.schedule.config,
-        # Not where the file lay on this machine.
-        schedule_source=conventions.schedule_source.removeprefix(f"{source.path}/"),
+        schedule_source=_without_place(conventions.schedule_source),
         time_scale=conventions.time_scale,
         sample_shape=interface.sample_shape,
         space="latents" if source.is_latent else "pixels",
@@ -185,9 +218,11 @@ def _facts(
         source=SourceFacts(
             layout=source.layout,
             files={},
+            scheduler=_scheduler(source),
             prefix=source.prefix,
             options={key: value for key, value in changes.items() if value is not None},
             hddm=version("hddm-diffusion"),
+            before=own.source if own else None,
         ),
-        licence=conversion.licence or source.licence,
+        licence=_licence(source, conversion.licence),
     )

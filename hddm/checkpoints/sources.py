@@ -79,6 +79,8 @@ class Source:
     """Tokens (tokens, width) of no text, by the text encoder of a pipeline."""
     facts: ExpertFacts | None = None
     """Of an expert folder."""
+    kept: Mapping[str, Tensor] = field(default_factory=dict)
+    """Of an expert folder: tensors of its source that only the way back needs."""
     null_tensors: Mapping[str, Tensor] = field(default_factory=dict)
     """Of an expert folder."""
 

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hddm.checkpoints.conventions import Conventions
 from hddm.checkpoints.layouts import Forward
 from hddm.predictions import PredictionType
 from hddm.schedules import CosineSchedule, DiscreteSchedule, Schedule
@@ -57,45 +58,38 @@ class Verified:
 
 @torch.no_grad()
 def verify(
-    source: Forward,
-    converted: Forward,
-    schedule: Schedule,
-    prediction_type: PredictionType,
-    time_scale: float,
-    sample_shape: tuple[int, int, int],
+    source: Forward | None,
+    written: VelocityField,
+    outputs: list[Tensor],
+    conventions: Conventions,
     conditions: Mapping[str, Tensor],
     extra: Mapping[str, Tensor] | None = None,
 ) -> Verified:
     """Measure both networks and the velocity, a state at a time.
 
     Args:
-        source: the source's own network.
-        converted: the one that was written.
-        schedule: of both.
-        prediction_type: of both.
-        time_scale: of both.
-        sample_shape: (C, H, W).
+        source: the source's own network; None where the head is fresh, so that there is no function to
+            compare, and the velocity is held against the written network's own output.
+        written: the expert as its folder has it, uncalibrated.
+        outputs: grows by the raw output of ``written``'s network at every call.
+        conventions: of the source.
         conditions: one row each, of the source.
         extra: further ones that the converted network takes, such as text that was added.
     """
-    outputs: list[Tensor] = []
-
-    def recorded(y: Tensor, timestep: Tensor, **given: Tensor) -> Tensor:
-        outputs.append(converted(y, timestep, given))
-        return outputs[-1][:, : y.shape[1]]
-
-    field = VelocityField(recorded, schedule, prediction_type, time_scale)
-    low, high = field.range
+    assert written.sample_shape is not None
+    schedule, prediction_type = conventions.schedule, conventions.prediction_type
+    low, high = written.range
     noise = torch.Generator().manual_seed(0)
     squares, wanted, largest, errors = 0.0, 0.0, 0.0, {}
     for share in TIMES:
         t = low + share * (high - low)
-        x = torch.randn(1, *sample_shape, generator=noise) * math.hypot(1 - t, t)
+        x = torch.randn(1, *written.sample_shape, generator=noise) * math.hypot(1 - t, t)
         given: dict[str, Any] = {**conditions, **(extra or {})}
-        v = field.velocity(x, torch.tensor([t], dtype=torch.float64), **given)
+        v = written.velocity(x, torch.tensor([t], dtype=torch.float64), **given)
         a, s, u = _native(schedule, t)
         y = (a + s) * x
-        expected = source(y, torch.tensor([u * time_scale], dtype=torch.float32), conditions)
+        timestep = torch.tensor([u * conventions.time_scale], dtype=torch.float32)
+        expected = outputs[-1] if source is None else source(y, timestep, conditions)
         difference = (outputs[-1] - expected).double()
         squares, wanted = squares + difference.square().sum().item(), wanted + expected.square().sum().item()
         # A comparison with NaN is false, so the maximum would hide one.
@@ -112,10 +106,14 @@ def verify(
 def _native(schedule: Schedule, t: float) -> tuple[float, float, float]:
     """(a, s, u) with s/a = t/(1 - t)."""
     if isinstance(schedule, DiscreteSchedule):
-        kept = np.cumprod(1 - schedule.betas.double().numpy())[:-1]
+        kept = np.cumprod(1 - schedule.betas.double().numpy())
+        kept = kept[kept > 0]
         log_ratio = np.log1p(-kept) - np.log(kept)
         wanted = 2 * math.log(t / (1 - t))
         u = float(np.interp(wanted, log_ratio, np.arange(len(kept))))
+        if wanted > log_ratio[-1]:
+            # Beyond it alpha/sigma goes to the zero of the last index in a straight line.
+            u += 1 - math.exp((log_ratio[-1] - wanted) / 2)
         return 1 / math.sqrt(1 + math.exp(wanted)), 1 / math.sqrt(1 + math.exp(-wanted)), u
     if isinstance(schedule, CosineSchedule):
         u = 2 / math.pi * math.atan2(t, 1 - t)

@@ -1,21 +1,29 @@
 """An expert folder back to the layout of other tools, in safetensors, bit for bit."""
 
 import json
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import diffusers
+import torch
 
 from hddm.checkpoints import ldm
 from hddm.checkpoints.architecture import Built
 from hddm.checkpoints.convert import refuse_full_disk, write_network
 from hddm.checkpoints.diffusers_models import DIFFUSERS_LAYOUTS
-from hddm.checkpoints.expert_folders import EXTRAS_FILE, open_expert
+from hddm.checkpoints.expert_folders import open_expert
 from hddm.checkpoints.folders import PIPELINE, SCHEDULER
 from hddm.checkpoints.keys import KeyTable, as_planned
 from hddm.checkpoints.single_files import FILE_LAYOUTS, LDM
 from hddm.checkpoints.sources import Reading, Source
 from hddm.errors import HddmError, did_you_mean
+from hddm.experts import ExpertFacts, SourceFacts
 from hddm.files import check_absent, new_folder, write_json
+from hddm.predictions import PredictionType
+from hddm.schedules import LinearSchedule, from_config
+from hddm.schedules.diffusers_configs import from_diffusers
 from hddm.weight_files import read_safetensors, write_safetensors
 
 RECORD = "written_back.json"
@@ -34,10 +42,11 @@ def write_back(
     """Write the expert in ``folder`` as ``layout``; return what to print.
 
     Single-file layouts become ``checkpoint.safetensors`` with the source's names, prefix included; diffusers'
-    become the component of a pipeline with its scheduler.
+    become the component of a pipeline with its scheduler. What was written is read again and compared.
 
     Raises:
-        HddmError: for a layout that is unknown or cannot hold this network.
+        HddmError: for a layout that is unknown, cannot hold this network, or would give its weights another
+            meaning than they have.
     """
     known = (*FILE_LAYOUTS, LDM, *DIFFUSERS_LAYOUTS)
     if layout not in known:
@@ -48,21 +57,69 @@ def write_back(
     source = open_expert(folder, Reading())
     facts = source.facts
     assert facts is not None
+    _refuse_other_meaning(source, facts, layout)
     size = sum(tensor.numel() * tensor.itemsize for tensor in source.weights.values())
     refuse_full_disk(out, size)
     if dry_run:
         return [f"{out}: {layout}, {size / 1e6:,.1f} MB; nothing written (--dry-run)"]
-    extras = read_safetensors(folder / EXTRAS_FILE) if (folder / EXTRAS_FILE).exists() else {}
+    lines = []
     with new_folder(out, RECORD, overwrite) as draft:
         if layout in DIFFUSERS_LAYOUTS:
-            _write_pipeline(source, layout, draft)
+            lines += _write_pipeline(source, facts, layout, draft)
         else:
-            planned = _table(source, layout).to_foreign(source.weights, extras, str(folder))
-            prefix = facts.source.prefix if facts.source else ""
-            renamed = [as_planned(prefix + one.name, one.read()) for one in planned]
-            write_safetensors(draft / FILE, renamed, {"format": "pt"}, check_finite=True)
+            _write_file(source, facts, layout, draft / FILE)
         write_json(draft / RECORD, {"format": "1.0", "layout": layout, "licence": facts.licence})
-    return [f"{out}: written back as {layout}", f"licence: {facts.licence or 'not stated'}"]
+    return [*lines, f"{out}: written back as {layout}", f"licence: {facts.licence or 'not stated'}"]
+
+
+def _refuse_other_meaning(source: Source, facts: ExpertFacts, layout: str) -> None:
+    if facts.training_calibration:
+        raise HddmError(
+            f"{source.path}: was trained on in its calibration, and {layout} has no place for that; its "
+            "weights alone would mean something else"
+        )
+    if layout in DIFFUSERS_LAYOUTS:
+        return
+    chain = facts.source
+    came_from_it = chain is not None and chain.first.layout == layout and not _is_restarted(chain)
+    if came_from_it:
+        return
+    file_layout = FILE_LAYOUTS.get(layout)
+    if file_layout is None:
+        raise HddmError(f"--to-layout {layout}: {source.path} does not come from it")
+    rule = from_diffusers(file_layout.scheduler)
+    times = torch.linspace(0, rule.end, 5, dtype=torch.float64)
+    own = from_config(facts.schedule)
+    is_rule = (
+        facts.prediction_type is PredictionType.EPSILON
+        and not facts.round_time
+        and own.end == rule.end
+        and torch.equal(own.log_snr(times), rule.log_snr(times))
+    )
+    if not is_rule:
+        raise HddmError(
+            f"--to-layout {layout}: means noise prediction with linear betas, and {source.path} has "
+            f"{facts.prediction_type.value} on another schedule"
+        )
+
+
+def _is_restarted(chain: SourceFacts) -> bool:
+    links: list[SourceFacts] = [chain]
+    while links[-1].before is not None:
+        links.append(links[-1].before)
+    return any(link.options.get("recipe") == "paper" for link in links)
+
+
+def _write_file(source: Source, facts: ExpertFacts, layout: str, path: Path) -> None:
+    planned = _table(source, layout).to_foreign(source.weights, source.kept, str(source.path))
+    prefix = facts.source.first.prefix if facts.source else ""
+    write_safetensors(
+        path, [replace(one, name=prefix + one.name) for one in planned], {"format": "pt"}, check_finite=True
+    )
+    written = read_safetensors(path)
+    for one in planned:
+        if not torch.equal(written[prefix + one.name], one.read()):
+            raise HddmError(f"{path.name}: {one.name} is not what was to be written; nothing is left")
 
 
 def _table(source: Source, layout: str) -> KeyTable:
@@ -75,12 +132,10 @@ def _table(source: Source, layout: str) -> KeyTable:
     return named(config, source.weights)
 
 
-def _write_pipeline(source: Source, layout: str, draft: Path) -> None:
+def _write_pipeline(source: Source, facts: ExpertFacts, layout: str, draft: Path) -> list[str]:
     kind = DIFFUSERS_LAYOUTS[layout]
-    if source.network is not kind:
+    if source.network is not kind or facts.round_time:
         raise HddmError(f"--to-layout {layout}: cannot hold the {source.network.__name__} of {source.path}")
-    facts = source.facts
-    assert facts is not None
     pipeline, component = _PIPELINES[layout]
     (draft / component).mkdir()
     tensors = [as_planned(name, tensor) for name, tensor in source.weights.items()]
@@ -90,10 +145,35 @@ def _write_pipeline(source: Source, layout: str, draft: Path) -> None:
         "_diffusers_version": diffusers.__version__,
         component: ["diffusers", kind.__name__],
     }
-    if "_class_name" in facts.schedule:
-        name = facts.schedule["_class_name"]
+    scheduler = _scheduler(facts)
+    if scheduler is not None:
         (draft / "scheduler").mkdir()
-        config = {**facts.schedule, "prediction_type": facts.prediction_type.value}
-        write_json(draft / "scheduler" / SCHEDULER, json.loads(json.dumps(config)))
-        index["scheduler"] = ["diffusers", name]
+        write_json(draft / "scheduler" / SCHEDULER, json.loads(json.dumps(scheduler)))
+        index["scheduler"] = ["diffusers", scheduler["_class_name"]]
     write_json(draft / PIPELINE, index)
+    return (
+        []
+        if scheduler
+        else [f"note: no scheduler of diffusers has the schedule {facts.schedule}; none written"]
+    )
+
+
+def _scheduler(facts: ExpertFacts) -> Mapping[str, Any] | None:
+    """The source's own config where it still holds, else the nearest that says the same."""
+    found = facts.source.first.scheduler if facts.source else None
+    if found is not None and from_diffusers(found).config == facts.schedule:
+        return {**found, "prediction_type": facts.prediction_type.value}
+    own = {"prediction_type": facts.prediction_type.value, "clip_sample": False}
+    if "_class_name" in facts.schedule:
+        return {**facts.schedule, "prediction_type": facts.prediction_type.value}
+    if facts.schedule.get("name") == "discrete":
+        betas = facts.schedule["betas"]
+        name = {"_class_name": "DDIMScheduler", "num_train_timesteps": len(betas), "trained_betas": betas}
+        return name | own
+    if isinstance(from_config(facts.schedule), LinearSchedule):
+        return {
+            "_class_name": "FlowMatchEulerDiscreteScheduler",
+            "num_train_timesteps": int(facts.time_scale),
+            "shift": 1.0,
+        }
+    return None
