@@ -73,29 +73,57 @@ def empty_network(
     """The network on the meta device: shapes without memory.
 
     Raises:
-        HddmError: where the arguments build nothing, or ask for more layers than there are tensors.
+        HddmError: where the arguments build nothing, ask for more layers than the tensors are for, or for
+            blocks with constants that no file holds.
     """
-    # Modules cost memory even on the meta device; a small file must not ask for a billion of them.
-    layers = math.prod(_largest(arguments.get(key)) for key in _DEPTHS)
-    if layers > num_tensors:
-        raise HddmError(f"{origin}: its depth is {layers}, and there are {num_tensors} tensors")
+    # Modules cost time and memory even on the meta device; a small file must not ask for a billion of them.
+    layers = math.prod(max(_largest(arguments.get(key)) for key in keys) for keys in _DEPTHS)
+    if layers > min(num_tensors // _TENSORS_PER_LAYER, _MOST_LAYERS):
+        raise HddmError(
+            f"{origin}: its depth is {layers}, and there are {num_tensors} tensors; correct its config "
+            f"(at most {_MOST_LAYERS} layers, of {_TENSORS_PER_LAYER} tensors or more)"
+        )
+    for key, value in arguments.items():
+        if isinstance(value, Sequence) and len(value) > _MOST_LAYERS:
+            raise HddmError(
+                f"{origin}: {key} has {len(value)} entries, and networks have {_MOST_LAYERS} at most"
+            )
     try:
         with torch.device("meta"):
             network: Network = kind(**arguments)
     except Exception as error:  # whatever a constructor makes of foreign values
         text = " ".join(str(error).split())[:300]
         raise HddmError(f"{origin}: no network can be built from it ({text})") from error
+    for name, _ in network.named_buffers():
+        if name not in (_POSITIONS, *network.state_dict()):
+            owner = name.rpartition(".")[0]
+            block = type(network.get_submodule(owner)).__name__
+            raise HddmError(
+                f"{origin}: {owner} is a {block}, whose constants no file holds; such blocks are unsupported"
+            )
     return network
 
 
-_DEPTHS = ("depth", "num_layers", "layers_per_block", "transformer_layers_per_block", "down_block_types")
+# What constructors multiply to a number of modules, the largest of each group. Every other number makes a
+# tensor larger or nothing at all.
+_DEPTHS = (
+    ("depth", "num_layers"),
+    ("layers_per_block",),
+    ("transformer_layers_per_block", "reverse_transformer_layers_per_block"),
+    ("down_block_types", "up_block_types"),
+)
+# Bounds, not counts: 60 layers and 28 tensors each in Stable Diffusion XL, where a list has its largest.
+_MOST_LAYERS = 256
+_TENSORS_PER_LAYER = 5
+_POSITIONS = "pos_embed.pos_embed"
+"""The one buffer that is computed: positions of DiT and PixArt."""
 
 
-def _largest(value: Any) -> int:
+def _largest(value: Any, levels: int = 3) -> int:
     """The most layers that one entry of a config asks for."""
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        return max([len(value), *map(_largest, value)])
-    return max(value, 1) if isinstance(value, int) else 1
+    if isinstance(value, Sequence) and not isinstance(value, str) and levels:
+        return max([len(value), *(_largest(inner, levels - 1) for inner in value)])
+    return min(max(value, 1), 10**12) if isinstance(value, int) else 1
 
 
 def differences(expected: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> list[str]:
@@ -116,22 +144,20 @@ def differences(expected: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> 
 
 
 def fill(network: Network, weights: Mapping[str, Tensor], arguments: Mapping[str, Any], origin: str) -> None:
-    """Give an empty network its tensors, and compute the buffers that no file holds.
+    """Give a network of `empty_network` its tensors, and compute the positions that no file holds.
 
     Raises:
-        HddmError: for a buffer that is out of proportion to the weights.
+        HddmError: for positions that are out of proportion to the weights.
     """
     network.load_state_dict(dict(weights), assign=True)
-    computed = {name: buffer for name, buffer in network.named_buffers() if buffer.is_meta}
-    if computed:
+    positions = dict(network.named_buffers()).get(_POSITIONS)
+    if positions is not None and positions.is_meta:
         size = sum(tensor.numel() for tensor in weights.values())
-        needed = sum(buffer.numel() for buffer in computed.values())
-        if needed > 16 * size + 2**20:
-            raise HddmError(f"{origin}: asks for buffers of {needed} numbers beside {size} weights")
-        # Without blocks the rest is small, and its buffers are those of the whole.
-        shallow = dict(type(network)(**{**arguments, "num_layers": 0}).named_buffers())
-        for name in computed:
-            owner, _, leaf = name.rpartition(".")
-            network.get_submodule(owner).register_buffer(leaf, shallow[name], persistent=False)
+        if positions.numel() > 16 * size + 2**20:
+            raise HddmError(f"{origin}: asks for {positions.numel()} positions beside {size} weights")
+        # Without blocks the rest is small, and its positions are those of the whole.
+        shallow = type(network)(**{**arguments, "num_layers": 0})
+        owner, _, leaf = _POSITIONS.rpartition(".")
+        network.get_submodule(owner).register_buffer(leaf, shallow.get_buffer(_POSITIONS), persistent=False)
     network.eval()
     network.requires_grad_(False)
