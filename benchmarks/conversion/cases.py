@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from benchmarks.conversion.starts import AS_THEY_ARE, EXACT, FOLD_0, FOLD_RANK, PAPER, SCRATCH, STARTS, Size
+from benchmarks.conversion.starts import EXACT, FOLD_RANK, PAPER, SCRATCH, STARTS, Size
 from hddm.training.loop import LoopSettings
 
 QUICK = "-quick"
@@ -52,10 +52,10 @@ DIGITS = Case(
 CIFAR = Case(
     name="cifar",
     size=Size(patch=2, width=128, depth=4, heads=4),
-    pretraining=LoopSettings(steps=2500, batch_size=32, learning_rate=2e-3, ema_decay=0.995),
-    training=LoopSettings(steps=1200, batch_size=32, warmup=50, ema_decay=0.99),
-    starts=(SCRATCH, PAPER, AS_THEY_ARE, EXACT, FOLD_0, FOLD_RANK),
-    rates=(2.5e-4, 1e-3, 4e-3),
+    pretraining=LoopSettings(steps=1500, batch_size=32, learning_rate=2e-3, ema_decay=0.995),
+    training=LoopSettings(steps=600, batch_size=32, warmup=50, ema_decay=0.99),
+    starts=(SCRATCH, PAPER, EXACT, FOLD_RANK),
+    rates=(1e-3, 4e-3),
     tuning_steps=150,
     reverse_tuning=False,
     validation_images=500,
