@@ -20,9 +20,7 @@ PIPELINE = "model_index.json"
 STEM = "diffusion_pytorch_model"
 COMPONENTS = ("transformer", "unet")
 SCHEDULER = "scheduler_config.json"
-_VARIANT = re.compile(
-    rf"{STEM}\.(?:(\w+)\.(?:safetensors|bin)(?:\.index\.json)?|(?:safetensors|bin)\.index\.(\w+)\.json)"
-)
+_WEIGHTS = re.compile(rf"{STEM}(?:\.(\w+))?\.(?:safetensors|bin)(?:\.index(?:\.(\w+))?\.json)?")
 
 
 def open_pipeline(folder: Path, reading: Reading) -> Source:
@@ -52,8 +50,15 @@ def open_pipeline(folder: Path, reading: Reading) -> Source:
     return source
 
 
-def open_model(folder: Path, reading: Reading, root: Path | None = None) -> Source:
-    """One model folder: ``config.json`` and weights; ``root`` is the pipeline around it."""
+def open_model(folder: Path, reading: Reading, root: Path | None = None, file: str | None = None) -> Source:
+    """One model folder: ``config.json`` and weights.
+
+    Args:
+        folder: see above.
+        reading: see `Reading`.
+        root: the pipeline around it.
+        file: name of the file of weights to take, with the variant that it says.
+    """
     above = root or (folder.parent if (folder.parent / PIPELINE).is_file() else folder)
     path = inside(folder, "config.json") if (folder / "config.json").exists() else folder / "config.json"
     config = read_json(path)
@@ -63,9 +68,9 @@ def open_model(folder: Path, reading: Reading, root: Path | None = None) -> Sour
     layout = next(name for name, kind in DIFFUSERS_LAYOUTS.items() if kind is network)
     if reading.layout not in (None, layout):
         raise HddmError(f"--layout {reading.layout}: {folder} is {layout}")
-    sets = _weight_sets(folder, reading)
-    chosen = choose_set({name: {} for name in sets}, reading.weights, str(folder))
-    weights, files = _read(folder, sets[chosen], reading.allow_pickle)
+    sets = _weight_sets(folder, reading) if file is None else _set_of(folder, file, reading)
+    chosen = choose_set({name: {} for name in sets}, reading.weights, str(folder / (file or "")))
+    weights, files = _read(folder, file or _found(folder, sets[chosen]), reading.allow_pickle)
     origin = str(files[0])
     table = own_table(network, arguments, weights, origin)
     scheduler = _scheduler(folder, above)
@@ -122,13 +127,33 @@ def _find(folder: Path, variant: str | None) -> str | None:
     return None
 
 
-def _read(folder: Path, variant: str, allow_pickle: bool) -> tuple[Tensors, list[Path]]:
+def _set_of(folder: Path, file: str, reading: Reading) -> dict[Any, str]:
+    """The set of weights that a file named by the user holds."""
+    match = _WEIGHTS.fullmatch(file)
+    if match is None:
+        raise HddmError(
+            f"{folder / file}: is no whole model of diffusers (a shard?); name its folder instead"
+        )
+    variant = match[1] or match[2] or ""
+    if reading.variant not in (None, variant):
+        raise HddmError(f"--variant {reading.variant}: {folder / file} is another file; drop the option")
+    if variant == "non_ema":
+        return {"raw": variant}
+    return {"ema" if not variant and _find(folder, "non_ema") else "unstated": variant}
+
+
+def _found(folder: Path, variant: str) -> str:
     name = _find(folder, variant)
     if name is None:
-        others = sorted({match[1] or match[2] for match in map(_VARIANT.fullmatch, _names(folder)) if match})
+        found = [match[1] or match[2] for match in map(_WEIGHTS.fullmatch, _names(folder)) if match]
+        others = sorted({one for one in found if one})
         hint = f"; there are variants: pass --variant {' or '.join(others)}" if others else ""
         wanted = f"{STEM}{'.' + variant if variant else ''}.safetensors"
         raise HddmError(f"{folder}: no {wanted}{hint or did_you_mean(wanted, _names(folder))}")
+    return name
+
+
+def _read(folder: Path, name: str, allow_pickle: bool) -> tuple[Tensors, list[Path]]:
     # The link's own name is checked; an index is opened under its own, beside its shards.
     resolved = inside(folder, name)
     if name.endswith(".json"):

@@ -20,7 +20,7 @@ def open_source(path: Path, reading: Reading) -> Source:
     """What lies at ``path``, recognised by its content.
 
     A folder without any config may hold one file of weights; a file that lies beside the ``config.json`` of
-    its diffusers model is that model.
+    its diffusers model is that model with exactly that file.
 
     Raises:
         HddmError: for content of no known layout, or another than asked for.
@@ -34,7 +34,7 @@ def open_source(path: Path, reading: Reading) -> Source:
         raise HddmError(f"{path}: no such file or folder")
     if not path.is_dir():
         if path.name.startswith(STEM) and (path.parent / "config.json").exists():
-            return open_model(path.parent, reading)
+            return open_model(path.parent, reading, file=path.name)
         return open_file(path, reading)
     if (path / EXPERT_FILE).exists():
         return open_expert(path, reading)
