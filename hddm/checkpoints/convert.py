@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hddm.calibration import FILE_NAME as CALIBRATION
 from hddm.checkpoints.architecture import Built
-from hddm.checkpoints.diffusers_models import streamed
+from hddm.checkpoints.diffusers_models import named_failure, streamed
 from hddm.checkpoints.expert_folders import EXTRAS_FILE
 from hddm.checkpoints.plan import TEXT, Plan
 from hddm.checkpoints.plan import Conversion as Conversion
@@ -101,7 +101,8 @@ def _checked(plan: Plan, draft: Path) -> Verified:
     if plan.facts.source and plan.facts.source.options.get("text_dim"):
         added = {TEXT: given.pop(TEXT)}
     source = None if plan.is_restarted else plan.source.forward()
-    found = verify(source, field, outputs, plan.conventions, given, added)
+    with named_failure(str(plan.source.path), network):
+        found = verify(source, field, outputs, plan.conventions, given, added)
     is_fold = bool(plan.built.modulation_error)
     if is_fold and found.is_finite and found.function_error > LARGEST_FOLD_ERROR:
         raise HddmError(

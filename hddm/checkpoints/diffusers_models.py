@@ -1,6 +1,7 @@
 """Names of diffusers' own networks, those of former versions included."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -60,16 +61,24 @@ def class_forward(
 
     @torch.no_grad()
     def run(x: Tensor, timestep: Tensor, conditions: Mapping[str, Tensor]) -> Tensor:
-        try:
+        with named_failure(origin, kind.__name__):
             return call(network, x, timestep, conditions)
-        except Exception as error:  # whatever a network makes of sizes that do not go together
-            text = " ".join(str(error).split())[:200]
-            raise HddmError(
-                f"{origin}: its {kind.__name__} does not run ({type(error).__name__}: {text}); "
-                "correct its config"
-            ) from error
 
     return run
+
+
+@contextmanager
+def named_failure(origin: str, name: str) -> Iterator[None]:
+    """Turn whatever a network makes of sizes that do not go together into one line that names its source."""
+    try:
+        yield
+    except HddmError:
+        raise
+    except Exception as error:
+        text = " ".join(str(error).split())[:200]
+        raise HddmError(
+            f"{origin}: its {name} does not run ({type(error).__name__}: {text}); correct its config"
+        ) from error
 
 
 def streamed(
