@@ -30,11 +30,12 @@ from tests.transformer_files import dit_file, dit_network, pixart_file
 
 SD = torch.linspace(0.00085**0.5, 0.012**0.5, 1000) ** 2
 SIDE = ("--sample-size", 8)
+HEADS = ("--num-heads", 8)
 SD1: dict[str, Any] = {}
-SD2 = {"use_linear_projection": True, "attention_head_dim": [1, 2], "block_out_channels": (64, 128)}
+SD2 = {"use_linear_projection": True, "attention_head_dim": 4, "block_out_channels": (64, 128)}
 SDXL = {
     "use_linear_projection": True,
-    "attention_head_dim": [1, 1, 1],
+    "attention_head_dim": 2,
     "block_out_channels": (64, 64, 64),
     "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
     "up_block_types": ("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
@@ -65,11 +66,12 @@ def test_stable_diffusion_in_one_file_and_back(
     network = text_unet(**changes)
     source = tmp_path / "sd.safetensors"
     save_file(ldm_file(network), source)
-    code, _, error = hddm("convert", source, "--out", tmp_path / "expert", *SIDE)
+    options = (*SIDE, "--num-heads", network.config["attention_head_dim"])
+    code, _, error = hddm("convert", source, "--out", tmp_path / "expert", *options)
     assert code == 1
     assert "--prediction-type epsilon" in error
     kind = "v_prediction" if changes else "epsilon"
-    text = converted(hddm, source, tmp_path / "expert", "--prediction-type", kind, *SIDE)
+    text = converted(hddm, source, tmp_path / "expert", "--prediction-type", kind, *options)
     assert "2 tensors of its VAE and text encoder are left alone" in text
     check_velocity(tmp_path / "expert", network, SD, kind)
     _check_same(_back(hddm, tmp_path / "expert", tmp_path / "back", "ldm"), ldm_unet(network))
@@ -79,7 +81,7 @@ def test_stable_diffusion_in_one_file_and_back(
 def test_averaged_copies_in_a_stable_diffusion_file(hddm: Command, tmp_path: Path, pickled: bool) -> None:
     raw, averaged = text_unet(0), text_unet(1)
     source = tmp_path / ("sd.ckpt" if pickled else "sd.safetensors")
-    options: list[object] = ["--prediction-type", "epsilon", *SIDE]
+    options: list[object] = ["--prediction-type", "epsilon", *SIDE, *HEADS]
     if pickled:
         content = ldm_file(raw, averaged)
         torch.save({"state_dict": content, "global_step": 470000, "epoch": 3}, source)
@@ -94,16 +96,16 @@ def test_averaged_copies_in_a_stable_diffusion_file(hddm: Command, tmp_path: Pat
 
 def test_sdxl_in_one_file_says_neither_schedule_nor_prediction(hddm: Command, tmp_path: Path) -> None:
     network = rounded(text_unet(**SDXL), torch.float16)
-    source = tmp_path / "xl.safetensors"
+    source, options = tmp_path / "xl.safetensors", (*SIDE, "--num-heads", 2)
     content = ldm_unet(copy.deepcopy(network).half())
     save_file(content | {"conditioner.embedders.0.x": torch.zeros(2)}, source)
-    code, _, error = hddm("convert", source, "--out", tmp_path / "expert", *SIDE)
+    code, _, error = hddm("convert", source, "--out", tmp_path / "expert", *options)
     assert code == 1
     assert "--schedule" in error
     scheduler = EulerDiscreteScheduler(**SD_BETAS, prediction_type="epsilon").save_pretrained
     scheduler(tmp_path / "scheduler")
     file = tmp_path / "scheduler" / "scheduler_config.json"
-    converted(hddm, source, tmp_path / "expert", "--schedule", file, *SIDE)
+    converted(hddm, source, tmp_path / "expert", "--schedule", file, *options)
     check_velocity(tmp_path / "expert", network, SD)
     _check_same(_back(hddm, tmp_path / "expert", tmp_path / "back", "ldm"), content)
 

@@ -68,6 +68,13 @@ LINEAR_BETAS = {
     "prediction_type": "epsilon",
 }
 LATENT_SCALE = 0.18215
+_SD, _XL = (320, 640, 1280, 1280), (320, 640, 1280)
+# Heads by widths, width of the text and whether projections are linear: Stable Diffusion 1, 2 and XL.
+_UNET_HEADS: dict[tuple[tuple[int, ...], int, bool], int | list[int]] = {
+    (_SD, 768, False): 8,
+    (_SD, 1024, True): [5, 10, 20, 20],
+    (_XL, 2048, True): [5, 10, 20],
+}
 
 
 def count_blocks(names: Weights, prefix: str) -> int:
@@ -92,6 +99,32 @@ def heads(width: int, depth: int, hints: Hints, origin: str) -> int:
     raise UnstatedHeads(
         f"{origin}: {depth} blocks of width {width} are no published size, and no tensor tells the number of "
         "attention heads: pass --num-heads"
+    )
+
+
+def unet_heads(
+    channels: list[int], context: int, is_linear: bool, hints: Hints, origin: str
+) -> int | list[int]:
+    """What diffusers misnames attention_head_dim: the number of heads.
+
+    No tensor tells it, so only published networks are known without ``--num-heads``, which then holds at
+    every level.
+
+    Raises:
+        UnstatedHeads: for any other network without the option.
+    """
+    number = hints.num_heads
+    if number is not None:
+        odd = [width for width in channels if number < 1 or width % number]
+        if odd:
+            raise HddmError(f"--num-heads {number}: a width of {odd[0]} in {origin} does not divide by it")
+        return number
+    signature = (tuple(channels), context, is_linear)
+    if signature in _UNET_HEADS:
+        return _UNET_HEADS[signature]
+    raise UnstatedHeads(
+        f"{origin}: widths {channels} with text of width {context} are no Stable Diffusion 1, 2 or XL, and "
+        "no tensor tells the number of attention heads: pass --num-heads, the same number at every level"
     )
 
 

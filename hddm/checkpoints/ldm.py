@@ -10,10 +10,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from diffusers import UNet2DConditionModel
+from diffusers.schedulers.scheduling_ddpm import rescale_zero_terminal_snr
 from torch import Tensor
 
+from hddm.checkpoints import ldm_forward
 from hddm.checkpoints.keys import KeyTable, same
-from hddm.checkpoints.layouts import Hints, Weights, count_blocks, shape_of
+from hddm.checkpoints.layouts import Forward, Hints, Weights, count_blocks, shape_of, unet_heads
 from hddm.errors import HddmError
 from hddm.network_configs import empty_network
 
@@ -106,7 +108,7 @@ def arguments(weights: Weights, hints: Hints, origin: str) -> dict[str, Any]:
         "transformer_layers_per_block": layers[0] if len(set(layers)) == 1 else layers,
         "cross_attention_dim": context,
         "use_linear_projection": is_linear,
-        "attention_head_dim": _heads(channels, is_linear, hints, origin),
+        "attention_head_dim": unet_heads(channels, context, is_linear, hints, origin),
     }
     if "label_emb.0.0.weight" in unet:
         width = shape_of(unet, "label_emb.0.0.weight", 2, origin)[1]
@@ -118,18 +120,9 @@ def arguments(weights: Weights, hints: Hints, origin: str) -> dict[str, Any]:
     return result
 
 
-def _heads(channels: list[int], is_linear: bool, hints: Hints, origin: str) -> int | list[int]:
-    """What diffusers misnames attention_head_dim: the number of heads.
-
-    Stable Diffusion 1 has 8 at every width; 2 and XL, which project linearly, have heads of 64 channels.
-    """
-    if hints.num_heads is not None:
-        return hints.num_heads
-    if any(width % (64 if is_linear else 8) for width in channels):
-        raise HddmError(
-            f"{origin}: no tensor tells the attention heads of widths {channels}: pass --num-heads"
-        )
-    return [width // 64 for width in channels] if is_linear else 8
+def forward(weights: Weights, config: Mapping[str, Any]) -> Forward:
+    """The network over the layout's own names, apart from the table that a conversion goes by."""
+    return ldm_forward.forward({name.removeprefix(UNET): one for name, one in weights.items()}, config)
 
 
 def table(config: Mapping[str, Any], weights: Weights, origin: str) -> KeyTable:
@@ -183,10 +176,20 @@ def _name(name: str, layers: int, up_block_types: Sequence[str], origin: str) ->
     return f"output_blocks.{level * block + index}.{kind}.{rest}"
 
 
-def betas(everything: Weights) -> list[float] | None:
-    """The training betas that the file carries as a buffer."""
-    found = everything.get("betas")
-    return None if found is None else [float(beta) for beta in found.double().flatten()]
+def betas(everything: Weights) -> tuple[list[float] | None, str]:
+    """The training betas that the file carries as a buffer, and what was done to them.
+
+    Trainers leave ``ztsnr`` in files that were trained to no signal at all, often beside the betas that they
+    had started from; these are rescaled as the trainers do (arXiv:2305.08891).
+    """
+    found, origin = everything.get("betas"), "the betas in the file"
+    if found is None:
+        return None, origin
+    found = found.double().flatten()
+    if "ztsnr" in everything and len(found) > 1 and found[-1] < 1:
+        found = rescale_zero_terminal_snr(found)
+        origin += ", rescaled to no signal at their end as its ztsnr asks"
+    return [float(beta) for beta in found], origin
 
 
 def latent_scale(everything: Weights) -> float | None:

@@ -7,7 +7,6 @@ from typing import Any
 from torch import Tensor
 
 from hddm.checkpoints import ldm
-from hddm.checkpoints.diffusers_models import class_forward
 from hddm.checkpoints.facebook_dit import FACEBOOK_DIT
 from hddm.checkpoints.layouts import Layout
 from hddm.checkpoints.pixart_original import PIXART_ORIGINAL
@@ -71,11 +70,15 @@ def _open_ldm(path: Path, everything: Tensors, reading: Reading) -> Source:
     weights = sets[chosen]
     arguments = ldm.arguments(weights, reading.hints, str(path))
     table = ldm.table(arguments, weights, str(path))
-    betas = ldm.betas(everything)
+    betas, betas_origin = ldm.betas(everything)
     strangers = ldm.strangers(everything)
     if strangers:
         raise HddmError(f"{path}: its tensors are not those of the layout: left over {', '.join(strangers)}")
     parts = sum(name.startswith(ldm.OTHER_PARTS) for name in everything)
+    notes = [f"{parts} tensors of its VAE and text encoder are left alone"] if parts else []
+    if reading.hints.sample_size is None:
+        side = arguments["sample_size"]
+        notes.append(f"samples of side {side} are assumed; --sample-size says otherwise")
     return Source(
         path=path,
         layout=LDM,
@@ -84,16 +87,16 @@ def _open_ldm(path: Path, everything: Tensors, reading: Reading) -> Source:
         network=ldm.NETWORK,
         arguments=arguments,
         table=table,
-        forward=lambda: class_forward(ldm.NETWORK, arguments, table.renamed(weights, str(path)), str(path)),
+        forward=lambda: ldm.forward(weights, arguments),
         declared=Declared(
             {"name": "discrete", "betas": betas} if betas else None,
-            "the betas in the file",
+            betas_origin,
             prediction_type=ldm.prediction_type(everything),
         ),
         sets=tuple(sets),
         chosen=chosen,
         latent_scale=ldm.latent_scale(everything),
-        notes=(f"{parts} tensors of its VAE and text encoder are left alone",) if parts else (),
+        notes=tuple(notes),
     )
 
 
