@@ -96,6 +96,9 @@ def _rewritten(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], N
             _rewritten(lambda w: w.update({"proj_out_1.bias": torch.tensor(3.0)})),
             "bias is (), not (32,)",
         ),
+        (_rewritten(lambda w: w.update({BIAS: torch.zeros(32).cfloat()})), "bias is of torch.complex64"),
+        (_rewritten(lambda w: w.update({BIAS: torch.zeros(32).char()})), "bias is of torch.int8"),
+        (_rewritten(lambda w: w.update({"a\nb\x1b": torch.zeros(1)})), "left over a\\nb\\x1b"),
     ],
 )
 def test_weights_that_are_damaged(
