@@ -29,6 +29,9 @@ def new_folder(target: Path, record: str, overwrite: bool = False) -> Iterator[P
     try:
         yield draft
         for path in [*draft.rglob("*"), draft]:
+            if path.is_file():
+                # Some libraries write for the owner alone; the folder's mode says what the user wants.
+                path.chmod(draft.stat().st_mode & 0o666)
             _sync(path)
         _replace(draft, target)
     except BaseException:

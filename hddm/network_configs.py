@@ -51,6 +51,8 @@ def parse_config(
     if name == _OLD_TRANSFORMER:
         name = _OLD_NORMS.get(str(config.get("norm_type")), name)
     kind = next((one for one in classes if one.__name__ == name), None)
+    if name is None:
+        raise HddmError(f"{origin}: states no _class_name, so it is no model of diffusers or hddm")
     if kind is None:
         known = " or a ".join(one.__name__ for one in classes)
         raise HddmError(f"{origin}: holds a {name}, not a {known}")

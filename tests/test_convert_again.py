@@ -197,3 +197,18 @@ def test_null_text_survives_a_second_conversion(hddm: Command, tmp_path: Path) -
     converted(hddm, tmp_path / "first", tmp_path / "second")
     kept = load_file(tmp_path / "second" / "null_conditions.safetensors")
     assert torch.equal(kept["encoder_hidden_states"], torch.ones(3, 12))
+
+
+def test_only_an_expert_is_written_back_and_only_where_it_fits(hddm: Command, tmp_path: Path) -> None:
+    source = pipeline(tmp_path / "dit", dit())
+    assert "convert it first" in refused(hddm, source, "--to-layout", "diffusers-dit")
+    converted(hddm, source, tmp_path / "expert")
+    message = refused(hddm, tmp_path / "expert", "--to-layout", "facebook-dit")
+    assert "it can go to diffusers-dit" in message
+
+
+def test_what_only_the_user_says_is_said_to_be_unconfirmed(hddm: Command, tmp_path: Path) -> None:
+    expert = _dit_expert(tmp_path / "expert")
+    hddm("convert", expert, "--out", tmp_path / "file", "--to-layout", "facebook-dit")
+    text = converted(hddm, tmp_path / "file" / "checkpoint.safetensors", tmp_path / "again", "--num-heads", 2)
+    assert "heads: 2, as you said; nothing in the file can confirm it" in text

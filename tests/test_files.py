@@ -137,3 +137,10 @@ def test_a_target_that_cannot_be_made_is_refused_before_any_work(tmp_path: Path)
     for target in (tmp_path / "file" / "out", tmp_path / "file" / "deep" / "out"):
         with pytest.raises(HddmError, match=r"file is no folder to write in"):
             check_absent(target, RECORD)
+
+
+def test_others_may_read_what_a_library_wrote_for_its_owner_alone(tmp_path: Path) -> None:
+    with new_folder(tmp_path / "out", "record.json") as draft:
+        (draft / "weights").write_bytes(b"1")
+        (draft / "weights").chmod(0o600)
+    assert (tmp_path / "out" / "weights").stat().st_mode & 0o777 == (tmp_path / "out").stat().st_mode & 0o666

@@ -1,6 +1,7 @@
 """What a conversion says of itself, a line a fact."""
 
 from hddm.checkpoints.plan import TEXT, Plan
+from hddm.checkpoints.sources import Source
 from hddm.checkpoints.verify import LARGEST_DIFFERENCE, Verified
 
 
@@ -10,7 +11,7 @@ def summary(plan: Plan) -> list[str]:
     low, high = conventions.schedule.range
     lines = [
         f"layout: {source.layout} ({', '.join(path.name for path in source.files)})",
-        f"weights: {source.chosen} (present: {', '.join(source.sets)})",
+        f"weights: {_weights(source)}",
         f"predicts: {conventions.prediction_type.value}"
         + (", with a learned variance that is dropped" if facts.variance_head else ""),
         f"schedule: {conventions.schedule_source}; noise range t = {low:.4f} … {high:.4f}",
@@ -24,6 +25,9 @@ def summary(plan: Plan) -> list[str]:
     if TEXT in plan.nulls:
         tokens = "×".join(map(str, plan.nulls[TEXT].shape))
         lines.append(f"no text: {tokens} tokens of the source's own, for guidance and calibration")
+    heads = plan.facts.source.options.get("num_heads") if plan.facts.source else None
+    if heads is not None:
+        lines.append(f"heads: {heads}, as you said; nothing in the file can confirm it")
     if source.prefix:
         lines.append(f"prefix: {source.prefix!r} stripped from every key")
     for name, reason in source.table.benign.items():
@@ -37,6 +41,12 @@ def summary(plan: Plan) -> list[str]:
     return lines + [f"note: {note}" for note in (*source.notes, *conventions.notes)]
 
 
+def _weights(source: Source) -> str:
+    if list(source.sets) == ["unstated"]:
+        return "one set; the source does not say whether they are averaged"
+    return f"{source.chosen} (present: {', '.join(source.sets)})"
+
+
 def verdict(plan: Plan, verified: Verified | None) -> list[str]:
     """What the check of a written expert measured."""
     if verified is None:
@@ -47,7 +57,7 @@ def verdict(plan: Plan, verified: Verified | None) -> list[str]:
     if plan.built.modulation_error is not None:
         return [
             f"verify: outputs are off the source's by {verified.function_error:.2e} (relative, root mean "
-            f"square), at most {verified.difference:.2e}"
+            f"square), at most {verified.difference:.2e}; a higher --modulation-rank comes closer"
         ]
     return [
         f"verify: outputs differ from the source's by at most {verified.difference:.1e} "

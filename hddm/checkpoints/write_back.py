@@ -19,7 +19,7 @@ from hddm.checkpoints.keys import KeyTable, as_planned
 from hddm.checkpoints.single_files import FILE_LAYOUTS, LDM
 from hddm.checkpoints.sources import Reading, Source
 from hddm.errors import HddmError, did_you_mean
-from hddm.experts import ExpertFacts, SourceFacts
+from hddm.experts import EXPERT_FILE, ExpertFacts, SourceFacts
 from hddm.files import check_absent, new_folder, write_json
 from hddm.predictions import PredictionType
 from hddm.schedules import LinearSchedule, from_config
@@ -54,6 +54,8 @@ def write_back(
             f"--to-layout {layout}: choose one of {', '.join(known)}{did_you_mean(layout, known)}"
         )
     check_absent(out, RECORD, overwrite)
+    if not (folder / EXPERT_FILE).is_file():
+        raise HddmError(f"{folder}: no expert folder, and --to-layout writes back experts; convert it first")
     source = open_expert(folder, Reading())
     facts = source.facts
     assert facts is not None
@@ -86,7 +88,10 @@ def _refuse_other_meaning(source: Source, facts: ExpertFacts, layout: str) -> No
         return
     file_layout = FILE_LAYOUTS.get(layout)
     if file_layout is None:
-        raise HddmError(f"--to-layout {layout}: {source.path} does not come from it")
+        raise HddmError(
+            f"--to-layout {layout}: {source.path} does not come from it; "
+            f"{_where_to(source.network.__name__, source.arguments)}"
+        )
     rule = from_diffusers(file_layout.scheduler)
     times = torch.linspace(0, rule.end, 5, dtype=torch.float64)
     own = from_config(facts.schedule)
@@ -122,12 +127,24 @@ def _write_file(source: Source, facts: ExpertFacts, layout: str, path: Path) -> 
             raise HddmError(f"{path.name}: {one.name} is not what was to be written; nothing is left")
 
 
+def _misfit(layout: str, source: Source) -> HddmError:
+    name = source.network.__name__
+    where = _where_to(name, source.arguments)
+    return HddmError(f"--to-layout {layout}: cannot hold the {name} of {source.path}; {where}")
+
+
+def _where_to(name: str, arguments: Mapping[str, Any]) -> str:
+    if name == "ExpertTransformer":
+        return "it can go to facebook-dit" if arguments.get("modulation") == "zero" else "no layout can"
+    return f"it can go to {next(key for key, kind in DIFFUSERS_LAYOUTS.items() if kind.__name__ == name)}"
+
+
 def _table(source: Source, layout: str) -> KeyTable:
     file_layout = FILE_LAYOUTS.get(layout)
     kind = file_layout.network if file_layout else ldm.NETWORK
     config = dict(source.arguments)
     if source.network is not kind or (layout == "facebook-dit" and config.get("modulation") != "zero"):
-        raise HddmError(f"--to-layout {layout}: cannot hold the {source.network.__name__} of {source.path}")
+        raise _misfit(layout, source)
     named = file_layout.table if file_layout else ldm.table_of_class
     return named(config, source.weights)
 
@@ -135,7 +152,7 @@ def _table(source: Source, layout: str) -> KeyTable:
 def _write_pipeline(source: Source, facts: ExpertFacts, layout: str, draft: Path) -> list[str]:
     kind = DIFFUSERS_LAYOUTS[layout]
     if source.network is not kind or facts.round_time:
-        raise HddmError(f"--to-layout {layout}: cannot hold the {source.network.__name__} of {source.path}")
+        raise _misfit(layout, source)
     pipeline, component = _PIPELINES[layout]
     (draft / component).mkdir()
     tensors = [as_planned(name, tensor) for name, tensor in source.weights.items()]

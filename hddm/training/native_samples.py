@@ -109,7 +109,6 @@ def native_conditions(field: VelocityField, num: int, seed: int = 0) -> dict[str
             )
         elif name not in OPTIONAL_CONDITIONS:
             raise HddmError(
-                f"its samples need {name}, and it has neither classes nor a value that stands for none: "
-                "pass --data"
+                f"its samples need {name}, and it has neither classes nor a value that stands for none"
             )
     return conditions

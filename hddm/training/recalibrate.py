@@ -1,6 +1,7 @@
 """Calibrating an expert that is already on disk."""
 
 import os
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -53,13 +54,14 @@ def recalibrate(
         )
     field.calibration = None
     if shard_folder is None:
-        calibration = _on_native_samples(folder, field, seed, num_images, steps, on_batch)
+        calibration = _on_native_samples(folder, facts, field, seed, num_images, steps, on_batch)
     else:
         shard = load_shard(shard_folder)
         check_images(shard, facts)
         calibration = calibrated_on(shard, field, conditions_of(shard, field), seed)
     with TemporaryDirectory(dir=folder) as draft:
         calibration.save(Path(draft))
+        shutil.copymode(folder / EXPERT_FILE, Path(draft, FILE_NAME))
         # A rename also leaves hard-linked copies of the folder as they were.
         os.replace(Path(draft, FILE_NAME), folder / FILE_NAME)
 
@@ -77,6 +79,7 @@ def check_images(shard: Shard, facts: ExpertFacts) -> None:
 
 def _on_native_samples(
     folder: Path,
+    facts: ExpertFacts,
     field: VelocityField,
     seed: int,
     num: int,
@@ -86,7 +89,8 @@ def _on_native_samples(
     try:
         conditions = native_conditions(field, num, seed)
     except HddmError as error:
-        raise HddmError(f"{folder}: {error}") from error
+        remedy = ": pass --data" if facts.space == "pixels" else ""
+        raise HddmError(f"{folder}: {error}{remedy}") from error
     images = native_samples(field, num, seed, steps, conditions, on_batch=on_batch)
     if not images.isfinite().all():
         raise HddmError(f"{folder}: its samples are not finite; pass --data, or more --steps than {steps}")
