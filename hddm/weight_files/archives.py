@@ -8,8 +8,8 @@ import torch
 from hddm.errors import HddmError
 from hddm.weight_files.kinds import one_line
 
-LARGEST_PICKLE = 64 * 2**20
-"""Bytes of the largest pickle that is scanned; the tensors lie outside it."""
+LARGEST_PICKLE = 8 * 2**20
+"""Bytes of the largest pickle that is scanned; the tensors lie outside, thousands in one MB or two."""
 
 _PIECE = 2**20
 
@@ -62,7 +62,8 @@ def _checked(path: Path, entries: list[zipfile.ZipInfo]) -> dict[str, zipfile.Zi
     if pickles != ["data.pkl"]:
         raise HddmError(f"{path}: holds {len(pickles)} records data.pkl, not one at its top; refused")
     if records["data.pkl"].file_size > LARGEST_PICKLE:
-        raise HddmError(f"{path}: its data.pkl has {records['data.pkl'].file_size} bytes; refused")
+        size = records["data.pkl"].file_size
+        raise HddmError(f"{path}: its data.pkl has {size} bytes, more than {LARGEST_PICKLE}; refused")
     return records
 
 

@@ -3,6 +3,7 @@
 Its opcodes are those that torch's weights-only unpickler knows, with fewer calls.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,12 +53,22 @@ class RefusedPickleError(Exception):
     """A pickle that is broken or does what weights never need; the text says what."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, slots=True)
 class _Thing:
     """The stand-in of an object; ``name`` is that of a global."""
 
     kind: str
     name: str = ""
+
+
+# One stand-in for all objects of a kind: a million dictionaries take a byte each in a pickle.
+_THINGS = {kind: _Thing(kind) for kind in ("dict", "size", "tensor", "storage", "namespace")}
+_GLOBALS = {name: _Thing("global", name) for name in ALLOWED}
+
+_DEEPEST = 1000
+_TALLEST = 100_000
+_MOST_CALLS = 100_000
+"""Of objects that a pickle makes; a tensor is about three."""
 
 
 class Machine:
@@ -68,6 +79,8 @@ class Machine:
         self.stack: list[Any] = []
         self._below: list[list[Any]] = []
         self._memo: dict[int, Any] = {}
+        self._calls = 0
+        self._methods: dict[str, Callable[[], None] | None] = {}
 
     def step(self, opcode: str, value: Any, position: int | None) -> None:
         """Follow one opcode but STOP.
@@ -85,15 +98,25 @@ class Machine:
         elif opcode in ("BINPUT", "LONG_BINPUT"):
             self._memo[value] = self.stack[-1]
         elif opcode == "GLOBAL" and value in ALLOWED:
-            self.stack.append(_Thing("global", value))
+            self.stack.append(_GLOBALS[value])
         elif opcode != "PROTO" or value != 2:
-            method = getattr(self, f"_{opcode.lower()}", None)
+            if opcode not in self._methods:
+                self._methods[opcode] = getattr(self, f"_{opcode.lower()}", None)
+            method = self._methods[opcode]
             if method is None:
                 shown = f"PROTO {value}" if opcode == "PROTO" else opcode
                 raise RefusedPickleError(f"has opcode {shown} at byte {position}, which weights never need")
             method()
+        _require(len(self.stack) <= _TALLEST, f"puts more than {_TALLEST} values on its stack")
+
+    def result(self) -> Any:
+        """What the pickle holds, at its end."""
+        value = self.stack.pop()
+        _require(not self.stack and not self._below, "is a broken pickle (more than one value)")
+        return value
 
     def _mark(self) -> None:
+        _require(len(self._below) < _DEEPEST, f"is nested deeper than {_DEEPEST}")
         self._below.append(self.stack)
         self.stack = []
 
@@ -108,7 +131,7 @@ class Machine:
         self.stack.append([])
 
     def _empty_dict(self) -> None:
-        self.stack.append(_Thing("dict"))
+        self.stack.append(_THINGS["dict"])
 
     def _tuple(self) -> None:
         items = self._popped()
@@ -158,14 +181,19 @@ class Machine:
         _require(
             fits and all(map(_is, arguments, kinds)), f"calls {function.name.split()[1]} with odd arguments"
         )
-        self.stack.append(_Thing(result))
+        self._made(result)
+
+    def _made(self, kind: str) -> None:
+        self._calls += 1
+        _require(self._calls <= _MOST_CALLS, f"makes more than {_MOST_CALLS} objects")
+        self.stack.append(_THINGS[kind])
 
     def _newobj(self) -> None:
         arguments = self.stack.pop()
         made = self.stack.pop()
         known = _is(made, "global") and made.name == "argparse Namespace" and arguments == ()
         _require(known, "makes an object of no known class")
-        self.stack.append(_Thing("namespace"))
+        self._made("namespace")
 
     def _build(self) -> None:
         state = self.stack.pop()
@@ -180,7 +208,7 @@ class Machine:
             ):
                 size = num * _STORAGES[name]
                 _require(self.storages.setdefault(key, size) == size, f"gives storage {key!r} two sizes")
-                self.stack.append(_Thing("storage"))
+                self._made("storage")
             case _:
                 raise RefusedPickleError("loads by an id that is no storage's")
 
