@@ -1,6 +1,6 @@
 """One file that holds a whole network: weight sets and wrappers' prefixes undone, its layout recognised."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +10,16 @@ from hddm.checkpoints import ldm
 from hddm.checkpoints.facebook_dit import FACEBOOK_DIT
 from hddm.checkpoints.layouts import Layout
 from hddm.checkpoints.pixart_original import PIXART_ORIGINAL
-from hddm.checkpoints.sources import Declared, Reading, Source, Tensors, choose_set, read_file
+from hddm.checkpoints.sources import Declared, Reading, Source, Tensors, WeightSet, choose_set, read_file
 from hddm.errors import HddmError
 
 FILE_LAYOUTS: dict[str, Layout] = {one.name: one for one in (FACEBOOK_DIT, PIXART_ORIGINAL)}
 LDM = ldm.LAYOUT
-_SETS = {"ema": "ema", "state_dict_ema": "ema", "model": "raw", "state_dict": "raw"}
+_RAW, _EMA = ("model", "state_dict"), ("ema", "state_dict_ema", "model_ema", "ema_model", "ema_state_dict")
+_SETS: dict[str, WeightSet] = {**dict.fromkeys(_RAW, "raw"), **dict.fromkeys(_EMA, "ema")}
+# What those who average weights, or share them out, put around a set.
+_TOP = ""
+_INNER = ("shadow", "shadow_params", "module", "model", "state_dict")
 _PREFIXES = ("module.", "_orig_mod.", "model.")
 _IMAGENET_CLASSES = 1000
 IMAGENET_LICENCE = "CC-BY-NC-4.0 (the released ImageNet DiT weights; non-commercial)"
@@ -28,11 +32,13 @@ def open_file(path: Path, reading: Reading) -> Source:
         HddmError: for content of no known layout, or another than asked for.
     """
     content = read_file(path, reading.allow_pickle)
-    wrapped = content.get("state_dict")
-    flat = wrapped if isinstance(wrapped, dict) and set(ldm.MARKERS) <= set(wrapped) else content
-    if set(ldm.MARKERS) <= set(flat) and reading.layout in (None, LDM):
-        return _open_ldm(path, _tensors(flat), reading)
-    sets = _weight_sets(content)
+    if reading.layout in (None, LDM):
+        wholes = _sources(content, lambda one: set(ldm.MARKERS) <= set(one), reading, path)
+        if len(wholes) > 1:
+            raise HddmError(f"{path}: {_listed(wholes)} hold whole networks; save one in a file of its own")
+        if wholes:
+            return _open_ldm(path, next(iter(wholes.values())), reading)
+    sets = _weight_sets(content, reading, path)
     stripped = {name: _strip(tensors) for name, tensors in sets.items()}
     candidates = [
         layout
@@ -100,24 +106,77 @@ def _open_ldm(path: Path, everything: Tensors, reading: Reading) -> Source:
     )
 
 
-def _weight_sets(content: Mapping[str, Any]) -> dict[str, Tensors]:
+def _weight_sets(content: Mapping[str, Any], reading: Reading, path: Path) -> dict[WeightSet, Tensors]:
     """Sets of weights by name: nested ones, ones told apart by a prefix, or the whole as one.
 
     A file that holds one set under the name of the raw one need not mean that: published ones do not.
     """
-    nested = {_SETS[k]: _tensors(v) for k, v in content.items() if k in _SETS and isinstance(v, dict)}
-    if not nested:
-        heads = {name.split(".")[0] for name in content}
-        if len(heads) > 1 and heads <= set(_SETS):
-            nested = {
-                _SETS[head]: {
-                    k.removeprefix(f"{head}."): v for k, v in content.items() if k.startswith(f"{head}.")
-                }
-                for head in heads
-            }
-    if not nested:
-        return {"unstated": _tensors(content)}
-    return {"unstated": nested["raw"]} if list(nested) == ["raw"] and "state_dict" in content else nested
+    heads = {name.split(".")[0] for name in content}
+    if len(heads) > 1 and heads <= set(_SETS) and not heads & set(content):
+        content = {
+            head: {k.removeprefix(f"{head}."): v for k, v in content.items() if k.startswith(f"{head}.")}
+            for head in heads
+        }
+    sources = _sources(content, _is_known, reading, path)
+    found: dict[WeightSet, str] = {}
+    for name in sources:
+        kind = _SETS.get(name, "unstated")
+        if kind in found or sources.keys() > {_TOP}:
+            raise HddmError(
+                f"{path}: {_listed(sources)} hold weights alike; save one set in a file of its own"
+            )
+        found[kind] = name
+    if not found:
+        named = {_SETS[k]: _tensors(v) for k, v in content.items() if k in _SETS and isinstance(v, dict)}
+        return named or {"unstated": _tensors(content)}
+    if list(found.values()) == ["state_dict"]:
+        return {"unstated": sources["state_dict"]}
+    return {kind: sources[name] for kind, name in found.items()}
+
+
+def _sources(
+    content: Mapping[str, Any], holds: Callable[[Tensors], bool], reading: Reading, path: Path
+) -> dict[str, Tensors]:
+    """Every set of weights in a file that ``holds`` what a layout has, by its name there.
+
+    Raises:
+        HddmError: for one under a name that does not say what it is, or an average that cannot be read.
+    """
+    whole = _tensors(content)
+    found = {_TOP: whole} if holds(whole) else {}
+    for name, value in content.items():
+        if not isinstance(value, dict):
+            continue
+        inner = [_tensors(one) for one in (value, *map(value.get, _INNER)) if isinstance(one, dict)]
+        inner = [one for one in inner if holds(one)]
+        if len(inner) > 1 or (inner and name not in _SETS):
+            raise HddmError(
+                f"{path}: holds weights under {name!r}, which does not say which they are; save one set in a "
+                "file of its own"
+            )
+        if inner:
+            found[name] = inner[0]
+    lost = [name for name in _EMA if name not in found and _has_tensors(content.get(name))]
+    if found and lost and reading.weights != "raw":
+        raise HddmError(
+            f"{path}: the averaged weights in {lost[0]!r} are not under the names of their network; pass "
+            "--weights raw to take the others"
+        )
+    return found
+
+
+def _is_known(tensors: Tensors) -> bool:
+    names = set(_strip(tensors)[0])
+    return any(set(layout.markers) <= names for layout in FILE_LAYOUTS.values())
+
+
+def _has_tensors(value: object) -> bool:
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    return isinstance(value, Tensor) or any(map(_has_tensors, inner))
+
+
+def _listed(names: Iterable[str]) -> str:
+    return " and ".join(repr(name) if name != _TOP else "its top level" for name in names)
 
 
 def _tensors(content: Mapping[str, Any]) -> Tensors:
@@ -137,7 +196,7 @@ def _strip(tensors: Tensors) -> tuple[Tensors, str]:
 
 
 def _pick(
-    candidates: list[Layout], asked: str | None, path: Path, stripped: Mapping[str, tuple[Tensors, str]]
+    candidates: list[Layout], asked: str | None, path: Path, stripped: Mapping[WeightSet, tuple[Tensors, str]]
 ) -> Layout:
     if asked is not None:
         if asked not in FILE_LAYOUTS:
