@@ -4,11 +4,15 @@ import contextlib
 import json
 import os
 import shutil
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from hddm.errors import HddmError
+
+LARGEST_JSON = 16 * 2**20
+"""Bytes of the largest JSON file that is read; an index of ten thousand tensors has one million."""
 
 
 @contextlib.contextmanager
@@ -78,12 +82,22 @@ def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in ``path``.
 
     Raises:
-        HddmError: for a missing file, broken JSON or anything but an object.
+        HddmError: for a missing file, anything but a regular one, one larger than `LARGEST_JSON`, broken JSON
+            and anything but an object.
     """
     try:
-        content = json.loads(path.read_text())
+        # Opening a pipe would wait for ever.
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise HddmError(f"{path}: is no regular file; name a JSON file")
+        with path.open("rb") as file:
+            text = file.read(LARGEST_JSON + 1)
+        if len(text) > LARGEST_JSON:
+            raise HddmError(f"{path}: has more than {LARGEST_JSON} bytes; fetch or write it again")
+        content = json.loads(text.decode())
     except FileNotFoundError:
         raise HddmError(f"{path}: no such file") from None
+    except HddmError:
+        raise
     except (OSError, ValueError, RecursionError) as error:
         raise HddmError(f"{path}: cannot be read as JSON ({error})") from error
     if not isinstance(content, dict):

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from hddm.errors import HddmError
-from hddm.files import check_absent, new_folder, read_json, write_json
+from hddm.files import LARGEST_JSON, check_absent, new_folder, read_json, write_json
 from tests.artefacts import contents
+from tests.hostile import grown_by
 
 RECORD = "expert.json"
 
@@ -111,6 +112,9 @@ def test_overwriting_spares_what_hddm_did_not_write(tmp_path: Path) -> None:
         (b"{", "cannot be read as JSON"),
         (b"\xff\xfe{}", "cannot be read as JSON"),
         (b"[1]", "no JSON object"),
+        (b"", "cannot be read as JSON"),
+        (b"[" * 10**5, "cannot be read as JSON"),
+        (b'{"a": "' + b" " * LARGEST_JSON + b'"}', "has more than 16777216 bytes"),
     ],
 )
 def test_unreadable_json_is_named_in_one_line(content: bytes | None, why: str, tmp_path: Path) -> None:
@@ -122,9 +126,22 @@ def test_unreadable_json_is_named_in_one_line(content: bytes | None, why: str, t
     assert "\n" not in str(caught.value)
 
 
-def test_a_folder_in_place_of_json_is_named(tmp_path: Path) -> None:
-    with pytest.raises(HddmError, match=str(tmp_path)):
-        read_json(tmp_path)
+def test_what_is_no_regular_file_is_named_instead_of_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "config.json")
+    for path in (tmp_path, tmp_path / "config.json", Path("/dev/zero")):
+        with pytest.raises(HddmError, match=f"{path}: is no regular file"):
+            read_json(path)
+
+
+def test_a_file_larger_than_any_json_is_not_read(tmp_path: Path) -> None:
+    with (tmp_path / "config.json").open("wb") as file:
+        file.truncate(2**40)
+
+    def read() -> None:
+        with pytest.raises(HddmError, match="has more than 16777216 bytes"):
+            read_json(tmp_path / "config.json")
+
+    assert grown_by(read) < 64 * 2**20
 
 
 def test_json_with_windows_line_ends_is_read(tmp_path: Path) -> None:

@@ -7,11 +7,10 @@ from torch import Tensor
 
 from hddm.errors import HddmError
 from hddm.files import read_json
-from hddm.weight_files.kinds import kind_of, one_line, read_head
+from hddm.weight_files.kinds import kind_of, one_line
 from hddm.weight_files.pickles import read_pickle
 from hddm.weight_files.safetensors_files import read_safetensors
 
-_LARGEST_INDEX = 16 * 2**20
 _SHOWN = 10
 
 
@@ -80,14 +79,7 @@ def _enclosing(folder: Path) -> Path:
 
 
 def _read_map(path: Path) -> dict[str, str]:
-    read_head(path)
-    size = path.stat().st_size
-    if size > _LARGEST_INDEX:
-        raise HddmError(f"{path}: has {size} bytes, more than any index ({_LARGEST_INDEX}); fetch it again")
-    try:
-        content: Any = read_json(path).get("weight_map")
-    except RecursionError as error:
-        raise HddmError(f"{path}: cannot be read as JSON (nested too deep)") from error
+    content: Any = read_json(path).get("weight_map")
     if not isinstance(content, dict) or not content:
         raise HddmError(f"{path}: has no weight_map from tensors to files; fetch it again")
     for key, name in content.items():
