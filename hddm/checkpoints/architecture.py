@@ -1,5 +1,6 @@
 """What a conversion may change about a network on request: its modulation, text, and the paper's recipe."""
 
+import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +25,8 @@ _REINITIALISED: Mapping[str, tuple[str, ...]] = {
     "DiTTransformer2DModel": ("proj_out_",),
     "PixArtTransformer2DModel": ("proj_out.", "scale_shift_table", "caption_projection."),
 }
+# What `DiTTransformer2DModel` may vary and `ExpertTransformer` does not.
+_AS_OURS = {"attention_bias": True, "norm_elementwise_affine": False, "activation_fn": "gelu-approximate"}
 
 
 @dataclass(frozen=True)
@@ -107,12 +110,15 @@ def _as_expert_transformer(
     if source.network is not DiTTransformer2DModel:
         kinds = "facebook-dit, diffusers-dit or an expert folder of hddm's own transformer"
         raise HddmError(f"{source.path}: only a DiT can change its architecture ({kinds})")
-    given = source.arguments
+    # A config may leave out what is the class's default.
+    parameters = inspect.signature(DiTTransformer2DModel.__init__).parameters
+    given = {name: one.default for name, one in parameters.items()} | dict(source.arguments)
+    del given["self"]
     width = given["num_attention_heads"] * given["attention_head_dim"]
     config = {
         "sample_size": given["sample_size"],
         "in_channels": given["in_channels"],
-        "out_channels": given.get("out_channels"),
+        "out_channels": given["out_channels"],
         "patch_size": given["patch_size"],
         "hidden_size": width,
         "depth": given["num_layers"],
@@ -120,13 +126,14 @@ def _as_expert_transformer(
         "num_classes": given["num_embeds_ada_norm"],
         "modulation": "zero",
         "norm_eps": 1e-6,
-        "mlp_norm_eps": given.get("norm_eps", 1e-5),
+        "mlp_norm_eps": given["norm_eps"],
         "frequency_shift": 1,
     }
-    for key, usual in (("attention_bias", True), ("norm_elementwise_affine", False)):
-        if given.get(key, usual) != usual:
+    for key, usual in _AS_OURS.items():
+        if given[key] != usual:
             raise HddmError(
-                f"{source.path}: {key} is {given[key]}; such a DiT cannot change its architecture"
+                f"{source.path}: {key} is {str(given[key])[:40]!r}, and a DiT can change its architecture "
+                f"with {usual!r} only; convert without --architecture and --text-dim"
             )
     renamed = _diffusers_dit_table(config["depth"]).renamed(weights, str(source.path))
     # The class computes its positions; ours are a parameter.

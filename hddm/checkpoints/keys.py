@@ -114,8 +114,8 @@ def _copied(
     for (name, _), tensor in zip(sources, tensors, strict=True):
         if not torch.equal(tensor, first):
             raise HddmError(
-                f"{origin}: {name} differs from {sources[0][0]}, where one shared tensor is needed; convert "
-                "without --architecture"
+                f"{origin}: {name} differs from {sources[0][0]}, and embedders that differ by block cannot "
+                "become one; convert without --architecture and --text-dim"
             )
     return [as_planned(name, first) for name, _ in targets]
 
