@@ -1,14 +1,20 @@
 """Sources whose parts contradict each other, or what the user says, are never read by guessing."""
 
+import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from diffusers import DDIMScheduler, FlowMatchEulerDiscreteScheduler
+from safetensors.torch import save_file
 from torch import Tensor
 
-from tests.artefacts import Command
+from hddm.checkpoints.recognise import open_source
+from hddm.checkpoints.sources import Reading
+from tests.artefacts import Command, edit_json
 from tests.checkpoint_files import (
     DDPM_BETAS,
     check_velocity,
@@ -16,11 +22,13 @@ from tests.checkpoint_files import (
     dit,
     facts_of,
     pipeline,
+    pixart,
+    plain_unet,
     refused,
     text_unet,
 )
 from tests.ldm_files import ldm_file
-from tests.transformer_files import dit_file, dit_network
+from tests.transformer_files import dit_file, dit_network, pixart_file
 
 WEIGHTS = "diffusion_pytorch_model"
 
@@ -134,3 +142,83 @@ def test_two_latent_diffusion_networks_in_one_file(hddm: Command, tmp_path: Path
     ):
         torch.save(content, tmp_path / "sd.ckpt")
         assert said in refused(hddm, tmp_path / "sd.ckpt", "--prediction-type", "epsilon", *HEADS)
+
+
+def test_latents_of_every_kind_of_vae(hddm: Command, tmp_path: Path) -> None:
+    for name, config, scale, said in (
+        ("vqvae", {"_class_name": "VQModel"}, 0.18215, "VQModel's default 0.18215"),
+        ("vqvae", {"_class_name": "VQModel", "scaling_factor": 0.5}, 0.5, "latent scale 0.5"),
+        ("movq", {"_class_name": "VQModel"}, None, "is not known"),
+        ("vae", {"_class_name": "AutoencoderTiny"}, None, "AutoencoderTiny is not known"),
+        ("vqvae", None, None, "latent scale not stated"),
+    ):
+        source = pipeline(tmp_path / "ldm", plain_unet(), DDIMScheduler())
+        edit_json(source / "model_index.json", **{name: ["diffusers", "VQModel"]})
+        if config is not None:
+            (source / name).mkdir()
+            (source / name / "config.json").write_text(json.dumps(config))
+        text = converted(hddm, source, tmp_path / "expert", "--overwrite", "--no-verify")
+        facts = facts_of(tmp_path / "expert")
+        assert (facts["space"], facts["latent_scale"]) == ("latents", scale)
+        assert said in text
+        shutil.rmtree(source)
+
+
+def test_a_side_that_is_stated_is_not_contradicted(hddm: Command, tmp_path: Path) -> None:
+    source = pipeline(tmp_path / "dit", dit())
+    save_file(dit_file(dit_network()), tmp_path / "dit.safetensors")
+    save_file(pixart_file(pixart()), tmp_path / "pixart.safetensors")
+    for path, options in (
+        (source, ()),
+        (tmp_path / "dit.safetensors", ("--num-heads", 4)),
+        (tmp_path / "pixart.safetensors", ("--num-heads", 2)),
+    ):
+        assert "--sample-size 16" in refused(hddm, path, *options, "--sample-size", 16)
+        converted(hddm, path, tmp_path / "expert", *options, "--sample-size", 8, "--dry-run")
+    edit_json(source / "transformer" / "config.json", sample_size=None)
+    converted(hddm, source, tmp_path / "expert", "--sample-size", 8)
+    check_velocity(tmp_path / "expert", dit(), DDPM_BETAS)
+
+
+def test_a_scheduler_of_another_family_than_its_pipeline_says(hddm: Command, tmp_path: Path) -> None:
+    source = pipeline(tmp_path / "dit", dit(), DDIMScheduler())
+    edit_json(source / "model_index.json", scheduler=["diffusers", "FlowMatchEulerDiscreteScheduler"])
+    for path in (source, source / "transformer"):
+        error = refused(hddm, path, out=tmp_path / "out")
+        assert "DDIMScheduler" in error
+        assert "FlowMatchEulerDiscreteScheduler" in error
+    edit_json(source / "model_index.json", scheduler=["diffusers", "PNDMScheduler"])
+    converted(hddm, source, tmp_path / "expert")
+    FlowMatchEulerDiscreteScheduler().save_pretrained(source / "scheduler")
+    assert "means another schedule" in refused(hddm, source)
+
+
+@pytest.mark.parametrize("part", ["transformer", "scheduler", "vae"])
+def test_parts_that_are_links_out_of_their_pipeline(hddm: Command, tmp_path: Path, part: str) -> None:
+    source = pipeline(tmp_path / "dit", dit())
+    (source / "vae").mkdir()
+    (source / "vae" / "config.json").write_text("{}")
+    (source / part).rename(tmp_path / "elsewhere")
+    (source / part).symlink_to("../elsewhere", target_is_directory=True)
+    assert "outside the folder" in refused(hddm, source)
+
+
+def test_what_a_file_does_not_tell_is_noted(hddm: Command, tmp_path: Path) -> None:
+    save_file(dit_file(dit_network()), tmp_path / "dit.safetensors")
+    text = converted(hddm, tmp_path / "dit.safetensors", tmp_path / "dit", "--num-heads", 4)
+    assert "SiT files look the same and mean a velocity" in text
+    content = pixart_file(pixart())
+    for tokens, scale in ((300, None), (120, 0.18215)):
+        content["y_embedder.y_embedding"] = torch.full((tokens, 12), 0.5)
+        save_file(content, tmp_path / "pixart.safetensors")
+        options = ("--num-heads", 2, "--overwrite")
+        text = converted(hddm, tmp_path / "pixart.safetensors", tmp_path / "pixart", *options)
+        assert ("PixArt-Σ" in text) == (scale is None)
+        assert facts_of(tmp_path / "pixart")["latent_scale"] == scale
+
+
+def test_the_whole_config_of_a_scheduler_is_kept(tmp_path: Path) -> None:
+    scheduler = DDIMScheduler(steps_offset=1, set_alpha_to_one=False, clip_sample=False)
+    source = pipeline(tmp_path / "dit", dit(), scheduler)
+    written = json.loads((source / "scheduler" / "scheduler_config.json").read_text())
+    assert open_source(source, Reading()).declared.scheduler == written

@@ -20,6 +20,7 @@ from hddm.checkpoints.layouts import (
     Hints,
     Layout,
     Weights,
+    agreed_side,
     count_blocks,
     heads,
     shape_of,
@@ -36,7 +37,7 @@ def arguments(weights: Weights, hints: Hints, origin: str) -> dict[str, Any]:
     classes = shape_of(weights, "y_embedder.embedding_table.weight", 2, origin)[0] - 1
     depth = count_blocks(weights, "blocks")
     return {
-        "sample_size": square(tokens, patch, origin),
+        "sample_size": agreed_side(square(tokens, patch, origin), hints, origin),
         "in_channels": channels,
         "out_channels": rows // patch**2,
         "patch_size": patch,
@@ -94,6 +95,7 @@ def forward(weights: Weights, config: Mapping[str, Any]) -> Forward:
     return run
 
 
+_SIT = "SiT files look the same and mean a velocity: this is read as DiT's noise prediction, wrong for a SiT"
 FACEBOOK_DIT = Layout(
     name="facebook-dit",
     markers=(
@@ -107,5 +109,5 @@ FACEBOOK_DIT = Layout(
     forward=forward,
     nulls={},
     scheduler=LINEAR_BETAS,
-    latent_scale=LATENT_SCALE,
+    latents=lambda _: (LATENT_SCALE, (_SIT,)),
 )

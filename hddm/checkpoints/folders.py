@@ -1,26 +1,30 @@
 """Diffusers folders: a pipeline, or one model with its config."""
 
-import math
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from diffusers import UNet2DConditionModel
 
 from hddm.checkpoints.diffusers_models import DIFFUSERS_LAYOUTS, class_forward, own_table
 from hddm.checkpoints.empty_prompt import empty_prompt
+from hddm.checkpoints.folder_weights import found_file, read_weights, set_of, weight_sets
+from hddm.checkpoints.layouts import LATENT_SCALE
 from hddm.checkpoints.single_files import IMAGENET_LICENCE
-from hddm.checkpoints.sources import Declared, Reading, Source, Tensors, choose_set, read_file
-from hddm.errors import HddmError, did_you_mean
+from hddm.checkpoints.sources import Declared, Reading, Source, choose_set
+from hddm.errors import HddmError
 from hddm.files import read_json
 from hddm.network_configs import parse_config
-from hddm.weight_files import inside, read_index
+from hddm.schedules.diffusers_configs import DDPM_FAMILY, FLOW_MATCH_FAMILY
+from hddm.weight_files import inside
 
 PIPELINE = "model_index.json"
-STEM = "diffusion_pytorch_model"
 COMPONENTS = ("transformer", "unet")
+VAES = ("vae", "vqvae", "movq")
 SCHEDULER = "scheduler_config.json"
-_WEIGHTS = re.compile(rf"{STEM}(?:\.(\w+))?\.(?:safetensors|bin)(?:\.index(?:\.(\w+))?\.json)?")
+_LARGEST_SCALE = 1e6
+# Those whose scale is 0.18215 where their config does not say.
+_DEFAULT_VAES = {"vae": "AutoencoderKL", "vqvae": "VQModel"}
 
 
 def open_pipeline(folder: Path, reading: Reading) -> Source:
@@ -38,10 +42,13 @@ def open_pipeline(folder: Path, reading: Reading) -> Source:
     found = [name for name in COMPONENTS if _is_there(index.get(name))]
     if len(found) != 1:
         raise HddmError(f"{folder / PIPELINE}: needs one of {', '.join(COMPONENTS)}, not {found or 'none'}")
-    for name in (found[0], "scheduler", "vae"):
+    for name in (found[0], "scheduler", *VAES):
         _refuse_foreign(index.get(name), name, folder)
     # Some early pipelines of one model hold it at the root.
-    model = folder / found[0] if (folder / found[0]).is_dir() else folder
+    model = folder
+    if (folder / found[0]).is_dir():
+        inside(folder, found[0])  # Refuses a link that leaves.
+        model = folder / found[0]
     stated = index[found[0]][1]
     source = open_model(model, reading, root=folder)
     config_name = source.network.__name__
@@ -63,17 +70,18 @@ def open_model(folder: Path, reading: Reading, root: Path | None = None, file: s
     path = inside(folder, "config.json") if (folder / "config.json").exists() else folder / "config.json"
     config = read_json(path)
     network, arguments = parse_config(config, list(DIFFUSERS_LAYOUTS.values()), str(folder / "config.json"))
-    if reading.hints.sample_size is not None:
-        arguments["sample_size"] = reading.hints.sample_size
+    _take_side(arguments, reading.hints.sample_size, path)
     layout = next(name for name, kind in DIFFUSERS_LAYOUTS.items() if kind is network)
     if reading.layout not in (None, layout):
         raise HddmError(f"--layout {reading.layout}: {folder} is {layout}")
-    sets = _weight_sets(folder, reading) if file is None else _set_of(folder, file, reading)
+    sets = weight_sets(folder, reading) if file is None else set_of(folder, file, reading)
     chosen = choose_set({name: {} for name in sets}, reading.weights, str(folder / (file or "")))
-    weights, files = _read(folder, file or _found(folder, sets[chosen]), reading.allow_pickle)
+    weights, files = read_weights(folder, file or found_file(folder, sets[chosen]), reading.allow_pickle)
     origin = str(files[0])
     table = own_table(network, arguments, weights, origin)
     scheduler = _scheduler(folder, above)
+    declared = Declared(read_json(scheduler), str(scheduler)) if scheduler else Declared()
+    _refuse_other_family(above, declared)
     scale, is_latent, notes = _latents(above, arguments)
     return Source(
         path=folder,
@@ -84,7 +92,7 @@ def open_model(folder: Path, reading: Reading, root: Path | None = None, file: s
         arguments=arguments,
         table=table,
         forward=lambda: class_forward(network, arguments, table.renamed(weights, origin), origin),
-        declared=Declared(read_json(scheduler), str(scheduler)) if scheduler else Declared(),
+        declared=declared,
         sets=tuple(sets),
         chosen=chosen,
         is_latent=is_latent,
@@ -95,77 +103,52 @@ def open_model(folder: Path, reading: Reading, root: Path | None = None, file: s
     )
 
 
-def _is_there(entry: object) -> bool:
+def _take_side(arguments: dict[str, Any], side: int | None, path: Path) -> None:
+    """Put the side that the user says where the config says none."""
+    stated = arguments.get("sample_size")
+    if side is None or stated == [side, side]:
+        return
+    if stated not in (None, side):
+        raise HddmError(f"--sample-size {side}: {path} says sample_size {stated!r}; drop the option")
+    arguments["sample_size"] = side
+
+
+def _refuse_other_family(above: Path, declared: Declared) -> None:
+    """Refuse a scheduler config of another family of schedules than the pipeline around it says."""
+    entry = _components(above).get("scheduler")
+    if declared.scheduler is None or not _is_there(entry):
+        return
+    is_ddpm = any(key.startswith("beta_") for key in declared.scheduler)
+    name = declared.scheduler.get("_class_name", DDPM_FAMILY[0] if is_ddpm else entry[1])
+    families = [_family(entry[1]), _family(name)]
+    if declared.scheduler.get("use_flow_sigmas"):
+        # Of a class of the other family that means the same.
+        families[1] = families[0]
+    if families[0] != families[1]:
+        raise HddmError(
+            f"{declared.scheduler_origin}: is a {name}, and {above / PIPELINE} says "
+            f"{entry[1]}, which means another schedule; correct one of them"
+        )
+
+
+def _family(name: object) -> object:
+    return next((family for family in (DDPM_FAMILY, FLOW_MATCH_FAMILY) if name in family), name)
+
+
+def _components(above: Path) -> dict[str, Any]:
+    """What the pipeline around a model says of its parts; nothing where there is none."""
+    return read_json(inside(above, PIPELINE)) if (above / PIPELINE).is_file() else {}
+
+
+def _is_there(entry: object) -> TypeGuard[list[Any]]:
     return isinstance(entry, list) and len(entry) == 2 and entry[0] is not None
 
 
 def _refuse_foreign(entry: object, name: str, folder: Path) -> None:
     if entry is None or entry == [None, None]:
         return
-    if not _is_there(entry) or entry[0] != "diffusers":  # type: ignore[index]
+    if not _is_there(entry) or entry[0] != "diffusers":
         raise HddmError(f"{folder / PIPELINE}: {name} is {entry!r}, not a class of diffusers; refused")
-
-
-def _weight_sets(folder: Path, reading: Reading) -> dict[Any, str]:
-    """Variants of the file name by set of weights: a ``non_ema`` one beside the plain makes that averaged."""
-    if reading.variant is None and _find(folder, "non_ema") and _find(folder, None):
-        return {"ema": "", "raw": "non_ema"}
-    return {"raw" if reading.variant == "non_ema" else "unstated": reading.variant or ""}
-
-
-def _find(folder: Path, variant: str | None) -> str | None:
-    """Name of the weights file or index of a variant, safetensors before pickles."""
-    dot = f".{variant}" if variant else ""
-    for ending in ("safetensors", "bin"):
-        for name in (
-            f"{STEM}{dot}.{ending}",
-            f"{STEM}.{ending}.index{dot}.json",
-            f"{STEM}{dot}.{ending}.index.json",
-        ):
-            if (folder / name).exists() or (folder / name).is_symlink():
-                return name
-    return None
-
-
-def _set_of(folder: Path, file: str, reading: Reading) -> dict[Any, str]:
-    """The set of weights that a file named by the user holds."""
-    match = _WEIGHTS.fullmatch(file)
-    if match is None:
-        raise HddmError(
-            f"{folder / file}: is no whole model of diffusers (a shard?); name its folder instead"
-        )
-    variant = match[1] or match[2] or ""
-    if reading.variant not in (None, variant):
-        raise HddmError(f"--variant {reading.variant}: {folder / file} is another file; drop the option")
-    if variant == "non_ema":
-        return {"raw": variant}
-    return {"ema" if not variant and _find(folder, "non_ema") else "unstated": variant}
-
-
-def _found(folder: Path, variant: str) -> str:
-    name = _find(folder, variant)
-    if name is None:
-        found = [match[1] or match[2] for match in map(_WEIGHTS.fullmatch, _names(folder)) if match]
-        others = sorted({one for one in found if one})
-        hint = f"; there are variants: pass --variant {' or '.join(others)}" if others else ""
-        wanted = f"{STEM}{'.' + variant if variant else ''}.safetensors"
-        raise HddmError(f"{folder}: no {wanted}{hint or did_you_mean(wanted, _names(folder))}")
-    return name
-
-
-def _read(folder: Path, name: str, allow_pickle: bool) -> tuple[Tensors, list[Path]]:
-    # The link's own name is checked; an index is opened under its own, beside its shards.
-    resolved = inside(folder, name)
-    if name.endswith(".json"):
-        tensors = read_index(folder / name, allow_pickle)
-        shards = set(read_json(resolved)["weight_map"].values())
-        return tensors, [folder / shard for shard in sorted(shards)]
-    content = read_file(resolved, allow_pickle)
-    return {key: value for key, value in content.items() if hasattr(value, "shape")}, [folder / name]
-
-
-def _names(folder: Path) -> list[str]:
-    return [path.name for path in folder.iterdir()] if folder.is_dir() else []
 
 
 def _scheduler(folder: Path, above: Path) -> Path | None:
@@ -183,17 +166,27 @@ def _scheduler(folder: Path, above: Path) -> Path | None:
 
 def _latents(above: Path, arguments: dict[str, Any]) -> tuple[float | None, bool, tuple[str, ...]]:
     """Scale of the VAE beside, whether there is one, and what was assumed."""
-    path = above / "vae" / "config.json"
-    if not path.exists():
-        is_latent = arguments.get("in_channels") not in (1, 3)
+    name = next((one for one in VAES if (above / one / "config.json").exists()), None)
+    if name is None:
+        stated = any(_is_there(_components(above).get(one)) for one in VAES)
+        is_latent = stated or arguments.get("in_channels") not in (1, 3)
         return (None if is_latent else 1.0), is_latent, ()
-    config = read_json(inside(above, "vae/config.json"))
+    path = above / name / "config.json"
+    config = read_json(inside(above, f"{name}/config.json"))
+    kind = config.get("_class_name", _DEFAULT_VAES.get(name))
+    if name == "movq":
+        return None, True, (f"{path}: whether a movq's latents are scaled is not known",)
     if "scaling_factor" in config:
         factor = config["scaling_factor"]
-        if not isinstance(factor, int | float) or not 0 < factor < math.inf:
-            raise HddmError(f"{path}: scaling_factor is {str(factor)[:40]}, and must be a positive number")
+        if not isinstance(factor, int | float) or not 0 < factor < _LARGEST_SCALE:
+            raise HddmError(
+                f"{path}: scaling_factor is {str(factor)[:40]}, and must be a positive number, below "
+                f"{_LARGEST_SCALE:.0e}"
+            )
         return float(factor), True, ()
-    return 0.18215, True, (f"{path}: no scaling_factor, so AutoencoderKL's default 0.18215",)
+    if kind in _DEFAULT_VAES.values():
+        return LATENT_SCALE, True, (f"{path}: no scaling_factor, so {kind}'s default {LATENT_SCALE}",)
+    return None, True, (f"{path}: no scaling_factor, and the default of a {str(kind)[:40]} is not known",)
 
 
 def _licence(above: Path, layout: str, arguments: dict[str, Any]) -> str | None:

@@ -43,7 +43,8 @@ class Layout:
         forward: the layout's own network over its own names, written out for the check of a conversion.
         nulls: foreign tensors that stand for no condition, by condition.
         scheduler: the training schedule that the layout's code fixes, as a diffusers config.
-        latent_scale: of the VAE that the layout's code fixes.
+        latents: scale of the VAE that the layout's code fixes, None where a file is of another code's, and
+            notes on what the file does not tell.
     """
 
     name: str
@@ -54,7 +55,7 @@ class Layout:
     forward: Callable[[Weights, Mapping[str, Any]], Forward]
     nulls: Mapping[str, str]
     scheduler: Mapping[str, Any]
-    latent_scale: float
+    latents: Callable[[Weights], tuple[float | None, tuple[str, ...]]]
 
 
 LINEAR_BETAS = {
@@ -134,6 +135,15 @@ def square(tokens: int, patch: int, origin: str) -> int:
     if side * side != tokens:
         raise HddmError(f"{origin}: {tokens} positions are no square")
     return side * patch
+
+
+def agreed_side(side: int, hints: Hints, origin: str) -> int:
+    """The side that a file states, which the user may not contradict."""
+    if hints.sample_size not in (None, side):
+        raise HddmError(
+            f"--sample-size {hints.sample_size}: {origin} states a sample of side {side}; drop the option"
+        )
+    return side
 
 
 def shape_of(weights: Weights, name: str, ndim: int, origin: str) -> tuple[int, ...]:

@@ -23,6 +23,7 @@ from hddm.checkpoints.layouts import (
     Hints,
     Layout,
     Weights,
+    agreed_side,
     count_blocks,
     heads,
     shape_of,
@@ -31,6 +32,7 @@ from hddm.checkpoints.layouts import (
 from hddm.errors import HddmError
 
 NULL_TEXT = "y_embedder.y_embedding"
+_SIGMA_TOKENS = 300
 _SCALES = (1.0, 2.0, 0.5, 4.0)
 _EXTRA = {"csize_embedder": "resolution_embedder", "ar_embedder": "aspect_ratio_embedder"}
 
@@ -68,7 +70,7 @@ def _positions(
         return hints.sample_size, None
     stored = weights["pos_embed"]
     tokens = shape_of(weights, "pos_embed", 3, origin)[1]
-    side = square(tokens, patch, origin)
+    side = agreed_side(square(tokens, patch, origin), hints, origin)
     if tuple(stored.shape) == (1, tokens, width):
         for scale in _SCALES:
             if torch.allclose(_positions_at(width, side // patch, scale), stored.float(), atol=2e-3):
@@ -158,6 +160,14 @@ def _positions_at(width: int, grid: int, scale: float) -> Tensor:
     return computed[None].float()
 
 
+def _latents(weights: Weights) -> tuple[float | None, tuple[str, ...]]:
+    """PixArt-Σ has the same names, texts of 300 tokens instead of 120, and the latents of another VAE."""
+    null = weights.get(NULL_TEXT)
+    if null is not None and null.ndim > 1 and null.shape[-2] == _SIGMA_TOKENS:
+        return None, (f"texts of {_SIGMA_TOKENS} tokens are PixArt-Σ's: no latent scale is claimed",)
+    return LATENT_SCALE, ()
+
+
 PIXART_ORIGINAL = Layout(
     name="pixart-original",
     markers=("t_block.1.weight", "y_embedder.y_proj.fc1.weight", "blocks.0.scale_shift_table"),
@@ -167,5 +177,5 @@ PIXART_ORIGINAL = Layout(
     forward=forward,
     nulls={"encoder_hidden_states": NULL_TEXT},
     scheduler=LINEAR_BETAS,
-    latent_scale=LATENT_SCALE,
+    latents=_latents,
 )

@@ -5,7 +5,8 @@ from pathlib import Path
 from hddm.checkpoints.diffusers_models import DIFFUSERS_LAYOUTS
 from hddm.checkpoints.expert_folders import LAYOUT as HDDM
 from hddm.checkpoints.expert_folders import open_expert
-from hddm.checkpoints.folders import PIPELINE, STEM, open_model, open_pipeline
+from hddm.checkpoints.folder_weights import STEM
+from hddm.checkpoints.folders import PIPELINE, open_model, open_pipeline
 from hddm.checkpoints.layouts import UnstatedHeads
 from hddm.checkpoints.single_files import FILE_LAYOUTS, LDM, open_file
 from hddm.checkpoints.sources import Reading, Source

@@ -51,6 +51,7 @@ def open_file(path: Path, reading: Reading) -> Source:
     weights, prefix = own[chosen]
     arguments = layout.arguments(weights, reading.hints, str(path))
     classes = arguments.get("num_classes")
+    latent_scale, notes = layout.latents(weights)
     return Source(
         path=path,
         layout=layout.name,
@@ -65,8 +66,9 @@ def open_file(path: Path, reading: Reading) -> Source:
         chosen=chosen,
         prefix=prefix,
         nulls={name: key for name, key in layout.nulls.items() if key in weights},
-        latent_scale=layout.latent_scale,
+        latent_scale=latent_scale,
         licence=IMAGENET_LICENCE if classes == _IMAGENET_CLASSES else None,
+        notes=notes,
     )
 
 
