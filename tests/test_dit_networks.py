@@ -2,11 +2,14 @@
 
 import re
 
+import pytest
 import torch
 from diffusers import DiTTransformer2DModel
 from safetensors.torch import load_file
 from torch import Tensor
 
+from hddm.errors import HddmError
+from hddm.models.sizes import size_config
 from hddm.models.transformer import ExpertTransformer
 from tests.checkpoint_files import shared_checkpoint
 
@@ -97,3 +100,11 @@ def test_diffusers_dit_with_one_embedder_is_reproduced() -> None:
     times, labels = torch.tensor([5, 333, 999]), torch.tensor([0, 6, 7])
     expected = theirs(x, times, labels).sample
     torch.testing.assert_close(ours(x, times, labels), expected, rtol=0, atol=5e-6 * expected.std().item())
+
+
+def test_text_is_asked_for_by_name_and_taken_in_any_precision() -> None:
+    network = ExpertTransformer(sample_size=4, in_channels=1, text_dim=6, **size_config("tiny")).bfloat16()
+    x, t = torch.zeros(1, 1, 4, 4, dtype=torch.bfloat16), torch.ones(1)
+    with pytest.raises(HddmError, match="pass encoder_hidden_states"):
+        network(x, t)
+    assert network(x, t, encoder_hidden_states=torch.ones(1, 3, 6)).isfinite().all()

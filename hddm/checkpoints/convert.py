@@ -102,7 +102,7 @@ def _checked(plan: Plan, draft: Path) -> Verified:
         added = {TEXT: given.pop(TEXT)}
     source = None if plan.is_restarted else plan.source.forward()
     with named_failure(str(plan.source.path), network):
-        found = verify(source, field, outputs, plan.conventions, given, added)
+        found = verify(source, field, outputs, plan.conventions, given, added, network.startswith("UNet"))
     is_fold = bool(plan.built.modulation_error)
     if is_fold and found.is_finite and found.function_error > LARGEST_FOLD_ERROR:
         raise HddmError(

@@ -8,6 +8,7 @@ from hddm.checkpoints.layouts import Hints, UnstatedHeads
 from hddm.checkpoints.recognise import open_source
 from hddm.checkpoints.sources import Reading
 from hddm.errors import HddmError
+from hddm.network_configs import empty_network
 from hddm.networks import interface_of
 
 
@@ -34,7 +35,8 @@ def describe_source(path: Path, allow_pickle: bool = False, variant: str | None 
         unstated.append(str(missing))
     network = source.network.__name__
     arguments = {k: v for k, v in source.arguments.items() if not (unstated and k in _HEADS)}
-    interface = interface_of(network, source.arguments)
+    empty = empty_network(source.network, source.arguments, len(source.weights), str(path))
+    interface = interface_of(network, empty.config)
     facts: dict[str, Any] = {
         "kind": "checkpoint",
         "layout": source.layout,

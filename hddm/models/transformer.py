@@ -215,7 +215,11 @@ class ExpertTransformer(ModelMixin, ConfigMixin):  # type: ignore[misc]
         embedded = self.time_embed(timestep)
         if self.class_embed is not None:
             embedded = embedded + self.class_embed(class_labels)
-        text = self.text_proj(encoder_hidden_states) if self.text_proj is not None else None
+        text = None
+        if self.text_proj is not None:
+            if encoder_hidden_states is None:
+                raise HddmError("this network attends to text: pass encoder_hidden_states")
+            text = self.text_proj(encoder_hidden_states.to(x.dtype))
         shared = _six(self.t_block(embedded)) if self.t_block is not None else None
         activated = F.silu(embedded)
         for layer in self.layers:
