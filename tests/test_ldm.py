@@ -119,6 +119,7 @@ def test_a_marker_of_zero_terminal_snr_is_followed(hddm: Command, tmp_path: Path
     save_file(content, tmp_path / "sd.safetensors")
     text = converted(hddm, tmp_path / "sd.safetensors", tmp_path / "expert", *SIDE, *HEADS)
     assert ("rescaled to no signal" in text) != is_rescaled
+    assert "a --schedule has to say rescale_betas_zero_snr" in text
     facts = facts_of(tmp_path / "expert")
     assert facts["prediction_type"] == "v_prediction"
     torch.testing.assert_close(torch.tensor(facts["schedule"]["betas"]), betas, rtol=0, atol=1e-5)

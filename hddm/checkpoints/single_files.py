@@ -84,6 +84,8 @@ def _open_ldm(path: Path, everything: Tensors, reading: Reading) -> Source:
         raise HddmError(f"{path}: its tensors are not those of the layout: left over {', '.join(strangers)}")
     parts = sum(name.startswith(ldm.OTHER_PARTS) for name in everything)
     notes = [f"{parts} tensors of its VAE and text encoder are left alone"] if parts else []
+    if "ztsnr" in everything:
+        notes.append("ztsnr marks training to no signal: a --schedule has to say rescale_betas_zero_snr")
     if reading.hints.sample_size is None:
         side = arguments["sample_size"]
         notes.append(f"samples of side {side} are assumed; --sample-size says otherwise")
