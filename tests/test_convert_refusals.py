@@ -174,3 +174,8 @@ def test_content_of_no_known_layout(hddm: Command, tmp_path: Path) -> None:
     assert "no such file" in refused(hddm, tmp_path / "none")
     (tmp_path / "folder").mkdir()
     assert "found: none" in refused(hddm, tmp_path / "folder")
+
+
+def test_the_root_of_a_hub_cache_is_told_from_its_snapshots(hddm: Command, tmp_path: Path) -> None:
+    (tmp_path / "models--x--y" / "snapshots" / "0").mkdir(parents=True)
+    assert "one revision in its snapshots/" in refused(hddm, tmp_path / "models--x--y")

@@ -195,5 +195,5 @@ def test_what_a_folder_is_can_be_told_without_its_weights(
     whole = describe(ensemble)
     assert (whole["kind"], whole["objectives"]) == ("ensemble", ["ddpm", "flow"])
     assert describe(shards)["kind"] == "partition"
-    with pytest.raises(HddmError, match="holds none of expert.json, model_index.json and config.json"):
+    with pytest.raises(HddmError, match=r"holds none of expert\.json"):
         describe(shards.parent)

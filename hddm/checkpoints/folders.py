@@ -160,7 +160,8 @@ def _scheduler(folder: Path, above: Path) -> Path | None:
         (above, SCHEDULER),
     ):
         if (root / name).exists() or (root / name).is_symlink():
-            return inside(root, name)
+            inside(root, name)
+            return root / name
     return None
 
 

@@ -56,6 +56,8 @@ def open_source(path: Path, reading: Reading) -> Source:
         return sources[0]
     if len(files) == 1:
         raise refusals[0]
+    if (path / "snapshots").is_dir():
+        raise HddmError(f"{path}: a hub cache; give the folder of one revision in its snapshots/")
     found = ", ".join(file.name for file in files) or "none"
     reasons = "".join(f"; {error}" for error in refusals)
     raise HddmError(

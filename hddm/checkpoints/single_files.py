@@ -22,7 +22,10 @@ _TOP = ""
 _INNER = ("shadow", "shadow_params", "module", "model", "state_dict")
 _PREFIXES = ("module.", "_orig_mod.", "model.")
 _IMAGENET_CLASSES = 1000
-IMAGENET_LICENCE = "CC-BY-NC-4.0 (the released ImageNet DiT weights; non-commercial)"
+IMAGENET_LICENCE = (
+    "CC-BY-NC-4.0 (assumed: it has the 1,000 classes of the released ImageNet DiT weights, which are "
+    "non-commercial; --licence states another)"
+)
 
 
 def open_file(path: Path, reading: Reading) -> Source:

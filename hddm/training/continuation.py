@@ -64,7 +64,10 @@ def continue_expert(
     """
     check_absent(out, EXPERT_FILE, overwrite)
     if not (init / EXPERT_FILE).is_file():
-        raise HddmError(f"{init}: no expert folder; an ensemble's experts are trained on one by one")
+        raise HddmError(
+            f"{init}: no expert folder; a checkpoint becomes one by hddm convert, and an ensemble's experts "
+            "are trained on one by one"
+        )
     expert = read_expert(init)
     field = field_of(expert)
     objective = _objective(init, expert.facts, settings)

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +19,7 @@ from hddm.training.native_samples import native_conditions, native_samples
 from hddm.velocity import VelocityField
 
 NUM_IMAGES = 512
+FEW_IMAGES = 64
 STEPS = 50
 
 
@@ -54,6 +56,12 @@ def recalibrate(
         )
     field.calibration = None
     if shard_folder is None:
+        if num_images < FEW_IMAGES:
+            warnings.warn(
+                f"{num_images} samples say little about the moments that take over near t = 1; "
+                f"{NUM_IMAGES} are the default",
+                stacklevel=2,
+            )
         calibration = _on_native_samples(folder, facts, field, seed, num_images, steps, on_batch)
     else:
         shard = load_shard(shard_folder)
