@@ -63,6 +63,8 @@ def continue_expert(
             anything but noise on its whole range.
     """
     check_absent(out, EXPERT_FILE, overwrite)
+    if not init.is_dir():
+        raise HddmError(f"{init}: no such folder")
     if not (init / EXPERT_FILE).is_file():
         raise HddmError(
             f"{init}: no expert folder; a checkpoint becomes one by hddm convert, and an ensemble's experts "
