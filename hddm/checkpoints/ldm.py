@@ -219,3 +219,8 @@ def strangers(everything: Weights) -> list[str]:
     """Names that belong to none of the parts of such a file."""
     known = (UNET, EMA, *OTHER_PARTS)
     return [name for name in everything if not name.startswith(known) and not _BUFFERS.fullmatch(name)]
+
+
+def buffers(everything: Weights) -> dict[str, Tensor]:
+    """Schedule, markers and scales: not the network's, but without them the file says less of itself."""
+    return {name: tensor for name, tensor in everything.items() if _BUFFERS.fullmatch(name)}

@@ -110,6 +110,7 @@ def _open_ldm(path: Path, everything: Tensors, reading: Reading) -> Source:
         chosen=chosen,
         latent_scale=ldm.latent_scale(everything),
         notes=tuple(notes),
+        kept=ldm.buffers(everything),
     )
 
 

@@ -80,7 +80,7 @@ class Source:
     facts: ExpertFacts | None = None
     """Of an expert folder."""
     kept: Mapping[str, Tensor] = field(default_factory=dict)
-    """Of an expert folder: tensors of its source that only the way back needs."""
+    """Tensors that no network needs, for the way back."""
     null_tensors: Mapping[str, Tensor] = field(default_factory=dict)
     """Of an expert folder."""
 
