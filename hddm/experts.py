@@ -136,6 +136,12 @@ def write_records(folder: Path, facts: ExpertFacts, nulls: Mapping[str, Tensor])
     write_json(folder / EXPERT_FILE, facts.model_dump(mode="json"))
 
 
+def read_nulls(folder: Path) -> dict[str, Tensor]:
+    """What an expert folder holds as null conditions, by keyword of the network."""
+    path = folder / NULL_FILE
+    return read_safetensors(path) if path.exists() else {}
+
+
 def read_expert(folder: Path, dtype: torch.dtype = torch.float32) -> Expert:
     """Read an expert folder.
 
@@ -155,7 +161,7 @@ def read_expert(folder: Path, dtype: torch.dtype = torch.float32) -> Expert:
             f"{folder / CALIBRATION}: is of samples of {len(calibration.moments.mean)} numbers, not of "
             f"{facts.sample_shape}; delete it and calibrate anew"
         )
-    nulls = read_safetensors(folder / NULL_FILE) if (folder / NULL_FILE).exists() else {}
+    nulls = read_nulls(folder)
     unknown = sorted(set(nulls) - set(facts.conditions))
     if unknown:
         raise HddmError(f"{folder / NULL_FILE}: holds {unknown}, which are no conditions of this expert")

@@ -21,7 +21,7 @@ from hddm.checkpoints.plan import Conversion as Conversion
 from hddm.checkpoints.plan import plan as plan
 from hddm.checkpoints.verify import LARGEST_DIFFERENCE, Verified, example_conditions, verify
 from hddm.errors import HddmError
-from hddm.experts import EXPERT_FILE, FORMAT, NULL_FILE, Expert, ExpertFacts, write_records
+from hddm.experts import EXPERT_FILE, FORMAT, Expert, ExpertFacts, read_nulls, write_records
 from hddm.facts import read_facts
 from hddm.files import check_absent, new_folder, write_json
 from hddm.load import field_of
@@ -29,7 +29,7 @@ from hddm.model_folders import WEIGHTS, open_network
 from hddm.network_configs import empty_network
 from hddm.networks import EXPERT_NETWORKS, OPTIONAL_CONDITIONS
 from hddm.velocity import VelocityField
-from hddm.weight_files import read_safetensors, sha256_of, write_safetensors
+from hddm.weight_files import sha256_of, write_safetensors
 
 LARGEST_FOLD_ERROR = 0.5
 
@@ -131,8 +131,7 @@ def _as_written(folder: Path) -> tuple[VelocityField, list[Tensor], Mapping[str,
     network.register_forward_hook(
         lambda module, given, output: outputs.append(output[0] if isinstance(output, tuple) else output)
     )
-    nulls = read_safetensors(folder / NULL_FILE) if (folder / NULL_FILE).exists() else {}
-    field = field_of(Expert(network, facts, None, nulls))
+    field = field_of(Expert(network, facts, None, read_nulls(folder)))
     adapter = field.network
     # A plain function is asked in the dtype of the state, whatever its weights are stored in.
     field.network = lambda y, timestep, **conditions: adapter(y, timestep, **conditions)

@@ -37,12 +37,9 @@ def own_table(
 ) -> KeyTable:
     """Names of a file of ``kind`` against those of the class, the same but for former names."""
     names = empty_network(kind, arguments, len(weights), origin).state_dict()
-    pairs = [same(_former(name) if name not in weights else name, name) for name in names]
-    known = {pair.foreign[0][0] for pair in pairs}
-    pairs = [
-        pair if pair.foreign[0][0] in weights else same(pair.ours[0][0], pair.ours[0][0]) for pair in pairs
-    ]
-    benign = {"pos_embed.pos_embed": "computed anew"} if "pos_embed.pos_embed" not in known else {}
+    uses_former = {name for name in names if name not in weights and _former(name) in weights}
+    pairs = [same(_former(name) if name in uses_former else name, name) for name in names]
+    benign = {"pos_embed.pos_embed": "computed anew"} if "pos_embed.pos_embed" not in names else {}
     return KeyTable(pairs, benign)
 
 

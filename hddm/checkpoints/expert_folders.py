@@ -5,7 +5,7 @@ from pathlib import Path
 from hddm.checkpoints.diffusers_models import class_forward, own_table
 from hddm.checkpoints.sources import Declared, Reading, Source
 from hddm.errors import HddmError
-from hddm.experts import EXPERT_FILE, FORMAT, NULL_FILE, ExpertFacts
+from hddm.experts import EXPERT_FILE, FORMAT, ExpertFacts, read_nulls
 from hddm.facts import read_facts
 from hddm.model_folders import WEIGHTS, open_network
 from hddm.networks import EXPERT_NETWORKS
@@ -48,5 +48,5 @@ def open_expert(folder: Path, reading: Reading) -> Source:
         licence=facts.licence,
         facts=facts,
         kept=read_safetensors(folder / EXTRAS_FILE) if (folder / EXTRAS_FILE).exists() else {},
-        null_tensors=read_safetensors(folder / NULL_FILE) if (folder / NULL_FILE).exists() else {},
+        null_tensors=read_nulls(folder),
     )

@@ -10,7 +10,7 @@ from hddm.checkpoints.diffusers_models import DIFFUSERS_LAYOUTS, class_forward, 
 from hddm.checkpoints.empty_prompt import empty_prompt
 from hddm.checkpoints.folder_weights import found_file, read_weights, set_of, weight_sets
 from hddm.checkpoints.layouts import LATENT_SCALE
-from hddm.checkpoints.single_files import IMAGENET_LICENCE
+from hddm.checkpoints.single_files import IMAGENET_CLASSES, IMAGENET_LICENCE
 from hddm.checkpoints.sources import Declared, Reading, Source, choose_set
 from hddm.errors import HddmError
 from hddm.files import read_json
@@ -199,6 +199,6 @@ def _licence(above: Path, layout: str, arguments: dict[str, Any]) -> str | None:
         match = re.search(r"\A---\n.*?^license:\s*([^\n]+)$.*?^---$", front, re.MULTILINE | re.DOTALL)
         if match:
             return match[1].strip().strip("'\"")
-    if layout == "diffusers-dit" and arguments.get("num_embeds_ada_norm") == 1000:
+    if layout == "diffusers-dit" and arguments.get("num_embeds_ada_norm") == IMAGENET_CLASSES:
         return IMAGENET_LICENCE
     return None

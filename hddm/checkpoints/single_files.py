@@ -21,7 +21,7 @@ _SETS: dict[str, WeightSet] = {**dict.fromkeys(_RAW, "raw"), **dict.fromkeys(_EM
 _TOP = ""
 _INNER = ("shadow", "shadow_params", "module", "model", "state_dict")
 _PREFIXES = ("module.", "_orig_mod.", "model.")
-_IMAGENET_CLASSES = 1000
+IMAGENET_CLASSES = 1000
 IMAGENET_LICENCE = (
     "CC-BY-NC-4.0 (assumed: it has the 1,000 classes of the released ImageNet DiT weights, which are "
     "non-commercial; --licence states another)"
@@ -70,7 +70,7 @@ def open_file(path: Path, reading: Reading) -> Source:
         prefix=prefix,
         nulls={name: key for name, key in layout.nulls.items() if key in weights},
         latent_scale=latent_scale,
-        licence=IMAGENET_LICENCE if classes == _IMAGENET_CLASSES else None,
+        licence=IMAGENET_LICENCE if classes == IMAGENET_CLASSES else None,
         notes=notes,
     )
 

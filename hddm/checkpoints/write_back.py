@@ -16,6 +16,7 @@ from hddm.checkpoints.diffusers_models import DIFFUSERS_LAYOUTS
 from hddm.checkpoints.expert_folders import open_expert
 from hddm.checkpoints.folders import PIPELINE, SCHEDULER
 from hddm.checkpoints.keys import KeyTable, as_planned
+from hddm.checkpoints.plan import PAPER
 from hddm.checkpoints.single_files import FILE_LAYOUTS, LDM
 from hddm.checkpoints.sources import Reading, Source
 from hddm.errors import HddmError, did_you_mean
@@ -112,7 +113,7 @@ def _is_restarted(chain: SourceFacts) -> bool:
     links: list[SourceFacts] = [chain]
     while links[-1].before is not None:
         links.append(links[-1].before)
-    return any(link.options.get("recipe") == "paper" for link in links)
+    return any(link.options.get("recipe") == PAPER for link in links)
 
 
 def _write_file(source: Source, facts: ExpertFacts, layout: str, path: Path) -> None:
