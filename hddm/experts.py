@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from diffusers import ModelMixin
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from hddm.calibration import FILE_NAME as CALIBRATION
 from hddm.calibration import Calibration
+from hddm.components.identity import TextEncoderFacts, VaeFacts
 from hddm.errors import HddmError
 from hddm.facts import Facts, read_facts
 from hddm.files import write_json
@@ -23,7 +24,7 @@ from hddm.networks import EXPERT_NETWORKS, interface_of
 from hddm.predictions import PredictionType
 from hddm.weight_files import read_safetensors
 
-FORMAT = "1.1"
+FORMAT = "1.2"
 EXPERT_FILE = "expert.json"
 ROUTER_FILE = "router.json"
 NULL_FILE = "null_conditions.safetensors"
@@ -36,6 +37,10 @@ class ShardFacts(Facts):
     num_shards: int
     hash: str
     images: int
+    class_images: tuple[int, ...] = ()
+    """Images of each class, in the order of the expert's ``classes``; empty where images have no labels."""
+    partition: str | None = None
+    """What all shards of one partition share."""
 
 
 class SourceFacts(Facts):
@@ -73,6 +78,11 @@ class ExpertFacts(Facts):
     space: Literal["pixels", "latents"] = "pixels"
     latent_scale: float | None = 1.0
     """Samples are data × this factor; 1 for pixels in [-1, 1], None where the source does not say."""
+    vae: VaeFacts | None = None
+    """None for pixels, and where the source does not hold its VAE."""
+    text_encoder: TextEncoderFacts | None = None
+    shift: float = Field(default=1.0, gt=0)
+    """Of the time grid that its samples want (`hddm.sampling.time_grid`)."""
     variance_head: bool = False
     """The network gives a learned variance besides, which is dropped."""
     round_time: bool = False
@@ -99,6 +109,10 @@ class RouterFacts(Facts):
     shard_hashes: tuple[str, ...]
     """One a shard, in the order of the router's outputs."""
     shard_images: tuple[int, ...]
+    temperatures: tuple[Annotated[float, Field(gt=0)], ...] = (1.0,)
+    """Logits are divided by these, at times spread evenly over [0, 1] and linearly between."""
+    calibration: dict[str, Any] = Field(default_factory=dict)
+    """How the temperatures were found, with the expected calibration error before and after."""
     training: dict[str, Any] = Field(default_factory=dict)
 
 

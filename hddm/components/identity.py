@@ -1,0 +1,48 @@
+"""Which VAE made an expert's latents, and which text encoder its tokens: by content, not by name."""
+
+import hashlib
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from hddm.facts import Facts
+
+SMALL = 65536
+"""Numbers of the largest tensor that a fingerprint looks at; norms and biases of a network are smaller."""
+
+
+class VaeFacts(Facts):
+    """The latent space of an expert.
+
+    Samples are (z - ``shift``) × ``scale``, z what ``kind``'s encoder gives. ``fingerprint`` is that of the
+    encoder's weights: two VAEs that differ in the decoder alone share a latent space.
+    """
+
+    kind: str
+    fingerprint: str
+    scale: float
+    shift: float = 0.0
+
+
+class TextEncoderFacts(Facts):
+    """The text encoder of an expert, and how many tokens a prompt is padded to."""
+
+    kind: str
+    fingerprint: str
+    tokens: int
+    width: int
+
+
+def fingerprint(weights: Mapping[str, Tensor]) -> str:
+    """16 hexadecimal digits of the small tensors in ``weights``, cast to float16.
+
+    Names count, dtypes do not: a float16 copy has the fingerprint of its float32 original.
+    """
+    digest = hashlib.sha256()
+    for name in sorted(weights):
+        tensor = weights[name]
+        if tensor.is_floating_point() and tensor.numel() <= SMALL:
+            digest.update(f"{name} {tuple(tensor.shape)}".encode())
+            digest.update(tensor.to(torch.float16).contiguous().numpy().tobytes())
+    return digest.hexdigest()[:16]
