@@ -7,12 +7,15 @@ With w_k = p(k | x_t), the posterior of the shard, this is exactly the velocity 
 (`hddm.routing`) sets small weights to 0, and experts of weight 0 do not run.
 """
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from hddm.errors import HddmError
+from hddm.guidance import Guidance
+from hddm.offload import in_best_order, prefetch
 from hddm.routing import Strategy, sparse_weights
 from hddm.velocity import VelocityField, check_conditions, check_times
 
@@ -25,10 +28,13 @@ class Ensemble:
         router: ``router(x_t, t)`` to probabilities (batch, K). Only ``draw`` does without.
         strategy: see `hddm.routing`; can be set later.
         prior: K shard sizes or probabilities that ``draw`` draws from; None for equal ones.
+        class_prior: p(k | class), or images of a class in a shard, (classes, K): what ``draw`` draws
+            from where there are class labels; None where it is not known.
+        shift: of the time grid that its samples want (`hddm.sampling.time_grid`).
 
     Raises:
         HddmError: for no experts, an unknown strategy, a k above K, or a prior that is not K
-            non-negative numbers with a positive sum.
+            non-negative numbers with a positive sum, for each class too.
     """
 
     def __init__(
@@ -37,13 +43,19 @@ class Ensemble:
         router: Callable[[Tensor, Tensor], Tensor] | None = None,
         strategy: str = "nucleus-0.9",
         prior: Sequence[float] | Tensor | None = None,
+        class_prior: Sequence[Sequence[float]] | Tensor | None = None,
+        shift: float = 1.0,
     ) -> None:
         if not experts:
             raise HddmError("an ensemble needs at least one expert")
         self.experts = list(experts)
         self.router = router
         self.prior = _normalised(prior, len(self.experts))
+        self.class_prior = None
+        if class_prior is not None:
+            self.class_prior = torch.stack([_normalised(row, len(self.experts)) for row in class_prior])
         self.strategy = strategy
+        self.shift = shift
 
     @property
     def strategy(self) -> str:
@@ -67,6 +79,11 @@ class Ensemble:
         return self.experts[0].device
 
     @property
+    def dtype(self) -> torch.dtype:
+        """The widest of the experts'."""
+        return functools.reduce(torch.promote_types, (expert.dtype for expert in self.experts))
+
+    @property
     def classes(self) -> tuple[str, ...]:
         """Names of the classes, empty where no expert has any."""
         return next((e.classes for e in self.experts if e.classes), ())
@@ -75,51 +92,84 @@ class Ensemble:
         self,
         x_t: Tensor,
         t: Tensor,
-        guidance_scale: float = 1.0,
+        guidance_scale: float | Guidance = 1.0,
         negative: Mapping[str, Tensor] | None = None,
         expert: Tensor | None = None,
+        weights: Tensor | None = None,
         **conditions: Tensor,
     ) -> Tensor:
         """Velocity of the mixture.
 
-        An expert sees the samples that need it and no others.
+        An expert sees the samples that need it and no others; one that nobody needs does not run.
 
         Args:
             x_t: (batch, …).
             t: (batch,) in [0, 1].
-            guidance_scale: applied by each expert, before mixing; 1 for none.
+            guidance_scale: applied by each expert, before mixing; 1 for none, or a `Guidance`.
             negative: conditions of the negative branch.
-            conditions: keywords of the experts' networks; each expert gets those that it declares.
             expert: (batch,) indices of the one expert for each sample, instead of the strategy.
+            weights: (batch, K), as `weights` gave them for an earlier state, instead of the strategy.
+            conditions: keywords of the experts' networks; each expert gets those that it declares.
 
         Raises:
             HddmError: as `VelocityField.velocity`; for a strategy that needs a router where there is
-                none; for ``draw`` without ``expert``; for a condition that no expert declares.
+                none; for ``draw`` without ``expert``; for a condition that no expert declares; for weights
+                of another shape.
         """
         times = check_times(x_t, t)
         check_conditions(x_t, {**conditions, **(negative or {})})
-        weights = self.weights(x_t, times, expert)
+        if weights is None:
+            weights = self.weights(x_t, times, expert)
+        elif expert is not None or weights.shape != (len(x_t), len(self.experts)):
+            raise HddmError(
+                f"weights= takes (batch, experts) numbers, {(len(x_t), len(self.experts))}, and no expert= "
+                f"beside it; they are {tuple(weights.shape)}"
+            )
         given = self._shared_out(conditions)
         against = self._shared_out(negative or {})
         mixed = torch.zeros_like(x_t, dtype=torch.promote_types(x_t.dtype, torch.float32))
-        for index, field in enumerate(self.experts):
-            rows = weights[:, index].nonzero()[:, 0]
-            if not len(rows):
-                continue
-            v = field.velocity(
-                x_t[rows].to(mixed.dtype),
+        used = weights.to("cpu") != 0
+        waiting = in_best_order({k: self.experts[k].network for k in used.any(0).nonzero()[:, 0].tolist()})
+        parts: dict[int, tuple[Tensor, Tensor]] = {}
+        for place, index in enumerate(waiting):
+            rows = used[:, index].nonzero()[:, 0]
+            for following in waiting[place + 1 : place + 2]:
+                prefetch(self.experts[following].network)
+            here = rows.to(x_t.device)
+            v = self.experts[index].velocity(
+                x_t[here].to(mixed.dtype),
                 times[rows.to(times.device)],
                 # An expert without conditions has nothing to be guided by, and takes part as it is.
                 guidance_scale if given[index] or not conditions else 1.0,
-                {key: value[rows] for key, value in against[index].items()} or None,
-                **{key: value[rows] for key, value in given[index].items()},
+                {key: value[here] for key, value in against[index].items()} or None,
+                **{key: value[here] for key, value in given[index].items()},
             )
-            share = weights[rows, index].view(-1, *[1] * (x_t.ndim - 1))
-            mixed.index_add_(0, rows, share.to(mixed) * v)
+            share = weights[here, index].view(-1, *[1] * (x_t.ndim - 1))
+            parts[index] = here, share.to(mixed) * v
+        # In one order, whoever ran first: sums round differently in another.
+        for index in sorted(parts):
+            mixed.index_add_(0, *parts[index])
         return mixed.to(x_t.dtype)
 
+    def prior_of(self, num: int, conditions: Mapping[str, Tensor]) -> Tensor:
+        """What ``draw`` draws from for ``num`` samples, (num, K): p(k | class) where it is known, else p(k).
+
+        A label beyond the classes, as the null class is, counts as none.
+        """
+        rows = self.prior.expand(num, -1)
+        labels = conditions.get("class_labels")
+        if self.class_prior is None or labels is None:
+            return rows
+        labels = labels.cpu().long()
+        known = (labels >= 0) & (labels < len(self.class_prior))
+        return torch.where(known[:, None], self.class_prior[labels.where(known, 0)], rows)
+
     def weights(self, x_t: Tensor, t: Tensor, expert: Tensor | None = None) -> Tensor:
-        """Weights (batch, K) of the experts at x_t (batch, …) and t (batch,), by the strategy."""
+        """Weights (batch, K) of the experts at x_t (batch, …) and t (batch,), by the strategy.
+
+        Raises:
+            HddmError: as `velocity`.
+        """
         if expert is not None:
             if expert.shape != (len(x_t),) or not ((expert >= 0) & (expert < len(self.experts))).all():
                 raise HddmError(

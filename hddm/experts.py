@@ -18,7 +18,7 @@ from hddm.components.identity import TextEncoderFacts, VaeFacts
 from hddm.errors import HddmError
 from hddm.facts import Facts, read_facts
 from hddm.files import write_json
-from hddm.model_folders import read_network
+from hddm.model_folders import Unread, read_network, unread_network
 from hddm.models.router import RouterTransformer
 from hddm.networks import EXPERT_NETWORKS, interface_of
 from hddm.predictions import PredictionType
@@ -156,15 +156,42 @@ def read_nulls(folder: Path) -> dict[str, Tensor]:
     return read_safetensors(path) if path.exists() else {}
 
 
+@dataclass(frozen=True)
+class UnreadExpert:
+    """An expert whose weights are still on disk; see `Expert` and `hddm.model_folders.Unread`."""
+
+    folder: Path
+    unread: Unread[ModelMixin]
+    facts: ExpertFacts
+    calibration: Calibration | None = None
+    nulls: Mapping[str, Tensor] = field(default_factory=dict)
+
+    def read(self, dtype: torch.dtype) -> Expert:
+        """The expert with its weights in memory."""
+        network = self.unread.network
+        network.load_state_dict(self.unread.read(dtype), assign=True)
+        network.requires_grad_(False)
+        return Expert(network, self.facts, self.calibration, self.nulls)
+
+
 def read_expert(folder: Path, dtype: torch.dtype = torch.float32) -> Expert:
     """Read an expert folder.
 
     Raises:
         HddmError: as `hddm.facts.read_facts` and `hddm.model_folders.read_network`.
     """
+    return open_expert(folder).read(dtype)
+
+
+def open_expert(folder: Path) -> UnreadExpert:
+    """Read an expert folder but for its weights.
+
+    Raises:
+        HddmError: as `read_expert`, but for NaN and Inf.
+    """
     facts = read_facts(folder / EXPERT_FILE, ExpertFacts, FORMAT)
-    network = read_network(folder, EXPERT_NETWORKS, dtype)
-    interface = interface_of(type(network).__name__, network.config)
+    unread = unread_network(folder, EXPERT_NETWORKS)
+    interface = interface_of(type(unread.network).__name__, unread.network.config)
     for key in ("sample_shape", "variance_head", "conditions"):
         stated, found = getattr(facts, key), getattr(interface, key)
         if stated != found:
@@ -179,7 +206,7 @@ def read_expert(folder: Path, dtype: torch.dtype = torch.float32) -> Expert:
     unknown = sorted(set(nulls) - set(facts.conditions))
     if unknown:
         raise HddmError(f"{folder / NULL_FILE}: holds {unknown}, which are no conditions of this expert")
-    return Expert(network, facts, calibration, nulls)
+    return UnreadExpert(folder, unread, facts, calibration, nulls)
 
 
 def save_router(folder: Path, network: RouterTransformer, facts: RouterFacts) -> None:

@@ -1,8 +1,9 @@
 """Network folders as diffusers lays them out: ``config.json`` and one safetensors file, nothing lenient."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from diffusers import ModelMixin
@@ -11,11 +12,22 @@ from torch import Tensor
 from hddm.errors import HddmError
 from hddm.files import read_json
 from hddm.network_configs import differences, empty_network, fill, parse_config
-from hddm.weight_files import read_safetensors
+from hddm.weight_files import read_header, read_safetensors
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 
 Network = TypeVar("Network", bound=ModelMixin)
+
+
+@dataclass(frozen=True)
+class Unread(Generic[Network]):
+    """A network in evaluation mode whose weights are still on disk: on the meta device, but for positions.
+
+    ``read(dtype)`` gives its tensors by name, cast; those of that dtype stay mapped from the file.
+    """
+
+    network: Network
+    read: Callable[[torch.dtype], dict[str, Tensor]]
 
 
 def read_network(folder: Path, classes: Sequence[type[Network]], dtype: torch.dtype) -> Network:
@@ -27,13 +39,10 @@ def read_network(folder: Path, classes: Sequence[type[Network]], dtype: torch.dt
         HddmError: for a missing file, an unknown config key, another class, or any tensor missing,
             left over or of another shape; the message names file and tensors.
     """
-    network, weights, arguments = open_network(folder, classes)
-    for key, value in weights.items():
-        if not value.isfinite().all():
-            raise HddmError(f"{folder / WEIGHTS}: {key!r} holds NaN or Inf; take the weights anew")
-    cast = {key: value.to(dtype) for key, value in weights.items()}
-    fill(network, cast, arguments, str(folder / "config.json"))
-    return network
+    found = unread_network(folder, classes)
+    found.network.load_state_dict(found.read(dtype), assign=True)
+    found.network.requires_grad_(False)
+    return found.network
 
 
 def open_network(
@@ -47,8 +56,57 @@ def open_network(
     path = folder / "config.json"
     kind, arguments = parse_config(read_json(path), classes, str(path))
     weights = read_safetensors(folder / WEIGHTS)
-    network = empty_network(kind, arguments, len(weights), str(path))
+    return _fitting(kind, arguments, weights, folder / WEIGHTS, str(path)), weights, arguments
+
+
+def unread_network(folder: Path, classes: Sequence[type[Network]]) -> Unread[Network]:
+    """As `read_network`, with the weights left where they are.
+
+    Raises:
+        HddmError: as `read_network`; for NaN and Inf when they are read.
+    """
+    path = folder / "config.json"
+    kind, arguments = parse_config(read_json(path), classes, str(path))
+    return unread(kind, arguments, folder / WEIGHTS, str(path))
+
+
+def unread(kind: type[Network], arguments: Mapping[str, Any], weights: Path, origin: str) -> Unread[Network]:
+    """A network of ``kind`` that is to take the weights in a file; ``origin`` says where its arguments are from.
+
+    Raises:
+        HddmError: as `open_network`.
+    """
+    header, _ = read_header(weights)
+    empty = {name: torch.empty(info.shape, dtype=info.dtype, device="meta") for name, info in header.items()}
+    network = _fitting(kind, arguments, empty, weights, origin)
+    fill(network, empty, arguments, origin)
+    return Unread(network, _Reader(weights, set(header)))
+
+
+def _fitting(
+    kind: type[Network], arguments: Mapping[str, Any], weights: Mapping[str, Tensor], path: Path, origin: str
+) -> Network:
+    network = empty_network(kind, arguments, len(weights), origin)
     problems = differences(network.state_dict(), weights)
     if problems:
-        raise HddmError(f"{folder / WEIGHTS}: does not fit its config.json: {'; '.join(problems)}")
-    return network, weights, arguments
+        raise HddmError(f"{path}: does not fit its {Path(origin).name}: {'; '.join(problems)}")
+    return network
+
+
+class _Reader:
+    """Reads a file of weights; the first time it looks for NaN and Inf."""
+
+    def __init__(self, path: Path, names: set[str]) -> None:
+        self._path, self._names = path, names
+        self._is_checked = False
+
+    def __call__(self, dtype: torch.dtype) -> dict[str, Tensor]:
+        weights = read_safetensors(self._path)
+        if set(weights) != self._names:
+            raise HddmError(f"{self._path}: has changed since it was opened; load the model again")
+        if not self._is_checked:
+            for key, value in weights.items():
+                if not value.isfinite().all():
+                    raise HddmError(f"{self._path}: {key!r} holds NaN or Inf; take the weights anew")
+            self._is_checked = True
+        return {key: value.to(dtype) for key, value in weights.items()}

@@ -5,17 +5,19 @@ generator of its own, whatever the batch size. What a batch size does change is 
 """
 
 import copy
-import functools
+import itertools
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch import Tensor
 
 from hddm.ensemble import Ensemble
 from hddm.errors import HddmError
+from hddm.expert_use import ExpertUse
+from hddm.guidance import Guidance
 from hddm.routing import Strategy
-from hddm.solvers import solver_named
+from hddm.solvers import OnStep, solver_named, unchanged
 from hddm.tensors import generator
 from hddm.velocity import VelocityField
 
@@ -41,17 +43,74 @@ def time_grid(steps: int, shift: float = 1.0) -> Tensor:
 
 def initial_noise(seed: int, start: int, stop: int, shape: tuple[int, ...]) -> Tensor:
     """Noise (stop - start, *shape) of samples ``start`` … ``stop`` - 1, in float32 on the CPU."""
-    rows = [torch.randn(shape, generator=generator(seed, i)) for i in range(start, stop)]
-    return torch.stack(rows)
+    return _noise(seed, range(start, stop), shape)
+
+
+def _noise(seed: int, indices: Iterable[int], shape: tuple[int, ...]) -> Tensor:
+    return torch.stack([torch.randn(shape, generator=generator(seed, i)) for i in indices])
 
 
 def draw_experts(prior: Tensor, seed: int, start: int, stop: int) -> Tensor:
-    """Expert index (stop - start,) of each sample, drawn from ``prior`` (K,)."""
+    """Expert index (stop - start,) of each sample, drawn from ``prior``, (K,) or one row a sample."""
     # The second key keeps this stream apart from the noise of the same sample.
     uniform = torch.stack(
         [torch.rand((), generator=generator(seed, i, 1), dtype=torch.float64) for i in range(start, stop)]
     )
-    return torch.searchsorted(prior.cumsum(0)[:-1].contiguous(), uniform, right=True)
+    return pick_experts(prior, uniform)
+
+
+def pick_experts(prior: Tensor, uniform: Tensor) -> Tensor:
+    """Expert index (batch,) for numbers in [0, 1) by the inverse distribution of ``prior``."""
+    bounds = prior.expand(len(uniform), -1).cumsum(1)[:, :-1].contiguous()
+    return torch.searchsorted(bounds, uniform[:, None].contiguous(), right=True)[:, 0]
+
+
+@torch.no_grad()
+def integrate(
+    model: VelocityField | Ensemble,
+    x: Tensor,
+    times: Tensor,
+    solver: str = "euler",
+    guidance_scale: float | Guidance = 1.0,
+    negative: Mapping[str, Tensor] | None = None,
+    conditions: Mapping[str, Tensor] | None = None,
+    *,
+    expert: Tensor | None = None,
+    router_every: int = 1,
+    use: ExpertUse | None = None,
+    on_step: OnStep = unchanged,
+) -> Tensor:
+    """The states x (batch, C, H, W) of times[0], carried to times[-1] along the model's velocity.
+
+    Args:
+        model: an expert or an ensemble.
+        x, times, solver: see `hddm.solvers`.
+        guidance_scale, negative, conditions: see `VelocityField.velocity`; on the model's device.
+        expert: (batch,) the one expert of each sample; ``draw`` needs it.
+        router_every: the router is asked at every n-th call of the velocity; between, its choice stays.
+        use: a tally of the weights, where one is wanted.
+        on_step: see `hddm.solvers`.
+
+    Raises:
+        HddmError: as `Ensemble.velocity`, and for a ``router_every`` below 1.
+    """
+    if router_every < 1:
+        raise HddmError(f"router_every starts at 1, not {router_every}")
+    given, count = dict(conditions or {}), itertools.count()
+    kept: Tensor | None = None
+
+    def velocity(x: Tensor, t: Tensor) -> Tensor:
+        nonlocal kept
+        if not isinstance(model, Ensemble):
+            return model.velocity(x, t, guidance_scale, negative, **given)
+        if next(count) % router_every == 0 and (kept is None or expert is None):
+            kept = model.weights(x, t.expand(len(x)), expert)
+        assert kept is not None
+        if use is not None:
+            use.add(float(t), kept)
+        return model.velocity(x, t, guidance_scale, negative, weights=kept, **given)
+
+    return solver_named(solver)(velocity, x, times, on_step)
 
 
 @torch.no_grad()
@@ -62,12 +121,16 @@ def sample(
     steps: int = 50,
     strategy: str | None = None,
     solver: str = "euler",
-    guidance_scale: float = 1.0,
+    guidance_scale: float | Guidance = 1.0,
     *,
     negative: Mapping[str, Tensor] | None = None,
-    shift: float = 1.0,
+    shift: float | None = None,
     batch_size: int = 64,
     shape: tuple[int, ...] | None = None,
+    start: int = 0,
+    expert: int | None = None,
+    router_every: int = 1,
+    use: ExpertUse | None = None,
     on_batch: Callable[[int], None] | None = None,
     **conditions: Tensor,
 ) -> Tensor:
@@ -80,17 +143,22 @@ def sample(
         steps: solver steps, even in t up to ``shift``.
         strategy: for this call, instead of the ensemble's own; see `hddm.routing`.
         solver: ``euler``, ``heun`` or ``adams-bashforth``; see `hddm.solvers`.
-        guidance_scale: classifier-free guidance, 1 for none.
+        guidance_scale: classifier-free guidance, 1 for none, or a `hddm.guidance.Guidance`.
         negative: conditions to guide away from, each (num, …); by default the null ones.
-        shift: of the time grid.
+        shift: of the time grid; by default the model's own.
         batch_size: samples integrated together; changes a sample by rounding only, which a hard choice of
             experts can amplify.
         shape: (C, H, W) of a sample, where the model does not tell.
+        start: index i of the first sample: a run in several pieces is the run in one.
+        expert: the one expert to use, instead of any strategy.
+        router_every: ask the router at every n-th call of the velocity only.
+        use: a tally of how the experts were used, to be read afterwards.
         on_batch: called with the number of samples after each batch.
         conditions: keywords of the experts' networks, each (num, …).
 
     Returns:
-        (num, C, H, W) in float32 on the CPU, in the units that the experts were trained in.
+        (num, C, H, W) on the CPU, in float32, or float64 where a network is, in the units that the experts
+        were trained in.
 
     Raises:
         HddmError: for a num below 1, an unknown strategy or solver, a strategy for a single expert,
@@ -99,35 +167,79 @@ def sample(
     shape = shape or model.sample_shape
     if shape is None:
         raise HddmError("this model does not tell the shape of a sample: pass shape=(C, H, W)")
-    if num < 1 or batch_size < 1 or seed < 0:
-        raise HddmError(f"num and batch_size start at 1, seed at 0, not {num}, {batch_size} and {seed}")
+    if num < 1 or batch_size < 1 or seed < 0 or start < 0:
+        raise HddmError(
+            f"num and batch_size start at 1, seed and start at 0, not {num}, {batch_size}, {seed} and {start}"
+        )
     for name, value in (*conditions.items(), *(negative or {}).items()):
         if len(value) != num:
             raise HddmError(f"condition {name!r} has {len(value)} rows for {num} samples")
     conditions = {name: torch.as_tensor(value) for name, value in conditions.items()}
+    chosen = None
     if isinstance(model, Ensemble):
-        # A copy, so that another thread's sampling keeps its own strategy.
-        model = copy.copy(model)
-        model.strategy = strategy or model.strategy
-    elif strategy is not None:
-        Strategy.parse(strategy)
-        raise HddmError(f"strategy {strategy!r} needs an ensemble; this is a single expert")
-    drawn = isinstance(model, Ensemble) and model.strategy == "draw"
-    if drawn and conditions:
-        warnings.warn("draw picks experts by the prior alone: the conditions have no say in it", stacklevel=2)
-    times, integrate = time_grid(steps, shift), solver_named(solver)
-    batches = []
-    for start in range(0, num, batch_size):
-        stop = min(start + batch_size, num)
-        given = {key: value[start:stop].to(model.device) for key, value in conditions.items()}
-        against = {key: value[start:stop].to(model.device) for key, value in (negative or {}).items()}
-        if isinstance(model, Ensemble) and drawn:
-            given["expert"] = draw_experts(model.prior, seed, start, stop).to(model.device)
-        bound = functools.partial(
-            model.velocity, guidance_scale=guidance_scale, negative=against or None, **given
-        )
-        x = initial_noise(seed, start, stop, shape).to(model.device)
-        batches.append(integrate(bound, x, times).cpu())
+        model, chosen = routed(model, strategy, expert, num, conditions)
+        if chosen is None and model.strategy == "draw":
+            chosen = draw_experts(model.prior_of(num, conditions), seed, start, start + num)
+    elif strategy is not None or expert is not None:
+        Strategy.parse(strategy or "draw")
+        asked = f"strategy {strategy!r}" if strategy is not None else f"expert {expert}"
+        raise HddmError(f"{asked} needs an ensemble; this is a single expert")
+    times = time_grid(steps, model.shift if shift is None else shift)
+    # Samples of one expert follow each other, so that it comes once and sees large batches.
+    order = torch.arange(num) if chosen is None else chosen.argsort(stable=True)
+    dtype = torch.promote_types(model.dtype, torch.float32)
+    samples = torch.empty(num, *shape, dtype=dtype)
+    for rows in order.split(batch_size):
+        x = _noise(seed, (start + rows).tolist(), shape).to(model.device, dtype)
+        samples[rows] = integrate(
+            model,
+            x,
+            times,
+            solver,
+            guidance_scale,
+            _rows(negative or {}, rows, model.device) or None,
+            _rows(conditions, rows, model.device),
+            expert=None if chosen is None else chosen[rows].to(model.device),
+            router_every=router_every,
+            use=use,
+        ).cpu()
         if on_batch is not None:
-            on_batch(stop - start)
-    return torch.cat(batches)
+            on_batch(len(rows))
+    return samples
+
+
+def routed(
+    ensemble: Ensemble,
+    strategy: str | None,
+    expert: int | None,
+    num: int,
+    conditions: Mapping[str, Tensor],
+) -> tuple[Ensemble, Tensor | None]:
+    """The ensemble under the strategy of one call, and the experts (num,) where the user names one.
+
+    Warns where ``draw`` has no p(k | condition) for the conditions at hand.
+
+    Raises:
+        HddmError: for an unknown strategy, an expert that is not there, or both at once.
+    """
+    # A copy, so that another thread's sampling keeps its own strategy.
+    ensemble = copy.copy(ensemble)
+    ensemble.strategy = strategy or ensemble.strategy
+    if expert is not None:
+        if strategy is not None:
+            raise HddmError(f"expert {expert} and strategy {strategy!r}: choose one of the two")
+        if not 0 <= expert < len(ensemble.experts):
+            raise HddmError(f"expert {expert}: there are 0 … {len(ensemble.experts) - 1}")
+        return ensemble, torch.full((num,), expert)
+    known = ensemble.class_prior is not None and set(conditions) == {"class_labels"}
+    if ensemble.strategy == "draw" and conditions and not known and len(ensemble.experts) > 1:
+        warnings.warn(
+            "draw picks experts by the prior alone: p(k | condition) is not known for "
+            f"{', '.join(sorted(conditions))}",
+            stacklevel=3,
+        )
+    return ensemble, None
+
+
+def _rows(conditions: Mapping[str, Tensor], rows: Tensor, device: torch.device) -> dict[str, Tensor]:
+    return {name: value[rows.to(value.device)].to(device) for name, value in conditions.items()}

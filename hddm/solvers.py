@@ -2,44 +2,58 @@
 
 ``solver(velocity, x, times)`` integrates dx/dt = velocity(x, t) from ``times[0]`` to ``times[-1]``
 through every time between, upwards or downwards, and returns the last x. ``velocity`` gets x and a
-scalar float64 tensor t. Each docstring gives the order of the global error in the step.
+scalar float64 tensor t. After step i, from 0, the state goes through ``on_step(i, x)``. Each docstring gives the order of the global error in the step.
 """
 
 import itertools
 from collections.abc import Callable
+from typing import Protocol
 
 from torch import Tensor
 
 from hddm.errors import HddmError
 
 Velocity = Callable[[Tensor, Tensor], Tensor]
-Solver = Callable[[Velocity, Tensor, Tensor], Tensor]
+OnStep = Callable[[int, Tensor], Tensor]
 
 
-def euler(velocity: Velocity, x: Tensor, times: Tensor) -> Tensor:
+def unchanged(index: int, x: Tensor) -> Tensor:
+    """The ``on_step`` that does nothing."""
+    return x
+
+
+class Solver(Protocol):
+    """What every solver is called with."""
+
+    def __call__(
+        self, velocity: Velocity, x: Tensor, times: Tensor, on_step: OnStep = unchanged
+    ) -> Tensor: ...
+
+
+def euler(velocity: Velocity, x: Tensor, times: Tensor, on_step: OnStep = unchanged) -> Tensor:
     """Euler's method, order 1, one call a step.
 
     On the common path it is DDIM (arXiv:2010.02502): that sampler's step is Euler's in the variable
     x/alpha over sigma/alpha, and both are exact for a constant x_0 and eps.
     """
-    for now, then in itertools.pairwise(times):
-        x = x + float(then - now) * velocity(x, now)
+    for index, (now, then) in enumerate(itertools.pairwise(times)):
+        x = on_step(index, x + float(then - now) * velocity(x, now))
     return x
 
 
-def heun(velocity: Velocity, x: Tensor, times: Tensor) -> Tensor:
+def heun(velocity: Velocity, x: Tensor, times: Tensor, on_step: OnStep = unchanged) -> Tensor:
     """Heun's second-order method (explicit trapezoid), order 2, two calls a step.
 
     Not Heun's third-order method. Source: arXiv:2206.00364, algorithm 1, without its noise.
     """
-    for now, then in itertools.pairwise(times):
+    for index, (now, then) in enumerate(itertools.pairwise(times)):
         step = float(then - now)
         slope = velocity(x, now)
-        x = x + step / 2 * (slope + velocity(x + step * slope, then))
+        x = on_step(index, x + step / 2 * (slope + velocity(x + step * slope, then)))
     return x
 
 
-def adams_bashforth(velocity: Velocity, x: Tensor, times: Tensor) -> Tensor:
+def adams_bashforth(velocity: Velocity, x: Tensor, times: Tensor, on_step: OnStep = unchanged) -> Tensor:
     """Two-step Adams-Bashforth for uneven steps, order 2, one call a step; the first is Euler's.
 
     With steps h_0, then h:  x += h [(1 + h/(2 h_0)) v - h/(2 h_0) v_before].
@@ -47,11 +61,11 @@ def adams_bashforth(velocity: Velocity, x: Tensor, times: Tensor) -> Tensor:
     """
     before: Tensor | None = None
     last_step = 0.0
-    for now, then in itertools.pairwise(times):
+    for index, (now, then) in enumerate(itertools.pairwise(times)):
         step = float(then - now)
         slope = velocity(x, now)
         weight = 0.0 if before is None else step / (2 * last_step)
-        x = x + step * ((1 + weight) * slope - (weight * before if before is not None else 0))
+        x = on_step(index, x + step * ((1 + weight) * slope - (weight * before if before is not None else 0)))
         before, last_step = slope, step
     return x
 

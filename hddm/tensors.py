@@ -40,4 +40,8 @@ def device_of(network: object) -> torch.device:
 
 
 def _parameters(network: object) -> Iterator[Tensor]:
+    # A network whose weights are elsewhere has an empty tensor where they will be.
+    placement = getattr(network, "placement", None)
+    if isinstance(placement, Tensor):
+        return iter((placement,))
     return network.parameters() if isinstance(network, nn.Module) else iter(())

@@ -29,6 +29,7 @@ from torch import Tensor
 
 from hddm.calibration import Calibration
 from hddm.errors import HddmError
+from hddm.guidance import Guidance
 from hddm.predictions import Point, PredictionType, velocity, x_0_and_eps
 from hddm.schedules import DiscreteSchedule, LinearSchedule, Schedule
 from hddm.tensors import append_dims, device_of, parameter_dtype, to_float64
@@ -52,6 +53,7 @@ class VelocityField:
             dimension; guidance falls back on it where no ``negative`` is given.
         sample_shape: shape (C, H, W) of a sample; by default read off ``network.config``.
         classes: names of the classes that ``class_labels`` counts.
+        shift: of the time grid that its samples want (`hddm.sampling.time_grid`).
 
     Raises:
         HddmError: for an unknown prediction type, or flow_prediction on a discrete schedule.
@@ -68,6 +70,7 @@ class VelocityField:
         null_conditions: Mapping[str, Tensor] | None = None,
         sample_shape: tuple[int, ...] | None = None,
         classes: Sequence[str] = (),
+        shift: float = 1.0,
     ) -> None:
         self.network = network
         self.schedule = schedule
@@ -80,6 +83,7 @@ class VelocityField:
         if self.prediction_type is PredictionType.FLOW_PREDICTION:
             schedule.derivatives(torch.zeros(1, dtype=torch.float64))
         self.classes = tuple(classes)
+        self.shift = shift
         self.range = _exact_range(schedule, self.prediction_type)
 
     @property
@@ -87,11 +91,16 @@ class VelocityField:
         """Where the network's parameters are; the CPU for one without any."""
         return device_of(self.network)
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the network's parameters; float32 for one without any."""
+        return parameter_dtype(self.network) or torch.float32
+
     def velocity(
         self,
         x_t: Tensor,
         t: Tensor,
-        guidance_scale: float = 1.0,
+        guidance_scale: float | Guidance = 1.0,
         negative: Mapping[str, Tensor] | None = None,
         **conditions: Tensor,
     ) -> Tensor:
@@ -103,7 +112,7 @@ class VelocityField:
         Args:
             x_t: (batch, …), any floating dtype.
             t: (batch,) in [0, 1]; a scalar stands for a batch of it.
-            guidance_scale: 1 for none.
+            guidance_scale: 1 for none, or a `Guidance`.
             negative: conditions of the negative branch; by default the null ones.
             conditions: keywords of the network's forward, each (batch, …); a declared one that is
                 left out takes its null value.
@@ -119,15 +128,19 @@ class VelocityField:
         self._refuse_undeclared(conditions)
         check_conditions(x_t, conditions)
         given = self._with_null(conditions, x_t)
-        if guidance_scale == 1.0:
+        guidance = Guidance.of(guidance_scale)
+        if guidance.scale == 1.0:
             return self._convert(x_t, times, given).to(x_t.dtype)
         if not conditions:
             raise HddmError("guidance needs a condition to guide to: pass one, or guidance_scale=1")
         against = self._negative(given, negative or {}, x_t)
+        acts = guidance.acts(times)
+        if not acts.any():
+            return self._convert(x_t, times, given).to(x_t.dtype)
         both = {key: torch.cat([given[key], against[key]]) for key in given}
         v = self._convert(x_t.repeat(2, *[1] * (x_t.ndim - 1)), times.repeat(2), both)
-        positive, unguided = v.chunk(2)
-        return (unguided + guidance_scale * (positive - unguided)).to(x_t.dtype)
+        conditional, unguided = v.chunk(2)
+        return guidance.combine(conditional, unguided, acts).to(x_t.dtype)
 
     def _convert(self, x_t: Tensor, t: Tensor, conditions: Mapping[str, Tensor]) -> Tensor:
         x = x_t.to(torch.promote_types(x_t.dtype, torch.float32))
