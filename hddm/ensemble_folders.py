@@ -1,31 +1,39 @@
-"""Ensemble folders: experts and a router side by side, checked to fit together.
+"""Ensemble folders: what holds experts and a router together, and how it is read.
 
-ensemble.json            format, experts in the router's order, prior, recommended strategy
-experts/<i>/             an expert folder each, hard-linked where the file system allows
+model_index.json         parts and their classes, for diffusers (`hddm.model_index`)
+ensemble.json            format, experts in order, their outputs of the router, priors, strategy, shift
+experts/<i>/             an expert folder each
 router/                  a router folder
+scheduler/               the shift once more, for diffusers
+vae/ text_encoder/ tokenizer/     for experts of latents
 """
 
-import shutil
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
 from pydantic import Field
 
 from hddm.errors import HddmError
-from hddm.experts import (
-    EXPERT_FILE,
-    FORMAT,
-    ROUTER_FILE,
-    ExpertFacts,
-    RouterFacts,
-)
+from hddm.experts import FORMAT
 from hddm.facts import Facts, read_facts
-from hddm.files import link_or_copy, new_folder, write_json
-from hddm.routing import Strategy
+from hddm.files import write_json
+from hddm.model_index import (
+    MODEL_INDEX,
+    SCHEDULER_FILE,
+    ClassName,
+    read_shift,
+    write_model_index,
+    write_scheduler,
+)
+from hddm.model_index import read_model_index as read_model_index
+from hddm.weight_files import inside
 
 ENSEMBLE_FILE = "ensemble.json"
-DEFAULT_STRATEGY = "draw"
+ROUTER = "router"
+
+Probabilities = tuple[Annotated[float, Field(ge=0, allow_inf_nan=False)], ...]
 
 
 class EnsembleFacts(Facts):
@@ -33,89 +41,84 @@ class EnsembleFacts(Facts):
 
     format: str = FORMAT
     experts: Annotated[tuple[str, ...], Field(min_length=1)]
+    """Their folders."""
     router: str | None = None
-    prior: tuple[float, ...]
+    router_outputs: tuple[Annotated[int, Field(ge=0)], ...] = ()
+    """Output of the router for each expert; empty where it has as many, in order."""
+    prior: Probabilities
+    class_prior: tuple[Probabilities, ...] = ()
+    """p(k | class), a row a class; for ``draw`` with class labels."""
     strategy: str
+    shift: float = Field(default=1.0, gt=0, allow_inf_nan=False)
+    """Of the time grid (`hddm.sampling.time_grid`)."""
 
 
 def read_ensemble_facts(folder: Path) -> EnsembleFacts:
-    """``ensemble.json`` of ``folder``; paths that lead out of the folder are refused."""
+    """``ensemble.json`` of ``folder``, held against ``model_index.json`` and ``scheduler/`` where they are.
+
+    Raises:
+        HddmError: for a path or a link that leads out of the folder, before anything there is opened; for
+            numbers that do not fit the experts; and for records that contradict each other.
+    """
     path = folder / ENSEMBLE_FILE
     facts = read_facts(path, EnsembleFacts, FORMAT)
-    for name in (*facts.experts, *([facts.router] if facts.router else [])):
-        if not (folder / name).resolve().is_relative_to(folder.resolve()):
-            raise HddmError(f"{path}: names {name!r}, outside the folder; refused")
+    for name in (*facts.experts, *([facts.router] if facts.router is not None else [])):
+        _check_inside(folder, name, path)
+    _check_numbers(facts, path)
+    if (folder / MODEL_INDEX).exists():
+        parts = read_model_index(folder)
+        if (parts["router"] is None) != (facts.router is None):
+            raise HddmError(
+                f"{folder / MODEL_INDEX}: router is {parts['router']}, and {facts.router!r} in "
+                f"{ENSEMBLE_FILE}; assemble it anew"
+            )
+        for part in ("scheduler", "vae", "text_encoder", "tokenizer"):
+            if parts[part] is not None:
+                _check_inside(folder, part, folder / MODEL_INDEX)
+    if (folder / SCHEDULER_FILE).exists() or (folder / MODEL_INDEX).exists():
+        shift = read_shift(folder)
+        if shift != facts.shift:
+            raise HddmError(
+                f"{folder / SCHEDULER_FILE}: shift is {shift:g}, and {facts.shift:g} in {ENSEMBLE_FILE}; "
+                "write the same in both"
+            )
     return facts
 
 
-def assemble(
-    experts: Sequence[Path],
-    out: Path,
-    router: Path | None = None,
-    strategy: str = DEFAULT_STRATEGY,
-    overwrite: bool = False,
-) -> None:
-    """Put experts and a router into one folder, after checking that they fit.
+def write_ensemble_records(draft: Path, facts: EnsembleFacts, components: Mapping[str, ClassName]) -> None:
+    """Write ``ensemble.json``, ``model_index.json`` and ``scheduler/`` into ``draft``.
 
-    The prior is the shard sizes, or equal where an expert's is unknown. With a router, expert k must come
-    from the shard that the router's output k stands for.
-
-    Raises:
-        HddmError: before anything is written, with every difference between the parts.
+    Args:
+        draft: a folder that has no ``scheduler/`` yet.
+        facts: what to write; its ``format`` is taken to be today's.
+        components: library and class by name, of vae, text_encoder and tokenizer; the others are known.
     """
-    if not experts:
-        raise HddmError("an ensemble needs at least one expert")
-    Strategy.parse(strategy).check(len(experts))
-    if router is None and strategy != "draw":
-        raise HddmError(f"strategy {strategy!r} needs --router; only 'draw' does without")
-    facts = [read_facts(folder / EXPERT_FILE, ExpertFacts, FORMAT) for folder in experts]
-    router_facts = read_facts(router / ROUTER_FILE, RouterFacts, FORMAT) if router else None
-    problems = _misfits(experts, facts, router_facts)
-    if problems:
-        raise HddmError(f"these parts do not fit together: {'; '.join(problems)}")
-    sizes = [f.shard.images for f in facts if f.shard]
-    images = sizes if len(sizes) == len(facts) else [1] * len(facts)
-    with new_folder(out, ENSEMBLE_FILE, overwrite) as draft:
-        names = [f"experts/{k}" for k in range(len(experts))]
-        for folder, name in zip(experts, names, strict=True):
-            _copy_folder(folder, draft / name)
-        if router is not None:
-            _copy_folder(router, draft / "router")
-        content = EnsembleFacts(
-            experts=tuple(names),
-            router="router" if router else None,
-            prior=tuple(n / sum(images) for n in images),
-            strategy=strategy,
+    write_json(draft / ENSEMBLE_FILE, facts.model_dump(mode="json"))
+    router = {} if facts.router is None else {"router": ("hddm", "RouterTransformer")}
+    write_model_index(draft, {**components, **router})
+    write_scheduler(draft, facts.shift)
+
+
+def _check_inside(folder: Path, name: str, origin: Path) -> None:
+    """Refuse a part that is elsewhere, or has files that are."""
+    try:
+        inside(folder, name)
+        for file in (folder / name).glob("*"):
+            inside(folder, file.relative_to(folder).as_posix())
+    except HddmError as error:
+        raise HddmError(f"{origin}: names {name!r}, outside the folder; refused ({error})") from error
+
+
+def _check_numbers(facts: EnsembleFacts, path: Path) -> None:
+    experts = len(facts.experts)
+    for key, row in (("prior", facts.prior), *(("class_prior", row) for row in facts.class_prior)):
+        if len(row) != experts or not math.fsum(row) > 0:
+            raise HddmError(
+                f"{path}: {key} must be {experts} numbers with a positive sum, one an expert, not {list(row)}"
+            )
+    outputs = facts.router_outputs
+    if outputs and (facts.router is None or len(outputs) != experts or len(set(outputs)) < experts):
+        raise HddmError(
+            f"{path}: router_outputs must be {experts} different outputs of a router, one an expert, not "
+            f"{list(outputs)}"
         )
-        write_json(draft / ENSEMBLE_FILE, content.model_dump(mode="json"))
-
-
-def _misfits(folders: Sequence[Path], facts: Sequence[ExpertFacts], router: RouterFacts | None) -> list[str]:
-    problems = []
-    first = facts[0]
-    for folder, one in zip(folders, facts, strict=True):
-        for key in ("sample_shape", "space", "latent_scale"):
-            mine, theirs = getattr(one, key), getattr(first, key)
-            if mine != theirs:
-                problems.append(f"{folder}: {key} is {mine}, {folders[0]} has {theirs}")
-        if one.classes and first.classes and one.classes != first.classes:
-            problems.append(f"{folder}: its class map differs from that of {folders[0]}")
-    hashes = [one.shard.hash for one in facts if one.shard]
-    for folder, one in zip(folders, facts, strict=True):
-        if one.shard and hashes.count(one.shard.hash) > 1:
-            problems.append(f"{folder}: its shard is there {hashes.count(one.shard.hash)} times")
-    if router is None:
-        return problems
-    if router.sample_shape != first.sample_shape:
-        problems.append(f"router: sample_shape is {router.sample_shape}, not {first.sample_shape}")
-    if len(router.shard_hashes) != len(facts):
-        problems.append(f"router: tells {len(router.shard_hashes)} shards apart, not {len(facts)}")
-        return problems
-    for k, (folder, one) in enumerate(zip(folders, facts, strict=True)):
-        if one.shard is not None and one.shard.hash != router.shard_hashes[k]:
-            problems.append(f"{folder}: was trained on another shard than output {k} of the router")
-    return problems
-
-
-def _copy_folder(source: Path, target: Path) -> None:
-    shutil.copytree(source, target, copy_function=lambda a, b: link_or_copy(Path(a), Path(b)))

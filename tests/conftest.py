@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from hddm.assembly import assemble
 from hddm.data.shards import partition
-from hddm.ensemble_folders import assemble
 from hddm.training.expert import train_expert
 from hddm.training.router import train_router
 from hddm_cli.app import app

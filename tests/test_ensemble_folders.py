@@ -10,10 +10,10 @@ import torch
 from safetensors import SafetensorError
 
 import hddm
+from hddm.assembly import assemble
 from hddm.data.shards import partition
 from hddm.describe import describe
 from hddm.ensemble import Ensemble
-from hddm.ensemble_folders import assemble
 from hddm.errors import HddmError
 from hddm.experts import read_router
 from hddm.routing import Router

@@ -14,6 +14,7 @@ from torch import Tensor
 from benchmarks.conversion.ablation_report import write_ablation
 from benchmarks.conversion.report import measured_on
 from benchmarks.conversion.starts import DDPM_LINEAR
+from hddm.assembly import assemble
 from hddm.benchmark.digits import write_digits
 from hddm.benchmark.plots import slug
 from hddm.calibration import FILE_NAME as CALIBRATION
@@ -21,7 +22,6 @@ from hddm.checkpoints.convert import Conversion, plan, write
 from hddm.data.images import load_images, to_bytes
 from hddm.data.shards import partition
 from hddm.ensemble import Ensemble
-from hddm.ensemble_folders import assemble
 from hddm.evaluation.extractors import choose_extractor
 from hddm.evaluation.scores import Scorer
 from hddm.files import write_json

@@ -18,7 +18,7 @@ def assemble(
     overwrite: Overwrite = False,
 ) -> None:
     """Put experts and a router into one ensemble folder, after checking that they fit."""
-    from hddm.ensemble_folders import assemble as put_together
+    from hddm.assembly import assemble as put_together
 
     put_together(experts, out, router, strategy, overwrite)
     typer.echo(f"{out}: {len(experts)} experts, strategy {strategy}")

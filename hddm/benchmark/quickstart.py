@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hddm.assembly import assemble
 from hddm.benchmark.conversions import TREATMENTS
 from hddm.benchmark.cost import forward_mflop
 from hddm.benchmark.digits import write_digits
@@ -31,7 +32,6 @@ from hddm.benchmark.settings import QuickstartSettings
 from hddm.data.images import load_images
 from hddm.data.shards import partition
 from hddm.describe import describe
-from hddm.ensemble_folders import assemble
 from hddm.evaluation.extractors import choose_extractor
 from hddm.evaluation.scores import Scorer
 from hddm.files import check_absent, new_folder, write_json
