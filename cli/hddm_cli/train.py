@@ -115,10 +115,17 @@ def router(
     learning_rate: LearningRate = 1e-4,
     size: Size = "tiny",
     seed: Seed = 0,
+    calibrate: Annotated[
+        bool,
+        typer.Option(
+            "--calibrate", help="Keep 15 % of every shard from training, and fit temperatures to it."
+        ),
+    ] = False,
     overwrite: Overwrite = False,
 ) -> None:
     """Train the router that tells the shards apart, on noised images."""
-    from hddm.facts import parse_facts
+    from hddm.experts import FORMAT, ROUTER_FILE, RouterFacts
+    from hddm.facts import parse_facts, read_facts
     from hddm.progress import Progress
     from hddm.training.router import RouterSettings, train_router
 
@@ -129,6 +136,7 @@ def router(
             "learning_rate": learning_rate,
             "size": size,
             "seed": seed,
+            "calibrate": calibrate,
         },
         RouterSettings,
         "options",
@@ -136,3 +144,9 @@ def router(
     with Progress(steps, "train") as progress:
         losses = train_router(shards, out, settings, overwrite, on_step=lambda step, loss: progress(1))
     typer.echo(f"{out}: cross-entropy {losses[0]:.4f} → {losses[-1]:.4f}")
+    if calibrate:
+        found = read_facts(out / ROUTER_FILE, RouterFacts, FORMAT).calibration
+        typer.echo(
+            f"{out}: calibrated on {sum(found['held_out_images'])} images kept from training: expected "
+            f"calibration error {found['ece_before']:.4f} → {found['ece_after']:.4f}"
+        )

@@ -1,6 +1,7 @@
 """Training the router: which shard does a noised image come from?"""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,12 +16,14 @@ from hddm.objectives import TIME_SCALE
 from hddm.tensors import append_dims, generator
 from hddm.training.loop import TRAINING_STREAM, LoopSettings, OnStep, fit
 from hddm.training.networks import new_network
+from hddm.training.router_calibration import HELD_OUT_SHARE, calibrate_router, held_out
 
 
 class RouterSettings(LoopSettings):
-    """How large the router is, and how it is optimised."""
+    """How large the router is, how it is optimised, and whether its probabilities are calibrated."""
 
     size: str = "tiny"
+    calibrate: bool = False
 
 
 def train_router(
@@ -35,6 +38,9 @@ def train_router(
     Cross-entropy against the shard of x_0, on x_t = (1 - t) x_0 + t eps with t uniform in [0, 1]: the
     common path, whatever the experts' objectives are. Its optimum is the posterior p(k | x_t).
 
+    With ``settings.calibrate`` a part of every shard is kept out of training, and temperatures are fitted to
+    it (`hddm.training.router_calibration`).
+
     Returns:
         The loss of every step.
 
@@ -43,7 +49,10 @@ def train_router(
     """
     check_absent(out, ROUTER_FILE, overwrite)
     shards = [load_shard(folder) for folder in find_shards(shards_folder)]
-    images, labels = _joined(shards)
+    images, labels, fresh = _joined(shards)
+    if settings.calibrate:
+        held, held_labels = images[fresh], labels[fresh]
+        images, labels = images[~fresh], labels[~fresh]
     network = new_network(
         RouterTransformer, settings.size, images.shape[1:], settings.seed, num_experts=len(shards)
     )
@@ -58,12 +67,20 @@ def train_router(
         return F.cross_entropy(network(x_t, t * TIME_SCALE), labels[rows])
 
     fitted = fit(network, loss, settings, on_step)
+    calibration: dict[str, Any] = {}
+    temperatures: tuple[float, ...] = (1.0,)
+    if settings.calibrate:
+        temperatures, figures = calibrate_router(network, TIME_SCALE, held, held_labels, settings.seed)
+        each = held_labels.bincount(minlength=len(shards)).tolist()
+        calibration = {"held_out_share": HELD_OUT_SHARE, "held_out_images": each, **figures}
     channels, height, width = images.shape[1:]
     facts = RouterFacts(
         time_scale=TIME_SCALE,
         sample_shape=(channels, height, width),
         shard_hashes=tuple(shard.hash for shard in shards),
         shard_images=tuple(len(shard) for shard in shards),
+        temperatures=temperatures,
+        calibration=calibration,
         training=fitted.record(settings),
     )
     with new_folder(out, ROUTER_FILE, overwrite) as draft:
@@ -71,10 +88,11 @@ def train_router(
     return fitted.losses
 
 
-def _joined(shards: list[Shard]) -> tuple[Tensor, Tensor]:
+def _joined(shards: list[Shard]) -> tuple[Tensor, Tensor, Tensor]:
+    """All images, their shards, and which of them calibration keeps from training."""
     shapes = {tuple(shard.pixels.shape[1:]) for shard in shards}
     if len(shapes) > 1:
         raise HddmError(f"the shards hold images of different shapes: {sorted(shapes)}")
     images = torch.cat([shard.images for shard in shards])
     labels = torch.cat([torch.full((len(s),), k) for k, s in enumerate(shards)])
-    return images, labels
+    return images, labels, torch.cat([held_out(shard) for shard in shards])
