@@ -129,6 +129,12 @@ class Expert:
     calibration: Calibration | None
     nulls: Mapping[str, Tensor] = field(default_factory=dict)
 
+    def unread(self) -> "UnreadExpert":
+        """The same with the weights that it has now, as if they lay elsewhere."""
+        held = {name: value.detach() for name, value in self.network.state_dict().items()}
+        found = Unread(self.network, lambda dtype: {name: value.to(dtype) for name, value in held.items()})
+        return UnreadExpert(None, found, self.facts, self.calibration, self.nulls)
+
 
 def null_conditions(null_class: int | None) -> dict[str, Tensor]:
     """What stands for no class, by keyword of the network."""
@@ -158,13 +164,21 @@ def read_nulls(folder: Path) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class UnreadExpert:
-    """An expert whose weights are still on disk; see `Expert` and `hddm.model_folders.Unread`."""
+    """An expert whose weights are still on disk; see `Expert` and `hddm.model_folders.Unread`.
 
-    folder: Path
+    ``folder`` is where it lies, None for one that lies in memory only.
+    """
+
+    folder: Path | None
     unread: Unread[ModelMixin]
     facts: ExpertFacts
     calibration: Calibration | None = None
     nulls: Mapping[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """What to call it in messages."""
+        return "an expert in memory" if self.folder is None else str(self.folder)
 
     def read(self, dtype: torch.dtype) -> Expert:
         """The expert with its weights in memory."""

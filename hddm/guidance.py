@@ -11,7 +11,7 @@ from hddm.errors import HddmError
 
 @dataclass(frozen=True)
 class Guidance:
-    """How far to go from the negative velocity v_n through the conditional one, v_c:
+    """How far to go from the negative velocity v_n through the conditional one, v_c.
 
         v = v_n + scale (v_c - v_n)                                (arXiv:2207.12598)
         v = [rescale std(v_c)/std(v) + 1 - rescale] v              (arXiv:2305.08891, section 3.4)

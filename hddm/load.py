@@ -1,28 +1,80 @@
-"""Any folder that hddm wrote to a velocity field."""
+"""Any folder that hddm wrote, or the Paris release, to a velocity field."""
 
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
 from hddm.ensemble import Ensemble
-from hddm.ensemble_folders import ENSEMBLE_FILE, read_ensemble_facts
+from hddm.ensemble_folders import ENSEMBLE_FILE, EnsembleFacts, read_ensemble_facts
 from hddm.errors import HddmError
-from hddm.experts import EXPERT_FILE, Expert, null_conditions, read_expert, read_router
+from hddm.expert_set import ExpertSet, as_field
+from hddm.experts import EXPERT_FILE, Expert, RouterFacts, UnreadExpert, open_expert, read_expert, read_router
+from hddm.models.router import RouterTransformer
 from hddm.networks import adapted
+from hddm.offload import Offload, Shelf
 from hddm.routing import Router
-from hddm.schedules import from_config
 from hddm.velocity import VelocityField
 
 
+@dataclass(frozen=True)
+class Parts:
+    """What an ensemble folder holds, the experts' weights still on disk."""
+
+    experts: list[UnreadExpert]
+    router: RouterTransformer | None
+    router_facts: RouterFacts | None
+    facts: EnsembleFacts
+
+    def only(self, experts: Sequence[int]) -> "Parts":
+        """The same with these experts alone; the router keeps their outputs.
+
+        Raises:
+            HddmError: for indices that are not there, twice there, or none.
+        """
+        total = len(self.experts)
+        if not experts or len(set(experts)) < len(experts) or not set(experts) <= set(range(total)):
+            raise HddmError(f"experts {list(experts)}: choose some of 0 … {total - 1}, each once")
+        facts = self.facts
+        outputs = facts.router_outputs or tuple(range(total))
+        rows = [[row[k] for k in experts] for row in facts.class_prior]
+        prior = tuple(facts.prior[k] for k in experts)
+        return replace(
+            self,
+            experts=[self.experts[k] for k in experts],
+            facts=facts.model_copy(
+                update={
+                    "experts": tuple(facts.experts[k] for k in experts),
+                    "router_outputs": tuple(outputs[k] for k in experts),
+                    "prior": prior,
+                    # A class that none of them has seen is anybody's.
+                    "class_prior": tuple(tuple(row) if sum(row) else prior for row in rows),
+                }
+            ),
+        )
+
+
 def load(
-    path: str | Path, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+    path: str | Path,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    *,
+    experts: Sequence[int] | None = None,
+    offload: Offload = "none",
+    max_memory: int | None = None,
 ) -> VelocityField | Ensemble:
-    """An expert folder as a `VelocityField`, an ensemble folder as an `Ensemble`.
+    """An expert folder as a `VelocityField`, an ensemble folder or the Paris release as an `Ensemble`.
+
+    An ensemble's experts are read when they are first needed; what their folders say is checked here.
 
     Args:
         path: the folder.
         dtype: that networks run in; weights stored in another one are cast.
         device: that networks run on.
+        experts: indices of an ensemble's experts to take, in this order; by default all.
+        offload: what experts that are not running do; see `hddm.offload`.
+        max_memory: bytes that the weights of an ensemble may take on the device, the router's included.
 
     Raises:
         HddmError: for anything else, or a folder whose parts contradict each other.
@@ -31,13 +83,70 @@ def load(
     if not folder.is_dir():
         raise HddmError(f"{folder}: no such folder")
     if (folder / EXPERT_FILE).exists():
+        if experts is not None or offload != "none" or max_memory is not None:
+            raise HddmError(f"{folder}: is one expert; choosing and offloading experts needs an ensemble")
         return _field(folder, dtype, device)
-    if (folder / ENSEMBLE_FILE).exists():
-        return _ensemble(folder, dtype, device)
-    raise HddmError(
-        f"{folder}: neither an expert folder ({EXPERT_FILE}) nor an ensemble folder ({ENSEMBLE_FILE}); a "
-        "pretrained checkpoint must become an expert first (hddm convert)"
-    )
+    parts = open_parts(folder, dtype)
+    if experts is not None:
+        parts = parts.only(experts)
+    return ensemble_of(parts, expert_set(parts, dtype, device, offload, max_memory), device)
+
+
+def open_parts(folder: Path, dtype: torch.dtype) -> Parts:
+    """What an ensemble folder holds.
+
+    Raises:
+        HddmError: as `load`.
+    """
+    if not (folder / ENSEMBLE_FILE).exists():
+        raise HddmError(
+            f"{folder}: neither an expert folder ({EXPERT_FILE}) nor an ensemble folder ({ENSEMBLE_FILE}); a "
+            "pretrained checkpoint must become an expert first (hddm convert)"
+        )
+    facts = read_ensemble_facts(folder)
+    router, router_facts = read_router(folder / facts.router, dtype) if facts.router else (None, None)
+    return Parts([open_expert(folder / name) for name in facts.experts], router, router_facts, facts)
+
+
+def expert_set(
+    parts: Parts,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    offload: Offload = "none",
+    max_memory: int | None = None,
+) -> ExpertSet:
+    """The experts of an ensemble, on a shelf of their own.
+
+    Raises:
+        HddmError: for a limit that leaves no room for an expert.
+    """
+    budget = None
+    if max_memory is not None:
+        budget = max_memory - sum(p.numel() * p.element_size() for p in _parameters(parts.router))
+    return ExpertSet(parts.experts, dtype, device, Shelf(offload, budget))
+
+
+def ensemble_of(parts: Parts, experts: ExpertSet, device: torch.device | str) -> Ensemble:
+    """The velocity field of an ensemble folder's parts.
+
+    Raises:
+        HddmError: for parts that contradict each other.
+    """
+    facts = parts.facts
+    router = None
+    if parts.router is not None and parts.router_facts is not None:
+        router = Router(
+            parts.router.to(device),
+            parts.router_facts.time_scale,
+            parts.router_facts.temperatures,
+            facts.router_outputs or None,
+        )
+    try:
+        return Ensemble(
+            experts.fields(), router, facts.strategy, facts.prior, facts.class_prior or None, facts.shift
+        )
+    except HddmError as error:
+        raise HddmError(f"{ENSEMBLE_FILE}: {error}") from error
 
 
 def field_of(expert: Expert, device: torch.device | str = "cpu") -> VelocityField:
@@ -46,18 +155,7 @@ def field_of(expert: Expert, device: torch.device | str = "cpu") -> VelocityFiel
     Raises:
         HddmError: for a schedule that is unknown or does not go with the prediction type.
     """
-    facts = expert.facts
-    return VelocityField(
-        adapted(expert.network, facts.round_time).to(device),
-        from_config(facts.schedule),
-        facts.prediction_type,
-        facts.time_scale,
-        expert.calibration,
-        conditions=facts.conditions,
-        null_conditions=null_conditions(facts.null_class) | dict(expert.nulls),
-        sample_shape=facts.sample_shape,
-        classes=facts.classes,
-    )
+    return as_field(expert, adapted(expert.network, expert.facts.round_time).to(device))
 
 
 def _field(folder: Path, dtype: torch.dtype, device: torch.device | str) -> VelocityField:
@@ -68,14 +166,5 @@ def _field(folder: Path, dtype: torch.dtype, device: torch.device | str) -> Velo
         raise HddmError(f"{folder / EXPERT_FILE}: {error}") from error
 
 
-def _ensemble(folder: Path, dtype: torch.dtype, device: torch.device | str) -> Ensemble:
-    facts = read_ensemble_facts(folder)
-    experts = [_field(folder / name, dtype, device) for name in facts.experts]
-    router = None
-    if facts.router is not None:
-        network, router_facts = read_router(folder / facts.router, dtype)
-        router = Router(network.to(device), router_facts.time_scale)
-    try:
-        return Ensemble(experts, router, facts.strategy, facts.prior)
-    except HddmError as error:
-        raise HddmError(f"{folder / ENSEMBLE_FILE}: {error}") from error
+def _parameters(router: RouterTransformer | None) -> list[torch.Tensor]:
+    return [] if router is None else list(router.parameters())

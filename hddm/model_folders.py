@@ -71,7 +71,7 @@ def unread_network(folder: Path, classes: Sequence[type[Network]]) -> Unread[Net
 
 
 def unread(kind: type[Network], arguments: Mapping[str, Any], weights: Path, origin: str) -> Unread[Network]:
-    """A network of ``kind`` that is to take the weights in a file; ``origin`` says where its arguments are from.
+    """A network of ``kind`` for the weights in a file; ``origin`` says where its arguments are from.
 
     Raises:
         HddmError: as `open_network`.

@@ -156,6 +156,11 @@ class StoredNetwork(nn.Module):
         return self._network[0]
 
     @property
+    def dtype(self) -> torch.dtype:
+        """That it runs in."""
+        return self.placement.dtype
+
+    @property
     def config(self) -> Any:
         """The network's own."""
         return self.network.config
@@ -168,6 +173,12 @@ class StoredNetwork(nn.Module):
     def forward(self, *inputs: Tensor, **conditions: Tensor) -> Any:
         self.shelf.bring(self)
         return self.network(*inputs, **conditions)
+
+    def move_to(self, shelf: Shelf) -> None:
+        """Let another shelf decide; one that already took notice of this network."""
+        self.shelf.forget(self)
+        self._host = None
+        self.shelf = shelf
 
     def tensors(self) -> Tensors:
         """Its weights by name in main memory, in the dtype that it runs in."""

@@ -84,8 +84,12 @@ def integrate(
 
     Args:
         model: an expert or an ensemble.
-        x, times, solver: see `hddm.solvers`.
-        guidance_scale, negative, conditions: see `VelocityField.velocity`; on the model's device.
+        x: see `hddm.solvers`.
+        times: see `time_grid`.
+        solver: see `hddm.solvers`.
+        guidance_scale: see `VelocityField.velocity`.
+        negative: as conditions.
+        conditions: see `VelocityField.velocity`; on the model's device.
         expert: (batch,) the one expert of each sample; ``draw`` needs it.
         router_every: the router is asked at every n-th call of the velocity; between, its choice stays.
         use: a tally of the weights, where one is wanted.

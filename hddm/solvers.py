@@ -2,7 +2,8 @@
 
 ``solver(velocity, x, times)`` integrates dx/dt = velocity(x, t) from ``times[0]`` to ``times[-1]``
 through every time between, upwards or downwards, and returns the last x. ``velocity`` gets x and a
-scalar float64 tensor t. After step i, from 0, the state goes through ``on_step(i, x)``. Each docstring gives the order of the global error in the step.
+scalar float64 tensor t. After step i, from 0, the state goes through ``on_step(i, x)``. Each docstring
+gives the order of the global error in the step.
 """
 
 import itertools

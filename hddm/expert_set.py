@@ -1,0 +1,137 @@
+"""The experts of an ensemble as one module, as a diffusers pipeline holds them."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from hddm.errors import HddmError
+from hddm.experts import Expert, ExpertFacts, UnreadExpert, null_conditions, write_records
+from hddm.model_folders import WEIGHTS
+from hddm.networks import Adapter, adapted
+from hddm.offload import Offload, Shelf, StoredNetwork
+from hddm.schedules import from_config
+from hddm.velocity import VelocityField
+
+
+class ExpertSet(nn.Module):
+    """Experts whose weights come when they are first needed.
+
+    Args:
+        experts: in the router's order. Those in memory are wrapped by `hddm.experts.Expert.unread`.
+        dtype: that they run in.
+        device: where they run.
+        shelf: which of them stay there; by default all that have run.
+
+    Raises:
+        HddmError: for no experts, or one that does not fit on the shelf.
+    """
+
+    def __init__(
+        self,
+        experts: Sequence[UnreadExpert],
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+        shelf: Shelf | None = None,
+    ) -> None:
+        super().__init__()
+        if not experts:
+            raise HddmError("an ensemble needs at least one expert")
+        self.experts = tuple(experts)
+        self.shelf = shelf or Shelf()
+        self.stored = [_stored(expert, dtype, device, self.shelf) for expert in experts]
+        self.networks = nn.ModuleList(self.stored)
+
+    @property
+    def facts(self) -> tuple[ExpertFacts, ...]:
+        """What each expert is."""
+        return tuple(expert.facts for expert in self.experts)
+
+    @property
+    def device(self) -> torch.device:
+        """Where experts run."""
+        return self.stored[0].placement.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """That experts run in."""
+        return self.stored[0].placement.dtype
+
+    def fields(self) -> list[VelocityField]:
+        """The experts as velocity fields that share these networks."""
+        fields = []
+        for expert, network in zip(self.experts, self.stored, strict=True):
+            try:
+                fields.append(as_field(expert, network))
+            except HddmError as error:
+                raise HddmError(f"{expert.name}: {error}") from error
+        return fields
+
+    def offload(self, mode: Offload, budget: int | None = None) -> None:
+        """Change how long weights stay; see `hddm.offload`. Doing so twice does no harm.
+
+        Raises:
+            HddmError: for an unknown mode, a budget that an expert does not fit in, or ``disk`` for
+                experts that lie on none.
+        """
+        if mode == "disk" and any(expert.folder is None for expert in self.experts):
+            raise HddmError("offload disk: these experts are in memory only; save the ensemble and load it")
+        shelf = Shelf(mode, budget)
+        for network in self.stored:
+            shelf.add(network)
+        for network in self.stored:
+            network.move_to(shelf)
+        self.shelf = shelf
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Have ``torch.compile``, with these arguments, compile every network when it first runs."""
+        for network in self.stored:
+            network.network.compile(*args, **kwargs)
+
+    def save_pretrained(self, folder: str | Path, **_: object) -> None:
+        """Write an expert folder each, ``0``, ``1``, …, with weights in the dtype that they run in."""
+        for index, (expert, network) in enumerate(zip(self.experts, self.stored, strict=True)):
+            target = Path(folder) / str(index)
+            target.mkdir(parents=True)
+            expert.unread.network.save_config(target)
+            tensors = {name: value.contiguous() for name, value in expert.unread.read(network.dtype).items()}
+            save_file(tensors, target / WEIGHTS, {"format": "pt"})
+            if expert.calibration is not None:
+                expert.calibration.save(target)
+            write_records(target, expert.facts, expert.nulls)
+
+
+def as_field(expert: UnreadExpert | Expert, network: nn.Module) -> VelocityField:
+    """An expert as a velocity field with ``network``, adapted, for its own.
+
+    Raises:
+        HddmError: for a schedule that is unknown or does not go with the prediction type.
+    """
+    facts = expert.facts
+    return VelocityField(
+        network,
+        from_config(facts.schedule),
+        facts.prediction_type,
+        facts.time_scale,
+        expert.calibration,
+        conditions=facts.conditions,
+        null_conditions=null_conditions(facts.null_class) | dict(expert.nulls),
+        sample_shape=facts.sample_shape,
+        classes=facts.classes,
+        shift=facts.shift,
+    )
+
+
+def _stored(
+    expert: UnreadExpert, dtype: torch.dtype, device: torch.device | str, shelf: Shelf
+) -> StoredNetwork:
+    common = adapted(expert.unread.network, expert.facts.round_time)
+    prefix = "model." if isinstance(common, Adapter) else ""
+
+    def read(dtype: torch.dtype) -> Mapping[str, Tensor]:
+        return {prefix + name: value for name, value in expert.unread.read(dtype).items()}
+
+    return StoredNetwork(common, read, expert.name, dtype, device, shelf)
