@@ -134,7 +134,7 @@ def test_tensors_that_do_not_fit_are_named(flow_expert: Path, tmp_path: Path) ->
         ("expert.json", {"sample_shape": [3, 4, 4]}, "expert.json says sample_shape (3, 4, 4)"),
         ("expert.json", {"schedule": {"name": "line"}}, "'line'"),
         ("config.json", {"width": 3}, "has no key 'width'"),
-        ("config.json", {"_class_name": "SanaTransformer2DModel"}, "holds a FluxTransformer2DModel"),
+        ("config.json", {"_class_name": "SanaTransformer2DModel"}, "holds a SanaTransformer2DModel"),
     ],
 )
 def test_a_record_that_is_not_understood_is_refused(
