@@ -205,7 +205,7 @@ def open_expert(folder: Path) -> UnreadExpert:
     """
     facts = read_facts(folder / EXPERT_FILE, ExpertFacts, FORMAT)
     unread = unread_network(folder, EXPERT_NETWORKS)
-    interface = interface_of(type(unread.network).__name__, unread.network.config)
+    interface = interface_of(type(unread.network).__name__, unread.network.config, facts.sample_shape[1:])
     for key in ("sample_shape", "variance_head", "conditions"):
         stated, found = getattr(facts, key), getattr(interface, key)
         if stated != found:

@@ -109,7 +109,7 @@ def empty_network(
 # What constructors multiply to a number of modules, the largest of each group. Every other number makes a
 # tensor larger or nothing at all.
 _DEPTHS = (
-    ("depth", "num_layers"),
+    ("depth", "num_layers", "num_single_layers"),
     ("layers_per_block",),
     ("transformer_layers_per_block", "reverse_transformer_layers_per_block"),
     ("down_block_types", "up_block_types"),

@@ -5,13 +5,15 @@ key that it lacks has its class's documented default, and that is said), the one
 Where two statements contradict each other, or none is there, the conversion stops and asks.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from hddm.checkpoints.sources import Source
 from hddm.errors import HddmError
 from hddm.files import read_json
+from hddm.interfaces import own_time_factor
 from hddm.predictions import PredictionType
 from hddm.schedules import DiscreteSchedule, LinearSchedule, Schedule, from_config, from_diffusers
 from hddm.schedules.diffusers_configs import (
@@ -25,13 +27,19 @@ FLOW_STEPS = 1000
 
 @dataclass(frozen=True)
 class Conventions:
-    """Schedule and prediction type, where they came from, and what was filled in on the way."""
+    """Schedule and prediction type, where they came from, and what was filled in on the way.
+
+    ``scheduler`` is the whole config that the schedule was read from, ``shift`` that of the time grid of
+    samples (`hddm.checkpoints.shifts.with_shift`).
+    """
 
     schedule: Schedule
     prediction_type: PredictionType
     time_scale: float
     schedule_source: str
     notes: tuple[str, ...]
+    scheduler: Mapping[str, Any] = field(default_factory=dict)
+    shift: float = 1.0
 
 
 def resolve(source: Source, schedule_file: Path | None, prediction_type: str | None) -> Conventions:
@@ -89,7 +97,7 @@ def resolve(source: Source, schedule_file: Path | None, prediction_type: str | N
             f"{origin}: a schedule of {type(schedule).__name__} contradicts prediction type {kind}"
         )
     scale = _time_scale(schedule, config, source, origin)
-    return Conventions(schedule, kind, scale, origin, tuple(notes))
+    return Conventions(schedule, kind, scale, origin, tuple(notes), config)
 
 
 def _schedule(config: Any, origin: str) -> Schedule:
@@ -130,4 +138,6 @@ def _time_scale(schedule: Schedule, config: Any, source: Source, origin: str) ->
     steps = config.get("num_train_timesteps", FLOW_STEPS)
     if not isinstance(steps, int) or not 1 <= steps <= MOST_STEPS:
         raise HddmError(f"{origin}: num_train_timesteps is {str(steps)[:40]}, and must be 1 to {MOST_STEPS}")
-    return float(steps)
+    if config.get("invert_sigmas"):
+        raise HddmError(f"{origin}: invert_sigmas turns time around, which is not supported")
+    return steps / own_time_factor(source.network.__name__)

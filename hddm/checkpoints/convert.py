@@ -10,7 +10,7 @@ from typing import Any
 
 import diffusers
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from hddm.calibration import FILE_NAME as CALIBRATION
 from hddm.checkpoints.architecture import Built
@@ -102,7 +102,7 @@ def _checked(plan: Plan, draft: Path) -> Verified:
         added = {TEXT: given.pop(TEXT)}
     source = None if plan.is_restarted else plan.source.forward()
     with named_failure(str(plan.source.path), network):
-        found = verify(source, field, outputs, plan.conventions, given, added, network.startswith("UNet"))
+        found = verify(source, field, outputs, plan.conventions, given, added, network)
     is_fold = bool(plan.built.modulation_error)
     if is_fold and found.is_finite and found.function_error > LARGEST_FOLD_ERROR:
         raise HddmError(
@@ -128,11 +128,13 @@ def _as_written(folder: Path) -> tuple[VelocityField, list[Tensor], Mapping[str,
     empty, weights, arguments = open_network(folder, EXPERT_NETWORKS)
     network = streamed(type(empty), arguments, weights, str(folder))
     outputs: list[Tensor] = []
-    network.register_forward_hook(
-        lambda module, given, output: outputs.append(output[0] if isinstance(output, tuple) else output)
-    )
     field = field_of(Expert(network, facts, None, read_nulls(folder)))
     adapter = field.network
+    assert isinstance(adapter, nn.Module)
+    # What is no part of the prediction is dropped by the adapter, and what is packed it unpacks.
+    (network if facts.variance_head else adapter).register_forward_hook(
+        lambda module, given, output: outputs.append(output[0] if isinstance(output, tuple) else output)
+    )
     # A plain function is asked in the dtype of the state, whatever its weights are stored in.
     field.network = lambda y, timestep, **conditions: adapter(y, timestep, **conditions)
     return field, outputs, network.config

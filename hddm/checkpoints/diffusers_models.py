@@ -7,8 +7,10 @@ from typing import Any
 import torch
 from diffusers import (
     DiTTransformer2DModel,
+    FluxTransformer2DModel,
     ModelMixin,
     PixArtTransformer2DModel,
+    SD3Transformer2DModel,
     UNet2DConditionModel,
     UNet2DModel,
 )
@@ -25,6 +27,8 @@ from hddm.networks import call
 DIFFUSERS_LAYOUTS: Mapping[str, type[ModelMixin]] = {
     "diffusers-dit": DiTTransformer2DModel,
     "diffusers-pixart": PixArtTransformer2DModel,
+    "diffusers-sd3": SD3Transformer2DModel,
+    "diffusers-flux": FluxTransformer2DModel,
     "diffusers-unet2d": UNet2DModel,
     "diffusers-unet2d-condition": UNet2DConditionModel,
 }

@@ -14,6 +14,7 @@ from hddm.checkpoints.single_files import IMAGENET_CLASSES, IMAGENET_LICENCE
 from hddm.checkpoints.sources import Declared, Reading, Source, choose_set
 from hddm.errors import HddmError
 from hddm.files import read_json
+from hddm.interfaces import has_sample_size
 from hddm.network_configs import parse_config
 from hddm.schedules.diffusers_configs import DDPM_FAMILY, FLOW_MATCH_FAMILY
 from hddm.weight_files import inside
@@ -70,7 +71,7 @@ def open_model(folder: Path, reading: Reading, root: Path | None = None, file: s
     path = inside(folder, "config.json") if (folder / "config.json").exists() else folder / "config.json"
     config = read_json(path)
     network, arguments = parse_config(config, list(DIFFUSERS_LAYOUTS.values()), str(folder / "config.json"))
-    _take_side(arguments, reading.hints.sample_size, path)
+    _take_side(arguments, reading.hints.sample_size, has_sample_size(network.__name__), path)
     layout = next(name for name, kind in DIFFUSERS_LAYOUTS.items() if kind is network)
     if reading.layout not in (None, layout):
         raise HddmError(f"--layout {reading.layout}: {folder} is {layout}")
@@ -103,10 +104,11 @@ def open_model(folder: Path, reading: Reading, root: Path | None = None, file: s
     )
 
 
-def _take_side(arguments: dict[str, Any], side: int | None, path: Path) -> None:
+def _take_side(arguments: dict[str, Any], side: int | None, has_place: bool, path: Path) -> None:
     """Put the side that the user says where the config says none."""
     stated = arguments.get("sample_size")
-    if side is None or stated == [side, side]:
+    # A class that has no place for it has it from the records of its expert.
+    if side is None or stated == [side, side] or not has_place:
         return
     if stated not in (None, side):
         raise HddmError(f"--sample-size {side}: {path} says sample_size {stated!r}; drop the option")

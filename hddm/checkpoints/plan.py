@@ -14,6 +14,7 @@ from hddm.checkpoints.conventions import Conventions, resolve
 from hddm.checkpoints.diffusers_models import DIFFUSERS_LAYOUTS
 from hddm.checkpoints.expert_folders import LAYOUT as HDDM
 from hddm.checkpoints.recognise import open_source
+from hddm.checkpoints.shifts import with_shift
 from hddm.checkpoints.single_files import FILE_LAYOUTS, IMAGENET_LICENCE, LDM
 from hddm.checkpoints.sources import Reading, Source
 from hddm.errors import HddmError
@@ -94,10 +95,12 @@ def plan(path: Path, conversion: Conversion) -> Plan:
     built = reshape(
         source, tensors, end, conversion.architecture, conversion.modulation_rank, conversion.text_dim
     )
-    interface = _interface(built, source)
+    sides = _sides(source, conversion.reading)
+    interface = _interface(built, source, sides)
+    conventions = with_shift(conventions, source, interface)
     if conversion.recipe == PAPER:
         built = restart(built, interface.sample_shape[0])
-        interface = _interface(built, source)
+        interface = _interface(built, source, sides)
         conventions = Conventions(
             LinearSchedule(), PredictionType.FLOW_PREDICTION, PAPER_STEPS, "recipe paper", conventions.notes
         )
@@ -171,11 +174,19 @@ def _own_tensors(source: Source, origin: str) -> tuple[list[Planned], dict[str, 
     return tensors, extras
 
 
-def _interface(built: Built, source: Source) -> Interface:
+def _sides(source: Source, reading: Reading) -> tuple[int, int] | None:
+    """Of a sample, for a network whose config does not say."""
+    side = reading.hints.sample_size
+    if source.facts is not None:
+        return source.facts.sample_shape[1:]
+    return None if side is None else (side, side)
+
+
+def _interface(built: Built, source: Source, sides: tuple[int, int] | None) -> Interface:
     # The network's config has the defaults of its class besides the arguments.
     network = empty_network(built.network, built.arguments, len(built.tensors), "architecture")
     try:
-        return interface_of(built.network.__name__, network.config)
+        return interface_of(built.network.__name__, network.config, sides)
     except HddmError as error:
         raise HddmError(f"{source.path}: {error}") from error
 
@@ -206,6 +217,7 @@ def _facts(
         sample_shape=interface.sample_shape,
         space="latents" if source.is_latent else "pixels",
         latent_scale=source.latent_scale,
+        shift=conventions.shift,
         variance_head=interface.variance_head,
         round_time=paper or bool(own and own.round_time),
         conditions=interface.conditions,

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from hddm.checkpoints.conventions import Conventions
 from hddm.checkpoints.layouts import Forward
+from hddm.interfaces import FLUX
 from hddm.predictions import PredictionType
 from hddm.schedules import CosineSchedule, DiscreteSchedule, Schedule
 from hddm.velocity import VelocityField
@@ -28,7 +29,9 @@ TIMES = (0.05, 0.25, 0.5, 0.75, 0.95)
 LARGEST_DIFFERENCE = 1e-4
 LARGEST_VELOCITY_ERROR = 1e-4
 TOKENS = 8
-LARGEST_SIDE = 64
+_ENOUGH = {"UNet2DModel": 64, "UNet2DConditionModel": 64, "SD3Transformer2DModel": 64, FLUX: 16}
+"""Sides at which networks that take several are compared: the function of the weights is the same, and a
+large sample costs minutes, of a network of 12 billion weights hours."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +68,7 @@ def verify(
     conventions: Conventions,
     conditions: Mapping[str, Tensor],
     extra: Mapping[str, Tensor] | None = None,
-    is_convolutional: bool = False,
+    network: str = "",
 ) -> Verified:
     """Measure both networks and the velocity, a state at a time.
 
@@ -77,13 +80,11 @@ def verify(
         conventions: of the source.
         conditions: one row each, of the source.
         extra: further ones that the converted network takes, such as text that was added.
-        is_convolutional: whether the network takes states of any size.
+        network: its class, by which a large sample is replaced by a smaller one.
     """
     assert written.sample_shape is not None
     channels, *sides = written.sample_shape
-    if is_convolutional:
-        # Any size is the same function of the same weights, and a large one costs minutes.
-        sides = [min(side, LARGEST_SIDE) for side in sides]
+    sides = [min(side, _ENOUGH.get(network, side)) for side in sides]
     schedule, prediction_type = conventions.schedule, conventions.prediction_type
     low, high = written.range
     noise = torch.Generator().manual_seed(0)
@@ -142,12 +143,15 @@ def _closed_form(
             return output
 
 
+_TEXT_WIDTHS = ("caption_channels", "text_dim", "cross_attention_dim", "joint_attention_dim")
+
+
 def example_conditions(
     names: tuple[str, ...], network: str, config: Mapping[str, Any], num_classes: int | None
 ) -> dict[str, Tensor]:
     """One row of fixed random conditions of the shapes that a network takes."""
     noise = torch.Generator().manual_seed(1)
-    width = config.get("caption_channels") or config.get("text_dim") or config.get("cross_attention_dim")
+    width = next((config[key] for key in _TEXT_WIDTHS if config.get(key)), None)
     found: dict[str, Tensor] = {}
     for name in names:
         match name:
@@ -168,4 +172,8 @@ def example_conditions(
                 found[name] = torch.tensor([[64.0, 64.0]])
             case "aspect_ratio":
                 found[name] = torch.tensor([[1.0]])
+            case "pooled_projections":
+                found[name] = torch.randn(1, config["pooled_projection_dim"], generator=noise)
+            case "guidance":
+                found[name] = torch.tensor([3.5])
     return found

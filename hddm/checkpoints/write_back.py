@@ -22,9 +22,10 @@ from hddm.checkpoints.sources import Reading, Source
 from hddm.errors import HddmError, did_you_mean
 from hddm.experts import EXPERT_FILE, ExpertFacts, SourceFacts
 from hddm.files import check_absent, new_folder, write_json
+from hddm.interfaces import own_time_factor
 from hddm.predictions import PredictionType
 from hddm.schedules import LinearSchedule, from_config
-from hddm.schedules.diffusers_configs import from_diffusers
+from hddm.schedules.diffusers_configs import FLOW_MATCH_FAMILY, from_diffusers
 from hddm.weight_files import read_safetensors, write_safetensors
 
 RECORD = "written_back.json"
@@ -32,6 +33,8 @@ FILE = "checkpoint.safetensors"
 _PIPELINES = {
     "diffusers-dit": ("DiTPipeline", "transformer"),
     "diffusers-pixart": ("PixArtAlphaPipeline", "transformer"),
+    "diffusers-sd3": ("StableDiffusion3Pipeline", "transformer"),
+    "diffusers-flux": ("FluxPipeline", "transformer"),
     "diffusers-unet2d": ("DDPMPipeline", "unet"),
     "diffusers-unet2d-condition": ("StableDiffusionPipeline", "unet"),
 }
@@ -163,7 +166,7 @@ def _write_pipeline(source: Source, facts: ExpertFacts, layout: str, draft: Path
         "_diffusers_version": diffusers.__version__,
         component: ["diffusers", kind.__name__],
     }
-    scheduler = _scheduler(facts)
+    scheduler = _scheduler(facts, own_time_factor(kind.__name__))
     if scheduler is not None:
         (draft / "scheduler").mkdir()
         write_json(draft / "scheduler" / SCHEDULER, json.loads(json.dumps(scheduler)))
@@ -176,10 +179,12 @@ def _write_pipeline(source: Source, facts: ExpertFacts, layout: str, draft: Path
     )
 
 
-def _scheduler(facts: ExpertFacts) -> Mapping[str, Any] | None:
+def _scheduler(facts: ExpertFacts, time_factor: float) -> Mapping[str, Any] | None:
     """The source's own config where it still holds, else the nearest that says the same."""
     found = facts.source.first.scheduler if facts.source else None
     if found is not None and from_diffusers(found).config == facts.schedule:
+        if found.get("_class_name") in FLOW_MATCH_FAMILY:
+            return found
         return {**found, "prediction_type": facts.prediction_type.value}
     own = {"prediction_type": facts.prediction_type.value, "clip_sample": False}
     if "_class_name" in facts.schedule:
@@ -191,7 +196,7 @@ def _scheduler(facts: ExpertFacts) -> Mapping[str, Any] | None:
     if isinstance(from_config(facts.schedule), LinearSchedule):
         return {
             "_class_name": "FlowMatchEulerDiscreteScheduler",
-            "num_train_timesteps": int(facts.time_scale),
-            "shift": 1.0,
+            "num_train_timesteps": round(facts.time_scale * time_factor),
+            "shift": facts.shift,
         }
     return None

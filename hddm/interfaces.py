@@ -1,0 +1,207 @@
+"""What a network takes and gives, read off its config alone."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from hddm.errors import HddmError
+
+# Conditions that a network does without.
+OPTIONAL_CONDITIONS = frozenset({"encoder_attention_mask"})
+LARGEST_SIDE = 4096
+"""Of a sample. A UNet has no tensor that would bound what its config declares."""
+FLUX = "FluxTransformer2DModel"
+
+
+@dataclass(frozen=True)
+class Interface:
+    """What a network takes and gives, read off its config.
+
+    ``sample_shape`` is (C, H, W); ``variance_head`` says that the output has 2 C channels, of which the
+    last C are a learned variance (arXiv:2102.09672) and no part of the prediction. ``null_class`` is the
+    label that stands for no class. ``num_patches`` is what a transformer attends to, None for a UNet.
+    """
+
+    sample_shape: tuple[int, int, int]
+    variance_head: bool
+    conditions: tuple[str, ...] = ()
+    num_classes: int | None = None
+    null_class: int | None = None
+    num_patches: int | None = None
+
+
+def interface_of(name: str, config: Mapping[str, object], sides: tuple[int, int] | None = None) -> Interface:
+    """What the network of class ``name`` with this ``config`` takes and gives.
+
+    Args:
+        name: of the class.
+        config: of the network, with the defaults of its class.
+        sides: height and width of a sample where the config has none, as Flux's never has.
+
+    Raises:
+        HddmError: for a sample size that neither says, an output that is neither C nor 2 C channels, or a
+            condition that has no place here.
+    """
+    channels = _channels(name, config)
+    patch = 2 if name == FLUX else _count(config, "patch_size")
+    stated = config.get("sample_size")
+    height, width = _sides(name, sides if stated is None else stated)
+    if patch and (height % patch or width % patch):
+        raise HddmError(f"{name} has patches of side {patch}, and a sample of {height}×{width} none such")
+    conditions, num_classes, null_class = _CONDITIONS[name](config)
+    return Interface(
+        sample_shape=(channels, height, width),
+        variance_head=has_variance_head(name, config),
+        conditions=conditions,
+        num_classes=num_classes,
+        null_class=null_class,
+        num_patches=height * width // patch**2 if patch else None,
+    )
+
+
+def has_variance_head(name: str, config: Mapping[str, object]) -> bool:
+    """Whether the output of a network has a learned variance besides; raises as `interface_of`."""
+    taken, given = _count(config, "in_channels"), config.get("out_channels")
+    return name != FLUX and taken is not None and given == 2 * taken
+
+
+def own_time_factor(name: str) -> float:
+    """What a network of class ``name`` multiplies the time by that it is fed, before it embeds it."""
+    return 1000.0 if name == FLUX else 1.0
+
+
+def has_sample_size(name: str) -> bool:
+    """Whether the config of class ``name`` has a place for the size of a sample."""
+    return name != FLUX
+
+
+def _channels(name: str, config: Mapping[str, object]) -> int:
+    """Of a sample."""
+    taken, given = _count(config, "in_channels"), config.get("out_channels")
+    if taken is None:
+        raise HddmError(f"the config of {name} has no in_channels")
+    if given not in (None, taken) and not has_variance_head(name, config):
+        raise HddmError(
+            f"{name} takes {taken} channels and gives {given}: that is no plain denoiser "
+            "(an inpainting or upscaling model?)"
+        )
+    if name != FLUX:
+        return taken
+    if taken % 4:
+        raise HddmError(f"in_channels of {name} is {taken}, and must be a multiple of 4: a row is 2×2 pixels")
+    return taken // 4
+
+
+def _sides(name: str, size: object) -> tuple[int, int]:
+    if size is None:
+        raise HddmError(f"the config of {name} has no sample_size: pass --sample-size, the side of its input")
+    sides = (size, size) if isinstance(size, int) else size
+    if (
+        not isinstance(sides, Sequence)
+        or len(sides) != 2
+        or not all(isinstance(side, int) and 1 <= side <= LARGEST_SIDE for side in sides)
+    ):
+        raise HddmError(
+            f"the config of {name} has sample_size {str(size)[:40]}: it is a side, or a pair of sides, "
+            f"of 1 to {LARGEST_SIDE}; pass --sample-size"
+        )
+    return sides[0], sides[1]
+
+
+def _count(config: Mapping[str, object], key: str) -> int | None:
+    value = config.get(key)
+    if value is not None and (not isinstance(value, int) or value < 1):
+        raise HddmError(f"{key} is {str(value)[:40]}, and must be a whole number from 1")
+    return value
+
+
+_Conditions = tuple[tuple[str, ...], int | None, int | None]
+
+
+def _expert(config: Mapping[str, object]) -> _Conditions:
+    classes = _count(config, "num_classes")
+    names = (("class_labels",) if classes else ()) + (
+        ("encoder_hidden_states",) if config.get("text_dim") else ()
+    )
+    return names, classes, classes
+
+
+def _dit(config: Mapping[str, object]) -> _Conditions:
+    classes = _count(config, "num_embeds_ada_norm")
+    return ("class_labels",), classes, classes
+
+
+def _pixart(config: Mapping[str, object]) -> _Conditions:
+    names: tuple[str, ...] = ("encoder_hidden_states", "encoder_attention_mask")
+    extra = config.get("use_additional_conditions")
+    if extra or (extra is None and config.get("sample_size") == 128):
+        names += ("resolution", "aspect_ratio")
+    return names, None, None
+
+
+def _unet(config: Mapping[str, object]) -> _Conditions:
+    if config.get("class_embed_type") is not None:
+        raise HddmError(
+            f"class_embed_type {config['class_embed_type']!r} is not supported; only num_class_embeds is"
+        )
+    classes = _count(config, "num_class_embeds")
+    # Nothing in the config says whether the last class stands for none.
+    return ("class_labels",) if classes else (), classes, None
+
+
+def _text_unet(config: Mapping[str, object]) -> _Conditions:
+    for key, allowed in (
+        ("addition_embed_type", (None, "text_time")),
+        ("encoder_hid_dim_type", (None,)),
+        ("time_cond_proj_dim", (None,)),
+    ):
+        if config.get(key) not in allowed:
+            raise HddmError(f"{key} {config[key]!r} of UNet2DConditionModel is not supported")
+    labels, classes, null = _unet(config)
+    added = ("text_embeds", "time_ids") if config.get("addition_embed_type") else ()
+    return ("encoder_hidden_states", *labels, *added), classes, null
+
+
+_TEXT = ("encoder_hidden_states", "pooled_projections")
+
+
+def _sd3(config: Mapping[str, object]) -> _Conditions:
+    # The tensor of positions has the largest side; a sample takes its middle.
+    patch, most = _count(config, "patch_size"), config.get("pos_embed_max_size")
+    side = config.get("sample_size")
+    if most and isinstance(most, int) and isinstance(side, int) and patch and side > most * patch:
+        raise HddmError(
+            f"sample_size is {side}, and SD3Transformer2DModel has positions for {most * patch} "
+            "(pos_embed_max_size × patch_size)"
+        )
+    return _TEXT, None, None
+
+
+def _flux(config: Mapping[str, object]) -> _Conditions:
+    if config.get("patch_size") != 1:
+        raise HddmError(
+            f"patch_size {str(config.get('patch_size'))[:40]} of {FLUX} is not supported; its rows are packed"
+        )
+    # No tensor bounds these, and they take memory once the network runs.
+    axes, width = config.get("axes_dims_rope"), config.get("attention_head_dim")
+    if (
+        not isinstance(axes, Sequence)
+        or len(axes) != 3
+        or not all(isinstance(axis, int) and axis >= 2 and axis % 2 == 0 for axis in axes)
+        or sum(axes) != width
+    ):
+        raise HddmError(
+            f"axes_dims_rope is {str(axes)[:40]}: it is three even numbers that sum to attention_head_dim, "
+            f"{str(width)[:40]}"
+        )
+    return (*_TEXT, *(("guidance",) if config.get("guidance_embeds") else ())), None, None
+
+
+_CONDITIONS = {
+    "ExpertTransformer": _expert,
+    "DiTTransformer2DModel": _dit,
+    "PixArtTransformer2DModel": _pixart,
+    "SD3Transformer2DModel": _sd3,
+    FLUX: _flux,
+    "UNet2DModel": _unet,
+    "UNet2DConditionModel": _text_unet,
+}
