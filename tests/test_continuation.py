@@ -58,7 +58,15 @@ def test_an_expert_trained_on_says_what_it_came_from(
     assert facts["licence"] == "CC-BY-NC-4.0"
     assert facts["training_calibration"] is True
     shard = load_shard(shards / "shard_1")
-    assert facts["shard"] == {"index": 1, "num_shards": 2, "hash": shard.hash, "images": len(shard)}
+    assert shard.partition is not None
+    assert facts["shard"] == {
+        "index": 1,
+        "num_shards": 2,
+        "hash": shard.hash,
+        "images": len(shard),
+        "class_images": [],
+        "partition": shard.partition,
+    }
     training = facts["training"]
     assert training["kappa"] == KAPPA
     assert training["init"] == ddpm_expert.name

@@ -100,6 +100,23 @@ def test_the_record_of_a_partition_says_what_was_done(shards: Path) -> None:
     assert (facts["images"], facts["features"], facts["seed"]) == (2 * PER_CLASS, "pixel_pca", 0)
 
 
+def test_shards_of_one_partition_share_a_name_and_no_others_do(
+    images: Path, shards: Path, whole: Path, tmp_path: Path
+) -> None:
+    one, two = (load_shard(folder).partition for folder in find_shards(shards))
+    again = [load_shard(folder).partition for folder in partition(images, tmp_path / "again", 2)]
+    assert one is not None
+    assert [one, one] == [two, again[0]]
+    assert load_shard(whole).partition != one
+
+
+def test_a_shard_of_format_1_0_is_read_and_names_no_partition(shard: Path) -> None:
+    manifest = json.loads((shard / "manifest.json").read_text())
+    del manifest["partition"]
+    (shard / "manifest.json").write_text(json.dumps(manifest | {"format": "1.0"}))
+    assert load_shard(shard).partition is None
+
+
 def test_images_without_classes_have_no_labels(images: Path, tmp_path: Path) -> None:
     (tmp_path / "flat").mkdir()
     for name in load_images(images).files:

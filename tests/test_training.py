@@ -3,6 +3,7 @@
 import json
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,10 +15,18 @@ from hddm.errors import HddmError
 from hddm.model_folders import WEIGHTS
 from hddm.models.transformer import ExpertTransformer
 from hddm.schedules import from_diffusers
-from hddm.training.expert import train_expert
+from hddm.training.expert import shard_facts, train_expert
 from hddm.training.networks import new_network
 from hddm.training.router import train_router
-from tests.artefacts import contents, copied, expert_settings, router_settings, write_images
+from tests.artefacts import (
+    CLASSES,
+    PER_CLASS,
+    contents,
+    copied,
+    expert_settings,
+    router_settings,
+    write_images,
+)
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -88,10 +97,27 @@ def test_a_loss_that_is_not_finite_stops_and_writes_nothing(shards: Path, tmp_pa
     assert not list(tmp_path.iterdir())
 
 
+def test_an_expert_counts_its_images_by_the_classes_that_it_knows(whole: Path, class_expert: Path) -> None:
+    facts = json.loads((class_expert / "expert.json").read_text())
+    assert facts["classes"] == list(CLASSES)
+    assert facts["shard"]["class_images"] == [PER_CLASS, PER_CLASS]
+    shard = load_shard(whole)
+    assert shard_facts(shard, ("columns", "others")).class_images == ()
+    assert shard_facts(replace(shard, labels=None), shard.classes).class_images == ()
+
+
 def test_an_expert_remembers_its_shard_and_how_it_was_trained(shards: Path, flow_expert: Path) -> None:
     facts = json.loads((flow_expert / "expert.json").read_text())
     shard = load_shard(shards / "shard_1")
-    assert facts["shard"] == {"index": 1, "num_shards": 2, "hash": shard.hash, "images": len(shard)}
+    assert shard.partition is not None
+    assert facts["shard"] == {
+        "index": 1,
+        "num_shards": 2,
+        "hash": shard.hash,
+        "images": len(shard),
+        "class_images": [],
+        "partition": shard.partition,
+    }
     assert facts["objective"] == "flow"
     assert facts["prediction_type"] == "flow_prediction"
     assert facts["sample_shape"] == [1, 4, 4]

@@ -3,7 +3,7 @@
 shards/
   partition.json                 how the shards were made, and their sizes
   clusters.safetensors           fine centres and their shard
-  shard_0/manifest.json          files with SHA-256 and label, and one hash of it all
+  shard_0/manifest.json          files with SHA-256 and label, one hash of it all, one of all shards
   shard_0/images/<file>          hard links where the file system allows, copies otherwise
 """
 
@@ -25,7 +25,7 @@ from hddm.errors import HddmError
 from hddm.facts import Facts, read_facts
 from hddm.files import link_or_copy, new_folder, write_json
 
-FORMAT = "1.0"
+FORMAT = "1.1"
 MANIFEST = "manifest.json"
 PARTITION_FILE = "partition.json"
 MIN_IMAGES = 16
@@ -48,6 +48,8 @@ class Manifest(Facts):
     num_shards: int
     classes: list[str]
     hash: str
+    partition: str | None = None
+    """Hash of the hashes of all shards, which those of one partition share; format 1.0 has none."""
     images: list[ImageEntry]
 
 
@@ -65,7 +67,7 @@ class PartitionFacts(Facts):
 
 @dataclass(frozen=True)
 class Shard:
-    """One shard in memory; ``hash`` covers every file and label in it."""
+    """One shard in memory; ``hash`` covers every file and label in it, ``partition`` all shards beside it."""
 
     folder: Path
     index: int
@@ -74,6 +76,7 @@ class Shard:
     classes: tuple[str, ...]
     pixels: Tensor
     labels: Tensor | None
+    partition: str | None = None
 
     def __len__(self) -> int:
         return len(self.pixels)
@@ -109,7 +112,12 @@ def partition(images: Path, out: Path, num_shards: int, seed: int = 0, overwrite
     if min(sizes) < MIN_IMAGES:
         raise HddmError(f"{images}: the smallest of {num_shards} shards got {min(sizes)} images; take fewer")
     with new_folder(out, PARTITION_FILE, overwrite) as draft:
-        hashes = [_write_shard(source, clusters, k, draft / f"shard_{k}") for k in range(num_shards)]
+        manifests = [_write_images(source, clusters, k, draft / f"shard_{k}") for k in range(num_shards)]
+        hashes = [manifest.hash for manifest in manifests]
+        whole = hashlib.sha256("\n".join(hashes).encode()).hexdigest()
+        for k, manifest in enumerate(manifests):
+            content = manifest.model_copy(update={"partition": whole})
+            write_json(draft / f"shard_{k}" / MANIFEST, content.model_dump())
         _write_centres(clusters, draft)
         facts = PartitionFacts(
             format=FORMAT,
@@ -159,6 +167,7 @@ def load_shard(folder: Path) -> Shard:
         tuple(manifest.classes),
         pixels,
         None if None in labels else torch.tensor(labels),
+        manifest.partition,
     )
 
 
@@ -172,7 +181,7 @@ def find_shards(folder: Path) -> list[Path]:
     return [folder / f"shard_{k}" for k in range(len(facts.sizes))]
 
 
-def _write_shard(source: ImageSet, clusters: Hierarchy, k: int, folder: Path) -> str:
+def _write_images(source: ImageSet, clusters: Hierarchy, k: int, folder: Path) -> Manifest:
     entries = []
     for row in np.flatnonzero(clusters.assignment == k).tolist():
         name = f"images/{source.files[row]}"
@@ -182,17 +191,14 @@ def _write_shard(source: ImageSet, clusters: Hierarchy, k: int, folder: Path) ->
         label = None if source.labels is None else int(source.labels[row])
         sha256 = hashlib.sha256(copy.read_bytes()).hexdigest()
         entries.append(ImageEntry(file=name, sha256=sha256, label=label))
-    digest = _digest(entries, source.classes)
-    manifest = Manifest(
+    return Manifest(
         format=FORMAT,
         shard=k,
         num_shards=int(clusters.assignment.max()) + 1,
         classes=list(source.classes),
-        hash=digest,
+        hash=_digest(entries, source.classes),
         images=entries,
     )
-    write_json(folder / MANIFEST, manifest.model_dump())
-    return digest
 
 
 def _write_centres(clusters: Hierarchy, folder: Path) -> None:

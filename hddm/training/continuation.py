@@ -93,7 +93,7 @@ def continue_expert(
             "format": FORMAT,
             "objective": objective.name,
             "weights": "ema",
-            "shard": shard_facts(shard),
+            "shard": shard_facts(shard, expert.facts.classes),
             "training": record,
             "training_calibration": field.calibration is not None,
         }

@@ -119,9 +119,19 @@ def shard_record(shard: Shard) -> dict[str, str]:
     return {"data": f"shard {shard.hash}", "images": str(len(shard))}
 
 
-def shard_facts(shard: Shard) -> ShardFacts:
-    """What an expert remembers of its shard."""
-    return ShardFacts(index=shard.index, num_shards=shard.num_shards, hash=shard.hash, images=len(shard))
+def shard_facts(shard: Shard, classes: tuple[str, ...]) -> ShardFacts:
+    """What an expert remembers of its shard: images are counted by its own ``classes``, or not at all."""
+    counts: list[int] = []
+    if shard.labels is not None and shard.classes == classes:
+        counts = shard.labels.bincount(minlength=len(classes)).tolist()
+    return ShardFacts(
+        index=shard.index,
+        num_shards=shard.num_shards,
+        hash=shard.hash,
+        images=len(shard),
+        class_images=tuple(counts),
+        partition=shard.partition,
+    )
 
 
 def _batch_loss(
@@ -149,6 +159,7 @@ def _facts(
     fitted: Fitted,
 ) -> ExpertFacts:
     channels, height, width = shard.pixels.shape[1:]
+    classes = shard.classes if settings.class_conditional else ()
     return ExpertFacts(
         objective=settings.objective,
         prediction_type=objective.prediction_type,
@@ -157,8 +168,8 @@ def _facts(
         time_scale=objective.time_scale,
         sample_shape=(channels, height, width),
         conditions=("class_labels",) if settings.class_conditional else (),
-        classes=shard.classes if settings.class_conditional else (),
+        classes=classes,
         null_class=len(shard.classes) if settings.class_conditional else None,
-        shard=shard_facts(shard),
+        shard=shard_facts(shard, classes),
         training=fitted.record(settings),
     )
