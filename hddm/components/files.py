@@ -1,0 +1,55 @@
+"""Files of a component's folder, held inside it."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from hddm.errors import HddmError
+from hddm.files import read_json
+from hddm.weight_files import inside, read_safetensors
+
+_CODE = ("auto_map", "custom_pipeline", "trust_remote_code")
+
+
+def read_config(folder: Path, name: str = "config.json") -> dict[str, Any]:
+    """The JSON file ``name`` of a component.
+
+    Raises:
+        HddmError: for a file that is missing, leads out of the folder or asks for foreign code.
+    """
+    if not folder.is_dir():
+        raise HddmError(f"{folder}: no such folder")
+    config = read_json(inside(folder, name) if _is_there(folder / name) else folder / name)
+    for key in _CODE:
+        if key in config:
+            raise HddmError(f"{folder / name}: has a key {key!r}, which asks for foreign code; refused")
+    return config
+
+
+def read_weights(folder: Path, stem: str) -> tuple[Path, dict[str, Tensor]]:
+    """The file of weights and its tensors, mapped: ``stem.safetensors``, or the float16 copy alone.
+
+    Raises:
+        HddmError: where there is neither, for a link that leaves the folder, for a broken file.
+    """
+    names = (f"{stem}.safetensors", f"{stem}.fp16.safetensors")
+    name = next((one for one in names if _is_there(folder / one)), None)
+    if name is None:
+        pickled = [path.name for path in sorted(folder.glob("*.bin"))]
+        hint = f"only {', '.join(pickled)}; save it as safetensors" if pickled else "fetch it"
+        raise HddmError(f"{folder}: no {names[0]}, {hint}")
+    return folder / name, read_safetensors(inside(folder, name))
+
+
+def refuse_non_finite(path: Path, weights: Mapping[str, Tensor]) -> None:
+    """Refuse weights with NaN or Inf, by name."""
+    for key, value in weights.items():
+        if not value.isfinite().all():
+            raise HddmError(f"{path}: {key!r} holds NaN or Inf; take the weights anew")
+
+
+def _is_there(path: Path) -> bool:
+    # A broken link is there, and `inside` says what is wrong with it.
+    return path.exists() or path.is_symlink()

@@ -1,0 +1,144 @@
+"""CLIP text encoder and tokenizer of a pipeline: read strictly, prompts to the tokens that experts take."""
+
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from hddm.components.files import read_config, read_weights, refuse_non_finite
+from hddm.components.identity import TextEncoderFacts, fingerprint
+from hddm.components.tokenizer import read_tokenizer as read_tokenizer
+from hddm.errors import HddmError
+from hddm.network_configs import differences
+
+if TYPE_CHECKING:
+    from transformers import CLIPTextModel, CLIPTokenizer
+
+STEM = "model"
+KIND = "CLIPTextModel"
+ARCHITECTURES = ([KIND], ["CLIPTextModelWithProjection"])
+_SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "max_position_embeddings",
+    "hidden_act",
+    "layer_norm_eps",
+)
+_PREFIX = "text_model."
+_UNUSED = ("embeddings.position_ids", "text_projection.weight")
+
+
+def read_text_encoder(folder: Path, dtype: torch.dtype = torch.float32) -> "CLIPTextModel":
+    """The CLIP text encoder in ``folder``, in evaluation mode.
+
+    It is built from checked facts of its config, not by a loader that takes orders from it. Files with and
+    without the prefix ``text_model.`` and with a projection, which is not needed, are read alike.
+
+    Raises:
+        HddmError: for a file that is missing or leads out of the folder, another class, and any tensor that
+            is missing, left over, of another shape or not finite.
+    """
+    config = read_config(folder)
+    model, weights, path = _open(folder, config)
+    refuse_non_finite(path, weights)
+    names = {key.removeprefix(_PREFIX): key for key in model.state_dict()}
+    model.load_state_dict({names[key]: value.to(dtype) for key, value in weights.items()}, assign=True)
+    positions = model.config.max_position_embeddings
+    on_meta = [(m, n) for m in model.modules() for n, b in m.named_buffers(recurse=False) if b.is_meta]
+    for owner, buffer in on_meta:
+        owner.register_buffer(buffer, torch.arange(positions)[None], persistent=False)
+    model.requires_grad_(False)
+    model.train(False)
+    return model
+
+
+def text_encoder_facts(folder: Path, tokens: int) -> TextEncoderFacts:
+    """What tells the text encoder in ``folder`` from others, for prompts of ``tokens``; raises as above."""
+    model, weights, _ = _open(folder, read_config(folder))
+    return TextEncoderFacts(
+        kind=KIND, fingerprint=fingerprint(weights), tokens=tokens, width=model.config.hidden_size
+    )
+
+
+def encode(text_encoder: "CLIPTextModel", tokenizer: "CLIPTokenizer", prompts: Sequence[str]) -> Tensor:
+    """Last hidden states (len(prompts), tokens, width), as Stable Diffusion 1 and 2 condition on.
+
+    Prompts are padded to `prompt_length` tokens; no padding is masked. One that is longer is cut, with a
+    warning that names what was left out.
+
+    Raises:
+        HddmError: for no prompts, and for a tokenizer whose tokens the encoder does not have.
+    """
+    if isinstance(prompts, str) or not prompts:
+        raise HddmError(f"prompts must be a list of one text or more, not {prompts!r}")
+    length = prompt_length(tokenizer.model_max_length, text_encoder.config.max_position_embeddings)
+    prompts = list(prompts)
+    _warn_of_cuts(tokenizer, prompts, length)
+    tokens = tokenizer(
+        prompts, padding="max_length", max_length=length, truncation=True, return_tensors="pt"
+    ).input_ids
+    vocabulary = text_encoder.config.vocab_size
+    if tokens.max() >= vocabulary:
+        raise HddmError(
+            f"the tokenizer gives token {tokens.max().item()}, and the text encoder has {vocabulary}; take "
+            "the tokenizer that belongs to it"
+        )
+    with torch.no_grad():
+        encoded: Tensor = text_encoder(tokens.to(text_encoder.device))[0]
+    if not encoded.isfinite().all():
+        raise HddmError("the text encoder's tokens hold NaN or Inf; run it in float32")
+    return encoded
+
+
+def prompt_length(limit: object, positions: int) -> int:
+    """Tokens of a prompt: the tokenizer's ``model_max_length``, within the encoder's positions."""
+    # Tokenizers without a limit say 10^30.
+    return min(limit, positions) if isinstance(limit, int) and limit >= 2 else positions
+
+
+def _warn_of_cuts(tokenizer: "CLIPTokenizer", prompts: list[str], length: int) -> None:
+    whole: list[list[int]] = tokenizer(prompts, padding=False, truncation=False, verbose=False).input_ids
+    for prompt, ids in zip(prompts, whole, strict=True):
+        if len(ids) > length:
+            # The last token is the end, which a prompt that is cut keeps.
+            cut = tokenizer.decode(ids[length - 1 : -1])
+            warnings.warn(
+                f"a prompt of {len(ids)} tokens is cut to {length}: {prompt[:40]!r} … loses {cut!r}",
+                UserWarning,
+                stacklevel=3,
+            )
+
+
+def _open(folder: Path, config: Mapping[str, Any]) -> tuple["CLIPTextModel", dict[str, Tensor], Path]:
+    """The empty encoder in ``folder``, its tensors without the prefix, and their file."""
+    # Imported here: it takes seconds, and few sources need it.
+    from transformers import CLIPTextConfig, CLIPTextModel
+
+    origin = folder / "config.json"
+    if config.get("architectures") not in ARCHITECTURES:
+        raise HddmError(f"{origin}: holds {str(config.get('architectures'))[:60]}, not a {KIND}")
+    path, stored = read_weights(folder, STEM)
+    weights = {key.removeprefix(_PREFIX): value for key, value in stored.items()}
+    if len(weights) != len(stored):
+        raise HddmError(f"{path}: holds tensors twice, with and without {_PREFIX!r}; take the weights anew")
+    weights = {key: value for key, value in weights.items() if key not in _UNUSED}
+    layers = config.get("num_hidden_layers")
+    if not isinstance(layers, int) or layers > len(weights):
+        raise HddmError(f"{origin}: num_hidden_layers is {layers!r} for {len(weights)} tensors")
+    try:
+        with torch.device("meta"):
+            model = CLIPTextModel(CLIPTextConfig(**{key: config[key] for key in _SIZES if key in config}))
+    except Exception as error:  # whatever a constructor makes of foreign values
+        text = " ".join(str(error).split())[:300]
+        raise HddmError(f"{origin}: no text encoder can be built from it ({text})") from error
+    expected = {key.removeprefix(_PREFIX): value for key, value in model.state_dict().items()}
+    problems = differences({k: v for k, v in expected.items() if k not in _UNUSED}, weights)
+    if problems:
+        raise HddmError(f"{path}: does not fit its config.json: {'; '.join(problems)}")
+    return model, weights, path

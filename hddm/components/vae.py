@@ -1,0 +1,151 @@
+"""The VAE of an expert of latents: read strictly, told by its encoder, decoding samples to images."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers import AutoencoderKL, AutoencoderTiny
+from torch import Tensor, nn
+
+from hddm.components.files import read_config, read_weights, refuse_non_finite
+from hddm.components.identity import VaeFacts, fingerprint
+from hddm.errors import HddmError
+from hddm.network_configs import differences, empty_network, fill, parse_config
+from hddm.weight_files.former_names import stored_names
+
+STEM = "diffusion_pytorch_model"
+KINDS = (AutoencoderKL, AutoencoderTiny)
+LARGEST_SCALE = 1e6
+_ENCODER = ("encoder.", "quant_conv.")
+_PER_CHANNEL = ("latents_mean", "latents_std")
+
+
+def read_vae(folder: Path, dtype: torch.dtype = torch.float32) -> AutoencoderKL | AutoencoderTiny:
+    """The VAE in a diffusers folder, in evaluation mode, whatever dtype its file has.
+
+    Files of former versions are read as diffusers itself does, with today's names.
+
+    Raises:
+        HddmError: for a file that is missing or leads out of the folder, another class, an unknown config
+            key, latents that are scaled a channel at a time, and any tensor that is missing, left over, of
+            another shape or not finite.
+    """
+    network, weights, arguments, path = _open(folder)
+    refuse_non_finite(path, weights)
+    fill(network, {key: value.to(dtype) for key, value in weights.items()}, arguments, str(path))
+    return network
+
+
+def vae_facts(folder: Path) -> VaeFacts:
+    """What tells the latent space of the VAE in ``folder`` from others; raises as `read_vae`.
+
+    Scale and shift are the config's, or the documented defaults of its class.
+    """
+    network, weights, _, _ = _open(folder)
+    encoder = {key: value for key, value in weights.items() if key.startswith(_ENCODER)}
+    scale, shift = _scale_and_shift(network.config)
+    return VaeFacts(kind=type(network).__name__, fingerprint=fingerprint(encoder), scale=scale, shift=shift)
+
+
+def decode(vae: AutoencoderKL | AutoencoderTiny, latents: Tensor) -> Tensor:
+    """Images (N, 3, H, W) in [-1, 1], float32, of samples (N, C, h, w), in one batch.
+
+    The decoder is given z = latents / scale + shift. What it gives beyond [-1, 1] is clipped. A float16 VAE
+    whose config has ``force_upcast``, as Stable Diffusion XL's, decodes in float32: it would overflow.
+
+    Raises:
+        HddmError: for latents of other channels, and for latents or images that are not finite.
+    """
+    channels = vae.config.latent_channels
+    if latents.ndim != 4 or latents.shape[1] != channels:
+        raise HddmError(
+            f"the VAE decodes latents (N, {channels}, h, w), not {tuple(latents.shape)}; take the VAE of "
+            "these experts"
+        )
+    _refuse_images(latents, "latents", "the samples are broken before any VAE")
+    scale, shift = _scale_and_shift(vae.config)
+    given = vae.dtype
+    upcast = given == torch.float16 and vae.config.force_upcast
+    try:
+        if upcast:
+            # Not diffusers' own `to`, which warns of such a cast.
+            nn.Module.to(vae, torch.float32)
+        z = latents.to(vae.device, torch.float32) / scale + shift
+        with torch.no_grad():
+            images: Tensor = vae.decode(z.to(vae.dtype), return_dict=False)[0].float()
+    finally:
+        if upcast:
+            # Lossless: these numbers come from float16.
+            nn.Module.to(vae, given)
+    _refuse_images(images, "images", f"decode in float32 instead of {str(given).removeprefix('torch.')}")
+    return images.clamp(-1, 1)
+
+
+def _open(folder: Path) -> tuple[Any, dict[str, Tensor], dict[str, Any], Path]:
+    """The empty VAE in ``folder``, its tensors under today's names, its arguments and the file."""
+    origin = str(folder / "config.json")
+    config = _without_derived(read_config(folder), origin)
+    kind, arguments = parse_config(config, KINDS, origin)
+    path, stored = read_weights(folder, STEM)
+    _refuse_depth(arguments, len(stored), origin)
+    network = empty_network(kind, arguments, len(stored), origin)
+    names = stored_names(network.state_dict(), stored)
+    weights = {name: stored[old] for name, old in names.items() if old in stored}
+    left = {old: value for old, value in stored.items() if old not in names.values()}
+    problems = differences(network.state_dict(), weights | left)
+    if problems:
+        raise HddmError(f"{path}: does not fit its config.json: {'; '.join(problems)}")
+    _refuse_per_channel(arguments, origin)
+    try:
+        _scale_and_shift(network.config)
+    except HddmError as error:
+        raise HddmError(f"{origin}: {error}") from error
+    return network, weights, arguments, path
+
+
+def _without_derived(config: dict[str, Any], origin: str) -> dict[str, Any]:
+    """A config without what `AutoencoderTiny` writes besides its arguments."""
+    derived = config.get("block_out_channels")
+    if config.get("_class_name") != AutoencoderTiny.__name__ or derived is None:
+        return config
+    if derived != config.get("decoder_block_out_channels", derived):
+        raise HddmError(f"{origin}: block_out_channels is {derived!r}, unlike decoder_block_out_channels")
+    return {key: value for key, value in config.items() if key != "block_out_channels"}
+
+
+def _refuse_depth(arguments: Mapping[str, Any], num_tensors: int, origin: str) -> None:
+    """Refuse more blocks than tensors, before any is made."""
+    for key in ("num_encoder_blocks", "num_decoder_blocks"):
+        counts = arguments.get(key, ())
+        numbers = [n for n in counts if isinstance(n, int)] if isinstance(counts, Sequence) else [num_tensors]
+        if sum(numbers) >= num_tensors > 0:
+            raise HddmError(f"{origin}: {key} is {str(counts)[:60]}, and there are {num_tensors} tensors")
+
+
+def _refuse_per_channel(arguments: Mapping[str, Any], origin: str) -> None:
+    stated = [key for key in _PER_CHANNEL if arguments.get(key) is not None]
+    if stated:
+        raise HddmError(
+            f"{origin}: states {' and '.join(stated)}, a scale for each channel; only one scaling_factor and "
+            "shift_factor for all is supported"
+        )
+
+
+def _scale_and_shift(config: Mapping[str, Any]) -> tuple[float, float]:
+    scale, shift = config["scaling_factor"], config["shift_factor"] or 0.0
+    if not isinstance(scale, int | float) or not 0 < scale < LARGEST_SCALE:
+        raise HddmError(
+            f"scaling_factor is {str(scale)[:40]}, and must be a positive number, below {LARGEST_SCALE:.0e}"
+        )
+    if not isinstance(shift, int | float) or not -LARGEST_SCALE < shift < LARGEST_SCALE:
+        raise HddmError(f"shift_factor is {str(shift)[:40]}, and must be a number")
+    return float(scale), float(shift)
+
+
+def _refuse_images(batch: Tensor, what: str, remedy: str) -> None:
+    broken = [i for i, one in enumerate(batch) if not one.isfinite().all()]
+    if broken:
+        raise HddmError(
+            f"{what} {', '.join(map(str, broken[:10]))} of {len(batch)} hold NaN or Inf; {remedy}"
+        )

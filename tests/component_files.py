@@ -1,0 +1,97 @@
+"""Tiny VAEs, text encoders and tokenizers, written by the tools whose layout they have."""
+
+import json
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from diffusers import AutoencoderKL, AutoencoderTiny
+from transformers import CLIPTextConfig, CLIPTextModel
+
+from tests.checkpoint_files import randomised
+
+BEGIN, END = "<|startoftext|>", "<|endoftext|>"
+
+
+def write_vae(
+    folder: Path,
+    kind: Literal["kl", "tiny"] = "kl",
+    latent_channels: int = 4,
+    factor: int = 2,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    **changes: Any,
+) -> AutoencoderKL | AutoencoderTiny:
+    """Write and return a VAE whose images are ``factor`` (a power of two) times as wide as its latents."""
+    levels = factor.bit_length()
+    if kind == "kl":
+        vae = AutoencoderKL(
+            **{
+                "block_out_channels": (8,) * levels,
+                "down_block_types": ("DownEncoderBlock2D",) * levels,
+                "up_block_types": ("UpDecoderBlock2D",) * levels,
+                "norm_num_groups": 2,
+                "latent_channels": latent_channels,
+            }
+            | changes
+        )
+    else:
+        vae = AutoencoderTiny(
+            **{
+                "encoder_block_out_channels": (8,) * levels,
+                "decoder_block_out_channels": (8,) * levels,
+                "num_encoder_blocks": (1,) * levels,
+                "num_decoder_blocks": (1,) * levels,
+                "latent_channels": latent_channels,
+            }
+            | changes
+        )
+    randomised(vae, seed).to(dtype).save_pretrained(folder)
+    return vae
+
+
+def write_clip(
+    root: Path,
+    width: int = 16,
+    tokens: int = 77,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    **changes: Any,
+) -> CLIPTextModel:
+    """Write ``root/text_encoder``, which is returned, and ``root/tokenizer``, for any lower-case text."""
+    words = write_tokenizer(root / "tokenizer", tokens)
+    torch.manual_seed(seed)
+    sizes = {
+        "vocab_size": words,
+        "hidden_size": width,
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "max_position_embeddings": tokens,
+    }
+    model = CLIPTextModel(CLIPTextConfig(**sizes | changes)).eval().requires_grad_(False)
+    for name, parameter in model.named_parameters():
+        if "norm" not in name:
+            parameter.data = 0.3 * torch.randn(parameter.shape)
+    model.to(dtype).save_pretrained(root / "text_encoder")
+    return model
+
+
+def write_tokenizer(folder: Path, tokens: int = 77, **config: Any) -> int:
+    """Write a byte-level vocabulary, with the four files of Stable Diffusion's; its size is returned."""
+    # The printable stand-in of each byte, as byte-level vocabularies have had it since GPT-2.
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    letters = [chr(b) for b in printable] + [chr(256 + i) for i in range(256 - len(printable))]
+    merges = ["c a", "ca t</w>", "d o", "do g</w>"]
+    words = letters + [letter + "</w>" for letter in letters] + [pair.replace(" ", "") for pair in merges]
+    words += [BEGIN, END]
+    folder.mkdir(parents=True)
+    (folder / "vocab.json").write_text(json.dumps({word: i for i, word in enumerate(words)}))
+    (folder / "merges.txt").write_text("\n".join(["#version: 0.2", *merges]) + "\n")
+    special = {"bos_token": BEGIN, "eos_token": END, "unk_token": END, "pad_token": END}
+    (folder / "special_tokens_map.json").write_text(json.dumps(special))
+    stated = {"tokenizer_class": "CLIPTokenizer", "model_max_length": tokens, "add_prefix_space": False}
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps(special | {"errors": "replace", "do_lower_case": True} | stated | config)
+    )
+    return len(words)
