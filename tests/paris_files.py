@@ -1,0 +1,76 @@
+"""A Paris release with tiny networks of random weights, under the release's file and tensor names."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+from diffusers import ModelMixin
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from hddm.expert_set import as_field
+from hddm.experts import Expert
+from hddm.models.router import RouterTransformer
+from hddm.models.transformer import ExpertTransformer
+from hddm.network_configs import empty_network, fill
+from hddm.paris import ParisPart, paris_experts, paris_router
+from hddm.routing import Router
+from hddm.velocity import VelocityField
+from tests.checkpoint_files import randomised
+
+NUM_EXPERTS = 3
+TEXT = 16
+EXPERT = {"sample_size": 8, "hidden_size": 144, "depth": 2, "num_heads": 2, "text_dim": TEXT}
+ROUTER = {"sample_size": 8, "hidden_size": 128, "depth": 2, "num_heads": 2}
+SCHEDULER = {"_class_name": "FlowMatchEulerDiscreteScheduler", "num_train_timesteps": 1000, "shift": 1.0}
+EXPERT_FILE = "diffusion_pytorch_model.safetensors"
+ROUTER_FILE = "pytorch_model.safetensors"
+
+
+def write_paris(folder: Path, num_experts: int = NUM_EXPERTS) -> tuple[list[ModelMixin], ModelMixin]:
+    """Write a release; its networks are returned."""
+    experts = [randomised(ExpertTransformer(**EXPERT), seed) for seed in range(num_experts)]
+    router = randomised(RouterTransformer(num_experts, **ROUTER), seed=100)
+    for index, network in enumerate(experts):
+        _write(network, folder / f"expert_{index}" / EXPERT_FILE)
+    _write(router, folder / "router" / ROUTER_FILE)
+    (folder / "scheduler").mkdir()
+    (folder / "scheduler" / "scheduler_config.json").write_text(json.dumps(SCHEDULER))
+    return experts, router
+
+
+def edit(path: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
+    """Apply ``change`` to the tensors in a file."""
+    tensors = {name: value.clone() for name, value in load_file(path).items()}
+    change(tensors)
+    save_file(tensors, path)
+
+
+def read(kind: type[ModelMixin], part: ParisPart) -> ModelMixin:
+    """The network of a part, in float32."""
+    weights = {name: value.float() for name, value in load_file(part.weights).items()}
+    network = empty_network(kind, part.arguments, len(weights), str(part.weights))
+    fill(network, weights, part.arguments, str(part.weights))
+    return network
+
+
+def fields(folder: Path) -> list[VelocityField]:
+    """The experts of a release."""
+    found = []
+    for part, facts in paris_experts(folder):
+        network = read(ExpertTransformer, part)
+        found.append(as_field(Expert(network, facts, None), network))
+    return found
+
+
+def router(folder: Path) -> Router:
+    """The router of a release."""
+    part, time_scale = paris_router(folder)
+    return Router(read(RouterTransformer, part), time_scale)
+
+
+def _write(network: ModelMixin, path: Path) -> None:
+    path.parent.mkdir(parents=True)
+    save_file(network.state_dict(), path)
+    # The keys of the release's own are not known, and nothing may depend on them.
+    (path.parent / "config.json").write_text('{"hidden_size": 7}')
