@@ -5,12 +5,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from hddm.ensemble import Ensemble
 from hddm.ensemble_folders import ENSEMBLE_FILE, EnsembleFacts, read_ensemble_facts
 from hddm.errors import HddmError
 from hddm.expert_set import ExpertSet, as_field
 from hddm.experts import EXPERT_FILE, Expert, RouterFacts, UnreadExpert, open_expert, read_expert, read_router
+from hddm.model_index import MODEL_INDEX, read_model_index
 from hddm.models.router import RouterTransformer
 from hddm.networks import adapted
 from hddm.offload import Offload, Shelf
@@ -26,6 +28,8 @@ class Parts:
     router: RouterTransformer | None
     router_facts: RouterFacts | None
     facts: EnsembleFacts
+    components: Sequence[str] = ()
+    """Folders beside them: of ``vae``, ``text_encoder``, ``tokenizer`` those that are there."""
 
     def only(self, experts: Sequence[int]) -> "Parts":
         """The same with these experts alone; the router keeps their outputs.
@@ -89,7 +93,10 @@ def load(
     parts = open_parts(folder, dtype)
     if experts is not None:
         parts = parts.only(experts)
-    return ensemble_of(parts, expert_set(parts, dtype, device, offload, max_memory), device)
+    if parts.router is not None:
+        parts.router.to(device)
+    held = expert_set(parts, dtype, device, offload, max_memory)
+    return ensemble_of(held, parts.router, parts.router_facts, parts.facts)
 
 
 def open_parts(folder: Path, dtype: torch.dtype) -> Parts:
@@ -105,7 +112,10 @@ def open_parts(folder: Path, dtype: torch.dtype) -> Parts:
         )
     facts = read_ensemble_facts(folder)
     router, router_facts = read_router(folder / facts.router, dtype) if facts.router else (None, None)
-    return Parts([open_expert(folder / name) for name in facts.experts], router, router_facts, facts)
+    has = read_model_index(folder) if (folder / MODEL_INDEX).exists() else {}
+    components = [name for name in ("vae", "text_encoder", "tokenizer") if has.get(name)]
+    experts = [open_expert(folder / name) for name in facts.experts]
+    return Parts(experts, router, router_facts, facts, components)
 
 
 def expert_set(
@@ -114,36 +124,42 @@ def expert_set(
     device: torch.device | str,
     offload: Offload = "none",
     max_memory: int | None = None,
+    others: Sequence[nn.Module] = (),
 ) -> ExpertSet:
     """The experts of an ensemble, on a shelf of their own.
+
+    ``others`` and the router take their part of ``max_memory`` first.
 
     Raises:
         HddmError: for a limit that leaves no room for an expert.
     """
     budget = None
     if max_memory is not None:
-        budget = max_memory - sum(p.numel() * p.element_size() for p in _parameters(parts.router))
+        beside = [part for part in (parts.router, *others) if part is not None]
+        budget = max_memory - sum(p.numel() * p.element_size() for part in beside for p in part.parameters())
     return ExpertSet(parts.experts, dtype, device, Shelf(offload, budget))
 
 
-def ensemble_of(parts: Parts, experts: ExpertSet, device: torch.device | str) -> Ensemble:
-    """The velocity field of an ensemble folder's parts.
+def ensemble_of(
+    experts: ExpertSet,
+    router: RouterTransformer | None,
+    router_facts: RouterFacts | None,
+    facts: EnsembleFacts,
+) -> Ensemble:
+    """The velocity field of an ensemble's parts.
 
     Raises:
         HddmError: for parts that contradict each other.
     """
-    facts = parts.facts
-    router = None
-    if parts.router is not None and parts.router_facts is not None:
-        router = Router(
-            parts.router.to(device),
-            parts.router_facts.time_scale,
-            parts.router_facts.temperatures,
-            facts.router_outputs or None,
-        )
+    route = None
+    if router is not None:
+        if router_facts is None:
+            raise HddmError("a router needs its router_facts, which say how it counts time")
+        outputs = facts.router_outputs or None
+        route = Router(router, router_facts.time_scale, router_facts.temperatures, outputs)
     try:
         return Ensemble(
-            experts.fields(), router, facts.strategy, facts.prior, facts.class_prior or None, facts.shift
+            experts.fields(), route, facts.strategy, facts.prior, facts.class_prior or None, facts.shift
         )
     except HddmError as error:
         raise HddmError(f"{ENSEMBLE_FILE}: {error}") from error
@@ -164,7 +180,3 @@ def _field(folder: Path, dtype: torch.dtype, device: torch.device | str) -> Velo
         return field_of(expert, device)
     except HddmError as error:
         raise HddmError(f"{folder / EXPERT_FILE}: {error}") from error
-
-
-def _parameters(router: RouterTransformer | None) -> list[torch.Tensor]:
-    return [] if router is None else list(router.parameters())

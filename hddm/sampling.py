@@ -52,11 +52,14 @@ def _noise(seed: int, indices: Iterable[int], shape: tuple[int, ...]) -> Tensor:
 
 def draw_experts(prior: Tensor, seed: int, start: int, stop: int) -> Tensor:
     """Expert index (stop - start,) of each sample, drawn from ``prior``, (K,) or one row a sample."""
+    return pick_experts(prior, uniform_draws(seed, start, stop))
+
+
+def uniform_draws(seed: int, start: int, stop: int) -> Tensor:
+    """Numbers in [0, 1) (stop - start,), one a sample, in float64 on the CPU."""
     # The second key keeps this stream apart from the noise of the same sample.
-    uniform = torch.stack(
-        [torch.rand((), generator=generator(seed, i, 1), dtype=torch.float64) for i in range(start, stop)]
-    )
-    return pick_experts(prior, uniform)
+    streams = [generator(seed, i, 1) for i in range(start, stop)]
+    return torch.stack([torch.rand((), generator=stream, dtype=torch.float64) for stream in streams])
 
 
 def pick_experts(prior: Tensor, uniform: Tensor) -> Tensor:
@@ -79,6 +82,7 @@ def integrate(
     router_every: int = 1,
     use: ExpertUse | None = None,
     on_step: OnStep = unchanged,
+    is_interrupted: Callable[[], bool] = lambda: False,
 ) -> Tensor:
     """The states x (batch, C, H, W) of times[0], carried to times[-1] along the model's velocity.
 
@@ -94,6 +98,7 @@ def integrate(
         router_every: the router is asked at every n-th call of the velocity; between, its choice stays.
         use: a tally of the weights, where one is wanted.
         on_step: see `hddm.solvers`.
+        is_interrupted: once it says so, states stay as they are and no network runs.
 
     Raises:
         HddmError: as `Ensemble.velocity`, and for a ``router_every`` below 1.
@@ -105,6 +110,8 @@ def integrate(
 
     def velocity(x: Tensor, t: Tensor) -> Tensor:
         nonlocal kept
+        if is_interrupted():
+            return torch.zeros_like(x)
         if not isinstance(model, Ensemble):
             return model.velocity(x, t, guidance_scale, negative, **given)
         if next(count) % router_every == 0 and (kept is None or expert is None):

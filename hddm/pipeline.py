@@ -1,0 +1,366 @@
+"""An ensemble as a diffusers pipeline: from prompts or class labels to images."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers import AutoencoderKL, AutoencoderTiny, DiffusionPipeline, FlowMatchEulerDiscreteScheduler
+from diffusers.image_processor import VaeImageProcessor
+from diffusers.utils import BaseOutput
+from torch import Tensor, nn
+
+from hddm.components.text import encode
+from hddm.components.vae import decode
+from hddm.ensemble import Ensemble
+from hddm.ensemble_folders import EnsembleFacts
+from hddm.errors import HddmError
+from hddm.expert_set import ExpertSet
+from hddm.expert_use import ExpertUse
+from hddm.experts import RouterFacts
+from hddm.guidance import Guidance
+from hddm.load import ensemble_of
+from hddm.models.router import RouterTransformer
+from hddm.offload import Offload
+from hddm.pipeline_folders import open_pipeline, save_pipeline
+from hddm.pipeline_inputs import Generators, class_indices, noise_and_draws, repeated
+from hddm.sampling import integrate, pick_experts, routed, time_grid
+
+OnStepEnd = Callable[["HDDMPipeline", int, float, dict[str, Tensor]], Mapping[str, Tensor] | None]
+
+
+@dataclass
+class HDDMPipelineOutput(BaseOutput):  # type: ignore[misc]
+    """Images as ``output_type`` has them, and which experts made them."""
+
+    images: Any
+    expert_use: ExpertUse
+
+
+class HDDMPipeline(DiffusionPipeline):  # type: ignore[misc]
+    """Samples of an ensemble, decoded by a VAE where its experts are of latents.
+
+    Args:
+        experts: the experts, in the router's order.
+        router: tells their shards apart; only ``draw`` does without.
+        scheduler: its ``shift`` is that of the time grid. The solver is hddm's own (`hddm.solvers`).
+        vae: decodes latents; without it ``output_type="latent"`` is all there is.
+        text_encoder: of prompts; without it embeddings are passed.
+        tokenizer: of the text encoder.
+        facts: strategy and priors; by default ``draw`` from equal shares.
+        router_facts: how the router counts time; needed with one.
+
+    Raises:
+        HddmError: for parts that contradict each other.
+    """
+
+    model_cpu_offload_seq = "text_encoder->experts->vae"
+    _optional_components = ["router", "vae", "text_encoder", "tokenizer"]  # noqa: RUF012 - as diffusers has it
+    _callback_tensor_inputs = ["latents"]  # noqa: RUF012
+
+    def __init__(
+        self,
+        experts: ExpertSet,
+        scheduler: FlowMatchEulerDiscreteScheduler,
+        router: RouterTransformer | None = None,
+        vae: AutoencoderKL | AutoencoderTiny | None = None,
+        text_encoder: Any = None,
+        tokenizer: Any = None,
+        facts: EnsembleFacts | None = None,
+        router_facts: RouterFacts | None = None,
+    ) -> None:
+        super().__init__()
+        self.register_modules(
+            experts=experts,
+            scheduler=scheduler,
+            router=router,
+            vae=vae,
+            text_encoder=text_encoder,
+            tokenizer=tokenizer,
+        )
+        self.facts = facts or _equal_shares(len(experts.facts), router is not None)
+        self.router_facts = router_facts
+        self._visits: torch.device | None = None
+        self._interrupt = False
+        self.image_processor = VaeImageProcessor()
+        self.ensemble  # noqa: B018 - so that what does not fit is refused here
+
+    @property
+    def ensemble(self) -> Ensemble:
+        """The velocity field of these parts, as they are now."""
+        return ensemble_of(self.experts, self.router, self.router_facts, self.facts)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        pretrained_model_name_or_path: str | Path,
+        *,
+        torch_dtype: torch.dtype = torch.float32,
+        experts: Sequence[int] | None = None,
+        offload: Offload = "none",
+        max_memory: int | None = None,
+    ) -> "HDDMPipeline":
+        """The pipeline in an ensemble folder, or of the Paris release; nothing in it is run as code.
+
+        Args:
+            pretrained_model_name_or_path: the folder. Nothing is downloaded.
+            torch_dtype: that all networks run in.
+            experts: indices of the experts to take; by default all.
+            offload: what experts that are not running do; see `hddm.offload`.
+            max_memory: bytes that all weights together may take on the device.
+
+        Raises:
+            HddmError: for anything else, or a folder whose parts contradict each other.
+        """
+        parts = open_pipeline(Path(pretrained_model_name_or_path), torch_dtype, experts, offload, max_memory)
+        return cls(**parts)
+
+    def save_pretrained(self, save_directory: str | Path, *, overwrite: bool = False) -> None:
+        """Write an ensemble folder, whole or not at all, weights in the dtype that they run in.
+
+        Raises:
+            HddmError: where the folder exists, unless ``overwrite``.
+        """
+        save_pipeline(self, Path(save_directory), overwrite)
+
+    @torch.no_grad()
+    def __call__(
+        self,
+        prompt: str | Sequence[str] | None = None,
+        class_labels: int | str | Sequence[int | str] | Tensor | None = None,
+        *,
+        negative_prompt: str | Sequence[str] | None = None,
+        prompt_embeds: Tensor | None = None,
+        negative_prompt_embeds: Tensor | None = None,
+        conditions: Mapping[str, Tensor] | None = None,
+        num_images_per_prompt: int = 1,
+        num_inference_steps: int = 50,
+        guidance_scale: float | Guidance = 1.0,
+        strategy: str | None = None,
+        expert: int | None = None,
+        solver: str = "euler",
+        router_every: int = 1,
+        seed: int | None = None,
+        start: int = 0,
+        generator: Generators = None,
+        latents: Tensor | None = None,
+        output_type: str = "pil",
+        return_dict: bool = True,
+        callback_on_step_end: OnStepEnd | None = None,
+        callback_on_step_end_tensor_inputs: Sequence[str] = ("latents",),
+    ) -> HDDMPipelineOutput | tuple[Any]:
+        """Make images.
+
+        Args:
+            prompt: one text or several; needs a text encoder and a tokenizer.
+            class_labels: one class or several, by name or by number.
+            negative_prompt: with guidance, what to move away from; by default the empty prompt.
+            prompt_embeds: ``encoder_hidden_states`` (batch, tokens, width) instead of prompts.
+            negative_prompt_embeds: the same for the negative branch.
+            conditions: further keywords of the experts' networks, each (batch, …).
+            num_images_per_prompt: images of each prompt or class.
+            num_inference_steps: solver steps.
+            guidance_scale: 1 for none, or a `hddm.guidance.Guidance`.
+            strategy: instead of the ensemble's own; see `hddm.routing`.
+            expert: the one expert to use, instead of any strategy.
+            solver: see `hddm.solvers`.
+            router_every: ask the router at every n-th call of the velocity only.
+            seed: image i is that of ``hddm.sample`` with this seed, whatever the batch.
+            start: index i of the first image under ``seed``.
+            generator: one for all, or a list with one an image, instead of ``seed``.
+            latents: states at t = 1, (batch, C, H, W), instead of drawn ones.
+            output_type: ``pil``, ``np``, ``pt`` (0 to 1) or ``latent`` (as the experts were trained).
+            return_dict: whether to return an `HDDMPipelineOutput` and not a tuple with the images.
+            callback_on_step_end: called as ``callback(pipeline, step, timestep, {"latents": …})``, timestep
+                being 1000 t; ``latents`` of the dictionary that it may return replace the state.
+            callback_on_step_end_tensor_inputs: ``latents`` is all there is.
+
+        Raises:
+            HddmError: for a condition that no expert takes or that one lacks, parts that are missing,
+                numbers that do not go together, and whatever `hddm.sampling.integrate` refuses.
+        """
+        self._interrupt = False
+        if list(callback_on_step_end_tensor_inputs) not in ([], ["latents"]):
+            raise HddmError(f"callbacks see 'latents', not {list(callback_on_step_end_tensor_inputs)}")
+        guided = Guidance.of(guidance_scale).scale != 1.0
+        given, against = self.encode(
+            prompt, class_labels, negative_prompt if guided else None, guided, prompt_embeds,
+            negative_prompt_embeds if guided else None, conditions,
+        )  # fmt: skip
+        given, against, num = repeated(given, against, num_images_per_prompt)
+        ensemble, chosen = routed(self.ensemble, strategy, expert, num, given)
+        self._check_output(output_type)
+        assert ensemble.sample_shape is not None
+        dtype = torch.promote_types(ensemble.dtype, torch.float32)
+        x, draws = noise_and_draws(num, ensemble.sample_shape, seed, start, generator, latents)
+        if chosen is None and ensemble.strategy == "draw":
+            chosen = pick_experts(ensemble.prior_of(num, given), draws)
+        times = time_grid(num_inference_steps, self.scheduler.config.shift)
+        use, device = ExpertUse(len(ensemble.experts)), ensemble.device
+        with self.progress_bar(total=num_inference_steps) as bar:
+
+            def on_step(index: int, x: Tensor) -> Tensor:
+                bar.update()
+                if callback_on_step_end is None:
+                    return x
+                outcome = callback_on_step_end(self, index, 1000 * float(times[index]), {"latents": x})
+                return (outcome or {}).get("latents", x)
+
+            x = integrate(
+                ensemble,
+                x.to(device, dtype),
+                times,
+                solver,
+                guidance_scale,
+                {key: value.to(device) for key, value in against.items()} or None,
+                {key: value.to(device) for key, value in given.items()},
+                expert=None if chosen is None else chosen.to(device),
+                router_every=router_every,
+                use=use,
+                on_step=on_step,
+                is_interrupted=lambda: self._interrupt,
+            )
+        images = (
+            x if output_type == "latent" else self.image_processor.postprocess(self.decode(x), output_type)
+        )
+        return HDDMPipelineOutput(images, use) if return_dict else (images,)
+
+    def encode(
+        self,
+        prompt: str | Sequence[str] | None = None,
+        class_labels: int | str | Sequence[int | str] | Tensor | None = None,
+        negative_prompt: str | Sequence[str] | None = None,
+        guided: bool = False,
+        prompt_embeds: Tensor | None = None,
+        negative_prompt_embeds: Tensor | None = None,
+        conditions: Mapping[str, Tensor] | None = None,
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Conditions and negative conditions by keyword of the experts' networks, a row a prompt or class.
+
+        Args are those of a call; ``guided`` says whether there will be a negative branch.
+
+        Raises:
+            HddmError: for prompts without a text encoder, or two things that exclude each other.
+        """
+        given, against = dict(conditions or {}), {}
+        if class_labels is not None:
+            given["class_labels"] = class_indices(class_labels, self.ensemble.classes)
+        if prompt is not None and prompt_embeds is not None:
+            raise HddmError("pass a prompt or prompt_embeds, not both")
+        if negative_prompt is not None and negative_prompt_embeds is not None:
+            raise HddmError("pass a negative_prompt or negative_prompt_embeds, not both")
+        if prompt is not None:
+            texts = [prompt] if isinstance(prompt, str) else list(prompt)
+            given["encoder_hidden_states"] = self._embed(texts)
+            if guided and negative_prompt_embeds is None:
+                refused = negative_prompt if negative_prompt is not None else ""
+                refused = [refused] * len(texts) if isinstance(refused, str) else list(refused)
+                against["encoder_hidden_states"] = self._embed(refused)
+        elif negative_prompt is not None:
+            raise HddmError("a negative_prompt needs a prompt beside it")
+        if prompt_embeds is not None:
+            given["encoder_hidden_states"] = prompt_embeds
+        if negative_prompt_embeds is not None:
+            against["encoder_hidden_states"] = negative_prompt_embeds
+        return given, against
+
+    def decode(self, latents: Tensor) -> Tensor:
+        """Images (N, C, H, W) in [-1, 1] of samples: the VAE's, or pixels as they are, clipped."""
+        if self.vae is None:
+            return latents.float().clamp(-1, 1)
+        with self._present(self.vae) as vae:
+            return decode(vae, latents.to(vae.device))
+
+    def enable_model_cpu_offload(
+        self, gpu_id: int | None = None, device: torch.device | str | None = None
+    ) -> None:
+        """Keep all weights in main memory; experts come to ``device`` as they are chosen, two at most.
+
+        Args:
+            gpu_id: of the CUDA device.
+            device: instead; by default the current accelerator, or the CPU where there is none.
+        """
+        self._offload_to(_device(gpu_id, device), budget=None)
+
+    def enable_sequential_cpu_offload(
+        self, gpu_id: int | None = None, device: torch.device | str | None = None
+    ) -> None:
+        """As `enable_model_cpu_offload`, with one expert at a time."""
+        largest = max(network.size for network in self.experts.stored)
+        self._offload_to(_device(gpu_id, device), budget=largest)
+
+    def enable_expert_offload(self, mode: Offload = "disk", max_memory: int | None = None) -> None:
+        """Let experts come and go; see `hddm.offload`. The other parts stay where they are.
+
+        Args:
+            mode: ``none``, ``ram`` or ``disk``.
+            max_memory: bytes of experts' weights on the device at most.
+
+        Raises:
+            HddmError: as `ExpertSet.offload`.
+        """
+        self.experts.offload(mode, max_memory)
+
+    def _offload_to(self, device: torch.device, budget: int | None) -> None:
+        self.experts.offload("ram", budget)
+        self.experts.to(device)
+        if self.router is not None:
+            self.router.to(device)
+        for part in (self.text_encoder, self.vae):
+            if part is not None:
+                part.to("cpu")
+        self._visits = device
+
+    def _embed(self, texts: Sequence[str]) -> Tensor:
+        if self.text_encoder is None or self.tokenizer is None:
+            raise HddmError(
+                "a prompt needs a text encoder and a tokenizer, and this ensemble has none; assemble it with "
+                "--text-encoder and --tokenizer, or pass prompt_embeds"
+            )
+        with self._present(self.text_encoder) as text_encoder:
+            return encode(text_encoder, self.tokenizer, texts)
+
+    def _present(self, part: nn.Module) -> "_Visit":
+        return _Visit(part, self._visits)
+
+    def _check_output(self, output_type: str) -> None:
+        known = ("pil", "np", "pt", "latent")
+        if output_type not in known:
+            raise HddmError(f"unknown output_type {output_type!r}: choose one of {', '.join(known)}")
+        facts = self.experts.facts[0]
+        if output_type != "latent" and self.vae is None and facts.space == "latents":
+            raise HddmError(
+                "these experts make latents and there is no VAE: assemble the ensemble with --vae, or take "
+                'output_type="latent"'
+            )
+
+
+class _Visit:
+    """A part that is on a device inside a ``with`` block, and back on the CPU afterwards."""
+
+    def __init__(self, part: nn.Module, device: torch.device | None) -> None:
+        self._part, self._device = part, device
+
+    def __enter__(self) -> Any:
+        return self._part if self._device is None else self._part.to(self._device)
+
+    def __exit__(self, *_: object) -> None:
+        if self._device is not None:
+            self._part.to("cpu")
+
+
+def _equal_shares(num_experts: int, has_router: bool) -> EnsembleFacts:
+    return EnsembleFacts(
+        experts=tuple(f"experts/{k}" for k in range(num_experts)),
+        router="router" if has_router else None,
+        prior=(1 / num_experts,) * num_experts,
+        strategy="draw",
+    )
+
+
+def _device(gpu_id: int | None, device: torch.device | str | None) -> torch.device:
+    if device is not None:
+        return torch.device(device)
+    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return torch.device("cpu") if found is None else torch.device(found.type, gpu_id or 0)

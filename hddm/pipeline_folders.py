@@ -1,0 +1,87 @@
+"""Reading and writing a pipeline's folder, without any loader that takes orders from it."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers import FlowMatchEulerDiscreteScheduler
+
+from hddm.components.text import read_text_encoder
+from hddm.components.tokenizer import read_tokenizer
+from hddm.components.vae import read_vae
+from hddm.ensemble_folders import ENSEMBLE_FILE, write_ensemble_records
+from hddm.errors import HddmError
+from hddm.experts import save_router
+from hddm.files import new_folder
+from hddm.load import expert_set, open_parts
+from hddm.offload import Offload
+
+
+def open_pipeline(
+    folder: Path,
+    dtype: torch.dtype,
+    experts: Sequence[int] | None,
+    offload: Offload,
+    max_memory: int | None,
+) -> dict[str, Any]:
+    """The arguments of `hddm.HDDMPipeline` for a folder.
+
+    Raises:
+        HddmError: as `hddm.load`, for a part that cannot be read, and for a limit of memory that leaves no
+            room for an expert.
+    """
+    if not folder.is_dir():
+        raise HddmError(f"{folder}: no such folder; nothing is downloaded, so fetch the ensemble first")
+    parts = open_parts(folder, dtype)
+    if experts is not None:
+        parts = parts.only(experts)
+    has = parts.components
+    vae = read_vae(folder / "vae", dtype) if "vae" in has else None
+    text_encoder = read_text_encoder(folder / "text_encoder", dtype) if "text_encoder" in has else None
+    others = [part for part in (vae, text_encoder) if part is not None]
+    return {
+        "experts": expert_set(parts, dtype, "cpu", offload, max_memory, others),
+        "scheduler": FlowMatchEulerDiscreteScheduler(shift=parts.facts.shift),
+        "router": parts.router,
+        "vae": vae,
+        "text_encoder": text_encoder,
+        "tokenizer": read_tokenizer(folder / "tokenizer") if "tokenizer" in has else None,
+        "facts": parts.facts,
+        "router_facts": parts.router_facts,
+    }
+
+
+def save_pipeline(pipeline: Any, folder: Path, overwrite: bool) -> None:
+    """Write the parts of a `hddm.HDDMPipeline` as an ensemble folder, whole or not at all.
+
+    Raises:
+        HddmError: for a folder that exists, unless ``overwrite``.
+    """
+    with new_folder(folder, ENSEMBLE_FILE, overwrite) as draft:
+        pipeline.experts.save_pretrained(draft / "experts")
+        if pipeline.router is not None:
+            (draft / "router").mkdir()
+            save_router(draft / "router", pipeline.router, pipeline.router_facts)
+        components = {}
+        for name, kind in _kinds(pipeline).items():
+            getattr(pipeline, name).save_pretrained(draft / name)
+            components[name] = kind
+        facts = pipeline.facts.model_copy(
+            update={
+                "experts": tuple(f"experts/{k}" for k in range(len(pipeline.experts.facts))),
+                "router": None if pipeline.router is None else "router",
+                "shift": float(pipeline.scheduler.config.shift),
+            }
+        )
+        write_ensemble_records(draft, facts, components)
+
+
+def _kinds(pipeline: Any) -> dict[str, tuple[str, str]]:
+    """Library and class of the parts of latents that are there, as every version of them is called."""
+    kinds = {
+        "vae": ("diffusers", type(pipeline.vae).__name__),
+        "text_encoder": ("transformers", "CLIPTextModel"),
+        "tokenizer": ("transformers", "CLIPTokenizer"),
+    }
+    return {name: kind for name, kind in kinds.items() if getattr(pipeline, name) is not None}

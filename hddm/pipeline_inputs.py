@@ -1,0 +1,106 @@
+"""What a pipeline is called with, as batches: classes, repetitions, noise."""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from hddm.errors import HddmError
+from hddm.sampling import initial_noise, uniform_draws
+
+Generators = torch.Generator | Sequence[torch.Generator] | None
+
+
+def class_indices(labels: int | str | Sequence[int | str] | Tensor, classes: Sequence[str]) -> Tensor:
+    """Indices (batch,) of classes given by name, or by number where no name fits.
+
+    Raises:
+        HddmError: for a class that is not there, or an ensemble without classes.
+    """
+    if isinstance(labels, Tensor):
+        labels = labels.flatten().tolist()
+    if isinstance(labels, int | str):
+        labels = [labels]
+    if not classes:
+        raise HddmError(f"class_labels {list(labels)}: this model knows no classes; drop them")
+    names = {name: index for index, name in enumerate(classes)}
+    indices = []
+    for label in labels:
+        number = names.get(str(label), int(label) if str(label).isdecimal() else -1)
+        # The number after the last is the null class.
+        if not 0 <= number <= len(classes):
+            some = ", ".join(classes[:10]) + (", …" if len(classes) > 10 else "")
+            raise HddmError(f"no class {label!r}; the model's classes are {some}")
+        indices.append(number)
+    return torch.tensor(indices)
+
+
+def repeated(
+    given: Mapping[str, Tensor], against: Mapping[str, Tensor], times: int
+) -> tuple[dict[str, Tensor], dict[str, Tensor], int]:
+    """Conditions of as many rows as images, ``times`` each, and how many images that makes.
+
+    One row stands for all of the others' rows.
+
+    Raises:
+        HddmError: for rows that do not go together, or a ``times`` below 1.
+    """
+    if times < 1:
+        raise HddmError(f"num_images_per_prompt starts at 1, not {times}")
+    rows = {name: len(value) for name, value in (*given.items(), *against.items())}
+    batch = max(rows.values(), default=1)
+    if not set(rows.values()) <= {1, batch}:
+        raise HddmError(f"conditions have different numbers of rows: {rows}")
+
+    def spread(value: Tensor) -> Tensor:
+        value = value.expand(batch, *value.shape[1:]) if len(value) == 1 else value
+        return value.repeat_interleave(times, dim=0)
+
+    return (
+        {name: spread(value) for name, value in given.items()},
+        {name: spread(value) for name, value in against.items()},
+        batch * times,
+    )
+
+
+def noise_and_draws(
+    num: int,
+    shape: tuple[int, ...],
+    seed: int | None,
+    start: int,
+    generator: Generators,
+    latents: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """States at t = 1 (num, *shape), and the number in [0, 1) that picks each one's expert (num,).
+
+    With ``seed`` both are those of `hddm.sample`. A list of generators gives each image its own stream, first
+    the noise, then the draw; a single one, or none, serves the whole batch in that order.
+
+    Raises:
+        HddmError: for a seed beside generators, another number of generators or another shape of latents.
+    """
+    if seed is not None and generator is not None:
+        raise HddmError("pass a seed or a generator, not both")
+    if isinstance(generator, Sequence) and len(generator) != num:
+        raise HddmError(f"{len(generator)} generators for {num} images: pass one each, or a single one")
+    if latents is not None and latents.shape != (num, *shape):
+        raise HddmError(f"latents are {tuple(latents.shape)}, and {num} images need {(num, *shape)}")
+    if seed is not None:
+        noise = initial_noise(seed, start, start + num, shape) if latents is None else latents
+        return noise, uniform_draws(seed, start, start + num)
+    if isinstance(generator, Sequence):
+        pairs = [(_normal(shape, one), _uniform((), one)) for one in generator]
+        noise = torch.stack([normal for normal, _ in pairs]) if latents is None else latents
+        return noise, torch.stack([uniform for _, uniform in pairs])
+    noise = _normal((num, *shape), generator) if latents is None else latents
+    return noise, _uniform((num,), generator)
+
+
+def _normal(shape: tuple[int, ...], generator: torch.Generator | None) -> Tensor:
+    device = generator.device if generator is not None else None
+    return torch.randn(shape, generator=generator, device=device).cpu()
+
+
+def _uniform(shape: tuple[int, ...], generator: torch.Generator | None) -> Tensor:
+    device = generator.device if generator is not None else None
+    return torch.rand(shape, generator=generator, device=device, dtype=torch.float64).cpu()
