@@ -166,9 +166,11 @@ _TEXT = ("encoder_hidden_states", "pooled_projections")
 
 def _sd3(config: Mapping[str, object]) -> _Conditions:
     # The tensor of positions has the largest side; a sample takes its middle.
-    patch, most = _count(config, "patch_size"), config.get("pos_embed_max_size")
+    patch, most = _count(config, "patch_size"), _count(config, "pos_embed_max_size")
     side = config.get("sample_size")
-    if most and isinstance(most, int) and isinstance(side, int) and patch and side > most * patch:
+    if most is None or patch is None:
+        raise HddmError("SD3Transformer2DModel needs a pos_embed_max_size and a patch_size")
+    if isinstance(side, int) and side > most * patch:
         raise HddmError(
             f"sample_size is {side}, and SD3Transformer2DModel has positions for {most * patch} "
             "(pos_embed_max_size × patch_size)"

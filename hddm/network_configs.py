@@ -118,7 +118,7 @@ _DEPTHS = (
 _MOST_LAYERS = 256
 _TENSORS_PER_LAYER = 5
 _POSITIONS = "pos_embed.pos_embed"
-"""The one buffer that is computed: positions of DiT and PixArt."""
+"""The one buffer that is computed, where no file holds it: positions of DiT and PixArt."""
 
 
 def _largest(value: Any, levels: int = 3) -> int:
@@ -153,7 +153,8 @@ def fill(network: Network, weights: Mapping[str, Tensor], arguments: Mapping[str
     """
     network.load_state_dict(dict(weights), assign=True)
     positions = dict(network.named_buffers()).get(_POSITIONS)
-    if positions is not None and positions.is_meta:
+    # SD3's are in its file.
+    if positions is not None and positions.is_meta and _POSITIONS not in weights:
         size = sum(tensor.numel() for tensor in weights.values())
         if positions.numel() > 16 * size + 2**20:
             raise HddmError(f"{origin}: asks for {positions.numel()} positions beside {size} weights")

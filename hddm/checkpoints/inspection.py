@@ -6,6 +6,7 @@ from typing import Any
 from hddm.checkpoints.conventions import resolve
 from hddm.checkpoints.layouts import Hints, UnstatedHeads
 from hddm.checkpoints.recognise import open_source
+from hddm.checkpoints.shifts import with_shift
 from hddm.checkpoints.sources import Reading
 from hddm.errors import HddmError
 from hddm.network_configs import empty_network
@@ -36,7 +37,14 @@ def describe_source(path: Path, allow_pickle: bool = False, variant: str | None 
     network = source.network.__name__
     arguments = {k: v for k, v in source.arguments.items() if not (unstated and k in _HEADS)}
     empty = empty_network(source.network, source.arguments, len(source.weights), str(path))
-    interface = interface_of(network, empty.config)
+    shape: list[int] | None = None
+    try:
+        interface = interface_of(network, empty.config)
+        shape = list(interface.sample_shape)
+    except HddmError as missing:
+        # Any sides serve here: they are not told.
+        interface = interface_of(network, empty.config, (64, 64))
+        unstated.append(str(missing))
     facts: dict[str, Any] = {
         "kind": "checkpoint",
         "layout": source.layout,
@@ -46,9 +54,13 @@ def describe_source(path: Path, allow_pickle: bool = False, variant: str | None 
         "schedule": None,
         "schedule_source": None,
         "noise_range": None,
+        "shift": None,
     }
     try:
         found = resolve(source, None, None)
+        if shape or not found.scheduler.get("use_dynamic_shifting"):
+            found = with_shift(found, source, interface)
+            facts["shift"] = found.shift
         facts |= {
             "prediction_type": found.prediction_type.value,
             "schedule": found.schedule.config,
@@ -60,7 +72,7 @@ def describe_source(path: Path, allow_pickle: bool = False, variant: str | None 
         unstated.append(str(error))
         notes = list(source.notes)
     return facts | {
-        "sample_shape": list(interface.sample_shape),
+        "sample_shape": shape,
         "space": "latents" if source.is_latent else "pixels",
         "latent_scale": source.latent_scale,
         "variance_head": interface.variance_head,

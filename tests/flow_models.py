@@ -1,0 +1,105 @@
+"""Tiny networks of SD3 and Flux, and what they mean, written down by hand."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers import (
+    FlowMatchEulerDiscreteScheduler,
+    FluxTransformer2DModel,
+    ModelMixin,
+    SD3Transformer2DModel,
+)
+from torch import Tensor
+
+from tests.checkpoint_files import pipeline, randomised
+
+SIDE = 8
+SD3 = {
+    "sample_size": SIDE,
+    "in_channels": 4,
+    "out_channels": 4,
+    "num_layers": 2,
+    "attention_head_dim": 8,
+    "num_attention_heads": 4,
+    "joint_attention_dim": 12,
+    "caption_projection_dim": 32,
+    "pooled_projection_dim": 10,
+    "pos_embed_max_size": 6,
+}
+SD35 = {"qk_norm": "rms_norm", "dual_attention_layers": (0,)}
+FLUX = {
+    "in_channels": 16,
+    "num_layers": 1,
+    "num_single_layers": 2,
+    "attention_head_dim": 16,
+    "num_attention_heads": 2,
+    "joint_attention_dim": 12,
+    "pooled_projection_dim": 10,
+    "axes_dims_rope": (4, 6, 6),
+}
+WITH_SIDE = ("--sample-size", SIDE)
+
+
+def sd3(seed: int = 0, **changes: Any) -> SD3Transformer2DModel:
+    return randomised(SD3Transformer2DModel(**SD3 | changes), seed)
+
+
+def flux(seed: int = 0, **changes: Any) -> FluxTransformer2DModel:
+    return randomised(FluxTransformer2DModel(**FLUX | changes), seed)
+
+
+def flow_pipeline(folder: Path, network: ModelMixin, **settings: Any) -> Path:
+    """A pipeline folder with a flow-match scheduler of these settings."""
+    return pipeline(folder, network, FlowMatchEulerDiscreteScheduler(**settings))
+
+
+def text(network: ModelMixin, rows: int = 2) -> dict[str, Tensor]:
+    """Conditions that the network takes."""
+    noise = torch.Generator().manual_seed(3)
+    given = {
+        "encoder_hidden_states": torch.randn(rows, 5, 12, generator=noise),
+        "pooled_projections": torch.randn(rows, 10, generator=noise),
+    }
+    if network.config.get("guidance_embeds"):
+        given["guidance"] = torch.linspace(1, 4, rows)
+    return given
+
+
+def rows_by_hand(x: Tensor) -> Tensor:
+    """A state as rows, a number at a time: row y W/2 + x, channel 4c + 2 dy + dx."""
+    batch, channels, height, width = x.shape
+    rows = torch.zeros(batch, height * width // 4, 4 * channels, dtype=x.dtype)
+    for c in range(channels):
+        for y in range(height):
+            for z in range(width):
+                at = 4 * c + 2 * (y % 2) + z % 2
+                rows[:, (y // 2) * (width // 2) + z // 2, at] = x[:, c, y, z]
+    return rows
+
+
+def state_by_hand(rows: Tensor, height: int, width: int) -> Tensor:
+    """The way back."""
+    x = torch.zeros(len(rows), rows.shape[2] // 4, height, width, dtype=rows.dtype)
+    for c in range(x.shape[1]):
+        for y in range(height):
+            for z in range(width):
+                at = 4 * c + 2 * (y % 2) + z % 2
+                x[:, c, y, z] = rows[:, (y // 2) * (width // 2) + z // 2, at]
+    return x
+
+
+def places_by_hand(height: int, width: int) -> Tensor:
+    """(0, y, x) of every row."""
+    return torch.tensor([[0.0, y, z] for y in range(height // 2) for z in range(width // 2)])
+
+
+@torch.no_grad()
+def velocity_by_hand(network: ModelMixin, x: Tensor, t: Tensor, given: dict[str, Tensor]) -> Tensor:
+    """What the network says at times t of [0, 1]: its output is eps - x_0."""
+    if isinstance(network, SD3Transformer2DModel):
+        return network(x, timestep=1000 * t, return_dict=False, **given)[0]
+    height, width = x.shape[-2:]
+    ids = {"img_ids": places_by_hand(height, width), "txt_ids": torch.zeros(5, 3)}
+    rows = network(rows_by_hand(x), timestep=t, return_dict=False, **ids, **given)[0]
+    return state_by_hand(rows, height, width)
