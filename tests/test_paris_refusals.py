@@ -162,6 +162,11 @@ CASES: dict[str, tuple[Change, tuple[str, ...]]] = {
     "another scheduler": (_scheduler(_class_name="DDIMScheduler"), ("DDIMScheduler", "FlowMatchEuler")),
     "other timesteps": (_scheduler(num_train_timesteps=100), ("num_train_timesteps is 100", "1000")),
     "another shift": (_scheduler(shift=-1.0), ("shift is -1.0", "positive")),
+    "no scheduler config": (
+        lambda folder: (folder / "scheduler/scheduler_config.json").unlink(),
+        ("scheduler_config.json: no such file",),
+    ),
+    "a broken link": (lambda folder: (folder / "vae").symlink_to("absent"), ("vae", "no such folder")),
     "a scheduler with code": (_scheduler(auto_map="x.py"), ("auto_map",)),
     "another VAE": (
         lambda folder: write_vae(folder / "vae", scaling_factor=0.13),

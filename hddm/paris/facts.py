@@ -52,10 +52,16 @@ def expert_facts(folder: Path, arguments: Mapping[str, Any]) -> ExpertFacts:
     )
 
 
+def _is_there(folder: Path, name: str) -> bool:
+    # A broken link is there, and whoever reads it says what is wrong.
+    return inside(folder, name).exists() or (folder / name).is_symlink()
+
+
 def _scheduler(folder: Path) -> tuple[dict[str, Any] | None, float]:
-    """The scheduler config, and the shift of its grid; none, and 1, where there is no such file."""
-    if not inside(folder, SCHEDULER_FILE).exists():
+    """The scheduler config, and the shift of its grid; none, and 1, where there is none."""
+    if not _is_there(folder, "scheduler"):
         return None, 1.0
+    inside(folder, SCHEDULER_FILE)
     shift, config = read_shift(folder), read_json(folder / SCHEDULER_FILE)
     steps = config.get("num_train_timesteps", TIME_SCALE)
     if steps != TIME_SCALE:
@@ -67,7 +73,7 @@ def _scheduler(folder: Path) -> tuple[dict[str, Any] | None, float]:
 
 
 def _vae(folder: Path) -> VaeFacts | None:
-    if not inside(folder, "vae").exists():
+    if not _is_there(folder, "vae"):
         return None
     facts = vae_facts(folder / "vae")
     if (facts.scale, facts.shift) != (LATENT_SCALE, 0.0):
@@ -79,7 +85,7 @@ def _vae(folder: Path) -> VaeFacts | None:
 
 
 def _text_encoder(folder: Path, width: int) -> TextEncoderFacts | None:
-    if not inside(folder, "text_encoder").exists():
+    if not _is_there(folder, "text_encoder"):
         return None
     facts = text_encoder_facts(folder / "text_encoder", TOKENS)
     if facts.width != width:
