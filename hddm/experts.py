@@ -107,7 +107,7 @@ class RouterFacts(Facts):
     time_scale: float
     sample_shape: tuple[int, int, int]
     shard_hashes: tuple[str, ...]
-    """One a shard, in the order of the router's outputs."""
+    """One a shard, in the order of the router's outputs; none where the shards are not known."""
     shard_images: tuple[int, ...]
     temperatures: tuple[Annotated[float, Field(gt=0)], ...] = (1.0,)
     """Logits are divided by these, at times spread evenly over [0, 1] and linearly between."""
@@ -233,7 +233,7 @@ def read_router(folder: Path, dtype: torch.dtype = torch.float32) -> tuple[Route
     """Read a router folder; raises as `read_expert`."""
     facts = read_facts(folder / ROUTER_FILE, RouterFacts, FORMAT)
     network = read_network(folder, [RouterTransformer], dtype)
-    if network.config.num_experts != len(facts.shard_hashes):
+    if len(facts.shard_hashes) not in (0, network.config.num_experts):
         raise HddmError(
             f"{folder}: router.json names {len(facts.shard_hashes)} shards, config.json "
             f"{network.config.num_experts} experts"

@@ -12,12 +12,18 @@ from hddm.ensemble_folders import ENSEMBLE_FILE, EnsembleFacts, read_ensemble_fa
 from hddm.errors import HddmError
 from hddm.expert_set import ExpertSet, as_field
 from hddm.experts import EXPERT_FILE, Expert, RouterFacts, UnreadExpert, open_expert, read_expert, read_router
+from hddm.model_folders import unread
 from hddm.model_index import MODEL_INDEX, read_model_index
 from hddm.models.router import RouterTransformer
+from hddm.models.transformer import ExpertTransformer
 from hddm.networks import adapted
 from hddm.offload import Offload, Shelf
+from hddm.paris import is_paris, paris_experts, paris_router
 from hddm.routing import Router
 from hddm.velocity import VelocityField
+
+COMPONENTS = ("vae", "text_encoder", "tokenizer")
+"""What an ensemble of latents may have besides, a folder each."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +35,7 @@ class Parts:
     router_facts: RouterFacts | None
     facts: EnsembleFacts
     components: Sequence[str] = ()
-    """Folders beside them: of ``vae``, ``text_encoder``, ``tokenizer`` those that are there."""
+    """Those of `COMPONENTS` that are there."""
 
     def only(self, experts: Sequence[int]) -> "Parts":
         """The same with these experts alone; the router keeps their outputs.
@@ -100,22 +106,55 @@ def load(
 
 
 def open_parts(folder: Path, dtype: torch.dtype) -> Parts:
-    """What an ensemble folder holds.
+    """What an ensemble folder, the Paris release or an expert folder holds, the latter as an ensemble of one.
 
     Raises:
         HddmError: as `load`.
     """
-    if not (folder / ENSEMBLE_FILE).exists():
-        raise HddmError(
-            f"{folder}: neither an expert folder ({EXPERT_FILE}) nor an ensemble folder ({ENSEMBLE_FILE}); a "
-            "pretrained checkpoint must become an expert first (hddm convert)"
-        )
-    facts = read_ensemble_facts(folder)
-    router, router_facts = read_router(folder / facts.router, dtype) if facts.router else (None, None)
-    has = read_model_index(folder) if (folder / MODEL_INDEX).exists() else {}
-    components = [name for name in ("vae", "text_encoder", "tokenizer") if has.get(name)]
-    experts = [open_expert(folder / name) for name in facts.experts]
-    return Parts(experts, router, router_facts, facts, components)
+    if (folder / EXPERT_FILE).exists():
+        expert = open_expert(folder)
+        facts = EnsembleFacts(experts=(".",), prior=(1.0,), strategy="draw", shift=expert.facts.shift)
+        return Parts([expert], None, None, facts)
+    if (folder / ENSEMBLE_FILE).exists():
+        facts = read_ensemble_facts(folder)
+        router, router_facts = read_router(folder / facts.router, dtype) if facts.router else (None, None)
+        has = read_model_index(folder) if (folder / MODEL_INDEX).exists() else {}
+        components = [name for name in COMPONENTS if has.get(name)]
+        experts = [open_expert(folder / name) for name in facts.experts]
+        return Parts(experts, router, router_facts, facts, components)
+    if is_paris(folder):
+        return _paris(folder, dtype)
+    raise HddmError(
+        f"{folder}: neither an expert folder ({EXPERT_FILE}) nor an ensemble folder ({ENSEMBLE_FILE}); a "
+        "pretrained checkpoint must become an expert first (hddm convert)"
+    )
+
+
+def _paris(folder: Path, dtype: torch.dtype) -> Parts:
+    experts = []
+    for part, expert_facts in paris_experts(folder):
+        found = unread(ExpertTransformer, part.arguments, part.weights, str(part.weights))
+        experts.append(UnreadExpert(part.weights.parent, found, expert_facts))
+    part, time_scale = paris_router(folder)
+    found_router = unread(RouterTransformer, part.arguments, part.weights, str(part.weights))
+    found_router.network.load_state_dict(found_router.read(dtype), assign=True)
+    shape = experts[0].facts.sample_shape
+    # Of its shards the release says nothing, so nothing can be drawn from their sizes; top-2 is what it is
+    # published with.
+    facts = EnsembleFacts(
+        experts=tuple(expert.name for expert in experts),
+        router="router",
+        prior=(1 / len(experts),) * len(experts),
+        strategy=f"top-{min(2, len(experts))}",
+        shift=experts[0].facts.shift,
+    )
+    return Parts(
+        experts,
+        found_router.network.requires_grad_(False),
+        RouterFacts(time_scale=time_scale, sample_shape=shape, shard_hashes=(), shard_images=()),
+        facts,
+        [name for name in COMPONENTS if (folder / name).is_dir()],
+    )
 
 
 def expert_set(
