@@ -1,23 +1,46 @@
-"""Assembly: experts and a router put side by side into one folder, checked to fit together."""
+"""Assembly: experts, a router and what surrounds them become one folder, after checking that they fit."""
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from hddm.ensemble_folders import ENSEMBLE_FILE, EnsembleFacts, write_ensemble_records
+from hddm.compatibility import Findings, Named, Surroundings, compare_experts, compare_surroundings
+from hddm.components.files import read_config, read_weights
+from hddm.components.text import STEM as TEXT_STEM
+from hddm.components.text import prompt_length, read_tokenizer, text_encoder_facts
+from hddm.components.vae import STEM as VAE_STEM
+from hddm.components.vae import vae_facts
+from hddm.ensemble_folders import ENSEMBLE_FILE, ROUTER, EnsembleFacts, write_ensemble_records
 from hddm.errors import HddmError
-from hddm.experts import (
-    EXPERT_FILE,
-    FORMAT,
-    ROUTER_FILE,
-    ExpertFacts,
-    RouterFacts,
-)
+from hddm.experts import EXPERT_FILE, FORMAT, ROUTER_FILE, ExpertFacts, RouterFacts
 from hddm.facts import read_facts
 from hddm.files import link_or_copy, new_folder
+from hddm.model_index import CLASSES, ClassName
+from hddm.priors import class_prior_of, common_shift, prior_of
+from hddm.router_matching import match_router
 from hddm.routing import Strategy
 
 DEFAULT_STRATEGY = "draw"
+COMPONENTS = ("vae", "text_encoder", "tokenizer")
+_TEXT_FILES = (".json", ".txt", ".md")
+# Defaults of diffusers and transformers, for configs that leave them out.
+_LATENT_CHANNELS = 4
+_POSITIONS = 77
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Folders that are to become an ensemble.
+
+    ``outputs`` are those of the router that are settled for an expert, None for one without; empty for none.
+    """
+
+    experts: Sequence[Path]
+    router: Path | None = None
+    components: Mapping[str, Path] = field(default_factory=dict)
+    """By name, of `COMPONENTS`."""
+    outputs: Sequence[int | None] = ()
 
 
 def assemble(
@@ -26,68 +49,139 @@ def assemble(
     router: Path | None = None,
     strategy: str = DEFAULT_STRATEGY,
     overwrite: bool = False,
-) -> None:
-    """Put experts and a router into one folder, after checking that they fit.
+    vae: Path | None = None,
+    text_encoder: Path | None = None,
+    tokenizer: Path | None = None,
+) -> tuple[str, ...]:
+    """Put experts, a router and what surrounds them into one folder, after checking that they fit.
 
-    The prior is the shard sizes, or equal where an expert's is unknown. With a router, expert k must come
-    from the shard that the router's output k stands for.
+    The prior is the shard sizes, or equal where an expert's is unknown; p(k | class) is counted where every
+    expert counts its images by class; the shift is the experts' common one. An expert gets the output of the
+    router for its shard, so experts may come in any order, and be some of the router's only. Files are
+    hard-linked where the file system allows.
+
+    Args:
+        experts: expert folders.
+        out: the ensemble folder to write.
+        router: a router folder; only strategy ``draw`` does without.
+        strategy: that the folder recommends.
+        overwrite: whether an existing ``out`` is replaced.
+        vae: a VAE folder, for experts of latents.
+        text_encoder: a CLIP text encoder folder, for experts that take text; with its ``tokenizer``.
+        tokenizer: its tokenizer folder.
+
+    Returns:
+        Notes: what was taken on trust, or could not be known.
 
     Raises:
         HddmError: before anything is written, with every difference between the parts.
     """
-    if not experts:
-        raise HddmError("an ensemble needs at least one expert")
-    Strategy.parse(strategy).check(len(experts))
-    if router is None and strategy != "draw":
-        raise HddmError(f"strategy {strategy!r} needs --router; only 'draw' does without")
-    facts = [read_facts(folder / EXPERT_FILE, ExpertFacts, FORMAT) for folder in experts]
-    router_facts = read_facts(router / ROUTER_FILE, RouterFacts, FORMAT) if router else None
-    problems = _misfits(experts, facts, router_facts)
-    if problems:
-        raise HddmError(f"these parts do not fit together: {'; '.join(problems)}")
-    sizes = [f.shard.images for f in facts if f.shard]
-    images = sizes if len(sizes) == len(facts) else [1] * len(facts)
+    for folder in experts:
+        if (folder / ENSEMBLE_FILE).exists():
+            raise HddmError(f"{folder}: is an ensemble; name its experts, or change it by --add and --remove")
+    given = {"vae": vae, "text_encoder": text_encoder, "tokenizer": tokenizer}
+    parts = Parts(experts, router, {name: folder for name, folder in given.items() if folder is not None})
+    facts, notes = check(parts, strategy)
     with new_folder(out, ENSEMBLE_FILE, overwrite) as draft:
-        names = [f"experts/{k}" for k in range(len(experts))]
-        for folder, name in zip(experts, names, strict=True):
-            _copy_folder(folder, draft / name)
-        if router is not None:
-            _copy_folder(router, draft / "router")
-        content = EnsembleFacts(
-            experts=tuple(names),
-            router="router" if router else None,
-            prior=tuple(n / sum(images) for n in images),
-            strategy=strategy,
-        )
-        write_ensemble_records(draft, content, {})
+        fill(draft, parts, facts)
+    return notes
 
 
-def _misfits(folders: Sequence[Path], facts: Sequence[ExpertFacts], router: RouterFacts | None) -> list[str]:
-    problems = []
-    first = facts[0]
-    for folder, one in zip(folders, facts, strict=True):
-        for key in ("sample_shape", "space", "latent_scale"):
-            mine, theirs = getattr(one, key), getattr(first, key)
-            if mine != theirs:
-                problems.append(f"{folder}: {key} is {mine}, {folders[0]} has {theirs}")
-        if one.classes and first.classes and one.classes != first.classes:
-            problems.append(f"{folder}: its class map differs from that of {folders[0]}")
-    hashes = [one.shard.hash for one in facts if one.shard]
-    for folder, one in zip(folders, facts, strict=True):
-        if one.shard and hashes.count(one.shard.hash) > 1:
-            problems.append(f"{folder}: its shard is there {hashes.count(one.shard.hash)} times")
-    if router is None:
-        return problems
-    if router.sample_shape != first.sample_shape:
-        problems.append(f"router: sample_shape is {router.sample_shape}, not {first.sample_shape}")
-    if len(router.shard_hashes) != len(facts):
-        problems.append(f"router: tells {len(router.shard_hashes)} shards apart, not {len(facts)}")
-        return problems
-    for k, (folder, one) in enumerate(zip(folders, facts, strict=True)):
-        if one.shard is not None and one.shard.hash != router.shard_hashes[k]:
-            problems.append(f"{folder}: was trained on another shard than output {k} of the router")
-    return problems
+def check(
+    parts: Parts, strategy: str, prior: Sequence[float] | None = None, shift: float | None = None
+) -> tuple[EnsembleFacts, tuple[str, ...]]:
+    """The record of an ensemble of ``parts``, and notes; reads records and small tensors only.
+
+    Args:
+        parts: what it is to consist of.
+        strategy: that it recommends.
+        prior: of experts whose shards are unknown; equal by default.
+        shift: of the time grid; the experts' common one by default.
+
+    Raises:
+        HddmError: with every difference between the parts, for a strategy that they cannot follow, and for
+            records that cannot be read.
+    """
+    folders = parts.experts
+    if not folders:
+        raise HddmError("an ensemble needs at least one expert")
+    Strategy.parse(strategy).check(len(folders))
+    if parts.router is None and strategy != DEFAULT_STRATEGY:
+        raise HddmError(f"strategy {strategy!r} needs --router; only 'draw' does without")
+    experts = read_records(folders)
+    found = Findings()
+    outputs: tuple[int, ...] = ()
+    compare_experts(experts, found)
+    compare_surroundings(experts, _surroundings(parts.components), found)
+    if parts.router is not None:
+        router = read_facts(parts.router / ROUTER_FILE, RouterFacts, FORMAT)
+        outputs = match_router(experts, router, found, str(parts.router), parts.outputs)
+        if outputs == tuple(range(len(router.shard_hashes))):
+            outputs = ()
+    found.refuse()
+    shares = prior_of(experts, found, prior)
+    facts = EnsembleFacts(
+        experts=tuple(f"experts/{k}" for k in range(len(experts))),
+        router=None if parts.router is None else ROUTER,
+        router_outputs=outputs,
+        prior=shares,
+        class_prior=class_prior_of(experts, shares, found),
+        strategy=strategy,
+        shift=common_shift(experts, found) if shift is None else shift,
+    )
+    return facts, tuple(found.notes)
 
 
-def _copy_folder(source: Path, target: Path) -> None:
+def read_records(folders: Sequence[Path]) -> list[Named]:
+    """The records of expert folders, by the folders' names."""
+    return [(str(folder), read_facts(folder / EXPERT_FILE, ExpertFacts, FORMAT)) for folder in folders]
+
+
+def fill(draft: Path, parts: Parts, facts: EnsembleFacts) -> None:
+    """Put ``parts`` and their record into an empty folder."""
+    for folder, name in zip(parts.experts, facts.experts, strict=True):
+        link_folder(folder, draft / name)
+    if parts.router is not None and facts.router is not None:
+        link_folder(parts.router, draft / facts.router)
+    kinds: dict[str, ClassName] = {}
+    for name, folder in parts.components.items():
+        kinds[name] = CLASSES[name][0]
+        if name == "vae":
+            kinds[name] = ("diffusers", str(read_config(folder)["_class_name"]))
+        _link_component(folder, draft / name)
+    write_ensemble_records(draft, facts, kinds)
+
+
+def link_folder(source: Path, target: Path) -> None:
+    """Make ``target`` a folder of the same files, hard links where the file system allows."""
     shutil.copytree(source, target, copy_function=lambda a, b: link_or_copy(Path(a), Path(b)))
+
+
+def _surroundings(components: Mapping[str, Path]) -> Surroundings:
+    vae, text_encoder, tokenizer = (components.get(name) for name in COMPONENTS)
+    if (text_encoder is None) != (tokenizer is None):
+        raise HddmError(
+            "--text-encoder and --tokenizer go together: prompts become tokens, tokens conditions"
+        )
+    given = Surroundings()
+    if vae is not None:
+        channels = read_config(vae).get("latent_channels", _LATENT_CHANNELS)
+        given = replace(given, vae=vae_facts(vae), vae_channels=channels, vae_name=str(vae))
+    if text_encoder is not None and tokenizer is not None:
+        positions = read_config(text_encoder).get("max_position_embeddings", _POSITIONS)
+        facts = text_encoder_facts(
+            text_encoder, prompt_length(read_tokenizer(tokenizer).model_max_length, positions)
+        )
+        given = replace(given, text_encoder=facts, text_encoder_name=str(text_encoder))
+    return given
+
+
+def _link_component(source: Path, target: Path) -> None:
+    """Link what is read of a component, and its papers: no pickles, and no second copy of the weights."""
+    target.mkdir()
+    for path in source.iterdir():
+        if path.is_file() and (path.suffix in _TEXT_FILES or path.name.startswith("LICENSE")):
+            link_or_copy(path, target / path.name)
+    if target.name != "tokenizer":
+        weights, _ = read_weights(source, {"vae": VAE_STEM, "text_encoder": TEXT_STEM}[target.name])
+        link_or_copy(weights, target / weights.name)

@@ -1,6 +1,7 @@
 """Artefacts that many tests read, made once a session. A test that spoils one copies it first."""
 
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -71,6 +72,26 @@ def ensemble(root: Path, ddpm_expert: Path, flow_expert: Path, router: Path) -> 
     """One DDPM and one flow expert behind a router."""
     assemble([ddpm_expert, flow_expert], root / "ensemble", router, "nucleus-0.9")
     return root / "ensemble"
+
+
+@dataclass(frozen=True)
+class Trio:
+    """Three class-conditional experts of one partition, in the order of their router's outputs."""
+
+    shards: Path
+    experts: list[Path]
+    router: Path
+
+
+@pytest.fixture(scope="session")
+def trio(root: Path, images: Path) -> Trio:
+    folder = root / "trio"
+    partition(images, folder / "shards", 3)
+    for k, objective in enumerate(("ddpm", "flow", "flow")):
+        settings = expert_settings(objective, steps=2, class_conditional=True, seed=k)
+        train_expert(folder / "shards" / f"shard_{k}", folder / "experts" / f"e{k}", settings)
+    train_router(folder / "shards", folder / "router", router_settings(steps=30))
+    return Trio(folder / "shards", [folder / "experts" / f"e{k}" for k in range(3)], folder / "router")
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""The command line: registers the verbs and turns errors into one line and an exit code."""
+"""The command line: registers the verbs and turns errors into a line and an exit code."""
 
 import logging
 import sys
@@ -41,7 +41,7 @@ def app() -> None:
     except Exception as error:
         if debug:
             raise
-        typer.echo(f"hddm: {_one_line(error)}", err=True)
+        typer.echo(f"hddm: {_told(error)}", err=True)
         sys.exit(1)
 
 
@@ -51,14 +51,18 @@ def _show_warning(message: Warning | str, category: type[Warning], *where: objec
         typer.echo(f"hddm: warning: {message}", err=True)
 
 
-def _one_line(error: Exception) -> str:
-    """The message of what a user can mend; anything else is named, with the way to its traceback.
+def _told(error: Exception) -> str:
+    """The message of what a user can mend, its details below; anything else is named in one line.
 
     A module that is not loaded cannot have raised its error; safetensors has its own for a full disk.
     """
     kinds = [("hddm.errors", "HddmError"), ("safetensors", "SafetensorError")]
     loaded = [getattr(sys.modules[module], name) for module, name in kinds if module in sys.modules]
-    text = " ".join(str(error).split())
-    if isinstance(error, (OSError, *loaded)):
-        return text
-    return f"unexpected {type(error).__name__}: {text} (--debug shows where)"
+    if not isinstance(error, (OSError, *loaded)):
+        return f"unexpected {type(error).__name__}: {_one_line(error)} (--debug shows where)"
+    details = getattr(error, "details", ())
+    return "\n  ".join((_one_line(getattr(error, "message", error)), *details))
+
+
+def _one_line(text: object) -> str:
+    return " ".join(str(text).split())

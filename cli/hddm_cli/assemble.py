@@ -5,20 +5,64 @@ from typing import Annotated
 
 import typer
 
-from hddm_cli.options import Out, Overwrite
+from hddm_cli.options import Overwrite
+
+Component = Annotated[Path | None, typer.Option(help="Folder of that component, for experts of latents.")]
 
 
 def assemble(
-    experts: Annotated[list[Path], typer.Argument(help="Expert folders, in the router's order.")],
-    out: Out,
+    experts: Annotated[
+        list[Path], typer.Argument(help="Expert folders, in any order; or one ensemble folder to change.")
+    ],
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--out", help="Folder to write; must not exist. Without it an ensemble changes in place."
+        ),
+    ] = None,
     router: Annotated[Path | None, typer.Option("--router", help="Router folder.")] = None,
     strategy: Annotated[
-        str, typer.Option("--strategy", help="Recommended strategy, stored in the folder.")
-    ] = "draw",
+        str | None, typer.Option("--strategy", help="Recommended strategy, stored in the folder; else draw.")
+    ] = None,
+    vae: Component = None,
+    text_encoder: Component = None,
+    tokenizer: Component = None,
+    add: Annotated[list[Path] | None, typer.Option("--add", help="Expert to add to an ensemble.")] = None,
+    remove: Annotated[
+        list[str] | None, typer.Option("--remove", help="Index or folder of an expert to take out.")
+    ] = None,
     overwrite: Overwrite = False,
 ) -> None:
-    """Put experts and a router into one ensemble folder, after checking that they fit."""
+    """Put experts and a router into one ensemble folder, after checking that they fit; or change one."""
+    changes = bool(add or remove)
+    if changes and len(experts) != 1:
+        raise typer.BadParameter("--add and --remove change one ensemble folder; name that alone")
+    if out is None and not changes:
+        raise typer.BadParameter("--out is missing: the folder to write")
+    from hddm.assembly import DEFAULT_STRATEGY
     from hddm.assembly import assemble as put_together
+    from hddm.assembly_changes import change
+    from hddm.ensemble_folders import read_ensemble_facts
 
-    put_together(experts, out, router, strategy, overwrite)
-    typer.echo(f"{out}: {len(experts)} experts, strategy {strategy}")
+    if changes:
+        notes = change(
+            experts[0],
+            add or (),
+            remove or (),
+            router,
+            out,
+            strategy,
+            overwrite,
+            vae,
+            text_encoder,
+            tokenizer,
+        )
+    else:
+        assert out is not None
+        strategy = strategy or DEFAULT_STRATEGY
+        notes = put_together(experts, out, router, strategy, overwrite, vae, text_encoder, tokenizer)
+    for note in notes:
+        typer.echo(f"note: {note}")
+    written = out or experts[0]
+    facts = read_ensemble_facts(written)
+    typer.echo(f"{written}: {len(facts.experts)} experts, strategy {facts.strategy}")

@@ -1,0 +1,123 @@
+"""Changing an ensemble folder: experts come and go, the rest stays, and it is whole at every moment."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from hddm.assembly import COMPONENTS, Parts, check, fill, link_folder, read_records
+from hddm.compatibility import Findings
+from hddm.ensemble_folders import ENSEMBLE_FILE, EnsembleFacts, read_ensemble_facts
+from hddm.errors import HddmError
+from hddm.files import link_or_copy, new_folder
+from hddm.model_index import MODEL_INDEX, read_model_index
+from hddm.priors import common_shift
+
+_PARTS = ("experts", "router", "scheduler", *COMPONENTS, ENSEMBLE_FILE, MODEL_INDEX)
+
+
+def change(
+    ensemble: Path,
+    add: Sequence[Path] = (),
+    remove: Sequence[str | int] = (),
+    router: Path | None = None,
+    out: Path | None = None,
+    strategy: str | None = None,
+    overwrite: bool = False,
+    vae: Path | None = None,
+    text_encoder: Path | None = None,
+    tokenizer: Path | None = None,
+) -> tuple[str, ...]:
+    """Add experts to an ensemble folder, or take some out.
+
+    Experts that are added come last. The router stays, with the outputs of those that are there: of a
+    posterior over more shards that makes exactly the one over fewer. An expert of a shard that it does not
+    know needs another router. Priors are counted anew; strategy, a shift that was set by hand, and all else
+    in the folder stay.
+
+    Args:
+        ensemble: an ensemble folder.
+        add: expert folders.
+        remove: index or folder name, as in ``ensemble.json``, of each expert that goes.
+        router: another router.
+        out: the folder to write; by default ``ensemble`` itself is replaced, in one step at the end.
+        strategy: another strategy.
+        overwrite: whether an existing ``out`` is replaced.
+        vae: another VAE.
+        text_encoder: another text encoder.
+        tokenizer: another tokenizer.
+
+    Returns:
+        Notes, as `hddm.assembly.assemble`.
+
+    Raises:
+        HddmError: before anything is written, for an expert that is not there, and with every difference
+            between the parts.
+    """
+    given = {"vae": vae, "text_encoder": text_encoder, "tokenizer": tokenizer}
+    if not (add or remove or router or strategy or any(given.values())):
+        raise HddmError(f"{ensemble}: nothing to change; pass --add or --remove")
+    if not (ensemble / ENSEMBLE_FILE).is_file():
+        raise HddmError(
+            f"{ensemble}: no ensemble folder ({ENSEMBLE_FILE}), and only such a one can be changed"
+        )
+    facts = read_ensemble_facts(ensemble)
+    gone = {_index_of(ensemble, facts, name) for name in remove}
+    kept = [k for k in range(len(facts.experts)) if k not in gone]
+    parts = _parts(ensemble, facts, kept, add, router)
+    parts = replace(
+        parts, components={**parts.components, **{name: folder for name, folder in given.items() if folder}}
+    )
+    prior = [facts.prior[k] for k in kept]
+    new_facts, notes = check(
+        parts,
+        strategy or facts.strategy,
+        prior=None if add or not sum(prior) else prior,
+        shift=_shift_by_hand(ensemble, facts),
+    )
+    # In place, the folder itself and not a link to it is exchanged.
+    target = ensemble.resolve() if out is None else out
+    with new_folder(target, ENSEMBLE_FILE, overwrite=out is None or overwrite) as draft:
+        fill(draft, parts, new_facts)
+        _link_rest(ensemble, draft)
+    return notes
+
+
+def _parts(
+    ensemble: Path, facts: EnsembleFacts, kept: Sequence[int], add: Sequence[Path], router: Path | None
+) -> Parts:
+    """The folders of what stays and what comes; the ensemble's own router has its outputs settled."""
+    experts = [*(ensemble / facts.experts[k] for k in kept), *add]
+    index = read_model_index(ensemble) if (ensemble / MODEL_INDEX).exists() else {}
+    components = {name: ensemble / name for name in COMPONENTS if index.get(name)}
+    if router is not None or facts.router is None:
+        return Parts(experts, router, components)
+    outputs = facts.router_outputs or tuple(range(len(facts.experts)))
+    settled = [*(outputs[k] for k in kept), *(None for _ in add)]
+    return Parts(experts, ensemble / facts.router, components, settled)
+
+
+def _index_of(ensemble: Path, facts: EnsembleFacts, name: str | int) -> int:
+    if name in facts.experts:
+        return facts.experts.index(str(name))
+    if str(name).isdecimal() and int(name) < len(facts.experts):
+        return int(name)
+    raise HddmError(
+        f"--remove {name}: {ensemble} has no such expert; choose one of 0 … {len(facts.experts) - 1}, or of "
+        f"{', '.join(facts.experts)}"
+    )
+
+
+def _shift_by_hand(ensemble: Path, facts: EnsembleFacts) -> float | None:
+    """The shift in the folder, unless it is just what its experts want."""
+    experts = read_records([ensemble / name for name in facts.experts])
+    return None if common_shift(experts, Findings()) == facts.shift else facts.shift
+
+
+def _link_rest(ensemble: Path, draft: Path) -> None:
+    """Take along what a user put into the folder, a licence or a card."""
+    for path in ensemble.iterdir():
+        if path.name not in _PARTS and not (draft / path.name).exists():
+            if path.is_dir():
+                link_folder(path, draft / path.name)
+            else:
+                link_or_copy(path, draft / path.name)

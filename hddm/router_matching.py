@@ -1,0 +1,73 @@
+"""Which output of a router belongs to which expert: told by the shard, not by the order."""
+
+from collections import Counter
+from collections.abc import Sequence
+
+from hddm.compatibility import Findings, Named
+from hddm.experts import ExpertFacts, RouterFacts
+
+
+def match_router(
+    experts: Sequence[Named],
+    router: RouterFacts,
+    found: Findings,
+    name: str = "router",
+    before: Sequence[int | None] = (),
+) -> tuple[int, ...]:
+    """The router's output for each expert: that of the expert's shard.
+
+    Experts may come in any order, and some outputs may be left out. Where an expert records no shard, all
+    are taken to be in the router's order, and there must be as many.
+
+    Args:
+        experts: in the order of the ensemble.
+        router: what it tells apart.
+        found: takes differences and notes.
+        name: of the router, for messages.
+        before: outputs that are settled, None for an expert without; empty for none.
+    """
+    shape = Counter(facts.sample_shape for _, facts in experts).most_common(1)[0][0]
+    if router.sample_shape != shape:
+        found.differ(name, f"sample_shape {router.sample_shape}, not {shape}")
+    settled = before or [None] * len(experts)
+    total = len(router.shard_hashes)
+    if beyond := sorted(output for output in settled if output is not None and output >= total):
+        found.differ(name, f"has outputs 0 to {total - 1}, and the ensemble takes {beyond}")
+        return ()
+    loose = [
+        n for (n, facts), output in zip(experts, settled, strict=True) if output is None and not facts.shard
+    ]
+    if loose and (len(experts) != total or any(output is not None for output in settled)):
+        found.differ(
+            name,
+            f"tells {total} shards apart, and there are {len(experts)} experts, of which {', '.join(loose)} "
+            "without a shard record can only be matched by order",
+        )
+        return ()
+    outputs = []
+    for k, ((expert, facts), output) in enumerate(zip(experts, settled, strict=True)):
+        if output is None and facts.shard is None:
+            found.note(f"{expert} records no shard; by its place it is taken for output {k} of the router")
+            outputs.append(k)
+            continue
+        by_shard = _output_of(facts, router)
+        if facts.shard is not None and by_shard is None:
+            found.differ(
+                expert,
+                f"was trained on a shard that {name} does not know ({facts.shard.hash[:12]}); train a router "
+                "on all shards and pass it with --router",
+            )
+        expected = k if loose else output
+        if by_shard is not None and expected is not None and by_shard != expected:
+            found.differ(expert, f"was trained on the shard of output {by_shard} of {name}, not {expected}")
+        outputs.append(next(o for o in (by_shard, expected, k) if o is not None))
+    left = sorted(set(range(total)) - set(outputs))
+    if left and not found.differences:
+        found.note(f"{name}: of its {total} outputs, these are left out: {', '.join(map(str, left))}")
+    return tuple(outputs)
+
+
+def _output_of(facts: ExpertFacts, router: RouterFacts) -> int | None:
+    if facts.shard is None or facts.shard.hash not in router.shard_hashes:
+        return None
+    return router.shard_hashes.index(facts.shard.hash)
