@@ -23,6 +23,7 @@ from hddm.models.layers import TimeEmbedding
 from hddm.models.transformer import ExpertBlock
 from hddm.network_configs import empty_network, fill
 from hddm.networks import call
+from hddm.weight_files.former_names import stored_names
 
 DIFFUSERS_LAYOUTS: Mapping[str, type[ModelMixin]] = {
     "diffusers-dit": DiTTransformer2DModel,
@@ -32,8 +33,6 @@ DIFFUSERS_LAYOUTS: Mapping[str, type[ModelMixin]] = {
     "diffusers-unet2d": UNet2DModel,
     "diffusers-unet2d-condition": UNet2DConditionModel,
 }
-# Attention of diffusers before 0.15, which its own loader still renames.
-_FORMER = {".to_q.": ".query.", ".to_k.": ".key.", ".to_v.": ".value.", ".to_out.0.": ".proj_attn."}
 
 
 def own_table(
@@ -41,17 +40,9 @@ def own_table(
 ) -> KeyTable:
     """Names of a file of ``kind`` against those of the class, the same but for former names."""
     names = empty_network(kind, arguments, len(weights), origin).state_dict()
-    uses_former = {name for name in names if name not in weights and _former(name) in weights}
-    pairs = [same(_former(name) if name in uses_former else name, name) for name in names]
+    pairs = [same(old, name) for name, old in stored_names(names, weights).items()]
     benign = {"pos_embed.pos_embed": "computed anew"} if "pos_embed.pos_embed" not in names else {}
     return KeyTable(pairs, benign)
-
-
-def _former(name: str) -> str:
-    for new, old in _FORMER.items():
-        if new in name:
-            return name.replace(new, old)
-    return name
 
 
 def class_forward(

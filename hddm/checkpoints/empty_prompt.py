@@ -1,9 +1,9 @@
-"""What a Stable Diffusion pipeline calls no text: its CLIP encoder's tokens for the empty prompt.
+"""What the CLIP text encoder of a pipeline is, and what it makes of no text.
 
-An expert carries them as the null value of ``encoder_hidden_states``: guidance has something to guide from,
-and native samples can be drawn without any text encoder at hand. The encoder is built from checked facts of
-its config, not by a loader that takes orders from it. An empty prompt needs no tokenizer, only its files: it
-is begin, end, then padding. The encoder's config numbers these tokens too, often wrongly.
+An expert carries the tokens for the empty prompt as the null value of ``encoder_hidden_states``: guidance has
+something to guide from, and native samples can be drawn without any text encoder at hand. An empty prompt
+needs no tokenizer, only its files: it is begin, end, then padding. The encoder's config numbers these tokens
+too, often wrongly.
 """
 
 from collections.abc import Callable
@@ -13,27 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hddm.components.files import find_weights
+from hddm.components.identity import TextEncoderFacts
+from hddm.components.text import ARCHITECTURES, STEM, prompt_length, read_text_encoder, text_encoder_facts
 from hddm.errors import HddmError
 from hddm.files import read_json
-from hddm.network_configs import differences
-from hddm.weight_files import inside, read_safetensors
+from hddm.weight_files import inside
 
-_ARCHITECTURES = (["CLIPTextModel"], ["CLIPTextModelWithProjection"])
-_SIZES = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "max_position_embeddings",
-    "hidden_act",
-    "layer_norm_eps",
-)
 _TOKENS = {"bos_token": "<|startoftext|>", "eos_token": "<|endoftext|>", "pad_token": "<|endoftext|>"}
 """The special tokens of the tokenizer's class, where its files name none."""
 _MAP = "special_tokens_map.json"
-_PREFIX = "text_model."
-_UNUSED = ("embeddings.position_ids", "text_projection.weight")
 
 
 def empty_prompt(pipeline: Path, variant: str | None) -> Callable[[], Tensor] | None:
@@ -42,56 +31,43 @@ def empty_prompt(pipeline: Path, variant: str | None) -> Callable[[], Tensor] | 
     Raises:
         HddmError: when called, for an encoder whose config or weights cannot be trusted.
     """
+    return (lambda: _encode(pipeline, variant)) if _has_clip(pipeline, variant) else None
+
+
+def text_encoder_of(pipeline: Path, variant: str | None) -> Callable[[], TextEncoderFacts] | None:
+    """Reads what tells the one CLIP text encoder from others; None and raises as `empty_prompt`."""
+    if not _has_clip(pipeline, variant):
+        return None
+    return lambda: text_encoder_facts(
+        pipeline / "text_encoder",
+        read_json(inside(pipeline, "tokenizer/tokenizer_config.json")).get("model_max_length"),
+        variant,
+    )
+
+
+def _has_clip(pipeline: Path, variant: str | None) -> bool:
     folder = pipeline / "text_encoder"
-    names = [f"model.{variant}.safetensors", "model.safetensors"] if variant else ["model.safetensors"]
-    name = next((name for name in names if (folder / name).exists()), None)
-    if name is None or not (folder / "config.json").exists() or (pipeline / "text_encoder_2").exists():
-        return None
-    config = read_json(inside(folder, "config.json"))
-    tokenizer = [pipeline / "tokenizer" / name for name in ("tokenizer_config.json", "vocab.json")]
-    if config.get("architectures") not in _ARCHITECTURES or not all(path.exists() for path in tokenizer):
-        return None
-    return lambda: _encode(folder, name, config)
+    needed = (
+        folder / "config.json",
+        pipeline / "tokenizer" / "tokenizer_config.json",
+        pipeline / "tokenizer" / "vocab.json",
+    )
+    # With a second encoder beside it, it is not the whole of what the network is given.
+    if not all(path.exists() for path in needed) or (pipeline / "text_encoder_2").exists():
+        return False
+    is_clip = read_json(inside(pipeline, "text_encoder/config.json")).get("architectures") in ARCHITECTURES
+    return is_clip and find_weights(folder, STEM, variant) is not None
 
 
-def _encode(folder: Path, name: str, config: dict[str, Any]) -> Tensor:
-    # Imported here: it takes seconds, and few sources need it.
-    from transformers import CLIPTextConfig, CLIPTextModel
-
-    path = folder / name
-    weights = {
-        key.removeprefix(_PREFIX): tensor.float()
-        for key, tensor in read_safetensors(inside(folder, name)).items()
-        if key.removeprefix(_PREFIX) not in _UNUSED
-    }
-    layers = config.get("num_hidden_layers")
-    if not isinstance(layers, int) or layers > len(weights):
-        raise HddmError(
-            f"{folder / 'config.json'}: num_hidden_layers is {layers!r} for {len(weights)} tensors"
-        )
-    try:
-        with torch.device("meta"):
-            model = CLIPTextModel(CLIPTextConfig(**{key: config[key] for key in _SIZES if key in config}))
-    except Exception as error:  # whatever a constructor makes of foreign values
-        raise HddmError(
-            f"{folder / 'config.json'}: no text encoder can be built from it ({error})"
-        ) from error
-    expected = {key.removeprefix(_PREFIX): (key, value) for key, value in model.state_dict().items()}
-    expected = {key: pair for key, pair in expected.items() if key not in _UNUSED}
-    problems = differences({key: value for key, (_, value) in expected.items()}, weights)
-    if problems:
-        raise HddmError(f"{path}: does not fit its config.json: {'; '.join(problems)}")
-    model.load_state_dict({expected[key][0]: tensor for key, tensor in weights.items()}, assign=True)
-    positions = model.config.max_position_embeddings
-    for owner, buffer in [
-        (m, n) for m in model.modules() for n, b in m.named_buffers(recurse=False) if b.is_meta
-    ]:
-        owner.register_buffer(buffer, torch.arange(positions)[None], persistent=False)
-    tokens = _tokens(folder.parent / "tokenizer", model.config.vocab_size, positions)
+def _encode(pipeline: Path, variant: str | None) -> Tensor:
+    folder = pipeline / "text_encoder"
+    encoder = read_text_encoder(folder, variant=variant)
+    config = encoder.config
+    tokens = _tokens(pipeline / "tokenizer", config.vocab_size, config.max_position_embeddings)
     with torch.no_grad():
-        encoded: Tensor = model.train(False)(torch.tensor([tokens]))[0][0]
+        encoded: Tensor = encoder(torch.tensor([tokens]))[0][0]
     if not encoded.isfinite().all():
-        raise HddmError(f"{path}: its tokens for the empty prompt are not finite; take the weights anew")
+        raise HddmError(f"{folder}: its tokens for the empty prompt are not finite; take the weights anew")
     return encoded
 
 
@@ -104,9 +80,7 @@ def _tokens(folder: Path, vocabulary: int, positions: int) -> list[int]:
         named = config | read_json(inside(folder, _MAP))
     numbers = read_json(inside(folder, "vocab.json"))
     begin, end, padding = (_number(folder, key, named, numbers, vocabulary) for key in _TOKENS)
-    limit = config.get("model_max_length")
-    # Tokenizers without a limit say 10^30.
-    length = min(limit, positions) if isinstance(limit, int) and limit >= 2 else positions
+    length = prompt_length(config.get("model_max_length"), positions)
     return [begin, end, *[padding] * (length - 2)][:length]
 
 

@@ -7,9 +7,9 @@ from typing import Any, TypeGuard
 from diffusers import UNet2DConditionModel
 
 from hddm.checkpoints.diffusers_models import DIFFUSERS_LAYOUTS, class_forward, own_table
-from hddm.checkpoints.empty_prompt import empty_prompt
+from hddm.checkpoints.empty_prompt import empty_prompt, text_encoder_of
 from hddm.checkpoints.folder_weights import found_file, read_weights, set_of, weight_sets
-from hddm.checkpoints.layouts import LATENT_SCALE
+from hddm.checkpoints.latents import VAES, latents_of, vae_of
 from hddm.checkpoints.single_files import IMAGENET_CLASSES, IMAGENET_LICENCE
 from hddm.checkpoints.sources import Declared, Reading, Source, choose_set
 from hddm.errors import HddmError
@@ -21,11 +21,7 @@ from hddm.weight_files import inside
 
 PIPELINE = "model_index.json"
 COMPONENTS = ("transformer", "unet")
-VAES = ("vae", "vqvae", "movq")
 SCHEDULER = "scheduler_config.json"
-_LARGEST_SCALE = 1e6
-# Those whose scale is 0.18215 where their config does not say.
-_DEFAULT_VAES = {"vae": "AutoencoderKL", "vqvae": "VQModel"}
 
 
 def open_pipeline(folder: Path, reading: Reading) -> Source:
@@ -83,7 +79,9 @@ def open_model(folder: Path, reading: Reading, root: Path | None = None, file: s
     scheduler = _scheduler(folder, above)
     declared = Declared(read_json(scheduler), str(scheduler)) if scheduler else Declared()
     _refuse_other_family(above, declared)
-    scale, is_latent, notes = _latents(above, arguments)
+    is_stated = any(_is_there(_components(above).get(one)) for one in VAES)
+    scale, is_latent, notes = latents_of(above, is_stated, arguments)
+    vae, more = vae_of(above, reading.variant)
     return Source(
         path=folder,
         layout=layout,
@@ -99,8 +97,10 @@ def open_model(folder: Path, reading: Reading, root: Path | None = None, file: s
         is_latent=is_latent,
         latent_scale=scale,
         licence=_licence(above, layout, arguments),
-        notes=notes,
+        notes=(*notes, *more),
         empty_prompt=empty_prompt(above, reading.variant) if network is UNet2DConditionModel else None,
+        vae=vae,
+        text_encoder=text_encoder_of(above, reading.variant),
     )
 
 
@@ -165,31 +165,6 @@ def _scheduler(folder: Path, above: Path) -> Path | None:
             inside(root, name)
             return root / name
     return None
-
-
-def _latents(above: Path, arguments: dict[str, Any]) -> tuple[float | None, bool, tuple[str, ...]]:
-    """Scale of the VAE beside, whether there is one, and what was assumed."""
-    name = next((one for one in VAES if (above / one / "config.json").exists()), None)
-    if name is None:
-        stated = any(_is_there(_components(above).get(one)) for one in VAES)
-        is_latent = stated or arguments.get("in_channels") not in (1, 3)
-        return (None if is_latent else 1.0), is_latent, ()
-    path = above / name / "config.json"
-    config = read_json(inside(above, f"{name}/config.json"))
-    kind = config.get("_class_name", _DEFAULT_VAES.get(name))
-    if name == "movq":
-        return None, True, (f"{path}: whether a movq's latents are scaled is not known",)
-    if "scaling_factor" in config:
-        factor = config["scaling_factor"]
-        if not isinstance(factor, int | float) or not 0 < factor < _LARGEST_SCALE:
-            raise HddmError(
-                f"{path}: scaling_factor is {str(factor)[:40]}, and must be a positive number, below "
-                f"{_LARGEST_SCALE:.0e}"
-            )
-        return float(factor), True, ()
-    if kind in _DEFAULT_VAES.values():
-        return LATENT_SCALE, True, (f"{path}: no scaling_factor, so {kind}'s default {LATENT_SCALE}",)
-    return None, True, (f"{path}: no scaling_factor, and the default of a {str(kind)[:40]} is not known",)
 
 
 def _licence(above: Path, layout: str, arguments: dict[str, Any]) -> str | None:

@@ -17,6 +17,7 @@ from hddm.checkpoints.recognise import open_source
 from hddm.checkpoints.shifts import with_shift
 from hddm.checkpoints.single_files import FILE_LAYOUTS, IMAGENET_LICENCE, LDM
 from hddm.checkpoints.sources import Reading, Source
+from hddm.components.identity import TextEncoderFacts
 from hddm.errors import HddmError
 from hddm.experts import ExpertFacts, SourceFacts
 from hddm.network_configs import differences, empty_network
@@ -152,6 +153,14 @@ def _no_text(source: Source, arguments: Mapping[str, Any]) -> Tensor:
     return tokens
 
 
+def _text_encoder(source: Source, interface: Interface) -> TextEncoderFacts | None:
+    if source.facts is not None:
+        return source.facts.text_encoder
+    if source.text_encoder is None or TEXT not in interface.conditions:
+        return None
+    return source.text_encoder()
+
+
 def _scheduler(source: Source) -> dict[str, Any] | None:
     declared = source.declared
     is_own = declared.scheduler is not None and "_class_name" in declared.scheduler
@@ -217,6 +226,8 @@ def _facts(
         sample_shape=interface.sample_shape,
         space="latents" if source.is_latent else "pixels",
         latent_scale=source.latent_scale,
+        vae=own.vae if own else source.vae,
+        text_encoder=_text_encoder(source, interface),
         shift=conventions.shift,
         variance_head=interface.variance_head,
         round_time=paper or bool(own and own.round_time),

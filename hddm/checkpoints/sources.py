@@ -10,6 +10,7 @@ from torch import Tensor
 
 from hddm.checkpoints.keys import KeyTable
 from hddm.checkpoints.layouts import Forward, Hints
+from hddm.components.identity import TextEncoderFacts, VaeFacts
 from hddm.errors import HddmError
 from hddm.experts import ExpertFacts
 from hddm.weight_files import kind_of, read_pickle, read_safetensors
@@ -77,6 +78,9 @@ class Source:
     notes: tuple[str, ...] = ()
     empty_prompt: Callable[[], Tensor] | None = None
     """Tokens (tokens, width) of no text, by the text encoder of a pipeline."""
+    vae: VaeFacts | None = None
+    text_encoder: Callable[[], TextEncoderFacts] | None = None
+    """Of a pipeline with one CLIP text encoder."""
     facts: ExpertFacts | None = None
     """Of an expert folder."""
     kept: Mapping[str, Tensor] = field(default_factory=dict)

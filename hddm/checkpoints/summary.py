@@ -22,6 +22,17 @@ def summary(plan: Plan) -> list[str]:
         f"network: {plan.built.network.__name__}, {plan.parameters:,} parameters, {plan.size / 1e6:,.1f} MB",
         f"licence: {facts.licence or 'not stated by the source (--licence records it)'}",
     ]
+    if facts.shift != 1:
+        lines.append(f"shift: {facts.shift:.6g}, of the time grid that samples want")
+    if facts.vae is not None:
+        lines.append(f"vae: {facts.vae.kind}, known by its encoder {facts.vae.fingerprint}")
+    if facts.text_encoder is not None:
+        text = facts.text_encoder
+        lines.append(f"text encoder: {text.kind} {text.fingerprint}, {text.tokens}×{text.width} tokens")
+    elif TEXT in facts.conditions:
+        lines.append(
+            "text encoder: not recorded, since there is not just one CLIP encoder in safetensors beside"
+        )
     if TEXT in plan.nulls:
         tokens = "×".join(map(str, plan.nulls[TEXT].shape))
         lines.append(f"no text: {tokens} tokens of the source's own, for guidance and calibration")

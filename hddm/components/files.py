@@ -28,18 +28,24 @@ def read_config(folder: Path, name: str = "config.json") -> dict[str, Any]:
     return config
 
 
-def read_weights(folder: Path, stem: str) -> tuple[Path, dict[str, Tensor]]:
-    """The file of weights and its tensors, mapped: ``stem.safetensors``, or the float16 copy alone.
+def find_weights(folder: Path, stem: str, variant: str | None = None) -> str | None:
+    """Name of the file of weights: that of ``variant``, else ``stem.safetensors``, else the float16 copy."""
+    names = [f"{stem}.{variant}.safetensors"] if variant else []
+    names += [f"{stem}.safetensors", f"{stem}.fp16.safetensors"]
+    return next((one for one in names if _is_there(folder / one)), None)
+
+
+def read_weights(folder: Path, stem: str, variant: str | None = None) -> tuple[Path, dict[str, Tensor]]:
+    """The file that `find_weights` names, and its tensors, mapped.
 
     Raises:
-        HddmError: where there is neither, for a link that leaves the folder, for a broken file.
+        HddmError: where there is none, for a link that leaves the folder, for a broken file.
     """
-    names = (f"{stem}.safetensors", f"{stem}.fp16.safetensors")
-    name = next((one for one in names if _is_there(folder / one)), None)
+    name = find_weights(folder, stem, variant)
     if name is None:
         pickled = [path.name for path in sorted(folder.glob("*.bin"))]
         hint = f"only {', '.join(pickled)}; save it as safetensors" if pickled else "fetch it"
-        raise HddmError(f"{folder}: no {names[0]}, {hint}")
+        raise HddmError(f"{folder}: no {stem}.safetensors, {hint}")
     return folder / name, read_safetensors(inside(folder, name))
 
 

@@ -1,9 +1,9 @@
 """CLIP text encoder and tokenizer of a pipeline: read strictly, prompts to the tokens that experts take."""
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -34,18 +34,20 @@ _PREFIX = "text_model."
 _UNUSED = ("embeddings.position_ids", "text_projection.weight")
 
 
-def read_text_encoder(folder: Path, dtype: torch.dtype = torch.float32) -> "CLIPTextModel":
+def read_text_encoder(
+    folder: Path, dtype: torch.dtype = torch.float32, variant: str | None = None
+) -> "CLIPTextModel":
     """The CLIP text encoder in ``folder``, in evaluation mode.
 
     It is built from checked facts of its config, not by a loader that takes orders from it. Files with and
     without the prefix ``text_model.`` and with a projection, which is not needed, are read alike.
+    The file of weights is that of ``variant`` where there is one.
 
     Raises:
         HddmError: for a file that is missing or leads out of the folder, another class, and any tensor that
             is missing, left over, of another shape or not finite.
     """
-    config = read_config(folder)
-    model, weights, path = _open(folder, config)
+    model, weights, path = _open(folder, variant)
     refuse_non_finite(path, weights)
     names = {key.removeprefix(_PREFIX): key for key in model.state_dict()}
     model.load_state_dict({names[key]: value.to(dtype) for key, value in weights.items()}, assign=True)
@@ -58,11 +60,17 @@ def read_text_encoder(folder: Path, dtype: torch.dtype = torch.float32) -> "CLIP
     return model
 
 
-def text_encoder_facts(folder: Path, tokens: int) -> TextEncoderFacts:
-    """What tells the text encoder in ``folder`` from others, for prompts of ``tokens``; raises as above."""
-    model, weights, _ = _open(folder, read_config(folder))
+def text_encoder_facts(folder: Path, tokens: object, variant: str | None = None) -> TextEncoderFacts:
+    """What tells the text encoder in ``folder`` from others; raises as `read_text_encoder`.
+
+    ``tokens`` is the ``model_max_length`` of the tokenizer beside it, as `prompt_length` takes it.
+    """
+    model, weights, _ = _open(folder, variant)
     return TextEncoderFacts(
-        kind=KIND, fingerprint=fingerprint(weights), tokens=tokens, width=model.config.hidden_size
+        kind=KIND,
+        fingerprint=fingerprint(weights),
+        tokens=prompt_length(tokens, model.config.max_position_embeddings),
+        width=model.config.hidden_size,
     )
 
 
@@ -115,15 +123,15 @@ def _warn_of_cuts(tokenizer: "CLIPTokenizer", prompts: list[str], length: int) -
             )
 
 
-def _open(folder: Path, config: Mapping[str, Any]) -> tuple["CLIPTextModel", dict[str, Tensor], Path]:
+def _open(folder: Path, variant: str | None) -> tuple["CLIPTextModel", dict[str, Tensor], Path]:
     """The empty encoder in ``folder``, its tensors without the prefix, and their file."""
     # Imported here: it takes seconds, and few sources need it.
     from transformers import CLIPTextConfig, CLIPTextModel
 
-    origin = folder / "config.json"
+    origin, config = folder / "config.json", read_config(folder)
     if config.get("architectures") not in ARCHITECTURES:
         raise HddmError(f"{origin}: holds {str(config.get('architectures'))[:60]}, not a {KIND}")
-    path, stored = read_weights(folder, STEM)
+    path, stored = read_weights(folder, STEM, variant)
     weights = {key.removeprefix(_PREFIX): value for key, value in stored.items()}
     if len(weights) != len(stored):
         raise HddmError(f"{path}: holds tensors twice, with and without {_PREFIX!r}; take the weights anew")

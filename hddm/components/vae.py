@@ -37,12 +37,13 @@ def read_vae(folder: Path, dtype: torch.dtype = torch.float32) -> AutoencoderKL 
     return network
 
 
-def vae_facts(folder: Path) -> VaeFacts:
+def vae_facts(folder: Path, variant: str | None = None) -> VaeFacts:
     """What tells the latent space of the VAE in ``folder`` from others; raises as `read_vae`.
 
-    Scale and shift are the config's, or the documented defaults of its class.
+    Scale and shift are the config's, or the documented defaults of its class. The file of weights is that of
+    ``variant`` where there is one.
     """
-    network, weights, _, _ = _open(folder)
+    network, weights, _, _ = _open(folder, variant)
     encoder = {key: value for key, value in weights.items() if key.startswith(_ENCODER)}
     scale, shift = _scale_and_shift(network.config)
     return VaeFacts(kind=type(network).__name__, fingerprint=fingerprint(encoder), scale=scale, shift=shift)
@@ -82,12 +83,12 @@ def decode(vae: AutoencoderKL | AutoencoderTiny, latents: Tensor) -> Tensor:
     return images.clamp(-1, 1)
 
 
-def _open(folder: Path) -> tuple[Any, dict[str, Tensor], dict[str, Any], Path]:
+def _open(folder: Path, variant: str | None = None) -> tuple[Any, dict[str, Tensor], dict[str, Any], Path]:
     """The empty VAE in ``folder``, its tensors under today's names, its arguments and the file."""
     origin = str(folder / "config.json")
     config = _without_derived(read_config(folder), origin)
     kind, arguments = parse_config(config, KINDS, origin)
-    path, stored = read_weights(folder, STEM)
+    path, stored = read_weights(folder, STEM, variant)
     _refuse_depth(arguments, len(stored), origin)
     network = empty_network(kind, arguments, len(stored), origin)
     names = stored_names(network.state_dict(), stored)
