@@ -27,8 +27,7 @@ def class_indices(labels: int | str | Sequence[int | str] | Tensor, classes: Seq
     indices = []
     for label in labels:
         number = names.get(str(label), int(label) if str(label).isdecimal() else -1)
-        # The number after the last is the null class.
-        if not 0 <= number <= len(classes):
+        if not 0 <= number < len(classes):
             some = ", ".join(classes[:10]) + (", …" if len(classes) > 10 else "")
             raise HddmError(f"no class {label!r}; the model's classes are {some}")
         indices.append(number)

@@ -1,101 +1,148 @@
-"""Samples of a saved model, written as a folder of PNG files."""
+"""Samples of a saved model, written as a folder of PNG files, or of latents."""
 
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from hddm.data.images import save_png, to_bytes
 from hddm.errors import HddmError
+from hddm.expert_use import ExpertUse
+from hddm.experts import EXPERT_FILE
 from hddm.files import check_absent, new_folder, write_json
-from hddm.load import load
+from hddm.pipeline import HDDMPipeline
+from hddm.sample_conditions import Cycles, cycled, read_cycles
+from hddm.sample_settings import SampleSettings
 from hddm.sampling import sample
 
-FORMAT = "1.0"
+FORMAT = "1.1"
 SAMPLING_FILE = "sampling.json"
+LATENTS_FILE = "latents.safetensors"
+ROUND = 1024
+"""Images that are in memory together."""
 
 
 def sample_to_folder(
     source: Path,
     out: Path,
-    num: int,
-    *,
-    seed: int = 0,
-    steps: int = 50,
-    strategy: str | None = None,
-    solver: str = "euler",
-    shift: float = 1.0,
-    guidance_scale: float = 1.0,
-    class_labels: str | None = None,
-    batch_size: int = 64,
+    settings: SampleSettings,
     overwrite: bool = False,
     on_batch: Callable[[int], None] | None = None,
 ) -> None:
-    """Sample ``source`` and write ``00000.png`` … and ``sampling.json``, the settings, into ``out``.
+    """Sample an expert, an ensemble or the Paris release into a folder.
 
-    ``class_labels`` are class names, or numbers where no name fits, comma-separated and cycled over the
-    images; the others are arguments of
-    `hddm.sample`.
+    It holds ``00000.png`` …, counted from ``settings.start``, or ``latents.safetensors``, and
+    ``sampling.json``: the settings, the grid's shift, and how the experts were used over time.
 
     Raises:
         HddmError: for an existing ``out``, a model that cannot be loaded, or wrong settings.
     """
     check_absent(out, SAMPLING_FILE, overwrite)
-    model = load(source)
-    shape = model.sample_shape
-    if shape is None or shape[0] not in (1, 3):
-        raise HddmError(
-            f"{source}: its samples have shape {shape}: latents, which need a VAE to become images; in "
-            "Python hddm.sample returns them"
-        )
-    conditions: dict[str, Any] = {}
-    if class_labels is not None:
-        conditions["class_labels"] = _labels(class_labels, model.classes, num)
-    images = sample(
-        model,
-        num,
-        seed,
-        steps,
-        strategy,
-        solver,
-        guidance_scale,
-        shift=shift,
-        batch_size=batch_size,
-        on_batch=on_batch,
-        **conditions,
-    )
+    guidance, device = settings.guidance, settings.torch_device
+    if (source / EXPERT_FILE).exists():
+        _refuse_for_one(source, settings)
+    pipeline = HDDMPipeline.from_pretrained(
+        source, torch_dtype=settings.torch_dtype, offload=settings.offload, max_memory=settings.max_memory
+    ).to(device)
+    if settings.compile:
+        pipeline.experts.compile(dynamic=True)
+    _check_output(source, pipeline, settings)
+    given, against = read_cycles(pipeline, settings)
+    ensemble = pipeline.ensemble
+    use = ExpertUse(len(ensemble.experts))
+    expected = torch.zeros(len(ensemble.experts), dtype=torch.float64)
+    latents = []
     with new_folder(out, SAMPLING_FILE, overwrite) as draft:
-        for index, image in enumerate(to_bytes(images)):
-            save_png(image, draft / f"{index:05d}.png")
-        settings = {
-            "format": FORMAT,
-            "source": str(source),
-            "num_images": num,
-            "seed": seed,
-            "steps": steps,
-            "strategy": strategy or getattr(model, "strategy", None),
-            "solver": solver,
-            "shift": shift,
-            "guidance_scale": guidance_scale,
-            "class_labels": conditions["class_labels"].tolist() if conditions else None,
-        }
-        write_json(draft / SAMPLING_FILE, settings)
-
-
-def _labels(text: str, classes: Sequence[str], num: int) -> Tensor:
-    """Class indices (num,) from a comma-separated list of names or numbers, cycled."""
-    indices = []
-    for part in (part.strip() for part in text.split(",")):
-        if part in classes:
-            indices.append(list(classes).index(part))
-        elif part.isdecimal() and int(part) < len(classes):
-            indices.append(int(part))
-        else:
-            raise HddmError(
-                f"--class-labels: no class {part!r}; the model's classes are {', '.join(classes)}"
-                if classes
-                else f"--class-labels {text}: the model is unconditional; drop the option"
+        for start in range(settings.start, settings.start + settings.num_images, ROUND):
+            stop = min(start + ROUND, settings.start + settings.num_images)
+            rows: dict[str, Any] = cycled(given, start, stop)
+            expected += ensemble.prior_of(stop - start, rows).sum(0)
+            samples = sample(
+                ensemble,
+                stop - start,
+                settings.seed,
+                settings.steps,
+                settings.strategy,
+                settings.solver,
+                guidance,
+                negative=cycled(against, start, stop) or None,
+                shift=settings.shift,
+                batch_size=settings.batch_size,
+                start=start,
+                expert=settings.expert,
+                router_every=settings.router_every,
+                use=use,
+                on_batch=on_batch,
+                **rows,
             )
-    return torch.tensor([indices[i % len(indices)] for i in range(num)])
+            if settings.output_type == "latent":
+                latents.append(samples)
+            else:
+                _write_images(pipeline, samples, start, settings.batch_size, draft)
+        if latents:
+            save_file({"latents": torch.cat(latents)}, draft / LATENTS_FILE, {"format": "pt"})
+        strategy = settings.strategy or ensemble.strategy
+        _warn(pipeline, settings, use, expected if strategy == "draw" else None)
+        write_json(draft / SAMPLING_FILE, _record(source, settings, pipeline, use, given))
+
+
+def _write_images(pipeline: HDDMPipeline, samples: Tensor, start: int, batch_size: int, folder: Path) -> None:
+    index = start
+    for batch in samples.split(batch_size):
+        for image in to_bytes(pipeline.decode(batch).cpu()):
+            save_png(image, folder / f"{index:05d}.png")
+            index += 1
+
+
+def _refuse_for_one(source: Path, settings: SampleSettings) -> None:
+    for option in ("strategy", "expert", "max_memory"):
+        value = getattr(settings, option)
+        if value is not None:
+            raise HddmError(
+                f"--{option.replace('_', '-')} {value}: {source} is a single expert; drop the option"
+            )
+
+
+def _check_output(source: Path, pipeline: HDDMPipeline, settings: SampleSettings) -> None:
+    facts = pipeline.experts.facts[0]
+    if settings.output_type == "latent" or pipeline.vae is not None:
+        return
+    if facts.space == "latents" or facts.sample_shape[0] not in (1, 3):
+        raise HddmError(
+            f"{source}: its samples are latents of shape {facts.sample_shape} and it has no VAE; assemble "
+            "it with one (hddm assemble … --vae FOLDER), or pass --output-type latent"
+        )
+
+
+def _warn(pipeline: HDDMPipeline, settings: SampleSettings, use: ExpertUse, expected: Tensor | None) -> None:
+    own = pipeline.facts.shift
+    if settings.shift is not None and settings.shift != own:
+        warnings.warn(f"--shift {settings.shift:g}, and the model's own is {own:g}", stacklevel=3)
+    if settings.expert is None:
+        for line in use.warnings(expected):
+            warnings.warn(line, stacklevel=3)
+
+
+def _record(
+    source: Path, settings: SampleSettings, pipeline: HDDMPipeline, use: ExpertUse, given: Cycles
+) -> dict[str, object]:
+    labels = given.get("class_labels")
+    vae = pipeline.experts.facts[0].vae
+    return {
+        "format": FORMAT,
+        "hddm": version("hddm-diffusion"),
+        "source": str(source),
+        **settings.record(),
+        "strategy": None if settings.expert is not None else settings.strategy or pipeline.facts.strategy,
+        "shift": pipeline.facts.shift if settings.shift is None else settings.shift,
+        "model_shift": pipeline.facts.shift,
+        "weights": sorted({facts.weights for facts in pipeline.experts.facts}),
+        "vae": None if vae is None else vae.model_dump(mode="json"),
+        "class_labels": None if labels is None else labels.tolist(),
+        "expert_use": use.report(),
+    }

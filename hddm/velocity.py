@@ -30,6 +30,7 @@ from torch import Tensor
 from hddm.calibration import Calibration
 from hddm.errors import HddmError
 from hddm.guidance import Guidance
+from hddm.interfaces import OPTIONAL_CONDITIONS
 from hddm.predictions import Point, PredictionType, velocity, x_0_and_eps
 from hddm.schedules import DiscreteSchedule, LinearSchedule, Schedule
 from hddm.tensors import append_dims, device_of, parameter_dtype, to_float64
@@ -128,6 +129,7 @@ class VelocityField:
         self._refuse_undeclared(conditions)
         check_conditions(x_t, conditions)
         given = self._with_null(conditions, x_t)
+        self._refuse_missing(given)
         guidance = Guidance.of(guidance_scale)
         if guidance.scale == 1.0:
             return self._convert(x_t, times, given).to(x_t.dtype)
@@ -213,6 +215,14 @@ class VelocityField:
             if self.conditions is not None and name not in self.conditions:
                 declared = ", ".join(self.conditions) or "none"
                 raise HddmError(f"this expert takes no condition {name!r}; it declares: {declared}")
+
+    def _refuse_missing(self, given: Mapping[str, Tensor]) -> None:
+        missing = [name for name in self.conditions or () if name not in given]
+        missing = [name for name in missing if name not in OPTIONAL_CONDITIONS]
+        if missing:
+            raise HddmError(
+                f"this expert needs {' and '.join(missing)}, and knows no value that stands for none; pass it"
+            )
 
     def _with_null(self, conditions: Mapping[str, Tensor], x_t: Tensor) -> Mapping[str, Tensor]:
         """``conditions``, and the null value of each that is left out."""

@@ -77,7 +77,11 @@ def test_images_are_the_samples_of_their_seed_whatever_the_batch(
     for size in (1, 5):
         options = ["--num-images", 5, "--steps", 3, "--seed", 6, "--batch-size", size]
         hddm("sample", ensemble, "--out", tmp_path / str(size), *options)
-    assert contents(tmp_path / "1") == contents(tmp_path / "5")
+    one, five = contents(tmp_path / "1"), contents(tmp_path / "5")
+    records = [json.loads(files.pop("sampling.json")) for files in (one, five)]
+    assert one == five
+    assert [record.pop("batch_size") for record in records] == [1, 5]
+    assert records[0] == records[1]
     written = load_images(tmp_path / "5").pixels
     assert torch.equal(written, to_bytes(sample(load(ensemble), 5, seed=6, steps=3)))
 

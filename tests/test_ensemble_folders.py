@@ -18,6 +18,7 @@ from hddm.errors import HddmError
 from hddm.experts import read_router
 from hddm.routing import Router
 from hddm.sample_folders import sample_to_folder
+from hddm.sample_settings import SampleSettings
 from hddm.training.expert import train_expert
 from tests.artefacts import contents, copied, edit_json, expert_settings, largest_file
 
@@ -105,7 +106,7 @@ def test_a_write_that_fails_midway_leaves_nothing(
         "partition": (2000, lambda: partition(images, out, 2)),
         "train": (20_000, lambda: train_expert(whole, out, expert_settings("flow", steps=1))),
         "assemble": (20, lambda: assemble([ddpm_expert], out)),
-        "sample": (60, lambda: sample_to_folder(ensemble, out, 3, steps=1)),
+        "sample": (60, lambda: sample_to_folder(ensemble, out, SampleSettings(num_images=3, steps=1))),
     }
     size, call = verbs[verb]
     with largest_file(size), pytest.raises((OSError, SafetensorError), match="File too large"):

@@ -1,5 +1,6 @@
 """Options that several verbs share."""
 
+import re
 from pathlib import Path
 from typing import Annotated
 
@@ -12,3 +13,17 @@ Steps = Annotated[int, typer.Option("--steps", min=1, help="Training steps.")]
 BatchSize = Annotated[int, typer.Option("--batch-size", min=1, help="Images a step.")]
 LearningRate = Annotated[float, typer.Option("--learning-rate", help="Peak rate of AdamW.")]
 Size = Annotated[str, typer.Option("--size", help="Named network size: tiny, small, S/2 … XL/8.")]
+
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+def parse_size(text: str, option: str) -> int:
+    """Bytes in ``6GB``, ``500 MB`` or ``1.5GiB``.
+
+    Raises:
+        typer.BadParameter: for anything else.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
+    if match is None or match[2].upper() not in _UNITS or not float(match[1]):
+        raise typer.BadParameter(f"{text!r} is no amount of memory; write it as 6GB", param_hint=option)
+    return int(float(match[1]) * _UNITS[match[2].upper()])

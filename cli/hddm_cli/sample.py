@@ -1,18 +1,65 @@
 """hddm sample."""
 
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from hddm_cli.options import Out, Overwrite, Seed
+from hddm_cli.options import Out, Overwrite, Seed, parse_size
+
+
+class Offload(StrEnum):
+    """Choices of --offload."""
+
+    none = "none"
+    ram = "ram"
+    disk = "disk"
+
+
+class OutputType(StrEnum):
+    """Choices of --output-type."""
+
+    png = "png"
+    latent = "latent"
+
+
+class Dtype(StrEnum):
+    """Choices of --dtype."""
+
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+    float64 = "float64"
 
 
 def sample(
-    source: Annotated[Path, typer.Argument(help="Expert or ensemble folder.")],
+    source: Annotated[Path, typer.Argument(help="Expert or ensemble folder, or the Paris release.")],
     out: Out,
     num_images: Annotated[int, typer.Option("--num-images", min=1, help="Images to make.")] = 16,
     seed: Seed = 0,
+    start: Annotated[
+        int, typer.Option("--start", min=0, help="Number of the first image, to go on or to share work out.")
+    ] = 0,
+    prompt: Annotated[
+        list[str] | None, typer.Option("--prompt", help="Text; several are cycled over the images.")
+    ] = None,
+    negative_prompt: Annotated[
+        str | None, typer.Option("--negative-prompt", help="What guidance moves away from; default no text.")
+    ] = None,
+    class_labels: Annotated[
+        str | None,
+        typer.Option(
+            "--class-labels",
+            help="Class names, or numbers from 0 where no name fits; comma-separated, cycled.",
+        ),
+    ] = None,
+    conditions: Annotated[
+        Path | None,
+        typer.Option(
+            "--conditions", help="Safetensors file: conditions by keyword, negative_… beside; cycled."
+        ),
+    ] = None,
     steps: Annotated[int, typer.Option("--steps", min=1, help="Solver steps.")] = 50,
     strategy: Annotated[
         str | None,
@@ -21,41 +68,84 @@ def sample(
             help="draw, full, top-K, threshold-X or nucleus-X; default: the ensemble's own.",
         ),
     ] = None,
+    expert: Annotated[
+        int | None, typer.Option("--expert", min=0, help="Use this expert alone, whatever the router says.")
+    ] = None,
+    router_every: Annotated[
+        int, typer.Option("--router-every", min=1, help="Ask the router every n-th time only.")
+    ] = 1,
     solver: Annotated[str, typer.Option("--solver", help="euler, heun or adams-bashforth.")] = "euler",
-    shift: Annotated[float, typer.Option("--shift", help="Of the time grid; 1 is even.")] = 1.0,
+    shift: Annotated[
+        float | None, typer.Option("--shift", help="Of the time grid, 1 is even; default: the model's own.")
+    ] = None,
     guidance_scale: Annotated[
         float, typer.Option("--guidance-scale", help="Classifier-free guidance; 1 is none.")
     ] = 1.0,
-    class_labels: Annotated[
-        str | None,
-        typer.Option(
-            "--class-labels",
-            help="Class names, or numbers from 0 where no name fits; comma-separated, cycled.",
-        ),
+    cfg_channels: Annotated[
+        int | None,
+        typer.Option("--cfg-channels", min=1, help="Guide the first n channels only; DiT's figures: 3."),
     ] = None,
+    guidance_interval: Annotated[
+        tuple[float, float], typer.Option("--guidance-interval", help="Guide between these t only.")
+    ] = (0.0, 1.0),
+    guidance_rescale: Annotated[
+        float, typer.Option("--guidance-rescale", help="0 to 1: back to the unguided standard deviation.")
+    ] = 0.0,
     batch_size: Annotated[
         int, typer.Option("--batch-size", min=1, help="Images at a time; does not change them.")
     ] = 64,
+    device: Annotated[str, typer.Option("--device", help="cpu, cuda, cuda:1, mps.")] = "cpu",
+    dtype: Annotated[Dtype, typer.Option("--dtype", help="That networks run in.")] = Dtype.float32,
+    offload: Annotated[
+        Offload, typer.Option("--offload", help="Where experts wait: on the device, in memory, on disk.")
+    ] = Offload.none,
+    max_memory: Annotated[
+        str | None, typer.Option("--max-memory", help="Of all weights on the device, as 6GB or 500MB.")
+    ] = None,
+    compile_networks: Annotated[
+        bool, typer.Option("--compile", help="Compile the experts; the first steps take minutes.")
+    ] = False,
+    output_type: Annotated[
+        OutputType, typer.Option("--output-type", help="Images, or what the experts made.")
+    ] = OutputType.png,
     overwrite: Overwrite = False,
 ) -> None:
     """Make images from an expert or an ensemble. Image i depends on the seed and i alone."""
+    from hddm.facts import parse_facts
     from hddm.progress import Progress
     from hddm.sample_folders import sample_to_folder
+    from hddm.sample_settings import SampleSettings
 
+    settings = parse_facts(
+        {
+            "num_images": num_images,
+            "seed": seed,
+            "start": start,
+            "steps": steps,
+            "solver": solver,
+            "shift": shift,
+            "strategy": strategy,
+            "expert": expert,
+            "router_every": router_every,
+            "guidance_scale": guidance_scale,
+            "cfg_channels": cfg_channels,
+            "guidance_interval": guidance_interval,
+            "guidance_rescale": guidance_rescale,
+            "class_labels": class_labels,
+            "prompts": tuple(prompt or ()),
+            "negative_prompt": negative_prompt,
+            "conditions": conditions,
+            "batch_size": batch_size,
+            "device": device,
+            "dtype": dtype.value,
+            "offload": offload.value,
+            "max_memory": None if max_memory is None else parse_size(max_memory, "--max-memory"),
+            "compile": compile_networks,
+            "output_type": output_type.value,
+        },
+        SampleSettings,
+        "options",
+    )
     with Progress(num_images, "sample") as progress:
-        sample_to_folder(
-            source,
-            out,
-            num_images,
-            seed=seed,
-            steps=steps,
-            strategy=strategy,
-            solver=solver,
-            shift=shift,
-            guidance_scale=guidance_scale,
-            class_labels=class_labels,
-            batch_size=batch_size,
-            overwrite=overwrite,
-            on_batch=progress,
-        )
+        sample_to_folder(source, out, settings, overwrite, progress)
     typer.echo(f"{out}: {num_images} images")

@@ -1,0 +1,65 @@
+"""What images are made of: class labels, prompts and tensors in a file, cycled over the images."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from hddm.errors import HddmError
+from hddm.pipeline import HDDMPipeline
+from hddm.pipeline_inputs import class_indices
+from hddm.sample_settings import SampleSettings
+from hddm.weight_files import read_safetensors
+
+NEGATIVE = "negative_"
+Cycles = Mapping[str, Tensor]
+
+
+def read_cycles(pipeline: HDDMPipeline, settings: SampleSettings) -> tuple[Cycles, Cycles]:
+    """Conditions and negative ones, each of as many rows as there are different ones.
+
+    Raises:
+        HddmError: for an unknown class, prompts without a text encoder, a file that cannot be read, and two
+            sources of one condition.
+    """
+    guided = settings.guidance.scale != 1.0
+    if settings.negative_prompt is not None and not guided:
+        raise HddmError("--negative-prompt: needs a --guidance-scale other than 1")
+    given, against = pipeline.encode(
+        settings.prompts or None, None, settings.negative_prompt, guided and bool(settings.prompts)
+    )
+    if settings.class_labels is not None:
+        given["class_labels"] = _labels(settings.class_labels, pipeline.ensemble.classes)
+    if settings.conditions is not None:
+        for name, value in _file(settings.conditions).items():
+            side, key = (against, name.removeprefix(NEGATIVE)) if name.startswith(NEGATIVE) else (given, name)
+            if key in side:
+                raise HddmError(f"{settings.conditions}: {name} is given by another option too; drop one")
+            if side is given or guided:
+                side[key] = value
+    return given, against
+
+
+def cycled(cycles: Cycles, start: int, stop: int) -> dict[str, Tensor]:
+    """The rows of images ``start`` … ``stop`` - 1."""
+    return {name: value[torch.arange(start, stop) % len(value)] for name, value in cycles.items()}
+
+
+def _labels(text: str, classes: tuple[str, ...]) -> Tensor:
+    if not classes:
+        raise HddmError(f"--class-labels {text}: the model is unconditional; drop the option")
+    try:
+        return class_indices([part.strip() for part in text.split(",")], classes)
+    except HddmError as error:
+        raise HddmError(f"--class-labels: {error}") from error
+
+
+def _file(path: Path) -> dict[str, Tensor]:
+    if not path.is_file():
+        raise HddmError(f"--conditions {path}: no such file")
+    tensors = read_safetensors(path)
+    empty = [name for name, value in tensors.items() if value.ndim == 0 or not len(value)]
+    if empty or not tensors:
+        raise HddmError(f"--conditions {path}: holds no rows of {empty or 'anything'}")
+    return tensors
