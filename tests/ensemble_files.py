@@ -1,0 +1,167 @@
+"""Tiny ensembles, in memory and as folders, whose experts and routers have random weights."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from diffusers import DDIMScheduler, DDPMScheduler, FlowMatchEulerDiscreteScheduler
+
+from hddm.assembly import assemble
+from hddm.checkpoints.convert import Conversion, plan, write
+from hddm.ensemble_folders import EnsembleFacts
+from hddm.expert_set import ExpertSet
+from hddm.experts import Expert, ExpertFacts, RouterFacts, save_expert, save_router
+from hddm.interfaces import interface_of
+from hddm.models.router import RouterTransformer
+from hddm.models.transformer import ExpertTransformer
+from hddm.offload import Shelf
+from hddm.pipeline import HDDMPipeline
+from hddm.schedules import LinearSchedule
+from tests.checkpoint_files import SD_BETAS, dit, pipeline, plain_unet, randomised
+from tests.component_files import write_clip, write_vae
+
+WEIGHTS = "diffusion_pytorch_model.safetensors"
+FLOW = {"sample_size": 4, "in_channels": 3, "patch_size": 2, "hidden_size": 16, "depth": 1, "num_heads": 2}
+CLASSES = ("cat", "dog", "7")
+
+
+def flow_expert(seed: int = 0, facts: Mapping[str, Any] | None = None, **network: Any) -> Expert:
+    """A flow expert of 3×4×4 pixels, or of what ``network`` and ``facts`` say."""
+    made = randomised(ExpertTransformer(**FLOW | network), seed)
+    interface = interface_of("ExpertTransformer", made.config)
+    classes = (
+        CLASSES if interface.num_classes == len(CLASSES) else map(str, range(interface.num_classes or 0))
+    )
+    stated = {
+        "objective": "flow",
+        "prediction_type": "flow_prediction",
+        "schedule": LinearSchedule().config,
+        "schedule_source": "the test",
+        "time_scale": 1000.0,
+        "sample_shape": interface.sample_shape,
+        "conditions": interface.conditions,
+        "classes": tuple(classes),
+        "null_class": interface.null_class,
+    }
+    nulls = {}
+    if "encoder_hidden_states" in interface.conditions:
+        nulls["encoder_hidden_states"] = torch.zeros(77, made.config.text_dim)
+    return Expert(made, ExpertFacts.model_validate(stated | dict(facts or {})), None, nulls)
+
+
+def random_router(
+    num: int, shape: Sequence[int] = (3, 4, 4), seed: int = 0
+) -> tuple[RouterTransformer, RouterFacts]:
+    """A router that prefers other experts for other samples, none of them on the whole."""
+    network = RouterTransformer(num, shape[1], shape[0], patch_size=2, hidden_size=16, depth=1, num_heads=2)
+    randomised(network, seed)
+    for block in network.layers:
+        block.attn.in_proj_weight.data *= 5
+    noise = torch.Generator().manual_seed(seed)
+    logits = network(torch.randn(256, *shape, generator=noise), torch.linspace(0, 1000, 256))
+    last, scale = network.head[-1], 2 / logits.std(0).mean()
+    last.weight.data *= scale
+    last.bias.data = (last.bias - logits.mean(0)) * scale
+    hashes = tuple(f"shard {k}" for k in range(num))
+    facts = RouterFacts(
+        time_scale=1000.0, sample_shape=tuple(shape), shard_hashes=hashes, shard_images=(1,) * num
+    )
+    return network, facts
+
+
+def pipeline_in_memory(
+    experts: Sequence[Expert],
+    strategy: str = "top-1",
+    prior: Sequence[float] | None = None,
+    class_prior: Sequence[Sequence[float]] = (),
+    shift: float = 1.0,
+    shelf: Shelf | None = None,
+    **parts: Any,
+) -> HDDMPipeline:
+    """A pipeline of experts that lie on no disk, behind a random router."""
+    num = len(experts)
+    router, router_facts = random_router(num, experts[0].facts.sample_shape)
+    facts = EnsembleFacts(
+        experts=tuple(f"experts/{k}" for k in range(num)),
+        router="router",
+        prior=tuple(prior or [1 / num] * num),
+        class_prior=tuple(map(tuple, class_prior)),
+        strategy=strategy,
+    )
+    return HDDMPipeline(
+        ExpertSet([expert.unread() for expert in experts], shelf=shelf),
+        FlowMatchEulerDiscreteScheduler(shift=shift),
+        router,
+        facts=facts,
+        router_facts=router_facts,
+        **parts,
+    )
+
+
+def write_ensemble(
+    root: Path,
+    experts: Sequence[Expert | Path],
+    strategy: str = "nucleus-0.9",
+    dtype: torch.dtype = torch.float32,
+    **components: Path,
+) -> Path:
+    """An ensemble folder of ``experts``, in memory or converted, behind a random router."""
+    folders, shapes = [], []
+    for index, expert in enumerate(experts):
+        folder = expert if isinstance(expert, Path) else root / "parts" / str(index)
+        if isinstance(expert, Expert):
+            folder.mkdir(parents=True)
+            expert.network.to(dtype)
+            save_expert(folder, expert)
+            shapes.append(expert.facts.sample_shape)
+        folders.append(folder)
+    network, facts = random_router(len(experts), shapes[0])
+    (root / "router").mkdir()
+    save_router(root / "router", network.to(dtype), facts)
+    assemble(folders, root / "ensemble", root / "router", strategy, **components)
+    return root / "ensemble"
+
+
+def write_mixed(root: Path) -> Path:
+    """A UNet (DDPM, epsilon), a DiT (another schedule, v_prediction, classes) and a flow transformer."""
+    unet = plain_unet(1, in_channels=4, out_channels=4, block_out_channels=(32, 32))
+    unet_source = pipeline(root / "unet", unet, DDPMScheduler(beta_schedule="linear"))
+    scheduler = DDIMScheduler(**SD_BETAS, prediction_type="v_prediction")
+    dit_source = pipeline(root / "dit", dit(2), scheduler)
+    for name, source in (("unet", unet_source), ("dit", dit_source)):
+        write(plan(source, Conversion()), root / "converted" / name)
+    flow = flow_expert(
+        3,
+        {"space": "latents", "latent_scale": None},
+        in_channels=4,
+        sample_size=8,
+        hidden_size=48,
+        depth=2,
+        num_classes=5,
+    )
+    write_vae(root / "vae")
+    experts = [root / "converted" / "unet", root / "converted" / "dit", flow]
+    return write_ensemble(root, experts, vae=root / "vae")
+
+
+def text_experts(num: int = 2, width: int = 16, **changes: Any) -> list[Expert]:
+    """Experts of latents 4×4×4 that take text."""
+    facts = {"space": "latents", "latent_scale": None}
+    return [
+        flow_expert(seed, facts, in_channels=4, text_dim=width, **changes) for seed in range(10, 10 + num)
+    ]
+
+
+def write_text(root: Path, kind: Literal["kl", "tiny"] = "kl", strategy: str = "top-1") -> Path:
+    """An ensemble of text experts with its VAE, text encoder and tokenizer."""
+    write_vae(root / "vae", kind)
+    write_clip(root / "clip")
+    return write_ensemble(
+        root,
+        text_experts(),
+        strategy,
+        vae=root / "vae",
+        text_encoder=root / "clip" / "text_encoder",
+        tokenizer=root / "clip" / "tokenizer",
+    )
