@@ -17,6 +17,7 @@ from hddm.experts import EXPERT_FILE, FORMAT, ROUTER_FILE, ExpertFacts, RouterFa
 from hddm.facts import read_facts
 from hddm.files import read_json
 from hddm.model_folders import WEIGHTS
+from hddm.model_index import MODEL_INDEX, read_model_index
 from hddm.schedules import from_config
 
 
@@ -43,14 +44,7 @@ def describe(folder: Path, allow_pickle: bool = False, variant: str | None = Non
         router = read_facts(folder / ROUTER_FILE, RouterFacts, FORMAT)
         return {"kind": "router", **router.model_dump(mode="json"), **_network(folder)}
     if (folder / ENSEMBLE_FILE).exists():
-        ensemble = read_ensemble_facts(folder)
-        experts = [describe(folder / name) for name in ensemble.experts]
-        return {
-            "kind": "ensemble",
-            **ensemble.model_dump(mode="json"),
-            "objectives": [expert["objective"] for expert in experts],
-            "parameters": sum(expert["parameters"] for expert in experts),
-        }
+        return _ensemble(folder)
     if (folder / PARTITION_FILE).exists():
         partition = read_facts(folder / PARTITION_FILE, PartitionFacts, SHARD_FORMAT)
         return {"kind": "partition", **partition.model_dump()}
@@ -62,6 +56,26 @@ def describe(folder: Path, allow_pickle: bool = False, variant: str | None = Non
             "images": len(shard.images),
         }
     return describe_source(folder, allow_pickle, variant)
+
+
+def _ensemble(folder: Path) -> dict[str, Any]:
+    facts = read_ensemble_facts(folder)
+    experts = [describe(folder / name) for name in facts.experts]
+    classes = read_model_index(folder) if (folder / MODEL_INDEX).exists() else {}
+    told = {
+        "kind": "ensemble",
+        **facts.model_dump(mode="json"),
+        "objectives": [expert["objective"] for expert in experts],
+        "shards": [expert["shard"] and expert["shard"]["index"] for expert in experts],
+        "components": {name: ".".join(kind) for name, kind in classes.items() if kind},
+        "parameters": sum(expert["parameters"] for expert in experts),
+    }
+    if facts.router is not None:
+        router = read_facts(folder / facts.router / ROUTER_FILE, RouterFacts, FORMAT)
+        told["router_outputs"] = list(facts.router_outputs or range(len(experts)))
+        told["router_shards"] = len(router.shard_hashes)
+        told["router_calibrated"] = bool(router.calibration)
+    return told
 
 
 def _network(folder: Path) -> dict[str, Any]:

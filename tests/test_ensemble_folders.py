@@ -1,6 +1,7 @@
 """Ensemble folders: parts that fit, self-contained, and never half-written."""
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +16,8 @@ from hddm.data.shards import partition
 from hddm.describe import describe
 from hddm.ensemble import Ensemble
 from hddm.errors import HddmError
-from hddm.experts import read_router
+from hddm.experts import EXPERT_FILE, read_router
+from hddm.model_folders import WEIGHTS
 from hddm.routing import Router
 from hddm.sample_folders import sample_to_folder
 from hddm.sample_settings import SampleSettings
@@ -89,12 +91,72 @@ def test_an_ensemble_that_is_not_understood_is_refused(
     assert "\n" not in str(caught.value)
 
 
-def test_a_link_out_of_the_ensemble_is_refused(ensemble: Path, flow_expert: Path, tmp_path: Path) -> None:
-    folder = copied(ensemble, tmp_path)
-    shutil.rmtree(folder / "experts" / "1")
-    (folder / "experts" / "1").symlink_to(flow_expert)
-    with pytest.raises(HddmError, match="outside the folder"):
+@pytest.mark.parametrize("key", ["experts", "router"])
+@pytest.mark.parametrize("way", ["absolute", "..", "link", "link of a file"])
+def test_a_way_out_of_the_ensemble_is_refused_before_anything_is_opened(
+    way: str, key: str, ensemble: Path, flow_expert: Path, router: Path, tmp_path: Path
+) -> None:
+    """What lies at its end would load: nothing but the way there is wrong."""
+    folder, outside = copied(ensemble, tmp_path), tmp_path / "outside"
+    shutil.copytree(router if key == "router" else flow_expert, outside)
+    part = "router" if key == "router" else "experts/1"
+    if way == "link":
+        shutil.rmtree(folder / part)
+        (folder / part).symlink_to(outside)
+    elif way == "link of a file":
+        (folder / part / WEIGHTS).unlink()
+        (folder / part / WEIGHTS).symlink_to(outside / WEIGHTS)
+    else:
+        part = str(outside) if way == "absolute" else "../outside"
+        edit_json(folder / "ensemble.json", **{key: part if key == "router" else ["experts/0", part]})
+    (folder / "experts" / "0" / EXPERT_FILE).write_text("spoilt")
+    with pytest.raises(HddmError, match="outside the folder; refused") as caught:
         hddm.load(folder)
+    assert str(caught.value).startswith(f"{folder / 'ensemble.json'}: names {part!r}")
+
+
+def test_a_link_inside_the_enclosing_hub_cache_is_followed(ensemble: Path, tmp_path: Path) -> None:
+    repository = tmp_path / "models--me--mine"
+    snapshot = repository / "snapshots" / "0123"
+    shutil.copytree(ensemble, snapshot)
+    (repository / "blobs").mkdir()
+    for number, path in enumerate(sorted(p for p in snapshot.rglob("*") if p.is_file())):
+        blob = repository / "blobs" / str(number)
+        path.rename(blob)
+        path.symlink_to(os.path.relpath(blob, path.parent))
+    assert torch.equal(
+        hddm.sample(hddm.load(snapshot), 2, steps=2), hddm.sample(hddm.load(ensemble), 2, steps=2)
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"prior": [0.5, -0.5]}, "key 'prior.1'"),
+        ({"prior": [0.5, float("nan")]}, "key 'prior.1'"),
+        ({"prior": [0.0, 0.0]}, "prior must be 2 numbers with a positive sum"),
+        ({"class_prior": [[0.5, 0.5], [1.0]]}, "class_prior must be 2 numbers with a positive sum"),
+        ({"router_outputs": [0, 0]}, "router_outputs must be 2 different outputs"),
+        ({"router_outputs": [1]}, "router_outputs must be 2 different outputs"),
+        ({"router_outputs": [0, -1]}, "key 'router_outputs.1'"),
+        (
+            {"router": None, "router_outputs": [0, 1]},
+            "router_outputs must be 2 different outputs of a router",
+        ),
+        ({"shift": 0.0}, "key 'shift'"),
+        ({"shift": float("inf")}, "key 'shift'"),
+    ],
+    ids=str,
+)
+def test_numbers_that_do_not_fit_the_experts_are_refused(
+    change: dict[str, object], message: str, ensemble: Path, tmp_path: Path
+) -> None:
+    folder = copied(ensemble, tmp_path)
+    edit_json(folder / "ensemble.json", **change)
+    with pytest.raises(HddmError) as caught:
+        hddm.load(folder)
+    assert message in str(caught.value)
+    assert str(folder / "ensemble.json") in str(caught.value)
 
 
 @pytest.mark.parametrize("verb", ["partition", "train", "assemble", "sample"])
@@ -129,6 +191,10 @@ def test_what_a_folder_is_can_be_told_without_its_weights(
     assert describe(shards / "shard_0")["images"] == 24
     whole = describe(ensemble)
     assert (whole["kind"], whole["objectives"]) == ("ensemble", ["ddpm", "flow"])
+    assert (whole["shards"], whole["router_shards"], whole["router_outputs"]) == ([0, 1], 2, [0, 1])
+    assert whole["components"]["router"] == "hddm.RouterTransformer"
+    assert whole["router_calibrated"] is False
+    assert "vae" not in whole["components"]
     assert describe(shards)["kind"] == "partition"
     with pytest.raises(HddmError, match=r"holds none of expert\.json"):
         describe(shards.parent)

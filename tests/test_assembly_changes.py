@@ -1,0 +1,220 @@
+"""Changing an ensemble: what is left is what would have been assembled, and no folder is half-changed."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import SafetensorError
+
+import hddm
+from hddm.assembly import assemble
+from hddm.assembly_changes import change
+from hddm.ensemble import Ensemble
+from hddm.ensemble_folders import read_ensemble_facts
+from hddm.errors import HddmError
+from hddm.experts import EXPERT_FILE
+from hddm.model_folders import WEIGHTS
+from hddm.training.router import train_router
+from tests.artefacts import Command, contents, copied, edit_json, largest_file, router_settings
+from tests.component_files import write_vae
+from tests.conftest import Trio
+
+X = torch.randn(5, 1, 4, 4, generator=torch.Generator().manual_seed(1))
+TIMES = torch.tensor([0.02, 0.3, 0.6, 0.9, 1.0])
+
+
+@pytest.fixture
+def whole(trio: Trio, tmp_path: Path) -> Path:
+    """An ensemble of all three, to be changed."""
+    assemble(trio.experts, tmp_path / "whole", trio.router, "full")
+    return tmp_path / "whole"
+
+
+def _load(folder: Path) -> Ensemble:
+    model = hddm.load(folder)
+    assert isinstance(model, Ensemble)
+    return model
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", [1, "1", "experts/1"])
+def test_removing_an_expert_equals_assembling_without_it(
+    name: str | int, trio: Trio, whole: Path, tmp_path: Path
+) -> None:
+    before = _load(whole)
+    of_all = before.router(X, TIMES)[:, [0, 2]]
+    labels = {"class_labels": torch.tensor([0, 1, 0, 1, 2])}
+    parts = torch.stack([before.experts[k].velocity(X, TIMES, **labels) for k in (0, 2)], 1)
+    change(whole, remove=[name])
+    assemble([trio.experts[0], trio.experts[2]], tmp_path / "two", trio.router, "full")
+    assert contents(whole) == contents(tmp_path / "two")
+    after = _load(whole)
+    torch.testing.assert_close(after.router(X, TIMES), of_all / of_all.sum(1, keepdim=True))
+    expected = ((of_all / of_all.sum(1, keepdim=True))[..., None, None, None] * parts).sum(1)
+    torch.testing.assert_close(after.velocity(X, TIMES, **labels), expected)
+
+
+def test_what_was_removed_can_be_added_again(trio: Trio, whole: Path, tmp_path: Path) -> None:
+    """At the end: its output of the router is found by its shard."""
+    change(whole, remove=["experts/0"])
+    notes = change(whole, add=[trio.experts[0]])
+    assert notes == ()
+    facts = read_ensemble_facts(whole)
+    assert facts.router_outputs == (1, 2, 0)
+    assemble([trio.experts[k] for k in (1, 2, 0)], tmp_path / "same", trio.router, "full")
+    assert contents(whole) == contents(tmp_path / "same")
+
+
+def test_removing_twice_keeps_the_outputs_of_the_router(trio: Trio, whole: Path) -> None:
+    change(whole, remove=[0])
+    change(whole, remove=[0])
+    assert read_ensemble_facts(whole).router_outputs == (2,)
+    record = json.loads((whole / "experts" / "0" / EXPERT_FILE).read_text())
+    assert record == json.loads((trio.experts[2] / EXPERT_FILE).read_text())
+
+
+def test_experts_without_a_shard_record_keep_their_outputs(trio: Trio, whole: Path) -> None:
+    for k in range(3):
+        # A hard link to the expert's own file must not be written through.
+        record = whole / "experts" / str(k) / EXPERT_FILE
+        content = json.loads(record.read_text())
+        record.unlink()
+        record.write_text(json.dumps(content | {"shard": None}))
+    edit_json(whole / "ensemble.json", prior=[0.5, 0.3, 0.2])
+    notes = change(whole, remove=[0])
+    facts = read_ensemble_facts(whole)
+    assert facts.router_outputs == (1, 2)
+    assert facts.prior == pytest.approx([0.6, 0.4])
+    assert any("so the prior keeps its proportions" in note for note in notes)
+    with pytest.raises(HddmError) as caught:
+        change(whole, add=[_without_shard(trio.experts[0], whole.parent / "lost")])
+    assert "without a shard record can only be matched by order" in str(caught.value)
+
+
+def _without_shard(source: Path, target: Path) -> Path:
+    shutil.copytree(source, target)
+    edit_json(target / EXPERT_FILE, shard=None)
+    return target
+
+
+def test_an_expert_whose_shard_the_router_lacks_needs_another_router(
+    trio: Trio, whole: Path, tmp_path: Path
+) -> None:
+    change(whole, remove=[2])
+    narrow = tmp_path / "narrow"
+    shutil.copytree(trio.shards, tmp_path / "shards")
+    facts = json.loads((tmp_path / "shards" / "partition.json").read_text())
+    edit_json(tmp_path / "shards" / "partition.json", sizes=facts["sizes"][:2], hashes=facts["hashes"][:2])
+    train_router(tmp_path / "shards", narrow, router_settings())
+    change(whole, router=narrow)
+    before = contents(whole)
+    with pytest.raises(HddmError) as caught:
+        change(whole, add=[trio.experts[2]])
+    (line,) = caught.value.details
+    assert line.startswith(f"{trio.experts[2]}: was trained on a shard that {whole / 'router'} does not know")
+    assert line.endswith("train a router on all shards and pass it with --router")
+    assert contents(whole) == before
+    change(whole, add=[trio.experts[2]], router=trio.router)
+    assert read_ensemble_facts(whole).router_outputs == ()
+    assert len(_load(whole).experts) == 3
+
+
+def test_strategy_shift_and_papers_stay(trio: Trio, whole: Path) -> None:
+    (whole / "README.md").write_text("my card")
+    (whole / "notes").mkdir()
+    (whole / "notes" / "a.txt").write_text("mine")
+    edit_json(whole / "ensemble.json", shift=2.0, strategy="nucleus-0.9")
+    edit_json(whole / "scheduler" / "scheduler_config.json", shift=2.0)
+    change(whole, remove=[0])
+    facts = read_ensemble_facts(whole)
+    assert (facts.shift, facts.strategy) == (2.0, "nucleus-0.9")
+    assert (whole / "README.md").read_text() == "my card"
+    assert (whole / "notes" / "a.txt").read_text() == "mine"
+
+
+def test_components_stay(trio: Trio, tmp_path: Path) -> None:
+    write_vae(tmp_path / "vae")
+    latent: dict[str, Any] = {"space": "latents", "sample_shape": [4, 8, 8], "latent_scale": 0.18215}
+    experts = [copied(expert, tmp_path) for expert in trio.experts]
+    for expert in experts:
+        edit_json(expert / EXPERT_FILE, **latent)
+    assemble(experts, tmp_path / "out", vae=tmp_path / "vae")
+    change(tmp_path / "out", remove=[1])
+    assert contents(tmp_path / "out" / "vae") == contents(tmp_path / "vae")
+    other = copied(trio.experts[1], tmp_path / "other")
+    edit_json(other / EXPERT_FILE, **latent | {"latent_scale": 0.13})
+    with pytest.raises(HddmError) as caught:
+        change(tmp_path / "out", add=[other])
+    assert f"{other}: latent_scale 0.13, not 0.18215" in caught.value.details
+
+
+def test_a_new_folder_leaves_the_old_one_alone(whole: Path, tmp_path: Path) -> None:
+    before = contents(whole)
+    change(whole, remove=[0], out=tmp_path / "new")
+    assert contents(whole) == before
+    assert len(read_ensemble_facts(tmp_path / "new").experts) == 2
+    with pytest.raises(HddmError, match="--overwrite"):
+        change(whole, remove=[1], out=tmp_path / "new")
+    change(whole, remove=[0, 1], out=tmp_path / "new", overwrite=True)
+    assert len(read_ensemble_facts(tmp_path / "new").experts) == 1
+    weights = [folder / "experts" / k / WEIGHTS for folder, k in ((whole, "2"), (tmp_path / "new", "0"))]
+    assert weights[0].stat().st_ino == weights[1].stat().st_ino
+
+
+def test_a_link_to_an_ensemble_stays_a_link(whole: Path, tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(whole)
+    change(tmp_path / "link", remove=[0])
+    assert (tmp_path / "link").is_symlink()
+    assert len(read_ensemble_facts(whole).experts) == 2
+
+
+def test_a_change_that_fails_midway_changes_nothing(whole: Path, tmp_path: Path) -> None:
+    before = contents(tmp_path)
+    with largest_file(20), pytest.raises((OSError, SafetensorError), match="File too large"):
+        change(whole, remove=[0])
+    assert contents(tmp_path) == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            {"remove": [3]},
+            "--remove 3: .* has no such expert; choose one of 0 … 2, or of experts/0, experts/1",
+        ),
+        ({"remove": ["-1"]}, "--remove -1: .* has no such expert"),
+        ({"remove": ["../whole/experts/0"]}, "has no such expert"),
+        ({"remove": [0, 1, 2]}, "at least one expert"),
+        ({"remove": [0, 1], "strategy": "top-2"}, "top-2 needs 2 experts and there are 1"),
+        ({}, "nothing to change; pass --add or --remove"),
+    ],
+    ids=str,
+)
+def test_a_change_that_cannot_be_is_refused(arguments: dict[str, Any], message: str, whole: Path) -> None:
+    before = contents(whole.parent)
+    with pytest.raises(HddmError, match=message):
+        change(whole, **arguments)
+    assert contents(whole.parent) == before
+
+
+def test_only_ensembles_can_be_changed(trio: Trio) -> None:
+    with pytest.raises(HddmError, match=r"no ensemble folder \(ensemble\.json\)"):
+        change(trio.experts[0], add=[trio.experts[1]])
+
+
+def test_the_command_line_changes_an_ensemble(trio: Trio, whole: Path, tmp_path: Path, hddm: Command) -> None:
+    code, out, err = hddm("assemble", whole, "--remove", "0", "--remove", "experts/2")
+    assert (code, err) == (0, "")
+    assert out.splitlines() == [
+        f"note: {whole / 'router'}: of its 3 outputs, these are left out: 0, 2",
+        f"{whole}: 1 experts, strategy full",
+    ]
+    code, out, err = hddm("assemble", whole, "--add", trio.experts[2], "--out", tmp_path / "new")
+    assert (code, err) == (0, "")
+    assert read_ensemble_facts(tmp_path / "new").router_outputs == (1, 2)
+    assert len(read_ensemble_facts(whole).experts) == 1
+    assert hddm("assemble", whole, trio.experts[0], "--add", trio.experts[2])[0] == 2
+    assert hddm("assemble", trio.experts[0])[0] == 2
