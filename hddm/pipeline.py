@@ -9,7 +9,7 @@ import torch
 from diffusers import AutoencoderKL, AutoencoderTiny, DiffusionPipeline, FlowMatchEulerDiscreteScheduler
 from diffusers.image_processor import VaeImageProcessor
 from diffusers.utils import BaseOutput
-from torch import Tensor, nn
+from torch import Tensor
 
 from hddm.components.text import encode
 from hddm.components.vae import decode
@@ -25,6 +25,7 @@ from hddm.models.router import RouterTransformer
 from hddm.offload import Offload
 from hddm.pipeline_folders import open_pipeline, save_pipeline
 from hddm.pipeline_inputs import Generators, class_indices, noise_and_draws, repeated
+from hddm.pipeline_offload import Offloading
 from hddm.sampling import integrate, pick_experts, routed, time_grid
 
 OnStepEnd = Callable[["HDDMPipeline", int, float, dict[str, Tensor]], Mapping[str, Tensor] | None]
@@ -38,7 +39,7 @@ class HDDMPipelineOutput(BaseOutput):  # type: ignore[misc]
     expert_use: ExpertUse
 
 
-class HDDMPipeline(DiffusionPipeline):  # type: ignore[misc]
+class HDDMPipeline(Offloading, DiffusionPipeline):  # type: ignore[misc]
     """Samples of an ensemble, decoded by a VAE where its experts are of latents.
 
     Args:
@@ -55,7 +56,6 @@ class HDDMPipeline(DiffusionPipeline):  # type: ignore[misc]
         HddmError: for parts that contradict each other.
     """
 
-    model_cpu_offload_seq = "text_encoder->experts->vae"
     _optional_components = ["router", "vae", "text_encoder", "tokenizer"]  # noqa: RUF012 - as diffusers has it
     _callback_tensor_inputs = ["latents"]  # noqa: RUF012
 
@@ -81,7 +81,6 @@ class HDDMPipeline(DiffusionPipeline):  # type: ignore[misc]
         )
         self.facts = facts or _equal_shares(len(experts.facts), router is not None)
         self.router_facts = router_facts
-        self._visits: torch.device | None = None
         self._interrupt = False
         self.image_processor = VaeImageProcessor()
         self.ensemble  # noqa: B018 - so that what does not fit is refused here
@@ -269,48 +268,8 @@ class HDDMPipeline(DiffusionPipeline):  # type: ignore[misc]
         """Images (N, C, H, W) in [-1, 1] of samples: the VAE's, or pixels as they are, clipped."""
         if self.vae is None:
             return latents.float().clamp(-1, 1)
-        with self._present(self.vae) as vae:
+        with self.present(self.vae) as vae:
             return decode(vae, latents.to(vae.device))
-
-    def enable_model_cpu_offload(
-        self, gpu_id: int | None = None, device: torch.device | str | None = None
-    ) -> None:
-        """Keep all weights in main memory; experts come to ``device`` as they are chosen, two at most.
-
-        Args:
-            gpu_id: of the CUDA device.
-            device: instead; by default the current accelerator, or the CPU where there is none.
-        """
-        self._offload_to(_device(gpu_id, device), budget=None)
-
-    def enable_sequential_cpu_offload(
-        self, gpu_id: int | None = None, device: torch.device | str | None = None
-    ) -> None:
-        """As `enable_model_cpu_offload`, with one expert at a time."""
-        largest = max(network.size for network in self.experts.stored)
-        self._offload_to(_device(gpu_id, device), budget=largest)
-
-    def enable_expert_offload(self, mode: Offload = "disk", max_memory: int | None = None) -> None:
-        """Let experts come and go; see `hddm.offload`. The other parts stay where they are.
-
-        Args:
-            mode: ``none``, ``ram`` or ``disk``.
-            max_memory: bytes of experts' weights on the device at most.
-
-        Raises:
-            HddmError: as `ExpertSet.offload`.
-        """
-        self.experts.offload(mode, max_memory)
-
-    def _offload_to(self, device: torch.device, budget: int | None) -> None:
-        self.experts.offload("ram", budget)
-        self.experts.to(device)
-        if self.router is not None:
-            self.router.to(device)
-        for part in (self.text_encoder, self.vae):
-            if part is not None:
-                part.to("cpu")
-        self._visits = device
 
     def _embed(self, texts: Sequence[str]) -> Tensor:
         if self.text_encoder is None or self.tokenizer is None:
@@ -318,11 +277,8 @@ class HDDMPipeline(DiffusionPipeline):  # type: ignore[misc]
                 "a prompt needs a text encoder and a tokenizer, and this ensemble has none; assemble it with "
                 "--text-encoder and --tokenizer, or pass prompt_embeds"
             )
-        with self._present(self.text_encoder) as text_encoder:
+        with self.present(self.text_encoder) as text_encoder:
             return encode(text_encoder, self.tokenizer, texts)
-
-    def _present(self, part: nn.Module) -> "_Visit":
-        return _Visit(part, self._visits)
 
     def _check_output(self, output_type: str) -> None:
         known = ("pil", "np", "pt", "latent")
@@ -336,20 +292,6 @@ class HDDMPipeline(DiffusionPipeline):  # type: ignore[misc]
             )
 
 
-class _Visit:
-    """A part that is on a device inside a ``with`` block, and back on the CPU afterwards."""
-
-    def __init__(self, part: nn.Module, device: torch.device | None) -> None:
-        self._part, self._device = part, device
-
-    def __enter__(self) -> Any:
-        return self._part if self._device is None else self._part.to(self._device)
-
-    def __exit__(self, *_: object) -> None:
-        if self._device is not None:
-            self._part.to("cpu")
-
-
 def _equal_shares(num_experts: int, has_router: bool) -> EnsembleFacts:
     return EnsembleFacts(
         experts=tuple(f"experts/{k}" for k in range(num_experts)),
@@ -357,10 +299,3 @@ def _equal_shares(num_experts: int, has_router: bool) -> EnsembleFacts:
         prior=(1 / num_experts,) * num_experts,
         strategy="draw",
     )
-
-
-def _device(gpu_id: int | None, device: torch.device | str | None) -> torch.device:
-    if device is not None:
-        return torch.device(device)
-    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    return torch.device("cpu") if found is None else torch.device(found.type, gpu_id or 0)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from hddm.errors import HddmError
+from hddm.interfaces import OPTIONAL_CONDITIONS
 from hddm.pipeline import HDDMPipeline
 from hddm.pipeline_inputs import class_indices
 from hddm.sample_settings import SampleSettings
@@ -38,12 +39,24 @@ def read_cycles(pipeline: HDDMPipeline, settings: SampleSettings) -> tuple[Cycle
                 raise HddmError(f"{settings.conditions}: {name} is given by another option too; drop one")
             if side is given or guided:
                 side[key] = value
+    _refuse_missing(pipeline, given)
     return given, against
 
 
 def cycled(cycles: Cycles, start: int, stop: int) -> dict[str, Tensor]:
     """The rows of images ``start`` … ``stop`` - 1."""
     return {name: value[torch.arange(start, stop) % len(value)] for name, value in cycles.items()}
+
+
+def _refuse_missing(pipeline: HDDMPipeline, given: Cycles) -> None:
+    options = {"encoder_hidden_states": "--prompt", "class_labels": "--class-labels"}
+    for field in pipeline.ensemble.experts:
+        for name in field.conditions or ():
+            if name not in given and name not in field.null_conditions and name not in OPTIONAL_CONDITIONS:
+                option = f"{options[name]} or --conditions" if name in options else "--conditions"
+                raise HddmError(
+                    f"{option}: the experts need {name}, and know no value that stands for none; pass it"
+                )
 
 
 def _labels(text: str, classes: tuple[str, ...]) -> Tensor:
