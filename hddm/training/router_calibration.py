@@ -26,8 +26,6 @@ ECE_BINS = 15
 TIME_BINS = 5
 # Beside the streams of training (2), classes (3) and samples (0, 1).
 CALIBRATION_STREAM = 5
-# Cross-entropy a unit of (log T)². Where the router is never wrong, or knows nothing, T stays near 1.
-_RIDGE = 1e-4
 
 
 def held_out(shard: Shard) -> Tensor:
@@ -73,7 +71,7 @@ def calibrate_router(
     crossed = torch.empty_like(noised.t)
     for k in (0, 1):
         seen, fresh = side != k, side == k
-        temperatures = fit_temperatures(noised.logits[seen], noised.t[seen], noised.labels[seen], knots)
+        temperatures = noised.fit(seen, knots)
         crossed[fresh] = temperature_at(noised.t[fresh], temperatures)
     after = noised.logits / crossed[:, None]
     time_bin = (noised.t * TIME_BINS).long()
@@ -89,27 +87,33 @@ def calibrate_router(
         **_figures(noised.logits, after, noised.labels),
         "time_bins": bins,
     }
-    return fit_temperatures(noised.logits, noised.t, noised.labels, knots), record
+    return noised.fit(torch.ones_like(side, dtype=torch.bool), knots), record
 
 
-def fit_temperatures(logits: Tensor, t: Tensor, labels: Tensor, knots: int = KNOTS) -> tuple[float, ...]:
+def fit_temperatures(
+    logits: Tensor, t: Tensor, labels: Tensor, knots: int = KNOTS, images: int | None = None
+) -> tuple[float, ...]:
     """Temperatures at ``knots`` times, evenly over [0, 1], of the least cross-entropy.
 
-        minimise  mean -log softmax(logits / T(t))[label] + ridge mean (log T)²
+        minimise  mean -log softmax(logits / T(t))[label] + sum (log T)² / (2 images)
 
-    T is linear between knots. A single one is the temperature scaling of Guo et al., convex in 1/T.
+    T is linear between knots. A single one is the temperature scaling of Guo et al., convex in 1/T. The
+    second term is a prior, log T ~ N(0, 1), against as many observations as there are images: where few of
+    them say anything, as near t = 1, or the router is never wrong, T stays near 1.
 
     Args:
         logits: (n, K).
         t: (n,) in [0, 1].
         labels: (n,) in 0 … K - 1.
         knots: at least 1.
+        images: how many images the rows are of; by default each is of another one.
 
-    Source: arXiv:1706.04599, section 4.2; T over t and the ridge are ours.
+    Source: arXiv:1706.04599, section 4.2; T over t and the prior are ours.
     """
     logits, t = logits.double(), t.double()
     # Rows of how much each knot counts at each time: the interpolation is linear in the temperatures.
     basis = torch.stack([temperature_at(t, row) for row in torch.eye(knots).tolist()], dim=1)
+    prior = 0.5 / (images or len(labels))
     log_temperatures = torch.zeros(knots, dtype=torch.float64, requires_grad=True)
     optimizer = torch.optim.LBFGS(
         [log_temperatures], max_iter=200, tolerance_grad=1e-9, line_search_fn="strong_wolfe"
@@ -118,7 +122,7 @@ def fit_temperatures(logits: Tensor, t: Tensor, labels: Tensor, knots: int = KNO
     def loss() -> Tensor:
         optimizer.zero_grad()
         scaled = logits / (basis @ log_temperatures.exp())[:, None]
-        value = F.cross_entropy(scaled, labels) + _RIDGE * log_temperatures.square().mean()
+        value = F.cross_entropy(scaled, labels) + prior * log_temperatures.square().sum()
         value.backward()
         return value
 
@@ -158,6 +162,11 @@ class _Noised:
     t: Tensor
     labels: Tensor
     image: Tensor
+
+    def fit(self, rows: Tensor, knots: int) -> tuple[float, ...]:
+        """Temperatures from ``rows``."""
+        images = len(self.image[rows].unique())
+        return fit_temperatures(self.logits[rows], self.t[rows], self.labels[rows], knots, images)
 
 
 @torch.no_grad()
