@@ -1,6 +1,6 @@
 """Network folders as diffusers lays them out: ``config.json`` and one safetensors file, nothing lenient."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hddm.errors import HddmError
 from hddm.files import read_json
-from hddm.network_configs import differences, empty_network, fill, parse_config
+from hddm.network_configs import Classes, differences, empty_network, fill, parse_config
 from hddm.weight_files import read_header, read_safetensors
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
@@ -30,7 +30,7 @@ class Unread(Generic[Network]):
     read: Callable[[torch.dtype], dict[str, Tensor]]
 
 
-def read_network(folder: Path, classes: Sequence[type[Network]], dtype: torch.dtype) -> Network:
+def read_network(folder: Path, classes: Classes[Network], dtype: torch.dtype) -> Network:
     """The network in ``folder``, in evaluation mode, with its weights cast to ``dtype``.
 
     Shapes are compared on the meta device, before the network takes memory.
@@ -46,7 +46,7 @@ def read_network(folder: Path, classes: Sequence[type[Network]], dtype: torch.dt
 
 
 def open_network(
-    folder: Path, classes: Sequence[type[Network]]
+    folder: Path, classes: Classes[Network]
 ) -> tuple[Network, dict[str, Tensor], dict[str, object]]:
     """The empty network in ``folder``, its tensors as they lie on disk, mapped, and its config.
 
@@ -59,7 +59,7 @@ def open_network(
     return _fitting(kind, arguments, weights, folder / WEIGHTS, str(path)), weights, arguments
 
 
-def unread_network(folder: Path, classes: Sequence[type[Network]]) -> Unread[Network]:
+def unread_network(folder: Path, classes: Classes[Network]) -> Unread[Network]:
     """As `read_network`, with the weights left where they are.
 
     Raises:

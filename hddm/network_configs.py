@@ -6,9 +6,10 @@ held against the tensors that are there before anything takes memory.
 
 import inspect
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
+import diffusers
 import torch
 from diffusers import ModelMixin
 from torch import Tensor
@@ -16,6 +17,34 @@ from torch import Tensor
 from hddm.errors import HddmError, did_you_mean
 
 Network = TypeVar("Network", bound=ModelMixin)
+Classes = Sequence[type[Network]] | Mapping[str, type[Network]]
+"""Those that a config may name."""
+
+
+class Imported(Mapping[str, type[ModelMixin]]):
+    """Classes by name; those of diffusers are imported when they are asked for, which takes seconds.
+
+    Args:
+        own: classes that are at hand.
+        of_diffusers: names of further ones.
+    """
+
+    def __init__(self, own: Sequence[type[ModelMixin]], of_diffusers: Sequence[str]) -> None:
+        self._own = {one.__name__: one for one in own}
+        self._of_diffusers = tuple(of_diffusers)
+
+    def __getitem__(self, name: str) -> type[ModelMixin]:
+        if name in self._of_diffusers:
+            kind: type[ModelMixin] = getattr(diffusers, name)
+            return kind
+        return self._own[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter((*self._own, *self._of_diffusers))
+
+    def __len__(self) -> int:
+        return len(self._own) + len(self._of_diffusers)
+
 
 # Written by diffusers beside the constructor's arguments. None of them is read.
 _RECORDS = {"_class_name", "_diffusers_version", "_name_or_path"}
@@ -36,7 +65,7 @@ _OLD_INERT = {
 
 
 def parse_config(
-    config: Mapping[str, Any], classes: Sequence[type[Network]], origin: str
+    config: Mapping[str, Any], classes: Classes[Network], origin: str
 ) -> tuple[type[Network], dict[str, Any]]:
     """The class that ``config`` names and the arguments for it.
 
@@ -50,12 +79,12 @@ def parse_config(
     name, arguments = config.get("_class_name"), dict(config)
     if name == _OLD_TRANSFORMER:
         name = _OLD_NORMS.get(str(config.get("norm_type")), name)
-    kind = next((one for one in classes if one.__name__ == name), None)
+    known = classes if isinstance(classes, Mapping) else {one.__name__: one for one in classes}
+    kind = known.get(name) if isinstance(name, str) else None
     if name is None:
         raise HddmError(f"{origin}: states no _class_name, so it is no model of diffusers or hddm")
     if kind is None:
-        known = " or a ".join(one.__name__ for one in classes)
-        raise HddmError(f"{origin}: holds a {name}, not a {known}")
+        raise HddmError(f"{origin}: holds a {name}, not a {' or a '.join(known)}")
     parameters = inspect.signature(kind.__init__).parameters
     for key in config:
         if key in _RECORDS:

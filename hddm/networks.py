@@ -7,32 +7,27 @@ list; nothing else is ever built.
 from collections.abc import Mapping
 
 import torch
-from diffusers import (
-    DiTTransformer2DModel,
-    FluxTransformer2DModel,
-    ModelMixin,
-    PixArtTransformer2DModel,
-    SD3Transformer2DModel,
-    UNet2DConditionModel,
-    UNet2DModel,
-)
+from diffusers import ModelMixin
 from torch import Tensor, nn
 
+from hddm.interfaces import FLUX, has_variance_head
 from hddm.interfaces import OPTIONAL_CONDITIONS as OPTIONAL_CONDITIONS
 from hddm.interfaces import Interface as Interface
-from hddm.interfaces import has_variance_head
 from hddm.interfaces import interface_of as interface_of
 from hddm.models.packing import pack, positions, unpack
 from hddm.models.transformer import ExpertTransformer
+from hddm.network_configs import Imported
 
-EXPERT_NETWORKS: tuple[type[ModelMixin], ...] = (
-    ExpertTransformer,
-    DiTTransformer2DModel,
-    PixArtTransformer2DModel,
-    SD3Transformer2DModel,
-    FluxTransformer2DModel,
-    UNet2DModel,
-    UNet2DConditionModel,
+EXPERT_NETWORKS = Imported(
+    [ExpertTransformer],
+    [
+        "DiTTransformer2DModel",
+        "PixArtTransformer2DModel",
+        "SD3Transformer2DModel",
+        FLUX,
+        "UNet2DModel",
+        "UNet2DConditionModel",
+    ],
 )
 
 
@@ -81,7 +76,7 @@ def call(model: ModelMixin, x: Tensor, timestep: Tensor, conditions: Mapping[str
     if isinstance(model, ExpertTransformer):
         output: Tensor = model(x, timestep, **conditions)
         return output
-    if isinstance(model, FluxTransformer2DModel):
+    if type(model).__name__ == FLUX:
         return _call_packed(model, x, timestep, conditions)
     plain = {name: value for name, value in conditions.items() if name not in _ADDED}
     added = {name: value for name, value in conditions.items() if name in _ADDED}

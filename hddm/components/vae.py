@@ -2,26 +2,28 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from diffusers import AutoencoderKL, AutoencoderTiny
 from torch import Tensor, nn
 
 from hddm.components.files import read_config, read_weights, refuse_non_finite
 from hddm.components.identity import VaeFacts, fingerprint
 from hddm.errors import HddmError
-from hddm.network_configs import differences, empty_network, fill, parse_config
+from hddm.network_configs import Imported, differences, empty_network, fill, parse_config
 from hddm.weight_files.former_names import stored_names
 
+if TYPE_CHECKING:
+    from diffusers import AutoencoderKL, AutoencoderTiny
+
 STEM = "diffusion_pytorch_model"
-KINDS = (AutoencoderKL, AutoencoderTiny)
+KINDS = Imported([], ["AutoencoderKL", "AutoencoderTiny"])
 LARGEST_SCALE = 1e6
 _ENCODER = ("encoder.", "quant_conv.")
 _PER_CHANNEL = ("latents_mean", "latents_std")
 
 
-def read_vae(folder: Path, dtype: torch.dtype = torch.float32) -> AutoencoderKL | AutoencoderTiny:
+def read_vae(folder: Path, dtype: torch.dtype = torch.float32) -> "AutoencoderKL | AutoencoderTiny":
     """The VAE in a diffusers folder, in evaluation mode, whatever dtype its file has.
 
     Files of former versions are read as diffusers itself does, with today's names.
@@ -49,7 +51,7 @@ def vae_facts(folder: Path, variant: str | None = None) -> VaeFacts:
     return VaeFacts(kind=type(network).__name__, fingerprint=fingerprint(encoder), scale=scale, shift=shift)
 
 
-def decode(vae: AutoencoderKL | AutoencoderTiny, latents: Tensor) -> Tensor:
+def decode(vae: "AutoencoderKL | AutoencoderTiny", latents: Tensor) -> Tensor:
     """Images (N, 3, H, W) in [-1, 1], float32, of samples (N, C, h, w), in one batch.
 
     The decoder is given z = latents / scale + shift. What it gives beyond [-1, 1] is clipped. A float16 VAE
@@ -108,7 +110,7 @@ def _open(folder: Path, variant: str | None = None) -> tuple[Any, dict[str, Tens
 def _without_derived(config: dict[str, Any], origin: str) -> dict[str, Any]:
     """A config without what `AutoencoderTiny` writes besides its arguments."""
     derived = config.get("block_out_channels")
-    if config.get("_class_name") != AutoencoderTiny.__name__ or derived is None:
+    if config.get("_class_name") != "AutoencoderTiny" or derived is None:
         return config
     if derived != config.get("decoder_block_out_channels", derived):
         raise HddmError(f"{origin}: block_out_channels is {derived!r}, unlike decoder_block_out_channels")
