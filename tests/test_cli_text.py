@@ -1,0 +1,160 @@
+"""Text to image by the command line alone: two pipelines of Stable Diffusion's kind become one ensemble."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from diffusers import AutoencoderKL, DDIMScheduler, FlowMatchEulerDiscreteScheduler
+from PIL import Image
+from safetensors.torch import load_file, save_file
+from transformers import CLIPTextModel, CLIPTokenizer
+
+import hddm as package
+from tests.artefacts import Command
+from tests.checkpoint_files import SD_BETAS, converted, pipeline, text_unet
+from tests.component_files import write_clip, write_vae
+
+WIDTH = 16
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("text")
+
+
+@pytest.fixture(scope="module")
+def sources(root: Path) -> list[Path]:
+    """Two pipelines of one latent space and one text encoder, epsilon and v-prediction."""
+    kinds = ("epsilon", "v_prediction")
+    made = []
+    for seed, kind in enumerate(kinds):
+        scheduler = DDIMScheduler(**SD_BETAS, prediction_type=kind)
+        folder = pipeline(root / kind, text_unet(seed), scheduler)
+        write_vae(folder / "vae")
+        write_clip(folder, width=WIDTH)
+        made.append(folder)
+    return made
+
+
+@pytest.fixture
+def ensemble(sources: list[Path], tmp_path: Path, hddm: Command) -> Path:
+    experts = [tmp_path / source.name for source in sources]
+    for source, expert in zip(sources, experts, strict=True):
+        converted(hddm, source, expert)
+    parts = [option for name in ("vae", "text_encoder", "tokenizer")
+             for option in (f"--{name.replace('_', '-')}", sources[0] / name)]  # fmt: skip
+    code, _, error = hddm("assemble", *experts, *parts, "--out", tmp_path / "ensemble")
+    assert (code, error) == (0, "")
+    return tmp_path / "ensemble"
+
+
+def _images(folder: Path) -> torch.Tensor:
+    images = [np.asarray(Image.open(path)) for path in sorted(folder.glob("*.png"))]
+    return torch.from_numpy(np.stack(images)).permute(0, 3, 1, 2)
+
+
+def test_prompts_become_images_as_each_step_by_hand_makes_them(
+    ensemble: Path, sources: list[Path], tmp_path: Path, hddm: Command
+) -> None:
+    options = ["--num-images", 3, "--steps", 3, "--guidance-scale", 2.5, "--expert", 1, "--seed", 5]
+    prompts = ["--prompt", "a cat", "--prompt", "a dog", "--negative-prompt", "blurry"]
+    code, _, error = hddm("sample", ensemble, "--out", tmp_path / "out", *options, *prompts)
+    assert code == 0, error
+    encoder = CLIPTextModel.from_pretrained(sources[0] / "text_encoder")
+    tokenizer = CLIPTokenizer.from_pretrained(sources[0] / "tokenizer")
+    vae = AutoencoderKL.from_pretrained(sources[0] / "vae")
+
+    def encoded(*texts: str) -> torch.Tensor:
+        tokens = tokenizer(list(texts), padding="max_length", max_length=77, return_tensors="pt")
+        with torch.no_grad():
+            return encoder(tokens.input_ids)[0]
+
+    model = package.load(tmp_path / "v_prediction")
+    latents = package.sample(
+        model,
+        3,
+        5,
+        3,
+        guidance_scale=2.5,
+        negative={"encoder_hidden_states": encoded("blurry").expand(3, -1, -1)},
+        encoder_hidden_states=encoded("a cat", "a dog", "a cat"),
+    )
+    with torch.no_grad():
+        expected = vae.decode(latents / vae.config.scaling_factor).sample.clamp(-1, 1)
+    bytes_ = ((expected + 1) * 127.5).round()
+    assert (_images(tmp_path / "out").float() - bytes_).abs().max() <= 1
+    record = json.loads((tmp_path / "out" / "sampling.json").read_text())
+    assert record["prompts"] == ["a cat", "a dog"]
+    assert (record["solver"], record["shift"], record["vae"]["scale"]) == ("euler", 1.0, 0.18215)
+    assert record["expert_use"]["shares"] == [0.0, 1.0]
+
+
+def test_embeddings_in_a_file_stand_for_prompts(
+    ensemble: Path, sources: list[Path], tmp_path: Path, hddm: Command
+) -> None:
+    encoder = CLIPTextModel.from_pretrained(sources[0] / "text_encoder")
+    tokenizer = CLIPTokenizer.from_pretrained(sources[0] / "tokenizer")
+    tokens = tokenizer(["a cat", ""], padding="max_length", max_length=77, return_tensors="pt")
+    with torch.no_grad():
+        cat, empty = encoder(tokens.input_ids)[0].split(1)
+    content = {"encoder_hidden_states": cat, "negative_encoder_hidden_states": empty}
+    save_file({name: value.contiguous() for name, value in content.items()}, tmp_path / "cat.safetensors")
+    options = ["--num-images", 2, "--steps", 2, "--guidance-scale", 3, "--output-type", "latent"]
+    for name, given in (
+        ("text", ["--prompt", "a cat"]),
+        ("file", ["--conditions", tmp_path / "cat.safetensors"]),
+    ):
+        code, _, error = hddm("sample", ensemble, "--out", tmp_path / name, *options, *given)
+        assert code == 0, error
+    text, file = (load_file(tmp_path / name / "latents.safetensors")["latents"] for name in ("text", "file"))
+    assert text.shape == (2, 4, 8, 8)
+    torch.testing.assert_close(text, file, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ([], None),
+        (["--negative-prompt", "blurry"], "--negative-prompt: needs a --guidance-scale"),
+        (["--prompt", "x", "--cfg-channels", "3"], "need a --guidance-scale"),
+        (["--prompt", "x", "--guidance-scale", "2", "--cfg-channels", "9"], "9 guided channels"),
+        (["--prompt", "x", "--guidance-scale", "2", "--guidance-interval", "0.9", "0.1"], "0 <= low <= high"),
+        (["--prompt", "x", "--expert", "2"], "there are 0 … 1"),
+        (["--prompt", "x", "--device", "warp:9"], "--device warp:9"),
+        (["--prompt", "x", "--max-memory", "1GB"], "--max-memory needs --offload"),
+        (["--prompt", "x", "--offload", "disk", "--max-memory", "1KB"], "--max-memory leaves"),
+        (["--conditions", "gone.safetensors"], "gone.safetensors: no such file"),
+        (["--class-labels", "0"], "the model is unconditional"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_sampled_says_so_and_writes_nothing(
+    options: list[str], message: str | None, ensemble: Path, tmp_path: Path, hddm: Command
+) -> None:
+    code, _, error = hddm("sample", ensemble, "--out", tmp_path / "out", "--steps", "1", *options)
+    # Pipelines of Stable Diffusion bring the tokens of no prompt, so none is needed.
+    assert code == (0 if message is None else 1), error
+    assert message is None or message in error
+    assert (tmp_path / "out").exists() == (message is None)
+
+
+def test_the_shift_of_a_flow_source_is_the_grid_s_unless_another_is_asked_for(
+    ensemble: Path, tmp_path: Path, hddm: Command
+) -> None:
+    scheduler = ensemble / "scheduler" / "scheduler_config.json"
+    FlowMatchEulerDiscreteScheduler(shift=3.0).save_config(ensemble / "scheduler")
+    record = json.loads((ensemble / "ensemble.json").read_text())
+    (ensemble / "ensemble.json").write_text(json.dumps(record | {"shift": 3.0}))
+    assert json.loads(scheduler.read_text())["shift"] == 3.0
+    options = ["--num-images", 1, "--steps", 2, "--output-type", "latent"]
+    for name, extra in (("own", []), ("three", ["--shift", 3]), ("even", ["--shift", 1])):
+        code, _, error = hddm("sample", ensemble, "--out", tmp_path / name, *options, *extra)
+        assert code == 0
+        assert ("the model's own is 3" in error) == (name == "even")
+    own, three, even = (
+        load_file(tmp_path / n / "latents.safetensors")["latents"] for n in ("own", "three", "even")
+    )
+    assert torch.equal(own, three)
+    assert not torch.allclose(own, even, atol=1e-3)
