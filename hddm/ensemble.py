@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hddm.errors import HddmError
 from hddm.guidance import Guidance
-from hddm.offload import in_best_order, prefetch
+from hddm.offload import bring, in_best_order
 from hddm.routing import Strategy, sparse_weights
 from hddm.velocity import VelocityField, check_conditions, check_times
 
@@ -133,8 +133,8 @@ class Ensemble:
         parts: dict[int, tuple[Tensor, Tensor]] = {}
         for place, index in enumerate(waiting):
             rows = used[:, index].nonzero()[:, 0]
-            for following in waiting[place + 1 : place + 2]:
-                prefetch(self.experts[following].network)
+            following = [self.experts[k].network for k in waiting[place + 1 : place + 2]]
+            bring(self.experts[index].network, *following)
             here = rows.to(x_t.device)
             v = self.experts[index].velocity(
                 x_t[here].to(mixed.dtype),

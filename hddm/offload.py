@@ -44,7 +44,7 @@ class Shelf:
             raise HddmError("--max-memory needs --offload ram or disk: with none, nothing makes room")
         self.offload = offload
         self._budget = budget
-        self._sizes: list[int] = []
+        self._networks: list[StoredNetwork] = []
         self._present: OrderedDict[StoredNetwork, int] = OrderedDict()
         self._coming: dict[StoredNetwork, Future[Tensors]] = {}
         self._reader = ThreadPoolExecutor(1, "hddm-prefetch")
@@ -55,25 +55,26 @@ class Shelf:
         Raises:
             HddmError: for one larger than the budget.
         """
-        if self._budget is not None and network.size > self._budget:
-            raise HddmError(
-                f"{network.origin}: its weights take {network.size / 1e6:.1f} MB, and --max-memory leaves "
-                f"{self._budget / 1e6:.1f} MB for experts; allow more, or take a smaller dtype"
-            )
-        self._sizes.append(network.size)
+        self._refuse_larger(network)
+        self._networks.append(network)
 
     @property
     def budget(self) -> int | None:
         """Bytes of weights on the device at most, None for no limit."""
         if self.offload == "none" or self._budget is not None:
             return self._budget
-        return sum(sorted(self._sizes)[-2:])
+        return sum(sorted(network.size for network in self._networks)[-2:])
 
     def bring(self, network: "StoredNetwork") -> None:
-        """Have the weights of ``network`` on its device."""
+        """Have the weights of ``network`` on its device.
+
+        Raises:
+            HddmError: as `add`, where another dtype has made it larger, and for what cannot be read.
+        """
         if network in self._present:
             self._present.move_to_end(network)
             return
+        self._refuse_larger(network)
         coming = self._coming.pop(network, None)
         if coming is None:
             self._make_room(network.size)
@@ -101,6 +102,13 @@ class Shelf:
     def is_present(self, network: "StoredNetwork") -> bool:
         """Whether the weights of ``network`` are on its device, or on their way."""
         return network in self._present or network in self._coming
+
+    def _refuse_larger(self, network: "StoredNetwork") -> None:
+        if self._budget is not None and network.size > self._budget:
+            raise HddmError(
+                f"{network.origin}: its weights take {network.size / 1e6:.1f} MB, and --max-memory leaves "
+                f"{self._budget / 1e6:.1f} MB for experts; allow more, or take a smaller dtype"
+            )
 
     def _make_room(self, size: int, keep: int = 0) -> None:
         if self.budget is None:
@@ -236,10 +244,13 @@ def in_best_order(networks: Mapping[int, object]) -> list[int]:
     return sorted(networks, key=lambda key: not _is_present(networks[key]))
 
 
-def prefetch(network: object) -> None:
-    """Start fetching ``network``, where it is one that comes and goes."""
+def bring(network: object, following: object = None) -> None:
+    """Have ``network`` where it runs, and start fetching the one ``following`` it, where they come and go."""
     if isinstance(network, StoredNetwork):
-        network.shelf.prefetch(network)
+        network.shelf.bring(network)
+    # Only now: what is fetched ahead would make room of a network that is about to run.
+    if isinstance(following, StoredNetwork):
+        following.shelf.prefetch(following)
 
 
 def _is_present(network: object) -> bool:
