@@ -136,6 +136,10 @@ CASES: dict[str, tuple[Change, tuple[str, ...]]] = {
         _expert(0, lambda t: t.update(pos_embed=t["pos_embed"][:, :15].clone())),
         ("15 positions of 2 × 2", "no square"),
     ),
+    "patches that are no squares": (
+        _expert(0, lambda t: t.update({"patch_embed.weight": t["patch_embed.weight"][..., :1].clone()})),
+        ("2 × 1 patches", "no square"),
+    ),
     "whole numbers": (
         _expert(0, lambda t: t.update({"text_proj.bias": t["text_proj.bias"].long()})),
         ("text_proj.bias is of torch.int64",),
@@ -187,12 +191,26 @@ def test_a_download_that_does_not_fit_together_is_refused(name: str, release: Pa
 
 
 @pytest.mark.parametrize(
-    "name", ["expert_1", f"expert_1/{EXPERT_FILE}", f"router/{ROUTER_FILE}", "scheduler"]
+    "name",
+    [
+        "expert_1",
+        f"expert_1/{EXPERT_FILE}",
+        f"router/{ROUTER_FILE}",
+        "scheduler",
+        "scheduler/scheduler_config.json",
+    ],
 )
 def test_links_that_lead_out_are_refused(name: str, release: Path, tmp_path: Path) -> None:
     target = tmp_path / "elsewhere"
     (release / name).rename(target)
     (release / name).symlink_to(target)
+    _refused(release, "outside the folder")
+
+
+def test_a_linked_folder_elsewhere_is_not_even_listed(release: Path, tmp_path: Path) -> None:
+    _pickled("expert_1", "secret.pt")(release)
+    (release / "expert_1").rename(tmp_path / "elsewhere")
+    (release / "expert_1").symlink_to(tmp_path / "elsewhere")
     _refused(release, "outside the folder")
 
 
