@@ -24,6 +24,8 @@ from hddm.routing import Strategy
 DEFAULT_STRATEGY = "draw"
 COMPONENTS = ("vae", "text_encoder", "tokenizer")
 _TEXT_FILES = (".json", ".txt", ".md")
+# What networks call the width of the text tokens that they take.
+_TEXT_WIDTHS = ("caption_channels", "text_dim", "joint_attention_dim", "cross_attention_dim")
 # Defaults of diffusers and transformers, for configs that leave them out.
 _LATENT_CHANNELS = 4
 _POSITIONS = 77
@@ -112,7 +114,9 @@ def check(
     found = Findings()
     outputs: tuple[int, ...] = ()
     compare_experts(experts, found)
-    compare_surroundings(experts, _surroundings(parts.components), found)
+    given = _surroundings(parts.components)
+    compare_surroundings(experts, given, found)
+    _compare_widths(folders, experts, given, found)
     if parts.router is not None:
         router = read_facts(parts.router / ROUTER_FILE, RouterFacts, FORMAT)
         outputs = match_router(experts, router, found, str(parts.router), parts.outputs)
@@ -174,6 +178,20 @@ def _surroundings(components: Mapping[str, Path]) -> Surroundings:
         )
         given = replace(given, text_encoder=facts, text_encoder_name=str(text_encoder))
     return given
+
+
+def _compare_widths(
+    folders: Sequence[Path], experts: Sequence[Named], given: Surroundings, found: Findings
+) -> None:
+    """Hold a text encoder against the configs of networks whose record says nothing about theirs."""
+    for folder, (name, facts) in zip(folders, experts, strict=True):
+        if given.text_encoder is None or facts.text_encoder is not None:
+            continue
+        config = read_config(folder)
+        width = next((config[key] for key in _TEXT_WIDTHS if config.get(key) is not None), None)
+        if "encoder_hidden_states" in facts.conditions and width not in (None, given.text_encoder.width):
+            told = f"tokens {given.text_encoder.width} wide, and {name} takes {width}"
+            found.differ(given.text_encoder_name, told)
 
 
 def _link_component(source: Path, target: Path) -> None:

@@ -11,6 +11,7 @@ from hddm.errors import HddmError
 from hddm.files import link_or_copy, new_folder
 from hddm.model_index import MODEL_INDEX, read_model_index
 from hddm.priors import common_shift
+from hddm.weight_files import inside
 
 _PARTS = ("experts", "router", "scheduler", *COMPONENTS, ENSEMBLE_FILE, MODEL_INDEX)
 
@@ -50,17 +51,20 @@ def change(
         Notes, as `hddm.assembly.assemble`.
 
     Raises:
-        HddmError: before anything is written, for an expert that is not there, and with every difference
-            between the parts.
+        HddmError: before anything is written, for an expert that is not there, for a link out of the folder,
+            whose content would become part of it, and with every difference between the parts.
     """
     given = {"vae": vae, "text_encoder": text_encoder, "tokenizer": tokenizer}
     if not (add or remove or router or strategy or any(given.values())):
-        raise HddmError(f"{ensemble}: nothing to change; pass --add or --remove")
+        raise HddmError(f"{ensemble}: nothing to change; pass --add, --remove or another part")
     if not (ensemble / ENSEMBLE_FILE).is_file():
         raise HddmError(
             f"{ensemble}: no ensemble folder ({ENSEMBLE_FILE}), and only such a one can be changed"
         )
     facts = read_ensemble_facts(ensemble)
+    for path in ensemble.rglob("*"):
+        if path.is_symlink():
+            inside(ensemble, path.relative_to(ensemble).as_posix())
     gone = {_index_of(ensemble, facts, name) for name in remove}
     kept = [k for k in range(len(facts.experts)) if k not in gone]
     parts = _parts(ensemble, facts, kept, add, router)

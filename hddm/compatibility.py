@@ -35,7 +35,7 @@ class Findings:
         if text not in self.notes:
             self.notes.append(text)
 
-    def refuse(self) -> None:
+    def refuse(self, message: str = "these parts do not fit together, and nothing was written:") -> None:
         """Raise all differences at once.
 
         Raises:
@@ -43,7 +43,7 @@ class Findings:
         """
         if self.differences:
             lines = [f"{name}: {'; '.join(texts)}" for name, texts in self.differences.items()]
-            raise HddmError("these parts do not fit together, and nothing was written:", lines)
+            raise HddmError(message, lines)
 
 
 @dataclass(frozen=True)

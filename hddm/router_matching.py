@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Sequence
 
-from hddm.compatibility import Findings, Named
+from hddm.compatibility import Findings, Named, compare_experts
 from hddm.experts import ExpertFacts, RouterFacts
 
 
@@ -65,6 +65,30 @@ def match_router(
     if left and not found.differences:
         found.note(f"{name}: of its {total} outputs, these are left out: {', '.join(map(str, left))}")
     return tuple(outputs)
+
+
+def check_together(
+    experts: Sequence[Named], router: RouterFacts | None = None, outputs: Sequence[int] = ()
+) -> None:
+    """Refuse the parts of an ensemble folder that do not fit together, as after a hand has changed it.
+
+    Args:
+        experts: in the order of the ensemble.
+        router: what its router tells apart.
+        outputs: of the router for each expert, as in ``ensemble.json``; empty where they are in order.
+
+    Raises:
+        HddmError: with every difference, a line a part.
+    """
+    found = Findings()
+    compare_experts(experts, found)
+    if router is not None:
+        settled = list(outputs or range(len(experts)))
+        if not outputs and len(router.shard_hashes) != len(experts):
+            found.differ("router", f"tells {len(router.shard_hashes)} shards apart, not {len(experts)}")
+        else:
+            match_router(experts, router, found, before=settled)
+    found.refuse("the parts of this ensemble do not fit together; assemble it anew:")
 
 
 def _output_of(facts: ExpertFacts, router: RouterFacts) -> int | None:

@@ -10,13 +10,15 @@ import pytest
 import torch
 
 import hddm
-from hddm.assembly import assemble
+from hddm.assembly import assemble, read_records
 from hddm.ensemble import Ensemble
 from hddm.ensemble_folders import read_ensemble_facts
 from hddm.errors import HddmError
-from hddm.experts import EXPERT_FILE
+from hddm.experts import EXPERT_FILE, FORMAT, ROUTER_FILE, RouterFacts
+from hddm.facts import read_facts
 from hddm.model_folders import WEIGHTS
 from hddm.model_index import read_model_index
+from hddm.router_matching import check_together
 from tests.artefacts import Command, contents, edit_json
 from tests.component_files import write_clip, write_vae
 from tests.conftest import Trio
@@ -247,6 +249,18 @@ def test_a_vae_is_compared_by_its_scale_where_the_expert_records_no_more(trio: T
     ]
 
 
+def test_a_text_encoder_is_compared_by_its_width_where_the_expert_records_no_more(
+    trio: Trio, tmp_path: Path
+) -> None:
+    write_clip(tmp_path, width=16)
+    expert = _latent(trio.experts[0], tmp_path / "expert", text_encoder=None)
+    edit_json(expert / "config.json", text_dim=4096)
+    parts = {name: tmp_path / name for name in ("text_encoder", "tokenizer")}
+    assert _refusal([expert], tmp_path / "out", **parts) == [
+        f"{tmp_path / 'text_encoder'}: tokens 16 wide, and {expert} takes 4096"
+    ]
+
+
 def test_a_distilled_vae_is_taken_on_trust(trio: Trio, tmp_path: Path) -> None:
     write_vae(tmp_path / "vae", "tiny")
     expert = _latent(trio.experts[0], tmp_path / "expert")
@@ -290,6 +304,29 @@ def test_the_command_line_prints_notes(trio: Trio, tmp_path: Path, hddm: Command
         f"note: {trio.router}: of its 3 outputs, these are left out: 2",
         f"{out}: 2 experts, strategy draw",
     ]
+
+
+def test_parts_that_were_exchanged_by_hand_can_be_told(trio: Trio, router: Path) -> None:
+    experts = read_records(trio.experts)
+    facts = read_facts(trio.router / ROUTER_FILE, RouterFacts, FORMAT)
+    check_together(experts, facts)
+    check_together(experts[1:], facts, (1, 2))
+    for wrong, outputs, lines in (
+        (
+            [experts[1], experts[0], experts[2]],
+            (),
+            ["was trained on the shard of output 1 of router, not 0"] * 2,
+        ),
+        (experts[:2], (), ["tells 3 shards apart, not 2"]),
+        (experts[:2], (0, 3), ["has outputs 0 to 2, and the ensemble takes [3]"]),
+    ):
+        with pytest.raises(HddmError, match="the parts of this ensemble do not fit together") as caught:
+            check_together(wrong, facts, outputs)
+        assert len(caught.value.details) == len(lines)
+        assert lines[0] in caught.value.details[0]
+    other = read_facts(router / ROUTER_FILE, RouterFacts, FORMAT)
+    with pytest.raises(HddmError, match="does not know"):
+        check_together(experts[:2], other)
 
 
 def test_an_ensemble_is_no_expert(ensemble: Path, tmp_path: Path) -> None:

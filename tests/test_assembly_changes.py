@@ -171,6 +171,17 @@ def test_a_link_to_an_ensemble_stays_a_link(whole: Path, tmp_path: Path) -> None
     assert len(read_ensemble_facts(whole).experts) == 2
 
 
+def test_what_a_link_leads_to_does_not_become_part_of_it(whole: Path, tmp_path: Path) -> None:
+    (tmp_path / "private").mkdir()
+    (tmp_path / "private" / "key").write_text("secret")
+    (whole / "notes").mkdir()
+    (whole / "notes" / "link").symlink_to(tmp_path / "private")
+    before = sorted(whole.rglob("*"))
+    with pytest.raises(HddmError, match=r"notes/link: is a link to .*private, outside the folder; refused"):
+        change(whole, remove=[0])
+    assert sorted(whole.rglob("*")) == before
+
+
 def test_a_change_that_fails_midway_changes_nothing(whole: Path, tmp_path: Path) -> None:
     before = contents(tmp_path)
     with largest_file(20), pytest.raises((OSError, SafetensorError), match="File too large"):
@@ -189,7 +200,7 @@ def test_a_change_that_fails_midway_changes_nothing(whole: Path, tmp_path: Path)
         ({"remove": ["../whole/experts/0"]}, "has no such expert"),
         ({"remove": [0, 1, 2]}, "at least one expert"),
         ({"remove": [0, 1], "strategy": "top-2"}, "top-2 needs 2 experts and there are 1"),
-        ({}, "nothing to change; pass --add or --remove"),
+        ({}, "nothing to change; pass --add, --remove or another part"),
     ],
     ids=str,
 )
@@ -216,5 +227,8 @@ def test_the_command_line_changes_an_ensemble(trio: Trio, whole: Path, tmp_path:
     assert (code, err) == (0, "")
     assert read_ensemble_facts(tmp_path / "new").router_outputs == (1, 2)
     assert len(read_ensemble_facts(whole).experts) == 1
+    assert hddm("assemble", whole, "--strategy", "draw")[0] == 0
+    assert read_ensemble_facts(whole).strategy == "draw"
+    assert "nothing to change" in hddm("assemble", whole)[2]
     assert hddm("assemble", whole, trio.experts[0], "--add", trio.experts[2])[0] == 2
     assert hddm("assemble", trio.experts[0])[0] == 2

@@ -34,7 +34,7 @@ def assemble(
     overwrite: Overwrite = False,
 ) -> None:
     """Put experts and a router into one ensemble folder, after checking that they fit; or change one."""
-    changes = bool(add or remove)
+    changes = bool(add or remove) or (len(experts) == 1 and (experts[0] / "ensemble.json").is_file())
     if changes and len(experts) != 1:
         raise typer.BadParameter("--add and --remove change one ensemble folder; name that alone")
     if out is None and not changes:
