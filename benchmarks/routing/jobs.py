@@ -1,0 +1,136 @@
+"""What runs in worker processes: training what is missing, sampling a row, trying numbers of knots."""
+
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.routing.settings import CLASSES, FLOW, Row
+from hddm.benchmark.cost import forward_mflop
+from hddm.data.images import to_bytes
+from hddm.data.shards import find_shards, load_shard
+from hddm.ensemble import Ensemble
+from hddm.expert_use import ExpertUse
+from hddm.experts import read_router
+from hddm.load import load
+from hddm.routing import Router
+from hddm.sampling import sample
+from hddm.tensors import generator
+from hddm.training.expert import ExpertSettings, train_expert
+from hddm.training.router import RouterSettings, train_router
+from hddm.training.router_calibration import calibrate_router, held_out
+from hddm.velocity import VelocityField
+
+# Beside the streams of the library, which go up to 5.
+LABEL_STREAM = 8
+Report = Callable[[int], None]
+
+
+@dataclass(frozen=True)
+class Data:
+    """The labels of all training images in an order of no meaning, and images of each class (classes, K)."""
+
+    labels: Tensor
+    class_images: Tensor
+
+    @classmethod
+    def of(cls, shards: Path) -> "Data":
+        """Read a partition of labelled images."""
+        each = [load_shard(folder).labels for folder in find_shards(shards)]
+        labels = [one for one in each if one is not None]
+        together = torch.cat(labels)
+        classes = int(together.max()) + 1
+        counts = torch.stack([one.bincount(minlength=classes) for one in labels], dim=1)
+        return cls(together[torch.randperm(len(together), generator=generator(0, LABEL_STREAM))], counts)
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """Images (n, C, H, W) in bytes, what was asked for, and what it cost."""
+
+    pixels: Tensor
+    labels: Tensor | None
+    experts_a_step: float
+    mflop_a_step: float
+
+
+def expert_job(shard: Path, out: Path, settings: ExpertSettings, report: Report) -> None:
+    """Train an expert that is not there yet."""
+    if not out.exists():
+        train_expert(shard, out, settings)
+    report(settings.steps)
+
+
+def router_job(shards: Path, out: Path, settings: RouterSettings, report: Report) -> None:
+    """Train a router that is not there yet."""
+    if not out.exists():
+        train_router(shards, out, settings)
+    report(settings.steps)
+
+
+def sample_job(
+    place: Path, data: Data, row: Row, num: int, seed: int, steps: int, solver: str, report: Report
+) -> Sampled:
+    """Samples of one row from the models of one training seed."""
+    network, facts = read_router(place / row.router)
+    temperatures = facts.temperatures if row.calibrated else (1.0,)
+    experts = [load(place / row.experts / str(k)) for k in range(len(facts.shard_images))]
+    fields = [expert for expert in experts if isinstance(expert, VelocityField)]
+    ensemble = Ensemble(
+        fields,
+        Router(network, facts.time_scale, temperatures),
+        row.strategy,
+        prior=facts.shard_images,
+        class_prior=data.class_images if row.class_prior else None,
+    )
+    # As common as in the data, so that the distance judges images and not labels.
+    labels = data.labels[:num] if row.experts == CLASSES else None
+    conditions: dict[str, Any] = {} if labels is None else {"class_labels": labels}
+    use = ExpertUse(len(fields))
+    with warnings.catch_warnings():
+        # That p(k) ignores the labels is what one row is about.
+        warnings.filterwarnings("ignore", message="draw picks experts by the prior alone")
+        images = sample(
+            ensemble,
+            num,
+            seed,
+            steps,
+            solver=solver,
+            batch_size=512,
+            router_every=row.router_every,
+            use=use,
+            on_batch=report,
+            **conditions,
+        )
+    # Of experts without classes, whose table costs nothing.
+    plain = load(place / FLOW / "0")
+    assert isinstance(plain, VelocityField)
+    expert_cost, router_cost = forward_mflop(Ensemble([plain], ensemble.router))
+    asked = 0 if row.strategy == "draw" else -(-steps // row.router_every) / steps
+    return Sampled(
+        to_bytes(images),
+        labels,
+        use.experts_a_sample,
+        use.experts_a_sample * expert_cost + asked * router_cost,
+    )
+
+
+def knots_job(
+    shards: Path, router: Path, knots: Sequence[int], seed: int, report: Report
+) -> dict[int, dict[str, Any]]:
+    """Records of calibrations with each number of knots, on the images that the router was not trained on."""
+    network, facts = read_router(router)
+    data = [load_shard(folder) for folder in find_shards(shards)]
+    kept = [held_out(shard) for shard in data]
+    images = torch.cat([shard.images[rows] for shard, rows in zip(data, kept, strict=True)])
+    labels = torch.cat([torch.full((int(rows.sum()),), k) for k, rows in enumerate(kept)])
+    found = {}
+    for number in knots:
+        temperatures, record = calibrate_router(network, facts.time_scale, images, labels, seed, number)
+        found[number] = {**record, "temperatures": temperatures, "held_out_images": len(images)}
+        report(1)
+    return found
