@@ -19,7 +19,7 @@ from hddm.models.transformer import ExpertTransformer
 from hddm.networks import adapted
 from hddm.offload import Offload, Shelf
 from hddm.paris import is_paris, paris_experts, paris_router
-from hddm.routing import Router
+from hddm.routing import Router, Strategy
 from hddm.velocity import VelocityField
 
 COMPONENTS = ("vae", "text_encoder", "tokenizer")
@@ -50,6 +50,9 @@ class Parts:
         outputs = facts.router_outputs or tuple(range(total))
         rows = [[row[k] for k in experts] for row in facts.class_prior]
         prior = tuple(facts.prior[k] for k in experts)
+        strategy = Strategy.parse(facts.strategy)
+        # All of fewer than k are the k most probable of them.
+        too_many = strategy.kind == "top" and strategy.value > len(experts)
         return replace(
             self,
             experts=[self.experts[k] for k in experts],
@@ -58,6 +61,7 @@ class Parts:
                     "experts": tuple(facts.experts[k] for k in experts),
                     "router_outputs": tuple(outputs[k] for k in experts),
                     "prior": prior,
+                    "strategy": f"top-{len(experts)}" if too_many else facts.strategy,
                     # A class that none of them has seen is anybody's.
                     "class_prior": tuple(tuple(row) if sum(row) else prior for row in rows),
                 }

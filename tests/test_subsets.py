@@ -1,0 +1,47 @@
+"""Some of an ensemble's experts, without the others."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import hddm
+from hddm.errors import HddmError
+
+
+def _states() -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randn(5, 1, 4, 4, generator=torch.Generator().manual_seed(0)), torch.linspace(0.1, 0.9, 5)
+
+
+@pytest.mark.parametrize("kept", [[0], [1], [1, 0]], ids=str)
+def test_a_subset_routes_by_the_posterior_over_the_ones_kept(ensemble: Path, kept: list[int]) -> None:
+    whole, some = hddm.load(ensemble), hddm.load(ensemble, experts=kept)
+    assert isinstance(whole, hddm.Ensemble)
+    assert isinstance(some, hddm.Ensemble)
+    assert whole.router is not None
+    assert some.router is not None
+    x, t = _states()
+    shares = whole.router(x, t)[:, kept]
+    torch.testing.assert_close(some.router(x, t), shares / shares.sum(1, keepdim=True))
+    for index, field in zip(kept, some.experts, strict=True):
+        assert torch.equal(field.velocity(x, t), whole.experts[index].velocity(x, t))
+
+
+def test_a_strategy_of_more_experts_than_are_kept_takes_all_of_them(ensemble: Path, tmp_path: Path) -> None:
+    pipeline = hddm.HDDMPipeline.from_pretrained(ensemble)
+    pipeline.facts = pipeline.facts.model_copy(update={"strategy": "top-2"})
+    pipeline.save_pretrained(tmp_path / "top")
+    some = hddm.load(tmp_path / "top", experts=[1])
+    assert isinstance(some, hddm.Ensemble)
+    assert some.strategy == "top-1"
+
+
+@pytest.mark.parametrize("kept", [[], [2], [-1], [0, 0]], ids=str)
+def test_experts_that_are_not_there_are_refused(ensemble: Path, kept: list[int]) -> None:
+    with pytest.raises(HddmError, match=r"choose some of 0 … 1"):
+        hddm.load(ensemble, experts=kept)
+
+
+def test_one_expert_has_no_subset(flow_expert: Path) -> None:
+    with pytest.raises(HddmError, match="is one expert"):
+        hddm.load(flow_expert, experts=[0])
