@@ -1,6 +1,7 @@
 """SD3's and Flux's transformers as experts: their velocity, from a folder of diffusers and back."""
 
 import json
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,9 @@ import hddm as library
 from hddm.errors import HddmError
 from hddm.interfaces import interface_of
 from hddm.models.packing import pack, positions, unpack
+from hddm.network_configs import empty_network
 from tests.artefacts import Command, copied, edit_json
-from tests.checkpoint_files import converted, facts_of, pixart, refused
+from tests.checkpoint_files import DDPM_BETAS, check_velocity, converted, facts_of, pipeline, pixart, refused
 from tests.flow_models import (
     SD35,
     SIDE,
@@ -36,6 +38,7 @@ from tests.flow_models import (
     text,
     velocity_by_hand,
 )
+from tests.hostile import grown_by
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 Make = Callable[..., ModelMixin]
@@ -114,7 +117,7 @@ def test_an_expert_runs_in_the_dtype_that_is_asked_for(
         assert _is_close(velocity, velocity_by_hand(network, X.to(dtype), TIMES, its))
 
 
-def test_the_larger_side_of_a_sample_is_no_secret_of_flux(hddm: Command, tmp_path: Path) -> None:
+def test_flux_takes_states_of_any_even_sides(hddm: Command, tmp_path: Path) -> None:
     network = flux()
     converted(hddm, flow_pipeline(tmp_path / "source", network), tmp_path / "expert", *WITH_SIDE)
     wide = torch.randn(2, 4, 6, 12)
@@ -185,6 +188,19 @@ def test_a_network_alone_becomes_an_expert_under_a_schedule(hddm: Command, tmp_p
     schedule = tmp_path / "scheduler" / "scheduler_config.json"
     converted(hddm, tmp_path / "transformer", tmp_path / "expert", "--schedule", schedule)
     assert facts_of(tmp_path / "expert")["time_scale"] == 500
+
+
+def test_a_scheduler_is_written_back_where_the_source_had_none(hddm: Command, tmp_path: Path) -> None:
+    flux().save_pretrained(tmp_path / "transformer")
+    FlowMatchEulerDiscreteScheduler(shift=2.0).save_pretrained(tmp_path / "scheduler")
+    schedule = tmp_path / "scheduler" / "scheduler_config.json"
+    converted(hddm, tmp_path / "transformer", tmp_path / "expert", "--schedule", schedule, *WITH_SIDE)
+    code, *_ = hddm(
+        "convert", tmp_path / "expert", "--out", tmp_path / "back", "--to-layout", "diffusers-flux"
+    )
+    assert code == 0
+    theirs = FlowMatchEulerDiscreteScheduler.from_pretrained(tmp_path / "back" / "scheduler").config
+    assert (theirs.num_train_timesteps, theirs.shift) == (1000, 2.0)
 
 
 def test_flux_asks_for_the_size_that_its_config_does_not_hold(hddm: Command, tmp_path: Path) -> None:
@@ -264,29 +280,49 @@ def test_configs_that_ask_for_what_no_tensor_backs(
     refused(hddm, source, *(WITH_SIDE if name == "flux" and "sample_size" not in changes else ()))
 
 
+@pytest.mark.parametrize("name", ["PixArtTransformer2DModel", "Transformer2DModel"])
 @pytest.mark.parametrize("side", [64, 128])
-def test_pixart_sigma_is_pixart_with_another_config(hddm: Command, tmp_path: Path, side: int) -> None:
-    """Without sizes as conditions, at 128 too, and under the former name of its class."""
+def test_pixart_sigma_is_pixart_with_another_config(
+    hddm: Command, tmp_path: Path, side: int, name: str
+) -> None:
+    """Sizes are no conditions of it, at 128 either; its folders have the former name of the class."""
     network = pixart(sample_size=side, patch_size=8, use_additional_conditions=False)
-    source = flow_pipeline(tmp_path / "source", network)
-    facts = json.loads((source / "transformer" / "config.json").read_text())
-    assert facts["out_channels"] == 8
-    schedule = tmp_path / "ddpm.json"
-    schedule.write_text(json.dumps({"_class_name": "DPMSolverMultistepScheduler", "beta_schedule": "linear"}))
-    (source / "model_index.json").unlink()
-    converted(hddm, source / "transformer", tmp_path / "expert", "--schedule", schedule)
-    interface = interface_of("PixArtTransformer2DModel", network.config)
-    assert interface.conditions == ("encoder_hidden_states", "encoder_attention_mask")
-    assert interface.variance_head
-    field = library.load(tmp_path / "expert")
-    velocity = field.velocity(
-        torch.randn(1, 4, side, side), torch.tensor([0.5]), encoder_hidden_states=torch.randn(1, 6, 12)
-    )
-    assert velocity.shape == (1, 4, side, side)
-    assert velocity.isfinite().all()
+    source = pipeline(tmp_path / "source", network)
+    edit_json(source / "transformer" / "config.json", _class_name=name, attention_type="default")
+    edit_json(source / "model_index.json", _class_name="PixArtSigmaPipeline")
+    converted(hddm, source, tmp_path / "expert")
+    facts = facts_of(tmp_path / "expert")
+    assert facts["variance_head"]
+    assert facts["conditions"] == ["encoder_hidden_states", "encoder_attention_mask"]
+    check_velocity(tmp_path / "expert", network, DDPM_BETAS)
 
 
-def test_the_classes_are_diffusers_own() -> None:
-    assert (
-        interface_of("SD3Transformer2DModel", SD3Transformer2DModel(num_layers=1).config).num_patches == 4096
-    )
+def test_networks_of_full_size_are_within_bounds() -> None:
+    """The published configs of Stable Diffusion 3.5 Large and Flux; nothing takes memory."""
+    large = {
+        "num_layers": 38,
+        "num_attention_heads": 38,
+        "caption_projection_dim": 2432,
+        "qk_norm": "rms_norm",
+    }
+    for kind, arguments, num_tensors, num_patches in (
+        (SD3Transformer2DModel, large | {"pos_embed_max_size": 192}, 1400, 4096),
+        (FluxTransformer2DModel, {"guidance_embeds": True}, 1160, 4096),
+    ):
+        network = empty_network(kind, arguments, num_tensors, "config.json")
+        assert abs(len(network.state_dict()) - num_tensors) < 200
+        assert interface_of(kind.__name__, network.config, (128, 128)).num_patches == num_patches
+
+
+@pytest.mark.parametrize("kind", [SD3Transformer2DModel, FluxTransformer2DModel])
+def test_the_most_layers_that_may_be_asked_for_are_little_work(kind: type[ModelMixin]) -> None:
+    """However many tensors a file pretends to have."""
+    arguments: dict[str, Any] = {"num_layers": 256, "attention_head_dim": 128}
+    if kind is FluxTransformer2DModel:
+        arguments["num_single_layers"] = 256
+    start = time.monotonic()
+    assert grown_by(lambda: empty_network(kind, arguments, 10**6, "config.json")) < 200 * 2**20
+    assert time.monotonic() - start < 20
+    for key in arguments.keys() - {"attention_head_dim"}:
+        with pytest.raises(HddmError, match="its depth is 257"):
+            empty_network(kind, arguments | {key: 257}, 10**6, "config.json")
