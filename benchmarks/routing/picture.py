@@ -66,7 +66,7 @@ def _rarely(panel: Axes, settings: Settings, runs: Runs) -> None:
     panel.set_xscale("log")
     panel.set_xticks(every, [str(n) for n in every])
     panel.minorticks_off()
-    panel.set_xlabel("steps from one question to the router to the next")
+    panel.set_xlabel("router asked every n steps")
     panel.set_ylabel("Fréchet distance to held-out images")
     panel.legend(frameon=False, fontsize=8)
 

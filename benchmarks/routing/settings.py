@@ -22,6 +22,7 @@ class Row:
     router_every: int = 1
     experts: str = FLOW
     class_prior: bool = False
+    """Draw from p(k) of the class; with another strategy, correct the router by it."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,11 @@ class Settings:
         return {
             "draw, p(k)": Row("draw", experts=CLASSES),
             "draw, p(k) of the class": Row("draw", experts=CLASSES, class_prior=True),
-            **{f"{strategy}, classes": Row(strategy, experts=CLASSES) for strategy in self.class_strategies},
+            **{
+                f"{strategy}, {label}": Row(strategy, experts=CLASSES, class_prior=corrected)
+                for strategy in self.class_strategies
+                for label, corrected in (("router as it is", False), ("router × p(k) of the class", True))
+            },
         }
 
     def rows(self) -> Mapping[str, Row]:
