@@ -88,7 +88,8 @@ class HDDMPipeline(Offloading, DiffusionPipeline):  # type: ignore[misc]
     @property
     def ensemble(self) -> Ensemble:
         """The velocity field of these parts, as they are now."""
-        return ensemble_of(self.experts, self.router, self.router_facts, self.facts)
+        facts = self.facts.model_copy(update={"shift": float(self.scheduler.config.shift)})
+        return ensemble_of(self.experts, self.router, self.router_facts, facts)
 
     @classmethod
     def from_pretrained(
@@ -195,7 +196,7 @@ class HDDMPipeline(Offloading, DiffusionPipeline):  # type: ignore[misc]
         x, draws = noise_and_draws(num, ensemble.sample_shape, seed, start, generator, latents)
         if chosen is None and ensemble.strategy == "draw":
             chosen = pick_experts(ensemble.prior_of(num, given), draws)
-        times = time_grid(num_inference_steps, self.scheduler.config.shift)
+        times = time_grid(num_inference_steps, ensemble.shift)
         use, device = ExpertUse(len(ensemble.experts)), ensemble.device
         with self.progress_bar(total=num_inference_steps) as bar:
 

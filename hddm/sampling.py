@@ -98,7 +98,8 @@ def integrate(
         router_every: the router is asked at every n-th call of the velocity; between, its choice stays.
         use: a tally of the weights, where one is wanted.
         on_step: see `hddm.solvers`.
-        is_interrupted: once it says so, states stay as they are and no network runs.
+        is_interrupted: asked after each step; once it says so, states stay as they are, no network runs and
+            ``on_step`` is not called.
 
     Raises:
         HddmError: as `Ensemble.velocity`, and for a ``router_every`` below 1.
@@ -107,10 +108,11 @@ def integrate(
         raise HddmError(f"router_every starts at 1, not {router_every}")
     given, count = dict(conditions or {}), itertools.count()
     kept: Tensor | None = None
+    stopped = x if is_interrupted() else None
 
     def velocity(x: Tensor, t: Tensor) -> Tensor:
         nonlocal kept
-        if is_interrupted():
+        if stopped is not None:
             return torch.zeros_like(x)
         if not isinstance(model, Ensemble):
             return model.velocity(x, t, guidance_scale, negative, **given)
@@ -121,7 +123,16 @@ def integrate(
             use.add(float(t), kept)
         return model.velocity(x, t, guidance_scale, negative, weights=kept, **given)
 
-    return solver_named(solver)(velocity, x, times, on_step)
+    def step(index: int, x: Tensor) -> Tensor:
+        nonlocal stopped
+        # A solver with a memory would move on from where it was stopped.
+        if stopped is not None:
+            return stopped
+        x = on_step(index, x)
+        stopped = x if is_interrupted() else None
+        return x
+
+    return solver_named(solver)(velocity, x, times, step)
 
 
 @torch.no_grad()
