@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from hddm.data.shards import Shard, load_shard
+from hddm.errors import HddmError
 from hddm.experts import ROUTER_FILE, read_router
 from hddm.model_folders import WEIGHTS
 from hddm.routing import temperature_at
@@ -166,6 +167,12 @@ def test_what_is_held_out_is_a_part_of_the_shard_and_depends_on_content_alone(wh
     # The same image twice is on one side.
     twice = held_out(replace(shard, pixels=shard.pixels.repeat(2, 1, 1, 1)))
     assert torch.equal(twice[: len(order)], twice[len(order) :])
+
+
+def test_a_shard_of_one_image_over_and_over_has_nothing_to_hold_out(whole: Path) -> None:
+    shard = load_shard(whole)
+    with pytest.raises(HddmError, match="too much alike to keep some from training; drop --calibrate"):
+        held_out(replace(shard, pixels=shard.pixels[:1].repeat(20, 1, 1, 1)))
 
 
 def test_held_out_images_are_never_trained_on(

@@ -49,8 +49,9 @@ def train_router(
     """
     check_absent(out, ROUTER_FILE, overwrite)
     shards = [load_shard(folder) for folder in find_shards(shards_folder)]
-    images, labels, fresh = _joined(shards)
+    images, labels = _joined(shards)
     if settings.calibrate:
+        fresh = torch.cat([held_out(shard) for shard in shards])
         held, held_labels = images[fresh], labels[fresh]
         images, labels = images[~fresh], labels[~fresh]
     network = new_network(
@@ -88,11 +89,10 @@ def train_router(
     return fitted.losses
 
 
-def _joined(shards: list[Shard]) -> tuple[Tensor, Tensor, Tensor]:
-    """All images, their shards, and which of them calibration keeps from training."""
+def _joined(shards: list[Shard]) -> tuple[Tensor, Tensor]:
     shapes = {tuple(shard.pixels.shape[1:]) for shard in shards}
     if len(shapes) > 1:
         raise HddmError(f"the shards hold images of different shapes: {sorted(shapes)}")
     images = torch.cat([shard.images for shard in shards])
     labels = torch.cat([torch.full((len(s),), k) for k, s in enumerate(shards)])
-    return images, labels, torch.cat([held_out(shard) for shard in shards])
+    return images, labels
