@@ -18,7 +18,9 @@ from hddm.facts import read_facts
 from hddm.files import read_json
 from hddm.model_folders import WEIGHTS
 from hddm.model_index import MODEL_INDEX, read_model_index
+from hddm.paris import is_paris, paris_experts, paris_router
 from hddm.schedules import from_config
+from hddm.weight_files import read_header
 
 
 def describe(folder: Path, allow_pickle: bool = False, variant: str | None = None) -> dict[str, Any]:
@@ -55,7 +57,27 @@ def describe(folder: Path, allow_pickle: bool = False, variant: str | None = Non
             **shard.model_dump(exclude={"images"}),
             "images": len(shard.images),
         }
+    if folder.is_dir() and is_paris(folder):
+        return _paris(folder)
     return describe_source(folder, allow_pickle, variant)
+
+
+def _paris(folder: Path) -> dict[str, Any]:
+    experts = paris_experts(folder)
+    part, facts = experts[0]
+    router, _ = paris_router(folder)
+    headers = [read_header(one.weights)[0] for one in (*[part for part, _ in experts], router)]
+    sizes = [sum(math.prod(tensor.shape) for tensor in header.values()) for header in headers]
+    return {
+        "kind": "ensemble",
+        "layout": "paris",
+        "experts": [one.weights.parent.name for one, _ in experts],
+        **facts.model_dump(mode="json"),
+        "parameters": sum(sizes[:-1]),
+        "parameters_of_an_expert": sizes[0],
+        "parameters_of_the_router": sizes[-1],
+        "architecture": part.arguments,
+    }
 
 
 def _ensemble(folder: Path) -> dict[str, Any]:

@@ -33,8 +33,9 @@ def new_folder(target: Path, record: str, overwrite: bool = False) -> Iterator[P
     try:
         yield draft
         for path in [*draft.rglob("*"), draft]:
-            if path.is_file():
-                # Some libraries write for the owner alone; the folder's mode says what the user wants.
+            if path.is_file() and path.stat().st_nlink == 1:
+                # Some libraries write for the owner alone; the folder's mode says what the user wants. A file
+                # with other names keeps its mode, which is theirs too.
                 path.chmod(draft.stat().st_mode & 0o666)
             _sync(path)
         _replace(draft, target)

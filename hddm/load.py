@@ -19,6 +19,7 @@ from hddm.models.transformer import ExpertTransformer
 from hddm.networks import adapted
 from hddm.offload import Offload, Shelf
 from hddm.paris import is_paris, paris_experts, paris_router
+from hddm.router_matching import check_together
 from hddm.routing import Router, Strategy
 from hddm.velocity import VelocityField
 
@@ -125,6 +126,11 @@ def open_parts(folder: Path, dtype: torch.dtype) -> Parts:
         has = read_model_index(folder) if (folder / MODEL_INDEX).exists() else {}
         components = [name for name in COMPONENTS if has.get(name)]
         experts = [open_expert(folder / name) for name in facts.experts]
+        if router is not None:
+            _check_outputs(facts, router, folder)
+        shards = router_facts if router_facts is not None and router_facts.shard_hashes else None
+        named = [(name, expert.facts) for name, expert in zip(facts.experts, experts, strict=True)]
+        check_together(named, shards, facts.router_outputs)
         return Parts(experts, router, router_facts, facts, components)
     if is_paris(folder):
         return _paris(folder, dtype)
@@ -132,6 +138,16 @@ def open_parts(folder: Path, dtype: torch.dtype) -> Parts:
         f"{folder}: neither an expert folder ({EXPERT_FILE}) nor an ensemble folder ({ENSEMBLE_FILE}); a "
         "pretrained checkpoint must become an expert first (hddm convert)"
     )
+
+
+def _check_outputs(facts: EnsembleFacts, router: RouterTransformer, folder: Path) -> None:
+    total, experts = router.config.num_experts, len(facts.experts)
+    fits = max(facts.router_outputs) < total if facts.router_outputs else total == experts
+    if not fits:
+        raise HddmError(
+            f"{folder / ENSEMBLE_FILE}: the router has {total} outputs, and the {experts} experts are given "
+            f"{list(facts.router_outputs) or 'all in order'}; assemble it anew"
+        )
 
 
 def _paris(folder: Path, dtype: torch.dtype) -> Parts:

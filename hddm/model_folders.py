@@ -80,7 +80,7 @@ def unread(kind: type[Network], arguments: Mapping[str, Any], weights: Path, ori
     empty = {name: torch.empty(info.shape, dtype=info.dtype, device="meta") for name, info in header.items()}
     network = _fitting(kind, arguments, empty, weights, origin)
     fill(network, empty, arguments, origin)
-    return Unread(network, _Reader(weights, set(header)))
+    return Unread(network, _Reader(weights))
 
 
 def _fitting(
@@ -96,17 +96,23 @@ def _fitting(
 class _Reader:
     """Reads a file of weights; the first time it looks for NaN and Inf."""
 
-    def __init__(self, path: Path, names: set[str]) -> None:
-        self._path, self._names = path, names
+    def __init__(self, path: Path) -> None:
+        self._path, self._identity = path, _identity(path)
         self._is_checked = False
 
     def __call__(self, dtype: torch.dtype) -> dict[str, Tensor]:
-        weights = read_safetensors(self._path)
-        if set(weights) != self._names:
+        # Folders are replaced as a whole: another expert's weights may be where these were.
+        if not self._path.exists() or _identity(self._path) != self._identity:
             raise HddmError(f"{self._path}: has changed since it was opened; load the model again")
+        weights = read_safetensors(self._path)
         if not self._is_checked:
             for key, value in weights.items():
                 if not value.isfinite().all():
                     raise HddmError(f"{self._path}: {key!r} holds NaN or Inf; take the weights anew")
             self._is_checked = True
         return {key: value.to(dtype) for key, value in weights.items()}
+
+
+def _identity(path: Path) -> tuple[int, ...]:
+    status = path.stat()
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns

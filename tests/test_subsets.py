@@ -6,7 +6,10 @@ import pytest
 import torch
 
 import hddm
+from hddm.assembly import assemble
+from hddm.assembly_changes import change
 from hddm.errors import HddmError
+from tests.artefacts import copied
 
 
 def _states() -> tuple[torch.Tensor, torch.Tensor]:
@@ -45,3 +48,24 @@ def test_experts_that_are_not_there_are_refused(ensemble: Path, kept: list[int])
 def test_one_expert_has_no_subset(flow_expert: Path) -> None:
     with pytest.raises(HddmError, match="is one expert"):
         hddm.load(flow_expert, experts=[0])
+
+
+def test_weights_that_another_folder_has_replaced_are_not_taken_for_the_expert_s(
+    ensemble: Path, tmp_path: Path
+) -> None:
+    changed = copied(ensemble, tmp_path)
+    model = hddm.load(changed)
+    assert isinstance(model, hddm.Ensemble)
+    change(changed, remove=["0"])
+    x, t = _states()
+    with pytest.raises(HddmError, match="has changed since it was opened"):
+        model.experts[0].velocity(x, t)
+
+
+def test_a_file_with_other_names_keeps_its_mode(flow_expert: Path, tmp_path: Path) -> None:
+    expert = copied(flow_expert, tmp_path)
+    weights = expert / "diffusion_pytorch_model.safetensors"
+    weights.chmod(0o600)
+    assemble([expert], tmp_path / "ensemble")
+    assert weights.stat().st_nlink == 2
+    assert weights.stat().st_mode & 0o777 == 0o600
