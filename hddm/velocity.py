@@ -129,12 +129,12 @@ class VelocityField:
         self._refuse_undeclared(conditions)
         check_conditions(x_t, conditions)
         given = self._with_null(conditions, x_t)
-        self._refuse_missing(given)
         guidance = Guidance.of(guidance_scale)
+        if guidance.scale != 1.0 and not conditions:
+            raise HddmError("guidance needs a condition to guide to: pass one, or guidance_scale=1")
+        self._refuse_missing(given)
         if guidance.scale == 1.0:
             return self._convert(x_t, times, given).to(x_t.dtype)
-        if not conditions:
-            raise HddmError("guidance needs a condition to guide to: pass one, or guidance_scale=1")
         against = self._negative(given, negative or {}, x_t)
         acts = guidance.acts(times)
         if not acts.any():
