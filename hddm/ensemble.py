@@ -117,7 +117,8 @@ class Ensemble:
                 of another shape.
         """
         times = check_times(x_t, t)
-        check_conditions(x_t, {**conditions, **(negative or {})})
+        for side in (conditions, negative or {}):
+            check_conditions(x_t, side)
         if weights is None:
             weights = self.weights(x_t, times, expert)
         elif expert is not None or weights.shape != (len(x_t), len(self.experts)):

@@ -46,7 +46,8 @@ def repeated(
     """
     if times < 1:
         raise HddmError(f"num_images_per_prompt starts at 1, not {times}")
-    rows = {name: len(value) for name, value in (*given.items(), *against.items())}
+    rows = {name: len(value) for name, value in given.items()}
+    rows |= {f"negative {name}": len(value) for name, value in against.items()}
     batch = max(rows.values(), default=1)
     if not set(rows.values()) <= {1, batch}:
         raise HddmError(f"conditions have different numbers of rows: {rows}")

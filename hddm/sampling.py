@@ -258,7 +258,8 @@ def routed(
         warnings.warn(
             "draw picks experts by the prior alone: p(k | condition) is not known for "
             f"{', '.join(sorted(conditions))}",
-            stacklevel=3,
+            # Above this one and the caller stands the wrapper of no_grad.
+            stacklevel=4,
         )
     return ensemble, None
 

@@ -148,9 +148,12 @@ def write_mixed(root: Path) -> Path:
 def text_experts(num: int = 2, width: int = 16, **changes: Any) -> list[Expert]:
     """Experts of latents 4×4×4 that take text."""
     facts = {"space": "latents", "latent_scale": None}
-    return [
-        flow_expert(seed, facts, in_channels=4, text_dim=width, **changes) for seed in range(10, 10 + num)
-    ]
+    sizes = {"in_channels": 4, "text_dim": width, **changes}
+    experts = [flow_expert(seed, facts, **sizes) for seed in range(10, 10 + num)]
+    for expert in experts:
+        # So that prompts tell.
+        expert.network.text_proj.weight.data *= 10
+    return experts
 
 
 def write_text(root: Path, kind: Literal["kl", "tiny"] = "kl", strategy: str = "top-1") -> Path:

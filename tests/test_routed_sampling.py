@@ -207,3 +207,17 @@ def test_weights_of_an_earlier_state_have_its_shape_and_no_expert_beside_them() 
     for wrong in ({"weights": kept[:1]}, {"weights": kept, "expert": torch.zeros(2)}):
         with pytest.raises(HddmError, match="weights= takes"):
             ensemble.velocity(x, t, **wrong)
+
+
+def test_both_sides_of_guidance_have_a_row_a_state() -> None:
+    ensemble, x, t = _ensemble("top-1", ("class_labels",)), torch.zeros(2, *SHAPE), torch.full((2,), 0.5)
+    two, three = torch.zeros(2), torch.zeros(3)
+    for given, against in ((three, two), (two, three)):
+        with pytest.raises(HddmError, match=r"'class_labels' has shape \(3,\) for 2 states"):
+            ensemble.velocity(x, t, 2.0, {"class_labels": against}, class_labels=given)
+
+
+def test_a_warning_points_at_who_called() -> None:
+    with pytest.warns(UserWarning, match="draw picks experts") as caught:
+        sample(_ensemble("draw", ("class_labels",)), 1, steps=1, class_labels=torch.zeros(1))
+    assert [one.filename for one in caught] == [__file__]
