@@ -115,7 +115,8 @@ def test_the_report_has_a_row_for_each_and_pairs_gaps_by_training(tmp_path: Path
         # Trainings differ by 10; within one, a calibrated top-2 is better by 1.
         rows = {name: row(20.0 + 10 * seed) for name in QUICK.rows()}
         rows["top-2, calibrated"] = row(19.0 + 10 * seed)
-        knots = {n: {**record, "temperatures": [1.0] * n} for n in QUICK.knots}
+        each = {n: {**record, "temperatures": [1.0] * n} for n in QUICK.knots}
+        knots = {name: each for name in ("router", LONG_ROUTER)}
         runs.append({"seed": seed, "rows": rows, "knots": knots, "calibrations": calibrations})
     facts = {"date": "2026-01-01", "cores": 2, "processor": "any", "platform": "any", "python": "3"}
     content = {

@@ -1,6 +1,5 @@
 """Train once, sample every row, score it; rows that are there are not sampled again."""
 
-import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,15 @@ import torch
 from benchmarks.conversion.report import finite, measured_on
 from benchmarks.routing.jobs import Data, Sampled, expert_job, knots_job, router_job, sample_job
 from benchmarks.routing.report import write_routing
-from benchmarks.routing.settings import CLASSES, FLOW, HELD_OUT_ROUTER, LONG_ROUTER, WHOLE_ROUTER, Settings
+from benchmarks.routing.settings import (
+    CALIBRATED,
+    CLASSES,
+    FLOW,
+    HELD_OUT_ROUTER,
+    LONG_ROUTER,
+    WHOLE_ROUTER,
+    Settings,
+)
 from hddm.benchmark.digits import write_digits
 from hddm.benchmark.plots import slug
 from hddm.data.images import load_images, to_unit_range
@@ -29,7 +36,7 @@ def measure_routing(
     settings: Settings, seeds: int, work: Path, results: Path, workers: int, command: str
 ) -> Path:
     """The whole benchmark; returns the Markdown file."""
-    facts, began = measured_on(), time.perf_counter()
+    facts = measured_on()
     folder, chosen = work / settings.name, settings.quickstart
     shards = folder / "shards"
     training, held_out = write_digits(folder / "digits")
@@ -52,14 +59,12 @@ def measure_routing(
                 name: read_facts(place / name / ROUTER_FILE, RouterFacts, FORMAT).model_dump(
                     mode="json", include={"temperatures", "calibration"}
                 )
-                for name in (HELD_OUT_ROUTER, LONG_ROUTER)
-                if (place / name).exists()
+                for name in CALIBRATED
             }
             runs.append({"seed": seed, "rows": rows, "knots": knots, "calibrations": calibrations})
     content = {
         "format": "1.0",
         "measured_on": facts,
-        "seconds": round(time.perf_counter() - began),
         "settings": {**asdict(settings), "quickstart": chosen.model_dump(mode="json")},
         "real": asdict(scorer.real()),
         "real_accuracy": _accuracy(classifier, fresh.pixels, fresh.labels),
@@ -126,11 +131,20 @@ def _sample(
     return {name: read_json(kept / f"{slug(name)}.json") for name in settings.rows()}
 
 
-def _knots(pool: Workers, settings: Settings, shards: Path, place: Path, seed: int) -> dict[int, Any]:
-    arguments = {"shards": shards, "router": place / HELD_OUT_ROUTER, "knots": settings.knots, "seed": seed}
-    with Progress(len(settings.knots), f"seed {seed}: knots") as progress:
-        found: dict[int, Any] = pool.run([Call(knots_job, arguments, len(settings.knots))], progress)[0]
-    return found
+def _knots(
+    pool: Workers, settings: Settings, shards: Path, place: Path, seed: int
+) -> dict[str, dict[int, Any]]:
+    """Calibrations of both routers with each number of temperatures."""
+    calls = [
+        Call(
+            knots_job,
+            {"shards": shards, "router": place / name, "knots": settings.knots, "seed": seed},
+            len(settings.knots),
+        )
+        for name in CALIBRATED
+    ]
+    with Progress(sum(call.units for call in calls), f"seed {seed}: knots") as progress:
+        return dict(zip(CALIBRATED, pool.run(calls, progress), strict=True))
 
 
 @torch.no_grad()

@@ -7,11 +7,12 @@ from typing import Any
 
 from benchmarks.conversion.report import finite, table
 from benchmarks.routing.picture import Runs, draw_picture
-from benchmarks.routing.settings import HELD_OUT_ROUTER, LONG_ROUTER, Row, Settings
+from benchmarks.routing.settings import CALIBRATED, HELD_OUT_ROUTER, Row, Settings
 from hddm.benchmark.results import figure
 from hddm.files import write_json
 
 _SIDES = {"to_training": "to training images", "to_held_out": "to held-out images"}
+_MEASURES, _WHEN = ("ece", "cross_entropy"), ("before", "after")
 _COSTS = {"experts_a_step": "experts a step", "mflop_a_step": "MFLOP a step"}
 
 
@@ -78,7 +79,7 @@ def _head(content: Mapping[str, Any], command: str) -> list[str]:
 
 def _method(settings: Settings, content: Mapping[str, Any]) -> list[str]:
     chosen, runs = settings.quickstart, content["runs"]
-    some = next(iter(runs[0]["knots"].values()))
+    some = next(iter(runs[0]["knots"][HELD_OUT_ROUTER].values()))
     return [
         f"{chosen.num_shards} shards of scikit-learn's digits and the quickstart's training: "
         f"{chosen.num_shards} flow experts (`{chosen.size}`, {chosen.steps:,} steps) and routers "
@@ -99,42 +100,60 @@ def _method(settings: Settings, content: Mapping[str, Any]) -> list[str]:
 
 
 def _calibration(settings: Settings, runs: Runs) -> list[str]:
-    measures = ("ece_before", "ece_after", "cross_entropy_before", "cross_entropy_after")
-    rows = []
-    for name, label in ((HELD_OUT_ROUTER, "router"), (LONG_ROUTER, f"{settings.long_factor} × as long")):
-        records = [run["calibrations"][name]["calibration"] for run in runs]
-        bins = zip(*(record["time_bins"] for record in records), strict=True)
-        for each in (records, *bins):
-            span = f"{each[0]['from']:.1f} … {each[0]['to']:.1f}" if "from" in each[0] else "all"
-            temperatures = zip(*(run["calibrations"][name]["temperatures"] for run in runs), strict=True)
-            found = ", ".join(f"{statistics.fmean(one):.2f}" for one in temperatures)
-            figures = [_fine([one[measure] for one in each]) for measure in measures]
-            rows.append([label, span, *figures, found if span == "all" else ""])
-    counts = [
-        [
-            str(number),
-            _fine([run["knots"][number]["ece_after"] for run in runs]),
-            _fine([max(b["ece_after"] for b in run["knots"][number]["time_bins"]) for run in runs]),
-            _fine([run["knots"][number]["cross_entropy_after"] for run in runs], 4),
-        ]
-        for number in settings.knots
-    ]
-    before = _fine(
-        [run["calibrations"][HELD_OUT_ROUTER]["calibration"]["cross_entropy_before"] for run in runs], 4
-    )
+    labels = dict(zip(CALIBRATED, ("router", f"{settings.long_factor} × as long"), strict=True))
     columns = ["ECE before", "ECE after", "cross-entropy before", "cross-entropy after"]
     return [
         "Expected calibration error of the largest probability (15 bins) and cross-entropy, on noised images "
         'that the router was not trained on; "after" by temperatures fitted to the other half of these '
         "images.",
         "",
-        *table(["trained", "t", *columns, "temperatures, t = 0 … 1"], rows),
+        *table(
+            ["trained", "t", *columns, "temperatures, t = 0 … 1"],
+            [row for name, label in labels.items() for row in _by_time(runs, name, label)],
+        ),
         "",
-        f"How many temperatures? Of the router; its cross-entropy is {before} without any.",
+        "How many temperatures? The gap is that of the cross-entropy to none.",
         "",
-        *table(["temperatures", "ECE after", "worst of 5 time bins", "cross-entropy after"], counts),
+        *table(
+            ["trained", "temperatures", "ECE after", "worst of 5 time bins", "cross-entropy after", "gap"],
+            [row for name, label in labels.items() for row in _by_knots(settings, runs, name, label)],
+        ),
         "",
     ]
+
+
+def _by_time(runs: Runs, router: str, label: str) -> list[list[str]]:
+    records = [run["calibrations"][router]["calibration"] for run in runs]
+    tables = zip(*(run["calibrations"][router]["temperatures"] for run in runs), strict=True)
+    rows = []
+    for each in (records, *zip(*(record["time_bins"] for record in records), strict=True)):
+        whole = each is records
+        rows.append(
+            [
+                label,
+                "all" if whole else f"{each[0]['from']:.1f} … {each[0]['to']:.1f}",
+                *(_fine([one[f"{name}_{when}"] for one in each]) for name in _MEASURES for when in _WHEN),
+                ", ".join(f"{statistics.fmean(one):.2f}" for one in tables) if whole else "",
+            ]
+        )
+    return rows
+
+
+def _by_knots(settings: Settings, runs: Runs, router: str, label: str) -> list[list[str]]:
+    rows = []
+    for number in settings.knots:
+        each = [run["knots"][router][number] for run in runs]
+        rows.append(
+            [
+                label,
+                str(number),
+                _fine([one["ece_after"] for one in each]),
+                _fine([max(part["ece_after"] for part in one["time_bins"]) for one in each]),
+                _fine([one["cross_entropy_after"] for one in each], 4),
+                judged([one["cross_entropy_after"] - one["cross_entropy_before"] for one in each], 4),
+            ]
+        )
+    return rows
 
 
 def _scores(runs: Runs, rows: Mapping[str, Row], title: str, accuracy: bool = False) -> list[str]:

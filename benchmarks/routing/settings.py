@@ -10,6 +10,7 @@ FLOW, CLASSES = "flow", "classes"
 HELD_OUT_ROUTER, LONG_ROUTER, WHOLE_ROUTER = "router", "router-long", "router-all"
 """Folders of routers: on 85 % of each shard, with temperatures from the rest; so, and five times as long; on
 all of it, without temperatures."""
+CALIBRATED = (HELD_OUT_ROUTER, LONG_ROUTER)
 
 
 @dataclass(frozen=True)
