@@ -9,7 +9,7 @@ import torch
 from diffusers import AutoencoderKL, AutoencoderTiny, DiffusionPipeline, FlowMatchEulerDiscreteScheduler
 from diffusers.image_processor import VaeImageProcessor
 from diffusers.utils import BaseOutput
-from torch import Tensor
+from torch import Tensor, nn
 
 from hddm.components.text import encode
 from hddm.components.vae import decode
@@ -116,6 +116,17 @@ class HDDMPipeline(Offloading, DiffusionPipeline):  # type: ignore[misc]
         parts = open_pipeline(Path(pretrained_model_name_or_path), torch_dtype, experts, offload, max_memory)
         return cls(**parts)
 
+    def to(self, *args: Any, **kwargs: Any) -> "HDDMPipeline":
+        """Cast and move all parts, as any pipeline of diffusers."""
+        dtype = kwargs.pop("dtype", None) or next((one for one in args if isinstance(one, torch.dtype)), None)
+        if dtype is not None:
+            # Models of diffusers warn of any cast of their own, though there is nothing to warn of.
+            for part in (self.experts, self.router, self.vae, self.text_encoder):
+                if part is not None:
+                    nn.Module.to(part, dtype)
+        moved: HDDMPipeline = super().to(*(one for one in args if one is not dtype), **kwargs)
+        return moved
+
     def save_pretrained(self, save_directory: str | Path, *, overwrite: bool = False) -> None:
         """Write an ensemble folder, whole or not at all, weights in the dtype that they run in.
 
@@ -135,6 +146,7 @@ class HDDMPipeline(Offloading, DiffusionPipeline):  # type: ignore[misc]
         negative_prompt_embeds: Tensor | None = None,
         conditions: Mapping[str, Tensor] | None = None,
         num_images_per_prompt: int = 1,
+        batch_size: int = 1,
         num_inference_steps: int = 50,
         guidance_scale: float | Guidance = 1.0,
         strategy: str | None = None,
@@ -160,6 +172,7 @@ class HDDMPipeline(Offloading, DiffusionPipeline):  # type: ignore[misc]
             negative_prompt_embeds: the same for the negative branch.
             conditions: further keywords of the experts' networks, each (batch, …).
             num_images_per_prompt: images of each prompt or class.
+            batch_size: how many where there is neither, as unconditional pipelines of diffusers call it.
             num_inference_steps: solver steps.
             guidance_scale: 1 for none, or a `hddm.guidance.Guidance`.
             strategy: instead of the ensemble's own; see `hddm.routing`.
@@ -188,7 +201,7 @@ class HDDMPipeline(Offloading, DiffusionPipeline):  # type: ignore[misc]
             prompt, class_labels, negative_prompt if guided else None, guided, prompt_embeds,
             negative_prompt_embeds if guided else None, conditions,
         )  # fmt: skip
-        given, against, num = repeated(given, against, num_images_per_prompt)
+        given, against, num = repeated(given, against, num_images_per_prompt, batch_size)
         ensemble, chosen = routed(self.ensemble, strategy, expert, num, given)
         self._check_output(output_type)
         assert ensemble.sample_shape is not None

@@ -35,20 +35,20 @@ def class_indices(labels: int | str | Sequence[int | str] | Tensor, classes: Seq
 
 
 def repeated(
-    given: Mapping[str, Tensor], against: Mapping[str, Tensor], times: int
+    given: Mapping[str, Tensor], against: Mapping[str, Tensor], times: int, otherwise: int = 1
 ) -> tuple[dict[str, Tensor], dict[str, Tensor], int]:
     """Conditions of as many rows as images, ``times`` each, and how many images that makes.
 
-    One row stands for all of the others' rows.
+    One row stands for all of the others' rows; without conditions there are ``otherwise`` rows.
 
     Raises:
-        HddmError: for rows that do not go together, or a ``times`` below 1.
+        HddmError: for rows that do not go together, or numbers below 1.
     """
-    if times < 1:
-        raise HddmError(f"num_images_per_prompt starts at 1, not {times}")
+    if times < 1 or otherwise < 1:
+        raise HddmError(f"num_images_per_prompt and batch_size start at 1, not {times} and {otherwise}")
     rows = {name: len(value) for name, value in given.items()}
     rows |= {f"negative {name}": len(value) for name, value in against.items()}
-    batch = max(rows.values(), default=1)
+    batch = max(rows.values(), default=otherwise)
     if not set(rows.values()) <= {1, batch}:
         raise HddmError(f"conditions have different numbers of rows: {rows}")
 
