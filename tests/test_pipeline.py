@@ -184,6 +184,21 @@ def test_progress_can_be_silent(pipe: HDDMPipeline, capfd: pytest.CaptureFixture
     pipe.set_progress_bar_config(disable=True)
 
 
+@pytest.mark.parametrize(
+    "given", [((torch.float64,), {}), (("cpu", torch.float64), {}), ((), {"dtype": torch.float64})], ids=str
+)
+def test_casting_reaches_every_part_and_warns_of_nothing(
+    given: tuple[tuple[Any, ...], dict[str, Any]], caplog: pytest.LogCaptureFixture
+) -> None:
+    pipe = pipeline_in_memory([flow_expert(0), flow_expert(1)])
+    caplog.clear()
+    assert pipe.to(*given[0], **given[1]) is pipe
+    assert pipe.dtype == torch.float64
+    assert {part.dtype for part in (*pipe.experts.stored, pipe.router)} == {torch.float64}
+    assert pipe.to("cpu").to(torch.device("cpu")).dtype == torch.float64
+    assert caplog.records == []
+
+
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "prompt": ({"prompt": "a cat"}, "needs a text encoder and a tokenizer"),
     "output": ({"output_type": "jpeg"}, "unknown output_type 'jpeg': choose one of pil, np, pt, latent"),
