@@ -146,7 +146,7 @@ class HDDMPipeline(Offloading, DiffusionPipeline):  # type: ignore[misc]
         negative_prompt_embeds: Tensor | None = None,
         conditions: Mapping[str, Tensor] | None = None,
         num_images_per_prompt: int = 1,
-        batch_size: int = 1,
+        batch_size: int | None = None,
         num_inference_steps: int = 50,
         guidance_scale: float | Guidance = 1.0,
         strategy: str | None = None,
@@ -172,7 +172,7 @@ class HDDMPipeline(Offloading, DiffusionPipeline):  # type: ignore[misc]
             negative_prompt_embeds: the same for the negative branch.
             conditions: further keywords of the experts' networks, each (batch, …).
             num_images_per_prompt: images of each prompt or class.
-            batch_size: how many where there is neither, as unconditional pipelines of diffusers call it.
+            batch_size: prompts or classes, where one or none of them stands for all.
             num_inference_steps: solver steps.
             guidance_scale: 1 for none, or a `hddm.guidance.Guidance`.
             strategy: instead of the ensemble's own; see `hddm.routing`.

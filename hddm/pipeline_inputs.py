@@ -35,20 +35,21 @@ def class_indices(labels: int | str | Sequence[int | str] | Tensor, classes: Seq
 
 
 def repeated(
-    given: Mapping[str, Tensor], against: Mapping[str, Tensor], times: int, otherwise: int = 1
+    given: Mapping[str, Tensor], against: Mapping[str, Tensor], times: int, batch: int | None = None
 ) -> tuple[dict[str, Tensor], dict[str, Tensor], int]:
     """Conditions of as many rows as images, ``times`` each, and how many images that makes.
 
-    One row stands for all of the others' rows; without conditions there are ``otherwise`` rows.
+    One row stands for all of the others' rows, and for ``batch`` rows where that is given.
 
     Raises:
         HddmError: for rows that do not go together, or numbers below 1.
     """
-    if times < 1 or otherwise < 1:
-        raise HddmError(f"num_images_per_prompt and batch_size start at 1, not {times} and {otherwise}")
+    if times < 1 or (batch is not None and batch < 1):
+        raise HddmError(f"num_images_per_prompt and batch_size start at 1, not {times} and {batch}")
     rows = {name: len(value) for name, value in given.items()}
     rows |= {f"negative {name}": len(value) for name, value in against.items()}
-    batch = max(rows.values(), default=otherwise)
+    rows |= {} if batch is None else {"batch_size": batch}
+    batch = max(rows.values(), default=1)
     if not set(rows.values()) <= {1, batch}:
         raise HddmError(f"conditions have different numbers of rows: {rows}")
 

@@ -121,10 +121,12 @@ def test_classes_have_names_and_numbers(pipe: HDDMPipeline) -> None:
         assert torch.equal(pipe(class_labels=same, seed=0, **LATENT).images, by_name)
     one = pipe(class_labels="dog", num_images_per_prompt=3, seed=0, **LATENT).images
     assert torch.equal(one, pipe(class_labels=[1, 1, 1], seed=0, **LATENT).images)
+    same = pipe(class_labels="dog", batch_size=3, seed=0, **LATENT).images
+    assert torch.equal(same, one)
     two = pipe(class_labels=["dog", "cat"], num_images_per_prompt=2, seed=0, **LATENT).images
     assert torch.equal(two, pipe(class_labels=[1, 1, 0, 0], seed=0, **LATENT).images)
     # No class at all is the null class, the number after the last.
-    none = pipe(num_images_per_prompt=2, seed=0, **LATENT).images
+    none = pipe(batch_size=2, seed=0, **LATENT).images
     null = pipe(conditions={"class_labels": torch.tensor([3, 3])}, seed=0, **LATENT).images
     assert torch.equal(none, null)
 
@@ -211,7 +213,9 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "below": ({"class_labels": -1}, "no class -1"),
     "seeds": ({"seed": 1, "generator": torch.Generator()}, "a seed or a generator, not both"),
     "generators": ({"generator": [torch.Generator()] * 2}, "2 generators for 1 images"),
-    "repetitions": ({"num_images_per_prompt": 0}, "num_images_per_prompt starts at 1"),
+    "repetitions": ({"num_images_per_prompt": 0}, "num_images_per_prompt and batch_size start at 1, not 0"),
+    "batch": ({"batch_size": 0}, "num_images_per_prompt and batch_size start at 1, not 1 and 0"),
+    "few": ({"class_labels": [0, 1], "batch_size": 3}, "different numbers of rows.*'batch_size': 3"),
     "solver": ({"solver": "dpm"}, "unknown solver 'dpm'"),
     "steps": ({"num_inference_steps": 0}, "steps must be at least 1"),
     "strategy": ({"strategy": "best"}, "unknown strategy 'best'"),
