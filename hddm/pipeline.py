@@ -257,6 +257,10 @@ class HDDMPipeline(Offloading, DiffusionPipeline):  # type: ignore[misc]
             HddmError: for prompts without a text encoder, or two things that exclude each other.
         """
         given, against = dict(conditions or {}), {}
+        text = prompt if prompt is not None else prompt_embeds
+        for name, value in (("class_labels", class_labels), ("encoder_hidden_states", text)):
+            if value is not None and name in given:
+                raise HddmError(f"{name} is among the conditions too; pass it once")
         if class_labels is not None:
             given["class_labels"] = class_indices(class_labels, self.ensemble.classes)
         if prompt is not None and prompt_embeds is not None:

@@ -50,8 +50,8 @@ def repeated(
     rows |= {f"negative {name}": len(value) for name, value in against.items()}
     rows |= {} if batch is None else {"batch_size": batch}
     batch = max(rows.values(), default=1)
-    if not set(rows.values()) <= {1, batch}:
-        raise HddmError(f"conditions have different numbers of rows: {rows}")
+    if not set(rows.values()) <= {1, batch} or batch == 0:
+        raise HddmError(f"conditions have no rows, or different numbers of them: {rows}")
 
     def spread(value: Tensor) -> Tensor:
         value = value.expand(batch, *value.shape[1:]) if len(value) == 1 else value
@@ -78,8 +78,13 @@ def noise_and_draws(
     the noise, then the draw; a single one, or none, serves the whole batch in that order.
 
     Raises:
-        HddmError: for a seed beside generators, another number of generators or another shape of latents.
+        HddmError: for a seed beside generators, a start without a seed, numbers below 0, another number of
+            generators or another shape of latents.
     """
+    if min(seed or 0, start) < 0:
+        raise HddmError(f"seed and start begin at 0, not at {seed} and {start}")
+    if start and seed is None:
+        raise HddmError(f"start {start} counts images under a seed; pass one")
     if seed is not None and generator is not None:
         raise HddmError("pass a seed or a generator, not both")
     if isinstance(generator, Sequence) and len(generator) != num:

@@ -117,7 +117,7 @@ def integrate(
         if not isinstance(model, Ensemble):
             return model.velocity(x, t, guidance_scale, negative, **given)
         if next(count) % router_every == 0 and (kept is None or expert is None):
-            kept = model.weights(x, t.expand(len(x)), expert)
+            kept = model.weights(x, t.expand(len(x)), expert, given)
         assert kept is not None
         if use is not None:
             use.add(float(t), kept)
@@ -193,10 +193,12 @@ def sample(
         raise HddmError(
             f"num and batch_size start at 1, seed and start at 0, not {num}, {batch_size}, {seed} and {start}"
         )
-    for name, value in (*conditions.items(), *(negative or {}).items()):
-        if len(value) != num:
-            raise HddmError(f"condition {name!r} has {len(value)} rows for {num} samples")
     conditions = {name: torch.as_tensor(value) for name, value in conditions.items()}
+    negative = {name: torch.as_tensor(value) for name, value in (negative or {}).items()}
+    for name, value in (*conditions.items(), *negative.items()):
+        if value.ndim == 0 or len(value) != num:
+            found = len(value) if value.ndim else "no"
+            raise HddmError(f"condition {name!r} has {found} rows for {num} samples")
     chosen = None
     if isinstance(model, Ensemble):
         model, chosen = routed(model, strategy, expert, num, conditions)
@@ -219,7 +221,7 @@ def sample(
             times,
             solver,
             guidance_scale,
-            _rows(negative or {}, rows, model.device) or None,
+            _rows(negative, rows, model.device) or None,
             _rows(conditions, rows, model.device),
             expert=None if chosen is None else chosen[rows].to(model.device),
             router_every=router_every,

@@ -217,6 +217,23 @@ def test_both_sides_of_guidance_have_a_row_a_state() -> None:
             ensemble.velocity(x, t, 2.0, {"class_labels": against}, class_labels=given)
 
 
+def test_conditions_are_rows_of_any_kind() -> None:
+    ensemble = _ensemble("top-1", ("class_labels",))
+    given = {"steps": 2, "guidance_scale": 2.0}
+    tensors = sample(
+        ensemble,
+        2,
+        **given,
+        negative={"class_labels": torch.tensor([1, 0])},
+        class_labels=torch.tensor([2, 3]),
+    )
+    lists = sample(ensemble, 2, **given, negative={"class_labels": [1, 0]}, class_labels=[2, 3])
+    assert torch.equal(lists, tensors)
+    for wrong in ({"class_labels": torch.tensor(2)}, {"negative": {"class_labels": torch.tensor(2)}}):
+        with pytest.raises(HddmError, match="'class_labels' has no rows for 2 samples"):
+            sample(ensemble, 2, **given, **wrong)
+
+
 def test_a_warning_points_at_who_called() -> None:
     with pytest.warns(UserWarning, match="draw picks experts") as caught:
         sample(_ensemble("draw", ("class_labels",)), 1, steps=1, class_labels=torch.zeros(1))

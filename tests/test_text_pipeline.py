@@ -197,14 +197,21 @@ def test_everything_runs_in_another_dtype(folder: Path, pipe: HDDMPipeline) -> N
             },
             "a negative_prompt or negative_prompt_embeds, not both",
         ),
+        (
+            {
+                "prompt_embeds": torch.zeros(1, 77, 16),
+                "conditions": {"encoder_hidden_states": torch.zeros(1)},
+            },
+            "encoder_hidden_states is among the conditions too",
+        ),
         ({"prompt": []}, "list of one text or more"),
         (
             {"prompt": ["a", "b", "c"], "negative_prompt": ["a", "b"], "guidance_scale": 2.0},
-            "different numbers of rows",
+            "different numbers of them",
         ),
         ({"prompt": "a", "class_labels": 0}, "knows no classes"),
     ],
-    ids=["two prompts", "two negative ones", "none", "rows", "classes"],
+    ids=["two prompts", "two negative ones", "twice", "none", "rows", "classes"],
 )
 def test_prompts_that_contradict_each_other_are_refused(
     pipe: HDDMPipeline, given: dict[str, Any], words: str
