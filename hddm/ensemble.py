@@ -5,6 +5,13 @@
 With w_k = p(k | x_t), the posterior of the shard, this is exactly the velocity of the whole data
 (DDM, arXiv:2501.05450, section 3.2), whatever each expert was trained to predict. A strategy
 (`hddm.routing`) sets small weights to 0, and experts of weight 0 do not run.
+
+A router sees no condition. Where p(k | class) is known, samples of a class are routed by
+
+    p(k | x_t, class) = p(k | x_t) p(k | class) / p(k),  normalised,
+
+which is exact where class and x_t are independent given k. Without it experts are asked for classes that they
+have never seen.
 """
 
 import functools
@@ -28,8 +35,8 @@ class Ensemble:
         router: ``router(x_t, t)`` to probabilities (batch, K). Only ``draw`` does without.
         strategy: see `hddm.routing`; can be set later.
         prior: K shard sizes or probabilities that ``draw`` draws from; None for equal ones.
-        class_prior: p(k | class), or images of a class in a shard, (classes, K): what ``draw`` draws
-            from where there are class labels; None where it is not known.
+        class_prior: p(k | class), or images of a class in a shard, (classes, K): for samples with class
+            labels ``draw`` draws from it, and the other strategies weigh by it; None where it is not known.
         shift: of the time grid that its samples want (`hddm.sampling.time_grid`).
 
     Raises:
@@ -120,7 +127,7 @@ class Ensemble:
         for side in (conditions, negative or {}):
             check_conditions(x_t, side)
         if weights is None:
-            weights = self.weights(x_t, times, expert)
+            weights = self.weights(x_t, times, expert, conditions)
         elif expert is not None or weights.shape != (len(x_t), len(self.experts)):
             raise HddmError(
                 f"weights= takes (batch, experts) numbers, {(len(x_t), len(self.experts))}, and no expert= "
@@ -165,7 +172,13 @@ class Ensemble:
         known = (labels >= 0) & (labels < len(self.class_prior))
         return torch.where(known[:, None], self.class_prior[labels.where(known, 0)], rows)
 
-    def weights(self, x_t: Tensor, t: Tensor, expert: Tensor | None = None) -> Tensor:
+    def weights(
+        self,
+        x_t: Tensor,
+        t: Tensor,
+        expert: Tensor | None = None,
+        conditions: Mapping[str, Tensor] | None = None,
+    ) -> Tensor:
         """Weights (batch, K) of the experts at x_t (batch, …) and t (batch,), by the strategy.
 
         Raises:
@@ -197,7 +210,19 @@ class Ensemble:
         # Logits passed for probabilities would mix into something that looks like a velocity.
         if not ((probabilities >= 0).all() and ((probabilities.sum(1) - 1).abs() < 1e-2).all()):
             raise HddmError("the router's rows are no probabilities (non-negative, sum 1); apply a softmax?")
-        return sparse_weights(probabilities, self._strategy)
+        return sparse_weights(self._given(probabilities, conditions or {}), self._strategy)
+
+    def _given(self, probabilities: Tensor, conditions: Mapping[str, Tensor]) -> Tensor:
+        """p(k | x_t, class) from the router's p(k | x_t), where p(k | class) is known."""
+        if self.class_prior is None or "class_labels" not in conditions:
+            return probabilities
+        rows = self.prior_of(len(probabilities), conditions)
+        # A shard of no size has no images of any class.
+        factors = torch.where(self.prior > 0, rows / self.prior, 0).to(probabilities)
+        product = probabilities * factors
+        total = product.sum(1, keepdim=True)
+        # The router may hold every shard of a class for impossible; the class is what was asked for.
+        return torch.where(total > 0, product / total, rows.to(probabilities))
 
     def _shared_out(self, conditions: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
         shares = [
