@@ -5,9 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from benchmarks.routing.jobs import Data, class_router, expert_job, knots_job, router_job, sample_job
+from benchmarks.routing.jobs import Data, expert_job, knots_job, router_job, sample_job
 from benchmarks.routing.report import judged, write_routing
 from benchmarks.routing.settings import CLASSES, FLOW, FULL, LONG_ROUTER, QUICK, WHOLE_ROUTER, Row
 from hddm.data.shards import load_shard
@@ -50,17 +49,6 @@ def test_a_router_that_is_asked_rarely_costs_less(shards: Path, place: Path) -> 
     no_router = 2 * sample_job(place, data, Row("draw"), 2, 0, 4, "euler", ignore).mflop_a_step
     shares = [(cost - no_router) / (costs[0] - no_router) for cost in costs]
     assert shares == pytest.approx([1, 0.5, 0.5, 0.25])
-
-
-def test_a_router_times_p_k_of_the_class_is_the_posterior_where_class_and_state_are_independent() -> None:
-    prior = torch.tensor([0.5, 0.3, 0.2]).double()
-    of_class = torch.tensor([[0.2, 0.0, 0.8]]).double()
-    likelihood = torch.tensor([[0.1, 0.6, 0.4]]).double()
-    router = (likelihood * prior) / (likelihood * prior).sum()
-    exact = (likelihood * of_class) / (likelihood * of_class).sum()
-    x, t = torch.zeros(1, 1).double(), torch.zeros(1)
-    found = class_router(lambda x_t, t: router, 7 * of_class / prior)(x, t)
-    torch.testing.assert_close(found, exact, atol=1e-10, rtol=0)
 
 
 def test_what_was_trained_is_not_trained_again(shards: Path, place: Path) -> None:

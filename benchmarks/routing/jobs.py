@@ -85,11 +85,7 @@ def sample_job(
     # As common as in the data, so that the distance judges images and not labels.
     labels = data.labels[:num] if row.experts == CLASSES else None
     conditions: dict[str, Any] = {} if labels is None else {"class_labels": labels}
-    router: Callable[[Tensor, Tensor], Tensor] = Router(network, facts.time_scale, temperatures)
-    plain_router = router
-    corrected = row.class_prior and row.strategy != "draw"
-    if corrected:
-        router = class_router(router, data.class_images[labels] / prior)
+    router = Router(network, facts.time_scale, temperatures)
     ensemble = Ensemble(
         fields, router, row.strategy, prior, class_prior=data.class_images if row.class_prior else None
     )
@@ -103,8 +99,7 @@ def sample_job(
             seed,
             steps,
             solver=solver,
-            # A router corrected by class sees all samples at once.
-            batch_size=num if corrected else BATCH,
+            batch_size=BATCH,
             router_every=row.router_every,
             use=use,
             on_batch=report,
@@ -113,7 +108,7 @@ def sample_job(
     # Of experts without classes, whose table costs nothing.
     plain = load(place / FLOW / "0")
     assert isinstance(plain, VelocityField)
-    expert_cost, router_cost = forward_mflop(Ensemble([plain], plain_router))
+    expert_cost, router_cost = forward_mflop(Ensemble([plain], router))
     asked = 0 if row.strategy == "draw" else -(-steps // row.router_every) / steps
     return Sampled(
         to_bytes(images),
@@ -121,26 +116,6 @@ def sample_job(
         use.experts_a_sample,
         use.experts_a_sample * expert_cost + asked * router_cost,
     )
-
-
-def class_router(
-    router: Callable[[Tensor, Tensor], Tensor], factors: Tensor
-) -> Callable[[Tensor, Tensor], Tensor]:
-    """p(k | x_t) p(k | class) / p(k), normalised.
-
-    That is p(k | x_t, class) where, given k, x_t and the class are independent.
-
-    Args:
-        router: p(k | x_t).
-        factors: p(k | class) / p(k) of each sample up to a factor, (batch, K).
-    """
-
-    def corrected(x_t: Tensor, t: Tensor) -> Tensor:
-        # The least number keeps a sample whose class the router holds for impossible.
-        product = router(x_t, t).double() * factors + 1e-12
-        return (product / product.sum(1, keepdim=True)).to(x_t)
-
-    return corrected
 
 
 def knots_job(
