@@ -11,6 +11,7 @@ Where weights have the stored dtype and run on the CPU, being read means being m
 are touched.
 """
 
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -48,6 +49,7 @@ class Shelf:
         self._present: OrderedDict[StoredNetwork, int] = OrderedDict()
         self._coming: dict[StoredNetwork, Future[Tensors]] = {}
         self._reader = ThreadPoolExecutor(1, "hddm-prefetch")
+        self.lock = threading.RLock()
 
     def add(self, network: "StoredNetwork") -> None:
         """Take notice of a network.
@@ -179,8 +181,13 @@ class StoredNetwork(nn.Module):
         return int(self._numbers * self.placement.element_size())
 
     def forward(self, *inputs: Tensor, **conditions: Tensor) -> Any:
-        self.shelf.bring(self)
-        return self.network(*inputs, **conditions)
+        if self.shelf.offload == "none":
+            self.shelf.bring(self)
+            return self.network(*inputs, **conditions)
+        # Another thread that samples must not send away what runs here.
+        with self.shelf.lock:
+            self.shelf.bring(self)
+            return self.network(*inputs, **conditions)
 
     def move_to(self, shelf: Shelf) -> None:
         """Let another shelf decide; one that already took notice of this network."""
@@ -247,10 +254,12 @@ def in_best_order(networks: Mapping[int, object]) -> list[int]:
 def bring(network: object, following: object = None) -> None:
     """Have ``network`` where it runs, and start fetching the one ``following`` it, where they come and go."""
     if isinstance(network, StoredNetwork):
-        network.shelf.bring(network)
+        with network.shelf.lock:
+            network.shelf.bring(network)
     # Only now: what is fetched ahead would make room of a network that is about to run.
     if isinstance(following, StoredNetwork):
-        following.shelf.prefetch(following)
+        with following.shelf.lock:
+            following.shelf.prefetch(following)
 
 
 def _is_present(network: object) -> bool:

@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -278,6 +279,15 @@ def test_another_mode_twice_does_no_harm(folder: Path) -> None:
         change()
         change()
         assert torch.equal(images(), plain)
+
+
+@pytest.mark.parametrize("mode", ["none", "ram", "disk"])
+def test_several_threads_may_sample_one_model(folder: Path, mode: Offload) -> None:
+    model, plain = _loaded(folder, mode), _loaded(folder)
+    expected = {seed: hddm.sample(plain, 4, seed, STEPS, "full") for seed in range(4)}
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda k: hddm.sample(model, 4, k % 4, STEPS, "full"), range(12)))
+    assert all(torch.equal(images, expected[k % 4]) for k, images in enumerate(found))
 
 
 def test_what_cannot_be_kept_is_refused(folder: Path) -> None:
