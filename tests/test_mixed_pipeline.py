@@ -16,7 +16,7 @@ from hddm.offload import Offload
 from hddm.pipeline import HDDMPipeline
 from tests.ensemble_files import write_mixed
 
-STEPS, NUM = 8, 8
+STEPS, NUM = 5, 8
 LABELS = [0, 1, 2, 3, 4, 0, 1, 2]
 
 
@@ -71,7 +71,7 @@ import sys, numpy, torch
 torch.set_num_threads(1)
 from hddm.pipeline import HDDMPipeline
 pipe = HDDMPipeline.from_pretrained(sys.argv[1])
-given = dict(class_labels=[int(k) for k in sys.argv[3]], seed=3, guidance_scale=2.0, num_inference_steps=8)
+given = dict(class_labels=[int(k) for k in sys.argv[3]], seed=3, guidance_scale=2.0, num_inference_steps=5)
 numpy.save(sys.argv[2], pipe(output_type="np", **given).images)
 """
 
@@ -111,8 +111,7 @@ def _range(images: Tensor) -> float:
     return (images.max() - images.min()).item()
 
 
-@pytest.mark.filterwarnings("ignore:draw picks experts by the prior alone")
-@pytest.mark.parametrize("strategy", ["top-1", "nucleus-0.9", "draw"])
+@pytest.mark.parametrize("strategy", ["top-1", "nucleus-0.9"])
 def test_in_float64_an_image_is_the_same_in_any_batch(folder: Path, strategy: str) -> None:
     pipe = _pipe(folder).to(torch.float64)
     whole = _latents(pipe, strategy=strategy)
