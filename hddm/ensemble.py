@@ -20,11 +20,12 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from hddm.conditions import check_conditions, check_times
 from hddm.errors import HddmError
 from hddm.guidance import Guidance
 from hddm.offload import bring, in_best_order
 from hddm.routing import Strategy, sparse_weights
-from hddm.velocity import VelocityField, check_conditions, check_times
+from hddm.velocity import VelocityField
 
 
 class Ensemble:

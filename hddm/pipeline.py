@@ -91,6 +91,23 @@ class HDDMPipeline(Offloading, DiffusionPipeline):  # type: ignore[misc]
         facts = self.facts.model_copy(update={"shift": float(self.scheduler.config.shift)})
         return ensemble_of(self.experts, self.router, self.router_facts, facts)
 
+    @property
+    def interrupt(self) -> bool:
+        """Whether a callback has stopped the run, by setting ``_interrupt``."""
+        return self._interrupt
+
+    @classmethod
+    def from_pipe(cls, pipeline: "HDDMPipeline", **changes: Any) -> "HDDMPipeline":
+        """A pipeline of the same parts, but for ``changes``, arguments of the constructor.
+
+        Raises:
+            HddmError: for a pipeline of another class.
+        """
+        if not isinstance(pipeline, HDDMPipeline):
+            raise HddmError(f"from_pipe: a {type(pipeline).__name__} is no ensemble; convert and assemble it")
+        parts = {**pipeline.components, "facts": pipeline.facts, "router_facts": pipeline.router_facts}
+        return cls(**parts | changes)
+
     @classmethod
     def from_pretrained(
         cls,

@@ -14,8 +14,9 @@ from hddm.ensemble_folders import ENSEMBLE_FILE, write_ensemble_records
 from hddm.errors import HddmError
 from hddm.experts import save_router
 from hddm.files import new_folder
-from hddm.load import expert_set, open_parts
+from hddm.load import expert_set
 from hddm.offload import Offload
+from hddm.parts import open_parts
 
 
 def open_pipeline(
@@ -33,9 +34,7 @@ def open_pipeline(
     """
     if not folder.is_dir():
         raise HddmError(f"{folder}: no such folder; nothing is downloaded, so fetch the ensemble first")
-    parts = open_parts(folder, dtype)
-    if experts is not None:
-        parts = parts.only(experts)
+    parts = open_parts(folder, dtype, experts)
     has = parts.components
     vae = read_vae(folder / "vae", dtype) if "vae" in has else None
     text_encoder = read_text_encoder(folder / "text_encoder", dtype) if "text_encoder" in has else None

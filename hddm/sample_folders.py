@@ -123,7 +123,8 @@ def _warn(pipeline: HDDMPipeline, settings: SampleSettings, use: ExpertUse, expe
     own = pipeline.facts.shift
     if settings.shift is not None and settings.shift != own:
         warnings.warn(f"--shift {settings.shift:g}, and the model's own is {own:g}", stacklevel=3)
-    if settings.expert is None:
+    # Of fewer images than experts nothing can be said.
+    if settings.expert is None and settings.num_images >= len(pipeline.experts.facts):
         for line in use.warnings(expected):
             warnings.warn(line, stacklevel=3)
 

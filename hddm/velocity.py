@@ -28,12 +28,12 @@ import torch
 from torch import Tensor
 
 from hddm.calibration import Calibration
+from hddm.conditions import check_conditions, check_labels, check_times, refuse_missing, refuse_undeclared
 from hddm.errors import HddmError
 from hddm.guidance import Guidance
-from hddm.interfaces import OPTIONAL_CONDITIONS
 from hddm.predictions import Point, PredictionType, velocity, x_0_and_eps
 from hddm.schedules import DiscreteSchedule, LinearSchedule, Schedule
-from hddm.tensors import append_dims, device_of, parameter_dtype, to_float64
+from hddm.tensors import append_dims, device_of, parameter_dtype
 
 SINGULAR_MARGIN = 1e-6
 
@@ -126,13 +126,12 @@ class VelocityField:
                 does not declare, or guidance without anything to guide from.
         """
         times = check_times(x_t, t)
-        self._refuse_undeclared(conditions)
-        check_conditions(x_t, conditions)
+        self._check(x_t, conditions)
         given = self._with_null(conditions, x_t)
         guidance = Guidance.of(guidance_scale)
         if guidance.scale != 1.0 and not conditions:
             raise HddmError("guidance needs a condition to guide to: pass one, or guidance_scale=1")
-        self._refuse_missing(given)
+        refuse_missing(self.conditions or (), given)
         if guidance.scale == 1.0:
             return self._convert(x_t, times, given).to(x_t.dtype)
         against = self._negative(given, negative or {}, x_t)
@@ -210,19 +209,12 @@ class VelocityField:
             )
         return output.to(y.dtype)
 
-    def _refuse_undeclared(self, conditions: Mapping[str, Tensor]) -> None:
-        for name in conditions:
-            if self.conditions is not None and name not in self.conditions:
-                declared = ", ".join(self.conditions) or "none"
-                raise HddmError(f"this expert takes no condition {name!r}; it declares: {declared}")
-
-    def _refuse_missing(self, given: Mapping[str, Tensor]) -> None:
-        missing = [name for name in self.conditions or () if name not in given]
-        missing = [name for name in missing if name not in OPTIONAL_CONDITIONS]
-        if missing:
-            raise HddmError(
-                f"this expert needs {' and '.join(missing)}, and knows no value that stands for none; pass it"
-            )
+    def _check(self, x_t: Tensor, conditions: Mapping[str, Tensor]) -> None:
+        if self.conditions is not None:
+            refuse_undeclared(self.conditions, conditions)
+        check_conditions(x_t, conditions)
+        null = self.null_conditions.get("class_labels")
+        check_labels(conditions, len(self.classes), null)
 
     def _with_null(self, conditions: Mapping[str, Tensor], x_t: Tensor) -> Mapping[str, Tensor]:
         """``conditions``, and the null value of each that is left out."""
@@ -235,8 +227,7 @@ class VelocityField:
         self, given: Mapping[str, Tensor], negative: Mapping[str, Tensor], x_t: Tensor
     ) -> Mapping[str, Tensor]:
         """The negative branch: ``negative``, completed by null values."""
-        self._refuse_undeclared(negative)
-        check_conditions(x_t, negative)
+        self._check(x_t, negative)
         against = self._with_null(negative, x_t)
         if set(against) != set(given):
             raise HddmError(
@@ -244,29 +235,6 @@ class VelocityField:
                 f"them (conditions: {sorted(given)}, negative: {sorted(against)})"
             )
         return against
-
-
-def check_conditions(x_t: Tensor, conditions: Mapping[str, Tensor]) -> None:
-    """Refuse a condition that has not one row for each state."""
-    for name, value in conditions.items():
-        if value.ndim == 0 or len(value) != len(x_t):
-            raise HddmError(f"condition {name!r} has shape {tuple(value.shape)} for {len(x_t)} states")
-
-
-def check_times(x_t: Tensor, t: Tensor) -> Tensor:
-    """``t`` as (batch,) in float64.
-
-    Raises:
-        HddmError: for a shape other than (batch,) or (), or a value outside [0, 1], NaN included.
-    """
-    times = to_float64(torch.as_tensor(t))
-    if times.ndim == 0:
-        times = times.expand(len(x_t))
-    if times.shape != x_t.shape[:1]:
-        raise HddmError(f"t has shape {tuple(times.shape)} for a batch of {len(x_t)} states")
-    if not ((times >= 0) & (times <= 1)).all():
-        raise HddmError(f"t lies in [0, 1] (0 data, 1 noise), not at {times.tolist()[:8]}")
-    return times
 
 
 def _exact_range(schedule: Schedule, prediction_type: PredictionType) -> tuple[float, float]:

@@ -1,5 +1,6 @@
 """Some of an ensemble's experts, without the others."""
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -69,3 +70,24 @@ def test_a_file_with_other_names_keeps_its_mode(flow_expert: Path, tmp_path: Pat
     assemble([expert], tmp_path / "ensemble")
     assert weights.stat().st_nlink == 2
     assert weights.stat().st_mode & 0o777 == 0o600
+
+
+def test_experts_that_were_not_chosen_need_not_even_be_there(ensemble: Path, tmp_path: Path) -> None:
+    partial = copied(ensemble, tmp_path)
+    shutil.rmtree(partial / "experts" / "0")
+    some, whole = hddm.load(partial, experts=[1]), hddm.load(ensemble)
+    assert isinstance(some, hddm.Ensemble)
+    assert isinstance(whole, hddm.Ensemble)
+    x, t = _states()
+    assert torch.equal(some.velocity(x, t, expert=torch.zeros(5)), whole.experts[1].velocity(x, t))
+    assert len(hddm.HDDMPipeline.from_pretrained(partial, experts=[1]).experts.facts) == 1
+
+
+def test_a_subset_without_a_router_is_saved_and_read_again(
+    ddpm_expert: Path, flow_expert: Path, tmp_path: Path
+) -> None:
+    assemble([ddpm_expert, flow_expert], tmp_path / "whole")
+    hddm.HDDMPipeline.from_pretrained(tmp_path / "whole", experts=[1]).save_pretrained(tmp_path / "one")
+    some = hddm.load(tmp_path / "one")
+    assert isinstance(some, hddm.Ensemble)
+    assert some.strategy == "draw"

@@ -193,3 +193,22 @@ def test_a_network_with_another_number_of_channels_is_refused() -> None:
     field = VelocityField(lambda y, u: torch.cat([y, y], 1), LINEAR.schedule, "epsilon")
     with pytest.raises(HddmError, match=r"returned \(4, 4, 4, 4\)"):
         field.velocity(_states(), T)
+
+
+@pytest.mark.parametrize(
+    "labels", [torch.tensor([0, 3]), torch.tensor([-1, 0]), torch.tensor([0.0, 1.0])], ids=str
+)
+def test_labels_that_are_no_classes_are_refused(labels: Tensor) -> None:
+    null = {"class_labels": torch.tensor(2)}
+    field = VelocityField(
+        Labelled(), LINEAR.schedule, "flow_prediction", null_conditions=null, classes=("cat", "dog")
+    )
+    with pytest.raises(HddmError, match="whole numbers from 0 to 2"):
+        field.velocity(_states()[:2], T[:2], class_labels=labels)
+    assert field.velocity(_states()[:2], T[:2], class_labels=torch.tensor([0, 2])).isfinite().all()
+
+
+def test_a_condition_that_is_needed_is_asked_for() -> None:
+    field = VelocityField(Labelled(), LINEAR.schedule, "flow_prediction", conditions=("class_labels",))
+    with pytest.raises(HddmError, match="needs class_labels"):
+        field.velocity(_states(), T)
