@@ -110,7 +110,22 @@ class _Reader:
                 if not value.isfinite().all():
                     raise HddmError(f"{self._path}: {key!r} holds NaN or Inf; take the weights anew")
             self._is_checked = True
-        return {key: value.to(dtype) for key, value in weights.items()}
+        return _cast(weights, dtype)
+
+
+def _cast(weights: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    """``weights`` in ``dtype``; those of another one share a block of memory, given back as a whole."""
+    others = {key: value for key, value in weights.items() if value.dtype != dtype}
+    align = 64 // torch.empty(0, dtype=dtype).element_size()
+    places, total = {}, 0
+    for key, value in others.items():
+        places[key] = total
+        total += -(-value.numel() // align) * align
+    block = torch.empty(total, dtype=dtype)
+    for key, value in others.items():
+        place = block[places[key] : places[key] + value.numel()].view(value.shape)
+        others[key] = place.copy_(value)
+    return {**weights, **others}
 
 
 def _identity(path: Path) -> tuple[int, ...]:

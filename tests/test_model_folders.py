@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from hddm.errors import HddmError
-from hddm.model_folders import WEIGHTS, read_network
+from hddm.model_folders import WEIGHTS, read_network, unread_network
 from hddm.models.router import RouterTransformer
 from hddm.models.sizes import size_config
 from hddm.models.transformer import ExpertTransformer
@@ -131,3 +131,15 @@ def test_weights_that_are_not_finite_are_refused_by_name(value: float, folder: P
     weights["final_layer.linear.bias"][1] = value
     save_file(weights, folder / WEIGHTS)
     assert "'final_layer.linear.bias' holds NaN or Inf" in _refusal(folder)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+def test_weights_of_another_dtype_are_cast_into_one_block_of_memory(
+    flow_expert: Path, dtype: torch.dtype
+) -> None:
+    stored = load_file(flow_expert / "diffusion_pytorch_model.safetensors")
+    read = unread_network(flow_expert, [ExpertTransformer]).read(dtype)
+    assert all(torch.equal(read[key], value.to(dtype)) for key, value in stored.items())
+    assert read.keys() == stored.keys()
+    assert len({value.untyped_storage().data_ptr() for value in read.values()}) == 1
+    assert all(value.data_ptr() % 64 == 0 for value in read.values())

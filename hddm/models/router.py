@@ -28,10 +28,15 @@ class RouterBlock(nn.Module):
         self.mlp = mlp(hidden_size)
         self.adaLN_modulation = nn.Sequential(nn.SiLU(), linear(hidden_size, 6 * hidden_size, std=0))
 
-    def forward(self, x: Tensor, embedded: Tensor) -> Tensor:
+    def forward(self, x: Tensor, embedded: Tensor, only_first: bool = False) -> Tensor:
+        """Tokens (batch, tokens, hidden_size), or the first of them alone."""
         parts = self.adaLN_modulation(embedded)[:, None].chunk(6, dim=-1)
         shift_attn, scale_attn, gate_attn, shift_mlp, scale_mlp, gate_mlp = parts
-        x = x + gate_attn * self.attn(modulate(self.norm(x), shift_attn, scale_attn))
+        normed = modulate(self.norm(x), shift_attn, scale_attn)
+        if only_first:
+            x = x[:, :1] + gate_attn * self.attn(normed[:, :1], normed)
+        else:
+            x = x + gate_attn * self.attn(normed)
         result: Tensor = x + gate_mlp * self.mlp(modulate(self.norm(x), shift_mlp, scale_mlp))
         return result
 
@@ -76,7 +81,8 @@ class RouterTransformer(ModelMixin, ConfigMixin):  # type: ignore[misc]
         patches = self.patch_embed(hidden_states).flatten(2).transpose(1, 2) + self.pos_embed
         x = torch.cat([self.cls_token.expand(len(patches), -1, -1), patches], dim=1)
         embedded = self.time_embed(timestep)
-        for layer in self.layers:
-            x = layer(x, embedded)
+        for index, layer in enumerate(self.layers, 1):
+            # The head reads the CLS token alone, so the last block makes no other.
+            x = layer(x, embedded, only_first=index == len(self.layers))
         logits: Tensor = self.head(x[:, 0])
         return logits
