@@ -14,7 +14,7 @@ are touched.
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, Literal, get_args
 
 import torch
@@ -96,8 +96,9 @@ class Shelf:
     def forget(self, network: "StoredNetwork") -> None:
         """Take ``network`` off the device, where it is there."""
         coming = self._coming.pop(network, None)
-        if coming is not None:
-            coming.cancel()
+        # A read under way takes memory, and keeps what it read for a network that may have changed.
+        if coming is not None and not coming.cancel():
+            wait([coming])
         if self._present.pop(network, None) is not None:
             network.clear()
 

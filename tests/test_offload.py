@@ -1,5 +1,7 @@
 """Experts that come and go: the same images, no more memory than asked for, nothing read in vain."""
 
+import threading
+import time
 import weakref
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +18,7 @@ from hddm.errors import HddmError
 from hddm.expert_set import ExpertSet
 from hddm.experts import UnreadExpert
 from hddm.model_folders import Unread
-from hddm.offload import Offload, Shelf, StoredNetwork
+from hddm.offload import Offload, Shelf, StoredNetwork, bring
 from hddm.pipeline import HDDMPipeline
 from hddm.weight_files import read_safetensors
 from tests.artefacts import copied
@@ -232,6 +234,49 @@ def test_what_is_fetched_ahead_counts_and_leaves_the_one_in_use() -> None:
     held.shelf.bring(two)
     held.shelf.bring(three)
     assert [held.shelf.is_present(network) for network in held.stored] == [False, True, True]
+
+
+class Slow:
+    """An expert whose file takes its time."""
+
+    def __init__(self, seed: int) -> None:
+        expert = flow_expert(seed)
+        self.is_begun, self.is_ended = threading.Event(), threading.Event()
+        self._stored = {name: value.clone() for name, value in expert.network.state_dict().items()}
+        self.expert = UnreadExpert(Path(), Unread(expert.network, self._read), expert.facts)
+
+    def _read(self, dtype: torch.dtype) -> dict[str, Tensor]:
+        self.is_begun.set()
+        time.sleep(0.2)
+        tensors = {name: value.to(dtype) for name, value in self._stored.items()}
+        self.is_ended.set()
+        return tensors
+
+
+def test_a_dtype_that_changes_while_weights_are_fetched_ahead_is_the_one_they_have() -> None:
+    slow = Slow(1)
+    held = ExpertSet(
+        [flow_expert(0).unread(), slow.expert, flow_expert(2).unread()], shelf=Shelf("ram", 10**9)
+    )
+    first, second, third = held.stored
+    bring(first, second)
+    assert slow.is_begun.wait(10)
+    second.to(torch.float64)
+    # One reads at a time: with the third, the second is through.
+    bring(first, third)
+    bring(third)
+    assert {value.dtype for value in second.tensors().values()} == {torch.float64}
+    bring(second)
+    assert {value.dtype for value in second.network.parameters()} == {torch.float64}
+
+
+def test_a_read_that_is_not_wanted_any_more_takes_no_memory_once_it_is_forgotten() -> None:
+    slow = Slow(1)
+    held = ExpertSet([flow_expert(0).unread(), slow.expert], shelf=Shelf("disk", 10**9))
+    bring(*held.stored)
+    assert slow.is_begun.wait(10)
+    held.shelf.forget(held.stored[1])
+    assert slow.is_ended.is_set()
 
 
 @pytest.mark.parametrize("stored", [torch.float16, torch.bfloat16, torch.float64])
