@@ -1,5 +1,6 @@
 """The experts of an ensemble as one module, as a diffusers pipeline holds them."""
 
+import functools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 
 from hddm.errors import HddmError
 from hddm.experts import Expert, ExpertFacts, UnreadExpert, null_conditions, write_records
-from hddm.model_folders import WEIGHTS
+from hddm.model_folders import WEIGHTS, Unread
 from hddm.networks import Adapter, adapted
 from hddm.offload import Offload, Shelf, StoredNetwork
 from hddm.schedules import from_config
@@ -19,6 +20,9 @@ from hddm.velocity import VelocityField
 
 class ExpertSet(nn.Module):
     """Experts whose weights come when they are first needed.
+
+    They are read again after they have left, or when they are cast: a change made to them in memory lasts
+    while they stay, and is saved if they are there.
 
     Args:
         experts: in the router's order. Those in memory are wrapped by `hddm.experts.Expert.unread`.
@@ -97,8 +101,11 @@ class ExpertSet(nn.Module):
             target = Path(folder) / str(index)
             target.mkdir(parents=True)
             expert.unread.network.save_config(target)
-            tensors = {name: value.contiguous() for name, value in expert.unread.read(network.dtype).items()}
-            save_file(tensors, target / WEIGHTS, {"format": "pt"})
+            tensors = expert.unread.network.state_dict()
+            if any(value.is_meta for value in tensors.values()):
+                tensors = expert.unread.read(network.dtype)
+            here = {name: value.cpu().contiguous() for name, value in tensors.items()}
+            save_file(here, target / WEIGHTS, {"format": "pt"})
             if expert.calibration is not None:
                 expert.calibration.save(target)
             write_records(target, expert.facts, expert.nulls)
@@ -130,8 +137,9 @@ def _stored(
 ) -> StoredNetwork:
     common = adapted(expert.unread.network, expert.facts.round_time)
     prefix = "model." if isinstance(common, Adapter) else ""
-
-    def read(dtype: torch.dtype) -> Mapping[str, Tensor]:
-        return {prefix + name: value for name, value in expert.unread.read(dtype).items()}
-
+    read = functools.partial(_read, expert.unread, prefix)
     return StoredNetwork(common, read, expert.name, dtype, device, shelf)
+
+
+def _read(unread: Unread[Any], prefix: str, dtype: torch.dtype) -> Mapping[str, Tensor]:
+    return {prefix + name: value for name, value in unread.read(dtype).items()}

@@ -1,5 +1,7 @@
 """What an expert or a router is on disk: a network folder and the facts that give it a meaning."""
 
+import copy
+import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -130,10 +132,19 @@ class Expert:
     nulls: Mapping[str, Tensor] = field(default_factory=dict)
 
     def unread(self) -> "UnreadExpert":
-        """The same with the weights that it has now, as if they lay elsewhere."""
-        held = {name: value.detach() for name, value in self.network.state_dict().items()}
-        found = Unread(self.network, lambda dtype: {name: value.to(dtype) for name, value in held.items()})
-        return UnreadExpert(None, found, self.facts, self.calibration, self.nulls)
+        """The same with its weights, which it shares, as if they lay elsewhere."""
+        held = self.network.state_dict()
+        owned = [*self.network.parameters(), *(b for n, b in self.network.named_buffers() if n in held)]
+        # A copy that stands where its weights would be: whoever places weights must not touch this network.
+        memo = {id(one): type(one)(torch.empty_like(one, device="meta")) for one in owned}
+        network: ModelMixin = copy.deepcopy(self.network, memo).requires_grad_(False)
+        return UnreadExpert(
+            None, Unread(network, functools.partial(_cast, held)), self.facts, self.calibration, self.nulls
+        )
+
+
+def _cast(weights: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    return {name: value.to(dtype) for name, value in weights.items()}
 
 
 def null_conditions(null_class: int | None) -> dict[str, Tensor]:
@@ -153,7 +164,7 @@ def write_records(folder: Path, facts: ExpertFacts, nulls: Mapping[str, Tensor])
     """Write what gives the network in ``folder`` its meaning."""
     if nulls:
         save_file({name: null.contiguous() for name, null in nulls.items()}, folder / NULL_FILE)
-    write_json(folder / EXPERT_FILE, facts.model_dump(mode="json"))
+    write_json(folder / EXPERT_FILE, facts.model_dump(mode="json") | {"format": FORMAT})
 
 
 def read_nulls(folder: Path) -> dict[str, Tensor]:
@@ -226,7 +237,7 @@ def open_expert(folder: Path) -> UnreadExpert:
 def save_router(folder: Path, network: RouterTransformer, facts: RouterFacts) -> None:
     """Write a router into an existing, empty ``folder``."""
     network.save_pretrained(folder)
-    write_json(folder / ROUTER_FILE, facts.model_dump(mode="json"))
+    write_json(folder / ROUTER_FILE, facts.model_dump(mode="json") | {"format": FORMAT})
 
 
 def read_router(folder: Path, dtype: torch.dtype = torch.float32) -> tuple[RouterTransformer, RouterFacts]:

@@ -75,8 +75,19 @@ def expert_set(
     budget = None
     if max_memory is not None:
         beside = [part for part in (parts.router, *others) if part is not None]
-        budget = max_memory - sum(p.numel() * p.element_size() for part in beside for p in part.parameters())
+        taken = bytes_of(beside)
+        budget = max_memory - taken
+        if budget <= 0:
+            raise HddmError(
+                f"--max-memory of {max_memory / 1e6:.1f} MB: router, VAE and text encoder alone take "
+                f"{taken / 1e6:.1f} MB; allow more"
+            )
     return ExpertSet(parts.experts, dtype, device, Shelf(offload, budget))
+
+
+def bytes_of(parts: Sequence[nn.Module]) -> int:
+    """Bytes of all weights of ``parts``."""
+    return sum(p.numel() * p.element_size() for part in parts for p in part.parameters())
 
 
 def ensemble_of(

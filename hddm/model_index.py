@@ -35,7 +35,7 @@ CLASSES: Mapping[str, tuple[ClassName, ...]] = {
 _NEEDED = ("experts", "scheduler")
 _RECORDS = ("_class_name", "_diffusers_version")
 # What else a scheduler of this class can do to its grid; hddm's own grid has the shift alone.
-_OTHER_GRIDS = (
+OTHER_GRIDS = (
     "use_dynamic_shifting",
     "use_karras_sigmas",
     "use_exponential_sigmas",
@@ -86,7 +86,7 @@ def read_shift(folder: Path) -> float:
     if config.get("_class_name") != SCHEDULER:
         raise HddmError(f"{path}: _class_name is {_short(config.get('_class_name'))}, not {SCHEDULER!r}")
     from_diffusers(path)
-    for key in _OTHER_GRIDS:
+    for key in OTHER_GRIDS:
         if config.get(key):
             raise HddmError(f"{path}: {key} is {_short(config[key])}, and hddm's grid has the shift alone")
     shift = config.get("shift", 1.0)

@@ -20,11 +20,11 @@ from hddm.expert_set import ExpertSet
 from hddm.expert_use import ExpertUse
 from hddm.experts import RouterFacts
 from hddm.guidance import Guidance
-from hddm.load import ensemble_of
+from hddm.load import bytes_of, ensemble_of
 from hddm.models.router import RouterTransformer
 from hddm.offload import Offload
 from hddm.pipeline_folders import open_pipeline, save_pipeline
-from hddm.pipeline_inputs import Generators, class_indices, noise_and_draws, repeated
+from hddm.pipeline_inputs import Generators, class_indices, noise_and_draws, repeated, shift_of
 from hddm.pipeline_offload import Offloading
 from hddm.sampling import integrate, pick_experts, routed, time_grid
 
@@ -81,15 +81,30 @@ class HDDMPipeline(Offloading, DiffusionPipeline):  # type: ignore[misc]
         )
         self.facts = facts or _equal_shares(len(experts.facts), router is not None)
         self.router_facts = router_facts
+        self.max_memory: int | None = None
         self._interrupt = False
+        self._ensemble: Ensemble | None = None
+        self._made_of: tuple[Any, ...] = ()
         self.image_processor = VaeImageProcessor()
         self.ensemble  # noqa: B018 - so that what does not fit is refused here
 
     @property
     def ensemble(self) -> Ensemble:
-        """The velocity field of these parts, as they are now."""
-        facts = self.facts.model_copy(update={"shift": float(self.scheduler.config.shift)})
-        return ensemble_of(self.experts, self.router, self.router_facts, facts)
+        """The velocity field of these parts; one as long as they are the same.
+
+        Raises:
+            HddmError: for a scheduler whose grid has more than a shift, and parts that do not fit.
+        """
+        shift = shift_of(self.scheduler)
+        made_of = (self.experts, self.router, self.router_facts, self.facts, shift)
+        if self._ensemble is None or any(
+            a is not b for a, b in zip(made_of[:4], self._made_of, strict=False)
+        ):
+            facts = self.facts.model_copy(update={"shift": shift})
+            self._ensemble = ensemble_of(self.experts, self.router, self.router_facts, facts)
+            self._made_of = made_of
+        self._ensemble.shift = shift
+        return self._ensemble
 
     @property
     def interrupt(self) -> bool:
@@ -131,16 +146,21 @@ class HDDMPipeline(Offloading, DiffusionPipeline):  # type: ignore[misc]
             HddmError: for anything else, or a folder whose parts contradict each other.
         """
         parts = open_pipeline(Path(pretrained_model_name_or_path), torch_dtype, experts, offload, max_memory)
-        return cls(**parts)
+        made = cls(**parts)
+        made.max_memory = max_memory
+        return made
 
     def to(self, *args: Any, **kwargs: Any) -> "HDDMPipeline":
         """Cast and move all parts, as any pipeline of diffusers."""
         dtype = kwargs.pop("dtype", None) or next((one for one in args if isinstance(one, torch.dtype)), None)
         if dtype is not None:
             # Models of diffusers warn of any cast of their own, though there is nothing to warn of.
-            for part in (self.experts, self.router, self.vae, self.text_encoder):
-                if part is not None:
-                    nn.Module.to(part, dtype)
+            others = [part for part in (self.router, self.vae, self.text_encoder) if part is not None]
+            for part in others:
+                nn.Module.to(part, dtype)
+            if self.max_memory is not None:
+                self.experts.offload(self.experts.shelf.offload, self.max_memory - bytes_of(others))
+            nn.Module.to(self.experts, dtype)
         moved: HDDMPipeline = super().to(*(one for one in args if one is not dtype), **kwargs)
         return moved
 
@@ -162,6 +182,7 @@ class HDDMPipeline(Offloading, DiffusionPipeline):  # type: ignore[misc]
         prompt_embeds: Tensor | None = None,
         negative_prompt_embeds: Tensor | None = None,
         conditions: Mapping[str, Tensor] | None = None,
+        negative_conditions: Mapping[str, Tensor] | None = None,
         num_images_per_prompt: int = 1,
         batch_size: int | None = None,
         num_inference_steps: int = 50,
@@ -188,6 +209,7 @@ class HDDMPipeline(Offloading, DiffusionPipeline):  # type: ignore[misc]
             prompt_embeds: ``encoder_hidden_states`` (batch, tokens, width) instead of prompts.
             negative_prompt_embeds: the same for the negative branch.
             conditions: further keywords of the experts' networks, each (batch, …).
+            negative_conditions: the same for the negative branch.
             num_images_per_prompt: images of each prompt or class.
             batch_size: prompts or classes, where one or none of them stands for all.
             num_inference_steps: solver steps.
@@ -216,7 +238,7 @@ class HDDMPipeline(Offloading, DiffusionPipeline):  # type: ignore[misc]
         guided = Guidance.of(guidance_scale).scale != 1.0
         given, against = self.encode(
             prompt, class_labels, negative_prompt if guided else None, guided, prompt_embeds,
-            negative_prompt_embeds if guided else None, conditions,
+            negative_prompt_embeds if guided else None, conditions, negative_conditions if guided else None,
         )  # fmt: skip
         given, against, num = repeated(given, against, num_images_per_prompt, batch_size)
         ensemble, chosen = routed(self.ensemble, strategy, expert, num, given)
@@ -265,6 +287,7 @@ class HDDMPipeline(Offloading, DiffusionPipeline):  # type: ignore[misc]
         prompt_embeds: Tensor | None = None,
         negative_prompt_embeds: Tensor | None = None,
         conditions: Mapping[str, Tensor] | None = None,
+        negative_conditions: Mapping[str, Tensor] | None = None,
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Conditions and negative conditions by keyword of the experts' networks, a row a prompt or class.
 
@@ -273,7 +296,11 @@ class HDDMPipeline(Offloading, DiffusionPipeline):  # type: ignore[misc]
         Raises:
             HddmError: for prompts without a text encoder, or two things that exclude each other.
         """
-        given, against = dict(conditions or {}), {}
+        given, against = dict(conditions or {}), dict(negative_conditions or {})
+        if "encoder_hidden_states" in against and not (
+            negative_prompt is None and negative_prompt_embeds is None
+        ):
+            raise HddmError("encoder_hidden_states is among the negative conditions too; pass it once")
         text = prompt if prompt is not None else prompt_embeds
         for name, value in (("class_labels", class_labels), ("encoder_hidden_states", text)):
             if value is not None and name in given:
@@ -287,7 +314,7 @@ class HDDMPipeline(Offloading, DiffusionPipeline):  # type: ignore[misc]
         if prompt is not None:
             texts = [prompt] if isinstance(prompt, str) else list(prompt)
             given["encoder_hidden_states"] = self._embed(texts)
-            if guided and negative_prompt_embeds is None:
+            if guided and negative_prompt_embeds is None and "encoder_hidden_states" not in against:
                 refused = negative_prompt if negative_prompt is not None else ""
                 refused = [refused] * len(texts) if isinstance(refused, str) else list(refused)
                 against["encoder_hidden_states"] = self._embed(refused)

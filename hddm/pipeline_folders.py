@@ -55,8 +55,11 @@ def save_pipeline(pipeline: Any, folder: Path, overwrite: bool) -> None:
     """Write the parts of a `hddm.HDDMPipeline` as an ensemble folder, whole or not at all.
 
     Raises:
-        HddmError: for a folder that exists, unless ``overwrite``.
+        HddmError: for a folder that exists, unless ``overwrite``, and for the one that experts are read from.
     """
+    read_from = [expert.folder.resolve() for expert in pipeline.experts.experts if expert.folder is not None]
+    if any(one.is_relative_to(folder.resolve()) for one in read_from):
+        raise HddmError(f"{folder}: these experts are read from it as they are needed; save elsewhere")
     with new_folder(folder, ENSEMBLE_FILE, overwrite) as draft:
         pipeline.experts.save_pretrained(draft / "experts")
         if pipeline.router is not None:
@@ -70,7 +73,8 @@ def save_pipeline(pipeline: Any, folder: Path, overwrite: bool) -> None:
             update={
                 "experts": tuple(f"experts/{k}" for k in range(len(pipeline.experts.facts))),
                 "router": None if pipeline.router is None else "router",
-                "shift": float(pipeline.scheduler.config.shift),
+                "shift": pipeline.ensemble.shift,
+                "strategy": pipeline.ensemble.strategy,
             }
         )
         write_ensemble_records(draft, facts, components)

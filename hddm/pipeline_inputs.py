@@ -3,16 +3,18 @@
 from collections.abc import Mapping, Sequence
 
 import torch
+from diffusers import FlowMatchEulerDiscreteScheduler
 from torch import Tensor
 
 from hddm.errors import HddmError
+from hddm.model_index import OTHER_GRIDS
 from hddm.sampling import initial_noise, uniform_draws
 
 Generators = torch.Generator | Sequence[torch.Generator] | None
 
 
 def class_indices(labels: int | str | Sequence[int | str] | Tensor, classes: Sequence[str]) -> Tensor:
-    """Indices (batch,) of classes given by name, or by number where no name fits.
+    """Indices (batch,) of classes: numbers are indices, texts are names, or indices where no name fits.
 
     Raises:
         HddmError: for a class that is not there, or an ensemble without classes.
@@ -26,12 +28,35 @@ def class_indices(labels: int | str | Sequence[int | str] | Tensor, classes: Seq
     names = {name: index for index, name in enumerate(classes)}
     indices = []
     for label in labels:
-        number = names.get(str(label), int(label) if str(label).isdecimal() else -1)
+        number = label if isinstance(label, int) else _index_of(str(label), names)
         if not 0 <= number < len(classes):
             some = ", ".join(classes[:10]) + (", …" if len(classes) > 10 else "")
             raise HddmError(f"no class {label!r}; the model's classes are {some}")
         indices.append(number)
     return torch.tensor(indices)
+
+
+def _index_of(text: str, names: Mapping[str, int]) -> int:
+    return names.get(text, int(text) if text.isdecimal() else -1)
+
+
+def shift_of(scheduler: FlowMatchEulerDiscreteScheduler) -> float:
+    """Shift of the time grid that a scheduler stands for.
+
+    Raises:
+        HddmError: for another class, or settings that would bend the grid otherwise.
+    """
+    if type(scheduler) is not FlowMatchEulerDiscreteScheduler:
+        raise HddmError(
+            f"the scheduler is a {type(scheduler).__name__}, and hddm integrates by its own solvers: take a "
+            "FlowMatchEulerDiscreteScheduler for the shift, and choose by solver="
+        )
+    for key in OTHER_GRIDS:
+        if scheduler.config.get(key):
+            raise HddmError(
+                f"the scheduler has {key} {scheduler.config[key]}, and hddm's grid has the shift alone"
+            )
+    return float(scheduler.shift)
 
 
 def repeated(

@@ -39,7 +39,7 @@ def read_cycles(pipeline: HDDMPipeline, settings: SampleSettings) -> tuple[Cycle
                 raise HddmError(f"{settings.conditions}: {name} is given by another option too; drop one")
             if side is given or guided:
                 side[key] = value
-    _refuse_missing(pipeline, given)
+    _refuse_missing(pipeline, given, settings.expert)
     return given, against
 
 
@@ -48,9 +48,11 @@ def cycled(cycles: Cycles, start: int, stop: int) -> dict[str, Tensor]:
     return {name: value[torch.arange(start, stop) % len(value)] for name, value in cycles.items()}
 
 
-def _refuse_missing(pipeline: HDDMPipeline, given: Cycles) -> None:
+def _refuse_missing(pipeline: HDDMPipeline, given: Cycles, only: int | None) -> None:
     options = {"encoder_hidden_states": "--prompt", "class_labels": "--class-labels"}
-    for field in pipeline.ensemble.experts:
+    for index, field in enumerate(pipeline.ensemble.experts):
+        if only not in (None, index):
+            continue
         for name in field.conditions or ():
             if name not in given and name not in field.null_conditions and name not in OPTIONAL_CONDITIONS:
                 option = f"{options[name]} or --conditions" if name in options else "--conditions"
