@@ -126,7 +126,8 @@ class VelocityField:
                 does not declare, or guidance without anything to guide from.
         """
         times = check_times(x_t, t)
-        self._check(x_t, conditions)
+        for side in (conditions, negative or {}):
+            self._check(x_t, side)
         given = self._with_null(conditions, x_t)
         guidance = Guidance.of(guidance_scale)
         if guidance.scale != 1.0 and not conditions:
@@ -227,7 +228,6 @@ class VelocityField:
         self, given: Mapping[str, Tensor], negative: Mapping[str, Tensor], x_t: Tensor
     ) -> Mapping[str, Tensor]:
         """The negative branch: ``negative``, completed by null values."""
-        self._check(x_t, negative)
         against = self._with_null(negative, x_t)
         if set(against) != set(given):
             raise HddmError(

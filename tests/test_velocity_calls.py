@@ -108,6 +108,14 @@ def test_an_undeclared_condition_is_refused_by_name() -> None:
         field.velocity(_states(), T, 2.0, {"caption": NULL}, class_labels=LABELS)
 
 
+def test_a_negative_condition_is_refused_where_nothing_guides_too() -> None:
+    field = VelocityField(Labelled(), LINEAR.schedule, "flow_prediction", conditions=["class_labels"])
+    with pytest.raises(HddmError, match=r"'bogus'.*declares: class_labels"):
+        field.velocity(_states(), T, 1.0, {"bogus": NULL}, class_labels=LABELS)
+    with pytest.raises(HddmError, match="'class_labels' has shape"):
+        field.velocity(_states(), T, 1.0, {"class_labels": NULL[:2]}, class_labels=LABELS)
+
+
 def test_an_expert_of_no_conditions_refuses_every_one() -> None:
     field = VelocityField(BoundedNetwork(), LINEAR.schedule, "flow_prediction", conditions=())
     with pytest.raises(HddmError, match="declares: none"):
