@@ -107,8 +107,8 @@ class VelocityField:
     ) -> Tensor:
         """Velocity dx/dt = E[eps - x_0 | x_t] on the common path.
 
-        With guidance, v = v_negative + guidance_scale (v_conditional - v_negative), both in one batch
-        (arXiv:2207.12598).
+        With guidance, v = v_negative + guidance_scale (v_conditional - v_negative) (arXiv:2207.12598), both
+        in one batch, or one after the other where their conditions have texts of different lengths.
 
         Args:
             x_t: (batch, …), any floating dtype.
@@ -139,9 +139,13 @@ class VelocityField:
         acts = guidance.acts(times)
         if not acts.any():
             return self._convert(x_t, times, given).to(x_t.dtype)
-        both = {key: torch.cat([given[key], against[key]]) for key in given}
-        v = self._convert(x_t.repeat(2, *[1] * (x_t.ndim - 1)), times.repeat(2), both)
-        conditional, unguided = v.chunk(2)
+        if all(given[key].shape == against[key].shape for key in given):
+            both = {key: torch.cat([given[key], against[key]]) for key in given}
+            v = self._convert(x_t.repeat(2, *[1] * (x_t.ndim - 1)), times.repeat(2), both)
+            conditional, unguided = v.chunk(2)
+        else:
+            # Texts of different lengths: padding one would change what a network without a mask gives.
+            conditional, unguided = (self._convert(x_t, times, side) for side in (given, against))
         return guidance.combine(conditional, unguided, acts).to(x_t.dtype)
 
     def _convert(self, x_t: Tensor, t: Tensor, conditions: Mapping[str, Tensor]) -> Tensor:

@@ -60,6 +60,47 @@ def test_guidance_is_its_formula_in_one_batch(scale: float) -> None:
     torch.testing.assert_close(guided, negative + scale * (positive - negative))
 
 
+class Told:
+    """A network of a text of any length; it keeps the batch sizes of its calls."""
+
+    def __init__(self) -> None:
+        self.batches: list[int] = []
+
+    def __call__(
+        self, y: Tensor, timestep: Tensor, encoder_hidden_states: Tensor, encoder_attention_mask: Tensor
+    ) -> Tensor:
+        self.batches.append(len(y))
+        heard = (encoder_hidden_states * encoder_attention_mask[:, :, None]).sum((1, 2))
+        return heard.to(y).view(-1, 1, 1, 1) * y
+
+
+@pytest.mark.parametrize("length", [3, 5], ids=["a shorter one", "null values"])
+def test_texts_of_different_lengths_guide_as_those_of_one_do(length: int) -> None:
+    noise = torch.Generator().manual_seed(1)
+    tokens, others = torch.randn(4, 7, 2, generator=noise), torch.randn(length, 2, generator=noise)
+    masks = (torch.tensor([[1, 1, 1, 1, 0, 0, 0]]).repeat(4, 1), torch.ones(length))
+    nulls = {"encoder_hidden_states": others, "encoder_attention_mask": masks[1]} if length == 5 else {}
+    network = Told()
+    field = VelocityField(network, LINEAR.schedule, "flow_prediction", null_conditions=nulls)
+    negative = {
+        "encoder_hidden_states": others.expand(4, -1, -1),
+        "encoder_attention_mask": masks[1].expand(4, -1),
+    }
+    x_t = _states()
+    found = field.velocity(
+        x_t,
+        T,
+        3.0,
+        None if nulls else negative,
+        encoder_hidden_states=tokens,
+        encoder_attention_mask=masks[0],
+    )
+    positive = tokens[:, :4].sum((1, 2))
+    gain = others.sum() + 3.0 * (positive - others.sum())
+    torch.testing.assert_close(found, gain.view(-1, 1, 1, 1) * x_t)
+    assert network.batches == [4, 4]
+
+
 def test_guidance_of_one_asks_for_the_condition_alone() -> None:
     network = Labelled()
     field = VelocityField(network, LINEAR.schedule, "flow_prediction")
