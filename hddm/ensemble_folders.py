@@ -92,7 +92,11 @@ def write_ensemble_records(draft: Path, facts: EnsembleFacts, components: Mappin
         draft: a folder that has no ``scheduler/`` yet.
         facts: what to write; its ``format`` is taken to be today's.
         components: library and class by name, of vae, text_encoder and tokenizer; the others are known.
+
+    Raises:
+        HddmError: for numbers that do not fit the experts, which no one could open.
     """
+    _check_numbers(facts, draft / ENSEMBLE_FILE)
     write_json(draft / ENSEMBLE_FILE, facts.model_dump(mode="json"))
     router = {} if facts.router is None else {"router": ("hddm", "RouterTransformer")}
     write_model_index(draft, {**components, **router})

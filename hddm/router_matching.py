@@ -1,7 +1,7 @@
 """Which output of a router belongs to which expert: told by the shard, not by the order."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from hddm.compatibility import Findings, Named, compare_experts
 from hddm.experts import ExpertFacts, RouterFacts
@@ -45,10 +45,12 @@ def match_router(
         )
         return ()
     outputs = []
+    takers: dict[int, list[str]] = {}
     for k, ((expert, facts), output) in enumerate(zip(experts, settled, strict=True)):
         if output is None and facts.shard is None:
             found.note(f"{expert} records no shard; by its place it is taken for output {k} of the router")
             outputs.append(k)
+            takers.setdefault(k, []).append(expert)
             continue
         by_shard = _output_of(facts, router)
         if facts.shard is not None and by_shard is None:
@@ -61,6 +63,9 @@ def match_router(
         if by_shard is not None and expected is not None and by_shard != expected:
             found.differ(expert, f"was trained on the shard of output {by_shard} of {name}, not {expected}")
         outputs.append(next(o for o in (by_shard, expected, k) if o is not None))
+        if by_shard is not None or expected is not None:
+            takers.setdefault(outputs[-1], []).append(expert)
+    _refuse_shared(experts, takers, found)
     left = sorted(set(range(total)) - set(outputs))
     if left and not found.differences:
         found.note(f"{name}: of its {total} outputs, these are left out: {', '.join(map(str, left))}")
@@ -89,6 +94,16 @@ def check_together(
         else:
             match_router(experts, router, found, before=settled)
     found.refuse("the parts of this ensemble do not fit together; assemble it anew:")
+
+
+def _refuse_shared(experts: Sequence[Named], takers: Mapping[int, list[str]], found: Findings) -> None:
+    """An output is one expert's; that two record one shard is told where experts are compared."""
+    hashes = {name: facts.shard.hash if facts.shard else name for name, facts in experts}
+    for output, names in takers.items():
+        if len({hashes[name] for name in names}) > 1:
+            for name in names:
+                others = ", ".join(other for other in names if other != name)
+                found.differ(name, f"takes output {output} of the router, and so does {others}")
 
 
 def _output_of(facts: ExpertFacts, router: RouterFacts) -> int | None:

@@ -53,7 +53,11 @@ def test_removing_an_expert_equals_assembling_without_it(
     assert contents(whole) == contents(tmp_path / "two")
     after = _load(whole)
     torch.testing.assert_close(after.router(X, TIMES), of_all / of_all.sum(1, keepdim=True))
-    expected = ((of_all / of_all.sum(1, keepdim=True))[..., None, None, None] * parts).sum(1)
+    # Of a class, experts have p(k | x_t) p(k | class) / p(k); the label 2 stands for none.
+    facts = read_ensemble_facts(whole)
+    of_class = torch.tensor([*facts.class_prior, facts.prior])[labels["class_labels"]]
+    weights = of_all * of_class / torch.tensor(facts.prior)
+    expected = ((weights / weights.sum(1, keepdim=True))[..., None, None, None] * parts).sum(1)
     torch.testing.assert_close(after.velocity(X, TIMES, **labels), expected)
 
 
@@ -120,6 +124,22 @@ def test_an_expert_whose_shard_the_router_lacks_needs_another_router(
     change(whole, add=[trio.experts[2]], router=trio.router)
     assert read_ensemble_facts(whole).router_outputs == ()
     assert len(_load(whole).experts) == 3
+
+
+def test_two_experts_never_get_one_output_of_the_router(trio: Trio, tmp_path: Path) -> None:
+    """What records no shard was placed by order, so a shard that comes may be the one it was trained on."""
+    lost, whole = _without_shard(trio.experts[1], tmp_path / "lost"), tmp_path / "whole"
+    assemble([trio.experts[0], lost, trio.experts[2]], whole, trio.router, "full")
+    before = contents(whole)
+    with pytest.raises(HddmError) as caught:
+        change(whole, add=[trio.experts[1]])
+    assert caught.value.details == (
+        f"{whole / 'experts/1'}: takes output 1 of the router, and so does {trio.experts[1]}",
+        f"{trio.experts[1]}: takes output 1 of the router, and so does {whole / 'experts/1'}",
+    )
+    assert contents(whole) == before
+    change(whole, remove=[1], add=[trio.experts[1]])
+    assert read_ensemble_facts(whole).router_outputs == (0, 2, 1)
 
 
 def test_strategy_shift_and_papers_stay(trio: Trio, whole: Path) -> None:

@@ -15,6 +15,7 @@ from hddm.assembly import assemble
 from hddm.data.shards import partition
 from hddm.describe import describe
 from hddm.ensemble import Ensemble
+from hddm.ensemble_folders import read_ensemble_facts, write_ensemble_records
 from hddm.errors import HddmError
 from hddm.experts import EXPERT_FILE, read_router
 from hddm.model_folders import WEIGHTS
@@ -157,6 +158,13 @@ def test_numbers_that_do_not_fit_the_experts_are_refused(
         hddm.load(folder)
     assert message in str(caught.value)
     assert str(folder / "ensemble.json") in str(caught.value)
+
+
+def test_records_that_could_not_be_opened_are_not_written(ensemble: Path, tmp_path: Path) -> None:
+    facts = read_ensemble_facts(ensemble).model_copy(update={"router_outputs": (1, 1)})
+    with pytest.raises(HddmError, match="router_outputs must be 2 different outputs"):
+        write_ensemble_records(tmp_path, facts, {})
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("verb", ["partition", "train", "assemble", "sample"])
