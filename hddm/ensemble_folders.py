@@ -90,14 +90,14 @@ def write_ensemble_records(draft: Path, facts: EnsembleFacts, components: Mappin
 
     Args:
         draft: a folder that has no ``scheduler/`` yet.
-        facts: what to write; its ``format`` is taken to be today's.
+        facts: what to write; in today's format, whatever was read.
         components: library and class by name, of vae, text_encoder and tokenizer; the others are known.
 
     Raises:
         HddmError: for numbers that do not fit the experts, which no one could open.
     """
     _check_numbers(facts, draft / ENSEMBLE_FILE)
-    write_json(draft / ENSEMBLE_FILE, facts.model_dump(mode="json"))
+    write_json(draft / ENSEMBLE_FILE, facts.model_dump(mode="json") | {"format": FORMAT})
     router = {} if facts.router is None else {"router": ("hddm", "RouterTransformer")}
     write_model_index(draft, {**components, **router})
     write_scheduler(draft, facts.shift)

@@ -17,7 +17,7 @@ from hddm.describe import describe
 from hddm.ensemble import Ensemble
 from hddm.ensemble_folders import read_ensemble_facts, write_ensemble_records
 from hddm.errors import HddmError
-from hddm.experts import EXPERT_FILE, read_router
+from hddm.experts import EXPERT_FILE, FORMAT, read_router
 from hddm.model_folders import WEIGHTS
 from hddm.routing import Router
 from hddm.sample_folders import sample_to_folder
@@ -165,6 +165,12 @@ def test_records_that_could_not_be_opened_are_not_written(ensemble: Path, tmp_pa
     with pytest.raises(HddmError, match="router_outputs must be 2 different outputs"):
         write_ensemble_records(tmp_path, facts, {})
     assert not list(tmp_path.iterdir())
+
+
+def test_records_are_written_in_todays_format(ensemble: Path, tmp_path: Path) -> None:
+    facts = read_ensemble_facts(ensemble).model_copy(update={"format": "1.0"})
+    write_ensemble_records(tmp_path, facts, {})
+    assert json.loads((tmp_path / "ensemble.json").read_text())["format"] == FORMAT
 
 
 @pytest.mark.parametrize("verb", ["partition", "train", "assemble", "sample"])
