@@ -16,6 +16,7 @@ from hddm.models.transformer import ExpertTransformer
 from hddm.paris import is_paris, paris_experts, paris_router
 from hddm.router_matching import check_together
 from hddm.routing import Strategy
+from hddm.weight_files import inside
 
 COMPONENTS = ("vae", "text_encoder", "tokenizer")
 """What an ensemble of latents may have besides, a folder each."""
@@ -131,5 +132,5 @@ def _paris(folder: Path, dtype: torch.dtype, chosen: Sequence[int] | None) -> Pa
         found_router.network.requires_grad_(False),
         RouterFacts(time_scale=time_scale, sample_shape=shape, shard_hashes=(), shard_images=()),
         facts,
-        [name for name in COMPONENTS if (folder / name).is_dir()],
+        [name for name in COMPONENTS if inside(folder, name).is_dir()],
     )

@@ -96,3 +96,12 @@ def test_a_release_that_is_not_whole_is_refused_with_its_remedy(tmp_path: Path) 
     (tmp_path / "expert_1").rename(tmp_path / "expert_3")
     with pytest.raises(HddmError, match=r"lacks expert_1; fetch the whole release"):
         hddm.load(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["vae", "text_encoder", "tokenizer"])
+def test_a_component_that_is_a_link_out_of_the_release_is_refused(name: str, tmp_path: Path) -> None:
+    write_paris(tmp_path / "paris")
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "paris" / name).symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(HddmError, match=f"{name}: is a link to .*elsewhere, outside the folder; refused"):
+        hddm.load(tmp_path / "paris")
