@@ -119,8 +119,9 @@ def check(
     _compare_widths(folders, experts, given, found)
     if parts.router is not None:
         router = read_facts(parts.router / ROUTER_FILE, RouterFacts, FORMAT)
-        outputs = match_router(experts, router, found, str(parts.router), parts.outputs)
-        if outputs == tuple(range(len(router.shard_hashes))):
+        total = _outputs_of(parts.router)
+        outputs = match_router(experts, router, found, str(parts.router), parts.outputs, total)
+        if outputs == tuple(range(total)):
             outputs = ()
     found.refuse()
     shares = prior_of(experts, found, prior)
@@ -159,6 +160,14 @@ def fill(draft: Path, parts: Parts, facts: EnsembleFacts) -> None:
 def link_folder(source: Path, target: Path) -> None:
     """Make ``target`` a folder of the same files, hard links where the file system allows."""
     shutil.copytree(source, target, copy_function=lambda a, b: link_or_copy(Path(a), Path(b)))
+
+
+def _outputs_of(router: Path) -> int:
+    """Number of a router's outputs; its record may not say which shards they are of."""
+    total = read_config(router).get("num_experts")
+    if not isinstance(total, int) or isinstance(total, bool) or total < 1:
+        raise HddmError(f"{router / 'config.json'}: num_experts is {str(total)[:40]}, and must be from 1")
+    return total
 
 
 def _surroundings(components: Mapping[str, Path]) -> Surroundings:

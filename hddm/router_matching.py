@@ -13,11 +13,12 @@ def match_router(
     found: Findings,
     name: str = "router",
     before: Sequence[int | None] = (),
+    total: int | None = None,
 ) -> tuple[int, ...]:
     """The router's output for each expert: that of the expert's shard.
 
     Experts may come in any order, and some outputs may be left out. Where an expert records no shard, all
-    are taken to be in the router's order, and there must be as many.
+    are taken to be in the router's order, and there must be as many; so too where the router records none.
 
     Args:
         experts: in the order of the ensemble.
@@ -25,35 +26,47 @@ def match_router(
         found: takes differences and notes.
         name: of the router, for messages.
         before: outputs that are settled, None for an expert without; empty for none.
+        total: number of its outputs; by default that of the shards in its record.
     """
     shape = Counter(facts.sample_shape for _, facts in experts).most_common(1)[0][0]
     if router.sample_shape != shape:
         found.differ(name, f"sample_shape {router.sample_shape}, not {shape}")
     settled = before or [None] * len(experts)
-    total = len(router.shard_hashes)
+    total = len(router.shard_hashes) if total is None else total
+    if len(router.shard_hashes) not in (0, total):
+        found.differ(name, f"names {len(router.shard_hashes)} shards, and has {total} outputs")
+        return ()
     if beyond := sorted(output for output in settled if output is not None and output >= total):
         found.differ(name, f"has outputs 0 to {total - 1}, and the ensemble takes {beyond}")
         return ()
     loose = [
-        n for (n, facts), output in zip(experts, settled, strict=True) if output is None and not facts.shard
+        expert
+        for (expert, facts), output in zip(experts, settled, strict=True)
+        if output is None and not (facts.shard and router.shard_hashes)
     ]
     if loose and (len(experts) != total or any(output is not None for output in settled)):
+        told = "without a shard record" if router.shard_hashes else "of a router that records no shards"
         found.differ(
             name,
             f"tells {total} shards apart, and there are {len(experts)} experts, of which {', '.join(loose)} "
-            "without a shard record can only be matched by order",
+            f"{told} can only be matched by order",
         )
         return ()
+    if loose and not router.shard_hashes:
+        found.note(f"{name} records no shards; experts are taken to be in the order of its outputs")
     outputs = []
     takers: dict[int, list[str]] = {}
     for k, ((expert, facts), output) in enumerate(zip(experts, settled, strict=True)):
-        if output is None and facts.shard is None:
-            found.note(f"{expert} records no shard; by its place it is taken for output {k} of the router")
+        if output is None and (facts.shard is None or not router.shard_hashes):
+            if router.shard_hashes:
+                found.note(
+                    f"{expert} records no shard; by its place it is taken for output {k} of the router"
+                )
             outputs.append(k)
             takers.setdefault(k, []).append(expert)
             continue
         by_shard = _output_of(facts, router)
-        if facts.shard is not None and by_shard is None:
+        if facts.shard is not None and by_shard is None and router.shard_hashes:
             found.differ(
                 expert,
                 f"was trained on a shard that {name} does not know ({facts.shard.hash[:12]}); train a router "

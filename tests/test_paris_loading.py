@@ -9,6 +9,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import hddm
+from hddm.assembly import assemble
+from hddm.assembly_changes import change
 from hddm.errors import HddmError
 from tests.checkpoint_files import shared_checkpoint
 from tests.paris_files import EXPERT_FILE, TEXT, edit, fields, router, write_paris
@@ -105,3 +107,34 @@ def test_a_component_that_is_a_link_out_of_the_release_is_refused(name: str, tmp
     (tmp_path / "paris" / name).symlink_to(tmp_path / "elsewhere")
     with pytest.raises(HddmError, match=f"{name}: is a link to .*elsewhere, outside the folder; refused"):
         hddm.load(tmp_path / "paris")
+
+
+@torch.no_grad()
+def test_a_release_that_was_saved_can_be_changed(tmp_path: Path) -> None:
+    """Its router records no shards: outputs are counted from its config and told by the order."""
+    write_paris(tmp_path / "paris")
+    whole, saved = _ensemble(tmp_path / "paris"), tmp_path / "saved"
+    hddm.HDDMPipeline.from_pretrained(tmp_path / "paris").save_pretrained(saved)
+    assert change(saved, strategy="full") == (
+        "no expert records its VAE; that all share one is taken on trust",
+        "no expert records its text encoder; that all share one is taken on trust",
+        *_without_shards(saved, 3),
+    )
+    change(saved, remove=["0"])
+    kept, given = _ensemble(saved), {"encoder_hidden_states": PROMPT}
+    assert whole.router is not None
+    assert kept.router is not None
+    weights = whole.router(X, T)[:, 1:] / whole.router(X, T)[:, 1:].sum(1, keepdim=True)
+    torch.testing.assert_close(kept.router(X, T), weights)
+    each = torch.stack([expert.velocity(X, T, **given) for expert in whole.experts[1:]], 1)
+    torch.testing.assert_close(kept.velocity(X, T, **given), (weights[..., None, None, None] * each).sum(1))
+    with pytest.raises(HddmError, match="of a router that records no shards can only be matched by order"):
+        change(saved, add=[saved / "experts" / "0"], out=tmp_path / "more")
+    experts, router_of = [saved / "experts" / k for k in "01"], saved / "router"
+    with pytest.raises(HddmError, match="tells 3 shards apart, and there are 2 experts"):
+        assemble(experts, tmp_path / "other", router_of)
+
+
+def _without_shards(folder: Path, num: int) -> list[str]:
+    names = ", ".join(str(folder / "experts" / str(k)) for k in range(num))
+    return [f"{names}: no shard is recorded, so the prior keeps its proportions"]
