@@ -9,6 +9,9 @@ from hddm.errors import HddmError
 from hddm.interfaces import OPTIONAL_CONDITIONS
 from hddm.tensors import to_float64
 
+SETTINGS = frozenset({"time_ids", "resolution", "aspect_ratio", "guidance"})
+"""Conditions that say how a sample is made, and not what it shows: a negative branch has the same ones."""
+
 
 def check_times(x_t: Tensor, t: Tensor) -> Tensor:
     """``t`` as (batch,) in float64.
@@ -50,6 +53,11 @@ def refuse_undeclared(declared: Sequence[str], conditions: Mapping[str, Tensor])
         if name not in declared:
             known = ", ".join(declared) or "none"
             raise HddmError(f"this expert takes no condition {name!r}; it declares: {known}")
+
+
+def can_guide(conditions: Mapping[str, Tensor], negative: Mapping[str, Tensor]) -> bool:
+    """Whether these conditions say anything that a negative branch does not: more than `SETTINGS`."""
+    return bool(conditions) and (bool(negative) or not SETTINGS.issuperset(conditions))
 
 
 def refuse_missing(declared: Sequence[str], given: Mapping[str, Tensor]) -> None:

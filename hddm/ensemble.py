@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from hddm.conditions import check_conditions, check_times
+from hddm.conditions import can_guide, check_conditions, check_times
 from hddm.errors import HddmError
 from hddm.guidance import Guidance
 from hddm.offload import bring, in_best_order
@@ -136,6 +136,7 @@ class Ensemble:
             )
         given = self._shared_out(conditions)
         against = self._shared_out(negative or {})
+        is_guided = can_guide(conditions, negative or {})
         mixed = torch.zeros_like(x_t, dtype=torch.promote_types(x_t.dtype, torch.float32))
         used = weights.to("cpu") != 0
         waiting = in_best_order({k: self.experts[k].network for k in used.any(0).nonzero()[:, 0].tolist()})
@@ -148,8 +149,8 @@ class Ensemble:
             v = self.experts[index].velocity(
                 x_t[here].to(mixed.dtype),
                 times[rows.to(times.device)],
-                # An expert without conditions has nothing to be guided by, and takes part as it is.
-                guidance_scale if given[index] or not conditions else 1.0,
+                # An expert that takes nothing of what guides takes part as it is.
+                guidance_scale if can_guide(given[index], against[index]) or not is_guided else 1.0,
                 {key: value[here] for key, value in against[index].items()} or None,
                 **{key: value[here] for key, value in given[index].items()},
             )

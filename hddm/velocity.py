@@ -28,7 +28,15 @@ import torch
 from torch import Tensor
 
 from hddm.calibration import Calibration
-from hddm.conditions import check_conditions, check_labels, check_times, refuse_missing, refuse_undeclared
+from hddm.conditions import (
+    SETTINGS,
+    can_guide,
+    check_conditions,
+    check_labels,
+    check_times,
+    refuse_missing,
+    refuse_undeclared,
+)
 from hddm.errors import HddmError
 from hddm.guidance import Guidance
 from hddm.predictions import Point, PredictionType, velocity, x_0_and_eps
@@ -114,7 +122,8 @@ class VelocityField:
             x_t: (batch, …), any floating dtype.
             t: (batch,) in [0, 1]; a scalar stands for a batch of it.
             guidance_scale: 1 for none, or a `Guidance`.
-            negative: conditions of the negative branch; by default the null ones.
+            negative: conditions of the negative branch; by default the null ones, and of those of
+                `hddm.conditions.SETTINGS` that have none the same as in ``conditions``.
             conditions: keywords of the network's forward, each (batch, …); a declared one that is
                 left out takes its null value.
 
@@ -126,16 +135,17 @@ class VelocityField:
                 does not declare, or guidance without anything to guide from.
         """
         times = check_times(x_t, t)
-        for side in (conditions, negative or {}):
+        negative = negative or {}
+        for side in (conditions, negative):
             self._check(x_t, side)
         given = self._with_null(conditions, x_t)
         guidance = Guidance.of(guidance_scale)
-        if guidance.scale != 1.0 and not conditions:
+        if guidance.scale != 1.0 and not can_guide(conditions, negative):
             raise HddmError("guidance needs a condition to guide to: pass one, or guidance_scale=1")
         refuse_missing(self.conditions or (), given)
         if guidance.scale == 1.0:
             return self._convert(x_t, times, given).to(x_t.dtype)
-        against = self._negative(given, negative or {}, x_t)
+        against = self._negative(given, negative, x_t)
         acts = guidance.acts(times)
         if not acts.any():
             return self._convert(x_t, times, given).to(x_t.dtype)
@@ -231,12 +241,15 @@ class VelocityField:
     def _negative(
         self, given: Mapping[str, Tensor], negative: Mapping[str, Tensor], x_t: Tensor
     ) -> Mapping[str, Tensor]:
-        """The negative branch: ``negative``, completed by null values."""
-        against = self._with_null(negative, x_t)
-        if set(against) != set(given):
+        """The negative branch: ``negative``, completed by null values and the settings of ``given``."""
+        settings = {name: value for name, value in given.items() if name in SETTINGS}
+        against = settings | dict(self._with_null(negative, x_t))
+        sides = {"the negative conditions": given.keys() - against, "the conditions": against.keys() - given}
+        missing = [f"{side} lack {' and '.join(sorted(names))}" for side, names in sides.items() if names]
+        if missing:
             raise HddmError(
-                "guidance needs the same keywords on both sides, and this expert has no null value for "
-                f"them (conditions: {sorted(given)}, negative: {sorted(against)})"
+                f"guidance needs the same keywords on both sides: {', '.join(missing)}, and this expert "
+                "knows no value that stands for none"
             )
         return against
 

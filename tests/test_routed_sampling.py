@@ -217,6 +217,28 @@ def test_both_sides_of_guidance_have_a_row_a_state() -> None:
             ensemble.velocity(x, t, 2.0, {"class_labels": against}, class_labels=given)
 
 
+def test_an_expert_that_takes_sizes_alone_takes_part_unguided() -> None:
+    def sized(x: Tensor, t: Tensor, time_ids: Tensor, class_labels: Tensor | None = None) -> Tensor:
+        labels = 0 if class_labels is None else class_labels
+        return (labels + time_ids).view(-1, 1, 1, 1).expand_as(x)
+
+    nulls = {"class_labels": torch.tensor(0.0)}
+    experts = [
+        VelocityField(sized, LinearSchedule(), "flow_prediction", conditions=("time_ids",)),
+        VelocityField(
+            sized,
+            LinearSchedule(),
+            "flow_prediction",
+            conditions=("time_ids", "class_labels"),
+            null_conditions=nulls,
+        ),
+    ]
+    ensemble = Ensemble(experts, lambda x, t: torch.tensor([[0.25, 0.75]]).expand(len(x), -1), "full")
+    given = {"time_ids": torch.tensor([1.0, 2.0]), "class_labels": torch.tensor([5.0, 7.0])}
+    v = ensemble.velocity(torch.zeros(2, *SHAPE), torch.tensor(0.5), 3.0, **given)
+    assert v[:, 0, 0, 0].tolist() == [0.25 * 1 + 0.75 * (1 + 3 * 5), 0.25 * 2 + 0.75 * (2 + 3 * 7)]
+
+
 def test_conditions_are_rows_of_any_kind() -> None:
     ensemble = _ensemble("top-1", ("class_labels",))
     given = {"steps": 2, "guidance_scale": 2.0}

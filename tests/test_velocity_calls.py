@@ -101,6 +101,61 @@ def test_texts_of_different_lengths_guide_as_those_of_one_do(length: int) -> Non
     assert network.batches == [4, 4]
 
 
+class Sized:
+    """A network of a text and a size, each a number a sample."""
+
+    def __call__(self, y: Tensor, timestep: Tensor, text_embeds: Tensor, time_ids: Tensor) -> Tensor:
+        return (text_embeds * time_ids).view(-1, 1, 1, 1).to(y) * y
+
+
+def _sized(**nulls: float) -> VelocityField:
+    values = {name: torch.tensor(value) for name, value in nulls.items()}
+    return VelocityField(Sized(), LINEAR.schedule, "flow_prediction", null_conditions=values)
+
+
+@pytest.mark.parametrize(
+    ("nulls", "negative_sizes", "sizes_used"),
+    [({}, None, [4.0, 5.0, 6.0, 7.0]), ({}, [9.0] * 4, [9.0] * 4), ({"time_ids": 8.0}, None, [8.0] * 4)],
+    ids=["no null value", "given", "a null value"],
+)
+def test_the_negative_branch_has_the_settings_of_the_other_one(
+    nulls: dict[str, float], negative_sizes: list[float] | None, sizes_used: list[float]
+) -> None:
+    texts, sizes, against = torch.arange(4.0), torch.tensor([4.0, 5.0, 6.0, 7.0]), torch.full((4,), -2.0)
+    negative = {"text_embeds": against}
+    if negative_sizes is not None:
+        negative["time_ids"] = torch.tensor(negative_sizes)
+    found = _sized(**nulls).velocity(_states(), T, 3.0, negative, text_embeds=texts, time_ids=sizes)
+    unguided = against * torch.tensor(sizes_used)
+    gain = unguided + 3.0 * (texts * sizes - unguided)
+    torch.testing.assert_close(found, gain.view(-1, 1, 1, 1) * _states())
+
+
+def test_settings_alone_guide_nowhere() -> None:
+    field = _sized(text_embeds=1.0)
+    with pytest.raises(HddmError, match="guidance needs a condition to guide to"):
+        field.velocity(_states(), T, 3.0, time_ids=T)
+    found = field.velocity(_states(), T, 3.0, {"time_ids": T + 1}, time_ids=T)
+    torch.testing.assert_close(found, (T + 1 - 3).view(-1, 1, 1, 1) * _states())
+
+
+@pytest.mark.parametrize(
+    ("positive", "negative", "words"),
+    [
+        (("text_embeds", "mask"), ("text_embeds",), "the negative conditions lack mask, and this"),
+        (("text_embeds",), ("text_embeds", "mask"), "both sides: the conditions lack mask, and this"),
+        (("mask", "text_embeds"), (), "the negative conditions lack mask and text_embeds, and"),
+        (("mask",), ("text_embeds",), "negative conditions lack mask, the conditions lack text_embeds, and"),
+    ],
+    ids=["negative", "positive", "several", "both"],
+)
+def test_what_one_side_of_guidance_lacks_is_named(
+    positive: tuple[str, ...], negative: tuple[str, ...], words: str
+) -> None:
+    with pytest.raises(HddmError, match=words):
+        _sized().velocity(_states(), T, 3.0, dict.fromkeys(negative, T), **dict.fromkeys(positive, T))
+
+
 def test_guidance_of_one_asks_for_the_condition_alone() -> None:
     network = Labelled()
     field = VelocityField(network, LINEAR.schedule, "flow_prediction")
