@@ -12,7 +12,7 @@ from diffusers.utils import BaseOutput
 from torch import Tensor, nn
 
 from hddm.components.text import encode
-from hddm.components.vae import decode
+from hddm.components.vae import decode, scale_of
 from hddm.ensemble import Ensemble
 from hddm.ensemble_folders import EnsembleFacts
 from hddm.errors import HddmError
@@ -26,6 +26,7 @@ from hddm.offload import Offload
 from hddm.pipeline_folders import open_pipeline, save_pipeline
 from hddm.pipeline_inputs import Generators, class_indices, noise_and_draws, repeated, shift_of
 from hddm.pipeline_offload import Offloading
+from hddm.pipeline_options import LOADING, SAVING, refuse_options
 from hddm.sampling import integrate, pick_experts, routed, time_grid
 
 OnStepEnd = Callable[["HDDMPipeline", int, float, dict[str, Tensor]], Mapping[str, Tensor] | None]
@@ -132,6 +133,7 @@ class HDDMPipeline(Offloading, DiffusionPipeline):  # type: ignore[misc]
         experts: Sequence[int] | None = None,
         offload: Offload = "none",
         max_memory: int | None = None,
+        **options: Any,
     ) -> "HDDMPipeline":
         """The pipeline in an ensemble folder, or of the Paris release; nothing in it is run as code.
 
@@ -141,10 +143,12 @@ class HDDMPipeline(Offloading, DiffusionPipeline):  # type: ignore[misc]
             experts: indices of the experts to take; by default all.
             offload: what experts that are not running do; see `hddm.offload`.
             max_memory: bytes that all weights together may take on the device.
+            options: of diffusers' loader, where they ask for what is done anyway, as ``local_files_only``.
 
         Raises:
-            HddmError: for anything else, or a folder whose parts contradict each other.
+            HddmError: for another option, or a folder whose parts contradict each other.
         """
+        refuse_options("from_pretrained", options, LOADING)
         parts = open_pipeline(Path(pretrained_model_name_or_path), torch_dtype, experts, offload, max_memory)
         made = cls(**parts)
         made.max_memory = max_memory
@@ -164,12 +168,18 @@ class HDDMPipeline(Offloading, DiffusionPipeline):  # type: ignore[misc]
         moved: HDDMPipeline = super().to(*(one for one in args if one is not dtype), **kwargs)
         return moved
 
-    def save_pretrained(self, save_directory: str | Path, *, overwrite: bool = False) -> None:
+    def save_pretrained(self, save_directory: str | Path, *, overwrite: bool = False, **options: Any) -> None:
         """Write an ensemble folder, whole or not at all, weights in the dtype that they run in.
 
+        Args:
+            save_directory: the folder.
+            overwrite: whether one that exists is replaced.
+            options: of diffusers' writer, where they ask for what is done anyway, as ``safe_serialization``.
+
         Raises:
-            HddmError: where the folder exists, unless ``overwrite``.
+            HddmError: where the folder exists, unless ``overwrite``, and for another option.
         """
+        refuse_options("save_pretrained", options, SAVING)
         save_pipeline(self, Path(save_directory), overwrite)
 
     @torch.no_grad()
@@ -185,6 +195,8 @@ class HDDMPipeline(Offloading, DiffusionPipeline):  # type: ignore[misc]
         negative_conditions: Mapping[str, Tensor] | None = None,
         num_images_per_prompt: int = 1,
         batch_size: int | None = None,
+        height: int | None = None,
+        width: int | None = None,
         num_inference_steps: int = 50,
         guidance_scale: float | Guidance = 1.0,
         strategy: str | None = None,
@@ -212,6 +224,8 @@ class HDDMPipeline(Offloading, DiffusionPipeline):  # type: ignore[misc]
             negative_conditions: the same for the negative branch.
             num_images_per_prompt: images of each prompt or class.
             batch_size: prompts or classes, where one or none of them stands for all.
+            height: of the images; there is one size, `image_size`.
+            width: likewise.
             num_inference_steps: solver steps.
             guidance_scale: 1 for none, or a `hddm.guidance.Guidance`.
             strategy: instead of the ensemble's own; see `hddm.routing`.
@@ -242,7 +256,7 @@ class HDDMPipeline(Offloading, DiffusionPipeline):  # type: ignore[misc]
         )  # fmt: skip
         given, against, num = repeated(given, against, num_images_per_prompt, batch_size)
         ensemble, chosen = routed(self.ensemble, strategy, expert, num, given)
-        self._check_output(output_type)
+        self._check_output(output_type, height, width)
         assert ensemble.sample_shape is not None
         dtype = torch.promote_types(ensemble.dtype, torch.float32)
         x, draws = noise_and_draws(num, ensemble.sample_shape, seed, start, generator, latents)
@@ -296,6 +310,8 @@ class HDDMPipeline(Offloading, DiffusionPipeline):  # type: ignore[misc]
         Raises:
             HddmError: for prompts without a text encoder, or two things that exclude each other.
         """
+        if prompt is not None and not all(isinstance(one, str) for one in prompt):
+            raise HddmError("prompt is a text or a list of texts; classes are passed as class_labels=")
         given, against = dict(conditions or {}), dict(negative_conditions or {})
         if "encoder_hidden_states" in against and not (
             negative_prompt is None and negative_prompt_embeds is None
@@ -321,6 +337,12 @@ class HDDMPipeline(Offloading, DiffusionPipeline):  # type: ignore[misc]
         elif negative_prompt is not None:
             raise HddmError("a negative_prompt needs a prompt beside it")
         if prompt_embeds is not None:
+            for facts in self.experts.facts:
+                if facts.text_encoder is not None and prompt_embeds.shape[-1] != facts.text_encoder.width:
+                    raise HddmError(
+                        f"prompt_embeds are {tuple(prompt_embeds.shape)}, and these experts take tokens of "
+                        f"{facts.text_encoder.width} numbers"
+                    )
             given["encoder_hidden_states"] = prompt_embeds
         if negative_prompt_embeds is not None:
             against["encoder_hidden_states"] = negative_prompt_embeds
@@ -342,7 +364,17 @@ class HDDMPipeline(Offloading, DiffusionPipeline):  # type: ignore[misc]
         with self.present(self.text_encoder) as text_encoder:
             return encode(text_encoder, self.tokenizer, texts)
 
-    def _check_output(self, output_type: str) -> None:
+    @property
+    def image_size(self) -> tuple[int, int]:
+        """Height and width of the images in pixels."""
+        height, width = self.experts.facts[0].sample_shape[1:]
+        factor = 1 if self.vae is None else scale_of(self.vae)
+        return factor * height, factor * width
+
+    def _check_output(self, output_type: str, height: int | None, width: int | None) -> None:
+        made = self.image_size
+        if (height or made[0], width or made[1]) != made:
+            raise HddmError(f"this ensemble makes images of {made[0]}×{made[1]}, not {height}×{width}")
         known = ("pil", "np", "pt", "latent")
         if output_type not in known:
             raise HddmError(f"unknown output_type {output_type!r}: choose one of {', '.join(known)}")

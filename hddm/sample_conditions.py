@@ -1,5 +1,6 @@
 """What images are made of: class labels, prompts and tensors in a file, cycled over the images."""
 
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -27,6 +28,12 @@ def read_cycles(pipeline: HDDMPipeline, settings: SampleSettings) -> tuple[Cycle
     guided = settings.guidance.scale != 1.0
     if settings.negative_prompt is not None and not guided:
         raise HddmError("--negative-prompt: needs a --guidance-scale other than 1")
+    if settings.prompts and (pipeline.text_encoder is None or pipeline.tokenizer is None):
+        raise HddmError(
+            "--prompt: this model has no text encoder and tokenizer; give it both (hddm assemble MODEL "
+            "--text-encoder FOLDER --tokenizer FOLDER; in Paris as text_encoder/ and tokenizer/), "
+            "or pass the encoded text by --conditions"
+        )
     given, against = pipeline.encode(
         settings.prompts or None, None, settings.negative_prompt, guided and bool(settings.prompts)
     )
@@ -40,6 +47,9 @@ def read_cycles(pipeline: HDDMPipeline, settings: SampleSettings) -> tuple[Cycle
             if side is given or guided:
                 side[key] = value
     _refuse_missing(pipeline, given, settings.expert)
+    takes_text = any("encoder_hidden_states" in facts.conditions for facts in pipeline.experts.facts)
+    if takes_text and "encoder_hidden_states" not in given:
+        warnings.warn("no --prompt: the experts make what no text stands for", stacklevel=2)
     return given, against
 
 

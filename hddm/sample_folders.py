@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from hddm.data.images import save_png, to_bytes
+from hddm.ensemble_folders import ENSEMBLE_FILE
 from hddm.errors import HddmError
 from hddm.expert_use import ExpertUse
 from hddm.experts import EXPERT_FILE
@@ -113,9 +114,14 @@ def _check_output(source: Path, pipeline: HDDMPipeline, settings: SampleSettings
     if settings.output_type == "latent" or pipeline.vae is not None:
         return
     if facts.space == "latents" or facts.sample_shape[0] not in (1, 3):
+        remedy = f"hddm assemble {source} --vae FOLDER"
+        if (source / EXPERT_FILE).exists():
+            remedy += " --out ENSEMBLE"
+        elif not (source / ENSEMBLE_FILE).exists():
+            remedy = f"put one there as {source / 'vae'}"
         raise HddmError(
-            f"{source}: its samples are latents of shape {facts.sample_shape} and it has no VAE; assemble "
-            "it with one (hddm assemble … --vae FOLDER), or pass --output-type latent"
+            f"{source}: its samples are latents of shape {facts.sample_shape} and it has no VAE; give it one "
+            f"({remedy}), or pass --output-type latent"
         )
 
 

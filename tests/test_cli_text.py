@@ -124,7 +124,7 @@ def test_embeddings_in_a_file_stand_for_prompts(
         (["--prompt", "x", "--expert", "2"], "there are 0 … 1"),
         (["--prompt", "x", "--device", "warp:9"], "--device warp:9"),
         (["--prompt", "x", "--max-memory", "1GB"], "--max-memory needs --offload"),
-        (["--prompt", "x", "--offload", "disk", "--max-memory", "1KB"], "--max-memory leaves"),
+        (["--prompt", "x", "--offload", "disk", "--max-memory", "1KB"], "text encoder alone take"),
         (["--conditions", "gone.safetensors"], "gone.safetensors: no such file"),
         (["--class-labels", "0"], "the model is unconditional"),
     ],
@@ -138,6 +138,30 @@ def test_what_cannot_be_sampled_says_so_and_writes_nothing(
     assert code == (0 if message is None else 1), error
     assert message is None or message in error
     assert (tmp_path / "out").exists() == (message is None)
+
+
+def test_a_forgotten_prompt_is_said_to_be_missing(ensemble: Path, tmp_path: Path, hddm: Command) -> None:
+    options = ["--num-images", 1, "--steps", 1]
+    for name, extra in (("none", []), ("some", ["--prompt", "a cat"])):
+        code, _, error = hddm("sample", ensemble, "--out", tmp_path / name, *options, *extra)
+        assert code == 0
+        assert ("no --prompt" in error) == (name == "none")
+
+
+def test_a_missing_vae_and_text_encoder_name_what_helps(
+    ensemble: Path, tmp_path: Path, hddm: Command
+) -> None:
+    options = ["--num-images", 1, "--steps", 1, "--out", tmp_path / "out"]
+    expert = tmp_path / "epsilon"
+    assert f"(hddm assemble {expert} --vae FOLDER --out ENSEMBLE)" in hddm("sample", expert, *options)[2]
+    assert hddm("assemble", expert, "--out", tmp_path / "bare")[0] == 0
+    bare = tmp_path / "bare"
+    assert f"(hddm assemble {bare} --vae FOLDER)" in hddm("sample", bare, *options)[2]
+    assert hddm("assemble", bare, "--vae", ensemble / "vae")[0] == 0
+    error = hddm("sample", bare, *options, "--prompt", "a cat")[2]
+    assert "--prompt: this model has no text encoder" in error
+    assert "--conditions" in error
+    assert hddm("sample", bare, *options)[0] == 0
 
 
 def test_the_shift_of_a_flow_source_is_the_grid_s_unless_another_is_asked_for(

@@ -1,6 +1,5 @@
 """HDDMPipeline as users of diffusers know pipelines: seeds, callbacks, outputs, and clear refusals."""
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -253,8 +252,26 @@ def test_what_cannot_be_made_is_refused_in_one_line(
 def test_an_unknown_keyword_is_no_keyword(pipe: HDDMPipeline) -> None:
     with pytest.raises(TypeError, match="num_infernce_steps"):
         pipe(num_infernce_steps=4)
-    with pytest.raises(TypeError, match="trust_remote_code"):
-        HDDMPipeline.from_pretrained(Path(), trust_remote_code=True)
+    with pytest.raises(HddmError, match="trust_remote_code=True"):
+        HDDMPipeline.from_pretrained("anywhere", trust_remote_code=True)
+    with pytest.raises(HddmError, match="custom_pipeline='mine'"):
+        HDDMPipeline.from_pretrained("anywhere", custom_pipeline="mine")
+    with pytest.raises(HddmError, match="anywhere: no such folder"):
+        HDDMPipeline.from_pretrained("anywhere", local_files_only=True, use_safetensors=True, variant=None)
+    with pytest.raises(HddmError, match="safe_serialization=False"):
+        pipe.save_pretrained("anywhere", safe_serialization=False)
+
+
+def test_there_is_one_size_of_images(pipe: HDDMPipeline) -> None:
+    assert pipe.image_size == (4, 4)
+    assert pipe(height=4, width=4, **LATENT).images.shape == (1, 3, 4, 4)
+    with pytest.raises(HddmError, match="images of 4×4, not 512×512"):
+        pipe(height=512, width=512, **LATENT)
+
+
+def test_classes_are_not_taken_for_prompts(pipe: HDDMPipeline) -> None:
+    with pytest.raises(HddmError, match="passed as class_labels="):
+        pipe([0, 1], **LATENT)
 
 
 def test_latents_need_a_vae_to_become_images() -> None:

@@ -14,7 +14,11 @@ BatchSize = Annotated[int, typer.Option("--batch-size", min=1, help="Images a st
 LearningRate = Annotated[float, typer.Option("--learning-rate", help="Peak rate of AdamW.")]
 Size = Annotated[str, typer.Option("--size", help="Named network size: tiny, small, S/2 … XL/8.")]
 
-_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+_UNITS = {"": 1, "B": 1} | {
+    unit: size
+    for power, letter in enumerate("KMG", 1)
+    for unit, size in ((letter, 1000**power), (f"{letter}B", 1000**power), (f"{letter}IB", 1024**power))
+}
 
 
 def parse_size(text: str, option: str) -> int:

@@ -51,6 +51,12 @@ def vae_facts(folder: Path, variant: str | None = None) -> VaeFacts:
     return VaeFacts(kind=type(network).__name__, fingerprint=fingerprint(encoder), scale=scale, shift=shift)
 
 
+def scale_of(vae: "AutoencoderKL | AutoencoderTiny") -> int:
+    """How many times as wide as its latents the VAE's images are."""
+    levels = vae.config.get("decoder_block_out_channels") or vae.config["block_out_channels"]
+    return int(2 ** (len(levels) - 1))
+
+
 def decode(vae: "AutoencoderKL | AutoencoderTiny", latents: Tensor) -> Tensor:
     """Images (N, 3, H, W) in [-1, 1], float32, of samples (N, C, h, w), in one batch.
 
