@@ -1,4 +1,8 @@
-"""Changing an ensemble folder: experts come and go, the rest stays, and it is whole at every moment."""
+"""Changing an ensemble folder: experts come and go, the rest stays.
+
+The old folder makes room for the new one by two renames, between which nothing has its name. A process that
+is killed just there leaves both beside it, whole; the next change puts the old one back.
+"""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -8,7 +12,7 @@ from hddm.assembly import COMPONENTS, Parts, check, fill, link_folder, read_reco
 from hddm.compatibility import Findings
 from hddm.ensemble_folders import ENSEMBLE_FILE, EnsembleFacts, read_ensemble_facts
 from hddm.errors import HddmError
-from hddm.files import link_or_copy, new_folder
+from hddm.files import link_or_copy, new_folder, restore
 from hddm.model_index import MODEL_INDEX, read_model_index
 from hddm.priors import common_shift
 from hddm.weight_files import inside
@@ -40,7 +44,7 @@ def change(
         add: expert folders.
         remove: index or folder name, as in ``ensemble.json``, of each expert that goes.
         router: another router.
-        out: the folder to write; by default ``ensemble`` itself is replaced, in one step at the end.
+        out: the folder to write; by default ``ensemble`` itself is replaced, at the end.
         strategy: another strategy.
         overwrite: whether an existing ``out`` is replaced.
         vae: another VAE.
@@ -57,6 +61,7 @@ def change(
     given = {"vae": vae, "text_encoder": text_encoder, "tokenizer": tokenizer}
     if not (add or remove or router or strategy or any(given.values())):
         raise HddmError(f"{ensemble}: nothing to change; pass --add, --remove or another part")
+    restore(ensemble)
     if not (ensemble / ENSEMBLE_FILE).is_file():
         raise HddmError(
             f"{ensemble}: no ensemble folder ({ENSEMBLE_FILE}), and only such a one can be changed"

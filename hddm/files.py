@@ -1,6 +1,7 @@
 """Writing folders whole or not at all, and reading JSON with errors that name the file."""
 
 import contextlib
+import glob
 import json
 import os
 import shutil
@@ -21,6 +22,9 @@ def new_folder(target: Path, record: str, overwrite: bool = False) -> Iterator[P
 
     It lies beside ``target``, since a rename is atomic only within one file system. Files are synced to
     disk before the rename. ``record`` is the JSON file that marks its kind.
+
+    A folder that is replaced is renamed away first, so for a moment nothing has its name. Whoever is killed
+    just then leaves it whole, beside its place; `restore` puts it back.
 
     Raises:
         HddmError: as `check_absent`.
@@ -50,6 +54,7 @@ def check_absent(target: Path, record: str, overwrite: bool = False) -> None:
     With ``overwrite`` only an empty folder or one of the same kind may go: one that holds a ``record``, a
     JSON file with a format version. So a slip of the keyboard costs no images and no other model.
     """
+    restore(target)
     if not target.exists():
         above = next(folder for folder in target.absolute().parents if folder.exists())
         if not above.is_dir() or not os.access(above, os.W_OK):
@@ -64,6 +69,15 @@ def check_absent(target: Path, record: str, overwrite: bool = False) -> None:
             f"{target}: --overwrite replaces a folder of the same kind only, and this one holds no {record} "
             "of hddm's"
         )
+
+
+def restore(target: Path) -> None:
+    """Put a folder back that a killed process had renamed away, and nothing else in its place."""
+    if target.exists() or target.is_symlink() or not target.parent.is_dir():
+        return
+    left = [path for path in target.parent.glob(f"{glob.escape(_aside(target))}*") if _is_left(path)]
+    if left:
+        max(left, key=lambda path: path.stat().st_mtime_ns).rename(target)
 
 
 def link_or_copy(source: Path, target: Path) -> None:
@@ -110,14 +124,37 @@ def _replace(draft: Path, target: Path) -> None:
     if not target.exists():
         draft.rename(target)
         return
-    old = target.parent / f".{target.name}.old-{os.getpid()}"
+    old = target.parent / f"{_aside(target)}{os.getpid()}"
+    shutil.rmtree(old, ignore_errors=True)
     target.rename(old)
     try:
         draft.rename(target)
     except BaseException:
         old.rename(target)
         raise
-    shutil.rmtree(old)
+    # Under this name it is whole, or it is not there.
+    old.rename(draft)
+    shutil.rmtree(draft)
+
+
+def _aside(target: Path) -> str:
+    """What a folder is called that makes room for another, but for the number of the process."""
+    return f".{target.name}.old-"
+
+
+def _is_left(path: Path) -> bool:
+    """Whether the process that renamed a folder is gone."""
+    number = path.name.rpartition("-")[2]
+    if not number.isdecimal() or not path.is_dir():
+        return False
+    try:
+        os.kill(int(number), 0)
+    except ProcessLookupError:
+        return True
+    except (PermissionError, OverflowError):
+        return False
+    # Process numbers come round again, and this one is not at it.
+    return int(number) == os.getpid()
 
 
 def _sync(path: Path) -> None:

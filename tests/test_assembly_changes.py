@@ -1,6 +1,7 @@
 """Changing an ensemble: what is left is what would have been assembled, and no folder is half-changed."""
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -207,6 +208,18 @@ def test_a_change_that_fails_midway_changes_nothing(whole: Path, tmp_path: Path)
     with largest_file(20), pytest.raises((OSError, SafetensorError), match="File too large"):
         change(whole, remove=[0])
     assert contents(tmp_path) == before
+
+
+def test_a_change_puts_back_what_a_killed_one_had_renamed_away(whole: Path) -> None:
+    before = contents(whole)
+    child = os.fork()
+    if child == 0:
+        os._exit(0)
+    os.waitpid(child, 0)
+    whole.rename(whole.parent / f".whole.old-{child}")
+    with pytest.raises(HddmError, match="has no such expert"):
+        change(whole, remove=[7])
+    assert contents(whole.parent) == {f"whole/{name}": value for name, value in before.items()}
 
 
 @pytest.mark.parametrize(

@@ -2,12 +2,13 @@
 
 import os
 import signal
+import sys
 from pathlib import Path
 
 import pytest
 
 from hddm.errors import HddmError
-from hddm.files import LARGEST_JSON, check_absent, new_folder, read_json, write_json
+from hddm.files import LARGEST_JSON, check_absent, new_folder, read_json, restore, write_json
 from tests.artefacts import contents
 from tests.hostile import grown_by
 
@@ -57,6 +58,42 @@ def test_a_killed_process_leaves_no_half_folder(tmp_path: Path) -> None:
     with new_folder(tmp_path / "target", RECORD) as draft:
         (draft / "file").write_bytes(b"whole")
     assert contents(tmp_path / "target") == {"file": b"whole"}
+
+
+def _killed_between_the_renames(target: Path) -> None:
+    """Replace ``target`` in a process that is killed when the old folder is gone, the new one not there."""
+    child = os.fork()
+    if child == 0:
+        sys.addaudithook(
+            lambda event, _: _kill_itself() if event == "os.rename" and not target.exists() else None
+        )
+        with new_folder(target, RECORD, overwrite=True) as draft:
+            write_json(draft / RECORD, {"format": "new"})
+    _, status = os.waitpid(child, 0)
+    assert os.WTERMSIG(status) == signal.SIGKILL
+    assert not target.exists()
+
+
+def _kill_itself() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_the_folder_that_a_killed_process_was_replacing_comes_back(tmp_path: Path) -> None:
+    target = tmp_path / "target"
+    with new_folder(target, RECORD) as draft:
+        write_json(draft / RECORD, {"format": "old"})
+    before = contents(tmp_path)
+    _killed_between_the_renames(target)
+    with pytest.raises(HddmError, match=r"exists: .*--overwrite"):
+        check_absent(target, RECORD)
+    assert contents(target) == {RECORD: before[f"target/{RECORD}"]}
+
+
+def test_what_a_living_process_put_aside_is_left_to_it(tmp_path: Path) -> None:
+    aside = tmp_path / f".target.old-{os.getppid()}"
+    aside.mkdir()
+    restore(tmp_path / "target")
+    assert list(tmp_path.iterdir()) == [aside]
 
 
 def test_a_leftover_of_a_killed_process_does_not_get_in(tmp_path: Path) -> None:
