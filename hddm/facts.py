@@ -35,7 +35,9 @@ def parse_facts(content: dict[str, Any], record: type[Record], origin: str) -> R
     try:
         return record.model_validate(content)
     except ValidationError as error:
-        first = error.errors()[0]
+        errors = error.errors()
+        # A misspelt key is missing too, and its name as it stands says more.
+        first = next((one for one in errors if one["type"] == "extra_forbidden"), errors[0])
         key = ".".join(map(str, first["loc"]))
         if first["type"] == "extra_forbidden":
             # A nested key has its likes in another record than this one.

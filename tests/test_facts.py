@@ -63,6 +63,10 @@ def test_an_unknown_key_is_named_with_the_nearest_known_one(tmp_path: Path) -> N
     assert "unknown key 'step'; did you mean 'steps'?" in _refusal(tmp_path, GOOD | {"step": 1})
 
 
+def test_a_misspelt_key_is_named_and_not_the_one_that_is_missing_for_it(tmp_path: Path) -> None:
+    assert "unknown key 'stpes'; did you mean 'steps'?" in _refusal(tmp_path, {"format": KNOWN, "stpes": 3})
+
+
 def test_an_unknown_key_like_no_other_is_named_alone(tmp_path: Path) -> None:
     message = _refusal(tmp_path, GOOD | {"zzz": 1})
     assert "unknown key 'zzz'" in message
