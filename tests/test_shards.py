@@ -188,10 +188,23 @@ def test_a_newer_format_asks_for_an_upgrade(shard: Path) -> None:
 
 
 def test_a_folder_that_is_no_shard_is_named(tmp_path: Path) -> None:
-    assert f"{tmp_path / 'manifest.json'}: no such file" in _refusal(tmp_path)
-    assert f"{tmp_path / 'missing'}: no such shard folder" in _refusal(tmp_path / "missing")
-    with pytest.raises(HddmError, match=r"partition\.json: no such file"):
+    assert f"{tmp_path}: is no shard, since it holds no manifest.json" in _refusal(tmp_path)
+    assert f"{tmp_path / 'missing'}: no such folder" in _refusal(tmp_path / "missing")
+    with pytest.raises(HddmError, match=r"is no partition, since it holds no partition\.json"):
         find_shards(tmp_path)
+    with pytest.raises(HddmError, match="missing: no such folder"):
+        find_shards(tmp_path / "missing")
+
+
+def test_a_partition_is_no_shard_and_a_shard_no_partition(shards: Path, shard: Path) -> None:
+    first = shards / "shard_0"
+    said = f"{shards}: is a partition, not a shard; name one of its folders, as {first}"
+    assert said in _refusal(shards)
+    for folder, hint in ((first, f", {shards}"), (shard, "")):
+        with pytest.raises(HddmError) as refused:
+            find_shards(folder)
+        said = f"{folder}: is a shard, not a partition; name the folder of all shards{hint}"
+        assert str(refused.value) == said
 
 
 @pytest.mark.parametrize("shards", [0, 4])

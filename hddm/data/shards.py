@@ -140,8 +140,7 @@ def load_shard(folder: Path) -> Shard:
             that is no class, or fewer than `MIN_IMAGES` images.
     """
     path = folder / MANIFEST
-    if not folder.is_dir():
-        raise HddmError(f"{folder}: no such shard folder")
+    _refuse_other_folder(folder, MANIFEST)
     manifest = read_facts(path, Manifest, FORMAT)
     entries = manifest.images
     if len(entries) < MIN_IMAGES:
@@ -177,8 +176,26 @@ def find_shards(folder: Path) -> list[Path]:
     Raises:
         HddmError: where ``folder`` holds no partition.
     """
+    _refuse_other_folder(folder, PARTITION_FILE)
     facts = read_facts(folder / PARTITION_FILE, PartitionFacts, FORMAT)
     return [folder / f"shard_{k}" for k in range(len(facts.sizes))]
+
+
+def _refuse_other_folder(folder: Path, record: str) -> None:
+    """Refuse a folder that holds no ``record``, and say what it is instead."""
+    if not folder.is_dir():
+        raise HddmError(f"{folder}: no such folder")
+    if (folder / record).exists():
+        return
+    if (folder / PARTITION_FILE).exists():
+        shard = folder / "shard_0"
+        raise HddmError(f"{folder}: is a partition, not a shard; name one of its folders, as {shard}")
+    if (folder / MANIFEST).exists():
+        above = folder.parent if (folder.parent / PARTITION_FILE).exists() else None
+        hint = f", {above}" if above else ""
+        raise HddmError(f"{folder}: is a shard, not a partition; name the folder of all shards{hint}")
+    kind = "shard" if record == MANIFEST else "partition"
+    raise HddmError(f"{folder}: is no {kind}, since it holds no {record}; hddm partition writes them")
 
 
 def _write_images(source: ImageSet, clusters: Hierarchy, k: int, folder: Path) -> Manifest:
