@@ -1,5 +1,6 @@
 """Prompts as tokens, against transformers' own encoder and tokenizer on the same files."""
 
+import logging
 import os
 import warnings
 from pathlib import Path
@@ -9,8 +10,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
+from transformers.utils import logging as transformers_logging
 
 from hddm.checkpoints.empty_prompt import empty_prompt
+from hddm.components.files import read_config
 from hddm.components.text import encode, read_text_encoder, read_tokenizer, text_encoder_facts
 from hddm.errors import HddmError
 from tests.artefacts import edit_json
@@ -99,6 +102,38 @@ def test_slow_and_fast_files_make_the_same_tokens(files: str, tmp_path: Path) ->
         for name in ("vocab.json", "merges.txt", "special_tokens_map.json"):
             (folder / name).unlink(missing_ok=True)
     assert torch.equal(_ours(tmp_path), expected)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {},
+        {"eos_token_id": 2},
+        {"bos_token_id": 516, "eos_token_id": 517},
+        {"bos_token_id": -1, "eos_token_id": None, "pad_token_id": None},
+        {"eos_token_id": True, "pad_token_id": [517, "x"]},
+    ],
+    ids=str,
+)
+def test_numbers_of_special_tokens_change_no_hidden_state_and_warn_of_nothing(
+    change: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_clip(tmp_path)
+    expected, size = _theirs(tmp_path), read_config(tmp_path / "text_encoder")["vocab_size"]
+    edit_json(tmp_path / "text_encoder" / "config.json", **change)
+    caplog.clear()
+    # A message that was logged once is not logged again.
+    transformers_logging.get_logger("transformers.configuration_utils").warning_once.cache_clear()
+    monitored = logging.getLogger("transformers")
+    monitored.addHandler(caplog.handler)
+    try:
+        encoder = read_text_encoder(tmp_path / "text_encoder")
+    finally:
+        monitored.removeHandler(caplog.handler)
+    assert not [one.getMessage() for one in caplog.records]
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        assert getattr(encoder.config, name) in (None, *range(size))
+    assert (encode(encoder, read_tokenizer(tmp_path / "tokenizer"), PROMPTS) - expected).abs().max() < 1e-6
 
 
 def test_a_projection_is_left_aside(tmp_path: Path) -> None:

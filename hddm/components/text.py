@@ -3,7 +3,7 @@
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -30,6 +30,8 @@ _SIZES = (
     "hidden_act",
     "layer_norm_eps",
 )
+_NUMBERS = ("bos_token_id", "eos_token_id", "pad_token_id")
+_VOCABULARY = 49408
 _PREFIX = "text_model."
 _UNUSED = ("embeddings.position_ids", "text_projection.weight")
 
@@ -141,7 +143,8 @@ def _open(folder: Path, variant: str | None) -> tuple["CLIPTextModel", dict[str,
         raise HddmError(f"{origin}: num_hidden_layers is {layers!r} for {len(weights)} tensors")
     try:
         with torch.device("meta"):
-            model = CLIPTextModel(CLIPTextConfig(**{key: config[key] for key in _SIZES if key in config}))
+            sizes = {key: config[key] for key in _SIZES if key in config}
+            model = CLIPTextModel(CLIPTextConfig(**sizes, **_special_tokens(config)))
     except Exception as error:  # whatever a constructor makes of foreign values
         text = " ".join(str(error).split())[:300]
         raise HddmError(f"{origin}: no text encoder can be built from it ({text})") from error
@@ -150,3 +153,14 @@ def _open(folder: Path, variant: str | None) -> tuple["CLIPTextModel", dict[str,
     if problems:
         raise HddmError(f"{path}: does not fit its config.json: {'; '.join(problems)}")
     return model, weights, path
+
+
+def _special_tokens(config: dict[str, Any]) -> dict[str, Any]:
+    """The config's numbers of special tokens: the class's own may lie outside the vocabulary, with warnings.
+
+    They choose the pooled output alone, which no expert is given; it cannot be computed without an end, and
+    the end of CLIP's vocabulary is its last token.
+    """
+    size = config.get("vocab_size", _VOCABULARY)
+    valid = {key: n for key in _NUMBERS if type(n := config.get(key)) is int and 0 <= n < size}
+    return {**dict.fromkeys(_NUMBERS), "eos_token_id": size - 1, **valid}
