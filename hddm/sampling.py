@@ -6,8 +6,10 @@ generator of its own, whatever the batch size. What a batch size does change is 
 
 import copy
 import itertools
+import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping
+from numbers import Integral
 
 import torch
 from torch import Tensor
@@ -31,12 +33,12 @@ def time_grid(steps: int, shift: float = 1.0) -> Tensor:
     and nowhere else.
 
     Raises:
-        HddmError: for fewer than 1 step or a shift that is not positive.
+        HddmError: for steps that are no whole number from 1, or a shift that is not positive and finite.
     """
-    if steps < 1:
-        raise HddmError(f"steps must be at least 1, not {steps}")
-    if not shift > 0:
-        raise HddmError(f"shift must be positive, not {shift}")
+    if not isinstance(steps, Integral) or steps < 1:
+        raise HddmError(f"steps must be at least 1 and a whole number, not {steps}")
+    if not (shift > 0 and math.isfinite(shift)):
+        raise HddmError(f"shift must be positive and finite, not {shift}")
     u = torch.linspace(1, 0, steps + 1, dtype=torch.float64)
     return shift * u / (1 + (shift - 1) * u)
 
@@ -184,11 +186,10 @@ def sample(
 
     Raises:
         HddmError: for a num below 1, an unknown strategy or solver, a strategy for a single expert,
-            conditions of another length than num, or a model of unknown sample shape.
+            conditions of another length than num, a model of unknown sample shape, or a shape of other
+            channels than the model's.
     """
-    shape = shape or model.sample_shape
-    if shape is None:
-        raise HddmError("this model does not tell the shape of a sample: pass shape=(C, H, W)")
+    shape = _shape(shape, model.sample_shape)
     if num < 1 or batch_size < 1 or seed < 0 or start < 0:
         raise HddmError(
             f"num and batch_size start at 1, seed and start at 0, not {num}, {batch_size}, {seed} and {start}"
@@ -264,6 +265,20 @@ def routed(
             stacklevel=4,
         )
     return ensemble, None
+
+
+def _shape(asked: tuple[int, ...] | None, known: tuple[int, ...] | None) -> tuple[int, ...]:
+    """The shape asked for, or the model's; of the model's its sides may differ, as a UNet takes others."""
+    shape = known if asked is None else asked
+    if shape is None:
+        raise HddmError("this model does not tell the shape of a sample: pass shape=(C, H, W)")
+    if not shape or not all(isinstance(size, Integral) and size >= 1 for size in shape):
+        raise HddmError(f"shape= takes whole numbers from 1, (C, H, W), not {tuple(shape)}")
+    if known is not None and (len(shape), shape[0]) != (len(known), known[0]):
+        raise HddmError(
+            f"shape={tuple(shape)}: samples of this model are {tuple(known)}; only its sides may differ"
+        )
+    return shape
 
 
 def _rows(conditions: Mapping[str, Tensor], rows: Tensor, device: torch.device) -> dict[str, Tensor]:

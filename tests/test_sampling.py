@@ -180,7 +180,15 @@ def test_samples_are_float32_of_the_asked_shape_and_batches_are_reported() -> No
         ({"num": 0}, "num"),
         ({"batch_size": 0}, "batch_size"),
         ({"steps": 0}, "steps"),
+        ({"steps": 2.5}, "steps must be at least 1 and a whole number, not 2.5"),
+        ({"steps": float("nan")}, "steps"),
+        ({"shape": (3, 2, 2)}, r"shape=\(3, 2, 2\): samples of this model are \(1, 2, 2\)"),
+        ({"shape": (1, 4)}, r"shape=\(1, 4\): samples of this model are"),
+        ({"shape": ()}, "shape= takes whole numbers from 1"),
+        ({"shape": (1, 0, 2)}, "shape= takes whole numbers from 1"),
+        ({"shape": (1, 2.5, 2)}, "shape= takes whole numbers from 1"),
         ({"shift": 0.0}, "shift"),
+        ({"shift": float("inf")}, "shift must be positive and finite, not inf"),
         ({"shift": float("nan")}, "shift"),
         ({"solver": "dpm"}, "solver"),
         ({"strategy": "top-1"}, "single expert"),
@@ -192,6 +200,11 @@ def test_samples_are_float32_of_the_asked_shape_and_batches_are_reported() -> No
 def test_what_cannot_be_sampled_is_refused(options: dict[str, object], match: str) -> None:
     with pytest.raises(HddmError, match=match):
         sample(_field(GAUSSIAN), **{"num": 2, **options})
+
+
+def test_a_sample_may_have_other_sides_than_the_model_says() -> None:
+    field = VelocityField(lambda x, t: x, LINEAR.schedule, "flow_prediction", sample_shape=SHAPE)
+    assert sample(field, 2, steps=2, shape=(1, 3, 4)).shape == (2, 1, 3, 4)
 
 
 def test_a_model_of_unknown_shape_needs_one() -> None:
