@@ -1,6 +1,5 @@
 """Assembly: experts, a router and what surrounds them become one folder, after checking that they fit."""
 
-import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -20,6 +19,7 @@ from hddm.model_index import CLASSES, ClassName
 from hddm.priors import class_prior_of, common_shift, prior_of
 from hddm.router_matching import match_router
 from hddm.routing import Strategy
+from hddm.weight_files import inside
 
 DEFAULT_STRATEGY = "draw"
 COMPONENTS = ("vae", "text_encoder", "tokenizer")
@@ -60,7 +60,8 @@ def assemble(
     The prior is the shard sizes, or equal where an expert's is unknown; p(k | class) is counted where every
     expert counts its images by class; the shift is the experts' common one. An expert gets the output of the
     router for its shard, so experts may come in any order, and be some of the router's only. Files are
-    hard-linked where the file system allows.
+    hard-linked where the file system allows; of the folders of experts and router those at the top alone,
+    since nothing else is read.
 
     Args:
         experts: expert folders.
@@ -83,6 +84,7 @@ def assemble(
             raise HddmError(f"{folder}: is an ensemble; name its experts, or change it by --add and --remove")
     given = {"vae": vae, "text_encoder": text_encoder, "tokenizer": tokenizer}
     parts = Parts(experts, router, {name: folder for name, folder in given.items() if folder is not None})
+    refuse_inside(out, [*experts, *([router] if router else []), *parts.components.values()])
     facts, notes = check(parts, strategy)
     with new_folder(out, ENSEMBLE_FILE, overwrite) as draft:
         fill(draft, parts, facts)
@@ -112,6 +114,8 @@ def check(
         raise HddmError(f"strategy {strategy!r} needs --router; only 'draw' does without")
     experts = read_records(folders)
     found = Findings()
+    for folder in folders:
+        _files_of(folder)
     outputs: tuple[int, ...] = ()
     compare_experts(experts, found)
     given = _surroundings(parts.components)
@@ -119,6 +123,7 @@ def check(
     _compare_widths(folders, experts, given, found)
     if parts.router is not None:
         router = read_facts(parts.router / ROUTER_FILE, RouterFacts, FORMAT)
+        _files_of(parts.router)
         total = _outputs_of(parts.router)
         outputs = match_router(experts, router, found, str(parts.router), parts.outputs, total)
         if outputs == tuple(range(total)):
@@ -158,8 +163,32 @@ def fill(draft: Path, parts: Parts, facts: EnsembleFacts) -> None:
 
 
 def link_folder(source: Path, target: Path) -> None:
-    """Make ``target`` a folder of the same files, hard links where the file system allows."""
-    shutil.copytree(source, target, copy_function=lambda a, b: link_or_copy(Path(a), Path(b)))
+    """Make ``target`` a folder of the files at the top of ``source``, hard links where that is possible.
+
+    Raises:
+        HddmError: for a link that leads out of ``source``.
+    """
+    files = _files_of(source)
+    target.mkdir(parents=True)
+    for path in files:
+        link_or_copy(path, target / path.name)
+
+
+def refuse_inside(out: Path, parts: Sequence[Path]) -> None:
+    """Refuse to write into a folder that is to be read.
+
+    Raises:
+        HddmError: where ``out`` is one of ``parts``, or lies in it.
+    """
+    for part in parts:
+        if out.resolve().is_relative_to(part.resolve()):
+            raise HddmError(f"{out}: lies in {part}, which is to become part of it; write it elsewhere")
+
+
+def _files_of(folder: Path) -> list[Path]:
+    """The regular files at the top of a folder; a link must stay inside."""
+    paths = sorted(folder.iterdir())
+    return [path for path in paths if not path.is_dir() and inside(folder, path.name).is_file()]
 
 
 def _outputs_of(router: Path) -> int:

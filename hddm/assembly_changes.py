@@ -4,11 +4,12 @@ The old folder makes room for the new one by two renames, between which nothing 
 is killed just there leaves both beside it, whole; the next change puts the old one back.
 """
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from hddm.assembly import COMPONENTS, Parts, check, fill, link_folder, read_records
+from hddm.assembly import COMPONENTS, Parts, check, fill, read_records, refuse_inside
 from hddm.compatibility import Findings
 from hddm.ensemble_folders import ENSEMBLE_FILE, EnsembleFacts, read_ensemble_facts
 from hddm.errors import HddmError
@@ -18,6 +19,8 @@ from hddm.priors import common_shift
 from hddm.weight_files import inside
 
 _PARTS = ("experts", "router", "scheduler", *COMPONENTS, ENSEMBLE_FILE, MODEL_INDEX)
+# What a killed process leaves of a folder that it was writing here.
+_LEFTOVER = re.compile(r"\..+\.(part|old)-\d+$")
 
 
 def change(
@@ -56,7 +59,8 @@ def change(
 
     Raises:
         HddmError: before anything is written, for an expert that is not there, for a link out of the folder,
-            whose content would become part of it, and with every difference between the parts.
+            whose content would become part of it, for an ``out`` inside it, and with every difference
+            between the parts.
     """
     given = {"vae": vae, "text_encoder": text_encoder, "tokenizer": tokenizer}
     if not (add or remove or router or strategy or any(given.values())):
@@ -70,6 +74,7 @@ def change(
     for path in ensemble.rglob("*"):
         if path.is_symlink():
             inside(ensemble, path.relative_to(ensemble).as_posix())
+    rest = _rest(ensemble, facts)
     gone = {_index_of(ensemble, facts, name) for name in remove}
     kept = [k for k in range(len(facts.experts)) if k not in gone]
     parts = _parts(ensemble, facts, kept, add, router)
@@ -83,11 +88,14 @@ def change(
         prior=None if add or not sum(prior) else prior,
         shift=_shift_by_hand(ensemble, facts),
     )
+    if out is not None and out.resolve() != ensemble.resolve():
+        refuse_inside(out, [ensemble])
     # In place, the folder itself and not a link to it is exchanged.
     target = ensemble.resolve() if out is None else out
+    refuse_inside(target, [*add, *([router] if router else []), *(one for one in given.values() if one)])
     with new_folder(target, ENSEMBLE_FILE, overwrite=out is None or overwrite) as draft:
         fill(draft, parts, new_facts)
-        _link_rest(ensemble, draft)
+        _link_rest(ensemble, rest, draft)
     return notes
 
 
@@ -122,11 +130,32 @@ def _shift_by_hand(ensemble: Path, facts: EnsembleFacts) -> float | None:
     return None if common_shift(experts, Findings()) == facts.shift else facts.shift
 
 
-def _link_rest(ensemble: Path, draft: Path) -> None:
-    """Take along what a user put into the folder, a licence or a card."""
-    for path in ensemble.iterdir():
-        if path.name not in _PARTS and not (draft / path.name).exists():
-            if path.is_dir():
-                link_folder(path, draft / path.name)
-            else:
-                link_or_copy(path, draft / path.name)
+def _rest(ensemble: Path, facts: EnsembleFacts) -> list[Path]:
+    """What a user put into the folder, a licence or a card: files and empty folders, by their names in it.
+
+    Raises:
+        HddmError: for a link to a folder, which may lead around in circles.
+    """
+    parts = [Path(name) for name in (*_PARTS, *facts.experts, *([facts.router] if facts.router else []))]
+    found = []
+    for path in ensemble.rglob("*"):
+        name = path.relative_to(ensemble)
+        if any(name.is_relative_to(part) for part in parts) or _LEFTOVER.match(name.parts[0]):
+            continue
+        if path.is_symlink() and path.is_dir():
+            raise HddmError(f"{path}: is a link to a folder; put the folder itself there, or take it out")
+        if path.is_file() or (path.is_dir() and not any(path.iterdir())):
+            found.append(name)
+    return found
+
+
+def _link_rest(ensemble: Path, names: Sequence[Path], draft: Path) -> None:
+    for name in names:
+        target = draft / name
+        if target.exists():
+            continue
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if (ensemble / name).is_dir():
+            target.mkdir()
+        else:
+            link_or_copy(ensemble / name, target)

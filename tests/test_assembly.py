@@ -19,7 +19,7 @@ from hddm.facts import read_facts
 from hddm.model_folders import WEIGHTS
 from hddm.model_index import read_model_index
 from hddm.router_matching import check_together
-from tests.artefacts import Command, contents, edit_json
+from tests.artefacts import Command, contents, copied, edit_json
 from tests.component_files import write_clip, write_vae
 from tests.conftest import Trio
 
@@ -327,6 +327,37 @@ def test_parts_that_were_exchanged_by_hand_can_be_told(trio: Trio, router: Path)
     other = read_facts(router / ROUTER_FILE, RouterFacts, FORMAT)
     with pytest.raises(HddmError, match="does not know"):
         check_together(experts[:2], other)
+
+
+@pytest.mark.parametrize("place", ["e0", "e0/out", "router/deep/out", "link/out"])
+def test_an_ensemble_is_not_written_into_its_own_parts(place: str, trio: Trio, tmp_path: Path) -> None:
+    expert, router = copied(trio.experts[0], tmp_path), copied(trio.router, tmp_path)
+    (tmp_path / "link").symlink_to(expert)
+    before = contents(tmp_path)
+    with pytest.raises(HddmError, match=r"lies in .*, which is to become part of it; write it elsewhere"):
+        assemble([expert, trio.experts[1]], tmp_path / place, router, overwrite=True)
+    assert contents(tmp_path) == before
+
+
+def test_only_the_files_at_the_top_of_an_expert_are_taken(trio: Trio, tmp_path: Path) -> None:
+    expert, router = copied(trio.experts[0], tmp_path), copied(trio.router, tmp_path)
+    before = contents(expert)
+    for folder in (expert, router):
+        (folder / "samples").mkdir()
+        (folder / "samples" / "0.png").write_bytes(b"pixels")
+        (folder / "above").symlink_to(tmp_path)
+    assemble([expert, trio.experts[1]], tmp_path / "out", router)
+    assert contents(tmp_path / "out" / "experts" / "0") == before
+    assert contents(tmp_path / "out" / "router") == contents(trio.router)
+
+
+def test_a_file_that_is_a_link_out_of_an_expert_is_refused(trio: Trio, tmp_path: Path) -> None:
+    expert = copied(trio.experts[0], tmp_path)
+    (tmp_path / "key").write_text("secret")
+    (expert / "notes.txt").symlink_to(tmp_path / "key")
+    with pytest.raises(HddmError, match=r"notes\.txt: is a link to .*key, outside the folder; refused"):
+        assemble([expert], tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_an_ensemble_is_no_expert(ensemble: Path, tmp_path: Path) -> None:

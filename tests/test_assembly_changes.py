@@ -203,6 +203,45 @@ def test_what_a_link_leads_to_does_not_become_part_of_it(whole: Path, tmp_path: 
     assert sorted(whole.rglob("*")) == before
 
 
+def test_a_link_in_a_circle_is_refused(whole: Path) -> None:
+    (whole / "notes").mkdir()
+    (whole / "notes" / "up").symlink_to("..")
+    with pytest.raises(HddmError, match=r"notes/up: is a link to a folder; put the folder itself there"):
+        change(whole, remove=[0])
+
+
+def test_a_changed_copy_is_not_written_into_the_ensemble(whole: Path) -> None:
+    before = contents(whole)
+    with pytest.raises(HddmError, match=r"lies in .*whole, which is to become part of it"):
+        change(whole, remove=[0], out=whole / "notes" / "new")
+    assert contents(whole) == before
+
+
+def test_what_a_killed_process_left_in_a_folder_does_not_come_along(whole: Path) -> None:
+    for name in (".new.part-12", ".new.old-7"):
+        (whole / name).mkdir()
+        (whole / name / "file").write_bytes(b"half")
+    (whole / ".gitattributes").write_text("mine")
+    (whole / "empty").mkdir()
+    change(whole, remove=[0])
+    names = {path.name for path in whole.iterdir()}
+    assert names == {
+        *("experts", "router", "scheduler", "ensemble.json", "model_index.json"),
+        *(".gitattributes", "empty"),
+    }
+
+
+def test_experts_and_a_router_under_other_names_do_not_stay_behind(trio: Trio, whole: Path) -> None:
+    (whole / "experts").rename(whole / "parts")
+    (whole / "router").rename(whole / "asked")
+    (whole / "parts" / "LICENSE").write_text("mine")
+    edit_json(whole / "ensemble.json", experts=[f"parts/{k}" for k in range(3)], router="asked")
+    change(whole, remove=["parts/0"])
+    assert sorted(path.name for path in (whole / "parts").rglob("*")) == ["LICENSE"]
+    assert not (whole / "asked").exists()
+    assert len(_load(whole).experts) == 2
+
+
 def test_a_change_that_fails_midway_changes_nothing(whole: Path, tmp_path: Path) -> None:
     before = contents(tmp_path)
     with largest_file(20), pytest.raises((OSError, SafetensorError), match="File too large"):
