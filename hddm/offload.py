@@ -47,9 +47,27 @@ class Shelf:
         self._budget = budget
         self._networks: list[StoredNetwork] = []
         self._present: OrderedDict[StoredNetwork, int] = OrderedDict()
+        self._start()
+
+    def _start(self) -> None:
         self._coming: dict[StoredNetwork, Future[Tensors]] = {}
         self._reader = ThreadPoolExecutor(1, "hddm-prefetch")
         self.lock = threading.RLock()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What a copy starts from: what is here, and nothing of what is on its way."""
+        with self.lock:
+            present, networks = self._present.copy(), self._networks.copy()
+        return {
+            "offload": self.offload,
+            "_budget": self._budget,
+            "_networks": networks,
+            "_present": present,
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._start()
 
     def add(self, network: "StoredNetwork") -> None:
         """Take notice of a network.
