@@ -15,24 +15,22 @@ from hddm.errors import HddmError
 from hddm.experts import EXPERT_FILE, FORMAT, ROUTER_FILE, ExpertFacts, RouterFacts
 from hddm.facts import read_facts
 from hddm.files import link_or_copy, new_folder
-from hddm.model_index import CLASSES, ClassName
+from hddm.interfaces import TEXT_WIDTHS
+from hddm.model_index import CLASSES, COMPONENTS, ClassName
 from hddm.priors import class_prior_of, common_shift, prior_of
 from hddm.router_matching import match_router
 from hddm.routing import Strategy
 from hddm.weight_files import inside
 
 DEFAULT_STRATEGY = "draw"
-COMPONENTS = ("vae", "text_encoder", "tokenizer")
 _TEXT_FILES = (".json", ".txt", ".md")
-# What networks call the width of the text tokens that they take.
-_TEXT_WIDTHS = ("caption_channels", "text_dim", "joint_attention_dim", "cross_attention_dim")
 # Defaults of diffusers and transformers, for configs that leave them out.
 _LATENT_CHANNELS = 4
 _POSITIONS = 77
 
 
 @dataclass(frozen=True)
-class Parts:
+class PartFolders:
     """Folders that are to become an ensemble.
 
     ``outputs`` are those of the router that are settled for an expert, None for one without; empty for none.
@@ -41,7 +39,7 @@ class Parts:
     experts: Sequence[Path]
     router: Path | None = None
     components: Mapping[str, Path] = field(default_factory=dict)
-    """By name, of `COMPONENTS`."""
+    """By name, of `hddm.model_index.COMPONENTS`."""
     outputs: Sequence[int | None] = ()
 
 
@@ -83,7 +81,9 @@ def assemble(
         if (folder / ENSEMBLE_FILE).exists():
             raise HddmError(f"{folder}: is an ensemble; name its experts, or change it by --add and --remove")
     given = {"vae": vae, "text_encoder": text_encoder, "tokenizer": tokenizer}
-    parts = Parts(experts, router, {name: folder for name, folder in given.items() if folder is not None})
+    parts = PartFolders(
+        experts, router, {name: folder for name, folder in given.items() if folder is not None}
+    )
     refuse_inside(out, [*experts, *([router] if router else []), *parts.components.values()])
     facts, notes = check(parts, strategy)
     with new_folder(out, ENSEMBLE_FILE, overwrite) as draft:
@@ -92,7 +92,7 @@ def assemble(
 
 
 def check(
-    parts: Parts, strategy: str, prior: Sequence[float] | None = None, shift: float | None = None
+    parts: PartFolders, strategy: str, prior: Sequence[float] | None = None, shift: float | None = None
 ) -> tuple[EnsembleFacts, tuple[str, ...]]:
     """The record of an ensemble of ``parts``, and notes; reads records and small tensors only.
 
@@ -147,7 +147,7 @@ def read_records(folders: Sequence[Path]) -> list[Named]:
     return [(str(folder), read_facts(folder / EXPERT_FILE, ExpertFacts, FORMAT)) for folder in folders]
 
 
-def fill(draft: Path, parts: Parts, facts: EnsembleFacts) -> None:
+def fill(draft: Path, parts: PartFolders, facts: EnsembleFacts) -> None:
     """Put ``parts`` and their record into an empty folder."""
     for folder, name in zip(parts.experts, facts.experts, strict=True):
         link_folder(folder, draft / name)
@@ -226,7 +226,7 @@ def _compare_widths(
         if given.text_encoder is None or facts.text_encoder is not None:
             continue
         config = read_config(folder)
-        width = next((config[key] for key in _TEXT_WIDTHS if config.get(key) is not None), None)
+        width = next((config[key] for key in TEXT_WIDTHS if config.get(key) is not None), None)
         if "encoder_hidden_states" in facts.conditions and width not in (None, given.text_encoder.width):
             told = f"tokens {given.text_encoder.width} wide, and {name} takes {width}"
             found.differ(given.text_encoder_name, told)

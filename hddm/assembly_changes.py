@@ -9,12 +9,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from hddm.assembly import COMPONENTS, Parts, check, fill, read_records, refuse_inside
+from hddm.assembly import PartFolders, check, fill, read_records, refuse_inside
 from hddm.compatibility import Findings
 from hddm.ensemble_folders import ENSEMBLE_FILE, EnsembleFacts, read_ensemble_facts
 from hddm.errors import HddmError
 from hddm.files import link_or_copy, new_folder, restore
-from hddm.model_index import MODEL_INDEX, read_model_index
+from hddm.model_index import COMPONENTS, MODEL_INDEX, read_model_index
 from hddm.priors import common_shift
 from hddm.weight_files import inside
 
@@ -101,16 +101,16 @@ def change(
 
 def _parts(
     ensemble: Path, facts: EnsembleFacts, kept: Sequence[int], add: Sequence[Path], router: Path | None
-) -> Parts:
+) -> PartFolders:
     """The folders of what stays and what comes; the ensemble's own router has its outputs settled."""
     experts = [*(ensemble / facts.experts[k] for k in kept), *add]
     index = read_model_index(ensemble) if (ensemble / MODEL_INDEX).exists() else {}
     components = {name: ensemble / name for name in COMPONENTS if index.get(name)}
     if router is not None or facts.router is None:
-        return Parts(experts, router, components)
+        return PartFolders(experts, router, components)
     outputs = facts.router_outputs or tuple(range(len(facts.experts)))
     settled = [*(outputs[k] for k in kept), *(None for _ in add)]
-    return Parts(experts, ensemble / facts.router, components, settled)
+    return PartFolders(experts, ensemble / facts.router, components, settled)
 
 
 def _index_of(ensemble: Path, facts: EnsembleFacts, name: str | int) -> int:

@@ -20,6 +20,7 @@ from hddm.experts import FORMAT
 from hddm.facts import Facts, read_facts
 from hddm.files import write_json
 from hddm.model_index import (
+    COMPONENTS,
     MODEL_INDEX,
     SCHEDULER_FILE,
     ClassName,
@@ -72,7 +73,7 @@ def read_ensemble_facts(folder: Path) -> EnsembleFacts:
                 f"{folder / MODEL_INDEX}: router is {parts['router']}, and {facts.router!r} in "
                 f"{ENSEMBLE_FILE}; assemble it anew"
             )
-        for part in ("scheduler", "vae", "text_encoder", "tokenizer"):
+        for part in ("scheduler", *COMPONENTS):
             if parts[part] is not None:
                 _check_inside(folder, part, folder / MODEL_INDEX)
     if (folder / SCHEDULER_FILE).exists() or (folder / MODEL_INDEX).exists():

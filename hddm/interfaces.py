@@ -10,6 +10,8 @@ OPTIONAL_CONDITIONS = frozenset({"encoder_attention_mask"})
 LARGEST_SIDE = 4096
 """Of a sample. A UNet has no tensor that would bound what its config declares."""
 FLUX = "FluxTransformer2DModel"
+TEXT_WIDTHS = ("caption_channels", "text_dim", "joint_attention_dim", "cross_attention_dim")
+"""What configs call the width of the text tokens that a network takes."""
 
 
 @dataclass(frozen=True)

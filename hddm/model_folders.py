@@ -12,7 +12,7 @@ from torch import Tensor
 from hddm.errors import HddmError
 from hddm.files import read_json
 from hddm.network_configs import Classes, differences, empty_network, fill, parse_config
-from hddm.weight_files import read_header, read_safetensors
+from hddm.weight_files import read_header, read_safetensors, refuse_non_finite
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 
@@ -106,9 +106,7 @@ class _Reader:
             raise HddmError(f"{self._path}: has changed since it was opened; load the model again")
         weights = read_safetensors(self._path)
         if not self._is_checked:
-            for key, value in weights.items():
-                if not value.isfinite().all():
-                    raise HddmError(f"{self._path}: {key!r} holds NaN or Inf; take the weights anew")
+            refuse_non_finite(self._path, weights)
             self._is_checked = True
         return _cast(weights, dtype)
 

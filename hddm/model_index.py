@@ -32,6 +32,9 @@ CLASSES: Mapping[str, tuple[ClassName, ...]] = {
 }
 """Every part that an ensemble may have, and what it may be."""
 
+COMPONENTS = ("vae", "text_encoder", "tokenizer")
+"""What an ensemble of latents may have besides experts and router, a folder each."""
+
 _NEEDED = ("experts", "scheduler")
 _RECORDS = ("_class_name", "_diffusers_version")
 # What else a scheduler of this class can do to its grid; hddm's own grid has the shift alone.

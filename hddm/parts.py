@@ -10,16 +10,13 @@ from hddm.ensemble_folders import ENSEMBLE_FILE, EnsembleFacts, read_ensemble_fa
 from hddm.errors import HddmError
 from hddm.experts import EXPERT_FILE, RouterFacts, UnreadExpert, open_expert, read_router
 from hddm.model_folders import unread
-from hddm.model_index import MODEL_INDEX, read_model_index
+from hddm.model_index import COMPONENTS, MODEL_INDEX, read_model_index
 from hddm.models.router import RouterTransformer
 from hddm.models.transformer import ExpertTransformer
 from hddm.paris import is_paris, paris_experts, paris_router
 from hddm.router_matching import check_together
 from hddm.routing import Strategy
 from hddm.weight_files import inside
-
-COMPONENTS = ("vae", "text_encoder", "tokenizer")
-"""What an ensemble of latents may have besides, a folder each."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +28,7 @@ class Parts:
     router_facts: RouterFacts | None
     facts: EnsembleFacts
     components: Sequence[str] = ()
-    """Those of `COMPONENTS` that are there."""
+    """Those of `hddm.model_index.COMPONENTS` that are there."""
 
 
 def open_parts(folder: Path, dtype: torch.dtype, experts: Sequence[int] | None = None) -> Parts:

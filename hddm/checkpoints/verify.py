@@ -19,7 +19,7 @@ from torch import Tensor
 
 from hddm.checkpoints.conventions import Conventions
 from hddm.checkpoints.layouts import Forward
-from hddm.interfaces import FLUX
+from hddm.interfaces import FLUX, TEXT_WIDTHS
 from hddm.predictions import PredictionType
 from hddm.schedules import CosineSchedule, DiscreteSchedule, Schedule
 from hddm.velocity import VelocityField
@@ -143,15 +143,12 @@ def _closed_form(
             return output
 
 
-_TEXT_WIDTHS = ("caption_channels", "text_dim", "cross_attention_dim", "joint_attention_dim")
-
-
 def example_conditions(
     names: tuple[str, ...], network: str, config: Mapping[str, Any], num_classes: int | None
 ) -> dict[str, Tensor]:
     """One row of fixed random conditions of the shapes that a network takes."""
     noise = torch.Generator().manual_seed(1)
-    width = next((config[key] for key in _TEXT_WIDTHS if config.get(key)), None)
+    width = next((config[key] for key in TEXT_WIDTHS if config.get(key)), None)
     found: dict[str, Tensor] = {}
     for name in names:
         match name:

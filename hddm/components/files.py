@@ -1,6 +1,5 @@
 """Files of a component's folder, held inside it."""
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -47,13 +46,6 @@ def read_weights(folder: Path, stem: str, variant: str | None = None) -> tuple[P
         hint = f"only {', '.join(pickled)}; save it as safetensors" if pickled else "fetch it"
         raise HddmError(f"{folder}: no {stem}.safetensors, {hint}")
     return folder / name, read_safetensors(inside(folder, name))
-
-
-def refuse_non_finite(path: Path, weights: Mapping[str, Tensor]) -> None:
-    """Refuse weights with NaN or Inf, by name."""
-    for key, value in weights.items():
-        if not value.isfinite().all():
-            raise HddmError(f"{path}: {key!r} holds NaN or Inf; take the weights anew")
 
 
 def _is_there(path: Path) -> bool:

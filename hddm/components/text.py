@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from hddm.components.files import read_config, read_weights, refuse_non_finite
+from hddm.components.files import read_config, read_weights
 from hddm.components.identity import TextEncoderFacts, fingerprint
 from hddm.components.tokenizer import read_tokenizer as read_tokenizer
 from hddm.errors import HddmError
 from hddm.network_configs import differences
+from hddm.weight_files import refuse_non_finite
 
 if TYPE_CHECKING:
     from transformers import CLIPTextModel, CLIPTokenizer

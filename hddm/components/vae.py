@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from hddm.components.files import read_config, read_weights, refuse_non_finite
+from hddm.components.files import read_config, read_weights
 from hddm.components.identity import VaeFacts, fingerprint
 from hddm.errors import HddmError
 from hddm.network_configs import Imported, differences, empty_network, fill, parse_config
+from hddm.weight_files import refuse_non_finite
 from hddm.weight_files.former_names import stored_names
 
 if TYPE_CHECKING:

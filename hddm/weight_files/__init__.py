@@ -1,5 +1,6 @@
 """Files of weights: read with bounds and without running what they hold, written as a stream."""
 
+from hddm.weight_files.finite import refuse_non_finite as refuse_non_finite
 from hddm.weight_files.index_files import inside as inside
 from hddm.weight_files.index_files import read_index as read_index
 from hddm.weight_files.kinds import Kind as Kind
