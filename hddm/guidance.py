@@ -17,7 +17,7 @@ class Guidance:
         v = [rescale std(v_c)/std(v) + 1 - rescale] v              (arXiv:2305.08891, section 3.4)
 
     Args:
-        scale: 1 for none; above 1 the negative branch runs too, in the same batch.
+        scale: 1 for none; with any other the negative branch runs too.
         channels: guide this many channels from the first, and leave the others as v_c. DiT's own code
             does so with 3 of 4, and its published figures are of that; None for all.
         interval: (low, high) in t, where guidance acts; outside v = v_c (arXiv:2404.07724).
