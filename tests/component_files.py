@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import torch
 from diffusers import AutoencoderKL, AutoencoderTiny
-from transformers import CLIPTextConfig, CLIPTextModel
+from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
 
 from tests.checkpoint_files import randomised
 
@@ -95,3 +95,12 @@ def write_tokenizer(folder: Path, tokens: int = 77, **config: Any) -> int:
         json.dumps(special | {"errors": "replace", "do_lower_case": True} | stated | config)
     )
     return len(words)
+
+
+def save_by_transformers(folder: Path) -> None:
+    """Replace a tokenizer's files by those that the installed transformers saves: no vocabulary by itself."""
+    tokenizer = CLIPTokenizer.from_pretrained(folder)
+    for path in folder.iterdir():
+        path.unlink()
+    tokenizer.save_pretrained(folder)
+    assert {path.name for path in folder.iterdir()} == {"tokenizer.json", "tokenizer_config.json"}

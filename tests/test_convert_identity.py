@@ -9,11 +9,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from hddm.components.text import text_encoder_facts
+from hddm.components.text import encode, text_encoder_facts
 from hddm.components.vae import vae_facts
+from hddm.experts import NULL_FILE
+from hddm.pipeline import HDDMPipeline
 from tests.artefacts import Command, edit_json
 from tests.checkpoint_files import converted, dit, facts_of, pipeline, pixart, plain_unet, refused, text_unet
-from tests.component_files import write_clip, write_vae
+from tests.component_files import save_by_transformers, write_clip, write_vae
 from tests.test_vae import FILE, HALF
 
 NOT_SAID = "note: the expert does not say which VAE made its latents"
@@ -130,18 +132,65 @@ def test_a_transformer_on_clip_tokens_has_its_text_encoder(hddm: Command, tmp_pa
     assert facts["text_encoder"] == text_encoder_facts(tmp_path / "pixart" / "text_encoder", 6).model_dump()
 
 
-@pytest.mark.parametrize("kind", ["second", "t5", "missing"])
-def test_text_that_is_not_one_clip_encoders_is_not_recorded(kind: str, hddm: Command, tmp_path: Path) -> None:
+def test_a_tokenizer_saved_by_transformers_of_today_is_as_good(hddm: Command, tmp_path: Path) -> None:
+    """And an expert that was converted beside it does not take another text encoder on trust."""
+    source = _text_pipeline(tmp_path / "sd")
+    expected, said = _converted(hddm, source)
+    assert "no text: 6×16 tokens of the source's own" in said
+    save_by_transformers(source / "tokenizer")
+    facts, text = _converted(hddm, source.rename(tmp_path / "new"))
+    assert facts["text_encoder"] == expected["text_encoder"] is not None
+    assert "no text: 6×16 tokens of the source's own" in text
+    null, same = (load_file(tmp_path / name / NULL_FILE) for name in ("sd-expert", "new-expert"))
+    assert torch.equal(null["encoder_hidden_states"], same["encoder_hidden_states"])
+    write_clip(tmp_path / "other", tokens=6, seed=1)
+    save_by_transformers(tmp_path / "other" / "tokenizer")
+
+    def assembled(components: Path) -> tuple[int, str, str]:
+        parts = ("--text-encoder", components / "text_encoder", "--tokenizer", components / "tokenizer")
+        vae, out = ("--vae", tmp_path / "new" / "vae"), tmp_path / f"{components.name}-ensemble"
+        return hddm("assemble", tmp_path / "new-expert", "--out", out, *vae, *parts)
+
+    code, _, error = assembled(tmp_path / "new")
+    assert code == 0, error
+    code, _, error = assembled(tmp_path / "other")
+    assert code == 1
+    assert str(tmp_path / "other" / "text_encoder") in error
+    # What a pipeline saves serves the next ensemble.
+    pipe = HDDMPipeline.from_pretrained(tmp_path / "new-ensemble")
+    pipe.save_pretrained(tmp_path / "saved")
+    code, _, error = assembled(tmp_path / "saved")
+    assert code == 0, error
+    again = HDDMPipeline.from_pretrained(tmp_path / "saved-ensemble")
+    ours, theirs = (encode(one.text_encoder, one.tokenizer, ["a cat", ""]) for one in (pipe, again))
+    assert torch.equal(ours, theirs)
+    assert torch.allclose(ours[1], null["encoder_hidden_states"], atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        ("second", "there is a text_encoder_2 beside"),
+        ("t5", "the one beside is ['T5EncoderModel'], not a CLIPTextModel"),
+        ("missing", "there is no text_encoder/model.safetensors beside"),
+        ("config", "there is no tokenizer/tokenizer_config.json beside"),
+        ("words", "there is neither tokenizer/tokenizer.json nor tokenizer/vocab.json beside"),
+    ],
+)
+def test_text_that_is_not_one_clip_encoders_is_not_recorded(
+    kind: str, reason: str, hddm: Command, tmp_path: Path
+) -> None:
     source = _text_pipeline(tmp_path / "sd")
     if kind == "second":
         (source / "text_encoder_2").mkdir()
     elif kind == "t5":
         edit_json(source / "text_encoder" / "config.json", architectures=["T5EncoderModel"])
     else:
-        (source / "text_encoder" / "model.safetensors").unlink()
+        names = {"config": "tokenizer/tokenizer_config.json", "words": "tokenizer/vocab.json"}
+        (source / names.get(kind, "text_encoder/model.safetensors")).unlink()
     facts, text = _converted(hddm, source)
     assert facts["text_encoder"] is None
-    assert "text encoder: not recorded" in text
+    assert f"text encoder: not recorded, since {reason}" in text
 
 
 def test_an_expert_that_is_converted_again_keeps_both(hddm: Command, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
 from hddm.checkpoints.empty_prompt import empty_prompt
 from hddm.errors import HddmError
 from tests.artefacts import edit_json
+from tests.component_files import save_by_transformers
 
 WORDS = {"!": 0, "a</w>": 1, "<|startoftext|>": 2, "<|endoftext|>": 3}
 
@@ -93,6 +94,63 @@ def test_no_text_is_what_tokenizer_and_encoder_of_the_pipeline_make_of_it(
     expected = _said_by_its_own_tools(tmp_path, model)
     assert read().shape == expected.shape
     assert torch.allclose(read(), expected, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [{}, {"pad_token": "!"}, {"bos_token": "a</w>", "eos_token": "!"}, {"model_max_length": 4}],
+    ids=str,
+)
+@pytest.mark.parametrize("is_beside", [False, True])
+def test_no_text_is_read_from_what_transformers_saves(
+    config: dict[str, object], is_beside: bool, tmp_path: Path
+) -> None:
+    model, folder = _pipeline(tmp_path), tmp_path / "tokenizer"
+    edit_json(folder / "tokenizer_config.json", **config)
+    expected = _said_by_its_own_tools(tmp_path, model)
+    save_by_transformers(folder)
+    if is_beside:
+        # The loader does not read it either.
+        (folder / "vocab.json").write_text(json.dumps({word: 3 - i for word, i in WORDS.items()}))
+        (folder / "merges.txt").write_text("#version: 0.2\n")
+    assert torch.equal(_said_by_its_own_tools(tmp_path, model), expected)
+    read = empty_prompt(tmp_path, None)
+    assert read is not None
+    assert torch.allclose(read(), expected, atol=1e-6)
+
+
+def test_an_added_token_has_the_number_that_the_tokenizer_gives_it(tmp_path: Path) -> None:
+    model, folder = _pipeline(tmp_path), tmp_path / "tokenizer"
+    words = {"!": 0, "a</w>": 1, "<|startoftext|>": 2}
+    (folder / "vocab.json").write_text(json.dumps(words))
+    save_by_transformers(folder)
+    stored = json.loads((folder / "tokenizer.json").read_text())
+    assert "<|endoftext|>" not in stored["model"]["vocab"]
+    read = empty_prompt(tmp_path, None)
+    assert read is not None
+    assert torch.allclose(read(), _said_by_its_own_tools(tmp_path, model), atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"model": None},
+        {"model": {"vocab": ["!"]}},
+        {"added_tokens": 3, "model": {}},
+        {"added_tokens": [3, {"content": ["x"]}, {"content": "<|startoftext|>"}], "model": {"vocab": {}}},
+    ],
+    ids=str,
+)
+def test_a_file_of_transformers_without_the_token_is_refused_by_its_name(
+    change: dict[str, object], tmp_path: Path
+) -> None:
+    _pipeline(tmp_path)
+    save_by_transformers(tmp_path / "tokenizer")
+    edit_json(tmp_path / "tokenizer" / "tokenizer.json", **{"added_tokens": [], **change})
+    read = empty_prompt(tmp_path, None)
+    assert read is not None
+    with pytest.raises(HddmError, match=r"has no number below 4 in tokenizer\.json"):
+        read()
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from hddm.components.files import read_config
 from hddm.components.text import encode, read_text_encoder, read_tokenizer, text_encoder_facts
 from hddm.errors import HddmError
 from tests.artefacts import edit_json
-from tests.component_files import write_clip, write_tokenizer
+from tests.component_files import save_by_transformers, write_clip, write_tokenizer
 
 PROMPTS = ["a cat", "", "A dog, 2 cats & ünïcödé  spaces", "cat " * 3]
 FILE = "text_encoder/model.safetensors"
@@ -134,6 +134,17 @@ def test_numbers_of_special_tokens_change_no_hidden_state_and_warn_of_nothing(
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
         assert getattr(encoder.config, name) in (None, *range(size))
     assert (encode(encoder, read_tokenizer(tmp_path / "tokenizer"), PROMPTS) - expected).abs().max() < 1e-6
+
+
+def test_a_tokenizer_that_transformers_saved_makes_its_tokens(tmp_path: Path) -> None:
+    write_clip(tmp_path)
+    expected = _theirs(tmp_path)
+    save_by_transformers(tmp_path / "tokenizer")
+    assert (_theirs(tmp_path) - expected).abs().max() < 1e-6
+    assert (_ours(tmp_path) - expected).abs().max() < 1e-6
+    read = empty_prompt(tmp_path, None)
+    assert read is not None
+    assert torch.allclose(_theirs(tmp_path, prompts=[""])[0], read(), atol=1e-6)
 
 
 def test_a_projection_is_left_aside(tmp_path: Path) -> None:

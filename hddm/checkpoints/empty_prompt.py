@@ -15,7 +15,14 @@ from torch import Tensor
 
 from hddm.components.files import find_weights
 from hddm.components.identity import TextEncoderFacts
-from hddm.components.text import ARCHITECTURES, STEM, prompt_length, read_text_encoder, text_encoder_facts
+from hddm.components.text import (
+    ARCHITECTURES,
+    KIND,
+    STEM,
+    prompt_length,
+    read_text_encoder,
+    text_encoder_facts,
+)
 from hddm.errors import HddmError
 from hddm.files import read_json
 from hddm.weight_files import inside
@@ -23,6 +30,8 @@ from hddm.weight_files import inside
 _TOKENS = {"bos_token": "<|startoftext|>", "eos_token": "<|endoftext|>", "pad_token": "<|endoftext|>"}
 """The special tokens of the tokenizer's class, where its files name none."""
 _MAP = "special_tokens_map.json"
+_FAST, _SLOW = "tokenizer.json", "vocab.json"
+"""Either numbers the tokens; the loader prefers the first, the only one that transformers 5 saves."""
 
 
 def empty_prompt(pipeline: Path, variant: str | None) -> Callable[[], Tensor] | None:
@@ -31,12 +40,12 @@ def empty_prompt(pipeline: Path, variant: str | None) -> Callable[[], Tensor] | 
     Raises:
         HddmError: when called, for an encoder whose config or weights cannot be trusted.
     """
-    return (lambda: _encode(pipeline, variant)) if _has_clip(pipeline, variant) else None
+    return None if no_text_encoder(pipeline, variant) else lambda: _encode(pipeline, variant)
 
 
 def text_encoder_of(pipeline: Path, variant: str | None) -> Callable[[], TextEncoderFacts] | None:
     """Reads what tells the one CLIP text encoder from others; None and raises as `empty_prompt`."""
-    if not _has_clip(pipeline, variant):
+    if no_text_encoder(pipeline, variant):
         return None
     return lambda: text_encoder_facts(
         pipeline / "text_encoder",
@@ -45,18 +54,23 @@ def text_encoder_of(pipeline: Path, variant: str | None) -> Callable[[], TextEnc
     )
 
 
-def _has_clip(pipeline: Path, variant: str | None) -> bool:
-    folder = pipeline / "text_encoder"
-    needed = (
-        folder / "config.json",
-        pipeline / "tokenizer" / "tokenizer_config.json",
-        pipeline / "tokenizer" / "vocab.json",
-    )
-    # With a second encoder beside it, it is not the whole of what the network is given.
-    if not all(path.exists() for path in needed) or (pipeline / "text_encoder_2").exists():
-        return False
-    is_clip = read_json(inside(pipeline, "text_encoder/config.json")).get("architectures") in ARCHITECTURES
-    return is_clip and find_weights(folder, STEM, variant) is not None
+def no_text_encoder(pipeline: Path, variant: str | None) -> str:
+    """Why no text encoder of a pipeline is known, or nothing where its one CLIP encoder is."""
+    folder, tokenizer = pipeline / "text_encoder", pipeline / "tokenizer"
+    if not (folder / "config.json").exists():
+        return "there is no text_encoder/config.json beside"
+    if (pipeline / "text_encoder_2").exists():
+        return "there is a text_encoder_2 beside: one encoder is not the whole of what the network is given"
+    stated = read_json(inside(pipeline, "text_encoder/config.json")).get("architectures")
+    if stated not in ARCHITECTURES:
+        return f"the one beside is {str(stated)[:60]}, not a {KIND}"
+    if find_weights(folder, STEM, variant) is None:
+        return f"there is no text_encoder/{STEM}.safetensors beside"
+    if not (tokenizer / "tokenizer_config.json").exists():
+        return "there is no tokenizer/tokenizer_config.json beside"
+    if not any((tokenizer / name).exists() for name in (_FAST, _SLOW)):
+        return f"there is neither tokenizer/{_FAST} nor tokenizer/{_SLOW} beside"
+    return ""
 
 
 def _encode(pipeline: Path, variant: str | None) -> Tensor:
@@ -78,10 +92,23 @@ def _tokens(folder: Path, vocabulary: int, positions: int) -> list[int]:
     # As the loader has it: a config that lists its added tokens is of a format after the map of tokens.
     if (folder / _MAP).exists() and "added_tokens_decoder" not in config:
         named = config | read_json(inside(folder, _MAP))
-    numbers = read_json(inside(folder, "vocab.json"))
+    numbers = _numbers(folder)
     begin, end, padding = (_number(folder, key, named, numbers, vocabulary) for key in _TOKENS)
     length = prompt_length(config.get("model_max_length"), positions)
     return [begin, end, *[padding] * (length - 2)][:length]
+
+
+def _numbers(folder: Path) -> dict[Any, Any]:
+    """The number of each token, unchecked."""
+    if not (folder / _FAST).exists():
+        return read_json(inside(folder, _SLOW))
+    content = read_json(inside(folder, _FAST))
+    model, added = content.get("model"), content.get("added_tokens")
+    words = model.get("vocab") if isinstance(model, dict) else None
+    listed = [one for one in added if isinstance(one, dict)] if isinstance(added, list) else []
+    # A token that the model has too keeps its number there.
+    numbers = {one["content"]: one.get("id") for one in listed if isinstance(one.get("content"), str)}
+    return numbers | (words if isinstance(words, dict) else {})
 
 
 def _number(folder: Path, key: str, named: dict[str, Any], numbers: dict[str, Any], vocabulary: int) -> int:
@@ -89,8 +116,9 @@ def _number(folder: Path, key: str, named: dict[str, Any], numbers: dict[str, An
     token = token.get("content") if isinstance(token, dict) else token
     number = numbers.get(token) if isinstance(token, str) else None
     if not isinstance(number, int) or not 0 <= number < vocabulary:
+        name = _FAST if (folder / _FAST).exists() else _SLOW
         raise HddmError(
-            f"{folder}: {key} {str(token)[:40]!r} has no number below {vocabulary} in vocab.json; "
+            f"{folder}: {key} {str(token)[:40]!r} has no number below {vocabulary} in {name}; "
             "take the tokenizer that belongs to the text encoder"
         )
     return number

@@ -7,7 +7,7 @@ from typing import Any, TypeGuard
 from diffusers import UNet2DConditionModel
 
 from hddm.checkpoints.diffusers_models import DIFFUSERS_LAYOUTS, class_forward, own_table
-from hddm.checkpoints.empty_prompt import empty_prompt, text_encoder_of
+from hddm.checkpoints.empty_prompt import empty_prompt, no_text_encoder, text_encoder_of
 from hddm.checkpoints.folder_weights import found_file, read_weights, set_of, weight_sets
 from hddm.checkpoints.latents import VAES, latents_of, vae_of
 from hddm.checkpoints.single_files import IMAGENET_CLASSES, IMAGENET_LICENCE
@@ -101,6 +101,7 @@ def open_model(folder: Path, reading: Reading, root: Path | None = None, file: s
         empty_prompt=empty_prompt(above, reading.variant) if network is UNet2DConditionModel else None,
         vae=vae,
         text_encoder=text_encoder_of(above, reading.variant),
+        no_text_encoder=no_text_encoder(above, reading.variant),
     )
 
 

@@ -81,6 +81,8 @@ class Source:
     vae: VaeFacts | None = None
     text_encoder: Callable[[], TextEncoderFacts] | None = None
     """Of a pipeline with one CLIP text encoder."""
+    no_text_encoder: str = "no pipeline with a CLIP encoder lies around it"
+    """Why there is none, where there is none."""
     facts: ExpertFacts | None = None
     """Of an expert folder."""
     kept: Mapping[str, Tensor] = field(default_factory=dict)

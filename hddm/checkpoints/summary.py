@@ -30,9 +30,7 @@ def summary(plan: Plan) -> list[str]:
         text = facts.text_encoder
         lines.append(f"text encoder: {text.kind} {text.fingerprint}, {text.tokens}×{text.width} tokens")
     elif TEXT in facts.conditions:
-        lines.append(
-            "text encoder: not recorded, since there is not just one CLIP encoder in safetensors beside"
-        )
+        lines.append(f"text encoder: not recorded, since {source.no_text_encoder}")
     if TEXT in plan.nulls:
         tokens = "×".join(map(str, plan.nulls[TEXT].shape))
         lines.append(f"no text: {tokens} tokens of the source's own, for guidance and calibration")
