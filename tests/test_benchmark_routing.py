@@ -1,16 +1,20 @@
 """The routing benchmark on tiny models, and its verdicts by hand."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from benchmarks.routing.jobs import Data, expert_job, knots_job, router_job, sample_job
+from benchmarks.routing.measure import measure_routing
 from benchmarks.routing.report import judged, write_routing
-from benchmarks.routing.settings import CLASSES, FLOW, FULL, LONG_ROUTER, QUICK, WHOLE_ROUTER, Row
+from benchmarks.routing.settings import CLASSES, FLOW, FULL, LONG_ROUTER, QUICK, WHOLE_ROUTER, Row, check_kept
 from hddm.data.shards import load_shard
+from hddm.errors import HddmError
 from hddm.experts import read_router
+from hddm.files import read_json
 from tests.artefacts import SIDE, expert_settings, router_settings
 
 
@@ -74,6 +78,26 @@ def test_knots_are_tried_on_what_the_router_was_not_trained_on(shards: Path, pla
     assert found[5]["ece_after"] == facts.calibration["ece_after"]
     assert len(found[1]["temperatures"]) == 1
     assert found[1]["held_out_images"] == sum(facts.calibration["held_out_images"])
+
+
+def test_models_and_rows_of_other_settings_are_not_taken(tmp_path: Path) -> None:
+    folder = tmp_path / QUICK.name
+    check_kept(folder, QUICK)
+    check_kept(folder, replace(QUICK, every=(1, 2, 5), knots=(1,)))
+    check_kept(folder, QUICK)
+    assert set(read_json(folder / "settings.json")["rows"]) == {*QUICK.rows(), "top-2, every 5"}
+    longer = replace(QUICK, quickstart=QUICK.quickstart.model_copy(update={"steps": 11}), long_factor=3)
+    with pytest.raises(HddmError) as caught:
+        measure_routing(longer, 1, tmp_path, tmp_path / "results", 1, "")
+    assert str(caught.value) == (
+        f"{folder}: keeps models and rows of other settings (quickstart: steps, long_factor)"
+        "; pass another --work, or delete that folder"
+    )
+    (folder / "settings.json").unlink()
+    (folder / "seed_0").mkdir()
+    with pytest.raises(HddmError, match=r"no settings\.json says of which settings"):
+        measure_routing(QUICK, 1, tmp_path, tmp_path / "results", 1, "")
+    assert not (tmp_path / "results").exists()
 
 
 def test_a_gap_counts_where_its_mean_exceeds_twice_its_spread() -> None:

@@ -22,10 +22,15 @@ def routing(
     """Calibrated and plain routers under every strategy, on digits."""
     from benchmarks.routing.measure import measure_routing
     from benchmarks.routing.settings import FULL, QUICK
+    from hddm.errors import HddmError
 
     kept = [part for part in sys.argv[1:] if not part.startswith("/")]
     command = " ".join(part for part in kept if part not in ("--work", "--results"))
-    typer.echo(measure_routing(QUICK if quick else FULL, seeds, work, results, workers, command))
+    try:
+        typer.echo(measure_routing(QUICK if quick else FULL, seeds, work, results, workers, command))
+    except HddmError as error:
+        typer.echo(f"benchmarks.routing: {error}", err=True)
+        raise typer.Exit(1) from None
 
 
 if __name__ == "__main__":

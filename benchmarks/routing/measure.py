@@ -17,6 +17,8 @@ from benchmarks.routing.settings import (
     LONG_ROUTER,
     WHOLE_ROUTER,
     Settings,
+    as_json,
+    check_kept,
 )
 from hddm.benchmark.digits import write_digits
 from hddm.benchmark.plots import slug
@@ -38,6 +40,7 @@ def measure_routing(
     """The whole benchmark; returns the Markdown file."""
     facts = measured_on()
     folder, chosen = work / settings.name, settings.quickstart
+    check_kept(folder, settings)
     shards = folder / "shards"
     training, held_out = write_digits(folder / "digits")
     if not shards.exists():
@@ -65,7 +68,7 @@ def measure_routing(
     content = {
         "format": "1.0",
         "measured_on": facts,
-        "settings": {**asdict(settings), "quickstart": chosen.model_dump(mode="json")},
+        "settings": as_json(settings),
         "real": asdict(scorer.real()),
         "real_accuracy": _accuracy(classifier, fresh.pixels, fresh.labels),
         "runs": runs,

@@ -1,9 +1,16 @@
 """What is trained, and which rows are sampled."""
 
+import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
 
 from hddm.benchmark.settings import QuickstartSettings
+from hddm.errors import HddmError
+from hddm.files import read_json, write_json
+
+SETTINGS_FILE = "settings.json"
 
 FLOW, CLASSES = "flow", "classes"
 """Folders of experts: without and with class labels."""
@@ -82,6 +89,53 @@ class Settings:
     def rows(self) -> Mapping[str, Row]:
         """All of them."""
         return {**self.calibration_rows(), **self.every_rows(), **self.class_rows()}
+
+
+def as_json(settings: Settings) -> dict[str, Any]:
+    """``settings`` as a JSON file gives them back."""
+    plain = {**asdict(settings), "quickstart": settings.quickstart.model_dump(mode="json")}
+    content: dict[str, Any] = json.loads(json.dumps(plain))
+    return content
+
+
+def check_kept(folder: Path, settings: Settings) -> None:
+    """Record ``settings`` beside the models and rows that are kept in ``folder`` by their names alone.
+
+    Further rows may come.
+
+    Raises:
+        HddmError: for models or rows of other settings, or of settings that nothing says.
+    """
+    path, whole = folder / SETTINGS_FILE, as_json(settings)
+    now = {key: whole[key] for key in ("quickstart", "long_factor")}
+    now["rows"] = {name: asdict(row) for name, row in settings.rows().items()}
+    before = read_json(path) if path.exists() else {}
+    if not before and any(folder.glob("seed_*")):
+        raise HddmError(
+            f"{folder}: keeps models and rows, and no {SETTINGS_FILE} says of which settings; pass another "
+            "--work, or delete that folder"
+        )
+    rows = before.get("rows", {})
+    differing = _differing(before, now) if before else []
+    if differing:
+        raise HddmError(
+            f"{folder}: keeps models and rows of other settings ({', '.join(differing)}); pass another "
+            "--work, or delete that folder"
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json(path, {**now, "rows": {**rows, **now["rows"]}})
+
+
+def _differing(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """What is not the same in both, but for rows that are in one alone."""
+    found = []
+    for part in ("quickstart", "rows"):
+        one, other = before.get(part, {}), now[part]
+        names = one.keys() & other.keys() if part == "rows" else one.keys() | other.keys()
+        found += [f"{part}: {name}" for name in sorted(names) if one.get(name) != other.get(name)]
+    if before.get("long_factor") != now["long_factor"]:
+        found.append("long_factor")
+    return found
 
 
 FULL = Settings()
