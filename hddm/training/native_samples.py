@@ -104,7 +104,9 @@ def native_conditions(field: VelocityField, num: int, seed: int = 0) -> dict[str
             null = field.null_conditions[name]
             conditions[name] = null.expand(num, *null.shape)
             warnings.warn(
-                f"calibrated without {name}: what it says will count for less near t = 1 than it should",
+                f"calibrated with the stored null value of {name} for every sample: near t = 1 what a given "
+                "one says will count for less than it should; hddm.calibration.calibrate takes data with "
+                "their own",
                 stacklevel=2,
             )
         elif name not in OPTIONAL_CONDITIONS:
