@@ -141,6 +141,11 @@ def test_the_cost_is_the_count_of_every_multiplication_and_addition(ensemble: Pa
     embed = 2 * tokens * patch * width
     expert = embed + time + 2 * width * 6 * width + depth * _block(tokens, width) + embed
     head = 2 * (width * width + width * 2)
-    router = embed + time + depth * (_block(tokens + 1, width) + 2 * width * 6 * width) + head
+    # The head reads one token, so the last block asks, mixes and makes that one alone.
+    all_tokens = tokens + 1
+    last = 2 * all_tokens * width * 2 * width + 2 * width * (width + width + 8 * width)
+    last += 2 * 2 * all_tokens * width
+    blocks = (depth - 1) * _block(all_tokens, width) + last + depth * 2 * width * 6 * width
+    router = embed + time + blocks + head
     assert forward_mflop(hddm.load(ensemble)) == pytest.approx((expert / 1e6, router / 1e6))
     assert forward_mflop(hddm.load(ensemble / "experts" / "0")) == pytest.approx((expert / 1e6, 0))
