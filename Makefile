@@ -10,7 +10,7 @@ quickstart: $(VENV)/.ready
 	$(BIN)/hddm quickstart $(ARGS)
 
 test: $(VENV)/.ready-test
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile $(ARGS)
 
 check: $(VENV)/.ready-dev
 	$(BIN)/ruff format --check .
