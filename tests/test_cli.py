@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import load_file, save_file
 
 from hddm import load, sample
 from hddm.data.images import load_images, to_bytes
-from tests.artefacts import CLASSES, Command, contents
+from tests.artefacts import CLASSES, Command, contents, copied
 
 HDDM = Path(sys.executable).parent / "hddm"
 VERBS = ["quickstart", "partition", "train expert", "train router", "calibrate", "assemble", "sample"]
@@ -119,3 +120,26 @@ def test_inspect_tells_what_a_folder_is(
     assert (code, facts["kind"]) == (0, kind)
     plain = hddm("inspect", folder)[1]
     assert all(f"{key}: " in plain for key in facts)
+
+
+def test_a_router_that_takes_one_expert_for_all_is_warned_of(
+    ensemble: Path, tmp_path: Path, hddm: Command
+) -> None:
+    stuck = copied(ensemble, tmp_path)
+    path = stuck / "router" / "diffusion_pytorch_model.safetensors"
+    weights = load_file(path)
+    weights["head.4.weight"], weights["head.4.bias"] = (
+        weights["head.4.weight"] * 0,
+        torch.tensor([20.0, -20.0]),
+    )
+    save_file(weights, path, {"format": "pt"})
+    options = ["--num-images", 4, "--steps", 2, "--strategy", "top-1"]
+    code, _, error = hddm("sample", stuck, "--out", tmp_path / "routed", *options)
+    assert code == 0
+    assert "expert 0 takes 100% of the weight" in error
+    assert "expert 1 is never used" in error
+    use = json.loads((tmp_path / "routed" / "sampling.json").read_text())["expert_use"]
+    assert [row["shares"] for row in use["by_time"]] == [[1.0, 0.0]] * 2
+    code, _, error = hddm("sample", stuck, "--out", tmp_path / "own", *options[:4], "--expert", 1)
+    assert code == 0
+    assert "expert" not in error
