@@ -1,6 +1,6 @@
 """What a velocity field is asked with: times and conditions, checked before any network runs."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -60,9 +60,14 @@ def can_guide(conditions: Mapping[str, Tensor], negative: Mapping[str, Tensor]) 
     return bool(conditions) and (bool(negative) or not SETTINGS.issuperset(conditions))
 
 
+def missing_from(given: Collection[str], declared: Sequence[str]) -> list[str]:
+    """Conditions that the network needs beside the ``given`` ones."""
+    return [name for name in declared if name not in given and name not in OPTIONAL_CONDITIONS]
+
+
 def refuse_missing(declared: Sequence[str], given: Mapping[str, Tensor]) -> None:
     """Refuse to do without a condition that the network needs."""
-    missing = [name for name in declared if name not in given and name not in OPTIONAL_CONDITIONS]
+    missing = missing_from(given, declared)
     if missing:
         raise HddmError(
             f"this expert needs {' and '.join(missing)}, and knows no value that stands for none; pass it"

@@ -193,10 +193,7 @@ class UnreadExpert:
 
     def read(self, dtype: torch.dtype) -> Expert:
         """The expert with its weights in memory."""
-        network = self.unread.network
-        network.load_state_dict(self.unread.read(dtype), assign=True)
-        network.requires_grad_(False)
-        return Expert(network, self.facts, self.calibration, self.nulls)
+        return Expert(self.unread.load(dtype), self.facts, self.calibration, self.nulls)
 
 
 def read_expert(folder: Path, dtype: torch.dtype = torch.float32) -> Expert:

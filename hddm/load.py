@@ -75,19 +75,28 @@ def expert_set(
     budget = None
     if max_memory is not None:
         beside = [part for part in (parts.router, *others) if part is not None]
-        taken = bytes_of(beside)
-        budget = max_memory - taken
-        if budget <= 0:
-            raise HddmError(
-                f"--max-memory of {max_memory / 1e6:.1f} MB: router, VAE and text encoder alone take "
-                f"{taken / 1e6:.1f} MB; allow more"
-            )
+        budget = room_beside(beside, max_memory)
     return ExpertSet(parts.experts, dtype, device, Shelf(offload, budget))
 
 
 def bytes_of(parts: Sequence[nn.Module]) -> int:
     """Bytes of all weights of ``parts``."""
     return sum(p.numel() * p.element_size() for part in parts for p in part.parameters())
+
+
+def room_beside(parts: Sequence[nn.Module], max_memory: int) -> int:
+    """Bytes of ``max_memory`` that ``parts`` leave for experts.
+
+    Raises:
+        HddmError: where they leave none.
+    """
+    taken = bytes_of(parts)
+    if taken >= max_memory:
+        raise HddmError(
+            f"--max-memory of {max_memory / 1e6:.1f} MB: router, VAE and text encoder alone take "
+            f"{taken / 1e6:.1f} MB; allow more"
+        )
+    return max_memory - taken
 
 
 def ensemble_of(

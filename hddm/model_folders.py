@@ -29,6 +29,12 @@ class Unread(Generic[Network]):
     network: Network
     read: Callable[[torch.dtype], dict[str, Tensor]]
 
+    def load(self, dtype: torch.dtype) -> Network:
+        """The network with its weights, cast to ``dtype``."""
+        self.network.load_state_dict(self.read(dtype), assign=True)
+        self.network.requires_grad_(False)
+        return self.network
+
 
 def read_network(folder: Path, classes: Classes[Network], dtype: torch.dtype) -> Network:
     """The network in ``folder``, in evaluation mode, with its weights cast to ``dtype``.
@@ -39,10 +45,7 @@ def read_network(folder: Path, classes: Classes[Network], dtype: torch.dtype) ->
         HddmError: for a missing file, an unknown config key, another class, or any tensor missing,
             left over or of another shape; the message names file and tensors.
     """
-    found = unread_network(folder, classes)
-    found.network.load_state_dict(found.read(dtype), assign=True)
-    found.network.requires_grad_(False)
-    return found.network
+    return unread_network(folder, classes).load(dtype)
 
 
 def open_network(

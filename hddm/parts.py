@@ -110,7 +110,6 @@ def _paris(folder: Path, dtype: torch.dtype, chosen: Sequence[int] | None) -> Pa
         experts.append(UnreadExpert(part.weights.parent, found, expert_facts))
     part, time_scale = paris_router(folder)
     found_router = unread(RouterTransformer, part.arguments, part.weights, str(part.weights))
-    found_router.network.load_state_dict(found_router.read(dtype), assign=True)
     shape = experts[0].facts.sample_shape
     # Of its shards the release says nothing, so nothing can be drawn from their sizes; top-2 is what it is
     # published with.
@@ -126,7 +125,7 @@ def _paris(folder: Path, dtype: torch.dtype, chosen: Sequence[int] | None) -> Pa
         experts = [experts[k] for k in chosen]
     return Parts(
         experts,
-        found_router.network.requires_grad_(False),
+        found_router.load(dtype),
         RouterFacts(time_scale=time_scale, sample_shape=shape, shard_hashes=(), shard_images=()),
         facts,
         [name for name in COMPONENTS if inside(folder, name).is_dir()],

@@ -20,7 +20,7 @@ from hddm.expert_set import ExpertSet
 from hddm.expert_use import ExpertUse
 from hddm.experts import RouterFacts
 from hddm.guidance import Guidance
-from hddm.load import bytes_of, ensemble_of
+from hddm.load import ensemble_of, room_beside
 from hddm.models.router import RouterTransformer
 from hddm.offload import Offload
 from hddm.pipeline_folders import open_pipeline, save_pipeline
@@ -96,14 +96,10 @@ class HDDMPipeline(Offloading, DiffusionPipeline):  # type: ignore[misc]
         Raises:
             HddmError: for a scheduler whose grid has more than a shift, and parts that do not fit.
         """
+        parts = (self.experts, self.router, self.router_facts, self.facts)
         shift = shift_of(self.scheduler)
-        made_of = (self.experts, self.router, self.router_facts, self.facts, shift)
-        if self._ensemble is None or any(
-            a is not b for a, b in zip(made_of[:4], self._made_of, strict=False)
-        ):
-            facts = self.facts.model_copy(update={"shift": shift})
-            self._ensemble = ensemble_of(self.experts, self.router, self.router_facts, facts)
-            self._made_of = made_of
+        if self._ensemble is None or any(a is not b for a, b in zip(parts, self._made_of, strict=True)):
+            self._ensemble, self._made_of = ensemble_of(*parts), parts
         self._ensemble.shift = shift
         return self._ensemble
 
@@ -163,7 +159,7 @@ class HDDMPipeline(Offloading, DiffusionPipeline):  # type: ignore[misc]
             for part in others:
                 nn.Module.to(part, dtype)
             if self.max_memory is not None:
-                self.experts.offload(self.experts.shelf.offload, self.max_memory - bytes_of(others))
+                self.experts.offload(self.experts.shelf.offload, room_beside(others, self.max_memory))
             nn.Module.to(self.experts, dtype)
         moved: HDDMPipeline = super().to(*(one for one in args if one is not dtype), **kwargs)
         return moved

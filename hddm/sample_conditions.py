@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from hddm.conditions import missing_from
 from hddm.errors import HddmError
-from hddm.interfaces import OPTIONAL_CONDITIONS
 from hddm.pipeline import HDDMPipeline
 from hddm.pipeline_inputs import class_indices
 from hddm.sample_settings import SampleSettings
@@ -63,12 +63,11 @@ def _refuse_missing(pipeline: HDDMPipeline, given: Cycles, only: int | None) -> 
     for index, field in enumerate(pipeline.ensemble.experts):
         if only not in (None, index):
             continue
-        for name in field.conditions or ():
-            if name not in given and name not in field.null_conditions and name not in OPTIONAL_CONDITIONS:
-                option = f"{options[name]} or --conditions" if name in options else "--conditions"
-                raise HddmError(
-                    f"{option}: the experts need {name}, and know no value that stands for none; pass it"
-                )
+        for name in missing_from({*given, *field.null_conditions}, field.conditions or ()):
+            option = f"{options[name]} or --conditions" if name in options else "--conditions"
+            raise HddmError(
+                f"{option}: the experts need {name}, and know no value that stands for none; pass it"
+            )
 
 
 def _labels(text: str, classes: tuple[str, ...]) -> Tensor:

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from hddm.data.images import save_png
+from hddm.data.shards import load_shard
 from hddm.training.expert import ExpertSettings
 from hddm.training.router import RouterSettings
 
@@ -62,6 +63,20 @@ _SHORT = {
     "size": "tiny",
     "seed": 7,
 }
+
+
+def shard_record(folder: Path) -> dict[str, Any]:
+    """What an expert without classes records of the second shard of two, in ``folder``."""
+    shard = load_shard(folder)
+    assert shard.partition is not None
+    return {
+        "index": 1,
+        "num_shards": 2,
+        "hash": shard.hash,
+        "images": len(shard),
+        "class_images": [],
+        "partition": shard.partition,
+    }
 
 
 def copied(folder: Path, target: Path) -> Path:

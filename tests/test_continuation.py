@@ -21,7 +21,7 @@ from hddm.predictions import PredictionType
 from hddm.training.continuation import continue_expert
 from hddm.training.expert import train_expert
 from hddm.training.recalibrate import recalibrate
-from tests.artefacts import CLASSES, contents, copied, draw, edit_json, expert_settings
+from tests.artefacts import CLASSES, contents, copied, draw, edit_json, expert_settings, shard_record
 from tests.cases import case_named
 from tests.oracles import GaussianMixture
 
@@ -57,16 +57,7 @@ def test_an_expert_trained_on_says_what_it_came_from(
     assert facts["weights"] == "ema"
     assert facts["licence"] == "CC-BY-NC-4.0"
     assert facts["training_calibration"] is True
-    shard = load_shard(shards / "shard_1")
-    assert shard.partition is not None
-    assert facts["shard"] == {
-        "index": 1,
-        "num_shards": 2,
-        "hash": shard.hash,
-        "images": len(shard),
-        "class_images": [],
-        "partition": shard.partition,
-    }
+    assert facts["shard"] == shard_record(shards / "shard_1")
     training = facts["training"]
     assert training["kappa"] == KAPPA
     assert training["init"] == ddpm_expert.name

@@ -25,6 +25,7 @@ from tests.artefacts import (
     copied,
     expert_settings,
     router_settings,
+    shard_record,
     write_images,
 )
 
@@ -108,16 +109,7 @@ def test_an_expert_counts_its_images_by_the_classes_that_it_knows(whole: Path, c
 
 def test_an_expert_remembers_its_shard_and_how_it_was_trained(shards: Path, flow_expert: Path) -> None:
     facts = json.loads((flow_expert / "expert.json").read_text())
-    shard = load_shard(shards / "shard_1")
-    assert shard.partition is not None
-    assert facts["shard"] == {
-        "index": 1,
-        "num_shards": 2,
-        "hash": shard.hash,
-        "images": len(shard),
-        "class_images": [],
-        "partition": shard.partition,
-    }
+    assert facts["shard"] == shard_record(shards / "shard_1")
     assert facts["objective"] == "flow"
     assert facts["prediction_type"] == "flow_prediction"
     assert facts["sample_shape"] == [1, 4, 4]
