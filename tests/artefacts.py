@@ -5,6 +5,7 @@ import json
 import resource
 import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ import numpy as np
 import torch
 
 from hddm.data.images import save_png
-from hddm.data.shards import load_shard
+from hddm.data.shards import Shard, load_shard
+from hddm.data.stored import PixelStore
 from hddm.training.expert import ExpertSettings
 from hddm.training.router import RouterSettings
 
@@ -87,6 +89,17 @@ def copied(folder: Path, target: Path) -> Path:
 def edit_json(path: Path, **changes: Any) -> None:
     """Set keys of a JSON file."""
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def pixels_of(shard: Shard) -> torch.Tensor:
+    """Pixels (N, C, H, W) in uint8."""
+    assert isinstance(shard.stored, PixelStore)
+    return shard.stored.pixels
+
+
+def with_pixels(shard: Shard, pixels: torch.Tensor) -> Shard:
+    """The same shard of other images."""
+    return replace(shard, stored=PixelStore(pixels))
 
 
 def contents(folder: Path) -> dict[str, bytes]:

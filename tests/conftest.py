@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hddm.assembly import assemble
-from hddm.data.shards import partition
+from hddm.data.partition import partition
 from hddm.training.expert import train_expert
 from hddm.training.router import train_router
 from hddm_cli.app import app

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from hddm.calibration import FILE_NAME
-from hddm.data.shards import partition
+from hddm.data.partition import partition
 from hddm.errors import HddmError
 from hddm.models.transformer import ExpertTransformer
 from hddm.training.continuation import continue_expert

@@ -12,7 +12,7 @@ from safetensors import SafetensorError
 
 import hddm
 from hddm.assembly import assemble
-from hddm.data.shards import partition
+from hddm.data.partition import partition
 from hddm.describe import describe
 from hddm.ensemble import Ensemble
 from hddm.ensemble_folders import read_ensemble_facts, write_ensemble_records

@@ -1,7 +1,6 @@
 """Temperatures of a router, on mixtures whose posterior is known, and what training holds out for them."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,7 +20,7 @@ from hddm.training.router_calibration import (
     fit_temperatures,
     held_out,
 )
-from tests.artefacts import Command, contents, router_settings
+from tests.artefacts import Command, contents, pixels_of, router_settings, with_pixels
 from tests.oracles import GaussianMixture, exact_router
 
 PRIOR = (0.5, 0.3, 0.2)
@@ -163,16 +162,16 @@ def test_what_is_held_out_is_a_part_of_the_shard_and_depends_on_content_alone(wh
     kept = held_out(shard)
     assert kept.sum() == round(0.15 * len(shard))
     order = torch.randperm(len(shard), generator=torch.Generator().manual_seed(0))
-    assert torch.equal(held_out(replace(shard, pixels=shard.pixels[order])), kept[order])
+    assert torch.equal(held_out(with_pixels(shard, pixels_of(shard)[order])), kept[order])
     # The same image twice is on one side.
-    twice = held_out(replace(shard, pixels=shard.pixels.repeat(2, 1, 1, 1)))
+    twice = held_out(with_pixels(shard, pixels_of(shard).repeat(2, 1, 1, 1)))
     assert torch.equal(twice[: len(order)], twice[len(order) :])
 
 
 def test_a_shard_of_one_image_over_and_over_has_nothing_to_hold_out(whole: Path) -> None:
     shard = load_shard(whole)
     with pytest.raises(HddmError, match="too much alike to keep some from training; drop --calibrate"):
-        held_out(replace(shard, pixels=shard.pixels[:1].repeat(20, 1, 1, 1)))
+        held_out(with_pixels(shard, pixels_of(shard)[:1].repeat(20, 1, 1, 1)))
 
 
 def test_held_out_images_are_never_trained_on(
@@ -182,9 +181,9 @@ def test_held_out_images_are_never_trained_on(
 
     def without_held_out(folder: Path) -> Shard:
         shard = load_shard(folder)
-        return replace(shard, pixels=shard.pixels[~held_out(shard)])
+        return with_pixels(shard, pixels_of(shard)[~held_out(shard)])
 
-    monkeypatch.setattr(router_training, "load_shard", without_held_out)
+    monkeypatch.setattr(router_training, "open_shard", without_held_out)
     train_router(shards, tmp_path / "rest", router_settings())
     weights = [contents(tmp_path / name)[WEIGHTS] for name in ("router", "rest")]
     assert weights[0] == weights[1]

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 import hddm
-from hddm.data.shards import load_shard, partition
+from hddm.data.partition import partition
+from hddm.data.shards import load_shard
 from hddm.errors import HddmError
 from hddm.model_folders import WEIGHTS
 from hddm.models.transformer import ExpertTransformer

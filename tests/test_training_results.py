@@ -9,7 +9,8 @@ from safetensors.torch import load_file
 
 import hddm
 from hddm.data.images import to_unit_range
-from hddm.data.shards import find_shards, load_shard, partition
+from hddm.data.partition import partition
+from hddm.data.shards import find_shards, load_shard
 from hddm.errors import HddmError
 from hddm.experts import read_router
 from hddm.routing import Router

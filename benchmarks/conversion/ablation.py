@@ -20,7 +20,7 @@ from hddm.benchmark.plots import slug
 from hddm.calibration import FILE_NAME as CALIBRATION
 from hddm.checkpoints.convert import Conversion, plan, write
 from hddm.data.images import load_images, to_bytes
-from hddm.data.shards import partition
+from hddm.data.partition import partition
 from hddm.ensemble import Ensemble
 from hddm.evaluation.extractors import choose_extractor
 from hddm.evaluation.scores import Scorer

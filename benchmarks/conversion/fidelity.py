@@ -16,7 +16,7 @@ from benchmarks.conversion.starts import DDPM_LINEAR
 from hddm.benchmark.conversions import SameTimeField
 from hddm.benchmark.digits import write_digits
 from hddm.data.images import load_images
-from hddm.data.shards import partition
+from hddm.data.partition import partition
 from hddm.load import load
 from hddm.progress import Progress
 from hddm.schedules import CosineSchedule, DiscreteSchedule, Schedule, from_diffusers

@@ -16,7 +16,7 @@ def partition(
     overwrite: Overwrite = False,
 ) -> None:
     """Divide images into shards of similar content and nearly equal size."""
-    from hddm.data.shards import partition as divide
+    from hddm.data.partition import partition as divide
     from hddm.describe import describe
 
     for folder in divide(images, out, shards, seed, overwrite):

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from hddm.benchmark.conversions import sample_ddim, variant
 from hddm.data.images import to_bytes
-from hddm.data.shards import load_shard
+from hddm.data.open_shard import open_shard
 from hddm.ensemble import Ensemble
 from hddm.load import load
 from hddm.routing import Router, Strategy, sparse_weights
@@ -92,7 +92,7 @@ def convert_job(
     ensemble = load(source)
     assert isinstance(ensemble, Ensemble)
     for k, shard in enumerate(shards):
-        images = load_shard(shard).images
+        images = open_shard(shard).images
         ensemble.experts[k] = variant(ensemble.experts[k], exact, treatment, images)
     images = sample(ensemble, num, seed, steps, "draw", solver, batch_size=BATCH, on_batch=report)
     return Sampled(to_bytes(images), [], 1.0)

@@ -30,7 +30,7 @@ from hddm.benchmark.report import write_report
 from hddm.benchmark.results import TABLES, Figure, Row, Run, markdown_tables, summarise, verdict
 from hddm.benchmark.settings import QuickstartSettings
 from hddm.data.images import load_images
-from hddm.data.shards import partition
+from hddm.data.partition import partition
 from hddm.describe import describe
 from hddm.evaluation.extractors import choose_extractor
 from hddm.evaluation.scores import Scorer

@@ -12,24 +12,22 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import torch
-from safetensors.numpy import save_file
 from torch import Tensor
 
-from hddm.data.clustering import Hierarchy, cluster
-from hddm.data.features import pixel_pca
-from hddm.data.images import ImageSet, decode, load_images, stack, to_unit_range
+from hddm.components.identity import TextEncoderFacts, VaeFacts
+from hddm.data.images import decode, stack
+from hddm.data.stored import PixelStore, Stored, Texts
 from hddm.errors import HddmError
 from hddm.facts import Facts, read_facts
-from hddm.files import link_or_copy, new_folder, write_json
 
-FORMAT = "1.1"
+FORMAT = "1.2"
 MANIFEST = "manifest.json"
 PARTITION_FILE = "partition.json"
 MIN_IMAGES = 16
-FINE_PER_SHARD = 8
 
 
 class ImageEntry(Facts):
@@ -38,6 +36,7 @@ class ImageEntry(Facts):
     file: str
     sha256: str
     label: int | None
+    caption: str | None = None
 
 
 class Manifest(Facts):
@@ -50,6 +49,8 @@ class Manifest(Facts):
     hash: str
     partition: str | None = None
     """Hash of the hashes of all shards, which those of one partition share; format 1.0 has none."""
+    held_out_of: str | None = None
+    """Hash of the shard that these images were kept from, so that its expert can be judged by them."""
     images: list[ImageEntry]
 
 
@@ -67,69 +68,52 @@ class PartitionFacts(Facts):
 
 @dataclass(frozen=True)
 class Shard:
-    """One shard in memory; ``hash`` covers every file and label in it, ``partition`` all shards beside it."""
+    """One shard, ready to train on; ``hash`` covers every file and label in it, ``partition`` all beside it.
+
+    Samples are in model space: pixels in [-1, 1], or latents (z - shift) × scale of ``vae``.
+    """
 
     folder: Path
     index: int
     num_shards: int
     hash: str
     classes: tuple[str, ...]
-    pixels: Tensor
+    stored: Stored
     labels: Tensor | None
     partition: str | None = None
+    held_out_of: str | None = None
+    captions: tuple[str, ...] | None = None
+    vae: VaeFacts | None = None
+    text_encoder: TextEncoderFacts | None = None
+    texts: Texts | None = None
 
     def __len__(self) -> int:
-        return len(self.pixels)
+        return len(self.stored)
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """(C, H, W) of a sample."""
+        return self.stored.shape
+
+    @property
+    def space(self) -> Literal["pixels", "latents"]:
+        """What a sample is."""
+        return "pixels" if self.vae is None else "latents"
 
     @property
     def images(self) -> Tensor:
-        """Images (N, C, H, W) in [-1, 1]."""
-        return to_unit_range(self.pixels)
+        """All samples (N, C, H, W), as `take` gives them."""
+        return self.take(torch.arange(len(self)))
 
+    def take(self, rows: Tensor, noise: torch.Generator | None = None, flip: Tensor | None = None) -> Tensor:
+        """Samples (n, C, H, W) in model space, float32.
 
-def partition(images: Path, out: Path, num_shards: int, seed: int = 0, overwrite: bool = False) -> list[Path]:
-    """Divide a folder of images into shards of similar content and nearly equal size.
-
-    Pixel PCA, then balanced hierarchical k-means with `FINE_PER_SHARD` fine clusters a shard.
-
-    Returns:
-        The shard folders.
-
-    Raises:
-        HddmError: for unreadable images, or fewer than `MIN_IMAGES` a shard.
-    """
-    if num_shards < 1:
-        raise HddmError(f"--shards must be at least 1, not {num_shards}")
-    source = load_images(images)
-    if len(source) < num_shards * MIN_IMAGES:
-        raise HddmError(
-            f"{images}: {len(source)} images are too few for --shards {num_shards}: "
-            f"a shard needs at least {MIN_IMAGES}"
-        )
-    fine = min(FINE_PER_SHARD * num_shards, len(source) // 2)
-    clusters = cluster(pixel_pca(source.pixels), num_shards, fine, seed)
-    sizes = np.bincount(clusters.assignment, minlength=num_shards).tolist()
-    if min(sizes) < MIN_IMAGES:
-        raise HddmError(f"{images}: the smallest of {num_shards} shards got {min(sizes)} images; take fewer")
-    with new_folder(out, PARTITION_FILE, overwrite) as draft:
-        manifests = [_write_images(source, clusters, k, draft / f"shard_{k}") for k in range(num_shards)]
-        hashes = [manifest.hash for manifest in manifests]
-        whole = hashlib.sha256("\n".join(hashes).encode()).hexdigest()
-        for k, manifest in enumerate(manifests):
-            content = manifest.model_copy(update={"partition": whole})
-            write_json(draft / f"shard_{k}" / MANIFEST, content.model_dump())
-        _write_centres(clusters, draft)
-        facts = PartitionFacts(
-            format=FORMAT,
-            images=len(source),
-            features="pixel_pca",
-            fine_clusters=fine,
-            seed=seed,
-            sizes=sizes,
-            hashes=hashes,
-        )
-        write_json(draft / PARTITION_FILE, facts.model_dump())
-    return [out / f"shard_{k}" for k in range(num_shards)]
+        Args:
+            rows: (n,) indices.
+            noise: of the draw from the VAE's posterior; its mean without.
+            flip: (n,) bool, which are mirrored left to right; none without.
+        """
+        return self.stored.take(rows, noise, flip)
 
 
 def load_shard(folder: Path) -> Shard:
@@ -147,7 +131,7 @@ def load_shard(folder: Path) -> Shard:
         raise HddmError(
             f"{folder}: has {len(entries)} images; an expert needs at least {MIN_IMAGES} to train on"
         )
-    digest = _digest(entries, manifest.classes)
+    digest = content_hash(entries, manifest.classes)
     if digest != manifest.hash:
         raise HddmError(f"{path}: its list of images does not match its hash; take the shard anew")
     for entry in entries:
@@ -158,15 +142,18 @@ def load_shard(folder: Path) -> Shard:
     names = [entry.file for entry in entries]
     pixels = stack([_read_checked(folder, entry) for entry in entries], names)
     labels = [entry.label for entry in entries]
+    captions = [entry.caption for entry in entries]
     return Shard(
         folder,
         manifest.shard,
         manifest.num_shards,
         digest,
         tuple(manifest.classes),
-        pixels,
+        PixelStore(pixels),
         None if None in labels else torch.tensor(labels),
         manifest.partition,
+        manifest.held_out_of,
+        None if None in captions else tuple(map(str, captions)),
     )
 
 
@@ -198,33 +185,12 @@ def _refuse_other_folder(folder: Path, record: str) -> None:
     raise HddmError(f"{folder}: is no {kind}, since it holds no {record}; hddm partition writes them")
 
 
-def _write_images(source: ImageSet, clusters: Hierarchy, k: int, folder: Path) -> Manifest:
-    entries = []
-    for row in np.flatnonzero(clusters.assignment == k).tolist():
-        name = f"images/{source.files[row]}"
-        copy = folder / name
-        copy.parent.mkdir(parents=True, exist_ok=True)
-        link_or_copy(source.root / source.files[row], copy)
-        label = None if source.labels is None else int(source.labels[row])
-        sha256 = hashlib.sha256(copy.read_bytes()).hexdigest()
-        entries.append(ImageEntry(file=name, sha256=sha256, label=label))
-    return Manifest(
-        format=FORMAT,
-        shard=k,
-        num_shards=int(clusters.assignment.max()) + 1,
-        classes=list(source.classes),
-        hash=_digest(entries, source.classes),
-        images=entries,
-    )
-
-
-def _write_centres(clusters: Hierarchy, folder: Path) -> None:
-    tensors = {"fine_centres": clusters.fine_centres, "fine_to_coarse": clusters.fine_to_coarse}
-    save_file(tensors, folder / "clusters.safetensors")
-
-
-def _digest(entries: list[ImageEntry], classes: Sequence[str]) -> str:
-    lines = [json.dumps(list(classes))] + [f"{e.file} {e.sha256} {e.label}" for e in entries]
+def content_hash(entries: Sequence[ImageEntry], classes: Sequence[str]) -> str:
+    """SHA-256 of what a shard holds: files, contents, labels and captions."""
+    lines = [json.dumps(list(classes))]
+    for one in entries:
+        caption = "" if one.caption is None else f" {json.dumps(one.caption)}"
+        lines.append(f"{one.file} {one.sha256} {one.label}{caption}")
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 

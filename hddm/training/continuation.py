@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from hddm.calibration import FILE_NAME as CALIBRATION
 from hddm.calibration import Calibration
-from hddm.data.shards import Shard, load_shard
+from hddm.data.open_shard import open_shard
+from hddm.data.shards import Shard
 from hddm.errors import HddmError
 from hddm.experts import EXPERT_FILE, FORMAT, Expert, ExpertFacts, read_expert, save_expert
 from hddm.files import check_absent, new_folder
@@ -73,7 +74,7 @@ def continue_expert(
     expert = read_expert(init)
     field = field_of(expert)
     objective = _objective(init, expert.facts, settings)
-    shard = load_shard(shard_folder)
+    shard = open_shard(shard_folder)
     check_images(shard, expert.facts)
     given = _conditions(init, field, shard, settings)
     field.calibration = None

@@ -10,7 +10,8 @@ from pydantic import Field
 from torch import Tensor
 
 from hddm.calibration import Calibration, calibrate
-from hddm.data.shards import Shard, load_shard
+from hddm.data.open_shard import open_shard
+from hddm.data.shards import Shard
 from hddm.errors import HddmError
 from hddm.experts import EXPERT_FILE, Expert, ExpertFacts, ShardFacts, null_conditions, save_expert
 from hddm.files import check_absent, new_folder
@@ -64,13 +65,13 @@ def train_expert(
     """
     check_absent(out, EXPERT_FILE, overwrite)
     objective = Objective.named(settings.objective, schedule, settings.time_sampling)
-    shard = load_shard(shard_folder)
+    shard = open_shard(shard_folder)
     if settings.class_conditional and shard.labels is None:
         raise HddmError(f"{shard_folder}: its images carry no labels; drop --class-conditional")
     network = new_network(
         ExpertTransformer,
         settings.size,
-        shard.pixels.shape[1:],
+        shard.shape,
         settings.seed,
         num_classes=len(shard.classes) if settings.class_conditional else None,
     )
@@ -158,7 +159,7 @@ def _facts(
     schedule_source: str,
     fitted: Fitted,
 ) -> ExpertFacts:
-    channels, height, width = shard.pixels.shape[1:]
+    channels, height, width = shard.shape
     classes = shard.classes if settings.class_conditional else ()
     return ExpertFacts(
         objective=settings.objective,

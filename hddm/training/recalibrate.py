@@ -9,7 +9,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from hddm.calibration import FILE_NAME, Calibration, calibrate
-from hddm.data.shards import Shard, load_shard
+from hddm.data.open_shard import open_shard
+from hddm.data.shards import Shard
 from hddm.errors import HddmError
 from hddm.experts import EXPERT_FILE, FORMAT, ExpertFacts
 from hddm.facts import read_facts
@@ -64,7 +65,7 @@ def recalibrate(
             )
         calibration = _on_native_samples(folder, facts, field, seed, num_images, steps, on_batch)
     else:
-        shard = load_shard(shard_folder)
+        shard = open_shard(shard_folder)
         check_images(shard, facts)
         calibration = calibrated_on(shard, field, conditions_of(shard, field), seed)
     with TemporaryDirectory(dir=folder) as draft:

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from hddm.data.shards import Shard, find_shards, load_shard
+from hddm.data.open_shard import open_shard
+from hddm.data.shards import Shard, find_shards
 from hddm.errors import HddmError
 from hddm.experts import ROUTER_FILE, RouterFacts, save_router
 from hddm.files import check_absent, new_folder
@@ -48,7 +49,7 @@ def train_router(
         HddmError: for shards that cannot be read or differ in image shape, or a loss that is not finite.
     """
     check_absent(out, ROUTER_FILE, overwrite)
-    shards = [load_shard(folder) for folder in find_shards(shards_folder)]
+    shards = [open_shard(folder) for folder in find_shards(shards_folder)]
     images, labels = _joined(shards)
     if settings.calibrate:
         fresh = torch.cat([held_out(shard) for shard in shards])
@@ -90,7 +91,7 @@ def train_router(
 
 
 def _joined(shards: list[Shard]) -> tuple[Tensor, Tensor]:
-    shapes = {tuple(shard.pixels.shape[1:]) for shard in shards}
+    shapes = {tuple(shard.shape) for shard in shards}
     if len(shapes) > 1:
         raise HddmError(f"the shards hold images of different shapes: {sorted(shapes)}")
     images = torch.cat([shard.images for shard in shards])
