@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -120,41 +119,86 @@ def load_shard(folder: Path) -> Shard:
     """Read a shard, checking every file against its hash.
 
     Raises:
-        HddmError: for a missing or newer manifest, a file outside the folder, a changed file, a label
-            that is no class, or fewer than `MIN_IMAGES` images.
+        HddmError: as `read_manifest` and `read_content`, for images of several sizes, or fewer than
+            `MIN_IMAGES` images.
     """
-    path = folder / MANIFEST
-    _refuse_other_folder(folder, MANIFEST)
-    manifest = read_facts(path, Manifest, FORMAT)
+    manifest = read_manifest(folder)
     entries = manifest.images
     if len(entries) < MIN_IMAGES:
         raise HddmError(
             f"{folder}: has {len(entries)} images; an expert needs at least {MIN_IMAGES} to train on"
         )
-    digest = content_hash(entries, manifest.classes)
-    if digest != manifest.hash:
-        raise HddmError(f"{path}: its list of images does not match its hash; take the shard anew")
-    for entry in entries:
-        if entry.label is not None and not 0 <= entry.label < len(manifest.classes):
-            raise HddmError(
-                f"{path}: {entry.file} has label {entry.label} of {len(manifest.classes)} classes"
-            )
     names = [entry.file for entry in entries]
-    pixels = stack([_read_checked(folder, entry) for entry in entries], names)
-    labels = [entry.label for entry in entries]
-    captions = [entry.caption for entry in entries]
+    pixels = stack([decode(read_content(folder, entry), folder / entry.file) for entry in entries], names)
     return Shard(
         folder,
         manifest.shard,
         manifest.num_shards,
-        digest,
+        manifest.hash,
         tuple(manifest.classes),
         PixelStore(pixels),
-        None if None in labels else torch.tensor(labels),
+        labels_of(entries),
         manifest.partition,
         manifest.held_out_of,
-        None if None in captions else tuple(map(str, captions)),
+        captions_of(entries),
     )
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """What the shard in ``folder`` holds; its images are not opened.
+
+    Raises:
+        HddmError: for a missing or newer manifest, a list of images that does not match its hash, or a label
+            that is no class.
+    """
+    path = folder / MANIFEST
+    _refuse_other_folder(folder, MANIFEST)
+    manifest = read_facts(path, Manifest, FORMAT)
+    check_entries(path, manifest.images, manifest.classes, manifest.hash)
+    return manifest
+
+
+def check_entries(path: Path, entries: Sequence[ImageEntry], classes: Sequence[str], digest: str) -> None:
+    """Refuse a list of images, from ``path``, that does not match its hash, or with a label that is no class.
+
+    Raises:
+        HddmError: with the first such entry.
+    """
+    if content_hash(entries, classes) != digest:
+        raise HddmError(f"{path}: its list of images does not match its hash; take the shard anew")
+    for entry in entries:
+        if entry.label is not None and not 0 <= entry.label < len(classes):
+            raise HddmError(f"{path}: {entry.file} has label {entry.label} of {len(classes)} classes")
+
+
+def read_content(folder: Path, entry: ImageEntry) -> bytes:
+    """The encoded image of an entry, checked against its hash.
+
+    Raises:
+        HddmError: for a file that is outside ``folder``, missing or changed.
+    """
+    path = folder / entry.file
+    if not path.resolve().is_relative_to(folder.resolve()):
+        raise HddmError(f"{folder}: its manifest names {entry.file!r}, outside the folder; refused")
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise HddmError(f"{path}: named by the manifest, but {error.strerror}") from error
+    if hashlib.sha256(content).hexdigest() != entry.sha256:
+        raise HddmError(f"{path}: its content changed since the partition; take the shard anew")
+    return content
+
+
+def labels_of(entries: Sequence[ImageEntry]) -> Tensor | None:
+    """Labels (N,) where every entry has one."""
+    labels = [entry.label for entry in entries]
+    return None if None in labels else torch.tensor(labels)
+
+
+def captions_of(entries: Sequence[ImageEntry]) -> tuple[str, ...] | None:
+    """Captions where every entry has one."""
+    captions = tuple(entry.caption for entry in entries if entry.caption is not None)
+    return captions if len(captions) == len(entries) else None
 
 
 def find_shards(folder: Path) -> list[Path]:
@@ -192,16 +236,3 @@ def content_hash(entries: Sequence[ImageEntry], classes: Sequence[str]) -> str:
         caption = "" if one.caption is None else f" {json.dumps(one.caption)}"
         lines.append(f"{one.file} {one.sha256} {one.label}{caption}")
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
-
-
-def _read_checked(folder: Path, entry: ImageEntry) -> np.ndarray:
-    path = folder / entry.file
-    if not path.resolve().is_relative_to(folder.resolve()):
-        raise HddmError(f"{folder}: its manifest names {entry.file!r}, outside the folder; refused")
-    try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise HddmError(f"{path}: named by the manifest, but {error.strerror}") from error
-    if hashlib.sha256(content).hexdigest() != entry.sha256:
-        raise HddmError(f"{path}: its content changed since the partition; take the shard anew")
-    return decode(content, path)
