@@ -36,16 +36,24 @@ def new_folder(target: Path, record: str, overwrite: bool = False) -> Iterator[P
     draft.mkdir()
     try:
         yield draft
-        for path in [*draft.rglob("*"), draft]:
-            if path.is_file() and path.stat().st_nlink == 1:
-                # Some libraries write for the owner alone; the folder's mode says what the user wants. A file
-                # with other names keeps its mode, which is theirs too.
-                path.chmod(draft.stat().st_mode & 0o666)
-            _sync(path)
-        _replace(draft, target)
+        put_in_place(draft, target)
     except BaseException:
         shutil.rmtree(draft, ignore_errors=True)
         raise
+
+
+def put_in_place(draft: Path, target: Path) -> None:
+    """Rename a finished ``draft``, on the same file system, to ``target``, which goes if it exists.
+
+    Files are synced to disk before. What `check_absent` refuses must have been refused.
+    """
+    for path in [*draft.rglob("*"), draft]:
+        if path.is_file() and path.stat().st_nlink == 1:
+            # Some libraries write for the owner alone; the folder's mode says what the user wants. A file
+            # with other names keeps its mode, which is theirs too.
+            path.chmod(draft.stat().st_mode & 0o666)
+        sync(path)
+    _replace(draft, target)
 
 
 def check_absent(target: Path, record: str, overwrite: bool = False) -> None:
@@ -120,6 +128,15 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
+def sync(path: Path) -> None:
+    """Wait until a file, or the list of a folder's files, is on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def _replace(draft: Path, target: Path) -> None:
     if not target.exists():
         draft.rename(target)
@@ -155,11 +172,3 @@ def _is_left(path: Path) -> bool:
         return False
     # Process numbers come round again, and this one is not at it.
     return int(number) == os.getpid()
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
