@@ -89,10 +89,18 @@ def encode(text_encoder: "CLIPTextModel", tokenizer: "CLIPTokenizer", prompts: S
     if isinstance(prompts, str) or not prompts:
         raise HddmError(f"prompts must be a list of one text or more, not {prompts!r}")
     length = prompt_length(tokenizer.model_max_length, text_encoder.config.max_position_embeddings)
-    prompts = list(prompts)
-    _warn_of_cuts(tokenizer, prompts, length)
+    for _, cut in cuts(tokenizer, prompts, length):
+        warnings.warn(cut, UserWarning, stacklevel=2)
+    return hidden_states(text_encoder, tokenizer, prompts)
+
+
+def hidden_states(
+    text_encoder: "CLIPTextModel", tokenizer: "CLIPTokenizer", prompts: Sequence[str]
+) -> Tensor:
+    """As `encode`, without its warnings; for whom `cuts` is asked by other means."""
+    length = prompt_length(tokenizer.model_max_length, text_encoder.config.max_position_embeddings)
     tokens = tokenizer(
-        prompts, padding="max_length", max_length=length, truncation=True, return_tensors="pt"
+        list(prompts), padding="max_length", max_length=length, truncation=True, return_tensors="pt"
     ).input_ids
     vocabulary = text_encoder.config.vocab_size
     if tokens.max() >= vocabulary:
@@ -107,23 +115,25 @@ def encode(text_encoder: "CLIPTextModel", tokenizer: "CLIPTokenizer", prompts: S
     return encoded
 
 
+def cuts(tokenizer: "CLIPTokenizer", prompts: Sequence[str], length: int) -> list[tuple[int, str]]:
+    """Which of ``prompts`` have more than ``length`` tokens, and what each of them loses, in words."""
+    whole: list[list[int]] = tokenizer(
+        list(prompts), padding=False, truncation=False, verbose=False
+    ).input_ids
+    found = []
+    for index, (prompt, ids) in enumerate(zip(prompts, whole, strict=True)):
+        if len(ids) > length:
+            # The last token is the end, which a prompt that is cut keeps.
+            cut = tokenizer.decode(ids[length - 1 : -1])
+            told = f"a prompt of {len(ids)} tokens is cut to {length}: {prompt[:40]!r} … loses {cut!r}"
+            found.append((index, told))
+    return found
+
+
 def prompt_length(limit: object, positions: int) -> int:
     """Tokens of a prompt: the tokenizer's ``model_max_length``, within the encoder's positions."""
     # Tokenizers without a limit say 10^30.
     return min(limit, positions) if isinstance(limit, int) and limit >= 2 else positions
-
-
-def _warn_of_cuts(tokenizer: "CLIPTokenizer", prompts: list[str], length: int) -> None:
-    whole: list[list[int]] = tokenizer(prompts, padding=False, truncation=False, verbose=False).input_ids
-    for prompt, ids in zip(prompts, whole, strict=True):
-        if len(ids) > length:
-            # The last token is the end, which a prompt that is cut keeps.
-            cut = tokenizer.decode(ids[length - 1 : -1])
-            warnings.warn(
-                f"a prompt of {len(ids)} tokens is cut to {length}: {prompt[:40]!r} … loses {cut!r}",
-                UserWarning,
-                stacklevel=3,
-            )
 
 
 def _open(folder: Path, variant: str | None) -> tuple["CLIPTextModel", dict[str, Tensor], Path]:

@@ -58,6 +58,37 @@ def scale_of(vae: "AutoencoderKL | AutoencoderTiny") -> int:
     return int(2 ** (len(levels) - 1))
 
 
+def encode(vae: "AutoencoderKL | AutoencoderTiny", images: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Mean and standard deviation (N, C, h, w) of z given ``images`` (N, 3, H, W) in [-1, 1], float32.
+
+    z is what the encoder gives, neither shifted nor scaled; an `AutoencoderTiny` has no deviation.
+
+    Raises:
+        HddmError: for images that the VAE does not take, and for z that is not finite.
+    """
+    factor, channels = scale_of(vae), vae.config.in_channels
+    if (
+        images.ndim != 4
+        or images.shape[1] != channels
+        or images.shape[2] % factor
+        or images.shape[3] % factor
+    ):
+        raise HddmError(
+            f"the VAE encodes images (N, {channels}, H, W) with H and W multiples of {factor}, not "
+            f"{tuple(images.shape)}"
+        )
+    with torch.no_grad():
+        encoded = vae.encode(images.to(vae.device, vae.dtype))
+    latents = getattr(encoded, "latents", None)
+    mean, deviation = (
+        (latents, None) if latents is not None else (encoded.latent_dist.mean, encoded.latent_dist.std)
+    )
+    for part in (mean, deviation):
+        if part is not None:
+            _refuse_images(part, "latents of images", "encode in float32")
+    return mean.float(), None if deviation is None else deviation.float()
+
+
 def decode(vae: "AutoencoderKL | AutoencoderTiny", latents: Tensor) -> Tensor:
     """Images (N, 3, H, W) in [-1, 1], float32, of samples (N, C, h, w), in one batch.
 
