@@ -1,10 +1,12 @@
 """Images that are files of their own, in a folder or in folders by class."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hddm.data.sources.base import SUFFIXES
-from hddm.data.sources.metadata import METADATA, read_metadata
+from hddm.data.sources.columns import as_labels
+from hddm.data.sources.metadata import read_metadata
+from hddm.data.sources.names import METADATA
 from hddm.errors import HddmError
 
 
@@ -32,64 +34,45 @@ class FolderSource:
         return self.root / self.files[i]
 
 
-def open_folder(root: Path) -> FolderSource:
-    """The images ``root/<class>/…/<file>`` or ``root/<file>``; other files are left alone.
-
-    They have labels where each lies in a folder of its class.
-
-    Raises:
-        HddmError: for a missing folder, or one without images.
-    """
-    files = image_files(root)
+def open_folder(root: Path, files: Sequence[str]) -> FolderSource:
+    """The images ``files`` below ``root``; they have labels where each lies in the folder of its class."""
     parents = [name.split("/")[0] if "/" in name else None for name in files]
     if None in parents:
         return FolderSource(root, tuple(files))
-    classes = tuple(sorted({str(parent) for parent in parents}))
-    number = {name: index for index, name in enumerate(classes)}
-    return FolderSource(root, tuple(files), classes, tuple(number[str(parent)] for parent in parents))
+    labels, classes = as_labels(parents, files, root)
+    return FolderSource(root, tuple(files), classes, labels)
 
 
 def open_described_folder(
-    root: Path, caption_column: str | None = None, label_column: str | None = None
+    root: Path, found: Sequence[str], caption_column: str | None = None, label_column: str | None = None
 ) -> FolderSource:
-    """The images that ``root/metadata.jsonl`` describes, with its captions and labels.
+    """The images ``found`` below ``root``, as ``root/metadata.jsonl`` describes them.
 
-    As in Hugging Face's ``imagefolder``, folders then name no classes.
+    As in Hugging Face's ``imagefolder``, folders then name no classes. That library passes over images
+    without a line; here they are refused, since a typo would lose them.
 
     Raises:
         HddmError: as `read_metadata`; where it names a file that is missing, or leaves out an image.
     """
     described = read_metadata(root, caption_column, label_column)
-    found = set(image_files(root))
-    missing = [name for name in described.files if name not in found]
+    there, named = set(found), set(described.files)
+    missing = [name for name in described.files if name not in there]
     if missing:
         raise HddmError(
             f"{root / METADATA}: names {len(missing)} images that are not in {root}; fetch them, or remove "
             "their lines",
-            missing[:20],
+            shown(missing),
         )
-    others = sorted(found - set(described.files))
+    others = [name for name in found if name not in named]
     if others:
         raise HddmError(
             f"{root}: {len(others)} images are not in {METADATA}; describe them there, or move them away",
-            others[:20],
+            shown(others),
         )
     return FolderSource(root, described.files, described.classes, described.labels, described.captions)
 
 
-def image_files(root: Path) -> list[str]:
-    """Names of the image files below ``root``, sorted.
-
-    Raises:
-        HddmError: for a missing folder, or one without images.
-    """
-    if not root.is_dir():
-        raise HddmError(f"{root}: no such folder of images")
-    files = sorted(
-        path.relative_to(root).as_posix()
-        for path in root.rglob("*")
-        if path.suffix.lower() in SUFFIXES and path.is_file()
-    )
-    if not files:
-        raise HddmError(f"{root}: holds no images ({', '.join(sorted(SUFFIXES))})")
-    return files
+def shown(names: Sequence[str], most: int = 20) -> list[str]:
+    """The first ``most`` names, and how many more there are."""
+    more = [f"… and {len(names) - most} more"] if len(names) > most else []
+    return [*names[:most], *more]

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from hddm.data.sources.columns import CAPTION_COLUMNS, as_captions, as_labels, choose_column
+from hddm.data.sources.names import METADATA
 from hddm.errors import HddmError
 from hddm.weight_files.index_files import inside
 
-METADATA = "metadata.jsonl"
 LONGEST_LINE = 2**20
 """Bytes of one line."""
 
@@ -39,6 +39,8 @@ def read_metadata(root: Path, caption_column: str | None, label_column: str | No
     """
     path = root / METADATA
     rows: dict[str, dict[str, Any]] = {}
+    columns: set[str] = set()
+    wanted = {*CAPTION_COLUMNS, "label", caption_column, label_column}
     for number, row in _lines(path):
         name = row.get("file_name")
         if not isinstance(name, str):
@@ -47,11 +49,11 @@ def read_metadata(root: Path, caption_column: str | None, label_column: str | No
         name = Path(name).as_posix()
         if name in rows:
             raise HddmError(f"{path}: line {number} names {name} again; one line an image")
-        rows[name] = row
+        columns |= row.keys() - {"file_name"}
+        rows[name] = {key: value for key, value in row.items() if key in wanted}
     if not rows:
         raise HddmError(f"{path}: holds no lines; write one for each image")
     files = tuple(sorted(rows))
-    columns = {key for row in rows.values() for key in row} - {"file_name"}
     caption = choose_column(columns, caption_column, CAPTION_COLUMNS, "--caption-column", path)
     label = choose_column(columns, label_column, ("label",), "--label-column", path)
     captions = [rows[name].get(caption) for name in files] if caption else None

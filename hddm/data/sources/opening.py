@@ -2,26 +2,63 @@
 
 from pathlib import Path
 
-from hddm.data.sources.base import ImageSource
+from hddm.data.sources.base import SUFFIXES, ImageSource
 from hddm.data.sources.folder import open_described_folder, open_folder
-from hddm.data.sources.metadata import METADATA
+from hddm.data.sources.names import METADATA, PARQUET, TAR, find_files
+from hddm.data.sources.parquet import open_parquet
+from hddm.data.sources.tar import open_tars
+from hddm.errors import HddmError
 
 
 def open_source(
     path: Path, caption_column: str | None = None, label_column: str | None = None
 ) -> ImageSource:
-    """The images at ``path``.
+    """The images at ``path``, which may be one of these.
 
-    A folder of images, of class folders, or of images with ``metadata.jsonl``.
+    - a folder of images, or of class folders;
+    - a folder of images with ``metadata.jsonl``, as Hugging Face's ``imagefolder``;
+    - a tar archive in WebDataset's naming, or a folder of them;
+    - a Parquet file with encoded images, as Hugging Face's ``datasets`` writes it, or a folder of them.
 
     Args:
-        path: the folder.
-        caption_column: where the captions are; without it ``text`` or ``caption``, if there is one.
-        label_column: where the class labels are; without it ``label``, if there is one.
+        path: folder or file.
+        caption_column: where the captions are; without it ``text`` or ``caption`` (in tars ``txt``), if there
+            is one. Plain folders have none.
+        label_column: where the class labels are; without it ``label`` (in tars also ``cls``), if there is
+            one.
 
     Raises:
-        HddmError: for a path without images, and as the opener of its format.
+        HddmError: for a path without images or with images of several kinds, and as the opener of its kind.
     """
-    if (path / METADATA).exists():
-        return open_described_folder(path, caption_column, label_column)
-    return open_folder(path)
+    if path.is_file():
+        if path.suffix == TAR:
+            return open_tars(path, [], caption_column, label_column)
+        if path.suffix == PARQUET:
+            return open_parquet(path, [], caption_column, label_column)
+        raise HddmError(f"{path}: is no folder, .tar or .parquet of images; unpack other archives first")
+    if not path.is_dir():
+        raise HddmError(f"{path}: no such folder of images")
+    found = find_files(path)
+    kinds = {"image files": found.images, ".tar": found.tars, ".parquet": found.parquets}
+    held = [f"{len(names)} {kind} (as {names[0]})" for kind, names in kinds.items() if names]
+    if len(held) > 1:
+        raise HddmError(f"{path}: holds {' and '.join(held)}; name a folder with one kind of them")
+    if found.tars:
+        return open_tars(path, found.tars, caption_column, label_column)
+    if found.parquets:
+        return open_parquet(path, found.parquets, caption_column, label_column)
+    other = [name for name in found.tables if name != METADATA]
+    if other:
+        raise HddmError(
+            f"{path / other[0]}: captions are read from {METADATA} in the folder that is named; name its "
+            "folder, or write it there"
+        )
+    if found.tables:
+        return open_described_folder(path, found.images, caption_column, label_column)
+    if not found.images:
+        raise HddmError(f"{path}: holds no images ({', '.join(sorted(SUFFIXES))}, {TAR}, {PARQUET})")
+    asked = {"--caption-column": caption_column, "--label-column": label_column}
+    for option, value in asked.items():
+        if value is not None:
+            raise HddmError(f"{option} {value}: {path} is a plain folder; describe its images in {METADATA}")
+    return open_folder(path, found.images)

@@ -1,0 +1,182 @@
+"""Tar shards in WebDataset's naming: the files of a sample share their name up to the first dot.
+
+``shard-000.tar`` holds ``0001.jpg``, ``0001.txt`` (caption), ``0001.cls`` (label) and ``0001.json`` (an
+object), then ``0002.jpg`` and so on. Nothing is extracted: one scan finds where each image lies, and
+`TarSource.read` reads there. Files of other names are left alone.
+"""
+
+import json
+import re
+import tarfile
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hddm.data.sources.base import SUFFIXES
+from hddm.data.sources.columns import CAPTION_COLUMNS, as_captions, as_labels, choose_column
+from hddm.data.sources.names import TAR, safe_name
+from hddm.errors import HddmError
+
+LARGEST_TEXT = 2**20
+"""Bytes of a caption, a label or a JSON object."""
+
+_KEY = re.compile(r"((?:.*/|)[^./]+)\.([^/]*)")
+_TEXTS = ("txt", "cls", "json")
+_BLOCK = 512
+
+
+@dataclass(frozen=True)
+class TarSource:
+    """Images in tar archives; the fields are those of `hddm.data.sources.base.ImageSource`.
+
+    ``places`` (N,) are archive, offset and bytes of each image.
+    """
+
+    root: Path
+    files: tuple[str, ...]
+    classes: tuple[str, ...]
+    labels: tuple[int, ...] | None
+    captions: tuple[str, ...] | None
+    places: tuple[tuple[Path, int, int], ...] = field(repr=False)
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def read(self, i: int) -> bytes:
+        archive, offset, size = self.places[i]
+        try:
+            with archive.open("rb") as file:
+                file.seek(offset)
+                content = file.read(size)
+        except OSError as error:
+            raise HddmError(f"{archive}: cannot be read: {error.strerror}") from error
+        if len(content) < size:
+            raise HddmError(f"{self.root / self.files[i]}: {archive} was cut short since it was opened")
+        return content
+
+    def path(self, i: int) -> None:
+        return None
+
+
+@dataclass
+class _Sample:
+    image: tuple[str, int, int] | None = None
+    columns: dict[str, object] = field(default_factory=dict)
+    parts: set[str] = field(default_factory=set)
+
+
+def open_tars(
+    root: Path, archives: Sequence[str], caption_column: str | None = None, label_column: str | None = None
+) -> TarSource:
+    """The images in ``root/<archive>`` for each of ``archives``, or in ``root`` if it is one archive itself.
+
+    Images are named ``<archive without .tar>/<name>``, in a single archive ``<name>``.
+
+    Args:
+        root: a folder, or one archive.
+        archives: names below ``root``, empty for one archive.
+        caption_column: ``txt`` or a key of the JSON objects; without it ``txt``, else ``text`` or
+            ``caption``.
+        label_column: ``cls`` or a key of the JSON objects; without it ``cls`` or ``label``.
+
+    Raises:
+        HddmError: for what is no plain tar or is damaged; for links, devices and names that leave the folder;
+            for a sample without an image or with several; for captions and labels that some samples lack.
+    """
+    rows: dict[str, tuple[tuple[Path, int, int], dict[str, object]]] = {}
+    columns: set[str] = set()
+    wanted = {*CAPTION_COLUMNS, "txt", "cls", "label", caption_column, label_column}
+    for name in archives or [""]:
+        path, prefix = root / name, f"{name.removesuffix(TAR)}/" if name else ""
+        for key, sample in _scan(path).items():
+            if sample.image is None:
+                parts = " and ".join(sorted(f"{key}.{part}" for part in sample.parts))
+                raise HddmError(f"{path}: holds {parts}, but no image {key}; add it, or remove them")
+            image, offset, size = sample.image
+            columns |= sample.columns.keys()
+            kept = {column: value for column, value in sample.columns.items() if column in wanted}
+            rows[f"{prefix}{image}"] = (path, offset, size), kept
+    if not rows:
+        raise HddmError(f"{root}: its tar archives hold no images ({', '.join(sorted(SUFFIXES))})")
+    files = tuple(sorted(rows))
+    usual = ("txt",) if "txt" in columns else CAPTION_COLUMNS
+    caption = choose_column(columns, caption_column, usual, "--caption-column", root)
+    label = choose_column(columns, label_column, ("cls", "label"), "--label-column", root)
+    values = [rows[name][1] for name in files]
+    labels, classes = as_labels([v.get(label) for v in values], files, root) if label else (None, ())
+    captions = as_captions([v.get(caption) for v in values], files, root) if caption else None
+    return TarSource(root, files, classes, labels, captions, tuple(rows[name][0] for name in files))
+
+
+def _scan(path: Path) -> dict[str, _Sample]:
+    samples: dict[str, _Sample] = {}
+    try:
+        with path.open("rb") as file, tarfile.open(fileobj=file, mode="r:") as archive:
+            while (member := archive.next()) is not None:
+                # Each would be kept, with its headers, until the end.
+                archive.members = []  # type: ignore[attr-defined]
+                _take(archive, member, path, samples)
+            _refuse_remainder(file, archive.offset, path)
+    except (tarfile.TarError, EOFError) as error:
+        raise HddmError(
+            f"{path}: is no plain tar archive, or is damaged ({error}); unpack .tar.gz first"
+        ) from error
+    except OSError as error:
+        raise HddmError(f"{path}: cannot be read: {error.strerror}") from error
+    return samples
+
+
+def _take(archive: tarfile.TarFile, member: tarfile.TarInfo, path: Path, samples: dict[str, _Sample]) -> None:
+    name = safe_name(member.name, path)
+    if member.isdir():
+        return
+    if member.type not in (tarfile.REGTYPE, tarfile.AREGTYPE) or member.sparse is not None or member.size < 0:
+        raise HddmError(f"{path}: {name} is no regular file (a link, a device or sparse); refused")
+    match = _KEY.fullmatch(name)
+    if match is None:
+        return
+    key, part = match[1], match[2].lower()
+    if part not in _TEXTS and f".{part}" not in SUFFIXES:
+        return
+    sample = samples.setdefault(key, _Sample())
+    if part in sample.parts:
+        raise HddmError(f"{path}: holds {name} twice; each name once")
+    sample.parts.add(part)
+    if part not in _TEXTS:
+        if sample.image is not None:
+            raise HddmError(f"{path}: {sample.image[0]} and {name} are images of one sample; rename one")
+        sample.image = name, member.offset_data, member.size
+        return
+    if member.size > LARGEST_TEXT:
+        raise HddmError(f"{path}: {name} has {member.size} bytes, more than {LARGEST_TEXT}; shorten it")
+    file = archive.extractfile(member)
+    assert file is not None
+    sample.columns |= _columns(part, file.read(), f"{path}: {name}")
+
+
+def _columns(part: str, content: bytes, origin: str) -> dict[str, Any]:
+    try:
+        text = content.decode("utf-8-sig")
+        if part == "txt":
+            return {"txt": text.strip()}
+        if part == "cls":
+            return {"cls": int(text)}
+        row = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        kind = {"txt": "UTF-8 text", "cls": "a class number", "json": "JSON"}[part]
+        raise HddmError(f"{origin} cannot be read as {kind} ({error})") from error
+    if not isinstance(row, dict):
+        raise HddmError(f"{origin} is no JSON object")
+    return {key: value for key, value in row.items() if key not in _TEXTS}
+
+
+def _refuse_remainder(file: Any, offset: int, path: Path) -> None:
+    """Refuse what follows the end: tarfile takes a damaged header for it."""
+    file.seek(offset)
+    while block := file.read(128 * _BLOCK):
+        if any(block):
+            raise HddmError(
+                f"{path}: damaged or joined to another after byte {offset}: what follows is not read; "
+                "fetch or write it again"
+            )
