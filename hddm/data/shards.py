@@ -171,15 +171,25 @@ def check_entries(path: Path, entries: Sequence[ImageEntry], classes: Sequence[s
             raise HddmError(f"{path}: {entry.file} has label {entry.label} of {len(classes)} classes")
 
 
+def image_path(folder: Path, entry: ImageEntry) -> Path:
+    """Where the image of an entry lies.
+
+    Raises:
+        HddmError: for a place outside ``folder``.
+    """
+    path = folder / entry.file
+    if not path.resolve().is_relative_to(folder.resolve()):
+        raise HddmError(f"{folder}: its manifest names {entry.file!r}, outside the folder; refused")
+    return path
+
+
 def read_content(folder: Path, entry: ImageEntry) -> bytes:
     """The encoded image of an entry, checked against its hash.
 
     Raises:
         HddmError: for a file that is outside ``folder``, missing or changed.
     """
-    path = folder / entry.file
-    if not path.resolve().is_relative_to(folder.resolve()):
-        raise HddmError(f"{folder}: its manifest names {entry.file!r}, outside the folder; refused")
+    path = image_path(folder, entry)
     try:
         content = path.read_bytes()
     except OSError as error:
