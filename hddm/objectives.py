@@ -30,6 +30,8 @@ class Objective:
         schedule: the path; cosine by default for ddpm, always linear for flow.
         time_sampling: ``uniform`` in native time, or ``logit-normal``: the logit of t on the common path
             is normal (SD3, arXiv:2403.03206, section 3.1), so the log-SNR is normal with deviation 2.
+        snr_gamma: of ddpm: errors of noise are weighted by min(SNR, gamma)/SNR, which is min-SNR weighting
+            of x_0 (arXiv:2303.09556, section 3.4); no weight where it is None.
 
     Raises:
         HddmError: for another name, another time sampling or a combination without meaning.
@@ -38,14 +40,19 @@ class Objective:
     name: str
     schedule: Schedule
     time_sampling: str = "uniform"
+    snr_gamma: float | None = None
 
     @classmethod
     def named(
-        cls, name: str, schedule: Schedule | None = None, time_sampling: str = "uniform"
+        cls,
+        name: str,
+        schedule: Schedule | None = None,
+        time_sampling: str = "uniform",
+        snr_gamma: float | None = None,
     ) -> "Objective":
         """The objective called ``name``, with its default schedule where none is given."""
         default: Schedule = CosineSchedule() if name == "ddpm" else LinearSchedule()
-        return cls(name, schedule or default, time_sampling)
+        return cls(name, schedule or default, time_sampling, snr_gamma)
 
     def __post_init__(self) -> None:
         if self.name not in ("ddpm", "flow"):
@@ -56,6 +63,8 @@ class Objective:
             )
         if self.name == "flow" and not isinstance(self.schedule, LinearSchedule):
             raise HddmError("the flow objective runs on the linear path; a schedule is ddpm's")
+        if self.name == "flow" and self.snr_gamma is not None:
+            raise HddmError(f"--snr-gamma {self.snr_gamma:g} weighs the errors of noise; drop it for flow")
 
     @property
     def prediction_type(self) -> PredictionType:
@@ -82,13 +91,41 @@ class Objective:
             noise: CPU generator of times and noise.
             conditions: keywords of the network.
         """
-        time = self.sample_times(len(x_0), noise)
-        eps = torch.randn(x_0.shape, generator=noise).to(x_0)
-        alpha, sigma = (append_dims(value, x_0.ndim).to(x_0) for value in self.schedule.alpha_sigma(time))
+        time, eps = self.sample_times(len(x_0), noise), torch.randn(x_0.shape, generator=noise)
+        return self.errors(network, x_0, eps.to(x_0), time, conditions or {}), time
+
+    def errors(
+        self,
+        network: Callable[..., Tensor],
+        x_0: Tensor,
+        eps: Tensor,
+        time: Tensor,
+        conditions: Mapping[str, Tensor],
+    ) -> Tensor:
+        """Squared error of each sample (batch,), averaged over its elements, weighted as `snr_gamma` says.
+
+        Args:
+            network: of (y, timestep, **conditions).
+            x_0: clean samples (batch, C, H, W).
+            eps: noise like ``x_0``.
+            time: native times (batch,), float64.
+            conditions: keywords of the network.
+        """
+        levels = self.schedule.alpha_sigma(time)
+        alpha, sigma = (append_dims(value, x_0.ndim).to(x_0) for value in levels)
         target = eps if self.prediction_type is PredictionType.EPSILON else eps - x_0
         timestep = (time * self.time_scale).to(x_0.device, torch.float32)
-        output = network(alpha * x_0 + sigma * eps, timestep, **(conditions or {}))
-        return (output.float() - target.float()).square().flatten(1).mean(1), time
+        output = network(alpha * x_0 + sigma * eps, timestep, **conditions)
+        errors = (output.float() - target.float()).square().flatten(1).mean(1)
+        if self.snr_gamma is None:
+            return errors
+        inverse_snr = (levels[1] / levels[0]).square()
+        return errors * (self.snr_gamma * inverse_snr).clamp(max=1).to(errors)
+
+    def common_time(self, time: Tensor) -> Tensor:
+        """Where on the common path native times (batch,) lie: sigma/(alpha + sigma), in [0, 1]."""
+        alpha, sigma = self.schedule.alpha_sigma(time)
+        return sigma / (alpha + sigma)
 
     def sample_times(self, num: int, noise: torch.Generator) -> Tensor:
         """Native times (num,), float64: whole indices for a discrete schedule."""
@@ -99,9 +136,3 @@ class Objective:
         if isinstance(self.schedule, DiscreteSchedule):
             return torch.randint(0, int(self.schedule.end) + 1, (num,), generator=noise).double()
         return torch.rand(num, generator=noise, dtype=torch.float64)
-
-
-def drop_labels(labels: Tensor, null_label: int, probability: float, noise: torch.Generator) -> Tensor:
-    """``labels`` (batch,), each replaced by the null class with ``probability``, for guidance."""
-    dropped = torch.rand(len(labels), generator=noise).to(labels.device) < probability
-    return torch.where(dropped, null_label, labels)

@@ -20,7 +20,7 @@ from benchmarks.conversion.training import Validation, train_flow
 from hddm.models.transformer import ExpertTransformer
 from hddm.objectives import TIME_SCALE
 from hddm.schedules import LinearSchedule
-from hddm.training.loop import LoopSettings
+from hddm.training.settings import LoopSettings
 from hddm.velocity import VelocityField
 from tests.oracles import GaussianMixture
 

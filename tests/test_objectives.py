@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hddm.errors import HddmError
-from hddm.objectives import Objective, drop_labels
+from hddm.objectives import Objective
 from hddm.schedules import LinearSchedule
 from tests.cases import Case, case_named
 from tests.oracles import GaussianMixture, OracleNetwork
@@ -195,15 +195,19 @@ def test_an_unknown_name_is_refused_however_the_objective_is_made() -> None:
         Objective("velocity", LinearSchedule())
 
 
-@pytest.mark.parametrize("probability", [0.0, 0.1, 0.5, 1.0])
-def test_labels_are_dropped_with_their_probability_and_no_others_change(
-    probability: float,
-) -> None:
-    labels = torch.arange(NUM) % 10
-    dropped = drop_labels(labels, 10, probability, _noise())
-    gone = dropped == 10
-    spread = (probability * (1 - probability) / NUM) ** 0.5
-    assert abs(gone.double().mean().item() - probability) <= 4 * spread
-    assert torch.equal(dropped[~gone], labels[~gone])
-    by_class = torch.stack([gone[labels == k].double().mean() for k in range(10)])
-    assert ((by_class - probability).abs() <= 4 * spread * 10**0.5).all()
+@pytest.mark.parametrize("gamma", [1.0, 5.0])
+def test_min_snr_weighs_each_sample_by_its_noise_level(gamma: float) -> None:
+    """min(SNR, gamma)/SNR written out, on a network that always says 0; the ends of the path are included."""
+    objective = Objective.named("ddpm", snr_gamma=gamma)
+    time = torch.tensor([0.0, 0.01, 0.2, 0.5, 0.8, 1.0], dtype=torch.float64)
+    eps = torch.ones(6, 1, 2, 2)
+    found = objective.errors(lambda x, t: torch.zeros_like(x), eps * 0.3, eps, time, {})
+    angle = time * torch.pi / 2
+    snr = (angle.cos() / angle.sin()) ** 2
+    expected = torch.where(snr <= gamma, 1.0, gamma / snr)
+    torch.testing.assert_close(found, expected.float(), rtol=1e-4, atol=1e-6)
+
+
+def test_min_snr_is_a_weight_of_ddpm() -> None:
+    with pytest.raises(HddmError, match=r"--snr-gamma 5 .*drop it for flow"):
+        Objective.named("flow", snr_gamma=5.0)

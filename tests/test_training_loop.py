@@ -1,6 +1,9 @@
 """The loop: its learning rate, its average of the weights, and that the average is float32."""
 
+import itertools
 import math
+import re
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -9,7 +12,9 @@ from torch import Tensor, nn
 from hddm.errors import HddmError
 from hddm.facts import parse_facts
 from hddm.training.ema import Ema
-from hddm.training.loop import LoopSettings, fit
+from hddm.training.loop import Inputs, StepReport, Task, fit
+from hddm.training.order import Order
+from hddm.training.settings import LoopSettings
 
 
 class _Point(nn.Module):
@@ -18,6 +23,15 @@ class _Point(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.place = nn.Parameter(torch.tensor([3.0, -2.0]))
+
+
+def _task(point: _Point, loss: Callable[[], Tensor]) -> Task:
+    """One loss for every sample."""
+
+    def draw(rows: Tensor, noise: torch.Generator) -> Inputs:
+        return {"rows": rows}
+
+    return Task(point, 1000, draw, lambda network, inputs: loss().expand(len(inputs["rows"])))
 
 
 def _average(values: list[Tensor], decay: float) -> Tensor:
@@ -61,12 +75,8 @@ def test_training_leaves_the_averaged_weights() -> None:
     point = _Point()
     values = [point.place.detach().clone()]
     settings = LoopSettings(steps=30, learning_rate=0.1, warmup=3, ema_decay=0.6)
-    fitted = fit(
-        point,
-        lambda: point.place.square().sum(),
-        settings,
-        lambda step, loss: values.append(point.place.detach().clone()),
-    )
+    task = _task(point, lambda: point.place.square().sum())
+    fitted = fit(task, settings, watchers=[lambda report: values.append(point.place.detach().clone())])
     torch.testing.assert_close(point.place.double(), _average(values, 0.6), rtol=1e-5, atol=1e-6)
     assert not torch.equal(point.place, values[-1])
     expected = [value.square().sum().item() for value in values[:-1]]
@@ -80,7 +90,8 @@ def test_the_rate_warms_up_linearly_and_decays_as_a_cosine(steps: int, warmup: i
     point = _Point()
     places = [point.place.detach().clone()]
     settings = LoopSettings(steps=steps, learning_rate=0.01, warmup=warmup, weight_decay=0, max_grad_norm=100)
-    fit(point, lambda: point.place.sum(), settings, lambda *_: places.append(point.place.detach().clone()))
+    task = _task(point, lambda: point.place.sum())
+    fit(task, settings, watchers=[lambda report: places.append(point.place.detach().clone())])
     moved = -torch.stack(places).diff(dim=0)[:, 0]
     rates = [
         0.01 * min(1, (n + 1) / max(warmup, 1)) * (1 + math.cos(math.pi * n / steps)) / 2
@@ -90,41 +101,74 @@ def test_the_rate_warms_up_linearly_and_decays_as_a_cosine(steps: int, warmup: i
 
 
 def test_the_gradient_is_clipped() -> None:
-    """With weight decay off, one step of Adam after a clip remembers the clipped gradient only."""
-    seen = []
+    seen: list[float] = []
     point = _Point()
 
-    def loss() -> Tensor:
-        if point.place.grad is not None:
-            seen.append(point.place.grad.norm().item())
-        return 1000 * point.place.square().sum()
+    def watch(report: StepReport) -> None:
+        assert point.place.grad is not None
+        seen.append(point.place.grad.norm().item())
+        assert report.grad_norm > 1000
 
-    fit(point, loss, LoopSettings(steps=3, max_grad_norm=0.25))
+    task = _task(point, lambda: 1000 * point.place.square().sum())
+    fit(task, LoopSettings(steps=2, max_grad_norm=0.25), watchers=[watch])
     assert seen == pytest.approx([0.25, 0.25], rel=1e-4)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_the_first_step_that_is_not_finite_is_named(bad: float) -> None:
-    point, calls = _Point(), iter(range(1, 10))
-    steps: list[int] = []
+def test_a_step_that_is_not_finite_is_left_out_and_named_with_its_samples(
+    bad: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Twelve samples make one epoch of four steps, of which one sees the broken sample."""
+    point = _Point()
+
+    def loss(network: nn.Module, inputs: Inputs) -> Tensor:
+        return point.place.sum() * torch.where(inputs["rows"] == 5, bad, 1.0)
+
+    task = Task(point, 12, lambda rows, noise: {"rows": rows}, loss)
+    settings = LoopSettings(steps=8, batch_size=3, learning_rate=0.1, warmup=0)
+    order = Order(12, 3, settings.seed, ())
+    broken = [step for step in range(1, 9) if 5 in order.rows(step)]
+    assert len(broken) == 2
+    places, updates = [point.place.detach().clone()], []
+
+    def watch(report: StepReport) -> None:
+        places.append(point.place.detach().clone())
+        updates.append(report.state.ema.updates)
+
+    fit(task, settings, watchers=[watch])
+    moved = [not torch.equal(a, b) for a, b in itertools.pairwise(places)]
+    assert moved == [step not in broken for step in range(1, 9)]
+    assert updates == torch.tensor(moved).cumsum(0).tolist()
+    for step in broken:
+        assert re.search(rf"step {step}: loss .*samples \[5.*\]; the step is left out", caplog.text)
+
+
+def test_steps_that_stay_without_a_finite_loss_end_the_training() -> None:
+    point, calls = _Point(), iter(range(1, 100))
 
     def loss() -> Tensor:
-        return point.place.sum() * (bad if next(calls) == 3 else 1)
+        return point.place.sum() * (math.nan if next(calls) >= 3 else 1)
 
-    with pytest.raises(HddmError, match=r"^step 3: loss (nan|inf|-inf)"):
-        fit(point, loss, LoopSettings(steps=5), lambda step, _: steps.append(step))
-    assert steps == [1, 2]
+    settings = LoopSettings(steps=50, max_non_finite=4)
+    steps: list[int] = []
+    with pytest.raises(HddmError, match=r"^step 6: loss nan.*samples \[\d.*so were 4 steps in a row"):
+        fit(_task(point, loss), settings, watchers=[lambda report: steps.append(report.step)])
+    assert steps == [1, 2, 3, 4, 5]
     assert point.place.isfinite().all()
 
 
-def test_a_gradient_that_is_not_finite_stops_too() -> None:
+def test_a_training_does_not_end_on_a_step_that_was_not_finite() -> None:
+    point, calls = _Point(), iter(range(1, 100))
+    task = _task(point, lambda: point.place.sum() * (math.nan if next(calls) == 3 else 1))
+    with pytest.raises(HddmError, match=r"^step 3: loss nan.*nothing was written; try a lower"):
+        fit(task, LoopSettings(steps=3))
+
+
+def test_a_gradient_that_is_not_finite_counts_too() -> None:
     point = _Point()
-
-    def loss() -> Tensor:
-        return (point.place - point.place.detach()).abs().sum().sqrt()
-
+    task = _task(point, lambda: (point.place - point.place.detach()).abs().sum().sqrt())
     with pytest.raises(HddmError, match=r"step 1: loss 0.0, gradient norm (nan|inf)"):
-        fit(point, loss, LoopSettings(steps=5))
+        fit(task, LoopSettings(steps=5, max_non_finite=1))
 
 
 @pytest.mark.parametrize(
@@ -141,7 +185,7 @@ def test_settings_out_of_range_are_refused_by_name(setting: dict[str, float]) ->
 def test_a_record_holds_the_settings_and_the_loss_of_the_last_twentieth() -> None:
     point, values = _Point(), iter(range(100))
     settings = LoopSettings(steps=100, batch_size=3, seed=5)
-    fitted = fit(point, lambda: point.place.sum() * 0 + float(next(values)), settings)
+    fitted = fit(_task(point, lambda: point.place.sum() * 0 + float(next(values))), settings)
     record = fitted.record(settings)
     assert record["final_loss"] == sum(range(95, 100)) / 5
     assert record["images_seen"] == 300

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from benchmarks.conversion.starts import EXACT, FOLD_RANK, PAPER, SCRATCH, STARTS, Size
-from hddm.training.loop import LoopSettings
+from hddm.training.settings import LoopSettings
 
 QUICK = "-quick"
 

@@ -20,7 +20,7 @@ from hddm.evaluation.frechet import measure
 from hddm.files import read_json, write_json
 from hddm.progress import Progress
 from hddm.sampling import sample
-from hddm.training.loop import LoopSettings
+from hddm.training.settings import LoopSettings
 from hddm.workers import Call, Workers
 
 TUNING_SEED = 100

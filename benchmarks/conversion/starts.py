@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hddm.checkpoints.convert import Conversion, plan, write
 from hddm.experts import Expert, ExpertFacts, save_expert
@@ -17,8 +17,8 @@ from hddm.moments import Moments
 from hddm.objectives import TIME_SCALE, Objective
 from hddm.parametrisation import bounded_gain
 from hddm.schedules import LinearSchedule, from_diffusers
-from hddm.tensors import generator
-from hddm.training.loop import TRAINING_STREAM, LoopSettings, fit
+from hddm.training.loop import Inputs, StepReport, Task, fit
+from hddm.training.settings import LoopSettings
 from hddm.velocity import VelocityField
 
 # The scheduler of google/ddpm-cifar10-32 and of most DDPM checkpoints.
@@ -85,13 +85,18 @@ def pretrain(
     """Train a DDPM without classes and write it, and all that is converted from it, into ``out``."""
     network = size.network(images.shape[1:], settings.seed, "zero")
     objective = Objective.named("ddpm", from_diffusers(DDPM_LINEAR))
-    draws = generator(settings.seed, 0, TRAINING_STREAM)
 
-    def loss() -> Tensor:
-        rows = torch.randint(len(images), (settings.batch_size,), generator=draws)
-        return objective.loss(network, images[rows], draws)[0].mean()
+    def draw(rows: Tensor, noise: torch.Generator) -> Inputs:
+        time = objective.sample_times(len(rows), noise)
+        return {"x_0": images[rows], "eps": torch.randn(images[rows].shape, generator=noise), "time": time}
 
-    fitted = fit(network, loss, settings, lambda step, value: report(settings.batch_size))
+    def loss(module: nn.Module, inputs: Inputs) -> Tensor:
+        return objective.errors(module, **inputs, conditions={})
+
+    def count(step: StepReport) -> None:
+        report(settings.batch_size)
+
+    fitted = fit(Task(network, len(images), draw, loss), settings, watchers=[count])
     channels, height, width = images.shape[1:]
     facts = ExpertFacts(
         objective="ddpm",

@@ -11,7 +11,8 @@ from hddm.errors import HddmError
 from hddm.objectives import TIME_SCALE, Objective
 from hddm.tensors import append_dims, generator
 from hddm.training.ema import Ema
-from hddm.training.loop import TRAINING_STREAM, LoopSettings
+from hddm.training.order import TRAINING_STREAM
+from hddm.training.settings import LoopSettings
 from hddm.velocity import VelocityField
 
 VALIDATION_STREAM = 7

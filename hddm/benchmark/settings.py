@@ -7,8 +7,8 @@ from pydantic import Field
 from hddm.errors import HddmError
 from hddm.facts import Facts
 from hddm.training.expert import ExpertSettings
-from hddm.training.loop import Positive
 from hddm.training.router import RouterSettings
+from hddm.training.settings import Positive
 
 
 class QuickstartSettings(Facts):

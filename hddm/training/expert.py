@@ -1,12 +1,10 @@
 """Training one expert alone, on its shard."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Literal
 
 import torch
-from pydantic import Field
 from torch import Tensor
 
 from hddm.calibration import Calibration, calibrate
@@ -14,24 +12,20 @@ from hddm.data.open_shard import open_shard
 from hddm.data.shards import Shard
 from hddm.errors import HddmError
 from hddm.experts import EXPERT_FILE, Expert, ExpertFacts, ShardFacts, null_conditions, save_expert
-from hddm.files import check_absent, new_folder
+from hddm.load import field_of
 from hddm.models.transformer import ExpertTransformer
-from hddm.objectives import Objective, drop_labels
+from hddm.objectives import Objective
 from hddm.schedules import Schedule
-from hddm.tensors import generator
-from hddm.training.loop import TRAINING_STREAM, Fitted, LoopSettings, OnStep, fit
+from hddm.training.batches import check_conditions, drawing, losing
+from hddm.training.loop import Fitted, OnStep, Task
 from hddm.training.networks import new_network
+from hddm.training.run_folder import RunOptions
+from hddm.training.runs import finished, train
+from hddm.training.settings import ExpertSettings as ExpertSettings
 from hddm.velocity import VelocityField
 
-
-class ExpertSettings(LoopSettings):
-    """What an expert learns, how large it is, and how it is optimised."""
-
-    objective: Literal["ddpm", "flow"]
-    time_sampling: Literal["uniform", "logit-normal"] = "uniform"
-    size: str = "small"
-    class_conditional: bool = False
-    condition_dropout: Annotated[float, Field(ge=0, le=1)] = 0.1
+CALIBRATION_IMAGES = 4096
+"""A calibration looks at so many images of a shard at most, spread evenly over it."""
 
 
 def train_expert(
@@ -42,54 +36,72 @@ def train_expert(
     schedule_source: str = "default of the objective",
     overwrite: bool = False,
     on_step: OnStep | None = None,
+    run: RunOptions | None = None,
 ) -> list[float]:
     """Train an expert on one shard, calibrate it there, and write its folder.
 
     Nothing but the shard is read: no other expert's weights, gradients or data.
 
     Args:
-        shard_folder: as `hddm.data.shards.partition` writes it.
+        shard_folder: as `hddm.data.partition.partition` or `hddm.data.encoding` writes it.
         out: the expert folder to write.
         settings: see `ExpertSettings`.
         schedule: of DDPM; cosine by default.
         schedule_source: where ``schedule`` came from, for the record.
         overwrite: whether an existing ``out`` is replaced.
         on_step: called after each step with its number and loss.
+        run: how the training is kept beside ``out``, to be resumed and looked at; it is not without.
 
     Returns:
         The loss of every step.
 
     Raises:
         HddmError: for a shard that cannot be read or is too small, images that do not fit the network,
-            or a loss that is not finite.
+            a run that differs from the one to be resumed, or losses that are not finite.
+        Stopped: after a signal, with the run saved.
     """
-    check_absent(out, EXPERT_FILE, overwrite)
-    objective = Objective.named(settings.objective, schedule, settings.time_sampling)
+    if finished(out, EXPERT_FILE, overwrite, run):
+        return []
+    objective = Objective.named(settings.objective, schedule, settings.time_sampling, settings.snr_gamma)
     shard = open_shard(shard_folder)
-    if settings.class_conditional and shard.labels is None:
-        raise HddmError(f"{shard_folder}: its images carry no labels; drop --class-conditional")
+    check_conditions(shard, settings)
+    facts = _facts(shard, settings, objective, schedule_source)
     network = new_network(
         ExpertTransformer,
         settings.size,
         shard.shape,
         settings.seed,
         num_classes=len(shard.classes) if settings.class_conditional else None,
+        text_dim=shard.texts.null.shape[-1] if settings.text_conditional and shard.texts else None,
     )
-    fitted = fit(network, _batch_loss(network, shard, objective, settings), settings, on_step)
-    network.requires_grad_(False)
-    facts = _facts(shard, settings, objective, schedule_source, fitted)
-    field = VelocityField(
+    texts = {"encoder_hidden_states": shard.texts.null} if settings.text_conditional and shard.texts else {}
+    nulls = null_conditions(facts.null_class) | texts
+    given = {"class_labels": shard.labels} if settings.class_conditional and shard.labels is not None else {}
+    task = Task(
         network,
-        objective.schedule,
-        objective.prediction_type,
-        objective.time_scale,
-        null_conditions=null_conditions(facts.null_class),
-        classes=facts.classes,
+        len(shard),
+        drawing(shard, objective, settings, given, nulls),
+        losing(objective, lambda module: module),
+        (shard.index,),
     )
-    calibration = calibrated_on(shard, field, conditions_of(shard, field), settings.seed)
-    with new_folder(out, EXPERT_FILE, overwrite) as draft:
-        save_expert(draft, Expert(network, facts, calibration))
-    return fitted.losses
+
+    def write(draft: Path, fitted: Fitted, used: ExpertSettings) -> None:
+        network.requires_grad_(False)
+        bare = Expert(network, facts.model_copy(update={"training": fitted.record(used)}), None, texts)
+        calibration = calibrated_on(shard, field_of(bare), given, settings.seed)
+        save_expert(draft, replace(bare, calibration=calibration))
+
+    return train(
+        task,
+        settings,
+        out,
+        EXPERT_FILE,
+        write,
+        {"shard": shard.hash, "schedule": objective.schedule.config},
+        overwrite,
+        on_step,
+        run,
+    )
 
 
 def conditions_of(shard: Shard, field: VelocityField) -> dict[str, Tensor]:
@@ -107,17 +119,31 @@ def conditions_of(shard: Shard, field: VelocityField) -> dict[str, Tensor]:
     return {"class_labels": shard.labels}
 
 
-def calibrated_on(
-    shard: Shard, field: VelocityField, conditions: Mapping[str, Tensor], seed: int
-) -> Calibration:
-    """A calibration of ``field``, which has none yet, that says which shard it was fitted to."""
-    calibration = calibrate(field.velocity, shard.images, conditions, seed)
+def calibrated_on(shard: Shard, field: VelocityField, given: Mapping[str, Tensor], seed: int) -> Calibration:
+    """A calibration of ``field``, which has none yet, that says which shard it was fitted to.
+
+    Args:
+        shard: of which `calibration_rows` are looked at.
+        field: the expert.
+        given: conditions (N, …) of all samples; tokens come from the shard where the expert takes them.
+        seed: of the noise.
+    """
+    rows = calibration_rows(shard)
+    conditions = {name: value[rows] for name, value in given.items()}
+    if shard.texts is not None and "encoder_hidden_states" in (field.conditions or ()):
+        conditions["encoder_hidden_states"] = shard.texts.take(rows)
+    calibration = calibrate(field.velocity, shard.take(rows), conditions, seed)
     return replace(calibration, record=shard_record(shard) | {"seed": str(seed)})
+
+
+def calibration_rows(shard: Shard) -> Tensor:
+    """The samples that moments are taken of: all, or `CALIBRATION_IMAGES` spread evenly over the shard."""
+    return torch.linspace(0, len(shard) - 1, min(len(shard), CALIBRATION_IMAGES)).round().long()
 
 
 def shard_record(shard: Shard) -> dict[str, str]:
     """What a calibration remembers of its shard."""
-    return {"data": f"shard {shard.hash}", "images": str(len(shard))}
+    return {"data": f"shard {shard.hash}", "images": str(len(calibration_rows(shard)))}
 
 
 def shard_facts(shard: Shard, classes: tuple[str, ...]) -> ShardFacts:
@@ -135,42 +161,25 @@ def shard_facts(shard: Shard, classes: tuple[str, ...]) -> ShardFacts:
     )
 
 
-def _batch_loss(
-    network: ExpertTransformer, shard: Shard, objective: Objective, settings: ExpertSettings
-) -> Callable[[], Tensor]:
-    images, draws = shard.images, generator(settings.seed, shard.index, TRAINING_STREAM)
-
-    def loss() -> Tensor:
-        rows = torch.randint(len(images), (settings.batch_size,), generator=draws)
-        conditions = {}
-        if settings.class_conditional and shard.labels is not None:
-            conditions["class_labels"] = drop_labels(
-                shard.labels[rows], len(shard.classes), settings.condition_dropout, draws
-            )
-        return objective.loss(network, images[rows], draws, conditions)[0].mean()
-
-    return loss
-
-
-def _facts(
-    shard: Shard,
-    settings: ExpertSettings,
-    objective: Objective,
-    schedule_source: str,
-    fitted: Fitted,
-) -> ExpertFacts:
-    channels, height, width = shard.shape
+def _facts(shard: Shard, settings: ExpertSettings, objective: Objective, schedule_source: str) -> ExpertFacts:
     classes = shard.classes if settings.class_conditional else ()
+    conditions = {
+        "class_labels": settings.class_conditional,
+        "encoder_hidden_states": settings.text_conditional,
+    }
     return ExpertFacts(
         objective=settings.objective,
         prediction_type=objective.prediction_type,
         schedule=objective.schedule.config,
         schedule_source=schedule_source,
         time_scale=objective.time_scale,
-        sample_shape=(channels, height, width),
-        conditions=("class_labels",) if settings.class_conditional else (),
+        sample_shape=shard.shape,
+        space=shard.space,
+        latent_scale=shard.vae.scale if shard.vae is not None else 1.0,
+        vae=shard.vae,
+        text_encoder=shard.text_encoder if settings.text_conditional else None,
+        conditions=tuple(name for name, wanted in conditions.items() if wanted),
         classes=classes,
         null_class=len(shard.classes) if settings.class_conditional else None,
         shard=shard_facts(shard, classes),
-        training=fitted.record(settings),
     )

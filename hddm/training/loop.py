@@ -1,36 +1,71 @@
-"""The training loop that experts and routers share."""
+"""The training loop that experts, routers and students share.
 
+A training is a function of its settings and data: what step s sees and draws depends on (seed, s) alone
+(`hddm.training.order`), so that one that was killed and resumed computes what the uninterrupted one does, bit
+for bit on a CPU in float32 with the same number of threads.
+"""
+
+import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Any
 
 import torch
-from pydantic import Field
 from torch import Tensor, nn
 
 from hddm.errors import HddmError
-from hddm.facts import Facts
+from hddm.training.device import Device
 from hddm.training.ema import Ema
+from hddm.training.order import Order
+from hddm.training.run_folder import Run
+from hddm.training.settings import LoopSettings
+from hddm.training.signals import Stopped, StopRequest
+from hddm.training.state import TrainingState
 
 OnStep = Callable[[int, float], None]
-# Keeps training apart from sampling, whose streams are (seed, i) and (seed, i, 1).
-TRAINING_STREAM = 2
-Positive = Annotated[int, Field(ge=1)]
+Inputs = dict[str, Tensor]
+
+log = logging.getLogger(__name__)
 
 
-class LoopSettings(Facts):
-    """How to optimise: AdamW, linear warm-up, then cosine decay to zero, and a float32 EMA."""
+@dataclass(frozen=True)
+class Task:
+    """What is minimised.
 
-    steps: Positive
-    batch_size: Positive = 128
-    learning_rate: Annotated[float, Field(gt=0)] = 1e-4
-    warmup: Annotated[int, Field(ge=0)] = 100
-    weight_decay: Annotated[float, Field(ge=0)] = 0.01
-    max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
-    ema_decay: Annotated[float, Field(ge=0, lt=1)] = 0.999
-    seed: int = 0
+    Args:
+        network: trained in place; its parameters that require gradients are.
+        num_samples: samples in all.
+        draw: ``(rows, noise)`` to the inputs of the loss for these samples, batch first, on the CPU.
+            Everything random comes from ``noise``. "t" among them is the time on the common path.
+        loss: ``(network, inputs)`` to the loss of each sample (n,), in float32; ``inputs`` may be a part of
+            what was drawn. The mean over the batch is minimised.
+        key: tells apart trainings of one seed.
+    """
+
+    network: nn.Module
+    num_samples: int
+    draw: Callable[[Tensor, torch.Generator], Inputs]
+    loss: Callable[[nn.Module, Inputs], Tensor]
+    key: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """What a watcher is told after each step: ``losses`` and ``t`` (batch,) of the samples, on the CPU."""
+
+    step: int
+    losses: Tensor
+    t: Tensor
+    loss: float
+    grad_norm: float
+    learning_rate: float
+    state: TrainingState
+    should_stop: Callable[[], bool]
+
+
+Watcher = Callable[[StepReport], None]
 
 
 @dataclass(frozen=True)
@@ -42,63 +77,184 @@ class Fitted:
 
     def record(self, settings: LoopSettings) -> dict[str, Any]:
         """Plain values for the record beside the weights."""
-        tail = self.losses[-max(len(self.losses) // 20, 1) :]
+        finite = [loss for loss in self.losses if math.isfinite(loss)]
+        tail = finite[-max(len(self.losses) // 20, 1) :]
         return {
             **settings.model_dump(mode="json"),
-            "images_seen": settings.steps * settings.batch_size,
+            "images_seen": len(finite) * settings.batch_size,
             "final_loss": sum(tail) / len(tail),
             "seconds": round(self.seconds, 1),
         }
 
 
 def fit(
-    network: nn.Module,
-    loss: Callable[[], Tensor],
-    settings: LoopSettings,
-    on_step: OnStep | None = None,
+    task: Task, settings: LoopSettings, run: Run | None = None, watchers: Sequence[Watcher] = ()
 ) -> Fitted:
-    """Minimise ``loss`` and leave the averaged weights in ``network``.
+    """Minimise the loss of ``task`` and leave the averaged weights in its network, on the CPU.
+
+    A step whose loss or gradient is not finite changes nothing: weights, averages and the optimiser stay, and
+    the step is named with its samples.
 
     Args:
-        network: trained in place.
-        loss: draws a batch and returns its scalar loss.
+        task: see `Task`.
         settings: see `LoopSettings`.
-        on_step: called after each step with its number, from 1, and its loss.
+        run: where checkpoints go, and come from; without one nothing is kept, and signals do what they do.
+        watchers: called after each step, on the main process.
 
     Raises:
-        HddmError: at the first loss or gradient that is not finite.
+        HddmError: after ``settings.max_non_finite`` steps in a row that were not finite, for hardware that is
+            not there, or a checkpoint that cannot be written.
+        Stopped: after a signal, with everything saved.
     """
-    parameters = [p for p in network.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(
-        parameters, lr=settings.learning_rate, weight_decay=settings.weight_decay, fused=True
-    )
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _rate(step, settings))
-    ema = Ema(network, settings.ema_decay)
-    losses: list[float] = []
-    started = time.perf_counter()
-    network.train()
-    for step in range(1, settings.steps + 1):
-        value = loss()
-        optimizer.zero_grad(set_to_none=True)
-        value.backward()
-        norm = nn.utils.clip_grad_norm_(parameters, settings.max_grad_norm)
-        losses.append(value.item())
-        if not math.isfinite(losses[-1]) or not math.isfinite(norm.item()):
+    with Device(settings) as device, StopRequest() if run is not None else _Never() as stop:
+        trainer = _Trainer(task, settings, device)
+        state = trainer.state
+        if run is not None:
+            run.restore(state)
+        task.network.train()
+        clock = time.perf_counter() - state.seconds
+        while state.step < settings.steps:
+            report = trainer.step(stop)
+            state.seconds = time.perf_counter() - clock
+            if device.is_main:
+                for watcher in watchers:
+                    watcher(report)
+            if run is not None:
+                _keep(run, state, settings, device, stop)
+        state.ema.copy_to_network()
+        task.network.eval()
+        # What `compile` put there would compile again for every other mode and shape.
+        task.network._compiled_call_impl = None
+        task.network.to("cpu")
+    return Fitted(state.losses, state.seconds)
+
+
+class _Never:
+    """No signal is waited for."""
+
+    requested, number = False, None
+
+    def __enter__(self) -> "_Never":
+        return self
+
+    def __exit__(self, *ended: object) -> None:
+        pass
+
+
+def _keep(
+    run: Run, state: TrainingState, settings: LoopSettings, device: Device, stop: StopRequest | _Never
+) -> None:
+    stopping = device.any(stop.requested)
+    due = state.step % run.options.checkpoint_every == 0 or state.step == settings.steps
+    if (due or stopping) and device.is_main:
+        run.save(state)
+    device.wait()
+    if stopping and state.step < settings.steps:
+        raise Stopped(
+            f"{run.folder}: stopped after step {state.step} of {settings.steps}; that is saved, and --resume "
+            "goes on",
+            stop.number or 0,
+        )
+
+
+class _Losses(nn.Module):
+    """The loss of a task as a module, whose forward is what several processes exchange gradients after."""
+
+    def __init__(self, task: Task) -> None:
+        super().__init__()
+        self.network, self._loss = task.network, task.loss
+
+    def forward(self, inputs: Inputs) -> Tensor:
+        return self._loss(self.network, inputs)
+
+
+class _Trainer:
+    """One step after another."""
+
+    def __init__(self, task: Task, settings: LoopSettings, device: Device) -> None:
+        self.task, self.settings, self.device = task, settings, device
+        if settings.gradient_checkpointing:
+            _checkpointed(task.network)
+        task.network.to(device.target)
+        self.parameters = [p for p in task.network.parameters() if p.requires_grad]
+        optimizer = torch.optim.AdamW(
+            self.parameters, lr=settings.learning_rate, weight_decay=settings.weight_decay, fused=True
+        )
+        if settings.compile:
+            task.network.compile()
+        self.losses = device.distributed(_Losses(task))
+        self.state = TrainingState(
+            task.network, Ema(task.network, settings.ema_decay), optimizer, device.scaler
+        )
+        self.order = Order(task.num_samples, settings.batch_size, settings.seed, task.key)
+
+    def step(self, stop: StopRequest | _Never) -> StepReport:
+        state, device = self.state, self.device
+        step = state.step + 1
+        rows, draws = self.order.rows(step), self.order.draws(step)
+        inputs = self.task.draw(rows, draws)
+        # A network that drops at random does so from torch's own generator.
+        torch.manual_seed(int(torch.randint(2**62, (), generator=draws)))
+        rate = self.settings.learning_rate * learning_rate_factor(step - 1, self.settings)
+        for group in state.optimizer.param_groups:
+            group["lr"] = rate
+        state.optimizer.zero_grad(set_to_none=True)
+        losses = device.gathered(self._backward(device.share(inputs)))
+        norm = device.clip(state.optimizer, self.parameters, self.settings.max_grad_norm)
+        loss = losses.mean().item()
+        state.losses.append(loss)
+        fine = math.isfinite(loss) and math.isfinite(norm)
+        if fine or device.scaler is not None:
+            device.update(state.optimizer)
+        if fine:
+            state.ema.update()
+            state.non_finite = 0
+        elif math.isfinite(loss) and device.scaler is not None:
+            log.info("step %d: gradients left the range of fp16; its scale is now %g", step, device.scale)
+        else:
+            self._skipped(step, rows, losses, norm)
+        t = inputs["t"].float() if "t" in inputs else torch.full((len(rows),), math.nan)
+        return StepReport(step, losses, t, loss, norm, rate, state, lambda: stop.requested)
+
+    def _backward(self, inputs: Inputs) -> Tensor:
+        parts = self.settings.gradient_accumulation_steps
+        pieces = [dict(zip(inputs, each, strict=True)) for each in _chunks(inputs, parts)]
+        losses = []
+        for number, piece in enumerate(pieces, 1):
+            with self.device.part(self.losses, last=number == parts):
+                with self.device.precision():
+                    each = self.losses(piece)
+                self.device.backward(each.sum() / len(next(iter(inputs.values()))))
+            losses.append(each.detach())
+        return torch.cat(losses)
+
+    def _skipped(self, step: int, rows: Tensor, losses: Tensor, norm: float) -> None:
+        state = self.state
+        state.non_finite += 1
+        broken = rows[~losses.isfinite()].tolist() or rows.tolist()
+        what = f"step {step}: loss {state.losses[-1]}, gradient norm {norm}, samples {broken[:8]}"
+        if state.non_finite >= self.settings.max_non_finite or step == self.settings.steps:
             raise HddmError(
-                f"step {step}: loss {losses[-1]}, gradient norm {norm.item()}; "
-                "nothing was written; try a lower --learning-rate"
+                f"{what}; so were {state.non_finite} steps in a row, and nothing was written; try a lower "
+                "--learning-rate"
             )
-        optimizer.step()
-        schedule.step()
-        ema.update()
-        if on_step is not None:
-            on_step(step, losses[-1])
-    ema.copy_to_network()
-    network.eval()
-    return Fitted(losses, time.perf_counter() - started)
+        log.warning("%s; the step is left out", what)
 
 
-def _rate(step: int, settings: LoopSettings) -> float:
+def learning_rate_factor(step: int, settings: LoopSettings) -> float:
     """Factor on the learning rate at ``step``, from 0."""
     warm = min(1.0, (step + 1) / max(settings.warmup, 1))
     return warm * 0.5 * (1 + math.cos(math.pi * min(step / settings.steps, 1)))
+
+
+def _chunks(inputs: Inputs, parts: int) -> list[tuple[Tensor, ...]]:
+    return list(zip(*(value.chunk(parts) for value in inputs.values()), strict=True))
+
+
+def _checkpointed(network: nn.Module) -> None:
+    enable = getattr(network, "enable_gradient_checkpointing", None)
+    if enable is None or not getattr(network, "_supports_gradient_checkpointing", False):
+        raise HddmError(
+            f"--gradient-checkpointing: {type(network).__name__} does not support it; train without"
+        )
+    enable()

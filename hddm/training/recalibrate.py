@@ -76,14 +76,15 @@ def recalibrate(
 
 
 def check_images(shard: Shard, facts: ExpertFacts) -> None:
-    """Refuse a shard whose images are no samples of the expert that ``facts`` describe."""
-    if facts.space != "pixels":
-        raise HddmError(f"{shard.folder}: holds pixels, and the expert works in {facts.space}")
-    if tuple(shard.images.shape[1:]) != facts.sample_shape:
+    """Refuse a shard whose samples are none of the expert that ``facts`` describe."""
+    if facts.space != shard.space:
+        raise HddmError(f"{shard.folder}: holds {shard.space}, and the expert works in {facts.space}")
+    if shard.shape != facts.sample_shape:
         raise HddmError(
-            f"{shard.folder}: images are {tuple(shard.images.shape[1:])}, the expert's samples "
-            f"{facts.sample_shape}"
+            f"{shard.folder}: images are {shard.shape}, the expert's samples {facts.sample_shape}"
         )
+    if facts.vae is not None and shard.vae is not None and facts.vae != shard.vae:
+        raise HddmError(f"{shard.folder}: its latents are of {shard.vae}, the expert's of {facts.vae}")
 
 
 def _on_native_samples(

@@ -4,27 +4,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hddm.data.open_shard import open_shard
 from hddm.data.shards import Shard, find_shards
 from hddm.errors import HddmError
 from hddm.experts import ROUTER_FILE, RouterFacts, save_router
-from hddm.files import check_absent, new_folder
 from hddm.models.router import RouterTransformer
 from hddm.objectives import TIME_SCALE
-from hddm.tensors import append_dims, generator
-from hddm.training.loop import TRAINING_STREAM, LoopSettings, OnStep, fit
+from hddm.tensors import append_dims
+from hddm.training.loop import Fitted, Inputs, OnStep, Task
 from hddm.training.networks import new_network
 from hddm.training.router_calibration import HELD_OUT_SHARE, calibrate_router, held_out
-
-
-class RouterSettings(LoopSettings):
-    """How large the router is, how it is optimised, and whether its probabilities are calibrated."""
-
-    size: str = "tiny"
-    calibrate: bool = False
+from hddm.training.run_folder import RunOptions
+from hddm.training.runs import finished, train
+from hddm.training.settings import RouterSettings as RouterSettings
 
 
 def train_router(
@@ -33,6 +28,7 @@ def train_router(
     settings: RouterSettings,
     overwrite: bool = False,
     on_step: OnStep | None = None,
+    run: RunOptions | None = None,
 ) -> list[float]:
     """Train a router on all shards of a partition and write its folder.
 
@@ -42,58 +38,101 @@ def train_router(
     With ``settings.calibrate`` a part of every shard is kept out of training, and temperatures are fitted to
     it (`hddm.training.router_calibration`).
 
+    Args:
+        shards_folder: a partition, as it is or encoded.
+        out: the router folder to write.
+        settings: see `RouterSettings`.
+        overwrite: whether an existing ``out`` is replaced.
+        on_step: called after each step with its number and loss.
+        run: as of `hddm.training.expert.train_expert`.
+
     Returns:
         The loss of every step.
 
     Raises:
-        HddmError: for shards that cannot be read or differ in image shape, or a loss that is not finite.
+        HddmError: for shards that cannot be read or differ in shape or VAE, a run that differs from the one
+            to be resumed, or losses that are not finite.
+        Stopped: after a signal, with the run saved.
     """
-    check_absent(out, ROUTER_FILE, overwrite)
+    if finished(out, ROUTER_FILE, overwrite, run):
+        return []
     shards = [open_shard(folder) for folder in find_shards(shards_folder)]
-    images, labels = _joined(shards)
+    _check_alike(shards)
+    labels = torch.cat([torch.full((len(shard),), k) for k, shard in enumerate(shards)])
+    rows = torch.arange(len(labels))
     if settings.calibrate:
         fresh = torch.cat([held_out(shard) for shard in shards])
-        held, held_labels = images[fresh], labels[fresh]
-        images, labels = images[~fresh], labels[~fresh]
-    network = new_network(
-        RouterTransformer, settings.size, images.shape[1:], settings.seed, num_experts=len(shards)
-    )
-    draws = generator(settings.seed, len(shards), TRAINING_STREAM)
+        held = rows[fresh]
+        rows = rows[~fresh]
+    shape = shards[0].shape
+    network = new_network(RouterTransformer, settings.size, shape, settings.seed, num_experts=len(shards))
 
-    def loss() -> Tensor:
-        rows = torch.randint(len(images), (settings.batch_size,), generator=draws)
-        t = torch.rand(settings.batch_size, generator=draws)
-        eps = torch.randn(images[rows].shape, generator=draws)
-        wide = append_dims(t, images.ndim)
-        x_t = (1 - wide) * images[rows] + wide * eps
-        return F.cross_entropy(network(x_t, t * TIME_SCALE), labels[rows])
+    def draw(chosen: Tensor, noise: torch.Generator) -> Inputs:
+        flip = torch.rand(len(chosen), generator=noise) < 0.5 if settings.random_flip else None
+        x_0 = _take(shards, rows[chosen], noise, flip)
+        t = torch.rand(len(chosen), generator=noise)
+        return {
+            "x_0": x_0,
+            "eps": torch.randn(x_0.shape, generator=noise),
+            "t": t,
+            "shard": labels[rows[chosen]],
+        }
 
-    fitted = fit(network, loss, settings, on_step)
-    calibration: dict[str, Any] = {}
-    temperatures: tuple[float, ...] = (1.0,)
-    if settings.calibrate:
-        temperatures, figures = calibrate_router(network, TIME_SCALE, held, held_labels, settings.seed)
-        each = held_labels.bincount(minlength=len(shards)).tolist()
-        calibration = {"held_out_share": HELD_OUT_SHARE, "held_out_images": each, **figures}
-    channels, height, width = images.shape[1:]
-    facts = RouterFacts(
-        time_scale=TIME_SCALE,
-        sample_shape=(channels, height, width),
-        shard_hashes=tuple(shard.hash for shard in shards),
-        shard_images=tuple(len(shard) for shard in shards),
-        temperatures=temperatures,
-        calibration=calibration,
-        training=fitted.record(settings),
-    )
-    with new_folder(out, ROUTER_FILE, overwrite) as draft:
+    def loss(module: nn.Module, inputs: Inputs) -> Tensor:
+        wide = append_dims(inputs["t"], inputs["x_0"].ndim)
+        x_t = (1 - wide) * inputs["x_0"] + wide * inputs["eps"]
+        logits = module(x_t, inputs["t"] * TIME_SCALE)
+        return F.cross_entropy(logits.float(), inputs["shard"], reduction="none")
+
+    def write(draft: Path, fitted: Fitted, used: RouterSettings) -> None:
+        calibration: dict[str, Any] = {}
+        temperatures: tuple[float, ...] = (1.0,)
+        if settings.calibrate:
+            images, of = _take(shards, held), labels[held]
+            temperatures, figures = calibrate_router(network, TIME_SCALE, images, of, settings.seed)
+            each = of.bincount(minlength=len(shards)).tolist()
+            calibration = {"held_out_share": HELD_OUT_SHARE, "held_out_images": each, **figures}
+        facts = RouterFacts(
+            time_scale=TIME_SCALE,
+            sample_shape=shape,
+            shard_hashes=tuple(shard.hash for shard in shards),
+            shard_images=tuple(len(shard) for shard in shards),
+            temperatures=temperatures,
+            calibration=calibration,
+            training=fitted.record(used),
+        )
         save_router(draft, network, facts)
-    return fitted.losses
+
+    return train(
+        Task(network, len(rows), draw, loss, (len(shards),)),
+        settings,
+        out,
+        ROUTER_FILE,
+        write,
+        {"shards": [shard.hash for shard in shards]},
+        overwrite,
+        on_step,
+        run,
+    )
 
 
-def _joined(shards: list[Shard]) -> tuple[Tensor, Tensor]:
-    shapes = {tuple(shard.shape) for shard in shards}
+def _check_alike(shards: list[Shard]) -> None:
+    shapes = {shard.shape for shard in shards}
     if len(shapes) > 1:
         raise HddmError(f"the shards hold images of different shapes: {sorted(shapes)}")
-    images = torch.cat([shard.images for shard in shards])
-    labels = torch.cat([torch.full((len(s),), k) for k, s in enumerate(shards)])
-    return images, labels
+    if any(shard.vae != shards[0].vae for shard in shards):
+        raise HddmError("the shards hold latents of different VAEs; encode all with one")
+
+
+def _take(
+    shards: list[Shard], rows: Tensor, noise: torch.Generator | None = None, flip: Tensor | None = None
+) -> Tensor:
+    """Samples by their row in all shards, one after the other."""
+    ends = torch.tensor([len(shard) for shard in shards]).cumsum(0)
+    which = torch.searchsorted(ends, rows, right=True)
+    taken = torch.empty(len(rows), *shards[0].shape)
+    for k, shard in enumerate(shards):
+        here = which == k
+        start = int(ends[k]) - len(shard)
+        taken[here] = shard.take(rows[here] - start, noise, None if flip is None else flip[here])
+    return taken

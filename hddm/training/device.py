@@ -1,0 +1,159 @@
+"""Where a training runs: devices, precision and processes, through accelerate."""
+
+import contextlib
+from collections.abc import Iterator
+from types import TracebackType
+
+import torch
+from torch import Tensor, nn
+
+from hddm.errors import HddmError
+from hddm.training.settings import LoopSettings
+
+
+class Device:
+    """The hardware of one training; within its block torch's generators and thread count are the training's.
+
+    With several processes (``accelerate launch``) each takes its share of every batch, and gradients are
+    averaged.
+
+    Raises:
+        HddmError: for hardware or a precision that is not there, or a batch that does not divide.
+    """
+
+    def __init__(self, settings: LoopSettings) -> None:
+        from accelerate import Accelerator
+        from accelerate.state import AcceleratorState
+
+        self._check(settings)
+        # A process may train twice, with another precision.
+        AcceleratorState._reset_state()
+        self._accelerator = Accelerator(
+            mixed_precision=settings.mixed_precision,
+            cpu=settings.device == "cpu",
+            step_scheduler_with_optimizer=False,
+        )
+        self._settings = settings
+        parts = self.processes * settings.gradient_accumulation_steps
+        if settings.batch_size % parts:
+            raise HddmError(
+                f"--batch-size {settings.batch_size} does not divide over {self.processes} processes with "
+                f"{settings.gradient_accumulation_steps} parts each; take a multiple of {parts}"
+            )
+        self._inside = contextlib.ExitStack()
+
+    def __enter__(self) -> "Device":
+        devices = [self.target.index or 0] if self.target.type == "cuda" else []
+        self._inside.enter_context(torch.random.fork_rng(devices=devices))
+        if self._settings.threads is not None:
+            self._inside.callback(torch.set_num_threads, torch.get_num_threads())
+            torch.set_num_threads(self._settings.threads)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._inside.close()
+
+    @property
+    def target(self) -> torch.device:
+        """The device of this process."""
+        device: torch.device = self._accelerator.device
+        return device
+
+    @property
+    def processes(self) -> int:
+        """How many processes train together."""
+        return int(self._accelerator.num_processes)
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is the process that writes."""
+        return bool(self._accelerator.is_main_process)
+
+    @property
+    def scaler(self) -> "torch.amp.GradScaler | None":
+        """That of fp16."""
+        scaler: torch.amp.GradScaler | None = self._accelerator.scaler
+        return scaler
+
+    @property
+    def scale(self) -> float:
+        """By which losses are multiplied in fp16."""
+        return float(self.scaler.get_scale()) if self.scaler is not None else 1.0
+
+    def distributed(self, module: nn.Module) -> nn.Module:
+        """``module`` itself, or what averages its gradients over processes."""
+        if self.processes == 1:
+            return module
+        wrapped: nn.Module = torch.nn.parallel.DistributedDataParallel(
+            module, device_ids=[self.target] if self.target.type == "cuda" else None
+        )
+        return wrapped
+
+    def share(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+        """This process's part of a batch, on its device."""
+        rank = self._accelerator.process_index
+        return {
+            name: value.chunk(self.processes)[rank].to(self.target, non_blocking=True)
+            for name, value in inputs.items()
+        }
+
+    @contextlib.contextmanager
+    def part(self, module: nn.Module, last: bool) -> Iterator[None]:
+        """Around a part of a batch; gradients are exchanged with the ``last`` alone."""
+        with contextlib.nullcontext() if last else self._accelerator.no_sync(module):
+            yield
+
+    @contextlib.contextmanager
+    def precision(self) -> Iterator[None]:
+        """Around a forward."""
+        with self._accelerator.autocast():
+            yield
+
+    def backward(self, loss: Tensor) -> None:
+        """Gradients of ``loss``, scaled in fp16."""
+        (self.scaler.scale(loss) if self.scaler is not None else loss).backward()
+
+    def clip(self, optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], limit: float) -> float:
+        """Clip gradients to a norm of ``limit``; their norm before that."""
+        if self.scaler is not None:
+            self.scaler.unscale_(optimizer)
+        return nn.utils.clip_grad_norm_(parameters, limit).item()
+
+    def update(self, optimizer: torch.optim.Optimizer) -> None:
+        """One step of the optimiser; in fp16 one with gradients beyond range only lowers the scale."""
+        if self.scaler is None:
+            optimizer.step()
+            return
+        self.scaler.step(optimizer)
+        self.scaler.update()
+
+    def gathered(self, losses: Tensor) -> Tensor:
+        """Losses (batch,) of all processes, on the CPU."""
+        together: Tensor = self._accelerator.gather(losses)
+        return together.float().cpu()
+
+    def any(self, flag: bool) -> bool:
+        """Whether ``flag`` holds on any process."""
+        if self.processes == 1:
+            return flag
+        found: Tensor = self._accelerator.reduce(torch.tensor(float(flag), device=self.target), "sum")
+        return bool(found.item() > 0)
+
+    def wait(self) -> None:
+        """Until all processes are here."""
+        if self.processes > 1:
+            self._accelerator.wait_for_everyone()
+
+    @staticmethod
+    def _check(settings: LoopSettings) -> None:
+        there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
+        if not there.get(settings.device, True):
+            raise HddmError(f"--device {settings.device}: there is none; take cpu")
+        accelerated = settings.device != "cpu" and any(there.values())
+        if settings.mixed_precision == "fp16" and not accelerated:
+            raise HddmError("--mixed-precision fp16 needs a GPU; on a CPU take bf16 or no")

@@ -1,0 +1,154 @@
+"""Low-rank adapters (LoRA, arXiv:2106.09685) on a network, through peft: put on, trained, written.
+
+Adapted are the linear layers of attention and MLPs, as by diffusers' and peft's training scripts. The packed
+query, key and value matrix of our own attention is a parameter and no layer; peft's ``target_parameters``
+adapts it as one matrix (3 width, width) with one A and one B.
+"""
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers import ModelMixin
+from safetensors.torch import save_file
+from torch import nn
+
+from hddm.adapters import (
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
+    PREFIX,
+    AdapterFacts,
+    tensor_names,
+    wrapped_modules,
+)
+from hddm.errors import HddmError
+from hddm.experts import Expert, write_records
+from hddm.files import write_json
+from hddm.model_folders import WEIGHTS
+from hddm.weight_files import sha256_of
+
+_LAYERS = re.compile(
+    r"layers\.\d+\.((cross_)?attn\.out_proj|mlp\.[02])"
+    r"|(.+\.)?(to_[qkv]|to_out\.0|add_[qkv]_proj|to_add_out|ff(_context)?\.net\.(0\.proj|2))"
+    r"|single_transformer_blocks\.\d+\.proj_(mlp|out)"
+)
+"""Linear layers of attention and MLPs, in our networks and in those of diffusers."""
+_PARAMETERS = re.compile(r"layers\.\d+\.(cross_)?attn\.in_proj_weight")
+
+
+def targets_of(network: nn.Module) -> tuple[str, ...]:
+    """Names of the weights of ``network`` that an adapter changes: those of attention and MLPs.
+
+    Raises:
+        HddmError: for a network without any.
+    """
+    linear = {name for name, module in network.named_modules() if isinstance(module, nn.Linear)}
+    found = tuple(
+        name
+        for name, _ in network.named_parameters()
+        if _PARAMETERS.fullmatch(name)
+        or (name.endswith(".weight") and name[:-7] in linear and _LAYERS.fullmatch(name[:-7]))
+    )
+    if not found:
+        raise HddmError(
+            f"--lora-rank: a {type(network).__name__} without attention has no layers to adapt; leave it out"
+        )
+    return found
+
+
+def refuse_as_base(init: Path) -> None:
+    """Refuse an expert folder whose weights are no file of its own.
+
+    Raises:
+        HddmError: for an adapter.
+    """
+    if not (init / WEIGHTS).is_file():
+        raise HddmError(
+            f"{init}: holds no {WEIGHTS} that could be adapted; name its base as --init, or merge the two "
+            "first (hddm convert)"
+        )
+
+
+def adapter_facts(network: nn.Module, rank: int, alpha: float | None, init: Path, out: Path) -> AdapterFacts:
+    """The record of an adapter of the expert in ``init`` that is to lie in ``out``.
+
+    Args:
+        network: that of ``init``.
+        rank: of the change, from 1.
+        alpha: the change is scaled by alpha/rank; by default ``rank``, so not at all.
+        init: the folder of the base.
+        out: the folder of the adapter; of the two the record keeps how one is reached from the other.
+
+    Raises:
+        HddmError: for a network without layers to adapt.
+    """
+    return AdapterFacts(
+        rank=rank,
+        alpha=float(rank if alpha is None else alpha),
+        targets=targets_of(network),
+        base=Path(os.path.relpath(init.resolve(), out.resolve())).as_posix(),
+        base_sha256=sha256_of(init / WEIGHTS),
+    )
+
+
+def add_adapter(network: ModelMixin, facts: AdapterFacts, seed: int) -> None:
+    """Put an adapter on ``network``: its own parameters are frozen, those of the adapter are trained.
+
+    B is zero, so nothing changes at first; A is uniform, as peft draws it, from ``seed`` alone. torch's
+    global generator is left as it was.
+
+    Raises:
+        HddmError: without peft.
+    """
+    peft = _peft()
+    network.requires_grad_(False)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        peft.inject_adapter_in_model(_config(facts), network)
+
+
+def save_adapted(folder: Path, expert: Expert, facts: AdapterFacts) -> None:
+    """Write an expert with an adapter on its network into an existing, empty ``folder``.
+
+    It holds the network's config, the adapter in peft's format, and the expert's records, which name the
+    base; the base's weights it does not hold.
+    """
+    network: Any = expert.network
+    network.save_config(folder)
+    # peft asks the hub about the base, unless it is told that no embedding can have changed.
+    state = _peft().get_peft_model_state_dict(network, save_embedding_layers=False)
+    found = {PREFIX + name: value for name, value in state.items()}
+    wrapped = wrapped_modules(facts.targets)
+    names = [name for target in facts.targets for name in tensor_names(target, wrapped)]
+    tensors = {name: found[name].detach().cpu().contiguous() for name in names}
+    save_file(tensors, folder / ADAPTER_WEIGHTS, {"format": "pt"})
+    config = {
+        key: sorted(value) if isinstance(value, set) else value
+        for key, value in _config(facts).to_dict().items()
+    }
+    write_json(folder / ADAPTER_CONFIG, config | {"inference_mode": True})
+    if expert.calibration is not None:
+        expert.calibration.save(folder)
+    write_records(folder, expert.facts.model_copy(update={"adapter": facts}), expert.nulls)
+
+
+def _config(facts: AdapterFacts) -> Any:
+    layers = [target.removesuffix(".weight") for target in facts.targets if target.endswith(".weight")]
+    return _peft().LoraConfig(
+        r=facts.rank,
+        # Whole where it is, as peft's own scripts write it.
+        lora_alpha=int(facts.alpha) if facts.alpha.is_integer() else facts.alpha,
+        target_modules=layers,
+        target_parameters=[target for target in facts.targets if not target.endswith(".weight")] or None,
+        base_model_name_or_path=facts.base,
+    )
+
+
+def _peft() -> Any:
+    try:
+        import peft
+    except ImportError as error:
+        raise HddmError("--lora-rank needs peft: pip install 'hddm-diffusion[lora]'") from error
+    return peft

@@ -1,0 +1,185 @@
+"""The run folder of a training, beside the folder that it will write: what is needed to go on, or to look.
+
+OUT.run/
+  run.json          settings, data and environment that the run was started with
+  checkpoints/      `hddm.training.checkpoints`
+  logs/, samples/   TensorBoard and pictures
+  lock              held by the process that trains
+
+OUT itself appears when the training is done, whole.
+"""
+
+import contextlib
+import fcntl
+import json
+import logging
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hddm.errors import HddmError
+from hddm.files import read_json, write_json
+from hddm.training.checkpoints import Checkpoints
+from hddm.training.state import TrainingState
+
+FORMAT = "1.0"
+RUN_FILE = "run.json"
+LOCK = "lock"
+# What may change between two starts of a run without changing what it computes.
+FREE = {"environment.hddm", "environment.torch", "environment.hostname"}
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """How a run is kept.
+
+    Args:
+        resume: go on where the run in the folder stopped; a folder without one is started.
+        allow_config_change: go on although settings or data differ.
+        checkpoint_every: steps between checkpoints.
+        keep: complete checkpoints that stay.
+        log_every: steps between entries of the log; 0 for no log.
+        sample_every: steps between pictures; 0 for none.
+        wandb: project of Weights & Biases that figures go to as well.
+    """
+
+    resume: bool = False
+    allow_config_change: bool = False
+    checkpoint_every: int = 500
+    keep: int = 2
+    log_every: int = 10
+    sample_every: int = 0
+    wandb: str | None = None
+
+
+class Run:
+    """A run folder that this process holds the lock of."""
+
+    def __init__(self, folder: Path, options: RunOptions) -> None:
+        self.folder, self.options = folder, options
+        self.checkpoints = Checkpoints(folder / "checkpoints", options.keep)
+
+    @property
+    def logs(self) -> Path:
+        """Where TensorBoard looks."""
+        return self.folder / "logs"
+
+    @property
+    def samples(self) -> Path:
+        """Where pictures go."""
+        return self.folder / "samples"
+
+    def restore(self, state: TrainingState) -> None:
+        """Bring ``state`` to the newest complete checkpoint, if there is one."""
+        newest = self.checkpoints.newest()
+        if newest is not None:
+            self.checkpoints.load(newest, state)
+            log.info("%s: going on from step %d", self.folder, state.step)
+
+    def save(self, state: TrainingState) -> None:
+        """Write a checkpoint; raises as `Checkpoints.save`."""
+        self.checkpoints.save(state)
+
+
+def run_folder_of(out: Path) -> Path:
+    """Where the run that makes ``out`` is kept."""
+    return out.with_name(f"{out.name}.run")
+
+
+@contextlib.contextmanager
+def open_run(
+    out: Path, record: Mapping[str, Any], options: RunOptions, overwrite: bool = False
+) -> Iterator[Run]:
+    """The run folder of ``out``, new or gone on with, locked within the block.
+
+    Args:
+        out: what the run will write.
+        record: plain values that say what is computed: "settings", "data", "environment".
+        options: see `RunOptions`.
+        overwrite: whether a run that is there is removed.
+
+    Raises:
+        HddmError: for a run that another process works on, one that is there without ``resume`` or
+            ``overwrite``, or one that was started with another record; every difference is listed.
+    """
+    folder = run_folder_of(out)
+    folder.mkdir(parents=True, exist_ok=True)
+    with _locked(folder, out):
+        known = folder / RUN_FILE
+        if overwrite and not options.resume:
+            _clear(folder)
+        if known.exists():
+            if not options.resume:
+                raise HddmError(
+                    f"{folder}: holds a run of {out} already; --resume goes on with it, --overwrite starts "
+                    "anew"
+                )
+            _compare(folder, read_json(known), dict(record), options.allow_config_change)
+        elif any(path.name != LOCK for path in folder.iterdir()):
+            raise HddmError(f"{folder}: is in the way, and holds no {RUN_FILE} of a run; move it away")
+        draft = folder / f".{RUN_FILE}"
+        write_json(draft, {"format": FORMAT, **record})
+        draft.rename(known)
+        run = Run(folder, options)
+        run.checkpoints.clear_drafts()
+        yield run
+
+
+def recorded(out: Path) -> dict[str, Any]:
+    """The record of the run of ``out``, empty where there is none."""
+    path = run_folder_of(out) / RUN_FILE
+    return read_json(path) if path.exists() else {}
+
+
+@contextlib.contextmanager
+def _locked(folder: Path, out: Path) -> Iterator[None]:
+    with (folder / LOCK).open("a+") as file:
+        try:
+            # The system lets go of it when the process ends, however that happens.
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            raise HddmError(
+                f"{out}: another process is training it ({file.read().strip() or 'unknown'}); wait for it, "
+                "or choose another --out"
+            ) from None
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {os.uname().nodename}\n")
+        file.flush()
+        yield
+
+
+def _clear(folder: Path) -> None:
+    for path in folder.iterdir():
+        if path.is_dir():
+            shutil.rmtree(path)
+        elif path.name != LOCK:
+            path.unlink()
+
+
+def _compare(folder: Path, before: dict[str, Any], now: dict[str, Any], allowed: bool) -> None:
+    old, new = _flat(before), _flat(json.loads(json.dumps(now)))
+    keys = [key for key in dict.fromkeys([*old, *new]) if key != "format" and old.get(key) != new.get(key)]
+    lines = [f"{key}: was {old.get(key)!r}, is {new.get(key)!r}" for key in keys]
+    for key, line in zip(keys, lines, strict=True):
+        if key in FREE or allowed:
+            log.warning("%s: %s", folder, line)
+    if not allowed and any(key not in FREE for key in keys):
+        differing = [line for key, line in zip(keys, lines, strict=True) if key not in FREE]
+        raise HddmError(
+            f"{folder}: the run was started otherwise; take the same again, or pass --allow-config-change",
+            differing,
+        )
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        name = f"{prefix}{key}"
+        flat |= _flat(value, f"{name}.") if isinstance(value, dict) else {name: value}
+    return flat

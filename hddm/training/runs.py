@@ -1,0 +1,113 @@
+"""One training from its record to its folder: fresh or gone on with, watched, and written whole."""
+
+import contextlib
+import logging
+import os
+from collections.abc import Callable, Mapping
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from hddm.files import check_absent, new_folder
+from hddm.training.loop import Fitted, OnStep, StepReport, Task, Watcher, fit
+from hddm.training.run_folder import Run, RunOptions, open_run, recorded, run_folder_of
+from hddm.training.settings import LoopSettings
+
+Settings = TypeVar("Settings", bound=LoopSettings)
+Write = Callable[[Path, Fitted, Settings], None]
+Watch = Callable[[Run], contextlib.AbstractContextManager[Watcher]]
+
+log = logging.getLogger(__name__)
+
+
+def finished(out: Path, record: str, overwrite: bool, run: RunOptions | None) -> bool:
+    """Whether ``out`` is there and is to be gone on with, so that nothing is left to do.
+
+    Raises:
+        HddmError: as `hddm.files.check_absent`, for a folder that is in the way.
+    """
+    if run is not None and run.resume and (out / record).exists():
+        log.info("%s: is finished; there is nothing to go on with", out)
+        return True
+    check_absent(out, record, overwrite)
+    return False
+
+
+def train(
+    task: Task,
+    settings: Settings,
+    out: Path,
+    record: str,
+    write: Write[Settings],
+    data: Mapping[str, Any],
+    overwrite: bool = False,
+    on_step: OnStep | None = None,
+    run: RunOptions | None = None,
+    watch: Watch | None = None,
+) -> list[float]:
+    """Fit ``task`` and write ``out``, which appears whole or not at all.
+
+    Args:
+        task: what is trained.
+        settings: how.
+        out: the folder to write.
+        record: the JSON file that marks its kind.
+        write: ``write(draft, fitted, settings)`` fills it; the settings are those that were used.
+        data: plain values that say what it is trained on, which a resumed run must share.
+        overwrite: whether an existing ``out``, and a run that is there, are replaced.
+        on_step: called after each step with its number and loss.
+        run: how the training is kept; it is not without.
+        watch: opens what looks at the training, given its run.
+
+    Returns:
+        The loss of every step.
+
+    Raises:
+        HddmError: as `hddm.training.run_folder.open_run` and `hddm.training.loop.fit`.
+        Stopped: after a signal, with the run saved.
+    """
+    used = with_threads(settings, out if run is not None and run.resume else None)
+    counting = [] if on_step is None else [_counting(on_step)]
+    with contextlib.ExitStack() as stack:
+        kept = None if run is None else Run(run_folder_of(out), run)
+        watchers: list[Watcher] = list(counting)
+        # Of several processes the first alone holds the run; the others meet it in `fit`.
+        first = int(os.environ.get("RANK", "0")) == 0
+        if run is not None and first:
+            kept = stack.enter_context(open_run(out, _record(used, data), run, overwrite))
+            if watch is not None:
+                watchers.append(stack.enter_context(watch(kept)))
+        fitted = fit(task, used, kept, watchers)
+        if first:
+            with new_folder(out, record, overwrite) as draft:
+                write(draft, fitted, used)
+    return fitted.losses
+
+
+def with_threads(settings: Settings, out: Path | None) -> Settings:
+    """``settings`` with a number of threads: theirs, that of the run of ``out``, or torch's."""
+    if settings.threads is not None:
+        return settings
+    before = {} if out is None else recorded(out).get("settings", {})
+    return settings.model_copy(update={"threads": before.get("threads") or torch.get_num_threads()})
+
+
+def _record(settings: LoopSettings, data: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "settings": settings.model_dump(mode="json"),
+        "data": dict(data),
+        "environment": {
+            "hddm": version("hddm-diffusion"),
+            "torch": torch.__version__,
+            "hostname": os.uname().nodename,
+        },
+    }
+
+
+def _counting(on_step: OnStep) -> Watcher:
+    def watch(report: StepReport) -> None:
+        on_step(report.step, report.loss)
+
+    return watch

@@ -1,0 +1,66 @@
+"""What a training is told: how to optimise, on what hardware, and how to keep what it has done."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from hddm.facts import Facts
+
+Positive = Annotated[int, Field(ge=1)]
+
+
+class LoopSettings(Facts):
+    """How to optimise: AdamW, linear warm-up, then cosine decay to zero, and a float32 EMA.
+
+    ``batch_size`` is that of one step, over all devices and all ``gradient_accumulation_steps``.
+    """
+
+    steps: Positive
+    batch_size: Positive = 128
+    learning_rate: Annotated[float, Field(gt=0)] = 1e-4
+    warmup: Annotated[int, Field(ge=0)] = 100
+    weight_decay: Annotated[float, Field(ge=0)] = 0.01
+    max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
+    ema_decay: Annotated[float, Field(ge=0, lt=1)] = 0.999
+    seed: int = 0
+    mixed_precision: Literal["no", "bf16", "fp16"] = "no"
+    gradient_accumulation_steps: Positive = 1
+    gradient_checkpointing: bool = False
+    compile: bool = False
+    device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
+    threads: Positive | None = None
+    """CPU threads, on which rounding depends; None is what torch would take, and is recorded."""
+    max_non_finite: Positive = 10
+    """Steps in a row whose loss or gradient is not finite, after which the training gives up."""
+
+    @model_validator(mode="after")
+    def _accumulates_whole_batches(self) -> "LoopSettings":
+        if self.batch_size % self.gradient_accumulation_steps:
+            raise ValueError(
+                f"batch_size {self.batch_size} does not divide into "
+                f"{self.gradient_accumulation_steps} gradient_accumulation_steps"
+            )
+        return self
+
+
+class ExpertSettings(LoopSettings):
+    """What an expert learns, how large it is, and how it is optimised."""
+
+    objective: Literal["ddpm", "flow"]
+    time_sampling: Literal["uniform", "logit-normal"] = "uniform"
+    snr_gamma: Annotated[float, Field(gt=0)] | None = None
+    """DDPM: losses are weighted by min(SNR, gamma)/SNR (`hddm.objectives`)."""
+    size: str = "small"
+    class_conditional: bool = False
+    text_conditional: bool = False
+    condition_dropout: Annotated[float, Field(ge=0, le=1)] = 0.1
+    random_flip: bool = False
+    """Half the images of a step, at random, are mirrored left to right."""
+
+
+class RouterSettings(LoopSettings):
+    """How large the router is, how it is optimised, and whether its probabilities are calibrated."""
+
+    size: str = "tiny"
+    random_flip: bool = False
+    calibrate: bool = False
