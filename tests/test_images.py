@@ -1,13 +1,17 @@
 """Folders of images in memory: what is read, and what is refused by name."""
 
 import io
+import struct
+import zlib
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 
+from hddm.data.decoding import OversizedImageError, read_header
 from hddm.data.images import decode, load_images, save_png, to_bytes, to_unit_range
 from hddm.errors import HddmError
 
@@ -21,6 +25,12 @@ def _write(path: Path, pixels: np.ndarray, mode: str | None = None) -> Path:
     image = Image.fromarray(pixels)
     (image.convert(mode) if mode else image).save(path)
     return path
+
+
+def _encoded(pixels: np.ndarray, kind: str, **options: Any) -> bytes:
+    buffer = io.BytesIO()
+    Image.fromarray(pixels).save(buffer, kind, **options)
+    return buffer.getvalue()
 
 
 def _refusal(folder: Path) -> str:
@@ -77,11 +87,88 @@ def test_other_8_bit_modes_are_converted(mode: str, tmp_path: Path) -> None:
     np.testing.assert_array_equal(pixels.squeeze(), expected)
 
 
-def test_16_bit_gray_is_refused_with_a_remedy(tmp_path: Path) -> None:
-    _write(tmp_path / "deep.png", GRAY.astype(np.uint16) * 256)
-    message = _refusal(tmp_path)
-    assert "deep.png" in message
-    assert "convert it" in message
+@pytest.mark.parametrize("kind", ["PNG", "TIFF"])
+def test_16_bit_gray_is_scaled_to_8_bits_by_rounding(kind: str) -> None:
+    deep = np.arange(65536, dtype=np.uint16).reshape(256, 256)
+    expected = np.round(deep / 257).astype(np.uint8)
+    assert (expected.min(), expected.max()) == (0, 255)
+    np.testing.assert_array_equal(decode(_encoded(deep, kind), Path("deep")), expected)
+
+
+def test_a_mode_without_8_bits_is_refused_with_a_remedy() -> None:
+    with pytest.raises(HddmError, match=r"real\.tif: mode F has no 8-bit form; convert it"):
+        decode(_encoded(GRAY.astype(np.float32), "TIFF"), Path("real.tif"))
+
+
+# What each orientation asks for, by the EXIF standard: first row and first column of the upright image.
+TURNS = {
+    1: lambda a: a,
+    2: lambda a: a[:, ::-1],
+    3: lambda a: a[::-1, ::-1],
+    4: lambda a: a[::-1],
+    5: lambda a: a.swapaxes(0, 1),
+    6: lambda a: a[::-1].swapaxes(0, 1),
+    7: lambda a: a[::-1, ::-1].swapaxes(0, 1),
+    8: lambda a: a[:, ::-1].swapaxes(0, 1),
+}
+
+
+@pytest.mark.parametrize("orientation", TURNS)
+@pytest.mark.parametrize(
+    "pixels", [GRAY, COLOUR, GRAY.astype(np.uint16) * 257], ids=["gray", "colour", "deep"]
+)
+def test_exif_orientation_is_applied(orientation: int, pixels: np.ndarray) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    content = _encoded(pixels, "PNG", exif=exif)
+    expected = TURNS[orientation](GRAY if pixels.dtype == np.uint16 else pixels)
+    np.testing.assert_array_equal(decode(content, Path("a")), expected)
+    header = read_header(content, Path("a"))
+    assert (header.turned, header.width, header.height) == (orientation != 1, 7, 5)
+
+
+def test_transparency_is_dropped_and_shows_the_colours_below() -> None:
+    alpha = NOISE.integers(0, 256, (5, 7, 1)).astype(np.uint8)
+    content = _encoded(np.concatenate([COLOUR, alpha], 2), "PNG")
+    np.testing.assert_array_equal(decode(content, Path("a")), COLOUR)
+    assert read_header(content, Path("a")).transparent
+    assert not read_header(_encoded(COLOUR, "PNG"), Path("a")).transparent
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_palette_with_several_transparent_colours_gives_its_colours_and_no_warning() -> None:
+    image = Image.fromarray(GRAY % 4, "P")
+    palette = NOISE.integers(0, 256, (4, 3)).astype(np.uint8)
+    image.putpalette(palette.tobytes())
+    buffer = io.BytesIO()
+    image.save(buffer, "PNG", transparency=bytes([0, 255, 128, 7]))
+    np.testing.assert_array_equal(decode(buffer.getvalue(), Path("a")), palette[GRAY % 4])
+
+
+def test_of_an_animation_the_first_frame_is_taken() -> None:
+    frames = [Image.fromarray(np.full((4, 4), value, np.uint8)) for value in (10, 200)]
+    buffer = io.BytesIO()
+    frames[0].save(buffer, "GIF", save_all=True, append_images=frames[1:])
+    assert np.unique(decode(buffer.getvalue(), Path("a"))).tolist() == [10]
+    assert read_header(buffer.getvalue(), Path("a")).animated
+
+
+@pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
+@pytest.mark.parametrize(("width", "told"), [(9460, "is 9460×9460, more than"), (10**6, "has more than")])
+def test_a_decompression_bomb_is_named_before_it_is_decoded(width: int, told: str) -> None:
+    content = bytearray(_encoded(GRAY, "PNG"))
+    height = 9460
+    content[16:24] = struct.pack(">II", width, height)
+    content[29:33] = struct.pack(">I", zlib.crc32(content[12:29]))
+    for read in (decode, read_header):
+        with pytest.raises(OversizedImageError, match=f"bomb.png: {told} 89478485 pixels"):
+            read(bytes(content), Path("bomb.png"))
+
+
+def test_formats_of_other_programs_are_not_handed_to_them() -> None:
+    for kind in ("EPS", "PPM", "ICO"):
+        with pytest.raises(HddmError, match=r"a\.png: cannot be read as an image"):
+            decode(_encoded(COLOUR, kind), Path("a.png"))
 
 
 def test_images_of_another_size_are_named(tmp_path: Path) -> None:

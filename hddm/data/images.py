@@ -1,6 +1,5 @@
-"""Image folders in memory: bytes (N, C, H, W), with class folders as labels."""
+"""Images in memory: bytes (N, C, H, W), with their labels."""
 
-import io
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,11 +9,9 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from hddm.data.decoding import decode as decode
+from hddm.data.sources import open_source
 from hddm.errors import HddmError
-
-SUFFIXES = {".png", ".jpg", ".jpeg", ".webp", ".bmp"}
-_GRAY = {"1", "L"}
-_COLOUR = {"RGB", "RGBA", "P", "LA", "CMYK", "YCbCr"}
 
 
 @dataclass(frozen=True)
@@ -58,43 +55,17 @@ def to_bytes(images: Tensor) -> Tensor:
 
 
 def load_images(root: Path) -> ImageSet:
-    """Read ``root/<class>/<file>`` or ``root/<file>``, in sorted order.
+    """Read all images of any source that `hddm.data.sources.open_source` opens, in sorted order.
 
     Raises:
         HddmError: for a missing or empty folder, a file that is no image, a mode that has no 8-bit
             equivalent or images of different sizes; the message names the file.
     """
-    if not root.is_dir():
-        raise HddmError(f"{root}: no such folder of images")
-    files = sorted(
-        str(path.relative_to(root))
-        for path in root.rglob("*")
-        if path.suffix.lower() in SUFFIXES and path.is_file()
-    )
-    if not files:
-        raise HddmError(f"{root}: holds no images ({', '.join(sorted(SUFFIXES))})")
-    pixels = stack([decode((root / name).read_bytes(), root / name) for name in files], files)
-    parents = [Path(name).parts[0] if len(Path(name).parts) > 1 else None for name in files]
-    if None in parents:
-        return ImageSet(root, tuple(files), pixels, None, ())
-    classes = tuple(sorted({parent for parent in parents if parent is not None}))
-    labels = torch.tensor([classes.index(str(parent)) for parent in parents])
-    return ImageSet(root, tuple(files), pixels, labels, classes)
-
-
-def decode(content: bytes, path: Path) -> np.ndarray:
-    """Pixels (H, W) or (H, W, 3) in uint8 of one encoded image; ``path`` is for the message."""
-    try:
-        with Image.open(io.BytesIO(content)) as image:
-            if image.mode in _GRAY:
-                return np.asarray(image.convert("L"))
-            if image.mode in _COLOUR:
-                return np.asarray(image.convert("RGB"))
-            mode = image.mode
-    except Exception as error:
-        # Decoders of damaged files also raise SyntaxError, ValueError and more.
-        raise HddmError(f"{path}: cannot be read as an image; remove it or save it again") from error
-    raise HddmError(f"{path}: mode {mode} has no 8-bit form; convert it to gray or RGB first")
+    source = open_source(root)
+    names = source.files
+    pixels = stack([decode(source.read(i), root / name) for i, name in enumerate(names)], names)
+    labels = None if source.labels is None else torch.tensor(source.labels)
+    return ImageSet(root, tuple(names), pixels, labels, source.classes)
 
 
 def stack(images: Sequence[np.ndarray], names: Sequence[str]) -> Tensor:
