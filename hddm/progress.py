@@ -32,6 +32,12 @@ class Progress:
         if self._bar is not None:
             self._bar.close()
 
+    def reach(self, step: int, loss: float) -> None:
+        """Be at ``step``, wherever it was before, and show the loss there."""
+        if self._bar is not None:
+            self._bar.set_postfix_str(f"loss {loss:.4f}", refresh=False)
+        self(step - self._done)
+
     def __call__(self, units: int) -> None:
         """Count ``units`` more."""
         before, self._done = self._done, self._done + units

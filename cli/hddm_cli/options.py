@@ -9,9 +9,15 @@ import typer
 Out = Annotated[Path, typer.Option("--out", help="Folder to write; must not exist.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an existing --out.")]
 Seed = Annotated[int, typer.Option("--seed", min=0, help="Seed of everything random.")]
-Steps = Annotated[int, typer.Option("--steps", min=1, help="Training steps.")]
+Steps = Annotated[
+    int | None, typer.Option("--steps", min=1, help="Training steps; required, here or in --config.")
+]
 BatchSize = Annotated[int, typer.Option("--batch-size", min=1, help="Images a step.")]
 LearningRate = Annotated[float, typer.Option("--learning-rate", help="Peak rate of AdamW.")]
+Precision = Annotated[
+    str, typer.Option("--mixed-precision", help="no, bf16 or fp16; weights and averages stay in float32.")
+]
+Device = Annotated[str, typer.Option("--device", help="auto, cpu, cuda or mps.")]
 Size = Annotated[str, typer.Option("--size", help="Named network size: tiny, small, S/2 … XL/8.")]
 
 _UNITS = {"": 1, "B": 1} | {

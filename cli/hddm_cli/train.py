@@ -2,14 +2,17 @@
 
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from hddm_cli.combinations import refuse_given
-from hddm_cli.options import BatchSize, LearningRate, Out, Overwrite, Seed, Size, Steps
+from hddm_cli.options import Out, Overwrite, Size, Steps
+from hddm_cli.training_options import FILE, KEEPING, LOOP, Told, takes
 
-commands = typer.Typer(help="Train one expert on its shard, or the router.", no_args_is_help=True)
+commands = typer.Typer(
+    help="Train one expert on its shard, all of them, or the router.", no_args_is_help=True
+)
 
 
 class ObjectiveName(StrEnum):
@@ -26,95 +29,96 @@ class TimeSampling(StrEnum):
     logit_normal = "logit-normal"
 
 
+Schedule = Annotated[
+    Path | None,
+    typer.Option(
+        "--schedule", help="DDPM: a diffusers scheduler_config.json, of either family; default cosine."
+    ),
+]
+RandomFlip = Annotated[bool, typer.Option("--random-flip", help="Mirror half the images, at random.")]
+
+LEARNING = {
+    "size": (Size, "small"),
+    "time_sampling": (
+        Annotated[TimeSampling, typer.Option("--time-sampling", help="Distribution of noise levels.")],
+        TimeSampling.uniform,
+    ),
+    "snr_gamma": (
+        Annotated[
+            float | None, typer.Option("--snr-gamma", help="DDPM: min-SNR weights of this gamma, as 5.")
+        ],
+        None,
+    ),
+    "class_conditional": (
+        Annotated[bool, typer.Option("--class-conditional", help="Learn from the class folders' labels.")],
+        False,
+    ),
+    "text_conditional": (
+        Annotated[
+            bool, typer.Option("--text-conditional", help="Learn from captions, as hddm encode kept them.")
+        ],
+        False,
+    ),
+    "condition_dropout": (
+        Annotated[
+            float,
+            typer.Option("--condition-dropout", min=0, max=1, help="Share of images without conditions."),
+        ],
+        0.1,
+    ),
+    "random_flip": (RandomFlip, False),
+}
+"""What an expert learns, but for its objective."""
+
+
 @commands.command("expert")
+@takes(LEARNING, LOOP, KEEPING, FILE)
 def expert(
     context: typer.Context,
-    shard: Annotated[Path, typer.Argument(help="Shard folder, as hddm partition writes it.")],
+    shard: Annotated[Path, typer.Argument(help="Shard folder, as hddm partition or hddm encode writes it.")],
     out: Out,
-    objective: Annotated[ObjectiveName, typer.Option("--objective", help="What it learns.")],
-    steps: Steps,
-    batch_size: BatchSize = 128,
-    learning_rate: LearningRate = 1e-4,
-    size: Size = "small",
-    seed: Seed = 0,
+    objective: Annotated[ObjectiveName | None, typer.Option("--objective", help="What it learns.")] = None,
+    steps: Steps = None,
     init: Annotated[
         Path | None,
         typer.Option("--init", help="Expert folder to train on from: its network, prediction and schedule."),
     ] = None,
-    schedule: Annotated[
-        Path | None,
-        typer.Option(
-            "--schedule", help="DDPM: a diffusers scheduler_config.json, of either family; default cosine."
-        ),
-    ] = None,
-    time_sampling: Annotated[
-        TimeSampling, typer.Option("--time-sampling", help="Distribution of noise levels.")
-    ] = TimeSampling.uniform,
-    class_conditional: Annotated[
-        bool, typer.Option("--class-conditional", help="Learn from the class folders' labels.")
-    ] = False,
-    condition_dropout: Annotated[
-        float,
-        typer.Option("--condition-dropout", min=0, max=1, help="Share of labels dropped."),
-    ] = 0.1,
-    ema_decay: Annotated[float, typer.Option("--ema-decay", help="Of the weights' average.")] = 0.999,
+    schedule: Schedule = None,
     overwrite: Overwrite = False,
+    **given: Any,
 ) -> None:
-    """Train one expert alone, on one shard."""
+    """Train one expert alone, on one shard.
+
+    The run is kept in OUT.run, with checkpoints, TensorBoard logs and samples; --resume goes on with it.
+    """
     if init is not None:
         refuse_given(context, "--init fixes it", "size", "schedule")
 
-    from hddm.errors import HddmError
-    from hddm.facts import parse_facts
     from hddm.progress import Progress
-    from hddm.schedules.diffusers_configs import declared_prediction_type, from_diffusers
     from hddm.training.continuation import continue_expert
-    from hddm.training.expert import ExpertSettings, train_expert
+    from hddm.training.expert import ExpertSettings, ddpm_schedule, train_expert
 
-    settings = parse_facts(
-        {
-            "objective": objective.value,
-            "steps": steps,
-            "batch_size": batch_size,
-            "learning_rate": learning_rate,
-            "size": size,
-            "seed": seed,
-            "time_sampling": time_sampling.value,
-            "class_conditional": class_conditional,
-            "condition_dropout": condition_dropout,
-            "ema_decay": ema_decay,
-        },
-        ExpertSettings,
-        "options",
-    )
-    declared = declared_prediction_type(schedule) if schedule else None
-    if declared not in (None, "epsilon"):
-        raise HddmError(f"{schedule}: prediction_type is {declared!r}, and DDPM training here learns epsilon")
-    with Progress(steps, "train") as progress:
+    told = Told(context, {"objective": objective, "steps": steps, **given})
+    settings, run = told.settings(ExpertSettings), told.run()
+    with Progress(settings.steps, "train") as progress:
         if init is not None:
-            losses = continue_expert(init, shard, out, settings, overwrite, lambda step, loss: progress(1))
+            losses = continue_expert(init, shard, out, settings, overwrite, progress.reach, run=run)
         else:
-            losses = train_expert(
-                shard,
-                out,
-                settings,
-                from_diffusers(schedule) if schedule else None,
-                str(schedule) if schedule else "default of the objective",
-                overwrite,
-                on_step=lambda step, loss: progress(1),
-            )
-    typer.echo(f"{out}: loss {losses[0]:.4f} → {losses[-1]:.4f}")
+            chosen, source = ddpm_schedule(schedule)
+            losses = train_expert(shard, out, settings, chosen, source, overwrite, progress.reach, run)
+    if losses:
+        typer.echo(f"{out}: loss {losses[0]:.4f} → {losses[-1]:.4f}")
 
 
 @commands.command("router")
+@takes(LOOP, KEEPING, FILE)
 def router(
-    shards: Annotated[Path, typer.Argument(help="Partition folder, as hddm partition writes it.")],
+    context: typer.Context,
+    shards: Annotated[Path, typer.Argument(help="Partition folder, as hddm partition or encode writes it.")],
     out: Out,
-    steps: Steps,
-    batch_size: BatchSize = 128,
-    learning_rate: LearningRate = 1e-4,
+    steps: Steps = None,
     size: Size = "tiny",
-    seed: Seed = 0,
+    random_flip: RandomFlip = False,
     calibrate: Annotated[
         bool,
         typer.Option(
@@ -122,29 +126,22 @@ def router(
         ),
     ] = False,
     overwrite: Overwrite = False,
+    **given: Any,
 ) -> None:
     """Train the router that tells the shards apart, on noised images."""
     from hddm.experts import FORMAT, ROUTER_FILE, RouterFacts
-    from hddm.facts import parse_facts, read_facts
+    from hddm.facts import read_facts
     from hddm.progress import Progress
     from hddm.training.router import RouterSettings, train_router
 
-    settings = parse_facts(
-        {
-            "steps": steps,
-            "batch_size": batch_size,
-            "learning_rate": learning_rate,
-            "size": size,
-            "seed": seed,
-            "calibrate": calibrate,
-        },
-        RouterSettings,
-        "options",
-    )
-    with Progress(steps, "train") as progress:
-        losses = train_router(shards, out, settings, overwrite, on_step=lambda step, loss: progress(1))
-    typer.echo(f"{out}: cross-entropy {losses[0]:.4f} → {losses[-1]:.4f}")
-    if calibrate:
+    own = {"steps": steps, "size": size, "random_flip": random_flip, "calibrate": calibrate}
+    told = Told(context, {**own, **given})
+    settings = told.settings(RouterSettings)
+    with Progress(settings.steps, "train") as progress:
+        losses = train_router(shards, out, settings, overwrite, progress.reach, told.run())
+    if losses:
+        typer.echo(f"{out}: cross-entropy {losses[0]:.4f} → {losses[-1]:.4f}")
+    if losses and settings.calibrate:
         found = read_facts(out / ROUTER_FILE, RouterFacts, FORMAT).calibration
         typer.echo(
             f"{out}: calibrated on {sum(found['held_out_images'])} images kept from training: expected "

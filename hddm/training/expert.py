@@ -15,7 +15,8 @@ from hddm.experts import EXPERT_FILE, Expert, ExpertFacts, ShardFacts, null_cond
 from hddm.load import field_of
 from hddm.models.transformer import ExpertTransformer
 from hddm.objectives import Objective
-from hddm.schedules import Schedule
+from hddm.schedules import Schedule, from_diffusers
+from hddm.schedules.diffusers_configs import declared_prediction_type
 from hddm.training.batches import check_conditions, drawing, losing
 from hddm.training.loop import Fitted, OnStep, Task
 from hddm.training.networks import new_network
@@ -102,6 +103,20 @@ def train_expert(
         on_step,
         run,
     )
+
+
+def ddpm_schedule(config: Path | None) -> tuple[Schedule | None, str]:
+    """The schedule of DDPM in a scheduler config of diffusers, and where it came from; None is the default.
+
+    Raises:
+        HddmError: for a config that cannot be read, or of another prediction than noise.
+    """
+    if config is None:
+        return None, "default of the objective"
+    declared = declared_prediction_type(config)
+    if declared not in (None, "epsilon"):
+        raise HddmError(f"{config}: prediction_type is {declared!r}, and DDPM training here learns epsilon")
+    return from_diffusers(config), str(config)
 
 
 def conditions_of(shard: Shard, field: VelocityField) -> dict[str, Tensor]:

@@ -16,13 +16,16 @@ import logging
 import os
 import shutil
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field
 
 from hddm.errors import HddmError
+from hddm.facts import Facts
 from hddm.files import read_json, write_json
 from hddm.training.checkpoints import Checkpoints
+from hddm.training.settings import Positive
 from hddm.training.state import TrainingState
 
 FORMAT = "1.0"
@@ -34,27 +37,28 @@ FREE = {"environment.hddm", "environment.torch", "environment.hostname"}
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class RunOptions:
-    """How a run is kept.
+class Keeping(Facts):
+    """How often a run is saved, logged and pictured."""
 
-    Args:
-        resume: go on where the run in the folder stopped; a folder without one is started.
-        allow_config_change: go on although settings or data differ.
-        checkpoint_every: steps between checkpoints.
-        keep: complete checkpoints that stay.
-        log_every: steps between entries of the log; 0 for no log.
-        sample_every: steps between pictures; 0 for none.
-        wandb: project of Weights & Biases that figures go to as well.
-    """
+    checkpoint_every: Positive = 500
+    """Steps between checkpoints."""
+    keep: Positive = 2
+    """Complete checkpoints that stay."""
+    log_every: Positive = 10
+    """Steps between entries of the log."""
+    sample_every: Annotated[int, Field(ge=0)] = 0
+    """Steps between pictures; 0 for none."""
+    wandb: str | None = None
+    """Project of Weights & Biases that figures go to as well."""
+
+
+class RunOptions(Keeping):
+    """How a run is kept, and how this start of it goes."""
 
     resume: bool = False
+    """Go on where the run in the folder stopped; where there is none, one is started."""
     allow_config_change: bool = False
-    checkpoint_every: int = 500
-    keep: int = 2
-    log_every: int = 10
-    sample_every: int = 0
-    wandb: str | None = None
+    """Go on although settings or data differ."""
 
 
 class Run:

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from hddm.facts import Facts
 
@@ -32,6 +32,12 @@ class LoopSettings(Facts):
     """CPU threads, on which rounding depends; None is what torch would take, and is recorded."""
     max_non_finite: Positive = 10
     """Steps in a row whose loss or gradient is not finite, after which the training gives up."""
+
+    @field_validator("mixed_precision", mode="before")
+    @classmethod
+    def _no_is_a_word(cls, value: object) -> object:
+        # YAML reads a bare no as false.
+        return "no" if value is False else value
 
     @model_validator(mode="after")
     def _accumulates_whole_batches(self) -> "LoopSettings":

@@ -1,0 +1,141 @@
+"""What every verb that trains is told, defined once: options of the loop, of keeping a run, a run file.
+
+A verb takes them as ``**given`` and is decorated with the groups that it wants; `Told` joins them with the
+run file: what stands on the command line counts, else what the file says, else the default.
+"""
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+
+import typer
+
+from hddm_cli.options import BatchSize, Device, LearningRate, Precision, Seed
+
+if TYPE_CHECKING:
+    from hddm.facts import Facts
+    from hddm.training.run_folder import RunOptions
+
+    Settings = TypeVar("Settings", bound=Facts)
+
+Command = Callable[..., None]
+Group = Mapping[str, tuple[Any, Any]]
+
+LOOP: Group = {
+    "batch_size": (BatchSize, 128),
+    "learning_rate": (LearningRate, 1e-4),
+    "seed": (Seed, 0),
+    "ema_decay": (Annotated[float, typer.Option("--ema-decay", help="Of the weights' average.")], 0.999),
+    "mixed_precision": (Precision, "no"),
+    "gradient_accumulation_steps": (
+        Annotated[int, typer.Option("--gradient-accumulation-steps", min=1, help="Parts of a batch.")],
+        1,
+    ),
+    "gradient_checkpointing": (
+        Annotated[bool, typer.Option("--gradient-checkpointing", help="Compute activations twice.")],
+        False,
+    ),
+    "compile": (Annotated[bool, typer.Option("--compile", help="By torch.compile.")], False),
+    "device": (Device, "auto"),
+    "threads": (
+        Annotated[int | None, typer.Option("--threads", min=1, help="CPU threads; rounding depends on it.")],
+        None,
+    ),
+}
+KEEPING: Group = {
+    "resume": (
+        Annotated[bool, typer.Option("--resume", help="Go on with the run beside --out, if there is one.")],
+        False,
+    ),
+    "allow_config_change": (
+        Annotated[bool, typer.Option("--allow-config-change", help="Go on although settings differ.")],
+        False,
+    ),
+    "checkpoint_every": (
+        Annotated[int, typer.Option("--checkpoint-every", min=1, help="Steps between checkpoints.")],
+        500,
+    ),
+    "sample_every": (
+        Annotated[int, typer.Option("--sample-every", min=0, help="Steps between sample grids; 0: none.")],
+        0,
+    ),
+    "wandb": (
+        Annotated[str | None, typer.Option("--wandb", help="Project of Weights & Biases to log to as well.")],
+        None,
+    ),
+}
+FILE: Group = {
+    "config": (
+        Annotated[
+            Path | None,
+            typer.Option("--config", help="YAML file of settings; what is given here overrides it."),
+        ],
+        None,
+    )
+}
+
+
+def takes(*groups: Group) -> Callable[[Command], Command]:
+    """Give a verb the options in ``groups``, which it gets as keywords."""
+
+    def decorate(command: Command) -> Command:
+        named = [p for p in inspect.signature(command).parameters.values() if p.kind is not p.VAR_KEYWORD]
+        options = [
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+            for group in groups
+            for name, (annotation, default) in group.items()
+        ]
+
+        def taking(*args: Any, **kwargs: Any) -> None:
+            command(*args, **kwargs)
+
+        taking.__doc__, taking.__name__ = command.__doc__, command.__name__
+        keyword = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in named]
+        taking.__signature__ = inspect.Signature([*keyword, *options])  # type: ignore[attr-defined]
+        taking.__annotations__ = {p.name: p.annotation for p in [*keyword, *options]}
+        return taking
+
+    return decorate
+
+
+@dataclass(frozen=True)
+class Told:
+    """What a verb was told: its options, and which of them stand on the command line.
+
+    ``given`` holds options by the names of the settings that they are.
+    """
+
+    context: typer.Context
+    given: Mapping[str, Any]
+
+    def settings(self, record: "type[Settings]") -> "Settings":
+        """Settings of the kind ``record``.
+
+        Raises:
+            typer.BadParameter: for one that is neither given nor in the file, and has no default.
+            HddmError: for a file that cannot be read, an unknown key, or a value out of range.
+        """
+        from hddm.training.run_files import read_run_file, settings_of
+
+        named = {name: value for name, value in self.given.items() if name in record.model_fields}
+        required = {name for name, one in record.model_fields.items() if one.is_required()}
+        for name in required & set(named):
+            if named[name] is None:
+                del named[name]
+        file = self.given.get("config")
+        known = set(named) | (set(read_run_file(file, record)) if file else set())
+        for name in sorted(required - known):
+            raise typer.BadParameter("is required, here or in --config", param_hint=f"--{name}")
+        return settings_of(record, file, named, self._explicit(named))
+
+    def run(self) -> "RunOptions":
+        """How the run is kept; raises as `settings`."""
+        from hddm.training.run_folder import RunOptions
+
+        return self.settings(RunOptions)
+
+    def _explicit(self, names: Mapping[str, Any]) -> set[str]:
+        sources = {name: self.context.get_parameter_source(name) for name in names}
+        return {name for name, source in sources.items() if source and source.name == "COMMANDLINE"}
