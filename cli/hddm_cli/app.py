@@ -29,6 +29,8 @@ commands.command("inspect")(inspect.inspect)
 def app() -> None:
     """Run the command line; exit 0 on success, 1 for a failed run, 2 for wrong usage.
 
+    A training that was told to stop exits with 128 plus the signal's number: 130, 138 or 143.
+
     ``--debug`` anywhere shows the traceback of a failure.
     """
     logging.basicConfig(format="hddm: %(message)s")
@@ -42,7 +44,8 @@ def app() -> None:
         if debug:
             raise
         typer.echo(f"hddm: {_told(error)}", err=True)
-        sys.exit(1)
+        # After a signal the work is saved, and the code says by what it was ended.
+        sys.exit(getattr(error, "exit_code", 1))
 
 
 def _show_warning(message: Warning | str, category: type[Warning], *where: object, **more: object) -> None:
