@@ -66,7 +66,7 @@ def train_expert(
     objective = Objective.named(settings.objective, schedule, settings.time_sampling, settings.snr_gamma)
     shard = open_shard(shard_folder)
     check_conditions(shard, settings)
-    facts = _facts(shard, settings, objective, schedule_source)
+    facts = expert_facts(shard, settings, objective, schedule_source)
     network = new_network(
         ExpertTransformer,
         settings.size,
@@ -176,7 +176,10 @@ def shard_facts(shard: Shard, classes: tuple[str, ...]) -> ShardFacts:
     )
 
 
-def _facts(shard: Shard, settings: ExpertSettings, objective: Objective, schedule_source: str) -> ExpertFacts:
+def expert_facts(
+    shard: Shard, settings: ExpertSettings, objective: Objective, schedule_source: str
+) -> ExpertFacts:
+    """The record of an expert of ``shard``, before it is trained."""
     classes = shard.classes if settings.class_conditional else ()
     conditions = {
         "class_labels": settings.class_conditional,
