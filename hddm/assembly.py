@@ -4,12 +4,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from hddm.adapters import bases_in
 from hddm.compatibility import Findings, Named, Surroundings, compare_experts, compare_surroundings
 from hddm.components.files import read_config, read_weights
 from hddm.components.text import STEM as TEXT_STEM
 from hddm.components.text import prompt_length, read_tokenizer, text_encoder_facts
 from hddm.components.vae import STEM as VAE_STEM
 from hddm.components.vae import vae_facts
+from hddm.ensemble_bases import bases_of, link_bases, places
 from hddm.ensemble_folders import ENSEMBLE_FILE, ROUTER, EnsembleFacts, write_ensemble_records
 from hddm.errors import HddmError
 from hddm.experts import EXPERT_FILE, FORMAT, ROUTER_FILE, ExpertFacts, RouterFacts
@@ -41,6 +43,8 @@ class PartFolders:
     components: Mapping[str, Path] = field(default_factory=dict)
     """By name, of `hddm.model_index.COMPONENTS`."""
     outputs: Sequence[int | None] = ()
+    bases: Mapping[str, Path] = field(default_factory=dict)
+    """Folders of the weights that adapters among ``experts`` change, by SHA-256."""
 
 
 def assemble(
@@ -52,6 +56,7 @@ def assemble(
     vae: Path | None = None,
     text_encoder: Path | None = None,
     tokenizer: Path | None = None,
+    bases: Sequence[Path] = (),
 ) -> tuple[str, ...]:
     """Put experts, a router and what surrounds them into one folder, after checking that they fit.
 
@@ -59,7 +64,8 @@ def assemble(
     expert counts its images by class; the shift is the experts' common one. An expert gets the output of the
     router for its shard, so experts may come in any order, and be some of the router's only. Files are
     hard-linked where the file system allows; of the folders of experts and router those at the top alone,
-    since nothing else is read.
+    since nothing else is read. Weights that adapters change are hashed and put in once: in ``bases/``, or in
+    the expert that has them for its own.
 
     Args:
         experts: expert folders.
@@ -70,6 +76,7 @@ def assemble(
         vae: a VAE folder, for experts of latents.
         text_encoder: a CLIP text encoder folder, for experts that take text; with its ``tokenizer``.
         tokenizer: its tokenizer folder.
+        bases: folders of weights that adapters change, where they are not where they were at training.
 
     Returns:
         Notes: what was taken on trust, or could not be known.
@@ -82,9 +89,13 @@ def assemble(
             raise HddmError(f"{folder}: is an ensemble; name its experts, or change it by --add and --remove")
     given = {"vae": vae, "text_encoder": text_encoder, "tokenizer": tokenizer}
     parts = PartFolders(
-        experts, router, {name: folder for name, folder in given.items() if folder is not None}
+        experts,
+        router,
+        {name: folder for name, folder in given.items() if folder is not None},
+        bases=bases_of(experts, bases_in(bases)),
     )
-    refuse_inside(out, [*experts, *([router] if router else []), *parts.components.values()])
+    read = [*experts, *([router] if router else []), *parts.components.values(), *parts.bases.values()]
+    refuse_inside(out, read)
     facts, notes = check(parts, strategy)
     with new_folder(out, ENSEMBLE_FILE, overwrite) as draft:
         fill(draft, parts, facts)
@@ -130,14 +141,16 @@ def check(
             outputs = ()
     found.refuse()
     shares = prior_of(experts, found, prior)
+    names = tuple(f"experts/{k}" for k in range(len(experts)))
     facts = EnsembleFacts(
-        experts=tuple(f"experts/{k}" for k in range(len(experts))),
+        experts=names,
         router=None if parts.router is None else ROUTER,
         router_outputs=outputs,
         prior=shares,
         class_prior=class_prior_of(experts, shares, found),
         strategy=strategy,
         shift=common_shift(experts, found) if shift is None else shift,
+        bases=places(parts.bases, dict(zip(names, folders, strict=True))),
     )
     return facts, tuple(found.notes)
 
@@ -151,6 +164,7 @@ def fill(draft: Path, parts: PartFolders, facts: EnsembleFacts) -> None:
     """Put ``parts`` and their record into an empty folder."""
     for folder, name in zip(parts.experts, facts.experts, strict=True):
         link_folder(folder, draft / name)
+    link_bases(draft, facts.bases, parts.bases)
     if parts.router is not None and facts.router is not None:
         link_folder(parts.router, draft / facts.router)
     kinds: dict[str, ClassName] = {}

@@ -9,16 +9,22 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from hddm.adapters import bases_in, check_base
 from hddm.assembly import PartFolders, check, fill, read_records, refuse_inside
 from hddm.compatibility import Findings
+from hddm.ensemble_bases import FOLDER as BASES
+from hddm.ensemble_bases import bases_of
 from hddm.ensemble_folders import ENSEMBLE_FILE, EnsembleFacts, read_ensemble_facts
 from hddm.errors import HddmError
+from hddm.experts import EXPERT_FILE, FORMAT, ExpertFacts, base_of
+from hddm.facts import read_facts
 from hddm.files import link_or_copy, new_folder, restore
+from hddm.model_folders import WEIGHTS
 from hddm.model_index import COMPONENTS, MODEL_INDEX, read_model_index
 from hddm.priors import common_shift
 from hddm.weight_files import inside
 
-_PARTS = ("experts", "router", "scheduler", *COMPONENTS, ENSEMBLE_FILE, MODEL_INDEX)
+_PARTS = ("experts", BASES, "router", "scheduler", *COMPONENTS, ENSEMBLE_FILE, MODEL_INDEX)
 # What a killed process leaves of a folder that it was writing here.
 _LEFTOVER = re.compile(r"\..+\.(part|old)-\d+$")
 
@@ -34,6 +40,7 @@ def change(
     vae: Path | None = None,
     text_encoder: Path | None = None,
     tokenizer: Path | None = None,
+    bases: Sequence[Path] = (),
 ) -> tuple[str, ...]:
     """Add experts to an ensemble folder, or take some out.
 
@@ -53,6 +60,7 @@ def change(
         vae: another VAE.
         text_encoder: another text encoder.
         tokenizer: another tokenizer.
+        bases: folders of weights that adapters to be added change, as for `hddm.assembly.assemble`.
 
     Returns:
         Notes, as `hddm.assembly.assemble`.
@@ -79,7 +87,9 @@ def change(
     kept = [k for k in range(len(facts.experts)) if k not in gone]
     parts = _parts(ensemble, facts, kept, add, router)
     parts = replace(
-        parts, components={**parts.components, **{name: folder for name, folder in given.items() if folder}}
+        parts,
+        components={**parts.components, **{name: folder for name, folder in given.items() if folder}},
+        bases=_bases(ensemble, facts, kept) | bases_of(add, bases_in(bases)),
     )
     prior = [facts.prior[k] for k in kept]
     new_facts, notes = check(
@@ -111,6 +121,19 @@ def _parts(
     outputs = facts.router_outputs or tuple(range(len(facts.experts)))
     settled = [*(outputs[k] for k in kept), *(None for _ in add)]
     return PartFolders(experts, ensemble / facts.router, components, settled)
+
+
+def _bases(ensemble: Path, facts: EnsembleFacts, kept: Sequence[int]) -> dict[str, Path]:
+    """Those of the adapters that stay, as the ensemble has them."""
+    held = {sha256: ensemble / name for sha256, name in facts.bases.items()}
+    found = {}
+    for k in kept:
+        folder = ensemble / facts.experts[k]
+        adapter = read_facts(folder / EXPERT_FILE, ExpertFacts, FORMAT).adapter
+        if adapter is not None:
+            found[adapter.base_sha256] = base_of(folder, adapter, held)
+            check_base(folder, adapter, found[adapter.base_sha256] / WEIGHTS)
+    return found
 
 
 def _index_of(ensemble: Path, facts: EnsembleFacts, name: str | int) -> int:

@@ -6,9 +6,11 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
+from hddm.adapters import ADAPTER_WEIGHTS, AdapterFacts
 from hddm.calibration import FILE_NAME as CALIBRATION
 from hddm.calibration import calibration_record
 from hddm.checkpoints.inspection import describe_source
+from hddm.data.encoding_records import is_encoded, read_encoded_manifest
 from hddm.data.shards import FORMAT as SHARD_FORMAT
 from hddm.data.shards import MANIFEST, PARTITION_FILE, Manifest, PartitionFacts
 from hddm.ensemble_folders import ENSEMBLE_FILE, read_ensemble_facts
@@ -36,11 +38,11 @@ def describe(folder: Path, allow_pickle: bool = False, variant: str | None = Non
         low, high = from_config(facts.schedule).range
         return {
             "kind": "expert",
-            **facts.model_dump(mode="json"),
+            **facts.model_dump(mode="json", exclude={"adapter"}),
             "noise_range": [low, high],
             "calibrated": (folder / CALIBRATION).exists(),
             "calibrated_on": calibration_record(folder),
-            **_network(folder),
+            **(_network(folder) if facts.adapter is None else _adapter(folder, facts.adapter)),
         }
     if (folder / ROUTER_FILE).exists():
         router = read_facts(folder / ROUTER_FILE, RouterFacts, FORMAT)
@@ -50,6 +52,14 @@ def describe(folder: Path, allow_pickle: bool = False, variant: str | None = Non
     if (folder / PARTITION_FILE).exists():
         partition = read_facts(folder / PARTITION_FILE, PartitionFacts, SHARD_FORMAT)
         return {"kind": "partition", **partition.model_dump()}
+    if (folder / MANIFEST).exists() and is_encoded(folder):
+        encoded = read_encoded_manifest(folder)
+        return {
+            "kind": "encoded shard",
+            **encoded.model_dump(mode="json", exclude={"images", "data", "null"}),
+            "images": encoded.num_rows,
+            "files": len(encoded.data),
+        }
     if (folder / MANIFEST).exists():
         shard = read_facts(folder / MANIFEST, Manifest, SHARD_FORMAT)
         return {
@@ -90,7 +100,9 @@ def _ensemble(folder: Path) -> dict[str, Any]:
         "objectives": [expert["objective"] for expert in experts],
         "shards": [expert["shard"] and expert["shard"]["index"] for expert in experts],
         "components": {name: ".".join(kind) for name, kind in classes.items() if kind},
-        "parameters": sum(expert["parameters"] for expert in experts),
+        # Each weight that is there counts once.
+        "parameters": sum(expert["parameters"] for expert in experts)
+        + sum(_numbers(folder / name)[0] for name in facts.bases.values() if name not in facts.experts),
     }
     if facts.router is not None:
         router = read_facts(folder / facts.router / ROUTER_FILE, RouterFacts, FORMAT)
@@ -100,8 +112,25 @@ def _ensemble(folder: Path) -> dict[str, Any]:
     return told
 
 
+def _adapter(folder: Path, adapter: AdapterFacts) -> dict[str, Any]:
+    """Of an adapter its own numbers, wherever the base may be."""
+    total, dtypes = _numbers(folder, ADAPTER_WEIGHTS)
+    told = adapter.model_dump(mode="json") | {"targets": len(adapter.targets)}
+    return {"adapter": told, "parameters": total, "dtypes": dtypes, "architecture": _config(folder)}
+
+
 def _network(folder: Path) -> dict[str, Any]:
-    path = folder / WEIGHTS
+    total, dtypes = _numbers(folder)
+    return {"parameters": total, "dtypes": dtypes, "architecture": _config(folder)}
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    return {k: v for k, v in read_json(folder / "config.json").items() if not k.startswith("_")}
+
+
+def _numbers(folder: Path, name: str = WEIGHTS) -> tuple[int, list[str]]:
+    """How many numbers a file of weights holds, and their dtypes."""
+    path = folder / name
     try:
         with safe_open(path, "pt") as weights:
             slices = [weights.get_slice(key) for key in weights.keys()]  # noqa: SIM118
@@ -109,5 +138,4 @@ def _network(folder: Path) -> dict[str, Any]:
             dtypes = sorted({part.get_dtype() for part in slices})
     except (FileNotFoundError, SafetensorError) as error:
         raise HddmError(f"{path}: cannot be read ({error})") from error
-    config = {k: v for k, v in read_json(folder / "config.json").items() if not k.startswith("_")}
-    return {"parameters": sum(sizes), "dtypes": dtypes, "architecture": config}
+    return sum(sizes), dtypes

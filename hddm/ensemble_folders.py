@@ -3,6 +3,7 @@
 model_index.json         parts and their classes, for diffusers (`hddm.model_index`)
 ensemble.json            format, experts in order, their outputs of the router, priors, strategy, shift
 experts/<i>/             an expert folder each
+bases/<hash>/            weights that adapters among them change, where no expert has them for its own
 router/                  a router folder
 scheduler/               the shift once more, for diffusers
 vae/ text_encoder/ tokenizer/     for experts of latents
@@ -52,6 +53,8 @@ class EnsembleFacts(Facts):
     strategy: str
     shift: float = Field(default=1.0, gt=0, allow_inf_nan=False)
     """Of the time grid (`hddm.sampling.time_grid`)."""
+    bases: dict[str, str] = Field(default_factory=dict)
+    """By SHA-256 the folders of the weights that adapters change: in ``bases/``, or an expert's."""
 
 
 def read_ensemble_facts(folder: Path) -> EnsembleFacts:
@@ -63,7 +66,11 @@ def read_ensemble_facts(folder: Path) -> EnsembleFacts:
     """
     path = folder / ENSEMBLE_FILE
     facts = read_facts(path, EnsembleFacts, FORMAT)
-    for name in (*facts.experts, *([facts.router] if facts.router is not None else [])):
+    for name in (
+        *facts.experts,
+        *facts.bases.values(),
+        *([facts.router] if facts.router is not None else []),
+    ):
         _check_inside(folder, name, path)
     _check_numbers(facts, path)
     if (folder / MODEL_INDEX).exists():

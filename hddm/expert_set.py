@@ -9,8 +9,10 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from hddm.adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from hddm.errors import HddmError
-from hddm.experts import Expert, ExpertFacts, UnreadExpert, null_conditions, write_records
+from hddm.experts import Expert, ExpertFacts, UnreadExpert, null_conditions, without_adapter, write_records
+from hddm.files import link_or_copy
 from hddm.model_folders import WEIGHTS, Unread
 from hddm.networks import Adapter, adapted
 from hddm.offload import Offload, Shelf, StoredNetwork
@@ -96,19 +98,30 @@ class ExpertSet(nn.Module):
             network.network.compile(*args, **kwargs)
 
     def save_pretrained(self, folder: str | Path, **_: object) -> None:
-        """Write an expert folder each, ``0``, ``1``, …, with weights in the dtype that they run in."""
+        """Write an expert folder each, ``0``, ``1``, …, with weights in the dtype that they run in.
+
+        An adapter whose weights are what they were when they were read stays one, in the dtype that it has
+        on disk; its base is for the caller to save. One that was changed in memory is merged.
+        """
         for index, (expert, network) in enumerate(zip(self.experts, self.stored, strict=True)):
             target = Path(folder) / str(index)
             target.mkdir(parents=True)
             expert.unread.network.save_config(target)
             tensors = expert.unread.network.state_dict()
-            if any(value.is_meta for value in tensors.values()):
-                tensors = expert.unread.read(network.dtype)
-            here = {name: value.cpu().contiguous() for name, value in tensors.items()}
-            save_file(here, target / WEIGHTS, {"format": "pt"})
+            facts = expert.facts
+            is_here = not any(value.is_meta for value in tensors.values())
+            if facts.adapter and expert.folder and not (is_here and _differ(expert, tensors, network.dtype)):
+                for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
+                    link_or_copy(expert.folder / name, target / name)
+            else:
+                facts = without_adapter(facts)
+                if not is_here:
+                    tensors = expert.unread.read(network.dtype)
+                here = {name: value.cpu().contiguous() for name, value in tensors.items()}
+                save_file(here, target / WEIGHTS, {"format": "pt"})
             if expert.calibration is not None:
                 expert.calibration.save(target)
-            write_records(target, expert.facts, expert.nulls)
+            write_records(target, facts, expert.nulls)
 
 
 def as_field(expert: UnreadExpert | Expert, network: nn.Module) -> VelocityField:
@@ -130,6 +143,12 @@ def as_field(expert: UnreadExpert | Expert, network: nn.Module) -> VelocityField
         classes=facts.classes,
         shift=facts.shift,
     )
+
+
+def _differ(expert: UnreadExpert, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> bool:
+    """Whether weights in memory are others than those on disk."""
+    on_disk = expert.unread.read(dtype)
+    return any(not torch.equal(tensors[name].cpu(), value) for name, value in on_disk.items())
 
 
 def _stored(

@@ -14,6 +14,7 @@ from pydantic import Field
 from safetensors.torch import save_file
 from torch import Tensor
 
+from hddm.adapters import AdapterFacts, base_beside, unread_adapted
 from hddm.calibration import FILE_NAME as CALIBRATION
 from hddm.calibration import Calibration
 from hddm.components.identity import TextEncoderFacts, VaeFacts
@@ -26,7 +27,7 @@ from hddm.networks import EXPERT_NETWORKS, interface_of
 from hddm.predictions import PredictionType
 from hddm.weight_files import read_safetensors
 
-FORMAT = "1.2"
+FORMAT = "1.3"
 EXPERT_FILE = "expert.json"
 ROUTER_FILE = "router.json"
 NULL_FILE = "null_conditions.safetensors"
@@ -100,6 +101,8 @@ class ExpertFacts(Facts):
     """The calibration is part of the parametrisation that it was trained in; it must not be fitted anew."""
     source: SourceFacts | None = None
     licence: str | None = None
+    adapter: AdapterFacts | None = None
+    """Where the weights are those of a base, changed (`hddm.adapters`); None where they lie beside this."""
 
 
 class RouterFacts(Facts):
@@ -120,7 +123,7 @@ class RouterFacts(Facts):
 
 @dataclass(frozen=True)
 class Expert:
-    """An expert as it lies on disk.
+    """An expert in memory; an adapter is merged into its network, and no longer in its facts.
 
     ``nulls`` holds, by keyword of the network, what stands for no condition, without batch dimension;
     that of ``class_labels`` is in the facts.
@@ -177,7 +180,8 @@ def read_nulls(folder: Path) -> dict[str, Tensor]:
 class UnreadExpert:
     """An expert whose weights are still on disk; see `Expert` and `hddm.model_folders.Unread`.
 
-    ``folder`` is where it lies, None for one that lies in memory only.
+    ``folder`` is where it lies, None for one that lies in memory only; ``base`` is the folder of the weights
+    that an adapter changes.
     """
 
     folder: Path | None
@@ -185,6 +189,7 @@ class UnreadExpert:
     facts: ExpertFacts
     calibration: Calibration | None = None
     nulls: Mapping[str, Tensor] = field(default_factory=dict)
+    base: Path | None = None
 
     @property
     def name(self) -> str:
@@ -193,26 +198,42 @@ class UnreadExpert:
 
     def read(self, dtype: torch.dtype) -> Expert:
         """The expert with its weights in memory."""
-        return Expert(self.unread.load(dtype), self.facts, self.calibration, self.nulls)
+        return Expert(self.unread.load(dtype), without_adapter(self.facts), self.calibration, self.nulls)
 
 
-def read_expert(folder: Path, dtype: torch.dtype = torch.float32) -> Expert:
-    """Read an expert folder.
+def without_adapter(facts: ExpertFacts) -> ExpertFacts:
+    """The record of an expert whose adapter has become part of its weights."""
+    return facts.model_copy(update={"adapter": None})
+
+
+def read_expert(
+    folder: Path, dtype: torch.dtype = torch.float32, bases: Mapping[str, Path] | None = None
+) -> Expert:
+    """Read an expert folder; ``bases`` as for `open_expert`.
 
     Raises:
         HddmError: as `hddm.facts.read_facts` and `hddm.model_folders.read_network`.
     """
-    return open_expert(folder).read(dtype)
+    return open_expert(folder, bases).read(dtype)
 
 
-def open_expert(folder: Path) -> UnreadExpert:
+def open_expert(folder: Path, bases: Mapping[str, Path] | None = None) -> UnreadExpert:
     """Read an expert folder but for its weights.
 
+    Args:
+        folder: the folder.
+        bases: folders of weights that an adapter may change, by their SHA-256; by default that is looked for
+            where it was when the adapter was trained.
+
     Raises:
-        HddmError: as `read_expert`, but for NaN and Inf.
+        HddmError: as `read_expert`, but for NaN and Inf and another base; for an adapter without its base.
     """
     facts = read_facts(folder / EXPERT_FILE, ExpertFacts, FORMAT)
-    unread = unread_network(folder, EXPERT_NETWORKS)
+    base = base_of(folder, facts.adapter, bases) if facts.adapter else None
+    if facts.adapter is None or base is None:
+        unread = unread_network(folder, EXPERT_NETWORKS)
+    else:
+        unread = unread_adapted(folder, facts.adapter, base, EXPERT_NETWORKS)
     interface = interface_of(type(unread.network).__name__, unread.network.config, facts.sample_shape[1:])
     for key in ("sample_shape", "variance_head", "conditions"):
         stated, found = getattr(facts, key), getattr(interface, key)
@@ -228,7 +249,24 @@ def open_expert(folder: Path) -> UnreadExpert:
     unknown = sorted(set(nulls) - set(facts.conditions))
     if unknown:
         raise HddmError(f"{folder / NULL_FILE}: holds {unknown}, which are no conditions of this expert")
-    return UnreadExpert(folder, unread, facts, calibration, nulls)
+    return UnreadExpert(folder, unread, facts, calibration, nulls, base)
+
+
+def base_of(folder: Path, adapter: AdapterFacts, bases: Mapping[str, Path] | None = None) -> Path:
+    """The folder of the weights that the adapter in ``folder`` changes; see `open_expert`.
+
+    Raises:
+        HddmError: where it is not there.
+    """
+    if bases is None:
+        return base_beside(folder, adapter)
+    if adapter.base_sha256 not in bases:
+        found = ", ".join(f"{path} ({sha256[:16]}…)" for sha256, path in bases.items())
+        raise HddmError(
+            f"{folder}: is an adapter of {adapter.base_name}, which is not among the given bases: "
+            f"{found or 'none'}"
+        )
+    return bases[adapter.base_sha256]
 
 
 def save_router(folder: Path, network: RouterTransformer, facts: RouterFacts) -> None:

@@ -1,11 +1,12 @@
 """Any folder that hddm wrote, or the Paris release, to a velocity field."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
 from torch import nn
 
+from hddm.adapters import bases_in
 from hddm.ensemble import Ensemble
 from hddm.ensemble_folders import ENSEMBLE_FILE, EnsembleFacts
 from hddm.errors import HddmError
@@ -27,6 +28,7 @@ def load(
     experts: Sequence[int] | None = None,
     offload: Offload = "none",
     max_memory: int | None = None,
+    base: str | Path | None = None,
 ) -> VelocityField | Ensemble:
     """An expert folder as a `VelocityField`, an ensemble folder or the Paris release as an `Ensemble`.
 
@@ -39,6 +41,8 @@ def load(
         experts: indices of an ensemble's experts to take, in this order; by default all.
         offload: what experts that are not running do; see `hddm.offload`.
         max_memory: bytes that the weights of an ensemble may take on the device, the router's included.
+        base: the folder of the weights that an adapter changes; by default that is looked for where it was
+            when the adapter was trained. An ensemble holds those of its adapters.
 
     Raises:
         HddmError: for anything else, or a folder whose parts contradict each other.
@@ -49,7 +53,9 @@ def load(
     if (folder / EXPERT_FILE).exists():
         if experts is not None or offload != "none" or max_memory is not None:
             raise HddmError(f"{folder}: is one expert; choosing and offloading experts needs an ensemble")
-        return _field(folder, dtype, device)
+        return _field(folder, dtype, device, None if base is None else bases_in([Path(base)]))
+    if base is not None:
+        raise HddmError(f"{folder}: is no expert folder; a base goes with one adapter")
     parts = open_parts(folder, dtype, experts)
     if parts.router is not None:
         parts.router.to(device)
@@ -133,8 +139,10 @@ def field_of(expert: Expert, device: torch.device | str = "cpu") -> VelocityFiel
     return as_field(expert, adapted(expert.network, expert.facts.round_time).to(device))
 
 
-def _field(folder: Path, dtype: torch.dtype, device: torch.device | str) -> VelocityField:
-    expert = read_expert(folder, dtype)
+def _field(
+    folder: Path, dtype: torch.dtype, device: torch.device | str, bases: Mapping[str, Path] | None
+) -> VelocityField:
+    expert = read_expert(folder, dtype, bases)
     try:
         return field_of(expert, device)
     except HddmError as error:

@@ -1,5 +1,6 @@
 """Network folders as diffusers lays them out: ``config.json`` and one safetensors file, nothing lenient."""
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +13,7 @@ from torch import Tensor
 from hddm.errors import HddmError
 from hddm.files import read_json
 from hddm.network_configs import Classes, differences, empty_network, fill, parse_config
-from hddm.weight_files import read_header, read_safetensors, refuse_non_finite
+from hddm.weight_files import read_header, read_safetensors, refuse_non_finite, sha256_of
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 
@@ -59,18 +60,18 @@ def open_network(
     path = folder / "config.json"
     kind, arguments = parse_config(read_json(path), classes, str(path))
     weights = read_safetensors(folder / WEIGHTS)
-    return _fitting(kind, arguments, weights, folder / WEIGHTS, str(path)), weights, arguments
+    return fitting(kind, arguments, weights, folder / WEIGHTS, str(path)), weights, arguments
 
 
-def unread_network(folder: Path, classes: Classes[Network]) -> Unread[Network]:
-    """As `read_network`, with the weights left where they are.
+def unread_network(folder: Path, classes: Classes[Network], weights: Path | None = None) -> Unread[Network]:
+    """As `read_network`, with the weights left where they are: in ``folder``, or in the file ``weights``.
 
     Raises:
         HddmError: as `read_network`; for NaN and Inf when they are read.
     """
     path = folder / "config.json"
     kind, arguments = parse_config(read_json(path), classes, str(path))
-    return unread(kind, arguments, folder / WEIGHTS, str(path))
+    return unread(kind, arguments, weights or folder / WEIGHTS, str(path))
 
 
 def unread(kind: type[Network], arguments: Mapping[str, Any], weights: Path, origin: str) -> Unread[Network]:
@@ -81,14 +82,19 @@ def unread(kind: type[Network], arguments: Mapping[str, Any], weights: Path, ori
     """
     header, _ = read_header(weights)
     empty = {name: torch.empty(info.shape, dtype=info.dtype, device="meta") for name, info in header.items()}
-    network = _fitting(kind, arguments, empty, weights, origin)
+    network = fitting(kind, arguments, empty, weights, origin)
     fill(network, empty, arguments, origin)
-    return Unread(network, _Reader(weights))
+    return Unread(network, WeightsFile(weights))
 
 
-def _fitting(
+def fitting(
     kind: type[Network], arguments: Mapping[str, Any], weights: Mapping[str, Tensor], path: Path, origin: str
 ) -> Network:
+    """The empty network for ``weights`` of the file ``path``; ``origin`` says where its arguments are from.
+
+    Raises:
+        HddmError: with every tensor that does not fit.
+    """
     network = empty_network(kind, arguments, len(weights), origin)
     problems = differences(network.state_dict(), weights)
     if problems:
@@ -96,14 +102,23 @@ def _fitting(
     return network
 
 
-class _Reader:
-    """Reads a file of weights; the first time it looks for NaN and Inf."""
+class WeightsFile:
+    """Reads a file of weights; the first time it looks for NaN and Inf.
+
+    Raises:
+        HddmError: when it is read, for a file that is not what it was when this was made.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path, self._identity = path, _identity(path)
         self._is_checked = False
 
     def __call__(self, dtype: torch.dtype) -> dict[str, Tensor]:
+        """Every tensor in ``dtype``."""
+        return cast(self.stored(), dtype)
+
+    def stored(self) -> dict[str, Tensor]:
+        """Every tensor as it is, mapped."""
         # Folders are replaced as a whole: another expert's weights may be where these were.
         if not self._path.exists() or _identity(self._path) != self._identity:
             raise HddmError(f"{self._path}: has changed since it was opened; load the model again")
@@ -111,10 +126,10 @@ class _Reader:
         if not self._is_checked:
             refuse_non_finite(self._path, weights)
             self._is_checked = True
-        return _cast(weights, dtype)
+        return weights
 
 
-def _cast(weights: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+def cast(weights: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
     """``weights`` in ``dtype``; those of another one share a block of memory, given back as a whole."""
     others = {key: value for key, value in weights.items() if value.dtype != dtype}
     align = 64 // torch.empty(0, dtype=dtype).element_size()
@@ -127,6 +142,16 @@ def _cast(weights: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
         place = block[places[key] : places[key] + value.numel()].view(value.shape)
         others[key] = place.copy_(value)
     return {**weights, **others}
+
+
+def sha256_once(path: Path) -> str:
+    """The SHA-256 of a file, computed again only when it is another file than before."""
+    return _sha256(path, _identity(path))
+
+
+@functools.lru_cache(maxsize=64)
+def _sha256(path: Path, identity: tuple[int, ...]) -> str:
+    return sha256_of(path)
 
 
 def _identity(path: Path) -> tuple[int, ...]:

@@ -64,7 +64,8 @@ def _ensemble(folder: Path, dtype: torch.dtype, chosen: Sequence[int] | None) ->
     if chosen is not None:
         facts = _only(facts, chosen)
     has = read_model_index(folder) if (folder / MODEL_INDEX).exists() else {}
-    experts = [open_expert(folder / name) for name in facts.experts]
+    bases = {sha256: folder / name for sha256, name in facts.bases.items()}
+    experts = [open_expert(folder / name, bases) for name in facts.experts]
     shards = router_facts if router_facts is not None and router_facts.shard_hashes else None
     named = [(name, expert.facts) for name, expert in zip(facts.experts, experts, strict=True)]
     check_together(named, shards, facts.router_outputs)

@@ -7,14 +7,17 @@ from typing import Any
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
 
+from hddm.adapters import ADAPTER_CONFIG, check_base
 from hddm.components.text import read_text_encoder
 from hddm.components.tokenizer import read_tokenizer
 from hddm.components.vae import read_vae
+from hddm.ensemble_bases import link_bases, places
 from hddm.ensemble_folders import ENSEMBLE_FILE, write_ensemble_records
 from hddm.errors import HddmError
 from hddm.experts import save_router
 from hddm.files import new_folder
 from hddm.load import expert_set
+from hddm.model_folders import WEIGHTS
 from hddm.offload import Offload
 from hddm.parts import open_parts
 
@@ -57,11 +60,17 @@ def save_pipeline(pipeline: Any, folder: Path, overwrite: bool) -> None:
     Raises:
         HddmError: for a folder that exists, unless ``overwrite``, and for the one that experts are read from.
     """
-    read_from = [expert.folder.resolve() for expert in pipeline.experts.experts if expert.folder is not None]
+    read_from = [
+        path.resolve() for one in pipeline.experts.experts for path in (one.folder, one.base) if path
+    ]
     if any(one.is_relative_to(folder.resolve()) for one in read_from):
         raise HddmError(f"{folder}: these experts are read from it as they are needed; save elsewhere")
     with new_folder(folder, ENSEMBLE_FILE, overwrite) as draft:
         pipeline.experts.save_pretrained(draft / "experts")
+        names = tuple(f"experts/{k}" for k in range(len(pipeline.experts.facts)))
+        bases = _bases(pipeline, draft, names)
+        held = places(bases, {name: draft / name for name in names})
+        link_bases(draft, held, bases)
         if pipeline.router is not None:
             (draft / "router").mkdir()
             save_router(draft / "router", pipeline.router, pipeline.router_facts)
@@ -71,13 +80,24 @@ def save_pipeline(pipeline: Any, folder: Path, overwrite: bool) -> None:
             components[name] = kind
         facts = pipeline.facts.model_copy(
             update={
-                "experts": tuple(f"experts/{k}" for k in range(len(pipeline.experts.facts))),
+                "experts": names,
+                "bases": held,
                 "router": None if pipeline.router is None else "router",
                 "shift": pipeline.ensemble.shift,
                 "strategy": pipeline.ensemble.strategy,
             }
         )
         write_ensemble_records(draft, facts, components)
+
+
+def _bases(pipeline: Any, draft: Path, names: Sequence[str]) -> dict[str, Path]:
+    """Folders of the weights that those experts change which were saved as adapters, by SHA-256."""
+    found = {}
+    for expert, name in zip(pipeline.experts.experts, names, strict=True):
+        if (draft / name / ADAPTER_CONFIG).exists():
+            check_base(expert.folder, expert.facts.adapter, expert.base / WEIGHTS)
+            found[expert.facts.adapter.base_sha256] = expert.base
+    return found
 
 
 def _kinds(pipeline: Any) -> dict[str, tuple[str, str]]:

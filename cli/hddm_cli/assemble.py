@@ -31,6 +31,10 @@ def assemble(
     remove: Annotated[
         list[str] | None, typer.Option("--remove", help="Index or folder of an expert to take out.")
     ] = None,
+    base: Annotated[
+        list[Path] | None,
+        typer.Option("--base", help="Expert whose weights LoRA experts change, where it was moved."),
+    ] = None,
     overwrite: Overwrite = False,
 ) -> None:
     """Put experts and a router into one ensemble folder, after checking that they fit; or change one."""
@@ -56,11 +60,14 @@ def assemble(
             vae,
             text_encoder,
             tokenizer,
+            base or (),
         )
     else:
         assert out is not None
         strategy = strategy or DEFAULT_STRATEGY
-        notes = put_together(experts, out, router, strategy, overwrite, vae, text_encoder, tokenizer)
+        notes = put_together(
+            experts, out, router, strategy, overwrite, vae, text_encoder, tokenizer, base or ()
+        )
     for note in notes:
         typer.echo(f"note: {note}")
     written = out or experts[0]

@@ -2,10 +2,11 @@
 
 from pathlib import Path
 
+from hddm.adapters import ADAPTER_WEIGHTS, base_beside, open_adapted
 from hddm.checkpoints.diffusers_models import class_forward, own_table
 from hddm.checkpoints.sources import Declared, Reading, Source
 from hddm.errors import HddmError
-from hddm.experts import EXPERT_FILE, FORMAT, ExpertFacts, read_nulls
+from hddm.experts import EXPERT_FILE, FORMAT, ExpertFacts, read_nulls, without_adapter
 from hddm.facts import read_facts
 from hddm.model_folders import WEIGHTS, open_network
 from hddm.networks import EXPERT_NETWORKS
@@ -17,23 +18,30 @@ EXTRAS_FILE = "source_extras.safetensors"
 
 
 def open_expert(folder: Path, reading: Reading) -> Source:
-    """An expert folder.
+    """An expert folder; an adapter is merged into its base.
 
     Raises:
         HddmError: as `hddm.experts.read_expert`, or for options that only foreign sources have.
     """
     facts = read_facts(folder / EXPERT_FILE, ExpertFacts, FORMAT)
-    network, weights, arguments = open_network(folder, EXPERT_NETWORKS)
+    files: tuple[Path, ...] = (folder / WEIGHTS,)
+    if facts.adapter is None:
+        network, weights, arguments = open_network(folder, EXPERT_NETWORKS)
+    else:
+        base = base_beside(folder, facts.adapter)
+        files = (folder / ADAPTER_WEIGHTS, base / WEIGHTS)
+        network, weights, arguments = open_adapted(folder, facts.adapter, base, EXPERT_NETWORKS)
+        facts = without_adapter(facts)
     if reading.layout not in (None, LAYOUT):
         raise HddmError(f"--layout {reading.layout}: {folder} is an expert folder")
     if reading.weights not in (None, facts.weights):
         raise HddmError(f"--weights {reading.weights}: {folder} holds {facts.weights} weights")
-    path = str(folder / WEIGHTS)
+    path = str(files[0])
     kind = type(network)
     return Source(
         path=folder,
         layout=LAYOUT,
-        files=(folder / WEIGHTS,),
+        files=files,
         weights=weights,
         network=kind,
         arguments=arguments,
