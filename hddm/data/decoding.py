@@ -24,6 +24,8 @@ LARGEST_IMAGE = 89_478_485
 
 # Other decoders of Pillow run programs (EPS) or have no use here.
 _FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF")
+# EXIF orientations that change an image, and those of them that exchange its sides.
+_TURNED, _SIDEWAYS = range(2, 9), range(5, 9)
 _GRAY = {"1", "L"}
 _COLOUR = {"RGB", "RGBA", "RGBX", "P", "LA", "CMYK", "YCbCr"}
 _DEEP = {"I;16", "I;16L", "I;16B", "I;16N"}
@@ -35,7 +37,7 @@ class OversizedImageError(HddmError):
 
 @dataclass(frozen=True)
 class Header:
-    """What an encoded image says about itself: width and height are those of the file, before any turn."""
+    """What an encoded image says about itself; width and height are those of the upright image."""
 
     format: str
     mode: str
@@ -53,12 +55,14 @@ def read_header(content: bytes, name: Path) -> Header:
         HddmError: as `open_image`, for damage that shows so early.
     """
     with _opened(content, name) as image:
+        orientation = image.getexif().get(ExifTags.Base.Orientation, 1)
+        width, height = image.size
         return Header(
             image.format or "",
             image.mode,
-            *image.size,
+            *((height, width) if orientation in _SIDEWAYS else (width, height)),
             image.has_transparency_data,
-            image.getexif().get(ExifTags.Base.Orientation, 1) != 1,
+            orientation in _TURNED,
             # A JPEG of two pictures has a preview or a depth map, which nobody takes for a film.
             image.format != "MPO" and getattr(image, "is_animated", False),
         )

@@ -6,6 +6,7 @@ metadata, where there is some, says which column it is and how the classes are c
 
 import bisect
 import itertools
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
@@ -106,23 +107,28 @@ def open_parquet(
 
 
 class _RowGroups:
-    """Images by row group; the last two that were asked for stay in memory."""
+    """Images by row group; the last two that were asked for stay in memory, for all threads together."""
 
     def __init__(self, column: str) -> None:
-        self._column = column
+        self._column, self._lock = column, threading.Lock()
         self._held: dict[tuple[Path, int], Any] = {}
 
     def images(self, path: Path, group: int) -> Any:
         """The column's arrow array."""
         key = path, group
-        images = self._held.pop(key, None)
-        while len(self._held) > 1:
-            del self._held[next(iter(self._held))]
-        if images is None:
-            images = read_parquet(path, lambda file: file.read_row_group(group, columns=[self._column]))
-            images = images[self._column]
-        self._held[key] = images
+        with self._lock:
+            images = self._held.pop(key, None)
+            while len(self._held) > 1:
+                del self._held[next(iter(self._held))]
+            if images is None:
+                table = read_parquet(path, lambda file: file.read_row_group(group, columns=[self._column]))
+                images = table[self._column]
+            self._held[key] = images
         return images
+
+    def __reduce__(self) -> tuple[type["_RowGroups"], tuple[str]]:
+        # Another process reads its own.
+        return type(self), (self._column,)
 
 
 @dataclass(frozen=True)
