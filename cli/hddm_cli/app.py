@@ -6,7 +6,18 @@ import warnings
 
 import typer
 
-from hddm_cli import assemble, calibrate, convert, evaluate, inspect, partition, quickstart, sample, train
+from hddm_cli import (
+    assemble,
+    calibrate,
+    convert,
+    data,
+    evaluate,
+    inspect,
+    partition,
+    quickstart,
+    sample,
+    train,
+)
 
 commands = typer.Typer(
     name="hddm",
@@ -16,6 +27,7 @@ commands = typer.Typer(
     pretty_exceptions_enable=False,
 )
 commands.command("quickstart")(quickstart.quickstart)
+commands.add_typer(data.commands, name="data")
 commands.command("partition")(partition.partition)
 commands.add_typer(train.commands, name="train")
 commands.command("convert")(convert.convert)

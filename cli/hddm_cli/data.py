@@ -1,0 +1,40 @@
+"""hddm data."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+commands = typer.Typer(help="Look at images before training.", no_args_is_help=True)
+
+
+@commands.callback()
+def data() -> None:
+    """Look at images before training."""
+
+
+@commands.command("check")
+def check(
+    path: Annotated[
+        Path, typer.Argument(help="Images (a folder, .tar or .parquet), a shard or a partition.")
+    ],
+    max_bad: Annotated[int, typer.Option("--max-bad", min=0, help="Bad images that are no failure.")] = 0,
+    caption_column: Annotated[
+        str | None, typer.Option("--caption-column", help="Column of the captions.")
+    ] = None,
+    label_column: Annotated[str | None, typer.Option("--label-column", help="Column of the labels.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")] = False,
+) -> None:
+    """Decode every image and name those that are corrupt, oversized or there twice.
+
+    Exit 1 where more than --max-bad are corrupt or oversized; files that occur twice are listed only.
+    """
+    from hddm.data.check import check_data
+    from hddm.errors import HddmError
+
+    report = check_data(path, caption_column, label_column)
+    typer.echo(report.model_dump_json(indent=2) if as_json else "\n".join(report.lines()))
+    if len(report.bad) > max_bad:
+        raise HddmError(
+            f"{path}: {len(report.bad)} bad images, more than --max-bad {max_bad}; mend or remove them"
+        )

@@ -1,0 +1,106 @@
+"""What a check of images found, as a record and as lines of text."""
+
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+from hddm.facts import Facts
+
+_SHOWN = 5
+
+
+class BadImage(Facts):
+    """An image that cannot be trained on, and why."""
+
+    name: str
+    kind: Literal["unreadable", "oversized", "corrupt"]
+    reason: str
+
+
+class PartReport(Facts):
+    """What one shard holds, or one source of images.
+
+    ``sizes`` are upright ("width×height") and, like ``formats`` and ``modes``, the most frequent first, of
+    images that are not bad. ``transparent`` images lose their alpha channel, ``turned`` ones are turned
+    upright, of ``animated`` ones the first frame is taken. ``classes`` counts the images of each class.
+    ``captions`` are None where there are none, ``empty_captions`` those without a letter.
+    """
+
+    name: str
+    images: int
+    formats: dict[str, int]
+    modes: dict[str, int]
+    sizes: dict[str, int]
+    transparent: int
+    turned: int
+    animated: int
+    classes: dict[str, int]
+    captions: int | None
+    empty_captions: int
+    bad: list[BadImage]
+
+
+class DataReport(Facts):
+    """What a check found.
+
+    ``duplicates`` are groups of files of equal content in one part, ``shared`` those in several.
+    """
+
+    path: str
+    kind: Literal["images", "shard", "partition"]
+    parts: list[PartReport]
+    duplicates: list[list[str]]
+    shared: list[list[str]]
+
+    @property
+    def num_images(self) -> int:
+        """Images of all parts."""
+        return sum(part.images for part in self.parts)
+
+    @property
+    def bad(self) -> list[BadImage]:
+        """Bad images of all parts."""
+        return [bad for part in self.parts for bad in part.bad]
+
+    def lines(self) -> list[str]:
+        """The report for a reader, with each bad or repeated file by name."""
+        lines = [line for part in self.parts for line in _lines(part)]
+        titles = {"equal files": self.duplicates, "equal files in several shards": self.shared}
+        for title, groups in titles.items():
+            if groups:
+                lines.append(f"{title}: {len(groups)}")
+                lines += [f"  {' = '.join(group)}" for group in groups]
+        repeated = len(self.duplicates) + len(self.shared)
+        counts = f"{self.num_images} images, {len(self.bad)} bad, {repeated} that occur more than once"
+        lines.append(f"{self.path}: {counts}")
+        return lines
+
+
+def _lines(part: PartReport) -> list[str]:
+    lines = [f"{part.name}: {part.images} images"]
+    told = {"formats": part.formats, "modes": part.modes, "sizes": part.sizes}
+    lines += [f"  {title}: {_counts(counts)}" for title, counts in told.items() if counts]
+    treated = {
+        "lose their transparency": part.transparent,
+        "are turned upright": part.turned,
+        "give their first frame": part.animated,
+    }
+    lines += [f"  {count} {what}" for what, count in treated.items() if count]
+    if part.classes:
+        lines.append(f"  classes: {len(part.classes)}, {_range(list(part.classes.values()))} images each")
+    if part.captions is not None:
+        lines.append(f"  captions: {part.captions}, {part.empty_captions} of them empty")
+    if part.bad:
+        lines.append(f"  bad: {len(part.bad)}")
+        lines += [f"    {bad.kind}: {bad.reason}" for bad in part.bad]
+    return lines
+
+
+def _counts(counts: Mapping[str, int]) -> str:
+    shown = [f"{name} ({count})" for name, count in list(counts.items())[:_SHOWN]]
+    more = [f"… and {len(counts) - _SHOWN} more"] if len(counts) > _SHOWN else []
+    return ", ".join(shown + more)
+
+
+def _range(counts: Sequence[int]) -> str:
+    low, high = min(counts), max(counts)
+    return str(low) if low == high else f"{low} to {high}"
