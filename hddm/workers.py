@@ -20,8 +20,7 @@ Report = Callable[[int], None]
 
 # Without these glibc returns every large block to the system, and a training step on the CPU spends a
 # quarter of its time on page faults.
-_ENVIRONMENT = {
-    "OMP_NUM_THREADS": "1",
+_MALLOC = {
     "MALLOC_MMAP_THRESHOLD_": str(1 << 30),
     "MALLOC_TRIM_THRESHOLD_": str(1 << 31),
 }
@@ -39,6 +38,26 @@ class Call:
     units: int
 
 
+def compute_environment(threads: int) -> dict[str, str]:
+    """Environment variables that a process which computes with ``threads`` threads should start with."""
+    return {"OMP_NUM_THREADS": str(threads), **_MALLOC}
+
+
+@contextlib.contextmanager
+def environment(values: dict[str, str]) -> Iterator[None]:
+    """Environment variables within the block, for the processes that it starts."""
+    before = {key: os.environ.get(key) for key in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for key, value in before.items():
+            if value is None:
+                del os.environ[key]
+            else:
+                os.environ[key] = value
+
+
 class Workers:
     """A pool of ``count`` fresh processes; use as a context manager."""
 
@@ -50,7 +69,7 @@ class Workers:
         self._environment = contextlib.ExitStack()
 
     def __enter__(self) -> "Workers":
-        self._environment.enter_context(_environment(_ENVIRONMENT))
+        self._environment.enter_context(environment(compute_environment(1)))
         return self
 
     def __exit__(
@@ -117,17 +136,3 @@ def _put(reports: "SimpleQueue[int]", units: int) -> None:
 def _drain(reports: "SimpleQueue[int]") -> Iterator[int]:
     while not reports.empty():
         yield reports.get()
-
-
-@contextlib.contextmanager
-def _environment(values: dict[str, str]) -> Iterator[None]:
-    before = {key: os.environ.get(key) for key in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for key, value in before.items():
-            if value is None:
-                del os.environ[key]
-            else:
-                os.environ[key] = value
