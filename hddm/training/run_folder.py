@@ -15,6 +15,7 @@ import json
 import logging
 import os
 import shutil
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -138,6 +139,30 @@ def recorded(out: Path) -> dict[str, Any]:
     """The record of the run of ``out``, empty where there is none."""
     path = run_folder_of(out) / RUN_FILE
     return read_json(path) if path.exists() else {}
+
+
+def discard_run(out: Path) -> None:
+    """Remove what the run of ``out`` has kept, if there is one.
+
+    Raises:
+        HddmError: where another process works on it.
+    """
+    folder = run_folder_of(out)
+    if folder.is_dir():
+        with _locked(folder, out):
+            _clear(folder)
+
+
+def wait_for_run(out: Path, seconds: float) -> None:
+    """Wait until no other process holds the run of ``out``, so long at most; `open_run` refuses then.
+
+    On a network file system the lock of a process that died with its machine may stay for a while.
+    """
+    end = time.monotonic() + seconds
+    while run_folder_of(out).is_dir() and time.monotonic() < end:
+        with contextlib.suppress(HddmError), _locked(run_folder_of(out), out):
+            return
+        time.sleep(min(1.0, seconds / 10))
 
 
 @contextlib.contextmanager

@@ -25,10 +25,12 @@ log = logging.getLogger(__name__)
 def finished(out: Path, record: str, overwrite: bool, run: RunOptions | None) -> bool:
     """Whether ``out`` is there and is to be gone on with, so that nothing is left to do.
 
+    With ``overwrite`` too the run is gone on with, and ``out`` is replaced in the end.
+
     Raises:
         HddmError: as `hddm.files.check_absent`, for a folder that is in the way.
     """
-    if run is not None and run.resume and (out / record).exists():
+    if run is not None and run.resume and not overwrite and (out / record).exists():
         log.info("%s: is finished; there is nothing to go on with", out)
         return True
     check_absent(out, record, overwrite)
