@@ -11,6 +11,7 @@ from hddm_cli import (
     calibrate,
     convert,
     data,
+    distill,
     evaluate,
     inspect,
     partition,
@@ -33,6 +34,7 @@ commands.add_typer(train.commands, name="train")
 commands.command("convert")(convert.convert)
 commands.command("calibrate")(calibrate.calibrate)
 commands.command("assemble")(assemble.assemble)
+commands.command("distill")(distill.distill)
 commands.command("sample")(sample.sample)
 commands.command("evaluate")(evaluate.evaluate)
 commands.command("inspect")(inspect.inspect)

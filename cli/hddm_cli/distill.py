@@ -1,0 +1,55 @@
+"""hddm distill."""
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from hddm_cli.options import Out, Overwrite, Steps
+from hddm_cli.train import LEARNING
+from hddm_cli.training_options import FILE, KEEPING, LOOP, Told, takes
+
+
+class TeacherKind(StrEnum):
+    """Choices of --teacher."""
+
+    shard = "shard"
+    routed = "routed"
+
+
+STUDENT = {name: LEARNING[name] for name in ("size", "time_sampling", "condition_dropout", "random_flip")}
+
+
+@takes(STUDENT, LOOP, KEEPING, FILE)
+def distill(
+    context: typer.Context,
+    ensemble: Annotated[Path, typer.Argument(help="Ensemble folder, the teacher.")],
+    data: Annotated[
+        Path, typer.Option("--data", help="Partition folder, as hddm partition or encode writes it.")
+    ],
+    out: Out,
+    steps: Steps = None,
+    teacher: Annotated[
+        TeacherKind,
+        typer.Option(
+            "--teacher", help="The expert of each sample's shard, or the mixture by the ensemble's strategy."
+        ),
+    ] = TeacherKind.shard,
+    overwrite: Overwrite = False,
+    **given: Any,
+) -> None:
+    """Train one dense flow model to do what an ensemble does, at the cost of one expert a step.
+
+    The student is an expert folder. The run is kept in OUT.run; --resume goes on with it.
+    """
+    from hddm.progress import Progress
+    from hddm.training.distill import DistillSettings
+    from hddm.training.distill import distill as run
+
+    told = Told(context, {"steps": steps, "teacher": teacher, **given})
+    settings = told.settings(DistillSettings)
+    with Progress(settings.steps, "distill") as progress:
+        losses = run(ensemble, data, out, settings, overwrite, progress.reach, told.run())
+    if losses:
+        typer.echo(f"{out}: distance to the teacher's velocity {losses[0]:.4f} → {losses[-1]:.4f}")
