@@ -73,7 +73,8 @@ class EncodedManifest(Facts):
     """``manifest.json`` of an encoded shard.
 
     ``hash``, ``partition`` and ``held_out_of`` are the source's, so that experts and routers match by them.
-    Row k of the data is the k-th image of ``images`` that is not in ``skipped``.
+    Row k of the data is the k-th image of ``images`` that is not in ``skipped``; of ``cut_captions`` the
+    end is not in the tokens.
     """
 
     format: str
@@ -90,6 +91,7 @@ class EncodedManifest(Facts):
     data: list[FileFacts]
     null: FileFacts | None = None
     skipped: tuple[Skipped, ...] = ()
+    cut_captions: int = 0
 
     @property
     def num_rows(self) -> int:

@@ -1,0 +1,162 @@
+"""The unfinished output of a long encoding, which a later run goes on with.
+
+.NAME.encoding/draft.json        what is encoded, and how; a run with other options is refused
+.NAME.encoding/lock              held by the one process that writes
+.NAME.encoding/done/…/NAME.json  record of a finished file of data, written after it
+.NAME.encoding/whole/…           what becomes ``NAME``
+"""
+
+import contextlib
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from hddm.data.encoding_records import FileFacts, Skipped
+from hddm.errors import HddmError
+from hddm.facts import Facts
+from hddm.files import check_absent, put_in_place, read_json, sync, write_json
+from hddm.weight_files import sha256_of
+
+_IDENTITY = "draft.json"
+
+
+class Done(Facts):
+    """A finished file of data, the images that have no row in it, and those whose captions are cut."""
+
+    facts: FileFacts
+    skipped: tuple[Skipped, ...] = ()
+    cut: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Draft:
+    """``root`` as above; every file in ``whole`` that `done` gives was written to its end."""
+
+    root: Path
+
+    @property
+    def whole(self) -> Path:
+        """What becomes the output."""
+        return self.root / "whole"
+
+    def done(self, name: str) -> Done | None:
+        """The record of the data file ``whole/name``, None where it is not there in full.
+
+        The file is read: what a power failure or a bad disk left of it is not taken for finished.
+        """
+        record = self._record(name)
+        if not record.is_file() or not (self.whole / name).is_file():
+            return None
+        try:
+            found = Done.model_validate(read_json(record))
+        except (HddmError, ValidationError):
+            return None
+        return found if sha256_of(self.whole / name) == found.facts.sha256 else None
+
+    def add(
+        self,
+        name: str,
+        write: Callable[[Path], None],
+        rows: int,
+        skipped: tuple[Skipped, ...] = (),
+        cut: tuple[str, ...] = (),
+    ) -> Done:
+        """Make the file ``whole/name`` by ``write``, and record it; a failure leaves neither."""
+        path, record = self.whole / name, self._record(name)
+        for folder in (path.parent, record.parent):
+            folder.mkdir(parents=True, exist_ok=True)
+        record.unlink(missing_ok=True)
+        _whole(path, write)
+        done = Done(
+            facts=FileFacts(file=path.name, sha256=sha256_of(path), rows=rows), skipped=skipped, cut=cut
+        )
+        _whole(record, lambda part: write_json(part, done.model_dump()))
+        return done
+
+    def _record(self, name: str) -> Path:
+        return self.root / "done" / f"{name}.json"
+
+
+@contextlib.contextmanager
+def open_draft(
+    target: Path, record: str, identity: dict[str, Any], overwrite: bool = False
+) -> Iterator[Draft]:
+    """The draft of ``target``, which takes its place when the block ends.
+
+    A block that fails, or a process that is killed, leaves it for a later run, if it has a finished file.
+
+    Args:
+        target: folder to write.
+        record: the JSON file that marks its kind; see `check_absent`.
+        identity: plain values that decide what is written.
+        overwrite: replace ``target``, and discard a draft of another identity.
+
+    Raises:
+        HddmError: as `check_absent`; where another process is at it; for a draft of another identity.
+    """
+    check_absent(target, record, overwrite)
+    root = target.parent / f".{target.name}.encoding"
+    root.mkdir(parents=True, exist_ok=True)
+    with (root / "lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise HddmError(
+                f"{target}: another process is encoding to it; wait for it or choose another --out"
+            ) from error
+        check_absent(target, record, overwrite)
+        _take_up(root, target, json.loads(json.dumps(identity)), overwrite)
+        draft = Draft(root)
+        draft.whole.mkdir(exist_ok=True)
+        try:
+            yield draft
+        except BaseException:
+            if not any((root / "done").rglob("*.json")):
+                shutil.rmtree(root, ignore_errors=True)
+            raise
+        put_in_place(draft.whole, target)
+        shutil.rmtree(root, ignore_errors=True)
+
+
+def _take_up(root: Path, target: Path, identity: dict[str, Any], overwrite: bool) -> None:
+    """Go on with the draft in ``root`` where it is of ``identity``, begin it where there is none."""
+    path = root / _IDENTITY
+    found = read_json(path) if path.is_file() else None
+    if found == identity:
+        return
+    if found is not None and not overwrite:
+        differing = sorted(k for k in found.keys() | identity.keys() if found.get(k) != identity.get(k))
+        raise HddmError(
+            f"{target}: {root} holds an unfinished encoding of other options; repeat those to go on, or pass "
+            "--overwrite to discard it",
+            [f"{key}: {_short(found.get(key))} there, {_short(identity.get(key))} now" for key in differing],
+        )
+    for name in ("done", "whole"):
+        shutil.rmtree(root / name, ignore_errors=True)
+    _whole(path, lambda part: write_json(part, identity))
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 300 else text[:299] + "…"
+
+
+def _whole(path: Path, write: Callable[[Path], None]) -> None:
+    """Write a file that has its name only once it is whole and on the disk."""
+    part = path.with_name(path.name + ".part")
+    part.unlink(missing_ok=True)
+    try:
+        write(part)
+        sync(part)
+    except OSError as error:
+        part.unlink(missing_ok=True)
+        raise HddmError(f"{path}: cannot be written ({error.strerror or error})") from error
+    os.replace(part, path)
+    sync(path.parent)

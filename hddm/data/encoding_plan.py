@@ -1,0 +1,259 @@
+"""What an encoding will do, known and checked before the first image is encoded."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from pydantic import Field
+from torch import nn
+
+from hddm.components.identity import TextEncoderFacts, VaeFacts
+from hddm.components.text import read_text_encoder, read_tokenizer, text_encoder_facts
+from hddm.components.vae import read_vae, scale_of, vae_facts
+from hddm.data.encoding_images import MODES, Crop, Fit, survey
+from hddm.data.encoding_records import Dtype, EncodingFacts, Layout, is_encoded, layout_of
+from hddm.data.shards import MANIFEST, PARTITION_FILE, Manifest, find_shards, read_manifest
+from hddm.errors import HddmError, did_you_mean
+from hddm.facts import Facts
+
+if TYPE_CHECKING:
+    from diffusers import AutoencoderKL, AutoencoderTiny
+    from transformers import CLIPTextModel, CLIPTokenizer
+
+FILE_BYTES = 64 * 2**20
+"""Bytes of a file of data: what is held in memory, and what a killed encoding does again."""
+
+HELD_OUT = "held_out"
+
+
+class EncodingSettings(Facts):
+    """What a user chooses; see `hddm.data.encoding_records.EncodingFacts`.
+
+    ``resolution`` None takes images as they are. ``random_flip``: latents of the mirrored images too.
+    ``dtype`` is what latents and tokens are stored in; networks run in float32. At most ``max_bad`` images
+    are skipped, of all shards.
+    """
+
+    resolution: int | None = Field(default=None, ge=1)
+    crop: Crop = "center"
+    interpolation: str = "lanczos"
+    random_flip: bool = False
+    dtype: Dtype = "float16"
+    seed: int = Field(default=0, ge=0)
+    batch_size: int = Field(default=16, ge=1)
+    max_bad: int = Field(default=0, ge=0)
+    device: str = "cpu"
+
+
+@dataclass(frozen=True)
+class SourceShard:
+    """A shard of images: its folder, its place below the output's folder ("" for the output itself)."""
+
+    folder: Path
+    place: str
+    manifest: Manifest
+
+
+@dataclass(frozen=True)
+class EncodingPlan:
+    """Shards to encode, networks to encode them with, and what a row will be.
+
+    Images are given to the VAE, or stored, with ``channels`` and ``size`` (H, W).
+    """
+
+    source: Path
+    shards: tuple[SourceShard, ...]
+    settings: EncodingSettings
+    encoding: EncodingFacts
+    channels: int
+    size: tuple[int, int]
+    vae: "AutoencoderKL | AutoencoderTiny | None"
+    vae_facts: VaeFacts | None
+    text: "tuple[CLIPTextModel, CLIPTokenizer] | None"
+    text_facts: TextEncoderFacts | None
+
+    @property
+    def record(self) -> str:
+        """The JSON file that marks the output's kind."""
+        return MANIFEST if self.shards[0].place == "" else PARTITION_FILE
+
+    @property
+    def num_images(self) -> int:
+        """Images in all shards."""
+        return sum(len(shard.manifest.images) for shard in self.shards)
+
+    @property
+    def layout(self) -> Layout:
+        """Shape of a row and dtype of each tensor."""
+        return layout_of(self.encoding, self.vae_facts, self.text_facts)
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row of all tensors."""
+        return sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in self.layout.values())
+
+    @property
+    def fit(self) -> Fit | None:
+        """How images are brought to one size."""
+        one = self.settings
+        if one.resolution is None:
+            return None
+        return Fit(one.resolution, one.crop, one.interpolation, one.seed)
+
+    def identity(self) -> dict[str, Any]:
+        """Plain values that decide what is written."""
+        return {
+            "shards": {shard.place: shard.manifest.hash for shard in self.shards},
+            "encoding": self.encoding.model_dump(mode="json"),
+            "vae": self.vae_facts and self.vae_facts.model_dump(),
+            "text_encoder": self.text_facts and self.text_facts.model_dump(),
+        }
+
+
+def plan_encoding(
+    source: Path,
+    settings: EncodingSettings,
+    vae: Path | None = None,
+    text_encoder: Path | None = None,
+    tokenizer: Path | None = None,
+) -> EncodingPlan:
+    """Check ``source``, a shard of images or a partition, and the networks' folders, and open the networks.
+
+    Raises:
+        HddmError: for options that do not go together, a shard without the captions that a text encoder
+            needs, images of several sizes without a resolution, and a size that the VAE does not take.
+    """
+    _check(settings, vae, text_encoder, tokenizer)
+    shards = _shards(source)
+    device = _device(settings.device)
+    network = None if vae is None else read_vae(vae)
+    if network is not None:
+        # Not diffusers' own `to`, which warns of casts that this is none of.
+        nn.Module.to(network, device)
+    channels, size = _size(source, shards, settings, network is None)
+    shape = (channels, *size)
+    if network is not None:
+        channels, shape = _latent_shape(vae, network, size)
+    text, facts = None, None
+    if text_encoder is not None and tokenizer is not None:
+        _refuse_without_captions(shards)
+        text = (read_text_encoder(text_encoder), read_tokenizer(tokenizer))
+        nn.Module.to(text[0], device)
+        facts = text_encoder_facts(text_encoder, text[1].model_max_length)
+    resolution = settings.resolution
+    encoding = EncodingFacts(
+        space="pixels" if network is None else "latents",
+        shape=shape,
+        dtype="uint8" if network is None else settings.dtype,
+        resolution=resolution,
+        crop=None if resolution is None else settings.crop,
+        interpolation=None if resolution is None else settings.interpolation,
+        mirrored=settings.random_flip,
+        text_dtype=None if text is None else settings.dtype,
+        seed=settings.seed if resolution is not None and settings.crop == "random" else 0,
+    )
+    return EncodingPlan(
+        source,
+        shards,
+        settings,
+        encoding,
+        channels,
+        size,
+        network,
+        None if vae is None else vae_facts(vae),
+        text,
+        facts,
+    )
+
+
+def _check(
+    settings: EncodingSettings, vae: Path | None, text_encoder: Path | None, tokenizer: Path | None
+) -> None:
+    if (text_encoder is None) != (tokenizer is None):
+        lacking = "--tokenizer" if tokenizer is None else "--text-encoder"
+        raise HddmError(f"{lacking}: text is encoded by a text encoder with its tokenizer; name both folders")
+    if settings.random_flip and vae is None:
+        raise HddmError(
+            "--random-flip: pixels are mirrored in training itself, and only latents need it here; drop it"
+        )
+    if settings.interpolation not in MODES:
+        raise HddmError(
+            f"--image-interpolation-mode {settings.interpolation}: choose one of {', '.join(MODES)}"
+            f"{did_you_mean(settings.interpolation, MODES)}"
+        )
+    if settings.resolution is None and settings.crop == "random":
+        raise HddmError("--random-crop: needs --resolution, the side that images are cropped to")
+
+
+def _shards(source: Path) -> tuple[SourceShard, ...]:
+    """The shards in ``source``, those of held-out images at the end."""
+    if not (source / PARTITION_FILE).is_file():
+        return (SourceShard(source, "", _manifest(source)),)
+    training = find_shards(source)
+    folders = [*training, *(source / HELD_OUT / folder.name for folder in training)]
+    return tuple(
+        SourceShard(folder, folder.relative_to(source).as_posix(), _manifest(folder))
+        for folder in folders
+        if folder in training or folder.is_dir()
+    )
+
+
+def _manifest(folder: Path) -> Manifest:
+    if (folder / MANIFEST).is_file() and is_encoded(folder):
+        raise HddmError(f"{folder}: is encoded already; name the shard of images that it was made from")
+    return read_manifest(folder)
+
+
+def _size(
+    source: Path, shards: tuple[SourceShard, ...], settings: EncodingSettings, is_pixels: bool
+) -> tuple[int, tuple[int, int]]:
+    """Channels of all images, and what (H, W) they are brought to."""
+    side = settings.resolution
+    if side is not None and not is_pixels:
+        return 3, (side, side)
+    channels, sizes = survey((shard.folder, shard.manifest.images) for shard in shards)
+    if side is not None:
+        return channels, (side, side)
+    if len(sizes) != 1:
+        some = ", ".join(f"{width}×{height}" for height, width in sorted(sizes)[:3])
+        raise HddmError(
+            f"{source}: holds images of {len(sizes)} sizes ({some}{', …' if len(sizes) > 3 else ''}); bring "
+            "them to one with --resolution"
+        )
+    return channels, sizes.pop()
+
+
+def _latent_shape(
+    folder: Path | None, vae: "AutoencoderKL | AutoencoderTiny", size: tuple[int, int]
+) -> tuple[int, tuple[int, int, int]]:
+    """Channels of the VAE's images and (C, h, w) of its latents."""
+    factor, channels = scale_of(vae), int(vae.config.in_channels)
+    if channels not in (1, 3):
+        raise HddmError(f"{folder}: encodes images of {channels} channels, not of 1 or 3")
+    if size[0] % factor or size[1] % factor:
+        raise HddmError(
+            f"{folder}: encodes sides that are multiples of {factor}, not {size[1]}×{size[0]}; choose such a "
+            "--resolution"
+        )
+    return channels, (int(vae.config.latent_channels), size[0] // factor, size[1] // factor)
+
+
+def _refuse_without_captions(shards: tuple[SourceShard, ...]) -> None:
+    for shard in shards:
+        lacking = [entry.file for entry in shard.manifest.images if entry.caption is None]
+        if lacking:
+            raise HddmError(
+                f"{shard.folder}: {len(lacking)} of {len(shard.manifest.images)} images have no caption, as "
+                f"{lacking[0]}; drop --text-encoder or partition images with captions"
+            )
+
+
+def _device(name: str) -> torch.device:
+    try:
+        device = torch.device(name)
+        torch.empty(1, device=device)
+    except Exception as error:  # torch has one of its own for every kind of absence
+        text = " ".join(str(error).split())[:120]
+        raise HddmError(f"--device {name}: is not available here ({text})") from error
+    return device
