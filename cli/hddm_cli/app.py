@@ -12,6 +12,7 @@ from hddm_cli import (
     convert,
     data,
     distill,
+    encode,
     evaluate,
     inspect,
     partition,
@@ -30,6 +31,7 @@ commands = typer.Typer(
 commands.command("quickstart")(quickstart.quickstart)
 commands.add_typer(data.commands, name="data")
 commands.command("partition")(partition.partition)
+commands.command("encode")(encode.encode)
 commands.add_typer(train.commands, name="train")
 commands.command("convert")(convert.convert)
 commands.command("calibrate")(calibrate.calibrate)

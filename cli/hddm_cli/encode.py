@@ -1,0 +1,93 @@
+"""hddm encode."""
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from hddm_cli.combinations import refuse_given
+from hddm_cli.options import Out, Overwrite, Seed
+
+
+class StoredDtype(StrEnum):
+    """Choices of --dtype."""
+
+    float16 = "float16"
+    bfloat16 = "bfloat16"
+    float32 = "float32"
+
+
+def encode(
+    context: typer.Context,
+    source: Annotated[Path, typer.Argument(help="Shard of images, or the folder of all shards.")],
+    out: Out,
+    vae: Annotated[
+        Path | None, typer.Option("--vae", help="Folder of an AutoencoderKL or AutoencoderTiny; else pixels.")
+    ] = None,
+    text_encoder: Annotated[
+        Path | None, typer.Option("--text-encoder", help="Folder of a CLIP text encoder, for captions.")
+    ] = None,
+    tokenizer: Annotated[Path | None, typer.Option("--tokenizer", help="Folder of its tokenizer.")] = None,
+    resolution: Annotated[
+        int | None,
+        typer.Option("--resolution", min=1, help="Side to resize and crop to; default: as the images are."),
+    ] = None,
+    random_crop: Annotated[
+        bool, typer.Option("--random-crop/--center-crop", help="What is kept of the longer side.")
+    ] = False,
+    random_flip: Annotated[
+        bool, typer.Option("--random-flip", help="Encode mirror images too, for flips in training.")
+    ] = False,
+    image_interpolation_mode: Annotated[
+        str, typer.Option("--image-interpolation-mode", help="Of Pillow: lanczos, bicubic, bilinear, …")
+    ] = "lanczos",
+    batch_size: Annotated[int, typer.Option("--batch-size", min=1, help="Images a network takes.")] = 16,
+    device: Annotated[str, typer.Option("--device", help="cpu, cuda, cuda:1, mps.")] = "cpu",
+    dtype: Annotated[
+        StoredDtype, typer.Option("--dtype", help="That latents and tokens are stored in.")
+    ] = StoredDtype.float16,
+    max_bad: Annotated[
+        int, typer.Option("--max-bad", min=0, help="Images that may be left out, by name.")
+    ] = 0,
+    seed: Seed = 0,
+    overwrite: Overwrite = False,
+) -> None:
+    """Bring a shard's images to one size, to latents and to text tokens, once for all trainings.
+
+    The same command goes on where a killed one stopped.
+    """
+    from hddm.data.encoding import encode_shards
+    from hddm.data.encoding_plan import EncodingSettings, plan_encoding
+    from hddm.files import check_absent
+    from hddm.progress import Progress
+
+    if vae is None and text_encoder is None:
+        refuse_given(context, "pixels are stored as bytes and pass no network", "dtype", "device")
+    if resolution is None:
+        refuse_given(
+            context,
+            "images are taken as they are without --resolution",
+            "random_crop",
+            "image_interpolation_mode",
+        )
+    settings = EncodingSettings(
+        resolution=resolution,
+        crop="random" if random_crop else "center",
+        interpolation=image_interpolation_mode,
+        random_flip=random_flip,
+        dtype=dtype.value,
+        seed=seed,
+        batch_size=batch_size,
+        max_bad=max_bad,
+        device=device,
+    )
+    plan = plan_encoding(source, settings, vae, text_encoder, tokenizer)
+    check_absent(out, plan.record, overwrite)
+    with Progress(plan.num_images, "encode") as progress:
+        manifests = encode_shards(plan, out, overwrite, progress)
+    for shard, manifest in zip(plan.shards, manifests, strict=True):
+        shape = "×".join(map(str, manifest.encoding.shape))
+        typer.echo(f"{out / shard.place}: {manifest.num_rows} images as {manifest.encoding.space}, {shape}")
+        for skipped in manifest.skipped:
+            typer.echo(f"  left out: {skipped.file}: {skipped.reason}")
