@@ -83,6 +83,14 @@ def expert(
         Path | None,
         typer.Option("--init", help="Expert folder to train on from: its network, prediction and schedule."),
     ] = None,
+    lora_rank: Annotated[
+        int | None,
+        typer.Option("--lora-rank", min=1, help="Train a LoRA adapter of --init; --out holds that alone."),
+    ] = None,
+    lora_alpha: Annotated[
+        float | None,
+        typer.Option("--lora-alpha", help="It is scaled by alpha/rank; by default alpha = rank."),
+    ] = None,
     schedule: Schedule = None,
     overwrite: Overwrite = False,
     **given: Any,
@@ -98,7 +106,8 @@ def expert(
     from hddm.training.continuation import continue_expert
     from hddm.training.expert import ExpertSettings, ddpm_schedule, train_expert
 
-    told = Told(context, {"objective": objective, "steps": steps, **given})
+    own = {"objective": objective, "steps": steps, "lora_rank": lora_rank, "lora_alpha": lora_alpha}
+    told = Told(context, {**own, **given})
     settings, run = told.settings(ExpertSettings), told.run()
     with Progress(settings.steps, "train") as progress:
         if init is not None:

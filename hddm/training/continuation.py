@@ -11,6 +11,7 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
+from hddm.adapters import ADAPTER_WEIGHTS
 from hddm.calibration import FILE_NAME as CALIBRATION
 from hddm.calibration import Calibration
 from hddm.data.open_shard import open_shard
@@ -28,6 +29,7 @@ from hddm.schedules import from_config
 from hddm.training.batches import check_conditions, drawing, losing
 from hddm.training.expert import calibrated_on, calibration_rows, shard_facts, shard_record
 from hddm.training.loop import Fitted, OnStep, Task
+from hddm.training.lora import adapter_facts, add_adapter, refuse_as_base, save_adapted
 from hddm.training.recalibrate import check_images
 from hddm.training.run_folder import RunOptions
 from hddm.training.runs import finished, train
@@ -52,7 +54,8 @@ def continue_expert(
         init: an expert folder; it fixes network, prediction type and schedule.
         shard_folder: as `hddm.data.shards.partition` writes it.
         out: the expert folder to write.
-        settings: as for a new expert; ``size`` has no say.
+        settings: as for a new expert; ``size`` has no say. With a ``lora_rank`` an adapter is trained, and
+            ``out`` holds that alone (`hddm.adapters`).
         overwrite: whether an existing ``out`` is replaced.
         on_step: called after each step with its number and loss.
         kappa: bound of the gain of flow matching; an init that was trained on before keeps its own.
@@ -64,7 +67,8 @@ def continue_expert(
     Raises:
         HddmError: as `train_expert`, and for a shard whose images or classes the init does not fit, a
             condition that neither the shard nor a null value gives, or DDPM for an init that predicts
-            anything but noise on its whole range.
+            anything but noise on its whole range; for an adapter of an adapter, of a network without
+            attention, or without peft.
     """
     if finished(out, EXPERT_FILE, overwrite, run):
         return []
@@ -85,7 +89,13 @@ def continue_expert(
     field.calibration = None
     if objective.name == "flow":
         field.calibration = _parametrisation(init, expert, field, shard, kappa)
-    expert.network.requires_grad_(True)
+    adapter = None
+    if settings.lora_rank is None:
+        expert.network.requires_grad_(True)
+    else:
+        refuse_as_base(init)
+        adapter = adapter_facts(expert.network, settings.lora_rank, settings.lora_alpha, init, out)
+        add_adapter(expert.network, adapter, settings.seed)
     task = Task(
         expert.network,
         len(shard),
@@ -93,7 +103,8 @@ def continue_expert(
         losing(objective, lambda module: _predicting(module, field, objective)),
         (shard.index,),
     )
-    started = {"init": init.resolve().name, "init_sha256": sha256_of(init / WEIGHTS)}
+    weights = WEIGHTS if (init / WEIGHTS).is_file() else ADAPTER_WEIGHTS
+    started = {"init": init.resolve().name, "init_sha256": sha256_of(init / weights)}
     if field.calibration is not None:
         started["kappa"] = expert.facts.training.get("kappa", kappa)
 
@@ -113,7 +124,11 @@ def continue_expert(
             }
         )
         calibration = field.calibration or calibrated_on(shard, field, given, settings.seed)
-        save_expert(draft, replace(expert, facts=facts, calibration=calibration))
+        trained = replace(expert, facts=facts, calibration=calibration)
+        if adapter is None:
+            save_expert(draft, trained)
+        else:
+            save_adapted(draft, trained, adapter)
 
     return train(
         task,

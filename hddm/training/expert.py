@@ -63,6 +63,8 @@ def train_expert(
     """
     if finished(out, EXPERT_FILE, overwrite, run):
         return []
+    if settings.lora_rank is not None:
+        raise HddmError("--lora-rank adapts an expert that exists; name it by --init")
     objective = Objective.named(settings.objective, schedule, settings.time_sampling, settings.snr_gamma)
     shard = open_shard(shard_folder)
     check_conditions(shard, settings)

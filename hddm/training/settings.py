@@ -62,6 +62,16 @@ class ExpertSettings(LoopSettings):
     condition_dropout: Annotated[float, Field(ge=0, le=1)] = 0.1
     random_flip: bool = False
     """Half the images of a step, at random, are mirrored left to right."""
+    lora_rank: Positive | None = None
+    """Of an adapter that is trained in place of all weights (`hddm.training.lora`); needs an init."""
+    lora_alpha: Annotated[float, Field(gt=0)] | None = None
+    """The adapter's product is scaled by alpha/rank; None is the rank."""
+
+    @model_validator(mode="after")
+    def _has_a_rank(self) -> "ExpertSettings":
+        if self.lora_alpha is not None and self.lora_rank is None:
+            raise ValueError(f"lora_alpha {self.lora_alpha} scales an adapter; give a lora_rank too")
+        return self
 
 
 class RouterSettings(LoopSettings):
