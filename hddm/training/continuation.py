@@ -34,6 +34,7 @@ from hddm.training.recalibrate import check_images
 from hddm.training.run_folder import RunOptions
 from hddm.training.runs import finished, train
 from hddm.training.settings import ExpertSettings
+from hddm.training.watching import watching
 from hddm.velocity import VelocityField
 from hddm.weight_files import sha256_of
 
@@ -140,6 +141,7 @@ def continue_expert(
         overwrite,
         on_step,
         run,
+        watching(field, shard, settings),
     )
 
 

@@ -23,6 +23,7 @@ from hddm.training.networks import new_network
 from hddm.training.run_folder import RunOptions
 from hddm.training.runs import finished, train
 from hddm.training.settings import ExpertSettings as ExpertSettings
+from hddm.training.watching import watching
 from hddm.velocity import VelocityField
 
 CALIBRATION_IMAGES = 4096
@@ -104,6 +105,7 @@ def train_expert(
         overwrite,
         on_step,
         run,
+        watching(field_of(Expert(network, facts, None, texts)), shard, settings),
     )
 
 

@@ -20,6 +20,7 @@ from hddm.training.router_calibration import HELD_OUT_SHARE, calibrate_router, h
 from hddm.training.run_folder import RunOptions
 from hddm.training.runs import finished, train
 from hddm.training.settings import RouterSettings as RouterSettings
+from hddm.training.watching import watching
 
 
 def train_router(
@@ -113,6 +114,7 @@ def train_router(
         overwrite,
         on_step,
         run,
+        watching(),
     )
 
 

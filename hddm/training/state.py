@@ -29,6 +29,8 @@ class TrainingState:
     seconds: float = 0.0
     non_finite: int = 0
     """Steps in a row that were skipped, up to now."""
+    notes: dict[str, Any] = field(default_factory=dict)
+    """What watchers keep from step to step, by their name, as plain values of JSON."""
 
     @property
     def step(self) -> int:
@@ -62,6 +64,7 @@ class TrainingState:
             "ema_updates": self.ema.updates,
             "seconds": self.seconds,
             "non_finite": self.non_finite,
+            "notes": self.notes,
             "scaler": self.scaler.state_dict() if self.scaler is not None else None,
         }
 
@@ -90,6 +93,7 @@ class TrainingState:
             self.optimizer.state[trained[of]][moment] = _as_kept(value, trained[of])
         self.losses = tensors[LOSSES]["losses"].tolist()
         self.seconds, self.non_finite = values["seconds"], values["non_finite"]
+        self.notes = dict(values.get("notes", {}))
         if self.scaler is not None:
             self.scaler.load_state_dict(values["scaler"])
 
