@@ -3,18 +3,29 @@
 import math
 
 import torch
+from einops import rearrange
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hddm.errors import HddmError
+from hddm.models.attend import attend
 
 LAYER_NORM_EPS = 1e-5
 FREQUENCIES = 256
 
 
 def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
-    """``x (1 + scale) + shift``; x is (batch, tokens, width), the others broadcast to it."""
-    return x * (1 + scale) + shift
+    """``x (1 + scale) + shift``; x is (batch, tokens, width), the others broadcast to it.
+
+    One pass over x. Under autocast x is float32 and shift and scale may be bfloat16: they are the smaller.
+    """
+    return torch.addcmul(shift.to(x.dtype), x, 1 + scale.to(x.dtype))
+
+
+def add_gated(x: Tensor, gate: Tensor, branch: Tensor) -> Tensor:
+    """``x + gate branch`` in the dtype of x; gate broadcasts to (batch, tokens, width)."""
+    # Cast first: on CPUs a pass over mixed dtypes takes longer than two passes.
+    return torch.addcmul(x, gate.to(x.dtype), branch.to(x.dtype))
 
 
 def sinusoid(
@@ -98,7 +109,7 @@ class Attention(nn.Module):
             keys, values = F.linear(context, self.in_proj_weight[width:], self.in_proj_bias[width:]).chunk(
                 2, -1
             )
-        mixed = F.scaled_dot_product_attention(self._heads(queries), self._heads(keys), self._heads(values))
+        mixed = attend(self._heads(queries), self._heads(keys), self._heads(values))
         projected: Tensor = self.out_proj(mixed.transpose(1, 2).flatten(2))
         return projected
 
@@ -107,13 +118,24 @@ class Attention(nn.Module):
         return heads.transpose(1, 2)
 
 
-def patch_embedding(in_channels: int, hidden_size: int, patch_size: int) -> nn.Conv2d:
-    """Images (batch, C, H, W) to one vector a patch, initialised like a linear layer."""
-    embed = nn.Conv2d(in_channels, hidden_size, patch_size, patch_size)
-    nn.init.xavier_uniform_(embed.weight.view(hidden_size, -1))
-    assert embed.bias is not None
-    nn.init.zeros_(embed.bias)
-    return embed
+class PatchEmbedding(nn.Conv2d):
+    """Images (batch, C, H, W) to tokens (batch, H W / patch², hidden_size), row by row.
+
+    A convolution in its parameters; computed as the linear layer of patches that it is, since the tokens
+    then lie in memory token by token. From a convolution they come channel by channel, and stay so in
+    every sum of the residual stream, which takes each norm and sum several times as long.
+    """
+
+    def __init__(self, in_channels: int, hidden_size: int, patch_size: int) -> None:
+        super().__init__(in_channels, hidden_size, patch_size, patch_size)
+        nn.init.xavier_uniform_(self.weight.view(hidden_size, -1))
+        assert self.bias is not None
+        nn.init.zeros_(self.bias)
+
+    def forward(self, images: Tensor) -> Tensor:
+        patch, _ = self.kernel_size
+        patches = rearrange(images, "b c (h p) (w q) -> b (h w) (c p q)", p=patch, q=patch)
+        return F.linear(patches, self.weight.flatten(1), self.bias)
 
 
 def mlp(hidden_size: int, ratio: int = 4) -> nn.Sequential:

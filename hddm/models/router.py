@@ -8,13 +8,14 @@ from torch import Tensor, nn
 from hddm.models.layers import (
     LAYER_NORM_EPS,
     Attention,
+    PatchEmbedding,
     TimeEmbedding,
+    add_gated,
     grid_positions,
     layer_norm,
     linear,
     mlp,
     modulate,
-    patch_embedding,
 )
 
 
@@ -34,11 +35,10 @@ class RouterBlock(nn.Module):
         shift_attn, scale_attn, gate_attn, shift_mlp, scale_mlp, gate_mlp = parts
         normed = modulate(self.norm(x), shift_attn, scale_attn)
         if only_first:
-            x = x[:, :1] + gate_attn * self.attn(normed[:, :1], normed)
+            x = add_gated(x[:, :1], gate_attn, self.attn(normed[:, :1], normed))
         else:
-            x = x + gate_attn * self.attn(normed)
-        result: Tensor = x + gate_mlp * self.mlp(modulate(self.norm(x), shift_mlp, scale_mlp))
-        return result
+            x = add_gated(x, gate_attn, self.attn(normed))
+        return add_gated(x, gate_mlp, self.mlp(modulate(self.norm(x), shift_mlp, scale_mlp)))
 
 
 class RouterTransformer(ModelMixin, ConfigMixin):  # type: ignore[misc]
@@ -50,6 +50,8 @@ class RouterTransformer(ModelMixin, ConfigMixin):  # type: ignore[misc]
 
     Sources: DDM (arXiv:2501.05450), section 3.3; Paris (arXiv:2510.03434).
     """
+
+    _supports_gradient_checkpointing = True
 
     @register_to_config  # type: ignore[untyped-decorator]
     def __init__(
@@ -63,7 +65,8 @@ class RouterTransformer(ModelMixin, ConfigMixin):  # type: ignore[misc]
         num_heads: int = 12,
     ) -> None:
         super().__init__()
-        self.patch_embed = patch_embedding(in_channels, hidden_size, patch_size)
+        self.gradient_checkpointing = False
+        self.patch_embed = PatchEmbedding(in_channels, hidden_size, patch_size)
         self.pos_embed = nn.Parameter(grid_positions(hidden_size, sample_size // patch_size))
         self.cls_token = nn.Parameter(torch.randn(1, 1, hidden_size) * 0.02)
         self.time_embed = TimeEmbedding(hidden_size)
@@ -78,11 +81,15 @@ class RouterTransformer(ModelMixin, ConfigMixin):  # type: ignore[misc]
 
     def forward(self, hidden_states: Tensor, timestep: Tensor) -> Tensor:
         """Logits (batch, num_experts) of x_t (batch, C, S, S) at ``timestep`` (batch,)."""
-        patches = self.patch_embed(hidden_states).flatten(2).transpose(1, 2) + self.pos_embed
+        patches = self.patch_embed(hidden_states) + self.pos_embed
         x = torch.cat([self.cls_token.expand(len(patches), -1, -1), patches], dim=1)
         embedded = self.time_embed(timestep)
         for index, layer in enumerate(self.layers, 1):
             # The head reads the CLS token alone, so the last block makes no other.
-            x = layer(x, embedded, only_first=index == len(self.layers))
+            last = index == len(self.layers)
+            if self.gradient_checkpointing and torch.is_grad_enabled():
+                x = self._gradient_checkpointing_func(layer, x, embedded, last)
+            else:
+                x = layer(x, embedded, only_first=last)
         logits: Tensor = self.head(x[:, 0])
         return logits

@@ -13,13 +13,14 @@ from hddm.errors import HddmError
 from hddm.models.layers import (
     LAYER_NORM_EPS,
     Attention,
+    PatchEmbedding,
     TimeEmbedding,
+    add_gated,
     grid_positions,
     layer_norm,
     linear,
     mlp,
     modulate,
-    patch_embedding,
 )
 
 MODULATIONS = ("single", "zero")
@@ -63,11 +64,10 @@ class ExpertBlock(nn.Module):
         # (batch, 6, width), split into six of (batch, 1, width)
         parts = self._modulation(shared, activated).chunk(6, dim=1)
         shift_attn, scale_attn, gate_attn, shift_mlp, scale_mlp, gate_mlp = parts
-        x = x + gate_attn * self.attn(modulate(self.norm(x), shift_attn, scale_attn))
+        x = add_gated(x, gate_attn, self.attn(modulate(self.norm(x), shift_attn, scale_attn)))
         if self.cross_attn is not None:
             x = x + self.cross_attn(x, text)
-        result: Tensor = x + gate_mlp * self.mlp(modulate(self.mlp_norm(x), shift_mlp, scale_mlp))
-        return result
+        return add_gated(x, gate_mlp, self.mlp(modulate(self.mlp_norm(x), shift_mlp, scale_mlp)))
 
     def _modulation(self, shared: Tensor | None, activated: Tensor) -> Tensor:
         if self.modulation is not None:
@@ -148,6 +148,8 @@ class ExpertTransformer(ModelMixin, ConfigMixin):  # type: ignore[misc]
     Sources: DiT (arXiv:2212.09748); PixArt-α (arXiv:2310.00426).
     """
 
+    _supports_gradient_checkpointing = True
+
     @register_to_config  # type: ignore[untyped-decorator]
     def __init__(
         self,
@@ -168,9 +170,10 @@ class ExpertTransformer(ModelMixin, ConfigMixin):  # type: ignore[misc]
         out_channels: int | None = None,
     ) -> None:
         super().__init__()
+        self.gradient_checkpointing = False
         check_modulation(modulation, modulation_rank, final_modulation, hidden_size)
         zero = modulation == "zero"
-        self.patch_embed = patch_embedding(in_channels, hidden_size, patch_size)
+        self.patch_embed = PatchEmbedding(in_channels, hidden_size, patch_size)
         self.pos_embed = nn.Parameter(grid_positions(hidden_size, sample_size // patch_size))
         self.time_embed = TimeEmbedding(hidden_size, frequency_shift)
         self.t_block = (
@@ -211,7 +214,7 @@ class ExpertTransformer(ModelMixin, ConfigMixin):  # type: ignore[misc]
             class_labels: (batch,) integers; required with ``num_classes``.
             encoder_hidden_states: (batch, tokens, text_dim); required with ``text_dim``.
         """
-        x = self.patch_embed(hidden_states).flatten(2).transpose(1, 2) + self.pos_embed
+        x = self.patch_embed(hidden_states) + self.pos_embed
         embedded = self.time_embed(timestep)
         if self.class_embed is not None:
             embedded = embedded + self.class_embed(class_labels)
@@ -223,7 +226,10 @@ class ExpertTransformer(ModelMixin, ConfigMixin):  # type: ignore[misc]
         shared = _six(self.t_block(embedded)) if self.t_block is not None else None
         activated = F.silu(embedded)
         for layer in self.layers:
-            x = layer(x, shared, activated, text)
+            if self.gradient_checkpointing and torch.is_grad_enabled():
+                x = self._gradient_checkpointing_func(layer, x, shared, activated, text)
+            else:
+                x = layer(x, shared, activated, text)
         patch = self.config.patch_size
         image: Tensor = rearrange(
             self.final_layer(x, embedded),
