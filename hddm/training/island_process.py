@@ -1,0 +1,123 @@
+"""An island's own process: trains, tells how far it is, and ends with whoever started it.
+
+To be stopped it gets a message, not a signal: a scheduler, or Ctrl-C in a terminal, signals every process at
+once, and a second signal would end a training that is just being saved.
+"""
+
+import logging
+import os
+import signal
+import time
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from types import FrameType
+
+from hddm.errors import HddmError
+from hddm.training.island_jobs import Island, train_island
+from hddm.training.signals import SIGNALS, Stopped
+
+REPORT_SECONDS = 0.1
+
+
+@dataclass(frozen=True)
+class Stepped:
+    """A step is done."""
+
+    step: int
+    loss: float
+
+
+@dataclass(frozen=True)
+class Logged:
+    """Something worth knowing happened."""
+
+    level: int
+    message: str
+
+
+@dataclass(frozen=True)
+class Ended:
+    """It ended by itself: ``done``, it cannot be done, or it was stopped; with first and last loss."""
+
+    done: bool = False
+    losses: tuple[float, float] | None = None
+    failure: HddmError | None = None
+
+
+def work(island: Island, connection: "Connection[object, int]") -> None:
+    """Train ``island``; the body of its process.
+
+    Args:
+        island: what to train.
+        connection: gets `Stepped`, `Logged` and last `Ended`, unless the process dies; a number that comes
+            is of a signal to stop as after. Its other end closed, the one who reads is gone: stop as well.
+    """
+    logger = logging.getLogger("hddm")
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+    logger.addHandler(_Forwarding(connection))
+    told = _Told(connection)
+    for one in SIGNALS:
+        signal.signal(one, told.on_signal)
+    ended = Ended()
+    try:
+        losses = train_island(island, told.on_step)
+        # None where the expert was there already: its process died after it had written it.
+        ended = Ended(True, (losses[0], losses[-1]) if losses else None)
+    except Stopped:
+        pass
+    except HddmError as error:
+        ended = Ended(failure=error)
+    _send(connection, ended)
+
+
+class _Told:
+    """Listens for the request to stop."""
+
+    def __init__(self, connection: "Connection[object, int]") -> None:
+        self._connection = connection
+        self._stopping = False
+        self._reported = 0.0
+
+    def on_signal(self, number: int, frame: FrameType | None) -> None:
+        # A training in its loop has a handler of its own, which calls this one; before and after it there
+        # is nothing to be saved.
+        if signal.getsignal(number) == self.on_signal:
+            raise SystemExit(128 + number)
+        self._stopping = True
+
+    def on_step(self, step: int, loss: float) -> None:
+        if time.monotonic() - self._reported >= REPORT_SECONDS:
+            self._reported = time.monotonic()
+            if not _send(self._connection, Stepped(step, loss)):
+                self._stop(signal.SIGTERM)
+        try:
+            if self._connection.poll():
+                self._stop(self._connection.recv())
+        except (EOFError, OSError):
+            self._stop(signal.SIGTERM)
+
+    def _stop(self, number: int) -> None:
+        if not self._stopping:
+            self._stopping = True
+            os.kill(os.getpid(), number)
+
+
+class _Forwarding(logging.Handler):
+    """Sends what is logged to who started the process."""
+
+    def __init__(self, connection: "Connection[object, int]") -> None:
+        super().__init__()
+        self._connection = connection
+
+    def emit(self, record: logging.LogRecord) -> None:
+        _send(self._connection, Logged(record.levelno, record.getMessage()))
+
+
+def _send(connection: "Connection[object, int]", message: object) -> bool:
+    """Send where somebody still reads."""
+    try:
+        connection.send(message)
+    except OSError:
+        return False
+    return True

@@ -1,0 +1,209 @@
+"""Islands on the machines of a Ray cluster: the same trainings as tasks, which share nothing but files.
+
+Every machine needs this package, and sees the folders of shards and experts under the same path. A task whose
+worker or machine dies is started again, elsewhere if need be, and goes on from its last checkpoint.
+"""
+
+import contextlib
+import logging
+import math
+import os
+import re
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+
+from hddm.errors import HddmError
+from hddm.experts import EXPERT_FILE
+from hddm.training.island_jobs import Island, Outcome, prepare, train_island, with_threads
+from hddm.training.island_process import Ended
+from hddm.training.islands import RETRIES, OnIsland
+from hddm.training.run_folder import run_folder_of, wait_for_run
+from hddm.training.signals import SIGNALS, Stopped, StopRequest
+from hddm.training.state import LOSSES
+from hddm.workers import compute_environment
+
+LOCAL = "local"
+LOCK_SECONDS = 60.0
+"""How long a task waits for the lock of the one before it, whose machine may be gone."""
+SAVE_SECONDS = 120.0
+
+log = logging.getLogger(__name__)
+
+
+def train_islands_on_ray(
+    islands: Sequence[Island], address: str = LOCAL, retries: int = RETRIES, on_step: OnIsland | None = None
+) -> list[Outcome]:
+    """Train islands as tasks of a Ray cluster; as `hddm.training.islands.train_islands` otherwise.
+
+    A task takes as many of the cluster's CPUs as it has threads, 1 where none were given, and a GPU where
+    the cluster has some and ``device`` does not say otherwise.
+
+    Args:
+        islands: see `hddm.training.island_jobs.make_islands`.
+        address: of a cluster; ``local`` starts one on this machine, for as long as this takes.
+        retries: how often each is started again at most.
+        on_step: called with what the checkpoints of the islands hold.
+
+    Raises:
+        HddmError: as `train_islands`, without Ray, or for a cluster that cannot be reached.
+        Stopped: after a signal, with all runs saved.
+    """
+    ray = _ray()
+    threaded = with_threads(islands, 1)
+    ready, outcomes = prepare([_absolute(island) for island in threaded])
+    with _connected(ray, address), StopRequest() as stop:
+        has_gpus = ray.cluster_resources().get("GPU", 0) > 0
+        tasks = {_submit(ray, island, retries, has_gpus): island for island in ready}
+        outcomes += _collect(ray, tasks, stop, on_step)
+    if stop.number is not None and len(outcomes) < len(islands):
+        raise Stopped(
+            f"{ready[0].out.parent}: stopped; what was trained is saved, and --resume goes on with it",
+            stop.number,
+        )
+    return sorted(outcomes, key=lambda one: one.island.index)
+
+
+def _collect(
+    ray: Any, tasks: dict[Any, Island], stop: StopRequest, on_step: OnIsland | None
+) -> list[Outcome]:
+    outcomes: list[Outcome] = []
+    seen: dict[Any, int] = {}
+    end = math.inf
+    while tasks and time.monotonic() < end:
+        if stop.requested and end == math.inf:
+            end = time.monotonic() + SAVE_SECONDS
+            for task in tasks:
+                # In the worker this is a SIGINT, which a training answers by saving.
+                ray.cancel(task, force=False, recursive=False)
+        done, _ = ray.wait(list(tasks), timeout=0.5)
+        for task in done:
+            ended = _result(ray, task, tasks[task])
+            if ended.done or (ended.failure and not stop.requested):
+                outcomes.append(Outcome(tasks[task], ended.losses, ended.failure))
+            island = tasks.pop(task)
+            if ended.losses and on_step is not None:
+                on_step(island.index, island.settings.steps, ended.losses[1])
+        for task, island in tasks.items():
+            newest = _newest(island.out)
+            if on_step is not None and newest is not None and newest[0] != seen.get(task):
+                seen[task] = newest[0]
+                on_step(island.index, *newest)
+    return outcomes
+
+
+def _result(ray: Any, task: Any, island: Island) -> Ended:
+    try:
+        ended: Ended = ray.get(task)
+    except ray.exceptions.TaskCancelledError:
+        return Ended()
+    except ray.exceptions.RayError as error:
+        reason = str(error).strip().splitlines()[-1]
+        failure = HddmError(f"{island.out}: its task failed for good ({type(error).__name__}: {reason})")
+        return Ended(failure=failure)
+    if ended.done and not (island.out / EXPERT_FILE).exists():
+        failure = HddmError(
+            f"{island.out}: was written on another machine, and is not seen here; take a folder on a file "
+            "system that all machines share"
+        )
+        return Ended(failure=failure)
+    return ended
+
+
+def _submit(ray: Any, island: Island, retries: int, has_gpus: bool) -> Any:
+    on_gpu = has_gpus and island.settings.device in ("auto", "cuda")
+    task = ray.remote(_train).options(
+        name=island.name,
+        num_cpus=island.threads,
+        num_gpus=int(on_gpu),
+        max_retries=retries,
+        # What the user must mend is returned, not raised.
+        retry_exceptions=True,
+        runtime_env={"env_vars": compute_environment(island.threads)},
+    )
+    return task.remote(island)
+
+
+def _train(island: Island) -> Ended:
+    """A task: train ``island`` in this worker.
+
+    Raises:
+        RuntimeError: where a signal other than the driver's stopped it, so that it is started elsewhere.
+    """
+    before = {one: signal.signal(one, signal.default_int_handler) for one in SIGNALS}
+    try:
+        wait_for_run(island.out, LOCK_SECONDS)
+        losses = train_island(island)
+    except Stopped as error:
+        if error.number == signal.SIGINT:
+            return Ended()
+        raise RuntimeError(f"{island.name}: {error}") from error
+    except HddmError as error:
+        where = f"on {os.uname().nodename}: {error.message}"
+        return Ended(failure=HddmError(where, error.details))
+    finally:
+        for one, handler in before.items():
+            signal.signal(one, handler)
+    return Ended(True, (losses[0], losses[-1]) if losses else None)
+
+
+@contextlib.contextmanager
+def _connected(ray: Any, address: str) -> Iterator[None]:
+    """Within the block Ray is there; a cluster that was there already stays."""
+    if ray.is_initialized():
+        yield
+        return
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    handlers = {one: signal.getsignal(one) for one in SIGNALS}
+    own = {"include_dashboard": False} if address == LOCAL else {}
+    try:
+        ray.init(address=address, logging_level=logging.WARNING, **own)
+    except (ConnectionError, ValueError, RuntimeError) as error:
+        raise HddmError(f"--ray {address}: no cluster answers there ({error})") from error
+    try:
+        # Its own handler of SIGTERM would leave in the middle of what we do.
+        for one, handler in handlers.items():
+            signal.signal(one, handler)
+        yield
+    finally:
+        ray.shutdown()
+
+
+def _newest(out: Path) -> tuple[int, float] | None:
+    """Step and loss of the newest checkpoint."""
+    folders = (run_folder_of(out) / "checkpoints").glob("step_*")
+    steps = [path for path in folders if re.fullmatch(r"step_\d{8,}", path.name)]
+    if not steps:
+        return None
+    newest = max(steps, key=lambda path: int(path.name[5:]))
+    try:
+        losses = load_file(newest / f"{LOSSES}.safetensors")["losses"]
+    except (OSError, SafetensorError):
+        # It has just made room for the next.
+        return None
+    return int(newest.name[5:]), losses[-1].item()
+
+
+def _absolute(island: Island) -> Island:
+    """Workers have a working directory of their own."""
+    optional = {name: getattr(island, name) for name in ("schedule", "init")}
+    return replace(
+        island,
+        shard=island.shard.absolute(),
+        out=island.out.absolute(),
+        **{name: path and path.absolute() for name, path in optional.items()},
+    )
+
+
+def _ray() -> Any:
+    try:
+        import ray
+    except ImportError as error:
+        raise HddmError("--ray needs Ray: pip install 'hddm-diffusion[ray]'") from error
+    return ray
