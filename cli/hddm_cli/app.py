@@ -19,6 +19,8 @@ from hddm_cli import (
     quickstart,
     sample,
     train,
+    train_all,
+    verify,
 )
 
 commands = typer.Typer(
@@ -32,9 +34,11 @@ commands.command("quickstart")(quickstart.quickstart)
 commands.add_typer(data.commands, name="data")
 commands.command("partition")(partition.partition)
 commands.command("encode")(encode.encode)
+train.commands.command("all")(train_all.train_all)
 commands.add_typer(train.commands, name="train")
 commands.command("convert")(convert.convert)
 commands.command("calibrate")(calibrate.calibrate)
+commands.command("verify")(verify.verify)
 commands.command("assemble")(assemble.assemble)
 commands.command("distill")(distill.distill)
 commands.command("sample")(sample.sample)

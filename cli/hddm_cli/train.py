@@ -29,6 +29,17 @@ class TimeSampling(StrEnum):
     logit_normal = "logit-normal"
 
 
+Init = Annotated[
+    Path | None,
+    typer.Option("--init", help="Expert folder to train on from: its network, prediction and schedule."),
+]
+LoraRank = Annotated[
+    int | None,
+    typer.Option("--lora-rank", min=1, help="Train a LoRA adapter of --init; --out holds that alone."),
+]
+LoraAlpha = Annotated[
+    float | None, typer.Option("--lora-alpha", help="It is scaled by alpha/rank; by default alpha = rank.")
+]
 Schedule = Annotated[
     Path | None,
     typer.Option(
@@ -79,18 +90,9 @@ def expert(
     out: Out,
     objective: Annotated[ObjectiveName | None, typer.Option("--objective", help="What it learns.")] = None,
     steps: Steps = None,
-    init: Annotated[
-        Path | None,
-        typer.Option("--init", help="Expert folder to train on from: its network, prediction and schedule."),
-    ] = None,
-    lora_rank: Annotated[
-        int | None,
-        typer.Option("--lora-rank", min=1, help="Train a LoRA adapter of --init; --out holds that alone."),
-    ] = None,
-    lora_alpha: Annotated[
-        float | None,
-        typer.Option("--lora-alpha", help="It is scaled by alpha/rank; by default alpha = rank."),
-    ] = None,
+    init: Init = None,
+    lora_rank: LoraRank = None,
+    lora_alpha: LoraAlpha = None,
     schedule: Schedule = None,
     overwrite: Overwrite = False,
     **given: Any,

@@ -1,0 +1,88 @@
+"""hddm train all."""
+
+import contextlib
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from hddm_cli.combinations import refuse_given
+from hddm_cli.options import Overwrite, Steps
+from hddm_cli.train import LEARNING, Init, LoraAlpha, LoraRank, Schedule
+from hddm_cli.training_options import FILE, KEEPING, LOOP, Told, takes
+
+
+@takes(LEARNING, LOOP, KEEPING, FILE)
+def train_all(
+    context: typer.Context,
+    shards: Annotated[
+        Path, typer.Option("--shards", help="Partition folder, as hddm partition or hddm encode writes it.")
+    ],
+    out: Annotated[Path, typer.Option("--out", help="Folder of all experts: OUT/expert_0, OUT/expert_1, …")],
+    objective: Annotated[
+        str | None,
+        typer.Option("--objective", help="By shard, as 0=ddpm,3=ddpm,*=flow; or one for all, as flow."),
+    ] = None,
+    steps: Steps = None,
+    parallel: Annotated[int, typer.Option("--parallel", min=1, help="Experts at a time.")] = 1,
+    ray: Annotated[
+        str | None,
+        typer.Option("--ray", help="Train on a Ray cluster: its address, or local for one of this machine."),
+    ] = None,
+    retries: Annotated[
+        int, typer.Option("--retries", min=0, help="Restarts of an expert whose process dies, at most.")
+    ] = 3,
+    init: Init = None,
+    lora_rank: LoraRank = None,
+    lora_alpha: LoraAlpha = None,
+    schedule: Schedule = None,
+    overwrite: Overwrite = False,
+    **given: Any,
+) -> None:
+    """Train an expert on every shard, each alone, in a process of its own or on a Ray cluster.
+
+    One whose process dies is started again from its last checkpoint; the others go on. Run it again with
+    --resume for what is left.
+    """
+    if init is not None:
+        refuse_given(context, "--init fixes it", "size", "schedule")
+    if ray is not None:
+        refuse_given(context, "the cluster decides how many run at a time", "parallel")
+
+    from hddm.data.shards import find_shards
+    from hddm.progress import Progress
+    from hddm.training.island_jobs import make_islands, parse_objectives, refuse_failed
+    from hddm.training.islands import train_islands
+    from hddm.training.ray_islands import train_islands_on_ray
+    from hddm.training.settings import ExpertSettings
+
+    folders = find_shards(shards)
+    own = {"steps": steps, "lora_rank": lora_rank, "lora_alpha": lora_alpha, **given}
+    told = Told(context, {"objective": None, **own})
+    if objective is None:
+        objectives = [told.settings(ExpertSettings).objective] * len(folders)
+    else:
+        objectives = parse_objectives(objective, len(folders))
+    settings = {
+        name: Told(context, {"objective": name, **own}).settings(ExpertSettings) for name in set(objectives)
+    }
+    run = told.run()
+    islands = make_islands(folders, out, objectives, settings, run, schedule, init, overwrite)
+    with contextlib.ExitStack() as stack:
+        bars: dict[int, Progress] = {}
+
+        def on_step(index: int, step: int, loss: float) -> None:
+            if index not in bars:
+                bars[index] = stack.enter_context(
+                    Progress(islands[index].settings.steps, islands[index].name)
+                )
+            bars[index].reach(step, loss)
+
+        if ray is None:
+            outcomes = train_islands(islands, parallel, retries, on_step)
+        else:
+            outcomes = train_islands_on_ray(islands, ray, retries, on_step)
+    for one in outcomes:
+        if one.losses is not None:
+            typer.echo(f"{one.island.out}: loss {one.losses[0]:.4f} → {one.losses[1]:.4f}")
+    refuse_failed(outcomes)

@@ -1,0 +1,195 @@
+"""Judging an expert that somebody else trained, before it is used."""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hddm.adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS, bases_in
+from hddm.calibration import FILE_NAME as CALIBRATION
+from hddm.checkpoints.expert_folders import EXTRAS_FILE
+from hddm.data.open_shard import open_shard
+from hddm.data.shards import Shard
+from hddm.errors import HddmError
+from hddm.experts import EXPERT_FILE, NULL_FILE, Expert, ExpertFacts, open_expert
+from hddm.load import field_of
+from hddm.model_folders import WEIGHTS
+from hddm.training.denoising import Denoising, denoising
+from hddm.training.expert import conditions_of
+from hddm.training.recalibrate import check_images
+from hddm.velocity import VelocityField
+from hddm.weight_files import sha256_of
+
+IMAGES = 512
+"""A check looks at so many images at most, spread evenly over them."""
+KNOWN = frozenset(
+    {EXPERT_FILE, NULL_FILE, EXTRAS_FILE, CALIBRATION, WEIGHTS, ADAPTER_CONFIG, ADAPTER_WEIGHTS}
+) | {"config.json"}
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What was found in an expert folder; it is fit for use if there are no ``problems``.
+
+    ``files`` holds the SHA-256 of every file, and ``base`` that of the weights which an adapter changes.
+    ``trained_on`` is the hash of its shard, and ``images`` how many the denoising was judged on.
+    """
+
+    folder: Path
+    files: dict[str, str]
+    problems: tuple[str, ...]
+    notes: tuple[str, ...]
+    objective: str | None = None
+    parameters: int | None = None
+    base: str | None = None
+    trained_on: str | None = None
+    images: int = 0
+    denoising: Denoising | None = None
+
+    @property
+    def accepted(self) -> bool:
+        """Whether nothing speaks against it."""
+        return not self.problems
+
+    def report(self) -> dict[str, Any]:
+        """Plain values, for scripts."""
+        return {"accepted": self.accepted} | asdict(self) | {"folder": str(self.folder)}
+
+
+def verify_expert(
+    folder: Path,
+    data: Path | None = None,
+    seed: int = 0,
+    bases: Sequence[Path] = (),
+    device: torch.device | str = "cpu",
+) -> Verdict:
+    """Judge an expert folder: its records, its weights, where it comes from, and how it denoises.
+
+    It is read as it would be for sampling, where no code is run and every weight must be finite. Its record
+    must say which shard it was trained on and how, or which checkpoint it was converted from. On ``data`` it
+    must have less error than a Gaussian (`hddm.training.denoising`), over all noise levels and over those
+    where its network stands alone.
+
+    Args:
+        folder: the expert.
+        data: a shard folder: images that were kept from its training, or those it was trained on.
+        seed: of the noise.
+        bases: folders of the weights that an adapter may change, where they are not where it says.
+        device: where it runs.
+
+    Raises:
+        HddmError: for a folder that is not there; all else is a problem of the `Verdict`.
+    """
+    if not folder.is_dir():
+        raise HddmError(f"{folder}: no such folder")
+    files = {str(path.relative_to(folder)): sha256_of(path) for path in _files(folder)}
+    notes = [f"{name}: is no file of an expert's; nothing reads it" for name in files if name not in KNOWN]
+    try:
+        unread = open_expert(folder, bases_in(bases) if bases else None)
+        base = unread.facts.adapter.base_sha256 if unread.facts.adapter else None
+        expert = unread.read(torch.float32)
+        field = field_of(expert, device)
+    except HddmError as error:
+        return Verdict(folder, files, _lines(error), tuple(notes))
+    problems = _provenance(expert)
+    judged, images = None, 0
+    if data is not None and not problems:
+        try:
+            shard = open_shard(data)
+            notes += _belongs(shard, expert.facts)
+            rows = torch.linspace(0, len(shard) - 1, min(len(shard), IMAGES)).round().long()
+            images = len(rows)
+            judged = denoising(field, shard.take(rows), _conditions(shard, field, rows), seed)
+            problems += _judge(judged)
+        except HddmError as error:
+            problems += _lines(error)
+    return Verdict(
+        folder,
+        files,
+        tuple(problems),
+        tuple(notes),
+        expert.facts.objective,
+        sum(p.numel() for p in expert.network.parameters()),
+        base,
+        expert.facts.shard.hash if expert.facts.shard else None,
+        images,
+        judged,
+    )
+
+
+def _provenance(expert: Expert) -> list[str]:
+    facts, problems = expert.facts, []
+    if facts.source is None:
+        if facts.shard is None:
+            problems.append(f"{EXPERT_FILE}: does not say which shard it was trained on")
+        if not facts.training:
+            problems.append(f"{EXPERT_FILE}: holds no record of its training")
+    loss = facts.training.get("final_loss", 0.0)
+    if not isinstance(loss, int | float) or not math.isfinite(loss):
+        problems.append(f"{EXPERT_FILE}: its training ended with a loss of {loss!r}")
+    tensors: dict[str, Tensor] = dict(expert.nulls)
+    if expert.calibration is not None:
+        moments = expert.calibration.moments
+        tensors |= {f"{CALIBRATION}, weights": expert.calibration.weights}
+        tensors |= {f"{CALIBRATION}, mean": moments.mean, f"{CALIBRATION}, basis": moments.basis}
+        tensors |= {f"{CALIBRATION}, variances": moments.variances}
+    problems += [f"{name}: holds NaN or Inf" for name, value in tensors.items() if not value.isfinite().all()]
+    return problems
+
+
+def _belongs(shard: Shard, facts: ExpertFacts) -> list[str]:
+    """Notes on whether the expert's shard is that of the images.
+
+    Raises:
+        HddmError: for images of another one.
+    """
+    check_images(shard, facts)
+    if facts.shard is None:
+        return [f"{shard.folder}: whether these are images like its own, the expert does not say"]
+    of = shard.held_out_of or shard.hash
+    if of != facts.shard.hash:
+        raise HddmError(
+            f"{shard.folder}: is of shard {of[:16]}…, the expert of shard {facts.shard.index}, "
+            f"{facts.shard.hash[:16]}…; take images of its own"
+        )
+    if shard.held_out_of is None:
+        return [
+            f"{shard.folder}: the expert was trained on these images; hddm partition --held-out keeps some"
+        ]
+    return []
+
+
+def _conditions(shard: Shard, field: VelocityField, rows: Tensor) -> dict[str, Tensor]:
+    given = {name: value[rows] for name, value in conditions_of(shard, field).items()}
+    if shard.texts is not None and "encoder_hidden_states" in (field.conditions or ()):
+        given["encoder_hidden_states"] = shard.texts.take(rows)
+    return given
+
+
+def _judge(found: Denoising) -> list[str]:
+    if not math.isfinite(found.expert):
+        return ["its velocities are not finite"]
+    problems = []
+    if found.margin <= 0:
+        problems.append(
+            f"it denoises no better than a Gaussian: error {found.expert:.4f}, the Gaussian's "
+            f"{found.gaussian:.4f}; it is untrained, or its record says wrongly what it predicts"
+        )
+    elif found.low <= 0:
+        problems.append(
+            f"up to t = 0.5, where its network stands alone, its error is {-found.low:.4f} above a Gaussian's; "
+            "it is hardly trained, or its record says wrongly what it predicts"
+        )
+    return problems
+
+
+def _lines(error: HddmError) -> tuple[str, ...]:
+    return (error.message, *error.details)
+
+
+def _files(folder: Path) -> Iterable[Path]:
+    return (path for path in sorted(folder.rglob("*")) if path.is_file())
