@@ -59,11 +59,12 @@ def train_all(
     folders = find_shards(shards)
     own = {"steps": steps, "lora_rank": lora_rank, "lora_alpha": lora_alpha, **given}
     told = Told(context, {"objective": None, **own})
+    objectives: list[str]
     if objective is None:
         objectives = [told.settings(ExpertSettings).objective] * len(folders)
     else:
         objectives = parse_objectives(objective, len(folders))
-    settings = {
+    settings: dict[str, ExpertSettings] = {
         name: Told(context, {"objective": name, **own}).settings(ExpertSettings) for name in set(objectives)
     }
     run = told.run()

@@ -181,8 +181,8 @@ def _judge(found: Denoising) -> list[str]:
         )
     elif found.low <= 0:
         problems.append(
-            f"up to t = 0.5, where its network stands alone, its error is {-found.low:.4f} above a Gaussian's; "
-            "it is hardly trained, or its record says wrongly what it predicts"
+            f"up to t = 0.5, where its network stands alone, its error is {-found.low:.4f} above a Gaussian's"
+            "; it is hardly trained, or its record says wrongly what it predicts"
         )
     return problems
 
