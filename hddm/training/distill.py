@@ -22,6 +22,7 @@ A teacher's velocity is converted and calibrated as in sampling, which makes DDP
 student is a flow expert on the linear path, and is calibrated on the whole data as an expert is on its shard.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -46,7 +47,8 @@ from hddm.training.networks import new_network
 from hddm.training.run_folder import RunOptions
 from hddm.training.runs import finished, train
 from hddm.training.settings import ExpertSettings, LoopSettings
-from hddm.training.teachers import LABELS, Teacher, open_teacher
+from hddm.training.teachers import LABELS, open_teacher
+from hddm.training.watching import watching
 
 
 class DistillSettings(LoopSettings):
@@ -132,7 +134,7 @@ def distill(
         save_expert(draft, replace(bare, calibration=calibration))
 
     return train(
-        Task(network, len(whole), drawn, Matching(teacher), (len(shards), 1)),
+        Task(network, len(whole), drawn, Matching(teacher.on), (len(shards), 1)),
         settings,
         out,
         EXPERT_FILE,
@@ -141,6 +143,7 @@ def distill(
         overwrite,
         on_step,
         run,
+        watching(field_of(Expert(network, facts, None)), whole, as_expert),
     )
 
 
@@ -148,10 +151,13 @@ class Matching:
     """The loss of a student: the squared distance of its velocity to that of its teacher.
 
     The teacher runs in float32, whatever precision the student is trained in, and gets no gradients.
+
+    Args:
+        teacher_on: the teacher on a device; called once for each.
     """
 
-    def __init__(self, teacher: Teacher) -> None:
-        self._teacher = teacher
+    def __init__(self, teacher_on: Callable[[torch.device], Ensemble]) -> None:
+        self._teacher_on = teacher_on
         self._on: dict[torch.device, Ensemble] = {}
 
     def __call__(self, network: nn.Module, inputs: Inputs) -> Tensor:
@@ -168,7 +174,7 @@ class Matching:
         conditions: dict[str, Any] = {name: inputs[name] for name in (LABELS,) if name in inputs}
         device = x_t.device
         if device not in self._on:
-            self._on[device] = self._teacher.on(device)
+            self._on[device] = self._teacher_on(device)
         with torch.no_grad(), torch.autocast(device.type, enabled=False):
             target = self._on[device].velocity(x_t, t, expert=inputs.get("expert"), **conditions)
         output: Tensor = network(x_t, (t * TIME_SCALE).to(x_t), **conditions)

@@ -1,0 +1,55 @@
+"""What runs in worker processes: training what is missing, and scoring samples of one model."""
+
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+
+from hddm.benchmark.jobs import sample_job
+from hddm.benchmark.plots import write_grid
+from hddm.evaluation.scores import Scorer
+from hddm.files import write_json
+from hddm.training.distill import DistillSettings, distill
+
+GRID_IMAGES = 64
+Report = Callable[[int], None]
+
+
+def distill_job(ensemble: Path, shards: Path, out: Path, settings: DistillSettings, report: Report) -> None:
+    """Train a student that is not there yet."""
+    if not out.exists():
+        distill(ensemble, shards, out, settings)
+    report(settings.steps)
+
+
+def score_job(
+    source: Path,
+    strategy: str | None,
+    row: Path,
+    scorer: Scorer,
+    num: int,
+    seed: int,
+    steps: int,
+    solver: str,
+    report: Report,
+) -> None:
+    """Write the scores of samples to ``row`` and a picture of some beside it, unless they are there.
+
+    Args:
+        source: an expert or ensemble folder.
+        strategy: of an ensemble.
+        row: the JSON file.
+        scorer: measures the samples.
+        num: samples.
+        seed: of their noise.
+        steps: of the solver.
+        solver: its name.
+        report: called with the number of samples after each batch.
+    """
+    if row.exists():
+        report(num)
+        return
+    sampled = sample_job(source, num, seed, steps, solver, report, strategy)
+    row.parent.mkdir(parents=True, exist_ok=True)
+    write_grid(sampled.pixels[:GRID_IMAGES], row.with_suffix(".png"))
+    scores = asdict(scorer.score(sampled.pixels))
+    write_json(row, {**scores, "experts_a_step": sampled.evaluations})
