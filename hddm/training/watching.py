@@ -56,9 +56,8 @@ def watching(
 
 
 def _sinks(run: Run) -> list[Guarded]:
-    sinks, project = [], run.options.wandb
-    if run.options.log_every:
-        sinks.append(Guarded(f"TensorBoard ({run.logs})", lambda first: EventLog(run.logs, first)))
+    project = run.options.wandb
+    sinks = [Guarded(f"TensorBoard ({run.logs})", lambda first: EventLog(run.logs, first))]
     if project is not None:
         config = read_json(run.folder / RUN_FILE).get("settings", {})
         sinks.append(Guarded("W&B", lambda first: WandbLog(run.folder, project, config)))
@@ -70,14 +69,14 @@ class _Watch:
 
     def __init__(self, run: Run, sinks: Sequence[Guarded], pictures: Pictures | None) -> None:
         self._run, self._sinks, self._pictures = run, sinks, pictures
-        self._figures = Figures(run.options.log_every) if run.options.log_every else None
+        self._figures = Figures(run.options.log_every)
         self._warned = False
 
     def __call__(self, report: StepReport) -> None:
         for sink in self._sinks:
             sink.begin(report.step)
-        entry = self._figures.add(report) if self._figures is not None else {}
-        with self._figures.paused() if self._figures is not None else contextlib.nullcontext():
+        entry = self._figures.add(report)
+        with self._figures.paused():
             pictures = {f"samples/{name}": grid for name, grid in self._drawn(report).items()}
             for sink in self._sinks:
                 if entry or pictures:
