@@ -32,6 +32,8 @@ from hddm.training.state import TrainingState
 FORMAT = "1.0"
 RUN_FILE = "run.json"
 LOCK = "lock"
+# Of the record; what a process that was killed just then leaves.
+DRAFT = f".{RUN_FILE}"
 # What may change between two starts of a run without changing what it computes.
 FREE = {"environment.hddm", "environment.torch", "environment.hostname"}
 
@@ -125,9 +127,9 @@ def open_run(
                     "anew"
                 )
             _compare(folder, read_json(known), dict(record), options.allow_config_change)
-        elif any(path.name != LOCK for path in folder.iterdir()):
+        elif any(path.name not in (LOCK, DRAFT) for path in folder.iterdir()):
             raise HddmError(f"{folder}: is in the way, and holds no {RUN_FILE} of a run; move it away")
-        draft = folder / f".{RUN_FILE}"
+        draft = folder / DRAFT
         write_json(draft, {"format": FORMAT, **record})
         draft.rename(known)
         run = Run(folder, options)

@@ -1,0 +1,118 @@
+"""Real trainings in processes of their own, that are killed from outside or at a moment of their choice."""
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from multiprocessing import get_context
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+from typing import Any
+
+# These are imported late, once a process; here, once for all.
+import accelerate
+import diffusers.hooks
+import torch
+from torch import Tensor
+
+from hddm.data.open_shard import open_shard
+from hddm.data.stored import PixelStore
+from hddm.training import expert
+from hddm.training.run_folder import RunOptions
+from hddm.training.signals import Stopped
+from tests.artefacts import expert_settings, pixels_of
+
+STEPS, BATCH, EVERY = 24, 7, 5
+
+_context = get_context("forkserver")
+# Imported once, so that a process costs milliseconds.
+_context.set_forkserver_preload([__name__, accelerate.__name__, diffusers.hooks.__name__])
+
+
+def settings() -> Any:
+    """48 images in batches of 7: epochs end within batches."""
+    return expert_settings(
+        "flow",
+        steps=STEPS,
+        batch_size=BATCH,
+        threads=1,
+        class_conditional=True,
+        random_flip=True,
+        device="cpu",
+    )
+
+
+@dataclass(frozen=True)
+class NotedPixels(PixelStore):
+    """Pixels that remember which were taken."""
+
+    taken: list[list[int]] = field(default_factory=list)
+
+    def take(self, rows: Tensor, noise: torch.Generator | None, flip: Tensor | None) -> Tensor:
+        self.taken.append(rows.tolist())
+        return super().take(rows, noise, flip)
+
+
+def train(shard: Path, out: Path, diary: Path, moment: tuple[str, str] | None = None) -> None:
+    """Train, or go on; note what every step saw in ``diary``; be killed at ``moment``.
+
+    ``moment`` is ("step", "17"); ("signal", "15") for that signal in step 3, ("signals", "15") for two; or an
+    audit event of Python and a part of its arguments: ("os.rename", "step_00000010").
+    """
+    torch.set_num_threads(1)
+    if moment is not None:
+        sys.addaudithook(_killing(*moment))
+    read = open_shard(shard)
+    noted = NotedPixels(pixels_of(read))
+    expert.open_shard = lambda folder: replace(read, stored=noted)
+
+    def note(step: int, loss: float) -> None:
+        with diary.open("a") as file:
+            file.write(json.dumps([step, noted.taken[-1], loss]) + "\n")
+        if moment == ("step", str(step)):
+            os.kill(os.getpid(), signal.SIGKILL)
+        if moment is not None and moment[0].startswith("signal") and step == 3:
+            for _ in range(2 if moment[0] == "signals" else 1):
+                signal.raise_signal(signal.Signals(int(moment[1])))
+
+    options = RunOptions(resume=True, checkpoint_every=EVERY)
+    try:
+        expert.train_expert(shard, out, settings(), on_step=note, run=options)
+    except Stopped as stopped:
+        sys.exit(stopped.exit_code)
+
+
+def start(shard: Path, out: Path, diary: Path, moment: tuple[str, str] | None = None) -> ForkServerProcess:
+    """`train` in a process of its own."""
+    process = _context.Process(target=train, args=(shard, out, diary, moment))
+    process.start()
+    return process
+
+
+def entries(diary: Path) -> dict[int, tuple[list[int], float]]:
+    """Samples and loss by step; a step that ran in several lives must have been the same in all."""
+    found: dict[int, tuple[list[int], float]] = {}
+    for line in diary.read_text().splitlines():
+        try:
+            step, rows, loss = json.loads(line)
+        except json.JSONDecodeError:
+            # Its process was killed as it wrote.
+            continue
+        assert found.setdefault(step, (rows, loss)) == (rows, loss), f"step {step} differs between lives"
+    return found
+
+
+def checkpoint(run: Path) -> dict[str, bytes]:
+    """The last checkpoint's tensors, as bytes."""
+    last = max((run / "checkpoints").glob("step_*"))
+    return {path.name: path.read_bytes() for path in last.glob("*.safetensors")}
+
+
+def _killing(event: str, argument: str) -> Callable[[str, tuple[Any, ...]], None]:
+    def hook(name: str, arguments: tuple[Any, ...]) -> None:
+        if name == event and any(argument in str(one) for one in arguments):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    return hook
