@@ -4,11 +4,12 @@ from itertools import combinations
 
 import numpy as np
 import pytest
-import torch
 from numpy.typing import NDArray
+from scipy.optimize import linear_sum_assignment
 
-from hddm.data.clustering import balanced_kmeans, cluster, normalise
-from hddm.data.features import pixel_pca
+from hddm.data.clustering import Indices, balanced_kmeans, cluster, normalise
+from hddm.data.clustering_proposal import best, propose, silhouette
+from hddm.data.transport import transport
 from hddm.errors import HddmError
 
 Array = NDArray[np.float64]
@@ -41,7 +42,7 @@ def test_the_same_seed_gives_the_same_clusters_and_another_seed_may_not() -> Non
     assert not _same_partition(first, other)
 
 
-# The last has 3 chunks of 84, 83 and 83 points, of which a cluster takes at most 28 each.
+# The last comes in several chunks, and is as even as one.
 @pytest.mark.parametrize(
     ("num", "k", "most"), [(40, 4, 10), (41, 4, 11), (43, 4, 11), (7, 7, 1), (1, 1, 1), (250, 3, 84)]
 )
@@ -101,11 +102,87 @@ def test_numbers_that_do_not_fit_are_refused(coarse: int, fine: int) -> None:
         cluster(np.ones((10, 3)), coarse, fine)
 
 
-def test_pixel_features_are_the_principal_components() -> None:
-    pixels = torch.from_numpy(np.random.default_rng(0).integers(0, 256, (50, 1, 4, 4)).astype(np.uint8))
-    flat = pixels.flatten(1).double().numpy() / 255
-    _, singular, _ = np.linalg.svd(flat - flat.mean(0), full_matrices=False)
-    features = pixel_pca(pixels, 5)
-    assert features.shape == (50, 5)
-    np.testing.assert_allclose(np.linalg.norm(features, axis=0), singular[:5], rtol=1e-6)
-    assert pixel_pca(pixels[:3], 5).shape == (3, 3)
+@pytest.mark.parametrize(("num", "k"), [(1003, 7), (999, 32), (64, 8)])
+def test_sizes_differ_by_one_at_most_though_points_come_in_mini_batches(num: int, k: int) -> None:
+    points = np.random.default_rng(0).normal(size=(num, 6)) + 1
+    assignment, _ = balanced_kmeans(points, k, chunk=100, batch=50)
+    assert sorted(set(np.bincount(assignment, minlength=k))) in ([num // k], [num // k, num // k + 1])
+    sizes = np.bincount(cluster(points, k, 8 * k).assignment, minlength=k)
+    assert np.ptp(sizes) <= 8
+
+
+def _similarity(points: Array, assignment: Array, centres: Array) -> float:
+    return float((normalise(points) * centres[assignment]).sum(1).mean())
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_mini_batches_find_centres_as_good_as_all_points_do(seed: int) -> None:
+    draws = np.random.default_rng(seed)
+    points = draws.normal(size=(3000, 8)) * np.geomspace(3, 0.5, 8)
+    whole = _similarity(points, *balanced_kmeans(points, 16, seed, batch=3000))
+    drawn = _similarity(points, *balanced_kmeans(points, 16, seed, batch=600))
+    single = balanced_kmeans(points, 16, seed, iterations=1, batch=600)
+    assert drawn > 0.99 * whole
+    assert drawn > _similarity(points, *single)
+
+
+def test_mini_batches_find_well_separated_clusters() -> None:
+    """But for what the equal parts of each chunk put elsewhere."""
+    points, truth = _blobs([400] * 4)
+    assignment, centres = balanced_kmeans(points, 4, chunk=200, batch=200)
+    np.testing.assert_allclose(np.sort((centres @ np.eye(8)[:4].T).max(1)), 1, atol=0.02)
+    assert all(np.bincount(assignment[truth == k]).max() > 360 for k in range(4))
+
+
+@pytest.mark.parametrize(("num", "k"), [(60, 2), (60, 5), (128, 32), (90, 90)])
+def test_chains_of_moves_find_what_the_hungarian_method_finds(num: int, k: int) -> None:
+    values = np.random.default_rng(0).normal(size=(num, k)) * 0.3
+    values[:, 0] += 0.5
+    chosen = transport(values)
+    assert np.bincount(chosen, minlength=k).tolist() == [num // k] * k
+    rows, places = linear_sum_assignment(-np.repeat(values, num // k, axis=1))
+    best = np.repeat(values, num // k, axis=1)[rows, places].sum()
+    assert values[np.arange(num), chosen].sum() == pytest.approx(best, abs=1e-9)
+
+
+def test_a_pass_reads_no_more_points_than_a_mini_batch() -> None:
+    class Watched:
+        """Points as they lie on disk: only rows that are asked for are there."""
+
+        shape = (5000, 4)
+        largest = 0
+
+        def __len__(self) -> int:
+            return 5000
+
+        def __getitem__(self, rows: Indices, /) -> Array:
+            Watched.largest = max(Watched.largest, len(rows))
+            return np.random.default_rng(0).normal(size=self.shape)[rows]
+
+    balanced_kmeans(Watched(), 5, batch=500, chunk=500, iterations=3, start=1000)
+    assert Watched.largest <= 1000
+
+
+@pytest.mark.parametrize("k", [2, 3, 5, 8])
+def test_the_number_of_well_separated_clusters_is_proposed(k: int) -> None:
+    points, _ = _blobs([60] * k)
+    candidates = propose(points, 16)
+    assert best(candidates) == k
+    assert [one.shards for one in candidates] == list(range(2, min(16, 60 * k // 16) + 1))
+
+
+def test_the_silhouette_is_what_its_formula_says() -> None:
+    draws = np.random.default_rng(0)
+    points, centres = normalise(draws.normal(size=(20, 3))), normalise(draws.normal(size=(3, 3)))
+    assignment = draws.integers(0, 3, 20)
+    values = []
+    for point, own in zip(points, assignment, strict=True):
+        a = 1 - point @ centres[own]
+        b = min(1 - point @ centres[other] for other in range(3) if other != own)
+        values.append((b - a) / max(a, b))
+    assert silhouette(points, assignment, centres) == pytest.approx(np.mean(values))
+
+
+def test_a_proposal_needs_images_for_two_shards() -> None:
+    with pytest.raises(HddmError, match="31 images make no two shards of 16; pass --shards 1"):
+        propose(np.ones((31, 3)), 16)

@@ -1,95 +1,181 @@
 """Dividing images into shards of similar content and nearly equal size."""
 
-import hashlib
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
+from numpy.typing import NDArray
 from safetensors.numpy import save_file
 
 from hddm.data.clustering import Hierarchy, cluster
-from hddm.data.features import pixel_pca
-from hddm.data.images import ImageSet, load_images
-from hddm.data.shards import (
-    FORMAT,
-    MANIFEST,
-    MIN_IMAGES,
-    PARTITION_FILE,
-    ImageEntry,
-    Manifest,
-    PartitionFacts,
-    content_hash,
-)
+from hddm.data.clustering_proposal import Candidate, best, propose
+from hddm.data.feature_cache import ImageFeatures, compute_features
+from hddm.data.features import Extractor, open_extractor
+from hddm.data.partition_report import write_report
+from hddm.data.partition_writing import write_shards
+from hddm.data.shards import FORMAT, MIN_IMAGES, PARTITION_FILE, PartitionFacts
+from hddm.data.sources import ImageSource, open_source
 from hddm.errors import HddmError
-from hddm.files import link_or_copy, new_folder, write_json
+from hddm.files import check_absent, new_folder, write_json
 
 FINE_PER_SHARD = 8
 
 
-def partition(images: Path, out: Path, num_shards: int, seed: int = 0, overwrite: bool = False) -> list[Path]:
-    """Divide a folder of images into shards of similar content and nearly equal size.
+@dataclass(frozen=True)
+class Division:
+    """Where each image goes: ``shard`` (M,) and ``held_out`` (M,), by row of its ``features`` (M, d)."""
 
-    Pixel PCA, then balanced hierarchical k-means with `FINE_PER_SHARD` fine clusters a shard.
+    features: ImageFeatures
+    clusters: Hierarchy
+    held_out: NDArray[np.bool_]
+
+    @property
+    def num_shards(self) -> int:
+        return len(np.unique(self.clusters.fine_to_coarse))
+
+    @property
+    def shard(self) -> NDArray[np.int64]:
+        return self.clusters.assignment
+
+
+def partition(
+    images: Path,
+    out: Path,
+    num_shards: int | Literal["auto"],
+    seed: int = 0,
+    overwrite: bool = False,
+    *,
+    features: str = "pixels",
+    cache: Path | None = None,
+    replace_cache: bool = False,
+    max_bad: int = 0,
+    held_out: float = 0.0,
+    caption_column: str | None = None,
+    label_column: str | None = None,
+) -> list[Path]:
+    """Divide images into shards of similar content and nearly equal size.
+
+    Features, then balanced hierarchical k-means with `FINE_PER_SHARD` fine clusters a shard: sizes of shards
+    differ by at most `FINE_PER_SHARD` images before any are held out.
+
+    Args:
+        images: as `hddm.data.sources.open_source`.
+        out: folder of the partition.
+        num_shards: how many, or "auto" for the best of `hddm.data.clustering_proposal.propose`.
+        seed: of the clusters, of what pixel components are fitted on, and of the report's random pictures.
+        overwrite: whether an existing partition in ``out`` may be replaced.
+        features: as `hddm.data.features.open_extractor`.
+        cache: folder in which features are kept; without it they are computed anew and forgotten.
+        replace_cache: whether features of other images or settings in ``cache`` may go.
+        max_bad: images that may be broken; they are left out, and the record names them.
+        held_out: share in [0, 1) of the images that goes to ``held_out/shard_k`` instead. The hash of its
+            pixels decides for each image: equal images are on one side, and the share is met on average.
+        caption_column: as `hddm.data.sources.open_source`.
+        label_column: as `hddm.data.sources.open_source`.
 
     Returns:
-        The shard folders.
+        The shard folders, in order.
 
     Raises:
-        HddmError: for unreadable images, or fewer than `MIN_IMAGES` a shard.
+        HddmError: for unreadable images, a cache of other images, or fewer than `MIN_IMAGES` a shard.
     """
-    if num_shards < 1:
+    if num_shards != "auto" and num_shards < 1:
         raise HddmError(f"--shards must be at least 1, not {num_shards}")
-    source = load_images(images)
-    if len(source) < num_shards * MIN_IMAGES:
-        raise HddmError(
-            f"{images}: {len(source)} images are too few for --shards {num_shards}: "
-            f"a shard needs at least {MIN_IMAGES}"
-        )
-    fine = min(FINE_PER_SHARD * num_shards, len(source) // 2)
-    clusters = cluster(pixel_pca(source.pixels), num_shards, fine, seed)
-    sizes = np.bincount(clusters.assignment, minlength=num_shards).tolist()
-    if min(sizes) < MIN_IMAGES:
-        raise HddmError(f"{images}: the smallest of {num_shards} shards got {min(sizes)} images; take fewer")
-    with new_folder(out, PARTITION_FILE, overwrite) as draft:
-        manifests = [_write_images(source, clusters, k, draft / f"shard_{k}") for k in range(num_shards)]
-        hashes = [manifest.hash for manifest in manifests]
-        whole = hashlib.sha256("\n".join(hashes).encode()).hexdigest()
-        for k, manifest in enumerate(manifests):
-            content = manifest.model_copy(update={"partition": whole})
-            write_json(draft / f"shard_{k}" / MANIFEST, content.model_dump())
-        _write_centres(clusters, draft)
-        facts = PartitionFacts(
-            format=FORMAT,
-            images=len(source),
-            features="pixel_pca",
-            fine_clusters=fine,
-            seed=seed,
-            sizes=sizes,
-            hashes=hashes,
-        )
-        write_json(draft / PARTITION_FILE, facts.model_dump())
-    return [out / f"shard_{k}" for k in range(num_shards)]
+    if not 0 <= held_out < 1:
+        raise HddmError(f"--held-out must be at least 0 and less than 1, not {held_out}")
+    if max_bad < 0:
+        raise HddmError(f"--max-bad must be at least 0, not {max_bad}")
+    check_absent(out, PARTITION_FILE, overwrite)
+    source = open_source(images, caption_column, label_column)
+    fewest = MIN_IMAGES if num_shards == "auto" else num_shards * MIN_IMAGES
+    if len(source) < fewest:
+        raise _too_few(source, len(source), num_shards)
+    extractor = open_extractor(features, seed)
+    with _kept(cache, out) as folder:
+        found = compute_features(source, extractor, folder, max_bad, replace_cache)
+        candidates = propose(found, MIN_IMAGES, seed) if num_shards == "auto" else ()
+        wanted = best(candidates) if num_shards == "auto" else num_shards
+        if len(found) < wanted * MIN_IMAGES:
+            raise _too_few(source, len(found), wanted)
+        clusters = cluster(found, wanted, FINE_PER_SHARD * wanted, seed)
+        division = Division(found, clusters, _chosen(found.pixels, held_out))
+        _refuse_small(images, division, held_out)
+        with new_folder(out, PARTITION_FILE, overwrite) as draft:
+            _write(source, division, draft, extractor, seed, held_out, candidates)
+    return [out / f"shard_{k}" for k in range(wanted)]
 
 
-def _write_images(source: ImageSet, clusters: Hierarchy, k: int, folder: Path) -> Manifest:
-    entries = []
-    for row in np.flatnonzero(clusters.assignment == k).tolist():
-        name = f"images/{source.files[row]}"
-        copy = folder / name
-        copy.parent.mkdir(parents=True, exist_ok=True)
-        link_or_copy(source.root / source.files[row], copy)
-        label = None if source.labels is None else int(source.labels[row])
-        sha256 = hashlib.sha256(copy.read_bytes()).hexdigest()
-        entries.append(ImageEntry(file=name, sha256=sha256, label=label))
-    return Manifest(
-        format=FORMAT,
-        shard=k,
-        num_shards=int(clusters.assignment.max()) + 1,
-        classes=list(source.classes),
-        hash=content_hash(entries, source.classes),
-        images=entries,
-    )
-
-
-def _write_centres(clusters: Hierarchy, folder: Path) -> None:
+def _write(
+    source: ImageSource,
+    division: Division,
+    folder: Path,
+    extractor: Extractor,
+    seed: int,
+    held_out: float,
+    candidates: tuple[Candidate, ...],
+) -> None:
+    shard, kept = division.shard, ~division.held_out
+    hashes = write_shards(source, division.features, shard, division.held_out, division.num_shards, folder)
+    clusters = division.clusters
     tensors = {"fine_centres": clusters.fine_centres, "fine_to_coarse": clusters.fine_to_coarse}
     save_file(tensors, folder / "clusters.safetensors")
+    counts = [np.bincount(shard[side], minlength=division.num_shards).tolist() for side in (kept, ~kept)]
+    facts = PartitionFacts(
+        format=FORMAT,
+        images=len(division.features),
+        features=extractor.name,
+        extractor=extractor.identity,
+        fine_clusters=len(clusters.fine_centres),
+        seed=seed,
+        sizes=counts[0],
+        hashes=hashes,
+        held_out_share=held_out,
+        held_out=tuple(counts[1]) if held_out else (),
+        skipped=tuple(source.files[row] for row in division.features.broken),
+        proposal={one.shards: one.silhouette for one in candidates} or None,
+    )
+    write_json(folder / PARTITION_FILE, facts.model_dump())
+    write_report(folder, source, division.features, shard, facts)
+
+
+@contextmanager
+def _kept(cache: Path | None, out: Path) -> Iterator[Path]:
+    """Where features lie: in ``cache``, or for a while beside ``out``."""
+    if cache is not None:
+        yield cache
+        return
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{out.name}.features-", dir=out.parent) as folder:
+        yield Path(folder)
+
+
+def _chosen(digests: NDArray[np.uint8], share: float) -> NDArray[np.bool_]:
+    """Whether the number in [0, 1) that the first 8 of 32 bytes make is less than ``share``."""
+    numbers = np.ascontiguousarray(digests[:, :8]).view(">u8")[:, 0]
+    chosen: NDArray[np.bool_] = numbers / 2.0**64 < share
+    return chosen
+
+
+def _refuse_small(images: Path, division: Division, held_out: float) -> None:
+    sides = {"the smallest shard": ~division.held_out}
+    if held_out:
+        sides["the smallest held-out side"] = division.held_out
+    for name, side in sides.items():
+        fewest = int(np.bincount(division.shard[side], minlength=division.num_shards).min())
+        if fewest < MIN_IMAGES:
+            option = f", --held-out {held_out:g}" if held_out else ""
+            raise HddmError(
+                f"{images}: with --shards {division.num_shards}{option} {name} gets {fewest} images and "
+                f"needs {MIN_IMAGES}; take fewer shards or another share"
+            )
+
+
+def _too_few(source: ImageSource, num: int, num_shards: int | str) -> HddmError:
+    return HddmError(
+        f"{source.root}: {num} images are too few for --shards {num_shards}: "
+        f"a shard needs at least {MIN_IMAGES}"
+    )

@@ -3,6 +3,8 @@
 shards/
   partition.json                 how the shards were made, and their sizes
   clusters.safetensors           fine centres and their shard
+  report.html, pictures/         what the shards look like
+  held_out/shard_0/…             images kept from training, where any were; shards of their own
   shard_0/manifest.json          files with SHA-256 and label, one hash of it all, one of all shards
   shard_0/images/<file>          hard links where the file system allows, copies otherwise
 """
@@ -26,6 +28,8 @@ from hddm.facts import Facts, read_facts
 FORMAT = "1.2"
 MANIFEST = "manifest.json"
 PARTITION_FILE = "partition.json"
+HELD_OUT = "held_out"
+"""Folder of a partition in which ``shard_k`` are images that the expert of shard k is judged by."""
 MIN_IMAGES = 16
 
 
@@ -54,15 +58,24 @@ class Manifest(Facts):
 
 
 class PartitionFacts(Facts):
-    """``partition.json``: how the shards were made."""
+    """``partition.json``: how the shards were made; ``images`` counts those held out, not those skipped."""
 
     format: str
     images: int
     features: str
+    extractor: str | None = None
+    """Hash of the settings and weights that features came from; older partitions have none."""
     fine_clusters: int
     seed: int
     sizes: list[int]
     hashes: list[str]
+    held_out_share: float = 0.0
+    held_out: tuple[int, ...] = ()
+    """Images of each shard that are held out; empty where none are."""
+    skipped: tuple[str, ...] = ()
+    """Files that could not be read."""
+    proposal: dict[int, float] | None = None
+    """Silhouette by number of shards, where that number was proposed."""
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,225 @@
+"""Features of all images on disk: computed once, in parts, so that a killed run goes on where it was.
+
+features/
+  features.json                  whose features these are
+  part_00000.safetensors         features (n, d) float32, SHA-256 of files and of pixels (n, 32), of 1,024
+                                 images in the order of the source; its header names those that are broken
+"""
+
+import hashlib
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hddm.data.atomic_tensors import read_tensors, write_tensors
+from hddm.data.decoding import decode
+from hddm.data.features import Extractor, in_colour
+from hddm.data.sources import ImageSource
+from hddm.errors import HddmError
+from hddm.facts import Facts, read_facts
+from hddm.files import write_json
+from hddm.progress import Progress
+from hddm.weight_files import read_safetensors
+
+FORMAT = "1.0"
+RECORD = "features.json"
+PART = 1024
+"""Images whose features are written at once."""
+
+
+class FeatureFacts(Facts):
+    """``features.json``: what the features are of, and what made them."""
+
+    format: str
+    images: int
+    source: str
+    """Hash of the images' names and, where each is a file, sizes."""
+    features: str
+    extractor: str
+    """`hddm.data.features.Extractor.identity`."""
+
+
+@dataclass(frozen=True)
+class ImageFeatures:
+    """Features (M, d) of the images that can be read, mapped from disk; ``features[rows]`` are some of them.
+
+    Row j is image ``rows[j]`` of the source. ``files`` (M, 32) and ``pixels`` (M, 32) are the SHA-256 of its
+    file and of its RGB pixels. ``broken`` says by number why an image cannot be read.
+    """
+
+    rows: NDArray[np.int64]
+    files: NDArray[np.uint8]
+    pixels: NDArray[np.uint8]
+    broken: dict[int, str]
+    parts: tuple[NDArray[np.float32], ...]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(M, d)."""
+        return len(self), self.parts[0].shape[1]
+
+    def __getitem__(self, rows: NDArray[np.int64], /) -> NDArray[np.float32]:
+        ends = np.cumsum([len(part) for part in self.parts])
+        number = np.searchsorted(ends, rows, side="right")
+        found = np.empty((len(rows), self.shape[1]), dtype=np.float32)
+        for one in np.unique(number).tolist():
+            wanted = np.flatnonzero(number == one)
+            found[wanted] = self.parts[one][rows[wanted] - (ends[one] - len(self.parts[one]))]
+        return found
+
+
+def compute_features(
+    source: ImageSource, extractor: Extractor, folder: Path, max_bad: int = 0, replace: bool = False
+) -> ImageFeatures:
+    """Features of ``source``, read from ``folder`` as far as they are there and computed there otherwise.
+
+    The parts are the same, bit for bit, wherever a run before was killed.
+
+    Args:
+        source: the images.
+        extractor: what makes the features.
+        folder: where they are kept.
+        max_bad: images that may be broken; they get no features.
+        replace: whether features of other images or of another extractor may go.
+
+    Raises:
+        HddmError: for a ``folder`` of something else, more than ``max_bad`` broken images, by name, and
+            features that are not finite.
+    """
+    facts = FeatureFacts(
+        format=FORMAT,
+        images=len(source),
+        source=_fingerprint(source),
+        features=extractor.name,
+        extractor=extractor.identity,
+    )
+    _claim(folder, facts, replace)
+    broken: dict[int, str] = {}
+    paths = [folder / f"part_{n:05d}.safetensors" for n in range(-(-len(source) // PART))]
+    missing = [path for path in paths if not path.exists()]
+    if missing:
+        extractor.prepare(source, folder)
+    with Progress(len(source), "features") as advance:
+        for number, path in enumerate(paths):
+            rows = range(number * PART, min((number + 1) * PART, len(source)))
+            if path in missing:
+                tensors, found = _extract(source, extractor, rows)
+                write_tensors(path, tensors, found)
+            else:
+                _, found = read_tensors(path, "sound")
+            broken |= {int(row): reason for row, reason in found.items()}
+            if len(broken) > max_bad:
+                raise _too_many(source, broken, max_bad)
+            advance(len(rows))
+    return _opened(paths, broken)
+
+
+def _claim(folder: Path, facts: FeatureFacts, replace: bool) -> None:
+    """Make ``folder`` that of ``facts``, unless it is another's."""
+    if folder.exists() and not (folder / RECORD).is_file() and not _is_empty(folder):
+        raise HddmError(f"{folder}: holds other things than features; choose another --cache")
+    if (folder / RECORD).is_file():
+        known = read_facts(folder / RECORD, FeatureFacts, FORMAT)
+        if known == facts:
+            return
+        if not replace:
+            raise HddmError(
+                f"{folder}: holds {_difference(known, facts)}; choose another --cache, or remove it"
+            )
+        for path in folder.glob("*.safetensors"):
+            path.unlink()
+    folder.mkdir(parents=True, exist_ok=True)
+    draft = folder / f".{RECORD}.part-{os.getpid()}"
+    write_json(draft, facts.model_dump())
+    draft.replace(folder / RECORD)
+
+
+def _is_empty(folder: Path) -> bool:
+    """Whether nothing is in ``folder`` but what a killed run had begun to write."""
+    return folder.is_dir() and all(path.name.startswith(f".{RECORD}.part-") for path in folder.iterdir())
+
+
+def _difference(known: FeatureFacts, facts: FeatureFacts) -> str:
+    if (known.source, known.images) != (facts.source, facts.images):
+        return f"features of other images ({known.images} of them, now {facts.images})"
+    if known.features != facts.features:
+        return f"other features ({known.features}, not {facts.features})"
+    return f"{known.features} of another seed or other weights"
+
+
+def _extract(
+    source: ImageSource, extractor: Extractor, rows: range
+) -> tuple[dict[str, np.ndarray], dict[str, str]]:
+    """Tensors of a part, and why images of it cannot be read."""
+    sound: list[int] = []
+    features: list[NDArray[np.float32]] = []
+    digests: list[tuple[bytes, bytes]] = []
+    broken: dict[str, str] = {}
+    for start in range(rows.start, rows.stop, extractor.batch):
+        images, names = [], []
+        for row in range(start, min(start + extractor.batch, rows.stop)):
+            name = source.root / source.files[row]
+            try:
+                content = source.read(row)
+                image = in_colour(decode(content, name))
+            except HddmError as error:
+                broken[str(row)] = error.message
+                continue
+            digests.append((_sha256(content), _sha256(f"{image.shape}".encode() + image.tobytes())))
+            images.append(image)
+            names.append(name)
+            sound.append(row)
+        if images:
+            features.append(_finite(extractor(images), names, extractor.name))
+    made = np.concatenate(features) if features else np.zeros((0, 0), dtype=np.float32)
+    hashes = np.frombuffer(b"".join(a + b for a, b in digests), dtype=np.uint8).reshape(-1, 2, 32)
+    tensors = {
+        "sound": np.array(sound, dtype=np.int64),
+        "files": np.ascontiguousarray(hashes[:, 0]),
+        "pixels": np.ascontiguousarray(hashes[:, 1]),
+        "features": np.ascontiguousarray(made, dtype=np.float32),
+    }
+    return tensors, broken
+
+
+def _finite(features: NDArray[np.float32], names: Sequence[Path], extractor: str) -> NDArray[np.float32]:
+    worst = np.flatnonzero(~np.isfinite(features).all(1))
+    if len(worst):
+        raise HddmError(f"{names[worst[0]]}: {extractor} gives NaN or Inf for it; take other --features")
+    return features
+
+
+def _opened(paths: Sequence[Path], broken: dict[int, str]) -> ImageFeatures:
+    parts = [{name: tensor.numpy() for name, tensor in read_safetensors(path).items()} for path in paths]
+    parts = [part for part in parts if len(part["sound"])]
+    rows, files, pixels = (np.concatenate([part[n] for part in parts]) for n in ("sound", "files", "pixels"))
+    return ImageFeatures(rows, files, pixels, broken, tuple(part["features"] for part in parts))
+
+
+def _fingerprint(source: ImageSource) -> str:
+    digest = hashlib.sha256()
+    for number, name in enumerate(source.files):
+        path = source.path(number)
+        digest.update(f"{name} {'' if path is None else path.stat().st_size}\n".encode())
+    return digest.hexdigest()
+
+
+def _sha256(content: bytes) -> bytes:
+    return hashlib.sha256(content).digest()
+
+
+def _too_many(source: ImageSource, broken: dict[int, str], max_bad: int) -> HddmError:
+    if len(broken) == 1:
+        return HddmError(next(iter(broken.values())))
+    return HddmError(
+        f"{source.root}: {len(broken)} images cannot be read, more than --max-bad {max_bad}; mend or remove "
+        "them, or allow more",
+        list(broken.values())[:20],
+    )

@@ -1,0 +1,110 @@
+"""What shards look like: one page with a picture grid a shard, sizes, classes and distances."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hddm.data.clustering import Array, Indices, Points, normalise
+from hddm.data.feature_cache import ImageFeatures
+from hddm.data.partition_pictures import write_grid
+from hddm.data.shards import PartitionFacts
+from hddm.data.sources import ImageSource
+
+REPORT_FILE = "report.html"
+PICTURES = "pictures"
+SHOWN = 24
+"""Pictures of each kind a shard."""
+_CLASSES = 12
+"""Most frequent classes that are listed a shard."""
+_BATCH = 4096
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """Distances of images to shards: ``distances`` (K, K), row j the mean over shard j to each centre.
+
+    Centres are the directions of the mean unit feature, distances 1 - cosine. ``nearest`` holds the rows of
+    the images nearest to the centre of their shard, the nearest first.
+    """
+
+    distances: Array
+    nearest: tuple[Indices, ...]
+
+
+def measure(features: Points, shard: Indices, num_shards: int, shown: int = SHOWN) -> Geometry:
+    """Distances in ``features`` (M, d) between images and the ``num_shards`` shards of ``shard`` (M,)."""
+    sums = np.zeros((num_shards, features.shape[1]))
+    for rows in _batches(len(features)):
+        np.add.at(sums, shard[rows], normalise(features[rows]))
+    centres = normalise(sums)
+    totals = np.zeros((num_shards, num_shards))
+    own = np.empty(len(features))
+    for rows in _batches(len(features)):
+        distances = 1 - normalise(features[rows]) @ centres.T
+        np.add.at(totals, shard[rows], distances)
+        own[rows] = distances[np.arange(len(rows)), shard[rows]]
+    members = [np.flatnonzero(shard == k) for k in range(num_shards)]
+    nearest = tuple(rows[np.argsort(own[rows], kind="stable")[:shown]] for rows in members)
+    return Geometry(totals / np.bincount(shard, minlength=num_shards)[:, None], nearest)
+
+
+def write_report(
+    folder: Path, source: ImageSource, features: ImageFeatures, shard: Indices, facts: PartitionFacts
+) -> None:
+    """Write ``report.html`` and its ``pictures`` into the folder of a partition.
+
+    Args:
+        folder: of the partition.
+        source: the images.
+        features: of its images that can be read.
+        shard: (M,) the shard of each, those held out included.
+        facts: how the shards were made.
+    """
+    from jinja2 import Environment, StrictUndefined
+
+    num_shards = len(facts.sizes)
+    geometry = measure(features, shard, num_shards)
+    draws = np.random.default_rng([facts.seed, 3])
+    (folder / PICTURES).mkdir()
+    for k in range(num_shards):
+        members = np.flatnonzero(shard == k)
+        chosen = np.sort(draws.choice(members, min(SHOWN, len(members)), replace=False))
+        for kind, rows in (("nearest", geometry.nearest[k]), ("random", chosen)):
+            write_grid(source, features.rows[rows].tolist(), folder / PICTURES / f"shard_{k}_{kind}.png")
+    template = Environment(autoescape=True, undefined=StrictUndefined).from_string(
+        (files("hddm.data") / "partition_report.html.j2").read_text(encoding="utf-8")
+    )
+    page = template.render(
+        facts=facts,
+        distances=geometry.distances,
+        largest=geometry.distances.max(),
+        classes=_classes(source, features.rows, shard, num_shards),
+        pictures=PICTURES,
+    )
+    (folder / REPORT_FILE).write_text(page, encoding="utf-8")
+
+
+def _classes(
+    source: ImageSource, rows: Indices, shard: Indices, num_shards: int
+) -> list[list[tuple[str, int, float]]]:
+    """By shard: the most frequent classes, their images in it, and what share of the class those are."""
+    if source.labels is None:
+        return []
+    labels = np.asarray(source.labels)[rows]
+    counts = np.zeros((num_shards, len(source.classes)), dtype=np.int64)
+    np.add.at(counts, (shard, labels), 1)
+    totals = counts.sum(0)
+    order = np.argsort(-counts, axis=1, kind="stable")[:, :_CLASSES]
+    return [
+        [(source.classes[c], int(one[c]), float(one[c] / totals[c])) for c in line if one[c]]
+        for one, line in zip(counts, order.tolist(), strict=True)
+    ]
+
+
+def _batches(num: int) -> Iterator[NDArray[np.int64]]:
+    for start in range(0, num, _BATCH):
+        yield np.arange(start, min(start + _BATCH, num))
