@@ -6,7 +6,7 @@ import os
 import secrets
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from torch import Tensor
@@ -86,10 +86,12 @@ class WandbLog:
         os.replace(draft, self._path)
 
 
-def _mode() -> str:
-    asked = os.environ.get("WANDB_MODE", "")
-    if asked in ("offline", "disabled"):
-        return asked
+def _mode() -> Literal["online", "offline", "disabled"]:
+    asked = os.environ.get("WANDB_MODE")
+    if asked == "disabled":
+        return "disabled"
+    if asked == "offline":
+        return "offline"
     if _has_key():
         return "online"
     log.info(
