@@ -55,6 +55,8 @@ def write_safetensors(
                 file.write(header)
                 for planned in ordered:
                     _write(file, planned, path, check_finite)
+                # What is still in the buffer may meet a full disk too.
+                file.flush()
             except BaseException:
                 path.unlink(missing_ok=True)
                 raise
