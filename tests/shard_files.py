@@ -1,0 +1,71 @@
+"""Shards of images, written by hand: what is in them depends on no clustering."""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from hddm.data.shards import ImageEntry, content_hash
+
+
+def noise(num: int, height: int = 8, width: int = 8, seed: int = 0, colour: bool = True) -> list[np.ndarray]:
+    """Images (height, width, 3) or (height, width) in uint8."""
+    shape = (num, height, width, 3) if colour else (num, height, width)
+    return list(np.random.default_rng(seed).integers(0, 256, shape).astype(np.uint8))
+
+
+def write_shard(
+    folder: Path,
+    images: Sequence[np.ndarray],
+    labels: Sequence[int] | None = None,
+    captions: Sequence[str] | None = None,
+    shard: int = 0,
+    num_shards: int = 1,
+    held_out_of: str | None = None,
+) -> str:
+    """Write a shard of PNG files, with two classes where there are labels; its hash is returned."""
+    (folder / "images").mkdir(parents=True)
+    entries = []
+    for index, image in enumerate(images):
+        name = f"images/{index:03d}.png"
+        Image.fromarray(image).save(folder / name)
+        entries.append(
+            ImageEntry(
+                file=name,
+                sha256=hashlib.sha256((folder / name).read_bytes()).hexdigest(),
+                label=None if labels is None else labels[index],
+                caption=None if captions is None else captions[index],
+            )
+        )
+    classes = [] if labels is None else ["cat", "dog"]
+    manifest = {
+        "format": "1.2",
+        "shard": shard,
+        "num_shards": num_shards,
+        "classes": classes,
+        "hash": content_hash(entries, classes),
+        "partition": "of-all",
+        "held_out_of": held_out_of,
+        "images": [entry.model_dump() for entry in entries],
+    }
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    return str(manifest["hash"])
+
+
+def write_partition(root: Path, num: int = 20, held_out: int = 0, colour: bool = True) -> Path:
+    """Write two shards of ``num`` images, and their held-out images where there are some."""
+    hashes = []
+    for k in range(2):
+        images = noise(num, seed=k, colour=colour)
+        labels = [n % 2 for n in range(num)]
+        hashes.append(write_shard(root / f"shard_{k}", images, labels, shard=k, num_shards=2))
+        if held_out:
+            place, kept = root / "held_out" / f"shard_{k}", noise(held_out, seed=100 + k, colour=colour)
+            write_shard(place, kept, labels[:held_out], None, k, 2, hashes[k])
+    facts = {"format": "1.2", "images": 2 * num, "features": "pixel_pca", "fine_clusters": 2, "seed": 0}
+    record = {**facts, "sizes": [num, num], "hashes": hashes}
+    (root / "partition.json").write_text(json.dumps(record))
+    return root

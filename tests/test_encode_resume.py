@@ -1,0 +1,162 @@
+"""An encoding that was killed goes on, and gives the same bytes as one that was not."""
+
+import fcntl
+import json
+import multiprocessing
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from hddm.data.encoding import encode_shards
+from hddm.data.encoding_plan import EncodingPlan, EncodingSettings, plan_encoding
+from hddm.errors import HddmError
+from tests.artefacts import contents, largest_file
+from tests.component_files import write_vae
+from tests.shard_files import write_partition
+
+ROWS = 4
+FILES = 12
+"""Of data: two shards of 20 images and held-out ones of 4, 4 rows a file."""
+
+
+def _plan(root: Path, **options: object) -> EncodingPlan:
+    settings = EncodingSettings.model_validate({"random_flip": True, "batch_size": 3, **options})
+    return plan_encoding(root / "shards", settings, vae=root / "vae")
+
+
+def _encode(root: Path, out: Path, overwrite: bool = False, **options: object) -> list[int]:
+    """Encode; the numbers of images that came at a time."""
+    numbers: list[int] = []
+    plan = _plan(root, **options)
+    encode_shards(plan, out, overwrite, numbers.append, ROWS * plan.row_bytes)
+    return numbers
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A partition, a VAE, and ``whole``: what an uninterrupted run makes of them."""
+    root = tmp_path_factory.mktemp("resume")
+    write_partition(root / "shards", held_out=4)
+    write_vae(root / "vae")
+    _encode(root, root / "whole")
+    assert len(list((root / "whole").rglob("data-*"))) == FILES
+    return root
+
+
+def _records(out: Path) -> list[Path]:
+    return sorted((out.parent / f".{out.name}.encoding" / "done").rglob("*.json"))
+
+
+def _slowly(root: Path, out: Path) -> None:
+    """Encode with pauses, in which a kill hits."""
+    plan = _plan(root)
+    encode_shards(plan, out, on_images=lambda number: time.sleep(0.01), file_bytes=ROWS * plan.row_bytes)
+
+
+def test_a_killed_process_is_gone_on_with_to_the_same_bytes(root: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    # Forked, it has no libraries to import: that would take longer than all else.
+    context = multiprocessing.get_context("fork")
+    for wanted in (1, 3, 4, 7):
+        process = context.Process(target=_slowly, args=(root, out))
+        process.start()
+        deadline = time.monotonic() + 60
+        while len(_records(out)) < wanted and process.is_alive() and time.monotonic() < deadline:
+            time.sleep(0.002)
+        process.kill()
+        process.join()
+        assert process.exitcode == -signal.SIGKILL
+        assert not out.exists()
+        assert wanted <= len(_records(out)) < FILES
+    kept = len(_records(out))
+    # A file that is done counts at once, one that is encoded in batches of 3.
+    assert _encode(root, out).count(ROWS) == kept
+    assert contents(out) == contents(root / "whole")
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def _interrupted(root: Path, out: Path, after: int, **options: object) -> Path:
+    """The draft that a run leaves that fails after ``after`` images."""
+    seen = 0
+
+    def fail(number: int) -> None:
+        nonlocal seen
+        seen += number
+        if seen > after:
+            raise KeyboardInterrupt
+
+    plan = _plan(root, **options)
+    with pytest.raises(KeyboardInterrupt):
+        encode_shards(plan, out, on_images=fail, file_bytes=ROWS * plan.row_bytes)
+    assert not out.exists()
+    return out.parent / f".{out.name}.encoding"
+
+
+def test_files_that_are_done_are_not_encoded_again(root: Path, tmp_path: Path) -> None:
+    _interrupted(root, tmp_path / "out", 9)
+    numbers = _encode(root, tmp_path / "out")
+    assert numbers[:4] == [4, 4, 3, 1]
+    assert contents(tmp_path / "out") == contents(root / "whole")
+
+
+def test_a_file_that_a_power_failure_spoilt_is_made_again(root: Path, tmp_path: Path) -> None:
+    draft = _interrupted(root, tmp_path / "out", 13)
+    files = sorted((draft / "whole").rglob("data-*"))
+    assert len(files) == 3
+    files[1].write_bytes(files[1].read_bytes()[:-9] + bytes(9))
+    records = sorted((draft / "done").rglob("*.json"))
+    records[2].write_text("{")
+    (draft / "whole" / "shard_0" / "data-00003.safetensors.part").write_bytes(b"half")
+    assert _encode(root, tmp_path / "out")[:5] == [4, 3, 1, 3, 1]
+    assert contents(tmp_path / "out") == contents(root / "whole")
+
+
+def test_an_unfinished_encoding_of_other_options_is_named(root: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    draft = _interrupted(root, out, 9)
+    with pytest.raises(HddmError, match="unfinished encoding of other options") as refused:
+        _encode(root, out, dtype="float32")
+    assert str(draft) in refused.value.message
+    assert any(line.startswith("encoding: ") and "float32" in line for line in refused.value.details)
+    assert len(_records(out)) == 2
+    _encode(root, out, overwrite=True, dtype="float32")
+    record = json.loads((out / "shard_0" / "manifest.json").read_text())
+    assert record["encoding"]["dtype"] == "float32"
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_second_process_on_the_same_output_is_refused(root: Path, tmp_path: Path) -> None:
+    draft = _interrupted(root, tmp_path / "out", 9)
+    with (draft / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(HddmError, match="another process is encoding to it"):
+            _encode(root, tmp_path / "out", overwrite=True)
+    assert len(_records(tmp_path / "out")) == 2
+
+
+def test_a_full_disk_in_the_middle_leaves_what_is_done(root: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    draft = _interrupted(root, out, 9)
+    with largest_file(1000), pytest.raises(HddmError, match="cannot be written") as refused:
+        _encode(root, out)
+    assert "\n" not in str(refused.value)
+    assert not out.exists()
+    assert len(_records(out)) == 2
+    assert not list(draft.rglob("*.part"))
+    _encode(root, out)
+    assert contents(out) == contents(root / "whole")
+
+
+def test_a_larger_output_than_the_disk_is_refused_before_work(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shutil.disk_usage", lambda path: _Usage())
+    with pytest.raises(HddmError, match=r"out: needs 0\.00 GB, and 0\.00 GB are free on its disk"):
+        _encode(root, tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
+class _Usage:
+    free = 1000
