@@ -136,6 +136,9 @@ def _train(island: Island) -> Ended:
     Raises:
         RuntimeError: where a signal other than the driver's stopped it, so that it is started elsewhere.
     """
+    # Ray shows what a worker writes to its standard error.
+    logging.basicConfig(format=f"{island.name}: %(message)s")
+    logging.getLogger("hddm").setLevel(logging.INFO)
     before = {one: signal.signal(one, signal.default_int_handler) for one in SIGNALS}
     try:
         wait_for_run(island.out, LOCK_SECONDS)

@@ -1,0 +1,166 @@
+"""Experts of others: what is wrong with one is found before it is used."""
+
+import hashlib
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from hddm.data.images import save_png
+from hddm.data.partition import partition
+from hddm.data.shards import load_shard
+from hddm.errors import HddmError
+from hddm.model_folders import WEIGHTS
+from hddm.predictions import PredictionType
+from hddm.schedules import LinearSchedule
+from hddm.tensors import generator
+from hddm.training.denoising import denoising
+from hddm.training.expert import train_expert
+from hddm.training.verify import verify_expert
+from hddm.velocity import VelocityField
+from tests.artefacts import CLASSES, Command, copied, draw, edit_json, expert_settings
+
+
+@pytest.fixture(scope="module")
+def held_out(tmp_path_factory: pytest.TempPathFactory, whole: Path) -> Path:
+    """Images like those of the one shard, which nothing was trained on."""
+    folder = tmp_path_factory.mktemp("held_out")
+    for seed, name in enumerate(CLASSES, 10):
+        (folder / "images" / name).mkdir(parents=True)
+        for index, image in enumerate(draw(name, 12, seed)):
+            save_png(image, folder / "images" / name / f"{index}.png")
+    (shard,) = partition(folder / "images", folder / "shards", 1)
+    edit_json(shard / "manifest.json", held_out_of=load_shard(whole).hash)
+    return shard
+
+
+def test_a_trained_expert_is_accepted_by_images_kept_from_it(class_expert: Path, held_out: Path) -> None:
+    verdict = verify_expert(class_expert, held_out)
+    assert verdict.accepted
+    assert not verdict.notes
+    assert verdict.files[WEIGHTS] == hashlib.sha256((class_expert / WEIGHTS).read_bytes()).hexdigest()
+    assert set(verdict.files) == {path.name for path in class_expert.iterdir()}
+    assert verdict.images == 24
+    assert verdict.denoising is not None
+    assert verdict.denoising.margin > 3 * verdict.denoising.deviation
+    assert verdict.denoising == verify_expert(class_expert, held_out).denoising
+    assert verdict.denoising != verify_expert(class_expert, held_out, seed=1).denoising
+
+
+def test_images_that_it_was_trained_on_are_told_from_those_kept(class_expert: Path, whole: Path) -> None:
+    verdict = verify_expert(class_expert, whole)
+    assert verdict.accepted
+    (note,) = verdict.notes
+    assert "was trained on these images" in note
+
+
+def test_an_untrained_expert_is_refused(whole: Path, held_out: Path, tmp_path: Path) -> None:
+    train_expert(whole, tmp_path / "expert", expert_settings("flow", steps=1, learning_rate=1e-9))
+    verdict = verify_expert(tmp_path / "expert", held_out)
+    (problem,) = verdict.problems
+    assert "untrained" in problem or "hardly trained" in problem
+
+
+def test_a_record_that_says_wrongly_what_is_predicted_is_refused(
+    class_expert: Path, held_out: Path, tmp_path: Path
+) -> None:
+    folder = copied(class_expert, tmp_path)
+    for wrong in (PredictionType.SAMPLE, PredictionType.EPSILON):
+        edit_json(folder / "expert.json", prediction_type=wrong.value)
+        assert "what it predicts" in verify_expert(folder, held_out).problems[0]
+
+
+def test_an_expert_of_the_wrong_sign_is_refused(class_expert: Path, held_out: Path, tmp_path: Path) -> None:
+    folder = copied(class_expert, tmp_path)
+    weights = load_file(folder / WEIGHTS)
+    last = [
+        name for name in weights if name.endswith(("linear.weight", "linear.bias")) and "layers" not in name
+    ]
+    assert len(last) == 2
+    save_file(weights | {name: -weights[name] for name in last}, folder / WEIGHTS, {"format": "pt"})
+    assert "no better than a Gaussian" in verify_expert(folder, held_out).problems[0]
+
+
+def test_weights_that_are_not_finite_are_refused(class_expert: Path, tmp_path: Path) -> None:
+    folder = copied(class_expert, tmp_path)
+    weights = load_file(folder / WEIGHTS)
+    weights["pos_embed"].view(-1)[3] = float("nan")
+    save_file(weights, folder / WEIGHTS, {"format": "pt"})
+    (problem,) = verify_expert(folder).problems
+    assert "pos_embed" in problem
+    assert "NaN" in problem
+
+
+def test_a_calibration_that_is_not_finite_is_refused(class_expert: Path, tmp_path: Path) -> None:
+    folder = copied(class_expert, tmp_path)
+    tensors = load_file(folder / "calibration.safetensors")
+    tensors["weights"][-1, 0] = float("inf")
+    save_file(tensors, folder / "calibration.safetensors")
+    assert verify_expert(folder).problems == ("calibration.safetensors, weights: holds NaN or Inf",)
+
+
+def test_images_of_another_shard_are_refused(class_expert: Path, shards: Path) -> None:
+    (problem,) = verify_expert(class_expert, shards / "shard_1").problems
+    assert "the expert of shard 0" in problem
+    assert load_shard(shards / "shard_1").hash[:16] in problem
+
+
+def test_an_expert_that_does_not_say_where_it_comes_from_is_refused(
+    class_expert: Path, tmp_path: Path
+) -> None:
+    folder = copied(class_expert, tmp_path)
+    edit_json(folder / "expert.json", training={}, shard=None)
+    which, how = verify_expert(folder).problems
+    assert "which shard" in which
+    assert "no record of its training" in how
+
+
+def test_the_command_prints_hashes_and_figures_and_exits_by_the_verdict(
+    class_expert: Path, held_out: Path, shards: Path, tmp_path: Path, hddm: Command
+) -> None:
+    folder = copied(class_expert, tmp_path)
+    (folder / "setup.py").write_text("print()")
+    code, out, _ = hddm("verify", folder, "--data", held_out)
+    assert code == 0
+    for path in folder.iterdir():
+        assert f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path}" in out.splitlines()
+    assert "note: setup.py: is no file of an expert's" in out
+    assert sum(line.startswith("  0.") for line in out.splitlines()) == 9
+    code, out, err = hddm("verify", folder, "--data", shards / "shard_0", "--json")
+    assert code == 1
+    found = json.loads(out)
+    assert not found["accepted"]
+    assert "take images of its own" in err
+    assert found["problems"][0] in err
+    assert hddm("verify", tmp_path / "none")[0] == 1
+
+
+@pytest.mark.parametrize("variance", [0.1, 2.0])
+def test_errors_on_gaussian_images_are_the_posterior_variance(variance: float) -> None:
+    """x_0 ~ N(m, c I), so Var(eps - x_0 | x_t) = c/((1 - t)² c + t²)."""
+    mean = torch.linspace(-1, 1, 16).view(1, 4, 4)
+    drawn = torch.randn(2000, 1, 4, 4, generator=generator(0))
+    images = mean + variance**0.5 * (drawn - drawn.mean(0)) / drawn.std()
+
+    def exact(x: torch.Tensor, timestep: torch.Tensor) -> torch.Tensor:
+        t = timestep.view(-1, 1, 1, 1)
+        posterior = mean + (1 - t) * variance / ((1 - t) ** 2 * variance + t**2) * (x - (1 - t) * mean)
+        return (x - posterior) / t
+
+    field = VelocityField(exact, LinearSchedule(), "flow_prediction", sample_shape=(1, 4, 4))
+    found = denoising(field, images)
+    for level in found.levels:
+        least = variance / ((1 - level.t) ** 2 * variance + level.t**2)
+        assert level.expert == pytest.approx(least, rel=0.03)
+        assert level.gaussian == pytest.approx(least, rel=0.03)
+        assert level.zero == pytest.approx(1 + variance + mean.square().mean().item(), rel=0.03)
+    assert abs(found.margin) < 0.01 * found.gaussian
+    assert found.expert <= found.gaussian
+
+
+def test_one_image_judges_nothing() -> None:
+    field = VelocityField(lambda x, t: x, LinearSchedule(), "flow_prediction", sample_shape=(1, 4, 4))
+    with pytest.raises(HddmError, match="at least 2 images, not 1"):
+        denoising(field, torch.zeros(1, 1, 4, 4))
