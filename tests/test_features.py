@@ -99,7 +99,7 @@ def test_weights_that_lack_tensors_are_not_filled_with_random_ones(tmp_path: Pat
     config = json.loads((folder / "config.json").read_text())
     edit_json(folder / "config.json", num_hidden_layers=config["num_hidden_layers"] + 1)
     extractor = open_extractor(str(folder))
-    with pytest.raises(HddmError, match="its weights lack .* tensors of Dinov2Model"):
+    with pytest.raises(HddmError, match=r"its weights lack .* tensors of Dinov2Model"):
         extractor.prepare(_source(tmp_path / "images", _photos(1)), tmp_path)
 
 

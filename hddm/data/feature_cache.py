@@ -41,6 +41,8 @@ class FeatureFacts(Facts):
     features: str
     extractor: str
     """`hddm.data.features.Extractor.identity`."""
+    part: int
+    """Images of a part; the last may have fewer."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +78,12 @@ class ImageFeatures:
 
 
 def compute_features(
-    source: ImageSource, extractor: Extractor, folder: Path, max_bad: int = 0, replace: bool = False
+    source: ImageSource,
+    extractor: Extractor,
+    folder: Path,
+    max_bad: int = 0,
+    replace: bool = False,
+    part: int = PART,
 ) -> ImageFeatures:
     """Features of ``source``, read from ``folder`` as far as they are there and computed there otherwise.
 
@@ -88,6 +95,7 @@ def compute_features(
         folder: where they are kept.
         max_bad: images that may be broken; they get no features.
         replace: whether features of other images or of another extractor may go.
+        part: images whose features are written at once.
 
     Raises:
         HddmError: for a ``folder`` of something else, more than ``max_bad`` broken images, by name, and
@@ -99,16 +107,17 @@ def compute_features(
         source=_fingerprint(source),
         features=extractor.name,
         extractor=extractor.identity,
+        part=part,
     )
     _claim(folder, facts, replace)
     broken: dict[int, str] = {}
-    paths = [folder / f"part_{n:05d}.safetensors" for n in range(-(-len(source) // PART))]
+    paths = [folder / f"part_{n:05d}.safetensors" for n in range(-(-len(source) // part))]
     missing = [path for path in paths if not path.exists()]
     if missing:
         extractor.prepare(source, folder)
     with Progress(len(source), "features") as advance:
         for number, path in enumerate(paths):
-            rows = range(number * PART, min((number + 1) * PART, len(source)))
+            rows = range(number * part, min((number + 1) * part, len(source)))
             if path in missing:
                 tensors, found = _extract(source, extractor, rows)
                 write_tensors(path, tensors, found)
@@ -151,6 +160,8 @@ def _difference(known: FeatureFacts, facts: FeatureFacts) -> str:
         return f"features of other images ({known.images} of them, now {facts.images})"
     if known.features != facts.features:
         return f"other features ({known.features}, not {facts.features})"
+    if known.part != facts.part:
+        return f"parts of {known.part} images, not {facts.part}"
     return f"{known.features} of another seed or other weights"
 
 
