@@ -18,6 +18,17 @@ class StoredDtype(StrEnum):
     float32 = "float32"
 
 
+class Interpolation(StrEnum):
+    """Choices of --image-interpolation-mode."""
+
+    nearest = "nearest"
+    box = "box"
+    bilinear = "bilinear"
+    hamming = "hamming"
+    bicubic = "bicubic"
+    lanczos = "lanczos"
+
+
 def encode(
     context: typer.Context,
     source: Annotated[Path, typer.Argument(help="Shard of images, or the folder of all shards.")],
@@ -40,8 +51,8 @@ def encode(
         bool, typer.Option("--random-flip", help="Encode mirror images too, for flips in training.")
     ] = False,
     image_interpolation_mode: Annotated[
-        str, typer.Option("--image-interpolation-mode", help="Of Pillow: lanczos, bicubic, bilinear, …")
-    ] = "lanczos",
+        Interpolation, typer.Option("--image-interpolation-mode", help="Of Pillow, to resize with.")
+    ] = Interpolation.lanczos,
     batch_size: Annotated[int, typer.Option("--batch-size", min=1, help="Images a network takes.")] = 16,
     device: Annotated[str, typer.Option("--device", help="cpu, cuda, cuda:1, mps.")] = "cpu",
     dtype: Annotated[
@@ -74,7 +85,7 @@ def encode(
     settings = EncodingSettings(
         resolution=resolution,
         crop="random" if random_crop else "center",
-        interpolation=image_interpolation_mode,
+        interpolation=image_interpolation_mode.value,
         random_flip=random_flip,
         dtype=dtype.value,
         seed=seed,

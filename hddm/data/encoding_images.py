@@ -5,21 +5,18 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import torch
 from PIL import ExifTags, Image
 from torch import Tensor
 
-from hddm.data.images import decode
+from hddm.data.decoding import open_image
+from hddm.data.resize import Crop, Interpolation, fit_image
 from hddm.data.shards import ImageEntry, image_path, read_content
 from hddm.errors import HddmError
 from hddm.tensors import generator
-
-Crop = Literal["center", "random"]
-MODES = ("nearest", "box", "bilinear", "hamming", "bicubic", "lanczos")
-"""Interpolations of Pillow."""
 
 _CROP_STREAM = 1
 _AHEAD = 2
@@ -41,27 +38,13 @@ class Fit:
 
     resolution: int
     crop: Crop = "center"
-    interpolation: str = "lanczos"
+    interpolation: Interpolation = "lanczos"
     seed: int = 0
 
-    def __call__(self, image: np.ndarray, index: int) -> np.ndarray:
-        """``image`` (H, W) or (H, W, 3) in uint8: its shorter side resized, its longer one cropped.
-
-        The crop of image ``index`` depends on (``seed``, ``index``) alone.
-        """
-        height, width = image.shape[:2]
-        side, shorter = self.resolution, min(height, width)
-        if shorter != side:
-            size = (int(side * width / shorter), int(side * height / shorter))
-            resample = Image.Resampling[self.interpolation.upper()]
-            image = np.asarray(Image.fromarray(image).resize(size, resample))
-        rest = (image.shape[0] - side, image.shape[1] - side)
-        if self.crop == "center":
-            top, left = (round(one / 2) for one in rest)
-        else:
-            draws = generator(self.seed, _CROP_STREAM, index)
-            top, left = (int(torch.randint(one + 1, (), generator=draws)) for one in rest)
-        return image[top : top + side, left : left + side]
+    def __call__(self, image: Image.Image, index: int, name: Path) -> Image.Image:
+        """As `fit_image`; the crop of image ``index`` depends on (``seed``, ``index``) alone."""
+        draws = generator(self.seed, _CROP_STREAM, index) if self.crop == "random" else None
+        return fit_image(image, self.resolution, self.crop, self.interpolation, draws, name)
 
 
 def survey(shards: Iterable[tuple[Path, Sequence[ImageEntry]]]) -> tuple[int, set[tuple[int, int]]]:
@@ -92,12 +75,12 @@ def read_image(folder: Path, entry: ImageEntry, index: int, channels: int, fit: 
     """Pixels (``channels``, H, W) in uint8 of image ``index`` of a shard; gray is repeated for colour.
 
     Raises:
-        HddmError: as `read_content` and `decode`.
+        HddmError: as `read_content`, `open_image` and `fit_image`.
     """
     path = folder / entry.file
-    image = decode(read_content(folder, entry), path)
+    image = open_image(read_content(folder, entry), path)
     if fit is not None:
-        image = fit(image, index)
+        image = fit(image, index, path)
     pixels = torch.from_numpy(np.array(image))
     pixels = pixels[None] if pixels.ndim == 2 else pixels.permute(2, 0, 1)
     if len(pixels) > channels:

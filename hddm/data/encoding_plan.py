@@ -11,10 +11,11 @@ from torch import nn
 from hddm.components.identity import TextEncoderFacts, VaeFacts
 from hddm.components.text import read_text_encoder, read_tokenizer, text_encoder_facts
 from hddm.components.vae import read_vae, scale_of, vae_facts
-from hddm.data.encoding_images import MODES, Crop, Fit, survey
+from hddm.data.encoding_images import Fit, survey
 from hddm.data.encoding_records import Dtype, EncodingFacts, Layout, is_encoded, layout_of
-from hddm.data.shards import MANIFEST, PARTITION_FILE, Manifest, find_shards, read_manifest
-from hddm.errors import HddmError, did_you_mean
+from hddm.data.resize import Crop, Interpolation
+from hddm.data.shards import HELD_OUT, MANIFEST, PARTITION_FILE, Manifest, find_shards, read_manifest
+from hddm.errors import HddmError
 from hddm.facts import Facts
 
 if TYPE_CHECKING:
@@ -23,8 +24,6 @@ if TYPE_CHECKING:
 
 FILE_BYTES = 64 * 2**20
 """Bytes of a file of data: what is held in memory, and what a killed encoding does again."""
-
-HELD_OUT = "held_out"
 
 
 class EncodingSettings(Facts):
@@ -37,7 +36,7 @@ class EncodingSettings(Facts):
 
     resolution: int | None = Field(default=None, ge=1)
     crop: Crop = "center"
-    interpolation: str = "lanczos"
+    interpolation: Interpolation = "lanczos"
     random_flip: bool = False
     dtype: Dtype = "float16"
     seed: int = Field(default=0, ge=0)
@@ -176,11 +175,6 @@ def _check(
     if settings.random_flip and vae is None:
         raise HddmError(
             "--random-flip: pixels are mirrored in training itself, and only latents need it here; drop it"
-        )
-    if settings.interpolation not in MODES:
-        raise HddmError(
-            f"--image-interpolation-mode {settings.interpolation}: choose one of {', '.join(MODES)}"
-            f"{did_you_mean(settings.interpolation, MODES)}"
         )
     if settings.resolution is None and settings.crop == "random":
         raise HddmError("--random-crop: needs --resolution, the side that images are cropped to")
