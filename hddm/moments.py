@@ -11,6 +11,7 @@ t = 0, v = x - m at t = 1.
 from dataclasses import dataclass
 
 import torch
+from scipy.linalg import eigh
 from torch import Tensor
 
 from hddm.errors import HddmError
@@ -40,17 +41,15 @@ class Moments:
         """
         if len(images) < 2:
             raise HddmError(f"moments need at least 2 images, not {len(images)}")
-        flat = to_float64(images.flatten(1))
+        flat = to_float64(images.flatten(1)).cpu()
         mean = flat.mean(0)
-        centred = flat - mean
-        _, singular, directions = torch.linalg.svd(centred, full_matrices=False)
-        variances = singular**2 / (len(flat) - 1)
         rank = min(MAX_DIRECTIONS, len(flat) - 1, flat.shape[1])
-        rest = (variances.sum() - variances[:rank].sum()) / max(flat.shape[1] - rank, 1)
+        variances, directions, total = _principal(flat - mean, rank)
+        rest = (total - variances.sum()) / max(flat.shape[1] - rank, 1)
         # A direction without any variance would make the Gaussian velocity 0/0 at t = 0.
-        floor = 1e-6 * variances.mean().clamp_min(1e-12)
-        kept = torch.cat([variances[:rank], rest[None]]).clamp_min(floor)
-        return cls(mean.float(), directions[:rank].T.float().contiguous(), kept.float())
+        floor = 1e-6 * max(total / min(flat.shape), 1e-12)
+        kept = torch.cat([variances, rest[None]]).clamp_min(floor)
+        return cls(mean.float(), directions.float().contiguous(), kept.float())
 
     def to(self, like: Tensor) -> "Moments":
         """The same moments in the dtype and on the device of ``like``."""
@@ -67,3 +66,22 @@ class Moments:
         gain = (t - (1 - t) * self.variances) / ((1 - t) ** 2 * self.variances + t**2)
         along, rest = self.split(x_t - (1 - t) * self.mean)
         return (gain[:, :-1] * along) @ self.basis.T + gain[:, -1:] * rest - self.mean
+
+
+def _principal(centred: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The ``rank`` largest variances of ``centred`` (N, D), falling; their directions (D, rank); the sum of all.
+
+    From the smaller of the two Gram matrices: a decomposition of the whole takes minutes for a few thousand
+    images of a few thousand numbers.
+    """
+    wide = centred.shape[1] > len(centred)
+    gram = (centred @ centred.T if wide else centred.T @ centred) / (len(centred) - 1)
+    total = gram.diagonal().sum()
+    last = len(gram) - 1
+    found, vectors = eigh(gram.numpy(), subset_by_index=(last - rank + 1, last))
+    variances = torch.from_numpy(found).flip(0).clamp_min(0)
+    directions = torch.from_numpy(vectors).flip(1)
+    if wide:
+        # Rounding spoils what is orthogonal in theory where a variance is next to nothing.
+        directions = torch.linalg.qr(centred.T @ directions).Q
+    return variances, directions, total
