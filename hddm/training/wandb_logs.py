@@ -63,10 +63,13 @@ class WandbLog:
         """As `hddm.training.logs.Sink.put`."""
         if step <= self._logged:
             return
+        self._run.log(dict(figures), step=step)
+        # Apart, since W&B names a picture's file by the step of the call before.
         images = {
             name: self._wandb.Image(pixels.permute(1, 2, 0).numpy()) for name, pixels in pictures.items()
         }
-        self._run.log({**figures, **images}, step=step)
+        if images:
+            self._run.log(images, step=step)
         if step > self._last:
             # W&B keeps a step back until the next one comes, so this one may still be lost.
             self._record(self._last)
