@@ -1,0 +1,71 @@
+"""hddm's expert and diffusers' DiT, of one width, depth and number of heads, both class-conditional."""
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+from diffusers import DiTTransformer2DModel
+from torch import Tensor, nn
+
+from benchmarks.training.settings import Settings
+from hddm.models.transformer import ExpertTransformer
+
+Network = TypeVar("Network", bound=nn.Module)
+Call = Callable[[nn.Module, Tensor, Tensor, Tensor], Tensor]
+"""(network, x, times in [0, 1000], labels) to an output like x."""
+
+
+def expert(settings: Settings, modulation: str) -> ExpertTransformer:
+    """Ours, with `modulation` as in `ExpertTransformer`."""
+    torch.manual_seed(0)
+    network: ExpertTransformer = ExpertTransformer(
+        sample_size=settings.side,
+        in_channels=settings.channels,
+        patch_size=settings.patch,
+        hidden_size=settings.hidden_size,
+        depth=settings.depth,
+        num_heads=settings.num_heads,
+        num_classes=settings.classes,
+        modulation=modulation,
+    )
+    return awake(network)
+
+
+def diffusers_dit(settings: Settings) -> DiTTransformer2DModel:
+    """The DiT of diffusers; its time is a whole number and every block embeds time and label anew."""
+    torch.manual_seed(0)
+    network = DiTTransformer2DModel(
+        num_attention_heads=settings.num_heads,
+        attention_head_dim=settings.hidden_size // settings.num_heads,
+        in_channels=settings.channels,
+        num_layers=settings.depth,
+        sample_size=settings.side,
+        patch_size=settings.patch,
+        num_embeds_ada_norm=settings.classes,
+    )
+    return awake(network)
+
+
+def call_expert(network: nn.Module, x: Tensor, times: Tensor, labels: Tensor) -> Tensor:
+    """Ours."""
+    output: Tensor = network(x, times, labels)
+    return output
+
+
+def call_dit(network: nn.Module, x: Tensor, times: Tensor, labels: Tensor) -> Tensor:
+    """That of diffusers."""
+    output: Tensor = network(x, timestep=times.long(), class_labels=labels, return_dict=False)[0]
+    return output
+
+
+def awake(network: Network) -> Network:
+    """``network`` with numbers where layers begin at zero: products with zeros may be cheaper."""
+    for parameter in network.parameters():
+        if not parameter.any():
+            nn.init.normal_(parameter, std=0.02)
+    return network
+
+
+def millions(network: nn.Module) -> float:
+    """Trained parameters, in millions."""
+    return sum(p.numel() for p in network.parameters() if p.requires_grad) / 1e6

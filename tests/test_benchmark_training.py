@@ -1,0 +1,89 @@
+"""The training benchmark in small, and that its ways are the same training."""
+
+import json
+import statistics
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from benchmarks.inference.times import Taken
+from benchmarks.training.loops import PlainLoop
+from benchmarks.training.measure import measure_training
+from benchmarks.training.networks import call_dit, call_expert, diffusers_dit, expert, millions
+from benchmarks.training.products import Products
+from benchmarks.training.report import speed_ups, write_training
+from benchmarks.training.settings import CPU, CUDA, QUICK, Settings
+from benchmarks.training.times import DIFFUSERS, OWN, OWN_PRODUCTS, PLAIN, PRODUCTS, ZERO, measure_times
+
+WAYS = [DIFFUSERS, OWN, PLAIN, ZERO, PRODUCTS, OWN_PRODUCTS]
+
+
+def _loop(modulation: str | None, dtype: str = "float32") -> PlainLoop:
+    network = diffusers_dit(QUICK) if modulation is None else expert(QUICK, modulation)
+    call = call_dit if modulation is None else call_expert
+    return PlainLoop(network, call, QUICK, "cpu", dtype, compiled=False)
+
+
+@pytest.mark.parametrize("settings", [CPU, CUDA], ids=["cpu", "cuda"])
+def test_adaln_zero_is_what_tells_the_sizes_of_both_networks_apart(settings: Settings) -> None:
+    with torch.device("meta"):
+        dit, single, zero = diffusers_dit(settings), expert(settings, "single"), expert(settings, "zero")
+    width, depth = settings.hidden_size, settings.depth
+    # Every block of diffusers' DiT embeds time (two layers) and label; ours do that once.
+    embedding = width * (256 + width + 2) + width * (settings.classes + 1)
+    positions = width * settings.tokens
+    assert 1e6 * (millions(dit) - millions(zero)) == pytest.approx((depth - 1) * embedding - positions, abs=1)
+    assert millions(single) < millions(zero) < millions(dit)
+
+
+@pytest.mark.parametrize("modulation", [None, "single", "zero"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_plain_loop_learns(modulation: str | None, dtype: str) -> None:
+    loop = _loop(modulation, dtype)
+    for group in loop._optimizer.param_groups:
+        group["lr"] = 3e-3
+    losses = [loop.step() for _ in range(60)]
+    assert statistics.mean(losses[-20:]) < 0.9 * statistics.mean(losses[:5])
+
+
+def test_every_way_is_timed_once_a_round() -> None:
+    times, sizes = measure_times(QUICK, "cpu", "bfloat16", compiled=False)
+    assert list(times) == WAYS
+    assert all(len(each) == QUICK.rounds and all(one.seconds > 0 for one in each) for each in times.values())
+    assert sizes[OWN] == sizes[PLAIN] < sizes[ZERO] < sizes[DIFFUSERS]
+
+
+def test_products_are_all_of_a_step_that_counts_operations() -> None:
+    layers = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.GELU(), nn.Linear(16, 4))
+    x = torch.randn(3, 8)
+    recorded = Products(lambda: layers(x).sum().backward())
+    # Two layers forward, both gradients of the second, that of the weights alone of the first.
+    assert [str(call[0]) for call in recorded.calls].count("aten.mm.default") == 3
+    assert [str(call[0]) for call in recorded.calls].count("aten.addmm.default") == 2
+    assert len(recorded.calls) == 5
+    steps: list[int] = []
+    recorded.run(3, lambda: steps.append(1))
+    assert len(steps) == 3
+
+
+def test_speed_ups_are_taken_within_a_round() -> None:
+    times = {DIFFUSERS: [Taken(3, 1), Taken(2, 1)], OWN: [Taken(2, 1), Taken(2, 1)]}
+    assert speed_ups(times, OWN) == [1.5, 1.0]
+
+
+def test_the_quick_run_writes_a_report_that_says_what_was_met(tmp_path: Path) -> None:
+    written = measure_training("cpu", ["float32"], False, None, 1, True, tmp_path, "--quick")
+    content = json.loads(written.with_suffix(".json").read_text())
+    assert list(content["times"]["float32"]) == WAYS
+    seconds = {DIFFUSERS: 1.1, OWN: 1.0, PLAIN: 1.0, ZERO: 1.0, PRODUCTS: 0.88, OWN_PRODUCTS: 0.9}
+    taken = {name: [Taken(value, value)] for name, value in seconds.items()}
+    text = write_training(tmp_path, QUICK, content, {"float32": taken, "bfloat16": taken}).read_text()
+    for line in (
+        "`python -m benchmarks.training --quick`",
+        "1.10 [1.10, 1.10] × the images a second of diffusers' DiT, plain loop; target at least 1.05: met.",
+        "1.10 [1.10, 1.10] × the images a second of diffusers' DiT, plain loop; target at least 1.2: missed.",
+        "80% of a step of diffusers' DiT, and 90% of hddm's.",
+    ):
+        assert line in text
