@@ -1,15 +1,18 @@
 """The networks: sizes, shapes, initial values and what depends on what."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from hddm.errors import HddmError
-from hddm.models.layers import TimeEmbedding, sinusoid
+from hddm.models.attend import attend
+from hddm.models.layers import PatchEmbedding, TimeEmbedding, sinusoid
 from hddm.models.router import RouterTransformer
 from hddm.models.sizes import SIZES, size_config
 from hddm.models.transformer import ExpertTransformer
@@ -249,3 +252,108 @@ def test_a_fresh_residual_changes_nothing_until_it_is_trained(rank: int) -> None
 def test_modulations_that_do_not_exist_are_refused(kind: dict[str, Any], message: str) -> None:
     with pytest.raises(HddmError, match=message):
         ExpertTransformer(**TINY, **kind)
+
+
+def _trained(network: torch.nn.Module, conditions: dict[str, Tensor]) -> tuple[dict[str, Tensor], int]:
+    """Gradients of all parameters, and how often the first block ran."""
+    runs = 0
+
+    def count(*_: object) -> None:
+        nonlocal runs
+        runs += 1
+
+    handle = network.layers[0].attn.register_forward_hook(count)
+    network.zero_grad()
+    network(X, T, **conditions).square().mean().backward()
+    handle.remove()
+    return {name: p.grad.clone() for name, p in network.named_parameters() if p.grad is not None}, runs
+
+
+@pytest.mark.parametrize(
+    ("make", "conditions"),
+    [
+        (lambda: ExpertTransformer(**TINY), {}),
+        (
+            lambda: ExpertTransformer(**TINY, num_classes=4, text_dim=12, modulation="zero"),
+            {"class_labels": torch.tensor([0, 4]), "encoder_hidden_states": TEXT},
+        ),
+        (lambda: RouterTransformer(num_experts=5, **TINY), {}),
+    ],
+    ids=["expert", "expert with text", "router"],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_checkpointed_blocks_run_twice_and_give_the_same_gradients(
+    make: Callable[[], torch.nn.Module], conditions: dict[str, Tensor], dtype: torch.dtype
+) -> None:
+    network = _awake(make())
+    with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
+        plain, once = _trained(network, conditions)
+        network.enable_gradient_checkpointing()
+        checkpointed, twice = _trained(network, conditions)
+        network.disable_gradient_checkpointing()
+        assert (once, twice, _trained(network, conditions)[1]) == (1, 2, 1)
+    assert plain.keys() == checkpointed.keys()
+    assert all(torch.equal(plain[name], checkpointed[name]) for name in plain)
+
+
+def test_checkpointed_blocks_keep_their_input_alone() -> None:
+    def kept(network: torch.nn.Module) -> int:
+        sizes: dict[int, int] = {}
+
+        def keep(value: Tensor) -> Tensor:
+            sizes[value.data_ptr()] = value.untyped_storage().nbytes()
+            return value
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda value: value):
+            network(X, T).sum().backward()
+        return sum(sizes.values())
+
+    network = ExpertTransformer(**{**TINY, "depth": 6})
+    before = kept(network)
+    network.enable_gradient_checkpointing()
+    assert kept(network) < before / 2
+
+
+def test_patches_are_embedded_as_the_convolution_does_token_by_token_in_memory() -> None:
+    embed = PatchEmbedding(3, 32, 2)
+    _awake(embed)
+    tokens = embed(X)
+    expected = F.conv2d(X, embed.weight, embed.bias, stride=2).flatten(2).transpose(1, 2)
+    torch.testing.assert_close(tokens, expected)
+    assert tokens.is_contiguous()
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(16, 16), (7, 33)])
+@pytest.mark.parametrize("scale", [1, 6], ids=["even", "sharp"])
+def test_attention_in_bfloat16_has_the_gradient_of_its_definition(
+    queries: int, keys: int, scale: float
+) -> None:
+    noise = torch.Generator().manual_seed(3)
+    q, k, v = (torch.randn(2, 3, n, 8, generator=noise) for n in (queries, keys, keys))
+    inputs = [x.bfloat16() for x in (scale * q, k, v)]
+    upstream = torch.randn(q.shape, generator=noise).bfloat16()
+
+    def gradients(attention: Callable[..., Tensor], dtype: torch.dtype) -> tuple[Tensor, ...]:
+        leaves = [x.to(dtype).requires_grad_() for x in inputs]
+        return torch.autograd.grad(attention(*leaves), leaves, upstream.to(dtype))
+
+    def definition(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return (q @ k.transpose(-1, -2) / 8**0.5).softmax(-1) @ v
+
+    exact = gradients(definition, torch.float64)
+    for ours, theirs, truth in zip(
+        gradients(attend, torch.bfloat16),
+        gradients(F.scaled_dot_product_attention, torch.bfloat16),
+        exact,
+        strict=True,
+    ):
+        error, usual = ((x.double() - truth).norm() / truth.norm() for x in (ours, theirs))
+        assert error < 0.01
+        assert error < 2 * usual
+
+
+def test_attention_looks_the_same_with_and_without_gradients() -> None:
+    q = torch.randn(2, 3, 16, 8).bfloat16()
+    with torch.no_grad():
+        plain = attend(q, q, q)
+    assert torch.equal(attend(q.requires_grad_(), q, q), plain)
