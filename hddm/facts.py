@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from hddm.errors import HddmError, did_you_mean
-from hddm.files import read_json
+from hddm.files import LARGEST_JSON, read_json
 
 
 class Facts(BaseModel):
@@ -18,14 +18,14 @@ class Facts(BaseModel):
 Record = TypeVar("Record", bound=Facts)
 
 
-def read_facts(path: Path, record: type[Record], format_version: str) -> Record:
+def read_facts(path: Path, record: type[Record], format_version: str, largest: int = LARGEST_JSON) -> Record:
     """The record in a JSON file.
 
     Raises:
         HddmError: in one line with file and key, for a missing file, a newer major format, or an unknown,
             missing or ill-typed key.
     """
-    content = read_json(path)
+    content = read_json(path, largest)
     check_format(content, format_version, path)
     return parse_facts(content, record, str(path))
 

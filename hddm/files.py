@@ -101,21 +101,21 @@ def write_json(path: Path, content: Any) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n")
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path, largest: int = LARGEST_JSON) -> dict[str, Any]:
     """The JSON object in ``path``.
 
     Raises:
-        HddmError: for a missing file, anything but a regular one, one larger than `LARGEST_JSON`, broken JSON
-            and anything but an object.
+        HddmError: for a missing file, anything but a regular one, one of more than ``largest`` bytes, broken
+            JSON and anything but an object.
     """
     try:
         # Opening a pipe would wait for ever.
         if not stat.S_ISREG(path.stat().st_mode):
             raise HddmError(f"{path}: is no regular file; name a JSON file")
         with path.open("rb") as file:
-            text = file.read(LARGEST_JSON + 1)
-        if len(text) > LARGEST_JSON:
-            raise HddmError(f"{path}: has more than {LARGEST_JSON} bytes; fetch or write it again")
+            text = file.read(largest + 1)
+        if len(text) > largest:
+            raise HddmError(f"{path}: has more than {largest} bytes; fetch or write it again")
         content = json.loads(text.decode())
     except FileNotFoundError:
         raise HddmError(f"{path}: no such file") from None

@@ -31,6 +31,8 @@ PARTITION_FILE = "partition.json"
 HELD_OUT = "held_out"
 """Folder of a partition in which ``shard_k`` are images that the expert of shard k is judged by."""
 MIN_IMAGES = 16
+LARGEST_MANIFEST = 2**29
+"""Bytes; some two million images."""
 
 
 class ImageEntry(Facts):
@@ -133,11 +135,11 @@ def load_shard(folder: Path) -> Shard:
 
     Raises:
         HddmError: as `read_manifest` and `read_content`, for images of several sizes, or fewer than
-            `MIN_IMAGES` images.
+            `MIN_IMAGES` images to train on.
     """
     manifest = read_manifest(folder)
     entries = manifest.images
-    if len(entries) < MIN_IMAGES:
+    if len(entries) < MIN_IMAGES and manifest.held_out_of is None:
         raise HddmError(
             f"{folder}: has {len(entries)} images; an expert needs at least {MIN_IMAGES} to train on"
         )
@@ -166,7 +168,7 @@ def read_manifest(folder: Path) -> Manifest:
     """
     path = folder / MANIFEST
     _refuse_other_folder(folder, MANIFEST)
-    manifest = read_facts(path, Manifest, FORMAT)
+    manifest = read_facts(path, Manifest, FORMAT, LARGEST_MANIFEST)
     check_entries(path, manifest.images, manifest.classes, manifest.hash)
     return manifest
 

@@ -65,7 +65,7 @@ def losing(
 
 
 def check_conditions(shard: Shard, settings: ExpertSettings) -> None:
-    """Refuse conditions that the images of ``shard`` have not.
+    """Refuse settings that the samples of ``shard`` do not allow.
 
     Raises:
         HddmError: with the option to drop.
@@ -77,3 +77,8 @@ def check_conditions(shard: Shard, settings: ExpertSettings) -> None:
             f"{shard.folder}: holds no text embeddings; hddm encode --text-encoder makes them, or drop "
             "--text-conditional"
         )
+    if shard.held_out_of is not None:
+        raise HddmError(f"{shard.folder}: was kept from training, to judge an expert by; train on its shard")
+    if settings.random_flip:
+        # Latents have mirror images only where they were encoded too, and say so.
+        shard.take(torch.zeros(1, dtype=torch.long), flip=torch.ones(1, dtype=torch.bool))
