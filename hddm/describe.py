@@ -11,7 +11,6 @@ from hddm.calibration import FILE_NAME as CALIBRATION
 from hddm.calibration import calibration_record
 from hddm.checkpoints.inspection import describe_source
 from hddm.data.encoding_records import is_encoded, read_encoded_manifest
-from hddm.data.encoding_records import is_encoded, read_encoded_manifest
 from hddm.data.shards import FORMAT as SHARD_FORMAT
 from hddm.data.shards import MANIFEST, PARTITION_FILE, Manifest, PartitionFacts
 from hddm.ensemble_folders import ENSEMBLE_FILE, read_ensemble_facts
@@ -53,14 +52,6 @@ def describe(folder: Path, allow_pickle: bool = False, variant: str | None = Non
     if (folder / PARTITION_FILE).exists():
         partition = read_facts(folder / PARTITION_FILE, PartitionFacts, SHARD_FORMAT)
         return {"kind": "partition", **partition.model_dump()}
-    if (folder / MANIFEST).exists() and is_encoded(folder):
-        encoded = read_encoded_manifest(folder)
-        return {
-            "kind": "encoded shard",
-            **encoded.model_dump(mode="json", exclude={"images", "data", "null"}),
-            "images": encoded.num_rows,
-            "files": len(encoded.data),
-        }
     if (folder / MANIFEST).exists() and is_encoded(folder):
         encoded = read_encoded_manifest(folder)
         return {

@@ -47,7 +47,7 @@ class Moments:
         variances, directions, total = _principal(flat - mean, rank)
         rest = (total - variances.sum()) / max(flat.shape[1] - rank, 1)
         # A direction without any variance would make the Gaussian velocity 0/0 at t = 0.
-        floor = 1e-6 * max(total / min(flat.shape), 1e-12)
+        floor = 1e-6 * (total / min(flat.shape)).clamp_min(1e-12).item()
         kept = torch.cat([variances, rest[None]]).clamp_min(floor)
         return cls(mean.float(), directions.float().contiguous(), kept.float())
 
@@ -69,7 +69,7 @@ class Moments:
 
 
 def _principal(centred: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The ``rank`` largest variances of ``centred`` (N, D), falling; their directions (D, rank); the sum of all.
+    """The ``rank`` largest variances of ``centred`` (N, D), their directions (D, rank), the sum of all.
 
     From the smaller of the two Gram matrices: a decomposition of the whole takes minutes for a few thousand
     images of a few thousand numbers.

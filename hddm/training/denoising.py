@@ -12,7 +12,7 @@ isotropic Gaussian data with the images' mean m and variance c,
 m is the mean of the other images for each image, so that few images do not flatter it.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -89,6 +89,7 @@ def denoising(
     # (times, what, images)
     errors = torch.zeros(len(TIMES), 3, number, dtype=torch.float64)
     noise = generator(seed, _STREAM)
+    velocity: Callable[..., Tensor] = field.velocity
     for start in range(0, number, batch_size):
         rows = slice(start, start + batch_size)
         x_0 = images[rows]
@@ -100,7 +101,7 @@ def denoising(
             t = torch.full((len(x_0),), time, dtype=torch.float64, device=field.device)
             gain = (time - (1 - time) * variance) / ((1 - time) ** 2 * variance + time**2)
             found = (
-                field.velocity(x_t.to(field.device), t, **given).cpu(),
+                velocity(x_t.to(field.device), t, **given).cpu(),
                 gain * (x_t - (1 - time) * others) - others,
                 torch.zeros_like(target),
             )

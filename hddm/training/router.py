@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 from hddm.data.open_shard import open_shard
 from hddm.data.shards import Shard, find_shards
+from hddm.data.whole import JoinedStore
 from hddm.errors import HddmError
 from hddm.experts import ROUTER_FILE, RouterFacts, save_router
 from hddm.models.router import RouterTransformer
@@ -59,8 +60,9 @@ def train_router(
         return []
     shards = [open_shard(folder) for folder in find_shards(shards_folder)]
     _check_alike(shards)
-    labels = torch.cat([torch.full((len(shard),), k) for k, shard in enumerate(shards)])
-    rows = torch.arange(len(labels))
+    stored = JoinedStore([shard.stored for shard in shards])
+    rows = torch.arange(len(stored))
+    labels = stored.part_of(rows)
     if settings.calibrate:
         fresh = torch.cat([held_out(shard) for shard in shards])
         held = rows[fresh]
@@ -70,7 +72,7 @@ def train_router(
 
     def draw(chosen: Tensor, noise: torch.Generator) -> Inputs:
         flip = torch.rand(len(chosen), generator=noise) < 0.5 if settings.random_flip else None
-        x_0 = _take(shards, rows[chosen], noise, flip)
+        x_0 = stored.take(rows[chosen], noise, flip)
         t = torch.rand(len(chosen), generator=noise)
         return {
             "x_0": x_0,
@@ -89,7 +91,7 @@ def train_router(
         calibration: dict[str, Any] = {}
         temperatures: tuple[float, ...] = (1.0,)
         if settings.calibrate:
-            images, of = _take(shards, held), labels[held]
+            images, of = stored.take(held, None, None), labels[held]
             temperatures, figures = calibrate_router(network, TIME_SCALE, images, of, settings.seed)
             each = of.bincount(minlength=len(shards)).tolist()
             calibration = {"held_out_share": HELD_OUT_SHARE, "held_out_images": each, **figures}
@@ -124,17 +126,3 @@ def _check_alike(shards: list[Shard]) -> None:
         raise HddmError(f"the shards hold images of different shapes: {sorted(shapes)}")
     if any(shard.vae != shards[0].vae for shard in shards):
         raise HddmError("the shards hold latents of different VAEs; encode all with one")
-
-
-def _take(
-    shards: list[Shard], rows: Tensor, noise: torch.Generator | None = None, flip: Tensor | None = None
-) -> Tensor:
-    """Samples by their row in all shards, one after the other."""
-    ends = torch.tensor([len(shard) for shard in shards]).cumsum(0)
-    which = torch.searchsorted(ends, rows, right=True)
-    taken = torch.empty(len(rows), *shards[0].shape)
-    for k, shard in enumerate(shards):
-        here = which == k
-        start = int(ends[k]) - len(shard)
-        taken[here] = shard.take(rows[here] - start, noise, None if flip is None else flip[here])
-    return taken
