@@ -157,9 +157,7 @@ def test_captions_that_are_too_long_are_counted_once(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("size", [(9, 20), (20, 9), (5, 7), (12, 8)])
 @pytest.mark.parametrize("mode", ["lanczos", "bicubic", "nearest"])
-def test_images_are_fitted_as_torchvision_does(
-    size: tuple[int, int], mode: Interpolation
-) -> None:
+def test_images_are_fitted_as_torchvision_does(size: tuple[int, int], mode: Interpolation) -> None:
     transforms = pytest.importorskip("torchvision.transforms")
     image = noise(1, *size)[0]
     resized = transforms.Resize(8, transforms.InterpolationMode(mode))(Image.fromarray(image))
