@@ -191,7 +191,7 @@ def _extract(
             features.append(_finite(extractor(images), names, extractor.name))
     made = np.concatenate(features) if features else np.zeros((0, 0), dtype=np.float32)
     hashes = np.frombuffer(b"".join(a + b for a, b in digests), dtype=np.uint8).reshape(-1, 2, 32)
-    tensors = {
+    tensors: dict[str, np.ndarray] = {
         "sound": np.array(sound, dtype=np.int64),
         "files": np.ascontiguousarray(hashes[:, 0]),
         "pixels": np.ascontiguousarray(hashes[:, 1]),
