@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from benchmarks.training.networks import Call
+from benchmarks.training.networks import Call, awake
 from benchmarks.training.settings import DTYPES, Settings
 from hddm.objectives import TIME_SCALE, Objective
 from hddm.training.loop import StepReport, Task, fit
@@ -26,7 +26,7 @@ class PlainLoop:
     def __init__(
         self, network: nn.Module, call: Call, settings: Settings, device: str, dtype: str, compiled: bool
     ) -> None:
-        self.network, self._call, self._settings = network.to(device).train(), call, settings
+        self.network, self._call, self._settings = awake(network).to(device).train(), call, settings
         self._device, self._dtype = torch.device(device), DTYPES[dtype]
         if compiled:
             network.compile()
@@ -66,7 +66,7 @@ class OwnLoop:
     """`hddm.training.loop.fit` as `hddm train expert` calls it, without logs and checkpoints."""
 
     def __init__(self, network: nn.Module, settings: Settings, device: str, dtype: str, compiled: bool):
-        self.network, self._settings = network, settings
+        self.network, self._settings = awake(network), settings
         self._images, self._labels = images_and_labels(settings)
         self._objective = Objective.named("flow")
         self._device, self._compiled = device, compiled

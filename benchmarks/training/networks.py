@@ -18,7 +18,7 @@ Call = Callable[[nn.Module, Tensor, Tensor, Tensor], Tensor]
 def expert(settings: Settings, modulation: str) -> ExpertTransformer:
     """Ours, with `modulation` as in `ExpertTransformer`."""
     torch.manual_seed(0)
-    network: ExpertTransformer = ExpertTransformer(
+    return ExpertTransformer(  # type: ignore[no-any-return]
         sample_size=settings.side,
         in_channels=settings.channels,
         patch_size=settings.patch,
@@ -28,13 +28,12 @@ def expert(settings: Settings, modulation: str) -> ExpertTransformer:
         num_classes=settings.classes,
         modulation=modulation,
     )
-    return awake(network)
 
 
 def diffusers_dit(settings: Settings) -> DiTTransformer2DModel:
     """The DiT of diffusers; its time is a whole number and every block embeds time and label anew."""
     torch.manual_seed(0)
-    network = DiTTransformer2DModel(
+    return DiTTransformer2DModel(
         num_attention_heads=settings.num_heads,
         attention_head_dim=settings.hidden_size // settings.num_heads,
         in_channels=settings.channels,
@@ -43,7 +42,6 @@ def diffusers_dit(settings: Settings) -> DiTTransformer2DModel:
         patch_size=settings.patch,
         num_embeds_ada_norm=settings.classes,
     )
-    return awake(network)
 
 
 def call_expert(network: nn.Module, x: Tensor, times: Tensor, labels: Tensor) -> Tensor:
