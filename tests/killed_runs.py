@@ -10,6 +10,7 @@ from multiprocessing import get_context
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 # These are imported late, once a process; here, once for all.
 import accelerate
@@ -66,7 +67,6 @@ def train(shard: Path, out: Path, diary: Path, moment: tuple[str, str] | None = 
         sys.addaudithook(_killing(*moment))
     read = open_shard(shard)
     noted = NotedPixels(pixels_of(read))
-    expert.open_shard = lambda folder: replace(read, stored=noted)
 
     def note(step: int, loss: float) -> None:
         with diary.open("a") as file:
@@ -79,7 +79,8 @@ def train(shard: Path, out: Path, diary: Path, moment: tuple[str, str] | None = 
 
     options = RunOptions(resume=True, checkpoint_every=EVERY)
     try:
-        expert.train_expert(shard, out, settings(), on_step=note, run=options)
+        with mock.patch.object(expert, "open_shard", return_value=replace(read, stored=noted)):
+            expert.train_expert(shard, out, settings(), on_step=note, run=options)
     except Stopped as stopped:
         sys.exit(stopped.exit_code)
 

@@ -177,6 +177,7 @@ def test_what_a_training_logs_reaches_its_starter(whole: Path, tmp_path: Path) -
     assert any("going on from step 1" in line for line in logged)
 
 
+@pytest.mark.slow
 def test_a_killed_process_goes_on_and_a_signal_saves_and_ends_all(
     whole: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -49,6 +49,7 @@ def _last_checkpoint(out: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="asks Linux who started a process")
+@pytest.mark.slow
 def test_a_dead_worker_and_a_dead_node_change_nothing(shards: Path, tmp_path: Path, cluster: Any) -> None:
     """Also: a shard that cannot be read fails alone."""
     second = cluster.add_node(num_cpus=1, object_store_memory=100 * 2**20)

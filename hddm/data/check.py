@@ -15,6 +15,7 @@ from hddm.data.check_report import BadImage, DataReport, PartReport
 from hddm.data.decoding import Header, OversizedImageError, open_image, read_header
 from hddm.data.encoding_records import is_encoded
 from hddm.data.shards import (
+    HELD_OUT,
     MANIFEST,
     PARTITION_FILE,
     Manifest,
@@ -74,7 +75,7 @@ def _parts(
 ) -> tuple[Kind, list[tuple[str, ImageSource]]]:
     if (path / PARTITION_FILE).is_file():
         folders = find_shards(path)
-        held_out = [path / "held_out" / folder.name for folder in folders]
+        held_out = [path / HELD_OUT / folder.name for folder in folders]
         folders += [folder for folder in held_out if folder.is_dir()]
         return "partition", [(str(folder.relative_to(path)), _ShardSource.of(folder)) for folder in folders]
     if (path / MANIFEST).is_file():

@@ -39,7 +39,8 @@ class PixelPca:
     def __init__(self, dimensions: int = DIMENSIONS, sample: int = SAMPLE, seed: int = 0) -> None:
         self._dimensions, self._sample, self._seed = dimensions, sample, seed
         self._size = (0, 0)
-        self._mean = self._components = np.zeros(0, dtype=np.float32)
+        self._mean: NDArray[np.float32] = np.zeros(0, dtype=np.float32)
+        self._components: NDArray[np.float32] = self._mean
 
     @property
     def identity(self) -> str:
@@ -52,7 +53,11 @@ class PixelPca:
             write_tensors(path, self._fitted(source))
         basis, _ = read_tensors(path)
         height, width = basis["size"].tolist()
-        self._size, self._mean, self._components = (height, width), basis["mean"], basis["components"]
+        self._size = (height, width)
+        self._mean, self._components = (
+            basis["mean"].astype(np.float32),
+            basis["components"].astype(np.float32),
+        )
 
     def __call__(self, images: Sequence[NDArray[np.uint8]]) -> NDArray[np.float32]:
         reduced: NDArray[np.float32] = (self._flat(images) - self._mean) @ self._components.T
@@ -85,7 +90,8 @@ class PixelPca:
 
     def _flat(self, images: Sequence[NDArray[np.uint8]]) -> NDArray[np.float32]:
         small = np.stack([_shrunk(image, self._size) for image in images])
-        return small.reshape(len(small), -1).astype(np.float32) / 255
+        flat: NDArray[np.float32] = small.reshape(len(small), -1).astype(np.float32) / np.float32(255)
+        return flat
 
 
 def _shrunk(image: NDArray[np.uint8], size: tuple[int, ...]) -> NDArray[np.uint8]:

@@ -28,7 +28,7 @@ def transport(values: Values) -> Indices:
     """
     values = values - _prices(values)
     each = values.shape[0] // values.shape[1]
-    chosen = values.argmax(1)
+    chosen: NDArray[np.int64] = values.argmax(1)
     sizes = np.bincount(chosen, minlength=values.shape[1])
     loss = np.full((len(sizes), len(sizes)), np.inf)
     mover = np.zeros(loss.shape, dtype=np.int64)

@@ -25,10 +25,9 @@ student is a flow expert on the linear path, and is calibrated on the whole data
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import torch
-from pydantic import Field
 from torch import Tensor, nn
 
 from hddm.data.open_shard import open_shard
@@ -46,27 +45,9 @@ from hddm.training.loop import Fitted, Inputs, OnStep, Task
 from hddm.training.networks import new_network
 from hddm.training.run_folder import RunOptions
 from hddm.training.runs import finished, train
-from hddm.training.settings import ExpertSettings, LoopSettings
+from hddm.training.settings import DistillSettings as DistillSettings
 from hddm.training.teachers import LABELS, open_teacher
 from hddm.training.watching import watching
-
-
-class DistillSettings(LoopSettings):
-    """Whom a student learns from, how large it is, and how it is optimised.
-
-    It takes class labels where its teacher does, and learns ``condition_dropout`` of its samples without.
-    """
-
-    teacher: Literal["shard", "routed"] = "shard"
-    size: str = "small"
-    time_sampling: Literal["uniform", "logit-normal"] = "uniform"
-    condition_dropout: Annotated[float, Field(ge=0, le=1)] = 0.1
-    random_flip: bool = False
-
-    def as_expert(self, class_conditional: bool) -> ExpertSettings:
-        """Those of the flow expert that the student is."""
-        same = self.model_dump(exclude={"teacher"})
-        return ExpertSettings(objective="flow", class_conditional=class_conditional, **same)
 
 
 def distill(

@@ -18,12 +18,12 @@ import yaml
 from hddm.errors import HddmError, did_you_mean
 from hddm.facts import Facts, parse_facts
 from hddm.training.run_folder import Keeping, RunOptions
-from hddm.training.settings import ExpertSettings, RouterSettings
+from hddm.training.settings import DistillSettings, ExpertSettings, RouterSettings
 
 Settings = TypeVar("Settings", bound=Facts)
 LARGEST = 2**20
 # A file may serve several verbs: what one of them knows is no mistake.
-KINDS: tuple[type[Facts], ...] = (Keeping, ExpertSettings, RouterSettings)
+KINDS: tuple[type[Facts], ...] = (Keeping, ExpertSettings, RouterSettings, DistillSettings)
 
 
 def settings_of(

@@ -80,3 +80,21 @@ class RouterSettings(LoopSettings):
     size: str = "tiny"
     random_flip: bool = False
     calibrate: bool = False
+
+
+class DistillSettings(LoopSettings):
+    """Whom a student learns from, how large it is, and how it is optimised.
+
+    It takes class labels where its teacher does, and learns ``condition_dropout`` of its samples without.
+    """
+
+    teacher: Literal["shard", "routed"] = "shard"
+    size: str = "small"
+    time_sampling: Literal["uniform", "logit-normal"] = "uniform"
+    condition_dropout: Annotated[float, Field(ge=0, le=1)] = 0.1
+    random_flip: bool = False
+
+    def as_expert(self, class_conditional: bool) -> ExpertSettings:
+        """Those of the flow expert that the student is."""
+        same = self.model_dump(exclude={"teacher"})
+        return ExpertSettings(objective="flow", class_conditional=class_conditional, **same)
