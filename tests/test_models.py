@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from hddm.errors import HddmError
 from hddm.models.attend import attend
-from hddm.models.layers import PatchEmbedding, TimeEmbedding, sinusoid
+from hddm.models.layers import PatchEmbedding, TimeEmbedding, add_gated, modulate, sinusoid
 from hddm.models.router import RouterTransformer
 from hddm.models.sizes import SIZES, size_config
 from hddm.models.transformer import ExpertTransformer
@@ -357,3 +357,19 @@ def test_attention_looks_the_same_with_and_without_gradients() -> None:
     with torch.no_grad():
         plain = attend(q, q, q)
     assert torch.equal(attend(q.requires_grad_(), q, q), plain)
+
+
+@pytest.mark.parametrize("trained", [(True, True, True), (False, True, False), (True, False, True)])
+def test_modulation_and_gates_have_the_gradients_of_their_definitions(trained: tuple[bool, ...]) -> None:
+    noise = torch.Generator().manual_seed(4)
+    shapes = ((2, 5, 8), (2, 1, 8), (2, 1, 8)), ((2, 5, 8), (2, 1, 8), (2, 5, 8))
+    for function, shape in zip((modulate, add_gated), shapes, strict=True):
+        values = [torch.randn(s, generator=noise, dtype=torch.float64) for s in shape]
+        for value, wanted in zip(values, trained, strict=True):
+            value.requires_grad_(wanted)
+        assert torch.autograd.gradcheck(function, values)
+        assert torch.autograd.gradgradcheck(function, values)
+    x, shift, scale = (torch.randn(s, generator=noise) for s in shapes[0])
+    torch.testing.assert_close(modulate(x, shift, scale), x * (1 + scale) + shift)
+    branch = x.flip(0)
+    torch.testing.assert_close(add_gated(x, scale, branch), x + scale * branch)

@@ -30,7 +30,7 @@ class PlainLoop:
         self._device, self._dtype = torch.device(device), DTYPES[dtype]
         if compiled:
             network.compile()
-        self._parameters = [p for p in network.parameters() if p.requires_grad]
+        self._parameters: list[Tensor] = [p for p in network.parameters() if p.requires_grad]
         self._averages = [p.detach().clone() for p in self._parameters]
         self._optimizer = torch.optim.AdamW(self._parameters, lr=LEARNING_RATE, weight_decay=0.01, fused=True)
         self._images, self._labels = images_and_labels(settings)

@@ -14,7 +14,7 @@ class _Recording(TorchDispatchMode):
     """Keeps every call that has a count of operations in torch: products, convolutions and attention."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.calls: Recorded = []
 
     def __torch_dispatch__(

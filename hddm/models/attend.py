@@ -42,8 +42,8 @@ class _Attend(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        queries, keys, values = ctx.saved_tensors
-        (gradient,) = gradients
+        # Heads lie apart by tokens; each product would copy them for itself.
+        queries, keys, values, gradient = (x.contiguous() for x in (*ctx.saved_tensors, *gradients))
         scale = queries.shape[-1] ** -0.5
         scores = torch.matmul(scale * queries.float(), keys.float().transpose(-1, -2))
         weights = scores.softmax(-1).to(queries.dtype)

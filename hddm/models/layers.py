@@ -1,6 +1,7 @@
 """Blocks that the expert and the router share."""
 
 import math
+from typing import Any
 
 import torch
 from einops import rearrange
@@ -19,13 +20,40 @@ def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
 
     One pass over x. Under autocast x is float32 and shift and scale may be bfloat16: they are the smaller.
     """
-    return torch.addcmul(shift.to(x.dtype), x, 1 + scale.to(x.dtype))
+    return _multiply_add(shift.to(x.dtype), x, 1 + scale.to(x.dtype))
 
 
 def add_gated(x: Tensor, gate: Tensor, branch: Tensor) -> Tensor:
     """``x + gate branch`` in the dtype of x; gate broadcasts to (batch, tokens, width)."""
     # Cast first: on CPUs a pass over mixed dtypes takes longer than two passes.
-    return torch.addcmul(x, gate.to(x.dtype), branch.to(x.dtype))
+    return _multiply_add(x, branch.to(x.dtype), gate.to(x.dtype))
+
+
+def _multiply_add(start: Tensor, x: Tensor, factor: Tensor) -> Tensor:
+    if not torch.is_grad_enabled():
+        return torch.addcmul(start, x, factor)
+    added: Tensor = _MultiplyAdd.apply(start, x, factor)
+    return added
+
+
+class _MultiplyAdd(torch.autograd.Function):
+    """``start + x factor``; the gradient of ``torch.addcmul`` takes one more pass over x."""
+
+    @staticmethod
+    def forward(ctx: Any, start: Tensor, x: Tensor, factor: Tensor) -> Tensor:
+        ctx.save_for_backward(x, factor)
+        ctx.start_shape = start.shape
+        return torch.addcmul(start, x, factor)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (gradient,), (x, factor) = gradients, ctx.saved_tensors
+        for_start, for_x, for_factor = ctx.needs_input_grad
+        return (
+            gradient.sum_to_size(ctx.start_shape) if for_start else None,
+            gradient * factor if for_x else None,
+            (gradient * x).sum_to_size(factor.shape) if for_factor else None,
+        )
 
 
 def sinusoid(
