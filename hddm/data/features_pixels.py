@@ -60,7 +60,8 @@ class PixelPca:
         )
 
     def __call__(self, images: Sequence[NDArray[np.uint8]]) -> NDArray[np.float32]:
-        reduced: NDArray[np.float32] = (self._flat(images) - self._mean) @ self._components.T
+        centred = self._flat(images) - self._mean
+        reduced: NDArray[np.float32] = np.matmul(centred, self._components.T, dtype=np.float32)
         return reduced
 
     def _fitted(self, source: ImageSource) -> dict[str, np.ndarray]:
