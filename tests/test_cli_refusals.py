@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from hddm.data.shards import ImageEntry, content_hash
 from hddm.errors import HddmError
 from hddm_cli.app import app
 from tests.artefacts import Command, contents, copied, edit_json, largest_file
@@ -71,7 +72,12 @@ def test_an_unknown_class_is_refused_with_the_known_ones(
 def test_a_wrong_training_writes_nothing(shards: Path, tmp_path: Path, hddm: Command) -> None:
     small = copied(shards / "shard_0", tmp_path)
     manifest = json.loads((small / "manifest.json").read_text())
-    edit_json(small / "manifest.json", images=manifest["images"][:3])
+    few = [ImageEntry.model_validate(one) for one in manifest["images"][:3]]
+    edit_json(
+        small / "manifest.json",
+        images=manifest["images"][:3],
+        hash=content_hash(few, manifest["classes"]),
+    )
     options = ["--out", tmp_path / "out", *TRAIN]
     before = contents(tmp_path)
     assert "has 3 images; an expert needs at least 16" in _refused(hddm, "train", "expert", small, *options)
@@ -131,7 +137,8 @@ def test_a_full_disk_is_one_line(whole: Path, tmp_path: Path, hddm: Command) -> 
     assert code == 1
     assert "File too large" in err.splitlines()[-1]
     assert "Traceback" not in err
-    assert not list(tmp_path.iterdir())
+    assert not (tmp_path / "out").exists()
+    assert not list((tmp_path / "out.run" / "checkpoints").iterdir())
 
 
 @pytest.mark.parametrize(
