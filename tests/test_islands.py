@@ -22,8 +22,8 @@ from hddm.training.island_jobs import (
     parse_objectives,
     prepare,
     refuse_failed,
+    threaded,
     train_island,
-    with_threads,
 )
 from hddm.training.island_process import Ended, Logged, work
 from hddm.training.islands import train_islands
@@ -91,7 +91,7 @@ def test_threads_are_those_of_the_run_to_go_on_with(tmp_path: Path) -> None:
     fresh, resumed = (
         Island(0, tmp_path, tmp_path / "out", settings, RunOptions(resume=resume)) for resume in (False, True)
     )
-    assert [one.threads for one in with_threads([fresh, resumed], 2)] == [2, 3]
+    assert [one.threads for one in threaded([fresh, resumed], 2)] == [2, 3]
 
 
 def test_what_is_in_the_way_is_told_at_once_and_nothing_starts(whole: Path, tmp_path: Path) -> None:

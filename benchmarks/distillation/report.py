@@ -9,6 +9,7 @@ from matplotlib.figure import Figure as Canvas
 
 from benchmarks.conversion.report import finite, table
 from benchmarks.distillation.settings import CONTROL, COUNTED, ROWS, STUDENT, TEACHER, TUNING_SEED, Settings
+from benchmarks.provenance import provenance
 from hddm.benchmark.results import figure
 from hddm.files import write_json
 
@@ -37,7 +38,8 @@ def write_distillation(
     lines = [
         "# Distillation on digits: one student of two DDPM and two flow experts",
         "",
-        *_head(content, command),
+        provenance("distillation", content, command),
+        "",
         *_method(settings, content),
         *_scores(content, runs),
         "",
@@ -67,17 +69,6 @@ def ratio(runs: Runs, row: str, side: str) -> str:
     found = figure(each)
     spread = "" if found.spread is None else f" (s {found.spread:.2f})"
     return f"{found.mean:.2f}{spread}, {'within' if found.mean <= GOAL else 'beyond'} the goal"
-
-
-def _head(content: Mapping[str, Any], command: str) -> list[str]:
-    facts = content["measured_on"]
-    packages = ", ".join(f"{name} {number}" for name, number in facts["packages"].items())
-    return [
-        f"{facts['date']} · `{f'python -m benchmarks.distillation {command}'.strip()}` · {facts['cores']} "
-        f"cores ({facts['processor']}), no accelerator · {facts['platform']} · Python {facts['python']}, "
-        f"{packages} · training seeds 0-{len(content['runs']) - 1}",
-        "",
-    ]
 
 
 def _method(settings: Settings, content: Mapping[str, Any]) -> list[str]:

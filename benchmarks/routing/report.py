@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.conversion.report import finite, table
+from benchmarks.provenance import provenance
 from benchmarks.routing.picture import Runs, draw_picture
 from benchmarks.routing.settings import CALIBRATED, HELD_OUT_ROUTER, Row, Settings
 from hddm.benchmark.results import figure
@@ -25,7 +26,8 @@ def write_routing(folder: Path, settings: Settings, command: str, content: Mappi
     lines = [
         "# Routing on digits: calibration, a router asked rarely, and p(k) of a class",
         "",
-        *_head(content, command),
+        provenance("routing", content, command),
+        "",
         *_method(settings, content),
         "## Is the router as often right as it says?",
         "",
@@ -64,17 +66,6 @@ def judged(gaps: Sequence[float], digits: int = 1) -> str:
         return f"{gap.mean:+.{digits}f}, one training, no verdict"
     clear = abs(gap.mean) > 2 * gap.spread
     return f"{gap.mean:+.{digits}f} (s {gap.spread:.{digits}f}), {'clear' if clear else 'within noise'}"
-
-
-def _head(content: Mapping[str, Any], command: str) -> list[str]:
-    facts = content["measured_on"]
-    packages = ", ".join(f"{name} {number}" for name, number in facts["packages"].items())
-    return [
-        f"{facts['date']} · `{f'python -m benchmarks.routing {command}'.strip()}` · {facts['cores']} cores "
-        f"({facts['processor']}), no accelerator · {facts['platform']} · Python {facts['python']}, "
-        f"{packages} · training seeds 0-{len(content['runs']) - 1}",
-        "",
-    ]
 
 
 def _method(settings: Settings, content: Mapping[str, Any]) -> list[str]:

@@ -12,6 +12,7 @@ from hddm.training.continuation import continue_expert
 from hddm.training.expert import ddpm_schedule, train_expert
 from hddm.training.loop import OnStep
 from hddm.training.run_folder import RunOptions, discard_run, recorded, run_folder_of
+from hddm.training.runs import with_threads
 from hddm.training.settings import ExpertSettings
 
 OBJECTIVES = ("ddpm", "flow")
@@ -152,14 +153,12 @@ def parse_objectives(text: str, shards: int) -> list[str]:
     return [chosen.get(str(k), chosen.get(REST, "")) for k in range(shards)]
 
 
-def with_threads(islands: Sequence[Island], default: int) -> list[Island]:
+def threaded(islands: Sequence[Island], default: int) -> list[Island]:
     """``islands`` with a number of threads each: theirs, that of a run to go on with, or ``default``."""
-
-    def threads(island: Island) -> int:
-        before = recorded(island.out).get("settings", {}) if island.run.resume else {}
-        return island.settings.threads or before.get("threads") or default
-
-    return [_changed(island, threads=threads(island)) for island in islands]
+    return [
+        replace(one, settings=with_threads(one.settings, one.out if one.run.resume else None, default))
+        for one in islands
+    ]
 
 
 def prepare(islands: Sequence[Island]) -> tuple[list[Island], list[Outcome]]:
@@ -239,7 +238,3 @@ def _in_the_way(island: Island) -> list[str]:
     if recorded(island.out) and not (island.run.resume or island.overwrite):
         problems.append(f"{run_folder_of(island.out)}: holds a run")
     return problems
-
-
-def _changed(island: Island, **settings: object) -> Island:
-    return replace(island, settings=island.settings.model_copy(update=settings))

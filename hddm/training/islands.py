@@ -14,7 +14,7 @@ from multiprocessing.context import SpawnProcess
 import torch
 
 from hddm.errors import HddmError
-from hddm.training.island_jobs import Island, Outcome, prepare, with_threads
+from hddm.training.island_jobs import Island, Outcome, prepare, threaded
 from hddm.training.island_process import Ended, Logged, Stepped, work
 from hddm.training.signals import Stopped, StopRequest
 from hddm.workers import compute_environment, environment
@@ -52,7 +52,7 @@ def train_islands(
         Stopped: after a signal, with all runs saved.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    ready, outcomes = prepare(with_threads(islands, max(1, cores // parallel)))
+    ready, outcomes = prepare(threaded(islands, max(1, cores // parallel)))
     fleet = _Fleet(deque(ready), parallel, retries, on_step)
     with StopRequest() as stop:
         try:

@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 
 from hddm.errors import HddmError
 from hddm.experts import EXPERT_FILE
-from hddm.training.island_jobs import Island, Outcome, prepare, train_island, with_threads
+from hddm.training.island_jobs import Island, Outcome, prepare, threaded, train_island
 from hddm.training.island_process import Ended
 from hddm.training.islands import RETRIES, OnIsland
 from hddm.training.run_folder import run_folder_of, wait_for_run
@@ -56,8 +56,7 @@ def train_islands_on_ray(
         Stopped: after a signal, with all runs saved.
     """
     ray = _ray()
-    threaded = with_threads(islands, 1)
-    ready, outcomes = prepare([_absolute(island) for island in threaded])
+    ready, outcomes = prepare([_absolute(island) for island in threaded(islands, 1)])
     with _connected(ray, address), StopRequest() as stop:
         has_gpus = ray.cluster_resources().get("GPU", 0) > 0
         tasks = {_submit(ray, island, retries, has_gpus): island for island in ready}

@@ -88,12 +88,13 @@ def train(
     return fitted.losses
 
 
-def with_threads(settings: Settings, out: Path | None) -> Settings:
-    """``settings`` with a number of threads: theirs, that of the run of ``out``, or torch's."""
+def with_threads(settings: Settings, out: Path | None, default: int | None = None) -> Settings:
+    """``settings`` with a number of threads: theirs, that of the run of ``out``, ``default``, or torch's."""
     if settings.threads is not None:
         return settings
     before = {} if out is None else recorded(out).get("settings", {})
-    return settings.model_copy(update={"threads": before.get("threads") or torch.get_num_threads()})
+    threads = before.get("threads") or default or torch.get_num_threads()
+    return settings.model_copy(update={"threads": threads})
 
 
 def _record(settings: LoopSettings, data: Mapping[str, Any]) -> dict[str, Any]:
