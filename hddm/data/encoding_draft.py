@@ -7,7 +7,6 @@
 """
 
 import contextlib
-import fcntl
 import json
 import os
 import shutil
@@ -22,6 +21,7 @@ from hddm.data.encoding_records import FileFacts, Skipped
 from hddm.errors import HddmError
 from hddm.facts import Facts
 from hddm.files import check_absent, put_in_place, read_json, sync, write_json
+from hddm.locks import locked
 from hddm.weight_files import sha256_of
 
 _IDENTITY = "draft.json"
@@ -104,13 +104,10 @@ def open_draft(
     check_absent(target, record, overwrite)
     root = target.parent / f".{target.name}.encoding"
     root.mkdir(parents=True, exist_ok=True)
-    with (root / "lock").open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            raise HddmError(
-                f"{target}: another process is encoding to it; wait for it or choose another --out"
-            ) from error
+    with locked(
+        root / "lock",
+        lambda holder: f"{target}: another process is encoding to it; wait for it or choose another --out",
+    ):
         check_absent(target, record, overwrite)
         _take_up(root, target, json.loads(json.dumps(identity)), overwrite)
         draft = Draft(root)

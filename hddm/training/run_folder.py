@@ -10,10 +10,8 @@ OUT itself appears when the training is done, whole.
 """
 
 import contextlib
-import fcntl
 import json
 import logging
-import os
 import shutil
 import time
 from collections.abc import Iterator, Mapping
@@ -25,6 +23,7 @@ from pydantic import Field
 from hddm.errors import HddmError
 from hddm.facts import Facts
 from hddm.files import read_json, write_json
+from hddm.locks import locked
 from hddm.training.checkpoints import Checkpoints
 from hddm.training.settings import Positive
 from hddm.training.state import TrainingState
@@ -167,22 +166,13 @@ def wait_for_run(out: Path, seconds: float) -> None:
         time.sleep(min(1.0, seconds / 10))
 
 
-@contextlib.contextmanager
-def _locked(folder: Path, out: Path) -> Iterator[None]:
-    with (folder / LOCK).open("a+") as file:
-        try:
-            # The system lets go of it when the process ends, however that happens.
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            file.seek(0)
-            raise HddmError(
-                f"{out}: another process is training it ({file.read().strip() or 'unknown'}); wait for it, "
-                "or choose another --out"
-            ) from None
-        file.truncate(0)
-        file.write(f"process {os.getpid()} on {os.uname().nodename}\n")
-        file.flush()
-        yield
+def _locked(folder: Path, out: Path) -> contextlib.AbstractContextManager[None]:
+    return locked(
+        folder / LOCK,
+        lambda holder: (
+            f"{out}: another process is training it ({holder}); wait for it, or choose another --out"
+        ),
+    )
 
 
 def _clear(folder: Path) -> None:
