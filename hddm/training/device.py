@@ -118,11 +118,15 @@ class Device:
         """Gradients of ``loss``, scaled in fp16."""
         (self.scaler.scale(loss) if self.scaler is not None else loss).backward()
 
-    def clip(self, optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], limit: float) -> float:
-        """Clip gradients to a norm of ``limit``; their norm before that."""
+    def clip(self, optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], limit: float) -> Tensor:
+        """Clip gradients to a norm of ``limit``; their norm before that, which nothing has waited for."""
         if self.scaler is not None:
             self.scaler.unscale_(optimizer)
-        return nn.utils.clip_grad_norm_(parameters, limit).item()
+        norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+        # To ask would wait for a GPU; on a CPU it saves a pass over gradients that stay as they are.
+        if self.target.type != "cpu" or not norm <= limit:
+            nn.utils.clip_grads_with_norm_(parameters, limit, norm)
+        return norm
 
     def update(self, optimizer: torch.optim.Optimizer) -> None:
         """One step of the optimiser; in fp16 one with gradients beyond range only lowers the scale."""
@@ -132,10 +136,11 @@ class Device:
         self.scaler.step(optimizer)
         self.scaler.update()
 
-    def gathered(self, losses: Tensor) -> Tensor:
-        """Losses (batch,) of all processes, on the CPU."""
+    def gathered(self, losses: Tensor, norm: Tensor) -> tuple[Tensor, float]:
+        """Losses (batch,) of all processes, on the CPU, and the norm: the one wait for a GPU in a step."""
         together: Tensor = self._accelerator.gather(losses)
-        return together.float().cpu()
+        values = torch.cat([together.float(), norm.float()[None]]).cpu()
+        return values[:-1], values[-1].item()
 
     def any(self, flag: bool) -> bool:
         """Whether ``flag`` holds on any process."""

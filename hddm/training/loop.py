@@ -199,8 +199,9 @@ class _Trainer:
         for group in state.optimizer.param_groups:
             group["lr"] = rate
         state.optimizer.zero_grad(set_to_none=True)
-        losses = device.gathered(self._backward(device.share(inputs)))
-        norm = device.clip(state.optimizer, self.parameters, self.settings.max_grad_norm)
+        losses = self._backward(device.share(inputs))
+        clipped = device.clip(state.optimizer, self.parameters, self.settings.max_grad_norm)
+        losses, norm = device.gathered(losses, clipped)
         loss = losses.mean().item()
         state.losses.append(loss)
         fine = math.isfinite(loss) and math.isfinite(norm)
