@@ -85,6 +85,14 @@ def test_the_first_loss_is_that_of_training_on(shards: Path, ddpm_expert: Path, 
     assert low == pytest.approx(whole, rel=1e-6)
 
 
+def test_activation_checkpointing_changes_nothing_in_an_adapter(
+    shards: Path, ddpm_expert: Path, adapter: Path, tmp_path: Path
+) -> None:
+    settings = expert_settings("flow", lora_rank=2, lora_alpha=4, gradient_checkpointing=True)
+    continue_expert(ddpm_expert, shards / "shard_1", tmp_path / "out", settings)
+    assert contents(tmp_path / "out")[ADAPTER_WEIGHTS] == contents(adapter)[ADAPTER_WEIGHTS]
+
+
 def test_an_adapter_learns_and_repeats_itself(whole: Path, flow_expert: Path, tmp_path: Path) -> None:
     settings = expert_settings("flow", steps=60, ema_decay=0.5, learning_rate=1e-2, lora_rank=4)
     init = contents(flow_expert)
@@ -157,6 +165,8 @@ def test_adapting_nothing_or_without_peft_is_refused(
         train_expert(shards / "shard_1", tmp_path / "out", settings)
     with pytest.raises(ValueError, match="give a lora_rank too"):
         expert_settings("flow", lora_alpha=2)
+    with pytest.raises(ValueError, match="compile does not get through peft's adapters"):
+        expert_settings("flow", lora_rank=2, compile=True)
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(HddmError, match=r"pip install 'hddm-diffusion\[lora\]'"):
         continue_expert(ddpm_expert, shards / "shard_1", tmp_path / "out", settings)

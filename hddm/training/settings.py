@@ -68,9 +68,14 @@ class ExpertSettings(LoopSettings):
     """The adapter's product is scaled by alpha/rank; None is the rank."""
 
     @model_validator(mode="after")
-    def _has_a_rank(self) -> "ExpertSettings":
+    def _adapter_can_be(self) -> "ExpertSettings":
         if self.lora_alpha is not None and self.lora_rank is None:
             raise ValueError(f"lora_alpha {self.lora_alpha} scales an adapter; give a lora_rank too")
+        if self.lora_rank is not None and self.compile:
+            raise ValueError(
+                "compile does not get through peft's adapters of packed matrices, and would fall back to eager "
+                "block after block; drop it beside lora_rank"
+            )
         return self
 
 
