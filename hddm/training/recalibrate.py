@@ -83,8 +83,15 @@ def check_images(shard: Shard, facts: ExpertFacts) -> None:
         raise HddmError(
             f"{shard.folder}: images are {shard.shape}, the expert's samples {facts.sample_shape}"
         )
-    if facts.vae is not None and shard.vae is not None and facts.vae != shard.vae:
+    if shard.vae is None:
+        return
+    if facts.vae is not None and facts.vae != shard.vae:
         raise HddmError(f"{shard.folder}: its latents are of {shard.vae}, the expert's of {facts.vae}")
+    if facts.latent_scale is not None and facts.latent_scale != shard.vae.scale:
+        raise HddmError(
+            f"{shard.folder}: its latents are scaled by {shard.vae.scale:g}, the expert's by "
+            f"{facts.latent_scale:g}; encode with the VAE that the expert was trained with"
+        )
 
 
 def _on_native_samples(
