@@ -1,24 +1,26 @@
-"""Experts on encoded latents: trained, trained on, calibrated, and only on latents of their own VAE."""
+"""Experts on encoded shards: latents of their own VAE alone, trained on and calibrated; captions learnt."""
 
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
-import hddm
 from hddm.calibration import FILE_NAME as CALIBRATION
 from hddm.data.encoding import encode_shards
 from hddm.data.encoding_plan import EncodingSettings, plan_encoding
+from hddm.data.images import load_images
 from hddm.data.open_shard import open_shard
 from hddm.errors import HddmError
 from hddm.experts import EXPERT_FILE
+from hddm.load import load
 from hddm.moments import Moments
 from hddm.training.continuation import continue_expert
 from hddm.training.expert import train_expert
 from hddm.training.recalibrate import recalibrate
-from tests.artefacts import contents, copied, edit_json, expert_settings
-from tests.component_files import write_vae
+from tests.artefacts import Command, contents, copied, edit_json, expert_settings
+from tests.component_files import write_clip, write_vae
 from tests.shard_files import noise, write_shard
 
 SCALE = 0.4
@@ -57,7 +59,7 @@ def test_an_expert_on_latents_is_trained_on_and_calibrated(
     (again / CALIBRATION).unlink()
     recalibrate(again, latents)
     mean = Moments.of(open_shard(latents).take(torch.arange(32))).mean
-    assert torch.equal(hddm.load(again).calibration.moments.mean, mean)
+    assert torch.equal(load(again).calibration.moments.mean, mean)
 
 
 @pytest.mark.parametrize("change", ["scale", "fingerprint"])
@@ -77,3 +79,56 @@ def test_latents_of_another_vae_or_scale_are_refused(
         recalibrate(other, latents)
     assert contents(other) == kept
     assert not (tmp_path / "out").exists()
+
+
+@pytest.fixture(scope="module")
+def captioned(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """16 black and 16 white images with their captions, as pixels and tokens; the encoder lies beside."""
+    root = tmp_path_factory.mktemp("captioned")
+    shades = [np.full((8, 8, 3), 255 * (n % 2), np.uint8) for n in range(32)]
+    write_shard(root / "source", shades, captions=[("black", "white")[n % 2] for n in range(32)])
+    write_clip(root, tokens=8)
+    plan = plan_encoding(
+        root / "source",
+        EncodingSettings(),
+        text_encoder=root / "text_encoder",
+        tokenizer=root / "tokenizer",
+    )
+    encode_shards(plan, root / "out")
+    return root
+
+
+def test_an_expert_learns_what_captions_say_and_draws_what_prompts_ask(
+    captioned: Path, tmp_path: Path, hddm: Command
+) -> None:
+    """At t = 0.9 a noisy image says little, and the caption everything."""
+    settings = expert_settings(
+        "flow", text_conditional=True, steps=150, learning_rate=1e-2, ema_decay=0.5, condition_dropout=0.3
+    )
+    train_expert(captioned / "out", tmp_path / "expert", settings)
+    shard = open_shard(captioned / "out")
+    assert shard.texts is not None
+    field = load(tmp_path / "expert")
+    x_0, noise = shard.take(torch.arange(32)), torch.Generator().manual_seed(0)
+    eps, t = torch.randn(x_0.shape, generator=noise), torch.full((32,), 0.9)
+    x = 0.1 * x_0 + 0.9 * eps
+    tokens = shard.texts.take(torch.arange(32))
+
+    def error(told: torch.Tensor) -> float:
+        with torch.no_grad():
+            v = field.velocity(x, t, encoder_hidden_states=told)
+        return (v - (eps - x_0)).square().mean().item()
+
+    right, wrong = error(tokens), error(tokens.roll(1, 0))
+    unsaid = error(shard.texts.null.expand_as(tokens))
+    assert right < 0.5 * unsaid < 0.5 * wrong
+    components = [f"--{name}={captioned / name.replace('-', '_')}" for name in ("text-encoder", "tokenizer")]
+    code, _, err = hddm("assemble", tmp_path / "expert", "--out", tmp_path / "all", *components)
+    assert code == 0, err
+    code, _, err = hddm(
+        *("sample", tmp_path / "all", "--out", tmp_path / "out", "--steps", 10, "--guidance-scale", 2),
+        *("--prompt", "black", "--prompt", "white", "--num-images", 8),
+    )
+    assert code == 0, err
+    drawn = load_images(tmp_path / "out").pixels.float().mean((1, 2, 3))
+    assert (drawn > 128).tolist() == [False, True] * 4
