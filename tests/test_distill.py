@@ -181,6 +181,9 @@ def test_a_student_is_made_sampled_and_traced_from_the_command_line(
     code, told, _ = hddm("inspect", out)
     assert code == 0
     assert f"shard {partition_hash}" in told
+    code, told, _ = hddm("verify", out, "--data", shards / "shard_1")
+    assert "the expert was trained on these images" in told
+    assert "error of the velocity on" in told
 
 
 def test_a_student_does_not_fit_beside_the_experts_of_its_partition(

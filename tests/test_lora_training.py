@@ -22,7 +22,9 @@ from hddm.predictions import PredictionType
 from hddm.training.continuation import continue_expert
 from hddm.training.expert import train_expert
 from hddm.training.run_folder import RunOptions
-from tests.artefacts import Command, contents, expert_settings, shard_record
+from hddm.training.settings import ExpertSettings
+from hddm.training.verify import verify_expert
+from tests.artefacts import Command, contents, copied, expert_settings, shard_record
 
 
 @pytest.fixture(scope="module")
@@ -83,6 +85,34 @@ def test_the_first_loss_is_that_of_training_on(shards: Path, ddpm_expert: Path, 
     adapted = settings.model_copy(update={"lora_rank": 2})
     (low,) = continue_expert(ddpm_expert, shards / "shard_1", tmp_path / "low", adapted)
     assert low == pytest.approx(whole, rel=1e-6)
+
+
+def test_an_adapter_is_judged_with_its_base_wherever_that_is(
+    ddpm_expert: Path, adapter: Path, tmp_path: Path
+) -> None:
+    sha256 = hashlib.sha256((ddpm_expert / WEIGHTS).read_bytes()).hexdigest()
+    assert verify_expert(adapter).base == sha256
+    alone = copied(adapter, tmp_path / "alone")
+    (problem, *_) = verify_expert(alone).problems
+    assert "base" in problem
+    found = verify_expert(alone, bases=[copied(ddpm_expert, tmp_path / "base")])
+    assert (found.accepted, found.base) == (True, sha256), found.problems
+
+
+@pytest.mark.slow
+def test_islands_adapt_one_expert_each_to_its_shard(
+    shards: Path, flow_expert: Path, tmp_path: Path, hddm: Command
+) -> None:
+    code, _, err = hddm(
+        *("train", "all", "--shards", shards, "--out", tmp_path / "experts", "--objective", "*=flow"),
+        *("--init", flow_expert, "--lora-rank", 2, "--steps", 3, "--batch-size", 8, "--threads", 1),
+    )
+    assert code == 0, err
+    settings = ExpertSettings(objective="flow", steps=3, batch_size=8, lora_rank=2, threads=1)
+    for k in (0, 1):
+        continue_expert(flow_expert, shards / f"shard_{k}", tmp_path / "alone" / str(k), settings)
+        alone, island = (contents(tmp_path / name) for name in (f"alone/{k}", f"experts/expert_{k}"))
+        assert alone[ADAPTER_WEIGHTS] == island[ADAPTER_WEIGHTS]
 
 
 def test_activation_checkpointing_changes_nothing_in_an_adapter(

@@ -151,7 +151,8 @@ def _belongs(shard: Shard, facts: ExpertFacts) -> list[str]:
     if facts.shard is None:
         return [f"{shard.folder}: whether these are images like its own, the expert does not say"]
     of = shard.held_out_of or shard.hash
-    if of != facts.shard.hash:
+    # A student's shard is a whole partition.
+    if facts.shard.hash not in (of, shard.partition):
         raise HddmError(
             f"{shard.folder}: is of shard {of[:16]}…, the expert of shard {facts.shard.index}, "
             f"{facts.shard.hash[:16]}…; take images of its own"
