@@ -9,6 +9,7 @@ import typer
 from hddm_cli import (
     assemble,
     calibrate,
+    compare,
     convert,
     data,
     distill,
@@ -43,6 +44,7 @@ commands.command("assemble")(assemble.assemble)
 commands.command("distill")(distill.distill)
 commands.command("sample")(sample.sample)
 commands.command("evaluate")(evaluate.evaluate)
+commands.command("compare")(compare.compare)
 commands.command("inspect")(inspect.inspect)
 
 

@@ -5,6 +5,8 @@ from typing import Annotated
 
 import typer
 
+from hddm_cli.options import Overwrite
+
 
 def evaluate(
     images: Annotated[Path, typer.Argument(help="Folder of samples, as hddm sample writes it.")],
@@ -12,13 +14,47 @@ def evaluate(
     held_out: Annotated[
         Path | None, typer.Option("--held-out", help="Folder of images that no model has seen.")
     ] = None,
+    features: Annotated[
+        str,
+        typer.Option(
+            "--features",
+            help="auto, inception, clip, classifier (trained on --reference), or a saved classifier's file.",
+        ),
+    ] = "auto",
+    save_classifier: Annotated[
+        Path | None,
+        typer.Option("--save-classifier", help="File for the classifier that is trained here, to share it."),
+    ] = None,
+    shards: Annotated[
+        Path | None, typer.Option("--shards", help="Partition of the training images: distances by shard.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", help="JSON file for the result, for hddm compare; default: print.")
+    ] = None,
     allow_few: Annotated[
         bool, typer.Option("--allow-few", help="Measure fewer images than features; not comparable.")
     ] = False,
+    overwrite: Overwrite = False,
 ) -> None:
-    """Fréchet distances, diversity and memorising of a folder of images, as JSON."""
+    """Distances, precision and recall, diversity and memorising of a folder of images, as JSON."""
     import json
 
     from hddm.evaluation.folders import evaluate_folder
+    from hddm.evaluation.results import check_absent, write_result
 
-    typer.echo(json.dumps(evaluate_folder(images, reference, held_out, allow_few), indent=2))
+    if out is not None:
+        check_absent(out, overwrite)
+    result = evaluate_folder(
+        images,
+        reference,
+        held_out,
+        allow_few,
+        features=features,
+        shards=shards,
+        classifier=save_classifier,
+    )
+    if out is None:
+        typer.echo(json.dumps(result, indent=2))
+        return
+    write_result(out, result)
+    typer.echo(f"{out}: {'comparable' if result['comparable'] else 'not comparable'}")

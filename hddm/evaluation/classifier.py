@@ -1,11 +1,17 @@
 """Features from a small classifier, for images that Inception was not made for."""
 
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hddm.errors import HddmError
 from hddm.tensors import generator
+from hddm.weight_files import read_safetensors
 
 FEATURES = 64
 CLASSIFIER_STREAM = 3
@@ -75,3 +81,55 @@ def train_classifier(
         optimizer.step()
         schedule.step()
     return model.eval()
+
+
+def save_classifier(classifier: FeatureClassifier, path: Path) -> None:
+    """Write its weights to a safetensors file, so that others measure on the same features.
+
+    Raises:
+        HddmError: for an existing file, or one that cannot be written.
+    """
+    if path.exists():
+        raise HddmError(f"{path} exists: choose another file for the classifier")
+    try:
+        save_file(classifier.state_dict(), path, {"format": "pt"})
+    except OSError as error:
+        raise HddmError(f"{path}: cannot be written ({error.strerror or error})") from error
+
+
+def load_classifier(path: Path, channels: int) -> FeatureClassifier:
+    """A classifier that `save_classifier` wrote.
+
+    Args:
+        path: safetensors file.
+        channels: of the images it is for.
+
+    Raises:
+        HddmError: for a missing file, another network, or one for images of other channels.
+    """
+    if not path.is_file():
+        raise HddmError(f"{path}: no such file of a classifier; --save-classifier writes one")
+    weights = read_safetensors(path)
+    first, head = weights.get("body.0.weight"), weights.get("head.weight")
+    if first is None or head is None or first.ndim != 4 or head.ndim != 2:
+        raise HddmError(f"{path}: is no classifier of hddm; --save-classifier writes one")
+    if first.shape[1] != channels:
+        raise HddmError(
+            f"{path}: is for images of {first.shape[1]} channels and these have {channels}; train another"
+        )
+    classifier = FeatureClassifier(channels, len(head))
+    try:
+        classifier.load_state_dict(weights)
+    except RuntimeError as error:
+        raise HddmError(f"{path}: is no classifier of hddm; --save-classifier writes one") from error
+    return classifier.eval()
+
+
+def weights_hash(weights: Mapping[str, Tensor]) -> str:
+    """SHA-256 of names, shapes and values, in hexadecimal digits."""
+    digest = hashlib.sha256()
+    for name in sorted(weights):
+        tensor = weights[name].detach().cpu().contiguous()
+        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
+        digest.update(tensor.numpy().tobytes())
+    return digest.hexdigest()

@@ -1,37 +1,87 @@
-"""Which features a distance is measured on: Inception where its weights are, else a classifier."""
+"""Which features a distance is measured on: Inception, CLIP, or a small classifier of the data."""
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-import torch
 from torch import Tensor
 
-from hddm.data.images import ImageSet, to_bytes
-from hddm.errors import HddmError
-from hddm.evaluation.classifier import FEATURES, train_classifier
+from hddm.data.images import ImageSet
+from hddm.errors import HddmError, did_you_mean
+from hddm.evaluation.classifier import (
+    FEATURES,
+    FeatureClassifier,
+    load_classifier,
+    train_classifier,
+    weights_hash,
+)
+from hddm.evaluation.networks import (
+    CLIP_RESIZE,
+    INCEPTION_FEATURES,
+    INCEPTION_RESIZE,
+    clip_features,
+    inception_features,
+)
+from hddm.evaluation.published import CLIP, INCEPTION
 
-INCEPTION_FILE = "inception-2015-12-05.pt"
-INCEPTION_FEATURES = 2048
-_BATCH = 32
+NAMES = ("auto", "inception", "clip", "classifier")
+CLIP_FEATURES = 512
+ASKED = "asked for"
+_AS_THEY_ARE = "none"
 
 
 @dataclass(frozen=True)
 class Extractor:
-    """Named features: ``features`` turns images (n, C, H, W) in [-1, 1] into (n, dimensions)."""
+    """Named features: ``features`` turns images (n, C, H, W) in [-1, 1] into (n, dimensions).
+
+    ``hash`` is of the weights, ``resize`` says how images are brought to the network's size, ``choice`` why
+    these features were taken.
+    """
 
     name: str
     dimensions: int
     features: Callable[[Tensor], Tensor]
+    hash: str = ""
+    resize: str = _AS_THEY_ARE
+    choice: str = ASKED
+
+
+def open_extractor(features: str, training: ImageSet, fewest: int) -> Extractor:
+    """The extractor that ``--features`` names.
+
+    Args:
+        features: ``inception``, ``clip``, ``classifier`` (trained on ``training``), the file of a classifier
+            that was saved, or ``auto``, as `choose_extractor`.
+        training: the images of the training side.
+        fewest: number of images of the smallest side that will be measured.
+
+    Raises:
+        HddmError: for anything else, for weights that are not on disk, with file name, URL, SHA-256 and
+            folder, and for a classifier of images without two classes.
+    """
+    option = f"--features {features}"
+    if features == "auto":
+        return choose_extractor(training, fewest)
+    if features == "inception":
+        return _inception(INCEPTION.require(option), ASKED)
+    if features == "clip":
+        path = CLIP.require(option)
+        return Extractor("CLIP ViT-B/32", CLIP_FEATURES, clip_features(path), CLIP.sha256, CLIP_RESIZE)
+    if features == "classifier":
+        return of_classifier(trained(training))
+    if features.endswith(".safetensors"):
+        return of_classifier(load_classifier(Path(features), training.pixels.shape[1]))
+    raise HddmError(
+        f"{option}: choose one of {', '.join(NAMES)}, or the .safetensors file of a saved classifier"
+        f"{did_you_mean(features, NAMES)}"
+    )
 
 
 def choose_extractor(training: ImageSet, fewest: int) -> Extractor:
     """Inception where its weights are on disk and every side has more images than its 2048 features.
 
     Otherwise a small classifier, trained on the labelled ``training`` images and named as such: its
-    numbers are not comparable with published FIDs.
+    numbers are not comparable with published FIDs. ``choice`` of the extractor says which was the case.
 
     Args:
         training: the images of the training side.
@@ -40,46 +90,43 @@ def choose_extractor(training: ImageSet, fewest: int) -> Extractor:
     Raises:
         HddmError: where neither is possible.
     """
-    weights = inception_weights()
-    if weights is not None and fewest > INCEPTION_FEATURES:
-        return Extractor("Inception (clean-fid)", INCEPTION_FEATURES, _inception(weights))
+    there, many = INCEPTION.find() is not None, fewest > INCEPTION_FEATURES
+    if there and many:
+        choice = f"auto: its weights are on disk, and every side has more than {INCEPTION_FEATURES} images"
+        return _inception(INCEPTION.require("--features auto"), choice)
+    few = f"it needs more than {INCEPTION_FEATURES} images a side and there are {fewest}"
+    why = few if there else f"its weights ({INCEPTION.name}) are not on disk"
     if training.labels is not None and len(training.classes) > 1:
-        classifier = train_classifier(training.normalised, training.labels)
-        return Extractor("small classifier of the training images", FEATURES, classifier.features)
-    found = f"found, but there are only {fewest} images a side" if weights else "not on disk"
+        return of_classifier(trained(training), f"auto: not Inception, since {why}")
     raise HddmError(
-        f"no features to measure on: {INCEPTION_FILE} is {found} (it needs more than "
-        f"{INCEPTION_FEATURES}), and {training.root} has no class folders to train a classifier on; "
-        f"put the file into {_inception_folders()[0]}, or give labelled reference images"
+        f"--features auto: no features to measure on: not Inception, since {why}; and {training.root} has no "
+        "class folders to train a classifier on; take --features inception or clip, or give labelled images"
     )
 
 
-def inception_weights() -> Path | None:
-    """Inception's TorchScript file where it is on disk: in $HDDM_INCEPTION or ~/.cache/clean-fid."""
-    paths = (folder / INCEPTION_FILE for folder in _inception_folders())
-    return next((path for path in paths if path.is_file()), None)
+def trained(training: ImageSet) -> FeatureClassifier:
+    """A classifier of the ``training`` images.
+
+    Raises:
+        HddmError: for images without labels.
+    """
+    if training.labels is None:
+        raise HddmError(
+            f"--features classifier: {training.root} has no class folders to train on; take inception or clip"
+        )
+    return train_classifier(training.normalised, training.labels)
 
 
-def _inception_folders() -> list[Path]:
-    chosen = os.environ.get("HDDM_INCEPTION")
-    return [*([Path(chosen)] if chosen else []), Path.home() / ".cache" / "clean-fid"]
+def of_classifier(classifier: FeatureClassifier, choice: str = ASKED) -> Extractor:
+    """The features of a small classifier."""
+    name = "small classifier of the training images"
+    return Extractor(
+        name, FEATURES, classifier.features, weights_hash(classifier.state_dict()), choice=choice
+    )
 
 
-def _inception(weights: Path) -> Callable[[Tensor], Tensor]:
-    """clean-fid's own network and resizing, one image at a time as it does."""
-    from cleanfid.inception_torchscript import InceptionV3W
-    from cleanfid.resize import build_resizer
-
-    network = InceptionV3W(str(weights.parent), download=False, resize_inside=False).eval()
-    resize = build_resizer("clean")
-
-    @torch.no_grad()
-    def features(images: Tensor) -> Tensor:
-        colour = to_bytes(images).expand(-1, 3, -1, -1).permute(0, 2, 3, 1).numpy()
-        batches = []
-        for start in range(0, len(colour), _BATCH):
-            resized = np.stack([resize(image) for image in colour[start : start + _BATCH]])
-            batches.append(network(torch.from_numpy(resized).permute(0, 3, 1, 2)))
-        return torch.cat(batches)
-
-    return features
+def _inception(path: Path, choice: str) -> Extractor:
+    network = inception_features(path)
+    return Extractor(
+        "Inception (clean-fid)", INCEPTION_FEATURES, network, INCEPTION.sha256, INCEPTION_RESIZE, choice
+    )

@@ -1,33 +1,150 @@
-"""Scores of a folder of images."""
+"""The result of a folder of images: every figure, and every setting without which they mean nothing."""
 
+import hashlib
+import platform
+from collections.abc import Sequence
 from dataclasses import asdict
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from hddm.data.images import load_images
+from torch import Tensor
+
+from hddm.data.images import to_bytes
+from hddm.data.open_shard import open_shard
+from hddm.data.shards import find_shards
 from hddm.errors import HddmError
-from hddm.evaluation.extractors import choose_extractor
+from hddm.evaluation.classifier import save_classifier
+from hddm.evaluation.data import Side, alike, read_side
+from hddm.evaluation.extractors import Extractor, of_classifier, open_extractor, trained
+from hddm.evaluation.frechet import too_few
+from hddm.evaluation.networks import device
+from hddm.evaluation.results import FORMAT, KIND
+from hddm.evaluation.sampling_record import conditions, read_sampling
 from hddm.evaluation.scores import Scorer
+
+RESAMPLES = 100
+_PACKAGES = ("hddm-diffusion", "torch", "numpy", "pillow", "clean-fid", "transformers")
 
 
 def evaluate_folder(
-    images: Path, reference: Path, held_out: Path | None = None, allow_few: bool = False
+    images: Path,
+    reference: Path,
+    held_out: Path | None = None,
+    allow_few: bool = False,
+    *,
+    features: str = "auto",
+    shards: Path | None = None,
+    classifier: Path | None = None,
 ) -> dict[str, Any]:
     """Scores of ``images`` against ``reference``, the training images, and held-out ones, as plain values.
 
+    Beside the fields of `hddm.evaluation.scores.Scores` the result says what was measured (``data``), on
+    which features, how the images were sampled (``sampling``, from the record of ``hddm sample``), with which
+    versions, and whether it is ``comparable``, with ``reasons`` where it is not.
+
+    Args:
+        images: folder of samples.
+        reference: training images.
+        held_out: images that no model has seen.
+        allow_few: whether no more images than features are measured all the same, and marked.
+        features: as `hddm.evaluation.extractors.open_extractor`.
+        shards: a partition of the training images, for distances to each shard.
+        classifier: where to save a classifier that is trained here; no file without.
+
     Raises:
-        HddmError: for unreadable folders, images of different shapes, JPEG samples (their compression
-            moves the distance), or too few images, unless ``allow_few``.
+        HddmError: for unreadable folders, single images, images of different shapes, JPEG samples, missing
+            weights, or too few images, unless ``allow_few``.
     """
-    folders = {"images": images, "reference": reference, "held-out": held_out}
-    sides = {name: load_images(folder) for name, folder in folders.items() if folder is not None}
-    jpeg = [f for f in sides["images"].files if f.lower().endswith((".jpg", ".jpeg"))]
-    if jpeg:
-        raise HddmError(f"{images / jpeg[0]}: JPEG compression moves a Fréchet distance; save samples as PNG")
-    shapes = {name: tuple(side.pixels.shape[1:]) for name, side in sides.items()}
-    if len(set(shapes.values())) > 1:
-        raise HddmError(f"images of different shapes (C, H, W) do not compare: {shapes}")
-    extractor = choose_extractor(sides["reference"], min(map(len, sides.values())))
-    fresh = sides["held-out"].pixels if held_out is not None else None
-    scorer = Scorer(extractor, sides["reference"].pixels, fresh, allow_few=allow_few)
-    return asdict(scorer.score(sides["images"].pixels))
+    sides = {"images": read_side(images, refuse_jpeg=True), "reference": read_side(reference)}
+    if held_out is not None:
+        sides["held-out"] = read_side(held_out)
+    sides = alike(sides)
+    samples, training = sides["images"].images, sides["reference"].images
+    counts = [side.facts.images for side in sides.values()]
+    extractor = _extractor(features, sides["reference"], min(counts), classifier)
+    if min(counts) <= extractor.dimensions and not allow_few:
+        raise too_few(extractor.dimensions, counts)
+    sampling = read_sampling(images)
+    labels, of_classes = conditions(samples, sampling, training.classes)
+    parts, shard_facts = ([], None) if shards is None else _read_shards(shards, training.pixels)
+    scorer = Scorer(
+        extractor,
+        training.pixels,
+        sides["held-out"].images.pixels if held_out is not None else None,
+        RESAMPLES,
+        allow_few,
+        complete=True,
+        training_labels=training.labels if of_classes else None,
+        shards=parts,
+    )
+    scores = asdict(scorer.score(samples.pixels, labels))
+    reasons = _reasons(counts, extractor, sampling)
+    return {
+        "format": FORMAT,
+        "kind": KIND,
+        **scores,
+        "shards": list(scores["shards"]),
+        "features": {
+            "name": extractor.name,
+            "dimensions": extractor.dimensions,
+            "hash": extractor.hash,
+            "resize": extractor.resize,
+            "choice": extractor.choice,
+            "device": device(),
+        },
+        "data": {
+            **{name.replace("-", "_"): _facts(side) for name, side in sides.items()},
+            "shards": shard_facts,
+        },
+        "sampling": sampling,
+        "settings": {"resamples": RESAMPLES, "allow_few": allow_few},
+        "versions": {"python": platform.python_version(), **{name: version(name) for name in _PACKAGES}},
+        "comparable": not reasons,
+        "reasons": reasons,
+    }
+
+
+def _extractor(features: str, reference: Side, fewest: int, classifier: Path | None) -> Extractor:
+    if classifier is None:
+        return open_extractor(features, reference.images, fewest)
+    if features != "classifier":
+        raise HddmError(f"--save-classifier {classifier}: goes with --features classifier alone")
+    if classifier.exists():
+        raise HddmError(f"--save-classifier {classifier}: exists; choose another file")
+    network = trained(reference.images)
+    save_classifier(network, classifier)
+    return of_classifier(network)
+
+
+def _reasons(counts: Sequence[int], extractor: Extractor, sampling: dict[str, Any] | None) -> list[str]:
+    """Why a result compares with nothing."""
+    reasons = []
+    if min(counts) <= extractor.dimensions:
+        reasons.append(
+            f"too few images: {extractor.dimensions} features, and sides of {', '.join(map(str, counts))}"
+        )
+    asked = None if sampling is None else sampling.get("num_images")
+    if asked is not None and asked != counts[0]:
+        reasons.append(f"unequal counts: {asked} images were sampled and there are {counts[0]}")
+    return reasons
+
+
+def _facts(side: Side) -> dict[str, Any]:
+    return {**asdict(side.facts), "shape": list(side.facts.shape)}
+
+
+def _read_shards(partition: Path, training: Tensor) -> tuple[list[Tensor], dict[str, Any]]:
+    """Pixels of the shards of a partition, shaped like ``training``, and what is said about them."""
+    pixels, hashes = [], []
+    for folder in find_shards(partition):
+        shard = open_shard(folder)
+        if shard.space != "pixels" or shard.shape[1:] != training.shape[2:]:
+            what = "latents" if shard.space == "latents" else f"images of shape {shard.shape}"
+            raise HddmError(
+                f"--shards {partition}: {folder.name} holds {what}; name the partition of the images"
+            )
+        pixels.append(to_bytes(shard.images).expand(-1, training.shape[1], -1, -1))
+        hashes.append(shard.hash)
+    digest = hashlib.sha256("\n".join(hashes).encode()).hexdigest()
+    return pixels, {"path": str(partition), "images": [len(part) for part in pixels], "hash": digest}

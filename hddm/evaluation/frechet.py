@@ -1,6 +1,8 @@
 """Fréchet distance between two sets of features, with a bootstrap interval."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,18 +29,23 @@ class Gaussian:
         wide = features.astype(np.float64)
         return cls(wide.mean(0), np.atleast_2d(np.cov(wide, rowvar=False)))
 
+    @cached_property
+    def root(self) -> Features:
+        """The symmetric root C^½ (d, d), kept since a reference meets many others."""
+        values, vectors = np.linalg.eigh(self.covariance)
+        root: Features = (vectors * np.sqrt(values.clip(0))) @ vectors.T
+        return root
+
 
 def frechet_distance(a: Gaussian, b: Gaussian) -> float:
-    """||m_a - m_b||² + tr(C_a) + tr(C_b) - 2 tr((C_a^½ C_b C_a^½)^½).
+    """||m_a - m_b||² + tr(C_a) + tr(C_b) - 2 tr((C_b^½ C_a C_b^½)^½).
 
     The last trace is the sum of square roots of the eigenvalues of a symmetric positive matrix: real
     and non-negative for any rank, where ``sqrtm`` of the plain product C_a C_b gives complex numbers.
 
     Source: arXiv:1706.08500 (FID), there on Inception features; on others it is not an FID.
     """
-    values, vectors = np.linalg.eigh(a.covariance)
-    root = (vectors * np.sqrt(values.clip(0))) @ vectors.T
-    product = root @ b.covariance @ root
+    product = b.root @ a.covariance @ b.root
     cross = np.sqrt(np.linalg.eigvalsh((product + product.T) / 2).clip(0)).sum()
     difference = a.mean - b.mean
     distance = difference @ difference + np.trace(a.covariance) + np.trace(b.covariance) - 2 * cross
@@ -62,6 +69,7 @@ def measure(
     resamples: int = 100,
     seed: int = 0,
     allow_few: bool = False,
+    target: Gaussian | None = None,
 ) -> Distance:
     """Distance of ``features`` (n, d) from ``reference`` (m, d).
 
@@ -69,16 +77,15 @@ def measure(
     how much the number moves with another set of samples from the same model; it says nothing about
     another training. (Percentiles of the draws are not used: resampling adds bias upwards.)
 
+    ``target``, the moments of ``reference``, saves their computation where they are known.
+
     Raises:
         HddmError: for no more images than features on either side, unless ``allow_few``.
     """
     few = min(len(features), len(reference)) <= features.shape[1]
     if few and not allow_few:
-        raise HddmError(
-            f"a Fréchet distance over {features.shape[1]} features needs more images a side than "
-            f"{len(features)} and {len(reference)}; --allow-few computes a number that is not comparable"
-        )
-    target = Gaussian.of(reference)
+        raise too_few(features.shape[1], (len(features), len(reference)))
+    target = target or Gaussian.of(reference)
     draws = np.random.default_rng(seed)
     resampled = [
         frechet_distance(Gaussian.of(features[draws.integers(len(features), size=len(features))]), target)
@@ -86,3 +93,11 @@ def measure(
     ]
     spread = 1.96 * float(np.std(resampled, ddof=1)) if resamples > 1 else float("nan")
     return Distance(frechet_distance(Gaussian.of(features), target), spread, few)
+
+
+def too_few(dimensions: int, counts: Sequence[int]) -> HddmError:
+    """The refusal of sides with these ``counts`` of images for features of as many ``dimensions``."""
+    return HddmError(
+        f"a Fréchet distance over {dimensions} features needs more images a side than "
+        f"{' and '.join(map(str, counts))}; --allow-few computes a number that is not comparable"
+    )

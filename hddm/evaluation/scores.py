@@ -1,20 +1,40 @@
 """All figures of one set of images, against both sides of a split."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from hddm.data.images import to_unit_range
 from hddm.errors import HddmError
-from hddm.evaluation.diversity import diversity, nearest_ratio
+from hddm.evaluation.diversity import Between, ConditionDiversity, diversity, within_conditions
 from hddm.evaluation.extractors import Extractor
-from hddm.evaluation.frechet import Distance, Features, measure
+from hddm.evaluation.frechet import Distance, Features, Gaussian, measure
+from hddm.evaluation.kid import KernelDistance, kernel_distance
+from hddm.evaluation.memorisation import Memorisation, memorisation, nearest_distances
+from hddm.evaluation.perceptual import (
+    FEATURE_PAIRS,
+    LPIPS,
+    PAIRS,
+    feature_distance,
+    lpips_distance,
+    why_not_lpips,
+)
+from hddm.evaluation.precision_recall import PrecisionRecall, precision_recall
+from hddm.evaluation.shards import ShardDistance, ShardMeter
+
+_BATCH = 512
 
 
 @dataclass(frozen=True)
 class Scores:
-    """Figures of a set of images; ``extractor`` names the features, without which they mean nothing."""
+    """Figures of a set of images; ``extractor`` names the features, without which they mean nothing.
+
+    What needs held-out images, labels or shards is None or empty without them; kernel distances, precision
+    and recall, and the diversity within conditions are measured by a ``complete`` `Scorer` alone.
+    """
 
     extractor: str
     images: int
@@ -22,6 +42,24 @@ class Scores:
     to_held_out: Distance | None
     diversity: float
     nearest_ratio: float | None
+    memorisation: Memorisation | None = None
+    kernel_to_training: KernelDistance | None = None
+    kernel_to_held_out: KernelDistance | None = None
+    on_training: PrecisionRecall | None = None
+    on_held_out: PrecisionRecall | None = None
+    within_conditions: ConditionDiversity | None = None
+    shards: tuple[ShardDistance, ...] = ()
+
+
+class _Side:
+    """Images of one side and what of them every measurement needs again."""
+
+    def __init__(self, pixels: Tensor, features: Features) -> None:
+        self.pixels, self.features = pixels, features
+
+    @cached_property
+    def moments(self) -> Gaussian:
+        return Gaussian.of(self.features)
 
 
 class Scorer:
@@ -33,6 +71,9 @@ class Scorer:
             them is None.
         resamples: of the bootstrap.
         allow_few: whether fewer images than features are measured all the same, and marked.
+        complete: whether the measures that take longer are made too, see `Scores`.
+        training_labels: classes (n,) of the training images, for the diversity within classes.
+        shards: training images of each shard, as bytes, for the distances to each.
     """
 
     def __init__(
@@ -42,12 +83,17 @@ class Scorer:
         held_out: Tensor | None,
         resamples: int = 100,
         allow_few: bool = False,
+        *,
+        complete: bool = False,
+        training_labels: Tensor | None = None,
+        shards: Sequence[Tensor] = (),
     ) -> None:
         self._extractor, self._resamples, self._allow_few = extractor, resamples, allow_few
-        self._training = to_unit_range(training)
-        self._held_out = None if held_out is None else to_unit_range(held_out)
-        self._training_features = self._of(self._training)
-        self._held_out_features = None if self._held_out is None else self._of(self._held_out)
+        self._complete, self._labels = complete, training_labels
+        self._training = self._side(training)
+        self._held_out = None if held_out is None else self._side(held_out)
+        self._shards = ShardMeter([self._of(shard) for shard in shards], resamples) if shards else None
+        self._within_training: dict[int, float] = {}
 
     def real(self) -> Distance:
         """Distance of the held-out images themselves to the training images.
@@ -55,33 +101,88 @@ class Scorer:
         Raises:
             HddmError: where there are none.
         """
-        if self._held_out_features is None:
+        if self._held_out is None:
             raise HddmError("there are no held-out images to measure")
-        return self._distance(self._held_out_features, self._training_features)
+        return self._distance(self._held_out.features, self._training)
 
-    def score(self, pixels: Tensor) -> Scores:
-        """Figures of images (n, C, H, W) in bytes.
+    def score(self, pixels: Tensor, labels: Tensor | None = None) -> Scores:
+        """Figures of images (n, C, H, W) in bytes, made under the conditions ``labels`` (n,).
+
+        Labels are class numbers of the training images where these have some.
 
         Raises:
             HddmError: as `hddm.evaluation.frechet.measure`, for too few images.
         """
-        images = to_unit_range(pixels)
-        features = self._of(images)
+        side = self._side(pixels)
+        training, held_out = self._training, self._held_out
+        memory = None if held_out is None else self._memorisation(pixels)
+        complete = self._complete
         return Scores(
             extractor=self._extractor.name,
-            images=len(images),
-            to_training=self._distance(features, self._training_features),
-            to_held_out=None
-            if self._held_out_features is None
-            else self._distance(features, self._held_out_features),
-            diversity=diversity(torch.from_numpy(features), torch.from_numpy(self._training_features)),
-            nearest_ratio=None
-            if self._held_out is None
-            else nearest_ratio(images, self._training, self._held_out),
+            images=len(pixels),
+            to_training=self._distance(side.features, training),
+            to_held_out=None if held_out is None else self._distance(side.features, held_out),
+            diversity=diversity(torch.from_numpy(side.features), torch.from_numpy(training.features)),
+            nearest_ratio=None if memory is None else memory.ratio,
+            memorisation=memory,
+            kernel_to_training=_kernel(side, training) if complete else None,
+            kernel_to_held_out=_kernel(side, held_out) if complete and held_out else None,
+            on_training=_overlap(side, training) if complete else None,
+            on_held_out=_overlap(side, held_out) if complete and held_out else None,
+            within_conditions=self._within(side, labels) if complete and labels is not None else None,
+            shards=self._shards.measure(side.features) if self._shards else (),
         )
 
-    def _distance(self, features: Features, reference: Features) -> Distance:
-        return measure(features, reference, self._resamples, allow_few=self._allow_few)
+    def _distance(self, features: Features, side: _Side) -> Distance:
+        return measure(
+            features, side.features, self._resamples, allow_few=self._allow_few, target=side.moments
+        )
 
-    def _of(self, images: Tensor) -> Features:
-        return self._extractor.features(images).double().numpy()
+    def _memorisation(self, pixels: Tensor) -> Memorisation:
+        return memorisation(nearest_distances(pixels, self._training.pixels), self._fresh_distances)
+
+    @cached_property
+    def _fresh_distances(self) -> Tensor:
+        assert self._held_out is not None
+        return nearest_distances(self._held_out.pixels, self._training.pixels)
+
+    def _within(self, side: _Side, labels: Tensor) -> ConditionDiversity | None:
+        why = why_not_lpips(min(side.pixels.shape[-2:]))
+        pairs = FEATURE_PAIRS if why else PAIRS
+
+        def between(of: _Side) -> Between:
+            return feature_distance(torch.from_numpy(of.features)) if why else lpips_distance(of.pixels)
+
+        found = within_conditions(labels, between(side), pairs)
+        if not found:
+            return None
+        reference = None
+        if self._labels is not None:
+            missing = [label for label in found if label not in self._within_training]
+            rows = torch.isin(self._labels, torch.tensor(missing, dtype=self._labels.dtype)).nonzero()[:, 0]
+            part = _Side(self._training.pixels[rows], self._training.features[rows.numpy()])
+            self._within_training |= within_conditions(self._labels[rows], between(part), pairs)
+            known = [self._within_training.get(label) for label in found]
+            if all(value is not None for value in known):
+                reference = _mean([value for value in known if value is not None])
+        name = f"features, since {why}" if why else LPIPS
+        return ConditionDiversity(name, len(found), _mean(list(found.values())), reference)
+
+    def _side(self, pixels: Tensor) -> _Side:
+        return _Side(pixels, self._of(pixels))
+
+    def _of(self, pixels: Tensor) -> Features:
+        batches = [self._extractor.features(to_unit_range(batch)) for batch in pixels.split(_BATCH)]
+        return torch.cat(batches).double().numpy()
+
+
+def _kernel(side: _Side, reference: _Side) -> KernelDistance:
+    return kernel_distance(side.features, reference.features)
+
+
+def _overlap(side: _Side, reference: _Side) -> PrecisionRecall:
+    return precision_recall(torch.from_numpy(side.features), torch.from_numpy(reference.features))
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)

@@ -1,0 +1,106 @@
+"""Whether results compare: what differs between them beside the model."""
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from hddm.errors import HddmError, did_you_mean
+from hddm.evaluation.results import Result, Side
+
+OWN = {"source", "seed", "start", "num_images", "batch_size", "offload", "max_memory", "format", "hddm"}
+"""Of the sampling record: what tells models and seeds apart, or changes no image."""
+_DATA = ("reference", "held_out", "shards")
+_UNKNOWN = "not recorded"
+Fields = dict[str, Any]
+
+
+def refuse_incomparable(sides: Sequence[Side], varies: Sequence[str] = ()) -> None:
+    """Refuse results that differ in more than their models and seeds.
+
+    Args:
+        sides: what is compared.
+        varies: names of sampling settings that differ on purpose.
+
+    Raises:
+        HddmError: for a name in ``varies`` that is no sampling setting; with a line for every result that is
+            marked as not comparable, every field that differs, and every pair within a side that is of the
+            same images.
+    """
+    results = [result for side in sides for result in side.results]
+    fields = [_fields(result) for result in results]
+    _check_names(varies, fields)
+    lines = [f"{r.path}: not comparable: {reason}" for r in results for reason in _reasons(r)]
+    lines += [_repeated(side, result, other) for side in sides for result, other in _twins(side)]
+    lines += [
+        f"{name}: {_values(name, results, fields)}"
+        for name in dict.fromkeys(name for one in fields for name in one)
+        if name not in varies and len({_shown(one, name) for one in fields if _says(one, name)}) > 1
+    ]
+    if lines:
+        raise HddmError(
+            "these results do not compare; --varies NAME declares a sampling setting that differs on purpose",
+            lines,
+        )
+
+
+def _fields(result: Result) -> Fields:
+    """All that must agree, by name; sampling settings by their own names."""
+    content = result.content
+    features, data = content["features"], content["data"]
+    fields = {f"features.{key}": features.get(key) for key in ("name", "hash", "resize")}
+    fields |= {"images": data["images"]["images"], "images.shape": data["images"]["shape"]}
+    for side in _DATA:
+        facts = data.get(side)
+        fields |= {f"{side}.images": facts and facts["images"], f"{side}.hash": facts and facts["hash"]}
+    sampling = content.get("sampling")
+    if sampling is None:
+        return {**fields, "sampling": _UNKNOWN}
+    return {**fields, "sampling": "recorded", **{k: v for k, v in sampling.items() if k not in OWN}}
+
+
+def _check_names(varies: Sequence[str], fields: Sequence[Fields]) -> None:
+    fixed = ("features.", "images", *_DATA)
+    known = [name for one in fields for name in one if not name.startswith(fixed)]
+    for name in varies:
+        if name not in known:
+            raise HddmError(
+                f"--varies {name}: is no sampling setting of these results"
+                f"{did_you_mean(name, known) or '; only those may differ on purpose'}"
+            )
+
+
+def _reasons(result: Result) -> list[str]:
+    if result.content["comparable"]:
+        return []
+    return list(result.content["reasons"]) or ["no reason is recorded"]
+
+
+def _twins(side: Side) -> list[tuple[Result, Result]]:
+    seen: dict[str, Result] = {}
+    twins = []
+    for result in side.results:
+        first = seen.setdefault(result.content["data"]["images"]["hash"], result)
+        if first is not result:
+            twins.append((first, result))
+    return twins
+
+
+def _repeated(side: Side, result: Result, other: Result) -> str:
+    return f"{result.path} and {other.path}: the same images, which {side.name} must not count twice"
+
+
+def _values(name: str, results: Sequence[Result], fields: Sequence[Fields]) -> str:
+    """Each value with the files that have it."""
+    files: dict[str, list[str]] = {}
+    for result, one in zip(results, fields, strict=True):
+        files.setdefault(_shown(one, name), []).append(str(result.path))
+    return "; ".join(f"{value} in {', '.join(paths)}" for value, paths in files.items())
+
+
+def _says(fields: Fields, name: str) -> bool:
+    """Whether a missing setting is news: where none was recorded, one line is enough."""
+    return name in fields or fields["sampling"] != _UNKNOWN
+
+
+def _shown(fields: Fields, name: str) -> str:
+    return json.dumps(fields[name], sort_keys=True) if name in fields else _UNKNOWN

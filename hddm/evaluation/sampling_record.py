@@ -1,0 +1,51 @@
+"""What is recorded beside images of how they were sampled, and under which condition each was."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hddm.data.images import ImageSet
+from hddm.files import read_json
+
+SAMPLING_FILE = "sampling.json"
+
+
+def read_sampling(images: Path) -> dict[str, Any] | None:
+    """The record that ``hddm sample`` leaves in a folder of images, without how experts were used.
+
+    None where there is none.
+
+    Raises:
+        HddmError: for one that cannot be read.
+    """
+    path = images / SAMPLING_FILE
+    if not path.is_file():
+        return None
+    return {key: value for key, value in read_json(path).items() if key != "expert_use"}
+
+
+def conditions(
+    samples: ImageSet, sampling: dict[str, Any] | None, classes: tuple[str, ...]
+) -> tuple[Tensor | None, bool]:
+    """The condition (n,) of each of ``samples``, and whether it is a number among ``classes``.
+
+    Folders of ``samples`` that are named like ``classes`` say it; else the labels, or the prompts, that were
+    cycled over the images. None where nothing says it.
+    """
+    if samples.labels is not None and set(samples.classes) <= set(classes):
+        numbers = torch.tensor([classes.index(name) for name in samples.classes])
+        return numbers[samples.labels], True
+    if samples.labels is not None:
+        return samples.labels, False
+    # Of a folder that is not whole, nobody knows which image is which.
+    if sampling is None or sampling.get("num_images") != len(samples):
+        return None, False
+    numbers = int(sampling.get("start", 0)) + torch.arange(len(samples))
+    labels = sampling.get("class_labels")
+    if labels:
+        return torch.tensor(labels)[numbers % len(labels)], max(labels) < len(classes)
+    prompts = sampling.get("prompts") or ()
+    distinct = [prompts.index(prompt) for prompt in prompts]
+    return (torch.tensor(distinct)[numbers % len(prompts)] if prompts else None), False

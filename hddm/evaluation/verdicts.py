@@ -1,0 +1,202 @@
+"""Figures of comparable results side by side: better, worse, or within noise."""
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from hddm.evaluation.results import Side
+
+ENOUGH = 3
+"""Results a side from which there is a spread to judge by."""
+Better = Literal["lower", "higher"]
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One figure of one side.
+
+    ``spread`` is the standard deviation over its results, None for fewer than two; ``half_width`` the mean
+    half-width of the 95 % intervals over images, None where none is known. ``results`` is their number.
+    """
+
+    mean: float
+    spread: float | None
+    half_width: float | None
+    results: int
+
+    def __str__(self) -> str:
+        text = f"{self.mean:.4g}"
+        if self.half_width is not None:
+            text += f" ± {self.half_width:.2g}"
+        return text + (f" (s {self.spread:.2g})" if self.spread is not None else "")
+
+
+@dataclass(frozen=True)
+class Line:
+    """One figure of every side, and the verdict on each side but the first, against the first."""
+
+    name: str
+    better: Better | None
+    figures: tuple[Figure, ...]
+    verdicts: tuple[str, ...]
+
+
+def lines(sides: Sequence[Side]) -> list[Line]:
+    """A line for every figure that all results have."""
+    found = []
+    for name, better, get in _measures(sides):
+        pairs = [[get(result.content) for result in side.results] for side in sides]
+        known = [[pair for pair in side if pair is not None] for side in pairs]
+        if [len(side) for side in known] != [len(side) for side in pairs]:
+            continue
+        figures = tuple(_figure(side) for side in known)
+        verdicts = tuple(verdict(figures[0], other, better) for other in figures[1:])
+        found.append(Line(name, better, figures, verdicts))
+    return found
+
+
+def verdict(base: Figure, other: Figure, better: Better | None) -> str:
+    """How ``other`` stands against ``base``; nothing for a figure that has no better direction.
+
+    With three results or more on both sides, a gap of means counts beyond 2 (s_a² + s_b²)^½, s the standard
+    deviations over results. With fewer, beyond (h_a² + h_b²)^½, h the half-widths of the intervals over
+    images: that says nothing about another training.
+    """
+    if better is None:
+        return ""
+    if min(base.results, other.results) >= ENOUGH:
+        noise = 2 * ((base.spread or 0) ** 2 + (other.spread or 0) ** 2) ** 0.5
+    elif base.half_width is None or other.half_width is None:
+        return "no interval"
+    else:
+        noise = (base.half_width**2 + other.half_width**2) ** 0.5
+    gap = other.mean - base.mean
+    if abs(gap) <= noise:
+        return f"within noise ({gap:+.2g})"
+    return f"{'better' if (gap < 0) == (better == 'lower') else 'worse'} ({gap:+.2g})"
+
+
+def table(sides: Sequence[Side]) -> str:
+    """`lines` in Markdown, and below it what the verdicts are judged by."""
+    names = [side.name for side in sides]
+    heads = ["", *names, *(f"{name} against {names[0]}" for name in names[1:])]
+    rows = [[_titled(line), *map(str, line.figures), *line.verdicts] for line in lines(sides)]
+    widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
+    texts = [
+        "| " + " | ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) + " |"
+        for row in (heads, *rows)
+    ]
+    rule = "|" + "|".join("-" * (width + 2) for width in widths) + "|"
+    return "\n".join([texts[0], rule, *texts[1:], "", *_notes(sides)])
+
+
+def _titled(line: Line) -> str:
+    return line.name if line.better is None else f"{line.name} ({line.better} is better)"
+
+
+def _notes(sides: Sequence[Side]) -> list[str]:
+    notes = ["± is the half-width of the 95 % interval over images, s the standard deviation over results."]
+    if min(len(side.results) for side in sides) >= ENOUGH:
+        notes.append("Noise: twice the joint standard deviation over results.")
+    else:
+        notes.append(
+            "Noise: the intervals over images. They say nothing about another training; "
+            f"{ENOUGH} results a side, one a training seed, give a spread that does."
+        )
+    for side in sides:
+        sources = {(result.content.get("sampling") or {}).get("source") for result in side.results}
+        if len(side.results) > 1 and len(sources) == 1:
+            notes.append(f"All results of {side.name} are of one model: s is over sampling seeds alone.")
+        if None in sources:
+            notes.append(f"How the images of {side.name} were sampled is not recorded.")
+    return notes
+
+
+def _figure(pairs: Sequence[tuple[float, float | None]]) -> Figure:
+    values = [value for value, _ in pairs]
+    widths = [width for _, width in pairs if width is not None]
+    return Figure(
+        statistics.fmean(values),
+        statistics.stdev(values) if len(values) > 1 else None,
+        statistics.fmean(widths) if len(widths) == len(values) else None,
+        len(values),
+    )
+
+
+Get = Callable[[dict[str, Any]], tuple[float, float | None] | None]
+
+
+def _measures(sides: Sequence[Side]) -> list[tuple[str, Better | None, Get]]:
+    shards = min(len(result.content.get("shards") or ()) for side in sides for result in side.results)
+    of_shards: list[tuple[str, Better | None, Get]] = [
+        (f"Fréchet distance to shard {k}, {which} samples", "lower", _of_shard(k, key))
+        for k in range(shards)
+        for which, key in (("all", "all"), ("its own", "own"))
+    ]
+    return [
+        ("Fréchet distance to training images", "lower", _interval("to_training")),
+        ("Fréchet distance to held-out images", "lower", _interval("to_held_out")),
+        ("kernel distance to training images", "lower", _kernel("kernel_to_training")),
+        ("kernel distance to held-out images", "lower", _kernel("kernel_to_held_out")),
+        ("precision on training images", "higher", _share("on_training", "precision")),
+        ("precision on held-out images", "higher", _share("on_held_out", "precision")),
+        ("recall on training images", "higher", _share("on_training", "recall")),
+        ("recall on held-out images", "higher", _share("on_held_out", "recall")),
+        ("diversity against training images", None, _plain("diversity")),
+        ("diversity within conditions", None, _within),
+        ("nearest-image ratio", None, _memory),
+        *of_shards,
+    ]
+
+
+def _interval(key: str) -> Get:
+    def get(content: dict[str, Any]) -> tuple[float, float | None] | None:
+        found = content.get(key)
+        return None if found is None else (found["value"], found["half_width"])
+
+    return get
+
+
+def _kernel(key: str) -> Get:
+    def get(content: dict[str, Any]) -> tuple[float, float | None] | None:
+        found = content.get(key)
+        return None if found is None else (found["value"], 1.96 * found["standard_error"])
+
+    return get
+
+
+def _share(key: str, which: str) -> Get:
+    def get(content: dict[str, Any]) -> tuple[float, float | None] | None:
+        found = content.get(key)
+        if found is None:
+            return None
+        share, images = found[which], found["images"]
+        return share, 1.96 * (share * (1 - share) / images) ** 0.5
+
+    return get
+
+
+def _plain(key: str) -> Get:
+    def get(content: dict[str, Any]) -> tuple[float, float | None] | None:
+        found = content.get(key)
+        return None if found is None else (found, None)
+
+    return get
+
+
+def _within(content: dict[str, Any]) -> tuple[float, float | None] | None:
+    found = content.get("within_conditions")
+    return None if found is None else (found["images"], None)
+
+
+def _memory(content: dict[str, Any]) -> tuple[float, float | None] | None:
+    found = content.get("memorisation")
+    return None if found is None else (found["ratio"], found["half_width"])
+
+
+def _of_shard(k: int, key: str) -> Get:
+    def get(content: dict[str, Any]) -> tuple[float, float | None] | None:
+        return _interval(key)(content["shards"][k])
+
+    return get
