@@ -43,8 +43,18 @@ def test_it_agrees_with_the_matrix_square_root(a: Gaussian, b: Gaussian) -> None
     assert frechet_distance(a, b) == pytest.approx(expected, abs=1e-3)
 
 
+DEFICIENT = [
+    pytest.param(
+        Gaussian.of(_features(1, num, 64)),
+        Gaussian.of(_features(2, other, 64, 1.5, 0.2)),
+        id=f"{num}-{other}",
+    )
+    for num, other in ((20, 30), (20, 1000), (40, 40))
+]
+
+
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(("a", "b"), PAIRS)
+@pytest.mark.parametrize(("a", "b"), [*PAIRS, *DEFICIENT])
 def test_it_agrees_with_clean_fid(a: Gaussian, b: Gaussian) -> None:
     try:
         expected = fid.frechet_distance(a.mean, a.covariance, b.mean, b.covariance)
@@ -88,6 +98,23 @@ def test_fewer_samples_than_features_give_the_true_real_distance(num: int, other
         assert frechet_distance(Gaussian.of(x), Gaussian.of(x)) >= 0
     assert isinstance(distance, float)
     assert distance == pytest.approx(expected, abs=1e-3)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("num", [3, 50, 5000])
+def test_gaussians_of_known_distance_come_near_it_with_more_samples(num: int) -> None:
+    """N(0, I) and N(m, 4 I) in 3 dimensions: |m|² + 3 (2 - 1)²."""
+    draws = np.random.default_rng(num)
+    shift = np.array([1.0, -2.0, 0.5])
+    a, b = draws.normal(size=(num, 3)), 2 * draws.normal(size=(num, 3)) + shift
+    distance = frechet_distance(Gaussian.of(a), Gaussian.of(b))
+    assert abs(distance - (shift @ shift + 3)) < 30 / num**0.5
+
+
+def test_moments_that_are_known_are_not_computed_again() -> None:
+    features, reference = _features(1, 80, 4), _features(2, 90, 4, 1.2)
+    known = measure(features, reference, resamples=3, target=Gaussian.of(reference))
+    assert known == measure(features, reference, resamples=3)
 
 
 def test_moments_are_those_of_numpy() -> None:

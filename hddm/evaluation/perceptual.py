@@ -1,5 +1,6 @@
 """Distances between two images: LPIPS where its weights are on disk, of features otherwise."""
 
+import warnings
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -43,7 +44,10 @@ def lpips_distance(pixels: Tensor) -> Between:
     """
     import lpips
 
-    network: Any = lpips.LPIPS(net="alex", verbose=False).eval()
+    with warnings.catch_warnings():
+        # It asks torchvision for the trunk in a way that is out of date.
+        warnings.simplefilter("ignore")
+        network: Any = lpips.LPIPS(net="alex", verbose=False).eval()
 
     @torch.no_grad()
     def between(first: Tensor, second: Tensor) -> Tensor:

@@ -128,12 +128,17 @@ Get = Callable[[dict[str, Any]], tuple[float, float | None] | None]
 
 
 def _measures(sides: Sequence[Side]) -> list[tuple[str, Better | None, Get]]:
-    shards = min(len(result.content.get("shards") or ()) for side in sides for result in side.results)
+    results = [result for side in sides for result in side.results]
+    shards = min(len(result.content.get("shards") or ()) for result in results)
     of_shards: list[tuple[str, Better | None, Get]] = [
         (f"Fréchet distance to shard {k}, {which} samples", "lower", _of_shard(k, key))
         for k in range(shards)
         for which, key in (("all", "all"), ("its own", "own"))
     ]
+    # Distances of two kinds are no figure to compare.
+    distances = sorted(
+        {(result.content.get("within_conditions") or {}).get("distance", "") for result in results}
+    )
     return [
         ("Fréchet distance to training images", "lower", _interval("to_training")),
         ("Fréchet distance to held-out images", "lower", _interval("to_held_out")),
@@ -144,7 +149,11 @@ def _measures(sides: Sequence[Side]) -> list[tuple[str, Better | None, Get]]:
         ("recall on training images", "higher", _share("on_training", "recall")),
         ("recall on held-out images", "higher", _share("on_held_out", "recall")),
         ("diversity against training images", None, _plain("diversity")),
-        ("diversity within conditions", None, _within),
+        *[
+            (f"distance within conditions ({name})", None, _within)
+            for name in distances[:1]
+            if not distances[1:]
+        ],
         ("nearest-image ratio", None, _memory),
         *of_shards,
     ]
