@@ -106,8 +106,9 @@ class TrainingState:
 
 
 def _as_kept(value: Tensor, parameter: Tensor) -> Tensor:
-    # A copy: rounding may depend on where in memory a tensor begins, and a mapped one begins anywhere.
-    return value.clone() if value.ndim == 0 else value.to(parameter.device).clone()
+    # A copy: rounding may depend on where in memory a tensor begins, and a mapped one begins anywhere. The
+    # step count goes along, since the fused optimiser reads it on the device.
+    return value.to(parameter.device).clone()
 
 
 def _check(expected: Mapping[str, torch.Size], found: Mapping[str, Tensor], name: str) -> None:
