@@ -151,15 +151,25 @@ def test_steps_that_stay_without_a_finite_loss_end_the_training() -> None:
 
     settings = LoopSettings(steps=50, max_non_finite=4)
     steps: list[int] = []
-    with pytest.raises(HddmError, match=r"^step 6: loss nan.*samples \[\d.*so were 4 steps in a row"):
+    with pytest.raises(HddmError, match=r"^step 6: loss nan.*samples \[\d.*the last 4 steps were not finite"):
         fit(_task(point, loss), settings, watchers=[lambda report: steps.append(report.step)])
     assert steps == [1, 2, 3, 4, 5]
     assert point.place.isfinite().all()
 
 
-def test_a_training_does_not_end_on_a_step_that_was_not_finite() -> None:
+def test_a_last_step_that_was_not_finite_is_left_out_like_any_other() -> None:
+    """A resumed run would see the same step again, so that it could never end."""
     point, calls = _Point(), iter(range(1, 100))
     task = _task(point, lambda: point.place.sum() * (math.nan if next(calls) == 3 else 1))
+    fitted = fit(task, LoopSettings(steps=3))
+    assert [math.isfinite(loss) for loss in fitted.losses] == [True, True, False]
+    assert math.isfinite(fitted.record(LoopSettings(steps=3))["final_loss"])
+    assert point.place.isfinite().all()
+
+
+def test_a_training_without_any_finite_step_writes_nothing() -> None:
+    point = _Point()
+    task = _task(point, lambda: point.place.sum() * math.nan)
     with pytest.raises(HddmError, match=r"^step 3: loss nan.*nothing was written; try a lower"):
         fit(task, LoopSettings(steps=3))
 

@@ -97,9 +97,12 @@ class Device:
     def share(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
         """This process's part of a batch, on its device."""
         rank = self._accelerator.process_index
+        parts = {name: value.chunk(self.processes)[rank] for name, value in inputs.items()}
+        # Times are float64, which MPS has not.
+        stay = torch.float64 if self.target.type == "mps" else None
         return {
-            name: value.chunk(self.processes)[rank].to(self.target, non_blocking=True)
-            for name, value in inputs.items()
+            name: part if part.dtype is stay else part.to(self.target, non_blocking=True)
+            for name, part in parts.items()
         }
 
     @contextlib.contextmanager

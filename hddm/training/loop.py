@@ -146,9 +146,10 @@ def _keep(
 ) -> None:
     stopping = device.any(stop.requested)
     due = state.step % run.options.checkpoint_every == 0 or state.step == settings.steps
-    if (due or stopping) and device.is_main:
-        run.save(state)
-    device.wait()
+    if due or stopping:
+        if device.is_main:
+            run.save(state)
+        device.wait()
     if stopping and state.step < settings.steps:
         raise Stopped(
             f"{run.folder}: stopped after step {state.step} of {settings.steps}; that is saved, and --resume "
@@ -210,7 +211,7 @@ class _Trainer:
         if fine:
             state.ema.update()
             state.non_finite = 0
-        elif math.isfinite(loss) and device.scaler is not None:
+        elif math.isfinite(loss) and device.scaler is not None and device.scale >= 1:
             log.info("step %d: gradients left the range of fp16; its scale is now %g", step, device.scale)
         else:
             self._skipped(step, rows, losses, norm)
@@ -234,10 +235,11 @@ class _Trainer:
         state.non_finite += 1
         broken = rows[~losses.isfinite()].tolist() or rows.tolist()
         what = f"step {step}: loss {state.losses[-1]}, gradient norm {norm}, samples {broken[:8]}"
-        if state.non_finite >= self.settings.max_non_finite or step == self.settings.steps:
+        nothing = step == self.settings.steps and not any(map(math.isfinite, state.losses))
+        if state.non_finite >= self.settings.max_non_finite or nothing:
             raise HddmError(
-                f"{what}; so were {state.non_finite} steps in a row, and nothing was written; try a lower "
-                "--learning-rate"
+                f"{what}; the last {state.non_finite} steps were not finite, and nothing was written; try a "
+                "lower --learning-rate"
             )
         log.warning("%s; the step is left out", what)
 

@@ -73,8 +73,8 @@ class ExpertSettings(LoopSettings):
             raise ValueError(f"lora_alpha {self.lora_alpha} scales an adapter; give a lora_rank too")
         if self.lora_rank is not None and self.compile:
             raise ValueError(
-                "compile does not get through peft's adapters of packed matrices, and would fall back to eager "
-                "block after block; drop it beside lora_rank"
+                "compile does not get through peft's adapters of packed matrices, and would fall back to "
+                "eager block after block; drop it beside lora_rank"
             )
         return self
 
