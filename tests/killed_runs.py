@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from multiprocessing import get_context
@@ -22,7 +23,7 @@ from hddm.data.open_shard import open_shard
 from hddm.data.stored import PixelStore
 from hddm.training import expert
 from hddm.training.run_folder import RunOptions
-from hddm.training.signals import Stopped
+from hddm.training.signals import TOGETHER, Stopped
 from tests.artefacts import expert_settings, pixels_of
 
 STEPS, BATCH, EVERY = 24, 7, 5
@@ -59,8 +60,9 @@ class NotedPixels(PixelStore):
 def train(shard: Path, out: Path, diary: Path, moment: tuple[str, str] | None = None) -> None:
     """Train, or go on; note what every step saw in ``diary``; be killed at ``moment``.
 
-    ``moment`` is ("step", "17"); ("signal", "15") for that signal in step 3, ("signals", "15") for two; or an
-    audit event of Python and a part of its arguments: ("os.rename", "step_00000010").
+    ``moment`` is ("step", "17"); ("signal", "15") for that signal in step 3, ("signals", "15") for two at once,
+    ("signals", "15 later") for two one after the other; or an audit event of Python and a part of its arguments:
+    ("os.rename", "step_00000010").
     """
     torch.set_num_threads(1)
     if moment is not None:
@@ -74,8 +76,11 @@ def train(shard: Path, out: Path, diary: Path, moment: tuple[str, str] | None = 
         if moment == ("step", str(step)):
             os.kill(os.getpid(), signal.SIGKILL)
         if moment is not None and moment[0].startswith("signal") and step == 3:
-            for _ in range(2 if moment[0] == "signals" else 1):
-                signal.raise_signal(signal.Signals(int(moment[1])))
+            number, _, later = moment[1].partition(" ")
+            signal.raise_signal(signal.Signals(int(number)))
+            if moment[0] == "signals":
+                time.sleep(TOGETHER if later else 0)
+                signal.raise_signal(signal.Signals(int(number)))
 
     options = RunOptions(resume=True, checkpoint_every=EVERY)
     try:

@@ -1,11 +1,13 @@
 """Islands: trainings in processes of their own that lose nothing, and go on without each other."""
 
+import fcntl
 import json
 import logging
 import multiprocessing
 import os
 import signal
 from collections.abc import Iterator
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -13,6 +15,7 @@ import pytest
 
 from hddm.errors import HddmError
 from hddm.model_folders import WEIGHTS
+from hddm.training import runs
 from hddm.training.checkpoints import Checkpoints
 from hddm.training.expert import train_expert
 from hddm.training.island_jobs import (
@@ -105,8 +108,32 @@ def test_what_is_in_the_way_is_told_at_once_and_nothing_starts(whole: Path, tmp_
         f"{tmp_path / 'a'} exists",
         f"{tmp_path / 'b'}.run",
     ]
-    ready, _ = prepare([_island(whole, tmp_path / "b", resume=True)])
-    assert len(ready) == 1
+    prepare([_island(whole, tmp_path / "b", resume=True)])
+
+
+def test_no_run_is_discarded_where_one_is_worked_on(whole: Path, tmp_path: Path) -> None:
+    islands = [replace(_island(whole, tmp_path / name), overwrite=True) for name in "ab"]
+    for island in islands:
+        run_folder_of(island.out).mkdir()
+        (run_folder_of(island.out) / "run.json").write_text('{"format": "1.0"}')
+    with (run_folder_of(tmp_path / "b") / "lock").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(HddmError, match="b: another process is training it"):
+            prepare(islands)
+    assert (run_folder_of(tmp_path / "a") / "run.json").exists()
+    prepare(islands)
+    assert not (run_folder_of(tmp_path / "a") / "run.json").exists()
+
+
+def test_an_island_whose_disk_fails_says_so_in_one_line(
+    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(runs, "new_folder", full)
+    with pytest.raises(HddmError, match=r"expert: could not be written.*No space left.*--resume goes on"):
+        train_island(_island(whole, tmp_path / "expert"))
 
 
 @pytest.fixture

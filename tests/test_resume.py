@@ -9,8 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from hddm.errors import HddmError
 from hddm.model_folders import WEIGHTS
+from hddm.training.checkpoints import Checkpoints
+from hddm.training.expert import train_expert
 from hddm.training.order import Order
+from hddm.training.run_folder import RunOptions
 from tests.artefacts import contents
 from tests.killed_runs import BATCH, STEPS, checkpoint, entries, settings, start, train
 
@@ -120,10 +124,37 @@ def test_a_signal_saves_within_a_step_and_exits_with_its_code(
 
 
 def test_a_second_signal_exits_at_once(whole: Path, tmp_path: Path) -> None:
-    process = start(whole, tmp_path / "expert", tmp_path / "diary", ("signals", str(int(signal.SIGTERM))))
+    moment = ("signals", f"{int(signal.SIGTERM)} later")
+    process = start(whole, tmp_path / "expert", tmp_path / "diary", moment)
     process.join()
     assert process.exitcode == 128 + signal.SIGTERM
     assert not (tmp_path / "expert.run" / "checkpoints").exists()
+
+
+def test_a_signal_that_comes_by_two_ways_saves_as_one(whole: Path, tmp_path: Path) -> None:
+    process = start(whole, tmp_path / "expert", tmp_path / "diary", ("signals", str(int(signal.SIGTERM))))
+    process.join()
+    assert process.exitcode == 128 + signal.SIGTERM
+    assert [path.name for path in (tmp_path / "expert.run" / "checkpoints").iterdir()] == ["step_00000003"]
+
+
+def test_damaged_checkpoints_do_not_push_out_those_that_are_written_after_them(
+    whole: Path, tmp_path: Path
+) -> None:
+    """Two are kept, and the two newest are damaged: the run begins anew, and must be able to go on."""
+    process = start(whole, tmp_path / "expert", tmp_path / "diary", ("step", "13"))
+    process.join()
+    folder = tmp_path / "expert.run" / "checkpoints"
+    damaged = sorted(path.name for path in folder.iterdir())
+    assert len(damaged) == 2
+    for name in damaged:
+        _flip(folder / name / "ema.safetensors")
+    process = start(whole, tmp_path / "expert", tmp_path / "diary", ("step", "7"))
+    process.join()
+    kept = Checkpoints(folder).newest()
+    assert kept is not None
+    assert kept.name == "step_00000005"
+    assert (folder / f"damaged_1_{damaged[-1]}").is_dir()
 
 
 def test_the_last_checkpoint_that_is_whole_counts(whole: Path, uninterrupted: Path, tmp_path: Path) -> None:
@@ -143,6 +174,21 @@ def test_the_last_checkpoint_that_is_whole_counts(whole: Path, uninterrupted: Pa
         process.join()
         _same(folder, uninterrupted)
         assert (folder / "expert.run" / "checkpoints" / "damaged_1_step_00000010").is_dir()
+
+
+def test_a_finished_run_is_not_taken_for_another_training(
+    uninterrupted: Path, shards: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(uninterrupted, tmp_path / "copy")
+    with pytest.raises(HddmError, match="was started otherwise") as refused:
+        train_expert(
+            shards / "shard_0",
+            tmp_path / "copy" / "expert",
+            settings().model_copy(update={"steps": 900}),
+            run=RunOptions(resume=True),
+        )
+    assert any("settings.steps" in line for line in refused.value.details)
+    assert any("data.shard" in line for line in refused.value.details)
 
 
 def test_a_finished_run_is_not_trained_again(whole: Path, uninterrupted: Path, tmp_path: Path) -> None:

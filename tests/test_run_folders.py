@@ -74,6 +74,17 @@ def test_two_processes_do_not_train_one_expert(started: Path, whole: Path, hddm:
     assert error.count("\n") == 1
 
 
+@pytest.mark.parametrize("option", ["--overwrite", "--resume"])
+def test_a_folder_that_only_has_the_name_of_a_run_is_left_alone(
+    option: str, whole: Path, tmp_path: Path, hddm: Command
+) -> None:
+    (tmp_path / "out.run" / "photos").mkdir(parents=True)
+    (tmp_path / "out.run" / "photos" / "one.txt").write_text("mine")
+    code, _, error = hddm("train", "expert", whole, "--out", tmp_path / "out", "--steps", 4, *OPTIONS, option)
+    assert (code, "is in the way, and holds no run.json" in error) == (1, True)
+    assert (tmp_path / "out.run" / "photos" / "one.txt").read_text() == "mine"
+
+
 def test_a_full_disk_ends_a_run_and_leaves_the_checkpoint_before(whole: Path, tmp_path: Path) -> None:
     settings = expert_settings("flow", steps=9, threads=1)
     keep = RunOptions(checkpoint_every=3, resume=True)
@@ -114,7 +125,7 @@ def test_a_run_that_stays_without_a_finite_loss_keeps_its_good_checkpoint(
 
     monkeypatch.setattr(expert_training, "losing", spoilt)
     settings = expert_settings("flow", steps=40, threads=1, max_non_finite=3)
-    with pytest.raises(HddmError, match=r"step 10: loss nan.*so were 3 steps in a row"):
+    with pytest.raises(HddmError, match=r"step 10: loss nan.*the last 3 steps were not finite"):
         train_expert(whole, tmp_path / "out", settings, run=RunOptions(checkpoint_every=4))
     folder = tmp_path / "out.run" / "checkpoints"
     assert "step_00000004" in [path.name for path in folder.iterdir()]

@@ -44,7 +44,11 @@ class Manifest(Facts):
 
 
 class Checkpoints:
-    """The checkpoints of one training, in ``folder``; the ``keep`` newest complete ones stay."""
+    """The checkpoints of one training, in ``folder``; the ``keep`` newest stay.
+
+    One that is newer than what was saved last is damaged, or the run would have gone on from it; it is
+    renamed ``damaged_n_…``.
+    """
 
     def __init__(self, folder: Path, keep: int = 2) -> None:
         self.folder, self.keep = folder, keep
@@ -76,7 +80,7 @@ class Checkpoints:
             ) from error
         if not self._complete(target):
             raise HddmError(f"{target}: does not read back as it was written; the disk may be failing")
-        self._prune()
+        self._prune(state.step)
         return target
 
     def newest(self) -> Path | None:
@@ -115,9 +119,17 @@ class Checkpoints:
             free = next(n for n in range(1, 1000) if not path.with_name(f"damaged_{n}_{path.name}").exists())
             path.rename(path.with_name(f"damaged_{free}_{path.name}"))
 
-    def _prune(self) -> None:
-        for path in self._all()[self.keep :]:
-            shutil.rmtree(path)
+    def _prune(self, step: int) -> None:
+        """Let go what the complete checkpoint of ``step`` makes superfluous."""
+        try:
+            for path in self._all():
+                # The run went on from before it, so it was passed over as damaged.
+                if _step_of(path) > step:
+                    self._set_aside(path)
+            for path in self._all()[self.keep :]:
+                shutil.rmtree(path)
+        except OSError as error:
+            log.warning("%s: older checkpoints could not be removed (%s)", self.folder, error)
 
     def _all(self) -> list[Path]:
         """Folders of checkpoints, newest first."""

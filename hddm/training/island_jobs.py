@@ -5,13 +5,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from safetensors import SafetensorError
+
 from hddm.errors import HddmError
 from hddm.experts import EXPERT_FILE
 from hddm.files import check_absent
 from hddm.training.continuation import continue_expert
 from hddm.training.expert import ddpm_schedule, train_expert
 from hddm.training.loop import OnStep
-from hddm.training.run_folder import RunOptions, discard_run, recorded, run_folder_of
+from hddm.training.run_folder import RunOptions, discard_runs, recorded, run_folder_of
 from hddm.training.runs import with_threads
 from hddm.training.settings import ExpertSettings
 
@@ -161,48 +163,44 @@ def threaded(islands: Sequence[Island], default: int) -> list[Island]:
     ]
 
 
-def prepare(islands: Sequence[Island]) -> tuple[list[Island], list[Outcome]]:
-    """Those that are to be trained, all ready to be gone on with, and how those ended that are finished.
+def prepare(islands: Sequence[Island]) -> None:
+    """Make ``islands`` ready to be gone on with, finished ones among them.
 
     A run that ``overwrite`` without ``resume`` is to replace is removed here, so that every start after this
     goes on with what the one before has done.
 
     Raises:
-        HddmError: for folders that are in the way, all of them at once, before anything is removed.
+        HddmError: for folders that are in the way or worked on, all of them at once, before anything is
+            removed.
     """
-    finished = [island for island in islands if _is_finished(island)]
-    todo = [island for island in islands if not _is_finished(island)]
-    problems = [problem for island in todo for problem in _in_the_way(island)]
+    problems = [problem for island in islands for problem in _in_the_way(island)]
     if problems:
         raise HddmError(
             f"{islands[0].out.parent}: holds experts or runs already; --resume goes on with them, "
             "--overwrite starts anew",
             problems,
         )
-    for island in todo:
-        if island.overwrite and not island.run.resume:
-            discard_run(island.out)
-    for island in finished:
-        log.info("%s: is finished; there is nothing to go on with", island.out)
-    return todo, [Outcome(island) for island in finished]
+    discard_runs([island.out for island in islands if island.overwrite and not island.run.resume])
 
 
 def train_island(island: Island, on_step: OnStep | None = None) -> list[float]:
     """Train an island that `prepare` gave, here and now; the loss of every step.
 
     Raises:
-        HddmError: as `train_expert` and `continue_expert`.
+        HddmError: as `train_expert` and `continue_expert`, and for a disk that is full or fails.
         Stopped: after a signal, with the run saved.
     """
     run = island.run.model_copy(update={"resume": True})
-    if island.init is not None:
-        return continue_expert(
-            island.init, island.shard, island.out, island.settings, island.overwrite, on_step, run=run
-        )
-    schedule, source = ddpm_schedule(island.schedule)
-    return train_expert(
-        island.shard, island.out, island.settings, schedule, source, island.overwrite, on_step, run
-    )
+    shard, out, settings, overwrite = island.shard, island.out, island.settings, island.overwrite
+    try:
+        if island.init is not None:
+            return continue_expert(island.init, shard, out, settings, overwrite, on_step, run=run)
+        schedule, source = ddpm_schedule(island.schedule)
+        return train_expert(shard, out, settings, schedule, source, overwrite, on_step, run)
+    except (OSError, SafetensorError) as error:
+        raise HddmError(
+            f"{out}: could not be written, or its data read ({error}); mend that, and --resume goes on"
+        ) from error
 
 
 def refuse_failed(outcomes: Sequence[Outcome]) -> None:
@@ -225,12 +223,10 @@ def _lines(failure: HddmError | None) -> tuple[str, ...]:
     return () if failure is None else (failure.message, *failure.details)
 
 
-def _is_finished(island: Island) -> bool:
-    return island.run.resume and not island.overwrite and (island.out / EXPERT_FILE).exists()
-
-
 def _in_the_way(island: Island) -> list[str]:
-    problems = []
+    problems: list[str] = []
+    if island.run.resume and not island.overwrite and (island.out / EXPERT_FILE).exists():
+        return problems
     try:
         check_absent(island.out, EXPERT_FILE, island.overwrite)
     except HddmError as error:

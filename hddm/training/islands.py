@@ -52,7 +52,8 @@ def train_islands(
         Stopped: after a signal, with all runs saved.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    ready, outcomes = prepare(threaded(islands, max(1, cores // parallel)))
+    ready = threaded(islands, max(1, cores // parallel))
+    prepare(ready)
     fleet = _Fleet(deque(ready), parallel, retries, on_step)
     with StopRequest() as stop:
         try:
@@ -63,7 +64,7 @@ def train_islands(
         raise Stopped(
             f"{ready[0].out.parent}: stopped; every run is saved, and --resume goes on with them", stop.number
         )
-    return sorted([*outcomes, *fleet.outcomes], key=lambda one: one.island.index)
+    return sorted(fleet.outcomes, key=lambda one: one.island.index)
 
 
 @dataclass

@@ -56,11 +56,12 @@ def train_islands_on_ray(
         Stopped: after a signal, with all runs saved.
     """
     ray = _ray()
-    ready, outcomes = prepare([_absolute(island) for island in threaded(islands, 1)])
+    ready = [_absolute(island) for island in threaded(islands, 1)]
+    prepare(ready)
     with _connected(ray, address), StopRequest() as stop:
         has_gpus = ray.cluster_resources().get("GPU", 0) > 0
         tasks = {_submit(ray, island, retries, has_gpus): island for island in ready}
-        outcomes += _collect(ray, tasks, stop, on_step)
+        outcomes = _collect(ray, tasks, stop, on_step)
     if stop.number is not None and len(outcomes) < len(islands):
         raise Stopped(
             f"{ready[0].out.parent}: stopped; what was trained is saved, and --resume goes on with it",

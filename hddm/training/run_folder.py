@@ -14,7 +14,7 @@ import json
 import logging
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -34,7 +34,7 @@ LOCK = "lock"
 # Of the record; what a process that was killed just then leaves.
 DRAFT = f".{RUN_FILE}"
 # What may change between two starts of a run without changing what it computes.
-FREE = {"environment.hddm", "environment.torch", "environment.hostname"}
+FREE = {f"environment.{key}" for key in ("hddm", "torch", "hostname", "device", "processes")}
 
 log = logging.getLogger(__name__)
 
@@ -111,12 +111,14 @@ def open_run(
 
     Raises:
         HddmError: for a run that another process works on, one that is there without ``resume`` or
-            ``overwrite``, or one that was started with another record; every difference is listed.
+            ``overwrite``, one that was started with another record, whose every difference is listed, or a
+            folder that is no run.
     """
     folder = run_folder_of(out)
     folder.mkdir(parents=True, exist_ok=True)
     with _locked(folder, out):
         known = folder / RUN_FILE
+        _refuse_foreign(folder)
         if overwrite and not options.resume:
             _clear(folder)
         if known.exists():
@@ -125,9 +127,7 @@ def open_run(
                     f"{folder}: holds a run of {out} already; --resume goes on with it, --overwrite starts "
                     "anew"
                 )
-            _compare(folder, read_json(known), dict(record), options.allow_config_change)
-        elif any(path.name not in (LOCK, DRAFT) for path in folder.iterdir()):
-            raise HddmError(f"{folder}: is in the way, and holds no {RUN_FILE} of a run; move it away")
+            compare_records(out, record, options)
         draft = folder / DRAFT
         write_json(draft, {"format": FORMAT, **record})
         draft.rename(known)
@@ -142,15 +142,18 @@ def recorded(out: Path) -> dict[str, Any]:
     return read_json(path) if path.exists() else {}
 
 
-def discard_run(out: Path) -> None:
-    """Remove what the run of ``out`` has kept, if there is one.
+def discard_runs(outs: Sequence[Path]) -> None:
+    """Remove what the runs of ``outs`` have kept, where there is one: all of them or none.
 
     Raises:
-        HddmError: where another process works on it.
+        HddmError: where another process works on one, or it is no run.
     """
-    folder = run_folder_of(out)
-    if folder.is_dir():
-        with _locked(folder, out):
+    folders = {out: run_folder_of(out) for out in outs if run_folder_of(out).is_dir()}
+    with contextlib.ExitStack() as stack:
+        for out, folder in folders.items():
+            stack.enter_context(_locked(folder, out))
+            _refuse_foreign(folder)
+        for folder in folders.values():
             _clear(folder)
 
 
@@ -175,6 +178,12 @@ def _locked(folder: Path, out: Path) -> contextlib.AbstractContextManager[None]:
     )
 
 
+def _refuse_foreign(folder: Path) -> None:
+    """Refuse a folder that something else than a run lies in."""
+    if not (folder / RUN_FILE).exists() and any(p.name not in (LOCK, DRAFT) for p in folder.iterdir()):
+        raise HddmError(f"{folder}: is in the way, and holds no {RUN_FILE} of a run; move it away")
+
+
 def _clear(folder: Path) -> None:
     for path in folder.iterdir():
         if path.is_dir():
@@ -183,8 +192,14 @@ def _clear(folder: Path) -> None:
             path.unlink()
 
 
-def _compare(folder: Path, before: dict[str, Any], now: dict[str, Any], allowed: bool) -> None:
-    old, new = _flat(before), _flat(json.loads(json.dumps(now)))
+def compare_records(out: Path, record: Mapping[str, Any], options: RunOptions) -> None:
+    """Refuse to go on with the run of ``out`` if it was started with another ``record``.
+
+    Raises:
+        HddmError: with every difference.
+    """
+    folder, allowed = run_folder_of(out), options.allow_config_change
+    old, new = _flat(recorded(out)), _flat(json.loads(json.dumps(dict(record))))
     keys = [key for key in dict.fromkeys([*old, *new]) if key != "format" and old.get(key) != new.get(key)]
     lines = [f"{key}: was {old.get(key)!r}, is {new.get(key)!r}" for key in keys]
     for key, line in zip(keys, lines, strict=True):

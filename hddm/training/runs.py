@@ -12,7 +12,7 @@ import torch
 
 from hddm.files import check_absent, new_folder
 from hddm.training.loop import Fitted, OnStep, StepReport, Task, Watcher, fit
-from hddm.training.run_folder import Run, RunOptions, open_run, recorded, run_folder_of
+from hddm.training.run_folder import Run, RunOptions, compare_records, open_run, recorded, run_folder_of
 from hddm.training.settings import LoopSettings
 
 Settings = TypeVar("Settings", bound=LoopSettings)
@@ -23,18 +23,17 @@ log = logging.getLogger(__name__)
 
 
 def finished(out: Path, record: str, overwrite: bool, run: RunOptions | None) -> bool:
-    """Whether ``out`` is there and is to be gone on with, so that nothing is left to do.
+    """Whether ``out`` is there and is to be gone on with, and has no run left that `train` could compare.
 
     With ``overwrite`` too the run is gone on with, and ``out`` is replaced in the end.
 
     Raises:
         HddmError: as `hddm.files.check_absent`, for a folder that is in the way.
     """
-    if run is not None and run.resume and not overwrite and (out / record).exists():
-        log.info("%s: is finished; there is nothing to go on with", out)
-        return True
-    check_absent(out, record, overwrite)
-    return False
+    if not _resumed_whole(out, record, overwrite, run):
+        check_absent(out, record, overwrite)
+        return False
+    return not recorded(out) and _nothing_to_do(out)
 
 
 def train(
@@ -64,13 +63,17 @@ def train(
         watch: opens what looks at the training, given its run.
 
     Returns:
-        The loss of every step.
+        The loss of every step; none where ``run`` goes on with an ``out`` that is finished.
 
     Raises:
         HddmError: as `hddm.training.run_folder.open_run` and `hddm.training.loop.fit`.
         Stopped: after a signal, with the run saved.
     """
     used = with_threads(settings, out if run is not None and run.resume else None)
+    if run is not None and _resumed_whole(out, record, overwrite, run):
+        compare_records(out, _record(used, data), run)
+        _nothing_to_do(out)
+        return []
     counting = [] if on_step is None else [_counting(on_step)]
     with contextlib.ExitStack() as stack:
         kept = None if run is None else Run(run_folder_of(out), run)
@@ -97,6 +100,15 @@ def with_threads(settings: Settings, out: Path | None, default: int | None = Non
     return settings.model_copy(update={"threads": threads})
 
 
+def _resumed_whole(out: Path, record: str, overwrite: bool, run: RunOptions | None) -> bool:
+    return run is not None and run.resume and not overwrite and (out / record).exists()
+
+
+def _nothing_to_do(out: Path) -> bool:
+    log.info("%s: is finished; there is nothing to go on with", out)
+    return True
+
+
 def _record(settings: LoopSettings, data: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "settings": settings.model_dump(mode="json"),
@@ -105,8 +117,18 @@ def _record(settings: LoopSettings, data: Mapping[str, Any]) -> dict[str, Any]:
             "hddm": version("hddm-diffusion"),
             "torch": torch.__version__,
             "hostname": os.uname().nodename,
+            "device": _device(settings),
+            "processes": int(os.environ.get("WORLD_SIZE", "1")),
         },
     }
+
+
+def _device(settings: LoopSettings) -> str:
+    """What the settings come to on this machine: results differ from one to the other."""
+    if settings.device in ("auto", "cuda") and torch.cuda.is_available():
+        return torch.cuda.get_device_name()
+    mps = settings.device in ("auto", "mps") and torch.backends.mps.is_available()
+    return "mps" if mps else "cpu"
 
 
 def _counting(on_step: OnStep) -> Watcher:

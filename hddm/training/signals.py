@@ -1,19 +1,22 @@
 """Being told to stop: save, then leave with a code that says by what.
 
 Exit codes: 130 after SIGINT, 143 after SIGTERM, 138 after SIGUSR1. What a training had done is saved, and
-``--resume`` goes on from there. A second signal exits at once; checkpoints are complete or absent, so it may
-come in the middle of a write.
+``--resume`` goes on from there. A second signal exits at once, if it comes `TOGETHER` seconds or more after
+the first: a scheduler and its launcher may both pass one request on. Checkpoints are complete or absent, so
+it may come in the middle of a write.
 """
 
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any
 
 from hddm.errors import HddmError
 
+TOGETHER = 1.0
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
@@ -41,6 +44,7 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.number: int | None = None
+        self._since = 0.0
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> "StopRequest":
@@ -65,8 +69,10 @@ class StopRequest:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if self.number is not None:
-            os._exit(128 + number)
-        self.number = number
+            if time.monotonic() - self._since >= TOGETHER:
+                os._exit(128 + number)
+            return
+        self.number, self._since = number, time.monotonic()
         handler: Callable[..., object] | int | None = self._before.get(signal.Signals(number))
         # Python's own turns SIGINT into an exception, in the middle of a step.
         if callable(handler) and handler is not signal.default_int_handler:
