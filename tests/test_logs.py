@@ -18,6 +18,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch import Tensor, nn
 
 from hddm.model_folders import WEIGHTS
+from hddm.errors import HddmError
 from hddm.training.expert import train_expert
 from hddm.training.logs import EventLog, Guarded
 from hddm.training.loop import Inputs, StepReport, Task, fit
@@ -101,6 +102,7 @@ import os, signal, sys
 from pathlib import Path
 import torch
 torch.set_num_threads(1)
+from hddm.errors import HddmError
 from hddm.training.expert import train_expert
 from hddm.training.run_folder import RunOptions
 from tests.artefacts import expert_settings
@@ -216,13 +218,14 @@ def test_a_log_that_cannot_be_opened_changes_nothing_in_the_training(
     assert re.fullmatch(r"TensorBoard \(.*/logs\): .*File exists.*; the training goes on without it", warning)
 
 
-def test_a_router_is_logged_and_has_no_pictures(shards: Path, tmp_path: Path) -> None:
-    options = RunOptions(log_every=5, sample_every=5)
+def test_a_router_is_logged_and_refuses_to_make_pictures(shards: Path, tmp_path: Path) -> None:
+    options = RunOptions(log_every=5)
     losses = train_router(shards, tmp_path / "router", router_settings(), run=options)
     found = _scalars(tmp_path / "router.run" / "logs")
     means = [sum(losses[:5]) / 5, sum(losses[5:]) / 5]
     assert [value for _, value in found["train/loss"]] == pytest.approx(means, rel=1e-6)
-    assert not (tmp_path / "router.run" / "samples").exists()
+    with pytest.raises(HddmError, match="sample_every: 5: a router makes no images"):
+        train_router(shards, tmp_path / "other", router_settings(), run=RunOptions(sample_every=5))
 
 
 def test_a_training_without_a_run_leaves_nothing_but_its_folder(whole: Path, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import typer
 
 from hddm_cli.options import Out, Overwrite, Steps
 from hddm_cli.train import LEARNING
-from hddm_cli.training_options import FILE, KEEPING, LOOP, Told, takes
+from hddm_cli.training_options import FILE, KEEPING, LOOP, PICTURES, Told, takes
 
 
 class TeacherKind(StrEnum):
@@ -21,7 +21,7 @@ class TeacherKind(StrEnum):
 STUDENT = {name: LEARNING[name] for name in ("size", "time_sampling", "condition_dropout", "random_flip")}
 
 
-@takes(STUDENT, LOOP, KEEPING, FILE)
+@takes(STUDENT, LOOP, KEEPING, PICTURES, FILE)
 def distill(
     context: typer.Context,
     ensemble: Annotated[Path, typer.Argument(help="Ensemble folder, the teacher.")],

@@ -8,7 +8,7 @@ import typer
 
 from hddm_cli.combinations import refuse_given
 from hddm_cli.options import Out, Overwrite, Size, Steps
-from hddm_cli.training_options import FILE, KEEPING, LOOP, Told, takes
+from hddm_cli.training_options import FILE, KEEPING, LOOP, PICTURES, Told, takes
 
 commands = typer.Typer(
     help="Train one expert on its shard, all of them, or the router.", no_args_is_help=True
@@ -83,7 +83,7 @@ LEARNING = {
 
 
 @commands.command("expert")
-@takes(LEARNING, LOOP, KEEPING, FILE)
+@takes(LEARNING, LOOP, KEEPING, PICTURES, FILE)
 def expert(
     context: typer.Context,
     shard: Annotated[Path, typer.Argument(help="Shard folder, as hddm partition or hddm encode writes it.")],

@@ -9,10 +9,10 @@ import typer
 from hddm_cli.combinations import refuse_given
 from hddm_cli.options import Overwrite, Steps
 from hddm_cli.train import LEARNING, Init, LoraAlpha, LoraRank, Schedule
-from hddm_cli.training_options import FILE, KEEPING, LOOP, Told, takes
+from hddm_cli.training_options import FILE, KEEPING, LOOP, PICTURES, Told, takes
 
 
-@takes(LEARNING, LOOP, KEEPING, FILE)
+@takes(LEARNING, LOOP, KEEPING, PICTURES, FILE)
 def train_all(
     context: typer.Context,
     shards: Annotated[

@@ -57,13 +57,15 @@ KEEPING: Group = {
         Annotated[int, typer.Option("--checkpoint-every", min=1, help="Steps between checkpoints.")],
         500,
     ),
-    "sample_every": (
-        Annotated[int, typer.Option("--sample-every", min=0, help="Steps between sample grids; 0: none.")],
-        0,
-    ),
     "wandb": (
         Annotated[str | None, typer.Option("--wandb", help="Project of Weights & Biases to log to as well.")],
         None,
+    ),
+}
+PICTURES: Group = {
+    "sample_every": (
+        Annotated[int, typer.Option("--sample-every", min=0, help="Steps between sample grids; 0: none.")],
+        0,
     ),
 }
 FILE: Group = {

@@ -53,9 +53,11 @@ def train_router(
 
     Raises:
         HddmError: for shards that cannot be read or differ in shape or VAE, a run that differs from the one
-            to be resumed, or losses that are not finite.
+            to be resumed, pictures asked of it, or losses that are not finite.
         Stopped: after a signal, with the run saved.
     """
+    if run is not None and run.sample_every:
+        raise HddmError(f"sample_every: {run.sample_every}: a router makes no images; leave it out")
     if finished(out, ROUTER_FILE, overwrite, run):
         return []
     shards = [open_shard(folder) for folder in find_shards(shards_folder)]
