@@ -17,8 +17,8 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor, nn
 
-from hddm.model_folders import WEIGHTS
 from hddm.errors import HddmError
+from hddm.model_folders import WEIGHTS
 from hddm.training.expert import train_expert
 from hddm.training.logs import EventLog, Guarded
 from hddm.training.loop import Inputs, StepReport, Task, fit
