@@ -16,9 +16,10 @@ from hddm.errors import HddmError
 from hddm.model_folders import WEIGHTS
 from hddm.models.transformer import ExpertTransformer
 from hddm.schedules import from_diffusers
-from hddm.training.expert import shard_facts, train_expert
+from hddm.training.expert import train_expert
 from hddm.training.networks import new_network
 from hddm.training.router import train_router
+from hddm.training.shard_fit import shard_facts
 from tests.artefacts import (
     CLASSES,
     PER_CLASS,

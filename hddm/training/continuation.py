@@ -27,13 +27,13 @@ from hddm.parametrisation import KAPPA, bounded_gain
 from hddm.predictions import PredictionType
 from hddm.schedules import from_config
 from hddm.training.batches import check_conditions, drawing, losing
-from hddm.training.expert import calibrated_on, calibration_rows, shard_facts, shard_record
 from hddm.training.loop import Fitted, OnStep, Task
 from hddm.training.lora import adapter_facts, add_adapter, refuse_as_base, save_adapted
-from hddm.training.recalibrate import check_images
 from hddm.training.run_folder import RunOptions
 from hddm.training.runs import finished, train
 from hddm.training.settings import ExpertSettings
+from hddm.training.shard_calibration import calibrated_on, calibration_rows, shard_record
+from hddm.training.shard_fit import check_fit, shard_facts
 from hddm.training.watching import watching
 from hddm.velocity import VelocityField
 from hddm.weight_files import sha256_of
@@ -84,7 +84,7 @@ def continue_expert(
     field = field_of(expert)
     objective = _objective(init, expert.facts, settings)
     shard = open_shard(shard_folder)
-    check_images(shard, expert.facts)
+    check_fit(shard, expert.facts)
     check_conditions(shard, settings)
     given = _conditions(init, field, shard, settings)
     field.calibration = None

@@ -40,12 +40,13 @@ from hddm.models.transformer import ExpertTransformer
 from hddm.objectives import TIME_SCALE, Objective
 from hddm.tensors import append_dims
 from hddm.training.batches import drawing
-from hddm.training.expert import calibrated_on, expert_facts
+from hddm.training.expert import expert_facts
 from hddm.training.loop import Fitted, Inputs, OnStep, Task
 from hddm.training.networks import new_network
 from hddm.training.run_folder import RunOptions
 from hddm.training.runs import finished, train
 from hddm.training.settings import DistillSettings as DistillSettings
+from hddm.training.shard_calibration import calibrated_on
 from hddm.training.teachers import LABELS, open_teacher
 from hddm.training.watching import watching
 

@@ -1,17 +1,12 @@
 """Training one expert alone, on its shard."""
 
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-import torch
-from torch import Tensor
-
-from hddm.calibration import Calibration, calibrate
 from hddm.data.open_shard import open_shard
 from hddm.data.shards import Shard
 from hddm.errors import HddmError
-from hddm.experts import EXPERT_FILE, Expert, ExpertFacts, ShardFacts, null_conditions, save_expert
+from hddm.experts import EXPERT_FILE, Expert, ExpertFacts, null_conditions, save_expert
 from hddm.load import field_of
 from hddm.models.transformer import ExpertTransformer
 from hddm.objectives import Objective
@@ -23,11 +18,9 @@ from hddm.training.networks import new_network
 from hddm.training.run_folder import RunOptions
 from hddm.training.runs import finished, train
 from hddm.training.settings import ExpertSettings as ExpertSettings
+from hddm.training.shard_calibration import calibrated_on
+from hddm.training.shard_fit import shard_facts
 from hddm.training.watching import watching
-from hddm.velocity import VelocityField
-
-CALIBRATION_IMAGES = 4096
-"""A calibration looks at so many images of a shard at most, spread evenly over it."""
 
 
 def train_expert(
@@ -121,63 +114,6 @@ def ddpm_schedule(config: Path | None) -> tuple[Schedule | None, str]:
     if declared not in (None, "epsilon"):
         raise HddmError(f"{config}: prediction_type is {declared!r}, and DDPM training here learns epsilon")
     return from_diffusers(config), str(config)
-
-
-def conditions_of(shard: Shard, field: VelocityField) -> dict[str, Tensor]:
-    """What ``field`` takes as conditions for the images of ``shard``: their labels, or nothing.
-
-    Raises:
-        HddmError: where the classes of the two differ.
-    """
-    if not field.classes:
-        return {}
-    if shard.labels is None or shard.classes != field.classes:
-        raise HddmError(
-            f"{shard.folder}: its classes are {list(shard.classes)}, the expert's {list(field.classes)}"
-        )
-    return {"class_labels": shard.labels}
-
-
-def calibrated_on(shard: Shard, field: VelocityField, given: Mapping[str, Tensor], seed: int) -> Calibration:
-    """A calibration of ``field``, which has none yet, that says which shard it was fitted to.
-
-    Args:
-        shard: of which `calibration_rows` are looked at.
-        field: the expert.
-        given: conditions (N, …) of all samples; tokens come from the shard where the expert takes them.
-        seed: of the noise.
-    """
-    rows = calibration_rows(shard)
-    conditions = {name: value[rows] for name, value in given.items()}
-    if shard.texts is not None and "encoder_hidden_states" in (field.conditions or ()):
-        conditions["encoder_hidden_states"] = shard.texts.take(rows)
-    calibration = calibrate(field.velocity, shard.take(rows), conditions, seed)
-    return replace(calibration, record=shard_record(shard) | {"seed": str(seed)})
-
-
-def calibration_rows(shard: Shard) -> Tensor:
-    """The samples that moments are taken of: all, or `CALIBRATION_IMAGES` spread evenly over the shard."""
-    return torch.linspace(0, len(shard) - 1, min(len(shard), CALIBRATION_IMAGES)).round().long()
-
-
-def shard_record(shard: Shard) -> dict[str, str]:
-    """What a calibration remembers of its shard."""
-    return {"data": f"shard {shard.hash}", "images": str(len(calibration_rows(shard)))}
-
-
-def shard_facts(shard: Shard, classes: tuple[str, ...]) -> ShardFacts:
-    """What an expert remembers of its shard: images are counted by its own ``classes``, or not at all."""
-    counts: list[int] = []
-    if shard.labels is not None and shard.classes == classes:
-        counts = shard.labels.bincount(minlength=len(classes)).tolist()
-    return ShardFacts(
-        index=shard.index,
-        num_shards=shard.num_shards,
-        hash=shard.hash,
-        images=len(shard),
-        class_images=tuple(counts),
-        partition=shard.partition,
-    )
 
 
 def expert_facts(

@@ -10,13 +10,13 @@ from tempfile import TemporaryDirectory
 
 from hddm.calibration import FILE_NAME, Calibration, calibrate
 from hddm.data.open_shard import open_shard
-from hddm.data.shards import Shard
 from hddm.errors import HddmError
 from hddm.experts import EXPERT_FILE, FORMAT, ExpertFacts
 from hddm.facts import read_facts
 from hddm.load import load
-from hddm.training.expert import calibrated_on, conditions_of
 from hddm.training.native_samples import native_conditions, native_samples
+from hddm.training.shard_calibration import calibrated_on
+from hddm.training.shard_fit import check_fit, conditions_of
 from hddm.velocity import VelocityField
 
 NUM_IMAGES = 512
@@ -66,32 +66,13 @@ def recalibrate(
         calibration = _on_native_samples(folder, facts, field, seed, num_images, steps, on_batch)
     else:
         shard = open_shard(shard_folder)
-        check_images(shard, facts)
+        check_fit(shard, facts)
         calibration = calibrated_on(shard, field, conditions_of(shard, field), seed)
     with TemporaryDirectory(dir=folder) as draft:
         calibration.save(Path(draft))
         shutil.copymode(folder / EXPERT_FILE, Path(draft, FILE_NAME))
         # A rename also leaves hard-linked copies of the folder as they were.
         os.replace(Path(draft, FILE_NAME), folder / FILE_NAME)
-
-
-def check_images(shard: Shard, facts: ExpertFacts) -> None:
-    """Refuse a shard whose samples are none of the expert that ``facts`` describe."""
-    if facts.space != shard.space:
-        raise HddmError(f"{shard.folder}: holds {shard.space}, and the expert works in {facts.space}")
-    if shard.shape != facts.sample_shape:
-        raise HddmError(
-            f"{shard.folder}: images are {shard.shape}, the expert's samples {facts.sample_shape}"
-        )
-    if shard.vae is None:
-        return
-    if facts.vae is not None and facts.vae != shard.vae:
-        raise HddmError(f"{shard.folder}: its latents are of {shard.vae}, the expert's of {facts.vae}")
-    if facts.latent_scale is not None and facts.latent_scale != shard.vae.scale:
-        raise HddmError(
-            f"{shard.folder}: its latents are scaled by {shard.vae.scale:g}, the expert's by "
-            f"{facts.latent_scale:g}; encode with the VAE that the expert was trained with"
-        )
 
 
 def _on_native_samples(

@@ -16,7 +16,7 @@ from hddm.load import ensemble_of, expert_set
 from hddm.model_folders import sha256_once
 from hddm.parts import Parts, open_parts
 from hddm.routing import Strategy
-from hddm.training.recalibrate import check_images
+from hddm.training.shard_fit import check_fit
 
 LABELS = "class_labels"
 
@@ -78,7 +78,7 @@ def open_teacher(
     parts = open_parts(folder, torch.float32)
     names = [f"{folder / name}" for name in parts.facts.experts]
     _check_conditions(names, parts.experts, whole, condition_dropout)
-    check_images(whole, parts.experts[0].facts)
+    check_fit(whole, parts.experts[0].facts)
     experts = None
     if kind == "shard":
         experts = _by_shard(folder, parts.experts, names, shards)

@@ -19,9 +19,7 @@ from hddm.experts import EXPERT_FILE, NULL_FILE, Expert, ExpertFacts, open_exper
 from hddm.load import field_of
 from hddm.model_folders import WEIGHTS
 from hddm.training.denoising import Denoising, denoising
-from hddm.training.expert import conditions_of
-from hddm.training.recalibrate import check_images
-from hddm.velocity import VelocityField
+from hddm.training.shard_fit import check_fit, conditions_at, conditions_of
 from hddm.weight_files import sha256_of
 
 IMAGES = 512
@@ -103,7 +101,8 @@ def verify_expert(
             notes += _belongs(shard, expert.facts)
             rows = torch.linspace(0, len(shard) - 1, min(len(shard), IMAGES)).round().long()
             images = len(rows)
-            judged = denoising(field, shard.take(rows), _conditions(shard, field, rows), seed)
+            given = conditions_at(rows, conditions_of(shard, field), shard, field)
+            judged = denoising(field, shard.take(rows), given, seed)
             problems += _judge(judged)
         except HddmError as error:
             problems += _lines(error)
@@ -147,7 +146,7 @@ def _belongs(shard: Shard, facts: ExpertFacts) -> list[str]:
     Raises:
         HddmError: for images of another one.
     """
-    check_images(shard, facts)
+    check_fit(shard, facts)
     if facts.shard is None:
         return [f"{shard.folder}: whether these are images like its own, the expert does not say"]
     of = shard.held_out_of or shard.hash
@@ -162,13 +161,6 @@ def _belongs(shard: Shard, facts: ExpertFacts) -> list[str]:
             f"{shard.folder}: the expert was trained on these images; hddm partition --held-out keeps some"
         ]
     return []
-
-
-def _conditions(shard: Shard, field: VelocityField, rows: Tensor) -> dict[str, Tensor]:
-    given = {name: value[rows] for name, value in conditions_of(shard, field).items()}
-    if shard.texts is not None and "encoder_hidden_states" in (field.conditions or ()):
-        given["encoder_hidden_states"] = shard.texts.take(rows)
-    return given
 
 
 def _judge(found: Denoising) -> list[str]:
