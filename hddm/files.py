@@ -1,4 +1,4 @@
-"""Writing folders whole or not at all, and reading JSON with errors that name the file."""
+"""Writing files and folders whole or not at all, and reading JSON with errors that name the file."""
 
 import contextlib
 import glob
@@ -6,9 +6,11 @@ import json
 import os
 import shutil
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+
+from safetensors import SafetensorError
 
 from hddm.errors import HddmError
 
@@ -86,6 +88,45 @@ def restore(target: Path) -> None:
     left = [path for path in target.parent.glob(f"{glob.escape(_aside(target))}*") if _is_left(path)]
     if left:
         max(left, key=lambda path: path.stat().st_mtime_ns).rename(target)
+
+
+def write_whole(path: Path, write: Callable[[Path], None]) -> None:
+    """Write a file that has its name only once it is whole and on the disk.
+
+    Args:
+        path: the file, in a folder that is there; what has its name stays until the new one is whole.
+        write: makes the file that it is given, a hidden one beside ``path``; a failure removes that.
+
+    Raises:
+        HddmError: where it cannot be written.
+    """
+    draft = path.with_name(f".{path.name}.part-{os.getpid()}")
+    try:
+        with writing(path):
+            # Process numbers come round again, and some writers refuse a file that is there.
+            draft.unlink(missing_ok=True)
+            write(draft)
+            sync(draft)
+            draft.replace(path)
+            sync(path.parent)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            draft.unlink(missing_ok=True)
+        raise
+
+
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """A block that writes ``path``, or below it: that the disk is full or fails becomes one line.
+
+    Raises:
+        HddmError: for an OSError or a SafetensorError, whose own messages mostly name no file.
+    """
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        reason = getattr(error, "strerror", None) or " ".join(str(error).split())
+        raise HddmError(f"{path}: cannot be written ({reason})") from error
 
 
 def link_or_copy(source: Path, target: Path) -> None:

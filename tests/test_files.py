@@ -5,11 +5,22 @@ import signal
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from hddm.errors import HddmError
-from hddm.files import LARGEST_JSON, check_absent, new_folder, read_json, restore, write_json
-from tests.artefacts import contents
+from hddm.files import (
+    LARGEST_JSON,
+    check_absent,
+    new_folder,
+    read_json,
+    restore,
+    write_json,
+    write_whole,
+    writing,
+)
+from tests.artefacts import contents, largest_file
 from tests.hostile import grown_by
 
 RECORD = "expert.json"
@@ -198,3 +209,76 @@ def test_others_may_read_what_a_library_wrote_for_its_owner_alone(tmp_path: Path
         (draft / "weights").write_bytes(b"1")
         (draft / "weights").chmod(0o600)
     assert (tmp_path / "out" / "weights").stat().st_mode & 0o777 == (tmp_path / "out").stat().st_mode & 0o666
+
+
+def test_a_file_is_replaced_once_the_new_one_is_on_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, events, inodes = tmp_path / "record.json", [], []
+    path.write_text("old")
+    fsync = os.fsync
+
+    def synced(descriptor: int) -> None:
+        events.append((os.fstat(descriptor).st_ino, path.read_text()))
+        fsync(descriptor)
+
+    def write(draft: Path) -> None:
+        draft.write_text("new")
+        assert draft.parent == tmp_path
+        inodes.append(draft.stat().st_ino)
+
+    monkeypatch.setattr("os.fsync", synced)
+    write_whole(path, write)
+    # First the draft, while the old file has the name; then the folder, which lists the new one.
+    assert events == [(inodes[0], "old"), (tmp_path.stat().st_ino, "new")]
+    assert contents(tmp_path) == {"record.json": b"new"}
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt, HddmError])
+def test_a_failed_write_leaves_the_file_that_was_there(error: type[BaseException], tmp_path: Path) -> None:
+    (tmp_path / "record.json").write_text("old")
+
+    def write(draft: Path) -> None:
+        draft.write_text("half")
+        raise error("as it was")
+
+    with pytest.raises(error, match="as it was"):
+        write_whole(tmp_path / "record.json", write)
+    assert contents(tmp_path) == {"record.json": b"old"}
+
+
+def test_a_full_disk_is_one_line_with_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "out.safetensors"
+    tensors = {"a": np.zeros(4096, dtype=np.uint8)}
+    for write in (lambda draft: save_file(tensors, draft), lambda draft: draft.write_bytes(bytes(4096))):
+        with largest_file(1000), pytest.raises(HddmError) as refused:
+            write_whole(path, write)
+        assert str(refused.value).startswith(f"{path}: cannot be written (")
+        assert "File too large" in str(refused.value)
+        assert "\n" not in str(refused.value)
+        assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_that_is_missing_is_one_line_with_the_file(tmp_path: Path) -> None:
+    for path in (tmp_path / "none" / "file", tmp_path / "file" / "below"):
+        (tmp_path / "file").write_text("")
+        with pytest.raises(HddmError, match=f"{path}: cannot be written"):
+            write_whole(path, lambda draft: draft.write_text(""))
+
+
+def test_a_leftover_of_this_process_number_is_replaced(tmp_path: Path) -> None:
+    (tmp_path / f".file.part-{os.getpid()}").write_text("half")
+
+    def write(draft: Path) -> None:
+        with draft.open("x") as file:
+            file.write("whole")
+
+    write_whole(tmp_path / "file", write)
+    assert contents(tmp_path) == {"file": b"whole"}
+
+
+def test_other_errors_of_a_block_that_writes_stay_what_they_are(tmp_path: Path) -> None:
+    for error in (KeyError("a"), HddmError("said already")):
+        with pytest.raises(type(error)) as raised, writing(tmp_path):
+            raise error
+        assert raised.value is error
