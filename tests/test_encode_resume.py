@@ -108,7 +108,7 @@ def test_a_file_that_a_power_failure_spoilt_is_made_again(root: Path, tmp_path: 
     files[1].write_bytes(files[1].read_bytes()[:-9] + bytes(9))
     records = sorted((draft / "done").rglob("*.json"))
     records[2].write_text("{")
-    (draft / "whole" / "shard_0" / "data-00003.safetensors.part").write_bytes(b"half")
+    (draft / "whole" / "shard_0" / ".data-00003.safetensors.part-4711").write_bytes(b"half")
     assert _encode(root, tmp_path / "out")[:5] == [4, 3, 1, 3, 1]
     assert contents(tmp_path / "out") == contents(root / "whole")
 
@@ -144,7 +144,7 @@ def test_a_full_disk_in_the_middle_leaves_what_is_done(root: Path, tmp_path: Pat
     assert "\n" not in str(refused.value)
     assert not out.exists()
     assert len(_records(out)) == 2
-    assert not list(draft.rglob("*.part"))
+    assert not list(draft.rglob("*.part*"))
     _encode(root, out)
     assert contents(out) == contents(root / "whole")
 

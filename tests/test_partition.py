@@ -16,7 +16,7 @@ from hddm.data.partition_report import measure
 from hddm.data.shards import Manifest, find_shards, load_shard
 from hddm.describe import describe
 from hddm.errors import HddmError
-from tests.artefacts import CLASSES, Command, contents, copied, draw, write_images
+from tests.artefacts import CLASSES, Command, contents, copied, draw, largest_file, write_images
 from tests.vision_files import write_vision_model
 
 PER_CLASS = 40
@@ -194,6 +194,16 @@ def test_an_image_that_changed_since_its_features_is_refused(many: Path, tmp_pat
         partition(images, tmp_path / "again", 1, cache=tmp_path / "cache")
     assert f"{images / 'rows/07.bmp'}: changed since its features were computed" in str(refused.value)
     assert not (tmp_path / "again").exists()
+
+
+def test_a_full_disk_is_one_line_with_the_folder_and_leaves_nothing(tars: Path, tmp_path: Path) -> None:
+    partition(tars, tmp_path / "whole", 2, cache=tmp_path / "cache")
+    before = contents(tmp_path)
+    # Images are smaller; a manifest is not.
+    with largest_file(4000), pytest.raises(HddmError) as refused:
+        partition(tars, tmp_path / "out", 2, cache=tmp_path / "cache")
+    assert str(refused.value) == f"{tmp_path / 'out'}: cannot be written (File too large)"
+    assert contents(tmp_path) == before
 
 
 @pytest.mark.parametrize("shards", ["none", "0", "-2", "2.5"])

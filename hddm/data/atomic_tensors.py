@@ -1,7 +1,6 @@
 """Small safetensors files that are there whole or not at all."""
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -10,19 +9,16 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from hddm.errors import HddmError
+from hddm.files import write_whole
 
 
 def write_tensors(path: Path, tensors: dict[str, np.ndarray], note: Any = None) -> None:
-    """Write ``path`` under another name first; ``note`` is JSON in its header."""
-    draft = path.with_name(f".{path.name}.part-{os.getpid()}")
-    try:
-        save_file(tensors, draft, {"note": json.dumps(note)})
-        with draft.open("rb") as file:
-            os.fsync(file.fileno())
-        draft.replace(path)
-    except BaseException:
-        draft.unlink(missing_ok=True)
-        raise
+    """Write ``path`` whole; ``note`` is JSON in its header.
+
+    Raises:
+        HddmError: where it cannot be written.
+    """
+    write_whole(path, lambda draft: save_file(tensors, draft, {"note": json.dumps(note)}))
 
 
 def read_tensors(path: Path, only: str | None = None) -> tuple[dict[str, np.ndarray], Any]:

@@ -27,7 +27,7 @@ from hddm.data.encoding_records import (
 )
 from hddm.data.shards import MANIFEST, PARTITION_FILE
 from hddm.errors import HddmError
-from hddm.files import write_json
+from hddm.files import write_json, writing
 from hddm.weight_files import Planned, sha256_of, write_safetensors
 
 _BESIDE = (PARTITION_FILE, "clusters.safetensors")
@@ -67,7 +67,8 @@ def encode_shards(
         if plan.record == PARTITION_FILE:
             for name in _BESIDE:
                 if (plan.source / name).is_file():
-                    shutil.copyfile(plan.source / name, draft.whole / name)
+                    with writing(out / name):
+                        shutil.copyfile(plan.source / name, draft.whole / name)
     cut = sum(manifest.cut_captions for manifest in manifests)
     if cut and plan.text_facts is not None:
         warnings.warn(
@@ -105,7 +106,8 @@ class _Run:
             finished.append(done)
         if not any(done.facts.rows for done in finished):
             raise HddmError(f"{shard.folder}: holds no image that can be read")
-        return self._finish(shard, finished)
+        with writing(self.draft.whole / shard.place):
+            return self._finish(shard, finished)
 
     def _file(self, name: str, shard: SourceShard, indices: range) -> Done:
         """Encode the images ``indices`` of a shard to the data file ``name``."""

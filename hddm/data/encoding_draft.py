@@ -8,7 +8,6 @@
 
 import contextlib
 import json
-import os
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ from pydantic import ValidationError
 from hddm.data.encoding_records import FileFacts, Skipped
 from hddm.errors import HddmError
 from hddm.facts import Facts
-from hddm.files import check_absent, put_in_place, read_json, sync, write_json
+from hddm.files import check_absent, put_in_place, read_json, write_json, write_whole, writing
 from hddm.locks import locked
 from hddm.weight_files import sha256_of
 
@@ -73,11 +72,11 @@ class Draft:
         for folder in (path.parent, record.parent):
             folder.mkdir(parents=True, exist_ok=True)
         record.unlink(missing_ok=True)
-        _whole(path, write)
+        write_whole(path, write)
         done = Done(
             facts=FileFacts(file=path.name, sha256=sha256_of(path), rows=rows), skipped=skipped, cut=cut
         )
-        _whole(record, lambda part: write_json(part, done.model_dump()))
+        write_whole(record, lambda part: write_json(part, done.model_dump()))
         return done
 
     def _record(self, name: str) -> Path:
@@ -112,13 +111,17 @@ def open_draft(
         _take_up(root, target, json.loads(json.dumps(identity)), overwrite)
         draft = Draft(root)
         draft.whole.mkdir(exist_ok=True)
+        # What a killed process had begun would be part of the output.
+        for left in root.rglob(".*.part-*"):
+            left.unlink()
         try:
             yield draft
         except BaseException:
             if not any((root / "done").rglob("*.json")):
                 shutil.rmtree(root, ignore_errors=True)
             raise
-        put_in_place(draft.whole, target)
+        with writing(target):
+            put_in_place(draft.whole, target)
         shutil.rmtree(root, ignore_errors=True)
 
 
@@ -137,23 +140,9 @@ def _take_up(root: Path, target: Path, identity: dict[str, Any], overwrite: bool
         )
     for name in ("done", "whole"):
         shutil.rmtree(root / name, ignore_errors=True)
-    _whole(path, lambda part: write_json(part, identity))
+    write_whole(path, lambda part: write_json(part, identity))
 
 
 def _short(value: Any) -> str:
     text = json.dumps(value)
     return text if len(text) <= 300 else text[:299] + "…"
-
-
-def _whole(path: Path, write: Callable[[Path], None]) -> None:
-    """Write a file that has its name only once it is whole and on the disk."""
-    part = path.with_name(path.name + ".part")
-    part.unlink(missing_ok=True)
-    try:
-        write(part)
-        sync(part)
-    except OSError as error:
-        part.unlink(missing_ok=True)
-        raise HddmError(f"{path}: cannot be written ({error.strerror or error})") from error
-    os.replace(part, path)
-    sync(path.parent)

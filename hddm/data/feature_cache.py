@@ -7,7 +7,6 @@ features/
 """
 
 import hashlib
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +20,7 @@ from hddm.data.features import Extractor, in_colour
 from hddm.data.sources import ImageSource
 from hddm.errors import HddmError
 from hddm.facts import Facts, read_facts
-from hddm.files import write_json
+from hddm.files import write_json, write_whole
 from hddm.progress import Progress
 from hddm.weight_files import read_safetensors
 
@@ -145,9 +144,7 @@ def _claim(folder: Path, facts: FeatureFacts, replace: bool) -> None:
         for path in folder.glob("*.safetensors"):
             path.unlink()
     folder.mkdir(parents=True, exist_ok=True)
-    draft = folder / f".{RECORD}.part-{os.getpid()}"
-    write_json(draft, facts.model_dump())
-    draft.replace(folder / RECORD)
+    write_whole(folder / RECORD, lambda draft: write_json(draft, facts.model_dump()))
 
 
 def _is_empty(folder: Path) -> bool:

@@ -20,7 +20,7 @@ from hddm.data.partition_writing import write_shards
 from hddm.data.shards import FORMAT, MIN_IMAGES, PARTITION_FILE, PartitionFacts
 from hddm.data.sources import ImageSource, open_source
 from hddm.errors import HddmError
-from hddm.files import check_absent, new_folder, write_json
+from hddm.files import check_absent, new_folder, write_json, writing
 
 FINE_PER_SHARD = 8
 
@@ -104,7 +104,7 @@ def partition(
         clusters = cluster(found, wanted, FINE_PER_SHARD * wanted, seed)
         division = Division(found, clusters, _chosen(found.pixels, held_out))
         _refuse_small(images, division, held_out)
-        with new_folder(out, PARTITION_FILE, overwrite) as draft:
+        with writing(out), new_folder(out, PARTITION_FILE, overwrite) as draft:
             _write(source, division, draft, extractor, seed, held_out, candidates)
     return [out / f"shard_{k}" for k in range(wanted)]
 
