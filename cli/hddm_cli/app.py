@@ -8,6 +8,7 @@ import typer
 
 from hddm_cli import (
     assemble,
+    benchmark,
     calibrate,
     compare,
     convert,
@@ -32,6 +33,7 @@ commands = typer.Typer(
     pretty_exceptions_enable=False,
 )
 commands.command("quickstart")(quickstart.quickstart)
+commands.command("benchmark")(benchmark.benchmark)
 commands.add_typer(data.commands, name="data")
 commands.command("partition")(partition.partition)
 commands.command("encode")(encode.encode)

@@ -20,10 +20,10 @@ def quickstart(
     Partitions scikit-learn's digits, trains isolated flow and DDPM experts, a router and a single
     model at equal compute, samples them all and compares them.
     """
+    from hddm.benchmark.markdown import tables_text
     from hddm.benchmark.quickstart import quickstart as run
-    from hddm.benchmark.results import markdown_tables
     from hddm.benchmark.settings import QuickstartSettings
 
-    runs = run(out, QuickstartSettings(seeds=seeds), overwrite)
-    typer.echo(markdown_tables(runs))
+    results = run(out, QuickstartSettings(seeds=seeds), overwrite)
+    typer.echo(tables_text(results))
     typer.echo(f"\nreport: {out / 'report.html'}\nfigures: {out / 'results.json'}")

@@ -12,6 +12,13 @@ from hddm.tensors import append_dims
 from hddm.velocity import VelocityField
 
 TREATMENTS = ("raw", "x_0 clipped", "blend")
+EXACT, SAME_TIME, OWN_SAMPLER = "exact", "same x, same t", "own DDIM sampler"
+CONVERSIONS = (
+    EXACT,
+    *(f"{how}, {treatment}" for how in (EXACT, SAME_TIME) for treatment in TREATMENTS),
+    OWN_SAMPLER,
+)
+"""Ways to use experts that predict noise; the first leaves it to the expert whether it is calibrated."""
 
 
 class SameTimeField(VelocityField):
@@ -67,8 +74,9 @@ def sample_ddim(
     steps: int,
     batch_size: int = 512,
     on_batch: Callable[[int], None] | None = None,
+    first: int = 0,
 ) -> Tensor:
-    """Samples (num, C, H, W) by DDIM on the experts' own schedule, one drawn expert a sample.
+    """Samples ``first`` … (num, C, H, W) by DDIM on the experts' own schedule, one drawn expert a sample.
 
         x_0 = clip((y - s eps)/a, -1, 1);  y' = a' x_0 + s' eps
 
@@ -80,8 +88,8 @@ def sample_ddim(
     times = torch.linspace(0.999 * schedule.end, 0, steps + 1, dtype=torch.float64)
     alphas, sigmas = schedule.alpha_sigma(times)
     batches = []
-    for start in range(0, num, batch_size):
-        stop = min(start + batch_size, num)
+    for start in range(first, first + num, batch_size):
+        stop = min(start + batch_size, first + num)
         expert = draw_experts(ensemble.prior, seed, start, stop)
         y = initial_noise(seed, start, stop, shape)
         for i in range(steps):

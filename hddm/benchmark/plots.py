@@ -54,7 +54,7 @@ def loss_plot(losses: Mapping[str, Sequence[float]]) -> str:
     groups = {
         "flow": [n for n in losses if n == "single" or n.startswith("flow")],
         "ddpm": [n for n in losses if n.startswith("ddpm")],
-        "router (cross-entropy)": ["router"],
+        "router (cross-entropy)": [n for n in losses if n == "router"],
     }
     for panel, (title, names) in zip(panels, groups.items(), strict=True):
         for name in names:

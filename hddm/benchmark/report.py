@@ -1,39 +1,59 @@
 """The report: one HTML page that needs no other file."""
 
-from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
 
 from jinja2 import Environment, StrictUndefined
 
+from hddm.benchmark.jobs import ExpertUse
+from hddm.benchmark.markdown import scientific
 from hddm.benchmark.plots import embedded, grid_path, loss_plot, use_plot
-from hddm.benchmark.results import TABLES, Run, summarise
-from hddm.benchmark.settings import QuickstartSettings
+from hddm.benchmark.results import Results
 
 REPORT_FILE = "report.html"
 
 
-def write_report(
-    folder: Path, runs: Sequence[Run], settings: QuickstartSettings, results: dict[str, Any]
-) -> None:
-    """Write ``report.html`` into a quickstart's folder, from its runs and its sample grids."""
+def write_report(folder: Path, results: Results) -> None:
+    """Write ``report.html`` into a benchmark's folder, from its results and its sample grids."""
     template = Environment(autoescape=True, undefined=StrictUndefined).from_string(
         (files("hddm.benchmark") / "report.html.j2").read_text()
     )
-    first = runs[0]
-    seed_folder = folder / f"seed_{first.seed}"
-    names = ["training images", *(row.name for row in first.tables["models"])]
-    grids = {name: embedded(grid_path(seed_folder, name).read_bytes(), "png") for name in names}
+    first = results.seeds[0]
+    names = dict.fromkeys(one.model for one in results.records)
+    grids = {name: grid_path(folder / f"seed_{first}", name) for name in names}
+    use = _use(results, first)
     page = template.render(
-        settings=settings,
         results=results,
-        extractor=first.tables["models"][0].scores.extractor,
-        tables={table: summarise(runs, table) for table in TABLES},
-        grids=grids,
-        losses=loss_plot(first.losses),
-        use=use_plot(first.expert_use) if first.expert_use else None,
-        seeds=len(runs),
-        real=first.real,
+        scientific=scientific,
+        grids={name: embedded(path.read_bytes(), "png") for name, path in grids.items()},
+        losses=loss_plot(_losses(results, first)),
+        use=use_plot(use) if use else None,
+        settings=results.settings.model_dump_json(indent=2),
     )
     (folder / REPORT_FILE).write_text(page)
+
+
+def _losses(results: Results, seed: int) -> dict[str, tuple[float, ...]]:
+    named = {}
+    for one in results.losses:
+        if one.seed == seed:
+            name = one.kind if one.kind != "expert" else f"{one.objective}/{one.shard}"
+            named[name] = tuple(loss for _, loss in one.loss)
+    return named
+
+
+def _use(results: Results, seed: int) -> dict[str, list[ExpertUse]]:
+    """Of the rows of one model at which a router was asked, in the first table that has any."""
+    for table, rows in results.tables.items():
+        model = rows[-1].model
+        asked = {
+            one.row: [
+                ExpertUse(entry["t"], entry["probabilities"], entry["weights"], entry["largest"])
+                for entry in one.use
+            ]
+            for one in results.records
+            if (one.table, one.model, one.seed) == (table, model, seed) and "largest" in one.use[0]
+        }
+        if asked:
+            return asked
+    return {}

@@ -1,53 +1,36 @@
-"""What a quickstart found: rows, tables over training seeds, and their JSON."""
+"""What ``results.json`` holds: all that the tables and the report are made of.
+
+Two kinds of uncertainty are kept apart: ``half_width``, the 95 % interval over samples of one model
+(bootstrap), and ``spread``, the standard deviation over training seeds.
+
+Figures that compare with images are named by the split that they are of: ``to_validation`` of a benchmark
+that chooses settings, ``to_held_out`` of one that confirms them, never both in one file; ``score_on`` says so
+once more.
+"""
 
 import statistics
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
 
-from hddm.benchmark.jobs import ExpertUse
-from hddm.evaluation.frechet import Distance
-from hddm.evaluation.scores import Scores
+from hddm.benchmark.schema import BenchmarkSettings, Point, Split
+from hddm.facts import Facts, read_facts
 
-TABLES = ("models", "strategies", "conversions")
+RESULTS_FILE = "results.json"
+FORMAT = "2.0"
+LARGEST = 2**29
 
-
-@dataclass(frozen=True)
-class Row:
-    """One line of a table, of one training seed."""
-
-    name: str
-    scores: Scores
-    training_images: int
-    evaluations: float
-    """Expert evaluations a solver step and image."""
-    mflop_per_step: float
-    """Experts and router, an image."""
+Judgement = Literal["better", "worse", "within noise", "no verdict"]
 
 
-@dataclass(frozen=True)
-class Run:
-    """One training seed: its three tables by name, expert use by strategy, and losses."""
-
-    seed: int
-    tables: dict[str, list[Row]]
-    expert_use: dict[str, list[ExpertUse]]
-    losses: dict[str, list[float]]
-    real: Distance
-    """Of the held-out images to the training images: what a perfect model could reach with as few."""
-
-
-@dataclass(frozen=True)
-class Figure:
-    """A number over training seeds.
-
-    ``spread`` is the standard deviation over trainings, None for one; ``half_width`` the mean half-width
-    of the bootstrap interval over samples, None where none was taken.
-    """
+class Figure(Facts):
+    """A number over training seeds."""
 
     mean: float
     spread: float | None
+    """Standard deviation over trainings, None for one."""
     half_width: float | None = None
+    """Mean half-width of the intervals over samples, None where none was taken."""
 
     def __str__(self) -> str:
         digits = 1 if abs(self.mean) >= 10 else 2
@@ -59,104 +42,212 @@ class Figure:
         return text
 
 
+class Record(Facts):
+    """One row of a table, of one training seed."""
+
+    table: str
+    row: str
+    model: str
+    seed: int
+    point: Point
+    scores: dict[str, Any]
+    """`hddm.evaluation.scores.Scores`, renamed by the split."""
+    images: int
+    expert_evaluations: tuple[float, ...]
+    """States that each expert was asked for, an image."""
+    router_evaluations: float
+    sampling_flop: float
+    """Counted operations of experts and router, an image."""
+    use: tuple[dict[str, Any], ...]
+    """From noise to data: t, weights and runs of the experts, and what the router said
+    (`hddm.benchmark.samples.UseOverTime`)."""
+    samples: tuple[str, ...]
+    """Folders of the images, below the store."""
+    scores_job: str
+    seconds: float
+    """That sampling took, of all workers together."""
+
+
+class Row(Facts):
+    """One row of a table, over all seeds: ``figures`` by the name of a score, dots between parts."""
+
+    name: str
+    model: str
+    point: Point
+    figures: dict[str, Figure]
+    evaluations: Figure
+    """Expert evaluations a solver step and image."""
+    sampling_flop: Figure
+    """An image."""
+    training_flop: Figure | None
+    """Of everything that the model was trained by, its router included; None where it is not known."""
+    images_seen: int | None
+    """By all experts in training."""
+
+
+class Verdict(Facts):
+    """One row against another, paired by training seed."""
+
+    table: str
+    kind: Literal["model", "setting"]
+    """Two models at one point, or two points of one model."""
+    row: str
+    against: str
+    figure: str
+    """The score that decides; lower is better."""
+    seeds: tuple[int, ...]
+    gaps: tuple[float, ...]
+    gap: Figure
+    ratio: float | None
+    """Of the means."""
+    judgement: Judgement
+    sentence: str
+
+
+class ModelRecord(Facts):
+    """What one model of one seed is made of, and what training it cost in counted operations."""
+
+    model: str
+    seed: int
+    hash: str
+    folder: str
+    objectives: tuple[str, ...]
+    experts: tuple[str, ...]
+    """Their jobs; of finished models none."""
+    steps: tuple[int, ...]
+    batch_sizes: tuple[int, ...]
+    images_seen: int | None
+    experts_flop: int | None
+    router_flop: int | None
+    training_flop: int | None
+    seconds: float | None
+
+
+class Curve(Facts):
+    """Losses of one training: the last step of each of many stretches, and its mean loss."""
+
+    model: str
+    """An expert's job, or ``router``'s."""
+    kind: Literal["expert", "single", "router"]
+    objective: str | None
+    shard: int | None
+    seed: int
+    loss: tuple[tuple[int, float], ...]
+
+
+class ErrorCurve(Facts):
+    """Velocity error of one expert by noise level on validation images of its shard.
+
+    ``calibrated`` is as it is sampled, ``raw`` its network alone: ``mean`` and ``levels``, each with ``t``
+    and the errors ``expert``, ``gaussian`` (the best linear denoiser) and ``zero`` (v = 0).
+    """
+
+    expert: str
+    objective: str
+    shard: int | None
+    """None of a single model."""
+    seed: int
+    images: int
+    calibrated: dict[str, Any]
+    raw: dict[str, Any]
+
+
+class RouterRecord(Facts):
+    """How well the router of a seed is calibrated on validation images.
+
+    ``calibrated`` and ``raw``, with its temperatures and without: `hddm.benchmark.measures.reliability`.
+    """
+
+    seed: int
+    images: int
+    temperatures: tuple[float, ...]
+    calibrated: dict[str, Any]
+    raw: dict[str, Any]
+
+
+class Results(Facts):
+    """``results.json``."""
+
+    format: str = FORMAT
+    name: str
+    complete: bool
+    """Whether all seeds are in."""
+    score_on: Split
+    seeds: tuple[int, ...]
+    """Those that are in."""
+    date: str
+    settings: BenchmarkSettings
+    machine: dict[str, Any]
+    hashes: dict[str, Any]
+    """Of data, shards, reference images and features, and the numerics version of the jobs."""
+    images: dict[str, int]
+    """Training images, and those of the split that is scored on."""
+    features: dict[str, Any]
+    """Name, dimensions, hash, resizing and choice of the extractor."""
+    sampled_as: dict[str, Any]
+    """Weights (averaged), dtype, device and VAE of all samples."""
+    real: dict[str, Any]
+    """The split's own images against the training images."""
+    models: tuple[ModelRecord, ...]
+    tables: dict[str, tuple[Row, ...]]
+    verdicts: tuple[Verdict, ...]
+    records: tuple[Record, ...]
+    errors: tuple[ErrorCurve, ...]
+    routers: tuple[RouterRecord, ...]
+    losses: tuple[Curve, ...]
+    seconds: float
+    """Of all jobs together, whenever and by however many workers they were done."""
+
+    @property
+    def decides(self) -> str:
+        """The figure that verdicts are about."""
+        return f"to_{self.score_on.replace('-', '_')}"
+
+    @property
+    def verdict(self) -> list[str]:
+        """The sentences of the first table: models against baselines."""
+        first = next(iter(self.tables))
+        return [one.sentence for one in self.verdicts if one.table == first and one.kind == "model"]
+
+
+def read_results(folder: Path) -> Results:
+    """The results in a benchmark's folder.
+
+    Raises:
+        HddmError: as `hddm.facts.read_facts`.
+    """
+    return read_facts(folder / RESULTS_FILE, Results, FORMAT, LARGEST)
+
+
 def figure(values: Sequence[float], half_widths: Sequence[float] | None = None) -> Figure:
     """Summary of one number over seeds."""
     return Figure(
-        statistics.fmean(values),
-        statistics.stdev(values) if len(values) > 1 else None,
-        statistics.fmean(half_widths) if half_widths else None,
+        mean=statistics.fmean(values),
+        spread=statistics.stdev(values) if len(values) > 1 else None,
+        half_width=statistics.fmean(half_widths) if half_widths else None,
     )
 
 
-def summarise(runs: Sequence[Run], table: str) -> list[dict[str, Any]]:
-    """Rows of ``table`` over all ``runs``: name, four figures and the cost."""
-    summary = []
-    for rows in zip(*(run.tables[table] for run in runs), strict=True):
-        scores = [row.scores for row in rows]
-        summary.append(
-            {
-                "name": rows[0].name,
-                "to_training": _distance([s.to_training for s in scores]),
-                "to_held_out": _distance([s.to_held_out for s in scores]),
-                "diversity": figure([s.diversity for s in scores]),
-                "nearest_ratio": figure([s.nearest_ratio for s in scores if s.nearest_ratio is not None]),
-                "training_images": rows[0].training_images,
-                "evaluations": figure([row.evaluations for row in rows]),
-                "mflop_per_step": figure([row.mflop_per_step for row in rows]),
-            }
-        )
-    return summary
+def figures_of(scores: Sequence[Mapping[str, Any]]) -> dict[str, Figure]:
+    """Summaries of all numbers that every seed's scores have, by name."""
+    flat = [dict(_numbers(one)) for one in scores]
+    names = [name for name in flat[0] if all(name in one for one in flat)]
+    found = {}
+    for name in names:
+        values, widths = zip(*(one[name] for one in flat), strict=True)
+        known = [width for width in widths if width is not None]
+        found[name] = figure(values, known if len(known) == len(widths) else None)
+    return found
 
 
-def _distance(distances: Sequence[Distance | None]) -> Figure:
-    known = [d for d in distances if d is not None]
-    return figure([d.value for d in known], [d.half_width for d in known])
-
-
-def verdict(runs: Sequence[Run]) -> list[str]:
-    """How each mixture stands against the homogeneous flow ensemble and the single model, a line each.
-
-    Gaps are those of the distance to held-out images, paired by training seed, since mixtures share
-    experts with the homogeneous ensembles. One counts where its mean exceeds twice its standard deviation
-    over seeds; with one seed there is no spread and no verdict.
-    """
-    scores = {
-        name: [_held_out(run, name) for run in runs]
-        for name in (row.name for row in runs[0].tables["models"])
-    }
-    lines = []
-    for name in (name for name in scores if name.startswith("mixed")):
-        for other in ("homogeneous flow", "single model"):
-            gap = figure([a - b for a, b in zip(scores[name], scores[other], strict=True)])
-            if gap.spread is None:
-                judged = "one training each, so no verdict (--seeds 3 gives one)"
-            elif abs(gap.mean) <= 2 * gap.spread:
-                judged = f"within noise (s {gap.spread:.1f})"
+def _numbers(scores: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, tuple[float, float | None]]]:
+    """Numbers by name, each with its half-width: a mapping with a "value" is one number."""
+    for key, value in scores.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, Mapping):
+            if isinstance(value.get("value"), int | float):
+                yield name, (value["value"], value.get("half_width"))
             else:
-                judged = f"{'better' if gap.mean < 0 else 'worse'} (s {gap.spread:.1f})"
-            lines.append(f"{name} against {other}: {gap.mean:+.1f}, {judged}")
-    return lines
-
-
-def _held_out(run: Run, name: str) -> float:
-    row = next(row for row in run.tables["models"] if row.name == name)
-    assert row.scores.to_held_out is not None
-    return row.scores.to_held_out.value
-
-
-def markdown_tables(runs: Sequence[Run]) -> str:
-    """The three tables and the verdict, in Markdown; legible on a terminal too."""
-    lines = []
-    for table in TABLES:
-        rows = [[cell(row) for _, cell in _COLUMNS] for row in summarise(runs, table)]
-        names = [table, *(name for name, _ in _COLUMNS[1:])]
-        widths = [max(map(len, column)) for column in zip(names, *rows, strict=True)]
-        lines.append(_line(names, widths))
-        lines.append(
-            "|"
-            + "|".join("-" * (width + 1) + ("-" if k == 0 else ":") for k, width in enumerate(widths))
-            + "|"
-        )
-        lines += [_line(row, widths) for row in rows]
-        lines.append("")
-        if table == "models":
-            floor = runs[0].real
-            lines += [f"Real held-out images are at {floor.value:.1f} from the training images.", ""]
-    return "\n".join([*lines, *(f"- {line}" for line in verdict(runs))])
-
-
-_COLUMNS: tuple[tuple[str, Callable[[dict[str, Any]], str]], ...] = (
-    ("", lambda row: row["name"]),
-    ("to training images", lambda row: str(row["to_training"])),
-    ("to held-out images", lambda row: str(row["to_held_out"])),
-    ("diversity", lambda row: str(row["diversity"])),
-    ("nearest-image ratio", lambda row: str(row["nearest_ratio"])),
-    ("training images seen", lambda row: f"{row['training_images']:,}"),
-    ("experts a step", lambda row: f"{row['evaluations'].mean:.2f}"),
-    ("MFLOP a step", lambda row: f"{row['mflop_per_step'].mean:.1f}"),
-)
-
-
-def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
-    padded = [cells[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(cells[1:], widths[1:], strict=True))]
-    return "| " + " | ".join(padded) + " |"
+                yield from _numbers(value, f"{name}.")
+        elif isinstance(value, int | float) and not isinstance(value, bool):
+            yield name, (value, None)

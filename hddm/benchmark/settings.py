@@ -14,8 +14,9 @@ from hddm.training.settings import Positive
 class QuickstartSettings(Facts):
     """Settings of `hddm.benchmark.quickstart.quickstart`.
 
-    The single model takes ``steps`` steps at ``batch_size``; each expert as many at
-    ``batch_size / num_shards``, so that an ensemble sees as many training images as the single model.
+    The single model has batches of ``batch_size``, each expert ``steps`` of ``batch_size / num_shards``; how
+    many steps the single model takes follows from the compute of the ensemble with its router
+    (`hddm.benchmark.compute`).
     """
 
     num_shards: Positive = 4

@@ -57,6 +57,25 @@ def read_run_file(path: Path, record: type[Facts]) -> dict[str, Any]:
     Raises:
         HddmError: as `settings_of`.
     """
+    content = read_yaml(path)
+    once = set(RunOptions.model_fields) - set(Keeping.model_fields)
+    known = {name for kind in (record, *KINDS) for name in kind.model_fields} - once
+    for key in content:
+        if key in once:
+            raise HddmError(
+                f"{path}: {key} is said for one start, as --{str(key).replace('_', '-')}; remove it"
+            )
+        if key not in known:
+            raise HddmError(f"{path}: unknown key {key!r}{did_you_mean(str(key), known)}")
+    return content
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """The mapping in a YAML file of settings; an empty file is an empty one.
+
+    Raises:
+        HddmError: for a file that cannot be read, is no YAML or no mapping, or names a key twice.
+    """
     try:
         text = path.read_bytes()
         if len(text) > LARGEST:
@@ -70,15 +89,6 @@ def read_run_file(path: Path, record: type[Facts]) -> dict[str, Any]:
         return {}
     if not isinstance(content, dict):
         raise HddmError(f"{path}: holds no settings; write them as 'key: value', a line each")
-    once = set(RunOptions.model_fields) - set(Keeping.model_fields)
-    known = {name for kind in (record, *KINDS) for name in kind.model_fields} - once
-    for key in content:
-        if key in once:
-            raise HddmError(
-                f"{path}: {key} is said for one start, as --{str(key).replace('_', '-')}; remove it"
-            )
-        if key not in known:
-            raise HddmError(f"{path}: unknown key {key!r}{did_you_mean(str(key), known)}")
     return content
 
 

@@ -1,0 +1,165 @@
+"""What training costs, counted on real steps: floating-point operations, a multiply-add being two.
+
+    training = steps × batch × (one step of one image) + calibration
+    calibration = states that it looks at × one evaluation
+
+The single model is given as many steps as it can take for what the homogeneous ensemble costs with its
+router, so that the two differ by less than one of its steps.
+"""
+
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from hddm.benchmark.cost import counting
+from hddm.benchmark.schema import BenchmarkSettings
+from hddm.benchmark.store import Job, Store, making
+from hddm.calibration import LEVELS, STATES
+from hddm.data.open_shard import open_shard
+from hddm.data.shards import find_shards, read_manifest
+from hddm.models.router import RouterTransformer
+from hddm.models.transformer import ExpertTransformer
+from hddm.training.expert import train_expert
+from hddm.training.loop import OnStep
+from hddm.training.networks import new_network
+from hddm.training.router import train_router
+from hddm.training.router_calibration import NOISED
+from hddm.training.settings import ExpertSettings, LoopSettings, RouterSettings
+
+# What has no say in what a step of one image costs.
+_FREE = {
+    "steps",
+    "batch_size",
+    "seed",
+    "learning_rate",
+    "warmup",
+    "weight_decay",
+    "ema_decay",
+    "max_grad_norm",
+    "device",
+    "threads",
+    "mixed_precision",
+    "compile",
+    "gradient_accumulation_steps",
+    "max_non_finite",
+    "calibrate",
+}
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Operations of one image: ``step`` of training, forward and backward; ``forward`` alone."""
+
+    step: int
+    forward: int
+
+    def of_expert(self, settings: LoopSettings, calibrated: bool = True) -> int:
+        """A whole training of an expert, with the calibration that follows."""
+        return self._steps(settings) + calibrated * LEVELS * STATES * self.forward
+
+    def of_router(self, settings: RouterSettings) -> int:
+        """A whole training of a router, with its calibration where it has one."""
+        return self._steps(settings) + settings.calibrate * NOISED * self.forward
+
+    def _steps(self, settings: LoopSettings) -> int:
+        return settings.steps * settings.batch_size * self.step
+
+    def most_steps(self, budget: int, batch_size: int) -> int:
+        """Steps that an expert can take for ``budget``, with the calibration that follows; 1 at least."""
+        return max(1, (budget - LEVELS * STATES * self.forward) // (batch_size * self.step))
+
+
+class _Counted(Exception):
+    """One step was made; nothing after it is wanted."""
+
+
+def count_step(train: Callable[[Path, OnStep], object]) -> int:
+    """Operations of the first step that ``train(out, on_step)`` makes, forward and backward."""
+
+    def stop(step: int, loss: float) -> None:
+        raise _Counted
+
+    with tempfile.TemporaryDirectory() as folder, counting() as counter:
+        try:
+            train(Path(folder) / "out", stop)
+        except _Counted:
+            return int(counter.get_total_flops())
+    raise AssertionError("the training made no step")
+
+
+def count_expert(shard: Path, settings: ExpertSettings) -> Cost:
+    """Of the network that ``settings`` train on images as those of ``shard``."""
+    chosen = _one_image(settings)
+    assert isinstance(chosen, ExpertSettings)
+    images = open_shard(shard)
+    classes = len(images.classes) if settings.class_conditional else None
+    network = new_network(ExpertTransformer, settings.size, images.shape, 0, num_classes=classes)
+    step = count_step(lambda out, on_step: train_expert(shard, out, chosen, on_step=on_step))
+    return Cost(step, _forward(network, images.shape, classes is not None))
+
+
+def count_router(shards: Path, settings: RouterSettings) -> Cost:
+    """Of the router that ``settings`` train on a partition."""
+    chosen = _one_image(settings)
+    assert isinstance(chosen, RouterSettings)
+    folders = find_shards(shards)
+    shape = open_shard(folders[0]).shape
+    network = new_network(RouterTransformer, settings.size, shape, 0, num_experts=len(folders))
+    step = count_step(lambda out, on_step: train_router(shards, out, chosen, on_step=on_step))
+    return Cost(step, _forward(network, shape, False))
+
+
+class Costs:
+    """Costs of trainings, each kind of network counted once and kept in the store."""
+
+    def __init__(self, store: Store, shards: Path) -> None:
+        self._store, self._shards = store, shards
+        self._first = find_shards(shards)[0]
+        self._hash = read_manifest(self._first).hash
+
+    def expert(self, settings: ExpertSettings) -> Cost:
+        """See `count_expert`."""
+        return self._kept("expert", settings, lambda: count_expert(self._first, settings))
+
+    def router(self, settings: RouterSettings) -> Cost:
+        """See `count_router`."""
+        return self._kept("router", settings, lambda: count_router(self._shards, settings))
+
+    def _kept(self, network: str, settings: LoopSettings, count: Callable[[], Cost]) -> Cost:
+        counted = {"network": network, **settings.model_dump(mode="json", exclude=_FREE)}
+        job = Job("cost", counted, {"images": self._hash, "shards": len(find_shards(self._shards))})
+        if not self._store.has(job):
+            with making(self._store.folder, job) as (_, result):
+                result |= vars(count())
+        return Cost(**self._store.result(job))
+
+
+def single_steps(settings: BenchmarkSettings, objective: str, costs: Costs) -> int:
+    """Steps of the single model for what the ensemble of its objective costs with its router."""
+    expert, router = settings.expert(objective, 0), settings.router(0)
+    whole = settings.partition.shards * costs.expert(expert).of_expert(expert)
+    if settings.partition.shards > 1:
+        whole += costs.router(router).of_router(router)
+    single = settings.single(objective, 0, 1)
+    return costs.expert(single).most_steps(whole, single.batch_size)
+
+
+def _one_image(settings: LoopSettings) -> LoopSettings:
+    """A single step of one image, in float32 on the CPU, whose operations are the same anywhere."""
+    changes = {"steps": 1, "batch_size": 1, "gradient_accumulation_steps": 1, "mixed_precision": "no"}
+    more = {"compile": False, "device": "cpu", "threads": 1}
+    if isinstance(settings, RouterSettings):
+        more["calibrate"] = False
+    return settings.model_copy(update=changes | more)
+
+
+@torch.no_grad()
+def _forward(network: nn.Module, shape: tuple[int, ...], with_classes: bool) -> int:
+    given = {"class_labels": torch.zeros(1, dtype=torch.long)} if with_classes else {}
+    with counting() as counter:
+        network(torch.zeros(1, *shape), torch.full((1,), 0.5), **given)
+    return int(counter.get_total_flops())

@@ -1,0 +1,222 @@
+"""The images of a benchmark: which are trained on, which choose settings, and which nothing is chosen by."""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from hddm.benchmark.digits import write_digits
+from hddm.benchmark.schema import DataSettings, PartitionSettings, Split
+from hddm.benchmark.store import Job, Store, making
+from hddm.data.images import load_images, to_bytes
+from hddm.data.partition import partition
+from hddm.data.shards import HELD_OUT, Manifest, Shard, find_shards, load_shard, read_manifest
+from hddm.data.sources import open_source
+from hddm.errors import HddmError
+from hddm.files import link_or_copy
+
+SHARDS, WHOLE = "shards", "whole"
+TRAINING_SIDE, HELD_OUT_SIDE = "train", "held_out"
+_PACKED = "images.safetensors"
+
+
+@dataclass(frozen=True)
+class Sides:
+    """Where images lie, and the hash of the training side; the other is not read before it is scored on."""
+
+    training: Path
+    held_out: Path | None
+    hash: str
+    job: Job | None = None
+    """That wrote them, where a benchmark did."""
+
+
+@dataclass(frozen=True)
+class Divided:
+    """The shards of the training side, and all of it as one; validation images are kept from both."""
+
+    shards: Path
+    whole: Path
+    manifests: tuple[Manifest, ...]
+    jobs: tuple[Job, Job]
+
+    @property
+    def shard_folders(self) -> list[Path]:
+        """A folder a shard."""
+        return find_shards(self.shards)
+
+    @property
+    def all_images(self) -> Path:
+        """The one shard of everything."""
+        return self.whole / "shard_0"
+
+    def validation(self, shard: int) -> Path | None:
+        """Validation images of a shard, where there are any."""
+        folder = self.shards / HELD_OUT / f"shard_{shard}"
+        return folder if folder.is_dir() else None
+
+    @property
+    def hashes(self) -> list[str]:
+        """Of the shards."""
+        return [manifest.hash for manifest in self.manifests]
+
+
+def prepare_sides(settings: DataSettings, data: Path | None, store: Store) -> Sides:
+    """The training and the held-out side, written first where they are digits or cut from one folder.
+
+    Args:
+        settings: see `DataSettings`.
+        data: the folder below which the settings' paths lie.
+        store: for what is written.
+
+    Raises:
+        HddmError: for folders that are not there, or hold no images.
+    """
+    if settings.source == "digits":
+        if data is not None:
+            raise HddmError(
+                f"--data {data}: this benchmark brings its own images, scikit-learn's digits; drop it"
+            )
+        job = Job("digits", {})
+        if not store.has(job):
+            with making(store.folder, job) as (draft, result):
+                training, _ = write_digits(draft)
+                result["hash"] = hash_of_images(training)
+        folder = store.path(job)
+        return Sides(folder / TRAINING_SIDE, folder / HELD_OUT_SIDE, store.result(job)["hash"], job)
+    training = _below(data, settings.training)
+    held_out = None if settings.held_out is None else _below(data, settings.held_out)
+    for path in (training, held_out):
+        if path is not None and not path.exists():
+            raise HddmError(f"{path}: no such images; name the folder that holds them by --data")
+    content = hash_of_images(training)
+    if not settings.held_out_share:
+        return Sides(training, held_out, content)
+    job = Job("split", {"held_out_share": settings.held_out_share}, {"images": content})
+    if not store.has(job):
+        with making(store.folder, job) as (draft, result):
+            _split(training, draft, settings.held_out_share)
+            result["hash"] = hash_of_images(draft / TRAINING_SIDE)
+    folder = store.path(job)
+    return Sides(folder / TRAINING_SIDE, folder / HELD_OUT_SIDE, store.result(job)["hash"], job)
+
+
+def divide(sides: Sides, data: DataSettings, settings: PartitionSettings, store: Store) -> Divided:
+    """Shards of the training side, without its validation images.
+
+    Which images those are is decided by the hash of their pixels (`hddm.data.partition`), so that they are
+    the same in the shards and in the whole.
+
+    Raises:
+        HddmError: as `hddm.data.partition.partition`.
+    """
+    jobs = []
+    for name, num, features in ((SHARDS, settings.shards, settings.features), (WHOLE, 1, "pixels")):
+        chosen = {
+            "shards": num,
+            "features": features,
+            "seed": settings.seed,
+            "held_out": data.validation_share,
+        }
+        job = Job(name, chosen, {"images": sides.hash})
+        if not store.has(job):
+            with making(store.folder, job) as (draft, _):
+                partition(
+                    sides.training,
+                    draft / name,
+                    num,
+                    settings.seed,
+                    features=features,
+                    held_out=data.validation_share,
+                )
+        jobs.append(job)
+    shards, whole = (store.path(job) / name for job, name in zip(jobs, (SHARDS, WHOLE), strict=True))
+    manifests = tuple(read_manifest(folder) for folder in find_shards(shards))
+    return Divided(shards, whole, manifests, (jobs[0], jobs[1]))
+
+
+def reference_job(sides: Sides, divided: Divided, split: Split) -> Job:
+    """The job that packs the images that samples are scored against.
+
+    Raises:
+        HddmError: where there are no held-out images to score on.
+    """
+    inputs = {"training": read_manifest(divided.all_images).hash, "shards": divided.hashes}
+    if split == "held-out":
+        if sides.held_out is None:
+            raise HddmError(
+                "there are no held-out images to score on: name them by data.held_out, or give a "
+                "data.held_out_share"
+            )
+        inputs["fresh"] = hash_of_images(sides.held_out)
+    return Job("reference", {"score_on": split}, inputs)
+
+
+def write_reference(store: Store, job: Job, sides: Sides, divided: Divided) -> None:
+    """Do `reference_job`: one file of bytes, which a worker reads in a moment."""
+    with making(store.folder, job) as (draft, result):
+        tensors: dict[str, Tensor] = {}
+        shards = [load_shard(folder) for folder in divided.shard_folders]
+        tensors["training"], tensors["shard"] = _joined(shards)
+        labels = [one.labels for one in shards if one.labels is not None]
+        if len(labels) == len(shards):
+            tensors["labels"] = torch.cat(labels)
+        result["classes"] = list(shards[0].classes)
+        if job.settings["score_on"] == "held-out":
+            assert sides.held_out is not None
+            tensors["fresh"] = load_images(sides.held_out).pixels
+        else:
+            folders = [divided.validation(one.index) for one in shards]
+            tensors["fresh"], _ = _joined([load_shard(one) for one in folders if one is not None])
+        if tensors["fresh"].shape[1:] != tensors["training"].shape[1:]:
+            shapes = {name: tuple(tensors[name].shape[1:]) for name in ("training", "fresh")}
+            raise HddmError(f"images of different shapes (C, H, W) do not compare: {shapes}")
+        result["images"] = {name: len(tensors[name]) for name in ("training", "fresh")}
+        save_file(tensors, draft / _PACKED)
+
+
+def read_reference(folder: Path) -> Mapping[str, Tensor]:
+    """``training`` and ``fresh`` bytes (n, C, H, W); of the former ``shard`` and perhaps ``labels`` (n,)."""
+    return load_file(folder / _PACKED)
+
+
+def hash_of_images(path: Path) -> str:
+    """SHA-256 of the names, contents, labels and captions of all images at ``path``."""
+    source = open_source(path)
+    digest = hashlib.sha256("\n".join(source.classes).encode())
+    for index, name in enumerate(source.files):
+        label = None if source.labels is None else source.labels[index]
+        caption = None if source.captions is None else source.captions[index]
+        content = hashlib.sha256(source.read(index)).hexdigest()
+        digest.update(f"\n{name} {content} {label} {caption!r}".encode())
+    return digest.hexdigest()
+
+
+def _joined(shards: Sequence[Shard]) -> tuple[Tensor, Tensor]:
+    """Images as bytes, and the number of the shard of each."""
+    numbers = [torch.full((len(shard),), shard.index) for shard in shards]
+    return torch.cat([to_bytes(shard.images) for shard in shards]), torch.cat(numbers)
+
+
+def _below(data: Path | None, path: str) -> Path:
+    return Path(path) if data is None else data / path
+
+
+def _split(images: Path, folder: Path, share: float) -> None:
+    """Link images to ``train/`` and ``held_out/`` by the hash of their pixels: equal ones are on one side."""
+    source, loaded = open_source(images), load_images(images)
+    if source.captions is not None:
+        raise HddmError(f"{images}: captions would be lost; hold images out yourself and name data.held_out")
+    for index, name in enumerate(source.files):
+        # Another word than that by which validation images are chosen, which would be the same ones.
+        digest = hashlib.sha256(b"held-out" + loaded.pixels[index].numpy().tobytes()).digest()
+        side = HELD_OUT_SIDE if int.from_bytes(digest[:8], "big") / 2**64 < share else TRAINING_SIDE
+        path, target = source.path(index), folder / side / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if path is None:
+            raise HddmError(f"{images}: is an archive; name its held-out images by data.held_out")
+        link_or_copy(path, target)

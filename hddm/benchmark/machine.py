@@ -1,0 +1,32 @@
+"""What figures were measured on."""
+
+import functools
+import os
+import platform
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+PACKAGES = ("hddm-diffusion", "torch", "diffusers", "numpy", "scipy", "scikit-learn")
+
+
+@functools.cache
+def machine() -> dict[str, Any]:
+    """Platform, cores, accelerator and versions of packages."""
+    return {
+        "platform": platform.platform(),
+        "processor": _processor(),
+        "python": platform.python_version(),
+        "cores": os.cpu_count(),
+        "accelerator": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "packages": {name: version(name) for name in PACKAGES},
+    }
+
+
+def _processor() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.is_file() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()

@@ -1,0 +1,66 @@
+"""Results as Markdown tables that are legible on a terminal too."""
+
+from collections.abc import Callable, Sequence
+
+from hddm.benchmark.results import Results, Row
+
+Cell = Callable[[Row], str]
+
+
+def tables_text(results: Results) -> str:
+    """All tables, and how the models of the first stand against the baselines."""
+    split = results.score_on
+    lines = []
+    if not results.complete:
+        lines += [
+            f"Seeds {', '.join(map(str, results.seeds))} of {len(results.settings.seeds)} are done.",
+            "",
+        ]
+    for place, (table, rows) in enumerate(results.tables.items()):
+        columns = _columns(results)
+        cells = [[cell(row) for _, cell in columns] for row in rows]
+        lines += [*_table([table, *(name for name, _ in columns[1:])], cells), ""]
+        if place == 0:
+            real = results.real["to_training"]["value"]
+            lines += [f"Real {split} images are at {real:.1f} from the training images.", ""]
+    return "\n".join([*lines, *(f"- {line}" for line in results.verdict)])
+
+
+def scientific(value: float) -> str:
+    """Operations as 1.23e15."""
+    return f"{value:.2e}".replace("e+", "e")
+
+
+def _columns(results: Results) -> Sequence[tuple[str, Cell]]:
+    def figure(name: str) -> Cell:
+        return lambda row: str(row.figures[name]) if name in row.figures else "–"
+
+    def training(row: Row) -> str:
+        return "not known" if row.training_flop is None else scientific(row.training_flop.mean)
+
+    return (
+        ("", lambda row: row.name),
+        ("to training images", figure("to_training")),
+        (f"to {results.score_on} images", figure(results.decides)),
+        ("diversity", figure("diversity")),
+        ("nearest-image ratio", figure("nearest_ratio")),
+        ("training FLOP", training),
+        (
+            "training images seen",
+            lambda row: "not known" if row.images_seen is None else f"{row.images_seen:,}",
+        ),
+        ("experts a step", lambda row: f"{row.evaluations.mean:.2f}"),
+        ("MFLOP a step", lambda row: f"{row.sampling_flop.mean / row.point.steps / 1e6:.1f}"),
+        ("MFLOP an image", lambda row: f"{row.sampling_flop.mean / 1e6:,.0f}"),
+    )
+
+
+def _table(names: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(names, *rows, strict=True)]
+    rule = "|".join("-" * (width + 1) + ("-" if k == 0 else ":") for k, width in enumerate(widths))
+    return [_line(names, widths), f"|{rule}|", *(_line(row, widths) for row in rows)]
+
+
+def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
+    padded = [cells[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(cells[1:], widths[1:], strict=True))]
+    return "| " + " | ".join(padded) + " |"

@@ -1,0 +1,227 @@
+"""The models of a benchmark: which trainings each is made of, what it cost, and where it lies."""
+
+import hashlib
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from hddm.assembly import assemble
+from hddm.benchmark.compute import Costs, single_steps
+from hddm.benchmark.data import Divided
+from hddm.benchmark.plots import slug
+from hddm.benchmark.samples import Source
+from hddm.benchmark.schema import BY_ERROR, BenchmarkSettings, ModelSettings
+from hddm.benchmark.store import Job, Store, making
+from hddm.benchmark.trainings import MODEL, Training, router_training
+from hddm.data.shards import read_manifest
+from hddm.describe import describe
+from hddm.ensemble_folders import ENSEMBLE_FILE
+from hddm.errors import HddmError
+from hddm.experts import EXPERT_FILE
+from hddm.files import read_json
+from hddm.training.island_jobs import OBJECTIVES, parse_objectives
+from hddm.training.settings import RouterSettings
+from hddm.weight_files import sha256_of
+
+_RATIO = re.compile(r"(\d+):(\d+)(?: by-error)?")
+# Keys of records that say how long something took, not what it is.
+_HISTORY = {"training", "calibration"}
+
+Errors = Mapping[str, list[float]]
+"""Mean velocity error of the experts of each objective, one a shard."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """One model of one training seed, ready to be sampled.
+
+    ``training_flop`` and ``images_seen`` are None where they are not known: of models that were not trained
+    here. ``objectives`` are its experts'.
+    """
+
+    name: str
+    source: Source
+    objectives: tuple[str, ...]
+    trainings: tuple[Training, ...]
+    training_flop: dict[str, int] | None
+    images_seen: int | None
+    link: Path
+    """Where it is shown to the user, below the benchmark's folder."""
+
+
+class Zoo:
+    """Trainings and models of one seed.
+
+    Args:
+        settings: of the benchmark.
+        seed: of every training.
+        divided: the data.
+        store: where finished ones lie.
+    """
+
+    def __init__(self, settings: BenchmarkSettings, seed: int, divided: Divided, store: Store) -> None:
+        self.settings, self.seed, self.divided, self.store = settings, seed, divided, store
+        self.costs = Costs(store, divided.shards)
+        self._whole_hash = read_manifest(divided.all_images).hash
+
+    @property
+    def num_shards(self) -> int:
+        """K."""
+        return self.settings.partition.shards
+
+    @property
+    def router_settings(self) -> RouterSettings:
+        """Of the router of all ensembles."""
+        return self.settings.router(self.seed)
+
+    @property
+    def router_job(self) -> Job:
+        """Of the router of all ensembles."""
+        return router_training(self.divided.hashes, self.router_settings)
+
+    @property
+    def needs_router(self) -> bool:
+        """Whether there is an ensemble that is made here."""
+        return any(model.kind == "ensemble" for model in self.settings.models)
+
+    def trainings(self, model: ModelSettings) -> list[Training]:
+        """All trainings that ``model`` may need, those that others start from first."""
+        if model.kind == "finished":
+            return []
+        if model.kind == "single":
+            wanted = [self._single(model)]
+        elif BY_ERROR in model.objectives:
+            wanted = [one for experts in self.compared(model).values() for one in experts]
+        else:
+            wanted = [self._expert(model, name, k) for k, name in enumerate(self._named(model))]
+        return [one for training in wanted for one in _with_start(training)]
+
+    def compared(self, model: ModelSettings) -> dict[str, list[Training]]:
+        """For a model whose objectives are chosen by error, the experts of each objective."""
+        shards = range(self.num_shards)
+        return {name: [self._expert(model, name, k) for k in shards] for name in OBJECTIVES}
+
+    def assigned(self, model: ModelSettings, errors: Errors | None) -> list[str]:
+        """The objective of each shard of an ensemble; ``errors`` of `compared` where they decide."""
+        if BY_ERROR not in model.objectives:
+            return self._named(model)
+        assert errors is not None
+        gaps = [ddpm - flow for ddpm, flow in zip(errors["ddpm"], errors["flow"], strict=True)]
+        ratio = _RATIO.fullmatch(model.objectives)
+        if ratio is None:
+            return ["ddpm" if gap < 0 else "flow" for gap in gaps]
+        chosen = sorted(range(self.num_shards), key=lambda k: gaps[k])[: int(ratio[1])]
+        return ["ddpm" if k in chosen else "flow" for k in range(self.num_shards)]
+
+    def open(self, model: ModelSettings, errors: Errors | None) -> Model:
+        """``model``, of finished trainings; an ensemble is assembled."""
+        if model.kind == "finished":
+            return self._finished(model)
+        if model.kind == "single":
+            training = self._single(model)
+            folder = self.store.path(training.job) / MODEL
+            source = Source(folder, model_hash(folder), True, (training.shard,), (training.shard_hash,))
+            flop = {"experts": self._flop(training), "router": 0}
+            link = Path(f"seed_{self.seed}") / slug(model.name)
+            seen = _seen(training)
+            return Model(model.name, source, (model.objectives,), (training,), flop, seen, link)
+        objectives = self.assigned(model, errors)
+        experts = [self._expert(model, name, k) for k, name in enumerate(objectives)]
+        folders = [self.store.path(one.job) / MODEL for one in experts]
+        router = self.store.path(self.router_job) / MODEL
+        hashes = [model_hash(folder) for folder in (*folders, router)]
+        job = Job("ensemble", {}, {"experts": hashes[:-1], "router": hashes[-1]})
+        if not self.store.has(job):
+            with making(self.store.folder, job) as (draft, _):
+                assemble(folders, draft / MODEL, router)
+        shards = tuple(self.divided.shard_folders)
+        source = Source(self.store.path(job) / MODEL, job.hash, False, shards, tuple(self.divided.hashes))
+        router_flop = self.costs.router(self.router_settings).of_router(self.router_settings)
+        flop = {"experts": sum(self._flop(one) for one in experts), "router": router_flop}
+        link = Path(f"seed_{self.seed}") / "ensembles" / slug(model.name)
+        seen = sum(_seen(one) for one in experts)
+        return Model(model.name, source, tuple(objectives), tuple(experts), flop, seen, link)
+
+    def _named(self, model: ModelSettings) -> list[str]:
+        ratio = _RATIO.fullmatch(model.objectives)
+        if ratio is None:
+            return parse_objectives(model.objectives, self.num_shards)
+        ddpm, flow = int(ratio[1]), int(ratio[2])
+        if ddpm + flow != self.num_shards:
+            raise HddmError(
+                f"model {model.name!r}: objectives {model.objectives!r} are of {ddpm + flow} experts, and "
+                f"partition.shards is {self.num_shards}"
+            )
+        return ["ddpm"] * ddpm + ["flow"] * flow
+
+    def _expert(self, model: ModelSettings, objective: str, shard: int) -> Training:
+        folder, content = self.divided.shard_folders[shard], self.divided.hashes[shard]
+        changes = dict(model.training)
+        settings = self.settings.expert(objective, self.seed, **changes)
+        if objective == "ddpm" or (model.converted is None and model.init is None):
+            return Training(folder, content, settings)
+        if model.init is not None:
+            return Training(folder, content, settings, init=model.init, init_hash=model_hash(model.init))
+        assert model.converted is not None
+        before = max(1, round(model.converted * settings.steps))
+        first = self.settings.expert("ddpm", self.seed, **changes | {"steps": before})
+        rest = settings.model_copy(update={"steps": max(1, settings.steps - before)})
+        return Training(folder, content, rest, Training(folder, content, first))
+
+    def _single(self, model: ModelSettings) -> Training:
+        steps = single_steps(self.settings, model.objectives, self.costs)
+        settings = self.settings.single(model.objectives, self.seed, steps, **model.training)
+        return Training(self.divided.all_images, self._whole_hash, settings)
+
+    def _flop(self, training: Training) -> int:
+        # One that goes on through the conversion keeps the calibration of its training.
+        calibrated = training.start is None and training.init is None
+        before = 0 if training.start is None else self._flop(training.start)
+        return before + self.costs.expert(training.settings).of_expert(training.settings, calibrated)
+
+    def _finished(self, model: ModelSettings) -> Model:
+        assert model.path is not None
+        facts = describe(model.path)
+        if facts["kind"] not in ("expert", "ensemble"):
+            raise HddmError(
+                f"{model.path}: is a {facts['kind']}; a finished model is an expert or an ensemble"
+            )
+        is_expert = facts["kind"] == "expert"
+        experts = [model.path] if is_expert else [model.path / one for one in facts["experts"]]
+        records = [read_json(one / EXPERT_FILE) for one in experts]
+        if any(record.get("space") == "latents" for record in records):
+            raise HddmError(
+                f"{model.path}: makes latents; sample it with hddm sample, and compare the images with hddm "
+                "evaluate"
+            )
+        source = Source(model.path, model_hash(model.path), is_expert)
+        objectives = tuple(str(record.get("objective")) for record in records)
+        link = Path(f"seed_{self.seed}") / "finished" / slug(model.name)
+        return Model(model.name, source, objectives, (), None, None, link)
+
+
+def model_hash(folder: Path) -> str:
+    """SHA-256 of what a model folder computes: weights and records, without how long they took to make."""
+    if not (folder / "config.json").is_file() and not (folder / ENSEMBLE_FILE).is_file():
+        raise HddmError(f"{folder}: is no model folder of hddm; a checkpoint becomes one by hddm convert")
+    lines = []
+    for path in sorted(folder.rglob("*")):
+        name = path.relative_to(folder).as_posix()
+        if path.suffix == ".json":
+            content = {key: value for key, value in read_json(path).items() if key not in _HISTORY}
+            lines.append(f"{name} {json.dumps(content, sort_keys=True)}")
+        elif path.suffix == ".safetensors":
+            lines.append(f"{name} {sha256_of(path)}")
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def _with_start(training: Training) -> Iterator[Training]:
+    if training.start is not None:
+        yield from _with_start(training.start)
+    yield training
+
+
+def _seen(training: Training) -> int:
+    return sum(one.settings.steps * one.settings.batch_size for one in _with_start(training))

@@ -1,0 +1,65 @@
+"""Choosing and confirming: which seeds and which images a start of a benchmark is scored on.
+
+Settings are chosen on ``seeds`` and validation images. Then they are frozen, in the file, and confirmed once,
+on ``confirmation_seeds`` and held-out images. A seed that chose is refused for confirming.
+"""
+
+import re
+
+from hddm.benchmark.load_settings import parse_settings
+from hddm.benchmark.schema import BenchmarkSettings
+from hddm.errors import HddmError
+
+_RANGE = re.compile(r"(\d+)(?:-(\d+))?")
+
+
+def chosen(
+    settings: BenchmarkSettings, seeds: str | None = None, held_out: bool = False, workers: int | None = None
+) -> BenchmarkSettings:
+    """``settings`` as one start of the benchmark asks for them.
+
+    Args:
+        settings: of the file.
+        seeds: instead of the file's, as `parse_seeds`.
+        held_out: confirm, on held-out images; by default with the confirmation seeds.
+        workers: instead of the file's.
+
+    Raises:
+        HddmError: for seeds that chose settings where ``held_out`` is to confirm them, or none to confirm on.
+    """
+    changes: dict[str, object] = {}
+    if workers is not None:
+        changes["workers"] = workers
+    wanted = None if seeds is None else parse_seeds(seeds)
+    if held_out and settings.data.validation_share:
+        wanted = wanted or settings.confirmation_seeds
+        if not wanted:
+            raise HddmError("--held-out: the settings name no confirmation_seeds; give fresh ones by --seeds")
+        used = sorted(set(wanted) & set(settings.seeds))
+        if used:
+            raise HddmError(
+                f"--held-out --seeds {','.join(map(str, wanted))}: seed {used[0]} is one that settings are "
+                f"chosen on ({', '.join(map(str, settings.seeds))}); confirm on others"
+            )
+    if held_out:
+        changes["score_on"] = "held-out"
+    if wanted:
+        changes["seeds"] = wanted
+    return parse_settings(settings.model_dump(mode="json") | changes, settings.name)
+
+
+def parse_seeds(text: str) -> tuple[int, ...]:
+    """Seeds in ``0-4``, ``5,6`` or ``0-2,7``, in that order.
+
+    Raises:
+        HddmError: for anything else, or a seed that comes twice.
+    """
+    found: list[int] = []
+    for part in text.split(","):
+        match = _RANGE.fullmatch(part.strip())
+        if match is None or (match[2] and int(match[2]) < int(match[1])):
+            raise HddmError(f"--seeds {text}: {part.strip()!r} is no seed; write them as 0-4 or 5,6")
+        found += range(int(match[1]), int(match[2] or match[1]) + 1)
+    if len(set(found)) < len(found):
+        raise HddmError(f"--seeds {text}: a seed comes twice; name each once")
+    return tuple(found)

@@ -1,0 +1,174 @@
+"""A benchmark from its settings to its results: trains what is missing, samples, scores, compares.
+
+OUT/
+  benchmark.json                       the settings in full
+  jobs/                                everything that was done, by content (`hddm.benchmark.store`)
+  results.json, tables.md, report.html
+  shards, whole, digits                links to the data's jobs
+  seed_<n>/…                           links to the models; sample grids in samples/
+
+Killed at any moment, the same command goes on. Seeds are done one after the other, and the results are
+written after each.
+"""
+
+import os
+from pathlib import Path
+from typing import Any
+
+from hddm.benchmark.collect import collect
+from hddm.benchmark.data import SHARDS, WHOLE, divide, prepare_sides, reference_job, write_reference
+from hddm.benchmark.interruption import stoppable
+from hddm.benchmark.markdown import tables_text
+from hddm.benchmark.plots import grid_path, write_grid
+from hddm.benchmark.report import write_report
+from hddm.benchmark.results import FORMAT, RESULTS_FILE, Results
+from hddm.benchmark.samples import read_samples
+from hddm.benchmark.schema import BenchmarkSettings
+from hddm.benchmark.scoring import features_job_of, real_scores, write_features
+from hddm.benchmark.stage import Ground, Seed, SeedRun
+from hddm.benchmark.store import Store
+from hddm.errors import HddmError
+from hddm.files import check_absent, read_json, write_json
+from hddm.workers import Workers
+
+SETTINGS_FILE = "benchmark.json"
+TABLES_FILE = "tables.md"
+GRID_IMAGES = 64
+
+
+def run_benchmark(
+    settings: BenchmarkSettings,
+    out: Path,
+    data: Path | None = None,
+    jobs: Path | None = None,
+    overwrite: bool = False,
+) -> Results:
+    """Run a benchmark, or go on with it.
+
+    Args:
+        settings: see `BenchmarkSettings`.
+        out: the folder to write.
+        data: below which the settings' images lie.
+        jobs: where finished jobs lie; ``out/jobs`` by default. Benchmarks that share it share trainings.
+        overwrite: whether results of other settings in ``out`` are replaced; finished jobs stay.
+
+    Raises:
+        HddmError: for images or models that are not there or do not fit, for an ``out`` that holds anything
+            but this benchmark, or a store that another one works in.
+        Stopped: after a signal, with everything saved that was done.
+    """
+    check_out(out, settings, overwrite)
+    out.mkdir(parents=True, exist_ok=True)
+    store = Store(jobs or out / "jobs")
+    with stoppable(out), store.held():
+        write_json(out / SETTINGS_FILE, {"format": FORMAT, "settings": settings.model_dump(mode="json")})
+        shared, links = _prepare(settings, data, store)
+        seeds: list[Seed] = []
+        with Workers(settings.workers) as workers:
+            for number in settings.seeds:
+                seeds.append(SeedRun(settings, number, shared, store, workers).run())
+                _link(out, links | _model_links(seeds[-1]))
+                _write_grids(out, seeds[-1], store)
+                results = collect(settings, store, shared, seeds)
+                _write(out, results)
+    return results
+
+
+def check_out(out: Path, settings: BenchmarkSettings, overwrite: bool = False) -> None:
+    """Refuse a folder that holds anything but this benchmark.
+
+    Raises:
+        HddmError: for results of other settings without ``overwrite``, and for a folder of another kind.
+    """
+    if not out.exists() or (out.is_dir() and not any(out.iterdir())):
+        check_absent(out, SETTINGS_FILE, overwrite=True)
+        return
+    if not (out / SETTINGS_FILE).is_file():
+        raise HddmError(f"{out} exists and holds no benchmark: choose another folder")
+    if overwrite or not (out / RESULTS_FILE).is_file():
+        return
+    before = read_json(out / SETTINGS_FILE).get("settings", {})
+    differing = differences(before, settings.model_dump(mode="json"))
+    if differing:
+        raise HddmError(
+            f"{out}: holds results of other settings; choose another folder, to which --jobs {out / 'jobs'} "
+            "brings what is the same, or pass --overwrite to replace the results",
+            differing,
+        )
+
+
+# Settings that change no result.
+_FREE = ("workers", "device", "training.checkpoint_every")
+
+
+def differences(before: Any, now: Any, place: str = "") -> list[str]:
+    """What differs between two plain values, a line each; what changes no result is left out."""
+    if place in _FREE or before == now:
+        return []
+    if isinstance(before, dict) and isinstance(now, dict):
+        keys = dict.fromkeys([*before, *now])
+        inner = [differences(before.get(key), now.get(key), f"{place}.{key}".strip(".")) for key in keys]
+        return [line for lines in inner for line in lines]
+    if isinstance(before, list) and isinstance(now, list) and len(before) == len(now):
+        inner = [differences(a, b, f"{place}.{k}") for k, (a, b) in enumerate(zip(before, now, strict=True))]
+        return [line for lines in inner for line in lines]
+    return [f"{place}: was {before!r}, is {now!r}"]
+
+
+def _prepare(settings: BenchmarkSettings, data: Path | None, store: Store) -> tuple[Ground, dict[str, Path]]:
+    sides = prepare_sides(settings.data, data, store)
+    divided = divide(sides, settings.data, settings.partition, store)
+    reference = reference_job(sides, divided, settings.score_on)
+    if not store.has(reference):
+        write_reference(store, reference, sides, divided)
+    counts = store.result(reference)["images"]
+    drawn = [settings.sampling.num_images, *(t.base.get("num_images") for t in settings.tables)]
+    fewest = min(*counts.values(), *(int(number) for number in drawn if number is not None))
+    features = features_job_of(settings, reference, fewest)
+    if not store.has(features):
+        write_features(store, features, reference)
+    links = {SHARDS: divided.shards, WHOLE: divided.whole}
+    if sides.job is not None:
+        links[sides.job.kind] = store.path(sides.job)
+    real = real_scores(store, settings, reference, features)
+    return Ground(divided, reference, features, real), links
+
+
+def _model_links(seed: Seed) -> dict[str, Path]:
+    return {str(model.link): model.source.folder for model in seed.models.values()}
+
+
+def _link(out: Path, links: dict[str, Path]) -> None:
+    """Show what lies in the store under names that say what it is; links that are relative move along."""
+    for name, target in links.items():
+        link = out / name
+        link.parent.mkdir(parents=True, exist_ok=True)
+        to = os.path.relpath(target.resolve(), link.parent.resolve())
+        if link.is_symlink() and os.readlink(link) == to:
+            continue
+        if link.is_symlink():
+            link.unlink()
+        elif link.exists():
+            raise HddmError(f"{link}: is in the way of a link to {target}; move it away")
+        link.symlink_to(to, target_is_directory=True)
+
+
+def _write_grids(out: Path, seed: Seed, store: Store) -> None:
+    """Pictures of the first samples of every model, at the first point that it is sampled at."""
+    shown: set[str] = set()
+    for row in seed.rows:
+        if row.model not in shown:
+            pixels, _ = read_samples(store, row.samples[:1])
+            write_grid(pixels[:GRID_IMAGES], grid_path(out / f"seed_{seed.seed}", row.model))
+            shown.add(row.model)
+
+
+def _write(out: Path, results: Results) -> None:
+    for path, text in (
+        (out / RESULTS_FILE, results.model_dump_json(indent=1) + "\n"),
+        (out / TABLES_FILE, tables_text(results) + "\n"),
+    ):
+        draft = path.with_name(f".{path.name}")
+        draft.write_text(text)
+        os.replace(draft, path)
+    write_report(out, results)

@@ -1,0 +1,303 @@
+"""Samples of one model at one point of the grid, with what they cost and how experts were used."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from hddm.benchmark.conversions import (
+    EXACT,
+    OWN_SAMPLER,
+    TREATMENTS,
+    sample_ddim,
+    variant,
+)
+from hddm.benchmark.cost import evaluation_flop, router_flop
+from hddm.benchmark.orphans import end_with_parent
+from hddm.benchmark.schema import Point
+from hddm.benchmark.store import Job, Store, making
+from hddm.data.images import to_bytes
+from hddm.data.open_shard import open_shard
+from hddm.ensemble import Ensemble
+from hddm.errors import HddmError
+from hddm.expert_use import ExpertUse as Tally
+from hddm.load import load
+from hddm.predictions import PredictionType
+from hddm.routing import Router
+from hddm.sampling import sample
+from hddm.velocity import VelocityField
+from hddm.workers import Call, Report
+
+PIECE = 1000
+"""Images of one job at most."""
+BATCH = 256
+_PIXELS = "samples.safetensors"
+
+Model = VelocityField | Ensemble
+
+
+@dataclass(frozen=True)
+class Source:
+    """A model to sample: its folder, the hash of its content, and the shards its experts were trained on.
+
+    ``is_single`` is of one network, which has neither strategy nor router.
+    """
+
+    folder: Path
+    hash: str
+    is_single: bool
+    shards: tuple[Path, ...] = ()
+    shard_hashes: tuple[str, ...] = ()
+
+
+def canonical(point: Point, is_single: bool) -> Point:
+    """``point`` without what has no effect, so that equal samples are drawn once.
+
+    A single model has no strategy; where none asks a router, nothing of the router counts; blended by their
+    own calibration is how experts are.
+    """
+    parts = set() if point.calibration == "none" else set(point.calibration.split("+"))
+    changes: dict[str, Any] = {}
+    if point.conversion == f"{EXACT}, blend" and "experts" in parts:
+        changes["conversion"] = EXACT
+    if point.conversion == OWN_SAMPLER:
+        parts.clear()
+        changes["solver"] = "euler"
+    if is_single or point.conversion == OWN_SAMPLER:
+        changes["strategy"] = "draw"
+    if changes.get("strategy", point.strategy) == "draw":
+        parts.discard("router")
+        changes["router_temperature"] = 1.0
+    changes["calibration"] = "+".join(name for name in ("experts", "router") if name in parts) or "none"
+    return point.model_copy(update=changes)
+
+
+def pieces(source: Source, point: Point, seed: int) -> list[Job]:
+    """The jobs that draw all samples of a point."""
+    chosen = canonical(point, source.is_single)
+    settings = chosen.model_dump(mode="json", exclude={"num_images"})
+    inputs: dict[str, Any] = {"model": source.hash}
+    if chosen.conversion not in (EXACT, OWN_SAMPLER):
+        inputs["shards"] = list(source.shard_hashes)
+    return [
+        Job(
+            "samples",
+            {**settings, "seed": seed, "start": start, "stop": min(start + PIECE, point.num_images)},
+            inputs,
+        )
+        for start in range(0, point.num_images, PIECE)
+    ]
+
+
+def piece_call(store: Store, job: Job, source: Source, device: str) -> Call:
+    """What a worker is to do."""
+    arguments = {"folder": store.folder, "job": job, "source": source, "device": device}
+    return Call(samples_job, arguments, job.settings["stop"] - job.settings["start"])
+
+
+def samples_job(folder: Path, job: Job, source: Source, device: str, report: Report) -> None:
+    """Draw the samples of a piece."""
+    end_with_parent()
+    chosen = {key: job.settings[key] for key in Point.model_fields if key in job.settings}
+    point = Point.model_validate(chosen)
+    start, stop = job.settings["start"], job.settings["stop"]
+    with making(folder, job) as (draft, result):
+        model = prepared(load(source.folder, device=_device(device)), point, source.shards)
+        drawn = draw(model, point, job.settings["seed"], start, stop, report)
+        tensors = {"pixels": drawn.pixels}
+        if drawn.labels is not None:
+            tensors["labels"] = drawn.labels
+        save_file(tensors, draft / _PIXELS)
+        result |= {
+            "images": stop - start,
+            "expert_evaluations": drawn.expert_rows,
+            "router_evaluations": drawn.router_rows,
+            "flop": drawn.flop,
+            "use": drawn.use,
+        }
+
+
+def read_samples(store: Store, jobs: Sequence[Job]) -> tuple[Tensor, Tensor | None]:
+    """Bytes (n, C, H, W) and perhaps labels (n,) of finished pieces."""
+    parts = [load_file(store.path(job) / _PIXELS) for job in jobs]
+    labels = [part["labels"] for part in parts if "labels" in part]
+    return torch.cat([part["pixels"] for part in parts]), torch.cat(labels) if labels else None
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """Samples (n, C, H, W) in bytes, their class labels, and what they cost.
+
+    ``expert_rows`` are states that each expert's network was asked for, ``router_rows`` those of the router,
+    ``flop`` the operations of both; ``use`` has an entry a time, as `UseOverTime.entries`.
+    """
+
+    pixels: Tensor
+    labels: Tensor | None
+    expert_rows: list[int]
+    router_rows: int
+    flop: int
+    use: list[dict[str, Any]]
+
+
+def prepared(model: Model, point: Point, shards: Sequence[Path]) -> Model:
+    """``model`` as ``point`` asks for it.
+
+    Raises:
+        HddmError: for a conversion that needs the shards of the experts where they are not known.
+    """
+    fields = model.experts if isinstance(model, Ensemble) else [model]
+    how, _, treatment = point.conversion.rpartition(", ")
+    if treatment in TREATMENTS and len(shards) != len(fields):
+        raise HddmError(f"conversion {point.conversion!r} needs the shards that experts were trained on")
+    for k, field in enumerate(fields):
+        if treatment in TREATMENTS and field.prediction_type is PredictionType.EPSILON:
+            fields[k] = variant(field, how == EXACT, treatment, open_shard(shards[k]).images)
+        elif "experts" not in point.calibration:
+            field.calibration = None
+    if isinstance(model, Ensemble):
+        model.experts = fields
+        if isinstance(model.router, Router):
+            own = model.router.temperatures if "router" in point.calibration else (1.0,)
+            model.router.temperatures = tuple(point.router_temperature * one for one in own)
+        return model
+    return fields[0]
+
+
+def draw(
+    model: Model,
+    point: Point,
+    seed: int,
+    start: int,
+    stop: int,
+    report: Report = lambda images: None,
+) -> Drawn:
+    """Samples ``start`` … ``stop`` - 1 of a `prepared` model; classes take turns where it has some."""
+    fields = model.experts if isinstance(model, Ensemble) else [model]
+    classes = len(model.classes)
+    labels = torch.arange(start, stop) % classes if classes else None
+    given: dict[str, Any] = {} if labels is None else {"class_labels": labels}
+    router = model.router if isinstance(model, Ensemble) else None
+    networks: list[Callable[..., Tensor]] = [field.network for field in fields]
+    counted = [*networks, *([router.network] if isinstance(router, Router) else [])]
+    use = UseOverTime(len(fields))
+    if isinstance(model, Ensemble) and isinstance(router, Router):
+        model.router = use.watching(router)
+    with _Rows(counted) as rows:
+        if point.conversion == OWN_SAMPLER:
+            if not isinstance(model, Ensemble) or labels is not None:
+                raise HddmError(f"conversion {OWN_SAMPLER!r} is for ensembles without classes")
+            images = sample_ddim(model, stop - start, seed, point.steps, BATCH, report, start)
+        else:
+            images = sample(
+                model,
+                stop - start,
+                seed,
+                point.steps,
+                point.strategy if isinstance(model, Ensemble) else None,
+                point.solver,
+                point.guidance_scale,
+                start=start,
+                batch_size=BATCH,
+                use=use,
+                on_batch=report,
+                **given,
+            )
+    expert_rows, router_rows = rows.counts[: len(fields)], sum(rows.counts[len(fields) :])
+    state = torch.zeros(1, *images.shape[1:], device=fields[0].device)
+    flop = sum(n * evaluation_flop(field) for n, field in zip(expert_rows, fields, strict=True) if n)
+    flop += router_rows * router_flop(router, state)
+    return Drawn(to_bytes(images), labels, expert_rows, router_rows, flop, use.entries())
+
+
+class UseOverTime(Tally):
+    """What the router said and which experts ran, at every time that the solver visited."""
+
+    def __init__(self, num_experts: int) -> None:
+        super().__init__(num_experts)
+        self._num = num_experts
+        self._sums: dict[float, dict[str, Tensor]] = {}
+
+    def add(self, t: float, weights: Tensor) -> None:
+        super().add(t, weights)
+        self._count(t, weights=weights.sum(0), runs=(weights != 0).sum(0), images=len(weights))
+
+    def watching(self, router: Router) -> Router:
+        """``router``, which notes what it says."""
+        return _Watched(router, self._said)
+
+    def entries(self) -> list[dict[str, Any]]:
+        """From noise to data: ``t``, ``weights`` and ``runs`` (K,), means over images.
+
+        Where a router was asked, its ``probabilities`` (K,) and ``largest``, the mean of the largest: 1/K
+        knows nothing, 1 is certain.
+        """
+        found = []
+        for t, sums in sorted(self._sums.items(), reverse=True):
+            entry: dict[str, Any] = {"t": t}
+            for name, over in (("weights", "images"), ("runs", "images"), ("probabilities", "asked")):
+                if over in sums:
+                    entry[name] = (sums[name] / sums[over]).tolist()
+            if "asked" in sums:
+                entry["largest"] = float(sums["largest"] / sums["asked"])
+            found.append(entry)
+        return found
+
+    def _said(self, t: float, probabilities: Tensor) -> None:
+        largest = probabilities.max(1).values.sum()
+        self._count(t, probabilities=probabilities.sum(0), largest=largest, asked=len(probabilities))
+
+    def _count(self, t: float, **values: Tensor | int) -> None:
+        # The router is told the time in float32.
+        sums = self._sums.setdefault(round(t, 6), {})
+        for name, value in values.items():
+            more = torch.as_tensor(value).cpu().double()
+            sums[name] = sums[name] + more if name in sums else more
+
+
+class _Watched(Router):
+    """A router that says aloud what it answers."""
+
+    def __init__(self, router: Router, said: Callable[[float, Tensor], None]) -> None:
+        super().__init__(router.network, router.time_scale, router.temperatures, router.outputs)
+        self._said = said
+
+    def __call__(self, x_t: Tensor, t: Tensor) -> Tensor:
+        probabilities = super().__call__(x_t, t)
+        self._said(float(t.flatten()[0]), probabilities)
+        return probabilities
+
+
+class _Rows:
+    """Counts the states that networks are asked for within the block."""
+
+    def __init__(self, networks: Sequence[Callable[..., Tensor]]) -> None:
+        self.counts = [0] * len(networks)
+        self._networks = networks
+        self._hooks: list[Any] = []
+
+    def __enter__(self) -> "_Rows":
+        for place, network in enumerate(self._networks):
+            if isinstance(network, nn.Module):
+                self._hooks.append(network.register_forward_pre_hook(self._counting(place)))
+        return self
+
+    def __exit__(self, *ended: object) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    def _counting(self, place: int) -> Callable[[nn.Module, tuple[Any, ...]], None]:
+        def count(network: nn.Module, arguments: tuple[Any, ...]) -> None:
+            self.counts[place] += len(arguments[0])
+
+        return count
+
+
+def _device(name: str) -> str:
+    if name != "auto":
+        return name
+    return "cuda" if torch.cuda.is_available() else "cpu"

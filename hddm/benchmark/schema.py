@@ -1,0 +1,277 @@
+"""What a benchmark trains, samples and compares: the schema of presets and of a user's own file.
+
+    name: mine
+    data: {source: folder, training: train, held_out: test, validation_share: 0.1}
+    partition: {shards: 4}
+    training:
+      expert: {steps: 4000, batch_size: 32, learning_rate: 1e-3, size: small}
+      router: {steps: 2000, batch_size: 64, learning_rate: 1e-3, calibrate: true}
+    models:
+      - {name: single model, kind: single}
+      - {name: homogeneous flow, objectives: flow}
+      - {name: mixed 1:3, objectives: "1:3"}
+    sampling: {strategy: draw, solver: euler, steps: 30, num_images: 2000}
+    tables:
+      - {name: models}
+      - {name: strategies, models: [mixed 1:3], vary: {strategy: [top-1, top-2, full]}}
+
+Every key is a field below. Settings are chosen on `BenchmarkSettings.seeds` and validation images, which are
+cut off the training side; they are confirmed on `BenchmarkSettings.confirmation_seeds` and held-out images,
+which nothing that chooses ever reads.
+"""
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from hddm.benchmark.conversions import CONVERSIONS
+from hddm.facts import Facts
+from hddm.routing import Strategy
+from hddm.solvers import solver_named
+from hddm.training.settings import ExpertSettings, Positive, RouterSettings
+
+Share = Annotated[float, Field(ge=0, lt=1)]
+Split = Literal["validation", "held-out"]
+Calibration = Literal["experts+router", "experts", "router", "none"]
+BY_ERROR = "by-error"
+
+
+class DataSettings(Facts):
+    """Which images, and how they are divided before anything is trained."""
+
+    source: Literal["digits", "folder"] = "folder"
+    """scikit-learn's digits, of which a fifth is held out; or images that the user names by ``--data``."""
+    training: str = "."
+    """Images to train on: a path, below ``--data`` where that is given (`hddm.data.sources`)."""
+    held_out: str | None = None
+    """Images that no choice is made by, likewise."""
+    held_out_share: Share = 0.0
+    """Of the training images, where there is no ``held_out``."""
+    validation_share: Share = 0.0
+    """Of the training images that are left, which settings are chosen by; no model is trained on them."""
+
+    @model_validator(mode="after")
+    def _holds_out_once(self) -> "DataSettings":
+        if self.source == "digits" and (self.held_out is not None or self.held_out_share):
+            raise ValueError("the digits have their held-out images already; drop held_out, held_out_share")
+        if self.held_out is not None and self.held_out_share:
+            raise ValueError("held_out names the images, so held_out_share has nothing to say; drop one")
+        return self
+
+
+class PartitionSettings(Facts):
+    """As `hddm.data.partition.partition`."""
+
+    shards: Positive = 4
+    features: str = "pixels"
+    seed: int = 0
+
+
+class TrainingSettings(Facts):
+    """How networks are trained; keys are those of `hddm.training.settings`, without ``seed``.
+
+    What ``ddpm``, ``flow`` and ``single`` say goes before what ``expert`` says. The single model sees K
+    batches of an expert a step where it says nothing of its own; its ``steps`` follow from the compute of the
+    homogeneous ensemble (`hddm.benchmark.compute`).
+    """
+
+    expert: dict[str, Any]
+    ddpm: dict[str, Any] = Field(default_factory=dict)
+    flow: dict[str, Any] = Field(default_factory=dict)
+    single: dict[str, Any] = Field(default_factory=dict)
+    router: dict[str, Any]
+    checkpoint_every: Positive = 500
+
+    @field_validator("expert", "ddpm", "flow", "single", "router")
+    @classmethod
+    def _leaves_seed_and_objective(cls, value: dict[str, Any]) -> dict[str, Any]:
+        for key in ("seed", "objective"):
+            if key in value:
+                raise ValueError(f"{key} is said by the benchmark; remove it")
+        return value
+
+
+class ModelSettings(Facts):
+    """One model of the comparison."""
+
+    name: str
+    kind: Literal["single", "ensemble", "finished"] = "ensemble"
+    """One network on all images; an expert a shard and a router; or what ``path`` holds."""
+    objectives: str = "flow"
+    """``flow`` or ``ddpm``; of an ensemble also ``1:3`` (DDPM on the first shard, flow on three),
+    ``0=ddpm,*=flow``, ``by-error`` (on each shard the objective whose expert has the lower velocity error on
+    validation images), or ``1:3 by-error`` (DDPM on the shard where that loses least)."""
+    converted: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """Flow experts are DDPM experts for this share of their steps, and are then trained on through the exact
+    conversion."""
+    init: Path | None = None
+    """An expert folder that flow experts are trained on from; its own compute is not counted."""
+    path: Path | None = None
+    """Of a finished model: an expert or ensemble folder that makes images in pixels."""
+    training: dict[str, Any] = Field(default_factory=dict)
+    """Before what `TrainingSettings` says, for this model's experts."""
+
+    @model_validator(mode="after")
+    def _says_what_it_is(self) -> "ModelSettings":
+        if (self.kind == "finished") != (self.path is not None):
+            raise ValueError(f"{self.name}: path and kind: finished go together")
+        if self.converted is not None and self.init is not None:
+            raise ValueError(f"{self.name}: starts from converted experts or from init; drop one")
+        if self.kind == "single" and self.objectives not in ("flow", "ddpm"):
+            raise ValueError(f"{self.name}: a single model has one objective, flow or ddpm")
+        return self
+
+
+class Point(Facts):
+    """One way to sample."""
+
+    strategy: str = "draw"
+    """See `hddm.routing`; a single model has none."""
+    calibration: Calibration = "experts+router"
+    """Whose calibration is used: the experts' near t = 1 (`hddm.calibration`), the router's temperatures
+    (`hddm.training.router_calibration`), both or none."""
+    conversion: str = CONVERSIONS[0]
+    """Of experts that predict noise; see `hddm.benchmark.conversions.CONVERSIONS`."""
+    router_temperature: Annotated[float, Field(gt=0)] = 1.0
+    """Factor on all temperatures of the router."""
+    solver: str = "euler"
+    steps: Positive = 30
+    guidance_scale: float = 1.0
+    num_images: Positive = 1000
+
+    @field_validator("strategy")
+    @classmethod
+    def _is_a_strategy(cls, value: str) -> str:
+        Strategy.parse(value)
+        return value
+
+    @field_validator("solver")
+    @classmethod
+    def _is_a_solver(cls, value: str) -> str:
+        solver_named(value)
+        return value
+
+    @field_validator("conversion")
+    @classmethod
+    def _is_a_conversion(cls, value: str) -> str:
+        if value not in CONVERSIONS:
+            raise ValueError(f"choose one of {', '.join(CONVERSIONS)}")
+        return value
+
+
+class TableSettings(Facts):
+    """A table: models at a base point, and one setting after the other varied from there."""
+
+    name: str
+    models: tuple[str, ...] = ()
+    """By name; empty for all."""
+    base: dict[str, Any] = Field(default_factory=dict)
+    """Before what `BenchmarkSettings.sampling` says."""
+    vary: dict[str, tuple[Any, ...]] = Field(default_factory=dict)
+    """Values of a field of `Point` to try, by its name. Where one field varies, its values are all the rows;
+    else the base point is one too."""
+    product: bool = False
+    """All combinations instead of one change at a time."""
+
+    @field_validator("vary", "base")
+    @classmethod
+    def _varies_what_there_is(cls, value: dict[str, Any]) -> dict[str, Any]:
+        for key in value:
+            if key not in Point.model_fields:
+                raise ValueError(f"no setting of sampling is called {key!r}; {', '.join(Point.model_fields)}")
+        return value
+
+
+class CompareSettings(Facts):
+    """Which models are held against which; a distance to images that were not trained on decides."""
+
+    candidates: tuple[str, ...] = ()
+    """By name; empty for all models that are no baseline."""
+    baselines: tuple[str, ...] = ()
+
+
+class BenchmarkSettings(Facts):
+    """A whole benchmark."""
+
+    name: str
+    data: DataSettings
+    partition: PartitionSettings = PartitionSettings()
+    training: TrainingSettings
+    models: Annotated[tuple[ModelSettings, ...], Field(min_length=1)]
+    sampling: Point = Point()
+    tables: Annotated[tuple[TableSettings, ...], Field(min_length=1)]
+    compare: CompareSettings = CompareSettings()
+    score_on: Split = "validation"
+    seeds: Annotated[tuple[int, ...], Field(min_length=1)] = (0, 1, 2, 3, 4)
+    """Of trainings and of their samples."""
+    confirmation_seeds: tuple[int, ...] = ()
+    """Fresh ones, for held-out images."""
+    resamples: Annotated[int, Field(ge=2)] = 100
+    """Of the bootstrap over samples."""
+    features: Literal["auto", "inception", "clip", "classifier"] = "auto"
+    """That distances are measured on (`hddm.evaluation.extractors.open_extractor`)."""
+    complete: bool = True
+    """Whether the measures that take longer are made too (`hddm.evaluation.scores.Scores`)."""
+    allow_few: bool = False
+    """Fewer images than features are measured all the same, and marked as not comparable."""
+    workers: Positive = 2
+    """Jobs at a time, each with one CPU thread; the answer does not depend on it."""
+    device: Literal["auto", "cpu", "cuda", "mps"] = "cpu"
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> "BenchmarkSettings":
+        names = [model.name for model in self.models]
+        for what, all_names in (("model", names), ("table", [table.name for table in self.tables])):
+            twice = next((name for name in all_names if all_names.count(name) > 1), None)
+            if twice is not None:
+                raise ValueError(f"two {what}s are called {twice!r}")
+        asked = {name for table in self.tables for name in table.models}
+        unknown = sorted((asked | {*self.compare.candidates, *self.compare.baselines}) - set(names))
+        if unknown:
+            raise ValueError(f"there is no model {unknown[0]!r}; models are {', '.join(names)}")
+        if self.score_on == "validation" and not self.data.validation_share:
+            raise ValueError("score_on: validation needs a data.validation_share; or write held-out")
+        if not self.data.validation_share and any(BY_ERROR in model.objectives for model in self.models):
+            raise ValueError(f"objectives: {BY_ERROR} needs validation images; give a data.validation_share")
+        if self.partition.shards < 2 and any(model.kind == "ensemble" for model in self.models):
+            raise ValueError("an ensemble needs partition.shards of 2 or more")
+        for table in self.tables:
+            table_points(self, table)
+        self.expert("flow", 0), self.expert("ddpm", 0), self.router(0)
+        return self
+
+    def expert(self, objective: str, seed: int, **changes: Any) -> ExpertSettings:
+        """How one expert is trained; ``changes`` go before the file."""
+        own = self.training.ddpm if objective == "ddpm" else self.training.flow
+        return ExpertSettings.model_validate(
+            self._common() | self.training.expert | own | changes | {"objective": objective, "seed": seed}
+        )
+
+    def single(self, objective: str, seed: int, steps: int, **changes: Any) -> ExpertSettings:
+        """How the model on all images is trained, for ``steps`` unless the file says how many."""
+        batch = self.expert(objective, seed).batch_size * self.partition.shards
+        own = {"batch_size": batch, "steps": steps} | self.training.single | changes
+        return self.expert(objective, seed, **own)
+
+    def router(self, seed: int) -> RouterSettings:
+        """How the router of all ensembles is trained."""
+        return RouterSettings.model_validate(self._common() | self.training.router | {"seed": seed})
+
+    def _common(self) -> dict[str, Any]:
+        # A worker has one thread, and results are to be the same in any number of workers.
+        return {"device": self.device, "threads": 1}
+
+
+def table_points(settings: BenchmarkSettings, table: TableSettings) -> list[Point]:
+    """The points of a table, without doubles, in the order of the file."""
+    base = settings.sampling.model_dump() | table.base
+    changes: list[dict[str, Any]] = [{}]
+    if table.product:
+        for key, values in table.vary.items():
+            changes = [change | {key: value} for change in changes for value in values]
+    else:
+        varied = [{key: value} for key, values in table.vary.items() for value in values]
+        changes = varied if len(table.vary) == 1 else [{}, *varied]
+    points = [Point.model_validate(base | change) for change in changes]
+    return list(dict.fromkeys(points))
