@@ -1,15 +1,19 @@
 """An encoding that was killed goes on, and gives the same bytes as one that was not."""
 
+import contextlib
 import fcntl
 import json
 import multiprocessing
+import os
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from hddm.data.encoding import encode_shards
+from hddm.data.encoding_draft import open_draft
 from hddm.data.encoding_plan import EncodingPlan, EncodingSettings, plan_encoding
 from hddm.errors import HddmError
 from tests.artefacts import contents, largest_file
@@ -127,13 +131,60 @@ def test_an_unfinished_encoding_of_other_options_is_named(root: Path, tmp_path: 
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-def test_a_second_process_on_the_same_output_is_refused(root: Path, tmp_path: Path) -> None:
+def test_a_second_process_on_the_same_output_is_refused_by_the_first_ones_name(
+    root: Path, tmp_path: Path
+) -> None:
     draft = _interrupted(root, tmp_path / "out", 9)
     with (draft / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        with pytest.raises(HddmError, match="another process is encoding to it"):
+        lock.write("process 4711 on elsewhere\n")
+        lock.flush()
+        with pytest.raises(
+            HddmError, match=r"another process is encoding to it \(process 4711 on elsewhere\)"
+        ):
             _encode(root, tmp_path / "out", overwrite=True)
     assert len(_records(tmp_path / "out")) == 2
+
+
+def test_a_draft_goes_before_its_lock_and_takes_nothing_of_the_next_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next process begins in the moment in which the first one's lock is gone."""
+    target, root = tmp_path / "out", tmp_path / ".out.encoding"
+    unlink, left, second = os.unlink, [], contextlib.ExitStack()
+
+    def watched(path: Any, **options: Any) -> None:
+        unlink(path, **options)
+        if Path(path).name == "lock" and not left:
+            left.append(list(root.iterdir()))
+            (tmp_path / "out").rename(tmp_path / "first")
+            draft = second.enter_context(open_draft(target, "manifest.json", {"a": 2}))
+            (draft.whole / "manifest.json").write_text("second")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("os.unlink", watched)
+        with open_draft(target, "manifest.json", {"a": 1}) as draft:
+            (draft.whole / "manifest.json").write_text("first")
+            for number in range(40):
+                (root / f"more-{number}").write_text("")
+    assert left == [[]]
+    second.close()
+    assert contents(tmp_path) == {"first/manifest.json": b"first", "out/manifest.json": b"second"}
+
+
+def test_an_output_that_another_process_finished_meanwhile_leaves_no_draft(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flock = fcntl.flock
+
+    def late(file: Any, how: int) -> None:
+        (tmp_path / "out").mkdir()
+        flock(file, how)
+
+    monkeypatch.setattr("fcntl.flock", late)
+    with pytest.raises(HddmError, match="out exists"), open_draft(tmp_path / "out", "manifest.json", {}):
+        pytest.fail("the block must not run")
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 def test_a_full_disk_in_the_middle_leaves_what_is_done(root: Path, tmp_path: Path) -> None:

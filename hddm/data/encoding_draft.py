@@ -23,7 +23,7 @@ from hddm.files import check_absent, put_in_place, read_json, write_json, write_
 from hddm.locks import locked
 from hddm.weight_files import sha256_of
 
-_IDENTITY = "draft.json"
+_IDENTITY, _LOCK = "draft.json", "lock"
 
 
 class Done(Facts):
@@ -102,27 +102,40 @@ def open_draft(
     """
     check_absent(target, record, overwrite)
     root = target.parent / f".{target.name}.encoding"
-    root.mkdir(parents=True, exist_ok=True)
     with locked(
-        root / "lock",
-        lambda holder: f"{target}: another process is encoding to it; wait for it or choose another --out",
+        root / _LOCK,
+        lambda holder: (
+            f"{target}: another process is encoding to it ({holder}); wait for it, or choose another --out"
+        ),
     ):
-        check_absent(target, record, overwrite)
-        _take_up(root, target, json.loads(json.dumps(identity)), overwrite)
-        draft = Draft(root)
-        draft.whole.mkdir(exist_ok=True)
-        # What a killed process had begun would be part of the output.
-        for left in root.rglob(".*.part-*"):
-            left.unlink()
         try:
+            check_absent(target, record, overwrite)
+            _take_up(root, target, json.loads(json.dumps(identity)), overwrite)
+            draft = Draft(root)
+            draft.whole.mkdir(exist_ok=True)
+            # What a killed process had begun would be part of the output.
+            for left in root.rglob(".*.part-*"):
+                left.unlink()
             yield draft
+            with writing(target):
+                put_in_place(draft.whole, target)
         except BaseException:
             if not any((root / "done").rglob("*.json")):
-                shutil.rmtree(root, ignore_errors=True)
+                _discard(root)
             raise
-        with writing(target):
-            put_in_place(draft.whole, target)
-        shutil.rmtree(root, ignore_errors=True)
+        _discard(root)
+
+
+def _discard(root: Path) -> None:
+    """Remove a draft, its lock last: what the next holder makes here must not go with it."""
+    for path in root.iterdir():
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        elif path.name != _LOCK:
+            path.unlink()
+    (root / _LOCK).unlink()
+    with contextlib.suppress(OSError):
+        root.rmdir()
 
 
 def _take_up(root: Path, target: Path, identity: dict[str, Any], overwrite: bool) -> None:
