@@ -27,6 +27,7 @@ from hddm.parametrisation import KAPPA, bounded_gain
 from hddm.predictions import PredictionType
 from hddm.schedules import from_config
 from hddm.training.batches import check_conditions, drawing, losing
+from hddm.training.data_identity import encoding_of
 from hddm.training.loop import Fitted, OnStep, Task
 from hddm.training.lora import adapter_facts, add_adapter, refuse_as_base, save_adapted
 from hddm.training.run_folder import RunOptions
@@ -137,7 +138,7 @@ def continue_expert(
         out,
         EXPERT_FILE,
         write,
-        {"shard": shard.hash, **started},
+        {"shard": shard.hash, **encoding_of([shard]), **started},
         overwrite,
         on_step,
         run,

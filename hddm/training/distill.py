@@ -40,6 +40,7 @@ from hddm.models.transformer import ExpertTransformer
 from hddm.objectives import TIME_SCALE, Objective
 from hddm.tensors import append_dims
 from hddm.training.batches import drawing
+from hddm.training.data_identity import encoding_of
 from hddm.training.expert import expert_facts
 from hddm.training.loop import Fitted, Inputs, OnStep, Task
 from hddm.training.networks import new_network
@@ -121,7 +122,7 @@ def distill(
         out,
         EXPERT_FILE,
         write,
-        {"shards": [shard.hash for shard in shards], "teacher": teacher.record},
+        {"shards": [shard.hash for shard in shards], **encoding_of(shards), "teacher": teacher.record},
         overwrite,
         on_step,
         run,

@@ -13,6 +13,7 @@ from hddm.objectives import Objective
 from hddm.schedules import Schedule, from_diffusers
 from hddm.schedules.diffusers_configs import declared_prediction_type
 from hddm.training.batches import check_conditions, drawing, losing
+from hddm.training.data_identity import encoding_of
 from hddm.training.loop import Fitted, OnStep, Task
 from hddm.training.networks import new_network
 from hddm.training.run_folder import RunOptions
@@ -94,7 +95,7 @@ def train_expert(
         out,
         EXPERT_FILE,
         write,
-        {"shard": shard.hash, "schedule": objective.schedule.config},
+        {"shard": shard.hash, **encoding_of([shard]), "schedule": objective.schedule.config},
         overwrite,
         on_step,
         run,

@@ -15,6 +15,7 @@ from hddm.experts import ROUTER_FILE, RouterFacts, save_router
 from hddm.models.router import RouterTransformer
 from hddm.objectives import TIME_SCALE
 from hddm.tensors import append_dims
+from hddm.training.data_identity import encoding_of
 from hddm.training.loop import Fitted, Inputs, OnStep, Task
 from hddm.training.networks import new_network
 from hddm.training.router_calibration import HELD_OUT_SHARE, calibrate_router, held_out
@@ -114,7 +115,7 @@ def train_router(
         out,
         ROUTER_FILE,
         write,
-        {"shards": [shard.hash for shard in shards]},
+        {"shards": [shard.hash for shard in shards], **encoding_of(shards)},
         overwrite,
         on_step,
         run,
