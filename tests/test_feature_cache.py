@@ -1,5 +1,6 @@
 """Cached features: computed once, the same after any interruption, and never those of something else."""
 
+import contextlib
 import hashlib
 from collections.abc import Sequence
 from pathlib import Path
@@ -112,12 +113,18 @@ def test_features_of_other_images_are_refused_unless_they_may_go(source: ImageSo
     assert len(_compute(fewer, cache, replace=True)) == 47
     _compute(fewer, tmp_path / "fresh")
     assert contents(cache) == contents(tmp_path / "fresh")
+    path = source.root / source.files[6]
+    path.write_bytes(path.read_bytes() + b"\0")
+    with pytest.raises(HddmError, match="features of other images, or of these before they changed"):
+        _compute(fewer, cache)
 
 
 def test_features_of_other_settings_are_refused(source: ImageSource, tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     _compute(source, cache)
-    with pytest.raises(HddmError, match="pixel_pca of another seed or other weights; choose another --cache"):
+    with pytest.raises(
+        HddmError, match="pixel_pca of another seed or other weights; remove it, or name another folder"
+    ):
         _compute(source, cache, PixelPca(dimensions=4, seed=1))
     edit_json(cache / "features.json", features="clip")
     with pytest.raises(HddmError, match=r"other features \(clip, not pixel_pca\)"):
@@ -158,6 +165,84 @@ def test_broken_images_are_left_out_by_name_and_counted(
         for name, digest in ((n, found.files[i]) for i, n in enumerate(found.rows.tolist())):
             assert digest.tolist() == whole.files[name].tolist()
         assert found[np.array([0, len(found) - 1])].shape == (2, 4)
+
+
+@pytest.fixture
+def broken(source: ImageSource) -> dict[Path, bytes]:
+    """Images 3, 4 and 25, spoilt; with what mends them, which is as long."""
+    sound = {}
+    for row in (3, 4, 25):
+        path = source.root / source.files[row]
+        sound[path] = path.read_bytes()
+        path.write_bytes(bytes(len(sound[path])))
+    return sound
+
+
+def _mend(broken: dict[Path, bytes]) -> None:
+    for path, content in broken.items():
+        path.write_bytes(content)
+
+
+@pytest.mark.parametrize("max_bad", [0, 3])
+def test_images_that_can_be_read_again_are_used_as_if_they_always_could(
+    max_bad: int, source: ImageSource, broken: dict[Path, bytes], tmp_path: Path
+) -> None:
+    cache = tmp_path / "cache"
+    with contextlib.suppress(HddmError):
+        assert len(_compute(source, cache, max_bad=max_bad).broken) == max_bad
+    _mend(broken)
+    assert len(_compute(source, cache, max_bad=max_bad)) == NUM
+    _compute(source, tmp_path / "whole")
+    assert contents(cache) == contents(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("kept", range(6))
+def test_a_kill_while_features_are_forgotten_mixes_none_of_two_bases(
+    kept: int, source: ImageSource, broken: dict[Path, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache, unlink, gone = tmp_path / "cache", Path.unlink, []
+    _compute(source, cache, max_bad=3)
+    _mend(broken)
+
+    def killed(path: Path, missing_ok: bool = False) -> None:
+        if path.parent == cache:
+            if len(gone) == kept:
+                raise Interrupted
+            gone.append(path)
+        unlink(path, missing_ok=missing_ok)
+
+    # Five parts and the basis.
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "unlink", killed)
+        with pytest.raises(Interrupted):
+            _compute(source, cache)
+    _compute(source, cache)
+    _compute(source, tmp_path / "whole")
+    assert contents(cache) == contents(tmp_path / "whole")
+
+
+class Means(Counted):
+    """Mean colours, for which nothing is learnt from the images."""
+
+    def prepare(self, source: ImageSource, folder: Path) -> None:
+        pass
+
+    def __call__(self, images: Sequence[NDArray[np.uint8]]) -> NDArray[np.float32]:
+        self.images += len(images)
+        return np.stack([image.mean((0, 1)) for image in images]).astype(np.float32)
+
+
+def test_where_nothing_is_learnt_only_parts_with_mended_images_are_made_again(
+    source: ImageSource, broken: dict[Path, bytes], tmp_path: Path
+) -> None:
+    _compute(source, tmp_path / "cache", Means(), max_bad=3)
+    still = Means()
+    assert len(_compute(source, tmp_path / "cache", still, max_bad=3)) == NUM - 3
+    assert still.images == 0
+    _mend(broken)
+    again = Means()
+    assert len(_compute(source, tmp_path / "cache", again)) == NUM
+    assert again.images == 2 * PART
 
 
 def test_features_that_are_not_finite_are_refused_by_image(source: ImageSource, tmp_path: Path) -> None:

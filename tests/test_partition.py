@@ -4,7 +4,9 @@ import hashlib
 import io
 import json
 import tarfile
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 import pytest
@@ -31,14 +33,21 @@ def many(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def tars(many: Path, tmp_path: Path) -> Path:
     """The same images in a tar, with captions."""
-    with tarfile.open(tmp_path / "train.tar", "w") as tar:
-        for number, path in enumerate(sorted(many.rglob("*.png"))):
-            texts = {"png": path.read_bytes(), "txt": f"picture {number}".encode()}
-            for suffix, content in texts.items():
+    return _pack(many, tmp_path / "train.tar")
+
+
+def _pack(images: Path, target: Path, spoilt: Mapping[int, bytes] = MappingProxyType({})) -> Path:
+    with tarfile.open(target, "w") as tar:
+        for number, path in enumerate(sorted(images.rglob("*.png"))):
+            texts = {
+                "png": spoilt.get(number, path.read_bytes()),
+                "txt": f"picture {number}".encode(),
+            }
+            for suffix, text in texts.items():
                 member = tarfile.TarInfo(f"{number:04d}.{suffix}")
-                member.size = len(content)
-                tar.addfile(member, io.BytesIO(content))
-    return tmp_path / "train.tar"
+                member.size = len(text)
+                tar.addfile(member, io.BytesIO(text))
+    return target
 
 
 def _manifest(folder: Path) -> Manifest:
@@ -169,6 +178,27 @@ def test_the_command_keeps_features_beside_its_folder_and_the_library_keeps_none
     assert not (tmp_path / "three.features").exists()
 
 
+@pytest.mark.parametrize("spoilt", [bytes, lambda size: b"short"])
+def test_a_mended_archive_is_partitioned_as_one_that_was_always_sound(
+    spoilt: Callable[[int], bytes], many: Path, tars: Path, tmp_path: Path, hddm: Command
+) -> None:
+    partition(tars, tmp_path / "whole", 2)
+    command = ["partition", tars, "--out", tmp_path / "out", "--shards", 2]
+    size = len(sorted(many.rglob("*.png"))[7].read_bytes())
+    _pack(many, tars, {7: spoilt(size)})
+    code, _, err = hddm(*command)
+    assert (code, "0007.png" in err, (tmp_path / "out").exists()) == (1, True, False)
+    _pack(many, tars)
+    if len(spoilt(size)) != size:
+        code, _, err = hddm(*command)
+        held = "holds features of other images, or of these before they changed"
+        remedy = "remove it, or name another folder with --cache"
+        assert (code, f"{tmp_path / 'out.features'}: {held}; {remedy}" in err) == (1, True)
+        command.append("--overwrite")
+    assert hddm(*command)[0] == 0
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+
+
 def test_only_features_beside_a_replaced_partition_are_replaced(
     many: Path, images: Path, tmp_path: Path, hddm: Command
 ) -> None:
@@ -192,7 +222,9 @@ def test_an_image_that_changed_since_its_features_is_refused(many: Path, tmp_pat
     Image.fromarray(draw("rows", 1, 99)[0, 0].numpy()).save(images / "rows" / "07.bmp")
     with pytest.raises(HddmError) as refused:
         partition(images, tmp_path / "again", 1, cache=tmp_path / "cache")
-    assert f"{images / 'rows/07.bmp'}: changed since its features were computed" in str(refused.value)
+    remedy = f"remove {tmp_path / 'cache'}, or name another folder with --cache"
+    changed = f"{images / 'rows/07.bmp'}: changed since its features were computed"
+    assert str(refused.value) == f"{changed}; {remedy}"
     assert not (tmp_path / "again").exists()
 
 

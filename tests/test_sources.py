@@ -175,11 +175,21 @@ def test_missing_empty_and_mixed_folders_are_refused(tmp_path: Path) -> None:
     assert "holds 1 image files (as 1.png) and 1 .tar (as a.tar)" in refusal(tmp_path)
 
 
+def test_sizes_of_images_are_known_unread(tmp_path: Path) -> None:
+    files = {"1.png": encoded(1), "2.bmp": encoded(2, "BMP")}
+    for source in (
+        open_source(write(tmp_path / "folder", files)),
+        open_source(write_tar(tmp_path / "a.tar", files)),
+    ):
+        assert [source.size(i) for i in range(2)] == [len(source.read(i)) for i in range(2)]
+
+
 def test_a_file_that_vanished_is_named(tmp_path: Path) -> None:
     source = open_source(write(tmp_path, {"1.png": encoded(1)}))
     (tmp_path / "1.png").unlink()
-    with pytest.raises(HddmError, match=r"1\.png: cannot be read: No such file"):
-        source.read(0)
+    for look in (source.read, source.size):
+        with pytest.raises(HddmError, match=r"1\.png: cannot be read: No such file"):
+            look(0)
 
 
 def test_tar_shards_give_images_captions_and_labels_by_key(tmp_path: Path) -> None:

@@ -114,6 +114,19 @@ def test_no_more_than_two_row_groups_are_held_and_each_is_read_once_in_order(
     assert reads[6:] == [0]
 
 
+def test_the_size_of_an_image_changes_with_any_of_its_row_group(tmp_path: Path) -> None:
+    def sizes(images: list[bytes]) -> list[int]:
+        source = open_source(write_parquet(tmp_path / "a.parquet", {"image": pa.array(images)}))
+        return [source.size(i) for i in range(len(source))]
+
+    images = [encoded(level) for level in range(5)]
+    before, after = sizes(images), sizes([*images[:2], images[2] + bytes(100), *images[3:]])
+    # The group's bytes hold its statistics too.
+    differences = [new - old for old, new in zip(before, after, strict=True)]
+    assert [number >= 100 for number in differences] == [False, False, True, True, False]
+    assert differences[:2] + differences[4:] == [0, 0, 0]
+
+
 def test_a_row_without_an_image_is_named_when_it_is_read(tmp_path: Path) -> None:
     rows = [*rows_of([1]), {"bytes": None, "path": "/somewhere/else.png"}, None]
     source = open_source(write_parquet(tmp_path / "a.parquet", {"image": pa.array(rows, IMAGE)}))

@@ -122,6 +122,9 @@ class _ShardSource:
     def read(self, i: int) -> bytes:
         return read_content(self.root, self.manifest.images[i])
 
+    def size(self, i: int) -> int:
+        return self.path(i).stat().st_size
+
     def path(self, i: int) -> Path:
         return image_path(self.root, self.manifest.images[i])
 

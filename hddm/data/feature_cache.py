@@ -36,7 +36,7 @@ class FeatureFacts(Facts):
     format: str
     images: int
     source: str
-    """Hash of the images' names and, where each is a file, sizes."""
+    """Hash of the images' names and of `hddm.data.sources.base.ImageSource.size` of each."""
     features: str
     extractor: str
     """`hddm.data.features.Extractor.identity`."""
@@ -86,7 +86,8 @@ def compute_features(
 ) -> ImageFeatures:
     """Features of ``source``, read from ``folder`` as far as they are there and computed there otherwise.
 
-    The parts are the same, bit for bit, wherever a run before was killed.
+    The parts are the same, bit for bit, wherever a run before was killed. Broken images are tried again each
+    time: a disk or a permission may have failed only for a while.
 
     Args:
         source: the images.
@@ -111,6 +112,7 @@ def compute_features(
     _claim(folder, facts, replace)
     broken: dict[int, str] = {}
     paths = [folder / f"part_{n:05d}.safetensors" for n in range(-(-len(source) // part))]
+    _forget_mended(source, folder, paths)
     missing = [path for path in paths if not path.exists()]
     if missing:
         extractor.prepare(source, folder)
@@ -132,14 +134,14 @@ def compute_features(
 def _claim(folder: Path, facts: FeatureFacts, replace: bool) -> None:
     """Make ``folder`` that of ``facts``, unless it is another's."""
     if folder.exists() and not (folder / RECORD).is_file() and not _is_empty(folder):
-        raise HddmError(f"{folder}: holds other things than features; choose another --cache")
+        raise HddmError(f"{folder}: holds other things than features; name another folder with --cache")
     if (folder / RECORD).is_file():
         known = read_facts(folder / RECORD, FeatureFacts, FORMAT)
         if known == facts:
             return
         if not replace:
             raise HddmError(
-                f"{folder}: holds {_difference(known, facts)}; choose another --cache, or remove it"
+                f"{folder}: holds {_difference(known, facts)}; remove it, or name another folder with --cache"
             )
         for path in folder.glob("*.safetensors"):
             path.unlink()
@@ -153,13 +155,42 @@ def _is_empty(folder: Path) -> bool:
 
 
 def _difference(known: FeatureFacts, facts: FeatureFacts) -> str:
-    if (known.source, known.images) != (facts.source, facts.images):
+    if known.images != facts.images:
         return f"features of other images ({known.images} of them, now {facts.images})"
+    if known.source != facts.source:
+        return "features of other images, or of these before they changed"
     if known.features != facts.features:
         return f"other features ({known.features}, not {facts.features})"
     if known.part != facts.part:
         return f"parts of {known.part} images, not {facts.part}"
     return f"{known.features} of another seed or other weights"
+
+
+def _forget_mended(source: ImageSource, folder: Path, parts: Sequence[Path]) -> None:
+    """Remove parts with broken images that can be read by now.
+
+    Where something was learnt from the images, it was without these, and all goes. The mended parts go last:
+    after a kill they are found again.
+    """
+    mended = [path for path in parts if path.exists() and _is_mended(source, path)]
+    learnt = [path for path in folder.glob("*.safetensors") if path not in parts]
+    if mended and learnt:
+        mended = [*(path for path in parts if path not in mended), *learnt, *mended]
+    for path in mended:
+        path.unlink(missing_ok=True)
+
+
+def _is_mended(source: ImageSource, part: Path) -> bool:
+    _, broken = read_tensors(part, "sound")
+    return any(_can_be_read(source, int(row)) for row in broken)
+
+
+def _can_be_read(source: ImageSource, row: int) -> bool:
+    try:
+        decode(source.read(row), source.root / source.files[row])
+    except HddmError:
+        return False
+    return True
 
 
 def _extract(
@@ -214,8 +245,7 @@ def _opened(paths: Sequence[Path], broken: dict[int, str]) -> ImageFeatures:
 def _fingerprint(source: ImageSource) -> str:
     digest = hashlib.sha256()
     for number, name in enumerate(source.files):
-        path = source.path(number)
-        digest.update(f"{name} {'' if path is None else path.stat().st_size}\n".encode())
+        digest.update(f"{name} {source.size(number)}\n".encode())
     return digest.hexdigest()
 
 

@@ -105,7 +105,7 @@ def partition(
         division = Division(found, clusters, _chosen(found.pixels, held_out))
         _refuse_small(images, division, held_out)
         with writing(out), new_folder(out, PARTITION_FILE, overwrite) as draft:
-            _write(source, division, draft, extractor, seed, held_out, candidates)
+            _write(source, division, draft, extractor, seed, held_out, candidates, cache)
     return [out / f"shard_{k}" for k in range(wanted)]
 
 
@@ -117,9 +117,12 @@ def _write(
     seed: int,
     held_out: float,
     candidates: tuple[Candidate, ...],
+    cache: Path | None,
 ) -> None:
     shard, kept = division.shard, ~division.held_out
-    hashes = write_shards(source, division.features, shard, division.held_out, division.num_shards, folder)
+    hashes = write_shards(
+        source, division.features, shard, division.held_out, division.num_shards, folder, cache
+    )
     clusters = division.clusters
     tensors = {"fine_centres": clusters.fine_centres, "fine_to_coarse": clusters.fine_to_coarse}
     save_file(tensors, folder / "clusters.safetensors")

@@ -20,6 +20,7 @@ def write_shards(
     held_out: NDArray[np.bool_],
     num_shards: int,
     folder: Path,
+    cache: Path | None = None,
 ) -> list[str]:
     """Write ``shard_k`` and, where any image is held out, ``held_out/shard_k``.
 
@@ -32,6 +33,7 @@ def write_shards(
         held_out: (M,), which are held out.
         num_shards: K.
         folder: the partition.
+        cache: where the features were kept, for the error's remedy.
 
     Returns:
         Hashes of the training shards.
@@ -39,10 +41,11 @@ def write_shards(
     Raises:
         HddmError: for an image that changed since its features were computed.
     """
-    training = [
-        _write_images(source, features, (shard == k) & ~held_out, folder / f"shard_{k}")
-        for k in range(num_shards)
-    ]
+
+    def written(chosen: NDArray[np.bool_], target: Path) -> list[ImageEntry]:
+        return _write_images(source, features, chosen, target, cache)
+
+    training = [written((shard == k) & ~held_out, folder / f"shard_{k}") for k in range(num_shards)]
     hashes = [content_hash(entries, source.classes) for entries in training]
     whole = hashlib.sha256("\n".join(hashes).encode()).hexdigest()
 
@@ -63,12 +66,16 @@ def write_shards(
         record(k, folder / f"shard_{k}", entries, None)
     for k in range(num_shards) if held_out.any() else ():
         target = folder / HELD_OUT / f"shard_{k}"
-        record(k, target, _write_images(source, features, (shard == k) & held_out, target), hashes[k])
+        record(k, target, written((shard == k) & held_out, target), hashes[k])
     return hashes
 
 
 def _write_images(
-    source: ImageSource, features: ImageFeatures, chosen: NDArray[np.bool_], folder: Path
+    source: ImageSource,
+    features: ImageFeatures,
+    chosen: NDArray[np.bool_],
+    folder: Path,
+    cache: Path | None,
 ) -> list[ImageEntry]:
     entries = []
     for place in np.flatnonzero(chosen).tolist():
@@ -82,9 +89,9 @@ def _write_images(
             link_or_copy(path, copy)
         sha256 = hashlib.sha256(copy.read_bytes()).hexdigest()
         if sha256 != features.files[place].tobytes().hex():
+            remedy = f"remove {cache}, or name another folder with --cache" if cache else "partition again"
             raise HddmError(
-                f"{source.root / source.files[row]}: changed since its features were computed; "
-                "remove the --cache, or name another"
+                f"{source.root / source.files[row]}: changed since its features were computed; {remedy}"
             )
         label = None if source.labels is None else int(source.labels[row])
         caption = None if source.captions is None else source.captions[row]

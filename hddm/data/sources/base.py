@@ -44,5 +44,12 @@ class ImageSource(Protocol):
             HddmError: where it is no longer to be read, by name.
         """
 
+    def size(self, i: int) -> int:
+        """Bytes of image ``i``, or of what it is stored among: what is known of its content unread.
+
+        Raises:
+            HddmError: where it is no longer there, by name.
+        """
+
     def path(self, i: int) -> Path | None:
         """The file that is image ``i`` and nothing else, None where it lies in an archive."""

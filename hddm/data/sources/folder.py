@@ -30,6 +30,13 @@ class FolderSource:
         except OSError as error:
             raise HddmError(f"{path}: cannot be read: {error.strerror}") from error
 
+    def size(self, i: int) -> int:
+        path = self.path(i)
+        try:
+            return path.stat().st_size
+        except OSError as error:
+            raise HddmError(f"{path}: cannot be read: {error.strerror}") from error
+
     def path(self, i: int) -> Path:
         return self.root / self.files[i]
 

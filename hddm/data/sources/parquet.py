@@ -29,8 +29,8 @@ UNKNOWN_SUFFIX = ".img"
 class ParquetSource:
     """Images in Parquet files; the fields are those of `hddm.data.sources.base.ImageSource`.
 
-    ``groups`` (G,) are file and row group, ``starts`` (G + 1,) the first image of each and the end. The two
-    row groups that were read last stay in memory.
+    ``groups`` (G,) are file and row group, ``starts`` (G + 1,) the first image of each and the end, ``sizes``
+    (G,) the bytes of all its columns. The two row groups that were read last stay in memory.
     """
 
     root: Path
@@ -41,12 +41,13 @@ class ParquetSource:
     held: "_RowGroups" = field(repr=False)
     groups: tuple[tuple[Path, int], ...] = field(repr=False)
     starts: tuple[int, ...] = field(repr=False)
+    sizes: tuple[int, ...] = field(repr=False)
 
     def __len__(self) -> int:
         return len(self.files)
 
     def read(self, i: int) -> bytes:
-        group = bisect.bisect_right(self.starts, i) - 1
+        group = self._group(i)
         value = self.held.images(*self.groups[group])[i - self.starts[group]].as_py()
         content = value.get("bytes") if isinstance(value, dict) else value
         if not isinstance(content, bytes):
@@ -55,8 +56,14 @@ class ParquetSource:
             )
         return content
 
+    def size(self, i: int) -> int:
+        return self.sizes[self._group(i)]
+
     def path(self, i: int) -> None:
         return None
+
+    def _group(self, i: int) -> int:
+        return bisect.bisect_right(self.starts, i) - 1
 
 
 def open_parquet(
@@ -101,8 +108,9 @@ def open_parquet(
         labels,
         as_captions(captions, files, root) if layout.caption else None,
         _RowGroups(layout.image),
-        tuple((table.path, group) for table in tables for group in range(len(table.sizes))),
-        tuple(itertools.accumulate((size for table in tables for size in table.sizes), initial=0)),
+        tuple((table.path, group) for table in tables for group in range(len(table.rows))),
+        tuple(itertools.accumulate((rows for table in tables for rows in table.rows), initial=0)),
+        tuple(size for table in tables for size in table.sizes),
     )
 
 
@@ -135,6 +143,7 @@ class _RowGroups:
 class _Table:
     path: Path
     layout: Layout
+    rows: list[int]
     sizes: list[int]
     suffixes: list[str]
     labels: list[object]
@@ -163,6 +172,7 @@ class _Table:
             path,
             layout,
             [group.num_rows for group in groups],
+            [group.total_byte_size for group in groups],
             [_suffix(value) for value in paths],
             table[layout.label].to_pylist() if layout.label else [],
             table[layout.caption].to_pylist() if layout.caption else [],

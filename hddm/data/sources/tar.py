@@ -55,6 +55,9 @@ class TarSource:
             raise HddmError(f"{self.root / self.files[i]}: {archive} was cut short since it was opened")
         return content
 
+    def size(self, i: int) -> int:
+        return self.places[i][2]
+
     def path(self, i: int) -> None:
         return None
 
