@@ -23,7 +23,8 @@ def new_folder(target: Path, record: str, overwrite: bool = False) -> Iterator[P
     """A folder to fill that becomes ``target`` when the block ends, and vanishes if it fails.
 
     It lies beside ``target``, since a rename is atomic only within one file system. Files are synced to
-    disk before the rename. ``record`` is the JSON file that marks its kind.
+    disk before the rename, and the rename after it. What killed processes left of theirs is removed.
+    ``record`` is the JSON file that marks its kind.
 
     A folder that is replaced is renamed away first, so for a moment nothing has its name. Whoever is killed
     just then leaves it whole, beside its place; `restore` puts it back.
@@ -34,7 +35,9 @@ def new_folder(target: Path, record: str, overwrite: bool = False) -> Iterator[P
     check_absent(target, record, overwrite)
     target.parent.mkdir(parents=True, exist_ok=True)
     draft = target.parent / f".{target.name}.part-{os.getpid()}"
-    shutil.rmtree(draft, ignore_errors=True)
+    for left in target.parent.glob(f".{glob.escape(target.name)}.part-*"):
+        if _is_left(left):
+            shutil.rmtree(left, ignore_errors=True)
     draft.mkdir()
     try:
         yield draft
@@ -47,7 +50,7 @@ def new_folder(target: Path, record: str, overwrite: bool = False) -> Iterator[P
 def put_in_place(draft: Path, target: Path) -> None:
     """Rename a finished ``draft``, on the same file system, to ``target``, which goes if it exists.
 
-    Files are synced to disk before. What `check_absent` refuses must have been refused.
+    Files are synced to disk before, and the rename after. What `check_absent` refuses must have been refused.
     """
     for path in [*draft.rglob("*"), draft]:
         if path.is_file() and path.stat().st_nlink == 1:
@@ -56,6 +59,7 @@ def put_in_place(draft: Path, target: Path) -> None:
             path.chmod(draft.stat().st_mode & 0o666)
         sync(path)
     _replace(draft, target)
+    sync(target.parent)
 
 
 def check_absent(target: Path, record: str, overwrite: bool = False) -> None:
@@ -201,7 +205,7 @@ def _aside(target: Path) -> str:
 
 
 def _is_left(path: Path) -> bool:
-    """Whether the process that renamed a folder is gone."""
+    """Whether the process that drafted a folder, or renamed it away, is gone."""
     number = path.name.rpartition("-")[2]
     if not number.isdecimal() or not path.is_dir():
         return False

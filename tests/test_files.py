@@ -2,6 +2,7 @@
 
 import os
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -115,6 +116,16 @@ def test_a_leftover_of_a_killed_process_does_not_get_in(tmp_path: Path) -> None:
     with new_folder(tmp_path / "target", RECORD) as draft:
         (draft / "new").write_bytes(b"whole")
     assert contents(tmp_path) == {"target/new": b"whole"}
+
+
+def test_drafts_of_processes_that_are_gone_are_removed_and_those_of_others_are_not(tmp_path: Path) -> None:
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    for number in (gone.pid, os.getppid()):
+        (tmp_path / f".target.part-{number}").mkdir()
+    with new_folder(tmp_path / "target", "record.json") as draft:
+        write_json(draft / "record.json", {"format": "1.0"})
+    assert {path.name for path in tmp_path.iterdir()} == {"target", f".target.part-{os.getppid()}"}
 
 
 def test_an_existing_target_is_refused_and_kept(tmp_path: Path) -> None:

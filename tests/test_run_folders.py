@@ -74,6 +74,15 @@ def test_two_processes_do_not_train_one_expert(started: Path, whole: Path, hddm:
     assert error.count("\n") == 1
 
 
+def test_half_a_record_that_a_killed_process_left_is_removed(
+    started: Path, whole: Path, hddm: Command
+) -> None:
+    half = started.with_name("out.run") / ".run.json.part-4711"
+    half.write_text("{")
+    code, _, error = hddm("train", "expert", whole, "--out", started, "--steps", 4, *OPTIONS, "--resume")
+    assert (code, half.exists()) == (0, False), error
+
+
 @pytest.mark.parametrize("option", ["--overwrite", "--resume"])
 def test_a_folder_that_only_has_the_name_of_a_run_is_left_alone(
     option: str, whole: Path, tmp_path: Path, hddm: Command

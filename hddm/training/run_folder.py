@@ -22,7 +22,7 @@ from pydantic import Field
 
 from hddm.errors import HddmError
 from hddm.facts import Facts
-from hddm.files import read_json, write_json
+from hddm.files import read_json, write_json, write_whole
 from hddm.locks import locked
 from hddm.training.checkpoints import Checkpoints
 from hddm.training.settings import Positive
@@ -31,7 +31,7 @@ from hddm.training.state import TrainingState
 FORMAT = "1.0"
 RUN_FILE = "run.json"
 LOCK = "lock"
-# Of the record; what a process that was killed just then leaves.
+# How the record's drafts begin, which a process that was killed just then leaves.
 DRAFT = f".{RUN_FILE}"
 # What may change between two starts of a run without changing what it computes.
 FREE = {f"environment.{key}" for key in ("hddm", "torch", "hostname", "device", "processes")}
@@ -128,9 +128,9 @@ def open_run(
                     "anew"
                 )
             compare_records(out, record, options)
-        draft = folder / DRAFT
-        write_json(draft, {"format": FORMAT, **record})
-        draft.rename(known)
+        for left in folder.glob(f"{DRAFT}*"):
+            left.unlink()
+        write_whole(known, lambda path: write_json(path, {"format": FORMAT, **record}))
         run = Run(folder, options)
         run.checkpoints.clear_drafts()
         yield run
@@ -180,7 +180,9 @@ def _locked(folder: Path, out: Path) -> contextlib.AbstractContextManager[None]:
 
 def _refuse_foreign(folder: Path) -> None:
     """Refuse a folder that something else than a run lies in."""
-    if not (folder / RUN_FILE).exists() and any(p.name not in (LOCK, DRAFT) for p in folder.iterdir()):
+    if not (folder / RUN_FILE).exists() and any(
+        path.name != LOCK and not path.name.startswith(DRAFT) for path in folder.iterdir()
+    ):
         raise HddmError(f"{folder}: is in the way, and holds no {RUN_FILE} of a run; move it away")
 
 
