@@ -17,7 +17,7 @@ from hddm.errors import HddmError
 from hddm.experts import EXPERT_FILE, FORMAT, ROUTER_FILE, ExpertFacts, RouterFacts
 from hddm.facts import read_facts
 from hddm.files import link_or_copy, new_folder
-from hddm.interfaces import TEXT_WIDTHS
+from hddm.interfaces import text_width
 from hddm.model_index import CLASSES, COMPONENTS, ClassName
 from hddm.priors import class_prior_of, common_shift, prior_of
 from hddm.router_matching import match_router
@@ -239,8 +239,7 @@ def _compare_widths(
     for folder, (name, facts) in zip(folders, experts, strict=True):
         if given.text_encoder is None or facts.text_encoder is not None:
             continue
-        config = read_config(folder)
-        width = next((config[key] for key in TEXT_WIDTHS if config.get(key) is not None), None)
+        width = text_width(read_config(folder))
         if "encoder_hidden_states" in facts.conditions and width not in (None, given.text_encoder.width):
             told = f"tokens {given.text_encoder.width} wide, and {name} takes {width}"
             found.differ(given.text_encoder_name, told)

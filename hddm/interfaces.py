@@ -10,8 +10,7 @@ OPTIONAL_CONDITIONS = frozenset({"encoder_attention_mask"})
 LARGEST_SIDE = 4096
 """Of a sample. A UNet has no tensor that would bound what its config declares."""
 FLUX = "FluxTransformer2DModel"
-TEXT_WIDTHS = ("caption_channels", "text_dim", "joint_attention_dim", "cross_attention_dim")
-"""What configs call the width of the text tokens that a network takes."""
+_TEXT_WIDTHS = ("caption_channels", "text_dim", "joint_attention_dim", "cross_attention_dim")
 
 
 @dataclass(frozen=True)
@@ -69,6 +68,14 @@ def has_variance_head(name: str, config: Mapping[str, object]) -> bool:
 def own_time_factor(name: str) -> float:
     """What a network of class ``name`` multiplies the time by that it is fed, before it embeds it."""
     return 1000.0 if name == FLUX else 1.0
+
+
+def text_width(config: Mapping[str, object]) -> int | None:
+    """Width of the text tokens that the network with this ``config`` takes; None for one without text."""
+    stated = next((config[key] for key in _TEXT_WIDTHS if config.get(key)), None)
+    # A UNet may state it for each of its levels.
+    width = stated[0] if isinstance(stated, Sequence) else stated
+    return width if isinstance(width, int) else None
 
 
 def has_sample_size(name: str) -> bool:

@@ -1,6 +1,7 @@
 """Experts on encoded shards: latents of their own VAE alone, trained on and calibrated; captions learnt."""
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -13,12 +14,13 @@ from hddm.data.encoding_plan import EncodingSettings, plan_encoding
 from hddm.data.images import load_images
 from hddm.data.open_shard import open_shard
 from hddm.errors import HddmError
-from hddm.experts import EXPERT_FILE
+from hddm.experts import EXPERT_FILE, NULL_FILE
 from hddm.load import load
 from hddm.moments import Moments
 from hddm.training.continuation import continue_expert
 from hddm.training.expert import train_expert
 from hddm.training.recalibrate import recalibrate
+from hddm.training.verify import verify_expert
 from tests.artefacts import Command, contents, copied, edit_json, expert_settings
 from tests.component_files import write_clip, write_vae
 from tests.shard_files import noise, write_shard
@@ -96,6 +98,80 @@ def captioned(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     encode_shards(plan, root / "out")
     return root
+
+
+@pytest.fixture(scope="module")
+def text_expert(captioned: Path) -> Path:
+    """A flow expert of them, by caption, trained for ten steps."""
+    train_expert(captioned / "out", captioned / "expert", expert_settings("flow", text_conditional=True))
+    return captioned / "expert"
+
+
+def _encoded_again(captioned: Path, root: Path, **changes: int) -> Path:
+    """The captioned images with tokens of another text encoder."""
+    write_clip(root, **{"tokens": 8, **changes})
+    networks = {name: root / name for name in ("text_encoder", "tokenizer")}
+    encode_shards(plan_encoding(captioned / "source", EncodingSettings(), **networks), root / "out")
+    return root / "out"
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"seed": 1}, "a text encoder with fingerprint [0-9a-f]{16}, the expert's has [0-9a-f]{16}; encode"),
+        ({"width": 32}, "a text encoder with fingerprint "),
+        ({"tokens": 9}, "a text encoder with (fingerprint|tokens 9, the expert's has 8)"),
+    ],
+)
+def test_tokens_of_another_text_encoder_are_refused(
+    changes: dict[str, int], expected: str, captioned: Path, text_expert: Path, tmp_path: Path
+) -> None:
+    other = _encoded_again(captioned, tmp_path, **changes)
+    kept = contents(text_expert)
+    with pytest.raises(HddmError, match=expected):
+        continue_expert(text_expert, other, tmp_path / "on", expert_settings("flow", text_conditional=True))
+    with pytest.raises(HddmError, match=expected):
+        recalibrate(text_expert, other)
+    (problem,) = verify_expert(text_expert, other).problems
+    assert re.search(expected, problem)
+    assert contents(text_expert) == kept
+    assert not (tmp_path / "on").exists()
+
+
+def test_tokens_too_wide_for_an_expert_that_records_no_text_encoder_are_refused(
+    captioned: Path, text_expert: Path, tmp_path: Path
+) -> None:
+    silent = copied(text_expert, tmp_path / "silent")
+    edit_json(silent / EXPERT_FILE, text_encoder=None)
+    other = _encoded_again(captioned, tmp_path / "other", width=32)
+    for refused in (
+        lambda: recalibrate(silent, other),
+        lambda: continue_expert(silent, other, tmp_path / "on", expert_settings("flow")),
+    ):
+        with pytest.raises(HddmError, match="its tokens are 32 wide, and the expert takes 16; encode with"):
+            refused()
+
+
+def test_what_a_converted_checkpoint_does_not_record_is_filled_in_by_training_on(
+    latents: Path, expert: Path, captioned: Path, text_expert: Path, tmp_path: Path
+) -> None:
+    silent = copied(expert, tmp_path / "latents")
+    edit_json(silent / EXPERT_FILE, vae=None, latent_scale=None)
+    continue_expert(silent, latents, tmp_path / "a", expert_settings("flow", steps=1, class_conditional=True))
+    before, found = (json.loads((at / EXPERT_FILE).read_text()) for at in (expert, tmp_path / "a"))
+    assert (found["vae"], found["latent_scale"]) == (before["vae"], SCALE)
+    silent = copied(text_expert, tmp_path / "text")
+    edit_json(silent / EXPERT_FILE, text_encoder=None)
+    (silent / NULL_FILE).unlink()
+    told = expert_settings("flow", steps=1, text_conditional=True)
+    for name, dropout in (("b", 0.1), ("c", 0.0)):
+        settings = told.model_copy(update={"condition_dropout": dropout})
+        continue_expert(silent, captioned / "out", tmp_path / name, settings)
+        before, found = (json.loads((at / EXPERT_FILE).read_text()) for at in (text_expert, tmp_path / name))
+        assert found["text_encoder"] == before["text_encoder"]
+        # Without dropout it has not learned what stands for no caption.
+        assert (tmp_path / name / NULL_FILE).exists() == (dropout > 0)
+    assert (tmp_path / "b" / NULL_FILE).read_bytes() == (text_expert / NULL_FILE).read_bytes()
 
 
 def test_an_expert_learns_what_captions_say_and_draws_what_prompts_ask(

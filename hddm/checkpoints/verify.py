@@ -19,7 +19,7 @@ from torch import Tensor
 
 from hddm.checkpoints.conventions import Conventions
 from hddm.checkpoints.layouts import Forward
-from hddm.interfaces import FLUX, TEXT_WIDTHS
+from hddm.interfaces import FLUX, text_width
 from hddm.predictions import PredictionType
 from hddm.schedules import CosineSchedule, DiscreteSchedule, Schedule
 from hddm.velocity import VelocityField
@@ -148,16 +148,13 @@ def example_conditions(
 ) -> dict[str, Tensor]:
     """One row of fixed random conditions of the shapes that a network takes."""
     noise = torch.Generator().manual_seed(1)
-    width = next((config[key] for key in TEXT_WIDTHS if config.get(key)), None)
     found: dict[str, Tensor] = {}
     for name in names:
         match name:
             case "class_labels":
                 found[name] = torch.randint(num_classes or 1, (1,), generator=noise)
             case "encoder_hidden_states":
-                if not isinstance(width, int):
-                    width = width[0]  # type: ignore[index]
-                found[name] = torch.randn(1, TOKENS, width, generator=noise)
+                found[name] = torch.randn(1, TOKENS, text_width(config) or 1, generator=noise)
             case "text_embeds":
                 count = (
                     config["projection_class_embeddings_input_dim"] - 6 * config["addition_time_embed_dim"]

@@ -34,7 +34,7 @@ from hddm.training.run_folder import RunOptions
 from hddm.training.runs import finished, train
 from hddm.training.settings import ExpertSettings
 from hddm.training.shard_calibration import calibrated_on, calibration_rows, shard_record
-from hddm.training.shard_fit import check_fit, shard_facts
+from hddm.training.shard_fit import TEXT, check_fit, shard_facts
 from hddm.training.watching import watching
 from hddm.velocity import VelocityField
 from hddm.weight_files import sha256_of
@@ -82,11 +82,12 @@ def continue_expert(
             "are trained on one by one"
         )
     expert = read_expert(init)
-    field = field_of(expert)
     objective = _objective(init, expert.facts, settings)
     shard = open_shard(shard_folder)
-    check_fit(shard, expert.facts)
+    check_fit(shard, expert.facts, expert.network)
     check_conditions(shard, settings)
+    expert = _completed(expert, shard, settings)
+    field = field_of(expert)
     given = _conditions(init, field, shard, settings)
     field.calibration = None
     if objective.name == "flow":
@@ -146,6 +147,19 @@ def continue_expert(
     )
 
 
+def _completed(expert: Expert, shard: Shard, settings: ExpertSettings) -> Expert:
+    """``expert`` with what its record does not say and training on this shard makes true of it."""
+    facts, nulls, found = expert.facts, dict(expert.nulls), dict[str, object]()
+    if shard.vae is not None and facts.vae is None:
+        found |= {"vae": shard.vae, "latent_scale": shard.vae.scale}
+    if TEXT in facts.conditions and settings.text_conditional and shard.texts is not None:
+        if facts.text_encoder is None:
+            found["text_encoder"] = shard.text_encoder
+        if settings.condition_dropout:
+            nulls.setdefault(TEXT, shard.texts.null)
+    return replace(expert, facts=facts.model_copy(update=found), nulls=nulls)
+
+
 def _predicting(network: nn.Module, field: VelocityField, objective: Objective) -> Callable[..., Tensor]:
     """What is trained, as a function of (x, timestep, **conditions): the velocity, or the noise."""
     # A network that drops labels by itself would do so on top of --condition-dropout.
@@ -163,7 +177,7 @@ def _predicting(network: nn.Module, field: VelocityField, objective: Objective) 
 
 def _dropped_to(field: VelocityField, settings: ExpertSettings) -> dict[str, Tensor]:
     """What stands for no condition, of those that are trained with."""
-    trained = {"class_labels": settings.class_conditional, "encoder_hidden_states": settings.text_conditional}
+    trained = {"class_labels": settings.class_conditional, TEXT: settings.text_conditional}
     return {name: null for name, null in field.null_conditions.items() if trained.get(name)}
 
 
@@ -202,7 +216,7 @@ def _conditions(
     """What the network is told about every image: its class where asked for, else null values."""
     given = {name: null.expand(len(shard), *null.shape) for name, null in field.null_conditions.items()}
     if settings.text_conditional:
-        given.pop("encoder_hidden_states", None)
+        given.pop(TEXT, None)
     if settings.class_conditional and shard.labels is not None:
         if shard.classes != field.classes:
             raise HddmError(
@@ -210,7 +224,7 @@ def _conditions(
                 f"{list(field.classes)}; take images of the same classes, or drop --class-conditional"
             )
         given["class_labels"] = shard.labels
-    told = set(given) | ({"encoder_hidden_states"} if settings.text_conditional else set())
+    told = set(given) | ({TEXT} if settings.text_conditional else set())
     missing = sorted(set(field.conditions or ()) - told - OPTIONAL_CONDITIONS)
     if missing:
         remedy = "; pass --class-conditional" if missing == ["class_labels"] else ""

@@ -66,7 +66,7 @@ def recalibrate(
         calibration = _on_native_samples(folder, facts, field, seed, num_images, steps, on_batch)
     else:
         shard = open_shard(shard_folder)
-        check_fit(shard, facts)
+        check_fit(shard, facts, field.network)
         calibration = calibrated_on(shard, field, conditions_of(shard, field), seed)
     with TemporaryDirectory(dir=folder) as draft:
         calibration.save(Path(draft))

@@ -4,17 +4,27 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
+from hddm.components.identity import TextEncoderFacts, VaeFacts
 from hddm.data.shards import Shard
 from hddm.errors import HddmError
 from hddm.experts import ExpertFacts, ShardFacts
+from hddm.interfaces import text_width
 from hddm.velocity import VelocityField
 
+TEXT = "encoder_hidden_states"
 
-def check_fit(shard: Shard, facts: ExpertFacts) -> None:
+
+def check_fit(shard: Shard, facts: ExpertFacts, network: object) -> None:
     """Refuse a shard whose samples are none of the expert that ``facts`` describe.
 
+    Args:
+        shard: the shard.
+        facts: the expert's record. What that leaves open is no difference.
+        network: the expert's, whose config tells how wide the tokens are that it takes.
+
     Raises:
-        HddmError: for samples of another space or shape, or latents of another VAE or scale.
+        HddmError: for samples of another space or shape, latents of another VAE or scale, or tokens of
+            another text encoder.
     """
     if facts.space != shard.space:
         raise HddmError(f"{shard.folder}: holds {shard.space}, and the expert works in {facts.space}")
@@ -22,14 +32,38 @@ def check_fit(shard: Shard, facts: ExpertFacts) -> None:
         raise HddmError(
             f"{shard.folder}: images are {shard.shape}, the expert's samples {facts.sample_shape}"
         )
-    if shard.vae is None:
-        return
-    if facts.vae is not None and facts.vae != shard.vae:
-        raise HddmError(f"{shard.folder}: its latents are of {shard.vae}, the expert's of {facts.vae}")
-    if facts.latent_scale is not None and facts.latent_scale != shard.vae.scale:
+    if shard.vae is not None:
+        _check_latents(shard, shard.vae, facts)
+    if shard.text_encoder is not None and TEXT in facts.conditions:
+        _check_tokens(shard, shard.text_encoder, facts, getattr(network, "config", {}))
+
+
+def _check_latents(shard: Shard, vae: VaeFacts, facts: ExpertFacts) -> None:
+    if facts.vae is not None and facts.vae != vae:
+        raise HddmError(f"{shard.folder}: its latents are of {vae}, the expert's of {facts.vae}")
+    if facts.latent_scale is not None and facts.latent_scale != vae.scale:
         raise HddmError(
-            f"{shard.folder}: its latents are scaled by {shard.vae.scale:g}, the expert's by "
+            f"{shard.folder}: its latents are scaled by {vae.scale:g}, the expert's by "
             f"{facts.latent_scale:g}; encode with the VAE that the expert was trained with"
+        )
+
+
+def _check_tokens(
+    shard: Shard, encoder: TextEncoderFacts, facts: ExpertFacts, config: Mapping[str, object]
+) -> None:
+    mine, width = facts.text_encoder, text_width(config)
+    if mine is not None:
+        for key in ("fingerprint", "width", "tokens"):
+            found, known = getattr(encoder, key), getattr(mine, key)
+            if found != known:
+                raise HddmError(
+                    f"{shard.folder}: its captions are of a text encoder with {key} {found}, the expert's "
+                    f"has {known}; encode with the text encoder that the expert was trained with"
+                )
+    elif width not in (None, encoder.width):
+        raise HddmError(
+            f"{shard.folder}: its tokens are {encoder.width} wide, and the expert takes {width}; encode with "
+            "the text encoder that the expert was trained with"
         )
 
 
@@ -60,8 +94,8 @@ def conditions_at(
         field: the expert.
     """
     conditions = {name: value[rows] for name, value in given.items()}
-    if shard.texts is not None and "encoder_hidden_states" in (field.conditions or ()):
-        conditions["encoder_hidden_states"] = shard.texts.take(rows)
+    if shard.texts is not None and TEXT in (field.conditions or ()):
+        conditions[TEXT] = shard.texts.take(rows)
     return conditions
 
 

@@ -78,7 +78,7 @@ def open_teacher(
     parts = open_parts(folder, torch.float32)
     names = [f"{folder / name}" for name in parts.facts.experts]
     _check_conditions(names, parts.experts, whole, condition_dropout)
-    check_fit(whole, parts.experts[0].facts)
+    check_fit(whole, parts.experts[0].facts, parts.experts[0].unread.network)
     experts = None
     if kind == "shard":
         experts = _by_shard(folder, parts.experts, names, shards)

@@ -15,7 +15,7 @@ from hddm.checkpoints.expert_folders import EXTRAS_FILE
 from hddm.data.open_shard import open_shard
 from hddm.data.shards import Shard
 from hddm.errors import HddmError
-from hddm.experts import EXPERT_FILE, NULL_FILE, Expert, ExpertFacts, open_expert
+from hddm.experts import EXPERT_FILE, NULL_FILE, Expert, open_expert
 from hddm.load import field_of
 from hddm.model_folders import WEIGHTS
 from hddm.training.denoising import Denoising, denoising
@@ -98,7 +98,7 @@ def verify_expert(
     if data is not None and not problems:
         try:
             shard = open_shard(data)
-            notes += _belongs(shard, expert.facts)
+            notes += _belongs(shard, expert)
             rows = torch.linspace(0, len(shard) - 1, min(len(shard), IMAGES)).round().long()
             images = len(rows)
             given = conditions_at(rows, conditions_of(shard, field), shard, field)
@@ -140,13 +140,14 @@ def _provenance(expert: Expert) -> list[str]:
     return problems
 
 
-def _belongs(shard: Shard, facts: ExpertFacts) -> list[str]:
+def _belongs(shard: Shard, expert: Expert) -> list[str]:
     """Notes on whether the expert's shard is that of the images.
 
     Raises:
         HddmError: for images of another one.
     """
-    check_fit(shard, facts)
+    facts = expert.facts
+    check_fit(shard, facts, expert.network)
     if facts.shard is None:
         return [f"{shard.folder}: whether these are images like its own, the expert does not say"]
     of = shard.held_out_of or shard.hash
