@@ -91,7 +91,7 @@ def test_settings_that_differ_on_purpose_are_declared(tmp_path: Path, hddm: Comm
     assert "steps: 50" in _refused(hddm, a, b)
     code, out, _ = hddm("compare", a, b, "--varies", "steps")
     assert code == 0
-    assert "within noise (+0)" in out
+    assert "within noise (+0.0)" in out
     assert "did you mean 'steps'" in _refused(hddm, a, b, "--varies", "stpes")
     for fixed in ("images", "reference.hash", "features.hash"):
         assert "only those may differ on purpose" in _refused(hddm, a, b, "--varies", fixed)
@@ -155,7 +155,7 @@ def _figure(mean: float, spread: float | None = None, half: float | None = None,
         (_figure(20, None, 3.0), _figure(14.9, None, 4.0), "lower", "better (-5.1)"),
         (_figure(20, None, 3.0), _figure(14.9, None, 4.0), "higher", "worse (-5.1)"),
         # Three a side: by the spread, 2 (0.3² + 0.4²)^½ = 1, whatever the intervals.
-        (_figure(5, 0.3, 9.0, 3), _figure(5.9, 0.4, 9.0, 3), "lower", "within noise (+0.9)"),
+        (_figure(5, 0.3, 9.0, 3), _figure(5.9, 0.4, 9.0, 3), "lower", "within noise (+0.90)"),
         (_figure(5, 0.3, 9.0, 3), _figure(6.1, 0.4, 9.0, 3), "lower", "worse (+1.1)"),
         # Two make no spread to judge by.
         (_figure(5, 0.3, 9.0, 2), _figure(6.1, 0.4, 9.0, 3), "lower", "within noise (+1.1)"),
@@ -184,7 +184,7 @@ def test_seeds_of_a_side_give_a_spread_apart_from_the_intervals(tmp_path: Path, 
         assert (figure.half_width, figure.results) == (2.0, 3)
     assert line.verdicts == ("better (-12)",)
     out = hddm("compare", tmp_path / "flow", tmp_path / "mixed")[1]
-    assert "22 ± 2 (s 2.6)" in out
+    assert "22.00 ± 2.0 (s 2.6)" in out
     assert "twice the joint standard deviation over results" in out
     assert "of one model" not in out
 
@@ -208,6 +208,21 @@ def test_figures_that_a_result_lacks_and_distances_of_two_kinds_are_left_out(tmp
     assert "distance within conditions (features)" in both
 
 
+def test_numbers_have_digits_and_no_exponent(tmp_path: Path) -> None:
+    texts = [
+        str(_figure(mean, None, half)) for mean, half in ((715.26, 113.9), (0.00213, 0.0000456), (0.0, 0.0))
+    ]
+    assert texts == ["715.3 ± 114", "0.002130 ± 0.000046", "0.000 ± 0.0"]
+
+
+def test_other_versions_are_told_and_not_refused(tmp_path: Path, hddm: Command) -> None:
+    a, b = (_write(tmp_path / f"{v}.json", v, versions={"torch": f"2.{v}", "numpy": "2"}) for v in (6, 7))
+    code, out, _ = hddm("compare", a, b)
+    assert code == 0
+    assert "Measured with different versions of torch: 2.6, 2.7." in out
+    assert "numpy" not in out
+
+
 def test_many_sides_are_compared_with_the_first(tmp_path: Path, hddm: Command) -> None:
     distances = [{"value": value, "half_width": 1.0, "few_images": False} for value in (20.0, 25.0, 15.0)]
     files = [_write(tmp_path / f"{k}.json", k, to_training=d) for k, d in enumerate(distances)]
@@ -215,9 +230,9 @@ def test_many_sides_are_compared_with_the_first(tmp_path: Path, hddm: Command) -
     row = next(line for line in out.splitlines() if "to training images (lower" in line)
     assert code == 0
     assert [cell.strip() for cell in row.split("|")[2:-1]] == [
-        "20 ± 1",
-        "25 ± 1",
-        "15 ± 1",
-        "worse (+5)",
-        "better (-5)",
+        "20.00 ± 1.0",
+        "25.00 ± 1.0",
+        "15.00 ± 1.0",
+        "worse (+5.0)",
+        "better (-5.0)",
     ]

@@ -177,7 +177,8 @@ def test_a_complete_scorer_measures_more_and_the_same(home: Path) -> None:
     assert scores.on_training.precision > 0.8
     within = scores.within_conditions
     assert within is not None
-    assert within.distance == "features, since LPIPS needs images of 32 pixels a side, and these have 4"
+    assert within.distance == "features"
+    assert within.why_not_lpips == "LPIPS needs images of 32 pixels a side, and these have 4"
     assert within.reference is not None
     assert within.images == pytest.approx(within.reference, rel=0.1)
     # Of two classes far apart, all pairs differ more than those of one class.

@@ -18,11 +18,12 @@ Between = Callable[[Tensor, Tensor], Tensor]
 class ConditionDiversity:
     """Mean distance between two images of one condition, averaged over ``conditions``.
 
-    ``reference`` is that of the training images of the same classes, None where they have none; ``distance``
-    names what is measured.
+    ``reference`` is that of the training images of the same classes, None where they have none. ``distance``
+    is "LPIPS (AlexNet)", or "features" with the reason why it is not LPIPS in ``why_not_lpips``.
     """
 
     distance: str
+    why_not_lpips: str | None
     conditions: int
     images: float
     reference: float | None

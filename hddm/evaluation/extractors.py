@@ -20,6 +20,7 @@ from hddm.evaluation.networks import (
     INCEPTION_FEATURES,
     INCEPTION_RESIZE,
     clip_features,
+    device,
     inception_features,
 )
 from hddm.evaluation.published import CLIP, INCEPTION
@@ -35,7 +36,7 @@ class Extractor:
     """Named features: ``features`` turns images (n, C, H, W) in [-1, 1] into (n, dimensions).
 
     ``hash`` is of the weights, ``resize`` says how images are brought to the network's size, ``choice`` why
-    these features were taken.
+    these features were taken, ``device`` where the network runs.
     """
 
     name: str
@@ -44,6 +45,7 @@ class Extractor:
     hash: str = ""
     resize: str = _AS_THEY_ARE
     choice: str = ASKED
+    device: str = "cpu"
 
 
 def open_extractor(features: str, training: ImageSet, fewest: int) -> Extractor:
@@ -66,7 +68,8 @@ def open_extractor(features: str, training: ImageSet, fewest: int) -> Extractor:
         return _inception(INCEPTION.require(option), ASKED)
     if features == "clip":
         path = CLIP.require(option)
-        return Extractor("CLIP ViT-B/32", CLIP_FEATURES, clip_features(path), CLIP.sha256, CLIP_RESIZE)
+        network = clip_features(path)
+        return Extractor("CLIP ViT-B/32", CLIP_FEATURES, network, CLIP.sha256, CLIP_RESIZE, ASKED, device())
     if features == "classifier":
         return of_classifier(trained(training))
     if features.endswith(".safetensors"):
@@ -128,5 +131,11 @@ def of_classifier(classifier: FeatureClassifier, choice: str = ASKED) -> Extract
 def _inception(path: Path, choice: str) -> Extractor:
     network = inception_features(path)
     return Extractor(
-        "Inception (clean-fid)", INCEPTION_FEATURES, network, INCEPTION.sha256, INCEPTION_RESIZE, choice
+        "Inception (clean-fid)",
+        INCEPTION_FEATURES,
+        network,
+        INCEPTION.sha256,
+        INCEPTION_RESIZE,
+        choice,
+        device(),
     )

@@ -3,7 +3,7 @@
 import hashlib
 import platform
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -18,12 +18,13 @@ from hddm.evaluation.classifier import save_classifier
 from hddm.evaluation.data import Side, alike, read_side
 from hddm.evaluation.extractors import Extractor, of_classifier, open_extractor, trained
 from hddm.evaluation.frechet import too_few
-from hddm.evaluation.networks import device
 from hddm.evaluation.results import FORMAT, KIND
 from hddm.evaluation.sampling_record import conditions, read_sampling
 from hddm.evaluation.scores import Scorer
+from hddm.progress import Progress
 
 RESAMPLES = 100
+_FEATURES = ("name", "dimensions", "hash", "resize", "choice", "device")
 _PACKAGES = ("hddm-diffusion", "torch", "numpy", "pillow", "clean-fid", "transformers")
 
 
@@ -68,41 +69,42 @@ def evaluate_folder(
     sampling = read_sampling(images)
     labels, of_classes = conditions(samples, sampling, training.classes)
     parts, shard_facts = ([], None) if shards is None else _read_shards(shards, training.pixels)
-    scorer = Scorer(
-        extractor,
-        training.pixels,
-        sides["held-out"].images.pixels if held_out is not None else None,
-        RESAMPLES,
-        allow_few,
-        complete=True,
-        training_labels=training.labels if of_classes else None,
-        shards=parts,
-    )
-    scores = asdict(scorer.score(samples.pixels, labels))
+    with Progress(sum(counts) + sum(map(len, parts)), "features") as progress:
+        scorer = Scorer(
+            _counted(extractor, progress),
+            training.pixels,
+            sides["held-out"].images.pixels if held_out is not None else None,
+            RESAMPLES,
+            allow_few,
+            complete=True,
+            training_labels=training.labels if of_classes else None,
+            shards=parts,
+        )
+        scores = asdict(scorer.score(samples.pixels, labels))
     reasons = _reasons(counts, extractor, sampling)
+    facts = {name.replace("-", "_"): _facts(side) for name, side in sides.items()}
     return {
         "format": FORMAT,
         "kind": KIND,
         **scores,
         "shards": list(scores["shards"]),
-        "features": {
-            "name": extractor.name,
-            "dimensions": extractor.dimensions,
-            "hash": extractor.hash,
-            "resize": extractor.resize,
-            "choice": extractor.choice,
-            "device": device(),
-        },
-        "data": {
-            **{name.replace("-", "_"): _facts(side) for name, side in sides.items()},
-            "shards": shard_facts,
-        },
+        "features": {key: getattr(extractor, key) for key in _FEATURES},
+        "data": {**facts, "shards": shard_facts},
         "sampling": sampling,
         "settings": {"resamples": RESAMPLES, "allow_few": allow_few},
         "versions": {"python": platform.python_version(), **{name: version(name) for name in _PACKAGES}},
         "comparable": not reasons,
         "reasons": reasons,
     }
+
+
+def _counted(extractor: Extractor, progress: Progress) -> Extractor:
+    def features(images: Tensor) -> Tensor:
+        found = extractor.features(images)
+        progress(len(images))
+        return found
+
+    return replace(extractor, features=features)
 
 
 def _extractor(features: str, reference: Side, fewest: int, classifier: Path | None) -> Extractor:

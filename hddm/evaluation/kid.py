@@ -16,8 +16,9 @@ _BLOCKS = 10
 class KernelDistance:
     """A squared maximum mean discrepancy and its standard error.
 
-    ``value`` may be negative where the sets are alike. ``standard_error`` is that of another draw of *both*
-    sets; ``subset_size`` is the number of images a side in each of the subsets that were averaged.
+    ``value`` may be negative where the sets are alike. ``standard_error`` is that of another draw of the
+    samples, against the same reference; ``subset_size`` is the number of images a side in each of the subsets
+    that were averaged.
     """
 
     value: float
@@ -31,7 +32,8 @@ def kernel_distance(
     """KID: the mean of `squared_mmd` over random subsets of at most ``subset_size`` images a side.
 
     The deviation over such subsets, which is often printed, is no error of their mean, since they overlap.
-    The standard error here is that of a mean over ten or more disjoint blocks, which is no less.
+    The standard error here is that of a mean over ten or more disjoint blocks of ``features``, all against
+    one reference, which is no less.
 
     Args:
         features: (n, d).
@@ -55,14 +57,9 @@ def kernel_distance(
         squared_mmd(*(side[draws.choice(len(side), size, replace=False)] for side in (features, reference)))
         for _ in range(repeats)
     ]
-    block = min(subset_size, max(fewest // _BLOCKS, FEWEST // 2))
-    orders = [draws.permutation(len(side)) for side in (features, reference)]
-    blocks = [
-        squared_mmd(features[orders[0][start : start + block]], reference[orders[1][start : start + block]])
-        for start in range(0, fewest - block + 1, block)
-    ]
-    error = float(np.std(blocks, ddof=1)) / len(blocks) ** 0.5
-    return KernelDistance(float(np.mean(values)), error, size)
+    return KernelDistance(
+        float(np.mean(values)), _standard_error(features, reference, subset_size, draws), size
+    )
 
 
 def squared_mmd(x: Features, y: Features) -> float:
@@ -74,13 +71,29 @@ def squared_mmd(x: Features, y: Features) -> float:
         x: (n, d), n at least 2.
         y: (m, d), m at least 2.
     """
+    return _within(x) + _within(y) - 2 * float(_kernel(x, y).mean())
 
-    def kernel(a: Features, b: Features) -> Features:
-        values: Features = (a @ b.T / a.shape[1] + 1) ** 3
-        return values
 
-    def within(a: Features) -> float:
-        gram = kernel(a, a)
-        return float((gram.sum() - np.trace(gram)) / (len(a) * (len(a) - 1)))
+def _standard_error(
+    features: Features, reference: Features, subset_size: int, draws: np.random.Generator
+) -> float:
+    size = min(subset_size, max(len(features) // _BLOCKS, FEWEST // 2))
+    order = draws.permutation(len(features))
+    target = reference[draws.permutation(len(reference))[: _BLOCKS * subset_size]]
+    # The term of the reference alone is the same for all blocks.
+    values = [
+        _within(block) - 2 * float(_kernel(block, target).mean())
+        for block in (features[order[k : k + size]] for k in range(0, len(order) - size + 1, size))
+    ]
+    return float(np.std(values, ddof=1)) / len(values) ** 0.5
 
-    return within(x) + within(y) - 2 * float(kernel(x, y).mean())
+
+def _within(a: Features) -> float:
+    gram = _kernel(a, a)
+    total = float(gram.sum() - np.trace(gram))
+    return total / (len(a) * (len(a) - 1))
+
+
+def _kernel(a: Features, b: Features) -> Features:
+    values: Features = (a @ b.T / a.shape[1] + 1) ** 3
+    return values

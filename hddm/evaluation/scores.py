@@ -165,8 +165,8 @@ class Scorer:
             known = [self._within_training.get(label) for label in found]
             if all(value is not None for value in known):
                 reference = _mean([value for value in known if value is not None])
-        name = f"features, since {why}" if why else LPIPS
-        return ConditionDiversity(name, len(found), _mean(list(found.values())), reference)
+        name = "features" if why else LPIPS
+        return ConditionDiversity(name, why, len(found), _mean(list(found.values())), reference)
 
     def _side(self, pixels: Tensor) -> _Side:
         return _Side(pixels, self._of(pixels))

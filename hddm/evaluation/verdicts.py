@@ -1,5 +1,6 @@
 """Figures of comparable results side by side: better, worse, or within noise."""
 
+import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -26,10 +27,10 @@ class Figure:
     results: int
 
     def __str__(self) -> str:
-        text = f"{self.mean:.4g}"
+        text = _number(self.mean, 4)
         if self.half_width is not None:
-            text += f" ± {self.half_width:.2g}"
-        return text + (f" (s {self.spread:.2g})" if self.spread is not None else "")
+            text += f" ± {_number(self.half_width, 2)}"
+        return text + (f" (s {_number(self.spread, 2)})" if self.spread is not None else "")
 
 
 @dataclass(frozen=True)
@@ -73,8 +74,8 @@ def verdict(base: Figure, other: Figure, better: Better | None) -> str:
         noise = (base.half_width**2 + other.half_width**2) ** 0.5
     gap = other.mean - base.mean
     if abs(gap) <= noise:
-        return f"within noise ({gap:+.2g})"
-    return f"{'better' if (gap < 0) == (better == 'lower') else 'worse'} ({gap:+.2g})"
+        return f"within noise ({_signed(gap)})"
+    return f"{'better' if (gap < 0) == (better == 'lower') else 'worse'} ({_signed(gap)})"
 
 
 def table(sides: Sequence[Side]) -> str:
@@ -110,6 +111,11 @@ def _notes(sides: Sequence[Side]) -> list[str]:
             notes.append(f"All results of {side.name} are of one model: s is over sampling seeds alone.")
         if None in sources:
             notes.append(f"How the images of {side.name} were sampled is not recorded.")
+    found = [result.content.get("versions", {}) for side in sides for result in side.results]
+    for package in dict.fromkeys(name for versions in found for name in versions):
+        others = sorted({str(versions.get(package)) for versions in found})
+        if len(others) > 1:
+            notes.append(f"Measured with different versions of {package}: {', '.join(others)}.")
     return notes
 
 
@@ -122,6 +128,16 @@ def _figure(pairs: Sequence[tuple[float, float | None]]) -> Figure:
         statistics.fmean(widths) if len(widths) == len(values) else None,
         len(values),
     )
+
+
+def _number(value: float, significant: int) -> str:
+    """At least so many significant digits, without an exponent."""
+    decimals = significant - 1 - (math.floor(math.log10(abs(value))) if value else 0)
+    return f"{value:.{max(decimals, 0)}f}"
+
+
+def _signed(gap: float) -> str:
+    return ("+" if gap >= 0 else "") + _number(gap, 2)
 
 
 Get = Callable[[dict[str, Any]], tuple[float, float | None] | None]
