@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from hddm.data.encoding import encode_shards
 from hddm.data.encoding_draft import open_draft
@@ -129,6 +131,23 @@ def test_an_unfinished_encoding_of_other_options_is_named(root: Path, tmp_path: 
     record = json.loads((out / "shard_0" / "manifest.json").read_text())
     assert record["encoding"]["dtype"] == "float32"
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_an_encoding_goes_on_in_other_batches_and_its_manifest_names_both(root: Path, tmp_path: Path) -> None:
+    def done(batch: int) -> dict[str, Any]:
+        return {"device": "cpu", "batch_size": batch, "torch": torch.__version__}
+
+    out = tmp_path / "out"
+    _interrupted(root, out, 9)
+    assert _encode(root, out, batch_size=2)[:4] == [4, 4, 2, 2]
+    shards = [json.loads((out / f"shard_{k}" / "manifest.json").read_text()) for k in range(2)]
+    assert [shard["computed"] for shard in shards] == [[done(3), done(2)], [done(2)]]
+    whole = json.loads((root / "whole" / "shard_0" / "manifest.json").read_text())
+    assert whole["computed"] == [done(3)]
+    for path in sorted((root / "whole").rglob("data-*")):
+        expected, found = load_file(path), load_file(out / path.relative_to(root / "whole"))
+        # Stored in float16, of which a last digit is 2^-11.
+        assert all(torch.allclose(found[n].float(), expected[n].float(), 2e-3, 1e-3) for n in expected)
 
 
 def test_a_second_process_on_the_same_output_is_refused_by_the_first_ones_name(

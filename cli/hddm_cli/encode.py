@@ -66,7 +66,7 @@ def encode(
 ) -> None:
     """Bring a shard's images to one size, to latents and to text tokens, once for all trainings.
 
-    The same command goes on where a killed one stopped.
+    The same command goes on where a killed one stopped; --batch-size and --device may be others then.
     """
     from hddm.data.encoding import encode_shards
     from hddm.data.encoding_plan import EncodingSettings, plan_encoding

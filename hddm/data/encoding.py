@@ -42,7 +42,10 @@ def encode_shards(
 ) -> list[EncodedManifest]:
     """Encode the plan's shards to ``out``, which is there in full at the end or not at all.
 
-    A run that was killed is gone on with at its first unfinished file of data; the result has the same bytes.
+    A run that was killed is gone on with at its first unfinished file of data. The result has the same bytes
+    as without the kill; where batch size, device or torch are others by then, latents and tokens of the files
+    that were left differ by rounding, and the manifest names both in ``computed``.
+
     Of a partition, the records that `hddm.data.shards.find_shards` reads are carried over.
 
     Args:
@@ -131,7 +134,8 @@ class _Run:
             self.on_images(len(batch))
         tensors = {key: torch.cat([part[key] for part in parts]) for key in parts[0]}
         write = functools.partial(_write_tensors, tensors)
-        return self.draft.add(name, write, len(indices) - len(skipped), tuple(skipped), tuple(cut))
+        rows = len(indices) - len(skipped)
+        return self.draft.add(name, write, rows, tuple(skipped), tuple(cut), plan.computed)
 
     def _count(self, shard: SourceShard, skipped: "list[Skipped] | tuple[Skipped, ...]") -> None:
         """Add to the bad images; refuse more than are allowed."""
@@ -149,7 +153,9 @@ class _Run:
         plan, source, folder = self.plan, shard.manifest, self.draft.whole / shard.place
         write_entries(folder / IMAGES, source.images)
         null = None
+        computed = [done.computed for done in finished]
         if plan.text is not None:
+            computed.append(plan.computed)
             (folder / NULL).unlink(missing_ok=True)
             _write_tensors({TOKENS: empty_prompt(plan)}, folder / NULL)
             null = FileFacts(file=NULL, sha256=sha256_of(folder / NULL), rows=1)
@@ -169,6 +175,7 @@ class _Run:
             null=null,
             skipped=tuple(one for done in finished for one in done.skipped),
             cut_captions=sum(len(done.cut) for done in finished),
+            computed=tuple(dict.fromkeys(one for one in computed if one is not None)),
         )
         write_json(folder / MANIFEST, manifest.model_dump(mode="json"))
         return manifest

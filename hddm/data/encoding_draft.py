@@ -16,7 +16,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from hddm.data.encoding_records import FileFacts, Skipped
+from hddm.data.encoding_records import Computed, FileFacts, Skipped
 from hddm.errors import HddmError
 from hddm.facts import Facts
 from hddm.files import check_absent, put_in_place, read_json, write_json, write_whole, writing
@@ -27,11 +27,15 @@ _IDENTITY, _LOCK = "draft.json", "lock"
 
 
 class Done(Facts):
-    """A finished file of data, the images that have no row in it, and those whose captions are cut."""
+    """A finished file of data, the images that have no row in it, and those whose captions are cut.
+
+    ``computed`` says how networks ran, None without any.
+    """
 
     facts: FileFacts
     skipped: tuple[Skipped, ...] = ()
     cut: tuple[str, ...] = ()
+    computed: Computed | None = None
 
 
 @dataclass(frozen=True)
@@ -66,6 +70,7 @@ class Draft:
         rows: int,
         skipped: tuple[Skipped, ...] = (),
         cut: tuple[str, ...] = (),
+        computed: Computed | None = None,
     ) -> Done:
         """Make the file ``whole/name`` by ``write``, and record it; a failure leaves neither."""
         path, record = self.whole / name, self._record(name)
@@ -73,9 +78,8 @@ class Draft:
             folder.mkdir(parents=True, exist_ok=True)
         record.unlink(missing_ok=True)
         write_whole(path, write)
-        done = Done(
-            facts=FileFacts(file=path.name, sha256=sha256_of(path), rows=rows), skipped=skipped, cut=cut
-        )
+        facts = FileFacts(file=path.name, sha256=sha256_of(path), rows=rows)
+        done = Done(facts=facts, skipped=skipped, cut=cut, computed=computed)
         write_whole(record, lambda part: write_json(part, done.model_dump()))
         return done
 

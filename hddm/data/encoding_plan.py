@@ -12,7 +12,7 @@ from hddm.components.identity import TextEncoderFacts, VaeFacts
 from hddm.components.text import read_text_encoder, read_tokenizer, text_encoder_facts
 from hddm.components.vae import read_vae, scale_of, vae_facts
 from hddm.data.encoding_images import Fit, survey
-from hddm.data.encoding_records import Dtype, EncodingFacts, Layout, is_encoded, layout_of
+from hddm.data.encoding_records import Computed, Dtype, EncodingFacts, Layout, is_encoded, layout_of
 from hddm.data.resize import Crop, Interpolation
 from hddm.data.shards import HELD_OUT, MANIFEST, PARTITION_FILE, Manifest, find_shards, read_manifest
 from hddm.errors import HddmError
@@ -100,8 +100,19 @@ class EncodingPlan:
             return None
         return Fit(one.resolution, one.crop, one.interpolation, one.seed)
 
+    @property
+    def computed(self) -> Computed | None:
+        """How networks run, None without any."""
+        if self.vae is None and self.text is None:
+            return None
+        one = self.settings
+        return Computed(device=one.device, batch_size=one.batch_size, torch=str(torch.__version__))
+
     def identity(self) -> dict[str, Any]:
-        """Plain values that decide what is written."""
+        """Plain values that decide what is written, up to the rounding that `computed` says more of.
+
+        A killed encoding may so be gone on with in smaller batches, for instance after a lack of memory.
+        """
         return {
             "shards": {shard.place: shard.manifest.hash for shard in self.shards},
             "encoding": self.encoding.model_dump(mode="json"),

@@ -20,7 +20,7 @@ from hddm.errors import HddmError
 from hddm.facts import Facts, read_facts
 from hddm.files import read_json
 
-FORMAT = "1.0"
+FORMAT = "1.1"
 IMAGES = "images.jsonl"
 NULL = "null.safetensors"
 
@@ -54,6 +54,15 @@ class EncodingFacts(Facts):
     seed: int = 0
 
 
+class Computed(Facts):
+    """What networks ran with: on another device, or in other batches, their rows differ by rounding."""
+
+    device: str
+    batch_size: int
+    torch: str
+    """Its version."""
+
+
 class FileFacts(Facts):
     """A file of an encoded shard, and how many rows (or lines) it holds."""
 
@@ -74,7 +83,8 @@ class EncodedManifest(Facts):
 
     ``hash``, ``partition`` and ``held_out_of`` are the source's, so that experts and routers match by them.
     Row k of the data is the k-th image of ``images`` that is not in ``skipped``; of ``cut_captions`` the
-    end is not in the tokens.
+    end is not in the tokens. ``computed`` has each way in which networks ran, in the order of the files:
+    several where a killed encoding was gone on with otherwise, none where images passed no network.
     """
 
     format: str
@@ -92,6 +102,7 @@ class EncodedManifest(Facts):
     null: FileFacts | None = None
     skipped: tuple[Skipped, ...] = ()
     cut_captions: int = 0
+    computed: tuple[Computed, ...] = ()
 
     @property
     def num_rows(self) -> int:

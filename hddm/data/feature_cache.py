@@ -86,8 +86,8 @@ def compute_features(
 ) -> ImageFeatures:
     """Features of ``source``, read from ``folder`` as far as they are there and computed there otherwise.
 
-    The parts are the same, bit for bit, wherever a run before was killed. Broken images are tried again each
-    time: a disk or a permission may have failed only for a while.
+    The parts are the same, bit for bit, wherever a run on the same device was killed before. Broken images
+    are tried again each time: a disk or a permission may have failed only for a while.
 
     Args:
         source: the images.

@@ -17,7 +17,8 @@ SHORT_NAMES = {"dinov2": "facebook/dinov2-base", "clip": "openai/clip-vit-large-
 class Extractor(Protocol):
     """Images → features (n, d) in float32.
 
-    ``batch`` images are taken at once, in the order of the source, so that equal settings give equal bits.
+    ``batch`` images are taken at once, in the order of the source, so that equal settings give equal bits on
+    one device.
     """
 
     name: str
@@ -25,7 +26,10 @@ class Extractor(Protocol):
 
     @property
     def identity(self) -> str:
-        """What features depend on beside the images: settings and weights, in 64 hexadecimal digits."""
+        """What features depend on beside the images: settings and weights, in 64 hexadecimal digits.
+
+        Not the device: on another one they differ by rounding alone, and are worth keeping.
+        """
 
     def prepare(self, source: ImageSource, folder: Path) -> None:
         """Learn from ``source`` what is needed, kept in ``folder`` for the next time."""
