@@ -2,12 +2,17 @@
 
 import hashlib
 import json
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
+from hddm.calibration import FILE_NAME as CALIBRATION
 from hddm.data.images import save_png
 from hddm.data.partition import partition
 from hddm.data.shards import load_shard
@@ -16,7 +21,9 @@ from hddm.model_folders import WEIGHTS
 from hddm.predictions import PredictionType
 from hddm.schedules import LinearSchedule
 from hddm.tensors import generator
-from hddm.training.denoising import denoising
+from hddm.training import verify as verifying
+from hddm.training.continuation import continue_expert
+from hddm.training.denoising import Denoising, Level, denoising
 from hddm.training.expert import train_expert
 from hddm.training.verify import verify_expert
 from hddm.velocity import VelocityField
@@ -45,6 +52,8 @@ def test_a_trained_expert_is_accepted_by_images_kept_from_it(class_expert: Path,
     assert verdict.images == 24
     assert verdict.denoising is not None
     assert verdict.denoising.margin > 3 * verdict.denoising.deviation
+    assert verdict.unconditional is not None
+    assert verdict.unconditional.expert > verdict.denoising.expert
     assert verdict.denoising == verify_expert(class_expert, held_out).denoising
     assert verdict.denoising != verify_expert(class_expert, held_out, seed=1).denoising
 
@@ -95,10 +104,112 @@ def test_weights_that_are_not_finite_are_refused(class_expert: Path, tmp_path: P
 
 def test_a_calibration_that_is_not_finite_is_refused(class_expert: Path, tmp_path: Path) -> None:
     folder = copied(class_expert, tmp_path)
-    tensors = load_file(folder / "calibration.safetensors")
+    tensors = load_file(folder / CALIBRATION)
     tensors["weights"][-1, 0] = float("inf")
     save_file(tensors, folder / "calibration.safetensors")
     assert verify_expert(folder).problems == ("calibration.safetensors, weights: holds NaN or Inf",)
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (lambda found: found["weights"][-1].fill_(-1e4), "has weights from -10000 to "),
+        (lambda found: found["weights"][0].fill_(1.5), "has weights from 0 to 1.5, and they lie in [0, 1]"),
+        (lambda found: found["variances"][-1].fill_(0), "has a variance of 0, and they are above 0"),
+        (lambda found: found["times"][2].fill_(2), "has times that do not rise from 0 to 1"),
+        (lambda found: found["times"][-1].fill_(0.99), "has times that do not rise from 0 to 1"),
+        (lambda found: found.update(weights=found["weights"][:-1]), "shapes of its tensors do not go"),
+        (lambda found: found.update(basis=found["basis"][:, 1:]), "shapes of its tensors do not go"),
+    ],
+)
+def test_a_calibration_that_no_fit_gives_is_refused(
+    change: Callable[[dict[str, Tensor]], object], problem: str, class_expert: Path, tmp_path: Path
+) -> None:
+    folder = copied(class_expert, tmp_path)
+    tensors = {name: value.clone() for name, value in load_file(folder / CALIBRATION).items()}
+    change(tensors)
+    save_file({name: value.contiguous() for name, value in tensors.items()}, folder / CALIBRATION)
+    (found,) = verify_expert(folder).problems
+    assert found.startswith("calibration.safetensors: ")
+    assert problem in found
+
+
+def test_every_calibration_that_is_made_is_accepted(
+    shards: Path, ddpm_expert: Path, flow_expert: Path, class_expert: Path, tmp_path: Path
+) -> None:
+    """Fitted to a shard, and the blends that noise, samples and v are trained on in."""
+    for folder in (ddpm_expert, flow_expert, class_expert):
+        assert verify_expert(folder).accepted
+    for kind in ("epsilon", "sample", "v_prediction"):
+        init = copied(ddpm_expert, tmp_path / kind)
+        edit_json(init / "expert.json", prediction_type=kind)
+        continue_expert(init, shards / "shard_1", tmp_path / kind / "on", expert_settings("flow", steps=1))
+        assert verify_expert(tmp_path / kind / "on").accepted
+
+
+def test_a_calibration_that_is_spoilt_near_the_noise_alone_is_refused(
+    class_expert: Path, held_out: Path, tmp_path: Path
+) -> None:
+    """Its mean is off, and counts from the last time before t = 1 on."""
+    folder = copied(class_expert, tmp_path)
+    tensors = load_file(folder / CALIBRATION)
+    tensors["weights"][:-1] = 0
+    tensors["weights"][-1] = 1
+    tensors["mean"] += 3
+    save_file(tensors, folder / CALIBRATION)
+    (problem,) = verify_expert(folder, held_out).problems
+    assert problem.startswith("at t = 0.99 its error is ")
+    assert "its calibration is spoilt; hddm calibrate fits another" in problem
+
+
+def _stub(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> None:
+    """Verifying finds these errors, on whatever images."""
+    late = (Level(0.95, 0.5, 0.5, 1.5), Level(0.99, 0.5, 0.5, 1.5), Level(1.0, 0.5, 0.5, 1.5))
+    found = Denoising((Level(0.5, 0.4, 0.5, 1.5),), 0.1, 0.01, 0.1, 0.01, late)
+    monkeypatch.setattr(verifying, "denoising", lambda *_: replace(found, **changes))
+
+
+def test_an_expert_without_a_calibration_is_told_to_take_one(
+    class_expert: Path, held_out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _stub(monkeypatch, late=(Level(0.99, 250.0, 0.5, 1.5),))
+    folder = copied(class_expert, tmp_path)
+    (folder / CALIBRATION).unlink()
+    verdict = verify_expert(folder, held_out)
+    assert verdict.accepted
+    (note,) = verdict.notes
+    assert note.endswith("it has no calibration; hddm calibrate fits one")
+
+
+@pytest.mark.parametrize("which", ["margin", "low"])
+def test_an_expert_that_chance_makes_better_is_not_accepted(
+    which: str, class_expert: Path, held_out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deviation = {"margin": "deviation", "low": "low_deviation"}[which]
+    _stub(monkeypatch, **{which: 0.041, deviation: 0.02})
+    assert verify_expert(class_expert, held_out).accepted
+    _stub(monkeypatch, **{which: 0.039, deviation: 0.02})
+    problem = verify_expert(class_expert, held_out).problems[0]
+    assert "0.0390 ± 0.0200 below a Gaussian's, so it is not shown to be better" in problem
+    assert "take more held-out images than 24" in problem
+
+
+@pytest.mark.parametrize("dropout", [0.1, 0.0])
+def test_an_expert_is_judged_without_its_class_too_if_it_learned_that(
+    dropout: float, class_expert: Path, held_out: Path, tmp_path: Path
+) -> None:
+    folder = copied(class_expert, tmp_path)
+    weights = load_file(folder / WEIGHTS)
+    weights["class_embed.weight"][2] += 30 * torch.randn(
+        weights["class_embed.weight"][2].shape, generator=generator(0)
+    )
+    save_file(weights, folder / WEIGHTS, {"format": "pt"})
+    training = json.loads((folder / "expert.json").read_text())["training"]
+    edit_json(folder / "expert.json", training=training | {"condition_dropout": dropout})
+    verdict = verify_expert(folder, held_out)
+    assert verdict.accepted == (dropout == 0)
+    (found,) = verdict.notes if dropout == 0 else verdict.problems
+    assert found.startswith("without class_labels: it denoises no better than a Gaussian")
 
 
 def test_images_of_another_shard_are_refused(class_expert: Path, shards: Path) -> None:
@@ -127,7 +238,11 @@ def test_the_command_prints_hashes_and_figures_and_exits_by_the_verdict(
     for path in folder.iterdir():
         assert f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path}" in out.splitlines()
     assert "note: setup.py: is no file of an expert's" in out
-    assert sum(line.startswith("  0.") for line in out.splitlines()) == 9
+    assert [float(line.split()[0]) for line in out.splitlines() if line[:4] in ("  0.", "  1.")] == [
+        *(0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9),
+        *(0.95, 0.99, 1.0),
+    ]
+    assert "without its conditions by" in out
     code, out, err = hddm("verify", folder, "--data", shards / "shard_0", "--json")
     assert code == 1
     found = json.loads(out)
@@ -151,7 +266,7 @@ def test_errors_on_gaussian_images_are_the_posterior_variance(variance: float) -
 
     field = VelocityField(exact, LinearSchedule(), "flow_prediction", sample_shape=(1, 4, 4))
     found = denoising(field, images)
-    for level in found.levels:
+    for level in (*found.levels, *found.late):
         least = variance / ((1 - level.t) ** 2 * variance + level.t**2)
         assert level.expert == pytest.approx(least, rel=0.03)
         assert level.gaussian == pytest.approx(least, rel=0.03)

@@ -41,11 +41,14 @@ def verify(
         if verdict.denoising is not None:
             found = verdict.denoising
             typer.echo(f"error of the velocity on {verdict.images} images:")
-            typer.echo("    t  expert  Gaussian  v = 0")
-            for level in found.levels:
-                typer.echo(f"  {level.t:.1f}  {level.expert:.4f}  {level.gaussian:.4f}  {level.zero:.4f}")
-            typer.echo(f" mean  {found.expert:.4f}  {found.gaussian:.4f}")
+            typer.echo("     t  expert  Gaussian  v = 0")
+            for level in (*found.levels, *found.late):
+                typer.echo(f"  {level.t:.2f}  {level.expert:.4f}  {level.gaussian:.4f}  {level.zero:.4f}")
+            typer.echo(f"mean to {found.levels[-1].t:g}  {found.expert:.4f}  {found.gaussian:.4f}")
             typer.echo(f"less than the Gaussian's by {found.margin:.4f} ± {found.deviation:.4f}")
+            if verdict.unconditional is not None:
+                found = verdict.unconditional
+                typer.echo(f"without its conditions by {found.margin:.4f} ± {found.deviation:.4f}")
         for note in verdict.notes:
             typer.echo(f"note: {note}")
 

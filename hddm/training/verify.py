@@ -11,6 +11,7 @@ from torch import Tensor
 
 from hddm.adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS, bases_in
 from hddm.calibration import FILE_NAME as CALIBRATION
+from hddm.calibration import Calibration
 from hddm.checkpoints.expert_folders import EXTRAS_FILE
 from hddm.data.open_shard import open_shard
 from hddm.data.shards import Shard
@@ -24,6 +25,8 @@ from hddm.weight_files import sha256_of
 
 IMAGES = 512
 """A check looks at so many images at most, spread evenly over them."""
+SURE = 2.0
+"""Deviations that an expert must be better than a Gaussian by."""
 KNOWN = frozenset(
     {EXPERT_FILE, NULL_FILE, EXTRAS_FILE, CALIBRATION, WEIGHTS, ADAPTER_CONFIG, ADAPTER_WEIGHTS}
 ) | {"config.json"}
@@ -34,7 +37,8 @@ class Verdict:
     """What was found in an expert folder; it is fit for use if there are no ``problems``.
 
     ``files`` holds the SHA-256 of every file, and ``base`` that of the weights which an adapter changes.
-    ``trained_on`` is the hash of its shard, and ``images`` how many the denoising was judged on.
+    ``trained_on`` is the hash of its shard, and ``images`` how many the denoising was judged on;
+    ``unconditional`` is the same with null values for all conditions, as guidance asks an expert too.
     """
 
     folder: Path
@@ -47,6 +51,7 @@ class Verdict:
     trained_on: str | None = None
     images: int = 0
     denoising: Denoising | None = None
+    unconditional: Denoising | None = None
 
     @property
     def accepted(self) -> bool:
@@ -69,8 +74,9 @@ def verify_expert(
 
     It is read as it would be for sampling, where no code is run and every weight must be finite. Its record
     must say which shard it was trained on and how, or which checkpoint it was converted from. On ``data`` it
-    must have less error than a Gaussian (`hddm.training.denoising`), over all noise levels and over those
-    where its network stands alone.
+    must have less error than a Gaussian (`hddm.training.denoising`), beyond doubt, over all noise levels and
+    over those where its network stands alone; without its conditions too, if it was trained so. Near t = 1
+    it must have less than no velocity at all.
 
     Args:
         folder: the expert.
@@ -94,7 +100,7 @@ def verify_expert(
     except HddmError as error:
         return Verdict(folder, files, _lines(error), tuple(notes))
     problems = _provenance(expert)
-    judged, images = None, 0
+    judged, unconditional, images = None, None, 0
     if data is not None and not problems:
         try:
             shard = open_shard(data)
@@ -103,7 +109,15 @@ def verify_expert(
             images = len(rows)
             given = conditions_at(rows, conditions_of(shard, field), shard, field)
             judged = denoising(field, shard.take(rows), given, seed)
-            problems += _judge(judged)
+            problems += _judge(judged, images)
+            (notes if expert.calibration is None else problems).extend(_late(judged, expert))
+            if given and set(given) <= set(field.null_conditions):
+                nulls = {name: field.null_conditions[name] for name in given}
+                none = {name: null.expand(images, *null.shape) for name, null in nulls.items()}
+                unconditional = denoising(field, shard.take(rows), none, seed)
+                found = [f"without {', '.join(nulls)}: {text}" for text in _judge(unconditional, images)]
+                is_learnt = expert.facts.training.get("condition_dropout") != 0
+                (problems if is_learnt else notes).extend(found)
         except HddmError as error:
             problems += _lines(error)
     return Verdict(
@@ -117,6 +131,7 @@ def verify_expert(
         expert.facts.shard.hash if expert.facts.shard else None,
         images,
         judged,
+        unconditional,
     )
 
 
@@ -136,8 +151,27 @@ def _provenance(expert: Expert) -> list[str]:
         tensors |= {f"{CALIBRATION}, weights": expert.calibration.weights}
         tensors |= {f"{CALIBRATION}, mean": moments.mean, f"{CALIBRATION}, basis": moments.basis}
         tensors |= {f"{CALIBRATION}, variances": moments.variances}
-    problems += [f"{name}: holds NaN or Inf" for name, value in tensors.items() if not value.isfinite().all()]
-    return problems
+    infinite = [f"{name}: holds NaN or Inf" for name, value in tensors.items() if not value.isfinite().all()]
+    if expert.calibration is not None and not infinite:
+        problems += [f"{CALIBRATION}: {text}" for text in _misfits(expert.calibration)]
+    return problems + infinite
+
+
+def _misfits(calibration: Calibration) -> list[str]:
+    """What no calibration can be, however it was fitted (`hddm.calibration`)."""
+    moments, times, weights = calibration.moments, calibration.times, calibration.weights
+    directions, numbers = len(moments.variances), len(moments.mean)
+    shapes = (*moments.basis.shape, *weights.shape)
+    if len(times) < 2 or shapes != (numbers, directions - 1, len(times), directions):
+        return ["the shapes of its tensors do not go together"]
+    found = []
+    if not ((weights >= 0) & (weights <= 1)).all():
+        found.append(f"has weights from {weights.min():g} to {weights.max():g}, and they lie in [0, 1]")
+    if not (moments.variances > 0).all():
+        found.append(f"has a variance of {moments.variances.min():g}, and they are above 0")
+    if times[0] != 0 or times[-1] != 1 or not (times.diff() > 0).all():
+        found.append("has times that do not rise from 0 to 1")
+    return found
 
 
 def _belongs(shard: Shard, expert: Expert) -> list[str]:
@@ -164,21 +198,47 @@ def _belongs(shard: Shard, expert: Expert) -> list[str]:
     return []
 
 
-def _judge(found: Denoising) -> list[str]:
+def _judge(found: Denoising, images: int) -> list[str]:
+    """What speaks against it in its errors on so many images, at most one thing."""
     if not math.isfinite(found.expert):
         return ["its velocities are not finite"]
-    problems = []
     if found.margin <= 0:
-        problems.append(
+        return [
             f"it denoises no better than a Gaussian: error {found.expert:.4f}, the Gaussian's "
             f"{found.gaussian:.4f}; it is untrained, or its record says wrongly what it predicts"
+        ]
+    alone = "up to t = 0.5, where its network stands alone, its error is"
+    if found.low <= 0:
+        return [
+            f"{alone} {-found.low:.4f} above a Gaussian's; it is hardly trained, or its record says wrongly "
+            "what it predicts"
+        ]
+    remedy = f"take more held-out images than {images}" if images < IMAGES else "train it for longer"
+    return [
+        f"{what} {gain:.4f} ± {deviation:.4f} below a Gaussian's, so it is not shown to be better; {remedy}"
+        for what, gain, deviation in (
+            ("its error is", found.margin, found.deviation),
+            (alone, found.low, found.low_deviation),
         )
-    elif found.low <= 0:
-        problems.append(
-            f"up to t = 0.5, where its network stands alone, its error is {-found.low:.4f} above a Gaussian's"
-            "; it is hardly trained, or its record says wrongly what it predicts"
-        )
-    return problems
+        if not gain >= SURE * deviation
+    ][:1]
+
+
+def _late(found: Denoising, expert: Expert) -> list[str]:
+    """What to do where sampling, which begins near t = 1, would begin with nonsense."""
+    worse = next((level for level in found.late if not level.expert <= level.zero), None)
+    if worse is None:
+        return []
+    if expert.calibration is None:
+        remedy = "it has no calibration; hddm calibrate fits one"
+    elif expert.facts.training_calibration:
+        remedy = "the calibration that it was trained in is spoilt; take the expert anew"
+    else:
+        remedy = "its calibration is spoilt; hddm calibrate fits another"
+    return [
+        f"at t = {worse.t:g} its error is {worse.expert:.4f}, and that of no velocity at all "
+        f"{worse.zero:.4f}: {remedy}"
+    ]
 
 
 def _lines(error: HddmError) -> tuple[str, ...]:
