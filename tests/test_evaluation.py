@@ -217,6 +217,15 @@ def test_what_cannot_be_compared_is_refused(images: Path, home: Path, tmp_path: 
         evaluate_folder(tmp_path / "jpeg", images)
 
 
+def test_jpeg_samples_are_known_by_their_content(images: Path, home: Path, tmp_path: Path) -> None:
+    (tmp_path / "renamed").mkdir()
+    for name in ("1.png", "2.png"):
+        Image.fromarray(np.zeros((4, 4), np.uint8)).save(tmp_path / "renamed" / name, "JPEG")
+    with pytest.raises(HddmError, match=r"1\.png: JPEG compression"):
+        evaluate_folder(tmp_path / "renamed", images)
+    assert read_side(tmp_path / "renamed").facts.images == 2
+
+
 def test_without_classes_and_inception_there_are_no_features(images: Path, home: Path) -> None:
     with pytest.raises(HddmError, match="no features to measure on: not Inception, since its weights"):
         choose_extractor(load_images(images / "rows"), 5000)

@@ -85,7 +85,8 @@ def _standard_error(
         _within(block) - 2 * float(_kernel(block, target).mean())
         for block in (features[order[k : k + size]] for k in range(0, len(order) - size + 1, size))
     ]
-    return float(np.std(values, ddof=1)) / len(values) ** 0.5
+    deviation = float(np.std(values, ddof=1))
+    return deviation / float(len(values) ** 0.5)
 
 
 def _within(a: Features) -> float:
