@@ -18,16 +18,16 @@ from PIL import Image
 from sklearn.datasets import load_digits
 
 import hddm
-from hddm.benchmark.conversions import TREATMENTS
+from hddm.benchmark.conversions import CONVERSIONS
 from hddm.benchmark.digits import write_digits
+from hddm.benchmark.markdown import tables_text
 from hddm.benchmark.plots import write_grid
 from hddm.benchmark.quickstart import quickstart
-from hddm.benchmark.results import Row, Run, figure, markdown_tables, summarise, verdict
+from hddm.benchmark.results import Results, figure, figures_of, read_results
 from hddm.benchmark.settings import QuickstartSettings
+from hddm.benchmark.verdicts import judgement
 from hddm.data.images import load_images
 from hddm.errors import HddmError
-from hddm.evaluation.frechet import Distance
-from hddm.evaluation.scores import Scores
 from tests.artefacts import contents
 
 SETTINGS = QuickstartSettings(
@@ -47,18 +47,18 @@ MODELS = ["single model", "homogeneous flow", "homogeneous DDPM", "mixed 1:1"]
 
 @dataclass(frozen=True)
 class Finished:
-    """A folder that a quickstart wrote, and what it returned."""
+    """A folder that a quickstart wrote, what it returned, and its results as they are on disk."""
 
     folder: Path
-    runs: list[Run]
+    returned: Results
     results: dict[str, Any]
 
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Finished:
     folder = tmp_path_factory.mktemp("quickstart") / "out"
-    runs = quickstart(folder, SETTINGS)
-    return Finished(folder, runs, json.loads((folder / "results.json").read_text()))
+    returned = quickstart(folder, SETTINGS)
+    return Finished(folder, returned, json.loads((folder / "results.json").read_text()))
 
 
 def _numbers(value: object) -> list[float]:
@@ -71,11 +71,10 @@ def _numbers(value: object) -> list[float]:
 
 def test_the_three_tables_have_all_their_rows(finished: Finished) -> None:
     names = {table: [row["name"] for row in rows] for table, rows in finished.results["tables"].items()}
-    conversions = [f"{how}, {what}" for how in ("exact", "same x, same t") for what in TREATMENTS]
     assert names == {
         "models": MODELS,
         "strategies": list(SETTINGS.strategies),
-        "conversions": [*conversions, "own DDIM sampler"],
+        "conversions": list(CONVERSIONS[1:]),
     }
 
 
@@ -85,32 +84,38 @@ def test_every_figure_is_finite_and_every_distance_has_an_interval(finished: Fin
     assert all(map(math.isfinite, numbers))
     for rows in finished.results["tables"].values():
         for row in rows:
-            assert row["to_held_out"]["mean"] > 0
-            assert row["to_held_out"]["half_width"] > 0
-            assert row["diversity"]["mean"] > 0
+            assert row["figures"]["to_held_out"]["mean"] > 0
+            assert row["figures"]["to_held_out"]["half_width"] > 0
+            assert row["figures"]["diversity"]["mean"] > 0
 
 
 def test_compute_is_equal_and_counted(finished: Finished) -> None:
-    tables = finished.results["tables"]
-    assert {row["training_images"] for row in tables["models"]} == {4 * 16}
-    evaluations = {row["name"]: row["evaluations"]["mean"] for row in tables["strategies"]}
+    models = {one.model: one for one in finished.returned.models}
+    single, ensemble = models["single model"], models["homogeneous flow"]
+    assert single.training_flop is not None
+    assert ensemble.training_flop is not None
+    step = (single.training_flop - ensemble.training_flop) / single.training_flop
+    assert -0.02 < step <= 0
+    assert len({models[name].training_flop for name in MODELS[1:]}) == 1
+    rows = {row.name: row for row in finished.returned.tables["strategies"]}
+    evaluations = {name: row.evaluations.mean for name, row in rows.items()}
     assert (evaluations["draw"], evaluations["top-1"], evaluations["top-2"]) == (1, 1, 2)
-    assert evaluations["full"] == 2
-    cost = {row["name"]: row["mflop_per_step"]["mean"] for row in tables["strategies"]}
+    cost = {name: row.sampling_flop.mean for name, row in rows.items()}
     assert cost["draw"] < cost["top-1"] < cost["full"]
-    trained = [json.loads(path.read_text()) for path in finished.folder.glob("seed_0/*/*/expert.json")]
-    assert sorted(expert["training"]["batch_size"] for expert in trained) == [8] * 4
+    assert ensemble.batch_sizes == (8, 8)
 
 
 def test_every_model_can_be_loaded_and_sampled(finished: Finished) -> None:
     folder = finished.folder / "seed_0"
-    for path in (folder / "single", *sorted((folder / "ensembles").iterdir())):
+    for path in (folder / "single-model", *sorted((folder / "ensembles").iterdir())):
         samples = hddm.sample(hddm.load(path), 2, steps=2)
         assert samples.shape == (2, 1, 8, 8)
         assert samples.isfinite().all()
     assert len(list((folder / "ensembles").iterdir())) == 3
     mixed = hddm.load(folder / "ensembles" / "mixed-1-1")
     assert [expert.prediction_type for expert in mixed.experts] == ["epsilon", "flow_prediction"]
+    assert len(load_images(finished.folder / "digits" / "train")) == 1438
+    assert (finished.folder / "shards" / "shard_1").is_dir()
 
 
 def test_the_report_is_one_page_that_needs_nothing_else(finished: Finished) -> None:
@@ -128,32 +133,37 @@ def test_the_report_is_one_page_that_needs_nothing_else(finished: Finished) -> N
             assert decoded.lstrip().startswith(b"<?xml")
             assert b"</svg>" in decoded
         kinds.append(kind)
-    # A grid a model and one of training images, expert use, losses.
-    assert kinds == ["png"] * (len(MODELS) + 1) + ["svg+xml"] * 2
+    # A grid a model, expert use, losses.
+    assert kinds == ["png"] * len(MODELS) + ["svg+xml"] * 2
 
 
 def test_the_report_and_the_terminal_show_what_the_results_say(finished: Finished) -> None:
-    page, text = (finished.folder / "report.html").read_text(), markdown_tables(finished.runs)
-    assert len(finished.results["verdict"]) == 2
-    for line in finished.results["verdict"]:
+    page, text = (finished.folder / "report.html").read_text(), tables_text(finished.returned)
+    assert len(finished.returned.verdict) == 2
+    for line in finished.returned.verdict:
         assert line in text
         assert line in page
     assert (finished.folder / "tables.md").read_text() == text + "\n"
     assert "not comparable with published FID" in page
-    for rows in finished.results["tables"].values():
+    for rows in finished.returned.tables.values():
         for row in rows:
-            shown = str(figure([row["to_held_out"]["mean"]], [row["to_held_out"]["half_width"]]))
             for place in (page, text):
-                assert row["name"] in place
-                assert shown in place
+                assert row.name in place
+                assert str(row.figures["to_held_out"]) in place
 
 
 def test_the_results_say_what_made_them(finished: Finished) -> None:
-    assert QuickstartSettings.model_validate(finished.results["settings"]) == SETTINGS
+    assert read_results(finished.folder) == finished.returned
+    assert finished.results["score_on"] == "held-out"
     assert finished.results["machine"]["packages"]["torch"] == version("torch")
-    losses = finished.results["runs"][0]["losses"]
-    assert set(losses) == {"single", "router", *(f"{o}/{k}" for o in ("flow", "ddpm") for k in range(2))}
-    assert all(len(values) == 4 for values in losses.values())
+    kinds = [(one.kind, one.objective, one.shard) for one in finished.returned.losses]
+    assert sorted(kinds, key=str) == sorted(
+        [("single", "flow", None), ("router", None, None)]
+        + [("expert", objective, k) for objective in ("flow", "ddpm") for k in range(2)],
+        key=str,
+    )
+    steps = {one.kind: one.loss[-1][0] for one in finished.returned.losses}
+    assert steps["expert"] == steps["router"] == 4
 
 
 def test_a_finished_quickstart_is_not_overwritten(finished: Finished) -> None:
@@ -188,44 +198,32 @@ def test_a_grid_shows_every_image_in_reading_order(tmp_path: Path) -> None:
     assert list(contents(tmp_path)) == ["a/grid.png"]
 
 
-def _run(seed: int, **to_held_out: float) -> Run:
-    def row(name: str, value: float) -> Row:
-        distance = Distance(value, 1.0, few_images=False)
-        return Row(name, Scores("pixels", 9, distance, distance, 1.0, 1.0), 64, 1.0, 2.0)
-
-    rows = [row(name.replace("_", " "), value) for name, value in to_held_out.items()]
-    return Run(seed, {"models": rows, "strategies": [], "conversions": []}, {}, {}, Distance(9.0, 1.0, False))
-
-
 @pytest.mark.parametrize(
-    ("flow", "mixed", "words"),
+    ("gaps", "word"),
     [
-        ([10.0], [5.0], "no verdict"),
-        # Pairs differ by -0.5, -1.5 and -1.0: twice their deviation is as much as their mean.
-        ([10.0, 12.0, 11.0], [9.5, 10.5, 10.0], "-1.0, within noise (s 0.5)"),
-        # The seeds spread more than the gap, but every pair agrees.
-        ([10.0, 20.0, 15.0], [8.0, 17.9, 13.1], "-2.0, better (s 0.1)"),
-        ([8.0, 17.9, 13.1], [10.0, 20.0, 15.0], "+2.0, worse (s 0.1)"),
+        ([-5.0], "no verdict"),
+        ([-5.0, -5.1], "no verdict"),
+        # Twice their deviation is as much as their mean.
+        ([-0.5, -1.5, -1.0], "within noise"),
+        ([-2.0, -2.1, -1.9], "better"),
+        ([2.0, 2.1, 1.9], "worse"),
     ],
 )
-def test_a_paired_gap_under_twice_its_spread_is_called_noise(
-    flow: list[float], mixed: list[float], words: str
-) -> None:
-    runs = [
-        _run(seed, single_model=f + 9, homogeneous_flow=f, homogeneous_DDPM=20.0, mixed_a=m, mixed_b=m + 1)
-        for seed, (f, m) in enumerate(zip(flow, mixed, strict=True))
+def test_a_paired_gap_under_twice_its_spread_is_called_noise(gaps: list[float], word: str) -> None:
+    assert judgement(gaps) == word
+
+
+def test_spread_over_trainings_and_intervals_over_samples_are_kept_apart() -> None:
+    scores = [
+        {"to_validation": {"value": value, "half_width": width}, "diversity": 1.0, "on": {"recall": 0.5}}
+        for value, width in ((10.0, 1.0), (13.0, 2.0))
     ]
-    lines = verdict(runs)
-    assert [line.split(":")[0] for line in lines] == [
-        f"{mix} against {other}"
-        for mix in ("mixed a", "mixed b")
-        for other in ("homogeneous flow", "single model")
-    ]
-    assert words in lines[0]
-    (row,) = (row for row in summarise(runs, "models") if row["name"] == "mixed a")
-    assert row["to_held_out"].mean == pytest.approx(statistics.mean(mixed))
-    assert row["to_held_out"].spread == (statistics.stdev(mixed) if len(mixed) > 1 else None)
-    assert row["to_held_out"].half_width == 1.0
+    found = figures_of(scores)
+    assert found["to_validation"] == figure([10.0, 13.0], [1.0, 2.0])
+    assert found["to_validation"].spread == statistics.stdev([10.0, 13.0])
+    assert found["to_validation"].half_width == 1.5
+    assert found["diversity"].half_width is None
+    assert found["on.recall"].mean == 0.5
 
 
 def test_unequal_compute_is_refused() -> None:

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +11,7 @@ from hddm.benchmark.compute import Costs, single_steps
 from hddm.benchmark.data import Divided
 from hddm.benchmark.plots import slug
 from hddm.benchmark.samples import Source
-from hddm.benchmark.schema import BY_ERROR, BenchmarkSettings, ModelSettings
+from hddm.benchmark.schema import BY_ERROR, RATIO, BenchmarkSettings, ModelSettings
 from hddm.benchmark.store import Job, Store, making
 from hddm.benchmark.trainings import MODEL, Training, router_training
 from hddm.data.shards import read_manifest
@@ -21,11 +20,10 @@ from hddm.ensemble_folders import ENSEMBLE_FILE
 from hddm.errors import HddmError
 from hddm.experts import EXPERT_FILE
 from hddm.files import read_json
-from hddm.training.island_jobs import OBJECTIVES, parse_objectives
+from hddm.training.island_jobs import OBJECTIVES
 from hddm.training.settings import RouterSettings
 from hddm.weight_files import sha256_of
 
-_RATIO = re.compile(r"(\d+):(\d+)(?: by-error)?")
 # Keys of records that say how long something took, not what it is.
 _HISTORY = {"training", "calibration"}
 
@@ -95,7 +93,9 @@ class Zoo:
         elif BY_ERROR in model.objectives:
             wanted = [one for experts in self.compared(model).values() for one in experts]
         else:
-            wanted = [self._expert(model, name, k) for k, name in enumerate(self._named(model))]
+            wanted = [
+                self._expert(model, name, k) for k, name in enumerate(model.named_objectives(self.num_shards))
+            ]
         return [one for training in wanted for one in _with_start(training)]
 
     def compared(self, model: ModelSettings) -> dict[str, list[Training]]:
@@ -106,10 +106,10 @@ class Zoo:
     def assigned(self, model: ModelSettings, errors: Errors | None) -> list[str]:
         """The objective of each shard of an ensemble; ``errors`` of `compared` where they decide."""
         if BY_ERROR not in model.objectives:
-            return self._named(model)
+            return model.named_objectives(self.num_shards)
         assert errors is not None
         gaps = [ddpm - flow for ddpm, flow in zip(errors["ddpm"], errors["flow"], strict=True)]
-        ratio = _RATIO.fullmatch(model.objectives)
+        ratio = RATIO.fullmatch(model.objectives)
         if ratio is None:
             return ["ddpm" if gap < 0 else "flow" for gap in gaps]
         chosen = sorted(range(self.num_shards), key=lambda k: gaps[k])[: int(ratio[1])]
@@ -143,18 +143,6 @@ class Zoo:
         link = Path(f"seed_{self.seed}") / "ensembles" / slug(model.name)
         seen = sum(_seen(one) for one in experts)
         return Model(model.name, source, tuple(objectives), tuple(experts), flop, seen, link)
-
-    def _named(self, model: ModelSettings) -> list[str]:
-        ratio = _RATIO.fullmatch(model.objectives)
-        if ratio is None:
-            return parse_objectives(model.objectives, self.num_shards)
-        ddpm, flow = int(ratio[1]), int(ratio[2])
-        if ddpm + flow != self.num_shards:
-            raise HddmError(
-                f"model {model.name!r}: objectives {model.objectives!r} are of {ddpm + flow} experts, and "
-                f"partition.shards is {self.num_shards}"
-            )
-        return ["ddpm"] * ddpm + ["flow"] * flow
 
     def _expert(self, model: ModelSettings, objective: str, shard: int) -> Training:
         folder, content = self.divided.shard_folders[shard], self.divided.hashes[shard]

@@ -20,21 +20,25 @@ cut off the training side; they are confirmed on `BenchmarkSettings.confirmation
 which nothing that chooses ever reads.
 """
 
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
 from hddm.benchmark.conversions import CONVERSIONS
+from hddm.errors import HddmError
 from hddm.facts import Facts
 from hddm.routing import Strategy
 from hddm.solvers import solver_named
+from hddm.training.island_jobs import parse_objectives
 from hddm.training.settings import ExpertSettings, Positive, RouterSettings
 
 Share = Annotated[float, Field(ge=0, lt=1)]
 Split = Literal["validation", "held-out"]
 Calibration = Literal["experts+router", "experts", "router", "none"]
 BY_ERROR = "by-error"
+RATIO = re.compile(rf"(\d+):(\d+)(?: {BY_ERROR})?")
 
 
 class DataSettings(Facts):
@@ -111,6 +115,33 @@ class ModelSettings(Facts):
     """Of a finished model: an expert or ensemble folder that makes images in pixels."""
     training: dict[str, Any] = Field(default_factory=dict)
     """Before what `TrainingSettings` says, for this model's experts."""
+
+    @field_validator("objectives", mode="before")
+    @classmethod
+    def _is_a_word(cls, value: object) -> object:
+        # YAML reads a bare 1:3 as a number of minutes.
+        if isinstance(value, int):
+            raise ValueError('write it in quotes, as "1:3"')
+        return value
+
+    def named_objectives(self, shards: int) -> list[str]:
+        """The objective of each shard; of those that errors choose, what DDPM on the first shards would be.
+
+        Raises:
+            HddmError: for objectives that are not of ``shards`` experts, or unknown.
+        """
+        if self.objectives == BY_ERROR:
+            return ["flow"] * shards
+        ratio = RATIO.fullmatch(self.objectives)
+        if ratio is None:
+            return parse_objectives(self.objectives, shards)
+        ddpm, flow = int(ratio[1]), int(ratio[2])
+        if ddpm + flow != shards:
+            raise HddmError(
+                f"{self.name}: objectives {self.objectives!r} are of {ddpm + flow} experts, and "
+                f"partition.shards is {shards}"
+            )
+        return ["ddpm"] * ddpm + ["flow"] * flow
 
     @model_validator(mode="after")
     def _says_what_it_is(self) -> "ModelSettings":
@@ -236,6 +267,9 @@ class BenchmarkSettings(Facts):
             raise ValueError(f"objectives: {BY_ERROR} needs validation images; give a data.validation_share")
         if self.partition.shards < 2 and any(model.kind == "ensemble" for model in self.models):
             raise ValueError("an ensemble needs partition.shards of 2 or more")
+        for model in self.models:
+            if model.kind == "ensemble":
+                model.named_objectives(self.partition.shards)
         for table in self.tables:
             table_points(self, table)
         self.expert("flow", 0), self.expert("ddpm", 0), self.router(0)

@@ -1,0 +1,118 @@
+"""A benchmark in miniature: 4×4 images, networks of two blocks, some steps."""
+
+import os
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+# These are imported late, once a process; here, once for all.
+import accelerate
+import diffusers.hooks
+import torch
+
+from hddm.benchmark import run
+from hddm.benchmark.load_settings import parse_settings
+from hddm.benchmark.results import Results
+from hddm.benchmark.schema import BenchmarkSettings
+from hddm.workers import Call, Report
+from tests.artefacts import write_images
+
+_context = get_context("forkserver")
+# Imported once, so that a process costs milliseconds.
+_context.set_forkserver_preload([__name__, accelerate.__name__, diffusers.hooks.__name__])
+
+CONTENT: dict[str, Any] = {
+    "name": "miniature",
+    "data": {"source": "folder", "training": "train", "held_out": "test", "validation_share": 0.4},
+    "partition": {"shards": 2},
+    "training": {
+        "expert": {"steps": 6, "batch_size": 8, "learning_rate": 3e-3, "ema_decay": 0.9, "size": "tiny"},
+        "router": {"steps": 4, "batch_size": 8, "learning_rate": 3e-3, "ema_decay": 0.9, "calibrate": True},
+        "single": {"steps": 5},
+        "checkpoint_every": 2,
+    },
+    "models": [
+        {"name": "single model", "kind": "single"},
+        {"name": "homogeneous flow", "objectives": "flow"},
+        {"name": "mixed 1:1", "objectives": "1:1"},
+    ],
+    "compare": {"baselines": ["homogeneous flow", "single model"]},
+    "sampling": {"strategy": "draw", "solver": "euler", "steps": 2, "num_images": 40},
+    "tables": [
+        {"name": "models"},
+        {"name": "strategies", "models": ["mixed 1:1"], "vary": {"strategy": ["draw", "top-1", "full"]}},
+    ],
+    "seeds": [0],
+    "confirmation_seeds": [5],
+    "resamples": 2,
+    "complete": False,
+    "allow_few": True,
+    "workers": 1,
+}
+
+
+def settings(**changes: Any) -> BenchmarkSettings:
+    """`CONTENT`, changed."""
+    return parse_settings(CONTENT | changes, "miniature")
+
+
+def write_sides(folder: Path) -> Path:
+    """Images to train on and to hold out."""
+    write_images(folder / "train", per_class=64)
+    write_images(folder / "test", per_class=20)
+    return folder
+
+
+class Inline:
+    """Workers that are this process."""
+
+    def __init__(self, count: int) -> None:
+        pass
+
+    def __enter__(self) -> "Inline":
+        return self
+
+    def __exit__(self, *ended: object) -> None:
+        pass
+
+    def run(self, calls: Sequence[Call], on_progress: Report) -> list[Any]:
+        """Results of ``calls``."""
+        return [call.function(**call.arguments, report=on_progress) for call in calls]
+
+
+def run_inline(chosen: BenchmarkSettings, out: Path, data: Path, **options: Any) -> Results:
+    """The benchmark in this process alone, without its page."""
+    with mock.patch.object(run, "Workers", Inline), mock.patch.object(run, "write_report"):
+        return run.run_benchmark(chosen, out, data, **options)
+
+
+def life(chosen: BenchmarkSettings, out: Path, data: Path, moment: tuple[str, str] | None) -> int:
+    """Run, or go on, in a process of its own; how it ended.
+
+    It is killed at ``moment``: an audit event of Python and a part of its arguments, as ("os.rename",
+    "samples-").
+    """
+    process = _context.Process(target=_live, args=(chosen, out, data, moment))
+    process.start()
+    process.join()
+    assert process.exitcode is not None
+    return process.exitcode
+
+
+def _live(chosen: BenchmarkSettings, out: Path, data: Path, moment: tuple[str, str] | None) -> None:
+    torch.set_num_threads(1)
+    if moment is not None:
+        sys.addaudithook(_killing(*moment))
+    run_inline(chosen, out, data)
+
+
+def _killing(event: str, argument: str) -> Callable[[str, tuple[Any, ...]], None]:
+    def hook(name: str, arguments: tuple[Any, ...]) -> None:
+        if name == event and any(argument in str(one) for one in arguments):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    return hook

@@ -1,0 +1,136 @@
+"""Counted operations are those that a network's layers have on paper."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from hddm.benchmark.compute import Cost, Costs, count_expert, count_router, single_steps
+from hddm.benchmark.samples import canonical, draw
+from hddm.benchmark.schema import Point
+from hddm.benchmark.store import Store
+from hddm.calibration import LEVELS, STATES
+from hddm.data.partition import partition
+from hddm.ensemble import Ensemble
+from hddm.models.sizes import size_config
+from hddm.routing import Router
+from hddm.schedules import LinearSchedule
+from hddm.training.router_calibration import NOISED
+from hddm.velocity import VelocityField
+from tests.artefacts import SIDE, expert_settings, router_settings, write_images
+from tests.benchmark_files import settings
+
+TINY = size_config("tiny")
+WIDTH, DEPTH, PATCH = TINY["hidden_size"], TINY["depth"], TINY["patch_size"]
+TOKENS = (SIDE // PATCH) ** 2
+FREQUENCIES = 256
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("data")
+    partition(write_images(folder / "images"), folder / "shards", 2)
+    return folder / "shards"
+
+
+def _linear(rows: int, inside: int, outside: int) -> int:
+    return 2 * rows * inside * outside
+
+
+def _attention(queries: int, keys: int) -> int:
+    """Scores and their product with the values."""
+    return 2 * (2 * queries * keys * WIDTH)
+
+
+def test_a_training_step_costs_its_forward_and_twice_that_backward(shards: Path) -> None:
+    embed = _linear(TOKENS, PATCH**2, WIDTH)
+    first = _linear(1, FREQUENCIES, WIDTH)
+    time = _linear(1, WIDTH, WIDTH) + _linear(1, WIDTH, 6 * WIDTH)
+    block = (
+        _linear(TOKENS, WIDTH, 3 * WIDTH)
+        + _attention(TOKENS, TOKENS)
+        + _linear(TOKENS, WIDTH, WIDTH)
+        + 2 * _linear(TOKENS, WIDTH, 4 * WIDTH)
+    )
+    forward = embed + first + time + DEPTH * block + _linear(TOKENS, WIDTH, PATCH**2)
+    # Nothing asks for the gradient of images and of times.
+    step = 3 * forward - embed - first
+    for objective in ("flow", "ddpm"):
+        assert count_expert(shards / "shard_0", expert_settings(objective)) == Cost(step, forward)
+
+
+def test_steps_batches_and_calibrations_are_counted() -> None:
+    cost = Cost(step=300, forward=100)
+    trained = 10 * 16 * 300
+    assert cost.of_expert(expert_settings("flow")) == trained + LEVELS * STATES * 100
+    assert cost.of_expert(expert_settings("flow"), calibrated=False) == trained
+    assert cost.of_router(router_settings()) == trained
+    assert cost.of_router(router_settings(calibrate=True)) == trained + NOISED * 100
+
+
+def test_the_single_model_gets_what_the_ensemble_costs_with_its_router(shards: Path, tmp_path: Path) -> None:
+    training = settings().training.model_dump() | {"single": {}}
+    chosen = settings(training=training)
+    store = Store(tmp_path / "jobs")
+    costs = Costs(store, shards)
+    expert, router = chosen.expert("flow", 0), chosen.router(0)
+    ensemble = 2 * costs.expert(expert).of_expert(expert) + count_router(shards, router).of_router(router)
+    single = chosen.single("flow", 0, single_steps(chosen, "flow", costs))
+    assert single.batch_size == 2 * expert.batch_size
+    gap = ensemble - costs.expert(single).of_expert(single)
+    assert 0 <= gap < single.batch_size * costs.expert(single).step
+    # Counted once: two kinds of networks.
+    assert len(list((tmp_path / "jobs").glob("cost-*"))) == 2
+
+
+class _Counted(torch.nn.Module):
+    """A network of one linear layer over the pixels, that counts what it is asked for."""
+
+    def __init__(self, outside: int) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(16, outside)
+        self.rows = 0
+
+    def forward(self, x: torch.Tensor, timestep: torch.Tensor) -> torch.Tensor:
+        self.rows += len(x)
+        out: torch.Tensor = self.layer(x.flatten(1))
+        return out.view_as(x) if out.shape[1] == 16 else out
+
+
+@pytest.mark.parametrize(
+    ("strategy", "solver", "experts", "routed"),
+    [("draw", "euler", 5, 0), ("top-1", "euler", 5, 5), ("full", "euler", 10, 5), ("full", "heun", 20, 10)],
+)
+def test_sampling_costs_what_the_networks_were_asked_for(
+    strategy: str, solver: str, experts: int, routed: int
+) -> None:
+    torch.manual_seed(0)
+    networks = [_Counted(16), _Counted(16)]
+    fields = [
+        VelocityField(network, LinearSchedule(), "flow_prediction", sample_shape=(1, 4, 4))
+        for network in networks
+    ]
+    ensemble = Ensemble(fields, Router(_Counted(2)), "full")
+    point = Point(strategy=strategy, solver=solver, steps=5)
+    drawn = draw(ensemble, point, 0, 0, 7)
+    assert sum(drawn.expert_rows) == 7 * experts
+    assert drawn.router_rows == 7 * routed
+    assert drawn.flop == 7 * (experts * 2 * 16 * 16 + routed * 2 * 16 * 2)
+    assert [entry["t"] for entry in drawn.use] == pytest.approx(
+        [1, 0.8, 0.6, 0.4, 0.2] if solver == "euler" else [1, 0.8, 0.6, 0.4, 0.2, 0]
+    )
+    for entry in drawn.use:
+        assert sum(entry["weights"]) == pytest.approx(1)
+        assert ("largest" in entry) == (strategy != "draw")
+
+
+def test_what_has_no_effect_does_not_tell_samples_apart() -> None:
+    assert canonical(Point(strategy="top-2"), True) == canonical(Point(strategy="full"), True)
+    drawn = Point(strategy="draw", router_temperature=2.0)
+    assert canonical(drawn, False) == canonical(Point(strategy="draw", calibration="experts"), False)
+    assert canonical(Point(strategy="full", router_temperature=2.0), False) != canonical(
+        Point(strategy="full"), False
+    )
+    blended = Point(conversion="exact, blend")
+    assert canonical(blended, False) == canonical(Point(), False)
+    assert canonical(Point(conversion="exact, raw"), False) != canonical(Point(), False)

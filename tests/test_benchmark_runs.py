@@ -1,0 +1,246 @@
+"""Benchmarks that are run, killed, changed and confirmed: nothing is done twice, nothing is confused."""
+
+import json
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import hddm
+from hddm.benchmark.protocol import chosen
+from hddm.benchmark.results import Results, read_results
+from hddm.benchmark.schema import BenchmarkSettings
+from hddm.errors import HddmError
+from tests.benchmark_files import life, run_inline, settings, write_sides
+
+MOMENTS = [
+    # Within the first training, within the second, with its weights written and its losses not, between two.
+    ("os.rename", "step_00000004"),
+    ("os.rename", "step_00000006"),
+    ("open", ".job.json"),
+    ("os.rename", ".work"),
+    ("os.rename", "router-"),
+    ("os.rename", "ensemble-"),
+    ("os.rename", "samples-"),
+    ("os.rename", "scores-"),
+    ("os.rename", "results.json"),
+]
+
+
+@dataclass(frozen=True)
+class Finished:
+    """Where the images lie, and a benchmark that ran in one go."""
+
+    data: Path
+    out: Path
+    settings: BenchmarkSettings
+    results: Results
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    folder = tmp_path_factory.mktemp("benchmark")
+    data, out, made = write_sides(folder / "data"), folder / "out", settings()
+    return Finished(data, out, made, run_inline(made, out, data))
+
+
+def _figures(out: Path) -> dict[str, Any]:
+    """Results without what another run of the same cannot repeat: the time that it took."""
+    content = json.loads((out / "results.json").read_text())
+
+    def bare(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: bare(one) for key, one in value.items() if key != "seconds"}
+        return [bare(one) for one in value] if isinstance(value, list) else value
+
+    found: dict[str, Any] = bare(content)
+    return found
+
+
+def _jobs(out: Path, kind: str) -> dict[str, int]:
+    return {path.name: path.stat().st_mtime_ns for path in (out / "jobs").glob(f"{kind}-*")}
+
+
+def test_a_benchmark_that_is_killed_again_and_again_finds_what_one_in_one_go_does(
+    finished: Finished, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    for moment in MOMENTS:
+        assert life(finished.settings, out, finished.data, moment) == -signal.SIGKILL, moment
+        assert moment[1] == "results.json" or not (out / "results.json").exists()
+    assert life(finished.settings, out, finished.data, None) == 0
+    assert _figures(out) == _figures(finished.out)
+    assert {kind: len(_jobs(out, kind)) for kind in ("expert", "samples", "scores")} == {
+        kind: len(_jobs(finished.out, kind)) for kind in ("expert", "samples", "scores")
+    }
+    assert not list((out / "jobs").glob(".*"))
+
+
+def test_a_finished_benchmark_does_nothing_again(finished: Finished) -> None:
+    before = {
+        kind: _jobs(finished.out, kind) for kind in ("expert", "router", "samples", "scores", "features")
+    }
+    again = run_inline(finished.settings, finished.out, finished.data)
+    assert again == finished.results
+    assert before == {kind: _jobs(finished.out, kind) for kind in before}
+
+
+def test_another_strategy_draws_other_samples_of_the_same_experts(finished: Finished, tmp_path: Path) -> None:
+    changed = settings(tables=[{"name": "models", "base": {"strategy": "top-1"}}])
+    out = tmp_path / "out"
+    results = run_inline(changed, out, finished.data, jobs=finished.out / "jobs")
+    assert not (out / "jobs").exists()
+    assert [one.hash for one in results.models] == [one.hash for one in finished.results.models]
+    jobs = {one.row: one.samples for one in finished.results.records if one.table == "strategies"}
+    # Of the mixture these had been drawn already; a single model has no strategy.
+    drawn = {one.row: one.samples for one in results.records}
+    assert drawn["mixed 1:1"] == jobs["top-1"]
+    assert drawn["single model"] == next(
+        one.samples for one in finished.results.records if one.model == "single model"
+    )
+
+
+def test_another_training_setting_trains_anew_what_depends_on_it(finished: Finished, tmp_path: Path) -> None:
+    training = finished.settings.training.model_dump()
+    changed = settings(training=training | {"ddpm": {"learning_rate": 1e-3}})
+    results = run_inline(changed, tmp_path / "out", finished.data, jobs=finished.out / "jobs")
+    before = {one.model: one.experts for one in finished.results.models}
+    after = {one.model: one.experts for one in results.models}
+    assert after["homogeneous flow"] == before["homogeneous flow"]
+    assert after["mixed 1:1"][1] == before["mixed 1:1"][1]
+    assert after["mixed 1:1"][0] != before["mixed 1:1"][0]
+
+
+def test_results_of_other_settings_are_not_replaced_unasked(finished: Finished) -> None:
+    changed = settings(resamples=3)
+    with pytest.raises(HddmError, match=r"holds results of other settings.*--overwrite") as error:
+        run_inline(changed, finished.out, finished.data)
+    assert error.value.details == ("resamples: was 2, is 3",)
+    with pytest.raises(HddmError, match="holds no benchmark"):
+        run_inline(changed, finished.data, finished.data)
+
+
+def test_results_are_read_back_as_they_were_written(finished: Finished) -> None:
+    read = read_results(finished.out)
+    assert read == finished.results
+    assert read.complete
+    assert {table: [row.name for row in rows] for table, rows in read.tables.items()} == {
+        "models": ["single model", "homogeneous flow", "mixed 1:1"],
+        "strategies": ["draw", "top-1", "full"],
+    }
+    assert {(one.objective, one.shard) for one in read.errors} == {
+        ("flow", None),
+        ("flow", 0),
+        ("flow", 1),
+        ("ddpm", 0),
+    }
+    assert {one.kind for one in read.losses} == {"single", "expert", "router"}
+    (router,) = read.routers
+    assert len(router.temperatures) > 1
+
+
+def test_every_model_of_a_benchmark_opens_under_its_name(finished: Finished) -> None:
+    for name in ("single-model", "ensembles/homogeneous-flow", "ensembles/mixed-1-1"):
+        samples = hddm.sample(hddm.load(finished.out / "seed_0" / name), 2, steps=2)
+        assert samples.isfinite().all()
+
+
+def test_a_verdict_needs_three_seeds_and_is_paired(finished: Finished) -> None:
+    assert {one.judgement for one in finished.results.verdicts} == {"no verdict"}
+    assert [one.against for one in finished.results.verdicts if one.kind == "model"] == [
+        "homogeneous flow",
+        "single model",
+    ]
+
+
+def test_choosing_never_reads_held_out_images_and_says_what_it_scored_on(
+    finished: Finished, tmp_path: Path
+) -> None:
+    assert finished.results.score_on == "validation"
+    scores = finished.results.records[0].scores
+    assert "to_validation" in scores
+    assert "held_out" not in json.dumps(scores)
+    data = write_sides(tmp_path / "data")
+    for image in (data / "test").rglob("*.png"):
+        image.write_bytes(b"no image")
+    run_inline(settings(), tmp_path / "out", data)
+
+
+def test_confirming_takes_fresh_seeds_and_held_out_images(finished: Finished, tmp_path: Path) -> None:
+    confirming = chosen(finished.settings, held_out=True)
+    assert (confirming.score_on, confirming.seeds) == ("held-out", (5,))
+    results = run_inline(confirming, tmp_path / "out", finished.data, jobs=finished.out / "jobs")
+    assert results.images["fresh"] == 40
+    assert {one.seed for one in results.records} == {5}
+    assert "to_held_out" in results.records[0].scores
+    assert "validation" not in json.dumps(results.records[0].scores)
+    # The same images were trained on, and the same features measure both.
+    for name in ("training", "shards", "features"):
+        assert results.hashes[name] == finished.results.hashes[name]
+    with pytest.raises(HddmError, match="seed 0 is one that settings are chosen on"):
+        chosen(finished.settings, seeds="0,5", held_out=True)
+
+
+def test_objectives_by_error_are_those_of_the_better_expert_on_validation_images(
+    finished: Finished, tmp_path: Path
+) -> None:
+    models = [
+        {"name": "homogeneous flow", "objectives": "flow"},
+        {"name": "homogeneous DDPM", "objectives": "ddpm"},
+        {"name": "by error", "objectives": "by-error"},
+        {"name": "1:1 by error", "objectives": "1:1 by-error"},
+    ]
+    changed = settings(models=models, compare={}, tables=[{"name": "models"}])
+    results = run_inline(changed, tmp_path / "out", finished.data, jobs=finished.out / "jobs")
+    error = {(one.objective, one.shard): one.calibrated["mean"] for one in results.errors}
+    gaps = [error["ddpm", k] - error["flow", k] for k in range(2)]
+    found = {one.model: one.objectives for one in results.models}
+    assert found["by error"] == tuple("ddpm" if gap < 0 else "flow" for gap in gaps)
+    best = gaps.index(min(gaps))
+    assert found["1:1 by error"] == tuple("ddpm" if k == best else "flow" for k in range(2))
+
+
+def test_converted_experts_share_their_steps_between_both_objectives(
+    finished: Finished, tmp_path: Path
+) -> None:
+    models = [{"name": "converted", "objectives": "flow", "converted": 0.5}]
+    changed = settings(models=models, compare={}, tables=[{"name": "models"}])
+    out = tmp_path / "out"
+    results = run_inline(changed, out, finished.data, jobs=finished.out / "jobs")
+    (model,) = results.models
+    assert model.steps == (6, 6)
+    facts = json.loads((out / model.folder / "experts" / "0" / "expert.json").read_text())
+    assert (facts["objective"], facts["prediction_type"], facts["training"]["steps"]) == (
+        "flow",
+        "epsilon",
+        3,
+    )
+    assert {one.objective for one in results.errors} == {"ddpm", "converted"}
+
+
+def test_a_finished_model_is_compared_by_its_path(finished: Finished, tmp_path: Path) -> None:
+    path = finished.out / "seed_0" / "ensembles" / "mixed-1-1"
+    models = [{"name": "mine", "kind": "finished", "path": str(path)}]
+    changed = settings(models=models, compare={}, tables=[{"name": "models", "base": {"strategy": "top-1"}}])
+    results = run_inline(changed, tmp_path / "out", finished.data, jobs=finished.out / "jobs")
+    known = next(one for one in finished.results.records if (one.table, one.row) == ("strategies", "top-1"))
+    assert results.records[0].scores == known.scores
+    assert results.models[0].training_flop is None
+    assert results.tables["models"][0].training_flop is None
+    assert results.models[0].objectives == ("ddpm", "flow")
+
+
+def test_samples_in_pieces_are_those_in_one(
+    finished: Finished, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hddm.benchmark.samples.PIECE", 15)
+    out, jobs = tmp_path / "out", finished.out / "jobs"
+    cut = run_inline(finished.settings, out, finished.data, jobs=jobs).records[0].samples
+    (whole,) = finished.results.records[0].samples
+    pixels = [load_file(jobs / name / "samples.safetensors")["pixels"] for name in (*cut, whole)]
+    assert [len(part) for part in pixels] == [15, 15, 10, 40]
+    assert torch.cat(pixels[:3]).int().sub(pixels[3].int()).abs().max() <= 1

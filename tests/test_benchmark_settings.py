@@ -1,0 +1,93 @@
+"""Settings of benchmarks: presets are whole, and slips in a file are named."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from hddm.benchmark.load_settings import load_settings, parse_settings, preset_names
+from hddm.benchmark.protocol import chosen, parse_seeds
+from hddm.benchmark.schema import table_points
+from hddm.errors import HddmError
+from tests.benchmark_files import CONTENT, settings
+
+
+def test_the_presets_are_there_and_choose_before_they_confirm() -> None:
+    assert preset_names() == ["cifar10", "cifar10-small", "digits"]
+    for name in preset_names():
+        preset = load_settings(name)
+        assert preset.name == name
+        assert preset.score_on == "validation"
+        assert (preset.seeds, preset.confirmation_seeds) == ((0, 1, 2, 3, 4), (5, 6, 7, 8, 9))
+        confirming = chosen(preset, held_out=True)
+        assert (confirming.score_on, confirming.seeds) == ("held-out", (5, 6, 7, 8, 9))
+
+
+def test_a_file_of_ones_own_says_the_same(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(yaml.safe_dump(CONTENT))
+    assert load_settings(str(path)) == settings()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"dta": {}}, "unknown key 'dta'; did you mean 'data'"),
+        ({"partition": {"shrads": 2}}, "unknown key 'partition.shrads'; did you mean 'shards'"),
+        ({"models": [{"name": "a", "knd": "single"}]}, "'models.0.knd'; did you mean 'kind'"),
+        (
+            {"training": {"expert": {"stpes": 3}, "router": {}}},
+            "'training.expert.stpes'; did you mean 'steps'",
+        ),
+        (
+            {"models": [{"name": "a", "training": {"sze": "tiny"}}]},
+            "'models.0.training.sze'; did you mean 'size'",
+        ),
+        ({"sampling": {"solver": "eular"}}, "unknown solver 'eular'"),
+        ({"sampling": {"strategy": "top-0"}}, "unknown strategy 'top-0'"),
+        ({"tables": [{"name": "a", "vary": {"step": [3]}}]}, "no setting of sampling is called 'step'"),
+        ({"tables": [{"name": "a", "models": ["b"]}]}, "there is no model 'b'"),
+        ({"data": {"source": "digits"}}, "score_on: validation needs a data.validation_share"),
+        ({"models": [{"name": "a", "kind": "finished"}]}, "path and kind: finished go together"),
+        ({"models": [{"name": "a"}, {"name": "a"}]}, "two models are called 'a'"),
+        ({"models": [{"name": "a", "objectives": 63}]}, "write it in quotes"),
+        (
+            {"models": [{"name": "a", "objectives": "1:3"}], "compare": {}},
+            "are of 4 experts, and partition.shards",
+        ),
+    ],
+)
+def test_a_slip_is_named_with_its_remedy(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(HddmError) as error:
+        parse_settings(CONTENT | {"tables": [{"name": "models"}]} | changes, "mine.yaml")
+    assert message in error.value.message
+    assert error.value.message.startswith("mine.yaml: ")
+
+
+def test_an_unknown_preset_names_those_that_there_are() -> None:
+    with pytest.raises(HddmError, match=r"digit: no such preset; did you mean 'digits'\?.*cifar10-small"):
+        load_settings("digit")
+    with pytest.raises(HddmError, match=r"nowhere\.yaml: cannot be read"):
+        load_settings("./nowhere.yaml")
+
+
+def test_a_table_varies_one_setting_after_the_other_from_its_base() -> None:
+    vary = {"solver": ["euler", "heun"], "steps": [2, 5]}
+    one = settings(tables=[{"name": "a", "vary": vary}])
+    points = [(point.solver, point.steps) for point in table_points(one, one.tables[0])]
+    assert points == [("euler", 2), ("heun", 2), ("euler", 5)]
+    whole = settings(tables=[{"name": "a", "vary": vary, "product": True}])
+    points = [(point.solver, point.steps) for point in table_points(whole, whole.tables[0])]
+    assert points == [("euler", 2), ("euler", 5), ("heun", 2), ("heun", 5)]
+
+
+def test_seeds_are_ranges_and_lists() -> None:
+    assert parse_seeds("0-4") == (0, 1, 2, 3, 4)
+    assert parse_seeds("5,6") == (5, 6)
+    assert parse_seeds("0-1,7") == (0, 1, 7)
+    for text in ("", "a", "4-2", "-1"):
+        with pytest.raises(HddmError, match="is no seed"):
+            parse_seeds(text)
+    with pytest.raises(HddmError, match="comes twice"):
+        parse_seeds("0-2,1")
