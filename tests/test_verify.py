@@ -21,7 +21,7 @@ from hddm.model_folders import WEIGHTS
 from hddm.predictions import PredictionType
 from hddm.schedules import LinearSchedule
 from hddm.tensors import generator
-from hddm.training import verify as verifying
+from hddm.training import judging
 from hddm.training.continuation import continue_expert
 from hddm.training.denoising import Denoising, Level, denoising
 from hddm.training.expert import train_expert
@@ -166,16 +166,26 @@ def _stub(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> None:
     """Verifying finds these errors, on whatever images."""
     late = (Level(0.95, 0.5, 0.5, 1.5), Level(0.99, 0.5, 0.5, 1.5), Level(1.0, 0.5, 0.5, 1.5))
     found = Denoising((Level(0.5, 0.4, 0.5, 1.5),), 0.1, 0.01, 0.1, 0.01, late)
-    monkeypatch.setattr(verifying, "denoising", lambda *_: replace(found, **changes))
+    monkeypatch.setattr(judging, "denoising", lambda *_: replace(found, **changes))
 
 
-def test_an_expert_without_a_calibration_is_told_to_take_one(
-    class_expert: Path, held_out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_what_a_network_of_noise_does_by_itself_near_the_end_is_noted(
+    whole: Path, held_out: Path, tmp_path: Path
 ) -> None:
-    _stub(monkeypatch, late=(Level(0.99, 250.0, 0.5, 1.5),))
-    folder = copied(class_expert, tmp_path)
-    (folder / CALIBRATION).unlink()
-    verdict = verify_expert(folder, held_out)
+    """An error of the noise counts 1/(1 - t)² times there, and the moments alone cannot tell classes."""
+    out = tmp_path / "expert"
+    train_expert(whole, out, expert_settings("ddpm", steps=150, batch_size=64, class_conditional=True))
+    assert verify_expert(out, held_out).accepted
+    tensors = load_file(out / CALIBRATION)
+    tensors["weights"][2:] = 0.8
+    save_file(tensors, out / CALIBRATION)
+    verdict = verify_expert(out, held_out)
+    assert verdict.accepted
+    (note,) = verdict.notes
+    assert note.startswith("at t = 0.99 its error is ")
+    assert note.endswith("train it for longer")
+    (out / CALIBRATION).unlink()
+    verdict = verify_expert(out, held_out)
     assert verdict.accepted
     (note,) = verdict.notes
     assert note.endswith("it has no calibration; hddm calibrate fits one")

@@ -19,14 +19,11 @@ from hddm.errors import HddmError
 from hddm.experts import EXPERT_FILE, NULL_FILE, Expert, open_expert
 from hddm.load import field_of
 from hddm.model_folders import WEIGHTS
-from hddm.training.denoising import Denoising, denoising
-from hddm.training.shard_fit import check_fit, conditions_at, conditions_of
+from hddm.training.denoising import Denoising
+from hddm.training.judging import judge
+from hddm.training.shard_fit import check_fit
 from hddm.weight_files import sha256_of
 
-IMAGES = 512
-"""A check looks at so many images at most, spread evenly over them."""
-SURE = 2.0
-"""Deviations that an expert must be better than a Gaussian by."""
 KNOWN = frozenset(
     {EXPERT_FILE, NULL_FILE, EXTRAS_FILE, CALIBRATION, WEIGHTS, ADAPTER_CONFIG, ADAPTER_WEIGHTS}
 ) | {"config.json"}
@@ -100,24 +97,14 @@ def verify_expert(
     except HddmError as error:
         return Verdict(folder, files, _lines(error), tuple(notes))
     problems = _provenance(expert)
-    judged, unconditional, images = None, None, 0
+    judged = None
     if data is not None and not problems:
         try:
             shard = open_shard(data)
             notes += _belongs(shard, expert)
-            rows = torch.linspace(0, len(shard) - 1, min(len(shard), IMAGES)).round().long()
-            images = len(rows)
-            given = conditions_at(rows, conditions_of(shard, field), shard, field)
-            judged = denoising(field, shard.take(rows), given, seed)
-            problems += _judge(judged, images)
-            (notes if expert.calibration is None else problems).extend(_late(judged, expert))
-            if given and set(given) <= set(field.null_conditions):
-                nulls = {name: field.null_conditions[name] for name in given}
-                none = {name: null.expand(images, *null.shape) for name, null in nulls.items()}
-                unconditional = denoising(field, shard.take(rows), none, seed)
-                found = [f"without {', '.join(nulls)}: {text}" for text in _judge(unconditional, images)]
-                is_learnt = expert.facts.training.get("condition_dropout") != 0
-                (problems if is_learnt else notes).extend(found)
+            judged = judge(expert, field, shard, seed)
+            problems += judged.problems
+            notes += judged.notes
         except HddmError as error:
             problems += _lines(error)
     return Verdict(
@@ -129,9 +116,9 @@ def verify_expert(
         sum(p.numel() for p in expert.network.parameters()),
         base,
         expert.facts.shard.hash if expert.facts.shard else None,
-        images,
-        judged,
-        unconditional,
+        judged.images if judged else 0,
+        judged.denoising if judged else None,
+        judged.unconditional if judged else None,
     )
 
 
@@ -196,49 +183,6 @@ def _belongs(shard: Shard, expert: Expert) -> list[str]:
             f"{shard.folder}: the expert was trained on these images; hddm partition --held-out keeps some"
         ]
     return []
-
-
-def _judge(found: Denoising, images: int) -> list[str]:
-    """What speaks against it in its errors on so many images, at most one thing."""
-    if not math.isfinite(found.expert):
-        return ["its velocities are not finite"]
-    if found.margin <= 0:
-        return [
-            f"it denoises no better than a Gaussian: error {found.expert:.4f}, the Gaussian's "
-            f"{found.gaussian:.4f}; it is untrained, or its record says wrongly what it predicts"
-        ]
-    alone = "up to t = 0.5, where its network stands alone, its error is"
-    if found.low <= 0:
-        return [
-            f"{alone} {-found.low:.4f} above a Gaussian's; it is hardly trained, or its record says wrongly "
-            "what it predicts"
-        ]
-    remedy = f"take more held-out images than {images}" if images < IMAGES else "train it for longer"
-    return [
-        f"{what} {gain:.4f} ± {deviation:.4f} below a Gaussian's, so it is not shown to be better; {remedy}"
-        for what, gain, deviation in (
-            ("its error is", found.margin, found.deviation),
-            (alone, found.low, found.low_deviation),
-        )
-        if not gain >= SURE * deviation
-    ][:1]
-
-
-def _late(found: Denoising, expert: Expert) -> list[str]:
-    """What to do where sampling, which begins near t = 1, would begin with nonsense."""
-    worse = next((level for level in found.late if not level.expert <= level.zero), None)
-    if worse is None:
-        return []
-    if expert.calibration is None:
-        remedy = "it has no calibration; hddm calibrate fits one"
-    elif expert.facts.training_calibration:
-        remedy = "the calibration that it was trained in is spoilt; take the expert anew"
-    else:
-        remedy = "its calibration is spoilt; hddm calibrate fits another"
-    return [
-        f"at t = {worse.t:g} its error is {worse.expert:.4f}, and that of no velocity at all "
-        f"{worse.zero:.4f}: {remedy}"
-    ]
 
 
 def _lines(error: HddmError) -> tuple[str, ...]:
