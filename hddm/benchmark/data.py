@@ -12,9 +12,9 @@ from torch import Tensor
 from hddm.benchmark.digits import write_digits
 from hddm.benchmark.schema import DataSettings, PartitionSettings, Split
 from hddm.benchmark.store import Job, Store, making
-from hddm.data.images import load_images, to_bytes
+from hddm.data.images import decode, load_images, to_bytes
 from hddm.data.partition import partition
-from hddm.data.shards import HELD_OUT, Manifest, Shard, find_shards, load_shard, read_manifest
+from hddm.data.shards import HELD_OUT, Manifest, Shard, find_shards, load_shard, read_content, read_manifest
 from hddm.data.sources import open_source
 from hddm.errors import HddmError
 from hddm.files import link_or_copy
@@ -58,6 +58,12 @@ class Divided:
         """Validation images of a shard, where there are any."""
         folder = self.shards / HELD_OUT / f"shard_{shard}"
         return folder if folder.is_dir() else None
+
+    @property
+    def side(self) -> tuple[int, ...]:
+        """(H, W) of an image."""
+        folder, entry = self.shard_folders[0], self.manifests[0].images[0]
+        return decode(read_content(folder, entry), folder / entry.file).shape[:2]
 
     @property
     def hashes(self) -> list[str]:

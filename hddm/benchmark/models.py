@@ -184,6 +184,12 @@ class Zoo:
                 f"{model.path}: makes latents; sample it with hddm sample, and compare the images with hddm "
                 "evaluate"
             )
+        sides = {tuple(record["sample_shape"][1:]) for record in records}
+        if sides != {self.divided.side}:
+            raise HddmError(
+                f"{model.path}: makes images of (H, W) {sorted(sides)}, and the data's are "
+                f"{self.divided.side}; take data of that size"
+            )
         source = Source(model.path, model_hash(model.path), is_expert)
         objectives = tuple(str(record.get("objective")) for record in records)
         link = Path(f"seed_{self.seed}") / "finished" / slug(model.name)

@@ -78,7 +78,8 @@ def check_out(out: Path, settings: BenchmarkSettings, overwrite: bool = False) -
     """Refuse a folder that holds anything but this benchmark.
 
     Raises:
-        HddmError: for results of other settings without ``overwrite``, and for a folder of another kind.
+        HddmError: for results of other settings, or of other seeds beside these, without ``overwrite``, and
+            for a folder of another kind.
     """
     if not out.exists() or (out.is_dir() and not any(out.iterdir())):
         check_absent(out, SETTINGS_FILE, overwrite=True)
@@ -87,8 +88,11 @@ def check_out(out: Path, settings: BenchmarkSettings, overwrite: bool = False) -
         raise HddmError(f"{out} exists and holds no benchmark: choose another folder")
     if overwrite or not (out / RESULTS_FILE).is_file():
         return
-    before = read_json(out / SETTINGS_FILE).get("settings", {})
-    differing = differences(before, settings.model_dump(mode="json"))
+    before, now = read_json(out / SETTINGS_FILE).get("settings", {}), settings.model_dump(mode="json")
+    if set(before.get("seeds", ())) <= set(settings.seeds):
+        # More of the same loses nothing.
+        before["seeds"] = now["seeds"]
+    differing = differences(before, now)
     if differing:
         raise HddmError(
             f"{out}: holds results of other settings; choose another folder, to which --jobs {out / 'jobs'} "
