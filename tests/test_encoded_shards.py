@@ -1,12 +1,16 @@
 """Encoded shards, opened: draws from the posterior, mirrored rows, files mapped and checked."""
 
 import json
+import os
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from hddm.data import verified
 from hddm.data.encoded_shards import load_encoded
 from hddm.data.encoding import encode_shards
 from hddm.data.encoding_plan import EncodingSettings, plan_encoding
@@ -14,6 +18,7 @@ from hddm.data.latents import LatentStore, Rows
 from hddm.data.open_shard import open_shard
 from hddm.data.shards import MIN_IMAGES, find_shards
 from hddm.errors import HddmError
+from hddm.weight_files import sha256_of
 from tests.artefacts import copied, edit_json
 from tests.component_files import write_vae
 from tests.shard_files import noise, write_partition, write_shard
@@ -113,11 +118,11 @@ def test_files_are_mapped_and_not_copied_into_memory(tmp_path: Path) -> None:
         lines = Path("/proc/self/status").read_text().splitlines()
         return next(int(line.split()[1]) for line in lines if line.startswith("RssAnon")) * 1024
 
-    images = noise(32, 512, 512)
+    images = noise(48, 512, 512)
     write_shard(tmp_path / "source", images)
     plan = plan_encoding(tmp_path / "source", EncodingSettings())
-    encode_shards(plan, tmp_path / "out", file_bytes=8 * plan.row_bytes)
-    size = 32 * plan.row_bytes
+    encode_shards(plan, tmp_path / "out", file_bytes=12 * plan.row_bytes)
+    size = 48 * plan.row_bytes
     assert size > 25e6
     before = anonymous()
     shard = open_shard(tmp_path / "out")
@@ -140,6 +145,103 @@ def test_a_changed_or_missing_file_is_named(name: str, encoded: Path, tmp_path: 
     (folder / name).unlink()
     with pytest.raises(HddmError, match=f"{name}: named by the manifest, and missing"):
         open_shard(folder)
+
+
+@pytest.fixture
+def hashed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the files that are read to be hashed; none is too young to be remembered."""
+    names: list[str] = []
+
+    def counted(path: Path) -> str:
+        names.append(path.name)
+        return sha256_of(path)
+
+    monkeypatch.setattr(verified, "SETTLED", 0)
+    monkeypatch.setattr(verified, "sha256_of", counted)
+    return names
+
+
+def _opened_once(encoded: Path, tmp_path: Path) -> Path:
+    folder = copied(encoded, tmp_path)
+    (folder / verified.RECORD).unlink(missing_ok=True)
+    # Longer than a tick of the file system's clock.
+    time.sleep(0.05)
+    open_shard(folder)
+    time.sleep(0.05)
+    return folder
+
+
+DATA = [f"data-{k:05d}.safetensors" for k in range(4)]
+
+
+def test_files_that_are_untouched_since_are_not_hashed_again(
+    encoded: Path, hashed: list[str], tmp_path: Path
+) -> None:
+    folder = _opened_once(encoded, tmp_path)
+    assert sorted(hashed) == [*DATA, "images.jsonl"]
+    before = open_shard(encoded).images
+    hashed.clear()
+    assert torch.equal(open_shard(folder).images, before)
+    assert hashed == []
+    content = (folder / DATA[2]).read_bytes()
+    (folder / DATA[2]).unlink()
+    (folder / DATA[2]).write_bytes(content)
+    open_shard(folder)
+    assert hashed == [DATA[2]]
+
+
+@pytest.mark.parametrize("is_replaced", [False, True])
+def test_a_changed_file_is_noticed_whatever_its_size_and_date(
+    is_replaced: bool, encoded: Path, hashed: list[str], tmp_path: Path
+) -> None:
+    folder = _opened_once(encoded, tmp_path)
+    path = folder / DATA[1]
+    status, content = path.stat(), bytearray(path.read_bytes())
+    content[-3] ^= 1
+    target = tmp_path / "new" if is_replaced else path
+    target.write_bytes(content)
+    os.utime(target, ns=(status.st_atime_ns, status.st_mtime_ns))
+    target.replace(path)
+    for _ in range(2):
+        with pytest.raises(HddmError, match=f"{DATA[1]}: changed since it was encoded"):
+            open_shard(folder)
+
+
+def test_a_copy_and_a_manifest_of_another_hash_are_not_taken_for_verified(
+    encoded: Path, hashed: list[str], tmp_path: Path
+) -> None:
+    folder = _opened_once(encoded, tmp_path)
+    hashed.clear()
+    open_shard(copied(folder, tmp_path / "copies"))
+    assert sorted(hashed) == [*DATA, "images.jsonl"]
+    data = json.loads((folder / "manifest.json").read_text())["data"]
+    edit_json(folder / "manifest.json", data=[{**data[0], "sha256": data[1]["sha256"]}, *data[1:]])
+    with pytest.raises(HddmError, match=f"{DATA[0]}: changed since it was encoded"):
+        open_shard(folder)
+
+
+def test_a_file_that_was_written_just_now_is_hashed_again(
+    encoded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Within a tick of the file system's clock, here of an hour, it could change unseen."""
+    assert verified.SETTLED >= 2 * 10**9
+    monkeypatch.setattr(verified, "SETTLED", 3600 * 10**9)
+    folder = _opened_once(encoded, tmp_path)
+    assert not (folder / verified.RECORD).exists()
+
+
+@pytest.mark.parametrize("spoil", [lambda path: path.mkdir(), lambda path: path.write_text('{"a": [1')])
+def test_a_record_that_cannot_be_read_or_written_costs_time_alone(
+    spoil: Callable[[Path], None], encoded: Path, hashed: list[str], tmp_path: Path
+) -> None:
+    folder = _opened_once(encoded, tmp_path)
+    (folder / verified.RECORD).unlink()
+    spoil(folder / verified.RECORD)
+    names = sorted(path.name for path in folder.iterdir())
+    hashed.clear()
+    open_shard(folder)
+    assert sorted(hashed) == [*DATA, "images.jsonl"]
+    assert sorted(path.name for path in folder.iterdir()) == names
 
 
 def test_a_manifest_that_contradicts_itself_or_its_files_is_refused(encoded: Path, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""An encoded shard, opened: every file checked, every tensor mapped."""
+"""An encoded shard, opened: every file checked against its hash, every tensor mapped."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -30,12 +30,15 @@ from hddm.data.shards import (
 )
 from hddm.data.stored import Stored
 from hddm.data.texts import TokenStore
+from hddm.data.verified import Verified
 from hddm.errors import HddmError
-from hddm.weight_files import inside, read_safetensors, sha256_of
+from hddm.weight_files import inside, read_safetensors
 
 
 def load_encoded(folder: Path) -> Shard:
     """The encoded shard in ``folder``; its tensors stay on disk until they are taken.
+
+    Files that were hashed by an earlier call, and are untouched since, are not read (`hddm.data.verified`).
 
     Raises:
         HddmError: for a file that is outside the folder, missing or changed, for files that do not hold what
@@ -46,17 +49,19 @@ def load_encoded(folder: Path) -> Shard:
         raise HddmError(
             f"{folder}: has {manifest.num_rows} images; an expert needs at least {MIN_IMAGES} to train on"
         )
-    entries = _entries(folder, manifest)
+    verified = Verified(folder)
+    entries = _entries(folder, manifest, verified)
     try:
         layout = layout_of(manifest.encoding, manifest.vae, manifest.text_encoder)
     except HddmError as error:
         raise HddmError(f"{folder / MANIFEST}: {error}") from error
-    parts = [_open(folder, one, layout) for one in manifest.data]
+    parts = [_open(folder, one, layout, verified) for one in manifest.data]
     texts = None
     if manifest.null is not None:
         shape, dtype = layout[TOKENS]
-        null = _open(folder, manifest.null, {TOKENS: (shape, dtype)})[TOKENS]
+        null = _open(folder, manifest.null, {TOKENS: (shape, dtype)}, verified)[TOKENS]
         texts = TokenStore(_rows(parts, TOKENS), null[0].float())
+    verified.keep()
     return Shard(
         folder,
         manifest.shard,
@@ -74,9 +79,9 @@ def load_encoded(folder: Path) -> Shard:
     )
 
 
-def _entries(folder: Path, manifest: EncodedManifest) -> list[ImageEntry]:
+def _entries(folder: Path, manifest: EncodedManifest, verified: Verified) -> list[ImageEntry]:
     """The images that have a row, in its order."""
-    path = _checked(folder, manifest.images)
+    path = _checked(folder, manifest.images, verified)
     entries = read_entries(path)
     check_entries(path, entries, manifest.classes, manifest.hash)
     skipped = {one.file for one in manifest.skipped}
@@ -88,8 +93,8 @@ def _entries(folder: Path, manifest: EncodedManifest) -> list[ImageEntry]:
     return entries
 
 
-def _open(folder: Path, facts: FileFacts, layout: Layout) -> Mapping[str, Tensor]:
-    tensors = read_safetensors(_checked(folder, facts))
+def _open(folder: Path, facts: FileFacts, layout: Layout, verified: Verified) -> Mapping[str, Tensor]:
+    tensors = read_safetensors(_checked(folder, facts, verified))
     expected = {name: ((facts.rows, *shape), dtype) for name, (shape, dtype) in layout.items()}
     found = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
     if found != expected:
@@ -97,11 +102,11 @@ def _open(folder: Path, facts: FileFacts, layout: Layout) -> Mapping[str, Tensor
     return tensors
 
 
-def _checked(folder: Path, facts: FileFacts) -> Path:
+def _checked(folder: Path, facts: FileFacts, verified: Verified) -> Path:
     path = inside(folder, facts.file)
     if not path.is_file():
         raise HddmError(f"{folder / facts.file}: named by the manifest, and missing; take the shard anew")
-    if sha256_of(path) != facts.sha256:
+    if not verified.matches(facts.file, facts.sha256):
         raise HddmError(f"{folder / facts.file}: changed since it was encoded; take the shard anew")
     return path
 
