@@ -3,7 +3,7 @@
 import copy
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -250,6 +250,19 @@ def open_expert(folder: Path, bases: Mapping[str, Path] | None = None) -> Unread
     if unknown:
         raise HddmError(f"{folder / NULL_FILE}: holds {unknown}, which are no conditions of this expert")
     return UnreadExpert(folder, unread, facts, calibration, nulls, base)
+
+
+def refuse_base(folder: Path, adapter: AdapterFacts | None, bases: Collection[object]) -> None:
+    """Refuse ``bases`` that a user names for an expert which changes no other's weights.
+
+    Raises:
+        HddmError: for a base beside no adapter.
+    """
+    if adapter is None and bases:
+        raise HddmError(
+            f"{folder}: is no adapter, and stands on its own weights; leave the base out, "
+            f"{', '.join(map(str, bases))}"
+        )
 
 
 def base_of(folder: Path, adapter: AdapterFacts, bases: Mapping[str, Path] | None = None) -> Path:

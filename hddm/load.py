@@ -1,6 +1,6 @@
 """Any folder that hddm wrote, or the Paris release, to a velocity field."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -11,7 +11,7 @@ from hddm.ensemble import Ensemble
 from hddm.ensemble_folders import ENSEMBLE_FILE, EnsembleFacts
 from hddm.errors import HddmError
 from hddm.expert_set import ExpertSet, as_field
-from hddm.experts import EXPERT_FILE, Expert, RouterFacts, read_expert
+from hddm.experts import EXPERT_FILE, Expert, RouterFacts, open_expert, refuse_base
 from hddm.models.router import RouterTransformer
 from hddm.networks import adapted
 from hddm.offload import Offload, Shelf
@@ -45,7 +45,8 @@ def load(
             when the adapter was trained. An ensemble holds those of its adapters.
 
     Raises:
-        HddmError: for anything else, or a folder whose parts contradict each other.
+        HddmError: for anything else, a folder whose parts contradict each other, or a base for what is no
+            adapter.
     """
     folder = Path(path)
     if not folder.is_dir():
@@ -53,7 +54,7 @@ def load(
     if (folder / EXPERT_FILE).exists():
         if experts is not None or offload != "none" or max_memory is not None:
             raise HddmError(f"{folder}: is one expert; choosing and offloading experts needs an ensemble")
-        return _field(folder, dtype, device, None if base is None else bases_in([Path(base)]))
+        return _field(folder, dtype, device, [] if base is None else [Path(base)])
     if base is not None:
         raise HddmError(f"{folder}: is no expert folder; a base goes with one adapter")
     parts = open_parts(folder, dtype, experts)
@@ -140,9 +141,11 @@ def field_of(expert: Expert, device: torch.device | str = "cpu") -> VelocityFiel
 
 
 def _field(
-    folder: Path, dtype: torch.dtype, device: torch.device | str, bases: Mapping[str, Path] | None
+    folder: Path, dtype: torch.dtype, device: torch.device | str, bases: Sequence[Path]
 ) -> VelocityField:
-    expert = read_expert(folder, dtype, bases)
+    unread = open_expert(folder, bases_in(bases) if bases else None)
+    refuse_base(folder, unread.facts.adapter, bases)
+    expert = unread.read(dtype)
     try:
         return field_of(expert, device)
     except HddmError as error:

@@ -9,6 +9,7 @@ from pydantic import Field
 from hddm.errors import HddmError
 from hddm.facts import Facts
 from hddm.guidance import Guidance
+from hddm.tensors import available_device
 
 DTYPES = {
     "float32": torch.float32,
@@ -79,14 +80,7 @@ class SampleSettings(Facts):
     @property
     def torch_device(self) -> torch.device:
         """Where networks run; raises `HddmError` for one that is not there."""
-        try:
-            device = torch.device(self.device)
-            torch.empty(1, device=device)
-        # Torch has an error of its own for every kind of absence.
-        except Exception as error:
-            text = " ".join(str(error).split())[:120]
-            raise HddmError(f"--device {self.device}: is not available here ({text})") from error
-        return device
+        return available_device(self.device)
 
     def record(self) -> dict[str, Any]:
         """Plain values for the record beside the images."""

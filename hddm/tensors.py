@@ -6,6 +6,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from hddm.errors import HddmError
+
 
 def append_dims(values: Tensor, ndim: int) -> Tensor:
     """View ``values`` of shape (batch,) as (batch, 1, …, 1) with ``ndim`` dimensions."""
@@ -37,6 +39,21 @@ def parameter_dtype(network: object) -> torch.dtype | None:
 def device_of(network: object) -> torch.device:
     """Device of a module's parameters; the CPU for one without any and for plain functions."""
     return next((p.device for p in _parameters(network)), torch.device("cpu"))
+
+
+def available_device(name: str | torch.device) -> torch.device:
+    """The device of this name.
+
+    Raises:
+        HddmError: for one that is unknown or not there.
+    """
+    try:
+        device = torch.device(name)
+        torch.empty(1, device=device)
+    except Exception as error:  # torch has one of its own for every kind of absence
+        text = " ".join(str(error).split())[:120]
+        raise HddmError(f"--device {name}: is not available here ({text})") from error
+    return device
 
 
 def _parameters(network: object) -> Iterator[Tensor]:

@@ -30,6 +30,7 @@ from hddm.model_folders import WEIGHTS
 from hddm.networks import call
 from hddm.schedules import LinearSchedule
 from hddm.training.lora import adapter_facts, add_adapter, targets_of
+from hddm.training.verify import verify_expert
 from tests.artefacts import Command, contents, edit_json
 from tests.checkpoint_files import dit, randomised
 from tests.ensemble_files import flow_expert
@@ -192,6 +193,14 @@ def test_another_base_is_refused_by_name(base: Path, adapter: Path, tmp_path: Pa
         HddmError, match=r"holds no diffusion_pytorch_model.safetensors; a base is the folder"
     ):
         hddm.load(other, base=adapter)
+
+
+def test_a_base_for_what_is_no_adapter_is_refused(base: Path, adapter: Path) -> None:
+    with pytest.raises(HddmError, match=rf"^{base}: is no adapter.*; leave the base out, {base}$"):
+        hddm.load(base, base=base)
+    with pytest.raises(HddmError, match=r"is no adapter.*leave the base out"):
+        verify_expert(base, bases=[base])
+    assert verify_expert(adapter, bases=[base]).base is not None
 
 
 def _tensors(change: Callable[[dict[str, Tensor]], object]) -> Callable[[Path], None]:

@@ -222,6 +222,14 @@ def test_an_expert_is_judged_without_its_class_too_if_it_learned_that(
     assert found.startswith("without class_labels: it denoises no better than a Gaussian")
 
 
+def test_a_device_that_is_not_there_is_a_clear_error(class_expert: Path, hddm: Command) -> None:
+    for name in ("cuda:99", "toaster"):
+        code, _, err = hddm("verify", class_expert, "--device", name)
+        assert code == 1
+        assert err.startswith(f"hddm: --device {name}: is not available here (")
+        assert err.count("\n") == 1
+
+
 def test_images_of_another_shard_are_refused(class_expert: Path, shards: Path) -> None:
     (problem,) = verify_expert(class_expert, shards / "shard_1").problems
     assert "the expert of shard 0" in problem

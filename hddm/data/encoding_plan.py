@@ -17,6 +17,7 @@ from hddm.data.resize import Crop, Interpolation
 from hddm.data.shards import HELD_OUT, MANIFEST, PARTITION_FILE, Manifest, find_shards, read_manifest
 from hddm.errors import HddmError
 from hddm.facts import Facts
+from hddm.tensors import available_device
 
 if TYPE_CHECKING:
     from diffusers import AutoencoderKL, AutoencoderTiny
@@ -136,7 +137,7 @@ def plan_encoding(
     """
     _check(settings, vae, text_encoder, tokenizer)
     shards = _shards(source)
-    device = _device(settings.device)
+    device = available_device(settings.device)
     network = None if vae is None else read_vae(vae)
     if network is not None:
         # Not diffusers' own `to`, which warns of casts that this is none of.
@@ -252,13 +253,3 @@ def _refuse_without_captions(shards: tuple[SourceShard, ...]) -> None:
                 f"{shard.folder}: {len(lacking)} of {len(shard.manifest.images)} images have no caption, as "
                 f"{lacking[0]}; drop --text-encoder or partition images with captions"
             )
-
-
-def _device(name: str) -> torch.device:
-    try:
-        device = torch.device(name)
-        torch.empty(1, device=device)
-    except Exception as error:  # torch has one of its own for every kind of absence
-        text = " ".join(str(error).split())[:120]
-        raise HddmError(f"--device {name}: is not available here ({text})") from error
-    return device

@@ -16,9 +16,10 @@ from hddm.checkpoints.expert_folders import EXTRAS_FILE
 from hddm.data.open_shard import open_shard
 from hddm.data.shards import Shard
 from hddm.errors import HddmError
-from hddm.experts import EXPERT_FILE, NULL_FILE, Expert, open_expert
+from hddm.experts import EXPERT_FILE, NULL_FILE, Expert, open_expert, refuse_base
 from hddm.load import field_of
 from hddm.model_folders import WEIGHTS
+from hddm.tensors import available_device
 from hddm.training.denoising import Denoising
 from hddm.training.judging import judge
 from hddm.training.shard_fit import check_fit
@@ -83,19 +84,22 @@ def verify_expert(
         device: where it runs.
 
     Raises:
-        HddmError: for a folder that is not there; all else is a problem of the `Verdict`.
+        HddmError: for a folder or device that is not there, and bases of what is no adapter; all else is a
+            problem of the `Verdict`.
     """
     if not folder.is_dir():
         raise HddmError(f"{folder}: no such folder")
+    place = available_device(device)
     files = {str(path.relative_to(folder)): sha256_of(path) for path in _files(folder)}
     notes = [f"{name}: is no file of an expert's; nothing reads it" for name in files if name not in KNOWN]
     try:
         unread = open_expert(folder, bases_in(bases) if bases else None)
         base = unread.facts.adapter.base_sha256 if unread.facts.adapter else None
         expert = unread.read(torch.float32)
-        field = field_of(expert, device)
+        field = field_of(expert, place)
     except HddmError as error:
         return Verdict(folder, files, _lines(error), tuple(notes))
+    refuse_base(folder, unread.facts.adapter, bases)
     problems = _provenance(expert)
     judged = None
     if data is not None and not problems:
