@@ -33,7 +33,7 @@ from hddm.training.lora import adapter_facts, add_adapter, refuse_as_base, save_
 from hddm.training.run_folder import RunOptions
 from hddm.training.runs import finished, train
 from hddm.training.settings import ExpertSettings
-from hddm.training.shard_calibration import calibrated_on, calibration_rows, shard_record
+from hddm.training.shard_calibration import calibrated_on, calibration_rows, placed, shard_record
 from hddm.training.shard_fit import TEXT, check_fit, shard_facts
 from hddm.training.watching import watching
 from hddm.velocity import VelocityField
@@ -126,7 +126,10 @@ def continue_expert(
                 "training_calibration": field.calibration is not None,
             }
         )
-        calibration = field.calibration or calibrated_on(shard, field, given, settings.seed)
+        calibration = field.calibration
+        if calibration is None:
+            with placed(expert.network, fitted.device):
+                calibration = calibrated_on(shard, field, given, settings.seed)
         trained = replace(expert, facts=facts, calibration=calibration)
         if adapter is None:
             save_expert(draft, trained)

@@ -47,7 +47,7 @@ from hddm.training.networks import new_network
 from hddm.training.run_folder import RunOptions
 from hddm.training.runs import finished, train
 from hddm.training.settings import DistillSettings as DistillSettings
-from hddm.training.shard_calibration import calibrated_on
+from hddm.training.shard_calibration import calibrated_on, placed
 from hddm.training.teachers import LABELS, open_teacher
 from hddm.training.watching import watching
 
@@ -113,7 +113,8 @@ def distill(
         network.requires_grad_(False)
         record: dict[str, Any] = fitted.record(used) | {"teacher": teacher.record}
         bare = Expert(network, facts.model_copy(update={"training": record}), None)
-        calibration = calibrated_on(whole, field_of(bare), given, settings.seed)
+        with placed(network, fitted.device):
+            calibration = calibrated_on(whole, field_of(bare, fitted.device), given, settings.seed)
         save_expert(draft, replace(bare, calibration=calibration))
 
     return train(

@@ -19,7 +19,7 @@ from hddm.training.networks import new_network
 from hddm.training.run_folder import RunOptions
 from hddm.training.runs import finished, train
 from hddm.training.settings import ExpertSettings as ExpertSettings
-from hddm.training.shard_calibration import calibrated_on
+from hddm.training.shard_calibration import calibrated_on, placed
 from hddm.training.shard_fit import shard_facts
 from hddm.training.watching import watching
 
@@ -86,7 +86,8 @@ def train_expert(
     def write(draft: Path, fitted: Fitted, used: ExpertSettings) -> None:
         network.requires_grad_(False)
         bare = Expert(network, facts.model_copy(update={"training": fitted.record(used)}), None, texts)
-        calibration = calibrated_on(shard, field_of(bare), given, settings.seed)
+        with placed(network, fitted.device):
+            calibration = calibrated_on(shard, field_of(bare, fitted.device), given, settings.seed)
         save_expert(draft, replace(bare, calibration=calibration))
 
     return train(

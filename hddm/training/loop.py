@@ -70,10 +70,11 @@ Watcher = Callable[[StepReport], None]
 
 @dataclass(frozen=True)
 class Fitted:
-    """What a training left: the loss of every step, and how long it took."""
+    """What a training left: the loss of every step, how long it took, and on which device."""
 
     losses: list[float]
     seconds: float
+    device: torch.device
 
     def record(self, settings: LoopSettings) -> dict[str, Any]:
         """Plain values for the record beside the weights."""
@@ -126,7 +127,7 @@ def fit(
         # What `compile` put there would compile again for every other mode and shape.
         task.network._compiled_call_impl = None
         task.network.to("cpu")
-    return Fitted(state.losses, state.seconds)
+    return Fitted(state.losses, state.seconds, device.target)
 
 
 class _Never:

@@ -22,6 +22,7 @@ from hddm.training.router_calibration import HELD_OUT_SHARE, calibrate_router, h
 from hddm.training.run_folder import RunOptions
 from hddm.training.runs import finished, train
 from hddm.training.settings import RouterSettings as RouterSettings
+from hddm.training.shard_calibration import placed
 from hddm.training.watching import watching
 
 
@@ -95,7 +96,15 @@ def train_router(
         temperatures: tuple[float, ...] = (1.0,)
         if settings.calibrate:
             images, of = stored.take(held, None, None), labels[held]
-            temperatures, figures = calibrate_router(network, TIME_SCALE, images, of, settings.seed)
+            place = fitted.device
+            with placed(network, place):
+                temperatures, figures = calibrate_router(
+                    lambda x, time: network(x.to(place), time.to(place)).cpu(),
+                    TIME_SCALE,
+                    images,
+                    of,
+                    settings.seed,
+                )
             each = of.bincount(minlength=len(shards)).tolist()
             calibration = {"held_out_share": HELD_OUT_SHARE, "held_out_images": each, **figures}
         facts = RouterFacts(
