@@ -236,8 +236,9 @@ class _Trainer:
         state.non_finite += 1
         broken = rows[~losses.isfinite()].tolist() or rows.tolist()
         what = f"step {step}: loss {state.losses[-1]}, gradient norm {norm}, samples {broken[:8]}"
-        nothing = step == self.settings.steps and not any(map(math.isfinite, state.losses))
-        if state.non_finite >= self.settings.max_non_finite or nothing:
+        # The last step alone may be left out like any other; where it is not alone, the training diverged.
+        diverged = step == self.settings.steps and state.non_finite > min(1, step - 1)
+        if state.non_finite >= self.settings.max_non_finite or diverged:
             raise HddmError(
                 f"{what}; the last {state.non_finite} steps were not finite, and nothing was written; try a "
                 "lower --learning-rate"
