@@ -4,6 +4,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,16 @@ def write_sides(folder: Path) -> Path:
     return folder
 
 
+@dataclass(frozen=True)
+class Finished:
+    """Where the images lie, and a benchmark that ran in one go."""
+
+    data: Path
+    out: Path
+    settings: BenchmarkSettings
+    results: Results
+
+
 class Inline:
     """Workers that are this process."""
 
@@ -88,6 +99,12 @@ def run_inline(chosen: BenchmarkSettings, out: Path, data: Path, **options: Any)
     """The benchmark in this process alone, without its page."""
     with mock.patch.object(run, "Workers", Inline), mock.patch.object(run, "write_report"):
         return run.run_benchmark(chosen, out, data, **options)
+
+
+def finish(folder: Path) -> Finished:
+    """A benchmark of `settings` in ``folder``."""
+    data, out, made = write_sides(folder / "data"), folder / "out", settings()
+    return Finished(data, out, made, run_inline(made, out, data))
 
 
 def life(chosen: BenchmarkSettings, out: Path, data: Path, moment: tuple[str, str] | None) -> int:

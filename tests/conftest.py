@@ -3,6 +3,7 @@
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -13,6 +14,9 @@ from hddm.training.expert import train_expert
 from hddm.training.router import train_router
 from hddm_cli.app import app
 from tests.artefacts import Command, expert_settings, router_settings, write_images
+
+if TYPE_CHECKING:
+    from tests.benchmark_files import Finished
 
 torch.set_num_threads(1)
 
@@ -92,6 +96,15 @@ def trio(root: Path, images: Path) -> Trio:
         train_expert(folder / "shards" / f"shard_{k}", folder / "experts" / f"e{k}", settings)
     train_router(folder / "shards", folder / "router", router_settings(steps=30))
     return Trio(folder / "shards", [folder / "experts" / f"e{k}" for k in range(3)], folder / "router")
+
+
+@pytest.fixture(scope="session")
+def miniature(root: Path) -> "Finished":
+    """A benchmark of two shards and one seed, with validation images; see `tests.benchmark_files.CONTENT`."""
+    # Imports what most tests need not wait for.
+    from tests.benchmark_files import finish
+
+    return finish(root / "benchmark")
 
 
 @pytest.fixture

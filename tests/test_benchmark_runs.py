@@ -2,7 +2,6 @@
 
 import json
 import signal
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +11,9 @@ from safetensors.torch import load_file
 
 import hddm
 from hddm.benchmark.protocol import chosen
-from hddm.benchmark.results import Results, read_results
-from hddm.benchmark.schema import BenchmarkSettings
+from hddm.benchmark.results import read_results
 from hddm.errors import HddmError
-from tests.benchmark_files import life, run_inline, settings, write_sides
+from tests.benchmark_files import Finished, life, run_inline, settings, write_sides
 
 MOMENTS = [
     # Within the first training, within the second, with its weights written and its losses not, between two.
@@ -29,23 +27,6 @@ MOMENTS = [
     ("os.rename", "scores-"),
     ("os.rename", "results.json"),
 ]
-
-
-@dataclass(frozen=True)
-class Finished:
-    """Where the images lie, and a benchmark that ran in one go."""
-
-    data: Path
-    out: Path
-    settings: BenchmarkSettings
-    results: Results
-
-
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> Finished:
-    folder = tmp_path_factory.mktemp("benchmark")
-    data, out, made = write_sides(folder / "data"), folder / "out", settings()
-    return Finished(data, out, made, run_inline(made, out, data))
 
 
 def _figures(out: Path) -> dict[str, Any]:
@@ -66,67 +47,69 @@ def _jobs(out: Path, kind: str) -> dict[str, int]:
 
 
 def test_a_benchmark_that_is_killed_again_and_again_finds_what_one_in_one_go_does(
-    finished: Finished, tmp_path: Path
+    miniature: Finished, tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
     for moment in MOMENTS:
-        assert life(finished.settings, out, finished.data, moment) == -signal.SIGKILL, moment
+        assert life(miniature.settings, out, miniature.data, moment) == -signal.SIGKILL, moment
         assert moment[1] == "results.json" or not (out / "results.json").exists()
-    assert life(finished.settings, out, finished.data, None) == 0
-    assert _figures(out) == _figures(finished.out)
+    assert life(miniature.settings, out, miniature.data, None) == 0
+    assert _figures(out) == _figures(miniature.out)
     assert {kind: len(_jobs(out, kind)) for kind in ("expert", "samples", "scores")} == {
-        kind: len(_jobs(finished.out, kind)) for kind in ("expert", "samples", "scores")
+        kind: len(_jobs(miniature.out, kind)) for kind in ("expert", "samples", "scores")
     }
     assert not list((out / "jobs").glob(".*"))
 
 
-def test_a_finished_benchmark_does_nothing_again(finished: Finished) -> None:
+def test_a_finished_benchmark_does_nothing_again(miniature: Finished) -> None:
     before = {
-        kind: _jobs(finished.out, kind) for kind in ("expert", "router", "samples", "scores", "features")
+        kind: _jobs(miniature.out, kind) for kind in ("expert", "router", "samples", "scores", "features")
     }
-    again = run_inline(finished.settings, finished.out, finished.data)
-    assert again == finished.results
-    assert before == {kind: _jobs(finished.out, kind) for kind in before}
+    again = run_inline(miniature.settings, miniature.out, miniature.data)
+    assert again == miniature.results
+    assert before == {kind: _jobs(miniature.out, kind) for kind in before}
 
 
-def test_another_strategy_draws_other_samples_of_the_same_experts(finished: Finished, tmp_path: Path) -> None:
+def test_another_strategy_draws_other_samples_of_the_same_experts(
+    miniature: Finished, tmp_path: Path
+) -> None:
     changed = settings(tables=[{"name": "models", "base": {"strategy": "top-1"}}])
     out = tmp_path / "out"
-    results = run_inline(changed, out, finished.data, jobs=finished.out / "jobs")
+    results = run_inline(changed, out, miniature.data, jobs=miniature.out / "jobs")
     assert not (out / "jobs").exists()
-    assert [one.hash for one in results.models] == [one.hash for one in finished.results.models]
-    jobs = {one.row: one.samples for one in finished.results.records if one.table == "strategies"}
+    assert [one.hash for one in results.models] == [one.hash for one in miniature.results.models]
+    jobs = {one.row: one.samples for one in miniature.results.records if one.table == "strategies"}
     # Of the mixture these had been drawn already; a single model has no strategy.
     drawn = {one.row: one.samples for one in results.records}
     assert drawn["mixed 1:1"] == jobs["top-1"]
     assert drawn["single model"] == next(
-        one.samples for one in finished.results.records if one.model == "single model"
+        one.samples for one in miniature.results.records if one.model == "single model"
     )
 
 
-def test_another_training_setting_trains_anew_what_depends_on_it(finished: Finished, tmp_path: Path) -> None:
-    training = finished.settings.training.model_dump()
+def test_another_training_setting_trains_anew_what_depends_on_it(miniature: Finished, tmp_path: Path) -> None:
+    training = miniature.settings.training.model_dump()
     changed = settings(training=training | {"ddpm": {"learning_rate": 1e-3}})
-    results = run_inline(changed, tmp_path / "out", finished.data, jobs=finished.out / "jobs")
-    before = {one.model: one.experts for one in finished.results.models}
+    results = run_inline(changed, tmp_path / "out", miniature.data, jobs=miniature.out / "jobs")
+    before = {one.model: one.experts for one in miniature.results.models}
     after = {one.model: one.experts for one in results.models}
     assert after["homogeneous flow"] == before["homogeneous flow"]
     assert after["mixed 1:1"][1] == before["mixed 1:1"][1]
     assert after["mixed 1:1"][0] != before["mixed 1:1"][0]
 
 
-def test_results_of_other_settings_are_not_replaced_unasked(finished: Finished) -> None:
+def test_results_of_other_settings_are_not_replaced_unasked(miniature: Finished) -> None:
     changed = settings(resamples=3)
     with pytest.raises(HddmError, match=r"holds results of other settings.*--overwrite") as error:
-        run_inline(changed, finished.out, finished.data)
+        run_inline(changed, miniature.out, miniature.data)
     assert error.value.details == ("resamples: was 2, is 3",)
     with pytest.raises(HddmError, match="holds no benchmark"):
-        run_inline(changed, finished.data, finished.data)
+        run_inline(changed, miniature.data, miniature.data)
 
 
-def test_results_are_read_back_as_they_were_written(finished: Finished) -> None:
-    read = read_results(finished.out)
-    assert read == finished.results
+def test_results_are_read_back_as_they_were_written(miniature: Finished) -> None:
+    read = read_results(miniature.out)
+    assert read == miniature.results
     assert read.complete
     assert {table: [row.name for row in rows] for table, rows in read.tables.items()} == {
         "models": ["single model", "homogeneous flow", "mixed 1:1"],
@@ -143,25 +126,25 @@ def test_results_are_read_back_as_they_were_written(finished: Finished) -> None:
     assert len(router.temperatures) > 1
 
 
-def test_every_model_of_a_benchmark_opens_under_its_name(finished: Finished) -> None:
+def test_every_model_of_a_benchmark_opens_under_its_name(miniature: Finished) -> None:
     for name in ("single-model", "ensembles/homogeneous-flow", "ensembles/mixed-1-1"):
-        samples = hddm.sample(hddm.load(finished.out / "seed_0" / name), 2, steps=2)
+        samples = hddm.sample(hddm.load(miniature.out / "seed_0" / name), 2, steps=2)
         assert samples.isfinite().all()
 
 
-def test_a_verdict_needs_three_seeds_and_is_paired(finished: Finished) -> None:
-    assert {one.judgement for one in finished.results.verdicts} == {"no verdict"}
-    assert [one.against for one in finished.results.verdicts if one.kind == "model"] == [
+def test_a_verdict_needs_three_seeds_and_is_paired(miniature: Finished) -> None:
+    assert {one.judgement for one in miniature.results.verdicts} == {"no verdict"}
+    assert [one.against for one in miniature.results.verdicts if one.kind == "model"] == [
         "homogeneous flow",
         "single model",
     ]
 
 
 def test_choosing_never_reads_held_out_images_and_says_what_it_scored_on(
-    finished: Finished, tmp_path: Path
+    miniature: Finished, tmp_path: Path
 ) -> None:
-    assert finished.results.score_on == "validation"
-    scores = finished.results.records[0].scores
+    assert miniature.results.score_on == "validation"
+    scores = miniature.results.records[0].scores
     assert "to_validation" in scores
     assert "held_out" not in json.dumps(scores)
     data = write_sides(tmp_path / "data")
@@ -170,23 +153,23 @@ def test_choosing_never_reads_held_out_images_and_says_what_it_scored_on(
     run_inline(settings(), tmp_path / "out", data)
 
 
-def test_confirming_takes_fresh_seeds_and_held_out_images(finished: Finished, tmp_path: Path) -> None:
-    confirming = chosen(finished.settings, held_out=True)
+def test_confirming_takes_fresh_seeds_and_held_out_images(miniature: Finished, tmp_path: Path) -> None:
+    confirming = chosen(miniature.settings, held_out=True)
     assert (confirming.score_on, confirming.seeds) == ("held-out", (5,))
-    results = run_inline(confirming, tmp_path / "out", finished.data, jobs=finished.out / "jobs")
+    results = run_inline(confirming, tmp_path / "out", miniature.data, jobs=miniature.out / "jobs")
     assert results.images["fresh"] == 40
     assert {one.seed for one in results.records} == {5}
     assert "to_held_out" in results.records[0].scores
     assert "validation" not in json.dumps(results.records[0].scores)
     # The same images were trained on, and the same features measure both.
     for name in ("training", "shards", "features"):
-        assert results.hashes[name] == finished.results.hashes[name]
+        assert results.hashes[name] == miniature.results.hashes[name]
     with pytest.raises(HddmError, match="seed 0 is one that settings are chosen on"):
-        chosen(finished.settings, seeds="0,5", held_out=True)
+        chosen(miniature.settings, seeds="0,5", held_out=True)
 
 
 def test_objectives_by_error_are_those_of_the_better_expert_on_validation_images(
-    finished: Finished, tmp_path: Path
+    miniature: Finished, tmp_path: Path
 ) -> None:
     models = [
         {"name": "homogeneous flow", "objectives": "flow"},
@@ -195,7 +178,7 @@ def test_objectives_by_error_are_those_of_the_better_expert_on_validation_images
         {"name": "1:1 by error", "objectives": "1:1 by-error"},
     ]
     changed = settings(models=models, compare={}, tables=[{"name": "models"}])
-    results = run_inline(changed, tmp_path / "out", finished.data, jobs=finished.out / "jobs")
+    results = run_inline(changed, tmp_path / "out", miniature.data, jobs=miniature.out / "jobs")
     error = {(one.objective, one.shard): one.calibrated["mean"] for one in results.errors}
     gaps = [error["ddpm", k] - error["flow", k] for k in range(2)]
     found = {one.model: one.objectives for one in results.models}
@@ -205,12 +188,12 @@ def test_objectives_by_error_are_those_of_the_better_expert_on_validation_images
 
 
 def test_converted_experts_share_their_steps_between_both_objectives(
-    finished: Finished, tmp_path: Path
+    miniature: Finished, tmp_path: Path
 ) -> None:
     models = [{"name": "converted", "objectives": "flow", "converted": 0.5}]
     changed = settings(models=models, compare={}, tables=[{"name": "models"}])
     out = tmp_path / "out"
-    results = run_inline(changed, out, finished.data, jobs=finished.out / "jobs")
+    results = run_inline(changed, out, miniature.data, jobs=miniature.out / "jobs")
     (model,) = results.models
     assert model.steps == (6, 6)
     facts = json.loads((out / model.folder / "experts" / "0" / "expert.json").read_text())
@@ -222,12 +205,12 @@ def test_converted_experts_share_their_steps_between_both_objectives(
     assert {one.objective for one in results.errors} == {"ddpm", "converted"}
 
 
-def test_a_finished_model_is_compared_by_its_path(finished: Finished, tmp_path: Path) -> None:
-    path = finished.out / "seed_0" / "ensembles" / "mixed-1-1"
+def test_a_finished_model_is_compared_by_its_path(miniature: Finished, tmp_path: Path) -> None:
+    path = miniature.out / "seed_0" / "ensembles" / "mixed-1-1"
     models = [{"name": "mine", "kind": "finished", "path": str(path)}]
     changed = settings(models=models, compare={}, tables=[{"name": "models", "base": {"strategy": "top-1"}}])
-    results = run_inline(changed, tmp_path / "out", finished.data, jobs=finished.out / "jobs")
-    known = next(one for one in finished.results.records if (one.table, one.row) == ("strategies", "top-1"))
+    results = run_inline(changed, tmp_path / "out", miniature.data, jobs=miniature.out / "jobs")
+    known = next(one for one in miniature.results.records if (one.table, one.row) == ("strategies", "top-1"))
     assert results.records[0].scores == known.scores
     assert results.models[0].training_flop is None
     assert results.tables["models"][0].training_flop is None
@@ -235,12 +218,12 @@ def test_a_finished_model_is_compared_by_its_path(finished: Finished, tmp_path: 
 
 
 def test_samples_in_pieces_are_those_in_one(
-    finished: Finished, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    miniature: Finished, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("hddm.benchmark.samples.PIECE", 15)
-    out, jobs = tmp_path / "out", finished.out / "jobs"
-    cut = run_inline(finished.settings, out, finished.data, jobs=jobs).records[0].samples
-    (whole,) = finished.results.records[0].samples
+    out, jobs = tmp_path / "out", miniature.out / "jobs"
+    cut = run_inline(miniature.settings, out, miniature.data, jobs=jobs).records[0].samples
+    (whole,) = miniature.results.records[0].samples
     pixels = [load_file(jobs / name / "samples.safetensors")["pixels"] for name in (*cut, whole)]
     assert [len(part) for part in pixels] == [15, 15, 10, 40]
     assert torch.cat(pixels[:3]).int().sub(pixels[3].int()).abs().max() <= 1
