@@ -1,59 +1,78 @@
-"""The report: one HTML page that needs no other file."""
+"""The report: one HTML page that needs no other file, made of ``results.json`` and the grids beside it."""
 
 from importlib.resources import files
 from pathlib import Path
 
 from jinja2 import Environment, StrictUndefined
 
-from hddm.benchmark.jobs import ExpertUse
-from hddm.benchmark.markdown import scientific
-from hddm.benchmark.plots import embedded, grid_path, loss_plot, use_plot
+from hddm.benchmark import charts_of_experts, charts_of_quality, report_details, report_tables, report_words
 from hddm.benchmark.results import Results
+from hddm.benchmark.strips import read_strips
 
 REPORT_FILE = "report.html"
+_CONTENTS = (
+    ("models", "Models"),
+    ("comparable", "Comparable or not"),
+    ("papers", "The papers’ ratios"),
+    ("samples", "Samples"),
+    ("measures", "Memorisation and diversity"),
+    ("cost", "Quality against cost"),
+    ("use", "Experts and router"),
+    ("errors", "Error by noise level"),
+    ("losses", "Convergence"),
+    ("tried", "What was tried"),
+    ("settings", "Settings"),
+)
 
 
 def write_report(folder: Path, results: Results) -> None:
-    """Write ``report.html`` into a benchmark's folder, from its results and its sample grids."""
-    template = Environment(autoescape=True, undefined=StrictUndefined).from_string(
-        (files("hddm.benchmark") / "report.html.j2").read_text()
-    )
-    first = results.seeds[0]
-    names = dict.fromkeys(one.model for one in results.records)
-    grids = {name: grid_path(folder / f"seed_{first}", name) for name in names}
-    use = _use(results, first)
+    """Write ``report.html`` into a benchmark's folder.
+
+    Args:
+        folder: that holds the sample grids (`hddm.benchmark.plots.grid_path`) of the first seed.
+        results: those of the folder, as `hddm.benchmark.results.read_results` reads them.
+    """
+    template = Environment(autoescape=True, undefined=StrictUndefined).from_string(_text("report.html.j2"))
+    first, *others = results.tables
     page = template.render(
+        css=_text("report.css"),
+        js=_text("report.js"),
+        contents=_CONTENTS,
         results=results,
-        scientific=scientific,
-        grids={name: embedded(path.read_bytes(), "png") for name, path in grids.items()},
-        losses=loss_plot(_losses(results, first)),
-        use=use_plot(use) if use else None,
+        answers=report_words.answers(results),
+        choice=report_words.about_choice(results),
+        comparable=list(report_words.comparable(results)),
+        ratios=report_words.ratios(results),
+        effort=report_words.effort(results),
+        real=report_words.number(results.real["to_training"]["value"]),
+        headline=report_tables.comparison(results, first),
+        others=[report_tables.comparison(results, name) for name in others],
+        measures=report_tables.measures(results),
+        shards=report_tables.shard_distances(results),
+        used=report_details.expert_use(results),
+        router=report_details.router_table(results),
+        by_shard=report_details.expert_errors(results),
+        tried=report_details.tried(results),
+        made=report_details.models_table(results),
+        ranges=charts_of_quality.ranges(results),
+        costs=charts_of_quality.costs(results),
+        use=charts_of_experts.use(results),
+        reliability=charts_of_experts.reliability(results),
+        errors=charts_of_experts.errors(results),
+        losses=charts_of_experts.losses(results),
+        strips=read_strips(folder, results),
+        records=[
+            (title, report_details.facts(content))
+            for title, content in (
+                ("Hashes", results.hashes),
+                ("Features and samples", results.features | results.sampled_as),
+                ("Machine and versions", results.machine),
+            )
+        ],
         settings=results.settings.model_dump_json(indent=2),
     )
     (folder / REPORT_FILE).write_text(page)
 
 
-def _losses(results: Results, seed: int) -> dict[str, tuple[float, ...]]:
-    named = {}
-    for one in results.losses:
-        if one.seed == seed:
-            name = one.kind if one.kind != "expert" else f"{one.objective}/{one.shard}"
-            named[name] = tuple(loss for _, loss in one.loss)
-    return named
-
-
-def _use(results: Results, seed: int) -> dict[str, list[ExpertUse]]:
-    """Of the rows of one model at which a router was asked, in the first table that has any."""
-    for table, rows in results.tables.items():
-        model = rows[-1].model
-        asked = {
-            one.row: [
-                ExpertUse(entry["t"], entry["probabilities"], entry["weights"], entry["largest"])
-                for entry in one.use
-            ]
-            for one in results.records
-            if (one.table, one.model, one.seed) == (table, model, seed) and "largest" in one.use[0]
-        }
-        if asked:
-            return asked
-    return {}
+def _text(name: str) -> str:
+    return (files("hddm.benchmark") / name).read_text()

@@ -1,0 +1,236 @@
+"""What the report says in words: verdicts, what may be compared, the papers' ratios beside ours."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from hddm.benchmark.conversions import EXACT
+from hddm.benchmark.results import ErrorCurve, Record, Results, Row, Verdict
+from hddm.benchmark.verdicts import FEWEST
+
+JUDGEMENTS = ("better", "worse", "within noise")
+INCEPTION = "inception"
+PERCENT_UNEQUAL = 2.0
+
+
+@dataclass(frozen=True)
+class Answer:
+    """All candidates against one baseline: a sentence, and a line each."""
+
+    judgement: str
+    sentence: str
+    lines: tuple[tuple[str, str], ...]
+    """Judgement and sentence."""
+
+
+def number(value: float, signed: bool = False) -> str:
+    """A figure with as many decimals as its size asks for."""
+    size = abs(value)
+    decimals = 1 if size >= 10 else 2 if size >= 0.1 or size == 0 else 3 if size >= 0.01 else 4
+    return f"{value:{'+' if signed else ''}.{decimals}f}".replace("-", "−")
+
+
+def answers(results: Results) -> list[Answer]:
+    """How the candidates of the first table stand against each baseline, in the order of the settings."""
+    table = next(iter(results.tables))
+    found: dict[str, list[Verdict]] = {}
+    for one in results.verdicts:
+        if one.table == table and one.kind == "model":
+            found.setdefault(one.against, []).append(one)
+    return [_answer(results, table, baseline, group) for baseline, group in found.items()]
+
+
+def _answer(results: Results, table: str, baseline: str, group: Sequence[Verdict]) -> Answer:
+    distance = {row.name: row.figures[results.decides].mean for row in results.tables[table]}
+    judged = group[0].judgement != "no verdict"
+    lines = tuple((one.judgement, _line(one, distance, judged)) for one in group)
+    against = f"{baseline} ({number(distance[baseline])})"
+    if not judged:
+        seeds = len(group[0].seeds)
+        few = f"No verdict from {seeds} training seed{'s' * (seeds > 1)}: {FEWEST} or more give one"
+        return Answer("no verdict", f"Against {against}: {few[0].lower()}{few[1:]}.", lines)
+    if len(group) == 1:
+        one = group[0]
+        over = f"gap {_gap(one)} over {len(one.seeds)} paired training seeds"
+        sentence = f"{one.row} against {against}: {one.judgement}, {number(distance[one.row])} ({over})."
+        return Answer(one.judgement, sentence, ())
+    counts = {name: sum(one.judgement == name for one in group) for name in JUDGEMENTS}
+    told = ", ".join(f"{count} {name}" for name, count in counts.items() if count)
+    only = [name for name, count in counts.items() if count == len(group)]
+    over = f"over {len(group[0].seeds)} paired training seeds"
+    sentence = f"Against {against}, {over}: of {len(group)} candidates {told}."
+    return Answer(only[0] if only else "mixed", sentence, lines)
+
+
+def _line(one: Verdict, distance: dict[str, float], judged: bool) -> str:
+    said = f"{one.judgement}, " if judged else ""
+    return f"{one.row}: {said}{number(distance[one.row])}, gap {_gap(one)}"
+
+
+def _gap(one: Verdict) -> str:
+    spread = "" if one.gap.spread is None else f"s {number(one.gap.spread)}"
+    ratio = "" if one.ratio is None else f"ratio {one.ratio:.3f}"
+    return f"{number(one.gap.mean, signed=True)}, {', '.join(filter(None, (spread, ratio)))}".rstrip(", ")
+
+
+def used_experts(results: Results) -> list[ErrorCurve]:
+    """Errors of the experts that a model is made of: those that were trained on later are not among them."""
+    used = {name for one in results.models for name in one.experts}
+    return [one for one in results.errors if one.expert in used]
+
+
+def about_choice(results: Results) -> str:
+    """Whether these figures chose something, or confirm it."""
+    if results.score_on == "validation":
+        return (
+            "These are validation images, by which settings are chosen: the best of many is partly luck. "
+            "What counts is the confirmation on fresh seeds and held-out images (--held-out)."
+        )
+    if not results.settings.data.validation_share:
+        return "Scored on held-out images; there were no validation images to choose settings by."
+    return "A confirmation: fresh training seeds, and held-out images that nothing was chosen by."
+
+
+def effort(results: Results) -> str:
+    """How much was tried to get here, and how it came out."""
+    models, rows = len(results.settings.models), sum(map(len, results.tables.values()))
+    counts = {
+        name: sum(one.judgement == name for one in results.verdicts) for name in (*JUDGEMENTS, "no verdict")
+    }
+    told = ", ".join(f"{count} {name}" for name, count in counts.items() if count) or "none"
+    seeds = len(results.seeds)
+    return (
+        f"{models} models, {len(results.losses)} trainings, {rows} rows over {seeds} training "
+        f"seed{'s' * (seeds != 1)}. Judged: {told}. Of many comparisons of equals some differ by chance."
+    )
+
+
+def comparable(results: Results) -> Iterator[tuple[bool, str]]:
+    """What of this compares with what: whether it does, and why."""
+    features = results.features
+    if features.get("option") != INCEPTION or features.get("is_classifier"):
+        yield (
+            False,
+            f"With published FID: no. Distances are on features of {features['name']} "
+            f"({features['dimensions']} dimensions; {features['choice']}).",
+        )
+    few = {one.row for one in results.records if one.scores[results.decides]["few_images"]}
+    if few:
+        yield (
+            False,
+            f"Too few images for the features: {len(few)} rows have no more images than the features have "
+            "dimensions, and compare with nothing, not even with each other.",
+        )
+    numbers: dict[int, list[str]] = {}
+    for table, rows in results.tables.items():
+        for count in sorted({row.point.num_images for row in rows}):
+            numbers.setdefault(count, []).append(table)
+    if len(numbers) > 1:
+        told = "; ".join(f"{count:,} in {', '.join(tables)}" for count, tables in numbers.items())
+        yield False, f"Rows of different numbers of images ({told}): distances fall with that number."
+    yield (
+        True,
+        "Rows of one table with one number of images: same training images, seeds, features and split.",
+    )
+    budget = _budgets(results)
+    if budget is not None:
+        percent, cheapest, dearest = budget
+        yield (
+            percent <= PERCENT_UNEQUAL,
+            f"Training compute, counted, router included: {dearest} costs {percent:.2g} % more than "
+            f"{cheapest}, and all others lie between.",
+        )
+    if not results.complete:
+        done, all_seeds = len(results.seeds), len(results.settings.seeds)
+        yield False, f"Not finished: {done} of {all_seeds} training seeds are in."
+
+
+def _budgets(results: Results) -> tuple[float, str, str] | None:
+    costs = {
+        row.model: row.training_flop.mean
+        for row in next(iter(results.tables.values()))
+        if row.training_flop is not None
+    }
+    if len(costs) < 2:
+        return None
+    cheapest, dearest = min(costs, key=lambda name: costs[name]), max(costs, key=lambda name: costs[name])
+    return 100 * (costs[dearest] / costs[cheapest] - 1), cheapest, dearest
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """One of the papers' ratios and ours of the same kind."""
+
+    question: str
+    theirs: str
+    ours: tuple[str, ...]
+
+
+def ratios(results: Results) -> list[Ratio]:
+    """What HDDM (arXiv 2603.06741) reports, beside rows of ours that ask the same.
+
+    Both are of one run. The first is the abstract's, for 8 experts of DiT-XL/2 at guidance 7.5 and 50 steps;
+    the second is of DiT-B/2.
+    """
+    return [
+        Ratio(
+            "2 DDPM : 6 flow against 8 flow",
+            "11.88 / 12.45 = 0.954 (FID-50K, DiT-XL/2, 11M LAION-Aesthetics images, one run)",
+            tuple(_mixtures(results))
+            or ("not measured here: no mixture beside a homogeneous flow ensemble",),
+        ),
+        Ratio(
+            "top-2 against one model",
+            "22.60 / 29.64 = 0.763 (FID-50K, DiT-B/2, 3.9M LAION-Art images, one run)",
+            tuple(_top_two(results))
+            or (
+                "not measured here: no table samples top-2 and a single model with the same solver and steps",
+            ),
+        ),
+    ]
+
+
+def _mixtures(results: Results) -> Iterator[str]:
+    rows = next(iter(results.tables.values()))
+    kinds = {one.name: one for one in results.settings.models}
+    objectives = {one.model: set(one.objectives) for one in results.models}
+    flows = [row for row in rows if kinds[row.model].kind == "ensemble" and objectives[row.model] == {"flow"}]
+    for row in rows:
+        if objectives[row.model] == {"ddpm", "flow"}:
+            plain = (one for one in flows if one.point == row.point and kinds[one.model].objectives == "flow")
+            flow = next(plain, None)
+            if flow is not None:
+                yield _ratio(results, row, flow)
+
+
+def _top_two(results: Results) -> Iterator[str]:
+    rows = [row for rows in results.tables.values() for row in rows if row.point.conversion == EXACT]
+    single = {one.name for one in results.settings.models if one.kind == "single"}
+    alone = [row for row in rows if row.model in single]
+    seen = set()
+    for row in rows:
+        if row.point.strategy == "top-2" and row.model not in single and (row.model, row.point) not in seen:
+            seen.add((row.model, row.point))
+            other = next((one for one in alone if _same_cost(one, row)), None)
+            if other is not None:
+                yield _ratio(results, row, other)
+
+
+def _same_cost(one: Row, other: Row) -> bool:
+    names = ("solver", "steps", "num_images", "guidance_scale")
+    return all(getattr(one.point, name) == getattr(other.point, name) for name in names)
+
+
+def _ratio(results: Results, ours: Row, theirs: Row) -> str:
+    a, b = ours.figures[results.decides].mean, theirs.figures[results.decides].mean
+    pairs = [x / y for x, y in zip(_by_seed(results, ours), _by_seed(results, theirs), strict=True) if y]
+    label = ours.model + (f" {ours.point.strategy}" if ours.point.strategy != "draw" else "")
+    told = f"{label} against {theirs.model}: {number(a)} / {number(b)} = {a / b:.3f}"
+    return told + (f" (by seed {min(pairs):.3f} … {max(pairs):.3f})" if len(pairs) > 1 else "")
+
+
+def _by_seed(results: Results, row: Row) -> list[float]:
+    found: dict[int, Record] = {}
+    for one in results.records:
+        if (one.row, one.model, one.point) == (row.name, row.model, row.point):
+            found.setdefault(one.seed, one)
+    return [float(found[seed].scores[results.decides]["value"]) for seed in results.seeds]

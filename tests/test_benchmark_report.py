@@ -1,0 +1,249 @@
+"""The report says what the results say, whatever they are called, and needs nothing but itself."""
+
+import base64
+import io
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from hddm.benchmark.plots import REAL, grid_path, write_grid
+from hddm.benchmark.report import REPORT_FILE, write_report
+from hddm.benchmark.report_words import about_choice, answers, comparable, number, ratios
+from hddm.benchmark.results import Results, figure, figures_of, read_results
+from hddm.benchmark.strips import read_strips
+from hddm.benchmark.verdicts import judge
+from tests.benchmark_files import Finished
+
+FLOW, MIXED, SINGLE = "homogeneous flow", "mixed 1:1", "single model"
+
+
+class _Page(HTMLParser):
+    """Elements of a page by name, its text, and the rows of its tables."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.tables: dict[str, list[list[str]]] = {}
+        self.text = ""
+        self._open: list[str] = []
+        self._rows: list[list[str]] = []
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attributes)))
+        if ("class", "scroll") in attributes:
+            label = dict(attributes).get("aria-label") or ""
+            self._rows = self.tables.setdefault(label.removeprefix("Table: "), [])
+        if tag == "tr":
+            self._rows.append([])
+        if tag in ("th", "td"):
+            self._rows[-1].append("")
+        self._open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        while self._open.pop() != tag:
+            pass
+
+    def handle_data(self, data: str) -> None:
+        if self._open and self._open[-1] not in ("style", "script"):
+            self.text += data
+        if {"th", "td"} & set(self._open) and self._rows and self._rows[-1]:
+            self._rows[-1][-1] += data
+
+    def all(self, tag: str) -> list[dict[str, str | None]]:
+        return [attributes for name, attributes in self.elements if name == tag]
+
+
+def _seeds(results: Results, gaps: dict[str, list[float]], **changes: Any) -> Results:
+    """``results`` of more seeds, the models' distances being these by seed."""
+    count = len(next(iter(gaps.values())))
+    records: list[Any] = []
+    for one in results.records:
+        for seed in range(count):
+            moved = gaps.get(one.model)
+            scores = json.loads(json.dumps(one.scores))
+            if moved is not None:
+                scores["to_validation"]["value"] = moved[seed]
+            records.append(one.model_copy(update={"seed": seed, "scores": scores}))
+    by_row: dict[str, dict[str, list[Any]]] = {}
+    for one in records:
+        by_row.setdefault(one.table, {}).setdefault(one.row, []).append(one)
+    tables = {
+        table: tuple(
+            row.model_copy(update={"figures": figures_of([one.scores for one in by_row[table][row.name]])})
+            for row in rows
+        )
+        for table, rows in results.tables.items()
+    }
+    verdicts = tuple(judge(results.settings, by_row, "to_validation"))
+    seeds = tuple(range(count))
+    new = {"records": tuple(records), "tables": tables, "verdicts": verdicts, "seeds": seeds}
+    return results.model_copy(update=new | changes)
+
+
+@pytest.fixture(scope="module")
+def page(miniature: Finished) -> _Page:
+    write_report(miniature.out, read_results(miniature.out))
+    return _Page((miniature.out / REPORT_FILE).read_text())
+
+
+def test_it_is_one_page_that_asks_for_nothing_else(page: _Page, miniature: Finished) -> None:
+    text = (miniature.out / REPORT_FILE).read_text()
+    assert not re.search(r"https?:|@import|url\((?!#)|src=\"(?!data:)|href=\"(?!#|data:)", text)
+    models = len(miniature.settings.models)
+    sources = [one["src"] or "" for one in page.all("img")]
+    assert len(sources) >= 2 * models
+    for source in sources:
+        content = base64.b64decode(source.removeprefix("data:image/png;base64,"), validate=True)
+        with Image.open(io.BytesIO(content)) as image:
+            assert np.asarray(image).std() > 0
+    assert all(one["alt"] for one in page.all("img"))
+    assert all(one["aria-label"] for one in page.all("svg"))
+    found = [one["id"] for _, one in page.elements if "id" in one]
+    assert len(set(found)) == len(found)
+    used = {link for link in re.findall(r'(?:href="#|url\(#)([^")]+)', text)}
+    assert used <= set(found)
+
+
+def test_its_tables_show_what_the_results_say(page: _Page, miniature: Finished) -> None:
+    results = miniature.results
+    head, *rows = page.tables["models"]
+    assert [row[0] for row in rows] == [row.name for row in results.tables["models"]]
+    column = head.index("to validation images")
+    for row, shown in zip(results.tables["models"], rows, strict=True):
+        distance = row.figures["to_validation"]
+        assert distance.half_width is not None
+        # The interval over samples and the spread over trainings stand apart; one training has no spread.
+        assert shown[column : column + 2] == [number(distance.mean), number(distance.half_width)]
+    errors = {(one.objective, one.shard): one.calibrated["mean"] for one in results.errors}
+    for shard, row in enumerate(page.tables["errors"][1:]):
+        assert row[1] == number(errors["flow", shard])
+    (router,) = results.routers
+    assert number(router.calibrated["ece"]) in page.tables["router"][1]
+    assert miniature.results.hashes["training"] in page.text
+
+
+def test_what_all_rows_share_is_said_once_above_the_table(page: _Page) -> None:
+    assert "training FLOP" not in page.tables["strategies"][0]
+    assert re.search(r"40 images a row.*training FLOP: \d\.\d\de\d+", page.text)
+
+
+@pytest.mark.parametrize(
+    ("mixed", "judgement", "told"),
+    [
+        ([8.0, 17.9, 13.1], "better", "13.0 (gap −2.00, s 0.10, ratio 0.867 over 3 paired training seeds)"),
+        ([12.0, 22.1, 16.9], "worse", "17.0 (gap +2.00, s 0.10, ratio 1.133 over 3 paired training seeds)"),
+        (
+            [9.5, 21.0, 14.0],
+            "within noise",
+            "14.8 (gap −0.17, s 1.04, ratio 0.989 over 3 paired training seeds)",
+        ),
+    ],
+)
+def test_the_answer_is_one_sentence_with_its_numbers(
+    mixed: list[float], judgement: str, told: str, miniature: Finished
+) -> None:
+    results = _seeds(miniature.results, {FLOW: [10.0, 20.0, 15.0], MIXED: mixed, SINGLE: [30.0, 31.0, 32.0]})
+    against_flow, against_single = answers(results)
+    assert against_flow.sentence == f"{MIXED} against {FLOW} (15.0): {judgement}, {told}."
+    assert against_flow.judgement == judgement
+    assert against_single.judgement == "better"
+
+
+def test_many_candidates_are_counted_and_one_seed_judges_nothing(miniature: Finished) -> None:
+    results = miniature.results
+    (flow, _) = answers(results)
+    assert flow.sentence.endswith("no verdict from 1 training seed: 3 or more give one.")
+    three = _seeds(results, {FLOW: [10.0, 10.1, 9.9], MIXED: [8.0, 8.1, 7.9], SINGLE: [9.0, 11.0, 10.0]})
+    first = next(one for one in three.verdicts if one.row == MIXED)
+    other = first.model_copy(update={"row": SINGLE, "judgement": "within noise"})
+    (flow, *_) = answers(three.model_copy(update={"verdicts": (first, other)}))
+    assert (
+        flow.sentence
+        == f"Against {FLOW} (10.0), over 3 paired training seeds: of 2 candidates 1 better, 1 within noise."
+    )
+    assert [judgement for judgement, _ in flow.lines] == ["better", "within noise"]
+
+
+def test_ratios_stand_beside_the_papers_where_the_same_was_asked(miniature: Finished) -> None:
+    results = _seeds(miniature.results, {FLOW: [10.0, 20.0], MIXED: [9.0, 19.0], SINGLE: [30.0, 30.0]})
+    mixture, top_two = ratios(results)
+    assert "11.88 / 12.45 = 0.954" in mixture.theirs
+    assert mixture.ours == (f"{MIXED} against {FLOW}: 14.0 / 15.0 = 0.933 (by seed 0.900 … 0.950)",)
+    assert "22.60 / 29.64 = 0.763" in top_two.theirs
+    assert top_two.ours[0].startswith("not measured here")
+    asked = results.tables["strategies"][1]
+    assert asked.point.strategy == "top-1"
+    as_two = {"point": asked.point.model_copy(update={"strategy": "top-2"})}
+    tables = results.tables | {"strategies": (asked.model_copy(update=as_two),)}
+    records = tuple(
+        one.model_copy(update=as_two) if one.row == asked.name else one for one in results.records
+    )
+    (_, found) = ratios(results.model_copy(update={"tables": tables, "records": records}))
+    assert found.ours == (f"{MIXED} top-2 against {SINGLE}: 14.0 / 30.0 = 0.467 (by seed 0.300 … 0.633)",)
+
+
+def test_what_does_not_compare_is_said(miniature: Finished) -> None:
+    results = miniature.results
+    said = dict((line, fine) for fine, line in comparable(results))
+    assert any("published FID: no" in line and not fine for line, fine in said.items())
+    assert any("different numbers of images" in line for line in said) is False
+    (dear,) = (row for row in results.tables["models"] if row.name == MIXED)
+    assert dear.training_flop is not None
+    doubled = dear.model_copy(update={"training_flop": figure([2 * dear.training_flop.mean])})
+    tables = {"models": (*results.tables["models"][:2], doubled)}
+    lines = list(comparable(results.model_copy(update={"tables": tables, "complete": False})))
+    assert any(not fine and f"{MIXED} costs" in line for fine, line in lines)
+    assert (False, "Not finished: 1 of 1 training seeds are in.") in lines
+    assert "confirmation" in about_choice(results)
+    assert about_choice(results.model_copy(update={"score_on": "held-out"})).startswith("A confirmation")
+
+
+def test_a_report_of_a_copied_folder_is_the_same(miniature: Finished, tmp_path: Path) -> None:
+    (tmp_path / "seed_0").mkdir()
+    for kept in ("results.json", "seed_0/samples"):
+        source = miniature.out / kept
+        if source.is_dir():
+            (tmp_path / kept).mkdir()
+            for file in source.iterdir():
+                (tmp_path / kept / file.name).write_bytes(file.read_bytes())
+        else:
+            (tmp_path / kept).write_bytes(source.read_bytes())
+    write_report(tmp_path, read_results(tmp_path))
+    write_report(miniature.out, miniature.results)
+    ours, theirs = ((folder / REPORT_FILE).read_text() for folder in (tmp_path, miniature.out))
+    if not grid_path(miniature.out, REAL).is_file():
+        assert ours == theirs
+
+
+def test_names_of_models_are_text_wherever_they_stand(miniature: Finished, tmp_path: Path) -> None:
+    name = '<script>alert("x")</script> $\\frac{1}{2}$ & "'
+    results = miniature.results.model_dump_json().replace(json.dumps(MIXED)[1:-1], json.dumps(name)[1:-1])
+    write_report(tmp_path, Results.model_validate_json(results))
+    text = (tmp_path / REPORT_FILE).read_text()
+    assert text.count("<script") == 1
+    assert name in _Page(text).text
+
+
+def test_a_column_of_the_samples_is_one_image_of_every_model(miniature: Finished, tmp_path: Path) -> None:
+    results = miniature.results
+    levels = torch.arange(64, dtype=torch.uint8).view(64, 1, 1, 1).expand(64, 1, 4, 4)
+    write_grid(levels, grid_path(tmp_path, REAL))
+    write_grid(levels * 3, grid_path(tmp_path / "seed_0", MIXED))
+    strips = read_strips(tmp_path, results)
+    assert (strips.columns, strips.real) == (16, True)
+    assert [name for name, _ in strips.rows] == ["real, validation", MIXED]
+    for (_, source), factor in zip(strips.rows, (1, 3), strict=True):
+        with Image.open(io.BytesIO(base64.b64decode(source.partition(",")[2]))) as image:
+            shown = np.asarray(image)
+        assert shown.shape == (5, 16 * 5)
+        assert shown[2, 2::5].tolist() == [factor * k for k in range(16)]
+    with Image.open(io.BytesIO(base64.b64decode(strips.grids[1][1].partition(",")[2]))) as image:
+        assert np.asarray(image)[2::5, 2::5].ravel().tolist() == [3 * k for k in range(64)]
