@@ -1,0 +1,129 @@
+"""The report in a real browser: it opens, shows its pictures, fits a phone and sorts."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from hddm.benchmark.report import REPORT_FILE, write_report
+from tests.benchmark_files import Finished
+from tests.browser import CHROMIUM, Browser
+
+pytestmark = pytest.mark.skipif(
+    CHROMIUM is None, reason="no chromium on PATH: apt-get install chromium, or a Chrome"
+)
+
+PHONE, DESKTOP = 390, 1280
+_COLUMN = (
+    "[...document.querySelectorAll('.sortable')[0].tBodies[0].rows].map(row => row.cells[%d].textContent)"
+)
+
+
+@pytest.fixture(scope="module")
+def report(miniature: Finished) -> Path:
+    write_report(miniature.out, miniature.results)
+    return miniature.out / REPORT_FILE
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    with Browser(tmp_path_factory.mktemp("browser")) as found:
+        yield found
+
+
+def _numbers(browser: Browser, column: int) -> list[float]:
+    return [float(text) for text in browser.evaluate(_COLUMN % column)]
+
+
+@pytest.mark.parametrize("width", [PHONE, DESKTOP])
+def test_it_opens_without_a_complaint_and_shows_every_picture(
+    width: int, browser: Browser, report: Path
+) -> None:
+    browser.complaints.clear()
+    browser.requests.clear()
+    browser.open(report, width)
+    browser.evaluate("document.querySelectorAll('details').forEach(one => one.open = true)")
+    sizes = browser.evaluate(
+        "Promise.all([...document.images].map(one => one.decode().then(() => one.naturalWidth)))"
+    )
+    assert len(sizes) >= 6
+    assert all(size > 0 for size in sizes)
+    drawn = browser.evaluate(
+        "[...document.querySelectorAll('svg')].map(one => one.getBoundingClientRect().height)"
+    )
+    assert len(drawn) >= 8
+    assert all(height > 50 for height in drawn)
+    assert browser.complaints == []
+    assert browser.requests == [report.resolve().as_uri()]
+
+
+@pytest.mark.parametrize("width", [320, PHONE, DESKTOP])
+def test_nothing_but_tables_is_wider_than_the_page(width: int, browser: Browser, report: Path) -> None:
+    browser.open(report, width)
+    browser.evaluate("document.querySelectorAll('details').forEach(one => one.open = true)")
+    assert browser.evaluate("document.documentElement.scrollWidth") <= width
+    wide = browser.evaluate(
+        f"[...document.body.querySelectorAll('*')].filter(one => !one.closest('.scroll, pre, svg') && "
+        f"one.getBoundingClientRect().right > {width} + 1).map(one => one.outerHTML.slice(0, 80))"
+    )
+    assert wide == []
+
+
+def test_text_is_large_enough_to_read_on_a_phone(browser: Browser, report: Path) -> None:
+    browser.open(report, PHONE)
+    heights = browser.evaluate(
+        "[...document.querySelectorAll('svg text')].map(one => { const seen = one.getScreenCTM(); "
+        "return parseFloat(getComputedStyle(one).fontSize) * Math.hypot(seen.a, seen.b); })"
+    )
+    assert min(heights) >= 10
+
+
+def test_a_column_sorts_up_down_and_back(browser: Browser, report: Path) -> None:
+    browser.open(report, DESKTOP)
+    as_written = _numbers(browser, 1)
+    press = "document.querySelectorAll('.sortable')[0].tHead.rows[0].cells[1].querySelector('button').click()"
+    state = "document.querySelectorAll('.sortable')[0].tHead.rows[0].cells[1].getAttribute('aria-sort')"
+    for expected, said in (
+        (sorted(as_written), "ascending"),
+        (sorted(as_written, reverse=True), "descending"),
+        (as_written, "none"),
+    ):
+        browser.evaluate(press)
+        assert _numbers(browser, 1) == expected
+        assert browser.evaluate(state) == said
+
+
+def test_the_keyboard_sorts_and_scrolls(browser: Browser, report: Path) -> None:
+    browser.open(report, PHONE)
+    as_written = _numbers(browser, 1)
+    for _ in range(60):
+        browser.press("Tab", 9)
+        if browser.evaluate("document.activeElement.matches('.sortable th:nth-child(2) button')"):
+            break
+    browser.press("Enter", 13, "\r")
+    assert _numbers(browser, 1) == sorted(as_written)
+    box = "document.querySelectorAll('.scroll')[0]"
+    assert browser.evaluate(f"{box}.scrollWidth > {box}.clientWidth && {box}.tabIndex === 0")
+
+
+def test_empty_cells_stay_last(browser: Browser, report: Path) -> None:
+    browser.open(report, DESKTOP)
+    name = "against homogeneous flow"
+    heads = "[...document.querySelectorAll('.sortable')[0].tHead.rows[0].cells]"
+    head = f"{heads}.find(one => one.textContent === '{name}')"
+    column = browser.evaluate(f"{head}.cellIndex")
+    for _ in range(2):
+        browser.evaluate(f"{head}.querySelector('button').click()")
+        assert browser.evaluate(_COLUMN % column)[1:] == ["–", "–"]
+
+
+def test_paper_shows_what_is_folded(browser: Browser, report: Path, tmp_path: Path) -> None:
+    browser.open(report, DESKTOP)
+    browser.evaluate(
+        "addEventListener('beforeprint', () => "
+        "(window.open_then = document.querySelectorAll('details:not([open])').length))"
+    )
+    browser.print(tmp_path / "report.pdf")
+    assert (tmp_path / "report.pdf").read_bytes().startswith(b"%PDF")
+    assert browser.evaluate("window.open_then") == 0
+    assert browser.evaluate("document.querySelectorAll('details[open]').length") == 0
