@@ -60,9 +60,9 @@ class NotedPixels(PixelStore):
 def train(shard: Path, out: Path, diary: Path, moment: tuple[str, str] | None = None) -> None:
     """Train, or go on; note what every step saw in ``diary``; be killed at ``moment``.
 
-    ``moment`` is ("step", "17"); ("signal", "15") for that signal in step 3, ("signals", "15") for two at once,
-    ("signals", "15 later") for two one after the other; or an audit event of Python and a part of its arguments:
-    ("os.rename", "step_00000010").
+    ``moment`` is ("step", "17"); ("signal", "15") for that signal in step 3, ("signals", "15") for two at
+    once, ("signals", "15 later") for two one after the other; or an audit event of Python and a part of its
+    arguments: ("os.rename", "step_00000010").
     """
     torch.set_num_threads(1)
     if moment is not None:
