@@ -14,6 +14,8 @@ from hddm.tensors import generator
 from hddm.weight_files import read_safetensors
 
 FEATURES = 64
+MOST_STEPS = 3000
+"""Of training: a few minutes on one core for images of 32 pixels."""
 CLASSIFIER_STREAM = 3
 
 
@@ -54,7 +56,7 @@ class FeatureClassifier(nn.Module):
 def train_classifier(
     images: Tensor, labels: Tensor, seed: int = 0, epochs: int = 30, batch_size: int = 64
 ) -> FeatureClassifier:
-    """Train on ``images`` (n, C, H, W) in [-1, 1] with integer ``labels`` (n,).
+    """Train on ``images`` (n, C, H, W) in [-1, 1] with integer ``labels`` (n,); `MOST_STEPS` steps at most.
 
     Shifts by up to one pixel are added, since without them features of 8-pixel images overfit.
 
@@ -67,7 +69,7 @@ def train_classifier(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = FeatureClassifier(images.shape[1], classes)
-    steps = epochs * max(len(images) // batch_size, 1)
+    steps = min(epochs * max(len(images) // batch_size, 1), MOST_STEPS)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=1e-2)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 2e-3, total_steps=steps)
     draws = generator(seed, 0, CLASSIFIER_STREAM)
