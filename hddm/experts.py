@@ -14,18 +14,18 @@ from pydantic import Field
 from safetensors.torch import save_file
 from torch import Tensor
 
-from hddm.adapters import AdapterFacts, base_beside, unread_adapted
+from hddm.adapters import ADAPTER_WEIGHTS, AdapterFacts, base_beside, unread_adapted
 from hddm.calibration import FILE_NAME as CALIBRATION
 from hddm.calibration import Calibration
 from hddm.components.identity import TextEncoderFacts, VaeFacts
 from hddm.errors import HddmError
 from hddm.facts import Facts, read_facts
 from hddm.files import write_json
-from hddm.model_folders import Unread, read_network, unread_network
+from hddm.model_folders import WEIGHTS, Unread, read_network, unread_network
 from hddm.models.router import RouterTransformer
 from hddm.networks import EXPERT_NETWORKS, interface_of
 from hddm.predictions import PredictionType
-from hddm.weight_files import read_safetensors
+from hddm.weight_files import read_safetensors, sha256_of
 
 FORMAT = "1.3"
 EXPERT_FILE = "expert.json"
@@ -95,6 +95,8 @@ class ExpertFacts(Facts):
     null_class: int | None = None
     weights: Literal["ema", "raw", "unstated"] = "ema"
     """Averaged or as the optimiser left them; a source with one set may not say."""
+    weights_sha256: str | None = None
+    """Of the file beside this that holds them, or the adapter; None in folders of older versions."""
     shard: ShardFacts | None = None
     training: dict[str, Any] = Field(default_factory=dict)
     training_calibration: bool = False
@@ -164,10 +166,12 @@ def save_expert(folder: Path, expert: Expert) -> None:
 
 
 def write_records(folder: Path, facts: ExpertFacts, nulls: Mapping[str, Tensor]) -> None:
-    """Write what gives the network in ``folder`` its meaning."""
+    """Write what gives the network in ``folder`` its meaning, and the hash of its weights."""
     if nulls:
         save_file({name: null.contiguous() for name, null in nulls.items()}, folder / NULL_FILE)
-    write_json(folder / EXPERT_FILE, facts.model_dump(mode="json") | {"format": FORMAT})
+    held = [folder / name for name in (WEIGHTS, ADAPTER_WEIGHTS) if (folder / name).is_file()]
+    found = {"format": FORMAT, "weights_sha256": sha256_of(held[0]) if held else None}
+    write_json(folder / EXPERT_FILE, facts.model_dump(mode="json") | found)
 
 
 def read_nulls(folder: Path) -> dict[str, Tensor]:
@@ -202,8 +206,8 @@ class UnreadExpert:
 
 
 def without_adapter(facts: ExpertFacts) -> ExpertFacts:
-    """The record of an expert whose adapter has become part of its weights."""
-    return facts.model_copy(update={"adapter": None})
+    """The record of an expert in memory, where an adapter is part of its weights, which are no file."""
+    return facts.model_copy(update={"adapter": None, "weights_sha256": None})
 
 
 def read_expert(

@@ -91,7 +91,10 @@ def test_an_adapter_is_judged_with_its_base_wherever_that_is(
     ddpm_expert: Path, adapter: Path, tmp_path: Path
 ) -> None:
     sha256 = hashlib.sha256((ddpm_expert / WEIGHTS).read_bytes()).hexdigest()
-    assert verify_expert(adapter).base == sha256
+    verdict = verify_expert(adapter)
+    assert verdict.base == sha256
+    record = json.loads((adapter / "expert.json").read_text())
+    assert record["weights_sha256"] == verdict.files["adapter_model.safetensors"]
     alone = copied(adapter, tmp_path / "alone")
     (problem, *_) = verify_expert(alone).problems
     assert "base" in problem

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -81,6 +82,28 @@ def test_a_record_that_says_wrongly_what_is_predicted_is_refused(
         assert "what it predicts" in verify_expert(folder, held_out).problems[0]
 
 
+def _save(folder: Path, weights: dict[str, Tensor]) -> None:
+    """Replace the weights of an expert, and its record of them."""
+    save_file(weights, folder / WEIGHTS, {"format": "pt"})
+    sha256 = hashlib.sha256((folder / WEIGHTS).read_bytes()).hexdigest()
+    edit_json(folder / "expert.json", weights_sha256=sha256)
+
+
+def test_weights_other_than_those_recorded_are_refused(class_expert: Path, tmp_path: Path) -> None:
+    folder = copied(class_expert, tmp_path)
+    weights = load_file(folder / WEIGHTS)
+    weights["class_embed.weight"][0, 0] += 1
+    save_file(weights, folder / WEIGHTS, {"format": "pt"})
+    (problem,) = verify_expert(folder).problems
+    assert re.fullmatch(
+        r"its weights have SHA-256 \w{16}…, and expert.json says \w{16}…; take it anew", problem
+    )
+    edit_json(folder / "expert.json", weights_sha256=None)
+    verdict = verify_expert(folder)
+    assert verdict.accepted
+    assert "holds no hash of the weights" in verdict.notes[0]
+
+
 def test_an_expert_of_the_wrong_sign_is_refused(class_expert: Path, held_out: Path, tmp_path: Path) -> None:
     folder = copied(class_expert, tmp_path)
     weights = load_file(folder / WEIGHTS)
@@ -88,7 +111,7 @@ def test_an_expert_of_the_wrong_sign_is_refused(class_expert: Path, held_out: Pa
         name for name in weights if name.endswith(("linear.weight", "linear.bias")) and "layers" not in name
     ]
     assert len(last) == 2
-    save_file(weights | {name: -weights[name] for name in last}, folder / WEIGHTS, {"format": "pt"})
+    _save(folder, weights | {name: -weights[name] for name in last})
     assert "no better than a Gaussian" in verify_expert(folder, held_out).problems[0]
 
 
@@ -213,7 +236,7 @@ def test_an_expert_is_judged_without_its_class_too_if_it_learned_that(
     weights["class_embed.weight"][2] += 30 * torch.randn(
         weights["class_embed.weight"][2].shape, generator=generator(0)
     )
-    save_file(weights, folder / WEIGHTS, {"format": "pt"})
+    _save(folder, weights)
     training = json.loads((folder / "expert.json").read_text())["training"]
     edit_json(folder / "expert.json", training=training | {"condition_dropout": dropout})
     verdict = verify_expert(folder, held_out)

@@ -101,6 +101,13 @@ def verify_expert(
         return Verdict(folder, files, _lines(error), tuple(notes))
     refuse_base(folder, unread.facts.adapter, bases)
     problems = _provenance(expert)
+    stated, held = unread.facts.weights_sha256, files.get(ADAPTER_WEIGHTS if base else WEIGHTS)
+    if stated is None:
+        notes.append(f"{EXPERT_FILE}: holds no hash of the weights; whether these are its own is not known")
+    elif stated != held:
+        problems.append(
+            f"its weights have SHA-256 {str(held)[:16]}…, and {EXPERT_FILE} says {stated[:16]}…; take it anew"
+        )
     judged = None
     if data is not None and not problems:
         try:
