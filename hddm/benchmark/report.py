@@ -43,6 +43,7 @@ def write_report(folder: Path, results: Results) -> None:
         choice=report_words.about_choice(results),
         comparable=list(report_words.comparable(results)),
         ratios=report_words.ratios(results),
+        about_measures=report_words.about_measures(results),
         effort=report_words.effort(results),
         real=report_words.number(results.real["to_training"]["value"]),
         headline=report_tables.comparison(results, first),

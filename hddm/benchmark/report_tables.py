@@ -27,28 +27,25 @@ def comparison(results: Results, table: str) -> Table:
     What all rows have in common is said once, above it.
     """
     rows = results.tables[table]
-    compared: list[Column] = [
-        *_distance(results.decides, f"to {results.score_on} images"),
-        *_judged(results, table),
-        *_distance("to_training", "to training images"),
-    ]
+    compared = [*_distance(results.decides, f"to {results.score_on} images"), *_judged(results, table)]
     plain: list[Column] = [
-        ("diversity", lambda row: figure_of(row, "diversity")),
         ("training FLOP", _training),
-        ("training images seen", lambda row: count(row.images_seen)),
-        ("experts a step", lambda row: Cell(f"{row.evaluations.mean:.2f}", row.evaluations.mean)),
-        ("MFLOP a step", lambda row: millions(row.sampling_flop.mean / row.point.steps)),
         ("MFLOP an image", lambda row: millions(row.sampling_flop.mean)),
+        ("MFLOP a step", lambda row: millions(row.sampling_flop.mean / row.point.steps)),
+        ("experts a step", lambda row: Cell(f"{row.evaluations.mean:.2f}", row.evaluations.mean)),
+        ("training images seen", lambda row: count(row.images_seen)),
+        ("diversity", lambda row: figure_of(row, "diversity")),
     ]
-    shown = [column for column in compared if any(column[1](row) != NOTHING for row in rows)]
     counts = sorted({row.point.num_images for row in rows})
     notes = [f"{' and '.join(map(str, counts))} images a row"]
     for title, cell in plain:
         texts = {cell(row).text for row in rows}
         if len(texts) > 1 or len(rows) == 1:
-            shown.append((title, cell))
+            compared.append((title, cell))
         else:
             notes.append(f"{title}: {texts.pop()}")
+    compared += _distance("to_training", "to training images")
+    shown = [(title, cell) for title, cell in compared if any(cell(row) != NOTHING for row in rows)]
     return Table(
         table,
         (table, *(title for title, _ in shown)),
@@ -64,9 +61,9 @@ def measures(results: Results) -> Table:
     for title, key in (
         ("nearest-image ratio", "memorisation.ratio"),
         ("± samples", "memorisation.half_width"),
-        ("share nearer than 95 % of fresh images", "memorisation.share_near"),
+        ("share near", "memorisation.share_near"),
         ("diversity (1: as training images)", "diversity"),
-        ("distance within a class", "within_conditions.images"),
+        ("distance within a condition", "within_conditions.images"),
         ("of training images", "within_conditions.reference"),
         (f"precision, {results.score_on}", f"on_{name}.precision"),
         (f"recall, {results.score_on}", f"on_{name}.recall"),

@@ -156,6 +156,25 @@ def _budgets(results: Results) -> tuple[float, str, str] | None:
     return 100 * (costs[dearest] / costs[cheapest] - 1), cheapest, dearest
 
 
+def about_measures(results: Results) -> str:
+    """What the figures of memorisation and diversity mean, as they were measured here."""
+    told = (
+        f"Nearest-image ratio: distance to the nearest training image, over that of {results.score_on} "
+        "images; 1 is as far as fresh images are, well below 1 means memorising, above 1 off the data. "
+        f"Share near: of samples nearer to a training image than 95 % of {results.score_on} images are; 0.05 "
+        "for fresh images."
+    )
+    scores = [one.scores for one in results.records]
+    copies = max((one["memorisation"]["copies"] for one in scores if one["memorisation"]), default=0)
+    if copies:
+        told += f" {copies} {results.score_on} images are training images too, and flatter both."
+    within = next((one["within_conditions"] for one in scores if one["within_conditions"]), None)
+    if within:
+        why = f" ({within['why_not_lpips']})" if within["why_not_lpips"] else ""
+        told += f" Within a condition: mean distance of two images, by {within['distance']}{why}."
+    return told
+
+
 @dataclass(frozen=True)
 class Ratio:
     """One of the papers' ratios and ours of the same kind."""

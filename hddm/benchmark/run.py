@@ -6,6 +6,7 @@ OUT/
   results.json, tables.md, report.html
   shards, whole, digits                links to the data's jobs
   seed_<n>/…                           links to the models; sample grids in samples/
+  samples/                             a grid of real images
 
 Killed at any moment, the same command goes on. Seeds are done one after the other, and the results are
 written after each.
@@ -15,11 +16,21 @@ import os
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from hddm.benchmark.collect import collect
-from hddm.benchmark.data import SHARDS, WHOLE, divide, prepare_sides, reference_job, write_reference
+from hddm.benchmark.data import (
+    SHARDS,
+    WHOLE,
+    divide,
+    prepare_sides,
+    read_reference,
+    reference_job,
+    write_reference,
+)
 from hddm.benchmark.interruption import stoppable
 from hddm.benchmark.markdown import tables_text
-from hddm.benchmark.plots import grid_path, write_grid
+from hddm.benchmark.plots import REAL, grid_path, write_grid
 from hddm.benchmark.report import write_report
 from hddm.benchmark.results import FORMAT, RESULTS_FILE, Results
 from hddm.benchmark.samples import read_samples
@@ -63,6 +74,7 @@ def run_benchmark(
     with stoppable(out), store.held():
         write_json(out / SETTINGS_FILE, {"format": FORMAT, "settings": settings.model_dump(mode="json")})
         shared, links = _prepare(settings, data, store)
+        _write_real(out, shared, store)
         seeds: list[Seed] = []
         with Workers(settings.workers) as workers:
             for number in settings.seeds:
@@ -155,6 +167,13 @@ def _link(out: Path, links: dict[str, Path]) -> None:
         elif link.exists():
             raise HddmError(f"{link}: is in the way of a link to {target}; move it away")
         link.symlink_to(to, target_is_directory=True)
+
+
+def _write_real(out: Path, ground: Ground, store: Store) -> None:
+    """A picture of images that no model made, from all over the split that is scored on."""
+    fresh = read_reference(store.path(ground.reference))["fresh"]
+    rows = torch.linspace(0, len(fresh) - 1, min(GRID_IMAGES, len(fresh))).round().long()
+    write_grid(fresh[rows], grid_path(out, REAL))
 
 
 def _write_grids(out: Path, seed: Seed, store: Store) -> None:
