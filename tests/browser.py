@@ -67,7 +67,12 @@ class Browser:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        os.kill(self._process, signal.SIGKILL)
+        if error is None:
+            # Killed, it would leave processes behind that write into the profile.
+            self._session = None
+            self.call("Browser.close")
+        else:
+            os.kill(self._process, signal.SIGKILL)
         os.waitpid(self._process, 0)
         os.close(self._commands)
         os.close(self._answers)
