@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from hddm.assembly import assemble
@@ -184,6 +185,33 @@ def test_a_student_is_made_sampled_and_traced_from_the_command_line(
     code, told, _ = hddm("verify", out, "--data", shards / "shard_1")
     assert "the expert was trained on these images" in told
     assert "error of the velocity on" in told
+
+
+def test_a_student_begins_with_the_expert_that_it_is_given(
+    ensemble: Path, shards: Path, flow_expert: Path, tmp_path: Path, hddm: Command
+) -> None:
+    given = ("--data", shards, "--steps", 1, "--batch-size", 16, "--learning-rate", 1e-9)
+    out = tmp_path / "student"
+    code, _, err = hddm("distill", ensemble, "--out", out, *given, "--init", flow_expert)
+    assert code == 0, err
+    before, after = (load_file(folder / WEIGHTS) for folder in (flow_expert, out))
+    for name, value in before.items():
+        torch.testing.assert_close(after[name], value, rtol=0, atol=1e-6)
+    training = json.loads((out / "expert.json").read_text())["training"]
+    assert training["init_sha256"] == hashlib.sha256((flow_expert / WEIGHTS).read_bytes()).hexdigest()
+    assert "size" not in training
+
+
+def test_a_student_cannot_begin_with_an_expert_of_noise(
+    ensemble: Path, shards: Path, ddpm_expert: Path, tmp_path: Path, hddm: Command
+) -> None:
+    given = ("--data", shards, "--steps", 1, "--out", tmp_path / "student")
+    code, _, err = hddm("distill", ensemble, *given, "--init", ddpm_expert)
+    assert (code, "prediction type: epsilon, and the student's is flow_prediction" in err) == (1, True)
+    code, _, err = hddm("distill", ensemble, *given, "--init", ensemble)
+    assert (code, "no expert folder" in err) == (1, True)
+    assert hddm("distill", ensemble, *given, "--init", ddpm_expert, "--size", "tiny")[0] == 2
+    assert not (tmp_path / "student").exists()
 
 
 def test_a_student_does_not_fit_beside_the_experts_of_its_partition(

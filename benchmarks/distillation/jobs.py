@@ -8,16 +8,30 @@ from hddm.benchmark.jobs import sample_job
 from hddm.benchmark.plots import write_grid
 from hddm.evaluation.scores import Scorer
 from hddm.files import write_json
+from hddm.training.continuation import continue_expert
 from hddm.training.distill import DistillSettings, distill
+from hddm.training.expert import ExpertSettings, train_expert
 
 GRID_IMAGES = 64
 Report = Callable[[int], None]
 
 
-def distill_job(ensemble: Path, shards: Path, out: Path, settings: DistillSettings, report: Report) -> None:
+def distill_job(
+    ensemble: Path, shards: Path, out: Path, settings: DistillSettings, init: Path | None, report: Report
+) -> None:
     """Train a student that is not there yet."""
     if not out.exists():
-        distill(ensemble, shards, out, settings)
+        distill(ensemble, shards, out, settings, init=init)
+    report(settings.steps)
+
+
+def control_job(shard: Path, out: Path, settings: ExpertSettings, init: Path | None, report: Report) -> None:
+    """Train a control that is not there yet."""
+    if not out.exists():
+        if init is None:
+            train_expert(shard, out, settings)
+        else:
+            continue_expert(init, shard, out, settings)
     report(settings.steps)
 
 

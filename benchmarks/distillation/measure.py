@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.conversion.report import measured_on
-from benchmarks.distillation.jobs import distill_job, score_job
+from benchmarks.distillation.jobs import control_job, distill_job, score_job
 from benchmarks.distillation.report import write_distillation
 from benchmarks.distillation.settings import (
     CONTROL,
@@ -75,13 +75,18 @@ class Bench:
         """The training of a student's row."""
         own = self.settings.student(row, recipe, seed)
         arguments: dict[str, Any] = {"ensemble": teacher, "shards": self.shards}
-        return Call(distill_job, arguments | {"out": out, "settings": own}, own.steps)
+        arguments |= {"out": out, "settings": own, "init": self._init(teacher, recipe)}
+        return Call(distill_job, arguments, own.steps)
 
-    def control(self, out: Path, recipe: Recipe, seed: int) -> Call:
-        """The training of a control."""
+    def control(self, teacher: Path, out: Path, recipe: Recipe, seed: int) -> Call:
+        """The training of a control, which begins as a student of ``teacher`` would, and never asks it."""
         own = self.settings.control(recipe, seed)
         arguments = {"shard": self.whole / "shard_0", "out": out, "settings": own}
-        return Call(expert_job, arguments, own.steps)
+        return Call(control_job, arguments | {"init": self._init(teacher, recipe)}, own.steps)
+
+    def _init(self, teacher: Path, recipe: Recipe) -> Path | None:
+        last = self.settings.quickstart.num_shards - 1
+        return teacher.parent / "experts" / str(last) if recipe.init else None
 
     def scores(
         self, place: Path, models: dict[str, tuple[Path, str | None]], seed: int, label: str
@@ -147,7 +152,7 @@ def tune(bench: Bench) -> dict[str, dict[str, Any]]:
     teacher, place = bench.teacher(0), bench.folder / "tuning"
     makers: dict[str, Callable[[Path, Recipe], Call]] = {
         STUDENT: lambda out, recipe: bench.student(teacher, out, STUDENT, recipe, TUNING_SEED),
-        CONTROL: lambda out, recipe: bench.control(out, recipe, TUNING_SEED),
+        CONTROL: lambda out, recipe: bench.control(teacher, out, recipe, TUNING_SEED),
     }
     found: dict[str, dict[str, Any]] = {}
     for kind, make in makers.items():
@@ -168,7 +173,7 @@ def _run(bench: Bench, tuned: dict[str, dict[str, Any]], seed: int) -> dict[str,
     recipe, plain = tuned[STUDENT]["recipe"], tuned[CONTROL]["recipe"]
     outs = {row: place / slug(row) for row in (STUDENT, COUNTED, CONTROL)}
     calls = [bench.student(teacher, outs[row], row, recipe, seed) for row in (STUDENT, COUNTED)]
-    bench.train([*calls, bench.control(outs[CONTROL], plain, seed)], f"seed {seed}: train")
+    bench.train([*calls, bench.control(teacher, outs[CONTROL], plain, seed)], f"seed {seed}: train")
     models: dict[str, tuple[Path, str | None]] = {TEACHER: (teacher, "draw"), MIXTURE: (teacher, "full")}
     models |= {row: (out, None) for row, out in outs.items()}
     return {"seed": seed, "rows": bench.scores(place / "rows", models, seed, f"seed {seed}: sample")}

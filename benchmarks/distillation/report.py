@@ -77,7 +77,7 @@ def _method(settings: Settings, content: Mapping[str, Any]) -> list[str]:
         f"The quickstart's digits, experts (`{chosen.size}`, {chosen.steps:,} steps), solver and scores. The "
         f"teacher is {settings.num_ddpm} DDPM and {chosen.num_shards - settings.num_ddpm} flow experts, "
         "sampled by `draw`; in training a sample's own expert teaches (`--teacher shard`). The student has "
-        "the size of one expert, and starts from random weights. "
+        "the size of one expert; what it begins with was tuned, and stands below. "
         f"{chosen.num_images:,} images a row, {chosen.sampling_steps} steps of {chosen.solver}.",
         "",
         f"**Training compute** is images × forwards: {content['forward_mflop']:.1f} MFLOP a forward, three "

@@ -4,7 +4,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from hddm.benchmark.settings import QuickstartSettings
 from hddm.errors import HddmError
@@ -23,13 +23,19 @@ TUNING_SEED = 100
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a student or a control is optimised."""
+    """How a student or a control is optimised, and what it begins with."""
 
     batch_size: int
     learning_rate: float
+    time_sampling: Literal["uniform", "logit-normal"] = "uniform"
+    init: bool = False
+    """It begins with the teacher's last expert, a flow expert, instead of random weights."""
 
     def __str__(self) -> str:
-        return f"batch {self.batch_size}, learning rate {self.learning_rate:g}"
+        begins = ", begun as a flow expert" if self.init else ""
+        return (
+            f"batch {self.batch_size}, learning rate {self.learning_rate:g}, {self.time_sampling} t{begins}"
+        )
 
 
 @dataclass(frozen=True)
@@ -41,7 +47,14 @@ class Settings:
     """DDPM experts, on the first shards; the others learn flow."""
     share: int = 4
     """The student has this part of the teacher's training compute."""
-    recipes: Sequence[Recipe] = (Recipe(32, 2e-3), Recipe(32, 4e-3), Recipe(32, 8e-3), Recipe(64, 8e-3))
+    recipes: Sequence[Recipe] = (
+        Recipe(32, 4e-3),
+        Recipe(32, 8e-3),
+        Recipe(32, 8e-3, "logit-normal"),
+        Recipe(32, 8e-3, "uniform", init=True),
+        Recipe(32, 4e-3, "logit-normal", init=True),
+        Recipe(32, 8e-3, "logit-normal", init=True),
+    )
     """Tried at the same budget; the best is taken."""
     name: str = "digits"
 
@@ -79,6 +92,7 @@ class Settings:
             "ema_decay": self.quickstart.ema_decay,
             "size": self.quickstart.size,
             "seed": seed,
+            "time_sampling": recipe.time_sampling,
         }
 
 
@@ -119,6 +133,6 @@ QUICK = Settings(
         resamples=3,
     ),
     num_ddpm=1,
-    recipes=(Recipe(16, 4e-3), Recipe(8, 4e-3)),
+    recipes=(Recipe(16, 4e-3), Recipe(8, 4e-3, "logit-normal", init=True)),
     name="digits-quick",
 )

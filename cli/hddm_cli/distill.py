@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
+from hddm_cli.combinations import refuse_given
 from hddm_cli.options import Out, Overwrite, Steps
 from hddm_cli.train import LEARNING
 from hddm_cli.training_options import FILE, KEEPING, LOOP, PICTURES, Told, takes
@@ -36,6 +37,10 @@ def distill(
             "--teacher", help="The expert of each sample's shard, or the mixture by the ensemble's strategy."
         ),
     ] = TeacherKind.shard,
+    init: Annotated[
+        Path | None,
+        typer.Option("--init", help="Flow expert to begin with, one of the ensemble's say; fixes the size."),
+    ] = None,
     overwrite: Overwrite = False,
     **given: Any,
 ) -> None:
@@ -43,6 +48,9 @@ def distill(
 
     The student is an expert folder. The run is kept in OUT.run; --resume goes on with it.
     """
+    if init is not None:
+        refuse_given(context, "--init fixes it", "size")
+
     from hddm.progress import Progress
     from hddm.training.distill import DistillSettings
     from hddm.training.distill import distill as run
@@ -50,6 +58,6 @@ def distill(
     told = Told(context, {"steps": steps, "teacher": teacher, **given})
     settings = told.settings(DistillSettings)
     with Progress(settings.steps, "distill") as progress:
-        losses = run(ensemble, data, out, settings, overwrite, progress.reach, told.run())
+        losses = run(ensemble, data, out, settings, overwrite, progress.reach, told.run(), init)
     if losses:
         typer.echo(f"{out}: distance to the teacher's velocity {losses[0]:.4f} → {losses[-1]:.4f}")

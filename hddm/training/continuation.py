@@ -8,10 +8,10 @@ keeps the calibration of that training, since its weights mean something in that
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor, nn
 
-from hddm.adapters import ADAPTER_WEIGHTS
 from hddm.calibration import FILE_NAME as CALIBRATION
 from hddm.calibration import Calibration
 from hddm.data.open_shard import open_shard
@@ -19,7 +19,6 @@ from hddm.data.shards import Shard
 from hddm.errors import HddmError
 from hddm.experts import EXPERT_FILE, FORMAT, Expert, ExpertFacts, read_expert, save_expert
 from hddm.load import field_of
-from hddm.model_folders import WEIGHTS
 from hddm.moments import Moments
 from hddm.networks import OPTIONAL_CONDITIONS
 from hddm.objectives import Objective
@@ -30,6 +29,7 @@ from hddm.training.batches import check_conditions, drawing, losing
 from hddm.training.data_identity import encoding_of
 from hddm.training.loop import Fitted, OnStep, Task
 from hddm.training.lora import adapter_facts, add_adapter, refuse_as_base, save_adapted
+from hddm.training.networks import begun_with
 from hddm.training.run_folder import RunOptions
 from hddm.training.runs import finished, train
 from hddm.training.settings import ExpertSettings
@@ -37,7 +37,6 @@ from hddm.training.shard_calibration import calibrated_on, calibration_rows, pla
 from hddm.training.shard_fit import TEXT, check_fit, shard_facts
 from hddm.training.watching import watching
 from hddm.velocity import VelocityField
-from hddm.weight_files import sha256_of
 
 
 def continue_expert(
@@ -106,8 +105,7 @@ def continue_expert(
         losing(objective, lambda module: _predicting(module, field, objective)),
         (shard.index,),
     )
-    weights = WEIGHTS if (init / WEIGHTS).is_file() else ADAPTER_WEIGHTS
-    started = {"init": init.resolve().name, "init_sha256": sha256_of(init / weights)}
+    started: dict[str, Any] = dict(begun_with(init))
     if field.calibration is not None:
         started["kappa"] = expert.facts.training.get("kappa", kappa)
 

@@ -20,6 +20,7 @@ one leaves neither. What the target does not vary, batches need not average out.
 
 A teacher's velocity is converted and calibrated as in sampling, which makes DDPM and flow experts alike. The
 student is a flow expert on the linear path, and is calibrated on the whole data as an expert is on its shard.
+It may begin with the network of one: on one shard in K that is the expert's own target already.
 """
 
 from collections.abc import Callable
@@ -34,7 +35,8 @@ from hddm.data.open_shard import open_shard
 from hddm.data.shards import find_shards
 from hddm.data.whole import joined
 from hddm.ensemble import Ensemble
-from hddm.experts import EXPERT_FILE, Expert, null_conditions, save_expert
+from hddm.errors import HddmError
+from hddm.experts import EXPERT_FILE, Expert, ExpertFacts, null_conditions, read_expert, save_expert
 from hddm.load import field_of
 from hddm.models.transformer import ExpertTransformer
 from hddm.objectives import TIME_SCALE, Objective
@@ -43,7 +45,7 @@ from hddm.training.batches import drawing
 from hddm.training.data_identity import encoding_of
 from hddm.training.expert import expert_facts
 from hddm.training.loop import Fitted, Inputs, OnStep, Task
-from hddm.training.networks import new_network
+from hddm.training.networks import begun_with, new_network
 from hddm.training.run_folder import RunOptions
 from hddm.training.runs import finished, train
 from hddm.training.settings import DistillSettings as DistillSettings
@@ -60,6 +62,7 @@ def distill(
     overwrite: bool = False,
     on_step: OnStep | None = None,
     run: RunOptions | None = None,
+    init: Path | None = None,
 ) -> list[float]:
     """Train one flow expert to have the velocity of an ensemble, and write its folder.
 
@@ -74,13 +77,16 @@ def distill(
         overwrite: whether an existing ``out`` is replaced.
         on_step: called after each step with its number and loss.
         run: as of `hddm.training.expert.train_expert`.
+        init: a flow expert whose network the student begins with, one of the ensemble's say; ``size`` then
+            has no say. Without one the student begins with random weights.
 
     Returns:
         The loss of every step.
 
     Raises:
-        HddmError: as `hddm.training.teachers.open_teacher` and `hddm.training.expert.train_expert`, and for
-            shards that do not belong together or do not fit the teacher.
+        HddmError: as `hddm.training.teachers.open_teacher` and `hddm.training.expert.train_expert`, for
+            shards that do not belong together or do not fit the teacher, and for an ``init`` that is no flow
+            expert of such samples and classes.
         Stopped: after a signal, with the run saved.
     """
     if finished(out, EXPERT_FILE, overwrite, run):
@@ -94,13 +100,20 @@ def distill(
     facts = facts.model_copy(update={"shift": teacher.parts.facts.shift, "licence": teacher.licence})
     given = {LABELS: whole.labels} if teacher.classes and whole.labels is not None else {}
     nulls = null_conditions(facts.null_class)
-    network = new_network(
-        ExpertTransformer,
-        settings.size,
-        whole.shape,
-        settings.seed,
-        num_classes=len(teacher.classes) or None,
-    )
+    begun: dict[str, str] = {}
+    if init is None:
+        network: nn.Module = new_network(
+            ExpertTransformer,
+            settings.size,
+            whole.shape,
+            settings.seed,
+            num_classes=len(teacher.classes) or None,
+        )
+    else:
+        started, begun = _flow_expert(init, facts), begun_with(init)
+        network = started.network.requires_grad_(True)
+        stated = {licence for licence in (teacher.licence, started.facts.licence) if licence}
+        facts = facts.model_copy(update={"licence": " AND ".join(sorted(stated)) or None})
     draw = drawing(whole, objective, as_expert, given, nulls)
     own = None
     if teacher.experts is not None:
@@ -111,7 +124,10 @@ def distill(
 
     def write(draft: Path, fitted: Fitted, used: DistillSettings) -> None:
         network.requires_grad_(False)
-        record: dict[str, Any] = fitted.record(used) | {"teacher": teacher.record}
+        record: dict[str, Any] = fitted.record(used) | {"teacher": teacher.record} | begun
+        if begun:
+            # Its network is the init's, whatever the settings say.
+            del record["size"]
         bare = Expert(network, facts.model_copy(update={"training": record}), None)
         with placed(network, fitted.device):
             calibration = calibrated_on(whole, field_of(bare, fitted.device), given, settings.seed)
@@ -123,12 +139,44 @@ def distill(
         out,
         EXPERT_FILE,
         write,
-        {"shards": [shard.hash for shard in shards], **encoding_of(shards), "teacher": teacher.record},
+        {
+            "shards": [shard.hash for shard in shards],
+            **encoding_of(shards),
+            "teacher": teacher.record,
+            **begun,
+        },
         overwrite,
         on_step,
         run,
         watching(field_of(Expert(network, facts, None)), whole, as_expert),
     )
+
+
+def _flow_expert(init: Path, facts: ExpertFacts) -> Expert:
+    """The expert in ``init``, which must be what ``facts`` say of the student."""
+    if not (init / EXPERT_FILE).is_file():
+        raise HddmError(f"--init {init}: no expert folder; name one expert, of the ensemble say")
+    expert = read_expert(init)
+    qualities: dict[str, Callable[[ExpertFacts], Any]] = {
+        "prediction type": lambda one: one.prediction_type.value,
+        "schedule": lambda one: one.schedule,
+        "time scale": lambda one: one.time_scale,
+        "samples": lambda one: (one.space, *one.sample_shape),
+        "conditions": lambda one: one.conditions,
+        "classes": lambda one: one.classes,
+    }
+    lines = [
+        f"{name}: {of(expert.facts)}, and the student's is {of(facts)}"
+        for name, of in qualities.items()
+        if of(expert.facts) != of(facts)
+    ]
+    if expert.facts.training_calibration:
+        lines.append("trained on in its calibration, which a student has not")
+    if lines:
+        raise HddmError(
+            f"--init {init}: a student cannot begin with it; name a flow expert of this data", lines
+        )
+    return expert
 
 
 class Matching:

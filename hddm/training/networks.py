@@ -1,15 +1,25 @@
-"""Fresh networks of a named size for images of a given shape."""
+"""What trainings begin with: fresh networks of a named size for images of a given shape, or an expert."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from diffusers import ModelMixin
 
+from hddm.adapters import ADAPTER_WEIGHTS
 from hddm.errors import HddmError
+from hddm.model_folders import WEIGHTS
 from hddm.models.sizes import size_config
+from hddm.weight_files import sha256_of
 
 Network = TypeVar("Network", bound=ModelMixin)
+
+
+def begun_with(init: Path) -> dict[str, str]:
+    """What a record says of the expert folder that a training began with."""
+    weights = WEIGHTS if (init / WEIGHTS).is_file() else ADAPTER_WEIGHTS
+    return {"init": init.resolve().name, "init_sha256": sha256_of(init / weights)}
 
 
 def new_network(kind: type[Network], size: str, shape: Sequence[int], seed: int, **arguments: Any) -> Network:
