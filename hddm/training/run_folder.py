@@ -203,7 +203,7 @@ def compare_records(out: Path, record: Mapping[str, Any], options: RunOptions) -
     folder, allowed = run_folder_of(out), options.allow_config_change
     old, new = _flat(recorded(out)), _flat(json.loads(json.dumps(dict(record))))
     keys = [key for key in dict.fromkeys([*old, *new]) if key != "format" and old.get(key) != new.get(key)]
-    lines = [f"{key}: was {old.get(key)!r}, is {new.get(key)!r}" for key in keys]
+    lines = [f"{key}: was {_told(old, key)}, is {_told(new, key)}" for key in keys]
     for key, line in zip(keys, lines, strict=True):
         if key in FREE or allowed:
             log.warning("%s: %s", folder, line)
@@ -213,6 +213,10 @@ def compare_records(out: Path, record: Mapping[str, Any], options: RunOptions) -
             f"{folder}: the run was started otherwise; take the same again, or pass --allow-config-change",
             differing,
         )
+
+
+def _told(record: Mapping[str, Any], key: str) -> str:
+    return repr(record[key]) if key in record else "not recorded"
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
