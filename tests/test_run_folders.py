@@ -60,6 +60,16 @@ def test_another_shard_is_a_changed_setting(started: Path, shards: Path, hddm: C
     )
     assert code == 1
     assert "data.shard: was" in error
+    before = contents(started.with_name("out.run"))
+    changed = ("--out", started, "--steps", 4, *OPTIONS[2:], "--objective", "ddpm")
+    code, _, error = hddm(
+        "train", "expert", shards / "shard_0", *changed, "--resume", "--allow-config-change"
+    )
+    assert code == 1
+    assert "is of another expert, and --allow-config-change does not make it this one" in error
+    assert "settings.objective: was 'flow', is 'ddpm'" in error
+    assert "data.shard: was" in error
+    assert contents(started.with_name("out.run")) == before
 
 
 def test_two_processes_do_not_train_one_expert(started: Path, whole: Path, hddm: Command) -> None:

@@ -35,6 +35,19 @@ LOCK = "lock"
 DRAFT = f".{RUN_FILE}"
 # What may change between two starts of a run without changing what it computes.
 FREE = {f"environment.{key}" for key in ("hddm", "torch", "hostname", "device", "processes")}
+# What makes it another expert, so that its record would be untrue if one run went on as the other.
+FIXED = {
+    f"settings.{key}"
+    for key in (
+        "objective",
+        "size",
+        "class_conditional",
+        "text_conditional",
+        "lora_rank",
+        "lora_alpha",
+        "teacher",
+    )
+}
 
 log = logging.getLogger(__name__)
 
@@ -197,6 +210,8 @@ def _clear(folder: Path) -> None:
 def compare_records(out: Path, record: Mapping[str, Any], options: RunOptions) -> None:
     """Refuse to go on with the run of ``out`` if it was started with another ``record``.
 
+    ``options.allow_config_change`` allows other settings, but no other data, objective or network.
+
     Raises:
         HddmError: with every difference.
     """
@@ -207,6 +222,15 @@ def compare_records(out: Path, record: Mapping[str, Any], options: RunOptions) -
     for key, line in zip(keys, lines, strict=True):
         if key in FREE or allowed:
             log.warning("%s: %s", folder, line)
+    # What an older version did not record cannot be held against a run.
+    other = {key for key in old if key in FIXED or key.startswith("data.")}
+    fixed = [line for key, line in zip(keys, lines, strict=True) if key in other]
+    if fixed and allowed:
+        raise HddmError(
+            f"{folder}: the run is of another expert, and --allow-config-change does not make it this one; "
+            "choose another --out, or train on from it with --init",
+            fixed,
+        )
     if not allowed and any(key not in FREE for key in keys):
         differing = [line for key, line in zip(keys, lines, strict=True) if key not in FREE]
         raise HddmError(
