@@ -13,20 +13,6 @@ from hddm.workers import Report
 
 
 @dataclass(frozen=True)
-class ExpertUse:
-    """What a router said at one time, on average over samples.
-
-    ``probabilities`` and ``weights`` (K,) are the router's and, after the strategy, the mixture's;
-    ``largest`` is the mean of the largest probability: 1/K knows nothing, 1 is certain.
-    """
-
-    t: float
-    probabilities: list[float]
-    weights: list[float]
-    largest: float
-
-
-@dataclass(frozen=True)
 class Sampled:
     """Images (n, C, H, W) in uint8."""
 

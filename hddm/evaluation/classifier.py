@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hddm.errors import HddmError
+from hddm.files import write_whole
 from hddm.tensors import generator
 from hddm.weight_files import read_safetensors
 
@@ -93,10 +94,7 @@ def save_classifier(classifier: FeatureClassifier, path: Path) -> None:
     """
     if path.exists():
         raise HddmError(f"{path} exists: choose another file for the classifier")
-    try:
-        save_file(classifier.state_dict(), path, {"format": "pt"})
-    except OSError as error:
-        raise HddmError(f"{path}: cannot be written ({error.strerror or error})") from error
+    write_whole(path, lambda draft: save_file(classifier.state_dict(), draft, {"format": "pt"}))
 
 
 def load_classifier(path: Path, channels: int) -> FeatureClassifier:

@@ -1,6 +1,5 @@
 """Results of evaluations on disk, and the sides that are made of them."""
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,7 +7,7 @@ from typing import Any
 
 from hddm.errors import HddmError
 from hddm.facts import check_format
-from hddm.files import read_json, write_json
+from hddm.files import read_json, write_json, write_whole
 
 FORMAT = "1.0"
 KIND = "evaluation"
@@ -52,13 +51,7 @@ def write_result(path: Path, content: dict[str, Any]) -> None:
     Raises:
         HddmError: where it cannot be written.
     """
-    draft = path.with_name(f".{path.name}.part-{os.getpid()}")
-    try:
-        write_json(draft, content)
-        draft.replace(path)
-    except OSError as error:
-        draft.unlink(missing_ok=True)
-        raise HddmError(f"{path}: cannot be written ({error.strerror or error})") from error
+    write_whole(path, lambda draft: write_json(draft, content))
 
 
 def read_sides(paths: Sequence[Path]) -> list[Side]:

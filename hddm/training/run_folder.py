@@ -217,22 +217,25 @@ def compare_records(out: Path, record: Mapping[str, Any], options: RunOptions) -
     """
     folder, allowed = run_folder_of(out), options.allow_config_change
     old, new = _flat(recorded(out)), _flat(json.loads(json.dumps(dict(record))))
-    keys = [key for key in dict.fromkeys([*old, *new]) if key != "format" and old.get(key) != new.get(key)]
-    lines = [f"{key}: was {_told(old, key)}, is {_told(new, key)}" for key in keys]
-    for key, line in zip(keys, lines, strict=True):
+    lines = {
+        key: f"{key}: was {_told(old, key)}, is {_told(new, key)}"
+        for key in dict.fromkeys([*old, *new])
+        if key != "format" and old.get(key) != new.get(key)
+    }
+    for key, line in lines.items():
         if key in FREE or allowed:
             log.warning("%s: %s", folder, line)
     # What an older version did not record cannot be held against a run.
     other = {key for key in old if key in FIXED or key.startswith("data.")}
-    fixed = [line for key, line in zip(keys, lines, strict=True) if key in other]
+    fixed = [line for key, line in lines.items() if key in other]
     if fixed and allowed:
         raise HddmError(
             f"{folder}: the run is of another expert, and --allow-config-change does not make it this one; "
             "choose another --out, or train on from it with --init",
             fixed,
         )
-    if not allowed and any(key not in FREE for key in keys):
-        differing = [line for key, line in zip(keys, lines, strict=True) if key not in FREE]
+    differing = [line for key, line in lines.items() if key not in FREE]
+    if differing and not allowed:
         raise HddmError(
             f"{folder}: the run was started otherwise; take the same again, or pass --allow-config-change",
             differing,

@@ -19,6 +19,8 @@ Settings = TypeVar("Settings", bound=LoopSettings)
 Write = Callable[[Path, Fitted, Settings], None]
 Watch = Callable[[Run], contextlib.AbstractContextManager[Watcher]]
 
+NOTHING_LEFT = "%s: is finished; there is nothing to go on with"
+
 log = logging.getLogger(__name__)
 
 
@@ -33,7 +35,10 @@ def finished(out: Path, record: str, overwrite: bool, run: RunOptions | None) ->
     if not _resumed_whole(out, record, overwrite, run):
         check_absent(out, record, overwrite)
         return False
-    return not recorded(out) and _nothing_to_do(out)
+    if recorded(out):
+        return False
+    log.info(NOTHING_LEFT, out)
+    return True
 
 
 def train(
@@ -72,7 +77,7 @@ def train(
     used = with_threads(settings, out if run is not None and run.resume else None)
     if run is not None and _resumed_whole(out, record, overwrite, run):
         compare_records(out, _record(used, data), run)
-        _nothing_to_do(out)
+        log.info(NOTHING_LEFT, out)
         return []
     counting = [] if on_step is None else [_counting(on_step)]
     with contextlib.ExitStack() as stack:
@@ -102,11 +107,6 @@ def with_threads(settings: Settings, out: Path | None, default: int | None = Non
 
 def _resumed_whole(out: Path, record: str, overwrite: bool, run: RunOptions | None) -> bool:
     return run is not None and run.resume and not overwrite and (out / record).exists()
-
-
-def _nothing_to_do(out: Path) -> bool:
-    log.info("%s: is finished; there is nothing to go on with", out)
-    return True
 
 
 def _record(settings: LoopSettings, data: Mapping[str, Any]) -> dict[str, Any]:
