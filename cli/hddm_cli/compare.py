@@ -10,7 +10,8 @@ def compare(
     results: Annotated[
         list[Path],
         typer.Argument(
-            help="Results of hddm evaluate --out, the first to compare with; a folder is one side."
+            help="Results of hddm evaluate --out, the first to compare with; a folder is one side. "
+            "Or folders of benchmarks."
         ),
     ],
     varies: Annotated[
@@ -20,12 +21,16 @@ def compare(
 ) -> None:
     """Results side by side: better, worse or within noise; refused where more differs than the model.
 
-    A folder of results, one a training seed, is one side, judged by the spread over seeds.
+    A folder of results, one a training seed, is one side, judged by the spread over seeds. Of benchmarks the
+    rows that their first tables share are compared, one after the other.
     """
+    from hddm.benchmark.sides import is_benchmark, shared_rows
     from hddm.evaluation.comparison import refuse_incomparable
     from hddm.evaluation.results import read_sides
     from hddm.evaluation.verdicts import table
 
-    sides = read_sides(results)
-    refuse_incomparable(sides, varies or ())
-    typer.echo(table(sides))
+    rows = shared_rows(results) if any(is_benchmark(path) for path in results) else {"": read_sides(results)}
+    for sides in rows.values():
+        refuse_incomparable(sides, varies or ())
+    for row, sides in rows.items():
+        typer.echo(f"## {row}\n\n{table(sides)}\n" if row else table(sides))

@@ -52,6 +52,8 @@ def _fields(result: Result) -> Fields:
     for side in _DATA:
         facts = data.get(side)
         fields |= {f"{side}.images": facts and facts["images"], f"{side}.hash": facts and facts["hash"]}
+    if "split" in content:
+        fields["split"] = content["split"]
     sampling = content.get("sampling")
     if sampling is None:
         return {**fields, "sampling": _UNKNOWN}
@@ -59,7 +61,7 @@ def _fields(result: Result) -> Fields:
 
 
 def _check_names(varies: Sequence[str], fields: Sequence[Fields]) -> None:
-    fixed = ("features.", "images", *_DATA)
+    fixed = ("features.", "images", "split", *_DATA)
     known = [name for one in fields for name in one if not name.startswith(fixed)]
     for name in varies:
         if name not in known:

@@ -155,15 +155,17 @@ def _measures(sides: Sequence[Side]) -> list[tuple[str, Better | None, Get]]:
     distances = sorted(
         {(result.content.get("within_conditions") or {}).get("distance", "") for result in results}
     )
+    # The images that were not trained on: of a benchmark that still chooses, those of its validation split.
+    fresh = results[0].content.get("split", "held-out")
     return [
         ("Fréchet distance to training images", "lower", _interval("to_training")),
-        ("Fréchet distance to held-out images", "lower", _interval("to_held_out")),
+        (f"Fréchet distance to {fresh} images", "lower", _interval("to_held_out")),
         ("kernel distance to training images", "lower", _kernel("kernel_to_training")),
-        ("kernel distance to held-out images", "lower", _kernel("kernel_to_held_out")),
+        (f"kernel distance to {fresh} images", "lower", _kernel("kernel_to_held_out")),
         ("precision on training images", "higher", _share("on_training", "precision")),
-        ("precision on held-out images", "higher", _share("on_held_out", "precision")),
+        (f"precision on {fresh} images", "higher", _share("on_held_out", "precision")),
         ("recall on training images", "higher", _share("on_training", "recall")),
-        ("recall on held-out images", "higher", _share("on_held_out", "recall")),
+        (f"recall on {fresh} images", "higher", _share("on_held_out", "recall")),
         ("diversity against training images", None, _plain("diversity")),
         *[
             (f"distance within conditions ({name})", None, _within)
@@ -172,6 +174,7 @@ def _measures(sides: Sequence[Side]) -> list[tuple[str, Better | None, Get]]:
         ],
         ("nearest-image ratio", None, _memory),
         *of_shards,
+        ("training, 1e12 operations", None, _plain("training_tflop")),
     ]
 
 
@@ -205,7 +208,7 @@ def _share(key: str, which: str) -> Get:
 def _plain(key: str) -> Get:
     def get(content: dict[str, Any]) -> tuple[float, float | None] | None:
         found = content.get(key)
-        return None if found is None else (found, None)
+        return None if found is None else (float(found), None)
 
     return get
 
