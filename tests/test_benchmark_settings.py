@@ -9,7 +9,9 @@ import yaml
 from hddm.benchmark.load_settings import load_settings, parse_settings, preset_names
 from hddm.benchmark.protocol import chosen, parse_seeds
 from hddm.benchmark.schema import table_points
+from hddm.benchmark.trainings import Training
 from hddm.errors import HddmError
+from hddm.training.settings import ExpertSettings
 from tests.benchmark_files import CONTENT, settings
 
 
@@ -22,6 +24,15 @@ def test_the_presets_are_there_and_choose_before_they_confirm() -> None:
         assert (preset.seeds, preset.confirmation_seeds) == ((0, 1, 2, 3, 4), (5, 6, 7, 8, 9))
         confirming = chosen(preset, held_out=True)
         assert (confirming.score_on, confirming.seeds) == ("held-out", (5, 6, 7, 8, 9))
+
+
+def test_a_training_is_found_again_by_the_warm_up_that_its_default_comes_to() -> None:
+    def job(**changes: object) -> str:
+        settings = {"objective": "flow", "steps": 500, **changes}
+        return Training(Path("shard"), "hash", ExpertSettings.model_validate(settings)).job.hash
+
+    assert job() == job(warmup=50) != job(warmup=100)
+    assert job(steps=2000) == job(steps=2000, warmup=100)
 
 
 def test_a_file_of_ones_own_says_the_same(tmp_path: Path) -> None:

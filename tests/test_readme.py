@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from typer.main import get_command
 
+from hddm.training.run_files import KINDS
 from hddm_cli.app import commands
 
 TEXT = (Path(__file__).parent.parent / "README.md").read_text()
@@ -17,6 +18,18 @@ SHELL = re.findall(r"^\s*(?:\$ )?(hddm [a-z].*)$", TEXT, re.MULTILINE)
 def test_there_is_something_to_try() -> None:
     assert PYTHON
     assert SHELL
+
+
+def test_it_names_the_keys_that_only_a_run_file_has_with_their_defaults() -> None:
+    root = get_command(commands)
+    verbs = [root.commands["train"].commands[name] for name in ("expert", "all", "router")]
+    options = {one.name for verb in (*verbs, root.commands["distill"]) for one in verb.params}
+    fields = {name: one for kind in KINDS for name, one in kind.model_fields.items() if name not in options}
+    assert fields
+    (told,) = re.findall(r"[Oo]nly a run file has (.*?)\.\n", TEXT, re.DOTALL)
+    assert dict(re.findall(r"`(\w+)` \(([\d.]+)\)", told)) == {
+        name: str(one.default) for name, one in fields.items()
+    }
 
 
 @pytest.mark.parametrize("block", PYTHON)

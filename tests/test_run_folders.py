@@ -1,6 +1,7 @@
 """Runs beside what they make: gone on with, refused, out of disk, out of numbers, and never two at once."""
 
 import fcntl
+import json
 import math
 import resource
 import shutil
@@ -10,9 +11,11 @@ import pytest
 import torch
 
 from hddm.errors import HddmError
+from hddm.experts import EXPERT_FILE
+from hddm.model_folders import WEIGHTS
 from hddm.training import expert as expert_training
 from hddm.training.expert import train_expert
-from hddm.training.loop import Inputs
+from hddm.training.loop import Inputs, OnStep
 from hddm.training.run_folder import RunOptions
 from tests.artefacts import Command, contents, copied, expert_settings
 from tests.killed_runs import checkpoint
@@ -52,6 +55,31 @@ def test_every_changed_setting_is_told_and_stops_a_resume(started: Path, whole: 
     code, _, error = hddm("train", "expert", whole, "--out", started, *changed, "--allow-config-change")
     assert code == 0, error
     assert (started / "expert.json").exists()
+
+
+@pytest.mark.parametrize("recorded", [None, 100], ids=["today's default", "an older default"])
+def test_a_run_goes_on_with_the_warm_up_that_it_recorded(
+    recorded: int | None, whole: Path, tmp_path: Path
+) -> None:
+    """Nothing is asked for in either start; a run that recorded another default has another rate."""
+    first = expert_settings("flow", steps=40, warmup=recorded, threads=1)
+    asked = expert_settings("flow", steps=40, warmup=None, threads=1)
+    losses = train_expert(whole, tmp_path / "plain", first)
+    with pytest.raises(HddmError, match="enough"):
+        train_expert(whole, tmp_path / "out", first, on_step=_end_at(23), run=RunOptions(checkpoint_every=20))
+    assert train_expert(whole, tmp_path / "out", asked, run=RunOptions(resume=True)) == losses
+    assert (tmp_path / "out" / WEIGHTS).read_bytes() == (tmp_path / "plain" / WEIGHTS).read_bytes()
+    kept = json.loads((tmp_path / "out.run" / "run.json").read_text())["settings"]["warmup"]
+    stated = json.loads((tmp_path / "out" / EXPERT_FILE).read_text())["training"]["warmup"]
+    assert (kept, stated) == ((4, 4) if recorded is None else (100, 100))
+
+
+def _end_at(last: int) -> OnStep:
+    def end(step: int, loss: float) -> None:
+        if step == last:
+            raise HddmError("enough")
+
+    return end
 
 
 def test_another_shard_is_a_changed_setting(started: Path, shards: Path, hddm: Command) -> None:

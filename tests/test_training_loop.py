@@ -84,8 +84,11 @@ def test_training_leaves_the_averaged_weights() -> None:
     assert fitted.losses[-1] < fitted.losses[0]
 
 
-@pytest.mark.parametrize(("steps", "warmup"), [(12, 4), (5, 0), (6, 20)])
-def test_the_rate_warms_up_linearly_and_decays_as_a_cosine(steps: int, warmup: int) -> None:
+@pytest.mark.parametrize(
+    ("steps", "warmup", "warm"),
+    [(12, 4, 4), (5, 0, 1), (6, 20, 20), (9, None, 1), (60, None, 6)],
+)
+def test_the_rate_warms_up_linearly_and_decays_as_a_cosine(steps: int, warmup: int | None, warm: int) -> None:
     """Adam moves by exactly its rate where the gradient never changes."""
     point = _Point()
     places = [point.place.detach().clone()]
@@ -93,11 +96,13 @@ def test_the_rate_warms_up_linearly_and_decays_as_a_cosine(steps: int, warmup: i
     task = _task(point, lambda: point.place.sum())
     fit(task, settings, watchers=[lambda report: places.append(point.place.detach().clone())])
     moved = -torch.stack(places).diff(dim=0)[:, 0]
-    rates = [
-        0.01 * min(1, (n + 1) / max(warmup, 1)) * (1 + math.cos(math.pi * n / steps)) / 2
-        for n in range(steps)
-    ]
+    rates = [0.01 * min(1, (n + 1) / warm) * (1 + math.cos(math.pi * n / steps)) / 2 for n in range(steps)]
     torch.testing.assert_close(moved, torch.tensor(rates), rtol=1e-3, atol=1e-6)
+
+
+def test_a_long_training_warms_up_for_a_hundred_steps_unless_told_otherwise() -> None:
+    assert [LoopSettings(steps=steps).warmup_steps for steps in (999, 1000, 1300)] == [99, 100, 100]
+    assert LoopSettings(steps=1300, warmup=300).warmup_steps == 300
 
 
 def test_the_gradient_is_clipped() -> None:

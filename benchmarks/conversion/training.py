@@ -57,7 +57,8 @@ def train_flow(
         measure(0)
     for step in range(1, settings.steps + 1):
         started = time.perf_counter()
-        optimizer.param_groups[0]["lr"] = settings.learning_rate * min(1.0, step / max(settings.warmup, 1))
+        warm = min(1.0, step / max(settings.warmup_steps, 1))
+        optimizer.param_groups[0]["lr"] = settings.learning_rate * warm
         rows = torch.randint(len(images), (settings.batch_size,), generator=draws)
         loss = objective.loss(predict, images[rows], draws)[0].mean()
         optimizer.zero_grad(set_to_none=True)

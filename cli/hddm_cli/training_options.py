@@ -26,6 +26,13 @@ Group = Mapping[str, tuple[Any, Any]]
 LOOP: Group = {
     "batch_size": (BatchSize, 128),
     "learning_rate": (LearningRate, 1e-4),
+    "warmup": (
+        Annotated[
+            int | None,
+            typer.Option("--warmup", min=0, help="Steps to the peak rate; by default a tenth, at most 100."),
+        ],
+        None,
+    ),
     "seed": (Seed, 0),
     "ema_decay": (Annotated[float, typer.Option("--ema-decay", help="Of the weights' average.")], 0.999),
     "mixed_precision": (Precision, "no"),

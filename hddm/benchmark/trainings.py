@@ -171,4 +171,4 @@ def _train(
 
 
 def _recipe(settings: LoopSettings) -> dict[str, Any]:
-    return settings.model_dump(mode="json", exclude=_MACHINE)
+    return settings.model_dump(mode="json", exclude=_MACHINE) | {"warmup": settings.warmup_steps}

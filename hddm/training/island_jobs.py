@@ -14,7 +14,7 @@ from hddm.training.continuation import continue_expert
 from hddm.training.expert import ddpm_schedule, train_expert
 from hddm.training.loop import OnStep
 from hddm.training.run_folder import RunOptions, discard_runs, recorded, run_folder_of
-from hddm.training.runs import with_threads
+from hddm.training.runs import completed
 from hddm.training.settings import ExpertSettings
 
 OBJECTIVES = ("ddpm", "flow")
@@ -158,7 +158,7 @@ def parse_objectives(text: str, shards: int) -> list[str]:
 def threaded(islands: Sequence[Island], default: int) -> list[Island]:
     """``islands`` with a number of threads each: theirs, that of a run to go on with, or ``default``."""
     return [
-        replace(one, settings=with_threads(one.settings, one.out if one.run.resume else None, default))
+        replace(one, settings=completed(one.settings, one.out if one.run.resume else None, default))
         for one in islands
     ]
 

@@ -248,7 +248,7 @@ class _Trainer:
 
 def learning_rate_factor(step: int, settings: LoopSettings) -> float:
     """Factor on the learning rate at ``step``, from 0."""
-    warm = min(1.0, (step + 1) / max(settings.warmup, 1))
+    warm = min(1.0, (step + 1) / max(settings.warmup_steps, 1))
     return warm * 0.5 * (1 + math.cos(math.pi * min(step / settings.steps, 1)))
 
 

@@ -74,7 +74,7 @@ def train(
         HddmError: as `hddm.training.run_folder.open_run` and `hddm.training.loop.fit`.
         Stopped: after a signal, with the run saved.
     """
-    used = with_threads(settings, out if run is not None and run.resume else None)
+    used = completed(settings, out if run is not None and run.resume else None)
     if run is not None and _resumed_whole(out, record, overwrite, run):
         compare_records(out, _record(used, data), run)
         log.info(NOTHING_LEFT, out)
@@ -96,13 +96,19 @@ def train(
     return fitted.losses
 
 
-def with_threads(settings: Settings, out: Path | None, default: int | None = None) -> Settings:
-    """``settings`` with a number of threads: theirs, that of the run of ``out``, ``default``, or torch's."""
-    if settings.threads is not None:
-        return settings
+def completed(settings: Settings, out: Path | None, threads: int | None = None) -> Settings:
+    """``settings`` with the threads and the warm-up that they leave open.
+
+    Both are those of the run of ``out`` that is gone on with, whose default may have been another; else as
+    many ``threads``, by default torch's, and `LoopSettings.warmup_steps`.
+    """
     before = {} if out is None else recorded(out).get("settings", {})
-    threads = before.get("threads") or default or torch.get_num_threads()
-    return settings.model_copy(update={"threads": threads})
+    found: dict[str, int] = {}
+    if settings.threads is None:
+        found["threads"] = before.get("threads") or threads or torch.get_num_threads()
+    if settings.warmup is None:
+        found["warmup"] = before.get("warmup", settings.warmup_steps)
+    return settings.model_copy(update=found)
 
 
 def _resumed_whole(out: Path, record: str, overwrite: bool, run: RunOptions | None) -> bool:

@@ -7,10 +7,12 @@ from pydantic import Field, field_validator, model_validator
 from hddm.facts import Facts
 
 Positive = Annotated[int, Field(ge=1)]
+LONGEST_WARMUP = 100
+"""Unless another is asked for."""
 
 
 class LoopSettings(Facts):
-    """How to optimise: AdamW, linear warm-up, then cosine decay to zero, and a float32 EMA.
+    """How to optimise: AdamW, cosine decay to zero under a linear warm-up, and a float32 EMA.
 
     ``batch_size`` is that of one step, over all devices and all ``gradient_accumulation_steps``.
     """
@@ -18,7 +20,8 @@ class LoopSettings(Facts):
     steps: Positive
     batch_size: Positive = 128
     learning_rate: Annotated[float, Field(gt=0)] = 1e-4
-    warmup: Annotated[int, Field(ge=0)] = 100
+    warmup: Annotated[int, Field(ge=0)] | None = None
+    """Steps to the peak rate; None is `warmup_steps`, and that is recorded. 0 and 1 are no warm-up."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.01
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
     ema_decay: Annotated[float, Field(ge=0, lt=1)] = 0.999
@@ -32,6 +35,11 @@ class LoopSettings(Facts):
     """CPU threads, on which rounding depends; None is what torch would take, and is recorded."""
     max_non_finite: Positive = 10
     """Steps in a row whose loss or gradient is not finite, after which the training gives up."""
+
+    @property
+    def warmup_steps(self) -> int:
+        """``warmup``, or a tenth of the steps and `LONGEST_WARMUP` at most."""
+        return min(LONGEST_WARMUP, self.steps // 10) if self.warmup is None else self.warmup
 
     @field_validator("mixed_precision", mode="before")
     @classmethod
