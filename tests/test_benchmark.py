@@ -22,7 +22,7 @@ from hddm.benchmark.plots import write_grid
 from hddm.benchmark.quickstart import quickstart
 from hddm.benchmark.results import Results, figure, figures_of, read_results
 from hddm.benchmark.settings import QuickstartSettings
-from hddm.benchmark.verdicts import judgement
+from hddm.benchmark.verdicts import interval, judgement
 from hddm.data.images import load_images
 from hddm.errors import HddmError
 from tests.artefacts import contents
@@ -187,6 +187,14 @@ def test_a_grid_shows_every_image_in_reading_order(tmp_path: Path) -> None:
 )
 def test_a_paired_gap_under_twice_its_spread_is_called_noise(gaps: list[float], word: str) -> None:
     assert judgement(gaps) == word
+
+
+def test_the_interval_of_a_gap_is_that_of_students_t() -> None:
+    # The quantile 0.975 of 4 degrees of freedom, from tables.
+    gaps = [1.0, 2.0, 3.0, 4.0, 5.0]
+    half = 2.776445 * 2.5**0.5 / 5**0.5
+    assert interval(gaps) == pytest.approx((3 - half, 3 + half), rel=1e-6)
+    assert interval([1.0]) is None
 
 
 def test_spread_over_trainings_and_intervals_over_samples_are_kept_apart() -> None:

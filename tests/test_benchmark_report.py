@@ -14,9 +14,10 @@ import pytest
 import torch
 from PIL import Image
 
+from hddm.benchmark.numbers import number
 from hddm.benchmark.plots import REAL, grid_path, write_grid
 from hddm.benchmark.report import REPORT_FILE, write_report
-from hddm.benchmark.report_words import about_choice, about_measures, answers, comparable, number, ratios
+from hddm.benchmark.report_words import about_choice, about_measures, answers, comparable, ratios
 from hddm.benchmark.results import Results, figure, figures_of, read_results
 from hddm.benchmark.strips import read_strips
 from hddm.benchmark.verdicts import judge
@@ -139,12 +140,12 @@ def test_what_all_rows_share_is_said_once_above_the_table(page: _Page) -> None:
 @pytest.mark.parametrize(
     ("mixed", "judgement", "told"),
     [
-        ([8.0, 17.9, 13.1], "better", "13.0 (gap −2.00, s 0.10, ratio 0.867 over 3 paired training seeds)"),
-        ([12.0, 22.1, 16.9], "worse", "17.0 (gap +2.00, s 0.10, ratio 1.133 over 3 paired training seeds)"),
+        ([8.0, 17.9, 13.1], "better", "13.0 (gap −2.00, 95 % interval −2.25 … −1.75, s 0.10, ratio 0.867"),
+        ([12.0, 22.1, 16.9], "worse", "17.0 (gap +2.00, 95 % interval +1.75 … +2.25, s 0.10, ratio 1.133"),
         (
             [9.5, 21.0, 14.0],
             "within noise",
-            "14.8 (gap −0.17, s 1.04, ratio 0.989 over 3 paired training seeds)",
+            "14.8 (gap −0.17, 95 % interval −2.75 … +2.42, s 1.04, ratio 0.989",
         ),
     ],
 )
@@ -153,7 +154,9 @@ def test_the_answer_is_one_sentence_with_its_numbers(
 ) -> None:
     results = _seeds(miniature.results, {FLOW: [10.0, 20.0, 15.0], MIXED: mixed, SINGLE: [30.0, 31.0, 32.0]})
     against_flow, against_single = answers(results)
-    assert against_flow.sentence == f"{MIXED} against {FLOW} (15.0): {judgement}, {told}."
+    assert against_flow.sentence == (
+        f"{MIXED} against {FLOW} (15.0): {judgement}, {told} over 3 paired training seeds)."
+    )
     assert against_flow.judgement == judgement
     assert against_single.judgement == "better"
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
+from hddm.benchmark.numbers import scientific
 from hddm.benchmark.results import Results, Row
 
 Cell = Callable[[Row], str]
@@ -24,11 +25,6 @@ def tables_text(results: Results) -> str:
             real = results.real["to_training"]["value"]
             lines += [f"Real {split} images are at {real:.1f} from the training images.", ""]
     return "\n".join([*lines, *(f"- {line}" for line in results.verdict)])
-
-
-def scientific(value: float) -> str:
-    """Operations as 1.23e15."""
-    return f"{value:.2e}".replace("e+", "e")
 
 
 def _columns(results: Results) -> Sequence[tuple[str, Cell]]:

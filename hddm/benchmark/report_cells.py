@@ -3,8 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hddm.benchmark.markdown import scientific
-from hddm.benchmark.report_words import number
+from hddm.benchmark.numbers import number, scientific
 from hddm.benchmark.results import Figure, Row, figure
 
 _NONE = "–"

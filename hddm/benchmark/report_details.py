@@ -3,9 +3,10 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from hddm.benchmark.numbers import number
 from hddm.benchmark.report_cells import NOTHING, Cell, Table, count, operations, over_seeds, plain, spread
-from hddm.benchmark.report_words import number, used_experts
-from hddm.benchmark.results import Results
+from hddm.benchmark.report_words import used_experts
+from hddm.benchmark.results import Results, Verdict
 
 
 def expert_errors(results: Results) -> Table | None:
@@ -73,12 +74,24 @@ def tried(results: Results) -> Table:
                 Cell(one.against),
                 Cell(one.table),
                 Cell(number(one.gap.mean, signed=True), one.gap.mean),
+                _interval(one),
                 spread(one.gap),
                 ratio,
                 Cell(one.judgement, kind=one.judgement),
             )
         )
-    return Table("tried", ("row", "against", "table", "gap", "s, paired", "ratio", "judgement"), tuple(rows))
+    return Table(
+        "tried",
+        ("row", "against", "table", "gap", "95 % interval", "s, paired", "ratio", "judgement"),
+        tuple(rows),
+    )
+
+
+def _interval(one: Verdict) -> Cell:
+    if one.interval is None:
+        return NOTHING
+    low, high = one.interval
+    return Cell(f"{number(low, signed=True)} … {number(high, signed=True)}", high - low)
 
 
 def models_table(results: Results) -> Table:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 
+from hddm.benchmark.numbers import number
 from hddm.benchmark.report_cells import (
     NOTHING,
     Cell,
@@ -15,7 +16,6 @@ from hddm.benchmark.report_cells import (
     over_seeds,
     spread,
 )
-from hddm.benchmark.report_words import number
 from hddm.benchmark.results import Results, Row, Verdict
 
 Column = tuple[str, Callable[[Row], Cell]]

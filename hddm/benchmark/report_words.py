@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from hddm.benchmark.conversions import EXACT
+from hddm.benchmark.numbers import number
 from hddm.benchmark.results import ErrorCurve, Record, Results, Row, Verdict
 from hddm.benchmark.verdicts import FEWEST
 
@@ -20,13 +21,6 @@ class Answer:
     sentence: str
     lines: tuple[tuple[str, str], ...]
     """Judgement and sentence."""
-
-
-def number(value: float, signed: bool = False) -> str:
-    """A figure with as many decimals as its size asks for."""
-    size = abs(value)
-    decimals = 1 if size >= 10 else 2 if size >= 0.1 or size == 0 else 3 if size >= 0.01 else 4
-    return f"{value:{'+' if signed else ''}.{decimals}f}".replace("-", "−")
 
 
 def answers(results: Results) -> list[Answer]:
@@ -68,6 +62,9 @@ def _line(one: Verdict, distance: dict[str, float], judged: bool) -> str:
 
 def _gap(one: Verdict) -> str:
     spread = "" if one.gap.spread is None else f"s {number(one.gap.spread)}"
+    if one.interval is not None:
+        low, high = (number(end, signed=True) for end in one.interval)
+        spread = f"95 % interval {low} … {high}, {spread}"
     ratio = "" if one.ratio is None else f"ratio {one.ratio:.3f}"
     return f"{number(one.gap.mean, signed=True)}, {', '.join(filter(None, (spread, ratio)))}".rstrip(", ")
 

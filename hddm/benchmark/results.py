@@ -17,7 +17,7 @@ from hddm.benchmark.schema import BenchmarkSettings, Point, Split
 from hddm.facts import Facts, read_facts
 
 RESULTS_FILE = "results.json"
-FORMAT = "2.0"
+FORMAT = "2.1"
 LARGEST = 2**29
 
 Judgement = Literal["better", "worse", "within noise", "no verdict"]
@@ -98,6 +98,8 @@ class Verdict(Facts):
     seeds: tuple[int, ...]
     gaps: tuple[float, ...]
     gap: Figure
+    interval: tuple[float, float] | None = None
+    """95 % interval of the mean gap over trainings (Student's t), None for one."""
     ratio: float | None
     """Of the means."""
     judgement: Judgement
