@@ -2,11 +2,13 @@
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from hddm.assembly import assemble
+from hddm.benchmark.blending import Blend, choice
 from hddm.benchmark.compute import Costs, single_steps
 from hddm.benchmark.data import Divided
 from hddm.benchmark.plots import slug
@@ -27,8 +29,8 @@ from hddm.weight_files import sha256_of
 # Keys of records that say how long something took, not what it is.
 _HISTORY = {"training", "calibration"}
 
-Errors = Mapping[str, list[float]]
-"""Mean velocity error of the experts of each objective, one a shard."""
+Errors = Mapping[str, list[dict[str, Any]]]
+"""Velocity errors of the experts of each objective, one a shard: their ``mean``, and by ``levels``."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,16 @@ class Model:
     images_seen: int | None
     link: Path
     """Where it is shown to the user, below the benchmark's folder."""
+
+    @property
+    def links(self) -> dict[str, Path]:
+        """Folders by the names that they are shown under."""
+        if self.source.blend is None:
+            return {str(self.link): self.source.folder}
+        return {
+            str(self.link / "flow"): self.source.folder,
+            str(self.link / "ddpm"): self.source.blend.folder,
+        }
 
 
 class Zoo:
@@ -90,7 +102,7 @@ class Zoo:
             return []
         if model.kind == "single":
             wanted = [self._single(model)]
-        elif BY_ERROR in model.objectives:
+        elif model.chooses:
             wanted = [one for experts in self.compared(model).values() for one in experts]
         else:
             wanted = [
@@ -99,7 +111,7 @@ class Zoo:
         return [one for training in wanted for one in _with_start(training)]
 
     def compared(self, model: ModelSettings) -> dict[str, list[Training]]:
-        """For a model whose objectives are chosen by error, the experts of each objective."""
+        """For a model that errors choose among experts for, those of each objective."""
         shards = range(self.num_shards)
         return {name: [self._expert(model, name, k) for k in shards] for name in OBJECTIVES}
 
@@ -108,7 +120,8 @@ class Zoo:
         if BY_ERROR not in model.objectives:
             return model.named_objectives(self.num_shards)
         assert errors is not None
-        gaps = [ddpm - flow for ddpm, flow in zip(errors["ddpm"], errors["flow"], strict=True)]
+        both = zip(errors["ddpm"], errors["flow"], strict=True)
+        gaps = [ddpm["mean"] - flow["mean"] for ddpm, flow in both]
         ratio = RATIO.fullmatch(model.objectives)
         if ratio is None:
             return ["ddpm" if gap < 0 else "flow" for gap in gaps]
@@ -127,8 +140,24 @@ class Zoo:
             link = Path(f"seed_{self.seed}") / slug(model.name)
             seen = _seen(training)
             return Model(model.name, source, (model.objectives,), (training,), flop, seen, link)
+        if model.blended is not None:
+            return self._blended(model, errors)
         objectives = self.assigned(model, errors)
         experts = [self._expert(model, name, k) for k, name in enumerate(objectives)]
+        return self._ensemble(model, objectives, experts, self._source(self._assembled(experts)))
+
+    def _blended(self, model: ModelSettings, errors: Errors | None) -> Model:
+        assert errors is not None
+        experts = self.compared(model)
+        flow, ddpm = (self._assembled(experts[name]) for name in ("flow", "ddpm"))
+        choices = tuple(choice(*both) for both in zip(errors["ddpm"], errors["flow"], strict=True))
+        made = Job("blend", {"choices": choices}, {"flow": flow.hash, "ddpm": ddpm.hash})
+        source = replace(self._source(flow), hash=made.hash, blend=Blend(self._source(ddpm).folder, choices))
+        names = [name for name in experts for _ in experts[name]]
+        return self._ensemble(model, names, [one for each in experts.values() for one in each], source)
+
+    def _assembled(self, experts: Sequence[Training]) -> Job:
+        """The ensemble of an expert a shard, which is made unless it is there."""
         folders = [self.store.path(one.job) / MODEL for one in experts]
         router = self.store.path(self.router_job) / MODEL
         hashes = [model_hash(folder) for folder in (*folders, router)]
@@ -136,8 +165,15 @@ class Zoo:
         if not self.store.has(job):
             with making(self.store.folder, job) as (draft, _):
                 assemble(folders, draft / MODEL, router)
+        return job
+
+    def _source(self, job: Job) -> Source:
         shards = tuple(self.divided.shard_folders)
-        source = Source(self.store.path(job) / MODEL, job.hash, False, shards, tuple(self.divided.hashes))
+        return Source(self.store.path(job) / MODEL, job.hash, False, shards, tuple(self.divided.hashes))
+
+    def _ensemble(
+        self, model: ModelSettings, objectives: Sequence[str], experts: Sequence[Training], source: Source
+    ) -> Model:
         router_flop = self.costs.router(self.router_settings).of_router(self.router_settings)
         flop = {"experts": sum(self._flop(one) for one in experts), "router": router_flop}
         link = Path(f"seed_{self.seed}") / "ensembles" / slug(model.name)
@@ -148,6 +184,9 @@ class Zoo:
         folder, content = self.divided.shard_folders[shard], self.divided.hashes[shard]
         changes = dict(model.training)
         settings = self.settings.expert(objective, self.seed, **changes)
+        if model.blended is not None:
+            share = model.blended if objective == "ddpm" else 1 - model.blended
+            settings = settings.model_copy(update={"steps": max(1, round(share * settings.steps))})
         if objective == "ddpm" or (model.converted is None and model.init is None):
             return Training(folder, content, settings)
         if model.init is not None:

@@ -151,7 +151,7 @@ def _prepare(settings: BenchmarkSettings, data: Path | None, store: Store) -> tu
 
 
 def _model_links(seed: Seed) -> dict[str, Path]:
-    return {str(model.link): model.source.folder for model in seed.models.values()}
+    return {name: folder for model in seed.models.values() for name, folder in model.links.items()}
 
 
 def _link(out: Path, links: dict[str, Path]) -> None:

@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from hddm.benchmark.blending import Blend, blended_experts
 from hddm.benchmark.conversions import (
     EXACT,
     OWN_SAMPLER,
@@ -52,6 +53,7 @@ class Source:
     is_single: bool
     shards: tuple[Path, ...] = ()
     shard_hashes: tuple[str, ...] = ()
+    blend: Blend | None = None
 
 
 def canonical(point: Point, is_single: bool) -> Point:
@@ -106,7 +108,7 @@ def samples_job(folder: Path, job: Job, source: Source, device: str, report: Rep
     point = Point.model_validate(chosen)
     start, stop = job.settings["start"], job.settings["stop"]
     with making(folder, job) as (draft, result):
-        model = prepared(load(source.folder, device=_device(device)), point, source.shards)
+        model = opened(source, point, _device(device))
         drawn = draw(model, point, job.settings["seed"], start, stop, report)
         tensors = {"pixels": drawn.pixels}
         if drawn.labels is not None:
@@ -142,6 +144,17 @@ class Drawn:
     router_rows: int
     flop: int
     use: list[dict[str, Any]]
+
+
+def opened(source: Source, point: Point, device: str) -> Model:
+    """The model of ``source`` as ``point`` asks for it."""
+    model = prepared(load(source.folder, device=device), point, source.shards)
+    if source.blend is not None:
+        other = prepared(load(source.blend.folder, device=device), point, source.shards)
+        assert isinstance(model, Ensemble)
+        assert isinstance(other, Ensemble)
+        model.experts = blended_experts(model, other, source.blend.choices)
+    return model
 
 
 def prepared(model: Model, point: Point, shards: Sequence[Path]) -> Model:

@@ -109,6 +109,9 @@ class ModelSettings(Facts):
     converted: Annotated[float, Field(gt=0, lt=1)] | None = None
     """Flow experts are DDPM experts for this share of their steps, and are then trained on through the exact
     conversion."""
+    blended: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """On each shard a DDPM expert for this share of the steps and a flow expert for the rest; at each noise
+    level the one runs whose velocity error on validation images is lower there."""
     init: Path | None = None
     """An expert folder that flow experts are trained on from; its own compute is not counted."""
     path: Path | None = None
@@ -143,12 +146,22 @@ class ModelSettings(Facts):
             )
         return ["ddpm"] * ddpm + ["flow"] * flow
 
+    @property
+    def chooses(self) -> bool:
+        """Whether errors on validation images choose among experts of both objectives on each shard."""
+        return BY_ERROR in self.objectives or self.blended is not None
+
     @model_validator(mode="after")
     def _says_what_it_is(self) -> "ModelSettings":
         if (self.kind == "finished") != (self.path is not None):
             raise ValueError(f"{self.name}: path and kind: finished go together")
         if self.converted is not None and self.init is not None:
             raise ValueError(f"{self.name}: starts from converted experts or from init; drop one")
+        if self.blended is not None:
+            if self.kind != "ensemble" or self.objectives != "flow":
+                raise ValueError(f"{self.name}: blended is an ensemble of both; drop kind and objectives")
+            if self.converted is not None or self.init is not None:
+                raise ValueError(f"{self.name}: is blended, or starts from other experts; drop one")
         if self.kind == "single" and self.objectives not in ("flow", "ddpm"):
             raise ValueError(f"{self.name}: a single model has one objective, flow or ddpm")
         return self
@@ -263,8 +276,10 @@ class BenchmarkSettings(Facts):
             raise ValueError(f"there is no model {unknown[0]!r}; models are {', '.join(names)}")
         if self.score_on == "validation" and not self.data.validation_share:
             raise ValueError("score_on: validation needs a data.validation_share; or write held-out")
-        if not self.data.validation_share and any(BY_ERROR in model.objectives for model in self.models):
-            raise ValueError(f"objectives: {BY_ERROR} needs validation images; give a data.validation_share")
+        if not self.data.validation_share and any(model.chooses for model in self.models):
+            raise ValueError(
+                f"objectives: {BY_ERROR} and blended: need validation images; give a data.validation_share"
+            )
         if self.partition.shards < 2 and any(model.kind == "ensemble" for model in self.models):
             raise ValueError("an ensemble needs partition.shards of 2 or more")
         for model in self.models:

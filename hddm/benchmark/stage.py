@@ -6,9 +6,9 @@ from typing import Any
 
 from hddm.benchmark.data import Divided
 from hddm.benchmark.measures import errors_call, errors_job_of, reliability_call, reliability_job_of
-from hddm.benchmark.models import Model, Zoo, model_hash
+from hddm.benchmark.models import Errors, Model, Zoo, model_hash
 from hddm.benchmark.samples import canonical, piece_call, pieces
-from hddm.benchmark.schema import BY_ERROR, BenchmarkSettings, ModelSettings, Point, table_points
+from hddm.benchmark.schema import BenchmarkSettings, ModelSettings, Point, table_points
 from hddm.benchmark.scoring import score_call, score_job_of
 from hddm.benchmark.store import Job, Store
 from hddm.benchmark.trainings import MODEL, Training, router_call
@@ -121,11 +121,11 @@ class SeedRun:
         self._do(calls, "measure")
         return jobs
 
-    def _decisive(self, model: ModelSettings, errors: Mapping[str, Job]) -> dict[str, list[float]] | None:
-        if BY_ERROR not in model.objectives:
+    def _decisive(self, model: ModelSettings, errors: Mapping[str, Job]) -> Errors | None:
+        if not model.chooses:
             return None
         return {
-            name: [self.store.result(errors[one.job.hash])["calibrated"]["mean"] for one in experts]
+            name: [self.store.result(errors[one.job.hash])["calibrated"] for one in experts]
             for name, experts in self.zoo.compared(model).items()
         }
 
