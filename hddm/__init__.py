@@ -3,23 +3,37 @@
 x_t = alpha_t x_0 + sigma_t eps;  t runs from 0 (data) to 1 (noise);  velocity = dx_t/dt
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from hddm import schedules as schedules
-from hddm.ensemble import Ensemble as Ensemble
 from hddm.errors import HddmError as HddmError
-from hddm.load import load as load
-from hddm.sampling import sample as sample
-from hddm.velocity import VelocityField as VelocityField
 
 if TYPE_CHECKING:
+    from hddm import schedules as schedules
+    from hddm.ensemble import Ensemble as Ensemble
+    from hddm.loading import load as load
     from hddm.pipeline import HDDMPipeline as HDDMPipeline
+    from hddm.sampling import sample as sample
+    from hddm.velocity import VelocityField as VelocityField
+
+# torch and diffusers take seconds to import, and reading a record or a mistyped option needs neither.
+_HOMES = {
+    "Ensemble": "hddm.ensemble",
+    "HDDMPipeline": "hddm.pipeline",
+    "VelocityField": "hddm.velocity",
+    "load": "hddm.loading",
+    "sample": "hddm.sampling",
+}
+__all__ = ["Ensemble", "HDDMPipeline", "HddmError", "VelocityField", "load", "sample", "schedules"]
 
 
 def __getattr__(name: str) -> Any:
-    # The pipelines of diffusers take seconds to import, and only some users need one.
-    if name == "HDDMPipeline":
-        from hddm.pipeline import HDDMPipeline
-
-        return HDDMPipeline
+    if name == "schedules":
+        return import_module("hddm.schedules")
+    if name in _HOMES:
+        return getattr(import_module(_HOMES[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

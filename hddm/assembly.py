@@ -19,10 +19,10 @@ from hddm.facts import read_facts
 from hddm.files import link_or_copy, new_folder
 from hddm.interfaces import text_width
 from hddm.model_index import CLASSES, COMPONENTS, ClassName
+from hddm.paths import inside
 from hddm.priors import class_prior_of, common_shift, prior_of
 from hddm.router_matching import match_router
 from hddm.routing import Strategy
-from hddm.weight_files import inside
 
 DEFAULT_STRATEGY = "draw"
 _TEXT_FILES = (".json", ".txt", ".md")

@@ -21,8 +21,8 @@ from hddm.facts import read_facts
 from hddm.files import link_or_copy, new_folder, restore
 from hddm.model_folders import WEIGHTS
 from hddm.model_index import COMPONENTS, MODEL_INDEX, read_model_index
+from hddm.paths import inside
 from hddm.priors import common_shift
-from hddm.weight_files import inside
 
 _PARTS = ("experts", BASES, "router", "scheduler", *COMPONENTS, ENSEMBLE_FILE, MODEL_INDEX)
 # What a killed process leaves of a folder that it was writing here.

@@ -11,8 +11,8 @@ from hddm.calibration import FILE_NAME as CALIBRATION
 from hddm.calibration import calibration_record
 from hddm.checkpoints.inspection import describe_source
 from hddm.data.encoding_records import is_encoded, read_encoded_manifest
-from hddm.data.shards import FORMAT as SHARD_FORMAT
-from hddm.data.shards import MANIFEST, PARTITION_FILE, Manifest, PartitionFacts
+from hddm.data.shard_records import FORMAT as SHARD_FORMAT
+from hddm.data.shard_records import MANIFEST, PARTITION_FILE, Manifest, PartitionFacts
 from hddm.ensemble_folders import ENSEMBLE_FILE, read_ensemble_facts
 from hddm.errors import HddmError
 from hddm.experts import EXPERT_FILE, FORMAT, ROUTER_FILE, ExpertFacts, RouterFacts

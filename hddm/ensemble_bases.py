@@ -8,7 +8,7 @@ from hddm.experts import EXPERT_FILE, FORMAT, ExpertFacts
 from hddm.facts import read_facts
 from hddm.files import link_or_copy
 from hddm.model_folders import WEIGHTS, sha256_once
-from hddm.weight_files import inside
+from hddm.paths import inside
 
 FOLDER = "bases"
 

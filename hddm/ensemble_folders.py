@@ -30,7 +30,7 @@ from hddm.model_index import (
     write_scheduler,
 )
 from hddm.model_index import read_model_index as read_model_index
-from hddm.weight_files import inside
+from hddm.paths import inside
 
 ENSEMBLE_FILE = "ensemble.json"
 ROUTER = "router"

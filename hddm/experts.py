@@ -20,12 +20,12 @@ from hddm.calibration import Calibration
 from hddm.components.identity import TextEncoderFacts, VaeFacts
 from hddm.errors import HddmError
 from hddm.facts import Facts, read_facts
-from hddm.files import write_json
+from hddm.files import sha256_of, write_json
 from hddm.model_folders import WEIGHTS, Unread, read_network, unread_network
 from hddm.models.router import RouterTransformer
 from hddm.networks import EXPERT_NETWORKS, interface_of
 from hddm.predictions import PredictionType
-from hddm.weight_files import read_safetensors, sha256_of
+from hddm.weight_files import read_safetensors
 
 FORMAT = "1.3"
 EXPERT_FILE = "expert.json"

@@ -1,7 +1,8 @@
-"""Writing files and folders whole or not at all, and reading JSON with errors that name the file."""
+"""Writing files and folders whole or not at all; JSON and hashes, with errors that name the file."""
 
 import contextlib
 import glob
+import hashlib
 import json
 import os
 import shutil
@@ -171,6 +172,19 @@ def read_json(path: Path, largest: int = LARGEST_JSON) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise HddmError(f"{path}: holds no JSON object")
     return content
+
+
+def sha256_of(path: Path) -> str:
+    """The SHA-256 of a file in hexadecimal digits.
+
+    Raises:
+        HddmError: for a file that cannot be read.
+    """
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise HddmError(f"{path}: cannot be read ({error.strerror or error})") from error
 
 
 def sync(path: Path) -> None:

@@ -11,9 +11,9 @@ from diffusers import ModelMixin
 from torch import Tensor
 
 from hddm.errors import HddmError
-from hddm.files import read_json
+from hddm.files import read_json, sha256_of
 from hddm.network_configs import Classes, differences, empty_network, fill, parse_config
-from hddm.weight_files import read_header, read_safetensors, refuse_non_finite, sha256_of
+from hddm.weight_files import read_header, read_safetensors, refuse_non_finite
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 

@@ -14,9 +14,9 @@ from hddm.model_index import COMPONENTS, MODEL_INDEX, read_model_index
 from hddm.models.router import RouterTransformer
 from hddm.models.transformer import ExpertTransformer
 from hddm.paris import is_paris, paris_experts, paris_router
+from hddm.paths import inside
 from hddm.router_matching import check_together
 from hddm.routing import Strategy
-from hddm.weight_files import inside
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from hddm.expert_set import ExpertSet
 from hddm.expert_use import ExpertUse
 from hddm.experts import RouterFacts
 from hddm.guidance import Guidance
-from hddm.load import ensemble_of, room_beside
+from hddm.loading import ensemble_of, room_beside
 from hddm.models.router import RouterTransformer
 from hddm.offload import Offload
 from hddm.pipeline_folders import open_pipeline, save_pipeline

@@ -16,7 +16,7 @@ from hddm.ensemble_folders import ENSEMBLE_FILE, write_ensemble_records
 from hddm.errors import HddmError
 from hddm.experts import save_router
 from hddm.files import new_folder
-from hddm.load import expert_set
+from hddm.loading import expert_set
 from hddm.model_folders import WEIGHTS
 from hddm.offload import Offload
 from hddm.parts import open_parts

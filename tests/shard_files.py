@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from hddm.data.shards import ImageEntry, content_hash
+from hddm.data.shard_records import ImageEntry, content_hash
 
 
 def noise(num: int, height: int = 8, width: int = 8, seed: int = 0, colour: bool = True) -> list[np.ndarray]:

@@ -34,7 +34,7 @@ from hddm.benchmark.cost import forward_mflop
 from hddm.ensemble import Ensemble
 from hddm.errors import HddmError
 from hddm.expert_set import ExpertSet
-from hddm.load import load
+from hddm.loading import load
 from hddm.models.transformer import ExpertTransformer
 from hddm.routing import Router
 

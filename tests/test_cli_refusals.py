@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hddm.data.shards import ImageEntry, content_hash
+from hddm.data.shard_records import ImageEntry, content_hash
 from hddm.errors import HddmError
 from hddm_cli.app import app
 from tests.artefacts import Command, contents, copied, edit_json, largest_file

@@ -14,7 +14,7 @@ import pytest
 from PIL import Image
 
 from hddm.data.check import check_data
-from hddm.data.shards import (
+from hddm.data.shard_records import (
     FORMAT,
     MANIFEST,
     PARTITION_FILE,

@@ -12,11 +12,12 @@ from torch import Tensor, nn
 
 from hddm.assembly import assemble
 from hddm.data.partition import partition
-from hddm.data.shards import PARTITION_FILE, Shard, find_shards, load_shard
+from hddm.data.shard_records import PARTITION_FILE, find_shards
+from hddm.data.shards import Shard, load_shard
 from hddm.data.whole import joined
 from hddm.ensemble import Ensemble
 from hddm.errors import HddmError
-from hddm.load import load
+from hddm.loading import load
 from hddm.model_folders import WEIGHTS
 from hddm.training.distill import DistillSettings, Matching, distill
 from hddm.training.run_folder import RunOptions

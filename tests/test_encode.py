@@ -19,7 +19,8 @@ from hddm.data.encoding_images import Fit
 from hddm.data.encoding_plan import EncodingSettings, plan_encoding
 from hddm.data.open_shard import open_shard
 from hddm.data.resize import Interpolation
-from hddm.data.shards import find_shards, load_shard
+from hddm.data.shard_records import find_shards
+from hddm.data.shards import load_shard
 from hddm.errors import HddmError
 from tests.artefacts import Command, contents, largest_file
 from tests.component_files import write_clip, write_vae
@@ -244,7 +245,7 @@ def _accept_contents(folder: Path) -> None:
     images = [(folder / one["file"]).read_bytes() for one in manifest["images"]]
     from hashlib import sha256
 
-    from hddm.data.shards import ImageEntry, content_hash
+    from hddm.data.shard_records import ImageEntry, content_hash
 
     for one, content in zip(manifest["images"], images, strict=True):
         one["sha256"] = sha256(content).hexdigest()

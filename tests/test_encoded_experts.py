@@ -15,7 +15,7 @@ from hddm.data.images import load_images
 from hddm.data.open_shard import open_shard
 from hddm.errors import HddmError
 from hddm.experts import EXPERT_FILE, NULL_FILE
-from hddm.load import load
+from hddm.loading import load
 from hddm.moments import Moments
 from hddm.training.continuation import continue_expert
 from hddm.training.expert import train_expert

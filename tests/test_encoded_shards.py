@@ -16,9 +16,9 @@ from hddm.data.encoding import encode_shards
 from hddm.data.encoding_plan import EncodingSettings, plan_encoding
 from hddm.data.latents import LatentStore, Rows
 from hddm.data.open_shard import open_shard
-from hddm.data.shards import MIN_IMAGES, find_shards
+from hddm.data.shard_records import MIN_IMAGES, find_shards
 from hddm.errors import HddmError
-from hddm.weight_files import sha256_of
+from hddm.files import sha256_of
 from tests.artefacts import copied, edit_json
 from tests.component_files import write_vae
 from tests.shard_files import noise, write_partition, write_shard

@@ -24,7 +24,7 @@ from hddm.evaluation.extractors import choose_extractor, open_extractor
 from hddm.evaluation.frechet import Gaussian, frechet_distance
 from hddm.evaluation.networks import clip_features
 from hddm.evaluation.published import CLIP, INCEPTION, WeightsFile
-from hddm.weight_files import sha256_of
+from hddm.files import sha256_of
 from tests.artefacts import Command, write_images
 
 SMALL = CLIPVisionConfig(

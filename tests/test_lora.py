@@ -26,6 +26,7 @@ import hddm
 from hddm.adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from hddm.errors import HddmError
 from hddm.experts import EXPERT_FILE, Expert, ExpertFacts, read_expert, save_expert
+from hddm.files import sha256_of
 from hddm.model_folders import WEIGHTS
 from hddm.networks import call
 from hddm.schedules import LinearSchedule
@@ -164,7 +165,7 @@ def test_a_folder_holds_the_adapter_and_its_bases_hash_alone(base: Path, adapter
     }
     record = json.loads((adapter / EXPERT_FILE).read_text())["adapter"]
     assert record["base"] == "../base"
-    assert record["base_sha256"] == hddm.weight_files.sha256_of(base / WEIGHTS)
+    assert record["base_sha256"] == sha256_of(base / WEIGHTS)
     assert str(base) not in "".join(file.read_text() for file in adapter.glob("*.json"))
 
 

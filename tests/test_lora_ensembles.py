@@ -16,8 +16,8 @@ from hddm.assembly_changes import change
 from hddm.ensemble_folders import ENSEMBLE_FILE, read_ensemble_facts
 from hddm.errors import HddmError
 from hddm.experts import EXPERT_FILE
+from hddm.files import sha256_of
 from hddm.model_folders import WEIGHTS
-from hddm.weight_files import sha256_of
 from tests.artefacts import Command, edit_json
 from tests.ensemble_files import flow_expert
 from tests.lora_files import states, write_adapter, write_base

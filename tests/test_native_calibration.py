@@ -14,7 +14,7 @@ from hddm.calibration import FILE_NAME, Calibration, calibrate, calibration_reco
 from hddm.data.shards import load_shard
 from hddm.errors import HddmError
 from hddm.experts import read_expert
-from hddm.load import load
+from hddm.loading import load
 from hddm.models.transformer import ExpertTransformer
 from hddm.sampling import initial_noise, sample
 from hddm.training.native_samples import native_conditions, native_samples, native_times

@@ -15,7 +15,8 @@ from PIL import Image
 from hddm.data.images import save_png
 from hddm.data.partition import partition
 from hddm.data.partition_report import measure
-from hddm.data.shards import Manifest, find_shards, load_shard
+from hddm.data.shard_records import Manifest, find_shards
+from hddm.data.shards import load_shard
 from hddm.describe import describe
 from hddm.errors import HddmError
 from tests.artefacts import CLASSES, Command, contents, copied, draw, largest_file, write_images

@@ -13,7 +13,7 @@ import hddm
 from hddm.errors import HddmError
 from hddm.expert_set import ExpertSet
 from hddm.experts import save_expert
-from hddm.load import bytes_of
+from hddm.loading import bytes_of
 from hddm.pipeline import HDDMPipeline
 from hddm.sampling import time_grid
 from tests.artefacts import Command, edit_json

@@ -13,7 +13,8 @@ from PIL import Image
 
 from hddm.data.images import load_images
 from hddm.data.partition import partition
-from hddm.data.shards import MIN_IMAGES, find_shards, load_shard
+from hddm.data.shard_records import MIN_IMAGES, find_shards
+from hddm.data.shards import load_shard
 from hddm.errors import HddmError
 from tests.artefacts import CLASSES, PER_CLASS, contents, copied, edit_json, pixels_of, write_images
 

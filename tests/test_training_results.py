@@ -10,7 +10,8 @@ from safetensors.torch import load_file
 import hddm
 from hddm.data.images import to_unit_range
 from hddm.data.partition import partition
-from hddm.data.shards import find_shards, load_shard
+from hddm.data.shard_records import find_shards
+from hddm.data.shards import load_shard
 from hddm.errors import HddmError
 from hddm.experts import read_router
 from hddm.routing import Router

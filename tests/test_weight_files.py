@@ -14,16 +14,16 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from hddm.errors import HddmError
+from hddm.files import sha256_of
+from hddm.paths import inside
 from hddm.weight_files import (
     Planned,
     TensorInfo,
-    inside,
     kind_of,
     read_header,
     read_index,
     read_pickle,
     read_safetensors,
-    sha256_of,
     write_safetensors,
 )
 from tests.hostile import grown_by, save, zipped

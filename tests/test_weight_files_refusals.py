@@ -11,16 +11,9 @@ import torch
 from safetensors.torch import save_file
 
 from hddm.errors import HddmError
-from hddm.weight_files import (
-    Planned,
-    inside,
-    kind_of,
-    read_header,
-    read_index,
-    read_safetensors,
-    sha256_of,
-    write_safetensors,
-)
+from hddm.files import sha256_of
+from hddm.paths import inside
+from hddm.weight_files import Planned, kind_of, read_header, read_index, read_safetensors, write_safetensors
 from tests.artefacts import largest_file
 from tests.hostile import ZIP_OR_LEGACY, Calls, address_space, grown_by, save
 

@@ -25,7 +25,7 @@ from hddm.ensemble import Ensemble
 from hddm.evaluation.extractors import choose_extractor
 from hddm.evaluation.scores import Scorer
 from hddm.files import write_json
-from hddm.load import load
+from hddm.loading import load
 from hddm.progress import Progress
 from hddm.sampling import draw_experts, initial_noise, sample
 from hddm.schedules import from_diffusers

@@ -17,7 +17,7 @@ from hddm.benchmark.conversions import SameTimeField
 from hddm.benchmark.digits import write_digits
 from hddm.data.images import load_images
 from hddm.data.partition import partition
-from hddm.load import load
+from hddm.loading import load
 from hddm.progress import Progress
 from hddm.schedules import CosineSchedule, DiscreteSchedule, Schedule, from_diffusers
 from hddm.tensors import append_dims, generator

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from hddm.checkpoints.convert import Conversion, plan, write
 from hddm.experts import Expert, ExpertFacts, save_expert
 from hddm.files import new_folder, read_json, write_json
-from hddm.load import load
+from hddm.loading import load
 from hddm.models.transformer import ExpertTransformer
 from hddm.moments import Moments
 from hddm.objectives import TIME_SCALE, Objective

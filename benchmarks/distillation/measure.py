@@ -32,7 +32,7 @@ from hddm.data.partition import partition
 from hddm.evaluation.extractors import choose_extractor
 from hddm.evaluation.scores import Scorer
 from hddm.files import read_json
-from hddm.load import load
+from hddm.loading import load
 from hddm.progress import Progress
 from hddm.workers import Call, Workers
 

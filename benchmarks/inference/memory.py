@@ -21,7 +21,7 @@ from benchmarks.inference.times import synchronise
 from hddm.assembly import assemble
 from hddm.ensemble import Ensemble
 from hddm.experts import RouterFacts, save_expert, save_router
-from hddm.load import load
+from hddm.loading import load
 from hddm.model_folders import WEIGHTS
 from hddm.objectives import TIME_SCALE
 from hddm.routing import Router

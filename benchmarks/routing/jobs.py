@@ -12,11 +12,12 @@ from torch import Tensor
 from benchmarks.routing.settings import CLASSES, FLOW, Row
 from hddm.benchmark.cost import forward_mflop
 from hddm.data.images import to_bytes
-from hddm.data.shards import find_shards, load_shard
+from hddm.data.shard_records import find_shards
+from hddm.data.shards import load_shard
 from hddm.ensemble import Ensemble
 from hddm.expert_use import ExpertUse
 from hddm.experts import read_router
-from hddm.load import load
+from hddm.loading import load
 from hddm.routing import Router
 from hddm.sampling import sample
 from hddm.tensors import generator

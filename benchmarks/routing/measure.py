@@ -24,7 +24,7 @@ from hddm.benchmark.digits import write_digits
 from hddm.benchmark.plots import slug
 from hddm.data.images import load_images, to_unit_range
 from hddm.data.partition import partition
-from hddm.data.shards import find_shards
+from hddm.data.shard_records import find_shards
 from hddm.evaluation.classifier import FEATURES, FeatureClassifier, train_classifier
 from hddm.evaluation.extractors import Extractor
 from hddm.evaluation.scores import Scorer

@@ -49,7 +49,7 @@ def train_all(
     if ray is not None:
         refuse_given(context, "the cluster decides how many run at a time", "parallel")
 
-    from hddm.data.shards import find_shards
+    from hddm.data.shard_records import find_shards
     from hddm.progress import Progress
     from hddm.training.island_jobs import make_islands, parse_objectives, refuse_failed
     from hddm.training.islands import train_islands

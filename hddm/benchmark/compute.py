@@ -20,7 +20,7 @@ from hddm.benchmark.schema import BenchmarkSettings
 from hddm.benchmark.store import Job, Store, making
 from hddm.calibration import LEVELS, STATES
 from hddm.data.open_shard import open_shard
-from hddm.data.shards import find_shards, read_manifest
+from hddm.data.shard_records import find_shards, read_manifest
 from hddm.models.router import RouterTransformer
 from hddm.models.transformer import ExpertTransformer
 from hddm.training.expert import train_expert

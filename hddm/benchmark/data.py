@@ -14,7 +14,8 @@ from hddm.benchmark.schema import DataSettings, PartitionSettings, Split
 from hddm.benchmark.store import Job, Store, making
 from hddm.data.images import decode, load_images, to_bytes
 from hddm.data.partition import partition
-from hddm.data.shards import HELD_OUT, Manifest, Shard, find_shards, load_shard, read_content, read_manifest
+from hddm.data.shard_records import HELD_OUT, Manifest, find_shards, read_content, read_manifest
+from hddm.data.shards import Shard, load_shard
 from hddm.data.sources import open_source
 from hddm.errors import HddmError
 from hddm.files import link_or_copy

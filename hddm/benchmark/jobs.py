@@ -8,7 +8,7 @@ from torch import Tensor
 from hddm.benchmark.samples import draw
 from hddm.benchmark.schema import Point
 from hddm.ensemble import Ensemble
-from hddm.load import load
+from hddm.loading import load
 from hddm.workers import Report
 
 

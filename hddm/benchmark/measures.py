@@ -13,7 +13,7 @@ from hddm.benchmark.orphans import end_with_parent
 from hddm.benchmark.store import Job, making
 from hddm.data.shards import load_shard
 from hddm.experts import read_router
-from hddm.load import load
+from hddm.loading import load
 from hddm.routing import Router
 from hddm.tensors import append_dims, generator
 from hddm.training.denoising import denoising

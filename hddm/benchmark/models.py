@@ -16,15 +16,14 @@ from hddm.benchmark.samples import Source
 from hddm.benchmark.schema import BY_ERROR, RATIO, BenchmarkSettings, ModelSettings
 from hddm.benchmark.store import Job, Store, making
 from hddm.benchmark.trainings import MODEL, Training, router_training
-from hddm.data.shards import read_manifest
+from hddm.data.shard_records import read_manifest
 from hddm.describe import describe
 from hddm.ensemble_folders import ENSEMBLE_FILE
 from hddm.errors import HddmError
 from hddm.experts import EXPERT_FILE
-from hddm.files import read_json
+from hddm.files import read_json, sha256_of
 from hddm.training.island_jobs import OBJECTIVES
 from hddm.training.settings import RouterSettings
-from hddm.weight_files import sha256_of
 
 # Keys of records that say how long something took, not what it is.
 _HISTORY = {"training", "calibration"}

@@ -26,7 +26,7 @@ from hddm.data.open_shard import open_shard
 from hddm.ensemble import Ensemble
 from hddm.errors import HddmError
 from hddm.expert_use import ExpertUse as Tally
-from hddm.load import load
+from hddm.loading import load
 from hddm.predictions import PredictionType
 from hddm.routing import Router
 from hddm.sampling import sample

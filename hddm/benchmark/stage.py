@@ -12,7 +12,7 @@ from hddm.benchmark.schema import BenchmarkSettings, ModelSettings, Point, table
 from hddm.benchmark.scoring import score_call, score_job_of
 from hddm.benchmark.store import Job, Store
 from hddm.benchmark.trainings import MODEL, Training, router_call
-from hddm.data.shards import HELD_OUT, read_manifest
+from hddm.data.shard_records import HELD_OUT, read_manifest
 from hddm.progress import Progress
 from hddm.workers import Call, Workers
 

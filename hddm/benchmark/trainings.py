@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from hddm.benchmark.orphans import end_with_parent
 from hddm.benchmark.store import Job, Store, finish_work, publish_work, work_folder
 from hddm.experts import EXPERT_FILE, ROUTER_FILE
-from hddm.files import read_json
+from hddm.files import read_json, sha256_of
 from hddm.model_folders import WEIGHTS
 from hddm.training.continuation import continue_expert
 from hddm.training.expert import train_expert
@@ -24,7 +24,6 @@ from hddm.training.loop import OnStep
 from hddm.training.router import train_router
 from hddm.training.run_folder import RunOptions, wait_for_run
 from hddm.training.settings import ExpertSettings, LoopSettings, RouterSettings
-from hddm.weight_files import sha256_of
 from hddm.workers import Call, Report
 
 MODEL = "model"

@@ -23,13 +23,13 @@ from hddm.checkpoints.verify import LARGEST_DIFFERENCE, Verified, example_condit
 from hddm.errors import HddmError
 from hddm.experts import EXPERT_FILE, FORMAT, Expert, ExpertFacts, read_nulls, write_records
 from hddm.facts import read_facts
-from hddm.files import check_absent, new_folder, write_json
-from hddm.load import field_of
+from hddm.files import check_absent, new_folder, sha256_of, write_json
+from hddm.loading import field_of
 from hddm.model_folders import WEIGHTS, open_network
 from hddm.network_configs import empty_network
 from hddm.networks import EXPERT_NETWORKS, OPTIONAL_CONDITIONS
 from hddm.velocity import VelocityField
-from hddm.weight_files import sha256_of, write_safetensors
+from hddm.weight_files import write_safetensors
 
 LARGEST_FOLD_ERROR = 0.5
 

@@ -25,7 +25,7 @@ from hddm.components.text import (
 )
 from hddm.errors import HddmError
 from hddm.files import read_json
-from hddm.weight_files import inside
+from hddm.paths import inside
 
 _TOKENS = {"bos_token": "<|startoftext|>", "eos_token": "<|endoftext|>", "pad_token": "<|endoftext|>"}
 """The special tokens of the tokenizer's class, where its files name none."""

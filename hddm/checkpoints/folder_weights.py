@@ -7,7 +7,8 @@ from typing import Any
 from hddm.checkpoints.sources import Reading, Tensors, read_file
 from hddm.errors import HddmError, did_you_mean
 from hddm.files import read_json
-from hddm.weight_files import inside, read_index
+from hddm.paths import inside
+from hddm.weight_files import read_index
 
 STEM = "diffusion_pytorch_model"
 _WEIGHTS = re.compile(rf"{STEM}(?:\.(\w+))?\.(?:safetensors|bin)(?:\.index(?:\.(\w+))?\.json)?")

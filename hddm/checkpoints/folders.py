@@ -16,8 +16,8 @@ from hddm.errors import HddmError
 from hddm.files import read_json
 from hddm.interfaces import has_sample_size
 from hddm.network_configs import parse_config
+from hddm.paths import inside
 from hddm.schedules.diffusers_configs import DDPM_FAMILY, FLOW_MATCH_FAMILY
-from hddm.weight_files import inside
 
 PIPELINE = "model_index.json"
 COMPONENTS = ("transformer", "unet")

@@ -9,7 +9,7 @@ from hddm.components.identity import VaeFacts
 from hddm.components.vae import LARGEST_SCALE, vae_facts
 from hddm.errors import HddmError
 from hddm.files import read_json
-from hddm.weight_files import inside
+from hddm.paths import inside
 
 VAES = ("vae", "vqvae", "movq")
 # Class and scale of those whose config does not say.

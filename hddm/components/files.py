@@ -7,7 +7,8 @@ from torch import Tensor
 
 from hddm.errors import HddmError
 from hddm.files import read_json
-from hddm.weight_files import inside, read_safetensors
+from hddm.paths import inside
+from hddm.weight_files import read_safetensors
 
 _CODE = ("auto_map", "custom_pipeline", "trust_remote_code")
 

@@ -2,11 +2,12 @@
 
 import hashlib
 from collections.abc import Mapping
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from hddm.facts import Facts
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 SMALL = 65536
 """Numbers of the largest tensor that a fingerprint looks at; norms and biases of a network are smaller."""
@@ -34,7 +35,7 @@ class TextEncoderFacts(Facts):
     width: int
 
 
-def fingerprint(weights: Mapping[str, Tensor]) -> str:
+def fingerprint(weights: "Mapping[str, Tensor]") -> str:
     """16 hexadecimal digits of the small tensors in ``weights``, cast to float16.
 
     Names count, dtypes do not: a float16 copy has the fingerprint of its float32 original.
@@ -44,5 +45,5 @@ def fingerprint(weights: Mapping[str, Tensor]) -> str:
         tensor = weights[name]
         if tensor.is_floating_point() and tensor.numel() <= SMALL:
             digest.update(f"{name} {tuple(tensor.shape)}".encode())
-            digest.update(tensor.to(torch.float16).contiguous().numpy().tobytes())
+            digest.update(tensor.half().contiguous().numpy().tobytes())
     return digest.hexdigest()[:16]

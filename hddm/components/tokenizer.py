@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from hddm.components.files import read_config
 from hddm.errors import HddmError, did_you_mean
-from hddm.weight_files import inside
+from hddm.paths import inside
 
 if TYPE_CHECKING:
     from transformers import CLIPTokenizer

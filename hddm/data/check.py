@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from hddm.data.check_report import BadImage, DataReport, PartReport
 from hddm.data.decoding import Header, OversizedImageError, open_image, read_header
 from hddm.data.encoding_records import is_encoded
-from hddm.data.shards import (
+from hddm.data.shard_records import (
     HELD_OUT,
     MANIFEST,
     PARTITION_FILE,

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from hddm.data.encoding_layout import Layout, layout_of
 from hddm.data.encoding_records import (
     DEVIATION,
     MEAN,
@@ -13,26 +14,18 @@ from hddm.data.encoding_records import (
     TOKENS,
     EncodedManifest,
     FileFacts,
-    Layout,
-    layout_of,
     read_encoded_manifest,
     read_entries,
 )
 from hddm.data.latents import LatentStore, MappedPixels, Rows
-from hddm.data.shards import (
-    MANIFEST,
-    MIN_IMAGES,
-    ImageEntry,
-    Shard,
-    captions_of,
-    check_entries,
-    labels_of,
-)
+from hddm.data.shard_records import MANIFEST, MIN_IMAGES, ImageEntry, check_entries
+from hddm.data.shards import Shard, captions_of, labels_of
 from hddm.data.stored import Stored
 from hddm.data.texts import TokenStore
 from hddm.data.verified import Verified
 from hddm.errors import HddmError
-from hddm.weight_files import inside, read_safetensors
+from hddm.paths import inside
+from hddm.weight_files import read_safetensors
 
 
 def load_encoded(folder: Path) -> Shard:

@@ -25,10 +25,10 @@ from hddm.data.encoding_records import (
     Skipped,
     write_entries,
 )
-from hddm.data.shards import MANIFEST, PARTITION_FILE
+from hddm.data.shard_records import MANIFEST, PARTITION_FILE
 from hddm.errors import HddmError
-from hddm.files import write_json, writing
-from hddm.weight_files import Planned, sha256_of, write_safetensors
+from hddm.files import sha256_of, write_json, writing
+from hddm.weight_files import Planned, write_safetensors
 
 _BESIDE = (PARTITION_FILE, "clusters.safetensors")
 
@@ -46,7 +46,7 @@ def encode_shards(
     as without the kill; where batch size, device or torch are others by then, latents and tokens of the files
     that were left differ by rounding, and the manifest names both in ``computed``.
 
-    Of a partition, the records that `hddm.data.shards.find_shards` reads are carried over.
+    Of a partition, the records that `hddm.data.shard_records.find_shards` reads are carried over.
 
     Args:
         plan: what `plan_encoding` gave.

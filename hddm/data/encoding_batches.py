@@ -10,7 +10,7 @@ from hddm.components.vae import encode
 from hddm.data.encoding_plan import EncodingPlan
 from hddm.data.encoding_records import DEVIATION, MEAN, MIRRORED, PIXELS, TOKENS
 from hddm.data.images import to_unit_range
-from hddm.data.shards import ImageEntry
+from hddm.data.shard_records import ImageEntry
 from hddm.errors import HddmError
 
 

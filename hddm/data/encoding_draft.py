@@ -19,9 +19,8 @@ from pydantic import ValidationError
 from hddm.data.encoding_records import Computed, FileFacts, Skipped
 from hddm.errors import HddmError
 from hddm.facts import Facts
-from hddm.files import check_absent, put_in_place, read_json, write_json, write_whole, writing
+from hddm.files import check_absent, put_in_place, read_json, sha256_of, write_json, write_whole, writing
 from hddm.locks import locked
-from hddm.weight_files import sha256_of
 
 _IDENTITY, _LOCK = "draft.json", "lock"
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hddm.data.decoding import open_image
 from hddm.data.resize import Crop, Interpolation, fit_image
-from hddm.data.shards import ImageEntry, image_path, read_content
+from hddm.data.shard_records import ImageEntry, image_path, read_content
 from hddm.errors import HddmError
 from hddm.tensors import generator
 

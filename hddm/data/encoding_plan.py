@@ -12,9 +12,10 @@ from hddm.components.identity import TextEncoderFacts, VaeFacts
 from hddm.components.text import read_text_encoder, read_tokenizer, text_encoder_facts
 from hddm.components.vae import read_vae, scale_of, vae_facts
 from hddm.data.encoding_images import Fit, survey
-from hddm.data.encoding_records import Computed, Dtype, EncodingFacts, Layout, is_encoded, layout_of
+from hddm.data.encoding_layout import Layout, layout_of
+from hddm.data.encoding_records import Computed, Dtype, EncodingFacts, is_encoded
 from hddm.data.resize import Crop, Interpolation
-from hddm.data.shards import HELD_OUT, MANIFEST, PARTITION_FILE, Manifest, find_shards, read_manifest
+from hddm.data.shard_records import HELD_OUT, MANIFEST, PARTITION_FILE, Manifest, find_shards, read_manifest
 from hddm.errors import HddmError
 from hddm.facts import Facts
 from hddm.tensors import available_device

@@ -11,11 +11,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal
 
-import torch
 from pydantic import ValidationError
 
 from hddm.components.identity import TextEncoderFacts, VaeFacts
-from hddm.data.shards import MANIFEST, ImageEntry
+from hddm.data.shard_records import MANIFEST, ImageEntry
 from hddm.errors import HddmError
 from hddm.facts import Facts, read_facts
 from hddm.files import read_json
@@ -28,9 +27,6 @@ PIXELS = "pixels"
 MEAN, DEVIATION = "mean", "std"
 MIRRORED = "mirrored_"
 TOKENS = "tokens"
-
-Layout = dict[str, tuple[tuple[int, ...], torch.dtype]]
-
 
 Dtype = Literal["float16", "bfloat16", "float32"]
 
@@ -108,28 +104,6 @@ class EncodedManifest(Facts):
     def num_rows(self) -> int:
         """Samples in the shard."""
         return sum(one.rows for one in self.data)
-
-
-def layout_of(encoding: EncodingFacts, vae: VaeFacts | None, text_encoder: TextEncoderFacts | None) -> Layout:
-    """Shape of a row and dtype of each tensor in a data file.
-
-    Raises:
-        HddmError: for facts that contradict each other.
-    """
-    is_latent = encoding.space == "latents"
-    if is_latent == (vae is None) or is_latent == (encoding.dtype == "uint8"):
-        raise HddmError(f"{encoding.space} in {encoding.dtype} {'without' if vae is None else 'with'} a VAE")
-    if (text_encoder is None) != (encoding.text_dtype is None):
-        raise HddmError(f"text_dtype is {encoding.text_dtype}, and text_encoder {text_encoder}")
-    names = [PIXELS]
-    if vae is not None:
-        names = [MEAN, DEVIATION] if vae.kind == "AutoencoderKL" else [MEAN]
-        names += [MIRRORED + name for name in names] if encoding.mirrored else []
-    layout: Layout = {name: (encoding.shape, getattr(torch, encoding.dtype)) for name in names}
-    if text_encoder is not None:
-        size = (text_encoder.tokens, text_encoder.width)
-        layout[TOKENS] = (size, getattr(torch, str(encoding.text_dtype)))
-    return layout
 
 
 def is_encoded(folder: Path) -> bool:

@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from hddm.data.sources import ImageSource
 from hddm.errors import HddmError, did_you_mean
-from hddm.files import read_json
-from hddm.weight_files import inside, sha256_of
+from hddm.files import read_json, sha256_of
+from hddm.paths import inside
 
 MODELS = {
     "dinov2": "Dinov2Model",

@@ -4,7 +4,8 @@ from pathlib import Path
 
 from hddm.data.encoded_shards import load_encoded
 from hddm.data.encoding_records import is_encoded
-from hddm.data.shards import MANIFEST, Shard, load_shard
+from hddm.data.shard_records import MANIFEST
+from hddm.data.shards import Shard, load_shard
 
 
 def open_shard(folder: Path) -> Shard:

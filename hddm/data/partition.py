@@ -17,7 +17,7 @@ from hddm.data.feature_cache import ImageFeatures, compute_features
 from hddm.data.features import Extractor, open_extractor
 from hddm.data.partition_report import write_report
 from hddm.data.partition_writing import write_shards
-from hddm.data.shards import FORMAT, MIN_IMAGES, PARTITION_FILE, PartitionFacts
+from hddm.data.shard_records import FORMAT, MIN_IMAGES, PARTITION_FILE, PartitionFacts
 from hddm.data.sources import ImageSource, open_source
 from hddm.errors import HddmError
 from hddm.files import check_absent, new_folder, write_json, writing

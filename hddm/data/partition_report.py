@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from hddm.data.clustering import Array, Indices, Points, normalise
 from hddm.data.feature_cache import ImageFeatures
 from hddm.data.partition_pictures import write_grid
-from hddm.data.shards import PartitionFacts
+from hddm.data.shard_records import PartitionFacts
 from hddm.data.sources import ImageSource
 
 REPORT_FILE = "report.html"

@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hddm.data.feature_cache import ImageFeatures
-from hddm.data.shards import FORMAT, HELD_OUT, MANIFEST, ImageEntry, Manifest, content_hash
+from hddm.data.shard_records import FORMAT, HELD_OUT, MANIFEST, ImageEntry, Manifest, content_hash
 from hddm.data.sources import ImageSource
 from hddm.errors import HddmError
 from hddm.files import link_or_copy, write_json

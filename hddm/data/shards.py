@@ -1,16 +1,5 @@
-"""Shards on disk: self-contained folders that a contributor can take away and train on.
+"""Shards in memory, as training reads them."""
 
-shards/
-  partition.json                 how the shards were made, and their sizes
-  clusters.safetensors           fine centres and their shard
-  report.html, pictures/         what the shards look like
-  held_out/shard_0/…             images kept from training, where any were; shards of their own
-  shard_0/manifest.json          files with SHA-256 and label, one hash of it all, one of all shards
-  shard_0/images/<file>          hard links where the file system allows, copies otherwise
-"""
-
-import hashlib
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,63 +10,9 @@ from torch import Tensor
 
 from hddm.components.identity import TextEncoderFacts, VaeFacts
 from hddm.data.images import decode, stack
+from hddm.data.shard_records import MIN_IMAGES, ImageEntry, read_content, read_manifest
 from hddm.data.stored import PixelStore, Stored, Texts
 from hddm.errors import HddmError
-from hddm.facts import Facts, read_facts
-
-FORMAT = "1.2"
-MANIFEST = "manifest.json"
-PARTITION_FILE = "partition.json"
-HELD_OUT = "held_out"
-"""Folder of a partition in which ``shard_k`` are images that the expert of shard k is judged by."""
-MIN_IMAGES = 16
-LARGEST_MANIFEST = 2**29
-"""Bytes; some two million images."""
-
-
-class ImageEntry(Facts):
-    """One image of a shard: its path inside the folder, its SHA-256 and its label."""
-
-    file: str
-    sha256: str
-    label: int | None
-    caption: str | None = None
-
-
-class Manifest(Facts):
-    """``manifest.json`` of a shard; ``hash`` covers every file, content and label."""
-
-    format: str
-    shard: int
-    num_shards: int
-    classes: list[str]
-    hash: str
-    partition: str | None = None
-    """Hash of the hashes of all shards, which those of one partition share; format 1.0 has none."""
-    held_out_of: str | None = None
-    """Hash of the shard that these images were kept from, so that its expert can be judged by them."""
-    images: list[ImageEntry]
-
-
-class PartitionFacts(Facts):
-    """``partition.json``: how the shards were made; ``images`` counts those held out, not those skipped."""
-
-    format: str
-    images: int
-    features: str
-    extractor: str | None = None
-    """Hash of the settings and weights that features came from; older partitions have none."""
-    fine_clusters: int
-    seed: int
-    sizes: list[int]
-    hashes: list[str]
-    held_out_share: float = 0.0
-    held_out: tuple[int, ...] = ()
-    """Images of each shard that are held out; empty where none are."""
-    skipped: tuple[str, ...] = ()
-    """Files that could not be read."""
-    proposal: dict[int, float] | None = None
-    """Silhouette by number of shards, where that number was proposed."""
 
 
 @dataclass(frozen=True)
@@ -159,61 +94,6 @@ def load_shard(folder: Path) -> Shard:
     )
 
 
-def read_manifest(folder: Path) -> Manifest:
-    """What the shard in ``folder`` holds; its images are not opened.
-
-    Raises:
-        HddmError: for a missing or newer manifest, a list of images that does not match its hash, or a label
-            that is no class.
-    """
-    path = folder / MANIFEST
-    _refuse_other_folder(folder, MANIFEST)
-    manifest = read_facts(path, Manifest, FORMAT, LARGEST_MANIFEST)
-    check_entries(path, manifest.images, manifest.classes, manifest.hash)
-    return manifest
-
-
-def check_entries(path: Path, entries: Sequence[ImageEntry], classes: Sequence[str], digest: str) -> None:
-    """Refuse a list of images, from ``path``, that does not match its hash, or with a label that is no class.
-
-    Raises:
-        HddmError: with the first such entry.
-    """
-    if content_hash(entries, classes) != digest:
-        raise HddmError(f"{path}: its list of images does not match its hash; take the shard anew")
-    for entry in entries:
-        if entry.label is not None and not 0 <= entry.label < len(classes):
-            raise HddmError(f"{path}: {entry.file} has label {entry.label} of {len(classes)} classes")
-
-
-def image_path(folder: Path, entry: ImageEntry) -> Path:
-    """Where the image of an entry lies.
-
-    Raises:
-        HddmError: for a place outside ``folder``.
-    """
-    path = folder / entry.file
-    if not path.resolve().is_relative_to(folder.resolve()):
-        raise HddmError(f"{folder}: its manifest names {entry.file!r}, outside the folder; refused")
-    return path
-
-
-def read_content(folder: Path, entry: ImageEntry) -> bytes:
-    """The encoded image of an entry, checked against its hash.
-
-    Raises:
-        HddmError: for a file that is outside ``folder``, missing or changed.
-    """
-    path = image_path(folder, entry)
-    try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise HddmError(f"{path}: named by the manifest, but {error.strerror}") from error
-    if hashlib.sha256(content).hexdigest() != entry.sha256:
-        raise HddmError(f"{path}: its content changed since the partition; take the shard anew")
-    return content
-
-
 def labels_of(entries: Sequence[ImageEntry]) -> Tensor | None:
     """Labels (N,) where every entry has one."""
     labels = [entry.label for entry in entries]
@@ -224,40 +104,3 @@ def captions_of(entries: Sequence[ImageEntry]) -> tuple[str, ...] | None:
     """Captions where every entry has one."""
     captions = tuple(entry.caption for entry in entries if entry.caption is not None)
     return captions if len(captions) == len(entries) else None
-
-
-def find_shards(folder: Path) -> list[Path]:
-    """The shard folders of a partition, in order.
-
-    Raises:
-        HddmError: where ``folder`` holds no partition.
-    """
-    _refuse_other_folder(folder, PARTITION_FILE)
-    facts = read_facts(folder / PARTITION_FILE, PartitionFacts, FORMAT)
-    return [folder / f"shard_{k}" for k in range(len(facts.sizes))]
-
-
-def _refuse_other_folder(folder: Path, record: str) -> None:
-    """Refuse a folder that holds no ``record``, and say what it is instead."""
-    if not folder.is_dir():
-        raise HddmError(f"{folder}: no such folder")
-    if (folder / record).exists():
-        return
-    if (folder / PARTITION_FILE).exists():
-        shard = folder / "shard_0"
-        raise HddmError(f"{folder}: is a partition, not a shard; name one of its folders, as {shard}")
-    if (folder / MANIFEST).exists():
-        above = folder.parent if (folder.parent / PARTITION_FILE).exists() else None
-        hint = f", {above}" if above else ""
-        raise HddmError(f"{folder}: is a shard, not a partition; name the folder of all shards{hint}")
-    kind = "shard" if record == MANIFEST else "partition"
-    raise HddmError(f"{folder}: is no {kind}, since it holds no {record}; hddm partition writes them")
-
-
-def content_hash(entries: Sequence[ImageEntry], classes: Sequence[str]) -> str:
-    """SHA-256 of what a shard holds: files, contents, labels and captions."""
-    lines = [json.dumps(list(classes))]
-    for one in entries:
-        caption = "" if one.caption is None else f" {json.dumps(one.caption)}"
-        lines.append(f"{one.file} {one.sha256} {one.label}{caption}")
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()

@@ -16,8 +16,7 @@ import time
 from pathlib import Path
 
 from hddm.errors import HddmError
-from hddm.files import read_json, write_json, write_whole
-from hddm.weight_files import sha256_of
+from hddm.files import read_json, sha256_of, write_json, write_whole
 
 RECORD = ".verified.json"
 SETTLED = 2 * 10**9

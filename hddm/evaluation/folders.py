@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hddm.data.images import to_bytes
 from hddm.data.open_shard import open_shard
-from hddm.data.shards import find_shards
+from hddm.data.shard_records import find_shards
 from hddm.errors import HddmError
 from hddm.evaluation.classifier import save_classifier
 from hddm.evaluation.data import Side, alike, read_side

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hddm.errors import HddmError
-from hddm.weight_files import sha256_of
+from hddm.files import sha256_of
 
 
 @dataclass(frozen=True)

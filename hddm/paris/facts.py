@@ -12,9 +12,9 @@ from hddm.errors import HddmError
 from hddm.experts import ExpertFacts, SourceFacts
 from hddm.files import read_json
 from hddm.model_index import SCHEDULER_FILE, read_shift
+from hddm.paths import inside
 from hddm.predictions import PredictionType
 from hddm.schedules import LinearSchedule
-from hddm.weight_files import inside
 
 TIME_SCALE = 1000.0
 LATENT_SCALE = 0.18215

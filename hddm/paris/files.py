@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from hddm.errors import HddmError
-from hddm.weight_files import inside, read_header
+from hddm.paths import inside
+from hddm.weight_files import read_header
 
 ROUTER = "router"
 

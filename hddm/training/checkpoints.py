@@ -22,9 +22,8 @@ from torch import Tensor
 
 from hddm.errors import HddmError
 from hddm.facts import Facts, read_facts
-from hddm.files import new_folder, read_json, write_json
+from hddm.files import new_folder, read_json, sha256_of, write_json
 from hddm.training.state import EMA, LOSSES, OPTIMIZER, WEIGHTS, TrainingState
-from hddm.weight_files import sha256_of
 
 FORMAT = "1.0"
 MANIFEST = "manifest.json"

@@ -18,7 +18,7 @@ from hddm.data.open_shard import open_shard
 from hddm.data.shards import Shard
 from hddm.errors import HddmError
 from hddm.experts import EXPERT_FILE, FORMAT, Expert, ExpertFacts, read_expert, save_expert
-from hddm.load import field_of
+from hddm.loading import field_of
 from hddm.moments import Moments
 from hddm.networks import OPTIONAL_CONDITIONS
 from hddm.objectives import Objective
@@ -53,7 +53,7 @@ def continue_expert(
 
     Args:
         init: an expert folder; it fixes network, prediction type and schedule.
-        shard_folder: as `hddm.data.shards.partition` writes it.
+        shard_folder: as `hddm.data.partition.partition` writes it.
         out: the expert folder to write.
         settings: as for a new expert; ``size`` has no say. With a ``lora_rank`` an adapter is trained, and
             ``out`` holds that alone (`hddm.adapters`).

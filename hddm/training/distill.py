@@ -32,12 +32,12 @@ import torch
 from torch import Tensor, nn
 
 from hddm.data.open_shard import open_shard
-from hddm.data.shards import find_shards
+from hddm.data.shard_records import find_shards
 from hddm.data.whole import joined
 from hddm.ensemble import Ensemble
 from hddm.errors import HddmError
 from hddm.experts import EXPERT_FILE, Expert, ExpertFacts, null_conditions, read_expert, save_expert
-from hddm.load import field_of
+from hddm.loading import field_of
 from hddm.models.transformer import ExpertTransformer
 from hddm.objectives import TIME_SCALE, Objective
 from hddm.tensors import append_dims

@@ -7,7 +7,7 @@ from hddm.data.open_shard import open_shard
 from hddm.data.shards import Shard
 from hddm.errors import HddmError
 from hddm.experts import EXPERT_FILE, Expert, ExpertFacts, null_conditions, save_expert
-from hddm.load import field_of
+from hddm.loading import field_of
 from hddm.models.transformer import ExpertTransformer
 from hddm.objectives import Objective
 from hddm.schedules import Schedule, from_diffusers

@@ -88,7 +88,7 @@ def make_islands(
     are there.
 
     Args:
-        shards: folders, as `hddm.data.shards.find_shards` gives them.
+        shards: folders, as `hddm.data.shard_records.find_shards` gives them.
         out: the folder of all experts.
         objectives: one a shard.
         settings: by objective.

@@ -25,9 +25,8 @@ from hddm.adapters import (
 )
 from hddm.errors import HddmError
 from hddm.experts import Expert, write_records
-from hddm.files import write_json
+from hddm.files import sha256_of, write_json
 from hddm.model_folders import WEIGHTS
-from hddm.weight_files import sha256_of
 
 _LAYERS = re.compile(
     r"layers\.\d+\.((cross_)?attn\.out_proj|mlp\.[02])"

@@ -9,9 +9,9 @@ from diffusers import ModelMixin
 
 from hddm.adapters import ADAPTER_WEIGHTS
 from hddm.errors import HddmError
+from hddm.files import sha256_of
 from hddm.model_folders import WEIGHTS
 from hddm.models.sizes import size_config
-from hddm.weight_files import sha256_of
 
 Network = TypeVar("Network", bound=ModelMixin)
 

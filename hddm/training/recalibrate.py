@@ -13,7 +13,7 @@ from hddm.data.open_shard import open_shard
 from hddm.errors import HddmError
 from hddm.experts import EXPERT_FILE, FORMAT, ExpertFacts
 from hddm.facts import read_facts
-from hddm.load import load
+from hddm.loading import load
 from hddm.training.native_samples import native_conditions, native_samples
 from hddm.training.shard_calibration import calibrated_on
 from hddm.training.shard_fit import check_fit, conditions_of

@@ -8,7 +8,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hddm.data.open_shard import open_shard
-from hddm.data.shards import Shard, find_shards
+from hddm.data.shard_records import find_shards
+from hddm.data.shards import Shard
 from hddm.data.whole import JoinedStore
 from hddm.errors import HddmError
 from hddm.experts import ROUTER_FILE, RouterFacts, save_router

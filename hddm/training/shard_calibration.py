@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from hddm.calibration import Calibration, calibrate
-from hddm.data.shards import MIN_IMAGES, Shard
+from hddm.data.shard_records import MIN_IMAGES
+from hddm.data.shards import Shard
 from hddm.training.shard_fit import conditions_at
 from hddm.velocity import VelocityField
 

@@ -12,7 +12,7 @@ from hddm.data.shards import Shard
 from hddm.ensemble import Ensemble
 from hddm.errors import HddmError
 from hddm.experts import UnreadExpert
-from hddm.load import ensemble_of, expert_set
+from hddm.loading import ensemble_of, expert_set
 from hddm.model_folders import sha256_once
 from hddm.parts import Parts, open_parts
 from hddm.routing import Strategy

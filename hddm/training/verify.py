@@ -17,13 +17,13 @@ from hddm.data.open_shard import open_shard
 from hddm.data.shards import Shard
 from hddm.errors import HddmError
 from hddm.experts import EXPERT_FILE, NULL_FILE, Expert, open_expert, refuse_base
-from hddm.load import field_of
+from hddm.files import sha256_of
+from hddm.loading import field_of
 from hddm.model_folders import WEIGHTS
 from hddm.tensors import available_device
 from hddm.training.denoising import Denoising
 from hddm.training.judging import judge
 from hddm.training.shard_fit import check_fit
-from hddm.weight_files import sha256_of
 
 KNOWN = frozenset(
     {EXPERT_FILE, NULL_FILE, EXTRAS_FILE, CALIBRATION, WEIGHTS, ADAPTER_CONFIG, ADAPTER_WEIGHTS}

@@ -1,7 +1,6 @@
 """Files of weights: read with bounds and without running what they hold, written as a stream."""
 
 from hddm.weight_files.finite import refuse_non_finite as refuse_non_finite
-from hddm.weight_files.index_files import inside as inside
 from hddm.weight_files.index_files import read_index as read_index
 from hddm.weight_files.kinds import Kind as Kind
 from hddm.weight_files.kinds import kind_of as kind_of
@@ -10,5 +9,4 @@ from hddm.weight_files.safetensors_files import TensorInfo as TensorInfo
 from hddm.weight_files.safetensors_files import read_header as read_header
 from hddm.weight_files.safetensors_files import read_safetensors as read_safetensors
 from hddm.weight_files.writing import Planned as Planned
-from hddm.weight_files.writing import sha256_of as sha256_of
 from hddm.weight_files.writing import write_safetensors as write_safetensors

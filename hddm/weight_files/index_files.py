@@ -1,13 +1,14 @@
-"""Weights in several files under one index, and names that must stay inside their folder."""
+"""Weights in several files under one index."""
 
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from hddm.errors import HddmError
 from hddm.files import read_json
-from hddm.weight_files.kinds import kind_of, one_line
+from hddm.paths import inside
+from hddm.weight_files.kinds import kind_of
 from hddm.weight_files.pickles import read_pickle
 from hddm.weight_files.safetensors_files import read_safetensors
 
@@ -43,39 +44,6 @@ def read_index(path: Path, allow_pickle: bool = False) -> dict[str, Tensor]:
             f"{path}: does not fit its files, fetch them again: {'; '.join(sorted(problems)[:_SHOWN])}{more}"
         )
     return tensors
-
-
-def inside(folder: Path, name: str) -> Path:
-    """``folder/name`` with links followed, which must end in ``folder`` or in its hub-cache repository.
-
-    A hub cache keeps ``models--org--name/snapshots/<revision>/file`` as a link to ``../../blobs/<hash>``;
-    so links from below a revision may lead anywhere inside ``models--org--name``.
-
-    Raises:
-        HddmError: for an absolute name, ``..``, backslashes, NUL, and links that leave or turn in circles.
-    """
-    parts = PurePosixPath(name).parts
-    odd = not parts or ".." in parts or any(letter in name for letter in "\\\0\n\r")
-    # A colon after one letter is a drive on Windows.
-    if odd or PurePosixPath(name).is_absolute() or name[1:2] == ":":
-        raise HddmError(f"{folder}: the name {name!r} does not stay inside the folder; refused")
-    try:
-        root = folder.resolve()
-        target = (root / name).resolve()
-    # Circles are RuntimeError before Python 3.13.
-    except (OSError, RuntimeError) as error:
-        raise HddmError(f"{folder / name}: cannot be followed ({one_line(error)})") from error
-    if not target.is_relative_to(_enclosing(root)):
-        raise HddmError(f"{folder / name}: is a link to {target}, outside the folder; refused, copy it there")
-    return target
-
-
-def _enclosing(folder: Path) -> Path:
-    for revision in (folder, *folder.parents):
-        repository = revision.parent.parent
-        if revision.parent.name == "snapshots" and repository.name.startswith("models--"):
-            return repository
-    return folder
 
 
 def _read_map(path: Path) -> dict[str, str]:

@@ -1,6 +1,5 @@
-"""Writing safetensors as a stream, one tensor at a time, and the hash of a file."""
+"""Writing safetensors as a stream, one tensor at a time."""
 
-import hashlib
 import json
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -62,19 +61,6 @@ def write_safetensors(
                 raise
     except OSError as error:
         raise HddmError(f"{path}: cannot be written ({error.strerror or error})") from error
-
-
-def sha256_of(path: Path) -> str:
-    """The SHA-256 of a file in hexadecimal digits.
-
-    Raises:
-        HddmError: for a file that cannot be read.
-    """
-    try:
-        with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-    except OSError as error:
-        raise HddmError(f"{path}: cannot be read ({error.strerror or error})") from error
 
 
 def _header(

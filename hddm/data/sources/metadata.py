@@ -9,7 +9,7 @@ from typing import Any
 from hddm.data.sources.columns import CAPTION_COLUMNS, as_captions, as_labels, choose_column
 from hddm.data.sources.names import METADATA
 from hddm.errors import HddmError
-from hddm.weight_files.index_files import inside
+from hddm.paths import inside
 
 LONGEST_LINE = 2**20
 """Bytes of one line."""
