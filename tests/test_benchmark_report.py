@@ -206,6 +206,11 @@ def test_what_does_not_compare_is_said(miniature: Finished) -> None:
     lines = list(comparable(results.model_copy(update={"tables": tables, "complete": False})))
     assert any(not fine and f"{MIXED} costs" in line for fine, line in lines)
     assert (False, "Not finished: 1 of 1 training seeds are in.") in lines
+    assert not any("Choosing is not counted" in line for _, line in lines)
+    chosen = results.settings.models[2].model_copy(update={"objectives": "by-error"})
+    settings = results.settings.model_copy(update={"models": (*results.settings.models[:2], chosen)})
+    lines = list(comparable(results.model_copy(update={"settings": settings})))
+    assert any(not fine and f"not counted: {MIXED} took" in line for fine, line in lines)
     assert "confirmation" in about_choice(results)
     assert about_choice(results.model_copy(update={"score_on": "held-out"})).startswith("A confirmation")
 

@@ -136,6 +136,13 @@ def comparable(results: Results) -> Iterator[tuple[bool, str]]:
             f"Training compute, counted, router included: {dearest} costs {percent:.2g} % more than "
             f"{cheapest}, and all others lie between.",
         )
+    choosing = [one.name for one in results.settings.models if one.chooses and one.blended is None]
+    if choosing:
+        yield (
+            False,
+            f"Choosing is not counted: {' and '.join(choosing)} took experts of both objectives on every "
+            "shard, of which the table counts those that are used.",
+        )
     if not results.complete:
         done, all_seeds = len(results.seeds), len(results.settings.seeds)
         yield False, f"Not finished: {done} of {all_seeds} training seeds are in."
