@@ -14,10 +14,19 @@ from hddm.components.vae import vae_facts
 from hddm.ensemble_bases import bases_of, link_bases, places
 from hddm.ensemble_folders import ENSEMBLE_FILE, ROUTER, EnsembleFacts, write_ensemble_records
 from hddm.errors import HddmError
-from hddm.experts import EXPERT_FILE, FORMAT, ROUTER_FILE, ExpertFacts, RouterFacts
+from hddm.experts import (
+    EXPERT_FILE,
+    FORMAT,
+    ROUTER_FILE,
+    ExpertFacts,
+    RouterFacts,
+    foreign_weights,
+    weights_in,
+)
 from hddm.facts import read_facts
 from hddm.files import link_or_copy, new_folder
 from hddm.interfaces import text_width
+from hddm.model_folders import sha256_once
 from hddm.model_index import CLASSES, COMPONENTS, ClassName
 from hddm.paths import inside
 from hddm.priors import class_prior_of, common_shift, prior_of
@@ -82,7 +91,8 @@ def assemble(
         Notes: what was taken on trust, or could not be known.
 
     Raises:
-        HddmError: before anything is written, with every difference between the parts.
+        HddmError: before anything is written, with every difference between the parts, and for weights that
+            are not those of their record.
     """
     for folder in experts:
         if (folder / ENSEMBLE_FILE).exists():
@@ -97,6 +107,7 @@ def assemble(
     read = [*experts, *([router] if router else []), *parts.components.values(), *parts.bases.values()]
     refuse_inside(out, read)
     facts, notes = check(parts, strategy)
+    check_weights(experts)
     with new_folder(out, ENSEMBLE_FILE, overwrite) as draft:
         fill(draft, parts, facts)
     return notes
@@ -153,6 +164,21 @@ def check(
         bases=places(parts.bases, dict(zip(names, folders, strict=True))),
     )
     return facts, tuple(found.notes)
+
+
+def check_weights(experts: Sequence[Path]) -> None:
+    """Hold the weights in expert folders against the hashes in their records; reads every file once.
+
+    Raises:
+        HddmError: with a line for every expert whose weights are others.
+    """
+    found = Findings()
+    for folder, (name, facts) in zip(experts, read_records(experts), strict=True):
+        weights = weights_in(folder)
+        foreign = facts.weights_sha256 and foreign_weights(facts, weights and sha256_once(weights))
+        if foreign:
+            found.differ(name, foreign)
+    found.refuse("weights changed after their training, and nothing was written:")
 
 
 def read_records(folders: Sequence[Path]) -> list[Named]:

@@ -85,10 +85,24 @@ def compare_experts(experts: Sequence[Named], found: Findings) -> None:
                 found.differ(name, f"{quality.name} {quality.told(value, usual)}")
             elif value is None and quality.concerns(facts):
                 found.note(f"{name} does not record its {quality.name}; taken on trust")
-    hashes = Counter(facts.shard.hash for _, facts in experts if facts.shard)
+    _compare_shards(experts, found)
+
+
+def _compare_shards(experts: Sequence[Named], found: Findings) -> None:
+    first: dict[str, str] = {}
     for name, facts in experts:
-        if facts.shard and hashes[facts.shard.hash] > 1:
-            found.differ(name, f"its shard is there {hashes[facts.shard.hash]} times")
+        if facts.shard is None:
+            continue
+        if facts.shard.hash not in first:
+            first[facts.shard.hash] = name
+        elif first[facts.shard.hash] == name:
+            found.differ(name, "is named twice; name it once")
+        else:
+            found.differ(
+                name,
+                f"was trained on the same shard ({facts.shard.hash[:12]}) as {first[facts.shard.hash]}; "
+                "an ensemble takes one expert a shard: leave one of the two out",
+            )
 
 
 def compare_surroundings(experts: Sequence[Named], given: Surroundings, found: Findings) -> None:

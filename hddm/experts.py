@@ -169,9 +169,34 @@ def write_records(folder: Path, facts: ExpertFacts, nulls: Mapping[str, Tensor])
     """Write what gives the network in ``folder`` its meaning, and the hash of its weights."""
     if nulls:
         save_file({name: null.contiguous() for name, null in nulls.items()}, folder / NULL_FILE)
-    held = [folder / name for name in (WEIGHTS, ADAPTER_WEIGHTS) if (folder / name).is_file()]
-    found = {"format": FORMAT, "weights_sha256": sha256_of(held[0]) if held else None}
+    held = weights_in(folder)
+    found = {"format": FORMAT, "weights_sha256": sha256_of(held) if held else None}
     write_json(folder / EXPERT_FILE, facts.model_dump(mode="json") | found)
+
+
+def foreign_weights(facts: ExpertFacts, held: str | None) -> str | None:
+    """What is wrong where the weights beside a record are not those that it was written with.
+
+    Args:
+        facts: the record.
+        held: SHA-256 of the weights, or of the adapter, that lie beside it; None for none.
+
+    Returns:
+        None where they are, and where the record of an older version does not say.
+    """
+    stated = facts.weights_sha256
+    if stated is None or stated == held:
+        return None
+    there = "are not there" if held is None else f"have SHA-256 {held[:16]}…"
+    return (
+        f"its weights {there}, and {EXPERT_FILE} says {stated[:16]}…; copy the expert again from where it "
+        "was trained, or train it anew"
+    )
+
+
+def weights_in(folder: Path) -> Path | None:
+    """The file of an expert folder that holds its weights, or its adapter."""
+    return next((folder / name for name in (WEIGHTS, ADAPTER_WEIGHTS) if (folder / name).is_file()), None)
 
 
 def read_nulls(folder: Path) -> dict[str, Tensor]:

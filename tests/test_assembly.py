@@ -1,5 +1,6 @@
 """Assembling: parts are told apart by what they record, before any weight is read and anything written."""
 
+import hashlib
 import json
 import os
 import shutil
@@ -36,8 +37,17 @@ def _variant(source: Path, target: Path, **changes: Any) -> Path:
     """A copy of an expert without its weights, with another record."""
     shutil.copytree(source, target)
     (target / WEIGHTS).unlink()
-    edit_json(target / EXPERT_FILE, **changes)
+    edit_json(target / EXPERT_FILE, **{"weights_sha256": None, **changes})
     return target
+
+
+def _spoilt(source: Path, target: Path) -> Path:
+    """A copy of an expert in whose weights one bit has changed."""
+    folder = copied(source, target)
+    content = bytearray((folder / WEIGHTS).read_bytes())
+    content[-1] ^= 1
+    (folder / WEIGHTS).write_bytes(content)
+    return folder
 
 
 def _refusal(*arguments: Any, **options: Any) -> list[str]:
@@ -165,7 +175,7 @@ def test_every_difference_is_told_at_once_a_line_an_expert(trio: Trio, tmp_path:
     before = contents(tmp_path)
     given = [first, second, other, pixels]
     lines = _refusal(given, tmp_path / "out", trio.router)
-    partition = _record(first)["shard"]["partition"]
+    partition, shard_of_first = (_record(first)["shard"][key] for key in ("partition", "hash"))
     assert lines == [
         f"{other}: sample_shape (16, 8, 8), not (4, 8, 8); latent_scale 0.13, not 0.18215; "
         f"VAE {'e' * 16}, not {'a' * 16}; VAE's scale 0.13, not 0.18215; VAE's shift 0.1, not 0.0; "
@@ -174,11 +184,43 @@ def test_every_difference_is_told_at_once_a_line_an_expert(trio: Trio, tmp_path:
         f"partition {'c' * 12}, not {partition[:12]}; was trained on a shard that {trio.router} does not "
         f"know ({'d' * 12}); train a router on all shards and pass it with --router",
         f"{pixels}: sample_shape (1, 4, 4), not (4, 8, 8); space pixels, not latents; latent_scale 1.0, not "
-        "0.18215; class map of 1 classes, not 2; its shard is there 2 times",
-        f"{first}: its shard is there 2 times",
+        f"0.18215; class map of 1 classes, not 2; was trained on the same shard ({shard_of_first[:12]}) as "
+        f"{first}; an ensemble takes one expert a shard: leave one of the two out",
         f"{trio.router}: sample_shape (1, 4, 4), not (4, 8, 8)",
     ]
     assert contents(tmp_path) == before
+
+
+def test_an_expert_that_is_named_twice_is_told_so(trio: Trio, tmp_path: Path) -> None:
+    first, second = trio.experts[:2]
+    assert _refusal([first, second, first], tmp_path / "out") == [f"{first}: is named twice; name it once"]
+
+
+def test_weights_that_changed_after_their_training_are_refused(
+    trio: Trio, tmp_path: Path, hddm: Command
+) -> None:
+    spoilt = _spoilt(trio.experts[1], tmp_path / "spoilt")
+    found = hashlib.sha256((spoilt / WEIGHTS).read_bytes()).hexdigest()
+    stated = _record(spoilt)["weights_sha256"]
+    line = (
+        f"{spoilt}: its weights have SHA-256 {found[:16]}…, and expert.json says {stated[:16]}…; copy the "
+        "expert again from where it was trained, or train it anew"
+    )
+    assert assemble([trio.experts[0]], tmp_path / "one", trio.router) != ()
+    before = contents(tmp_path)
+    for given in ((trio.experts[0], spoilt, "--out", tmp_path / "out"), (tmp_path / "one", "--add", spoilt)):
+        code, _, err = hddm("assemble", *given)
+        assert code == 1
+        assert err.splitlines() == [
+            "hddm: weights changed after their training, and nothing was written:",
+            f"  {line}",
+        ]
+    assert contents(tmp_path) == before
+    (spoilt / WEIGHTS).unlink()
+    with pytest.raises(HddmError, match=r"its weights are not there, and expert\.json says"):
+        assemble([trio.experts[0], spoilt], tmp_path / "out")
+    edit_json(spoilt / EXPERT_FILE, weights_sha256=None)
+    assemble([trio.experts[0], spoilt], tmp_path / "old")
 
 
 def test_what_is_not_recorded_is_no_difference_but_said(trio: Trio, tmp_path: Path) -> None:

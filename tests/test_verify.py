@@ -96,7 +96,9 @@ def test_weights_other_than_those_recorded_are_refused(class_expert: Path, tmp_p
     save_file(weights, folder / WEIGHTS, {"format": "pt"})
     (problem,) = verify_expert(folder).problems
     assert re.fullmatch(
-        r"its weights have SHA-256 \w{16}…, and expert.json says \w{16}…; take it anew", problem
+        r"its weights have SHA-256 \w{16}…, and expert.json says \w{16}…; copy the expert again from where "
+        "it was trained, or train it anew",
+        problem,
     )
     edit_json(folder / "expert.json", weights_sha256=None)
     verdict = verify_expert(folder)

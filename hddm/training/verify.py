@@ -16,7 +16,7 @@ from hddm.checkpoints.expert_folders import EXTRAS_FILE
 from hddm.data.open_shard import open_shard
 from hddm.data.shards import Shard
 from hddm.errors import HddmError
-from hddm.experts import EXPERT_FILE, NULL_FILE, Expert, open_expert, refuse_base
+from hddm.experts import EXPERT_FILE, NULL_FILE, Expert, foreign_weights, open_expert, refuse_base
 from hddm.files import sha256_of
 from hddm.loading import field_of
 from hddm.model_folders import WEIGHTS
@@ -101,13 +101,10 @@ def verify_expert(
         return Verdict(folder, files, _lines(error), tuple(notes))
     refuse_base(folder, unread.facts.adapter, bases)
     problems = _provenance(expert)
-    stated, held = unread.facts.weights_sha256, files.get(ADAPTER_WEIGHTS if base else WEIGHTS)
-    if stated is None:
+    if unread.facts.weights_sha256 is None:
         notes.append(f"{EXPERT_FILE}: holds no hash of the weights; whether these are its own is not known")
-    elif stated != held:
-        problems.append(
-            f"its weights have SHA-256 {str(held)[:16]}…, and {EXPERT_FILE} says {stated[:16]}…; take it anew"
-        )
+    elif foreign := foreign_weights(unread.facts, files.get(ADAPTER_WEIGHTS if base else WEIGHTS)):
+        problems.append(foreign)
     judged = None
     if data is not None and not problems:
         try:
