@@ -174,9 +174,10 @@ def check_weights(experts: Sequence[Path]) -> None:
     """
     found = Findings()
     for folder, (name, facts) in zip(experts, read_records(experts), strict=True):
+        if facts.weights_sha256 is None:
+            continue
         weights = weights_in(folder)
-        foreign = facts.weights_sha256 and foreign_weights(facts, weights and sha256_once(weights))
-        if foreign:
+        if foreign := foreign_weights(facts, sha256_once(weights) if weights else None):
             found.differ(name, foreign)
     found.refuse("weights changed after their training, and nothing was written:")
 

@@ -1,7 +1,8 @@
-"""The one exception for what a user can mend."""
+"""The exceptions for what a user can mend."""
 
+import contextlib
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 
 class HddmError(ValueError):
@@ -23,6 +24,21 @@ class HddmError(ValueError):
     def __reduce__(self) -> tuple[type["HddmError"], tuple[str, tuple[str, ...]]]:
         # By its parts: the joined text would come out of another process as one line.
         return type(self), (self.message, self.details)
+
+
+class UsageError(HddmError):
+    """A call that asks for what cannot be, whatever is found: the command line exits with code 2."""
+
+    exit_code = 2
+
+
+@contextlib.contextmanager
+def asked() -> Iterator[None]:
+    """A block that looks at what a caller passes: an `HddmError` in it becomes a `UsageError`."""
+    try:
+        yield
+    except HddmError as error:
+        raise UsageError(error.message, error.details) from error
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

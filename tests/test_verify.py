@@ -3,6 +3,7 @@
 import hashlib
 import json
 import re
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +18,7 @@ from hddm.calibration import FILE_NAME as CALIBRATION
 from hddm.data.images import save_png
 from hddm.data.partition import partition
 from hddm.data.shards import load_shard
-from hddm.errors import HddmError
+from hddm.errors import HddmError, UsageError
 from hddm.model_folders import WEIGHTS
 from hddm.predictions import PredictionType
 from hddm.schedules import LinearSchedule
@@ -29,6 +30,7 @@ from hddm.training.expert import train_expert
 from hddm.training.verify import verify_expert
 from hddm.velocity import VelocityField
 from tests.artefacts import CLASSES, Command, copied, draw, edit_json, expert_settings
+from tests.conftest import Trio
 
 
 @pytest.fixture(scope="module")
@@ -250,15 +252,15 @@ def test_an_expert_is_judged_without_its_class_too_if_it_learned_that(
 def test_a_device_that_is_not_there_is_a_clear_error(class_expert: Path, hddm: Command) -> None:
     for name in ("cuda:99", "toaster"):
         code, _, err = hddm("verify", class_expert, "--device", name)
-        assert code == 1
+        assert code == 2
         assert err.startswith(f"hddm: --device {name}: is not available here (")
         assert err.count("\n") == 1
 
 
 def test_images_of_another_shard_are_refused(class_expert: Path, shards: Path) -> None:
-    (problem,) = verify_expert(class_expert, shards / "shard_1").problems
-    assert "the expert of shard 0" in problem
-    assert load_shard(shards / "shard_1").hash[:16] in problem
+    other = load_shard(shards / "shard_1").hash[:16]
+    with pytest.raises(UsageError, match=rf"is of shard {other}…, the expert of shard 0, "):
+        verify_expert(class_expert, shards / "shard_1")
 
 
 def test_an_expert_that_does_not_say_where_it_comes_from_is_refused(
@@ -286,13 +288,96 @@ def test_the_command_prints_hashes_and_figures_and_exits_by_the_verdict(
         *(0.95, 0.99, 1.0),
     ]
     assert "without its conditions by" in out
-    code, out, err = hddm("verify", folder, "--data", shards / "shard_0", "--json")
+    edit_json(folder / "expert.json", training={})
+    code, out, err = hddm("verify", folder, "--data", held_out, "--json")
     assert code == 1
     found = json.loads(out)
     assert not found["accepted"]
-    assert "take images of its own" in err
+    assert "no record of its training" in err
     assert found["problems"][0] in err
-    assert hddm("verify", tmp_path / "none")[0] == 1
+
+
+def test_a_wrong_call_is_told_from_a_bad_expert_by_its_code_and_before_anything_is_hashed(
+    class_expert: Path, held_out: Path, shards: Path, images: Path, tmp_path: Path, hddm: Command
+) -> None:
+    folder = copied(class_expert, tmp_path)
+    content = (folder / WEIGHTS).read_bytes()
+    (folder / WEIGHTS).write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    damaged = copied(held_out, tmp_path)
+    next((damaged / "images").rglob("*.png")).write_bytes(b"spoilt")
+    for data, told in (
+        (shards / "shard_0", "take images of its own"),
+        (shards, f"none of its 2 shards is that of {folder}, which is of shard "),
+        (images, "holds no manifest.json"),
+        (damaged, "its content changed since the partition"),
+        (tmp_path / "none", "no such folder"),
+    ):
+        code, out, err = hddm("verify", folder, "--data", data)
+        assert (code, out, err.count("\n")) == (2, "", 1)
+        assert str(data) in err
+        assert told in err
+    code, _, err = hddm("verify", folder, "--base", class_expert)
+    assert (code, "leave the base out" in err) == (2, True)
+    assert hddm("verify", folder, "--data", held_out)[0] == 1
+
+
+def test_what_is_no_expert_is_named_in_one_line_and_nothing_is_hashed(
+    ensemble: Path,
+    router: Path,
+    shards: Path,
+    images: Path,
+    class_expert: Path,
+    tmp_path: Path,
+    hddm: Command,
+) -> None:
+    (tmp_path / "expert.run").mkdir()
+    (tmp_path / "expert.run" / "run.json").write_text("{}")
+    for folder, told in (
+        (ensemble, f"is an ensemble, and its experts are verified by hddm verify {ensemble}/experts"),
+        (router, "is a router, and experts alone are verified"),
+        (shards, "is a partition; name an expert"),
+        (shards / "shard_0", "is a shard; name an expert"),
+        (tmp_path / "expert.run", "is the record of a training; name the expert that it made"),
+        (
+            images,
+            "holds no expert.json, nor does a folder in it; name what hddm train expert or hddm convert",
+        ),
+        (class_expert / WEIGHTS, "is a file; name an expert's folder"),
+        (tmp_path / "none", "no such folder"),
+    ):
+        code, out, err = hddm("verify", folder)
+        assert (code, out, err.count("\n")) == (2, "", 1), err
+        assert err.startswith(f"hddm: {folder}: {told}")
+
+
+def test_a_folder_of_experts_is_verified_a_line_each_by_the_images_of_each(
+    class_expert: Path, trio: Trio, held_out: Path, tmp_path: Path, hddm: Command
+) -> None:
+    """A partition may be unfinished, and experts have their own shards among others'."""
+    experts, data = tmp_path / "experts", tmp_path / "held_out"
+    for name, source in (("expert_10", class_expert), ("expert_2", trio.experts[1])):
+        shutil.copytree(source, experts / name)
+    (experts / "expert_2.run").mkdir()
+    code, out, err = hddm("verify", experts)
+    assert (code, err) == (0, "")
+    assert out.splitlines() == [
+        f"{experts / 'expert_2'}: nothing speaks against it",
+        f"{experts / 'expert_10'}: nothing speaks against it",
+        f"{experts}: nothing speaks against any of its 2 experts; --data judges denoising",
+    ]
+    shutil.copytree(held_out, data / "shard_0")
+    shutil.copytree(trio.shards / "shard_1", data / "shard_1")
+    code, out, err = hddm("verify", experts, "--data", data)
+    # Of two steps of training, images say so.
+    assert code == 1
+    assert re.match(rf"{experts}/expert_2: is refused; error [\d.]+ on \d+ images, a Gaussian's ", out)
+    assert f"\n{experts}/expert_10: nothing speaks against it; error " in out
+    assert err.startswith(f"hddm: {experts}: 1 of 2 experts is refused\n  {experts}/expert_2: ")
+    code, out, _ = hddm("verify", experts, "--json")
+    assert [Path(found["folder"]).name for found in json.loads(out)] == ["expert_2", "expert_10"]
+    code, out, err = hddm("verify", experts, "--data", trio.shards)
+    assert (code, out) == (2, "")
+    assert f"none of its 3 shards is that of {experts}/expert_10" in err
 
 
 @pytest.mark.parametrize("variance", [0.1, 2.0])

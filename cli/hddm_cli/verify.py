@@ -1,18 +1,26 @@
 """hddm verify."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from hddm_cli.options import Seed
 
+if TYPE_CHECKING:
+    from hddm.training.verify import Verdict
+
 
 def verify(
-    expert: Annotated[Path, typer.Argument(help="Expert folder, of whoever trained it.")],
+    expert: Annotated[
+        Path, typer.Argument(help="Expert folder, of whoever trained it; or a folder of several experts.")
+    ],
     data: Annotated[
         Path | None,
-        typer.Option("--data", help="Shard folder of images kept from its training, to judge it by."),
+        typer.Option(
+            "--data",
+            help="Shard folder of images kept from its training, to judge it by; or a folder of such shards.",
+        ),
     ] = None,
     seed: Seed = 0,
     base: Annotated[
@@ -22,42 +30,71 @@ def verify(
     device: Annotated[str, typer.Option("--device", help="cpu, cuda, cuda:1, mps.")] = "cpu",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")] = False,
 ) -> None:
-    """Judge an expert before it is used: records, hashes, finite weights, denoising of held-out images."""
+    """Judge experts before they are used: records, hashes, finite weights, denoising of held-out images.
+
+    Exits with 0 if nothing speaks against them, 1 if something does, 2 if the call was wrong.
+    """
     import json
 
     from hddm.errors import HddmError
-    from hddm.training.verify import Verdict, verify_expert
+    from hddm.training.verify import verify_expert
+    from hddm.training.verify_inputs import experts_in, images_for
 
-    def show(verdict: Verdict) -> None:
-        for name, sha256 in verdict.files.items():
-            # As sha256sum prints it, and checks it.
-            typer.echo(f"{sha256}  {verdict.folder / name}")
-        if verdict.parameters is not None:
-            typer.echo(f"objective: {verdict.objective}, {verdict.parameters:,} parameters, all finite")
-        if verdict.base is not None:
-            typer.echo(f"base: {verdict.base}")
-        if verdict.trained_on is not None:
-            typer.echo(f"shard: {verdict.trained_on}")
-        if verdict.denoising is not None:
-            found = verdict.denoising
-            typer.echo(f"error of the velocity on {verdict.images} images:")
-            typer.echo("     t  expert  Gaussian  v = 0")
-            for level in (*found.levels, *found.late):
-                typer.echo(f"  {level.t:.2f}  {level.expert:.4f}  {level.gaussian:.4f}  {level.zero:.4f}")
-            typer.echo(f"mean to {found.levels[-1].t:g}  {found.expert:.4f}  {found.gaussian:.4f}")
-            typer.echo(f"less than the Gaussian's by {found.margin:.4f} ± {found.deviation:.4f}")
-            if verdict.unconditional is not None:
-                found = verdict.unconditional
-                typer.echo(f"without its conditions by {found.margin:.4f} ± {found.deviation:.4f}")
-        for note in verdict.notes:
-            typer.echo(f"note: {note}")
-
-    verdict = verify_expert(expert, data, seed, base or (), device)
+    experts = experts_in(expert)
+    images = [None] * len(experts) if data is None else images_for(experts, data)
+    is_one = experts == [expert]
+    verdicts = []
+    for folder, shard in zip(experts, images, strict=True):
+        verdicts.append(verify_expert(folder, shard, seed, base or (), device))
+        if not as_json:
+            (_show if is_one else _show_line)(verdicts[-1])
     if as_json:
-        typer.echo(json.dumps(verdict.report(), indent=2))
-    else:
-        show(verdict)
-    if not verdict.accepted:
-        raise HddmError(f"{expert}: is refused", verdict.problems)
+        reports = [verdict.report() for verdict in verdicts]
+        typer.echo(json.dumps(reports[0] if is_one else reports, indent=2))
+    refused = [verdict for verdict in verdicts if not verdict.accepted]
+    if refused and is_one:
+        raise HddmError(f"{expert}: is refused", refused[0].problems)
+    if refused:
+        lines = [f"{verdict.folder}: {problem}" for verdict in refused for problem in verdict.problems]
+        verb = "is" if len(refused) == 1 else "are"
+        raise HddmError(f"{expert}: {len(refused)} of {len(experts)} experts {verb} refused", lines)
     if not as_json:
-        typer.echo(f"{expert}: nothing speaks against it" + ("" if data else "; --data judges its denoising"))
+        whom = "it" if is_one else f"any of its {len(experts)} experts"
+        hint = "" if data else "; --data judges denoising"
+        typer.echo(f"{expert}: nothing speaks against {whom}{hint}")
+
+
+def _show(verdict: "Verdict") -> None:
+    for name, sha256 in verdict.files.items():
+        # As sha256sum prints it, and checks it.
+        typer.echo(f"{sha256}  {verdict.folder / name}")
+    if verdict.parameters is not None:
+        typer.echo(f"objective: {verdict.objective}, {verdict.parameters:,} parameters, all finite")
+    if verdict.base is not None:
+        typer.echo(f"base: {verdict.base}")
+    if verdict.trained_on is not None:
+        typer.echo(f"shard: {verdict.trained_on}")
+    if verdict.denoising is not None:
+        found = verdict.denoising
+        typer.echo(f"error of the velocity on {verdict.images} images:")
+        typer.echo("     t  expert  Gaussian  v = 0")
+        for level in (*found.levels, *found.late):
+            typer.echo(f"  {level.t:.2f}  {level.expert:.4f}  {level.gaussian:.4f}  {level.zero:.4f}")
+        typer.echo(f"mean to {found.levels[-1].t:g}  {found.expert:.4f}  {found.gaussian:.4f}")
+        typer.echo(f"less than the Gaussian's by {found.margin:.4f} ± {found.deviation:.4f}")
+        if verdict.unconditional is not None:
+            found = verdict.unconditional
+            typer.echo(f"without its conditions by {found.margin:.4f} ± {found.deviation:.4f}")
+    for note in verdict.notes:
+        typer.echo(f"note: {note}")
+
+
+def _show_line(verdict: "Verdict") -> None:
+    """One of several experts, and its notes below."""
+    told = "nothing speaks against it" if verdict.accepted else "is refused"
+    if verdict.denoising is not None:
+        found = verdict.denoising
+        told += f"; error {found.expert:.4f} on {verdict.images} images, a Gaussian's {found.gaussian:.4f}"
+    typer.echo(f"{verdict.folder}: {told}")
+    for note in verdict.notes:
+        typer.echo(f"  note: {note}")

@@ -15,8 +15,16 @@ from hddm.calibration import Calibration
 from hddm.checkpoints.expert_folders import EXTRAS_FILE
 from hddm.data.open_shard import open_shard
 from hddm.data.shards import Shard
-from hddm.errors import HddmError
-from hddm.experts import EXPERT_FILE, NULL_FILE, Expert, foreign_weights, open_expert, refuse_base
+from hddm.errors import HddmError, UsageError, asked
+from hddm.experts import (
+    EXPERT_FILE,
+    NULL_FILE,
+    Expert,
+    UnreadExpert,
+    foreign_weights,
+    open_expert,
+    refuse_base,
+)
 from hddm.files import sha256_of
 from hddm.loading import field_of
 from hddm.model_folders import WEIGHTS
@@ -24,6 +32,7 @@ from hddm.tensors import available_device
 from hddm.training.denoising import Denoising
 from hddm.training.judging import judge
 from hddm.training.shard_fit import check_fit
+from hddm.training.verify_inputs import experts_in
 
 KNOWN = frozenset(
     {EXPERT_FILE, NULL_FILE, EXTRAS_FILE, CALIBRATION, WEIGHTS, ADAPTER_CONFIG, ADAPTER_WEIGHTS}
@@ -76,6 +85,8 @@ def verify_expert(
     over those where its network stands alone; without its conditions too, if it was trained so. Near t = 1
     it must have less than no velocity at all.
 
+    What is asked is looked at first, images before weights are hashed, so that a wrong call is no verdict.
+
     Args:
         folder: the expert.
         data: a shard folder: images that were kept from its training, or those it was trained on.
@@ -84,36 +95,47 @@ def verify_expert(
         device: where it runs.
 
     Raises:
-        HddmError: for a folder or device that is not there, and bases of what is no adapter; all else is a
-            problem of the `Verdict`.
+        UsageError: for a folder that is no expert's, a device that is not there, bases of what is no adapter,
+            and images that are not there, damaged, too few, or none of the expert's; all else is a problem
+            of the `Verdict`.
     """
-    if not folder.is_dir():
-        raise HddmError(f"{folder}: no such folder")
-    place = available_device(device)
-    files = {str(path.relative_to(folder)): sha256_of(path) for path in _files(folder)}
-    notes = [f"{name}: is no file of an expert's; nothing reads it" for name in files if name not in KNOWN]
+    if experts_in(folder) != [folder]:
+        raise UsageError(f"{folder}: is a folder of experts; name one of them")
+    with asked():
+        place = available_device(device)
+        shard = None if data is None else open_shard(data)
+        given = bases_in(bases) if bases else None
     try:
-        unread = open_expert(folder, bases_in(bases) if bases else None)
-        base = unread.facts.adapter.base_sha256 if unread.facts.adapter else None
+        unread = open_expert(folder, given)
+    except HddmError as error:
+        files = _files(folder)
+        return Verdict(folder, files, _lines(error), _strangers(files))
+    with asked():
+        refuse_base(folder, unread.facts.adapter, bases)
+        notes = [] if shard is None else _belongs(shard, unread)
+    files = _files(folder)
+    notes = [*_strangers(files), *notes]
+    try:
         expert = unread.read(torch.float32)
         field = field_of(expert, place)
     except HddmError as error:
         return Verdict(folder, files, _lines(error), tuple(notes))
-    refuse_base(folder, unread.facts.adapter, bases)
+    base = unread.facts.adapter.base_sha256 if unread.facts.adapter else None
     problems = _provenance(expert)
     if unread.facts.weights_sha256 is None:
         notes.append(f"{EXPERT_FILE}: holds no hash of the weights; whether these are its own is not known")
     elif foreign := foreign_weights(unread.facts, files.get(ADAPTER_WEIGHTS if base else WEIGHTS)):
         problems.append(foreign)
     judged = None
-    if data is not None and not problems:
+    if shard is not None and not problems:
         try:
-            shard = open_shard(data)
-            notes += _belongs(shard, expert)
             judged = judge(expert, field, shard, seed)
             problems += judged.problems
             notes += judged.notes
         except HddmError as error:
+            # Of an expert that names its shard, classes that are not that shard's are wrong.
+            if expert.facts.shard is None:
+                raise UsageError(error.message, error.details) from error
             problems += _lines(error)
     return Verdict(
         folder,
@@ -169,14 +191,16 @@ def _misfits(calibration: Calibration) -> list[str]:
     return found
 
 
-def _belongs(shard: Shard, expert: Expert) -> list[str]:
+def _belongs(shard: Shard, expert: UnreadExpert) -> list[str]:
     """Notes on whether the expert's shard is that of the images.
 
     Raises:
-        HddmError: for images of another one.
+        HddmError: for images of another one, or a single image.
     """
     facts = expert.facts
-    check_fit(shard, facts, expert.network)
+    if len(shard) < 2:
+        raise HddmError(f"{shard.folder}: judging an expert needs at least 2 images, not {len(shard)}")
+    check_fit(shard, facts, expert.unread.network)
     if facts.shard is None:
         return [f"{shard.folder}: whether these are images like its own, the expert does not say"]
     of = shard.held_out_of or shard.hash
@@ -197,5 +221,13 @@ def _lines(error: HddmError) -> tuple[str, ...]:
     return (error.message, *error.details)
 
 
-def _files(folder: Path) -> Iterable[Path]:
-    return (path for path in sorted(folder.rglob("*")) if path.is_file())
+def _files(folder: Path) -> dict[str, str]:
+    """The SHA-256 of every file by its name."""
+    found = (path for path in sorted(folder.rglob("*")) if path.is_file())
+    return {str(path.relative_to(folder)): sha256_of(path) for path in found}
+
+
+def _strangers(files: Iterable[str]) -> tuple[str, ...]:
+    return tuple(
+        f"{name}: is no file of an expert's; nothing reads it" for name in files if name not in KNOWN
+    )
