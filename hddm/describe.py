@@ -38,7 +38,7 @@ def describe(folder: Path, allow_pickle: bool = False, variant: str | None = Non
         low, high = from_config(facts.schedule).range
         return {
             "kind": "expert",
-            **facts.model_dump(mode="json", exclude={"adapter"}),
+            **_with_changes(facts.model_dump(mode="json", exclude={"adapter"})),
             "noise_range": [low, high],
             "calibrated": (folder / CALIBRATION).exists(),
             "calibrated_on": calibration_record(folder),
@@ -46,7 +46,7 @@ def describe(folder: Path, allow_pickle: bool = False, variant: str | None = Non
         }
     if (folder / ROUTER_FILE).exists():
         router = read_facts(folder / ROUTER_FILE, RouterFacts, FORMAT)
-        return {"kind": "router", **router.model_dump(mode="json"), **_network(folder)}
+        return {"kind": "router", **_with_changes(router.model_dump(mode="json")), **_network(folder)}
     if (folder / ENSEMBLE_FILE).exists():
         return _ensemble(folder)
     if (folder / PARTITION_FILE).exists():
@@ -70,6 +70,13 @@ def describe(folder: Path, allow_pickle: bool = False, variant: str | None = Non
     if folder.is_dir() and is_paris(folder):
         return _paris(folder)
     return describe_source(folder, allow_pickle, variant)
+
+
+def _with_changes(facts: dict[str, Any]) -> dict[str, Any]:
+    """``facts`` with what was changed in the course of the training, if anything was, by its own name."""
+    training = dict(facts["training"])
+    changes = training.pop("changes", None)
+    return facts | {"training": training} | ({"changes": changes} if changes else {})
 
 
 def _paris(folder: Path) -> dict[str, Any]:

@@ -72,7 +72,7 @@ class Checkpoints:
                 write_json(draft / MANIFEST, manifest.model_dump())
         except (OSError, SafetensorError) as error:
             left = self.newest()
-            kept = f"the one of step {_step_of(left)} is whole" if left else "there was none before"
+            kept = f"the one of step {step_of(left)} is whole" if left else "there was none before"
             raise HddmError(
                 f"{target}: the checkpoint could not be written ({error}); {kept}; free some space, then "
                 "go on with --resume"
@@ -123,7 +123,7 @@ class Checkpoints:
         try:
             for path in self._all():
                 # The run went on from before it, so it was passed over as damaged.
-                if _step_of(path) > step:
+                if step_of(path) > step:
                     self._set_aside(path)
             for path in self._all()[self.keep :]:
                 shutil.rmtree(path)
@@ -133,13 +133,14 @@ class Checkpoints:
     def _all(self) -> list[Path]:
         """Folders of checkpoints, newest first."""
         found = [path for path in self.folder.glob("step_*") if re.fullmatch(r"step_\d{8,}", path.name)]
-        return sorted(found, key=_step_of, reverse=True)
+        return sorted(found, key=step_of, reverse=True)
 
     def _of(self, step: int) -> Path:
         return self.folder / f"step_{step:08d}"
 
 
-def _step_of(path: Path) -> int:
+def step_of(path: Path) -> int:
+    """Steps done at the checkpoint in a folder."""
     return int(path.name.removeprefix("step_"))
 
 

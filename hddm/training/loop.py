@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from hddm.errors import HddmError
+from hddm.training.changes import Change, value_at
 from hddm.training.device import Device
 from hddm.training.ema import Ema
 from hddm.training.order import Order
@@ -70,19 +71,25 @@ Watcher = Callable[[StepReport], None]
 
 @dataclass(frozen=True)
 class Fitted:
-    """What a training left: the loss of every step, how long it took, and on which device."""
+    """What a training left: the loss of every step, how long it took, and on which device.
+
+    ``changes`` are those of its settings on the way (`hddm.training.changes`).
+    """
 
     losses: list[float]
     seconds: float
     device: torch.device
+    changes: Sequence[Change] = ()
 
     def record(self, settings: LoopSettings) -> dict[str, Any]:
-        """Plain values for the record beside the weights."""
-        finite = [loss for loss in self.losses if math.isfinite(loss)]
-        tail = finite[-max(len(self.losses) // 20, 1) :]
+        """Plain values for the record beside the weights; ``settings`` are those of the last step."""
+        finite = {step: loss for step, loss in enumerate(self.losses, 1) if math.isfinite(loss)}
+        tail = list(finite.values())[-max(len(self.losses) // 20, 1) :]
+        batches = (value_at(step, "batch_size", settings.batch_size, self.changes) for step in finite)
         return {
             **settings.model_dump(mode="json"),
-            "images_seen": len(finite) * settings.batch_size,
+            "changes": list(self.changes),
+            "images_seen": sum(batches),
             "final_loss": sum(tail) / len(tail),
             "seconds": round(self.seconds, 1),
         }
@@ -127,7 +134,8 @@ def fit(
         # What `compile` put there would compile again for every other mode and shape.
         task.network._compiled_call_impl = None
         task.network.to("cpu")
-    return Fitted(state.losses, state.seconds, device.target)
+    changes = [] if run is None else run.changes
+    return Fitted(state.losses, state.seconds, device.target, changes)
 
 
 class _Never:

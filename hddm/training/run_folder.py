@@ -1,7 +1,7 @@
 """The run folder of a training, beside the folder that it will write: what is needed to go on, or to look.
 
 OUT.run/
-  run.json          settings, data and environment that the run was started with
+  run.json          settings, data and environment of the run, how it is kept, and what was changed on its way
   checkpoints/      `hddm.training.checkpoints`
   logs/, samples/   TensorBoard and pictures
   lock              held by the process that trains
@@ -10,6 +10,7 @@ OUT itself appears when the training is done, whole.
 """
 
 import contextlib
+import functools
 import json
 import logging
 import shutil
@@ -24,11 +25,12 @@ from hddm.errors import HddmError
 from hddm.facts import Facts
 from hddm.files import read_json, write_json, write_whole
 from hddm.locks import locked
-from hddm.training.checkpoints import Checkpoints
+from hddm.training.changes import NOT_RECORDED, Change, differences, told, with_changes
+from hddm.training.checkpoints import Checkpoints, step_of
 from hddm.training.settings import Positive
 from hddm.training.state import TrainingState
 
-FORMAT = "1.0"
+FORMAT = "1.1"
 RUN_FILE = "run.json"
 LOCK = "lock"
 # How the record's drafts begin, which a process that was killed just then leaves.
@@ -81,6 +83,7 @@ class Run:
 
     def __init__(self, folder: Path, options: RunOptions) -> None:
         self.folder, self.options = folder, options
+        self.changes: list[Change] = []
         self.checkpoints = Checkpoints(folder / "checkpoints", options.keep)
 
     @property
@@ -93,11 +96,15 @@ class Run:
         """Where pictures go."""
         return self.folder / "samples"
 
+    @functools.cached_property
+    def begun_at(self) -> Path | None:
+        """The checkpoint that this start goes on from: the newest complete one, if there is one."""
+        return self.checkpoints.newest()
+
     def restore(self, state: TrainingState) -> None:
-        """Bring ``state`` to the newest complete checkpoint, if there is one."""
-        newest = self.checkpoints.newest()
-        if newest is not None:
-            self.checkpoints.load(newest, state)
+        """Bring ``state`` to the checkpoint to go on from, if there is one."""
+        if self.begun_at is not None:
+            self.checkpoints.load(self.begun_at, state)
             log.info("%s: going on from step %d", self.folder, state.step)
 
     def save(self, state: TrainingState) -> None:
@@ -134,17 +141,24 @@ def open_run(
         _refuse_foreign(folder)
         if overwrite and not options.resume:
             _clear(folder)
+        run = Run(folder, options)
         if known.exists():
             if not options.resume:
                 raise HddmError(
                     f"{folder}: holds a run of {out} already; --resume goes on with it, --overwrite starts "
                     "anew"
                 )
-            compare_records(out, record, options)
+            differing = compare_records(out, record, options)
+            run.changes = _changes(recorded(out).get("changes", []), differing, run)
         for left in folder.glob(f"{DRAFT}*"):
             left.unlink()
-        write_whole(known, lambda path: write_json(path, {"format": FORMAT, **record}))
-        run = Run(folder, options)
+        content = {
+            "format": FORMAT,
+            **record,
+            "keeping": options.model_dump(mode="json", include=set(Keeping.model_fields)),
+            "changes": run.changes,
+        }
+        write_whole(known, lambda path: write_json(path, content))
         run.checkpoints.clear_drafts()
         yield run
 
@@ -207,48 +221,50 @@ def _clear(folder: Path) -> None:
             path.unlink()
 
 
-def compare_records(out: Path, record: Mapping[str, Any], options: RunOptions) -> None:
+def _changes(before: list[Change], differing: Mapping[str, tuple[Any, Any]], run: Run) -> list[Change]:
+    """The changes of ``run``, with those that this start makes of its settings."""
+    settings = {
+        key.removeprefix("settings."): values
+        for key, values in differing.items()
+        if key.startswith("settings.")
+    }
+    if not before and not settings:
+        return []
+    step = 0 if run.begun_at is None else step_of(run.begun_at)
+    new = [{"step": step, "key": key, "was": was, "is": now} for key, (was, now) in settings.items()]
+    return with_changes(before, new, step)
+
+
+def compare_records(out: Path, record: Mapping[str, Any], options: RunOptions) -> dict[str, tuple[Any, Any]]:
     """Refuse to go on with the run of ``out`` if it was started with another ``record``.
 
     ``options.allow_config_change`` allows other settings, but no other data, objective or network.
+
+    Returns:
+        What was and is, by dotted key, where that differs and may.
 
     Raises:
         HddmError: with every difference.
     """
     folder, allowed = run_folder_of(out), options.allow_config_change
-    old, new = _flat(recorded(out)), _flat(json.loads(json.dumps(dict(record))))
-    lines = {
-        key: f"{key}: was {_told(old, key)}, is {_told(new, key)}"
-        for key in dict.fromkeys([*old, *new])
-        if key != "format" and old.get(key) != new.get(key)
-    }
+    differing = differences(recorded(out), json.loads(json.dumps(dict(record))))
+    lines = {key: told(key, *values) for key, values in differing.items()}
     for key, line in lines.items():
         if key in FREE or allowed:
             log.warning("%s: %s", folder, line)
     # What an older version did not record cannot be held against a run.
-    other = {key for key in old if key in FIXED or key.startswith("data.")}
-    fixed = [line for key, line in lines.items() if key in other]
+    known = {key for key, (was, _) in differing.items() if was is not NOT_RECORDED}
+    fixed = [lines[key] for key in lines if key in known and (key in FIXED or key.startswith("data."))]
     if fixed and allowed:
         raise HddmError(
             f"{folder}: the run is of another expert, and --allow-config-change does not make it this one; "
             "choose another --out, or train on from it with --init",
             fixed,
         )
-    differing = [line for key, line in lines.items() if key not in FREE]
-    if differing and not allowed:
+    refused = [line for key, line in lines.items() if key not in FREE]
+    if refused and not allowed:
         raise HddmError(
             f"{folder}: the run was started otherwise; take the same again, or pass --allow-config-change",
-            differing,
+            refused,
         )
-
-
-def _told(record: Mapping[str, Any], key: str) -> str:
-    return repr(record[key]) if key in record else "not recorded"
-
-
-def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in values.items():
-        name = f"{prefix}{key}"
-        flat |= _flat(value, f"{name}.") if isinstance(value, dict) else {name: value}
-    return flat
+    return differing
