@@ -157,7 +157,8 @@ def test_broken_images_are_left_out_by_name_and_counted(
         (source.root / source.files[row]).write_bytes(b"\x89PNG\r\n\x1a\nnothing")
     with pytest.raises(HddmError) as refused:
         _compute(source, tmp_path / "strict", max_bad=len(rows) - 1)
-    assert str(source.root / source.files[rows[0]]) in str(refused.value)
+    for line, row in zip(refused.value.details, rows, strict=True):
+        assert line.startswith(f"{source.root / source.files[row]}: cannot be read")
     for _ in range(2):
         found = _compute(source, tmp_path / "strict", max_bad=len(rows))
         assert sorted(found.broken) == rows
@@ -165,6 +166,34 @@ def test_broken_images_are_left_out_by_name_and_counted(
         for name, digest in ((n, found.files[i]) for i, n in enumerate(found.rows.tolist())):
             assert digest.tolist() == whole.files[name].tolist()
         assert found[np.array([0, len(found) - 1])].shape == (2, 4)
+
+
+def test_all_bad_images_are_named_at_once_and_no_more_features_are_computed_for_them(
+    source: ImageSource, tmp_path: Path
+) -> None:
+    for row in (*range(8, 29), 40, 47):
+        (source.root / source.files[row]).write_bytes(b"nothing")
+    extractor = Counted()
+    with pytest.raises(HddmError) as refused:
+        _compute(source, tmp_path / "cache", extractor)
+    remedy = "mend or remove them, or leave them out with --max-bad 23"
+    assert (
+        refused.value.message == f"{source.root}: 23 images cannot be read, more than --max-bad 0; {remedy}"
+    )
+    assert len(refused.value.details) == 21
+    assert refused.value.details[-1] == "… and 3 more"
+    # The first part has eight that can be read.
+    assert extractor.images == 8
+
+
+def test_one_bad_image_has_a_remedy_too(source: ImageSource, tmp_path: Path) -> None:
+    path = source.root / source.files[30]
+    path.write_bytes(b"nothing")
+    with pytest.raises(HddmError) as refused:
+        _compute(source, tmp_path / "cache")
+    remedy = "mend or remove it, or leave it out with --max-bad 1"
+    assert refused.value.message == f"{source.root}: 1 image cannot be read, more than --max-bad 0; {remedy}"
+    assert refused.value.details == (f"{path}: cannot be read as an image; remove it or save it again",)
 
 
 @pytest.fixture

@@ -113,7 +113,7 @@ def test_metadata_that_does_not_fit_its_images_lists_them(tmp_path: Path) -> Non
     write(tmp_path, {f"{i}.png": encoded(i) for i in range(3)})
     write_metadata(tmp_path, {"file_name": "0.png"}, {"file_name": "gone.png"})
     message = refusal(tmp_path)
-    assert "metadata.jsonl: names 1 images that are not in" in message
+    assert "metadata.jsonl: names 1 image not in" in message
     assert message.endswith("\n  gone.png")
     write_metadata(tmp_path, {"file_name": "0.png"})
     message = refusal(tmp_path)

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hddm.data.atomic_tensors import read_tensors, write_tensors
+from hddm.data.bad_images import find_bad, too_many_bad, why_bad
 from hddm.data.decoding import decode
 from hddm.data.features import Extractor, in_colour
 from hddm.data.sources import ImageSource
@@ -126,8 +127,12 @@ def compute_features(
                 _, found = read_tensors(path, "sound")
             broken |= {int(row): reason for row, reason in found.items()}
             if len(broken) > max_bad:
-                raise _too_many(source, broken, max_bad)
+                break
             advance(len(rows))
+    if len(broken) > max_bad:
+        # Whoever mends them wants all names at once; features would take far longer than a look.
+        broken |= find_bad(source, range(rows.stop, len(source)))
+        raise too_many_bad(source.root, list(broken.values()), max_bad)
     return _opened(paths, broken)
 
 
@@ -182,15 +187,7 @@ def _forget_mended(source: ImageSource, folder: Path, parts: Sequence[Path]) -> 
 
 def _is_mended(source: ImageSource, part: Path) -> bool:
     _, broken = read_tensors(part, "sound")
-    return any(_can_be_read(source, int(row)) for row in broken)
-
-
-def _can_be_read(source: ImageSource, row: int) -> bool:
-    try:
-        decode(source.read(row), source.root / source.files[row])
-    except HddmError:
-        return False
-    return True
+    return any(why_bad(source, int(row)) is None for row in broken)
 
 
 def _extract(
@@ -251,13 +248,3 @@ def _fingerprint(source: ImageSource) -> str:
 
 def _sha256(content: bytes) -> bytes:
     return hashlib.sha256(content).digest()
-
-
-def _too_many(source: ImageSource, broken: dict[int, str], max_bad: int) -> HddmError:
-    if len(broken) == 1:
-        return HddmError(next(iter(broken.values())))
-    return HddmError(
-        f"{source.root}: {len(broken)} images cannot be read, more than --max-bad {max_bad}; mend or remove "
-        "them, or allow more",
-        list(broken.values())[:20],
-    )

@@ -8,6 +8,7 @@ from hddm.data.sources.columns import as_labels
 from hddm.data.sources.metadata import read_metadata
 from hddm.data.sources.names import METADATA
 from hddm.errors import HddmError
+from hddm.wording import counted, shown
 
 
 @dataclass(frozen=True)
@@ -66,20 +67,15 @@ def open_described_folder(
     missing = [name for name in described.files if name not in there]
     if missing:
         raise HddmError(
-            f"{root / METADATA}: names {len(missing)} images that are not in {root}; fetch them, or remove "
-            "their lines",
+            f"{root / METADATA}: names {counted(len(missing), 'image')} not in {root}; fetch what is missing, or "
+            "remove its lines",
             shown(missing),
         )
     others = [name for name in found if name not in named]
     if others:
         raise HddmError(
-            f"{root}: {len(others)} images are not in {METADATA}; describe them there, or move them away",
+            f"{root}: {counted(len(others), 'image is', 'images are')} not in {METADATA}; describe what is missing "
+            "there, or move it away",
             shown(others),
         )
     return FolderSource(root, described.files, described.classes, described.labels, described.captions)
-
-
-def shown(names: Sequence[str], most: int = 20) -> list[str]:
-    """The first ``most`` names, and how many more there are."""
-    more = [f"… and {len(names) - most} more"] if len(names) > most else []
-    return [*names[:most], *more]
