@@ -118,6 +118,85 @@ def test_a_share_that_leaves_a_side_without_images_is_refused(
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize(
+    ("share", "shards", "working", "step"),
+    [
+        (0.02, 1, "smallest share that works is 0.2", -0.01),
+        (0.3, 2, "smallest share that works is 0.4", -0.001),
+        (0.9, 1, "largest share that can work is 0.8", 0.01),
+    ],
+)
+def test_a_share_that_works_is_named_before_features_are_computed(
+    share: float,
+    shards: int,
+    working: str,
+    step: float,
+    many: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    named = float(working.split()[-1])
+    partition(many, tmp_path / "out", shards, held_out=named)
+    monkeypatch.setattr("hddm.data.partition.compute_features", pytest.fail)
+    for wrong in (share, named + step):
+        with pytest.raises(HddmError, match=f"{working}, or take fewer shards"):
+            partition(many, tmp_path / "none", shards, held_out=wrong)
+
+
+def test_shards_too_small_for_two_sides_and_what_auto_may_take_are_known_before_features(
+    many: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    proposed = partition(many, tmp_path / "auto", "auto", held_out=0.4)
+    assert len(proposed) == 2
+    assert list(describe(tmp_path / "auto")["proposal"]) == [2]
+    monkeypatch.setattr("hddm.data.partition.compute_features", pytest.fail)
+    with pytest.raises(HddmError, match="has about 27, and needs 16 to train on and 16 to be"):
+        partition(many, tmp_path / "out", 3, held_out=0.3)
+    with pytest.raises(HddmError, match="in 2 shards are about 8"):
+        partition(many, tmp_path / "out", "auto", held_out=0.2)
+
+
+def _twins(folder: Path, is_held_out: bool, share: float) -> Path:
+    """40 images that differ, and 40 copies of one more, of which a share holds all out or none."""
+    (folder / "same").mkdir(parents=True)
+    for number, image in enumerate(draw("rows", 40, 0)):
+        (folder / "rows").mkdir(exist_ok=True)
+        save_png(image, folder / "rows" / f"{number:02d}.png")
+    for level in range(256):
+        pixels = np.full((4, 4, 3), level, dtype=np.uint8)
+        if (_number(pixels) < share) == is_held_out:
+            break
+    for number in range(40):
+        Image.fromarray(pixels).save(folder / "same" / f"{number:02d}.png")
+    return folder
+
+
+def _number(pixels: np.ndarray) -> float:
+    digest = hashlib.sha256(f"{pixels.shape}".encode() + pixels.tobytes()).digest()
+    return int.from_bytes(digest[:8], "big") / 2**64
+
+
+def test_a_shard_of_copies_has_no_held_out_images_where_all_are_trained_on(tmp_path: Path) -> None:
+    folders = partition(_twins(tmp_path / "images", False, 0.4), tmp_path / "out", 2, held_out=0.4)
+    facts = describe(tmp_path / "out")
+    (k,) = (k for k, kept in enumerate(facts["held_out"]) if not kept)
+    assert facts["sizes"][k] == 40
+    assert load_shard(folders[k]).classes == ("rows", "same")
+    assert [path.name for path in (tmp_path / "out" / "held_out").iterdir()] == [f"shard_{1 - k}"]
+
+
+def test_a_shard_that_chance_leaves_nothing_to_train_on_is_told_with_a_share_that_works(
+    tmp_path: Path,
+) -> None:
+    images = _twins(tmp_path / "images", True, 0.4)
+    with pytest.raises(HddmError) as refused:
+        partition(images, tmp_path / "out", 2, held_out=0.4)
+    assert "has 0 images left to train on and needs 16" in refused.value.message
+    share = float(refused.value.message.split("; --held-out ")[1].split()[0])
+    numbers = [_number(np.asarray(Image.open(path).convert("RGB"))) for path in images.rglob("same/*.png")]
+    assert 0.99 * numbers[0] < share <= numbers[0]
+
+
 def test_broken_images_are_skipped_by_name_when_asked(many: Path, tmp_path: Path, hddm: Command) -> None:
     images = copied(many, tmp_path)
     for name in ("rows/03.png", "columns/05.png"):

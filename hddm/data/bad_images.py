@@ -27,7 +27,7 @@ def why_bad(source: ImageSource, row: int) -> str | None:
 
 def find_bad(source: ImageSource, rows: range) -> dict[int, str]:
     """Why images cannot be read, by number, for those of ``rows`` that cannot."""
-    found = {}
+    found: dict[int, str] = {}
     if not rows:
         return found
     with Progress(len(rows), "look for other bad images") as advance, ThreadPoolExecutor(_THREADS) as pool:

@@ -1,5 +1,7 @@
 """A proposal for the number of shards: where clusters are tightest for their distance."""
 
+import math
+
 import numpy as np
 
 from hddm.data.clustering import Array, Points, balanced_kmeans, normalise
@@ -21,7 +23,7 @@ class Candidate(Facts):
     silhouette: float
 
 
-def propose(points: Points, least: int, seed: int = 0) -> tuple[Candidate, ...]:
+def propose(points: Points, least: float, seed: int = 0) -> tuple[Candidate, ...]:
     """Mean simplified silhouettes for 2, 3, … up to `LARGEST` clusters.
 
     The silhouette of a point is (b - a) / max(a, b), with a its cosine distance to the centre of its own
@@ -32,16 +34,18 @@ def propose(points: Points, least: int, seed: int = 0) -> tuple[Candidate, ...]:
 
     Args:
         points: (N, d), as in `hddm.data.clustering.cluster`.
-        least: points that a cluster needs.
+        least: points that a cluster needs, on average.
         seed: of the clusters and of the points that are measured.
 
     Raises:
         HddmError: where N allows no two clusters.
     """
     num = len(points)
-    most = min(LARGEST, num // least)
+    most = min(LARGEST, math.floor(num / least + 1e-9))
     if most < 2:
-        raise HddmError(f"--shards auto: {num} images make no two shards of {least}; pass --shards 1")
+        raise HddmError(
+            f"--shards auto: {num} images make no two shards of {math.ceil(least)}; pass --shards 1"
+        )
     assignment, centres = balanced_kmeans(points, min(FINE, num // 2), seed)
     draws = np.random.default_rng([seed, 2])
     rows = np.sort(draws.choice(num, min(SAMPLE, num), replace=False))

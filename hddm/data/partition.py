@@ -15,6 +15,7 @@ from hddm.data.clustering import Hierarchy, cluster
 from hddm.data.clustering_proposal import Candidate, best, propose
 from hddm.data.feature_cache import ImageFeatures, compute_features
 from hddm.data.features import Extractor, open_extractor
+from hddm.data.held_out import check_rest, check_share, images_needed, numbers_of
 from hddm.data.partition_report import write_report
 from hddm.data.partition_writing import write_shards
 from hddm.data.shard_records import FORMAT, MIN_IMAGES, PARTITION_FILE, PartitionFacts
@@ -72,8 +73,8 @@ def partition(
         cache: folder in which features are kept; without it they are computed anew and forgotten.
         replace_cache: whether features of other images or settings in ``cache`` may go.
         max_bad: images that may be broken; they are left out, and the record names them.
-        held_out: share in [0, 1) of the images that goes to ``held_out/shard_k`` instead. The hash of its
-            pixels decides for each image: equal images are on one side, and the share is met on average.
+        held_out: share in [0, 1) of the images that goes to ``held_out/shard_k`` instead, on average
+            (`hddm.data.held_out`): equal images are on one side, the same one for any number of shards.
         caption_column: as `hddm.data.sources.open_source`.
         label_column: as `hddm.data.sources.open_source`.
 
@@ -81,7 +82,9 @@ def partition(
         The shard folders, in order.
 
     Raises:
-        HddmError: for unreadable images, a cache of other images, or fewer than `MIN_IMAGES` a shard.
+        HddmError: for unreadable images, a cache of other images, fewer than `MIN_IMAGES` a shard, or a share
+            that leaves too few on a side: before features are computed, but where chance leaves a shard too
+            few to train on.
     """
     if num_shards != "auto" and num_shards < 1:
         raise HddmError(f"--shards must be at least 1, not {num_shards}")
@@ -94,16 +97,19 @@ def partition(
     fewest = MIN_IMAGES if num_shards == "auto" else num_shards * MIN_IMAGES
     if len(source) < fewest:
         raise _too_few(source, len(source), num_shards)
+    if held_out:
+        check_share(images, len(source), 2 if num_shards == "auto" else num_shards, held_out)
     extractor = open_extractor(features, seed)
     with _kept(cache, out) as folder:
         found = compute_features(source, extractor, folder, max_bad, replace_cache)
-        candidates = propose(found, MIN_IMAGES, seed) if num_shards == "auto" else ()
+        candidates = propose(found, images_needed(held_out), seed) if num_shards == "auto" else ()
         wanted = best(candidates) if num_shards == "auto" else num_shards
         if len(found) < wanted * MIN_IMAGES:
             raise _too_few(source, len(found), wanted)
         clusters = cluster(found, wanted, FINE_PER_SHARD * wanted, seed)
-        division = Division(found, clusters, _chosen(found.pixels, held_out))
-        _refuse_small(images, division, held_out)
+        numbers = numbers_of(found.pixels)
+        check_rest(images, numbers, clusters.assignment, wanted, held_out)
+        division = Division(found, clusters, numbers < held_out)
         with writing(out), new_folder(out, PARTITION_FILE, overwrite) as draft:
             _write(source, division, draft, extractor, seed, held_out, candidates, cache)
     return [out / f"shard_{k}" for k in range(wanted)]
@@ -154,27 +160,6 @@ def _kept(cache: Path | None, out: Path) -> Iterator[Path]:
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{out.name}.features-", dir=out.parent) as folder:
         yield Path(folder)
-
-
-def _chosen(digests: NDArray[np.uint8], share: float) -> NDArray[np.bool_]:
-    """Whether the number in [0, 1) that the first 8 of 32 bytes make is less than ``share``."""
-    numbers = np.ascontiguousarray(digests[:, :8]).view(">u8")[:, 0]
-    chosen: NDArray[np.bool_] = numbers / 2.0**64 < share
-    return chosen
-
-
-def _refuse_small(images: Path, division: Division, held_out: float) -> None:
-    sides = {"the smallest shard": ~division.held_out}
-    if held_out:
-        sides["the smallest held-out side"] = division.held_out
-    for name, side in sides.items():
-        fewest = int(np.bincount(division.shard[side], minlength=division.num_shards).min())
-        if fewest < MIN_IMAGES:
-            option = f", --held-out {held_out:g}" if held_out else ""
-            raise HddmError(
-                f"{images}: with --shards {division.num_shards}{option} {name} gets {fewest} images and "
-                f"needs {MIN_IMAGES}; take fewer shards or another share"
-            )
 
 
 def _too_few(source: ImageSource, num: int, num_shards: int | str) -> HddmError:

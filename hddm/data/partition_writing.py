@@ -22,7 +22,7 @@ def write_shards(
     folder: Path,
     cache: Path | None = None,
 ) -> list[str]:
-    """Write ``shard_k`` and, where any image is held out, ``held_out/shard_k``.
+    """Write ``shard_k`` and, where any image of it is held out, ``held_out/shard_k``.
 
     Images are hard links where the source has files and the file system allows, else copies.
 
@@ -64,7 +64,7 @@ def write_shards(
 
     for k, entries in enumerate(training):
         record(k, folder / f"shard_{k}", entries, None)
-    for k in range(num_shards) if held_out.any() else ():
+    for k in np.unique(shard[held_out]).tolist():
         target = folder / HELD_OUT / f"shard_{k}"
         record(k, target, written((shard == k) & held_out, target), hashes[k])
     return hashes

@@ -67,15 +67,15 @@ def open_described_folder(
     missing = [name for name in described.files if name not in there]
     if missing:
         raise HddmError(
-            f"{root / METADATA}: names {counted(len(missing), 'image')} not in {root}; fetch what is missing, or "
-            "remove its lines",
+            f"{root / METADATA}: names {counted(len(missing), 'image')} not in {root}; fetch what is "
+            "missing, or remove its lines",
             shown(missing),
         )
     others = [name for name in found if name not in named]
     if others:
         raise HddmError(
-            f"{root}: {counted(len(others), 'image is', 'images are')} not in {METADATA}; describe what is missing "
-            "there, or move it away",
+            f"{root}: {counted(len(others), 'image is', 'images are')} not in {METADATA}; describe "
+            "what is missing there, or move it away",
             shown(others),
         )
     return FolderSource(root, described.files, described.classes, described.labels, described.captions)
