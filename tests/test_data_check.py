@@ -115,11 +115,37 @@ def test_modes_sizes_classes_and_bad_images_are_counted_and_named(tmp_path: Path
     assert all(str(tmp_path / bad.name) in bad.reason for bad in report.bad)
 
 
-def test_equal_files_are_groups_by_name(tmp_path: Path) -> None:
+def test_equal_images_are_groups_by_name(tmp_path: Path) -> None:
     files = {f"{i:02}.png": encoded(value) for i, value in enumerate([1, 2, 1, 3, 2, 4, 1])}
     report = check_data(write(tmp_path, files))
     assert report.duplicates == [["00.png", "02.png", "06.png"], ["01.png", "04.png"]]
     assert report.shared == []
+
+
+def test_equal_images_on_both_sides_of_a_split_are_told_apart_from_other_copies(
+    tmp_path: Path, hddm: Command
+) -> None:
+    levels = {"train/cat/1": 1, "train/cat/2": 2, "train/dog/1": 1, "train/dog/3": 3, "test/cat/8": 8}
+    write(tmp_path, {f"{name}.png": encoded(level) for name, level in levels.items()})
+    write(tmp_path, {"test/dog/9.bmp": encoded(2, "BMP"), "more/3.png": encoded(3)})
+    report = check_data(tmp_path)
+    assert report.split == ["test", "train"]
+    assert report.across_split == [["test/dog/9.bmp", "train/cat/2.png"]]
+    assert report.duplicates == [["more/3.png", "train/dog/3.png"], ["train/cat/1.png", "train/dog/1.png"]]
+    code, out, _ = hddm("data", "check", tmp_path)
+    assert code == 0
+    title = "equal images on several sides of the split (test, train): 1"
+    assert f"{title}\n  test/dog/9.bmp = train/cat/2.png\n" in out
+    assert out.endswith("7 images, 0 bad, 3 that occur more than once, 1 on several sides of the split\n")
+    (tmp_path / "test" / "dog" / "9.bmp").unlink()
+    assert hddm("data", "check", tmp_path)[1].endswith(", 0 on several sides of the split\n")
+
+
+@pytest.mark.parametrize("other", ["car", "bus", "validate"])
+def test_a_class_called_train_makes_no_split(other: str, tmp_path: Path, hddm: Command) -> None:
+    write(tmp_path, {"train/1.png": encoded(1), f"{other}/1.png": encoded(1)})
+    assert (check_data(tmp_path).split, check_data(tmp_path).across_split) == ([], [])
+    assert "split" not in hddm("data", "check", tmp_path)[1]
 
 
 def test_captions_are_counted_with_the_empty_ones(tmp_path: Path) -> None:
@@ -167,7 +193,9 @@ def test_each_shard_of_a_partition_is_a_part_and_shared_images_are_told(tmp_path
         ("images/4.png", "unreadable"),
     ]
     assert "changed since the partition" in report.bad[1].reason
-    assert report.shared == [["shard_1/images/3.png", "held_out/shard_1/images/5.png"]]
+    assert (report.shared, report.duplicates) == ([], [])
+    assert report.split == ["training", "held_out"]
+    assert report.across_split == [["shard_1/images/3.png", "held_out/shard_1/images/5.png"]]
     assert report.parts[0].classes == {"a": 2, "b": 1}
     assert check_data(folder / "shard_0").kind == "shard"
 
@@ -183,8 +211,8 @@ def test_the_command_fails_beyond_max_bad_and_prints_the_report_first(tmp_path: 
     code, out, err = hddm("data", "check", tmp_path)
     assert code == 1
     assert f"corrupt: {tmp_path / '2.png'}: cannot be read as an image" in out
-    assert "equal files: 1\n  1.png = 4.png\n" in out
-    assert out.endswith(f"{tmp_path}: 4 images, 2 bad, 1 that occur more than once\n")
+    assert "equal images: 1\n  1.png = 4.png\n" in out
+    assert out.endswith(f"{tmp_path}: 4 images, 2 bad, 1 that occurs more than once\n")
     assert f"hddm: {tmp_path}: 2 bad images, more than --max-bad 0" in err
     code, out, err = hddm("data", "check", tmp_path, "--max-bad", 2, "--json")
     assert code == 0

@@ -3,6 +3,7 @@
 import hashlib
 import io
 import json
+import shutil
 import tarfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from hddm.data.check import check_data
 from hddm.data.images import save_png
 from hddm.data.partition import partition
 from hddm.data.partition_report import measure
@@ -215,6 +217,51 @@ def test_broken_images_are_skipped_by_name_when_asked(many: Path, tmp_path: Path
     facts = json.loads((tmp_path / "out" / "partition.json").read_text())
     assert facts["skipped"] == ["columns/05.png", "rows/03.png"]
     assert facts["images"] == 78
+
+
+def test_one_of_anything_is_told_in_the_singular_and_skipped_files_are_listed_in_the_report(
+    many: Path, tmp_path: Path, hddm: Command
+) -> None:
+    images, out = copied(many, tmp_path), tmp_path / "out"
+    (images / "rows" / "<b>.png").write_bytes(b"nothing")
+    with Image.open(images / "rows" / "07.png") as image:
+        image.save(images / "rows" / "again.bmp")
+    code, told, _ = hddm("partition", images, "--out", out, "--shards", 1, "--max-bad", 1)
+    assert (code, told.splitlines()[:2]) == (
+        0,
+        [f"{out / 'shard_0'}: 81 images", "1 image is a copy of another"],
+    )
+    page = (out / "report.html").read_text()
+    assert "1 image could not be read and was left out." in page
+    assert "<li>rows/&lt;b&gt;.png</li>" in page
+    assert "1 image is a copy of another, equal in every\npixel.</p>" in page
+    for number in range(2, 30):
+        (images / "rows" / f"bad{number}.png").write_bytes(b"nothing")
+    code, _, err = hddm("partition", images, "--out", tmp_path / "more", "--shards", 1, "--max-bad", 40)
+    assert (code, err.count("cannot be read"), "skipped … and 9 more\n" in err) == (0, 20, True)
+    page = (tmp_path / "more" / "report.html").read_text()
+    assert "29 images could not be read and were left out." in page
+    assert page.count("<li>") == 29
+
+
+def test_copies_that_are_kept_together_are_told_with_the_share_that_was_met(
+    many: Path, tmp_path: Path, hddm: Command
+) -> None:
+    images, out = copied(many, tmp_path), tmp_path / "out"
+    for path in sorted(images.rglob("0?.png")):
+        for end in ("a.png", "b.png"):
+            shutil.copyfile(path, path.with_name(f"{path.stem}{end}"))
+    code, told, _ = hddm("partition", images, "--out", out, "--shards", 2, "--held-out", 0.4)
+    facts = describe(out)
+    kept = sum(facts["held_out"])
+    assert (code, facts["copies"], facts["images"]) == (0, 40, 120)
+    assert f"{kept} of 120 images, {100 * kept / 120:.1f} % (--held-out 0.4 is met on average)\n" in told
+    together = "equal images are kept together, all to train on or all held out"
+    assert f"40 images are copies of others; {together}\n" in told
+    assert together in (out / "report.html").read_text()
+    report = check_data(out)
+    assert (report.split, report.across_split) == (["training", "held_out"], [])
+    assert sum(len(group) - 1 for group in report.duplicates + report.shared) == 40
 
 
 def test_the_number_of_shards_can_be_proposed(tmp_path: Path, hddm: Command) -> None:

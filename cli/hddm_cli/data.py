@@ -27,14 +27,18 @@ def check(
 ) -> None:
     """Decode every image and name those that are corrupt, oversized or there twice.
 
-    Exit 1 where more than --max-bad are corrupt or oversized; files that occur twice are listed only.
+    Exit 1 where more than --max-bad are corrupt or oversized. Equal images are listed only: those on both
+    sides of a split (folders as train and test, or the training and held-out images of a partition) apart.
     """
     from hddm.data.check import check_data
     from hddm.errors import HddmError
+    from hddm.wording import counted
 
     report = check_data(path, caption_column, label_column)
+    bad = len(report.bad)
     typer.echo(report.model_dump_json(indent=2) if as_json else "\n".join(report.lines()))
-    if len(report.bad) > max_bad:
+    if bad > max_bad:
         raise HddmError(
-            f"{path}: {len(report.bad)} bad images, more than --max-bad {max_bad}; mend or remove them"
+            f"{path}: {counted(bad, 'bad image')}, more than --max-bad {max_bad}; mend or remove "
+            f"{'it' if bad == 1 else 'them'}"
         )

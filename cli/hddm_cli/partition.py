@@ -38,7 +38,9 @@ def partition(
 ) -> None:
     """Divide images into shards of similar content and nearly equal size."""
     from hddm.data.partition import partition as divide
+    from hddm.data.shard_records import HELD_OUT
     from hddm.describe import describe
+    from hddm.wording import counted, shown
 
     folders = divide(
         images,
@@ -56,12 +58,20 @@ def partition(
     )
     facts = describe(out)
     for number, silhouette in (facts["proposal"] or {}).items():
-        typer.echo(f"{number} shards: silhouette {silhouette:.3f}")
-    for name in facts["skipped"]:
-        typer.echo(f"skipped {images / name}: cannot be read", err=True)
-    held = facts["held_out"] or [0] * len(folders)
+        typer.echo(f"{counted(number, 'shard')}: silhouette {silhouette:.3f}")
+    for name in shown([f"{images / name}: cannot be read" for name in facts["skipped"]]):
+        typer.echo(f"skipped {name}", err=True)
+    held = facts["held_out"] or [None] * len(folders)
     for folder, size, kept in zip(folders, facts["sizes"], held, strict=True):
-        typer.echo(f"{folder}: {size} images" + (f", {kept} held out" if kept else ""))
+        typer.echo(f"{folder}: {counted(size, 'image')}" + ("" if kept is None else f", {kept} held out"))
+    if held_out:
+        kept, total = sum(held), facts["images"]
+        share = f"{100 * kept / total:.1f} % (--held-out {held_out:g} is met on average)"
+        typer.echo(f"{out / HELD_OUT}: {kept} of {total} images, {share}")
+    if facts["copies"]:
+        copies = counted(facts["copies"], "image is a copy of another", "images are copies of others")
+        sides = "; equal images are kept together, all to train on or all held out" if held_out else ""
+        typer.echo(f"{copies}{sides}")
     typer.echo(f"{out / 'report.html'}: what they look like")
 
 

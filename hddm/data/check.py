@@ -6,24 +6,16 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hddm.data.check_report import BadImage, DataReport, PartReport
-from hddm.data.decoding import Header, OversizedImageError, open_image, read_header
-from hddm.data.encoding_records import is_encoded
-from hddm.data.shard_records import (
-    HELD_OUT,
-    MANIFEST,
-    PARTITION_FILE,
-    Manifest,
-    find_shards,
-    image_path,
-    read_content,
-    read_manifest,
-)
+from hddm.data.decoding import Header, OversizedImageError, decode, read_header
+from hddm.data.equal_images import equal_groups, pixel_digest, split_of
+from hddm.data.shard_records import HELD_OUT, MANIFEST, PARTITION_FILE, find_shards
+from hddm.data.shard_source import ShardSource
 from hddm.data.sources import ImageSource, open_source
 from hddm.errors import HddmError
 from hddm.progress import Progress
@@ -47,91 +39,77 @@ def check_data(path: Path, caption_column: str | None = None, label_column: str 
     Raises:
         HddmError: for a path that is none of these, or whose lists cannot be read; bad images are reported.
     """
-    kind, sources = _parts(path, caption_column, label_column)
-    total = sum(len(source) for _, source in sources)
-    digests = np.zeros((total, 4), dtype=np.uint64)
+    parts = _Parts.of(path, caption_column, label_column)
+    total = sum(len(source) for source in parts.sources)
+    digests = np.zeros((total, 32), dtype=np.uint8)
     known = np.zeros(total, dtype=bool)
     reports, start = [], 0
     with Progress(total, "check") as advance, ThreadPoolExecutor(_THREADS) as pool:
-        for name, source in sources:
+        for name, source in zip(parts.names, parts.sources, strict=True):
             report = _Tally(name, source)
             for i, look in enumerate(_looks(source, pool)):
                 report.add(i, look)
                 if look.digest is not None:
-                    digests[start + i] = np.frombuffer(look.digest, dtype=np.uint64)
+                    digests[start + i] = np.frombuffer(look.digest, dtype=np.uint8)
                     known[start + i] = True
                 advance(1)
             reports.append(report.finish())
             start += len(source)
-    duplicates, shared = _repeated(digests, known, sources, path)
-    return DataReport(path=str(path), kind=kind, parts=reports, duplicates=duplicates, shared=shared)
-
-
-Kind = Literal["images", "shard", "partition"]
-
-
-def _parts(
-    path: Path, caption_column: str | None, label_column: str | None
-) -> tuple[Kind, list[tuple[str, ImageSource]]]:
-    if (path / PARTITION_FILE).is_file():
-        folders = find_shards(path)
-        held_out = [path / HELD_OUT / folder.name for folder in folders]
-        folders += [folder for folder in held_out if folder.is_dir()]
-        return "partition", [(str(folder.relative_to(path)), _ShardSource.of(folder)) for folder in folders]
-    if (path / MANIFEST).is_file():
-        return "shard", [(str(path), _ShardSource.of(path))]
-    return "images", [(str(path), open_source(path, caption_column, label_column))]
+    repeated = _repeated(digests, known, parts)
+    return DataReport(
+        path=str(path),
+        kind=parts.kind,
+        parts=reports,
+        split=list(parts.split),
+        duplicates=repeated.within,
+        shared=repeated.shared,
+        across_split=repeated.across,
+    )
 
 
 @dataclass(frozen=True)
-class _ShardSource:
-    """Images of a shard by its manifest; each is held against its hash when it is read."""
+class _Parts:
+    """What is checked: sources by name, and the sides of a split that they, or their folders, are."""
 
-    root: Path
-    manifest: Manifest
+    path: Path
+    kind: Literal["images", "shard", "partition"]
+    names: Sequence[str]
+    sources: Sequence[ImageSource]
+    split: Sequence[str] = ()
 
     @classmethod
-    def of(cls, folder: Path) -> "_ShardSource":
-        if (folder / MANIFEST).is_file() and is_encoded(folder):
-            raise HddmError(
-                f"{folder}: is an encoded shard, which holds no images; name the shard it was made of"
-            )
-        return cls(folder, read_manifest(folder))
+    def of(cls, path: Path, caption_column: str | None, label_column: str | None) -> "_Parts":
+        if (path / PARTITION_FILE).is_file():
+            folders = find_shards(path)
+            held_out = [path / HELD_OUT / folder.name for folder in folders]
+            held_out = [folder for folder in held_out if folder.is_dir()]
+            folders += held_out
+            names = [folder.relative_to(path).as_posix() for folder in folders]
+            split = ("training", HELD_OUT) if held_out else ()
+            return cls(path, "partition", names, [ShardSource.of(folder) for folder in folders], split)
+        if (path / MANIFEST).is_file():
+            return cls(path, "shard", [str(path)], [ShardSource.of(path)])
+        source = open_source(path, caption_column, label_column)
+        return cls(path, "images", [str(path)], [source], split_of(source.files))
 
-    @property
-    def files(self) -> Sequence[str]:
-        return [entry.file for entry in self.manifest.images]
+    def inside(self, part: int) -> str:
+        """What stands before the files of a part in their names."""
+        return f"{self.names[part]}/" if self.kind == "partition" else ""
 
-    @property
-    def classes(self) -> tuple[str, ...]:
-        return tuple(self.manifest.classes)
-
-    @property
-    def labels(self) -> Sequence[int] | None:
-        labels = [entry.label for entry in self.manifest.images if entry.label is not None]
-        return labels if len(labels) == len(self) else None
-
-    @property
-    def captions(self) -> Sequence[str] | None:
-        captions = [entry.caption for entry in self.manifest.images if entry.caption is not None]
-        return captions if len(captions) == len(self) else None
-
-    def __len__(self) -> int:
-        return len(self.manifest.images)
-
-    def read(self, i: int) -> bytes:
-        return read_content(self.root, self.manifest.images[i])
-
-    def size(self, i: int) -> int:
-        return self.path(i).stat().st_size
-
-    def path(self, i: int) -> Path:
-        return image_path(self.root, self.manifest.images[i])
+    def side(self, part: int, file: str) -> str | None:
+        """The side of the split that a file is on, if any."""
+        if self.kind == "partition":
+            return HELD_OUT if self.names[part].startswith(f"{HELD_OUT}/") else "training"
+        folder = file.split("/")[0]
+        return folder if folder in self.split else None
 
 
 @dataclass(frozen=True)
 class _Look:
-    """What is seen of one image: its header, or why it is bad."""
+    """What is seen of one image: its header, or why it is bad.
+
+    ``digest`` is of its pixels, or of a file that has none, None for one that cannot be read.
+    """
 
     digest: bytes | None = None
     header: Header | None = None
@@ -158,7 +136,7 @@ def _look(source: ImageSource, i: int, name: Path) -> _Look:
     digest = hashlib.sha256(content).digest()
     try:
         header = read_header(content, name)
-        open_image(content, name)
+        digest = pixel_digest(decode(content, name))
     except OversizedImageError as error:
         return _Look(digest, kind="oversized", reason=error.message)
     except HddmError as error:
@@ -208,29 +186,30 @@ class _Tally:
         )
 
 
-def _repeated(
-    digests: NDArray[np.uint64],
-    known: NDArray[np.bool_],
-    sources: Sequence[tuple[str, ImageSource]],
-    path: Path,
-) -> tuple[list[list[str]], list[list[str]]]:
-    """Groups of equal files: those within a part, and those that lie in several."""
+class _Repeated(NamedTuple):
+    """Groups of equal images: on several sides of a split, else in one part, or in several."""
+
+    across: list[list[str]]
+    within: list[list[str]]
+    shared: list[list[str]]
+
+
+def _repeated(digests: NDArray[np.uint8], known: NDArray[np.bool_], parts: _Parts) -> _Repeated:
+    """Groups of equal images by name, each in one list."""
     rows = np.flatnonzero(known)
-    order = rows[np.lexsort((rows, *digests[rows].T))]
-    equal = (digests[order[1:]] == digests[order[:-1]]).all(1)
-    edges = np.diff(equal.astype(np.int8), prepend=0, append=0)
-    runs = zip(np.flatnonzero(edges == 1), np.flatnonzero(edges == -1), strict=True)
-    groups = sorted(order[first : last + 1].tolist() for first, last in runs)
-    starts = np.cumsum([0, *(len(source) for _, source in sources)])
-    files = [source.files for _, source in sources]
-    within: list[list[str]] = []
-    across: list[list[str]] = []
-    for group in groups:
-        parts = (np.searchsorted(starts, group, side="right") - 1).tolist()
-        names = []
-        for part, row in zip(parts, group, strict=True):
-            root = sources[part][1].root
-            inside = "" if root == path else f"{root.relative_to(path).as_posix()}/"
-            names.append(f"{inside}{files[part][row - starts[part]]}")
-        (within if len(set(parts)) == 1 else across).append(names)
-    return within, across
+    starts = np.cumsum([0, *(len(source) for source in parts.sources)])
+    files = [source.files for source in parts.sources]
+    found = _Repeated([], [], [])
+    for group in equal_groups(digests[rows]):
+        places = rows[group]
+        numbers = (np.searchsorted(starts, places, side="right") - 1).tolist()
+        names = [
+            f"{parts.inside(part)}{files[part][row - starts[part]]}"
+            for part, row in zip(numbers, places.tolist(), strict=True)
+        ]
+        sides = {parts.side(part, name) for part, name in zip(numbers, names, strict=True)}
+        if len(sides - {None}) > 1:
+            found.across.append(names)
+        else:
+            (found.within if len(set(numbers)) == 1 else found.shared).append(names)
+    return found

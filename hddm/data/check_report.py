@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from hddm.facts import Facts
+from hddm.wording import counted
 
 _SHOWN = 5
 
@@ -42,7 +43,10 @@ class PartReport(Facts):
 class DataReport(Facts):
     """What a check found.
 
-    ``duplicates`` are groups of files of equal content in one part, ``shared`` those in several.
+    Images of equal pixels are groups, each in one list: ``across_split`` where they lie on several sides of
+    ``split``, so that what judges a model was trained on; else ``duplicates`` within a part, ``shared``
+    in several. ``split`` names the sides: folders as ``train`` and ``test``, or the training and held-out
+    images of a partition; it is empty where there are none.
     """
 
     path: str
@@ -50,6 +54,8 @@ class DataReport(Facts):
     parts: list[PartReport]
     duplicates: list[list[str]]
     shared: list[list[str]]
+    split: list[str]
+    across_split: list[list[str]]
 
     @property
     def num_images(self) -> int:
@@ -64,27 +70,34 @@ class DataReport(Facts):
     def lines(self) -> list[str]:
         """The report for a reader, with each bad or repeated file by name."""
         lines = [line for part in self.parts for line in _lines(part)]
-        titles = {"equal files": self.duplicates, "equal files in several shards": self.shared}
+        titles = {"equal images": self.duplicates, "equal images in several shards": self.shared}
+        if self.split:
+            titles[f"equal images on several sides of the split ({', '.join(self.split)})"] = (
+                self.across_split
+            )
         for title, groups in titles.items():
             if groups:
                 lines.append(f"{title}: {len(groups)}")
                 lines += [f"  {' = '.join(group)}" for group in groups]
-        repeated = len(self.duplicates) + len(self.shared)
-        counts = f"{self.num_images} images, {len(self.bad)} bad, {repeated} that occur more than once"
+        repeated = len(self.duplicates) + len(self.shared) + len(self.across_split)
+        counts = f"{counted(self.num_images, 'image')}, {len(self.bad)} bad, {repeated} that "
+        counts += "occurs more than once" if repeated == 1 else "occur more than once"
+        if self.split:
+            counts += f", {len(self.across_split)} on several sides of the split"
         lines.append(f"{self.path}: {counts}")
         return lines
 
 
 def _lines(part: PartReport) -> list[str]:
-    lines = [f"{part.name}: {part.images} images"]
+    lines = [f"{part.name}: {counted(part.images, 'image')}"]
     told = {"formats": part.formats, "modes": part.modes, "sizes": part.sizes}
     lines += [f"  {title}: {_counts(counts)}" for title, counts in told.items() if counts]
     treated = {
-        "lose their transparency": part.transparent,
-        "are turned upright": part.turned,
-        "give their first frame": part.animated,
+        ("loses its transparency", "lose their transparency"): part.transparent,
+        ("is turned upright", "are turned upright"): part.turned,
+        ("gives its first frame", "give their first frame"): part.animated,
     }
-    lines += [f"  {count} {what}" for what, count in treated.items() if count]
+    lines += [f"  {counted(count, *what)}" for what, count in treated.items() if count]
     if part.classes:
         lines.append(f"  classes: {len(part.classes)}, {_range(list(part.classes.values()))} images each")
     if part.captions is not None:

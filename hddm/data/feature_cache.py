@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from hddm.data.atomic_tensors import read_tensors, write_tensors
 from hddm.data.bad_images import find_bad, too_many_bad, why_bad
 from hddm.data.decoding import decode
+from hddm.data.equal_images import pixel_digest
 from hddm.data.features import Extractor, in_colour
 from hddm.data.sources import ImageSource
 from hddm.errors import HddmError
@@ -208,7 +209,7 @@ def _extract(
             except HddmError as error:
                 broken[str(row)] = error.message
                 continue
-            digests.append((_sha256(content), _sha256(f"{image.shape}".encode() + image.tobytes())))
+            digests.append((hashlib.sha256(content).digest(), pixel_digest(image)))
             images.append(image)
             names.append(name)
             sound.append(row)
@@ -244,7 +245,3 @@ def _fingerprint(source: ImageSource) -> str:
     for number, name in enumerate(source.files):
         digest.update(f"{name} {source.size(number)}\n".encode())
     return digest.hexdigest()
-
-
-def _sha256(content: bytes) -> bytes:
-    return hashlib.sha256(content).digest()

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from hddm.data.shards import MIN_IMAGES
+from hddm.data.shard_records import MIN_IMAGES
 from hddm.errors import HddmError
 from hddm.wording import counted
 

@@ -13,6 +13,7 @@ from safetensors.numpy import save_file
 
 from hddm.data.clustering import Hierarchy, cluster
 from hddm.data.clustering_proposal import Candidate, best, propose
+from hddm.data.equal_images import count_copies
 from hddm.data.feature_cache import ImageFeatures, compute_features
 from hddm.data.features import Extractor, open_extractor
 from hddm.data.held_out import check_rest, check_share, images_needed, numbers_of
@@ -144,6 +145,7 @@ def _write(
         hashes=hashes,
         held_out_share=held_out,
         held_out=tuple(counts[1]) if held_out else (),
+        copies=count_copies(division.features.pixels),
         skipped=tuple(source.files[row] for row in division.features.broken),
         proposal={one.shards: one.silhouette for one in candidates} or None,
     )

@@ -13,6 +13,7 @@ from hddm.data.feature_cache import ImageFeatures
 from hddm.data.partition_pictures import write_grid
 from hddm.data.shard_records import PartitionFacts
 from hddm.data.sources import ImageSource
+from hddm.wording import counted, shown
 
 REPORT_FILE = "report.html"
 PICTURES = "pictures"
@@ -20,6 +21,8 @@ SHOWN = 24
 """Pictures of each kind a shard."""
 _CLASSES = 12
 """Most frequent classes that are listed a shard."""
+_SKIPPED = 1000
+"""Names of skipped files that are listed; the record has them all."""
 _BATCH = 4096
 
 
@@ -84,6 +87,9 @@ def write_report(
         largest=geometry.distances.max(),
         classes=_classes(source, features.rows, shard, num_shards),
         pictures=PICTURES,
+        counted=counted,
+        shown=shown,
+        most_skipped=_SKIPPED,
     )
     (folder / REPORT_FILE).write_text(page, encoding="utf-8")
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from hddm.errors import HddmError
 from hddm.facts import Facts, read_facts
 
-FORMAT = "1.2"
+FORMAT = "1.3"
 MANIFEST = "manifest.json"
 PARTITION_FILE = "partition.json"
 HELD_OUT = "held_out"
@@ -68,6 +68,8 @@ class PartitionFacts(Facts):
     """Images of each shard that are held out; empty where none are."""
     skipped: tuple[str, ...] = ()
     """Files that could not be read."""
+    copies: int | None = None
+    """Images that are equal, in every pixel, to another one that is counted; older partitions do not say."""
     proposal: dict[int, float] | None = None
     """Silhouette by number of shards, where that number was proposed."""
 
