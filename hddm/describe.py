@@ -12,7 +12,14 @@ from hddm.calibration import calibration_record
 from hddm.checkpoints.inspection import describe_source
 from hddm.data.encoding_records import is_encoded, read_encoded_manifest
 from hddm.data.shard_records import FORMAT as SHARD_FORMAT
-from hddm.data.shard_records import MANIFEST, PARTITION_FILE, Manifest, PartitionFacts
+from hddm.data.shard_records import (
+    LARGEST_MANIFEST,
+    MANIFEST,
+    PARTITION_FILE,
+    Manifest,
+    PartitionFacts,
+    find_shards,
+)
 from hddm.ensemble_folders import ENSEMBLE_FILE, read_ensemble_facts
 from hddm.errors import HddmError
 from hddm.experts import EXPERT_FILE, FORMAT, ROUTER_FILE, ExpertFacts, RouterFacts
@@ -50,8 +57,7 @@ def describe(folder: Path, allow_pickle: bool = False, variant: str | None = Non
     if (folder / ENSEMBLE_FILE).exists():
         return _ensemble(folder)
     if (folder / PARTITION_FILE).exists():
-        partition = read_facts(folder / PARTITION_FILE, PartitionFacts, SHARD_FORMAT)
-        return {"kind": "partition", **partition.model_dump()}
+        return _partition(folder)
     if (folder / MANIFEST).exists() and is_encoded(folder):
         encoded = read_encoded_manifest(folder)
         return {
@@ -61,10 +67,10 @@ def describe(folder: Path, allow_pickle: bool = False, variant: str | None = Non
             "files": len(encoded.data),
         }
     if (folder / MANIFEST).exists():
-        shard = read_facts(folder / MANIFEST, Manifest, SHARD_FORMAT)
+        shard = read_facts(folder / MANIFEST, Manifest, SHARD_FORMAT, LARGEST_MANIFEST)
         return {
             "kind": "shard",
-            **shard.model_dump(exclude={"images"}),
+            **shard.model_dump(mode="json", exclude={"images"}),
             "images": len(shard.images),
         }
     if folder.is_dir() and is_paris(folder):
@@ -77,6 +83,18 @@ def _with_changes(facts: dict[str, Any]) -> dict[str, Any]:
     training = dict(facts["training"])
     changes = training.pop("changes", None)
     return facts | {"training": training} | ({"changes": changes} if changes else {})
+
+
+def _partition(folder: Path) -> dict[str, Any]:
+    """Its own record, which `hddm encode` takes over, and of an encoded one how its shards are encoded."""
+    facts = read_facts(folder / PARTITION_FILE, PartitionFacts, SHARD_FORMAT).model_dump(mode="json")
+    there = (shard for shard in find_shards(folder) if (shard / MANIFEST).is_file())
+    shard = next(there, None)
+    if shard is None or not is_encoded(shard):
+        return {"kind": "partition", **facts}
+    encoded = read_encoded_manifest(shard).model_dump(mode="json")
+    how = {key: encoded[key] for key in ("classes", "encoding", "vae", "text_encoder")}
+    return {"kind": "encoded partition", **how, **facts}
 
 
 def _paris(folder: Path) -> dict[str, Any]:
@@ -104,6 +122,7 @@ def _ensemble(folder: Path) -> dict[str, Any]:
     told = {
         "kind": "ensemble",
         **facts.model_dump(mode="json"),
+        "classes": next((expert["classes"] for expert in experts if expert["classes"]), []),
         "objectives": [expert["objective"] for expert in experts],
         "shards": [expert["shard"] and expert["shard"]["index"] for expert in experts],
         "components": {name: ".".join(kind) for name, kind in classes.items() if kind},

@@ -111,18 +111,6 @@ def test_evaluate_prints_scores_as_json(
     assert json.loads(out)["to_training"]["value"] == pytest.approx(0, abs=1e-4)
 
 
-@pytest.mark.parametrize("kind", ["expert", "router", "ensemble", "shard"])
-def test_inspect_tells_what_a_folder_is(
-    kind: str, ddpm_expert: Path, router: Path, ensemble: Path, whole: Path, hddm: Command
-) -> None:
-    folder = {"expert": ddpm_expert, "router": router, "ensemble": ensemble, "shard": whole}[kind]
-    code, out, _ = hddm("inspect", folder, "--json")
-    facts = json.loads(out)
-    assert (code, facts["kind"]) == (0, kind)
-    plain = hddm("inspect", folder)[1]
-    assert all(f"{key}: " in plain for key in facts)
-
-
 def test_a_router_that_takes_one_expert_for_all_is_warned_of(
     ensemble: Path, tmp_path: Path, hddm: Command
 ) -> None:

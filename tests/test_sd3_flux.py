@@ -209,7 +209,7 @@ def test_flux_asks_for_the_size_that_its_config_does_not_hold(hddm: Command, tmp
     assert "patches of side 2" in refused(hddm, source, "--sample-size", 7)
     code, said, _ = hddm("inspect", source)
     assert code == 0
-    assert "sample_shape: None" in said
+    assert "sample_shape: none" in said
     assert "pass --sample-size" in said
     expert = tmp_path / "expert"
     converted(hddm, source, expert, *WITH_SIDE)

@@ -120,6 +120,6 @@ def test_a_scheduler_without_a_sound_shift_is_refused(
 def test_inspect_tells_it_where_the_size_is_known(hddm: Command, tmp_path: Path, source: Path) -> None:
     folder = copied(source, tmp_path)
     edit_json(folder / "scheduler" / "scheduler_config.json", shift=3.0)
-    assert "shift: 3.0" in hddm("inspect", folder)[1]
+    assert "\nshift: 3\n" in hddm("inspect", folder)[1]
     unknown = flow_pipeline(tmp_path / "flux", flux(), **DYNAMIC)
-    assert "shift: None" in hddm("inspect", unknown)[1]
+    assert "\nshift: none\n" in hddm("inspect", unknown)[1]

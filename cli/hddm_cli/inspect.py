@@ -5,6 +5,8 @@ from typing import Annotated
 
 import typer
 
+from hddm_cli.plain import plain_lines
+
 
 def inspect(
     path: Annotated[Path, typer.Argument(help="Any folder of hddm's, or a checkpoint.")],
@@ -23,5 +25,5 @@ def inspect(
     if as_json:
         typer.echo(json.dumps(facts, indent=2))
         return
-    for key, value in facts.items():
-        typer.echo(f"{key}: {json.dumps(value) if isinstance(value, dict | list) else value}")
+    for line in plain_lines(facts):
+        typer.echo(line)

@@ -14,7 +14,7 @@ from typing import Literal
 from pydantic import ValidationError
 
 from hddm.components.identity import TextEncoderFacts, VaeFacts
-from hddm.data.shard_records import MANIFEST, ImageEntry
+from hddm.data.shard_records import LARGEST_MANIFEST, MANIFEST, ImageEntry
 from hddm.errors import HddmError
 from hddm.facts import Facts, read_facts
 from hddm.files import read_json
@@ -108,7 +108,7 @@ class EncodedManifest(Facts):
 
 def is_encoded(folder: Path) -> bool:
     """Whether the ``manifest.json`` in ``folder``, which is there, is of an encoded shard."""
-    return "encoding" in read_json(folder / MANIFEST)
+    return "encoding" in read_json(folder / MANIFEST, LARGEST_MANIFEST)
 
 
 def read_encoded_manifest(folder: Path) -> EncodedManifest:
