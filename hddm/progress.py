@@ -1,23 +1,38 @@
 """Progress of long work: a bar on a terminal, a plain line every tenth elsewhere."""
 
+import math
 import shutil
 import sys
+import time
 from types import TracebackType
 
 from tqdm import tqdm
 
 
 class Progress:
-    """``with Progress(total, "train") as advance: advance(n)``; written to standard error."""
+    """``with Progress(total, "encode") as advance: advance(n)``; written to standard error.
 
-    def __init__(self, total: int, label: str) -> None:
-        self._total, self._label, self._done = total, label, 0
+    Args:
+        total: units of work.
+        label: what begins a line.
+        unit: name of what the bar counts.
+        size: how many of these are in a unit of work.
+    """
+
+    def __init__(self, total: int, label: str, unit: str = "it", size: int = 1) -> None:
+        self._total, self._label, self._size, self._done = total, label, size, 0
         self._bar: tqdm[None] | None = None
         if sys.stderr.isatty():
             # tqdm draws nothing on a terminal that reports no size, as in some containers.
             columns, lines = shutil.get_terminal_size()
             self._bar = tqdm(
-                total=total, desc=label, unit_scale=True, smoothing=0.05, ncols=columns, nrows=lines
+                total=total * size,
+                desc=label,
+                unit=unit,
+                unit_scale=True,
+                smoothing=0.05,
+                ncols=columns,
+                nrows=lines,
             )
 
     def __enter__(self) -> "Progress":
@@ -32,16 +47,81 @@ class Progress:
         if self._bar is not None:
             self._bar.close()
 
-    def reach(self, step: int, loss: float) -> None:
-        """Be at ``step``, wherever it was before, and show the loss there."""
-        if self._bar is not None:
-            self._bar.set_postfix_str(f"loss {loss:.4f}", refresh=False)
-        self(step - self._done)
-
     def __call__(self, units: int) -> None:
         """Count ``units`` more."""
         before, self._done = self._done, self._done + units
         if self._bar is not None:
-            self._bar.update(units)
+            self._bar.update(self._done * self._size - self._bar.n)
         elif 10 * before // self._total != 10 * self._done // self._total:
-            print(f"{self._label}: {100 * self._done // self._total} %", file=sys.stderr, flush=True)
+            percent = f"{100 * self._done // self._total} %"
+            print(", ".join([f"{self._label}: {percent}", *self._details()]), file=sys.stderr, flush=True)
+
+    def _details(self) -> list[str]:
+        """What a line says besides."""
+        return []
+
+
+class TrainingProgress(Progress):
+    """``with TrainingProgress(steps, batch_size, "train") as progress: progress.reach(step, loss)``.
+
+    A line says the step, and of the time since the line before the mean loss, images a second, and how long
+    the rest takes at that rate. The bar counts images.
+    """
+
+    def __init__(self, steps: int, batch_size: int, label: str) -> None:
+        super().__init__(steps, label, " images", batch_size)
+        self._since: tuple[int, float] | None = None
+        self._loss_sum, self._losses = 0.0, 0
+
+    def __enter__(self) -> "TrainingProgress":
+        return self
+
+    def reach(self, step: int, loss: float) -> None:
+        """Be at ``step``; ``loss`` is the mean over the steps since the last call, NaN where it is not known.
+
+        The first call begins, as does one of a step that was reached before: from a checkpoint.
+        """
+        steps = step - self._done
+        if self._since is None or steps <= 0:
+            self._begin(step)
+            steps = 1
+        if math.isfinite(loss):
+            self._loss_sum, self._losses = self._loss_sum + steps * loss, self._losses + steps
+        if self._bar is not None:
+            self._bar.set_postfix_str(", ".join([f"step {step}", *self._mean_loss()]), refresh=False)
+        self(step - self._done)
+
+    def _begin(self, step: int) -> None:
+        """Count losses and time from ``step`` on, which was reached just now."""
+        self._since = step, time.perf_counter()
+        self._loss_sum, self._losses = 0.0, 0
+        if self._bar is not None:
+            self._bar.reset()
+            self._bar.n = self._bar.last_print_n = self._bar.initial = (step - 1) * self._size
+
+    def _details(self) -> list[str]:
+        now = time.perf_counter()
+        begun, started = self._since or (self._done, now)
+        details = [f"step {self._done} of {self._total}", *self._mean_loss()]
+        if self._done > begun and now > started:
+            pace = (now - started) / (self._done - begun)
+            details.append(f"{_short(self._size / pace)} images/s")
+            if self._done < self._total:
+                details.append(f"{_duration((self._total - self._done) * pace)} left")
+        self._since, self._loss_sum, self._losses = (self._done, now), 0.0, 0
+        return details
+
+    def _mean_loss(self) -> list[str]:
+        return [f"loss {self._loss_sum / self._losses:.4f}"] if self._losses else []
+
+
+def _short(rate: float) -> str:
+    return f"{rate:.0f}" if rate >= 100 else f"{rate:.3g}"
+
+
+def _duration(seconds: float) -> str:
+    """As ``45 s``, ``12 min`` or ``3 h 05 min``."""
+    minutes = round(seconds / 60)
+    if seconds < 90:
+        return f"{max(1, round(seconds))} s"
+    return f"{minutes} min" if minutes < 90 else f"{minutes // 60} h {minutes % 60:02d} min"

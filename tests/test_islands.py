@@ -12,10 +12,11 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 
 from hddm.errors import HddmError
 from hddm.model_folders import WEIGHTS
-from hddm.training import runs
+from hddm.training import island_process, runs
 from hddm.training.checkpoints import Checkpoints
 from hddm.training.expert import train_expert
 from hddm.training.island_jobs import (
@@ -28,10 +29,11 @@ from hddm.training.island_jobs import (
     threaded,
     train_island,
 )
-from hddm.training.island_process import Ended, Logged, work
+from hddm.training.island_process import Ended, Logged, Stepped, work
 from hddm.training.islands import train_islands
 from hddm.training.run_folder import RunOptions, run_folder_of
 from hddm.training.signals import SIGNALS, Stopped
+from hddm.training.trend import Trend, trend_of
 from tests.artefacts import Command, contents, copied, edit_json, expert_settings
 
 STEPS = 200
@@ -204,6 +206,28 @@ def test_what_a_training_logs_reaches_its_starter(whole: Path, tmp_path: Path) -
     assert any("going on from step 1" in line for line in logged)
 
 
+@pytest.mark.usefixtures("process")
+def test_what_an_island_tells_of_its_losses_leaves_no_step_out(
+    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(island_process, "REPORT_SECONDS", 0.02)
+    steps = 100
+    settings = expert_settings("flow", steps=steps, threads=1)
+    island = replace(_island(whole, tmp_path / "out", checkpoint_every=steps), settings=settings)
+    here, there = multiprocessing.Pipe()
+    work(island, there)
+    *others, ended = _told(here)
+    stepped = [one for one in others if isinstance(one, Stepped)]
+    assert 2 < len(stepped) < steps
+    assert stepped[-1].step == steps
+    told = zip([0, *(one.step for one in stepped)], stepped, strict=False)
+    checkpoint = run_folder_of(island.out) / "checkpoints" / f"step_{steps:08d}"
+    losses = load_file(checkpoint / "losses.safetensors")["losses"]
+    whole_sum = sum((one.step - before) * one.loss for before, one in told)
+    assert whole_sum == pytest.approx(losses.sum().item())
+    assert ended == Ended(True, trend_of(losses.tolist()))
+
+
 @pytest.mark.slow
 def test_a_killed_process_goes_on_and_a_signal_saves_and_ends_all(
     whole: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -232,11 +256,11 @@ def test_a_killed_process_goes_on_and_a_signal_saves_and_ends_all(
 
     (outcome,) = train_islands([_island(whole, island.out, resume=True)])
     assert outcome.failure is None
-    assert outcome.losses is not None
+    assert outcome.trend is not None
     assert _last_checkpoint(island.out) == _last_checkpoint(plain.out)
     assert (island.out / WEIGHTS).read_bytes() == (plain.out / WEIGHTS).read_bytes()
     (again,) = train_islands([_island(whole, island.out, resume=True)], retries=0)
-    assert (again.losses, again.failure) == (None, None)
+    assert (again.trend, again.failure) == (None, None)
 
 
 def test_failures_are_told_by_expert(tmp_path: Path) -> None:
@@ -245,7 +269,7 @@ def test_failures_are_told_by_expert(tmp_path: Path) -> None:
     with pytest.raises(HddmError, match="2 of 3 experts failed") as refused:
         refuse_failed(
             [
-                Outcome(islands[0], (1, 0)),
+                Outcome(islands[0], Trend(1, 0)),
                 Outcome(islands[1], failure=bad),
                 Outcome(islands[2], failure=HddmError("no")),
             ]
@@ -256,7 +280,7 @@ def test_failures_are_told_by_expert(tmp_path: Path) -> None:
         "expert_1: so on",
         "expert_2: no",
     )
-    refuse_failed([Outcome(islands[0], (1, 0))])
+    refuse_failed([Outcome(islands[0], Trend(1, 0))])
 
 
 def test_all_experts_are_trained_from_the_command_line_and_fit(
@@ -275,7 +299,7 @@ def test_all_experts_are_trained_from_the_command_line_and_fit(
     objective = ("--objective", "0=ddpm,*=flow")
     code, printed, err = hddm(*command, *objective, "--parallel", 2)
     assert code == 1
-    assert f"{out / 'expert_0'}: loss" in printed
+    assert f"{out / 'expert_0'}: trained for 3 steps" in printed
     assert "1 of 2 experts failed" in err
     assert f"expert_1: {folder / 'shard_1'}" in err
     assert image.name in err
@@ -285,7 +309,7 @@ def test_all_experts_are_trained_from_the_command_line_and_fit(
     first = contents(out / "expert_0")
     code, printed, err = hddm(*command, *objective, "--resume")
     assert code == 0, err
-    assert f"{out / 'expert_1'}: loss" in printed
+    assert f"{out / 'expert_1'}: trained for 3 steps" in printed
     assert contents(out / "expert_0") == first
     experts = [out / "expert_0", out / "expert_1"]
     facts = [json.loads((one / "expert.json").read_text()) for one in experts]

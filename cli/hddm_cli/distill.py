@@ -51,13 +51,15 @@ def distill(
     if init is not None:
         refuse_given(context, "--init fixes it", "size")
 
-    from hddm.progress import Progress
+    from hddm.progress import TrainingProgress
     from hddm.training.distill import DistillSettings
     from hddm.training.distill import distill as run
+    from hddm.training.trend import trend_of
 
     told = Told(context, {"steps": steps, "teacher": teacher, **given})
     settings = told.settings(DistillSettings)
-    with Progress(settings.steps, "distill") as progress:
+    with TrainingProgress(settings.steps, settings.batch_size, "distill") as progress:
         losses = run(ensemble, data, out, settings, overwrite, progress.reach, told.run(), init)
-    if losses:
-        typer.echo(f"{out}: distance to the teacher's velocity {losses[0]:.4f} → {losses[-1]:.4f}")
+    if trend := trend_of(losses):
+        what = "distance to the teacher's velocity"
+        typer.echo(f"{out}: {trend.told(what)}")

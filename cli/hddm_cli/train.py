@@ -104,21 +104,22 @@ def expert(
     if init is not None:
         refuse_given(context, "--init fixes it", "size", "schedule")
 
-    from hddm.progress import Progress
+    from hddm.progress import TrainingProgress
     from hddm.training.continuation import continue_expert
     from hddm.training.expert import ExpertSettings, ddpm_schedule, train_expert
+    from hddm.training.trend import trend_of
 
     own = {"objective": objective, "steps": steps, "lora_rank": lora_rank, "lora_alpha": lora_alpha}
     told = Told(context, {**own, **given})
     settings, run = told.settings(ExpertSettings), told.run()
-    with Progress(settings.steps, "train") as progress:
+    with TrainingProgress(settings.steps, settings.batch_size, "train") as progress:
         if init is not None:
             losses = continue_expert(init, shard, out, settings, overwrite, progress.reach, run=run)
         else:
             chosen, source = ddpm_schedule(schedule)
             losses = train_expert(shard, out, settings, chosen, source, overwrite, progress.reach, run)
-    if losses:
-        typer.echo(f"{out}: loss {losses[0]:.4f} → {losses[-1]:.4f}")
+    if trend := trend_of(losses):
+        typer.echo(f"{out}: {trend.told()}")
 
 
 @commands.command("router")
@@ -142,16 +143,17 @@ def router(
     """Train the router that tells the shards apart, on noised images."""
     from hddm.experts import FORMAT, ROUTER_FILE, RouterFacts
     from hddm.facts import read_facts
-    from hddm.progress import Progress
+    from hddm.progress import TrainingProgress
     from hddm.training.router import RouterSettings, train_router
+    from hddm.training.trend import trend_of
 
     own = {"steps": steps, "size": size, "random_flip": random_flip, "calibrate": calibrate}
     told = Told(context, {**own, **given})
     settings = told.settings(RouterSettings)
-    with Progress(settings.steps, "train") as progress:
+    with TrainingProgress(settings.steps, settings.batch_size, "train") as progress:
         losses = train_router(shards, out, settings, overwrite, progress.reach, told.run())
-    if losses:
-        typer.echo(f"{out}: cross-entropy {losses[0]:.4f} → {losses[-1]:.4f}")
+    if trend := trend_of(losses):
+        typer.echo(f"{out}: {trend.told('cross-entropy')}")
     if losses and settings.calibrate:
         found = read_facts(out / ROUTER_FILE, RouterFacts, FORMAT).calibration
         typer.echo(

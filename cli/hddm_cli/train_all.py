@@ -50,7 +50,7 @@ def train_all(
         refuse_given(context, "the cluster decides how many run at a time", "parallel")
 
     from hddm.data.shard_records import find_shards
-    from hddm.progress import Progress
+    from hddm.progress import TrainingProgress
     from hddm.training.island_jobs import make_islands, parse_objectives, refuse_failed
     from hddm.training.islands import train_islands
     from hddm.training.ray_islands import train_islands_on_ray
@@ -70,13 +70,13 @@ def train_all(
     run = told.run()
     islands = make_islands(folders, out, objectives, settings, run, schedule, init, overwrite)
     with contextlib.ExitStack() as stack:
-        bars: dict[int, Progress] = {}
+        bars: dict[int, TrainingProgress] = {}
 
         def on_step(index: int, step: int, loss: float) -> None:
             if index not in bars:
-                bars[index] = stack.enter_context(
-                    Progress(islands[index].settings.steps, islands[index].name)
-                )
+                island = islands[index]
+                bar = TrainingProgress(island.settings.steps, island.settings.batch_size, island.name)
+                bars[index] = stack.enter_context(bar)
             bars[index].reach(step, loss)
 
         if ray is None:
@@ -84,6 +84,6 @@ def train_all(
         else:
             outcomes = train_islands_on_ray(islands, ray, retries, on_step)
     for one in outcomes:
-        if one.losses is not None:
-            typer.echo(f"{one.island.out}: loss {one.losses[0]:.4f} → {one.losses[1]:.4f}")
+        if one.trend is not None:
+            typer.echo(f"{one.island.out}: {one.trend.told()}")
     refuse_failed(outcomes)

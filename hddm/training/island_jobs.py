@@ -16,6 +16,7 @@ from hddm.training.loop import OnStep
 from hddm.training.run_folder import RunOptions, discard_runs, recorded, run_folder_of
 from hddm.training.runs import completed
 from hddm.training.settings import ExpertSettings
+from hddm.training.trend import Trend
 
 OBJECTIVES = ("ddpm", "flow")
 REST = "*"
@@ -62,12 +63,12 @@ class Island:
 class Outcome:
     """How an island ended.
 
-    ``losses`` are the first and the last; None for one that failed, or was finished before. ``starts`` are
-    how often it was started, as far as is known.
+    ``trend`` is None for one that failed, or was finished before. ``starts`` are how often it was started, as
+    far as is known.
     """
 
     island: Island
-    losses: tuple[float, float] | None = None
+    trend: Trend | None = None
     failure: HddmError | None = None
     starts: int = 0
 

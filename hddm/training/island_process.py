@@ -15,13 +15,14 @@ from types import FrameType
 from hddm.errors import HddmError
 from hddm.training.island_jobs import Island, train_island
 from hddm.training.signals import SIGNALS, Stopped
+from hddm.training.trend import Trend, mean, trend_of
 
 REPORT_SECONDS = 0.1
 
 
 @dataclass(frozen=True)
 class Stepped:
-    """A step is done."""
+    """A step is done; ``loss`` is the mean since the last such message, NaN where none was finite."""
 
     step: int
     loss: float
@@ -37,10 +38,10 @@ class Logged:
 
 @dataclass(frozen=True)
 class Ended:
-    """It ended by itself: ``done``, it cannot be done, or it was stopped; with first and last loss."""
+    """It ended by itself: ``done``, it cannot be done, or it was stopped."""
 
     done: bool = False
-    losses: tuple[float, float] | None = None
+    trend: Trend | None = None
     failure: HddmError | None = None
 
 
@@ -62,8 +63,9 @@ def work(island: Island, connection: "Connection[object, int]") -> None:
     ended = Ended()
     try:
         losses = train_island(island, told.on_step)
-        # None where the expert was there already: its process died after it had written it.
-        ended = Ended(True, (losses[0], losses[-1]) if losses else None)
+        told.report()
+        # No losses where the expert was there already: its process died after it had written it.
+        ended = Ended(True, trend_of(losses))
     except Stopped:
         pass
     except HddmError as error:
@@ -78,6 +80,7 @@ class _Told:
         self._connection = connection
         self._stopping = False
         self._reported = 0.0
+        self._step, self._losses = 0, list[float]()
 
     def on_signal(self, number: int, frame: FrameType | None) -> None:
         # A training in its loop has a handler of its own, which calls this one; before and after it there
@@ -87,15 +90,23 @@ class _Told:
         self._stopping = True
 
     def on_step(self, step: int, loss: float) -> None:
-        if time.monotonic() - self._reported >= REPORT_SECONDS:
-            self._reported = time.monotonic()
-            if not _send(self._connection, Stepped(step, loss)):
-                self._stop(signal.SIGTERM)
+        self._step = step
+        self._losses.append(loss)
+        if time.monotonic() - self._reported >= REPORT_SECONDS and not self.report():
+            self._stop(signal.SIGTERM)
         try:
             if self._connection.poll():
                 self._stop(self._connection.recv())
         except (EOFError, OSError):
             self._stop(signal.SIGTERM)
+
+    def report(self) -> bool:
+        """Tell of the steps since the last report; False where nobody reads."""
+        if not self._losses:
+            return True
+        message, self._losses = Stepped(self._step, mean(self._losses)), []
+        self._reported = time.monotonic()
+        return _send(self._connection, message)
 
     def _stop(self, number: int) -> None:
         if not self._stopping:

@@ -23,7 +23,7 @@ RETRIES = 3
 _PATIENCE = 60.0
 
 OnIsland = Callable[[int, int, float], None]
-"""Told the index of an island, a step that it has done, and the loss there."""
+"""Told the index of an island, a step that it has done, and the mean loss since the step told before."""
 
 log = logging.getLogger(__name__)
 
@@ -155,9 +155,7 @@ class _Fleet:
     def _finish(self, job: _Job) -> None:
         island, ended = job.island, job.ended
         if ended is not None and (ended.done or ended.failure):
-            if ended.losses and self.on_step is not None:
-                self.on_step(island.index, island.settings.steps, ended.losses[1])
-            self.outcomes.append(Outcome(island, ended.losses, ended.failure, job.starts))
+            self.outcomes.append(Outcome(island, ended.trend, ended.failure, job.starts))
             return
         if self._stopping:
             return

@@ -21,12 +21,14 @@ from safetensors.torch import load_file
 
 from hddm.errors import HddmError
 from hddm.experts import EXPERT_FILE
+from hddm.training.checkpoints import step_of
 from hddm.training.island_jobs import Island, Outcome, prepare, threaded, train_island
 from hddm.training.island_process import Ended
 from hddm.training.islands import RETRIES, OnIsland
 from hddm.training.run_folder import run_folder_of, wait_for_run
 from hddm.training.signals import SIGNALS, Stopped, StopRequest
 from hddm.training.state import LOSSES
+from hddm.training.trend import mean, trend_of
 from hddm.workers import compute_environment
 
 LOCAL = "local"
@@ -74,8 +76,15 @@ def _collect(
     ray: Any, tasks: dict[Any, Island], stop: StopRequest, on_step: OnIsland | None
 ) -> list[Outcome]:
     outcomes: list[Outcome] = []
-    seen: dict[Any, int] = {}
+    seen: dict[int, int] = {}
     end = math.inf
+
+    def tell(island: Island) -> None:
+        newest = _newest(island.out, seen.get(island.index, 0))
+        if on_step is not None and newest is not None:
+            seen[island.index] = newest[0]
+            on_step(island.index, *newest)
+
     while tasks and time.monotonic() < end:
         if stop.requested and end == math.inf:
             end = time.monotonic() + SAVE_SECONDS
@@ -84,17 +93,14 @@ def _collect(
                 ray.cancel(task, force=False, recursive=False)
         done, _ = ray.wait(list(tasks), timeout=0.5)
         for task in done:
-            ended = _result(ray, task, tasks[task])
-            if ended.done or (ended.failure and not stop.requested):
-                outcomes.append(Outcome(tasks[task], ended.losses, ended.failure))
             island = tasks.pop(task)
-            if ended.losses and on_step is not None:
-                on_step(island.index, island.settings.steps, ended.losses[1])
-        for task, island in tasks.items():
-            newest = _newest(island.out)
-            if on_step is not None and newest is not None and newest[0] != seen.get(task):
-                seen[task] = newest[0]
-                on_step(island.index, *newest)
+            ended = _result(ray, task, island)
+            if ended.done or (ended.failure and not stop.requested):
+                outcomes.append(Outcome(island, ended.trend, ended.failure))
+            if ended.trend is not None:
+                tell(island)
+        for island in tasks.values():
+            tell(island)
     return outcomes
 
 
@@ -153,7 +159,7 @@ def _train(island: Island) -> Ended:
     finally:
         for one, handler in before.items():
             signal.signal(one, handler)
-    return Ended(True, (losses[0], losses[-1]) if losses else None)
+    return Ended(True, trend_of(losses))
 
 
 @contextlib.contextmanager
@@ -178,19 +184,21 @@ def _connected(ray: Any, address: str) -> Iterator[None]:
         ray.shutdown()
 
 
-def _newest(out: Path) -> tuple[int, float] | None:
-    """Step and loss of the newest checkpoint."""
+def _newest(out: Path, since: int) -> tuple[int, float] | None:
+    """Step of the newest checkpoint, where it is not ``since``, and the mean loss after that one."""
     folders = (run_folder_of(out) / "checkpoints").glob("step_*")
     steps = [path for path in folders if re.fullmatch(r"step_\d{8,}", path.name)]
     if not steps:
         return None
-    newest = max(steps, key=lambda path: int(path.name[5:]))
+    newest = max(steps, key=step_of)
+    if step_of(newest) == since:
+        return None
     try:
         losses = load_file(newest / f"{LOSSES}.safetensors")["losses"]
     except (OSError, SafetensorError):
         # It has just made room for the next.
         return None
-    return int(newest.name[5:]), losses[-1].item()
+    return step_of(newest), mean(losses[since:].tolist())
 
 
 def _absolute(island: Island) -> Island:
