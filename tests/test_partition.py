@@ -20,7 +20,7 @@ from hddm.data.partition_report import measure
 from hddm.data.shard_records import Manifest, find_shards
 from hddm.data.shards import load_shard
 from hddm.describe import describe
-from hddm.errors import HddmError
+from hddm.errors import HddmError, UsageError
 from tests.artefacts import CLASSES, Command, contents, copied, draw, largest_file, write_images
 from tests.vision_files import write_vision_model
 
@@ -115,8 +115,9 @@ def test_equal_images_are_held_out_together_whatever_their_files(many: Path, tmp
 def test_a_share_that_leaves_a_side_without_images_is_refused(
     share: float, many: Path, tmp_path: Path
 ) -> None:
-    with pytest.raises(HddmError, match="--held-out"):
+    with pytest.raises(HddmError, match="--held-out") as refused:
         partition(many, tmp_path / "out", 1, held_out=share)
+    assert isinstance(refused.value, UsageError) is (share not in (0.02, 0.95))
     assert not list(tmp_path.iterdir())
 
 
@@ -304,6 +305,26 @@ def test_the_command_keeps_features_beside_its_folder_and_the_library_keeps_none
     assert code == 0
     assert contents(tmp_path / "two.features") == cache
     assert not (tmp_path / "three.features").exists()
+
+
+def test_features_that_stay_are_named_whether_the_partition_succeeds_or_not(
+    many: Path, tmp_path: Path, hddm: Command
+) -> None:
+    images = copied(many, tmp_path)
+    command = ["partition", images, "--out", tmp_path / "out", "--shards", 2]
+    features = tmp_path / "out.features"
+    named = f"{features}: features, kept for another partition of these images (--cache {features})"
+    code, out, err = hddm(*command, "--held-out", 0.1)
+    assert (code, out + err, features.exists()) == (1, err, False)
+    assert "kept for another" not in err
+    (images / "rows" / "07.png").write_bytes(b"nothing")
+    code, out, err = hddm(*command)
+    assert (code, out, err.count(str(features))) == (1, "", 2)
+    assert named in err
+    code, out, err = hddm(*command, "--max-bad", 1)
+    assert (code, named in out, named in err) == (0, True, False)
+    code, out, err = hddm(*command, "--max-bad", 1, "--overwrite", "--cache", features)
+    assert (code, "kept for another" in out + err) == (0, False)
 
 
 @pytest.mark.parametrize("spoilt", [bytes, lambda size: b"short"])

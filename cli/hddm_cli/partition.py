@@ -1,5 +1,7 @@
 """hddm partition."""
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -42,37 +44,59 @@ def partition(
     from hddm.describe import describe
     from hddm.wording import counted, shown
 
-    folders = divide(
-        images,
-        out,
-        _number(shards),
-        seed,
-        overwrite,
-        features=features,
-        cache=cache or out.with_name(f"{out.name}.features"),
-        replace_cache=overwrite and cache is None,
-        max_bad=max_bad,
-        held_out=held_out,
-        caption_column=caption_column,
-        label_column=label_column,
-    )
+    kept = cache or out.with_name(f"{out.name}.features")
+    with _named(kept, is_known=cache is not None or kept.exists()):
+        folders = divide(
+            images,
+            out,
+            _number(shards),
+            seed,
+            overwrite,
+            features=features,
+            cache=kept,
+            replace_cache=overwrite and cache is None,
+            max_bad=max_bad,
+            held_out=held_out,
+            caption_column=caption_column,
+            label_column=label_column,
+        )
     facts = describe(out)
     for number, silhouette in (facts["proposal"] or {}).items():
         typer.echo(f"{counted(number, 'shard')}: silhouette {silhouette:.3f}")
     for name in shown([f"{images / name}: cannot be read" for name in facts["skipped"]]):
         typer.echo(f"skipped {name}", err=True)
     held = facts["held_out"] or [None] * len(folders)
-    for folder, size, kept in zip(folders, facts["sizes"], held, strict=True):
-        typer.echo(f"{folder}: {counted(size, 'image')}" + ("" if kept is None else f", {kept} held out"))
+    for folder, size, fresh in zip(folders, facts["sizes"], held, strict=True):
+        typer.echo(f"{folder}: {counted(size, 'image')}" + ("" if fresh is None else f", {fresh} held out"))
     if held_out:
-        kept, total = sum(held), facts["images"]
-        share = f"{100 * kept / total:.1f} % (--held-out {held_out:g} is met on average)"
-        typer.echo(f"{out / HELD_OUT}: {kept} of {total} images, {share}")
+        fresh, total = sum(held), facts["images"]
+        share = f"{100 * fresh / total:.1f} % (--held-out {held_out:g} is met on average)"
+        typer.echo(f"{out / HELD_OUT}: {fresh} of {total} images, {share}")
     if facts["copies"]:
         copies = counted(facts["copies"], "image is a copy of another", "images are copies of others")
         sides = "; equal images are kept together, all to train on or all held out" if held_out else ""
         typer.echo(f"{copies}{sides}")
     typer.echo(f"{out / 'report.html'}: what they look like")
+    if cache is None:
+        typer.echo(_about(kept))
+
+
+@contextlib.contextmanager
+def _named(features: Path, is_known: bool) -> Iterator[None]:
+    """A block whose failure leaves ``features`` behind: it says so, unless the user knows of them."""
+    try:
+        yield
+    except BaseException:
+        if not is_known and features.exists():
+            typer.echo(_about(features), err=True)
+        raise
+
+
+def _about(features: Path) -> str:
+    return (
+        f"{features}: features, kept for another partition of these images (--cache {features}); they can "
+        "be deleted"
+    )
 
 
 def _number(text: str) -> int | Literal["auto"]:

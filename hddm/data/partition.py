@@ -21,7 +21,7 @@ from hddm.data.partition_report import write_report
 from hddm.data.partition_writing import write_shards
 from hddm.data.shard_records import FORMAT, MIN_IMAGES, PARTITION_FILE, PartitionFacts
 from hddm.data.sources import ImageSource, open_source
-from hddm.errors import HddmError
+from hddm.errors import HddmError, UsageError
 from hddm.files import check_absent, new_folder, write_json, writing
 
 FINE_PER_SHARD = 8
@@ -88,11 +88,11 @@ def partition(
             few to train on.
     """
     if num_shards != "auto" and num_shards < 1:
-        raise HddmError(f"--shards must be at least 1, not {num_shards}")
+        raise UsageError(f"--shards must be at least 1, not {num_shards}")
     if not 0 <= held_out < 1:
-        raise HddmError(f"--held-out must be at least 0 and less than 1, not {held_out}")
+        raise UsageError(f"--held-out must be at least 0 and less than 1, not {held_out}")
     if max_bad < 0:
-        raise HddmError(f"--max-bad must be at least 0, not {max_bad}")
+        raise UsageError(f"--max-bad must be at least 0, not {max_bad}")
     check_absent(out, PARTITION_FILE, overwrite)
     source = open_source(images, caption_column, label_column)
     fewest = MIN_IMAGES if num_shards == "auto" else num_shards * MIN_IMAGES
