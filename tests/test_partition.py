@@ -387,6 +387,18 @@ def test_a_full_disk_is_one_line_with_the_folder_and_leaves_nothing(tars: Path, 
     assert contents(tmp_path) == before
 
 
+def test_a_partition_or_a_shard_is_no_source_of_images(many: Path, tmp_path: Path) -> None:
+    (shard,) = partition(many, tmp_path / "one", 1)
+    for folder, told in (
+        (tmp_path / "one", "is a partition already; name the images that it was made of"),
+        (shard, f"is a shard already; name its images, {shard / 'images'}"),
+    ):
+        with pytest.raises(HddmError, match=f"{folder}: {told}"):
+            partition(folder, tmp_path / "again", 1)
+    (again,) = partition(shard / "images", tmp_path / "again", 1)
+    assert load_shard(again).hash == load_shard(shard).hash
+
+
 @pytest.mark.parametrize("shards", ["none", "0", "-2", "2.5"])
 def test_a_number_of_shards_that_is_none_is_refused(
     shards: str, many: Path, tmp_path: Path, hddm: Command

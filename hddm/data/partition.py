@@ -19,7 +19,7 @@ from hddm.data.features import Extractor, open_extractor
 from hddm.data.held_out import check_rest, check_share, images_needed, numbers_of
 from hddm.data.partition_report import write_report
 from hddm.data.partition_writing import write_shards
-from hddm.data.shard_records import FORMAT, MIN_IMAGES, PARTITION_FILE, PartitionFacts
+from hddm.data.shard_records import FORMAT, MANIFEST, MIN_IMAGES, PARTITION_FILE, PartitionFacts
 from hddm.data.sources import ImageSource, open_source
 from hddm.errors import HddmError, UsageError
 from hddm.files import check_absent, new_folder, write_json, writing
@@ -83,9 +83,9 @@ def partition(
         The shard folders, in order.
 
     Raises:
-        HddmError: for unreadable images, a cache of other images, fewer than `MIN_IMAGES` a shard, or a share
-            that leaves too few on a side: before features are computed, but where chance leaves a shard too
-            few to train on.
+        HddmError: for a partition or a shard in place of images, unreadable images, a cache of other images,
+            fewer than `MIN_IMAGES` a shard, or a share that leaves too few on a side: before features are
+            computed, but where chance leaves a shard too few to train on.
     """
     if num_shards != "auto" and num_shards < 1:
         raise UsageError(f"--shards must be at least 1, not {num_shards}")
@@ -94,6 +94,7 @@ def partition(
     if max_bad < 0:
         raise UsageError(f"--max-bad must be at least 0, not {max_bad}")
     check_absent(out, PARTITION_FILE, overwrite)
+    _refuse_partition(images)
     source = open_source(images, caption_column, label_column)
     fewest = MIN_IMAGES if num_shards == "auto" else num_shards * MIN_IMAGES
     if len(source) < fewest:
@@ -162,6 +163,16 @@ def _kept(cache: Path | None, out: Path) -> Iterator[Path]:
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{out.name}.features-", dir=out.parent) as folder:
         yield Path(folder)
+
+
+def _refuse_partition(images: Path) -> None:
+    """Of one, pictures and held-out images would be taken for images to train on; of a shard, no classes."""
+    if (images / PARTITION_FILE).is_file():
+        raise HddmError(f"{images}: is a partition already; name the images that it was made of")
+    if (images / MANIFEST).is_file():
+        own = images / "images"
+        name = f"its images, {own}" if own.is_dir() else "the images that it was made of"
+        raise HddmError(f"{images}: is a shard already; name {name}")
 
 
 def _too_few(source: ImageSource, num: int, num_shards: int | str) -> HddmError:
