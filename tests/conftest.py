@@ -108,6 +108,16 @@ def miniature(root: Path) -> "Finished":
 
 
 @pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A home without weights of published networks, unless they lie in the system's own folder."""
+    (tmp_path / "home").mkdir()
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    for name in ("HDDM_INCEPTION", "HDDM_CLIP"):
+        monkeypatch.delenv(name, raising=False)
+    return tmp_path / "home"
+
+
+@pytest.fixture
 def hddm(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
     """Exit code, standard output and standard error of a command, run in this process."""
 

@@ -11,7 +11,7 @@ from PIL import Image
 from hddm.data.images import load_images, save_png, to_unit_range
 from hddm.errors import HddmError
 from hddm.evaluation.classifier import FEATURES, train_classifier
-from hddm.evaluation.data import alike, read_side
+from hddm.evaluation.data import Side, alike, read_data
 from hddm.evaluation.diversity import diversity, within_conditions
 from hddm.evaluation.extractors import Extractor, choose_extractor
 from hddm.evaluation.folders import evaluate_folder
@@ -149,15 +149,6 @@ def test_scores_compare_with_both_sides() -> None:
     assert (alone.to_held_out, alone.nearest_ratio) == (None, None)
 
 
-@pytest.fixture
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A home without Inception's weights, unless they lie in the system's own folder."""
-    (tmp_path / "home").mkdir()
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    monkeypatch.delenv("HDDM_INCEPTION", raising=False)
-    return tmp_path / "home"
-
-
 def test_a_complete_scorer_measures_more_and_the_same(home: Path) -> None:
     flat = Extractor("pixels", 16, lambda images: images.flatten(1))
     sides = [torch.cat([draw(name, 60, seed) for name in CLASSES]) for seed in (0, 10)]
@@ -217,13 +208,17 @@ def test_what_cannot_be_compared_is_refused(images: Path, home: Path, tmp_path: 
         evaluate_folder(tmp_path / "jpeg", images)
 
 
+def _side(path: Path) -> Side:
+    return read_data({"reference": path})["reference"]
+
+
 def test_jpeg_samples_are_known_by_their_content(images: Path, home: Path, tmp_path: Path) -> None:
     (tmp_path / "renamed").mkdir()
     for name in ("1.png", "2.png"):
         Image.fromarray(np.zeros((4, 4), np.uint8)).save(tmp_path / "renamed" / name, "JPEG")
     with pytest.raises(HddmError, match=r"1\.png: JPEG compression"):
         evaluate_folder(tmp_path / "renamed", images)
-    assert read_side(tmp_path / "renamed").facts.images == 2
+    assert _side(tmp_path / "renamed").facts.images == 2
 
 
 def test_without_classes_and_inception_there_are_no_features(images: Path, home: Path) -> None:
@@ -285,7 +280,7 @@ def test_the_hash_of_images_is_that_of_their_pixels(many: Path, home: Path, tmp_
     for index, file in enumerate(reversed(files)):
         with Image.open(file) as image:
             image.save(renamed / f"{index:03d}.bmp")
-    first, second, third = read_side(many), read_side(renamed), read_side(many / "rows")
+    first, second, third = _side(many), _side(renamed), _side(many / "rows")
     assert first.facts.hash == second.facts.hash != third.facts.hash
 
 
@@ -294,7 +289,7 @@ def test_gray_images_are_measured_in_colour_where_others_are(many: Path, home: P
     (tmp_path / "colour").mkdir()
     for index in range(3):
         Image.new("RGB", (4, 4), (index, 0, 0)).save(tmp_path / "colour" / f"{index}.png")
-    sides = alike({"images": read_side(gray), "reference": read_side(tmp_path / "colour")})
+    sides = alike({"images": _side(gray), "reference": _side(tmp_path / "colour")})
     assert sides["images"].images.pixels.shape == (4, 3, 4, 4)
     assert sides["images"].facts.made_colour == 4
     assert sides["reference"].facts.made_colour == 0

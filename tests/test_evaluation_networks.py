@@ -62,16 +62,6 @@ def _small(file: WeightsFile, path: Path) -> WeightsFile:
 
 
 @pytest.fixture
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A home without any weights."""
-    (tmp_path / "home").mkdir()
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    for name in ("HDDM_INCEPTION", "HDDM_CLIP"):
-        monkeypatch.delenv(name, raising=False)
-    return tmp_path / "home"
-
-
-@pytest.fixture
 def inception(home: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The stand-in where clean-fid's file would be."""
     folder = home / ".cache" / "clean-fid"

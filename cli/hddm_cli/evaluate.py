@@ -10,9 +10,10 @@ from hddm_cli.options import Overwrite
 
 def evaluate(
     images: Annotated[Path, typer.Argument(help="Folder of samples, as hddm sample writes it.")],
-    reference: Annotated[Path, typer.Option("--reference", help="Folder of training images.")],
+    reference: Annotated[Path, typer.Option("--reference", help="Training images, or their partition.")],
     held_out: Annotated[
-        Path | None, typer.Option("--held-out", help="Folder of images that no model has seen.")
+        Path | None,
+        typer.Option("--held-out", help="Images that no model has seen, or their partition."),
     ] = None,
     features: Annotated[
         str,
@@ -34,6 +35,9 @@ def evaluate(
     allow_few: Annotated[
         bool, typer.Option("--allow-few", help="Measure fewer images than features; not comparable.")
     ] = False,
+    max_bad: Annotated[
+        int, typer.Option("--max-bad", min=0, help="Broken images, of all sides, to skip by name.")
+    ] = 0,
     overwrite: Overwrite = False,
 ) -> None:
     """Distances, precision and recall, diversity and memorising of a folder of images, as JSON."""
@@ -41,6 +45,7 @@ def evaluate(
 
     from hddm.evaluation.folders import evaluate_folder
     from hddm.evaluation.results import check_absent, write_result
+    from hddm.wording import shown
 
     if out is not None:
         check_absent(out, overwrite)
@@ -52,7 +57,12 @@ def evaluate(
         features=features,
         shards=shards,
         classifier=save_classifier,
+        max_bad=max_bad,
     )
+    for side in ("images", "reference", "held_out"):
+        facts = result["data"].get(side) or {"skipped": []}
+        for name in shown([f"{facts['path']}/{name}: cannot be read" for name in facts["skipped"]]):
+            typer.echo(f"skipped {name}", err=True)
     if out is None:
         typer.echo(json.dumps(result, indent=2))
         return

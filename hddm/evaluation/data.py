@@ -2,6 +2,7 @@
 
 import hashlib
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -9,10 +10,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from hddm.data.decoding import read_header
-from hddm.data.images import ImageSet, decode, stack
-from hddm.data.sources import open_source
+from hddm.data.bad_images import too_many_bad
+from hddm.data.images import ImageSet, stack
 from hddm.errors import HddmError
+from hddm.evaluation.pictures import Pictures, Role, read_pictures
+from hddm.wording import counted
 
 FEWEST = 2
 
@@ -22,7 +24,8 @@ class DataFacts:
     """What was measured: ``hash`` is of all pixels, whatever their order, names and encoding.
 
     ``shape`` (C, H, W) is that of the measured images; ``modes`` counts images by Pillow's mode of their
-    files, and ``made_colour`` those gray ones that became RGB since others are in colour.
+    files, and ``made_colour`` those gray ones that became RGB since others are in colour. ``skipped`` are the
+    names of those that could not be read.
     """
 
     path: str
@@ -31,6 +34,7 @@ class DataFacts:
     shape: tuple[int, ...]
     modes: dict[str, int]
     made_colour: int = 0
+    skipped: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -41,37 +45,38 @@ class Side:
     facts: DataFacts
 
 
-def read_side(root: Path, refuse_jpeg: bool = False) -> Side:
-    """All images of any source, in sorted order.
+def read_data(paths: Mapping[Role, Path], max_bad: int = 0) -> dict[str, Side]:
+    """The images of each side, in sorted order.
 
     Args:
-        root: as `hddm.data.sources.open_source`.
-        refuse_jpeg: whether JPEG files, whose compression moves distances, are refused.
+        paths: as `hddm.evaluation.pictures.read_pictures`.
+        max_bad: images, of all sides together, that may be unreadable; they are left out, by name.
 
     Raises:
-        HddmError: as `hddm.data.images.load_images`, for JPEG files, by content, and for fewer than `FEWEST`
-            images.
+        HddmError: as `read_pictures`; for more than ``max_bad`` images that cannot be read, all by name; for
+            images of several sizes, and fewer than `FEWEST` of them on a side.
     """
-    source = open_source(root)
-    names = source.files
+    read = {role: read_pictures(path, role) for role, path in paths.items()}
+    bad = [reason for one in read.values() for reason in one.bad.values()]
+    if len(bad) > max_bad:
+        places = dict.fromkeys(str(paths[role]) for role, one in read.items() if one.bad)
+        raise too_many_bad(", ".join(places), bad, max_bad)
+    return {role: _side(paths[role], one) for role, one in read.items()}
+
+
+def _side(root: Path, found: Pictures) -> Side:
+    names, arrays = found.names, found.arrays
     if len(names) < FEWEST:
-        raise HddmError(f"{root}: holds {len(names)} image; a distance needs at least {FEWEST} a side")
-    arrays, modes, digests = [], Counter[str](), []
-    for i, name in enumerate(names):
-        content = source.read(i)
-        header = read_header(content, root / name)
-        if refuse_jpeg and header.format in ("JPEG", "MPO"):
-            raise HddmError(f"{root / name}: JPEG compression moves a Fréchet distance; save samples as PNG")
-        modes[header.mode] += 1
-        arrays.append(decode(content, root / name))
-        digests.append(_digest(arrays[-1]))
+        raise HddmError(
+            f"{root}: holds {counted(len(names), 'image')}; a distance needs at least {FEWEST} a side"
+        )
     pixels = stack(arrays, names)
     gray = sum(array.ndim == 2 for array in arrays) if pixels.shape[1] == 3 else 0
-    labels = None if source.labels is None else torch.tensor(source.labels)
-    images = ImageSet(root, tuple(names), pixels, labels, source.classes)
-    digest = hashlib.sha256(b"".join(sorted(digests))).hexdigest()
-    facts = DataFacts(str(root), len(names), digest, tuple(pixels.shape[1:]), dict(modes), gray)
-    return Side(images, facts)
+    labels = None if found.labels is None else torch.tensor(found.labels)
+    images = ImageSet(root, tuple(names), pixels, labels, found.classes)
+    digest = hashlib.sha256(b"".join(sorted(map(_digest, arrays)))).hexdigest()
+    shape, modes = tuple(pixels.shape[1:]), dict(Counter(found.modes))
+    return Side(images, DataFacts(str(root), len(names), digest, shape, modes, gray, tuple(found.bad)))
 
 
 def alike(sides: dict[str, Side]) -> dict[str, Side]:

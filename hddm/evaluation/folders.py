@@ -15,13 +15,15 @@ from hddm.data.open_shard import open_shard
 from hddm.data.shard_records import find_shards
 from hddm.errors import HddmError
 from hddm.evaluation.classifier import save_classifier
-from hddm.evaluation.data import Side, alike, read_side
+from hddm.evaluation.data import Side, alike, read_data
 from hddm.evaluation.extractors import Extractor, of_classifier, open_extractor, trained
 from hddm.evaluation.frechet import too_few
+from hddm.evaluation.pictures import Role
 from hddm.evaluation.results import FORMAT, KIND
 from hddm.evaluation.sampling_record import conditions, read_sampling
 from hddm.evaluation.scores import Scorer
 from hddm.progress import Progress
+from hddm.wording import counted
 
 RESAMPLES = 100
 _FEATURES = ("name", "dimensions", "hash", "resize", "choice", "device")
@@ -37,6 +39,7 @@ def evaluate_folder(
     features: str = "auto",
     shards: Path | None = None,
     classifier: Path | None = None,
+    max_bad: int = 0,
 ) -> dict[str, Any]:
     """Scores of ``images`` against ``reference``, the training images, and held-out ones, as plain values.
 
@@ -46,21 +49,23 @@ def evaluate_folder(
 
     Args:
         images: folder of samples.
-        reference: training images.
-        held_out: images that no model has seen.
+        reference: training images, or their partition (`hddm.evaluation.pictures.read_pictures`).
+        held_out: images that no model has seen, or the partition that holds them out.
         allow_few: whether no more images than features are measured all the same, and marked.
         features: as `hddm.evaluation.extractors.open_extractor`.
         shards: a partition of the training images, for distances to each shard.
         classifier: where to save a classifier that is trained here; no file without.
+        max_bad: images, of all sides together, that may be unreadable; they are left out, and the result
+            names them. One that lacks samples is not comparable.
 
     Raises:
-        HddmError: for unreadable folders, single images, images of different shapes, JPEG samples, missing
-            weights, or too few images, unless ``allow_few``.
+        HddmError: for unreadable folders or images, single images, images of different shapes, JPEG samples,
+            missing weights, or too few images, unless ``allow_few``.
     """
-    sides = {"images": read_side(images, refuse_jpeg=True), "reference": read_side(reference)}
+    paths: dict[Role, Path] = {"images": images, "reference": reference}
     if held_out is not None:
-        sides["held-out"] = read_side(held_out)
-    sides = alike(sides)
+        paths["held-out"] = held_out
+    sides = alike(read_data(paths, max_bad))
     samples, training = sides["images"].images, sides["reference"].images
     counts = [side.facts.images for side in sides.values()]
     extractor = _extractor(features, sides["reference"], min(counts), classifier)
@@ -81,7 +86,7 @@ def evaluate_folder(
             shards=parts,
         )
         scores = asdict(scorer.score(samples.pixels, labels))
-    reasons = _reasons(counts, extractor, sampling)
+    reasons = _reasons(counts, extractor, sampling, len(sides["images"].facts.skipped))
     facts = {name.replace("-", "_"): _facts(side) for name, side in sides.items()}
     return {
         "format": FORMAT,
@@ -119,7 +124,9 @@ def _extractor(features: str, reference: Side, fewest: int, classifier: Path | N
     return of_classifier(network)
 
 
-def _reasons(counts: Sequence[int], extractor: Extractor, sampling: dict[str, Any] | None) -> list[str]:
+def _reasons(
+    counts: Sequence[int], extractor: Extractor, sampling: dict[str, Any] | None, skipped: int
+) -> list[str]:
     """Why a result compares with nothing."""
     reasons = []
     if min(counts) <= extractor.dimensions:
@@ -129,11 +136,14 @@ def _reasons(counts: Sequence[int], extractor: Extractor, sampling: dict[str, An
     asked = None if sampling is None else sampling.get("num_images")
     if asked is not None and asked != counts[0]:
         reasons.append(f"unequal counts: {asked} images were sampled and there are {counts[0]}")
+    if skipped:
+        reasons.append(f"{counted(skipped, 'sample')} could not be read")
     return reasons
 
 
 def _facts(side: Side) -> dict[str, Any]:
-    return {**asdict(side.facts), "shape": list(side.facts.shape)}
+    facts = side.facts
+    return {**asdict(facts), "shape": list(facts.shape), "skipped": list(facts.skipped)}
 
 
 def _read_shards(partition: Path, training: Tensor) -> tuple[list[Tensor], dict[str, Any]]:

@@ -9,7 +9,7 @@ from hddm.errors import HddmError
 from hddm.facts import check_format
 from hddm.files import read_json, write_json, write_whole
 
-FORMAT = "1.0"
+FORMAT = "1.1"
 KIND = "evaluation"
 
 
