@@ -59,8 +59,9 @@ def test_settings_that_were_changed_on_the_way_are_told_with_their_steps(
     assert record["settings"]["learning_rate"] == training["learning_rate"] == 5e-4
     assert training["images_seen"] == 2 * 16 + 7 * 8
 
-    (line,) = [one for one in hddm("inspect", out)[1].splitlines() if one.startswith("changes: ")]
-    assert json.loads(line.removeprefix("changes: ")) == training["changes"]
+    assert json.loads(hddm("inspect", out, "--json")[1])["changes"] == training["changes"]
+    _, told = hddm("inspect", out)[1].split("\nchanges:\n")
+    assert told.splitlines()[2] == "  step=6, key=learning_rate, was=0.001, is=0.0005"
 
 
 def test_a_folder_that_says_nothing_of_changes_is_an_experts_too(
