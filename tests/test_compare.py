@@ -126,7 +126,7 @@ def test_the_same_images_count_once(tmp_path: Path, hddm: Command) -> None:
     ("content", "message"),
     [
         ({"kind": "quickstart"}, "is no result of an evaluation"),
-        ({"kind": "evaluation", "format": "2.0"}, "format 2.0 is newer than 1.0"),
+        ({"kind": "evaluation", "format": "2.0"}, "format 2.0 is newer than 1.1"),
         ({"kind": "evaluation", "format": "1.0"}, "lacks 'features'"),
     ],
 )

@@ -40,8 +40,8 @@ def partition(
 ) -> None:
     """Divide images into shards of similar content and nearly equal size."""
     from hddm.data.partition import partition as divide
-    from hddm.data.shard_records import HELD_OUT
-    from hddm.describe import describe
+    from hddm.data.shard_records import FORMAT, HELD_OUT, PARTITION_FILE, PartitionFacts
+    from hddm.facts import read_facts
     from hddm.wording import counted, shown
 
     kept = cache or out.with_name(f"{out.name}.features")
@@ -60,20 +60,20 @@ def partition(
             caption_column=caption_column,
             label_column=label_column,
         )
-    facts = describe(out)
-    for number, silhouette in (facts["proposal"] or {}).items():
+    facts = read_facts(out / PARTITION_FILE, PartitionFacts, FORMAT)
+    for number, silhouette in (facts.proposal or {}).items():
         typer.echo(f"{counted(number, 'shard')}: silhouette {silhouette:.3f}")
-    for name in shown([f"{images / name}: cannot be read" for name in facts["skipped"]]):
+    for name in shown([f"{images / name}: cannot be read" for name in facts.skipped]):
         typer.echo(f"skipped {name}", err=True)
-    held = facts["held_out"] or [None] * len(folders)
-    for folder, size, fresh in zip(folders, facts["sizes"], held, strict=True):
+    held = facts.held_out or [None] * len(folders)
+    for folder, size, fresh in zip(folders, facts.sizes, held, strict=True):
         typer.echo(f"{folder}: {counted(size, 'image')}" + ("" if fresh is None else f", {fresh} held out"))
     if held_out:
-        fresh, total = sum(held), facts["images"]
+        fresh, total = sum(facts.held_out), facts.images
         share = f"{100 * fresh / total:.1f} % (--held-out {held_out:g} is met on average)"
         typer.echo(f"{out / HELD_OUT}: {fresh} of {total} images, {share}")
-    if facts["copies"]:
-        copies = counted(facts["copies"], "image is a copy of another", "images are copies of others")
+    if facts.copies:
+        copies = counted(facts.copies, "image is a copy of another", "images are copies of others")
         sides = "; equal images are kept together, all to train on or all held out" if held_out else ""
         typer.echo(f"{copies}{sides}")
     typer.echo(f"{out / 'report.html'}: what they look like")
