@@ -87,7 +87,7 @@ def _with_changes(facts: dict[str, Any]) -> dict[str, Any]:
 
 def _partition(folder: Path) -> dict[str, Any]:
     """Its own record, which `hddm encode` takes over, and of an encoded one how its shards are encoded."""
-    facts = read_facts(folder / PARTITION_FILE, PartitionFacts, SHARD_FORMAT).model_dump(mode="json")
+    facts = read_facts(folder / PARTITION_FILE, PartitionFacts, SHARD_FORMAT).model_dump()
     there = (shard for shard in find_shards(folder) if (shard / MANIFEST).is_file())
     shard = next(there, None)
     if shard is None or not is_encoded(shard):
