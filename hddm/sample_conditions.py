@@ -1,7 +1,7 @@
 """What images are made of: class labels, prompts and tensors in a file, cycled over the images."""
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -56,6 +56,12 @@ def read_cycles(pipeline: HDDMPipeline, settings: SampleSettings) -> tuple[Cycle
 def cycled(cycles: Cycles, start: int, stop: int) -> dict[str, Tensor]:
     """The rows of images ``start`` … ``stop`` - 1."""
     return {name: value[torch.arange(start, stop) % len(value)] for name, value in cycles.items()}
+
+
+def class_names(cycles: Cycles, classes: Sequence[str]) -> tuple[str, ...]:
+    """What the labels among ``cycles`` are called, numbers where no name is known; empty without labels."""
+    labels = cycles["class_labels"].tolist() if "class_labels" in cycles else []
+    return tuple(classes[k] if 0 <= k < len(classes) else str(k) for k in labels)
 
 
 def _refuse_missing(pipeline: HDDMPipeline, given: Cycles, only: int | None) -> None:

@@ -1,7 +1,7 @@
 """Samples of a saved model, written as a folder of PNG files, or of latents."""
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -17,13 +17,15 @@ from hddm.expert_use import ExpertUse
 from hddm.experts import EXPERT_FILE
 from hddm.files import check_absent, new_folder, write_json
 from hddm.pipeline import HDDMPipeline
-from hddm.sample_conditions import Cycles, cycled, read_cycles
+from hddm.sample_conditions import Cycles, class_names, cycled, read_cycles
 from hddm.sample_settings import SampleSettings
+from hddm.sample_sheets import check_absent_sheet, sheet_path, write_sheet
 from hddm.sampling import sample
 
-FORMAT = "1.1"
+FORMAT = "1.2"
 SAMPLING_FILE = "sampling.json"
 LATENTS_FILE = "latents.safetensors"
+IMAGE = "{:05d}.png"
 ROUND = 1024
 """Images that are in memory together."""
 
@@ -34,16 +36,25 @@ def sample_to_folder(
     settings: SampleSettings,
     overwrite: bool = False,
     on_batch: Callable[[int], None] | None = None,
-) -> None:
+    grid: bool = False,
+) -> str | None:
     """Sample an expert, an ensemble or the Paris release into a folder.
 
     It holds ``00000.png`` …, counted from ``settings.start``, or ``latents.safetensors``, and
-    ``sampling.json``: the settings, the grid's shift, and how the experts were used over time.
+    ``sampling.json``: the settings, the time grid's shift, and how the experts were used over time. With
+    ``grid`` there is a sheet of the images beside it (`hddm.sample_sheets`).
+
+    Returns:
+        What the sheet shows, None without one.
 
     Raises:
         HddmError: for an existing ``out``, a model that cannot be loaded, or wrong settings.
     """
     check_absent(out, SAMPLING_FILE, overwrite)
+    if grid and settings.output_type == "latent":
+        raise HddmError("--grid: shows images, and --output-type latent makes none; drop one of the two")
+    if grid:
+        check_absent_sheet(out, overwrite)
     guidance, device = settings.guidance, settings.torch_device
     if (source / EXPERT_FILE).exists():
         _refuse_for_one(source, settings)
@@ -90,13 +101,27 @@ def sample_to_folder(
         strategy = settings.strategy or ensemble.strategy
         _warn(pipeline, settings, use, expected if strategy == "draw" else None)
         write_json(draft / SAMPLING_FILE, _record(source, settings, pipeline, use, given))
+    if overwrite:
+        # That of the images that were replaced would be taken for one of these.
+        sheet_path(out).unlink(missing_ok=True)
+    return _write_sheet(out, settings, class_names(given, ensemble.classes)) if grid else None
+
+
+def _write_sheet(out: Path, settings: SampleSettings, classes: Sequence[str]) -> str:
+    numbers = range(settings.start, settings.start + settings.num_images)
+    cycle = classes or settings.prompts
+    return write_sheet(
+        out,
+        [out / IMAGE.format(i) for i in numbers],
+        [cycle[i % len(cycle)] for i in numbers] if cycle else (),
+    )
 
 
 def _write_images(pipeline: HDDMPipeline, samples: Tensor, start: int, batch_size: int, folder: Path) -> None:
     index = start
     for batch in samples.split(batch_size):
         for image in to_bytes(pipeline.decode(batch).cpu()):
-            save_png(image, folder / f"{index:05d}.png")
+            save_png(image, folder / IMAGE.format(index))
             index += 1
 
 
@@ -151,5 +176,6 @@ def _record(
         "weights": sorted({facts.weights for facts in pipeline.experts.facts}),
         "vae": None if vae is None else vae.model_dump(mode="json"),
         "class_labels": None if labels is None else labels.tolist(),
+        "class_names": list(class_names(given, pipeline.ensemble.classes)) or None,
         "expert_use": use.report(),
     }

@@ -108,6 +108,12 @@ def sample(
     output_type: Annotated[
         OutputType, typer.Option("--output-type", help="Images, or what the experts made.")
     ] = OutputType.png,
+    grid: Annotated[
+        bool,
+        typer.Option(
+            "--grid", help="Also one picture of the images, OUT.grid.png: a class or prompt a row, if any."
+        ),
+    ] = False,
     overwrite: Overwrite = False,
 ) -> None:
     """Make images from an expert or an ensemble. Image i depends on the seed and i alone."""
@@ -147,5 +153,7 @@ def sample(
         "options",
     )
     with Progress(num_images, "sample") as progress:
-        sample_to_folder(source, out, settings, overwrite, progress)
+        shown = sample_to_folder(source, out, settings, overwrite, progress, grid)
     typer.echo(f"{out}: {num_images} images")
+    if shown:
+        typer.echo(shown)

@@ -3,10 +3,9 @@
 import re
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
-from hddm.data.images import save_png
+from hddm.data.images import save_png, tiled
 
 GRID_COLUMNS = 8
 ENLARGE = 4
@@ -26,10 +25,5 @@ def grid_path(folder: Path, name: str) -> Path:
 
 def write_grid(pixels: Tensor, path: Path) -> None:
     """Write images (n, C, H, W) in bytes side by side, enlarged, with a thin border between them."""
-    big = pixels.repeat_interleave(ENLARGE, 2).repeat_interleave(ENLARGE, 3)
-    big = torch.nn.functional.pad(big, (1, 1, 1, 1), value=96)
-    missing = -len(big) % GRID_COLUMNS
-    big = torch.cat([big, torch.full((missing, *big.shape[1:]), 96, dtype=torch.uint8)])
-    rows = [torch.cat(list(row), dim=2) for row in big.split(GRID_COLUMNS)]
     path.parent.mkdir(parents=True, exist_ok=True)
-    save_png(torch.cat(rows, dim=1), path)
+    save_png(tiled(pixels, GRID_COLUMNS, ENLARGE), path)

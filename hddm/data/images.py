@@ -13,6 +13,8 @@ from hddm.data.decoding import decode as decode
 from hddm.data.sources import open_source
 from hddm.errors import HddmError
 
+_BORDER = 96
+
 
 @dataclass(frozen=True)
 class ImageSet:
@@ -82,6 +84,15 @@ def stack(images: Sequence[np.ndarray], names: Sequence[str]) -> Tensor:
         images = [i if i.ndim == 3 else np.repeat(i[..., None], 3, axis=2) for i in images]
         return torch.from_numpy(np.stack(images)).permute(0, 3, 1, 2).contiguous()
     return torch.from_numpy(np.stack(images))[:, None]
+
+
+def tiled(images: Tensor, columns: int, scale: int) -> Tensor:
+    """Images (N, C, H, W) in bytes as one (C, H', W'), ``scale`` times as large, each with a thin border."""
+    big = images.repeat_interleave(scale, 2).repeat_interleave(scale, 3)
+    big = torch.nn.functional.pad(big, (1, 1, 1, 1), value=_BORDER)
+    missing = -len(big) % columns
+    big = torch.cat([big, torch.full((missing, *big.shape[1:]), _BORDER, dtype=torch.uint8)])
+    return torch.cat([torch.cat(list(row), dim=2) for row in big.split(columns)], dim=1)
 
 
 def save_png(pixels: Tensor, path: Path) -> None:

@@ -9,6 +9,7 @@ from hddm.evaluation.results import Result, Side
 
 OWN = {"source", "seed", "start", "num_images", "batch_size", "offload", "max_memory", "format", "hddm"}
 """Of the sampling record: what tells models and seeds apart, or changes no image."""
+_LABELS, _NAMES = "class_labels", "class_names"
 _DATA = ("reference", "held_out", "shards")
 _UNKNOWN = "not recorded"
 Fields = dict[str, Any]
@@ -31,11 +32,14 @@ def refuse_incomparable(sides: Sequence[Side], varies: Sequence[str] = ()) -> No
     _check_names(varies, fields)
     lines = [f"{r.path}: not comparable: {reason}" for r in results for reason in _reasons(r)]
     lines += [_repeated(side, result, other) for side in sides for result, other in _twins(side)]
-    lines += [
-        f"{name}: {_values(name, results, fields)}"
+    differing = [
+        name
         for name in dict.fromkeys(name for one in fields for name in one)
-        if name not in varies and len({_shown(one, name) for one in fields if _says(one, name)}) > 1
+        if len({_shown(one, name) for one in fields if _says(one, name)}) > 1
     ]
+    # Other labels have other names, which are told with them.
+    allowed = {*varies, _NAMES} if _LABELS in differing else set(varies)
+    lines += [f"{name}: {_values(name, results, fields)}" for name in differing if name not in allowed]
     if lines:
         raise HddmError(
             "these results do not compare; --varies NAME declares a sampling setting that differs on purpose",
@@ -95,14 +99,22 @@ def _values(name: str, results: Sequence[Result], fields: Sequence[Fields]) -> s
     """Each value with the files that have it."""
     files: dict[str, list[str]] = {}
     for result, one in zip(results, fields, strict=True):
-        files.setdefault(_shown(one, name), []).append(str(result.path))
+        files.setdefault(_told(one, name), []).append(str(result.path))
     return "; ".join(f"{value} in {', '.join(paths)}" for value, paths in files.items())
 
 
 def _says(fields: Fields, name: str) -> bool:
-    """Whether a missing setting is news: where none was recorded, one line is enough."""
-    return name in fields or fields["sampling"] != _UNKNOWN
+    """Whether a missing setting is news: names are not, and where nothing is recorded, one line is enough."""
+    return name in fields or (name != _NAMES and fields["sampling"] != _UNKNOWN)
 
 
 def _shown(fields: Fields, name: str) -> str:
     return json.dumps(fields[name], sort_keys=True) if name in fields else _UNKNOWN
+
+
+def _told(fields: Fields, name: str) -> str:
+    """As `_shown`, but classes with their names where they are known."""
+    labels, names = fields.get(_LABELS), fields.get(_NAMES)
+    if name != _LABELS or not labels or not names:
+        return _shown(fields, name)
+    return ", ".join(f"{label} ({known})" for label, known in zip(labels, names, strict=False))

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from hddm.data.images import save_png, to_bytes
+from hddm.data.images import save_png, tiled, to_bytes
 from hddm.data.shards import Shard
 from hddm.sampling import initial_noise, integrate, time_grid
 from hddm.training.loop import StepReport
@@ -27,7 +27,6 @@ SEED = 0
 LATENT_RANGE = 3.0
 """Latents, whose variance is about 1, are shown from minus to plus this."""
 _SMALLEST = 64
-_BORDER = 96
 
 log = logging.getLogger(__name__)
 
@@ -129,9 +128,4 @@ def shown(x: Tensor, space: str) -> Tensor:
 
 def grid_of(images: Tensor) -> Tensor:
     """Images (N, C, H, W) in bytes side by side (C, H', W'), small ones enlarged, with a border."""
-    scale = max(1, _SMALLEST // images.shape[-1])
-    big = images.repeat_interleave(scale, 2).repeat_interleave(scale, 3)
-    big = nn.functional.pad(big, (1, 1, 1, 1), value=_BORDER)
-    missing = -len(big) % COLUMNS
-    big = torch.cat([big, torch.full((missing, *big.shape[1:]), _BORDER, dtype=torch.uint8)])
-    return torch.cat([torch.cat(list(row), dim=2) for row in big.split(COLUMNS)], dim=1)
+    return tiled(images, COLUMNS, max(1, _SMALLEST // images.shape[-1]))
