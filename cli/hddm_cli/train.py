@@ -145,6 +145,7 @@ def router(
     from hddm.facts import read_facts
     from hddm.progress import TrainingProgress
     from hddm.training.router import RouterSettings, train_router
+    from hddm.training.router_accuracy import told as accuracy
     from hddm.training.trend import trend_of
 
     own = {"steps": steps, "size": size, "random_flip": random_flip, "calibrate": calibrate}
@@ -154,8 +155,13 @@ def router(
         losses = train_router(shards, out, settings, overwrite, progress.reach, told.run())
     if trend := trend_of(losses):
         typer.echo(f"{out}: {trend.told('cross-entropy')}")
-    if losses and settings.calibrate:
-        found = read_facts(out / ROUTER_FILE, RouterFacts, FORMAT).calibration
+    if not losses:
+        return
+    facts = read_facts(out / ROUTER_FILE, RouterFacts, FORMAT)
+    if len(facts.shard_images) > 1:
+        typer.echo(f"{out}: {accuracy(facts.training['accuracy'])}")
+    if settings.calibrate:
+        found = facts.calibration
         typer.echo(
             f"{out}: calibrated on {sum(found['held_out_images'])} images kept from training: expected "
             f"calibration error {found['ece_before']:.4f} → {found['ece_after']:.4f}"

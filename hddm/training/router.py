@@ -1,5 +1,6 @@
 """Training the router: which shard does a noised image come from?"""
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,20 @@ from hddm.tensors import append_dims
 from hddm.training.data_identity import encoding_of
 from hddm.training.loop import Fitted, Inputs, OnStep, Task
 from hddm.training.networks import new_network
+from hddm.training.router_accuracy import (
+    Evidence,
+    accuracy_of,
+    is_better_than_chance,
+    kept_apart,
+)
 from hddm.training.router_calibration import HELD_OUT_SHARE, calibrate_router, held_out
 from hddm.training.run_folder import RunOptions
 from hddm.training.runs import finished, train
 from hddm.training.settings import RouterSettings as RouterSettings
 from hddm.training.shard_calibration import placed
 from hddm.training.watching import watching
+
+log = logging.getLogger(__name__)
 
 
 def train_router(
@@ -43,6 +52,9 @@ def train_router(
     With ``settings.calibrate`` a part of every shard is kept out of training, and temperatures are fitted to
     it (`hddm.training.router_calibration`).
 
+    In the end its accuracy is measured on held-out images of the partition, else on those kept for the
+    temperatures, else on the training images; it is recorded, and no better than chance is a warning.
+
     Args:
         shards_folder: a partition, as it is or encoded.
         out: the router folder to write.
@@ -55,8 +67,9 @@ def train_router(
         The loss of every step.
 
     Raises:
-        HddmError: for shards that cannot be read or differ in shape or VAE, a run that differs from the one
-            to be resumed, pictures asked of it, or losses that are not finite.
+        HddmError: for shards that cannot be read or differ in shape or VAE, held-out images that cannot be
+            read or are not theirs, a run that differs from the one to be resumed, pictures asked of it, or
+            losses that are not finite.
         Stopped: after a signal, with the run saved.
     """
     if run is not None and run.sample_every:
@@ -68,10 +81,13 @@ def train_router(
     stored = JoinedStore([shard.stored for shard in shards])
     rows = torch.arange(len(stored))
     labels = stored.part_of(rows)
+    seen = Evidence(stored, rows, labels, "training images")
     if settings.calibrate:
         fresh = torch.cat([held_out(shard) for shard in shards])
         held = rows[fresh]
         rows = rows[~fresh]
+        seen = Evidence(stored, held, labels[held], "images kept from training")
+    evidence = kept_apart(shards_folder, shards) or seen
     shape = shards[0].shape
     network = new_network(RouterTransformer, settings.size, shape, settings.seed, num_experts=len(shards))
 
@@ -95,19 +111,26 @@ def train_router(
     def write(draft: Path, fitted: Fitted, used: RouterSettings) -> None:
         calibration: dict[str, Any] = {}
         temperatures: tuple[float, ...] = (1.0,)
-        if settings.calibrate:
-            images, of = stored.take(held, None, None), labels[held]
-            place = fitted.device
-            with placed(network, place):
-                temperatures, figures = calibrate_router(
-                    lambda x, time: network(x.to(place), time.to(place)).cpu(),
-                    TIME_SCALE,
-                    images,
-                    of,
-                    settings.seed,
-                )
-            each = of.bincount(minlength=len(shards)).tolist()
-            calibration = {"held_out_share": HELD_OUT_SHARE, "held_out_images": each, **figures}
+        place = fitted.device
+
+        def logits(x: Tensor, time: Tensor) -> Tensor:
+            given: Tensor = network(x.to(place), time.to(place))
+            return given.cpu()
+
+        with placed(network, place):
+            accuracy = accuracy_of(logits, TIME_SCALE, evidence, settings.seed)
+            if settings.calibrate:
+                images, of = stored.take(held, None, None), labels[held]
+                temperatures, figures = calibrate_router(logits, TIME_SCALE, images, of, settings.seed)
+                each = of.bincount(minlength=len(shards)).tolist()
+                calibration = {"held_out_share": HELD_OUT_SHARE, "held_out_images": each, **figures}
+        if len(shards) > 1 and not is_better_than_chance(accuracy):
+            log.warning(
+                "%s: tells shards apart no better than chance, as far as %d images show; train it "
+                "for longer, or with another --learning-rate",
+                out,
+                accuracy["images"],
+            )
         facts = RouterFacts(
             time_scale=TIME_SCALE,
             sample_shape=shape,
@@ -115,7 +138,7 @@ def train_router(
             shard_images=tuple(len(shard) for shard in shards),
             temperatures=temperatures,
             calibration=calibration,
-            training=fitted.record(used),
+            training=fitted.record(used) | {"accuracy": accuracy},
         )
         save_router(draft, network, facts)
 

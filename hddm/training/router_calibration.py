@@ -72,7 +72,7 @@ def calibrate_router(
         The temperatures, and plain values for the record: expected calibration error and cross-entropy,
         before and after, over all times and in `TIME_BINS` intervals of t.
     """
-    noised = _noised(network, time_scale, images, labels, seed)
+    noised = noised_logits(network, time_scale, images, labels, seed)
     # Dealt in the order of the labels, so that each half has its share of every shard.
     half = torch.empty_like(labels).index_put_((labels.argsort(stable=True),), torch.arange(len(labels)) % 2)
     side = half[noised.image]
@@ -163,7 +163,7 @@ def expected_calibration_error(probabilities: Tensor, labels: Tensor, bins: int 
 
 
 @dataclass(frozen=True)
-class _Noised:
+class Noised:
     """Logits (n, K) of noised images at t (n,), their labels (n,), and which image each is of (n,)."""
 
     logits: Tensor
@@ -178,17 +178,21 @@ class _Noised:
 
 
 @torch.no_grad()
-def _noised(
+def noised_logits(
     network: Callable[[Tensor, Tensor], Tensor],
     time_scale: float,
     images: Tensor,
     labels: Tensor,
     seed: int,
+    at_least: int = NOISED,
     batch_size: int = 512,
-) -> _Noised:
-    """Every image as often as any other, at times that are spread evenly over [0, 1] together."""
+) -> Noised:
+    """What a router says of noised images; arguments as of `calibrate_router`.
+
+    Every image comes as often as any other, at times that are spread evenly over [0, 1] together.
+    """
     draws = generator(seed, 0, CALIBRATION_STREAM)
-    image = torch.arange(len(images)).repeat(-(-NOISED // len(images)))
+    image = torch.arange(len(images)).repeat(-(-at_least // len(images)))
     places = torch.randperm(len(image), generator=draws).double()
     t = (places + torch.rand(len(image), generator=draws, dtype=torch.float64)) / len(image)
     logits = []
@@ -196,7 +200,7 @@ def _noised(
         x_0, wide = images[rows], append_dims(times, images.ndim).to(images)
         eps = torch.randn(x_0.shape, generator=draws, dtype=x_0.dtype)
         logits.append(network((1 - wide) * x_0 + wide * eps, (times * time_scale).to(images)).double())
-    return _Noised(torch.cat(logits), t, labels[image], image)
+    return Noised(torch.cat(logits), t, labels[image], image)
 
 
 def _figures(before: Tensor, after: Tensor, labels: Tensor) -> dict[str, float]:
