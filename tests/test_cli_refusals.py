@@ -126,8 +126,12 @@ def test_an_existing_folder_is_kept(
 def test_a_broken_image_is_named(images: Path, tmp_path: Path, hddm: Command) -> None:
     spoilt = copied(images, tmp_path)
     (spoilt / "rows" / "03.png").write_bytes(b"\x89PNG\r\n\x1a\nnothing")
-    message = _refused(hddm, "partition", spoilt, "--out", tmp_path / "out", "--shards", 2)
-    assert str(spoilt / "rows" / "03.png") in message
+    code, out, err = hddm("partition", spoilt, "--out", tmp_path / "out", "--shards", 2)
+    kept, error, image = err.splitlines()
+    assert (code, out) == (1, "")
+    assert kept.startswith(f"{tmp_path / 'out.features'}: features, kept")
+    assert error.startswith(f"hddm: {spoilt}: 1 image cannot be read")
+    assert image.startswith(f"  {spoilt / 'rows' / '03.png'}: ")
     assert not (tmp_path / "out").exists()
 
 

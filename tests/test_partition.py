@@ -159,6 +159,17 @@ def test_shards_too_small_for_two_sides_and_what_auto_may_take_are_known_before_
         partition(many, tmp_path / "out", "auto", held_out=0.2)
 
 
+def test_a_shard_with_few_held_out_images_says_so(many: Path, tmp_path: Path, hddm: Command) -> None:
+    told = {}
+    for share in (0.2, 0.4):
+        out = tmp_path / f"{share}"
+        code, lines, _ = hddm("partition", many, "--out", out, "--shards", 1, "--held-out", share)
+        (held_out,) = describe(out)["held_out"]
+        told[held_out < 16] = lines.splitlines()[0].split(f", {held_out} held out")[1]
+        assert code == 0
+    assert told == {True: ", few to judge its expert by", False: ""}
+
+
 def _twins(folder: Path, is_held_out: bool, share: float) -> Path:
     """40 images that differ, and 40 copies of one more, of which a share holds all out or none."""
     (folder / "same").mkdir(parents=True)

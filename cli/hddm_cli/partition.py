@@ -29,7 +29,7 @@ def partition(
     ] = None,
     max_bad: Annotated[int, typer.Option("--max-bad", min=0, help="Broken images to skip, by name.")] = 0,
     held_out: Annotated[
-        float, typer.Option("--held-out", help="Share of each shard that is kept from training.")
+        float, typer.Option("--held-out", help="Share of each shard, on average, that is kept from training.")
     ] = 0.0,
     caption_column: Annotated[
         str | None, typer.Option("--caption-column", help="Of the captions; else text or caption.")
@@ -40,7 +40,7 @@ def partition(
 ) -> None:
     """Divide images into shards of similar content and nearly equal size."""
     from hddm.data.partition import partition as divide
-    from hddm.data.shard_records import FORMAT, HELD_OUT, PARTITION_FILE, PartitionFacts
+    from hddm.data.shard_records import FORMAT, HELD_OUT, MIN_IMAGES, PARTITION_FILE, PartitionFacts
     from hddm.facts import read_facts
     from hddm.wording import counted, shown
 
@@ -67,7 +67,9 @@ def partition(
         typer.echo(f"skipped {name}", err=True)
     held = facts.held_out or [None] * len(folders)
     for folder, size, fresh in zip(folders, facts.sizes, held, strict=True):
-        typer.echo(f"{folder}: {counted(size, 'image')}" + ("" if fresh is None else f", {fresh} held out"))
+        few = ", few to judge its expert by" if fresh is not None and fresh < MIN_IMAGES else ""
+        kept_back = "" if fresh is None else f", {fresh} held out{few}"
+        typer.echo(f"{folder}: {counted(size, 'image')}{kept_back}")
     if held_out:
         fresh, total = sum(facts.held_out), facts.images
         share = f"{100 * fresh / total:.1f} % (--held-out {held_out:g} is met on average)"

@@ -53,8 +53,8 @@ def check_share(images: Path, num: int, num_shards: int, share: float) -> None:
     if share <= 0.5:
         least = _rounded(MIN_IMAGES / each, up=True)
         raise HddmError(
-            f"{start} are about {share * each:.1f} a shard, and {MIN_IMAGES} are needed to judge its expert "
-            f"by; the smallest share that works is {least:g}, or take fewer shards"
+            f"{start} are about {share * each:.1f} a shard, too few to judge its expert by; the "
+            f"smallest share that works is {least:g}, or take fewer shards"
         )
     most = _rounded(1 - MIN_IMAGES / each, up=False)
     raise HddmError(
