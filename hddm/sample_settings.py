@@ -4,11 +4,12 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from hddm.errors import HddmError
 from hddm.facts import Facts
 from hddm.guidance import Guidance
+from hddm.routing import Strategy
 from hddm.tensors import available_device
 
 DTYPES = {
@@ -18,6 +19,11 @@ DTYPES = {
     "float64": torch.float64,
 }
 Positive = Annotated[int, Field(ge=1)]
+
+
+def _known_strategy(name: str) -> str:
+    Strategy.parse(name)
+    return name
 
 
 class SampleSettings(Facts):
@@ -30,7 +36,7 @@ class SampleSettings(Facts):
     solver: str = "euler"
     shift: float | None = None
     """Of the time grid; None for the model's own."""
-    strategy: str | None = None
+    strategy: Annotated[str, AfterValidator(_known_strategy)] | None = None
     expert: int | None = None
     router_every: Positive = 1
     guidance_scale: float = 1.0
@@ -45,7 +51,7 @@ class SampleSettings(Facts):
     conditions: Path | None = None
     """A safetensors file of conditions by keyword, and of negative ones as ``negative_<keyword>``, cycled."""
     batch_size: Positive = 64
-    device: str = "cpu"
+    device: str = "auto"
     dtype: str = "float32"
     offload: Literal["none", "ram", "disk"] = "none"
     max_memory: Positive | None = None
@@ -83,5 +89,5 @@ class SampleSettings(Facts):
         return available_device(self.device)
 
     def record(self) -> dict[str, Any]:
-        """Plain values for the record beside the images."""
-        return self.model_dump(mode="json")
+        """Plain values for the record beside the images, with the device that ``auto`` comes to."""
+        return self.model_dump(mode="json") | {"device": str(self.torch_device)}

@@ -42,11 +42,13 @@ def device_of(network: object) -> torch.device:
 
 
 def available_device(name: str | torch.device) -> torch.device:
-    """The device of this name.
+    """The device of this name; ``auto`` is a GPU where there is one, else the CPU.
 
     Raises:
         HddmError: for one that is unknown or not there.
     """
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     try:
         device = torch.device(name)
         torch.empty(1, device=device)

@@ -40,7 +40,7 @@ def test_no_help_imports_torch() -> None:
         "for verb in sys.argv[1:]:\n"
         "    shown = CliRunner().invoke(commands, [*verb.split(), '--help'])\n"
         "    assert shown.exit_code == 0 and '--help' in shown.output, verb\n"
-        "assert not {'torch', 'numpy', 'hddm'} & set(sys.modules)\n"
+        "assert not {'torch', 'numpy', 'rich'} & set(sys.modules)\n"
     )
     subprocess.run([sys.executable, "-c", code, *VERBS], check=True)
 
@@ -70,6 +70,7 @@ def test_the_whole_work_from_images_to_samples(images: Path, tmp_path: Path, hdd
     settings = json.loads((tmp_path / "samples" / "sampling.json").read_text())
     assert settings["strategy"] == "top-1"
     assert settings["seed"] == 4
+    assert settings["device"] in ("cpu", "cuda", "mps")
     assert settings["source"] == str(ensemble)
 
 

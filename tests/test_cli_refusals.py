@@ -45,9 +45,9 @@ def test_what_is_missing_is_named(ensemble: Path, tmp_path: Path, hddm: Command)
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--strategy", "best"], "unknown strategy 'best'"),
+        (["--strategy", "best"], "--strategy best: choose top-K"),
         (["--strategy", "top-5"], "top-5 needs 5 experts and there are 2"),
-        (["--solver", "magic"], "'magic'"),
+        (["--solver", "magic"], "--solver magic: choose one of euler"),
         (["--shift", "0"], "shift"),
         (["--class-labels", "0"], "--class-labels 0: the model is unconditional"),
         (["--guidance-scale", "2"], "guidance"),
@@ -82,8 +82,8 @@ def test_a_wrong_training_writes_nothing(shards: Path, tmp_path: Path, hddm: Com
     before = contents(tmp_path)
     assert "has 3 images; an expert needs at least 16" in _refused(hddm, "train", "expert", small, *options)
     good = ["train", "expert", shards / "shard_0", *options]
-    assert "unknown model size 'huge'" in _refused(hddm, *good, "--size", "huge")
-    assert "learning_rate" in _refused(hddm, *good, "--learning-rate", "-1")
+    assert "--size huge: choose one of" in _refused(hddm, *good, "--size", "huge")
+    assert "--learning-rate" in _refused(hddm, *good, "--learning-rate", "-1")
     assert str(small / "x.json") in _refused(
         hddm, *good, "--objective", "ddpm", "--schedule", small / "x.json"
     )

@@ -114,6 +114,7 @@ def test_training_on_from_the_command_line(
         code, _, err = hddm(*arguments)
         assert code == 0, err
     assert len(list(done.glob("*.png"))) == 3
+    (tmp_path / "scheduler_config.json").write_text("{}")
     for extra in (["--size", "small"], ["--schedule", tmp_path / "scheduler_config.json"]):
         code, shown, err = hddm(*command, "--objective", "flow", "--out", tmp_path / "no", *extra)
         assert code in (1, 2)

@@ -224,6 +224,6 @@ def test_help_of_data_needs_no_torch() -> None:
         "import sys; from typer.testing import CliRunner; from hddm_cli.app import commands\n"
         "for verb in (['data'], ['data', 'check']):\n"
         "    assert 'check' in CliRunner().invoke(commands, [*verb, '--help']).output\n"
-        "assert not {'torch', 'numpy', 'hddm'} & set(sys.modules)\n"
+        "assert not {'torch', 'numpy', 'rich'} & set(sys.modules)\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -341,4 +341,4 @@ def test_idle_options_are_refused_on_the_command_line(source: Path, tmp_path: Pa
     out = tmp_path / "out"
     for option in (["--dtype", "float32"], ["--image-interpolation-mode", "box"], ["--random-crop"]):
         code, _, error = hddm("encode", source, "--out", out, *option)
-        assert (code, option[0] in error) == (1, True)
+        assert (code, option[0] in error) == (2, True)

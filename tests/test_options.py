@@ -4,8 +4,8 @@ import subprocess
 import sys
 
 import pytest
-import typer
 
+from hddm.errors import UsageError
 from hddm_cli.options import parse_size
 
 
@@ -19,7 +19,7 @@ def test_amounts_of_memory(text: str, size: float) -> None:
 
 @pytest.mark.parametrize("text", ["", "0GB", "-1GB", "6 TB", "GB", "6G B", "1e9"])
 def test_other_amounts_are_refused(text: str) -> None:
-    with pytest.raises(typer.BadParameter, match="write it as 6GB"):
+    with pytest.raises(UsageError, match="write it as 6GB"):
         parse_size(text, "--max-memory")
 
 

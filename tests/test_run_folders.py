@@ -223,12 +223,12 @@ def test_bfloat16_learns_alike_with_weights_and_averages_in_float32(whole: Path,
 def test_half_precision_without_a_gpu_is_refused(whole: Path, tmp_path: Path, hddm: Command) -> None:
     for options, message in (
         (("--mixed-precision", "fp16", "--device", "cpu"), "fp16 needs a GPU; on a CPU take bf16 or no"),
-        (("--mixed-precision", "fp8"), "mixed_precision"),
-        (("--gradient-accumulation-steps", 3), "batch_size 8 does not divide into 3"),
+        (("--mixed-precision", "fp8"), "--mixed-precision fp8: choose one of no, bf16, fp16"),
+        (("--gradient-accumulation-steps", 3), "--batch-size 8 does not divide into 3"),
     ):
         code, _, error = hddm(
             "train", "expert", whole, "--out", tmp_path / "out", "--steps", 2, *OPTIONS, *options
         )
-        assert code == 1
+        assert code in (1, 2)
         assert message in error
         assert error.count("\n") == 1

@@ -193,7 +193,7 @@ def test_a_gradient_that_is_not_finite_counts_too() -> None:
 )
 def test_settings_out_of_range_are_refused_by_name(setting: dict[str, float]) -> None:
     (name,) = setting
-    with pytest.raises(HddmError, match=f"options: key '{name}'"):
+    with pytest.raises(HddmError, match=f"--{name.replace('_', '-')} "):
         parse_facts({"steps": 1, **setting}, LoopSettings, "options")
 
 

@@ -310,7 +310,7 @@ def test_a_wrong_call_is_told_from_a_bad_expert_by_its_code_and_before_anything_
         (shards, f"none of its 2 shards is that of {folder}, which is of shard "),
         (images, "holds no manifest.json"),
         (damaged, "its content changed since the partition"),
-        (tmp_path / "none", "no such folder"),
+        (tmp_path / "none", "no such file or folder"),
     ):
         code, out, err = hddm("verify", folder, "--data", data)
         assert (code, out, err.count("\n")) == (2, "", 1)
@@ -343,7 +343,7 @@ def test_what_is_no_expert_is_named_in_one_line_and_nothing_is_hashed(
             "holds no expert.json, nor does a folder in it; name what hddm train expert or hddm convert",
         ),
         (class_expert / WEIGHTS, "is a file; name an expert's folder"),
-        (tmp_path / "none", "no such folder"),
+        (tmp_path / "none", "no such file or folder"),
     ):
         code, out, err = hddm("verify", folder)
         assert (code, out, err.count("\n")) == (2, "", 1), err

@@ -3,9 +3,11 @@
 import logging
 import sys
 import warnings
+from typing import Annotated, Any
 
 import typer
 
+from hddm.errors import HddmError
 from hddm_cli import (
     assemble,
     benchmark,
@@ -22,16 +24,29 @@ from hddm_cli import (
     sample,
     train,
     train_all,
+    usage,
     verify,
 )
 
 commands = typer.Typer(
     name="hddm",
-    help="Train diffusion experts alone, combine them in velocity space.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    # Tables of rich cut the names of options on a narrow terminal.
+    rich_markup_mode=None,
 )
+
+
+@commands.callback()
+def hddm(
+    debug: Annotated[
+        bool, typer.Option("--debug", help="Show the traceback of a failure; with any verb, anywhere.")
+    ] = False,
+) -> None:
+    """Train diffusion experts alone, combine them in velocity space."""
+
+
 commands.command("quickstart")(quickstart.quickstart)
 commands.command("benchmark")(benchmark.benchmark)
 commands.add_typer(data.commands, name="data")
@@ -63,13 +78,25 @@ def app() -> None:
     arguments = [a for a in sys.argv[1:] if a != "--debug"]
     warnings.showwarning = _show_warning
     try:
-        commands(arguments)
+        sys.exit(commands(args=arguments, prog_name="hddm", standalone_mode=False))
+    except typer.Abort:
+        sys.exit(130)
     except Exception as error:
-        if debug:
-            raise
-        typer.echo(f"hddm: {_told(error)}", err=True)
-        # After a signal the work is saved, and the code says by what it was ended.
-        sys.exit(getattr(error, "exit_code", 1))
+        _refuse(error, debug)
+
+
+def _refuse(error: Any, debug: bool) -> None:
+    """Say in a line why nothing was done, and exit; with ``debug`` the error goes on its way."""
+    if type(error).__name__ == "NoArgsIsHelpError":
+        # Which carries the help.
+        error.show()
+    else:
+        said = usage.told(error)
+        if said is None and debug:
+            raise error
+        typer.echo(f"hddm: {said or _told(error)}", err=True)
+    # After a signal the work is saved, and the code says by what it was ended.
+    sys.exit(getattr(error, "exit_code", 1))
 
 
 def _show_warning(message: Warning | str, category: type[Warning], *where: object, **more: object) -> None:
@@ -79,13 +106,10 @@ def _show_warning(message: Warning | str, category: type[Warning], *where: objec
 
 
 def _told(error: Exception) -> str:
-    """The message of what a user can mend, its details below; anything else is named in one line.
-
-    A module that is not loaded cannot have raised its error; safetensors has its own for a full disk.
-    """
-    kinds = [("hddm.errors", "HddmError"), ("safetensors", "SafetensorError")]
-    loaded = [getattr(sys.modules[module], name) for module, name in kinds if module in sys.modules]
-    if not isinstance(error, (OSError, *loaded)):
+    """The message of what a user can mend, its details below; anything else is named in one line."""
+    # A module that is not loaded cannot have raised its error; safetensors has its own for a full disk.
+    of_disks = getattr(sys.modules.get("safetensors"), "SafetensorError", OSError)
+    if not isinstance(error, (OSError, HddmError, of_disks)):
         return f"unexpected {type(error).__name__}: {_one_line(error)} (--debug shows where)"
     details = getattr(error, "details", ())
     return "\n  ".join((_one_line(getattr(error, "message", error)), *details))

@@ -5,14 +5,15 @@ from typing import Annotated
 
 import typer
 
-from hddm_cli.options import Overwrite
+from hddm.errors import UsageError
+from hddm_cli.options import InputArgument, InputOption, Overwrite
 
-Component = Annotated[Path | None, typer.Option(help="Folder of that component, for experts of latents.")]
+Component = Annotated[Path | None, InputOption(help="Folder of that component, for experts of latents.")]
 
 
 def assemble(
     experts: Annotated[
-        list[Path], typer.Argument(help="Expert folders, in any order; or one ensemble folder to change.")
+        list[Path], InputArgument(help="Expert folders, in any order; or one ensemble folder to change.")
     ],
     out: Annotated[
         Path | None,
@@ -20,29 +21,29 @@ def assemble(
             "--out", help="Folder to write; must not exist. Without it an ensemble changes in place."
         ),
     ] = None,
-    router: Annotated[Path | None, typer.Option("--router", help="Router folder.")] = None,
+    router: Annotated[Path | None, InputOption("--router", help="Router folder.")] = None,
     strategy: Annotated[
         str | None, typer.Option("--strategy", help="Recommended strategy, stored in the folder; else draw.")
     ] = None,
     vae: Component = None,
     text_encoder: Component = None,
     tokenizer: Component = None,
-    add: Annotated[list[Path] | None, typer.Option("--add", help="Expert to add to an ensemble.")] = None,
+    add: Annotated[list[Path] | None, InputOption("--add", help="Expert to add to an ensemble.")] = None,
     remove: Annotated[
         list[str] | None, typer.Option("--remove", help="Index or folder of an expert to take out.")
     ] = None,
     base: Annotated[
         list[Path] | None,
-        typer.Option("--base", help="Expert whose weights LoRA experts change, where it was moved."),
+        InputOption("--base", help="Expert whose weights LoRA experts change, where it was moved."),
     ] = None,
     overwrite: Overwrite = False,
 ) -> None:
     """Put experts and a router into one ensemble folder, after checking that they fit; or change one."""
     changes = bool(add or remove) or (len(experts) == 1 and (experts[0] / "ensemble.json").is_file())
     if changes and len(experts) != 1:
-        raise typer.BadParameter("--add and --remove change one ensemble folder; name that alone")
+        raise UsageError("--add and --remove change one ensemble folder; name that alone")
     if out is None and not changes:
-        raise typer.BadParameter("--out is missing: the folder to write")
+        raise UsageError("--out: is required, the folder to write")
     from hddm.assembly import DEFAULT_STRATEGY
     from hddm.assembly import assemble as put_together
     from hddm.assembly_changes import change

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from hddm_cli.options import Out
+from hddm_cli.options import InputOption, Out
 
 
 def benchmark(
@@ -14,7 +14,7 @@ def benchmark(
     ],
     out: Out,
     data: Annotated[
-        Path | None, typer.Option("--data", help="Folder of the images that the settings name.")
+        Path | None, InputOption("--data", help="Folder of the images that the settings name.")
     ] = None,
     seeds: Annotated[
         str | None, typer.Option("--seeds", help="Training seeds, as 0-4 or 5,6, instead of the settings'.")

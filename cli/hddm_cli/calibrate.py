@@ -6,16 +6,15 @@ from typing import Annotated
 import typer
 
 from hddm_cli.combinations import refuse_given
+from hddm_cli.options import InputArgument, InputOption
 
 
 def calibrate(
     context: typer.Context,
-    expert: Annotated[Path, typer.Argument(help="Expert folder; its calibration is replaced.")],
+    expert: Annotated[Path, InputArgument(help="Expert folder; its calibration is replaced.")],
     data: Annotated[
         Path | None,
-        typer.Option(
-            "--data", help="Shard folder to calibrate on; without it, samples of the expert itself."
-        ),
+        InputOption("--data", help="Shard folder to calibrate on; without it, samples of the expert itself."),
     ] = None,
     num_images: Annotated[
         int, typer.Option("--num-images", min=16, help="Samples to draw, without --data.")

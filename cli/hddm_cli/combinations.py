@@ -2,16 +2,16 @@
 
 import typer
 
+from hddm.errors import UsageError
+
 
 def refuse_given(context: typer.Context, reason: str, *names: str) -> None:
     """Refuse each parameter called one of ``names`` that was given on the command line.
 
     Raises:
-        HddmError: with ``reason``, naming the first of them.
+        UsageError: with ``reason``, naming the first of them.
     """
-    from hddm.errors import HddmError
-
     for name in names:
         source = context.get_parameter_source(name)
         if source is not None and source.name == "COMMANDLINE":
-            raise HddmError(f"--{name.replace('_', '-')}: {reason}; drop one of the two")
+            raise UsageError(f"--{name.replace('_', '-')}: {reason}; drop one of the two")

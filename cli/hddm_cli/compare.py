@@ -5,11 +5,13 @@ from typing import Annotated
 
 import typer
 
+from hddm_cli.options import InputArgument
+
 
 def compare(
     results: Annotated[
         list[Path],
-        typer.Argument(
+        InputArgument(
             help="Results of hddm evaluate --out, the first to compare with; a folder is one side. "
             "Or folders of benchmarks."
         ),

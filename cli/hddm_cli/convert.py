@@ -7,8 +7,9 @@ from typing import Annotated, Any
 
 import typer
 
+from hddm.errors import UsageError
 from hddm_cli.combinations import refuse_given
-from hddm_cli.options import Out, Overwrite
+from hddm_cli.options import InputArgument, InputOption, Out, Overwrite
 
 
 class Weights(StrEnum):
@@ -37,7 +38,7 @@ _WITH_TO_LAYOUT = {"context", "source", "out", "to_layout", "dry_run", "overwrit
 
 def convert(
     context: typer.Context,
-    source: Annotated[Path, typer.Argument(help="Checkpoint file, model or pipeline folder, or expert.")],
+    source: Annotated[Path, InputArgument(help="Checkpoint file, model or pipeline folder, or expert.")],
     out: Out,
     layout: Annotated[
         str | None, typer.Option("--layout", help="Layout of the source; default: by its content.")
@@ -59,7 +60,7 @@ def convert(
         str | None, typer.Option("--variant", help="Variant of the weights file, as fp16.")
     ] = None,
     schedule: Annotated[
-        Path | None, typer.Option("--schedule", help="scheduler_config.json instead of the source's own.")
+        Path | None, InputOption("--schedule", help="scheduler_config.json instead of the source's own.")
     ] = None,
     prediction_type: Annotated[
         str | None,
@@ -108,7 +109,7 @@ def convert(
             typer.echo(line)
         return
     if modulation_rank and architecture is None:
-        raise typer.BadParameter("needs --architecture adaln-single", param_hint="--modulation-rank")
+        raise UsageError(f"--modulation-rank {modulation_rank}: needs --architecture adaln-single")
     reading = Reading(
         layout=layout,
         allow_pickle=allow_pickle,

@@ -5,6 +5,9 @@ from typing import Annotated
 
 import typer
 
+from hddm.errors import HddmError
+from hddm_cli.options import InputArgument
+
 commands = typer.Typer(help="Look at images before training.", no_args_is_help=True)
 
 
@@ -15,9 +18,7 @@ def data() -> None:
 
 @commands.command("check")
 def check(
-    path: Annotated[
-        Path, typer.Argument(help="Images (a folder, .tar or .parquet), a shard or a partition.")
-    ],
+    path: Annotated[Path, InputArgument(help="Images (a folder, .tar or .parquet), a shard or a partition.")],
     max_bad: Annotated[int, typer.Option("--max-bad", min=0, help="Bad images that are no failure.")] = 0,
     caption_column: Annotated[
         str | None, typer.Option("--caption-column", help="Column of the captions.")
@@ -31,7 +32,6 @@ def check(
     sides of a split (folders as train and test, or the training and held-out images of a partition) apart.
     """
     from hddm.data.check import check_data
-    from hddm.errors import HddmError
     from hddm.wording import counted
 
     report = check_data(path, caption_column, label_column)

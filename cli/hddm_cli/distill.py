@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from hddm_cli.combinations import refuse_given
-from hddm_cli.options import Out, Overwrite, Steps
+from hddm_cli.options import InputArgument, InputOption, Out, Overwrite, Steps
 from hddm_cli.train import LEARNING
 from hddm_cli.training_options import FILE, KEEPING, LOOP, PICTURES, Told, takes
 
@@ -25,9 +25,9 @@ STUDENT = {name: LEARNING[name] for name in ("size", "time_sampling", "condition
 @takes(STUDENT, LOOP, KEEPING, PICTURES, FILE)
 def distill(
     context: typer.Context,
-    ensemble: Annotated[Path, typer.Argument(help="Ensemble folder, the teacher.")],
+    ensemble: Annotated[Path, InputArgument(help="Ensemble folder, the teacher.")],
     data: Annotated[
-        Path, typer.Option("--data", help="Partition folder, as hddm partition or encode writes it.")
+        Path, InputOption("--data", help="Partition folder, as hddm partition or encode writes it.")
     ],
     out: Out,
     steps: Steps = None,
@@ -39,7 +39,7 @@ def distill(
     ] = TeacherKind.shard,
     init: Annotated[
         Path | None,
-        typer.Option("--init", help="Flow expert to begin with, one of the ensemble's say; fixes the size."),
+        InputOption("--init", help="Flow expert to begin with, one of the ensemble's say; fixes the size."),
     ] = None,
     overwrite: Overwrite = False,
     **given: Any,

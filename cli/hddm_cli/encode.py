@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from hddm_cli.combinations import refuse_given
-from hddm_cli.options import Out, Overwrite, Seed
+from hddm_cli.options import AnyDevice, InputArgument, InputOption, Out, Overwrite, Seed
 
 
 class StoredDtype(StrEnum):
@@ -31,15 +31,15 @@ class Interpolation(StrEnum):
 
 def encode(
     context: typer.Context,
-    source: Annotated[Path, typer.Argument(help="Shard of images, or the folder of all shards.")],
+    source: Annotated[Path, InputArgument(help="Shard of images, or the folder of all shards.")],
     out: Out,
     vae: Annotated[
-        Path | None, typer.Option("--vae", help="Folder of an AutoencoderKL or AutoencoderTiny; else pixels.")
+        Path | None, InputOption("--vae", help="Folder of an AutoencoderKL or AutoencoderTiny; else pixels.")
     ] = None,
     text_encoder: Annotated[
-        Path | None, typer.Option("--text-encoder", help="Folder of a CLIP text encoder, for captions.")
+        Path | None, InputOption("--text-encoder", help="Folder of a CLIP text encoder, for captions.")
     ] = None,
-    tokenizer: Annotated[Path | None, typer.Option("--tokenizer", help="Folder of its tokenizer.")] = None,
+    tokenizer: Annotated[Path | None, InputOption("--tokenizer", help="Folder of its tokenizer.")] = None,
     resolution: Annotated[
         int | None,
         typer.Option("--resolution", min=1, help="Side to resize and crop to; default: as the images are."),
@@ -54,7 +54,7 @@ def encode(
         Interpolation, typer.Option("--image-interpolation-mode", help="Of Pillow, to resize with.")
     ] = Interpolation.lanczos,
     batch_size: Annotated[int, typer.Option("--batch-size", min=1, help="Images a network takes.")] = 16,
-    device: Annotated[str, typer.Option("--device", help="cpu, cuda, cuda:1, mps.")] = "cpu",
+    device: AnyDevice = "auto",
     dtype: Annotated[
         StoredDtype, typer.Option("--dtype", help="That latents and tokens are stored in.")
     ] = StoredDtype.float16,

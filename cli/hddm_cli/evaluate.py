@@ -5,15 +5,15 @@ from typing import Annotated
 
 import typer
 
-from hddm_cli.options import Overwrite
+from hddm_cli.options import InputArgument, InputOption, Overwrite
 
 
 def evaluate(
-    images: Annotated[Path, typer.Argument(help="Folder of samples, as hddm sample writes it.")],
-    reference: Annotated[Path, typer.Option("--reference", help="Training images, or their partition.")],
+    images: Annotated[Path, InputArgument(help="Folder of samples, as hddm sample writes it.")],
+    reference: Annotated[Path, InputOption("--reference", help="Training images, or their partition.")],
     held_out: Annotated[
         Path | None,
-        typer.Option("--held-out", help="Images that no model has seen, or their partition."),
+        InputOption("--held-out", help="Images that no model has seen, or their partition."),
     ] = None,
     features: Annotated[
         str,
@@ -27,7 +27,7 @@ def evaluate(
         typer.Option("--save-classifier", help="File for the classifier that is trained here, to share it."),
     ] = None,
     shards: Annotated[
-        Path | None, typer.Option("--shards", help="Partition of the training images: distances by shard.")
+        Path | None, InputOption("--shards", help="Partition of the training images: distances by shard.")
     ] = None,
     out: Annotated[
         Path | None, typer.Option("--out", help="JSON file for the result, for hddm compare; default: print.")

@@ -5,11 +5,12 @@ from typing import Annotated
 
 import typer
 
+from hddm_cli.options import InputArgument
 from hddm_cli.plain import plain_lines
 
 
 def inspect(
-    path: Annotated[Path, typer.Argument(help="Any folder of hddm's, or a checkpoint.")],
+    path: Annotated[Path, InputArgument(help="Any folder of hddm's, or a checkpoint.")],
     allow_pickle: Annotated[
         bool, typer.Option("--allow-pickle", help="Read pickle files; what is no weight is refused.")
     ] = False,

@@ -1,10 +1,35 @@
 """Options that several verbs share."""
 
+import functools
 import re
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+
+from hddm.errors import UsageError
+from hddm.files import restore
+
+
+def existing(param: typer.CallbackParam, value: Any) -> Any:
+    """Callback of paths that are read: one that is not there is refused before anything is imported for it.
+
+    Raises:
+        UsageError: for the first that is not there, nor was left aside by a killed process.
+    """
+    paths: Iterable[Path] = [value] if isinstance(value, Path) else value or ()
+    for path in paths:
+        if not path.exists():
+            restore(path)
+        if not path.exists():
+            option = f"{param.opts[0]} " if param.param_type_name == "option" else ""
+            raise UsageError(f"{option}{path}: no such file or folder")
+    return value
+
+
+InputArgument = functools.partial(typer.Argument, callback=existing)
+InputOption = functools.partial(typer.Option, callback=existing)
 
 Out = Annotated[Path, typer.Option("--out", help="Folder to write; must not exist.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an existing --out.")]
@@ -18,6 +43,7 @@ Precision = Annotated[
     str, typer.Option("--mixed-precision", help="no, bf16 or fp16; weights and averages stay in float32.")
 ]
 Device = Annotated[str, typer.Option("--device", help="auto, cpu, cuda or mps.")]
+AnyDevice = Annotated[str, typer.Option("--device", help="auto, cpu, cuda, cuda:1, mps.")]
 Size = Annotated[str, typer.Option("--size", help="Named network size: tiny, small, S/2 … XL/8.")]
 
 _UNITS = {"": 1, "B": 1} | {
@@ -31,9 +57,9 @@ def parse_size(text: str, option: str) -> int:
     """Bytes in ``6GB``, ``500 MB`` or ``1.5GiB``.
 
     Raises:
-        typer.BadParameter: for anything else.
+        UsageError: for anything else.
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
     if match is None or match[2].upper() not in _UNITS or not float(match[1]):
-        raise typer.BadParameter(f"{text!r} is no amount of memory; write it as 6GB", param_hint=option)
+        raise UsageError(f"{option} {text}: is no amount of memory; write it as 6GB")
     return int(float(match[1]) * _UNITS[match[2].upper()])

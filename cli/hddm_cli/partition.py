@@ -7,13 +7,14 @@ from typing import Annotated, Literal
 
 import typer
 
-from hddm_cli.options import Out, Overwrite, Seed
+from hddm.errors import UsageError
+from hddm_cli.options import InputArgument, Out, Overwrite, Seed
 
 
 def partition(
     images: Annotated[
         Path,
-        typer.Argument(help="Folder of images, of class folders or with metadata.jsonl, tars, or Parquet."),
+        InputArgument(help="Folder of images, of class folders or with metadata.jsonl, tars, or Parquet."),
     ],
     out: Out,
     shards: Annotated[str, typer.Option("--shards", help="Number of shards, or auto: proposed, 2 to 16.")],
@@ -105,5 +106,5 @@ def _number(text: str) -> int | Literal["auto"]:
     if text == "auto":
         return "auto"
     if not text.isdecimal() or int(text) < 1:
-        raise typer.BadParameter(f"{text!r} is neither a number from 1 nor auto", param_hint="--shards")
+        raise UsageError(f"--shards {text}: must be a whole number from 1, or auto")
     return int(text)

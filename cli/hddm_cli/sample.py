@@ -6,7 +6,16 @@ from typing import Annotated
 
 import typer
 
-from hddm_cli.options import Out, Overwrite, Seed, parse_size
+from hddm.errors import asked
+from hddm_cli.options import AnyDevice, InputArgument, InputOption, Out, Overwrite, Seed, parse_size
+
+
+class Solver(StrEnum):
+    """Choices of --solver."""
+
+    euler = "euler"
+    heun = "heun"
+    adams_bashforth = "adams-bashforth"
 
 
 class Offload(StrEnum):
@@ -34,7 +43,7 @@ class Dtype(StrEnum):
 
 
 def sample(
-    source: Annotated[Path, typer.Argument(help="Expert or ensemble folder, or the Paris release.")],
+    source: Annotated[Path, InputArgument(help="Expert or ensemble folder, or the Paris release.")],
     out: Out,
     num_images: Annotated[int, typer.Option("--num-images", min=1, help="Images to make.")] = 16,
     seed: Seed = 0,
@@ -56,7 +65,7 @@ def sample(
     ] = None,
     conditions: Annotated[
         Path | None,
-        typer.Option(
+        InputOption(
             "--conditions", help="Safetensors file: conditions by keyword, negative_… beside; cycled."
         ),
     ] = None,
@@ -74,7 +83,7 @@ def sample(
     router_every: Annotated[
         int, typer.Option("--router-every", min=1, help="Ask the router every n-th time only.")
     ] = 1,
-    solver: Annotated[str, typer.Option("--solver", help="euler, heun or adams-bashforth.")] = "euler",
+    solver: Annotated[Solver, typer.Option("--solver", help="Of the ODE.")] = Solver.euler,
     shift: Annotated[
         float | None, typer.Option("--shift", help="Of the time grid, 1 is even; default: the model's own.")
     ] = None,
@@ -94,7 +103,7 @@ def sample(
     batch_size: Annotated[
         int, typer.Option("--batch-size", min=1, help="Images at a time; does not change them.")
     ] = 64,
-    device: Annotated[str, typer.Option("--device", help="cpu, cuda, cuda:1, mps.")] = "cpu",
+    device: AnyDevice = "auto",
     dtype: Annotated[Dtype, typer.Option("--dtype", help="That networks run in.")] = Dtype.float32,
     offload: Annotated[
         Offload, typer.Option("--offload", help="Where experts wait: on the device, in memory, on disk.")
@@ -117,41 +126,41 @@ def sample(
     overwrite: Overwrite = False,
 ) -> None:
     """Make images from an expert or an ensemble. Image i depends on the seed and i alone."""
-    from hddm.facts import parse_facts
+    from hddm.facts import OPTIONS, parse_facts
     from hddm.progress import Progress
-    from hddm.sample_folders import sample_to_folder
     from hddm.sample_settings import SampleSettings
 
-    settings = parse_facts(
-        {
-            "num_images": num_images,
-            "seed": seed,
-            "start": start,
-            "steps": steps,
-            "solver": solver,
-            "shift": shift,
-            "strategy": strategy,
-            "expert": expert,
-            "router_every": router_every,
-            "guidance_scale": guidance_scale,
-            "cfg_channels": cfg_channels,
-            "guidance_interval": guidance_interval,
-            "guidance_rescale": guidance_rescale,
-            "class_labels": class_labels,
-            "prompts": tuple(prompt or ()),
-            "negative_prompt": negative_prompt,
-            "conditions": conditions,
-            "batch_size": batch_size,
-            "device": device,
-            "dtype": dtype.value,
-            "offload": offload.value,
-            "max_memory": None if max_memory is None else parse_size(max_memory, "--max-memory"),
-            "compile": compile_networks,
-            "output_type": output_type.value,
-        },
-        SampleSettings,
-        "options",
-    )
+    given = {
+        "num_images": num_images,
+        "seed": seed,
+        "start": start,
+        "steps": steps,
+        "solver": solver.value,
+        "shift": shift,
+        "strategy": strategy,
+        "expert": expert,
+        "router_every": router_every,
+        "guidance_scale": guidance_scale,
+        "cfg_channels": cfg_channels,
+        "guidance_interval": guidance_interval,
+        "guidance_rescale": guidance_rescale,
+        "class_labels": class_labels,
+        "prompts": tuple(prompt or ()),
+        "negative_prompt": negative_prompt,
+        "conditions": conditions,
+        "batch_size": batch_size,
+        "device": device,
+        "dtype": dtype.value,
+        "offload": offload.value,
+        "max_memory": None if max_memory is None else parse_size(max_memory, "--max-memory"),
+        "compile": compile_networks,
+        "output_type": output_type.value,
+    }
+    with asked():
+        settings = parse_facts(given, SampleSettings, OPTIONS)
+
+    from hddm.sample_folders import sample_to_folder
+
     with Progress(num_images, "sample") as progress:
         shown = sample_to_folder(source, out, settings, overwrite, progress, grid)
     typer.echo(f"{out}: {num_images} images")

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from hddm_cli.combinations import refuse_given
-from hddm_cli.options import Out, Overwrite, Size, Steps
+from hddm_cli.options import InputArgument, InputOption, Out, Overwrite, Size, Steps
 from hddm_cli.training_options import FILE, KEEPING, LOOP, PICTURES, Told, takes
 
 commands = typer.Typer(
@@ -31,7 +31,7 @@ class TimeSampling(StrEnum):
 
 Init = Annotated[
     Path | None,
-    typer.Option("--init", help="Expert folder to train on from: its network, prediction and schedule."),
+    InputOption("--init", help="Expert folder to train on from: its network, prediction and schedule."),
 ]
 LoraRank = Annotated[
     int | None,
@@ -42,7 +42,7 @@ LoraAlpha = Annotated[
 ]
 Schedule = Annotated[
     Path | None,
-    typer.Option(
+    InputOption(
         "--schedule", help="DDPM: a diffusers scheduler_config.json, of either family; default cosine."
     ),
 ]
@@ -86,7 +86,7 @@ LEARNING = {
 @takes(LEARNING, LOOP, KEEPING, PICTURES, FILE)
 def expert(
     context: typer.Context,
-    shard: Annotated[Path, typer.Argument(help="Shard folder, as hddm partition or hddm encode writes it.")],
+    shard: Annotated[Path, InputArgument(help="Shard folder, as hddm partition or hddm encode writes it.")],
     out: Out,
     objective: Annotated[ObjectiveName | None, typer.Option("--objective", help="What it learns.")] = None,
     steps: Steps = None,
@@ -126,7 +126,7 @@ def expert(
 @takes(LOOP, KEEPING, FILE)
 def router(
     context: typer.Context,
-    shards: Annotated[Path, typer.Argument(help="Partition folder, as hddm partition or encode writes it.")],
+    shards: Annotated[Path, InputArgument(help="Partition folder, as hddm partition or encode writes it.")],
     out: Out,
     steps: Steps = None,
     size: Size = "tiny",

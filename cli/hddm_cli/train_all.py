@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from hddm_cli.combinations import refuse_given
-from hddm_cli.options import Overwrite, Steps
+from hddm_cli.options import InputOption, Overwrite, Steps
 from hddm_cli.train import LEARNING, Init, LoraAlpha, LoraRank, Schedule
 from hddm_cli.training_options import FILE, KEEPING, LOOP, PICTURES, Told, takes
 
@@ -16,7 +16,7 @@ from hddm_cli.training_options import FILE, KEEPING, LOOP, PICTURES, Told, takes
 def train_all(
     context: typer.Context,
     shards: Annotated[
-        Path, typer.Option("--shards", help="Partition folder, as hddm partition or hddm encode writes it.")
+        Path, InputOption("--shards", help="Partition folder, as hddm partition or hddm encode writes it.")
     ],
     out: Annotated[Path, typer.Option("--out", help="Folder of all experts: OUT/expert_0, OUT/expert_1, …")],
     objective: Annotated[

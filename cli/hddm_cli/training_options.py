@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from hddm_cli.options import BatchSize, Device, LearningRate, Precision, Seed
+from hddm.errors import UsageError, asked
+from hddm_cli.options import BatchSize, Device, InputOption, LearningRate, Precision, Seed
 
 if TYPE_CHECKING:
     from hddm.facts import Facts
@@ -79,7 +80,7 @@ FILE: Group = {
     "config": (
         Annotated[
             Path | None,
-            typer.Option("--config", help="YAML file of settings; what is given here overrides it."),
+            InputOption("--config", help="YAML file of settings; what is given here overrides it."),
         ],
         None,
     )
@@ -123,21 +124,22 @@ class Told:
         """Settings of the kind ``record``.
 
         Raises:
-            typer.BadParameter: for one that is neither given nor in the file, and has no default.
-            HddmError: for a file that cannot be read, an unknown key, or a value out of range.
+            UsageError: for one that is neither given nor in the file, and has no default; for a file that
+                cannot be read, an unknown key, or a value out of range.
         """
         from hddm.training.run_files import read_run_file, settings_of
 
+        file = self.given.get("config")
         named = {name: value for name, value in self.given.items() if name in record.model_fields}
         required = {name for name, one in record.model_fields.items() if one.is_required()}
         for name in required & set(named):
             if named[name] is None:
                 del named[name]
-        file = self.given.get("config")
-        known = set(named) | (set(read_run_file(file, record)) if file else set())
-        for name in sorted(required - known):
-            raise typer.BadParameter("is required, here or in --config", param_hint=f"--{name}")
-        return settings_of(record, file, named, self._explicit(named))
+        with asked():
+            known = set(named) | (set(read_run_file(file, record)) if file else set())
+            for name in sorted(required - known):
+                raise UsageError(f"--{name}: is required, here or in --config")
+            return settings_of(record, file, named, self._explicit(named))
 
     def run(self) -> "RunOptions":
         """How the run is kept; raises as `settings`."""

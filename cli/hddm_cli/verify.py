@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from hddm_cli.options import Seed
+from hddm_cli.options import AnyDevice, InputArgument, InputOption, Seed
 
 if TYPE_CHECKING:
     from hddm.training.verify import Verdict
@@ -13,11 +13,11 @@ if TYPE_CHECKING:
 
 def verify(
     expert: Annotated[
-        Path, typer.Argument(help="Expert folder, of whoever trained it; or a folder of several experts.")
+        Path, InputArgument(help="Expert folder, of whoever trained it; or a folder of several experts.")
     ],
     data: Annotated[
         Path | None,
-        typer.Option(
+        InputOption(
             "--data",
             help="Shard folder of images kept from its training, to judge it by; or a folder of such shards.",
         ),
@@ -25,9 +25,9 @@ def verify(
     seed: Seed = 0,
     base: Annotated[
         list[Path] | None,
-        typer.Option("--base", help="Expert whose weights a LoRA expert changes, where it was moved."),
+        InputOption("--base", help="Expert whose weights a LoRA expert changes, where it was moved."),
     ] = None,
-    device: Annotated[str, typer.Option("--device", help="cpu, cuda, cuda:1, mps.")] = "cpu",
+    device: AnyDevice = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")] = False,
 ) -> None:
     """Judge experts before they are used: records, hashes, finite weights, denoising of held-out images.

@@ -10,6 +10,7 @@ from hddm.benchmark.schema import BenchmarkSettings, TrainingSettings
 from hddm.errors import HddmError, did_you_mean
 from hddm.training.run_files import read_yaml
 from hddm.training.settings import ExpertSettings, RouterSettings
+from hddm.validation import words
 
 _PRESETS = files("hddm.benchmark") / "presets"
 _SUFFIX = ".yaml"
@@ -70,7 +71,7 @@ def parse_settings(content: dict[str, Any], origin: str) -> BenchmarkSettings:
         plain = isinstance(first["input"], str | int | float)
         value = f" (is {first['input']!r})" if plain and first["type"] != "missing" else ""
         named = f"key {key!r}{value}: " if key else ""
-        raise HddmError(f"{origin}: {named}{first['msg'].removeprefix('Value error, ')}") from error
+        raise HddmError(f"{origin}: {named}{words(first)}") from error
 
 
 def _check_trainings(content: dict[str, Any], origin: str) -> None:

@@ -44,7 +44,7 @@ class EncodingSettings(Facts):
     seed: int = Field(default=0, ge=0)
     batch_size: int = Field(default=16, ge=1)
     max_bad: int = Field(default=0, ge=0)
-    device: str = "cpu"
+    device: str = "auto"
 
 
 @dataclass(frozen=True)
@@ -139,6 +139,7 @@ def plan_encoding(
     _check(settings, vae, text_encoder, tokenizer)
     shards = _shards(source)
     device = available_device(settings.device)
+    settings = settings.model_copy(update={"device": str(device)})
     network = None if vae is None else read_vae(vae)
     if network is not None:
         # Not diffusers' own `to`, which warns of casts that this is none of.

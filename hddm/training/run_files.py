@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import yaml
 
 from hddm.errors import HddmError, did_you_mean
-from hddm.facts import Facts, parse_facts
+from hddm.facts import OPTIONS, Facts, parse_facts
 from hddm.training.run_folder import Keeping, RunOptions
 from hddm.training.settings import DistillSettings, ExpertSettings, RouterSettings
 
@@ -42,13 +42,13 @@ def settings_of(
             known one, or a value that is out of range.
     """
     if path is None:
-        return parse_facts(dict(values), record, "options")
+        return parse_facts(dict(values), record, OPTIONS)
     content = read_run_file(path, record)
     mine = {key: value for key, value in content.items() if key in record.model_fields}
     parse_facts(_complete(record, mine, values), record, str(path))
     weaker = {name: value for name, value in values.items() if name not in explicit}
     stronger = {name: values[name] for name in explicit}
-    return parse_facts(weaker | mine | stronger, record, "options")
+    return parse_facts(weaker | mine | stronger, record, OPTIONS)
 
 
 def read_run_file(path: Path, record: type[Facts]) -> dict[str, Any]:

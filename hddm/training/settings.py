@@ -2,11 +2,20 @@
 
 from typing import Annotated, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from hddm.facts import Facts
+from hddm.models.sizes import size_config
 
 Positive = Annotated[int, Field(ge=1)]
+
+
+def _known_size(name: str) -> str:
+    size_config(name)
+    return name
+
+
+Size = Annotated[str, AfterValidator(_known_size)]
 LONGEST_WARMUP = 100
 """Unless another is asked for."""
 
@@ -64,7 +73,7 @@ class ExpertSettings(LoopSettings):
     time_sampling: Literal["uniform", "logit-normal"] = "uniform"
     snr_gamma: Annotated[float, Field(gt=0)] | None = None
     """DDPM: losses are weighted by min(SNR, gamma)/SNR (`hddm.objectives`)."""
-    size: str = "small"
+    size: Size = "small"
     class_conditional: bool = False
     text_conditional: bool = False
     condition_dropout: Annotated[float, Field(ge=0, le=1)] = 0.1
@@ -90,7 +99,7 @@ class ExpertSettings(LoopSettings):
 class RouterSettings(LoopSettings):
     """How large the router is, how it is optimised, and whether its probabilities are calibrated."""
 
-    size: str = "tiny"
+    size: Size = "tiny"
     random_flip: bool = False
     calibrate: bool = False
 
@@ -102,7 +111,7 @@ class DistillSettings(LoopSettings):
     """
 
     teacher: Literal["shard", "routed"] = "shard"
-    size: str = "small"
+    size: Size = "small"
     time_sampling: Literal["uniform", "logit-normal"] = "uniform"
     condition_dropout: Annotated[float, Field(ge=0, le=1)] = 0.1
     random_flip: bool = False
