@@ -151,7 +151,8 @@ def test_shards_too_small_for_two_sides_and_what_auto_may_take_are_known_before_
 ) -> None:
     proposed = partition(many, tmp_path / "auto", "auto", held_out=0.4)
     assert len(proposed) == 2
-    assert list(describe(tmp_path / "auto")["proposal"]) == ["2"]
+    facts = json.loads((tmp_path / "auto" / "partition.json").read_text())
+    assert list(facts["proposal"]) == ["2"]
     monkeypatch.setattr("hddm.data.partition.compute_features", pytest.fail)
     with pytest.raises(HddmError, match="has about 27, and needs 16 to train on and 16 to be"):
         partition(many, tmp_path / "out", 3, held_out=0.3)
