@@ -77,7 +77,7 @@ def test_a_blended_model_trains_both_on_every_shard_and_is_sampled(
     [
         ({"objectives": "1:1"}, "blended is an ensemble of both"),
         ({"converted": 0.5}, "is blended, or starts from other experts"),
-        ({"blended": 1.0}, "less than 1"),
+        ({"blended": 1.0}, "must be below 1"),
     ],
 )
 def test_what_blended_does_not_go_with_is_refused(changes: dict[str, object], message: str) -> None:
