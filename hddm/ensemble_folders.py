@@ -31,8 +31,8 @@ from hddm.model_index import (
 )
 from hddm.model_index import read_model_index as read_model_index
 from hddm.paths import inside
+from hddm.record_names import ENSEMBLE_FILE as ENSEMBLE_FILE
 
-ENSEMBLE_FILE = "ensemble.json"
 ROUTER = "router"
 
 Probabilities = tuple[Annotated[float, Field(ge=0, allow_inf_nan=False)], ...]

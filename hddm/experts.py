@@ -25,11 +25,11 @@ from hddm.model_folders import WEIGHTS, Unread, read_network, unread_network
 from hddm.models.router import RouterTransformer
 from hddm.networks import EXPERT_NETWORKS, interface_of
 from hddm.predictions import PredictionType
+from hddm.record_names import EXPERT_FILE as EXPERT_FILE
+from hddm.record_names import ROUTER_FILE as ROUTER_FILE
 from hddm.weight_files import read_safetensors
 
 FORMAT = "1.3"
-EXPERT_FILE = "expert.json"
-ROUTER_FILE = "router.json"
 NULL_FILE = "null_conditions.safetensors"
 
 

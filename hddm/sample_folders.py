@@ -15,7 +15,7 @@ from hddm.ensemble_folders import ENSEMBLE_FILE
 from hddm.errors import HddmError
 from hddm.expert_use import ExpertUse
 from hddm.experts import EXPERT_FILE
-from hddm.files import check_absent, new_folder, write_json
+from hddm.files import new_folder, write_json
 from hddm.pipeline import HDDMPipeline
 from hddm.sample_conditions import Cycles, class_names, cycled, read_cycles
 from hddm.sample_settings import SampleSettings
@@ -50,11 +50,8 @@ def sample_to_folder(
     Raises:
         HddmError: for an existing ``out``, a model that cannot be loaded, or wrong settings.
     """
-    check_absent(out, SAMPLING_FILE, overwrite)
     if grid and settings.output_type == "latent":
         raise HddmError("--grid: shows images, and --output-type latent makes none; drop one of the two")
-    if grid:
-        check_absent_sheet(out, overwrite)
     guidance, device = settings.guidance, settings.torch_device
     if (source / EXPERT_FILE).exists():
         _refuse_for_one(source, settings)
@@ -65,6 +62,8 @@ def sample_to_folder(
         pipeline.experts.compile(dynamic=True)
     _check_output(source, pipeline, settings)
     given, against = read_cycles(pipeline, settings)
+    if grid:
+        check_absent_sheet(out, overwrite)
     ensemble = pipeline.ensemble
     use = ExpertUse(len(ensemble.experts))
     expected = torch.zeros(len(ensemble.experts), dtype=torch.float64)

@@ -9,9 +9,11 @@ import typer
 
 from hddm.errors import HddmError
 from hddm.facts import OPTIONS, parse_facts
+from hddm.predictions import PredictionType
 from hddm.solvers import SOLVERS
 from hddm.training.settings import ExpertSettings
 from hddm_cli.app import commands
+from hddm_cli.convert import PredictionType as PredictionChoice
 from hddm_cli.sample import Solver
 from tests.artefacts import Command, contents
 
@@ -87,8 +89,9 @@ def test_what_several_values_make_wrong_names_their_options(settings: dict[str, 
     assert "'steps'" not in error.value.message
 
 
-def test_the_solvers_of_the_command_line_are_those_there_are() -> None:
+def test_the_choices_of_the_command_line_are_those_there_are() -> None:
     assert [one.value for one in Solver] == list(SOLVERS)
+    assert [one.value for one in PredictionChoice] == [one.value for one in PredictionType]
 
 
 def _verbs(command: Any, *path: str) -> Iterator[tuple[tuple[str, ...], Any]]:

@@ -19,6 +19,15 @@ class Weights(StrEnum):
     raw = "raw"
 
 
+class PredictionType(StrEnum):
+    """Choices of --prediction-type."""
+
+    epsilon = "epsilon"
+    sample = "sample"
+    v_prediction = "v_prediction"
+    flow_prediction = "flow_prediction"
+
+
 class Architecture(StrEnum):
     """Choices of --architecture."""
 
@@ -63,8 +72,8 @@ def convert(
         Path | None, InputOption("--schedule", help="scheduler_config.json instead of the source's own.")
     ] = None,
     prediction_type: Annotated[
-        str | None,
-        typer.Option("--prediction-type", help="epsilon, sample, v_prediction or flow_prediction."),
+        PredictionType | None,
+        typer.Option("--prediction-type", help="What the network predicts, where nothing says it."),
     ] = None,
     architecture: Annotated[
         Architecture | None, typer.Option("--architecture", help="Fold a DiT's adaLN-Zero.")
@@ -94,22 +103,24 @@ def convert(
     overwrite: Overwrite = False,
 ) -> None:
     """Turn a pretrained checkpoint into an expert: the same network, read as a velocity field."""
-    from hddm.checkpoints.convert import Conversion, plan, refuse_full_disk, write
-    from hddm.checkpoints.layouts import Hints
-    from hddm.checkpoints.sources import Reading
-    from hddm.checkpoints.summary import summary, verdict
-    from hddm.checkpoints.write_back import write_back
-    from hddm.experts import EXPERT_FILE
-    from hddm.files import check_absent
-
     if to_layout is not None:
         idle = set(inspect.signature(convert).parameters) - _WITH_TO_LAYOUT
         refuse_given(context, "--to-layout writes an expert as it is", *sorted(idle))
+        from hddm.checkpoints.write_back import write_back
+
         for line in write_back(source, out, to_layout, dry_run, overwrite):
             typer.echo(line)
         return
     if modulation_rank and architecture is None:
         raise UsageError(f"--modulation-rank {modulation_rank}: needs --architecture adaln-single")
+
+    from hddm.checkpoints.convert import Conversion, plan, refuse_full_disk, write
+    from hddm.checkpoints.layouts import Hints
+    from hddm.checkpoints.sources import Reading
+    from hddm.checkpoints.summary import summary, verdict
+    from hddm.files import check_absent
+    from hddm.record_names import EXPERT_FILE
+
     reading = Reading(
         layout=layout,
         allow_pickle=allow_pickle,
@@ -121,15 +132,15 @@ def convert(
     conversion = Conversion(
         reading=reading,
         schedule=schedule,
-        prediction_type=prediction_type,
+        prediction_type=prediction_type.value if prediction_type else None,
         modulation_rank=modulation_rank,
         text_dim=text_dim,
         recipe=recipe.value,
         licence=licence,
         **wanted,
     )
-    check_absent(out, EXPERT_FILE, overwrite)
     planned = plan(source, conversion)
+    check_absent(out, EXPERT_FILE, overwrite)
     for line in summary(planned):
         typer.echo(line)
     if dry_run:

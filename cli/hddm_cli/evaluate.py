@@ -44,9 +44,14 @@ def evaluate(
     import json
 
     from hddm.evaluation.folders import evaluate_folder
+    from hddm.evaluation.pictures import check_pictures
     from hddm.evaluation.results import check_absent, write_result
     from hddm.wording import shown
 
+    check_pictures(images, "images")
+    check_pictures(reference, "reference")
+    if held_out is not None:
+        check_pictures(held_out, "held-out")
     if out is not None:
         check_absent(out, overwrite)
     result = evaluate_folder(

@@ -95,11 +95,7 @@ def prepare_sides(settings: DataSettings, data: Path | None, store: Store) -> Si
                 result["hash"] = hash_of_images(training)
         folder = store.path(job)
         return Sides(folder / TRAINING_SIDE, folder / HELD_OUT_SIDE, store.result(job)["hash"], job)
-    training = _below(data, settings.training)
-    held_out = None if settings.held_out is None else _below(data, settings.held_out)
-    for path in (training, held_out):
-        if path is not None and not path.exists():
-            raise HddmError(f"{path}: no such images; name the folder that holds them by --data")
+    training, held_out = side_paths(settings, data)
     content = hash_of_images(training)
     if not settings.held_out_share:
         return Sides(training, held_out, content)
@@ -110,6 +106,20 @@ def prepare_sides(settings: DataSettings, data: Path | None, store: Store) -> Si
             result["hash"] = hash_of_images(draft / TRAINING_SIDE)
     folder = store.path(job)
     return Sides(folder / TRAINING_SIDE, folder / HELD_OUT_SIDE, store.result(job)["hash"], job)
+
+
+def side_paths(settings: DataSettings, data: Path | None) -> tuple[Path, Path | None]:
+    """Where a user's training images lie, and the held-out ones if they lie apart.
+
+    Raises:
+        HddmError: for one that is not there.
+    """
+    training = _below(data, settings.training)
+    held_out = None if settings.held_out is None else _below(data, settings.held_out)
+    for path in (training, held_out):
+        if path is not None and not path.exists():
+            raise HddmError(f"{path}: no such images; name the folder that holds them by --data")
+    return training, held_out
 
 
 def divide(sides: Sides, data: DataSettings, settings: PartitionSettings, store: Store) -> Divided:

@@ -26,6 +26,7 @@ from hddm.benchmark.data import (
     prepare_sides,
     read_reference,
     reference_job,
+    side_paths,
     write_reference,
 )
 from hddm.benchmark.interruption import stoppable
@@ -68,6 +69,8 @@ def run_benchmark(
             but this benchmark, or a store that another one works in.
         Stopped: after a signal, with everything saved that was done.
     """
+    if settings.data.source == "folder":
+        side_paths(settings.data, data)
     check_out(out, settings, overwrite)
     out.mkdir(parents=True, exist_ok=True)
     store = Store(jobs or out / "jobs")

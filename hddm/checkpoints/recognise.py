@@ -10,8 +10,9 @@ from hddm.checkpoints.folders import PIPELINE, open_model, open_pipeline
 from hddm.checkpoints.layouts import UnstatedHeads
 from hddm.checkpoints.single_files import FILE_LAYOUTS, LDM, open_file
 from hddm.checkpoints.sources import Reading, Source
-from hddm.errors import HddmError, did_you_mean
+from hddm.errors import HddmError, UsageError
 from hddm.experts import EXPERT_FILE
+from hddm.validation import choose
 
 LAYOUTS = (*FILE_LAYOUTS, LDM, *DIFFUSERS_LAYOUTS, HDDM)
 _ENDINGS = (".pt", ".pth", ".ckpt", ".bin", ".safetensors")
@@ -27,10 +28,7 @@ def open_source(path: Path, reading: Reading) -> Source:
         HddmError: for content of no known layout, or another than asked for.
     """
     if reading.layout is not None and reading.layout not in LAYOUTS:
-        raise HddmError(
-            f"--layout {reading.layout}: choose one of {', '.join(LAYOUTS)}"
-            f"{did_you_mean(reading.layout, LAYOUTS)}"
-        )
+        raise UsageError(f"--layout {reading.layout}: {choose(reading.layout, list(LAYOUTS))}")
     if not path.exists():
         raise HddmError(f"{path}: no such file or folder")
     if not path.is_dir():

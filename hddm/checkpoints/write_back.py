@@ -19,13 +19,14 @@ from hddm.checkpoints.keys import KeyTable, as_planned
 from hddm.checkpoints.plan import PAPER
 from hddm.checkpoints.single_files import FILE_LAYOUTS, LDM
 from hddm.checkpoints.sources import Reading, Source
-from hddm.errors import HddmError, did_you_mean
+from hddm.errors import HddmError, UsageError
 from hddm.experts import EXPERT_FILE, ExpertFacts, SourceFacts
 from hddm.files import check_absent, new_folder, write_json
 from hddm.interfaces import own_time_factor
 from hddm.predictions import PredictionType
 from hddm.schedules import LinearSchedule, from_config
 from hddm.schedules.diffusers_configs import FLOW_MATCH_FAMILY, from_diffusers
+from hddm.validation import choose
 from hddm.weight_files import read_safetensors, write_safetensors
 
 RECORD = "written_back.json"
@@ -54,16 +55,14 @@ def write_back(
     """
     known = (*FILE_LAYOUTS, LDM, *DIFFUSERS_LAYOUTS)
     if layout not in known:
-        raise HddmError(
-            f"--to-layout {layout}: choose one of {', '.join(known)}{did_you_mean(layout, known)}"
-        )
-    check_absent(out, RECORD, overwrite)
+        raise UsageError(f"--to-layout {layout}: {choose(layout, known)}")
     if not (folder / EXPERT_FILE).is_file():
         raise HddmError(f"{folder}: no expert folder, and --to-layout writes back experts; convert it first")
     source = open_expert(folder, Reading())
     facts = source.facts
     assert facts is not None
     _refuse_other_meaning(source, facts, layout)
+    check_absent(out, RECORD, overwrite)
     size = sum(tensor.numel() * tensor.itemsize for tensor in source.weights.values())
     refuse_full_disk(out, size)
     if dry_run:

@@ -88,12 +88,11 @@ def partition(
             computed, but where chance leaves a shard too few to train on.
     """
     if num_shards != "auto" and num_shards < 1:
-        raise UsageError(f"--shards must be at least 1, not {num_shards}")
+        raise UsageError(f"--shards {num_shards}: must be 1 or more")
     if not 0 <= held_out < 1:
-        raise UsageError(f"--held-out must be at least 0 and less than 1, not {held_out}")
+        raise UsageError(f"--held-out {held_out:g}: must be 0 or more, and below 1")
     if max_bad < 0:
-        raise UsageError(f"--max-bad must be at least 0, not {max_bad}")
-    check_absent(out, PARTITION_FILE, overwrite)
+        raise UsageError(f"--max-bad {max_bad}: must be 0 or more")
     _refuse_partition(images)
     source = open_source(images, caption_column, label_column)
     fewest = MIN_IMAGES if num_shards == "auto" else num_shards * MIN_IMAGES
@@ -101,6 +100,7 @@ def partition(
         raise _too_few(source, len(source), num_shards)
     if held_out:
         check_share(images, len(source), 2 if num_shards == "auto" else num_shards, held_out)
+    check_absent(out, PARTITION_FILE, overwrite)
     extractor = open_extractor(features, seed)
     with _kept(cache, out) as folder:
         found = compute_features(source, extractor, folder, max_bad, replace_cache)

@@ -68,6 +68,12 @@ def read_pictures(root: Path, role: Role) -> Pictures:
     return whole
 
 
+def check_pictures(root: Path, role: Role) -> None:
+    """Refuse a path that holds no images; none of them is read. Raises as `read_pictures` then would."""
+    if not _shards(root, role):
+        open_source(root)
+
+
 def _shards(root: Path, role: Role) -> list[Path]:
     """The shards that ``root`` stands for, none where it is another source of images."""
     if (root / MANIFEST).is_file():
