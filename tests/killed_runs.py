@@ -22,7 +22,7 @@ from torch import Tensor
 from hddm.data.open_shard import open_shard
 from hddm.data.stored import PixelStore
 from hddm.training import expert
-from hddm.training.run_folder import RunOptions
+from hddm.training.settings import RunOptions
 from hddm.training.signals import TOGETHER, Stopped
 from tests.artefacts import expert_settings, pixels_of
 

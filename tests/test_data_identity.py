@@ -17,7 +17,7 @@ from hddm.training.data_identity import encoding_of
 from hddm.training.distill import DistillSettings, distill
 from hddm.training.expert import train_expert
 from hddm.training.router import train_router
-from hddm.training.run_folder import RunOptions
+from hddm.training.settings import RunOptions
 from tests.artefacts import expert_settings, router_settings
 from tests.component_files import write_clip, write_vae
 from tests.shard_files import noise, write_shard
@@ -116,11 +116,11 @@ def test_all_that_changes_what_is_encoded_is_recorded(
     one = open_shard(captioned / "encoded")
     other = open_shard(_encode(captioned / "source", tmp_path / "other", **_options(captioned, **changes)))
     assert one.hash == other.hash
-    before, now = encoding_of([one]), encoding_of([other])
+    before, now = encoding_of([one.folder]), encoding_of([other.folder])
     assert {name for name in before if before[name] != now[name]} == {key, "files"}
     again = open_shard(_encode(captioned / "source", tmp_path / "again", **_options(captioned)))
-    assert encoding_of([again]) == before
-    assert encoding_of([one, other])["files"] not in (before["files"], now["files"])
+    assert encoding_of([again.folder]) == before
+    assert encoding_of([one.folder, other.folder])["files"] not in (before["files"], now["files"])
 
 
 def test_images_that_were_skipped_are_recorded(tmp_path: Path) -> None:
@@ -129,10 +129,10 @@ def test_images_that_were_skipped_are_recorded(tmp_path: Path) -> None:
     (tmp_path / "source" / "images" / "003.png").write_bytes(b"no image")
     less = open_shard(_encode(tmp_path / "source", tmp_path / "less", max_bad=1))
     assert whole.hash == less.hash
-    before, now = encoding_of([whole]), encoding_of([less])
+    before, now = encoding_of([whole.folder]), encoding_of([less.folder])
     assert (before["rows"], now["rows"]) == (20, 19)
     assert {name for name in before if before[name] != now[name]} == {"rows", "files"}
 
 
 def test_images_as_they_are_have_no_encoding(whole: Path) -> None:
-    assert encoding_of([open_shard(whole)]) == {}
+    assert encoding_of([whole]) == {}

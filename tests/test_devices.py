@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 import hddm
 from hddm.model_folders import WEIGHTS
 from hddm.training.expert import train_expert
-from hddm.training.run_folder import RunOptions
+from hddm.training.settings import RunOptions
 from tests.artefacts import expert_settings
 
 

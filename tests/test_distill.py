@@ -20,7 +20,7 @@ from hddm.errors import HddmError
 from hddm.loading import load
 from hddm.model_folders import WEIGHTS
 from hddm.training.distill import DistillSettings, Matching, distill
-from hddm.training.run_folder import RunOptions
+from hddm.training.settings import RunOptions
 from hddm.velocity import VelocityField
 from tests.artefacts import CLASSES, PER_CLASS, Command, copied, edit_json, write_images
 from tests.cases import LINEAR, case_named

@@ -19,19 +19,12 @@ from hddm.model_folders import WEIGHTS
 from hddm.training import island_process, runs
 from hddm.training.checkpoints import Checkpoints
 from hddm.training.expert import train_expert
-from hddm.training.island_jobs import (
-    Island,
-    Outcome,
-    make_islands,
-    parse_objectives,
-    prepare,
-    refuse_failed,
-    threaded,
-    train_island,
-)
+from hddm.training.island_jobs import Island, Outcome, make_islands, parse_objectives, refuse_failed
 from hddm.training.island_process import Ended, Logged, Stepped, work
+from hddm.training.island_training import prepare, threaded, train_island
 from hddm.training.islands import train_islands
-from hddm.training.run_folder import RunOptions, run_folder_of
+from hddm.training.run_records import run_folder_of
+from hddm.training.settings import RunOptions
 from hddm.training.signals import SIGNALS, Stopped
 from hddm.training.trend import Trend, trend_of
 from tests.artefacts import Command, contents, copied, edit_json, expert_settings
@@ -281,6 +274,30 @@ def test_failures_are_told_by_expert(tmp_path: Path) -> None:
         "expert_2: no",
     )
     refuse_failed([Outcome(islands[0], Trend(1, 0))])
+
+
+def test_a_cause_that_several_experts_share_is_told_once(tmp_path: Path) -> None:
+    islands = [_island(tmp_path, tmp_path / f"expert_{k}") for k in range(4)]
+    rate = "settings.learning_rate: was 0.1, is 0.2"
+
+    def outcome(island: Island, *more: str) -> Outcome:
+        failure = HddmError(f"{run_folder_of(island.out)}: started otherwise", [rate, *more])
+        return Outcome(island, failure=failure)
+
+    with pytest.raises(HddmError, match="4 of 4 experts failed; --resume goes on") as refused:
+        refuse_failed([*map(outcome, islands[:3]), outcome(islands[3], "data.shard: was a, is b")])
+    assert refused.value.details == (
+        "each of them: started otherwise",
+        f"each of them: {rate}",
+        "expert_3: data.shard: was a, is b",
+    )
+    with pytest.raises(HddmError) as refused:
+        refuse_failed([*map(outcome, islands[:2]), Outcome(islands[2], failure=HddmError("no"))])
+    assert refused.value.details == (
+        "expert_0, expert_1: started otherwise",
+        f"expert_0, expert_1: {rate}",
+        "expert_2: no",
+    )
 
 
 def test_all_experts_are_trained_from_the_command_line_and_fit(

@@ -10,9 +10,11 @@ import pytest
 
 from hddm.errors import HddmError
 from hddm.model_folders import WEIGHTS
-from hddm.training.island_jobs import make_islands, train_island
+from hddm.training.island_jobs import make_islands
+from hddm.training.island_training import train_island
 from hddm.training.ray_islands import train_islands_on_ray
-from hddm.training.run_folder import RunOptions, run_folder_of
+from hddm.training.run_records import run_folder_of
+from hddm.training.settings import RunOptions
 from tests.artefacts import contents, expert_settings
 
 STEPS = 600

@@ -23,8 +23,9 @@ from hddm.training.expert import train_expert
 from hddm.training.logs import EventLog, Guarded
 from hddm.training.loop import Inputs, StepReport, Task, fit
 from hddm.training.router import train_router
-from hddm.training.run_folder import RunOptions, open_run, run_folder_of
-from hddm.training.settings import LoopSettings
+from hddm.training.run_folder import open_run
+from hddm.training.run_records import run_folder_of
+from hddm.training.settings import LoopSettings, RunOptions
 from hddm.training.signals import Stopped
 from hddm.training.watching import watching
 from tests.artefacts import contents, expert_settings, largest_file, router_settings

@@ -21,8 +21,7 @@ from hddm.parametrisation import bounded_gain
 from hddm.predictions import PredictionType
 from hddm.training.continuation import continue_expert
 from hddm.training.expert import train_expert
-from hddm.training.run_folder import RunOptions
-from hddm.training.settings import ExpertSettings
+from hddm.training.settings import ExpertSettings, RunOptions
 from hddm.training.verify import verify_expert
 from tests.artefacts import Command, contents, copied, expert_settings, shard_record
 

@@ -14,7 +14,7 @@ from hddm.model_folders import WEIGHTS
 from hddm.training.checkpoints import Checkpoints
 from hddm.training.expert import train_expert
 from hddm.training.order import Order
-from hddm.training.run_folder import RunOptions
+from hddm.training.settings import RunOptions
 from tests.artefacts import contents
 from tests.killed_runs import BATCH, STEPS, checkpoint, entries, settings, start, train
 

@@ -13,7 +13,8 @@ from hddm import load
 from hddm.experts import EXPERT_FILE
 from hddm.training.changes import with_changes
 from hddm.training.expert import train_expert
-from hddm.training.run_folder import RunOptions, run_folder_of
+from hddm.training.run_records import run_folder_of
+from hddm.training.settings import RunOptions
 from tests.artefacts import Command, edit_json, expert_settings
 
 

@@ -7,8 +7,7 @@ import pytest
 
 from hddm.errors import HddmError
 from hddm.training.run_files import settings_of
-from hddm.training.run_folder import RunOptions
-from hddm.training.settings import ExpertSettings, RouterSettings
+from hddm.training.settings import ExpertSettings, RouterSettings, RunOptions
 from tests.artefacts import Command
 
 BASE = {"objective": "flow", "steps": 5}

@@ -16,7 +16,7 @@ from hddm.model_folders import WEIGHTS
 from hddm.training import expert as expert_training
 from hddm.training.expert import train_expert
 from hddm.training.loop import Inputs, OnStep
-from hddm.training.run_folder import RunOptions
+from hddm.training.settings import RunOptions
 from tests.artefacts import Command, contents, copied, expert_settings
 from tests.killed_runs import checkpoint
 

@@ -28,9 +28,8 @@ from hddm.training.ema import Ema
 from hddm.training.expert import train_expert
 from hddm.training.loop import Fitted, Inputs, StepReport, Task
 from hddm.training.networks import new_network
-from hddm.training.run_folder import RunOptions
 from hddm.training.runs import train
-from hddm.training.settings import ExpertSettings
+from hddm.training.settings import ExpertSettings, RunOptions
 from hddm.training.signals import Stopped
 from hddm.training.state import TrainingState
 from hddm.training.validation_images import Pictures, grid_of, shown, undisturbed

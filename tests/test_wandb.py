@@ -9,7 +9,7 @@ import wandb
 
 from hddm.model_folders import WEIGHTS
 from hddm.training.expert import train_expert
-from hddm.training.run_folder import RunOptions
+from hddm.training.settings import RunOptions
 from hddm.training.wandb_logs import RECORD, _mode
 from tests.artefacts import contents, expert_settings
 

@@ -104,14 +104,21 @@ def expert(
     if init is not None:
         refuse_given(context, "--init fixes it", "size", "schedule")
 
-    from hddm.progress import TrainingProgress
-    from hddm.training.continuation import continue_expert
-    from hddm.training.expert import ExpertSettings, ddpm_schedule, train_expert
-    from hddm.training.trend import trend_of
+    from hddm.training.finished import expert_is_finished
+    from hddm.training.settings import ExpertSettings
 
     own = {"objective": objective, "steps": steps, "lora_rank": lora_rank, "lora_alpha": lora_alpha}
     told = Told(context, {**own, **given})
     settings, run = told.settings(ExpertSettings), told.run()
+    is_plain = init is None and schedule is None
+    if is_plain and expert_is_finished(shard, out, settings, run, overwrite):
+        return
+
+    from hddm.progress import TrainingProgress
+    from hddm.training.continuation import continue_expert
+    from hddm.training.expert import ddpm_schedule, train_expert
+    from hddm.training.trend import trend_of
+
     with TrainingProgress(settings.steps, settings.batch_size, "train") as progress:
         if init is not None:
             losses = continue_expert(init, shard, out, settings, overwrite, progress.reach, run=run)
@@ -141,18 +148,24 @@ def router(
     **given: Any,
 ) -> None:
     """Train the router that tells the shards apart, on noised images."""
-    from hddm.experts import FORMAT, ROUTER_FILE, RouterFacts
-    from hddm.facts import read_facts
-    from hddm.progress import TrainingProgress
-    from hddm.training.router import RouterSettings, train_router
-    from hddm.training.router_accuracy import told as accuracy
-    from hddm.training.trend import trend_of
+    from hddm.training.finished import router_is_finished
+    from hddm.training.settings import RouterSettings
 
     own = {"steps": steps, "size": size, "random_flip": random_flip, "calibrate": calibrate}
     told = Told(context, {**own, **given})
-    settings = told.settings(RouterSettings)
+    settings, run = told.settings(RouterSettings), told.run()
+    if router_is_finished(shards, out, settings, run, overwrite):
+        return
+
+    from hddm.experts import FORMAT, ROUTER_FILE, RouterFacts
+    from hddm.facts import read_facts
+    from hddm.progress import TrainingProgress
+    from hddm.training.router import train_router
+    from hddm.training.router_accuracy import told as accuracy
+    from hddm.training.trend import trend_of
+
     with TrainingProgress(settings.steps, settings.batch_size, "train") as progress:
-        losses = train_router(shards, out, settings, overwrite, progress.reach, told.run())
+        losses = train_router(shards, out, settings, overwrite, progress.reach, run)
     if trend := trend_of(losses):
         typer.echo(f"{out}: {trend.told('cross-entropy')}")
     if not losses:

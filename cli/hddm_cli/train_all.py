@@ -1,15 +1,20 @@
 """hddm train all."""
 
 import contextlib
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from hddm.errors import asked
 from hddm_cli.combinations import refuse_given
 from hddm_cli.options import InputOption, Overwrite, Steps
 from hddm_cli.train import LEARNING, Init, LoraAlpha, LoraRank, Schedule
 from hddm_cli.training_options import FILE, KEEPING, LOOP, PICTURES, Told, takes
+
+if TYPE_CHECKING:
+    from hddm.training.island_jobs import Island, Outcome
 
 
 @takes(LEARNING, LOOP, KEEPING, PICTURES, FILE)
@@ -50,10 +55,8 @@ def train_all(
         refuse_given(context, "the cluster decides how many run at a time", "parallel")
 
     from hddm.data.shard_records import find_shards
-    from hddm.progress import TrainingProgress
+    from hddm.training.finished import without_finished
     from hddm.training.island_jobs import make_islands, parse_objectives, refuse_failed
-    from hddm.training.islands import train_islands
-    from hddm.training.ray_islands import train_islands_on_ray
     from hddm.training.settings import ExpertSettings
 
     folders = find_shards(shards)
@@ -63,27 +66,39 @@ def train_all(
     if objective is None:
         objectives = [told.settings(ExpertSettings).objective] * len(folders)
     else:
-        objectives = parse_objectives(objective, len(folders))
+        with asked():
+            objectives = parse_objectives(objective, len(folders))
     settings: dict[str, ExpertSettings] = {
         name: Told(context, {"objective": name, **own}).settings(ExpertSettings) for name in set(objectives)
     }
     run = told.run()
-    islands = make_islands(folders, out, objectives, settings, run, schedule, init, overwrite)
+    with asked():
+        islands = make_islands(folders, out, objectives, settings, run, schedule, init, overwrite)
+    outcomes, left = without_finished(islands)
+    if left:
+        outcomes += _trained(left, parallel, retries, ray)
+    for one in sorted(outcomes, key=lambda outcome: outcome.island.index):
+        if one.trend is not None:
+            typer.echo(f"{one.island.out}: {one.trend.told()}")
+    refuse_failed(outcomes)
+
+
+def _trained(islands: Sequence["Island"], parallel: int, retries: int, ray: str | None) -> list["Outcome"]:
+    """How each of ``islands`` ended, with a bar while it trains."""
+    from hddm.progress import TrainingProgress
+    from hddm.training.islands import train_islands
+    from hddm.training.ray_islands import train_islands_on_ray
+
+    settings = {island.index: (island.settings, island.name) for island in islands}
     with contextlib.ExitStack() as stack:
         bars: dict[int, TrainingProgress] = {}
 
         def on_step(index: int, step: int, loss: float) -> None:
             if index not in bars:
-                island = islands[index]
-                bar = TrainingProgress(island.settings.steps, island.settings.batch_size, island.name)
-                bars[index] = stack.enter_context(bar)
+                of, name = settings[index]
+                bars[index] = stack.enter_context(TrainingProgress(of.steps, of.batch_size, name))
             bars[index].reach(step, loss)
 
         if ray is None:
-            outcomes = train_islands(islands, parallel, retries, on_step)
-        else:
-            outcomes = train_islands_on_ray(islands, ray, retries, on_step)
-    for one in outcomes:
-        if one.trend is not None:
-            typer.echo(f"{one.island.out}: {one.trend.told()}")
-    refuse_failed(outcomes)
+            return train_islands(islands, parallel, retries, on_step)
+        return train_islands_on_ray(islands, ray, retries, on_step)

@@ -17,7 +17,7 @@ from hddm_cli.options import BatchSize, Device, InputOption, LearningRate, Preci
 
 if TYPE_CHECKING:
     from hddm.facts import Facts
-    from hddm.training.run_folder import RunOptions
+    from hddm.training.settings import RunOptions
 
     Settings = TypeVar("Settings", bound=Facts)
 
@@ -143,7 +143,7 @@ class Told:
 
     def run(self) -> "RunOptions":
         """How the run is kept; raises as `settings`."""
-        from hddm.training.run_folder import RunOptions
+        from hddm.training.settings import RunOptions
 
         return self.settings(RunOptions)
 

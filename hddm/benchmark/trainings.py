@@ -22,8 +22,8 @@ from hddm.training.continuation import continue_expert
 from hddm.training.expert import train_expert
 from hddm.training.loop import OnStep
 from hddm.training.router import train_router
-from hddm.training.run_folder import RunOptions, wait_for_run
-from hddm.training.settings import ExpertSettings, LoopSettings, RouterSettings
+from hddm.training.run_folder import wait_for_run
+from hddm.training.settings import ExpertSettings, LoopSettings, RouterSettings, RunOptions
 from hddm.workers import Call, Report
 
 MODEL = "model"

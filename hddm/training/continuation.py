@@ -26,13 +26,12 @@ from hddm.parametrisation import KAPPA, bounded_gain
 from hddm.predictions import PredictionType
 from hddm.schedules import from_config
 from hddm.training.batches import check_conditions, drawing, losing
-from hddm.training.data_identity import encoding_of
+from hddm.training.data_identity import encoding_of, hash_of
 from hddm.training.loop import Fitted, OnStep, Task
 from hddm.training.lora import adapter_facts, add_adapter, refuse_as_base, save_adapted
 from hddm.training.networks import begun_with
-from hddm.training.run_folder import RunOptions
 from hddm.training.runs import finished, train
-from hddm.training.settings import ExpertSettings
+from hddm.training.settings import ExpertSettings, RunOptions
 from hddm.training.shard_calibration import calibrated_on, calibration_rows, placed, shard_record
 from hddm.training.shard_fit import TEXT, check_fit, shard_facts
 from hddm.training.watching import watching
@@ -71,8 +70,6 @@ def continue_expert(
             anything but noise on its whole range; for an adapter of an adapter, of a network without
             attention, or without peft.
     """
-    if finished(out, EXPERT_FILE, overwrite, run):
-        return []
     if not init.is_dir():
         raise HddmError(f"{init}: no such folder")
     if not (init / EXPERT_FILE).is_file():
@@ -80,6 +77,9 @@ def continue_expert(
             f"{init}: no expert folder; a checkpoint becomes one by hddm convert, and an ensemble's experts "
             "are trained on one by one"
         )
+    data = {"shard": hash_of(shard_folder), **encoding_of([shard_folder])}
+    if finished(out, EXPERT_FILE, overwrite, run):
+        return []
     expert = read_expert(init)
     objective = _objective(init, expert.facts, settings)
     shard = open_shard(shard_folder)
@@ -140,7 +140,7 @@ def continue_expert(
         out,
         EXPERT_FILE,
         write,
-        {"shard": shard.hash, **encoding_of([shard]), **started},
+        {**data, **started},
         overwrite,
         on_step,
         run,

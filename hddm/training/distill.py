@@ -42,13 +42,13 @@ from hddm.models.transformer import ExpertTransformer
 from hddm.objectives import TIME_SCALE, Objective
 from hddm.tensors import append_dims
 from hddm.training.batches import drawing
-from hddm.training.data_identity import encoding_of
+from hddm.training.data_identity import data_of
 from hddm.training.expert import expert_facts
 from hddm.training.loop import Fitted, Inputs, OnStep, Task
 from hddm.training.networks import begun_with, new_network
-from hddm.training.run_folder import RunOptions
 from hddm.training.runs import finished, train
 from hddm.training.settings import DistillSettings as DistillSettings
+from hddm.training.settings import RunOptions
 from hddm.training.shard_calibration import calibrated_on, placed
 from hddm.training.teachers import LABELS, open_teacher
 from hddm.training.watching import watching
@@ -89,9 +89,11 @@ def distill(
             expert of such samples and classes.
         Stopped: after a signal, with the run saved.
     """
+    folders = find_shards(shards_folder)
+    data = data_of(folders)
     if finished(out, EXPERT_FILE, overwrite, run):
         return []
-    shards = [open_shard(folder) for folder in find_shards(shards_folder)]
+    shards = [open_shard(folder) for folder in folders]
     whole = joined(shards, shards_folder)
     teacher = open_teacher(ensemble_folder, whole, shards, settings.teacher, settings.condition_dropout)
     as_expert = settings.as_expert(bool(teacher.classes))
@@ -139,12 +141,7 @@ def distill(
         out,
         EXPERT_FILE,
         write,
-        {
-            "shards": [shard.hash for shard in shards],
-            **encoding_of(shards),
-            "teacher": teacher.record,
-            **begun,
-        },
+        {**data, "teacher": teacher.record, **begun},
         overwrite,
         on_step,
         run,

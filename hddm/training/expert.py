@@ -13,12 +13,12 @@ from hddm.objectives import Objective
 from hddm.schedules import Schedule, from_diffusers
 from hddm.schedules.diffusers_configs import declared_prediction_type
 from hddm.training.batches import check_conditions, drawing, losing
-from hddm.training.data_identity import encoding_of
+from hddm.training.data_identity import expert_data
 from hddm.training.loop import Fitted, OnStep, Task
 from hddm.training.networks import new_network
-from hddm.training.run_folder import RunOptions
 from hddm.training.runs import finished, train
 from hddm.training.settings import ExpertSettings as ExpertSettings
+from hddm.training.settings import RunOptions
 from hddm.training.shard_calibration import calibrated_on, placed
 from hddm.training.shard_fit import shard_facts
 from hddm.training.watching import watching
@@ -56,11 +56,12 @@ def train_expert(
             a run that differs from the one to be resumed, or losses that are not finite.
         Stopped: after a signal, with the run saved.
     """
-    if finished(out, EXPERT_FILE, overwrite, run):
-        return []
     if settings.lora_rank is not None:
         raise HddmError("--lora-rank adapts an expert that exists; name it by --init")
     objective = Objective.named(settings.objective, schedule, settings.time_sampling, settings.snr_gamma)
+    data = expert_data(shard_folder, objective.schedule.config)
+    if finished(out, EXPERT_FILE, overwrite, run):
+        return []
     shard = open_shard(shard_folder)
     check_conditions(shard, settings)
     facts = expert_facts(shard, settings, objective, schedule_source)
@@ -96,7 +97,7 @@ def train_expert(
         out,
         EXPERT_FILE,
         write,
-        {"shard": shard.hash, **encoding_of([shard]), "schedule": objective.schedule.config},
+        data,
         overwrite,
         on_step,
         run,

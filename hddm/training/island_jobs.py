@@ -2,20 +2,12 @@
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
-from safetensors import SafetensorError
-
-from hddm.errors import HddmError
-from hddm.experts import EXPERT_FILE
-from hddm.files import check_absent
-from hddm.training.continuation import continue_expert
-from hddm.training.expert import ddpm_schedule, train_expert
-from hddm.training.loop import OnStep
-from hddm.training.run_folder import RunOptions, discard_runs, recorded, run_folder_of
-from hddm.training.runs import completed
-from hddm.training.settings import ExpertSettings
+from hddm.errors import HddmError, did_you_mean
+from hddm.training.run_records import run_folder_of
+from hddm.training.settings import ExpertSettings, RunOptions
 from hddm.training.trend import Trend
 
 OBJECTIVES = ("ddpm", "flow")
@@ -140,7 +132,7 @@ def parse_objectives(text: str, shards: int) -> list[str]:
         if objective not in OBJECTIVES:
             raise HddmError(
                 f"--objective {text}: {part.strip()!r} names no objective; write ddpm or flow for a "
-                "shard, as 0=ddpm,*=flow"
+                f"shard, as 0=ddpm,*=flow{did_you_mean(objective, OBJECTIVES)}"
             )
         if key != REST and (not key.isdecimal() or int(key) >= shards):
             raise HddmError(f"--objective {text}: there is no shard {key!r}; shards are 0 to {shards - 1}")
@@ -156,82 +148,33 @@ def parse_objectives(text: str, shards: int) -> list[str]:
     return [chosen.get(str(k), chosen.get(REST, "")) for k in range(shards)]
 
 
-def threaded(islands: Sequence[Island], default: int) -> list[Island]:
-    """``islands`` with a number of threads each: theirs, that of a run to go on with, or ``default``."""
-    return [
-        replace(one, settings=completed(one.settings, one.out if one.run.resume else None, default))
-        for one in islands
-    ]
-
-
-def prepare(islands: Sequence[Island]) -> None:
-    """Make ``islands`` ready to be gone on with, finished ones among them.
-
-    A run that ``overwrite`` without ``resume`` is to replace is removed here, so that every start after this
-    goes on with what the one before has done.
-
-    Raises:
-        HddmError: for folders that are in the way or worked on, all of them at once, before anything is
-            removed.
-    """
-    problems = [problem for island in islands for problem in _in_the_way(island)]
-    if problems:
-        raise HddmError(
-            f"{islands[0].out.parent}: holds experts or runs already; --resume goes on with them, "
-            "--overwrite starts anew",
-            problems,
-        )
-    discard_runs([island.out for island in islands if island.overwrite and not island.run.resume])
-
-
-def train_island(island: Island, on_step: OnStep | None = None) -> list[float]:
-    """Train an island that `prepare` gave, here and now; the loss of every step.
-
-    Raises:
-        HddmError: as `train_expert` and `continue_expert`, and for a disk that is full or fails.
-        Stopped: after a signal, with the run saved.
-    """
-    run = island.run.model_copy(update={"resume": True})
-    shard, out, settings, overwrite = island.shard, island.out, island.settings, island.overwrite
-    try:
-        if island.init is not None:
-            return continue_expert(island.init, shard, out, settings, overwrite, on_step, run=run)
-        schedule, source = ddpm_schedule(island.schedule)
-        return train_expert(shard, out, settings, schedule, source, overwrite, on_step, run)
-    except (OSError, SafetensorError) as error:
-        raise HddmError(
-            f"{out}: could not be written, or its data read ({error}); mend that, and --resume goes on"
-        ) from error
-
-
 def refuse_failed(outcomes: Sequence[Outcome]) -> None:
     """Refuse to call it done where an island failed.
 
     Raises:
-        HddmError: with every failure.
+        HddmError: with every cause once, and whom it concerns.
     """
-    failed = [one for one in outcomes if one.failure is not None]
-    if failed:
-        lines = [f"{one.island.name}: {line}" for one in failed for line in _lines(one.failure)]
-        raise HddmError(
-            f"{failed[0].island.out.parent}: {len(failed)} of {len(outcomes)} experts failed; the others are "
-            "finished, and --resume goes on with these",
-            lines,
-        )
+    failed = [(one.island, one.failure) for one in outcomes if one.failure is not None]
+    if not failed:
+        return
+    concerned: dict[str, list[str]] = {}
+    for island, failure in failed:
+        for line in (failure.message, *failure.details):
+            concerned.setdefault(_cause(island, line), []).append(island.name)
+    lines = [
+        f"{'each of them' if 1 < len(names) == len(failed) else ', '.join(names)}: {cause}"
+        for cause, names in concerned.items()
+    ]
+    others = "the others are finished, and " if len(failed) < len(outcomes) else ""
+    raise HddmError(
+        f"{outcomes[0].island.out.parent}: {len(failed)} of {len(outcomes)} experts failed; {others}--resume "
+        "goes on with these",
+        lines,
+    )
 
 
-def _lines(failure: HddmError | None) -> tuple[str, ...]:
-    return () if failure is None else (failure.message, *failure.details)
-
-
-def _in_the_way(island: Island) -> list[str]:
-    problems: list[str] = []
-    if island.run.resume and not island.overwrite and (island.out / EXPERT_FILE).exists():
-        return problems
-    try:
-        check_absent(island.out, EXPERT_FILE, island.overwrite)
-    except HddmError as error:
-        problems.append(error.message)
-    if recorded(island.out) and not (island.run.resume or island.overwrite):
-        problems.append(f"{run_folder_of(island.out)}: holds a run")
-    return problems
+def _cause(island: Island, line: str) -> str:
+    """A line of a failure without the folder that it begins with, so that it is alike for all islands."""
+    for folder in (island.out, run_folder_of(island.out)):
+        line = line.removeprefix(f"{folder}: ")
+    return line

@@ -13,7 +13,8 @@ from multiprocessing.connection import Connection
 from types import FrameType
 
 from hddm.errors import HddmError
-from hddm.training.island_jobs import Island, train_island
+from hddm.training.island_jobs import Island
+from hddm.training.island_training import train_island
 from hddm.training.signals import SIGNALS, Stopped
 from hddm.training.trend import Trend, mean, trend_of
 

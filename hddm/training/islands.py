@@ -14,8 +14,9 @@ from multiprocessing.context import SpawnProcess
 import torch
 
 from hddm.errors import HddmError
-from hddm.training.island_jobs import Island, Outcome, prepare, threaded
+from hddm.training.island_jobs import Island, Outcome
 from hddm.training.island_process import Ended, Logged, Stepped, work
+from hddm.training.island_training import prepare, threaded
 from hddm.training.signals import Stopped, StopRequest
 from hddm.workers import compute_environment, environment
 

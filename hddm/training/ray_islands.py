@@ -22,10 +22,12 @@ from safetensors.torch import load_file
 from hddm.errors import HddmError
 from hddm.experts import EXPERT_FILE
 from hddm.training.checkpoints import step_of
-from hddm.training.island_jobs import Island, Outcome, prepare, threaded, train_island
+from hddm.training.island_jobs import Island, Outcome
 from hddm.training.island_process import Ended
+from hddm.training.island_training import prepare, threaded, train_island
 from hddm.training.islands import RETRIES, OnIsland
-from hddm.training.run_folder import run_folder_of, wait_for_run
+from hddm.training.run_folder import wait_for_run
+from hddm.training.run_records import run_folder_of
 from hddm.training.signals import SIGNALS, Stopped, StopRequest
 from hddm.training.state import LOSSES
 from hddm.training.trend import mean, trend_of

@@ -17,7 +17,7 @@ from hddm.experts import ROUTER_FILE, RouterFacts, save_router
 from hddm.models.router import RouterTransformer
 from hddm.objectives import TIME_SCALE
 from hddm.tensors import append_dims
-from hddm.training.data_identity import encoding_of
+from hddm.training.data_identity import data_of
 from hddm.training.loop import Fitted, Inputs, OnStep, Task
 from hddm.training.networks import new_network
 from hddm.training.router_accuracy import (
@@ -27,9 +27,9 @@ from hddm.training.router_accuracy import (
     kept_apart,
 )
 from hddm.training.router_calibration import HELD_OUT_SHARE, calibrate_router, held_out
-from hddm.training.run_folder import RunOptions
 from hddm.training.runs import finished, train
 from hddm.training.settings import RouterSettings as RouterSettings
+from hddm.training.settings import RunOptions
 from hddm.training.shard_calibration import placed
 from hddm.training.watching import watching
 
@@ -74,9 +74,11 @@ def train_router(
     """
     if run is not None and run.sample_every:
         raise HddmError(f"sample_every: {run.sample_every}: a router makes no images; leave it out")
+    folders = find_shards(shards_folder)
+    data = data_of(folders)
     if finished(out, ROUTER_FILE, overwrite, run):
         return []
-    shards = [open_shard(folder) for folder in find_shards(shards_folder)]
+    shards = [open_shard(folder) for folder in folders]
     _check_alike(shards)
     stored = JoinedStore([shard.stored for shard in shards])
     rows = torch.arange(len(stored))
@@ -148,7 +150,7 @@ def train_router(
         out,
         ROUTER_FILE,
         write,
-        {"shards": [shard.hash for shard in shards], **encoding_of(shards)},
+        data,
         overwrite,
         on_step,
         run,

@@ -17,8 +17,7 @@ import yaml
 
 from hddm.errors import HddmError, did_you_mean
 from hddm.facts import OPTIONS, Facts, parse_facts
-from hddm.training.run_folder import Keeping, RunOptions
-from hddm.training.settings import DistillSettings, ExpertSettings, RouterSettings
+from hddm.training.settings import DistillSettings, ExpertSettings, Keeping, RouterSettings, RunOptions
 
 Settings = TypeVar("Settings", bound=Facts)
 LARGEST = 2**20

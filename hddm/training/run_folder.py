@@ -11,71 +11,27 @@ OUT itself appears when the training is done, whole.
 
 import contextlib
 import functools
-import json
 import logging
 import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
-
-from pydantic import Field
+from typing import Any
 
 from hddm.errors import HddmError
-from hddm.facts import Facts
-from hddm.files import read_json, write_json, write_whole
+from hddm.files import write_json, write_whole
 from hddm.locks import locked
-from hddm.training.changes import NOT_RECORDED, Change, differences, told, with_changes
+from hddm.training.changes import Change, with_changes
 from hddm.training.checkpoints import Checkpoints, step_of
-from hddm.training.settings import Positive
+from hddm.training.run_records import RUN_FILE, compare_records, recorded, run_folder_of
+from hddm.training.settings import Keeping, RunOptions
 from hddm.training.state import TrainingState
 
 FORMAT = "1.1"
-RUN_FILE = "run.json"
 LOCK = "lock"
 # How the record's drafts begin, which a process that was killed just then leaves.
 DRAFT = f".{RUN_FILE}"
-# What may change between two starts of a run without changing what it computes.
-FREE = {f"environment.{key}" for key in ("hddm", "torch", "hostname", "device", "processes")}
-# What makes it another expert, so that its record would be untrue if one run went on as the other.
-FIXED = {
-    f"settings.{key}"
-    for key in (
-        "objective",
-        "size",
-        "class_conditional",
-        "text_conditional",
-        "lora_rank",
-        "lora_alpha",
-        "teacher",
-    )
-}
-
 log = logging.getLogger(__name__)
-
-
-class Keeping(Facts):
-    """How often a run is saved, logged and pictured."""
-
-    checkpoint_every: Positive = 500
-    """Steps between checkpoints."""
-    keep: Positive = 2
-    """Complete checkpoints that stay."""
-    log_every: Positive = 10
-    """Steps between entries of the log."""
-    sample_every: Annotated[int, Field(ge=0)] = 0
-    """Steps between pictures; 0 for none."""
-    wandb: str | None = None
-    """Project of Weights & Biases that figures go to as well."""
-
-
-class RunOptions(Keeping):
-    """How a run is kept, and how this start of it goes."""
-
-    resume: bool = False
-    """Go on where the run in the folder stopped; where there is none, one is started."""
-    allow_config_change: bool = False
-    """Go on although settings or data differ."""
 
 
 class Run:
@@ -110,11 +66,6 @@ class Run:
     def save(self, state: TrainingState) -> None:
         """Write a checkpoint; raises as `Checkpoints.save`."""
         self.checkpoints.save(state)
-
-
-def run_folder_of(out: Path) -> Path:
-    """Where the run that makes ``out`` is kept."""
-    return out.with_name(f"{out.name}.run")
 
 
 @contextlib.contextmanager
@@ -161,12 +112,6 @@ def open_run(
         write_whole(known, lambda path: write_json(path, content))
         run.checkpoints.clear_drafts()
         yield run
-
-
-def recorded(out: Path) -> dict[str, Any]:
-    """The record of the run of ``out``, empty where there is none."""
-    path = run_folder_of(out) / RUN_FILE
-    return read_json(path) if path.exists() else {}
 
 
 def discard_runs(outs: Sequence[Path]) -> None:
@@ -233,38 +178,3 @@ def _changes(before: list[Change], differing: Mapping[str, tuple[Any, Any]], run
     step = 0 if run.begun_at is None else step_of(run.begun_at)
     new = [{"step": step, "key": key, "was": was, "is": now} for key, (was, now) in settings.items()]
     return with_changes(before, new, step)
-
-
-def compare_records(out: Path, record: Mapping[str, Any], options: RunOptions) -> dict[str, tuple[Any, Any]]:
-    """Refuse to go on with the run of ``out`` if it was started with another ``record``.
-
-    ``options.allow_config_change`` allows other settings, but no other data, objective or network.
-
-    Returns:
-        What was and is, by dotted key, where that differs and may.
-
-    Raises:
-        HddmError: with every difference.
-    """
-    folder, allowed = run_folder_of(out), options.allow_config_change
-    differing = differences(recorded(out), json.loads(json.dumps(dict(record))))
-    lines = {key: told(key, *values) for key, values in differing.items()}
-    for key, line in lines.items():
-        if key in FREE or allowed:
-            log.warning("%s: %s", folder, line)
-    # What an older version did not record cannot be held against a run.
-    known = {key for key, (was, _) in differing.items() if was is not NOT_RECORDED}
-    fixed = [lines[key] for key in lines if key in known and (key in FIXED or key.startswith("data."))]
-    if fixed and allowed:
-        raise HddmError(
-            f"{folder}: the run is of another expert, and --allow-config-change does not make it this one; "
-            "choose another --out, or train on from it with --init",
-            fixed,
-        )
-    refused = [line for key, line in lines.items() if key not in FREE]
-    if refused and not allowed:
-        raise HddmError(
-            f"{folder}: the run was started otherwise; take the same again, or pass --allow-config-change",
-            refused,
-        )
-    return differing

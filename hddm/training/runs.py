@@ -11,15 +11,15 @@ from typing import Any, TypeVar
 import torch
 
 from hddm.files import check_absent, new_folder
+from hddm.training.finished import NOTHING_LEFT
 from hddm.training.loop import Fitted, OnStep, StepReport, Task, Watcher, fit
-from hddm.training.run_folder import Run, RunOptions, compare_records, open_run, recorded, run_folder_of
-from hddm.training.settings import LoopSettings
+from hddm.training.run_folder import Run, open_run
+from hddm.training.run_records import as_recorded, compare_records, recorded, run_folder_of
+from hddm.training.settings import LoopSettings, RunOptions
 
 Settings = TypeVar("Settings", bound=LoopSettings)
 Write = Callable[[Path, Fitted, Settings], None]
 Watch = Callable[[Run], contextlib.AbstractContextManager[Watcher]]
-
-NOTHING_LEFT = "%s: is finished; there is nothing to go on with"
 
 log = logging.getLogger(__name__)
 
@@ -102,12 +102,13 @@ def completed(settings: Settings, out: Path | None, threads: int | None = None) 
     Both are those of the run of ``out`` that is gone on with, whose default may have been another; else as
     many ``threads``, by default torch's, and `LoopSettings.warmup_steps`.
     """
-    before = {} if out is None else recorded(out).get("settings", {})
+    if out is not None:
+        settings = as_recorded(settings, out)
     found: dict[str, int] = {}
     if settings.threads is None:
-        found["threads"] = before.get("threads") or threads or torch.get_num_threads()
+        found["threads"] = threads or torch.get_num_threads()
     if settings.warmup is None:
-        found["warmup"] = before.get("warmup", settings.warmup_steps)
+        found["warmup"] = settings.warmup_steps
     return settings.model_copy(update=found)
 
 

@@ -120,3 +120,27 @@ class DistillSettings(LoopSettings):
         """Those of the flow expert that the student is."""
         same = self.model_dump(exclude={"teacher"})
         return ExpertSettings(objective="flow", class_conditional=class_conditional, **same)
+
+
+class Keeping(Facts):
+    """How often a run is saved, logged and pictured."""
+
+    checkpoint_every: Positive = 500
+    """Steps between checkpoints."""
+    keep: Positive = 2
+    """Complete checkpoints that stay."""
+    log_every: Positive = 10
+    """Steps between entries of the log."""
+    sample_every: Annotated[int, Field(ge=0)] = 0
+    """Steps between pictures; 0 for none."""
+    wandb: str | None = None
+    """Project of Weights & Biases that figures go to as well."""
+
+
+class RunOptions(Keeping):
+    """How a run is kept, and how this start of it goes."""
+
+    resume: bool = False
+    """Go on where the run in the folder stopped; where there is none, one is started."""
+    allow_config_change: bool = False
+    """Go on although settings or data differ."""

@@ -9,7 +9,7 @@ from hddm.ensemble_folders import ENSEMBLE_FILE
 from hddm.errors import HddmError, UsageError
 from hddm.experts import EXPERT_FILE, ROUTER_FILE
 from hddm.files import read_json
-from hddm.training.run_folder import RUN_FILE
+from hddm.training.run_records import RUN_FILE
 
 _OTHERS = {
     ENSEMBLE_FILE: "an ensemble, and its experts are verified by hddm verify {folder}/experts",

@@ -11,7 +11,8 @@ from hddm.files import read_json
 from hddm.training.figures import Figures
 from hddm.training.logs import EventLog, Guarded
 from hddm.training.loop import StepReport, Watcher
-from hddm.training.run_folder import RUN_FILE, Run
+from hddm.training.run_folder import Run
+from hddm.training.run_records import RUN_FILE
 from hddm.training.settings import ExpertSettings
 from hddm.training.validation_images import Pictures
 from hddm.training.wandb_logs import WandbLog
