@@ -67,8 +67,10 @@ def _of_options(problem: ErrorDetails, names: Iterable[str]) -> str:
             if "_" in name or text.startswith(f"{name} "):
                 text = re.sub(rf"\b{name}\b", _option(name), text)
         return text
-    value = "" if problem["type"] == "missing" else f" {problem['input']}"
-    return f"{_option(str(problem['loc'][0]))}{value}: {words(problem)}"
+    value = problem["input"]
+    given = " ".join(map(str, value)) if isinstance(value, tuple | list) else str(value)
+    option = _option(str(problem["loc"][0]))
+    return f"{option if problem['type'] == 'missing' else f'{option} {given}'}: {words(problem)}"
 
 
 def _option(name: str) -> str:

@@ -9,7 +9,7 @@ from pydantic import AfterValidator, Field
 from hddm.errors import HddmError
 from hddm.facts import Facts
 from hddm.guidance import Guidance
-from hddm.routing import Strategy
+from hddm.strategies import Strategy
 from hddm.tensors import available_device
 
 DTYPES = {
@@ -24,6 +24,12 @@ Positive = Annotated[int, Field(ge=1)]
 def _known_strategy(name: str) -> str:
     Strategy.parse(name)
     return name
+
+
+def _ordered(interval: tuple[float, float]) -> tuple[float, float]:
+    if not 0 <= interval[0] <= interval[1] <= 1:
+        raise ValueError("must be two t, 0 <= low <= high <= 1")
+    return interval
 
 
 class SampleSettings(Facts):
@@ -41,8 +47,8 @@ class SampleSettings(Facts):
     router_every: Positive = 1
     guidance_scale: float = 1.0
     cfg_channels: int | None = None
-    guidance_interval: tuple[float, float] = (0.0, 1.0)
-    guidance_rescale: float = 0.0
+    guidance_interval: Annotated[tuple[float, float], AfterValidator(_ordered)] = (0.0, 1.0)
+    guidance_rescale: Annotated[float, Field(ge=0, le=1)] = 0.0
     class_labels: str | None = None
     """Names or numbers, comma-separated, cycled over the images."""
     prompts: tuple[str, ...] = ()

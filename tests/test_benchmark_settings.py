@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 import yaml
 
-from hddm.benchmark.load_settings import load_settings, parse_settings, preset_names
+from hddm.benchmark.load_settings import load_settings, parse_settings
+from hddm.benchmark.preset_files import preset_names
 from hddm.benchmark.protocol import chosen, parse_seeds
 from hddm.benchmark.schema import table_points
 from hddm.benchmark.trainings import Training
@@ -77,7 +78,9 @@ def test_a_slip_is_named_with_its_remedy(changes: dict[str, Any], message: str) 
 
 
 def test_an_unknown_preset_names_those_that_there_are() -> None:
-    with pytest.raises(HddmError, match=r"digit: no such preset; did you mean 'digits'\?.*cifar10-small"):
+    with pytest.raises(
+        HddmError, match=r"digit: no such preset; .*cifar10, cifar10-small, digits; did you mean 'digits'\?"
+    ):
         load_settings("digit")
     with pytest.raises(HddmError, match=r"nowhere\.yaml: cannot be read"):
         load_settings("./nowhere.yaml")

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from hddm.errors import UsageError
-from hddm_cli.options import InputArgument, InputOption, Overwrite
+from hddm_cli.options import InputArgument, InputOption, Overwrite, StrategyOption
 
 Component = Annotated[Path | None, InputOption(help="Folder of that component, for experts of latents.")]
 
@@ -23,7 +23,7 @@ def assemble(
     ] = None,
     router: Annotated[Path | None, InputOption("--router", help="Router folder.")] = None,
     strategy: Annotated[
-        str | None, typer.Option("--strategy", help="Recommended strategy, stored in the folder; else draw.")
+        str | None, StrategyOption(help="Recommended strategy, stored in the folder; else draw.")
     ] = None,
     vae: Component = None,
     text_encoder: Component = None,

@@ -37,6 +37,10 @@ def benchmark(
     Settings are chosen on validation images; --held-out confirms them on images and seeds that chose nothing.
     The same command goes on with a benchmark that was interrupted.
     """
+    from hddm.benchmark.preset_files import preset
+
+    preset(which)
+
     from hddm.benchmark.load_settings import load_settings
     from hddm.benchmark.markdown import tables_text
     from hddm.benchmark.protocol import chosen

@@ -8,8 +8,10 @@ from typing import Annotated, Any
 
 import typer
 
-from hddm.errors import UsageError
+from hddm.errors import HddmError, UsageError
 from hddm.files import restore
+from hddm.strategies import Strategy
+from hddm.validation import choose
 
 
 def existing(param: typer.CallbackParam, value: Any) -> Any:
@@ -28,6 +30,21 @@ def existing(param: typer.CallbackParam, value: Any) -> Any:
     return value
 
 
+def _known_strategy(value: str | None) -> str | None:
+    try:
+        if value is not None:
+            Strategy.parse(value)
+    except HddmError as error:
+        raise UsageError(f"--strategy {value}: {error.message.partition(': ')[2]}") from error
+    return value
+
+
+def _known_device(value: str) -> str:
+    if re.fullmatch(r"(auto|cpu|cuda|mps|xpu)(:\d+)?", value) is None:
+        raise UsageError(f"--device {value}: {choose(value, ('auto', 'cpu', 'cuda', 'cuda:1', 'mps'))}")
+    return value
+
+
 InputArgument = functools.partial(typer.Argument, callback=existing)
 InputOption = functools.partial(typer.Option, callback=existing)
 
@@ -43,7 +60,10 @@ Precision = Annotated[
     str, typer.Option("--mixed-precision", help="no, bf16 or fp16; weights and averages stay in float32.")
 ]
 Device = Annotated[str, typer.Option("--device", help="auto, cpu, cuda or mps.")]
-AnyDevice = Annotated[str, typer.Option("--device", help="auto, cpu, cuda, cuda:1, mps.")]
+AnyDevice = Annotated[
+    str, typer.Option("--device", help="auto, cpu, cuda, cuda:1, mps.", callback=_known_device)
+]
+StrategyOption = functools.partial(typer.Option, "--strategy", callback=_known_strategy)
 Size = Annotated[str, typer.Option("--size", help="Named network size: tiny, small, S/2 … XL/8.")]
 
 _UNITS = {"": 1, "B": 1} | {

@@ -7,7 +7,16 @@ from typing import Annotated
 import typer
 
 from hddm.errors import asked
-from hddm_cli.options import AnyDevice, InputArgument, InputOption, Out, Overwrite, Seed, parse_size
+from hddm_cli.options import (
+    AnyDevice,
+    InputArgument,
+    InputOption,
+    Out,
+    Overwrite,
+    Seed,
+    StrategyOption,
+    parse_size,
+)
 
 
 class Solver(StrEnum):
@@ -72,8 +81,7 @@ def sample(
     steps: Annotated[int, typer.Option("--steps", min=1, help="Solver steps.")] = 50,
     strategy: Annotated[
         str | None,
-        typer.Option(
-            "--strategy",
+        StrategyOption(
             help="draw, full, top-K, threshold-X or nucleus-X; default: the ensemble's own.",
         ),
     ] = None,

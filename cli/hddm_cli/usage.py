@@ -14,7 +14,7 @@ def told(error: Any) -> str | None:
     """What a failure of the command line's parser says, None for any other error."""
     if not hasattr(error, "format_message"):
         return None
-    context: Any = error.ctx
+    context: Any = getattr(error, "ctx", None)
     verb = context.command_path if context else "hddm"
     if hasattr(error, "option_name"):
         return _of_option(error, verb)

@@ -1,31 +1,24 @@
 """A preset by name, or a user's own file, to `BenchmarkSettings`."""
 
-from importlib.resources import as_file, files
+from importlib.resources import as_file
 from pathlib import Path
 from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 
+from hddm.benchmark.preset_files import preset
 from hddm.benchmark.schema import BenchmarkSettings, TrainingSettings
 from hddm.errors import HddmError, did_you_mean
 from hddm.training.run_files import read_yaml
 from hddm.training.settings import ExpertSettings, RouterSettings
 from hddm.validation import words
 
-_PRESETS = files("hddm.benchmark") / "presets"
-_SUFFIX = ".yaml"
 # Mappings whose keys are fields of a kind of settings.
 _TRAININGS: dict[str, type[BaseModel]] = {
     name: RouterSettings if name == "router" else ExpertSettings
     for name, field in TrainingSettings.model_fields.items()
     if field.annotation == dict[str, Any]
 }
-
-
-def preset_names() -> list[str]:
-    """Names of the presets, in order."""
-    names = [path.name for path in _PRESETS.iterdir()]
-    return sorted(name.removesuffix(_SUFFIX) for name in names if name.endswith(_SUFFIX))
 
 
 def load_settings(which: str) -> BenchmarkSettings:
@@ -38,15 +31,10 @@ def load_settings(which: str) -> BenchmarkSettings:
         HddmError: for an unknown preset, a file that cannot be read, an unknown key, with the nearest known
             one, or a value that is out of range.
     """
-    if "/" in which or Path(which).suffix:
+    found = preset(which)
+    if found is None:
         return parse_settings(read_yaml(Path(which)), which)
-    if which not in preset_names():
-        nearest = did_you_mean(which, preset_names())
-        raise HddmError(
-            f"{which}: no such preset{nearest or ';'} there are {', '.join(preset_names())}; name a file of "
-            "your own by its path, as ./mine.yaml"
-        )
-    with as_file(_PRESETS / f"{which}{_SUFFIX}") as path:
+    with as_file(found) as path:
         return parse_settings(read_yaml(path), which)
 
 

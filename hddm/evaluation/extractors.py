@@ -7,7 +7,7 @@ from pathlib import Path
 from torch import Tensor
 
 from hddm.data.images import ImageSet
-from hddm.errors import HddmError, did_you_mean
+from hddm.errors import HddmError, UsageError, did_you_mean
 from hddm.evaluation.classifier import (
     FEATURES,
     FeatureClassifier,
@@ -74,7 +74,7 @@ def open_extractor(features: str, training: ImageSet, fewest: int) -> Extractor:
         return of_classifier(trained(training))
     if features.endswith(".safetensors"):
         return of_classifier(load_classifier(Path(features), training.pixels.shape[1]))
-    raise HddmError(
+    raise UsageError(
         f"{option}: choose one of {', '.join(NAMES)}, or the .safetensors file of a saved classifier"
         f"{did_you_mean(features, NAMES)}"
     )
