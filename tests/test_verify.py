@@ -250,10 +250,10 @@ def test_an_expert_is_judged_without_its_class_too_if_it_learned_that(
 
 
 def test_a_device_that_is_not_there_is_a_clear_error(class_expert: Path, hddm: Command) -> None:
-    for name in ("cuda:99", "toaster"):
+    for name, told in (("cuda:99", "is not available here ("), ("toaster", "choose one of auto, cpu, cuda")):
         code, _, err = hddm("verify", class_expert, "--device", name)
         assert code == 2
-        assert err.startswith(f"hddm: --device {name}: is not available here (")
+        assert err.startswith(f"hddm: --device {name}: {told}")
         assert err.count("\n") == 1
 
 
