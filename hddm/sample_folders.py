@@ -17,13 +17,13 @@ from hddm.expert_use import ExpertUse
 from hddm.experts import EXPERT_FILE
 from hddm.files import new_folder, write_json
 from hddm.pipeline import HDDMPipeline
+from hddm.record_names import SAMPLING_FILE
 from hddm.sample_conditions import Cycles, class_names, cycled, read_cycles
 from hddm.sample_settings import SampleSettings
 from hddm.sample_sheets import check_absent_sheet, sheet_path, write_sheet
 from hddm.sampling import sample
 
 FORMAT = "1.2"
-SAMPLING_FILE = "sampling.json"
 LATENTS_FILE = "latents.safetensors"
 IMAGE = "{:05d}.png"
 ROUND = 1024

@@ -18,7 +18,7 @@ from hddm.evaluation.folders import evaluate_folder
 from hddm.evaluation.memorisation import Memorisation, memorisation, nearest_distances
 from hddm.evaluation.sampling_record import conditions, read_sampling
 from hddm.evaluation.scores import Scorer
-from hddm.sample_folders import SAMPLING_FILE
+from hddm.record_names import SAMPLING_FILE
 from tests.artefacts import CLASSES, Command, draw, write_images
 
 NOISE = torch.Generator().manual_seed(0)

@@ -46,6 +46,7 @@ def _imported_by(*line: object) -> set[str]:
 
 def test_looking_at_images_imports_nothing_heavy(images: Path) -> None:
     assert not _imported_by("data", "check", images) & HEAVY
+    assert not _imported_by("inspect", images) & HEAVY
 
 
 @pytest.mark.parametrize(

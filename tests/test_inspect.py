@@ -1,13 +1,16 @@
 """Inspecting: what an artefact is, for scripts and for readers."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 
 from hddm.components.vae import vae_facts
+from hddm.training.expert import train_expert
+from hddm.training.settings import RunOptions
 from hddm_cli.plain import plain_lines
-from tests.artefacts import Command, copied
+from tests.artefacts import Command, copied, expert_settings
 from tests.component_files import write_vae
 
 
@@ -106,3 +109,91 @@ def test_values_become_lines_that_a_reader_knows() -> None:
         f"  {'b' * 64}",
         f"numbers: {', '.join(map(str, range(20)))}, … (1000 in all; --json tells them)",
     ]
+
+
+@pytest.fixture(scope="module")
+def killed(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of experts, the first finished, the second not, and changed on its way."""
+    folder = tmp_path_factory.mktemp("killed") / "experts"
+    run = RunOptions(checkpoint_every=2)
+    train_expert(shards / "shard_0", folder / "expert_0", expert_settings("ddpm"), run=run)
+    train_expert(shards / "shard_1", folder / "expert_1", expert_settings("flow"), run=run)
+    shutil.rmtree(folder / "expert_1")
+    left = folder / "expert_1.run"
+    shutil.rmtree(left / "checkpoints" / "step_00000010")
+    record = json.loads((left / "run.json").read_text())
+    change = {"step": 4, "key": "learning_rate", "was": 1.0, "is": 0.001}
+    (left / "run.json").write_text(json.dumps({**record, "changes": [change]}))
+    return folder
+
+
+def test_a_killed_run_tells_its_step_its_settings_its_last_checkpoint_and_its_changes(
+    killed: Path, hddm: Command
+) -> None:
+    for place in (killed / "expert_1.run", killed / "expert_1.run" / "run.json"):
+        facts = json.loads(hddm("inspect", place, "--json")[1])
+        assert [facts[key] for key in ("kind", "of", "finished", "step", "steps")] == [
+            "run",
+            "expert",
+            False,
+            8,
+            10,
+        ]
+        assert facts["last_checkpoint"] == "checkpoints/step_00000008"
+        assert (facts["settings"]["objective"], facts["keeping"]["checkpoint_every"]) == ("flow", 2)
+    said = hddm("inspect", killed / "expert_1.run")[1]
+    assert said.endswith("changes:\n  step=4, key=learning_rate, was=1, is=0.001\n")
+    finished = json.loads(hddm("inspect", killed / "expert_0.run", "--json")[1])
+    assert (finished["finished"], finished["step"]) == (True, 10)
+
+
+def test_a_folder_of_experts_has_a_line_each(killed: Path, ensemble: Path, hddm: Command) -> None:
+    lines = hddm("inspect", killed)[1].splitlines()
+    assert lines[:4] == [
+        "kind: experts",
+        "experts:",
+        "  name=expert_0, objective=ddpm, shard=0, finished=yes, steps=10",
+        "  name=expert_1, objective=flow, finished=no, step=8, steps=10, "
+        "last_checkpoint=checkpoints/step_00000008",
+    ]
+    assert hddm("inspect", ensemble / "experts")[1].startswith("kind: experts\n")
+
+
+@pytest.mark.parametrize(
+    ("record", "kind", "verb"),
+    [
+        ("sampling.json", "samples", "hddm evaluate"),
+        ("features.json", "features", "hddm partition --cache"),
+        ("results.json", "benchmark", "hddm compare"),
+        ("benchmark.json", "unfinished benchmark", "hddm benchmark"),
+        ("shard_1/manifest.json", "shards", "hddm verify EXPERT --data, hddm evaluate --held-out"),
+        ("cat/1.png", "images", "hddm data check, hddm partition"),
+        ("train/cat/1.png", "images", "hddm data check, hddm partition"),
+        ("images.tar", "images", "hddm data check, hddm partition"),
+    ],
+)
+def test_what_another_verb_reads_is_named_with_it(
+    record: str, kind: str, verb: str, tmp_path: Path, hddm: Command
+) -> None:
+    path = tmp_path / "folder" / record
+    path.parent.mkdir(parents=True)
+    path.write_text("{}")
+    assert hddm("inspect", tmp_path / "folder")[:2] == (0, f"kind: {kind}\nread_by: {verb}\n")
+    # A model may have any of them beside it.
+    (tmp_path / "folder" / "config.json").write_text("{}")
+    assert hddm("inspect", tmp_path / "folder")[0] == 1
+
+
+def test_a_result_tells_whether_it_compares_and_other_json_is_no_broken_download(
+    tmp_path: Path, hddm: Command
+) -> None:
+    result, other = tmp_path / "result.json", tmp_path / "other.json"
+    result.write_text(json.dumps({"kind": "evaluation", "comparable": False, "reasons": ["too few"]}))
+    lines = ["kind: evaluation", "comparable: no", "reasons: too few", "read_by: hddm compare"]
+    assert hddm("inspect", result)[1].splitlines() == lines
+    other.write_text('{"a": 1}')
+    code, _, err = hddm("inspect", other)
+    assert (code, err) == (
+        1,
+        f"hddm: {other}: is JSON, not weights; name the folder that it belongs to\n",
+    )

@@ -10,7 +10,7 @@ from hddm_cli.plain import plain_lines
 
 
 def inspect(
-    path: Annotated[Path, InputArgument(help="Any folder of hddm's, or a checkpoint.")],
+    path: Annotated[Path, InputArgument(help="Any folder of hddm's, a result, images, or a checkpoint.")],
     allow_pickle: Annotated[
         bool, typer.Option("--allow-pickle", help="Read pickle files; what is no weight is refused.")
     ] = False,
@@ -20,9 +20,9 @@ def inspect(
     """Say what an artefact is: objective, schedule, shard, size, licence, provenance."""
     import json
 
-    from hddm.describe import describe
+    from hddm.inspecting import inspected
 
-    facts = describe(path, allow_pickle, variant)
+    facts = inspected(path, allow_pickle, variant)
     if as_json:
         typer.echo(json.dumps(facts, indent=2))
         return

@@ -5,11 +5,12 @@ from pathlib import Path
 
 from hddm.benchmark.conversions import CONVERSIONS, EXACT
 from hddm.benchmark.machine import machine as machine
-from hddm.benchmark.results import RESULTS_FILE, Results
-from hddm.benchmark.run import SETTINGS_FILE, run_benchmark
+from hddm.benchmark.results import Results
+from hddm.benchmark.run import run_benchmark
 from hddm.benchmark.schema import BenchmarkSettings
 from hddm.benchmark.settings import QuickstartSettings
 from hddm.files import check_absent
+from hddm.record_names import BENCHMARK_FILE, RESULTS_FILE
 
 SINGLE, FLOW, DDPM = "single model", "homogeneous flow", "homogeneous DDPM"
 MIXTURES = (1, 2)
@@ -29,9 +30,9 @@ def quickstart(out: Path, settings: QuickstartSettings, overwrite: bool = False)
     Raises:
         HddmError: where ``out`` exists and is finished, or holds something else.
     """
-    is_half = (out / SETTINGS_FILE).is_file() and not (out / RESULTS_FILE).is_file()
+    is_half = (out / BENCHMARK_FILE).is_file() and not (out / RESULTS_FILE).is_file()
     if not is_half or overwrite:
-        check_absent(out, SETTINGS_FILE, overwrite)
+        check_absent(out, BENCHMARK_FILE, overwrite)
         if out.exists():
             shutil.rmtree(out)
     return run_benchmark(as_benchmark(settings), out)

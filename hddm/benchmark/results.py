@@ -15,8 +15,8 @@ from typing import Any, Literal
 
 from hddm.benchmark.schema import BenchmarkSettings, Point, Split
 from hddm.facts import Facts, read_facts
+from hddm.record_names import RESULTS_FILE
 
-RESULTS_FILE = "results.json"
 FORMAT = "2.1"
 LARGEST = 2**29
 

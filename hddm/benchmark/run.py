@@ -33,7 +33,7 @@ from hddm.benchmark.interruption import stoppable
 from hddm.benchmark.markdown import tables_text
 from hddm.benchmark.plots import REAL, grid_path, write_grid
 from hddm.benchmark.report import write_report
-from hddm.benchmark.results import FORMAT, RESULTS_FILE, Results
+from hddm.benchmark.results import FORMAT, Results
 from hddm.benchmark.samples import read_samples
 from hddm.benchmark.schema import BenchmarkSettings
 from hddm.benchmark.scoring import features_job_of, real_scores, write_features
@@ -41,9 +41,9 @@ from hddm.benchmark.stage import Ground, Seed, SeedRun
 from hddm.benchmark.store import Store
 from hddm.errors import HddmError
 from hddm.files import check_absent, read_json, write_json
+from hddm.record_names import BENCHMARK_FILE, RESULTS_FILE
 from hddm.workers import Workers
 
-SETTINGS_FILE = "benchmark.json"
 TABLES_FILE = "tables.md"
 GRID_IMAGES = 64
 
@@ -75,7 +75,7 @@ def run_benchmark(
     out.mkdir(parents=True, exist_ok=True)
     store = Store(jobs or out / "jobs")
     with stoppable(out), store.held():
-        write_json(out / SETTINGS_FILE, {"format": FORMAT, "settings": settings.model_dump(mode="json")})
+        write_json(out / BENCHMARK_FILE, {"format": FORMAT, "settings": settings.model_dump(mode="json")})
         shared, links = _prepare(settings, data, store)
         _write_real(out, shared, store)
         seeds: list[Seed] = []
@@ -97,13 +97,13 @@ def check_out(out: Path, settings: BenchmarkSettings, overwrite: bool = False) -
             for a folder of another kind.
     """
     if not out.exists() or (out.is_dir() and not any(out.iterdir())):
-        check_absent(out, SETTINGS_FILE, overwrite=True)
+        check_absent(out, BENCHMARK_FILE, overwrite=True)
         return
-    if not (out / SETTINGS_FILE).is_file():
+    if not (out / BENCHMARK_FILE).is_file():
         raise HddmError(f"{out} exists and holds no benchmark: choose another folder")
     if overwrite or not (out / RESULTS_FILE).is_file():
         return
-    before, now = read_json(out / SETTINGS_FILE).get("settings", {}), settings.model_dump(mode="json")
+    before, now = read_json(out / BENCHMARK_FILE).get("settings", {}), settings.model_dump(mode="json")
     if set(before.get("seeds", ())) <= set(settings.seeds):
         # More of the same loses nothing.
         before["seeds"] = now["seeds"]

@@ -4,10 +4,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from hddm.benchmark.results import LARGEST, RESULTS_FILE, Record, Results, read_results
+from hddm.benchmark.results import LARGEST, Record, Results, read_results
 from hddm.errors import HddmError
 from hddm.evaluation.results import Result, Side
 from hddm.files import read_json
+from hddm.record_names import RESULTS_FILE
 
 
 def is_benchmark(path: Path) -> bool:

@@ -24,10 +24,10 @@ from hddm.errors import HddmError
 from hddm.facts import Facts, read_facts
 from hddm.files import write_json, write_whole
 from hddm.progress import Progress
+from hddm.record_names import FEATURES_FILE
 from hddm.weight_files import read_safetensors
 
 FORMAT = "1.0"
-RECORD = "features.json"
 PART = 1024
 """Images whose features are written at once."""
 
@@ -139,10 +139,10 @@ def compute_features(
 
 def _claim(folder: Path, facts: FeatureFacts, replace: bool) -> None:
     """Make ``folder`` that of ``facts``, unless it is another's."""
-    if folder.exists() and not (folder / RECORD).is_file() and not _is_empty(folder):
+    if folder.exists() and not (folder / FEATURES_FILE).is_file() and not _is_empty(folder):
         raise HddmError(f"{folder}: holds other things than features; name another folder with --cache")
-    if (folder / RECORD).is_file():
-        known = read_facts(folder / RECORD, FeatureFacts, FORMAT)
+    if (folder / FEATURES_FILE).is_file():
+        known = read_facts(folder / FEATURES_FILE, FeatureFacts, FORMAT)
         if known == facts:
             return
         if not replace:
@@ -152,12 +152,14 @@ def _claim(folder: Path, facts: FeatureFacts, replace: bool) -> None:
         for path in folder.glob("*.safetensors"):
             path.unlink()
     folder.mkdir(parents=True, exist_ok=True)
-    write_whole(folder / RECORD, lambda draft: write_json(draft, facts.model_dump()))
+    write_whole(folder / FEATURES_FILE, lambda draft: write_json(draft, facts.model_dump()))
 
 
 def _is_empty(folder: Path) -> bool:
     """Whether nothing is in ``folder`` but what a killed run had begun to write."""
-    return folder.is_dir() and all(path.name.startswith(f".{RECORD}.part-") for path in folder.iterdir())
+    return folder.is_dir() and all(
+        path.name.startswith(f".{FEATURES_FILE}.part-") for path in folder.iterdir()
+    )
 
 
 def _difference(known: FeatureFacts, facts: FeatureFacts) -> str:

@@ -8,8 +8,7 @@ from torch import Tensor
 
 from hddm.data.images import ImageSet
 from hddm.files import read_json
-
-SAMPLING_FILE = "sampling.json"
+from hddm.record_names import SAMPLING_FILE
 
 
 def read_sampling(images: Path) -> dict[str, Any] | None:

@@ -10,7 +10,6 @@ out of disk, keeps the one before. It counts only if every file has its hash.
 """
 
 import logging
-import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -23,6 +22,7 @@ from torch import Tensor
 from hddm.errors import HddmError
 from hddm.facts import Facts, read_facts
 from hddm.files import new_folder, read_json, sha256_of, write_json
+from hddm.training.run_records import checkpoints_in, step_of
 from hddm.training.state import EMA, LOSSES, OPTIMIZER, WEIGHTS, TrainingState
 
 FORMAT = "1.0"
@@ -132,16 +132,10 @@ class Checkpoints:
 
     def _all(self) -> list[Path]:
         """Folders of checkpoints, newest first."""
-        found = [path for path in self.folder.glob("step_*") if re.fullmatch(r"step_\d{8,}", path.name)]
-        return sorted(found, key=step_of, reverse=True)
+        return checkpoints_in(self.folder)
 
     def _of(self, step: int) -> Path:
         return self.folder / f"step_{step:08d}"
-
-
-def step_of(path: Path) -> int:
-    """Steps done at the checkpoint in a folder."""
-    return int(path.name.removeprefix("step_"))
 
 
 def _on_cpu(tensors: Mapping[str, Tensor]) -> dict[str, Any]:

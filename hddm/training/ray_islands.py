@@ -8,7 +8,6 @@ import contextlib
 import logging
 import math
 import os
-import re
 import signal
 import time
 from collections.abc import Iterator, Sequence
@@ -21,13 +20,12 @@ from safetensors.torch import load_file
 
 from hddm.errors import HddmError
 from hddm.experts import EXPERT_FILE
-from hddm.training.checkpoints import step_of
 from hddm.training.island_jobs import Island, Outcome
 from hddm.training.island_process import Ended
 from hddm.training.island_training import prepare, threaded, train_island
 from hddm.training.islands import RETRIES, OnIsland
 from hddm.training.run_folder import wait_for_run
-from hddm.training.run_records import run_folder_of
+from hddm.training.run_records import CHECKPOINTS, checkpoints_in, run_folder_of, step_of
 from hddm.training.signals import SIGNALS, Stopped, StopRequest
 from hddm.training.state import LOSSES
 from hddm.training.trend import mean, trend_of
@@ -188,12 +186,8 @@ def _connected(ray: Any, address: str) -> Iterator[None]:
 
 def _newest(out: Path, since: int) -> tuple[int, float] | None:
     """Step of the newest checkpoint, where it is not ``since``, and the mean loss after that one."""
-    folders = (run_folder_of(out) / "checkpoints").glob("step_*")
-    steps = [path for path in folders if re.fullmatch(r"step_\d{8,}", path.name)]
-    if not steps:
-        return None
-    newest = max(steps, key=step_of)
-    if step_of(newest) == since:
+    newest = next(iter(checkpoints_in(run_folder_of(out) / CHECKPOINTS)), None)
+    if newest is None or step_of(newest) == since:
         return None
     try:
         losses = load_file(newest / f"{LOSSES}.safetensors")["losses"]

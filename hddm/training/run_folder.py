@@ -22,8 +22,8 @@ from hddm.errors import HddmError
 from hddm.files import write_json, write_whole
 from hddm.locks import locked
 from hddm.training.changes import Change, with_changes
-from hddm.training.checkpoints import Checkpoints, step_of
-from hddm.training.run_records import RUN_FILE, compare_records, recorded, run_folder_of
+from hddm.training.checkpoints import Checkpoints
+from hddm.training.run_records import CHECKPOINTS, RUN_FILE, compare_records, recorded, run_folder_of, step_of
 from hddm.training.settings import Keeping, RunOptions
 from hddm.training.state import TrainingState
 
@@ -40,7 +40,7 @@ class Run:
     def __init__(self, folder: Path, options: RunOptions) -> None:
         self.folder, self.options = folder, options
         self.changes: list[Change] = []
-        self.checkpoints = Checkpoints(folder / "checkpoints", options.keep)
+        self.checkpoints = Checkpoints(folder / CHECKPOINTS, options.keep)
 
     @property
     def logs(self) -> Path:

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -14,6 +15,7 @@ from hddm.training.settings import LoopSettings, RunOptions
 Settings = TypeVar("Settings", bound=LoopSettings)
 
 RUN_FILE = "run.json"
+CHECKPOINTS = "checkpoints"
 # What may change between two starts of a run without changing what it computes.
 FREE = {f"environment.{key}" for key in ("hddm", "torch", "hostname", "device", "processes")}
 # What makes it another expert, so that its record would be untrue if one run went on as the other.
@@ -36,6 +38,17 @@ log = logging.getLogger(__name__)
 def run_folder_of(out: Path) -> Path:
     """Where the run that makes ``out`` is kept."""
     return out.with_name(f"{out.name}.run")
+
+
+def checkpoints_in(folder: Path) -> list[Path]:
+    """The checkpoints that a folder holds, whole or damaged, newest first."""
+    found = [path for path in folder.glob("step_*") if re.fullmatch(r"step_\d{8,}", path.name)]
+    return sorted(found, key=step_of, reverse=True)
+
+
+def step_of(path: Path) -> int:
+    """Steps done at the checkpoint in a folder."""
+    return int(path.name.removeprefix("step_"))
 
 
 def recorded(out: Path) -> dict[str, Any]:

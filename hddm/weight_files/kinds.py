@@ -30,6 +30,8 @@ def kind_of(path: Path) -> Kind:
         return "pickle"
     if head.startswith(b"version https"):
         raise HddmError(f"{path}: is a Git LFS pointer, not the weights; fetch them with git lfs pull")
+    if head.lstrip().startswith(b"{"):
+        raise HddmError(f"{path}: is JSON, not weights; name the folder that it belongs to")
     raise HddmError(
         f"{path}: is neither safetensors nor a PyTorch checkpoint (begins with {head[:8]!r}); fetch it again"
     )
