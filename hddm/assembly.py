@@ -14,15 +14,8 @@ from hddm.components.vae import vae_facts
 from hddm.ensemble_bases import bases_of, link_bases, places
 from hddm.ensemble_folders import ENSEMBLE_FILE, ROUTER, EnsembleFacts, write_ensemble_records
 from hddm.errors import HddmError
-from hddm.experts import (
-    EXPERT_FILE,
-    FORMAT,
-    ROUTER_FILE,
-    ExpertFacts,
-    RouterFacts,
-    foreign_weights,
-    weights_in,
-)
+from hddm.expert_files import foreign_files
+from hddm.experts import EXPERT_FILE, FORMAT, ROUTER_FILE, ExpertFacts, RouterFacts
 from hddm.facts import read_facts
 from hddm.files import link_or_copy, new_folder
 from hddm.interfaces import text_width
@@ -91,8 +84,8 @@ def assemble(
         Notes: what was taken on trust, or could not be known.
 
     Raises:
-        HddmError: before anything is written, with every difference between the parts, and for weights that
-            are not those of their record.
+        HddmError: before anything is written, with every difference between the parts, and for weights and
+            calibrations that are not those of their record.
     """
     for folder in experts:
         if (folder / ENSEMBLE_FILE).exists():
@@ -107,7 +100,7 @@ def assemble(
     read = [*experts, *([router] if router else []), *parts.components.values(), *parts.bases.values()]
     refuse_inside(out, read)
     facts, notes = check(parts, strategy)
-    check_weights(experts)
+    check_files(experts)
     with new_folder(out, ENSEMBLE_FILE, overwrite) as draft:
         fill(draft, parts, facts)
     return notes
@@ -166,20 +159,17 @@ def check(
     return facts, tuple(found.notes)
 
 
-def check_weights(experts: Sequence[Path]) -> None:
-    """Hold the weights in expert folders against the hashes in their records; reads every file once.
+def check_files(experts: Sequence[Path]) -> None:
+    """Hold weights and calibrations in expert folders against their records; reads every file once.
 
     Raises:
-        HddmError: with a line for every expert whose weights are others.
+        HddmError: with a line for every expert that has others.
     """
     found = Findings()
     for folder, (name, facts) in zip(experts, read_records(experts), strict=True):
-        if facts.weights_sha256 is None:
-            continue
-        weights = weights_in(folder)
-        if foreign := foreign_weights(facts, sha256_once(weights) if weights else None):
+        for foreign in foreign_files(folder, facts, sha256_once):
             found.differ(name, foreign)
-    found.refuse("weights changed after their training, and nothing was written:")
+    found.refuse("files are not those of their records, and nothing was written:")
 
 
 def read_records(folders: Sequence[Path]) -> list[Named]:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from hddm.adapters import bases_in, check_base
-from hddm.assembly import PartFolders, check, check_weights, fill, read_records, refuse_inside
+from hddm.assembly import PartFolders, check, check_files, fill, read_records, refuse_inside
 from hddm.compatibility import Findings
 from hddm.ensemble_bases import FOLDER as BASES
 from hddm.ensemble_bases import bases_of
@@ -68,7 +68,7 @@ def change(
     Raises:
         HddmError: before anything is written, for an expert that is not there, for a link out of the folder,
             whose content would become part of it, for an ``out`` inside it, with every difference
-            between the parts, and for weights to be added that are not those of their record.
+            between the parts, and for weights and calibrations to be added that their records do not state.
     """
     given = {"vae": vae, "text_encoder": text_encoder, "tokenizer": tokenizer}
     if not (add or remove or router or strategy or any(given.values())):
@@ -99,7 +99,7 @@ def change(
         shift=_shift_by_hand(ensemble, facts),
     )
     # Those that stay were held against their records when they came.
-    check_weights(add)
+    check_files(add)
     if out is not None and out.resolve() != ensemble.resolve():
         refuse_inside(out, [ensemble])
     # In place, the folder itself and not a link to it is exchanged.

@@ -75,6 +75,10 @@ class Calibration:
 
     def save(self, folder: Path) -> None:
         """Write ``calibration.safetensors`` into an expert folder."""
+        self.write(folder / FILE_NAME)
+
+    def write(self, path: Path) -> None:
+        """Write it to a file."""
         tensors = {
             "mean": self.moments.mean,
             "basis": self.moments.basis,
@@ -85,7 +89,7 @@ class Calibration:
         # One key, since safetensors writes several in an order that changes from call to call.
         metadata = {RECORD_KEY: json.dumps(dict(self.record), sort_keys=True)} if self.record else None
         tensors = {key: value.contiguous() for key, value in tensors.items()}
-        save_file(tensors, folder / FILE_NAME, metadata)
+        save_file(tensors, path, metadata)
 
     @classmethod
     def load(cls, folder: Path) -> "Calibration | None":

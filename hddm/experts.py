@@ -97,6 +97,8 @@ class ExpertFacts(Facts):
     """Averaged or as the optimiser left them; a source with one set may not say."""
     weights_sha256: str | None = None
     """Of the file beside this that holds them, or the adapter; None in folders of older versions."""
+    calibration_sha256: str | None = None
+    """Of ``calibration.safetensors`` beside this; None without one, and in folders of older versions."""
     shard: ShardFacts | None = None
     training: dict[str, Any] = Field(default_factory=dict)
     training_calibration: bool = False
@@ -166,32 +168,16 @@ def save_expert(folder: Path, expert: Expert) -> None:
 
 
 def write_records(folder: Path, facts: ExpertFacts, nulls: Mapping[str, Tensor]) -> None:
-    """Write what gives the network in ``folder`` its meaning, and the hash of its weights."""
+    """Write what gives the network in ``folder`` its meaning, and the hashes of what lies there already."""
     if nulls:
         save_file({name: null.contiguous() for name, null in nulls.items()}, folder / NULL_FILE)
-    held = weights_in(folder)
-    found = {"format": FORMAT, "weights_sha256": sha256_of(held) if held else None}
+    held, calibration = weights_in(folder), folder / CALIBRATION
+    found = {
+        "format": FORMAT,
+        "weights_sha256": sha256_of(held) if held else None,
+        "calibration_sha256": sha256_of(calibration) if calibration.is_file() else None,
+    }
     write_json(folder / EXPERT_FILE, facts.model_dump(mode="json") | found)
-
-
-def foreign_weights(facts: ExpertFacts, held: str | None) -> str | None:
-    """What is wrong where the weights beside a record are not those that it was written with.
-
-    Args:
-        facts: the record.
-        held: SHA-256 of the weights, or of the adapter, that lie beside it; None for none.
-
-    Returns:
-        None where they are, and where the record of an older version does not say.
-    """
-    stated = facts.weights_sha256
-    if stated is None or stated == held:
-        return None
-    there = "are not there" if held is None else f"have SHA-256 {held[:16]}…"
-    return (
-        f"its weights {there}, and {EXPERT_FILE} says {stated[:16]}…; copy the expert again from where it "
-        "was trained, or train it anew"
-    )
 
 
 def weights_in(folder: Path) -> Path | None:
@@ -231,8 +217,8 @@ class UnreadExpert:
 
 
 def without_adapter(facts: ExpertFacts) -> ExpertFacts:
-    """The record of an expert in memory, where an adapter is part of its weights, which are no file."""
-    return facts.model_copy(update={"adapter": None, "weights_sha256": None})
+    """The record of an expert in memory, where an adapter is part of its weights, and nothing is a file."""
+    return facts.model_copy(update={"adapter": None, "weights_sha256": None, "calibration_sha256": None})
 
 
 def read_expert(

@@ -212,7 +212,7 @@ def test_weights_that_changed_after_their_training_are_refused(
         code, _, err = hddm("assemble", *given)
         assert code == 1
         assert err.splitlines() == [
-            "hddm: weights changed after their training, and nothing was written:",
+            "hddm: files are not those of their records, and nothing was written:",
             f"  {line}",
         ]
     assert contents(tmp_path) == before

@@ -87,7 +87,9 @@ def test_an_init_that_lost_the_calibration_of_its_training_is_refused(
 ) -> None:
     init = copied(continued, tmp_path)
     (init / FILE_NAME).unlink()
-    assert "the expert was trained in it" in _refused(init, whole, tmp_path)
+    assert "its calibration is not there, and expert.json says" in _refused(init, whole, tmp_path)
+    edit_json(init / "expert.json", calibration_sha256=None)
+    assert "and it was trained in it; copy the expert again" in _refused(init, whole, tmp_path)
 
 
 def test_the_calibration_of_a_training_is_not_fitted_anew(shards: Path, continued: Path) -> None:

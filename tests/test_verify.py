@@ -19,6 +19,8 @@ from hddm.data.images import save_png
 from hddm.data.partition import partition
 from hddm.data.shards import load_shard
 from hddm.errors import HddmError, UsageError
+from hddm.experts import read_expert
+from hddm.loading import load
 from hddm.model_folders import WEIGHTS
 from hddm.predictions import PredictionType
 from hddm.schedules import LinearSchedule
@@ -87,8 +89,17 @@ def test_a_record_that_says_wrongly_what_is_predicted_is_refused(
 def _save(folder: Path, weights: dict[str, Tensor]) -> None:
     """Replace the weights of an expert, and its record of them."""
     save_file(weights, folder / WEIGHTS, {"format": "pt"})
-    sha256 = hashlib.sha256((folder / WEIGHTS).read_bytes()).hexdigest()
-    edit_json(folder / "expert.json", weights_sha256=sha256)
+    edit_json(folder / "expert.json", weights_sha256=_sha256(folder / WEIGHTS))
+
+
+def _save_calibration(folder: Path, tensors: dict[str, Tensor]) -> None:
+    """Replace the calibration of an expert, and its record of it."""
+    save_file({name: value.contiguous() for name, value in tensors.items()}, folder / CALIBRATION)
+    edit_json(folder / "expert.json", calibration_sha256=_sha256(folder / CALIBRATION))
+
+
+def _sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def test_weights_other_than_those_recorded_are_refused(class_expert: Path, tmp_path: Path) -> None:
@@ -133,7 +144,7 @@ def test_a_calibration_that_is_not_finite_is_refused(class_expert: Path, tmp_pat
     folder = copied(class_expert, tmp_path)
     tensors = load_file(folder / CALIBRATION)
     tensors["weights"][-1, 0] = float("inf")
-    save_file(tensors, folder / "calibration.safetensors")
+    _save_calibration(folder, tensors)
     assert verify_expert(folder).problems == ("calibration.safetensors, weights: holds NaN or Inf",)
 
 
@@ -155,7 +166,7 @@ def test_a_calibration_that_no_fit_gives_is_refused(
     folder = copied(class_expert, tmp_path)
     tensors = {name: value.clone() for name, value in load_file(folder / CALIBRATION).items()}
     change(tensors)
-    save_file({name: value.contiguous() for name, value in tensors.items()}, folder / CALIBRATION)
+    _save_calibration(folder, tensors)
     (found,) = verify_expert(folder).problems
     assert found.startswith("calibration.safetensors: ")
     assert problem in found
@@ -183,7 +194,7 @@ def test_a_calibration_that_is_spoilt_near_the_noise_alone_is_refused(
     tensors["weights"][:-1] = 0
     tensors["weights"][-1] = 1
     tensors["mean"] += 3
-    save_file(tensors, folder / CALIBRATION)
+    _save_calibration(folder, tensors)
     (problem,) = verify_expert(folder, held_out).problems
     assert problem.startswith("at t = 0.99 its error is ")
     assert "its calibration is spoilt; hddm calibrate fits another" in problem
@@ -205,17 +216,19 @@ def test_what_a_network_of_noise_does_by_itself_near_the_end_is_noted(
     assert verify_expert(out, held_out).accepted
     tensors = load_file(out / CALIBRATION)
     tensors["weights"][2:] = 0.8
-    save_file(tensors, out / CALIBRATION)
+    _save_calibration(out, tensors)
     verdict = verify_expert(out, held_out)
     assert verdict.accepted
     (note,) = verdict.notes
     assert note.startswith("at t = 0.99 its error is ")
     assert note.endswith("train it for longer")
     (out / CALIBRATION).unlink()
+    edit_json(out / "expert.json", calibration_sha256=None)
     verdict = verify_expert(out, held_out)
-    assert verdict.accepted
-    (note,) = verdict.notes
-    assert note.endswith("it has no calibration; hddm calibrate fits one")
+    missing, *doubts = (*verdict.notes, *verdict.problems)
+    assert missing == f"{CALIBRATION}: is not there, and training writes one; hddm calibrate fits another"
+    assert doubts
+    assert all(text.endswith("it has no calibration; hddm calibrate fits one") for text in doubts)
 
 
 @pytest.mark.parametrize("which", ["margin", "low"])
@@ -280,6 +293,8 @@ def test_the_command_prints_hashes_and_figures_and_exits_by_the_verdict(
     (folder / "setup.py").write_text("print()")
     code, out, _ = hddm("verify", folder, "--data", held_out)
     assert code == 0
+    assert out.startswith(f"{folder}: nothing speaks against it; error ")
+    assert out.splitlines().index("SHA-256 of its files, as sha256sum -c checks them:") > 0
     for path in folder.iterdir():
         assert f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path}" in out.splitlines()
     assert "note: setup.py: is no file of an expert's" in out
@@ -295,6 +310,30 @@ def test_the_command_prints_hashes_and_figures_and_exits_by_the_verdict(
     assert not found["accepted"]
     assert "no record of its training" in err
     assert found["problems"][0] in err
+    code, out, _ = hddm("verify", folder)
+    assert (code, out.splitlines()[0]) == (1, f"{folder}: is refused")
+
+
+def test_what_fails_with_classes_and_without_is_told_once(trio: Trio) -> None:
+    (problem,) = verify_expert(trio.experts[1], trio.shards / "shard_1").problems
+    assert re.fullmatch(
+        r"it denoises no better than a Gaussian: .* predicts \(without class_labels: error [\d.]+\)", problem
+    )
+
+
+def test_without_a_calibration_the_network_is_not_to_blame(class_expert: Path, held_out: Path) -> None:
+    expert, field, shard = read_expert(class_expert), load(class_expert), load_shard(held_out)
+    assert isinstance(field, VelocityField)
+    field.calibration = None
+
+    def late(x: Tensor, timestep: Tensor, **conditions: Tensor) -> Tensor:
+        """Wrong where a calibration would take over."""
+        return output(x, timestep, **conditions) * torch.where(timestep > 500, -1, 1).view(-1, 1, 1, 1)
+
+    output, field.network = field.network, late
+    (problem,) = judging.judge(replace(expert, calibration=None), field, shard, 0).problems[:1]
+    assert problem.startswith("it denoises no better than a Gaussian")
+    assert "; it has no calibration; hddm calibrate fits one" in problem
 
 
 def test_a_wrong_call_is_told_from_a_bad_expert_by_its_code_and_before_anything_is_hashed(

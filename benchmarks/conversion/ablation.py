@@ -24,9 +24,10 @@ from hddm.data.partition import partition
 from hddm.ensemble import Ensemble
 from hddm.evaluation.extractors import choose_extractor
 from hddm.evaluation.scores import Scorer
-from hddm.files import write_json
+from hddm.files import read_json, write_json
 from hddm.loading import load
 from hddm.progress import Progress
+from hddm.record_names import EXPERT_FILE
 from hddm.sampling import draw_experts, initial_noise, sample
 from hddm.schedules import from_diffusers
 from hddm.training.expert import ExpertSettings, train_expert
@@ -131,6 +132,8 @@ def expert_job(
     write(plan(native, Conversion()), place / BARE / str(k), overwrite=True)
     # A checkpoint from elsewhere brings no calibration along.
     (place / BARE / str(k) / CALIBRATION).unlink(missing_ok=True)
+    record = place / BARE / str(k) / EXPERT_FILE
+    write_json(record, read_json(record) | {"calibration_sha256": None})
     for kind, data in ((DATA, shard), (FREE, None)):
         copy = place / kind / str(k)
         shutil.rmtree(copy, ignore_errors=True)

@@ -47,7 +47,9 @@ def verify(
     for folder, shard in zip(experts, images, strict=True):
         verdicts.append(verify_expert(folder, shard, seed, base or (), device))
         if not as_json:
-            (_show if is_one else _show_line)(verdicts[-1])
+            _show_line(verdicts[-1], "" if data or not is_one else "; --data judges denoising")
+            if is_one:
+                _show(verdicts[-1])
     if as_json:
         reports = [verdict.report() for verdict in verdicts]
         typer.echo(json.dumps(reports[0] if is_one else reports, indent=2))
@@ -58,16 +60,12 @@ def verify(
         lines = [f"{verdict.folder}: {problem}" for verdict in refused for problem in verdict.problems]
         verb = "is" if len(refused) == 1 else "are"
         raise HddmError(f"{expert}: {len(refused)} of {len(experts)} experts {verb} refused", lines)
-    if not as_json:
-        whom = "it" if is_one else f"any of its {len(experts)} experts"
+    if not (as_json or is_one):
         hint = "" if data else "; --data judges denoising"
-        typer.echo(f"{expert}: nothing speaks against {whom}{hint}")
+        typer.echo(f"{expert}: nothing speaks against any of its {len(experts)} experts{hint}")
 
 
 def _show(verdict: "Verdict") -> None:
-    for name, sha256 in verdict.files.items():
-        # As sha256sum prints it, and checks it.
-        typer.echo(f"{sha256}  {verdict.folder / name}")
     if verdict.parameters is not None:
         typer.echo(f"objective: {verdict.objective}, {verdict.parameters:,} parameters, all finite")
     if verdict.base is not None:
@@ -85,16 +83,16 @@ def _show(verdict: "Verdict") -> None:
         if verdict.unconditional is not None:
             found = verdict.unconditional
             typer.echo(f"without its conditions by {found.margin:.4f} ± {found.deviation:.4f}")
-    for note in verdict.notes:
-        typer.echo(f"note: {note}")
+    typer.echo("SHA-256 of its files, as sha256sum -c checks them:")
+    for name, sha256 in verdict.files.items():
+        typer.echo(f"{sha256}  {verdict.folder / name}")
 
 
-def _show_line(verdict: "Verdict") -> None:
-    """One of several experts, and its notes below."""
+def _show_line(verdict: "Verdict", hint: str) -> None:
     told = "nothing speaks against it" if verdict.accepted else "is refused"
     if verdict.denoising is not None:
         found = verdict.denoising
         told += f"; error {found.expert:.4f} on {verdict.images} images, a Gaussian's {found.gaussian:.4f}"
-    typer.echo(f"{verdict.folder}: {told}")
+    typer.echo(f"{verdict.folder}: {told}{hint if verdict.accepted else ''}")
     for note in verdict.notes:
         typer.echo(f"  note: {note}")

@@ -21,6 +21,7 @@ from hddm.checkpoints.plan import Conversion as Conversion
 from hddm.checkpoints.plan import plan as plan
 from hddm.checkpoints.verify import LARGEST_DIFFERENCE, Verified, example_conditions, verify
 from hddm.errors import HddmError
+from hddm.expert_files import foreign_calibration
 from hddm.experts import EXPERT_FILE, FORMAT, Expert, ExpertFacts, read_nulls, write_records
 from hddm.facts import read_facts
 from hddm.files import check_absent, new_folder, sha256_of, write_json
@@ -49,8 +50,8 @@ def write(plan: Plan, out: Path, check: bool = True, overwrite: bool = False) ->
         facts = plan.facts
         assert facts.source is not None
         facts = facts.model_copy(update={"source": facts.source.model_copy(update={"files": hashes})})
-        write_records(draft, facts, plan.nulls)
         _carry_calibration(plan, draft)
+        write_records(draft, facts, plan.nulls)
         if plan.extras:
             save_file({k: v.contiguous() for k, v in plan.extras.items()}, draft / EXTRAS_FILE)
         return _checked(plan, draft) if check else None
@@ -84,11 +85,22 @@ def _hashes(files: tuple[Path, ...]) -> Iterator[dict[str, str]]:
 
 
 def _carry_calibration(plan: Plan, draft: Path) -> None:
-    """Keep what an expert was calibrated with, unless it was fitted to a function that has changed."""
-    stored = plan.source.path / CALIBRATION
-    if plan.source.facts is None or not stored.exists() or plan.is_restarted:
+    """Keep what an expert was calibrated with, unless it was fitted to a function that has changed.
+
+    Raises:
+        HddmError: for a calibration that is not the expert's own, since the copy would record it as such.
+    """
+    source = plan.source
+    if source.facts is None or plan.is_restarted:
         return
-    if plan.facts.training_calibration or plan.built.modulation_error is None:
+    if not (plan.facts.training_calibration or plan.built.modulation_error is None):
+        return
+    # The facts of a merged adapter know no files.
+    facts = read_facts(source.path / EXPERT_FILE, ExpertFacts, FORMAT)
+    if foreign := foreign_calibration(source.path, facts):
+        raise HddmError(f"{source.path}: {foreign}; nothing was written")
+    stored = source.path / CALIBRATION
+    if stored.is_file():
         shutil.copyfile(stored, draft / CALIBRATION)
 
 

@@ -12,12 +12,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hddm.calibration import FILE_NAME as CALIBRATION
 from hddm.calibration import Calibration
 from hddm.data.open_shard import open_shard
 from hddm.data.shards import Shard
 from hddm.errors import HddmError
+from hddm.expert_files import foreign_calibration
 from hddm.experts import EXPERT_FILE, FORMAT, Expert, ExpertFacts, read_expert, save_expert
+from hddm.facts import read_facts
 from hddm.loading import field_of
 from hddm.moments import Moments
 from hddm.networks import OPTIONAL_CONDITIONS
@@ -206,8 +207,9 @@ def _parametrisation(
             field.prediction_type, field.range[1], Moments.of(shard.take(calibration_rows(shard))), kappa
         )
         return blend and replace(blend, record=shard_record(shard))
-    if expert.calibration is None:
-        raise HddmError(f"{init / CALIBRATION}: no such file, and the expert was trained in it; take it anew")
+    # A record in memory knows no files.
+    if foreign := foreign_calibration(init, read_facts(init / EXPERT_FILE, ExpertFacts, FORMAT)):
+        raise HddmError(f"{init}: {foreign}")
     return expert.calibration
 
 

@@ -17,6 +17,7 @@ IMAGES = 512
 """Images that are looked at, at most, spread evenly over all."""
 SURE = 2.0
 """Deviations that an expert must be better than a Gaussian by."""
+UNCALIBRATED = "it has no calibration; hddm calibrate fits one"
 
 
 @dataclass(frozen=True)
@@ -53,14 +54,19 @@ def judge(expert: Expert, field: VelocityField, shard: Shard, seed: int) -> Judg
     rows = torch.linspace(0, len(shard) - 1, min(len(shard), IMAGES)).round().long()
     given, images = conditions_at(rows, conditions_of(shard, field), shard, field), shard.take(rows)
     found = denoising(field, images, given, seed)
-    problems, notes = _doubts(found, len(rows)), list[str]()
+    is_calibrated = expert.calibration is not None
+    problems, notes = _doubts(found, len(rows), is_calibrated), list[str]()
     unconditional = None
     if given and set(given) <= set(field.null_conditions):
         nulls = {name: _repeated(field.null_conditions[name], len(rows)) for name in given}
         unconditional = denoising(field, images, nulls, seed)
-        doubts = [f"without {', '.join(nulls)}: {text}" for text in _doubts(unconditional, len(rows))]
-        is_learned = expert.facts.training.get("condition_dropout") != 0
-        (problems if is_learned else notes).extend(doubts)
+        without = f"without {', '.join(nulls)}"
+        doubts = _doubts(unconditional, len(rows), is_calibrated)
+        if problems and doubts:
+            problems = [f"{text} ({without}: error {unconditional.expert:.4f})" for text in problems]
+        else:
+            is_learned = expert.facts.training.get("condition_dropout") != 0
+            (problems if is_learned else notes).extend(f"{without}: {text}" for text in doubts)
     worse = [level for level in found.late if not level.expert <= level.zero]
     if worse:
         spoilt = worse
@@ -74,14 +80,17 @@ def judge(expert: Expert, field: VelocityField, shard: Shard, seed: int) -> Judg
     return Judged(len(rows), found, unconditional, tuple(problems), tuple(notes))
 
 
-def _doubts(found: Denoising, images: int) -> list[str]:
+def _doubts(found: Denoising, images: int, is_calibrated: bool) -> list[str]:
     """What speaks against errors on so many images, at most one thing."""
     if not math.isfinite(found.expert):
         return ["its velocities are not finite"]
     if found.margin <= 0:
+        cause = "it is untrained, or its record says wrongly what it predicts"
+        if not is_calibrated and found.low > 0:
+            cause = UNCALIBRATED
         return [
             f"it denoises no better than a Gaussian: error {found.expert:.4f}, the Gaussian's "
-            f"{found.gaussian:.4f}; it is untrained, or its record says wrongly what it predicts"
+            f"{found.gaussian:.4f}; {cause}"
         ]
     alone = "up to t = 0.5, where its network stands alone, its error is"
     if found.low <= 0:
@@ -102,7 +111,7 @@ def _doubts(found: Denoising, images: int) -> list[str]:
 
 def _remedy(expert: Expert, is_spoilt: bool) -> str:
     if expert.calibration is None:
-        return "it has no calibration; hddm calibrate fits one"
+        return UNCALIBRATED
     if not is_spoilt:
         return "its calibration mends only a part of what its network does there; train it for longer"
     if expert.facts.training_calibration:

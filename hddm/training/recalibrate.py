@@ -1,22 +1,21 @@
 """Calibrating an expert that is already on disk."""
 
-import os
 import shutil
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 from hddm.calibration import FILE_NAME, Calibration, calibrate
 from hddm.data.open_shard import open_shard
 from hddm.errors import HddmError
 from hddm.experts import EXPERT_FILE, FORMAT, ExpertFacts
 from hddm.facts import read_facts
+from hddm.files import read_json, sha256_of, write_json, write_whole
 from hddm.loading import load
 from hddm.training.native_samples import native_conditions, native_samples
 from hddm.training.shard_calibration import calibrated_on
-from hddm.training.shard_fit import check_fit, conditions_of
+from hddm.training.shard_fit import check_fit, check_own, conditions_of
 from hddm.velocity import VelocityField
 
 NUM_IMAGES = 512
@@ -32,7 +31,9 @@ def recalibrate(
     steps: int = STEPS,
     on_batch: Callable[[int], None] | None = None,
 ) -> None:
-    """Fit ``calibration.safetensors`` of an expert folder, replacing it in one step.
+    """Fit ``calibration.safetensors`` of an expert folder, replacing it and its hash in ``expert.json``.
+
+    Either file is replaced in one step, which also leaves hard-linked copies of the folder as they were.
 
     Args:
         folder: the expert.
@@ -44,8 +45,8 @@ def recalibrate(
         on_batch: called with the number of samples after each batch.
 
     Raises:
-        HddmError: for anything but an expert folder, images of another shape than its samples, samples
-            that are not finite, or an expert whose calibration is part of its training.
+        HddmError: for anything but an expert folder, images of another shape than its samples or of another
+            shard, samples that are not finite, or an expert whose calibration is part of its training.
     """
     field = load(folder)
     if not isinstance(field, VelocityField):
@@ -67,12 +68,40 @@ def recalibrate(
     else:
         shard = open_shard(shard_folder)
         check_fit(shard, facts, field.network)
+        check_own(shard, facts)
         calibration = calibrated_on(shard, field, conditions_of(shard, field), seed)
-    with TemporaryDirectory(dir=folder) as draft:
-        calibration.save(Path(draft))
-        shutil.copymode(folder / EXPERT_FILE, Path(draft, FILE_NAME))
-        # A rename also leaves hard-linked copies of the folder as they were.
-        os.replace(Path(draft, FILE_NAME), folder / FILE_NAME)
+    _replace_calibration(folder, calibration)
+
+
+def _replace_calibration(folder: Path, calibration: Calibration) -> None:
+    """Replace a calibration so that at no moment the record states the hash of another one."""
+
+    def write(draft: Path) -> None:
+        calibration.write(draft)
+        shutil.copymode(folder / EXPERT_FILE, draft)
+        # Two files cannot change in one step, so in between the record says nothing.
+        if _stated(folder) != sha256_of(draft):
+            _state(folder, None)
+
+    write_whole(folder / FILE_NAME, write)
+    _state(folder, sha256_of(folder / FILE_NAME))
+
+
+def _stated(folder: Path) -> str | None:
+    return read_facts(folder / EXPERT_FILE, ExpertFacts, FORMAT).calibration_sha256
+
+
+def _state(folder: Path, sha256: str | None) -> None:
+    if _stated(folder) == sha256:
+        return
+    path = folder / EXPERT_FILE
+    changed = read_json(path) | {"calibration_sha256": sha256}
+
+    def write(draft: Path) -> None:
+        write_json(draft, changed)
+        shutil.copymode(path, draft)
+
+    write_whole(path, write)
 
 
 def _on_native_samples(

@@ -38,6 +38,22 @@ def check_fit(shard: Shard, facts: ExpertFacts, network: object) -> None:
         _check_tokens(shard, shard.text_encoder, facts, getattr(network, "config", {}))
 
 
+def check_own(shard: Shard, facts: ExpertFacts) -> None:
+    """Refuse images that are neither of the expert's own shard nor kept from it.
+
+    A student's shard is a whole partition, and all shards of that are its own. An expert may not say.
+
+    Raises:
+        HddmError: for another shard.
+    """
+    of = shard.held_out_of or shard.hash
+    if facts.shard is not None and facts.shard.hash not in (of, shard.partition):
+        raise HddmError(
+            f"{shard.folder}: is of shard {of[:16]}…, the expert of shard {facts.shard.index}, "
+            f"{facts.shard.hash[:16]}…; take images of its own"
+        )
+
+
 def _check_latents(shard: Shard, vae: VaeFacts, facts: ExpertFacts) -> None:
     if facts.vae is not None and facts.vae != vae:
         raise HddmError(f"{shard.folder}: its latents are of {vae}, the expert's of {facts.vae}")

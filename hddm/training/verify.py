@@ -16,12 +16,12 @@ from hddm.checkpoints.expert_folders import EXTRAS_FILE
 from hddm.data.open_shard import open_shard
 from hddm.data.shards import Shard
 from hddm.errors import HddmError, UsageError, asked
+from hddm.expert_files import foreign_files
 from hddm.experts import (
     EXPERT_FILE,
     NULL_FILE,
     Expert,
     UnreadExpert,
-    foreign_weights,
     open_expert,
     refuse_base,
 )
@@ -31,7 +31,7 @@ from hddm.model_folders import WEIGHTS
 from hddm.tensors import available_device
 from hddm.training.denoising import Denoising
 from hddm.training.judging import judge
-from hddm.training.shard_fit import check_fit
+from hddm.training.shard_fit import check_fit, check_own
 from hddm.training.verify_inputs import experts_in
 
 KNOWN = frozenset(
@@ -122,10 +122,8 @@ def verify_expert(
         return Verdict(folder, files, _lines(error), tuple(notes))
     base = unread.facts.adapter.base_sha256 if unread.facts.adapter else None
     problems = _provenance(expert)
-    if unread.facts.weights_sha256 is None:
-        notes.append(f"{EXPERT_FILE}: holds no hash of the weights; whether these are its own is not known")
-    elif foreign := foreign_weights(unread.facts, files.get(ADAPTER_WEIGHTS if base else WEIGHTS)):
-        problems.append(foreign)
+    problems += foreign_files(folder, unread.facts, lambda path: files[path.name])
+    notes += _unbound(unread)
     judged = None
     if shard is not None and not problems:
         try:
@@ -174,6 +172,21 @@ def _provenance(expert: Expert) -> list[str]:
     return problems + infinite
 
 
+def _unbound(expert: UnreadExpert) -> list[str]:
+    """What the record of an older version leaves open of the files beside it."""
+    facts, found = expert.facts, []
+    if facts.weights_sha256 is None:
+        found.append(f"{EXPERT_FILE}: holds no hash of the weights; whether these are its own is not known")
+    if facts.calibration_sha256 is None and expert.calibration is not None:
+        found.append(
+            f"{EXPERT_FILE}: holds no hash of the calibration; whether it is its own, only what that says of "
+            "its shard tells"
+        )
+    elif expert.calibration is None and facts.source is None:
+        found.append(f"{CALIBRATION}: is not there, and training writes one; hddm calibrate fits another")
+    return found
+
+
 def _misfits(calibration: Calibration) -> list[str]:
     """What no calibration can be, however it was fitted (`hddm.calibration`)."""
     moments, times, weights = calibration.moments, calibration.times, calibration.weights
@@ -203,13 +216,7 @@ def _belongs(shard: Shard, expert: UnreadExpert) -> list[str]:
     check_fit(shard, facts, expert.unread.network)
     if facts.shard is None:
         return [f"{shard.folder}: whether these are images like its own, the expert does not say"]
-    of = shard.held_out_of or shard.hash
-    # A student's shard is a whole partition.
-    if facts.shard.hash not in (of, shard.partition):
-        raise HddmError(
-            f"{shard.folder}: is of shard {of[:16]}…, the expert of shard {facts.shard.index}, "
-            f"{facts.shard.hash[:16]}…; take images of its own"
-        )
+    check_own(shard, facts)
     if shard.held_out_of is None:
         return [
             f"{shard.folder}: the expert was trained on these images; hddm partition --held-out keeps some"
