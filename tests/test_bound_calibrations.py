@@ -58,6 +58,7 @@ def test_a_calibration_other_than_that_recorded_is_refused(
     verdict = verify_expert(spoilt, trio.shards / "shard_1")
     assert verdict.problems == (line,)
     assert verdict.denoising is None
+    assert not any(FILE_NAME in note for note in verdict.notes)
     before = contents(tmp_path)
     code, _, err = hddm("assemble", first, spoilt, "--out", tmp_path / "out")
     assert code == 1

@@ -177,12 +177,14 @@ def _unbound(expert: UnreadExpert) -> list[str]:
     facts, found = expert.facts, []
     if facts.weights_sha256 is None:
         found.append(f"{EXPERT_FILE}: holds no hash of the weights; whether these are its own is not known")
-    if facts.calibration_sha256 is None and expert.calibration is not None:
+    if facts.calibration_sha256 is not None:
+        return found
+    if expert.calibration is not None:
         found.append(
             f"{EXPERT_FILE}: holds no hash of the calibration; whether it is its own, only what that says of "
             "its shard tells"
         )
-    elif expert.calibration is None and facts.source is None:
+    elif facts.source is None:
         found.append(f"{CALIBRATION}: is not there, and training writes one; hddm calibrate fits another")
     return found
 
