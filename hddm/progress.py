@@ -3,7 +3,6 @@
 import math
 import shutil
 import sys
-import time
 from types import TracebackType
 
 from tqdm import tqdm
@@ -62,53 +61,65 @@ class Progress:
 
 
 class TrainingProgress(Progress):
-    """``with TrainingProgress(steps, batch_size, "train") as progress: progress.reach(step, loss)``.
+    """``with TrainingProgress(steps, batch_size, "train") as progress: progress.reach(step, loss, seconds)``.
 
-    A line says the step, and of the time since the line before the mean loss, images a second, and how long
-    the rest takes at that rate. The bar counts images.
+    A line says the step, and of the steps since the line before the mean loss, images a second, and how long
+    the rest takes at that rate. What a training waits for between steps, as a checkpoint, is no part of it.
+    The bar counts images.
     """
 
     def __init__(self, steps: int, batch_size: int, label: str) -> None:
         super().__init__(steps, label, " images", batch_size)
-        self._since: tuple[int, float] | None = None
+        self._begun = False
         self._loss_sum, self._losses = 0.0, 0
+        self._seconds, self._timed = 0.0, 0
 
     def __enter__(self) -> "TrainingProgress":
         return self
 
-    def reach(self, step: int, loss: float) -> None:
-        """Be at ``step``; ``loss`` is the mean over the steps since the last call, NaN where it is not known.
+    def reach(self, step: int, loss: float, seconds: float) -> None:
+        """Be at ``step``.
 
-        The first call begins, as does one of a step that was reached before: from a checkpoint.
+        Of the steps since the last call ``loss`` is the mean and ``seconds`` the sum, NaN where they are not
+        known. The first call begins, as does one of a step that was reached before: from a checkpoint. Its
+        time does not count, since the first step of a process makes ready what the others use.
         """
         steps = step - self._done
-        if self._since is None or steps <= 0:
+        if not self._begun or steps <= 0:
             self._begin(step)
             steps = 1
+        elif math.isfinite(seconds):
+            self._seconds, self._timed = self._seconds + seconds, self._timed + steps
         if math.isfinite(loss):
             self._loss_sum, self._losses = self._loss_sum + steps * loss, self._losses + steps
         if self._bar is not None:
             self._bar.set_postfix_str(", ".join([f"step {step}", *self._mean_loss()]), refresh=False)
         self(step - self._done)
+        if self._bar is not None and step == self._total:
+            # Its last rate would count what follows the training.
+            self._bar.close()
 
     def _begin(self, step: int) -> None:
-        """Count losses and time from ``step`` on, which was reached just now."""
-        self._since = step, time.perf_counter()
-        self._loss_sum, self._losses = 0.0, 0
+        """Count losses and time from ``step`` on."""
+        self._begun = True
+        self._forget()
         if self._bar is not None:
             self._bar.reset()
-            self._bar.n = self._bar.last_print_n = self._bar.initial = (step - 1) * self._size
+            self._bar.n = self._bar.last_print_n = (step - 1) * self._size
+            self._bar.initial = step * self._size
+
+    def _forget(self) -> None:
+        self._loss_sum, self._losses = 0.0, 0
+        self._seconds, self._timed = 0.0, 0
 
     def _details(self) -> list[str]:
-        now = time.perf_counter()
-        begun, started = self._since or (self._done, now)
         details = [f"step {self._done} of {self._total}", *self._mean_loss()]
-        if self._done > begun and now > started:
-            pace = (now - started) / (self._done - begun)
+        if self._timed and self._seconds > 0:
+            pace = self._seconds / self._timed
             details.append(f"{_short(self._size / pace)} images/s")
             if self._done < self._total:
                 details.append(f"{_duration((self._total - self._done) * pace)} left")
-        self._since, self._loss_sum, self._losses = (self._done, now), 0.0, 0
+        self._forget()
         return details
 
     def _mean_loss(self) -> list[str]:

@@ -70,7 +70,7 @@ def train(shard: Path, out: Path, diary: Path, moment: tuple[str, str] | None = 
     read = open_shard(shard)
     noted = NotedPixels(pixels_of(read))
 
-    def note(step: int, loss: float) -> None:
+    def note(step: int, loss: float, seconds: float) -> None:
         with diary.open("a") as file:
             file.write(json.dumps([step, noted.taken[-1], loss]) + "\n")
         if moment == ("step", str(step)):

@@ -27,7 +27,7 @@ def test_a_training_that_is_gone_on_with_is_that_of_a_cpu(device: str, whole: Pa
     settings = expert_settings("flow", steps=12, threads=1, device=device)
     on_cpu = train_expert(whole, tmp_path / "cpu", settings.model_copy(update={"device": "cpu"}))
 
-    def kill(step: int, loss: float) -> None:
+    def kill(step: int, loss: float, seconds: float) -> None:
         if step == 7:
             raise _Killed
 

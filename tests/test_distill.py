@@ -275,7 +275,7 @@ def test_a_run_that_broke_off_goes_on_to_the_same_student_and_with_no_other_teac
     settings = _settings(steps=6)
     whole = distill(ensemble, shards, tmp_path / "whole", settings)
 
-    def break_off(step: int, loss: float) -> None:
+    def break_off(step: int, loss: float, seconds: float) -> None:
         if step == 5:
             raise RuntimeError("the power went")
 
@@ -298,7 +298,7 @@ def test_a_run_that_broke_off_goes_on_to_the_same_student_and_with_no_other_teac
         shards,
         out,
         settings,
-        on_step=lambda step, _: steps.append(step),
+        on_step=lambda step, *_: steps.append(step),
         run=RunOptions(resume=True),
     )
     assert steps == [5, 6]

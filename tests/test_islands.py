@@ -216,9 +216,25 @@ def test_what_an_island_tells_of_its_losses_leaves_no_step_out(
     told = zip([0, *(one.step for one in stepped)], stepped, strict=False)
     checkpoint = run_folder_of(island.out) / "checkpoints" / f"step_{steps:08d}"
     losses = load_file(checkpoint / "losses.safetensors")["losses"]
+    assert all(0 < one.seconds < 10 for one in stepped)
     whole_sum = sum((one.step - before) * one.loss for before, one in told)
     assert whole_sum == pytest.approx(losses.sum().item())
     assert ended == Ended(True, trend_of(losses.tolist()))
+
+
+@pytest.mark.usefixtures("process")
+def test_the_last_step_of_an_island_is_told_before_its_calibration_which_is_told_too(
+    whole: Path, tmp_path: Path
+) -> None:
+    island = replace(_island(whole, tmp_path / "out"), settings=expert_settings("flow", steps=3, threads=1))
+    here, there = multiprocessing.Pipe()
+    work(island, there)
+    *_, stepped, logged, ended = _told(here)
+    assert isinstance(stepped, Stepped)
+    assert stepped.step == 3
+    images = len(json.loads((whole / "manifest.json").read_text())["images"])
+    assert logged == Logged(logging.INFO, f"calibrating on {images} images …")
+    assert isinstance(ended, Ended)
 
 
 @pytest.mark.slow
@@ -231,7 +247,7 @@ def test_a_killed_process_goes_on_and_a_signal_saves_and_ends_all(
     killed: list[int] = []
     """First the process of the training, then this one, which takes it more kindly."""
 
-    def on_step(index: int, step: int, loss: float) -> None:
+    def on_step(index: int, step: int, loss: float, seconds: float) -> None:
         if not killed and step > 20:
             killed.append(_holder(island.out))
             os.kill(killed[0], signal.SIGKILL)

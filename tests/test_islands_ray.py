@@ -66,7 +66,7 @@ def test_a_dead_worker_and_a_dead_node_change_nothing(shards: Path, tmp_path: Pa
     islands = make_islands(bad, tmp_path / "experts", [*objectives, "flow"], settings, run)
     died: dict[int, int] = {}
 
-    def on_step(index: int, step: int, loss: float) -> None:
+    def on_step(index: int, step: int, loss: float, seconds: float) -> None:
         """The first checkpoint of a training ends its worker, or the node where that is the second."""
         try:
             raylet = _parent(_holder(islands[index].out))

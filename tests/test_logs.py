@@ -21,7 +21,7 @@ from hddm.errors import HddmError
 from hddm.model_folders import WEIGHTS
 from hddm.training.expert import train_expert
 from hddm.training.logs import EventLog, Guarded
-from hddm.training.loop import Inputs, StepReport, Task, fit
+from hddm.training.loop import Inputs, OnStep, StepReport, Task, fit
 from hddm.training.router import train_router
 from hddm.training.run_folder import open_run
 from hddm.training.run_records import run_folder_of
@@ -48,8 +48,8 @@ def _without_speed(scalars: Scalars) -> Scalars:
     return {tag: values for tag, values in scalars.items() if tag != "train/images_per_second"}
 
 
-def _at(step: int, act: Callable[[], None]) -> Callable[[int, float], None]:
-    def on_step(number: int, loss: float) -> None:
+def _at(step: int, act: Callable[[], None]) -> OnStep:
+    def on_step(number: int, loss: float, seconds: float) -> None:
         if number == step:
             act()
 
@@ -107,7 +107,7 @@ from hddm.errors import HddmError
 from hddm.training.expert import train_expert
 from hddm.training.run_folder import RunOptions
 from tests.artefacts import expert_settings
-die = lambda step, loss: os.kill(os.getpid(), signal.SIGKILL) if step == int(sys.argv[3]) else None
+die = lambda step, *_: os.kill(os.getpid(), signal.SIGKILL) if step == int(sys.argv[3]) else None
 options = RunOptions(resume=True, log_every=3, checkpoint_every=4)
 train_expert(Path(sys.argv[1]), Path(sys.argv[2]), expert_settings("flow"), on_step=die, run=options)
 """

@@ -156,7 +156,7 @@ def test_a_stopped_run_keeps_the_adapter_alone_and_goes_on_exactly(
     class Killed(Exception):
         pass
 
-    def kill(step: int, _: float) -> None:
+    def kill(step: int, *_: float) -> None:
         if step == 4:
             raise Killed
 

@@ -1,24 +1,22 @@
 """What a training says of itself as it runs, and in the end."""
 
 import io
+import json
 import math
 import re
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
-from hddm import progress
 from hddm.progress import TrainingProgress
+from hddm.training.checkpoints import Checkpoints
+from hddm.training.expert import train_expert
+from hddm.training.settings import RunOptions
+from hddm.training.state import TrainingState
 from hddm.training.trend import Trend, trend_of
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """Its last entry is what time it is."""
-    now = [100.0]
-    monkeypatch.setattr(progress.time, "perf_counter", lambda: now[-1])
-    return now
+from tests.artefacts import expert_settings
 
 
 def _lines(capsys: pytest.CaptureFixture[str]) -> list[str]:
@@ -26,16 +24,14 @@ def _lines(capsys: pytest.CaptureFixture[str]) -> list[str]:
 
 
 def test_a_line_says_the_step_the_mean_loss_the_rate_and_what_is_left(
-    clock: list[float], capsys: pytest.CaptureFixture[str]
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """A step of 8 images takes a quarter of a second, and in the second half a minute."""
     with TrainingProgress(20, 8, "train") as told:
         for step in range(1, 21):
-            told.reach(step, float(step))
-            clock.append(clock[-1] + (0.25 if step < 10 else 60))
+            told.reach(step, float(step), 0.25 if step <= 10 else 60)
     lines = _lines(capsys)
     assert len(lines) == 10
-    # When the first step began is not known.
     assert lines[0] == "train: 10 %, step 2 of 20, loss 1.5000, 32 images/s, 4 s left"
     assert lines[1] == "train: 20 %, step 4 of 20, loss 3.5000, 32 images/s, 4 s left"
     assert lines[5] == "train: 60 %, step 12 of 20, loss 11.5000, 0.133 images/s, 8 min left"
@@ -43,13 +39,12 @@ def test_a_line_says_the_step_the_mean_loss_the_rate_and_what_is_left(
 
 
 def test_time_is_told_in_seconds_minutes_or_hours(
-    clock: list[float], capsys: pytest.CaptureFixture[str]
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     for seconds in (0.001, 1, 60, 3600):
         with TrainingProgress(20, 1000, "train") as told:
             for step in (1, 2):
-                told.reach(step, 0.0)
-                clock.append(clock[-1] + seconds)
+                told.reach(step, 0.0, seconds)
     assert [line.split(", ", 3)[3] for line in _lines(capsys)] == [
         "1000000 images/s, 1 s left",
         "1000 images/s, 18 s left",
@@ -59,13 +54,12 @@ def test_time_is_told_in_seconds_minutes_or_hours(
 
 
 def test_losses_that_come_for_several_steps_count_as_often(
-    clock: list[float], capsys: pytest.CaptureFixture[str]
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """As an island tells them, which is killed after step 60 and goes on from step 40."""
     with TrainingProgress(100, 8, "expert_0") as told:
         for step, loss in ((1, 4.0), (9, 2.0), (20, 1.0), (60, math.nan), (41, 7.0), (50, 3.0)):
-            told.reach(step, loss)
-            clock.append(clock[-1] + 1)
+            told.reach(step, loss, math.nan)
     # One step of 4, eight of 2 and eleven of 1; nothing of the steps that were not finite.
     assert [re.findall(r"step (\d+) of 100(?:, loss ([\d.]+))?", line)[0] for line in _lines(capsys)] == [
         ("20", "1.5500"),
@@ -76,17 +70,37 @@ def test_losses_that_come_for_several_steps_count_as_often(
 
 
 def test_a_training_that_goes_on_begins_with_what_it_knows(
-    clock: list[float], capsys: pytest.CaptureFixture[str]
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     with TrainingProgress(20, 8, "train") as told:
         for step in range(11, 15):
-            told.reach(step, float(step))
-            clock.append(clock[-1] + 1)
+            told.reach(step, float(step), 1)
     assert _lines(capsys) == [
         "train: 55 %, step 11 of 20, loss 11.0000",
         "train: 60 %, step 12 of 20, loss 12.0000, 8 images/s, 8 s left",
         "train: 70 %, step 14 of 20, loss 13.5000, 8 images/s, 6 s left",
     ]
+
+
+def test_a_rate_leaves_out_what_comes_before_between_and_after_steps(
+    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A checkpoint after every fourth step, which the rate of the next line does not know of."""
+    save = Checkpoints.save
+
+    def slowly(checkpoints: Checkpoints, state: TrainingState) -> Path:
+        time.sleep(0.5)
+        return save(checkpoints, state)
+
+    monkeypatch.setattr(Checkpoints, "save", slowly)
+    settings, run = expert_settings("flow", steps=10, threads=1), RunOptions(checkpoint_every=4)
+    with TrainingProgress(settings.steps, settings.batch_size, "train") as told:
+        train_expert(whole, tmp_path / "out", settings, on_step=told.reach, run=run)
+    rates = [float(rate) for rate in re.findall(r"([\d.]+) images/s", capsys.readouterr().err)]
+    assert len(rates) == 9
+    assert min(rates) > 4 * settings.batch_size
+    record = json.loads((tmp_path / "out" / "expert.json").read_text())["training"]
+    assert record["seconds"] < 0.5
 
 
 class _Terminal(io.StringIO):
@@ -102,15 +116,19 @@ def test_on_a_terminal_a_bar_counts_images_from_where_the_training_goes_on(
     monkeypatch.setenv("COLUMNS", "120")
     with TrainingProgress(10_000, 8, "train") as told:
         for step in range(9_991, 10_001):
-            told.reach(step, float(step))
+            told.reach(step, float(step), 0.02)
             time.sleep(0.02)
-    last = terminal.getvalue().split("\r")[-1]
+        at_its_end = terminal.getvalue()
+        time.sleep(0.1)
+    # What follows the last step, as a calibration, is neither timed nor drawn.
+    assert terminal.getvalue() == at_its_end
+    last = at_its_end.split("\r")[-1]
     assert "100%" in last
     assert "step 10000, loss 9995.5" in last
     # Ten steps were made here; all of them in this time would be a rate of 400,000 images a second.
     rate = re.search(r"([\d.]+) images/s", last)
     assert rate is not None
-    assert float(rate[1]) < 8 / 0.02
+    assert float(rate[1]) <= 8 / 0.02
 
 
 def test_the_end_of_a_training_is_told_by_means_and_not_by_single_steps() -> None:

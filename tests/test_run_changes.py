@@ -29,7 +29,7 @@ def _change(step: int, key: str, was: object, now: object) -> dict[str, object]:
 def _train(shard: Path, out: Path, until: int | None = None, every: int = 2, **changes: Any) -> None:
     """Go on with a training of nine steps, as far as its step ``until``."""
 
-    def end(step: int, loss: float) -> None:
+    def end(step: int, loss: float, seconds: float) -> None:
         if step == until:
             raise _Enough
 

@@ -75,7 +75,7 @@ def test_a_run_goes_on_with_the_warm_up_that_it_recorded(
 
 
 def _end_at(last: int) -> OnStep:
-    def end(step: int, loss: float) -> None:
+    def end(step: int, loss: float, seconds: float) -> None:
         if step == last:
             raise HddmError("enough")
 
@@ -138,7 +138,7 @@ def test_a_full_disk_ends_a_run_and_leaves_the_checkpoint_before(whole: Path, tm
     train_expert(whole, tmp_path / "plain", settings, run=keep)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
 
-    def fill(step: int, loss: float) -> None:
+    def fill(step: int, loss: float, seconds: float) -> None:
         if step == 5:
             resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))
 

@@ -141,7 +141,7 @@ def test_a_signal_while_pictures_are_drawn_ends_that_within_a_solver_step(
 def test_pictures_that_cannot_be_written_are_one_warning(
     whole: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def in_the_way(step: int, loss: float) -> None:
+    def in_the_way(step: int, loss: float, seconds: float) -> None:
         if step == 1:
             (tmp_path / "out.run" / "samples").write_text("")
 
@@ -175,7 +175,7 @@ def test_a_network_is_left_as_it_was() -> None:
 
 def _report(network: nn.Module) -> StepReport:
     state = TrainingState(network, Ema(network, 0.9), torch.optim.AdamW(network.parameters()))
-    return StepReport(1, torch.zeros(1), torch.zeros(1), 0.0, 0.0, 0.0, state, lambda: False)
+    return StepReport(1, torch.zeros(1), torch.zeros(1), 0.0, 0.0, 0.0, 0.0, state, lambda: False)
 
 
 def test_texts_are_the_first_captions_of_the_shard(whole: Path, tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ def test_a_resumed_training_goes_on_in_the_same_run(
     class Killed(BaseException):
         pass
 
-    def die(step: int, loss: float) -> None:
+    def die(step: int, loss: float, seconds: float) -> None:
         if step == 8:
             raise Killed
 
@@ -62,7 +62,7 @@ def test_a_resumed_training_goes_on_in_the_same_run(
 def test_a_run_of_wandb_that_fails_is_one_warning(
     whole: Path, nobody: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def in_the_way(step: int, loss: float) -> None:
+    def in_the_way(step: int, loss: float, seconds: float) -> None:
         if step == 1:
             (tmp_path / "out.run" / "wandb").write_text("")
 

@@ -93,11 +93,11 @@ def _trained(islands: Sequence["Island"], parallel: int, retries: int, ray: str 
     with contextlib.ExitStack() as stack:
         bars: dict[int, TrainingProgress] = {}
 
-        def on_step(index: int, step: int, loss: float) -> None:
+        def on_step(index: int, step: int, loss: float, seconds: float) -> None:
             if index not in bars:
                 of, name = settings[index]
                 bars[index] = stack.enter_context(TrainingProgress(of.steps, of.batch_size, name))
-            bars[index].reach(step, loss)
+            bars[index].reach(step, loss, seconds)
 
         if ray is None:
             return train_islands(islands, parallel, retries, on_step)

@@ -80,7 +80,7 @@ class _Counted(Exception):
 def count_step(train: Callable[[Path, OnStep], object]) -> int:
     """Operations of the first step that ``train(out, on_step)`` makes, forward and backward."""
 
-    def stop(step: int, loss: float) -> None:
+    def stop(step: int, loss: float, seconds: float) -> None:
         raise _Counted
 
     with tempfile.TemporaryDirectory() as folder, counting() as counter:

@@ -152,7 +152,7 @@ def _train(
         # Its losses were not written any more; from the last checkpoint both come at once.
         shutil.rmtree(out)
 
-    def on_step(step: int, loss: float) -> None:
+    def on_step(step: int, loss: float, seconds: float) -> None:
         nonlocal reported
         report((step - reported) * settings.batch_size)
         reported = step

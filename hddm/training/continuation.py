@@ -58,7 +58,7 @@ def continue_expert(
         settings: as for a new expert; ``size`` has no say. With a ``lora_rank`` an adapter is trained, and
             ``out`` holds that alone (`hddm.adapters`).
         overwrite: whether an existing ``out`` is replaced.
-        on_step: called after each step with its number and loss.
+        on_step: called after each step with its number, loss and seconds.
         kappa: bound of the gain of flow matching; an init that was trained on before keeps its own.
         run: as of `hddm.training.expert.train_expert`.
 

@@ -75,7 +75,7 @@ def distill(
         out: the expert folder to write.
         settings: see `DistillSettings`.
         overwrite: whether an existing ``out`` is replaced.
-        on_step: called after each step with its number and loss.
+        on_step: called after each step with its number, loss and seconds.
         run: as of `hddm.training.expert.train_expert`.
         init: a flow expert whose network the student begins with, one of the ensemble's say; ``size`` then
             has no say. Without one the student begins with random weights.

@@ -45,7 +45,7 @@ def train_expert(
         schedule: of DDPM; cosine by default.
         schedule_source: where ``schedule`` came from, for the record.
         overwrite: whether an existing ``out`` is replaced.
-        on_step: called after each step with its number and loss.
+        on_step: called after each step with its number, loss and seconds.
         run: how the training is kept beside ``out``, to be resumed and looked at; it is not without.
 
     Returns:

@@ -23,10 +23,14 @@ REPORT_SECONDS = 0.1
 
 @dataclass(frozen=True)
 class Stepped:
-    """A step is done; ``loss`` is the mean since the last such message, NaN where none was finite."""
+    """A step is done; since the last such message ``loss`` is the mean, NaN where none was finite.
+
+    ``seconds`` are those of these steps.
+    """
 
     step: int
     loss: float
+    seconds: float
 
 
 @dataclass(frozen=True)
@@ -58,13 +62,12 @@ def work(island: Island, connection: "Connection[object, int]") -> None:
     logger.setLevel(logging.INFO)
     logger.propagate = False
     logger.addHandler(_Forwarding(connection))
-    told = _Told(connection)
+    told = _Told(connection, island.settings.steps)
     for one in SIGNALS:
         signal.signal(one, told.on_signal)
     ended = Ended()
     try:
         losses = train_island(island, told.on_step)
-        told.report()
         # No losses where the expert was there already: its process died after it had written it.
         ended = Ended(True, trend_of(losses))
     except Stopped:
@@ -77,11 +80,11 @@ def work(island: Island, connection: "Connection[object, int]") -> None:
 class _Told:
     """Listens for the request to stop."""
 
-    def __init__(self, connection: "Connection[object, int]") -> None:
-        self._connection = connection
+    def __init__(self, connection: "Connection[object, int]", steps: int) -> None:
+        self._connection, self._steps = connection, steps
         self._stopping = False
         self._reported = 0.0
-        self._step, self._losses = 0, list[float]()
+        self._step, self._losses, self._seconds = 0, list[float](), 0.0
 
     def on_signal(self, number: int, frame: FrameType | None) -> None:
         # A training in its loop has a handler of its own, which calls this one; before and after it there
@@ -90,10 +93,13 @@ class _Told:
             raise SystemExit(128 + number)
         self._stopping = True
 
-    def on_step(self, step: int, loss: float) -> None:
+    def on_step(self, step: int, loss: float, seconds: float) -> None:
         self._step = step
         self._losses.append(loss)
-        if time.monotonic() - self._reported >= REPORT_SECONDS and not self.report():
+        self._seconds += seconds
+        # The last step is told before the calibration that follows it.
+        due = step == self._steps or time.monotonic() - self._reported >= REPORT_SECONDS
+        if due and not self._report():
             self._stop(signal.SIGTERM)
         try:
             if self._connection.poll():
@@ -101,11 +107,10 @@ class _Told:
         except (EOFError, OSError):
             self._stop(signal.SIGTERM)
 
-    def report(self) -> bool:
+    def _report(self) -> bool:
         """Tell of the steps since the last report; False where nobody reads."""
-        if not self._losses:
-            return True
-        message, self._losses = Stepped(self._step, mean(self._losses)), []
+        message = Stepped(self._step, mean(self._losses), self._seconds)
+        self._losses, self._seconds = [], 0.0
         self._reported = time.monotonic()
         return _send(self._connection, message)
 

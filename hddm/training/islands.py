@@ -23,8 +23,9 @@ from hddm.workers import compute_environment, environment
 RETRIES = 3
 _PATIENCE = 60.0
 
-OnIsland = Callable[[int, int, float], None]
-"""Told the index of an island, a step that it has done, and the mean loss since the step told before."""
+OnIsland = Callable[[int, int, float, float], None]
+"""Told the index of an island, a step that it has done, and of the steps since the one told before the mean
+loss and the seconds."""
 
 log = logging.getLogger(__name__)
 
@@ -147,7 +148,7 @@ class _Fleet:
             self._finish(job)
             return
         if isinstance(message, Stepped) and self.on_step is not None:
-            self.on_step(job.island.index, message.step, message.loss)
+            self.on_step(job.island.index, message.step, message.loss, message.seconds)
         elif isinstance(message, Logged):
             log.log(message.level, "%s: %s", job.island.name, message.message)
         elif isinstance(message, Ended):

@@ -25,7 +25,8 @@ from hddm.training.settings import LoopSettings
 from hddm.training.signals import Stopped, StopRequest
 from hddm.training.state import TrainingState
 
-OnStep = Callable[[int, float], None]
+OnStep = Callable[[int, float, float], None]
+"""Told a step, its loss, and the seconds that it took, without what comes between steps."""
 Inputs = dict[str, Tensor]
 
 log = logging.getLogger(__name__)
@@ -54,7 +55,10 @@ class Task:
 
 @dataclass(frozen=True)
 class StepReport:
-    """What a watcher is told after each step: ``losses`` and ``t`` (batch,) of the samples, on the CPU."""
+    """What a watcher is told after each step: ``losses`` and ``t`` (batch,) of the samples, on the CPU.
+
+    ``seconds`` are those of the step alone, without checkpoints and pictures.
+    """
 
     step: int
     losses: Tensor
@@ -62,6 +66,7 @@ class StepReport:
     loss: float
     grad_norm: float
     learning_rate: float
+    seconds: float
     state: TrainingState
     should_stop: Callable[[], bool]
 
@@ -71,7 +76,7 @@ Watcher = Callable[[StepReport], None]
 
 @dataclass(frozen=True)
 class Fitted:
-    """What a training left: the loss of every step, how long it took, and on which device.
+    """What a training left: the loss of every step, the seconds of all steps, and on which device.
 
     ``changes`` are those of its settings on the way (`hddm.training.changes`).
     """
@@ -120,10 +125,8 @@ def fit(
         if run is not None:
             run.restore(state)
         task.network.train()
-        clock = time.perf_counter() - state.seconds
         while state.step < settings.steps:
             report = trainer.step(stop)
-            state.seconds = time.perf_counter() - clock
             if device.is_main:
                 for watcher in watchers:
                     watcher(report)
@@ -200,6 +203,7 @@ class _Trainer:
 
     def step(self, stop: StopRequest | _Never) -> StepReport:
         state, device = self.state, self.device
+        begun = time.perf_counter()
         step = state.step + 1
         rows, draws = self.order.rows(step), self.order.draws(step)
         inputs = self.task.draw(rows, draws)
@@ -225,7 +229,9 @@ class _Trainer:
         else:
             self._skipped(step, rows, losses, norm)
         t = inputs["t"].float() if "t" in inputs else torch.full((len(rows),), math.nan)
-        return StepReport(step, losses, t, loss, norm, rate, state, lambda: stop.requested)
+        seconds = time.perf_counter() - begun
+        state.seconds += seconds
+        return StepReport(step, losses, t, loss, norm, rate, seconds, state, lambda: stop.requested)
 
     def _backward(self, inputs: Inputs) -> Tensor:
         parts = self.settings.gradient_accumulation_steps

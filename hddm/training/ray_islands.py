@@ -20,6 +20,8 @@ from safetensors.torch import load_file
 
 from hddm.errors import HddmError
 from hddm.experts import EXPERT_FILE
+from hddm.files import read_json
+from hddm.training.checkpoints import PROGRESS
 from hddm.training.island_jobs import Island, Outcome
 from hddm.training.island_process import Ended
 from hddm.training.island_training import prepare, threaded, train_island
@@ -76,14 +78,16 @@ def _collect(
     ray: Any, tasks: dict[Any, Island], stop: StopRequest, on_step: OnIsland | None
 ) -> list[Outcome]:
     outcomes: list[Outcome] = []
-    seen: dict[int, int] = {}
+    seen: dict[int, tuple[int, float]] = {}
     end = math.inf
 
     def tell(island: Island) -> None:
-        newest = _newest(island.out, seen.get(island.index, 0))
+        before, seconds_before = seen.get(island.index, (0, math.nan))
+        newest = _newest(island.out, before)
         if on_step is not None and newest is not None:
-            seen[island.index] = newest[0]
-            on_step(island.index, *newest)
+            step, loss, seconds = newest
+            seen[island.index] = step, seconds
+            on_step(island.index, step, loss, seconds - seconds_before)
 
     while tasks and time.monotonic() < end:
         if stop.requested and end == math.inf:
@@ -184,17 +188,18 @@ def _connected(ray: Any, address: str) -> Iterator[None]:
         ray.shutdown()
 
 
-def _newest(out: Path, since: int) -> tuple[int, float] | None:
-    """Step of the newest checkpoint, where it is not ``since``, and the mean loss after that one."""
+def _newest(out: Path, since: int) -> tuple[int, float, float] | None:
+    """Step of the newest checkpoint, where it is not ``since``, the loss after that, the seconds of all."""
     newest = next(iter(checkpoints_in(run_folder_of(out) / CHECKPOINTS)), None)
     if newest is None or step_of(newest) == since:
         return None
     try:
         losses = load_file(newest / f"{LOSSES}.safetensors")["losses"]
-    except (OSError, SafetensorError):
+        seconds = float(read_json(newest / PROGRESS)["seconds"])
+    except (OSError, SafetensorError, HddmError):
         # It has just made room for the next.
         return None
-    return step_of(newest), mean(losses[since:].tolist())
+    return step_of(newest), mean(losses[since:].tolist()), seconds
 
 
 def _absolute(island: Island) -> Island:

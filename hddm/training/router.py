@@ -32,6 +32,7 @@ from hddm.training.settings import RouterSettings as RouterSettings
 from hddm.training.settings import RunOptions
 from hddm.training.shard_calibration import placed
 from hddm.training.watching import watching
+from hddm.wording import counted
 
 log = logging.getLogger(__name__)
 
@@ -122,6 +123,7 @@ def train_router(
         with placed(network, place):
             accuracy = accuracy_of(logits, TIME_SCALE, evidence, settings.seed)
             if settings.calibrate:
+                log.info("calibrating on %s …", counted(len(held), "image"))
                 images, of = stored.take(held, None, None), labels[held]
                 temperatures, figures = calibrate_router(logits, TIME_SCALE, images, of, settings.seed)
                 each = of.bincount(minlength=len(shards)).tolist()

@@ -1,5 +1,6 @@
 """Whether a router has learnt anything: how often it names the shard of a noised image, against chance."""
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,10 +17,13 @@ from hddm.data.whole import JoinedStore
 from hddm.errors import HddmError
 from hddm.training.judging import IMAGES, SURE
 from hddm.training.router_calibration import noised_logits
+from hddm.wording import counted
 
 NOISED = 4096
 """Noised images that are looked at, at least; each image serves as often as any other."""
 BATCH = 128
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -76,6 +80,7 @@ def accuracy_of(
         (chance (1 - chance)/images)^½. A router counts as better from `SURE` deviations on.
     """
     number = min(len(evidence.rows), IMAGES)
+    log.info("measuring accuracy on %s …", counted(number, "image"))
     chosen = torch.linspace(0, len(evidence.rows) - 1, number).round().long()
     images, labels = evidence.store.take(evidence.rows[chosen], None, None), evidence.labels[chosen]
     noised = noised_logits(network, time_scale, images, labels, seed, NOISED, BATCH)

@@ -63,7 +63,7 @@ def train(
         write: ``write(draft, fitted, settings)`` fills it; the settings are those that were used.
         data: plain values that say what it is trained on, which a resumed run must share.
         overwrite: whether an existing ``out``, and a run that is there, are replaced.
-        on_step: called after each step with its number and loss.
+        on_step: called after each step with its number, loss and seconds.
         run: how the training is kept; it is not without.
         watch: opens what looks at the training, given its run.
 
@@ -140,6 +140,6 @@ def _device(settings: LoopSettings) -> str:
 
 def _counting(on_step: OnStep) -> Watcher:
     def watch(report: StepReport) -> None:
-        on_step(report.step, report.loss)
+        on_step(report.step, report.loss, report.seconds)
 
     return watch

@@ -1,6 +1,7 @@
 """Calibrating an expert on a shard: on which of its samples, and what is remembered of them."""
 
 import contextlib
+import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
@@ -12,11 +13,14 @@ from hddm.data.shard_records import MIN_IMAGES
 from hddm.data.shards import Shard
 from hddm.training.shard_fit import conditions_at
 from hddm.velocity import VelocityField
+from hddm.wording import counted
 
 CALIBRATION_IMAGES = 4096
 """A calibration looks at so many images of a shard at most, spread evenly over it."""
 CALIBRATION_BYTES = 2**30
 """And at so many bytes of them: samples in float64, as moments are taken, and tokens in float32."""
+
+log = logging.getLogger(__name__)
 
 
 def calibrated_on(shard: Shard, field: VelocityField, given: Mapping[str, Tensor], seed: int) -> Calibration:
@@ -29,6 +33,7 @@ def calibrated_on(shard: Shard, field: VelocityField, given: Mapping[str, Tensor
         seed: of the noise.
     """
     rows = calibration_rows(shard)
+    log.info("calibrating on %s …", counted(len(rows), "image"))
     conditions = {
         name: value.to(field.device) for name, value in conditions_at(rows, given, shard, field).items()
     }

@@ -27,6 +27,7 @@ class TrainingState:
     scaler: "torch.amp.GradScaler | None" = None
     losses: list[float] = field(default_factory=list)
     seconds: float = 0.0
+    """Of all steps, without what comes between them."""
     non_finite: int = 0
     """Steps in a row that were skipped, up to now."""
     notes: dict[str, Any] = field(default_factory=dict)
