@@ -284,7 +284,7 @@ def test_a_run_that_broke_off_goes_on_to_the_same_student_and_with_no_other_teac
         distill(ensemble, shards, out, settings, on_step=break_off, run=RunOptions(checkpoint_every=2))
     other = assemble([ddpm_expert, flow_expert], tmp_path / "other")
     assert other is not None
-    with pytest.raises(HddmError, match="started otherwise"):
+    with pytest.raises(HddmError, match="is of other data, another"):
         distill(
             tmp_path / "other",
             shards,

@@ -73,21 +73,18 @@ def compare_records(out: Path, record: Mapping[str, Any], options: RunOptions) -
         What was and is, by dotted key, where that differs and may.
 
     Raises:
-        HddmError: with every difference.
+        HddmError: with every difference that stands in the way: those that never may, where there are any.
     """
     folder, allowed = run_folder_of(out), options.allow_config_change
     differing = differences(recorded(out), json.loads(json.dumps(dict(record))))
     lines = {key: told(key, *values) for key, values in differing.items()}
-    for key, line in lines.items():
-        if key in FREE or allowed:
-            log.warning("%s: %s", folder, line)
     # What an older version did not record cannot be held against a run.
     known = {key for key, (was, _) in differing.items() if was is not NOT_RECORDED}
     fixed = [lines[key] for key in lines if key in known and (key in FIXED or key.startswith("data."))]
-    if fixed and allowed:
+    if fixed:
         raise HddmError(
-            f"{folder}: the run is of another expert, and --allow-config-change does not make it this one; "
-            "choose another --out, or train on from it with --init",
+            f"{folder}: the run is of other data, another objective or network, and cannot go on with "
+            "these; choose another --out",
             fixed,
         )
     refused = [line for key, line in lines.items() if key not in FREE]
@@ -96,4 +93,6 @@ def compare_records(out: Path, record: Mapping[str, Any], options: RunOptions) -
             f"{folder}: the run was started otherwise; take the same again, or pass --allow-config-change",
             refused,
         )
+    for line in lines.values():
+        log.warning("%s: %s", folder, line)
     return differing
