@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from hddm.errors import UsageError
+from hddm.errors import HddmError, UsageError
 from hddm_cli.options import InputArgument, Out, Overwrite, Seed
 
 
@@ -81,25 +81,24 @@ def partition(
         typer.echo(f"{copies}{sides}")
     typer.echo(f"{out / 'report.html'}: what they look like")
     if cache is None:
-        typer.echo(_about(kept))
+        again = f"kept for another partition of these images (--cache {kept})"
+        typer.echo(f"{kept}: features, {again}; they can be deleted")
 
 
 @contextlib.contextmanager
 def _named(features: Path, is_known: bool) -> Iterator[None]:
-    """A block whose failure leaves ``features`` behind: it says so, unless the user knows of them."""
+    """A block whose failure leaves ``features`` behind: its error says so, unless the user knows of them."""
+    left = f"{features}: features of the images so far, kept for the next attempt; they can be deleted"
     try:
         yield
+    except HddmError as error:
+        if not is_known and features.exists():
+            raise type(error)(error.message, [*error.details, left]) from error
+        raise
     except BaseException:
         if not is_known and features.exists():
-            typer.echo(_about(features), err=True)
+            typer.echo(left, err=True)
         raise
-
-
-def _about(features: Path) -> str:
-    return (
-        f"{features}: features, kept for another partition of these images (--cache {features}); they can "
-        "be deleted"
-    )
 
 
 def _number(text: str) -> int | Literal["auto"]:
