@@ -145,7 +145,12 @@ def test_the_end_of_a_training_is_told_by_means_and_not_by_single_steps() -> Non
     )
 
 
-def test_of_too_few_steps_nothing_is_said_but_their_number() -> None:
+def test_of_too_few_steps_to_compare_the_mean_of_all_is_told() -> None:
     assert trend_of([]) is None
-    told = [trend.told() for trend in map(trend_of, ([1.0], [9.0] * 99, [math.nan] * 500)) if trend]
-    assert told == ["trained for 1 step", "trained for 99 steps", "trained for 500 steps"]
+    runs = ([1.0], [*[9.0] * 97, math.inf, 8.0], [math.nan] * 499 + [3.0], [math.nan] * 500)
+    assert [trend.told() for trend in map(trend_of, runs) if trend] == [
+        "trained for 1 step, loss 1.0000 (mean of all steps)",
+        "trained for 99 steps, loss 8.9898 (mean of all steps)",
+        "trained for 500 steps, loss 3.0000 (mean of all steps)",
+        "trained for 500 steps",
+    ]

@@ -13,8 +13,8 @@ SHORTEST = 10
 class Trend:
     """Means of the loss over the ``over`` first and last steps of a training, which took ``steps``.
 
-    A single step's loss says more of its images, noise and times than of the weights; 0 steps to take means
-    over are too few.
+    A single step's loss says more of its images, noise and times than of the weights. Where the steps are too
+    few to compare, both means are that of all; NaN where no loss was finite.
     """
 
     steps: int
@@ -25,8 +25,10 @@ class Trend:
     def told(self, loss: str = "loss") -> str:
         """In words; ``loss`` is what to call it."""
         whole = f"trained for {self.steps} step{'' if self.steps == 1 else 's'}"
-        if not self.over:
+        if not math.isfinite(self.last):
             return whole
+        if self.over == self.steps:
+            return f"{whole}, {loss} {self.last:.4f} (mean of all steps)"
         means = f"means of the first and the last {self.over} steps"
         return f"{whole}, {loss} {self.first:.4f} → {self.last:.4f} ({means})"
 
@@ -36,8 +38,8 @@ def trend_of(losses: Sequence[float]) -> Trend | None:
     over = min(LONGEST, len(losses) // 10)
     ends = mean(losses[:over]), mean(losses[len(losses) - over :])
     if over < SHORTEST or not all(map(math.isfinite, ends)):
-        return Trend(len(losses), 0) if losses else None
-    return Trend(len(losses), over, *ends)
+        over, ends = len(losses), (mean(losses), mean(losses))
+    return Trend(len(losses), over, *ends) if losses else None
 
 
 def mean(losses: Sequence[float]) -> float:
