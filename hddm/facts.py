@@ -70,7 +70,9 @@ def _of_options(problem: ErrorDetails, names: Iterable[str]) -> str:
     value = problem["input"]
     given = " ".join(map(str, value)) if isinstance(value, tuple | list) else str(value)
     option = _option(str(problem["loc"][0]))
-    return f"{option if problem['type'] == 'missing' else f'{option} {given}'}: {words(problem)}"
+    if problem["type"] == "missing":
+        return f"{option} {words(problem)}"
+    return f"{option} {given}: {words(problem)}"
 
 
 def _option(name: str) -> str:

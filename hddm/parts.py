@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from hddm.ensemble_folders import ENSEMBLE_FILE, EnsembleFacts, read_ensemble_facts
-from hddm.errors import HddmError
+from hddm.errors import HddmError, UsageError
 from hddm.experts import EXPERT_FILE, RouterFacts, UnreadExpert, open_expert, read_router
 from hddm.model_folders import unread
 from hddm.model_index import COMPONENTS, MODEL_INDEX, read_model_index
@@ -50,7 +50,7 @@ def open_parts(folder: Path, dtype: torch.dtype, experts: Sequence[int] | None =
         return _ensemble(folder, dtype, experts)
     if is_paris(folder):
         return _paris(folder, dtype, experts)
-    raise HddmError(
+    raise UsageError(
         f"{folder}: neither an expert folder ({EXPERT_FILE}) nor an ensemble folder ({ENSEMBLE_FILE}); a "
         "pretrained checkpoint must become an expert first (hddm convert)"
     )

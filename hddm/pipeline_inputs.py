@@ -6,7 +6,7 @@ import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
 from torch import Tensor
 
-from hddm.errors import HddmError
+from hddm.errors import HddmError, did_you_mean
 from hddm.model_index import OTHER_GRIDS
 from hddm.sampling import initial_noise, uniform_draws
 
@@ -31,7 +31,8 @@ def class_indices(labels: int | str | Sequence[int | str] | Tensor, classes: Seq
         number = label if isinstance(label, int) else _index_of(str(label), names)
         if not 0 <= number < len(classes):
             some = ", ".join(classes[:10]) + (", …" if len(classes) > 10 else "")
-            raise HddmError(f"no class {label!r}; the model's classes are {some}")
+            near = did_you_mean(label, classes) if isinstance(label, str) else ""
+            raise HddmError(f"no class {label!r}; the model's classes are {some}{near}")
         indices.append(number)
     return torch.tensor(indices)
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hddm.conditions import missing_from
-from hddm.errors import HddmError
+from hddm.errors import HddmError, UsageError
 from hddm.pipeline import HDDMPipeline
 from hddm.pipeline_inputs import class_indices
 from hddm.sample_settings import SampleSettings
@@ -27,9 +27,9 @@ def read_cycles(pipeline: HDDMPipeline, settings: SampleSettings) -> tuple[Cycle
     """
     guided = settings.guidance.scale != 1.0
     if settings.negative_prompt is not None and not guided:
-        raise HddmError("--negative-prompt: needs a --guidance-scale other than 1")
+        raise UsageError("--negative-prompt: needs a --guidance-scale other than 1")
     if settings.prompts and (pipeline.text_encoder is None or pipeline.tokenizer is None):
-        raise HddmError(
+        raise UsageError(
             "--prompt: this model has no text encoder and tokenizer; give it both (hddm assemble MODEL "
             "--text-encoder FOLDER --tokenizer FOLDER; in Paris as text_encoder/ and tokenizer/), "
             "or pass the encoded text by --conditions"
@@ -43,7 +43,7 @@ def read_cycles(pipeline: HDDMPipeline, settings: SampleSettings) -> tuple[Cycle
         for name, value in _file(settings.conditions).items():
             side, key = (against, name.removeprefix(NEGATIVE)) if name.startswith(NEGATIVE) else (given, name)
             if key in side:
-                raise HddmError(f"{settings.conditions}: {name} is given by another option too; drop one")
+                raise UsageError(f"{settings.conditions}: {name} is given by another option too; drop one")
             if side is given or guided:
                 side[key] = value
     _refuse_missing(pipeline, given, settings.expert)
@@ -71,23 +71,23 @@ def _refuse_missing(pipeline: HDDMPipeline, given: Cycles, only: int | None) -> 
             continue
         for name in missing_from({*given, *field.null_conditions}, field.conditions or ()):
             option = f"{options[name]} or --conditions" if name in options else "--conditions"
-            raise HddmError(
+            raise UsageError(
                 f"{option}: the experts need {name}, and know no value that stands for none; pass it"
             )
 
 
 def _labels(text: str, classes: tuple[str, ...]) -> Tensor:
     if not classes:
-        raise HddmError(f"--class-labels {text}: the model is unconditional; drop the option")
+        raise UsageError(f"--class-labels {text}: the model is unconditional; drop the option")
     try:
         return class_indices([part.strip() for part in text.split(",")], classes)
     except HddmError as error:
-        raise HddmError(f"--class-labels: {error}") from error
+        raise UsageError(f"--class-labels: {error}") from error
 
 
 def _file(path: Path) -> dict[str, Tensor]:
     if not path.is_file():
-        raise HddmError(f"--conditions {path}: no such file")
+        raise UsageError(f"--conditions {path}: no such file")
     tensors = read_safetensors(path)
     empty = [name for name, value in tensors.items() if value.ndim == 0 or not len(value)]
     if empty or not tensors:

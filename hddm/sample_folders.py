@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hddm.data.images import save_png, to_bytes
 from hddm.ensemble_folders import ENSEMBLE_FILE
-from hddm.errors import HddmError
+from hddm.errors import HddmError, UsageError
 from hddm.expert_use import ExpertUse
 from hddm.experts import EXPERT_FILE
 from hddm.files import new_folder, write_json
@@ -51,7 +51,7 @@ def sample_to_folder(
         HddmError: for an existing ``out``, a model that cannot be loaded, or wrong settings.
     """
     if grid and settings.output_type == "latent":
-        raise HddmError("--grid: shows images, and --output-type latent makes none; drop one of the two")
+        raise UsageError("--grid: shows images, and --output-type latent makes none; drop one of the two")
     guidance, device = settings.guidance, settings.torch_device
     if (source / EXPERT_FILE).exists():
         _refuse_for_one(source, settings)
@@ -128,7 +128,7 @@ def _refuse_for_one(source: Path, settings: SampleSettings) -> None:
     for option in ("strategy", "expert", "max_memory"):
         value = getattr(settings, option)
         if value is not None:
-            raise HddmError(
+            raise UsageError(
                 f"--{option.replace('_', '-')} {value}: {source} is a single expert; drop the option"
             )
 

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 import torch
 from pydantic import AfterValidator, Field
 
-from hddm.errors import HddmError
+from hddm.errors import HddmError, UsageError
 from hddm.facts import Facts
 from hddm.guidance import Guidance
 from hddm.strategies import Strategy
@@ -76,7 +76,7 @@ class SampleSettings(Facts):
             self.guidance_scale, self.cfg_channels, self.guidance_interval, self.guidance_rescale
         )
         if found.scale == 1.0 and found != Guidance(1.0):
-            raise HddmError(
+            raise UsageError(
                 "--cfg-channels, --guidance-interval and --guidance-rescale need a --guidance-scale that is "
                 "not 1"
             )

@@ -60,11 +60,14 @@ def test_a_wrong_setting_of_sample_writes_nothing(
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("label", ["2", "-1", "circles", "0,,1", ""])
+@pytest.mark.parametrize("label", ["2", "-1", "colums", "0,,1", ""])
 def test_an_unknown_class_is_refused_with_the_known_ones(
     label: str, class_expert: Path, tmp_path: Path, hddm: Command
 ) -> None:
-    message = _refused(hddm, "sample", class_expert, "--out", tmp_path / "out", f"--class-labels={label}")
+    line = ("sample", class_expert, "--out", tmp_path / "out", f"--class-labels={label}")
+    message = _refused(hddm, *line)
+    assert hddm(*line)[0] == 2
+    assert ("did you mean 'columns'?" in message) == (label == "colums")
     assert "the model's classes are columns, rows" in message
     assert not list(tmp_path.iterdir())
 

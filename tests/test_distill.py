@@ -210,7 +210,7 @@ def test_a_student_cannot_begin_with_an_expert_of_noise(
     code, _, err = hddm("distill", ensemble, *given, "--init", ddpm_expert)
     assert (code, "prediction type: epsilon, and the student's is flow_prediction" in err) == (1, True)
     code, _, err = hddm("distill", ensemble, *given, "--init", ensemble)
-    assert (code, "no expert folder" in err) == (1, True)
+    assert (code, "no expert folder" in err) == (2, True)
     code, _, err = hddm("distill", ensemble, *given, "--init", ddpm_expert, "--size", "tiny")
     assert (code, "--init fixes it" in err) == (2, True)
     assert not (tmp_path / "student").exists()

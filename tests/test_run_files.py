@@ -29,7 +29,8 @@ def _file(folder: Path, text: str) -> Path:
         ("batch_size: 8\nbatch_size: 9", "key 'batch_size' twice"),
         ("resume: true", "resume is said for one start, as --resume"),
         ("- steps", "holds no settings"),
-        ("steps: [", "is no YAML"),
+        ("size: tiny\nsteps: [", r"is no YAML \(line 2, column 9: while parsing a flow node, expected"),
+        ("size: \0", r"is no YAML \(special characters are not allowed\)"),
         ("!!python/object/apply:os.system ['true']", "is no YAML"),
     ],
 )

@@ -3,6 +3,7 @@
 import logging
 import sys
 import warnings
+from importlib import metadata
 from typing import Annotated, Any
 
 import typer
@@ -38,10 +39,19 @@ commands = typer.Typer(
 )
 
 
+def _version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"hddm {metadata.version('hddm-diffusion')}")
+        raise typer.Exit
+
+
 @commands.callback()
 def hddm(
     debug: Annotated[
         bool, typer.Option("--debug", help="Show the traceback of a failure; with any verb, anywhere.")
+    ] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
     ] = False,
 ) -> None:
     """Train diffusion experts alone, combine them in velocity space."""

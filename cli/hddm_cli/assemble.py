@@ -43,7 +43,7 @@ def assemble(
     if changes and len(experts) != 1:
         raise UsageError("--add and --remove change one ensemble folder; name that alone")
     if out is None and not changes:
-        raise UsageError("--out: is required, the folder to write")
+        raise UsageError("--out is required, the folder to write")
     from hddm.assembly import DEFAULT_STRATEGY
     from hddm.assembly import assemble as put_together
     from hddm.assembly_changes import change

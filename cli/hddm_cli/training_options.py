@@ -138,7 +138,7 @@ class Told:
         with asked():
             known = set(named) | (set(read_run_file(file, record)) if file else set())
             for name in sorted(required - known):
-                raise UsageError(f"--{name}: is required, here or in --config")
+                raise UsageError(f"--{name} is required, here or in --config")
             return settings_of(record, file, named, self._explicit(named))
 
     def run(self) -> "RunOptions":

@@ -22,7 +22,7 @@ def told(error: Any) -> str | None:
         return _of_value(error, verb)
     unknown = re.search(r"No such command '(.*?)'", error.message)
     if unknown:
-        return f"{unknown[1]}: is no verb of {verb}; {choose(unknown[1], list(context.command.commands))}"
+        return f"{unknown[1]} is no verb of {verb}; {choose(unknown[1], list(context.command.commands))}"
     return f"{_sentence(error.message)}; {verb} --help shows what it takes"
 
 
@@ -39,7 +39,7 @@ def _of_value(error: Any, verb: str) -> str:
     param = error.param
     name = param.opts[0] if param.param_type_name == "option" else (param.metavar or param.name).upper()
     if hasattr(error, "param_type"):
-        return f"{name}: is required; {verb} --help says what it is"
+        return f"{name} is required; {verb} --help says what it is"
     chosen = re.search(r"'(.*?)' is not one of (.+?)\.?$", error.message)
     if chosen:
         known = re.findall(r"'([^']*)'", chosen[2])

@@ -57,7 +57,7 @@ def write_back(
     if layout not in known:
         raise UsageError(f"--to-layout {layout}: {choose(layout, known)}")
     if not (folder / EXPERT_FILE).is_file():
-        raise HddmError(f"{folder}: no expert folder, and --to-layout writes back experts; convert it first")
+        raise UsageError(f"{folder}: no expert folder, and --to-layout writes back experts; convert it first")
     source = open_expert(folder, Reading())
     facts = source.facts
     assert facts is not None

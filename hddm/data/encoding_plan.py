@@ -16,7 +16,7 @@ from hddm.data.encoding_layout import Layout, layout_of
 from hddm.data.encoding_records import Computed, Dtype, EncodingFacts, is_encoded
 from hddm.data.resize import Crop, Interpolation
 from hddm.data.shard_records import HELD_OUT, MANIFEST, PARTITION_FILE, Manifest, find_shards, read_manifest
-from hddm.errors import HddmError
+from hddm.errors import HddmError, UsageError
 from hddm.facts import Facts
 from hddm.tensors import available_device
 
@@ -185,13 +185,15 @@ def _check(
 ) -> None:
     if (text_encoder is None) != (tokenizer is None):
         lacking = "--tokenizer" if tokenizer is None else "--text-encoder"
-        raise HddmError(f"{lacking}: text is encoded by a text encoder with its tokenizer; name both folders")
+        raise UsageError(
+            f"{lacking}: text is encoded by a text encoder with its tokenizer; name both folders"
+        )
     if settings.random_flip and vae is None:
         raise HddmError(
             "--random-flip: pixels are mirrored in training itself, and only latents need it here; drop it"
         )
     if settings.resolution is None and settings.crop == "random":
-        raise HddmError("--random-crop: needs --resolution, the side that images are cropped to")
+        raise UsageError("--random-crop: needs --resolution, the side that images are cropped to")
 
 
 def _shards(source: Path) -> tuple[SourceShard, ...]:
@@ -209,7 +211,7 @@ def _shards(source: Path) -> tuple[SourceShard, ...]:
 
 def _manifest(folder: Path) -> Manifest:
     if (folder / MANIFEST).is_file() and is_encoded(folder):
-        raise HddmError(f"{folder}: is encoded already; name the shard of images that it was made from")
+        raise UsageError(f"{folder}: is encoded already; name the shard of images that it was made from")
     return read_manifest(folder)
 
 

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from hddm.data.sources import ImageSource
-from hddm.errors import HddmError, did_you_mean
+from hddm.errors import HddmError, UsageError, did_you_mean
 from hddm.files import read_json, sha256_of
 from hddm.paths import inside
 
@@ -104,7 +104,7 @@ def open_vision_model(name: str) -> VisionModel:
     elif name.count("/") == 1 and not name.startswith((".", "/", "~")):
         folder = _from_hub(name)
     else:
-        raise HddmError(
+        raise UsageError(
             f"--features {name}: no such folder, and no name on the hub; take pixels, dinov2, clip, a folder "
             f"of a DINOv2 or CLIP model, or OWNER/NAME{did_you_mean(name, ('pixels', 'dinov2', 'clip'))}"
         )

@@ -14,7 +14,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from hddm.errors import HddmError
+from hddm.errors import HddmError, UsageError
 from hddm.facts import Facts, read_facts
 
 FORMAT = "1.3"
@@ -143,18 +143,18 @@ def find_shards(folder: Path) -> list[Path]:
 def _refuse_other_folder(folder: Path, record: str) -> None:
     """Refuse a folder that holds no ``record``, and say what it is instead."""
     if not folder.is_dir():
-        raise HddmError(f"{folder}: no such folder")
+        raise UsageError(f"{folder}: no such folder")
     if (folder / record).exists():
         return
     if (folder / PARTITION_FILE).exists():
         shard = folder / "shard_0"
-        raise HddmError(f"{folder}: is a partition, not a shard; name one of its folders, as {shard}")
+        raise UsageError(f"{folder}: is a partition, not a shard; name one of its folders, as {shard}")
     if (folder / MANIFEST).exists():
         above = folder.parent if (folder.parent / PARTITION_FILE).exists() else None
         hint = f", {above}" if above else ""
-        raise HddmError(f"{folder}: is a shard, not a partition; name the folder of all shards{hint}")
+        raise UsageError(f"{folder}: is a shard, not a partition; name the folder of all shards{hint}")
     kind = "shard" if record == MANIFEST else "partition"
-    raise HddmError(f"{folder}: is no {kind}, since it holds no {record}; hddm partition writes them")
+    raise UsageError(f"{folder}: is no {kind}, since it holds no {record}; hddm partition writes them")
 
 
 def content_hash(entries: Sequence[ImageEntry], classes: Sequence[str]) -> str:

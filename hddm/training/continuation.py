@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from hddm.calibration import Calibration
 from hddm.data.open_shard import open_shard
 from hddm.data.shards import Shard
-from hddm.errors import HddmError
+from hddm.errors import HddmError, UsageError
 from hddm.expert_files import foreign_calibration
 from hddm.experts import EXPERT_FILE, FORMAT, Expert, ExpertFacts, read_expert, save_expert
 from hddm.facts import read_facts
@@ -74,7 +74,7 @@ def continue_expert(
     if not init.is_dir():
         raise HddmError(f"{init}: no such folder")
     if not (init / EXPERT_FILE).is_file():
-        raise HddmError(
+        raise UsageError(
             f"{init}: no expert folder; a checkpoint becomes one by hddm convert, and an ensemble's experts "
             "are trained on one by one"
         )

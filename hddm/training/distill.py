@@ -35,7 +35,7 @@ from hddm.data.open_shard import open_shard
 from hddm.data.shard_records import find_shards
 from hddm.data.whole import joined
 from hddm.ensemble import Ensemble
-from hddm.errors import HddmError
+from hddm.errors import HddmError, UsageError
 from hddm.experts import EXPERT_FILE, Expert, ExpertFacts, null_conditions, read_expert, save_expert
 from hddm.loading import field_of
 from hddm.models.transformer import ExpertTransformer
@@ -152,7 +152,7 @@ def distill(
 def _flow_expert(init: Path, facts: ExpertFacts) -> Expert:
     """The expert in ``init``, which must be what ``facts`` say of the student."""
     if not (init / EXPERT_FILE).is_file():
-        raise HddmError(f"--init {init}: no expert folder; name one expert, of the ensemble say")
+        raise UsageError(f"--init {init}: no expert folder; name one expert, of the ensemble say")
     expert = read_expert(init)
     qualities: dict[str, Callable[[ExpertFacts], Any]] = {
         "prediction type": lambda one: one.prediction_type.value,

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from hddm.data.open_shard import open_shard
 from hddm.data.shards import Shard
-from hddm.errors import HddmError
+from hddm.errors import HddmError, UsageError
 from hddm.experts import EXPERT_FILE, Expert, ExpertFacts, null_conditions, save_expert
 from hddm.loading import field_of
 from hddm.models.transformer import ExpertTransformer
@@ -57,7 +57,7 @@ def train_expert(
         Stopped: after a signal, with the run saved.
     """
     if settings.lora_rank is not None:
-        raise HddmError("--lora-rank adapts an expert that exists; name it by --init")
+        raise UsageError("--lora-rank adapts an expert that exists; name it by --init")
     objective = Objective.named(settings.objective, schedule, settings.time_sampling, settings.snr_gamma)
     data = expert_data(shard_folder, objective.schedule.config)
     if finished(out, EXPERT_FILE, overwrite, run):

@@ -83,12 +83,21 @@ def read_yaml(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise HddmError(f"{path}: cannot be read ({error.strerror or error})") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise HddmError(f"{path}: is no YAML ({' '.join(str(error).split())})") from error
+        raise HddmError(f"{path}: is no YAML ({_reason(error)})") from error
     if content is None:
         return {}
     if not isinstance(content, dict):
         raise HddmError(f"{path}: holds no settings; write them as 'key: value', a line each")
     return content
+
+
+def _reason(error: yaml.YAMLError | UnicodeDecodeError) -> str:
+    """What is wrong with a text and where, without the name that YAML makes up for it."""
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
+        mark = error.problem_mark
+        what = ", ".join(filter(None, (error.context, error.problem)))
+        return f"line {mark.line + 1}, column {mark.column + 1}: {what}"
+    return str(getattr(error, "reason", error))
 
 
 class _Loader(yaml.SafeLoader):
