@@ -227,5 +227,5 @@ def test_from_one_expert_to_an_ensemble_of_adapters_on_the_command_line(
         *("train", "expert", shards / "shard_0", "--lora-rank", 2, "--objective", "flow", "--steps", 3),
         *("--out", tmp_path / "none"),
     )
-    assert code == 1
+    assert code == 2
     assert "--lora-rank adapts an expert that exists" in err

@@ -164,5 +164,5 @@ def test_one_expert_alone_needs_its_own_conditions_only(tmp_path: Path, hddm: Co
     options = ["--num-images", "2", "--steps", "1"]
     assert hddm("sample", tmp_path / "both", "--out", tmp_path / "a", "--expert", 0, *options)[0] == 0
     code, _, error = hddm("sample", tmp_path / "both", "--out", tmp_path / "b", "--expert", 1, *options)
-    assert code == 1
+    assert code == 2
     assert "--class-labels or --conditions: the experts need class_labels" in error

@@ -80,7 +80,7 @@ def test_a_sheet_is_replaced_with_its_images_and_only_on_demand(
 
 def test_of_latents_there_is_no_picture(flow_expert: Path, tmp_path: Path, hddm: Command) -> None:
     code, _, err = hddm("sample", flow_expert, "--out", tmp_path / "x", "--grid", "--output-type", "latent")
-    assert code == 1
+    assert code == 2
     assert "--grid: shows images, and --output-type latent makes none; drop one of the two" in err
     assert not list(tmp_path.iterdir())
 
