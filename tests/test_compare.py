@@ -126,7 +126,21 @@ def test_what_is_marked_as_not_comparable_is_refused_with_its_reasons(tmp_path: 
     few = "too few images: 64 features, and sides of 48, 48"
     a = _write(tmp_path / "a.json", 1)
     b = _write(tmp_path / "b.json", 2, comparable=False, reasons=[few])
-    assert f"{b}: not comparable: {few}" in _refused(hddm, a, b)
+    err = _refused(hddm, a, b)
+    assert err == f"hddm: these results do not compare\n  {b}: not comparable: {few}\n"
+
+
+def test_one_file_on_two_sides_is_told(tmp_path: Path, hddm: Command) -> None:
+    a, b = _write(tmp_path / "a.json", 1), _write(tmp_path / "b" / "b.json", 2)
+    assert f"\n  {a}: is on 2 sides; name each result once\n" in _refused(hddm, a, a)
+    assert f"\n  {b}: is on 3 sides; name each result once\n" in _refused(hddm, b, a, b.parent, b)
+
+
+def test_varies_is_offered_only_where_it_mends(tmp_path: Path, hddm: Command) -> None:
+    a, steps = _write(tmp_path / "a.json", 1), _write(tmp_path / "b.json", 2, sampling__steps=10)
+    other = _write(tmp_path / "c.json", 3, features__hash="bb")
+    assert "--varies NAME" in _refused(hddm, a, steps)
+    assert "--varies" not in _refused(hddm, a, other)
 
 
 def test_the_same_images_count_once(tmp_path: Path, hddm: Command) -> None:

@@ -295,7 +295,9 @@ def test_gray_images_are_measured_in_colour_where_others_are(many: Path, home: P
     assert sides["reference"].facts.made_colour == 0
 
 
-def test_a_folder_that_lost_images_compares_with_nothing(many: Path, home: Path, tmp_path: Path) -> None:
+def test_a_folder_that_lost_images_compares_with_nothing(
+    many: Path, home: Path, tmp_path: Path, hddm: Command
+) -> None:
     samples = _samples(tmp_path / "samples")
     (samples / "00003.png").unlink()
     result = evaluate_folder(samples, many)
@@ -303,6 +305,9 @@ def test_a_folder_that_lost_images_compares_with_nothing(many: Path, home: Path,
     assert result["reasons"] == ["unequal counts: 70 images were sampled and there are 69"]
     # Nobody knows which of the images is missing.
     assert result["within_conditions"] is None
+    out = tmp_path / "out.json"
+    told = hddm("evaluate", samples, "--reference", many, "--out", out)[1]
+    assert told == f"{out}: not comparable: {result['reasons'][0]}\n"
 
 
 @pytest.mark.parametrize(

@@ -72,4 +72,7 @@ def evaluate(
         typer.echo(json.dumps(result, indent=2))
         return
     write_result(out, result)
-    typer.echo(f"{out}: {'comparable' if result['comparable'] else 'not comparable'}")
+    for line in (
+        ["comparable"] if result["comparable"] else [f"not comparable: {r}" for r in result["reasons"]]
+    ):
+        typer.echo(f"{out}: {line}")

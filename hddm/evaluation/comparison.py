@@ -1,6 +1,7 @@
 """Whether results compare: what differs between them beside the model."""
 
 import json
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -31,6 +32,7 @@ def refuse_incomparable(sides: Sequence[Side], varies: Sequence[str] = ()) -> No
     fields = [_fields(result) for result in results]
     _check_names(varies, fields)
     lines = [f"{r.path}: not comparable: {reason}" for r in results for reason in _reasons(r)]
+    lines += _given_twice(sides)
     lines += [_repeated(side, result, other) for side in sides for result, other in _twins(side)]
     differing = [
         name
@@ -39,12 +41,12 @@ def refuse_incomparable(sides: Sequence[Side], varies: Sequence[str] = ()) -> No
     ]
     # Other labels have other names, which are told with them.
     allowed = {*varies, _NAMES} if _LABELS in differing else set(varies)
-    lines += [f"{name}: {_values(name, results, fields)}" for name in differing if name not in allowed]
+    differing = [name for name in differing if name not in allowed]
+    lines += [f"{name}: {_values(name, results, fields)}" for name in differing]
     if lines:
-        raise HddmError(
-            "these results do not compare; --varies NAME declares a sampling setting that differs on purpose",
-            lines,
-        )
+        mended = len(lines) == len(differing) and not any(map(_is_fixed, differing))
+        remedy = "; --varies NAME declares a sampling setting that differs on purpose" if mended else ""
+        raise HddmError(f"these results do not compare{remedy}", lines)
 
 
 def _fields(result: Result) -> Fields:
@@ -65,14 +67,30 @@ def _fields(result: Result) -> Fields:
 
 
 def _check_names(varies: Sequence[str], fields: Sequence[Fields]) -> None:
-    fixed = ("features.", "images", "split", *_DATA)
-    known = [name for one in fields for name in one if not name.startswith(fixed)]
+    known = [name for one in fields for name in one if not _is_fixed(name)]
     for name in varies:
         if name not in known:
             raise HddmError(
                 f"--varies {name}: is no sampling setting of these results"
                 f"{did_you_mean(name, known) or '; only those may differ on purpose'}"
             )
+
+
+def _is_fixed(name: str) -> bool:
+    """Whether a field is no sampling setting, so that `--varies` does not allow it to differ."""
+    return name.startswith(("features.", "images", "split", *_DATA))
+
+
+def _given_twice(sides: Sequence[Side]) -> list[str]:
+    # Seeds of a benchmark lie in one file.
+    files = [{result.path.resolve(): result.path for result in side.results} for side in sides]
+    times = Counter(real for one in files for real in one)
+    names = {real: path for one in reversed(files) for real, path in one.items()}
+    return [
+        f"{names[real]}: is on {count} sides; name each result once"
+        for real, count in times.items()
+        if count > 1
+    ]
 
 
 def _reasons(result: Result) -> list[str]:
