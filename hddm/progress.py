@@ -1,11 +1,15 @@
-"""Progress of long work: a bar on a terminal, a plain line every tenth elsewhere."""
+"""Progress of long work: a bar on a terminal, a plain line every tenth elsewhere, and none of short work."""
 
 import math
 import shutil
 import sys
+import time
 from types import TracebackType
 
 from tqdm import tqdm
+
+_SHORT = 5.0
+"""Seconds; what takes less at its pace so far has no lines."""
 
 
 class Progress:
@@ -20,6 +24,7 @@ class Progress:
 
     def __init__(self, total: int, label: str, unit: str = "it", size: int = 1) -> None:
         self._total, self._label, self._size, self._done = total, label, size, 0
+        self._start = time.perf_counter()
         self._bar: tqdm[None] | None = None
         if sys.stderr.isatty():
             # tqdm draws nothing on a terminal that reports no size, as in some containers.
@@ -51,9 +56,12 @@ class Progress:
         before, self._done = self._done, self._done + units
         if self._bar is not None:
             self._bar.update(self._done * self._size - self._bar.n)
-        elif 10 * before // self._total != 10 * self._done // self._total:
+        elif 10 * before // self._total != 10 * self._done // self._total and not self._is_short():
             percent = f"{100 * self._done // self._total} %"
             print(", ".join([f"{self._label}: {percent}", *self._details()]), file=sys.stderr, flush=True)
+
+    def _is_short(self) -> bool:
+        return (time.perf_counter() - self._start) * self._total < _SHORT * self._done
 
     def _details(self) -> list[str]:
         """What a line says besides."""

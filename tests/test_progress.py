@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from hddm import progress
 from hddm.progress import TrainingProgress
 from hddm.training.checkpoints import Checkpoints
 from hddm.training.expert import train_expert
@@ -17,6 +18,11 @@ from hddm.training.settings import RunOptions
 from hddm.training.state import TrainingState
 from hddm.training.trend import Trend, trend_of
 from tests.artefacts import expert_settings
+
+
+@pytest.fixture(autouse=True)
+def _no_work_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "_SHORT", 0.0)
 
 
 def _lines(capsys: pytest.CaptureFixture[str]) -> list[str]:
@@ -101,6 +107,26 @@ def test_a_rate_leaves_out_what_comes_before_between_and_after_steps(
     assert min(rates) > 4 * settings.batch_size
     record = json.loads((tmp_path / "out" / "expert.json").read_text())["training"]
     assert record["seconds"] < 0.5
+
+
+def test_what_takes_less_than_five_seconds_has_no_lines(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now = [100.0]
+    monkeypatch.setattr(progress, "_SHORT", 5.0)
+    monkeypatch.setattr(progress.time, "perf_counter", lambda: now[-1])
+    for seconds, lines in ((4.9, 0), (5.1, 10)):
+        with progress.Progress(100, "check") as advance:
+            for _ in range(100):
+                now.append(now[-1] + seconds / 100)
+                advance(1)
+        assert len(_lines(capsys)) == lines
+    # The rest turns out to take long.
+    with progress.Progress(10, "check") as advance:
+        for seconds in (0.1, 0.1, 9.8):
+            now.append(now[-1] + seconds)
+            advance(1)
+    assert _lines(capsys) == ["check: 30 %"]
 
 
 class _Terminal(io.StringIO):
