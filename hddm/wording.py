@@ -2,6 +2,9 @@
 
 from collections.abc import Sequence
 
+TO_ONE_SIZE = "hddm encode --resolution N brings those of a shard or partition to one"
+"""The remedy for images of several sizes."""
+
 
 def counted(number: int, noun: str, plural: str | None = None) -> str:
     """``1 image``, ``2 images``; ``plural`` where it is not the noun with an s."""

@@ -115,6 +115,28 @@ def test_modes_sizes_classes_and_bad_images_are_counted_and_named(tmp_path: Path
     assert all(str(tmp_path / bad.name) in bad.reason for bad in report.bad)
 
 
+def test_images_of_several_sizes_are_told_with_the_remedy_from_the_check_to_the_figures(
+    tmp_path: Path, hddm: Command
+) -> None:
+    levels = np.random.default_rng(0).integers(0, 256, (40, 8, 8)).astype(np.uint8)
+    files = {f"cat/{i:02}.png": _png(Image.fromarray(level)) for i, level in enumerate(levels)}
+    images = write(tmp_path / "images", files)
+    assert "hddm encode" not in hddm("data", "check", images)[1]
+    assert "hddm encode" not in hddm("partition", images, "--out", tmp_path / "one", "--shards", 1)[2]
+    write(images, {"cat/99.png": _png(Image.fromarray(levels[0].repeat(2, 0)))})
+    remedy = "hddm encode --resolution N brings those of a shard or partition to one"
+    told = f"images of 2 sizes, and training takes one: {remedy}\n"
+    assert told in hddm("data", "check", images)[1]
+    shards = tmp_path / "shards"
+    assert f"{shards}: {told}" in hddm("partition", images, "--out", shards, "--shards", 1)[2]
+    shard, name = shards / "shard_0", "images/cat/99.png"
+    training = ["train", "expert", shard, "--out", tmp_path / "e", "--objective", "flow", "--steps", 1]
+    figures = ["evaluate", shard, "--reference", shards]
+    for command in (training, figures):
+        err = hddm(*command)[2]
+        assert f"{shard / name}: is 8×16, images/cat/00.png is 8×8; {remedy}\n" in err
+
+
 def test_equal_images_are_groups_by_name(tmp_path: Path) -> None:
     files = {f"{i:02}.png": encoded(value) for i, value in enumerate([1, 2, 1, 3, 2, 4, 1])}
     report = check_data(write(tmp_path, files))
@@ -137,6 +159,10 @@ def test_equal_images_on_both_sides_of_a_split_are_told_apart_from_other_copies(
     title = "equal images on several sides of the split (test, train): 1"
     assert f"{title}\n  test/dog/9.bmp = train/cat/2.png\n" in out
     assert out.endswith("7 images, 0 bad, 3 that occur more than once, 1 on several sides of the split\n")
+    said = "  sides of a split: test (2), train (4); training on them together learns them as classes"
+    assert said in out
+    assert "  classes: " not in out
+    assert "  classes: 2, 2 images each\n" in hddm("data", "check", tmp_path / "train")[1]
     (tmp_path / "test" / "dog" / "9.bmp").unlink()
     assert hddm("data", "check", tmp_path)[1].endswith(", 0 on several sides of the split\n")
 

@@ -72,7 +72,7 @@ def evaluate(
         typer.echo(json.dumps(result, indent=2))
         return
     write_result(out, result)
-    for line in (
-        ["comparable"] if result["comparable"] else [f"not comparable: {r}" for r in result["reasons"]]
-    ):
-        typer.echo(f"{out}: {line}")
+    for reason in result["reasons"]:
+        typer.echo(f"{out}: not comparable: {reason}")
+    if result["comparable"]:
+        typer.echo(f"{out}: comparable")

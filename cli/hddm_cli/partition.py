@@ -40,10 +40,18 @@ def partition(
     ] = None,
 ) -> None:
     """Divide images into shards of similar content and nearly equal size."""
+    from hddm.data.encoding_images import survey
     from hddm.data.partition import partition as divide
-    from hddm.data.shard_records import FORMAT, HELD_OUT, MIN_IMAGES, PARTITION_FILE, PartitionFacts
+    from hddm.data.shard_records import (
+        FORMAT,
+        HELD_OUT,
+        MIN_IMAGES,
+        PARTITION_FILE,
+        PartitionFacts,
+        read_manifest,
+    )
     from hddm.facts import read_facts
-    from hddm.wording import counted, shown
+    from hddm.wording import TO_ONE_SIZE, counted, shown
 
     kept = cache or out.with_name(f"{out.name}.features")
     with _named(kept, is_known=cache is not None or kept.exists()):
@@ -79,6 +87,9 @@ def partition(
         copies = counted(facts.copies, "image is a copy of another", "images are copies of others")
         sides = "; equal images are kept together, all to train on or all held out" if held_out else ""
         typer.echo(f"{copies}{sides}")
+    _, sizes = survey((folder, read_manifest(folder).images) for folder in folders)
+    if len(sizes) > 1:
+        typer.echo(f"{out}: images of {len(sizes)} sizes, and training takes one: {TO_ONE_SIZE}", err=True)
     typer.echo(f"{out / 'report.html'}: what they look like")
     if cache is None:
         again = f"kept for another partition of these images (--cache {kept})"

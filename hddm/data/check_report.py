@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from hddm.facts import Facts
-from hddm.wording import counted
+from hddm.wording import TO_ONE_SIZE, counted
 
 _SHOWN = 5
 
@@ -69,7 +69,10 @@ class DataReport(Facts):
 
     def lines(self) -> list[str]:
         """The report for a reader, with each bad or repeated file by name."""
-        lines = [line for part in self.parts for line in _lines(part)]
+        lines = [line for part in self.parts for line in _lines(part, self.split)]
+        sizes = {size for part in self.parts for size in part.sizes}
+        if len(sizes) > 1:
+            lines.append(f"images of {len(sizes)} sizes, and training takes one: {TO_ONE_SIZE}")
         titles = {"equal images": self.duplicates, "equal images in several shards": self.shared}
         if self.split:
             titles[f"equal images on several sides of the split ({', '.join(self.split)})"] = (
@@ -88,7 +91,7 @@ class DataReport(Facts):
         return lines
 
 
-def _lines(part: PartReport) -> list[str]:
+def _lines(part: PartReport, split: Sequence[str]) -> list[str]:
     lines = [f"{part.name}: {counted(part.images, 'image')}"]
     told = {"formats": part.formats, "modes": part.modes, "sizes": part.sizes}
     lines += [f"  {title}: {_counts(counts)}" for title, counts in told.items() if counts]
@@ -98,7 +101,13 @@ def _lines(part: PartReport) -> list[str]:
         ("gives its first frame", "give their first frame"): part.animated,
     }
     lines += [f"  {counted(count, *what)}" for what, count in treated.items() if count]
-    if part.classes:
+    if split and set(split) <= set(part.classes):
+        sides = [f"{name} ({part.classes[name]})" for name in split]
+        lines.append(
+            f"  sides of a split: {', '.join(sides)}; training on them together learns them as classes, so "
+            "name one alone"
+        )
+    elif part.classes:
         lines.append(f"  classes: {len(part.classes)}, {_range(list(part.classes.values()))} images each")
     if part.captions is not None:
         lines.append(f"  captions: {part.captions}, {part.empty_captions} of them empty")

@@ -12,6 +12,7 @@ from torch import Tensor
 from hddm.data.decoding import decode as decode
 from hddm.data.sources import open_source
 from hddm.errors import HddmError
+from hddm.wording import TO_ONE_SIZE
 
 _BORDER = 96
 
@@ -65,19 +66,19 @@ def load_images(root: Path) -> ImageSet:
     """
     source = open_source(root)
     names = source.files
-    pixels = stack([decode(source.read(i), root / name) for i, name in enumerate(names)], names)
+    pixels = stack([decode(source.read(i), root / name) for i, name in enumerate(names)], names, root)
     labels = None if source.labels is None else torch.tensor(source.labels)
     return ImageSet(root, tuple(names), pixels, labels, source.classes)
 
 
-def stack(images: Sequence[np.ndarray], names: Sequence[str]) -> Tensor:
-    """Bytes (N, C, H, W): gray where all images are, RGB otherwise."""
+def stack(images: Sequence[np.ndarray], names: Sequence[str], root: Path) -> Tensor:
+    """Bytes (N, C, H, W): gray where all images are, RGB otherwise; ``names`` are relative to ``root``."""
     size = images[0].shape[:2]
     for image, name in zip(images, names, strict=True):
         if image.shape[:2] != size:
             raise HddmError(
-                f"{name}: is {image.shape[1]}×{image.shape[0]}, {names[0]} is {size[1]}×{size[0]}; "
-                "resize the images to one size first"
+                f"{root / name}: is {image.shape[1]}×{image.shape[0]}, {names[0]} is {size[1]}×{size[0]}; "
+                f"{TO_ONE_SIZE}"
             )
     colour = any(image.ndim == 3 for image in images)
     if colour:

@@ -79,7 +79,9 @@ def load_shard(folder: Path) -> Shard:
             f"{folder}: has {len(entries)} images; an expert needs at least {MIN_IMAGES} to train on"
         )
     names = [entry.file for entry in entries]
-    pixels = stack([decode(read_content(folder, entry), folder / entry.file) for entry in entries], names)
+    pixels = stack(
+        [decode(read_content(folder, entry), folder / entry.file) for entry in entries], names, folder
+    )
     return Shard(
         folder,
         manifest.shard,

@@ -70,7 +70,7 @@ def _side(root: Path, found: Pictures) -> Side:
         raise HddmError(
             f"{root}: holds {counted(len(names), 'image')}; a distance needs at least {FEWEST} a side"
         )
-    pixels = stack(arrays, names)
+    pixels = stack(arrays, names, root)
     gray = sum(array.ndim == 2 for array in arrays) if pixels.shape[1] == 3 else 0
     labels = None if found.labels is None else torch.tensor(found.labels)
     images = ImageSet(root, tuple(names), pixels, labels, found.classes)
