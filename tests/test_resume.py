@@ -177,18 +177,17 @@ def test_the_last_checkpoint_that_is_whole_counts(whole: Path, uninterrupted: Pa
 
 
 def test_a_finished_run_is_not_taken_for_another_training(
-    uninterrupted: Path, shards: Path, tmp_path: Path
+    whole: Path, uninterrupted: Path, shards: Path, tmp_path: Path
 ) -> None:
     shutil.copytree(uninterrupted, tmp_path / "copy")
-    with pytest.raises(HddmError, match="was started otherwise") as refused:
-        train_expert(
-            shards / "shard_0",
-            tmp_path / "copy" / "expert",
-            settings().model_copy(update={"steps": 900}),
-            run=RunOptions(resume=True),
-        )
-    assert any("settings.steps" in line for line in refused.value.details)
-    assert any("data.shard" in line for line in refused.value.details)
+    longer = settings().model_copy(update={"steps": 900})
+    for data, message, key in (
+        (shards / "shard_0", "is of other data", "data.shard"),
+        (whole, "was started otherwise", "settings.steps"),
+    ):
+        with pytest.raises(HddmError, match=message) as refused:
+            train_expert(data, tmp_path / "copy" / "expert", longer, run=RunOptions(resume=True))
+        assert any(key in line for line in refused.value.details)
 
 
 def test_a_finished_run_is_not_trained_again(whole: Path, uninterrupted: Path, tmp_path: Path) -> None:
