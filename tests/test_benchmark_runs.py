@@ -46,11 +46,18 @@ def _jobs(out: Path, kind: str) -> dict[str, int]:
     return {path.name: path.stat().st_mtime_ns for path in (out / "jobs").glob(f"{kind}-*")}
 
 
+@pytest.mark.parametrize(
+    "moments",
+    [
+        pytest.param(MOMENTS[1::3], id="some moments"),
+        pytest.param(MOMENTS, id="all moments", marks=pytest.mark.slow),
+    ],
+)
 def test_a_benchmark_that_is_killed_again_and_again_finds_what_one_in_one_go_does(
-    miniature: Finished, tmp_path: Path
+    moments: list[tuple[str, str]], miniature: Finished, tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
-    for moment in MOMENTS:
+    for moment in moments:
         assert life(miniature.settings, out, miniature.data, moment) == -signal.SIGKILL, moment
         assert moment[1] == "results.json" or not (out / "results.json").exists()
     assert life(miniature.settings, out, miniature.data, None) == 0
