@@ -8,6 +8,12 @@ def number(value: float, signed: bool = False) -> str:
     return f"{value:{'+' if signed else ''}.{decimals}f}".replace("-", "−")
 
 
+def span(ends: tuple[float, float]) -> str:
+    """Both ends of an interval, signed."""
+    low, high = (number(end, signed=True) for end in ends)
+    return f"{low} … {high}"
+
+
 def scientific(value: float) -> str:
     """Operations as 1.23e15."""
     return f"{value:.2e}".replace("e+", "e")

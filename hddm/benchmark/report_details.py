@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from hddm.benchmark.numbers import number
+from hddm.benchmark.numbers import number, span
 from hddm.benchmark.report_cells import NOTHING, Cell, Table, count, operations, over_seeds, plain, spread
 from hddm.benchmark.report_words import used_experts
 from hddm.benchmark.results import Results, Verdict
@@ -91,7 +91,7 @@ def _interval(one: Verdict) -> Cell:
     if one.interval is None:
         return NOTHING
     low, high = one.interval
-    return Cell(f"{number(low, signed=True)} … {number(high, signed=True)}", high - low)
+    return Cell(span(one.interval), high - low)
 
 
 def models_table(results: Results) -> Table:

@@ -4,9 +4,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from hddm.benchmark.conversions import EXACT
-from hddm.benchmark.numbers import number
+from hddm.benchmark.numbers import number, span
 from hddm.benchmark.results import ErrorCurve, Record, Results, Row, Verdict
 from hddm.benchmark.verdicts import FEWEST
+from hddm.wording import counted
 
 JUDGEMENTS = ("better", "worse", "within noise")
 INCEPTION = "inception"
@@ -39,9 +40,8 @@ def _answer(results: Results, table: str, baseline: str, group: Sequence[Verdict
     lines = tuple((one.judgement, _line(one, distance, judged)) for one in group)
     against = f"{baseline} ({number(distance[baseline])})"
     if not judged:
-        seeds = len(group[0].seeds)
-        few = f"No verdict from {seeds} training seed{'s' * (seeds > 1)}: {FEWEST} or more give one"
-        return Answer("no verdict", f"Against {against}: {few[0].lower()}{few[1:]}.", lines)
+        few = f"no verdict from {counted(len(group[0].seeds), 'training seed')}: {FEWEST} or more give one"
+        return Answer("no verdict", f"Against {against}: {few}.", lines)
     if len(group) == 1:
         one = group[0]
         over = f"gap {_gap(one)} over {len(one.seeds)} paired training seeds"
@@ -63,8 +63,7 @@ def _line(one: Verdict, distance: dict[str, float], judged: bool) -> str:
 def _gap(one: Verdict) -> str:
     spread = "" if one.gap.spread is None else f"s {number(one.gap.spread)}"
     if one.interval is not None:
-        low, high = (number(end, signed=True) for end in one.interval)
-        spread = f"95 % interval {low} … {high}, {spread}"
+        spread = f"95 % interval {span(one.interval)}, {spread}"
     ratio = "" if one.ratio is None else f"ratio {one.ratio:.3f}"
     return f"{number(one.gap.mean, signed=True)}, {', '.join(filter(None, (spread, ratio)))}".rstrip(", ")
 
@@ -94,10 +93,10 @@ def effort(results: Results) -> str:
         name: sum(one.judgement == name for one in results.verdicts) for name in (*JUDGEMENTS, "no verdict")
     }
     told = ", ".join(f"{count} {name}" for name, count in counts.items() if count) or "none"
-    seeds = len(results.seeds)
+    seeds = counted(len(results.seeds), "training seed")
     return (
-        f"{models} models, {len(results.losses)} trainings, {rows} rows over {seeds} training "
-        f"seed{'s' * (seeds != 1)}. Judged: {told}. Of many comparisons of equals some differ by chance."
+        f"{models} models, {len(results.losses)} trainings, {rows} rows over {seeds}. "
+        f"Judged: {told}. Of many comparisons of equals some differ by chance."
     )
 
 

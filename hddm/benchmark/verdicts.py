@@ -9,9 +9,10 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from scipy.stats import t as student
 
-from hddm.benchmark.numbers import number
+from hddm.benchmark.numbers import number, span
 from hddm.benchmark.results import Judgement, Record, Verdict, figure
 from hddm.benchmark.schema import BenchmarkSettings
+from hddm.wording import counted
 
 FEWEST = 3
 
@@ -77,10 +78,9 @@ def _verdict(
     gap, found, within = figure(gaps), judgement(gaps), interval(gaps)
     told: str = found
     if found == "no verdict":
-        told = f"no verdict from {len(gaps)} training seed{'s' * (len(gaps) > 1)} ({FEWEST} or more give one)"
+        told = f"no verdict from {counted(len(gaps), 'training seed')} ({FEWEST} or more give one)"
     elif gap.spread is not None and within is not None:
-        low, high = (number(end, signed=True) for end in within)
-        told = f"{found} (95 % interval {low} … {high}, s {number(gap.spread)})"
+        told = f"{found} (95 % interval {span(within)}, s {number(gap.spread)})"
     return Verdict.model_validate(
         {
             "table": table,

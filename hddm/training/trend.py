@@ -4,6 +4,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from hddm.wording import counted
+
 LONGEST = 100
 SHORTEST = 10
 """Steps that a mean is taken over, a tenth of all, at most and at least."""
@@ -24,7 +26,7 @@ class Trend:
 
     def told(self, loss: str = "loss") -> str:
         """In words; ``loss`` is what to call it."""
-        whole = f"trained for {self.steps} step{'' if self.steps == 1 else 's'}"
+        whole = f"trained for {counted(self.steps, 'step')}"
         if not math.isfinite(self.last):
             return whole
         if self.over == self.steps:
