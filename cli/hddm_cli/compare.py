@@ -26,12 +26,11 @@ def compare(
     A folder of results, one a training seed, is one side, judged by the spread over seeds. Of benchmarks the
     rows that their first tables share are compared, one after the other.
     """
-    from hddm.benchmark.sides import is_benchmark, shared_rows
+    from hddm.benchmark.sides import compared_sides
     from hddm.evaluation.comparison import refuse_incomparable
-    from hddm.evaluation.results import read_sides
     from hddm.evaluation.verdicts import table
 
-    rows = shared_rows(results) if any(is_benchmark(path) for path in results) else {"": read_sides(results)}
+    rows = compared_sides(results)
     for sides in rows.values():
         refuse_incomparable(sides, varies or ())
     for row, sides in rows.items():

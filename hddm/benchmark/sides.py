@@ -6,29 +6,28 @@ from typing import Any
 
 from hddm.benchmark.results import LARGEST, Record, Results, read_results
 from hddm.errors import HddmError
-from hddm.evaluation.results import Result, Side
+from hddm.evaluation.results import Result, Side, read_sides
 from hddm.files import read_json
 from hddm.record_names import RESULTS_FILE
 
 
-def is_benchmark(path: Path) -> bool:
-    """Whether ``path`` is a benchmark's folder, or its ``results.json``."""
-    if path.is_dir():
-        return (path / RESULTS_FILE).is_file()
-    return path.name == RESULTS_FILE and "tables" in read_json(path, LARGEST)
+def compared_sides(paths: Sequence[Path]) -> dict[str, list[Side]]:
+    """What ``hddm compare`` holds side by side: evaluations under "", or of benchmarks a row at a time.
 
-
-def shared_rows(paths: Sequence[Path]) -> dict[str, list[Side]]:
-    """A side a benchmark for each row of the first tables that all of them have, in the first one's order.
+    Rows are those of the first tables that all of the benchmarks have, in the first one's order.
 
     Raises:
-        HddmError: for fewer than two, for what is no benchmark, and for benchmarks without a row in common.
+        HddmError: for fewer than two, for evaluations and benchmarks together, and for benchmarks without a
+            row in common.
     """
+    benchmarks = [path for path in paths if _is_benchmark(path)]
+    if not benchmarks:
+        return {"": read_sides(paths)}
     if len(paths) < 2:
         raise HddmError(
             f"{paths[0]}: one benchmark has its own tables (tables.md, report.html); name two or more"
         )
-    foreign = [path for path in paths if not is_benchmark(path)]
+    foreign = [path for path in paths if path not in benchmarks]
     if foreign:
         raise HddmError(f"{foreign[0]}: is no benchmark, unlike others here; compare like with like")
     sides = [_sides(path if path.is_dir() else path.parent) for path in paths]
@@ -39,6 +38,12 @@ def shared_rows(paths: Sequence[Path]) -> dict[str, list[Side]]:
             [f"{path}: {', '.join(found)}" for path, found in zip(paths, sides, strict=True)],
         )
     return {name: [found[name] for found in sides] for name in names}
+
+
+def _is_benchmark(path: Path) -> bool:
+    if path.is_dir():
+        return (path / RESULTS_FILE).is_file()
+    return path.name == RESULTS_FILE and "tables" in read_json(path, LARGEST)
 
 
 def _sides(folder: Path) -> dict[str, Side]:
