@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from hddm.data.check_report import BadImage, DataReport, PartReport
 from hddm.data.decoding import Header, OversizedImageError, decode, read_header
 from hddm.data.equal_images import equal_groups, pixel_digest, split_of
-from hddm.data.shard_records import HELD_OUT, MANIFEST, PARTITION_FILE, find_shards
+from hddm.data.shard_records import HELD_OUT, MANIFEST, PARTITION_FILE, find_held_out, find_shards
 from hddm.data.shard_source import ShardSource
 from hddm.data.sources import ImageSource, open_source
 from hddm.errors import HddmError
@@ -81,8 +81,7 @@ class _Parts:
     def of(cls, path: Path, caption_column: str | None, label_column: str | None) -> "_Parts":
         if (path / PARTITION_FILE).is_file():
             folders = find_shards(path)
-            held_out = [path / HELD_OUT / folder.name for folder in folders]
-            held_out = [folder for folder in held_out if folder.is_dir()]
+            held_out = find_held_out(path)
             folders += held_out
             names = [folder.relative_to(path).as_posix() for folder in folders]
             split = ("training", HELD_OUT) if held_out else ()

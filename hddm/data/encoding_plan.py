@@ -15,7 +15,14 @@ from hddm.data.encoding_images import Fit, survey
 from hddm.data.encoding_layout import Layout, layout_of
 from hddm.data.encoding_records import Computed, Dtype, EncodingFacts, is_encoded
 from hddm.data.resize import Crop, Interpolation
-from hddm.data.shard_records import HELD_OUT, MANIFEST, PARTITION_FILE, Manifest, find_shards, read_manifest
+from hddm.data.shard_records import (
+    MANIFEST,
+    PARTITION_FILE,
+    Manifest,
+    find_held_out,
+    find_shards,
+    read_manifest,
+)
 from hddm.errors import HddmError, UsageError
 from hddm.facts import Facts
 from hddm.tensors import available_device
@@ -200,12 +207,9 @@ def _shards(source: Path) -> tuple[SourceShard, ...]:
     """The shards in ``source``, those of held-out images at the end."""
     if not (source / PARTITION_FILE).is_file():
         return (SourceShard(source, "", _manifest(source)),)
-    training = find_shards(source)
-    folders = [*training, *(source / HELD_OUT / folder.name for folder in training)]
     return tuple(
         SourceShard(folder, folder.relative_to(source).as_posix(), _manifest(folder))
-        for folder in folders
-        if folder in training or folder.is_dir()
+        for folder in (*find_shards(source), *find_held_out(source))
     )
 
 

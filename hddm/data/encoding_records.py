@@ -14,7 +14,7 @@ from typing import Literal
 from pydantic import ValidationError
 
 from hddm.components.identity import TextEncoderFacts, VaeFacts
-from hddm.data.shard_records import LARGEST_MANIFEST, MANIFEST, ImageEntry
+from hddm.data.shard_records import LARGEST_MANIFEST, MANIFEST, ImageEntry, ShardIdentity
 from hddm.errors import HddmError
 from hddm.facts import Facts, read_facts
 from hddm.files import read_json
@@ -74,7 +74,7 @@ class Skipped(Facts):
     reason: str
 
 
-class EncodedManifest(Facts):
+class EncodedManifest(ShardIdentity):
     """``manifest.json`` of an encoded shard.
 
     ``hash``, ``partition`` and ``held_out_of`` are the source's, so that experts and routers match by them.
@@ -83,13 +83,6 @@ class EncodedManifest(Facts):
     several where a killed encoding was gone on with otherwise, none where images passed no network.
     """
 
-    format: str
-    shard: int
-    num_shards: int
-    classes: list[str]
-    hash: str
-    partition: str | None = None
-    held_out_of: str | None = None
     encoding: EncodingFacts
     vae: VaeFacts | None = None
     text_encoder: TextEncoderFacts | None = None

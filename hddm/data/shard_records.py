@@ -36,8 +36,11 @@ class ImageEntry(Facts):
     caption: str | None = None
 
 
-class Manifest(Facts):
-    """``manifest.json`` of a shard; ``hash`` covers every file, content and label."""
+class ShardIdentity(Facts):
+    """Which shard of which partition: what a shard of images and what it was encoded to both say.
+
+    ``hash`` covers every file, content and label.
+    """
 
     format: str
     shard: int
@@ -48,6 +51,11 @@ class Manifest(Facts):
     """Hash of the hashes of all shards, which those of one partition share; format 1.0 has none."""
     held_out_of: str | None = None
     """Hash of the shard that these images were kept from, so that its expert can be judged by them."""
+
+
+class Manifest(ShardIdentity):
+    """``manifest.json`` of a shard of images."""
+
     images: list[ImageEntry]
 
 
@@ -138,6 +146,16 @@ def find_shards(folder: Path) -> list[Path]:
     _refuse_other_folder(folder, PARTITION_FILE)
     facts = read_facts(folder / PARTITION_FILE, PartitionFacts, FORMAT)
     return [folder / f"shard_{k}" for k in range(len(facts.sizes))]
+
+
+def find_held_out(folder: Path) -> list[Path]:
+    """The shards of held-out images of a partition, in order: those that are there.
+
+    Raises:
+        HddmError: where ``folder`` holds no partition.
+    """
+    found = [folder / HELD_OUT / shard.name for shard in find_shards(folder)]
+    return [shard for shard in found if shard.is_dir()]
 
 
 def _refuse_other_folder(folder: Path, record: str) -> None:

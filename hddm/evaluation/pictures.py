@@ -12,7 +12,7 @@ from hddm.data.decoding import decode, read_header
 from hddm.data.encoding_records import is_encoded
 from hddm.data.images import to_bytes
 from hddm.data.open_shard import open_shard
-from hddm.data.shard_records import HELD_OUT, MANIFEST, PARTITION_FILE, find_shards
+from hddm.data.shard_records import HELD_OUT, MANIFEST, PARTITION_FILE, find_held_out, find_shards
 from hddm.data.shard_source import ShardSource
 from hddm.data.sources import ImageSource, open_source
 from hddm.errors import HddmError
@@ -89,8 +89,7 @@ def _shards(root: Path, role: Role) -> list[Path]:
 
 
 def _held_out(partition: Path) -> list[Path]:
-    folders = [partition / HELD_OUT / folder.name for folder in find_shards(partition)]
-    found = [folder for folder in folders if folder.is_dir()]
+    found = find_held_out(partition)
     if not found:
         raise HddmError(f"{partition}: holds no held-out images; hddm partition --held-out keeps some")
     return found
