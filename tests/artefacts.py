@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from hddm.data.images import save_png
+from hddm.data.shard_records import read_manifest
 from hddm.data.shards import Shard, load_shard
 from hddm.data.stored import PixelStore
 from hddm.training.expert import ExpertSettings
@@ -79,6 +80,11 @@ def shard_record(folder: Path) -> dict[str, Any]:
         "class_images": [],
         "partition": shard.partition,
     }
+
+
+def shard_files(folder: Path) -> dict[str, str]:
+    """The images of a shard and their hashes."""
+    return {entry.file: entry.sha256 for entry in read_manifest(folder).images}
 
 
 def copied(folder: Path, target: Path) -> Path:
