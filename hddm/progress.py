@@ -5,6 +5,7 @@ import shutil
 import sys
 import time
 from types import TracebackType
+from typing import Self
 
 from tqdm import tqdm
 
@@ -39,7 +40,7 @@ class Progress:
                 nrows=lines,
             )
 
-    def __enter__(self) -> "Progress":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(
@@ -81,9 +82,6 @@ class TrainingProgress(Progress):
         self._begun = False
         self._loss_sum, self._losses = 0.0, 0
         self._seconds, self._timed = 0.0, 0
-
-    def __enter__(self) -> "TrainingProgress":
-        return self
 
     def reach(self, step: int, loss: float, seconds: float) -> None:
         """Be at ``step``.

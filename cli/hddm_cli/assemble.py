@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from hddm.errors import UsageError
+from hddm.record_names import ENSEMBLE_FILE
 from hddm_cli.options import InputArgument, InputOption, Overwrite, StrategyOption
 
 Component = Annotated[Path | None, InputOption(help="Folder of that component, for experts of latents.")]
@@ -39,7 +40,7 @@ def assemble(
     overwrite: Overwrite = False,
 ) -> None:
     """Put experts and a router into one ensemble folder, after checking that they fit; or change one."""
-    changes = bool(add or remove) or (len(experts) == 1 and (experts[0] / "ensemble.json").is_file())
+    changes = bool(add or remove) or (len(experts) == 1 and (experts[0] / ENSEMBLE_FILE).is_file())
     if changes and len(experts) != 1:
         raise UsageError("--add and --remove change one ensemble folder; name that alone")
     if out is None and not changes:
