@@ -1,11 +1,12 @@
 """Independent calls in local processes, one thread each, with their progress on one bar."""
 
+import collections
 import contextlib
 import functools
 import multiprocessing
 import os
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, ProcessPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from multiprocessing.queues import SimpleQueue
@@ -63,6 +64,7 @@ class Workers:
 
     def __init__(self, count: int) -> None:
         context = multiprocessing.get_context("spawn")
+        self._count = count
         # Written to without a thread between: what a call reported has arrived when its result has.
         self._reports: SimpleQueue[int] = context.SimpleQueue()
         self._pool = ProcessPoolExecutor(count, context, _start, (self._reports,))
@@ -88,31 +90,31 @@ class Workers:
     def run(self, calls: Sequence[Call], on_progress: Report) -> list[Any]:
         """Results of ``calls``, in their order; started in that order too.
 
-        The first exception in a worker cancels what has not started and is raised here.
+        The first exception in a worker is raised here; what has not started does not start.
 
         Raises:
             HddmError: where a worker process died; the others cannot go on.
         """
-        futures = [self._pool.submit(_run, call.function, call.arguments) for call in calls]
-        pending: set[Future[Any]] = set(futures)
+        waiting = collections.deque(range(len(calls)))
+        running: dict[Future[Any], int] = {}
+        results: dict[int, Any] = {}
         try:
-            while pending:
-                done, pending = wait(pending, timeout=0.2, return_when=FIRST_EXCEPTION)
+            while waiting or running:
+                # No more than can run: a pool hands calls on ahead, and a worker that was told to stop, and
+                # stopped, would begin the next one.
+                while waiting and len(running) < self._count:
+                    k = waiting.popleft()
+                    running[self._pool.submit(_run, calls[k].function, calls[k].arguments)] = k
+                done, _ = wait(running, timeout=0.2, return_when=FIRST_COMPLETED)
                 for advance in _drain(self._reports):
                     on_progress(advance)
                 for future in done:
-                    future.result()
+                    results[running.pop(future)] = future.result()
         except BrokenProcessPool as error:
             raise HddmError(
                 "a worker process died without a word: memory may have run out; try fewer workers"
             ) from error
-        except BaseException:
-            for future in futures:
-                future.cancel()
-            raise
-        for advance in _drain(self._reports):
-            on_progress(advance)
-        return [future.result() for future in futures]
+        return [results[k] for k in range(len(calls))]
 
 
 _reports: "SimpleQueue[int] | None" = None

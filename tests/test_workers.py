@@ -32,6 +32,19 @@ def touch(path: Path, report: Report) -> None:
     path.touch()
 
 
+def stay_until_told(path: Path, report: Report) -> None:
+    """Work that saves when it is told to stop, as a training does, and that has an end of its own."""
+    told: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: told.append(number))
+    path.touch()
+    report(1)
+    for _ in range(100):
+        if told:
+            signal.signal(signal.SIGTERM, before)
+            raise HddmError("saved")
+        time.sleep(0.05)
+
+
 def surroundings(report: Report) -> tuple[int, int, str | None]:
     return os.getpid(), torch.get_num_threads(), os.environ.get("OMP_NUM_THREADS")
 
@@ -72,6 +85,18 @@ def test_an_error_comes_back_as_it_is_and_stops_what_has_not_started(
     time.sleep(0.5)
     assert len(list(tmp_path.iterdir())) < 10
     assert workers.run([Call(square, {"value": 3, "seconds": 0}, 1)], lambda units: None) == [9]
+
+
+def test_workers_that_are_told_to_stop_begin_nothing_more(tmp_path: Path) -> None:
+    def interrupt(units: int) -> None:
+        raise KeyboardInterrupt
+
+    start = time.monotonic()
+    calls = [Call(stay_until_told, {"path": tmp_path / str(n)}, 1) for n in range(4)]
+    with contextlib.suppress(KeyboardInterrupt), Workers(1) as pool:
+        pool.run(calls, interrupt)
+    assert [path.name for path in tmp_path.iterdir()] == ["0"]
+    assert time.monotonic() - start < 8
 
 
 @pytest.mark.parametrize("before", [None, "7"])
