@@ -64,6 +64,9 @@ def test_a_file_of_ones_own_says_the_same(tmp_path: Path) -> None:
         ({"models": [{"name": "a", "kind": "finished"}]}, "path and kind: finished go together"),
         ({"models": [{"name": "a"}, {"name": "a"}]}, "two models are called 'a'"),
         ({"models": [{"name": "a", "objectives": 63}]}, "write it in quotes"),
+        ({"seeds": [0, 1, 0]}, "0 is there twice; name each once"),
+        ({"tables": [{"name": "a", "models": ["mixed 1:1"] * 2}]}, "'mixed 1:1' is there twice"),
+        ({"tables": [{"name": "a", "vary": {"steps": [3, 3]}}]}, "3 is there twice"),
         (
             {"models": [{"name": "a", "objectives": "1:3"}], "compare": {}},
             "are of 4 experts, and partition.shards",
@@ -94,6 +97,16 @@ def test_a_table_varies_one_setting_after_the_other_from_its_base() -> None:
     whole = settings(tables=[{"name": "a", "vary": vary, "product": True}])
     points = [(point.solver, point.steps) for point in table_points(whole, whole.tables[0])]
     assert points == [("euler", 2), ("euler", 5), ("heun", 2), ("heun", 5)]
+
+
+def test_a_seed_chooses_or_confirms_and_never_does_both() -> None:
+    with pytest.raises(HddmError, match="miniature: seed 0 is among seeds and confirmation_seeds"):
+        chosen(settings(confirmation_seeds=[0, 5]))
+    with pytest.raises(HddmError, match=r"--seeds 3,5: seed 5 is kept for confirming"):
+        chosen(settings(), seeds="3,5")
+    with pytest.raises(HddmError, match="seed 0 is one that settings are chosen on"):
+        chosen(settings(), seeds="0", held_out=True)
+    assert chosen(settings(score_on="held-out")).seeds == (5,)
 
 
 def test_seeds_are_ranges_and_lists() -> None:

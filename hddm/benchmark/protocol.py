@@ -25,9 +25,17 @@ def chosen(
         workers: instead of the file's.
 
     Raises:
-        HddmError: for seeds that chose settings where ``held_out`` is to confirm them, or none to confirm on.
+        HddmError: for seeds that chose settings where ``held_out`` is to confirm them, or none to confirm on;
+            and for seeds that are kept for confirming where settings are chosen.
     """
     changes: dict[str, object] = {}
+    both = sorted(set(settings.seeds) & set(settings.confirmation_seeds))
+    if both:
+        raise HddmError(
+            f"{settings.name}: seed {both[0]} is among seeds and confirmation_seeds; name it in one"
+        )
+    # A file that says so confirms as the option does.
+    held_out = held_out or settings.score_on == "held-out"
     if workers is not None:
         changes["workers"] = workers
     wanted = None if seeds is None else parse_seeds(seeds)
@@ -41,6 +49,12 @@ def chosen(
                 f"--held-out --seeds {','.join(map(str, wanted))}: seed {used[0]} is one that settings are "
                 f"chosen on ({', '.join(map(str, settings.seeds))}); confirm on others"
             )
+    kept = sorted(set(wanted or ()) & set(settings.confirmation_seeds))
+    if kept and not held_out:
+        raise HddmError(
+            f"--seeds {','.join(map(str, wanted or ()))}: seed {kept[0]} is kept for confirming "
+            "(confirmation_seeds); choose on others"
+        )
     if held_out:
         changes["score_on"] = "held-out"
     if wanted:

@@ -22,9 +22,9 @@ which nothing that chooses ever reads.
 
 import re
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from hddm.benchmark.conversions import CONVERSIONS
 from hddm.errors import HddmError
@@ -34,6 +34,17 @@ from hddm.solvers import solver_named
 from hddm.training.island_jobs import parse_objectives
 from hddm.training.settings import ExpertSettings, Positive, RouterSettings
 
+
+def _once(values: tuple[Any, ...]) -> tuple[Any, ...]:
+    twice = next((value for k, value in enumerate(values) if value in values[:k]), None)
+    if twice is not None:
+        raise ValueError(f"{twice!r} is there twice; name each once")
+    return values
+
+
+Item = TypeVar("Item")
+Each = Annotated[tuple[Item, ...], AfterValidator(_once)]
+"""Values of which none comes twice, since what is counted twice would pass for a second measurement."""
 Share = Annotated[float, Field(ge=0, lt=1)]
 Split = Literal["validation", "held-out"]
 Calibration = Literal["experts+router", "experts", "router", "none"]
@@ -208,11 +219,11 @@ class TableSettings(Facts):
     """A table: models at a base point, and one setting after the other varied from there."""
 
     name: str
-    models: tuple[str, ...] = ()
+    models: Each[str] = ()
     """By name; empty for all."""
     base: dict[str, Any] = Field(default_factory=dict)
     """Before what `BenchmarkSettings.sampling` says."""
-    vary: dict[str, tuple[Any, ...]] = Field(default_factory=dict)
+    vary: dict[str, Each[Any]] = Field(default_factory=dict)
     """Values of a field of `Point` to try, by its name. Where one field varies, its values are all the rows;
     else the base point is one too."""
     product: bool = False
@@ -230,9 +241,9 @@ class TableSettings(Facts):
 class CompareSettings(Facts):
     """Which models are held against which; a distance to images that were not trained on decides."""
 
-    candidates: tuple[str, ...] = ()
+    candidates: Each[str] = ()
     """By name; empty for all models that are no baseline."""
-    baselines: tuple[str, ...] = ()
+    baselines: Each[str] = ()
 
 
 class BenchmarkSettings(Facts):
@@ -247,9 +258,9 @@ class BenchmarkSettings(Facts):
     tables: Annotated[tuple[TableSettings, ...], Field(min_length=1)]
     compare: CompareSettings = CompareSettings()
     score_on: Split = "validation"
-    seeds: Annotated[tuple[int, ...], Field(min_length=1)] = (0, 1, 2, 3, 4)
+    seeds: Annotated[Each[int], Field(min_length=1)] = (0, 1, 2, 3, 4)
     """Of trainings and of their samples."""
-    confirmation_seeds: tuple[int, ...] = ()
+    confirmation_seeds: Each[int] = ()
     """Fresh ones, for held-out images."""
     resamples: Annotated[int, Field(ge=2)] = 100
     """Of the bootstrap over samples."""
