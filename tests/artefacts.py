@@ -1,6 +1,7 @@
 """Tiny real artefacts that the tests make themselves, and small helpers to take them apart."""
 
 import contextlib
+import hashlib
 import json
 import resource
 import shutil
@@ -80,6 +81,12 @@ def shard_record(folder: Path) -> dict[str, Any]:
         "class_images": [],
         "partition": shard.partition,
     }
+
+
+def number_of_pixels(pixels: np.ndarray) -> float:
+    """In [0, 1), by which an image is held out: below the share, it is."""
+    digest = hashlib.sha256(f"{pixels.shape}".encode() + pixels.tobytes()).digest()
+    return int.from_bytes(digest[:8], "big") / 2**64
 
 
 def shard_files(folder: Path) -> dict[str, str]:

@@ -1,6 +1,5 @@
 """Held-out images of a partition: which they are, that copies stay together, shares that cannot be met."""
 
-import hashlib
 import json
 import shutil
 from pathlib import Path
@@ -16,7 +15,7 @@ from hddm.data.shard_records import find_shards
 from hddm.data.shards import load_shard
 from hddm.describe import describe
 from hddm.errors import HddmError, UsageError
-from tests.artefacts import Command, copied, draw, shard_files, write_images
+from tests.artefacts import Command, copied, draw, number_of_pixels, shard_files, write_images
 
 PER_CLASS = 40
 
@@ -125,16 +124,11 @@ def _twins(folder: Path, is_held_out: bool, share: float) -> Path:
         save_png(image, folder / "rows" / f"{number:02d}.png")
     for level in range(256):
         pixels = np.full((4, 4, 3), level, dtype=np.uint8)
-        if (_number(pixels) < share) == is_held_out:
+        if (number_of_pixels(pixels) < share) == is_held_out:
             break
     for number in range(40):
         Image.fromarray(pixels).save(folder / "same" / f"{number:02d}.png")
     return folder
-
-
-def _number(pixels: np.ndarray) -> float:
-    digest = hashlib.sha256(f"{pixels.shape}".encode() + pixels.tobytes()).digest()
-    return int.from_bytes(digest[:8], "big") / 2**64
 
 
 def test_a_shard_of_copies_has_no_held_out_images_where_all_are_trained_on(tmp_path: Path) -> None:
@@ -154,7 +148,9 @@ def test_a_shard_that_chance_leaves_nothing_to_train_on_is_told_with_a_share_tha
         partition(images, tmp_path / "out", 2, held_out=0.4)
     assert "has 0 images left to train on and needs 16" in refused.value.message
     share = float(refused.value.message.split("; --held-out ")[1].split()[0])
-    numbers = [_number(np.asarray(Image.open(path).convert("RGB"))) for path in images.rglob("same/*.png")]
+    numbers = [
+        number_of_pixels(np.asarray(Image.open(path).convert("RGB"))) for path in images.rglob("same/*.png")
+    ]
     assert 0.99 * numbers[0] < share <= numbers[0]
 
 

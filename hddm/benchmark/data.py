@@ -1,7 +1,8 @@
 """The images of a benchmark: which are trained on, which choose settings, and which nothing is chosen by."""
 
 import hashlib
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -61,6 +62,12 @@ class Divided:
         return folder if folder.is_dir() else None
 
     @property
+    def validation_manifests(self) -> list[Manifest]:
+        """Of the validation images of all shards that have some."""
+        found = map(self.validation, range(len(self.manifests)))
+        return [read_manifest(folder) for folder in found if folder is not None]
+
+    @property
     def side(self) -> tuple[int, ...]:
         """(H, W) of an image."""
         folder, entry = self.shard_folders[0], self.manifests[0].images[0]
@@ -112,14 +119,31 @@ def side_paths(settings: DataSettings, data: Path | None) -> tuple[Path, Path | 
     """Where a user's training images lie, and the held-out ones if they lie apart.
 
     Raises:
-        HddmError: for one that is not there.
+        HddmError: for one that is not there, and for one that holds the other.
     """
     training = _below(data, settings.training)
     held_out = None if settings.held_out is None else _below(data, settings.held_out)
     for path in (training, held_out):
         if path is not None and not path.exists():
             raise HddmError(f"{path}: no such images; name the folder that holds them by --data")
+    if held_out is not None and _overlap(training, held_out):
+        raise HddmError(
+            f"data.held_out: {held_out} and the training images, {training}, are not apart, so that held-out "
+            "images would be trained on; name the folder of training images alone by data.training"
+        )
     return training, held_out
+
+
+def refuse_work_among_images(settings: DataSettings, data: Path | None, folders: Iterable[Path]) -> None:
+    """Refuse to write into a folder of images, which a second start would take for more of them.
+
+    Raises:
+        HddmError: as `side_paths`, and for one of ``folders`` inside them.
+    """
+    images_of = [path for path in side_paths(settings, data) if path is not None]
+    for images, folder in itertools.product(images_of, folders):
+        if folder.resolve().is_relative_to(images.resolve()):
+            raise HddmError(f"{folder}: lies among the images in {images}; choose a folder outside them")
 
 
 def divide(sides: Sides, data: DataSettings, settings: PartitionSettings, store: Store) -> Divided:
@@ -163,14 +187,26 @@ def reference_job(sides: Sides, divided: Divided, split: Split) -> Job:
         HddmError: where there are no held-out images to score on.
     """
     inputs = {"training": read_manifest(divided.all_images).hash, "shards": divided.hashes}
-    if split == "held-out":
-        if sides.held_out is None:
-            raise HddmError(
-                "there are no held-out images to score on: name them by data.held_out, or give a "
-                "data.held_out_share"
-            )
-        inputs["fresh"] = hash_of_images(sides.held_out)
+    if split == "validation":
+        inputs["fresh"] = [manifest.hash for manifest in divided.validation_manifests]
+    elif sides.held_out is None:
+        raise HddmError(
+            "there are no held-out images to score on: name them by data.held_out, or give a "
+            "data.held_out_share"
+        )
+    else:
+        inputs["fresh"] = [hash_of_images(sides.held_out)]
     return Job("reference", {"score_on": split}, inputs)
+
+
+def smallest_side(sides: Sides, divided: Divided) -> int:
+    """Images of the smallest of the sides that samples are ever scored against; none is opened."""
+    counts = [
+        sum(len(manifest.images) for manifest in divided.manifests),
+        sum(len(manifest.images) for manifest in divided.validation_manifests),
+        0 if sides.held_out is None else len(open_source(sides.held_out).files),
+    ]
+    return min(filter(None, counts))
 
 
 def write_reference(store: Store, job: Job, sides: Sides, divided: Divided) -> None:
@@ -221,6 +257,11 @@ def _joined(shards: Sequence[Shard]) -> tuple[Tensor, Tensor]:
 
 def _below(data: Path | None, path: str) -> Path:
     return Path(path) if data is None else data / path
+
+
+def _overlap(one: Path, other: Path) -> bool:
+    a, b = one.resolve(), other.resolve()
+    return a.is_relative_to(b) or b.is_relative_to(a)
 
 
 def _split(images: Path, folder: Path, share: float) -> None:

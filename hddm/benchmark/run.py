@@ -26,16 +26,17 @@ from hddm.benchmark.data import (
     prepare_sides,
     read_reference,
     reference_job,
-    side_paths,
+    refuse_work_among_images,
+    smallest_side,
     write_reference,
 )
 from hddm.benchmark.interruption import stoppable
 from hddm.benchmark.markdown import tables_text
 from hddm.benchmark.plots import REAL, grid_path, write_grid
 from hddm.benchmark.report import write_report
-from hddm.benchmark.results import FORMAT, Results
+from hddm.benchmark.results import FORMAT, LARGEST, Results
 from hddm.benchmark.samples import read_samples
-from hddm.benchmark.schema import BenchmarkSettings
+from hddm.benchmark.schema import BenchmarkSettings, table_points
 from hddm.benchmark.scoring import features_job_of, real_scores, write_features
 from hddm.benchmark.stage import Ground, Seed, SeedRun
 from hddm.benchmark.store import Store
@@ -70,13 +71,18 @@ def run_benchmark(
         Stopped: after a signal, with everything saved that was done.
     """
     if settings.data.source == "folder":
-        side_paths(settings.data, data)
+        refuse_work_among_images(settings.data, data, (out, jobs or out))
     check_out(out, settings, overwrite)
     out.mkdir(parents=True, exist_ok=True)
     store = Store(jobs or out / "jobs")
     with stoppable(out), store.held():
-        write_json(out / BENCHMARK_FILE, {"format": FORMAT, "settings": settings.model_dump(mode="json")})
+        if not (out / RESULTS_FILE).is_file():
+            # Killed from here on, the same command knows the folder for its own.
+            _write_settings(out, settings)
         shared, links = _prepare(settings, data, store)
+        if not overwrite:
+            _check_images(out, shared)
+        _write_settings(out, settings)
         _write_real(out, shared, store)
         seeds: list[Seed] = []
         with Workers(settings.workers) as workers:
@@ -116,6 +122,19 @@ def check_out(out: Path, settings: BenchmarkSettings, overwrite: bool = False) -
         )
 
 
+def _write_settings(out: Path, settings: BenchmarkSettings) -> None:
+    write_json(out / BENCHMARK_FILE, {"format": FORMAT, "settings": settings.model_dump(mode="json")})
+
+
+def _check_images(out: Path, ground: Ground) -> None:
+    """Refuse results of other images, which settings do not tell apart."""
+    if not (out / RESULTS_FILE).is_file():
+        return
+    hashes = read_json(out / RESULTS_FILE, LARGEST).get("hashes", {})
+    if hashes.get("reference") != ground.reference.hash:
+        raise HddmError(f"{out}: holds results of other images; choose another folder, or pass --overwrite")
+
+
 # Settings that change no result.
 _FREE = ("workers", "device", "training.checkpoint_every")
 
@@ -140,9 +159,9 @@ def _prepare(settings: BenchmarkSettings, data: Path | None, store: Store) -> tu
     reference = reference_job(sides, divided, settings.score_on)
     if not store.has(reference):
         write_reference(store, reference, sides, divided)
-    counts = store.result(reference)["images"]
-    drawn = [settings.sampling.num_images, *(t.base.get("num_images") for t in settings.tables)]
-    fewest = min(*counts.values(), *(int(number) for number in drawn if number is not None))
+    drawn = (point.num_images for table in settings.tables for point in table_points(settings, table))
+    # Over both splits, so that what is chosen by one is confirmed on the same features.
+    fewest = min(smallest_side(sides, divided), *drawn)
     features = features_job_of(settings, reference, fewest)
     if not store.has(features):
         write_features(store, features, reference)

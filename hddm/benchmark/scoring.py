@@ -14,6 +14,8 @@ from hddm.benchmark.store import RECORD, Job, Store, making
 from hddm.data.images import ImageSet
 from hddm.evaluation.classifier import FeatureClassifier, save_classifier
 from hddm.evaluation.extractors import open_extractor
+from hddm.evaluation.perceptual import SMALLEST, why_not_lpips
+from hddm.evaluation.published import INCEPTION
 from hddm.evaluation.scores import Scorer, Scores
 from hddm.files import read_json
 from hddm.workers import Call, Report
@@ -24,7 +26,9 @@ _HELD_OUT = "held_out"
 
 def features_job_of(settings: BenchmarkSettings, reference: Job, fewest: int) -> Job:
     """The job that settles the features; ``fewest`` images is the smallest set that will be measured."""
-    chosen = {"features": settings.features, "fewest": fewest}
+    chosen: dict[str, Any] = {"features": settings.features, "fewest": fewest}
+    if settings.features == "auto":
+        chosen["inception_on_disk"] = INCEPTION.find() is not None
     # Of the training images alone: both splits are scored on the same features.
     return Job("features", chosen, {"training": reference.inputs["training"]})
 
@@ -33,7 +37,7 @@ def write_features(store: Store, job: Job, reference: Job) -> None:
     """Do `features_job_of`: choose an extractor, and train it where it is a classifier."""
     record = store.result(reference)
     with making(store.folder, job) as (draft, result):
-        images = _training_set(store.path(reference), record["classes"])
+        images = training_set(store.path(reference), record["classes"])
         extractor = open_extractor(job.settings["features"], images, job.settings["fewest"])
         owner = getattr(extractor.features, "__self__", None)
         if isinstance(owner, FeatureClassifier):
@@ -51,6 +55,7 @@ def score_job_of(settings: BenchmarkSettings, samples: Sequence[Job], reference:
         "complete": settings.complete,
         # What is measured; samples are scored anew when there is more of it.
         "figures": sorted(field.name for field in fields(Scores)),
+        "lpips_on_disk": why_not_lpips(SMALLEST) is None,
     }
     inputs = {
         "samples": [job.hash for job in samples],
@@ -112,11 +117,16 @@ def of_split(scores: Mapping[str, Any], split: Split) -> dict[str, Any]:
     }
 
 
-def _training_set(reference: Path, classes: Sequence[str]) -> ImageSet:
+def training_set(reference: Path, classes: Sequence[str]) -> ImageSet:
+    """The images that were trained on, in an order of their own, since a classifier is trained in it."""
     tensors = read_reference(reference)
-    pixels = tensors["training"]
-    names = tuple(f"{k}" for k in range(len(pixels)))
-    return ImageSet(reference, names, pixels, tensors.get("labels"), tuple(classes))
+    pixels, labels = tensors["training"], tensors.get("labels")
+    tags = [0] * len(pixels) if labels is None else labels.tolist()
+    order = sorted(range(len(pixels)), key=lambda k: (pixels[k].numpy().tobytes(), tags[k]))
+    names = tuple(f"{k}" for k in order)
+    return ImageSet(
+        reference, names, pixels[order], None if labels is None else labels[order], tuple(classes)
+    )
 
 
 @functools.lru_cache(maxsize=1)
@@ -126,7 +136,7 @@ def _scorer(reference: Path, features: Path, resamples: int, allow_few: bool, co
     record, made = read_json(reference / RECORD)["result"], read_json(features / RECORD)["result"]
     option = str(features / _CLASSIFIER) if made["is_classifier"] else made["option"]
     training = tensors["training"]
-    extractor = open_extractor(option, _training_set(reference, record["classes"]), len(training))
+    extractor = open_extractor(option, training_set(reference, record["classes"]), len(training))
     shards = [training[tensors["shard"] == k] for k in tensors["shard"].unique().tolist()]
     return Scorer(
         extractor,
