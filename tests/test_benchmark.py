@@ -181,11 +181,20 @@ def test_a_grid_shows_every_image_in_reading_order(tmp_path: Path) -> None:
         ([-5.0, -5.1], "no verdict"),
         # Twice their deviation is as much as their mean.
         ([-0.5, -1.5, -1.0], "within noise"),
+        # Beyond that, but of three seeds the interval holds 0: -1.51 … +0.11.
+        ([-1.0, -0.35, -0.75], "within noise"),
+        # Of five the interval excludes 0 long before, and twice s decides.
+        ([-1.0, -0.35, -0.75, -0.2, -1.1], "within noise"),
+        ([-1.0, -0.5, -0.75, -0.6, -1.1], "better"),
+        ([0.0, 0.0, 0.0], "within noise"),
+        ([-1.0, -1.0, -1.0], "better"),
         ([-2.0, -2.1, -1.9], "better"),
         ([2.0, 2.1, 1.9], "worse"),
     ],
 )
-def test_a_paired_gap_under_twice_its_spread_is_called_noise(gaps: list[float], word: str) -> None:
+def test_a_paired_gap_counts_beyond_twice_its_spread_and_where_its_interval_excludes_0(
+    gaps: list[float], word: str
+) -> None:
     assert judgement(gaps) == word
 
 

@@ -1,8 +1,9 @@
 """Better, worse or within noise: rows against rows, paired by training seed.
 
-A gap counts where its mean exceeds twice its standard deviation over seeds, which needs `FEWEST` seeds. Gaps
-are paired since models of one seed share experts, noise and shards. The interval of the mean beside it,
-mean ± t s/n^½ with Student's t, is the narrower of the two for five seeds or more.
+A gap counts where its mean exceeds twice s, its standard deviation over seeds, and the 95 % interval of that
+mean, ± t s/n^½ with Student's t, excludes 0; this needs `FEWEST` seeds. Of three seeds the interval is the
+wider of the two, from four on it is the narrower. Gaps are paired since models of one seed share experts,
+noise and shards.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -57,9 +58,10 @@ def judgement(gaps: Sequence[float]) -> Judgement:
     """What paired gaps say; lower is better."""
     if len(gaps) < FEWEST:
         return "no verdict"
-    gap = figure(gaps)
+    gap, within = figure(gaps), interval(gaps)
     assert gap.spread is not None
-    if abs(gap.mean) <= 2 * gap.spread:
+    assert within is not None
+    if abs(gap.mean) <= 2 * gap.spread or within[0] <= 0 <= within[1]:
         return "within noise"
     return "better" if gap.mean < 0 else "worse"
 
