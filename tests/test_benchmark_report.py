@@ -17,7 +17,14 @@ from PIL import Image
 from hddm.benchmark.numbers import number
 from hddm.benchmark.plots import REAL, grid_path, write_grid
 from hddm.benchmark.report import REPORT_FILE, write_report
-from hddm.benchmark.report_words import about_choice, about_measures, answers, comparable, ratios
+from hddm.benchmark.report_words import (
+    about_choice,
+    about_measures,
+    answers,
+    comparable,
+    ratios,
+    why_no_answer,
+)
 from hddm.benchmark.results import Results, figure, figures_of, read_results
 from hddm.benchmark.strips import read_strips
 from hddm.benchmark.verdicts import judge
@@ -192,6 +199,59 @@ def test_ratios_stand_beside_the_papers_where_the_same_was_asked(miniature: Fini
     )
     (_, found) = ratios(results.model_copy(update={"tables": tables, "records": records}))
     assert found.ours == (f"{MIXED} top-2 against {SINGLE}: 14.0 / 30.0 = 0.467 (by seed 0.300 … 0.633)",)
+
+
+def test_a_distance_of_zero_has_no_ratio(miniature: Finished) -> None:
+    results = _seeds(miniature.results, {FLOW: [0.0, 0.0], MIXED: [9.0, 19.0], SINGLE: [30.0, 30.0]})
+    assert ratios(results)[0].ours == (f"{MIXED} against {FLOW}: 14.0 / 0.00, no ratio",)
+
+
+def _only(results: Results, model: str, **changes: Any) -> Results:
+    """``results`` of a benchmark of one model and the first table, without verdicts."""
+    models = tuple(one for one in results.settings.models if one.name == model)
+    new = {
+        "settings": results.settings.model_copy(update={"models": models}),
+        "models": tuple(one for one in results.models if one.model == model),
+        "tables": {"models": tuple(row for row in results.tables["models"] if row.model == model)},
+        "records": tuple(one for one in results.records if (one.table, one.model) == ("models", model)),
+        "verdicts": (),
+    }
+    return results.model_copy(update=new | changes)
+
+
+def test_a_report_without_experts_of_shards_has_the_errors_of_the_single_model(
+    miniature: Finished, tmp_path: Path
+) -> None:
+    results = miniature.results
+    single = tuple(one for one in results.errors if one.shard is None)
+    write_report(tmp_path, _only(results, SINGLE, errors=single, routers=()))
+    page = _Page((tmp_path / REPORT_FILE).read_text())
+    assert "errors" not in page.tables
+    assert any((one.get("aria-label") or "").startswith("Velocity error") for one in page.all("svg"))
+    write_report(tmp_path, _only(results, SINGLE, errors=(), routers=(), losses=()))
+    text = _Page((tmp_path / REPORT_FILE).read_text()).text
+    assert "Not measured: it needs validation images (data.validation_share) and networks that are" in text
+
+
+def test_why_there_is_no_answer_is_said(page: _Page, miniature: Finished, tmp_path: Path) -> None:
+    def told(table: str, **compared: Any) -> str:
+        compare = results.settings.compare.model_copy(update=compared)
+        settings = results.settings.model_copy(update={"compare": compare})
+        tables = {table: results.tables[table]}
+        return why_no_answer(results.model_copy(update={"settings": settings, "tables": tables}))
+
+    results = miniature.results
+    assert "No verdict: the settings" not in page.text
+    none = told("models", baselines=())
+    assert none == "No verdict: the settings name no baseline."
+    absent = "No verdict: the first table, strategies, has no row of homogeneous flow or single model."
+    assert told("strategies") == absent
+    assert told("models", baselines=(FLOW,), candidates=(FLOW,)) == (
+        "No verdict: the first table, models, has no candidate that is sampled as a baseline is."
+    )
+    write_report(tmp_path, _only(results, MIXED))
+    shown = _Page((tmp_path / REPORT_FILE).read_text()).text
+    assert "No verdict: the first table, models, has no row of homogeneous flow or single model." in shown
 
 
 def test_what_does_not_compare_is_said(miniature: Finished) -> None:

@@ -41,6 +41,7 @@ def write_report(folder: Path, results: Results) -> None:
         contents=_CONTENTS,
         results=results,
         answers=report_words.answers(results),
+        unanswered=report_words.why_no_answer(results),
         choice=report_words.about_choice(results),
         comparable=list(report_words.comparable(results)),
         ratios=report_words.ratios(results),

@@ -34,6 +34,17 @@ def answers(results: Results) -> list[Answer]:
     return [_answer(results, table, baseline, group) for baseline, group in found.items()]
 
 
+def why_no_answer(results: Results) -> str:
+    """What keeps `answers` from having any."""
+    baselines = results.settings.compare.baselines
+    if not baselines:
+        return "No verdict: the settings name no baseline."
+    table, rows = next(iter(results.tables.items()))
+    if not {row.model for row in rows} & {*baselines}:
+        return f"No verdict: the first table, {table}, has no row of {' or '.join(baselines)}."
+    return f"No verdict: the first table, {table}, has no candidate that is sampled as a baseline is."
+
+
 def _answer(results: Results, table: str, baseline: str, group: Sequence[Verdict]) -> Answer:
     distance = {row.name: row.figures[results.decides].mean for row in results.tables[table]}
     judged = group[0].judgement != "no verdict"
@@ -246,8 +257,12 @@ def _ratio(results: Results, ours: Row, theirs: Row) -> str:
     a, b = ours.figures[results.decides].mean, theirs.figures[results.decides].mean
     pairs = [x / y for x, y in zip(_by_seed(results, ours), _by_seed(results, theirs), strict=True) if y]
     label = ours.model + (f" {ours.point.strategy}" if ours.point.strategy != "draw" else "")
-    told = f"{label} against {theirs.model}: {number(a)} / {number(b)} = {a / b:.3f}"
-    return told + (f" (by seed {min(pairs):.3f} … {max(pairs):.3f})" if len(pairs) > 1 else "")
+    told = f"{label} against {theirs.model}: {number(a)} / {number(b)}"
+    if not b:
+        return f"{told}, no ratio"
+    return f"{told} = {a / b:.3f}" + (
+        f" (by seed {min(pairs):.3f} … {max(pairs):.3f})" if len(pairs) > 1 else ""
+    )
 
 
 def _by_seed(results: Results, row: Row) -> list[float]:
