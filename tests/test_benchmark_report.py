@@ -17,11 +17,11 @@ from PIL import Image
 from hddm.benchmark.numbers import number
 from hddm.benchmark.plots import REAL, grid_path, write_grid
 from hddm.benchmark.report import REPORT_FILE, write_report
+from hddm.benchmark.report_comparable import comparable
 from hddm.benchmark.report_words import (
     about_choice,
     about_measures,
     answers,
-    comparable,
     ratios,
     why_no_answer,
 )

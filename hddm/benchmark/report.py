@@ -7,6 +7,7 @@ from jinja2 import Environment, StrictUndefined
 
 from hddm.benchmark import charts_of_experts, charts_of_quality, report_details, report_tables, report_words
 from hddm.benchmark.numbers import number
+from hddm.benchmark.report_comparable import comparable
 from hddm.benchmark.results import Results
 from hddm.benchmark.strips import read_strips
 
@@ -43,7 +44,7 @@ def write_report(folder: Path, results: Results) -> None:
         answers=report_words.answers(results),
         unanswered=report_words.why_no_answer(results),
         choice=report_words.about_choice(results),
-        comparable=list(report_words.comparable(results)),
+        comparable=list(comparable(results)),
         ratios=report_words.ratios(results),
         about_measures=report_words.about_measures(results),
         effort=report_words.effort(results),

@@ -1,4 +1,4 @@
-"""What the report says in words: verdicts, what may be compared, the papers' ratios beside ours."""
+"""What the report says in words: verdicts, how it was measured, the papers' ratios beside ours."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -10,8 +10,6 @@ from hddm.benchmark.verdicts import FEWEST
 from hddm.wording import counted
 
 JUDGEMENTS = ("better", "worse", "within noise")
-INCEPTION = "inception"
-PERCENT_UNEQUAL = 2.0
 
 
 @dataclass(frozen=True)
@@ -109,65 +107,6 @@ def effort(results: Results) -> str:
         f"{models} models, {len(results.losses)} trainings, {rows} rows over {seeds}. "
         f"Judged: {told}. Of many comparisons of equals some differ by chance."
     )
-
-
-def comparable(results: Results) -> Iterator[tuple[bool, str]]:
-    """What of this compares with what: whether it does, and why."""
-    features = results.features
-    if features.get("option") != INCEPTION or features.get("is_classifier"):
-        yield (
-            False,
-            f"With published FID: no. Distances are on features of {features['name']} "
-            f"({features['dimensions']} dimensions; {features['choice']}).",
-        )
-    few = {one.row for one in results.records if one.scores[results.decides]["few_images"]}
-    if few:
-        yield (
-            False,
-            f"Too few images for the features: {len(few)} rows have no more images than the features have "
-            "dimensions, and compare with nothing, not even with each other.",
-        )
-    numbers: dict[int, list[str]] = {}
-    for table, rows in results.tables.items():
-        for count in sorted({row.point.num_images for row in rows}):
-            numbers.setdefault(count, []).append(table)
-    if len(numbers) > 1:
-        told = "; ".join(f"{count:,} in {', '.join(tables)}" for count, tables in numbers.items())
-        yield False, f"Rows of different numbers of images ({told}): distances fall with that number."
-    yield (
-        True,
-        "Rows of one table with one number of images: same training images, seeds, features and split.",
-    )
-    budget = _budgets(results)
-    if budget is not None:
-        percent, cheapest, dearest = budget
-        yield (
-            percent <= PERCENT_UNEQUAL,
-            f"Training compute, counted, router included: {dearest} costs {percent:.2g} % more than "
-            f"{cheapest}, and all others lie between.",
-        )
-    choosing = [one.name for one in results.settings.models if one.chooses and one.blended is None]
-    if choosing:
-        yield (
-            False,
-            f"Choosing is not counted: {' and '.join(choosing)} took experts of both objectives on every "
-            "shard, of which the table counts those that are used.",
-        )
-    if not results.complete:
-        done, all_seeds = len(results.seeds), len(results.settings.seeds)
-        yield False, f"Not finished: {done} of {all_seeds} training seeds are in."
-
-
-def _budgets(results: Results) -> tuple[float, str, str] | None:
-    costs = {
-        row.model: row.training_flop.mean
-        for row in next(iter(results.tables.values()))
-        if row.training_flop is not None
-    }
-    if len(costs) < 2:
-        return None
-    cheapest, dearest = min(costs, key=lambda name: costs[name]), max(costs, key=lambda name: costs[name])
-    return 100 * (costs[dearest] / costs[cheapest] - 1), cheapest, dearest
 
 
 def about_measures(results: Results) -> str:
