@@ -14,6 +14,7 @@ import pytest
 import torch
 from PIL import Image
 
+from hddm.benchmark.markdown import tables_text
 from hddm.benchmark.numbers import number
 from hddm.benchmark.plots import REAL, grid_path, write_grid
 from hddm.benchmark.report import REPORT_FILE, write_report
@@ -70,8 +71,10 @@ class _Page(HTMLParser):
         return [attributes for name, attributes in self.elements if name == tag]
 
 
-def _seeds(results: Results, gaps: dict[str, list[float]], **changes: Any) -> Results:
-    """``results`` of more seeds, the models' distances being these by seed."""
+def _seeds(
+    results: Results, gaps: dict[str, list[float]], fixed: tuple[str, ...] = (), **changes: Any
+) -> Results:
+    """``results`` of more seeds, models' distances being these by seed; ``fixed`` are not trained anew."""
     count = len(next(iter(gaps.values())))
     records: list[Any] = []
     for one in results.records:
@@ -91,9 +94,19 @@ def _seeds(results: Results, gaps: dict[str, list[float]], **changes: Any) -> Re
         )
         for table, rows in results.tables.items()
     }
-    verdicts = tuple(judge(results.settings, by_row, "to_validation"))
     seeds = tuple(range(count))
-    new = {"records": tuple(records), "tables": tables, "verdicts": verdicts, "seeds": seeds}
+    models = [
+        one.model_copy(update={"seed": seed} | ({} if one.model in fixed else {"hash": f"{one.hash} {seed}"}))
+        for seed in seeds
+        for one in results.models
+    ]
+    new = {
+        "records": tuple(records),
+        "models": tuple(models),
+        "tables": tables,
+        "verdicts": tuple(judge(results.settings, models, by_row, "to_validation")),
+        "seeds": seeds,
+    }
     return results.model_copy(update=new | changes)
 
 
@@ -171,7 +184,7 @@ def test_the_answer_is_one_sentence_with_its_numbers(
 def test_many_candidates_are_counted_and_one_seed_judges_nothing(miniature: Finished) -> None:
     results = miniature.results
     (flow, _) = answers(results)
-    assert flow.sentence.endswith("no verdict from 1 training seed: 3 or more give one.")
+    assert flow.sentence.endswith("no verdict from 1 training seed (3 or more give one).")
     three = _seeds(results, {FLOW: [10.0, 10.1, 9.9], MIXED: [8.0, 8.1, 7.9], SINGLE: [9.0, 11.0, 10.0]})
     first = next(one for one in three.verdicts if one.row == MIXED)
     other = first.model_copy(update={"row": SINGLE, "judgement": "within noise"})
@@ -181,6 +194,57 @@ def test_many_candidates_are_counted_and_one_seed_judges_nothing(miniature: Fini
         == f"Against {FLOW} (10.0), over 3 paired training seeds: of 2 candidates 1 better, 1 within noise."
     )
     assert [judgement for judgement, _ in flow.lines] == ["better", "within noise"]
+
+
+THREE = {FLOW: [10.0, 10.1, 9.9], MIXED: [8.0, 8.1, 7.9], SINGLE: [9.0, 9.1, 8.9]}
+
+
+def test_one_set_of_weights_in_every_seed_is_judged_by_nothing(miniature: Finished, tmp_path: Path) -> None:
+    results = _seeds(miniature.results, THREE, fixed=(SINGLE,))
+    verdicts = [one for one in results.verdicts if one.kind == "model"]
+    assert [(one.against, one.judgement) for one in verdicts] == [(FLOW, "better"), (SINGLE, "no verdict")]
+    why = "is one set of weights in every seed: the spread says nothing of another training"
+    assert verdicts[1].sentence == f"{MIXED} against {SINGLE}: −1.00, no verdict ({SINGLE} {why})"
+    assert verdicts[1].interval is None
+    flow, single = answers(results)
+    assert flow.judgement == "better"
+    assert single.sentence == f"Against {SINGLE} (9.00): no verdict ({SINGLE} {why})."
+    both = _seeds(miniature.results, THREE, fixed=(SINGLE, MIXED)).verdicts
+    assert {one.judgement for one in both} == {"no verdict"}
+    assert f"{MIXED} and {SINGLE} are each one set of weights" in both[1].sentence
+    (other,) = (one.sentence for one in both if (one.row, one.kind) == ("top-1", "setting"))
+    assert f"no verdict ({MIXED} is one set" in other
+
+
+def test_a_spread_that_is_of_samples_alone_is_marked(miniature: Finished, tmp_path: Path) -> None:
+    results = _seeds(miniature.results, THREE, fixed=(SINGLE,))
+    told = "† One set of weights in every seed: single model. Spreads so marked are over other"
+    write_report(tmp_path, results)
+    page, text = _Page((tmp_path / REPORT_FILE).read_text()), tables_text(results)
+    assert told in page.text
+    assert told in text
+    spreads = [row[page.tables["models"][0].index("s trainings")] for row in page.tables["models"][1:]]
+    assert spreads == ["0.100†", "0.100", "0.100"]
+    lines = {line.split("|")[1].strip(): line for line in text.splitlines() if line.startswith("| ")}
+    assert ["(s 0.10†)" in lines[name] for name in (SINGLE, FLOW, MIXED)] == [True, False, False]
+    plain = _seeds(miniature.results, THREE)
+    assert "†" not in tables_text(plain)
+
+
+def test_of_some_candidates_that_have_a_verdict_the_others_say_why_they_have_none(
+    miniature: Finished,
+) -> None:
+    compare = miniature.results.settings.compare.model_copy(update={"baselines": (FLOW,)})
+    settings = miniature.results.settings.model_copy(update={"compare": compare})
+    given = miniature.results.model_copy(update={"settings": settings})
+    (answer,) = answers(_seeds(given, THREE, fixed=(SINGLE,)))
+    assert answer.sentence == (
+        f"Against {FLOW} (10.0), over 3 paired training seeds: of 2 candidates 1 better, 1 no verdict."
+    )
+    assert [judgement for judgement, _ in answer.lines] == ["no verdict", "better"]
+    assert answer.lines[0][1].startswith(f"{SINGLE}: no verdict ({SINGLE} is one set of weights")
+    (answer,) = answers(_seeds(given, THREE, fixed=(SINGLE, MIXED)))
+    assert answer.sentence == f"Against {FLOW} (10.0): of 2 candidates 2 no verdict."
 
 
 def test_ratios_stand_beside_the_papers_where_the_same_was_asked(miniature: Finished) -> None:
@@ -273,6 +337,40 @@ def test_what_does_not_compare_is_said(miniature: Finished) -> None:
     assert any(not fine and f"not counted: {MIXED} took" in line for fine, line in lines)
     assert "confirmation" in about_choice(results)
     assert about_choice(results.model_copy(update={"score_on": "held-out"})).startswith("A confirmation")
+
+
+def test_what_was_not_trained_here_is_not_said_to_compare(miniature: Finished) -> None:
+    results = miniature.results
+    plain = {line: fine for fine, line in comparable(results)}
+    assert plain[
+        "Rows of one table with one number of images: same training images, seeds, features and split."
+    ]
+    assert any(line.endswith(", and all others lie between.") for line in plain)
+    single, flow, mixed = results.settings.models
+    foreign = {"kind": "finished", "path": Path("elsewhere")}
+
+    def told(*models: Any, unknown: tuple[str, ...] = ()) -> dict[str, bool]:
+        settings = results.settings.model_copy(update={"models": models})
+        rows = [
+            row.model_copy(update={"training_flop": None}) if row.name in unknown else row
+            for row in results.tables["models"]
+        ]
+        changed = results.model_copy(update={"settings": settings, "tables": {"models": tuple(rows)}})
+        return {line: fine for fine, line in comparable(changed)}
+
+    lines = told(single.model_copy(update=foreign), flow, mixed, unknown=(SINGLE,))
+    assert lines[f"Not trained here: {SINGLE}. Their data and compute are not known."] is False
+    assert not any("all others" in line for line in lines)
+    assert any(line.startswith("Rows of models trained here from the start, of one table") for line in lines)
+    lines = told(single, flow, mixed.model_copy(update={"init": Path("elsewhere")}))
+    begun = next(line for line in lines if "(init)" in line)
+    assert MIXED in begun
+    assert lines[begun] is False
+    (budget,) = (line for line in lines if line.startswith("Training compute"))
+    assert MIXED not in budget
+    assert "all others" not in budget
+    lines = told(*(one.model_copy(update=foreign) for one in (single, flow, mixed)))
+    assert not any("same training images" in line for line in lines)
 
 
 def test_a_report_is_made_anew_from_results_and_grids_alone(miniature: Finished, tmp_path: Path) -> None:

@@ -222,6 +222,8 @@ def test_a_finished_model_is_compared_by_its_path(miniature: Finished, tmp_path:
     assert results.models[0].training_flop is None
     assert results.tables["models"][0].training_flop is None
     assert results.models[0].objectives == ("ddpm", "flow")
+    assert results.one_model == {"mine"}
+    assert not miniature.results.one_model
 
 
 def test_samples_in_pieces_are_those_in_one(

@@ -47,7 +47,9 @@ def ranges(results: Results) -> Chart:
         axes.spines["left"].set_visible(False)
         axes.set_xlabel(f"Fréchet distance to {results.score_on} images")
 
-    said = "; ".join(f"{row.name} {row.figures[results.decides]}" for row in rows)
+    said = "; ".join(
+        f"{row.name} {row.figures[results.decides].told(results.mark(row.model))}" for row in rows
+    )
     alt = f"Fréchet distance to {results.score_on} images of every model. {said}."
     legend = (
         ("black", "❘", "mean"),

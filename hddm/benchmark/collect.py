@@ -64,7 +64,7 @@ def collect(
             table: tuple(_row(name, each, models) for name, each in rows.items())
             for table, rows in records.items()
         },
-        verdicts=tuple(judge(settings, records, decides)),
+        verdicts=tuple(judge(settings, models, records, decides)),
         records=tuple(one for rows in records.values() for each in rows.values() for one in each),
         errors=tuple(one for seed in seeds for one in _errors(store, seed)),
         routers=tuple(_router(store, seed) for seed in seeds if seed.reliability is not None),

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 
 from hddm.benchmark.numbers import scientific
+from hddm.benchmark.report_words import about_mark
 from hddm.benchmark.results import Results, Row
 
 Cell = Callable[[Row], str]
@@ -24,12 +25,15 @@ def tables_text(results: Results) -> str:
         if place == 0:
             real = results.real["to_training"]["value"]
             lines += [f"Real {split} images are at {real:.1f} from the training images.", ""]
+    told = about_mark(results)
+    if told:
+        lines += [told, ""]
     return "\n".join([*lines, *(f"- {line}" for line in results.verdict)])
 
 
 def _columns(results: Results) -> Sequence[tuple[str, Cell]]:
     def figure(name: str) -> Cell:
-        return lambda row: str(row.figures[name]) if name in row.figures else "–"
+        return lambda row: row.figures[name].told(results.mark(row.model)) if name in row.figures else "–"
 
     def training(row: Row) -> str:
         return "not known" if row.training_flop is None else scientific(row.training_flop.mean)

@@ -43,6 +43,7 @@ def write_report(folder: Path, results: Results) -> None:
         results=results,
         answers=report_words.answers(results),
         unanswered=report_words.why_no_answer(results),
+        about_mark=report_words.about_mark(results),
         choice=report_words.about_choice(results),
         comparable=list(comparable(results)),
         ratios=report_words.ratios(results),

@@ -64,18 +64,20 @@ def half_width(found: Figure | None) -> Cell:
     return NOTHING if found is None or found.half_width is None else plain(found.half_width)
 
 
-def spread(found: Figure | None) -> Cell:
-    """Over trainings."""
-    return NOTHING if found is None or found.spread is None else plain(found.spread)
+def spread(found: Figure | None, mark: str = "") -> Cell:
+    """Over trainings, or as ``mark`` says."""
+    if found is None or found.spread is None:
+        return NOTHING
+    return Cell(number(found.spread) + mark, found.spread)
 
 
-def over_seeds(values: Sequence[float | None]) -> Cell:
-    """Mean and spread over seeds."""
+def over_seeds(values: Sequence[float | None], mark: str = "") -> Cell:
+    """Mean and spread over seeds, the latter with ``mark``."""
     known = [value for value in values if value is not None]
     if not known:
         return NOTHING
     found = figure(known)
-    spread = "" if found.spread is None else f" (s {number(found.spread)})"
+    spread = "" if found.spread is None else f" (s {number(found.spread)}{mark})"
     return Cell(number(found.mean) + spread, found.mean)
 
 

@@ -1,6 +1,6 @@
 """What of a benchmark compares with what, and why the rest does not."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from hddm.benchmark.results import Results
 
@@ -31,19 +31,30 @@ def comparable(results: Results) -> Iterator[tuple[bool, str]]:
     if len(numbers) > 1:
         told = "; ".join(f"{count:,} in {', '.join(tables)}" for count, tables in numbers.items())
         yield False, f"Rows of different numbers of images ({told}): distances fall with that number."
-    yield (
-        True,
-        "Rows of one table with one number of images: same training images, seeds, features and split.",
-    )
-    budget = _budgets(results)
+    models = results.settings.models
+    finished = [one.name for one in models if one.kind == "finished"]
+    begun = [one.name for one in models if one.init is not None]
+    if len(finished) + len(begun) < len(models):
+        which = "Rows of models trained here from the start, of" if finished or begun else "Rows of"
+        same = "same training images, seeds, features and split"
+        yield True, f"{which} one table with one number of images: {same}."
+    if finished:
+        yield False, f"Not trained here: {', '.join(finished)}. Their data and compute are not known."
+    if begun:
+        yield (
+            False,
+            f"Trained on from weights that were there (init): {', '.join(begun)}. The data and compute of "
+            "those weights are neither known nor counted.",
+        )
+    budget = _budgets(results, begun)
     if budget is not None:
-        percent, cheapest, dearest = budget
+        percent, cheapest, dearest, is_all = budget
         yield (
             percent <= PERCENT_UNEQUAL,
             f"Training compute, counted, router included: {dearest} costs {percent:.2g} % more than "
-            f"{cheapest}, and all others lie between.",
+            f"{cheapest}{', and all others lie between' if is_all else ''}.",
         )
-    choosing = [one.name for one in results.settings.models if one.chooses and one.blended is None]
+    choosing = [one.name for one in models if one.chooses and one.blended is None]
     if choosing:
         yield (
             False,
@@ -55,13 +66,16 @@ def comparable(results: Results) -> Iterator[tuple[bool, str]]:
         yield False, f"Not finished: {done} of {all_seeds} training seeds are in."
 
 
-def _budgets(results: Results) -> tuple[float, str, str] | None:
+def _budgets(results: Results, begun: Collection[str]) -> tuple[float, str, str, bool] | None:
+    """Percent, the cheapest and the dearest of the first table's models, and whether all costs are known."""
+    rows = next(iter(results.tables.values()))
     costs = {
         row.model: row.training_flop.mean
-        for row in next(iter(results.tables.values()))
-        if row.training_flop is not None
+        for row in rows
+        if row.training_flop is not None and row.model not in begun
     }
     if len(costs) < 2:
         return None
     cheapest, dearest = min(costs, key=lambda name: costs[name]), max(costs, key=lambda name: costs[name])
-    return 100 * (costs[dearest] / costs[cheapest] - 1), cheapest, dearest
+    is_all = costs.keys() >= {row.model for row in rows}
+    return 100 * (costs[dearest] / costs[cheapest] - 1), cheapest, dearest, is_all

@@ -6,7 +6,7 @@ from typing import Any
 from hddm.benchmark.numbers import number, span
 from hddm.benchmark.report_cells import NOTHING, Cell, Table, count, operations, over_seeds, plain, spread
 from hddm.benchmark.report_words import used_experts
-from hddm.benchmark.results import Results, Verdict
+from hddm.benchmark.results import MARK, Results, Verdict
 
 
 def expert_errors(results: Results) -> Table | None:
@@ -75,7 +75,7 @@ def tried(results: Results) -> Table:
                 Cell(one.table),
                 Cell(number(one.gap.mean, signed=True), one.gap.mean),
                 _interval(one),
-                spread(one.gap),
+                spread(one.gap, MARK if one.one_model else ""),
                 ratio,
                 Cell(one.judgement, kind=one.judgement),
             )

@@ -27,7 +27,10 @@ def comparison(results: Results, table: str) -> Table:
     What all rows have in common is said once, above it.
     """
     rows = results.tables[table]
-    compared = [*_distance(results.decides, f"to {results.score_on} images"), *_judged(results, table)]
+    compared = [
+        *_distance(results, results.decides, f"to {results.score_on} images"),
+        *_judged(results, table),
+    ]
     plain: list[Column] = [
         ("training FLOP", _training),
         ("MFLOP an image", lambda row: millions(row.sampling_flop.mean)),
@@ -44,7 +47,7 @@ def comparison(results: Results, table: str) -> Table:
             compared.append((title, cell))
         else:
             notes.append(f"{title}: {texts.pop()}")
-    compared += _distance("to_training", "to training images")
+    compared += _distance(results, "to_training", "to training images")
     shown = [(title, cell) for title, cell in compared if any(cell(row) != NOTHING for row in rows)]
     return Table(
         table,
@@ -94,7 +97,12 @@ def shard_distances(results: Results) -> Table | None:
         if not parts or not parts[0]:
             return None
         shards = sorted(parts[0])
-        cells.append((Cell(row.name), *(over_seeds([part.get(k) for part in parts]) for k in shards)))
+        cells.append(
+            (
+                Cell(row.name),
+                *(over_seeds([part.get(k) for part in parts], results.mark(row.model)) for k in shards),
+            )
+        )
     return Table("shards", ("model", *(f"shard {k}" for k in shards)), tuple(cells))
 
 
@@ -102,10 +110,10 @@ def _training(row: Row) -> Cell:
     return operations(None if row.training_flop is None else row.training_flop.mean)
 
 
-def _distance(name: str, title: str) -> Iterator[Column]:
+def _distance(results: Results, name: str, title: str) -> Iterator[Column]:
     yield title, lambda row: figure_of(row, name)
     yield "± samples", lambda row: half_width(row.figures.get(name))
-    yield "s trainings", lambda row: spread(row.figures.get(name))
+    yield "s trainings", lambda row: spread(row.figures.get(name), results.mark(row.model))
 
 
 def _judged(results: Results, table: str) -> Iterator[tuple[str, Callable[[Row], Cell]]]:

@@ -5,11 +5,11 @@ from dataclasses import dataclass
 
 from hddm.benchmark.conversions import EXACT
 from hddm.benchmark.numbers import number, span
-from hddm.benchmark.results import ErrorCurve, Record, Results, Row, Verdict
-from hddm.benchmark.verdicts import FEWEST
+from hddm.benchmark.results import MARK, ErrorCurve, Record, Results, Row, Verdict
+from hddm.benchmark.verdicts import no_verdict
 from hddm.wording import counted
 
-JUDGEMENTS = ("better", "worse", "within noise")
+JUDGEMENTS = ("better", "worse", "within noise", "no verdict")
 
 
 @dataclass(frozen=True)
@@ -45,36 +45,50 @@ def why_no_answer(results: Results) -> str:
 
 def _answer(results: Results, table: str, baseline: str, group: Sequence[Verdict]) -> Answer:
     distance = {row.name: row.figures[results.decides].mean for row in results.tables[table]}
-    judged = group[0].judgement != "no verdict"
-    lines = tuple((one.judgement, _line(one, distance, judged)) for one in group)
     against = f"{baseline} ({number(distance[baseline])})"
-    if not judged:
-        few = f"no verdict from {counted(len(group[0].seeds), 'training seed')}: {FEWEST} or more give one"
-        return Answer("no verdict", f"Against {against}: {few}.", lines)
+    whys = [no_verdict(len(one.seeds), one.one_model) for one in group]
+    if whys[0] is not None and len(set(whys)) == 1:
+        lines = tuple((one.judgement, _line(one, distance, "")) for one in group)
+        return Answer("no verdict", f"Against {against}: {whys[0]}.", lines)
     if len(group) == 1:
         one = group[0]
         over = f"gap {_gap(one)} over {len(one.seeds)} paired training seeds"
         sentence = f"{one.row} against {against}: {one.judgement}, {number(distance[one.row])} ({over})."
         return Answer(one.judgement, sentence, ())
+    lines = tuple(
+        (one.judgement, _line(one, distance, f"{why or one.judgement}, "))
+        for one, why in zip(group, whys, strict=True)
+    )
     counts = {name: sum(one.judgement == name for one in group) for name in JUDGEMENTS}
     told = ", ".join(f"{count} {name}" for name, count in counts.items() if count)
     only = [name for name, count in counts.items() if count == len(group)]
-    over = f"over {len(group[0].seeds)} paired training seeds"
-    sentence = f"Against {against}, {over}: of {len(group)} candidates {told}."
+    over = f", over {len(group[0].seeds)} paired training seeds" if None in whys else ""
+    sentence = f"Against {against}{over}: of {len(group)} candidates {told}."
     return Answer(only[0] if only else "mixed", sentence, lines)
 
 
-def _line(one: Verdict, distance: dict[str, float], judged: bool) -> str:
-    said = f"{one.judgement}, " if judged else ""
-    return f"{one.row}: {said}{number(distance[one.row])}, gap {_gap(one)}"
+def _line(one: Verdict, distance: dict[str, float], judged: str) -> str:
+    return f"{one.row}: {judged}{number(distance[one.row])}, gap {_gap(one)}"
 
 
 def _gap(one: Verdict) -> str:
-    spread = "" if one.gap.spread is None else f"s {number(one.gap.spread)}"
+    mark = MARK if one.one_model else ""
+    spread = "" if one.gap.spread is None else f"s {number(one.gap.spread)}{mark}"
     if one.interval is not None:
         spread = f"95 % interval {span(one.interval)}, {spread}"
     ratio = "" if one.ratio is None else f"ratio {one.ratio:.3f}"
     return f"{number(one.gap.mean, signed=True)}, {', '.join(filter(None, (spread, ratio)))}".rstrip(", ")
+
+
+def about_mark(results: Results) -> str:
+    """What `MARK` says of spreads; nothing where none bears it."""
+    names = [one.name for one in results.settings.models if one.name in results.one_model]
+    if not names or len(results.seeds) < 2:
+        return ""
+    return (
+        f"{MARK} One set of weights in every seed: {', '.join(names)}. Spreads so marked are over other "
+        "samples of such a model, not over other trainings."
+    )
 
 
 def used_experts(results: Results) -> list[ErrorCurve]:
@@ -98,9 +112,7 @@ def about_choice(results: Results) -> str:
 def effort(results: Results) -> str:
     """How much was tried to get here, and how it came out."""
     models, rows = len(results.settings.models), sum(map(len, results.tables.values()))
-    counts = {
-        name: sum(one.judgement == name for one in results.verdicts) for name in (*JUDGEMENTS, "no verdict")
-    }
+    counts = {name: sum(one.judgement == name for one in results.verdicts) for name in JUDGEMENTS}
     told = ", ".join(f"{count} {name}" for name, count in counts.items() if count) or "none"
     seeds = counted(len(results.seeds), "training seed")
     return (

@@ -9,7 +9,7 @@ once more.
 """
 
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,8 +17,10 @@ from hddm.benchmark.schema import BenchmarkSettings, Point, Split
 from hddm.facts import Facts, read_facts
 from hddm.record_names import RESULTS_FILE
 
-FORMAT = "2.1"
+FORMAT = "2.2"
 LARGEST = 2**29
+MARK = "†"
+"""Of a spread over seeds that is one of samples alone (`Results.one_model`)."""
 
 Judgement = Literal["better", "worse", "within noise", "no verdict"]
 
@@ -33,12 +35,16 @@ class Figure(Facts):
     """Mean half-width of the intervals over samples, None where none was taken."""
 
     def __str__(self) -> str:
+        return self.told()
+
+    def told(self, mark: str = "") -> str:
+        """Mean, half-width and spread, with ``mark`` on the spread."""
         digits = 1 if abs(self.mean) >= 10 else 2
         text = f"{self.mean:.{digits}f}"
         if self.half_width is not None:
             text += f" ± {self.half_width:.{digits}f}"
         if self.spread is not None:
-            text += f" (s {self.spread:.{digits}f})"
+            text += f" (s {self.spread:.{digits}f}{mark})"
         return text
 
 
@@ -99,10 +105,12 @@ class Verdict(Facts):
     gaps: tuple[float, ...]
     gap: Figure
     interval: tuple[float, float] | None = None
-    """95 % interval of the mean gap over trainings (Student's t), None for one."""
+    """95 % interval of the mean gap over trainings (Student's t), None for one or with ``one_model``."""
     ratio: float | None
     """Of the means."""
     judgement: Judgement
+    one_model: tuple[str, ...] = ()
+    """Those of the two models that are one set of weights in every seed: gaps then judge no training."""
     sentence: str
 
 
@@ -201,6 +209,15 @@ class Results(Facts):
     """Of all jobs together, whenever and by however many workers they were done."""
 
     @property
+    def one_model(self) -> frozenset[str]:
+        """As `one_set_of_weights`."""
+        return one_set_of_weights(self.models)
+
+    def mark(self, model: str) -> str:
+        """`MARK` for a spread of ``model``'s rows that is over samples alone."""
+        return MARK if model in self.one_model else ""
+
+    @property
     def decides(self) -> str:
         """The figure that verdicts are about."""
         return f"to_{self.score_on.replace('-', '_')}"
@@ -219,6 +236,21 @@ def read_results(folder: Path) -> Results:
         HddmError: as `hddm.facts.read_facts`.
     """
     return read_facts(folder / RESULTS_FILE, Results, FORMAT, LARGEST)
+
+
+def one_set_of_weights(models: Iterable[ModelRecord]) -> frozenset[str]:
+    """Names of models that are the same in every seed: those of one hash, and all that were not trained here.
+
+    Seeds give them other samples and no other training.
+    """
+    found: dict[str, list[ModelRecord]] = {}
+    for one in models:
+        found.setdefault(one.model, []).append(one)
+    return frozenset(
+        name
+        for name, each in found.items()
+        if not each[0].experts or (len(each) > 1 and len({one.hash for one in each}) == 1)
+    )
 
 
 def figure(values: Sequence[float], half_widths: Sequence[float] | None = None) -> Figure:

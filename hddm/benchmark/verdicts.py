@@ -4,14 +4,16 @@ A gap counts where its mean exceeds twice s, its standard deviation over seeds, 
 mean, ± t s/n^½ with Student's t, excludes 0; this needs `FEWEST` seeds. Of three seeds the interval is the
 wider of the two, from four on it is the narrower. Gaps are paired since models of one seed share experts,
 noise and shards.
+
+A model that is one set of weights in every seed has no spread over trainings, and nothing is judged by it.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from scipy.stats import t as student
 
 from hddm.benchmark.numbers import number, span
-from hddm.benchmark.results import Judgement, Record, Verdict, figure
+from hddm.benchmark.results import Judgement, ModelRecord, Record, Verdict, figure, one_set_of_weights
 from hddm.benchmark.schema import BenchmarkSettings
 from hddm.wording import counted
 
@@ -19,12 +21,16 @@ FEWEST = 3
 
 
 def judge(
-    settings: BenchmarkSettings, records: Mapping[str, Mapping[str, Sequence[Record]]], decides: str
+    settings: BenchmarkSettings,
+    models: Sequence[ModelRecord],
+    records: Mapping[str, Mapping[str, Sequence[Record]]],
+    decides: str,
 ) -> Iterator[Verdict]:
     """All verdicts of all tables.
 
     Args:
         settings: which models are candidates, and which baselines.
+        models: those of all seeds.
         records: by table and row, in one order of seeds.
         decides: the score, lower is better.
     """
@@ -32,6 +38,7 @@ def judge(
     candidates = settings.compare.candidates or tuple(
         model.name for model in settings.models if model.name not in baselines
     )
+    fixed = one_set_of_weights(models)
     single = {model.name for model in settings.models if model.kind == "single"}
     for table, rows in records.items():
         firsts = {name: each[0] for name, each in rows.items()}
@@ -39,10 +46,10 @@ def judge(
             for baseline in baselines if first.model in candidates else ():
                 for other, against in firsts.items():
                     if against.model == baseline and _compares(first, against, baseline in single):
-                        yield _verdict(table, "model", name, other, rows, decides)
+                        yield _verdict(table, "model", name, other, rows, decides, fixed)
             reference = next(other for other, one in firsts.items() if one.model == first.model)
             if reference != name:
-                yield _verdict(table, "setting", name, reference, rows, decides)
+                yield _verdict(table, "setting", name, reference, rows, decides, fixed)
 
 
 def interval(gaps: Sequence[float]) -> tuple[float, float] | None:
@@ -66,6 +73,19 @@ def judgement(gaps: Sequence[float]) -> Judgement:
     return "better" if gap.mean < 0 else "worse"
 
 
+def no_verdict(seeds: int, one_model: Sequence[str]) -> str | None:
+    """That there is no verdict and why, None where there is one."""
+    if one_model:
+        each = "is" if len(one_model) == 1 else "are each"
+        return (
+            f"no verdict ({' and '.join(one_model)} {each} one set of weights in every seed: the spread says "
+            "nothing of another training)"
+        )
+    if seeds < FEWEST:
+        return f"no verdict from {counted(seeds, 'training seed')} ({FEWEST} or more give one)"
+    return None
+
+
 def _compares(one: Record, other: Record, has_no_router: bool) -> bool:
     """Whether two rows were sampled alike; a model without a router has no strategy to differ in."""
     routing = {"strategy", "calibration", "router_temperature"} if has_no_router else set()
@@ -73,15 +93,22 @@ def _compares(one: Record, other: Record, has_no_router: bool) -> bool:
 
 
 def _verdict(
-    table: str, kind: str, row: str, against: str, rows: Mapping[str, Sequence[Record]], decides: str
+    table: str,
+    kind: str,
+    row: str,
+    against: str,
+    rows: Mapping[str, Sequence[Record]],
+    decides: str,
+    fixed: Collection[str],
 ) -> Verdict:
     ours, theirs = ([one.scores[decides]["value"] for one in rows[name]] for name in (row, against))
     gaps = [a - b for a, b in zip(ours, theirs, strict=True)]
-    gap, found, within = figure(gaps), judgement(gaps), interval(gaps)
-    told: str = found
-    if found == "no verdict":
-        told = f"no verdict from {counted(len(gaps), 'training seed')} ({FEWEST} or more give one)"
-    elif gap.spread is not None and within is not None:
+    models = dict.fromkeys(rows[name][0].model for name in (row, against))
+    one_model = [name for name in models if name in fixed]
+    gap, within = figure(gaps), None if one_model else interval(gaps)
+    found: Judgement = "no verdict" if one_model else judgement(gaps)
+    told = no_verdict(len(gaps), one_model) or found
+    if found != "no verdict" and gap.spread is not None and within is not None:
         told = f"{found} (95 % interval {span(within)}, s {number(gap.spread)})"
     return Verdict.model_validate(
         {
@@ -96,6 +123,7 @@ def _verdict(
             "interval": within,
             "ratio": sum(ours) / sum(theirs) if sum(theirs) else None,
             "judgement": found,
+            "one_model": one_model,
             "sentence": f"{row} against {against}: {number(gap.mean, signed=True)}, {told}",
         }
     )
