@@ -247,6 +247,29 @@ def test_of_some_candidates_that_have_a_verdict_the_others_say_why_they_have_non
     assert answer.sentence == f"Against {FLOW} (10.0): of 2 candidates 2 no verdict."
 
 
+def test_distances_to_shards_say_of_how_many_samples_they_are_and_of_too_few(
+    miniature: Finished, tmp_path: Path
+) -> None:
+    results = _seeds(miniature.results, THREE, fixed=(SINGLE,))
+    records = []
+    for one in results.records:
+        own = {"value": 20.0 + one.seed, "half_width": 1.0, "few_images": one.model == MIXED}
+        samples = {SINGLE: 90 + one.seed, FLOW: 300, MIXED: 30}[one.model]
+        shards = [
+            {"shard": 0, "images": 99, "all": own, "samples": samples, "own": own},
+            {"shard": 1, "images": 99, "all": own, "samples": 1, "own": None},
+        ]
+        records.append(one.model_copy(update={"scores": one.scores | {"shards": shards}}))
+    write_report(tmp_path, results.model_copy(update={"records": tuple(records)}))
+    page = _Page((tmp_path / REPORT_FILE).read_text())
+    assert page.tables["shards"][1:] == [
+        [SINGLE, "21.0 (s 1.00†) of 90 to 92", "–"],
+        [FLOW, "21.0 (s 1.00) of 300", "–"],
+        [MIXED, "21.0 (s 1.00) of 30, too few", "–"],
+    ]
+    assert "those of unequal numbers do not compare; too few are no more images than features" in page.text
+
+
 def test_ratios_stand_beside_the_papers_where_the_same_was_asked(miniature: Finished) -> None:
     results = _seeds(miniature.results, {FLOW: [10.0, 20.0], MIXED: [9.0, 19.0], SINGLE: [30.0, 30.0]})
     mixture, top_two = ratios(results)

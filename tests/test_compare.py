@@ -196,6 +196,38 @@ def test_a_verdict_is_a_gap_beyond_the_noise(base: Figure, other: Figure, better
     assert verdict(base, other, better) == said
 
 
+def _shard(value: float, samples: int, few: bool = False, few_of_all: bool = False) -> list[dict[str, Any]]:
+    own = {"value": value, "half_width": 1.0, "few_images": few}
+    return [
+        {"shard": 0, "images": 90, "all": own | {"few_images": few_of_all}, "samples": samples, "own": own}
+    ]
+
+
+def _of_shard(sides: list[Path]) -> list[str]:
+    return [line.verdicts[0] for line in lines(read_sides(sides)) if "shard 0" in line.name]
+
+
+def test_distances_to_a_shard_of_few_or_of_unequal_images_have_no_verdict(tmp_path: Path) -> None:
+    def verdicts(ours: Any, theirs: Any) -> list[str]:
+        return _of_shard(
+            [_write(tmp_path / f"{k}.json", k, shards=shards) for k, shards in enumerate((ours, theirs))]
+        )
+
+    few = "no verdict: too few images"
+    assert verdicts(_shard(50.0, 90), _shard(20.0, 90)) == ["better (-30)"] * 2
+    unequal = verdicts(_shard(50.0, 300), _shard(20.0, 90))
+    assert unequal == ["better (-30)", "no verdict: 90 against 300 samples"]
+    assert verdicts(_shard(50.0, 30, few=True), _shard(20.0, 300, few=True)) == ["better (-30)", few]
+    assert verdicts(_shard(50.0, 90, few_of_all=True), _shard(20.0, 90)) == [few, "better (-30)"]
+    sides = []
+    for name, values in {"a": (90, 70, 80), "b": (90, 90, 90)}.items():
+        for k, samples in enumerate(values):
+            number = len(sides) * 10 + k
+            _write(tmp_path / name / f"{k}.json", number, shards=_shard(20.0 + k, samples))
+        sides.append(tmp_path / name)
+    assert _of_shard(sides) == ["within noise (+0.0)", "no verdict: 90 against 70 to 90 samples"]
+
+
 def test_seeds_of_a_side_give_a_spread_apart_from_the_intervals(tmp_path: Path, hddm: Command) -> None:
     values = {"flow": [20.0, 21.0, 25.0], "mixed": [10.0, 11.0, 9.0]}
     for name, found in values.items():

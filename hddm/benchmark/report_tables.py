@@ -1,7 +1,8 @@
 """The report's tables of models and settings: distances, cost, memorisation, diversity."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 from hddm.benchmark.numbers import number
 from hddm.benchmark.report_cells import (
@@ -84,26 +85,36 @@ def measures(results: Results) -> Table:
 
 
 def shard_distances(results: Results) -> Table | None:
-    """Distance of each model's images to the training images of each shard, where they were measured."""
+    """Distance of each model's images to the training images of each shard, where they were measured.
+
+    They are of as many samples as lie nearest to that shard, a number that every cell says.
+    """
     table, rows = next(iter(results.tables.items()))
     shards: list[int] = []
     cells = []
     for row in rows:
-        parts = [
-            {part["shard"]: part["own"]["value"] if part["own"] else None for part in one.scores["shards"]}
+        seeds = [
+            {part["shard"]: part for part in one.scores["shards"]}
             for one in results.records
             if (one.table, one.row) == (table, row.name)
         ]
-        if not parts or not parts[0]:
+        if not seeds or not seeds[0]:
             return None
-        shards = sorted(parts[0])
-        cells.append(
-            (
-                Cell(row.name),
-                *(over_seeds([part.get(k) for part in parts], results.mark(row.model)) for k in shards),
-            )
-        )
+        shards = sorted(seeds[0])
+        mark = results.mark(row.model)
+        cells.append((Cell(row.name), *(_to_shard([one[k] for one in seeds], mark) for k in shards)))
     return Table("shards", ("model", *(f"shard {k}" for k in shards)), tuple(cells))
+
+
+def _to_shard(seeds: Sequence[Mapping[str, Any]], mark: str) -> Cell:
+    known = [one for one in seeds if one["own"]]
+    found = over_seeds([one["own"]["value"] for one in known], mark)
+    if not known:
+        return found
+    counts = sorted({one["samples"] for one in known})
+    told = " to ".join(map(str, dict.fromkeys((counts[0], counts[-1]))))
+    few = ", too few" if any(one["own"]["few_images"] for one in known) else ""
+    return Cell(f"{found.text} of {told}{few}", found.key)
 
 
 def _training(row: Row) -> Cell:

@@ -3,7 +3,7 @@
 import math
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from hddm.evaluation.results import Side
@@ -19,12 +19,16 @@ class Figure:
 
     ``spread`` is the standard deviation over its results, None for fewer than two; ``half_width`` the mean
     half-width of the 95 % intervals over images, None where none is known. ``results`` is their number.
+    ``few_images`` is of one that is measured on no more images than features; ``samples`` are the numbers of
+    samples of a figure that is not of all images.
     """
 
     mean: float
     spread: float | None
     half_width: float | None
     results: int
+    few_images: bool = False
+    samples: frozenset[int] = frozenset()
 
     def __str__(self) -> str:
         text = _number(self.mean, 4)
@@ -47,9 +51,9 @@ def lines(sides: Sequence[Side]) -> list[Line]:
     """A line for every figure that all results have."""
     found = []
     for name, better, get in _measures(sides):
-        pairs = [[get(result.content) for result in side.results] for side in sides]
-        known = [[pair for pair in side if pair is not None] for side in pairs]
-        if [len(side) for side in known] != [len(side) for side in pairs]:
+        asked = [[get(result.content) for result in side.results] for side in sides]
+        known = [[one for one in side if one is not None] for side in asked]
+        if [len(side) for side in known] != [len(side) for side in asked]:
             continue
         figures = tuple(_figure(side) for side in known)
         verdicts = tuple(verdict(figures[0], other, better) for other in figures[1:])
@@ -62,10 +66,15 @@ def verdict(base: Figure, other: Figure, better: Better | None) -> str:
 
     With three results or more on both sides, a gap of means counts beyond 2 (s_a² + s_b²)^½, s the standard
     deviations over results. With fewer, beyond (h_a² + h_b²)^½, h the half-widths of the intervals over
-    images: that says nothing about another training.
+    images: that says nothing about another training. Distances of few images, and those of unequal numbers of
+    samples, do not compare.
     """
     if better is None:
         return ""
+    if base.few_images or other.few_images:
+        return "no verdict: too few images"
+    if len(base.samples | other.samples) > 1:
+        return f"no verdict: {_counts(other)} against {_counts(base)} samples"
     if min(base.results, other.results) >= ENOUGH:
         noise = 2 * ((base.spread or 0) ** 2 + (other.spread or 0) ** 2) ** 0.5
     elif base.half_width is None or other.half_width is None:
@@ -119,15 +128,32 @@ def _notes(sides: Sequence[Side]) -> list[str]:
     return notes
 
 
-def _figure(pairs: Sequence[tuple[float, float | None]]) -> Figure:
-    values = [value for value, _ in pairs]
-    widths = [width for _, width in pairs if width is not None]
+@dataclass(frozen=True)
+class _Value:
+    """One figure of one result, and of it what `Figure` has."""
+
+    value: float
+    half_width: float | None = None
+    few_images: bool = False
+    samples: int | None = None
+
+
+def _figure(found: Sequence[_Value]) -> Figure:
+    values = [one.value for one in found]
+    widths = [one.half_width for one in found if one.half_width is not None]
     return Figure(
         statistics.fmean(values),
         statistics.stdev(values) if len(values) > 1 else None,
         statistics.fmean(widths) if len(widths) == len(values) else None,
         len(values),
+        any(one.few_images for one in found),
+        frozenset(one.samples for one in found if one.samples is not None),
     )
+
+
+def _counts(figure: Figure) -> str:
+    low, high = min(figure.samples), max(figure.samples)
+    return f"{low}" if low == high else f"{low} to {high}"
 
 
 def _number(value: float, significant: int) -> str:
@@ -140,7 +166,7 @@ def _signed(gap: float) -> str:
     return ("+" if gap >= 0 else "") + _number(gap, 2)
 
 
-Get = Callable[[dict[str, Any]], tuple[float, float | None] | None]
+Get = Callable[[dict[str, Any]], _Value | None]
 
 
 def _measures(sides: Sequence[Side]) -> list[tuple[str, Better | None, Get]]:
@@ -179,52 +205,55 @@ def _measures(sides: Sequence[Side]) -> list[tuple[str, Better | None, Get]]:
 
 
 def _interval(key: str) -> Get:
-    def get(content: dict[str, Any]) -> tuple[float, float | None] | None:
+    def get(content: dict[str, Any]) -> _Value | None:
         found = content.get(key)
-        return None if found is None else (found["value"], found["half_width"])
+        return None if found is None else _Value(found["value"], found["half_width"], found["few_images"])
 
     return get
 
 
 def _kernel(key: str) -> Get:
-    def get(content: dict[str, Any]) -> tuple[float, float | None] | None:
+    def get(content: dict[str, Any]) -> _Value | None:
         found = content.get(key)
-        return None if found is None else (found["value"], 1.96 * found["standard_error"])
+        return None if found is None else _Value(found["value"], 1.96 * found["standard_error"])
 
     return get
 
 
 def _share(key: str, which: str) -> Get:
-    def get(content: dict[str, Any]) -> tuple[float, float | None] | None:
+    def get(content: dict[str, Any]) -> _Value | None:
         found = content.get(key)
         if found is None:
             return None
         share, images = found[which], found["images"]
-        return share, 1.96 * (share * (1 - share) / images) ** 0.5
+        return _Value(share, 1.96 * (share * (1 - share) / images) ** 0.5)
 
     return get
 
 
 def _plain(key: str) -> Get:
-    def get(content: dict[str, Any]) -> tuple[float, float | None] | None:
+    def get(content: dict[str, Any]) -> _Value | None:
         found = content.get(key)
-        return None if found is None else (float(found), None)
+        return None if found is None else _Value(float(found))
 
     return get
 
 
-def _within(content: dict[str, Any]) -> tuple[float, float | None] | None:
+def _within(content: dict[str, Any]) -> _Value | None:
     found = content.get("within_conditions")
-    return None if found is None else (found["images"], None)
+    return None if found is None else _Value(found["images"])
 
 
-def _memory(content: dict[str, Any]) -> tuple[float, float | None] | None:
+def _memory(content: dict[str, Any]) -> _Value | None:
     found = content.get("memorisation")
-    return None if found is None else (found["ratio"], found["half_width"])
+    return None if found is None else _Value(found["ratio"], found["half_width"])
 
 
 def _of_shard(k: int, key: str) -> Get:
-    def get(content: dict[str, Any]) -> tuple[float, float | None] | None:
-        return _interval(key)(content["shards"][k])
+    def get(content: dict[str, Any]) -> _Value | None:
+        shard = content["shards"][k]
+        found = _interval(key)(shard)
+        # Of all samples there are equally many, or the results do not compare.
+        return found if found is None or key == "all" else replace(found, samples=shard["samples"])
 
     return get
