@@ -1,16 +1,20 @@
 """Counted operations are those that a network's layers have on paper."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from hddm.benchmark.compute import Cost, Costs, count_expert, count_router, single_steps
+from hddm.benchmark.data import Divided
+from hddm.benchmark.models import Zoo
 from hddm.benchmark.samples import canonical, draw
 from hddm.benchmark.schema import Point
-from hddm.benchmark.store import Store
+from hddm.benchmark.store import Job, Store
 from hddm.calibration import LEVELS, STATES
 from hddm.data.partition import partition
+from hddm.data.shard_records import find_shards, read_manifest
 from hddm.ensemble import Ensemble
 from hddm.models.sizes import size_config
 from hddm.routing import Router
@@ -31,6 +35,12 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("data")
     partition(write_images(folder / "images"), folder / "shards", 2)
     return folder / "shards"
+
+
+@pytest.fixture(scope="module")
+def divided(shards: Path, whole: Path) -> Divided:
+    manifests = tuple(map(read_manifest, find_shards(shards)))
+    return Divided(shards, whole.parent, manifests, (Job("shards", {}), Job("whole", {})))
 
 
 def _linear(rows: int, inside: int, outside: int) -> int:
@@ -81,6 +91,30 @@ def test_the_single_model_gets_what_the_ensemble_costs_with_its_router(shards: P
     assert 0 <= gap < single.batch_size * costs.expert(single).step
     # Counted once: two kinds of networks.
     assert len(list((tmp_path / "jobs").glob("cost-*"))) == 2
+
+
+@pytest.mark.parametrize("changes", [{"batch_size": 64}, {"size": "small"}, {"class_conditional": True}])
+def test_a_single_model_of_other_settings_costs_the_same(
+    changes: dict[str, Any], divided: Divided, tmp_path: Path
+) -> None:
+    training = settings().training.model_dump() | {"single": {}}
+    training["expert"] |= {"steps": 3000}
+    models = [{"name": "single model", "kind": "single", "training": changes}]
+    chosen = settings(models=models, compare={}, tables=[{"name": "models"}], training=training)
+    zoo = Zoo(chosen, 0, divided, Store(tmp_path / "jobs"))
+    (single,) = zoo.trainings(chosen.models[0])
+    expert, router = chosen.expert("flow", 0), chosen.router(0)
+    whole = 2 * zoo.costs.expert(expert).of_expert(expert) + zoo.costs.router(router).of_router(router)
+    cost = zoo.costs.expert(single.settings)
+    gap = whole - cost.of_expert(single.settings)
+    assert 0 <= gap < single.settings.batch_size * cost.step
+
+
+def test_a_single_model_that_says_its_steps_takes_them(divided: Divided, tmp_path: Path) -> None:
+    models = [{"name": "single model", "kind": "single", "training": {"steps": 7, "batch_size": 64}}]
+    chosen = settings(models=models, compare={}, tables=[{"name": "models"}])
+    (single,) = Zoo(chosen, 0, divided, Store(tmp_path / "jobs")).trainings(chosen.models[0])
+    assert (single.settings.steps, single.settings.batch_size) == (7, 64)
 
 
 class _Counted(torch.nn.Module):

@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -138,13 +139,16 @@ class Costs:
         return Cost(**self._store.result(job))
 
 
-def single_steps(settings: BenchmarkSettings, objective: str, costs: Costs) -> int:
-    """Steps of the single model for what the ensemble of its objective costs with its router."""
+def single_steps(settings: BenchmarkSettings, objective: str, costs: Costs, **changes: Any) -> int:
+    """Steps of the single model for what the ensemble of its objective costs with its router.
+
+    ``changes`` are its own, as `BenchmarkSettings.single` takes them; the ensemble is without.
+    """
     expert, router = settings.expert(objective, 0), settings.router(0)
     whole = settings.partition.shards * costs.expert(expert).of_expert(expert)
     if settings.partition.shards > 1:
         whole += costs.router(router).of_router(router)
-    single = settings.single(objective, 0, 1)
+    single = settings.single(objective, 0, 1, **changes)
     return costs.expert(single).most_steps(whole, single.batch_size)
 
 

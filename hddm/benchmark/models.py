@@ -197,7 +197,7 @@ class Zoo:
         return Training(folder, content, rest, Training(folder, content, first))
 
     def _single(self, model: ModelSettings) -> Training:
-        steps = single_steps(self.settings, model.objectives, self.costs)
+        steps = single_steps(self.settings, model.objectives, self.costs, **model.training)
         settings = self.settings.single(model.objectives, self.seed, steps, **model.training)
         return Training(self.divided.all_images, self._whole_hash, settings)
 

@@ -308,7 +308,7 @@ class BenchmarkSettings(Facts):
             self._common() | self.training.expert | own | changes | {"objective": objective, "seed": seed}
         )
 
-    def single(self, objective: str, seed: int, steps: int, **changes: Any) -> ExpertSettings:
+    def single(self, objective: str, seed: int, steps: int, /, **changes: Any) -> ExpertSettings:
         """How the model on all images is trained, for ``steps`` unless the file says how many."""
         batch = self.expert(objective, seed).batch_size * self.partition.shards
         own = {"batch_size": batch, "steps": steps} | self.training.single | changes
