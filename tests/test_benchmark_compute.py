@@ -6,14 +6,13 @@ from typing import Any
 import pytest
 import torch
 
-from hddm.benchmark.compute import Cost, Costs, count_expert, count_router, single_steps
+from hddm.benchmark.compute import Cost, Costs, count_continued, count_expert, count_router, single_steps
 from hddm.benchmark.data import Divided
 from hddm.benchmark.models import Zoo
 from hddm.benchmark.samples import canonical, draw
 from hddm.benchmark.schema import Point
 from hddm.benchmark.store import Job, Store
 from hddm.calibration import LEVELS, STATES
-from hddm.data.partition import partition
 from hddm.data.shard_records import find_shards, read_manifest
 from hddm.ensemble import Ensemble
 from hddm.models.sizes import size_config
@@ -21,20 +20,13 @@ from hddm.routing import Router
 from hddm.schedules import LinearSchedule
 from hddm.training.router_calibration import NOISED
 from hddm.velocity import VelocityField
-from tests.artefacts import SIDE, expert_settings, router_settings, write_images
+from tests.artefacts import SIDE, expert_settings, router_settings
 from tests.benchmark_files import settings
 
 TINY = size_config("tiny")
 WIDTH, DEPTH, PATCH = TINY["hidden_size"], TINY["depth"], TINY["patch_size"]
 TOKENS = (SIDE // PATCH) ** 2
 FREQUENCIES = 256
-
-
-@pytest.fixture(scope="module")
-def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("data")
-    partition(write_images(folder / "images"), folder / "shards", 2)
-    return folder / "shards"
 
 
 @pytest.fixture(scope="module")
@@ -76,6 +68,29 @@ def test_steps_batches_and_calibrations_are_counted() -> None:
     assert cost.of_expert(expert_settings("flow"), calibrated=False) == trained
     assert cost.of_router(router_settings()) == trained
     assert cost.of_router(router_settings(calibrate=True)) == trained + NOISED * 100
+
+
+def test_training_on_costs_what_the_network_costs_that_is_trained_on(
+    shards: Path, whole: Path, ddpm_expert: Path
+) -> None:
+    tiny = count_expert(shards / "shard_0", expert_settings("flow"))
+    larger = expert_settings("flow", size="small")
+    found = count_continued(ddpm_expert, shards / "shard_0", larger)
+    assert found.forward == tiny.forward
+    # The velocity is trained in its calibration.
+    assert tiny.step < found.step < 1.1 * tiny.step < count_expert(shards / "shard_0", larger).step
+    # Moments of more images are taken once, and not in a step.
+    assert count_continued(ddpm_expert, whole, larger) == found
+
+
+def test_costs_of_training_on_are_kept_by_what_it_starts_from(
+    shards: Path, ddpm_expert: Path, flow_expert: Path, tmp_path: Path
+) -> None:
+    store, settings = Store(tmp_path / "jobs"), expert_settings("flow", size="small")
+    for init, content in ((ddpm_expert, "a"), (flow_expert, "b"), (ddpm_expert, "a")):
+        assert Costs(store, shards).expert(settings, init, content).forward < 1e6
+    Costs(store, shards).expert(settings)
+    assert len(list((tmp_path / "jobs").glob("cost-*"))) == 3
 
 
 def test_the_single_model_gets_what_the_ensemble_costs_with_its_router(shards: Path, tmp_path: Path) -> None:

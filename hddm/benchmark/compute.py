@@ -7,8 +7,9 @@ The single model is given as many steps as it can take for what the homogeneous 
 router, so that the two differ by less than one of its steps.
 """
 
+import functools
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,21 +17,26 @@ from typing import Any
 import torch
 from torch import nn
 
-from hddm.benchmark.cost import counting
+from hddm.benchmark.cost import counting, evaluation_flop
 from hddm.benchmark.schema import BenchmarkSettings
 from hddm.benchmark.store import Job, Store, making
 from hddm.calibration import LEVELS, STATES
 from hddm.data.open_shard import open_shard
 from hddm.data.shard_records import find_shards, read_manifest
+from hddm.errors import HddmError
+from hddm.loading import load
 from hddm.models.router import RouterTransformer
 from hddm.models.transformer import ExpertTransformer
+from hddm.training.continuation import continue_expert
 from hddm.training.expert import train_expert
 from hddm.training.loop import OnStep
 from hddm.training.networks import new_network
 from hddm.training.router import train_router
 from hddm.training.router_calibration import NOISED
 from hddm.training.settings import ExpertSettings, LoopSettings, RouterSettings
+from hddm.velocity import VelocityField
 
+_STEPS = 2
 # What has no say in what a step of one image costs.
 _FREE = {
     "steps",
@@ -75,25 +81,40 @@ class Cost:
 
 
 class _Counted(Exception):
-    """One step was made; nothing after it is wanted."""
+    """Two steps were made; nothing after them is wanted."""
 
 
 def count_step(train: Callable[[Path, OnStep], object]) -> int:
-    """Operations of the first step that ``train(out, on_step)`` makes, forward and backward."""
+    """Operations of the second step that ``train(out, on_step)`` makes, forward and backward.
+
+    What is done once before the first, as moments of a shard are taken, is no part of a step.
+    """
+    totals: list[int] = []
 
     def stop(step: int, loss: float, seconds: float) -> None:
-        raise _Counted
+        totals.append(counter.get_total_flops())
+        if len(totals) == _STEPS:
+            raise _Counted
 
     with tempfile.TemporaryDirectory() as folder, counting() as counter:
         try:
             train(Path(folder) / "out", stop)
         except _Counted:
-            return int(counter.get_total_flops())
-    raise AssertionError("the training made no step")
+            return totals[-1] - totals[-2]
+    raise AssertionError("the training made too few steps")
 
 
 def count_expert(shard: Path, settings: ExpertSettings) -> Cost:
-    """Of the network that ``settings`` train on images as those of ``shard``."""
+    """Of the new network that ``settings`` train on images as those of ``shard``.
+
+    Raises:
+        HddmError: for an adapter, which needs something to adapt, and as `hddm.training.expert.train_expert`.
+    """
+    if settings.lora_rank is not None:
+        raise HddmError(
+            f"lora_rank {settings.lora_rank}: adapts an expert that exists; give the model an init, and flow "
+            "for all its objectives"
+        )
     chosen = _one_image(settings)
     assert isinstance(chosen, ExpertSettings)
     images = open_shard(shard)
@@ -101,6 +122,22 @@ def count_expert(shard: Path, settings: ExpertSettings) -> Cost:
     network = new_network(ExpertTransformer, settings.size, images.shape, 0, num_classes=classes)
     step = count_step(lambda out, on_step: train_expert(shard, out, chosen, on_step=on_step))
     return Cost(step, _forward(network, images.shape, classes is not None))
+
+
+def count_continued(init: Path, shard: Path, settings: ExpertSettings) -> Cost:
+    """Of the network in ``init`` as ``settings`` train it on, on images as those of ``shard``.
+
+    Raises:
+        HddmError: as `hddm.training.continuation.continue_expert`.
+    """
+    chosen = _one_image(settings)
+    assert isinstance(chosen, ExpertSettings)
+    step = count_step(lambda out, on_step: continue_expert(init, shard, out, chosen, on_step=on_step))
+    field = load(init)
+    assert isinstance(field, VelocityField)
+    field.calibration = None
+    labels = {"class_labels": torch.zeros(1, dtype=torch.long)} if settings.class_conditional else {}
+    return Cost(step, evaluation_flop(field, **labels))
 
 
 def count_router(shards: Path, settings: RouterSettings) -> Cost:
@@ -122,17 +159,29 @@ class Costs:
         self._first = find_shards(shards)[0]
         self._hash = read_manifest(self._first).hash
 
-    def expert(self, settings: ExpertSettings) -> Cost:
-        """See `count_expert`."""
-        return self._kept("expert", settings, lambda: count_expert(self._first, settings))
+    def expert(
+        self, settings: ExpertSettings, init: Path | None = None, init_hash: str | None = None
+    ) -> Cost:
+        """See `count_expert`; of an expert that goes on with ``init``, of this content, `count_continued`."""
+        if init is None:
+            return self._kept("expert", settings, lambda: count_expert(self._first, settings))
+        count = functools.partial(count_continued, init, self._first, settings)
+        return self._kept("expert", settings, count, {"init": init_hash})
 
     def router(self, settings: RouterSettings) -> Cost:
         """See `count_router`."""
         return self._kept("router", settings, lambda: count_router(self._shards, settings))
 
-    def _kept(self, network: str, settings: LoopSettings, count: Callable[[], Cost]) -> Cost:
+    def _kept(
+        self,
+        network: str,
+        settings: LoopSettings,
+        count: Callable[[], Cost],
+        start: Mapping[str, str | None] | None = None,
+    ) -> Cost:
         counted = {"network": network, **settings.model_dump(mode="json", exclude=_FREE)}
-        job = Job("cost", counted, {"images": self._hash, "shards": len(find_shards(self._shards))})
+        inputs = {"images": self._hash, "shards": len(find_shards(self._shards))}
+        job = Job("cost", counted, {**inputs, **(start or {})})
         if not self._store.has(job):
             with making(self._store.folder, job) as (_, result):
                 result |= vars(count())
@@ -153,8 +202,8 @@ def single_steps(settings: BenchmarkSettings, objective: str, costs: Costs, **ch
 
 
 def _one_image(settings: LoopSettings) -> LoopSettings:
-    """A single step of one image, in float32 on the CPU, whose operations are the same anywhere."""
-    changes = {"steps": 1, "batch_size": 1, "gradient_accumulation_steps": 1, "mixed_precision": "no"}
+    """Two steps of one image, in float32 on the CPU, whose operations are the same anywhere."""
+    changes = {"steps": _STEPS, "batch_size": 1, "gradient_accumulation_steps": 1, "mixed_precision": "no"}
     more = {"compile": False, "device": "cpu", "threads": 1}
     if isinstance(settings, RouterSettings):
         more["calibrate"] = False

@@ -39,11 +39,11 @@ def forward_mflop(model: VelocityField | Ensemble) -> tuple[float, float]:
 
 
 @torch.no_grad()
-def evaluation_flop(field: VelocityField) -> int:
+def evaluation_flop(field: VelocityField, **conditions: Tensor) -> int:
     """Operations of one velocity of one image, the expert's calibration included, without guidance."""
     x, t = _state(field)
     with counting() as counter:
-        field.velocity(x, t.double())
+        field.velocity(x, t.double(), 1.0, None, **conditions)
     return int(counter.get_total_flops())
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from hddm.assembly import assemble
 from hddm.benchmark.blending import Blend, choice
-from hddm.benchmark.compute import Costs, single_steps
+from hddm.benchmark.compute import Cost, Costs, single_steps
 from hddm.benchmark.data import Divided
 from hddm.benchmark.plots import slug
 from hddm.benchmark.samples import Source
@@ -18,9 +18,10 @@ from hddm.benchmark.store import Job, Store, making
 from hddm.benchmark.trainings import MODEL, Training, router_training
 from hddm.data.shard_records import read_manifest
 from hddm.describe import describe
-from hddm.ensemble_folders import ENSEMBLE_FILE
+from hddm.ensemble_folders import ENSEMBLE_FILE, read_ensemble_facts
 from hddm.errors import HddmError
-from hddm.experts import EXPERT_FILE
+from hddm.experts import EXPERT_FILE, FORMAT, ExpertFacts
+from hddm.facts import read_facts
 from hddm.files import read_json, sha256_of
 from hddm.training.island_jobs import OBJECTIVES
 from hddm.training.settings import RouterSettings
@@ -108,6 +109,14 @@ class Zoo:
                 self._expert(model, name, k) for k, name in enumerate(model.named_objectives(self.num_shards))
             ]
         return [one for training in wanted for one in _with_start(training)]
+
+    def cost(self, training: Training) -> Cost:
+        """Of a training, of which one step is made to count it.
+
+        Raises:
+            HddmError: for one that cannot be.
+        """
+        return self.costs.expert(training.settings, training.init, training.init_hash)
 
     def compared(self, model: ModelSettings) -> dict[str, list[Training]]:
         """For a model that errors choose among experts for, those of each objective."""
@@ -202,10 +211,11 @@ class Zoo:
         return Training(self.divided.all_images, self._whole_hash, settings)
 
     def _flop(self, training: Training) -> int:
-        # One that goes on through the conversion keeps the calibration of its training.
-        calibrated = training.start is None and training.init is None
+        (record,) = expert_records(self.store.path(training.job) / MODEL)
+        # A calibration that was trained in was not fitted afterwards.
+        calibrated = not record.training_calibration
         before = 0 if training.start is None else self._flop(training.start)
-        return before + self.costs.expert(training.settings).of_expert(training.settings, calibrated)
+        return before + self.cost(training).of_expert(training.settings, calibrated)
 
     def _finished(self, model: ModelSettings) -> Model:
         assert model.path is not None
@@ -247,6 +257,17 @@ def model_hash(folder: Path) -> str:
         elif path.suffix == ".safetensors":
             lines.append(f"{name} {sha256_of(path)}")
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def expert_records(folder: Path) -> list[ExpertFacts]:
+    """The records of an expert folder, or of all experts of an ensemble folder.
+
+    Raises:
+        HddmError: for a record that cannot be read.
+    """
+    is_expert = (folder / EXPERT_FILE).is_file()
+    experts = [folder] if is_expert else [folder / name for name in read_ensemble_facts(folder).experts]
+    return [read_facts(expert / EXPERT_FILE, ExpertFacts, FORMAT) for expert in experts]
 
 
 def _with_start(training: Training) -> Iterator[Training]:

@@ -7,6 +7,7 @@ from typing import Any
 from hddm.benchmark.data import Divided
 from hddm.benchmark.measures import errors_call, errors_job_of, reliability_call, reliability_job_of
 from hddm.benchmark.models import Errors, Model, Zoo, model_hash
+from hddm.benchmark.naming import named
 from hddm.benchmark.samples import canonical, piece_call, pieces
 from hddm.benchmark.schema import BenchmarkSettings, ModelSettings, Point, table_points
 from hddm.benchmark.scoring import score_call, score_job_of
@@ -94,8 +95,11 @@ class SeedRun:
         """All experts, by the hash of their job, with the kind of model that they are for; and the router."""
         found: dict[str, tuple[str, Training]] = {}
         for model in self.settings.models:
-            for training in self.zoo.trainings(model):
-                found.setdefault(training.job.hash, (model.kind, training))
+            with named(f"model {model.name!r}"):
+                for training in self.zoo.trainings(model):
+                    # What cannot be trained says so here, before hours of what can.
+                    self.zoo.cost(training)
+                    found.setdefault(training.job.hash, (model.kind, training))
         every = self.settings.training.checkpoint_every
         waves: list[dict[Job, Call]] = [{}, {}]
         # The longest first, so that no worker is idle at the end.

@@ -15,9 +15,8 @@ from safetensors.torch import load_file, save_file
 
 from hddm.benchmark.orphans import end_with_parent
 from hddm.benchmark.store import Job, Store, finish_work, publish_work, work_folder
-from hddm.experts import EXPERT_FILE, ROUTER_FILE
+from hddm.experts import EXPERT_FILE, ROUTER_FILE, weights_in
 from hddm.files import read_json, sha256_of
-from hddm.model_folders import WEIGHTS
 from hddm.training.continuation import continue_expert
 from hddm.training.expert import train_expert
 from hddm.training.loop import OnStep
@@ -161,8 +160,10 @@ def _train(
     options = RunOptions(resume=True, checkpoint_every=checkpoint_every, keep=1, log_every=100)
     losses = train(out, on_step, options)
     save_file({"loss": torch.tensor(losses)}, work / _LOSSES)
+    weights = weights_in(out)
+    assert weights is not None
     result: dict[str, Any] = {
-        "weights_sha256": sha256_of(out / WEIGHTS),
+        "weights_sha256": sha256_of(weights),
         "images_seen": settings.steps * settings.batch_size,
     }
     facts = read_json(out / (EXPERT_FILE if job.kind == "expert" else ROUTER_FILE))
