@@ -11,17 +11,16 @@ from hddm.assembly import assemble
 from hddm.benchmark.blending import Blend, choice
 from hddm.benchmark.compute import Cost, Costs, single_steps
 from hddm.benchmark.data import Divided
+from hddm.benchmark.finished import expert_records, read_finished
 from hddm.benchmark.plots import slug
 from hddm.benchmark.samples import Source
 from hddm.benchmark.schema import BY_ERROR, RATIO, BenchmarkSettings, ModelSettings
 from hddm.benchmark.store import Job, Store, making
 from hddm.benchmark.trainings import MODEL, Training, router_training
 from hddm.data.shard_records import read_manifest
-from hddm.describe import describe
-from hddm.ensemble_folders import ENSEMBLE_FILE, read_ensemble_facts
+from hddm.ensemble_folders import ENSEMBLE_FILE
 from hddm.errors import HddmError
-from hddm.experts import EXPERT_FILE, FORMAT, ExpertFacts
-from hddm.facts import read_facts
+from hddm.experts import EXPERT_FILE
 from hddm.files import read_json, sha256_of
 from hddm.training.island_jobs import OBJECTIVES
 from hddm.training.settings import RouterSettings
@@ -219,27 +218,16 @@ class Zoo:
 
     def _finished(self, model: ModelSettings) -> Model:
         assert model.path is not None
-        facts = describe(model.path)
-        if facts["kind"] not in ("expert", "ensemble"):
-            raise HddmError(
-                f"{model.path}: is a {facts['kind']}; a finished model is an expert or an ensemble"
-            )
-        is_expert = facts["kind"] == "expert"
-        experts = [model.path] if is_expert else [model.path / one for one in facts["experts"]]
-        records = [read_json(one / EXPERT_FILE) for one in experts]
-        if any(record.get("space") == "latents" for record in records):
-            raise HddmError(
-                f"{model.path}: makes latents; sample it with hddm sample, and compare the images with hddm "
-                "evaluate"
-            )
-        sides = {tuple(record["sample_shape"][1:]) for record in records}
+        records = read_finished(model.path)
+        sides = {record.sample_shape[1:] for record in records}
         if sides != {self.divided.side}:
             raise HddmError(
                 f"{model.path}: makes images of (H, W) {sorted(sides)}, and the data's are "
                 f"{self.divided.side}; take data of that size"
             )
-        source = Source(model.path, model_hash(model.path), is_expert)
-        objectives = tuple(str(record.get("objective")) for record in records)
+        is_single = (model.path / EXPERT_FILE).is_file()
+        source = Source(model.path, model_hash(model.path), is_single)
+        objectives = tuple(record.objective for record in records)
         link = Path(f"seed_{self.seed}") / "finished" / slug(model.name)
         return Model(model.name, source, objectives, (), None, None, link)
 
@@ -257,17 +245,6 @@ def model_hash(folder: Path) -> str:
         elif path.suffix == ".safetensors":
             lines.append(f"{name} {sha256_of(path)}")
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
-
-
-def expert_records(folder: Path) -> list[ExpertFacts]:
-    """The records of an expert folder, or of all experts of an ensemble folder.
-
-    Raises:
-        HddmError: for a record that cannot be read.
-    """
-    is_expert = (folder / EXPERT_FILE).is_file()
-    experts = [folder] if is_expert else [folder / name for name in read_ensemble_facts(folder).experts]
-    return [read_facts(expert / EXPERT_FILE, ExpertFacts, FORMAT) for expert in experts]
 
 
 def _with_start(training: Training) -> Iterator[Training]:

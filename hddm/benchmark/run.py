@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from hddm.benchmark.checks import check_rows
 from hddm.benchmark.collect import collect
 from hddm.benchmark.data import (
     SHARDS,
@@ -66,12 +67,14 @@ def run_benchmark(
         overwrite: whether results of other settings in ``out`` are replaced; finished jobs stay.
 
     Raises:
-        HddmError: for images or models that are not there or do not fit, for an ``out`` that holds anything
-            but this benchmark, or a store that another one works in.
+        HddmError: for images or models that are not there or do not fit, for a row that its model cannot be
+            sampled for, for an ``out`` that holds anything but this benchmark, or a store that another one
+            works in.
         Stopped: after a signal, with everything saved that was done.
     """
     if settings.data.source == "folder":
         refuse_work_among_images(settings.data, data, (out, jobs or out))
+    check_rows(settings)
     check_out(out, settings, overwrite)
     out.mkdir(parents=True, exist_ok=True)
     store = Store(jobs or out / "jobs")
