@@ -18,7 +18,10 @@ CONVERSIONS = (
     *(f"{how}, {treatment}" for how in (EXACT, SAME_TIME) for treatment in TREATMENTS),
     OWN_SAMPLER,
 )
-"""Ways to use experts that predict noise; the first leaves it to the expert whether it is calibrated."""
+"""Ways to use experts that predict noise; the first leaves it to the expert whether it is calibrated.
+
+Those that were trained on through the exact conversion know no other, and stay as they are.
+"""
 
 
 class SameTimeField(VelocityField):

@@ -37,13 +37,22 @@ def errors_call(folder: Path, job: Job, expert: Path, validation: Path) -> Call:
     return Call(errors_job, arguments, 1)
 
 
-def errors_job_of(expert_hash: str, images_hash: str) -> Job:
-    """The job that measures an expert of this content on these images."""
-    return Job("errors", {"most_images": MOST_IMAGES}, {"expert": expert_hash, "images": images_hash})
+def errors_job_of(expert_hash: str, images_hash: str, trained_in: bool) -> Job:
+    """The job that measures an expert of this content on these images.
+
+    ``trained_in`` says whether its calibration is one that it was trained in.
+    """
+    # Of other experts what was measured stays valid.
+    changes = {"trained_in": True} if trained_in else {}
+    inputs = {"expert": expert_hash, "images": images_hash}
+    return Job("errors", {"most_images": MOST_IMAGES, **changes}, inputs)
 
 
 def errors_job(folder: Path, job: Job, expert: Path, validation: Path, report: Report) -> None:
-    """Velocity error by noise level (`hddm.training.denoising`), as it is sampled and without calibration."""
+    """Velocity error by noise level (`hddm.training.denoising`), as it is sampled and without calibration.
+
+    A calibration that it was trained in stays: without it the network means nothing.
+    """
     end_with_parent()
     with making(folder, job) as (_, result):
         field = load(expert)
@@ -59,7 +68,8 @@ def errors_job(folder: Path, job: Job, expert: Path, validation: Path, report: R
                 "gaussian_mean": found.gaussian,
                 "levels": [asdict(level) for level in found.levels],
             }
-            field.calibration = None
+            if not job.settings.get("trained_in"):
+                field.calibration = None
     report(1)
 
 

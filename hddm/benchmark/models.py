@@ -20,7 +20,7 @@ from hddm.benchmark.trainings import MODEL, Training, router_training
 from hddm.data.shard_records import read_manifest
 from hddm.ensemble_folders import ENSEMBLE_FILE
 from hddm.errors import HddmError
-from hddm.experts import EXPERT_FILE
+from hddm.experts import EXPERT_FILE, ExpertFacts
 from hddm.files import read_json, sha256_of
 from hddm.training.island_jobs import OBJECTIVES
 from hddm.training.settings import RouterSettings
@@ -175,8 +175,9 @@ class Zoo:
         return job
 
     def _source(self, job: Job) -> Source:
-        shards = tuple(self.divided.shard_folders)
-        return Source(self.store.path(job) / MODEL, job.hash, False, shards, tuple(self.divided.hashes))
+        folder, shards = self.store.path(job) / MODEL, tuple(self.divided.shard_folders)
+        hashes = tuple(self.divided.hashes)
+        return Source(folder, job.hash, False, shards, hashes, trained_in=_trained_in(expert_records(folder)))
 
     def _ensemble(
         self, model: ModelSettings, objectives: Sequence[str], experts: Sequence[Training], source: Source
@@ -226,7 +227,8 @@ class Zoo:
                 f"{self.divided.side}; take data of that size"
             )
         is_single = (model.path / EXPERT_FILE).is_file()
-        source = Source(model.path, model_hash(model.path), is_single)
+        content = model_hash(model.path)
+        source = Source(model.path, content, is_single, trained_in=_trained_in(records))
         objectives = tuple(record.objective for record in records)
         link = Path(f"seed_{self.seed}") / "finished" / slug(model.name)
         return Model(model.name, source, objectives, (), None, None, link)
@@ -245,6 +247,10 @@ def model_hash(folder: Path) -> str:
         elif path.suffix == ".safetensors":
             lines.append(f"{name} {sha256_of(path)}")
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def _trained_in(records: Sequence[ExpertFacts]) -> tuple[bool, ...]:
+    return tuple(record.training_calibration for record in records)
 
 
 def _with_start(training: Training) -> Iterator[Training]:

@@ -45,7 +45,9 @@ Model = VelocityField | Ensemble
 class Source:
     """A model to sample: its folder, the hash of its content, and the shards its experts were trained on.
 
-    ``is_single`` is of one network, which has neither strategy nor router.
+    ``is_single`` is of one network, which has neither strategy nor router. ``trained_in`` says of each expert
+    whether its calibration is one that it was trained in (`hddm.training.continuation`): without it the
+    network means nothing, so no point takes it away. Where it is empty, that is true of none.
     """
 
     folder: Path
@@ -54,6 +56,7 @@ class Source:
     shards: tuple[Path, ...] = ()
     shard_hashes: tuple[str, ...] = ()
     blend: Blend | None = None
+    trained_in: tuple[bool, ...] = ()
 
 
 def canonical(point: Point, is_single: bool) -> Point:
@@ -85,6 +88,9 @@ def pieces(source: Source, point: Point, seed: int) -> list[Job]:
     inputs: dict[str, Any] = {"model": source.hash}
     if chosen.conversion not in (EXACT, OWN_SAMPLER):
         inputs["shards"] = list(source.shard_hashes)
+    if any(source.trained_in) and (chosen.conversion != EXACT or "experts" not in chosen.calibration):
+        # Of models without such experts what was drawn stays valid.
+        inputs["trained_in"] = list(source.trained_in)
     return [
         Job(
             "samples",
@@ -148,7 +154,7 @@ class Drawn:
 
 def opened(source: Source, point: Point, device: str) -> Model:
     """The model of ``source`` as ``point`` asks for it."""
-    model = prepared(load(source.folder, device=device), point, source.shards)
+    model = prepared(load(source.folder, device=device), point, source.shards, source.trained_in)
     if source.blend is not None:
         other = prepared(load(source.blend.folder, device=device), point, source.shards)
         assert isinstance(model, Ensemble)
@@ -157,8 +163,8 @@ def opened(source: Source, point: Point, device: str) -> Model:
     return model
 
 
-def prepared(model: Model, point: Point, shards: Sequence[Path]) -> Model:
-    """``model`` as ``point`` asks for it.
+def prepared(model: Model, point: Point, shards: Sequence[Path], trained_in: Sequence[bool] = ()) -> Model:
+    """``model`` as ``point`` asks for it, but for experts whose calibration was ``trained_in``: they stay.
 
     Raises:
         HddmError: for a conversion that needs the shards of the experts where they are not known.
@@ -167,7 +173,10 @@ def prepared(model: Model, point: Point, shards: Sequence[Path]) -> Model:
     how, _, treatment = point.conversion.rpartition(", ")
     if treatment in TREATMENTS and len(shards) != len(fields):
         raise HddmError(f"conversion {point.conversion!r} needs the shards that experts were trained on")
-    for k, field in enumerate(fields):
+    stay = trained_in or [False] * len(fields)
+    for k, (field, stays) in enumerate(zip(fields, stay, strict=True)):
+        if stays:
+            continue
         if treatment in TREATMENTS and field.prediction_type is PredictionType.EPSILON:
             fields[k] = variant(field, how == EXACT, treatment, open_shard(shards[k]).images)
         elif "experts" not in point.calibration:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hddm.benchmark.data import Divided
+from hddm.benchmark.finished import expert_records
 from hddm.benchmark.measures import errors_call, errors_job_of, reliability_call, reliability_job_of
 from hddm.benchmark.models import Errors, Model, Zoo, model_hash
 from hddm.benchmark.naming import named
@@ -120,7 +121,9 @@ class SeedRun:
             if not validation.is_dir():
                 continue
             folder = self.store.path(training.job) / MODEL
-            jobs[key] = errors_job_of(model_hash(folder), read_manifest(validation).hash)
+            (record,) = expert_records(folder)
+            images = read_manifest(validation).hash
+            jobs[key] = errors_job_of(model_hash(folder), images, record.training_calibration)
             calls[jobs[key]] = errors_call(self.store.folder, jobs[key], folder, validation)
         self._do(calls, "measure")
         return jobs
