@@ -286,6 +286,11 @@ def test_ratios_stand_beside_the_papers_where_the_same_was_asked(miniature: Fini
     )
     (_, found) = ratios(results.model_copy(update={"tables": tables, "records": records}))
     assert found.ours == (f"{MIXED} top-2 against {SINGLE}: 14.0 / 30.0 = 0.467 (by seed 0.300 … 0.633)",)
+    warmer = {"point": as_two["point"].model_copy(update={"router_temperature": 2.0})}
+    other = results.tables["strategies"][0].model_copy(update=warmer)
+    more = {**tables, "temperatures": (other,)}
+    (_, found) = ratios(results.model_copy(update={"tables": more, "records": records}))
+    assert len(found.ours) == 1
 
 
 def test_a_distance_of_zero_has_no_ratio(miniature: Finished) -> None:

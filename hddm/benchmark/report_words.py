@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from hddm.benchmark.conversions import EXACT
 from hddm.benchmark.numbers import number, span
 from hddm.benchmark.results import MARK, ErrorCurve, Record, Results, Row, Verdict
+from hddm.benchmark.schema import Point
 from hddm.benchmark.verdicts import no_verdict
 from hddm.wording import counted
 
@@ -187,7 +188,10 @@ def _mixtures(results: Results) -> Iterator[str]:
 
 
 def _top_two(results: Results) -> Iterator[str]:
-    rows = [row for rows in results.tables.values() for row in rows if row.point.conversion == EXACT]
+    usual = results.settings.sampling.model_copy(update={"conversion": EXACT})
+    rows = [
+        row for rows in results.tables.values() for row in rows if _differs_in_cost_alone(row.point, usual)
+    ]
     single = {one.name for one in results.settings.models if one.kind == "single"}
     alone = [row for row in rows if row.model in single]
     seen = set()
@@ -199,9 +203,17 @@ def _top_two(results: Results) -> Iterator[str]:
                 yield _ratio(results, row, other)
 
 
+_OF_COST = ("solver", "steps", "num_images", "guidance_scale")
+
+
+def _differs_in_cost_alone(point: Point, usual: Point) -> bool:
+    """Whether a row is of top-2 as it comes, without another temperature, calibration or conversion."""
+    own = {*_OF_COST, "strategy"}
+    return point.model_dump(exclude=own) == usual.model_dump(exclude=own)
+
+
 def _same_cost(one: Row, other: Row) -> bool:
-    names = ("solver", "steps", "num_images", "guidance_scale")
-    return all(getattr(one.point, name) == getattr(other.point, name) for name in names)
+    return all(getattr(one.point, name) == getattr(other.point, name) for name in _OF_COST)
 
 
 def _ratio(results: Results, ours: Row, theirs: Row) -> str:
