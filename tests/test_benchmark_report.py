@@ -418,10 +418,17 @@ def test_the_first_samples_are_real_images(page: _Page) -> None:
 def test_held_out_images_that_were_trained_on_are_told(miniature: Finished) -> None:
     results = miniature.results
     assert "training images too" not in about_measures(results)
+    assert "A mirrored copy of a training image is not seen." in about_measures(results)
     first = results.records[0]
     scores = first.scores | {"memorisation": first.scores["memorisation"] | {"copies": 2}}
     spoilt = results.model_copy(update={"records": (first.model_copy(update={"scores": scores}),)})
     assert "2 validation images are training images too" in about_measures(spoilt)
+    scores = first.scores | {"memorisation": first.scores["memorisation"] | {"mirrored": True}}
+    told = about_measures(
+        results.model_copy(update={"records": (first.model_copy(update={"scores": scores}),)})
+    )
+    assert "of a training image and its mirror image the nearer counts" in told
+    assert "not seen" not in told
 
 
 def test_names_of_models_are_text_wherever_they_stand(miniature: Finished, tmp_path: Path) -> None:

@@ -269,6 +269,15 @@ def test_figures_that_a_result_lacks_and_distances_of_two_kinds_are_left_out(tmp
     assert "distance within conditions (features)" in both
 
 
+def test_nearest_images_with_their_mirror_images_and_without_are_not_held_side_by_side(
+    tmp_path: Path,
+) -> None:
+    a, b = _write(tmp_path / "a.json", 1), _write(tmp_path / "b.json", 2, memorisation__mirrored=True)
+    assert "nearest-image ratio" in [line.name for line in lines(read_sides([a, a]))]
+    assert "nearest-image ratio" in [line.name for line in lines(read_sides([b, b]))]
+    assert "nearest-image ratio" not in [line.name for line in lines(read_sides([a, b]))]
+
+
 def test_numbers_have_digits_and_no_exponent(tmp_path: Path) -> None:
     texts = [
         str(_figure(mean, None, half)) for mean, half in ((715.26, 113.9), (0.00213, 0.0000456), (0.0, 0.0))

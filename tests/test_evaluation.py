@@ -68,6 +68,27 @@ def test_repeated_training_images_have_a_ratio_of_zero() -> None:
         _memory(fresh, images, images[:40])
 
 
+def test_mirrored_copies_are_copies_where_mirror_images_were_trained_on() -> None:
+    images, fresh = (torch.randint(0, 256, (n, 3, 8, 7), generator=NOISE).byte() for n in (200, 50))
+    half = torch.cat([images[:30], images[30:60].flip(-1)])
+    flat = Extractor("pixels", 4, lambda pixels: pixels[:, 0, :2, :2].flatten(1))
+    plain, mirrored = (
+        Scorer(flat, images, fresh, 2, mirrored=mirrored).score(half).memorisation
+        for mirrored in (False, True)
+    )
+    assert plain is not None
+    assert mirrored is not None
+    assert (plain.mirrored, mirrored.mirrored) == (False, True)
+    assert plain.ratio == pytest.approx(0.5, abs=0.02)
+    assert (mirrored.ratio, mirrored.share_near) == (0, 1)
+    # Fresh images are judged alike: one that is a mirrored training image is a copy too.
+    both = [nearest_distances(fresh, seen) for seen in (images, images.flip(-1))]
+    assert torch.equal(nearest_distances(fresh, images, mirrored=True), both[0].minimum(both[1]))
+    spoilt = Scorer(flat, images, torch.cat([fresh, images[:3].flip(-1)]), 2, mirrored=True).score(fresh)
+    assert spoilt.memorisation is not None
+    assert (spoilt.memorisation.copies, spoilt.memorisation.ratio > 1) == (3, True)
+
+
 def test_nearest_distances_are_exact_over_many_chunks() -> None:
     rows, others = (torch.randint(0, 256, (n, 1, 3, 3), generator=NOISE).byte() for n in (1500, 9000))
     by_hand = np.array(

@@ -40,7 +40,10 @@ def evaluate(
     ] = 0,
     overwrite: Overwrite = False,
 ) -> None:
-    """Distances, precision and recall, diversity and memorising of a folder of images, as JSON."""
+    """Distances, precision and recall, diversity and memorising of a folder of images, as JSON.
+
+    Memorising is judged by the training images as they are: mirrored copies are not seen.
+    """
     import json
 
     from hddm.evaluation.folders import evaluate_folder

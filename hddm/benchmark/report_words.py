@@ -131,7 +131,12 @@ def about_measures(results: Results) -> str:
         "for fresh images."
     )
     scores = [one.scores for one in results.records]
-    copies = max((one["memorisation"]["copies"] for one in scores if one["memorisation"]), default=0)
+    found = [one["memorisation"] for one in scores if one["memorisation"]]
+    copies = max((one["copies"] for one in found), default=0)
+    if any(one.get("mirrored") for one in found):
+        told += " Trained on mirrored images too: of a training image and its mirror image the nearer counts."
+    else:
+        told += " A mirrored copy of a training image is not seen."
     if copies:
         told += f" {copies} {results.score_on} images are training images too, and flatter both."
     within = next((one["within_conditions"] for one in scores if one["within_conditions"]), None)

@@ -49,7 +49,7 @@ def write_features(store: Store, job: Job, reference: Job) -> None:
 
 def score_job_of(settings: BenchmarkSettings, samples: Sequence[Job], reference: Job, features: Job) -> Job:
     """The job that scores samples."""
-    chosen = {
+    chosen: dict[str, Any] = {
         "resamples": settings.resamples,
         "allow_few": settings.allow_few,
         "complete": settings.complete,
@@ -57,6 +57,8 @@ def score_job_of(settings: BenchmarkSettings, samples: Sequence[Job], reference:
         "figures": sorted(field.name for field in fields(Scores)),
         "lpips_on_disk": why_not_lpips(SMALLEST) is None,
     }
+    if _sees_mirrored(settings):
+        chosen["mirrored"] = True
     inputs = {
         "samples": [job.hash for job in samples],
         "reference": reference.hash,
@@ -90,6 +92,7 @@ def score_job(
             chosen["resamples"],
             chosen["allow_few"],
             chosen["complete"],
+            chosen.get("mirrored", False),
         )
         result |= of_split(
             asdict(measure.score(*read_samples(store, samples))), reference.settings["score_on"]
@@ -103,7 +106,8 @@ def real_scores(store: Store, settings: BenchmarkSettings, reference: Job, featu
     if not store.has(job):
         with making(store.folder, job) as (_, result):
             places = store.path(reference), store.path(features)
-            measure = _scorer(*places, settings.resamples, settings.allow_few, settings.complete)
+            chosen = settings.resamples, settings.allow_few, settings.complete, _sees_mirrored(settings)
+            measure = _scorer(*places, *chosen)
             result["to_training"] = asdict(measure.real())
     return store.result(job)
 
@@ -115,6 +119,13 @@ def of_split(scores: Mapping[str, Any], split: Split) -> dict[str, Any]:
         key.replace(_HELD_OUT, name): of_split(value, split) if isinstance(value, Mapping) else value
         for key, value in scores.items()
     }
+
+
+def _sees_mirrored(settings: BenchmarkSettings) -> bool:
+    """Whether experts are trained on mirrored images too, so that their copies are copies."""
+    training = settings.training
+    parts = (training.expert, training.ddpm, training.flow, training.single)
+    return any(part.get("random_flip") for part in (*parts, *(one.training for one in settings.models)))
 
 
 def training_set(reference: Path, classes: Sequence[str]) -> ImageSet:
@@ -130,7 +141,9 @@ def training_set(reference: Path, classes: Sequence[str]) -> ImageSet:
 
 
 @functools.lru_cache(maxsize=1)
-def _scorer(reference: Path, features: Path, resamples: int, allow_few: bool, complete: bool) -> Scorer:
+def _scorer(
+    reference: Path, features: Path, resamples: int, allow_few: bool, complete: bool, mirrored: bool
+) -> Scorer:
     """A scorer, which a worker makes once: features of all training images take long."""
     tensors = read_reference(reference)
     record, made = read_json(reference / RECORD)["result"], read_json(features / RECORD)["result"]
@@ -147,4 +160,5 @@ def _scorer(reference: Path, features: Path, resamples: int, allow_few: bool, co
         complete=complete,
         training_labels=tensors.get("labels"),
         shards=shards if complete else (),
+        mirrored=mirrored,
     )

@@ -45,7 +45,8 @@ def evaluate_folder(
 
     Beside the fields of `hddm.evaluation.scores.Scores` the result says what was measured (``data``), on
     which features, how the images were sampled (``sampling``, from the record of ``hddm sample``), with which
-    versions, and whether it is ``comparable``, with ``reasons`` where it is not.
+    versions, and whether it is ``comparable``, with ``reasons`` where it is not. Memorising is judged by the
+    training images as they are: mirrored copies are not seen.
 
     Args:
         images: folder of samples.

@@ -21,7 +21,8 @@ class Memorisation:
     well below 1 where they repeat them, above 1 where they lie off the data. ``half_width`` is that of its
     95 % interval. ``share_near`` is the share of samples nearer to a training image than 95 % of the held-out
     images are: 0.05 for fresh images; None with ``few_images``. ``copies`` counts held-out images that are
-    training images too, and make samples look better than they are.
+    training images too, and make samples look better than they are. ``mirrored``: the distances are to the
+    nearer of a training image and its mirror image; without it, a mirrored copy passes for a fresh image.
     """
 
     ratio: float
@@ -29,14 +30,16 @@ class Memorisation:
     share_near: float | None
     few_images: bool
     copies: int
+    mirrored: bool = False
 
 
-def memorisation(samples: Tensor, fresh: Tensor) -> Memorisation:
+def memorisation(samples: Tensor, fresh: Tensor, mirrored: bool = False) -> Memorisation:
     """The figures of two sets of distances to the nearest training image.
 
     Args:
         samples: (n,), of samples.
         fresh: (m,), of held-out images.
+        mirrored: whether `nearest_distances` took mirror images of both.
 
     Raises:
         HddmError: for fewer than 2 distances a side, or where held-out images repeat training images exactly.
@@ -55,24 +58,26 @@ def memorisation(samples: Tensor, fresh: Tensor) -> Memorisation:
     variance = (errors[0] + ratio**2 * errors[1]) / theirs.mean() ** 2
     few = min(len(ours), len(theirs)) < FEW
     near = None if few else (ours < theirs.quantile(_NEAR)).double().mean().item()
-    return Memorisation(ratio, 1.96 * variance.sqrt().item(), near, few, int((theirs == 0).sum()))
+    return Memorisation(ratio, 1.96 * variance.sqrt().item(), near, few, int((theirs == 0).sum()), mirrored)
 
 
-def nearest_distances(rows: Tensor, others: Tensor) -> Tensor:
+def nearest_distances(rows: Tensor, others: Tensor, mirrored: bool = False) -> Tensor:
     """Euclidean distance over pixels (n,) of each image in ``rows`` to the nearest of ``others``.
 
     Args:
         rows: (n, …), of any dtype.
         others: (m, …), in the same scale.
+        mirrored: whether ``others`` are taken mirrored left to right too, in twice the time.
     """
-    return torch.cat([_nearest(chunk.flatten(1).float(), others) for chunk in rows.split(_ROWS)])
+    return torch.cat([_nearest(chunk.flatten(1).float(), others, mirrored) for chunk in rows.split(_ROWS)])
 
 
-def _nearest(rows: Tensor, others: Tensor) -> Tensor:
+def _nearest(rows: Tensor, others: Tensor, mirrored: bool) -> Tensor:
     best = torch.full((len(rows),), torch.inf)
     for chunk in others.split(_OTHERS):
-        flat = chunk.flatten(1).float()
-        # cdist's distances of equal rows are not 0 (it multiplies matrices); it only finds the nearest here.
-        found = flat[torch.cdist(rows, flat).argmin(1)]
-        best = best.minimum((rows - found).norm(dim=1))
+        for seen in (chunk, chunk.flip(-1)) if mirrored else (chunk,):
+            flat = seen.flatten(1).float()
+            # cdist's distances of equal rows are not 0 (it multiplies matrices); it only finds the nearest.
+            found = flat[torch.cdist(rows, flat).argmin(1)]
+            best = best.minimum((rows - found).norm(dim=1))
     return best

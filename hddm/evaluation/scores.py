@@ -74,6 +74,7 @@ class Scorer:
         complete: whether the measures that take longer are made too, see `Scores`.
         training_labels: classes (n,) of the training images, for the diversity within classes.
         shards: training images of each shard, as bytes, for the distances to each.
+        mirrored: whether models were trained on mirrored images too, so that a mirrored copy is a copy.
     """
 
     def __init__(
@@ -87,9 +88,10 @@ class Scorer:
         complete: bool = False,
         training_labels: Tensor | None = None,
         shards: Sequence[Tensor] = (),
+        mirrored: bool = False,
     ) -> None:
         self._extractor, self._resamples, self._allow_few = extractor, resamples, allow_few
-        self._complete, self._labels = complete, training_labels
+        self._complete, self._labels, self._mirrored = complete, training_labels, mirrored
         self._training = self._side(training)
         self._held_out = None if held_out is None else self._side(held_out)
         self._shards = ShardMeter([self._of(shard) for shard in shards], resamples) if shards else None
@@ -139,12 +141,15 @@ class Scorer:
         )
 
     def _memorisation(self, pixels: Tensor) -> Memorisation:
-        return memorisation(nearest_distances(pixels, self._training.pixels), self._fresh_distances)
+        return memorisation(self._to_nearest(pixels), self._fresh_distances, self._mirrored)
 
     @cached_property
     def _fresh_distances(self) -> Tensor:
         assert self._held_out is not None
-        return nearest_distances(self._held_out.pixels, self._training.pixels)
+        return self._to_nearest(self._held_out.pixels)
+
+    def _to_nearest(self, pixels: Tensor) -> Tensor:
+        return nearest_distances(pixels, self._training.pixels, self._mirrored)
 
     def _within(self, side: _Side, labels: Tensor) -> ConditionDiversity | None:
         why = why_not_lpips(min(side.pixels.shape[-2:]))

@@ -177,10 +177,11 @@ def _measures(sides: Sequence[Side]) -> list[tuple[str, Better | None, Get]]:
         for k in range(shards)
         for which, key in (("all", "all"), ("its own", "own"))
     ]
-    # Distances of two kinds are no figure to compare.
+    # Distances of two kinds are no figure to compare, of conditions as of nearest images.
     distances = sorted(
         {(result.content.get("within_conditions") or {}).get("distance", "") for result in results}
     )
+    mirrored = {bool((result.content.get("memorisation") or {}).get("mirrored")) for result in results}
     # The images that were not trained on: of a benchmark that still chooses, those of its validation split.
     fresh = results[0].content.get("split", "held-out")
     return [
@@ -198,7 +199,7 @@ def _measures(sides: Sequence[Side]) -> list[tuple[str, Better | None, Get]]:
             for name in distances[:1]
             if not distances[1:]
         ],
-        ("nearest-image ratio", None, _memory),
+        *([("nearest-image ratio", None, _memory)] if len(mirrored) == 1 else []),
         *of_shards,
         ("training, 1e12 operations", None, _plain("training_tflop")),
     ]
