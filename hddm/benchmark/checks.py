@@ -1,70 +1,125 @@
-"""Rows of tables that their model cannot be sampled for: known from the settings, so refused at once."""
+"""What settings ask of models that these cannot give: known before anything is trained, so refused then."""
 
 import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
-from hddm.benchmark.conversions import OWN_SAMPLER
+from hddm.benchmark.conversions import EXACT, OWN_SAMPLER
 from hddm.benchmark.finished import read_finished
 from hddm.benchmark.naming import named
 from hddm.benchmark.samples import canonical
 from hddm.benchmark.schema import BenchmarkSettings, ModelSettings, Point, table_points
+from hddm.conditions import missing_from
+from hddm.ensemble import Ensemble
 from hddm.errors import HddmError
-from hddm.experts import EXPERT_FILE
+from hddm.loading import load
 from hddm.predictions import PredictionType
+from hddm.strategies import Strategy
 
 
 @dataclass(frozen=True)
 class _Kind:
     """What of a model decides how it can be sampled."""
 
-    is_single: bool
+    experts: int
+    """0 of a single model."""
     is_ddpm: bool
     """Its experts predict noise on one schedule, as they were trained."""
     has_classes: bool
+    has_router: bool = True
+    has_shards: bool = True
+    """Whether the shards are known that its experts were trained on."""
 
 
 def check_rows(settings: BenchmarkSettings) -> None:
-    """Refuse what could not be sampled, before anything is trained.
+    """Refuse what could not be sampled, from the settings and the finished models that they name.
 
     Raises:
         HddmError: for a row that asks a model for what it cannot give, and for a finished model that cannot
-            be compared.
+            be opened or compared.
     """
     kinds = {model.name: _kind(settings, model) for model in settings.models}
     for table in settings.tables:
         for name, point in itertools.product(table.models or kinds, table_points(settings, table)):
-            wrong = _misfit(name, kinds[name], canonical(point, kinds[name].is_single))
+            kind = kinds[name]
+            wrong = next(_misfits(f"model {name!r}", kind, canonical(point, not kind.experts)), None)
             if wrong is not None:
                 raise HddmError(f"table {table.name!r}: {wrong}")
 
 
-def _misfit(name: str, kind: _Kind, point: Point) -> str | None:
-    """Why the model ``name`` cannot be sampled at ``point``, and what to do; None where it can."""
-    if point.conversion == OWN_SAMPLER and (kind.is_single or kind.has_classes or not kind.is_ddpm):
-        return (
-            f"conversion {OWN_SAMPLER!r} is for ensembles without classes whose experts all predict noise as "
-            f"they were trained to, and model {name!r} is none; name such models in the table"
+def check_shapes(settings: BenchmarkSettings, shape: Sequence[int]) -> None:
+    """Refuse finished models that make other images than the data's, of ``shape`` (C, H, W).
+
+    Raises:
+        HddmError: as `read_finished`, and for another shape.
+    """
+    for model in settings.models:
+        if model.path is None:
+            continue
+        made = {record.sample_shape for record in read_finished(model.path)}
+        if made != {tuple(shape)}:
+            told = " and ".join(map(str, sorted(made)))
+            raise HddmError(
+                f"model {model.name!r}: {model.path} makes images (C, H, W) of {told}, and the data's are "
+                f"{tuple(shape)}; take data of that shape"
+            )
+
+
+def _misfits(model: str, kind: _Kind, point: Point) -> Iterator[str]:
+    """Why ``model`` cannot be sampled at ``point``, and what to do."""
+    strategy = Strategy.parse(point.strategy)
+    if strategy.kind == "top" and strategy.value > kind.experts > 0:
+        yield (
+            f"strategy {point.strategy!r} asks for more experts than the {kind.experts} of {model}; take "
+            f"top-{kind.experts} at most"
         )
-    return None
+    if strategy.kind != "draw" and kind.experts > 1 and not kind.has_router:
+        yield f"strategy {point.strategy!r} needs a router, and {model} has none; take draw"
+    if point.guidance_scale != 1 and not kind.has_classes:
+        yield f"guidance_scale {point.guidance_scale:g} needs classes, and {model} has none; take 1"
+    if point.conversion == OWN_SAMPLER and (kind.has_classes or not kind.experts or not kind.is_ddpm):
+        yield (
+            f"conversion {OWN_SAMPLER!r} is for ensembles without classes whose experts all predict noise as "
+            f"they were trained to, and {model} is none; name such models in the table"
+        )
+    if point.conversion not in (EXACT, OWN_SAMPLER) and not kind.has_shards:
+        yield (
+            f"conversion {point.conversion!r} needs the shards that experts were trained on, which are not "
+            f"known of {model}, a finished one; name others in the table"
+        )
 
 
 def _kind(settings: BenchmarkSettings, model: ModelSettings) -> _Kind:
     if model.path is not None:
         with named(f"model {model.name!r}"):
-            records = read_finished(model.path)
-        schedules = [record.schedule for record in records]
-        return _Kind(
-            (model.path / EXPERT_FILE).is_file(),
-            all(
-                record.prediction_type is PredictionType.EPSILON and not record.training_calibration
-                for record in records
-            )
-            and all(schedule == schedules[0] for schedule in schedules),
-            any(record.classes for record in records),
-        )
+            return _kind_of_finished(model.path)
     if model.kind == "single":
         trained = settings.single(model.objectives, 0, 1, **model.training)
-        return _Kind(True, False, trained.class_conditional)
-    objectives = set(model.named_objectives(settings.partition.shards))
-    labelled = (settings.expert(name, 0, **model.training).class_conditional for name in objectives)
-    return _Kind(False, objectives == {"ddpm"}, any(labelled))
+        return _Kind(0, False, trained.class_conditional)
+    objectives = model.named_objectives(settings.partition.shards)
+    labelled = (settings.expert(name, 0, **model.training).class_conditional for name in set(objectives))
+    return _Kind(len(objectives), set(objectives) == {"ddpm"}, any(labelled))
+
+
+def _kind_of_finished(path: Path) -> _Kind:
+    records = read_finished(path)
+    opened = load(path)
+    fields = opened.experts if isinstance(opened, Ensemble) else [opened]
+    for field in fields:
+        given = {*field.null_conditions, *(["class_labels"] if opened.classes else [])}
+        missing = missing_from(given, field.conditions or ())
+        if missing:
+            raise HddmError(
+                f"{path}: needs {' and '.join(missing)}, which a benchmark does not give; sample it with "
+                "hddm sample, and compare the images with hddm evaluate"
+            )
+    is_ddpm = all(
+        record.prediction_type is PredictionType.EPSILON
+        and not record.training_calibration
+        and record.schedule == records[0].schedule
+        for record in records
+    )
+    experts = len(fields) if isinstance(opened, Ensemble) else 0
+    has_router = isinstance(opened, Ensemble) and opened.router is not None
+    return _Kind(experts, is_ddpm, bool(opened.classes), has_router, has_shards=False)

@@ -13,9 +13,9 @@ from torch import Tensor
 from hddm.benchmark.digits import write_digits
 from hddm.benchmark.schema import DataSettings, PartitionSettings, Split
 from hddm.benchmark.store import Job, Store, making
-from hddm.data.images import decode, load_images, to_bytes
+from hddm.data.images import load_images, to_bytes
 from hddm.data.partition import partition
-from hddm.data.shard_records import HELD_OUT, Manifest, find_shards, read_content, read_manifest
+from hddm.data.shard_records import HELD_OUT, Manifest, find_shards, read_manifest
 from hddm.data.shards import Shard, load_shard
 from hddm.data.sources import open_source
 from hddm.errors import HddmError
@@ -66,12 +66,6 @@ class Divided:
         """Of the validation images of all shards that have some."""
         found = map(self.validation, range(len(self.manifests)))
         return [read_manifest(folder) for folder in found if folder is not None]
-
-    @property
-    def side(self) -> tuple[int, ...]:
-        """(H, W) of an image."""
-        folder, entry = self.shard_folders[0], self.manifests[0].images[0]
-        return decode(read_content(folder, entry), folder / entry.file).shape[:2]
 
     @property
     def hashes(self) -> list[str]:

@@ -220,12 +220,6 @@ class Zoo:
     def _finished(self, model: ModelSettings) -> Model:
         assert model.path is not None
         records = read_finished(model.path)
-        sides = {record.sample_shape[1:] for record in records}
-        if sides != {self.divided.side}:
-            raise HddmError(
-                f"{model.path}: makes images of (H, W) {sorted(sides)}, and the data's are "
-                f"{self.divided.side}; take data of that size"
-            )
         is_single = (model.path / EXPERT_FILE).is_file()
         content = model_hash(model.path)
         source = Source(model.path, content, is_single, trained_in=_trained_in(records))

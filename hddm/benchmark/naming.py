@@ -2,9 +2,11 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from hddm.errors import HddmError
 from hddm.training.signals import Stopped
+from hddm.workers import Call, Report
 
 
 @contextmanager
@@ -20,3 +22,13 @@ def named(what: str) -> Iterator[None]:
         raise
     except HddmError as error:
         raise HddmError(f"{what}: {error.message}", error.details) from error
+
+
+def named_call(what: str, call: Call) -> Call:
+    """``call`` as it is, in whose errors a worker says that it is about ``what``."""
+    return Call(_within, {"what": what, "call": call}, call.units)
+
+
+def _within(what: str, call: Call, report: Report) -> Any:
+    with named(what):
+        return call.function(**call.arguments, report=report)

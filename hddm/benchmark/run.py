@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from hddm.benchmark.checks import check_rows
+from hddm.benchmark.checks import check_rows, check_shapes
 from hddm.benchmark.collect import collect
 from hddm.benchmark.data import (
     SHARDS,
@@ -83,6 +83,7 @@ def run_benchmark(
             # Killed from here on, the same command knows the folder for its own.
             _write_settings(out, settings)
         shared, links = _prepare(settings, data, store)
+        check_shapes(settings, read_reference(store.path(shared.reference))["training"].shape[1:])
         if not overwrite:
             _check_images(out, shared)
         _write_settings(out, settings)

@@ -8,7 +8,7 @@ from hddm.benchmark.data import Divided
 from hddm.benchmark.finished import expert_records
 from hddm.benchmark.measures import errors_call, errors_job_of, reliability_call, reliability_job_of
 from hddm.benchmark.models import Errors, Model, Zoo, model_hash
-from hddm.benchmark.naming import named
+from hddm.benchmark.naming import named, named_call
 from hddm.benchmark.samples import canonical, piece_call, pieces
 from hddm.benchmark.schema import BenchmarkSettings, ModelSettings, Point, table_points
 from hddm.benchmark.scoring import score_call, score_job_of
@@ -17,6 +17,8 @@ from hddm.benchmark.trainings import MODEL, Training, router_call
 from hddm.data.shard_records import HELD_OUT, read_manifest
 from hddm.progress import Progress
 from hddm.workers import Call, Workers
+
+_ALWAYS_TOLD = ("strategy", "solver", "steps")
 
 
 @dataclass(frozen=True)
@@ -167,16 +169,27 @@ class SeedRun:
         calls = {}
         for row in rows:
             for job in row.samples:
-                calls[job] = piece_call(self.store, job, models[row.model].source, self.settings.device)
+                call = piece_call(self.store, job, models[row.model].source, self.settings.device)
+                calls[job] = named_call(self._name(row), call)
         self._do(calls, "sample")
 
     def _score(self, rows: Sequence[Scored]) -> None:
         ground = self.ground
-        calls = {
-            row.scores: score_call(self.store, row.scores, row.samples, ground.reference, ground.features)
-            for row in rows
-        }
+        calls = {}
+        for row in rows:
+            call = score_call(self.store, row.scores, row.samples, ground.reference, ground.features)
+            calls[row.scores] = named_call(self._name(row), call)
         self._do(calls, "score")
+
+    def _name(self, row: Scored) -> str:
+        """A row in errors: its model, the seed, and how it is sampled."""
+        usual = Point().model_dump()
+        told = [
+            f"{key} {value}"
+            for key, value in row.point.model_dump().items()
+            if key in _ALWAYS_TOLD or value != usual[key]
+        ]
+        return ", ".join([f"model {row.model!r}", f"seed {self.seed}", *told])
 
     def _do(self, calls: Mapping[Job, Call], label: str) -> None:
         """Those of the jobs that are not done, with a bar."""
