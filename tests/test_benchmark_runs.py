@@ -13,6 +13,7 @@ import hddm
 from hddm.benchmark.protocol import chosen
 from hddm.benchmark.results import read_results
 from hddm.errors import HddmError
+from tests.artefacts import copied, edit_json
 from tests.benchmark_files import Finished, life, run_inline, settings, write_sides
 
 MOMENTS = [
@@ -224,6 +225,32 @@ def test_a_finished_model_is_compared_by_its_path(miniature: Finished, tmp_path:
     assert results.models[0].objectives == ("ddpm", "flow")
     assert results.one_model == {"mine"}
     assert not miniature.results.one_model
+
+
+def test_the_weights_and_the_device_of_a_row_are_those_that_drew_it(
+    miniature: Finished, tmp_path: Path
+) -> None:
+    assert {tuple(one.sampled_as.items()) for one in miniature.results.records} == {
+        (("weights", "ema"), ("device", "cpu"))
+    }
+    raw = copied(miniature.out / "seed_0" / "ensembles" / "mixed-1-1", tmp_path)
+    edit_json(raw / "experts" / "0" / "expert.json", weights="raw")
+    models = [
+        {"name": "raw", "kind": "finished", "path": str(raw)},
+        {"name": "homogeneous flow", "objectives": "flow"},
+    ]
+    jobs = copied(miniature.out / "jobs", tmp_path)
+    for record in jobs.glob("samples-*/job.json"):
+        content = json.loads(record.read_text())
+        del content["result"]["device"]
+        record.write_text(json.dumps(content))
+    changed = settings(models=models, compare={}, tables=[{"name": "models"}], device="auto")
+    results = run_inline(changed, tmp_path / "out", miniature.data, jobs=jobs)
+    drawn, found = (one.sampled_as for one in results.records)
+    assert drawn == {"weights": "ema and raw", "device": "cuda" if torch.cuda.is_available() else "cpu"}
+    assert found == {"weights": "ema", "device": None}
+    assert results.sampled_as["weights"] == "ema, ema and raw"
+    assert results.sampled_as["device"] == f"{drawn['device']}, not recorded"
 
 
 def test_samples_in_pieces_are_those_in_one(

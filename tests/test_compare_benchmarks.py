@@ -79,6 +79,28 @@ def test_benchmarks_that_differ_in_more_than_the_model_are_refused_with_the_list
     assert hddm("compare", a, _copy(miniature, tmp_path / "c", _steps), "--varies", "steps")[0] == 0
 
 
+def _raw_on_a_gpu(content: dict[str, Any]) -> None:
+    for record in content["records"]:
+        record["sampled_as"] = {"weights": "raw", "device": "cuda"}
+
+
+def _older(content: dict[str, Any]) -> None:
+    for record in content["records"]:
+        del record["sampled_as"]
+
+
+def test_benchmarks_of_other_weights_or_devices_are_told_apart_row_by_row(
+    miniature: Finished, tmp_path: Path, hddm: Command
+) -> None:
+    a = _copy(miniature, tmp_path / "a")
+    b = _copy(miniature, tmp_path / "b", _raw_on_a_gpu)
+    _, _, err = hddm("compare", a, b)
+    files = a / "results.json", b / "results.json"
+    assert f'weights: "ema" in {files[0]}; "raw" in {files[1]}' in err
+    assert f'device: "cpu" in {files[0]}; "cuda" in {files[1]}' in err
+    assert hddm("compare", a, _copy(miniature, tmp_path / "c", _older))[0] == 0
+
+
 def test_benchmarks_of_too_few_images_are_not_compared(
     miniature: Finished, tmp_path: Path, hddm: Command
 ) -> None:

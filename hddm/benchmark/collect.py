@@ -1,7 +1,7 @@
 """From finished jobs to `hddm.benchmark.results.Results`."""
 
 import datetime
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from hddm.benchmark.machine import machine
@@ -37,6 +37,7 @@ def collect(
         )
         for table in settings.tables
     }
+    every = [one for rows in records.values() for each in rows.values() for one in each]
     models = tuple(_model(store, seed, name) for seed in seeds for name in seed.models)
     decides = f"to_{settings.score_on.replace('-', '_')}"
     extractor = store.result(ground.features)
@@ -57,7 +58,12 @@ def collect(
         },
         images=store.result(reference)["images"],
         features=extractor,
-        sampled_as={"weights": "ema", "dtype": "float32", "device": settings.device, "vae": None},
+        sampled_as={
+            "weights": _told(one.sampled_as["weights"] for one in every),
+            "dtype": "float32",
+            "device": _told(one.sampled_as["device"] for one in every),
+            "vae": None,
+        },
         real=finite(ground.real),
         models=models,
         tables={
@@ -65,7 +71,7 @@ def collect(
             for table, rows in records.items()
         },
         verdicts=tuple(judge(settings, models, records, decides)),
-        records=tuple(one for rows in records.values() for each in rows.values() for one in each),
+        records=tuple(every),
         errors=tuple(one for seed in seeds for one in _errors(store, seed)),
         routers=tuple(_router(store, seed) for seed in seeds if seed.reliability is not None),
         losses=tuple(one for seed in seeds for one in _losses(store, seed)),
@@ -100,7 +106,20 @@ def _record(store: Store, seed: Seed, row: Scored) -> Record:
         samples=tuple(job.name for job in row.samples),
         scores_job=row.scores.name,
         seconds=round(sum(one["seconds"] for one in drawn), 1),
+        sampled_as={
+            "weights": seed.models[row.model].weights,
+            # Jobs of older versions do not say.
+            "device": _told(part.get("device") for part in parts),
+        },
     )
+
+
+def _told(values: Iterable[str | None]) -> str | None:
+    """What all say, or one after the other; None where none says anything."""
+    distinct = set(values)
+    if distinct <= {None}:
+        return None
+    return ", ".join(sorted("not recorded" if one is None else one for one in distinct))
 
 
 def _mean_use(parts: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:

@@ -4,6 +4,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,11 @@ class Model:
     images_seen: int | None
     link: Path
     """Where it is shown to the user, below the benchmark's folder."""
+
+    @cached_property
+    def weights(self) -> str:
+        """What the records of its experts say of their weights: averaged, raw or unstated."""
+        return " and ".join(sorted({record.weights for record in expert_records(self.source.folder)}))
 
     @property
     def links(self) -> dict[str, Path]:

@@ -13,6 +13,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from pydantic import Field
+
 from hddm.benchmark.schema import BenchmarkSettings, Point, Split
 from hddm.facts import Facts, read_facts
 from hddm.record_names import RESULTS_FILE
@@ -72,6 +74,9 @@ class Record(Facts):
     scores_job: str
     seconds: float
     """That sampling took, of all workers together."""
+    sampled_as: dict[str, Any] = Field(default_factory=dict)
+    """``weights``, as the experts' records have it, and the ``device`` of the jobs that drew, None where they
+    do not say; empty in older results."""
 
 
 class Row(Facts):
@@ -195,7 +200,7 @@ class Results(Facts):
     features: dict[str, Any]
     """Name, dimensions, hash, resizing and choice of the extractor."""
     sampled_as: dict[str, Any]
-    """Weights (averaged), dtype, device and VAE of all samples."""
+    """Weights, dtype, device and VAE of all samples; several where rows differ, None where none says."""
     real: dict[str, Any]
     """The split's own images against the training images."""
     models: tuple[ModelRecord, ...]

@@ -114,7 +114,8 @@ def samples_job(folder: Path, job: Job, source: Source, device: str, report: Rep
     point = Point.model_validate(chosen)
     start, stop = job.settings["start"], job.settings["stop"]
     with making(folder, job) as (draft, result):
-        model = opened(source, point, _device(device))
+        used = _device(device)
+        model = opened(source, point, used)
         drawn = draw(model, point, job.settings["seed"], start, stop, report)
         tensors = {"pixels": drawn.pixels}
         if drawn.labels is not None:
@@ -126,6 +127,7 @@ def samples_job(folder: Path, job: Job, source: Source, device: str, report: Rep
             "router_evaluations": drawn.router_rows,
             "flop": drawn.flop,
             "use": drawn.use,
+            "device": used,
         }
 
 

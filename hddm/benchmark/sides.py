@@ -77,6 +77,7 @@ def _content(results: Results, record: Record) -> dict[str, Any]:
         "sampling": {
             **record.point.model_dump(),
             **results.sampled_as,
+            **record.sampled_as,
             "source": made.hash,
             "seed": record.seed,
         },
