@@ -62,6 +62,11 @@ def test_a_file_of_ones_own_says_the_same(tmp_path: Path) -> None:
         ({"tables": [{"name": "a", "models": ["b"]}]}, "there is no model 'b'"),
         ({"data": {"source": "digits"}}, "score_on: validation needs a data.validation_share"),
         ({"models": [{"name": "a", "kind": "finished"}]}, "path and kind: finished go together"),
+        (
+            {"models": [{"name": "a", "kind": "single", "converted": 0.5}]},
+            "converted and init are for ensembles",
+        ),
+        ({"models": [{"name": "a", "kind": "single", "init": "b"}]}, "converted and init are for ensembles"),
         ({"models": [{"name": "a"}, {"name": "a"}]}, "two models are called 'a'"),
         ({"models": [{"name": "a", "objectives": 63}]}, "write it in quotes"),
         ({"seeds": [0, 1, 0]}, "0 is there twice; name each once"),

@@ -173,6 +173,8 @@ class ModelSettings(Facts):
                 raise ValueError(f"{self.name}: blended is an ensemble of both; drop kind and objectives")
             if self.converted is not None or self.init is not None:
                 raise ValueError(f"{self.name}: is blended, or starts from other experts; drop one")
+        if self.kind != "ensemble" and (self.converted is not None or self.init is not None):
+            raise ValueError(f"{self.name}: converted and init are for ensembles; drop them, or drop kind")
         if self.kind == "single" and self.objectives not in ("flow", "ddpm"):
             raise ValueError(f"{self.name}: a single model has one objective, flow or ddpm")
         return self
