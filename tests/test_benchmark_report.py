@@ -72,15 +72,23 @@ class _Page(HTMLParser):
 
 
 def _seeds(
-    results: Results, gaps: dict[str, list[float]], fixed: tuple[str, ...] = (), **changes: Any
+    results: Results,
+    gaps: dict[str, list[float]],
+    fixed: tuple[str, ...] = (),
+    few: tuple[str, ...] = (),
+    **changes: Any,
 ) -> Results:
-    """``results`` of more seeds, models' distances being these by seed; ``fixed`` are not trained anew."""
+    """``results`` of more seeds, models' distances being these by seed.
+
+    ``fixed`` are not trained anew, and ``few`` have too few images.
+    """
     count = len(next(iter(gaps.values())))
     records: list[Any] = []
     for one in results.records:
         for seed in range(count):
             moved = gaps.get(one.model)
             scores = json.loads(json.dumps(one.scores))
+            scores["to_validation"]["few_images"] = one.model in few
             if moved is not None:
                 scores["to_validation"]["value"] = moved[seed]
             records.append(one.model_copy(update={"seed": seed, "scores": scores}))
@@ -183,7 +191,7 @@ def test_the_answer_is_one_sentence_with_its_numbers(
 
 def test_many_candidates_are_counted_and_one_seed_judges_nothing(miniature: Finished) -> None:
     results = miniature.results
-    (flow, _) = answers(results)
+    (flow, _) = answers(_seeds(results, {FLOW: [10.0], MIXED: [8.0]}))
     assert flow.sentence.endswith("no verdict from 1 training seed (3 or more give one).")
     three = _seeds(results, {FLOW: [10.0, 10.1, 9.9], MIXED: [8.0, 8.1, 7.9], SINGLE: [9.0, 11.0, 10.0]})
     first = next(one for one in three.verdicts if one.row == MIXED)
@@ -214,6 +222,27 @@ def test_one_set_of_weights_in_every_seed_is_judged_by_nothing(miniature: Finish
     assert f"{MIXED} and {SINGLE} are each one set of weights" in both[1].sentence
     (other,) = (one.sentence for one in both if (one.row, one.kind) == ("top-1", "setting"))
     assert f"no verdict ({MIXED} is one set" in other
+
+
+def test_what_does_not_compare_gets_no_verdict_of_any_number_of_seeds(miniature: Finished) -> None:
+    results = _seeds(miniature.results, THREE, few=(SINGLE,))
+    to_flow, to_single = (one for one in results.verdicts if one.kind == "model")
+    assert (to_flow.judgement, to_flow.why) == ("better", None)
+    assert (to_single.judgement, to_single.interval) == ("no verdict", None)
+    assert (
+        to_single.sentence == f"{MIXED} against {SINGLE}: −1.00, no verdict (too few images for the features)"
+    )
+    (_, answer) = answers(results)
+    assert answer.sentence == f"Against {SINGLE} (9.00): no verdict (too few images for the features)."
+    more = [
+        one.model_copy(update={"point": one.point.model_copy(update={"num_images": 2000})})
+        if one.row == "top-1"
+        else one
+        for one in results.records
+    ]
+    rows = {"strategies": {name: [one for one in more if one.row == name] for name in ("draw", "top-1")}}
+    (unequal,) = judge(results.settings, results.models, rows, "to_validation")
+    assert unequal.why == "no verdict (2,000 images against 40: distances fall with that number)"
 
 
 def test_a_spread_that_is_of_samples_alone_is_marked(miniature: Finished, tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ from hddm.benchmark.conversions import EXACT
 from hddm.benchmark.numbers import number, span
 from hddm.benchmark.results import MARK, ErrorCurve, Record, Results, Row, Verdict
 from hddm.benchmark.schema import Point
-from hddm.benchmark.verdicts import no_verdict
 from hddm.wording import counted
 
 JUDGEMENTS = ("better", "worse", "within noise", "no verdict")
@@ -47,7 +46,7 @@ def why_no_answer(results: Results) -> str:
 def _answer(results: Results, table: str, baseline: str, group: Sequence[Verdict]) -> Answer:
     distance = {row.name: row.figures[results.decides].mean for row in results.tables[table]}
     against = f"{baseline} ({number(distance[baseline])})"
-    whys = [no_verdict(len(one.seeds), one.one_model) for one in group]
+    whys = [one.why for one in group]
     if whys[0] is not None and len(set(whys)) == 1:
         lines = tuple((one.judgement, _line(one, distance, "")) for one in group)
         return Answer("no verdict", f"Against {against}: {whys[0]}.", lines)

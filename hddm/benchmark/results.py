@@ -19,7 +19,7 @@ from hddm.benchmark.schema import BenchmarkSettings, Point, Split
 from hddm.facts import Facts, read_facts
 from hddm.record_names import RESULTS_FILE
 
-FORMAT = "2.2"
+FORMAT = "2.3"
 LARGEST = 2**29
 MARK = "†"
 """Of a spread over seeds that is one of samples alone (`Results.one_model`)."""
@@ -110,10 +110,12 @@ class Verdict(Facts):
     gaps: tuple[float, ...]
     gap: Figure
     interval: tuple[float, float] | None = None
-    """95 % interval of the mean gap over trainings (Student's t), None for one or with ``one_model``."""
+    """95 % interval of the mean gap over trainings (Student's t), None for one or where rows do not compare."""
     ratio: float | None
     """Of the means."""
     judgement: Judgement
+    why: str | None = None
+    """That there is no verdict, and why; None where there is one, and in older results."""
     one_model: tuple[str, ...] = ()
     """Those of the two models that are one set of weights in every seed: gaps then judge no training."""
     sentence: str

@@ -5,7 +5,8 @@ mean, ± t s/n^½ with Student's t, excludes 0; this needs `FEWEST` seeds. Of th
 wider of the two, from four on it is the narrower. Gaps are paired since models of one seed share experts,
 noise and shards.
 
-A model that is one set of weights in every seed has no spread over trainings, and nothing is judged by it.
+A model that is one set of weights in every seed has no spread over trainings, and nothing is judged by it;
+nor by distances of too few images for the features, or of unequal numbers of images.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -73,16 +74,19 @@ def judgement(gaps: Sequence[float]) -> Judgement:
     return "better" if gap.mean < 0 else "worse"
 
 
-def no_verdict(seeds: int, one_model: Sequence[str]) -> str | None:
-    """That there is no verdict and why, None where there is one."""
+def _incomparable(ours: Record, theirs: Record, decides: str, one_model: Sequence[str]) -> str | None:
+    """Why no number of seeds would give a verdict, None where enough would."""
+    counts = ours.point.num_images, theirs.point.num_images
+    if counts[0] != counts[1]:
+        return f"{counts[0]:,} images against {counts[1]:,}: distances fall with that number"
+    if any(one.scores[decides]["few_images"] for one in (ours, theirs)):
+        return "too few images for the features"
     if one_model:
         each = "is" if len(one_model) == 1 else "are each"
         return (
-            f"no verdict ({' and '.join(one_model)} {each} one set of weights in every seed: the spread says "
-            "nothing of another training)"
+            f"{' and '.join(one_model)} {each} one set of weights in every seed: the spread says nothing of "
+            "another training"
         )
-    if seeds < FEWEST:
-        return f"no verdict from {counted(seeds, 'training seed')} ({FEWEST} or more give one)"
     return None
 
 
@@ -105,10 +109,15 @@ def _verdict(
     gaps = [a - b for a, b in zip(ours, theirs, strict=True)]
     models = dict.fromkeys(rows[name][0].model for name in (row, against))
     one_model = [name for name in models if name in fixed]
-    gap, within = figure(gaps), None if one_model else interval(gaps)
-    found: Judgement = "no verdict" if one_model else judgement(gaps)
-    told = no_verdict(len(gaps), one_model) or found
-    if found != "no verdict" and gap.spread is not None and within is not None:
+    incomparable = _incomparable(rows[row][0], rows[against][0], decides, one_model)
+    gap, within = figure(gaps), None if incomparable else interval(gaps)
+    found: Judgement = "no verdict" if incomparable else judgement(gaps)
+    told, why = str(found), None
+    if incomparable:
+        told = why = f"no verdict ({incomparable})"
+    elif found == "no verdict":
+        told = why = f"no verdict from {counted(len(gaps), 'training seed')} ({FEWEST} or more give one)"
+    elif gap.spread is not None and within is not None:
         told = f"{found} (95 % interval {span(within)}, s {number(gap.spread)})"
     return Verdict.model_validate(
         {
@@ -123,6 +132,7 @@ def _verdict(
             "interval": within,
             "ratio": sum(ours) / sum(theirs) if sum(theirs) else None,
             "judgement": found,
+            "why": why,
             "one_model": one_model,
             "sentence": f"{row} against {against}: {number(gap.mean, signed=True)}, {told}",
         }
