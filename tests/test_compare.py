@@ -242,7 +242,7 @@ def test_seeds_of_a_side_give_a_spread_apart_from_the_intervals(tmp_path: Path, 
     for figure, found in zip(line.figures, values.values(), strict=True):
         assert figure.mean == pytest.approx(np.mean(found))
         assert figure.spread == pytest.approx(np.std(found, ddof=1))
-        assert (figure.half_width, figure.results) == (2.0, 3)
+        assert (figure.half_width, figure.trainings) == (2.0, 3)
     assert line.verdicts == ("better (-12)",)
     out = hddm("compare", tmp_path / "flow", tmp_path / "mixed")[1]
     assert "22.00 ± 2.0 (s 2.6)" in out
@@ -257,6 +257,17 @@ def test_several_results_of_one_model_say_nothing_about_training(tmp_path: Path,
     out = hddm("compare", tmp_path / "a", tmp_path / "b")[1]
     assert f"All results of {tmp_path / 'a'} are of one model: s is over sampling seeds alone." in out
     assert f"All results of {tmp_path / 'b'}" not in out
+    assert "Noise: the intervals over images." in out
+
+
+def test_one_model_is_judged_by_its_intervals_however_many_results_it_has(tmp_path: Path) -> None:
+    for name, value in (("a", 20.0), ("b", 19.0)):
+        for seed in range(3):
+            distance = {"value": value + 0.01 * seed, "half_width": 3.0, "few_images": False}
+            changes = {"to_held_out": distance, "sampling__source": name, "sampling__seed": seed}
+            _write(tmp_path / name / f"{seed}.json", ord(name) * 10 + seed, **changes)
+    line = next(one for one in lines(read_sides([tmp_path / "a", tmp_path / "b"])) if "held-out" in one.name)
+    assert line.verdicts == ("within noise (-1.0)",)
 
 
 def test_figures_that_a_result_lacks_and_distances_of_two_kinds_are_left_out(tmp_path: Path) -> None:

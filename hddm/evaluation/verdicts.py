@@ -18,7 +18,8 @@ class Figure:
     """One figure of one side.
 
     ``spread`` is the standard deviation over its results, None for fewer than two; ``half_width`` the mean
-    half-width of the 95 % intervals over images, None where none is known. ``results`` is their number.
+    half-width of the 95 % intervals over images, None where none is known. ``trainings`` is the number of
+    results, and 1 where all are of one model.
     ``few_images`` is of one that is measured on no more images than features; ``samples`` are the numbers of
     samples of a figure that is not of all images.
     """
@@ -26,7 +27,7 @@ class Figure:
     mean: float
     spread: float | None
     half_width: float | None
-    results: int
+    trainings: int
     few_images: bool = False
     samples: frozenset[int] = frozenset()
 
@@ -55,7 +56,7 @@ def lines(sides: Sequence[Side]) -> list[Line]:
         known = [[one for one in side if one is not None] for side in asked]
         if [len(side) for side in known] != [len(side) for side in asked]:
             continue
-        figures = tuple(_figure(side) for side in known)
+        figures = tuple(_figure(each, _trainings(side)) for each, side in zip(known, sides, strict=True))
         verdicts = tuple(verdict(figures[0], other, better) for other in figures[1:])
         found.append(Line(name, better, figures, verdicts))
     return found
@@ -64,7 +65,7 @@ def lines(sides: Sequence[Side]) -> list[Line]:
 def verdict(base: Figure, other: Figure, better: Better | None) -> str:
     """How ``other`` stands against ``base``; nothing for a figure that has no better direction.
 
-    With three results or more on both sides, a gap of means counts beyond 2 (s_a² + s_b²)^½, s the standard
+    With three trainings or more on both sides, a gap of means counts beyond 2 (s_a² + s_b²)^½, s the standard
     deviations over results. With fewer, beyond (h_a² + h_b²)^½, h the half-widths of the intervals over
     images: that says nothing about another training. Distances of few images, and those of unequal numbers of
     samples, do not compare.
@@ -75,7 +76,7 @@ def verdict(base: Figure, other: Figure, better: Better | None) -> str:
         return "no verdict: too few images"
     if len(base.samples | other.samples) > 1:
         return f"no verdict: {_counts(other)} against {_counts(base)} samples"
-    if min(base.results, other.results) >= ENOUGH:
+    if min(base.trainings, other.trainings) >= ENOUGH:
         noise = 2 * ((base.spread or 0) ** 2 + (other.spread or 0) ** 2) ** 0.5
     elif base.half_width is None or other.half_width is None:
         return "no interval"
@@ -85,6 +86,20 @@ def verdict(base: Figure, other: Figure, better: Better | None) -> str:
     if abs(gap) <= noise:
         return f"within noise ({_signed(gap)})"
     return f"{'better' if (gap < 0) == (better == 'lower') else 'worse'} ({_signed(gap)})"
+
+
+def _trainings(side: Side) -> int:
+    return 1 if _is_one_model(side) else len(side.results)
+
+
+def _is_one_model(side: Side) -> bool:
+    """Whether its results are further samples of one set of weights."""
+    sources = _sources(side)
+    return len(side.results) > 1 and len(sources) == 1 and None not in sources
+
+
+def _sources(side: Side) -> set[str | None]:
+    return {(result.content.get("sampling") or {}).get("source") for result in side.results}
 
 
 def table(sides: Sequence[Side]) -> str:
@@ -107,7 +122,7 @@ def _titled(line: Line) -> str:
 
 def _notes(sides: Sequence[Side]) -> list[str]:
     notes = ["± is the half-width of the 95 % interval over images, s the standard deviation over results."]
-    if min(len(side.results) for side in sides) >= ENOUGH:
+    if min(map(_trainings, sides)) >= ENOUGH:
         notes.append("Noise: twice the joint standard deviation over results.")
     else:
         notes.append(
@@ -115,10 +130,9 @@ def _notes(sides: Sequence[Side]) -> list[str]:
             f"{ENOUGH} results a side, one a training seed, give a spread that does."
         )
     for side in sides:
-        sources = {(result.content.get("sampling") or {}).get("source") for result in side.results}
-        if len(side.results) > 1 and len(sources) == 1:
+        if _is_one_model(side):
             notes.append(f"All results of {side.name} are of one model: s is over sampling seeds alone.")
-        if None in sources:
+        if None in _sources(side):
             notes.append(f"How the images of {side.name} were sampled is not recorded.")
     found = [result.content.get("versions", {}) for side in sides for result in side.results]
     for package in dict.fromkeys(name for versions in found for name in versions):
@@ -138,14 +152,14 @@ class _Value:
     samples: int | None = None
 
 
-def _figure(found: Sequence[_Value]) -> Figure:
+def _figure(found: Sequence[_Value], trainings: int) -> Figure:
     values = [one.value for one in found]
     widths = [one.half_width for one in found if one.half_width is not None]
     return Figure(
         statistics.fmean(values),
         statistics.stdev(values) if len(values) > 1 else None,
         statistics.fmean(widths) if len(widths) == len(values) else None,
-        len(values),
+        trainings,
         any(one.few_images for one in found),
         frozenset(one.samples for one in found if one.samples is not None),
     )
