@@ -1,6 +1,7 @@
 """Benchmarks that are run, killed, changed and confirmed: nothing is done twice, nothing is confused."""
 
 import json
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,10 @@ import torch
 from safetensors.torch import load_file
 
 import hddm
+from hddm.benchmark import run, store
+from hddm.benchmark.machine import together
 from hddm.benchmark.protocol import chosen
-from hddm.benchmark.results import read_results
+from hddm.benchmark.results import FORMAT, read_results
 from hddm.errors import HddmError
 from tests.artefacts import copied, edit_json
 from tests.benchmark_files import Finished, life, run_inline, settings, write_sides
@@ -76,6 +79,53 @@ def test_a_finished_benchmark_does_nothing_again(miniature: Finished) -> None:
     again = run_inline(miniature.settings, miniature.out, miniature.data)
     assert again == miniature.results
     assert before == {kind: _jobs(miniature.out, kind) for kind in before}
+
+
+def _copy_of_results(miniature: Finished, out: Path, **changes: Any) -> Path:
+    """A folder of the miniature's results, changed, whose jobs lie where they were done."""
+    out.mkdir()
+    content = json.loads((miniature.out / "results.json").read_text())
+    (out / "results.json").write_text(json.dumps(content | changes))
+    return out
+
+
+def test_results_that_are_written_again_say_when_and_where_they_were_found(
+    miniature: Finished, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = _copy_of_results(miniature, tmp_path / "out", date="2001-02-03")
+    shutil.copy(miniature.out / "benchmark.json", out)
+    monkeypatch.setattr(store, "machine", lambda: {"platform": "another"})
+    again = run_inline(miniature.settings, out, miniature.data, jobs=miniature.out / "jobs")
+    assert (again.date, again.machine) == ("2001-02-03", miniature.results.machine)
+    assert read_results(out) == again
+
+
+def test_machines_that_differ_are_all_named() -> None:
+    one = {"cores": 2, "packages": {"torch": "2.1", "numpy": "2"}}
+    found = together([one, one | {"packages": {"torch": "2.0", "numpy": "2"}}])
+    assert found == {"cores": 2, "packages": {"torch": "2.0; 2.1", "numpy": "2"}}
+
+
+def test_results_of_more_seeds_stay_until_all_of_them_are_in_again(
+    miniature: Finished, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    both = settings(seeds=[0, 7])
+    out = _copy_of_results(miniature, tmp_path / "out", seeds=[0, 7])
+    (out / "benchmark.json").write_text(
+        json.dumps({"format": FORMAT, "settings": both.model_dump(mode="json")})
+    )
+    before = (out / "results.json").read_bytes()
+    one_seed = run.SeedRun.run
+
+    def lives_for_one(self: run.SeedRun) -> Any:
+        if self.seed == 7:
+            raise KeyboardInterrupt
+        return one_seed(self)
+
+    monkeypatch.setattr(run.SeedRun, "run", lives_for_one)
+    with pytest.raises(KeyboardInterrupt):
+        run_inline(both, out, miniature.data, jobs=miniature.out / "jobs")
+    assert (out / "results.json").read_bytes() == before
 
 
 def test_another_strategy_draws_other_samples_of_the_same_experts(

@@ -1,10 +1,11 @@
 """From finished jobs to `hddm.benchmark.results.Results`."""
 
 import datetime
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from hddm.benchmark.machine import machine
+from hddm.benchmark.machine import together
 from hddm.benchmark.results import (
     Curve,
     ErrorCurve,
@@ -18,7 +19,7 @@ from hddm.benchmark.results import (
 )
 from hddm.benchmark.schema import BenchmarkSettings
 from hddm.benchmark.stage import Ground, Scored, Seed
-from hddm.benchmark.store import NUMERICS, Store, finite
+from hddm.benchmark.store import NUMERICS, Job, Store, finite
 from hddm.benchmark.trainings import Training, losses_of
 from hddm.benchmark.verdicts import judge
 
@@ -41,6 +42,7 @@ def collect(
     models = tuple(_model(store, seed, name) for seed in seeds for name in seed.models)
     decides = f"to_{settings.score_on.replace('-', '_')}"
     extractor = store.result(ground.features)
+    done = [store.record(job) for job in _jobs(seeds)]
     return Results(
         name=settings.name,
         complete=len(seeds) == len(settings.seeds),
@@ -48,7 +50,7 @@ def collect(
         seeds=tuple(seed.seed for seed in seeds),
         date=datetime.date.today().isoformat(),
         settings=settings,
-        machine=machine(),
+        machine=together([one["machine"] for one in done]),
         hashes={
             "training": reference.inputs["training"],
             "shards": ground.divided.hashes,
@@ -75,7 +77,7 @@ def collect(
         errors=tuple(one for seed in seeds for one in _errors(store, seed)),
         routers=tuple(_router(store, seed) for seed in seeds if seed.reliability is not None),
         losses=tuple(one for seed in seeds for one in _losses(store, seed)),
-        seconds=round(sum(_seconds(store, seeds)), 1),
+        seconds=round(math.fsum(one["seconds"] for one in done), 1),
     )
 
 
@@ -231,9 +233,10 @@ def _shard(training: Training) -> int:
     return int(training.shard.name.rpartition("_")[2])
 
 
-def _seconds(store: Store, seeds: Sequence[Seed]) -> Iterator[float]:
+def _jobs(seeds: Sequence[Seed]) -> set[Job]:
+    """All that training, sampling and measuring took."""
     jobs = {job for seed in seeds for row in seed.rows for job in (*row.samples, row.scores)}
     for seed in seeds:
         jobs |= {training.job for _, training in seed.trainings} | {*seed.errors.values()}
         jobs |= {job for job in (seed.router, seed.reliability) if job is not None}
-    return (store.record(job)["seconds"] for job in jobs)
+    return jobs

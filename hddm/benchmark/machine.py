@@ -3,6 +3,7 @@
 import functools
 import os
 import platform
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,20 @@ def machine() -> dict[str, Any]:
         "accelerator": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "packages": {name: version(name) for name in PACKAGES},
     }
+
+
+def together(machines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What all of several say, and one after the other where they differ."""
+    found: dict[str, Any] = {}
+    for key in dict.fromkeys(key for one in machines for key in one):
+        values = [one.get(key) for one in machines]
+        if all(isinstance(value, Mapping) for value in values):
+            found[key] = together(values)
+        elif all(value == values[0] for value in values):
+            found[key] = values[0]
+        else:
+            found[key] = "; ".join(sorted({str(value) for value in values}))
+    return found
 
 
 def _processor() -> str:

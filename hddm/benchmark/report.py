@@ -10,6 +10,7 @@ from hddm.benchmark.numbers import number
 from hddm.benchmark.report_comparable import comparable
 from hddm.benchmark.results import Results
 from hddm.benchmark.strips import read_strips
+from hddm.files import write_whole
 
 REPORT_FILE = "report.html"
 _CONTENTS = (
@@ -76,7 +77,7 @@ def write_report(folder: Path, results: Results) -> None:
         ],
         settings=results.settings.model_dump_json(indent=2),
     )
-    (folder / REPORT_FILE).write_text(page)
+    write_whole(folder / REPORT_FILE, lambda draft: draft.write_text(page))
 
 
 def _text(name: str) -> str:

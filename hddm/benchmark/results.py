@@ -110,7 +110,7 @@ class Verdict(Facts):
     gaps: tuple[float, ...]
     gap: Figure
     interval: tuple[float, float] | None = None
-    """95 % interval of the mean gap over trainings (Student's t), None for one or where rows do not compare."""
+    """95 % interval of the mean gap over trainings (Student's t), None for one or where none compares."""
     ratio: float | None
     """Of the means."""
     judgement: Judgement

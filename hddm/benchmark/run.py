@@ -12,7 +12,9 @@ Killed at any moment, the same command goes on. Seeds are done one after the oth
 written after each.
 """
 
+import functools
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +44,7 @@ from hddm.benchmark.scoring import features_job_of, real_scores, write_features
 from hddm.benchmark.stage import Ground, Seed, SeedRun
 from hddm.benchmark.store import Store
 from hddm.errors import HddmError
-from hddm.files import check_absent, read_json, write_json
+from hddm.files import check_absent, read_json, write_json, write_whole
 from hddm.record_names import BENCHMARK_FILE, RESULTS_FILE
 from hddm.workers import Workers
 
@@ -84,8 +86,8 @@ def run_benchmark(
             _write_settings(out, settings)
         shared, links = _prepare(settings, data, store)
         check_shapes(settings, read_reference(store.path(shared.reference))["training"].shape[1:])
-        if not overwrite:
-            _check_images(out, shared)
+        before = None if overwrite else _before(out)
+        _check_images(out, shared, before)
         _write_settings(out, settings)
         _write_real(out, shared, store)
         seeds: list[Seed] = []
@@ -94,8 +96,10 @@ def run_benchmark(
                 seeds.append(SeedRun(settings, number, shared, store, workers).run())
                 _link(out, links | _model_links(seeds[-1]))
                 _write_grids(out, seeds[-1], store)
-                results = collect(settings, store, shared, seeds)
-                _write(out, results)
+                results = _dated(collect(settings, store, shared, seeds), before)
+                # Fewer seeds than were there are no result: the others come.
+                if before is None or not set(results.seeds) < set(before.get("seeds", ())):
+                    _write(out, results)
     return results
 
 
@@ -127,16 +131,24 @@ def check_out(out: Path, settings: BenchmarkSettings, overwrite: bool = False) -
 
 
 def _write_settings(out: Path, settings: BenchmarkSettings) -> None:
-    write_json(out / BENCHMARK_FILE, {"format": FORMAT, "settings": settings.model_dump(mode="json")})
+    content = {"format": FORMAT, "settings": settings.model_dump(mode="json")}
+    write_whole(out / BENCHMARK_FILE, lambda draft: write_json(draft, content))
 
 
-def _check_images(out: Path, ground: Ground) -> None:
+def _before(out: Path) -> dict[str, Any] | None:
+    return read_json(out / RESULTS_FILE, LARGEST) if (out / RESULTS_FILE).is_file() else None
+
+
+def _check_images(out: Path, ground: Ground, before: Mapping[str, Any] | None) -> None:
     """Refuse results of other images, which settings do not tell apart."""
-    if not (out / RESULTS_FILE).is_file():
-        return
-    hashes = read_json(out / RESULTS_FILE, LARGEST).get("hashes", {})
-    if hashes.get("reference") != ground.reference.hash:
+    if before is not None and before.get("hashes", {}).get("reference") != ground.reference.hash:
         raise HddmError(f"{out}: holds results of other images; choose another folder, or pass --overwrite")
+
+
+def _dated(results: Results, before: Mapping[str, Any] | None) -> Results:
+    """``results``, with the date of those that were there if nothing but that date is new."""
+    same = before is not None and {**before, "date": results.date} == results.model_dump(mode="json")
+    return results.model_copy(update={"date": before["date"]}) if before and same else results
 
 
 # Settings that change no result.
@@ -213,11 +225,9 @@ def _write_grids(out: Path, seed: Seed, store: Store) -> None:
 
 
 def _write(out: Path, results: Results) -> None:
-    for path, text in (
-        (out / RESULTS_FILE, results.model_dump_json(indent=1) + "\n"),
-        (out / TABLES_FILE, tables_text(results) + "\n"),
+    for name, text in (
+        (RESULTS_FILE, results.model_dump_json(indent=1) + "\n"),
+        (TABLES_FILE, tables_text(results) + "\n"),
     ):
-        draft = path.with_name(f".{path.name}")
-        draft.write_text(text)
-        os.replace(draft, path)
+        write_whole(out / name, functools.partial(Path.write_text, data=text))
     write_report(out, results)
