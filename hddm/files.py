@@ -95,7 +95,7 @@ def restore(target: Path) -> None:
         max(left, key=lambda path: path.stat().st_mtime_ns).rename(target)
 
 
-def write_whole(path: Path, write: Callable[[Path], None]) -> None:
+def write_whole(path: Path, write: Callable[[Path], object]) -> None:
     """Write a file that has its name only once it is whole and on the disk.
 
     Args:

@@ -4,10 +4,13 @@ from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
-from hddm.benchmark.jobs import sample_job
 from hddm.benchmark.plots import write_grid
+from hddm.benchmark.samples import draw
+from hddm.benchmark.schema import Point
+from hddm.ensemble import Ensemble
 from hddm.evaluation.scores import Scorer
 from hddm.files import write_json
+from hddm.loading import load
 from hddm.training.continuation import continue_expert
 from hddm.training.distill import DistillSettings, distill
 from hddm.training.expert import ExpertSettings, train_expert
@@ -62,8 +65,11 @@ def score_job(
     if row.exists():
         report(num)
         return
-    sampled = sample_job(source, num, seed, steps, solver, report, strategy)
+    model = load(source)
+    recommended = model.strategy if isinstance(model, Ensemble) else "draw"
+    point = Point(strategy=strategy or recommended, solver=solver, steps=steps, num_images=num)
+    drawn = draw(model, point, seed, 0, num, report)
     row.parent.mkdir(parents=True, exist_ok=True)
-    write_grid(sampled.pixels[:GRID_IMAGES], row.with_suffix(".png"))
-    scores = asdict(scorer.score(sampled.pixels))
-    write_json(row, {**scores, "experts_a_step": sampled.evaluations})
+    write_grid(drawn.pixels[:GRID_IMAGES], row.with_suffix(".png"))
+    scores = asdict(scorer.score(drawn.pixels))
+    write_json(row, {**scores, "experts_a_step": sum(drawn.expert_rows) / num / steps})

@@ -4,7 +4,6 @@ import shutil
 from pathlib import Path
 
 from hddm.benchmark.conversions import CONVERSIONS, EXACT
-from hddm.benchmark.machine import machine as machine
 from hddm.benchmark.results import Results
 from hddm.benchmark.run import run_benchmark
 from hddm.benchmark.schema import BenchmarkSettings

@@ -77,7 +77,7 @@ def write_report(folder: Path, results: Results) -> None:
         ],
         settings=results.settings.model_dump_json(indent=2),
     )
-    write_whole(folder / REPORT_FILE, lambda draft: draft.write_text(page))
+    write_whole(folder / REPORT_FILE, lambda draft: draft.write_text(page, encoding="utf-8"))
 
 
 def _text(name: str) -> str:

@@ -229,5 +229,5 @@ def _write(out: Path, results: Results) -> None:
         (RESULTS_FILE, results.model_dump_json(indent=1) + "\n"),
         (TABLES_FILE, tables_text(results) + "\n"),
     ):
-        write_whole(out / name, functools.partial(Path.write_text, data=text))
+        write_whole(out / name, functools.partial(Path.write_text, data=text, encoding="utf-8"))
     write_report(out, results)

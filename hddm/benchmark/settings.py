@@ -45,10 +45,6 @@ class QuickstartSettings(Facts):
     seeds: Positive = 1
     workers: Positive = 2
 
-    def single(self, seed: int) -> ExpertSettings:
-        """The flow model on all of the data."""
-        return self._expert("flow", self.batch_size, seed)
-
     def expert(self, objective: str, seed: int) -> ExpertSettings:
         """One expert of an ensemble."""
         if self.batch_size % self.num_shards:
@@ -56,7 +52,17 @@ class QuickstartSettings(Facts):
                 f"batch size {self.batch_size} does not divide into {self.num_shards} shards: "
                 "the comparison would not be at equal compute"
             )
-        return self._expert(objective, self.batch_size // self.num_shards, seed)
+        return ExpertSettings.model_validate(
+            {
+                "objective": objective,
+                "steps": self.steps,
+                "batch_size": self.batch_size // self.num_shards,
+                "learning_rate": self.learning_rate,
+                "ema_decay": self.ema_decay,
+                "size": self.size,
+                "seed": seed,
+            }
+        )
 
     def router(self, seed: int) -> RouterSettings:
         """The router of all ensembles."""
@@ -67,17 +73,4 @@ class QuickstartSettings(Facts):
             ema_decay=self.ema_decay,
             size=self.router_size,
             seed=seed,
-        )
-
-    def _expert(self, objective: str, batch_size: int, seed: int) -> ExpertSettings:
-        return ExpertSettings.model_validate(
-            {
-                "objective": objective,
-                "steps": self.steps,
-                "batch_size": batch_size,
-                "learning_rate": self.learning_rate,
-                "ema_decay": self.ema_decay,
-                "size": self.size,
-                "seed": seed,
-            }
         )
