@@ -1,5 +1,6 @@
 """A benchmark in miniature: 4×4 images, networks of two blocks, some steps."""
 
+import json
 import os
 import signal
 import sys
@@ -17,14 +18,19 @@ import torch
 
 from hddm.benchmark import run
 from hddm.benchmark.load_settings import parse_settings
-from hddm.benchmark.results import Results
+from hddm.benchmark.results import Results, figures_of
 from hddm.benchmark.schema import BenchmarkSettings
+from hddm.benchmark.verdicts import judge
 from hddm.workers import Call, Report
 from tests.artefacts import write_images
 
 _context = get_context("forkserver")
 # Imported once, so that a process costs milliseconds.
 _context.set_forkserver_preload([__name__, accelerate.__name__, diffusers.hooks.__name__])
+
+FLOW, MIXED, SINGLE = "homogeneous flow", "mixed 1:1", "single model"
+THREE = {FLOW: [10.0, 10.1, 9.9], MIXED: [8.0, 8.1, 7.9], SINGLE: [9.0, 9.1, 8.9]}
+"""Distances of three training seeds."""
 
 CONTENT: dict[str, Any] = {
     "name": "miniature",
@@ -133,3 +139,50 @@ def _killing(event: str, argument: str) -> Callable[[str, tuple[Any, ...]], None
             os.kill(os.getpid(), signal.SIGKILL)
 
     return hook
+
+
+def more_seeds(
+    results: Results,
+    gaps: dict[str, list[float]],
+    fixed: tuple[str, ...] = (),
+    few: tuple[str, ...] = (),
+    **changes: Any,
+) -> Results:
+    """``results`` of more seeds, models' distances being these by seed.
+
+    ``fixed`` are not trained anew, and ``few`` have too few images.
+    """
+    count = len(next(iter(gaps.values())))
+    records: list[Any] = []
+    for one in results.records:
+        for seed in range(count):
+            moved = gaps.get(one.model)
+            scores = json.loads(json.dumps(one.scores))
+            scores["to_validation"]["few_images"] = one.model in few
+            if moved is not None:
+                scores["to_validation"]["value"] = moved[seed]
+            records.append(one.model_copy(update={"seed": seed, "scores": scores}))
+    by_row: dict[str, dict[str, list[Any]]] = {}
+    for one in records:
+        by_row.setdefault(one.table, {}).setdefault(one.row, []).append(one)
+    tables = {
+        table: tuple(
+            row.model_copy(update={"figures": figures_of([one.scores for one in by_row[table][row.name]])})
+            for row in rows
+        )
+        for table, rows in results.tables.items()
+    }
+    seeds = tuple(range(count))
+    models = [
+        one.model_copy(update={"seed": seed} | ({} if one.model in fixed else {"hash": f"{one.hash} {seed}"}))
+        for seed in seeds
+        for one in results.models
+    ]
+    new = {
+        "records": tuple(records),
+        "models": tuple(models),
+        "tables": tables,
+        "verdicts": tuple(judge(results.settings, models, by_row, "to_validation")),
+        "seeds": seeds,
+    }
+    return results.model_copy(update=new | changes)

@@ -217,6 +217,8 @@ def test_spread_over_trainings_and_intervals_over_samples_are_kept_apart() -> No
     assert found["to_validation"].half_width == 1.5
     assert found["diversity"].half_width is None
     assert found["on.recall"].mean == 0.5
+    kernel = figures_of([{"kernel": {"value": 0.5, "standard_error": error}} for error in (0.1, 0.3)])
+    assert kernel["kernel"].half_width == pytest.approx(1.96 * 0.2)
 
 
 def test_unequal_compute_is_refused() -> None:

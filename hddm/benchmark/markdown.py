@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 
 from hddm.benchmark.numbers import scientific
+from hddm.benchmark.report_comparable import comparable
 from hddm.benchmark.report_words import about_mark
 from hddm.benchmark.results import Results, Row
 
@@ -15,7 +16,8 @@ def tables_text(results: Results) -> str:
     lines = []
     if not results.complete:
         lines += [
-            f"Seeds {', '.join(map(str, results.seeds))} of {len(results.settings.seeds)} are done.",
+            f"{len(results.seeds)} of {len(results.settings.seeds)} training seeds are in: "
+            f"{', '.join(map(str, results.seeds))}.",
             "",
         ]
     for place, (table, rows) in enumerate(results.tables.items()):
@@ -28,7 +30,11 @@ def tables_text(results: Results) -> str:
     told = about_mark(results)
     if told:
         lines += [told, ""]
-    return "\n".join([*lines, *(f"- {line}" for line in results.verdict)])
+    lines += [f"- {line}" for line in results.verdict]
+    limits = [f"- {line}" for compares, line in comparable(results) if not compares]
+    if limits:
+        lines += ["", "What does not compare, or is not counted:", "", *limits]
+    return "\n".join(lines)
 
 
 def _columns(results: Results) -> Sequence[tuple[str, Cell]]:

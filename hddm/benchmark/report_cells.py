@@ -76,9 +76,14 @@ def over_seeds(values: Sequence[float | None], mark: str = "") -> Cell:
     known = [value for value in values if value is not None]
     if not known:
         return NOTHING
-    found = figure(known)
+    return over_trainings(figure(known), mark)
+
+
+def over_trainings(found: Figure, mark: str = "") -> Cell:
+    """Mean, half-width of the interval over samples, and spread, each where it is known."""
+    half = "" if found.half_width is None else f" ± {number(found.half_width)}"
     spread = "" if found.spread is None else f" (s {number(found.spread)}{mark})"
-    return Cell(number(found.mean) + spread, found.mean)
+    return Cell(number(found.mean) + half + spread, found.mean)
 
 
 def operations(value: float | None) -> Cell:

@@ -6,6 +6,7 @@ from hddm.benchmark.results import Results
 
 INCEPTION = "inception"
 PERCENT_UNEQUAL = 2.0
+PUBLISHED = 50_000
 
 
 def comparable(results: Results) -> Iterator[tuple[bool, str]]:
@@ -16,6 +17,12 @@ def comparable(results: Results) -> Iterator[tuple[bool, str]]:
             False,
             f"With published FID: no. Distances are on features of {features['name']} "
             f"({features['dimensions']} dimensions; {features['choice']}).",
+        )
+    elif results.settings.sampling.num_images != PUBLISHED:
+        yield (
+            False,
+            f"With published FID of {PUBLISHED:,} samples: no. These are of "
+            f"{results.settings.sampling.num_images:,}, and distances fall with that number.",
         )
     few = {one.row for one in results.records if one.scores[results.decides]["few_images"]}
     if few:

@@ -95,14 +95,17 @@ def _interval(one: Verdict) -> Cell:
 
 
 def models_table(results: Results) -> Table:
-    """What every model is made of and what training it cost, of the first seed."""
+    """What every model is made of and what training it cost, of the first seed; objectives of all seeds."""
     rows = []
+    objectives: dict[str, dict[str, list[int]]] = {}
+    for one in results.models:
+        objectives.setdefault(one.model, {}).setdefault(", ".join(one.objectives), []).append(one.seed)
     for one in results.models:
         if one.seed == results.seeds[0]:
             rows.append(
                 (
                     Cell(one.model),
-                    Cell(", ".join(one.objectives)),
+                    Cell(_by_seeds(objectives[one.model])),
                     Cell(", ".join(map(str, one.steps)) or "–"),
                     Cell(", ".join(map(str, one.batch_sizes)) or "–"),
                     count(one.images_seen),
@@ -115,6 +118,13 @@ def models_table(results: Results) -> Table:
             )
     head = ("model", "objectives", "steps", "batch", "images seen", "experts FLOP", "router FLOP")
     return Table("parts of models", (*head, "training FLOP", "seconds", "hash"), tuple(rows))
+
+
+def _by_seeds(found: Mapping[str, Sequence[int]]) -> str:
+    """What is the same in all seeds, or what it is in which."""
+    if len(found) == 1:
+        return next(iter(found))
+    return "; ".join(f"{what} (seed {', '.join(map(str, seeds))})" for what, seeds in found.items())
 
 
 def facts(content: Mapping[str, Any]) -> list[tuple[str, str]]:

@@ -15,6 +15,7 @@ from hddm.benchmark.report_cells import (
     millions,
     operations,
     over_seeds,
+    over_trainings,
     spread,
 )
 from hddm.benchmark.results import Results, Row, Verdict
@@ -78,7 +79,7 @@ def measures(results: Results) -> Table:
     ):
         rows = next(iter(results.tables.values()))
         if any(key in row.figures for row in rows):
-            found.append(_measured(title, key))
+            found.append((title, partial(_measured, results, key)))
     rows = next(iter(results.tables.values()))
     cells = tuple((Cell(row.name), *(cell(row) for _, cell in found)) for row in rows)
     return Table("measures", ("model", *(title for title, _ in found)), cells)
@@ -150,5 +151,6 @@ def _judged_row(verdicts: Mapping[str, Verdict], row: Row) -> Cell:
     return Cell(number(one.gap.mean, signed=True) + said, one.gap.mean, one.judgement)
 
 
-def _measured(title: str, name: str) -> Column:
-    return title, lambda row: figure_of(row, name)
+def _measured(results: Results, name: str, row: Row) -> Cell:
+    found = row.figures.get(name)
+    return NOTHING if found is None else over_trainings(found, results.mark(row.model))

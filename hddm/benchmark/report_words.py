@@ -181,12 +181,17 @@ def ratios(results: Results) -> list[Ratio]:
 def _mixtures(results: Results) -> Iterator[str]:
     rows = next(iter(results.tables.values()))
     kinds = {one.name: one for one in results.settings.models}
-    objectives = {one.model: set(one.objectives) for one in results.models}
-    flows = [row for row in rows if kinds[row.model].kind == "ensemble" and objectives[row.model] == {"flow"}]
+    # Those that are chosen by error differ from seed to seed.
+    mixed = {one.model for one in results.models if set(one.objectives) == {"ddpm", "flow"}}
+    flow_only = {
+        one.model
+        for one in results.models
+        if set(one.objectives) == {"flow"} and kinds[one.model].objectives == "flow"
+    }
+    flows = [row for row in rows if row.model in flow_only and kinds[row.model].kind == "ensemble"]
     for row in rows:
-        if objectives[row.model] == {"ddpm", "flow"}:
-            plain = (one for one in flows if one.point == row.point and kinds[one.model].objectives == "flow")
-            flow = next(plain, None)
+        if row.model in mixed:
+            flow = next((one for one in flows if one.point == row.point), None)
             if flow is not None:
                 yield _ratio(results, row, flow)
 

@@ -287,8 +287,15 @@ def _numbers(scores: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str,
         name = f"{prefix}{key}"
         if isinstance(value, Mapping):
             if isinstance(value.get("value"), int | float):
-                yield name, (value["value"], value.get("half_width"))
+                yield name, (value["value"], _half_width(value))
             else:
                 yield from _numbers(value, f"{name}.")
         elif isinstance(value, int | float) and not isinstance(value, bool):
             yield name, (value, None)
+
+
+def _half_width(number: Mapping[str, Any]) -> float | None:
+    """Of the 95 % interval: a kernel distance comes with its standard error."""
+    error = number.get("standard_error")
+    found: float | None = number.get("half_width") if error is None else 1.96 * error
+    return found
