@@ -68,6 +68,19 @@ def test_a_file_of_ones_own_says_the_same(tmp_path: Path) -> None:
         ),
         ({"models": [{"name": "a", "kind": "single", "init": "b"}]}, "converted and init are for ensembles"),
         ({"models": [{"name": "a"}, {"name": "a"}]}, "two models are called 'a'"),
+        (
+            {"models": [{"name": "mixed 1:1"}, {"name": "mixed 1-1"}]},
+            "models 'mixed 1:1' and 'mixed 1-1' would share the folder 'mixed-1-1'",
+        ),
+        (
+            {"models": [{"name": "A", "kind": "single"}, {"name": "a"}]},
+            "models 'A' and 'a' would share the folder 'a'",
+        ),
+        ({"models": [{"name": "模型"}]}, "model '模型' has no letter a-z or digit"),
+        (
+            {"models": [{"name": "Ensembles", "kind": "single"}]},
+            "model 'Ensembles' would take the folder 'ensembles'",
+        ),
         ({"models": [{"name": "a", "objectives": 63}]}, "write it in quotes"),
         ({"seeds": [0, 1, 0]}, "0 is there twice; name each once"),
         ({"tables": [{"name": "a", "models": ["mixed 1:1"] * 2}]}, "'mixed 1:1' is there twice"),

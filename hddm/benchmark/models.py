@@ -13,9 +13,9 @@ from hddm.benchmark.blending import Blend, choice
 from hddm.benchmark.compute import Cost, Costs, single_steps
 from hddm.benchmark.data import Divided
 from hddm.benchmark.finished import expert_records, read_finished
-from hddm.benchmark.plots import slug
 from hddm.benchmark.samples import Source
 from hddm.benchmark.schema import BY_ERROR, RATIO, BenchmarkSettings, ModelSettings
+from hddm.benchmark.slugs import ENSEMBLES, FINISHED, slug
 from hddm.benchmark.store import Job, Store, making
 from hddm.benchmark.trainings import MODEL, Training, router_training
 from hddm.data.shard_records import read_manifest
@@ -190,7 +190,7 @@ class Zoo:
     ) -> Model:
         router_flop = self.costs.router(self.router_settings).of_router(self.router_settings)
         flop = {"experts": sum(self._flop(one) for one in experts), "router": router_flop}
-        link = Path(f"seed_{self.seed}") / "ensembles" / slug(model.name)
+        link = Path(f"seed_{self.seed}") / ENSEMBLES / slug(model.name)
         seen = sum(_seen(one) for one in experts)
         return Model(model.name, source, tuple(objectives), tuple(experts), flop, seen, link)
 
@@ -230,7 +230,7 @@ class Zoo:
         content = model_hash(model.path)
         source = Source(model.path, content, is_single, trained_in=_trained_in(records))
         objectives = tuple(record.objective for record in records)
-        link = Path(f"seed_{self.seed}") / "finished" / slug(model.name)
+        link = Path(f"seed_{self.seed}") / FINISHED / slug(model.name)
         return Model(model.name, source, objectives, (), None, None, link)
 
 

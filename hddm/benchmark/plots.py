@@ -1,10 +1,10 @@
 """Sample grids of a comparison, as files beside its results."""
 
-import re
 from pathlib import Path
 
 from torch import Tensor
 
+from hddm.benchmark.slugs import SAMPLES, slug
 from hddm.data.images import save_png, tiled
 
 GRID_COLUMNS = 8
@@ -13,14 +13,9 @@ REAL = "real images"
 """The name of the grid of images that were not made by a model."""
 
 
-def slug(name: str) -> str:
-    """A model's name as part of a path."""
-    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
-
-
 def grid_path(folder: Path, name: str) -> Path:
     """Where the sample grid of a model lies."""
-    return folder / "samples" / f"{slug(name)}.png"
+    return folder / SAMPLES / f"{slug(name)}.png"
 
 
 def write_grid(pixels: Tensor, path: Path) -> None:

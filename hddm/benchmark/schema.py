@@ -21,12 +21,14 @@ which nothing that chooses ever reads.
 """
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from hddm.benchmark.conversions import CONVERSIONS
+from hddm.benchmark.slugs import ENSEMBLES, FINISHED, SAMPLES, slug
 from hddm.errors import HddmError
 from hddm.facts import Facts
 from hddm.routing import Strategy
@@ -283,6 +285,7 @@ class BenchmarkSettings(Facts):
             twice = next((name for name in all_names if all_names.count(name) > 1), None)
             if twice is not None:
                 raise ValueError(f"two {what}s are called {twice!r}")
+        _refuse_shared_folders(self.models)
         asked = {name for table in self.tables for name in table.models}
         unknown = sorted((asked | {*self.compare.candidates, *self.compare.baselines}) - set(names))
         if unknown:
@@ -323,6 +326,27 @@ class BenchmarkSettings(Facts):
     def _common(self) -> dict[str, Any]:
         # A worker has one thread, and results are to be the same in any number of workers.
         return {"device": self.device, "threads": 1}
+
+
+def _refuse_shared_folders(models: Sequence[ModelSettings]) -> None:
+    """Refuse names that give a model no folder of its own below ``seed_<n>/``."""
+    folders: dict[str, str] = {}
+    for model in models:
+        folder = slug(model.name)
+        if not folder:
+            raise ValueError(
+                f"model {model.name!r} has no letter a-z or digit to name its folder by; add one"
+            )
+        if model.kind == "single" and folder in (ENSEMBLES, FINISHED, SAMPLES):
+            raise ValueError(
+                f"model {model.name!r} would take the folder {folder!r}, kept for others; rename it"
+            )
+        if folder in folders:
+            raise ValueError(
+                f"models {folders[folder]!r} and {model.name!r} would share the folder {folder!r}, which has "
+                "letters a-z and digits alone; rename one"
+            )
+        folders[folder] = model.name
 
 
 def table_points(settings: BenchmarkSettings, table: TableSettings) -> list[Point]:
