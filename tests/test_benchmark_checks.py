@@ -9,14 +9,14 @@ import pytest
 import torch
 
 from hddm.assembly import assemble
-from hddm.benchmark.checks import check_rows
+from hddm.benchmark.checks import check_counts, check_rows
 from hddm.benchmark.naming import named, named_call
 from hddm.benchmark.schema import BenchmarkSettings
 from hddm.errors import HddmError
 from hddm.training.continuation import continue_expert
 from hddm.training.signals import Stopped
 from hddm.workers import Call, Report
-from tests.artefacts import copied, edit_json, expert_settings
+from tests.artefacts import copied, edit_json, expert_settings, write_images
 from tests.benchmark_files import Finished, run_inline, settings
 from tests.lora_files import write_base
 
@@ -133,6 +133,27 @@ def test_a_finished_model_of_other_images_is_refused_before_anything_is_trained(
     with pytest.raises(HddmError, match=r"'mine': .* \(C, H, W\) of \(3, 4, 4\), .* \(1, 4, 4\)"):
         run_inline(chosen, tmp_path / "out", miniature.data, jobs=jobs)
     assert not list(jobs.glob("expert-*"))
+
+
+def test_too_few_images_for_the_features_are_refused_before_anything_is_trained(tmp_path: Path) -> None:
+    for side in ("train", "test"):
+        write_images(tmp_path / side, per_class=100)
+    with pytest.raises(
+        HddmError, match=r"^num_images 40: .* over 64 features .*; allow_few: true in the set"
+    ):
+        run_inline(settings(allow_few=False), tmp_path / "out", tmp_path)
+    assert list((tmp_path / "out" / "jobs").glob("features-*"))
+    assert not list((tmp_path / "out" / "jobs").glob("expert-*"))
+
+
+def test_every_side_needs_more_images_than_features() -> None:
+    lax, strict = settings(), settings(allow_few=False)
+    check_counts(strict, {"num_images": 65, "training images": 70}, 64)
+    check_counts(lax, {"num_images": 65, "training images": 64}, 64)
+    with pytest.raises(
+        HddmError, match=r"^training images 64: .* a side than 64; allow_few: true in the set"
+    ):
+        check_counts(strict, {"num_images": 65, "training images": 64}, 64)
 
 
 def test_samples_that_diverge_are_named(

@@ -1,7 +1,7 @@
 """What settings ask of models that these cannot give: known before anything is trained, so refused then."""
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +13,7 @@ from hddm.benchmark.schema import BenchmarkSettings, ModelSettings, Point, table
 from hddm.conditions import missing_from
 from hddm.ensemble import Ensemble
 from hddm.errors import HddmError
+from hddm.evaluation.frechet import are_few, too_few
 from hddm.loading import load
 from hddm.predictions import PredictionType
 from hddm.strategies import Strategy
@@ -64,6 +65,23 @@ def check_shapes(settings: BenchmarkSettings, shape: Sequence[int]) -> None:
                 f"model {model.name!r}: {model.path} makes images (C, H, W) of {told}, and the data's are "
                 f"{tuple(shape)}; take data of that shape"
             )
+
+
+def check_counts(settings: BenchmarkSettings, counts: Mapping[str, int], dimensions: int) -> None:
+    """Refuse sides of no more images than features, unless the settings allow few.
+
+    Args:
+        settings: of the benchmark.
+        counts: images of every side that a distance is measured on, by what the side is called.
+        dimensions: features of an image.
+
+    Raises:
+        HddmError: for the smallest side, where it has too few.
+    """
+    side = min(counts, key=counts.__getitem__)
+    if are_few(dimensions, [counts[side]]) and not settings.allow_few:
+        with named(f"{side} {counts[side]}"):
+            raise too_few(dimensions, [counts[side]], "allow_few: true in the settings")
 
 
 def _misfits(model: str, kind: _Kind, point: Point) -> Iterator[str]:

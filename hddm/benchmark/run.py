@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from hddm.benchmark.checks import check_rows, check_shapes
+from hddm.benchmark.checks import check_counts, check_rows, check_shapes
 from hddm.benchmark.collect import collect
 from hddm.benchmark.data import (
     SHARDS,
@@ -69,9 +69,9 @@ def run_benchmark(
         overwrite: whether results of other settings in ``out`` are replaced; finished jobs stay.
 
     Raises:
-        HddmError: for images or models that are not there or do not fit, for a row that its model cannot be
-            sampled for, for an ``out`` that holds anything but this benchmark, or a store that another one
-            works in.
+        HddmError: for images or models that are not there or do not fit, for fewer images than features, for
+            a row that its model cannot be sampled for, for an ``out`` that holds anything but this benchmark,
+            or a store that another one works in.
         Stopped: after a signal, with everything saved that was done.
     """
     if settings.data.source == "folder":
@@ -175,12 +175,18 @@ def _prepare(settings: BenchmarkSettings, data: Path | None, store: Store) -> tu
     reference = reference_job(sides, divided, settings.score_on)
     if not store.has(reference):
         write_reference(store, reference, sides, divided)
-    drawn = (point.num_images for table in settings.tables for point in table_points(settings, table))
+    drawn = min(point.num_images for table in settings.tables for point in table_points(settings, table))
     # Over both splits, so that what is chosen by one is confirmed on the same features.
-    fewest = min(smallest_side(sides, divided), *drawn)
-    features = features_job_of(settings, reference, fewest)
+    features = features_job_of(settings, reference, min(smallest_side(sides, divided), drawn))
     if not store.has(features):
         write_features(store, features, reference)
+    images = store.result(reference)["images"]
+    counts = {
+        "num_images": drawn,
+        "training images": images["training"],
+        f"{settings.score_on} images": images["fresh"],
+    }
+    check_counts(settings, counts, store.result(features)["dimensions"])
     links = {SHARDS: divided.shards, WHOLE: divided.whole}
     if sides.job is not None:
         links[sides.job.kind] = store.path(sides.job)

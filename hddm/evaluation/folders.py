@@ -17,7 +17,7 @@ from hddm.errors import HddmError
 from hddm.evaluation.classifier import save_classifier
 from hddm.evaluation.data import Side, alike, read_data
 from hddm.evaluation.extractors import Extractor, of_classifier, open_extractor, trained
-from hddm.evaluation.frechet import too_few
+from hddm.evaluation.frechet import are_few, too_few
 from hddm.evaluation.pictures import Role
 from hddm.evaluation.results import FORMAT, KIND
 from hddm.evaluation.sampling_record import conditions, read_sampling
@@ -70,7 +70,7 @@ def evaluate_folder(
     samples, training = sides["images"].images, sides["reference"].images
     counts = [side.facts.images for side in sides.values()]
     extractor = _extractor(features, sides["reference"], min(counts), classifier)
-    if min(counts) <= extractor.dimensions and not allow_few:
+    if are_few(extractor.dimensions, counts) and not allow_few:
         raise too_few(extractor.dimensions, counts)
     sampling = read_sampling(images)
     labels, of_classes = conditions(samples, sampling, training.classes)
@@ -130,7 +130,7 @@ def _reasons(
 ) -> list[str]:
     """Why a result compares with nothing."""
     reasons = []
-    if min(counts) <= extractor.dimensions:
+    if are_few(extractor.dimensions, counts):
         reasons.append(
             f"too few images: {extractor.dimensions} features, and sides of {', '.join(map(str, counts))}"
         )

@@ -82,9 +82,10 @@ def measure(
     Raises:
         HddmError: for no more images than features on either side, unless ``allow_few``.
     """
-    few = min(len(features), len(reference)) <= features.shape[1]
+    counts = len(features), len(reference)
+    few = are_few(features.shape[1], counts)
     if few and not allow_few:
-        raise too_few(features.shape[1], (len(features), len(reference)))
+        raise too_few(features.shape[1], counts)
     target = target or Gaussian.of(reference)
     draws = np.random.default_rng(seed)
     resampled = [
@@ -95,9 +96,17 @@ def measure(
     return Distance(frechet_distance(Gaussian.of(features), target), spread, few)
 
 
-def too_few(dimensions: int, counts: Sequence[int]) -> HddmError:
-    """The refusal of sides with these ``counts`` of images for features of as many ``dimensions``."""
+def are_few(dimensions: int, counts: Sequence[int]) -> bool:
+    """Whether one of the sides with these ``counts`` of images has no more of them than features."""
+    return min(counts) <= dimensions
+
+
+def too_few(dimensions: int, counts: Sequence[int], allow: str = "--allow-few") -> HddmError:
+    """The refusal of sides with these ``counts`` of images for features of as many ``dimensions``.
+
+    ``allow`` is what a user says to measure them all the same.
+    """
     return HddmError(
         f"a Fréchet distance over {dimensions} features needs more images a side than "
-        f"{' and '.join(map(str, counts))}; --allow-few computes a number that is not comparable"
+        f"{' and '.join(map(str, counts))}; {allow} computes a number that is not comparable"
     )
