@@ -67,6 +67,23 @@ def test_a_file_of_ones_own_says_the_same(tmp_path: Path) -> None:
             "converted and init are for ensembles",
         ),
         ({"models": [{"name": "a", "kind": "single", "init": "b"}]}, "converted and init are for ensembles"),
+        (
+            {"models": [{"name": "a", "objectives": "ddpm", "converted": 0.5}]},
+            "a: converted is for flow experts",
+        ),
+        (
+            {"models": [{"name": "a", "objectives": "0=ddpm,1=ddpm", "init": "b"}]},
+            "a: init is for flow experts",
+        ),
+        ({"models": [{"name": "a", "objectives": "2:0 by-error", "init": "b"}]}, "'2:0 by-error' have none"),
+        (
+            {"models": [{"name": "a", "kind": "finished", "path": "b", "objectives": "ddpm"}]},
+            "a: is finished, so training and objectives have nothing to say",
+        ),
+        (
+            {"models": [{"name": "a", "kind": "finished", "path": "b", "training": {"steps": 3}}]},
+            "a: is finished, so training and objectives have nothing to say",
+        ),
         ({"models": [{"name": "a"}, {"name": "a"}]}, "two models are called 'a'"),
         (
             {"models": [{"name": "mixed 1:1"}, {"name": "mixed 1-1"}]},
@@ -85,17 +102,21 @@ def test_a_file_of_ones_own_says_the_same(tmp_path: Path) -> None:
         ({"seeds": [0, 1, 0]}, "0 is there twice; name each once"),
         ({"tables": [{"name": "a", "models": ["mixed 1:1"] * 2}]}, "'mixed 1:1' is there twice"),
         ({"tables": [{"name": "a", "vary": {"steps": [3, 3]}}]}, "3 is there twice"),
-        (
-            {"models": [{"name": "a", "objectives": "1:3"}], "compare": {}},
-            "are of 4 experts, and partition.shards",
-        ),
+        ({"models": [{"name": "a", "objectives": "1:3"}]}, "are of 4 experts, and partition.shards"),
     ],
 )
 def test_a_slip_is_named_with_its_remedy(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(HddmError) as error:
-        parse_settings(CONTENT | {"tables": [{"name": "models"}]} | changes, "mine.yaml")
+        parse_settings(CONTENT | {"tables": [{"name": "models"}], "compare": {}} | changes, "mine.yaml")
     assert message in error.value.message
     assert error.value.message.startswith("mine.yaml: ")
+
+
+@pytest.mark.parametrize("objectives", ["flow", "1:1", "by-error", "1:1 by-error"])
+def test_experts_that_may_be_flow_start_from_others(objectives: str) -> None:
+    for start in ({"converted": 0.5}, {"init": "expert"}):
+        model = {"name": "a", "objectives": objectives, **start}
+        assert settings(models=[model], compare={}, tables=[{"name": "models"}]).models[0].name == "a"
 
 
 def test_an_unknown_preset_names_those_that_there_are() -> None:

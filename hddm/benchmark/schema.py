@@ -159,6 +159,19 @@ class ModelSettings(Facts):
             )
         return ["ddpm"] * ddpm + ["flow"] * flow
 
+    def refuse_unused_start(self, shards: int) -> None:
+        """Refuse other experts to start from where none of ``shards`` experts is flow.
+
+        Raises:
+            HddmError: for that, and as `named_objectives`.
+        """
+        key = "converted" if self.converted is not None else "init"
+        if getattr(self, key) is not None and "flow" not in self.named_objectives(shards):
+            raise HddmError(
+                f"{self.name}: {key} is for flow experts, and objectives {self.objectives!r} have none; drop "
+                "one"
+            )
+
     @property
     def chooses(self) -> bool:
         """Whether errors on validation images choose among experts of both objectives on each shard."""
@@ -168,6 +181,11 @@ class ModelSettings(Facts):
     def _says_what_it_is(self) -> "ModelSettings":
         if (self.kind == "finished") != (self.path is not None):
             raise ValueError(f"{self.name}: path and kind: finished go together")
+        # Settings written out in full say flow of every model, so that it passes.
+        if self.kind == "finished" and (self.training or self.objectives != "flow"):
+            raise ValueError(
+                f"{self.name}: is finished, so training and objectives have nothing to say; drop them"
+            )
         if self.converted is not None and self.init is not None:
             raise ValueError(f"{self.name}: starts from converted experts or from init; drop one")
         if self.blended is not None:
@@ -301,6 +319,7 @@ class BenchmarkSettings(Facts):
         for model in self.models:
             if model.kind == "ensemble":
                 model.named_objectives(self.partition.shards)
+                model.refuse_unused_start(self.partition.shards)
         for table in self.tables:
             table_points(self, table)
         self.expert("flow", 0), self.expert("ddpm", 0), self.router(0)
