@@ -42,6 +42,10 @@ def test_a_file_of_ones_own_says_the_same(tmp_path: Path) -> None:
     assert load_settings(str(path)) == settings()
 
 
+def _training(**parts: dict[str, Any]) -> dict[str, Any]:
+    return {**CONTENT["training"], **parts}
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -55,6 +59,38 @@ def test_a_file_of_ones_own_says_the_same(tmp_path: Path) -> None:
         (
             {"models": [{"name": "a", "training": {"sze": "tiny"}}]},
             "'models.0.training.sze'; did you mean 'size'",
+        ),
+        ({"models": [{"name": "a", "training": {"seed": 3}}]}, "'models.0.training': seed is said by the"),
+        (
+            {"training": _training(ddpm={"size": "hueg"})},
+            "key 'training.ddpm.size' (is 'hueg'): choose one of",
+        ),
+        ({"training": _training(expert={})}, "key 'training.expert.steps': is required"),
+        (
+            {"training": _training(router={"steps": 0})},
+            "key 'training.router.steps' (is 0): must be 1 or more",
+        ),
+        (
+            {"models": [{"name": "a", "training": {"learning_rate": -1}}]},
+            "model 'a': key 'training.learning_rate' (is -1): must be above 0",
+        ),
+        (
+            {"models": [{"name": "a", "kind": "single", "training": {"size": "hueg"}}]},
+            "model 'a': key 'training.size' (is 'hueg'): choose one of tiny",
+        ),
+        (
+            {
+                "models": [{"name": "a", "kind": "single"}],
+                "training": _training(single={"batch_size": 0}),
+            },
+            "model 'a': key 'training.single.batch_size' (is 0): must be 1 or more",
+        ),
+        (
+            {
+                "models": [{"name": "a", "converted": 0.5, "training": {"batch_size": 6}}],
+                "training": _training(ddpm={"gradient_accumulation_steps": 4}),
+            },
+            "model 'a': training.expert and training.ddpm and training: batch_size 6 does not divide into 4",
         ),
         ({"sampling": {"solver": "eular"}}, "key 'sampling.solver' (is 'eular'): choose one of"),
         ({"sampling": {"strategy": "top-0"}}, "key 'sampling.strategy' (is 'top-0'): choose top-K"),

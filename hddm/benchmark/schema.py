@@ -28,12 +28,14 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from hddm.benchmark.conversions import CONVERSIONS
+from hddm.benchmark.layers import Layer, layered
+from hddm.benchmark.naming import named
 from hddm.benchmark.slugs import ENSEMBLES, FINISHED, SAMPLES, slug
 from hddm.errors import HddmError
 from hddm.facts import Facts
 from hddm.routing import Strategy
 from hddm.solvers import solver_named
-from hddm.training.island_jobs import parse_objectives
+from hddm.training.island_jobs import OBJECTIVES, parse_objectives
 from hddm.training.settings import ExpertSettings, Positive, RouterSettings
 
 
@@ -47,6 +49,17 @@ def _once(values: tuple[Any, ...]) -> tuple[Any, ...]:
 Item = TypeVar("Item")
 Each = Annotated[tuple[Item, ...], AfterValidator(_once)]
 """Values of which none comes twice, since what is counted twice would pass for a second measurement."""
+
+
+def _leaves_seed_and_objective(values: dict[str, Any]) -> dict[str, Any]:
+    for key in ("seed", "objective"):
+        if key in values:
+            raise ValueError(f"{key} is said by the benchmark; remove it")
+    return values
+
+
+TrainingKeys = Annotated[dict[str, Any], AfterValidator(_leaves_seed_and_objective)]
+"""Keys of `hddm.training.settings`, without those that differ within one benchmark."""
 Share = Annotated[float, Field(ge=0, lt=1)]
 Split = Literal["validation", "held-out"]
 Calibration = Literal["experts+router", "experts", "router", "none"]
@@ -93,20 +106,12 @@ class TrainingSettings(Facts):
     homogeneous ensemble (`hddm.benchmark.compute`).
     """
 
-    expert: dict[str, Any]
-    ddpm: dict[str, Any] = Field(default_factory=dict)
-    flow: dict[str, Any] = Field(default_factory=dict)
-    single: dict[str, Any] = Field(default_factory=dict)
-    router: dict[str, Any]
+    expert: TrainingKeys
+    ddpm: TrainingKeys = Field(default_factory=dict)
+    flow: TrainingKeys = Field(default_factory=dict)
+    single: TrainingKeys = Field(default_factory=dict)
+    router: TrainingKeys
     checkpoint_every: Positive = 500
-
-    @field_validator("expert", "ddpm", "flow", "single", "router")
-    @classmethod
-    def _leaves_seed_and_objective(cls, value: dict[str, Any]) -> dict[str, Any]:
-        for key in ("seed", "objective"):
-            if key in value:
-                raise ValueError(f"{key} is said by the benchmark; remove it")
-        return value
 
 
 class ModelSettings(Facts):
@@ -129,7 +134,7 @@ class ModelSettings(Facts):
     """An expert folder that flow experts are trained on from; its own compute is not counted."""
     path: Path | None = None
     """Of a finished model: an expert or ensemble folder that makes images in pixels."""
-    training: dict[str, Any] = Field(default_factory=dict)
+    training: TrainingKeys = Field(default_factory=dict)
     """Before what `TrainingSettings` says, for this model's experts."""
 
     @field_validator("objectives", mode="before")
@@ -323,24 +328,54 @@ class BenchmarkSettings(Facts):
         for table in self.tables:
             table_points(self, table)
         self.expert("flow", 0), self.expert("ddpm", 0), self.router(0)
+        for model in self.models:
+            with named(f"model {model.name!r}"):
+                self._try_trainings(model)
         return self
 
     def expert(self, objective: str, seed: int, **changes: Any) -> ExpertSettings:
-        """How one expert is trained; ``changes`` go before the file."""
-        own = self.training.ddpm if objective == "ddpm" else self.training.flow
-        return ExpertSettings.model_validate(
-            self._common() | self.training.expert | own | changes | {"objective": objective, "seed": seed}
-        )
+        """How one expert is trained; ``changes``, of a model's ``training``, go before the file.
+
+        Raises:
+            HddmError: for settings that cannot be, with their place in the file.
+        """
+        return self._expert(objective, seed, ("training", changes))
 
     def single(self, objective: str, seed: int, steps: int, /, **changes: Any) -> ExpertSettings:
-        """How the model on all images is trained, for ``steps`` unless the file says how many."""
+        """How the model on all images is trained, for ``steps`` unless the file says how many.
+
+        Raises:
+            HddmError: as `expert`.
+        """
         batch = self.expert(objective, seed).batch_size * self.partition.shards
-        own = {"batch_size": batch, "steps": steps} | self.training.single | changes
-        return self.expert(objective, seed, **own)
+        follows = {"batch_size": batch, "steps": steps} | self.training.single
+        return self._expert(objective, seed, ("training.single", follows), ("training", changes))
 
     def router(self, seed: int) -> RouterSettings:
-        """How the router of all ensembles is trained."""
-        return RouterSettings.model_validate(self._common() | self.training.router | {"seed": seed})
+        """How the router of all ensembles is trained.
+
+        Raises:
+            HddmError: as `expert`.
+        """
+        said = self._common() | self.training.router | {"seed": seed}
+        return layered(RouterSettings, [("training.router", said)])
+
+    def _expert(self, objective: str, seed: int, *own: Layer) -> ExpertSettings:
+        said = self._common() | self.training.expert | {"objective": objective, "seed": seed}
+        of_objective = self.training.ddpm if objective == "ddpm" else self.training.flow
+        layers: list[Layer] = [("training.expert", said), (f"training.{objective}", of_objective), *own]
+        return layered(ExpertSettings, layers)
+
+    def _try_trainings(self, model: ModelSettings) -> None:
+        """Make the settings of all trainings of ``model``, to see that they can be."""
+        if model.kind == "single":
+            self.single(model.objectives, 0, 1, **model.training)
+        elif model.kind == "ensemble":
+            # Experts of both are trained where errors choose, and DDPM ones before they are converted.
+            both = model.chooses or model.converted is not None
+            objectives = OBJECTIVES if both else model.named_objectives(self.partition.shards)
+            for objective in dict.fromkeys(objectives):
+                self.expert(objective, 0, **model.training)
 
     def _common(self) -> dict[str, Any]:
         # A worker has one thread, and results are to be the same in any number of workers.
