@@ -9,7 +9,8 @@ from hddm.benchmark.conversions import EXACT, OWN_SAMPLER
 from hddm.benchmark.finished import read_finished
 from hddm.benchmark.naming import named
 from hddm.benchmark.samples import canonical
-from hddm.benchmark.schema import BenchmarkSettings, ModelSettings, Point, table_points
+from hddm.benchmark.schema import BenchmarkSettings, Point, table_points
+from hddm.benchmark.schema_of_models import ModelSettings
 from hddm.conditions import missing_from
 from hddm.ensemble import Ensemble
 from hddm.errors import HddmError

@@ -14,7 +14,8 @@ from hddm.benchmark.compute import Cost, Costs, single_steps
 from hddm.benchmark.data import Divided
 from hddm.benchmark.finished import expert_records, read_finished
 from hddm.benchmark.samples import Source
-from hddm.benchmark.schema import BY_ERROR, RATIO, BenchmarkSettings, ModelSettings
+from hddm.benchmark.schema import BenchmarkSettings
+from hddm.benchmark.schema_of_models import BY_ERROR, RATIO, ModelSettings
 from hddm.benchmark.slugs import ENSEMBLES, FINISHED, slug
 from hddm.benchmark.store import Job, Store, making
 from hddm.benchmark.trainings import MODEL, Training, router_training

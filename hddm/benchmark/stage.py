@@ -10,7 +10,8 @@ from hddm.benchmark.measures import errors_call, errors_job_of, reliability_call
 from hddm.benchmark.models import Errors, Model, Zoo, model_hash
 from hddm.benchmark.naming import named, named_call
 from hddm.benchmark.samples import canonical, piece_call, pieces
-from hddm.benchmark.schema import BenchmarkSettings, ModelSettings, Point, table_points
+from hddm.benchmark.schema import BenchmarkSettings, Point, table_points
+from hddm.benchmark.schema_of_models import ModelSettings
 from hddm.benchmark.scoring import score_call, score_job_of
 from hddm.benchmark.store import Job, Store
 from hddm.benchmark.trainings import MODEL, Training, router_call
