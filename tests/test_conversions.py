@@ -4,9 +4,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import hddm
+from hddm.benchmark import conversions
 from hddm.benchmark.conversions import TREATMENTS, SameTimeField, sample_ddim, variant
 from hddm.benchmark.cost import forward_mflop
 from hddm.data.shards import load_shard
@@ -126,6 +127,31 @@ def test_ddim_runs_on_a_discrete_schedule_too() -> None:
     samples = sample_ddim(Ensemble([field]), num=1000, seed=0, steps=800)
     assert samples.mean().item() == pytest.approx(0.2, abs=0.01)
     assert samples.std().item() == pytest.approx(0.1, rel=0.04)
+
+
+class _Asked(Exception):
+    """Where the state was that a network was asked for."""
+
+
+class _Elsewhere(nn.Module):
+    """A network on a device without numbers, as far from the CPU as a GPU is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1, device="meta"))
+
+    def forward(self, y: Tensor, time: Tensor) -> Tensor:
+        raise _Asked(y.device.type, time.device.type)
+
+
+def test_states_and_images_come_to_the_device_of_the_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    field = VelocityField(_Elsewhere(), COSINE.schedule, "epsilon", sample_shape=SHAPE)
+    with pytest.raises(_Asked) as asked:
+        sample_ddim(Ensemble([field]), num=2, seed=0, steps=1)
+    assert asked.value.args == ("meta", "meta")
+    # Moments need numbers.
+    monkeypatch.setattr(conversions, "calibrate", lambda velocity, images: images.device.type)
+    assert variant(field, False, "blend", X).calibration == "meta"
 
 
 def _block(tokens: int, width: int) -> int:

@@ -65,7 +65,7 @@ def variant(field: VelocityField, exact: bool, treatment: str, images: Tensor) -
         kind = _ClippedSameTimeField if clipped else SameTimeField
     changed = kind(field.network, field.schedule, field.prediction_type, field.time_scale)
     if treatment == "blend":
-        changed.calibration = calibrate(changed.velocity, images)
+        changed.calibration = calibrate(changed.velocity, images.to(field.device))
     return changed
 
 
@@ -84,7 +84,8 @@ def sample_ddim(
         x_0 = clip((y - s eps)/a, -1, 1);  y' = a' x_0 + s' eps
 
     x_0 is clipped, as diffusers' DDIM does for pixels by default. Times are even from 0.999 of native
-    time, where a 1,000-step schedule ends, to 0. Source: arXiv:2010.02502, equation 12, eta = 0.
+    time, where a 1,000-step schedule ends, to 0. States are where the experts are, and the samples on the
+    CPU. Source: arXiv:2010.02502, equation 12, eta = 0.
     """
     schedule, shape = ensemble.experts[0].schedule, ensemble.sample_shape
     assert shape is not None
@@ -94,7 +95,7 @@ def sample_ddim(
     for start in range(first, first + num, batch_size):
         stop = min(start + batch_size, first + num)
         expert = draw_experts(ensemble.prior, seed, start, stop)
-        y = initial_noise(seed, start, stop, shape)
+        y = initial_noise(seed, start, stop, shape).to(ensemble.device)
         for i in range(steps):
             eps = torch.zeros_like(y)
             for index, field in enumerate(ensemble.experts):
@@ -103,7 +104,7 @@ def sample_ddim(
                     eps[rows] = field.ask(y[rows], times[i].expand(len(rows)), {})
             x_0 = ((y - float(sigmas[i]) * eps) / float(alphas[i])).clamp(-1, 1)
             y = float(alphas[i + 1]) * x_0 + float(sigmas[i + 1]) * eps
-        batches.append(y)
+        batches.append(y.cpu())
         if on_batch is not None:
             on_batch(stop - start)
     return torch.cat(batches)
