@@ -303,6 +303,22 @@ def test_the_weights_and_the_device_of_a_row_are_those_that_drew_it(
     assert results.sampled_as["device"] == f"{drawn['device']}, not recorded"
 
 
+def test_experts_of_classes_are_sampled_under_every_conversion(miniature: Finished, tmp_path: Path) -> None:
+    models = [{"name": "mine", "objectives": "ddpm", "training": {"class_conditional": True}}]
+    conversions = ["exact", "exact, raw", "same x, same t, x_0 clipped", "same x, same t, blend"]
+    tables = [{"name": "all", "base": {"guidance_scale": 2}, "vary": {"conversion": conversions}}]
+    changed = settings(models=models, compare={}, tables=tables)
+    jobs = copied(miniature.out / "jobs", tmp_path)
+    results = run_inline(changed, tmp_path / "out", miniature.data, jobs=jobs)
+    assert [one.row for one in results.records] == conversions
+    distances = {one.scores["to_training"]["value"] for one in results.records}
+    assert len(distances) == len(conversions)
+    for one in results.records:
+        drawn = [load_file(jobs / name / "samples.safetensors") for name in one.samples]
+        assert drawn[0]["labels"].tolist() == [0, 1] * 20
+        assert one.expert_evaluations == results.records[0].expert_evaluations
+
+
 def test_samples_in_pieces_are_those_in_one(
     miniature: Finished, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

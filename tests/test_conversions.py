@@ -85,6 +85,33 @@ def test_raw_is_the_expert_without_its_calibration_and_blend_with_one(
     assert naive.calibration is not None
 
 
+@pytest.mark.parametrize("treatment", TREATMENTS)
+@pytest.mark.parametrize("exact", [True, False])
+def test_a_conversion_keeps_the_conditions_of_its_expert(exact: bool, treatment: str) -> None:
+    seen: list[Tensor] = []
+
+    def network(y: Tensor, time: Tensor, class_labels: Tensor) -> Tensor:
+        seen.append(torch.stack([y[:, 0, 0, 0], class_labels]))
+        return 0.3 * y + _wide(class_labels)
+
+    labels, null = torch.tensor([0, 1, 1, 0, 1]), torch.tensor(2)
+    facts = {"classes": ("columns", "rows"), "null_conditions": {"class_labels": null}, "shift": 3.0}
+    field = VelocityField(
+        network, COSINE.schedule, "epsilon", conditions=["class_labels"], sample_shape=SHAPE, **facts
+    )
+    images = 20 * _wide(labels.float()).expand(5, *SHAPE) + X
+    changed = variant(field, exact, treatment, images, {"class_labels": labels})
+    assert {name: getattr(changed, name) for name in facts} == facts
+    assert changed.sample_shape == SHAPE
+    if treatment == "blend" and not exact:
+        # Halfway to noise a state still tells its class.
+        assert torch.equal(seen[0][0] > 5, seen[0][1] == 1)
+    changed.velocity(X, TIMES, class_labels=labels)
+    assert seen[-1][1].tolist() == labels.tolist()
+    changed.velocity(X, TIMES)
+    assert seen[-1][1].tolist() == [2] * 5
+
+
 @pytest.mark.parametrize(("mean", "std"), [(0.3, 0.15), (-0.5, 0.1)])
 def test_ddim_reproduces_the_data_of_an_exact_network(mean: float, std: float) -> None:
     samples = sample_ddim(Ensemble([_expert(mean, std)]), num=2000, seed=0, steps=250)
@@ -150,7 +177,7 @@ def test_states_and_images_come_to_the_device_of_the_network(monkeypatch: pytest
         sample_ddim(Ensemble([field]), num=2, seed=0, steps=1)
     assert asked.value.args == ("meta", "meta")
     # Moments need numbers.
-    monkeypatch.setattr(conversions, "calibrate", lambda velocity, images: images.device.type)
+    monkeypatch.setattr(conversions, "calibrate", lambda velocity, images, given: images.device.type)
     assert variant(field, False, "blend", X).calibration == "meta"
 
 

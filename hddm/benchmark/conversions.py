@@ -54,8 +54,18 @@ class _ClippedSameTimeField(_Clipped, SameTimeField):
     pass
 
 
-def variant(field: VelocityField, exact: bool, treatment: str, images: Tensor) -> VelocityField:
-    """``field`` under another conversion; ``images`` (N, C, H, W) fit the blend of an inexact one."""
+def variant(
+    field: VelocityField,
+    exact: bool,
+    treatment: str,
+    images: Tensor,
+    conditions: Mapping[str, Tensor] | None = None,
+) -> VelocityField:
+    """``field`` under another conversion.
+
+    ``images`` (N, C, H, W), with the ``conditions`` (N, …) that ``field`` takes, fit the blend of an inexact
+    one.
+    """
     if exact and treatment == "blend":
         return field
     clipped = treatment == "x_0 clipped"
@@ -63,9 +73,20 @@ def variant(field: VelocityField, exact: bool, treatment: str, images: Tensor) -
         kind: type[VelocityField] = _ClippedField if clipped else VelocityField
     else:
         kind = _ClippedSameTimeField if clipped else SameTimeField
-    changed = kind(field.network, field.schedule, field.prediction_type, field.time_scale)
+    changed = kind(
+        field.network,
+        field.schedule,
+        field.prediction_type,
+        field.time_scale,
+        conditions=field.conditions,
+        null_conditions=field.null_conditions,
+        sample_shape=field.sample_shape,
+        classes=field.classes,
+        shift=field.shift,
+    )
     if treatment == "blend":
-        changed.calibration = calibrate(changed.velocity, images.to(field.device))
+        given = {name: value.to(field.device) for name, value in (conditions or {}).items()}
+        changed.calibration = calibrate(changed.velocity, images.to(field.device), given)
     return changed
 
 

@@ -30,6 +30,7 @@ from hddm.loading import load
 from hddm.predictions import PredictionType
 from hddm.routing import Router
 from hddm.sampling import sample
+from hddm.training.shard_fit import conditions_of
 from hddm.velocity import VelocityField
 from hddm.workers import Call, Report
 
@@ -169,7 +170,8 @@ def prepared(model: Model, point: Point, shards: Sequence[Path], trained_in: Seq
     """``model`` as ``point`` asks for it, but for experts whose calibration was ``trained_in``: they stay.
 
     Raises:
-        HddmError: for a conversion that needs the shards of the experts where they are not known.
+        HddmError: for a conversion that needs the shards of the experts where they are not known, or whose
+            classes are others than the experts'.
     """
     fields = model.experts if isinstance(model, Ensemble) else [model]
     how, _, treatment = point.conversion.rpartition(", ")
@@ -180,7 +182,8 @@ def prepared(model: Model, point: Point, shards: Sequence[Path], trained_in: Seq
         if stays:
             continue
         if treatment in TREATMENTS and field.prediction_type is PredictionType.EPSILON:
-            fields[k] = variant(field, how == EXACT, treatment, open_shard(shards[k]).images)
+            shard = open_shard(shards[k])
+            fields[k] = variant(field, how == EXACT, treatment, shard.images, conditions_of(shard, field))
         elif "experts" not in point.calibration:
             field.calibration = None
     if isinstance(model, Ensemble):
