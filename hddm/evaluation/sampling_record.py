@@ -1,5 +1,6 @@
 """What is recorded beside images of how they were sampled, and under which condition each was."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +32,11 @@ def conditions(
     """The condition (n,) of each of ``samples``, and whether it is a number among ``classes``.
 
     Folders of ``samples`` that are named like ``classes`` say it; else the labels, or the prompts, that were
-    cycled over the images. None where nothing says it.
+    cycled over the images. Labels are known by their names; by their numbers only where none are recorded.
+    None where nothing says it.
     """
     if samples.labels is not None and set(samples.classes) <= set(classes):
-        numbers = torch.tensor([classes.index(name) for name in samples.classes])
-        return numbers[samples.labels], True
+        return _numbers(samples.classes, classes)[samples.labels], True
     if samples.labels is not None:
         return samples.labels, False
     # Of a folder that is not whole, nobody knows which image is which.
@@ -44,7 +45,16 @@ def conditions(
     numbers = int(sampling.get("start", 0)) + torch.arange(len(samples))
     labels = sampling.get("class_labels")
     if labels:
-        return torch.tensor(labels)[numbers % len(labels)], max(labels) < len(classes)
+        names = sampling.get("class_names")
+        if not names:
+            return torch.tensor(labels)[numbers % len(labels)], max(labels) < len(classes)
+        known = set(names) <= set(classes)
+        found = _numbers(names, classes) if known else torch.tensor(labels)
+        return found[numbers % len(found)], known
     prompts = sampling.get("prompts") or ()
     distinct = [prompts.index(prompt) for prompt in prompts]
     return (torch.tensor(distinct)[numbers % len(prompts)] if prompts else None), False
+
+
+def _numbers(names: Sequence[str], classes: tuple[str, ...]) -> Tensor:
+    return torch.tensor([classes.index(name) for name in names])
