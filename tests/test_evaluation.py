@@ -392,6 +392,43 @@ def test_a_classifier_is_saved_and_shared(many: Path, home: Path, tmp_path: Path
     assert "goes with --features classifier alone" in hddm(*options, "--save-classifier", tmp_path / "x")[2]
 
 
+@pytest.mark.parametrize("features", ["auto", "classifier"])
+def test_few_images_are_refused_before_a_classifier_is_trained(
+    features: str, images: Path, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hddm.evaluation.extractors.train_classifier", lambda *_: pytest.fail("trained"))
+    with pytest.raises(HddmError, match="64 features needs more images a side than 48 and 48"):
+        evaluate_folder(images, images, features=features)
+
+
+def test_a_refusal_saves_no_classifier_that_hinders_the_next_try(
+    images: Path, many: Path, home: Path, tmp_path: Path, hddm: Command
+) -> None:
+    file = tmp_path / "classifier.safetensors"
+    options = ["--features", "classifier", "--save-classifier", file]
+    few = ["evaluate", images, "--reference", images, *options]
+    assert "--allow-few" in hddm(*few)[2]
+    copies = ["evaluate", images, "--reference", many, "--held-out", many, "--allow-few", *options]
+    assert "hold others out" in hddm(*copies)[2]
+    assert not list(tmp_path.glob("*classifier*"))
+    assert hddm(*few, "--allow-few")[0] == 0
+    assert file.is_file()
+
+
+def test_a_folder_that_is_missing_is_told_before_a_classifier_is_trained(
+    many: Path, home: Path, tmp_path: Path, hddm: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hddm.evaluation.extractors.train_classifier", lambda *_: pytest.fail("trained"))
+    file = tmp_path / "missing" / "classifier.safetensors"
+    options = ["--features", "classifier", "--save-classifier", file]
+    code, out, error = hddm("evaluate", many, "--reference", many, *options)
+    assert (code, out) == (1, "")
+    assert (
+        f"--save-classifier {file}: {file.parent} is no folder to write in; make it, or name another\n"
+        in error
+    )
+
+
 @pytest.mark.parametrize(
     ("features", "code", "message"),
     [

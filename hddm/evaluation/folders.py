@@ -1,6 +1,7 @@
 """The result of a folder of images: every figure, and every setting without which they mean nothing."""
 
 import hashlib
+import os
 import platform
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -14,7 +15,7 @@ from hddm.data.images import to_bytes
 from hddm.data.open_shard import open_shard
 from hddm.data.shard_records import find_shards
 from hddm.errors import HddmError
-from hddm.evaluation.classifier import save_classifier
+from hddm.evaluation.classifier import FEATURES, save_classifier
 from hddm.evaluation.data import Side, alike, read_data
 from hddm.evaluation.extractors import Extractor, of_classifier, open_extractor, trained
 from hddm.evaluation.frechet import are_few, too_few
@@ -55,26 +56,32 @@ def evaluate_folder(
         allow_few: whether no more images than features are measured all the same, and marked.
         features: as `hddm.evaluation.extractors.open_extractor`.
         shards: a partition of the training images, for distances to each shard.
-        classifier: where to save a classifier that is trained here; no file without.
+        classifier: where to save a classifier that is trained here, once all is measured; no file without.
         max_bad: images, of all sides together, that may be unreadable; they are left out, and the result
             names them. One that lacks samples is not comparable.
 
     Raises:
         HddmError: for unreadable folders or images, single images, images of different shapes, JPEG samples,
-            missing weights, or too few images, unless ``allow_few``.
+            missing weights, a ``classifier`` that cannot be saved there, or too few images, unless
+            ``allow_few``.
     """
+    if classifier is not None:
+        _check_file(classifier, features)
     paths: dict[Role, Path] = {"images": images, "reference": reference}
     if held_out is not None:
         paths["held-out"] = held_out
     sides = alike(read_data(paths, max_bad))
     samples, training = sides["images"].images, sides["reference"].images
     counts = [side.facts.images for side in sides.values()]
-    extractor = _extractor(features, sides["reference"], min(counts), classifier)
-    if are_few(extractor.dimensions, counts) and not allow_few:
-        raise too_few(extractor.dimensions, counts)
     sampling = read_sampling(images)
     labels, of_classes = conditions(samples, sampling, training.classes)
     parts, shard_facts = ([], None) if shards is None else _read_shards(shards, training.pixels)
+    if features in ("auto", "classifier") and training.labels is not None:
+        # Before minutes of training: auto takes nothing but a classifier for so few images.
+        _refuse_few(FEATURES, counts, allow_few)
+    network = None if classifier is None else trained(training)
+    extractor = open_extractor(features, training, min(counts)) if network is None else of_classifier(network)
+    _refuse_few(extractor.dimensions, counts, allow_few)
     with Progress(sum(counts) + sum(map(len, parts)), "features") as progress:
         scorer = Scorer(
             _counted(extractor, progress),
@@ -87,6 +94,9 @@ def evaluate_folder(
             shards=parts,
         )
         scores = asdict(scorer.score(samples.pixels, labels))
+    if network is not None and classifier is not None:
+        # Last, so that no refusal leaves a file that is in the way of the next try.
+        save_classifier(network, classifier)
     reasons = _reasons(counts, extractor, sampling, len(sides["images"].facts.skipped))
     facts = {name.replace("-", "_"): _facts(side) for name, side in sides.items()}
     return {
@@ -113,16 +123,21 @@ def _counted(extractor: Extractor, progress: Progress) -> Extractor:
     return replace(extractor, features=features)
 
 
-def _extractor(features: str, reference: Side, fewest: int, classifier: Path | None) -> Extractor:
-    if classifier is None:
-        return open_extractor(features, reference.images, fewest)
+def _check_file(classifier: Path, features: str) -> None:
+    """Refuse a file that no classifier can be saved to: to fail before the work."""
+    option = f"--save-classifier {classifier}"
     if features != "classifier":
-        raise HddmError(f"--save-classifier {classifier}: goes with --features classifier alone")
+        raise HddmError(f"{option}: goes with --features classifier alone")
+    folder = classifier.parent
+    if not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise HddmError(f"{option}: {folder} is no folder to write in; make it, or name another")
     if classifier.exists():
-        raise HddmError(f"--save-classifier {classifier}: exists; choose another file")
-    network = trained(reference.images)
-    save_classifier(network, classifier)
-    return of_classifier(network)
+        raise HddmError(f"{option}: exists; choose another file")
+
+
+def _refuse_few(dimensions: int, counts: Sequence[int], allow_few: bool) -> None:
+    if are_few(dimensions, counts) and not allow_few:
+        raise too_few(dimensions, counts)
 
 
 def _reasons(
