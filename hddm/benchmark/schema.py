@@ -25,7 +25,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from hddm.benchmark.conversions import CONVERSIONS
-from hddm.benchmark.layers import Layer, layered
+from hddm.benchmark.layered_settings import Layer, layered
 from hddm.benchmark.naming import named
 from hddm.benchmark.schema_of_models import BY_ERROR, ModelSettings, TrainingKeys, refuse_shared_folders
 from hddm.facts import Facts
