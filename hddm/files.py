@@ -55,8 +55,7 @@ def put_in_place(draft: Path, target: Path) -> None:
     """
     for path in [*draft.rglob("*"), draft]:
         if path.is_file() and path.stat().st_nlink == 1:
-            # Some libraries write for the owner alone; the folder's mode says what the user wants. A file
-            # with other names keeps its mode, which is theirs too.
+            # As `write_whole`; a file with other names keeps its mode, which is theirs too.
             path.chmod(draft.stat().st_mode & 0o666)
         sync(path)
     _replace(draft, target)
@@ -111,6 +110,8 @@ def write_whole(path: Path, write: Callable[[Path], object]) -> None:
             # Process numbers come round again, and some writers refuse a file that is there.
             draft.unlink(missing_ok=True)
             write(draft)
+            # Some libraries write for the owner alone; the folder's mode says what the user wants.
+            draft.chmod(path.parent.stat().st_mode & 0o666)
             sync(draft)
             draft.replace(path)
             sync(path.parent)

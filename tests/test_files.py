@@ -293,3 +293,15 @@ def test_other_errors_of_a_block_that_writes_stay_what_they_are(tmp_path: Path) 
         with pytest.raises(type(error)) as raised, writing(tmp_path):
             raise error
         assert raised.value is error
+
+
+def test_a_file_that_its_writer_made_for_the_owner_alone_is_for_whom_the_folder_is(tmp_path: Path) -> None:
+    def write(draft: Path) -> None:
+        draft.write_text("whole")
+        draft.chmod(0o600)
+
+    write_whole(tmp_path / "file", write)
+    assert (tmp_path / "file").stat().st_mode & 0o777 == tmp_path.stat().st_mode & 0o666
+    tmp_path.chmod(0o755)
+    write_whole(tmp_path / "file", write)
+    assert (tmp_path / "file").stat().st_mode & 0o777 == 0o644
