@@ -43,7 +43,7 @@ def too_many_bad(origin: Path | str, reasons: Sequence[str], max_bad: int) -> Hd
     """The error of more bad images, in ``origin``, than ``max_bad``; ``reasons`` name one each."""
     them = "it" if len(reasons) == 1 else "them"
     return HddmError(
-        f"{origin}: {counted(len(reasons), 'image')} cannot be read, more than --max-bad {max_bad}; mend or "
-        f"remove {them}, or leave {them} out with --max-bad {len(reasons)}",
+        f"{origin}: {counted(len(reasons), 'image')} cannot be read, and {max_bad} may be; mend or remove "
+        f"{them}, or leave {them} out with --max-bad {len(reasons)} where that is an option",
         shown(reasons),
     )
