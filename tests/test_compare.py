@@ -289,6 +289,17 @@ def test_nearest_images_with_their_mirror_images_and_without_are_not_held_side_b
     assert "nearest-image ratio" not in [line.name for line in lines(read_sides([a, b]))]
 
 
+def test_a_share_of_all_or_none_has_an_interval_still(tmp_path: Path) -> None:
+    """Wilson's: of 80 of 80, the half-width is 1.96 / 160 times 1.96 / (1 + 1.96² / 80)."""
+    all_in = {"precision": 1.0, "recall": 0.5, "images": 80}
+    a, b = (_write(tmp_path / f"{k}.json", k, on_held_out=all_in) for k in (1, 2))
+    found = {line.name: line.figures[0] for line in lines(read_sides([a, b]))}
+    (precision,) = (one for name, one in found.items() if "precision" in name and "held-out" in name)
+    assert precision.half_width == pytest.approx(1.96**2 / 160 / (1 + 1.96**2 / 80))
+    (recall,) = (one for name, one in found.items() if "recall" in name and "held-out" in name)
+    assert recall.half_width == pytest.approx(0.1070, abs=1e-4)
+
+
 def test_numbers_have_digits_and_no_exponent(tmp_path: Path) -> None:
     texts = [
         str(_figure(mean, None, half)) for mean, half in ((715.26, 113.9), (0.00213, 0.0000456), (0.0, 0.0))

@@ -241,7 +241,9 @@ def _share(key: str, which: str) -> Get:
         if found is None:
             return None
         share, images = found[which], found["images"]
-        return _Value(share, 1.96 * (share * (1 - share) / images) ** 0.5)
+        # Wilson's, which at shares of 0 and 1 is no interval of nothing.
+        width = 1.96 * (share * (1 - share) / images + (1.96 / (2 * images)) ** 2) ** 0.5
+        return _Value(share, width / (1 + 1.96**2 / images))
 
     return get
 
