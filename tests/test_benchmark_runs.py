@@ -165,6 +165,19 @@ def test_results_of_other_settings_are_not_replaced_unasked(miniature: Finished)
         run_inline(changed, miniature.data, miniature.data)
 
 
+def test_settings_differ_by_the_names_of_models_and_tables() -> None:
+    first, second = {"name": "a", "converted": None}, {"name": "b", "converted": None}
+    changed = {"name": "a", "converted": 0.5}
+    assert run.differences({"models": [first]}, {"models": [changed, second]}) == [
+        "models.a.converted: was None, is 0.5",
+        "models.b: is new",
+    ]
+    assert run.differences({"models": [first, second]}, {"models": [first]}) == ["models.b: is gone"]
+    assert run.differences({"models": [first, second]}, {"models": [second, first]}) == [
+        "models: in another order"
+    ]
+
+
 def test_results_are_read_back_as_they_were_written(miniature: Finished) -> None:
     read = read_results(miniature.out)
     assert read == miniature.results

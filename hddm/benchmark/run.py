@@ -163,10 +163,21 @@ def differences(before: Any, now: Any, place: str = "") -> list[str]:
         keys = dict.fromkeys([*before, *now])
         inner = [differences(before.get(key), now.get(key), f"{place}.{key}".strip(".")) for key in keys]
         return [line for lines in inner for line in lines]
+    if _are_named(before) and _are_named(now):
+        return differences(
+            {one["name"]: one for one in before}, {one["name"]: one for one in now}, place
+        ) or [f"{place}: in another order"]
     if isinstance(before, list) and isinstance(now, list) and len(before) == len(now):
         inner = [differences(a, b, f"{place}.{k}") for k, (a, b) in enumerate(zip(before, now, strict=True))]
         return [line for lines in inner for line in lines]
+    if None in (before, now) and isinstance(before or now, dict):
+        return [f"{place}: is {'new' if before is None else 'gone'}"]
     return [f"{place}: was {before!r}, is {now!r}"]
+
+
+def _are_named(values: Any) -> bool:
+    """Whether they are models or tables, which differ by name."""
+    return isinstance(values, list) and all(isinstance(one, dict) and "name" in one for one in values)
 
 
 def _prepare(settings: BenchmarkSettings, data: Path | None, store: Store) -> tuple[Ground, dict[str, Path]]:
