@@ -8,8 +8,9 @@ import yaml
 
 from hddm.benchmark.load_settings import load_settings, parse_settings
 from hddm.benchmark.preset_files import preset_names
-from hddm.benchmark.protocol import chosen, parse_seeds
+from hddm.benchmark.protocol import chosen
 from hddm.benchmark.schema import table_points
+from hddm.benchmark.seeds import parse_seeds
 from hddm.benchmark.trainings import Training
 from hddm.errors import HddmError
 from hddm.training.settings import ExpertSettings
@@ -193,3 +194,24 @@ def test_seeds_are_ranges_and_lists() -> None:
             parse_seeds(text)
     with pytest.raises(HddmError, match="comes twice"):
         parse_seeds("0-2,1")
+
+
+def test_seeds_are_written_in_a_file_as_on_the_command_line_and_a_table_of_all_models_is_there_unasked() -> (
+    None
+):
+    content = {key: value for key, value in CONTENT.items() if key != "tables"}
+    read = parse_settings(content | {"seeds": "0-2,7", "confirmation_seeds": [8]}, "mine.yaml")
+    assert (read.seeds, read.confirmation_seeds) == ((0, 1, 2, 7), (8,))
+    assert [(table.name, table.models) for table in read.tables] == [("models", ())]
+    with pytest.raises(
+        HddmError, match=r"^mine.yaml: key 'seeds' \(is '0-x'\): 0-x: '0-x' is no seed; write"
+    ):
+        parse_settings(content | {"seeds": "0-x"}, "mine.yaml")
+
+
+def test_an_objective_that_there_is_not_is_told_with_its_model() -> None:
+    models = [{"name": "mine", "objectives": "1;1"}]
+    with pytest.raises(HddmError, match="mine: objectives 1;1: '1;1' names no objective"):
+        parse_settings(
+            CONTENT | {"models": models, "tables": [{"name": "models"}], "compare": {}}, "mine.yaml"
+        )

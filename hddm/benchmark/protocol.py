@@ -1,16 +1,13 @@
 """Choosing and confirming: which seeds and which images a start of a benchmark is scored on.
 
 Settings are chosen on ``seeds`` and validation images. Then they are frozen, in the file, and confirmed once,
-on ``confirmation_seeds`` and held-out images. A seed that chose is refused for confirming.
+on ``confirmation_seeds`` and held-out images. One of the file's ``seeds`` is refused for confirming.
 """
-
-import re
 
 from hddm.benchmark.load_settings import parse_settings
 from hddm.benchmark.schema import BenchmarkSettings
+from hddm.benchmark.seeds import parse_seeds
 from hddm.errors import HddmError
-
-_RANGE = re.compile(r"(\d+)(?:-(\d+))?")
 
 
 def chosen(
@@ -38,7 +35,7 @@ def chosen(
     held_out = held_out or settings.score_on == "held-out"
     if workers is not None:
         changes["workers"] = workers
-    wanted = None if seeds is None else parse_seeds(seeds)
+    wanted = None if seeds is None else parse_seeds(seeds, "--seeds ")
     if held_out and settings.data.validation_share:
         wanted = wanted or settings.confirmation_seeds
         if not wanted:
@@ -60,20 +57,3 @@ def chosen(
     if wanted:
         changes["seeds"] = wanted
     return parse_settings(settings.model_dump(mode="json") | changes, settings.name)
-
-
-def parse_seeds(text: str) -> tuple[int, ...]:
-    """Seeds in ``0-4``, ``5,6`` or ``0-2,7``, in that order.
-
-    Raises:
-        HddmError: for anything else, or a seed that comes twice.
-    """
-    found: list[int] = []
-    for part in text.split(","):
-        match = _RANGE.fullmatch(part.strip())
-        if match is None or (match[2] and int(match[2]) < int(match[1])):
-            raise HddmError(f"--seeds {text}: {part.strip()!r} is no seed; write them as 0-4 or 5,6")
-        found += range(int(match[1]), int(match[2] or match[1]) + 1)
-    if len(set(found)) < len(found):
-        raise HddmError(f"--seeds {text}: a seed comes twice; name each once")
-    return tuple(found)

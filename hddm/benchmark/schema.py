@@ -28,6 +28,7 @@ from hddm.benchmark.conversions import CONVERSIONS
 from hddm.benchmark.layered_settings import Layer, layered
 from hddm.benchmark.naming import named
 from hddm.benchmark.schema_of_models import BY_ERROR, ModelSettings, TrainingKeys, refuse_shared_folders
+from hddm.benchmark.seeds import parse_seeds
 from hddm.facts import Facts
 from hddm.routing import Strategy
 from hddm.solvers import solver_named
@@ -174,11 +175,11 @@ class BenchmarkSettings(Facts):
     training: TrainingSettings
     models: Annotated[tuple[ModelSettings, ...], Field(min_length=1)]
     sampling: Point = Point()
-    tables: Annotated[tuple[TableSettings, ...], Field(min_length=1)]
+    tables: Annotated[tuple[TableSettings, ...], Field(min_length=1)] = (TableSettings(name="models"),)
     compare: CompareSettings = CompareSettings()
     score_on: Split = "validation"
     seeds: Annotated[Each[int], Field(min_length=1)] = (0, 1, 2, 3, 4)
-    """Of trainings and of their samples."""
+    """Of trainings and of their samples; also as ``0-4``."""
     confirmation_seeds: Each[int] = ()
     """Fresh ones, for held-out images."""
     resamples: Annotated[int, Field(ge=2)] = 100
@@ -192,6 +193,11 @@ class BenchmarkSettings(Facts):
     workers: Positive = 2
     """Jobs at a time, each with one CPU thread; the answer does not depend on it."""
     device: Literal["auto", "cpu", "cuda", "mps"] = "cpu"
+
+    @field_validator("seeds", "confirmation_seeds", mode="before")
+    @classmethod
+    def _may_be_ranges(cls, value: object) -> object:
+        return parse_seeds(value) if isinstance(value, str) else value
 
     @model_validator(mode="after")
     def _fits_together(self) -> "BenchmarkSettings":

@@ -68,7 +68,7 @@ class ModelSettings(Facts):
             return ["flow"] * shards
         ratio = RATIO.fullmatch(self.objectives)
         if ratio is None:
-            return parse_objectives(self.objectives, shards)
+            return parse_objectives(self.objectives, shards, f"{self.name}: objectives")
         ddpm, flow = int(ratio[1]), int(ratio[2])
         if ddpm + flow != shards:
             raise HddmError(

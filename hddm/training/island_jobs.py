@@ -116,10 +116,10 @@ def make_islands(
     return islands
 
 
-def parse_objectives(text: str, shards: int) -> list[str]:
+def parse_objectives(text: str, shards: int, name: str = "--objective") -> list[str]:
     """One objective a shard, from ``0=ddpm,3=ddpm,*=flow``; ``*`` is every shard that is not named.
 
-    A name alone, as ``flow``, is for all.
+    A name alone, as ``flow``, is for all. ``name`` is what errors call it by.
 
     Raises:
         HddmError: for a shard that is not there, is named twice, or has no objective, and for an objective
@@ -131,20 +131,18 @@ def parse_objectives(text: str, shards: int) -> list[str]:
         key = key if given else REST
         if objective not in OBJECTIVES:
             raise HddmError(
-                f"--objective {text}: {part.strip()!r} names no objective; write ddpm or flow for a "
+                f"{name} {text}: {part.strip()!r} names no objective; write ddpm or flow for a "
                 f"shard, as 0=ddpm,*=flow{did_you_mean(objective, OBJECTIVES)}"
             )
         if key != REST and (not key.isdecimal() or int(key) >= shards):
-            raise HddmError(f"--objective {text}: there is no shard {key!r}; shards are 0 to {shards - 1}")
+            raise HddmError(f"{name} {text}: there is no shard {key!r}; shards are 0 to {shards - 1}")
         key = key if key == REST else str(int(key))
         if key in chosen:
-            raise HddmError(f"--objective {text}: names {key} twice; name each shard once")
+            raise HddmError(f"{name} {text}: names {key} twice; name each shard once")
         chosen[key] = objective
     missing = [str(k) for k in range(shards) if str(k) not in chosen]
     if missing and REST not in chosen:
-        raise HddmError(
-            f"--objective {text}: says nothing of shard {', '.join(missing)}; add *=flow for the rest"
-        )
+        raise HddmError(f"{name} {text}: says nothing of shard {', '.join(missing)}; add *=flow for the rest")
     return [chosen.get(str(k), chosen.get(REST, "")) for k in range(shards)]
 
 
