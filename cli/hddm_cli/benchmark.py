@@ -5,14 +5,16 @@ from typing import Annotated
 
 import typer
 
-from hddm_cli.options import InputOption, Out
+from hddm_cli.options import InputOption
 
 
 def benchmark(
     which: Annotated[
         str, typer.Argument(metavar="PRESET|FILE", help="digits, cifar10-small, cifar10, or a YAML file.")
     ],
-    out: Out,
+    out: Annotated[
+        Path, typer.Option("--out", help="Folder to write, or of a benchmark like this one, to go on with.")
+    ],
     data: Annotated[
         Path | None, InputOption("--data", help="Folder of the images that the settings name.")
     ] = None,
