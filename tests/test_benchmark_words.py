@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from hddm.benchmark.markdown import tables_text
+from hddm.benchmark.numbers import number
 from hddm.benchmark.report_comparable import comparable
 from hddm.benchmark.report_details import models_table
 from hddm.benchmark.report_words import about_choice, about_measures, answers, ratios
@@ -235,6 +236,31 @@ def test_objectives_that_differ_by_seed_are_those_of_each_seed(miniature: Finish
 
 def test_tables_in_markdown_say_what_does_not_compare_and_which_seeds_are_in(miniature: Finished) -> None:
     text = tables_text(miniature.results.model_copy(update={"complete": False, "seeds": (5,)}))
-    assert text.startswith("1 of 1 training seeds are in: 5.\n")
+    assert "\n1 of 1 training seeds are in: 5.\n" in text
+    date, fresh = miniature.results.date, miniature.results.images["fresh"]
+    assert text.startswith(f"miniature, {date}: training seeds 5, scored on {fresh} validation images.\n")
+    real = miniature.results.real["to_training"]
+    told = f"{number(real['value'])} ± {number(real['half_width'])}"
+    assert f"Real validation images are at {told} from the training images." in text
     for compares, line in comparable(miniature.results):
         assert (f"\n- {line}" in text) is not compares
+
+
+def test_what_calibration_and_router_took_of_equal_compute_is_said(miniature: Finished) -> None:
+    results = miniature.results
+    mixed = next(one for one in results.models if one.model == MIXED)
+    assert mixed.experts_flop
+    assert mixed.calibration_flop
+    assert 0 < mixed.calibration_flop < mixed.experts_flop
+
+    def told(**flop: int) -> tuple[bool, str]:
+        models = (mixed.model_copy(update={"training_flop": 1000} | flop),)
+        changed = results.model_copy(update={"models": models})
+        return next(one for one in comparable(changed) if one[1].startswith("Of the training compute"))
+
+    assert told(calibration_flop=30, router_flop=100) == (
+        True,
+        f"Of the training compute of {MIXED}, 3 % went into the calibration of its experts and 10 % into the "
+        "router, not into steps of experts.",
+    )
+    assert told(calibration_flop=300, router_flop=10)[0] is False

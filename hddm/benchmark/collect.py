@@ -175,6 +175,7 @@ def _model(store: Store, seed: Seed, name: str) -> ModelRecord:
         batch_sizes=tuple(one.settings.batch_size for one in model.trainings),
         images_seen=model.images_seen,
         experts_flop=flop["experts"] if flop else None,
+        calibration_flop=model.calibration_flop,
         router_flop=flop["router"] if flop else None,
         training_flop=sum(flop.values()) if flop else None,
         seconds=round(seconds, 1) if jobs else None,

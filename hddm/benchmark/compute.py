@@ -66,7 +66,12 @@ class Cost:
 
     def of_expert(self, settings: LoopSettings, calibrated: bool = True) -> int:
         """A whole training of an expert, with the calibration that follows."""
-        return self._steps(settings) + calibrated * LEVELS * STATES * self.forward
+        return self._steps(settings) + calibrated * self.calibration
+
+    @property
+    def calibration(self) -> int:
+        """Of an expert, after its training."""
+        return LEVELS * STATES * self.forward
 
     def of_router(self, settings: RouterSettings) -> int:
         """A whole training of a router, with its calibration where it has one."""
@@ -77,7 +82,7 @@ class Cost:
 
     def most_steps(self, budget: int, batch_size: int) -> int:
         """Steps that an expert can take for ``budget``, with the calibration that follows; 1 at least."""
-        return max(1, (budget - LEVELS * STATES * self.forward) // (batch_size * self.step))
+        return max(1, (budget - self.calibration) // (batch_size * self.step))
 
 
 class _Counted(Exception):

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 from hddm.benchmark.numbers import scientific
 from hddm.benchmark.report_comparable import comparable
-from hddm.benchmark.report_words import about_mark
+from hddm.benchmark.report_words import about_mark, real_distance
 from hddm.benchmark.results import Results, Row
 
 Cell = Callable[[Row], str]
@@ -13,7 +13,7 @@ Cell = Callable[[Row], str]
 def tables_text(results: Results) -> str:
     """All tables, and how the models of the first stand against the baselines."""
     split = results.score_on
-    lines = []
+    lines = _heading(results)
     if not results.complete:
         lines += [
             f"{len(results.seeds)} of {len(results.settings.seeds)} training seeds are in: "
@@ -25,8 +25,7 @@ def tables_text(results: Results) -> str:
         cells = [[cell(row) for _, cell in columns] for row in rows]
         lines += [*_table([table, *(name for name, _ in columns[1:])], cells), ""]
         if place == 0:
-            real = results.real["to_training"]["value"]
-            lines += [f"Real {split} images are at {real:.1f} from the training images.", ""]
+            lines += [f"Real {split} images are at {real_distance(results)} from the training images.", ""]
     told = about_mark(results)
     if told:
         lines += [told, ""]
@@ -35,6 +34,19 @@ def tables_text(results: Results) -> str:
     if limits:
         lines += ["", "What does not compare, or is not counted:", "", *limits]
     return "\n".join(lines)
+
+
+def _heading(results: Results) -> list[str]:
+    """What the figures are, so that the tables may stand alone."""
+    features, seeds = results.features, ", ".join(map(str, results.seeds))
+    return [
+        f"{results.name}, {results.date}: training seeds {seeds}, scored on {results.images['fresh']:,} "
+        f"{results.score_on} images.",
+        "",
+        f"Fréchet distances on {features['dimensions']} features ({features['name']}), lower is better. ± is "
+        "the 95 % half-width over samples, s the standard deviation over training seeds.",
+        "",
+    ]
 
 
 def _columns(results: Results) -> Sequence[tuple[str, Cell]]:

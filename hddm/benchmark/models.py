@@ -50,6 +50,8 @@ class Model:
     images_seen: int | None
     link: Path
     """Where it is shown to the user, below the benchmark's folder."""
+    calibration_flop: int | None = None
+    """Of that of its experts, what their calibration took."""
 
     @cached_property
     def weights(self) -> str:
@@ -153,7 +155,8 @@ class Zoo:
             flop = {"experts": self._flop(training), "router": 0}
             link = Path(f"seed_{self.seed}") / slug(model.name)
             seen = _seen(training)
-            return Model(model.name, source, (model.objectives,), (training,), flop, seen, link)
+            calibration = self._calibration_flop(training)
+            return Model(model.name, source, (model.objectives,), (training,), flop, seen, link, calibration)
         if model.blended is not None:
             return self._blended(model, errors)
         objectives = self.assigned(model, errors)
@@ -193,7 +196,8 @@ class Zoo:
         flop = {"experts": sum(self._flop(one) for one in experts), "router": router_flop}
         link = Path(f"seed_{self.seed}") / ENSEMBLES / slug(model.name)
         seen = sum(_seen(one) for one in experts)
-        return Model(model.name, source, tuple(objectives), tuple(experts), flop, seen, link)
+        calibration = sum(self._calibration_flop(one) for one in experts)
+        return Model(model.name, source, tuple(objectives), tuple(experts), flop, seen, link, calibration)
 
     def _expert(self, model: ModelSettings, objective: str, shard: int) -> Training:
         folder, content = self.divided.shard_folders[shard], self.divided.hashes[shard]
@@ -218,11 +222,16 @@ class Zoo:
         return Training(self.divided.all_images, self._whole_hash, settings)
 
     def _flop(self, training: Training) -> int:
+        steps = sum(self.cost(one).of_expert(one.settings, calibrated=False) for one in _with_start(training))
+        return steps + self._calibration_flop(training)
+
+    def _calibration_flop(self, training: Training) -> int:
+        return sum(map(self._fitting_flop, _with_start(training)))
+
+    def _fitting_flop(self, training: Training) -> int:
         (record,) = expert_records(self.store.path(training.job) / MODEL)
         # A calibration that was trained in was not fitted afterwards.
-        calibrated = not record.training_calibration
-        before = 0 if training.start is None else self._flop(training.start)
-        return before + self.cost(training).of_expert(training.settings, calibrated)
+        return 0 if record.training_calibration else self.cost(training).calibration
 
     def _finished(self, model: ModelSettings) -> Model:
         assert model.path is not None

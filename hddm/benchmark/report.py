@@ -6,7 +6,6 @@ from pathlib import Path
 from jinja2 import Environment, StrictUndefined
 
 from hddm.benchmark import charts_of_experts, charts_of_quality, report_details, report_tables, report_words
-from hddm.benchmark.numbers import number
 from hddm.benchmark.report_comparable import comparable
 from hddm.benchmark.results import Results
 from hddm.benchmark.strips import read_strips
@@ -50,7 +49,7 @@ def write_report(folder: Path, results: Results) -> None:
         ratios=report_words.ratios(results),
         about_measures=report_words.about_measures(results),
         effort=report_words.effort(results),
-        real=number(results.real["to_training"]["value"]),
+        real=report_words.real_distance(results),
         headline=report_tables.comparison(results, first),
         others=[report_tables.comparison(results, name) for name in others],
         measures=report_tables.measures(results),

@@ -6,6 +6,7 @@ from hddm.benchmark.results import Results
 
 INCEPTION = "inception"
 PERCENT_UNEQUAL = 2.0
+PERCENT_BESIDE = 20.0
 PUBLISHED = 50_000
 
 
@@ -61,6 +62,7 @@ def comparable(results: Results) -> Iterator[tuple[bool, str]]:
             f"Training compute, counted, router included: {dearest} costs {percent:.2g} % more than "
             f"{cheapest}{', and all others lie between' if is_all else ''}.",
         )
+    yield from _beside_steps(results)
     choosing = [one.name for one in models if one.chooses and one.blended is None]
     if choosing:
         yield (
@@ -71,6 +73,22 @@ def comparable(results: Results) -> Iterator[tuple[bool, str]]:
     if not results.complete:
         done, all_seeds = len(results.seeds), len(results.settings.seeds)
         yield False, f"Not finished: {done} of {all_seeds} training seeds are in."
+
+
+def _beside_steps(results: Results) -> Iterator[tuple[bool, str]]:
+    """What of an ensemble's compute is not for steps of its experts, which the single model has instead."""
+    shares = [
+        (one.calibration_flop / one.training_flop, one.router_flop / one.training_flop, one.model)
+        for one in results.models
+        if one.training_flop and one.router_flop and one.calibration_flop is not None
+    ]
+    if shares:
+        calibration, router, model = max(shares, key=lambda one: one[0] + one[1])
+        yield (
+            100 * (calibration + router) <= PERCENT_BESIDE,
+            f"Of the training compute of {model}, {100 * calibration:.2g} % went into the calibration of its "
+            f"experts and {100 * router:.2g} % into the router, not into steps of experts.",
+        )
 
 
 def _budgets(results: Results, begun: Collection[str]) -> tuple[float, str, str, bool] | None:

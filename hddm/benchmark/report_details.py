@@ -110,13 +110,23 @@ def models_table(results: Results) -> Table:
                     Cell(", ".join(map(str, one.batch_sizes)) or "–"),
                     count(one.images_seen),
                     operations(one.experts_flop),
+                    operations(one.calibration_flop),
                     operations(one.router_flop),
                     operations(one.training_flop),
                     NOTHING if one.seconds is None else Cell(f"{one.seconds:,.0f}", one.seconds),
                     Cell(one.hash[:12]),
                 )
             )
-    head = ("model", "objectives", "steps", "batch", "images seen", "experts FLOP", "router FLOP")
+    head = (
+        "model",
+        "objectives",
+        "steps",
+        "batch",
+        "images seen",
+        "experts FLOP",
+        "of it calibration",
+        "router FLOP",
+    )
     return Table("parts of models", (*head, "training FLOP", "seconds", "hash"), tuple(rows))
 
 

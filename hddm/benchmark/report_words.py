@@ -109,6 +109,13 @@ def about_choice(results: Results) -> str:
     return "A confirmation: fresh training seeds, and held-out images that nothing was chosen by."
 
 
+def real_distance(results: Results) -> str:
+    """Of the split's own images to the training images, with its interval."""
+    found = results.real["to_training"]
+    half = "" if found["half_width"] is None else f" ± {number(found['half_width'])}"
+    return f"{number(found['value'])}{half}"
+
+
 def effort(results: Results) -> str:
     """How much was tried to get here, and how it came out."""
     models, rows = len(results.settings.models), sum(map(len, results.tables.values()))

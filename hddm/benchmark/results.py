@@ -135,6 +135,8 @@ class ModelRecord(Facts):
     batch_sizes: tuple[int, ...]
     images_seen: int | None
     experts_flop: int | None
+    calibration_flop: int | None = None
+    """Of ``experts_flop``, what their calibration took; None in older results too."""
     router_flop: int | None
     training_flop: int | None
     seconds: float | None
