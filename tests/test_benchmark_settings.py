@@ -196,9 +196,7 @@ def test_seeds_are_ranges_and_lists() -> None:
         parse_seeds("0-2,1")
 
 
-def test_seeds_are_written_in_a_file_as_on_the_command_line_and_a_table_of_all_models_is_there_unasked() -> (
-    None
-):
+def test_a_file_says_seeds_as_the_command_line_does_and_has_a_table_of_all_models_unasked() -> None:
     content = {key: value for key, value in CONTENT.items() if key != "tables"}
     read = parse_settings(content | {"seeds": "0-2,7", "confirmation_seeds": [8]}, "mine.yaml")
     assert (read.seeds, read.confirmation_seeds) == ((0, 1, 2, 7), (8,))
