@@ -79,6 +79,20 @@ def test_benchmarks_that_differ_in_more_than_the_model_are_refused_with_the_list
     assert hddm("compare", a, _copy(miniature, tmp_path / "c", _steps), "--varies", "steps")[0] == 0
 
 
+def _another_seed(content: dict[str, Any]) -> None:
+    content["models"] += [one | {"seed": 1, "hash": f"{one['hash']} 1"} for one in content["models"]]
+    content["records"] += [
+        one | {"seed": 1, "samples": [f"{name} 1" for name in one["samples"]]} for one in content["records"]
+    ]
+
+
+def test_a_file_of_several_seeds_is_named_once(miniature: Finished, tmp_path: Path, hddm: Command) -> None:
+    a = _copy(miniature, tmp_path / "a", _another_seed)
+    b = _copy(miniature, tmp_path / "b", _another_seed, _steps)
+    err = hddm("compare", a, b)[2]
+    assert f"steps: 2 in {a / 'results.json'}; 9 in {b / 'results.json'}" in err
+
+
 def _raw_on_a_gpu(content: dict[str, Any]) -> None:
     for record in content["records"]:
         record["sampled_as"] = {"weights": "raw", "device": "cuda"}

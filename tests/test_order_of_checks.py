@@ -28,7 +28,7 @@ TRAIN = "--objective flow --steps 2 --size tiny"
         ("evaluate {images} --reference {empty}", "{empty}: holds no images"),
         (
             "benchmark cifar10-small --data {empty}",
-            "no such images; name the folder",
+            "no such images; name by --data the folder that data.training, 'train', lies in",
         ),
     ],
 )

@@ -117,9 +117,12 @@ def side_paths(settings: DataSettings, data: Path | None) -> tuple[Path, Path | 
     """
     training = _below(data, settings.training)
     held_out = None if settings.held_out is None else _below(data, settings.held_out)
-    for path in (training, held_out):
+    for key, path in (("training", training), ("held_out", held_out)):
         if path is not None and not path.exists():
-            raise HddmError(f"{path}: no such images; name the folder that holds them by --data")
+            raise HddmError(
+                f"{path}: no such images; name by --data the folder that data.{key}, "
+                f"{getattr(settings, key)!r}, lies in"
+            )
     if held_out is not None and _overlap(training, held_out):
         raise HddmError(
             f"data.held_out: {held_out} and the training images, {training}, are not apart, so that held-out "

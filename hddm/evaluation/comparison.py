@@ -115,9 +115,10 @@ def _repeated(side: Side, result: Result, other: Result) -> str:
 
 def _values(name: str, results: Sequence[Result], fields: Sequence[Fields]) -> str:
     """Each value with the files that have it."""
-    files: dict[str, list[str]] = {}
+    # In the order of the results; a benchmark's are all in one file.
+    files: dict[str, dict[str, None]] = {}
     for result, one in zip(results, fields, strict=True):
-        files.setdefault(_told(one, name), []).append(str(result.path))
+        files.setdefault(_told(one, name), {})[str(result.path)] = None
     return "; ".join(f"{value} in {', '.join(paths)}" for value, paths in files.items())
 
 
