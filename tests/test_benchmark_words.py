@@ -133,6 +133,20 @@ def test_ratios_stand_beside_the_papers_where_the_same_was_asked(miniature: Fini
     assert len(found.ours) == 1
 
 
+def test_rows_that_are_one_model_by_two_names_are_not_called_within_noise(miniature: Finished) -> None:
+    drawn = {(one.row, one.model): one.samples for one in miniature.results.records if one.table == "models"}
+    records = tuple(
+        one.model_copy(update={"samples": drawn[FLOW, FLOW]}) if one.row == MIXED else one
+        for one in miniature.results.records
+    )
+    results = more_seeds(
+        miniature.results.model_copy(update={"records": records}), THREE | {MIXED: THREE[FLOW]}
+    )
+    to_flow, to_single = (one for one in results.verdicts if one.kind == "model")
+    assert to_flow.sentence == f"{MIXED} against {FLOW}: +0.00, no verdict (the same samples in every seed)"
+    assert to_single.judgement == "worse"
+
+
 def test_a_distance_of_zero_has_no_ratio(miniature: Finished) -> None:
     results = more_seeds(miniature.results, {FLOW: [0.0, 0.0], MIXED: [9.0, 19.0], SINGLE: [30.0, 30.0]})
     assert ratios(results)[0].ours == (f"{MIXED} against {FLOW}: 14.0 / 0.00, no ratio",)

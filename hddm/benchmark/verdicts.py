@@ -6,7 +6,8 @@ wider of the two, from four on it is the narrower. Gaps are paired since models 
 noise and shards.
 
 A model that is one set of weights in every seed has no spread over trainings, and nothing is judged by it;
-nor by distances of too few images for the features, or of unequal numbers of images.
+nor by distances of too few images for the features, or of unequal numbers of images. Nor are rows judged that
+are one, as objectives chosen by error may make them.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -74,12 +75,16 @@ def judgement(gaps: Sequence[float]) -> Judgement:
     return "better" if gap.mean < 0 else "worse"
 
 
-def _incomparable(ours: Record, theirs: Record, decides: str, one_model: Sequence[str]) -> str | None:
+def _incomparable(
+    ours: Sequence[Record], theirs: Sequence[Record], decides: str, one_model: Sequence[str]
+) -> str | None:
     """Why no number of seeds would give a verdict, None where enough would."""
-    counts = ours.point.num_images, theirs.point.num_images
+    if all(one.samples == other.samples for one, other in zip(ours, theirs, strict=True)):
+        return "the same samples in every seed"
+    counts = ours[0].point.num_images, theirs[0].point.num_images
     if counts[0] != counts[1]:
         return f"{counts[0]:,} images against {counts[1]:,}: distances fall with that number"
-    if any(one.scores[decides]["few_images"] for one in (ours, theirs)):
+    if any(one.scores[decides]["few_images"] for one in (*ours, *theirs)):
         return "too few images for the features"
     if one_model:
         each = "is" if len(one_model) == 1 else "are each"
@@ -109,7 +114,7 @@ def _verdict(
     gaps = [a - b for a, b in zip(ours, theirs, strict=True)]
     models = dict.fromkeys(rows[name][0].model for name in (row, against))
     one_model = [name for name in models if name in fixed]
-    incomparable = _incomparable(rows[row][0], rows[against][0], decides, one_model)
+    incomparable = _incomparable(rows[row], rows[against], decides, one_model)
     gap, within = figure(gaps), None if incomparable else interval(gaps)
     found: Judgement = "no verdict" if incomparable else judgement(gaps)
     told, why = str(found), None
