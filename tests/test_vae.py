@@ -48,7 +48,10 @@ def test_images_are_what_diffusers_decodes_from_the_same_folder(
     kind: Literal["kl", "tiny"], factor: int, tmp_path: Path
 ) -> None:
     write_vae(tmp_path, kind, factor=factor)
-    theirs = {"kl": AutoencoderKL, "tiny": AutoencoderTiny}[kind].from_pretrained(tmp_path)
+    # With gradients torch multiplies by another path, whose last bits differ on some processors.
+    theirs = (
+        {"kl": AutoencoderKL, "tiny": AutoencoderTiny}[kind].from_pretrained(tmp_path).requires_grad_(False)
+    )
     scale = {"kl": 0.18215, "tiny": 1.0}[kind]
     images = decode(read_vae(tmp_path), _latents())
     with torch.no_grad():
@@ -80,7 +83,7 @@ def test_names_of_former_versions_are_read_as_diffusers_reads_them(tmp_path: Pat
     images, facts = decode(read_vae(tmp_path), _latents()), vae_facts(tmp_path)
     _renamed(tmp_path, FORMER)
     assert any(".proj_attn." in key for key in load_file(tmp_path / FILE))
-    theirs = AutoencoderKL.from_pretrained(tmp_path)
+    theirs = AutoencoderKL.from_pretrained(tmp_path).requires_grad_(False)
     with torch.no_grad():
         assert torch.equal(images, theirs.decode(_latents() / 0.18215).sample.clamp(-1, 1))
     assert torch.equal(decode(read_vae(tmp_path), _latents()), images)
