@@ -165,6 +165,16 @@ def test_results_of_other_settings_are_not_replaced_unasked(miniature: Finished)
         run_inline(changed, miniature.data, miniature.data)
 
 
+def test_a_model_that_becomes_two_leaves_the_store_alone(tmp_path: Path) -> None:
+    out, job = tmp_path / "out", tmp_path / "jobs" / "ensemble-a" / "model"
+    job.mkdir(parents=True)
+    run._link(out, {"seed_0/ensembles/mine": job})
+    run._link(out, {"seed_0/ensembles/mine/flow": job, "seed_0/ensembles/mine/ddpm": job})
+    assert not list(job.iterdir())
+    links = [out / "seed_0/ensembles/mine" / name for name in ("flow", "ddpm")]
+    assert [link.resolve() for link in links] == [job, job]
+
+
 def test_settings_differ_by_the_names_of_models_and_tables() -> None:
     first, second = {"name": "a", "converted": None}, {"name": "b", "converted": None}
     changed = {"name": "a", "converted": 0.5}

@@ -213,6 +213,10 @@ def _link(out: Path, links: dict[str, Path]) -> None:
     """Show what lies in the store under names that say what it is; links that are relative move along."""
     for name, target in links.items():
         link = out / name
+        for parent in map(out.joinpath, Path(name).parents[:-1]):
+            if parent.is_symlink():
+                # Of a model that was one folder before: through it, links would be made inside the store.
+                parent.unlink()
         link.parent.mkdir(parents=True, exist_ok=True)
         to = os.path.relpath(target.resolve(), link.parent.resolve())
         if link.is_symlink() and os.readlink(link) == to:
