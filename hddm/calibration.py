@@ -2,7 +2,8 @@ r"""What an expert knows about its shard beyond its network: moments, and how fa
 
 Near t = 1 an epsilon network's velocity (eps - x)/(1 - t) multiplies its error by 1/(1 - t), while the
 best *linear* denoiser of the shard becomes exact there; its velocity v_gauss is in `hddm.moments`, with
-U the principal directions. A calibrated expert mixes the two, direction by direction:
+U the principal directions, about the mean of the class where that is known. A calibrated expert mixes the
+two, direction by direction:
 
     v = v_net + U diag(w(t)) U^T (v_gauss - v_net)
 
@@ -14,8 +15,13 @@ on its own images even a Gaussian looks better than the truth. The final moments
 
 v* = eps - x_0 being an unbiased target. No knowledge of the network's error is needed. An estimate w with
 standard error s counts as w (1 - s²/w²), or 0 below s, so that a good network is left alone. At t = 1 the
-weight of an unconditional expert is 1, where v = x - m is exact. What lies outside U shares one variance
-and one weight.
+weight is 1, where v = x - m is exact; only a network that is told more than a class keeps its share there.
+What lies outside U shares one variance and one weight.
+
+**Bounded by construction.** Whatever a table says, the share 1 - w of a network that predicts noise is held
+to K(t) = min(1, G (1 - t))², G = `MAX_GAIN`. So what its output counts, K/(1 - t), is at most G and falls to
+0, although its error may grow towards t = 1, where few trainings look: v is continuous up to t = 1 and x - m
+there, also by tables that were fitted to text, and by older ones that ended below 1.
 
 Up to t = `START` the weight is 0. There the state holds more signal than noise, and what the blend still
 gains in squared error (about 1 % on digits) it costs in the diversity of samples.
@@ -38,6 +44,7 @@ from hddm.errors import HddmError
 from hddm.moments import MAX_DIRECTIONS as MAX_DIRECTIONS
 from hddm.moments import Moments as Moments
 from hddm.tensors import generator, to_float64
+from hddm.weight_files import refuse_non_finite
 
 FILE_NAME = "calibration.safetensors"
 RECORD_KEY = "calibrated_on"
@@ -45,6 +52,9 @@ START = 0.5
 LEVELS = 15
 STATES = 512
 POOL = (1.0, 2.0, 3.0, 2.0, 1.0)
+MAX_GAIN = 20.0
+"""What an output of noise counts at most; its own gain 1/(1 - t) gets there at t = 0.95."""
+LABELS = "class_labels"
 
 
 @dataclass(frozen=True)
@@ -60,12 +70,30 @@ class Calibration:
     weights: Tensor
     record: Mapping[str, str] | None = None
 
-    def apply(self, velocity: Tensor, x_t: Tensor, t: Tensor) -> Tensor:
-        """The calibrated velocity; ``velocity`` and ``x_t`` (N, C, H, W), ``t`` (N,) in [0, 1]."""
+    def apply(
+        self,
+        velocity: Tensor,
+        x_t: Tensor,
+        t: Tensor,
+        labels: Tensor | None = None,
+        max_gain: float | None = None,
+    ) -> Tensor:
+        """The calibrated velocity (N, C, H, W).
+
+        Args:
+            velocity: the network's, (N, C, H, W).
+            x_t: state, (N, C, H, W).
+            t: (N,) in [0, 1].
+            labels: (N,) classes, whose means stand for that of all images.
+            max_gain: the network's share is held to (max_gain (1 - t))²; None for one whose velocity has no
+                factor 1/(1 - t).
+        """
         moments = self.moments.to(x_t)
         net = velocity.flatten(1)
-        gauss = moments.velocity(x_t.flatten(1), t.to(x_t))
+        gauss = moments.velocity(x_t.flatten(1), t.to(x_t), labels)
         weights = self._weights_at(t.to(x_t))
+        if max_gain is not None:
+            weights = torch.maximum(weights, 1 - (max_gain * (1 - t.to(x_t))[:, None]).square())
         # As (1 - w) net + w gauss, since net is large where w is 1.
         net_along, net_rest = moments.split(net)
         gauss_along, gauss_rest = moments.split(gauss)
@@ -86,6 +114,8 @@ class Calibration:
             "times": self.times,
             "weights": self.weights,
         }
+        if self.moments.class_means is not None:
+            tensors["class_means"] = self.moments.class_means
         # One key, since safetensors writes several in an order that changes from call to call.
         metadata = {RECORD_KEY: json.dumps(dict(self.record), sort_keys=True)} if self.record else None
         tensors = {key: value.contiguous() for key, value in tensors.items()}
@@ -101,13 +131,36 @@ class Calibration:
             tensors = load_file(path)
         except SafetensorError as error:
             raise HddmError(f"{path}: cannot be read ({error}); delete it and calibrate anew") from error
-        missing = {"mean", "basis", "variances", "times", "weights"} ^ set(tensors)
+        missing = {"mean", "basis", "variances", "times", "weights"} ^ (set(tensors) - {"class_means"})
         if missing:
             raise HddmError(
                 f"{path}: missing or unknown tensors {sorted(missing)}; delete it and calibrate anew"
             )
-        moments = Moments(tensors["mean"], tensors["basis"], tensors["variances"])
-        return cls(moments, tensors["times"], tensors["weights"], calibration_record(folder))
+        refuse_non_finite(path, tensors)
+        moments = Moments(*map(tensors.get, ("mean", "basis", "variances", "class_means")))  # type: ignore[arg-type]
+        found = cls(moments, tensors["times"], tensors["weights"], calibration_record(folder))
+        if wrong := found._wrong():
+            raise HddmError(f"{path}: {wrong}; delete it and calibrate anew")
+        return found
+
+    def _wrong(self) -> str | None:
+        """What no calibration can be, however it was fitted."""
+        moments, times, weights = self.moments, self.times, self.weights
+        ranks = [tensor.ndim for tensor in (moments.mean, moments.basis, moments.variances, times, weights)]
+        means = moments.class_means
+        if ranks != [1, 2, 1, 1, 2] or (means is not None and means.shape[1:] != moments.mean.shape):
+            return "the shapes of its tensors do not go together"
+        directions, numbers = len(moments.variances), len(moments.mean)
+        shapes = (*moments.basis.shape, *weights.shape)
+        if len(times) < 2 or shapes != (numbers, directions - 1, len(times), directions):
+            return "the shapes of its tensors do not go together"
+        if not ((weights >= 0) & (weights <= 1)).all():
+            return f"has weights from {weights.min():g} to {weights.max():g}, and they lie in [0, 1]"
+        if not (moments.variances > 0).all():
+            return f"has a variance of {moments.variances.min():g}, and they are above 0"
+        if times[0] != 0 or times[-1] != 1 or not (times.diff() > 0).all():
+            return "has times that do not rise from 0 to 1"
+        return None
 
     def _weights_at(self, t: Tensor) -> Tensor:
         times, weights = self.times.to(t), self.weights.to(t)
@@ -147,20 +200,24 @@ def calibrate(
     Args:
         velocity: the uncalibrated velocity, of (x_t, t, **conditions).
         images: (N, C, H, W) of the shard, in the units that the expert works in.
-        conditions: what comes with the images, each (N, …). The moments do not know of them, so the
-            more they say, the less weight the moments get.
+        conditions: what comes with the images, each (N, …). Of them the moments know ``class_labels``
+            alone; the more others say, the less weight the moments get.
         seed: of the noise.
         batch_size: states a call; `STATES` states are drawn at each of `LEVELS` times.
     """
     if len(images) < 4:
         raise HddmError(f"a calibration needs at least 4 images, not {len(images)}")
-    moments = Moments.of(images)
+    labels = (conditions or {}).get(LABELS)
+    if labels is not None and (labels.ndim != 1 or labels.is_floating_point()):
+        labels = None
+    moments = Moments.of(images, labels)
     times = torch.linspace(START, 1, LEVELS + 2)
     noise = generator(seed)
     halves = torch.randperm(len(images), generator=noise).chunk(2)
     sums = torch.zeros(LEVELS, 3, len(moments.variances), dtype=torch.float64)
     for seen, unseen in (halves, halves[::-1]):
-        known = Moments.of(images[seen.to(images.device)]).to(images)
+        of_seen = None if labels is None else labels[seen.to(labels.device)]
+        known = Moments.of(images[seen.to(images.device)], of_seen).to(images)
         for level, time in enumerate(times[1:-1].tolist()):
             drawn = unseen[torch.randint(len(unseen), (STATES // 2,), generator=noise)]
             for rows in drawn.to(images.device).split(batch_size):
@@ -170,7 +227,7 @@ def calibrate(
                 x_t = (1 - time) * x_0 + time * eps
                 given = {name: value[rows] for name, value in (conditions or {}).items()}
                 net = velocity(x_t, t, **given).flatten(1)
-                to_gauss = known.velocity(x_t.flatten(1), t) - net
+                to_gauss = known.velocity(x_t.flatten(1), t, None if labels is None else labels[rows]) - net
                 to_target = (eps - x_0).flatten(1) - net
                 pairs = ((to_target, to_gauss), (to_gauss, to_gauss), (to_target, to_target))
                 products = torch.stack([_inner(known, a, b) for a, b in pairs])
@@ -180,8 +237,9 @@ def calibrate(
     coordinates = torch.ones(len(moments.variances), dtype=torch.float64)
     coordinates[-1] = max(moments.mean.numel() - moments.basis.shape[1], 1)
     weights = _weights(sums, coordinates).float()
-    # Under a condition the moments' velocity is not exact at t = 1, so they get no more than before it.
-    last = weights[-1:] if conditions else torch.ones_like(weights[-1:])
+    # Under any other condition the moments' velocity is not exact at t = 1: they get no more than before it.
+    is_more = bool(set(conditions or ()) - (set() if labels is None else {LABELS}))
+    last = weights[-1:] if is_more else torch.ones_like(weights[-1:])
     none = torch.zeros(2, len(moments.variances))
     return Calibration(moments, torch.cat([torch.zeros(1), times]), torch.cat([none, weights, last]))
 

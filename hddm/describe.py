@@ -28,6 +28,7 @@ from hddm.files import read_json
 from hddm.model_folders import WEIGHTS
 from hddm.model_index import MODEL_INDEX, read_model_index
 from hddm.paris import is_paris, paris_experts, paris_router
+from hddm.predictions import PredictionType
 from hddm.schedules import from_config
 from hddm.weight_files import read_header
 
@@ -49,6 +50,7 @@ def describe(folder: Path, allow_pickle: bool = False, variant: str | None = Non
             "noise_range": [low, high],
             "calibrated": (folder / CALIBRATION).exists(),
             "calibrated_on": calibration_record(folder),
+            "velocity_near_t_1": _near_noise(folder, facts),
             **(_network(folder) if facts.adapter is None else _adapter(folder, facts.adapter)),
         }
     if (folder / ROUTER_FILE).exists():
@@ -76,6 +78,12 @@ def describe(folder: Path, allow_pickle: bool = False, variant: str | None = Non
     if folder.is_dir() and is_paris(folder):
         return _paris(folder)
     return describe_source(folder, allow_pickle, variant)
+
+
+def _near_noise(folder: Path, facts: ExpertFacts) -> str:
+    if (folder / CALIBRATION).exists() or facts.prediction_type is not PredictionType.EPSILON:
+        return "bounded"
+    return "not bounded: grows as 1/(1 - t) up to the end of its noise range; hddm calibrate bounds it"
 
 
 def _with_changes(facts: dict[str, Any]) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from hddm.calibration import Calibration
+from hddm.calibration import LABELS, MAX_GAIN, Calibration
 from hddm.conditions import (
     SETTINGS,
     can_guide,
@@ -161,7 +161,10 @@ class VelocityField:
     def _convert(self, x_t: Tensor, t: Tensor, conditions: Mapping[str, Tensor]) -> Tensor:
         x = x_t.to(torch.promote_types(x_t.dtype, torch.float32))
         raw = self.raw_velocity(x, t, conditions)
-        return raw if self.calibration is None else self.calibration.apply(raw, x, t)
+        if self.calibration is None:
+            return raw
+        bound = MAX_GAIN if self.prediction_type is PredictionType.EPSILON else None
+        return self.calibration.apply(raw, x, t, conditions.get(LABELS), bound)
 
     def raw_velocity(self, x: Tensor, t: Tensor, conditions: Mapping[str, Tensor]) -> Tensor:
         """The exact conversion without calibration, by the rule of the module's head.

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hddm.calibration import Calibration
+from hddm.calibration import LABELS, Calibration
 from hddm.data.open_shard import open_shard
 from hddm.data.shards import Shard
 from hddm.errors import HddmError, UsageError
@@ -91,7 +91,7 @@ def continue_expert(
     given = _conditions(init, field, shard, settings)
     field.calibration = None
     if objective.name == "flow":
-        field.calibration = _parametrisation(init, expert, field, shard, kappa)
+        field.calibration = _parametrisation(init, expert, field, shard, given.get(LABELS), kappa)
     adapter = None
     if settings.lora_rank is None:
         expert.network.requires_grad_(True)
@@ -199,13 +199,13 @@ def _objective(init: Path, facts: ExpertFacts, settings: ExpertSettings) -> Obje
 
 
 def _parametrisation(
-    init: Path, expert: Expert, field: VelocityField, shard: Shard, kappa: float
+    init: Path, expert: Expert, field: VelocityField, shard: Shard, labels: Tensor | None, kappa: float
 ) -> Calibration | None:
     """What the velocity is trained in: the init's own where its weights were trained in one."""
     if not expert.facts.training_calibration:
-        blend = bounded_gain(
-            field.prediction_type, field.range[1], Moments.of(shard.take(calibration_rows(shard))), kappa
-        )
+        rows = calibration_rows(shard)
+        moments = Moments.of(shard.take(rows), None if labels is None else labels[rows])
+        blend = bounded_gain(field.prediction_type, field.range[1], moments, kappa)
         return blend and replace(blend, record=shard_record(shard))
     # A record in memory knows no files.
     if foreign := foreign_calibration(init, read_facts(init / EXPERT_FILE, ExpertFacts, FORMAT)):

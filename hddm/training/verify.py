@@ -7,11 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from hddm.adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS, bases_in
 from hddm.calibration import FILE_NAME as CALIBRATION
-from hddm.calibration import Calibration
 from hddm.checkpoints.expert_folders import EXTRAS_FILE
 from hddm.data.open_shard import open_shard
 from hddm.data.shards import Shard
@@ -160,16 +158,8 @@ def _provenance(expert: Expert) -> list[str]:
     loss = facts.training.get("final_loss", 0.0)
     if not isinstance(loss, int | float) or not math.isfinite(loss):
         problems.append(f"{EXPERT_FILE}: its training ended with a loss of {loss!r}")
-    tensors: dict[str, Tensor] = dict(expert.nulls)
-    if expert.calibration is not None:
-        moments = expert.calibration.moments
-        tensors |= {f"{CALIBRATION}, weights": expert.calibration.weights}
-        tensors |= {f"{CALIBRATION}, mean": moments.mean, f"{CALIBRATION}, basis": moments.basis}
-        tensors |= {f"{CALIBRATION}, variances": moments.variances}
-    infinite = [f"{name}: holds NaN or Inf" for name, value in tensors.items() if not value.isfinite().all()]
-    if expert.calibration is not None and not infinite:
-        problems += [f"{CALIBRATION}: {text}" for text in _misfits(expert.calibration)]
-    return problems + infinite
+    infinite = [name for name, value in expert.nulls.items() if not value.isfinite().all()]
+    return problems + [f"{NULL_FILE}: {name!r} holds NaN or Inf" for name in infinite]
 
 
 def _unbound(expert: UnreadExpert) -> list[str]:
@@ -186,23 +176,6 @@ def _unbound(expert: UnreadExpert) -> list[str]:
         )
     elif facts.source is None:
         found.append(f"{CALIBRATION}: is not there, and training writes one; hddm calibrate fits another")
-    return found
-
-
-def _misfits(calibration: Calibration) -> list[str]:
-    """What no calibration can be, however it was fitted (`hddm.calibration`)."""
-    moments, times, weights = calibration.moments, calibration.times, calibration.weights
-    directions, numbers = len(moments.variances), len(moments.mean)
-    shapes = (*moments.basis.shape, *weights.shape)
-    if len(times) < 2 or shapes != (numbers, directions - 1, len(times), directions):
-        return ["the shapes of its tensors do not go together"]
-    found = []
-    if not ((weights >= 0) & (weights <= 1)).all():
-        found.append(f"has weights from {weights.min():g} to {weights.max():g}, and they lie in [0, 1]")
-    if not (moments.variances > 0).all():
-        found.append(f"has a variance of {moments.variances.min():g}, and they are above 0")
-    if times[0] != 0 or times[-1] != 1 or not (times.diff() > 0).all():
-        found.append("has times that do not rise from 0 to 1")
     return found
 
 
