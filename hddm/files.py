@@ -1,6 +1,7 @@
 """Writing files and folders whole or not at all; JSON and hashes, with errors that name the file."""
 
 import contextlib
+import errno
 import glob
 import hashlib
 import json
@@ -14,51 +15,80 @@ from typing import Any
 from safetensors import SafetensorError
 
 from hddm.errors import HddmError
+from hddm.locks import locked
 
 LARGEST_JSON = 16 * 2**20
 """Bytes of the largest JSON file that is read; an index of ten thousand tensors has one million."""
 
 
 @contextlib.contextmanager
-def new_folder(target: Path, record: str, overwrite: bool = False) -> Iterator[Path]:
+def new_folder(target: Path, record: str, overwrite: bool = False, is_locked: bool = False) -> Iterator[Path]:
     """A folder to fill that becomes ``target`` when the block ends, and vanishes if it fails.
 
     It lies beside ``target``, since a rename is atomic only within one file system. Files are synced to
     disk before the rename, and the rename after it. What killed processes left of theirs is removed.
-    ``record`` is the JSON file that marks its kind.
+    ``record`` is the JSON file that marks its kind; ``is_locked`` says that the caller holds a lock that
+    keeps other processes away.
 
     A folder that is replaced is renamed away first, so for a moment nothing has its name. Whoever is killed
     just then leaves it whole, beside its place; `restore` puts it back.
 
     Raises:
-        HddmError: as `check_absent`.
+        HddmError: as `check_absent`, and where another process writes it.
     """
     check_absent(target, record, overwrite)
+    with contextlib.nullcontext() if is_locked else alone(target):
+        check_absent(target, record, overwrite)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        draft = target.parent / f".{target.name}.part-{os.getpid()}"
+        for left in target.parent.glob(f".{glob.escape(target.name)}.part-*"):
+            if _is_left(left):
+                shutil.rmtree(left, ignore_errors=True)
+        draft.mkdir()
+        try:
+            yield draft
+            put_in_place(draft, target, overwrite)
+        except BaseException:
+            shutil.rmtree(draft, ignore_errors=True)
+            raise
+
+
+@contextlib.contextmanager
+def alone(target: Path) -> Iterator[None]:
+    """A block in which no other process of hddm's writes ``target``; its folder is made where it is missing.
+
+    Raises:
+        HddmError: where another one does.
+    """
     target.parent.mkdir(parents=True, exist_ok=True)
-    draft = target.parent / f".{target.name}.part-{os.getpid()}"
-    for left in target.parent.glob(f".{glob.escape(target.name)}.part-*"):
-        if _is_left(left):
-            shutil.rmtree(left, ignore_errors=True)
-    draft.mkdir()
-    try:
-        yield draft
-        put_in_place(draft, target)
-    except BaseException:
-        shutil.rmtree(draft, ignore_errors=True)
-        raise
+    lock = target.parent / f".{target.name}.lock"
+    with locked(
+        lock,
+        lambda holder: f"{target}: another process is writing it ({holder}); wait for it, or choose another",
+    ):
+        try:
+            yield
+        finally:
+            lock.unlink(missing_ok=True)
 
 
-def put_in_place(draft: Path, target: Path) -> None:
-    """Rename a finished ``draft``, on the same file system, to ``target``, which goes if it exists.
+def put_in_place(draft: Path, target: Path, overwrite: bool) -> None:
+    """Rename a finished ``draft``, on the same file system, to ``target``.
 
     Files are synced to disk before, and the rename after. What `check_absent` refuses must have been refused.
+
+    Raises:
+        HddmError: where ``target`` has come into being, unless ``overwrite``.
     """
     for path in [*draft.rglob("*"), draft]:
         if path.is_file() and path.stat().st_nlink == 1:
             # As `write_whole`; a file with other names keeps its mode, which is theirs too.
             path.chmod(draft.stat().st_mode & 0o666)
         sync(path)
-    _replace(draft, target)
+    if overwrite:
+        _replace(draft, target)
+    else:
+        _rename_to_nothing(draft, target)
     sync(target.parent)
 
 
@@ -94,15 +124,16 @@ def restore(target: Path) -> None:
         max(left, key=lambda path: path.stat().st_mtime_ns).rename(target)
 
 
-def write_whole(path: Path, write: Callable[[Path], object]) -> None:
+def write_whole(path: Path, write: Callable[[Path], object], overwrite: bool = True) -> None:
     """Write a file that has its name only once it is whole and on the disk.
 
     Args:
         path: the file, in a folder that is there; what has its name stays until the new one is whole.
         write: makes the file that it is given, a hidden one beside ``path``; a failure removes that.
+        overwrite: whether a file that is there by then is replaced.
 
     Raises:
-        HddmError: where it cannot be written.
+        HddmError: where it cannot be written, or is there and must not be replaced.
     """
     draft = path.with_name(f".{path.name}.part-{os.getpid()}")
     try:
@@ -113,7 +144,10 @@ def write_whole(path: Path, write: Callable[[Path], object]) -> None:
             # Some libraries write for the owner alone; the folder's mode says what the user wants.
             draft.chmod(path.parent.stat().st_mode & 0o666)
             sync(draft)
-            draft.replace(path)
+            if overwrite:
+                draft.replace(path)
+            else:
+                _move_to_nothing(draft, path)
             sync(path.parent)
     except BaseException:
         with contextlib.suppress(OSError):
@@ -195,6 +229,30 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _move_to_nothing(draft: Path, path: Path) -> None:
+    """Give a file its name unless something has it: of all processes that write it, one does."""
+    with alone(path):
+        if path.exists() or path.is_symlink():
+            raise HddmError(
+                f"{path}: was written by another process in the meantime, and stays as it is; choose another"
+            )
+        draft.replace(path)
+
+
+def _rename_to_nothing(draft: Path, target: Path) -> None:
+    """Rename a folder, which the system refuses where something else has come to have that name."""
+    try:
+        if target.is_symlink():
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
+        draft.rename(target)
+    except OSError as error:
+        if error.errno not in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR):
+            raise
+        raise HddmError(
+            f"{target}: was made by another process in the meantime, and stays as it is; choose another"
+        ) from error
 
 
 def _replace(draft: Path, target: Path) -> None:

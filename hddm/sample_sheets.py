@@ -56,7 +56,7 @@ def write_sheet(out: Path, images: Sequence[Path], conditions: Sequence[str] = (
         longest = max(first.size)
     cell = longest * max(1, CELL // longest) if longest <= LARGEST else LARGEST
     sheet = contact_sheet(rows, Image.open, max(map(len, rows)), cell)
-    write_whole(path, lambda draft: sheet.save(draft, "png"))
+    write_whole(path, lambda draft: sheet.save(draft, "png"), overwrite=False)
     return f"{path}: {sum(map(len, rows))} of {len(images)}{told}"
 
 

@@ -74,7 +74,7 @@ def evaluate(
     if out is None:
         typer.echo(json.dumps(result, indent=2))
         return
-    write_result(out, result)
+    write_result(out, result, overwrite)
     for reason in result["reasons"]:
         typer.echo(f"{out}: not comparable: {reason}")
     if result["comparable"]:

@@ -122,7 +122,7 @@ def making(folder: Path, job: Job) -> Iterator[tuple[Path, dict[str, Any]]]:
     """A folder to fill for ``job`` in the store ``folder``, and its result, plain values to be set."""
     started = time.perf_counter()
     result: dict[str, Any] = {}
-    with new_folder(folder / job.name, RECORD) as draft:
+    with new_folder(folder / job.name, RECORD, is_locked=True) as draft:
         yield draft, result
         write_json(draft / RECORD, record_of(job, result, time.perf_counter() - started))
 
@@ -148,7 +148,7 @@ def publish_work(folder: Path, job: Job) -> bool:
         return False
     for run in work.glob("*.run"):
         shutil.rmtree(run)
-    put_in_place(work, folder / job.name)
+    put_in_place(work, folder / job.name, overwrite=True)
     return True
 
 

@@ -121,7 +121,7 @@ def open_draft(
                 left.unlink()
             yield draft
             with writing(target):
-                put_in_place(draft.whole, target)
+                put_in_place(draft.whole, target, overwrite)
         except BaseException:
             if not any((root / "done").rglob("*.json")):
                 _discard(root)

@@ -94,7 +94,9 @@ def save_classifier(classifier: FeatureClassifier, path: Path) -> None:
     """
     if path.exists():
         raise HddmError(f"{path} exists: choose another file for the classifier")
-    write_whole(path, lambda draft: save_file(classifier.state_dict(), draft, {"format": "pt"}))
+    write_whole(
+        path, lambda draft: save_file(classifier.state_dict(), draft, {"format": "pt"}), overwrite=False
+    )
 
 
 def load_classifier(path: Path, channels: int) -> FeatureClassifier:

@@ -45,13 +45,13 @@ def check_absent(path: Path, overwrite: bool = False) -> None:
     _read(path)
 
 
-def write_result(path: Path, content: dict[str, Any]) -> None:
+def write_result(path: Path, content: dict[str, Any], overwrite: bool = False) -> None:
     """Write a result whole or not at all.
 
     Raises:
-        HddmError: where it cannot be written.
+        HddmError: where it cannot be written, or is there, unless ``overwrite``.
     """
-    write_whole(path, lambda draft: write_json(draft, content))
+    write_whole(path, lambda draft: write_json(draft, content), overwrite)
 
 
 def read_sides(paths: Sequence[Path]) -> list[Side]:

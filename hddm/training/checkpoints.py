@@ -63,7 +63,7 @@ class Checkpoints:
             if target.exists() and self._complete(target):
                 return target
             self._set_aside(target)
-            with new_folder(target, MANIFEST) as draft:
+            with new_folder(target, MANIFEST, is_locked=True) as draft:
                 for name, tensors in state.tensors().items():
                     save_file(_on_cpu(tensors), draft / f"{name}.safetensors")
                 write_json(draft / PROGRESS, state.values())
