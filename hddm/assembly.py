@@ -15,16 +15,27 @@ from hddm.ensemble_bases import bases_of, link_bases, places
 from hddm.ensemble_folders import ENSEMBLE_FILE, ROUTER, EnsembleFacts, write_ensemble_records
 from hddm.errors import HddmError
 from hddm.expert_files import foreign_files
-from hddm.experts import EXPERT_FILE, FORMAT, ROUTER_FILE, ExpertFacts, RouterFacts
+from hddm.experts import (
+    EXPERT_FILE,
+    FORMAT,
+    ROUTER_FILE,
+    ExpertFacts,
+    RouterFacts,
+    open_expert,
+    read_router,
+    weights_in,
+)
 from hddm.facts import read_facts
 from hddm.files import link_or_copy, new_folder
 from hddm.interfaces import text_width
+from hddm.manifest import MANIFEST, has_manifest, refuse_damaged
 from hddm.model_folders import sha256_once
 from hddm.model_index import CLASSES, COMPONENTS, ClassName
 from hddm.paths import inside
 from hddm.priors import class_prior_of, common_shift, prior_of
 from hddm.router_matching import match_router
 from hddm.routing import Strategy
+from hddm.weight_files import read_safetensors, refuse_non_finite
 
 DEFAULT_STRATEGY = "draw"
 _TEXT_FILES = (".json", ".txt", ".md")
@@ -100,7 +111,7 @@ def assemble(
     read = [*experts, *([router] if router else []), *parts.components.values(), *parts.bases.values()]
     refuse_inside(out, read)
     facts, notes = check(parts, strategy)
-    check_files(experts)
+    notes += check_files(experts, router, parts.bases)
     with new_folder(out, ENSEMBLE_FILE, overwrite) as draft:
         fill(draft, parts, facts)
     return notes
@@ -159,17 +170,45 @@ def check(
     return facts, tuple(found.notes)
 
 
-def check_files(experts: Sequence[Path]) -> None:
-    """Hold weights and calibrations in expert folders against their records; reads every file once.
+def check_files(
+    experts: Sequence[Path], router: Path | None = None, bases: Mapping[str, Path] | None = None
+) -> tuple[str, ...]:
+    """Build the networks of experts and router, and hold every file against the manifest or the record.
+
+    Args:
+        experts: their folders.
+        router: its folder.
+        bases: folders of the weights that adapters among ``experts`` change, by SHA-256.
+
+    Returns:
+        Notes on folders of older versions, whose files cannot be held against all that they were.
 
     Raises:
-        HddmError: with a line for every expert that has others.
+        HddmError: with a line for every folder whose files are others, whose network cannot be built, or
+            whose weights hold NaN or Inf.
     """
     found = Findings()
     for folder, (name, facts) in zip(experts, read_records(experts), strict=True):
-        for foreign in foreign_files(folder, facts, sha256_once):
-            found.differ(name, foreign)
-    found.refuse("files are not those of their records, and nothing was written:")
+        try:
+            for foreign in foreign_files(folder, facts, sha256_once):
+                found.differ(name, foreign)
+            if name not in found.differences:
+                open_expert(folder, bases)
+                if (weights := weights_in(folder)) is not None:
+                    refuse_non_finite(weights, read_safetensors(weights))
+        except HddmError as error:
+            found.differ(name, "; ".join([error.message, *error.details]))
+    if router is not None:
+        try:
+            refuse_damaged(router, ROUTER_FILE, sha256=sha256_once)
+            read_router(router)
+        except HddmError as error:
+            found.differ(str(router), "; ".join([error.message, *error.details]))
+    found.refuse("files are not those that were written with them, and nothing was written:")
+    older = [str(folder) for folder in (*experts, *([router] if router else [])) if not has_manifest(folder)]
+    for name in older:
+        found.note(f"{name} is of an older version, without a {MANIFEST}; not every change would be seen")
+    return tuple(found.notes)
 
 
 def read_records(folders: Sequence[Path]) -> list[Named]:
@@ -217,9 +256,10 @@ def refuse_inside(out: Path, parts: Sequence[Path]) -> None:
 
 
 def _files_of(folder: Path) -> list[Path]:
-    """The regular files at the top of a folder; a link must stay inside."""
+    """The regular files at the top of a folder, hidden ones left out; a link must stay inside."""
     paths = sorted(folder.iterdir())
-    return [path for path in paths if not path.is_dir() and inside(folder, path.name).is_file()]
+    seen = (path for path in paths if not path.is_dir() and not path.name.startswith("."))
+    return [path for path in seen if inside(folder, path.name).is_file()]
 
 
 def _outputs_of(router: Path) -> int:

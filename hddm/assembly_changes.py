@@ -14,9 +14,14 @@ from hddm.assembly import PartFolders, check, check_files, fill, read_records, r
 from hddm.compatibility import Findings
 from hddm.ensemble_bases import FOLDER as BASES
 from hddm.ensemble_bases import bases_of
-from hddm.ensemble_folders import ENSEMBLE_FILE, EnsembleFacts, read_ensemble_facts
+from hddm.ensemble_folders import (
+    ENSEMBLE_FILE,
+    EnsembleFacts,
+    read_ensemble_facts,
+    refuse_damaged_ensemble,
+)
 from hddm.errors import HddmError
-from hddm.experts import EXPERT_FILE, FORMAT, ExpertFacts, base_of
+from hddm.experts import EXPERT_FILE, FORMAT, ExpertFacts, base_of, open_expert
 from hddm.facts import read_facts
 from hddm.files import link_or_copy, new_folder, restore
 from hddm.model_folders import WEIGHTS
@@ -98,8 +103,11 @@ def change(
         prior=None if add or not sum(prior) else prior,
         shift=_shift_by_hand(ensemble, facts),
     )
-    # Those that stay were held against their records when they came.
-    check_files(add)
+    # Those that stay were checked in full when they came, and are now as they are when they are loaded.
+    refuse_damaged_ensemble(ensemble, facts, kept)
+    for k in kept:
+        open_expert(ensemble / facts.experts[k], parts.bases)
+    notes += check_files(add, router, parts.bases)
     if out is not None and out.resolve() != ensemble.resolve():
         refuse_inside(out, [ensemble])
     # In place, the folder itself and not a link to it is exchanged.

@@ -18,10 +18,11 @@ standard error s counts as w (1 - s²/w²), or 0 below s, so that a good network
 weight is 1, where v = x - m is exact; only a network that is told more than a class keeps its share there.
 What lies outside U shares one variance and one weight.
 
-**Bounded by construction.** Whatever a table says, the share 1 - w of a network that predicts noise is held
-to K(t) = min(1, G (1 - t))², G = `MAX_GAIN`. So what its output counts, K/(1 - t), is at most G and falls to
-0, although its error may grow towards t = 1, where few trainings look: v is continuous up to t = 1 and x - m
-there, also by tables that were fitted to text, and by older ones that ended below 1.
+**Bounded by construction.** From the last measured level on the share 1 - w of the network falls as (1 - t)²
+to 0, faster than its factor 1/(1 - t) grows. A table that does not end at 1, as one that was fitted with text
+or by an older version, leaves a network of noise at most K(t) = min(1, G (1 - t))², G = `MAX_GAIN`, so that
+its output counts G times at most. Either way v is continuous up to t = 1 and x - m there, although the error
+of a network may grow towards t = 1, where few trainings look.
 
 Up to t = `START` the weight is 0. There the state holds more signal than noise, and what the blend still
 gains in squared error (about 1 % on digits) it costs in the diversity of samples.
@@ -52,6 +53,8 @@ START = 0.5
 LEVELS = 15
 STATES = 512
 POOL = (1.0, 2.0, 3.0, 2.0, 1.0)
+FADE = 6
+"""Steps in which the share of the network falls from its last measured one to 0, a quarter of it each."""
 MAX_GAIN = 20.0
 """What an output of noise counts at most; its own gain 1/(1 - t) gets there at t = 0.95."""
 LABELS = "class_labels"
@@ -85,15 +88,17 @@ class Calibration:
             x_t: state, (N, C, H, W).
             t: (N,) in [0, 1].
             labels: (N,) classes, whose means stand for that of all images.
-            max_gain: the network's share is held to (max_gain (1 - t))²; None for one whose velocity has no
-                factor 1/(1 - t).
+            max_gain: where the table does not end at 1, the network's share is held to (max_gain (1 - t))²;
+                None for one whose velocity has no factor 1/(1 - t).
         """
         moments = self.moments.to(x_t)
         net = velocity.flatten(1)
         gauss = moments.velocity(x_t.flatten(1), t.to(x_t), labels)
         weights = self._weights_at(t.to(x_t))
         if max_gain is not None:
-            weights = torch.maximum(weights, 1 - (max_gain * (1 - t.to(x_t))[:, None]).square())
+            least = 1 - (max_gain * (1 - t.to(x_t))[:, None]).square()
+            is_open = (self.weights[-1] < 1).to(weights.device)
+            weights = torch.where(is_open, torch.maximum(weights, least), weights)
         # As (1 - w) net + w gauss, since net is large where w is 1.
         net_along, net_rest = moments.split(net)
         gauss_along, gauss_rest = moments.split(gauss)
@@ -237,11 +242,16 @@ def calibrate(
     coordinates = torch.ones(len(moments.variances), dtype=torch.float64)
     coordinates[-1] = max(moments.mean.numel() - moments.basis.shape[1], 1)
     weights = _weights(sums, coordinates).float()
+    late, last = times[-1:], weights[-1:]
     # Under any other condition the moments' velocity is not exact at t = 1: they get no more than before it.
-    is_more = bool(set(conditions or ()) - (set() if labels is None else {LABELS}))
-    last = weights[-1:] if is_more else torch.ones_like(weights[-1:])
+    if not set(conditions or ()) - (set() if labels is None else {LABELS}):
+        fade = torch.logspace(-1, 1 - FADE, FADE - 1, base=2)
+        late = torch.cat([1 - (1 - times[-2]) * fade, late])
+        last = 1 - (1 - last) * torch.cat([fade**2, torch.zeros(1)])[:, None]
     none = torch.zeros(2, len(moments.variances))
-    return Calibration(moments, torch.cat([torch.zeros(1), times]), torch.cat([none, weights, last]))
+    return Calibration(
+        moments, torch.cat([torch.zeros(1), times[:-1], late]), torch.cat([none, weights, last])
+    )
 
 
 def _weights(sums: Tensor, coordinates: Tensor) -> Tensor:

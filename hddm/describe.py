@@ -25,12 +25,14 @@ from hddm.errors import HddmError
 from hddm.experts import EXPERT_FILE, FORMAT, ROUTER_FILE, ExpertFacts, RouterFacts
 from hddm.facts import read_facts
 from hddm.files import read_json
+from hddm.manifest import has_manifest, read_manifest
 from hddm.model_folders import WEIGHTS
 from hddm.model_index import MODEL_INDEX, read_model_index
 from hddm.paris import is_paris, paris_experts, paris_router
 from hddm.predictions import PredictionType
 from hddm.schedules import from_config
 from hddm.weight_files import read_header
+from hddm.wording import counted
 
 
 def describe(folder: Path, allow_pickle: bool = False, variant: str | None = None) -> dict[str, Any]:
@@ -48,6 +50,7 @@ def describe(folder: Path, allow_pickle: bool = False, variant: str | None = Non
             "kind": "expert",
             **_with_changes(facts.model_dump(mode="json", exclude={"adapter"})),
             "noise_range": [low, high],
+            "manifest": _manifest(folder),
             "calibrated": (folder / CALIBRATION).exists(),
             "calibrated_on": calibration_record(folder),
             "velocity_near_t_1": _near_noise(folder, facts),
@@ -55,7 +58,8 @@ def describe(folder: Path, allow_pickle: bool = False, variant: str | None = Non
         }
     if (folder / ROUTER_FILE).exists():
         router = read_facts(folder / ROUTER_FILE, RouterFacts, FORMAT)
-        return {"kind": "router", **_with_changes(router.model_dump(mode="json")), **_network(folder)}
+        told = _with_changes(router.model_dump(mode="json"))
+        return {"kind": "router", **told, "manifest": _manifest(folder), **_network(folder)}
     if (folder / ENSEMBLE_FILE).exists():
         return _ensemble(folder)
     if (folder / PARTITION_FILE).exists():
@@ -78,6 +82,13 @@ def describe(folder: Path, allow_pickle: bool = False, variant: str | None = Non
     if folder.is_dir() and is_paris(folder):
         return _paris(folder)
     return describe_source(folder, allow_pickle, variant)
+
+
+def _manifest(folder: Path) -> str:
+    """How far the folder can be held against what was written."""
+    if not has_manifest(folder):
+        return "none: written by an older version"
+    return f"of {counted(len(read_manifest(folder).files), 'file')}"
 
 
 def _near_noise(folder: Path, facts: ExpertFacts) -> str:
@@ -133,6 +144,7 @@ def _ensemble(folder: Path) -> dict[str, Any]:
         "classes": next((expert["classes"] for expert in experts if expert["classes"]), []),
         "objectives": [expert["objective"] for expert in experts],
         "shards": [expert["shard"] and expert["shard"]["index"] for expert in experts],
+        "manifest": _manifest(folder),
         "components": {name: ".".join(kind) for name, kind in classes.items() if kind},
         # Each weight that is there counts once.
         "parameters": sum(expert["parameters"] for expert in experts)

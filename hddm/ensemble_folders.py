@@ -7,10 +7,11 @@ bases/<hash>/            weights that adapters among them change, where no exper
 router/                  a router folder
 scheduler/               the shift once more, for diffusers
 vae/ text_encoder/ tokenizer/     for experts of latents
+manifest.json            the hashes of all these (`hddm.manifest`)
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Annotated
 
@@ -20,6 +21,8 @@ from hddm.errors import HddmError
 from hddm.experts import FORMAT
 from hddm.facts import Facts, read_facts
 from hddm.files import write_json
+from hddm.manifest import refuse_damaged, write_manifest
+from hddm.model_folders import sha256_once
 from hddm.model_index import (
     COMPONENTS,
     MODEL_INDEX,
@@ -93,11 +96,28 @@ def read_ensemble_facts(folder: Path) -> EnsembleFacts:
     return facts
 
 
-def write_ensemble_records(draft: Path, facts: EnsembleFacts, components: Mapping[str, ClassName]) -> None:
-    """Write ``ensemble.json``, ``model_index.json`` and ``scheduler/`` into ``draft``.
+def refuse_damaged_ensemble(
+    folder: Path, facts: EnsembleFacts, experts: Collection[int], sha256: Callable[[Path], str] | None = None
+) -> None:
+    """Refuse an ensemble whose files are not those that were written; see `hddm.manifest.refuse_damaged`.
 
     Args:
-        draft: a folder that has no ``scheduler/`` yet.
+        folder: the ensemble.
+        facts: its record.
+        experts: those that count; the others' folders are not looked into.
+        sha256: of a file, to hash every one.
+    """
+    left_out = [f"{name}/" for k, name in enumerate(facts.experts) if k not in experts]
+    refuse_damaged(
+        folder, ENSEMBLE_FILE, sha256=sha256, chosen=lambda name: not name.startswith(tuple(left_out))
+    )
+
+
+def write_ensemble_records(draft: Path, facts: EnsembleFacts, components: Mapping[str, ClassName]) -> None:
+    """Write ``ensemble.json``, ``model_index.json``, ``scheduler/`` and, last, the manifest into ``draft``.
+
+    Args:
+        draft: a folder that has no ``scheduler/`` yet, and all other parts.
         facts: what to write; in today's format, whatever was read.
         components: library and class by name, of vae, text_encoder and tokenizer; the others are known.
 
@@ -109,6 +129,7 @@ def write_ensemble_records(draft: Path, facts: EnsembleFacts, components: Mappin
     router = {} if facts.router is None else {"router": ("hddm", "RouterTransformer")}
     write_model_index(draft, {**components, **router})
     write_scheduler(draft, facts.shift)
+    write_manifest(draft, sha256_once)
 
 
 def _check_inside(folder: Path, name: str, origin: Path) -> None:

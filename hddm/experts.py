@@ -14,23 +14,28 @@ from pydantic import Field
 from safetensors.torch import save_file
 from torch import Tensor
 
-from hddm.adapters import ADAPTER_WEIGHTS, AdapterFacts, base_beside, unread_adapted
+from hddm.adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS, AdapterFacts, base_beside, unread_adapted
 from hddm.calibration import FILE_NAME as CALIBRATION
 from hddm.calibration import Calibration
 from hddm.components.identity import TextEncoderFacts, VaeFacts
 from hddm.errors import HddmError
 from hddm.facts import Facts, read_facts
-from hddm.files import sha256_of, write_json
+from hddm.files import write_json
+from hddm.manifest import refuse_damaged, write_manifest
 from hddm.model_folders import WEIGHTS, Unread, read_network, unread_network
 from hddm.models.router import RouterTransformer
 from hddm.networks import EXPERT_NETWORKS, interface_of
 from hddm.predictions import PredictionType
 from hddm.record_names import EXPERT_FILE as EXPERT_FILE
 from hddm.record_names import ROUTER_FILE as ROUTER_FILE
-from hddm.weight_files import read_safetensors
+from hddm.weight_files import read_safetensors, refuse_non_finite
 
-FORMAT = "1.3"
+FORMAT = "1.4"
 NULL_FILE = "null_conditions.safetensors"
+EXTRAS_FILE = "source_extras.safetensors"
+"""Tensors of a source that its expert does not need, kept for the way back."""
+FILES = (NULL_FILE, EXTRAS_FILE, CALIBRATION, WEIGHTS, ADAPTER_CONFIG, ADAPTER_WEIGHTS, "config.json")
+"""What is read of an expert's folder besides its record."""
 
 
 class ShardFacts(Facts):
@@ -96,9 +101,9 @@ class ExpertFacts(Facts):
     weights: Literal["ema", "raw", "unstated"] = "ema"
     """Averaged or as the optimiser left them; a source with one set may not say."""
     weights_sha256: str | None = None
-    """Of the file beside this that holds them, or the adapter; None in folders of older versions."""
+    """Of the file beside this that holds them, or the adapter; in folders of formats 1.2 and 1.3 alone."""
     calibration_sha256: str | None = None
-    """Of ``calibration.safetensors`` beside this; None without one, and in folders of older versions."""
+    """Of ``calibration.safetensors`` beside this; in folders of format 1.3 alone."""
     shard: ShardFacts | None = None
     training: dict[str, Any] = Field(default_factory=dict)
     training_calibration: bool = False
@@ -168,16 +173,12 @@ def save_expert(folder: Path, expert: Expert) -> None:
 
 
 def write_records(folder: Path, facts: ExpertFacts, nulls: Mapping[str, Tensor]) -> None:
-    """Write what gives the network in ``folder`` its meaning, and the hashes of what lies there already."""
+    """Write what gives the network in ``folder`` its meaning, and the manifest of all that lies there."""
     if nulls:
         save_file({name: null.contiguous() for name, null in nulls.items()}, folder / NULL_FILE)
-    held, calibration = weights_in(folder), folder / CALIBRATION
-    found = {
-        "format": FORMAT,
-        "weights_sha256": sha256_of(held) if held else None,
-        "calibration_sha256": sha256_of(calibration) if calibration.is_file() else None,
-    }
-    write_json(folder / EXPERT_FILE, facts.model_dump(mode="json") | found)
+    today = {"format": FORMAT, "weights_sha256": None, "calibration_sha256": None}
+    write_json(folder / EXPERT_FILE, facts.model_dump(mode="json") | today)
+    write_manifest(folder)
 
 
 def weights_in(folder: Path) -> Path | None:
@@ -188,7 +189,9 @@ def weights_in(folder: Path) -> Path | None:
 def read_nulls(folder: Path) -> dict[str, Tensor]:
     """What an expert folder holds as null conditions, by keyword of the network."""
     path = folder / NULL_FILE
-    return read_safetensors(path) if path.exists() else {}
+    nulls = read_safetensors(path) if path.exists() else {}
+    refuse_non_finite(path, nulls)
+    return nulls
 
 
 @dataclass(frozen=True)
@@ -232,16 +235,24 @@ def read_expert(
     return open_expert(folder, bases).read(dtype)
 
 
-def open_expert(folder: Path, bases: Mapping[str, Path] | None = None) -> UnreadExpert:
+def open_expert(
+    folder: Path,
+    bases: Mapping[str, Path] | None = None,
+    with_calibration: bool = True,
+    unheld: Collection[str] = (),
+) -> UnreadExpert:
     """Read an expert folder but for its weights.
 
     Args:
         folder: the folder.
         bases: folders of weights that an adapter may change, by their SHA-256; by default that is looked for
             where it was when the adapter was trained.
+        with_calibration: False leaves it out, whatever is wrong with it.
+        unheld: files that the caller holds against the manifest later.
 
     Raises:
-        HddmError: as `read_expert`, but for NaN and Inf and another base; for an adapter without its base.
+        HddmError: as `read_expert`, but for NaN and Inf and another base; for an adapter without its base,
+            and files that are not those of its manifest.
     """
     facts = read_facts(folder / EXPERT_FILE, ExpertFacts, FORMAT)
     base = base_of(folder, facts.adapter, bases) if facts.adapter else None
@@ -254,7 +265,7 @@ def open_expert(folder: Path, bases: Mapping[str, Path] | None = None) -> Unread
         stated, found = getattr(facts, key), getattr(interface, key)
         if stated != found:
             raise HddmError(f"{folder}: expert.json says {key} {stated}, config.json {found}")
-    calibration = Calibration.load(folder)
+    calibration = Calibration.load(folder) if with_calibration else None
     if calibration is not None and len(calibration.moments.mean) != math.prod(facts.sample_shape):
         raise HddmError(
             f"{folder / CALIBRATION}: is of samples of {len(calibration.moments.mean)} numbers, not of "
@@ -264,7 +275,18 @@ def open_expert(folder: Path, bases: Mapping[str, Path] | None = None) -> Unread
     unknown = sorted(set(nulls) - set(facts.conditions))
     if unknown:
         raise HddmError(f"{folder / NULL_FILE}: holds {unknown}, which are no conditions of this expert")
+    skipped = {*unheld, *(() if with_calibration else (CALIBRATION,))}
+    known = [name for name in FILES if name not in skipped]
+    refuse_damaged(folder, EXPERT_FILE, known, chosen=lambda name: name not in skipped, remedy=remedy(folder))
     return UnreadExpert(folder, unread, facts, calibration, nulls, base)
+
+
+def remedy(folder: Path) -> str:
+    """What mends a folder whose files are not those that were written."""
+    return (
+        "copy it again, whole, from where it was made, or train it anew; a calibration alone is mended by "
+        f"hddm calibrate {folder}"
+    )
 
 
 def refuse_base(folder: Path, adapter: AdapterFacts | None, bases: Collection[object]) -> None:
@@ -301,6 +323,7 @@ def save_router(folder: Path, network: RouterTransformer, facts: RouterFacts) ->
     """Write a router into an existing, empty ``folder``."""
     network.save_pretrained(folder)
     write_json(folder / ROUTER_FILE, facts.model_dump(mode="json") | {"format": FORMAT})
+    write_manifest(folder)
 
 
 def read_router(folder: Path, dtype: torch.dtype = torch.float32) -> tuple[RouterTransformer, RouterFacts]:
@@ -312,4 +335,5 @@ def read_router(folder: Path, dtype: torch.dtype = torch.float32) -> tuple[Route
             f"{folder}: router.json names {len(facts.shard_hashes)} shards, config.json "
             f"{network.config.num_experts} experts"
         )
+    refuse_damaged(folder, ROUTER_FILE)
     return network, facts

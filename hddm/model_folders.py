@@ -1,6 +1,5 @@
 """Network folders as diffusers lays them out: ``config.json`` and one safetensors file, nothing lenient."""
 
-import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -145,13 +144,14 @@ def cast(weights: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
 
 
 def sha256_once(path: Path) -> str:
-    """The SHA-256 of a file, computed again only when it is another file than before."""
-    return _sha256(path, _identity(path))
+    """The SHA-256 of a file, computed again only when it is another file than before, by whatever name."""
+    identity = _identity(path)
+    if identity not in _HASHES:
+        _HASHES[identity] = sha256_of(path)
+    return _HASHES[identity]
 
 
-@functools.lru_cache(maxsize=64)
-def _sha256(path: Path, identity: tuple[int, ...]) -> str:
-    return sha256_of(path)
+_HASHES: dict[tuple[int, ...], str] = {}
 
 
 def _identity(path: Path) -> tuple[int, ...]:

@@ -56,18 +56,17 @@ import torch
 from hddm.calibration import Calibration
 from hddm.errors import HddmError
 from hddm.moments import Moments
-from hddm.predictions import PredictionType
 
 KAPPA = 1.5
 
 
 def bounded_gain(
-    prediction_type: PredictionType, t_max: float, moments: Moments, kappa: float = KAPPA
+    prediction_type: str, t_max: float, moments: Moments, kappa: float = KAPPA
 ) -> Calibration | None:
     """The blend of the module's head as a calibration, None where K = 1 everywhere.
 
     Args:
-        prediction_type: what the network predicts.
+        prediction_type: what the network predicts, as `hddm.velocity.PredictionType` spells it.
         t_max: end of its trained range on the common path, `VelocityField.range[1]`.
         moments: of the shard that it is trained on.
         kappa: bound of the gain.
@@ -78,9 +77,9 @@ def bounded_gain(
     if not kappa > 1:
         raise HddmError(f"kappa must be above 1, not {kappa}")
     low, high = 0.0, t_max
-    if prediction_type is PredictionType.EPSILON:
+    if prediction_type == "epsilon":
         high = min(t_max, 1 - 1 / kappa)
-    if prediction_type is PredictionType.SAMPLE:
+    if prediction_type == "sample":
         low = 1 / kappa
     if low == 0 and high == 1:
         return None

@@ -6,7 +6,12 @@ from pathlib import Path
 
 import torch
 
-from hddm.ensemble_folders import ENSEMBLE_FILE, EnsembleFacts, read_ensemble_facts
+from hddm.ensemble_folders import (
+    ENSEMBLE_FILE,
+    EnsembleFacts,
+    read_ensemble_facts,
+    refuse_damaged_ensemble,
+)
 from hddm.errors import HddmError, UsageError
 from hddm.experts import EXPERT_FILE, RouterFacts, UnreadExpert, open_expert, read_router
 from hddm.model_folders import unread
@@ -61,6 +66,7 @@ def _ensemble(folder: Path, dtype: torch.dtype, chosen: Sequence[int] | None) ->
     router, router_facts = read_router(folder / facts.router, dtype) if facts.router else (None, None)
     if router is not None:
         _check_outputs(facts, router, folder)
+    all_facts, all_experts = facts, range(len(facts.experts))
     if chosen is not None:
         facts = _only(facts, chosen)
     has = read_model_index(folder) if (folder / MODEL_INDEX).exists() else {}
@@ -69,6 +75,7 @@ def _ensemble(folder: Path, dtype: torch.dtype, chosen: Sequence[int] | None) ->
     shards = router_facts if router_facts is not None and router_facts.shard_hashes else None
     named = [(name, expert.facts) for name, expert in zip(facts.experts, experts, strict=True)]
     check_together(named, shards, facts.router_outputs)
+    refuse_damaged_ensemble(folder, all_facts, all_experts if chosen is None else chosen)
     return Parts(experts, router, router_facts, facts, [name for name in COMPONENTS if has.get(name)])
 
 

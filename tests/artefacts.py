@@ -13,10 +13,14 @@ from typing import Any
 import numpy as np
 import torch
 
+from hddm.calibration import FILE_NAME as CALIBRATION
 from hddm.data.images import save_png
 from hddm.data.shard_records import read_manifest
 from hddm.data.shards import Shard, load_shard
 from hddm.data.stored import PixelStore
+from hddm.experts import EXPERT_FILE, weights_in
+from hddm.files import sha256_of
+from hddm.manifest import MANIFEST, write_manifest
 from hddm.training.expert import ExpertSettings
 from hddm.training.router import RouterSettings
 
@@ -100,8 +104,34 @@ def copied(folder: Path, target: Path) -> Path:
 
 
 def edit_json(path: Path, **changes: Any) -> None:
-    """Set keys of a JSON file."""
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    """Set keys of a JSON file, and of no other that is the same by a hard link.
+
+    A folder that has a manifest gets it anew.
+    """
+    content = json.loads(path.read_text()) | changes
+    path.unlink()
+    path.write_text(json.dumps(content))
+    if path.name != MANIFEST:
+        seal(path.parent)
+
+
+def seal(folder: Path) -> None:
+    """Write the manifests of a model's folder, and of those it lies in, anew, as of what was meant so."""
+    for one in (folder, *folder.parents):
+        if (one / MANIFEST).exists() and any((one / record).exists() for record in MODELS):
+            write_manifest(one)
+
+
+MODELS = ("expert.json", "router.json", "ensemble.json")
+
+
+def aged(folder: Path, **changes: Any) -> Path:
+    """Make an expert's folder one of format 1.3: without a manifest, and with hashes in its record."""
+    (folder / MANIFEST).unlink()
+    files = {"weights_sha256": weights_in(folder), "calibration_sha256": folder / CALIBRATION}
+    hashes = {key: sha256_of(file) if file and file.exists() else None for key, file in files.items()}
+    edit_json(folder / EXPERT_FILE, **{"format": "1.3", **hashes, **changes})
+    return folder
 
 
 def pixels_of(shard: Shard) -> torch.Tensor:

@@ -1,6 +1,5 @@
 """Assembling: parts are told apart by what they record, before any weight is read and anything written."""
 
-import hashlib
 import json
 import os
 import shutil
@@ -12,20 +11,26 @@ import torch
 
 import hddm
 from hddm.assembly import assemble, read_records
+from hddm.calibration import FILE_NAME as CALIBRATION
 from hddm.ensemble import Ensemble
 from hddm.ensemble_folders import read_ensemble_facts
 from hddm.errors import HddmError
 from hddm.experts import EXPERT_FILE, FORMAT, ROUTER_FILE, RouterFacts
 from hddm.facts import read_facts
+from hddm.files import sha256_of
+from hddm.manifest import MANIFEST
 from hddm.model_folders import WEIGHTS
 from hddm.model_index import read_model_index
+from hddm.models.transformer import ExpertTransformer
 from hddm.router_matching import check_together
-from tests.artefacts import Command, contents, copied, edit_json
+from tests.artefacts import Command, aged, contents, copied, edit_json
 from tests.component_files import write_clip, write_vae
 from tests.conftest import Trio
+from tests.ensemble_files import FLOW
 
 VAE = {"kind": "AutoencoderKL", "fingerprint": "a" * 16, "scale": 0.18215, "shift": 0.0}
 TEXT = {"kind": "CLIPTextModel", "fingerprint": "b" * 16, "tokens": 77, "width": 16}
+FOREIGN = "files are not those that were written with them, and nothing was written:"
 
 
 def _record(folder: Path) -> dict[str, Any]:
@@ -34,10 +39,9 @@ def _record(folder: Path) -> dict[str, Any]:
 
 
 def _variant(source: Path, target: Path, **changes: Any) -> Path:
-    """A copy of an expert without its weights, with another record."""
+    """A copy of an expert with another record."""
     shutil.copytree(source, target)
-    (target / WEIGHTS).unlink()
-    edit_json(target / EXPERT_FILE, **{"weights_sha256": None, **changes})
+    edit_json(target / EXPERT_FILE, **changes)
     return target
 
 
@@ -150,10 +154,17 @@ def test_the_shift_is_the_experts_common_one(
 
 
 def _latent(source: Path, target: Path, **changes: Any) -> Path:
-    """An expert of latents with classes and text, as its record says."""
+    """An expert of latents with classes and text, and a network that fits its record."""
     text = {"conditions": ["class_labels", "encoder_hidden_states"], "text_encoder": TEXT}
     latent = {"space": "latents", "sample_shape": [4, 8, 8], "latent_scale": 0.18215, "vae": VAE}
-    return _variant(source, target, **{**text, **latent, **changes})
+    record = {**text, **latent, **changes}
+    shutil.copytree(source, target)
+    (target / CALIBRATION).unlink()
+    channels, side, _ = record["sample_shape"]
+    sizes = {"in_channels": channels, "sample_size": side, "num_classes": 2, "text_dim": TEXT["width"]}
+    ExpertTransformer(**FLOW | sizes).save_pretrained(target)
+    edit_json(target / EXPERT_FILE, **record)
+    return target
 
 
 def test_every_difference_is_told_at_once_a_line_an_expert(trio: Trio, tmp_path: Path) -> None:
@@ -172,8 +183,10 @@ def test_every_difference_is_told_at_once_a_line_an_expert(trio: Trio, tmp_path:
         shard=shard,
     )
     pixels = _variant(trio.experts[0], tmp_path / "pixels", classes=["columns"])
-    before = contents(tmp_path)
     given = [first, second, other, pixels]
+    for folder in given:
+        (folder / WEIGHTS).unlink()
+    before = contents(tmp_path)
     lines = _refusal(given, tmp_path / "out", trio.router)
     partition, shard_of_first = (_record(first)["shard"][key] for key in ("partition", "hash"))
     assert lines == [
@@ -200,27 +213,37 @@ def test_weights_that_changed_after_their_training_are_refused(
     trio: Trio, tmp_path: Path, hddm: Command
 ) -> None:
     spoilt = _spoilt(trio.experts[1], tmp_path / "spoilt")
-    found = hashlib.sha256((spoilt / WEIGHTS).read_bytes()).hexdigest()
-    stated = _record(spoilt)["weights_sha256"]
-    line = (
-        f"{spoilt}: its weights have SHA-256 {found[:16]}…, and expert.json says {stated[:16]}…; copy the "
-        "expert again from where it was trained, or train it anew"
-    )
+    old = aged(_spoilt(trio.experts[1], tmp_path / "old"))
+    found, stated = (sha256_of(folder / WEIGHTS) for folder in (old, trio.experts[1]))
+    edit_json(old / EXPERT_FILE, weights_sha256=stated)
+    lines = {
+        spoilt: f"{WEIGHTS}: has changed; by its {MANIFEST}; copy it again, whole, from where it was made, "
+        f"or train it anew; a calibration alone is mended by hddm calibrate {spoilt}",
+        old: f"its weights have SHA-256 {found[:16]}…, and expert.json says {stated[:16]}…; copy the expert "
+        "again from where it was trained, or train it anew",
+    }
     assert assemble([trio.experts[0]], tmp_path / "one", trio.router) != ()
     before = contents(tmp_path)
-    for given in ((trio.experts[0], spoilt, "--out", tmp_path / "out"), (tmp_path / "one", "--add", spoilt)):
-        code, _, err = hddm("assemble", *given)
-        assert code == 1
-        assert err.splitlines() == [
-            "hddm: files are not those of their records, and nothing was written:",
-            f"  {line}",
-        ]
+    for folder, line in lines.items():
+        for given in (
+            (trio.experts[0], folder, "--out", tmp_path / "x"),
+            (tmp_path / "one", "--add", folder),
+        ):
+            code, _, err = hddm("assemble", *given)
+            assert code == 1
+            assert err.splitlines() == [f"hddm: {FOREIGN}", f"  {folder}: {line}"]
     assert contents(tmp_path) == before
-    (spoilt / WEIGHTS).unlink()
-    with pytest.raises(HddmError, match=r"its weights are not there, and expert\.json says"):
-        assemble([trio.experts[0], spoilt], tmp_path / "out")
-    edit_json(spoilt / EXPERT_FILE, weights_sha256=None)
-    assemble([trio.experts[0], spoilt], tmp_path / "old")
+    edit_json(old / EXPERT_FILE, weights_sha256=None)
+    assemble([trio.experts[0], old], tmp_path / "without_hash")
+    edit_json(old / EXPERT_FILE, weights_sha256=stated)
+    for folder, line in (
+        (spoilt, f"{WEIGHTS}: is not there"),
+        (old, "its weights are not there, and expert"),
+    ):
+        (folder / WEIGHTS).unlink()
+        with pytest.raises(HddmError, match=FOREIGN) as caught:
+            assemble([trio.experts[0], folder], tmp_path / "x")
+        assert caught.value.details[0].startswith(f"{folder}: {line}")
 
 
 def test_what_is_not_recorded_is_no_difference_but_said(trio: Trio, tmp_path: Path) -> None:

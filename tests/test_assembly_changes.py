@@ -13,15 +13,19 @@ from safetensors import SafetensorError
 import hddm
 from hddm.assembly import assemble
 from hddm.assembly_changes import change
+from hddm.calibration import FILE_NAME as CALIBRATION
 from hddm.ensemble import Ensemble
 from hddm.ensemble_folders import read_ensemble_facts
 from hddm.errors import HddmError
 from hddm.experts import EXPERT_FILE
+from hddm.manifest import MANIFEST
 from hddm.model_folders import WEIGHTS
+from hddm.models.transformer import ExpertTransformer
 from hddm.training.router import train_router
 from tests.artefacts import Command, contents, copied, edit_json, largest_file, router_settings
 from tests.component_files import write_vae
 from tests.conftest import Trio
+from tests.ensemble_files import FLOW
 
 X = torch.randn(5, 1, 4, 4, generator=torch.Generator().manual_seed(1))
 TIMES = torch.tensor([0.02, 0.3, 0.6, 0.9, 1.0])
@@ -83,11 +87,7 @@ def test_removing_twice_keeps_the_outputs_of_the_router(trio: Trio, whole: Path)
 
 def test_experts_without_a_shard_record_keep_their_outputs(trio: Trio, whole: Path) -> None:
     for k in range(3):
-        # A hard link to the expert's own file must not be written through.
-        record = whole / "experts" / str(k) / EXPERT_FILE
-        content = json.loads(record.read_text())
-        record.unlink()
-        record.write_text(json.dumps(content | {"shard": None}))
+        edit_json(whole / "experts" / str(k) / EXPERT_FILE, shard=None)
     edit_json(whole / "ensemble.json", prior=[0.5, 0.3, 0.2])
     notes = change(whole, remove=[0])
     facts = read_ensemble_facts(whole)
@@ -159,8 +159,11 @@ def test_strategy_shift_and_papers_stay(trio: Trio, whole: Path) -> None:
 def test_components_stay(trio: Trio, tmp_path: Path) -> None:
     write_vae(tmp_path / "vae")
     latent: dict[str, Any] = {"space": "latents", "sample_shape": [4, 8, 8], "latent_scale": 0.18215}
+    network = ExpertTransformer(**FLOW | {"in_channels": 4, "sample_size": 8, "num_classes": 2})
     experts = [copied(expert, tmp_path) for expert in trio.experts]
     for expert in experts:
+        (expert / CALIBRATION).unlink()
+        network.save_pretrained(expert)
         edit_json(expert / EXPERT_FILE, **latent)
     assemble(experts, tmp_path / "out", vae=tmp_path / "vae")
     change(tmp_path / "out", remove=[1])
@@ -226,7 +229,7 @@ def test_what_a_killed_process_left_in_a_folder_does_not_come_along(whole: Path)
     change(whole, remove=[0])
     names = {path.name for path in whole.iterdir()}
     assert names == {
-        *("experts", "router", "scheduler", "ensemble.json", "model_index.json"),
+        *("experts", "router", "scheduler", "ensemble.json", "model_index.json", MANIFEST),
         *(".gitattributes", "empty"),
     }
 

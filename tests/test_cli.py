@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from hddm import load, sample
 from hddm.data.images import load_images, to_bytes
-from tests.artefacts import CLASSES, Command, contents, copied
+from tests.artefacts import CLASSES, Command, contents, copied, seal
 
 HDDM = Path(sys.executable).parent / "hddm"
 VERBS = ["quickstart", "partition", "train expert", "train router", "calibrate", "assemble", "sample"]
@@ -123,6 +123,7 @@ def test_a_router_that_takes_one_expert_for_all_is_warned_of(
         torch.tensor([20.0, -20.0]),
     )
     save_file(weights, path, {"format": "pt"})
+    seal(path.parent)
     options = ["--num-images", 4, "--steps", 2, "--strategy", "top-1"]
     code, _, error = hddm("sample", stuck, "--out", tmp_path / "routed", *options)
     assert code == 0

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import CLIPTextModel, CLIPTokenizer
 
 import hddm as package
-from tests.artefacts import Command
+from tests.artefacts import Command, edit_json
 from tests.checkpoint_files import SD_BETAS, converted, pipeline, text_unet
 from tests.component_files import write_clip, write_vae
 
@@ -169,8 +169,7 @@ def test_the_shift_of_a_flow_source_is_the_grid_s_unless_another_is_asked_for(
 ) -> None:
     scheduler = ensemble / "scheduler" / "scheduler_config.json"
     FlowMatchEulerDiscreteScheduler(shift=3.0).save_config(ensemble / "scheduler")
-    record = json.loads((ensemble / "ensemble.json").read_text())
-    (ensemble / "ensemble.json").write_text(json.dumps(record | {"shift": 3.0}))
+    edit_json(ensemble / "ensemble.json", shift=3.0)
     assert json.loads(scheduler.read_text())["shift"] == 3.0
     options = ["--num-images", 1, "--steps", 2, "--output-type", "latent"]
     for name, extra in (("own", []), ("three", ["--shift", 3]), ("even", ["--shift", 1])):

@@ -12,7 +12,16 @@ from hddm.models.transformer import ExpertTransformer
 from hddm.training.continuation import continue_expert
 from hddm.training.networks import new_network
 from hddm.training.recalibrate import recalibrate
-from tests.artefacts import Command, contents, copied, edit_json, expert_settings, write_images
+from tests.artefacts import (
+    Command,
+    aged,
+    contents,
+    copied,
+    edit_json,
+    expert_settings,
+    seal,
+    write_images,
+)
 
 SHAPE = (1, 4, 4)
 
@@ -86,10 +95,15 @@ def test_an_init_that_lost_the_calibration_of_its_training_is_refused(
     whole: Path, continued: Path, tmp_path: Path
 ) -> None:
     init = copied(continued, tmp_path)
-    (init / FILE_NAME).unlink()
-    assert "its calibration is not there, and expert.json says" in _refused(init, whole, tmp_path)
-    edit_json(init / "expert.json", calibration_sha256=None)
+    old = aged(copied(continued, tmp_path / "old"))
+    for folder in (init, old):
+        (folder / FILE_NAME).unlink()
+    assert f"{FILE_NAME}: is not there" in _refused(init, whole, tmp_path)
+    seal(init)
     assert "and it was trained in it; copy the expert again" in _refused(init, whole, tmp_path)
+    assert "its calibration is not there, and expert.json says" in _refused(old, whole, tmp_path)
+    edit_json(old / "expert.json", calibration_sha256=None)
+    assert "and it was trained in it; copy the expert again" in _refused(old, whole, tmp_path)
 
 
 def test_the_calibration_of_a_training_is_not_fitted_anew(shards: Path, continued: Path) -> None:

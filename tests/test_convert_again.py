@@ -15,7 +15,7 @@ from hddm.experts import Expert, ExpertFacts, save_expert
 from hddm.models.transformer import ExpertTransformer
 from hddm.predictions import PredictionType
 from hddm.schedules import CosineSchedule, LinearSchedule, Schedule, from_diffusers
-from tests.artefacts import Command, contents, edit_json
+from tests.artefacts import Command, contents, edit_json, seal
 from tests.checkpoint_files import converted, dit, facts_of, pipeline, pixart, plain_unet, randomised, refused
 
 LINEAR_BETAS = {
@@ -194,6 +194,7 @@ def test_null_text_survives_a_second_conversion(hddm: Command, tmp_path: Path) -
     save_file(
         {"encoder_hidden_states": torch.ones(3, 12)}, tmp_path / "first" / "null_conditions.safetensors"
     )
+    seal(tmp_path / "first")
     converted(hddm, tmp_path / "first", tmp_path / "second")
     kept = load_file(tmp_path / "second" / "null_conditions.safetensors")
     assert torch.equal(kept["encoder_hidden_states"], torch.ones(3, 12))

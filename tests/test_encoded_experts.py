@@ -160,8 +160,8 @@ def test_what_a_converted_checkpoint_does_not_record_is_filled_in_by_training_on
     before, found = (json.loads((at / EXPERT_FILE).read_text()) for at in (expert, tmp_path / "a"))
     assert (found["vae"], found["latent_scale"]) == (before["vae"], SCALE)
     silent = copied(text_expert, tmp_path / "text")
-    edit_json(silent / EXPERT_FILE, text_encoder=None)
     (silent / NULL_FILE).unlink()
+    edit_json(silent / EXPERT_FILE, text_encoder=None)
     told = expert_settings("flow", steps=1, text_conditional=True)
     for name, dropout in (("b", 0.1), ("c", 0.0)):
         settings = told.model_copy(update={"condition_dropout": dropout})

@@ -27,7 +27,7 @@ from hddm.predictions import PredictionType
 from hddm.schedules import CosineSchedule, LinearSchedule, Schedule, from_diffusers
 from hddm.training.networks import new_network
 from hddm.velocity import VelocityField
-from tests.artefacts import copied, edit_json
+from tests.artefacts import copied, edit_json, seal
 
 SHAPE = (1, 4, 4)
 TIMES = torch.tensor([0.0, 0.03, 0.5, 0.97, 1.0])
@@ -129,7 +129,7 @@ def test_tensors_that_do_not_fit_are_named(flow_expert: Path, tmp_path: Path) ->
     ("file", "change", "message"),
     [
         ("expert.json", {"objektive": "flow"}, "unknown key 'objektive'; did you mean 'objective'?"),
-        ("expert.json", {"format": "2.0"}, "format 2.0 is newer than 1.3; upgrade"),
+        ("expert.json", {"format": "2.0"}, "format 2.0 is newer than 1.4; upgrade"),
         ("expert.json", {"prediction_type": "noise"}, "key 'prediction_type' (is 'noise')"),
         ("expert.json", {"sample_shape": [3, 4, 4]}, "expert.json says sample_shape (3, 4, 4)"),
         ("expert.json", {"schedule": {"name": "line"}}, "'line'"),
@@ -161,6 +161,7 @@ def test_weights_without_a_record_are_not_guessed_at(flow_expert: Path, tmp_path
 def test_an_expert_without_calibration_is_raw(flow_expert: Path, tmp_path: Path) -> None:
     folder = copied(flow_expert, tmp_path)
     (folder / FILE_NAME).unlink()
+    seal(folder)
     field = hddm.load(folder)
     assert isinstance(field, VelocityField)
     assert field.calibration is None

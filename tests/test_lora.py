@@ -27,12 +27,13 @@ from hddm.adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from hddm.errors import HddmError
 from hddm.experts import EXPERT_FILE, Expert, ExpertFacts, read_expert, save_expert
 from hddm.files import sha256_of
+from hddm.manifest import MANIFEST
 from hddm.model_folders import WEIGHTS
 from hddm.networks import call
 from hddm.schedules import LinearSchedule
 from hddm.training.lora import adapter_facts, add_adapter, targets_of
 from hddm.training.verify import verify_expert
-from tests.artefacts import Command, contents, edit_json
+from tests.artefacts import Command, contents, edit_json, seal
 from tests.checkpoint_files import dit, randomised
 from tests.ensemble_files import flow_expert
 from tests.lora_files import states, write_adapter, write_base
@@ -161,7 +162,7 @@ def test_loading_needs_no_peft(adapter: Path, monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_folder_holds_the_adapter_and_its_bases_hash_alone(base: Path, adapter: Path) -> None:
     assert {path.name for path in adapter.iterdir()} == {
-        *(ADAPTER_CONFIG, ADAPTER_WEIGHTS, "config.json", EXPERT_FILE)
+        *(ADAPTER_CONFIG, ADAPTER_WEIGHTS, "config.json", EXPERT_FILE, MANIFEST)
     }
     record = json.loads((adapter / EXPERT_FILE).read_text())["adapter"]
     assert record["base"] == "../base"
@@ -209,6 +210,7 @@ def _tensors(change: Callable[[dict[str, Tensor]], object]) -> Callable[[Path], 
         tensors = load_file(folder / ADAPTER_WEIGHTS)
         change(tensors)
         save_file(tensors, folder / ADAPTER_WEIGHTS)
+        seal(folder)
 
     return spoil
 

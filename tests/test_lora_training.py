@@ -15,6 +15,7 @@ from hddm.calibration import FILE_NAME as CALIBRATION
 from hddm.data.shards import load_shard
 from hddm.errors import HddmError
 from hddm.experts import EXPERT_FILE, read_expert
+from hddm.manifest import MANIFEST
 from hddm.model_folders import WEIGHTS
 from hddm.moments import Moments
 from hddm.parametrisation import bounded_gain
@@ -38,7 +39,7 @@ def test_the_folder_holds_the_adapter_and_says_what_it_adapts(
     shards: Path, ddpm_expert: Path, adapter: Path
 ) -> None:
     assert {path.name for path in adapter.iterdir()} == {
-        *(ADAPTER_CONFIG, ADAPTER_WEIGHTS, CALIBRATION, "config.json", EXPERT_FILE)
+        *(ADAPTER_CONFIG, ADAPTER_WEIGHTS, CALIBRATION, "config.json", EXPERT_FILE, MANIFEST)
     }
     before, facts = (json.loads((folder / EXPERT_FILE).read_text()) for folder in (ddpm_expert, adapter))
     for key in ("prediction_type", "schedule", "time_scale", "sample_shape", "conditions"):
@@ -92,8 +93,8 @@ def test_an_adapter_is_judged_with_its_base_wherever_that_is(
     sha256 = hashlib.sha256((ddpm_expert / WEIGHTS).read_bytes()).hexdigest()
     verdict = verify_expert(adapter)
     assert verdict.base == sha256
-    record = json.loads((adapter / "expert.json").read_text())
-    assert record["weights_sha256"] == verdict.files["adapter_model.safetensors"]
+    listed = json.loads((adapter / MANIFEST).read_text())["files"]
+    assert listed["adapter_model.safetensors"] == verdict.files["adapter_model.safetensors"]
     alone = copied(adapter, tmp_path / "alone")
     (problem, *_) = verify_expert(alone).problems
     assert "base" in problem

@@ -78,6 +78,7 @@ def test_anything_else_is_refused_in_one_line_with_file_key_and_value(
 
 def test_a_folder_of_before_is_read_without_it(folder: Path) -> None:
     (folder / "model_index.json").unlink()
+    (folder / "manifest.json").unlink()
     (folder / "scheduler" / "scheduler_config.json").unlink()
     (folder / "scheduler").rmdir()
     content = json.loads((folder / "ensemble.json").read_text())

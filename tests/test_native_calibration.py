@@ -21,7 +21,7 @@ from hddm.training.native_samples import native_conditions, native_samples, nati
 from hddm.training.networks import new_network
 from hddm.training.recalibrate import recalibrate
 from hddm.velocity import VelocityField
-from tests.artefacts import Command, contents, copied, edit_json
+from tests.artefacts import Command, aged, contents, copied, edit_json
 from tests.cases import case_named
 from tests.oracles import BoundedNetwork, GaussianMixture, OracleNetwork, rms_error
 
@@ -149,7 +149,7 @@ def test_a_calibration_says_what_it_was_fitted_to(
     assert calibration_record(expert) == native
     assert Calibration.load(expert).record == native
     after = contents(expert)
-    assert {name for name in after if after[name] != before[name]} == {FILE_NAME, "expert.json"}
+    assert {name for name in after if after[name] != before[name]} == {FILE_NAME, "manifest.json"}
     recalibrate(expert, seed=5, num_images=32, steps=4)
     assert contents(expert) == after
     assert calibration_record(tmp_path) is None
@@ -158,6 +158,7 @@ def test_a_calibration_says_what_it_was_fitted_to(
 def test_folders_from_before_there_were_records_are_read(ddpm_expert: Path, tmp_path: Path) -> None:
     expert = copied(ddpm_expert, tmp_path)
     save_file(load_file(expert / FILE_NAME), expert / FILE_NAME)
+    aged(expert)
     assert calibration_record(expert) is None
     assert read_expert(expert).calibration.record is None
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import hddm
@@ -21,7 +22,7 @@ from hddm.model_folders import Unread
 from hddm.offload import Offload, Shelf, StoredNetwork, bring
 from hddm.pipeline import HDDMPipeline
 from hddm.weight_files import read_safetensors
-from tests.artefacts import copied
+from tests.artefacts import copied, seal
 from tests.ensemble_files import WEIGHTS, flow_expert, write_ensemble
 
 NUM = 4
@@ -97,9 +98,13 @@ def test_experts_that_nobody_chose_need_no_file(folder: Path, tmp_path: Path, mo
 
 
 def test_weights_that_are_not_finite_are_refused_when_they_are_read(folder: Path, tmp_path: Path) -> None:
-    broken = flow_expert(9)
-    next(broken.network.parameters()).data[0] = torch.nan
-    own = write_ensemble(tmp_path, [flow_expert(0), broken])
+    own = write_ensemble(tmp_path, [flow_expert(0), flow_expert(9)])
+    broken = own / "experts" / "1" / WEIGHTS
+    tensors = load_file(broken)
+    next(iter(tensors.values()))[0] = torch.nan
+    broken.unlink()
+    save_file(tensors, broken)
+    seal(broken.parent)
     model = _loaded(own, "disk")
     assert _sampled(model, expert=0).isfinite().all()
     with pytest.raises(HddmError, match=rf"experts/1/{WEIGHTS}.*NaN or Inf"):

@@ -134,7 +134,7 @@ def test_records_are_written_in_the_format_of_what_they_hold(tmp_path: Path) -> 
     edit_json(folder / "experts" / "0" / "expert.json", format="1.0")
     HDDMPipeline.from_pretrained(folder).save_pretrained(tmp_path / "saved")
     record = json.loads((tmp_path / "saved" / "experts" / "0" / "expert.json").read_text())
-    assert record["format"] == "1.3"
+    assert record["format"] == "1.4"
 
 
 def test_negative_conditions_of_any_keyword_reach_the_negative_branch() -> None:

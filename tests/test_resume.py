@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 
 from hddm.errors import HddmError
+from hddm.manifest import MANIFEST, damage, read_manifest
 from hddm.model_folders import WEIGHTS
+from hddm.record_names import EXPERT_FILE
 from hddm.training.checkpoints import Checkpoints
 from hddm.training.expert import train_expert
 from hddm.training.order import Order
@@ -34,8 +36,12 @@ def _same(folder: Path, uninterrupted: Path) -> None:
     assert checkpoint(folder / "expert.run") == checkpoint(uninterrupted / "expert.run")
     here, there = contents(folder / "expert"), contents(uninterrupted / "expert")
     assert here.keys() == there.keys()
-    for name in here.keys() - {"expert.json"}:
+    # Of what was computed in how many lives the record tells, and so its hash.
+    for name in here.keys() - {EXPERT_FILE, MANIFEST}:
         assert here[name] == there[name], name
+    assert damage(folder / "expert", EXPERT_FILE) == ()
+    listed, expected = (read_manifest(place / "expert").files for place in (folder, uninterrupted))
+    assert listed | {EXPERT_FILE: ""} == expected | {EXPERT_FILE: ""}
 
 
 def test_a_run_sees_every_image_once_an_epoch(uninterrupted: Path) -> None:
@@ -164,12 +170,12 @@ def test_the_last_checkpoint_that_is_whole_counts(whole: Path, uninterrupted: Pa
         "file": lambda path: (path / "ema.safetensors").unlink(),
         "manifest": lambda path: (path / "manifest.json").unlink(),
     }
-    for name, damage in damages.items():
+    for name, spoil in damages.items():
         folder = tmp_path / name
         folder.mkdir()
         process = start(whole, folder / "expert", folder / "diary", ("step", "13"))
         process.join()
-        damage(folder / "expert.run" / "checkpoints" / "step_00000010")
+        spoil(folder / "expert.run" / "checkpoints" / "step_00000010")
         process = start(whole, folder / "expert", folder / "diary")
         process.join()
         _same(folder, uninterrupted)

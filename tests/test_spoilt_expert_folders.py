@@ -4,9 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from hddm.checkpoints.expert_folders import EXTRAS_FILE
-from hddm.experts import NULL_FILE
-from tests.artefacts import Command
+from hddm.experts import EXTRAS_FILE, NULL_FILE
+from tests.artefacts import Command, seal
 from tests.checkpoint_files import converted, dit, pipeline, refused
 
 
@@ -18,4 +17,7 @@ def test_a_spoilt_side_file_is_named_on_the_way_back(
     expert = tmp_path / "expert"
     converted(hddm, pipeline(tmp_path / "source", dit()), expert)
     (expert / name).write_bytes(content)
+    code, _, error = hddm("convert", expert, "--out", tmp_path / "out", "--to-layout", "diffusers-dit")
+    assert (code, name in error) == (1, True)
+    seal(expert)
     assert str(expert / name) in refused(hddm, expert, "--to-layout", "diffusers-dit")

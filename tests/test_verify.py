@@ -21,6 +21,7 @@ from hddm.data.shards import load_shard
 from hddm.errors import HddmError, UsageError
 from hddm.experts import read_expert
 from hddm.loading import load
+from hddm.manifest import MANIFEST
 from hddm.model_folders import WEIGHTS
 from hddm.predictions import PredictionType
 from hddm.schedules import LinearSchedule
@@ -31,7 +32,7 @@ from hddm.training.denoising import Denoising, Level, denoising
 from hddm.training.expert import train_expert
 from hddm.training.verify import verify_expert
 from hddm.velocity import VelocityField
-from tests.artefacts import CLASSES, Command, copied, draw, edit_json, expert_settings
+from tests.artefacts import CLASSES, Command, aged, copied, draw, edit_json, expert_settings, seal
 from tests.conftest import Trio
 
 
@@ -89,34 +90,37 @@ def test_a_record_that_says_wrongly_what_is_predicted_is_refused(
 def _save(folder: Path, weights: dict[str, Tensor]) -> None:
     """Replace the weights of an expert, and its record of them."""
     save_file(weights, folder / WEIGHTS, {"format": "pt"})
-    edit_json(folder / "expert.json", weights_sha256=_sha256(folder / WEIGHTS))
+    seal(folder)
 
 
 def _save_calibration(folder: Path, tensors: dict[str, Tensor]) -> None:
     """Replace the calibration of an expert, and its record of it."""
     save_file({name: value.contiguous() for name, value in tensors.items()}, folder / CALIBRATION)
-    edit_json(folder / "expert.json", calibration_sha256=_sha256(folder / CALIBRATION))
-
-
-def _sha256(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+    seal(folder)
 
 
 def test_weights_other_than_those_recorded_are_refused(class_expert: Path, tmp_path: Path) -> None:
-    folder = copied(class_expert, tmp_path)
+    folder, old = copied(class_expert, tmp_path), aged(copied(class_expert, tmp_path / "old"))
     weights = load_file(folder / WEIGHTS)
     weights["class_embed.weight"][0, 0] += 1
-    save_file(weights, folder / WEIGHTS, {"format": "pt"})
-    (problem,) = verify_expert(folder).problems
+    for spoilt in (folder, old):
+        save_file(weights, spoilt / WEIGHTS, {"format": "pt"})
+    assert verify_expert(folder).problems == (
+        f"{WEIGHTS}: has changed",
+        f"by its {MANIFEST}; copy it again, whole, from where it was made, or train it anew; a calibration "
+        f"alone is mended by hddm calibrate {folder}",
+    )
+    (problem,) = verify_expert(old).problems
     assert re.fullmatch(
         r"its weights have SHA-256 \w{16}…, and expert.json says \w{16}…; copy the expert again from where "
         "it was trained, or train it anew",
         problem,
     )
-    edit_json(folder / "expert.json", weights_sha256=None)
-    verdict = verify_expert(folder)
+    edit_json(old / "expert.json", weights_sha256=None)
+    verdict = verify_expert(old)
     assert verdict.accepted
-    assert "holds no hash of the weights" in verdict.notes[0]
+    assert MANIFEST in verdict.notes[0]
+    assert "holds no hash of the weights" in verdict.notes[1]
 
 
 def test_an_expert_of_the_wrong_sign_is_refused(class_expert: Path, held_out: Path, tmp_path: Path) -> None:
@@ -134,7 +138,7 @@ def test_weights_that_are_not_finite_are_refused(class_expert: Path, tmp_path: P
     folder = copied(class_expert, tmp_path)
     weights = load_file(folder / WEIGHTS)
     weights["pos_embed"].view(-1)[3] = float("nan")
-    save_file(weights, folder / WEIGHTS, {"format": "pt"})
+    _save(folder, weights)
     (problem,) = verify_expert(folder).problems
     assert "pos_embed" in problem
     assert "NaN" in problem
@@ -189,11 +193,10 @@ def test_every_calibration_that_is_made_is_accepted(
 def test_a_calibration_that_is_spoilt_near_the_noise_alone_is_refused(
     class_expert: Path, held_out: Path, tmp_path: Path
 ) -> None:
-    """Its mean is off, and counts from the last time before t = 1 on."""
+    """Its mean is off, and counts where nothing was measured any more."""
     folder = copied(class_expert, tmp_path)
     tensors = load_file(folder / CALIBRATION)
-    tensors["weights"][:-1] = 0
-    tensors["weights"][-1] = 1
+    tensors["weights"][:] = (tensors["times"] > 0.97)[:, None]
     tensors["mean"] += 3
     tensors["class_means"] += 3
     _save_calibration(folder, tensors)
@@ -223,7 +226,7 @@ def test_what_a_network_of_noise_does_by_itself_near_the_end_is_told_without_a_c
     assert verdict.accepted
     assert not verdict.notes
     (out / CALIBRATION).unlink()
-    edit_json(out / "expert.json", calibration_sha256=None)
+    seal(out)
     verdict = verify_expert(out, held_out)
     missing, *doubts = (*verdict.notes, *verdict.problems)
     assert missing == f"{CALIBRATION}: is not there, and training writes one; hddm calibrate fits another"

@@ -55,8 +55,7 @@ def train_all(
         refuse_given(context, "the cluster decides how many run at a time", "parallel")
 
     from hddm.data.shard_records import find_shards
-    from hddm.training.finished import without_finished
-    from hddm.training.island_jobs import make_islands, parse_objectives, refuse_failed
+    from hddm.training.island_jobs import make_islands, parse_objectives, refuse_failed, without_finished
     from hddm.training.settings import ExpertSettings
 
     folders = find_shards(shards)

@@ -24,6 +24,7 @@ from hddm.ensemble_folders import ENSEMBLE_FILE
 from hddm.errors import HddmError
 from hddm.experts import EXPERT_FILE, ExpertFacts
 from hddm.files import read_json, sha256_of
+from hddm.manifest import MANIFEST
 from hddm.training.island_jobs import OBJECTIVES
 from hddm.training.settings import RouterSettings
 
@@ -251,7 +252,8 @@ def model_hash(folder: Path) -> str:
     lines = []
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder).as_posix()
-        if path.suffix == ".json":
+        # Manifests are hashes of the same files, history and all.
+        if path.suffix == ".json" and path.name != MANIFEST:
             content = {key: value for key, value in read_json(path).items() if key not in _HISTORY}
             lines.append(f"{name} {json.dumps(content, sort_keys=True)}")
         elif path.suffix == ".safetensors":

@@ -15,14 +15,13 @@ from torch import Tensor, nn
 from hddm.calibration import FILE_NAME as CALIBRATION
 from hddm.checkpoints.architecture import Built
 from hddm.checkpoints.diffusers_models import named_failure, streamed
-from hddm.checkpoints.expert_folders import EXTRAS_FILE
 from hddm.checkpoints.plan import TEXT, Plan
 from hddm.checkpoints.plan import Conversion as Conversion
 from hddm.checkpoints.plan import plan as plan
 from hddm.checkpoints.verify import LARGEST_DIFFERENCE, Verified, example_conditions, verify
 from hddm.errors import HddmError
 from hddm.expert_files import foreign_calibration
-from hddm.experts import EXPERT_FILE, FORMAT, Expert, ExpertFacts, read_nulls, write_records
+from hddm.experts import EXPERT_FILE, EXTRAS_FILE, FORMAT, Expert, ExpertFacts, read_nulls, write_records
 from hddm.facts import read_facts
 from hddm.files import check_absent, new_folder, sha256_of, write_json
 from hddm.loading import field_of
@@ -51,9 +50,9 @@ def write(plan: Plan, out: Path, check: bool = True, overwrite: bool = False) ->
         assert facts.source is not None
         facts = facts.model_copy(update={"source": facts.source.model_copy(update={"files": hashes})})
         _carry_calibration(plan, draft)
-        write_records(draft, facts, plan.nulls)
         if plan.extras:
             save_file({k: v.contiguous() for k, v in plan.extras.items()}, draft / EXTRAS_FILE)
+        write_records(draft, facts, plan.nulls)
         return _checked(plan, draft) if check else None
 
 

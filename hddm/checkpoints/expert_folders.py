@@ -6,15 +6,23 @@ from hddm.adapters import ADAPTER_WEIGHTS, base_beside, open_adapted
 from hddm.checkpoints.diffusers_models import class_forward, own_table
 from hddm.checkpoints.sources import Declared, Reading, Source
 from hddm.errors import HddmError
-from hddm.experts import EXPERT_FILE, FORMAT, ExpertFacts, read_nulls, without_adapter
+from hddm.experts import (
+    EXPERT_FILE,
+    EXTRAS_FILE,
+    FILES,
+    FORMAT,
+    ExpertFacts,
+    read_nulls,
+    remedy,
+    without_adapter,
+)
 from hddm.facts import read_facts
+from hddm.manifest import refuse_damaged
 from hddm.model_folders import WEIGHTS, open_network
 from hddm.networks import EXPERT_NETWORKS
 from hddm.weight_files import read_safetensors
 
 LAYOUT = "hddm"
-EXTRAS_FILE = "source_extras.safetensors"
-"""Tensors of a source that its expert does not need, kept for the way back."""
 
 
 def open_expert(folder: Path, reading: Reading) -> Source:
@@ -36,6 +44,7 @@ def open_expert(folder: Path, reading: Reading) -> Source:
         raise HddmError(f"--layout {reading.layout}: {folder} is an expert folder")
     if reading.weights not in (None, facts.weights):
         raise HddmError(f"--weights {reading.weights}: {folder} holds {facts.weights} weights")
+    refuse_damaged(folder, EXPERT_FILE, FILES, remedy=remedy(folder))
     path = str(files[0])
     kind = type(network)
     return Source(

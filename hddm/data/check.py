@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from hddm.data.check_report import BadImage, DataReport, PartReport
 from hddm.data.decoding import Header, OversizedImageError, decode, read_header
 from hddm.data.equal_images import equal_groups, pixel_digest, split_of
-from hddm.data.shard_records import HELD_OUT, MANIFEST, PARTITION_FILE, find_held_out, find_shards
+from hddm.data.shard_records import HELD_OUT, PARTITION_FILE, find_held_out, find_shards, holds_shard
 from hddm.data.shard_source import ShardSource
 from hddm.data.sources import ImageSource, open_source
 from hddm.errors import HddmError
@@ -86,7 +86,7 @@ class _Parts:
             names = [folder.relative_to(path).as_posix() for folder in folders]
             split = ("training", HELD_OUT) if held_out else ()
             return cls(path, "partition", names, [ShardSource.of(folder) for folder in folders], split)
-        if (path / MANIFEST).is_file():
+        if holds_shard(path):
             return cls(path, "shard", [str(path)], [ShardSource.of(path)])
         source = open_source(path, caption_column, label_column)
         return cls(path, "images", [str(path)], [source], split_of(source.files))

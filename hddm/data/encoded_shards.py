@@ -22,16 +22,16 @@ from hddm.data.shard_records import MANIFEST, MIN_IMAGES, ImageEntry, check_entr
 from hddm.data.shards import Shard, captions_of, labels_of
 from hddm.data.stored import Stored
 from hddm.data.texts import TokenStore
-from hddm.data.verified import Verified
 from hddm.errors import HddmError
 from hddm.paths import inside
+from hddm.verified import Verified
 from hddm.weight_files import read_safetensors
 
 
 def load_encoded(folder: Path) -> Shard:
     """The encoded shard in ``folder``; its tensors stay on disk until they are taken.
 
-    Files that were hashed by an earlier call, and are untouched since, are not read (`hddm.data.verified`).
+    Files that were hashed by an earlier call, and are untouched since, are not read (`hddm.verified`).
 
     Raises:
         HddmError: for a file that is outside the folder, missing or changed, for files that do not hold what

@@ -19,7 +19,7 @@ from hddm.data.features import Extractor, open_extractor
 from hddm.data.held_out import check_rest, check_share, images_needed, numbers_of
 from hddm.data.partition_report import write_report
 from hddm.data.partition_writing import write_shards
-from hddm.data.shard_records import FORMAT, MANIFEST, MIN_IMAGES, PARTITION_FILE, PartitionFacts
+from hddm.data.shard_records import FORMAT, MIN_IMAGES, PARTITION_FILE, PartitionFacts, holds_shard
 from hddm.data.sources import ImageSource, open_source
 from hddm.errors import HddmError, UsageError
 from hddm.files import check_absent, new_folder, write_json, writing
@@ -169,7 +169,7 @@ def _refuse_partition(images: Path) -> None:
     """Of one, pictures and held-out images would be taken for images to train on; of a shard, no classes."""
     if (images / PARTITION_FILE).is_file():
         raise HddmError(f"{images}: is a partition already; name the images that it was made of")
-    if (images / MANIFEST).is_file():
+    if holds_shard(images):
         own = images / "images"
         name = f"its images, {own}" if own.is_dir() else "the images that it was made of"
         raise HddmError(f"{images}: is a shard already; name {name}")

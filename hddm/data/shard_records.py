@@ -16,6 +16,7 @@ from pathlib import Path
 
 from hddm.errors import HddmError, UsageError
 from hddm.facts import Facts, read_facts
+from hddm.record_names import ENSEMBLE_FILE, EXPERT_FILE, ROUTER_FILE
 
 FORMAT = "1.3"
 MANIFEST = "manifest.json"
@@ -158,10 +159,22 @@ def find_held_out(folder: Path) -> list[Path]:
     return [shard for shard in found if shard.is_dir()]
 
 
+def holds_shard(folder: Path) -> bool:
+    """Whether ``folder`` is a shard's: a model's has a manifest of the same name."""
+    return (folder / MANIFEST).is_file() and not _holds_model(folder)
+
+
+def _holds_model(folder: Path) -> bool:
+    return any((folder / record).exists() for record in (EXPERT_FILE, ROUTER_FILE, ENSEMBLE_FILE))
+
+
 def _refuse_other_folder(folder: Path, record: str) -> None:
     """Refuse a folder that holds no ``record``, and say what it is instead."""
     if not folder.is_dir():
         raise UsageError(f"{folder}: no such folder")
+    kind = "shard" if record == MANIFEST else "partition"
+    if _holds_model(folder):
+        raise UsageError(f"{folder}: is no {kind}, but a model's folder; hddm partition writes the other")
     if (folder / record).exists():
         return
     if (folder / PARTITION_FILE).exists():
@@ -171,7 +184,6 @@ def _refuse_other_folder(folder: Path, record: str) -> None:
         above = folder.parent if (folder.parent / PARTITION_FILE).exists() else None
         hint = f", {above}" if above else ""
         raise UsageError(f"{folder}: is a shard, not a partition; name the folder of all shards{hint}")
-    kind = "shard" if record == MANIFEST else "partition"
     raise UsageError(f"{folder}: is no {kind}, since it holds no {record}; hddm partition writes them")
 
 

@@ -12,7 +12,7 @@ from hddm.data.decoding import decode, read_header
 from hddm.data.encoding_records import is_encoded
 from hddm.data.images import to_bytes
 from hddm.data.open_shard import open_shard
-from hddm.data.shard_records import HELD_OUT, MANIFEST, PARTITION_FILE, find_held_out, find_shards
+from hddm.data.shard_records import HELD_OUT, PARTITION_FILE, find_held_out, find_shards, holds_shard
 from hddm.data.shard_source import ShardSource
 from hddm.data.sources import ImageSource, open_source
 from hddm.errors import HddmError
@@ -76,7 +76,7 @@ def check_pictures(root: Path, role: Role) -> None:
 
 def _shards(root: Path, role: Role) -> list[Path]:
     """The shards that ``root`` stands for, none where it is another source of images."""
-    if (root / MANIFEST).is_file():
+    if holds_shard(root):
         return [root]
     if root.name == HELD_OUT and (root.parent / PARTITION_FILE).is_file():
         return _held_out(root.parent)

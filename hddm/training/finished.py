@@ -5,15 +5,15 @@ an expert that began as another one, is left to the training itself (`hddm.train
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from hddm.data.shard_records import find_shards
-from hddm.errors import HddmError
+from hddm.files import sha256_of
+from hddm.manifest import refuse_damaged
 from hddm.record_names import EXPERT_FILE, ROUTER_FILE
 from hddm.training.data_identity import data_of, expert_data
-from hddm.training.island_jobs import Island, Outcome
 from hddm.training.run_records import as_recorded, compare_records, recorded
 from hddm.training.settings import ExpertSettings, LoopSettings, RouterSettings, RunOptions
 
@@ -43,22 +43,13 @@ def router_is_finished(
     return _is_finished(out, ROUTER_FILE, settings, run, overwrite, lambda: data_of(find_shards(shards)))
 
 
-def without_finished(islands: Sequence[Island]) -> tuple[list[Outcome], list[Island]]:
-    """How those of ``islands`` ended that are finished, and the others.
+def refuse_spoilt(out: Path, record: str) -> None:
+    """Hash every file of the finished folder ``out``, and refuse one that is not what was written.
 
-    One that is finished and was started otherwise has failed.
+    Raises:
+        HddmError: with a line a file.
     """
-    outcomes, left = [], []
-    for one in islands:
-        plain = one.init is None and one.schedule is None
-        try:
-            if plain and expert_is_finished(one.shard, one.out, one.settings, one.run, one.overwrite):
-                outcomes.append(Outcome(one))
-            else:
-                left.append(one)
-        except HddmError as failure:
-            outcomes.append(Outcome(one, failure=failure))
-    return outcomes, left
+    refuse_damaged(out, record, sha256=sha256_of, remedy="--overwrite trains it anew")
 
 
 def _is_finished(
@@ -77,5 +68,6 @@ def _is_finished(
     now = {"settings": used.model_dump(mode="json"), "data": data()}
     # Nothing is computed any more, wherever this is.
     compare_records(out, {**now, "environment": before.get("environment", {})}, run)
+    refuse_spoilt(out, record)
     log.info(NOTHING_LEFT, out)
     return True

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hddm.errors import HddmError, did_you_mean
+from hddm.training.finished import expert_is_finished
 from hddm.training.run_records import run_folder_of
 from hddm.training.settings import ExpertSettings, RunOptions
 from hddm.training.trend import Trend
@@ -176,3 +177,21 @@ def _cause(island: Island, line: str) -> str:
     for folder in (island.out, run_folder_of(island.out)):
         line = line.removeprefix(f"{folder}: ")
     return line
+
+
+def without_finished(islands: Sequence[Island]) -> tuple[list[Outcome], list[Island]]:
+    """How those of ``islands`` ended that are finished, and the others.
+
+    One that is finished and was started otherwise has failed.
+    """
+    outcomes, left = [], []
+    for one in islands:
+        plain = one.init is None and one.schedule is None
+        try:
+            if plain and expert_is_finished(one.shard, one.out, one.settings, one.run, one.overwrite):
+                outcomes.append(Outcome(one))
+            else:
+                left.append(one)
+        except HddmError as failure:
+            outcomes.append(Outcome(one, failure=failure))
+    return outcomes, left

@@ -12,9 +12,10 @@ import socket
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import TYPE_CHECKING, Any, BinaryIO, Protocol
 
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
 log = logging.getLogger(__name__)
 
@@ -22,7 +23,7 @@ log = logging.getLogger(__name__)
 class Sink(Protocol):
     """A place for figures and pictures."""
 
-    def put(self, step: int, figures: Mapping[str, float], pictures: Mapping[str, Tensor]) -> None:
+    def put(self, step: int, figures: Mapping[str, float], pictures: Mapping[str, "Tensor"]) -> None:
         """Keep ``figures``, and ``pictures`` (C, H, W) in bytes, by name."""
 
     def sync(self) -> None:
@@ -45,7 +46,7 @@ class Guarded:
         self._sink: Sink | None = None
         self._failed = False
 
-    def put(self, step: int, figures: Mapping[str, float], pictures: Mapping[str, Tensor]) -> None:
+    def put(self, step: int, figures: Mapping[str, float], pictures: Mapping[str, "Tensor"]) -> None:
         """As `Sink.put`."""
         self._try(lambda sink: sink.put(step, figures, pictures))
 
@@ -101,7 +102,7 @@ class EventLog:
         self._write(step=first, session_log=SessionLog(status=SessionLog.START))
         self._file.flush()
 
-    def put(self, step: int, figures: Mapping[str, float], pictures: Mapping[str, Tensor]) -> None:
+    def put(self, step: int, figures: Mapping[str, float], pictures: Mapping[str, "Tensor"]) -> None:
         """As `Sink.put`."""
         from torch.utils.tensorboard.summary import image, scalar
 

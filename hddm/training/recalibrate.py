@@ -6,17 +6,21 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import torch
+
 from hddm.calibration import FILE_NAME, Calibration, calibrate
 from hddm.data.open_shard import open_shard
 from hddm.errors import HddmError
-from hddm.experts import EXPERT_FILE, FORMAT, ExpertFacts
-from hddm.facts import read_facts
-from hddm.files import read_json, sha256_of, write_json, write_whole
-from hddm.loading import load
+from hddm.expert_files import foreign_weights
+from hddm.experts import EXPERT_FILE, ExpertFacts, open_expert, write_records
+from hddm.files import link_or_copy, new_folder, restore, writing
+from hddm.loading import field_of, load
+from hddm.manifest import MANIFEST
 from hddm.training.native_samples import native_conditions, native_samples
 from hddm.training.shard_calibration import calibrated_on
 from hddm.training.shard_fit import check_fit, check_own, conditions_of
 from hddm.velocity import VelocityField
+from hddm.verified import RECORD
 
 NUM_IMAGES = 512
 FEW_IMAGES = 64
@@ -31,9 +35,9 @@ def recalibrate(
     steps: int = STEPS,
     on_batch: Callable[[int], None] | None = None,
 ) -> None:
-    """Fit ``calibration.safetensors`` of an expert folder, replacing it and its hash in ``expert.json``.
+    """Fit ``calibration.safetensors`` of an expert folder, which is replaced as a whole, manifest and all.
 
-    Either file is replaced in one step, which also leaves hard-linked copies of the folder as they were.
+    Its other files are hard-linked where the file system allows.
 
     Args:
         folder: the expert.
@@ -45,18 +49,24 @@ def recalibrate(
         on_batch: called with the number of samples after each batch.
 
     Raises:
-        HddmError: for anything but an expert folder, images of another shape than its samples or of another
-            shard, samples that are not finite, or an expert whose calibration is part of its training.
+        HddmError: for anything but an expert folder, one whose other files are not those that were written,
+            images of another shape than its samples or of another shard, samples that are not finite, or an
+            expert whose calibration is part of its training.
     """
-    field = load(folder)
-    if not isinstance(field, VelocityField):
+    restore(folder.resolve())
+    if not (folder / EXPERT_FILE).exists():
+        # Says what else it is, if it is nothing to be sampled from.
+        load(folder)
         raise HddmError(f"{folder}: an ensemble; calibrate its experts one by one")
-    facts = read_facts(folder / EXPERT_FILE, ExpertFacts, FORMAT)
+    expert = open_expert(folder, with_calibration=False)
+    facts = expert.facts
     if facts.training_calibration:
         raise HddmError(
             f"{folder}: was trained on in its calibration, which must stay as it is; there is nothing to fit"
         )
-    field.calibration = None
+    if foreign := foreign_weights(folder, facts):
+        raise HddmError(f"{folder}: {foreign}")
+    field = field_of(expert.read(torch.float32))
     if shard_folder is None:
         if num_images < FEW_IMAGES:
             warnings.warn(
@@ -70,38 +80,22 @@ def recalibrate(
         check_fit(shard, facts, field.network)
         check_own(shard, facts)
         calibration = calibrated_on(shard, field, conditions_of(shard, field), seed)
-    _replace_calibration(folder, calibration)
+    _replace_calibration(folder, facts, calibration)
 
 
-def _replace_calibration(folder: Path, calibration: Calibration) -> None:
-    """Replace a calibration so that at no moment the record states the hash of another one."""
-
-    def write(draft: Path) -> None:
-        calibration.write(draft)
-        shutil.copymode(folder / EXPERT_FILE, draft)
-        # Two files cannot change in one step, so in between the record says nothing.
-        if _stated(folder) != sha256_of(draft):
-            _state(folder, None)
-
-    write_whole(folder / FILE_NAME, write)
-    _state(folder, sha256_of(folder / FILE_NAME))
-
-
-def _stated(folder: Path) -> str | None:
-    return read_facts(folder / EXPERT_FILE, ExpertFacts, FORMAT).calibration_sha256
-
-
-def _state(folder: Path, sha256: str | None) -> None:
-    if _stated(folder) == sha256:
-        return
-    path = folder / EXPERT_FILE
-    changed = read_json(path) | {"calibration_sha256": sha256}
-
-    def write(draft: Path) -> None:
-        write_json(draft, changed)
-        shutil.copymode(path, draft)
-
-    write_whole(path, write)
+def _replace_calibration(folder: Path, facts: ExpertFacts, calibration: Calibration) -> None:
+    # A link stays, and what it leads to is replaced.
+    target = folder.resolve()
+    with writing(folder), new_folder(target, EXPERT_FILE, overwrite=True) as draft:
+        shutil.copymode(target, draft)
+        for path in target.rglob("*"):
+            name = path.relative_to(target)
+            if path.is_dir():
+                (draft / name).mkdir()
+            elif name.as_posix() not in (FILE_NAME, EXPERT_FILE, MANIFEST, RECORD):
+                link_or_copy(path, draft / name)
+        calibration.save(draft)
+        write_records(draft, facts, {})
 
 
 def _on_native_samples(

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 
 from hddm.files import check_absent, new_folder
-from hddm.training.finished import NOTHING_LEFT
+from hddm.training.finished import NOTHING_LEFT, refuse_spoilt
 from hddm.training.loop import Fitted, OnStep, StepReport, Task, Watcher, fit
 from hddm.training.run_folder import Run, open_run
 from hddm.training.run_records import as_recorded, compare_records, recorded, run_folder_of
@@ -37,6 +37,7 @@ def finished(out: Path, record: str, overwrite: bool, run: RunOptions | None) ->
         return False
     if recorded(out):
         return False
+    refuse_spoilt(out, record)
     log.info(NOTHING_LEFT, out)
     return True
 
@@ -77,6 +78,7 @@ def train(
     used = completed(settings, out if run is not None and run.resume else None)
     if run is not None and _resumed_whole(out, record, overwrite, run):
         compare_records(out, _record(used, data), run)
+        refuse_spoilt(out, record)
         log.info(NOTHING_LEFT, out)
         return []
     counting = [] if on_step is None else [_counting(on_step)]

@@ -13,6 +13,7 @@ from hddm.ensemble import Ensemble
 from hddm.errors import HddmError
 from hddm.experts import UnreadExpert
 from hddm.loading import ensemble_of, expert_set
+from hddm.manifest import MANIFEST
 from hddm.model_folders import sha256_once
 from hddm.parts import Parts, open_parts
 from hddm.routing import Strategy
@@ -158,5 +159,6 @@ def _hashes(expert: UnreadExpert) -> dict[str, str]:
 
 def _files(folder: Path) -> dict[str, str]:
     """SHA-256 by name of what gives a model its velocity: weights, calibration and records."""
-    paths = sorted(path for path in folder.iterdir() if path.suffix in (".safetensors", ".json"))
+    kept = (path for path in folder.iterdir() if path.suffix in (".safetensors", ".json"))
+    paths = sorted(path for path in kept if path.name != MANIFEST and not path.name.startswith("."))
     return {path.name: sha256_once(path) for path in paths}

@@ -8,33 +8,25 @@ from typing import Any
 
 import torch
 
-from hddm.adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS, bases_in
+from hddm.adapters import ADAPTER_WEIGHTS, bases_in
 from hddm.calibration import FILE_NAME as CALIBRATION
-from hddm.checkpoints.expert_folders import EXTRAS_FILE
 from hddm.data.open_shard import open_shard
 from hddm.data.shards import Shard
 from hddm.errors import HddmError, UsageError, asked
 from hddm.expert_files import foreign_files
-from hddm.experts import (
-    EXPERT_FILE,
-    NULL_FILE,
-    Expert,
-    UnreadExpert,
-    open_expert,
-    refuse_base,
-)
+from hddm.experts import EXPERT_FILE, FILES, Expert, UnreadExpert, open_expert, refuse_base
 from hddm.files import sha256_of
 from hddm.loading import field_of
+from hddm.manifest import MANIFEST, has_manifest
 from hddm.model_folders import WEIGHTS
 from hddm.tensors import available_device
 from hddm.training.denoising import Denoising
 from hddm.training.judging import judge
 from hddm.training.shard_fit import check_fit, check_own
 from hddm.training.verify_inputs import experts_in
+from hddm.verified import RECORD
 
-KNOWN = frozenset(
-    {EXPERT_FILE, NULL_FILE, EXTRAS_FILE, CALIBRATION, WEIGHTS, ADAPTER_CONFIG, ADAPTER_WEIGHTS}
-) | {"config.json"}
+KNOWN = frozenset({EXPERT_FILE, MANIFEST, *FILES})
 
 
 @dataclass(frozen=True)
@@ -104,7 +96,7 @@ def verify_expert(
         shard = None if data is None else open_shard(data)
         given = bases_in(bases) if bases else None
     try:
-        unread = open_expert(folder, given)
+        unread = open_expert(folder, given, unheld=(WEIGHTS, ADAPTER_WEIGHTS))
     except HddmError as error:
         files = _files(folder)
         return Verdict(folder, files, _lines(error), _strangers(files))
@@ -113,14 +105,17 @@ def verify_expert(
         notes = [] if shard is None else _belongs(shard, unread)
     files = _files(folder)
     notes = [*_strangers(files), *notes]
+    # A file may be reached by a link, as in a hub cache.
+    hashes = {(folder / name).resolve(): sha256 for name, sha256 in files.items()}
+    foreign: tuple[str, ...] = ()
     try:
+        foreign = foreign_files(folder, unread.facts, lambda path: hashes[path.resolve()])
         expert = unread.read(torch.float32)
         field = field_of(expert, place)
     except HddmError as error:
-        return Verdict(folder, files, _lines(error), tuple(notes))
+        return Verdict(folder, files, (*foreign, *_lines(error)), tuple(notes))
     base = unread.facts.adapter.base_sha256 if unread.facts.adapter else None
-    problems = _provenance(expert)
-    problems += foreign_files(folder, unread.facts, lambda path: files[path.name])
+    problems = [*_provenance(expert), *foreign]
     notes += _unbound(unread)
     judged = None
     if shard is not None and not problems:
@@ -158,23 +153,27 @@ def _provenance(expert: Expert) -> list[str]:
     loss = facts.training.get("final_loss", 0.0)
     if not isinstance(loss, int | float) or not math.isfinite(loss):
         problems.append(f"{EXPERT_FILE}: its training ended with a loss of {loss!r}")
-    infinite = [name for name, value in expert.nulls.items() if not value.isfinite().all()]
-    return problems + [f"{NULL_FILE}: {name!r} holds NaN or Inf" for name in infinite]
+    return problems
 
 
 def _unbound(expert: UnreadExpert) -> list[str]:
-    """What the record of an older version leaves open of the files beside it."""
+    """What a record leaves open of the files beside it, most of all that of an older version."""
     facts, found = expert.facts, []
-    if facts.weights_sha256 is None:
+    is_old = expert.folder is not None and not has_manifest(expert.folder)
+    if is_old:
+        found.append(
+            f"{MANIFEST}: is not there, as in all older folders; what changed in records is not known"
+        )
+    if is_old and facts.weights_sha256 is None:
         found.append(f"{EXPERT_FILE}: holds no hash of the weights; whether these are its own is not known")
     if facts.calibration_sha256 is not None:
         return found
-    if expert.calibration is not None:
+    if is_old and expert.calibration is not None:
         found.append(
             f"{EXPERT_FILE}: holds no hash of the calibration; whether it is its own, only what that says of "
             "its shard tells"
         )
-    elif facts.source is None:
+    if expert.calibration is None and facts.source is None:
         found.append(f"{CALIBRATION}: is not there, and training writes one; hddm calibrate fits another")
     return found
 
@@ -204,8 +203,8 @@ def _lines(error: HddmError) -> tuple[str, ...]:
 
 
 def _files(folder: Path) -> dict[str, str]:
-    """The SHA-256 of every file by its name."""
-    found = (path for path in sorted(folder.rglob("*")) if path.is_file())
+    """The SHA-256 of every file by its name, but for what this project keeps hidden there."""
+    found = (path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != RECORD)
     return {str(path.relative_to(folder)): sha256_of(path) for path in found}
 
 

@@ -57,7 +57,7 @@ def images_for(experts: Sequence[Path], data: Path) -> list[Path]:
     """
     if not data.is_dir():
         raise UsageError(f"--data {data}: no such folder")
-    below = sorted(path.parent for path in data.glob(f"*/{MANIFEST}"))
+    below = sorted(p.parent for p in data.glob(f"*/{MANIFEST}") if not (p.parent / EXPERT_FILE).exists())
     if (data / MANIFEST).exists() or not below:
         return [data] * len(experts)
     shards: dict[str, Path] = {}

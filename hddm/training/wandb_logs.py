@@ -6,10 +6,11 @@ import os
 import secrets
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import urlsplit
 
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
 from hddm.errors import HddmError
 from hddm.files import read_json, write_json
@@ -59,7 +60,7 @@ class WandbLog:
             settings=wandb.Settings(console="off", silent=True, init_timeout=TIMEOUT),
         )
 
-    def put(self, step: int, figures: Mapping[str, float], pictures: Mapping[str, Tensor]) -> None:
+    def put(self, step: int, figures: Mapping[str, float], pictures: Mapping[str, "Tensor"]) -> None:
         """As `hddm.training.logs.Sink.put`."""
         if step <= self._logged:
             return

@@ -1,10 +1,10 @@
 """Files that were held against their hashes before, and have not been touched since.
 
-A shard of 100 GB takes minutes to hash, and every restart of a training opens it. So a folder keeps, in a
-hidden file, what each verified file was like: its hash, size and inode, and the times of the last change of
-content and of status. A file that is like that still is not read again. Any write gives it another time, and
-copying it another inode, so that both are hashed anew. What changes neither, such as a disk that rots, shows
-once the hidden file is removed.
+A shard of 100 GB takes minutes to hash, and every restart of a training opens it; weights likewise. So a
+folder keeps, in a hidden file, what each verified file was like: its hash, size and inode, and the times of
+the last change of content and of status. A file that is like that still is not read again. Any write gives
+it another time, and copying it another inode, so that both are hashed anew. What changes neither, such as a
+disk that rots, shows once the hidden file is removed.
 
 A file system's clock may be as coarse as two seconds. What was changed so shortly before it was hashed could
 be changed again without another time, and is not remembered; git treats its index so.
@@ -24,10 +24,13 @@ SETTLED = 2 * 10**9
 
 
 class Verified:
-    """What is known of the files in ``folder``; `keep` writes it down."""
+    """What is known of the files in ``folder``; `keep` writes it down.
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    Files of less than ``smallest`` bytes are hashed each time, and not remembered.
+    """
+
+    def __init__(self, folder: Path, smallest: int = 0) -> None:
+        self._folder, self._smallest = folder, smallest
         self._known: dict[str, object] = {}
         with contextlib.suppress(HddmError):
             self._known = read_json(folder / RECORD)
@@ -45,6 +48,8 @@ class Verified:
         is_known = self._known.get(name) == state
         if not is_known and sha256_of(path) != sha256:
             return False
+        if status.st_size < self._smallest:
+            return True
         if is_known or now - status.st_ctime_ns > SETTLED:
             self._found[name] = state
         return True
