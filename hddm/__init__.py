@@ -6,22 +6,22 @@ x_t = alpha_t x_0 + sigma_t eps;  t runs from 0 (data) to 1 (noise);  velocity =
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from hddm.errors import HddmError as HddmError
+from hddm.utils.errors import HddmError as HddmError
 
 if TYPE_CHECKING:
-    from hddm import schedules as schedules
+    from hddm import schedules
     from hddm.ensemble import Ensemble as Ensemble
-    from hddm.loading import load as load
-    from hddm.pipeline import HDDMPipeline as HDDMPipeline
+    from hddm.experts.loading import load as load
+    from hddm.pipelines.pipeline import HDDMPipeline as HDDMPipeline
     from hddm.sampling import sample as sample
     from hddm.velocity import VelocityField as VelocityField
 
 # torch and diffusers take seconds to import, and reading a record or a mistyped option needs neither.
 _HOMES = {
     "Ensemble": "hddm.ensemble",
-    "HDDMPipeline": "hddm.pipeline",
+    "HDDMPipeline": "hddm.pipelines.pipeline",
     "VelocityField": "hddm.velocity",
-    "load": "hddm.loading",
+    "load": "hddm.experts.loading",
     "sample": "hddm.sampling",
 }
 __all__ = ["Ensemble", "HDDMPipeline", "HddmError", "VelocityField", "load", "sample", "schedules"]

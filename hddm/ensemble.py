@@ -1,10 +1,24 @@
-"""Experts and a router as one velocity field.
+"""Which experts run, by name.
+
+Strategies, for probabilities p of one sample over K experts:
+
+    full          weights p
+    top-k         the k most probable (ties to the lower index), k in 1 … K
+    threshold-x   every expert with p >= x, the most probable one if there is none
+    nucleus-x     the smallest set of the most probable whose sum reaches x
+    draw          one expert, drawn once a sample from the prior and kept to the end of sampling
+
+The weights of those chosen are renormalised to sum to 1.
+
+Which experts run for which sample: from probabilities to sparse weights, by a `Strategy`.
+
+Experts and a router as one velocity field.
 
     v(x, t) = sum_k w_k(x, t) v_k(x, t)
 
 With w_k = p(k | x_t), the posterior of the shard, this is exactly the velocity of the whole data
 (DDM, arXiv:2501.05450, section 3.2), whatever each expert was trained to predict. A strategy
-(`hddm.routing`) sets small weights to 0, and experts of weight 0 do not run.
+(`hddm.ensemble`) sets small weights to 0, and experts of weight 0 do not run.
 
 A router sees no condition. Where p(k | class) is known, samples of a class are routed by
 
@@ -16,16 +30,129 @@ have never seen.
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from hddm.conditions import can_guide, check_conditions, check_times
-from hddm.errors import HddmError
-from hddm.guidance import Guidance
-from hddm.offload import bring, in_best_order
-from hddm.routing import Strategy, sparse_weights
-from hddm.velocity import VelocityField
+from hddm.networks.offload import bring, in_best_order
+from hddm.utils.errors import HddmError
+from hddm.utils.tensors import parameter_dtype, to_float64
+from hddm.velocity import Guidance, VelocityField, can_guide, check_conditions, check_times
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """A parsed strategy; ``value`` is k or x, and unused by the others."""
+
+    kind: str
+    value: float = 0.0
+
+    @classmethod
+    def parse(cls, name: str) -> "Strategy":
+        """Read ``top-2``, ``full``, ``threshold-0.1``, ``nucleus-0.9`` or ``draw``.
+
+        Raises:
+            HddmError: for another name, a k below 1 or an x outside (0, 1].
+        """
+        kind, _, value = name.partition("-")
+        if name in ("full", "draw"):
+            return cls(kind)
+        if kind == "top" and value.isdecimal() and int(value) >= 1:
+            return cls(kind, int(value))
+        if kind in ("threshold", "nucleus"):
+            try:
+                share = float(value)
+            except ValueError:
+                share = float("nan")
+            if 0 < share <= 1:
+                return cls(kind, share)
+        raise HddmError(
+            f"unknown strategy {name!r}: choose top-K (K = 1, 2, …), full, threshold-X or nucleus-X "
+            "(0 < X <= 1), or draw"
+        )
+
+    def check(self, num_experts: int) -> None:
+        """Refuse a k above the number of experts."""
+        if self.kind == "top" and self.value > num_experts:
+            raise HddmError(f"top-{self.value:g} needs {self.value:g} experts and there are {num_experts}")
+
+
+def sparse_weights(probabilities: Tensor, strategy: Strategy) -> Tensor:
+    """Weights (batch, K), each row summing to 1, from ``probabilities`` (batch, K).
+
+    Raises:
+        HddmError: for ``draw``, which does not depend on probabilities, or a k above K.
+    """
+    strategy.check(probabilities.shape[1])
+    if strategy.kind == "full":
+        return probabilities / probabilities.sum(1, keepdim=True)
+    # A stable sort breaks ties in favour of the lower index.
+    ranked, order = probabilities.sort(dim=1, descending=True, stable=True)
+    rank = torch.arange(ranked.shape[1], device=ranked.device)
+    match strategy.kind:
+        case "top":
+            chosen = (rank < strategy.value).expand_as(ranked)
+        case "threshold":
+            chosen = (ranked >= strategy.value) | (rank == 0)
+        case "nucleus":
+            # An expert belongs to the set while those before it have not reached the share.
+            before = ranked.cumsum(1).roll(1, dims=1)
+            chosen = (before < strategy.value) | (rank == 0)
+        case _:
+            raise HddmError("strategy 'draw' picks experts by index, not from probabilities")
+    kept = torch.zeros_like(probabilities).scatter(1, order, ranked * chosen)
+    return kept / kept.sum(1, keepdim=True)
+
+
+class Router:
+    """Probabilities p(k | x_t, t) over experts, from a network that gives logits.
+
+        p = softmax(logits[outputs] / temperature(t))
+
+    Leaving outputs out is exact: of a posterior over more shards it makes that over the ones kept.
+
+    Args:
+        network: ``network(x_t, timestep)`` to logits (batch, outputs of the network).
+        time_scale: the network is fed t × ``time_scale``.
+        temperatures: at times spread evenly over [0, 1], linear between; one number holds everywhere.
+        outputs: of the network, for each expert; None for all in order.
+    """
+
+    def __init__(
+        self,
+        network: Callable[..., Tensor],
+        time_scale: float = 1000.0,
+        temperatures: Sequence[float] = (1.0,),
+        outputs: Sequence[int] | None = None,
+    ) -> None:
+        self.network = network
+        self.time_scale = time_scale
+        self.temperatures = tuple(temperatures)
+        self.outputs = None if outputs is None else list(outputs)
+
+    def __call__(self, x_t: Tensor, t: Tensor) -> Tensor:
+        """Probabilities (batch, K) for x_t (batch, C, H, W) on the common path at t (batch,).
+
+        Their dtype, and that of the times that the network gets, is x_t's, float32 at least.
+        """
+        wide = torch.promote_types(x_t.dtype, torch.float32)
+        dtype = parameter_dtype(self.network) or wide
+        timestep = (to_float64(t) * self.time_scale).to(x_t.device, wide)
+        logits = self.network(x_t.to(dtype), timestep).to(wide)
+        if self.outputs is not None:
+            logits = logits[:, self.outputs]
+        return (logits / temperature_at(t, self.temperatures).to(logits)[:, None]).softmax(1)
+
+
+def temperature_at(t: Tensor, temperatures: Sequence[float]) -> Tensor:
+    """Temperature (batch,) at t (batch,) in [0, 1], in float64."""
+    table = torch.tensor(temperatures, dtype=torch.float64)
+    if len(table) == 1:
+        return table.expand(len(t))
+    place = to_float64(t).cpu() * (len(table) - 1)
+    left = place.floor().clamp(0, len(table) - 2)
+    return torch.lerp(table[left.long()], table[left.long() + 1], place - left)
 
 
 class Ensemble:
@@ -34,7 +161,7 @@ class Ensemble:
     Args:
         experts: velocity fields on the common path, one a shard.
         router: ``router(x_t, t)`` to probabilities (batch, K). Only ``draw`` does without.
-        strategy: see `hddm.routing`; can be set later.
+        strategy: see `hddm.ensemble`; can be set later.
         prior: K shard sizes or probabilities that ``draw`` draws from; None for equal ones.
         class_prior: p(k | class), or images of a class in a shard, (classes, K): for samples with class
             labels ``draw`` draws from it, and the other strategies weigh by it; None where it is not known.

@@ -1,4 +1,13 @@
-"""From noise to samples: a time grid, a solver and a velocity field.
+"""ODE solvers, as plain functions of a velocity; they know nothing of diffusion.
+
+``solver(velocity, x, times)`` integrates dx/dt = velocity(x, t) from ``times[0]`` to ``times[-1]``
+through every time between, upwards or downwards, and returns the last x. ``velocity`` gets x and a
+scalar float64 tensor t. After step i, from 0, the state goes through ``on_step(i, x)``. Each docstring
+gives the order of the global error in the step.
+
+Which experts a sampling used, a time bin, and what is wrong with it.
+
+From noise to samples: a time grid, a solver and a velocity field.
 
 Sample i depends on (seed, i) alone: its noise, and the expert that ``draw`` gives it, come from a
 generator of its own, whatever the batch size. What a batch size does change is rounding.
@@ -10,18 +19,152 @@ import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from numbers import Integral
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from hddm.ensemble import Ensemble
-from hddm.errors import HddmError
-from hddm.expert_use import ExpertUse
-from hddm.guidance import Guidance
-from hddm.routing import Strategy
-from hddm.solvers import OnStep, solver_named, unchanged
-from hddm.tensors import generator
-from hddm.velocity import VelocityField
+from hddm.ensemble import Ensemble, Strategy
+from hddm.utils.errors import HddmError
+from hddm.utils.tensors import generator
+from hddm.velocity import Guidance, VelocityField
+
+Velocity = Callable[[Tensor, Tensor], Tensor]
+OnStep = Callable[[int, Tensor], Tensor]
+
+
+def unchanged(index: int, x: Tensor) -> Tensor:
+    """The ``on_step`` that does nothing."""
+    return x
+
+
+class Solver(Protocol):
+    """What every solver is called with."""
+
+    def __call__(
+        self, velocity: Velocity, x: Tensor, times: Tensor, on_step: OnStep = unchanged
+    ) -> Tensor: ...
+
+
+def euler(velocity: Velocity, x: Tensor, times: Tensor, on_step: OnStep = unchanged) -> Tensor:
+    """Euler's method, order 1, one call a step.
+
+    On the common path it is DDIM (arXiv:2010.02502): that sampler's step is Euler's in the variable
+    x/alpha over sigma/alpha, and both are exact for a constant x_0 and eps.
+    """
+    for index, (now, then) in enumerate(itertools.pairwise(times)):
+        x = on_step(index, x + float(then - now) * velocity(x, now))
+    return x
+
+
+def heun(velocity: Velocity, x: Tensor, times: Tensor, on_step: OnStep = unchanged) -> Tensor:
+    """Heun's second-order method (explicit trapezoid), order 2, two calls a step.
+
+    Not Heun's third-order method. Source: arXiv:2206.00364, algorithm 1, without its noise.
+    """
+    for index, (now, then) in enumerate(itertools.pairwise(times)):
+        step = float(then - now)
+        slope = velocity(x, now)
+        x = on_step(index, x + step / 2 * (slope + velocity(x + step * slope, then)))
+    return x
+
+
+def adams_bashforth(velocity: Velocity, x: Tensor, times: Tensor, on_step: OnStep = unchanged) -> Tensor:
+    """Two-step Adams-Bashforth for uneven steps, order 2, one call a step; the first is Euler's.
+
+    With steps h_0, then h:  x += h [(1 + h/(2 h_0)) v - h/(2 h_0) v_before].
+    Source: Hairer, Nørsett & Wanner, Solving Ordinary Differential Equations I, section III.5.
+    """
+    before: Tensor | None = None
+    last_step = 0.0
+    for index, (now, then) in enumerate(itertools.pairwise(times)):
+        step = float(then - now)
+        slope = velocity(x, now)
+        weight = 0.0 if before is None else step / (2 * last_step)
+        x = on_step(index, x + step * ((1 + weight) * slope - (weight * before if before is not None else 0)))
+        before, last_step = slope, step
+    return x
+
+
+SOLVERS: dict[str, Solver] = {"euler": euler, "heun": heun, "adams-bashforth": adams_bashforth}
+
+
+def solver_named(name: str) -> Solver:
+    """The solver called ``name``; `HddmError` lists those that exist."""
+    if name not in SOLVERS:
+        raise HddmError(f"unknown solver {name!r}: choose one of {', '.join(SOLVERS)}")
+    return SOLVERS[name]
+
+
+BINS = 10
+MOST = 0.9
+"""Share of the weight that one expert may take before it is worth a warning."""
+FEWEST_EXPECTED = 3
+"""Samples that ``draw`` must be expected to give an expert before their absence says anything."""
+
+
+class ExpertUse:
+    """A tally of weights (samples, K) over time, in `BINS` even bins of t in [0, 1]."""
+
+    def __init__(self, num_experts: int) -> None:
+        self._weight = torch.zeros(BINS, num_experts, dtype=torch.float64)
+        self._runs = torch.zeros(BINS, num_experts, dtype=torch.float64)
+        self._samples = torch.zeros(BINS, dtype=torch.float64)
+
+    def add(self, t: float, weights: Tensor) -> None:
+        """Count one call of the velocity at ``t`` with ``weights`` (samples, K)."""
+        place = min(int(t * BINS), BINS - 1)
+        self._weight[place] += weights.sum(0).double().cpu()
+        self._runs[place] += (weights != 0).sum(0).double().cpu()
+        self._samples[place] += len(weights)
+
+    @property
+    def shares(self) -> Tensor:
+        """Share of each expert in all weight (K,)."""
+        return self._weight.sum(0) / self._weight.sum()
+
+    @property
+    def experts_a_sample(self) -> float:
+        """Experts that ran for a sample and call, on average."""
+        return float(self._runs.sum() / self._samples.sum())
+
+    def report(self) -> dict[str, Any]:
+        """Plain values: a row a bin that was visited, from data to noise."""
+        visited = [place for place in range(BINS) if self._samples[place]]
+        return {
+            "experts_a_sample": round(self.experts_a_sample, 4),
+            "shares": _rounded(self.shares),
+            "by_time": [
+                {
+                    "t": [place / BINS, (place + 1) / BINS],
+                    "shares": _rounded(self._weight[place] / self._weight[place].sum()),
+                    "runs": _rounded(self._runs[place] / self._samples[place]),
+                }
+                for place in visited
+            ],
+        }
+
+    def warnings(self, expected: Tensor | None = None) -> list[str]:
+        """What looks wrong: an expert that takes more than 90 % of the weight, or none of it.
+
+        Args:
+            expected: with ``draw``, how many samples each expert should get, (K,). It explains a large
+                share, and an absence where few are expected.
+        """
+        lines = []
+        shares = self.shares
+        for k, share in enumerate(shares.tolist()):
+            due = float(expected[k] / expected.sum()) if expected is not None else 0.0
+            if len(shares) > 1 and share > MOST and due <= MOST:
+                if expected is None or expected.sum() >= FEWEST_EXPECTED * len(shares):
+                    lines.append(f"expert {k} takes {share:.0%} of the weight; is the router trained?")
+            elif not self._runs[:, k].any() and (expected is None or expected[k] >= FEWEST_EXPECTED):
+                lines.append(f"expert {k} is never used")
+        return lines
+
+
+def _rounded(values: Tensor) -> list[float]:
+    return [round(value, 4) for value in values.tolist()]
 
 
 def time_grid(steps: int, shift: float = 1.0) -> Tensor:
@@ -90,16 +233,16 @@ def integrate(
 
     Args:
         model: an expert or an ensemble.
-        x: see `hddm.solvers`.
+        x: see `hddm.sampling`.
         times: see `time_grid`.
-        solver: see `hddm.solvers`.
+        solver: see `hddm.sampling`.
         guidance_scale: see `VelocityField.velocity`.
         negative: as conditions.
         conditions: see `VelocityField.velocity`; on the model's device.
         expert: (batch,) the one expert of each sample; ``draw`` needs it.
         router_every: the router is asked at every n-th call of the velocity; between, its choice stays.
         use: a tally of the weights, where one is wanted.
-        on_step: see `hddm.solvers`.
+        on_step: see `hddm.sampling`.
         is_interrupted: asked after each step; once it says so, states stay as they are, no network runs and
             ``on_step`` is not called.
 
@@ -165,9 +308,9 @@ def sample(
         num: number of samples.
         seed: sample i depends on (seed, i) alone.
         steps: solver steps, even in t up to ``shift``.
-        strategy: for this call, instead of the ensemble's own; see `hddm.routing`.
-        solver: ``euler``, ``heun`` or ``adams-bashforth``; see `hddm.solvers`.
-        guidance_scale: classifier-free guidance, 1 for none, or a `hddm.guidance.Guidance`.
+        strategy: for this call, instead of the ensemble's own; see `hddm.ensemble`.
+        solver: ``euler``, ``heun`` or ``adams-bashforth``; see `hddm.sampling`.
+        guidance_scale: classifier-free guidance, 1 for none, or a `hddm.velocity.Guidance`.
         negative: conditions to guide away from, each (num, …); by default the null ones.
         shift: of the time grid; by default the model's own.
         batch_size: samples integrated together; changes a sample by rounding only, which a hard choice of

@@ -1,10 +1,19 @@
-r"""Any expert as a velocity field on the common path: match, rescale, convert.
+r"""From what a network predicts to data, noise and velocity. Pure functions, one formula each.
+
+The state of an expert is y = a x_0 + s eps on its own schedule, (a, s) = (alpha, sigma) at its native
+time; the same point on the common path is x = y/(a + s), at t = s/(a + s).
+
+What a velocity field is asked with: times and conditions, checked before any network runs.
+
+Classifier-free guidance of one expert, on its velocity.
+
+Any expert as a velocity field on the common path: match, rescale, convert.
 
 For an expert with schedule (a, s) in its own time, at a state x and common time t:
 
 1. match:   the native time u with s(u)/a(u) = t/(1 - t), inverting the schedule continuously;
 2. rescale: the network gets y = (a + s) x at u;
-3. convert: its output becomes eps - x_0 (`hddm.predictions.velocity`).
+3. convert: its output becomes eps - x_0 (`hddm.velocity.velocity`).
 
 With an exact denoiser the result is exact for every t in the expert's noise range [t_min, t_max].
 
@@ -22,26 +31,241 @@ the ends, v = x at t = 1 and v = -x at t = 0. A form that is singular *inside* i
 discrete schedule, `SINGULAR_MARGIN` before the end of a continuous one.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
 
 import torch
 from torch import Tensor
 
 from hddm.calibration import LABELS, MAX_GAIN, Calibration
-from hddm.conditions import (
-    SETTINGS,
-    can_guide,
-    check_conditions,
-    check_labels,
-    check_times,
-    refuse_missing,
-    refuse_undeclared,
-)
-from hddm.errors import HddmError
-from hddm.guidance import Guidance
-from hddm.predictions import Point, PredictionType, velocity, x_0_and_eps
+from hddm.networks.wrappers import OPTIONAL_CONDITIONS
 from hddm.schedules import DiscreteSchedule, LinearSchedule, Schedule
-from hddm.tensors import append_dims, device_of, parameter_dtype
+from hddm.utils.errors import HddmError
+from hddm.utils.tensors import append_dims, device_of, parameter_dtype, to_float64
+
+
+class PredictionType(StrEnum):
+    """What a network predicts, spelt as diffusers spells it."""
+
+    EPSILON = "epsilon"
+    """The noise eps."""
+    SAMPLE = "sample"
+    """The data x_0."""
+    V_PREDICTION = "v_prediction"
+    """Salimans & Ho's v = a eps - s x_0 (arXiv:2202.00512); not a velocity in general."""
+    FLOW_PREDICTION = "flow_prediction"
+    """The velocity of the expert's own path, a' x_0 + s' eps, per unit of its native time."""
+
+    @classmethod
+    def parse(cls, name: str) -> "PredictionType":
+        """The member called ``name``; `HddmError` names the four that exist."""
+        try:
+            return cls(name)
+        except ValueError:
+            known = ", ".join(member.value for member in cls)
+            raise HddmError(f"unknown prediction type {name!r}: choose one of {known}") from None
+
+
+@dataclass(frozen=True)
+class Point:
+    """One state in both coordinates; every tensor broadcasts against ``x``.
+
+    ``x`` is on the common path at ``t``, ``y = (alpha + sigma) x`` on the expert's own path at its
+    native time, where ``derivatives`` gives (d alpha, d sigma).
+    """
+
+    x: Tensor
+    y: Tensor
+    t: Tensor
+    alpha: Tensor
+    sigma: Tensor
+    derivatives: Callable[[], tuple[Tensor, Tensor]]
+
+
+def x_0_and_eps(prediction_type: PredictionType, output: Tensor, at: Point) -> tuple[Tensor, Tensor]:
+    """Estimates (x_0, eps) that a network's ``output`` implies for y = alpha x_0 + sigma eps.
+
+        epsilon:          x_0 = (y - s eps)/a                  singular at a = 0
+        sample:           eps = (y - a x_0)/s                  singular at s = 0
+        v_prediction:     x_0 = (a y - s v)/(a² + s²),  eps = (s y + a v)/(a² + s²)
+        flow_prediction:  x_0 = (s' y - s u)/D,  eps = (a u - a' y)/D,  D = a s' - s a'
+
+    At a singular point the result is inf or nan; `VelocityField` never asks there.
+    """
+    a, s, y = at.alpha, at.sigma, at.y
+    match prediction_type:
+        case PredictionType.EPSILON:
+            return (y - s * output) / a, output
+        case PredictionType.SAMPLE:
+            return output, (y - a * output) / s
+        case PredictionType.V_PREDICTION:
+            norm = a**2 + s**2
+            return (a * y - s * output) / norm, (s * y + a * output) / norm
+        case PredictionType.FLOW_PREDICTION:
+            d_a, d_s = at.derivatives()
+            det = a * d_s - s * d_a
+            return (d_s * y - s * output) / det, (a * output - d_a * y) / det
+
+
+def velocity(prediction_type: PredictionType, output: Tensor, at: Point) -> Tensor:
+    """Velocity eps - x_0 of the common path through ``at.x``, per unit of t.
+
+        epsilon:          (eps - x)/(1 - t)                    singular at t = 1
+        sample:           (x - x_0)/t                          singular at t = 0
+        v_prediction:     [(s - a) y + (a + s) v]/(a² + s²)    nowhere singular
+        flow_prediction:  [(a + s) u - (a' + s') y]/(a s' - s a')
+
+    On the linear path the last one is the output itself. Its sign is diffusers' (noise minus data),
+    the negative of that in SiT and in facebookresearch/flow_matching.
+
+    Sources: arXiv:2412.06264 (affine paths); Diff2Flow (arXiv:2506.02221) for epsilon and v.
+    """
+    a, s = at.alpha, at.sigma
+    match prediction_type:
+        case PredictionType.EPSILON:
+            return (output - at.x) / (1 - at.t)
+        case PredictionType.SAMPLE:
+            return (at.x - output) / at.t
+        case PredictionType.V_PREDICTION:
+            return ((s - a) * at.y + (a + s) * output) / (a**2 + s**2)
+        case PredictionType.FLOW_PREDICTION:
+            d_a, d_s = at.derivatives()
+            return ((a + s) * output - (d_a + d_s) * at.y) / (a * d_s - s * d_a)
+
+
+SETTINGS = frozenset({"time_ids", "resolution", "aspect_ratio", "guidance"})
+"""Conditions that say how a sample is made, and not what it shows: a negative branch has the same ones."""
+
+
+def check_times(x_t: Tensor, t: Tensor) -> Tensor:
+    """``t`` as (batch,) in float64.
+
+    Raises:
+        HddmError: for a shape other than (batch,) or (), or a value outside [0, 1], NaN included.
+    """
+    times = to_float64(torch.as_tensor(t))
+    if times.ndim == 0:
+        times = times.expand(len(x_t))
+    if times.shape != x_t.shape[:1]:
+        raise HddmError(f"t has shape {tuple(times.shape)} for a batch of {len(x_t)} states")
+    if not ((times >= 0) & (times <= 1)).all():
+        raise HddmError(f"t lies in [0, 1] (0 data, 1 noise), not at {times.tolist()[:8]}")
+    return times
+
+
+def check_conditions(x_t: Tensor, conditions: Mapping[str, Tensor]) -> None:
+    """Refuse a condition that has not one row for each state."""
+    for name, value in conditions.items():
+        if value.ndim == 0 or len(value) != len(x_t):
+            raise HddmError(f"condition {name!r} has shape {tuple(value.shape)} for {len(x_t)} states")
+
+
+def check_labels(conditions: Mapping[str, Tensor], num_classes: int, null: Tensor | None) -> None:
+    """Refuse ``class_labels`` that are neither a class nor ``null``; anything goes where none are known."""
+    labels = conditions.get("class_labels")
+    if labels is None or not num_classes:
+        return
+    largest = max(num_classes - 1, -1 if null is None else int(null))
+    if labels.is_floating_point() or not ((labels >= 0) & (labels <= largest)).all():
+        some = labels.flatten().tolist()[:8]
+        raise HddmError(f"class_labels are whole numbers from 0 to {largest} here, not {some}")
+
+
+def refuse_undeclared(declared: Sequence[str], conditions: Mapping[str, Tensor]) -> None:
+    """Refuse a condition that the network does not take."""
+    for name in conditions:
+        if name not in declared:
+            known = ", ".join(declared) or "none"
+            raise HddmError(f"this expert takes no condition {name!r}; it declares: {known}")
+
+
+def can_guide(conditions: Mapping[str, Tensor], negative: Mapping[str, Tensor]) -> bool:
+    """Whether these conditions say anything that a negative branch does not: more than `SETTINGS`."""
+    return bool(conditions) and (bool(negative) or not SETTINGS.issuperset(conditions))
+
+
+def missing_from(given: Collection[str], declared: Sequence[str]) -> list[str]:
+    """Conditions that the network needs beside the ``given`` ones."""
+    return [name for name in declared if name not in given and name not in OPTIONAL_CONDITIONS]
+
+
+def refuse_missing(declared: Sequence[str], given: Mapping[str, Tensor]) -> None:
+    """Refuse to do without a condition that the network needs."""
+    missing = missing_from(given, declared)
+    if missing:
+        raise HddmError(
+            f"this expert needs {' and '.join(missing)}, and knows no value that stands for none; pass it"
+        )
+
+
+@dataclass(frozen=True)
+class Guidance:
+    """How far to go from the negative velocity v_n through the conditional one, v_c.
+
+        v = v_n + scale (v_c - v_n)                                (arXiv:2207.12598)
+        v = [rescale std(v_c)/std(v) + 1 - rescale] v              (arXiv:2305.08891, section 3.4)
+
+    Args:
+        scale: 1 for none; with any other the negative branch runs too.
+        channels: guide this many channels from the first, and leave the others as v_c. DiT's own code
+            does so with 3 of 4, and its published figures are of that; None for all.
+        interval: (low, high) in t, where guidance acts; outside v = v_c (arXiv:2404.07724).
+        rescale: share of the way back to the standard deviation of v_c, taken over a sample's guided
+            numbers; 0 for none. It is singular where v is constant over a sample, and that gives NaN.
+
+    Raises:
+        HddmError: for numbers outside their ranges.
+    """
+
+    scale: float
+    channels: int | None = None
+    interval: tuple[float, float] = (0.0, 1.0)
+    rescale: float = 0.0
+
+    def __post_init__(self) -> None:
+        low, high = self.interval
+        if not math.isfinite(self.scale):
+            raise HddmError(f"guidance scale must be finite, not {self.scale}")
+        if self.channels is not None and self.channels < 1:
+            raise HddmError(f"guided channels start at 1, not {self.channels}")
+        if not 0 <= low <= high <= 1:
+            raise HddmError(f"a guidance interval is 0 <= low <= high <= 1 in t, not {low} to {high}")
+        if not 0 <= self.rescale <= 1:
+            raise HddmError(f"guidance rescale lies in [0, 1], not {self.rescale}")
+
+    @classmethod
+    def of(cls, scale: "float | Guidance") -> "Guidance":
+        """``scale`` itself, or plain guidance of that scale."""
+        return scale if isinstance(scale, Guidance) else cls(float(scale))
+
+    def acts(self, t: Tensor) -> Tensor:
+        """Whether there is guidance at t (batch,)."""
+        low, high = self.interval
+        return (t >= low) & (t <= high) & (self.scale != 1.0)
+
+    def combine(self, conditional: Tensor, negative: Tensor, acts: Tensor) -> Tensor:
+        """The guided velocity (batch, C, …) in rows where ``acts`` (batch,), the conditional one elsewhere.
+
+        Raises:
+            HddmError: for more guided channels than there are.
+        """
+        count = conditional.shape[1] if self.channels is None else self.channels
+        if count > conditional.shape[1]:
+            raise HddmError(f"{count} guided channels asked for, and samples have {conditional.shape[1]}")
+        v_c, v_n = conditional[:, :count], negative[:, :count]
+        guided = v_n + self.scale * (v_c - v_n)
+        if self.rescale:
+            ratio = _deviation(v_c) / _deviation(guided)
+            guided = (self.rescale * ratio + 1 - self.rescale) * guided
+        rows = acts.to(guided.device).view(-1, *[1] * (guided.ndim - 1))
+        return torch.cat([torch.where(rows, guided, v_c), conditional[:, count:]], dim=1)
+
+
+def _deviation(v: Tensor) -> Tensor:
+    return v.flatten(1).std(1).view(-1, *[1] * (v.ndim - 1))
+
 
 SINGULAR_MARGIN = 1e-6
 
@@ -53,7 +277,7 @@ class VelocityField:
         network: ``network(x, timestep, **conditions)``, x (batch, …), timestep (batch,), to a tensor
             of x's shape. A module runs in the dtype of its parameters.
         schedule: the one that it was trained on.
-        prediction_type: what it predicts, a `hddm.predictions.PredictionType` or its name.
+        prediction_type: what it predicts, a `hddm.velocity.PredictionType` or its name.
         time_scale: the network is fed native time × ``time_scale`` (SD3: 1000, Flux: 1).
         calibration: moments and weights that improve on the network near t = 1 (`hddm.calibration`).
         conditions: the keywords that the network takes; None passes all on, and leaves the refusal to
@@ -123,7 +347,7 @@ class VelocityField:
             t: (batch,) in [0, 1]; a scalar stands for a batch of it.
             guidance_scale: 1 for none, or a `Guidance`.
             negative: conditions of the negative branch; by default the null ones, and of those of
-                `hddm.conditions.SETTINGS` that have none the same as in ``conditions``.
+                `hddm.velocity.SETTINGS` that have none the same as in ``conditions``.
             conditions: keywords of the network's forward, each (batch, …); a declared one that is
                 left out takes its null value.
 

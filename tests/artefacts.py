@@ -17,12 +17,12 @@ from hddm.calibration import FILE_NAME as CALIBRATION
 from hddm.data.images import save_png
 from hddm.data.shard_records import read_manifest
 from hddm.data.shards import Shard, load_shard
-from hddm.data.stored import PixelStore
-from hddm.experts import EXPERT_FILE, weights_in
-from hddm.files import sha256_of
-from hddm.manifest import MANIFEST, write_manifest
+from hddm.data.stores import PixelStore
+from hddm.experts.records import EXPERT_FILE, weights_in
 from hddm.training.expert import ExpertSettings
 from hddm.training.router import RouterSettings
+from hddm.utils.files import sha256_of
+from hddm.utils.records import MANIFEST, write_manifest
 
 Command = Callable[..., tuple[int, str, str]]
 """Runs ``hddm`` with arguments: exit code, standard output, standard error."""

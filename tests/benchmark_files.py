@@ -21,7 +21,7 @@ from hddm.benchmark.load_settings import parse_settings
 from hddm.benchmark.results import Results, figures_of
 from hddm.benchmark.schema import BenchmarkSettings
 from hddm.benchmark.verdicts import judge
-from hddm.workers import Call, Report
+from hddm.utils.processes import Call, Report
 from tests.artefacts import write_images
 
 _context = get_context("forkserver")

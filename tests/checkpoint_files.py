@@ -22,7 +22,7 @@ from diffusers import (
 from torch import Tensor
 
 import hddm
-from hddm.models.transformer import ExpertTransformer
+from hddm.networks.transformers import ExpertTransformer
 from tests.artefacts import Command, contents
 from tests.hostile import grown_by
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from hddm.assembly import assemble
 from hddm.data.partition import partition
+from hddm.experts.assembly import assemble
 from hddm.training.expert import train_expert
 from hddm.training.router import train_router
 from hddm_cli.app import app

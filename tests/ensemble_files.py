@@ -7,16 +7,15 @@ from typing import Any, Literal
 import torch
 from diffusers import DDIMScheduler, DDPMScheduler, FlowMatchEulerDiscreteScheduler
 
-from hddm.assembly import assemble
 from hddm.checkpoints.convert import Conversion, plan, write
-from hddm.ensemble_folders import EnsembleFacts
-from hddm.expert_set import ExpertSet
-from hddm.experts import Expert, ExpertFacts, RouterFacts, save_expert, save_router
-from hddm.interfaces import interface_of
-from hddm.models.router import RouterTransformer
-from hddm.models.transformer import ExpertTransformer
-from hddm.offload import Shelf
-from hddm.pipeline import HDDMPipeline
+from hddm.experts.assembly import assemble
+from hddm.experts.ensembles import EnsembleFacts
+from hddm.experts.expert_set import ExpertSet
+from hddm.experts.records import Expert, ExpertFacts, RouterFacts, save_expert, save_router
+from hddm.networks.offload import Shelf
+from hddm.networks.transformers import ExpertTransformer, RouterTransformer
+from hddm.networks.wrappers import interface_of
+from hddm.pipelines.pipeline import HDDMPipeline
 from hddm.schedules import LinearSchedule
 from tests.checkpoint_files import SD_BETAS, dit, pipeline, plain_unet, randomised
 from tests.component_files import write_clip, write_vae

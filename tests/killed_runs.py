@@ -19,11 +19,11 @@ import diffusers.hooks
 import torch
 from torch import Tensor
 
-from hddm.data.open_shard import open_shard
-from hddm.data.stored import PixelStore
+from hddm.data.shards import open_shard
+from hddm.data.stores import PixelStore
 from hddm.training import expert
 from hddm.training.settings import RunOptions
-from hddm.training.signals import TOGETHER, Stopped
+from hddm.utils.processes import TOGETHER, Stopped
 from tests.artefacts import expert_settings, pixels_of
 
 STEPS, BATCH, EVERY = 24, 7, 5

@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from hddm.experts import Expert, ExpertFacts, read_expert, save_expert
+from hddm.experts.records import Expert, ExpertFacts, read_expert, save_expert
 from hddm.training.lora import adapter_facts, add_adapter, save_adapted
 from tests.ensemble_files import flow_expert
 

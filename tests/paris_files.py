@@ -8,13 +8,12 @@ from diffusers import ModelMixin
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from hddm.expert_set import as_field
-from hddm.experts import Expert
-from hddm.models.router import RouterTransformer
-from hddm.models.transformer import ExpertTransformer
-from hddm.network_configs import empty_network, fill
-from hddm.paris import ParisPart, paris_experts, paris_router
-from hddm.routing import Router
+from hddm.ensemble import Router
+from hddm.experts.expert_set import as_field
+from hddm.experts.paris import ParisPart, paris_experts, paris_router
+from hddm.experts.records import Expert
+from hddm.networks.folders import empty_network, fill
+from hddm.networks.transformers import ExpertTransformer, RouterTransformer
 from hddm.velocity import VelocityField
 from tests.checkpoint_files import randomised
 

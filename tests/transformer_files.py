@@ -7,7 +7,7 @@ import torch
 from diffusers import PixArtTransformer2DModel
 from torch import Tensor
 
-from hddm.models.transformer import ExpertTransformer
+from hddm.networks.transformers import ExpertTransformer
 from tests.checkpoint_files import randomised
 
 DIT = {

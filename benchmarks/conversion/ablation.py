@@ -14,7 +14,6 @@ from torch import Tensor
 from benchmarks.conversion.ablation_report import write_ablation
 from benchmarks.conversion.report import measured_on
 from benchmarks.conversion.starts import DDPM_LINEAR
-from hddm.assembly import assemble
 from hddm.benchmark.digits import write_digits
 from hddm.benchmark.plots import slug
 from hddm.calibration import FILE_NAME as CALIBRATION
@@ -22,17 +21,18 @@ from hddm.checkpoints.convert import Conversion, plan, write
 from hddm.data.images import load_images, to_bytes
 from hddm.data.partition import partition
 from hddm.ensemble import Ensemble
-from hddm.evaluation.extractors import choose_extractor
+from hddm.evaluation.features import choose_extractor
 from hddm.evaluation.scores import Scorer
-from hddm.files import read_json, write_json
-from hddm.loading import load
-from hddm.progress import Progress
-from hddm.record_names import EXPERT_FILE
+from hddm.experts.assembly import assemble
+from hddm.experts.loading import load
 from hddm.sampling import draw_experts, initial_noise, sample
 from hddm.schedules import from_diffusers
+from hddm.training.calibrate import recalibrate
 from hddm.training.expert import ExpertSettings, train_expert
-from hddm.training.recalibrate import recalibrate
-from hddm.workers import Call, Workers
+from hddm.utils.files import read_json, write_json
+from hddm.utils.processes import Call, Workers
+from hddm.utils.progress import Progress
+from hddm.utils.records import EXPERT_FILE
 
 SHARDS = 2
 DDPM, FLOW, DATA, FREE, BARE = "ddpm", "flow", "converted-data", "converted-free", "converted-bare"

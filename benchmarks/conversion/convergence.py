@@ -15,13 +15,13 @@ from benchmarks.conversion.report import measured_on
 from benchmarks.conversion.starts import SCRATCH, modulation_errors, pretrain, started
 from benchmarks.conversion.training import Validation, train_flow
 from hddm.data.images import to_bytes, to_unit_range
-from hddm.errors import HddmError
-from hddm.evaluation.frechet import measure
-from hddm.files import read_json, write_json
-from hddm.progress import Progress
+from hddm.evaluation.distances import measure
 from hddm.sampling import sample
 from hddm.training.settings import LoopSettings
-from hddm.workers import Call, Workers
+from hddm.utils.errors import HddmError
+from hddm.utils.files import read_json, write_json
+from hddm.utils.processes import Call, Workers
+from hddm.utils.progress import Progress
 
 TUNING_SEED = 100
 # Stands in a curve for what is no number.

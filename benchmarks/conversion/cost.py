@@ -24,8 +24,8 @@ save_file({f"model.{name}": tensor for name, tensor in tensors.items()}, out)
 """
 _IMPORTS = {
     "imports of hddm convert": "import hddm_cli.app, hddm.checkpoints.convert, hddm.checkpoints.layouts, "
-    "hddm.checkpoints.sources, hddm.checkpoints.summary, hddm.checkpoints.write_back, "
-    "hddm.experts, hddm.files",
+    "hddm.checkpoints.sources, hddm.checkpoints.convert, hddm.checkpoints.write_back, "
+    "hddm.experts.records, hddm.utils.files",
     "imports of the plain way": "import sys, torch; from safetensors.torch import load_file, save_file",
 }
 COPY, CONVERT, CHECKED, PLAIN = "cp, sha256sum", "hddm convert --no-verify", "hddm convert", "plain way"

@@ -17,13 +17,13 @@ from hddm.benchmark.conversions import SameTimeField
 from hddm.benchmark.digits import write_digits
 from hddm.data.images import load_images
 from hddm.data.partition import partition
-from hddm.loading import load
-from hddm.progress import Progress
+from hddm.experts.loading import load
 from hddm.schedules import CosineSchedule, DiscreteSchedule, Schedule, from_diffusers
-from hddm.tensors import append_dims, generator
 from hddm.training.expert import ExpertSettings, train_expert
+from hddm.utils.processes import Call, Workers
+from hddm.utils.progress import Progress
+from hddm.utils.tensors import append_dims, generator
 from hddm.velocity import VelocityField
-from hddm.workers import Call, Workers
 
 TIMES = (0.02, 0.05, 0.1, 0.15, 0.25, 0.35, 0.5, 0.65, 0.75, 0.85, 0.9, 0.95, 0.98, 0.99, 0.999)
 LAST_INDEX = 999

@@ -11,7 +11,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from hddm.benchmark.machine import machine
-from hddm.files import write_json
+from hddm.utils.files import write_json
 
 # A colour-blind-safe order (Okabe and Ito), reference first.
 COLOURS = ("#000000", "#E69F00", "#56B4E9", "#009E73", "#D55E00", "#0072B2", "#CC79A7", "#999999", "#F0E442")

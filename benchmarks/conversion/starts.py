@@ -8,17 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hddm.calibration import Moments, bounded_gain
 from hddm.checkpoints.convert import Conversion, plan, write
-from hddm.experts import Expert, ExpertFacts, save_expert
-from hddm.files import new_folder, read_json, write_json
-from hddm.loading import load
-from hddm.models.transformer import ExpertTransformer
-from hddm.moments import Moments
-from hddm.objectives import TIME_SCALE, Objective
-from hddm.parametrisation import bounded_gain
+from hddm.experts.loading import load
+from hddm.experts.records import Expert, ExpertFacts, save_expert
+from hddm.networks.transformers import ExpertTransformer
 from hddm.schedules import LinearSchedule, from_diffusers
 from hddm.training.loop import Inputs, StepReport, Task, fit
+from hddm.training.objectives import TIME_SCALE, Objective
 from hddm.training.settings import LoopSettings
+from hddm.utils.files import new_folder, read_json, write_json
 from hddm.velocity import VelocityField
 
 # The scheduler of google/ddpm-cifar10-32 and of most DDPM checkpoints.

@@ -7,12 +7,12 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from hddm.errors import HddmError
-from hddm.objectives import TIME_SCALE, Objective
-from hddm.tensors import append_dims, generator
-from hddm.training.ema import Ema
-from hddm.training.order import TRAINING_STREAM
+from hddm.training.loop import TRAINING_STREAM
+from hddm.training.objectives import TIME_SCALE, Objective
 from hddm.training.settings import LoopSettings
+from hddm.training.state import Ema
+from hddm.utils.errors import HddmError
+from hddm.utils.tensors import append_dims, generator
 from hddm.velocity import VelocityField
 
 VALIDATION_STREAM = 7

@@ -22,7 +22,7 @@ def distillation(
     """A student of a mixed-objective ensemble against its teacher, and a model of its budget, on digits."""
     from benchmarks.distillation.measure import measure_distillation
     from benchmarks.distillation.settings import FULL, QUICK
-    from hddm.errors import HddmError
+    from hddm.utils.errors import HddmError
 
     kept = [part for part in sys.argv[1:] if not part.startswith("/")]
     command = " ".join(part for part in kept if part not in ("--work", "--results"))

@@ -9,11 +9,11 @@ from hddm.benchmark.samples import draw
 from hddm.benchmark.schema import Point
 from hddm.ensemble import Ensemble
 from hddm.evaluation.scores import Scorer
-from hddm.files import write_json
-from hddm.loading import load
+from hddm.experts.loading import load
 from hddm.training.continuation import continue_expert
 from hddm.training.distill import DistillSettings, distill
 from hddm.training.expert import ExpertSettings, train_expert
+from hddm.utils.files import write_json
 
 GRID_IMAGES = 64
 Report = Callable[[int], None]

@@ -23,18 +23,18 @@ from benchmarks.distillation.settings import (
     check_kept,
 )
 from benchmarks.routing.jobs import expert_job, router_job
-from hddm.assembly import assemble
 from hddm.benchmark.cost import forward_mflop
 from hddm.benchmark.digits import write_digits
 from hddm.benchmark.plots import slug
 from hddm.data.images import load_images
 from hddm.data.partition import partition
-from hddm.evaluation.extractors import choose_extractor
+from hddm.evaluation.features import choose_extractor
 from hddm.evaluation.scores import Scorer
-from hddm.files import read_json
-from hddm.loading import load
-from hddm.progress import Progress
-from hddm.workers import Call, Workers
+from hddm.experts.assembly import assemble
+from hddm.experts.loading import load
+from hddm.utils.files import read_json
+from hddm.utils.processes import Call, Workers
+from hddm.utils.progress import Progress
 
 ENSEMBLE = "ensemble"
 

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from hddm.benchmark.settings import QuickstartSettings
-from hddm.errors import HddmError
-from hddm.files import read_json, write_json
 from hddm.training.distill import DistillSettings
 from hddm.training.expert import ExpertSettings
+from hddm.utils.errors import HddmError
+from hddm.utils.files import read_json, write_json
 
 SETTINGS_FILE = "settings.json"
 TEACHER, MIXTURE = "teacher, draw", "teacher, full"

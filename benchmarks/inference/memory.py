@@ -18,14 +18,13 @@ from diffusers.utils import logging
 from benchmarks.inference.models import EvenRouter, random_expert, random_router
 from benchmarks.inference.settings import DTYPES, Settings, Size
 from benchmarks.inference.times import synchronise
-from hddm.assembly import assemble
-from hddm.ensemble import Ensemble
-from hddm.experts import RouterFacts, save_expert, save_router
-from hddm.loading import load
-from hddm.model_folders import WEIGHTS
-from hddm.objectives import TIME_SCALE
-from hddm.routing import Router
+from hddm.ensemble import Ensemble, Router
+from hddm.experts.assembly import assemble
+from hddm.experts.loading import load
+from hddm.experts.records import RouterFacts, save_expert, save_router
+from hddm.networks.folders import WEIGHTS
 from hddm.sampling import integrate, time_grid
+from hddm.training.objectives import TIME_SCALE
 
 ALL, FEW = "all", "few"
 STORED_DTYPE = "float32"

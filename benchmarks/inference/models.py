@@ -8,14 +8,13 @@ from diffusers import DDIMScheduler, DiTTransformer2DModel, ModelMixin
 from torch import Tensor, nn
 
 from benchmarks.inference.settings import Settings, Size
-from hddm.expert_set import ExpertSet
-from hddm.experts import Expert, ExpertFacts, ShardFacts
-from hddm.models.router import RouterTransformer
-from hddm.models.transformer import ExpertTransformer
-from hddm.objectives import TIME_SCALE
-from hddm.predictions import PredictionType
-from hddm.routing import Router
+from hddm.ensemble import Router
+from hddm.experts.expert_set import ExpertSet
+from hddm.experts.records import Expert, ExpertFacts, ShardFacts
+from hddm.networks.transformers import ExpertTransformer, RouterTransformer
 from hddm.schedules import CosineSchedule, LinearSchedule, Schedule
+from hddm.training.objectives import TIME_SCALE
+from hddm.velocity import PredictionType
 
 NULL_CLASS = 1000
 Step = Callable[[], object]

@@ -9,7 +9,7 @@ from benchmarks.conversion.report import finite, table
 from benchmarks.inference.memory import ALL, FEW, STORED_DTYPE
 from benchmarks.inference.settings import Settings
 from benchmarks.inference.times import A_ROUND, EVERY, LOOP, SINGLE, TOP_1, TOP_2, Times, quartiles, ratios
-from hddm.files import write_json
+from hddm.utils.files import write_json
 
 LIMITS = {TOP_1: 1.15, TOP_2: 2.25}
 """Times that of the single model a step at most, the router included."""

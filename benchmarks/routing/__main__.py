@@ -22,7 +22,7 @@ def routing(
     """Calibrated and plain routers under every strategy, on digits."""
     from benchmarks.routing.measure import measure_routing
     from benchmarks.routing.settings import FULL, QUICK
-    from hddm.errors import HddmError
+    from hddm.utils.errors import HddmError
 
     kept = [part for part in sys.argv[1:] if not part.startswith("/")]
     command = " ".join(part for part in kept if part not in ("--work", "--results"))

@@ -14,16 +14,14 @@ from hddm.benchmark.cost import forward_mflop
 from hddm.data.images import to_bytes
 from hddm.data.shard_records import find_shards
 from hddm.data.shards import load_shard
-from hddm.ensemble import Ensemble
-from hddm.expert_use import ExpertUse
-from hddm.experts import read_router
-from hddm.loading import load
-from hddm.routing import Router
-from hddm.sampling import sample
-from hddm.tensors import generator
+from hddm.ensemble import Ensemble, Router
+from hddm.experts.loading import load
+from hddm.experts.records import read_router
+from hddm.sampling import ExpertUse, sample
 from hddm.training.expert import ExpertSettings, train_expert
 from hddm.training.router import RouterSettings, train_router
 from hddm.training.router_calibration import calibrate_router, held_out
+from hddm.utils.tensors import generator
 from hddm.velocity import VelocityField
 
 # Beside the streams of the library, which go up to 5.

@@ -26,13 +26,13 @@ from hddm.data.images import load_images, to_unit_range
 from hddm.data.partition import partition
 from hddm.data.shard_records import find_shards
 from hddm.evaluation.classifier import FEATURES, FeatureClassifier, train_classifier
-from hddm.evaluation.extractors import Extractor
+from hddm.evaluation.features import Extractor
 from hddm.evaluation.scores import Scorer
-from hddm.experts import FORMAT, ROUTER_FILE, RouterFacts
-from hddm.facts import read_facts
-from hddm.files import read_json, write_json
-from hddm.progress import Progress
-from hddm.workers import Call, Workers
+from hddm.experts.records import FORMAT, ROUTER_FILE, RouterFacts
+from hddm.utils.files import read_json, write_json
+from hddm.utils.processes import Call, Workers
+from hddm.utils.progress import Progress
+from hddm.utils.records import read_facts
 
 
 def measure_routing(

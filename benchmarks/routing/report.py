@@ -10,7 +10,7 @@ from benchmarks.provenance import provenance
 from benchmarks.routing.picture import Runs, draw_picture
 from benchmarks.routing.settings import CALIBRATED, HELD_OUT_ROUTER, Row, Settings
 from hddm.benchmark.results import figure
-from hddm.files import write_json
+from hddm.utils.files import write_json
 
 _SIDES = {"to_training": "to training images", "to_held_out": "to held-out images"}
 _MEASURES, _WHEN = ("ece", "cross_entropy"), ("before", "after")

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from hddm.benchmark.settings import QuickstartSettings
-from hddm.errors import HddmError
-from hddm.files import read_json, write_json
+from hddm.utils.errors import HddmError
+from hddm.utils.files import read_json, write_json
 
 SETTINGS_FILE = "settings.json"
 

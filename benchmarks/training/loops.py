@@ -8,8 +8,8 @@ from torch.nn import functional as F
 
 from benchmarks.training.networks import Call, awake
 from benchmarks.training.settings import DTYPES, Settings
-from hddm.objectives import TIME_SCALE, Objective
 from hddm.training.loop import StepReport, Task, fit
+from hddm.training.objectives import TIME_SCALE, Objective
 from hddm.training.settings import LoopSettings
 
 LEARNING_RATE, DECAY, MAX_NORM = 1e-4, 0.999, 1.0

@@ -15,7 +15,7 @@ from benchmarks.inference.times import Times
 from benchmarks.training.report import write_training
 from benchmarks.training.settings import Settings, settings_for
 from benchmarks.training.times import measure_times
-from hddm.workers import compute_environment, environment
+from hddm.utils.processes import compute_environment, environment
 
 
 def measure_training(

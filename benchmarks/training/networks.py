@@ -8,7 +8,7 @@ from diffusers import DiTTransformer2DModel
 from torch import Tensor, nn
 
 from benchmarks.training.settings import Settings
-from hddm.models.transformer import ExpertTransformer
+from hddm.networks.transformers import ExpertTransformer
 
 Network = TypeVar("Network", bound=nn.Module)
 Call = Callable[[nn.Module, Tensor, Tensor, Tensor], Tensor]

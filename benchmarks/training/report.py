@@ -10,7 +10,7 @@ from benchmarks.inference.report import met
 from benchmarks.inference.times import Times, quartiles
 from benchmarks.training.settings import Settings
 from benchmarks.training.times import DIFFUSERS, OWN, OWN_PRODUCTS, PRODUCTS
-from hddm.files import write_json
+from hddm.utils.files import write_json
 
 TARGETS = {("cpu", "float32"): 1.05, ("cpu", "bfloat16"): 1.2, ("cuda", "bfloat16"): 1.25}
 """Images a second over those of diffusers' DiT, at least; on a GPU compiled."""

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from hddm.errors import HddmError
+from hddm.utils.errors import HddmError
 from hddm_cli import (
     assemble,
     benchmark,

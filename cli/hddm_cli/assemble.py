@@ -5,8 +5,8 @@ from typing import Annotated
 
 import typer
 
-from hddm.errors import UsageError
-from hddm.record_names import ENSEMBLE_FILE
+from hddm.utils.errors import UsageError
+from hddm.utils.records import ENSEMBLE_FILE
 from hddm_cli.options import InputArgument, InputOption, Overwrite, StrategyOption
 
 Component = Annotated[Path | None, InputOption(help="Folder of that component, for experts of latents.")]
@@ -45,10 +45,10 @@ def assemble(
         raise UsageError("--add and --remove change one ensemble folder; name that alone")
     if out is None and not changes:
         raise UsageError("--out is required, the folder to write")
-    from hddm.assembly import DEFAULT_STRATEGY
-    from hddm.assembly import assemble as put_together
-    from hddm.assembly_changes import change
-    from hddm.ensemble_folders import read_ensemble_facts
+    from hddm.experts.assembly import DEFAULT_STRATEGY
+    from hddm.experts.assembly import assemble as put_together
+    from hddm.experts.assembly_changes import change
+    from hddm.experts.ensembles import read_ensemble_facts
 
     if changes:
         notes = change(

@@ -23,8 +23,8 @@ def calibrate(
     seed: Annotated[int, typer.Option("--seed", min=0, help="Of the noise.")] = 0,
 ) -> None:
     """Measure the moments and the blend table that an expert needs near t = 1."""
-    from hddm.progress import Progress
-    from hddm.training.recalibrate import recalibrate
+    from hddm.training.calibrate import recalibrate
+    from hddm.utils.progress import Progress
 
     if data is not None:
         refuse_given(context, "with --data no samples are drawn", "num_images", "steps")

@@ -2,7 +2,7 @@
 
 import typer
 
-from hddm.errors import UsageError
+from hddm.utils.errors import UsageError
 
 
 def refuse_given(context: typer.Context, reason: str, *names: str) -> None:

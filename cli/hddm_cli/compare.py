@@ -27,7 +27,7 @@ def compare(
     rows that their first tables share are compared, one after the other.
     """
     from hddm.benchmark.sides import compared_sides
-    from hddm.evaluation.comparison import refuse_incomparable
+    from hddm.evaluation.results import refuse_incomparable
     from hddm.evaluation.verdicts import table
 
     rows = compared_sides(results)

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from hddm.errors import UsageError
+from hddm.utils.errors import UsageError
 from hddm_cli.combinations import refuse_given
 from hddm_cli.options import InputArgument, InputOption, Out, Overwrite
 
@@ -114,12 +114,11 @@ def convert(
     if modulation_rank and architecture is None:
         raise UsageError(f"--modulation-rank {modulation_rank}: needs --architecture adaln-single")
 
-    from hddm.checkpoints.convert import Conversion, plan, refuse_full_disk, write
+    from hddm.checkpoints.convert import Conversion, plan, refuse_full_disk, summary, verdict, write
     from hddm.checkpoints.layouts import Hints
     from hddm.checkpoints.sources import Reading
-    from hddm.checkpoints.summary import summary, verdict
-    from hddm.files import check_absent
-    from hddm.record_names import EXPERT_FILE
+    from hddm.utils.files import check_absent
+    from hddm.utils.records import EXPERT_FILE
 
     reading = Reading(
         layout=layout,

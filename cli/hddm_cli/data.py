@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from hddm.errors import HddmError
+from hddm.utils.errors import HddmError
 from hddm_cli.options import InputArgument
 
 commands = typer.Typer(help="Look at images before training.", no_args_is_help=True)
@@ -32,7 +32,7 @@ def check(
     sides of a split (folders as train and test, or the training and held-out images of a partition) apart.
     """
     from hddm.data.check import check_data
-    from hddm.wording import counted
+    from hddm.utils.errors import counted
 
     report = check_data(path, caption_column, label_column)
     bad = len(report.bad)

@@ -51,10 +51,10 @@ def distill(
     if init is not None:
         refuse_given(context, "--init fixes it", "size")
 
-    from hddm.progress import TrainingProgress
     from hddm.training.distill import DistillSettings
     from hddm.training.distill import distill as run
-    from hddm.training.trend import trend_of
+    from hddm.training.logs import trend_of
+    from hddm.utils.progress import TrainingProgress
 
     told = Told(context, {"steps": steps, "teacher": teacher, **given})
     settings = told.settings(DistillSettings)

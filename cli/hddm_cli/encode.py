@@ -70,8 +70,8 @@ def encode(
     """
     from hddm.data.encoding import encode_shards
     from hddm.data.encoding_plan import EncodingSettings, plan_encoding
-    from hddm.files import check_absent
-    from hddm.progress import Progress
+    from hddm.utils.files import check_absent
+    from hddm.utils.progress import Progress
 
     if vae is None and text_encoder is None:
         refuse_given(context, "pixels are stored as bytes and pass no network", "dtype", "device")

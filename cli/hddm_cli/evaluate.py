@@ -46,10 +46,10 @@ def evaluate(
     """
     import json
 
-    from hddm.evaluation.folders import evaluate_folder
-    from hddm.evaluation.pictures import check_pictures
+    from hddm.evaluation.evaluate import evaluate_folder
+    from hddm.evaluation.images import check_pictures
     from hddm.evaluation.results import check_absent, write_result
-    from hddm.wording import shown
+    from hddm.utils.errors import shown
 
     check_pictures(images, "images")
     check_pictures(reference, "reference")

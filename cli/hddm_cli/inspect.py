@@ -20,7 +20,7 @@ def inspect(
     """Say what an artefact is: objective, schedule, shard, size, licence, provenance."""
     import json
 
-    from hddm.inspecting import inspected
+    from hddm.checkpoints.inspect import inspected
 
     facts = inspected(path, allow_pickle, variant)
     if as_json:

@@ -8,10 +8,9 @@ from typing import Annotated, Any
 
 import typer
 
-from hddm.errors import HddmError, UsageError
-from hddm.files import restore
-from hddm.strategies import Strategy
-from hddm.validation import choose
+from hddm.ensemble import Strategy
+from hddm.utils.errors import HddmError, UsageError, choose
+from hddm.utils.files import restore
 
 
 def existing(param: typer.CallbackParam, value: Any) -> Any:

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from hddm.errors import HddmError, UsageError
+from hddm.utils.errors import HddmError, UsageError
 from hddm_cli.options import InputArgument, Out, Overwrite, Seed
 
 
@@ -40,7 +40,7 @@ def partition(
     ] = None,
 ) -> None:
     """Divide images into shards of similar content and nearly equal size."""
-    from hddm.data.encoding_images import survey
+    from hddm.data.encoding_plan import survey
     from hddm.data.partition import partition as divide
     from hddm.data.shard_records import (
         FORMAT,
@@ -50,8 +50,8 @@ def partition(
         PartitionFacts,
         read_manifest,
     )
-    from hddm.facts import read_facts
-    from hddm.wording import TO_ONE_SIZE, counted, shown
+    from hddm.utils.errors import TO_ONE_SIZE, counted, shown
+    from hddm.utils.records import read_facts
 
     kept = cache or out.with_name(f"{out.name}.features")
     with _named(kept, is_known=cache is not None or kept.exists()):

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from hddm.errors import asked
+from hddm.utils.errors import asked
 from hddm_cli.options import (
     AnyDevice,
     InputArgument,
@@ -134,9 +134,9 @@ def sample(
     overwrite: Overwrite = False,
 ) -> None:
     """Make images from an expert or an ensemble. Image i depends on the seed and i alone."""
-    from hddm.facts import OPTIONS, parse_facts
-    from hddm.progress import Progress
-    from hddm.sample_settings import SampleSettings
+    from hddm.pipelines.settings import SampleSettings
+    from hddm.utils.progress import Progress
+    from hddm.utils.records import OPTIONS, parse_facts
 
     given = {
         "num_images": num_images,
@@ -167,7 +167,7 @@ def sample(
     with asked():
         settings = parse_facts(given, SampleSettings, OPTIONS)
 
-    from hddm.sample_folders import sample_to_folder
+    from hddm.pipelines.samples import sample_to_folder
 
     with Progress(num_images, "sample") as progress:
         shown = sample_to_folder(source, out, settings, overwrite, progress, grid)

@@ -104,7 +104,7 @@ def expert(
     if init is not None:
         refuse_given(context, "--init fixes it", "size", "schedule")
 
-    from hddm.training.finished import expert_is_finished
+    from hddm.training.resume import expert_is_finished
     from hddm.training.settings import ExpertSettings
 
     own = {"objective": objective, "steps": steps, "lora_rank": lora_rank, "lora_alpha": lora_alpha}
@@ -114,10 +114,10 @@ def expert(
     if is_plain and expert_is_finished(shard, out, settings, run, overwrite):
         return
 
-    from hddm.progress import TrainingProgress
     from hddm.training.continuation import continue_expert
     from hddm.training.expert import ddpm_schedule, train_expert
-    from hddm.training.trend import trend_of
+    from hddm.training.logs import trend_of
+    from hddm.utils.progress import TrainingProgress
 
     with TrainingProgress(settings.steps, settings.batch_size, "train") as progress:
         if init is not None:
@@ -148,7 +148,7 @@ def router(
     **given: Any,
 ) -> None:
     """Train the router that tells the shards apart, on noised images."""
-    from hddm.training.finished import router_is_finished
+    from hddm.training.resume import router_is_finished
     from hddm.training.settings import RouterSettings
 
     own = {"steps": steps, "size": size, "random_flip": random_flip, "calibrate": calibrate}
@@ -157,12 +157,12 @@ def router(
     if router_is_finished(shards, out, settings, run, overwrite):
         return
 
-    from hddm.experts import FORMAT, ROUTER_FILE, RouterFacts
-    from hddm.facts import read_facts
-    from hddm.progress import TrainingProgress
+    from hddm.experts.records import FORMAT, ROUTER_FILE, RouterFacts
+    from hddm.training.logs import trend_of
+    from hddm.training.router import told as accuracy
     from hddm.training.router import train_router
-    from hddm.training.router_accuracy import told as accuracy
-    from hddm.training.trend import trend_of
+    from hddm.utils.progress import TrainingProgress
+    from hddm.utils.records import read_facts
 
     with TrainingProgress(settings.steps, settings.batch_size, "train") as progress:
         losses = train_router(shards, out, settings, overwrite, progress.reach, run)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hddm.errors import asked
+from hddm.utils.errors import asked
 from hddm_cli.combinations import refuse_given
 from hddm_cli.options import InputOption, Overwrite, Steps
 from hddm_cli.train import LEARNING, Init, LoraAlpha, LoraRank, Schedule
@@ -84,9 +84,9 @@ def train_all(
 
 def _trained(islands: Sequence["Island"], parallel: int, retries: int, ray: str | None) -> list["Outcome"]:
     """How each of ``islands`` ended, with a bar while it trains."""
-    from hddm.progress import TrainingProgress
     from hddm.training.islands import train_islands
     from hddm.training.ray_islands import train_islands_on_ray
+    from hddm.utils.progress import TrainingProgress
 
     settings = {island.index: (island.settings, island.name) for island in islands}
     with contextlib.ExitStack() as stack:

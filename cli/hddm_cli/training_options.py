@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from hddm.errors import UsageError, asked
+from hddm.utils.errors import UsageError, asked
 from hddm_cli.options import BatchSize, Device, InputOption, LearningRate, Precision, Seed
 
 if TYPE_CHECKING:
-    from hddm.facts import Facts
     from hddm.training.settings import RunOptions
+    from hddm.utils.records import Facts
 
     Settings = TypeVar("Settings", bound=Facts)
 
@@ -127,7 +127,7 @@ class Told:
             UsageError: for one that is neither given nor in the file, and has no default; for a file that
                 cannot be read, an unknown key, or a value out of range.
         """
-        from hddm.training.run_files import read_run_file, settings_of
+        from hddm.training.settings import read_run_file, settings_of
 
         file = self.given.get("config")
         named = {name: value for name, value in self.given.items() if name in record.model_fields}

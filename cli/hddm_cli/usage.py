@@ -6,8 +6,7 @@ Typer brings its own copy of click, or does not, by its version; so its errors a
 import re
 from typing import Any
 
-from hddm.errors import did_you_mean
-from hddm.validation import choose, words
+from hddm.utils.errors import choose, did_you_mean, words
 
 
 def told(error: Any) -> str | None:

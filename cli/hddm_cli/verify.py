@@ -36,9 +36,8 @@ def verify(
     """
     import json
 
-    from hddm.errors import HddmError
-    from hddm.training.verify import verify_expert
-    from hddm.training.verify_inputs import experts_in, images_for
+    from hddm.training.verify import experts_in, images_for, verify_expert
+    from hddm.utils.errors import HddmError
 
     experts = experts_in(expert)
     images = [None] * len(experts) if data is None else images_for(experts, data)

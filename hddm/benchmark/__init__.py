@@ -1,1 +1,4 @@
-"""Trains models, compares them at equal compute, and writes tables and a report."""
+"""The comparison of ensembles at equal compute: settings, jobs, samples, scores and the report.
+
+May import every other room. Start with `settings` and `run`.
+"""

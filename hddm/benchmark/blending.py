@@ -9,9 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from hddm.ensemble import Ensemble
-from hddm.predictions import PredictionType
 from hddm.schedules import LinearSchedule
-from hddm.velocity import VelocityField
+from hddm.velocity import PredictionType, VelocityField
 
 Choice = tuple[tuple[float, bool], ...]
 """Times, and whether the DDPM expert stands for the noise levels that are nearest to each."""

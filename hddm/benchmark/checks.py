@@ -11,13 +11,11 @@ from hddm.benchmark.naming import named
 from hddm.benchmark.samples import canonical
 from hddm.benchmark.schema import BenchmarkSettings, Point, table_points
 from hddm.benchmark.schema_of_models import ModelSettings
-from hddm.conditions import missing_from
-from hddm.ensemble import Ensemble
-from hddm.errors import HddmError
-from hddm.evaluation.frechet import are_few, too_few
-from hddm.loading import load
-from hddm.predictions import PredictionType
-from hddm.strategies import Strategy
+from hddm.ensemble import Ensemble, Strategy
+from hddm.evaluation.distances import are_few, too_few
+from hddm.experts.loading import load
+from hddm.utils.errors import HddmError
+from hddm.velocity import PredictionType, missing_from
 
 
 @dataclass(frozen=True)

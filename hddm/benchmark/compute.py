@@ -21,19 +21,17 @@ from hddm.benchmark.cost import counting, evaluation_flop
 from hddm.benchmark.schema import BenchmarkSettings
 from hddm.benchmark.store import Job, Store, making
 from hddm.calibration import LEVELS, STATES
-from hddm.data.open_shard import open_shard
 from hddm.data.shard_records import find_shards, read_manifest
-from hddm.errors import HddmError
-from hddm.loading import load
-from hddm.models.router import RouterTransformer
-from hddm.models.transformer import ExpertTransformer
+from hddm.data.shards import open_shard
+from hddm.experts.loading import load
+from hddm.networks.transformers import ExpertTransformer, RouterTransformer
 from hddm.training.continuation import continue_expert
-from hddm.training.expert import train_expert
+from hddm.training.expert import new_network, train_expert
 from hddm.training.loop import OnStep
-from hddm.training.networks import new_network
 from hddm.training.router import train_router
 from hddm.training.router_calibration import NOISED
 from hddm.training.settings import ExpertSettings, LoopSettings, RouterSettings
+from hddm.utils.errors import HddmError
 from hddm.velocity import VelocityField
 
 _STEPS = 2

@@ -8,7 +8,7 @@ from torch import Tensor
 from hddm.calibration import calibrate
 from hddm.ensemble import Ensemble
 from hddm.sampling import draw_experts, initial_noise
-from hddm.tensors import append_dims
+from hddm.utils.tensors import append_dims
 from hddm.velocity import VelocityField
 
 TREATMENTS = ("raw", "x_0 clipped", "blend")

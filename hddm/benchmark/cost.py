@@ -8,8 +8,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from hddm.ensemble import Ensemble
-from hddm.routing import Router
+from hddm.ensemble import Ensemble, Router
 from hddm.velocity import VelocityField
 
 # Late enough for a calibration to take part.

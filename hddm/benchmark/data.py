@@ -18,8 +18,8 @@ from hddm.data.partition import partition
 from hddm.data.shard_records import HELD_OUT, Manifest, find_shards, read_manifest
 from hddm.data.shards import Shard, load_shard
 from hddm.data.sources import open_source
-from hddm.errors import HddmError
-from hddm.files import link_or_copy
+from hddm.utils.errors import HddmError
+from hddm.utils.files import link_or_copy
 
 SHARDS, WHOLE = "shards", "whole"
 TRAINING_SIDE, HELD_OUT_SIDE = "train", "held_out"

@@ -2,11 +2,11 @@
 
 from pathlib import Path
 
-from hddm.describe import describe
-from hddm.ensemble_folders import read_ensemble_facts
-from hddm.errors import HddmError
-from hddm.experts import EXPERT_FILE, FORMAT, ExpertFacts
-from hddm.facts import read_facts
+from hddm.checkpoints.describe import describe
+from hddm.experts.ensembles import read_ensemble_facts
+from hddm.experts.records import EXPERT_FILE, FORMAT, ExpertFacts
+from hddm.utils.errors import HddmError
+from hddm.utils.records import read_facts
 
 
 def expert_records(folder: Path) -> list[ExpertFacts]:

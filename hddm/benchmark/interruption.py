@@ -7,12 +7,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
-from hddm.training.signals import SIGNALS, Stopped
+from hddm.utils.processes import SIGNALS, Stopped
 
 
 @contextmanager
 def stoppable(out: Path) -> Iterator[None]:
-    """Within the block a signal raises `Stopped`, on which `hddm.workers.Workers` tells its own to stop.
+    """Within the block a signal raises `Stopped`, on which `hddm.utils.processes.Workers` stops its own.
 
     Outside the main thread, where Python takes no handlers, nothing changes.
     """

@@ -5,8 +5,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from hddm.errors import HddmError
-from hddm.validation import words
+from hddm.utils.errors import HddmError, words
 
 Layer = tuple[str, Mapping[str, Any]]
 """A place in a file, as errors name it, and what is said there."""

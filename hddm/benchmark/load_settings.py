@@ -8,10 +8,8 @@ from pydantic import BaseModel, ValidationError
 
 from hddm.benchmark.preset_files import preset
 from hddm.benchmark.schema import BenchmarkSettings, TrainingSettings
-from hddm.errors import HddmError, did_you_mean
-from hddm.training.run_files import read_yaml
-from hddm.training.settings import ExpertSettings, RouterSettings
-from hddm.validation import words
+from hddm.training.settings import ExpertSettings, RouterSettings, read_yaml
+from hddm.utils.errors import HddmError, did_you_mean, words
 
 # Mappings whose keys are fields of a kind of settings.
 _TRAININGS: dict[str, type[BaseModel]] = {

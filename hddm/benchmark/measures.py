@@ -12,15 +12,15 @@ from torch.nn import functional as F
 from hddm.benchmark.orphans import end_with_parent
 from hddm.benchmark.store import Job, making
 from hddm.data.shards import load_shard
-from hddm.experts import read_router
-from hddm.loading import load
-from hddm.routing import Router
-from hddm.tensors import append_dims, generator
+from hddm.ensemble import Router
+from hddm.experts.loading import load
+from hddm.experts.records import read_router
 from hddm.training.denoising import denoising
 from hddm.training.router_calibration import expected_calibration_error
 from hddm.training.shard_fit import conditions_of
+from hddm.utils.processes import Call, Report
+from hddm.utils.tensors import append_dims, generator
 from hddm.velocity import VelocityField
-from hddm.workers import Call, Report
 
 MOST_IMAGES = 1024
 """Images that an error is a mean over, at most."""

@@ -8,7 +8,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from hddm.assembly import assemble
 from hddm.benchmark.blending import Blend, choice
 from hddm.benchmark.compute import Cost, Costs, single_steps
 from hddm.benchmark.data import Divided
@@ -20,13 +19,14 @@ from hddm.benchmark.slugs import ENSEMBLES, FINISHED, slug
 from hddm.benchmark.store import Job, Store, making
 from hddm.benchmark.trainings import MODEL, Training, router_training
 from hddm.data.shard_records import read_manifest
-from hddm.ensemble_folders import ENSEMBLE_FILE
-from hddm.errors import HddmError
-from hddm.experts import EXPERT_FILE, ExpertFacts
-from hddm.files import read_json, sha256_of
-from hddm.manifest import MANIFEST
+from hddm.experts.assembly import assemble
+from hddm.experts.ensembles import ENSEMBLE_FILE
+from hddm.experts.records import EXPERT_FILE, ExpertFacts
 from hddm.training.island_jobs import OBJECTIVES
 from hddm.training.settings import RouterSettings
+from hddm.utils.errors import HddmError
+from hddm.utils.files import read_json, sha256_of
+from hddm.utils.records import MANIFEST
 
 # Keys of records that say how long something took, not what it is.
 _HISTORY = {"training", "calibration"}

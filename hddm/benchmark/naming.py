@@ -4,9 +4,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from hddm.errors import HddmError
-from hddm.training.signals import Stopped
-from hddm.workers import Call, Report
+from hddm.utils.errors import HddmError
+from hddm.utils.processes import Call, Report, Stopped
 
 
 @contextmanager

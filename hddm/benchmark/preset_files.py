@@ -4,8 +4,7 @@ from importlib.resources import files
 from importlib.resources.abc import Traversable
 from pathlib import Path
 
-from hddm.errors import UsageError
-from hddm.validation import choose
+from hddm.utils.errors import UsageError, choose
 
 _PRESETS = files("hddm.benchmark") / "presets"
 _SUFFIX = ".yaml"

@@ -7,7 +7,7 @@ on ``confirmation_seeds`` and held-out images. One of the file's ``seeds`` is re
 from hddm.benchmark.load_settings import parse_settings
 from hddm.benchmark.schema import BenchmarkSettings
 from hddm.benchmark.seeds import parse_seeds
-from hddm.errors import HddmError
+from hddm.utils.errors import HddmError
 
 
 def chosen(

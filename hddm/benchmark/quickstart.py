@@ -8,8 +8,8 @@ from hddm.benchmark.results import Results
 from hddm.benchmark.run import run_benchmark
 from hddm.benchmark.schema import BenchmarkSettings
 from hddm.benchmark.settings import QuickstartSettings
-from hddm.files import check_absent
-from hddm.record_names import BENCHMARK_FILE, RESULTS_FILE
+from hddm.utils.files import check_absent
+from hddm.utils.records import BENCHMARK_FILE, RESULTS_FILE
 
 SINGLE, FLOW, DDPM = "single model", "homogeneous flow", "homogeneous DDPM"
 MIXTURES = (1, 2)

@@ -9,7 +9,7 @@ from hddm.benchmark import charts_of_experts, charts_of_quality, report_details,
 from hddm.benchmark.report_comparable import comparable
 from hddm.benchmark.results import Results
 from hddm.benchmark.strips import read_strips
-from hddm.files import write_whole
+from hddm.utils.files import write_whole
 
 REPORT_FILE = "report.html"
 _CONTENTS = (

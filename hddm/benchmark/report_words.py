@@ -7,7 +7,7 @@ from hddm.benchmark.conversions import EXACT
 from hddm.benchmark.numbers import number, span
 from hddm.benchmark.results import MARK, ErrorCurve, Record, Results, Row, Verdict
 from hddm.benchmark.schema import Point
-from hddm.wording import counted
+from hddm.utils.errors import counted
 
 JUDGEMENTS = ("better", "worse", "within noise", "no verdict")
 

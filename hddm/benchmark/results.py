@@ -16,8 +16,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from hddm.benchmark.schema import BenchmarkSettings, Point, Split
-from hddm.facts import Facts, read_facts
-from hddm.record_names import RESULTS_FILE
+from hddm.utils.records import RESULTS_FILE, Facts, read_facts
 
 FORMAT = "2.3"
 LARGEST = 2**29
@@ -242,7 +241,7 @@ def read_results(folder: Path) -> Results:
     """The results in a benchmark's folder.
 
     Raises:
-        HddmError: as `hddm.facts.read_facts`.
+        HddmError: as `hddm.utils.records.read_facts`.
     """
     return read_facts(folder / RESULTS_FILE, Results, FORMAT, LARGEST)
 

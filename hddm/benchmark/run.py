@@ -43,10 +43,10 @@ from hddm.benchmark.schema import BenchmarkSettings, table_points
 from hddm.benchmark.scoring import features_job_of, real_scores, write_features
 from hddm.benchmark.stage import Ground, Seed, SeedRun
 from hddm.benchmark.store import Store
-from hddm.errors import HddmError
-from hddm.files import check_absent, read_json, write_json, write_whole
-from hddm.record_names import BENCHMARK_FILE, RESULTS_FILE
-from hddm.workers import Workers
+from hddm.utils.errors import HddmError
+from hddm.utils.files import check_absent, read_json, write_json, write_whole
+from hddm.utils.processes import Workers
+from hddm.utils.records import BENCHMARK_FILE, RESULTS_FILE
 
 TABLES_FILE = "tables.md"
 GRID_IMAGES = 64

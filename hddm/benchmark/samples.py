@@ -22,17 +22,15 @@ from hddm.benchmark.orphans import end_with_parent
 from hddm.benchmark.schema import Point
 from hddm.benchmark.store import Job, Store, making
 from hddm.data.images import to_bytes
-from hddm.data.open_shard import open_shard
-from hddm.ensemble import Ensemble
-from hddm.errors import HddmError
-from hddm.expert_use import ExpertUse as Tally
-from hddm.loading import load
-from hddm.predictions import PredictionType
-from hddm.routing import Router
+from hddm.data.shards import open_shard
+from hddm.ensemble import Ensemble, Router
+from hddm.experts.loading import load
+from hddm.sampling import ExpertUse as Tally
 from hddm.sampling import sample
 from hddm.training.shard_fit import conditions_of
-from hddm.velocity import VelocityField
-from hddm.workers import Call, Report
+from hddm.utils.errors import HddmError
+from hddm.utils.processes import Call, Report
+from hddm.velocity import PredictionType, VelocityField
 
 PIECE = 1000
 """Images of one job at most."""

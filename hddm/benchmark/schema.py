@@ -29,11 +29,11 @@ from hddm.benchmark.layered_settings import Layer, layered
 from hddm.benchmark.naming import named
 from hddm.benchmark.schema_of_models import BY_ERROR, ModelSettings, TrainingKeys, refuse_shared_folders
 from hddm.benchmark.seeds import parse_seeds
-from hddm.facts import Facts
-from hddm.routing import Strategy
-from hddm.solvers import solver_named
+from hddm.ensemble import Strategy
+from hddm.sampling import solver_named
 from hddm.training.island_jobs import OBJECTIVES
 from hddm.training.settings import ExpertSettings, Positive, RouterSettings
+from hddm.utils.records import Facts
 
 
 def _once(values: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -102,7 +102,7 @@ class Point(Facts):
     """One way to sample."""
 
     strategy: str = "draw"
-    """See `hddm.routing`; a single model has none."""
+    """See `hddm.ensemble`; a single model has none."""
     calibration: Calibration = "experts+router"
     """Whose calibration is used: the experts' near t = 1 (`hddm.calibration`), the router's temperatures
     (`hddm.training.router_calibration`), both or none."""
@@ -185,7 +185,7 @@ class BenchmarkSettings(Facts):
     resamples: Annotated[int, Field(ge=2)] = 100
     """Of the bootstrap over samples."""
     features: Literal["auto", "inception", "clip", "classifier"] = "auto"
-    """That distances are measured on (`hddm.evaluation.extractors.open_extractor`)."""
+    """That distances are measured on (`hddm.evaluation.features.open_extractor`)."""
     complete: bool = True
     """Whether the measures that take longer are made too (`hddm.evaluation.scores.Scores`)."""
     allow_few: bool = False

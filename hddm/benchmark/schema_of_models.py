@@ -8,9 +8,9 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from hddm.benchmark.slugs import ENSEMBLES, FINISHED, SAMPLES, slug
-from hddm.errors import HddmError
-from hddm.facts import Facts
 from hddm.training.island_jobs import parse_objectives
+from hddm.utils.errors import HddmError
+from hddm.utils.records import Facts
 
 BY_ERROR = "by-error"
 RATIO = re.compile(rf"(\d+):(\d+)(?: {BY_ERROR})?")

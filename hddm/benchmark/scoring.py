@@ -13,12 +13,11 @@ from hddm.benchmark.schema import BenchmarkSettings, Split
 from hddm.benchmark.store import RECORD, Job, Store, making
 from hddm.data.images import ImageSet
 from hddm.evaluation.classifier import FeatureClassifier, save_classifier
-from hddm.evaluation.extractors import open_extractor
-from hddm.evaluation.perceptual import SMALLEST, why_not_lpips
-from hddm.evaluation.published import INCEPTION
+from hddm.evaluation.diversity import SMALLEST, why_not_lpips
+from hddm.evaluation.features import INCEPTION, open_extractor
 from hddm.evaluation.scores import Scorer, Scores
-from hddm.files import read_json
-from hddm.workers import Call, Report
+from hddm.utils.files import read_json
+from hddm.utils.processes import Call, Report
 
 _CLASSIFIER = "classifier.safetensors"
 _HELD_OUT = "held_out"

@@ -2,7 +2,7 @@
 
 import re
 
-from hddm.errors import HddmError
+from hddm.utils.errors import HddmError
 
 _RANGE = re.compile(r"(\d+)(?:-(\d+))?")
 

@@ -4,11 +4,11 @@ from typing import Annotated
 
 from pydantic import Field
 
-from hddm.errors import HddmError
-from hddm.facts import Facts
 from hddm.training.expert import ExpertSettings
 from hddm.training.router import RouterSettings
 from hddm.training.settings import Positive
+from hddm.utils.errors import HddmError
+from hddm.utils.records import Facts
 
 
 class QuickstartSettings(Facts):

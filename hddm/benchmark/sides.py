@@ -5,10 +5,10 @@ from pathlib import Path
 from typing import Any
 
 from hddm.benchmark.results import LARGEST, Record, Results, read_results
-from hddm.errors import HddmError
 from hddm.evaluation.results import Result, Side, read_sides
-from hddm.files import read_json
-from hddm.record_names import RESULTS_FILE
+from hddm.utils.errors import HddmError
+from hddm.utils.files import read_json
+from hddm.utils.records import RESULTS_FILE
 
 
 def compared_sides(paths: Sequence[Path]) -> dict[str, list[Side]]:

@@ -16,8 +16,8 @@ from hddm.benchmark.scoring import score_call, score_job_of
 from hddm.benchmark.store import Job, Store
 from hddm.benchmark.trainings import MODEL, Training, router_call
 from hddm.data.shard_records import HELD_OUT, read_manifest
-from hddm.progress import Progress
-from hddm.workers import Call, Workers
+from hddm.utils.processes import Call, Workers
+from hddm.utils.progress import Progress
 
 _ALWAYS_TOLD = ("strategy", "solver", "steps")
 

@@ -22,10 +22,9 @@ from pathlib import Path
 from typing import Any
 
 from hddm.benchmark.machine import machine
-from hddm.errors import HddmError
-from hddm.facts import check_format
-from hddm.files import new_folder, put_in_place, read_json, write_json
-from hddm.locks import locked
+from hddm.utils.errors import HddmError
+from hddm.utils.files import locked, new_folder, put_in_place, read_json, write_json
+from hddm.utils.records import check_format
 
 FORMAT = "1.0"
 RECORD = "job.json"

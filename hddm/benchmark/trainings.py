@@ -15,15 +15,15 @@ from safetensors.torch import load_file, save_file
 
 from hddm.benchmark.orphans import end_with_parent
 from hddm.benchmark.store import Job, Store, finish_work, publish_work, work_folder
-from hddm.experts import EXPERT_FILE, ROUTER_FILE, weights_in
-from hddm.files import read_json, sha256_of
+from hddm.experts.records import EXPERT_FILE, ROUTER_FILE, weights_in
 from hddm.training.continuation import continue_expert
 from hddm.training.expert import train_expert
 from hddm.training.loop import OnStep
 from hddm.training.router import train_router
 from hddm.training.run_folder import wait_for_run
 from hddm.training.settings import ExpertSettings, LoopSettings, RouterSettings, RunOptions
-from hddm.workers import Call, Report
+from hddm.utils.files import read_json, sha256_of
+from hddm.utils.processes import Call, Report
 
 MODEL = "model"
 _LOSSES = "losses.safetensors"

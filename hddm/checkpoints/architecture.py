@@ -12,9 +12,9 @@ from torch import Tensor
 from hddm.checkpoints.keys import KeyTable, Pair, as_planned, module
 from hddm.checkpoints.modulation import add_text, fold
 from hddm.checkpoints.sources import Source
-from hddm.errors import HddmError
-from hddm.models.transformer import ExpertTransformer
-from hddm.weight_files import Planned
+from hddm.networks.transformers import ExpertTransformer
+from hddm.utils.errors import HddmError
+from hddm.utils.weights import Planned
 
 ADALN_SINGLE = "adaln-single"
 PAPER_STEPS = 999.0

@@ -1,7 +1,11 @@
-"""Names of diffusers' own networks, those of former versions included."""
+"""Names of diffusers' own networks, those of former versions included.
+
+Our own expert folders as sources: to be folded, re-initialised or written back to another layout.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,12 +22,26 @@ from torch import Tensor, nn
 
 from hddm.checkpoints.keys import KeyTable, same
 from hddm.checkpoints.layouts import Forward, Weights
-from hddm.errors import HddmError
-from hddm.models.layers import TimeEmbedding
-from hddm.models.transformer import ExpertBlock
-from hddm.network_configs import empty_network, fill
-from hddm.networks import call
-from hddm.weight_files.former_names import stored_names
+from hddm.checkpoints.sources import Declared, Reading, Source
+from hddm.experts.lora import ADAPTER_WEIGHTS, base_beside, open_adapted
+from hddm.experts.records import (
+    EXPERT_FILE,
+    EXTRAS_FILE,
+    FILES,
+    FORMAT,
+    ExpertFacts,
+    read_nulls,
+    remedy,
+    without_adapter,
+)
+from hddm.networks.folders import WEIGHTS, empty_network, fill, open_network
+from hddm.networks.layers import TimeEmbedding
+from hddm.networks.transformers import ExpertBlock
+from hddm.networks.wrappers import EXPERT_NETWORKS, call
+from hddm.utils.errors import HddmError
+from hddm.utils.pickles import stored_names
+from hddm.utils.records import read_facts, refuse_damaged
+from hddm.utils.weights import read_safetensors
 
 DIFFUSERS_LAYOUTS: Mapping[str, type[ModelMixin]] = {
     "diffusers-dit": DiTTransformer2DModel,
@@ -117,3 +135,50 @@ class _Put:
         for owner, name, parameter in self._stored:
             value = parameter if self._dtype is None else nn.Parameter(parameter.to(self._dtype), False)
             owner._parameters[name] = value
+
+
+LAYOUT = "hddm"
+
+
+def open_expert(folder: Path, reading: Reading) -> Source:
+    """An expert folder; an adapter is merged into its base.
+
+    Raises:
+        HddmError: as `hddm.experts.records.read_expert`, or for options that only foreign sources have.
+    """
+    facts = read_facts(folder / EXPERT_FILE, ExpertFacts, FORMAT)
+    files: tuple[Path, ...] = (folder / WEIGHTS,)
+    if facts.adapter is None:
+        network, weights, arguments = open_network(folder, EXPERT_NETWORKS)
+    else:
+        base = base_beside(folder, facts.adapter)
+        files = (folder / ADAPTER_WEIGHTS, base / WEIGHTS)
+        network, weights, arguments = open_adapted(folder, facts.adapter, base, EXPERT_NETWORKS)
+        facts = without_adapter(facts)
+    if reading.layout not in (None, LAYOUT):
+        raise HddmError(f"--layout {reading.layout}: {folder} is an expert folder")
+    if reading.weights not in (None, facts.weights):
+        raise HddmError(f"--weights {reading.weights}: {folder} holds {facts.weights} weights")
+    refuse_damaged(folder, EXPERT_FILE, FILES, remedy=remedy(folder))
+    path = str(files[0])
+    kind = type(network)
+    return Source(
+        path=folder,
+        layout=LAYOUT,
+        files=files,
+        weights=weights,
+        network=kind,
+        arguments=arguments,
+        table=own_table(kind, arguments, weights, path),
+        forward=lambda: class_forward(kind, arguments, weights, path),
+        declared=Declared(facts.schedule, str(folder / EXPERT_FILE), prediction_type=facts.prediction_type),
+        sets=(facts.weights,),
+        chosen=facts.weights,
+        nulls={},
+        is_latent=facts.space == "latents",
+        latent_scale=facts.latent_scale,
+        licence=facts.licence,
+        facts=facts,
+        kept=read_safetensors(folder / EXTRAS_FILE) if (folder / EXTRAS_FILE).exists() else {},
+        null_tensors=read_nulls(folder),
+    )

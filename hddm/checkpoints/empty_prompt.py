@@ -13,9 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hddm.components.files import find_weights
-from hddm.components.identity import TextEncoderFacts
-from hddm.components.text import (
+from hddm.networks.identity import TextEncoderFacts
+from hddm.networks.text_encoder import (
     ARCHITECTURES,
     KIND,
     STEM,
@@ -23,9 +22,9 @@ from hddm.components.text import (
     read_text_encoder,
     text_encoder_facts,
 )
-from hddm.errors import HddmError
-from hddm.files import read_json
-from hddm.paths import inside
+from hddm.networks.vae import find_weights
+from hddm.utils.errors import HddmError
+from hddm.utils.files import inside, read_json
 
 _TOKENS = {"bos_token": "<|startoftext|>", "eos_token": "<|endoftext|>", "pad_token": "<|endoftext|>"}
 """The special tokens of the tokenizer's class, where its files name none."""

@@ -11,7 +11,6 @@ from typing import Any
 from torch import Tensor
 from torch.nn import functional as F
 
-from hddm.checkpoints.functional import Modules, attend, image, norm
 from hddm.checkpoints.keys import KeyTable, Pair, module, same
 from hddm.checkpoints.layouts import (
     LATENT_SCALE,
@@ -19,14 +18,18 @@ from hddm.checkpoints.layouts import (
     Forward,
     Hints,
     Layout,
+    Modules,
     Weights,
     agreed_side,
+    attend,
     count_blocks,
     heads,
+    image,
+    norm,
     shape_of,
     square,
 )
-from hddm.models.transformer import ExpertTransformer
+from hddm.networks.transformers import ExpertTransformer
 
 
 def arguments(weights: Weights, hints: Hints, origin: str) -> dict[str, Any]:

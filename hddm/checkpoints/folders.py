@@ -1,6 +1,12 @@
-"""Diffusers folders: a pipeline, or one model with its config."""
+"""Files of weights in a diffusers model folder: variants, sets and shards.
+
+The VAE beside a network: how it scales latents, and which one it is.
+
+Diffusers folders: a pipeline, or one model with its config.
+"""
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -8,16 +14,142 @@ from diffusers import UNet2DConditionModel
 
 from hddm.checkpoints.diffusers_models import DIFFUSERS_LAYOUTS, class_forward, own_table
 from hddm.checkpoints.empty_prompt import empty_prompt, no_text_encoder, text_encoder_of
-from hddm.checkpoints.folder_weights import found_file, read_weights, set_of, weight_sets
-from hddm.checkpoints.latents import VAES, latents_of, vae_of
+from hddm.checkpoints.layouts import LATENT_SCALE
 from hddm.checkpoints.single_files import IMAGENET_CLASSES, IMAGENET_LICENCE
-from hddm.checkpoints.sources import Declared, Reading, Source, choose_set
-from hddm.errors import HddmError
-from hddm.files import read_json
-from hddm.interfaces import has_sample_size
-from hddm.network_configs import parse_config
-from hddm.paths import inside
-from hddm.schedules.diffusers_configs import DDPM_FAMILY, FLOW_MATCH_FAMILY
+from hddm.checkpoints.sources import Declared, Reading, Source, Tensors, choose_set, read_file
+from hddm.networks.folders import parse_config
+from hddm.networks.identity import VaeFacts
+from hddm.networks.vae import LARGEST_SCALE, vae_facts
+from hddm.networks.wrappers import has_sample_size
+from hddm.schedules import DDPM_FAMILY, FLOW_MATCH_FAMILY
+from hddm.utils.errors import HddmError, did_you_mean
+from hddm.utils.files import inside, read_json
+from hddm.utils.weights import read_index
+
+STEM = "diffusion_pytorch_model"
+_WEIGHTS = re.compile(rf"{STEM}(?:\.(\w+))?\.(?:safetensors|bin)(?:\.index(?:\.(\w+))?\.json)?")
+
+
+def weight_sets(folder: Path, reading: Reading) -> dict[Any, str]:
+    """Variants of the file name by set of weights: a ``non_ema`` one beside the plain makes that averaged."""
+    if reading.variant is None and _find(folder, "non_ema") and _find(folder, None):
+        return {"ema": "", "raw": "non_ema"}
+    return {"raw" if reading.variant == "non_ema" else "unstated": reading.variant or ""}
+
+
+def _find(folder: Path, variant: str | None) -> str | None:
+    """Name of the weights file or index of a variant, safetensors before pickles."""
+    dot = f".{variant}" if variant else ""
+    for ending in ("safetensors", "bin"):
+        for name in (
+            f"{STEM}{dot}.{ending}",
+            f"{STEM}.{ending}.index{dot}.json",
+            f"{STEM}{dot}.{ending}.index.json",
+        ):
+            if (folder / name).exists() or (folder / name).is_symlink():
+                return name
+    return None
+
+
+def set_of(folder: Path, file: str, reading: Reading) -> dict[Any, str]:
+    """The set of weights that a file named by the user holds."""
+    match = _WEIGHTS.fullmatch(file)
+    if match is None:
+        raise HddmError(
+            f"{folder / file}: is no whole model of diffusers (a shard?); name its folder instead"
+        )
+    variant = match[1] or match[2] or ""
+    if reading.variant not in (None, variant):
+        raise HddmError(f"--variant {reading.variant}: {folder / file} is another file; drop the option")
+    if variant == "non_ema":
+        return {"raw": variant}
+    return {"ema" if not variant and _find(folder, "non_ema") else "unstated": variant}
+
+
+def found_file(folder: Path, variant: str) -> str:
+    """Name of the weights file or index of a variant.
+
+    Raises:
+        HddmError: where there is none.
+    """
+    name = _find(folder, variant)
+    if name is None:
+        found = [match[1] or match[2] for match in map(_WEIGHTS.fullmatch, _names(folder)) if match]
+        others = sorted({one for one in found if one})
+        hint = f"; there are variants: pass --variant {' or '.join(others)}" if others else ""
+        wanted = f"{STEM}{'.' + variant if variant else ''}.safetensors"
+        raise HddmError(f"{folder}: no {wanted}{hint or did_you_mean(wanted, _names(folder))}")
+    return name
+
+
+def read_weights(folder: Path, name: str, allow_pickle: bool) -> tuple[Tensors, list[Path]]:
+    """The tensors of a file or of an index's shards, and these files."""
+    # The link's own name is checked; an index is opened under its own, beside its shards.
+    resolved = inside(folder, name)
+    if name.endswith(".json"):
+        tensors = read_index(folder / name, allow_pickle)
+        shards = set(read_json(resolved)["weight_map"].values())
+        return tensors, [folder / shard for shard in sorted(shards)]
+    content = read_file(resolved, allow_pickle)
+    return {key: value for key, value in content.items() if hasattr(value, "shape")}, [folder / name]
+
+
+def _names(folder: Path) -> list[str]:
+    return [path.name for path in folder.iterdir()] if folder.is_dir() else []
+
+
+VAES = ("vae", "vqvae", "movq")
+# Class and scale of those whose config does not say.
+_DEFAULT_VAES = {"vae": "AutoencoderKL", "vqvae": "VQModel"}
+_DEFAULT_SCALES = {"AutoencoderKL": LATENT_SCALE, "VQModel": LATENT_SCALE, "AutoencoderTiny": 1.0}
+
+
+def latents_of(
+    above: Path, is_stated: bool, arguments: Mapping[str, Any]
+) -> tuple[float | None, bool, tuple[str, ...]]:
+    """Scale of the VAE in the pipeline ``above``, whether there is one, and what was assumed.
+
+    ``is_stated`` says whether the pipeline's index names one; ``arguments`` are the network's.
+
+    Raises:
+        HddmError: for a scale that is no positive number.
+    """
+    name = next((one for one in VAES if (above / one / "config.json").exists()), None)
+    if name is None:
+        is_latent = is_stated or arguments.get("in_channels") not in (1, 3)
+        return (None if is_latent else 1.0), is_latent, ()
+    path = above / name / "config.json"
+    config = read_json(inside(above, f"{name}/config.json"))
+    kind = config.get("_class_name", _DEFAULT_VAES.get(name))
+    if name == "movq":
+        return None, True, (f"{path}: whether a movq's latents are scaled is not known",)
+    if "scaling_factor" in config:
+        factor = config["scaling_factor"]
+        if not isinstance(factor, int | float) or not 0 < factor < LARGEST_SCALE:
+            raise HddmError(
+                f"{path}: scaling_factor is {str(factor)[:40]}, and must be a positive number, below "
+                f"{LARGEST_SCALE:.0e}"
+            )
+        return float(factor), True, ()
+    if kind in _DEFAULT_SCALES:
+        default = _DEFAULT_SCALES[kind]
+        return default, True, (f"{path}: no scaling_factor, so {kind}'s default {default}",)
+    return None, True, (f"{path}: no scaling_factor, and the default of a {str(kind)[:40]} is not known",)
+
+
+def vae_of(above: Path, variant: str | None) -> tuple[VaeFacts | None, tuple[str, ...]]:
+    """What tells the VAE in the pipeline ``above`` from others, or why that is not known.
+
+    The weights of the denoiser do not need it: a VAE that was not fetched, or that is of another class than
+    hddm decodes with, must not be in their way.
+    """
+    if not (above / "vae" / "config.json").exists():
+        return None, ()
+    try:
+        return vae_facts(above / "vae", variant), ()
+    except HddmError as error:
+        return None, (f"the expert does not say which VAE made its latents: {error}",)
+
 
 PIPELINE = "model_index.json"
 COMPONENTS = ("transformer", "unet")

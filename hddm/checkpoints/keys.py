@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from hddm.errors import HddmError
-from hddm.weight_files import Planned
+from hddm.utils.errors import HddmError
+from hddm.utils.weights import Planned
 
 Part = tuple[str, int]
 """A tensor's name and its share of the joined rows."""

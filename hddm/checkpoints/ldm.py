@@ -16,8 +16,8 @@ from torch import Tensor
 from hddm.checkpoints import ldm_forward
 from hddm.checkpoints.keys import KeyTable, same
 from hddm.checkpoints.layouts import Forward, Hints, Weights, count_blocks, shape_of, unet_heads
-from hddm.errors import HddmError
-from hddm.network_configs import empty_network
+from hddm.networks.folders import empty_network
+from hddm.utils.errors import HddmError
 
 LAYOUT = "ldm"
 UNET = "model.diffusion_model."

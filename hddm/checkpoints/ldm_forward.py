@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from hddm.checkpoints.functional import Modules, attend
-from hddm.checkpoints.layouts import Forward, Weights, count_blocks
+from hddm.checkpoints.layouts import Forward, Modules, Weights, attend, count_blocks
 
 _GROUPS = 32
 

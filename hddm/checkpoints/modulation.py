@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from hddm.errors import HddmError
-from hddm.models.layers import Attention, TimeEmbedding, linear
-from hddm.models.transformer import check_modulation
-from hddm.tensors import generator
+from hddm.networks.layers import Attention, TimeEmbedding, linear
+from hddm.networks.transformers import check_modulation
+from hddm.utils.errors import HddmError
+from hddm.utils.tensors import generator
 
 PAIRS = 4096
 NULL_SHARE = 0.1

@@ -14,7 +14,6 @@ from diffusers.models.embeddings import get_2d_sincos_pos_embed
 from torch import Tensor
 from torch.nn import functional as F
 
-from hddm.checkpoints.functional import Modules, attend, image, norm
 from hddm.checkpoints.keys import KeyTable, Pair, module, same, split
 from hddm.checkpoints.layouts import (
     LATENT_SCALE,
@@ -22,14 +21,18 @@ from hddm.checkpoints.layouts import (
     Forward,
     Hints,
     Layout,
+    Modules,
     Weights,
     agreed_side,
+    attend,
     count_blocks,
     heads,
+    image,
+    norm,
     shape_of,
     square,
 )
-from hddm.errors import HddmError
+from hddm.utils.errors import HddmError
 
 NULL_TEXT = "y_embedder.y_embedding"
 _SIGMA_TOKENS = 300

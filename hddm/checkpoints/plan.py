@@ -10,21 +10,19 @@ import torch
 from torch import Tensor
 
 from hddm.checkpoints.architecture import PAPER_STEPS, Built, reshape, restart
-from hddm.checkpoints.conventions import Conventions, resolve
 from hddm.checkpoints.diffusers_models import DIFFUSERS_LAYOUTS
-from hddm.checkpoints.expert_folders import LAYOUT as HDDM
+from hddm.checkpoints.diffusers_models import LAYOUT as HDDM
 from hddm.checkpoints.recognise import open_source
-from hddm.checkpoints.shifts import with_shift
 from hddm.checkpoints.single_files import FILE_LAYOUTS, IMAGENET_LICENCE, LDM
-from hddm.checkpoints.sources import Reading, Source
-from hddm.components.identity import TextEncoderFacts
-from hddm.errors import HddmError
-from hddm.experts import ExpertFacts, SourceFacts
-from hddm.network_configs import differences, empty_network
-from hddm.networks import Interface, interface_of
-from hddm.predictions import PredictionType
+from hddm.checkpoints.sources import Conventions, Reading, Source, resolve, with_shift
+from hddm.experts.records import ExpertFacts, SourceFacts
+from hddm.networks.folders import differences, empty_network
+from hddm.networks.identity import TextEncoderFacts
+from hddm.networks.wrappers import Interface, interface_of
 from hddm.schedules import LinearSchedule
-from hddm.weight_files import Planned
+from hddm.utils.errors import HddmError
+from hddm.utils.weights import Planned
+from hddm.velocity import PredictionType
 
 PAPER = "paper"
 TEXT = "encoder_hidden_states"

@@ -11,7 +11,7 @@ from hddm.checkpoints.facebook_dit import FACEBOOK_DIT
 from hddm.checkpoints.layouts import Layout
 from hddm.checkpoints.pixart_original import PIXART_ORIGINAL
 from hddm.checkpoints.sources import Declared, Reading, Source, Tensors, WeightSet, choose_set, read_file
-from hddm.errors import HddmError
+from hddm.utils.errors import HddmError
 
 FILE_LAYOUTS: dict[str, Layout] = {one.name: one for one in (FACEBOOK_DIT, PIXART_ORIGINAL)}
 LDM = ldm.LAYOUT

@@ -1,7 +1,19 @@
-"""A pretrained checkpoint, read but not yet converted."""
+"""A pretrained checkpoint, read but not yet converted.
 
+What a source's numbers mean: schedule and prediction type, never guessed.
+
+In this order: the user (``--schedule``, ``--prediction-type``), the scheduler config beside the weights (a
+key that it lacks has its class's documented default, and that is said), the one rule of a layout's code.
+Where two statements contradict each other, or none is there, the conversion stops and asks.
+
+The shift of the time grid that a flow-match scheduler's config asks for.
+
+It is the pipeline's, applied once, by `hddm.sampling.time_grid`; no training schedule depends on it.
+"""
+
+import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -10,10 +22,24 @@ from torch import Tensor
 
 from hddm.checkpoints.keys import KeyTable
 from hddm.checkpoints.layouts import Forward, Hints
-from hddm.components.identity import TextEncoderFacts, VaeFacts
-from hddm.errors import HddmError
-from hddm.experts import ExpertFacts
-from hddm.weight_files import kind_of, read_pickle, read_safetensors
+from hddm.experts.records import ExpertFacts
+from hddm.networks.identity import TextEncoderFacts, VaeFacts
+from hddm.networks.wrappers import Interface, own_time_factor
+from hddm.schedules import (
+    MOST_STEPS,
+    DiscreteSchedule,
+    LinearSchedule,
+    Schedule,
+    declared_prediction_type,
+    default_prediction_type,
+    from_config,
+    from_diffusers,
+)
+from hddm.utils.errors import HddmError
+from hddm.utils.files import read_json
+from hddm.utils.pickles import kind_of, read_pickle
+from hddm.utils.weights import read_safetensors
+from hddm.velocity import PredictionType
 
 WeightSet = Literal["ema", "raw", "unstated"]
 Tensors = dict[str, Tensor]
@@ -111,3 +137,195 @@ def choose_set(sets: Mapping[str, Tensors], asked: WeightSet | None, origin: str
             f"--weights {asked}: {origin} holds {what}{unsaid}; drop the option or name one of these"
         )
     return asked
+
+
+FLOW_STEPS = 1000
+
+
+@dataclass(frozen=True)
+class Conventions:
+    """Schedule and prediction type, where they came from, and what was filled in on the way.
+
+    ``scheduler`` is the whole config that the schedule was read from, ``shift`` that of the time grid of
+    samples (`hddm.checkpoints.sources.with_shift`).
+    """
+
+    schedule: Schedule
+    prediction_type: PredictionType
+    time_scale: float
+    schedule_source: str
+    notes: tuple[str, ...]
+    scheduler: Mapping[str, Any] = field(default_factory=dict)
+    shift: float = 1.0
+
+
+def resolve(source: Source, schedule_file: Path | None, prediction_type: str | None) -> Conventions:
+    """The conventions of a source.
+
+    Args:
+        source: see `Source`.
+        schedule_file: a diffusers scheduler config that the user vouches for; it replaces the source's.
+        prediction_type: the user's word.
+
+    Raises:
+        HddmError: for a contradiction, or a source that does not say and a user who does not either.
+    """
+    if source.facts is not None and (schedule_file is not None or prediction_type is not None):
+        raise HddmError(
+            f"{source.path}: an expert folder states its own schedule and prediction type; drop --schedule "
+            "and --prediction-type"
+        )
+    declared = source.declared
+    config: Any = declared.scheduler
+    origin = declared.scheduler_origin
+    notes = []
+    if schedule_file is not None:
+        config, origin = read_json(schedule_file), str(schedule_file)
+        if declared.scheduler is not None and not declared.is_layout_rule:
+            notes.append(f"{schedule_file} instead of {declared.scheduler_origin}")
+    if config is None:
+        raise HddmError(
+            f"{source.path}: says nothing about the schedule that it was trained on; pass --schedule with "
+            "its scheduler_config.json"
+        )
+    schedule = _schedule(config, origin)
+    stated = [(declared.prediction_type, str(source.path))] if declared.prediction_type else []
+    if "name" not in config:
+        own = _declared(config, origin)
+        if own is not None and not (declared.is_layout_rule and schedule_file is None):
+            stated.append((own, origin))
+    asked = prediction_type and PredictionType.parse(prediction_type)
+    for value, where in stated:
+        if asked is not None and asked != value:
+            raise HddmError(
+                f"--prediction-type {asked} contradicts {where}, which says {value}; drop the option, or "
+                "pass --schedule with a config that says what is true"
+            )
+        if value != stated[0][0]:
+            raise HddmError(f"{stated[0][1]} says {stated[0][0]}, {where} says {value}: which one is it?")
+    found = asked or (stated[0][0] if stated else None)
+    if found is None:
+        found, note = _default(config, origin, source)
+        notes.append(note)
+    kind = PredictionType.parse(found)
+    is_flow = isinstance(schedule, LinearSchedule)
+    if is_flow != (kind is PredictionType.FLOW_PREDICTION) and source.facts is None:
+        raise HddmError(
+            f"{origin}: a schedule of {type(schedule).__name__} contradicts prediction type {kind}"
+        )
+    scale = _time_scale(schedule, config, source, origin)
+    return Conventions(schedule, kind, scale, origin, tuple(notes), config)
+
+
+def _schedule(config: Any, origin: str) -> Schedule:
+    try:
+        return from_config(config) if "name" in config else from_diffusers(config)
+    except HddmError as error:
+        raise HddmError(f"{origin}: {error}") from error
+
+
+def _declared(config: Any, origin: str) -> str | None:
+    try:
+        own = declared_prediction_type(config)
+        return None if own is None else PredictionType.parse(own)
+    except HddmError as error:
+        raise HddmError(f"{origin}: {error}") from error
+
+
+def _default(config: Any, origin: str, source: Source) -> tuple[str, str]:
+    if "name" in config:
+        raise HddmError(
+            f"{source.path}: does not say what it predicts; pass --prediction-type epsilon (Stable Diffusion "
+            "1, 2-base) or v_prediction (Stable Diffusion 2 at 768)"
+        )
+    default = default_prediction_type(config)
+    if source.declared.is_layout_rule and config is source.declared.scheduler:
+        return default, f"{default} by {origin}"
+    return (
+        default,
+        f"{origin}: no prediction_type, so {config.get('_class_name', 'DDPMScheduler')}'s default {default}",
+    )
+
+
+def _time_scale(schedule: Schedule, config: Any, source: Source, origin: str) -> float:
+    if source.facts is not None:
+        return source.facts.time_scale
+    if isinstance(schedule, DiscreteSchedule):
+        return 1.0
+    steps = config.get("num_train_timesteps", FLOW_STEPS)
+    if not isinstance(steps, int) or not 1 <= steps <= MOST_STEPS:
+        raise HddmError(f"{origin}: num_train_timesteps is {str(steps)[:40]}, and must be 1 to {MOST_STEPS}")
+    if config.get("invert_sigmas"):
+        raise HddmError(f"{origin}: invert_sigmas turns time around, which is not supported")
+    return steps / own_time_factor(source.network.__name__)
+
+
+LARGEST_SHIFT = 1e3
+# Of diffusers' flow-match schedulers, and of its pipelines of Flux and SD3.
+_DEFAULTS = {"base_image_seq_len": 256, "max_image_seq_len": 4096, "base_shift": 0.5, "max_shift": 1.15}
+_OTHER_GRIDS = ("use_karras_sigmas", "use_exponential_sigmas", "use_beta_sigmas", "shift_terminal")
+
+
+def with_shift(conventions: Conventions, source: Source, interface: Interface) -> Conventions:
+    """``conventions`` with the shift that the scheduler config states, or means at the size of a sample.
+
+    With ``use_dynamic_shifting`` it grows with the number n of patches, as diffusers' pipelines have it:
+
+        mu = base_shift + (max_shift - base_shift) (n - n_base)/(n_max - n_base),   shift = exp(mu)
+
+    (mu itself where ``time_shift_type`` is ``linear``); a note says so. An expert keeps its own.
+
+    Raises:
+        HddmError: for values that give no positive shift.
+    """
+    if source.facts is not None:
+        return replace(conventions, shift=source.facts.shift)
+    if not isinstance(conventions.schedule, LinearSchedule):
+        return conventions
+    config, origin = conventions.scheduler, conventions.schedule_source
+    notes = [
+        f"{origin}: {key} is {str(config[key])[:40]}; the sampler's time grid is kept without it"
+        for key in _OTHER_GRIDS
+        if config.get(key)
+    ]
+    if not config.get("use_dynamic_shifting"):
+        key = "flow_shift" if config.get("use_flow_sigmas") else "shift"
+        shift = _number(config, key, 1.0, origin)
+    elif interface.num_patches is None:
+        shift = 1.0
+        notes.append(f"{origin}: use_dynamic_shifting counts patches, and a UNet has none; no shift is kept")
+    else:
+        shift = _dynamic(config, origin, interface.num_patches)
+        size = "×".join(map(str, interface.sample_shape[1:]))
+        notes.append(
+            f"{origin}: use_dynamic_shifting, so the shift is {shift:.4g} at {size}, of "
+            f"{interface.num_patches} patches; at another size it is another"
+        )
+    if not 1 / LARGEST_SHIFT <= shift <= LARGEST_SHIFT:
+        raise HddmError(
+            f"{origin}: shifts times by {shift:.4g}; a shift is from {1 / LARGEST_SHIFT:g} to "
+            f"{LARGEST_SHIFT:g}: correct the config"
+        )
+    return replace(conventions, shift=shift, notes=(*conventions.notes, *notes))
+
+
+def _dynamic(config: Mapping[str, Any], origin: str, num_patches: int) -> float:
+    base, most, base_shift, max_shift = (
+        _number(config, key, usual, origin) for key, usual in _DEFAULTS.items()
+    )
+    kind = config.get("time_shift_type", "exponential")
+    if base == most or kind not in ("exponential", "linear"):
+        raise HddmError(
+            f"{origin}: no shift comes of base_image_seq_len {base:g}, max_image_seq_len {most:g} and "
+            f"time_shift_type {str(kind)[:40]!r}: correct the config"
+        )
+    mu = base_shift + (max_shift - base_shift) * (num_patches - base) / (most - base)
+    # Beyond what is refused in any case exp would overflow.
+    return mu if kind == "linear" else math.exp(max(-50.0, min(mu, 50.0)))
+
+
+def _number(config: Mapping[str, Any], key: str, usual: float, origin: str) -> float:
+    value = config.get(key, usual)
+    if not isinstance(value, int | float) or abs(value) > 1e9 or not math.isfinite(value):
+        raise HddmError(f"{origin}: {key} is {str(value)[:40]}, and must be a number: correct the config")
+    return float(value)

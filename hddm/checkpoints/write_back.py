@@ -12,22 +12,19 @@ import torch
 from hddm.checkpoints import ldm
 from hddm.checkpoints.architecture import Built
 from hddm.checkpoints.convert import refuse_full_disk, write_network
-from hddm.checkpoints.diffusers_models import DIFFUSERS_LAYOUTS
-from hddm.checkpoints.expert_folders import open_expert
+from hddm.checkpoints.diffusers_models import DIFFUSERS_LAYOUTS, open_expert
 from hddm.checkpoints.folders import PIPELINE, SCHEDULER
 from hddm.checkpoints.keys import KeyTable, as_planned
 from hddm.checkpoints.plan import PAPER
 from hddm.checkpoints.single_files import FILE_LAYOUTS, LDM
 from hddm.checkpoints.sources import Reading, Source
-from hddm.errors import HddmError, UsageError
-from hddm.experts import EXPERT_FILE, ExpertFacts, SourceFacts
-from hddm.files import check_absent, new_folder, write_json
-from hddm.interfaces import own_time_factor
-from hddm.predictions import PredictionType
-from hddm.schedules import LinearSchedule, from_config
-from hddm.schedules.diffusers_configs import FLOW_MATCH_FAMILY, from_diffusers
-from hddm.validation import choose
-from hddm.weight_files import read_safetensors, write_safetensors
+from hddm.experts.records import EXPERT_FILE, ExpertFacts, SourceFacts
+from hddm.networks.wrappers import own_time_factor
+from hddm.schedules import FLOW_MATCH_FAMILY, LinearSchedule, from_config, from_diffusers
+from hddm.utils.errors import HddmError, UsageError, choose
+from hddm.utils.files import check_absent, new_folder, write_json
+from hddm.utils.weights import read_safetensors, write_safetensors
+from hddm.velocity import PredictionType
 
 RECORD = "written_back.json"
 FILE = "checkpoint.safetensors"

@@ -8,8 +8,8 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from hddm.errors import HddmError
-from hddm.files import write_whole
+from hddm.utils.errors import HddmError
+from hddm.utils.files import write_whole
 
 
 def write_tensors(path: Path, tensors: dict[str, np.ndarray], note: Any = None) -> None:

@@ -1,12 +1,17 @@
-"""Balanced hierarchical k-means: many fine clusters, then few coarse ones made of them.
+"""The best way to put points into places, with equally many places in every cluster.
+
+Balanced hierarchical k-means: many fine clusters, then few coarse ones made of them.
 
 Plain k-means leaves a catch-all cluster (41.6 % of the data at K = 8 in one replica of Paris's
 pipeline), and its expert then sees too little of everything. Both stages here assign points under a
 capacity. Features and centres lie on the unit sphere, so that distance is cosine distance. Source: the
 two stages of MoDE (arXiv:2404.16030), which DDM (arXiv:2501.05450) uses; as there, centres are found on
 random mini-batches, and all points are assigned once, at the end.
+
+A proposal for the number of shards: where clusters are tightest for their distance.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
@@ -17,11 +22,91 @@ from numpy.typing import NDArray
 from scipy.optimize import linear_sum_assignment
 from sklearn.cluster import kmeans_plusplus
 
-from hddm.data.transport import transport
-from hddm.errors import HddmError
+from hddm.utils.errors import HddmError
+from hddm.utils.records import Facts
+
+Values = NDArray[np.float64]
+Indices = NDArray[np.int64]
+
+_TEMPERATURE = 0.02
+_ROUNDS = 30
+_ROUNDING = 1e-12
+"""Gains below this are rounding errors of cosines; taking them could turn in circles."""
+
+
+def transport(values: Values) -> Indices:
+    """Clusters (n,) that maximise Σ_i values[i, cluster_i] where each of k clusters gets n/k points, exactly.
+
+    Prices of clusters, near those at which all are asked for alike, give a first assignment, the best one
+    for the sizes that it has. Points then move along the cheapest chains from clusters with too many to those
+    with too few, which keeps it the best one for its sizes. The chains are on the k clusters alone; places of
+    one cluster, all alike, make the Hungarian method far slower. Source: successive shortest paths, in
+    Ahuja, Magnanti and Orlin, "Network Flows" (1993), chapter 9.
+
+    Args:
+        values: (n, k), finite and of the size of cosines; n is a multiple of k.
+    """
+    values = values - _prices(values)
+    each = values.shape[0] // values.shape[1]
+    chosen: NDArray[np.int64] = values.argmax(1)
+    sizes = np.bincount(chosen, minlength=values.shape[1])
+    loss = np.full((len(sizes), len(sizes)), np.inf)
+    mover = np.zeros(loss.shape, dtype=np.int64)
+    changed: list[int] = list(range(len(sizes)))
+    while True:
+        for cluster in changed:
+            _update(cluster, values, chosen, loss, mover)
+        if (sizes == each).all():
+            return chosen
+        changed = _cheapest_chain(loss, sizes > each, sizes < each)
+        movers = [mover[a, b] for a, b in pairwise(changed)]
+        chosen[movers] = changed[1:]
+        sizes[changed[0]] -= 1
+        sizes[changed[-1]] += 1
+
+
+def _prices(values: Values) -> Values:
+    """Prices (k,) at which clusters are asked for about alike, by Sinkhorn's iteration on soft wishes."""
+    num, k = values.shape
+    wishes = np.exp((values - values.max(1, keepdims=True)) / _TEMPERATURE)
+    scale = np.ones(k)
+    for _ in range(_ROUNDS):
+        scale = (num / k) / (wishes.T @ (1 / (wishes @ scale)))
+    prices: Values = -_TEMPERATURE * np.log(scale)
+    return prices
+
+
+def _update(cluster: int, values: Values, chosen: Indices, loss: Values, mover: Indices) -> None:
+    """What it costs at least to move a point of ``cluster`` to each other one, and which point that is."""
+    members = np.flatnonzero(chosen == cluster)
+    loss[cluster] = np.inf
+    if len(members):
+        gaps = values[members, cluster][:, None] - values[members]
+        best = gaps.argmin(0)
+        loss[cluster] = gaps[best, np.arange(len(best))]
+        mover[cluster] = members[best]
+
+
+def _cheapest_chain(loss: Values, full: NDArray[np.bool_], short: NDArray[np.bool_]) -> list[int]:
+    """Clusters from a full one to a short one, by Bellman and Ford."""
+    distance = np.where(full, 0.0, np.inf)
+    before = np.full(len(distance), -1)
+    for _ in range(len(distance)):
+        through = distance[:, None] + loss
+        best = through.argmin(0)
+        lengths = through[best, np.arange(len(best))]
+        nearer = lengths < distance - _ROUNDING
+        if not nearer.any():
+            break
+        distance = np.where(nearer, lengths, distance)
+        before = np.where(nearer, best, before)
+    chain = [int(np.where(short, distance, np.inf).argmin())]
+    while before[chain[-1]] >= 0:
+        chain.append(int(before[chain[-1]]))
+    return chain[::-1]
+
 
 Array = NDArray[np.float64]
-Indices = NDArray[np.int64]
 
 SHARE = 0.05
 """Of all points that a pass looks at, as in MoDE."""
@@ -203,3 +288,70 @@ def _assign(points: Array, centres: Array) -> Indices:
     _, taken = linear_sum_assignment(cost)
     chosen: Indices = places[taken]
     return chosen
+
+
+LARGEST = 16
+FINE = 240
+"""Fine clusters from which shards are tried; a multiple of most numbers up to 16."""
+SAMPLE = 8192
+"""Points that the criterion is measured on."""
+STARTS = 3
+
+
+class Candidate(Facts):
+    """A number of shards and the mean silhouette of images under it."""
+
+    shards: int
+    silhouette: float
+
+
+def propose(points: Points, least: float, seed: int = 0) -> tuple[Candidate, ...]:
+    """Mean simplified silhouettes for 2, 3, … up to `LARGEST` clusters.
+
+    The silhouette of a point is (b - a) / max(a, b), with a its cosine distance to the centre of its own
+    cluster and b that to the nearest other; 1 where clusters are points, 0 or less where they are arbitrary.
+    Fine clusters are made once; coarse ones of them for each number, from `STARTS` starts, of which the one
+    with the nearest centres counts. Source: Vendramin, Campello and Hruschka, "Relative clustering validity
+    criteria" (2010), which measures distances to centres in place of those to all points.
+
+    Args:
+        points: (N, d), as in `hddm.data.clustering.cluster`.
+        least: points that a cluster needs, on average.
+        seed: of the clusters and of the points that are measured.
+
+    Raises:
+        HddmError: where N allows no two clusters.
+    """
+    num = len(points)
+    most = min(LARGEST, math.floor(num / least + 1e-9))
+    if most < 2:
+        raise HddmError(
+            f"--shards auto: {num} images make no two shards of {math.ceil(least)}; pass --shards 1"
+        )
+    assignment, centres = balanced_kmeans(points, min(FINE, num // 2), seed)
+    draws = np.random.default_rng([seed, 2])
+    rows = np.sort(draws.choice(num, min(SAMPLE, num), replace=False))
+    near = normalise(points[rows])
+    candidates = []
+    for k in range(2, most + 1):
+        tries = [balanced_kmeans(centres, k, seed + start) for start in range(STARTS)]
+        coarse, of_coarse = max(tries, key=lambda one: float((centres * one[1][one[0]]).sum()))
+        value = silhouette(near, coarse[assignment[rows]], of_coarse)
+        candidates.append(Candidate(shards=k, silhouette=round(value, 4)))
+    return tuple(candidates)
+
+
+def best(candidates: tuple[Candidate, ...]) -> int:
+    """The number of shards with the largest silhouette, the smaller of equals."""
+    return max(candidates, key=lambda one: (one.silhouette, -one.shards)).shards
+
+
+def silhouette(points: Array, assignment: np.ndarray, centres: Array) -> float:
+    """Mean simplified silhouette of unit ``points`` (N, d) under unit ``centres`` (k, d), k ≥ 2."""
+    distances = 1 - points @ centres.T
+    rows = np.arange(len(points))
+    own = distances[rows, assignment]
+    distances[rows, assignment] = np.inf
+    other = distances.min(1)
+    larger = np.maximum(own, other)
+    return float(np.mean(np.divide(other - own, larger, out=np.zeros_like(own), where=larger > 0)))

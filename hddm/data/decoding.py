@@ -4,10 +4,16 @@ As Hugging Face's ``datasets`` and the training scripts of diffusers do, so that
 pixels here: EXIF orientation is applied; palettes and CMYK become RGB; an alpha channel is dropped, which
 shows the colours below it; profiles of colour are ignored; of an animation the first frame is taken. Gray
 images stay gray.
+
+Images that cannot be read: all of them by name, or as many as may be left out.
+
+Images that are equal in every pixel, whatever their names and encoding, and the sides of a split.
 """
 
+import hashlib
 import io
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +23,9 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import ExifTags, Image, ImageOps
 
-from hddm.errors import HddmError
+from hddm.data.sources import ImageSource
+from hddm.utils.errors import HddmError, counted, shown
+from hddm.utils.progress import Progress
 
 LARGEST_IMAGE = 89_478_485
 """Pixels of the largest image that is decoded, Pillow's own bound: 256 MiB in RGB."""
@@ -125,3 +133,86 @@ def _opened(content: bytes, name: Path) -> Iterator[Image.Image]:
 def _shallow(deep: NDArray[Any]) -> NDArray[np.uint8]:
     """Values of 16 bits / 257, rounded; 257 is odd, so that no value lies halfway."""
     return ((deep.astype(np.uint32) + 128) // 257).astype(np.uint8)
+
+
+def in_colour(pixels: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """Pixels (H, W, 3) of a gray (H, W) or colour image."""
+    return pixels if pixels.ndim == 3 else np.repeat(pixels[..., None], 3, axis=2)
+
+
+_THREADS = 8
+"""That decode; Pillow works outside Python's lock."""
+_BATCH = 1024
+"""Images that wait for a thread at a time."""
+
+
+def why_bad(source: ImageSource, row: int) -> str | None:
+    """Why an image cannot be read, None where it can."""
+    try:
+        decode(source.read(row), source.root / source.files[row])
+    except HddmError as error:
+        return error.message
+    return None
+
+
+def find_bad(source: ImageSource, rows: range) -> dict[int, str]:
+    """Why images cannot be read, by number, for those of ``rows`` that cannot."""
+    found: dict[int, str] = {}
+    if not rows:
+        return found
+    with Progress(len(rows), "look for other bad images") as advance, ThreadPoolExecutor(_THREADS) as pool:
+        for start in range(rows.start, rows.stop, _BATCH):
+            part = range(start, min(start + _BATCH, rows.stop))
+            reasons = pool.map(lambda row: why_bad(source, row), part)
+            found |= {row: reason for row, reason in zip(part, reasons, strict=True) if reason is not None}
+            advance(len(part))
+    return found
+
+
+def too_many_bad(origin: Path | str, reasons: Sequence[str], max_bad: int) -> HddmError:
+    """The error of more bad images, in ``origin``, than ``max_bad``; ``reasons`` name one each."""
+    them = "it" if len(reasons) == 1 else "them"
+    return HddmError(
+        f"{origin}: {counted(len(reasons), 'image')} cannot be read, and {max_bad} may be; mend or remove "
+        f"{them}, or leave {them} out with --max-bad {len(reasons)} where that is an option",
+        shown(reasons),
+    )
+
+
+_TRAINING = frozenset({"train", "training"})
+_OTHERS = frozenset(
+    {"test", "testing", "val", "valid", "validation", "dev", "eval", "evaluation"}
+    | {"held_out", "held-out", "heldout", "holdout"}
+)
+
+
+def pixel_digest(pixels: NDArray[np.uint8]) -> bytes:
+    """SHA-256 of an image's shape and RGB pixels; ``pixels`` are (H, W) or (H, W, 3)."""
+    colour = in_colour(pixels)
+    return hashlib.sha256(f"{colour.shape}".encode() + colour.tobytes()).digest()
+
+
+def equal_groups(digests: NDArray[np.uint8]) -> list[list[int]]:
+    """Rows of ``digests`` (N, 32) that are equal to another, in groups; all in ascending order."""
+    words = np.ascontiguousarray(digests).view(np.uint64)
+    order = np.lexsort((np.arange(len(words)), *words.T))
+    equal = (words[order[1:]] == words[order[:-1]]).all(1)
+    edges = np.diff(equal.astype(np.int8), prepend=0, append=0)
+    runs = zip(np.flatnonzero(edges == 1), np.flatnonzero(edges == -1), strict=True)
+    return sorted(order[first : last + 1].tolist() for first, last in runs)
+
+
+def count_copies(digests: NDArray[np.uint8]) -> int:
+    """How many of ``digests`` (N, 32) are equal to one before."""
+    return sum(len(group) - 1 for group in equal_groups(digests))
+
+
+def split_of(files: Sequence[str]) -> tuple[str, ...]:
+    """The folders at the top of ``files`` that are sides of a split, as ``train`` and ``test``, sorted.
+
+    None unless there are images to train on and others, which a class of that name would not bring.
+    """
+    folders = {name.split("/")[0] for name in files if "/" in name}
+    sides = {name for name in folders if name.lower() in _TRAINING | _OTHERS}
+    known = {name.lower() for name in sides}
+    return tuple(sorted(sides)) if known & _TRAINING and known & _OTHERS else ()

@@ -16,11 +16,19 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from hddm.data.encoding_records import Computed, FileFacts, Skipped
-from hddm.errors import HddmError
-from hddm.facts import Facts
-from hddm.files import check_absent, put_in_place, read_json, sha256_of, write_json, write_whole, writing
-from hddm.locks import locked
+from hddm.data.shard_records import Computed, FileFacts, Skipped
+from hddm.utils.errors import HddmError
+from hddm.utils.files import (
+    check_absent,
+    locked,
+    put_in_place,
+    read_json,
+    sha256_of,
+    write_json,
+    write_whole,
+    writing,
+)
+from hddm.utils.records import Facts
 
 _IDENTITY, _LOCK = "draft.json", "lock"
 

@@ -1,31 +1,159 @@
-"""What an encoding will do, known and checked before the first image is encoded."""
+"""Which tensors the data files of an encoded shard hold, by what its record says.
 
+Images of a shard as an encoding takes them: of one size, gray or in colour, read by threads.
+
+What an encoding will do, known and checked before the first image is encoded.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
+import numpy as np
 import torch
+from PIL import ExifTags, Image
 from pydantic import Field
-from torch import nn
+from torch import Tensor, nn
 
-from hddm.components.identity import TextEncoderFacts, VaeFacts
-from hddm.components.text import read_text_encoder, read_tokenizer, text_encoder_facts
-from hddm.components.vae import read_vae, scale_of, vae_facts
-from hddm.data.encoding_images import Fit, survey
-from hddm.data.encoding_layout import Layout, layout_of
-from hddm.data.encoding_records import Computed, Dtype, EncodingFacts, is_encoded
-from hddm.data.resize import Crop, Interpolation
+from hddm.data.decoding import open_image
+from hddm.data.images import Crop, Interpolation, fit_image
 from hddm.data.shard_records import (
+    DEVIATION,
     MANIFEST,
+    MEAN,
+    MIRRORED,
     PARTITION_FILE,
+    PIXELS,
+    TOKENS,
+    Computed,
+    Dtype,
+    EncodingFacts,
+    ImageEntry,
     Manifest,
     find_held_out,
     find_shards,
+    image_path,
+    is_encoded,
+    read_content,
     read_manifest,
 )
-from hddm.errors import HddmError, UsageError
-from hddm.facts import Facts
-from hddm.tensors import available_device
+from hddm.networks.identity import TextEncoderFacts, VaeFacts
+from hddm.networks.text_encoder import read_text_encoder, read_tokenizer, text_encoder_facts
+from hddm.networks.vae import read_vae, scale_of, vae_facts
+from hddm.utils.errors import HddmError, UsageError
+from hddm.utils.records import Facts
+from hddm.utils.tensors import available_device, generator
+
+Layout = dict[str, tuple[tuple[int, ...], torch.dtype]]
+
+
+def layout_of(encoding: EncodingFacts, vae: VaeFacts | None, text_encoder: TextEncoderFacts | None) -> Layout:
+    """Shape of a row and dtype of each tensor in a data file.
+
+    Raises:
+        HddmError: for facts that contradict each other.
+    """
+    is_latent = encoding.space == "latents"
+    if is_latent == (vae is None) or is_latent == (encoding.dtype == "uint8"):
+        raise HddmError(f"{encoding.space} in {encoding.dtype} {'without' if vae is None else 'with'} a VAE")
+    if (text_encoder is None) != (encoding.text_dtype is None):
+        raise HddmError(f"text_dtype is {encoding.text_dtype}, and text_encoder {text_encoder}")
+    names = [PIXELS]
+    if vae is not None:
+        names = [MEAN, DEVIATION] if vae.kind == "AutoencoderKL" else [MEAN]
+        names += [MIRRORED + name for name in names] if encoding.mirrored else []
+    layout: Layout = {name: (encoding.shape, getattr(torch, encoding.dtype)) for name in names}
+    if text_encoder is not None:
+        size = (text_encoder.tokens, text_encoder.width)
+        layout[TOKENS] = (size, getattr(torch, str(encoding.text_dtype)))
+    return layout
+
+
+_CROP_STREAM = 1
+_AHEAD = 2
+"""Batches that are read while the networks are at one."""
+
+THREADS = 8
+"""That read images; Pillow works outside Python's lock."""
+
+_TURNED = range(5, 9)
+"""EXIF orientations that exchange width and height."""
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Fit:
+    """How images are brought to a square of side ``resolution``, as diffusers' training scripts do it."""
+
+    resolution: int
+    crop: Crop = "center"
+    interpolation: Interpolation = "lanczos"
+    seed: int = 0
+
+    def __call__(self, image: Image.Image, index: int, name: Path) -> Image.Image:
+        """As `fit_image`; the crop of image ``index`` depends on (``seed``, ``index``) alone."""
+        draws = generator(self.seed, _CROP_STREAM, index) if self.crop == "random" else None
+        return fit_image(image, self.resolution, self.crop, self.interpolation, draws, name)
+
+
+def survey(shards: Iterable[tuple[Path, Sequence[ImageEntry]]]) -> tuple[int, set[tuple[int, int]]]:
+    """Channels that all images share, 1 or 3, and their sizes (H, W), by their headers alone.
+
+    Files that are no images are left for whoever reads them.
+    """
+    places = [image_path(folder, entry) for folder, entries in shards for entry in entries]
+    with ThreadPoolExecutor(THREADS) as pool:
+        found = [one for one in pool.map(_header, places) if one is not None]
+    channels = 3 if any(colour for colour, _ in found) else 1
+    return channels, {size for _, size in found}
+
+
+def _header(path: Path) -> tuple[bool, tuple[int, int]] | None:
+    """Whether an image has colours, and its (H, W) upright; None for a file that is no image."""
+    try:
+        with Image.open(path) as image:
+            mode, (width, height) = image.mode, image.size
+            is_turned = image.getexif().get(ExifTags.Base.Orientation, 1) in _TURNED
+    except Exception:  # whatever a decoder makes of a damaged file
+        return None
+    is_gray = mode in ("1", "L") or mode.startswith("I")
+    return not is_gray, (width, height) if is_turned else (height, width)
+
+
+def read_image(folder: Path, entry: ImageEntry, index: int, channels: int, fit: Fit | None) -> Tensor:
+    """Pixels (``channels``, H, W) in uint8 of image ``index`` of a shard; gray is repeated for colour.
+
+    Raises:
+        HddmError: as `read_content`, `open_image` and `fit_image`.
+    """
+    path = folder / entry.file
+    image = open_image(read_content(folder, entry), path)
+    if fit is not None:
+        image = fit(image, index, path)
+    pixels = torch.from_numpy(np.array(image))
+    pixels = pixels[None] if pixels.ndim == 2 else pixels.permute(2, 0, 1)
+    if len(pixels) > channels:
+        raise HddmError(f"{path}: is in colour, and {channels} channel is encoded")
+    return pixels.expand(channels, -1, -1).contiguous()
+
+
+def read_ahead(
+    pool: ThreadPoolExecutor, read: Callable[[Item], Result], batches: Iterable[Sequence[Item]]
+) -> Iterator[list[Result]]:
+    """What ``read`` gives for every item, a batch at a time, while the next batches are being read."""
+    waiting: deque[list[Future[Result]]] = deque()
+    for batch in batches:
+        waiting.append([pool.submit(read, item) for item in batch])
+        if len(waiting) > _AHEAD:
+            yield [future.result() for future in waiting.popleft()]
+    while waiting:
+        yield [future.result() for future in waiting.popleft()]
+
 
 if TYPE_CHECKING:
     from diffusers import AutoencoderKL, AutoencoderTiny
@@ -36,7 +164,7 @@ FILE_BYTES = 64 * 2**20
 
 
 class EncodingSettings(Facts):
-    """What a user chooses; see `hddm.data.encoding_records.EncodingFacts`.
+    """What a user chooses; see `hddm.data.shard_records.EncodingFacts`.
 
     ``resolution`` None takes images as they are. ``random_flip``: latents of the mirrored images too.
     ``dtype`` is what latents and tokens are stored in; networks run in float32. At most ``max_bad`` images

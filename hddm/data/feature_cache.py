@@ -15,17 +15,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hddm.data.atomic_tensors import read_tensors, write_tensors
-from hddm.data.bad_images import find_bad, too_many_bad, why_bad
-from hddm.data.decoding import decode
-from hddm.data.equal_images import pixel_digest
-from hddm.data.features import Extractor, in_colour
+from hddm.data.decoding import decode, find_bad, in_colour, pixel_digest, too_many_bad, why_bad
+from hddm.data.features import Extractor
 from hddm.data.sources import ImageSource
-from hddm.errors import HddmError
-from hddm.facts import Facts, read_facts
-from hddm.files import write_json, write_whole
-from hddm.progress import Progress
-from hddm.record_names import FEATURES_FILE
-from hddm.weight_files import read_safetensors
+from hddm.utils.errors import HddmError
+from hddm.utils.files import write_json, write_whole
+from hddm.utils.progress import Progress
+from hddm.utils.records import FEATURES_FILE, Facts, read_facts
+from hddm.utils.weights import read_safetensors
 
 FORMAT = "1.0"
 PART = 1024

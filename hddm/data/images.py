@@ -1,18 +1,120 @@
-"""Images in memory: bytes (N, C, H, W), with their labels."""
+"""Images to one size, with the options of diffusers' training scripts.
 
-from collections.abc import Sequence
+``train_text_to_image`` scales the shorter side to ``--resolution`` with ``--image_interpolation_mode``
+(lanczos by default), then cuts a square from the middle (``--center_crop``) or from anywhere. Scaling is
+Pillow's, whose filters widen where images shrink, as in torchvision's transforms of Pillow images.
+
+Images of any sizes side by side in one picture.
+
+Images in memory: bytes (N, C, H, W), with their labels.
+"""
+
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal, TypeVar
 
 import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
 
+from hddm.data.decoding import LARGEST_IMAGE
 from hddm.data.decoding import decode as decode
 from hddm.data.sources import open_source
-from hddm.errors import HddmError
-from hddm.wording import TO_ONE_SIZE
+from hddm.utils.errors import TO_ONE_SIZE, HddmError
+
+Crop = Literal["center", "random"]
+Interpolation = Literal["nearest", "box", "bilinear", "hamming", "bicubic", "lanczos"]
+
+
+def fit_image(
+    image: Image.Image,
+    resolution: int,
+    crop: Crop = "center",
+    interpolation: Interpolation = "lanczos",
+    generator: torch.Generator | None = None,
+    name: object = "image",
+) -> Image.Image:
+    """``image`` as a square of ``resolution`` pixels a side.
+
+    The shorter side becomes ``resolution``, the longer one floor(resolution × longer / shorter); then a
+    square is cut. An image that has the size already stays as it is.
+
+    Args:
+        image: in mode L or RGB.
+        resolution: pixels of a side, at least 1.
+        crop: ``center``, where an odd pixel goes as in torchvision (half is rounded to even), or ``random``.
+        interpolation: Pillow's filter of that name.
+        generator: of the place of a random crop: uniform, one draw for rows, then one for columns; torch's
+            own without.
+        name: for the message.
+
+    Raises:
+        HddmError: for an image so long that it would have more than `LARGEST_IMAGE` pixels when scaled.
+    """
+    width, height = image.size
+    shorter = min(width, height)
+    size = resolution * width // shorter, resolution * height // shorter
+    if size[0] * size[1] > LARGEST_IMAGE:
+        raise HddmError(f"{name}: {width}×{height} becomes {size[0]}×{size[1]}; crop it or remove it")
+    if size != image.size:
+        image = image.resize(size, Image.Resampling[interpolation.upper()])
+    spare = size[1] - resolution, size[0] - resolution
+    if crop == "center":
+        top, left = (round(pixels / 2) for pixels in spare)
+    else:
+        top, left = (
+            int(torch.randint(pixels + 1, (), generator=generator)) if pixels else 0 for pixels in spare
+        )
+    if size == (resolution, resolution):
+        return image
+    return image.crop((left, top, left + resolution, top + resolution))
+
+
+CELL = 96
+"""Pixels of a cell's side."""
+_GAP = 2
+_GROUND = (128, 128, 128)
+Key = TypeVar("Key")
+
+
+def contact_sheet(
+    rows: Sequence[Sequence[Key]], read: Callable[[Key], Image.Image], columns: int, cell: int = CELL
+) -> Image.Image:
+    """One picture of the images that ``read`` gives, one of them in memory at a time.
+
+    Args:
+        rows: what stands for each image, row by row.
+        read: the image that something stands for.
+        columns: images in a row, at most.
+        cell: side in pixels of the square that each is scaled to fit: small ones by a whole factor, so that
+            their pixels stay what they are.
+    """
+    pitch = cell + _GAP
+    sheet = Image.new("RGB", (columns * pitch - _GAP, len(rows) * pitch - _GAP), _GROUND)
+    for line, row in enumerate(rows):
+        for column, key in enumerate(row):
+            image = fitted(read(key).convert("RGB"), cell)
+            left, top = column * pitch, line * pitch
+            sheet.paste(image, (left + (cell - image.width) // 2, top + (cell - image.height) // 2))
+    return sheet
+
+
+def fitted(image: Image.Image, side: int) -> Image.Image:
+    """``image`` as large as a square of ``side`` allows, enlarged by a whole factor only."""
+    longest = max(image.size)
+    if longest <= side:
+        factor = side // longest
+        return image.resize((image.width * factor, image.height * factor), Image.Resampling.NEAREST)
+    size = tuple(max(1, round(one * side / longest)) for one in image.size)
+    return image.resize((size[0], size[1]), Image.Resampling.LANCZOS)
+
+
+def lines_of(keys: Sequence[Key], columns: int) -> list[Sequence[Key]]:
+    """``keys`` in rows of ``columns``."""
+    return [keys[start : start + columns] for start in range(0, len(keys), columns)]
+
 
 _BORDER = 96
 

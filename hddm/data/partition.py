@@ -1,5 +1,16 @@
-"""Dividing images into shards of similar content and nearly equal size."""
+"""Which images are kept from training, and what share of them leaves every shard enough on both sides.
 
+The hash of its pixels decides for each image. So equal images are on one side, and an image is on the same
+side for any number of shards, any features, and after others were added or removed: what judges the experts
+of one partition was not trained on in another. The price is that a share is met on average.
+
+Shards on disk, out of a source of images and the shard of each.
+
+Dividing images into shards of similar content and nearly equal size.
+"""
+
+import hashlib
+import math
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,18 +22,193 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors.numpy import save_file
 
-from hddm.data.clustering import Hierarchy, cluster
-from hddm.data.clustering_proposal import Candidate, best, propose
-from hddm.data.equal_images import count_copies
+from hddm.data.clustering import Candidate, Hierarchy, best, cluster, propose
+from hddm.data.decoding import count_copies
 from hddm.data.feature_cache import ImageFeatures, compute_features
 from hddm.data.features import Extractor, open_extractor
-from hddm.data.held_out import check_rest, check_share, images_needed, numbers_of
 from hddm.data.partition_report import write_report
-from hddm.data.partition_writing import write_shards
-from hddm.data.shard_records import FORMAT, MIN_IMAGES, PARTITION_FILE, PartitionFacts, holds_shard
+from hddm.data.shard_records import (
+    FORMAT,
+    HELD_OUT,
+    MANIFEST,
+    MIN_IMAGES,
+    PARTITION_FILE,
+    ImageEntry,
+    Manifest,
+    PartitionFacts,
+    content_hash,
+    holds_shard,
+)
 from hddm.data.sources import ImageSource, open_source
-from hddm.errors import HddmError, UsageError
-from hddm.files import check_absent, new_folder, write_json, writing
+from hddm.utils.errors import HddmError, UsageError, counted
+from hddm.utils.files import check_absent, link_or_copy, new_folder, write_json, writing
+
+_ROUNDING = 1e-9
+
+
+def numbers_of(digests: NDArray[np.uint8]) -> NDArray[np.float64]:
+    """Numbers (M,) in [0, 1), the first 8 bytes of ``digests`` (M, 32); a share takes those below it."""
+    numbers: NDArray[np.float64] = np.ascontiguousarray(digests[:, :8]).view(">u8")[:, 0] / 2.0**64
+    return numbers
+
+
+def images_needed(share: float) -> float:
+    """Images that a shard needs, so that `MIN_IMAGES` are to be expected on both sides."""
+    return MIN_IMAGES / (min(share, 1 - share) if share else 1)
+
+
+def check_share(images: Path, num: int, num_shards: int, share: float) -> None:
+    """Refuse a share in (0, 1) that leaves shards too few images on a side: known without their features.
+
+    Args:
+        images: for the message.
+        num: how many there are.
+        num_shards: K; num / K are in a shard.
+        share: that is to be held out.
+
+    Raises:
+        HddmError: with the nearest share that works.
+    """
+    each = num / num_shards
+    if each * (1 + _ROUNDING) >= images_needed(share):
+        return
+    start = f"{images}: --held-out {share:g} of {num} images in {counted(num_shards, 'shard')}"
+    if each < 2 * MIN_IMAGES:
+        raise HddmError(
+            f"{start}: a shard has about {each:.0f}, and needs {MIN_IMAGES} to train on and {MIN_IMAGES} "
+            "to be judged by; take fewer shards or hold none out"
+        )
+    if share <= 0.5:
+        least = _rounded(MIN_IMAGES / each, up=True)
+        raise HddmError(
+            f"{start} are about {share * each:.1f} a shard, too few to judge its expert by; the "
+            f"smallest share that works is {least:g}, or take fewer shards"
+        )
+    most = _rounded(1 - MIN_IMAGES / each, up=False)
+    raise HddmError(
+        f"{start} leaves about {(1 - share) * each:.1f} a shard to train on, and {MIN_IMAGES} are needed; "
+        f"the largest share that can work is {most:g}, or take fewer shards"
+    )
+
+
+def check_rest(
+    images: Path, numbers: NDArray[np.float64], shard: NDArray[np.int64], num_shards: int, share: float
+) -> None:
+    """Refuse a share that leaves a shard fewer than `MIN_IMAGES` images to train on.
+
+    Args:
+        images: for the message.
+        numbers: (M,), as `numbers_of`.
+        shard: (M,) in [0, num_shards).
+        num_shards: K; each has `MIN_IMAGES` images.
+        share: that is to be held out.
+
+    Raises:
+        HddmError: with a share that works.
+    """
+    left = np.bincount(shard[numbers >= share], minlength=num_shards)
+    if left.min() >= MIN_IMAGES:
+        return
+    largest = min(float(np.sort(numbers[shard == k])[-MIN_IMAGES]) for k in range(num_shards))
+    raise HddmError(
+        f"{images}: with --shards {num_shards}, --held-out {share:g} shard {left.argmin()} has "
+        f"{counted(int(left.min()), 'image')} left to train on and needs {MIN_IMAGES}; --held-out "
+        f"{_rounded(largest, up=False):g} leaves every shard enough, or take fewer shards"
+    )
+
+
+def _rounded(value: float, up: bool) -> float:
+    """``value`` in (0, 1) to three significant digits, so that its user is on the safe side."""
+    factor = 10.0 ** (2 - math.floor(math.log10(value)))
+    scaled = value * factor
+    return (math.ceil(scaled - _ROUNDING) if up else math.floor(scaled + _ROUNDING)) / factor
+
+
+def write_shards(
+    source: ImageSource,
+    features: ImageFeatures,
+    shard: NDArray[np.int64],
+    held_out: NDArray[np.bool_],
+    num_shards: int,
+    folder: Path,
+    cache: Path | None = None,
+) -> list[str]:
+    """Write ``shard_k`` and, where any image of it is held out, ``held_out/shard_k``.
+
+    Images are hard links where the source has files and the file system allows, else copies.
+
+    Args:
+        source: the images.
+        features: which rows of ``source`` are meant, and the hash of each file.
+        shard: (M,) in [0, num_shards).
+        held_out: (M,), which are held out.
+        num_shards: K.
+        folder: the partition.
+        cache: where the features were kept, for the error's remedy.
+
+    Returns:
+        Hashes of the training shards.
+
+    Raises:
+        HddmError: for an image that changed since its features were computed.
+    """
+
+    def written(chosen: NDArray[np.bool_], target: Path) -> list[ImageEntry]:
+        return _write_images(source, features, chosen, target, cache)
+
+    training = [written((shard == k) & ~held_out, folder / f"shard_{k}") for k in range(num_shards)]
+    hashes = [content_hash(entries, source.classes) for entries in training]
+    whole = hashlib.sha256("\n".join(hashes).encode()).hexdigest()
+
+    def record(k: int, target: Path, entries: list[ImageEntry], of: str | None) -> None:
+        manifest = Manifest(
+            format=FORMAT,
+            shard=k,
+            num_shards=num_shards,
+            classes=list(source.classes),
+            hash=content_hash(entries, source.classes),
+            partition=whole,
+            held_out_of=of,
+            images=entries,
+        )
+        write_json(target / MANIFEST, manifest.model_dump())
+
+    for k, entries in enumerate(training):
+        record(k, folder / f"shard_{k}", entries, None)
+    for k in np.unique(shard[held_out]).tolist():
+        target = folder / HELD_OUT / f"shard_{k}"
+        record(k, target, written((shard == k) & held_out, target), hashes[k])
+    return hashes
+
+
+def _write_images(
+    source: ImageSource,
+    features: ImageFeatures,
+    chosen: NDArray[np.bool_],
+    folder: Path,
+    cache: Path | None,
+) -> list[ImageEntry]:
+    entries = []
+    for place in np.flatnonzero(chosen).tolist():
+        row = int(features.rows[place])
+        name = f"images/{source.files[row]}"
+        copy, path = folder / name, source.path(row)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        if path is None:
+            copy.write_bytes(source.read(row))
+        else:
+            link_or_copy(path, copy)
+        sha256 = hashlib.sha256(copy.read_bytes()).hexdigest()
+        if sha256 != features.files[place].tobytes().hex():
+            remedy = f"remove {cache}, or name another folder with --cache" if cache else "partition again"
+            raise HddmError(
+                f"{source.root / source.files[row]}: changed since its features were computed; {remedy}"
+            )
+        label = None if source.labels is None else int(source.labels[row])
+        caption = None if source.captions is None else source.captions[row]
+        entries.append(ImageEntry(file=name, sha256=sha256, label=label, caption=caption))
+    return entries
+
 
 FINE_PER_SHARD = 8
 
@@ -67,7 +253,7 @@ def partition(
     Args:
         images: as `hddm.data.sources.open_source`.
         out: folder of the partition.
-        num_shards: how many, or "auto" for the best of `hddm.data.clustering_proposal.propose`.
+        num_shards: how many, or "auto" for the best of `hddm.data.clustering.propose`.
         seed: of the clusters, of what pixel components are fitted on, and of the report's random pictures.
         overwrite: whether an existing partition in ``out`` may be replaced.
         features: as `hddm.data.features.open_extractor`.
@@ -75,7 +261,7 @@ def partition(
         replace_cache: whether features of other images or settings in ``cache`` may go.
         max_bad: images that may be broken; they are left out, and the record names them.
         held_out: share in [0, 1) of the images that goes to ``held_out/shard_k`` instead, on average
-            (`hddm.data.held_out`): equal images are on one side, the same one for any number of shards.
+            (`hddm.data.partition`): equal images are on one side, the same one for any number of shards.
         caption_column: as `hddm.data.sources.open_source`.
         label_column: as `hddm.data.sources.open_source`.
 

@@ -1,6 +1,9 @@
-"""What shards look like: one page with a picture grid a shard, sizes, classes and distances."""
+"""Pictures of a partition's images.
 
-from collections.abc import Iterator
+What shards look like: one page with a picture grid a shard, sizes, classes and distances.
+"""
+
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -9,11 +12,24 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hddm.data.clustering import Array, Indices, Points, normalise
+from hddm.data.decoding import open_image
 from hddm.data.feature_cache import ImageFeatures
-from hddm.data.partition_pictures import write_grid
+from hddm.data.images import contact_sheet, lines_of
 from hddm.data.shard_records import PartitionFacts
 from hddm.data.sources import ImageSource
-from hddm.wording import counted, shown
+from hddm.utils.errors import counted, shown
+
+COLUMNS = 8
+
+
+def write_grid(source: ImageSource, rows: Sequence[int], path: Path) -> None:
+    """Write images ``rows`` of ``source`` as one PNG, `COLUMNS` a line."""
+    contact_sheet(
+        lines_of(rows, COLUMNS),
+        lambda row: open_image(source.read(row), source.root / source.files[row]),
+        COLUMNS,
+    ).save(path)
+
 
 REPORT_FILE = "report.html"
 PICTURES = "pictures"

@@ -1,18 +1,47 @@
-"""Shards in memory, as training reads them."""
+"""Shards in memory, as training reads them.
 
-from collections.abc import Sequence
+An encoded shard, opened: every file checked against its hash, every tensor mapped.
+
+Any shard folder → what training reads.
+
+All shards of a partition as one: what a student of a whole ensemble is trained on.
+"""
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from hddm.components.identity import TextEncoderFacts, VaeFacts
+from hddm.data.encoding_plan import Layout, layout_of
 from hddm.data.images import decode, stack
-from hddm.data.shard_records import MIN_IMAGES, ImageEntry, read_content, read_manifest
-from hddm.data.stored import PixelStore, Stored, Texts
-from hddm.errors import HddmError
+from hddm.data.shard_records import (
+    DEVIATION,
+    MANIFEST,
+    MEAN,
+    MIN_IMAGES,
+    MIRRORED,
+    PIXELS,
+    TOKENS,
+    EncodedManifest,
+    FileFacts,
+    ImageEntry,
+    check_entries,
+    is_encoded,
+    read_content,
+    read_encoded_manifest,
+    read_entries,
+    read_manifest,
+)
+from hddm.data.stores import LatentStore, MappedPixels, PixelStore, Rows, Stored, Texts, TokenStore
+from hddm.networks.identity import TextEncoderFacts, VaeFacts
+from hddm.utils.errors import HddmError
+from hddm.utils.files import Verified, inside
+from hddm.utils.weights import read_safetensors
 
 
 @dataclass(frozen=True)
@@ -106,3 +135,186 @@ def captions_of(entries: Sequence[ImageEntry]) -> tuple[str, ...] | None:
     """Captions where every entry has one."""
     captions = tuple(entry.caption for entry in entries if entry.caption is not None)
     return captions if len(captions) == len(entries) else None
+
+
+def load_encoded(folder: Path) -> Shard:
+    """The encoded shard in ``folder``; its tensors stay on disk until they are taken.
+
+    Files that were hashed by an earlier call, and are untouched since, are not read (`hddm.utils.files`).
+
+    Raises:
+        HddmError: for a file that is outside the folder, missing or changed, for files that do not hold what
+            the manifest says, and for fewer than `MIN_IMAGES` samples to train on.
+    """
+    manifest = read_encoded_manifest(folder)
+    if manifest.num_rows < MIN_IMAGES and manifest.held_out_of is None:
+        raise HddmError(
+            f"{folder}: has {manifest.num_rows} images; an expert needs at least {MIN_IMAGES} to train on"
+        )
+    verified = Verified(folder)
+    entries = _entries(folder, manifest, verified)
+    try:
+        layout = layout_of(manifest.encoding, manifest.vae, manifest.text_encoder)
+    except HddmError as error:
+        raise HddmError(f"{folder / MANIFEST}: {error}") from error
+    parts = [_open(folder, one, layout, verified) for one in manifest.data]
+    texts = None
+    if manifest.null is not None:
+        shape, dtype = layout[TOKENS]
+        null = _open(folder, manifest.null, {TOKENS: (shape, dtype)}, verified)[TOKENS]
+        texts = TokenStore(_rows(parts, TOKENS), null[0].float())
+    verified.keep()
+    return Shard(
+        folder,
+        manifest.shard,
+        manifest.num_shards,
+        manifest.hash,
+        tuple(manifest.classes),
+        _stored(manifest, parts),
+        labels_of(entries),
+        manifest.partition,
+        manifest.held_out_of,
+        captions_of(entries),
+        manifest.vae,
+        manifest.text_encoder,
+        texts,
+    )
+
+
+def _entries(folder: Path, manifest: EncodedManifest, verified: Verified) -> list[ImageEntry]:
+    """The images that have a row, in its order."""
+    path = _checked(folder, manifest.images, verified)
+    entries = read_entries(path)
+    check_entries(path, entries, manifest.classes, manifest.hash)
+    skipped = {one.file for one in manifest.skipped}
+    entries = [entry for entry in entries if entry.file not in skipped]
+    if len(entries) != manifest.num_rows:
+        raise HddmError(
+            f"{folder / MANIFEST}: {manifest.num_rows} rows of data for {len(entries)} images; encode again"
+        )
+    return entries
+
+
+def _open(folder: Path, facts: FileFacts, layout: Layout, verified: Verified) -> Mapping[str, Tensor]:
+    tensors = read_safetensors(_checked(folder, facts, verified))
+    expected = {name: ((facts.rows, *shape), dtype) for name, (shape, dtype) in layout.items()}
+    found = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
+    if found != expected:
+        raise HddmError(f"{folder / facts.file}: holds {found}, not {expected}; encode the shard again")
+    return tensors
+
+
+def _checked(folder: Path, facts: FileFacts, verified: Verified) -> Path:
+    path = inside(folder, facts.file)
+    if not path.is_file():
+        raise HddmError(f"{folder / facts.file}: named by the manifest, and missing; take the shard anew")
+    if not verified.matches(facts.file, facts.sha256):
+        raise HddmError(f"{folder / facts.file}: changed since it was encoded; take the shard anew")
+    return path
+
+
+def _stored(manifest: EncodedManifest, parts: list[Mapping[str, Tensor]]) -> Stored:
+    vae = manifest.vae
+    if vae is None:
+        return MappedPixels(_rows(parts, PIXELS))
+    found = {name: _rows(parts, name) for name in parts[0] if name != TOKENS}
+    return LatentStore(
+        found[MEAN],
+        found.get(DEVIATION),
+        vae.scale,
+        vae.shift,
+        found.get(MIRRORED + MEAN),
+        found.get(MIRRORED + DEVIATION),
+    )
+
+
+def _rows(parts: list[Mapping[str, Tensor]], name: str) -> Rows:
+    return Rows(tuple(part[name] for part in parts))
+
+
+def open_shard(folder: Path) -> Shard:
+    """The shard in ``folder``: of images, as `hddm partition` writes it, or encoded, as `hddm encode` does.
+
+    Raises:
+        HddmError: as `hddm.data.shards.load_shard` and `hddm.data.shards.load_encoded`; for a folder
+            that is neither, with what it is.
+    """
+    if (folder / MANIFEST).is_file() and is_encoded(folder):
+        return load_encoded(folder)
+    return load_shard(folder)
+
+
+@dataclass(frozen=True)
+class JoinedStore:
+    """Samples of several stores, one after the other."""
+
+    parts: Sequence[Stored]
+
+    @cached_property
+    def ends(self) -> Tensor:
+        """(parts,): the row after the last one of each."""
+        return torch.tensor([len(part) for part in self.parts]).cumsum(0)
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        return self.parts[0].shape
+
+    def __len__(self) -> int:
+        return int(self.ends[-1])
+
+    def take(self, rows: Tensor, noise: torch.Generator | None, flip: Tensor | None) -> Tensor:
+        taken = torch.empty(len(rows), *self.shape)
+        which = self.part_of(rows)
+        for k, part in enumerate(self.parts):
+            here = which == k
+            if here.any():
+                own = rows[here] - (self.ends[k] - len(part))
+                taken[here] = part.take(own, noise, None if flip is None else flip[here])
+        return taken
+
+    def digest(self, row: int) -> bytes:
+        k = int(self.part_of(torch.tensor(row)))
+        return self.parts[k].digest(row - int(self.ends[k]) + len(self.parts[k]))
+
+    def part_of(self, rows: Tensor) -> Tensor:
+        """Index of the part that each of ``rows`` is in."""
+        return torch.searchsorted(self.ends, rows, right=True)
+
+
+def joined(shards: Sequence[Shard], folder: Path) -> Shard:
+    """All ``shards`` of the partition in ``folder`` as one shard: index 0 of 1.
+
+    Its hash, and its partition, are the partition's hash, which no shard has. So whoever matches experts by
+    their shards takes a model of it neither for an expert of one of them, nor for one that fits beside
+    these. Captions and texts are left out.
+
+    Raises:
+        HddmError: for shards that differ in shape, classes, VAE or partition.
+    """
+    first = shards[0]
+    qualities: dict[str, Callable[[Shard], Any]] = {
+        "shape": lambda one: one.shape,
+        "classes": lambda one: one.classes,
+        "VAE": lambda one: one.vae,
+        "partition": lambda one: one.partition,
+    }
+    for name, of in qualities.items():
+        for other in shards:
+            if of(other) != of(first):
+                raise HddmError(
+                    f"{folder}: its shards do not belong together: {name} of {other.folder.name} is "
+                    f"{of(other)}, and {of(first)} of {first.folder.name}"
+                )
+    labels = [one.labels for one in shards if one.labels is not None]
+    digest = hashlib.sha256("\n".join(one.hash for one in shards).encode()).hexdigest()
+    return Shard(
+        folder=folder,
+        index=0,
+        num_shards=1,
+        hash=first.partition or digest,
+        classes=first.classes,
+        stored=JoinedStore([one.stored for one in shards]),
+        labels=torch.cat(labels) if len(labels) == len(shards) else None,
+        partition=first.partition or digest,
+        vae=first.vae,
+    )

@@ -9,10 +9,10 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from hddm.errors import HddmError
-from hddm.files import write_whole
-from hddm.tensors import generator
-from hddm.weight_files import read_safetensors
+from hddm.utils.errors import HddmError
+from hddm.utils.files import write_whole
+from hddm.utils.tensors import generator
+from hddm.utils.weights import read_safetensors
 
 FEATURES = 64
 MOST_STEPS = 3000

@@ -1,13 +1,23 @@
-"""How varied images are, all of them and under one condition."""
+"""How varied images are, all of them and under one condition.
 
+Whether samples repeat training images: how near they lie to them, beside images that no model saw.
+
+Distances between two images: LPIPS where its weights are on disk, of features otherwise.
+"""
+
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from hddm.errors import HddmError
+from hddm.data.images import to_unit_range
+from hddm.utils.errors import HddmError
 
 MOST_ROWS = 5000
 Between = Callable[[Tensor, Tensor], Tensor]
@@ -83,3 +93,132 @@ def _pairs(num: int, most: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
     draws = np.random.default_rng(seed)
     first = draws.integers(num, size=most)
     return first, (first + draws.integers(1, num, size=most)) % num
+
+
+FEW = 40
+"""Fewer images than this on a side say little about its nearest ones."""
+_NEAR = 0.05
+_ROWS, _OTHERS = 1024, 8192
+
+
+@dataclass(frozen=True)
+class Memorisation:
+    """Distances of samples to their nearest training image, against those of held-out images.
+
+    ``ratio`` of the means is about 1 where samples lie as far from the training images as fresh images do,
+    well below 1 where they repeat them, above 1 where they lie off the data. ``half_width`` is that of its
+    95 % interval. ``share_near`` is the share of samples nearer to a training image than 95 % of the held-out
+    images are: 0.05 for fresh images; None with ``few_images``. ``copies`` counts held-out images that are
+    training images too, and make samples look better than they are. ``mirrored``: the distances are to the
+    nearer of a training image and its mirror image; without it, a mirrored copy passes for a fresh image.
+    """
+
+    ratio: float
+    half_width: float
+    share_near: float | None
+    few_images: bool
+    copies: int
+    mirrored: bool = False
+
+
+def memorisation(samples: Tensor, fresh: Tensor, mirrored: bool = False) -> Memorisation:
+    """The figures of two sets of distances to the nearest training image.
+
+    Args:
+        samples: (n,), of samples.
+        fresh: (m,), of held-out images.
+        mirrored: whether `nearest_distances` took mirror images of both.
+
+    Raises:
+        HddmError: for fewer than 2 distances a side, or where held-out images repeat training images exactly.
+    """
+    if min(len(samples), len(fresh)) < 2:
+        raise HddmError(
+            f"memorising is judged by at least 2 samples and 2 held-out images, not {len(samples)} and "
+            f"{len(fresh)}"
+        )
+    ours, theirs = samples.double(), fresh.double()
+    if theirs.mean() == 0:
+        raise HddmError("every held-out image is also a training image: hold others out")
+    ratio = (ours.mean() / theirs.mean()).item()
+    # Of a ratio of independent means, to first order.
+    errors = [side.var() / len(side) for side in (ours, theirs)]
+    variance = (errors[0] + ratio**2 * errors[1]) / theirs.mean() ** 2
+    few = min(len(ours), len(theirs)) < FEW
+    near = None if few else (ours < theirs.quantile(_NEAR)).double().mean().item()
+    return Memorisation(ratio, 1.96 * variance.sqrt().item(), near, few, int((theirs == 0).sum()), mirrored)
+
+
+def nearest_distances(rows: Tensor, others: Tensor, mirrored: bool = False) -> Tensor:
+    """Euclidean distance over pixels (n,) of each image in ``rows`` to the nearest of ``others``.
+
+    Args:
+        rows: (n, …), of any dtype.
+        others: (m, …), in the same scale.
+        mirrored: whether ``others`` are taken mirrored left to right too, in twice the time.
+    """
+    return torch.cat([_nearest(chunk.flatten(1).float(), others, mirrored) for chunk in rows.split(_ROWS)])
+
+
+def _nearest(rows: Tensor, others: Tensor, mirrored: bool) -> Tensor:
+    best = torch.full((len(rows),), torch.inf)
+    for chunk in others.split(_OTHERS):
+        for seen in (chunk, chunk.flip(-1)) if mirrored else (chunk,):
+            flat = seen.flatten(1).float()
+            # cdist's distances of equal rows are not 0 (it multiplies matrices); it only finds the nearest.
+            found = flat[torch.cdist(rows, flat).argmin(1)]
+            best = best.minimum((rows - found).norm(dim=1))
+    return best
+
+
+TRUNK = "alexnet-owt-7be5be79.pth"
+"""torchvision's AlexNet, below LPIPS; the last layers come with the package ``lpips``."""
+SMALLEST = 32
+"""Pixels of a side, below which AlexNet's last maps vanish."""
+LPIPS = "LPIPS (AlexNet)"
+PAIRS, FEATURE_PAIRS = 100, 20_000
+"""Pairs of a condition that are measured at most, by LPIPS and in feature space."""
+_BATCH = 32
+
+
+def why_not_lpips(side: int) -> str | None:
+    """Why LPIPS cannot be had for images of ``side`` pixels, None where it can."""
+    if side < SMALLEST:
+        return f"LPIPS needs images of {SMALLEST} pixels a side, and these have {side}"
+    if find_spec("lpips") is None:
+        return "the package lpips is not installed"
+    if not _trunk().is_file():
+        return f"{TRUNK} is not in {_trunk().parent}"
+    return None
+
+
+def feature_distance(features: Tensor) -> Between:
+    """Euclidean distance between rows of ``features`` (n, d)."""
+    return lambda first, second: (features[first] - features[second]).norm(dim=1)
+
+
+def lpips_distance(pixels: Tensor) -> Between:
+    """LPIPS between images of ``pixels`` (n, C, H, W) in bytes, C = 1 or 3.
+
+    Source: arXiv:1801.03924, version 0.1 of its weights on AlexNet.
+    """
+    import lpips
+
+    with warnings.catch_warnings():
+        # It asks torchvision for the trunk in a way that is out of date.
+        warnings.simplefilter("ignore")
+        network: Any = lpips.LPIPS(net="alex", verbose=False).eval()
+
+    @torch.no_grad()
+    def between(first: Tensor, second: Tensor) -> Tensor:
+        found = [
+            network(*(to_unit_range(pixels[rows]).expand(-1, 3, -1, -1) for rows in both)).flatten()
+            for both in zip(first.split(_BATCH), second.split(_BATCH), strict=True)
+        ]
+        return torch.cat(found)
+
+    return between
+
+
+def _trunk() -> Path:
+    return Path(torch.hub.get_dir()) / "checkpoints" / TRUNK

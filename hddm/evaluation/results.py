@@ -1,13 +1,18 @@
-"""Results of evaluations on disk, and the sides that are made of them."""
+"""Results of evaluations on disk, and the sides that are made of them.
 
+Whether results compare: what differs between them beside the model.
+"""
+
+import json
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hddm.errors import HddmError
-from hddm.facts import check_format
-from hddm.files import read_json, write_json, write_whole
+from hddm.utils.errors import HddmError, did_you_mean
+from hddm.utils.files import read_json, write_json, write_whole
+from hddm.utils.records import check_format
 
 FORMAT = "1.1"
 KIND = "evaluation"
@@ -83,3 +88,134 @@ def _read(path: Path) -> Result:
     if missing:
         raise HddmError(f"{path}: lacks {missing[0]!r}; evaluate the images again")
     return Result(path, content)
+
+
+OWN = {"source", "seed", "start", "num_images", "batch_size", "offload", "max_memory", "format", "hddm"}
+"""Of the sampling record: what tells models and seeds apart, or changes no image."""
+_LABELS, _NAMES = "class_labels", "class_names"
+_DATA = ("reference", "held_out", "shards")
+_UNKNOWN = "not recorded"
+Fields = dict[str, Any]
+
+
+def refuse_incomparable(sides: Sequence[Side], varies: Sequence[str] = ()) -> None:
+    """Refuse results that differ in more than their models and seeds.
+
+    Args:
+        sides: what is compared.
+        varies: names of sampling settings that differ on purpose.
+
+    Raises:
+        HddmError: for a name in ``varies`` that is no sampling setting; with a line for every result that is
+            marked as not comparable, every field that differs, and every pair within a side that is of the
+            same images.
+    """
+    results = [result for side in sides for result in side.results]
+    fields = [_fields(result) for result in results]
+    _check_names(varies, fields)
+    lines = [f"{r.path}: not comparable: {reason}" for r in results for reason in _reasons(r)]
+    lines += _given_twice(sides)
+    lines += [_repeated(side, result, other) for side in sides for result, other in _twins(side)]
+    differing = [
+        name
+        for name in dict.fromkeys(name for one in fields for name in one)
+        if len({_shown(one, name) for one in fields if _says(one, name)}) > 1
+    ]
+    # Other labels have other names, which are told with them.
+    allowed = {*varies, _NAMES} if _LABELS in differing else set(varies)
+    differing = [name for name in differing if name not in allowed]
+    lines += [f"{name}: {_values(name, results, fields)}" for name in differing]
+    if lines:
+        mended = len(lines) == len(differing) and not any(map(_is_fixed, differing))
+        remedy = "; --varies NAME declares a sampling setting that differs on purpose" if mended else ""
+        raise HddmError(f"these results do not compare{remedy}", lines)
+
+
+def _fields(result: Result) -> Fields:
+    """All that must agree, by name; sampling settings by their own names."""
+    content = result.content
+    features, data = content["features"], content["data"]
+    fields = {f"features.{key}": features.get(key) for key in ("name", "hash", "resize")}
+    fields |= {"images": data["images"]["images"], "images.shape": data["images"]["shape"]}
+    for side in _DATA:
+        facts = data.get(side)
+        fields |= {f"{side}.images": facts and facts["images"], f"{side}.hash": facts and facts["hash"]}
+    if "split" in content:
+        fields["split"] = content["split"]
+    sampling = content.get("sampling")
+    if sampling is None:
+        return {**fields, "sampling": _UNKNOWN}
+    return {**fields, "sampling": "recorded", **{k: v for k, v in sampling.items() if k not in OWN}}
+
+
+def _check_names(varies: Sequence[str], fields: Sequence[Fields]) -> None:
+    known = [name for one in fields for name in one if not _is_fixed(name)]
+    for name in varies:
+        if name not in known:
+            raise HddmError(
+                f"--varies {name}: is no sampling setting of these results"
+                f"{did_you_mean(name, known) or '; only those may differ on purpose'}"
+            )
+
+
+def _is_fixed(name: str) -> bool:
+    """Whether a field is no sampling setting, so that `--varies` does not allow it to differ."""
+    return name.startswith(("features.", "images", "split", *_DATA))
+
+
+def _given_twice(sides: Sequence[Side]) -> list[str]:
+    # Seeds of a benchmark lie in one file.
+    files = [{result.path.resolve(): result.path for result in side.results} for side in sides]
+    times = Counter(real for one in files for real in one)
+    names = {real: path for one in reversed(files) for real, path in one.items()}
+    return [
+        f"{names[real]}: is on {count} sides; name each result once"
+        for real, count in times.items()
+        if count > 1
+    ]
+
+
+def _reasons(result: Result) -> list[str]:
+    if result.content["comparable"]:
+        return []
+    return list(result.content["reasons"]) or ["no reason is recorded"]
+
+
+def _twins(side: Side) -> list[tuple[Result, Result]]:
+    seen: dict[str, Result] = {}
+    twins = []
+    for result in side.results:
+        first = seen.setdefault(result.content["data"]["images"]["hash"], result)
+        if first is not result:
+            twins.append((first, result))
+    return twins
+
+
+def _repeated(side: Side, result: Result, other: Result) -> str:
+    return f"{result.path} and {other.path}: the same images, which {side.name} must not count twice"
+
+
+def _values(name: str, results: Sequence[Result], fields: Sequence[Fields]) -> str:
+    """Each value with the files that have it."""
+    # In the order of the results; a benchmark's are all in one file.
+    files: dict[str, dict[str, None]] = {}
+    for result, one in zip(results, fields, strict=True):
+        files.setdefault(_told(one, name), {})[str(result.path)] = None
+    return "; ".join(f"{value} in {', '.join(paths)}" for value, paths in files.items())
+
+
+def _says(fields: Fields, name: str) -> bool:
+    """Whether a missing setting is news: names are not, and where nothing is recorded, one line is enough."""
+    return name in fields or (name != _NAMES and fields["sampling"] != _UNKNOWN)
+
+
+def _shown(fields: Fields, name: str) -> str:
+    return json.dumps(fields[name], sort_keys=True) if name in fields else _UNKNOWN
+
+
+def _told(fields: Fields, name: str) -> str:
+    """As `_shown`, but classes with their names where they are known."""
+    labels, names = fields.get(_LABELS), fields.get(_NAMES)
+    if name != _LABELS or not labels or not names:
+        return _shown(fields, name)
+    return ", ".join(f"{label} ({known})" for label, known in zip(labels, names, strict=False))

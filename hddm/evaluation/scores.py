@@ -1,4 +1,7 @@
-"""All figures of one set of images, against both sides of a split."""
+"""How near samples lie to each shard of the data.
+
+All figures of one set of images, against both sides of a split.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,22 +11,86 @@ import torch
 from torch import Tensor
 
 from hddm.data.images import to_unit_range
-from hddm.errors import HddmError
-from hddm.evaluation.diversity import Between, ConditionDiversity, diversity, within_conditions
-from hddm.evaluation.extractors import Extractor
-from hddm.evaluation.frechet import Distance, Features, Gaussian, measure
-from hddm.evaluation.kid import KernelDistance, kernel_distance
-from hddm.evaluation.memorisation import Memorisation, memorisation, nearest_distances
-from hddm.evaluation.perceptual import (
+from hddm.evaluation.distances import (
+    Distance,
+    Features,
+    Gaussian,
+    KernelDistance,
+    PrecisionRecall,
+    kernel_distance,
+    measure,
+    precision_recall,
+)
+from hddm.evaluation.diversity import (
     FEATURE_PAIRS,
     LPIPS,
     PAIRS,
+    Between,
+    ConditionDiversity,
+    Memorisation,
+    diversity,
     feature_distance,
     lpips_distance,
+    memorisation,
+    nearest_distances,
     why_not_lpips,
+    within_conditions,
 )
-from hddm.evaluation.precision_recall import PrecisionRecall, precision_recall
-from hddm.evaluation.shards import ShardDistance, ShardMeter
+from hddm.evaluation.features import Extractor
+from hddm.utils.errors import HddmError
+
+_CHUNK = 1024
+
+
+@dataclass(frozen=True)
+class ShardDistance:
+    """Fréchet distances to the ``images`` of one shard.
+
+    ``all`` is of all samples: what one expert's samples are judged by. ``own`` is of those ``samples`` whose
+    nearest training image in feature space lies in this shard: how well a mixture does there. It is None for
+    fewer than 2. Either is marked where a side has no more images than features.
+    """
+
+    shard: int
+    images: int
+    all: Distance
+    samples: int
+    own: Distance | None
+
+
+class ShardMeter:
+    """Measures samples against shards.
+
+    Args:
+        shards: features (n_k, d) of the images of each shard.
+        resamples: of the bootstrap.
+    """
+
+    def __init__(self, shards: Sequence[Features], resamples: int = 100) -> None:
+        self._shards, self._resamples = shards, resamples
+        self._moments = [Gaussian.of(shard) for shard in shards]
+
+    def measure(self, features: Features) -> tuple[ShardDistance, ...]:
+        """Distances of samples with ``features`` (n, d) to every shard, in order."""
+        owner = self._nearest_shard(torch.from_numpy(features)).numpy()
+        found = []
+        for k, shard in enumerate(self._shards):
+            own = features[owner == k]
+            distance = self._distance(own, k) if len(own) > 1 else None
+            found.append(ShardDistance(k, len(shard), self._distance(features, k), len(own), distance))
+        return tuple(found)
+
+    def _distance(self, features: Features, k: int) -> Distance:
+        shard, moments = self._shards[k], self._moments[k]
+        return measure(features, shard, self._resamples, allow_few=True, target=moments)
+
+    def _nearest_shard(self, rows: Tensor) -> Tensor:
+        owners = []
+        for chunk in rows.split(_CHUNK):
+            nearest = [torch.cdist(chunk, torch.from_numpy(shard)).amin(1) for shard in self._shards]
+            owners.append(torch.stack(nearest).argmin(0))
+        return torch.cat(owners)
+
 
 _BATCH = 512
 
@@ -113,7 +180,7 @@ class Scorer:
         Labels are class numbers of the training images where these have some.
 
         Raises:
-            HddmError: as `hddm.evaluation.frechet.measure`, for too few images.
+            HddmError: as `hddm.evaluation.distances.measure`, for too few images.
         """
         side = self._side(pixels)
         training, held_out = self._training, self._held_out

@@ -1,1 +1,4 @@
-"""Training one expert on one shard, and the router on all."""
+"""Training of experts, routers and students: settings, loop, exact resume, calibration, verification.
+
+May import `experts` and what is below. Start with `expert`, then `loop`, `resume` and `run_folder`.
+"""

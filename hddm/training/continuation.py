@@ -1,7 +1,7 @@
 """Training an expert on: from the weights and conventions of one that exists, on another shard.
 
 With flow matching any expert learns the velocity through the exact conversion, in the parametrisation of
-`hddm.parametrisation`; what it predicts, and on which schedule, stays. An init that was trained on before
+`hddm.calibration`; what it predicts, and on which schedule, stays. An init that was trained on before
 keeps the calibration of that training, since its weights mean something in that one only.
 """
 
@@ -12,31 +12,40 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hddm.calibration import LABELS, Calibration
-from hddm.data.open_shard import open_shard
-from hddm.data.shards import Shard
-from hddm.errors import HddmError, UsageError
-from hddm.expert_files import foreign_calibration
-from hddm.experts import EXPERT_FILE, FORMAT, Expert, ExpertFacts, read_expert, save_expert
-from hddm.facts import read_facts
-from hddm.loading import field_of
-from hddm.moments import Moments
-from hddm.networks import OPTIONAL_CONDITIONS
-from hddm.objectives import Objective
-from hddm.parametrisation import KAPPA, bounded_gain
-from hddm.predictions import PredictionType
+from hddm.calibration import KAPPA, LABELS, Calibration, Moments, bounded_gain
+from hddm.data.shards import Shard, open_shard
+from hddm.experts.loading import field_of
+from hddm.experts.records import (
+    EXPERT_FILE,
+    FORMAT,
+    Expert,
+    ExpertFacts,
+    foreign_calibration,
+    read_expert,
+    save_expert,
+)
+from hddm.networks.wrappers import OPTIONAL_CONDITIONS
 from hddm.schedules import from_config
-from hddm.training.batches import check_conditions, drawing, losing
-from hddm.training.data_identity import encoding_of, hash_of
+from hddm.training.expert import begun_with
 from hddm.training.loop import Fitted, OnStep, Task
 from hddm.training.lora import adapter_facts, add_adapter, refuse_as_base, save_adapted
-from hddm.training.networks import begun_with
-from hddm.training.runs import finished, train
+from hddm.training.objectives import Objective, check_conditions, drawing, losing
+from hddm.training.resume import encoding_of, hash_of
+from hddm.training.run import finished, train
 from hddm.training.settings import ExpertSettings, RunOptions
-from hddm.training.shard_calibration import calibrated_on, calibration_rows, placed, shard_record
-from hddm.training.shard_fit import TEXT, check_fit, shard_facts
+from hddm.training.shard_fit import (
+    TEXT,
+    calibrated_on,
+    calibration_rows,
+    check_fit,
+    placed,
+    shard_facts,
+    shard_record,
+)
 from hddm.training.watching import watching
-from hddm.velocity import VelocityField
+from hddm.utils.errors import HddmError, UsageError
+from hddm.utils.records import read_facts
+from hddm.velocity import PredictionType, VelocityField
 
 
 def continue_expert(
@@ -56,7 +65,7 @@ def continue_expert(
         shard_folder: as `hddm.data.partition.partition` writes it.
         out: the expert folder to write.
         settings: as for a new expert; ``size`` has no say. With a ``lora_rank`` an adapter is trained, and
-            ``out`` holds that alone (`hddm.adapters`).
+            ``out`` holds that alone (`hddm.experts.lora`).
         overwrite: whether an existing ``out`` is replaced.
         on_step: called after each step with its number, loss and seconds.
         kappa: bound of the gain of flow matching; an init that was trained on before keeps its own.

@@ -7,8 +7,8 @@ from types import TracebackType
 import torch
 from torch import Tensor, nn
 
-from hddm.errors import HddmError
 from hddm.training.settings import LoopSettings
+from hddm.utils.errors import HddmError
 
 
 class Device:

@@ -1,4 +1,6 @@
-r"""Distillation: one dense student from an ensemble of experts, whatever each of them was trained to predict.
+r"""What a student learns from: an ensemble, asked for one expert a sample or for its mixture.
+
+Distillation: one dense student from an ensemble of experts, whatever each of them was trained to predict.
 
     E || student(x_t, t) - v_teacher ||²,   x_t = (1 - t) x_0 + t eps
 
@@ -23,35 +25,185 @@ student is a flow expert on the linear path, and is calibrated on the whole data
 It may begin with the network of one: on one shard in K that is the expert's own target already.
 """
 
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from hddm.data.open_shard import open_shard
 from hddm.data.shard_records import find_shards
-from hddm.data.whole import joined
-from hddm.ensemble import Ensemble
-from hddm.errors import HddmError, UsageError
-from hddm.experts import EXPERT_FILE, Expert, ExpertFacts, null_conditions, read_expert, save_expert
-from hddm.loading import field_of
-from hddm.models.transformer import ExpertTransformer
-from hddm.objectives import TIME_SCALE, Objective
-from hddm.tensors import append_dims
-from hddm.training.batches import drawing
-from hddm.training.data_identity import data_of
-from hddm.training.expert import expert_facts
+from hddm.data.shards import Shard, joined, open_shard
+from hddm.ensemble import Ensemble, Strategy
+from hddm.experts.loading import Parts, ensemble_of, expert_set, field_of, open_parts
+from hddm.experts.records import (
+    EXPERT_FILE,
+    Expert,
+    ExpertFacts,
+    UnreadExpert,
+    null_conditions,
+    read_expert,
+    save_expert,
+)
+from hddm.networks.folders import sha256_once
+from hddm.networks.transformers import ExpertTransformer
+from hddm.training.expert import begun_with, expert_facts, new_network
 from hddm.training.loop import Fitted, Inputs, OnStep, Task
-from hddm.training.networks import begun_with, new_network
-from hddm.training.runs import finished, train
+from hddm.training.objectives import TIME_SCALE, Objective, drawing
+from hddm.training.resume import data_of
+from hddm.training.run import finished, train
 from hddm.training.settings import DistillSettings as DistillSettings
 from hddm.training.settings import RunOptions
-from hddm.training.shard_calibration import calibrated_on, placed
-from hddm.training.teachers import LABELS, open_teacher
+from hddm.training.shard_fit import calibrated_on, check_fit, placed
 from hddm.training.watching import watching
+from hddm.utils.errors import HddmError, UsageError
+from hddm.utils.records import MANIFEST
+from hddm.utils.tensors import append_dims
+
+LABELS = "class_labels"
+
+
+@dataclass(frozen=True)
+class Teacher:
+    """An ensemble, opened and held against the data; its experts are read when they are first asked.
+
+    ``experts`` (shards,) is the index of the expert of each shard, None for the mixture. ``record`` holds
+    plain values that say what it is; two teachers with the same record have the same velocity.
+    """
+
+    parts: Parts
+    experts: Tensor | None
+    record: dict[str, Any]
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """Names of the classes that its experts take labels of; empty where none does."""
+        return next((one.facts.classes for one in self.parts.experts if one.facts.classes), ())
+
+    @property
+    def licence(self) -> str | None:
+        """All licences that its experts state, of which a student is under every one; None for none."""
+        stated = {one.facts.licence for one in self.parts.experts if one.facts.licence}
+        return " AND ".join(sorted(stated)) or None
+
+    def on(self, device: torch.device) -> Ensemble:
+        """The ensemble in float32 on a device."""
+        router = self.parts.router
+        if router is not None:
+            router.to(device)
+        held = expert_set(self.parts, torch.float32, device)
+        return ensemble_of(held, router, self.parts.router_facts, self.parts.facts)
+
+
+def open_teacher(
+    folder: Path,
+    whole: Shard,
+    shards: Sequence[Shard],
+    kind: Literal["shard", "routed"],
+    condition_dropout: float,
+) -> Teacher:
+    """The teacher in ``folder`` for a student of ``shards``.
+
+    Args:
+        folder: of an ensemble, or of one expert.
+        whole: the data.
+        shards: the same by shards.
+        kind: ``shard``: each sample's own expert, known by the hash of its shard. ``routed``: the mixture,
+            by the strategy in the folder.
+        condition_dropout: share of samples that are to be learned without their conditions.
+
+    Raises:
+        HddmError: for a folder that cannot be read, a shard without its expert, a strategy that is no
+            mixture, conditions other than classes, classes that the data has not, or samples of another
+            shape or space.
+    """
+    parts = open_parts(folder, torch.float32)
+    names = [f"{folder / name}" for name in parts.facts.experts]
+    _check_conditions(names, parts.experts, whole, condition_dropout)
+    check_fit(whole, parts.experts[0].facts, parts.experts[0].unread.network)
+    experts = None
+    if kind == "shard":
+        experts = _by_shard(folder, parts.experts, names, shards)
+    else:
+        _check_strategy(folder, parts)
+    record: dict[str, Any] = {
+        "ensemble": folder.resolve().name,
+        "kind": kind,
+        "experts": {
+            name: {"files": _hashes(one), "shard": one.facts.shard and one.facts.shard.hash}
+            for name, one in zip(parts.facts.experts, parts.experts, strict=True)
+        },
+    }
+    if experts is None:
+        record["strategy"] = parts.facts.strategy
+        if parts.facts.router is not None:
+            record["router"] = _files(folder / parts.facts.router)
+    return Teacher(parts, experts, record)
+
+
+def _by_shard(
+    folder: Path, experts: Sequence[UnreadExpert], names: Sequence[str], shards: Sequence[Shard]
+) -> Tensor:
+    places = {one.facts.shard.hash: k for k, one in enumerate(experts) if one.facts.shard is not None}
+    missing = [one for one in shards if one.hash not in places]
+    if missing:
+        lines = [f"{one.folder} ({one.hash[:12]}): no expert was trained on it" for one in missing]
+        lines += [
+            f"{name}: records no shard"
+            for name, one in zip(names, experts, strict=True)
+            if one.facts.shard is None
+        ]
+        raise HddmError(
+            f"{folder}: --teacher shard needs the expert of every shard; take the partition that they were "
+            "trained on, or --teacher routed",
+            lines,
+        )
+    return torch.tensor([places[one.hash] for one in shards])
+
+
+def _check_strategy(folder: Path, parts: Parts) -> None:
+    strategy = parts.facts.strategy
+    if Strategy.parse(strategy).kind == "draw":
+        raise HddmError(
+            f"{folder}: its strategy is draw, one expert a sample and no mixture; assemble it with another "
+            "--strategy, or take --teacher shard"
+        )
+    if parts.router is None and len(parts.experts) > 1:
+        raise HddmError(f"{folder}: --teacher routed needs its router, and it has none; take --teacher shard")
+
+
+def _check_conditions(
+    names: Sequence[str], experts: Sequence[UnreadExpert], shard: Shard, dropout: float
+) -> None:
+    for name, one in zip(names, experts, strict=True):
+        facts = one.facts
+        others = [condition for condition in facts.conditions if condition != LABELS]
+        if others:
+            raise HddmError(f"{name}: takes {', '.join(others)}; a student learns classes, and no texts yet")
+        if LABELS not in facts.conditions:
+            continue
+        if shard.labels is None or shard.classes != facts.classes:
+            raise HddmError(
+                f"{shard.folder}: its classes are {list(shard.classes)}, and those of {name} are "
+                f"{list(facts.classes)}"
+            )
+        if dropout and facts.null_class != len(facts.classes):
+            raise HddmError(
+                f"{name}: has no label {len(facts.classes)} for no class (its null class is "
+                f"{facts.null_class}); pass --condition-dropout 0"
+            )
+
+
+def _hashes(expert: UnreadExpert) -> dict[str, str]:
+    return {} if expert.folder is None else _files(expert.folder)
+
+
+def _files(folder: Path) -> dict[str, str]:
+    """SHA-256 by name of what gives a model its velocity: weights, calibration and records."""
+    kept = (path for path in folder.iterdir() if path.suffix in (".safetensors", ".json"))
+    paths = sorted(path for path in kept if path.name != MANIFEST and not path.name.startswith("."))
+    return {path.name: sha256_once(path) for path in paths}
 
 
 def distill(
@@ -67,7 +219,7 @@ def distill(
     """Train one flow expert to have the velocity of an ensemble, and write its folder.
 
     Its record names the teacher with the hashes of all its files, and as its shard the whole partition
-    (`hddm.data.whole.joined`). Licences that the teacher's experts state hold for it too.
+    (`hddm.data.shards.joined`). Licences that the teacher's experts state hold for it too.
 
     Args:
         ensemble_folder: the teacher; one expert's folder is an ensemble of one.
@@ -84,7 +236,7 @@ def distill(
         The loss of every step.
 
     Raises:
-        HddmError: as `hddm.training.teachers.open_teacher` and `hddm.training.expert.train_expert`, for
+        HddmError: as `hddm.training.distill.open_teacher` and `hddm.training.expert.train_expert`, for
             shards that do not belong together or do not fit the teacher, and for an ``init`` that is no flow
             expert of such samples and classes.
         Stopped: after a signal, with the run saved.

@@ -1,27 +1,63 @@
-"""Training one expert alone, on its shard."""
+"""What trainings begin with: fresh networks of a named size for images of a given shape, or an expert.
 
+Training one expert alone, on its shard.
+"""
+
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, TypeVar
 
-from hddm.data.open_shard import open_shard
-from hddm.data.shards import Shard
-from hddm.errors import HddmError, UsageError
-from hddm.experts import EXPERT_FILE, Expert, ExpertFacts, null_conditions, save_expert
-from hddm.loading import field_of
-from hddm.models.transformer import ExpertTransformer
-from hddm.objectives import Objective
-from hddm.schedules import Schedule, from_diffusers
-from hddm.schedules.diffusers_configs import declared_prediction_type
-from hddm.training.batches import check_conditions, drawing, losing
-from hddm.training.data_identity import expert_data
+import torch
+from diffusers import ModelMixin
+
+from hddm.data.shards import Shard, open_shard
+from hddm.experts.loading import field_of
+from hddm.experts.lora import ADAPTER_WEIGHTS
+from hddm.experts.records import EXPERT_FILE, Expert, ExpertFacts, null_conditions, save_expert
+from hddm.networks.folders import WEIGHTS
+from hddm.networks.identity import size_config
+from hddm.networks.transformers import ExpertTransformer
+from hddm.schedules import Schedule, declared_prediction_type, from_diffusers
 from hddm.training.loop import Fitted, OnStep, Task
-from hddm.training.networks import new_network
-from hddm.training.runs import finished, train
+from hddm.training.objectives import Objective, check_conditions, drawing, losing
+from hddm.training.resume import expert_data
+from hddm.training.run import finished, train
 from hddm.training.settings import ExpertSettings as ExpertSettings
 from hddm.training.settings import RunOptions
-from hddm.training.shard_calibration import calibrated_on, placed
-from hddm.training.shard_fit import shard_facts
+from hddm.training.shard_fit import calibrated_on, placed, shard_facts
 from hddm.training.watching import watching
+from hddm.utils.errors import HddmError, UsageError
+from hddm.utils.files import sha256_of
+
+Network = TypeVar("Network", bound=ModelMixin)
+
+
+def begun_with(init: Path) -> dict[str, str]:
+    """What a record says of the expert folder that a training began with."""
+    weights = WEIGHTS if (init / WEIGHTS).is_file() else ADAPTER_WEIGHTS
+    return {"init": init.resolve().name, "init_sha256": sha256_of(init / weights)}
+
+
+def new_network(kind: type[Network], size: str, shape: Sequence[int], seed: int, **arguments: Any) -> Network:
+    """A ``kind`` of network of named ``size`` for images of ``shape`` (C, H, W).
+
+    Its weights depend on ``seed`` alone; torch's global generator is left as it was.
+
+    Raises:
+        HddmError: for an unknown size, or images that are not squares of whole patches.
+    """
+    channels, height, width = shape
+    config = size_config(size)
+    if height != width or height % config["patch_size"]:
+        raise HddmError(
+            f"images are {width}×{height}; --size {size} takes squares with a side divisible by "
+            f"{config['patch_size']}"
+        )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        network: Network = kind(sample_size=height, in_channels=channels, **config, **arguments)
+    return network
 
 
 def train_expert(

@@ -5,11 +5,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hddm.errors import HddmError, did_you_mean
-from hddm.training.finished import expert_is_finished
-from hddm.training.run_records import run_folder_of
+from hddm.training.logs import Trend
+from hddm.training.resume import expert_is_finished, run_folder_of
 from hddm.training.settings import ExpertSettings, RunOptions
-from hddm.training.trend import Trend
+from hddm.utils.errors import HddmError, did_you_mean
 
 OBJECTIVES = ("ddpm", "flow")
 REST = "*"

@@ -1,24 +1,225 @@
-"""Many experts at once on one machine: a process each, started again from its last checkpoint if it dies."""
+"""Islands in training: made ready together, then each trained by whoever runs it.
+
+An island's own process: trains, tells how far it is, and ends with whoever started it.
+
+To be stopped it gets a message, not a signal: a scheduler, or Ctrl-C in a terminal, signals every process at
+once, and a second signal would end a training that is just being saved.
+
+Many experts at once on one machine: a process each, started again from its last checkpoint if it dies.
+"""
 
 import contextlib
 import logging
 import multiprocessing
 import os
 import signal
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
+from types import FrameType
 
 import torch
+from safetensors import SafetensorError
 
-from hddm.errors import HddmError
+from hddm.experts.records import EXPERT_FILE
+from hddm.training.continuation import continue_expert
+from hddm.training.expert import ddpm_schedule, train_expert
 from hddm.training.island_jobs import Island, Outcome
-from hddm.training.island_process import Ended, Logged, Stepped, work
-from hddm.training.island_training import prepare, threaded
-from hddm.training.signals import Stopped, StopRequest
-from hddm.workers import compute_environment, environment
+from hddm.training.logs import Trend, mean, trend_of
+from hddm.training.loop import OnStep
+from hddm.training.resume import recorded, run_folder_of
+from hddm.training.run import completed
+from hddm.training.run_folder import discard_runs
+from hddm.utils.errors import HddmError
+from hddm.utils.files import check_absent
+from hddm.utils.processes import SIGNALS, Stopped, StopRequest, compute_environment, environment
+
+
+def threaded(islands: Sequence[Island], default: int) -> list[Island]:
+    """``islands`` with a number of threads each: theirs, that of a run to go on with, or ``default``."""
+    return [
+        replace(one, settings=completed(one.settings, one.out if one.run.resume else None, default))
+        for one in islands
+    ]
+
+
+def prepare(islands: Sequence[Island]) -> None:
+    """Make ``islands`` ready to be gone on with, finished ones among them.
+
+    A run that ``overwrite`` without ``resume`` is to replace is removed here, so that every start after this
+    goes on with what the one before has done.
+
+    Raises:
+        HddmError: for folders that are in the way or worked on, all of them at once, before anything is
+            removed.
+    """
+    problems = [problem for island in islands for problem in _in_the_way(island)]
+    if problems:
+        raise HddmError(
+            f"{islands[0].out.parent}: holds experts or runs already; --resume goes on with them, "
+            "--overwrite starts anew",
+            problems,
+        )
+    discard_runs([island.out for island in islands if island.overwrite and not island.run.resume])
+
+
+def train_island(island: Island, on_step: OnStep | None = None) -> list[float]:
+    """Train an island that `prepare` gave, here and now; the loss of every step.
+
+    Raises:
+        HddmError: as `train_expert` and `continue_expert`, and for a disk that is full or fails.
+        Stopped: after a signal, with the run saved.
+    """
+    run = island.run.model_copy(update={"resume": True})
+    shard, out, settings, overwrite = island.shard, island.out, island.settings, island.overwrite
+    try:
+        if island.init is not None:
+            return continue_expert(island.init, shard, out, settings, overwrite, on_step, run=run)
+        schedule, source = ddpm_schedule(island.schedule)
+        return train_expert(shard, out, settings, schedule, source, overwrite, on_step, run)
+    except (OSError, SafetensorError) as error:
+        raise HddmError(
+            f"{out}: could not be written, or its data read ({error}); mend that, and --resume goes on"
+        ) from error
+
+
+def _in_the_way(island: Island) -> list[str]:
+    problems: list[str] = []
+    if island.run.resume and not island.overwrite and (island.out / EXPERT_FILE).exists():
+        return problems
+    try:
+        check_absent(island.out, EXPERT_FILE, island.overwrite)
+    except HddmError as error:
+        problems.append(error.message)
+    if recorded(island.out) and not (island.run.resume or island.overwrite):
+        problems.append(f"{run_folder_of(island.out)}: holds a run")
+    return problems
+
+
+REPORT_SECONDS = 0.1
+
+
+@dataclass(frozen=True)
+class Stepped:
+    """A step is done; since the last such message ``loss`` is the mean, NaN where none was finite.
+
+    ``seconds`` are those of these steps.
+    """
+
+    step: int
+    loss: float
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Logged:
+    """Something worth knowing happened."""
+
+    level: int
+    message: str
+
+
+@dataclass(frozen=True)
+class Ended:
+    """It ended by itself: ``done``, it cannot be done, or it was stopped."""
+
+    done: bool = False
+    trend: Trend | None = None
+    failure: HddmError | None = None
+
+
+def work(island: Island, connection: "Connection[object, int]") -> None:
+    """Train ``island``; the body of its process.
+
+    Args:
+        island: what to train.
+        connection: gets `Stepped`, `Logged` and last `Ended`, unless the process dies; a number that comes
+            is of a signal to stop as after. Its other end closed, the one who reads is gone: stop as well.
+    """
+    logger = logging.getLogger("hddm")
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+    logger.addHandler(_Forwarding(connection))
+    told = _Told(connection, island.settings.steps)
+    for one in SIGNALS:
+        signal.signal(one, told.on_signal)
+    ended = Ended()
+    try:
+        losses = train_island(island, told.on_step)
+        # No losses where the expert was there already: its process died after it had written it.
+        ended = Ended(True, trend_of(losses))
+    except Stopped:
+        pass
+    except HddmError as error:
+        ended = Ended(failure=error)
+    _send(connection, ended)
+
+
+class _Told:
+    """Listens for the request to stop."""
+
+    def __init__(self, connection: "Connection[object, int]", steps: int) -> None:
+        self._connection, self._steps = connection, steps
+        self._stopping = False
+        self._reported = 0.0
+        self._step, self._losses, self._seconds = 0, list[float](), 0.0
+
+    def on_signal(self, number: int, frame: FrameType | None) -> None:
+        # A training in its loop has a handler of its own, which calls this one; before and after it there
+        # is nothing to be saved.
+        if signal.getsignal(number) == self.on_signal:
+            raise SystemExit(128 + number)
+        self._stopping = True
+
+    def on_step(self, step: int, loss: float, seconds: float) -> None:
+        self._step = step
+        self._losses.append(loss)
+        self._seconds += seconds
+        # The last step is told before the calibration that follows it.
+        due = step == self._steps or time.monotonic() - self._reported >= REPORT_SECONDS
+        if due and not self._report():
+            self._stop(signal.SIGTERM)
+        try:
+            if self._connection.poll():
+                self._stop(self._connection.recv())
+        except (EOFError, OSError):
+            self._stop(signal.SIGTERM)
+
+    def _report(self) -> bool:
+        """Tell of the steps since the last report; False where nobody reads."""
+        message = Stepped(self._step, mean(self._losses), self._seconds)
+        self._losses, self._seconds = [], 0.0
+        self._reported = time.monotonic()
+        return _send(self._connection, message)
+
+    def _stop(self, number: int) -> None:
+        if not self._stopping:
+            self._stopping = True
+            os.kill(os.getpid(), number)
+
+
+class _Forwarding(logging.Handler):
+    """Sends what is logged to who started the process."""
+
+    def __init__(self, connection: "Connection[object, int]") -> None:
+        super().__init__()
+        self._connection = connection
+
+    def emit(self, record: logging.LogRecord) -> None:
+        _send(self._connection, Logged(record.levelno, record.getMessage()))
+
+
+def _send(connection: "Connection[object, int]", message: object) -> bool:
+    """Send where somebody still reads."""
+    try:
+        connection.send(message)
+    except OSError:
+        return False
+    return True
+
 
 RETRIES = 3
 _PATIENCE = 60.0

@@ -1,18 +1,74 @@
-"""Where figures and pictures of a training go, and that none of these places can end it.
+"""Where the loss of a training came from and got to.
+
+Where figures and pictures of a training go, and that none of these places can end it.
 
 TensorBoard's event files lie in the run folder. Over any number of resumes they read as one run: each process
 writes a file of its own, which sorts behind those before it and begins by declaring void what they hold from
 its first step on. That a killed process logged steps after its last checkpoint is therefore never seen.
+
+Weights & Biases, for those who ask for it: never a question, and resumed runs stay one run.
 """
 
 import logging
+import math
+import netrc
 import os
 import re
+import secrets
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, Protocol
+from typing import TYPE_CHECKING, Any, BinaryIO, Literal, Protocol
+from urllib.parse import urlsplit
+
+from hddm.utils.errors import HddmError, counted
+from hddm.utils.files import read_json, write_json
+
+LONGEST = 100
+SHORTEST = 10
+"""Steps that a mean is taken over, a tenth of all, at most and at least."""
+
+
+@dataclass(frozen=True)
+class Trend:
+    """Means of the loss over the ``over`` first and last steps of a training, which took ``steps``.
+
+    A single step's loss says more of its images, noise and times than of the weights. Where the steps are too
+    few to compare, both means are that of all; NaN where no loss was finite.
+    """
+
+    steps: int
+    over: int
+    first: float = math.nan
+    last: float = math.nan
+
+    def told(self, loss: str = "loss") -> str:
+        """In words; ``loss`` is what to call it."""
+        whole = f"trained for {counted(self.steps, 'step')}"
+        if not math.isfinite(self.last):
+            return whole
+        if self.over == self.steps:
+            return f"{whole}, {loss} {self.last:.4f} (mean of all steps)"
+        means = f"means of the first and the last {self.over} steps"
+        return f"{whole}, {loss} {self.first:.4f} → {self.last:.4f} ({means})"
+
+
+def trend_of(losses: Sequence[float]) -> Trend | None:
+    """The trend of the losses of all steps, those left out that were not finite; None of no steps."""
+    over = min(LONGEST, len(losses) // 10)
+    ends = mean(losses[:over]), mean(losses[len(losses) - over :])
+    if over < SHORTEST or not all(map(math.isfinite, ends)):
+        over, ends = len(losses), (mean(losses), mean(losses))
+    return Trend(len(losses), over, *ends) if losses else None
+
+
+def mean(losses: Sequence[float]) -> float:
+    """The mean of those that are finite; NaN of none."""
+    finite = [loss for loss in losses if math.isfinite(loss)]
+    return sum(finite) / len(finite) if finite else math.nan
+
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -131,3 +187,107 @@ def _next_name(folder: Path) -> str:
     newest = max((int(match[1]) for match in found if match), default=0)
     stamp = max(int(time.time()), newest + 1)
     return f"events.out.tfevents.{stamp:010d}.{socket.gethostname()}.{os.getpid()}"
+
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+RECORD = "wandb.json"
+TIMEOUT = 60.0
+"""Seconds that a server may take to answer at first."""
+
+
+class WandbLog:
+    """A W&B run whose files lie in ``folder``/wandb, and whose id in ``folder``/wandb.json.
+
+    Without an API key it is written offline, for ``wandb sync``. W&B cannot take back what a killed process
+    logged after its last checkpoint; those steps are left out when they come again.
+
+    Args:
+        folder: the run folder.
+        project: W&B's name for many runs.
+        settings: of the training, shown beside its figures.
+
+    Raises:
+        HddmError: without wandb.
+    """
+
+    def __init__(self, folder: Path, project: str, settings: Mapping[str, Any]) -> None:
+        try:
+            import wandb
+        except ImportError as error:
+            raise HddmError("needs wandb: pip install 'hddm-diffusion[wandb]'") from error
+        self._wandb: Any = wandb
+        self._path = folder / RECORD
+        known = read_json(self._path) if self._path.exists() else {}
+        self._id = str(known.get("id") or secrets.token_hex(8))
+        self._logged = int(known.get("step", 0))
+        self._last = self._logged
+        self._record(self._logged)
+        self._run: Any = wandb.init(
+            project=project,
+            id=self._id,
+            name=folder.stem,
+            dir=str(folder),
+            config=dict(settings),
+            resume="allow",
+            mode=_mode(),
+            settings=wandb.Settings(console="off", silent=True, init_timeout=TIMEOUT),
+        )
+
+    def put(self, step: int, figures: Mapping[str, float], pictures: Mapping[str, "Tensor"]) -> None:
+        """As `hddm.training.logs.Sink.put`."""
+        if step <= self._logged:
+            return
+        self._run.log(dict(figures), step=step)
+        # Apart, since W&B names a picture's file by the step of the call before.
+        images = {
+            name: self._wandb.Image(pixels.permute(1, 2, 0).numpy()) for name, pixels in pictures.items()
+        }
+        if images:
+            self._run.log(images, step=step)
+        if step > self._last:
+            # W&B keeps a step back until the next one comes, so this one may still be lost.
+            self._record(self._last)
+            self._last = step
+
+    def sync(self) -> None:
+        """Nothing: a process of W&B's own has what was put."""
+
+    def close(self, failed: bool) -> None:
+        """As `hddm.training.logs.Sink.close`."""
+        self._run.finish(exit_code=int(failed))
+        self._record(self._last)
+
+    def _record(self, step: int) -> None:
+        draft = self._path.with_name(f".{RECORD}")
+        write_json(draft, {"id": self._id, "step": step})
+        os.replace(draft, self._path)
+
+
+def _mode() -> Literal["online", "offline", "disabled"]:
+    asked = os.environ.get("WANDB_MODE")
+    if asked == "disabled":
+        return "disabled"
+    if asked == "offline":
+        return "offline"
+    if _has_key():
+        return "online"
+    log.info(
+        "W&B: no API key in WANDB_API_KEY or ~/.netrc, so the run is written offline; wandb sync sends it"
+    )
+    return "offline"
+
+
+def _has_key() -> bool:
+    """Whether W&B has a key, or its equal, so that it need not ask."""
+    if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
+        return True
+    host = urlsplit(os.environ.get("WANDB_BASE_URL") or "https://api.wandb.ai").netloc
+    places = [os.environ.get("NETRC"), "~/.netrc", "~/_netrc"]
+    path = next((path for place in places if place and (path := Path(place).expanduser()).is_file()), None)
+    try:
+        return path is not None and netrc.netrc(path).authenticators(host) is not None
+    except (netrc.NetrcParseError, OSError):
+        return False

@@ -15,7 +15,7 @@ from diffusers import ModelMixin
 from safetensors.torch import save_file
 from torch import nn
 
-from hddm.adapters import (
+from hddm.experts.lora import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
     PREFIX,
@@ -23,10 +23,10 @@ from hddm.adapters import (
     tensor_names,
     wrapped_modules,
 )
-from hddm.errors import HddmError
-from hddm.experts import Expert, write_records
-from hddm.files import sha256_of, write_json
-from hddm.model_folders import WEIGHTS
+from hddm.experts.records import Expert, write_records
+from hddm.networks.folders import WEIGHTS
+from hddm.utils.errors import HddmError
+from hddm.utils.files import sha256_of, write_json
 
 _LAYERS = re.compile(
     r"layers\.\d+\.((cross_)?attn\.out_proj|mlp\.[02])"

@@ -18,20 +18,16 @@ from typing import Any
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from hddm.errors import HddmError
-from hddm.experts import EXPERT_FILE
-from hddm.files import read_json
-from hddm.training.checkpoints import PROGRESS
+from hddm.experts.records import EXPERT_FILE
 from hddm.training.island_jobs import Island, Outcome
-from hddm.training.island_process import Ended
-from hddm.training.island_training import prepare, threaded, train_island
-from hddm.training.islands import RETRIES, OnIsland
-from hddm.training.run_folder import wait_for_run
-from hddm.training.run_records import CHECKPOINTS, checkpoints_in, run_folder_of, step_of
-from hddm.training.signals import SIGNALS, Stopped, StopRequest
+from hddm.training.islands import RETRIES, Ended, OnIsland, prepare, threaded, train_island
+from hddm.training.logs import mean, trend_of
+from hddm.training.resume import CHECKPOINTS, checkpoints_in, run_folder_of, step_of
+from hddm.training.run_folder import PROGRESS, wait_for_run
 from hddm.training.state import LOSSES
-from hddm.training.trend import mean, trend_of
-from hddm.workers import compute_environment
+from hddm.utils.errors import HddmError
+from hddm.utils.files import read_json
+from hddm.utils.processes import SIGNALS, Stopped, StopRequest, compute_environment
 
 LOCAL = "local"
 LOCK_SECONDS = 60.0

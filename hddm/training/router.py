@@ -1,6 +1,11 @@
-"""Training the router: which shard does a noised image come from?"""
+"""Whether a router has learnt anything: how often it names the shard of a noised image, against chance.
+
+Training the router: which shard does a noised image come from?
+"""
 
 import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -8,33 +13,111 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from hddm.data.open_shard import open_shard
-from hddm.data.shard_records import find_shards
-from hddm.data.shards import Shard
-from hddm.data.whole import JoinedStore
-from hddm.errors import HddmError
-from hddm.experts import ROUTER_FILE, RouterFacts, save_router
-from hddm.models.router import RouterTransformer
-from hddm.objectives import TIME_SCALE
-from hddm.tensors import append_dims
-from hddm.training.data_identity import data_of
+from hddm.data.shard_records import HELD_OUT, find_shards
+from hddm.data.shards import JoinedStore, Shard, open_shard
+from hddm.data.stores import Stored
+from hddm.experts.records import ROUTER_FILE, RouterFacts, save_router
+from hddm.networks.transformers import RouterTransformer
+from hddm.training.denoising import IMAGES, SURE
+from hddm.training.expert import new_network
 from hddm.training.loop import Fitted, Inputs, OnStep, Task
-from hddm.training.networks import new_network
-from hddm.training.router_accuracy import (
-    Evidence,
-    accuracy_of,
-    is_better_than_chance,
-    kept_apart,
-)
-from hddm.training.router_calibration import HELD_OUT_SHARE, calibrate_router, held_out
-from hddm.training.runs import finished, train
+from hddm.training.objectives import TIME_SCALE
+from hddm.training.resume import data_of
+from hddm.training.router_calibration import HELD_OUT_SHARE, calibrate_router, held_out, noised_logits
+from hddm.training.run import finished, train
 from hddm.training.settings import RouterSettings as RouterSettings
 from hddm.training.settings import RunOptions
-from hddm.training.shard_calibration import placed
+from hddm.training.shard_fit import placed
 from hddm.training.watching import watching
-from hddm.wording import counted
+from hddm.utils.errors import HddmError, counted
+from hddm.utils.tensors import append_dims
+
+NOISED = 4096
+"""Noised images that are looked at, at least; each image serves as often as any other."""
+BATCH = 128
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """Images that a router is judged by.
+
+    Args:
+        store: where they lie.
+        rows: (n,) which they are.
+        labels: (n,) their shards.
+        source: what they are, in words.
+    """
+
+    store: Stored
+    rows: Tensor
+    labels: Tensor
+    source: str
+
+
+def kept_apart(partition: Path, shards: Sequence[Shard]) -> Evidence | None:
+    """The held-out images of a partition; None where it has none.
+
+    Raises:
+        HddmError: for held-out images that cannot be read, or are not those of ``shards``.
+    """
+    if not (partition / HELD_OUT).is_dir():
+        return None
+    found = [open_shard(partition / HELD_OUT / shard.folder.name) for shard in shards]
+    for one, shard in zip(found, shards, strict=True):
+        if one.held_out_of != shard.hash or one.shape != shard.shape:
+            raise HddmError(
+                f"{one.folder}: its images were not kept from {shard.folder}; take the partition anew, or "
+                f"move {partition / HELD_OUT} away"
+            )
+    store = JoinedStore([one.stored for one in found])
+    rows = torch.arange(len(store))
+    return Evidence(store, rows, store.part_of(rows), "held-out images")
+
+
+def accuracy_of(
+    network: Callable[[Tensor, Tensor], Tensor], time_scale: float, evidence: Evidence, seed: int
+) -> dict[str, Any]:
+    """How often the most probable shard is the right one, at times spread evenly over [0, 1].
+
+    Args:
+        network: as of `hddm.training.router_calibration.calibrate_router`.
+        time_scale: the network is fed t × ``time_scale``.
+        evidence: of which `hddm.training.denoising.IMAGES` at most are looked at, spread evenly over all.
+        seed: of times and noise.
+
+    Returns:
+        Plain values for the record: ``accuracy``; ``chance``, the share of the largest shard, which is the
+        accuracy of always naming that; and ``deviation`` of the accuracy of so many guesses of that kind,
+        (chance (1 - chance)/images)^½. A router counts as better from `SURE` deviations on.
+    """
+    number = min(len(evidence.rows), IMAGES)
+    log.info("measuring accuracy on %s …", counted(number, "image"))
+    chosen = torch.linspace(0, len(evidence.rows) - 1, number).round().long()
+    images, labels = evidence.store.take(evidence.rows[chosen], None, None), evidence.labels[chosen]
+    noised = noised_logits(network, time_scale, images, labels, seed, NOISED, BATCH)
+    chance = labels.bincount().max().item() / number
+    return {
+        "images": number,
+        "of": evidence.source,
+        "accuracy": (noised.logits.argmax(1) == noised.labels).double().mean().item(),
+        "chance": chance,
+        "deviation": (chance * (1 - chance) / number) ** 0.5,
+    }
+
+
+def is_better_than_chance(found: dict[str, Any]) -> bool:
+    """Whether what `accuracy_of` found is beyond what a router that knows nothing may have."""
+    return bool(found["accuracy"] > found["chance"] + SURE * found["deviation"])
+
+
+def told(found: dict[str, Any]) -> str:
+    """What `accuracy_of` found, in words."""
+    return (
+        f"names the shard of {found['accuracy']:.1%} of {found['images']} {found['of']} at all noise levels; "
+        f"always naming the largest would be right for {found['chance']:.1%}"
+    )
 
 
 def train_router(

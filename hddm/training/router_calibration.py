@@ -1,6 +1,6 @@
 """A router's temperatures, fitted so that its probabilities are as often right as they say.
 
-Logits are divided by T(t) (`hddm.routing.temperature_at`), found on noised images that the router was not
+Logits are divided by T(t) (`hddm.ensemble.temperature_at`), found on noised images that the router was not
 trained on. The order of the experts does not change, only how sure the router is of it; so top-1 never
 changes, and every strategy that weighs or counts by probability does.
 """
@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from hddm.data.shards import Shard
-from hddm.errors import HddmError
-from hddm.routing import temperature_at
-from hddm.tensors import append_dims, generator
+from hddm.ensemble import temperature_at
+from hddm.utils.errors import HddmError
+from hddm.utils.tensors import append_dims, generator
 
 HELD_OUT_SHARE = 0.15
 NOISED = 16384

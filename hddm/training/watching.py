@@ -1,30 +1,235 @@
-"""What looks at a training: TensorBoard, pictures, and W&B for those who ask for it."""
+"""The figures of a training: means since the last entry, and what the step of an entry has itself.
+
+What is summed since the last entry is part of the training's state, so that a resumed run logs what the
+uninterrupted one does, wherever its checkpoint lies between two entries.
+
+Pictures of what a network draws while it is trained: the same noise every time, raw and averaged weights.
+
+They change nothing in the training: every module's mode, torch's generators, gradients and what was compiled
+are afterwards as they were.
+
+What looks at a training: TensorBoard, pictures, and W&B for those who ask for it.
+"""
 
 import contextlib
 import logging
+import math
+import os
+import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
+from hddm.data.images import save_png, tiled, to_bytes
 from hddm.data.shards import Shard
-from hddm.files import read_json
-from hddm.training.figures import Figures
-from hddm.training.logs import EventLog, Guarded
+from hddm.sampling import initial_noise, integrate, time_grid
+from hddm.training.logs import EventLog, Guarded, WandbLog
 from hddm.training.loop import StepReport, Watcher
+from hddm.training.resume import RUN_FILE
 from hddm.training.run_folder import Run
-from hddm.training.run_records import RUN_FILE
 from hddm.training.settings import ExpertSettings
-from hddm.training.validation_images import Pictures
-from hddm.training.wandb_logs import WandbLog
+from hddm.utils.files import read_json
 from hddm.velocity import VelocityField
 
+BINS = 5
+"""Noise levels t in [0, 1] are told apart in so many bins of equal width."""
+_NOTE = "figures"
+
+
+class Figures:
+    """Collects figures step by step, and gives them every ``every`` steps.
+
+    Losses of steps that were left out since they were not finite do not count.
+    """
+
+    def __init__(self, every: int) -> None:
+        self.every = every
+        self._images = 0
+        self._since: float | None = None
+
+    def add(self, report: StepReport) -> dict[str, float]:
+        """Take in a step.
+
+        Returns:
+            The entry, at steps that ``every`` divides; else nothing. ``train/loss`` and
+            ``train/loss_by_noise/0.2-0.4``, the losses of samples with t there: means since the last
+            entry, absent where there was none. ``train/gradient_norm``, before clipping, and
+            ``train/learning_rate``: of this step. ``train/images_per_second``: since the last entry of this
+            process, with the time that checkpoints took and without that of `paused`.
+        """
+        kept = report.state.notes.get(_NOTE)
+        if kept is None or kept["step"] != report.step - 1:
+            kept = {"loss": [0.0, 0], "bins": [[0.0, 0] for _ in range(BINS)]}
+        if math.isfinite(report.loss):
+            _count(kept, report)
+        due = report.step % self.every == 0
+        entry = self._entry(kept, report) if due else {}
+        if due:
+            kept = {"loss": [0.0, 0], "bins": [[0.0, 0] for _ in range(BINS)]}
+        report.state.notes[_NOTE] = kept | {"step": report.step}
+        self._time(report, entry, due)
+        return entry
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """The time of the block does not count as the training's."""
+        start = time.perf_counter()
+        yield
+        if self._since is not None:
+            self._since += time.perf_counter() - start
+
+    def _entry(self, kept: dict[str, Any], report: StepReport) -> dict[str, float]:
+        sums = {"train/loss": kept["loss"]}
+        for index, each in enumerate(kept["bins"]):
+            sums[f"train/loss_by_noise/{index / BINS:.1f}-{(index + 1) / BINS:.1f}"] = each
+        entry = {name: total / count for name, (total, count) in sums.items() if count}
+        if math.isfinite(report.grad_norm):
+            entry["train/gradient_norm"] = report.grad_norm
+        return entry | {"train/learning_rate": report.learning_rate}
+
+    def _time(self, report: StepReport, entry: dict[str, float], due: bool) -> None:
+        now = time.perf_counter()
+        # When the first step of a process began is not known.
+        if self._since is None:
+            self._since = now
+            return
+        self._images += len(report.losses)
+        if due:
+            entry["train/images_per_second"] = self._images / max(now - self._since, 1e-9)
+            self._images, self._since = 0, now
+
+
+def _count(kept: dict[str, Any], report: StepReport) -> None:
+    kept["loss"] = [kept["loss"][0] + report.loss, kept["loss"][1] + 1]
+    known = report.t.isfinite()
+    bins = (report.t[known] * BINS).long().clamp(0, BINS - 1)
+    sums = torch.zeros(BINS, dtype=torch.float64).index_add_(0, bins, report.losses[known].double())
+    counts = bins.bincount(minlength=BINS)
+    kept["bins"] = [
+        [total + more, count + number]
+        for (total, count), more, number in zip(kept["bins"], sums.tolist(), counts.tolist(), strict=True)
+    ]
+
+
+IMAGES, COLUMNS = 16, 4
+STEPS = 30
+"""Euler steps a picture, on the model's own time grid."""
+SEED = 0
+"""Of the noise: that of ``hddm sample --seed 0``."""
+LATENT_RANGE = 3.0
+"""Latents, whose variance is about 1, are shown from minus to plus this."""
+_SMALLEST = 64
+
 log = logging.getLogger(__name__)
+
+
+class Pictures:
+    """A grid of samples for each set of weights, as PNG under ``folder``.
+
+    Class-conditional networks draw one class after the other, text-conditional ones the first captions of the
+    shard, others with what stands for no condition. Latents are not decoded: their first three channels are
+    shown as colours.
+
+    Args:
+        field: the network in training as a velocity field.
+        shard: what it is trained on.
+        conditions: names of the conditions that it is trained with.
+        folder: where pictures go.
+    """
+
+    def __init__(self, field: VelocityField, shard: Shard, conditions: set[str], folder: Path) -> None:
+        self._field, self._folder = field, folder
+        self._space, self._shape = shard.space, shard.shape
+        self._conditions: dict[str, Tensor] = {}
+        num = IMAGES
+        if "encoder_hidden_states" in conditions and shard.texts is not None:
+            num = min(IMAGES, len(shard))
+            self._conditions["encoder_hidden_states"] = shard.texts.take(torch.arange(num))
+        if "class_labels" in conditions:
+            self._conditions["class_labels"] = torch.arange(num) % len(shard.classes)
+        self._num = num
+
+    def draw(self, report: StepReport) -> dict[str, Tensor]:
+        """Grids (C, H, W) in bytes, by "raw" and "ema", which are then files too.
+
+        Returns:
+            Nothing where the training is to stop, within one solver step; then nothing is written.
+
+        Raises:
+            OSError: where they cannot be written.
+            HddmError: for samples that are not finite.
+        """
+        state, grids = report.state, {}
+        with undisturbed(state.network):
+            for name, weights in (("raw", contextlib.nullcontext()), ("ema", state.averaged())):
+                with weights:
+                    grids[name] = self._grid(report)
+                if report.should_stop():
+                    log.info("step %d: told to stop, so its pictures are left out", report.step)
+                    return {}
+        self._folder.mkdir(parents=True, exist_ok=True)
+        for name, grid in grids.items():
+            path = self._folder / f"step_{report.step:08d}_{name}.png"
+            # Under its own name a picture is whole.
+            draft = path.with_name(f".{path.name}")
+            save_png(grid, draft)
+            os.replace(draft, path)
+        return grids
+
+    def _grid(self, report: StepReport) -> Tensor:
+        field = self._field
+        dtype = torch.promote_types(field.dtype, torch.float32)
+        x = integrate(
+            field,
+            initial_noise(SEED, 0, self._num, self._shape).to(field.device, dtype),
+            time_grid(STEPS, field.shift),
+            conditions={name: value.to(field.device) for name, value in self._conditions.items()},
+            is_interrupted=report.should_stop,
+        )
+        return grid_of(shown(x.cpu(), self._space))
+
+
+@contextlib.contextmanager
+def undisturbed(network: nn.Module) -> Iterator[None]:
+    """Within the block ``network`` is in evaluation mode and not compiled; afterwards all is as it was."""
+    modes = {module: module.training for module in network.modules()}
+    # Other shapes and modes would compile anew, and too many of them fall back to what rounds otherwise.
+    compiled = network._compiled_call_impl
+    device = next(network.parameters()).device
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        try:
+            network.eval()
+            network._compiled_call_impl = None
+            yield
+        finally:
+            network._compiled_call_impl = compiled
+            for module, mode in modes.items():
+                module.training = mode
+
+
+def shown(x: Tensor, space: str) -> Tensor:
+    """Samples (N, C, H, W) in model space as bytes (N, 1 or 3, H, W): pixels, or three channels of latents.
+
+    Raises:
+        HddmError: for NaN or Inf.
+    """
+    if space == "latents":
+        x = x / LATENT_RANGE
+    return to_bytes(x[:, :3] if x.shape[1] >= 3 else x[:, :1])
+
+
+def grid_of(images: Tensor) -> Tensor:
+    """Images (N, C, H, W) in bytes side by side (C, H', W'), small ones enlarged, with a border."""
+    return tiled(images, COLUMNS, max(1, _SMALLEST // images.shape[-1]))
 
 
 def watching(
     field: VelocityField | None = None, shard: Shard | None = None, settings: ExpertSettings | None = None
 ) -> Callable[[Run], contextlib.AbstractContextManager[Watcher]]:
-    """What `hddm.training.runs.train` watches a training with, as its run's options say.
+    """What `hddm.training.run.train` watches a training with, as its run's options say.
 
     Nothing here ends a training: what fails is one warning.
 

@@ -2,12 +2,11 @@
 
 from pathlib import Path
 
-from hddm.data.sources.base import SUFFIXES, ImageSource
+from hddm.data.sources.base import METADATA, PARQUET, SUFFIXES, TAR, ImageSource, find_files
 from hddm.data.sources.folder import open_described_folder, open_folder
-from hddm.data.sources.names import METADATA, PARQUET, TAR, find_files
 from hddm.data.sources.parquet import open_parquet
 from hddm.data.sources.tar import open_tars
-from hddm.errors import HddmError
+from hddm.utils.errors import HddmError
 
 
 def open_source(

@@ -1,4 +1,8 @@
-"""Parquet files with encoded images, in the layout of Hugging Face's ``datasets``.
+"""Captions and labels out of rows that others wrote, with nothing guessed.
+
+Which columns of a Parquet file hold images, labels and captions.
+
+Parquet files with encoded images, in the layout of Hugging Face's ``datasets``.
 
 An image column is ``struct<bytes: binary, path: string>``, or plain ``binary``. The schema's ``huggingface``
 metadata, where there is some, says which column it is and how the classes are called.
@@ -6,17 +10,177 @@ metadata, where there is some, says which column it is and how the classes are c
 
 import bisect
 import itertools
+import json
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, TypeVar
 
-from hddm.data.sources.base import SUFFIXES
-from hddm.data.sources.columns import as_captions, as_labels
-from hddm.data.sources.names import PARQUET
-from hddm.data.sources.parquet_layout import Layout, find_layout, image_fields, read_parquet
-from hddm.errors import HddmError
+from hddm.data.sources.base import PARQUET, SUFFIXES
+from hddm.utils.errors import HddmError, did_you_mean
+
+CAPTION_COLUMNS = ("text", "caption")
+LARGEST_LABEL = 99_999
+"""Classes are listed by name, so that a stray number could ask for any amount of memory."""
+
+
+def choose_column(
+    columns: Collection[str], asked: str | None, usual: Sequence[str], option: str, origin: Path
+) -> str | None:
+    """The column that is ``asked`` for, else the one of the ``usual`` names that there is, else None.
+
+    Raises:
+        HddmError: where ``asked`` is none of ``columns``, or several have usual names.
+    """
+    if asked is not None:
+        if asked not in columns:
+            known = ", ".join(sorted(columns)) or "none"
+            hint = did_you_mean(asked, columns)
+            raise HddmError(f"{option} {asked}: {origin} has no such column (has {known}){hint}")
+        return asked
+    found = [name for name in usual if name in columns]
+    if len(found) > 1:
+        raise HddmError(f"{origin}: has columns {' and '.join(found)}; choose one with {option}")
+    return found[0] if found else None
+
+
+def as_captions(values: Sequence[object], names: Sequence[str], origin: Path) -> tuple[str, ...]:
+    """Captions of the images ``names``.
+
+    Raises:
+        HddmError: for the first that is missing or no text.
+    """
+    for value, name in zip(values, names, strict=True):
+        if not isinstance(value, str):
+            raise HddmError(
+                f"{origin}: {name} has caption {_shown(value)}; write one, or an empty text for none"
+            )
+    return tuple(str(value) for value in values)
+
+
+def as_labels(
+    values: Sequence[object], names: Sequence[str], origin: Path
+) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """Labels (N,) and class names: sorted names, or "0" … for numbers, up to the largest of them.
+
+    Raises:
+        HddmError: for a missing label, one that is neither a text nor a number from 0 to `LARGEST_LABEL`, and
+            for texts among numbers; the message names the image.
+    """
+    numbers = isinstance(values[0], int)
+    for value, name in zip(values, names, strict=True):
+        if numbers and isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= LARGEST_LABEL:
+            continue
+        if not numbers and isinstance(value, str):
+            continue
+        kind = f"a number from 0 to {LARGEST_LABEL}" if numbers else "a text, or a number for all images"
+        raise HddmError(
+            f"{origin}: {name} has label {_shown(value)}; give each image {kind}, or none a label"
+        )
+    if numbers:
+        labels = tuple(int(str(value)) for value in values)
+        return labels, tuple(map(str, range(max(labels) + 1)))
+    classes = tuple(sorted({str(value) for value in values}))
+    number = {name: index for index, name in enumerate(classes)}
+    return tuple(number[str(value)] for value in values), classes
+
+
+def _shown(value: object) -> str:
+    text = "none" if value is None else repr(value)
+    return text if len(text) <= 60 else f"{text[:60]}…"
+
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Names of the columns that are read; ``classes`` are named by the schema of ``datasets``, if at all."""
+
+    image: str
+    label: str | None
+    classes: tuple[str, ...] | None
+    caption: str | None
+
+
+def find_layout(schema: Any, path: Path, caption_column: str | None, label_column: str | None) -> Layout:
+    """The layout of a file with the arrow ``schema``.
+
+    Raises:
+        HddmError: without a column of images, or where a choice is left.
+    """
+    features = _features(schema)
+    image = _image_column(schema, features, path)
+    others = [name for name in schema.names if name != image]
+    declared = [name for name in others if _type(features, name) == "ClassLabel"]
+    usual = ["label"] if "label" in others else declared
+    label = choose_column(others, label_column, usual, "--label-column", path)
+    names = features[label].get("names") if label is not None and label in declared else None
+    classes = tuple(map(str, names)) if isinstance(names, list) else None
+    caption = choose_column(others, caption_column, CAPTION_COLUMNS, "--caption-column", path)
+    return Layout(image, label, classes, caption)
+
+
+def _image_column(schema: Any, features: dict[str, Any], path: Path) -> str:
+    names: list[str] = schema.names
+    fitting = [name for name in names if "bytes" in image_fields(schema.field(name).type)]
+    fitting = [name for name in fitting if _type(features, name) == "Image"] or fitting
+    if "image" in fitting:
+        return "image"
+    if not fitting:
+        raise HddmError(f"{path}: has no column of encoded images (has {', '.join(schema.names)})")
+    if len(fitting) > 1:
+        raise HddmError(f"{path}: columns {' and '.join(fitting)} hold images; rename one to image")
+    return fitting[0]
+
+
+def image_fields(kind: Any) -> set[str]:
+    """``{"bytes"}`` or ``{"bytes", "path"}`` for an arrow type that holds encoded images, else nothing."""
+    import pyarrow as pa
+
+    if pa.types.is_binary(kind) or pa.types.is_large_binary(kind):
+        return {"bytes"}
+    if not pa.types.is_struct(kind):
+        return set()
+    held = {field.name: field.type for field in kind}
+    content = held.get("bytes")
+    if content is None or not (pa.types.is_binary(content) or pa.types.is_large_binary(content)):
+        return set()
+    return {"bytes", "path"} & held.keys()
+
+
+def _features(schema: Any) -> dict[str, Any]:
+    """Columns as ``datasets`` declares them, empty for a file of another writer."""
+    try:
+        features = json.loads((schema.metadata or {})[b"huggingface"])["info"]["features"]
+    except (KeyError, TypeError, ValueError, RecursionError):
+        return {}
+    return features if isinstance(features, dict) else {}
+
+
+def _type(features: dict[str, Any], name: str) -> object:
+    feature = features.get(name)
+    return feature.get("_type") if isinstance(feature, dict) else None
+
+
+def read_parquet(path: Path, work: Callable[[Any], Result]) -> Result:
+    """``work`` on the opened Parquet file.
+
+    Raises:
+        HddmError: without pyarrow, and for whatever is wrong with the file.
+    """
+    try:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+    except ImportError as error:
+        raise HddmError(f"{path}: Parquet needs pyarrow: pip install 'hddm-diffusion[parquet]'") from error
+    try:
+        with pq.ParquetFile(path) as file:
+            return work(file)
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+        raise HddmError(f"{path}: cannot be read as Parquet ({error}); fetch it again") from error
+
 
 LARGEST_ROW_GROUP = 4 * 2**30
 """Bytes of a row group: two are held in memory."""

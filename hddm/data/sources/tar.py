@@ -13,10 +13,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hddm.data.sources.base import SUFFIXES
-from hddm.data.sources.columns import CAPTION_COLUMNS, as_captions, as_labels, choose_column
-from hddm.data.sources.names import TAR, safe_name
-from hddm.errors import HddmError
+from hddm.data.sources.base import SUFFIXES, TAR, safe_name
+from hddm.data.sources.parquet import CAPTION_COLUMNS, as_captions, as_labels, choose_column
+from hddm.utils.errors import HddmError
 
 LARGEST_TEXT = 2**20
 """Bytes of a caption, a label or a JSON object."""

@@ -1,0 +1,113 @@
+"""What anything is that hddm writes or reads, by its records alone where they tell."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from hddm.data.shard_records import MANIFEST, PARTITION_FILE
+from hddm.data.sources.base import PARQUET, TAR, find_files
+from hddm.evaluation.results import KIND as EVALUATION
+from hddm.training.resume import CHECKPOINTS, RUN_FILE, checkpoints_in, step_of
+from hddm.utils.files import read_json
+from hddm.utils.records import (
+    BENCHMARK_FILE,
+    ENSEMBLE_FILE,
+    EXPERT_FILE,
+    FEATURES_FILE,
+    RESULTS_FILE,
+    ROUTER_FILE,
+    SAMPLING_FILE,
+)
+
+Tell = Callable[[Path], dict[str, Any]]
+_MODELS = (EXPERT_FILE, ROUTER_FILE, ENSEMBLE_FILE, "model_index.json", "config.json")
+_RUNS = f"expert_*.run/{RUN_FILE}"
+_LARGEST = 2**29
+
+
+def inspected(path: Path, allow_pickle: bool = False, variant: str | None = None) -> dict[str, Any]:
+    """Facts of anything that hddm writes, of images, or of a checkpoint; ``kind`` says what it is.
+
+    What another verb reads is named with that verb, ``read_by``. ``allow_pickle`` and ``variant`` are for
+    checkpoints.
+
+    Raises:
+        HddmError: as `hddm.checkpoints.describe.describe`.
+    """
+    if path.is_file() and path.suffix == ".json":
+        if path.name in (*_MODELS[:3], *_RECORDS, MANIFEST, PARTITION_FILE):
+            return inspected(path.parent, allow_pickle, variant)
+        content = read_json(path, _LARGEST)
+        if content.get("kind") == EVALUATION:
+            facts = {key: content.get(key) for key in ("comparable", "reasons")}
+            return {"kind": EVALUATION, **facts, "read_by": "hddm compare"}
+    if not any((path / record).exists() for record in (*_MODELS, PARTITION_FILE, MANIFEST)):
+        tell = next((tell for record, tell in _RECORDS.items() if any(path.glob(record))), None)
+        if tell is None and _holds_images(path):
+            tell = _read_by("images", "hddm data check, hddm partition")
+        if tell is not None:
+            return tell(path)
+    # Brings torch.
+    from hddm.checkpoints.describe import describe
+
+    return describe(path, allow_pickle, variant)
+
+
+def _run(folder: Path) -> dict[str, Any]:
+    """A training under way, killed or finished, and how far its checkpoints have come."""
+    record = read_json(folder / RUN_FILE)
+    kept = checkpoints_in(folder / CHECKPOINTS)
+    out = folder.with_name(folder.name.removesuffix(".run"))
+    settings = record.get("settings", {})
+    return {
+        "kind": "run",
+        "of": "student" if "teacher" in settings else "expert" if "objective" in settings else "router",
+        "finished": out != folder and any((out / name).exists() for name in (EXPERT_FILE, ROUTER_FILE)),
+        "step": step_of(kept[0]) if kept else 0,
+        "steps": settings.get("steps"),
+        "last_checkpoint": str(kept[0].relative_to(folder)) if kept else None,
+        **{key: value for key, value in record.items() if key not in ("format", "changes")},
+        **({"changes": record["changes"]} if record.get("changes") else {}),
+    }
+
+
+def _experts(folder: Path) -> dict[str, Any]:
+    """Experts side by side, as ``hddm train all`` trains them, and those that it has not finished."""
+    finished = {path.parent.name: path for path in folder.glob(f"*/{EXPERT_FILE}")}
+    runs = {path.parent.name.removesuffix(".run"): path for path in folder.glob(_RUNS)}
+    experts: list[dict[str, Any]] = []
+    for name in sorted(finished | runs, key=lambda name: (len(name), name)):
+        if name in finished:
+            record = read_json(finished[name])
+            shard, training = record.get("shard") or {}, record.get("training") or {}
+            told = {"objective": record.get("objective"), "shard": shard.get("index")}
+            experts.append({"name": name, **told, "finished": True, "steps": training.get("steps")})
+        else:
+            run = _run(runs[name].parent)
+            told = {key: run[key] for key in ("finished", "step", "steps", "last_checkpoint")}
+            experts.append({"name": name, "objective": run["settings"].get("objective"), **told})
+    return {"kind": "experts", "experts": experts, "read_by": "hddm assemble, hddm verify"}
+
+
+def _read_by(kind: str, verbs: str) -> Tell:
+    return lambda path: {"kind": kind, "read_by": verbs}
+
+
+def _holds_images(path: Path) -> bool:
+    if path.is_file():
+        return path.suffix in (TAR, PARQUET)
+    found = find_files(path)
+    return bool(found.images or found.tars or found.parquets) and not any(path.glob("*.safetensors"))
+
+
+_RECORDS: dict[str, Tell] = {
+    RUN_FILE: _run,
+    f"*/{EXPERT_FILE}": _experts,
+    _RUNS: _experts,
+    f"shard_*/{MANIFEST}": _read_by("shards", "hddm verify EXPERT --data, hddm evaluate --held-out"),
+    FEATURES_FILE: _read_by("features", "hddm partition --cache"),
+    SAMPLING_FILE: _read_by("samples", "hddm evaluate"),
+    RESULTS_FILE: _read_by("benchmark", "hddm compare"),
+    BENCHMARK_FILE: _read_by("unfinished benchmark", "hddm benchmark"),
+}
+"""How what has a record, which may lie a folder below, is told; the first that is there."""

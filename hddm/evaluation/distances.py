@@ -1,0 +1,278 @@
+"""Fréchet distance between two sets of features, with a bootstrap interval.
+
+Kernel distance between two sets of features (KID), unbiased at any number of images.
+
+How much of the samples lies on the data (precision), and how much of the data they reach (recall).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from hddm.utils.errors import HddmError
+
+Features = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Gaussian:
+    """Mean (d,) and covariance (d, d) of features."""
+
+    mean: Features
+    covariance: Features
+
+    @classmethod
+    def of(cls, features: Features) -> "Gaussian":
+        """Moments of ``features`` (n, d), with the n - 1 normalisation of numpy's ``cov``."""
+        if features.ndim != 2 or len(features) < 2:
+            raise HddmError(f"features must be (n, d) with n >= 2, not {features.shape}")
+        if not np.isfinite(features).all():
+            raise HddmError("features hold NaN or Inf: the images or their extractor are broken")
+        wide = features.astype(np.float64)
+        return cls(wide.mean(0), np.atleast_2d(np.cov(wide, rowvar=False)))
+
+    @cached_property
+    def root(self) -> Features:
+        """The symmetric root C^½ (d, d), kept since a reference meets many others."""
+        values, vectors = np.linalg.eigh(self.covariance)
+        root: Features = (vectors * np.sqrt(values.clip(0))) @ vectors.T
+        return root
+
+
+def frechet_distance(a: Gaussian, b: Gaussian) -> float:
+    """||m_a - m_b||² + tr(C_a) + tr(C_b) - 2 tr((C_b^½ C_a C_b^½)^½).
+
+    The last trace is the sum of square roots of the eigenvalues of a symmetric positive matrix: real
+    and non-negative for any rank, where ``sqrtm`` of the plain product C_a C_b gives complex numbers.
+
+    Source: arXiv:1706.08500 (FID), there on Inception features; on others it is not an FID.
+    """
+    product = b.root @ a.covariance @ b.root
+    cross = np.sqrt(np.linalg.eigvalsh((product + product.T) / 2).clip(0)).sum()
+    difference = a.mean - b.mean
+    distance = difference @ difference + np.trace(a.covariance) + np.trace(b.covariance) - 2 * cross
+    # Rounding leaves a distance of about -1e-6 between equal sets.
+    return max(float(distance), 0.0)
+
+
+@dataclass(frozen=True)
+class Distance:
+    """A Fréchet distance and the half-width of its 95 % interval from resampling one side."""
+
+    value: float
+    half_width: float
+    few_images: bool
+    """Whether one side has no more images than features: then not comparable with anything."""
+
+
+def measure(
+    features: Features,
+    reference: Features,
+    resamples: int = 100,
+    seed: int = 0,
+    allow_few: bool = False,
+    target: Gaussian | None = None,
+) -> Distance:
+    """Distance of ``features`` (n, d) from ``reference`` (m, d).
+
+    The half-width is 1.96 standard errors over ``resamples`` bootstrap draws of ``features``. It says
+    how much the number moves with another set of samples from the same model; it says nothing about
+    another training. (Percentiles of the draws are not used: resampling adds bias upwards.)
+
+    ``target``, the moments of ``reference``, saves their computation where they are known.
+
+    Raises:
+        HddmError: for no more images than features on either side, unless ``allow_few``.
+    """
+    counts = len(features), len(reference)
+    few = are_few(features.shape[1], counts)
+    if few and not allow_few:
+        raise too_few(features.shape[1], counts)
+    target = target or Gaussian.of(reference)
+    draws = np.random.default_rng(seed)
+    resampled = [
+        frechet_distance(Gaussian.of(features[draws.integers(len(features), size=len(features))]), target)
+        for _ in range(resamples)
+    ]
+    spread = 1.96 * float(np.std(resampled, ddof=1)) if resamples > 1 else float("nan")
+    return Distance(frechet_distance(Gaussian.of(features), target), spread, few)
+
+
+def are_few(dimensions: int, counts: Sequence[int]) -> bool:
+    """Whether one of the sides with these ``counts`` of images has no more of them than features."""
+    return min(counts) <= dimensions
+
+
+def too_few(dimensions: int, counts: Sequence[int], allow: str = "--allow-few") -> HddmError:
+    """The refusal of sides with these ``counts`` of images for features of as many ``dimensions``.
+
+    ``allow`` is what a user says to measure them all the same.
+    """
+    return HddmError(
+        f"a Fréchet distance over {dimensions} features needs more images a side than "
+        f"{' and '.join(map(str, counts))}; {allow} computes a number that is not comparable"
+    )
+
+
+FEWEST = 4
+_BLOCKS = 10
+
+
+@dataclass(frozen=True)
+class KernelDistance:
+    """A squared maximum mean discrepancy and its standard error.
+
+    ``value`` may be negative where the sets are alike. ``standard_error`` is that of another draw of the
+    samples, against the same reference; ``subset_size`` is the number of images a side in each of the subsets
+    that were averaged.
+    """
+
+    value: float
+    standard_error: float
+    subset_size: int
+
+
+def kernel_distance(
+    features: Features, reference: Features, subsets: int = 100, subset_size: int = 1000, seed: int = 0
+) -> KernelDistance:
+    """KID: the mean of `squared_mmd` over random subsets of at most ``subset_size`` images a side.
+
+    The deviation over such subsets, which is often printed, is no error of their mean, since they overlap.
+    The standard error here is that of a mean over ten or more disjoint blocks of ``features``, all against
+    one reference, which is no less.
+
+    Args:
+        features: (n, d).
+        reference: (m, d).
+        subsets: how many; one where a subset is all there is.
+        subset_size: images a side at most.
+        seed: of the subsets.
+
+    Raises:
+        HddmError: for fewer than `FEWEST` images on a side.
+
+    Source: arXiv:1801.01401, there on Inception features; on others it is not a KID.
+    """
+    fewest = min(len(features), len(reference))
+    if fewest < FEWEST:
+        raise HddmError(f"a kernel distance needs at least {FEWEST} images a side, not {fewest}")
+    draws = np.random.default_rng(seed)
+    size = min(fewest, subset_size)
+    repeats = 1 if size == len(features) == len(reference) else subsets
+    values = [
+        squared_mmd(*(side[draws.choice(len(side), size, replace=False)] for side in (features, reference)))
+        for _ in range(repeats)
+    ]
+    return KernelDistance(
+        float(np.mean(values)), _standard_error(features, reference, subset_size, draws), size
+    )
+
+
+def squared_mmd(x: Features, y: Features) -> float:
+    """Mean of k(x_i, x_j) and of k(y_i, y_j) over i ≠ j, less twice the mean of k(x_i, y_j).
+
+    k(a, b) = (a·b / d + 1)³ for features of d dimensions. Unbiased, so at times negative.
+
+    Args:
+        x: (n, d), n at least 2.
+        y: (m, d), m at least 2.
+    """
+    return _within(x) + _within(y) - 2 * float(_kernel(x, y).mean())
+
+
+def _standard_error(
+    features: Features, reference: Features, subset_size: int, draws: np.random.Generator
+) -> float:
+    size = min(subset_size, max(len(features) // _BLOCKS, FEWEST // 2))
+    order = draws.permutation(len(features))
+    target = reference[draws.permutation(len(reference))[: _BLOCKS * subset_size]]
+    # The term of the reference alone is the same for all blocks.
+    values = [
+        _within(block) - 2 * float(_kernel(block, target).mean())
+        for block in (features[order[k : k + size]] for k in range(0, len(order) - size + 1, size))
+    ]
+    deviation = float(np.std(values, ddof=1))
+    return deviation / float(len(values) ** 0.5)
+
+
+def _within(a: Features) -> float:
+    gram = _kernel(a, a)
+    total = float(gram.sum() - np.trace(gram))
+    return total / (len(a) * (len(a) - 1))
+
+
+def _kernel(a: Features, b: Features) -> Features:
+    values: Features = (a @ b.T / a.shape[1] + 1) ** 3
+    return values
+
+
+NEIGHBOURS = 3
+MOST_IMAGES = 10_000
+_CHUNK = 1024
+
+
+@dataclass(frozen=True)
+class PrecisionRecall:
+    """Shares in [0, 1], of ``images`` a side: both depend on that number, so only equal ones compare."""
+
+    precision: float
+    recall: float
+    images: int
+
+
+def precision_recall(
+    features: Tensor, reference: Tensor, neighbours: int = NEIGHBOURS, most: int = MOST_IMAGES, seed: int = 0
+) -> PrecisionRecall:
+    """Improved precision and recall.
+
+    The manifold of a set is the union of balls around its rows, each as far as the row's k-th nearest other.
+    Precision is the share of ``features`` in the manifold of ``reference``; recall the share of ``reference``
+    in that of ``features``. Both sides are cut to the same number of random rows.
+
+    Args:
+        features: (n, d).
+        reference: (m, d).
+        neighbours: k.
+        most: images a side at most.
+        seed: of the cut.
+
+    Raises:
+        HddmError: for no more than ``neighbours`` images on a side.
+
+    Source: arXiv:1904.06991, there on VGG-16 features.
+    """
+    num = min(len(features), len(reference), most)
+    if num <= neighbours:
+        raise HddmError(f"precision and recall need more than {neighbours} images a side, not {num}")
+    draws = torch.Generator().manual_seed(seed)
+    # About their common centre, where products of large means do not hide small distances.
+    ours, theirs = (
+        side[torch.randperm(len(side), generator=draws)[:num]].double() - reference.double().mean(0)
+        for side in (features, reference)
+    )
+    return PrecisionRecall(
+        _covered(ours, theirs, _radii(theirs, neighbours)),
+        _covered(theirs, ours, _radii(ours, neighbours)),
+        num,
+    )
+
+
+def _radii(rows: Tensor, neighbours: int) -> Tensor:
+    """Distance (n,) of each row to its k-th nearest other."""
+    radii = []
+    for start in range(0, len(rows), _CHUNK):
+        distances = torch.cdist(rows[start : start + _CHUNK], rows)
+        own = torch.arange(len(distances))
+        distances[own, start + own] = torch.inf
+        radii.append(distances.kthvalue(neighbours, dim=1).values)
+    return torch.cat(radii)
+
+
+def _covered(rows: Tensor, centres: Tensor, radii: Tensor) -> float:
+    inside = [(torch.cdist(chunk, centres) <= radii).any(1) for chunk in rows.split(_CHUNK)]
+    return torch.cat(inside).double().mean().item()

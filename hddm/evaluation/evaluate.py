@@ -1,0 +1,175 @@
+"""The result of a folder of images: every figure, and every setting without which they mean nothing."""
+
+import hashlib
+import os
+import platform
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from hddm.data.images import to_bytes
+from hddm.data.shard_records import find_shards
+from hddm.data.shards import open_shard
+from hddm.evaluation.classifier import FEATURES, save_classifier
+from hddm.evaluation.distances import are_few, too_few
+from hddm.evaluation.features import Extractor, of_classifier, open_extractor, trained
+from hddm.evaluation.images import Role, Side, alike, conditions, read_data, read_sampling
+from hddm.evaluation.results import FORMAT, KIND
+from hddm.evaluation.scores import Scorer
+from hddm.utils.errors import HddmError, counted
+from hddm.utils.progress import Progress
+
+RESAMPLES = 100
+_FEATURES = ("name", "dimensions", "hash", "resize", "choice", "device")
+_PACKAGES = ("hddm-diffusion", "torch", "numpy", "pillow", "clean-fid", "transformers")
+
+
+def evaluate_folder(
+    images: Path,
+    reference: Path,
+    held_out: Path | None = None,
+    allow_few: bool = False,
+    *,
+    features: str = "auto",
+    shards: Path | None = None,
+    classifier: Path | None = None,
+    max_bad: int = 0,
+) -> dict[str, Any]:
+    """Scores of ``images`` against ``reference``, the training images, and held-out ones, as plain values.
+
+    Beside the fields of `hddm.evaluation.scores.Scores` the result says what was measured (``data``), on
+    which features, how the images were sampled (``sampling``, from the record of ``hddm sample``), with which
+    versions, and whether it is ``comparable``, with ``reasons`` where it is not. Memorising is judged by the
+    training images as they are: mirrored copies are not seen.
+
+    Args:
+        images: folder of samples.
+        reference: training images, or their partition (`hddm.evaluation.images.read_pictures`).
+        held_out: images that no model has seen, or the partition that holds them out.
+        allow_few: whether no more images than features are measured all the same, and marked.
+        features: as `hddm.evaluation.features.open_extractor`.
+        shards: a partition of the training images, for distances to each shard.
+        classifier: where to save a classifier that is trained here, once all is measured; no file without.
+        max_bad: images, of all sides together, that may be unreadable; they are left out, and the result
+            names them. One that lacks samples is not comparable.
+
+    Raises:
+        HddmError: for unreadable folders or images, single images, images of different shapes, JPEG samples,
+            missing weights, a ``classifier`` that cannot be saved there, or too few images, unless
+            ``allow_few``.
+    """
+    if classifier is not None:
+        _check_file(classifier, features)
+    paths: dict[Role, Path] = {"images": images, "reference": reference}
+    if held_out is not None:
+        paths["held-out"] = held_out
+    sides = alike(read_data(paths, max_bad))
+    samples, training = sides["images"].images, sides["reference"].images
+    counts = [side.facts.images for side in sides.values()]
+    sampling = read_sampling(images)
+    labels, of_classes = conditions(samples, sampling, training.classes)
+    parts, shard_facts = ([], None) if shards is None else _read_shards(shards, training.pixels)
+    if features in ("auto", "classifier") and training.labels is not None:
+        # Before minutes of training: auto takes nothing but a classifier for so few images.
+        _refuse_few(FEATURES, counts, allow_few)
+    network = None if classifier is None else trained(training)
+    extractor = open_extractor(features, training, min(counts)) if network is None else of_classifier(network)
+    _refuse_few(extractor.dimensions, counts, allow_few)
+    with Progress(sum(counts) + sum(map(len, parts)), "features") as progress:
+        scorer = Scorer(
+            _counted(extractor, progress),
+            training.pixels,
+            sides["held-out"].images.pixels if held_out is not None else None,
+            RESAMPLES,
+            allow_few,
+            complete=True,
+            training_labels=training.labels if of_classes else None,
+            shards=parts,
+        )
+        scores = asdict(scorer.score(samples.pixels, labels))
+    if network is not None and classifier is not None:
+        # Last, so that no refusal leaves a file that is in the way of the next try.
+        save_classifier(network, classifier)
+    reasons = _reasons(counts, extractor, sampling, len(sides["images"].facts.skipped))
+    facts = {name.replace("-", "_"): _facts(side) for name, side in sides.items()}
+    return {
+        "format": FORMAT,
+        "kind": KIND,
+        **scores,
+        "shards": list(scores["shards"]),
+        "features": {key: getattr(extractor, key) for key in _FEATURES},
+        "data": {**facts, "shards": shard_facts},
+        "sampling": sampling,
+        "settings": {"resamples": RESAMPLES, "allow_few": allow_few},
+        "versions": {"python": platform.python_version(), **{name: version(name) for name in _PACKAGES}},
+        "comparable": not reasons,
+        "reasons": reasons,
+    }
+
+
+def _counted(extractor: Extractor, progress: Progress) -> Extractor:
+    def features(images: Tensor) -> Tensor:
+        found = extractor.features(images)
+        progress(len(images))
+        return found
+
+    return replace(extractor, features=features)
+
+
+def _check_file(classifier: Path, features: str) -> None:
+    """Refuse a file that no classifier can be saved to: to fail before the work."""
+    option = f"--save-classifier {classifier}"
+    if features != "classifier":
+        raise HddmError(f"{option}: goes with --features classifier alone")
+    folder = classifier.parent
+    if not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise HddmError(f"{option}: {folder} is no folder to write in; make it, or name another")
+    if classifier.exists():
+        raise HddmError(f"{option}: exists; choose another file")
+
+
+def _refuse_few(dimensions: int, counts: Sequence[int], allow_few: bool) -> None:
+    if are_few(dimensions, counts) and not allow_few:
+        raise too_few(dimensions, counts)
+
+
+def _reasons(
+    counts: Sequence[int], extractor: Extractor, sampling: dict[str, Any] | None, skipped: int
+) -> list[str]:
+    """Why a result compares with nothing."""
+    reasons = []
+    if are_few(extractor.dimensions, counts):
+        reasons.append(
+            f"too few images: {extractor.dimensions} features, and sides of {', '.join(map(str, counts))}"
+        )
+    asked = None if sampling is None else sampling.get("num_images")
+    if asked is not None and asked != counts[0]:
+        reasons.append(f"unequal counts: {asked} images were sampled and there are {counts[0]}")
+    if skipped:
+        reasons.append(f"{counted(skipped, 'sample')} could not be read")
+    return reasons
+
+
+def _facts(side: Side) -> dict[str, Any]:
+    facts = side.facts
+    return {**asdict(facts), "shape": list(facts.shape), "skipped": list(facts.skipped)}
+
+
+def _read_shards(partition: Path, training: Tensor) -> tuple[list[Tensor], dict[str, Any]]:
+    """Pixels of the shards of a partition, shaped like ``training``, and what is said about them."""
+    pixels, hashes = [], []
+    for folder in find_shards(partition):
+        shard = open_shard(folder)
+        if shard.space != "pixels" or shard.shape[1:] != training.shape[2:]:
+            what = "latents" if shard.space == "latents" else f"images of shape {shard.shape}"
+            raise HddmError(
+                f"--shards {partition}: {folder.name} holds {what}; name the partition of the images"
+            )
+        pixels.append(to_bytes(shard.images).expand(-1, training.shape[1], -1, -1))
+        hashes.append(shard.hash)
+    digest = hashlib.sha256("\n".join(hashes).encode()).hexdigest()
+    return pixels, {"path": str(partition), "images": [len(part) for part in pixels], "hash": digest}

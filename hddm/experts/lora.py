@@ -1,0 +1,262 @@
+"""Experts that are a low-rank change to another's weights (LoRA, arXiv:2106.09685), as peft writes them.
+
+An adapter's folder holds ``adapter_config.json`` and ``adapter_model.safetensors``, which peft opens, and in
+``expert.json`` the SHA-256 of the weights that it changes; those lie elsewhere, once for all that share them.
+To be run, a target weight W (out, in) becomes
+
+    W + alpha/rank · B A,   A (rank, in),  B (out, rank),
+
+computed in float32 at least, and cast afterwards. So an adapted network is one like any other.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+from diffusers import ModelMixin
+from pydantic import Field
+from torch import Tensor
+
+from hddm.networks.folders import (
+    WEIGHTS,
+    Classes,
+    Unread,
+    WeightsFile,
+    cast,
+    fitting,
+    parse_config,
+    sha256_once,
+    unread_network,
+)
+from hddm.utils.errors import HddmError
+from hddm.utils.files import read_json
+from hddm.utils.records import Facts
+from hddm.utils.weights import TensorInfo, read_header
+
+ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+PREFIX = "base_model.model."
+"""What peft puts before the name of every tensor."""
+
+_SHOWN = 5
+# What changes peft's formula into another one, with the values that do not.
+_VARIANTS = (
+    *("use_dora", "use_rslora", "use_qalora", "use_bdlora", "lora_bias", "fan_in_fan_out"),
+    *("rank_pattern", "alpha_pattern", "layer_replication", "modules_to_save", "trainable_token_indices"),
+)
+
+
+class AdapterFacts(Facts):
+    """What the adapter beside an ``expert.json`` changes, and in whose weights."""
+
+    rank: Annotated[int, Field(ge=1)]
+    alpha: Annotated[float, Field(gt=0, allow_inf_nan=False)]
+    targets: Annotated[tuple[str, ...], Field(min_length=1)]
+    """Names of the weights that it changes."""
+    base: str
+    """Where the base's folder was, seen from this one; followed outside of ensembles only."""
+    base_sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+    """Of the base's weights file."""
+
+    @property
+    def base_name(self) -> str:
+        """What to call the base in messages."""
+        return f"{Path(self.base).name} (SHA-256 {self.base_sha256[:16]}…)"
+
+
+def base_beside(folder: Path, facts: AdapterFacts) -> Path:
+    """The folder of the base where it was when the adapter in ``folder`` was trained.
+
+    Raises:
+        HddmError: where there are no weights, or for a place that is no relative path.
+    """
+    if Path(facts.base).is_absolute() or any(letter in facts.base for letter in "\\\0\n\r"):
+        raise HddmError(f"{folder}: its base is at {facts.base!r}, which is no relative path; refused")
+    base = (folder.resolve() / facts.base).resolve()
+    if not (base / WEIGHTS).is_file():
+        raise HddmError(
+            f"{folder}: is an adapter of {facts.base_name}, and {folder / facts.base} holds no {WEIGHTS}; "
+            "put the base there, or name its folder: hddm.load(…, base=…), hddm assemble --base"
+        )
+    return base
+
+
+def bases_in(folders: Sequence[Path]) -> dict[str, Path]:
+    """``folders`` by the SHA-256 of the weights that each holds.
+
+    Raises:
+        HddmError: for one without weights.
+    """
+    for folder in folders:
+        if not (folder / WEIGHTS).is_file():
+            raise HddmError(
+                f"{folder}: holds no {WEIGHTS}; a base is the folder of an expert that has its own"
+            )
+    return {sha256_once(folder / WEIGHTS): folder for folder in folders}
+
+
+def unread_adapted(
+    folder: Path, facts: AdapterFacts, base: Path, classes: Classes[ModelMixin]
+) -> Unread[ModelMixin]:
+    """The network of an adapter's folder over the weights in the folder ``base``, all of them left there.
+
+    Raises:
+        HddmError: as `hddm.networks.folders.unread_network`, and for an adapter that does not fit its record,
+            its base, or the formula above; for another base, and NaN and Inf, when weights are read.
+    """
+    unread = unread_network(folder, classes, base / WEIGHTS)
+    return Unread(unread.network, Merged(folder, facts, base))
+
+
+def open_adapted(
+    folder: Path, facts: AdapterFacts, base: Path, classes: Classes[ModelMixin]
+) -> tuple[ModelMixin, dict[str, Tensor], dict[str, Any]]:
+    """The empty network of an adapter's folder, its weights in their base's dtypes, and its config.
+
+    Raises:
+        HddmError: as `unread_adapted`.
+    """
+    path = folder / "config.json"
+    kind, arguments = parse_config(read_json(path), classes, str(path))
+    weights = Merged(folder, facts, base).stored()
+    return fitting(kind, arguments, weights, base / WEIGHTS, str(path)), weights, arguments
+
+
+class Merged:
+    """Reads the weights of an adapted network; files are checked as by `hddm.networks.folders.WeightsFile`.
+
+    Args:
+        folder: of the adapter.
+        facts: what it is.
+        base: the folder of its base.
+
+    Raises:
+        HddmError: as `unread_adapted`.
+    """
+
+    def __init__(self, folder: Path, facts: AdapterFacts, base: Path) -> None:
+        _check_config(folder / ADAPTER_CONFIG, facts)
+        self._factors = _factors(folder / ADAPTER_WEIGHTS, facts, base / WEIGHTS)
+        self._adapter = WeightsFile(folder / ADAPTER_WEIGHTS)
+        self._base = WeightsFile(base / WEIGHTS)
+        self._facts, self._folder, self._path = facts, folder, base / WEIGHTS
+
+    def __call__(self, dtype: torch.dtype) -> dict[str, Tensor]:
+        """Every weight in ``dtype``."""
+        return cast(self._merged(dtype), dtype)
+
+    def stored(self) -> dict[str, Tensor]:
+        """Every weight in the dtype that it has in the base."""
+        return self._merged(None)
+
+    def _merged(self, dtype: torch.dtype | None) -> dict[str, Tensor]:
+        weights, factors = self._base.stored(), self._adapter.stored()
+        check_base(self._folder, self._facts, self._path)
+        scale = self._facts.alpha / self._facts.rank
+        for name, (down, up) in self._factors.items():
+            weight = weights[name]
+            weights[name] = merge(weight, factors[down], factors[up], scale).to(dtype or weight.dtype)
+        return weights
+
+
+def merge(weight: Tensor, down: Tensor, up: Tensor, scale: float) -> Tensor:
+    """``weight + scale · up @ down`` (out, in), in the widest dtype of float32 and theirs.
+
+    Args:
+        weight: (out, in).
+        down: A (rank, in).
+        up: B (out, rank).
+        scale: alpha/rank.
+    """
+    wide = torch.promote_types(weight.dtype, torch.float32)
+    return torch.addmm(weight.to(wide), up.to(wide), down.to(wide), alpha=scale)
+
+
+def check_base(folder: Path, facts: AdapterFacts, weights: Path) -> None:
+    """Hold the file ``weights`` against the hash that the adapter in ``folder`` has of its base.
+
+    A file is hashed once in a process, unless it changes.
+
+    Raises:
+        HddmError: for another one.
+    """
+    found = sha256_once(weights)
+    if found != facts.base_sha256:
+        raise HddmError(
+            f"{weights}: has SHA-256 {found[:16]}…, and {folder} is an adapter of {facts.base_name}; its "
+            "numbers mean nothing on other weights"
+        )
+
+
+def tensor_names(target: str, wrapped: frozenset[str] = frozenset()) -> tuple[str, str]:
+    """Names under which peft saves A and B of the weight ``target``.
+
+    Args:
+        target: its name in the network.
+        wrapped: modules of which a parameter is adapted as such; peft wraps a module around them.
+    """
+    owner, path = target.rpartition(".")[0].split("."), []
+    for index, part in enumerate(owner):
+        path.append(part)
+        if ".".join(owner[: index + 1]) in wrapped and index + 1 < len(owner):
+            path.append("base_layer")
+    stem = PREFIX + ".".join(path)
+    return f"{stem}.lora_A.weight", f"{stem}.lora_B.weight"
+
+
+def wrapped_modules(targets: tuple[str, ...]) -> frozenset[str]:
+    """Modules whose parameter itself is a target: one that is not the weight of a linear layer."""
+    return frozenset(
+        owner for owner, _, leaf in (target.rpartition(".") for target in targets) if leaf != "weight"
+    )
+
+
+def _check_config(path: Path, facts: AdapterFacts) -> None:
+    """Refuse a config of peft's that says another thing than the record."""
+    config = read_json(path)
+    for key, stated in (("peft_type", "LORA"), ("r", facts.rank), ("lora_alpha", facts.alpha)):
+        if config.get(key) != stated:
+            raise HddmError(f"{path}: {key} is {str(config.get(key))[:40]!r}, and expert.json says {stated}")
+    for key in _VARIANTS:
+        if config.get(key):
+            raise HddmError(
+                f"{path}: {key} is {str(config[key])[:40]}, a variant of LoRA that is not read; merge it "
+                "with peft first"
+            )
+    if config.get("bias", "none") != "none":
+        raise HddmError(f"{path}: bias is {str(config['bias'])[:40]!r}, and only 'none' is read")
+
+
+def _factors(path: Path, facts: AdapterFacts, base: Path) -> dict[str, tuple[str, str]]:
+    """Names of A and B by that of their weight, all of them held against the headers.
+
+    Raises:
+        HddmError: with what is missing, left over or of another shape.
+    """
+    header, weights = read_header(path)[0], read_header(base)[0]
+    wrapped = wrapped_modules(facts.targets)
+    names = {target: tensor_names(target, wrapped) for target in facts.targets}
+    problems = []
+    for target, pair in names.items():
+        weight = weights.get(target)
+        if weight is None or len(weight.shape) != 2 or not weight.dtype.is_floating_point:
+            problems.append(f"{target!r} is no matrix of its base")
+            continue
+        out, width = weight.shape
+        for name, shape in zip(pair, ((facts.rank, width), (out, facts.rank)), strict=True):
+            problems += _problem(name, header.get(name), shape)
+    known = {name for pair in names.values() for name in pair}
+    problems += [f"{name!r} is of no target" for name in header if name not in known]
+    if problems:
+        more = f"; … and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
+        raise HddmError(f"{path}: does not fit its expert.json: {'; '.join(problems[:_SHOWN])}{more}")
+    return names
+
+
+def _problem(name: str, found: TensorInfo | None, shape: tuple[int, int]) -> list[str]:
+    if found is None:
+        return [f"{name!r} is missing"]
+    if found.shape != shape or not found.dtype.is_floating_point:
+        return [f"{name!r} is {found.shape} in {found.dtype}, not {shape} in a floating dtype"]
+    return []

@@ -1,0 +1,422 @@
+"""What an expert or a router is on disk: a network folder and the facts that give it a meaning.
+
+Whether the files of an expert folder are those that its record was written with.
+"""
+
+import copy
+import functools
+import math
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import torch
+from diffusers import ModelMixin
+from pydantic import Field
+from safetensors.torch import save_file
+from torch import Tensor
+
+from hddm.calibration import FILE_NAME as CALIBRATION
+from hddm.calibration import Calibration, calibration_record
+from hddm.experts.lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS, AdapterFacts, base_beside, unread_adapted
+from hddm.networks.folders import WEIGHTS, Unread, read_network, unread_network
+from hddm.networks.identity import TextEncoderFacts, VaeFacts
+from hddm.networks.transformers import RouterTransformer
+from hddm.networks.wrappers import EXPERT_NETWORKS, interface_of
+from hddm.utils.errors import HddmError
+from hddm.utils.files import sha256_of, write_json
+from hddm.utils.records import EXPERT_FILE as EXPERT_FILE
+from hddm.utils.records import (
+    MANIFEST,
+    Facts,
+    damage,
+    has_manifest,
+    read_facts,
+    refuse_damaged,
+    write_manifest,
+)
+from hddm.utils.records import ROUTER_FILE as ROUTER_FILE
+from hddm.utils.weights import read_safetensors, refuse_non_finite
+from hddm.velocity import PredictionType
+
+FORMAT = "1.4"
+NULL_FILE = "null_conditions.safetensors"
+EXTRAS_FILE = "source_extras.safetensors"
+"""Tensors of a source that its expert does not need, kept for the way back."""
+FILES = (NULL_FILE, EXTRAS_FILE, CALIBRATION, WEIGHTS, ADAPTER_CONFIG, ADAPTER_WEIGHTS, "config.json")
+"""What is read of an expert's folder besides its record."""
+
+
+class ShardFacts(Facts):
+    """The shard that an expert was trained on."""
+
+    index: int
+    num_shards: int
+    hash: str
+    images: int
+    class_images: tuple[int, ...] = ()
+    """Images of each class, in the order of the expert's ``classes``; empty where images have no labels."""
+    partition: str | None = None
+    """What all shards of one partition share."""
+
+
+class SourceFacts(Facts):
+    """The checkpoint that an expert was converted from."""
+
+    layout: str
+    files: dict[str, str]
+    """SHA-256 by file name."""
+    scheduler: dict[str, Any] | None = None
+    """The whole scheduler config that lay beside the weights, sampling keys and all."""
+    prefix: str = ""
+    """Stripped from every key, as a data-parallel or compiled module leaves it."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    hddm: str
+    """Version that converted it."""
+    before: "SourceFacts | None" = None
+    """Of an expert folder: what that was converted from."""
+
+    @property
+    def first(self) -> "SourceFacts":
+        """The checkpoint at the beginning of the chain."""
+        return self if self.before is None else self.before.first
+
+
+class ExpertFacts(Facts):
+    """``expert.json``: the conventions under which the weights beside it mean something."""
+
+    format: str = FORMAT
+    objective: Literal["ddpm", "flow"]
+    prediction_type: PredictionType
+    schedule: dict[str, Any]
+    schedule_source: str
+    time_scale: float
+    sample_shape: tuple[int, int, int]
+    space: Literal["pixels", "latents"] = "pixels"
+    latent_scale: float | None = 1.0
+    """Samples are data × this factor; 1 for pixels in [-1, 1], None where the source does not say."""
+    vae: VaeFacts | None = None
+    """None for pixels, and where the source does not hold its VAE."""
+    text_encoder: TextEncoderFacts | None = None
+    shift: float = Field(default=1.0, gt=0)
+    """Of the time grid that its samples want (`hddm.sampling.time_grid`)."""
+    variance_head: bool = False
+    """The network gives a learned variance besides, which is dropped."""
+    round_time: bool = False
+    """The network is fed whole timesteps."""
+    conditions: tuple[str, ...] = ()
+    classes: tuple[str, ...] = ()
+    null_class: int | None = None
+    weights: Literal["ema", "raw", "unstated"] = "ema"
+    """Averaged or as the optimiser left them; a source with one set may not say."""
+    weights_sha256: str | None = None
+    """Of the file beside this that holds them, or the adapter; in folders of formats 1.2 and 1.3 alone."""
+    calibration_sha256: str | None = None
+    """Of ``calibration.safetensors`` beside this; in folders of format 1.3 alone."""
+    shard: ShardFacts | None = None
+    training: dict[str, Any] = Field(default_factory=dict)
+    training_calibration: bool = False
+    """The calibration is part of the parametrisation that it was trained in; it must not be fitted anew."""
+    source: SourceFacts | None = None
+    licence: str | None = None
+    adapter: AdapterFacts | None = None
+    """Where the weights are those of a base, changed (`hddm.experts.lora`); None where they are here."""
+
+
+class RouterFacts(Facts):
+    """``router.json``: what a router tells apart, and how it counts time."""
+
+    format: str = FORMAT
+    time_scale: float
+    sample_shape: tuple[int, int, int]
+    shard_hashes: tuple[str, ...]
+    """One a shard, in the order of the router's outputs; none where the shards are not known."""
+    shard_images: tuple[int, ...]
+    temperatures: tuple[Annotated[float, Field(gt=0)], ...] = (1.0,)
+    """Logits are divided by these, at times spread evenly over [0, 1] and linearly between."""
+    calibration: dict[str, Any] = Field(default_factory=dict)
+    """How the temperatures were found, with the expected calibration error before and after."""
+    training: dict[str, Any] = Field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Expert:
+    """An expert in memory; an adapter is merged into its network, and no longer in its facts.
+
+    ``nulls`` holds, by keyword of the network, what stands for no condition, without batch dimension;
+    that of ``class_labels`` is in the facts.
+    """
+
+    network: ModelMixin
+    facts: ExpertFacts
+    calibration: Calibration | None
+    nulls: Mapping[str, Tensor] = field(default_factory=dict)
+
+    def unread(self) -> "UnreadExpert":
+        """The same with its weights, which it shares, as if they lay elsewhere."""
+        held = self.network.state_dict()
+        owned = [*self.network.parameters(), *(b for n, b in self.network.named_buffers() if n in held)]
+        # A copy that stands where its weights would be: whoever places weights must not touch this network.
+        memo = {id(one): type(one)(torch.empty_like(one, device="meta")) for one in owned}
+        network: ModelMixin = copy.deepcopy(self.network, memo).requires_grad_(False)
+        return UnreadExpert(
+            None, Unread(network, functools.partial(_cast, held)), self.facts, self.calibration, self.nulls
+        )
+
+
+def _cast(weights: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    return {name: value.to(dtype) for name, value in weights.items()}
+
+
+def null_conditions(null_class: int | None) -> dict[str, Tensor]:
+    """What stands for no class, by keyword of the network."""
+    return {} if null_class is None else {"class_labels": torch.tensor(null_class)}
+
+
+def save_expert(folder: Path, expert: Expert) -> None:
+    """Write an expert into an existing, empty ``folder``."""
+    expert.network.save_pretrained(folder)
+    if expert.calibration is not None:
+        expert.calibration.save(folder)
+    write_records(folder, expert.facts, expert.nulls)
+
+
+def write_records(folder: Path, facts: ExpertFacts, nulls: Mapping[str, Tensor]) -> None:
+    """Write what gives the network in ``folder`` its meaning, and the manifest of all that lies there."""
+    if nulls:
+        save_file({name: null.contiguous() for name, null in nulls.items()}, folder / NULL_FILE)
+    today = {"format": FORMAT, "weights_sha256": None, "calibration_sha256": None}
+    write_json(folder / EXPERT_FILE, facts.model_dump(mode="json") | today)
+    write_manifest(folder)
+
+
+def weights_in(folder: Path) -> Path | None:
+    """The file of an expert folder that holds its weights, or its adapter."""
+    return next((folder / name for name in (WEIGHTS, ADAPTER_WEIGHTS) if (folder / name).is_file()), None)
+
+
+def read_nulls(folder: Path) -> dict[str, Tensor]:
+    """What an expert folder holds as null conditions, by keyword of the network."""
+    path = folder / NULL_FILE
+    nulls = read_safetensors(path) if path.exists() else {}
+    refuse_non_finite(path, nulls)
+    return nulls
+
+
+@dataclass(frozen=True)
+class UnreadExpert:
+    """An expert whose weights are still on disk; see `Expert` and `hddm.networks.folders.Unread`.
+
+    ``folder`` is where it lies, None for one that lies in memory only; ``base`` is the folder of the weights
+    that an adapter changes.
+    """
+
+    folder: Path | None
+    unread: Unread[ModelMixin]
+    facts: ExpertFacts
+    calibration: Calibration | None = None
+    nulls: Mapping[str, Tensor] = field(default_factory=dict)
+    base: Path | None = None
+
+    @property
+    def name(self) -> str:
+        """What to call it in messages."""
+        return "an expert in memory" if self.folder is None else str(self.folder)
+
+    def read(self, dtype: torch.dtype) -> Expert:
+        """The expert with its weights in memory."""
+        return Expert(self.unread.load(dtype), without_adapter(self.facts), self.calibration, self.nulls)
+
+
+def without_adapter(facts: ExpertFacts) -> ExpertFacts:
+    """The record of an expert in memory, where an adapter is part of its weights, and nothing is a file."""
+    return facts.model_copy(update={"adapter": None, "weights_sha256": None, "calibration_sha256": None})
+
+
+def read_expert(
+    folder: Path, dtype: torch.dtype = torch.float32, bases: Mapping[str, Path] | None = None
+) -> Expert:
+    """Read an expert folder; ``bases`` as for `open_expert`.
+
+    Raises:
+        HddmError: as `hddm.utils.records.read_facts` and `hddm.networks.folders.read_network`.
+    """
+    return open_expert(folder, bases).read(dtype)
+
+
+def open_expert(
+    folder: Path,
+    bases: Mapping[str, Path] | None = None,
+    with_calibration: bool = True,
+    unheld: Collection[str] = (),
+) -> UnreadExpert:
+    """Read an expert folder but for its weights.
+
+    Args:
+        folder: the folder.
+        bases: folders of weights that an adapter may change, by their SHA-256; by default that is looked for
+            where it was when the adapter was trained.
+        with_calibration: False leaves it out, whatever is wrong with it.
+        unheld: files that the caller holds against the manifest later.
+
+    Raises:
+        HddmError: as `read_expert`, but for NaN and Inf and another base; for an adapter without its base,
+            and files that are not those of its manifest.
+    """
+    facts = read_facts(folder / EXPERT_FILE, ExpertFacts, FORMAT)
+    base = base_of(folder, facts.adapter, bases) if facts.adapter else None
+    if facts.adapter is None or base is None:
+        unread = unread_network(folder, EXPERT_NETWORKS)
+    else:
+        unread = unread_adapted(folder, facts.adapter, base, EXPERT_NETWORKS)
+    interface = interface_of(type(unread.network).__name__, unread.network.config, facts.sample_shape[1:])
+    for key in ("sample_shape", "variance_head", "conditions"):
+        stated, found = getattr(facts, key), getattr(interface, key)
+        if stated != found:
+            raise HddmError(f"{folder}: expert.json says {key} {stated}, config.json {found}")
+    calibration = Calibration.load(folder) if with_calibration else None
+    if calibration is not None and len(calibration.moments.mean) != math.prod(facts.sample_shape):
+        raise HddmError(
+            f"{folder / CALIBRATION}: is of samples of {len(calibration.moments.mean)} numbers, not of "
+            f"{facts.sample_shape}; delete it and calibrate anew"
+        )
+    nulls = read_nulls(folder)
+    unknown = sorted(set(nulls) - set(facts.conditions))
+    if unknown:
+        raise HddmError(f"{folder / NULL_FILE}: holds {unknown}, which are no conditions of this expert")
+    skipped = {*unheld, *(() if with_calibration else (CALIBRATION,))}
+    known = [name for name in FILES if name not in skipped]
+    refuse_damaged(folder, EXPERT_FILE, known, chosen=lambda name: name not in skipped, remedy=remedy(folder))
+    return UnreadExpert(folder, unread, facts, calibration, nulls, base)
+
+
+def remedy(folder: Path) -> str:
+    """What mends a folder whose files are not those that were written."""
+    return (
+        "copy it again, whole, from where it was made, or train it anew; a calibration alone is mended by "
+        f"hddm calibrate {folder}"
+    )
+
+
+def refuse_base(folder: Path, adapter: AdapterFacts | None, bases: Collection[object]) -> None:
+    """Refuse ``bases`` that a user names for an expert which changes no other's weights.
+
+    Raises:
+        HddmError: for a base beside no adapter.
+    """
+    if adapter is None and bases:
+        raise HddmError(
+            f"{folder}: is no adapter, and stands on its own weights; leave the base out, "
+            f"{', '.join(map(str, bases))}"
+        )
+
+
+def base_of(folder: Path, adapter: AdapterFacts, bases: Mapping[str, Path] | None = None) -> Path:
+    """The folder of the weights that the adapter in ``folder`` changes; see `open_expert`.
+
+    Raises:
+        HddmError: where it is not there.
+    """
+    if bases is None:
+        return base_beside(folder, adapter)
+    if adapter.base_sha256 not in bases:
+        found = ", ".join(f"{path} ({sha256[:16]}…)" for sha256, path in bases.items())
+        raise HddmError(
+            f"{folder}: is an adapter of {adapter.base_name}, which is not among the given bases: "
+            f"{found or 'none'}"
+        )
+    return bases[adapter.base_sha256]
+
+
+def save_router(folder: Path, network: RouterTransformer, facts: RouterFacts) -> None:
+    """Write a router into an existing, empty ``folder``."""
+    network.save_pretrained(folder)
+    write_json(folder / ROUTER_FILE, facts.model_dump(mode="json") | {"format": FORMAT})
+    write_manifest(folder)
+
+
+def read_router(folder: Path, dtype: torch.dtype = torch.float32) -> tuple[RouterTransformer, RouterFacts]:
+    """Read a router folder; raises as `read_expert`."""
+    facts = read_facts(folder / ROUTER_FILE, RouterFacts, FORMAT)
+    network = read_network(folder, [RouterTransformer], dtype)
+    if len(facts.shard_hashes) not in (0, network.config.num_experts):
+        raise HddmError(
+            f"{folder}: router.json names {len(facts.shard_hashes)} shards, config.json "
+            f"{network.config.num_experts} experts"
+        )
+    refuse_damaged(folder, ROUTER_FILE)
+    return network, facts
+
+
+_COPY_AGAIN = "copy the expert again from where it was trained"
+
+
+def foreign_files(folder: Path, facts: ExpertFacts, sha256: Callable[[Path], str]) -> tuple[str, ...]:
+    """What is wrong where files are not those that were written with the expert: a line for each.
+
+    Args:
+        folder: the expert.
+        facts: its record. Without a manifest it may hold hashes of weights and calibration.
+        sha256: of a file that is there.
+
+    Raises:
+        HddmError: for a calibration or a manifest that cannot be read.
+    """
+    if found := damage(folder, EXPERT_FILE, FILES, sha256):
+        return (*found, f"by its {MANIFEST}; {remedy(folder)}")
+    texts = (foreign_weights(folder, facts, sha256), foreign_calibration(folder, facts, sha256))
+    return tuple(text for text in texts if text)
+
+
+def foreign_weights(
+    folder: Path, facts: ExpertFacts, sha256: Callable[[Path], str] = sha256_of
+) -> str | None:
+    """What is wrong where the weights in ``folder`` are not those whose hash the record holds."""
+    if facts.weights_sha256 is None:
+        return None
+    weights = folder / (ADAPTER_WEIGHTS if facts.adapter else WEIGHTS)
+    held = sha256(weights) if weights.is_file() else None
+    return _other("weights", facts.weights_sha256, held, f"{_COPY_AGAIN}, or train it anew")
+
+
+def foreign_calibration(
+    folder: Path, facts: ExpertFacts, sha256: Callable[[Path], str] = sha256_of
+) -> str | None:
+    """What is wrong where the calibration in ``folder`` is not the expert's own, None where it is.
+
+    Without a hash in the record, and without a manifest, the shard that the calibration says it was fitted to
+    must be the expert's, unless the expert was trained on in it: then it is that of an earlier training.
+
+    Args:
+        folder: the expert.
+        facts: its record.
+        sha256: of a file that is there.
+
+    Raises:
+        HddmError: for a calibration that cannot be read.
+    """
+    stored = folder / CALIBRATION
+    held = sha256(stored) if stored.is_file() else None
+    remedy = f"hddm calibrate {folder} --data SHARD fits its own"
+    if facts.training_calibration:
+        remedy = _COPY_AGAIN
+    if facts.calibration_sha256 is not None:
+        return _other("calibration", facts.calibration_sha256, held, remedy)
+    if facts.training_calibration:
+        return f"its calibration is not there, and it was trained in it; {remedy}" if held is None else None
+    if has_manifest(folder):
+        return None
+    of = (calibration_record(folder) or {}).get("data", "").removeprefix("shard ").split()
+    if facts.shard is None or len(of) != 1 or of[0] in (facts.shard.hash, facts.shard.partition):
+        return None
+    its = f"shard {of[0][:16]}…, and {EXPERT_FILE} says {facts.shard.hash[:16]}…"
+    return f"its calibration is of {its}; {remedy}"
+
+
+def _other(what: str, stated: str, held: str | None, remedy: str) -> str | None:
+    if stated == held:
+        return None
+    be, have = ("are", "have") if what.endswith("s") else ("is", "has")
+    there = f"{be} not there" if held is None else f"{have} SHA-256 {held[:16]}…"
+    return f"its {what} {there}, and {EXPERT_FILE} says {stated[:16]}…; {remedy}"

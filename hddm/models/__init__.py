@@ -1,1 +1,0 @@
-"""Networks. They know no schedule, and what they predict is not their business."""

@@ -1,0 +1,344 @@
+"""From a ``config.json`` to an empty network: a known class, known keys, sizes that the weights back.
+
+A config is foreign text. It never chooses code beyond a given list of classes, and what it declares is
+held against the tensors that are there before anything takes memory.
+
+Network folders as diffusers lays them out: ``config.json`` and one safetensors file, nothing lenient.
+"""
+
+import inspect
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import diffusers
+import torch
+from diffusers import ModelMixin
+from torch import Tensor
+
+from hddm.utils.errors import HddmError, did_you_mean
+from hddm.utils.files import read_json, sha256_of
+from hddm.utils.weights import read_header, read_safetensors, refuse_non_finite
+
+Network = TypeVar("Network", bound=ModelMixin)
+Classes = Sequence[type[Network]] | Mapping[str, type[Network]]
+"""Those that a config may name."""
+
+
+class Imported(Mapping[str, type[ModelMixin]]):
+    """Classes by name; those of diffusers are imported when they are asked for, which takes seconds.
+
+    Args:
+        own: classes that are at hand.
+        of_diffusers: names of further ones.
+    """
+
+    def __init__(self, own: Sequence[type[ModelMixin]], of_diffusers: Sequence[str]) -> None:
+        self._own = {one.__name__: one for one in own}
+        self._of_diffusers = tuple(of_diffusers)
+
+    def __getitem__(self, name: str) -> type[ModelMixin]:
+        if name in self._of_diffusers:
+            kind: type[ModelMixin] = getattr(diffusers, name)
+            return kind
+        return self._own[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter((*self._own, *self._of_diffusers))
+
+    def __len__(self) -> int:
+        return len(self._own) + len(self._of_diffusers)
+
+
+# Written by diffusers beside the constructor's arguments. None of them is read.
+_RECORDS = {"_class_name", "_diffusers_version", "_name_or_path"}
+_OLD_TRANSFORMER = "Transformer2DModel"
+_OLD_NORMS = {"ada_norm_zero": "DiTTransformer2DModel", "ada_norm_single": "PixArtTransformer2DModel"}
+# What diffusers' former all-in-one class had besides, with the only values that change nothing.
+_OLD_INERT = {
+    "num_vector_embeds": (None,),
+    "use_linear_projection": (False,),
+    "only_cross_attention": (False,),
+    "double_self_attention": (False,),
+    "attention_type": ("default",),
+    "cross_attention_dim": (None,),
+    "caption_channels": (None,),
+    "interpolation_scale": (None, 1, 1.0),
+    "use_additional_conditions": (None, False),
+}
+
+
+def parse_config(
+    config: Mapping[str, Any], classes: Classes[Network], origin: str
+) -> tuple[type[Network], dict[str, Any]]:
+    """The class that ``config`` names and the arguments for it.
+
+    ``Transformer2DModel``, which DiT and PixArt folders of older diffusers still name, becomes the class
+    of its ``norm_type``; keys that the new class lacks must hold a value without effect.
+
+    Raises:
+        HddmError: for a class outside ``classes`` or a key that it does not know; ``auto_map`` and its
+            like are such keys.
+    """
+    name, arguments = config.get("_class_name"), dict(config)
+    if name == _OLD_TRANSFORMER:
+        name = _OLD_NORMS.get(str(config.get("norm_type")), name)
+    known = classes if isinstance(classes, Mapping) else {one.__name__: one for one in classes}
+    kind = known.get(name) if isinstance(name, str) else None
+    if name is None:
+        raise HddmError(f"{origin}: states no _class_name, so it is no model of diffusers or hddm")
+    if kind is None:
+        raise HddmError(f"{origin}: holds a {name}, not a {' or a '.join(known)}")
+    parameters = inspect.signature(kind.__init__).parameters
+    for key in config:
+        if key in _RECORDS:
+            del arguments[key]
+        elif config["_class_name"] == _OLD_TRANSFORMER and key not in parameters and key in _OLD_INERT:
+            if config[key] not in _OLD_INERT[key]:
+                raise HddmError(f"{origin}: {key} is {config[key]!r}, which {name} has no place for")
+            del arguments[key]
+        elif key not in parameters or key == "self":
+            raise HddmError(f"{origin}: {name} has no key {key!r}{did_you_mean(key, parameters)}")
+    return kind, arguments
+
+
+def empty_network(
+    kind: type[Network], arguments: Mapping[str, Any], num_tensors: int, origin: str
+) -> Network:
+    """The network on the meta device: shapes without memory.
+
+    Raises:
+        HddmError: where the arguments build nothing, ask for more layers than the tensors are for, or for
+            blocks with constants that no file holds.
+    """
+    # Modules cost time and memory even on the meta device; a small file must not ask for a billion of them.
+    layers = math.prod(max(_largest(arguments.get(key)) for key in keys) for keys in _DEPTHS)
+    if layers > min(num_tensors // _TENSORS_PER_LAYER, _MOST_LAYERS):
+        raise HddmError(
+            f"{origin}: its depth is {layers}, and there are {num_tensors} tensors; correct its config "
+            f"(at most {_MOST_LAYERS} layers, of {_TENSORS_PER_LAYER} tensors or more)"
+        )
+    for key, value in arguments.items():
+        if isinstance(value, Sequence) and len(value) > _MOST_LAYERS:
+            raise HddmError(
+                f"{origin}: {key} has {len(value)} entries, and networks have {_MOST_LAYERS} at most"
+            )
+    try:
+        with torch.device("meta"):
+            network: Network = kind(**arguments)
+    except Exception as error:  # whatever a constructor makes of foreign values
+        text = " ".join(str(error).split())[:300]
+        raise HddmError(f"{origin}: no network can be built from it ({text})") from error
+    for name, _ in network.named_buffers():
+        if name not in (_POSITIONS, *network.state_dict()):
+            owner = name.rpartition(".")[0]
+            block = type(network.get_submodule(owner)).__name__
+            raise HddmError(
+                f"{origin}: {owner} is a {block}, whose constants no file holds; such blocks are unsupported"
+            )
+    return network
+
+
+# What constructors multiply to a number of modules, the largest of each group. Every other number makes a
+# tensor larger or nothing at all.
+_DEPTHS = (
+    ("depth", "num_layers", "num_single_layers"),
+    ("layers_per_block",),
+    ("transformer_layers_per_block", "reverse_transformer_layers_per_block"),
+    ("down_block_types", "up_block_types"),
+)
+# Bounds, not counts: 60 layers and 28 tensors each in Stable Diffusion XL, where a list has its largest.
+_MOST_LAYERS = 256
+_TENSORS_PER_LAYER = 5
+_POSITIONS = "pos_embed.pos_embed"
+"""The one buffer that is computed, where no file holds it: positions of DiT and PixArt."""
+
+
+def _largest(value: Any, levels: int = 3) -> int:
+    """The most layers that one entry of a config asks for."""
+    if isinstance(value, Sequence) and not isinstance(value, str) and levels:
+        return max([len(value), *(_largest(inner, levels - 1) for inner in value)])
+    return min(max(value, 1), 10**12) if isinstance(value, int) else 1
+
+
+def differences(expected: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> list[str]:
+    """Every tensor missing, left over, of another shape or of no floating-point numbers, a phrase each."""
+    problems = [f"missing {key} {tuple(expected[key].shape)}" for key in expected.keys() - found.keys()]
+    problems += [f"left over {key} {tuple(found[key].shape)}" for key in found.keys() - expected.keys()]
+    problems += [
+        f"{key} is {tuple(found[key].shape)}, not {tuple(expected[key].shape)}"
+        for key in expected.keys() & found.keys()
+        if expected[key].shape != found[key].shape
+    ]
+    problems += [
+        f"{key} is of {found[key].dtype}"
+        for key in expected.keys() & found.keys()
+        if expected[key].is_floating_point() and not found[key].is_floating_point()
+    ]
+    return sorted(problems)
+
+
+def fill(network: Network, weights: Mapping[str, Tensor], arguments: Mapping[str, Any], origin: str) -> None:
+    """Give a network of `empty_network` its tensors, and compute the positions that no file holds.
+
+    Raises:
+        HddmError: for positions that are out of proportion to the weights.
+    """
+    network.load_state_dict(dict(weights), assign=True)
+    positions = dict(network.named_buffers()).get(_POSITIONS)
+    # SD3's are in its file.
+    if positions is not None and positions.is_meta and _POSITIONS not in weights:
+        size = sum(tensor.numel() for tensor in weights.values())
+        if positions.numel() > 16 * size + 2**20:
+            raise HddmError(f"{origin}: asks for {positions.numel()} positions beside {size} weights")
+        # Without blocks the rest is small, and its positions are those of the whole.
+        shallow = type(network)(**{**arguments, "num_layers": 0})
+        owner, _, leaf = _POSITIONS.rpartition(".")
+        network.get_submodule(owner).register_buffer(leaf, shallow.get_buffer(_POSITIONS), persistent=False)
+    network.eval()
+    network.requires_grad_(False)
+
+
+WEIGHTS = "diffusion_pytorch_model.safetensors"
+
+
+@dataclass(frozen=True)
+class Unread(Generic[Network]):
+    """A network in evaluation mode whose weights are still on disk: on the meta device, but for positions.
+
+    ``read(dtype)`` gives its tensors by name, cast; those of that dtype stay mapped from the file.
+    """
+
+    network: Network
+    read: Callable[[torch.dtype], dict[str, Tensor]]
+
+    def load(self, dtype: torch.dtype) -> Network:
+        """The network with its weights, cast to ``dtype``."""
+        self.network.load_state_dict(self.read(dtype), assign=True)
+        self.network.requires_grad_(False)
+        return self.network
+
+
+def read_network(folder: Path, classes: Classes[Network], dtype: torch.dtype) -> Network:
+    """The network in ``folder``, in evaluation mode, with its weights cast to ``dtype``.
+
+    Shapes are compared on the meta device, before the network takes memory.
+
+    Raises:
+        HddmError: for a missing file, an unknown config key, another class, or any tensor missing,
+            left over or of another shape; the message names file and tensors.
+    """
+    return unread_network(folder, classes).load(dtype)
+
+
+def open_network(
+    folder: Path, classes: Classes[Network]
+) -> tuple[Network, dict[str, Tensor], dict[str, object]]:
+    """The empty network in ``folder``, its tensors as they lie on disk, mapped, and its config.
+
+    Raises:
+        HddmError: as `read_network`, but for NaN and Inf.
+    """
+    path = folder / "config.json"
+    kind, arguments = parse_config(read_json(path), classes, str(path))
+    weights = read_safetensors(folder / WEIGHTS)
+    return fitting(kind, arguments, weights, folder / WEIGHTS, str(path)), weights, arguments
+
+
+def unread_network(folder: Path, classes: Classes[Network], weights: Path | None = None) -> Unread[Network]:
+    """As `read_network`, with the weights left where they are: in ``folder``, or in the file ``weights``.
+
+    Raises:
+        HddmError: as `read_network`; for NaN and Inf when they are read.
+    """
+    path = folder / "config.json"
+    kind, arguments = parse_config(read_json(path), classes, str(path))
+    return unread(kind, arguments, weights or folder / WEIGHTS, str(path))
+
+
+def unread(kind: type[Network], arguments: Mapping[str, Any], weights: Path, origin: str) -> Unread[Network]:
+    """A network of ``kind`` for the weights in a file; ``origin`` says where its arguments are from.
+
+    Raises:
+        HddmError: as `open_network`.
+    """
+    header, _ = read_header(weights)
+    empty = {name: torch.empty(info.shape, dtype=info.dtype, device="meta") for name, info in header.items()}
+    network = fitting(kind, arguments, empty, weights, origin)
+    fill(network, empty, arguments, origin)
+    return Unread(network, WeightsFile(weights))
+
+
+def fitting(
+    kind: type[Network], arguments: Mapping[str, Any], weights: Mapping[str, Tensor], path: Path, origin: str
+) -> Network:
+    """The empty network for ``weights`` of the file ``path``; ``origin`` says where its arguments are from.
+
+    Raises:
+        HddmError: with every tensor that does not fit.
+    """
+    network = empty_network(kind, arguments, len(weights), origin)
+    problems = differences(network.state_dict(), weights)
+    if problems:
+        raise HddmError(f"{path}: does not fit its {Path(origin).name}: {'; '.join(problems)}")
+    return network
+
+
+class WeightsFile:
+    """Reads a file of weights; the first time it looks for NaN and Inf.
+
+    Raises:
+        HddmError: when it is read, for a file that is not what it was when this was made.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._identity = path, _identity(path)
+        self._is_checked = False
+
+    def __call__(self, dtype: torch.dtype) -> dict[str, Tensor]:
+        """Every tensor in ``dtype``."""
+        return cast(self.stored(), dtype)
+
+    def stored(self) -> dict[str, Tensor]:
+        """Every tensor as it is, mapped."""
+        # Folders are replaced as a whole: another expert's weights may be where these were.
+        if not self._path.exists() or _identity(self._path) != self._identity:
+            raise HddmError(f"{self._path}: has changed since it was opened; load the model again")
+        weights = read_safetensors(self._path)
+        if not self._is_checked:
+            refuse_non_finite(self._path, weights)
+            self._is_checked = True
+        return weights
+
+
+def cast(weights: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    """``weights`` in ``dtype``; those of another one share a block of memory, given back as a whole."""
+    others = {key: value for key, value in weights.items() if value.dtype != dtype}
+    align = 64 // torch.empty(0, dtype=dtype).element_size()
+    places, total = {}, 0
+    for key, value in others.items():
+        places[key] = total
+        total += -(-value.numel() // align) * align
+    block = torch.empty(total, dtype=dtype)
+    for key, value in others.items():
+        place = block[places[key] : places[key] + value.numel()].view(value.shape)
+        others[key] = place.copy_(value)
+    return {**weights, **others}
+
+
+def sha256_once(path: Path) -> str:
+    """The SHA-256 of a file, computed again only when it is another file than before, by whatever name."""
+    identity = _identity(path)
+    if identity not in _HASHES:
+        _HASHES[identity] = sha256_of(path)
+    return _HASHES[identity]
+
+
+_HASHES: dict[tuple[int, ...], str] = {}
+
+
+def _identity(path: Path) -> tuple[int, ...]:
+    status = path.stat()
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns

@@ -1,0 +1,272 @@
+"""Scaled dot-product attention, with a quick gradient where PyTorch's own is slow.
+
+Flux's currency: patches of 2×2 as rows of channels, and where each of them lies.
+
+    (batch, C, H, W)  ↔  (batch, HW/4, 4C)      row y W/2 + x holds patch (y, x), channel 4c + 2 dy + dx
+
+as its pipeline in diffusers has it; the network itself takes and gives rows.
+
+Blocks that the expert and the router share.
+"""
+
+import math
+from typing import Any
+
+import torch
+from einops import rearrange
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from hddm.utils.errors import HddmError
+
+MOST_SCORES = 256 * 256
+"""Scores of one head up to which `_Attend` is the quicker."""
+
+
+def attend(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    """softmax(Q Kᵀ / sqrt(d)) V; all of shape (batch, heads, tokens, d), keys and values of one length.
+
+    PyTorch's gradient of this in bfloat16 on CPUs takes several times as long as the matrix products that it
+    consists of (2.15, 64 tokens: with the forward pass 59 ms against 20 ms). There, the forward pass stays
+    PyTorch's and the gradient is written out. Elsewhere this is ``F.scaled_dot_product_attention``.
+    """
+    slow = queries.device.type == "cpu" and queries.dtype == torch.bfloat16
+    if slow and torch.is_grad_enabled() and queries.shape[-2] * keys.shape[-2] <= MOST_SCORES:
+        attended: Tensor = _Attend.apply(queries, keys, values)
+        return attended
+    return F.scaled_dot_product_attention(queries, keys, values)
+
+
+class _Attend(torch.autograd.Function):
+    """Attention with its gradient written out.
+
+    With S = Q Kᵀ / sqrt(d), P = softmax(S), O = P V, and G the gradient of O:
+
+        dV = Pᵀ G;    dS = P ∘ (G Vᵀ - rowsum(P ∘ G Vᵀ));    dQ = dS K / sqrt(d);    dK = dSᵀ Q / sqrt(d)
+
+    P is computed anew from float32 scores, as the forward pass has them: of bfloat16 ones, a score of 30
+    would be off by 0.06, and its probability by 6 %.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        ctx.save_for_backward(queries, keys, values)
+        return F.scaled_dot_product_attention(queries, keys, values)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        # Heads lie apart by tokens; each product would copy them for itself.
+        queries, keys, values, gradient = (x.contiguous() for x in (*ctx.saved_tensors, *gradients))
+        scale = queries.shape[-1] ** -0.5
+        scores = torch.matmul(scale * queries.float(), keys.float().transpose(-1, -2))
+        weights = scores.softmax(-1).to(queries.dtype)
+        of_weights = gradient @ values.transpose(-1, -2)
+        of_scores = torch._softmax_backward_data(of_weights, weights, -1, weights.dtype)
+        of_scores = scale * of_scores
+        return (
+            of_scores @ keys,
+            of_scores.transpose(-1, -2) @ queries,
+            weights.transpose(-1, -2) @ gradient,
+        )
+
+
+PATCH = 2
+
+
+def pack(x: Tensor) -> Tensor:
+    """Rows (batch, HW/4, 4C) of a state (batch, C, H, W).
+
+    Raises:
+        HddmError: for sides that are odd.
+    """
+    batch, channels, height, width = x.shape
+    if height % PATCH or width % PATCH:
+        raise HddmError(f"a state of {height}×{width} has no patches of 2×2; its sides must be even")
+    patches = x.reshape(batch, channels, height // PATCH, PATCH, width // PATCH, PATCH)
+    return patches.permute(0, 2, 4, 1, 3, 5).reshape(batch, -1, channels * PATCH**2)
+
+
+def unpack(rows: Tensor, height: int, width: int) -> Tensor:
+    """The state (batch, C, H, W) of rows (batch, HW/4, 4C)."""
+    batch, _, channels = rows.shape
+    patches = rows.reshape(batch, height // PATCH, width // PATCH, channels // PATCH**2, PATCH, PATCH)
+    return patches.permute(0, 3, 1, 4, 2, 5).reshape(batch, -1, height, width)
+
+
+def positions(height: int, width: int, device: torch.device) -> Tensor:
+    """(0, y, x) of every row, (HW/4, 3); in float32, since half types round large numbers."""
+    y, x = torch.meshgrid(
+        torch.arange(height // PATCH, device=device),
+        torch.arange(width // PATCH, device=device),
+        indexing="ij",
+    )
+    return torch.stack([torch.zeros_like(y), y, x], dim=-1).flatten(0, 1).float()
+
+
+LAYER_NORM_EPS = 1e-5
+FREQUENCIES = 256
+
+
+def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
+    """``x (1 + scale) + shift``; x is (batch, tokens, width), the others broadcast to it.
+
+    One pass over x. Under autocast x is float32 and shift and scale may be bfloat16: they are the smaller.
+    """
+    return _multiply_add(shift.to(x.dtype), x, 1 + scale.to(x.dtype))
+
+
+def add_gated(x: Tensor, gate: Tensor, branch: Tensor) -> Tensor:
+    """``x + gate branch`` in the dtype of x; gate broadcasts to (batch, tokens, width)."""
+    # Cast first: on CPUs a pass over mixed dtypes takes longer than two passes.
+    return _multiply_add(x, branch.to(x.dtype), gate.to(x.dtype))
+
+
+def _multiply_add(start: Tensor, x: Tensor, factor: Tensor) -> Tensor:
+    if not torch.is_grad_enabled():
+        return torch.addcmul(start, x, factor)
+    added: Tensor = _MultiplyAdd.apply(start, x, factor)
+    return added
+
+
+class _MultiplyAdd(torch.autograd.Function):
+    """``start + x factor``; the gradient of ``torch.addcmul`` takes one more pass over x."""
+
+    @staticmethod
+    def forward(ctx: Any, start: Tensor, x: Tensor, factor: Tensor) -> Tensor:
+        ctx.save_for_backward(x, factor)
+        ctx.start_shape = start.shape
+        return torch.addcmul(start, x, factor)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (gradient,), (x, factor) = gradients, ctx.saved_tensors
+        for_start, for_x, for_factor = ctx.needs_input_grad
+        return (
+            gradient.sum_to_size(ctx.start_shape) if for_start else None,
+            gradient * factor if for_x else None,
+            (gradient * x).sum_to_size(factor.shape) if for_factor else None,
+        )
+
+
+def sinusoid(
+    times: Tensor, dim: int, dtype: torch.dtype, max_period: float = 1e4, frequency_shift: int = 0
+) -> Tensor:
+    """Sinusoidal embedding (batch, dim) of ``times`` (batch,): cosines, then sines.
+
+    With half = dim/2 the frequencies are max_period^(-i / (half - frequency_shift)) for i < half.
+    Angles are taken in the dtype of ``times`` and only the result is cast, since 987.2 and 988.5
+    are one number in bfloat16.
+    """
+    half = dim // 2
+    steps = torch.arange(half, device=times.device, dtype=times.dtype)
+    frequencies = torch.exp(-math.log(max_period) * steps / (half - frequency_shift))
+    angles = times[:, None] * frequencies
+    return torch.cat([angles.cos(), angles.sin()], dim=-1).to(dtype)
+
+
+def grid_positions(hidden_size: int, side: int) -> Tensor:
+    """2-D sine-cosine positions (1, side², hidden_size), row by row."""
+    coordinates = torch.arange(side, dtype=torch.float32)
+    one_axis = sinusoid(coordinates, hidden_size // 2, torch.float32)
+    columns = one_axis.repeat(side, 1)
+    rows = one_axis.repeat_interleave(side, dim=0)
+    return torch.cat([columns, rows], dim=1)[None]
+
+
+def linear(fan_in: int, fan_out: int, std: float | None = None, bias: bool = True) -> nn.Linear:
+    """Linear layer with zero or no bias; weights Xavier-uniform, or normal with ``std`` (0: zeros)."""
+    layer = nn.Linear(fan_in, fan_out, bias=bias)
+    if bias:
+        nn.init.zeros_(layer.bias)
+    if std is None:
+        nn.init.xavier_uniform_(layer.weight)
+    else:
+        nn.init.normal_(layer.weight, std=std)
+    return layer
+
+
+class TimeEmbedding(nn.Module):
+    """Sinusoid, then a two-layer perceptron: times (batch,) to (batch, hidden_size)."""
+
+    def __init__(self, hidden_size: int, frequency_shift: int = 0) -> None:
+        super().__init__()
+        self.frequency_shift = frequency_shift
+        self.mlp = nn.Sequential(
+            linear(FREQUENCIES, hidden_size, std=0.02),
+            nn.SiLU(),
+            linear(hidden_size, hidden_size, std=0.02),
+        )
+
+    def forward(self, times: Tensor) -> Tensor:
+        dtype = next(self.mlp.parameters()).dtype
+        angles = sinusoid(times, FREQUENCIES, dtype, frequency_shift=self.frequency_shift)
+        embedded: Tensor = self.mlp(angles)
+        return embedded
+
+
+class Attention(nn.Module):
+    """Multi-head attention from ``x`` to ``context`` (itself by default), both of one width.
+
+    With ``silent`` its output is zero until training changes that.
+    """
+
+    def __init__(self, hidden_size: int, num_heads: int, silent: bool = False) -> None:
+        super().__init__()
+        if num_heads < 1 or hidden_size % num_heads:
+            raise HddmError(f"a width of {hidden_size} does not divide into {num_heads} heads")
+        self.num_heads = num_heads
+        self.in_proj_weight = nn.Parameter(torch.empty(3 * hidden_size, hidden_size))
+        self.in_proj_bias = nn.Parameter(torch.zeros(3 * hidden_size))
+        self.out_proj = linear(hidden_size, hidden_size, std=0 if silent else None)
+        nn.init.xavier_uniform_(self.in_proj_weight)
+
+    def forward(self, x: Tensor, context: Tensor | None = None) -> Tensor:
+        width = x.shape[-1]
+        if context is None:
+            queries, keys, values = F.linear(x, self.in_proj_weight, self.in_proj_bias).chunk(3, -1)
+        else:
+            queries = F.linear(x, self.in_proj_weight[:width], self.in_proj_bias[:width])
+            keys, values = F.linear(context, self.in_proj_weight[width:], self.in_proj_bias[width:]).chunk(
+                2, -1
+            )
+        mixed = attend(self._heads(queries), self._heads(keys), self._heads(values))
+        projected: Tensor = self.out_proj(mixed.transpose(1, 2).flatten(2))
+        return projected
+
+    def _heads(self, x: Tensor) -> Tensor:
+        heads: Tensor = x.unflatten(-1, (self.num_heads, -1))
+        return heads.transpose(1, 2)
+
+
+class PatchEmbedding(nn.Conv2d):
+    """Images (batch, C, H, W) to tokens (batch, H W / patch², hidden_size), row by row.
+
+    A convolution in its parameters; computed as the linear layer of patches that it is, since the tokens
+    then lie in memory token by token. From a convolution they come channel by channel, and stay so in
+    every sum of the residual stream, which takes each norm and sum several times as long.
+    """
+
+    def __init__(self, in_channels: int, hidden_size: int, patch_size: int) -> None:
+        super().__init__(in_channels, hidden_size, patch_size, patch_size)
+        nn.init.xavier_uniform_(self.weight.view(hidden_size, -1))
+        assert self.bias is not None
+        nn.init.zeros_(self.bias)
+
+    def forward(self, images: Tensor) -> Tensor:
+        patch, _ = self.kernel_size
+        patches = rearrange(images, "b c (h p) (w q) -> b (h w) (c p q)", p=patch, q=patch)
+        return F.linear(patches, self.weight.flatten(1), self.bias)
+
+
+def mlp(hidden_size: int, ratio: int = 4) -> nn.Sequential:
+    """The feed-forward part of a block: expand by ``ratio``, tanh-GELU, contract."""
+    return nn.Sequential(
+        linear(hidden_size, ratio * hidden_size),
+        nn.GELU(approximate="tanh"),
+        linear(ratio * hidden_size, hidden_size),
+    )
+
+
+def layer_norm(hidden_size: int, eps: float = LAYER_NORM_EPS) -> nn.LayerNorm:
+    """Layer norm without affine parameters: scale and shift come from the time embedding."""
+    return nn.LayerNorm(hidden_size, eps=eps, elementwise_affine=False)

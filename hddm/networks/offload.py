@@ -1,0 +1,285 @@
+"""Networks that lie on disk or in main memory until they are called, and which of them stay.
+
+A `StoredNetwork` stands for a network. Its weights come to the device when it is first called; a `Shelf`
+that several share sends the least recently used away when its budget is full:
+
+    none   they stay on the device
+    ram    they stay in main memory too, and leave the device
+    disk   they are read again, mapped from their file
+
+Where weights have the stored dtype and run on the CPU, being read means being mapped: pages come as they
+are touched.
+"""
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+from hddm.utils.errors import HddmError
+
+Offload = Literal["none", "ram", "disk"]
+Tensors = Mapping[str, Tensor]
+
+
+class Shelf:
+    """Room on the device for the weights of several networks.
+
+    Args:
+        offload: see the module.
+        budget: bytes of weights on the device at most; by default, unless ``offload`` is none, the two
+            largest networks: the one that runs and the next.
+
+    Raises:
+        HddmError: for an unknown mode, or a budget where nothing ever leaves.
+    """
+
+    def __init__(self, offload: Offload = "none", budget: int | None = None) -> None:
+        if offload not in get_args(Offload):
+            raise HddmError(f"unknown offload {offload!r}: choose one of {', '.join(get_args(Offload))}")
+        if offload == "none" and budget is not None:
+            raise HddmError("--max-memory needs --offload ram or disk: with none, nothing makes room")
+        self.offload = offload
+        self._budget = budget
+        self._networks: list[StoredNetwork] = []
+        self._present: OrderedDict[StoredNetwork, int] = OrderedDict()
+        self._start()
+
+    def _start(self) -> None:
+        self._coming: dict[StoredNetwork, Future[Tensors]] = {}
+        self._reader = ThreadPoolExecutor(1, "hddm-prefetch")
+        self.lock = threading.RLock()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What a copy starts from: what is here, and nothing of what is on its way."""
+        with self.lock:
+            present, networks = self._present.copy(), self._networks.copy()
+        return {
+            "offload": self.offload,
+            "_budget": self._budget,
+            "_networks": networks,
+            "_present": present,
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._start()
+
+    def add(self, network: "StoredNetwork") -> None:
+        """Take notice of a network.
+
+        Raises:
+            HddmError: for one larger than the budget.
+        """
+        self._refuse_larger(network)
+        self._networks.append(network)
+
+    @property
+    def budget(self) -> int | None:
+        """Bytes of weights on the device at most, None for no limit."""
+        if self.offload == "none" or self._budget is not None:
+            return self._budget
+        return sum(sorted(network.size for network in self._networks)[-2:])
+
+    def bring(self, network: "StoredNetwork") -> None:
+        """Have the weights of ``network`` on its device.
+
+        Raises:
+            HddmError: as `add`, where another dtype has made it larger, and for what cannot be read.
+        """
+        if network in self._present:
+            self._present.move_to_end(network)
+            return
+        self._refuse_larger(network)
+        coming = self._coming.pop(network, None)
+        if coming is None:
+            self._make_room(network.size)
+        network.place(coming.result() if coming else network.fetch())
+        self._present[network] = network.size
+
+    def prefetch(self, network: "StoredNetwork") -> None:
+        """Start reading ``network`` in the background, where there is room beside the one in use."""
+        if network in self._present or network in self._coming:
+            return
+        in_use = next(reversed(self._present.values()), 0)
+        if self.budget is not None and in_use + network.size > self.budget:
+            return
+        self._make_room(network.size, keep=1)
+        self._coming[network] = self._reader.submit(network.fetch)
+
+    def forget(self, network: "StoredNetwork") -> None:
+        """Take ``network`` off the device, where it is there."""
+        coming = self._coming.pop(network, None)
+        # A read under way takes memory, and keeps what it read for a network that may have changed.
+        if coming is not None and not coming.cancel():
+            wait([coming])
+        if self._present.pop(network, None) is not None:
+            network.clear()
+
+    def is_present(self, network: "StoredNetwork") -> bool:
+        """Whether the weights of ``network`` are on its device, or on their way."""
+        return network in self._present or network in self._coming
+
+    def _refuse_larger(self, network: "StoredNetwork") -> None:
+        if self._budget is not None and network.size > self._budget:
+            raise HddmError(
+                f"{network.origin}: its weights take {network.size / 1e6:.1f} MB, and --max-memory leaves "
+                f"{self._budget / 1e6:.1f} MB for experts; allow more, or take a smaller dtype"
+            )
+
+    def _make_room(self, size: int, keep: int = 0) -> None:
+        if self.budget is None:
+            return
+        while self._present and self._used() + size > self.budget and len(self._present) > keep:
+            self.forget(next(iter(self._present)))
+        # What was fetched too early makes room last: it was not wanted after all.
+        while self._coming and self._used() + size > self.budget:
+            self.forget(next(iter(self._coming)))
+
+    def _used(self) -> int:
+        return sum(self._present.values()) + sum(network.size for network in self._coming)
+
+
+class StoredNetwork(nn.Module):
+    """A network whose weights come when it is called.
+
+    Args:
+        network: on the meta device, but for constants that no file holds.
+        read: its tensors by name, from disk, in the dtype asked for; they are checked there.
+        origin: what to call it in errors.
+        dtype, device: where it runs, until `to` says otherwise.
+        shelf: what decides how long weights stay.
+    """
+
+    placement: Tensor
+
+    def __init__(
+        self,
+        network: nn.Module,
+        read: Callable[[torch.dtype], Tensors],
+        origin: str,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        shelf: Shelf,
+    ) -> None:
+        super().__init__()
+        # Empty, and where the weights will be: what moves a module moves this.
+        self.register_buffer("placement", torch.empty(0, dtype=dtype, device=device), persistent=False)
+        # In a tuple, so that what moves a module leaves it alone.
+        self._network = (network,)
+        self._read = read
+        self._numbers = sum(tensor.numel() for tensor in network.state_dict().values())
+        self._constants = {name: b for name, b in network.named_buffers() if not b.is_meta}
+        self._host: Tensors | None = None
+        self.origin = origin
+        self.shelf = shelf
+        shelf.add(self)
+
+    @property
+    def network(self) -> nn.Module:
+        """The network itself; its weights may be absent."""
+        return self._network[0]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """That it runs in."""
+        return self.placement.dtype
+
+    @property
+    def config(self) -> Any:
+        """The network's own."""
+        return self.network.config
+
+    @property
+    def size(self) -> int:
+        """Bytes of its weights on the device."""
+        return int(self._numbers * self.placement.element_size())
+
+    def forward(self, *inputs: Tensor, **conditions: Tensor) -> Any:
+        if self.shelf.offload == "none":
+            self.shelf.bring(self)
+            return self.network(*inputs, **conditions)
+        # Another thread that samples must not send away what runs here.
+        with self.shelf.lock:
+            self.shelf.bring(self)
+            return self.network(*inputs, **conditions)
+
+    def move_to(self, shelf: Shelf) -> None:
+        """Let another shelf decide; one that already took notice of this network."""
+        self.shelf.forget(self)
+        self._host = None
+        self.shelf = shelf
+
+    def tensors(self) -> Tensors:
+        """Its weights by name in main memory, in the dtype that it runs in."""
+        if self._host is not None:
+            return self._host
+        tensors = self._read(self.placement.dtype)
+        if self.shelf.offload == "ram":
+            self._host = tensors
+        return tensors
+
+    def fetch(self) -> Tensors:
+        """Every tensor that the network needs, on its device."""
+        to, dtype = self.placement.device, self.placement.dtype
+        constants = {
+            name: value.to(dtype) if value.is_floating_point() else value
+            for name, value in self._constants.items()
+        }
+        return {name: value.to(to) for name, value in {**self.tensors(), **constants}.items()}
+
+    def place(self, tensors: Tensors) -> None:
+        """Give the network its tensors."""
+        for name, value in tensors.items():
+            owner, _, leaf = name.rpartition(".")
+            module = self.network.get_submodule(owner)
+            if leaf in module._parameters:
+                module._parameters[leaf] = nn.Parameter(value, requires_grad=False)
+            else:
+                module._buffers[leaf] = value
+
+    def clear(self) -> None:
+        """Let the device's tensors go."""
+        self.place({name: torch.empty_like(value, device="meta") for name, value in self._named()})
+
+    def _named(self) -> Iterable[tuple[str, Tensor]]:
+        yield from self.network.named_parameters()
+        yield from self.network.named_buffers()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "StoredNetwork":
+        moved = fn(self.placement)
+        if (moved.dtype, moved.device) != (self.placement.dtype, self.placement.device):
+            self.shelf.forget(self)
+            if moved.dtype != self.placement.dtype:
+                self._host = None
+            self.placement = moved
+        return self
+
+    def parameters(self, recurse: bool = True) -> Any:
+        """Its weights, fetched."""
+        self.shelf.bring(self)
+        return self.network.parameters(recurse)
+
+
+def in_best_order(networks: Mapping[int, object]) -> list[int]:
+    """Keys of the networks that are to run, those already there first: none is sent away before its turn."""
+    return sorted(networks, key=lambda key: not _is_present(networks[key]))
+
+
+def bring(network: object, following: object = None) -> None:
+    """Have ``network`` where it runs, and start fetching the one ``following`` it, where they come and go."""
+    if isinstance(network, StoredNetwork):
+        with network.shelf.lock:
+            network.shelf.bring(network)
+    # Only now: what is fetched ahead would make room of a network that is about to run.
+    if isinstance(following, StoredNetwork):
+        with following.shelf.lock:
+            following.shelf.prefetch(following)
+
+
+def _is_present(network: object) -> bool:
+    return not isinstance(network, StoredNetwork) or network.shelf.is_present(network)

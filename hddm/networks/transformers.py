@@ -1,0 +1,338 @@
+"""The expert network: a DiT with adaLN-Zero, AdaLN-Single or what lies between, and its conditions.
+
+The router network: a DiT with adaLN-Zero blocks that classifies a noised image by shard.
+"""
+
+from typing import cast
+
+import torch
+from diffusers import ConfigMixin, ModelMixin
+from diffusers.configuration_utils import register_to_config
+from einops import rearrange
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from hddm.networks.layers import (
+    LAYER_NORM_EPS,
+    Attention,
+    PatchEmbedding,
+    TimeEmbedding,
+    add_gated,
+    grid_positions,
+    layer_norm,
+    linear,
+    mlp,
+    modulate,
+)
+from hddm.utils.errors import HddmError
+
+MODULATIONS = ("single", "zero")
+FINAL_MODULATIONS = ("table", "linear")
+
+
+class ExpertBlock(nn.Module):
+    """Self-attention, cross-attention where there is text, and MLP, modulated by six vectors.
+
+    With h = SiLU(embedded) the six are, of shape (6, width),
+
+        single:  shared + table + R h    (PixArt-α's AdaLN-Single, arXiv:2310.00426, section 2.3)
+        zero:    W h + b                 (DiT's adaLN-Zero, arXiv:2212.09748, section 3.2)
+
+    in the order shift, scale, gate of the attention, then of the MLP. ``shared`` is the same for all
+    blocks, the rest a block's own; R has rank ``rank``. Cross-attention has no norm and no gate.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        cross_attention: bool,
+        own_modulation: bool,
+        rank: int,
+        norm_eps: float,
+        mlp_norm_eps: float,
+    ) -> None:
+        super().__init__()
+        if not own_modulation:
+            self.scale_shift_table = nn.Parameter(torch.randn(6, hidden_size) / hidden_size**0.5)
+        self.norm = layer_norm(hidden_size, norm_eps)
+        self.attn = Attention(hidden_size, num_heads)
+        self.cross_attn = Attention(hidden_size, num_heads, silent=True) if cross_attention else None
+        self.mlp_norm = layer_norm(hidden_size, mlp_norm_eps)
+        self.mlp = mlp(hidden_size)
+        self.modulation = linear(hidden_size, 6 * hidden_size, std=0) if own_modulation else None
+        self.residual = _residual(hidden_size, rank) if rank else None
+
+    def forward(self, x: Tensor, shared: Tensor | None, activated: Tensor, text: Tensor | None) -> Tensor:
+        # (batch, 6, width), split into six of (batch, 1, width)
+        parts = self._modulation(shared, activated).chunk(6, dim=1)
+        shift_attn, scale_attn, gate_attn, shift_mlp, scale_mlp, gate_mlp = parts
+        x = add_gated(x, gate_attn, self.attn(modulate(self.norm(x), shift_attn, scale_attn)))
+        if self.cross_attn is not None:
+            x = x + self.cross_attn(x, text)
+        return add_gated(x, gate_mlp, self.mlp(modulate(self.mlp_norm(x), shift_mlp, scale_mlp)))
+
+    def _modulation(self, shared: Tensor | None, activated: Tensor) -> Tensor:
+        if self.modulation is not None:
+            return _six(self.modulation(activated))
+        assert shared is not None
+        if self.residual is None:
+            return self.scale_shift_table + shared
+        last: nn.Module = self.residual
+        if isinstance(last, nn.Sequential):
+            activated, last = last[0](activated), last[1]
+        weight = cast(Tensor, last.weight)
+        # With the table as its bias a matrix and a bias taken over from adaLN-Zero give the same bits
+        # as there; adding the table afterwards would round once more.
+        return _six(F.linear(activated, weight, self.scale_shift_table.flatten())) + shared
+
+
+def _six(vectors: Tensor) -> Tensor:
+    six: Tensor = vectors.unflatten(-1, (6, -1))
+    return six
+
+
+def _residual(hidden_size: int, rank: int) -> nn.Linear | nn.Sequential:
+    last = linear(rank, 6 * hidden_size, std=0, bias=False)
+    return last if rank == hidden_size else nn.Sequential(linear(hidden_size, rank, bias=False), last)
+
+
+class FinalLayer(nn.Module):
+    """Norm, modulation and the projection to patches.
+
+    Shift and scale are a table plus the embedding, or with ``own_modulation`` W SiLU(embedded) + b.
+    """
+
+    def __init__(self, hidden_size: int, patch_channels: int, own_modulation: bool, norm_eps: float) -> None:
+        super().__init__()
+        if not own_modulation:
+            self.scale_shift_table = nn.Parameter(torch.randn(2, hidden_size) / hidden_size**0.5)
+        self.norm = layer_norm(hidden_size, norm_eps)
+        self.linear = linear(hidden_size, patch_channels, std=0)
+        self.modulation = linear(hidden_size, 2 * hidden_size, std=0) if own_modulation else None
+
+    def forward(self, x: Tensor, embedded: Tensor) -> Tensor:
+        if self.modulation is None:
+            parts = self.scale_shift_table + embedded[:, None]
+        else:
+            parts = self.modulation(F.silu(embedded)).unflatten(-1, (2, -1))
+        shift, scale = parts.chunk(2, dim=1)
+        projected: Tensor = self.linear(modulate(self.norm(x), shift, scale))
+        return projected
+
+
+class ExpertTransformer(ModelMixin, ConfigMixin):  # type: ignore[misc]
+    """Diffusion transformer: x (batch, C, S, S) to an output (batch, out_channels, S, S).
+
+    What the output means (noise, velocity, …) is not the network's business: `VelocityField` holds
+    that. With ``text_dim`` every block attends to ``encoder_hidden_states``; with ``num_classes``
+    an embedding of ``class_labels`` is added to that of the time, and label ``num_classes`` is the
+    null class of classifier-free guidance. By default parameters are named as in the Paris release.
+
+    Args:
+        sample_size: side S of the square input, a multiple of ``patch_size``.
+        in_channels: channels C.
+        patch_size, hidden_size, depth, num_heads: see `hddm.networks.identity`.
+        num_classes: number of classes, None for no class condition.
+        text_dim: width of the text encoder's tokens, None for no text.
+        modulation: "single" (AdaLN-Single) or "zero" (adaLN-Zero, a matrix of its own for every block).
+        modulation_rank: with "single", rank of the residual that every block adds to the shared
+            modulation: 0 for none, ``hidden_size`` for a full matrix.
+        final_modulation: with "single", "table" or "linear" in the final layer; with "zero" it is
+            always linear.
+        norm_eps: epsilon of the layer norms.
+        mlp_norm_eps: that of the norms before the MLPs, where it differs (diffusers' DiT).
+        frequency_shift: see `sinusoid`; 0 in DiT, 1 in diffusers' DiT.
+        out_channels: channels of the output where they are not C, as with a learned variance.
+
+    Raises:
+        HddmError: for a modulation that does not exist, or heads that do not divide the width.
+
+    Sources: DiT (arXiv:2212.09748); PixArt-α (arXiv:2310.00426).
+    """
+
+    _supports_gradient_checkpointing = True
+
+    @register_to_config  # type: ignore[untyped-decorator]
+    def __init__(
+        self,
+        sample_size: int = 32,
+        in_channels: int = 4,
+        patch_size: int = 2,
+        hidden_size: int = 1152,
+        depth: int = 28,
+        num_heads: int = 16,
+        num_classes: int | None = None,
+        text_dim: int | None = None,
+        modulation: str = "single",
+        modulation_rank: int = 0,
+        final_modulation: str = "table",
+        norm_eps: float = LAYER_NORM_EPS,
+        mlp_norm_eps: float | None = None,
+        frequency_shift: int = 0,
+        out_channels: int | None = None,
+    ) -> None:
+        super().__init__()
+        self.gradient_checkpointing = False
+        check_modulation(modulation, modulation_rank, final_modulation, hidden_size)
+        zero = modulation == "zero"
+        self.patch_embed = PatchEmbedding(in_channels, hidden_size, patch_size)
+        self.pos_embed = nn.Parameter(grid_positions(hidden_size, sample_size // patch_size))
+        self.time_embed = TimeEmbedding(hidden_size, frequency_shift)
+        self.t_block = (
+            None if zero else nn.Sequential(nn.SiLU(), linear(hidden_size, 6 * hidden_size, std=0.02))
+        )
+        self.class_embed = nn.Embedding(num_classes + 1, hidden_size) if num_classes else None
+        if self.class_embed is not None:
+            nn.init.normal_(self.class_embed.weight, std=0.02)
+        self.text_proj = linear(text_dim, hidden_size) if text_dim else None
+        self.layers = nn.ModuleList(
+            ExpertBlock(
+                hidden_size,
+                num_heads,
+                cross_attention=text_dim is not None,
+                own_modulation=zero,
+                rank=modulation_rank,
+                norm_eps=norm_eps,
+                mlp_norm_eps=norm_eps if mlp_norm_eps is None else mlp_norm_eps,
+            )
+            for _ in range(depth)
+        )
+        patch_channels = patch_size**2 * (in_channels if out_channels is None else out_channels)
+        own_final = zero or final_modulation == "linear"
+        self.final_layer = FinalLayer(hidden_size, patch_channels, own_final, norm_eps)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        timestep: Tensor,
+        class_labels: Tensor | None = None,
+        encoder_hidden_states: Tensor | None = None,
+    ) -> Tensor:
+        """Output (batch, out_channels, S, S).
+
+        Args:
+            hidden_states: (batch, C, S, S).
+            timestep: (batch,), in the unit that the network was trained with.
+            class_labels: (batch,) integers; required with ``num_classes``.
+            encoder_hidden_states: (batch, tokens, text_dim); required with ``text_dim``.
+        """
+        x = self.patch_embed(hidden_states) + self.pos_embed
+        embedded = self.time_embed(timestep)
+        if self.class_embed is not None:
+            embedded = embedded + self.class_embed(class_labels)
+        text = None
+        if self.text_proj is not None:
+            if encoder_hidden_states is None:
+                raise HddmError("this network attends to text: pass encoder_hidden_states")
+            text = self.text_proj(encoder_hidden_states.to(x.dtype))
+        shared = _six(self.t_block(embedded)) if self.t_block is not None else None
+        activated = F.silu(embedded)
+        for layer in self.layers:
+            if self.gradient_checkpointing and torch.is_grad_enabled():
+                x = self._gradient_checkpointing_func(layer, x, shared, activated, text)
+            else:
+                x = layer(x, shared, activated, text)
+        patch = self.config.patch_size
+        image: Tensor = rearrange(
+            self.final_layer(x, embedded),
+            "b (h w) (p q c) -> b c (h p) (w q)",
+            h=hidden_states.shape[-2] // patch,
+            p=patch,
+            q=patch,
+        )
+        return image
+
+
+def check_modulation(modulation: str, rank: int, final_modulation: str, hidden_size: int) -> None:
+    """Refuse a combination of modulation arguments that no `ExpertTransformer` can have.
+
+    Raises:
+        HddmError: for an unknown kind, a rank outside [0, hidden_size], or one beside "zero".
+    """
+    for name, value, known in (
+        ("modulation", modulation, MODULATIONS),
+        ("final_modulation", final_modulation, FINAL_MODULATIONS),
+    ):
+        if value not in known:
+            raise HddmError(f"unknown {name} {value!r}: choose one of {', '.join(known)}")
+    if not 0 <= rank <= hidden_size:
+        raise HddmError(f"modulation_rank is {rank}; it goes from 0 to the width, {hidden_size}")
+    if rank and modulation == "zero":
+        raise HddmError(f"modulation_rank is {rank}; blocks of modulation 'zero' have no residual, take 0")
+
+
+class RouterBlock(nn.Module):
+    """Self-attention and MLP with adaLN-Zero: each block has its own modulation."""
+
+    def __init__(self, hidden_size: int, num_heads: int) -> None:
+        super().__init__()
+        self.norm = layer_norm(hidden_size)
+        self.attn = Attention(hidden_size, num_heads)
+        self.mlp = mlp(hidden_size)
+        self.adaLN_modulation = nn.Sequential(nn.SiLU(), linear(hidden_size, 6 * hidden_size, std=0))
+
+    def forward(self, x: Tensor, embedded: Tensor, only_first: bool = False) -> Tensor:
+        """Tokens (batch, tokens, hidden_size), or the first of them alone."""
+        parts = self.adaLN_modulation(embedded)[:, None].chunk(6, dim=-1)
+        shift_attn, scale_attn, gate_attn, shift_mlp, scale_mlp, gate_mlp = parts
+        normed = modulate(self.norm(x), shift_attn, scale_attn)
+        if only_first:
+            x = add_gated(x[:, :1], gate_attn, self.attn(normed[:, :1], normed))
+        else:
+            x = add_gated(x, gate_attn, self.attn(normed))
+        return add_gated(x, gate_mlp, self.mlp(modulate(self.norm(x), shift_mlp, scale_mlp)))
+
+
+class RouterTransformer(ModelMixin, ConfigMixin):  # type: ignore[misc]
+    """Classifier of (x_t, t) over ``num_experts`` shards, read off a CLS token.
+
+    It is trained on the common path x_t = (1 - t) x_0 + t eps, whatever the experts' own schedules
+    are, and it sees no condition. The CLS token carries no position. Parameters are named as in
+    the Paris release; at B/2 with 8 experts there are 129.14M of them.
+
+    Sources: DDM (arXiv:2501.05450), section 3.3; Paris (arXiv:2510.03434).
+    """
+
+    _supports_gradient_checkpointing = True
+
+    @register_to_config  # type: ignore[untyped-decorator]
+    def __init__(
+        self,
+        num_experts: int = 8,
+        sample_size: int = 32,
+        in_channels: int = 4,
+        patch_size: int = 2,
+        hidden_size: int = 768,
+        depth: int = 12,
+        num_heads: int = 12,
+    ) -> None:
+        super().__init__()
+        self.gradient_checkpointing = False
+        self.patch_embed = PatchEmbedding(in_channels, hidden_size, patch_size)
+        self.pos_embed = nn.Parameter(grid_positions(hidden_size, sample_size // patch_size))
+        self.cls_token = nn.Parameter(torch.randn(1, 1, hidden_size) * 0.02)
+        self.time_embed = TimeEmbedding(hidden_size)
+        self.layers = nn.ModuleList(RouterBlock(hidden_size, num_heads) for _ in range(depth))
+        self.head = nn.Sequential(
+            linear(hidden_size, hidden_size),
+            nn.GELU(approximate="tanh"),
+            nn.LayerNorm(hidden_size, eps=LAYER_NORM_EPS),
+            nn.GELU(approximate="tanh"),
+            linear(hidden_size, num_experts, std=0),
+        )
+
+    def forward(self, hidden_states: Tensor, timestep: Tensor) -> Tensor:
+        """Logits (batch, num_experts) of x_t (batch, C, S, S) at ``timestep`` (batch,)."""
+        patches = self.patch_embed(hidden_states) + self.pos_embed
+        x = torch.cat([self.cls_token.expand(len(patches), -1, -1), patches], dim=1)
+        embedded = self.time_embed(timestep)
+        for index, layer in enumerate(self.layers, 1):
+            # The head reads the CLS token alone, so the last block makes no other.
+            last = index == len(self.layers)
+            if self.gradient_checkpointing and torch.is_grad_enabled():
+                x = self._gradient_checkpointing_func(layer, x, embedded, last)
+            else:
+                x = layer(x, embedded, only_first=last)
+        logits: Tensor = self.head(x[:, 0])
+        return logits

@@ -1,0 +1,239 @@
+"""Files of a component's folder, held inside it.
+
+The VAE of an expert of latents: read strictly, told by its encoder, decoding samples to images.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from hddm.networks.folders import Imported, differences, empty_network, fill, parse_config
+from hddm.networks.identity import VaeFacts, fingerprint
+from hddm.utils.errors import HddmError
+from hddm.utils.files import inside, read_json
+from hddm.utils.pickles import stored_names
+from hddm.utils.weights import read_safetensors, refuse_non_finite
+
+_CODE = ("auto_map", "custom_pipeline", "trust_remote_code")
+
+
+def read_config(folder: Path, name: str = "config.json") -> dict[str, Any]:
+    """The JSON file ``name`` of a component.
+
+    Raises:
+        HddmError: for a file that is missing, leads out of the folder or asks for foreign code.
+    """
+    if not folder.is_dir():
+        raise HddmError(f"{folder}: no such folder")
+    config = read_json(inside(folder, name) if _is_there(folder / name) else folder / name)
+    for key in _CODE:
+        if key in config:
+            raise HddmError(f"{folder / name}: has a key {key!r}, which asks for foreign code; refused")
+    return config
+
+
+def find_weights(folder: Path, stem: str, variant: str | None = None) -> str | None:
+    """Name of the file of weights: that of ``variant``, else ``stem.safetensors``, else the float16 copy."""
+    names = [f"{stem}.{variant}.safetensors"] if variant else []
+    names += [f"{stem}.safetensors", f"{stem}.fp16.safetensors"]
+    return next((one for one in names if _is_there(folder / one)), None)
+
+
+def read_weights(folder: Path, stem: str, variant: str | None = None) -> tuple[Path, dict[str, Tensor]]:
+    """The file that `find_weights` names, and its tensors, mapped.
+
+    Raises:
+        HddmError: where there is none, for a link that leaves the folder, for a broken file.
+    """
+    name = find_weights(folder, stem, variant)
+    if name is None:
+        pickled = [path.name for path in sorted(folder.glob("*.bin"))]
+        hint = f"only {', '.join(pickled)}; save it as safetensors" if pickled else "fetch it"
+        raise HddmError(f"{folder}: no {stem}.safetensors, {hint}")
+    return folder / name, read_safetensors(inside(folder, name))
+
+
+def _is_there(path: Path) -> bool:
+    # A broken link is there, and `inside` says what is wrong with it.
+    return path.exists() or path.is_symlink()
+
+
+if TYPE_CHECKING:
+    from diffusers import AutoencoderKL, AutoencoderTiny
+
+STEM = "diffusion_pytorch_model"
+KINDS = Imported([], ["AutoencoderKL", "AutoencoderTiny"])
+LARGEST_SCALE = 1e6
+_ENCODER = ("encoder.", "quant_conv.")
+_PER_CHANNEL = ("latents_mean", "latents_std")
+
+
+def read_vae(folder: Path, dtype: torch.dtype = torch.float32) -> "AutoencoderKL | AutoencoderTiny":
+    """The VAE in a diffusers folder, in evaluation mode, whatever dtype its file has.
+
+    Files of former versions are read as diffusers itself does, with today's names.
+
+    Raises:
+        HddmError: for a file that is missing or leads out of the folder, another class, an unknown config
+            key, latents that are scaled a channel at a time, and any tensor that is missing, left over, of
+            another shape or not finite.
+    """
+    network, weights, arguments, path = _open(folder)
+    refuse_non_finite(path, weights)
+    fill(network, {key: value.to(dtype) for key, value in weights.items()}, arguments, str(path))
+    return network
+
+
+def vae_facts(folder: Path, variant: str | None = None) -> VaeFacts:
+    """What tells the latent space of the VAE in ``folder`` from others; raises as `read_vae`.
+
+    Scale and shift are the config's, or the documented defaults of its class. The file of weights is that of
+    ``variant`` where there is one.
+    """
+    network, weights, _, _ = _open(folder, variant)
+    encoder = {key: value for key, value in weights.items() if key.startswith(_ENCODER)}
+    scale, shift = _scale_and_shift(network.config)
+    return VaeFacts(kind=type(network).__name__, fingerprint=fingerprint(encoder), scale=scale, shift=shift)
+
+
+def scale_of(vae: "AutoencoderKL | AutoencoderTiny") -> int:
+    """How many times as wide as its latents the VAE's images are."""
+    levels = vae.config.get("decoder_block_out_channels") or vae.config["block_out_channels"]
+    return int(2 ** (len(levels) - 1))
+
+
+def encode(vae: "AutoencoderKL | AutoencoderTiny", images: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Mean and standard deviation (N, C, h, w) of z given ``images`` (N, 3, H, W) in [-1, 1], float32.
+
+    z is what the encoder gives, neither shifted nor scaled; an `AutoencoderTiny` has no deviation.
+
+    Raises:
+        HddmError: for images that the VAE does not take, and for z that is not finite.
+    """
+    factor, channels = scale_of(vae), vae.config.in_channels
+    if (
+        images.ndim != 4
+        or images.shape[1] != channels
+        or images.shape[2] % factor
+        or images.shape[3] % factor
+    ):
+        raise HddmError(
+            f"the VAE encodes images (N, {channels}, H, W) with H and W multiples of {factor}, not "
+            f"{tuple(images.shape)}"
+        )
+    with torch.no_grad():
+        encoded = vae.encode(images.to(vae.device, vae.dtype))
+    latents = getattr(encoded, "latents", None)
+    mean, deviation = (
+        (latents, None) if latents is not None else (encoded.latent_dist.mean, encoded.latent_dist.std)
+    )
+    for part in (mean, deviation):
+        if part is not None:
+            _refuse_images(part, "latents of images", "encode in float32")
+    return mean.float(), None if deviation is None else deviation.float()
+
+
+def decode(vae: "AutoencoderKL | AutoencoderTiny", latents: Tensor) -> Tensor:
+    """Images (N, 3, H, W) in [-1, 1], float32, of samples (N, C, h, w), in one batch.
+
+    The decoder is given z = latents / scale + shift. What it gives beyond [-1, 1] is clipped. A float16 VAE
+    whose config has ``force_upcast``, as Stable Diffusion XL's, decodes in float32: it would overflow.
+
+    Raises:
+        HddmError: for latents of other channels, and for latents or images that are not finite.
+    """
+    channels = vae.config.latent_channels
+    if latents.ndim != 4 or latents.shape[1] != channels:
+        raise HddmError(
+            f"the VAE decodes latents (N, {channels}, h, w), not {tuple(latents.shape)}; take the VAE of "
+            "these experts"
+        )
+    _refuse_images(latents, "latents", "the samples are broken before any VAE")
+    scale, shift = _scale_and_shift(vae.config)
+    given = vae.dtype
+    upcast = given == torch.float16 and vae.config.force_upcast
+    try:
+        if upcast:
+            # Not diffusers' own `to`, which warns of such a cast.
+            nn.Module.to(vae, torch.float32)
+        z = latents.to(vae.device, torch.float32) / scale + shift
+        with torch.no_grad():
+            images: Tensor = vae.decode(z.to(vae.dtype), return_dict=False)[0].float()
+    finally:
+        if upcast:
+            # Lossless: these numbers come from float16.
+            nn.Module.to(vae, given)
+    _refuse_images(images, "images", f"decode in float32 instead of {str(given).removeprefix('torch.')}")
+    return images.clamp(-1, 1)
+
+
+def _open(folder: Path, variant: str | None = None) -> tuple[Any, dict[str, Tensor], dict[str, Any], Path]:
+    """The empty VAE in ``folder``, its tensors under today's names, its arguments and the file."""
+    origin = str(folder / "config.json")
+    config = _without_derived(read_config(folder), origin)
+    kind, arguments = parse_config(config, KINDS, origin)
+    path, stored = read_weights(folder, STEM, variant)
+    _refuse_depth(arguments, len(stored), origin)
+    network = empty_network(kind, arguments, len(stored), origin)
+    names = stored_names(network.state_dict(), stored)
+    weights = {name: stored[old] for name, old in names.items() if old in stored}
+    left = {old: value for old, value in stored.items() if old not in names.values()}
+    problems = differences(network.state_dict(), weights | left)
+    if problems:
+        raise HddmError(f"{path}: does not fit its config.json: {'; '.join(problems)}")
+    _refuse_per_channel(arguments, origin)
+    try:
+        _scale_and_shift(network.config)
+    except HddmError as error:
+        raise HddmError(f"{origin}: {error}") from error
+    return network, weights, arguments, path
+
+
+def _without_derived(config: dict[str, Any], origin: str) -> dict[str, Any]:
+    """A config without what `AutoencoderTiny` writes besides its arguments."""
+    derived = config.get("block_out_channels")
+    if config.get("_class_name") != "AutoencoderTiny" or derived is None:
+        return config
+    if derived != config.get("decoder_block_out_channels", derived):
+        raise HddmError(f"{origin}: block_out_channels is {derived!r}, unlike decoder_block_out_channels")
+    return {key: value for key, value in config.items() if key != "block_out_channels"}
+
+
+def _refuse_depth(arguments: Mapping[str, Any], num_tensors: int, origin: str) -> None:
+    """Refuse more blocks than tensors, before any is made."""
+    for key in ("num_encoder_blocks", "num_decoder_blocks"):
+        counts = arguments.get(key, ())
+        numbers = [n for n in counts if isinstance(n, int)] if isinstance(counts, Sequence) else [num_tensors]
+        if sum(numbers) >= num_tensors > 0:
+            raise HddmError(f"{origin}: {key} is {str(counts)[:60]}, and there are {num_tensors} tensors")
+
+
+def _refuse_per_channel(arguments: Mapping[str, Any], origin: str) -> None:
+    stated = [key for key in _PER_CHANNEL if arguments.get(key) is not None]
+    if stated:
+        raise HddmError(
+            f"{origin}: states {' and '.join(stated)}, a scale for each channel; only one scaling_factor and "
+            "shift_factor for all is supported"
+        )
+
+
+def _scale_and_shift(config: Mapping[str, Any]) -> tuple[float, float]:
+    scale, shift = config["scaling_factor"], config["shift_factor"] or 0.0
+    if not isinstance(scale, int | float) or not 0 < scale < LARGEST_SCALE:
+        raise HddmError(
+            f"scaling_factor is {str(scale)[:40]}, and must be a positive number, below {LARGEST_SCALE:.0e}"
+        )
+    if not isinstance(shift, int | float) or not -LARGEST_SCALE < shift < LARGEST_SCALE:
+        raise HddmError(f"shift_factor is {str(shift)[:40]}, and must be a number")
+    return float(scale), float(shift)
+
+
+def _refuse_images(batch: Tensor, what: str, remedy: str) -> None:
+    broken = [i for i, one in enumerate(batch) if not one.isfinite().all()]
+    if broken:
+        raise HddmError(
+            f"{what} {', '.join(map(str, broken[:10]))} of {len(batch)} hold NaN or Inf; {remedy}"
+        )

@@ -1,0 +1,321 @@
+"""What a network takes and gives, read off its config alone.
+
+The networks that an expert may be, under one call: ``network(x, timestep, **conditions) -> Tensor``.
+
+Architectures that diffusers has are diffusers' own classes. Which class a folder names is held to this
+list; nothing else is ever built.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from diffusers import ModelMixin
+from torch import Tensor, nn
+
+from hddm.networks.folders import Imported
+from hddm.networks.layers import pack, positions, unpack
+from hddm.networks.transformers import ExpertTransformer
+from hddm.utils.errors import HddmError
+
+# Conditions that a network does without.
+OPTIONAL_CONDITIONS = frozenset({"encoder_attention_mask"})
+LARGEST_SIDE = 4096
+"""Of a sample. A UNet has no tensor that would bound what its config declares."""
+FLUX = "FluxTransformer2DModel"
+_TEXT_WIDTHS = ("caption_channels", "text_dim", "joint_attention_dim", "cross_attention_dim")
+
+
+@dataclass(frozen=True)
+class Interface:
+    """What a network takes and gives, read off its config.
+
+    ``sample_shape`` is (C, H, W); ``variance_head`` says that the output has 2 C channels, of which the
+    last C are a learned variance (arXiv:2102.09672) and no part of the prediction. ``null_class`` is the
+    label that stands for no class. ``num_patches`` is what a transformer attends to, None for a UNet.
+    """
+
+    sample_shape: tuple[int, int, int]
+    variance_head: bool
+    conditions: tuple[str, ...] = ()
+    num_classes: int | None = None
+    null_class: int | None = None
+    num_patches: int | None = None
+
+
+def interface_of(name: str, config: Mapping[str, object], sides: tuple[int, int] | None = None) -> Interface:
+    """What the network of class ``name`` with this ``config`` takes and gives.
+
+    Args:
+        name: of the class.
+        config: of the network, with the defaults of its class.
+        sides: height and width of a sample where the config has none, as Flux's never has.
+
+    Raises:
+        HddmError: for a sample size that neither says, an output that is neither C nor 2 C channels, or a
+            condition that has no place here.
+    """
+    channels = _channels(name, config)
+    patch = 2 if name == FLUX else _count(config, "patch_size")
+    stated = config.get("sample_size")
+    height, width = _sides(name, sides if stated is None else stated)
+    if patch and (height % patch or width % patch):
+        raise HddmError(f"{name} has patches of side {patch}, and a sample of {height}×{width} none such")
+    conditions, num_classes, null_class = _CONDITIONS[name](config)
+    return Interface(
+        sample_shape=(channels, height, width),
+        variance_head=has_variance_head(name, config),
+        conditions=conditions,
+        num_classes=num_classes,
+        null_class=null_class,
+        num_patches=height * width // patch**2 if patch else None,
+    )
+
+
+def has_variance_head(name: str, config: Mapping[str, object]) -> bool:
+    """Whether the output of a network has a learned variance besides; raises as `interface_of`."""
+    taken, given = _count(config, "in_channels"), config.get("out_channels")
+    return name != FLUX and taken is not None and given == 2 * taken
+
+
+def own_time_factor(name: str) -> float:
+    """What a network of class ``name`` multiplies the time by that it is fed, before it embeds it."""
+    return 1000.0 if name == FLUX else 1.0
+
+
+def text_width(config: Mapping[str, object]) -> int | None:
+    """Width of the text tokens that the network with this ``config`` takes; None for one without text."""
+    stated = next((config[key] for key in _TEXT_WIDTHS if config.get(key)), None)
+    # A UNet may state it for each of its levels.
+    width = stated[0] if isinstance(stated, Sequence) else stated
+    return width if isinstance(width, int) else None
+
+
+def has_sample_size(name: str) -> bool:
+    """Whether the config of class ``name`` has a place for the size of a sample."""
+    return name != FLUX
+
+
+def _channels(name: str, config: Mapping[str, object]) -> int:
+    """Of a sample."""
+    taken, given = _count(config, "in_channels"), config.get("out_channels")
+    if taken is None:
+        raise HddmError(f"the config of {name} has no in_channels")
+    if given not in (None, taken) and not has_variance_head(name, config):
+        raise HddmError(
+            f"{name} takes {taken} channels and gives {given}: that is no plain denoiser "
+            "(an inpainting or upscaling model?)"
+        )
+    if name != FLUX:
+        return taken
+    if taken % 4:
+        raise HddmError(f"in_channels of {name} is {taken}, and must be a multiple of 4: a row is 2×2 pixels")
+    return taken // 4
+
+
+def _sides(name: str, size: object) -> tuple[int, int]:
+    if size is None:
+        raise HddmError(f"the config of {name} has no sample_size: pass --sample-size, the side of its input")
+    sides = (size, size) if isinstance(size, int) else size
+    if (
+        not isinstance(sides, Sequence)
+        or len(sides) != 2
+        or not all(isinstance(side, int) and 1 <= side <= LARGEST_SIDE for side in sides)
+    ):
+        raise HddmError(
+            f"the config of {name} has sample_size {str(size)[:40]}: it is a side, or a pair of sides, "
+            f"of 1 to {LARGEST_SIDE}; pass --sample-size"
+        )
+    return sides[0], sides[1]
+
+
+def _count(config: Mapping[str, object], key: str) -> int | None:
+    value = config.get(key)
+    if value is not None and (not isinstance(value, int) or value < 1):
+        raise HddmError(f"{key} is {str(value)[:40]}, and must be a whole number from 1")
+    return value
+
+
+_Conditions = tuple[tuple[str, ...], int | None, int | None]
+
+
+def _expert(config: Mapping[str, object]) -> _Conditions:
+    classes = _count(config, "num_classes")
+    names = (("class_labels",) if classes else ()) + (
+        ("encoder_hidden_states",) if config.get("text_dim") else ()
+    )
+    return names, classes, classes
+
+
+def _dit(config: Mapping[str, object]) -> _Conditions:
+    classes = _count(config, "num_embeds_ada_norm")
+    return ("class_labels",), classes, classes
+
+
+def _pixart(config: Mapping[str, object]) -> _Conditions:
+    names: tuple[str, ...] = ("encoder_hidden_states", "encoder_attention_mask")
+    extra = config.get("use_additional_conditions")
+    if extra or (extra is None and config.get("sample_size") == 128):
+        names += ("resolution", "aspect_ratio")
+    return names, None, None
+
+
+def _unet(config: Mapping[str, object]) -> _Conditions:
+    if config.get("class_embed_type") is not None:
+        raise HddmError(
+            f"class_embed_type {config['class_embed_type']!r} is not supported; only num_class_embeds is"
+        )
+    classes = _count(config, "num_class_embeds")
+    # Nothing in the config says whether the last class stands for none.
+    return ("class_labels",) if classes else (), classes, None
+
+
+def _text_unet(config: Mapping[str, object]) -> _Conditions:
+    for key, allowed in (
+        ("addition_embed_type", (None, "text_time")),
+        ("encoder_hid_dim_type", (None,)),
+        ("time_cond_proj_dim", (None,)),
+    ):
+        if config.get(key) not in allowed:
+            raise HddmError(f"{key} {config[key]!r} of UNet2DConditionModel is not supported")
+    labels, classes, null = _unet(config)
+    added = ("text_embeds", "time_ids") if config.get("addition_embed_type") else ()
+    return ("encoder_hidden_states", *labels, *added), classes, null
+
+
+_TEXT = ("encoder_hidden_states", "pooled_projections")
+
+
+def _sd3(config: Mapping[str, object]) -> _Conditions:
+    # The tensor of positions has the largest side; a sample takes its middle.
+    patch, most = _count(config, "patch_size"), _count(config, "pos_embed_max_size")
+    side = config.get("sample_size")
+    if most is None or patch is None:
+        raise HddmError("SD3Transformer2DModel needs a pos_embed_max_size and a patch_size")
+    if isinstance(side, int) and side > most * patch:
+        raise HddmError(
+            f"sample_size is {side}, and SD3Transformer2DModel has positions for {most * patch} "
+            "(pos_embed_max_size × patch_size)"
+        )
+    return _TEXT, None, None
+
+
+def _flux(config: Mapping[str, object]) -> _Conditions:
+    if config.get("patch_size") != 1:
+        raise HddmError(
+            f"patch_size {str(config.get('patch_size'))[:40]} of {FLUX} is not supported; its rows are packed"
+        )
+    # No tensor bounds these, and they take memory once the network runs.
+    axes, width = config.get("axes_dims_rope"), config.get("attention_head_dim")
+    if (
+        not isinstance(axes, Sequence)
+        or len(axes) != 3
+        or not all(isinstance(axis, int) and axis >= 2 and axis % 2 == 0 for axis in axes)
+        or sum(axes) != width
+    ):
+        raise HddmError(
+            f"axes_dims_rope is {str(axes)[:40]}: it is three even numbers that sum to attention_head_dim, "
+            f"{str(width)[:40]}"
+        )
+    return (*_TEXT, *(("guidance",) if config.get("guidance_embeds") else ())), None, None
+
+
+_CONDITIONS = {
+    "ExpertTransformer": _expert,
+    "DiTTransformer2DModel": _dit,
+    "PixArtTransformer2DModel": _pixart,
+    "SD3Transformer2DModel": _sd3,
+    FLUX: _flux,
+    "UNet2DModel": _unet,
+    "UNet2DConditionModel": _text_unet,
+}
+
+
+EXPERT_NETWORKS = Imported(
+    [ExpertTransformer],
+    [
+        "DiTTransformer2DModel",
+        "PixArtTransformer2DModel",
+        "SD3Transformer2DModel",
+        FLUX,
+        "UNet2DModel",
+        "UNet2DConditionModel",
+    ],
+)
+
+
+class Adapter(nn.Module):
+    """A network of `EXPERT_NETWORKS` that returns a tensor of its input's shape.
+
+    Args:
+        model: the network.
+        round_time: feed whole timesteps, to the nearest (the recipe of arXiv:2603.06741).
+    """
+
+    def __init__(self, model: ModelMixin, round_time: bool = False) -> None:
+        super().__init__()
+        self.model = model
+        self.round_time = round_time
+
+    @property
+    def config(self) -> object:
+        """The network's own."""
+        return self.model.config
+
+    def forward(self, x: Tensor, timestep: Tensor, **conditions: Tensor) -> Tensor:
+        """The prediction (batch, C, H, W), without a variance half.
+
+        Args:
+            x: state (batch, C, H, W).
+            timestep: (batch,).
+            conditions: those of the interface; what diffusers nests in ``added_cond_kwargs`` is flat here.
+        """
+        if self.round_time:
+            timestep = timestep.round()
+        # Text alone is multiplied as it is; sizes are embedded in float32, as times are.
+        text = {name: conditions[name].to(x.dtype) for name in _TEXT if name in conditions}
+        return call(self.model, x, timestep, {**conditions, **text})[:, : x.shape[1]]
+
+
+_ADDED = ("text_embeds", "time_ids", "resolution", "aspect_ratio")
+
+
+def call(model: ModelMixin, x: Tensor, timestep: Tensor, conditions: Mapping[str, Tensor]) -> Tensor:
+    """All that a network of `EXPERT_NETWORKS` gives, the variance half included.
+
+    Flux casts times to its own dtype before it embeds them, and was trained so.
+    """
+    if isinstance(model, ExpertTransformer):
+        output: Tensor = model(x, timestep, **conditions)
+        return output
+    if type(model).__name__ == FLUX:
+        return _call_packed(model, x, timestep, conditions)
+    plain = {name: value for name, value in conditions.items() if name not in _ADDED}
+    added = {name: value for name, value in conditions.items() if name in _ADDED}
+    nested = {"added_cond_kwargs": added} if added else {}
+    result: Tensor = model(x, timestep=timestep, return_dict=False, **plain, **nested)[0]
+    return result
+
+
+def _call_packed(model: ModelMixin, x: Tensor, timestep: Tensor, conditions: Mapping[str, Tensor]) -> Tensor:
+    height, width = x.shape[-2:]
+    text = conditions.get("encoder_hidden_states")
+    rows: Tensor = model(
+        pack(x),
+        timestep=timestep,
+        img_ids=positions(height, width, x.device),
+        # Text has no place: all of it lies at (0, 0, 0).
+        txt_ids=torch.zeros(0 if text is None else text.shape[1], 3, device=x.device),
+        return_dict=False,
+        **conditions,
+    )[0]
+    return unpack(rows, height, width)
+
+
+def adapted(model: ModelMixin, round_time: bool = False) -> nn.Module:
+    """``model`` under the common call; itself where it already is."""
+    has_variance = has_variance_head(type(model).__name__, model.config)
+    if isinstance(model, ExpertTransformer) and not round_time and not has_variance:
+        own: nn.Module = model
+        return own
+    return Adapter(model, round_time)

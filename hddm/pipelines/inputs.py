@@ -1,0 +1,167 @@
+"""Keywords of diffusers' loaders that a pipeline of hddm has no use for.
+
+What a pipeline is called with, as batches: classes, repetitions, noise.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+from diffusers import FlowMatchEulerDiscreteScheduler
+from torch import Tensor
+
+from hddm.experts.ensembles import OTHER_GRIDS
+from hddm.sampling import initial_noise, uniform_draws
+from hddm.utils.errors import HddmError, did_you_mean
+
+LOADING: Mapping[str, Collection[object]] = {
+    "local_files_only": (True, False, None),
+    "use_safetensors": (True, None),
+    "low_cpu_mem_usage": (True, False, None),
+    "trust_remote_code": (False, None),
+    "variant": (None,),
+    "device_map": (None,),
+    "safety_checker": (None,),
+}
+"""Values that ask for what is done anyway."""
+SAVING: Mapping[str, Collection[object]] = {"safe_serialization": (True, None), "variant": (None,)}
+
+
+def refuse_options(call: str, options: Mapping[str, Any], harmless: Mapping[str, Collection[object]]) -> None:
+    """Refuse keywords that would change something which hddm does in one way only.
+
+    Raises:
+        HddmError: with the first of them.
+    """
+    for name, value in options.items():
+        if not any(value is one for one in harmless.get(name, ())):
+            known = "; nothing but a local folder of safetensors is read or written, and no code of it runs"
+            raise HddmError(f"{call}({name}={value!r}) is not supported{known}")
+
+
+Generators = torch.Generator | Sequence[torch.Generator] | None
+
+
+def class_indices(labels: int | str | Sequence[int | str] | Tensor, classes: Sequence[str]) -> Tensor:
+    """Indices (batch,) of classes: numbers are indices, texts are names, or indices where no name fits.
+
+    Raises:
+        HddmError: for a class that is not there, or an ensemble without classes.
+    """
+    if isinstance(labels, Tensor):
+        labels = labels.flatten().tolist()
+    if isinstance(labels, int | str):
+        labels = [labels]
+    if not classes:
+        raise HddmError(f"class_labels {list(labels)}: this model knows no classes; drop them")
+    names = {name: index for index, name in enumerate(classes)}
+    indices = []
+    for label in labels:
+        number = label if isinstance(label, int) else _index_of(str(label), names)
+        if not 0 <= number < len(classes):
+            some = ", ".join(classes[:10]) + (", …" if len(classes) > 10 else "")
+            near = did_you_mean(label, classes) if isinstance(label, str) else ""
+            raise HddmError(f"no class {label!r}; the model's classes are {some}{near}")
+        indices.append(number)
+    return torch.tensor(indices)
+
+
+def _index_of(text: str, names: Mapping[str, int]) -> int:
+    return names.get(text, int(text) if text.isdecimal() else -1)
+
+
+def shift_of(scheduler: FlowMatchEulerDiscreteScheduler) -> float:
+    """Shift of the time grid that a scheduler stands for.
+
+    Raises:
+        HddmError: for another class, or settings that would bend the grid otherwise.
+    """
+    if type(scheduler) is not FlowMatchEulerDiscreteScheduler:
+        raise HddmError(
+            f"the scheduler is a {type(scheduler).__name__}, and hddm integrates by its own solvers: take a "
+            "FlowMatchEulerDiscreteScheduler for the shift, and choose by solver="
+        )
+    for key in OTHER_GRIDS:
+        if scheduler.config.get(key):
+            raise HddmError(
+                f"the scheduler has {key} {scheduler.config[key]}, and hddm's grid has the shift alone"
+            )
+    return float(scheduler.shift)
+
+
+def repeated(
+    given: Mapping[str, Tensor], against: Mapping[str, Tensor], times: int, batch: int | None = None
+) -> tuple[dict[str, Tensor], dict[str, Tensor], int]:
+    """Conditions of as many rows as images, ``times`` each, and how many images that makes.
+
+    One row stands for all of the others' rows, and for ``batch`` rows where that is given.
+
+    Raises:
+        HddmError: for rows that do not go together, or numbers below 1.
+    """
+    if times < 1 or (batch is not None and batch < 1):
+        raise HddmError(f"num_images_per_prompt and batch_size start at 1, not {times} and {batch}")
+    rows = {name: len(value) for name, value in given.items()}
+    rows |= {f"negative {name}": len(value) for name, value in against.items()}
+    rows |= {} if batch is None else {"batch_size": batch}
+    batch = max(rows.values(), default=1)
+    if not set(rows.values()) <= {1, batch} or batch == 0:
+        raise HddmError(f"conditions have no rows, or different numbers of them: {rows}")
+
+    def spread(value: Tensor) -> Tensor:
+        value = value.expand(batch, *value.shape[1:]) if len(value) == 1 else value
+        return value.repeat_interleave(times, dim=0)
+
+    return (
+        {name: spread(value) for name, value in given.items()},
+        {name: spread(value) for name, value in against.items()},
+        batch * times,
+    )
+
+
+def noise_and_draws(
+    num: int,
+    shape: tuple[int, ...],
+    seed: int | None,
+    start: int,
+    generator: Generators,
+    latents: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """States at t = 1 (num, *shape), and the number in [0, 1) that picks each one's expert (num,).
+
+    With ``seed`` both are those of `hddm.sample`. A list of generators gives each image its own stream, first
+    the noise, then the draw; a single one, or none, serves the whole batch in that order.
+
+    Raises:
+        HddmError: for a seed beside generators, a start without a seed, numbers below 0, another number of
+            generators or another shape of latents.
+    """
+    if min(seed or 0, start) < 0:
+        raise HddmError(f"seed and start begin at 0, not at {seed} and {start}")
+    if start and seed is None:
+        raise HddmError(f"start {start} counts images under a seed; pass one")
+    if seed is not None and generator is not None:
+        raise HddmError("pass a seed or a generator, not both")
+    if isinstance(generator, Sequence) and len(generator) != num:
+        raise HddmError(f"{len(generator)} generators for {num} images: pass one each, or a single one")
+    if latents is not None and latents.shape != (num, *shape):
+        raise HddmError(f"latents are {tuple(latents.shape)}, and {num} images need {(num, *shape)}")
+    if seed is not None:
+        noise = initial_noise(seed, start, start + num, shape) if latents is None else latents
+        return noise, uniform_draws(seed, start, start + num)
+    if isinstance(generator, Sequence):
+        pairs = [(_normal(shape, one), _uniform((), one)) for one in generator]
+        noise = torch.stack([normal for normal, _ in pairs]) if latents is None else latents
+        return noise, torch.stack([uniform for _, uniform in pairs])
+    noise = _normal((num, *shape), generator) if latents is None else latents
+    return noise, _uniform((num,), generator)
+
+
+def _normal(shape: tuple[int, ...], generator: torch.Generator | None) -> Tensor:
+    device = generator.device if generator is not None else None
+    return torch.randn(shape, generator=generator, device=device).cpu()
+
+
+def _uniform(shape: tuple[int, ...], generator: torch.Generator | None) -> Tensor:
+    device = generator.device if generator is not None else None
+    return torch.rand(shape, generator=generator, device=device, dtype=torch.float64).cpu()

@@ -1,0 +1,397 @@
+"""An ensemble as a diffusers pipeline: from prompts or class labels to images."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers import AutoencoderKL, AutoencoderTiny, DiffusionPipeline, FlowMatchEulerDiscreteScheduler
+from diffusers.image_processor import VaeImageProcessor
+from diffusers.utils import BaseOutput
+from torch import Tensor, nn
+
+from hddm.ensemble import Ensemble
+from hddm.experts.ensembles import EnsembleFacts
+from hddm.experts.expert_set import ExpertSet
+from hddm.experts.loading import ensemble_of, room_beside
+from hddm.experts.records import RouterFacts
+from hddm.networks.offload import Offload
+from hddm.networks.text_encoder import encode
+from hddm.networks.transformers import RouterTransformer
+from hddm.networks.vae import decode, scale_of
+from hddm.pipelines.folders import Offloading, open_pipeline, save_pipeline
+from hddm.pipelines.inputs import (
+    LOADING,
+    SAVING,
+    Generators,
+    class_indices,
+    noise_and_draws,
+    refuse_options,
+    repeated,
+    shift_of,
+)
+from hddm.sampling import ExpertUse, integrate, pick_experts, routed, time_grid
+from hddm.utils.errors import HddmError
+from hddm.velocity import Guidance
+
+OnStepEnd = Callable[["HDDMPipeline", int, float, dict[str, Tensor]], Mapping[str, Tensor] | None]
+
+
+@dataclass
+class HDDMPipelineOutput(BaseOutput):  # type: ignore[misc]
+    """Images as ``output_type`` has them, and which experts made them."""
+
+    images: Any
+    expert_use: ExpertUse
+
+
+class HDDMPipeline(Offloading, DiffusionPipeline):  # type: ignore[misc]
+    """Samples of an ensemble, decoded by a VAE where its experts are of latents.
+
+    Args:
+        experts: the experts, in the router's order.
+        router: tells their shards apart; only ``draw`` does without.
+        scheduler: its ``shift`` is that of the time grid. The solver is hddm's own (`hddm.sampling`).
+        vae: decodes latents; without it ``output_type="latent"`` is all there is.
+        text_encoder: of prompts; without it embeddings are passed.
+        tokenizer: of the text encoder.
+        facts: strategy and priors; by default ``draw`` from equal shares.
+        router_facts: how the router counts time; needed with one.
+
+    Raises:
+        HddmError: for parts that contradict each other.
+    """
+
+    _optional_components = ["router", "vae", "text_encoder", "tokenizer"]  # noqa: RUF012 - as diffusers has it
+    _callback_tensor_inputs = ["latents"]  # noqa: RUF012
+
+    def __init__(
+        self,
+        experts: ExpertSet,
+        scheduler: FlowMatchEulerDiscreteScheduler,
+        router: RouterTransformer | None = None,
+        vae: AutoencoderKL | AutoencoderTiny | None = None,
+        text_encoder: Any = None,
+        tokenizer: Any = None,
+        facts: EnsembleFacts | None = None,
+        router_facts: RouterFacts | None = None,
+    ) -> None:
+        super().__init__()
+        self.register_modules(
+            experts=experts,
+            scheduler=scheduler,
+            router=router,
+            vae=vae,
+            text_encoder=text_encoder,
+            tokenizer=tokenizer,
+        )
+        self.facts = facts or _equal_shares(len(experts.facts), router is not None)
+        self.router_facts = router_facts
+        self.max_memory: int | None = None
+        self._interrupt = False
+        self._ensemble: Ensemble | None = None
+        self._made_of: tuple[Any, ...] = ()
+        self.image_processor = VaeImageProcessor()
+        self.ensemble  # noqa: B018 - so that what does not fit is refused here
+
+    @property
+    def ensemble(self) -> Ensemble:
+        """The velocity field of these parts; one as long as they are the same.
+
+        Raises:
+            HddmError: for a scheduler whose grid has more than a shift, and parts that do not fit.
+        """
+        parts = (self.experts, self.router, self.router_facts, self.facts)
+        shift = shift_of(self.scheduler)
+        if self._ensemble is None or any(a is not b for a, b in zip(parts, self._made_of, strict=True)):
+            self._ensemble, self._made_of = ensemble_of(*parts), parts
+        self._ensemble.shift = shift
+        return self._ensemble
+
+    @property
+    def interrupt(self) -> bool:
+        """Whether a callback has stopped the run, by setting ``_interrupt``."""
+        return self._interrupt
+
+    @classmethod
+    def from_pipe(cls, pipeline: "HDDMPipeline", **changes: Any) -> "HDDMPipeline":
+        """A pipeline of the same parts, but for ``changes``, arguments of the constructor.
+
+        Raises:
+            HddmError: for a pipeline of another class.
+        """
+        if not isinstance(pipeline, HDDMPipeline):
+            raise HddmError(f"from_pipe: a {type(pipeline).__name__} is no ensemble; convert and assemble it")
+        parts = {**pipeline.components, "facts": pipeline.facts, "router_facts": pipeline.router_facts}
+        return cls(**parts | changes)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        pretrained_model_name_or_path: str | Path,
+        *,
+        torch_dtype: torch.dtype = torch.float32,
+        experts: Sequence[int] | None = None,
+        offload: Offload = "none",
+        max_memory: int | None = None,
+        **options: Any,
+    ) -> "HDDMPipeline":
+        """The pipeline in an ensemble folder, or of the Paris release; nothing in it is run as code.
+
+        Args:
+            pretrained_model_name_or_path: the folder. Nothing is downloaded.
+            torch_dtype: that all networks run in.
+            experts: indices of the experts to take; by default all.
+            offload: what experts that are not running do; see `hddm.networks.offload`.
+            max_memory: bytes that all weights together may take on the device.
+            options: of diffusers' loader, where they ask for what is done anyway, as ``local_files_only``.
+
+        Raises:
+            HddmError: for another option, or a folder whose parts contradict each other.
+        """
+        refuse_options("from_pretrained", options, LOADING)
+        parts = open_pipeline(Path(pretrained_model_name_or_path), torch_dtype, experts, offload, max_memory)
+        made = cls(**parts)
+        made.max_memory = max_memory
+        return made
+
+    def to(self, *args: Any, **kwargs: Any) -> "HDDMPipeline":
+        """Cast and move all parts, as any pipeline of diffusers."""
+        dtype = kwargs.pop("dtype", None) or next((one for one in args if isinstance(one, torch.dtype)), None)
+        if dtype is not None:
+            # Models of diffusers warn of any cast of their own, though there is nothing to warn of.
+            others = [part for part in (self.router, self.vae, self.text_encoder) if part is not None]
+            for part in others:
+                nn.Module.to(part, dtype)
+            if self.max_memory is not None:
+                self.experts.offload(self.experts.shelf.offload, room_beside(others, self.max_memory))
+            nn.Module.to(self.experts, dtype)
+        moved: HDDMPipeline = super().to(*(one for one in args if one is not dtype), **kwargs)
+        return moved
+
+    def save_pretrained(self, save_directory: str | Path, *, overwrite: bool = False, **options: Any) -> None:
+        """Write an ensemble folder, whole or not at all, weights in the dtype that they run in.
+
+        Args:
+            save_directory: the folder.
+            overwrite: whether one that exists is replaced.
+            options: of diffusers' writer, where they ask for what is done anyway, as ``safe_serialization``.
+
+        Raises:
+            HddmError: where the folder exists, unless ``overwrite``, and for another option.
+        """
+        refuse_options("save_pretrained", options, SAVING)
+        save_pipeline(self, Path(save_directory), overwrite)
+
+    @torch.no_grad()
+    def __call__(
+        self,
+        prompt: str | Sequence[str] | None = None,
+        class_labels: int | str | Sequence[int | str] | Tensor | None = None,
+        *,
+        negative_prompt: str | Sequence[str] | None = None,
+        prompt_embeds: Tensor | None = None,
+        negative_prompt_embeds: Tensor | None = None,
+        conditions: Mapping[str, Tensor] | None = None,
+        negative_conditions: Mapping[str, Tensor] | None = None,
+        num_images_per_prompt: int = 1,
+        batch_size: int | None = None,
+        height: int | None = None,
+        width: int | None = None,
+        num_inference_steps: int = 50,
+        guidance_scale: float | Guidance = 1.0,
+        strategy: str | None = None,
+        expert: int | None = None,
+        solver: str = "euler",
+        router_every: int = 1,
+        seed: int | None = None,
+        start: int = 0,
+        generator: Generators = None,
+        latents: Tensor | None = None,
+        output_type: str = "pil",
+        return_dict: bool = True,
+        callback_on_step_end: OnStepEnd | None = None,
+        callback_on_step_end_tensor_inputs: Sequence[str] = ("latents",),
+    ) -> HDDMPipelineOutput | tuple[Any]:
+        """Make images.
+
+        Args:
+            prompt: one text or several; needs a text encoder and a tokenizer.
+            class_labels: one class or several, by name or by number.
+            negative_prompt: with guidance, what to move away from; by default the empty prompt.
+            prompt_embeds: ``encoder_hidden_states`` (batch, tokens, width) instead of prompts.
+            negative_prompt_embeds: the same for the negative branch.
+            conditions: further keywords of the experts' networks, each (batch, …).
+            negative_conditions: the same for the negative branch.
+            num_images_per_prompt: images of each prompt or class.
+            batch_size: prompts or classes, where one or none of them stands for all.
+            height: of the images; there is one size, `image_size`.
+            width: likewise.
+            num_inference_steps: solver steps.
+            guidance_scale: 1 for none, or a `hddm.velocity.Guidance`.
+            strategy: instead of the ensemble's own; see `hddm.ensemble`.
+            expert: the one expert to use, instead of any strategy.
+            solver: see `hddm.sampling`.
+            router_every: ask the router at every n-th call of the velocity only.
+            seed: image i is that of ``hddm.sample`` with this seed, whatever the batch.
+            start: index i of the first image under ``seed``.
+            generator: one for all, or a list with one an image, instead of ``seed``.
+            latents: states at t = 1, (batch, C, H, W), instead of drawn ones.
+            output_type: ``pil``, ``np``, ``pt`` (0 to 1) or ``latent`` (as the experts were trained).
+            return_dict: whether to return an `HDDMPipelineOutput` and not a tuple with the images.
+            callback_on_step_end: called as ``callback(pipeline, step, timestep, {"latents": …})``, timestep
+                being 1000 t; ``latents`` of the dictionary that it may return replace the state.
+            callback_on_step_end_tensor_inputs: ``latents`` is all there is.
+
+        Raises:
+            HddmError: for a condition that no expert takes or that one lacks, parts that are missing,
+                numbers that do not go together, and whatever `hddm.sampling.integrate` refuses.
+        """
+        self._interrupt = False
+        if list(callback_on_step_end_tensor_inputs) not in ([], ["latents"]):
+            raise HddmError(f"callbacks see 'latents', not {list(callback_on_step_end_tensor_inputs)}")
+        guided = Guidance.of(guidance_scale).scale != 1.0
+        given, against = self.encode(
+            prompt, class_labels, negative_prompt if guided else None, guided, prompt_embeds,
+            negative_prompt_embeds if guided else None, conditions, negative_conditions if guided else None,
+        )  # fmt: skip
+        given, against, num = repeated(given, against, num_images_per_prompt, batch_size)
+        ensemble, chosen = routed(self.ensemble, strategy, expert, num, given)
+        self._check_output(output_type, height, width)
+        assert ensemble.sample_shape is not None
+        dtype = torch.promote_types(ensemble.dtype, torch.float32)
+        x, draws = noise_and_draws(num, ensemble.sample_shape, seed, start, generator, latents)
+        if chosen is None and ensemble.strategy == "draw":
+            chosen = pick_experts(ensemble.prior_of(num, given), draws)
+        times = time_grid(num_inference_steps, ensemble.shift)
+        use, device = ExpertUse(len(ensemble.experts)), ensemble.device
+        with self.progress_bar(total=num_inference_steps) as bar:
+
+            def on_step(index: int, x: Tensor) -> Tensor:
+                bar.update()
+                if callback_on_step_end is None:
+                    return x
+                outcome = callback_on_step_end(self, index, 1000 * float(times[index]), {"latents": x})
+                return (outcome or {}).get("latents", x)
+
+            x = integrate(
+                ensemble,
+                x.to(device, dtype),
+                times,
+                solver,
+                guidance_scale,
+                {key: value.to(device) for key, value in against.items()} or None,
+                {key: value.to(device) for key, value in given.items()},
+                expert=None if chosen is None else chosen.to(device),
+                router_every=router_every,
+                use=use,
+                on_step=on_step,
+                is_interrupted=lambda: self._interrupt,
+            )
+        images = (
+            x if output_type == "latent" else self.image_processor.postprocess(self.decode(x), output_type)
+        )
+        return HDDMPipelineOutput(images, use) if return_dict else (images,)
+
+    def encode(
+        self,
+        prompt: str | Sequence[str] | None = None,
+        class_labels: int | str | Sequence[int | str] | Tensor | None = None,
+        negative_prompt: str | Sequence[str] | None = None,
+        guided: bool = False,
+        prompt_embeds: Tensor | None = None,
+        negative_prompt_embeds: Tensor | None = None,
+        conditions: Mapping[str, Tensor] | None = None,
+        negative_conditions: Mapping[str, Tensor] | None = None,
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Conditions and negative conditions by keyword of the experts' networks, a row a prompt or class.
+
+        Args are those of a call; ``guided`` says whether there will be a negative branch.
+
+        Raises:
+            HddmError: for prompts without a text encoder, or two things that exclude each other.
+        """
+        if prompt is not None and not all(isinstance(one, str) for one in prompt):
+            raise HddmError("prompt is a text or a list of texts; classes are passed as class_labels=")
+        given, against = dict(conditions or {}), dict(negative_conditions or {})
+        if "encoder_hidden_states" in against and not (
+            negative_prompt is None and negative_prompt_embeds is None
+        ):
+            raise HddmError("encoder_hidden_states is among the negative conditions too; pass it once")
+        text = prompt if prompt is not None else prompt_embeds
+        for name, value in (("class_labels", class_labels), ("encoder_hidden_states", text)):
+            if value is not None and name in given:
+                raise HddmError(f"{name} is among the conditions too; pass it once")
+        if class_labels is not None:
+            given["class_labels"] = class_indices(class_labels, self.ensemble.classes)
+        if prompt is not None and prompt_embeds is not None:
+            raise HddmError("pass a prompt or prompt_embeds, not both")
+        if negative_prompt is not None and negative_prompt_embeds is not None:
+            raise HddmError("pass a negative_prompt or negative_prompt_embeds, not both")
+        if prompt is not None:
+            texts = [prompt] if isinstance(prompt, str) else list(prompt)
+            given["encoder_hidden_states"] = self._embed(texts)
+            if guided and negative_prompt_embeds is None and "encoder_hidden_states" not in against:
+                refused = negative_prompt if negative_prompt is not None else ""
+                refused = [refused] * len(texts) if isinstance(refused, str) else list(refused)
+                against["encoder_hidden_states"] = self._embed(refused)
+        elif negative_prompt is not None:
+            raise HddmError("a negative_prompt needs a prompt beside it")
+        if prompt_embeds is not None:
+            for facts in self.experts.facts:
+                if facts.text_encoder is not None and prompt_embeds.shape[-1] != facts.text_encoder.width:
+                    raise HddmError(
+                        f"prompt_embeds are {tuple(prompt_embeds.shape)}, and these experts take tokens of "
+                        f"{facts.text_encoder.width} numbers"
+                    )
+            given["encoder_hidden_states"] = prompt_embeds
+        if negative_prompt_embeds is not None:
+            against["encoder_hidden_states"] = negative_prompt_embeds
+        return given, against
+
+    def decode(self, latents: Tensor) -> Tensor:
+        """Images (N, C, H, W) in [-1, 1] of samples: the VAE's, or pixels as they are, clipped."""
+        if self.vae is None:
+            return latents.float().clamp(-1, 1)
+        with self.present(self.vae) as vae:
+            return decode(vae, latents.to(vae.device))
+
+    def _embed(self, texts: Sequence[str]) -> Tensor:
+        if self.text_encoder is None or self.tokenizer is None:
+            raise HddmError(
+                "a prompt needs a text encoder and a tokenizer, and this ensemble has none; assemble it with "
+                "--text-encoder and --tokenizer, or pass prompt_embeds"
+            )
+        with self.present(self.text_encoder) as text_encoder:
+            return encode(text_encoder, self.tokenizer, texts)
+
+    @property
+    def image_size(self) -> tuple[int, int]:
+        """Height and width of the images in pixels."""
+        height, width = self.experts.facts[0].sample_shape[1:]
+        factor = 1 if self.vae is None else scale_of(self.vae)
+        return factor * height, factor * width
+
+    def _check_output(self, output_type: str, height: int | None, width: int | None) -> None:
+        made = self.image_size
+        if (height or made[0], width or made[1]) != made:
+            raise HddmError(f"this ensemble makes images of {made[0]}×{made[1]}, not {height}×{width}")
+        known = ("pil", "np", "pt", "latent")
+        if output_type not in known:
+            raise HddmError(f"unknown output_type {output_type!r}: choose one of {', '.join(known)}")
+        facts = self.experts.facts[0]
+        if output_type != "latent" and self.vae is None and facts.space == "latents":
+            raise HddmError(
+                "these experts make latents and there is no VAE: assemble the ensemble with --vae, or take "
+                'output_type="latent"'
+            )
+
+
+def _equal_shares(num_experts: int, has_router: bool) -> EnsembleFacts:
+    return EnsembleFacts(
+        experts=tuple(f"experts/{k}" for k in range(num_experts)),
+        router="router" if has_router else None,
+        prior=(1 / num_experts,) * num_experts,
+        strategy="draw",
+    )

@@ -1,0 +1,324 @@
+"""What images are made of: class labels, prompts and tensors in a file, cycled over the images.
+
+One picture of what was sampled, beside the folder of single images, which holds samples alone.
+
+Samples of a saved model, written as a folder of PNG files, or of latents.
+"""
+
+import math
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+from safetensors.torch import save_file
+from torch import Tensor
+
+from hddm.data.images import CELL, contact_sheet, lines_of, save_png, to_bytes
+from hddm.experts.ensembles import ENSEMBLE_FILE
+from hddm.experts.records import EXPERT_FILE
+from hddm.pipelines.inputs import class_indices
+from hddm.pipelines.pipeline import HDDMPipeline
+from hddm.pipelines.settings import SampleSettings
+from hddm.sampling import ExpertUse, sample
+from hddm.utils.errors import HddmError, UsageError
+from hddm.utils.files import new_folder, write_json, write_whole
+from hddm.utils.records import SAMPLING_FILE
+from hddm.utils.weights import read_safetensors
+from hddm.velocity import missing_from
+
+NEGATIVE = "negative_"
+Cycles = Mapping[str, Tensor]
+
+
+def read_cycles(pipeline: HDDMPipeline, settings: SampleSettings) -> tuple[Cycles, Cycles]:
+    """Conditions and negative ones, each of as many rows as there are different ones.
+
+    Raises:
+        HddmError: for an unknown class, prompts without a text encoder, a file that cannot be read, and two
+            sources of one condition.
+    """
+    guided = settings.guidance.scale != 1.0
+    if settings.negative_prompt is not None and not guided:
+        raise UsageError("--negative-prompt: needs a --guidance-scale other than 1")
+    if settings.prompts and (pipeline.text_encoder is None or pipeline.tokenizer is None):
+        raise UsageError(
+            "--prompt: this model has no text encoder and tokenizer; give it both (hddm assemble MODEL "
+            "--text-encoder FOLDER --tokenizer FOLDER; in Paris as text_encoder/ and tokenizer/), "
+            "or pass the encoded text by --conditions"
+        )
+    given, against = pipeline.encode(
+        settings.prompts or None, None, settings.negative_prompt, guided and bool(settings.prompts)
+    )
+    if settings.class_labels is not None:
+        given["class_labels"] = _labels(settings.class_labels, pipeline.ensemble.classes)
+    if settings.conditions is not None:
+        for name, value in _file(settings.conditions).items():
+            side, key = (against, name.removeprefix(NEGATIVE)) if name.startswith(NEGATIVE) else (given, name)
+            if key in side:
+                raise UsageError(f"{settings.conditions}: {name} is given by another option too; drop one")
+            if side is given or guided:
+                side[key] = value
+    _refuse_missing(pipeline, given, settings.expert)
+    takes_text = any("encoder_hidden_states" in facts.conditions for facts in pipeline.experts.facts)
+    if takes_text and "encoder_hidden_states" not in given:
+        warnings.warn("no --prompt: the experts make what no text stands for", stacklevel=2)
+    return given, against
+
+
+def cycled(cycles: Cycles, start: int, stop: int) -> dict[str, Tensor]:
+    """The rows of images ``start`` … ``stop`` - 1."""
+    return {name: value[torch.arange(start, stop) % len(value)] for name, value in cycles.items()}
+
+
+def class_names(cycles: Cycles, classes: Sequence[str]) -> tuple[str, ...]:
+    """What the labels among ``cycles`` are called, numbers where no name is known; empty without labels."""
+    labels = cycles["class_labels"].tolist() if "class_labels" in cycles else []
+    return tuple(classes[k] if 0 <= k < len(classes) else str(k) for k in labels)
+
+
+def _refuse_missing(pipeline: HDDMPipeline, given: Cycles, only: int | None) -> None:
+    options = {"encoder_hidden_states": "--prompt", "class_labels": "--class-labels"}
+    for index, field in enumerate(pipeline.ensemble.experts):
+        if only not in (None, index):
+            continue
+        for name in missing_from({*given, *field.null_conditions}, field.conditions or ()):
+            option = f"{options[name]} or --conditions" if name in options else "--conditions"
+            raise UsageError(
+                f"{option}: the experts need {name}, and know no value that stands for none; pass it"
+            )
+
+
+def _labels(text: str, classes: tuple[str, ...]) -> Tensor:
+    if not classes:
+        raise UsageError(f"--class-labels {text}: the model is unconditional; drop the option")
+    try:
+        return class_indices([part.strip() for part in text.split(",")], classes)
+    except HddmError as error:
+        raise UsageError(f"--class-labels: {error}") from error
+
+
+def _file(path: Path) -> dict[str, Tensor]:
+    if not path.is_file():
+        raise UsageError(f"--conditions {path}: no such file")
+    tensors = read_safetensors(path)
+    empty = [name for name, value in tensors.items() if value.ndim == 0 or not len(value)]
+    if empty or not tensors:
+        raise HddmError(f"--conditions {path}: holds no rows of {empty or 'anything'}")
+    return tensors
+
+
+COLUMNS, ROWS = 20, 40
+"""Images of a sheet, at most."""
+LARGEST = 256
+"""Pixels of a cell's side, at most."""
+
+
+def sheet_path(out: Path) -> Path:
+    """Where the sheet of the samples in the folder ``out`` lies: ``samples.grid.png`` beside ``samples``."""
+    return out.with_name(f"{out.name}.grid.png")
+
+
+def check_absent_sheet(out: Path, overwrite: bool) -> None:
+    """Refuse a sheet that is there already, to fail before the work.
+
+    Raises:
+        HddmError: unless ``overwrite``.
+    """
+    path = sheet_path(out)
+    if path.exists() and not overwrite:
+        raise HddmError(f"{path} exists: choose another --out, or pass --overwrite to replace it")
+
+
+def write_sheet(out: Path, images: Sequence[Path], conditions: Sequence[str] = ()) -> str:
+    """Write images of one size as one PNG, a row a condition where one has several images, else a square.
+
+    Args:
+        out: the folder of samples.
+        images: their files.
+        conditions: the name of what each is of, or nothing.
+
+    Returns:
+        What the sheet shows, for the user.
+    """
+    path, by_condition = sheet_path(out), dict[str, list[Path]]()
+    for image, condition in zip(images, conditions, strict=bool(conditions)):
+        by_condition.setdefault(condition, []).append(image)
+    told = ""
+    if any(len(row) > 1 for row in by_condition.values()):
+        rows: Sequence[Sequence[Path]] = [row[:COLUMNS] for row in by_condition.values()][:ROWS]
+        told = f", a row each of {shortened(list(by_condition)[:ROWS])}"
+    else:
+        rows = lines_of(images, min(math.ceil(math.sqrt(len(images))), COLUMNS))[:ROWS]
+    with Image.open(images[0]) as first:
+        longest = max(first.size)
+    cell = longest * max(1, CELL // longest) if longest <= LARGEST else LARGEST
+    sheet = contact_sheet(rows, Image.open, max(map(len, rows)), cell)
+    write_whole(path, lambda draft: sheet.save(draft, "png"), overwrite=False)
+    return f"{path}: {sum(map(len, rows))} of {len(images)}{told}"
+
+
+def shortened(names: Sequence[str]) -> str:
+    """The first of ``names``, and the beginning of each, for a line to read."""
+    first = [name if len(name) <= 30 else f"{name[:29]}…" for name in names[:10]]
+    return ", ".join([*first, *(["…"] if len(names) > 10 else [])])
+
+
+FORMAT = "1.2"
+LATENTS_FILE = "latents.safetensors"
+IMAGE = "{:05d}.png"
+ROUND = 1024
+"""Images that are in memory together."""
+
+
+def sample_to_folder(
+    source: Path,
+    out: Path,
+    settings: SampleSettings,
+    overwrite: bool = False,
+    on_batch: Callable[[int], None] | None = None,
+    grid: bool = False,
+) -> str | None:
+    """Sample an expert, an ensemble or the Paris release into a folder.
+
+    It holds ``00000.png`` …, counted from ``settings.start``, or ``latents.safetensors``, and
+    ``sampling.json``: the settings, the time grid's shift, and how the experts were used over time. With
+    ``grid`` there is a sheet of the images beside it (`hddm.pipelines.samples`).
+
+    Returns:
+        What the sheet shows, None without one.
+
+    Raises:
+        HddmError: for an existing ``out``, a model that cannot be loaded, or wrong settings.
+    """
+    if grid and settings.output_type == "latent":
+        raise UsageError("--grid: shows images, and --output-type latent makes none; drop one of the two")
+    guidance, device = settings.guidance, settings.torch_device
+    if (source / EXPERT_FILE).exists():
+        _refuse_for_one(source, settings)
+    pipeline = HDDMPipeline.from_pretrained(
+        source, torch_dtype=settings.torch_dtype, offload=settings.offload, max_memory=settings.max_memory
+    ).to(device)
+    if settings.compile:
+        pipeline.experts.compile(dynamic=True)
+    _check_output(source, pipeline, settings)
+    given, against = read_cycles(pipeline, settings)
+    if grid:
+        check_absent_sheet(out, overwrite)
+    ensemble = pipeline.ensemble
+    use = ExpertUse(len(ensemble.experts))
+    expected = torch.zeros(len(ensemble.experts), dtype=torch.float64)
+    latents = []
+    with new_folder(out, SAMPLING_FILE, overwrite) as draft:
+        for start in range(settings.start, settings.start + settings.num_images, ROUND):
+            stop = min(start + ROUND, settings.start + settings.num_images)
+            rows: dict[str, Any] = cycled(given, start, stop)
+            expected += ensemble.prior_of(stop - start, rows).sum(0)
+            samples = sample(
+                ensemble,
+                stop - start,
+                settings.seed,
+                settings.steps,
+                settings.strategy,
+                settings.solver,
+                guidance,
+                negative=cycled(against, start, stop) or None,
+                shift=settings.shift,
+                batch_size=settings.batch_size,
+                start=start,
+                expert=settings.expert,
+                router_every=settings.router_every,
+                use=use,
+                on_batch=on_batch,
+                **rows,
+            )
+            if settings.output_type == "latent":
+                latents.append(samples)
+            else:
+                _write_images(pipeline, samples, start, settings.batch_size, draft)
+        if latents:
+            save_file({"latents": torch.cat(latents)}, draft / LATENTS_FILE, {"format": "pt"})
+        strategy = settings.strategy or ensemble.strategy
+        _warn(pipeline, settings, use, expected if strategy == "draw" else None)
+        write_json(draft / SAMPLING_FILE, _record(source, settings, pipeline, use, given))
+    if overwrite:
+        # That of the images that were replaced would be taken for one of these.
+        sheet_path(out).unlink(missing_ok=True)
+    return _write_sheet(out, settings, class_names(given, ensemble.classes)) if grid else None
+
+
+def _write_sheet(out: Path, settings: SampleSettings, classes: Sequence[str]) -> str:
+    numbers = range(settings.start, settings.start + settings.num_images)
+    cycle = classes or settings.prompts
+    return write_sheet(
+        out,
+        [out / IMAGE.format(i) for i in numbers],
+        [cycle[i % len(cycle)] for i in numbers] if cycle else (),
+    )
+
+
+def _write_images(pipeline: HDDMPipeline, samples: Tensor, start: int, batch_size: int, folder: Path) -> None:
+    index = start
+    for batch in samples.split(batch_size):
+        for image in to_bytes(pipeline.decode(batch).cpu()):
+            save_png(image, folder / IMAGE.format(index))
+            index += 1
+
+
+def _refuse_for_one(source: Path, settings: SampleSettings) -> None:
+    for option in ("strategy", "expert", "max_memory"):
+        value = getattr(settings, option)
+        if value is not None:
+            raise UsageError(
+                f"--{option.replace('_', '-')} {value}: {source} is a single expert; drop the option"
+            )
+
+
+def _check_output(source: Path, pipeline: HDDMPipeline, settings: SampleSettings) -> None:
+    facts = pipeline.experts.facts[0]
+    if settings.output_type == "latent" or pipeline.vae is not None:
+        return
+    if facts.space == "latents" or facts.sample_shape[0] not in (1, 3):
+        remedy = f"hddm assemble {source} --vae FOLDER"
+        if (source / EXPERT_FILE).exists():
+            remedy += " --out ENSEMBLE"
+        elif not (source / ENSEMBLE_FILE).exists():
+            remedy = f"put one there as {source / 'vae'}"
+        raise HddmError(
+            f"{source}: its samples are latents of shape {facts.sample_shape} and it has no VAE; give it one "
+            f"({remedy}), or pass --output-type latent"
+        )
+
+
+def _warn(pipeline: HDDMPipeline, settings: SampleSettings, use: ExpertUse, expected: Tensor | None) -> None:
+    own = pipeline.facts.shift
+    if settings.shift is not None and settings.shift != own:
+        warnings.warn(f"--shift {settings.shift:g}, and the model's own is {own:g}", stacklevel=3)
+    # Of fewer images than experts nothing can be said.
+    if settings.expert is None and settings.num_images >= len(pipeline.experts.facts):
+        for line in use.warnings(expected):
+            warnings.warn(line, stacklevel=3)
+
+
+def _record(
+    source: Path, settings: SampleSettings, pipeline: HDDMPipeline, use: ExpertUse, given: Cycles
+) -> dict[str, object]:
+    labels = given.get("class_labels")
+    vae = pipeline.experts.facts[0].vae
+    return {
+        "format": FORMAT,
+        "hddm": version("hddm-diffusion"),
+        "source": str(source),
+        **settings.record(),
+        "strategy": None if settings.expert is not None else settings.strategy or pipeline.facts.strategy,
+        "shift": pipeline.facts.shift if settings.shift is None else settings.shift,
+        "model_shift": pipeline.facts.shift,
+        "weights": sorted({facts.weights for facts in pipeline.experts.facts}),
+        "vae": None if vae is None else vae.model_dump(mode="json"),
+        "class_labels": None if labels is None else labels.tolist(),
+        "class_names": list(class_names(given, pipeline.ensemble.classes)) or None,
+        "expert_use": use.report(),
+    }

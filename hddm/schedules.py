@@ -1,0 +1,441 @@
+r"""Noise schedules: (alpha, sigma) as functions of native time, and the inverse of the log-SNR.
+
+    x_t = alpha_t x_0 + sigma_t eps;  x_0 is data, eps is unit noise;  log_snr = 2 log(alpha/sigma)
+
+Time runs from data to noise. Every schedule has its own *native time*: t in [0, 1] for the continuous
+ones, the timestep index 0 … T-1, fractions allowed, for a DDPM schedule. The *common path* that all
+experts are compared on is `LinearSchedule`: alpha = 1 - t, sigma = t.
+
+Schedules in continuous time: the common path and the cosine.
+
+DDPM schedules: discrete betas, read continuously.
+
+Schedules from diffusers' scheduler configs, and back from our own records.
+
+Noise schedules: (alpha, sigma) of native time, and the continuous inverse of the log-SNR.
+
+x_t = alpha_t x_0 + sigma_t eps;  x_0 is data, eps is unit noise;  log_snr = 2 log(alpha/sigma)
+"""
+
+import inspect
+import json
+import logging
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import numpy as np
+import torch
+from torch import Tensor
+
+from hddm.utils.errors import HddmError, did_you_mean
+from hddm.utils.tensors import to_float64
+
+
+class Schedule(ABC):
+    """A noise schedule. Values are computed in float64 and returned in the dtype of the argument."""
+
+    end: float
+    """Native time of the most noise; the least is at 0."""
+
+    def alpha(self, time: Tensor) -> Tensor:
+        """Signal scale at native ``time``, any shape; integer times give float32.
+
+        Raises:
+            HddmError: for a time outside [0, ``end``].
+        """
+        return self._evaluate(time, lambda exact: self.alpha_sigma(exact)[0])
+
+    def sigma(self, time: Tensor) -> Tensor:
+        """Noise scale at native ``time``; as `alpha`."""
+        return self._evaluate(time, lambda exact: self.alpha_sigma(exact)[1])
+
+    def log_snr(self, time: Tensor) -> Tensor:
+        """2 log(alpha/sigma) at native ``time``: +inf where sigma = 0, -inf where alpha = 0."""
+        return self._evaluate(time, self._log_snr)
+
+    def time(self, log_snr: Tensor) -> Tensor:
+        """Native time of a log-SNR, continuous for every schedule.
+
+        Beyond the schedule's own log-SNRs, ±inf included, it is the end point on that side.
+        """
+        return self._evaluate(log_snr, self._time, is_time=False)
+
+    def match(self, t: Tensor) -> Tensor:
+        """Native time, in float64, with the log-SNR of the common path at ``t`` in [0, 1]."""
+        exact = to_float64(t)
+        return self._time(2 * (torch.log1p(-exact) - exact.log()))
+
+    @property
+    def range(self) -> tuple[float, float]:
+        """(t_min, t_max) on the common path: the noise levels that the schedule covers."""
+        return self.common_time(0.0), self.common_time(self.end)
+
+    def common_time(self, time: float) -> float:
+        """Time t on the common path with the log-SNR of native ``time``: t/(1-t) = exp(-log_snr/2)."""
+        log_snr = self._log_snr(torch.tensor(time, dtype=torch.float64))
+        return torch.sigmoid(-log_snr / 2).item()
+
+    @property
+    @abstractmethod
+    def config(self) -> dict[str, Any]:
+        """Plain values from which `from_config` builds the schedule again."""
+
+    @abstractmethod
+    def alpha_sigma(self, time: Tensor) -> tuple[Tensor, Tensor]:
+        """(alpha, sigma) of float64 native times, without a check of their range."""
+
+    def derivatives(self, time: Tensor) -> tuple[Tensor, Tensor]:
+        """(d alpha/d time, d sigma/d time) of float64 native times; continuous schedules only."""
+        raise HddmError(
+            f"{type(self).__name__} is defined at discrete steps and has no time derivative: "
+            "flow_prediction needs LinearSchedule or CosineSchedule"
+        )
+
+    def _log_snr(self, time: Tensor) -> Tensor:
+        alpha, sigma = self.alpha_sigma(time)
+        return 2 * (alpha.log() - sigma.log())
+
+    @abstractmethod
+    def _time(self, log_snr: Tensor) -> Tensor: ...
+
+    def _evaluate(
+        self, argument: Tensor, function: Callable[[Tensor], Tensor], is_time: bool = True
+    ) -> Tensor:
+        argument = torch.as_tensor(argument)
+        dtype = argument.dtype if argument.is_floating_point() else torch.float32
+        exact = to_float64(argument)
+        if is_time and not ((exact >= 0) & (exact <= self.end)).all():
+            raise HddmError(
+                f"native times of {type(self).__name__} lie in [0, {self.end:g}], "
+                f"not in [{exact.min().item():g}, {exact.max().item():g}]"
+            )
+        return function(exact).to(argument.device, dtype)
+
+
+@dataclass(frozen=True)
+class LinearSchedule(Schedule):
+    """The common path, of flow matching and rectified flow: alpha = 1 - t, sigma = t, t in [0, 1]."""
+
+    end = 1.0
+
+    @property
+    def config(self) -> dict[str, Any]:
+        return {"name": "linear"}
+
+    def alpha_sigma(self, time: Tensor) -> tuple[Tensor, Tensor]:
+        return 1 - time, time
+
+    def derivatives(self, time: Tensor) -> tuple[Tensor, Tensor]:
+        return -torch.ones_like(time), torch.ones_like(time)
+
+    def match(self, t: Tensor) -> Tensor:
+        return to_float64(t)
+
+    def _time(self, log_snr: Tensor) -> Tensor:
+        return torch.sigmoid(-log_snr / 2)
+
+
+@dataclass(frozen=True)
+class CosineSchedule(Schedule):
+    """Continuous cosine: alpha = cos(pi t/2), sigma = sin(pi t/2), t in [0, 1].
+
+    Not `squaredcos_cap_v2` (Nichol & Dhariwal), which is discrete, offset and clipped.
+    """
+
+    end = 1.0
+
+    @property
+    def config(self) -> dict[str, Any]:
+        return {"name": "cosine"}
+
+    def alpha_sigma(self, time: Tensor) -> tuple[Tensor, Tensor]:
+        # The sine of the complement is exactly 0 at t = 1, where cos(pi/2) is 6e-17.
+        return torch.sin(math.pi / 2 * (1 - time)), torch.sin(math.pi / 2 * time)
+
+    def derivatives(self, time: Tensor) -> tuple[Tensor, Tensor]:
+        alpha, sigma = self.alpha_sigma(time)
+        return -math.pi / 2 * sigma, math.pi / 2 * alpha
+
+    def _time(self, log_snr: Tensor) -> Tensor:
+        return 2 / math.pi * torch.atan(torch.exp(-log_snr / 2))
+
+
+@dataclass(frozen=True, eq=False)
+class DiscreteSchedule(Schedule):
+    """A variance-preserving DDPM schedule, read at fractional timestep indices too.
+
+    alpha² + sigma² = 1, and alpha² at index i is the product of (1 - beta) over 0 … i. Between
+    indices the log-SNR is linear in the index, as in k-diffusion. Where the last index has zero SNR,
+    alpha/sigma is linear in the last interval instead, so that alpha reaches 0 there and nowhere before.
+
+    Args:
+        betas: (T,), each in (0, 1), the last one possibly 1 (zero terminal SNR).
+        source: what the schedule was built from, for the record; `from_diffusers` fills it.
+
+    Raises:
+        HddmError: for fewer than 2 betas or one outside its range.
+    """
+
+    betas: Tensor
+    source: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        betas = to_float64(torch.as_tensor(self.betas)).cpu()
+        inside = (betas > 0) & (betas < 1)
+        if betas.ndim != 1 or len(betas) < 2 or not inside[:-1].all() or not 0 < betas[-1] <= 1:
+            raise HddmError("betas must be at least 2 numbers in (0, 1), of which only the last may be 1")
+        log_alpha_squared = torch.log1p(-betas).cumsum(0)
+        # log(1 - alpha²) without cancellation where alpha² is close to 1
+        table = log_alpha_squared - torch.log(-torch.expm1(log_alpha_squared))
+        object.__setattr__(self, "end", float(len(betas) - 1))
+        object.__setattr__(self, "_tables", {torch.device("cpu"): table})
+
+    @property
+    def config(self) -> dict[str, Any]:
+        if self.source:
+            return dict(self.source)
+        return {"name": "discrete", "betas": self.betas.tolist()}
+
+    @property
+    def zero_terminal_snr(self) -> bool:
+        """Whether alpha is 0 at the last index."""
+        return bool(self._table(torch.device("cpu"))[-1].isneginf())
+
+    def alpha_sigma(self, time: Tensor) -> tuple[Tensor, Tensor]:
+        log_snr = self._log_snr(time)
+        return torch.sigmoid(log_snr).sqrt(), torch.sigmoid(-log_snr).sqrt()
+
+    def _table(self, device: torch.device) -> Tensor:
+        tables: dict[torch.device, Tensor] = self._tables  # type: ignore[attr-defined]
+        if device not in tables:
+            tables[device] = tables[torch.device("cpu")].to(device)
+        return tables[device]
+
+    def _log_snr(self, time: Tensor) -> Tensor:
+        table = self._table(time.device)
+        index = time.floor().long().clamp(0, len(table) - 2)
+        fraction = time - index
+        high, low = table[index], table[index + 1]
+        linear = torch.where(fraction == 0, high, high + fraction * (low - high))
+        return torch.where(low.isneginf(), high + 2 * torch.log1p(-fraction), linear)
+
+    def _time(self, log_snr: Tensor) -> Tensor:
+        table = self._table(log_snr.device)
+        inside = log_snr.clamp(table[-1], table[0])
+        index = torch.searchsorted(-table, -inside).clamp(1, len(table) - 1)
+        high, low = table[index - 1], table[index]
+        linear = (high - inside) / (high - low)
+        to_zero = -torch.expm1((inside - high) / 2)
+        return index - 1 + torch.where(low.isneginf(), to_zero, linear)
+
+
+logger = logging.getLogger(__name__)
+
+DDPM_FAMILY = (
+    "DDPMScheduler",
+    "DDPMParallelScheduler",
+    "DDIMScheduler",
+    "DDIMInverseScheduler",
+    "DDIMParallelScheduler",
+    "DEISMultistepScheduler",
+    "DPMSolverMultistepScheduler",
+    "DPMSolverMultistepInverseScheduler",
+    "DPMSolverSinglestepScheduler",
+    "EulerDiscreteScheduler",
+    "EulerAncestralDiscreteScheduler",
+    "HeunDiscreteScheduler",
+    "KDPM2DiscreteScheduler",
+    "KDPM2AncestralDiscreteScheduler",
+    "LCMScheduler",
+    "LMSDiscreteScheduler",
+    "PNDMScheduler",
+    "SASolverScheduler",
+    "TCDScheduler",
+    "UniPCMultistepScheduler",
+)
+FLOW_MATCH_FAMILY = (
+    "FlowMatchEulerDiscreteScheduler",
+    "FlowMatchHeunDiscreteScheduler",
+    "FlowMatchLCMScheduler",
+)
+MOST_STEPS = 100_000
+# The keys that fix a training schedule; all others of these classes belong to sampling.
+_SCHEDULE_KEYS = (
+    "num_train_timesteps",
+    "beta_start",
+    "beta_end",
+    "beta_schedule",
+    "trained_betas",
+    "rescale_betas_zero_snr",
+)
+_FROM_OLD_VERSIONS = {"tensor_format", "predict_epsilon"}
+
+
+def from_diffusers(source: object) -> Schedule:
+    """The training schedule that a diffusers scheduler stands for.
+
+    A key that the config lacks has the documented default of its scheduler class; that is logged.
+    A config without ``_class_name`` (a scheduler object's ``.config`` has none) tells its family by its
+    keys: ``beta_…`` ones make it a `DDPMScheduler`'s, ones that only flow-match classes have a flow-match
+    scheduler's. A flow-match scheduler, or one
+    with ``use_flow_sigmas``, gives `LinearSchedule`: its shift belongs to the sampling grid.
+
+    Args:
+        source: a scheduler object, its config, or the path of a ``scheduler_config.json``, of the
+            folder that holds it, or of a pipeline folder.
+
+    Raises:
+        HddmError: for a class outside the DDPM and flow-match families, an unknown key or a value that
+            gives no schedule, continuous timesteps, or a config that tells no family.
+    """
+    config, origin = _read(source)
+    name = config.get("_class_name") or _family(config, origin)
+    if name not in DDPM_FAMILY + FLOW_MATCH_FAMILY:
+        raise HddmError(
+            f"{origin}: scheduler class {name!r} is neither of the DDPM nor of the flow-match family; "
+            f"known are {', '.join(DDPM_FAMILY + FLOW_MATCH_FAMILY)}"
+        )
+    _refuse_unknown_keys(config, origin)
+    if name in FLOW_MATCH_FAMILY or config.get("use_flow_sigmas"):
+        return LinearSchedule()
+    if config.get("timestep_type") == "continuous":
+        raise HddmError(f"{origin}: timestep_type 'continuous' (EDM's time) is no DDPM schedule")
+    facts = _with_defaults(config, name, origin)
+    steps = facts["num_train_timesteps"]
+    if not isinstance(steps, int) or not 2 <= steps <= MOST_STEPS:
+        raise HddmError(f"{origin}: num_train_timesteps is {steps!r}, and must be 2 to {MOST_STEPS}")
+    try:
+        betas = diffusers.DDPMScheduler(**facts).betas
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        given, said = (" ".join(str(one).split())[:300] for one in (facts, error))
+        raise HddmError(f"{origin}: no schedule can be built from {given}: {said}") from error
+    return DiscreteSchedule(betas, {"_class_name": name, **facts})
+
+
+def declared_prediction_type(source: object) -> str | None:
+    """The ``prediction_type`` that a scheduler config gives, None where it gives none.
+
+    A flow-match scheduler gives ``flow_prediction``; so do ``use_flow_sigmas``. Former versions said
+    ``predict_epsilon``.
+
+    Raises:
+        HddmError: for two keys that contradict each other.
+    """
+    config, origin = _read(source)
+    stated: dict[str, str] = {}
+    if config.get("prediction_type") is not None:
+        stated["prediction_type"] = str(config["prediction_type"])
+    if config.get("predict_epsilon") is not None:
+        stated["predict_epsilon"] = "epsilon" if config["predict_epsilon"] else "sample"
+    if config.get("_class_name") in FLOW_MATCH_FAMILY or config.get("use_flow_sigmas"):
+        stated["a flow-match scheduler"] = "flow_prediction"
+    if len(set(stated.values())) > 1:
+        said = ", ".join(f"{key}: {value}" for key, value in stated.items())
+        raise HddmError(f"{origin}: contradicts itself ({said}); correct the config")
+    return next(iter(stated.values()), None)
+
+
+def default_prediction_type(source: object) -> str:
+    """What the documented default of a scheduler config's class is, for one that gives none.
+
+    Raises:
+        HddmError: where the config names no class.
+    """
+    config, origin = _read(source)
+    parameters = _parameters(config.get("_class_name") or _family(config, origin))
+    default: str = parameters["prediction_type"].default
+    return default
+
+
+def from_config(config: Mapping[str, Any]) -> Schedule:
+    """The schedule with this `Schedule.config`, as ``expert.json`` holds it.
+
+    Raises:
+        HddmError: for a name or key that no schedule has.
+    """
+    if "_class_name" in config:
+        return from_diffusers(config)
+    match dict(config):
+        case {"name": "linear", **rest} if not rest:
+            return LinearSchedule()
+        case {"name": "cosine", **rest} if not rest:
+            return CosineSchedule()
+        case {"name": "discrete", "betas": betas, **rest} if not rest:
+            try:
+                return DiscreteSchedule(torch.tensor(betas, dtype=torch.float64))
+            except (TypeError, RuntimeError) as error:
+                raise HddmError(f"schedule: betas {str(betas)[:40]} are not numbers") from error
+    raise HddmError(
+        f"schedule {dict(config)} is unknown: it is {{'name': 'linear'}}, {{'name': 'cosine'}}, "
+        "{'name': 'discrete', 'betas': […]} or a diffusers scheduler config with _class_name"
+    )
+
+
+def _family(config: Mapping[str, Any], origin: str) -> str:
+    """The scheduler class of a config that does not name it."""
+    if any(key.startswith("beta_") or key == "trained_betas" for key in config):
+        return "DDPMScheduler"
+    flow_only = set().union(*map(_parameters, FLOW_MATCH_FAMILY)).difference(*map(_parameters, DDPM_FAMILY))
+    if flow_only & set(config):
+        return "FlowMatchEulerDiscreteScheduler"
+    _refuse_unknown_keys(config, origin)
+    raise HddmError(f"{origin}: has neither _class_name nor betas; name the scheduler class")
+
+
+def _read(source: object) -> tuple[dict[str, Any], str]:
+    if isinstance(source, diffusers.SchedulerMixin):
+        return {**source.config, "_class_name": type(source).__name__}, type(source).__name__
+    if isinstance(source, Mapping):
+        return dict(source), "scheduler config"
+    if not isinstance(source, str | Path):
+        raise HddmError(
+            "a schedule comes from a diffusers scheduler, its config or a path, "
+            f"not from {type(source).__name__}"
+        )
+    path = Path(source)
+    candidates = (
+        path,
+        path / "scheduler_config.json",
+        path / "scheduler" / "scheduler_config.json",
+    )
+    for candidate in candidates:
+        if candidate.is_file():
+            try:
+                config = json.loads(candidate.read_text())
+            except ValueError as error:
+                raise HddmError(f"{candidate}: not valid JSON ({error})") from error
+            if not isinstance(config, dict):
+                raise HddmError(f"{candidate}: holds no scheduler config (a JSON object)")
+            return config, str(candidate)
+    raise HddmError(f"{path}: no scheduler config here; give a scheduler_config.json or its folder")
+
+
+def _parameters(name: str) -> dict[str, inspect.Parameter]:
+    return dict(inspect.signature(getattr(diffusers, name).__init__).parameters)
+
+
+def _refuse_unknown_keys(config: Mapping[str, Any], origin: str) -> None:
+    # A config may carry keys of another scheduler class: from_config keeps what it does not use.
+    known = set(_FROM_OLD_VERSIONS).union(*map(_parameters, DDPM_FAMILY + FLOW_MATCH_FAMILY))
+    for key in config:
+        if not key.startswith("_") and key not in known:
+            raise HddmError(f"{origin}: no diffusers scheduler has a key {key!r}{did_you_mean(key, known)}")
+
+
+def _with_defaults(config: Mapping[str, Any], name: str, origin: str) -> dict[str, Any]:
+    parameters = _parameters(name)
+    facts: dict[str, Any] = {}
+    for key in _SCHEDULE_KEYS:
+        if key in config:
+            value = config[key]
+            # A live config may hold an array, which a record cannot.
+            facts[key] = np.asarray(value).tolist() if key == "trained_betas" and value is not None else value
+        elif key in parameters:
+            facts[key] = parameters[key].default
+            logger.info("%s: %s not given, %s's default %s", origin, key, name, facts[key])
+    return facts

@@ -1,0 +1,216 @@
+"""Training objectives: what one expert minimises on its shard.
+
+ddpm:  E || network(alpha_u x_0 + sigma_u eps, u) - eps ||²
+flow:  E || network((1 - t) x_0 + t eps, t) - (eps - x_0) ||²
+
+with native times uniform or logit-normal.
+
+What an expert's step is made of: images of its shard, noise, times and conditions.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from hddm.data.shards import Shard
+from hddm.schedules import CosineSchedule, DiscreteSchedule, LinearSchedule, Schedule
+from hddm.training.loop import Inputs
+from hddm.training.settings import ExpertSettings
+from hddm.utils.errors import HddmError
+from hddm.utils.tensors import append_dims
+from hddm.velocity import PredictionType
+
+TIME_SCALE = 1000.0
+TIME_SAMPLINGS = ("uniform", "logit-normal")
+
+
+@dataclass(frozen=True)
+class Objective:
+    """What a network learns to predict, on which schedule, at which times.
+
+    Args:
+        name: ``ddpm`` or ``flow``.
+        schedule: the path; cosine by default for ddpm, always linear for flow.
+        time_sampling: ``uniform`` in native time, or ``logit-normal``: the logit of t on the common path
+            is normal (SD3, arXiv:2403.03206, section 3.1), so the log-SNR is normal with deviation 2.
+        snr_gamma: of ddpm: errors of noise are weighted by min(SNR, gamma)/SNR, which is min-SNR weighting
+            of x_0 (arXiv:2303.09556, section 3.4); no weight where it is None.
+
+    Raises:
+        HddmError: for another name, another time sampling or a combination without meaning.
+    """
+
+    name: str
+    schedule: Schedule
+    time_sampling: str = "uniform"
+    snr_gamma: float | None = None
+
+    @classmethod
+    def named(
+        cls,
+        name: str,
+        schedule: Schedule | None = None,
+        time_sampling: str = "uniform",
+        snr_gamma: float | None = None,
+    ) -> "Objective":
+        """The objective called ``name``, with its default schedule where none is given."""
+        default: Schedule = CosineSchedule() if name == "ddpm" else LinearSchedule()
+        return cls(name, schedule or default, time_sampling, snr_gamma)
+
+    def __post_init__(self) -> None:
+        if self.name not in ("ddpm", "flow"):
+            raise HddmError(f"unknown objective {self.name!r}: choose ddpm or flow")
+        if self.time_sampling not in TIME_SAMPLINGS:
+            raise HddmError(
+                f"unknown time sampling {self.time_sampling!r}: choose one of {', '.join(TIME_SAMPLINGS)}"
+            )
+        if self.name == "flow" and not isinstance(self.schedule, LinearSchedule):
+            raise HddmError("the flow objective runs on the linear path; a schedule is ddpm's")
+        if self.name == "flow" and self.snr_gamma is not None:
+            raise HddmError(f"--snr-gamma {self.snr_gamma:g} weighs the errors of noise; drop it for flow")
+
+    @property
+    def prediction_type(self) -> PredictionType:
+        """What the network predicts after training."""
+        return PredictionType.EPSILON if self.name == "ddpm" else PredictionType.FLOW_PREDICTION
+
+    @property
+    def time_scale(self) -> float:
+        """What native time is multiplied by for the network: 1000 for time in [0, 1]."""
+        return 1.0 if isinstance(self.schedule, DiscreteSchedule) else TIME_SCALE
+
+    def loss(
+        self,
+        network: Callable[..., Tensor],
+        x_0: Tensor,
+        noise: torch.Generator,
+        conditions: Mapping[str, Tensor] | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Squared error of each sample (batch,), averaged over its elements, and native times (batch,).
+
+        Args:
+            network: of (y, timestep, **conditions).
+            x_0: clean samples (batch, C, H, W).
+            noise: CPU generator of times and noise.
+            conditions: keywords of the network.
+        """
+        time, eps = self.sample_times(len(x_0), noise), torch.randn(x_0.shape, generator=noise)
+        return self.errors(network, x_0, eps.to(x_0), time, conditions or {}), time
+
+    def errors(
+        self,
+        network: Callable[..., Tensor],
+        x_0: Tensor,
+        eps: Tensor,
+        time: Tensor,
+        conditions: Mapping[str, Tensor],
+    ) -> Tensor:
+        """Squared error of each sample (batch,), averaged over its elements, weighted as `snr_gamma` says.
+
+        Args:
+            network: of (y, timestep, **conditions).
+            x_0: clean samples (batch, C, H, W).
+            eps: noise like ``x_0``.
+            time: native times (batch,), float64.
+            conditions: keywords of the network.
+        """
+        levels = self.schedule.alpha_sigma(time)
+        alpha, sigma = (append_dims(value, x_0.ndim).to(x_0) for value in levels)
+        target = eps if self.prediction_type is PredictionType.EPSILON else eps - x_0
+        timestep = (time * self.time_scale).to(x_0.device, torch.float32)
+        output = network(alpha * x_0 + sigma * eps, timestep, **conditions)
+        errors = (output.float() - target.float()).square().flatten(1).mean(1)
+        if self.snr_gamma is None:
+            return errors
+        inverse_snr = (levels[1] / levels[0]).square()
+        return errors * (self.snr_gamma * inverse_snr).clamp(max=1).to(errors)
+
+    def common_time(self, time: Tensor) -> Tensor:
+        """Where on the common path native times (batch,) lie: sigma/(alpha + sigma), in [0, 1]."""
+        alpha, sigma = self.schedule.alpha_sigma(time)
+        return sigma / (alpha + sigma)
+
+    def sample_times(self, num: int, noise: torch.Generator) -> Tensor:
+        """Native times (num,), float64: whole indices for a discrete schedule."""
+        if self.time_sampling == "logit-normal":
+            t = torch.sigmoid(torch.randn(num, generator=noise, dtype=torch.float64))
+            native = self.schedule.match(t)
+            return native.round() if isinstance(self.schedule, DiscreteSchedule) else native
+        if isinstance(self.schedule, DiscreteSchedule):
+            return torch.randint(0, int(self.schedule.end) + 1, (num,), generator=noise).double()
+        return torch.rand(num, generator=noise, dtype=torch.float64)
+
+
+_DRAWN = ("x_0", "eps", "time", "t")
+
+
+def drawing(
+    shard: Shard,
+    objective: Objective,
+    settings: ExpertSettings,
+    given: Mapping[str, Tensor],
+    nulls: Mapping[str, Tensor],
+) -> Callable[[Tensor, torch.Generator], Inputs]:
+    """How the inputs of a step are drawn (`hddm.training.loop.Task`).
+
+    With probability ``settings.condition_dropout`` a sample has null values for all its conditions at once,
+    which is what guidance asks the network with.
+
+    Args:
+        shard: what is trained on.
+        objective: of which times are drawn.
+        settings: see `ExpertSettings`.
+        given: conditions (N, …) of all samples, by keyword; tokens of texts come from the shard itself.
+        nulls: what stands for no condition, without batch dimension.
+    """
+
+    def draw(rows: Tensor, noise: torch.Generator) -> Inputs:
+        flip = torch.rand(len(rows), generator=noise) < 0.5 if settings.random_flip else None
+        x_0 = shard.take(rows, noise, flip)
+        time = objective.sample_times(len(rows), noise)
+        eps = torch.randn(x_0.shape, generator=noise)
+        conditions = {name: value[rows] for name, value in given.items()}
+        if settings.text_conditional and shard.texts is not None:
+            conditions["encoder_hidden_states"] = shard.texts.take(rows)
+        dropped = torch.rand(len(rows), generator=noise) < settings.condition_dropout
+        for name in set(conditions) & set(nulls):
+            value = conditions[name]
+            where = dropped.reshape(-1, *[1] * (value.ndim - 1))
+            conditions[name] = torch.where(where, nulls[name].to(value.dtype), value)
+        return {"x_0": x_0, "eps": eps, "time": time, "t": objective.common_time(time), **conditions}
+
+    return draw
+
+
+def losing(
+    objective: Objective, predict: Callable[..., Callable[..., Tensor]]
+) -> Callable[[nn.Module, Inputs], Tensor]:
+    """The loss of what `drawing` draws; ``predict(network)`` is a function of (y, timestep, **conditions)."""
+
+    def loss(network: nn.Module, inputs: Inputs) -> Tensor:
+        conditions = {name: value for name, value in inputs.items() if name not in _DRAWN}
+        return objective.errors(predict(network), inputs["x_0"], inputs["eps"], inputs["time"], conditions)
+
+    return loss
+
+
+def check_conditions(shard: Shard, settings: ExpertSettings) -> None:
+    """Refuse settings that the samples of ``shard`` do not allow.
+
+    Raises:
+        HddmError: with the option to drop.
+    """
+    if settings.class_conditional and shard.labels is None:
+        raise HddmError(f"{shard.folder}: its images carry no labels; drop --class-conditional")
+    if settings.text_conditional and shard.texts is None:
+        raise HddmError(
+            f"{shard.folder}: holds no text embeddings; hddm encode --text-encoder makes them, or drop "
+            "--text-conditional"
+        )
+    if shard.held_out_of is not None:
+        raise HddmError(f"{shard.folder}: was kept from training, to judge an expert by; train on its shard")
+    if settings.random_flip:
+        # Latents have mirror images only where they were encoded too, and say so.
+        shard.take(torch.zeros(1, dtype=torch.long), flip=torch.ones(1, dtype=torch.bool))

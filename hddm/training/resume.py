@@ -1,0 +1,283 @@
+"""What two starts of a run say differently, and what was changed of it on its way.
+
+A record of today's settings alone would say them of all steps; so every change is kept beside them:
+
+    {"step": 1000, "key": "learning_rate", "was": 0.0015, "is": 0.0003}
+
+The steps up to ``step`` were made with what ``was``, those after it, up to the next change of ``key``, with
+what ``is``.
+
+What a run says of itself in ``OUT.run/run.json``, and whether another start of it says the same.
+
+What a run records of the data that it is on; known from the shards' manifests alone.
+
+An encoded shard has the hash of the images that it was made from, by which experts and routers match. Crop,
+VAE, text encoder, precision and images that could not be read change what is trained on, and not that hash.
+
+Whether there is nothing left to do of a training that is gone on with, by records alone.
+
+Its data is not opened, and neither torch nor a network is imported. What the records alone cannot tell, as of
+an expert that began as another one, is left to the training itself (`hddm.training.run.train`).
+"""
+
+import hashlib
+import json
+import logging
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from hddm.data.shard_records import (
+    MANIFEST,
+    EncodedManifest,
+    find_shards,
+    is_encoded,
+    read_encoded_manifest,
+    read_manifest,
+)
+from hddm.training.settings import ExpertSettings, LoopSettings, RouterSettings, RunOptions
+from hddm.utils.errors import HddmError
+from hddm.utils.files import read_json, sha256_of
+from hddm.utils.records import EXPERT_FILE, ROUTER_FILE, refuse_damaged
+
+Change = dict[str, Any]
+"""A record of one change, as plain values of JSON."""
+NOT_RECORDED = "not recorded"
+"""Stands for what an older version did not write down."""
+# What says what is computed; the rest of a run's record is how it is kept, and its history.
+_COMPARED = ("settings", "data", "environment")
+
+
+def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """What two records of a run say differently of what it computes: was and is, by dotted key."""
+    old, new = ({part: record.get(part, {}) for part in _COMPARED} for record in (before, now))
+    flat_old, flat_new = _flat(old), _flat(new)
+    return {
+        key: (flat_old.get(key, NOT_RECORDED), flat_new.get(key, NOT_RECORDED))
+        for key in dict.fromkeys([*flat_old, *flat_new])
+        if flat_old.get(key) != flat_new.get(key)
+    }
+
+
+def told(key: str, was: Any, now: Any) -> str:
+    """A difference in a line."""
+    before, after = (value if value is NOT_RECORDED else repr(value) for value in (was, now))
+    return f"{key}: was {before}, is {after}"
+
+
+def with_changes(before: Sequence[Change], new: Sequence[Change], step: int) -> list[Change]:
+    """The changes of a run that goes on from ``step``, those that are ``new`` there among them.
+
+    What was computed beyond ``step`` is computed again: changes that were made there count from ``step`` on.
+    What is changed back before a step was made, and what is changed before the first, is no change.
+
+    Args:
+        before: the changes so far, in the order in which they were made.
+        new: those of this start.
+        step: steps done, of the checkpoint that the run goes on from.
+    """
+    merged: dict[tuple[str, int], Change] = {}
+    for one in (*before, *new):
+        place = one["key"], min(one["step"], step)
+        was = merged.get(place, one)["was"]
+        merged[place] = {"step": place[1], "key": one["key"], "was": was, "is": one["is"]}
+    return [one for one in merged.values() if one["step"] > 0 and one["was"] != one["is"]]
+
+
+def value_at(step: int, key: str, today: Any, changes: Sequence[Change]) -> Any:
+    """What setting ``key``, now ``today``, was in ``step``, which counts from 1."""
+    return next((one["was"] for one in changes if one["key"] == key and step <= one["step"]), today)
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        name = f"{prefix}{key}"
+        flat |= _flat(value, f"{name}.") if isinstance(value, dict) else {name: value}
+    return flat
+
+
+Settings = TypeVar("Settings", bound=LoopSettings)
+
+RUN_FILE = "run.json"
+CHECKPOINTS = "checkpoints"
+# What may change between two starts of a run without changing what it computes.
+FREE = {f"environment.{key}" for key in ("hddm", "torch", "hostname", "device", "processes")}
+# What makes it another expert, so that its record would be untrue if one run went on as the other.
+FIXED = {
+    f"settings.{key}"
+    for key in (
+        "objective",
+        "size",
+        "class_conditional",
+        "text_conditional",
+        "lora_rank",
+        "lora_alpha",
+        "teacher",
+    )
+}
+
+log = logging.getLogger(__name__)
+
+
+def run_folder_of(out: Path) -> Path:
+    """Where the run that makes ``out`` is kept."""
+    return out.with_name(f"{out.name}.run")
+
+
+def checkpoints_in(folder: Path) -> list[Path]:
+    """The checkpoints that a folder holds, whole or damaged, newest first."""
+    found = [path for path in folder.glob("step_*") if re.fullmatch(r"step_\d{8,}", path.name)]
+    return sorted(found, key=step_of, reverse=True)
+
+
+def step_of(path: Path) -> int:
+    """Steps done at the checkpoint in a folder."""
+    return int(path.name.removeprefix("step_"))
+
+
+def recorded(out: Path) -> dict[str, Any]:
+    """The record of the run of ``out``, empty where there is none."""
+    path = run_folder_of(out) / RUN_FILE
+    return read_json(path) if path.exists() else {}
+
+
+def as_recorded(settings: Settings, out: Path) -> Settings:
+    """``settings`` with the threads and the warm-up that they leave open and the run of ``out`` has."""
+    before = recorded(out).get("settings", {})
+    left_open = [name for name in ("threads", "warmup") if getattr(settings, name) is None]
+    return settings.model_copy(update={name: before[name] for name in left_open if name in before})
+
+
+def compare_records(out: Path, record: Mapping[str, Any], options: RunOptions) -> dict[str, tuple[Any, Any]]:
+    """Refuse to go on with the run of ``out`` if it was started with another ``record``.
+
+    ``options.allow_config_change`` allows other settings, but no other data, objective or network.
+
+    Returns:
+        What was and is, by dotted key, where that differs and may.
+
+    Raises:
+        HddmError: with every difference that stands in the way: those that never may, where there are any.
+    """
+    folder, allowed = run_folder_of(out), options.allow_config_change
+    differing = differences(recorded(out), json.loads(json.dumps(dict(record))))
+    lines = {key: told(key, *values) for key, values in differing.items()}
+    # What an older version did not record cannot be held against a run.
+    known = {key for key, (was, _) in differing.items() if was is not NOT_RECORDED}
+    fixed = [lines[key] for key in lines if key in known and (key in FIXED or key.startswith("data."))]
+    if fixed:
+        raise HddmError(
+            f"{folder}: the run is of other data, another objective or network, and cannot go on with "
+            "these; choose another --out",
+            fixed,
+        )
+    refused = [line for key, line in lines.items() if key not in FREE]
+    if refused and not allowed:
+        raise HddmError(
+            f"{folder}: the run was started otherwise; take the same again, or pass --allow-config-change",
+            refused,
+        )
+    for line in lines.values():
+        log.warning("%s: %s", folder, line)
+    return differing
+
+
+def expert_data(shard: Path, schedule: Mapping[str, Any]) -> dict[str, Any]:
+    """Plain values for the record of an expert on the shard in a folder, with `Schedule.config`.
+
+    Raises:
+        HddmError: as `hddm.data.shard_records.read_manifest`.
+    """
+    return {"shard": hash_of(shard), **encoding_of([shard]), "schedule": dict(schedule)}
+
+
+def data_of(shards: Sequence[Path]) -> dict[str, Any]:
+    """Plain values for the record of a run on the shards in all these folders; raises as `expert_data`."""
+    return {"shards": [hash_of(shard) for shard in shards], **encoding_of(shards)}
+
+
+def hash_of(shard: Path) -> str:
+    """The hash by which experts and routers know the shard in a folder; raises as `expert_data`."""
+    if (shard / MANIFEST).is_file() and is_encoded(shard):
+        return read_encoded_manifest(shard).hash
+    return read_manifest(shard).hash
+
+
+def encoding_of(shards: Sequence[Path]) -> dict[str, Any]:
+    """Plain values for the record of a run on the shards in these folders; none where they are images.
+
+    ``encoding``, ``vae`` and ``text_encoder`` say how the first was made, ``rows`` counts the samples of all,
+    and ``files`` is a SHA-256 of all that their data files hold.
+    """
+    manifests = [read_encoded_manifest(shard) for shard in shards if is_encoded(shard)]
+    if not manifests:
+        return {}
+    first = manifests[0]
+    return {
+        "encoding": first.encoding.model_dump(mode="json"),
+        "vae": first.vae and first.vae.model_dump(mode="json"),
+        "text_encoder": first.text_encoder and first.text_encoder.model_dump(mode="json"),
+        "rows": sum(one.num_rows for one in manifests),
+        "files": hashlib.sha256("\n".join(map(_content, manifests)).encode()).hexdigest(),
+    }
+
+
+def _content(manifest: EncodedManifest) -> str:
+    files = [*manifest.data, *([manifest.null] if manifest.null else [])]
+    return " ".join([*(one.sha256 for one in files), *(one.file for one in manifest.skipped)])
+
+
+NOTHING_LEFT = "%s: is finished; there is nothing to go on with"
+# `Schedule.config` of each objective's own schedule.
+_SCHEDULES = {"ddpm": {"name": "cosine"}, "flow": {"name": "linear"}}
+
+
+def expert_is_finished(
+    shard: Path, out: Path, settings: ExpertSettings, run: RunOptions, overwrite: bool = False
+) -> bool:
+    """Whether an expert with its objective's own schedule, begun with random weights, is finished.
+
+    Raises:
+        HddmError: for a shard that cannot be read, and a run that was started otherwise.
+    """
+    data = lambda: expert_data(shard, _SCHEDULES[settings.objective])  # noqa: E731
+    return _is_finished(out, EXPERT_FILE, settings, run, overwrite, data)
+
+
+def router_is_finished(
+    shards: Path, out: Path, settings: RouterSettings, run: RunOptions, overwrite: bool = False
+) -> bool:
+    """Whether a router is finished; raises as `expert_is_finished`."""
+    return _is_finished(out, ROUTER_FILE, settings, run, overwrite, lambda: data_of(find_shards(shards)))
+
+
+def refuse_spoilt(out: Path, record: str) -> None:
+    """Hash every file of the finished folder ``out``, and refuse one that is not what was written.
+
+    Raises:
+        HddmError: with a line a file.
+    """
+    refuse_damaged(out, record, sha256=sha256_of, remedy="--overwrite trains it anew")
+
+
+def _is_finished(
+    out: Path,
+    record: str,
+    settings: LoopSettings,
+    run: RunOptions,
+    overwrite: bool,
+    data: Callable[[], dict[str, Any]],
+) -> bool:
+    if overwrite or not run.resume or not (out / record).exists():
+        return False
+    before, used = recorded(out), as_recorded(settings, out)
+    if not before or used.threads is None or used.warmup is None:
+        return False
+    now = {"settings": used.model_dump(mode="json"), "data": data()}
+    # Nothing is computed any more, wherever this is.
+    compare_records(out, {**now, "environment": before.get("environment", {})}, run)
+    refuse_spoilt(out, record)
+    log.info(NOTHING_LEFT, out)
+    return True

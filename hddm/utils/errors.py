@@ -1,0 +1,111 @@
+"""The exceptions for what a user can mend.
+
+Numbers and lists in sentences.
+
+What pydantic finds wrong with a value, in the words that all our messages use.
+"""
+
+import contextlib
+import difflib
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+
+class HddmError(ValueError):
+    """A failure that the caller can mend.
+
+    The message is one line that names the file or option, the value and the remedy. The command
+    line prints it without a traceback and exits with code 1. Names from foreign files may be part of it: what
+    is not printable is shown as its escape.
+
+    ``details`` are for what has several parts, such as all the differences between models: a line each,
+    indented below the message, in ``str(error)`` too.
+    """
+
+    def __init__(self, message: str, details: Iterable[str] = ()) -> None:
+        self.message = _printable(message)
+        self.details = tuple(_printable(line) for line in details)
+        super().__init__("\n  ".join((self.message, *self.details)))
+
+    def __reduce__(self) -> tuple[type["HddmError"], tuple[str, tuple[str, ...]]]:
+        # By its parts: the joined text would come out of another process as one line.
+        return type(self), (self.message, self.details)
+
+
+class UsageError(HddmError):
+    """A call that asks for what cannot be, whatever is found: the command line exits with code 2."""
+
+    exit_code = 2
+
+
+@contextlib.contextmanager
+def asked() -> Iterator[None]:
+    """A block that looks at what a caller passes: an `HddmError` in it becomes a `UsageError`."""
+    try:
+        yield
+    except HddmError as error:
+        raise UsageError(error.message, error.details) from error
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """The end of a message about an unknown ``name``: the nearest known one, or nothing."""
+    nearest = difflib.get_close_matches(name, list(known), n=1)
+    return f"; did you mean {nearest[0]!r}?" if nearest else ""
+
+
+def _printable(line: str) -> str:
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in line)
+
+
+TO_ONE_SIZE = "hddm encode --resolution N brings those of a shard or partition to one"
+"""The remedy for images of several sizes."""
+
+
+def counted(number: int, noun: str, plural: str | None = None) -> str:
+    """``1 image``, ``2 images``; ``plural`` where it is not the noun with an s."""
+    return f"{number} {noun if number == 1 else plural or f'{noun}s'}"
+
+
+def shown(names: Sequence[str], most: int = 20) -> list[str]:
+    """The first ``most`` names, and how many more there are."""
+    more = [f"… and {len(names) - most} more"] if len(names) > most else []
+    return [*names[:most], *more]
+
+
+if TYPE_CHECKING:
+    from pydantic_core import ErrorDetails
+
+_WORDS = {
+    "missing": "is required",
+    "greater_than": "must be above {gt:g}",
+    "greater_than_equal": "must be {ge:g} or more",
+    "less_than": "must be below {lt:g}",
+    "less_than_equal": "must be {le:g} or less",
+    "finite_number": "must be a finite number",
+    "string_type": "must be text",
+    **dict.fromkeys(("int_type", "int_parsing", "int_from_float"), "must be a whole number"),
+    **dict.fromkeys(("float_type", "float_parsing"), "must be a number"),
+    **dict.fromkeys(("bool_type", "bool_parsing"), "must be true or false"),
+}
+
+
+def words(problem: "ErrorDetails") -> str:
+    """What is wrong with a value, to stand after its name: ``must be 1 or more``.
+
+    An error of our own is taken as it is, without the value that it begins with.
+    """
+    context = problem.get("ctx", {})
+    if problem["type"] in ("literal_error", "enum"):
+        return choose(str(problem["input"]), re.findall(r"'([^']*)'", context["expected"]))
+    if problem["type"] == "value_error":
+        said = re.escape(repr(problem["input"]))
+        return re.sub(rf"^unknown [a-z ]+ {said}: ", "", str(context["error"]))
+    if problem["type"] in _WORDS:
+        return _WORDS[problem["type"]].format(**context)
+    return problem["msg"][:1].lower() + problem["msg"][1:]
+
+
+def choose(value: str, known: Sequence[str]) -> str:
+    """What may stand in place of an unknown ``value``, and the nearest to it."""
+    return f"choose one of {', '.join(known)}{did_you_mean(value, known)}"

@@ -1,0 +1,446 @@
+"""Names from files and records, which must stay inside their folder.
+
+One process at a time: a lock that the system lets go of when its holder ends, however that happens.
+
+Writing files and folders whole or not at all; JSON and hashes, with errors that name the file.
+
+Files that were held against their hashes before, and have not been touched since.
+
+A shard of 100 GB takes minutes to hash, and every restart of a training opens it; weights likewise. So a
+folder keeps, in a hidden file, what each verified file was like: its hash, size and inode, and the times of
+the last change of content and of status. A file that is like that still is not read again. Any write gives
+it another time, and copying it another inode, so that both are hashed anew. What changes neither, such as a
+disk that rots, shows once the hidden file is removed.
+
+A file system's clock may be as coarse as two seconds. What was changed so shortly before it was hashed could
+be changed again without another time, and is not remembered; git treats its index so.
+"""
+
+import contextlib
+import errno
+import fcntl
+import glob
+import hashlib
+import json
+import os
+import shutil
+import stat
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path, PurePosixPath
+from typing import Any, TextIO
+
+from safetensors import SafetensorError
+
+from hddm.utils.errors import HddmError
+
+
+def inside(folder: Path, name: str) -> Path:
+    """``folder/name`` with links followed, which must end in ``folder`` or in its hub-cache repository.
+
+    A hub cache keeps ``models--org--name/snapshots/<revision>/file`` as a link to ``../../blobs/<hash>``;
+    so links from below a revision may lead anywhere inside ``models--org--name``.
+
+    Raises:
+        HddmError: for an absolute name, ``..``, backslashes, NUL, and links that leave or turn in circles.
+    """
+    parts = PurePosixPath(name).parts
+    odd = not parts or ".." in parts or any(letter in name for letter in "\\\0\n\r")
+    # A colon after one letter is a drive on Windows.
+    if odd or PurePosixPath(name).is_absolute() or name[1:2] == ":":
+        raise HddmError(f"{folder}: the name {name!r} does not stay inside the folder; refused")
+    try:
+        root = folder.resolve()
+        target = (root / name).resolve()
+    # Circles are RuntimeError before Python 3.13.
+    except (OSError, RuntimeError) as error:
+        raise HddmError(f"{folder / name}: cannot be followed ({' '.join(str(error).split())})") from error
+    if not target.is_relative_to(_enclosing(root)):
+        raise HddmError(f"{folder / name}: is a link to {target}, outside the folder; refused, copy it there")
+    return target
+
+
+def _enclosing(folder: Path) -> Path:
+    for revision in (folder, *folder.parents):
+        repository = revision.parent.parent
+        if revision.parent.name == "snapshots" and repository.name.startswith("models--"):
+            return repository
+    return folder
+
+
+@contextlib.contextmanager
+def locked(path: Path, refusal: Callable[[str], str]) -> Iterator[None]:
+    """Hold the lock ``path`` within the block; the file says by which process, and stays.
+
+    Whoever holds the lock may remove its file, as the last of what it guards.
+
+    Args:
+        path: the file; its folder is made where it is missing.
+        refusal: the message of the error, from what the file says of its holder.
+
+    Raises:
+        HddmError: where another process holds it.
+    """
+    with contextlib.ExitStack() as stack:
+        file = stack.enter_context(_opened(path))
+        _hold(file, refusal)
+        # One that was removed since it was opened locks nobody out.
+        while not _is_at(file, path):
+            file = stack.enter_context(_opened(path))
+            _hold(file, refusal)
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {os.uname().nodename}\n")
+        file.flush()
+        yield
+
+
+def _opened(path: Path) -> TextIO:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        return path.open("a+")
+    except FileNotFoundError:
+        # The folder went with another's lock just now.
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return path.open("a+")
+
+
+def _hold(file: TextIO, refusal: Callable[[str], str]) -> None:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.seek(0)
+        raise HddmError(refusal(file.read().strip() or "unknown")) from None
+
+
+def _is_at(file: TextIO, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    except FileNotFoundError:
+        return False
+
+
+LARGEST_JSON = 16 * 2**20
+"""Bytes of the largest JSON file that is read; an index of ten thousand tensors has one million."""
+
+
+@contextlib.contextmanager
+def new_folder(target: Path, record: str, overwrite: bool = False, is_locked: bool = False) -> Iterator[Path]:
+    """A folder to fill that becomes ``target`` when the block ends, and vanishes if it fails.
+
+    It lies beside ``target``, since a rename is atomic only within one file system. Files are synced to
+    disk before the rename, and the rename after it. What killed processes left of theirs is removed.
+    ``record`` is the JSON file that marks its kind; ``is_locked`` says that the caller holds a lock that
+    keeps other processes away.
+
+    A folder that is replaced is renamed away first, so for a moment nothing has its name. Whoever is killed
+    just then leaves it whole, beside its place; `restore` puts it back.
+
+    Raises:
+        HddmError: as `check_absent`, and where another process writes it.
+    """
+    check_absent(target, record, overwrite)
+    with contextlib.nullcontext() if is_locked else alone(target):
+        check_absent(target, record, overwrite)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        draft = target.parent / f".{target.name}.part-{os.getpid()}"
+        for left in target.parent.glob(f".{glob.escape(target.name)}.part-*"):
+            if _is_left(left):
+                shutil.rmtree(left, ignore_errors=True)
+        draft.mkdir()
+        try:
+            yield draft
+            put_in_place(draft, target, overwrite)
+        except BaseException:
+            shutil.rmtree(draft, ignore_errors=True)
+            raise
+
+
+@contextlib.contextmanager
+def alone(target: Path) -> Iterator[None]:
+    """A block in which no other process of hddm's writes ``target``; its folder is made where it is missing.
+
+    Raises:
+        HddmError: where another one does.
+    """
+    target.parent.mkdir(parents=True, exist_ok=True)
+    lock = target.parent / f".{target.name}.lock"
+    with locked(
+        lock,
+        lambda holder: f"{target}: another process is writing it ({holder}); wait for it, or choose another",
+    ):
+        try:
+            yield
+        finally:
+            lock.unlink(missing_ok=True)
+
+
+def put_in_place(draft: Path, target: Path, overwrite: bool) -> None:
+    """Rename a finished ``draft``, on the same file system, to ``target``.
+
+    Files are synced to disk before, and the rename after. What `check_absent` refuses must have been refused.
+
+    Raises:
+        HddmError: where ``target`` has come into being, unless ``overwrite``.
+    """
+    for path in [*draft.rglob("*"), draft]:
+        if path.is_file() and path.stat().st_nlink == 1:
+            # As `write_whole`; a file with other names keeps its mode, which is theirs too.
+            path.chmod(draft.stat().st_mode & 0o666)
+        sync(path)
+    if overwrite:
+        _replace(draft, target)
+    else:
+        _rename_to_nothing(draft, target)
+    sync(target.parent)
+
+
+def check_absent(target: Path, record: str, overwrite: bool = False) -> None:
+    """Refuse an existing ``target``; called again before work of hours, to fail early.
+
+    With ``overwrite`` only an empty folder or one of the same kind may go: one that holds a ``record``, a
+    JSON file with a format version. So a slip of the keyboard costs no images and no other model.
+    """
+    restore(target)
+    if not target.exists():
+        above = next(folder for folder in target.absolute().parents if folder.exists())
+        if not above.is_dir() or not os.access(above, os.W_OK):
+            raise HddmError(f"{target}: cannot be made, since {above} is no folder to write in")
+        return
+    if not overwrite:
+        raise HddmError(f"{target} exists: choose another folder, or pass --overwrite to replace it")
+    if target.is_dir() and not any(target.iterdir()):
+        return
+    if "format" not in (read_json(target / record) if (target / record).is_file() else {}):
+        raise HddmError(
+            f"{target}: --overwrite replaces a folder of the same kind only, and this one holds no {record} "
+            "of hddm's"
+        )
+
+
+def restore(target: Path) -> None:
+    """Put a folder back that a killed process had renamed away, and nothing else in its place."""
+    if target.exists() or target.is_symlink() or not target.parent.is_dir():
+        return
+    left = [path for path in target.parent.glob(f"{glob.escape(_aside(target))}*") if _is_left(path)]
+    if left:
+        max(left, key=lambda path: path.stat().st_mtime_ns).rename(target)
+
+
+def write_whole(path: Path, write: Callable[[Path], object], overwrite: bool = True) -> None:
+    """Write a file that has its name only once it is whole and on the disk.
+
+    Args:
+        path: the file, in a folder that is there; what has its name stays until the new one is whole.
+        write: makes the file that it is given, a hidden one beside ``path``; a failure removes that.
+        overwrite: whether a file that is there by then is replaced.
+
+    Raises:
+        HddmError: where it cannot be written, or is there and must not be replaced.
+    """
+    draft = path.with_name(f".{path.name}.part-{os.getpid()}")
+    try:
+        with writing(path):
+            # Process numbers come round again, and some writers refuse a file that is there.
+            draft.unlink(missing_ok=True)
+            write(draft)
+            # Some libraries write for the owner alone; the folder's mode says what the user wants.
+            draft.chmod(path.parent.stat().st_mode & 0o666)
+            sync(draft)
+            if overwrite:
+                draft.replace(path)
+            else:
+                _move_to_nothing(draft, path)
+            sync(path.parent)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            draft.unlink(missing_ok=True)
+        raise
+
+
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """A block that writes ``path``, or below it: that the disk is full or fails becomes one line.
+
+    Raises:
+        HddmError: for an OSError or a SafetensorError, whose own messages mostly name no file.
+    """
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        reason = getattr(error, "strerror", None) or " ".join(str(error).split())
+        raise HddmError(f"{path}: cannot be written ({reason})") from error
+
+
+def link_or_copy(source: Path, target: Path) -> None:
+    """Make ``target`` the same file as ``source``: a hard link where the file system allows, else a copy."""
+    try:
+        os.link(source.resolve(), target)
+    except OSError:
+        shutil.copyfile(source, target)
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Write indented JSON with a final newline."""
+    path.write_text(json.dumps(content, indent=2) + "\n")
+
+
+def read_json(path: Path, largest: int = LARGEST_JSON) -> dict[str, Any]:
+    """The JSON object in ``path``.
+
+    Raises:
+        HddmError: for a missing file, anything but a regular one, one of more than ``largest`` bytes, broken
+            JSON and anything but an object.
+    """
+    try:
+        # Opening a pipe would wait for ever.
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise HddmError(f"{path}: is no regular file; name a JSON file")
+        with path.open("rb") as file:
+            text = file.read(largest + 1)
+        if len(text) > largest:
+            raise HddmError(f"{path}: has more than {largest} bytes; fetch or write it again")
+        content = json.loads(text.decode())
+    except FileNotFoundError:
+        raise HddmError(f"{path}: no such file") from None
+    except HddmError:
+        raise
+    except (OSError, ValueError, RecursionError) as error:
+        raise HddmError(f"{path}: cannot be read as JSON ({error})") from error
+    if not isinstance(content, dict):
+        raise HddmError(f"{path}: holds no JSON object")
+    return content
+
+
+def sha256_of(path: Path) -> str:
+    """The SHA-256 of a file in hexadecimal digits.
+
+    Raises:
+        HddmError: for a file that cannot be read.
+    """
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise HddmError(f"{path}: cannot be read ({error.strerror or error})") from error
+
+
+def sync(path: Path) -> None:
+    """Wait until a file, or the list of a folder's files, is on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _move_to_nothing(draft: Path, path: Path) -> None:
+    """Give a file its name unless something has it: of all processes that write it, one does."""
+    with alone(path):
+        if path.exists() or path.is_symlink():
+            raise HddmError(
+                f"{path}: was written by another process in the meantime, and stays as it is; choose another"
+            )
+        draft.replace(path)
+
+
+def _rename_to_nothing(draft: Path, target: Path) -> None:
+    """Rename a folder, which the system refuses where something else has come to have that name."""
+    try:
+        if target.is_symlink():
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
+        draft.rename(target)
+    except OSError as error:
+        if error.errno not in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR):
+            raise
+        raise HddmError(
+            f"{target}: was made by another process in the meantime, and stays as it is; choose another"
+        ) from error
+
+
+def _replace(draft: Path, target: Path) -> None:
+    if not target.exists():
+        draft.rename(target)
+        return
+    old = target.parent / f"{_aside(target)}{os.getpid()}"
+    shutil.rmtree(old, ignore_errors=True)
+    target.rename(old)
+    try:
+        draft.rename(target)
+    except BaseException:
+        old.rename(target)
+        raise
+    # Under this name it is whole, or it is not there.
+    old.rename(draft)
+    shutil.rmtree(draft)
+
+
+def _aside(target: Path) -> str:
+    """What a folder is called that makes room for another, but for the number of the process."""
+    return f".{target.name}.old-"
+
+
+def _is_left(path: Path) -> bool:
+    """Whether the process that drafted a folder, or renamed it away, is gone."""
+    number = path.name.rpartition("-")[2]
+    if not number.isdecimal() or not path.is_dir():
+        return False
+    try:
+        os.kill(int(number), 0)
+    except ProcessLookupError:
+        return True
+    except (PermissionError, OverflowError):
+        return False
+    # Process numbers come round again, and this one is not at it.
+    return int(number) == os.getpid()
+
+
+RECORD = ".verified.json"
+SETTLED = 2 * 10**9
+"""Nanoseconds after a change, from which on another one gives another time."""
+
+
+class Verified:
+    """What is known of the files in ``folder``; `keep` writes it down.
+
+    Files of less than ``smallest`` bytes are hashed each time, and not remembered.
+    """
+
+    def __init__(self, folder: Path, smallest: int = 0) -> None:
+        self._folder, self._smallest = folder, smallest
+        self._known: dict[str, object] = {}
+        with contextlib.suppress(HddmError):
+            self._known = read_json(folder / RECORD)
+        self._found: dict[str, object] = {}
+
+    def matches(self, name: str, sha256: str) -> bool:
+        """Whether the file ``name`` has this hash: by its content, unless it is as it was when it had.
+
+        Raises:
+            HddmError: for a file that cannot be read.
+        """
+        path, now = self._folder / name, time.time_ns()
+        status = _status(path)
+        state = [sha256, status.st_size, status.st_ino, status.st_mtime_ns, status.st_ctime_ns]
+        is_known = self._known.get(name) == state
+        if not is_known and sha256_of(path) != sha256:
+            return False
+        if status.st_size < self._smallest:
+            return True
+        if is_known or now - status.st_ctime_ns > SETTLED:
+            self._found[name] = state
+        return True
+
+    def keep(self) -> None:
+        """Write down what was verified, where it is news and the folder can be written to."""
+        if self._found != self._known:
+            with contextlib.suppress(HddmError):
+                write_whole(self._folder / RECORD, lambda draft: write_json(draft, self._found))
+
+
+def _status(path: Path) -> os.stat_result:
+    try:
+        # Opening asks a network's file system anew, which a bare stat need not.
+        with path.open("rb") as file:
+            return os.fstat(file.fileno())
+    except OSError as error:
+        raise HddmError(f"{path}: cannot be read ({error.strerror or error})") from error

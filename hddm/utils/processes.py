@@ -1,0 +1,214 @@
+"""Being told to stop: save, then leave with a code that says by what.
+
+Exit codes: 130 after SIGINT, 143 after SIGTERM, 138 after SIGUSR1. What a training had done is saved, and
+``--resume`` goes on from there. A second signal exits at once, if it comes `TOGETHER` seconds or more after
+the first: a scheduler and its launcher may both pass one request on. Checkpoints are complete or absent, so
+it may come in the middle of a write.
+
+Independent calls in local processes, one thread each, with their progress on one bar.
+"""
+
+import collections
+import contextlib
+import functools
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from multiprocessing.queues import SimpleQueue
+from types import FrameType, TracebackType
+from typing import Any
+
+from hddm.utils.errors import HddmError
+
+TOGETHER = 1.0
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+
+
+class Stopped(HddmError):
+    """A signal ended the work, which is saved; ``exit_code`` is 128 plus its number."""
+
+    def __init__(self, message: str, number: int) -> None:
+        super().__init__(message)
+        self.number = number
+
+    @property
+    def exit_code(self) -> int:
+        """What the process should exit with."""
+        return 128 + self.number
+
+    def __reduce__(self) -> Any:
+        return type(self), (self.message, self.number)
+
+
+class StopRequest:
+    """Within the block signals only leave a note, ``number``; handlers that were there run too.
+
+    Outside the main thread, where Python takes no handlers, nothing changes.
+    """
+
+    def __init__(self) -> None:
+        self.number: int | None = None
+        self._since = 0.0
+        self._before: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> "StopRequest":
+        if threading.current_thread() is threading.main_thread():
+            self._before = {one: signal.signal(one, self._note) for one in SIGNALS}
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for one, handler in self._before.items():
+            # None is a handler that was not set from Python.
+            signal.signal(one, signal.SIG_DFL if handler is None else handler)
+
+    @property
+    def requested(self) -> bool:
+        """Whether a signal came."""
+        return self.number is not None
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if self.number is not None:
+            if time.monotonic() - self._since >= TOGETHER:
+                os._exit(128 + number)
+            return
+        self.number, self._since = number, time.monotonic()
+        handler: Callable[..., object] | int | None = self._before.get(signal.Signals(number))
+        # Python's own turns SIGINT into an exception, in the middle of a step.
+        if callable(handler) and handler is not signal.default_int_handler:
+            handler(number, frame)
+
+
+Report = Callable[[int], None]
+
+# Without these glibc returns every large block to the system, and a training step on the CPU spends a
+# quarter of its time on page faults.
+_MALLOC = {
+    "MALLOC_MMAP_THRESHOLD_": str(1 << 30),
+    "MALLOC_TRIM_THRESHOLD_": str(1 << 31),
+}
+
+
+@dataclass(frozen=True)
+class Call:
+    """``function(**arguments, report=report)``, to be run in a worker.
+
+    ``function`` is importable by name; it calls ``report(n)`` after n of its ``units`` of work.
+    """
+
+    function: Callable[..., Any]
+    arguments: dict[str, Any]
+    units: int
+
+
+def compute_environment(threads: int) -> dict[str, str]:
+    """Environment variables that a process which computes with ``threads`` threads should start with."""
+    return {"OMP_NUM_THREADS": str(threads), **_MALLOC}
+
+
+@contextlib.contextmanager
+def environment(values: dict[str, str]) -> Iterator[None]:
+    """Environment variables within the block, for the processes that it starts."""
+    before = {key: os.environ.get(key) for key in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for key, value in before.items():
+            if value is None:
+                del os.environ[key]
+            else:
+                os.environ[key] = value
+
+
+class Workers:
+    """A pool of ``count`` fresh processes; use as a context manager."""
+
+    def __init__(self, count: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._count = count
+        # Written to without a thread between: what a call reported has arrived when its result has.
+        self._reports: SimpleQueue[int] = context.SimpleQueue()
+        self._pool = ProcessPoolExecutor(count, context, _start, (self._reports,))
+        self._environment = contextlib.ExitStack()
+
+    def __enter__(self) -> "Workers":
+        self._environment.enter_context(environment(compute_environment(1)))
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if kind is not None:
+            # Nobody will take the results; a running call must not go on writing.
+            for child in multiprocessing.active_children():
+                child.terminate()
+        self._pool.shutdown(wait=True, cancel_futures=True)
+        self._environment.close()
+
+    def run(self, calls: Sequence[Call], on_progress: Report) -> list[Any]:
+        """Results of ``calls``, in their order; started in that order too.
+
+        The first exception in a worker is raised here; what has not started does not start.
+
+        Raises:
+            HddmError: where a worker process died; the others cannot go on.
+        """
+        waiting = collections.deque(range(len(calls)))
+        running: dict[Future[Any], int] = {}
+        results: dict[int, Any] = {}
+        try:
+            while waiting or running:
+                # No more than can run: a pool hands calls on ahead, and a worker that was told to stop, and
+                # stopped, would begin the next one.
+                while waiting and len(running) < self._count:
+                    k = waiting.popleft()
+                    running[self._pool.submit(_run, calls[k].function, calls[k].arguments)] = k
+                done, _ = wait(running, timeout=0.2, return_when=FIRST_COMPLETED)
+                for advance in _drain(self._reports):
+                    on_progress(advance)
+                for future in done:
+                    results[running.pop(future)] = future.result()
+        except BrokenProcessPool as error:
+            raise HddmError(
+                "a worker process died without a word: memory may have run out; try fewer workers"
+            ) from error
+        return [results[k] for k in range(len(calls))]
+
+
+_reports: "SimpleQueue[int] | None" = None
+
+
+def _start(reports: "SimpleQueue[int]") -> None:
+    global _reports
+    _reports = reports
+    import torch
+
+    torch.set_num_threads(1)
+
+
+def _run(function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+    assert _reports is not None
+    return function(**arguments, report=functools.partial(_put, _reports))
+
+
+def _put(reports: "SimpleQueue[int]", units: int) -> None:
+    reports.put(units)
+
+
+def _drain(reports: "SimpleQueue[int]") -> Iterator[int]:
+    while not reports.empty():
+        yield reports.get()

@@ -1,0 +1,232 @@
+"""The JSON files that mark what a folder is; who looks for one needs nothing else of its kind.
+
+Records beside weights: validated JSON with a format version.
+
+The manifest of a model's folder: the SHA-256 of every file that has a meaning, written last.
+
+``manifest.json`` of an expert, a router or an ensemble lists its files by their place in the folder. A folder
+below that has a manifest of its own is listed by that file alone. Pictures, papers (README, LICENSE, `*.md`)
+and hidden files are not listed, and may come, change and go.
+
+So damage and mistakes are found: a file that was cut off, exchanged, left out or edited. Forgery is not:
+whoever can change a file can write its manifest anew.
+
+Folders of formats before `SINCE` have no manifest. In one of a later format it must be there.
+"""
+
+import re
+from collections.abc import Callable, Collection, Iterable
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic_core import ErrorDetails
+
+from hddm.utils.errors import HddmError, did_you_mean, words
+from hddm.utils.files import LARGEST_JSON, Verified, inside, read_json, sha256_of, write_json, write_whole
+
+BENCHMARK_FILE = "benchmark.json"
+ENSEMBLE_FILE = "ensemble.json"
+EXPERT_FILE = "expert.json"
+FEATURES_FILE = "features.json"
+RESULTS_FILE = "results.json"
+ROUTER_FILE = "router.json"
+SAMPLING_FILE = "sampling.json"
+
+
+OPTIONS = "options"
+"""Where values come from that are given on the command line: errors name them as they are spelt there."""
+
+
+class Facts(BaseModel):
+    """Base of every record: frozen, and an unknown key is an error."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+Record = TypeVar("Record", bound=Facts)
+
+
+def read_facts(path: Path, record: type[Record], format_version: str, largest: int = LARGEST_JSON) -> Record:
+    """The record in a JSON file.
+
+    Raises:
+        HddmError: in one line with file and key, for a missing file, a newer major format, or an unknown,
+            missing or ill-typed key.
+    """
+    content = read_json(path, largest)
+    check_format(content, format_version, path)
+    return parse_facts(content, record, str(path))
+
+
+def parse_facts(content: dict[str, Any], record: type[Record], origin: str) -> Record:
+    """``content`` as a record; ``origin`` names its source in the error, or is `OPTIONS`."""
+    try:
+        return record.model_validate(content)
+    except ValidationError as error:
+        errors = error.errors()
+        # A misspelt key is missing too, and its name as it stands says more.
+        first = next((one for one in errors if one["type"] == "extra_forbidden"), errors[0])
+        if origin == OPTIONS:
+            raise HddmError(_of_options(first, record.model_fields)) from error
+        key = ".".join(map(str, first["loc"]))
+        if first["type"] == "extra_forbidden":
+            # A nested key has its likes in another record than this one.
+            known = record.model_fields if len(first["loc"]) == 1 else ()
+            raise HddmError(f"{origin}: unknown key {key!r}{did_you_mean(key, known)}") from error
+        value = "" if first["type"] == "missing" else f" (is {first['input']!r})"
+        # What is wrong with several values together is said of none.
+        place = f"key {key!r}{value}: " if key else ""
+        raise HddmError(f"{origin}: {place}{words(first)}") from error
+
+
+def _of_options(problem: ErrorDetails, names: Iterable[str]) -> str:
+    """A problem of a record whose keys are options, the options spelt as they are given."""
+    if not problem["loc"]:
+        text = words(problem)
+        for name in names:
+            # Without an underscore it may be a word like any other.
+            if "_" in name or text.startswith(f"{name} "):
+                text = re.sub(rf"\b{name}\b", _option(name), text)
+        return text
+    value = problem["input"]
+    given = " ".join(map(str, value)) if isinstance(value, tuple | list) else str(value)
+    option = _option(str(problem["loc"][0]))
+    if problem["type"] == "missing":
+        return f"{option} {words(problem)}"
+    return f"{option} {given}: {words(problem)}"
+
+
+def _option(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def check_format(content: dict[str, Any], known: str, path: Path) -> None:
+    """Refuse a missing format version or one of a newer major."""
+    version = content.get("format")
+    if not isinstance(version, str) or not version.split(".")[0].isdecimal():
+        raise HddmError(f"{path}: has no format version; was it written by hddm?")
+    if int(version.split(".")[0]) > int(known.split(".")[0]):
+        raise HddmError(f"{path}: format {version} is newer than {known}; upgrade hddm-diffusion")
+
+
+MANIFEST = "manifest.json"
+FORMAT = "1.0"
+SINCE = (1, 4)
+"""The first format of ``expert.json``, ``router.json`` and ``ensemble.json`` that goes with a manifest."""
+SMALL = 2**24
+"""Bytes below which a file is hashed whenever it is opened, in some milliseconds."""
+
+_PAPERS = ("README", "LICENSE", "NOTICE", "COPYING")
+_NO_MEANING = {".md", ".rst", ".png", ".jpg", ".jpeg", ".gif", ".webp", ".svg", ".html", ".pdf", ".log"}
+
+
+class Manifest(Facts):
+    """``manifest.json``: SHA-256 by the place of a file in the folder."""
+
+    format: str = FORMAT
+    files: dict[str, Annotated[str, Field(pattern="^[0-9a-f]{64}$")]]
+
+
+def write_manifest(folder: Path, sha256: Callable[[Path], str] = sha256_of) -> None:
+    """Write the manifest of what ``folder`` holds, over one that is there.
+
+    Args:
+        folder: of an expert, a router or an ensemble.
+        sha256: of a file.
+
+    Raises:
+        HddmError: for a file that cannot be read.
+    """
+    names = sorted(_listed(folder, folder))
+    files = {name: sha256(folder / name) for name in names if name != MANIFEST}
+    content = Manifest(files=files).model_dump()
+    # Not in place: the file may be a hard link to the manifest of the folder that this was assembled from.
+    write_whole(folder / MANIFEST, lambda draft: write_json(draft, content))
+
+
+def has_manifest(folder: Path) -> bool:
+    """Whether there is one."""
+    return (folder / MANIFEST).is_file()
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of a folder.
+
+    Raises:
+        HddmError: for one that is not there or cannot be read.
+    """
+    return read_facts(folder / MANIFEST, Manifest, FORMAT)
+
+
+def damage(
+    folder: Path,
+    record: str,
+    known: Collection[str] = (),
+    sha256: Callable[[Path], str] | None = None,
+    chosen: Callable[[str], bool] = lambda name: True,
+) -> tuple[str, ...]:
+    """What of a folder is not what was written, a line a file; nothing for a folder of an older format.
+
+    Args:
+        folder: of an expert, a router or an ensemble.
+        record: the JSON file that marks its kind and tells its format.
+        known: files that would be read although the manifest does not list them.
+        sha256: of a file, to hash every one. By default one of `SMALL` bytes or more is not hashed again
+            where size and time are those that it had when it was.
+        chosen: which of the listed files count.
+
+    Raises:
+        HddmError: for a record or a manifest that cannot be read, and names that lead out of the folder.
+    """
+    if not has_manifest(folder):
+        stated = str(read_json(folder / record).get("format"))
+        numbers = tuple(int(one) for one in stated.split(".") if one.isdecimal())
+        is_older = numbers < SINCE
+        return () if is_older else (f"{MANIFEST}: is not there, and belongs to {record} of format {stated}",)
+    files = read_manifest(folder).files
+    remembered = Verified(folder, SMALL)
+    found = [f"{name}: was added" for name in known if name not in files and (folder / name).exists()]
+    for name, expected in files.items():
+        if not chosen(name):
+            continue
+        path = inside(folder, name)
+        if not path.is_file():
+            found.append(f"{name}: is not there")
+        elif not (sha256(path) == expected if sha256 else remembered.matches(name, expected)):
+            found.append(f"{name}: has changed")
+    if sha256 is None and not found:
+        remembered.keep()
+    return tuple(found)
+
+
+def refuse_damaged(
+    folder: Path,
+    record: str,
+    known: Collection[str] = (),
+    sha256: Callable[[Path], str] | None = None,
+    chosen: Callable[[str], bool] = lambda name: True,
+    remedy: str = "copy it again, whole, from where it was made",
+) -> None:
+    """Refuse a folder that is not what was written; arguments as of `damage`.
+
+    Raises:
+        HddmError: with a line a file.
+    """
+    if found := damage(folder, record, known, sha256, chosen):
+        raise HddmError(f"{folder}: is not what was written, by its {MANIFEST}; {remedy}", found)
+
+
+def _listed(folder: Path, root: Path) -> list[str]:
+    """The places in ``root`` of the files below ``folder`` that have a meaning."""
+    if folder != root and has_manifest(folder):
+        return [(folder / MANIFEST).relative_to(root).as_posix()]
+    names = []
+    for path in folder.iterdir():
+        if path.name.startswith("."):
+            continue
+        if path.is_dir():
+            names += _listed(path, root)
+        elif path.suffix.lower() not in _NO_MEANING and not path.name.upper().startswith(_PAPERS):
+            names.append(path.relative_to(root).as_posix())
+    return names

@@ -1,0 +1,285 @@
+"""The search for numbers that are none.
+
+Weights in several files under one index.
+
+Reading safetensors files: tensors are mapped from disk, headers are bounded before anything is taken.
+
+The library (0.4.5 to 0.8) checks the header's length against the file and 100 MB, the nesting of its JSON,
+ranges that overlap, leave holes or do not cover the file, and shapes against ranges, with overflow. Left
+for here are files of another kind, dtypes that torch lacks and the form of errors.
+
+Writing safetensors as a stream, one tensor at a time.
+"""
+
+import json
+import struct
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import Tensor
+
+from hddm.utils.errors import HddmError
+from hddm.utils.files import inside, read_json
+from hddm.utils.pickles import kind_of, one_line, read_pickle
+
+
+def refuse_non_finite(path: Path, weights: Mapping[str, Tensor]) -> None:
+    """Refuse weights of the file ``path`` with NaN or Inf, by name.
+
+    Raises:
+        HddmError: with the first such tensor.
+    """
+    for key, value in weights.items():
+        if not value.isfinite().all():
+            raise HddmError(f"{path}: {key!r} holds NaN or Inf; take the weights anew")
+
+
+_SHOWN = 10
+
+
+def read_index(path: Path, allow_pickle: bool = False) -> dict[str, Tensor]:
+    """Every tensor that ``*.safetensors.index.json`` or ``*.bin.index.json`` spreads over shards.
+
+    The shards' content decides how they are read; ``allow_pickle`` is that of `read_pickle`.
+
+    Raises:
+        HddmError: for a broken index, a shard outside the folder (before any is opened), a shard that
+            cannot be read, and any tensor that index and shards disagree about.
+    """
+    weight_map = _read_map(path)
+    shards = {name: _shard(path, name) for name in sorted(set(weight_map.values()))}
+    tensors: dict[str, Tensor] = {}
+    problems = []
+    for name, shard in shards.items():
+        content = _read_shard(shard, allow_pickle)
+        for key, value in content.items():
+            if weight_map.get(key) == name:
+                tensors[key] = value
+            else:
+                problems.append(
+                    f"{name} holds {key!r}, which the index gives to {weight_map.get(key, 'no file')}"
+                )
+    problems += [f"{weight_map[key]} lacks {key!r}" for key in weight_map.keys() - tensors.keys()]
+    if problems:
+        more = f"; … and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
+        raise HddmError(
+            f"{path}: does not fit its files, fetch them again: {'; '.join(sorted(problems)[:_SHOWN])}{more}"
+        )
+    return tensors
+
+
+def _read_map(path: Path) -> dict[str, str]:
+    content: Any = read_json(path).get("weight_map")
+    if not isinstance(content, dict) or not content:
+        raise HddmError(f"{path}: has no weight_map from tensors to files; fetch it again")
+    for key, name in content.items():
+        if not isinstance(name, str):
+            raise HddmError(f"{path}: weight_map gives {key!r} to {name!r}, which is no file name")
+    return content
+
+
+def _shard(path: Path, name: str) -> Path:
+    if "/" in name:
+        raise HddmError(f"{path}: weight_map names {name!r}, which is no plain file name; refused")
+    try:
+        inside(path.parent, name)
+    except HddmError as error:
+        raise HddmError(f"{path}: weight_map names {name!r}, refused ({error})") from error
+    # The name in the folder, not the hash behind a link, is what messages should say.
+    return path.parent / name
+
+
+def _read_shard(path: Path, allow_pickle: bool) -> dict[str, Tensor]:
+    if kind_of(path) == "safetensors":
+        return read_safetensors(path)
+    content = read_pickle(path, allow_pickle)
+    for key, value in content.items():
+        if not isinstance(value, Tensor):
+            raise HddmError(f"{path}: {key!r} is a {type(value).__name__}, and a shard holds tensors only")
+    return content
+
+
+DTYPES = {
+    "U64": torch.uint64,
+    "I64": torch.int64,
+    "F64": torch.float64,
+    "C64": torch.complex64,
+    "F32": torch.float32,
+    "U32": torch.uint32,
+    "I32": torch.int32,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "U16": torch.uint16,
+    "I16": torch.int16,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+"""Dtypes by their names in a header, the wide ones first: in this order every tensor is aligned."""
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """What a header says of one tensor."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def read_safetensors(path: Path) -> dict[str, Tensor]:
+    """Every tensor of a file, mapped: memory grows by the pages that are touched, and writes stay private.
+
+    Raises:
+        HddmError: for a file of another kind and for a header that does not fit its file.
+    """
+    read_header(path)
+    try:
+        return load_file(path)
+    # The bindings also raise TypeError, RuntimeError and KeyError for headers that torch cannot take.
+    except Exception as error:
+        raise _unreadable(path, error) from error
+
+
+def read_header(path: Path) -> tuple[dict[str, TensorInfo], dict[str, str]]:
+    """Shapes and dtypes by tensor name, and the metadata; no tensor is made.
+
+    Raises:
+        HddmError: as `read_safetensors`.
+    """
+    kind = kind_of(path)
+    if kind != "safetensors":
+        raise HddmError(
+            f"{path}: cannot be read as safetensors (it is a pickle, {kind}); take a safetensors version"
+        )
+    tensors = {}
+    try:
+        with safe_open(path, framework="numpy") as file:
+            metadata = dict(file.metadata() or {})
+            for name in file.keys():  # noqa: SIM118 - no mapping
+                entry = file.get_slice(name)
+                dtype = DTYPES.get(entry.get_dtype())
+                if dtype is None:
+                    raise HddmError(f"{path}: {name!r} has dtype {entry.get_dtype()}; convert it to F32")
+                tensors[name] = TensorInfo(tuple(entry.get_shape()), dtype)
+    except HddmError:
+        raise
+    except Exception as error:
+        raise _unreadable(path, error) from error
+    return tensors, metadata
+
+
+def _unreadable(path: Path, error: Exception) -> HddmError:
+    return HddmError(f"{path}: cannot be read as safetensors ({one_line(error)}); fetch it again")
+
+
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_ORDER = {dtype: index for index, dtype in enumerate(_NAMES)}
+_PIECE = 4 * 2**20
+"""Bytes that are checked and written at once: about what a cache holds, so memory is passed once."""
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A tensor to write: its place in the header is known before it is read.
+
+    ``origin`` says in errors where ``read`` takes it from.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    read: Callable[[], Tensor]
+    origin: str = ""
+
+
+def write_safetensors(
+    path: Path,
+    tensors: Sequence[Planned],
+    metadata: Mapping[str, str] | None = None,
+    check_finite: bool = False,
+) -> None:
+    """Write a new file; each tensor is read when its turn comes and let go before the next.
+
+    Wide dtypes come first, then names, so that every tensor is aligned. A failure leaves no file.
+
+    Raises:
+        HddmError: for an existing file, a dtype that the format lacks, a name twice, a tensor that is not
+            as planned, a full disk, and with ``check_finite`` for NaN or Inf.
+    """
+    header, ordered = _header(path, tensors, metadata or {})
+    try:
+        with path.open("xb") as file:
+            try:
+                file.write(header)
+                for planned in ordered:
+                    _write(file, planned, path, check_finite)
+                # What is still in the buffer may meet a full disk too.
+                file.flush()
+            except BaseException:
+                path.unlink(missing_ok=True)
+                raise
+    except OSError as error:
+        raise HddmError(f"{path}: cannot be written ({error.strerror or error})") from error
+
+
+def _header(
+    path: Path, tensors: Sequence[Planned], metadata: Mapping[str, str]
+) -> tuple[bytes, list[Planned]]:
+    entries: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
+    for planned in tensors:
+        if planned.dtype not in _NAMES:
+            raise HddmError(f"{path}: {planned.name!r} is {planned.dtype}, which safetensors lacks; cast it")
+    ordered = sorted(tensors, key=lambda planned: (_ORDER[planned.dtype], planned.name))
+    start = 0
+    for planned in ordered:
+        if planned.name in entries or planned.name == "__metadata__":
+            raise HddmError(f"{path}: two tensors would be {planned.name!r}; rename one")
+        end = start + torch.Size(planned.shape).numel() * planned.dtype.itemsize
+        entries[planned.name] = {
+            "dtype": _NAMES[planned.dtype],
+            "shape": list(planned.shape),
+            "data_offsets": [start, end],
+        }
+        start = end
+    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text, ordered
+
+
+def _write(file: IO[bytes], planned: Planned, path: Path, check_finite: bool) -> None:
+    tensor = planned.read().detach()
+    if tuple(tensor.shape) != planned.shape or tensor.dtype != planned.dtype:
+        raise HddmError(
+            f"{planned.origin or path}: {planned.name!r} is {tuple(tensor.shape)} in {tensor.dtype}, "
+            f"not {planned.shape} in {planned.dtype} as planned; is the file being changed?"
+        )
+    for piece in _pieces(tensor):
+        if check_finite and not _is_finite(piece):
+            raise HddmError(
+                f"{planned.origin or path}: {planned.name!r} holds NaN or Inf; take the weights anew"
+            )
+        file.write(piece.view(torch.uint8).numpy().data)
+
+
+def _pieces(tensor: Tensor) -> Iterator[Tensor]:
+    """Flat slices; the whole is copied only where it is not contiguous or not on the CPU."""
+    flat = tensor.resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
+    return iter(flat.split(_PIECE // tensor.itemsize))
+
+
+def _is_finite(piece: Tensor) -> bool:
+    if not (piece.is_floating_point() or piece.is_complex()):
+        return True
+    if piece.itemsize == 1:
+        piece = piece.float()
+    # A sum is finite only of finite numbers; one that overflows needs the longer look.
+    return bool(piece.sum().isfinite()) or bool(piece.isfinite().all())

@@ -1,0 +1,226 @@
+"""A whole quickstart in miniature: what it writes is complete, consistent and self-contained."""
+
+import json
+import math
+import statistics
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from sklearn.datasets import load_digits
+
+import hddm
+from hddm.benchmark.conversions import CONVERSIONS
+from hddm.benchmark.digits import write_digits
+from hddm.benchmark.markdown import tables_text
+from hddm.benchmark.plots import write_grid
+from hddm.benchmark.quickstart import quickstart
+from hddm.benchmark.results import Results, figure, figures_of, read_results
+from hddm.benchmark.settings import QuickstartSettings
+from hddm.benchmark.verdicts import interval, judgement
+from hddm.data.images import load_images
+from hddm.utils.errors import HddmError
+from tests.artefacts import contents
+
+SETTINGS = QuickstartSettings(
+    num_shards=2,
+    steps=4,
+    batch_size=16,
+    size="tiny",
+    router_batch_size=16,
+    sampling_steps=2,
+    num_images=80,
+    num_images_per_strategy=80,
+    resamples=3,
+    workers=1,
+)
+MODELS = ["single model", "homogeneous flow", "homogeneous DDPM", "mixed 1:1"]
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A folder that a quickstart wrote, what it returned, and its results as they are on disk."""
+
+    folder: Path
+    returned: Results
+    results: dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    folder = tmp_path_factory.mktemp("quickstart") / "out"
+    returned = quickstart(folder, SETTINGS)
+    return Finished(folder, returned, json.loads((folder / "results.json").read_text()))
+
+
+def _numbers(value: object) -> list[float]:
+    if isinstance(value, dict):
+        return [n for part in value.values() for n in _numbers(part)]
+    if isinstance(value, list):
+        return [n for part in value for n in _numbers(part)]
+    return [value] if isinstance(value, int | float) else []
+
+
+def test_the_three_tables_have_all_their_rows(finished: Finished) -> None:
+    names = {table: [row["name"] for row in rows] for table, rows in finished.results["tables"].items()}
+    assert names == {
+        "models": MODELS,
+        "strategies": list(SETTINGS.strategies),
+        "conversions": list(CONVERSIONS[1:]),
+    }
+
+
+def test_every_figure_is_finite_and_every_distance_has_an_interval(finished: Finished) -> None:
+    numbers = _numbers(finished.results)
+    assert len(numbers) > 300
+    assert all(map(math.isfinite, numbers))
+    for rows in finished.results["tables"].values():
+        for row in rows:
+            assert row["figures"]["to_held_out"]["mean"] > 0
+            assert row["figures"]["to_held_out"]["half_width"] > 0
+            assert row["figures"]["diversity"]["mean"] > 0
+
+
+def test_compute_is_equal_and_counted(finished: Finished) -> None:
+    models = {one.model: one for one in finished.returned.models}
+    single, ensemble = models["single model"], models["homogeneous flow"]
+    assert single.training_flop is not None
+    assert ensemble.training_flop is not None
+    step = (single.training_flop - ensemble.training_flop) / single.training_flop
+    assert -0.02 < step <= 0
+    assert len({models[name].training_flop for name in MODELS[1:]}) == 1
+    rows = {row.name: row for row in finished.returned.tables["strategies"]}
+    evaluations = {name: row.evaluations.mean for name, row in rows.items()}
+    assert (evaluations["draw"], evaluations["top-1"], evaluations["top-2"]) == (1, 1, 2)
+    cost = {name: row.sampling_flop.mean for name, row in rows.items()}
+    assert cost["draw"] < cost["top-1"] < cost["full"]
+    assert ensemble.batch_sizes == (8, 8)
+
+
+def test_every_model_can_be_loaded_and_sampled(finished: Finished) -> None:
+    folder = finished.folder / "seed_0"
+    for path in (folder / "single-model", *sorted((folder / "ensembles").iterdir())):
+        samples = hddm.sample(hddm.load(path), 2, steps=2)
+        assert samples.shape == (2, 1, 8, 8)
+        assert samples.isfinite().all()
+    assert len(list((folder / "ensembles").iterdir())) == 3
+    mixed = hddm.load(folder / "ensembles" / "mixed-1-1")
+    assert [expert.prediction_type for expert in mixed.experts] == ["epsilon", "flow_prediction"]
+    assert len(load_images(finished.folder / "digits" / "train")) == 1438
+    assert (finished.folder / "shards" / "shard_1").is_dir()
+
+
+def test_the_terminal_shows_what_the_results_say(finished: Finished) -> None:
+    text = tables_text(finished.returned)
+    assert len(finished.returned.verdict) == 2
+    for line in finished.returned.verdict:
+        assert line in text
+    assert (finished.folder / "tables.md").read_text() == text + "\n"
+    assert (finished.folder / "report.html").is_file()
+    for rows in finished.returned.tables.values():
+        for row in rows:
+            assert row.name in text
+            assert str(row.figures["to_held_out"]) in text
+
+
+def test_the_results_say_what_made_them(finished: Finished) -> None:
+    assert read_results(finished.folder) == finished.returned
+    assert finished.results["score_on"] == "held-out"
+    assert finished.results["machine"]["packages"]["torch"] == version("torch")
+    kinds = [(one.kind, one.objective, one.shard) for one in finished.returned.losses]
+    assert sorted(kinds, key=str) == sorted(
+        [("single", "flow", None), ("router", None, None)]
+        + [("expert", objective, k) for objective in ("flow", "ddpm") for k in range(2)],
+        key=str,
+    )
+    steps = {one.kind: one.loss[-1][0] for one in finished.returned.losses}
+    assert steps["expert"] == steps["router"] == 4
+
+
+def test_a_finished_quickstart_is_not_overwritten(finished: Finished) -> None:
+    before = (finished.folder / "results.json").read_bytes()
+    with pytest.raises(HddmError, match="--overwrite"):
+        quickstart(finished.folder, SETTINGS)
+    assert (finished.folder / "results.json").read_bytes() == before
+
+
+def test_the_digits_are_scikit_learns_each_on_one_side(tmp_path: Path) -> None:
+    training, held_out = (load_images(folder) for folder in write_digits(tmp_path))
+    assert len(training) + len(held_out) == 1797
+    assert len(held_out) == 1797 // 5
+    assert training.classes == held_out.classes == tuple("0123456789")
+    bunch = load_digits()
+    for side in (training, held_out):
+        rows = [int(Path(name).stem) for name in side.files]
+        assert side.labels is not None
+        assert bunch.target[rows].tolist() == side.labels.tolist()
+        error = np.abs(side.pixels[:, 0].numpy() / 255 - bunch.images[rows] / 16)
+        assert error.max() <= 0.5 / 255 + 1e-9
+
+
+def test_a_grid_shows_every_image_in_reading_order(tmp_path: Path) -> None:
+    pixels = torch.arange(10, dtype=torch.uint8).view(10, 1, 1, 1).expand(10, 1, 2, 2)
+    write_grid(pixels * 20, tmp_path / "a" / "grid.png")
+    with Image.open(tmp_path / "a" / "grid.png") as image:
+        shown = np.asarray(image)
+    assert shown.shape == (2 * 10, 8 * 10)
+    assert [shown[5, 5 + 10 * k] for k in range(8)] == [20 * k for k in range(8)]
+    assert [shown[15, 5 + 10 * k] for k in range(3)] == [160, 180, 96]
+    assert list(contents(tmp_path)) == ["a/grid.png"]
+
+
+@pytest.mark.parametrize(
+    ("gaps", "word"),
+    [
+        ([-5.0], "no verdict"),
+        ([-5.0, -5.1], "no verdict"),
+        # Twice their deviation is as much as their mean.
+        ([-0.5, -1.5, -1.0], "within noise"),
+        # Beyond that, but of three seeds the interval holds 0: -1.51 … +0.11.
+        ([-1.0, -0.35, -0.75], "within noise"),
+        # Of five the interval excludes 0 long before, and twice s decides.
+        ([-1.0, -0.35, -0.75, -0.2, -1.1], "within noise"),
+        ([-1.0, -0.5, -0.75, -0.6, -1.1], "better"),
+        ([0.0, 0.0, 0.0], "within noise"),
+        ([-1.0, -1.0, -1.0], "better"),
+        ([-2.0, -2.1, -1.9], "better"),
+        ([2.0, 2.1, 1.9], "worse"),
+    ],
+)
+def test_a_paired_gap_counts_beyond_twice_its_spread_and_where_its_interval_excludes_0(
+    gaps: list[float], word: str
+) -> None:
+    assert judgement(gaps) == word
+
+
+def test_the_interval_of_a_gap_is_that_of_students_t() -> None:
+    # The quantile 0.975 of 4 degrees of freedom, from tables.
+    gaps = [1.0, 2.0, 3.0, 4.0, 5.0]
+    half = 2.776445 * 2.5**0.5 / 5**0.5
+    assert interval(gaps) == pytest.approx((3 - half, 3 + half), rel=1e-6)
+    assert interval([1.0]) is None
+
+
+def test_spread_over_trainings_and_intervals_over_samples_are_kept_apart() -> None:
+    scores = [
+        {"to_validation": {"value": value, "half_width": width}, "diversity": 1.0, "on": {"recall": 0.5}}
+        for value, width in ((10.0, 1.0), (13.0, 2.0))
+    ]
+    found = figures_of(scores)
+    assert found["to_validation"] == figure([10.0, 13.0], [1.0, 2.0])
+    assert found["to_validation"].spread == statistics.stdev([10.0, 13.0])
+    assert found["to_validation"].half_width == 1.5
+    assert found["diversity"].half_width is None
+    assert found["on.recall"].mean == 0.5
+    kernel = figures_of([{"kernel": {"value": 0.5, "standard_error": error}} for error in (0.1, 0.3)])
+    assert kernel["kernel"].half_width == pytest.approx(1.96 * 0.2)
+
+
+def test_unequal_compute_is_refused() -> None:
+    with pytest.raises(HddmError, match="does not divide into 3 shards"):
+        QuickstartSettings(num_shards=3).expert("flow", 0)

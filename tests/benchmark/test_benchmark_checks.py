@@ -1,0 +1,201 @@
+"""What a model cannot be sampled for is refused before anything is trained."""
+
+import pickle
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hddm.benchmark.checks import check_counts, check_rows
+from hddm.benchmark.naming import named, named_call
+from hddm.benchmark.schema import BenchmarkSettings
+from hddm.experts.assembly import assemble
+from hddm.training.continuation import continue_expert
+from hddm.utils.errors import HddmError
+from hddm.utils.processes import Call, Report, Stopped
+from tests.artefacts import copied, edit_json, expert_settings, write_images
+from tests.benchmark_files import Finished, run_inline, settings
+from tests.lora_files import write_base
+
+OWN = "own DDIM sampler"
+
+
+def _asking(model: dict[str, Any], **point: object) -> BenchmarkSettings:
+    named = {"name": "mine", **model}
+    tables = [{"name": "models", "base": point}]
+    return settings(models=[named], compare={}, tables=tables)
+
+
+def _finished(path: Path, **point: object) -> BenchmarkSettings:
+    return _asking({"kind": "finished", "path": str(path)}, **point)
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        {"objectives": "flow"},
+        {"objectives": "1:1"},
+        {"objectives": "by-error"},
+        {"objectives": "flow", "converted": 0.5},
+        {"blended": 0.5},
+        {"kind": "single", "objectives": "ddpm"},
+        {"objectives": "ddpm", "training": {"class_conditional": True}},
+    ],
+)
+def test_the_own_sampler_is_for_experts_that_predict_noise(model: dict[str, Any]) -> None:
+    with pytest.raises(HddmError, match=r"^table 'models': conversion 'own DDIM sampler' .* model 'mine'"):
+        check_rows(_asking(model, conversion=OWN))
+    check_rows(_asking(model))
+
+
+def test_the_own_sampler_takes_ddpm_ensembles(ddpm_expert: Path, tmp_path: Path) -> None:
+    check_rows(_asking({"objectives": "ddpm"}, conversion=OWN))
+    assemble([ddpm_expert], tmp_path / "ensemble", None, "draw")
+    check_rows(_finished(tmp_path / "ensemble", conversion=OWN))
+
+
+def test_a_finished_model_has_its_own_sampler_where_all_of_it_predicts_noise_still(
+    ensemble: Path, ddpm_expert: Path, shards: Path, tmp_path: Path
+) -> None:
+    continue_expert(ddpm_expert, shards / "shard_1", tmp_path / "expert", expert_settings("flow"))
+    assemble([tmp_path / "expert"], tmp_path / "converted", None, "draw")
+    for path in (ensemble, ddpm_expert, tmp_path / "converted"):
+        with pytest.raises(HddmError, match="name such models in the table"):
+            check_rows(_finished(path, conversion=OWN))
+
+
+@pytest.mark.parametrize(
+    ("point", "message"),
+    [
+        (
+            {"strategy": "top-3"},
+            r"'top-3' asks for more experts than the 2 of model 'mine'; take top-2 at most",
+        ),
+        ({"guidance_scale": 2}, "guidance_scale 2 needs classes, and model 'mine' has none"),
+    ],
+)
+def test_what_a_model_lacks_is_told_with_its_table(point: dict[str, Any], message: str) -> None:
+    with pytest.raises(HddmError, match=f"^table 'models': .*{message}"):
+        check_rows(_asking({}, **point))
+    if "strategy" in point:
+        check_rows(_asking({"kind": "single"}, **point))
+    check_rows(_asking({"training": {"class_conditional": True}}, strategy="top-2", guidance_scale=2))
+
+
+@pytest.mark.parametrize(
+    ("point", "message"),
+    [
+        ({"strategy": "top-3"}, "more experts than the 2"),
+        ({"conversion": "exact, raw"}, "needs the shards that experts were trained on"),
+    ],
+)
+def test_a_finished_model_is_asked_for_what_it_has(
+    point: dict[str, Any], message: str, ensemble: Path
+) -> None:
+    check_rows(_finished(ensemble, strategy="top-2"))
+    with pytest.raises(HddmError, match=message):
+        check_rows(_finished(ensemble, **point))
+
+
+def test_an_ensemble_without_a_router_draws(ddpm_expert: Path, flow_expert: Path, tmp_path: Path) -> None:
+    assemble([ddpm_expert, flow_expert], tmp_path / "ensemble", None, "draw")
+    check_rows(_finished(tmp_path / "ensemble"))
+    with pytest.raises(HddmError, match="'full' needs a router, and model 'mine' has none; take draw"):
+        check_rows(_finished(tmp_path / "ensemble", strategy="full"))
+
+
+def test_a_finished_model_that_cannot_be_opened_is_named(
+    ensemble: Path, router: Path, tmp_path: Path
+) -> None:
+    spoilt = copied(ensemble, tmp_path)
+    edit_json(spoilt / "experts" / "0" / "config.json", in_channels=3)
+    for path, message in (
+        (tmp_path / "nowhere", "no such file or folder"),
+        (router, "is a router; a finished model is an expert or an ensemble"),
+        (spoilt, "does not fit its config.json"),
+    ):
+        with pytest.raises(HddmError, match=f"^model 'mine': .*{message}"):
+            check_rows(_finished(path))
+
+
+def test_a_finished_model_of_other_images_is_refused_before_anything_is_trained(
+    miniature: Finished, tmp_path: Path
+) -> None:
+    path = write_base(tmp_path / "colour")
+    jobs = Path(shutil.copytree(miniature.out / "jobs", tmp_path / "jobs"))
+    for folder in jobs.glob("expert-*"):
+        shutil.rmtree(folder)
+    models = [{"name": "flow"}, {"name": "mine", "kind": "finished", "path": str(path)}]
+    chosen = settings(models=models, compare={}, tables=[{"name": "models"}])
+    with pytest.raises(HddmError, match=r"'mine': .* \(C, H, W\) of \(3, 4, 4\), .* \(1, 4, 4\)"):
+        run_inline(chosen, tmp_path / "out", miniature.data, jobs=jobs)
+    assert not list(jobs.glob("expert-*"))
+
+
+def test_too_few_images_for_the_features_are_refused_before_anything_is_trained(tmp_path: Path) -> None:
+    for side in ("train", "test"):
+        write_images(tmp_path / side, per_class=100)
+    with pytest.raises(
+        HddmError, match=r"^num_images 40: .* over 64 features .*; allow_few: true in the set"
+    ):
+        run_inline(settings(allow_few=False), tmp_path / "out", tmp_path)
+    assert list((tmp_path / "out" / "jobs").glob("features-*"))
+    assert not list((tmp_path / "out" / "jobs").glob("expert-*"))
+
+
+def test_every_side_needs_more_images_than_features() -> None:
+    lax, strict = settings(), settings(allow_few=False)
+    check_counts(strict, {"num_images": 65, "training images": 70}, 64)
+    check_counts(lax, {"num_images": 65, "training images": 64}, 64)
+    with pytest.raises(
+        HddmError, match=r"^training images 64: .* a side than 64; allow_few: true in the set"
+    ):
+        check_counts(strict, {"num_images": 65, "training images": 64}, 64)
+
+
+def test_samples_that_diverge_are_named(
+    miniature: Finished, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    jobs = shutil.copytree(miniature.out / "jobs", tmp_path / "jobs")
+    chosen = settings(tables=[{"name": "models", "base": {"steps": 3, "router_temperature": 2}}])
+    broken = torch.full((40, 1, 4, 4), torch.nan)
+    monkeypatch.setattr("hddm.benchmark.samples.sample", lambda *_, **__: broken)
+    point = "strategy draw, router_temperature 2.0, solver euler, steps 3, num_images 40"
+    with pytest.raises(HddmError, match=f"^model 'single model', seed 0, {point}: 40 images hold NaN or Inf"):
+        run_inline(chosen, tmp_path / "out", miniature.data, jobs=jobs)
+
+
+def test_samples_that_cannot_be_scored_are_named(
+    miniature: Finished, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    jobs = shutil.copytree(miniature.out / "jobs", tmp_path / "jobs")
+
+    def refuse(*_: object) -> None:
+        raise HddmError("too few")
+
+    monkeypatch.setattr("hddm.benchmark.scoring.read_samples", refuse)
+    point = "strategy draw, solver euler, steps 2, num_images 40"
+    with pytest.raises(HddmError, match=f"^model 'single model', seed 0, {point}: too few$"):
+        run_inline(settings(resamples=3), tmp_path / "out", miniature.data, jobs=jobs)
+
+
+def test_an_error_is_named_in_another_process_too() -> None:
+    call = pickle.loads(pickle.dumps(named_call("row 1", Call(_refuse, {"why": "no"}, 3))))
+    assert call.units == 3
+    with pytest.raises(HddmError, match=r"^row 1: no") as error:
+        call.function(**call.arguments, report=print)
+    assert error.value.details == ("a", "b")
+    with pytest.raises(Stopped), named("row 1"):
+        raise Stopped("stopped", 2)
+
+
+def _refuse(why: str, report: Report) -> None:
+    raise HddmError(why, ("a", "b"))
+
+
+def test_a_benchmark_that_asks_for_too_much_leaves_no_trace(miniature: Finished, tmp_path: Path) -> None:
+    with pytest.raises(HddmError, match="name such models in the table"):
+        run_inline(_asking({}, conversion=OWN), tmp_path / "out", miniature.data)
+    assert not (tmp_path / "out").exists()

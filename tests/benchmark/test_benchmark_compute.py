@@ -1,0 +1,184 @@
+"""Counted operations are those that a network's layers have on paper."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hddm.benchmark.compute import Cost, Costs, count_continued, count_expert, count_router, single_steps
+from hddm.benchmark.data import Divided
+from hddm.benchmark.models import Zoo
+from hddm.benchmark.samples import canonical, draw
+from hddm.benchmark.schema import Point
+from hddm.benchmark.store import Job, Store
+from hddm.calibration import LEVELS, STATES
+from hddm.data.shard_records import find_shards, read_manifest
+from hddm.ensemble import Ensemble, Router
+from hddm.networks.identity import size_config
+from hddm.schedules import LinearSchedule
+from hddm.training.router_calibration import NOISED
+from hddm.velocity import VelocityField
+from tests.artefacts import SIDE, expert_settings, router_settings
+from tests.benchmark_files import settings
+
+TINY = size_config("tiny")
+WIDTH, DEPTH, PATCH = TINY["hidden_size"], TINY["depth"], TINY["patch_size"]
+TOKENS = (SIDE // PATCH) ** 2
+FREQUENCIES = 256
+
+
+@pytest.fixture(scope="module")
+def divided(shards: Path, whole: Path) -> Divided:
+    manifests = tuple(map(read_manifest, find_shards(shards)))
+    return Divided(shards, whole.parent, manifests, (Job("shards", {}), Job("whole", {})))
+
+
+def _linear(rows: int, inside: int, outside: int) -> int:
+    return 2 * rows * inside * outside
+
+
+def _attention(queries: int, keys: int) -> int:
+    """Scores and their product with the values."""
+    return 2 * (2 * queries * keys * WIDTH)
+
+
+def test_a_training_step_costs_its_forward_and_twice_that_backward(shards: Path) -> None:
+    embed = _linear(TOKENS, PATCH**2, WIDTH)
+    first = _linear(1, FREQUENCIES, WIDTH)
+    time = _linear(1, WIDTH, WIDTH) + _linear(1, WIDTH, 6 * WIDTH)
+    block = (
+        _linear(TOKENS, WIDTH, 3 * WIDTH)
+        + _attention(TOKENS, TOKENS)
+        + _linear(TOKENS, WIDTH, WIDTH)
+        + 2 * _linear(TOKENS, WIDTH, 4 * WIDTH)
+    )
+    forward = embed + first + time + DEPTH * block + _linear(TOKENS, WIDTH, PATCH**2)
+    # Nothing asks for the gradient of images and of times.
+    step = 3 * forward - embed - first
+    for objective in ("flow", "ddpm"):
+        assert count_expert(shards / "shard_0", expert_settings(objective)) == Cost(step, forward)
+
+
+def test_steps_batches_and_calibrations_are_counted() -> None:
+    cost = Cost(step=300, forward=100)
+    trained = 10 * 16 * 300
+    assert cost.of_expert(expert_settings("flow")) == trained + LEVELS * STATES * 100
+    assert cost.of_expert(expert_settings("flow"), calibrated=False) == trained
+    assert cost.of_router(router_settings()) == trained
+    assert cost.of_router(router_settings(calibrate=True)) == trained + NOISED * 100
+
+
+def test_training_on_costs_what_the_network_costs_that_is_trained_on(
+    shards: Path, whole: Path, ddpm_expert: Path
+) -> None:
+    tiny = count_expert(shards / "shard_0", expert_settings("flow"))
+    larger = expert_settings("flow", size="small")
+    found = count_continued(ddpm_expert, shards / "shard_0", larger)
+    assert found.forward == tiny.forward
+    # The velocity is trained in its calibration.
+    assert tiny.step < found.step < 1.1 * tiny.step < count_expert(shards / "shard_0", larger).step
+    # Moments of more images are taken once, and not in a step.
+    assert count_continued(ddpm_expert, whole, larger) == found
+
+
+def test_costs_of_training_on_are_kept_by_what_it_starts_from(
+    shards: Path, ddpm_expert: Path, flow_expert: Path, tmp_path: Path
+) -> None:
+    store, settings = Store(tmp_path / "jobs"), expert_settings("flow", size="small")
+    for init, content in ((ddpm_expert, "a"), (flow_expert, "b"), (ddpm_expert, "a")):
+        assert Costs(store, shards).expert(settings, init, content).forward < 1e6
+    Costs(store, shards).expert(settings)
+    assert len(list((tmp_path / "jobs").glob("cost-*"))) == 3
+
+
+def test_the_single_model_gets_what_the_ensemble_costs_with_its_router(shards: Path, tmp_path: Path) -> None:
+    training = settings().training.model_dump() | {"single": {}}
+    chosen = settings(training=training)
+    store = Store(tmp_path / "jobs")
+    costs = Costs(store, shards)
+    expert, router = chosen.expert("flow", 0), chosen.router(0)
+    ensemble = 2 * costs.expert(expert).of_expert(expert) + count_router(shards, router).of_router(router)
+    single = chosen.single("flow", 0, single_steps(chosen, "flow", costs))
+    assert single.batch_size == 2 * expert.batch_size
+    gap = ensemble - costs.expert(single).of_expert(single)
+    assert 0 <= gap < single.batch_size * costs.expert(single).step
+    # Counted once: two kinds of networks.
+    assert len(list((tmp_path / "jobs").glob("cost-*"))) == 2
+
+
+@pytest.mark.parametrize("changes", [{"batch_size": 64}, {"size": "small"}, {"class_conditional": True}])
+def test_a_single_model_of_other_settings_costs_the_same(
+    changes: dict[str, Any], divided: Divided, tmp_path: Path
+) -> None:
+    training = settings().training.model_dump() | {"single": {}}
+    training["expert"] |= {"steps": 3000}
+    models = [{"name": "single model", "kind": "single", "training": changes}]
+    chosen = settings(models=models, compare={}, tables=[{"name": "models"}], training=training)
+    zoo = Zoo(chosen, 0, divided, Store(tmp_path / "jobs"))
+    (single,) = zoo.trainings(chosen.models[0])
+    expert, router = chosen.expert("flow", 0), chosen.router(0)
+    whole = 2 * zoo.costs.expert(expert).of_expert(expert) + zoo.costs.router(router).of_router(router)
+    cost = zoo.costs.expert(single.settings)
+    gap = whole - cost.of_expert(single.settings)
+    assert 0 <= gap < single.settings.batch_size * cost.step
+
+
+def test_a_single_model_that_says_its_steps_takes_them(divided: Divided, tmp_path: Path) -> None:
+    models = [{"name": "single model", "kind": "single", "training": {"steps": 7, "batch_size": 64}}]
+    chosen = settings(models=models, compare={}, tables=[{"name": "models"}])
+    (single,) = Zoo(chosen, 0, divided, Store(tmp_path / "jobs")).trainings(chosen.models[0])
+    assert (single.settings.steps, single.settings.batch_size) == (7, 64)
+
+
+class _Counted(torch.nn.Module):
+    """A network of one linear layer over the pixels, that counts what it is asked for."""
+
+    def __init__(self, outside: int) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(16, outside)
+        self.rows = 0
+
+    def forward(self, x: torch.Tensor, timestep: torch.Tensor) -> torch.Tensor:
+        self.rows += len(x)
+        out: torch.Tensor = self.layer(x.flatten(1))
+        return out.view_as(x) if out.shape[1] == 16 else out
+
+
+@pytest.mark.parametrize(
+    ("strategy", "solver", "experts", "routed"),
+    [("draw", "euler", 5, 0), ("top-1", "euler", 5, 5), ("full", "euler", 10, 5), ("full", "heun", 20, 10)],
+)
+def test_sampling_costs_what_the_networks_were_asked_for(
+    strategy: str, solver: str, experts: int, routed: int
+) -> None:
+    torch.manual_seed(0)
+    networks = [_Counted(16), _Counted(16)]
+    fields = [
+        VelocityField(network, LinearSchedule(), "flow_prediction", sample_shape=(1, 4, 4))
+        for network in networks
+    ]
+    ensemble = Ensemble(fields, Router(_Counted(2)), "full")
+    point = Point(strategy=strategy, solver=solver, steps=5)
+    drawn = draw(ensemble, point, 0, 0, 7)
+    assert sum(drawn.expert_rows) == 7 * experts
+    assert drawn.router_rows == 7 * routed
+    assert drawn.flop == 7 * (experts * 2 * 16 * 16 + routed * 2 * 16 * 2)
+    assert [entry["t"] for entry in drawn.use] == pytest.approx(
+        [1, 0.8, 0.6, 0.4, 0.2] if solver == "euler" else [1, 0.8, 0.6, 0.4, 0.2, 0]
+    )
+    for entry in drawn.use:
+        assert sum(entry["weights"]) == pytest.approx(1)
+        assert ("largest" in entry) == (strategy != "draw")
+
+
+def test_what_has_no_effect_does_not_tell_samples_apart() -> None:
+    assert canonical(Point(strategy="top-2"), True) == canonical(Point(strategy="full"), True)
+    drawn = Point(strategy="draw", router_temperature=2.0)
+    assert canonical(drawn, False) == canonical(Point(strategy="draw", calibration="experts"), False)
+    assert canonical(Point(strategy="full", router_temperature=2.0), False) != canonical(
+        Point(strategy="full"), False
+    )
+    blended = Point(conversion="exact, blend")
+    assert canonical(blended, False) == canonical(Point(), False)
+    assert canonical(Point(conversion="exact, raw"), False) != canonical(Point(), False)

@@ -1,0 +1,160 @@
+"""The helpers of the conversion benchmark by hand, and its fidelity question in small."""
+
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from benchmarks.conversion.cases import CIFAR, DIGITS
+from benchmarks.conversion.checkpoint import XL, shapes
+from benchmarks.conversion.curves import loss_at, marks, reached, steps_to_reach
+from benchmarks.conversion.fidelity import EXACT, QUICK, TIMES, conversions, errors_on_mixtures, schedules
+from benchmarks.conversion.mixtures import DiagonalMixture
+from benchmarks.conversion.processes import run_measured
+from benchmarks.conversion.report import finite, mean_spread, table
+from benchmarks.conversion.starts import SCRATCH, STARTS
+from benchmarks.conversion.training import Validation, train_flow
+from hddm.networks.transformers import ExpertTransformer
+from hddm.schedules import LinearSchedule
+from hddm.training.objectives import TIME_SCALE
+from hddm.training.settings import LoopSettings
+from hddm.velocity import VelocityField
+from tests.oracles import GaussianMixture
+
+STEPS, LOSSES = [0, 10, 20, 40], [1.0, 0.6, 0.5, 0.55]
+
+
+@pytest.mark.parametrize(
+    ("target", "step"),
+    [(1.0, 0.0), (2.0, 0.0), (0.8, 5.0), (0.6, 10.0), (0.55, 15.0), (0.5, 20.0), (0.4, None)],
+)
+def test_steps_to_reach_are_those_of_the_straight_lines(target: float, step: float | None) -> None:
+    found = steps_to_reach(STEPS, LOSSES, target)
+    assert found == (step if step is None else pytest.approx(step))
+
+
+def test_the_loss_between_marks_is_that_of_the_straight_lines() -> None:
+    assert [loss_at(STEPS, LOSSES, step) for step in (0, 5, 20, 30, 40)] == pytest.approx(
+        [1, 0.8, 0.5, 0.525, 0.55]
+    )
+
+
+def test_marks_begin_at_0_end_at_the_last_step_and_grow() -> None:
+    found = marks(1000, first=10)
+    assert found[:2] == [0, 10]
+    assert found[-1] == 1000
+    assert all(a < b for a, b in pairwise(found))
+    assert max(b / a for a, b in pairwise(found[1:])) < 1.5
+
+
+def test_a_speedup_is_paired_by_seed_and_missing_where_a_seed_did_not_arrive() -> None:
+    runs = {
+        SCRATCH: [{"steps": [0, 10], "losses": [1.0, 0.5]}, {"steps": [0, 10], "losses": [1.0, 0.6]}],
+        "fast": [{"steps": [0, 10], "losses": [1.0, 0.0]}, {"steps": [0, 10], "losses": [0.5, 0.4]}],
+        "slow": [{"steps": [0, 10], "losses": [1.0, 0.5]}, {"steps": [0, 10], "losses": [1.0, 0.7]}],
+    }
+    found = reached(runs, SCRATCH, 1.0)
+    assert found["fast"].steps == (pytest.approx(5.0), 0.0)
+    assert found["fast"].ratios == pytest.approx([2.0, 10.0])
+    assert found["fast"].speedup.startswith("6.00×")
+    assert str(found["slow"]) == "10, 1 of 2"
+    assert found["slow"].speedup == "–"
+    assert str(reached({**runs, "not": [runs["slow"][1]] * 2}, SCRATCH, None)["not"]) == "not in 10"
+
+
+def test_every_start_of_a_case_is_one_that_there_is() -> None:
+    assert set(DIGITS.starts) | set(CIFAR.starts) <= set(STARTS)
+    assert SCRATCH in DIGITS.starts
+    assert SCRATCH in CIFAR.starts
+
+
+def test_the_mixture_is_that_of_the_oracle() -> None:
+    mixture = DiagonalMixture.random(0, modes=3, dimension=5)
+    oracle = GaussianMixture(mixture.weights, mixture.means, torch.diag_embed(mixture.variances))
+    x, t = mixture.states(16, 0.3, seed=1)
+    for found, expected in zip(
+        mixture.x_0_and_eps(x, 1 - t, t), oracle.x_0_and_eps(x, 1 - t, t), strict=True
+    ):
+        torch.testing.assert_close(found, expected)
+
+
+def test_only_the_exact_conversion_is_exact_inside_the_range() -> None:
+    for row in errors_on_mixtures(QUICK, seeds=1):
+        inside = [k for k, t in enumerate(TIMES) if t <= 0.99]
+        assert max(row["errors"][EXACT][k] for k in inside) < 1e-9
+        for way in set(row["errors"]) - {EXACT}:
+            assert max(row["errors"][way][k] for k in inside) > 0.1
+
+
+def test_the_inexact_conversions_are_the_formulas_that_they_claim_to_be() -> None:
+    fed: list[tuple[Tensor, Tensor]] = []
+
+    def network(y: Tensor, timestep: Tensor) -> Tensor:
+        fed.append((y, timestep))
+        return 0.5 * y
+
+    x, t = torch.tensor([[2.0]], dtype=torch.float64), torch.tensor([0.3004], dtype=torch.float64)
+    linear = schedules()["DDPM, linear betas"]
+    ways = conversions(network, linear)
+    a, s = (float(one) for one in linear.alpha_sigma(torch.tensor(300.0, dtype=torch.float64)))
+    expected = {
+        "same x, same t": ((1 - 2) / (1 - 0.3004), 999 * 0.3004),
+        "round(999 t), own coefficients": (1 - (2 - s) / a, 300),
+        "round(999 t), read as velocity": (1.0, 300),
+    }
+    for way, (velocity, timestep) in expected.items():
+        assert ways[way](x, t).item() == pytest.approx(velocity)
+        assert fed[-1][0].item() == 2
+        assert fed[-1][1].item() == pytest.approx(timestep)
+
+
+def test_training_lowers_the_loss_and_leaves_what_was_measured_apart() -> None:
+    images = torch.full((8, 1, 4, 4), 0.5)
+    network = ExpertTransformer(
+        sample_size=4, in_channels=1, patch_size=2, hidden_size=16, depth=1, num_heads=2, modulation="zero"
+    )
+    field = VelocityField(network, LinearSchedule(), "flow_prediction", TIME_SCALE)
+    validation = Validation(images, repeats=4)
+    losses: list[float] = []
+    seen: list[int] = []
+    settings = LoopSettings(steps=40, batch_size=8, learning_rate=1e-2, warmup=5, ema_decay=0.9)
+    train_flow(
+        field,
+        images,
+        settings,
+        [0, 20, 40],
+        lambda step: losses.append(validation.loss(field)[0]),
+        seen.append,
+    )
+    assert len(losses) == 3
+    assert losses[2] < losses[1] < losses[0]
+    assert sum(seen) == 40 * 8
+    # The averaged weights were there only while the loss was taken.
+    assert validation.loss(field)[0] != losses[2]
+
+
+def test_the_checkpoint_has_the_weights_of_the_published_one() -> None:
+    # DiT-XL/2 with a learned variance, its fixed positions included.
+    assert sum(torch.Size(shape).numel() for _, shape in shapes(XL)) == 675_129_632
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc")
+def test_memory_of_a_process_is_its_own_without_mapped_files() -> None:
+    hold = "import time; held = bytearray(100_000_000); time.sleep(0.3)"
+    bare, full = (
+        run_measured([sys.executable, "-c", code]) for code in ("import time; time.sleep(0.3)", hold)
+    )
+    assert full.anonymous - bare.anonymous == pytest.approx(100e6, rel=0.1)
+    assert 0.3 < full.seconds < 30
+    with pytest.raises(RuntimeError, match="exit status 3"):
+        run_measured([sys.executable, "-c", "raise SystemExit(3)"])
+
+
+def test_tables_line_up_and_json_holds_no_nan() -> None:
+    assert table(["a", "b"], [["x", "10"]]) == ["| a |  b |", "|---|---:|", "| x | 10 |"]
+    assert finite({"a": [float("nan"), 1.0], "b": (float("inf"),)}) == {"a": [None, 1.0], "b": [None]}
+    assert mean_spread([0.1234, 0.1236]) == "0.123 (s 0.000)"
+    assert mean_spread([1234.4]) == "1,234"

@@ -1,0 +1,103 @@
+"""Images of a benchmark: sides stay apart, and nothing that was made of some passes for others."""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import save_file
+
+from hddm.benchmark.data import Divided, Sides, divide, hash_of_images, reference_job, smallest_side
+from hddm.benchmark.schema import DataSettings, PartitionSettings
+from hddm.benchmark.scoring import features_job_of, training_set
+from hddm.benchmark.store import Job, Store
+from hddm.evaluation.features import INCEPTION
+from hddm.utils.errors import HddmError
+from tests.artefacts import number_of_pixels, write_images
+from tests.benchmark_files import Finished, run_inline, settings, write_sides
+
+
+@pytest.mark.parametrize(("training", "held_out"), [(".", "test"), ("train", "."), ("train", "train")])
+def test_held_out_images_that_would_be_trained_on_are_refused(
+    training: str, held_out: str, tmp_path: Path
+) -> None:
+    data = {"source": "folder", "training": training, "held_out": held_out, "validation_share": 0.4}
+    with pytest.raises(HddmError, match=r"data\.held_out: .*would be trained on"):
+        run_inline(settings(data=data), tmp_path / "out", write_sides(tmp_path / "data"))
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("inner", ["train/out", "test/out"])
+def test_a_benchmark_does_not_write_among_its_images(inner: str, tmp_path: Path) -> None:
+    images = write_sides(tmp_path / "data")
+    with pytest.raises(HddmError, match="lies among the images"):
+        run_inline(settings(), images / inner, images)
+    assert not (images / inner).exists()
+
+
+def test_results_of_other_images_are_not_replaced_unasked(miniature: Finished, tmp_path: Path) -> None:
+    other, out = write_sides(tmp_path / "data"), tmp_path / "out"
+    next((other / "train").rglob("*.png")).unlink()
+    out.mkdir()
+    for name in ("benchmark.json", "results.json"):
+        shutil.copyfile(miniature.out / name, out / name)
+    before = (out / "results.json").read_bytes()
+    with pytest.raises(HddmError, match="holds results of other images"):
+        run_inline(miniature.settings, out, other)
+    assert (out / "results.json").read_bytes() == before
+
+
+def _divided(images: Path, folder: Path) -> tuple[Sides, Divided]:
+    sides = Sides(images, None, hash_of_images(images))
+    folder.mkdir()
+    return sides, divide(
+        sides, DataSettings(validation_share=0.4), PartitionSettings(shards=1), Store(folder)
+    )
+
+
+def test_another_validation_image_is_another_reference(tmp_path: Path) -> None:
+    images = write_images(tmp_path / "images", 40)
+    sides, divided = _divided(images, tmp_path / "before")
+    before = reference_job(sides, divided, "validation")
+    held = next(level for level in range(256) if number_of_pixels(np.full((4, 4, 3), level, np.uint8)) < 0.4)
+    folder = next(path for path in images.iterdir() if path.is_dir())
+    Image.fromarray(np.full((4, 4, 3), held, np.uint8)).save(folder / "another.png")
+    sides, divided = _divided(images, tmp_path / "after")
+    after = reference_job(sides, divided, "validation")
+    assert before.inputs["training"] == after.inputs["training"]
+    assert before.hash != after.hash
+    assert smallest_side(sides, divided) == len(divided.validation_manifests[0].images)
+
+
+def test_a_classifier_learns_images_in_one_order_however_shards_are_cut(tmp_path: Path) -> None:
+    pixels = torch.randint(0, 2, (40, 1, 2, 2), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    labels = torch.arange(40) % 3
+    sets = []
+    for name, order in (("a", torch.arange(40)), ("b", torch.arange(39, -1, -1))):
+        (tmp_path / name).mkdir()
+        save_file(
+            {"training": pixels[order], "labels": labels[order]}, tmp_path / name / "images.safetensors"
+        )
+        sets.append(training_set(tmp_path / name, ["0", "1", "2"]))
+    assert torch.equal(sets[0].pixels, sets[1].pixels)
+    assert sets[0].labels is not None
+    assert sets[1].labels is not None
+    assert torch.equal(sets[0].labels, sets[1].labels)
+    found = {
+        json.dumps([p.tolist(), t]) for p, t in zip(sets[0].pixels, sets[0].labels.tolist(), strict=True)
+    }
+    assert found == {json.dumps([p.tolist(), t]) for p, t in zip(pixels, labels.tolist(), strict=True)}
+
+
+def test_features_are_settled_anew_when_inception_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    reference = Job("reference", {}, {"training": "a"})
+    hashes = []
+    for path in (None, Path("inception.pt")):
+        monkeypatch.setattr(type(INCEPTION), "find", lambda self, path=path: path)
+        hashes.append(features_job_of(settings(), reference, 40).hash)
+        asked = features_job_of(settings(features="classifier"), reference, 40).hash
+    assert hashes[0] != hashes[1]
+    assert asked not in hashes

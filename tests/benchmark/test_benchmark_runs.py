@@ -1,0 +1,354 @@
+"""Benchmarks that are run, killed, changed and confirmed: nothing is done twice, nothing is confused."""
+
+import json
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import hddm
+from hddm.benchmark import run, store
+from hddm.benchmark.machine import together
+from hddm.benchmark.protocol import chosen
+from hddm.benchmark.results import FORMAT, read_results
+from hddm.utils.errors import HddmError
+from tests.artefacts import copied, edit_json
+from tests.benchmark_files import Finished, life, run_inline, settings, write_sides
+
+MOMENTS = [
+    # Within the first training, within the second, with its weights written and its losses not, between two.
+    ("os.rename", "step_00000004"),
+    ("os.rename", "step_00000006"),
+    ("open", ".job.json"),
+    ("os.rename", ".work"),
+    ("os.rename", "router-"),
+    ("os.rename", "ensemble-"),
+    ("os.rename", "samples-"),
+    ("os.rename", "scores-"),
+    ("os.rename", "results.json"),
+]
+
+
+def _figures(out: Path) -> dict[str, Any]:
+    """Results without what another run of the same cannot repeat: the time that it took."""
+    content = json.loads((out / "results.json").read_text())
+
+    def bare(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: bare(one) for key, one in value.items() if key != "seconds"}
+        return [bare(one) for one in value] if isinstance(value, list) else value
+
+    found: dict[str, Any] = bare(content)
+    return found
+
+
+def _jobs(out: Path, kind: str) -> dict[str, int]:
+    return {path.name: path.stat().st_mtime_ns for path in (out / "jobs").glob(f"{kind}-*")}
+
+
+@pytest.mark.parametrize(
+    "moments",
+    [
+        pytest.param(MOMENTS[1::3], id="some moments"),
+        pytest.param(MOMENTS, id="all moments", marks=pytest.mark.slow),
+    ],
+)
+def test_a_benchmark_that_is_killed_again_and_again_finds_what_one_in_one_go_does(
+    moments: list[tuple[str, str]], miniature: Finished, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    for moment in moments:
+        assert life(miniature.settings, out, miniature.data, moment) == -signal.SIGKILL, moment
+        assert moment[1] == "results.json" or not (out / "results.json").exists()
+    assert life(miniature.settings, out, miniature.data, None) == 0
+    assert _figures(out) == _figures(miniature.out)
+    assert {kind: len(_jobs(out, kind)) for kind in ("expert", "samples", "scores")} == {
+        kind: len(_jobs(miniature.out, kind)) for kind in ("expert", "samples", "scores")
+    }
+    assert not list((out / "jobs").glob(".*"))
+
+
+def test_a_finished_benchmark_does_nothing_again(miniature: Finished) -> None:
+    before = {
+        kind: _jobs(miniature.out, kind) for kind in ("expert", "router", "samples", "scores", "features")
+    }
+    again = run_inline(miniature.settings, miniature.out, miniature.data)
+    assert again == miniature.results
+    assert before == {kind: _jobs(miniature.out, kind) for kind in before}
+
+
+def _copy_of_results(miniature: Finished, out: Path, **changes: Any) -> Path:
+    """A folder of the miniature's results, changed, whose jobs lie where they were done."""
+    out.mkdir()
+    content = json.loads((miniature.out / "results.json").read_text())
+    (out / "results.json").write_text(json.dumps(content | changes))
+    return out
+
+
+def test_results_that_are_written_again_say_when_and_where_they_were_found(
+    miniature: Finished, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = _copy_of_results(miniature, tmp_path / "out", date="2001-02-03")
+    shutil.copy(miniature.out / "benchmark.json", out)
+    monkeypatch.setattr(store, "machine", lambda: {"platform": "another"})
+    again = run_inline(miniature.settings, out, miniature.data, jobs=miniature.out / "jobs")
+    assert (again.date, again.machine) == ("2001-02-03", miniature.results.machine)
+    assert read_results(out) == again
+
+
+def test_machines_that_differ_are_all_named() -> None:
+    one = {"cores": 2, "packages": {"torch": "2.1", "numpy": "2"}}
+    found = together([one, one | {"packages": {"torch": "2.0", "numpy": "2"}}])
+    assert found == {"cores": 2, "packages": {"torch": "2.0; 2.1", "numpy": "2"}}
+
+
+def test_results_of_more_seeds_stay_until_all_of_them_are_in_again(
+    miniature: Finished, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    both = settings(seeds=[0, 7])
+    out = _copy_of_results(miniature, tmp_path / "out", seeds=[0, 7])
+    (out / "benchmark.json").write_text(
+        json.dumps({"format": FORMAT, "settings": both.model_dump(mode="json")})
+    )
+    before = (out / "results.json").read_bytes()
+    one_seed = run.SeedRun.run
+
+    def lives_for_one(self: run.SeedRun) -> Any:
+        if self.seed == 7:
+            raise KeyboardInterrupt
+        return one_seed(self)
+
+    monkeypatch.setattr(run.SeedRun, "run", lives_for_one)
+    with pytest.raises(KeyboardInterrupt):
+        run_inline(both, out, miniature.data, jobs=miniature.out / "jobs")
+    assert (out / "results.json").read_bytes() == before
+
+
+def test_another_strategy_draws_other_samples_of_the_same_experts(
+    miniature: Finished, tmp_path: Path
+) -> None:
+    changed = settings(tables=[{"name": "models", "base": {"strategy": "top-1"}}])
+    out = tmp_path / "out"
+    results = run_inline(changed, out, miniature.data, jobs=miniature.out / "jobs")
+    assert not (out / "jobs").exists()
+    assert [one.hash for one in results.models] == [one.hash for one in miniature.results.models]
+    jobs = {one.row: one.samples for one in miniature.results.records if one.table == "strategies"}
+    # Of the mixture these had been drawn already; a single model has no strategy.
+    drawn = {one.row: one.samples for one in results.records}
+    assert drawn["mixed 1:1"] == jobs["top-1"]
+    assert drawn["single model"] == next(
+        one.samples for one in miniature.results.records if one.model == "single model"
+    )
+
+
+def test_another_training_setting_trains_anew_what_depends_on_it(miniature: Finished, tmp_path: Path) -> None:
+    training = miniature.settings.training.model_dump()
+    changed = settings(training=training | {"ddpm": {"learning_rate": 1e-3}})
+    results = run_inline(changed, tmp_path / "out", miniature.data, jobs=miniature.out / "jobs")
+    before = {one.model: one.experts for one in miniature.results.models}
+    after = {one.model: one.experts for one in results.models}
+    assert after["homogeneous flow"] == before["homogeneous flow"]
+    assert after["mixed 1:1"][1] == before["mixed 1:1"][1]
+    assert after["mixed 1:1"][0] != before["mixed 1:1"][0]
+
+
+def test_results_of_other_settings_are_not_replaced_unasked(miniature: Finished) -> None:
+    changed = settings(resamples=3)
+    with pytest.raises(HddmError, match=r"holds results of other settings.*--overwrite") as error:
+        run_inline(changed, miniature.out, miniature.data)
+    assert error.value.details == ("resamples: was 2, is 3",)
+    with pytest.raises(HddmError, match="holds no benchmark"):
+        run_inline(changed, miniature.data, miniature.data)
+
+
+def test_a_model_that_becomes_two_leaves_the_store_alone(tmp_path: Path) -> None:
+    out, job = tmp_path / "out", tmp_path / "jobs" / "ensemble-a" / "model"
+    job.mkdir(parents=True)
+    run._link(out, {"seed_0/ensembles/mine": job})
+    run._link(out, {"seed_0/ensembles/mine/flow": job, "seed_0/ensembles/mine/ddpm": job})
+    assert not list(job.iterdir())
+    links = [out / "seed_0/ensembles/mine" / name for name in ("flow", "ddpm")]
+    assert [link.resolve() for link in links] == [job, job]
+
+
+def test_settings_differ_by_the_names_of_models_and_tables() -> None:
+    first, second = {"name": "a", "converted": None}, {"name": "b", "converted": None}
+    changed = {"name": "a", "converted": 0.5}
+    assert run.differences({"models": [first]}, {"models": [changed, second]}) == [
+        "models.a.converted: was None, is 0.5",
+        "models.b: is new",
+    ]
+    assert run.differences({"models": [first, second]}, {"models": [first]}) == ["models.b: is gone"]
+    assert run.differences({"models": [first, second]}, {"models": [second, first]}) == [
+        "models: in another order"
+    ]
+
+
+def test_results_are_read_back_as_they_were_written(miniature: Finished) -> None:
+    read = read_results(miniature.out)
+    assert read == miniature.results
+    assert read.complete
+    assert {table: [row.name for row in rows] for table, rows in read.tables.items()} == {
+        "models": ["single model", "homogeneous flow", "mixed 1:1"],
+        "strategies": ["draw", "top-1", "full"],
+    }
+    assert {(one.objective, one.shard) for one in read.errors} == {
+        ("flow", None),
+        ("flow", 0),
+        ("flow", 1),
+        ("ddpm", 0),
+    }
+    assert {one.kind for one in read.losses} == {"single", "expert", "router"}
+    (router,) = read.routers
+    assert len(router.temperatures) > 1
+
+
+def test_every_model_of_a_benchmark_opens_under_its_name(miniature: Finished) -> None:
+    for name in ("single-model", "ensembles/homogeneous-flow", "ensembles/mixed-1-1"):
+        samples = hddm.sample(hddm.load(miniature.out / "seed_0" / name), 2, steps=2)
+        assert samples.isfinite().all()
+
+
+def test_a_verdict_needs_three_seeds_and_is_paired(miniature: Finished) -> None:
+    assert {one.judgement for one in miniature.results.verdicts} == {"no verdict"}
+    assert [one.against for one in miniature.results.verdicts if one.kind == "model"] == [
+        "homogeneous flow",
+        "single model",
+    ]
+
+
+def test_choosing_never_reads_held_out_images_and_says_what_it_scored_on(
+    miniature: Finished, tmp_path: Path
+) -> None:
+    assert miniature.results.score_on == "validation"
+    scores = miniature.results.records[0].scores
+    assert "to_validation" in scores
+    assert "held_out" not in json.dumps(scores)
+    data = write_sides(tmp_path / "data")
+    for image in (data / "test").rglob("*.png"):
+        image.write_bytes(b"no image")
+    run_inline(settings(), tmp_path / "out", data)
+
+
+def test_confirming_takes_fresh_seeds_and_held_out_images(miniature: Finished, tmp_path: Path) -> None:
+    confirming = chosen(miniature.settings, held_out=True)
+    assert (confirming.score_on, confirming.seeds) == ("held-out", (5,))
+    results = run_inline(confirming, tmp_path / "out", miniature.data, jobs=miniature.out / "jobs")
+    assert results.images["fresh"] == 40
+    assert {one.seed for one in results.records} == {5}
+    assert "to_held_out" in results.records[0].scores
+    assert "validation" not in json.dumps(results.records[0].scores)
+    # The same images were trained on, and the same features measure both.
+    for name in ("training", "shards", "features"):
+        assert results.hashes[name] == miniature.results.hashes[name]
+    with pytest.raises(HddmError, match="seed 0 is one that settings are chosen on"):
+        chosen(miniature.settings, seeds="0,5", held_out=True)
+
+
+def test_objectives_by_error_are_those_of_the_better_expert_on_validation_images(
+    miniature: Finished, tmp_path: Path
+) -> None:
+    models = [
+        {"name": "homogeneous flow", "objectives": "flow"},
+        {"name": "homogeneous DDPM", "objectives": "ddpm"},
+        {"name": "by error", "objectives": "by-error"},
+        {"name": "1:1 by error", "objectives": "1:1 by-error"},
+    ]
+    changed = settings(models=models, compare={}, tables=[{"name": "models"}])
+    results = run_inline(changed, tmp_path / "out", miniature.data, jobs=miniature.out / "jobs")
+    error = {(one.objective, one.shard): one.calibrated["mean"] for one in results.errors}
+    gaps = [error["ddpm", k] - error["flow", k] for k in range(2)]
+    found = {one.model: one.objectives for one in results.models}
+    assert found["by error"] == tuple("ddpm" if gap < 0 else "flow" for gap in gaps)
+    best = gaps.index(min(gaps))
+    assert found["1:1 by error"] == tuple("ddpm" if k == best else "flow" for k in range(2))
+
+
+def test_converted_experts_share_their_steps_between_both_objectives(
+    miniature: Finished, tmp_path: Path
+) -> None:
+    models = [{"name": "converted", "objectives": "flow", "converted": 0.5}]
+    changed = settings(models=models, compare={}, tables=[{"name": "models"}])
+    out = tmp_path / "out"
+    results = run_inline(changed, out, miniature.data, jobs=miniature.out / "jobs")
+    (model,) = results.models
+    assert model.steps == (6, 6)
+    facts = json.loads((out / model.folder / "experts" / "0" / "expert.json").read_text())
+    assert (facts["objective"], facts["prediction_type"], facts["training"]["steps"]) == (
+        "flow",
+        "epsilon",
+        3,
+    )
+    assert {one.objective for one in results.errors} == {"ddpm", "converted"}
+
+
+def test_a_finished_model_is_compared_by_its_path(miniature: Finished, tmp_path: Path) -> None:
+    path = miniature.out / "seed_0" / "ensembles" / "mixed-1-1"
+    models = [{"name": "mine", "kind": "finished", "path": str(path)}]
+    changed = settings(models=models, compare={}, tables=[{"name": "models", "base": {"strategy": "top-1"}}])
+    results = run_inline(changed, tmp_path / "out", miniature.data, jobs=miniature.out / "jobs")
+    known = next(one for one in miniature.results.records if (one.table, one.row) == ("strategies", "top-1"))
+    assert results.records[0].scores == known.scores
+    assert results.models[0].training_flop is None
+    assert results.tables["models"][0].training_flop is None
+    assert results.models[0].objectives == ("ddpm", "flow")
+    assert results.one_model == {"mine"}
+    assert not miniature.results.one_model
+
+
+def test_the_weights_and_the_device_of_a_row_are_those_that_drew_it(
+    miniature: Finished, tmp_path: Path
+) -> None:
+    assert {tuple(one.sampled_as.items()) for one in miniature.results.records} == {
+        (("weights", "ema"), ("device", "cpu"))
+    }
+    raw = copied(miniature.out / "seed_0" / "ensembles" / "mixed-1-1", tmp_path)
+    edit_json(raw / "experts" / "0" / "expert.json", weights="raw")
+    models = [
+        {"name": "raw", "kind": "finished", "path": str(raw)},
+        {"name": "homogeneous flow", "objectives": "flow"},
+    ]
+    jobs = copied(miniature.out / "jobs", tmp_path)
+    for record in jobs.glob("samples-*/job.json"):
+        content = json.loads(record.read_text())
+        del content["result"]["device"]
+        record.write_text(json.dumps(content))
+    changed = settings(models=models, compare={}, tables=[{"name": "models"}], device="auto")
+    results = run_inline(changed, tmp_path / "out", miniature.data, jobs=jobs)
+    drawn, found = (one.sampled_as for one in results.records)
+    assert drawn == {"weights": "ema and raw", "device": "cuda" if torch.cuda.is_available() else "cpu"}
+    assert found == {"weights": "ema", "device": None}
+    assert results.sampled_as["weights"] == "ema, ema and raw"
+    assert results.sampled_as["device"] == f"{drawn['device']}, not recorded"
+
+
+def test_experts_of_classes_are_sampled_under_every_conversion(miniature: Finished, tmp_path: Path) -> None:
+    models = [{"name": "mine", "objectives": "ddpm", "training": {"class_conditional": True}}]
+    conversions = ["exact", "exact, raw", "same x, same t, x_0 clipped", "same x, same t, blend"]
+    tables = [{"name": "all", "base": {"guidance_scale": 2}, "vary": {"conversion": conversions}}]
+    changed = settings(models=models, compare={}, tables=tables)
+    jobs = copied(miniature.out / "jobs", tmp_path)
+    results = run_inline(changed, tmp_path / "out", miniature.data, jobs=jobs)
+    assert [one.row for one in results.records] == conversions
+    distances = {one.scores["to_training"]["value"] for one in results.records}
+    assert len(distances) == len(conversions)
+    for one in results.records:
+        drawn = [load_file(jobs / name / "samples.safetensors") for name in one.samples]
+        assert drawn[0]["labels"].tolist() == [0, 1] * 20
+        assert one.expert_evaluations == results.records[0].expert_evaluations
+
+
+def test_samples_in_pieces_are_those_in_one(
+    miniature: Finished, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hddm.benchmark.samples.PIECE", 15)
+    out, jobs = tmp_path / "out", miniature.out / "jobs"
+    cut = run_inline(miniature.settings, out, miniature.data, jobs=jobs).records[0].samples
+    (whole,) = miniature.results.records[0].samples
+    pixels = [load_file(jobs / name / "samples.safetensors")["pixels"] for name in (*cut, whole)]
+    assert [len(part) for part in pixels] == [15, 15, 10, 40]
+    assert torch.cat(pixels[:3]).int().sub(pixels[3].int()).abs().max() <= 1

@@ -1,0 +1,215 @@
+"""Settings of benchmarks: presets are whole, and slips in a file are named."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from hddm.benchmark.load_settings import load_settings, parse_settings
+from hddm.benchmark.preset_files import preset_names
+from hddm.benchmark.protocol import chosen
+from hddm.benchmark.schema import table_points
+from hddm.benchmark.seeds import parse_seeds
+from hddm.benchmark.trainings import Training
+from hddm.training.settings import ExpertSettings
+from hddm.utils.errors import HddmError
+from tests.benchmark_files import CONTENT, settings
+
+
+def test_the_presets_are_there_and_choose_before_they_confirm() -> None:
+    assert preset_names() == ["cifar10", "cifar10-small", "digits"]
+    for name in preset_names():
+        preset = load_settings(name)
+        assert preset.name == name
+        assert preset.score_on == "validation"
+        assert (preset.seeds, preset.confirmation_seeds) == ((0, 1, 2, 3, 4), (5, 6, 7, 8, 9))
+        confirming = chosen(preset, held_out=True)
+        assert (confirming.score_on, confirming.seeds) == ("held-out", (5, 6, 7, 8, 9))
+
+
+def test_a_training_is_found_again_by_the_warm_up_that_its_default_comes_to() -> None:
+    def job(**changes: object) -> str:
+        settings = {"objective": "flow", "steps": 500, **changes}
+        return Training(Path("shard"), "hash", ExpertSettings.model_validate(settings)).job.hash
+
+    assert job() == job(warmup=50) != job(warmup=100)
+    assert job(steps=2000) == job(steps=2000, warmup=100)
+
+
+def test_a_file_of_ones_own_says_the_same(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(yaml.safe_dump(CONTENT))
+    assert load_settings(str(path)) == settings()
+
+
+def _training(**parts: dict[str, Any]) -> dict[str, Any]:
+    return {**CONTENT["training"], **parts}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"dta": {}}, "unknown key 'dta'; did you mean 'data'"),
+        ({"partition": {"shrads": 2}}, "unknown key 'partition.shrads'; did you mean 'shards'"),
+        ({"models": [{"name": "a", "knd": "single"}]}, "'models.0.knd'; did you mean 'kind'"),
+        (
+            {"training": {"expert": {"stpes": 3}, "router": {}}},
+            "'training.expert.stpes'; did you mean 'steps'",
+        ),
+        (
+            {"models": [{"name": "a", "training": {"sze": "tiny"}}]},
+            "'models.0.training.sze'; did you mean 'size'",
+        ),
+        ({"models": [{"name": "a", "training": {"seed": 3}}]}, "'models.0.training': seed is said by the"),
+        (
+            {"training": _training(ddpm={"size": "hueg"})},
+            "key 'training.ddpm.size' (is 'hueg'): choose one of",
+        ),
+        ({"training": _training(expert={})}, "key 'training.expert.steps': is required"),
+        (
+            {"training": _training(router={"steps": 0})},
+            "key 'training.router.steps' (is 0): must be 1 or more",
+        ),
+        (
+            {"models": [{"name": "a", "training": {"learning_rate": -1}}]},
+            "model 'a': key 'training.learning_rate' (is -1): must be above 0",
+        ),
+        (
+            {"models": [{"name": "a", "kind": "single", "training": {"size": "hueg"}}]},
+            "model 'a': key 'training.size' (is 'hueg'): choose one of tiny",
+        ),
+        (
+            {
+                "models": [{"name": "a", "kind": "single"}],
+                "training": _training(single={"batch_size": 0}),
+            },
+            "model 'a': key 'training.single.batch_size' (is 0): must be 1 or more",
+        ),
+        (
+            {
+                "models": [{"name": "a", "converted": 0.5, "training": {"batch_size": 6}}],
+                "training": _training(ddpm={"gradient_accumulation_steps": 4}),
+            },
+            "model 'a': training.expert and training.ddpm and training: batch_size 6 does not divide into 4",
+        ),
+        ({"sampling": {"solver": "eular"}}, "key 'sampling.solver' (is 'eular'): choose one of"),
+        ({"sampling": {"strategy": "top-0"}}, "key 'sampling.strategy' (is 'top-0'): choose top-K"),
+        ({"tables": [{"name": "a", "vary": {"step": [3]}}]}, "no setting of sampling is called 'step'"),
+        ({"tables": [{"name": "a", "models": ["b"]}]}, "there is no model 'b'"),
+        ({"data": {"source": "digits"}}, "score_on: validation needs a data.validation_share"),
+        ({"models": [{"name": "a", "kind": "finished"}]}, "path and kind: finished go together"),
+        (
+            {"models": [{"name": "a", "kind": "single", "converted": 0.5}]},
+            "converted and init are for ensembles",
+        ),
+        ({"models": [{"name": "a", "kind": "single", "init": "b"}]}, "converted and init are for ensembles"),
+        (
+            {"models": [{"name": "a", "objectives": "ddpm", "converted": 0.5}]},
+            "a: converted is for flow experts",
+        ),
+        (
+            {"models": [{"name": "a", "objectives": "0=ddpm,1=ddpm", "init": "b"}]},
+            "a: init is for flow experts",
+        ),
+        ({"models": [{"name": "a", "objectives": "2:0 by-error", "init": "b"}]}, "'2:0 by-error' have none"),
+        (
+            {"models": [{"name": "a", "kind": "finished", "path": "b", "objectives": "ddpm"}]},
+            "a: is finished, so training and objectives have nothing to say",
+        ),
+        (
+            {"models": [{"name": "a", "kind": "finished", "path": "b", "training": {"steps": 3}}]},
+            "a: is finished, so training and objectives have nothing to say",
+        ),
+        ({"models": [{"name": "a"}, {"name": "a"}]}, "two models are called 'a'"),
+        (
+            {"models": [{"name": "mixed 1:1"}, {"name": "mixed 1-1"}]},
+            "models 'mixed 1:1' and 'mixed 1-1' would share the folder 'mixed-1-1'",
+        ),
+        (
+            {"models": [{"name": "A", "kind": "single"}, {"name": "a"}]},
+            "models 'A' and 'a' would share the folder 'a'",
+        ),
+        ({"models": [{"name": "模型"}]}, "model '模型' has no letter a-z or digit"),
+        (
+            {"models": [{"name": "Ensembles", "kind": "single"}]},
+            "model 'Ensembles' would take the folder 'ensembles'",
+        ),
+        ({"models": [{"name": "a", "objectives": 63}]}, "write it in quotes"),
+        ({"seeds": [0, 1, 0]}, "0 is there twice; name each once"),
+        ({"tables": [{"name": "a", "models": ["mixed 1:1"] * 2}]}, "'mixed 1:1' is there twice"),
+        ({"tables": [{"name": "a", "vary": {"steps": [3, 3]}}]}, "3 is there twice"),
+        ({"models": [{"name": "a", "objectives": "1:3"}]}, "are of 4 experts, and partition.shards"),
+    ],
+)
+def test_a_slip_is_named_with_its_remedy(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(HddmError) as error:
+        parse_settings(CONTENT | {"tables": [{"name": "models"}], "compare": {}} | changes, "mine.yaml")
+    assert message in error.value.message
+    assert error.value.message.startswith("mine.yaml: ")
+
+
+@pytest.mark.parametrize("objectives", ["flow", "1:1", "by-error", "1:1 by-error"])
+def test_experts_that_may_be_flow_start_from_others(objectives: str) -> None:
+    for start in ({"converted": 0.5}, {"init": "expert"}):
+        model = {"name": "a", "objectives": objectives, **start}
+        assert settings(models=[model], compare={}, tables=[{"name": "models"}]).models[0].name == "a"
+
+
+def test_an_unknown_preset_names_those_that_there_are() -> None:
+    with pytest.raises(
+        HddmError, match=r"digit: no such preset; .*cifar10, cifar10-small, digits; did you mean 'digits'\?"
+    ):
+        load_settings("digit")
+    with pytest.raises(HddmError, match=r"nowhere\.yaml: cannot be read"):
+        load_settings("./nowhere.yaml")
+
+
+def test_a_table_varies_one_setting_after_the_other_from_its_base() -> None:
+    vary = {"solver": ["euler", "heun"], "steps": [2, 5]}
+    one = settings(tables=[{"name": "a", "vary": vary}])
+    points = [(point.solver, point.steps) for point in table_points(one, one.tables[0])]
+    assert points == [("euler", 2), ("heun", 2), ("euler", 5)]
+    whole = settings(tables=[{"name": "a", "vary": vary, "product": True}])
+    points = [(point.solver, point.steps) for point in table_points(whole, whole.tables[0])]
+    assert points == [("euler", 2), ("euler", 5), ("heun", 2), ("heun", 5)]
+
+
+def test_a_seed_chooses_or_confirms_and_never_does_both() -> None:
+    with pytest.raises(HddmError, match="miniature: seed 0 is among seeds and confirmation_seeds"):
+        chosen(settings(confirmation_seeds=[0, 5]))
+    with pytest.raises(HddmError, match=r"--seeds 3,5: seed 5 is kept for confirming"):
+        chosen(settings(), seeds="3,5")
+    with pytest.raises(HddmError, match="seed 0 is one that settings are chosen on"):
+        chosen(settings(), seeds="0", held_out=True)
+    assert chosen(settings(score_on="held-out")).seeds == (5,)
+
+
+def test_seeds_are_ranges_and_lists() -> None:
+    assert parse_seeds("0-4") == (0, 1, 2, 3, 4)
+    assert parse_seeds("5,6") == (5, 6)
+    assert parse_seeds("0-1,7") == (0, 1, 7)
+    for text in ("", "a", "4-2", "-1"):
+        with pytest.raises(HddmError, match="is no seed"):
+            parse_seeds(text)
+    with pytest.raises(HddmError, match="comes twice"):
+        parse_seeds("0-2,1")
+
+
+def test_a_file_says_seeds_as_the_command_line_does_and_has_a_table_of_all_models_unasked() -> None:
+    content = {key: value for key, value in CONTENT.items() if key != "tables"}
+    read = parse_settings(content | {"seeds": "0-2,7", "confirmation_seeds": [8]}, "mine.yaml")
+    assert (read.seeds, read.confirmation_seeds) == ((0, 1, 2, 7), (8,))
+    assert [(table.name, table.models) for table in read.tables] == [("models", ())]
+    with pytest.raises(
+        HddmError, match=r"^mine.yaml: key 'seeds' \(is '0-x'\): 0-x: '0-x' is no seed; write"
+    ):
+        parse_settings(content | {"seeds": "0-x"}, "mine.yaml")
+
+
+def test_an_objective_that_there_is_not_is_told_with_its_model() -> None:
+    models = [{"name": "mine", "objectives": "1;1"}]
+    with pytest.raises(HddmError, match="mine: objectives 1;1: '1;1' names no objective"):
+        parse_settings(
+            CONTENT | {"models": models, "tables": [{"name": "models"}], "compare": {}}, "mine.yaml"
+        )

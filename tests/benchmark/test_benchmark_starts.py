@@ -1,0 +1,143 @@
+"""Models that start from an expert that exists: what they cost, and what their samples keep of training."""
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hddm.benchmark.compute import Costs
+from hddm.benchmark.samples import Source, pieces, prepared
+from hddm.benchmark.schema import Point
+from hddm.benchmark.store import Store
+from hddm.calibration import LEVELS, STATES
+from hddm.data.shards import load_shard
+from hddm.experts.loading import load
+from hddm.training.continuation import continue_expert
+from hddm.utils.errors import HddmError
+from tests.artefacts import expert_settings
+from tests.benchmark_files import Finished, run_inline, settings
+
+# Of its experts the miniature has one.
+STRIPPING = [
+    {"calibration": "none"},
+    {"calibration": "router"},
+    {"conversion": "exact, raw"},
+    {"conversion": "exact, x_0 clipped"},
+    {"conversion": "same x, same t, blend"},
+]
+UNTRAINED = {"name": "homogeneous DDPM", "objectives": "ddpm"}
+
+
+def _jobs(miniature: Finished, folder: Path) -> Path:
+    return Path(shutil.copytree(miniature.out / "jobs", folder / "jobs"))
+
+
+def _experts(jobs: Path) -> set[str]:
+    return {path.name for path in jobs.glob("expert-*")}
+
+
+def _of(*models: dict[str, Any]) -> dict[str, Any]:
+    return {"models": list(models), "compare": {}, "tables": [{"name": "models"}]}
+
+
+def test_what_an_expert_is_trained_on_from_decides_what_training_costs(
+    miniature: Finished, ddpm_expert: Path, flow_expert: Path, tmp_path: Path
+) -> None:
+    jobs = _jobs(miniature, tmp_path)
+    chosen = settings(
+        **_of(
+            {"name": "from DDPM", "init": str(ddpm_expert), "training": {"size": "small"}},
+            {"name": "from flow", "init": str(flow_expert)},
+            {"name": "adapted", "init": str(ddpm_expert), "training": {"lora_rank": 2}},
+        )
+    )
+    results = run_inline(chosen, tmp_path / "out", miniature.data, jobs=jobs)
+    cost = Costs(Store(jobs), next(jobs.glob("shards-*")) / "shards").expert(chosen.expert("flow", 0))
+    steps, fitted = 2 * 6 * 8 * cost.step, 2 * LEVELS * STATES * cost.forward
+    flop = {one.model: one.experts_flop for one in results.models}
+    # As large as the init is, and calibrated in training.
+    assert steps < flop["from DDPM"] < 1.1 * steps
+    # Flow experts are calibrated when they are trained.
+    assert flop["from flow"] == steps + fitted
+    assert 0.5 * steps < flop["adapted"] < 1.5 * steps
+    assert flop["adapted"] != flop["from DDPM"]
+
+
+@pytest.fixture(scope="module")
+def converted(ddpm_expert: Path, shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A DDPM expert, trained on with flow matching."""
+    out = tmp_path_factory.mktemp("converted") / "expert"
+    continue_expert(ddpm_expert, shards / "shard_1", out, expert_settings("flow"))
+    return out
+
+
+@pytest.mark.parametrize("asked", STRIPPING)
+def test_a_calibration_that_was_trained_in_is_left_in_place(
+    asked: dict[str, Any], converted: Path, shards: Path
+) -> None:
+    whole = load(converted)
+    point, shard = Point.model_validate(asked), shards / "shard_1"
+    changed = prepared(load(converted), point, [shard], [True])
+    x, t = load_shard(shard).images[:4], torch.full((4,), 0.9)
+    assert torch.equal(changed.velocity(x, t), whole.velocity(x, t))
+    stripped = prepared(load(converted), point, [shard])
+    assert not torch.equal(stripped.velocity(x, t), whole.velocity(x, t))
+
+
+@pytest.mark.parametrize("asked", STRIPPING)
+def test_samples_without_a_calibration_that_was_trained_in_are_not_found_again(asked: dict[str, Any]) -> None:
+    before = Source(Path("model"), "hash", False, (), (), None, (False, False))
+    point = Point.model_validate(asked)
+    assert pieces(before, point, 0) == pieces(replace(before, trained_in=()), point, 0)
+    after = replace(before, trained_in=(False, True))
+    assert pieces(after, point, 0) != pieces(before, point, 0)
+    assert pieces(after, Point(), 0) == pieces(before, Point(), 0)
+
+
+def test_a_converted_model_is_sampled_and_measured_as_it_was_trained(
+    miniature: Finished, tmp_path: Path
+) -> None:
+    tables = [
+        {"name": "calibration", "vary": {"calibration": ["none", "experts"]}},
+        {"name": "conversion", "vary": {"conversion": ["exact", "exact, raw"]}},
+    ]
+    converted = {"name": "converted", "converted": 0.5}
+    chosen = settings(models=[converted], compare={}, tables=tables)
+    results = run_inline(chosen, tmp_path / "out", miniature.data, jobs=_jobs(miniature, tmp_path))
+    first, *others = [one.scores for one in results.records]
+    assert len(others) == 3
+    assert all(one == first for one in others)
+    curves = {one.objective: one for one in results.errors}
+    assert curves["converted"].raw == curves["converted"].calibrated
+    assert curves["ddpm"].raw != curves["ddpm"].calibrated
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        {"name": "adapted", "training": {"lora_rank": 2}},
+        {"name": "adapted", "kind": "single", "training": {"lora_rank": 2}},
+        {"name": "adapted", "converted": 0.5, "training": {"lora_rank": 2}},
+    ],
+)
+def test_an_adapter_of_nothing_is_refused_before_anything_is_trained(
+    model: dict[str, Any], miniature: Finished, tmp_path: Path
+) -> None:
+    jobs = _jobs(miniature, tmp_path)
+    changed = settings(**_of(UNTRAINED, model))
+    with pytest.raises(HddmError, match=r"model 'adapted': lora_rank 2: .* give the model an init"):
+        run_inline(changed, tmp_path / "out", miniature.data, jobs=jobs)
+    assert _experts(jobs) == _experts(miniature.out / "jobs")
+
+
+def test_an_init_that_does_not_fit_is_refused_before_anything_is_trained(
+    miniature: Finished, router: Path, tmp_path: Path
+) -> None:
+    jobs = _jobs(miniature, tmp_path)
+    changed = settings(**_of(UNTRAINED, {"name": "mine", "init": str(router)}))
+    with pytest.raises(HddmError, match=r"model 'mine': .*no expert folder"):
+        run_inline(changed, tmp_path / "out", miniature.data, jobs=jobs)
+    assert _experts(jobs) == _experts(miniature.out / "jobs")

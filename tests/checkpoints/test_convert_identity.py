@@ -1,0 +1,218 @@
+"""What a conversion records of the VAE and the text encoder beside a network."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from hddm.experts.records import NULL_FILE
+from hddm.networks.text_encoder import encode, text_encoder_facts
+from hddm.networks.vae import vae_facts
+from hddm.pipelines.pipeline import HDDMPipeline
+from tests.artefacts import Command, edit_json
+from tests.checkpoint_files import converted, dit, facts_of, pipeline, pixart, plain_unet, refused, text_unet
+from tests.component_files import save_by_transformers, write_clip, write_vae
+from tests.networks.test_vae import FILE, HALF
+
+NOT_SAID = "note: the expert does not say which VAE made its latents"
+
+
+def _text_pipeline(folder: Path, seed: int = 0, **vae: Any) -> Path:
+    """A Stable Diffusion in small: UNet, VAE, CLIP; ``seed`` is that of the latter two."""
+    write_vae(folder / "vae", seed=seed, **vae)
+    write_clip(folder, tokens=6, seed=seed)
+    return pipeline(folder, text_unet())
+
+
+def _converted(hddm: Command, source: Path, *options: object) -> tuple[dict[str, Any], str]:
+    out = source.parent / f"{source.name}-expert"
+    text = converted(hddm, source, out, *options)
+    return facts_of(out), text
+
+
+def test_vae_and_text_encoder_of_a_pipeline_are_recorded(hddm: Command, tmp_path: Path) -> None:
+    source = _text_pipeline(tmp_path / "sd", scaling_factor=0.13, shift_factor=0.1)
+    facts, text = _converted(hddm, source)
+    assert facts["vae"] == vae_facts(source / "vae").model_dump()
+    assert facts["latent_scale"] == facts["vae"]["scale"] == 0.13
+    assert facts["vae"]["shift"] == 0.1
+    assert facts["text_encoder"] == text_encoder_facts(source / "text_encoder", 6).model_dump()
+    assert (facts["text_encoder"]["tokens"], facts["text_encoder"]["width"]) == (6, 16)
+    assert NOT_SAID not in text
+    assert f"vae: AutoencoderKL, known by its encoder {facts['vae']['fingerprint']}" in text
+    assert f"text encoder: CLIPTextModel {facts['text_encoder']['fingerprint']}, 6×16 tokens" in text
+
+
+def test_inspect_shows_them(hddm: Command, tmp_path: Path) -> None:
+    facts, _ = _converted(hddm, _text_pipeline(tmp_path / "sd"))
+    code, text, _ = hddm("inspect", tmp_path / "sd-expert", "--json")
+    assert code == 0
+    for part in ("vae", "text_encoder"):
+        assert facts[part]["fingerprint"] in text
+
+
+def test_another_decoder_and_a_float16_copy_are_the_same_latent_space(hddm: Command, tmp_path: Path) -> None:
+    expected, _ = _converted(hddm, _text_pipeline(tmp_path / "plain"))
+    other = _text_pipeline(tmp_path / "decoder")
+    weights = load_file(other / "vae" / FILE)
+    save_file({k: v * 2 if k.startswith("decoder.") else v for k, v in weights.items()}, other / "vae" / FILE)
+    half = _text_pipeline(tmp_path / "half", dtype=torch.float16)
+    fresh = _text_pipeline(tmp_path / "encoder", seed=1)
+    assert _converted(hddm, other)[0]["vae"] == expected["vae"]
+    assert _converted(hddm, half)[0]["vae"] == expected["vae"]
+    facts, _ = _converted(hddm, fresh)
+    assert facts["vae"]["fingerprint"] != expected["vae"]["fingerprint"]
+    assert facts["text_encoder"]["fingerprint"] != expected["text_encoder"]["fingerprint"]
+
+
+def test_a_variant_has_the_identity_of_the_plain_files(hddm: Command, tmp_path: Path) -> None:
+    source = _text_pipeline(tmp_path / "sd")
+    expected, _ = _converted(hddm, source)
+    for part, name in (("unet", FILE), ("vae", FILE), ("text_encoder", "model.safetensors")):
+        file = source / part / name
+        weights = {key: value.half() for key, value in load_file(file).items()}
+        save_file(weights, file.with_name(name.replace(".", ".fp16.", 1)))
+        file.unlink()
+    facts, _ = _converted(hddm, source.rename(tmp_path / "half"), "--variant", "fp16")
+    assert (facts["vae"], facts["text_encoder"]) == (expected["vae"], expected["text_encoder"])
+
+
+@pytest.mark.parametrize("kind", ["missing", "pickle", "pointer", "class", "misfit"])
+def test_a_vae_that_cannot_be_read_is_no_hindrance_and_a_note(
+    kind: str, hddm: Command, tmp_path: Path
+) -> None:
+    source = _text_pipeline(tmp_path / "sd", scaling_factor=0.5)
+    file = source / "vae" / FILE
+    if kind == "missing":
+        file.unlink()
+    elif kind == "pickle":
+        file.rename(file.with_suffix(".bin"))
+    elif kind == "pointer":
+        file.write_text("version https://git-lfs.github.com/spec/v1\n")
+    elif kind == "class":
+        edit_json(source / "vae" / "config.json", _class_name="AutoencoderDC")
+    else:
+        edit_json(source / "vae" / "config.json", latent_channels=8)
+    facts, text = _converted(hddm, source)
+    assert facts["vae"] is None
+    assert (facts["space"], facts["latent_scale"]) == ("latents", 0.5)
+    assert text.count(NOT_SAID) == 1
+
+
+def test_a_tiny_vae_that_states_no_scale_has_that_of_its_class(hddm: Command, tmp_path: Path) -> None:
+    write_vae(tmp_path / "dit" / "vae", "tiny")
+    config = tmp_path / "dit" / "vae" / "config.json"
+    kept = {key: value for key, value in json.loads(config.read_text()).items() if key != "scaling_factor"}
+    config.write_text(json.dumps(kept))
+    facts, text = _converted(hddm, pipeline(tmp_path / "dit", dit()))
+    assert facts["latent_scale"] == facts["vae"]["scale"] == 1.0
+    assert facts["vae"]["kind"] == "AutoencoderTiny"
+    assert "no scaling_factor, so AutoencoderTiny's default 1.0" in text
+
+
+def test_pixels_have_neither(hddm: Command, tmp_path: Path) -> None:
+    facts, text = _converted(hddm, pipeline(tmp_path / "pixels", plain_unet()))
+    assert facts["vae"] is facts["text_encoder"] is None
+    assert "note: the expert" not in text
+
+
+def test_a_network_without_text_has_no_text_encoder(hddm: Command, tmp_path: Path) -> None:
+    write_clip(tmp_path / "dit", tokens=6)
+    facts, _ = _converted(hddm, pipeline(tmp_path / "dit", dit()))
+    assert facts["text_encoder"] is None
+
+
+def test_a_transformer_on_clip_tokens_has_its_text_encoder(hddm: Command, tmp_path: Path) -> None:
+    write_clip(tmp_path / "pixart", width=12, tokens=6)
+    facts, _ = _converted(hddm, pipeline(tmp_path / "pixart", pixart()))
+    assert facts["text_encoder"] == text_encoder_facts(tmp_path / "pixart" / "text_encoder", 6).model_dump()
+
+
+def test_a_tokenizer_saved_by_transformers_of_today_is_as_good(hddm: Command, tmp_path: Path) -> None:
+    """And an expert that was converted beside it does not take another text encoder on trust."""
+    source = _text_pipeline(tmp_path / "sd")
+    expected, said = _converted(hddm, source)
+    assert "no text: 6×16 tokens of the source's own" in said
+    save_by_transformers(source / "tokenizer")
+    facts, text = _converted(hddm, source.rename(tmp_path / "new"))
+    assert facts["text_encoder"] == expected["text_encoder"] is not None
+    assert "no text: 6×16 tokens of the source's own" in text
+    null, same = (load_file(tmp_path / name / NULL_FILE) for name in ("sd-expert", "new-expert"))
+    assert torch.equal(null["encoder_hidden_states"], same["encoder_hidden_states"])
+    write_clip(tmp_path / "other", tokens=6, seed=1)
+    save_by_transformers(tmp_path / "other" / "tokenizer")
+
+    def assembled(components: Path) -> tuple[int, str, str]:
+        parts = ("--text-encoder", components / "text_encoder", "--tokenizer", components / "tokenizer")
+        vae, out = ("--vae", tmp_path / "new" / "vae"), tmp_path / f"{components.name}-ensemble"
+        return hddm("assemble", tmp_path / "new-expert", "--out", out, *vae, *parts)
+
+    code, _, error = assembled(tmp_path / "new")
+    assert code == 0, error
+    code, _, error = assembled(tmp_path / "other")
+    assert code == 1
+    assert str(tmp_path / "other" / "text_encoder") in error
+    # What a pipeline saves serves the next ensemble.
+    pipe = HDDMPipeline.from_pretrained(tmp_path / "new-ensemble")
+    pipe.save_pretrained(tmp_path / "saved")
+    code, _, error = assembled(tmp_path / "saved")
+    assert code == 0, error
+    again = HDDMPipeline.from_pretrained(tmp_path / "saved-ensemble")
+    ours, theirs = (encode(one.text_encoder, one.tokenizer, ["a cat", ""]) for one in (pipe, again))
+    assert torch.equal(ours, theirs)
+    assert torch.allclose(ours[1], null["encoder_hidden_states"], atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        ("second", "there is a text_encoder_2 beside"),
+        ("t5", "the one beside is ['T5EncoderModel'], not a CLIPTextModel"),
+        ("missing", "there is no text_encoder/model.safetensors beside"),
+        ("config", "there is no tokenizer/tokenizer_config.json beside"),
+        ("words", "there is neither tokenizer/tokenizer.json nor tokenizer/vocab.json beside"),
+    ],
+)
+def test_text_that_is_not_one_clip_encoders_is_not_recorded(
+    kind: str, reason: str, hddm: Command, tmp_path: Path
+) -> None:
+    source = _text_pipeline(tmp_path / "sd")
+    if kind == "second":
+        (source / "text_encoder_2").mkdir()
+    elif kind == "t5":
+        edit_json(source / "text_encoder" / "config.json", architectures=["T5EncoderModel"])
+    else:
+        names = {"config": "tokenizer/tokenizer_config.json", "words": "tokenizer/vocab.json"}
+        (source / names.get(kind, "text_encoder/model.safetensors")).unlink()
+    facts, text = _converted(hddm, source)
+    assert facts["text_encoder"] is None
+    assert f"text encoder: not recorded, since {reason}" in text
+
+
+def test_an_expert_that_is_converted_again_keeps_both(hddm: Command, tmp_path: Path) -> None:
+    source = _text_pipeline(tmp_path / "sd")
+    first, _ = _converted(hddm, source)
+    again, _ = _converted(hddm, tmp_path / "sd-expert")
+    assert None not in (first["vae"], first["text_encoder"])
+    assert (again["vae"], again["text_encoder"]) == (first["vae"], first["text_encoder"])
+
+
+@pytest.mark.parametrize("part", ["vae", "text_encoder"])
+def test_a_part_outside_the_pipeline_is_refused(part: str, hddm: Command, tmp_path: Path) -> None:
+    source = _text_pipeline(tmp_path / "sd")
+    (source / part).rename(tmp_path / "outside")
+    os.symlink(tmp_path / "outside", source / part)
+    assert "outside the folder; refused" in refused(hddm, source)
+
+
+def test_weights_of_a_vae_outside_its_folder_are_not_opened(hddm: Command, tmp_path: Path) -> None:
+    source = _text_pipeline(tmp_path / "sd")
+    (source / "vae" / FILE).rename(tmp_path / "outside")
+    os.symlink(tmp_path / "outside", source / "vae" / HALF)
+    facts, text = _converted(hddm, source)
+    assert facts["vae"] is None
+    assert "outside the folder; refused" in text

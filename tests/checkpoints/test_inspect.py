@@ -1,0 +1,199 @@
+"""Inspecting: what an artefact is, for scripts and for readers."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from hddm.networks.vae import vae_facts
+from hddm.training.expert import train_expert
+from hddm.training.settings import RunOptions
+from hddm_cli.plain import plain_lines
+from tests.artefacts import Command, copied, expert_settings
+from tests.component_files import write_vae
+
+
+@pytest.mark.parametrize("kind", ["expert", "router", "ensemble", "shard", "partition"])
+def test_inspect_tells_what_a_folder_is(
+    kind: str, ddpm_expert: Path, router: Path, ensemble: Path, whole: Path, shards: Path, hddm: Command
+) -> None:
+    folders = {"expert": ddpm_expert, "router": router, "ensemble": ensemble, "shard": whole}
+    folder = (folders | {"partition": shards})[kind]
+    code, out, _ = hddm("inspect", folder, "--json")
+    facts = json.loads(out)
+    assert (code, facts["kind"]) == (0, kind)
+    lines = hddm("inspect", folder)[1].splitlines()
+    assert [line.split(":")[0] for line in lines if not line.startswith(" ")] == list(facts)
+    assert not [line for line in lines if any(sign in line for sign in ("(", "[", "{", '"', "None", "True"))]
+
+
+def test_inspect_tells_readers_what_an_expert_works_on(class_expert: Path, hddm: Command) -> None:
+    lines = hddm("inspect", class_expert)[1].splitlines()
+    for line in (
+        "sample_shape: 1 × 4 × 4",
+        "noise_range: 0 … 1",
+        "schedule: name=linear",
+        "classes: columns, rows",
+        "calibrated: yes",
+        "licence: none",
+        "  class_images: 24, 24",
+        "  steps: 300",
+    ):
+        assert line in lines
+
+
+def test_an_encoded_partition_is_called_so_with_its_vae_and_scale(
+    shards: Path, tmp_path: Path, hddm: Command
+) -> None:
+    write_vae(tmp_path / "vae")
+    for name, options in (("latents", ("--vae", tmp_path / "vae", "--resolution", 8)), ("pixels", ())):
+        assert hddm("encode", shards, "--out", tmp_path / name, *options)[0] == 0
+        facts = json.loads(hddm("inspect", tmp_path / name, "--json")[1])
+        assert (facts["kind"], facts["encoding"]["space"]) == ("encoded partition", name)
+        assert facts["sizes"] == json.loads(hddm("inspect", shards, "--json")[1])["sizes"]
+    vae = vae_facts(tmp_path / "vae")
+    said = hddm("inspect", tmp_path / "latents")[1]
+    assert f"\nvae: kind=AutoencoderKL, fingerprint={vae.fingerprint}, scale={vae.scale:g}, shift=0\n" in said
+    assert "\n  shape: 4 × 4 × 4\n" in said
+    assert "\nvae: none\n" in hddm("inspect", tmp_path / "pixels")[1]
+
+
+def test_a_shard_of_very_many_images_is_inspected(whole: Path, tmp_path: Path, hddm: Command) -> None:
+    """Its manifest is larger than other records may be."""
+    shard = copied(whole, tmp_path)
+    with (shard / "manifest.json").open("a") as file:
+        file.write(" " * 2**24)
+    code, out, err = hddm("inspect", shard)
+    assert code == 0, err
+    assert "\nimages: 48\n" in out
+    assert hddm("data", "check", shard)[0] == 0
+
+
+def test_values_become_lines_that_a_reader_knows() -> None:
+    facts = {
+        "shape": [3, 32, 32],
+        "noise_range": (0.0, 0.99368),
+        "known": True,
+        "text": None,
+        "prefix": "",
+        "none_of_it": [],
+        "parameters": 1234567,
+        "seed": 1234567,
+        "few": {"depth": 2, "norm_eps": 1e-05},
+        "many": {f"key_{k}": {"place": "x" * 30} for k in range(3)},
+        "rows": [[0.25, 0.75], [1.0, 0.0]],
+        "skipped": [{"file": "a.png", "reason": "is no image"}],
+        "hashes": ["a" * 64, "b" * 64],
+        "numbers": list(range(1000)),
+    }
+    assert list(plain_lines(facts)) == [
+        "shape: 3 × 32 × 32",
+        "noise_range: 0 … 0.99368",
+        "known: yes",
+        "text: none",
+        "prefix: none",
+        "none_of_it: none",
+        "parameters: 1,234,567",
+        "seed: 1234567",
+        "few: depth=2, norm_eps=1e-05",
+        "many:",
+        *(f"  key_{k}: place={'x' * 30}" for k in range(3)),
+        "rows:",
+        "  0.25, 0.75",
+        "  1, 0",
+        "skipped:",
+        "  file=a.png, reason=is no image",
+        "hashes:",
+        f"  {'a' * 64}",
+        f"  {'b' * 64}",
+        f"numbers: {', '.join(map(str, range(20)))}, … (1000 in all; --json tells them)",
+    ]
+
+
+@pytest.fixture(scope="module")
+def killed(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of experts, the first finished, the second not, and changed on its way."""
+    folder = tmp_path_factory.mktemp("killed") / "experts"
+    run = RunOptions(checkpoint_every=2)
+    train_expert(shards / "shard_0", folder / "expert_0", expert_settings("ddpm"), run=run)
+    train_expert(shards / "shard_1", folder / "expert_1", expert_settings("flow"), run=run)
+    shutil.rmtree(folder / "expert_1")
+    left = folder / "expert_1.run"
+    shutil.rmtree(left / "checkpoints" / "step_00000010")
+    record = json.loads((left / "run.json").read_text())
+    change = {"step": 4, "key": "learning_rate", "was": 1.0, "is": 0.001}
+    (left / "run.json").write_text(json.dumps({**record, "changes": [change]}))
+    return folder
+
+
+def test_a_killed_run_tells_its_step_its_settings_its_last_checkpoint_and_its_changes(
+    killed: Path, hddm: Command
+) -> None:
+    for place in (killed / "expert_1.run", killed / "expert_1.run" / "run.json"):
+        facts = json.loads(hddm("inspect", place, "--json")[1])
+        assert [facts[key] for key in ("kind", "of", "finished", "step", "steps")] == [
+            "run",
+            "expert",
+            False,
+            8,
+            10,
+        ]
+        assert facts["last_checkpoint"] == "checkpoints/step_00000008"
+        assert (facts["settings"]["objective"], facts["keeping"]["checkpoint_every"]) == ("flow", 2)
+    said = hddm("inspect", killed / "expert_1.run")[1]
+    assert said.endswith("changes:\n  step=4, key=learning_rate, was=1, is=0.001\n")
+    finished = json.loads(hddm("inspect", killed / "expert_0.run", "--json")[1])
+    assert (finished["finished"], finished["step"]) == (True, 10)
+
+
+def test_a_folder_of_experts_has_a_line_each(killed: Path, ensemble: Path, hddm: Command) -> None:
+    lines = hddm("inspect", killed)[1].splitlines()
+    assert lines[:4] == [
+        "kind: experts",
+        "experts:",
+        "  name=expert_0, objective=ddpm, shard=0, finished=yes, steps=10",
+        "  name=expert_1, objective=flow, finished=no, step=8, steps=10, "
+        "last_checkpoint=checkpoints/step_00000008",
+    ]
+    assert hddm("inspect", ensemble / "experts")[1].startswith("kind: experts\n")
+
+
+@pytest.mark.parametrize(
+    ("record", "kind", "verb"),
+    [
+        ("sampling.json", "samples", "hddm evaluate"),
+        ("features.json", "features", "hddm partition --cache"),
+        ("results.json", "benchmark", "hddm compare"),
+        ("benchmark.json", "unfinished benchmark", "hddm benchmark"),
+        ("shard_1/manifest.json", "shards", "hddm verify EXPERT --data, hddm evaluate --held-out"),
+        ("cat/1.png", "images", "hddm data check, hddm partition"),
+        ("train/cat/1.png", "images", "hddm data check, hddm partition"),
+        ("images.tar", "images", "hddm data check, hddm partition"),
+    ],
+)
+def test_what_another_verb_reads_is_named_with_it(
+    record: str, kind: str, verb: str, tmp_path: Path, hddm: Command
+) -> None:
+    path = tmp_path / "folder" / record
+    path.parent.mkdir(parents=True)
+    path.write_text("{}")
+    assert hddm("inspect", tmp_path / "folder")[:2] == (0, f"kind: {kind}\nread_by: {verb}\n")
+    # A model may have any of them beside it.
+    (tmp_path / "folder" / "config.json").write_text("{}")
+    assert hddm("inspect", tmp_path / "folder")[0] == 1
+
+
+def test_a_result_tells_whether_it_compares_and_other_json_is_no_broken_download(
+    tmp_path: Path, hddm: Command
+) -> None:
+    result, other = tmp_path / "result.json", tmp_path / "other.json"
+    result.write_text(json.dumps({"kind": "evaluation", "comparable": False, "reasons": ["too few"]}))
+    lines = ["kind: evaluation", "comparable: no", "reasons: too few", "read_by: hddm compare"]
+    assert hddm("inspect", result)[1].splitlines() == lines
+    other.write_text('{"a": 1}')
+    code, _, err = hddm("inspect", other)
+    assert (code, err) == (
+        1,
+        f"hddm: {other}: is JSON, not weights; name the folder that it belongs to\n",
+    )

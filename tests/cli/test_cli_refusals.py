@@ -1,0 +1,190 @@
+"""Wrong input on the command line: one line on standard error, no traceback, nothing written."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hddm.data.shard_records import ImageEntry, content_hash
+from hddm.utils.errors import HddmError
+from hddm_cli.app import app
+from tests.artefacts import Command, contents, copied, edit_json, largest_file
+
+HDDM = Path(sys.executable).parent / "hddm"
+TRAIN = ["--objective", "flow", "--steps", 2, "--size", "tiny"]
+
+
+def _refused(hddm: Command, *arguments: object) -> str:
+    code, out, err = hddm(*arguments)
+    assert code in (1, 2)
+    assert out == ""
+    assert err.count("\n") == 1
+    assert err.startswith("hddm: ")
+    return err
+
+
+def test_what_is_missing_is_named(ensemble: Path, tmp_path: Path, hddm: Command) -> None:
+    gone, out = tmp_path / "gone", ["--out", tmp_path / "out"]
+    for arguments in (
+        ["partition", gone, *out, "--shards", 2],
+        ["train", "expert", gone, *out, *TRAIN],
+        ["train", "router", gone, *out, "--steps", 2],
+        ["assemble", gone, *out],
+        ["assemble", ensemble / "experts" / "0", "--router", gone, *out],
+        ["sample", gone, *out],
+        ["calibrate", gone, "--data", gone],
+        ["evaluate", gone, "--reference", gone],
+        ["inspect", gone],
+    ):
+        assert str(gone) in _refused(hddm, *arguments)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--strategy", "best"], "--strategy best: choose top-K"),
+        (["--strategy", "top-5"], "top-5 needs 5 experts and there are 2"),
+        (["--solver", "magic"], "--solver magic: choose one of euler"),
+        (["--shift", "0"], "shift"),
+        (["--class-labels", "0"], "--class-labels 0: the model is unconditional"),
+        (["--guidance-scale", "2"], "guidance"),
+    ],
+)
+def test_a_wrong_setting_of_sample_writes_nothing(
+    options: list[str], message: str, ensemble: Path, tmp_path: Path, hddm: Command
+) -> None:
+    assert message in _refused(hddm, "sample", ensemble, "--out", tmp_path / "out", *options)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("label", ["2", "-1", "colums", "0,,1", ""])
+def test_an_unknown_class_is_refused_with_the_known_ones(
+    label: str, class_expert: Path, tmp_path: Path, hddm: Command
+) -> None:
+    line = ("sample", class_expert, "--out", tmp_path / "out", f"--class-labels={label}")
+    message = _refused(hddm, *line)
+    assert hddm(*line)[0] == 2
+    assert ("did you mean 'columns'?" in message) == (label == "colums")
+    assert "the model's classes are columns, rows" in message
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_wrong_training_writes_nothing(shards: Path, tmp_path: Path, hddm: Command) -> None:
+    small = copied(shards / "shard_0", tmp_path)
+    manifest = json.loads((small / "manifest.json").read_text())
+    few = [ImageEntry.model_validate(one) for one in manifest["images"][:3]]
+    edit_json(
+        small / "manifest.json",
+        images=manifest["images"][:3],
+        hash=content_hash(few, manifest["classes"]),
+    )
+    options = ["--out", tmp_path / "out", *TRAIN]
+    before = contents(tmp_path)
+    assert "has 3 images; an expert needs at least 16" in _refused(hddm, "train", "expert", small, *options)
+    good = ["train", "expert", shards / "shard_0", *options]
+    assert "--size huge: choose one of" in _refused(hddm, *good, "--size", "huge")
+    assert "--learning-rate" in _refused(hddm, *good, "--learning-rate", "-1")
+    assert str(small / "x.json") in _refused(
+        hddm, *good, "--objective", "ddpm", "--schedule", small / "x.json"
+    )
+    assert contents(tmp_path) == before
+
+
+def test_an_expert_with_an_unknown_key_is_refused_by_every_verb(
+    ddpm_expert: Path, shards: Path, tmp_path: Path, hddm: Command
+) -> None:
+    expert = copied(ddpm_expert, tmp_path)
+    edit_json(expert / "expert.json", shedule={})
+    before = contents(tmp_path)
+    for arguments in (
+        ["inspect", expert],
+        ["sample", expert, "--out", tmp_path / "out"],
+        ["assemble", expert, "--out", tmp_path / "out"],
+        ["calibrate", expert, "--data", shards / "shard_0"],
+    ):
+        assert "unknown key 'shedule'; did you mean 'schedule'?" in _refused(hddm, *arguments)
+    assert contents(tmp_path) == before
+
+
+def test_an_existing_folder_is_kept(
+    images: Path, shards: Path, ensemble: Path, tmp_path: Path, hddm: Command
+) -> None:
+    (tmp_path / "mine").write_text("precious")
+    before = contents(tmp_path)
+    for arguments in (
+        ["partition", images, "--shards", 2],
+        ["train", "expert", shards / "shard_0", *TRAIN],
+        ["train", "router", shards, "--steps", 2],
+        ["assemble", ensemble / "experts" / "0"],
+        ["sample", ensemble],
+        ["quickstart"],
+    ):
+        assert "--overwrite" in _refused(hddm, *arguments, "--out", tmp_path)
+    assert contents(tmp_path) == before
+
+
+def test_a_broken_image_is_named(images: Path, tmp_path: Path, hddm: Command) -> None:
+    spoilt = copied(images, tmp_path)
+    (spoilt / "rows" / "03.png").write_bytes(b"\x89PNG\r\n\x1a\nnothing")
+    code, out, err = hddm("partition", spoilt, "--out", tmp_path / "out", "--shards", 2)
+    error, image, kept = err.splitlines()
+    assert (code, out) == (1, "")
+    assert kept.startswith(f"  {tmp_path / 'out.features'}: features of the images so far, kept for the next")
+    assert error.startswith(f"hddm: {spoilt}: 1 image cannot be read")
+    assert image.startswith(f"  {spoilt / 'rows' / '03.png'}: ")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_full_disk_is_one_line(whole: Path, tmp_path: Path, hddm: Command) -> None:
+    with largest_file(20_000):
+        code, _, err = hddm("train", "expert", whole, "--out", tmp_path / "out", *TRAIN)
+    assert code == 1
+    assert "File too large" in err.splitlines()[-1]
+    assert "Traceback" not in err
+    assert not (tmp_path / "out").exists()
+    assert not list((tmp_path / "out.run" / "checkpoints").iterdir())
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["train", "expert", "shard", "--out", "out", "--objective", "gan", "--steps", "3"],
+        ["train", "expert", "shard", "--out", "out", "--objective", "flow"],
+        ["sample", "model", "--out", "out", "--num-images", "0"],
+        ["sample", "model", "--out", "out", "--colour", "red"],
+        ["dream"],
+    ],
+    ids=" ".join,
+)
+def test_wrong_usage_exits_with_2(arguments: list[str], hddm: Command) -> None:
+    code, out, err = hddm(*arguments)
+    assert (code, out) == (2, "")
+    assert "Traceback" not in err
+
+
+def test_debug_lets_the_error_through(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["hddm", "--debug", "inspect", str(tmp_path)])
+    with pytest.raises(HddmError):
+        app()
+
+
+def test_the_installed_command_fails_as_tidily(tmp_path: Path) -> None:
+    finished = subprocess.run([HDDM, "inspect", tmp_path], capture_output=True, text=True)
+    assert finished.returncode == 1
+    assert finished.stdout == ""
+    assert finished.stderr.startswith(f"hddm: {tmp_path}: holds none of expert.json")
+    assert finished.stderr.count("\n") == 1
+
+
+def test_a_schedule_of_another_prediction_type_is_refused(
+    shards: Path, tmp_path: Path, hddm: Command
+) -> None:
+    config = tmp_path / "scheduler_config.json"
+    config.write_text(json.dumps({"_class_name": "DDPMScheduler", "prediction_type": "v_prediction"}))
+    before = contents(tmp_path)
+    options = ["--out", tmp_path / "out", *TRAIN, "--objective", "ddpm", "--schedule", config]
+    assert "v_prediction" in _refused(hddm, "train", "expert", shards / "shard_0", *options)
+    assert contents(tmp_path) == before

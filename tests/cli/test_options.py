@@ -1,0 +1,30 @@
+"""Values of options as people type them."""
+
+import subprocess
+import sys
+
+import pytest
+
+from hddm.utils.errors import UsageError
+from hddm_cli.options import parse_size
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("6GB", 6e9), ("6G", 6e9), ("1.5 GiB", 1.5 * 2**30), ("500mb", 5e8), ("4K", 4000), ("12", 12)],
+)
+def test_amounts_of_memory(text: str, size: float) -> None:
+    assert parse_size(text, "--max-memory") == size
+
+
+@pytest.mark.parametrize("text", ["", "0GB", "-1GB", "6 TB", "GB", "6G B", "1e9"])
+def test_other_amounts_are_refused(text: str) -> None:
+    with pytest.raises(UsageError, match="write it as 6GB"):
+        parse_size(text, "--max-memory")
+
+
+def test_the_command_is_a_module_too() -> None:
+    found = subprocess.run(
+        [sys.executable, "-m", "hddm_cli", "--help"], capture_output=True, text=True, check=True
+    )
+    assert "assemble" in found.stdout

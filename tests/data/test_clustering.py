@@ -1,0 +1,195 @@
+"""Balanced clusters: of equal size, optimal among such, and where the data has them."""
+
+from itertools import combinations
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from scipy.optimize import linear_sum_assignment
+
+from hddm.data.clustering import (
+    Indices,
+    balanced_kmeans,
+    best,
+    cluster,
+    normalise,
+    propose,
+    silhouette,
+    transport,
+)
+from hddm.utils.errors import HddmError
+
+Array = NDArray[np.float64]
+
+
+def _blobs(sizes: list[int], dim: int = 8, spread: float = 0.05, seed: int = 0) -> tuple[Array, Array]:
+    """Points around orthogonal directions, shuffled, with the blob of each."""
+    draws = np.random.default_rng(seed)
+    truth = draws.permutation(np.repeat(np.arange(len(sizes)), sizes))
+    return np.eye(dim)[truth] + spread * draws.normal(size=(len(truth), dim)), truth
+
+
+def _same_partition(a: Array, b: Array) -> bool:
+    """Whether two labellings group alike, whatever the names of the groups."""
+    pairs = set(zip(a.tolist(), b.tolist(), strict=True))
+    return len(pairs) == len(set(a.tolist())) == len(set(b.tolist()))
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("k", [2, 4])
+def test_well_separated_clusters_are_found(k: int, seed: int) -> None:
+    points, truth = _blobs([60] * k, seed=seed)
+    assert _same_partition(cluster(points, k, 4 * k, seed).assignment, truth)
+
+
+def test_the_same_seed_gives_the_same_clusters_and_another_seed_may_not() -> None:
+    points = np.random.default_rng(0).normal(size=(120, 6))
+    first, again, other = (cluster(points, 3, 12, seed).assignment for seed in (5, 5, 6))
+    np.testing.assert_array_equal(first, again)
+    assert not _same_partition(first, other)
+
+
+# The last comes in several chunks, and is as even as one.
+@pytest.mark.parametrize(
+    ("num", "k", "most"), [(40, 4, 10), (41, 4, 11), (43, 4, 11), (7, 7, 1), (1, 1, 1), (250, 3, 84)]
+)
+def test_no_cluster_exceeds_its_capacity(num: int, k: int, most: int) -> None:
+    points = normalise(np.random.default_rng(0).normal(size=(num, 5)) + 2)
+    assignment, centres = balanced_kmeans(points, k, chunk=100)
+    assert np.bincount(assignment, minlength=k).max() <= most
+    assert len(assignment) == num
+    np.testing.assert_allclose(np.linalg.norm(centres, axis=1), 1, atol=1e-9)
+
+
+def test_a_catch_all_cluster_is_divided() -> None:
+    """Nine tenths of the points lie together; every shard still gets its part."""
+    points, _ = _blobs([360, 20, 10, 10])
+    sizes = np.bincount(cluster(points, 4, 32).assignment, minlength=4)
+    assert sizes.sum() == 400
+    # At most 8 of the 32 fine clusters, each of at most 13 points.
+    assert sizes.max() <= 8 * 13
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_assignment_is_the_best_among_balanced_ones(seed: int) -> None:
+    points = normalise(np.random.default_rng(seed).normal(size=(8, 3)))
+    assignment, centres = balanced_kmeans(points, 2, seed)
+    similarity = points @ centres.T
+    rows = range(8)
+    best = max(sum(similarity[i, int(i in first)] for i in rows) for first in map(set, combinations(rows, 4)))
+    assert similarity[rows, assignment].sum() == pytest.approx(best, abs=1e-9)
+
+
+def test_the_two_levels_agree_with_each_other() -> None:
+    points, _ = _blobs([50, 50, 50])
+    hierarchy = cluster(points, 3, 15)
+    assert hierarchy.fine_centres.shape == (15, 8)
+    assert np.bincount(hierarchy.fine_to_coarse).tolist() == [5, 5, 5]
+    nearest = (normalise(points) @ hierarchy.fine_centres.T).argmax(1)
+    np.testing.assert_array_equal(hierarchy.fine_to_coarse[nearest], hierarchy.assignment)
+
+
+def test_length_does_not_matter_only_direction() -> None:
+    points = np.random.default_rng(0).normal(size=(80, 6))
+    lengths = np.random.default_rng(1).uniform(0.1, 10, (80, 1))
+    np.testing.assert_array_equal(
+        cluster(points, 2, 8).assignment, cluster(points * lengths, 2, 8).assignment
+    )
+
+
+@pytest.mark.parametrize("value", [0.0, 1.0])
+def test_points_that_are_all_alike_are_still_divided_evenly(value: float) -> None:
+    sizes = np.bincount(cluster(np.full((40, 5), value), 2, 8).assignment)
+    assert sizes.tolist() == [20, 20]
+
+
+@pytest.mark.parametrize(("coarse", "fine"), [(0, 2), (3, 2), (2, 11)])
+def test_numbers_that_do_not_fit_are_refused(coarse: int, fine: int) -> None:
+    with pytest.raises(HddmError, match="10 points"):
+        cluster(np.ones((10, 3)), coarse, fine)
+
+
+@pytest.mark.parametrize(("num", "k"), [(1003, 7), (999, 32), (64, 8)])
+def test_sizes_differ_by_one_at_most_though_points_come_in_mini_batches(num: int, k: int) -> None:
+    points = np.random.default_rng(0).normal(size=(num, 6)) + 1
+    assignment, _ = balanced_kmeans(points, k, chunk=100, batch=50)
+    assert sorted(set(np.bincount(assignment, minlength=k))) in ([num // k], [num // k, num // k + 1])
+    sizes = np.bincount(cluster(points, k, 8 * k).assignment, minlength=k)
+    assert np.ptp(sizes) <= 8
+
+
+def _similarity(points: Array, assignment: Array, centres: Array) -> float:
+    return float((normalise(points) * centres[assignment]).sum(1).mean())
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_mini_batches_find_centres_as_good_as_all_points_do(seed: int) -> None:
+    draws = np.random.default_rng(seed)
+    points = draws.normal(size=(3000, 8)) * np.geomspace(3, 0.5, 8)
+    whole = _similarity(points, *balanced_kmeans(points, 16, seed, batch=3000))
+    drawn = _similarity(points, *balanced_kmeans(points, 16, seed, batch=600))
+    single = balanced_kmeans(points, 16, seed, iterations=1, batch=600)
+    assert drawn > 0.99 * whole
+    assert drawn > _similarity(points, *single)
+
+
+def test_mini_batches_find_well_separated_clusters() -> None:
+    """But for what the equal parts of each chunk put elsewhere."""
+    points, truth = _blobs([400] * 4)
+    assignment, centres = balanced_kmeans(points, 4, chunk=200, batch=200)
+    np.testing.assert_allclose(np.sort((centres @ np.eye(8)[:4].T).max(1)), 1, atol=0.02)
+    assert all(np.bincount(assignment[truth == k]).max() > 360 for k in range(4))
+
+
+@pytest.mark.parametrize(("num", "k"), [(60, 2), (60, 5), (128, 32), (90, 90)])
+def test_chains_of_moves_find_what_the_hungarian_method_finds(num: int, k: int) -> None:
+    values = np.random.default_rng(0).normal(size=(num, k)) * 0.3
+    values[:, 0] += 0.5
+    chosen = transport(values)
+    assert np.bincount(chosen, minlength=k).tolist() == [num // k] * k
+    rows, places = linear_sum_assignment(-np.repeat(values, num // k, axis=1))
+    best = np.repeat(values, num // k, axis=1)[rows, places].sum()
+    assert values[np.arange(num), chosen].sum() == pytest.approx(best, abs=1e-9)
+
+
+def test_a_pass_reads_no_more_points_than_a_mini_batch() -> None:
+    class Watched:
+        """Points as they lie on disk: only rows that are asked for are there."""
+
+        shape = (5000, 4)
+        largest = 0
+
+        def __len__(self) -> int:
+            return 5000
+
+        def __getitem__(self, rows: Indices, /) -> Array:
+            Watched.largest = max(Watched.largest, len(rows))
+            return np.random.default_rng(0).normal(size=self.shape)[rows]
+
+    balanced_kmeans(Watched(), 5, batch=500, chunk=500, iterations=3, start=1000)
+    assert Watched.largest <= 1000
+
+
+@pytest.mark.parametrize("k", [2, 3, 5, 8])
+def test_the_number_of_well_separated_clusters_is_proposed(k: int) -> None:
+    points, _ = _blobs([60] * k)
+    candidates = propose(points, 16)
+    assert best(candidates) == k
+    assert [one.shards for one in candidates] == list(range(2, min(16, 60 * k // 16) + 1))
+
+
+def test_the_silhouette_is_what_its_formula_says() -> None:
+    draws = np.random.default_rng(0)
+    points, centres = normalise(draws.normal(size=(20, 3))), normalise(draws.normal(size=(3, 3)))
+    assignment = draws.integers(0, 3, 20)
+    values = []
+    for point, own in zip(points, assignment, strict=True):
+        a = 1 - point @ centres[own]
+        b = min(1 - point @ centres[other] for other in range(3) if other != own)
+        values.append((b - a) / max(a, b))
+    assert silhouette(points, assignment, centres) == pytest.approx(np.mean(values))
+
+
+def test_a_proposal_needs_images_for_two_shards() -> None:
+    with pytest.raises(HddmError, match="31 images make no two shards of 16; pass --shards 1"):
+        propose(np.ones((31, 3)), 16)

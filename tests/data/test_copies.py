@@ -1,0 +1,88 @@
+"""Copies of ensembles: the same images, and nothing that one does reaches the other."""
+
+import copy
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+import hddm
+from hddm.ensemble import Ensemble
+from hddm.networks.offload import Offload, StoredNetwork, bring
+from hddm.utils.errors import HddmError
+from tests.ensemble_files import flow_expert, write_ensemble
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_ensemble(tmp_path_factory.mktemp("copies"), [flow_expert(seed) for seed in range(3)])
+
+
+def _loaded(folder: Path, offload: Offload) -> Ensemble:
+    model = hddm.load(folder, offload=offload)
+    assert isinstance(model, Ensemble)
+    return model
+
+
+def _networks(model: Ensemble) -> list[StoredNetwork]:
+    return [field.network for field in model.experts]  # type: ignore[misc]
+
+
+def _sampled(model: Ensemble, seed: int = 1) -> Tensor:
+    return hddm.sample(model, 4, seed, steps=3, strategy="full")
+
+
+@pytest.mark.parametrize("has_run", [False, True], ids=["unread", "read"])
+@pytest.mark.parametrize("mode", ["none", "ram", "disk"])
+def test_a_copy_samples_as_its_original_does(folder: Path, mode: Offload, has_run: bool) -> None:
+    plain, model = _sampled(_loaded(folder, "none")), _loaded(folder, mode)
+    if has_run:
+        assert torch.equal(_sampled(model), plain)
+    copied = copy.deepcopy(model)
+    for one in (copied, model, copied):
+        assert torch.equal(_sampled(one), plain)
+    shelf = _networks(copied)[0].shelf
+    assert {network.shelf for network in _networks(copied)} == {shelf}
+    assert shelf is not _networks(model)[0].shelf
+    assert shelf.budget == _networks(model)[0].shelf.budget
+
+
+@pytest.mark.parametrize("mode", ["none", "ram", "disk"])
+def test_what_is_done_to_a_copy_is_not_done_to_its_original(folder: Path, mode: Offload) -> None:
+    model = _loaded(folder, mode)
+    plain = _sampled(model)
+    copied = copy.deepcopy(model)
+    for network in _networks(copied):
+        bring(network)
+        for parameter in network.network.parameters():
+            parameter.data.zero_()
+    assert torch.equal(_sampled(model), plain)
+    for network in _networks(copied):
+        network.to(torch.float64)
+    assert _sampled(copied).dtype == torch.float64
+    assert torch.equal(_sampled(model), plain)
+    copied.strategy, model.strategy = "full", "top-1"
+    with pytest.raises(HddmError, match="unknown strategy"):
+        copied.strategy = "none"
+    assert (copied.strategy, model.strategy) == ("full", "top-1")
+
+
+def test_a_copy_made_while_weights_are_on_their_way_fetches_its_own(folder: Path) -> None:
+    model = _loaded(folder, "disk")
+    plain = _sampled(_loaded(folder, "none"))
+    first, second, _ = _networks(model)
+    bring(first, second)
+    copied = copy.deepcopy(model)
+    assert not _networks(copied)[1].shelf.is_present(_networks(copied)[1])
+    found: list[Tensor] = []
+    threads = [
+        threading.Thread(target=lambda one=one: found.append(_sampled(one))) for one in (model, copied)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 2
+    assert all(torch.equal(images, plain) for images in found)

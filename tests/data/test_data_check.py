@@ -1,0 +1,255 @@
+"""hddm data check: what it counts, what it names, and when it fails."""
+
+import hashlib
+import io
+import json
+import struct
+import subprocess
+import sys
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from hddm.data.check import check_data
+from hddm.data.shard_records import (
+    FORMAT,
+    MANIFEST,
+    PARTITION_FILE,
+    ImageEntry,
+    Manifest,
+    PartitionFacts,
+    content_hash,
+)
+from hddm.utils.errors import HddmError
+from hddm.utils.files import write_json
+from tests.artefacts import Command
+from tests.data.test_sources import encoded, write, write_metadata, write_tar
+from tests.data.test_sources_parquet import write_parquet
+
+
+def _bomb() -> bytes:
+    """A PNG that says it has 10¹⁰ pixels."""
+    content = bytearray(encoded(1))
+    content[16:24] = struct.pack(">II", 100_000, 100_000)
+    content[29:33] = struct.pack(">I", zlib.crc32(content[12:29]))
+    return bytes(content)
+
+
+def _png(image: Image.Image, **options: object) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, "PNG", **options)
+    return buffer.getvalue()
+
+
+def _shard(folder: Path, images: dict[str, bytes], number: int = 0) -> Path:
+    write(folder, images)
+    entries = [
+        ImageEntry(file=name, sha256=hashlib.sha256(content).hexdigest(), label=i % 2, caption=f"image {i}")
+        for i, (name, content) in enumerate(images.items())
+    ]
+    classes = ["a", "b"]
+    manifest = Manifest(
+        format=FORMAT,
+        shard=number,
+        num_shards=2,
+        classes=classes,
+        hash=content_hash(entries, classes),
+        images=entries,
+    )
+    write_json(folder / MANIFEST, manifest.model_dump())
+    return folder
+
+
+def _partition(folder: Path, shards: list[dict[str, bytes]]) -> Path:
+    hashes = []
+    for k, images in enumerate(shards):
+        _shard(folder / f"shard_{k}", images, k)
+        hashes.append(json.loads((folder / f"shard_{k}" / MANIFEST).read_text())["hash"])
+    facts = PartitionFacts(
+        format=FORMAT,
+        images=sum(map(len, shards)),
+        features="pixel_pca",
+        fine_clusters=2,
+        seed=0,
+        sizes=[len(images) for images in shards],
+        hashes=hashes,
+    )
+    write_json(folder / PARTITION_FILE, facts.model_dump())
+    return folder
+
+
+@pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
+def test_modes_sizes_classes_and_bad_images_are_counted_and_named(tmp_path: Path) -> None:
+    noise = np.random.default_rng(0).integers(0, 256, (6, 9, 4)).astype(np.uint8)
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    write(
+        tmp_path,
+        {
+            "a/gray.png": encoded(1),
+            "a/clear.png": _png(Image.fromarray(noise)),
+            "b/turned.JPEG": _png(Image.fromarray(noise[..., :3]), exif=exif),
+            "b/deep.png": _png(Image.fromarray(noise[..., 0].astype(np.uint16) * 200)),
+            "b/cut.png": _png(Image.fromarray(noise))[:-40],
+            "b/bomb.png": _bomb(),
+            "b/text.png": b"not an image",
+        },
+    )
+    report = check_data(tmp_path)
+    (part,) = report.parts
+    assert (report.kind, report.num_images, part.images) == ("images", 7, 7)
+    assert part.modes == {"L": 1, "RGBA": 1, "RGB": 1, "I;16": 1}
+    assert part.formats == {"PNG": 4}
+    assert part.sizes == {"9×6": 2, "6×9": 1, "2×2": 1}
+    assert next(iter(part.sizes)) == "9×6"
+    assert (part.transparent, part.turned, part.animated) == (1, 1, 0)
+    assert (part.classes, part.captions) == ({"a": 2, "b": 5}, None)
+    assert {(bad.name, bad.kind) for bad in report.bad} == {
+        ("b/cut.png", "corrupt"),
+        ("b/bomb.png", "oversized"),
+        ("b/text.png", "corrupt"),
+    }
+    assert all(str(tmp_path / bad.name) in bad.reason for bad in report.bad)
+
+
+def test_images_of_several_sizes_are_told_with_the_remedy_from_the_check_to_the_figures(
+    tmp_path: Path, hddm: Command
+) -> None:
+    levels = np.random.default_rng(0).integers(0, 256, (40, 8, 8)).astype(np.uint8)
+    files = {f"cat/{i:02}.png": _png(Image.fromarray(level)) for i, level in enumerate(levels)}
+    images = write(tmp_path / "images", files)
+    assert "hddm encode" not in hddm("data", "check", images)[1]
+    assert "hddm encode" not in hddm("partition", images, "--out", tmp_path / "one", "--shards", 1)[2]
+    write(images, {"cat/99.png": _png(Image.fromarray(levels[0].repeat(2, 0)))})
+    remedy = "hddm encode --resolution N brings those of a shard or partition to one"
+    told = f"images of 2 sizes, and training takes one: {remedy}\n"
+    assert told in hddm("data", "check", images)[1]
+    shards = tmp_path / "shards"
+    assert f"{shards}: {told}" in hddm("partition", images, "--out", shards, "--shards", 1)[2]
+    shard, name = shards / "shard_0", "images/cat/99.png"
+    training = ["train", "expert", shard, "--out", tmp_path / "e", "--objective", "flow", "--steps", 1]
+    figures = ["evaluate", shard, "--reference", shards]
+    for command in (training, figures):
+        err = hddm(*command)[2]
+        assert f"{shard / name}: is 8×16, images/cat/00.png is 8×8; {remedy}\n" in err
+
+
+def test_equal_images_are_groups_by_name(tmp_path: Path) -> None:
+    files = {f"{i:02}.png": encoded(value) for i, value in enumerate([1, 2, 1, 3, 2, 4, 1])}
+    report = check_data(write(tmp_path, files))
+    assert report.duplicates == [["00.png", "02.png", "06.png"], ["01.png", "04.png"]]
+    assert report.shared == []
+
+
+def test_equal_images_on_both_sides_of_a_split_are_told_apart_from_other_copies(
+    tmp_path: Path, hddm: Command
+) -> None:
+    levels = {"train/cat/1": 1, "train/cat/2": 2, "train/dog/1": 1, "train/dog/3": 3, "test/cat/8": 8}
+    write(tmp_path, {f"{name}.png": encoded(level) for name, level in levels.items()})
+    write(tmp_path, {"test/dog/9.bmp": encoded(2, "BMP"), "more/3.png": encoded(3)})
+    report = check_data(tmp_path)
+    assert report.split == ["test", "train"]
+    assert report.across_split == [["test/dog/9.bmp", "train/cat/2.png"]]
+    assert report.duplicates == [["more/3.png", "train/dog/3.png"], ["train/cat/1.png", "train/dog/1.png"]]
+    code, out, _ = hddm("data", "check", tmp_path)
+    assert code == 0
+    title = "equal images on several sides of the split (test, train): 1"
+    assert f"{title}\n  test/dog/9.bmp = train/cat/2.png\n" in out
+    assert out.endswith("7 images, 0 bad, 3 that occur more than once, 1 on several sides of the split\n")
+    said = "  sides of a split: test (2), train (4); training on them together learns them as classes"
+    assert said in out
+    assert "  classes: " not in out
+    assert "  classes: 2, 2 images each\n" in hddm("data", "check", tmp_path / "train")[1]
+    (tmp_path / "test" / "dog" / "9.bmp").unlink()
+    assert hddm("data", "check", tmp_path)[1].endswith(", 0 on several sides of the split\n")
+
+
+@pytest.mark.parametrize("other", ["car", "bus", "validate"])
+def test_a_class_called_train_makes_no_split(other: str, tmp_path: Path, hddm: Command) -> None:
+    write(tmp_path, {"train/1.png": encoded(1), f"{other}/1.png": encoded(1)})
+    assert (check_data(tmp_path).split, check_data(tmp_path).across_split) == ([], [])
+    assert "split" not in hddm("data", "check", tmp_path)[1]
+
+
+def test_captions_are_counted_with_the_empty_ones(tmp_path: Path) -> None:
+    write(tmp_path, {f"{i}.png": encoded(i) for i in range(3)})
+    write_metadata(
+        tmp_path, *({"file_name": f"{i}.png", "text": text} for i, text in enumerate(["a", "", " "]))
+    )
+    (part,) = check_data(tmp_path).parts
+    assert (part.captions, part.empty_captions) == (3, 2)
+
+
+def test_tar_and_parquet_are_checked_by_row(tmp_path: Path) -> None:
+    tar = write_tar(
+        tmp_path / "a.tar", {"1.png": encoded(1), "2.png": b"broken", "2.txt": b"b", "1.txt": b"a"}
+    )
+    report = check_data(tar)
+    assert [bad.name for bad in report.bad] == ["2.png"]
+    # More rows than are read ahead, in several row groups.
+    images = [encoded(i) for i in range(100)]
+    images[40], images[70] = None, images[3]
+    report = check_data(write_parquet(tmp_path / "a.parquet", {"image": images}, rows=7))
+    assert [(bad.name, bad.kind) for bad in report.bad] == [("00000040.img", "unreadable")]
+    assert report.duplicates == [["00000003.img", "00000070.img"]]
+    assert report.parts[0].modes == {"L": 99}
+
+
+def test_each_shard_of_a_partition_is_a_part_and_shared_images_are_told(tmp_path: Path) -> None:
+    folder = _partition(
+        tmp_path / "shards",
+        [
+            {"images/0.png": encoded(0), "images/1.png": encoded(1), "images/2.png": encoded(1)},
+            {"images/3.png": encoded(3), "images/4.png": encoded(0)},
+        ],
+    )
+    _shard(folder / "held_out" / "shard_1", {"images/5.png": encoded(3), "images/6.png": encoded(6)})
+    (folder / "shard_0" / "images" / "2.png").unlink()
+    (folder / "shard_1" / "images" / "4.png").write_bytes(encoded(6))
+    report = check_data(folder)
+    assert (report.kind, [part.name for part in report.parts]) == (
+        "partition",
+        ["shard_0", "shard_1", "held_out/shard_1"],
+    )
+    assert [(bad.name, bad.kind) for bad in report.bad] == [
+        ("images/2.png", "unreadable"),
+        ("images/4.png", "unreadable"),
+    ]
+    assert "changed since the partition" in report.bad[1].reason
+    assert (report.shared, report.duplicates) == ([], [])
+    assert report.split == ["training", "held_out"]
+    assert report.across_split == [["shard_1/images/3.png", "held_out/shard_1/images/5.png"]]
+    assert report.parts[0].classes == {"a": 2, "b": 1}
+    assert check_data(folder / "shard_0").kind == "shard"
+
+
+def test_an_encoded_shard_is_told_apart(tmp_path: Path) -> None:
+    write_json(tmp_path / MANIFEST, {"format": "1.0", "encoding": {}})
+    with pytest.raises(HddmError, match="is an encoded shard, which holds no images"):
+        check_data(tmp_path)
+
+
+def test_the_command_fails_beyond_max_bad_and_prints_the_report_first(tmp_path: Path, hddm: Command) -> None:
+    write(tmp_path, {"1.png": encoded(1), "2.png": b"x", "3.png": b"y", "4.png": encoded(1)})
+    code, out, err = hddm("data", "check", tmp_path)
+    assert code == 1
+    assert f"corrupt: {tmp_path / '2.png'}: cannot be read as an image" in out
+    assert "equal images: 1\n  1.png = 4.png\n" in out
+    assert out.endswith(f"{tmp_path}: 4 images, 2 bad, 1 that occurs more than once\n")
+    assert f"hddm: {tmp_path}: 2 bad images, more than --max-bad 0" in err
+    code, out, err = hddm("data", "check", tmp_path, "--max-bad", 2, "--json")
+    assert code == 0
+    assert [bad["name"] for bad in json.loads(out)["parts"][0]["bad"]] == ["2.png", "3.png"]
+
+
+def test_help_of_data_needs_no_torch() -> None:
+    code = (
+        "import sys; from typer.testing import CliRunner; from hddm_cli.app import commands\n"
+        "for verb in (['data'], ['data', 'check']):\n"
+        "    assert 'check' in CliRunner().invoke(commands, [*verb, '--help']).output\n"
+        "assert not {'torch', 'numpy', 'rich'} & set(sys.modules)\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,342 @@
+"""hddm encode: what is stored is what Pillow, diffusers and transformers make of the same images."""
+
+import json
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import pytest
+import torch
+from diffusers import AutoencoderKL
+from PIL import Image
+from safetensors.torch import load_file
+from transformers import CLIPTokenizer
+
+from hddm.data.encoding import encode_shards
+from hddm.data.encoding_plan import EncodingSettings, Fit, plan_encoding
+from hddm.data.images import Interpolation
+from hddm.data.shard_records import find_shards
+from hddm.data.shards import load_shard, open_shard
+from hddm.networks.text_encoder import text_encoder_facts
+from hddm.networks.vae import vae_facts
+from hddm.utils.errors import HddmError
+from tests.artefacts import Command, contents, largest_file
+from tests.component_files import write_clip, write_vae
+from tests.shard_files import noise, write_partition, write_shard
+
+
+def _encode(source: Path, out: Path, file_bytes: int = 2**20, **options: Any) -> Path:
+    folders = {key: options.pop(key, None) for key in ("vae", "text_encoder", "tokenizer")}
+    plan = plan_encoding(source, EncodingSettings.model_validate(options), **folders)
+    encode_shards(plan, out, file_bytes=file_bytes)
+    return out
+
+
+def _tensors(folder: Path) -> dict[str, torch.Tensor]:
+    files = [load_file(path) for path in sorted(folder.glob("data-*.safetensors"))]
+    return {name: torch.cat([one[name] for one in files]) for name in files[0]}
+
+
+def _refused(source: Path, out: Path, **options: Any) -> HddmError:
+    with pytest.raises(HddmError) as refused:
+        _encode(source, out, **options)
+    assert "\n" not in refused.value.message
+    assert not out.exists()
+    return refused.value
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    """A shard of 20 images in colour."""
+    write_shard(tmp_path / "source", noise(20), [n % 2 for n in range(20)])
+    return tmp_path / "source"
+
+
+def test_pixels_are_those_of_the_images(source: Path, tmp_path: Path) -> None:
+    folder = _encode(source, tmp_path / "out", file_bytes=7 * 192)
+    assert [one["rows"] for one in json.loads((folder / "manifest.json").read_text())["data"]] == [7, 7, 6]
+    expected = torch.from_numpy(np.stack(noise(20))).permute(0, 3, 1, 2)
+    assert torch.equal(_tensors(folder)["pixels"], expected)
+    there, here = load_shard(source), open_shard(folder)
+    assert torch.equal(there.images, here.images)
+    assert there.labels is not None
+    assert here.labels is not None
+    assert torch.equal(there.labels, here.labels)
+    assert (here.hash, here.partition, here.classes) == (there.hash, there.partition, there.classes)
+    assert (here.space, here.shape, here.vae, here.texts) == ("pixels", (3, 8, 8), None, None)
+
+
+@pytest.mark.parametrize("mirrored", [False, True])
+def test_latents_are_those_of_diffusers(mirrored: bool, source: Path, tmp_path: Path) -> None:
+    vae = write_vae(tmp_path / "vae", scaling_factor=0.4, shift_factor=0.1)
+    assert isinstance(vae, AutoencoderKL)
+    folder = _encode(source, tmp_path / "out", vae=tmp_path / "vae", dtype="float32", random_flip=mirrored)
+    images = torch.from_numpy(np.stack(noise(20))).permute(0, 3, 1, 2) / 127.5 - 1
+    found = _tensors(folder)
+    assert set(found) == ({"mean", "std", "mirrored_mean", "mirrored_std"} if mirrored else {"mean", "std"})
+    for prefix, given in [("", images), ("mirrored_", images.flip(-1))][: 1 + mirrored]:
+        with torch.no_grad():
+            expected = vae.encode(given).latent_dist
+        assert torch.allclose(found[f"{prefix}mean"], expected.mean, atol=1e-5)
+        assert torch.allclose(found[f"{prefix}std"], expected.std, rtol=1e-4)
+    shard = open_shard(folder)
+    assert shard.vae == vae_facts(tmp_path / "vae")
+    assert (shard.space, shard.shape) == ("latents", (4, 4, 4))
+    assert torch.allclose(shard.images, (found["mean"] - 0.1) * 0.4)
+
+
+def test_a_tiny_vae_has_means_alone(source: Path, tmp_path: Path) -> None:
+    vae = write_vae(tmp_path / "vae", "tiny")
+    folder = _encode(source, tmp_path / "out", vae=tmp_path / "vae", dtype="float32")
+    images = torch.from_numpy(np.stack(noise(20))).permute(0, 3, 1, 2) / 127.5 - 1
+    with torch.no_grad():
+        expected = vae.encode(images).latents
+    assert set(_tensors(folder)) == {"mean"}
+    assert torch.allclose(open_shard(folder).images, expected, atol=1e-5)
+
+
+def test_gray_images_are_given_to_a_vae_in_three_channels(tmp_path: Path) -> None:
+    write_shard(tmp_path / "gray", noise(16, colour=False))
+    write_shard(tmp_path / "colour", [np.stack([one] * 3, axis=2) for one in noise(16, colour=False)])
+    write_vae(tmp_path / "vae")
+    gray, colour = (
+        _tensors(_encode(tmp_path / name, tmp_path / f"{name}-out", vae=tmp_path / "vae"))
+        for name in ("gray", "colour")
+    )
+    assert torch.equal(gray["mean"], colour["mean"])
+    pixels = _tensors(_encode(tmp_path / "gray", tmp_path / "pixels"))["pixels"]
+    assert pixels.shape == (16, 1, 8, 8)
+
+
+def test_one_image_in_colour_makes_a_partition_of_three_channels(tmp_path: Path) -> None:
+    root = write_partition(tmp_path / "shards", 16, colour=False)
+    write_shard(tmp_path / "colour", [*noise(15, colour=False), *noise(1)], shard=1, num_shards=2)
+    (root / "shard_1").rename(tmp_path / "away")
+    (tmp_path / "colour").rename(root / "shard_1")
+    out = _encode(root, tmp_path / "out")
+    assert [open_shard(folder).shape for folder in find_shards(out)] == [(3, 8, 8)] * 2
+
+
+def test_tokens_are_those_of_transformers(tmp_path: Path) -> None:
+    captions = [f"a cat and {n} dog" for n in range(16)]
+    write_shard(tmp_path / "source", noise(16), captions=captions)
+    model = write_clip(tmp_path, tokens=24)
+    tokenizer = CLIPTokenizer.from_pretrained(tmp_path / "tokenizer")
+    folder = _encode(
+        tmp_path / "source",
+        tmp_path / "out",
+        text_encoder=tmp_path / "text_encoder",
+        tokenizer=tmp_path / "tokenizer",
+        dtype="float32",
+        batch_size=5,
+    )
+    ids = tokenizer([*captions, ""], padding="max_length", max_length=24, return_tensors="pt").input_ids
+    expected = model(ids)[0]
+    shard = open_shard(folder)
+    assert shard.texts is not None
+    assert torch.allclose(shard.texts.take(torch.arange(16)), expected[:16], atol=1e-5)
+    assert torch.allclose(shard.texts.null, expected[16], atol=1e-5)
+    assert shard.text_encoder == text_encoder_facts(tmp_path / "text_encoder", 24)
+    assert shard.captions == tuple(captions)
+
+
+def test_captions_that_are_too_long_are_counted_once(tmp_path: Path) -> None:
+    write_shard(tmp_path / "source", noise(16), captions=["a cat"] * 13 + ["dog " * 40] * 3)
+    write_clip(tmp_path, tokens=24)
+    with pytest.warns(UserWarning, match="3 of 16 captions have more than 24 tokens") as warned:
+        folder = _encode(
+            tmp_path / "source",
+            tmp_path / "out",
+            text_encoder=tmp_path / "text_encoder",
+            tokenizer=tmp_path / "tokenizer",
+        )
+    assert len(warned) == 1
+    assert json.loads((folder / "manifest.json").read_text())["cut_captions"] == 3
+
+
+@pytest.mark.parametrize("size", [(9, 20), (20, 9), (5, 7), (12, 8)])
+@pytest.mark.parametrize("mode", ["lanczos", "bicubic", "nearest"])
+def test_images_are_fitted_as_torchvision_does(size: tuple[int, int], mode: Interpolation) -> None:
+    transforms = pytest.importorskip("torchvision.transforms")
+    image = noise(1, *size)[0]
+    resized = transforms.Resize(8, transforms.InterpolationMode(mode))(Image.fromarray(image))
+    expected = np.asarray(transforms.CenterCrop(8)(resized))
+    fitted = Fit(8, "center", mode)(Image.fromarray(image), 0, Path("image"))
+    assert (np.asarray(fitted) == expected).all()
+
+
+def test_a_random_crop_depends_on_seed_and_number_alone(tmp_path: Path) -> None:
+    write_shard(tmp_path / "source", noise(16, 8, 30))
+    crops = {
+        (seed, batch): _tensors(
+            _encode(
+                tmp_path / "source",
+                tmp_path / f"{seed}-{batch}",
+                file_bytes=size,
+                resolution=8,
+                crop="random",
+                seed=seed,
+                batch_size=batch,
+            )
+        )["pixels"]
+        for seed, batch, size in [(0, 4, 1000), (0, 7, 10**6), (1, 4, 1000)]
+    }
+    assert torch.equal(crops[0, 4], crops[0, 7])
+    assert not torch.equal(crops[0, 4], crops[1, 4])
+    lefts = set()
+    for image, crop in zip(noise(16, 8, 30), crops[0, 4].permute(0, 2, 3, 1).numpy(), strict=True):
+        fitting = [left for left in range(23) if (image[:, left : left + 8] == crop).all()]
+        assert len(fitting) == 1
+        lefts.add(fitting[0])
+    assert len(lefts) > 5
+
+
+def test_the_batch_size_matters_by_rounding_alone(source: Path, tmp_path: Path) -> None:
+    write_vae(tmp_path / "vae")
+    one, other = (
+        _tensors(_encode(source, tmp_path / str(b), vae=tmp_path / "vae", dtype="float32", batch_size=b))
+        for b in (1, 20)
+    )
+    assert torch.allclose(one["mean"], other["mean"], atol=1e-5)
+
+
+def test_a_partition_is_encoded_with_its_held_out_images(tmp_path: Path) -> None:
+    root = write_partition(tmp_path / "shards", held_out=3)
+    out = _encode(root, tmp_path / "out", file_bytes=1000)
+    assert (out / "partition.json").read_bytes() == (root / "partition.json").read_bytes()
+    for k, folder in enumerate(find_shards(out)):
+        shard, held_out = open_shard(folder), open_shard(out / "held_out" / f"shard_{k}")
+        assert (shard.index, len(shard), len(held_out)) == (k, 20, 3)
+        assert held_out.held_out_of == shard.hash == load_shard(root / f"shard_{k}").hash
+        assert torch.equal(shard.images, load_shard(root / f"shard_{k}").images)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "shards"]
+
+
+@pytest.mark.parametrize("what", ["damaged", "changed", "missing"])
+def test_bad_images_are_left_out_by_name_up_to_a_number(what: str, source: Path, tmp_path: Path) -> None:
+    for number in (3, 11):
+        path = source / "images" / f"{number:03d}.png"
+        if what == "missing":
+            path.unlink()
+        else:
+            path.write_bytes(b"no image")
+    if what == "damaged":
+        _accept_contents(source)
+    refused = _refused(source, tmp_path / "none", max_bad=1)
+    assert "2 bad images, and --max-bad 1" in refused.message
+    assert ["003.png" in refused.details[0], "011.png" in refused.details[1]] == [True, True]
+    folder = _encode(source, tmp_path / "out", max_bad=2, file_bytes=1000)
+    skipped = json.loads((folder / "manifest.json").read_text())["skipped"]
+    assert [one["file"] for one in skipped] == ["images/003.png", "images/011.png"]
+    assert str(tmp_path) not in json.dumps(skipped)
+    kept = [n for n in range(20) if n not in (3, 11)]
+    shard = open_shard(folder)
+    expected = torch.from_numpy(np.stack([noise(20)[n] for n in kept])).permute(0, 3, 1, 2)
+    assert torch.equal(((shard.images + 1) * 127.5).round().to(torch.uint8), expected)
+    assert shard.labels is not None
+    assert shard.labels.tolist() == [n % 2 for n in kept]
+
+
+def _accept_contents(folder: Path) -> None:
+    """Rewrite a shard's manifest for the files that it holds now."""
+    manifest = json.loads((folder / "manifest.json").read_text())
+    images = [(folder / one["file"]).read_bytes() for one in manifest["images"]]
+    from hashlib import sha256
+
+    from hddm.data.shard_records import ImageEntry, content_hash
+
+    for one, content in zip(manifest["images"], images, strict=True):
+        one["sha256"] = sha256(content).hexdigest()
+    entries = [ImageEntry.model_validate(one) for one in manifest["images"]]
+    manifest["hash"] = content_hash(entries, manifest["classes"])
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+
+
+def test_latents_beyond_their_dtype_are_refused_with_the_image(source: Path, tmp_path: Path) -> None:
+    vae = write_vae(tmp_path / "vae")
+    vae.quant_conv.bias.data[:4] += 1e5
+    vae.save_pretrained(tmp_path / "vae")
+    message = str(_refused(source, tmp_path / "out", vae=tmp_path / "vae"))
+    assert "images/000.png: its mean reaches 1e+05, beyond float16; store --dtype float32" in message
+    assert [path.name for path in tmp_path.iterdir() if "encoding" in path.name] == []
+    for dtype in ("float32", "bfloat16"):
+        shard = open_shard(_encode(source, tmp_path / dtype, vae=tmp_path / "vae", dtype=dtype))
+        assert shard.images.mean() == pytest.approx(1e5 * 0.18215, rel=1e-2)
+
+
+def test_options_that_do_not_fit_are_refused(source: Path, tmp_path: Path) -> None:
+    write_vae(tmp_path / "vae", factor=8)
+    write_clip(tmp_path)
+    text, words, out = tmp_path / "text_encoder", tmp_path / "tokenizer", tmp_path / "out"
+    cases: list[tuple[str, dict[str, Any]]] = [
+        (
+            "multiples of 8, not 12×12; choose such a --resolution",
+            {"vae": tmp_path / "vae", "resolution": 12},
+        ),
+        ("--random-flip: pixels are mirrored in training", {"random_flip": True}),
+        ("--tokenizer: text is encoded by", {"text_encoder": text}),
+        ("--text-encoder: text is encoded by", {"tokenizer": words}),
+        ("20 of 20 images have no caption, as images/000.png", {"text_encoder": text, "tokenizer": words}),
+        ("--random-crop: needs --resolution", {"crop": "random"}),
+        ("--device gpu: is not available", {"device": "gpu"}),
+    ]
+    for message, options in cases:
+        assert message in str(_refused(source, out, **options))
+    done = _encode(source, tmp_path / "done")
+    assert "is encoded already" in str(_refused(done, out))
+    assert "no such folder" in str(_refused(tmp_path / "nothing", out))
+
+
+def test_images_of_several_sizes_need_a_resolution(tmp_path: Path) -> None:
+    write_shard(tmp_path / "source", [*noise(10), *noise(10, 8, 12)])
+    message = str(_refused(tmp_path / "source", tmp_path / "out"))
+    assert "images of 2 sizes (8×8, 12×8); bring them to one with --resolution" in message
+    assert open_shard(_encode(tmp_path / "source", tmp_path / "out", resolution=4)).shape == (3, 4, 4)
+
+
+def test_a_full_disk_gives_a_line_and_leaves_no_output(source: Path, tmp_path: Path) -> None:
+    with largest_file(3000):
+        message = str(_refused(source, tmp_path / "out"))
+    assert "cannot be written" in message
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+def test_an_output_is_replaced_only_on_demand(source: Path, tmp_path: Path) -> None:
+    out = _encode(source, tmp_path / "out")
+    before = contents(out)
+    with pytest.raises(HddmError, match="exists"):
+        _encode(source, out)
+    plan = plan_encoding(source, EncodingSettings(resolution=4))
+    encode_shards(plan, out, overwrite=True)
+    assert open_shard(out).shape == (3, 4, 4)
+    assert contents(out) != before
+
+
+@pytest.mark.parametrize("kind", ["kl", "tiny"])
+def test_the_command_line_encodes_and_inspects(
+    kind: Literal["kl", "tiny"], source: Path, tmp_path: Path, hddm: Command
+) -> None:
+    write_vae(tmp_path / "vae", kind)
+    out = tmp_path / "out"
+    options = ("--vae", tmp_path / "vae", "--resolution", 8, "--random-crop", "--random-flip")
+    code, told, progress = hddm("encode", source, "--out", out, *options)
+    assert (code, told) == (0, f"{out}: 20 images as latents, 4×4×4\n")
+    assert "encode: " not in progress
+    code, told, _ = hddm("inspect", out, "--json")
+    facts = json.loads(told)
+    assert (code, facts["kind"], facts["images"], facts["encoding"]["crop"]) == (
+        0,
+        "encoded shard",
+        20,
+        "random",
+    )
+    assert facts["vae"] == vae_facts(tmp_path / "vae").model_dump()
+    code, _, error = hddm("encode", source, "--out", out, *options)
+    assert (code, "exists: choose another folder" in error) == (1, True)
+
+
+def test_idle_options_are_refused_on_the_command_line(source: Path, tmp_path: Path, hddm: Command) -> None:
+    out = tmp_path / "out"
+    for option in (["--dtype", "float32"], ["--image-interpolation-mode", "box"], ["--random-crop"]):
+        code, _, error = hddm("encode", source, "--out", out, *option)
+        assert (code, option[0] in error) == (2, True)

@@ -1,0 +1,232 @@
+"""An encoding that was killed goes on, and gives the same bytes as one that was not."""
+
+import contextlib
+import fcntl
+import json
+import multiprocessing
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from hddm.data.encoding import encode_shards
+from hddm.data.encoding_draft import open_draft
+from hddm.data.encoding_plan import EncodingPlan, EncodingSettings, plan_encoding
+from hddm.utils.errors import HddmError
+from tests.artefacts import contents, largest_file
+from tests.component_files import write_vae
+from tests.shard_files import write_partition
+
+ROWS = 4
+FILES = 12
+"""Of data: two shards of 20 images and held-out ones of 4, 4 rows a file."""
+
+
+def _plan(root: Path, **options: object) -> EncodingPlan:
+    settings = EncodingSettings.model_validate({"random_flip": True, "batch_size": 3, **options})
+    return plan_encoding(root / "shards", settings, vae=root / "vae")
+
+
+def _encode(root: Path, out: Path, overwrite: bool = False, **options: object) -> list[int]:
+    """Encode; the numbers of images that came at a time."""
+    numbers: list[int] = []
+    plan = _plan(root, **options)
+    encode_shards(plan, out, overwrite, numbers.append, ROWS * plan.row_bytes)
+    return numbers
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A partition, a VAE, and ``whole``: what an uninterrupted run makes of them."""
+    root = tmp_path_factory.mktemp("resume")
+    write_partition(root / "shards", held_out=4)
+    write_vae(root / "vae")
+    _encode(root, root / "whole")
+    assert len(list((root / "whole").rglob("data-*"))) == FILES
+    return root
+
+
+def _records(out: Path) -> list[Path]:
+    return sorted((out.parent / f".{out.name}.encoding" / "done").rglob("*.json"))
+
+
+def _slowly(root: Path, out: Path) -> None:
+    """Encode with pauses, in which a kill hits."""
+    plan = _plan(root)
+    encode_shards(plan, out, on_images=lambda number: time.sleep(0.01), file_bytes=ROWS * plan.row_bytes)
+
+
+def test_a_killed_process_is_gone_on_with_to_the_same_bytes(root: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    # Forked, it has no libraries to import: that would take longer than all else.
+    context = multiprocessing.get_context("fork")
+    for wanted in (1, 3, 4, 7):
+        process = context.Process(target=_slowly, args=(root, out))
+        process.start()
+        deadline = time.monotonic() + 60
+        while len(_records(out)) < wanted and process.is_alive() and time.monotonic() < deadline:
+            time.sleep(0.002)
+        process.kill()
+        process.join()
+        assert process.exitcode == -signal.SIGKILL
+        assert not out.exists()
+        assert wanted <= len(_records(out)) < FILES
+    kept = len(_records(out))
+    # A file that is done counts at once, one that is encoded in batches of 3.
+    assert _encode(root, out).count(ROWS) == kept
+    assert contents(out) == contents(root / "whole")
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def _interrupted(root: Path, out: Path, after: int, **options: object) -> Path:
+    """The draft that a run leaves that fails after ``after`` images."""
+    seen = 0
+
+    def fail(number: int) -> None:
+        nonlocal seen
+        seen += number
+        if seen > after:
+            raise KeyboardInterrupt
+
+    plan = _plan(root, **options)
+    with pytest.raises(KeyboardInterrupt):
+        encode_shards(plan, out, on_images=fail, file_bytes=ROWS * plan.row_bytes)
+    assert not out.exists()
+    return out.parent / f".{out.name}.encoding"
+
+
+def test_files_that_are_done_are_not_encoded_again(root: Path, tmp_path: Path) -> None:
+    _interrupted(root, tmp_path / "out", 9)
+    numbers = _encode(root, tmp_path / "out")
+    assert numbers[:4] == [4, 4, 3, 1]
+    assert contents(tmp_path / "out") == contents(root / "whole")
+
+
+def test_a_file_that_a_power_failure_spoilt_is_made_again(root: Path, tmp_path: Path) -> None:
+    draft = _interrupted(root, tmp_path / "out", 13)
+    files = sorted((draft / "whole").rglob("data-*"))
+    assert len(files) == 3
+    files[1].write_bytes(files[1].read_bytes()[:-9] + bytes(9))
+    records = sorted((draft / "done").rglob("*.json"))
+    records[2].write_text("{")
+    (draft / "whole" / "shard_0" / ".data-00003.safetensors.part-4711").write_bytes(b"half")
+    assert _encode(root, tmp_path / "out")[:5] == [4, 3, 1, 3, 1]
+    assert contents(tmp_path / "out") == contents(root / "whole")
+
+
+def test_an_unfinished_encoding_of_other_options_is_named(root: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    draft = _interrupted(root, out, 9)
+    with pytest.raises(HddmError, match="unfinished encoding of other options") as refused:
+        _encode(root, out, dtype="float32")
+    assert str(draft) in refused.value.message
+    assert any(line.startswith("encoding: ") and "float32" in line for line in refused.value.details)
+    assert len(_records(out)) == 2
+    _encode(root, out, overwrite=True, dtype="float32")
+    record = json.loads((out / "shard_0" / "manifest.json").read_text())
+    assert record["encoding"]["dtype"] == "float32"
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_an_encoding_goes_on_in_other_batches_and_its_manifest_names_both(root: Path, tmp_path: Path) -> None:
+    def done(batch: int) -> dict[str, Any]:
+        return {"device": "cpu", "batch_size": batch, "torch": torch.__version__}
+
+    out = tmp_path / "out"
+    _interrupted(root, out, 9)
+    assert _encode(root, out, batch_size=2)[:4] == [4, 4, 2, 2]
+    shards = [json.loads((out / f"shard_{k}" / "manifest.json").read_text()) for k in range(2)]
+    assert [shard["computed"] for shard in shards] == [[done(3), done(2)], [done(2)]]
+    whole = json.loads((root / "whole" / "shard_0" / "manifest.json").read_text())
+    assert whole["computed"] == [done(3)]
+    for path in sorted((root / "whole").rglob("data-*")):
+        expected, found = load_file(path), load_file(out / path.relative_to(root / "whole"))
+        # Stored in float16, of which a last digit is 2^-11.
+        assert all(torch.allclose(found[n].float(), expected[n].float(), 2e-3, 1e-3) for n in expected)
+
+
+def test_a_second_process_on_the_same_output_is_refused_by_the_first_ones_name(
+    root: Path, tmp_path: Path
+) -> None:
+    draft = _interrupted(root, tmp_path / "out", 9)
+    with (draft / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        lock.write("process 4711 on elsewhere\n")
+        lock.flush()
+        with pytest.raises(
+            HddmError, match=r"another process is encoding to it \(process 4711 on elsewhere\)"
+        ):
+            _encode(root, tmp_path / "out", overwrite=True)
+    assert len(_records(tmp_path / "out")) == 2
+
+
+def test_a_draft_goes_before_its_lock_and_takes_nothing_of_the_next_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next process begins in the moment in which the first one's lock is gone."""
+    target, root = tmp_path / "out", tmp_path / ".out.encoding"
+    unlink, left, second = os.unlink, [], contextlib.ExitStack()
+
+    def watched(path: Any, **options: Any) -> None:
+        unlink(path, **options)
+        if Path(path).name == "lock" and not left:
+            left.append(list(root.iterdir()))
+            (tmp_path / "out").rename(tmp_path / "first")
+            draft = second.enter_context(open_draft(target, "manifest.json", {"a": 2}))
+            (draft.whole / "manifest.json").write_text("second")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("os.unlink", watched)
+        with open_draft(target, "manifest.json", {"a": 1}) as draft:
+            (draft.whole / "manifest.json").write_text("first")
+            for number in range(40):
+                (root / f"more-{number}").write_text("")
+    assert left == [[]]
+    second.close()
+    assert contents(tmp_path) == {"first/manifest.json": b"first", "out/manifest.json": b"second"}
+
+
+def test_an_output_that_another_process_finished_meanwhile_leaves_no_draft(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flock = fcntl.flock
+
+    def late(file: Any, how: int) -> None:
+        (tmp_path / "out").mkdir()
+        flock(file, how)
+
+    monkeypatch.setattr("fcntl.flock", late)
+    with pytest.raises(HddmError, match="out exists"), open_draft(tmp_path / "out", "manifest.json", {}):
+        pytest.fail("the block must not run")
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_full_disk_in_the_middle_leaves_what_is_done(root: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    draft = _interrupted(root, out, 9)
+    with largest_file(1000), pytest.raises(HddmError, match="cannot be written") as refused:
+        _encode(root, out)
+    assert "\n" not in str(refused.value)
+    assert not out.exists()
+    assert len(_records(out)) == 2
+    assert not list(draft.rglob("*.part*"))
+    _encode(root, out)
+    assert contents(out) == contents(root / "whole")
+
+
+def test_a_larger_output_than_the_disk_is_refused_before_work(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shutil.disk_usage", lambda path: _Usage())
+    with pytest.raises(HddmError, match=r"out: needs 0\.00 GB, and 0\.00 GB are free on its disk"):
+        _encode(root, tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
+class _Usage:
+    free = 1000

@@ -1,0 +1,285 @@
+"""Encoded shards, opened: draws from the posterior, mirrored rows, files mapped and checked."""
+
+import json
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from hddm.data.encoding import encode_shards
+from hddm.data.encoding_plan import EncodingSettings, plan_encoding
+from hddm.data.shard_records import MIN_IMAGES, find_shards
+from hddm.data.shards import load_encoded, open_shard
+from hddm.data.stores import LatentStore, Rows
+from hddm.utils import files as verified
+from hddm.utils.errors import HddmError
+from hddm.utils.files import sha256_of
+from tests.artefacts import copied, edit_json
+from tests.component_files import write_vae
+from tests.shard_files import noise, write_partition, write_shard
+
+SCALE, SHIFT = 0.4, 0.1
+
+
+@pytest.fixture(scope="module")
+def encoded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Latents of 20 images and of their mirror images, in several files."""
+    root = tmp_path_factory.mktemp("encoded")
+    write_shard(root / "source", noise(20), [n % 2 for n in range(20)])
+    write_vae(root / "vae", scaling_factor=SCALE, shift_factor=SHIFT)
+    plan = plan_encoding(root / "source", EncodingSettings(random_flip=True), vae=root / "vae")
+    encode_shards(plan, root / "latents", file_bytes=6 * plan.row_bytes)
+    return root / "latents"
+
+
+def _stored(folder: Path, name: str) -> torch.Tensor:
+    files = [load_file(path)[name] for path in sorted(folder.glob("data-*"))]
+    assert len(files) == 4
+    return torch.cat(files).float()
+
+
+def test_rows_of_several_tensors_are_those_of_one() -> None:
+    whole = torch.randn(23, 3, 2, generator=torch.Generator().manual_seed(0))
+    rows = Rows((whole[:5], whole[5:5], whole[5:6], whole[6:23]))
+    order = torch.randperm(23, generator=torch.Generator().manual_seed(1))
+    assert (len(rows), rows.shape) == (23, (3, 2))
+    assert torch.equal(rows.take(order), whole[order])
+    assert torch.equal(rows.take(torch.tensor([22, 22, 0])), whole[[22, 22, 0]])
+    assert rows.take(torch.tensor([], dtype=torch.long)).shape == (0, 3, 2)
+    for beyond in (-1, 23):
+        with pytest.raises(IndexError, match="of 23"):
+            rows.take(torch.tensor([0, beyond]))
+
+
+def test_a_sample_is_drawn_from_the_posterior_in_the_scale_of_the_model(encoded: Path) -> None:
+    shard, rows = open_shard(encoded), torch.tensor([19, 0, 7, 6])
+    mean, deviation = (_stored(encoded, name)[rows] for name in ("mean", "std"))
+    assert torch.equal(shard.take(rows), (mean - SHIFT) * SCALE)
+    drawn = shard.take(rows, torch.Generator().manual_seed(3))
+    normal = torch.randn(mean.shape, generator=torch.Generator().manual_seed(3))
+    assert torch.allclose(drawn, (mean + deviation * normal - SHIFT) * SCALE)
+    assert drawn.dtype == torch.float32
+
+
+def test_mirrored_samples_are_those_that_were_encoded_so(encoded: Path) -> None:
+    shard, rows = open_shard(encoded), torch.tensor([4, 12, 4])
+    flip = torch.tensor([True, False, False])
+    plain, mirror = (_stored(encoded, name)[rows] for name in ("mean", "mirrored_mean"))
+    expected = torch.stack([mirror[0], plain[1], plain[2]])
+    assert torch.equal(shard.take(rows, None, flip), (expected - SHIFT) * SCALE)
+    assert not torch.allclose(mirror[0], plain[0].flip(-1))
+    deviations = [_stored(encoded, name)[rows] for name in ("std", "mirrored_std")]
+    drawn = shard.take(rows, torch.Generator().manual_seed(3), flip)
+    normal = torch.randn(plain.shape, generator=torch.Generator().manual_seed(3))
+    z = expected + torch.stack([deviations[1][0], *deviations[0][1:]]) * normal
+    assert torch.allclose(drawn, (z - SHIFT) * SCALE)
+
+
+def test_latents_without_mirror_images_cannot_be_mirrored() -> None:
+    store = LatentStore(Rows((torch.zeros(4, 1, 2, 2),)), None, 1.0)
+    rows = torch.arange(4)
+    assert store.take(rows, None, torch.zeros(4, dtype=torch.bool)).shape == (4, 1, 2, 2)
+    with pytest.raises(HddmError, match="encode them with --random-flip"):
+        store.take(rows, None, torch.ones(4, dtype=torch.bool))
+
+
+def test_equal_samples_alone_have_equal_digests(tmp_path: Path) -> None:
+    images = noise(16)
+    images[9] = images[2]
+    write_shard(tmp_path / "source", images)
+    write_vae(tmp_path / "vae", "tiny")
+    for vae in (None, tmp_path / "vae"):
+        plan = plan_encoding(tmp_path / "source", EncodingSettings(), vae=vae)
+        encode_shards(plan, tmp_path / f"out-{vae is None}", file_bytes=4 * plan.row_bytes)
+        stored = open_shard(tmp_path / f"out-{vae is None}").stored
+        digests = [stored.digest(row) for row in range(16)]
+        assert digests[9] == digests[2]
+        assert len(set(digests)) == 15
+
+
+def test_mirrored_pixels_are_reversed(tmp_path: Path) -> None:
+    write_shard(tmp_path / "source", noise(16))
+    encode_shards(plan_encoding(tmp_path / "source", EncodingSettings()), tmp_path / "out")
+    shard = open_shard(tmp_path / "out")
+    flip = torch.arange(16) % 2 == 0
+    found = shard.take(torch.arange(16), None, flip)
+    assert torch.equal(found[::2], shard.images[::2].flip(-1))
+    assert torch.equal(found[1::2], shard.images[1::2])
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs Linux")
+def test_files_are_mapped_and_not_copied_into_memory(tmp_path: Path) -> None:
+    def anonymous() -> int:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) for line in lines if line.startswith("RssAnon")) * 1024
+
+    images = noise(48, 512, 512)
+    write_shard(tmp_path / "source", images)
+    plan = plan_encoding(tmp_path / "source", EncodingSettings())
+    encode_shards(plan, tmp_path / "out", file_bytes=12 * plan.row_bytes)
+    size = 48 * plan.row_bytes
+    assert size > 25e6
+    before = anonymous()
+    shard = open_shard(tmp_path / "out")
+    for row, image in enumerate(images):
+        found = ((shard.take(torch.tensor([row]))[0] + 1) * 127.5).round().permute(1, 2, 0)
+        assert (found.numpy() == image).all()
+    assert anonymous() - before < size / 2
+    maps = Path("/proc/self/maps").read_text()
+    assert all(f"{tmp_path}/out/data-{k:05d}.safetensors" in maps for k in range(4))
+
+
+@pytest.mark.parametrize("name", ["data-00001.safetensors", "images.jsonl"])
+def test_a_changed_or_missing_file_is_named(name: str, encoded: Path, tmp_path: Path) -> None:
+    folder = copied(encoded, tmp_path)
+    content = bytearray((folder / name).read_bytes())
+    content[-3] ^= 1
+    (folder / name).write_bytes(content)
+    with pytest.raises(HddmError, match=f"{name}: changed since it was encoded"):
+        open_shard(folder)
+    (folder / name).unlink()
+    with pytest.raises(HddmError, match=f"{name}: named by the manifest, and missing"):
+        open_shard(folder)
+
+
+@pytest.fixture
+def hashed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the files that are read to be hashed; none is too young to be remembered."""
+    names: list[str] = []
+
+    def counted(path: Path) -> str:
+        names.append(path.name)
+        return sha256_of(path)
+
+    monkeypatch.setattr(verified, "SETTLED", 0)
+    monkeypatch.setattr(verified, "sha256_of", counted)
+    return names
+
+
+def _opened_once(encoded: Path, tmp_path: Path) -> Path:
+    folder = copied(encoded, tmp_path)
+    (folder / verified.RECORD).unlink(missing_ok=True)
+    # Longer than a tick of the file system's clock.
+    time.sleep(0.05)
+    open_shard(folder)
+    time.sleep(0.05)
+    return folder
+
+
+DATA = [f"data-{k:05d}.safetensors" for k in range(4)]
+
+
+def test_files_that_are_untouched_since_are_not_hashed_again(
+    encoded: Path, hashed: list[str], tmp_path: Path
+) -> None:
+    folder = _opened_once(encoded, tmp_path)
+    assert sorted(hashed) == [*DATA, "images.jsonl"]
+    before = open_shard(encoded).images
+    hashed.clear()
+    assert torch.equal(open_shard(folder).images, before)
+    assert hashed == []
+    content = (folder / DATA[2]).read_bytes()
+    (folder / DATA[2]).unlink()
+    (folder / DATA[2]).write_bytes(content)
+    open_shard(folder)
+    assert hashed == [DATA[2]]
+
+
+@pytest.mark.parametrize("is_replaced", [False, True])
+def test_a_changed_file_is_noticed_whatever_its_size_and_date(
+    is_replaced: bool, encoded: Path, hashed: list[str], tmp_path: Path
+) -> None:
+    folder = _opened_once(encoded, tmp_path)
+    path = folder / DATA[1]
+    status, content = path.stat(), bytearray(path.read_bytes())
+    content[-3] ^= 1
+    target = tmp_path / "new" if is_replaced else path
+    target.write_bytes(content)
+    os.utime(target, ns=(status.st_atime_ns, status.st_mtime_ns))
+    target.replace(path)
+    for _ in range(2):
+        with pytest.raises(HddmError, match=f"{DATA[1]}: changed since it was encoded"):
+            open_shard(folder)
+
+
+def test_a_copy_and_a_manifest_of_another_hash_are_not_taken_for_verified(
+    encoded: Path, hashed: list[str], tmp_path: Path
+) -> None:
+    folder = _opened_once(encoded, tmp_path)
+    hashed.clear()
+    open_shard(copied(folder, tmp_path / "copies"))
+    assert sorted(hashed) == [*DATA, "images.jsonl"]
+    data = json.loads((folder / "manifest.json").read_text())["data"]
+    edit_json(folder / "manifest.json", data=[{**data[0], "sha256": data[1]["sha256"]}, *data[1:]])
+    with pytest.raises(HddmError, match=f"{DATA[0]}: changed since it was encoded"):
+        open_shard(folder)
+
+
+def test_a_file_that_was_written_just_now_is_hashed_again(
+    encoded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Within a tick of the file system's clock, here of an hour, it could change unseen."""
+    assert verified.SETTLED >= 2 * 10**9
+    monkeypatch.setattr(verified, "SETTLED", 3600 * 10**9)
+    folder = _opened_once(encoded, tmp_path)
+    assert not (folder / verified.RECORD).exists()
+
+
+@pytest.mark.parametrize("spoil", [lambda path: path.mkdir(), lambda path: path.write_text('{"a": [1')])
+def test_a_record_that_cannot_be_read_or_written_costs_time_alone(
+    spoil: Callable[[Path], None], encoded: Path, hashed: list[str], tmp_path: Path
+) -> None:
+    folder = _opened_once(encoded, tmp_path)
+    (folder / verified.RECORD).unlink()
+    spoil(folder / verified.RECORD)
+    names = sorted(path.name for path in folder.iterdir())
+    hashed.clear()
+    open_shard(folder)
+    assert sorted(hashed) == [*DATA, "images.jsonl"]
+    assert sorted(path.name for path in folder.iterdir()) == names
+
+
+def test_a_manifest_that_contradicts_itself_or_its_files_is_refused(encoded: Path, tmp_path: Path) -> None:
+    record = json.loads((encoded / "manifest.json").read_text())
+    changes: list[tuple[str, dict[str, object]]] = [
+        ("outside the folder|does not stay inside", {"images": {**record["images"], "file": "../x"}}),
+        ("without a VAE", {"vae": None}),
+        ("holds .* not ", {"encoding": {**record["encoding"], "shape": [4, 4, 5]}}),
+        ("18 rows of data for 20 images", {"data": record["data"][:-1]}),
+        ("19 images|20 rows of data for 19", {"skipped": [{"file": "images/000.png", "reason": ""}]}),
+        ("does not match its hash", {"classes": ["dog", "cat"]}),
+        ("format 2.0 is newer", {"format": "2.0"}),
+        ("unknown key 'shards'", {"shards": 1}),
+    ]
+    for number, (message, change) in enumerate(changes):
+        folder = copied(encoded, tmp_path / str(number))
+        edit_json(folder / "manifest.json", **change)
+        with pytest.raises(HddmError, match=message) as refused:
+            load_encoded(folder)
+        assert "\n" not in str(refused.value)
+
+
+def test_a_folder_that_is_no_shard_says_what_it_is(encoded: Path, tmp_path: Path) -> None:
+    root = write_partition(tmp_path / "shards")
+    with pytest.raises(HddmError, match="is a partition, not a shard; name one of its folders"):
+        open_shard(root)
+    with pytest.raises(HddmError, match="is a shard, not a partition"):
+        find_shards(encoded)
+    with pytest.raises(HddmError, match="no such folder"):
+        open_shard(tmp_path / "nothing")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(HddmError, match=r"is no shard, since it holds no manifest\.json"):
+        open_shard(tmp_path / "empty")
+
+
+def test_too_few_images_to_train_on_are_refused_but_for_held_out_ones(tmp_path: Path) -> None:
+    for name, held_out_of in (("few", None), ("kept", "a")):
+        write_shard(tmp_path / name, noise(MIN_IMAGES - 1), held_out_of=held_out_of)
+        encode_shards(plan_encoding(tmp_path / name, EncodingSettings()), tmp_path / f"{name}-out")
+    with pytest.raises(HddmError, match="has 15 images; an expert needs at least 16"):
+        open_shard(tmp_path / "few-out")
+    assert len(open_shard(tmp_path / "kept-out")) == 15

@@ -1,0 +1,285 @@
+"""Cached features: computed once, the same after any interruption, and never those of something else."""
+
+import contextlib
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from PIL import Image
+
+from hddm.data.feature_cache import ImageFeatures, compute_features
+from hddm.data.features import PixelPca
+from hddm.data.sources import ImageSource, open_source
+from hddm.utils.errors import HddmError
+from tests.artefacts import PER_CLASS, contents, copied, edit_json, largest_file
+
+PART = 10
+NUM = 2 * PER_CLASS
+
+
+class Interrupted(BaseException):
+    """As a signal is."""
+
+
+class Counted(PixelPca):
+    """Pixel features that count images, and are interrupted before more than ``most`` of them."""
+
+    batch = 4
+
+    def __init__(self, most: int = 10**6) -> None:
+        super().__init__(dimensions=4)
+        self.most, self.images = most, 0
+
+    def __call__(self, images: Sequence[NDArray[np.uint8]]) -> NDArray[np.float32]:
+        self.images += len(images)
+        if self.images > self.most:
+            raise Interrupted
+        return super().__call__(images)
+
+
+@pytest.fixture
+def source(images: Path, tmp_path: Path) -> ImageSource:
+    """Images that a test may spoil."""
+    return open_source(copied(images, tmp_path))
+
+
+def _compute(
+    source: ImageSource, folder: Path, extractor: PixelPca | None = None, **options: int
+) -> ImageFeatures:
+    return compute_features(source, extractor or Counted(), folder, part=PART, **options)
+
+
+def test_features_are_those_of_the_images_in_order_and_any_rows_can_be_taken(
+    source: ImageSource, tmp_path: Path
+) -> None:
+    found = _compute(source, tmp_path / "cache")
+    extractor = Counted()
+    extractor.prepare(source, tmp_path / "cache")
+    pixels = [np.asarray(Image.open(source.root / name).convert("RGB")) for name in source.files]
+    assert found.shape == (NUM, 4)
+    np.testing.assert_allclose(found[np.arange(NUM)], extractor(pixels), atol=1e-6)
+    rows = np.random.default_rng(0).permutation(NUM)[:17]
+    np.testing.assert_array_equal(found[rows], found[np.arange(NUM)][rows])
+    for row in (0, 9, 10, 47):
+        content = (source.root / source.files[row]).read_bytes()
+        assert found.files[row].tobytes() == hashlib.sha256(content).digest()
+
+
+def test_features_are_computed_once(source: ImageSource, tmp_path: Path) -> None:
+    _compute(source, tmp_path / "cache")
+    before = contents(tmp_path / "cache")
+    again = Counted()
+    _compute(source, tmp_path / "cache", again)
+    assert again.images == 0
+    assert contents(tmp_path / "cache") == before
+
+
+@pytest.mark.parametrize("most", [0, 9, 10, 25, 47])
+def test_an_interrupted_run_goes_on_at_its_part_with_the_same_bits(
+    most: int, source: ImageSource, tmp_path: Path
+) -> None:
+    _compute(source, tmp_path / "whole")
+    with pytest.raises(Interrupted):
+        _compute(source, tmp_path / "cache", Counted(most))
+    rest = Counted()
+    _compute(source, tmp_path / "cache", rest)
+    assert rest.images == NUM - most // PART * PART
+    assert contents(tmp_path / "cache") == contents(tmp_path / "whole")
+
+
+def test_a_full_disk_leaves_whole_parts_only(source: ImageSource, tmp_path: Path) -> None:
+    _compute(source, tmp_path / "whole")
+    whole = contents(tmp_path / "whole")
+    # The basis fits, a part does not.
+    size = min(len(content) for name, content in whole.items() if name.startswith("part_")) - 1
+    with largest_file(size), pytest.raises(Exception, match="File too large"):
+        _compute(source, tmp_path / "cache")
+    assert not [name for name in contents(tmp_path / "cache") if "part" in name]
+    _compute(source, tmp_path / "cache")
+    assert contents(tmp_path / "cache") == whole
+
+
+def test_features_of_other_images_are_refused_unless_they_may_go(source: ImageSource, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    _compute(source, cache)
+    (source.root / source.files[5]).unlink()
+    fewer = open_source(source.root)
+    with pytest.raises(HddmError) as refused:
+        _compute(fewer, cache)
+    assert f"{cache}: holds features of other images (48 of them, now 47)" in str(refused.value)
+    assert len(_compute(fewer, cache, replace=True)) == 47
+    _compute(fewer, tmp_path / "fresh")
+    assert contents(cache) == contents(tmp_path / "fresh")
+    path = source.root / source.files[6]
+    path.write_bytes(path.read_bytes() + b"\0")
+    with pytest.raises(HddmError, match="features of other images, or of these before they changed"):
+        _compute(fewer, cache)
+
+
+def test_features_of_other_settings_are_refused(source: ImageSource, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    _compute(source, cache)
+    with pytest.raises(
+        HddmError, match="pixel_pca of another seed or other weights; remove it, or name another folder"
+    ):
+        _compute(source, cache, PixelPca(dimensions=4, seed=1))
+    edit_json(cache / "features.json", features="clip")
+    with pytest.raises(HddmError, match=r"other features \(clip, not pixel_pca\)"):
+        _compute(source, cache)
+
+
+def test_a_folder_of_other_things_is_left_alone(source: ImageSource, tmp_path: Path) -> None:
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache" / "mine").write_text("precious")
+    with pytest.raises(HddmError, match="holds other things than features"):
+        _compute(source, tmp_path / "cache", replace=True)
+    assert contents(tmp_path / "cache") == {"mine": b"precious"}
+
+
+def test_a_spoilt_part_is_named(source: ImageSource, tmp_path: Path) -> None:
+    _compute(source, tmp_path / "cache")
+    part = tmp_path / "cache" / "part_00002.safetensors"
+    part.write_bytes(part.read_bytes()[:-7])
+    with pytest.raises(HddmError) as refused:
+        _compute(source, tmp_path / "cache")
+    assert str(part) in str(refused.value)
+
+
+@pytest.mark.parametrize("rows", [[3], [0, 1, 2, 3], list(range(10, 20)), [9, 10, 47]])
+def test_broken_images_are_left_out_by_name_and_counted(
+    rows: list[int], source: ImageSource, tmp_path: Path
+) -> None:
+    whole = _compute(source, tmp_path / "whole")
+    for row in rows:
+        (source.root / source.files[row]).write_bytes(b"\x89PNG\r\n\x1a\nnothing")
+    with pytest.raises(HddmError) as refused:
+        _compute(source, tmp_path / "strict", max_bad=len(rows) - 1)
+    for line, row in zip(refused.value.details, rows, strict=True):
+        assert line.startswith(f"{source.root / source.files[row]}: cannot be read")
+    for _ in range(2):
+        found = _compute(source, tmp_path / "strict", max_bad=len(rows))
+        assert sorted(found.broken) == rows
+        assert found.rows.tolist() == [row for row in range(NUM) if row not in rows]
+        for name, digest in ((n, found.files[i]) for i, n in enumerate(found.rows.tolist())):
+            assert digest.tolist() == whole.files[name].tolist()
+        assert found[np.array([0, len(found) - 1])].shape == (2, 4)
+
+
+def test_all_bad_images_are_named_at_once_and_no_more_features_are_computed_for_them(
+    source: ImageSource, tmp_path: Path
+) -> None:
+    for row in (*range(8, 29), 40, 47):
+        (source.root / source.files[row]).write_bytes(b"nothing")
+    extractor = Counted()
+    with pytest.raises(HddmError) as refused:
+        _compute(source, tmp_path / "cache", extractor)
+    remedy = "mend or remove them, or leave them out with --max-bad 23 where that is an option"
+    assert refused.value.message == f"{source.root}: 23 images cannot be read, and 0 may be; {remedy}"
+    assert len(refused.value.details) == 21
+    assert refused.value.details[-1] == "… and 3 more"
+    # The first part has eight that can be read.
+    assert extractor.images == 8
+
+
+def test_one_bad_image_has_a_remedy_too(source: ImageSource, tmp_path: Path) -> None:
+    path = source.root / source.files[30]
+    path.write_bytes(b"nothing")
+    with pytest.raises(HddmError) as refused:
+        _compute(source, tmp_path / "cache")
+    remedy = "mend or remove it, or leave it out with --max-bad 1 where that is an option"
+    assert refused.value.message == f"{source.root}: 1 image cannot be read, and 0 may be; {remedy}"
+    assert refused.value.details == (f"{path}: cannot be read as an image; remove it or save it again",)
+
+
+@pytest.fixture
+def broken(source: ImageSource) -> dict[Path, bytes]:
+    """Images 3, 4 and 25, spoilt; with what mends them, which is as long."""
+    sound = {}
+    for row in (3, 4, 25):
+        path = source.root / source.files[row]
+        sound[path] = path.read_bytes()
+        path.write_bytes(bytes(len(sound[path])))
+    return sound
+
+
+def _mend(broken: dict[Path, bytes]) -> None:
+    for path, content in broken.items():
+        path.write_bytes(content)
+
+
+@pytest.mark.parametrize("max_bad", [0, 3])
+def test_images_that_can_be_read_again_are_used_as_if_they_always_could(
+    max_bad: int, source: ImageSource, broken: dict[Path, bytes], tmp_path: Path
+) -> None:
+    cache = tmp_path / "cache"
+    with contextlib.suppress(HddmError):
+        assert len(_compute(source, cache, max_bad=max_bad).broken) == max_bad
+    _mend(broken)
+    assert len(_compute(source, cache, max_bad=max_bad)) == NUM
+    _compute(source, tmp_path / "whole")
+    assert contents(cache) == contents(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("kept", range(6))
+def test_a_kill_while_features_are_forgotten_mixes_none_of_two_bases(
+    kept: int, source: ImageSource, broken: dict[Path, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache, unlink, gone = tmp_path / "cache", Path.unlink, []
+    _compute(source, cache, max_bad=3)
+    _mend(broken)
+
+    def killed(path: Path, missing_ok: bool = False) -> None:
+        if path.parent == cache:
+            if len(gone) == kept:
+                raise Interrupted
+            gone.append(path)
+        unlink(path, missing_ok=missing_ok)
+
+    # Five parts and the basis.
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "unlink", killed)
+        with pytest.raises(Interrupted):
+            _compute(source, cache)
+    _compute(source, cache)
+    _compute(source, tmp_path / "whole")
+    assert contents(cache) == contents(tmp_path / "whole")
+
+
+class Means(Counted):
+    """Mean colours, for which nothing is learnt from the images."""
+
+    def prepare(self, source: ImageSource, folder: Path) -> None:
+        pass
+
+    def __call__(self, images: Sequence[NDArray[np.uint8]]) -> NDArray[np.float32]:
+        self.images += len(images)
+        return np.stack([image.mean((0, 1)) for image in images]).astype(np.float32)
+
+
+def test_where_nothing_is_learnt_only_parts_with_mended_images_are_made_again(
+    source: ImageSource, broken: dict[Path, bytes], tmp_path: Path
+) -> None:
+    _compute(source, tmp_path / "cache", Means(), max_bad=3)
+    still = Means()
+    assert len(_compute(source, tmp_path / "cache", still, max_bad=3)) == NUM - 3
+    assert still.images == 0
+    _mend(broken)
+    again = Means()
+    assert len(_compute(source, tmp_path / "cache", again)) == NUM
+    assert again.images == 2 * PART
+
+
+def test_features_that_are_not_finite_are_refused_by_image(source: ImageSource, tmp_path: Path) -> None:
+    class Spoilt(Counted):
+        def __call__(self, images: Sequence[NDArray[np.uint8]]) -> NDArray[np.float32]:
+            features = super().__call__(images)
+            if self.images == 8:
+                features[2] = np.nan
+            return features
+
+    with pytest.raises(HddmError) as refused:
+        _compute(source, tmp_path / "cache", Spoilt())
+    assert f"{source.root / source.files[6]}: pixel_pca gives NaN or Inf for it" in str(refused.value)

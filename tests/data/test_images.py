@@ -1,0 +1,249 @@
+"""Folders of images in memory: what is read, and what is refused by name."""
+
+import io
+import struct
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from hddm.data.decoding import OversizedImageError, read_header
+from hddm.data.images import decode, load_images, save_png, to_bytes, to_unit_range
+from hddm.utils.errors import HddmError
+
+NOISE = np.random.default_rng(0)
+GRAY = NOISE.integers(0, 256, (5, 7)).astype(np.uint8)
+COLOUR = NOISE.integers(0, 256, (5, 7, 3)).astype(np.uint8)
+
+
+def _write(path: Path, pixels: np.ndarray, mode: str | None = None) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    image = Image.fromarray(pixels)
+    (image.convert(mode) if mode else image).save(path)
+    return path
+
+
+def _encoded(pixels: np.ndarray, kind: str, **options: Any) -> bytes:
+    buffer = io.BytesIO()
+    Image.fromarray(pixels).save(buffer, kind, **options)
+    return buffer.getvalue()
+
+
+def _refusal(folder: Path) -> str:
+    with pytest.raises(HddmError) as caught:
+        load_images(folder)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_class_folders_become_labels_in_sorted_order(tmp_path: Path) -> None:
+    for name, value in (("b/1.png", 20), ("a/2.png", 10), ("a/deep/1.png", 30)):
+        _write(tmp_path / name, np.full((2, 2), value, np.uint8))
+    images = load_images(tmp_path)
+    assert images.files == ("a/2.png", "a/deep/1.png", "b/1.png")
+    assert images.classes == ("a", "b")
+    assert images.labels is not None
+    assert images.labels.tolist() == [0, 0, 1]
+    assert images.pixels[:, 0, 0, 0].tolist() == [10, 30, 20]
+
+
+def test_a_flat_folder_has_no_labels(tmp_path: Path) -> None:
+    _write(tmp_path / "1.png", GRAY)
+    _write(tmp_path / "a" / "2.png", GRAY)
+    images = load_images(tmp_path)
+    assert images.labels is None
+    assert images.classes == ()
+    assert len(images) == 2
+
+
+def test_gray_stays_gray_and_colour_keeps_its_channels(tmp_path: Path) -> None:
+    gray, colour = _write(tmp_path / "g" / "1.png", GRAY), _write(tmp_path / "c" / "1.png", COLOUR)
+    assert torch.equal(load_images(gray.parent).pixels, torch.from_numpy(GRAY)[None, None])
+    expected = torch.from_numpy(COLOUR).permute(2, 0, 1)[None]
+    assert torch.equal(load_images(colour.parent).pixels, expected)
+
+
+def test_gray_among_colour_becomes_colour(tmp_path: Path) -> None:
+    _write(tmp_path / "1.png", GRAY)
+    _write(tmp_path / "2.png", COLOUR)
+    pixels = load_images(tmp_path).pixels
+    assert pixels.shape == (2, 3, 5, 7)
+    for channel in pixels[0]:
+        assert torch.equal(channel, torch.from_numpy(GRAY))
+
+
+@pytest.mark.parametrize("mode", ["RGBA", "P", "CMYK", "LA", "1"])
+def test_other_8_bit_modes_are_converted(mode: str, tmp_path: Path) -> None:
+    suffix = ".jpg" if mode == "CMYK" else ".png"
+    path = _write(tmp_path / f"a{suffix}", COLOUR, mode)
+    with Image.open(path) as image:
+        assert image.mode == mode
+        expected = np.asarray(image.convert("L" if mode == "1" else "RGB"))
+    pixels = load_images(tmp_path).pixels[0].permute(1, 2, 0).numpy()
+    np.testing.assert_array_equal(pixels.squeeze(), expected)
+
+
+@pytest.mark.parametrize("kind", ["PNG", "TIFF"])
+def test_16_bit_gray_is_scaled_to_8_bits_by_rounding(kind: str) -> None:
+    deep = np.arange(65536, dtype=np.uint16).reshape(256, 256)
+    expected = np.round(deep / 257).astype(np.uint8)
+    assert (expected.min(), expected.max()) == (0, 255)
+    np.testing.assert_array_equal(decode(_encoded(deep, kind), Path("deep")), expected)
+
+
+def test_a_mode_without_8_bits_is_refused_with_a_remedy() -> None:
+    with pytest.raises(HddmError, match=r"real\.tif: mode F has no 8-bit form; convert it"):
+        decode(_encoded(GRAY.astype(np.float32), "TIFF"), Path("real.tif"))
+
+
+# What each orientation asks for, by the EXIF standard: first row and first column of the upright image.
+TURNS = {
+    1: lambda a: a,
+    2: lambda a: a[:, ::-1],
+    3: lambda a: a[::-1, ::-1],
+    4: lambda a: a[::-1],
+    5: lambda a: a.swapaxes(0, 1),
+    6: lambda a: a[::-1].swapaxes(0, 1),
+    7: lambda a: a[::-1, ::-1].swapaxes(0, 1),
+    8: lambda a: a[:, ::-1].swapaxes(0, 1),
+}
+
+
+@pytest.mark.parametrize("orientation", TURNS)
+@pytest.mark.parametrize(
+    "pixels", [GRAY, COLOUR, GRAY.astype(np.uint16) * 257], ids=["gray", "colour", "deep"]
+)
+def test_exif_orientation_is_applied(orientation: int, pixels: np.ndarray) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    content = _encoded(pixels, "PNG", exif=exif)
+    expected = TURNS[orientation](GRAY if pixels.dtype == np.uint16 else pixels)
+    np.testing.assert_array_equal(decode(content, Path("a")), expected)
+    header = read_header(content, Path("a"))
+    assert (header.turned, (header.height, header.width)) == (orientation != 1, expected.shape[:2])
+
+
+def test_transparency_is_dropped_and_shows_the_colours_below() -> None:
+    alpha = NOISE.integers(0, 256, (5, 7, 1)).astype(np.uint8)
+    content = _encoded(np.concatenate([COLOUR, alpha], 2), "PNG")
+    np.testing.assert_array_equal(decode(content, Path("a")), COLOUR)
+    assert read_header(content, Path("a")).transparent
+    assert not read_header(_encoded(COLOUR, "PNG"), Path("a")).transparent
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_palette_with_several_transparent_colours_gives_its_colours_and_no_warning() -> None:
+    image = Image.fromarray(GRAY % 4, "P")
+    palette = NOISE.integers(0, 256, (4, 3)).astype(np.uint8)
+    image.putpalette(palette.tobytes())
+    buffer = io.BytesIO()
+    image.save(buffer, "PNG", transparency=bytes([0, 255, 128, 7]))
+    np.testing.assert_array_equal(decode(buffer.getvalue(), Path("a")), palette[GRAY % 4])
+
+
+def test_of_an_animation_the_first_frame_is_taken() -> None:
+    frames = [Image.fromarray(np.full((4, 4), value, np.uint8)) for value in (10, 200)]
+    buffer = io.BytesIO()
+    frames[0].save(buffer, "GIF", save_all=True, append_images=frames[1:])
+    assert np.unique(decode(buffer.getvalue(), Path("a"))).tolist() == [10]
+    assert read_header(buffer.getvalue(), Path("a")).animated
+
+
+@pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
+@pytest.mark.parametrize(("width", "told"), [(9460, "is 9460×9460, more than"), (10**6, "has more than")])
+def test_a_decompression_bomb_is_named_before_it_is_decoded(width: int, told: str) -> None:
+    content = bytearray(_encoded(GRAY, "PNG"))
+    height = 9460
+    content[16:24] = struct.pack(">II", width, height)
+    content[29:33] = struct.pack(">I", zlib.crc32(content[12:29]))
+    for read in (decode, read_header):
+        with pytest.raises(OversizedImageError, match=f"bomb.png: {told} 89478485 pixels"):
+            read(bytes(content), Path("bomb.png"))
+
+
+def test_formats_of_other_programs_are_not_handed_to_them() -> None:
+    for kind in ("EPS", "PPM", "ICO"):
+        with pytest.raises(HddmError, match=r"a\.png: cannot be read as an image"):
+            decode(_encoded(COLOUR, kind), Path("a.png"))
+
+
+def test_images_of_another_size_are_named(tmp_path: Path) -> None:
+    _write(tmp_path / "1.png", GRAY)
+    _write(tmp_path / "2.png", GRAY[:4])
+    message = _refusal(tmp_path)
+    assert "2.png: is 7×4, 1.png is 7×5" in message
+
+
+@pytest.mark.parametrize("name", ["a.JPEG", "b.Jpg", "c.WebP", "d.BMP"])
+def test_suffixes_in_any_case_are_found(name: str, tmp_path: Path) -> None:
+    _write(tmp_path / name, COLOUR)
+    assert load_images(tmp_path).files == (name,)
+
+
+def test_other_files_are_left_alone(tmp_path: Path) -> None:
+    _write(tmp_path / "1.png", GRAY)
+    (tmp_path / "notes.txt").write_text("no image")
+    assert load_images(tmp_path).files == ("1.png",)
+
+
+def test_missing_and_empty_folders_are_refused(tmp_path: Path) -> None:
+    assert "no such folder" in _refusal(tmp_path / "missing")
+    assert "holds no images" in _refusal(tmp_path)
+
+
+def test_a_broken_png_is_named(tmp_path: Path) -> None:
+    _write(tmp_path / "good.png", GRAY)
+    (tmp_path / "bad.png").write_bytes((tmp_path / "good.png").read_bytes()[:40])
+    assert f"{tmp_path / 'bad.png'}: cannot be read as an image" in _refusal(tmp_path)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "BMP"])
+def test_damage_of_any_kind_is_an_error_that_names_the_file(kind: str) -> None:
+    buffer = io.BytesIO()
+    Image.fromarray(NOISE.integers(0, 256, (40, 40, 3)).astype(np.uint8)).save(buffer, kind)
+    whole, draws, refused = buffer.getvalue(), np.random.default_rng(1), 0
+    damaged = [whole[:n] for n in range(0, 60)]
+    for _ in range(150):
+        content = bytearray(whole)
+        for place in draws.integers(0, 60, 3).tolist():
+            content[place] = int(draws.integers(256))
+        damaged.append(bytes(content))
+    for content in damaged:
+        try:
+            decode(content, Path("some.file"))
+        except HddmError as error:
+            assert str(error).startswith("some.file: ")  # noqa: PT017
+            refused += 1
+    assert refused >= 60
+
+
+def test_bytes_map_linearly_to_minus_one_to_one() -> None:
+    levels = torch.arange(256, dtype=torch.uint8)
+    expected = torch.linspace(-1, 1, 256, dtype=torch.float64)
+    torch.testing.assert_close(to_unit_range(levels).double(), expected, rtol=0, atol=1e-7)
+    assert torch.equal(to_bytes(expected.float()), levels)
+
+
+def test_values_beyond_the_range_are_clipped_not_wrapped() -> None:
+    assert to_bytes(torch.tensor([-1.3, 1.2, -9.0, 9.0])).tolist() == [0, 255, 0, 255]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_images_that_are_not_finite_are_refused_by_number(value: float) -> None:
+    images = torch.zeros(4, 1, 2, 2)
+    images[2, 0, 1, 1] = value
+    with pytest.raises(HddmError, match=r"1 images hold NaN or Inf.*\[2\]"):
+        to_bytes(images)
+
+
+@pytest.mark.parametrize("pixels", [GRAY[None], COLOUR.transpose(2, 0, 1)], ids=["gray", "colour"])
+def test_a_saved_png_opens_elsewhere_as_it_was(pixels: np.ndarray, tmp_path: Path) -> None:
+    save_png(torch.from_numpy(pixels.copy()), tmp_path / "a.png")
+    with Image.open(tmp_path / "a.png") as image:
+        again = np.asarray(image)
+    np.testing.assert_array_equal(again if again.ndim == 2 else again.transpose(2, 0, 1), pixels.squeeze())

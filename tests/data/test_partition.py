@@ -1,0 +1,313 @@
+"""Partitions of any source: what goes where, what is held out, what is proposed and reported."""
+
+import hashlib
+import io
+import json
+import tarfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import MappingProxyType
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from hddm.checkpoints.describe import describe
+from hddm.data.images import save_png
+from hddm.data.partition import partition
+from hddm.data.partition_report import measure
+from hddm.data.shard_records import read_manifest
+from hddm.data.shards import load_shard
+from hddm.utils.errors import HddmError
+from tests.artefacts import CLASSES, Command, contents, copied, draw, largest_file, shard_files, write_images
+from tests.vision_files import write_vision_model
+
+PER_CLASS = 40
+
+
+@pytest.fixture(scope="module")
+def many(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """80 images in two class folders."""
+    return write_images(tmp_path_factory.mktemp("many") / "images", PER_CLASS)
+
+
+@pytest.fixture
+def tars(many: Path, tmp_path: Path) -> Path:
+    """The same images in a tar, with captions."""
+    return _pack(many, tmp_path / "train.tar")
+
+
+def _pack(images: Path, target: Path, spoilt: Mapping[int, bytes] = MappingProxyType({})) -> Path:
+    with tarfile.open(target, "w") as tar:
+        for number, path in enumerate(sorted(images.rglob("*.png"))):
+            texts = {
+                "png": spoilt.get(number, path.read_bytes()),
+                "txt": f"picture {number}".encode(),
+            }
+            for suffix, text in texts.items():
+                member = tarfile.TarInfo(f"{number:04d}.{suffix}")
+                member.size = len(text)
+                tar.addfile(member, io.BytesIO(text))
+    return target
+
+
+def test_images_of_a_tar_are_written_with_their_captions(many: Path, tars: Path, tmp_path: Path) -> None:
+    folders = partition(tars, tmp_path / "out", 2)
+    originals = [path.read_bytes() for path in sorted(many.rglob("*.png"))]
+    seen = []
+    for folder in folders:
+        shard = load_shard(folder)
+        assert shard.captions is not None
+        for entry, caption in zip(read_manifest(folder).images, shard.captions, strict=True):
+            number = int(caption.removeprefix("picture "))
+            assert (folder / entry.file).read_bytes() == originals[number]
+            seen.append(number)
+    assert sorted(seen) == list(range(2 * PER_CLASS))
+
+
+def test_files_are_linked_and_not_copied(many: Path, tmp_path: Path) -> None:
+    (folder,) = partition(many, tmp_path / "out", 1)
+    for name in shard_files(folder):
+        assert (folder / name).samefile(many / name.removeprefix("images/"))
+
+
+def test_broken_images_are_skipped_by_name_when_asked(many: Path, tmp_path: Path, hddm: Command) -> None:
+    images = copied(many, tmp_path)
+    for name in ("rows/03.png", "columns/05.png"):
+        (images / name).write_bytes(b"nothing")
+    command = ["partition", images, "--out", tmp_path / "out", "--shards", 2]
+    code, _, err = hddm(*command, "--max-bad", 1)
+    assert code == 1
+    remedy = "mend or remove them, or leave them out with --max-bad 2 where that is an option"
+    assert f"{images}: 2 images cannot be read, and 1 may be; {remedy}\n" in err
+    assert str(images / "rows/03.png") in err
+    assert not (tmp_path / "out").exists()
+    code, out, err = hddm(*command, "--max-bad", 2)
+    assert code == 0
+    assert out.count("39 images") == 2
+    assert f"skipped {images / 'columns/05.png'}: cannot be read" in err
+    facts = json.loads((tmp_path / "out" / "partition.json").read_text())
+    assert facts["skipped"] == ["columns/05.png", "rows/03.png"]
+    assert facts["images"] == 78
+
+
+def test_one_of_anything_is_told_in_the_singular_and_skipped_files_are_listed_in_the_report(
+    many: Path, tmp_path: Path, hddm: Command
+) -> None:
+    images, out = copied(many, tmp_path), tmp_path / "out"
+    (images / "rows" / "<b>.png").write_bytes(b"nothing")
+    with Image.open(images / "rows" / "07.png") as image:
+        image.save(images / "rows" / "again.bmp")
+    code, told, _ = hddm("partition", images, "--out", out, "--shards", 1, "--max-bad", 1)
+    assert (code, told.splitlines()[:2]) == (
+        0,
+        [f"{out / 'shard_0'}: 81 images", "1 image is a copy of another"],
+    )
+    page = (out / "report.html").read_text()
+    assert "1 image could not be read and was left out." in page
+    assert "<li>rows/&lt;b&gt;.png</li>" in page
+    assert "1 image is a copy of another, equal in every\npixel.</p>" in page
+    for number in range(2, 30):
+        (images / "rows" / f"bad{number}.png").write_bytes(b"nothing")
+    code, _, err = hddm("partition", images, "--out", tmp_path / "more", "--shards", 1, "--max-bad", 40)
+    assert (code, err.count("cannot be read"), "skipped … and 9 more\n" in err) == (0, 20, True)
+    page = (tmp_path / "more" / "report.html").read_text()
+    assert "29 images could not be read and were left out." in page
+    assert page.count("<li>") == 29
+
+
+def test_the_number_of_shards_can_be_proposed(tmp_path: Path, hddm: Command) -> None:
+    """Three plain colours under noise, 24 images of each."""
+    draws = np.random.default_rng(0)
+    (tmp_path / "images").mkdir()
+    for number in range(72):
+        pixels = draws.integers(0, 40, (6, 6, 3)).astype(np.uint8)
+        pixels[..., number % 3] += 200
+        Image.fromarray(pixels).save(tmp_path / "images" / f"{number:02d}.png")
+    code, out, _ = hddm("partition", tmp_path / "images", "--out", tmp_path / "out", "--shards", "auto")
+    assert code == 0
+    assert "3 shards: silhouette 0." in out
+    facts = json.loads((tmp_path / "out" / "partition.json").read_text())
+    assert facts["sizes"] == [24, 24, 24]
+    assert facts["proposal"]["3"] > facts["proposal"]["2"]
+    given = partition(tmp_path / "images", tmp_path / "given", 3)
+    assert [load_shard(folder).hash for folder in given] == facts["hashes"]
+
+
+def test_features_of_a_model_divide_too(many: Path, tmp_path: Path) -> None:
+    model = write_vision_model(tmp_path / "model", "dinov2")
+    folders = partition(many, tmp_path / "out", 2, features=str(model))
+    assert [len(load_shard(folder)) for folder in folders] == [PER_CLASS, PER_CLASS]
+    assert describe(tmp_path / "out")["features"] == str(model)
+
+
+def test_the_command_keeps_features_beside_its_folder_and_the_library_keeps_none(
+    many: Path, tmp_path: Path, hddm: Command
+) -> None:
+    partition(many, tmp_path / "one", 2)
+    assert [path.name for path in tmp_path.iterdir()] == ["one"]
+    assert hddm("partition", many, "--out", tmp_path / "two", "--shards", 2)[0] == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["one", "two", "two.features"]
+    assert contents(tmp_path / "one") == contents(tmp_path / "two")
+    cache = contents(tmp_path / "two.features")
+    code = hddm(
+        "partition", many, "--out", tmp_path / "three", "--shards", 1, "--cache", tmp_path / "two.features"
+    )[0]
+    assert code == 0
+    assert contents(tmp_path / "two.features") == cache
+    assert not (tmp_path / "three.features").exists()
+
+
+def test_features_that_stay_are_named_whether_the_partition_succeeds_or_not(
+    many: Path, tmp_path: Path, hddm: Command
+) -> None:
+    images = copied(many, tmp_path)
+    command = ["partition", images, "--out", tmp_path / "out", "--shards", 2]
+    features = tmp_path / "out.features"
+    named = f"{features}: features, kept for another partition of these images (--cache {features})"
+    code, out, err = hddm(*command, "--held-out", 0.1)
+    assert (code, out + err, features.exists()) == (1, err, False)
+    assert "kept for another" not in err
+    (images / "rows" / "07.png").write_bytes(b"nothing")
+    code, out, err = hddm(*command)
+    assert (code, out) == (1, "")
+    assert err.startswith("hddm: ")
+    assert err.splitlines()[-1].startswith(f"  {features}: features of the images so far, kept for the next")
+    code, out, err = hddm(*command, "--max-bad", 1)
+    assert (code, named in out, named in err) == (0, True, False)
+    code, out, err = hddm(*command, "--max-bad", 1, "--overwrite", "--cache", features)
+    assert (code, "kept for another" in out + err) == (0, False)
+
+
+@pytest.mark.parametrize("spoilt", [bytes, lambda size: b"short"])
+def test_a_mended_archive_is_partitioned_as_one_that_was_always_sound(
+    spoilt: Callable[[int], bytes], many: Path, tars: Path, tmp_path: Path, hddm: Command
+) -> None:
+    partition(tars, tmp_path / "whole", 2)
+    command = ["partition", tars, "--out", tmp_path / "out", "--shards", 2]
+    size = len(sorted(many.rglob("*.png"))[7].read_bytes())
+    _pack(many, tars, {7: spoilt(size)})
+    code, _, err = hddm(*command)
+    assert (code, "0007.png" in err, (tmp_path / "out").exists()) == (1, True, False)
+    _pack(many, tars)
+    if len(spoilt(size)) != size:
+        code, _, err = hddm(*command)
+        held = "holds features of other images, or of these before they changed"
+        remedy = "remove it, or name another folder with --cache"
+        assert (code, f"{tmp_path / 'out.features'}: {held}; {remedy}" in err) == (1, True)
+        command.append("--overwrite")
+    assert hddm(*command)[0] == 0
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+
+
+def test_only_features_beside_a_replaced_partition_are_replaced(
+    many: Path, images: Path, tmp_path: Path, hddm: Command
+) -> None:
+    assert hddm("partition", many, "--out", tmp_path / "out", "--shards", 2)[0] == 0
+    other = ["partition", images, "--out", tmp_path / "out", "--shards", 2, "--overwrite"]
+    code, _, err = hddm(*other, "--cache", tmp_path / "out.features")
+    assert code == 1
+    assert "holds features of other images" in err
+    assert hddm(*other)[0] == 0
+    assert describe(tmp_path / "out")["images"] == 48
+
+
+def test_an_image_that_changed_since_its_features_is_refused(many: Path, tmp_path: Path) -> None:
+    images = tmp_path / "images"
+    for name in CLASSES:
+        (images / name).mkdir(parents=True)
+    for name in CLASSES:
+        for number, image in enumerate(draw(name, 20, 0)):
+            Image.fromarray(image[0].numpy()).save(images / name / f"{number:02d}.bmp")
+    partition(images, tmp_path / "out", 1, cache=tmp_path / "cache")
+    Image.fromarray(draw("rows", 1, 99)[0, 0].numpy()).save(images / "rows" / "07.bmp")
+    with pytest.raises(HddmError) as refused:
+        partition(images, tmp_path / "again", 1, cache=tmp_path / "cache")
+    remedy = f"remove {tmp_path / 'cache'}, or name another folder with --cache"
+    changed = f"{images / 'rows/07.bmp'}: changed since its features were computed"
+    assert str(refused.value) == f"{changed}; {remedy}"
+    assert not (tmp_path / "again").exists()
+
+
+def test_a_full_disk_is_one_line_with_the_folder_and_leaves_nothing(tars: Path, tmp_path: Path) -> None:
+    partition(tars, tmp_path / "whole", 2, cache=tmp_path / "cache")
+    before = contents(tmp_path)
+    # Images are smaller; a manifest is not.
+    with largest_file(4000), pytest.raises(HddmError) as refused:
+        partition(tars, tmp_path / "out", 2, cache=tmp_path / "cache")
+    assert str(refused.value) == f"{tmp_path / 'out'}: cannot be written (File too large)"
+    assert contents(tmp_path) == before
+
+
+def test_a_partition_or_a_shard_is_no_source_of_images(many: Path, tmp_path: Path) -> None:
+    (shard,) = partition(many, tmp_path / "one", 1)
+    for folder, told in (
+        (tmp_path / "one", "is a partition already; name the images that it was made of"),
+        (shard, f"is a shard already; name its images, {shard / 'images'}"),
+    ):
+        with pytest.raises(HddmError, match=f"{folder}: {told}"):
+            partition(folder, tmp_path / "again", 1)
+    (again,) = partition(shard / "images", tmp_path / "again", 1)
+    assert load_shard(again).hash == load_shard(shard).hash
+
+
+@pytest.mark.parametrize("shards", ["none", "0", "-2", "2.5"])
+def test_a_number_of_shards_that_is_none_is_refused(
+    shards: str, many: Path, tmp_path: Path, hddm: Command
+) -> None:
+    code, _, err = hddm("partition", many, "--out", tmp_path / "out", "--shards", shards)
+    assert code == 2
+    assert "--shards" in err
+
+
+def test_the_report_shows_every_shard_and_its_pictures(many: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    folders = partition(many, out, 2, held_out=0.5)
+    page = (out / "report.html").read_text()
+    for k, folder in enumerate(folders):
+        for kind in ("nearest", "random"):
+            assert f'src="pictures/shard_{k}_{kind}.png"' in page
+            with Image.open(out / "pictures" / f"shard_{k}_{kind}.png") as picture:
+                # 24 pictures, eight a line.
+                assert picture.size == (8 * 98 - 2, 3 * 98 - 2)
+        assert f"<td>{len(shard_files(folder))}</td>" in page
+    for name in CLASSES:
+        assert name in page
+
+
+def test_a_picture_is_enlarged_by_whole_pixels(many: Path, tmp_path: Path) -> None:
+    """The first picture of a grid is that of the image nearest the centre, 24 times as large."""
+    partition(many, tmp_path / "out", 1)
+    with Image.open(tmp_path / "out" / "pictures" / "shard_0_nearest.png") as picture:
+        cell = np.asarray(picture)[:96, :96]
+    small = cell[::24, ::24, 0]
+    np.testing.assert_array_equal(np.kron(small, np.ones((24, 24), dtype=np.uint8)), cell[..., 0])
+    assert small.tobytes() in {np.asarray(Image.open(path)).tobytes() for path in many.rglob("*.png")}
+
+
+def test_distances_are_those_of_all_pairs_of_shards() -> None:
+    draws = np.random.default_rng(0)
+    features, shard = draws.normal(size=(30, 5)), draws.integers(0, 3, 30)
+    unit = features / np.linalg.norm(features, axis=1, keepdims=True)
+    means = [unit[shard == k].mean(0) for k in range(3)]
+    found = measure(features, shard, 3, 4)
+    for j in range(3):
+        for k in range(3):
+            cosines = unit[shard == j] @ means[k] / np.linalg.norm(means[k])
+            assert found.distances[j, k] == pytest.approx(np.mean(1 - cosines))
+        own = unit @ means[j]
+        ranked = sorted(np.flatnonzero(shard == j), key=lambda row: -own[row])
+        assert found.nearest[j].tolist() == ranked[:4]
+
+
+def test_images_of_different_sizes_are_divided(tmp_path: Path) -> None:
+    for side in (4, 6, 9):
+        for number, image in enumerate(draw("rows", 12, side, side)):
+            (tmp_path / "images").mkdir(exist_ok=True)
+            save_png(image, tmp_path / "images" / f"{side}-{number:02d}.png")
+    folders = partition(tmp_path / "images", tmp_path / "out", 2)
+    sizes = [len(shard_files(folder)) for folder in folders]
+    assert sum(sizes) == 36
+    assert abs(sizes[0] - sizes[1]) <= 8
+    digests = {hashlib.sha256(path.read_bytes()).hexdigest() for path in (tmp_path / "images").iterdir()}
+    assert set(shard_files(folders[0]).values()) | set(shard_files(folders[1]).values()) == digests

@@ -1,0 +1,85 @@
+"""Images to one size, against torchvision's transforms, which diffusers' training scripts use."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from hddm.data.images import Crop, Interpolation, fit_image
+from hddm.utils.errors import HddmError
+
+SIZES = [(40, 30), (30, 41), (17, 17), (8, 8), (5, 9), (64, 8), (8, 13)]
+
+
+def _image(width: int, height: int, gray: bool = False) -> Image.Image:
+    shape = (height, width) if gray else (height, width, 3)
+    return Image.fromarray(np.random.default_rng(width).integers(0, 256, shape).astype(np.uint8))
+
+
+@pytest.mark.parametrize("interpolation", ["nearest", "box", "bilinear", "hamming", "bicubic", "lanczos"])
+@pytest.mark.parametrize("size", SIZES)
+def test_scaling_and_centre_crop_are_those_of_torchvision(
+    size: tuple[int, int], interpolation: Interpolation
+) -> None:
+    transforms = pytest.importorskip("torchvision.transforms")
+    mode = transforms.InterpolationMode(interpolation)
+    theirs = transforms.Compose([transforms.Resize(8, interpolation=mode), transforms.CenterCrop(8)])
+    for gray in (False, True):
+        image = _image(*size, gray)
+        ours = fit_image(image, 8, interpolation=interpolation)
+        assert ours.size == (8, 8)
+        np.testing.assert_array_equal(np.asarray(ours), np.asarray(theirs(image)))
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_random_crop_is_that_of_torchvision_at_its_place(size: tuple[int, int]) -> None:
+    transforms = pytest.importorskip("torchvision.transforms")
+    theirs = transforms.Compose(
+        [
+            transforms.Resize(8, interpolation=transforms.InterpolationMode.LANCZOS),
+            transforms.RandomCrop(8),
+        ]
+    )
+    scaled = np.asarray(
+        transforms.Resize(8, interpolation=transforms.InterpolationMode.LANCZOS)(_image(*size))
+    )
+    places = {
+        scaled[i : i + 8, j : j + 8].tobytes()
+        for i in range(scaled.shape[0] - 7)
+        for j in range(scaled.shape[1] - 7)
+    }
+    generator = torch.Generator().manual_seed(0)
+    ours = {
+        np.asarray(fit_image(_image(*size), 8, "random", generator=generator)).tobytes() for _ in range(400)
+    }
+    assert ours == places
+    assert np.asarray(theirs(_image(*size))).tobytes() in ours
+
+
+def test_a_centre_crop_without_scaling_takes_the_middle_by_hand() -> None:
+    pixels = np.arange(8 * 12, dtype=np.uint8).reshape(8, 12)
+    np.testing.assert_array_equal(np.asarray(fit_image(Image.fromarray(pixels), 8)), pixels[:, 2:10])
+    np.testing.assert_array_equal(np.asarray(fit_image(Image.fromarray(pixels.T), 8)), pixels.T[2:10])
+
+
+def test_equal_generators_crop_at_equal_places_and_leave_others_alone() -> None:
+    image, before = _image(64, 8), torch.get_rng_state()
+    crops = [
+        [np.asarray(fit_image(image, 8, "random", generator=generator)).tobytes() for _ in range(5)]
+        for generator in (torch.Generator().manual_seed(seed) for seed in (1, 1, 2))
+    ]
+    assert crops[0] == crops[1] != crops[2]
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("crop", ["center", "random"])
+def test_an_image_of_the_size_is_unchanged(crop: Crop) -> None:
+    np.testing.assert_array_equal(np.asarray(fit_image(_image(8, 8), 8, crop)), np.asarray(_image(8, 8)))
+
+
+def test_a_strip_that_would_fill_the_memory_is_named() -> None:
+    strip = Image.new("L", (100_000, 1))
+    with pytest.raises(HddmError, match=r"a/strip\.png: 100000×1 becomes 51200000×512"):
+        fit_image(strip, 512, name=Path("a/strip.png"))

@@ -1,0 +1,229 @@
+"""Shards: every image once, whole and unchanged, or not at all."""
+
+import hashlib
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from hddm.data.images import load_images
+from hddm.data.partition import partition
+from hddm.data.shard_records import MIN_IMAGES, find_shards
+from hddm.data.shards import load_shard
+from hddm.utils.errors import HddmError
+from tests.artefacts import CLASSES, PER_CLASS, contents, copied, edit_json, pixels_of, write_images
+
+
+@pytest.fixture
+def shard(shards: Path, tmp_path: Path) -> Path:
+    """A shard to spoil, away from its partition."""
+    return copied(shards / "shard_0", tmp_path)
+
+
+def _refusal(folder: Path) -> str:
+    with pytest.raises(HddmError) as caught:
+        load_shard(folder)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def _rewrite(shard: Path, images: list[dict[str, Any]]) -> None:
+    """Change the list of images, with a hash that fits: by a definition of the test's own."""
+    manifest = json.loads((shard / "manifest.json").read_text())
+    lines = [json.dumps(manifest["classes"])]
+    lines += [f"{entry['file']} {entry['sha256']} {entry['label']}" for entry in images]
+    digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
+    edit_json(shard / "manifest.json", images=images, hash=digest)
+
+
+def test_permuted_classes_do_not_pass(shard: Path) -> None:
+    classes = json.loads((shard / "manifest.json").read_text())["classes"]
+    edit_json(shard / "manifest.json", classes=classes[::-1])
+    assert "does not match its hash" in _refusal(shard)
+
+
+def _entries(shard: Path) -> list[dict[str, Any]]:
+    entries: list[dict[str, Any]] = json.loads((shard / "manifest.json").read_text())["images"]
+    return entries
+
+
+def test_every_image_is_in_one_shard_with_its_label(images: Path, shards: Path) -> None:
+    expected = contents(images)
+    found: dict[str, bytes] = {}
+    for folder in find_shards(shards):
+        for entry in _entries(folder):
+            name = entry["file"].removeprefix("images/")
+            assert name not in found
+            found[name] = (folder / entry["file"]).read_bytes()
+            assert hashlib.sha256(found[name]).hexdigest() == entry["sha256"]
+            assert CLASSES[entry["label"]] == name.split("/")[0]
+    assert found == expected
+
+
+def test_shards_follow_content_and_are_of_like_size(shards: Path) -> None:
+    loaded = [load_shard(folder) for folder in find_shards(shards)]
+    assert sorted(map(len, loaded)) == [PER_CLASS, PER_CLASS]
+    for shard in loaded:
+        assert shard.labels is not None
+        assert max(shard.labels.bincount()) >= 0.8 * len(shard)
+
+
+def test_a_shard_carried_away_is_complete(shard: Path, shards: Path) -> None:
+    there, here = load_shard(shards / "shard_0"), load_shard(shard)
+    assert torch.equal(pixels_of(there), pixels_of(here))
+    assert (there.hash, there.index, there.num_shards) == (here.hash, here.index, 2)
+    assert here.classes == CLASSES
+    assert here.images.min() >= -1
+    assert here.images.max() <= 1
+
+
+def test_pixels_are_those_of_the_files(shard: Path) -> None:
+    loaded = load_shard(shard)
+    for pixels, entry in zip(pixels_of(loaded), _entries(shard), strict=True):
+        with Image.open(shard / entry["file"]) as image:
+            assert np.asarray(image).tolist() == pixels[0].tolist()
+
+
+def test_the_same_images_and_seed_give_the_same_shards(images: Path, shards: Path, tmp_path: Path) -> None:
+    partition(images, tmp_path / "again", 2)
+    assert contents(tmp_path / "again") == contents(shards)
+
+
+def test_the_record_of_a_partition_says_what_was_done(shards: Path) -> None:
+    facts = json.loads((shards / "partition.json").read_text())
+    hashes = [load_shard(folder).hash for folder in find_shards(shards)]
+    assert facts["hashes"] == hashes
+    assert facts["sizes"] == [PER_CLASS, PER_CLASS]
+    assert (facts["images"], facts["features"], facts["seed"]) == (2 * PER_CLASS, "pixel_pca", 0)
+
+
+def test_shards_of_one_partition_share_a_name_and_no_others_do(
+    images: Path, shards: Path, whole: Path, tmp_path: Path
+) -> None:
+    one, two = (load_shard(folder).partition for folder in find_shards(shards))
+    again = [load_shard(folder).partition for folder in partition(images, tmp_path / "again", 2)]
+    assert one is not None
+    assert [one, one] == [two, again[0]]
+    assert load_shard(whole).partition != one
+
+
+def test_a_shard_of_format_1_0_is_read_and_names_no_partition(shard: Path) -> None:
+    manifest = json.loads((shard / "manifest.json").read_text())
+    del manifest["partition"]
+    (shard / "manifest.json").write_text(json.dumps(manifest | {"format": "1.0"}))
+    assert load_shard(shard).partition is None
+
+
+def test_images_without_classes_have_no_labels(images: Path, tmp_path: Path) -> None:
+    (tmp_path / "flat").mkdir()
+    for name in load_images(images).files:
+        shutil.copyfile(images / name, tmp_path / "flat" / name.replace("/", "-"))
+    (folder,) = partition(tmp_path / "flat", tmp_path / "out", 1)
+    assert load_shard(folder).labels is None
+
+
+def test_a_changed_image_is_refused_by_name(shard: Path) -> None:
+    name = _entries(shard)[3]["file"]
+    shutil.copyfile(shard / _entries(shard)[4]["file"], shard / name)
+    assert f"{shard / name}: its content changed" in _refusal(shard)
+
+
+def test_a_missing_image_is_named(shard: Path) -> None:
+    name = _entries(shard)[3]["file"]
+    (shard / name).unlink()
+    assert str(shard / name) in _refusal(shard)
+
+
+@pytest.mark.parametrize("key", ["label", "file", "sha256"])
+def test_a_changed_manifest_is_refused(key: str, shard: Path) -> None:
+    entries = _entries(shard)
+    entries[0][key] = 1 - entries[0]["label"] if key == "label" else entries[1][key]
+    edit_json(shard / "manifest.json", images=entries)
+    assert "does not match its hash" in _refusal(shard)
+
+
+@pytest.mark.parametrize("label", [2, -1])
+def test_a_label_that_is_no_class_is_refused(label: int, shard: Path) -> None:
+    entries = _entries(shard)
+    entries[5]["label"] = label
+    _rewrite(shard, entries)
+    assert f"{entries[5]['file']} has label {label} of 2 classes" in _refusal(shard)
+
+
+def test_a_path_outside_the_folder_is_refused_before_it_is_opened(shard: Path) -> None:
+    secret = shard.parent / "secret.png"
+    shutil.copyfile(shard / _entries(shard)[0]["file"], secret)
+    (shard / "link.png").symlink_to(secret)
+    for name in ("../secret.png", str(secret), "link.png", "images/../../secret.png"):
+        entries = _entries(shard)
+        entries[0]["file"] = name
+        _rewrite(shard, entries)
+        message = _refusal(shard)
+        assert repr(name) in message
+        assert "outside the folder" in message
+
+
+def test_a_shard_of_three_images_is_refused(shard: Path) -> None:
+    _rewrite(shard, _entries(shard)[:3])
+    assert f"has 3 images; an expert needs at least {MIN_IMAGES}" in _refusal(shard)
+
+
+def test_a_rewritten_manifest_that_fits_is_accepted(shard: Path) -> None:
+    """Else the refusals above would refuse everything."""
+    _rewrite(shard, _entries(shard)[:MIN_IMAGES])
+    assert len(load_shard(shard)) == MIN_IMAGES
+
+
+def test_an_unknown_key_is_named_with_the_nearest(shard: Path) -> None:
+    edit_json(shard / "manifest.json", num_shard=3)
+    assert "manifest.json: unknown key 'num_shard'; did you mean 'num_shards'?" in _refusal(shard)
+
+
+def test_a_newer_format_asks_for_an_upgrade(shard: Path) -> None:
+    edit_json(shard / "manifest.json", format="2.0")
+    assert "format 2.0 is newer" in _refusal(shard)
+
+
+def test_a_folder_that_is_no_shard_is_named(tmp_path: Path) -> None:
+    assert f"{tmp_path}: is no shard, since it holds no manifest.json" in _refusal(tmp_path)
+    assert f"{tmp_path / 'missing'}: no such folder" in _refusal(tmp_path / "missing")
+    with pytest.raises(HddmError, match=r"is no partition, since it holds no partition\.json"):
+        find_shards(tmp_path)
+    with pytest.raises(HddmError, match="missing: no such folder"):
+        find_shards(tmp_path / "missing")
+
+
+def test_a_partition_is_no_shard_and_a_shard_no_partition(shards: Path, shard: Path) -> None:
+    first = shards / "shard_0"
+    said = f"{shards}: is a partition, not a shard; name one of its folders, as {first}"
+    assert said in _refusal(shards)
+    for folder, hint in ((first, f", {shards}"), (shard, "")):
+        with pytest.raises(HddmError) as refused:
+            find_shards(folder)
+        said = f"{folder}: is a shard, not a partition; name the folder of all shards{hint}"
+        assert str(refused.value) == said
+
+
+@pytest.mark.parametrize("shards", [0, 4])
+def test_too_few_images_a_shard_are_refused_before_anything_is_written(
+    shards: int, images: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(HddmError, match="shards"):
+        partition(images, tmp_path / "out", shards)
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_existing_partition_is_replaced_only_when_asked(tmp_path: Path) -> None:
+    images = write_images(tmp_path / "images", MIN_IMAGES)
+    partition(images, tmp_path / "out", 2)
+    before = contents(tmp_path / "out")
+    with pytest.raises(HddmError, match="--overwrite"):
+        partition(images, tmp_path / "out", 1)
+    assert contents(tmp_path / "out") == before
+    partition(images, tmp_path / "out", 1, overwrite=True)
+    assert len(find_shards(tmp_path / "out")) == 1

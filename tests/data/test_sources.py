@@ -1,0 +1,289 @@
+"""Folders, metadata.jsonl and tar shards: images, names, labels and captions, or a refusal by name."""
+
+import io
+import json
+import tarfile
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from hddm.data.sources import ImageSource, open_source
+from hddm.utils.errors import HddmError
+
+
+def encoded(value: int, kind: str = "PNG") -> bytes:
+    """A 2×2 gray image."""
+    buffer = io.BytesIO()
+    Image.fromarray(np.full((2, 2), value, np.uint8)).save(buffer, kind)
+    return buffer.getvalue()
+
+
+def write(folder: Path, files: Mapping[str, bytes]) -> Path:
+    for name, content in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content)
+    return folder
+
+
+def write_metadata(folder: Path, *rows: object) -> None:
+    (folder / "metadata.jsonl").write_text("\r\n".join(map(json.dumps, rows)) + "\n")
+
+
+def write_tar(path: Path, files: Mapping[str, bytes]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(path, "w") as archive:
+        for name, content in files.items():
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            archive.addfile(member, io.BytesIO(content))
+    return path
+
+
+def refusal(path: Path, **columns: str) -> str:
+    with pytest.raises(HddmError) as caught:
+        open_source(path, **columns)
+    assert "\n" not in caught.value.message
+    return str(caught.value)
+
+
+def values(source: ImageSource) -> dict[str, int]:
+    """The gray level of each image, by name."""
+    assert list(source.files) == sorted(source.files)
+    return {name: level(source.read(i)) for i, name in enumerate(source.files)}
+
+
+def level(content: bytes) -> int:
+    with Image.open(io.BytesIO(content)) as image:
+        return int(np.asarray(image)[0, 0])
+
+
+def test_class_folders_are_labels_and_other_files_are_left_alone(tmp_path: Path) -> None:
+    files = {"b/1.png": 20, "a/2.PNG": 10, "a/deep/1.png": 30}
+    write(tmp_path, {name: encoded(value) for name, value in files.items()} | {"notes.txt": b"none"})
+    source = open_source(tmp_path)
+    assert values(source) == files
+    assert (source.classes, source.labels, source.captions) == (("a", "b"), (0, 0, 1), None)
+    assert source.path(2) == tmp_path / "b/1.png"
+
+
+def test_a_flat_folder_has_no_labels(tmp_path: Path) -> None:
+    source = open_source(write(tmp_path, {"1.png": encoded(1), "a/2.png": encoded(2)}))
+    assert (source.classes, source.labels, len(source)) == ((), None, 2)
+
+
+def test_metadata_gives_captions_and_named_labels_by_file(tmp_path: Path) -> None:
+    write(tmp_path, {"x/1.png": encoded(1), "2.png": encoded(2), "3.png": encoded(3)})
+    write_metadata(
+        tmp_path,
+        {"file_name": "x/1.png", "text": "one", "label": "dog"},
+        {"file_name": "./3.png", "text": "", "label": "cat"},
+        {"file_name": "2.png", "text": "zwei ü", "label": "dog"},
+    )
+    source = open_source(tmp_path)
+    assert values(source) == {"2.png": 2, "3.png": 3, "x/1.png": 1}
+    assert (source.captions, source.classes, source.labels) == (
+        ("zwei ü", "", "one"),
+        ("cat", "dog"),
+        (1, 0, 1),
+    )
+
+
+def test_numbers_as_labels_are_their_own_classes(tmp_path: Path) -> None:
+    write(tmp_path, {"1.png": encoded(1), "2.png": encoded(2)})
+    write_metadata(tmp_path, {"file_name": "1.png", "label": 3}, {"file_name": "2.png", "label": 0})
+    source = open_source(tmp_path)
+    assert (source.labels, source.classes, source.captions) == ((3, 0), ("0", "1", "2", "3"), None)
+
+
+def test_two_caption_columns_need_a_choice(tmp_path: Path) -> None:
+    write(tmp_path, {"1.png": encoded(1)})
+    write_metadata(tmp_path, {"file_name": "1.png", "text": "a", "caption": "b", "prompt": "c"})
+    assert "has columns text and caption; choose one with --caption-column" in refusal(tmp_path)
+    for column, text in (("text", "a"), ("caption", "b"), ("prompt", "c")):
+        assert open_source(tmp_path, column).captions == (text,)
+    message = refusal(tmp_path, caption_column="promt")
+    assert message.startswith("--caption-column promt: ")
+    assert message.endswith("did you mean 'prompt'?")
+
+
+def test_metadata_that_does_not_fit_its_images_lists_them(tmp_path: Path) -> None:
+    write(tmp_path, {f"{i}.png": encoded(i) for i in range(3)})
+    write_metadata(tmp_path, {"file_name": "0.png"}, {"file_name": "gone.png"})
+    message = refusal(tmp_path)
+    assert "metadata.jsonl: names 1 image not in" in message
+    assert message.endswith("\n  gone.png")
+    write_metadata(tmp_path, {"file_name": "0.png"})
+    message = refusal(tmp_path)
+    assert "2 images are not in metadata.jsonl" in message
+    assert message.endswith("\n  1.png\n  2.png")
+
+
+@pytest.mark.parametrize(
+    ("rows", "told"),
+    [
+        ([{"file_name": "../1.png"}], "'../1.png' does not stay inside"),
+        ([{"file_name": "/etc/1.png"}], "'/etc/1.png' does not stay inside"),
+        ([{"text": "a"}], "line 1 has no file_name"),
+        ([{"file_name": "1.png"}, {"file_name": "./1.png"}], "line 2 names 1.png again"),
+        ([["1.png"]], "line 1 is no JSON object"),
+        ([{"file_name": "1.png", "text": "a"}, {"file_name": "2.png"}], "2.png has caption none"),
+        ([{"file_name": "1.png", "text": ["a"]}, {"file_name": "2.png"}], "1.png has caption ['a']"),
+        ([{"file_name": "1.png", "label": 1}, {"file_name": "2.png"}], "2.png has label none"),
+        ([{"file_name": "1.png", "label": -1}, {"file_name": "2.png", "label": 1}], "1.png has label -1"),
+        (
+            [{"file_name": "1.png", "label": 10**12}, {"file_name": "2.png", "label": 1}],
+            "1.png has label 10000",
+        ),
+        ([{"file_name": "1.png", "label": True}, {"file_name": "2.png", "label": 1}], "1.png has label True"),
+        ([{"file_name": "1.png", "label": "a"}, {"file_name": "2.png", "label": 1}], "2.png has label 1"),
+    ],
+)
+def test_a_spoilt_line_of_metadata_is_named(rows: list[object], told: str, tmp_path: Path) -> None:
+    write(tmp_path, {"1.png": encoded(1), "2.png": encoded(2)})
+    write_metadata(tmp_path, *rows)
+    assert told in refusal(tmp_path)
+
+
+def test_a_line_that_is_no_json_is_named(tmp_path: Path) -> None:
+    write(tmp_path, {"1.png": encoded(1), "metadata.jsonl": b'{"file_name": "1.png"}\n{"file_name": \n'})
+    assert "line 2 cannot be read as JSON" in refusal(tmp_path)
+
+
+def test_a_link_out_of_the_folder_is_refused_where_metadata_names_it(tmp_path: Path) -> None:
+    write(tmp_path, {"outside.png": encoded(1), "images/1.png": encoded(1)})
+    (tmp_path / "images" / "2.png").symlink_to(tmp_path / "outside.png")
+    write_metadata(tmp_path / "images", {"file_name": "1.png"}, {"file_name": "2.png"})
+    assert "2.png: is a link to" in refusal(tmp_path / "images")
+
+
+@pytest.mark.parametrize("name", ["train/metadata.jsonl", "metadata.csv"])
+def test_metadata_in_another_place_or_format_is_not_passed_over(name: str, tmp_path: Path) -> None:
+    write(tmp_path, {"train/1.png": encoded(1), name: b'{"file_name": "1.png"}\n'})
+    assert f"{tmp_path / name}: captions are read from metadata.jsonl in the folder" in refusal(tmp_path)
+
+
+def test_missing_empty_and_mixed_folders_are_refused(tmp_path: Path) -> None:
+    assert "no such folder" in refusal(tmp_path / "missing")
+    assert "holds no images" in refusal(tmp_path)
+    write(tmp_path, {"1.png": encoded(1), "1.zip": b"PK"})
+    assert "is no folder, .tar or .parquet" in refusal(tmp_path / "1.zip")
+    assert "--caption-column text: " in refusal(tmp_path, caption_column="text")
+    write_tar(tmp_path / "a.tar", {"1.png": encoded(1)})
+    assert "holds 1 image files (as 1.png) and 1 .tar (as a.tar)" in refusal(tmp_path)
+
+
+def test_sizes_of_images_are_known_unread(tmp_path: Path) -> None:
+    files = {"1.png": encoded(1), "2.bmp": encoded(2, "BMP")}
+    for source in (
+        open_source(write(tmp_path / "folder", files)),
+        open_source(write_tar(tmp_path / "a.tar", files)),
+    ):
+        assert [source.size(i) for i in range(2)] == [len(source.read(i)) for i in range(2)]
+
+
+def test_a_file_that_vanished_is_named(tmp_path: Path) -> None:
+    source = open_source(write(tmp_path, {"1.png": encoded(1)}))
+    (tmp_path / "1.png").unlink()
+    for look in (source.read, source.size):
+        with pytest.raises(HddmError, match=r"1\.png: cannot be read: No such file"):
+            look(0)
+
+
+def test_tar_shards_give_images_captions_and_labels_by_key(tmp_path: Path) -> None:
+    write_tar(
+        tmp_path / "part" / "b.tar",
+        {"2.PNG": encoded(20), "2.txt": b"two\n", "2.cls": b"2", "2.seg.png": encoded(99), "README": b"-"},
+    )
+    # Parts of a sample need not lie together, and a folder of its own has a name of its own.
+    files = {"./1.cls": b"0\n", "1.jpg": encoded(10, "JPEG"), "x.y/1.png": encoded(30), "1.txt": b"one"}
+    files |= {"x.y/1.txt": b"three", "x.y/1.cls": b"1", "._1.jpg": b"no image"}
+    write_tar(tmp_path / "a.tar", files)
+    source = open_source(tmp_path)
+    assert values(source) == {"a/1.jpg": 10, "a/x.y/1.png": 30, "part/b/2.PNG": 20}
+    assert source.captions == ("one", "three", "two")
+    assert (source.labels, source.classes) == ((0, 1, 2), ("0", "1", "2"))
+    assert source.path(0) is None
+
+
+def test_one_tar_is_a_source_by_itself_with_json_beside_each_image(tmp_path: Path) -> None:
+    rows = [{"caption": "b", "url": "http", "label": "cat"}, {"caption": "a", "label": "dog"}]
+    files = {}
+    for i, row in enumerate(rows):
+        files |= {f"{i}.bmp": encoded(i, "BMP"), f"{i}.json": json.dumps(row).encode()}
+    source = open_source(write_tar(tmp_path / "one.tar", files))
+    assert values(source) == {"0.bmp": 0, "1.bmp": 1}
+    assert (source.captions, source.labels, source.classes) == (("b", "a"), (0, 1), ("cat", "dog"))
+
+
+def test_a_txt_goes_before_the_json_as_img2dataset_writes_both(tmp_path: Path) -> None:
+    files = {"1.png": encoded(1), "1.txt": b"short", "1.json": b'{"caption": "short too", "alt": "long"}'}
+    path = write_tar(tmp_path / "a.tar", files)
+    assert open_source(path).captions == ("short",)
+    assert open_source(path, "caption").captions == ("short too",)
+    assert open_source(path, "alt").captions == ("long",)
+
+
+@pytest.mark.parametrize("name", ["../1.png", "/1.png", "a/../../1.png", "a\\1.png", "a\n.png"])
+def test_names_that_leave_the_folder_are_refused(name: str, tmp_path: Path) -> None:
+    assert repr(name)[1:-1] in refusal(write_tar(tmp_path / "a.tar", {name: encoded(1)}))
+
+
+@pytest.mark.parametrize("kind", [tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.CHRTYPE, tarfile.FIFOTYPE])
+def test_links_and_devices_are_refused_by_name(kind: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "a.tar"
+    with tarfile.open(path, "w") as archive:
+        member = tarfile.TarInfo("x/1.png")
+        member.type, member.linkname = kind, "/etc/passwd"
+        archive.addfile(member)
+    assert f"{path}: x/1.png is no regular file" in refusal(path)
+
+
+@pytest.mark.parametrize(
+    ("files", "told"),
+    [
+        ({"1.txt": b"a", "2.png": b"x"}, "holds 1.txt, but no image 1"),
+        ({"1.png": b"x", "1.jpg": b"x"}, "1.png and 1.jpg are images of one sample"),
+        ({"1.png": b"x", "./1.png": b"x"}, "holds 1.png twice"),
+        ({"1.png": b"x", "1.txt": b"a", "2.png": b"x"}, "2.png has caption none"),
+        ({"1.png": b"x", "1.cls": b"one"}, "1.cls cannot be read as a class number"),
+        ({"1.png": b"x", "1.cls": b"1", "1.json": b'{"label": 1}'}, "has columns cls and label"),
+        ({"1.png": b"x", "1.json": b"[]"}, "1.json is no JSON object"),
+        ({"1.png": b"x", "1.json": b"{"}, "1.json cannot be read as JSON"),
+        ({"1.png": b"x", "1.txt": b"\xff"}, "1.txt cannot be read as UTF-8"),
+        ({"1.png": b"x", "1.txt": b"a" * (2**20 + 1)}, "1.txt has 1048577 bytes"),
+        ({"README.md": b"x"}, "hold no images"),
+    ],
+)
+def test_a_spoilt_sample_is_named(files: dict[str, bytes], told: str, tmp_path: Path) -> None:
+    assert told in refusal(write_tar(tmp_path / "a.tar", files))
+
+
+def test_damaged_cut_and_joined_archives_are_refused(tmp_path: Path) -> None:
+    path = write_tar(tmp_path / "a.tar", {f"{i}.png": encoded(i) for i in range(4)})
+    whole = path.read_bytes()
+    path.write_bytes(whole + whole)
+    assert "a.tar: damaged or joined" in refusal(path)
+    path.write_bytes(whole[:1024] + b"\xff" * 512 + whole[1536:])
+    assert "a.tar: damaged or joined" in refusal(path)
+    path.write_bytes(whole[:1500])
+    assert "a.tar: " in refusal(path)
+    path.write_bytes(b"no archive" * 100)
+    assert "is no plain tar archive" in refusal(path)
+    path.write_bytes(whole)
+    source = open_source(path)
+    path.write_bytes(whole[:1024])
+    with pytest.raises(HddmError, match=r"3\.png: .* was cut short"):
+        source.read(3)
+
+
+def test_reading_a_tar_reads_no_other_image(tmp_path: Path) -> None:
+    path = write_tar(tmp_path / "a.tar", {f"{i:02}.png": encoded(i) for i in range(20)})
+    source, whole = open_source(path), bytearray(path.read_bytes())
+    kept = source.read(7)
+    place = whole.index(kept)
+    whole[:place], whole[place + len(kept) :] = bytes(place), bytes(len(whole) - place - len(kept))
+    path.write_bytes(whole)
+    assert source.read(7) == kept

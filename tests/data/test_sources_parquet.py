@@ -1,0 +1,187 @@
+"""Parquet with encoded images, written by pyarrow as Hugging Face's ``datasets`` lays it out."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from hddm.data.sources import open_source
+from hddm.data.sources.parquet import ParquetSource
+from hddm.utils.errors import HddmError
+from tests.data.test_sources import encoded, refusal, values, write
+
+IMAGE = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
+
+
+def rows_of(levels: list[int], path: str | None = None) -> list[dict[str, object]]:
+    return [{"bytes": encoded(level), "path": path} for level in levels]
+
+
+def write_parquet(
+    path: Path, columns: dict[str, Any], features: dict[str, Any] | None = None, rows: int = 2
+) -> Path:
+    """A file with ``rows`` rows a group, and ``features`` where ``datasets`` declares them."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    table = pa.table(columns)
+    if features is not None:
+        declared = json.dumps({"info": {"features": features}}).encode()
+        table = table.replace_schema_metadata({b"huggingface": declared})
+    pq.write_table(table, path, row_group_size=rows)
+    return path
+
+
+def test_the_hugging_face_layout_gives_images_class_names_and_captions(tmp_path: Path) -> None:
+    write_parquet(
+        tmp_path / "train-00000-of-00001.parquet",
+        {
+            "image": pa.array(rows_of([10, 20, 30, 40, 50], "a/b.JPG"), IMAGE),
+            "label": pa.array([1, 0, 1, 1, 0], pa.int64()),
+            "text": ["one", "two", "three", "four", "five"],
+        },
+        {
+            "image": {"_type": "Image"},
+            "label": {"names": ["cat", "dog", "owl"], "_type": "ClassLabel"},
+            "text": {"dtype": "string", "_type": "Value"},
+        },
+    )
+    source = open_source(tmp_path)
+    prefix = "train-00000-of-00001"
+    assert values(source) == {f"{prefix}/{i:08d}.jpg": 10 * (i + 1) for i in range(5)}
+    assert (source.classes, source.labels) == (("cat", "dog", "owl"), (1, 0, 1, 1, 0))
+    assert source.captions == ("one", "two", "three", "four", "five")
+    assert source.path(0) is None
+
+
+def test_the_layout_of_cifar_is_read_by_its_declared_columns(tmp_path: Path) -> None:
+    columns = {"img": pa.array(rows_of([1, 2]), IMAGE), "fine_label": [4, 2], "thumbnail": [b"no", b"image"]}
+    classes = {"names": list("abcde"), "_type": "ClassLabel"}
+    path = write_parquet(tmp_path / "a.parquet", columns, {"img": {"_type": "Image"}, "fine_label": classes})
+    source = open_source(path)
+    assert values(source) == {"00000000.img": 1, "00000001.img": 2}
+    assert (source.labels, source.classes) == ((4, 2), tuple("abcde"))
+    columns["coarse_label"] = [0, 1]
+    both = {"img": {"_type": "Image"}, "fine_label": classes, "coarse_label": classes}
+    write_parquet(path, columns, both)
+    assert "fine_label and coarse_label; choose one with --label-column" in refusal(path)
+    assert open_source(path, label_column="coarse_label").labels == (0, 1)
+
+
+def test_plain_binary_columns_and_bare_labels_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    write_parquet(path, {"image": [encoded(1), encoded(2)], "label": [2, 0], "caption": ["a", "b"]})
+    source = open_source(path)
+    assert list(values(source).values()) == [1, 2]
+    assert (source.labels, source.classes, source.captions) == ((2, 0), ("0", "1", "2"), ("a", "b"))
+    write_parquet(path, {"x": pa.array([encoded(1)], pa.large_binary()), "label": ["b"]})
+    source = open_source(path)
+    assert (source.classes, list(values(source).values())) == (("b",), [1])
+
+
+def test_files_of_a_folder_follow_each_other_by_name(tmp_path: Path) -> None:
+    for name, levels in (("b", [3, 4, 5]), ("a", [1, 2])):
+        write_parquet(tmp_path / f"{name}.parquet", {"image": pa.array(rows_of(levels), IMAGE)})
+    source = open_source(tmp_path)
+    assert values(source) == {f"a/0000000{i}.img": i + 1 for i in range(2)} | {
+        f"b/0000000{i}.img": i + 3 for i in range(3)
+    }
+    assert [source.read(i) for i in (4, 0, 3)] == [encoded(5), encoded(1), encoded(4)]
+    assert (source.labels, source.captions) == (None, None)
+
+
+def test_no_more_than_two_row_groups_are_held_and_each_is_read_once_in_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_parquet(tmp_path / "a.parquet", {"image": pa.array(rows_of(list(range(12))), IMAGE)})
+    source = open_source(path)
+    assert isinstance(source, ParquetSource)
+    reads: list[int] = []
+    original = pq.ParquetFile.read_row_group
+
+    def read_row_group(self: pq.ParquetFile, group: int, **options: Any) -> Any:
+        reads.append(group)
+        return original(self, group, **options)
+
+    monkeypatch.setattr(pq.ParquetFile, "read_row_group", read_row_group)
+    for i in range(12):
+        assert source.read(i) == encoded(i)
+        assert len(source.held._held) <= 2
+    assert reads == [0, 1, 2, 3, 4, 5]
+    source.read(8), source.read(10), source.read(0), source.read(10)
+    assert reads[6:] == [0]
+
+
+def test_the_size_of_an_image_changes_with_any_of_its_row_group(tmp_path: Path) -> None:
+    def sizes(images: list[bytes]) -> list[int]:
+        source = open_source(write_parquet(tmp_path / "a.parquet", {"image": pa.array(images)}))
+        return [source.size(i) for i in range(len(source))]
+
+    images = [encoded(level) for level in range(5)]
+    before, after = sizes(images), sizes([*images[:2], images[2] + bytes(100), *images[3:]])
+    # The group's bytes hold its statistics too.
+    differences = [new - old for old, new in zip(before, after, strict=True)]
+    assert [number >= 100 for number in differences] == [False, False, True, True, False]
+    assert differences[:2] + differences[4:] == [0, 0, 0]
+
+
+def test_a_row_without_an_image_is_named_when_it_is_read(tmp_path: Path) -> None:
+    rows = [*rows_of([1]), {"bytes": None, "path": "/somewhere/else.png"}, None]
+    source = open_source(write_parquet(tmp_path / "a.parquet", {"image": pa.array(rows, IMAGE)}))
+    assert source.read(0) == encoded(1)
+    for i, name in ((1, "00000001.png"), (2, "00000002.img")):
+        with pytest.raises(HddmError, match=f"a.parquet/{name}: its row holds no image"):
+            source.read(i)
+
+
+@pytest.mark.parametrize(
+    ("columns", "told"),
+    [
+        ({"label": [1, 2]}, "has no column of encoded images (has label)"),
+        ({"a": [b"x"], "b": [b"y"]}, "columns a and b hold images; rename one to image"),
+        ({"image": [b"x"], "text": ["a"], "caption": ["b"]}, "choose one with --caption-column"),
+        ({"image": [b"x", b"y"], "text": ["a", None]}, "00000001.img has caption none"),
+        ({"image": [b"x"], "text": [["a", "b"]]}, "00000000.img has caption ['a', 'b']"),
+        ({"image": [b"x", b"y"], "label": [1, None]}, "00000001.img has label none"),
+        ({"image": pa.array([], pa.binary())}, "hold no rows"),
+    ],
+)
+def test_what_does_not_fit_is_named(columns: dict[str, Any], told: str, tmp_path: Path) -> None:
+    assert told in refusal(write_parquet(tmp_path / "a.parquet", columns))
+
+
+def test_labels_outside_the_declared_classes_are_named(tmp_path: Path) -> None:
+    features = {"label": {"names": ["a", "b"], "_type": "ClassLabel"}}
+    path = write_parquet(tmp_path / "a.parquet", {"image": [b"x", b"y"], "label": [0, -1]}, features)
+    assert "00000001.img has label -1 of 2 classes" in refusal(path)
+
+
+def test_files_that_do_not_belong_together_are_refused(tmp_path: Path) -> None:
+    write_parquet(tmp_path / "a" / "1.parquet", {"image": [b"x"]})
+    write_parquet(tmp_path / "a" / "2.parquet", {"image": [b"x"], "label": [1]})
+    assert "2.parquet: has other columns or classes than" in refusal(tmp_path / "a")
+    for name in ("train-00000-of-00001", "test-00000-of-00001"):
+        write_parquet(tmp_path / "b" / f"{name}.parquet", {"image": [b"x"]})
+    assert "holds the splits test, train; name one file" in refusal(tmp_path / "b")
+
+
+@pytest.mark.parametrize("cut", [0, 4, 100, -1])
+def test_a_damaged_file_is_named(cut: int, tmp_path: Path) -> None:
+    path = write_parquet(tmp_path / "a.parquet", {"image": pa.array(rows_of([1]), IMAGE)})
+    path.write_bytes(path.read_bytes()[:cut])
+    assert f"{path}: cannot be read as Parquet" in refusal(path)
+
+
+def test_metadata_that_is_not_of_datasets_names_no_classes(tmp_path: Path) -> None:
+    table = pa.table({"image": [encoded(1)], "label": [0]})
+    for declared in (b"{", b"[]", b'{"info": {"features": ["label"]}}'):
+        pq.write_table(table.replace_schema_metadata({b"huggingface": declared}), tmp_path / "a.parquet")
+        assert open_source(tmp_path).classes == ("0",)
+
+
+def test_without_pyarrow_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write(tmp_path, {"a.parquet": b"PAR1"})
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    assert "pip install 'hddm-diffusion[parquet]'" in refusal(path)

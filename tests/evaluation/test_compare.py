@@ -1,0 +1,329 @@
+"""hddm compare: what it refuses, and what it says of results that compare."""
+
+import json
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hddm.evaluation.results import read_sides, refuse_incomparable
+from hddm.evaluation.verdicts import Figure, lines, verdict
+from tests.artefacts import Command
+
+SIDE = {"images": 500, "shape": [1, 8, 8], "modes": {"L": 500}, "made_colour": 0}
+RESULT: dict[str, Any] = {
+    "format": "1.0",
+    "kind": "evaluation",
+    "to_training": {"value": 20.0, "half_width": 1.0, "few_images": False},
+    "to_held_out": {"value": 22.0, "half_width": 1.5, "few_images": False},
+    "kernel_to_training": {"value": 0.02, "standard_error": 0.002, "subset_size": 500},
+    "kernel_to_held_out": None,
+    "on_training": {"precision": 0.8, "recall": 0.5, "images": 400},
+    "on_held_out": None,
+    "diversity": 0.9,
+    "memorisation": {"ratio": 1.1, "half_width": 0.1, "share_near": 0.04, "few_images": False, "copies": 0},
+    "within_conditions": {"distance": "features", "conditions": 2, "images": 3.0, "reference": 4.0},
+    "shards": [],
+    "features": {"name": "classifier", "dimensions": 64, "hash": "aa", "resize": "none", "device": "cpu"},
+    "data": {
+        "images": {**SIDE, "hash": "0"},
+        "reference": {**SIDE, "hash": "r"},
+        "held_out": {**SIDE, "hash": "h"},
+        "shards": None,
+    },
+    "sampling": {"source": "a", "seed": 0, "steps": 50, "solver": "euler", "guidance_scale": 1.0, "start": 0},
+    "comparable": True,
+    "reasons": [],
+}
+
+
+def _write(path: Path, number: int, **changes: Any) -> Path:
+    """A result of its own images; keys of parts are joined by ``__``."""
+    result = deepcopy(RESULT)
+    result["data"]["images"]["hash"] = str(number)
+    for key, value in changes.items():
+        part = result
+        *above, last = key.split("__")
+        for name in above:
+            part = part[name]
+        part[last] = value
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps(result))
+    return path
+
+
+def _refused(hddm: Command, *arguments: object) -> str:
+    code, out, err = hddm("compare", *arguments)
+    assert code in (1, 2)
+    assert out == ""
+    assert err.startswith("hddm: ")
+    return err
+
+
+def test_results_with_different_settings_are_refused_with_the_list(tmp_path: Path, hddm: Command) -> None:
+    a = _write(tmp_path / "a.json", 1)
+    b = _write(
+        tmp_path / "b.json",
+        2,
+        sampling__steps=10,
+        sampling__solver="heun",
+        features__hash="bb",
+        data__reference__hash="s",
+        data__images__images=400,
+        sampling__source="b",
+        sampling__seed=7,
+    )
+    err = _refused(hddm, a, b)
+    listed = [line.strip() for line in err.splitlines()[1:]]
+    assert listed == [
+        f'features.hash: "aa" in {a}; "bb" in {b}',
+        f"images: 500 in {a}; 400 in {b}",
+        f'reference.hash: "r" in {a}; "s" in {b}',
+        f"steps: 50 in {a}; 10 in {b}",
+        f'solver: "euler" in {a}; "heun" in {b}',
+    ]
+
+
+def test_settings_that_differ_on_purpose_are_declared(tmp_path: Path, hddm: Command) -> None:
+    a, b = _write(tmp_path / "a.json", 1), _write(tmp_path / "b.json", 2, sampling__steps=10)
+    assert "steps: 50" in _refused(hddm, a, b)
+    code, out, _ = hddm("compare", a, b, "--varies", "steps")
+    assert code == 0
+    assert "within noise (+0.0)" in out
+    assert "did you mean 'steps'" in _refused(hddm, a, b, "--varies", "stpes")
+    for fixed in ("images", "reference.hash", "features.hash"):
+        assert "only those may differ on purpose" in _refused(hddm, a, b, "--varies", fixed)
+
+
+def test_a_setting_that_only_one_result_has_is_a_difference(tmp_path: Path, hddm: Command) -> None:
+    a, b = _write(tmp_path / "a.json", 1), _write(tmp_path / "b.json", 2, sampling__cfg_channels=3)
+    assert f"cfg_channels: not recorded in {a}; 3 in {b}" in _refused(hddm, a, b)
+    unknown = _write(tmp_path / "unknown.json", 3, sampling=None)
+    err = _refused(hddm, a, unknown)
+    assert err.count("\n") == 2
+    assert f'sampling: "recorded" in {a}; "not recorded" in {unknown}' in err
+    assert hddm("compare", a, unknown, "--varies", "sampling")[0] == 0
+
+
+def test_classes_are_told_by_number_and_name(tmp_path: Path, hddm: Command) -> None:
+    a, b, old, other = (tmp_path / f"{name}.json" for name in ("a", "b", "old", "other"))
+    _write(a, 0, sampling__class_labels=[0, 1], sampling__class_names=["cat", "dog"])
+    _write(b, 1, sampling__class_labels=[1], sampling__class_names=["dog"])
+    _write(old, 2, sampling__class_labels=[0, 1])
+    _write(other, 3, sampling__class_labels=[0, 1], sampling__class_names=["ship", "truck"])
+    lines = _refused(hddm, a, b).splitlines()
+    assert lines[1:] == [f"  class_labels: 0 (cat), 1 (dog) in {a}; 1 (dog) in {b}"]
+    assert hddm("compare", a, b, "--varies", "class_labels")[0] == 0
+    # What an older version did not write down is no difference, and other names of the same numbers are.
+    assert hddm("compare", a, old)[0] == 0
+    assert f'class_names: ["cat", "dog"] in {a}; ["ship", "truck"] in {other}' in _refused(hddm, a, other)
+
+
+def test_what_is_marked_as_not_comparable_is_refused_with_its_reasons(tmp_path: Path, hddm: Command) -> None:
+    few = "too few images: 64 features, and sides of 48, 48"
+    a = _write(tmp_path / "a.json", 1)
+    b = _write(tmp_path / "b.json", 2, comparable=False, reasons=[few])
+    err = _refused(hddm, a, b)
+    assert err == f"hddm: these results do not compare\n  {b}: not comparable: {few}\n"
+
+
+def test_one_file_on_two_sides_is_told(tmp_path: Path, hddm: Command) -> None:
+    a, b = _write(tmp_path / "a.json", 1), _write(tmp_path / "b" / "b.json", 2)
+    assert f"\n  {a}: is on 2 sides; name each result once\n" in _refused(hddm, a, a)
+    assert f"\n  {b}: is on 3 sides; name each result once\n" in _refused(hddm, b, a, b.parent, b)
+
+
+def test_varies_is_offered_only_where_it_mends(tmp_path: Path, hddm: Command) -> None:
+    a, steps = _write(tmp_path / "a.json", 1), _write(tmp_path / "b.json", 2, sampling__steps=10)
+    other = _write(tmp_path / "c.json", 3, features__hash="bb")
+    assert "--varies NAME" in _refused(hddm, a, steps)
+    assert "--varies" not in _refused(hddm, a, other)
+
+
+def test_the_same_images_count_once(tmp_path: Path, hddm: Command) -> None:
+    side = tmp_path / "side"
+    for index in (1, 2, 1):
+        _write(side / f"{len(list(side.glob('*'))) if side.exists() else 0}.json", index)
+    err = _refused(hddm, side, _write(tmp_path / "b.json", 9))
+    assert f"{side / '0.json'} and {side / '2.json'}: the same images" in err
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ({"kind": "quickstart"}, "is no result of an evaluation"),
+        ({"kind": "evaluation", "format": "2.0"}, "format 2.0 is newer than 1.1"),
+        ({"kind": "evaluation", "format": "1.0"}, "lacks 'features'"),
+    ],
+)
+def test_what_is_no_result_is_refused(
+    content: dict[str, str], message: str, tmp_path: Path, hddm: Command
+) -> None:
+    other = tmp_path / "other.json"
+    other.write_text(json.dumps(content))
+    assert message in _refused(hddm, other, _write(tmp_path / "a.json", 1))
+    (tmp_path / "empty").mkdir()
+    assert "holds no results" in _refused(hddm, tmp_path / "empty", other)
+    assert "1 result does not compare" in _refused(hddm, other)
+    assert "no such file" in _refused(hddm, tmp_path / "gone.json", other)
+
+
+def _figure(mean: float, spread: float | None = None, half: float | None = None, num: int = 1) -> Figure:
+    return Figure(mean, spread, half, num)
+
+
+@pytest.mark.parametrize(
+    ("base", "other", "better", "said"),
+    [
+        # One result a side: by the intervals, (3² + 4²)^½ = 5.
+        (_figure(20, None, 3.0), _figure(24.9, None, 4.0), "lower", "within noise (+4.9)"),
+        (_figure(20, None, 3.0), _figure(25.1, None, 4.0), "lower", "worse (+5.1)"),
+        (_figure(20, None, 3.0), _figure(14.9, None, 4.0), "lower", "better (-5.1)"),
+        (_figure(20, None, 3.0), _figure(14.9, None, 4.0), "higher", "worse (-5.1)"),
+        # Three a side: by the spread, 2 (0.3² + 0.4²)^½ = 1, whatever the intervals.
+        (_figure(5, 0.3, 9.0, 3), _figure(5.9, 0.4, 9.0, 3), "lower", "within noise (+0.90)"),
+        (_figure(5, 0.3, 9.0, 3), _figure(6.1, 0.4, 9.0, 3), "lower", "worse (+1.1)"),
+        # Two make no spread to judge by.
+        (_figure(5, 0.3, 9.0, 2), _figure(6.1, 0.4, 9.0, 3), "lower", "within noise (+1.1)"),
+        (_figure(5, None, None), _figure(6.1), "lower", "no interval"),
+        (_figure(0.9), _figure(0.2), None, ""),
+    ],
+)
+def test_a_verdict_is_a_gap_beyond_the_noise(base: Figure, other: Figure, better: Any, said: str) -> None:
+    assert verdict(base, other, better) == said
+
+
+def _shard(value: float, samples: int, few: bool = False, few_of_all: bool = False) -> list[dict[str, Any]]:
+    own = {"value": value, "half_width": 1.0, "few_images": few}
+    return [
+        {"shard": 0, "images": 90, "all": own | {"few_images": few_of_all}, "samples": samples, "own": own}
+    ]
+
+
+def _of_shard(sides: list[Path]) -> list[str]:
+    return [line.verdicts[0] for line in lines(read_sides(sides)) if "shard 0" in line.name]
+
+
+def test_distances_to_a_shard_of_few_or_of_unequal_images_have_no_verdict(tmp_path: Path) -> None:
+    def verdicts(ours: Any, theirs: Any) -> list[str]:
+        return _of_shard(
+            [_write(tmp_path / f"{k}.json", k, shards=shards) for k, shards in enumerate((ours, theirs))]
+        )
+
+    few = "no verdict: too few images"
+    assert verdicts(_shard(50.0, 90), _shard(20.0, 90)) == ["better (-30)"] * 2
+    unequal = verdicts(_shard(50.0, 300), _shard(20.0, 90))
+    assert unequal == ["better (-30)", "no verdict: 90 against 300 samples"]
+    assert verdicts(_shard(50.0, 30, few=True), _shard(20.0, 300, few=True)) == ["better (-30)", few]
+    assert verdicts(_shard(50.0, 90, few_of_all=True), _shard(20.0, 90)) == [few, "better (-30)"]
+    sides = []
+    for name, values in {"a": (90, 70, 80), "b": (90, 90, 90)}.items():
+        for k, samples in enumerate(values):
+            number = len(sides) * 10 + k
+            _write(tmp_path / name / f"{k}.json", number, shards=_shard(20.0 + k, samples))
+        sides.append(tmp_path / name)
+    assert _of_shard(sides) == ["within noise (+0.0)", "no verdict: 90 against 70 to 90 samples"]
+
+
+def test_seeds_of_a_side_give_a_spread_apart_from_the_intervals(tmp_path: Path, hddm: Command) -> None:
+    values = {"flow": [20.0, 21.0, 25.0], "mixed": [10.0, 11.0, 9.0]}
+    for name, found in values.items():
+        for seed, value in enumerate(found):
+            distance = {"value": value, "half_width": 1.0 + seed, "few_images": False}
+            number = len(name) * 10 + seed
+            changes = {"to_held_out": distance, "sampling__source": f"{name}/{seed}"}
+            _write(tmp_path / name / f"{seed}.json", number, **changes)
+    sides = read_sides([tmp_path / "flow", tmp_path / "mixed"])
+    refuse_incomparable(sides)
+    line = next(one for one in lines(sides) if "held-out" in one.name)
+    for figure, found in zip(line.figures, values.values(), strict=True):
+        assert figure.mean == pytest.approx(np.mean(found))
+        assert figure.spread == pytest.approx(np.std(found, ddof=1))
+        assert (figure.half_width, figure.trainings) == (2.0, 3)
+    assert line.verdicts == ("better (-12)",)
+    out = hddm("compare", tmp_path / "flow", tmp_path / "mixed")[1]
+    assert "22.00 ± 2.0 (s 2.6)" in out
+    assert "twice the joint standard deviation over results" in out
+    assert "of one model" not in out
+
+
+def test_several_results_of_one_model_say_nothing_about_training(tmp_path: Path, hddm: Command) -> None:
+    for seed in range(3):
+        _write(tmp_path / "a" / f"{seed}.json", seed, sampling__seed=seed)
+        _write(tmp_path / "b" / f"{seed}.json", 10 + seed, sampling__source=f"b{seed}")
+    out = hddm("compare", tmp_path / "a", tmp_path / "b")[1]
+    assert f"All results of {tmp_path / 'a'} are of one model: s is over sampling seeds alone." in out
+    assert f"All results of {tmp_path / 'b'}" not in out
+    assert "Noise: the intervals over images." in out
+
+
+def test_one_model_is_judged_by_its_intervals_however_many_results_it_has(tmp_path: Path) -> None:
+    for name, value in (("a", 20.0), ("b", 19.0)):
+        for seed in range(3):
+            distance = {"value": value + 0.01 * seed, "half_width": 3.0, "few_images": False}
+            changes = {"to_held_out": distance, "sampling__source": name, "sampling__seed": seed}
+            _write(tmp_path / name / f"{seed}.json", ord(name) * 10 + seed, **changes)
+    line = next(one for one in lines(read_sides([tmp_path / "a", tmp_path / "b"])) if "held-out" in one.name)
+    assert line.verdicts == ("within noise (-1.0)",)
+
+
+def test_figures_that_a_result_lacks_and_distances_of_two_kinds_are_left_out(tmp_path: Path) -> None:
+    a = _write(tmp_path / "a.json", 1)
+    b = _write(tmp_path / "b.json", 2, to_held_out=None, within_conditions__distance="LPIPS (AlexNet)")
+    names = [line.name for line in lines(read_sides([a, b]))]
+    assert "Fréchet distance to training images" in names
+    assert not any("held-out" in name or "within" in name for name in names)
+    both = [line.name for line in lines(read_sides([a, a]))]
+    assert "distance within conditions (features)" in both
+
+
+def test_nearest_images_with_their_mirror_images_and_without_are_not_held_side_by_side(
+    tmp_path: Path,
+) -> None:
+    a, b = _write(tmp_path / "a.json", 1), _write(tmp_path / "b.json", 2, memorisation__mirrored=True)
+    assert "nearest-image ratio" in [line.name for line in lines(read_sides([a, a]))]
+    assert "nearest-image ratio" in [line.name for line in lines(read_sides([b, b]))]
+    assert "nearest-image ratio" not in [line.name for line in lines(read_sides([a, b]))]
+
+
+def test_a_share_of_all_or_none_has_an_interval_still(tmp_path: Path) -> None:
+    """Wilson's: of 80 of 80, the half-width is 1.96 / 160 times 1.96 / (1 + 1.96² / 80)."""
+    all_in = {"precision": 1.0, "recall": 0.5, "images": 80}
+    a, b = (_write(tmp_path / f"{k}.json", k, on_held_out=all_in) for k in (1, 2))
+    found = {line.name: line.figures[0] for line in lines(read_sides([a, b]))}
+    (precision,) = (one for name, one in found.items() if "precision" in name and "held-out" in name)
+    assert precision.half_width == pytest.approx(1.96**2 / 160 / (1 + 1.96**2 / 80))
+    (recall,) = (one for name, one in found.items() if "recall" in name and "held-out" in name)
+    assert recall.half_width == pytest.approx(0.1070, abs=1e-4)
+
+
+def test_numbers_have_digits_and_no_exponent(tmp_path: Path) -> None:
+    texts = [
+        str(_figure(mean, None, half)) for mean, half in ((715.26, 113.9), (0.00213, 0.0000456), (0.0, 0.0))
+    ]
+    assert texts == ["715.3 ± 114", "0.002130 ± 0.000046", "0.000 ± 0.0"]
+
+
+def test_other_versions_are_told_and_not_refused(tmp_path: Path, hddm: Command) -> None:
+    a, b = (_write(tmp_path / f"{v}.json", v, versions={"torch": f"2.{v}", "numpy": "2"}) for v in (6, 7))
+    code, out, _ = hddm("compare", a, b)
+    assert code == 0
+    assert "Measured with different versions of torch: 2.6, 2.7." in out
+    assert "numpy" not in out
+
+
+def test_many_sides_are_compared_with_the_first(tmp_path: Path, hddm: Command) -> None:
+    distances = [{"value": value, "half_width": 1.0, "few_images": False} for value in (20.0, 25.0, 15.0)]
+    files = [_write(tmp_path / f"{k}.json", k, to_training=d) for k, d in enumerate(distances)]
+    code, out, _ = hddm("compare", *files)
+    row = next(line for line in out.splitlines() if "to training images (lower" in line)
+    assert code == 0
+    assert [cell.strip() for cell in row.split("|")[2:-1]] == [
+        "20.00 ± 1.0",
+        "25.00 ± 1.0",
+        "15.00 ± 1.0",
+        "worse (+5.0)",
+        "better (-5.0)",
+    ]

@@ -1,0 +1,448 @@
+"""Diversity, memorising and the scores of a folder."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from hddm.data.images import load_images, save_png, to_unit_range
+from hddm.evaluation.classifier import FEATURES, train_classifier
+from hddm.evaluation.diversity import (
+    Memorisation,
+    diversity,
+    memorisation,
+    nearest_distances,
+    within_conditions,
+)
+from hddm.evaluation.evaluate import evaluate_folder
+from hddm.evaluation.features import Extractor, choose_extractor
+from hddm.evaluation.images import Side, alike, conditions, read_data, read_sampling
+from hddm.evaluation.scores import Scorer
+from hddm.utils.errors import HddmError
+from hddm.utils.records import SAMPLING_FILE
+from tests.artefacts import CLASSES, Command, draw, write_images
+
+NOISE = torch.Generator().manual_seed(0)
+ROWS = torch.randn(60, 8, generator=NOISE)
+
+
+def test_diversity_is_relative_to_the_reference() -> None:
+    assert diversity(ROWS, ROWS) == pytest.approx(1)
+    assert diversity(ROWS / 2 + 7, ROWS) == pytest.approx(0.5, rel=1e-5)
+    assert diversity(torch.ones(10, 8), ROWS) == 0
+    two_places = torch.tensor([[0.0], [0.0], [3.0], [3.0]])
+    assert diversity(two_places, torch.tensor([[0.0], [1.0]])) == pytest.approx(3 * 4 / 6)
+
+
+def test_diversity_without_a_scale_is_refused() -> None:
+    with pytest.raises(HddmError, match="no scale"):
+        diversity(ROWS, torch.ones(5, 8))
+    with pytest.raises(HddmError, match="at least 2 images, not 1"):
+        diversity(ROWS[:1], ROWS)
+
+
+def _at(distance: float, num: int = 40) -> torch.Tensor:
+    """Images at ``distance`` from the ``_training`` image of the same index, and far from all others."""
+    images = 10 * torch.eye(num).view(num, 1, 5, -1)
+    return images + distance / images[0].numel() ** 0.5
+
+
+def _memory(samples: torch.Tensor, training: torch.Tensor, held_out: torch.Tensor) -> Memorisation:
+    return memorisation(nearest_distances(samples, training), nearest_distances(held_out, training))
+
+
+@pytest.mark.parametrize(("samples", "held_out", "ratio"), [(1.0, 2.0, 0.5), (3.0, 1.0, 3.0), (1.5, 1.5, 1)])
+def test_the_nearest_ratio_is_one_where_samples_lie_like_fresh_images(
+    samples: float, held_out: float, ratio: float
+) -> None:
+    assert _memory(_at(samples), _at(0), _at(held_out)).ratio == pytest.approx(ratio, rel=1e-4)
+
+
+def test_repeated_training_images_have_a_ratio_of_zero() -> None:
+    images = torch.rand(200, 1, 8, 8, generator=NOISE)
+    fresh = torch.rand(50, 1, 8, 8, generator=NOISE)
+    repeated = _memory(images[50:120], images, fresh)
+    assert (repeated.ratio, repeated.share_near, repeated.few_images) == (0, 1, False)
+    assert (repeated.copies, _memory(fresh, images, torch.cat([fresh, images[:3]])).copies) == (0, 3)
+    assert _memory(fresh, images, fresh).ratio == 1
+    with pytest.raises(HddmError, match="hold others out"):
+        _memory(fresh, images, images[:40])
+
+
+def test_mirrored_copies_are_copies_where_mirror_images_were_trained_on() -> None:
+    images, fresh = (torch.randint(0, 256, (n, 3, 8, 7), generator=NOISE).byte() for n in (200, 50))
+    half = torch.cat([images[:30], images[30:60].flip(-1)])
+    flat = Extractor("pixels", 4, lambda pixels: pixels[:, 0, :2, :2].flatten(1))
+    plain, mirrored = (
+        Scorer(flat, images, fresh, 2, mirrored=mirrored).score(half).memorisation
+        for mirrored in (False, True)
+    )
+    assert plain is not None
+    assert mirrored is not None
+    assert (plain.mirrored, mirrored.mirrored) == (False, True)
+    assert plain.ratio == pytest.approx(0.5, abs=0.02)
+    assert (mirrored.ratio, mirrored.share_near) == (0, 1)
+    # Fresh images are judged alike: one that is a mirrored training image is a copy too.
+    both = [nearest_distances(fresh, seen) for seen in (images, images.flip(-1))]
+    assert torch.equal(nearest_distances(fresh, images, mirrored=True), both[0].minimum(both[1]))
+    spoilt = Scorer(flat, images, torch.cat([fresh, images[:3].flip(-1)]), 2, mirrored=True).score(fresh)
+    assert spoilt.memorisation is not None
+    assert (spoilt.memorisation.copies, spoilt.memorisation.ratio > 1) == (3, True)
+
+
+def test_nearest_distances_are_exact_over_many_chunks() -> None:
+    rows, others = (torch.randint(0, 256, (n, 1, 3, 3), generator=NOISE).byte() for n in (1500, 9000))
+    by_hand = np.array(
+        [np.sqrt(((o - others.numpy().astype(float)) ** 2).sum((1, 2, 3)).min()) for o in rows[::300].numpy()]
+    )
+    np.testing.assert_allclose(nearest_distances(rows, others)[::300].numpy(), by_hand, rtol=1e-6)
+    assert (nearest_distances(others[-3:], others) == 0).all()
+
+
+def test_the_ratio_of_few_images_has_a_wide_interval_that_holds_the_truth() -> None:
+    """Distances are drawn from one distribution, so the true ratio is 1."""
+    draws = np.random.default_rng(0)
+    found = [
+        memorisation(*(torch.from_numpy(draws.gamma(4.0, size=20)) for _ in range(2))) for _ in range(400)
+    ]
+    inside = np.mean([abs(one.ratio - 1) <= one.half_width for one in found])
+    assert 0.88 < inside < 0.98
+    assert all(one.few_images and one.share_near is None for one in found)
+    with pytest.raises(HddmError, match="at least 2 samples and 2 held-out images, not 5 and 1"):
+        memorisation(torch.ones(5), torch.ones(1))
+
+
+def test_the_share_of_near_samples_is_that_of_the_nearest_held_out_images() -> None:
+    fresh = torch.arange(1.0, 101.0)
+    assert memorisation(fresh, fresh).share_near == pytest.approx(0.05)
+    half = torch.cat([torch.zeros(50), fresh[50:]])
+    assert memorisation(half, fresh).share_near == pytest.approx(0.5)
+
+
+def test_diversity_within_conditions_is_the_mean_over_their_pairs() -> None:
+    places, labels = torch.tensor([0.0, 1.0, 3.0, 5.0, 5.0, 9.0]), torch.tensor([0, 0, 0, 4, 4, 7])
+
+    def between(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+        return (places[first] - places[second]).abs()
+
+    assert within_conditions(labels, between, pairs=10) == {0: pytest.approx(2), 4: 0}
+    few = within_conditions(labels, between, pairs=2)
+    assert few.keys() == {0, 4}
+    assert few[0] in [(a + b) / 2 for a in (1, 2, 3) for b in (1, 2, 3)]
+
+
+def _labelled(num: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    pixels = torch.cat([draw(name, num, seed + k, side=8) for k, name in enumerate(CLASSES)])
+    return to_unit_range(pixels), torch.arange(2).repeat_interleave(num)
+
+
+def test_the_classifier_learns_what_can_be_told_apart() -> None:
+    images, labels = _labelled(128, seed=0)
+    state = torch.get_rng_state()
+    classifier = train_classifier(images, labels, epochs=20)
+    assert torch.equal(torch.get_rng_state(), state)
+    fresh, truth = _labelled(100, seed=50)
+    assert (classifier(fresh).argmax(1) == truth).float().mean() >= 0.99
+    features = classifier.features(fresh, batch_size=30)
+    assert features.shape == (200, FEATURES)
+    torch.testing.assert_close(classifier.head(features), classifier(fresh), rtol=1e-4, atol=1e-5)
+    again = train_classifier(images, labels, epochs=20)
+    assert torch.equal(again.features(fresh), classifier.features(fresh))
+
+
+def test_one_class_makes_no_classifier() -> None:
+    with pytest.raises(HddmError, match="two classes"):
+        train_classifier(torch.zeros(8, 1, 4, 4), torch.zeros(8, dtype=torch.long))
+
+
+def test_scores_compare_with_both_sides() -> None:
+    flat = Extractor("pixels", 16, lambda images: images.flatten(1))
+    training, held_out = draw("columns", 60, 0), draw("columns", 40, 1)
+    scorer = Scorer(flat, training, held_out, resamples=3)
+    own, fresh, other = (scorer.score(p) for p in (training, draw("columns", 60, 2), draw("rows", 60, 3)))
+    assert own.to_training.value == pytest.approx(0, abs=1e-6)
+    assert (own.nearest_ratio, own.extractor, own.images) == (0, "pixels", 60)
+    assert own.diversity == pytest.approx(1)
+    assert fresh.to_held_out is not None
+    assert other.to_held_out is not None
+    assert fresh.to_held_out.value < 0.2 * other.to_held_out.value
+    assert fresh.nearest_ratio == pytest.approx(1, abs=0.1)
+    alone = Scorer(flat, training, None, resamples=3).score(training)
+    assert (alone.to_held_out, alone.nearest_ratio) == (None, None)
+
+
+def test_a_complete_scorer_measures_more_and_the_same(home: Path) -> None:
+    flat = Extractor("pixels", 16, lambda images: images.flatten(1))
+    sides = [torch.cat([draw(name, 60, seed) for name in CLASSES]) for seed in (0, 10)]
+    labels = torch.arange(2).repeat_interleave(60)
+    shards = [sides[0][:60], sides[0][60:]]
+    complete = Scorer(flat, *sides, 3, complete=True, training_labels=labels, shards=shards)
+    plain = Scorer(flat, *sides, 3)
+    samples = torch.cat([draw("columns", 90, 20), draw("rows", 30, 21)])
+    given = torch.tensor([0] * 90 + [1] * 30)
+    scores = complete.score(samples, given)
+    assert scores.to_held_out == plain.score(samples).to_held_out
+    assert plain.score(samples).on_training is None
+    assert scores.kernel_to_training is not None
+    assert scores.kernel_to_held_out is not None
+    assert scores.on_training is not None
+    assert scores.on_held_out is not None
+    assert scores.on_training.precision > 0.8
+    within = scores.within_conditions
+    assert within is not None
+    assert within.distance == "features"
+    assert within.why_not_lpips == "LPIPS needs images of 32 pixels a side, and these have 4"
+    assert within.reference is not None
+    assert within.images == pytest.approx(within.reference, rel=0.1)
+    # Of two classes far apart, all pairs differ more than those of one class.
+    assert within.images < torch.pdist(to_unit_range(samples).flatten(1)).mean()
+    assert [(s.shard, s.images, s.samples) for s in scores.shards] == [(0, 60, 90), (1, 60, 30)]
+    own, whole = ([getattr(s, key).value for s in scores.shards] for key in ("own", "all"))
+    assert all(a < b / 5 for a, b in zip(own, whole, strict=True))
+
+
+def test_a_folder_scores_as_its_own_training_images(images: Path, home: Path) -> None:
+    scores = evaluate_folder(images, images, allow_few=True)
+    assert scores["to_training"]["value"] == pytest.approx(0, abs=1e-4)
+    assert scores["to_training"]["few_images"] is True
+    assert scores["diversity"] == pytest.approx(1)
+    assert scores["extractor"] == "small classifier of the training images"
+    assert scores["to_held_out"] is None
+    assert json.loads(json.dumps(scores)) == scores
+    assert scores["comparable"] is False
+    assert scores["reasons"] == ["too few images: 64 features, and sides of 48, 48"]
+    assert scores["features"]["choice"].startswith("auto: not Inception, since its weights")
+
+
+def test_few_images_need_a_word(images: Path, home: Path) -> None:
+    with pytest.raises(HddmError, match="64 features needs more images a side than 48 and 48"):
+        evaluate_folder(images, images)
+
+
+def test_what_cannot_be_compared_is_refused(images: Path, home: Path, tmp_path: Path) -> None:
+    larger = write_images(tmp_path / "larger", side=6)
+    with pytest.raises(HddmError, match=r"different shapes .*\(1, 6, 6\)"):
+        evaluate_folder(images, larger)
+    (tmp_path / "jpeg").mkdir()
+    for name in ("1.jpg", "2.jpg"):
+        Image.fromarray(np.zeros((4, 4), np.uint8)).save(tmp_path / "jpeg" / name)
+    with pytest.raises(HddmError, match=r"1\.jpg: JPEG compression"):
+        evaluate_folder(tmp_path / "jpeg", images)
+
+
+def _side(path: Path) -> Side:
+    return read_data({"reference": path})["reference"]
+
+
+def test_jpeg_samples_are_known_by_their_content(images: Path, home: Path, tmp_path: Path) -> None:
+    (tmp_path / "renamed").mkdir()
+    for name in ("1.png", "2.png"):
+        Image.fromarray(np.zeros((4, 4), np.uint8)).save(tmp_path / "renamed" / name, "JPEG")
+    with pytest.raises(HddmError, match=r"1\.png: JPEG compression"):
+        evaluate_folder(tmp_path / "renamed", images)
+    assert _side(tmp_path / "renamed").facts.images == 2
+
+
+def test_without_classes_and_inception_there_are_no_features(images: Path, home: Path) -> None:
+    with pytest.raises(HddmError, match="no features to measure on: not Inception, since its weights"):
+        choose_extractor(load_images(images / "rows"), 5000)
+
+
+def test_single_images_have_no_distance(images: Path, home: Path, tmp_path: Path) -> None:
+    (tmp_path / "one").mkdir()
+    save_png(draw("rows", 1, 0)[0], tmp_path / "one" / "1.png")
+    with pytest.raises(HddmError, match="holds 1 image; a distance needs at least 2 a side"):
+        evaluate_folder(tmp_path / "one", images, allow_few=True)
+
+
+def _samples(folder: Path, num: int = 70, **record: object) -> Path:
+    """Images by turns of the two classes, as ``hddm sample`` leaves them."""
+    folder.mkdir()
+    for index in range(num):
+        save_png(draw(CLASSES[index % 2], 1, 100 + index)[0], folder / f"{index:05d}.png")
+    sampling = {"format": "1.1", "source": "model", "num_images": num, "start": 0, "seed": 3, "steps": 20}
+    sampling |= {"class_labels": [0, 1], "prompts": [], "expert_use": [{"long": "table"}], **record}
+    (folder / SAMPLING_FILE).write_text(json.dumps(sampling))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def many(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """140 images in two class folders: more than the classifier has features."""
+    return write_images(tmp_path_factory.mktemp("many") / "images", per_class=70)
+
+
+def test_a_result_says_all_that_its_figures_depend_on(many: Path, home: Path, tmp_path: Path) -> None:
+    samples, fresh = _samples(tmp_path / "samples"), tmp_path / "fresh"
+    fresh.mkdir()
+    for index, image in enumerate(draw("rows", 80, 500)):
+        save_png(image, fresh / f"{index}.png")
+    result = evaluate_folder(samples, many, fresh)
+    assert result["comparable"] is True
+    assert result["reasons"] == []
+    assert result["features"]["name"] == "small classifier of the training images"
+    assert len(result["features"]["hash"]) == 64
+    facts = result["data"]
+    assert [facts[side]["images"] for side in ("images", "reference", "held_out")] == [70, 140, 80]
+    assert facts["images"]["modes"] == {"L": 70}
+    assert facts["images"]["shape"] == [1, 4, 4]
+    assert result["sampling"]["steps"] == 20
+    assert "expert_use" not in result["sampling"]
+    assert {"torch", "hddm-diffusion", "clean-fid"} <= result["versions"].keys()
+    assert result["within_conditions"]["conditions"] == 2
+    assert result["within_conditions"]["reference"] is not None
+    for key in ("kernel_to_held_out", "on_held_out", "memorisation", "to_held_out"):
+        assert result[key] is not None
+
+
+def test_the_hash_of_images_is_that_of_their_pixels(many: Path, home: Path, tmp_path: Path) -> None:
+    renamed = tmp_path / "renamed"
+    renamed.mkdir()
+    files = sorted(many.rglob("*.png"))
+    for index, file in enumerate(reversed(files)):
+        with Image.open(file) as image:
+            image.save(renamed / f"{index:03d}.bmp")
+    first, second, third = _side(many), _side(renamed), _side(many / "rows")
+    assert first.facts.hash == second.facts.hash != third.facts.hash
+
+
+def test_gray_images_are_measured_in_colour_where_others_are(many: Path, home: Path, tmp_path: Path) -> None:
+    gray = _samples(tmp_path / "gray", 4)
+    (tmp_path / "colour").mkdir()
+    for index in range(3):
+        Image.new("RGB", (4, 4), (index, 0, 0)).save(tmp_path / "colour" / f"{index}.png")
+    sides = alike({"images": _side(gray), "reference": _side(tmp_path / "colour")})
+    assert sides["images"].images.pixels.shape == (4, 3, 4, 4)
+    assert sides["images"].facts.made_colour == 4
+    assert sides["reference"].facts.made_colour == 0
+
+
+def test_a_folder_that_lost_images_compares_with_nothing(
+    many: Path, home: Path, tmp_path: Path, hddm: Command
+) -> None:
+    samples = _samples(tmp_path / "samples")
+    (samples / "00003.png").unlink()
+    result = evaluate_folder(samples, many)
+    assert result["comparable"] is False
+    assert result["reasons"] == ["unequal counts: 70 images were sampled and there are 69"]
+    # Nobody knows which of the images is missing.
+    assert result["within_conditions"] is None
+    out = tmp_path / "out.json"
+    told = hddm("evaluate", samples, "--reference", many, "--out", out)[1]
+    assert told == f"{out}: not comparable: {result['reasons'][0]}\n"
+
+
+@pytest.mark.parametrize(
+    ("record", "labels", "of_classes"),
+    [
+        ({}, [0, 1, 0, 1, 0], True),
+        ({"start": 1}, [1, 0, 1, 0, 1], True),
+        ({"class_labels": [5]}, [5] * 5, False),
+        ({"class_labels": [0], "class_names": ["rows"]}, [1] * 5, True),
+        ({"class_labels": [7, 3], "class_names": ["rows", "columns"]}, [1, 0, 1, 0, 1], True),
+        ({"class_names": ["rows", "dots"]}, [0, 1, 0, 1, 0], False),
+        ({"class_names": None}, [0, 1, 0, 1, 0], True),
+        ({"class_labels": None, "prompts": ["a", "b", "a"]}, [0, 1, 0, 0, 1], False),
+        ({"class_labels": None}, None, False),
+    ],
+)
+def test_conditions_are_those_that_were_cycled_over_the_images(
+    record: dict[str, object], labels: list[int] | None, of_classes: bool, tmp_path: Path
+) -> None:
+    samples = _samples(tmp_path / "samples", 5, **record)
+    found, known = conditions(load_images(samples), read_sampling(samples), CLASSES)
+    assert (None if found is None else found.tolist()) == labels
+    assert known is of_classes
+
+
+def test_conditions_in_folders_are_matched_by_name(tmp_path: Path) -> None:
+    write_images(tmp_path / "samples", per_class=2)
+    found, known = conditions(load_images(tmp_path / "samples"), None, ("noise", "rows", "columns"))
+    assert found is not None
+    assert found.tolist() == [2, 2, 1, 1]
+    assert known
+    assert conditions(load_images(tmp_path / "samples"), None, ("cat", "dog"))[1] is False
+
+
+def test_distances_by_shard_need_the_partition_of_the_images(
+    images: Path, shards: Path, home: Path, tmp_path: Path
+) -> None:
+    result = evaluate_folder(_samples(tmp_path / "samples"), images, allow_few=True, shards=shards)
+    assert result["data"]["shards"]["images"] == [shard["images"] for shard in result["shards"]]
+    assert sum(shard["samples"] for shard in result["shards"]) == 70
+    assert all(shard["all"]["few_images"] for shard in result["shards"])
+    larger = write_images(tmp_path / "larger", per_class=24, side=8)
+    with pytest.raises(HddmError, match=r"holds images of shape .*; name the partition"):
+        evaluate_folder(larger, larger, allow_few=True, shards=shards)
+
+
+def test_a_classifier_is_saved_and_shared(many: Path, home: Path, tmp_path: Path, hddm: Command) -> None:
+    samples, file = _samples(tmp_path / "samples"), tmp_path / "classifier.safetensors"
+    options = ["evaluate", samples, "--reference", many]
+    out = [tmp_path / "first.json", tmp_path / "second.json"]
+    saved = ["--features", "classifier", "--save-classifier", file, "--out", out[0]]
+    code, printed, _ = hddm(*options, *saved)
+    assert (code, printed) == (0, f"{out[0]}: comparable\n")
+    assert hddm(*options, "--features", file, "--out", out[1])[0] == 0
+    first, second = (json.loads(path.read_text()) for path in out)
+    assert first["features"]["hash"] == second["features"]["hash"]
+    assert first["to_training"] == second["to_training"]
+    assert "exists" in hddm(*options, *saved)[2]
+    assert "--overwrite" in hddm(*options, "--features", file, "--out", out[0])[2]
+    assert hddm(*options, "--features", file, "--out", out[0], "--overwrite")[0] == 0
+    assert "goes with --features classifier alone" in hddm(*options, "--save-classifier", tmp_path / "x")[2]
+
+
+@pytest.mark.parametrize("features", ["auto", "classifier"])
+def test_few_images_are_refused_before_a_classifier_is_trained(
+    features: str, images: Path, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hddm.evaluation.features.train_classifier", lambda *_: pytest.fail("trained"))
+    with pytest.raises(HddmError, match="64 features needs more images a side than 48 and 48"):
+        evaluate_folder(images, images, features=features)
+
+
+def test_a_refusal_saves_no_classifier_that_hinders_the_next_try(
+    images: Path, many: Path, home: Path, tmp_path: Path, hddm: Command
+) -> None:
+    file = tmp_path / "classifier.safetensors"
+    options = ["--features", "classifier", "--save-classifier", file]
+    few = ["evaluate", images, "--reference", images, *options]
+    assert "--allow-few" in hddm(*few)[2]
+    copies = ["evaluate", images, "--reference", many, "--held-out", many, "--allow-few", *options]
+    assert "hold others out" in hddm(*copies)[2]
+    assert not list(tmp_path.glob("*classifier*"))
+    assert hddm(*few, "--allow-few")[0] == 0
+    assert file.is_file()
+
+
+def test_a_folder_that_is_missing_is_told_before_a_classifier_is_trained(
+    many: Path, home: Path, tmp_path: Path, hddm: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hddm.evaluation.features.train_classifier", lambda *_: pytest.fail("trained"))
+    file = tmp_path / "missing" / "classifier.safetensors"
+    options = ["--features", "classifier", "--save-classifier", file]
+    code, out, error = hddm("evaluate", many, "--reference", many, *options)
+    assert (code, out) == (1, "")
+    assert (
+        f"--save-classifier {file}: {file.parent} is no folder to write in; make it, or name another\n"
+        in error
+    )
+
+
+@pytest.mark.parametrize(
+    ("features", "code", "message"),
+    [
+        ("inceptoin", 2, "did you mean 'inception'"),
+        ("gone.safetensors", 1, "no such file of a classifier"),
+    ],
+)
+def test_unknown_features_are_refused(
+    features: str, code: int, message: str, many: Path, home: Path, hddm: Command
+) -> None:
+    found, out, err = hddm("evaluate", many, "--reference", many, "--features", features)
+    assert (found, out, err.count("\n")) == (code, "", 1)
+    assert message in err

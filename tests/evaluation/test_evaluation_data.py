@@ -1,0 +1,133 @@
+"""What hddm evaluate reads: partitions for their images, and all images that cannot be read by name."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from hddm.data.encoding import encode_shards
+from hddm.data.encoding_plan import EncodingSettings, plan_encoding
+from hddm.data.partition import partition
+from hddm.evaluation.evaluate import evaluate_folder
+from hddm.evaluation.images import read_data
+from hddm.utils.errors import HddmError
+from tests.artefacts import Command, copied, write_images
+from tests.component_files import write_vae
+from tests.shard_files import write_partition
+
+
+@pytest.fixture(scope="module")
+def many(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """160 images in two class folders."""
+    return write_images(tmp_path_factory.mktemp("many") / "images", per_class=80)
+
+
+@pytest.fixture(scope="module")
+def shards(many: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two shards of them and, held out, a share of each."""
+    out = tmp_path_factory.mktemp("shards") / "shards"
+    partition(many, out, 2, held_out=0.4)
+    return out
+
+
+def _sizes(folder: Path) -> tuple[int, int]:
+    facts = json.loads((folder / "partition.json").read_text())
+    return sum(facts["sizes"]), sum(facts["held_out"])
+
+
+def test_a_partition_stands_for_its_training_images_or_those_it_holds_out(
+    many: Path, shards: Path, tmp_path: Path
+) -> None:
+    training, held_out = _sizes(shards)
+    sides = read_data({"reference": shards, "held-out": shards})
+    assert (sides["reference"].facts.images, sides["held-out"].facts.images) == (training, held_out)
+    assert read_data({"held-out": shards / "held_out"})["held-out"].facts.hash == sides["held-out"].facts.hash
+    one = read_data({"images": shards / "held_out" / "shard_0"})["images"]
+    assert one.facts.images == json.loads((shards / "partition.json").read_text())["held_out"][0]
+    # All of them, in another order.
+    partition(many, tmp_path / "plain", 2)
+    whole, folder = (read_data({"reference": path})["reference"] for path in (tmp_path / "plain", many))
+    assert whole.facts.hash == folder.facts.hash
+    assert (whole.images.classes, whole.facts.modes) == (folder.images.classes, folder.facts.modes)
+    for side in (whole, folder):
+        assert side.images.labels is not None
+        assert side.images.labels.bincount().tolist() == [80, 80]
+    by_name = dict(zip(folder.images.files, folder.images.pixels, strict=True))
+    for name, pixels in zip(whole.images.files, whole.images.pixels, strict=True):
+        assert by_name[name.split("/images/")[1]].equal(pixels)
+
+
+def test_a_partition_is_measured_as_the_folder_of_its_images_is(
+    many: Path, home: Path, tmp_path: Path, hddm: Command
+) -> None:
+    partition(many, tmp_path / "shards", 2)
+    command = ["evaluate", many, "--features", "classifier", "--reference"]
+    file = tmp_path / "classifier.safetensors"
+    assert hddm(*command, many, "--save-classifier", file, "--out", tmp_path / "a.json")[0] == 0
+    command[3] = file
+    assert hddm(*command, tmp_path / "shards", "--out", tmp_path / "b.json")[0] == 0
+    a, b = (json.loads((tmp_path / name).read_text()) for name in ("a.json", "b.json"))
+    assert a["data"]["reference"]["hash"] == b["data"]["reference"]["hash"]
+    assert b["data"]["reference"]["path"] == str(tmp_path / "shards")
+    assert b["to_training"]["value"] == pytest.approx(a["to_training"]["value"], abs=1e-3)
+    assert hddm("compare", tmp_path / "a.json", tmp_path / "b.json")[0] == 0
+
+
+def test_encoded_pixels_are_brought_back_and_latents_are_refused(shards: Path, tmp_path: Path) -> None:
+    encode_shards(plan_encoding(shards, EncodingSettings()), tmp_path / "pixels")
+    for role in ("reference", "held-out"):
+        images, encoded = (read_data({role: path})[role] for path in (shards, tmp_path / "pixels"))
+        assert encoded.facts.hash == images.facts.hash
+        assert encoded.images.pixels.equal(images.images.pixels)
+        assert encoded.images.labels is not None
+        assert images.images.labels is not None
+        assert encoded.images.labels.equal(images.images.labels)
+    write_vae(tmp_path / "vae")
+    source = write_partition(tmp_path / "colour")
+    encode_shards(plan_encoding(source, EncodingSettings(), vae=tmp_path / "vae"), tmp_path / "latents")
+    with pytest.raises(HddmError, match="holds latents, and figures are of pixels; name the partition"):
+        read_data({"reference": tmp_path / "latents"})
+
+
+def test_a_partition_is_no_folder_of_samples_and_one_without_held_out_images_has_none(
+    many: Path, shards: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(HddmError, match="is a partition, not samples; name one of its shards"):
+        read_data({"images": shards})
+    partition(many, tmp_path / "plain", 2)
+    with pytest.raises(HddmError, match="holds no held-out images; hddm partition --held-out keeps some"):
+        read_data({"held-out": tmp_path / "plain"})
+
+
+def test_bad_images_of_all_sides_are_named_at_once_and_left_out_when_asked(
+    many: Path, home: Path, tmp_path: Path, hddm: Command
+) -> None:
+    samples, shards = copied(many, tmp_path), tmp_path / "shards"
+    partition(many, shards, 1)
+    changed = shards / "shard_0" / "images" / "rows" / "03.png"
+    # The file itself is the one in the folder of images.
+    changed.unlink()
+    changed.write_bytes(b"other")
+    (samples / "columns" / "05.png").write_bytes(b"nothing")
+    command = ["evaluate", samples, "--reference", shards]
+    code, out, err = hddm(*command, "--max-bad", 1)
+    told = "2 images cannot be read, and 1 may be; mend or remove them"
+    assert (code, out) == (1, "")
+    assert f"{samples}, {shards}: {told}, or leave them out with --max-bad 2 where that is an option\n" in err
+    assert f"  {samples / 'columns/05.png'}: cannot be read as an image" in err
+    assert f"  {changed}: its content changed since the partition" in err
+    code, out, err = hddm(*command, "--max-bad", 2)
+    assert code == 0
+    assert f"skipped {shards / 'shard_0/images/rows/03.png'}: cannot be read\n" in err
+    result = json.loads(out)
+    assert result["data"]["images"]["skipped"] == ["columns/05.png"]
+    assert result["data"]["reference"]["skipped"] == ["shard_0/images/rows/03.png"]
+    assert (result["data"]["images"]["images"], result["data"]["reference"]["images"]) == (159, 159)
+    assert (result["comparable"], result["reasons"]) == (False, ["1 sample could not be read"])
+    # Labels stay with their images.
+    assert read_data({"reference": samples}, 1)["reference"].images.files[5] == "columns/06.png"
+    labels = read_data({"reference": samples}, 1)["reference"].images.labels
+    assert labels is not None
+    assert labels.bincount().tolist() == [79, 80]
+    (samples / "columns" / "05.png").unlink()
+    assert evaluate_folder(samples, shards, max_bad=1)["comparable"] is True

@@ -1,0 +1,170 @@
+"""Kernel distance, precision and recall: against clean-fid, scikit-learn, brute force and closed forms."""
+
+import numpy as np
+import pytest
+import torch
+from cleanfid import fid
+from numpy.typing import NDArray
+from sklearn.metrics.pairwise import polynomial_kernel
+from sklearn.neighbors import NearestNeighbors
+
+from hddm.evaluation.distances import (
+    Gaussian,
+    frechet_distance,
+    kernel_distance,
+    precision_recall,
+    squared_mmd,
+)
+from hddm.evaluation.diversity import lpips_distance, why_not_lpips
+from hddm.evaluation.scores import ShardMeter
+from hddm.utils.errors import HddmError
+
+Array = NDArray[np.float64]
+
+
+def _rows(seed: int, num: int, dim: int = 8, shift: float = 0.0, scale: float = 1.0) -> Array:
+    return np.random.default_rng(seed).normal(size=(num, dim)) * scale + shift
+
+
+def test_the_kernel_is_the_cubic_one_of_scikit_learn_without_its_diagonal() -> None:
+    x, y = _rows(0, 30), _rows(1, 40, shift=0.3)
+    within = [polynomial_kernel(a, degree=3, coef0=1) for a in (x, y)]
+    means = [k[~np.eye(len(k), dtype=bool)].mean() for k in within]
+    expected = sum(means) - 2 * polynomial_kernel(x, y, degree=3, coef0=1).mean()
+    assert squared_mmd(x, y) == pytest.approx(expected, rel=1e-10)
+
+
+def test_it_agrees_with_clean_fid_where_subsets_are_all_there_is() -> None:
+    x, y = _rows(0, 200, 16), _rows(1, 200, 16, 0.4)
+    found = kernel_distance(x, y)
+    assert found.value == pytest.approx(fid.kernel_distance(x, y, num_subsets=1), rel=1e-9)
+    assert found.subset_size == 200
+
+
+def test_it_agrees_with_clean_fid_over_many_subsets() -> None:
+    x, y = _rows(0, 300, 8), _rows(1, 500, 8, 0.4)
+    np.random.seed(0)
+    theirs = fid.kernel_distance(x, y, num_subsets=400, max_subset_size=100)
+    ours = kernel_distance(x, y, subsets=400, subset_size=100)
+    assert ours.value == pytest.approx(theirs, rel=0.05)
+    assert ours.subset_size == 100
+
+
+def test_its_mean_is_the_same_at_any_number_of_images() -> None:
+    """One dimension: with N(0, 1) and N(1, 1), E(ab + 1)³ = 1 + 3 E ab + 3 E a²b² + E a³b³."""
+
+    def expected(moments: tuple[int, int, int], others: tuple[int, int, int]) -> int:
+        weights = (3, 3, 1)
+        return 1 + sum(w * m * n for w, m, n in zip(weights, moments, others, strict=True))
+
+    zero, one = (0, 1, 0), (1, 2, 4)
+    truth = expected(zero, zero) + expected(one, one) - 2 * expected(zero, one)
+    for num, draws in ((5, 5000), (50, 1000)):
+        values = [squared_mmd(_rows(2 * s, num, 1), _rows(2 * s + 1, num, 1, 1.0)) for s in range(draws)]
+        assert abs(np.mean(values) - truth) < 4 * np.std(values) / draws**0.5
+
+
+def test_its_standard_error_is_how_far_other_samples_would_move_it() -> None:
+    reference = _rows(10**6, 300, shift=0.3)
+    others = [kernel_distance(_rows(s, 400), reference, subsets=20) for s in range(60)]
+    truth = np.std([one.value for one in others])
+    said = np.mean([one.standard_error for one in others])
+    assert truth * 0.9 < said < truth * 1.8
+
+
+def test_equal_sets_have_no_kernel_distance_and_it_may_be_negative() -> None:
+    values = [kernel_distance(_rows(s, 60), _rows(s + 10**6, 60)).value for s in range(20)]
+    assert min(values) < 0 < max(values)
+    with pytest.raises(HddmError, match="at least 4 images a side, not 3"):
+        kernel_distance(_rows(0, 3), _rows(1, 9))
+
+
+def _by_brute_force(rows: Array, centres: Array, neighbours: int) -> float:
+    """Share of rows that lie in the ball of a centre to its k-th nearest other centre."""
+    nearest = NearestNeighbors(n_neighbors=neighbours + 1).fit(centres)
+    radii = nearest.kneighbors(centres)[0][:, -1]
+    return float(np.mean([(np.linalg.norm(centres - row, axis=1) <= radii).any() for row in rows]))
+
+
+@pytest.mark.parametrize("neighbours", [1, 3, 5])
+@pytest.mark.parametrize(("shift", "scale"), [(0.0, 1.0), (1.0, 0.5), (0.5, 3.0)])
+def test_precision_and_recall_are_those_of_brute_force(neighbours: int, shift: float, scale: float) -> None:
+    fake, real = _rows(0, 150, 3, shift + 100, scale), _rows(1, 150, 3, 100)
+    found = precision_recall(torch.from_numpy(fake), torch.from_numpy(real), neighbours)
+    assert found.precision == pytest.approx(_by_brute_force(fake, real, neighbours))
+    assert found.recall == pytest.approx(_by_brute_force(real, fake, neighbours))
+    assert found.images == 150
+
+
+def test_more_rows_than_a_chunk_are_counted_alike() -> None:
+    fake, real = _rows(0, 1100, 2, 0.8), _rows(1, 1100, 2)
+    found = precision_recall(torch.from_numpy(fake), torch.from_numpy(real))
+    assert found.precision == pytest.approx(_by_brute_force(fake, real, 3))
+    assert found.recall == pytest.approx(_by_brute_force(real, fake, 3))
+
+
+def test_precision_and_recall_tell_off_the_data_from_a_part_of_it() -> None:
+    real = torch.cat([torch.from_numpy(_rows(0, 200, 2)), torch.from_numpy(_rows(1, 200, 2, 50.0))])
+    half, beside = torch.from_numpy(_rows(2, 400, 2)), torch.from_numpy(_rows(3, 400, 2, 500.0))
+    assert (precision_recall(real, real).precision, precision_recall(real, real).recall) == (1, 1)
+    dropped = precision_recall(half, real)
+    assert dropped.precision > 0.9
+    assert dropped.recall == pytest.approx(0.5, abs=0.05)
+    assert precision_recall(beside, real).precision == 0
+    collapsed = precision_recall(half[:1].expand(400, -1), real)
+    assert (collapsed.precision, collapsed.recall) == (1, 0)
+
+
+def test_both_sides_are_cut_to_one_number() -> None:
+    fake, real = torch.from_numpy(_rows(0, 90)), torch.from_numpy(_rows(1, 300))
+    assert precision_recall(fake, real).images == 90
+    assert precision_recall(fake, real, most=50).images == 50
+    assert precision_recall(fake, real, most=50) == precision_recall(fake, real, most=50)
+    with pytest.raises(HddmError, match="more than 3 images a side, not 3"):
+        precision_recall(fake[:3], real)
+
+
+def test_samples_belong_to_the_shard_of_their_nearest_image() -> None:
+    shards = [_rows(0, 80, 2), _rows(1, 120, 2, 20.0)]
+    samples = np.concatenate([_rows(2, 50, 2), _rows(3, 10, 2, 21.0)])
+    first, second = ShardMeter(shards, resamples=2).measure(samples)
+    assert [first.images, first.samples, second.images, second.samples] == [80, 50, 120, 10]
+    assert first.own is not None
+    assert first.own.value == pytest.approx(
+        frechet_distance(Gaussian.of(samples[:50]), Gaussian.of(shards[0])), abs=1e-6
+    )
+    assert second.all.value == pytest.approx(
+        frechet_distance(Gaussian.of(samples), Gaussian.of(shards[1])), abs=1e-6
+    )
+    alone = ShardMeter(shards, resamples=2).measure(samples[:51])[1]
+    assert (alone.samples, alone.own) == (1, None)
+
+
+def test_why_there_is_no_lpips_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert why_not_lpips(8) == "LPIPS needs images of 32 pixels a side, and these have 8"
+    monkeypatch.setattr("hddm.evaluation.diversity.find_spec", lambda name: None)
+    assert why_not_lpips(64) == "the package lpips is not installed"
+    monkeypatch.setattr("hddm.evaluation.diversity.find_spec", lambda name: object())
+    monkeypatch.setattr("torch.hub.get_dir", lambda: "/nowhere")
+    assert why_not_lpips(64) == "alexnet-owt-7be5be79.pth is not in /nowhere/checkpoints"
+
+
+@pytest.mark.slow
+def test_lpips_is_that_of_its_package(tmp_path: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    lpips = pytest.importorskip("lpips")
+    torchvision = pytest.importorskip("torchvision")
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
+    torch.manual_seed(0)
+    from hddm.evaluation.diversity import _trunk
+
+    _trunk().parent.mkdir(parents=True)
+    torch.save(torchvision.models.alexnet().state_dict(), _trunk())
+    assert why_not_lpips(32) is None
+    pixels = torch.from_numpy(np.random.default_rng(0).integers(0, 256, (40, 1, 32, 32)).astype(np.uint8))
+    first, second = torch.arange(40), torch.arange(39, -1, -1)
+    found = lpips_distance(pixels)(first, second)
+    network = lpips.LPIPS(net="alex", verbose=False)
+    one = [pixels[k].float().expand(1, 3, -1, -1) / 127.5 - 1 for k in (3, 36)]
+    assert found.shape == (40,)
+    assert found[3].item() == pytest.approx(network(*one).item(), rel=1e-4)
+    assert (lpips_distance(pixels)(first, first) == 0).all()

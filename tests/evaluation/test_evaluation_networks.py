@@ -1,0 +1,200 @@
+"""Inception and CLIP features: those of clean-fid on the same files, from small stand-ins for the weights."""
+
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from cleanfid import fid
+from cleanfid.inception_torchscript import InceptionV3W
+from PIL import Image
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import CLIPVisionConfig, CLIPVisionModelWithProjection
+
+from hddm.data.images import load_images
+from hddm.evaluation import features as extractors
+from hddm.evaluation import features as published
+from hddm.evaluation.distances import Gaussian, frechet_distance
+from hddm.evaluation.features import (
+    CLIP,
+    INCEPTION,
+    WeightsFile,
+    choose_extractor,
+    clip_features,
+    open_extractor,
+)
+from hddm.utils.errors import HddmError
+from hddm.utils.files import sha256_of
+from tests.artefacts import Command, write_images
+
+SMALL = CLIPVisionConfig(
+    hidden_size=16,
+    num_hidden_layers=1,
+    num_attention_heads=2,
+    patch_size=56,
+    intermediate_size=32,
+    projection_dim=12,
+)
+
+
+class _Layers(nn.Module):
+    """Stands in for Inception's layers: as many features, of images of the same size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = nn.Linear(3 * 6 * 6, 2048)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(nn.functional.adaptive_avg_pool2d(x, [6, 6]).flatten(1))
+
+
+class _Inception(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = _Layers()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)
+
+
+def _small(file: WeightsFile, path: Path) -> WeightsFile:
+    return replace(file, sha256=sha256_of(path))
+
+
+@pytest.fixture
+def inception(home: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The stand-in where clean-fid's file would be."""
+    folder = home / ".cache" / "clean-fid"
+    folder.mkdir(parents=True)
+    torch.manual_seed(0)
+    torch.jit.script(_Inception()).save(str(folder / INCEPTION.name))
+    monkeypatch.setattr(extractors, "INCEPTION", _small(INCEPTION, folder / INCEPTION.name))
+    return folder
+
+
+@pytest.fixture
+def pictures(tmp_path: Path) -> Path:
+    """Twelve images in colour."""
+    folder = tmp_path / "pictures"
+    folder.mkdir()
+    for index, array in enumerate(np.random.default_rng(0).integers(0, 256, (12, 20, 20, 3))):
+        Image.fromarray(array.astype(np.uint8)).save(folder / f"{index:02d}.png")
+    return folder
+
+
+def _of_clean_fid(folder: Path, model: Callable[[Tensor], Any], **more: Any) -> np.ndarray:
+    found: np.ndarray = fid.get_folder_features(
+        str(folder), model, num_workers=0, device=torch.device("cpu"), mode="clean", verbose=False, **more
+    )
+    return found
+
+
+def test_inception_features_are_those_of_clean_fid(inception: Path, pictures: Path, home: Path) -> None:
+    images = load_images(pictures)
+    extractor = open_extractor("inception", images, 12)
+    theirs = _of_clean_fid(pictures, InceptionV3W(str(inception), download=False).eval())
+    ours = extractor.features(images.normalised)
+    np.testing.assert_allclose(ours.numpy(), theirs, rtol=1e-4, atol=1e-4)
+    assert (extractor.dimensions, extractor.hash) == (2048, sha256_of(inception / INCEPTION.name))
+    assert "299" in extractor.resize
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_distance_of_folders_is_that_of_clean_fid(inception: Path, pictures: Path, home: Path) -> None:
+    """Far fewer images than features, so covariances are deficient."""
+    other = write_images(home / "other", per_class=8, side=20)
+    model = InceptionV3W(str(inception), download=False).eval()
+    theirs = [_of_clean_fid(folder, model).astype(np.float64) for folder in (pictures, other)]
+    images = [load_images(folder) for folder in (pictures, other)]
+    extractor = open_extractor("inception", images[0], 12)
+    ours = [extractor.features(side.normalised).double().numpy() for side in images]
+    moments = [part for side in theirs for part in (side.mean(0), np.cov(side, rowvar=False))]
+    # The whole function of clean-fid needs minutes at 2048 features.
+    few = [m[:40] if m.ndim == 1 else m[:40, :40] for m in moments]
+    expected = fid.frechet_distance(*few)
+    assert frechet_distance(*(Gaussian.of(side[:, :40]) for side in ours)) == pytest.approx(
+        expected, abs=1e-3
+    )
+
+
+def test_clip_features_are_those_of_clean_fid(
+    pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its CLIP-FID runs OpenAI's package, for which transformers' network of the same weights stands in."""
+    torch.manual_seed(0)
+    network = CLIPVisionModelWithProjection(SMALL).eval()
+    network.save_pretrained(tmp_path / "clip")
+    openai = SimpleNamespace(encode_image=lambda x: network(pixel_values=x).image_embeds, eval=lambda: None)
+    monkeypatch.setitem(sys.modules, "clip", SimpleNamespace(load=lambda name, device: (openai, None)))
+    monkeypatch.delitem(sys.modules, "cleanfid.clip_features", raising=False)
+    from cleanfid.clip_features import CLIP_fx, img_preprocess_clip
+
+    theirs = _of_clean_fid(pictures, CLIP_fx(device="cpu"), custom_fn_resize=img_preprocess_clip)
+    ours = clip_features(tmp_path / "clip" / "model.safetensors", SMALL)(load_images(pictures).normalised)
+    assert ours.shape == (12, 12)
+    np.testing.assert_allclose(ours.numpy(), theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_a_clip_file_that_lacks_tensors_is_refused(tmp_path: Path) -> None:
+    CLIPVisionModelWithProjection(SMALL).save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    del tensors["visual_projection.weight"]
+    save_file(tensors, file)
+    with pytest.raises(HddmError, match=r"lacks 1 tensors of CLIP, as visual_projection\.weight"):
+        clip_features(file, SMALL)
+
+
+def test_the_defaults_of_transformers_are_vit_b_32() -> None:
+    """OpenAI's: 12 layers of 768 in 12 heads on patches of 32 of 224 pixels, to 512, with quick_gelu."""
+    config = CLIPVisionConfig()
+    sizes = (config.num_hidden_layers, config.hidden_size, config.num_attention_heads, config.patch_size)
+    assert sizes == (12, 768, 12, 32)
+    assert (config.image_size, config.projection_dim, config.intermediate_size) == (224, 512, 3072)
+    assert (config.hidden_act, config.layer_norm_eps) == ("quick_gelu", 1e-5)
+
+
+@pytest.mark.parametrize(("features", "file"), [("inception", INCEPTION), ("clip", CLIP)])
+def test_missing_weights_are_one_error_with_all_that_is_needed(
+    features: str, file: WeightsFile, images: Path, home: Path, hddm: Command
+) -> None:
+    code, out, err = hddm("evaluate", images, "--reference", images, "--features", features)
+    assert (code, out, err.count("\n")) == (1, "", 1)
+    for part in (file.name, file.url, file.sha256, str(home / file.folder)):
+        assert part in err
+
+
+def test_another_file_of_that_name_is_refused(
+    images: Path, inception: Path, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(extractors, "INCEPTION", published.INCEPTION)
+    with pytest.raises(HddmError, match=f"is another file .*{INCEPTION.sha256}"):
+        open_extractor("inception", load_images(images), 48)
+
+
+def test_the_folder_in_the_environment_comes_first(
+    tmp_path: Path, inception: Path, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert INCEPTION.find() == inception / INCEPTION.name
+    (tmp_path / INCEPTION.name).touch()
+    monkeypatch.setenv("HDDM_INCEPTION", str(tmp_path))
+    assert INCEPTION.find() == tmp_path / INCEPTION.name
+
+
+def test_what_auto_took_and_why_is_said(images: Path, inception: Path, home: Path) -> None:
+    training = load_images(images)
+    few, many = choose_extractor(training, 2048), choose_extractor(training, 2049)
+    assert few.name == "small classifier of the training images"
+    assert few.choice == (
+        "auto: not Inception, since it needs more than 2048 images a side and there are 2048"
+    )
+    assert (many.name, many.choice[:5]) == ("Inception (clean-fid)", "auto:")
+    assert "more than 2048 images" in many.choice
+    (inception / INCEPTION.name).unlink()
+    assert "not on disk" in choose_extractor(training, 5000).choice

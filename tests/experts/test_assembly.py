@@ -1,0 +1,449 @@
+"""Assembling: parts are told apart by what they record, before any weight is read and anything written."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import hddm
+from hddm.calibration import FILE_NAME as CALIBRATION
+from hddm.ensemble import Ensemble
+from hddm.experts.assembly import assemble, read_records
+from hddm.experts.compatibility import check_together
+from hddm.experts.ensembles import read_ensemble_facts, read_model_index
+from hddm.experts.records import EXPERT_FILE, FORMAT, ROUTER_FILE, RouterFacts
+from hddm.networks.folders import WEIGHTS
+from hddm.networks.transformers import ExpertTransformer
+from hddm.utils.errors import HddmError
+from hddm.utils.files import sha256_of
+from hddm.utils.records import MANIFEST, read_facts
+from tests.artefacts import Command, aged, contents, copied, edit_json
+from tests.component_files import write_clip, write_vae
+from tests.conftest import Trio
+from tests.ensemble_files import FLOW
+
+VAE = {"kind": "AutoencoderKL", "fingerprint": "a" * 16, "scale": 0.18215, "shift": 0.0}
+TEXT = {"kind": "CLIPTextModel", "fingerprint": "b" * 16, "tokens": 77, "width": 16}
+FOREIGN = "files are not those that were written with them, and nothing was written:"
+
+
+def _record(folder: Path) -> dict[str, Any]:
+    record: dict[str, Any] = json.loads((folder / EXPERT_FILE).read_text())
+    return record
+
+
+def _variant(source: Path, target: Path, **changes: Any) -> Path:
+    """A copy of an expert with another record."""
+    shutil.copytree(source, target)
+    edit_json(target / EXPERT_FILE, **changes)
+    return target
+
+
+def _spoilt(source: Path, target: Path) -> Path:
+    """A copy of an expert in whose weights one bit has changed."""
+    folder = copied(source, target)
+    content = bytearray((folder / WEIGHTS).read_bytes())
+    content[-1] ^= 1
+    (folder / WEIGHTS).write_bytes(content)
+    return folder
+
+
+def _refusal(*arguments: Any, **options: Any) -> list[str]:
+    with pytest.raises(HddmError) as caught:
+        assemble(*arguments, **options)
+    assert str(caught.value).splitlines()[0] == "these parts do not fit together, and nothing was written:"
+    return list(caught.value.details)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1), (1,), (2, 0)], ids=str)
+def test_experts_in_any_order_and_number_get_their_outputs_of_the_router(
+    order: tuple[int, ...], trio: Trio, tmp_path: Path
+) -> None:
+    assemble([trio.experts[k] for k in range(3)], tmp_path / "all", trio.router, "full")
+    assemble([trio.experts[k] for k in order], tmp_path / "some", trio.router, "full")
+    whole, some = hddm.load(tmp_path / "all"), hddm.load(tmp_path / "some")
+    assert isinstance(whole, Ensemble)
+    assert isinstance(some, Ensemble)
+    x_t, t = torch.randn(5, 1, 4, 4, generator=torch.Generator().manual_seed(0)), torch.linspace(0, 1, 5)
+    of_all = whole.router(x_t, t)[:, list(order)]
+    torch.testing.assert_close(some.router(x_t, t), of_all / of_all.sum(1, keepdim=True))
+    for mine, k in zip(some.experts, order, strict=True):
+        same = whole.experts[k].velocity(x_t, t, class_labels=torch.zeros(5, dtype=torch.long))
+        assert torch.equal(mine.velocity(x_t, t, class_labels=torch.zeros(5, dtype=torch.long)), same)
+    recorded = read_ensemble_facts(tmp_path / "some").router_outputs
+    assert recorded == (() if order == (0, 1, 2) else order)
+
+
+def test_files_are_the_same_ones_where_the_file_system_allows(trio: Trio, tmp_path: Path) -> None:
+    assemble(trio.experts, trio.shards.parent / "linked", trio.router, "full")
+    for k, source in enumerate(trio.experts):
+        for name in (WEIGHTS, "config.json", EXPERT_FILE):
+            copy = trio.shards.parent / "linked" / "experts" / str(k) / name
+            assert copy.stat().st_ino == (source / name).stat().st_ino
+
+
+def test_priors_are_counted_from_the_shards(trio: Trio, tmp_path: Path) -> None:
+    assert assemble(trio.experts, tmp_path / "out", trio.router) == ()
+    facts = read_ensemble_facts(tmp_path / "out")
+    shards = [_record(folder)["shard"] for folder in trio.experts]
+    total = sum(shard["images"] for shard in shards)
+    assert facts.prior == pytest.approx([shard["images"] / total for shard in shards])
+    for c, row in enumerate(facts.class_prior):
+        # 24 images of each class, however they are spread.
+        assert row == pytest.approx([shard["class_images"][c] / 24 for shard in shards])
+    assert len(facts.class_prior) == 2
+
+
+def test_a_class_without_images_has_the_prior(trio: Trio, tmp_path: Path) -> None:
+    changed = []
+    for k, images in enumerate((10, 20, 10)):
+        shard = _record(trio.experts[k])["shard"] | {"images": images, "class_images": [images, 0]}
+        changed.append(_variant(trio.experts[k], tmp_path / f"{k}", shard=shard))
+    (note,) = assemble(changed, tmp_path / "out", trio.router)
+    assert note == "no shard has images of rows; 'draw' takes p(k) for them"
+    facts = read_ensemble_facts(tmp_path / "out")
+    assert facts.class_prior == ((0.25, 0.5, 0.25), (0.25, 0.5, 0.25))
+
+
+def test_without_shards_the_prior_is_equal_and_that_is_said(trio: Trio, tmp_path: Path) -> None:
+    lost = _variant(trio.experts[1], tmp_path / "lost", shard=None)
+    experts = [trio.experts[0], lost, trio.experts[2]]
+    notes = assemble(experts, tmp_path / "out", trio.router, "full")
+    assert f"{lost}: no shard is recorded, so the prior is equal for all" in notes
+    assert f"{lost} records no shard; by its place it is taken for output 1 of the router" in notes
+    assert any("p(k | class) is unknown" in note for note in notes)
+    facts = read_ensemble_facts(tmp_path / "out")
+    assert facts.prior == pytest.approx([1 / 3] * 3)
+    assert (facts.class_prior, facts.router_outputs) == ((), ())
+
+
+def test_experts_without_a_shard_must_be_in_the_routers_order_and_number(trio: Trio, tmp_path: Path) -> None:
+    lost = _variant(trio.experts[1], tmp_path / "lost", shard=None)
+    lines = _refusal([trio.experts[0], lost], tmp_path / "out", trio.router)
+    assert len(lines) == 1
+    assert lines[0].startswith(
+        f"{trio.router}: tells 3 shards apart, and there are 2 experts, of which {lost}"
+    )
+    lines = _refusal([trio.experts[2], lost, trio.experts[0]], tmp_path / "out", trio.router)
+    assert lines == [
+        f"{trio.experts[2]}: was trained on the shard of output 2 of {trio.router}, not 0",
+        f"{trio.experts[0]}: was trained on the shard of output 0 of {trio.router}, not 2",
+    ]
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(("shifts", "expected"), [((3.0, 3.0, 3.0), 3.0), ((1.0, 3.0, 3.0), 1.0)], ids=str)
+def test_the_shift_is_the_experts_common_one(
+    shifts: tuple[float, ...], expected: float, trio: Trio, tmp_path: Path
+) -> None:
+    experts = [_variant(e, tmp_path / e.name, shift=s) for e, s in zip(trio.experts, shifts, strict=True)]
+    notes = assemble(experts, tmp_path / "out", trio.router)
+    assert read_ensemble_facts(tmp_path / "out").shift == expected
+    config = json.loads((tmp_path / "out" / "scheduler" / "scheduler_config.json").read_text())
+    assert config["shift"] == expected
+    assert len(notes) == len(set(shifts)) - 1
+    if notes:
+        assert notes[0].endswith(f"has 1: 1 ({experts[0]}), 3 ({experts[1]}), 3 ({experts[2]})")
+
+
+def _latent(source: Path, target: Path, **changes: Any) -> Path:
+    """An expert of latents with classes and text, and a network that fits its record."""
+    text = {"conditions": ["class_labels", "encoder_hidden_states"], "text_encoder": TEXT}
+    latent = {"space": "latents", "sample_shape": [4, 8, 8], "latent_scale": 0.18215, "vae": VAE}
+    record = {**text, **latent, **changes}
+    shutil.copytree(source, target)
+    (target / CALIBRATION).unlink()
+    channels, side, _ = record["sample_shape"]
+    sizes = {"in_channels": channels, "sample_size": side, "num_classes": 2, "text_dim": TEXT["width"]}
+    ExpertTransformer(**FLOW | sizes).save_pretrained(target)
+    edit_json(target / EXPERT_FILE, **record)
+    return target
+
+
+def test_every_difference_is_told_at_once_a_line_an_expert(trio: Trio, tmp_path: Path) -> None:
+    """The weights are gone, so what is told comes from the records."""
+    first, second = (_latent(trio.experts[k], tmp_path / f"{k}") for k in (0, 1))
+    shard = _record(trio.experts[2])["shard"] | {"partition": "c" * 64, "num_shards": 5, "hash": "d" * 64}
+    other = _latent(
+        trio.experts[2],
+        tmp_path / "other",
+        sample_shape=[16, 8, 8],
+        latent_scale=0.13,
+        vae=VAE | {"fingerprint": "e" * 16, "scale": 0.13, "shift": 0.1},
+        text_encoder=TEXT | {"fingerprint": "f" * 16, "tokens": 120, "width": 32},
+        classes=["columns", "dots"],
+        null_class=7,
+        shard=shard,
+    )
+    pixels = _variant(trio.experts[0], tmp_path / "pixels", classes=["columns"])
+    given = [first, second, other, pixels]
+    for folder in given:
+        (folder / WEIGHTS).unlink()
+    before = contents(tmp_path)
+    lines = _refusal(given, tmp_path / "out", trio.router)
+    partition, shard_of_first = (_record(first)["shard"][key] for key in ("partition", "hash"))
+    assert lines == [
+        f"{other}: sample_shape (16, 8, 8), not (4, 8, 8); latent_scale 0.13, not 0.18215; "
+        f"VAE {'e' * 16}, not {'a' * 16}; VAE's scale 0.13, not 0.18215; VAE's shift 0.1, not 0.0; "
+        f"text encoder {'f' * 16}, not {'b' * 16}; text width 32, not 16; tokens 120, not 77; "
+        "class map has 'dots' as class 1, not 'rows'; null class 7, not 2; number of shards 5, not 3; "
+        f"partition {'c' * 12}, not {partition[:12]}; was trained on a shard that {trio.router} does not "
+        f"know ({'d' * 12}); train a router on all shards and pass it with --router",
+        f"{pixels}: sample_shape (1, 4, 4), not (4, 8, 8); space pixels, not latents; latent_scale 1.0, not "
+        f"0.18215; class map of 1 classes, not 2; was trained on the same shard ({shard_of_first[:12]}) as "
+        f"{first}; an ensemble takes one expert a shard: leave one of the two out",
+        f"{trio.router}: sample_shape (1, 4, 4), not (4, 8, 8)",
+    ]
+    assert contents(tmp_path) == before
+
+
+def test_an_expert_that_is_named_twice_is_told_so(trio: Trio, tmp_path: Path) -> None:
+    first, second = trio.experts[:2]
+    assert _refusal([first, second, first], tmp_path / "out") == [f"{first}: is named twice; name it once"]
+
+
+def test_weights_that_changed_after_their_training_are_refused(
+    trio: Trio, tmp_path: Path, hddm: Command
+) -> None:
+    spoilt = _spoilt(trio.experts[1], tmp_path / "spoilt")
+    old = aged(_spoilt(trio.experts[1], tmp_path / "old"))
+    found, stated = (sha256_of(folder / WEIGHTS) for folder in (old, trio.experts[1]))
+    edit_json(old / EXPERT_FILE, weights_sha256=stated)
+    lines = {
+        spoilt: f"{WEIGHTS}: has changed; by its {MANIFEST}; copy it again, whole, from where it was made, "
+        f"or train it anew; a calibration alone is mended by hddm calibrate {spoilt}",
+        old: f"its weights have SHA-256 {found[:16]}…, and expert.json says {stated[:16]}…; copy the expert "
+        "again from where it was trained, or train it anew",
+    }
+    assert assemble([trio.experts[0]], tmp_path / "one", trio.router) != ()
+    before = contents(tmp_path)
+    for folder, line in lines.items():
+        for given in (
+            (trio.experts[0], folder, "--out", tmp_path / "x"),
+            (tmp_path / "one", "--add", folder),
+        ):
+            code, _, err = hddm("assemble", *given)
+            assert code == 1
+            assert err.splitlines() == [f"hddm: {FOREIGN}", f"  {folder}: {line}"]
+    assert contents(tmp_path) == before
+    edit_json(old / EXPERT_FILE, weights_sha256=None)
+    assemble([trio.experts[0], old], tmp_path / "without_hash")
+    edit_json(old / EXPERT_FILE, weights_sha256=stated)
+    for folder, line in (
+        (spoilt, f"{WEIGHTS}: is not there"),
+        (old, "its weights are not there, and expert"),
+    ):
+        (folder / WEIGHTS).unlink()
+        with pytest.raises(HddmError, match=FOREIGN) as caught:
+            assemble([trio.experts[0], folder], tmp_path / "x")
+        assert caught.value.details[0].startswith(f"{folder}: {line}")
+
+
+def test_what_is_not_recorded_is_no_difference_but_said(trio: Trio, tmp_path: Path) -> None:
+    known = _latent(trio.experts[0], tmp_path / "known")
+    unknown = _latent(
+        trio.experts[1],
+        tmp_path / "unknown",
+        vae=None,
+        text_encoder=None,
+        latent_scale=None,
+        null_class=None,
+        classes=[],
+        shard=_record(trio.experts[1])["shard"] | {"partition": None},
+    )
+    notes = assemble([known, unknown], tmp_path / "out")
+    for what in ("VAE", "text encoder", "latent_scale", "class map", "null class", "partition"):
+        assert f"{unknown} does not record its {what}; taken on trust" in notes
+    silent = _latent(trio.experts[2], tmp_path / "silent", vae=None, text_encoder=None)
+    notes = assemble([unknown, silent], tmp_path / "again")
+    assert "no expert records its VAE; that all share one is taken on trust" in notes
+    assert "no expert records its text encoder; that all share one is taken on trust" in notes
+
+
+def test_components_go_in_and_are_named(trio: Trio, tmp_path: Path) -> None:
+    from hddm.networks.text_encoder import text_encoder_facts
+    from hddm.networks.vae import vae_facts
+
+    write_vae(tmp_path / "vae")
+    write_clip(tmp_path)
+    (tmp_path / "vae" / "pytorch_model.bin").write_bytes(b"pickle")
+    (tmp_path / "vae" / "LICENSE").write_text("CC0")
+    text = text_encoder_facts(tmp_path / "text_encoder", 77).model_dump()
+    vae = vae_facts(tmp_path / "vae").model_dump()
+    experts = [
+        _latent(e, tmp_path / e.name, vae=vae, latent_scale=vae["scale"], text_encoder=text)
+        for e in trio.experts
+    ]
+    parts = {name: tmp_path / name for name in ("vae", "text_encoder", "tokenizer")}
+    assert assemble(experts, tmp_path / "out", **parts) == ()
+    index = read_model_index(tmp_path / "out")
+    assert index["vae"] == ("diffusers", "AutoencoderKL")
+    assert index["text_encoder"] == ("transformers", "CLIPTextModel")
+    assert index["tokenizer"] == ("transformers", "CLIPTokenizer")
+    for name, folder in parts.items():
+        expected = {k: v for k, v in contents(folder).items() if not k.endswith(".bin")}
+        assert contents(tmp_path / "out" / name) == expected
+    inodes = [os.stat(folder / WEIGHTS).st_ino for folder in (parts["vae"], tmp_path / "out" / "vae")]
+    assert inodes[0] == inodes[1]
+
+
+def test_components_are_held_against_what_the_experts_record(trio: Trio, tmp_path: Path) -> None:
+    write_vae(tmp_path / "vae", latent_channels=8, scaling_factor=0.5, shift_factor=0.25)
+    write_clip(tmp_path, width=32, tokens=50)
+    expert = _latent(trio.experts[0], tmp_path / "expert")
+    parts = {name: tmp_path / name for name in ("vae", "text_encoder", "tokenizer")}
+    vae, text = _refusal([expert], tmp_path / "out", **parts)
+    assert vae.startswith(f"{parts['vae']}: 8 latent channels, and {expert} has 4; fingerprint ")
+    assert vae.endswith(f"scale 0.5, and {expert} records 0.18215; shift 0.25, and {expert} records 0.0")
+    assert text.startswith(f"{parts['text_encoder']}: fingerprint ")
+    assert text.endswith(f"width 32, and {expert} records 16; tokens 50, and {expert} records 77")
+
+
+def test_a_vae_is_compared_by_its_scale_where_the_expert_records_no_more(trio: Trio, tmp_path: Path) -> None:
+    write_vae(tmp_path / "vae", scaling_factor=0.5)
+    expert = _latent(trio.experts[0], tmp_path / "expert", vae=None)
+    assert _refusal([expert], tmp_path / "out", vae=tmp_path / "vae") == [
+        f"{tmp_path / 'vae'}: scale 0.5, and {expert} has 0.18215"
+    ]
+
+
+def test_a_text_encoder_is_compared_by_its_width_where_the_expert_records_no_more(
+    trio: Trio, tmp_path: Path
+) -> None:
+    write_clip(tmp_path, width=16)
+    expert = _latent(trio.experts[0], tmp_path / "expert", text_encoder=None)
+    edit_json(expert / "config.json", text_dim=4096)
+    parts = {name: tmp_path / name for name in ("text_encoder", "tokenizer")}
+    assert _refusal([expert], tmp_path / "out", **parts) == [
+        f"{tmp_path / 'text_encoder'}: tokens 16 wide, and {expert} takes 4096"
+    ]
+
+
+def test_a_distilled_vae_is_taken_on_trust(trio: Trio, tmp_path: Path) -> None:
+    write_vae(tmp_path / "vae", "tiny")
+    expert = _latent(trio.experts[0], tmp_path / "expert")
+    (note,) = assemble([expert], tmp_path / "out", vae=tmp_path / "vae")
+    assert note == (
+        f"{tmp_path / 'vae'} is an AutoencoderTiny, and {expert} records an AutoencoderKL; taken on trust"
+    )
+
+
+def test_components_that_nobody_needs_are_refused(trio: Trio, tmp_path: Path) -> None:
+    write_vae(tmp_path / "vae")
+    write_clip(tmp_path)
+    parts = {name: tmp_path / name for name in ("vae", "text_encoder", "tokenizer")}
+    assert _refusal(trio.experts, tmp_path / "out", **parts) == [
+        f"{tmp_path / 'vae'}: a VAE, and these experts make pixels; leave it out",
+        f"{tmp_path / 'text_encoder'}: a text encoder, and none of these experts takes text",
+    ]
+    with pytest.raises(HddmError, match="--text-encoder and --tokenizer go together"):
+        assemble(trio.experts, tmp_path / "out", text_encoder=tmp_path / "text_encoder")
+
+
+def test_the_command_line_prints_a_line_a_part_and_escapes_names(
+    trio: Trio, tmp_path: Path, hddm: Command
+) -> None:
+    odd = tmp_path / "odd\x1b[2J\nname"
+    shutil.copytree(trio.experts[1], odd)
+    edit_json(odd / EXPERT_FILE, sample_shape=[3, 4, 4], null_class=5)
+    code, out, err = hddm("assemble", trio.experts[0], trio.experts[2], odd, "--out", tmp_path / "out")
+    assert (code, out) == (1, "")
+    assert err.splitlines() == [
+        "hddm: these parts do not fit together, and nothing was written:",
+        f"  {tmp_path}/odd\\x1b[2J\\nname: sample_shape (3, 4, 4), not (1, 4, 4); null class 5, not 2",
+    ]
+
+
+def test_the_command_line_prints_notes(trio: Trio, tmp_path: Path, hddm: Command) -> None:
+    out = tmp_path / "out"
+    code, said, err = hddm("assemble", *trio.experts[:2], "--router", trio.router, "--out", out)
+    assert (code, err) == (0, "")
+    assert said.splitlines() == [
+        f"note: {trio.router}: of its 3 outputs, these are left out: 2",
+        f"{out}: 2 experts, strategy draw",
+    ]
+
+
+def test_parts_that_were_exchanged_by_hand_can_be_told(trio: Trio, router: Path) -> None:
+    experts = read_records(trio.experts)
+    facts = read_facts(trio.router / ROUTER_FILE, RouterFacts, FORMAT)
+    check_together(experts, facts)
+    check_together(experts[1:], facts, (1, 2))
+    for wrong, outputs, lines in (
+        (
+            [experts[1], experts[0], experts[2]],
+            (),
+            ["was trained on the shard of output 1 of router, not 0"] * 2,
+        ),
+        (experts[:2], (), ["tells 3 shards apart, not 2"]),
+        (experts[:2], (0, 3), ["has outputs 0 to 2, and the ensemble takes [3]"]),
+    ):
+        with pytest.raises(HddmError, match="the parts of this ensemble do not fit together") as caught:
+            check_together(wrong, facts, outputs)
+        assert len(caught.value.details) == len(lines)
+        assert lines[0] in caught.value.details[0]
+    other = read_facts(router / ROUTER_FILE, RouterFacts, FORMAT)
+    with pytest.raises(HddmError, match="does not know"):
+        check_together(experts[:2], other)
+
+
+@pytest.mark.parametrize("place", ["e0", "e0/out", "router/deep/out", "link/out"])
+def test_an_ensemble_is_not_written_into_its_own_parts(place: str, trio: Trio, tmp_path: Path) -> None:
+    expert, router = copied(trio.experts[0], tmp_path), copied(trio.router, tmp_path)
+    (tmp_path / "link").symlink_to(expert)
+    before = contents(tmp_path)
+    with pytest.raises(HddmError, match=r"lies in .*, which is to become part of it; write it elsewhere"):
+        assemble([expert, trio.experts[1]], tmp_path / place, router, overwrite=True)
+    assert contents(tmp_path) == before
+
+
+def test_only_the_files_at_the_top_of_an_expert_are_taken(trio: Trio, tmp_path: Path) -> None:
+    expert, router = copied(trio.experts[0], tmp_path), copied(trio.router, tmp_path)
+    before = contents(expert)
+    for folder in (expert, router):
+        (folder / "samples").mkdir()
+        (folder / "samples" / "0.png").write_bytes(b"pixels")
+        (folder / "above").symlink_to(tmp_path)
+    assemble([expert, trio.experts[1]], tmp_path / "out", router)
+    assert contents(tmp_path / "out" / "experts" / "0") == before
+    assert contents(tmp_path / "out" / "router") == contents(trio.router)
+
+
+def test_a_file_that_is_a_link_out_of_an_expert_is_refused(trio: Trio, tmp_path: Path) -> None:
+    expert = copied(trio.experts[0], tmp_path)
+    (tmp_path / "key").write_text("secret")
+    (expert / "notes.txt").symlink_to(tmp_path / "key")
+    with pytest.raises(HddmError, match=r"notes\.txt: is a link to .*key, outside the folder; refused"):
+        assemble([expert], tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_ensemble_is_no_expert(ensemble: Path, tmp_path: Path) -> None:
+    with pytest.raises(HddmError, match="is an ensemble; name its experts, or change it by --add"):
+        assemble([ensemble], tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("strategy", "message"),
+    [
+        ("top-5", "top-5 needs 5 experts and there are 2"),
+        ("best", "unknown strategy 'best'"),
+        ("full", "strategy 'full' needs --router"),
+    ],
+)
+def test_a_strategy_that_cannot_work_is_refused(
+    strategy: str, message: str, ddpm_expert: Path, flow_expert: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(HddmError, match=message):
+        assemble([ddpm_expert, flow_expert], tmp_path / "out", strategy=strategy)
+    assert not list(tmp_path.iterdir())
+
+
+def test_no_expert_makes_no_ensemble(tmp_path: Path) -> None:
+    with pytest.raises(HddmError, match="at least one expert"):
+        assemble([], tmp_path / "out")

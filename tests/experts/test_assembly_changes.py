@@ -1,0 +1,309 @@
+"""Changing an ensemble: what is left is what would have been assembled, and no folder is half-changed."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import SafetensorError
+
+import hddm
+from hddm.calibration import FILE_NAME as CALIBRATION
+from hddm.ensemble import Ensemble
+from hddm.experts.assembly import assemble
+from hddm.experts.assembly_changes import change
+from hddm.experts.ensembles import read_ensemble_facts
+from hddm.experts.records import EXPERT_FILE
+from hddm.networks.folders import WEIGHTS
+from hddm.networks.transformers import ExpertTransformer
+from hddm.training.router import train_router
+from hddm.utils.errors import HddmError
+from hddm.utils.records import MANIFEST
+from tests.artefacts import Command, contents, copied, edit_json, largest_file, router_settings
+from tests.component_files import write_vae
+from tests.conftest import Trio
+from tests.ensemble_files import FLOW
+
+X = torch.randn(5, 1, 4, 4, generator=torch.Generator().manual_seed(1))
+TIMES = torch.tensor([0.02, 0.3, 0.6, 0.9, 1.0])
+
+
+@pytest.fixture
+def whole(trio: Trio, tmp_path: Path) -> Path:
+    """An ensemble of all three, to be changed."""
+    assemble(trio.experts, tmp_path / "whole", trio.router, "full")
+    return tmp_path / "whole"
+
+
+def _load(folder: Path) -> Ensemble:
+    model = hddm.load(folder)
+    assert isinstance(model, Ensemble)
+    return model
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", [1, "1", "experts/1"])
+def test_removing_an_expert_equals_assembling_without_it(
+    name: str | int, trio: Trio, whole: Path, tmp_path: Path
+) -> None:
+    before = _load(whole)
+    of_all = before.router(X, TIMES)[:, [0, 2]]
+    labels = {"class_labels": torch.tensor([0, 1, 0, 1, 2])}
+    parts = torch.stack([before.experts[k].velocity(X, TIMES, **labels) for k in (0, 2)], 1)
+    change(whole, remove=[name])
+    assemble([trio.experts[0], trio.experts[2]], tmp_path / "two", trio.router, "full")
+    assert contents(whole) == contents(tmp_path / "two")
+    after = _load(whole)
+    torch.testing.assert_close(after.router(X, TIMES), of_all / of_all.sum(1, keepdim=True))
+    # Of a class, experts have p(k | x_t) p(k | class) / p(k); the label 2 stands for none.
+    facts = read_ensemble_facts(whole)
+    of_class = torch.tensor([*facts.class_prior, facts.prior])[labels["class_labels"]]
+    weights = of_all * of_class / torch.tensor(facts.prior)
+    expected = ((weights / weights.sum(1, keepdim=True))[..., None, None, None] * parts).sum(1)
+    torch.testing.assert_close(after.velocity(X, TIMES, **labels), expected)
+
+
+def test_what_was_removed_can_be_added_again(trio: Trio, whole: Path, tmp_path: Path) -> None:
+    """At the end: its output of the router is found by its shard."""
+    change(whole, remove=["experts/0"])
+    notes = change(whole, add=[trio.experts[0]])
+    assert notes == ()
+    facts = read_ensemble_facts(whole)
+    assert facts.router_outputs == (1, 2, 0)
+    assemble([trio.experts[k] for k in (1, 2, 0)], tmp_path / "same", trio.router, "full")
+    assert contents(whole) == contents(tmp_path / "same")
+
+
+def test_removing_twice_keeps_the_outputs_of_the_router(trio: Trio, whole: Path) -> None:
+    change(whole, remove=[0])
+    change(whole, remove=[0])
+    assert read_ensemble_facts(whole).router_outputs == (2,)
+    record = json.loads((whole / "experts" / "0" / EXPERT_FILE).read_text())
+    assert record == json.loads((trio.experts[2] / EXPERT_FILE).read_text())
+
+
+def test_experts_without_a_shard_record_keep_their_outputs(trio: Trio, whole: Path) -> None:
+    for k in range(3):
+        edit_json(whole / "experts" / str(k) / EXPERT_FILE, shard=None)
+    edit_json(whole / "ensemble.json", prior=[0.5, 0.3, 0.2])
+    notes = change(whole, remove=[0])
+    facts = read_ensemble_facts(whole)
+    assert facts.router_outputs == (1, 2)
+    assert facts.prior == pytest.approx([0.6, 0.4])
+    assert any("so the prior keeps its proportions" in note for note in notes)
+    with pytest.raises(HddmError) as caught:
+        change(whole, add=[_without_shard(trio.experts[0], whole.parent / "lost")])
+    assert "without a shard record can only be matched by order" in str(caught.value)
+
+
+def _without_shard(source: Path, target: Path) -> Path:
+    shutil.copytree(source, target)
+    edit_json(target / EXPERT_FILE, shard=None)
+    return target
+
+
+def test_an_expert_whose_shard_the_router_lacks_needs_another_router(
+    trio: Trio, whole: Path, tmp_path: Path
+) -> None:
+    change(whole, remove=[2])
+    narrow = tmp_path / "narrow"
+    shutil.copytree(trio.shards, tmp_path / "shards")
+    facts = json.loads((tmp_path / "shards" / "partition.json").read_text())
+    edit_json(tmp_path / "shards" / "partition.json", sizes=facts["sizes"][:2], hashes=facts["hashes"][:2])
+    train_router(tmp_path / "shards", narrow, router_settings())
+    change(whole, router=narrow)
+    before = contents(whole)
+    with pytest.raises(HddmError) as caught:
+        change(whole, add=[trio.experts[2]])
+    (line,) = caught.value.details
+    assert line.startswith(f"{trio.experts[2]}: was trained on a shard that {whole / 'router'} does not know")
+    assert line.endswith("train a router on all shards and pass it with --router")
+    assert contents(whole) == before
+    change(whole, add=[trio.experts[2]], router=trio.router)
+    assert read_ensemble_facts(whole).router_outputs == ()
+    assert len(_load(whole).experts) == 3
+
+
+def test_two_experts_never_get_one_output_of_the_router(trio: Trio, tmp_path: Path) -> None:
+    """What records no shard was placed by order, so a shard that comes may be the one it was trained on."""
+    lost, whole = _without_shard(trio.experts[1], tmp_path / "lost"), tmp_path / "whole"
+    assemble([trio.experts[0], lost, trio.experts[2]], whole, trio.router, "full")
+    before = contents(whole)
+    with pytest.raises(HddmError) as caught:
+        change(whole, add=[trio.experts[1]])
+    assert caught.value.details == (
+        f"{whole / 'experts/1'}: takes output 1 of the router, and so does {trio.experts[1]}",
+        f"{trio.experts[1]}: takes output 1 of the router, and so does {whole / 'experts/1'}",
+    )
+    assert contents(whole) == before
+    change(whole, remove=[1], add=[trio.experts[1]])
+    assert read_ensemble_facts(whole).router_outputs == (0, 2, 1)
+
+
+def test_strategy_shift_and_papers_stay(trio: Trio, whole: Path) -> None:
+    (whole / "README.md").write_text("my card")
+    (whole / "notes").mkdir()
+    (whole / "notes" / "a.txt").write_text("mine")
+    edit_json(whole / "ensemble.json", shift=2.0, strategy="nucleus-0.9")
+    edit_json(whole / "scheduler" / "scheduler_config.json", shift=2.0)
+    change(whole, remove=[0])
+    facts = read_ensemble_facts(whole)
+    assert (facts.shift, facts.strategy) == (2.0, "nucleus-0.9")
+    assert (whole / "README.md").read_text() == "my card"
+    assert (whole / "notes" / "a.txt").read_text() == "mine"
+
+
+def test_components_stay(trio: Trio, tmp_path: Path) -> None:
+    write_vae(tmp_path / "vae")
+    latent: dict[str, Any] = {"space": "latents", "sample_shape": [4, 8, 8], "latent_scale": 0.18215}
+    network = ExpertTransformer(**FLOW | {"in_channels": 4, "sample_size": 8, "num_classes": 2})
+    experts = [copied(expert, tmp_path) for expert in trio.experts]
+    for expert in experts:
+        (expert / CALIBRATION).unlink()
+        network.save_pretrained(expert)
+        edit_json(expert / EXPERT_FILE, **latent)
+    assemble(experts, tmp_path / "out", vae=tmp_path / "vae")
+    change(tmp_path / "out", remove=[1])
+    assert contents(tmp_path / "out" / "vae") == contents(tmp_path / "vae")
+    other = copied(trio.experts[1], tmp_path / "other")
+    edit_json(other / EXPERT_FILE, **latent | {"latent_scale": 0.13})
+    with pytest.raises(HddmError) as caught:
+        change(tmp_path / "out", add=[other])
+    assert f"{other}: latent_scale 0.13, not 0.18215" in caught.value.details
+
+
+def test_a_new_folder_leaves_the_old_one_alone(whole: Path, tmp_path: Path) -> None:
+    before = contents(whole)
+    change(whole, remove=[0], out=tmp_path / "new")
+    assert contents(whole) == before
+    assert len(read_ensemble_facts(tmp_path / "new").experts) == 2
+    with pytest.raises(HddmError, match="--overwrite"):
+        change(whole, remove=[1], out=tmp_path / "new")
+    change(whole, remove=[0, 1], out=tmp_path / "new", overwrite=True)
+    assert len(read_ensemble_facts(tmp_path / "new").experts) == 1
+    weights = [folder / "experts" / k / WEIGHTS for folder, k in ((whole, "2"), (tmp_path / "new", "0"))]
+    assert weights[0].stat().st_ino == weights[1].stat().st_ino
+
+
+def test_a_link_to_an_ensemble_stays_a_link(whole: Path, tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(whole)
+    change(tmp_path / "link", remove=[0])
+    assert (tmp_path / "link").is_symlink()
+    assert len(read_ensemble_facts(whole).experts) == 2
+
+
+def test_what_a_link_leads_to_does_not_become_part_of_it(whole: Path, tmp_path: Path) -> None:
+    (tmp_path / "private").mkdir()
+    (tmp_path / "private" / "key").write_text("secret")
+    (whole / "notes").mkdir()
+    (whole / "notes" / "link").symlink_to(tmp_path / "private")
+    before = sorted(whole.rglob("*"))
+    with pytest.raises(HddmError, match=r"notes/link: is a link to .*private, outside the folder; refused"):
+        change(whole, remove=[0])
+    assert sorted(whole.rglob("*")) == before
+
+
+def test_a_link_in_a_circle_is_refused(whole: Path) -> None:
+    (whole / "notes").mkdir()
+    (whole / "notes" / "up").symlink_to("..")
+    with pytest.raises(HddmError, match=r"notes/up: is a link to a folder; put the folder itself there"):
+        change(whole, remove=[0])
+
+
+def test_a_changed_copy_is_not_written_into_the_ensemble(whole: Path) -> None:
+    before = contents(whole)
+    with pytest.raises(HddmError, match=r"lies in .*whole, which is to become part of it"):
+        change(whole, remove=[0], out=whole / "notes" / "new")
+    assert contents(whole) == before
+
+
+def test_what_a_killed_process_left_in_a_folder_does_not_come_along(whole: Path) -> None:
+    for name in (".new.part-12", ".new.old-7"):
+        (whole / name).mkdir()
+        (whole / name / "file").write_bytes(b"half")
+    (whole / ".gitattributes").write_text("mine")
+    (whole / "empty").mkdir()
+    change(whole, remove=[0])
+    names = {path.name for path in whole.iterdir()}
+    assert names == {
+        *("experts", "router", "scheduler", "ensemble.json", "model_index.json", MANIFEST),
+        *(".gitattributes", "empty"),
+    }
+
+
+def test_experts_and_a_router_under_other_names_do_not_stay_behind(trio: Trio, whole: Path) -> None:
+    (whole / "experts").rename(whole / "parts")
+    (whole / "router").rename(whole / "asked")
+    (whole / "parts" / "LICENSE").write_text("mine")
+    edit_json(whole / "ensemble.json", experts=[f"parts/{k}" for k in range(3)], router="asked")
+    change(whole, remove=["parts/0"])
+    assert sorted(path.name for path in (whole / "parts").rglob("*")) == ["LICENSE"]
+    assert not (whole / "asked").exists()
+    assert len(_load(whole).experts) == 2
+
+
+def test_a_change_that_fails_midway_changes_nothing(whole: Path, tmp_path: Path) -> None:
+    before = contents(tmp_path)
+    with largest_file(20), pytest.raises((OSError, SafetensorError), match="File too large"):
+        change(whole, remove=[0])
+    assert contents(tmp_path) == before
+
+
+def test_a_change_puts_back_what_a_killed_one_had_renamed_away(whole: Path) -> None:
+    before = contents(whole)
+    child = os.fork()
+    if child == 0:
+        os._exit(0)
+    os.waitpid(child, 0)
+    whole.rename(whole.parent / f".whole.old-{child}")
+    with pytest.raises(HddmError, match="has no such expert"):
+        change(whole, remove=[7])
+    assert contents(whole.parent) == {f"whole/{name}": value for name, value in before.items()}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            {"remove": [3]},
+            "--remove 3: .* has no such expert; choose one of 0 … 2, or of experts/0, experts/1",
+        ),
+        ({"remove": ["-1"]}, "--remove -1: .* has no such expert"),
+        ({"remove": ["../whole/experts/0"]}, "has no such expert"),
+        ({"remove": [0, 1, 2]}, "at least one expert"),
+        ({"remove": [0, 1], "strategy": "top-2"}, "top-2 needs 2 experts and there are 1"),
+        ({}, "nothing to change; pass --add, --remove or another part"),
+    ],
+    ids=str,
+)
+def test_a_change_that_cannot_be_is_refused(arguments: dict[str, Any], message: str, whole: Path) -> None:
+    before = contents(whole.parent)
+    with pytest.raises(HddmError, match=message):
+        change(whole, **arguments)
+    assert contents(whole.parent) == before
+
+
+def test_only_ensembles_can_be_changed(trio: Trio) -> None:
+    with pytest.raises(HddmError, match=r"no ensemble folder \(ensemble\.json\)"):
+        change(trio.experts[0], add=[trio.experts[1]])
+
+
+def test_the_command_line_changes_an_ensemble(trio: Trio, whole: Path, tmp_path: Path, hddm: Command) -> None:
+    code, out, err = hddm("assemble", whole, "--remove", "0", "--remove", "experts/2")
+    assert (code, err) == (0, "")
+    assert out.splitlines() == [
+        f"note: {whole / 'router'}: of its 3 outputs, these are left out: 0, 2",
+        f"{whole}: 1 experts, strategy full",
+    ]
+    code, out, err = hddm("assemble", whole, "--add", trio.experts[2], "--out", tmp_path / "new")
+    assert (code, err) == (0, "")
+    assert read_ensemble_facts(tmp_path / "new").router_outputs == (1, 2)
+    assert len(read_ensemble_facts(whole).experts) == 1
+    assert hddm("assemble", whole, "--strategy", "draw")[0] == 0
+    assert read_ensemble_facts(whole).strategy == "draw"
+    assert "nothing to change" in hddm("assemble", whole)[2]
+    assert hddm("assemble", whole, trio.experts[0], "--add", trio.experts[2])[0] == 2
+    assert hddm("assemble", trio.experts[0])[0] == 2

@@ -1,0 +1,213 @@
+"""Ensemble folders: parts that fit, self-contained, and never half-written."""
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import SafetensorError
+
+import hddm
+from hddm.checkpoints.describe import describe
+from hddm.data.partition import partition
+from hddm.ensemble import Ensemble, Router
+from hddm.experts.assembly import assemble
+from hddm.experts.ensembles import read_ensemble_facts, write_ensemble_records
+from hddm.experts.records import EXPERT_FILE, FORMAT, read_router
+from hddm.networks.folders import WEIGHTS
+from hddm.pipelines.samples import sample_to_folder
+from hddm.pipelines.settings import SampleSettings
+from hddm.training.expert import train_expert
+from hddm.utils.errors import HddmError
+from tests.artefacts import contents, copied, edit_json, expert_settings, largest_file
+
+TIMES = torch.tensor([0.03, 0.5, 0.97, 1.0])
+X = torch.randn(4, 1, 4, 4, generator=torch.Generator().manual_seed(3))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("strategy", ["full", "top-1", "threshold-0.5", "nucleus-0.9", None])
+def test_a_loaded_ensemble_has_the_velocity_of_its_parts(
+    strategy: str | None, ensemble: Path, ddpm_expert: Path, flow_expert: Path, router: Path
+) -> None:
+    network, facts = read_router(router)
+    fields = [hddm.load(folder) for folder in (ddpm_expert, flow_expert)]
+    apart = Ensemble(fields, Router(network, facts.time_scale), strategy or "nucleus-0.9")
+    together = hddm.load(ensemble)
+    assert isinstance(together, Ensemble)
+    if strategy is not None:
+        together.strategy = strategy
+    assert torch.equal(together.velocity(X, TIMES), apart.velocity(X, TIMES))
+    assert together.prior.tolist() == [0.5, 0.5]
+
+
+def test_an_ensemble_outlives_the_folders_that_it_was_made_from(ensemble: Path, tmp_path: Path) -> None:
+    parts = [copied(ensemble / "experts" / k, tmp_path) for k in "01"]
+    router = copied(ensemble / "router", tmp_path)
+    assemble(parts, tmp_path / "new", router)
+    before = hddm.sample(hddm.load(tmp_path / "new"), 4, steps=3)
+    for folder in (*parts, router):
+        shutil.rmtree(folder)
+    shutil.move(tmp_path / "new", tmp_path / "moved")
+    assert torch.equal(hddm.sample(hddm.load(tmp_path / "moved"), 4, steps=3), before)
+
+
+def test_an_ensemble_is_replaced_only_when_asked(ddpm_expert: Path, ensemble: Path, tmp_path: Path) -> None:
+    out = copied(ensemble, tmp_path)
+    before = contents(out)
+    with pytest.raises(HddmError, match="--overwrite"):
+        assemble([ddpm_expert], out)
+    assert contents(out) == before
+    assemble([ddpm_expert], out, overwrite=True)
+    assert not (out / "experts" / "1").exists()
+    assert json.loads((out / "ensemble.json").read_text())["experts"] == ["experts/0"]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"experts": ["experts/0", "../flow"]}, "names '../flow', outside the folder"),
+        ({"router": "/etc"}, "names '/etc', outside the folder"),
+        ({"experts": []}, "key 'experts'"),
+        ({"strategie": "full"}, "unknown key 'strategie'; did you mean 'strategy'?"),
+        ({"format": "2.0"}, "format 2.0 is newer"),
+        ({"strategy": "top-3"}, "top-3 needs 3 experts"),
+        ({"prior": [1.0]}, "prior must be 2"),
+        ({"experts": ["experts/0", "experts/2"]}, "no such file"),
+    ],
+    ids=str,
+)
+def test_an_ensemble_that_is_not_understood_is_refused(
+    change: dict[str, object], message: str, ensemble: Path, tmp_path: Path
+) -> None:
+    folder = copied(ensemble, tmp_path)
+    edit_json(folder / "ensemble.json", **change)
+    with pytest.raises(HddmError) as caught:
+        hddm.load(folder)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("key", ["experts", "router"])
+@pytest.mark.parametrize("way", ["absolute", "..", "link", "link of a file"])
+def test_a_way_out_of_the_ensemble_is_refused_before_anything_is_opened(
+    way: str, key: str, ensemble: Path, flow_expert: Path, router: Path, tmp_path: Path
+) -> None:
+    """What lies at its end would load: nothing but the way there is wrong."""
+    folder, outside = copied(ensemble, tmp_path), tmp_path / "outside"
+    shutil.copytree(router if key == "router" else flow_expert, outside)
+    part = "router" if key == "router" else "experts/1"
+    if way == "link":
+        shutil.rmtree(folder / part)
+        (folder / part).symlink_to(outside)
+    elif way == "link of a file":
+        (folder / part / WEIGHTS).unlink()
+        (folder / part / WEIGHTS).symlink_to(outside / WEIGHTS)
+    else:
+        part = str(outside) if way == "absolute" else "../outside"
+        edit_json(folder / "ensemble.json", **{key: part if key == "router" else ["experts/0", part]})
+    (folder / "experts" / "0" / EXPERT_FILE).write_text("spoilt")
+    with pytest.raises(HddmError, match="outside the folder; refused") as caught:
+        hddm.load(folder)
+    assert str(caught.value).startswith(f"{folder / 'ensemble.json'}: names {part!r}")
+
+
+def test_a_link_inside_the_enclosing_hub_cache_is_followed(ensemble: Path, tmp_path: Path) -> None:
+    repository = tmp_path / "models--me--mine"
+    snapshot = repository / "snapshots" / "0123"
+    shutil.copytree(ensemble, snapshot)
+    (repository / "blobs").mkdir()
+    for number, path in enumerate(sorted(p for p in snapshot.rglob("*") if p.is_file())):
+        blob = repository / "blobs" / str(number)
+        path.rename(blob)
+        path.symlink_to(os.path.relpath(blob, path.parent))
+    assert torch.equal(
+        hddm.sample(hddm.load(snapshot), 2, steps=2), hddm.sample(hddm.load(ensemble), 2, steps=2)
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"prior": [0.5, -0.5]}, "key 'prior.1'"),
+        ({"prior": [0.5, float("nan")]}, "key 'prior.1'"),
+        ({"prior": [0.0, 0.0]}, "prior must be 2 numbers with a positive sum"),
+        ({"class_prior": [[0.5, 0.5], [1.0]]}, "class_prior must be 2 numbers with a positive sum"),
+        ({"router_outputs": [0, 0]}, "router_outputs must be 2 different outputs"),
+        ({"router_outputs": [1]}, "router_outputs must be 2 different outputs"),
+        ({"router_outputs": [0, -1]}, "key 'router_outputs.1'"),
+        (
+            {"router": None, "router_outputs": [0, 1]},
+            "router_outputs must be 2 different outputs of a router",
+        ),
+        ({"shift": 0.0}, "key 'shift'"),
+        ({"shift": float("inf")}, "key 'shift'"),
+    ],
+    ids=str,
+)
+def test_numbers_that_do_not_fit_the_experts_are_refused(
+    change: dict[str, object], message: str, ensemble: Path, tmp_path: Path
+) -> None:
+    folder = copied(ensemble, tmp_path)
+    edit_json(folder / "ensemble.json", **change)
+    with pytest.raises(HddmError) as caught:
+        hddm.load(folder)
+    assert message in str(caught.value)
+    assert str(folder / "ensemble.json") in str(caught.value)
+
+
+def test_records_that_could_not_be_opened_are_not_written(ensemble: Path, tmp_path: Path) -> None:
+    facts = read_ensemble_facts(ensemble).model_copy(update={"router_outputs": (1, 1)})
+    with pytest.raises(HddmError, match="router_outputs must be 2 different outputs"):
+        write_ensemble_records(tmp_path, facts, {})
+    assert not list(tmp_path.iterdir())
+
+
+def test_records_are_written_in_todays_format(ensemble: Path, tmp_path: Path) -> None:
+    facts = read_ensemble_facts(ensemble).model_copy(update={"format": "1.0"})
+    write_ensemble_records(tmp_path, facts, {})
+    assert json.loads((tmp_path / "ensemble.json").read_text())["format"] == FORMAT
+
+
+@pytest.mark.parametrize("verb", ["partition", "train", "assemble", "sample"])
+def test_a_write_that_fails_midway_leaves_nothing(
+    verb: str, images: Path, whole: Path, ddpm_expert: Path, ensemble: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    verbs: dict[str, tuple[int, Callable[[], object]]] = {
+        "partition": (2000, lambda: partition(images, out, 2)),
+        "train": (20_000, lambda: train_expert(whole, out, expert_settings("flow", steps=1))),
+        "assemble": (20, lambda: assemble([ddpm_expert], out)),
+        "sample": (60, lambda: sample_to_folder(ensemble, out, SampleSettings(num_images=3, steps=1))),
+    }
+    size, call = verbs[verb]
+    with largest_file(size), pytest.raises((OSError, SafetensorError, HddmError), match="File too large"):
+        call()
+    assert not list(tmp_path.iterdir())
+    call()
+    assert contents(out)
+
+
+def test_what_a_folder_is_can_be_told_without_its_weights(
+    ensemble: Path, ddpm_expert: Path, router: Path, shards: Path
+) -> None:
+    expert = describe(ddpm_expert)
+    field = hddm.load(ddpm_expert)
+    assert isinstance(field, hddm.VelocityField)
+    assert expert["parameters"] == sum(p.numel() for p in field.network.parameters())
+    assert (expert["kind"], expert["objective"], expert["calibrated"]) == ("expert", "ddpm", True)
+    assert expert["noise_range"] == list(field.schedule.range)
+    assert describe(router)["kind"] == "router"
+    assert describe(shards / "shard_0")["images"] == 24
+    whole = describe(ensemble)
+    assert (whole["kind"], whole["objectives"]) == ("ensemble", ["ddpm", "flow"])
+    assert (whole["shards"], whole["router_shards"], whole["router_outputs"]) == ([0, 1], 2, [0, 1])
+    assert whole["components"]["router"] == "hddm.RouterTransformer"
+    assert whole["router_calibrated"] is False
+    assert "vae" not in whole["components"]
+    assert describe(shards)["kind"] == "partition"
+    with pytest.raises(HddmError, match=r"holds none of expert\.json"):
+        describe(shards.parent)

@@ -1,0 +1,199 @@
+"""Expert and router folders: loaded as they were saved, bit for bit, or refused by name."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import hddm
+from hddm.calibration import FILE_NAME, Calibration, Moments
+from hddm.data.images import load_images
+from hddm.experts.records import (
+    Expert,
+    ExpertFacts,
+    null_conditions,
+    read_expert,
+    read_router,
+    save_expert,
+    save_router,
+)
+from hddm.networks.folders import WEIGHTS
+from hddm.networks.transformers import ExpertTransformer, RouterTransformer
+from hddm.schedules import CosineSchedule, LinearSchedule, Schedule, from_diffusers
+from hddm.training.expert import new_network
+from hddm.utils.errors import HddmError
+from hddm.velocity import PredictionType, VelocityField
+from tests.artefacts import copied, edit_json, seal
+
+SHAPE = (1, 4, 4)
+TIMES = torch.tensor([0.0, 0.03, 0.5, 0.97, 1.0])
+X = torch.randn(5, *SHAPE, generator=torch.Generator().manual_seed(3))
+SCHEDULES: dict[str, Schedule] = {
+    "linear": LinearSchedule(),
+    "cosine": CosineSchedule(),
+    "discrete": from_diffusers({"beta_schedule": "scaled_linear"}),
+}
+
+
+def _refusal(read: Callable[[], object]) -> str:
+    with pytest.raises(HddmError) as caught:
+        read()
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("calibrated", [False, True], ids=["raw", "calibrated"])
+@pytest.mark.parametrize(
+    ("schedule", "prediction_type"),
+    [("linear", "flow_prediction"), ("cosine", "epsilon"), ("discrete", "v_prediction")],
+)
+def test_a_loaded_expert_has_the_velocity_that_was_saved(
+    schedule: str, prediction_type: str, calibrated: bool, images: Path, tmp_path: Path
+) -> None:
+    network = new_network(ExpertTransformer, "tiny", SHAPE, seed=1, num_classes=3)
+    torch.nn.init.normal_(network.final_layer.linear.weight, generator=torch.Generator().manual_seed(2))
+    facts = ExpertFacts(
+        objective="flow",
+        prediction_type=PredictionType.parse(prediction_type),
+        schedule=SCHEDULES[schedule].config,
+        schedule_source="the test",
+        time_scale=321.0,
+        sample_shape=SHAPE,
+        conditions=("class_labels",),
+        classes=("a", "b", "c"),
+        null_class=3,
+    )
+    calibration = None
+    if calibrated:
+        moments, times = Moments.of(load_images(images).normalised), torch.linspace(0, 1, 7)
+        calibration = Calibration(moments, times, torch.rand(7, len(moments.variances)))
+    before = VelocityField(
+        network.eval(),
+        SCHEDULES[schedule],
+        prediction_type,
+        321.0,
+        calibration,
+        conditions=("class_labels",),
+        null_conditions=null_conditions(3),
+    )
+    save_expert(tmp_path, Expert(network, facts, calibration))
+    after = hddm.load(tmp_path)
+    assert isinstance(after, VelocityField)
+    labels = torch.tensor([0, 1, 2, 3, 0])
+    with torch.no_grad():
+        for scale in (1.0, 2.5):
+            v = before.velocity(X, TIMES, scale, class_labels=labels)
+            assert torch.equal(after.velocity(X, TIMES, scale, class_labels=labels), v)
+            assert v.isfinite().all()
+        assert torch.equal(after.velocity(X, TIMES), before.velocity(X, TIMES))
+    assert after.classes == ("a", "b", "c")
+    assert after.sample_shape == SHAPE
+    assert read_expert(tmp_path).facts == facts
+
+
+def test_a_loaded_router_has_the_logits_that_were_saved(router: Path, tmp_path: Path) -> None:
+    _, facts = read_router(router)
+    network = new_network(RouterTransformer, "tiny", SHAPE, seed=1, num_experts=2)
+    torch.nn.init.normal_(network.head[-1].weight, generator=torch.Generator().manual_seed(2))
+    save_router(tmp_path, network, facts)
+    again, facts_again = read_router(tmp_path)
+    with torch.no_grad():
+        assert torch.equal(again(X, 1000 * TIMES), network.eval()(X, 1000 * TIMES))
+    assert facts_again == facts
+
+
+def test_an_expert_loads_in_the_dtype_that_is_asked_for(flow_expert: Path) -> None:
+    single, double = hddm.load(flow_expert), hddm.load(flow_expert, dtype=torch.float64)
+    with torch.no_grad():
+        v = double.velocity(X.double(), TIMES.double())
+        assert v.dtype == torch.float64
+        torch.testing.assert_close(single.velocity(X, TIMES).double(), v, rtol=1e-4, atol=1e-5)
+        assert not torch.equal(single.velocity(X, TIMES).double(), v)
+
+
+def test_tensors_that_do_not_fit_are_named(flow_expert: Path, tmp_path: Path) -> None:
+    folder = copied(flow_expert, tmp_path)
+    weights = load_file(folder / WEIGHTS)
+    weights["final_layer.linear.weights"] = weights.pop("final_layer.linear.weight")
+    save_file(weights, folder / WEIGHTS)
+    message = _refusal(lambda: hddm.load(folder))
+    assert "missing final_layer.linear.weight " in message
+    assert "left over final_layer.linear.weights " in message
+
+
+@pytest.mark.parametrize(
+    ("file", "change", "message"),
+    [
+        ("expert.json", {"objektive": "flow"}, "unknown key 'objektive'; did you mean 'objective'?"),
+        ("expert.json", {"format": "2.0"}, "format 2.0 is newer than 1.4; upgrade"),
+        ("expert.json", {"prediction_type": "noise"}, "key 'prediction_type' (is 'noise')"),
+        ("expert.json", {"sample_shape": [3, 4, 4]}, "expert.json says sample_shape (3, 4, 4)"),
+        ("expert.json", {"schedule": {"name": "line"}}, "'line'"),
+        ("config.json", {"width": 3}, "has no key 'width'"),
+        ("config.json", {"_class_name": "SanaTransformer2DModel"}, "holds a SanaTransformer2DModel"),
+    ],
+)
+def test_a_record_that_is_not_understood_is_refused(
+    file: str, change: dict[str, object], message: str, flow_expert: Path, tmp_path: Path
+) -> None:
+    folder = copied(flow_expert, tmp_path)
+    edit_json(folder / file, **change)
+    assert message in _refusal(lambda: hddm.load(folder))
+
+
+@pytest.mark.parametrize("file", ["config.json", WEIGHTS])
+def test_a_missing_file_is_named(file: str, flow_expert: Path, tmp_path: Path) -> None:
+    folder = copied(flow_expert, tmp_path)
+    (folder / file).unlink()
+    assert f"{folder / file}: no such file" in _refusal(lambda: hddm.load(folder))
+
+
+def test_weights_without_a_record_are_not_guessed_at(flow_expert: Path, tmp_path: Path) -> None:
+    folder = copied(flow_expert, tmp_path)
+    (folder / "expert.json").unlink()
+    assert "neither an expert folder (expert.json) nor" in _refusal(lambda: hddm.load(folder))
+
+
+def test_an_expert_without_calibration_is_raw(flow_expert: Path, tmp_path: Path) -> None:
+    folder = copied(flow_expert, tmp_path)
+    (folder / FILE_NAME).unlink()
+    seal(folder)
+    field = hddm.load(folder)
+    assert isinstance(field, VelocityField)
+    assert field.calibration is None
+
+
+@pytest.mark.parametrize("damage", ["truncated", "of another size"])
+def test_a_calibration_that_cannot_be_used_is_named(damage: str, flow_expert: Path, tmp_path: Path) -> None:
+    folder = copied(flow_expert, tmp_path)
+    if damage == "truncated":
+        content = (folder / FILE_NAME).read_bytes()
+        (folder / FILE_NAME).write_bytes(content[: len(content) // 2])
+    else:
+        moments, times = Moments.of(torch.randn(30, 1, 6, 6)), torch.linspace(0, 1, 7)
+        Calibration(moments, times, torch.ones(7, len(moments.variances))).save(folder)
+    assert str(folder / FILE_NAME) in _refusal(lambda: hddm.load(folder))
+
+
+@pytest.mark.parametrize(
+    ("file", "change", "message"),
+    [
+        ("router.json", {"shards": 2}, "unknown key 'shards'"),
+        ("router.json", {"format": "2.0"}, "format 2.0 is newer"),
+        ("router.json", {"shard_hashes": ["a"]}, "router.json names 1 shards, config.json 2 experts"),
+        ("config.json", {"num_expert": 2}, "did you mean 'num_experts'?"),
+    ],
+)
+def test_a_router_that_is_not_understood_is_refused(
+    file: str, change: dict[str, object], message: str, router: Path, tmp_path: Path
+) -> None:
+    folder = copied(router, tmp_path)
+    edit_json(folder / file, **change)
+    assert message in _refusal(lambda: read_router(folder))
+
+
+def test_other_folders_are_refused(images: Path, tmp_path: Path) -> None:
+    assert "neither an expert folder" in _refusal(lambda: hddm.load(images))
+    assert f"{tmp_path / 'missing'}: no such folder" in _refusal(lambda: hddm.load(tmp_path / "missing"))

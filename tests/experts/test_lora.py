@@ -1,0 +1,372 @@
+"""Adapters: what they make of their base's weights, and what of a folder is believed."""
+
+import json
+import re
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import peft
+import pytest
+import torch
+from diffusers import (
+    FluxTransformer2DModel,
+    ModelMixin,
+    PixArtTransformer2DModel,
+    SD3Transformer2DModel,
+    UNet2DConditionModel,
+    UNet2DModel,
+)
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+import hddm
+from hddm.experts.lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from hddm.experts.records import EXPERT_FILE, Expert, ExpertFacts, read_expert, save_expert
+from hddm.networks.folders import WEIGHTS
+from hddm.networks.wrappers import call
+from hddm.schedules import LinearSchedule
+from hddm.training.lora import adapter_facts, add_adapter, targets_of
+from hddm.training.verify import verify_expert
+from hddm.utils.errors import HddmError
+from hddm.utils.files import sha256_of
+from hddm.utils.records import MANIFEST
+from tests.artefacts import Command, contents, edit_json, seal
+from tests.checkpoint_files import dit, randomised
+from tests.ensemble_files import flow_expert
+from tests.lora_files import states, write_adapter, write_base
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    return write_base(tmp_path / "base")
+
+
+@pytest.fixture
+def adapter(base: Path, tmp_path: Path) -> Path:
+    return write_adapter(base, tmp_path / "adapter")
+
+
+def _velocity(folder: Path, **options: object) -> Tensor:
+    field = hddm.load(folder, **options)
+    x, t = states()
+    with torch.no_grad():
+        return field.velocity(x.to(options.get("dtype", torch.float32)), t)
+
+
+def test_merged_weights_are_the_bases_plus_alpha_over_rank_b_a(base: Path, tmp_path: Path) -> None:
+    folder = write_adapter(base, tmp_path / "adapter", rank=3, alpha=12.0)
+    before, factors = load_file(base / WEIGHTS), load_file(folder / ADAPTER_WEIGHTS)
+    after = read_expert(folder).network.state_dict()
+    changed = 0
+    for name, weight in before.items():
+        expected = weight.double().numpy()
+        module = name.rpartition(".")[0]
+        for key, down in factors.items():
+            stem = key.removeprefix("base_model.model.").replace("base_layer.", "")
+            if stem == f"{module}.lora_A.weight" and weight.ndim == 2:
+                up = factors[key.replace("lora_A", "lora_B")]
+                expected = expected + 4 * up.double().numpy() @ down.double().numpy()
+                changed += 1
+                assert np.abs(expected - weight.numpy()).max() > 0.01
+        np.testing.assert_allclose(after[name].numpy(), expected, rtol=0, atol=1e-6)
+    assert 2 * changed == len(factors) == 8
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["ours", "text", "dit"])
+def test_the_merged_network_is_the_one_that_peft_runs(kind: str, tmp_path: Path) -> None:
+    given: dict[str, Tensor] = {}
+    if kind == "dit":
+        base = _save(dit(2), tmp_path / "base")
+        given = {"class_labels": torch.tensor([0, 1, 2])}
+    elif kind == "text":
+        base = write_base(tmp_path / "base", flow_expert(0, text_dim=8, depth=2))
+        given = {"encoder_hidden_states": torch.randn(3, 5, 8, generator=torch.Generator().manual_seed(1))}
+    else:
+        base = write_base(tmp_path / "base", flow_expert(0, depth=3))
+    folder = write_adapter(base, tmp_path / "adapter", alpha=3.0, size=0.1)
+    mine, network = read_expert(folder), read_expert(base).network
+    x, t = states(mine.facts.sample_shape)
+    found = call(mine.network, x, 1000 * t, given)
+    plain = call(network, x, 1000 * t, given)
+    of_peft = peft.PeftModel.from_pretrained(network, folder).get_base_model()
+    expected = call(of_peft, x, 1000 * t, given)
+    size = expected.abs().max()
+    assert (found - expected).abs().max() < 1e-6 * max(size, 1)
+    assert (plain - expected).abs().max() > 0.01 * size
+
+
+def _save(network: ModelMixin, folder: Path) -> Path:
+    folder.mkdir()
+    side, channels = network.config.sample_size, network.config.in_channels
+    facts = ExpertFacts(
+        objective="ddpm",
+        prediction_type="flow_prediction",
+        schedule=LinearSchedule().config,
+        schedule_source="the test",
+        time_scale=1000.0,
+        sample_shape=(channels, side, side),
+        variance_head=network.config.out_channels == 2 * channels,
+        conditions=("class_labels",),
+    )
+    save_expert(folder, Expert(network, facts, None))
+    return folder
+
+
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("run", [torch.float32, torch.bfloat16], ids=str)
+def test_an_adapter_that_changes_nothing_leaves_every_bit(
+    stored: torch.dtype, run: torch.dtype, tmp_path: Path
+) -> None:
+    base = write_base(tmp_path / "base", dtype=stored)
+    folder = write_adapter(base, tmp_path / "adapter", size=0)
+    before, after = (read_expert(one, run).network.state_dict() for one in (base, folder))
+    for name, weight in before.items():
+        assert weight.dtype == after[name].dtype == run
+        assert torch.equal(weight, after[name])
+
+
+def test_weights_are_merged_in_float32_and_rounded_once(tmp_path: Path) -> None:
+    base = write_base(tmp_path / "base", dtype=torch.bfloat16)
+    folder = write_adapter(base, tmp_path / "adapter")
+    wide, narrow = (
+        read_expert(folder, dtype).network.state_dict() for dtype in (torch.float32, torch.bfloat16)
+    )
+    assert any(not torch.equal(weight, weight.bfloat16().float()) for weight in wide.values())
+    for name, weight in wide.items():
+        assert torch.equal(weight.bfloat16(), narrow[name])
+
+
+def test_merging_one_adapter_changes_neither_base_nor_another(
+    base: Path, adapter: Path, tmp_path: Path
+) -> None:
+    other = write_adapter(base, tmp_path / "other", seed=2)
+    files = contents(tmp_path)
+    alone = {folder: _velocity(folder) for folder in (base, adapter, other)}
+    fields = [hddm.load(folder) for folder in (base, adapter, other, base)]
+    x, t = states()
+    for field, folder in zip(fields, (base, adapter, other, base), strict=True):
+        assert torch.equal(field.velocity(x, t), alone[folder])
+    assert not torch.equal(alone[adapter], alone[other])
+    assert contents(tmp_path) == files
+
+
+def test_loading_needs_no_peft(adapter: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = _velocity(adapter)
+    monkeypatch.setitem(sys.modules, "peft", None)
+    assert torch.equal(_velocity(adapter), expected)
+
+
+def test_a_folder_holds_the_adapter_and_its_bases_hash_alone(base: Path, adapter: Path) -> None:
+    assert {path.name for path in adapter.iterdir()} == {
+        *(ADAPTER_CONFIG, ADAPTER_WEIGHTS, "config.json", EXPERT_FILE, MANIFEST)
+    }
+    record = json.loads((adapter / EXPERT_FILE).read_text())["adapter"]
+    assert record["base"] == "../base"
+    assert record["base_sha256"] == sha256_of(base / WEIGHTS)
+    assert str(base) not in "".join(file.read_text() for file in adapter.glob("*.json"))
+
+
+def test_a_base_that_was_moved_can_be_named(base: Path, adapter: Path, tmp_path: Path) -> None:
+    expected = _velocity(adapter)
+    moved = base.rename(tmp_path / "elsewhere")
+    with pytest.raises(
+        HddmError, match=r"adapter: is an adapter of base \(SHA-256 [0-9a-f]{16}….*put the base"
+    ):
+        hddm.load(adapter)
+    assert torch.equal(_velocity(adapter, base=moved), expected)
+
+
+def test_another_base_is_refused_by_name(base: Path, adapter: Path, tmp_path: Path) -> None:
+    other = write_base(tmp_path / "other", flow_expert(9))
+    with pytest.raises(
+        HddmError, match=r"adapter: is an adapter of base .*not among the given bases: .*/other"
+    ):
+        hddm.load(adapter, base=other)
+    shutil.copyfile(other / WEIGHTS, base / WEIGHTS)
+    with pytest.raises(
+        HddmError, match=rf"{base / WEIGHTS}: has SHA-256 .*, and {adapter} is an adapter of base"
+    ):
+        hddm.load(adapter)
+    with pytest.raises(
+        HddmError, match=r"holds no diffusion_pytorch_model.safetensors; a base is the folder"
+    ):
+        hddm.load(other, base=adapter)
+
+
+def test_a_base_for_what_is_no_adapter_is_refused(base: Path, adapter: Path) -> None:
+    with pytest.raises(HddmError, match=rf"^{base}: is no adapter.*; leave the base out, {base}$"):
+        hddm.load(base, base=base)
+    with pytest.raises(HddmError, match=r"is no adapter.*leave the base out"):
+        verify_expert(base, bases=[base])
+    assert verify_expert(adapter, bases=[base]).base is not None
+
+
+def _tensors(change: Callable[[dict[str, Tensor]], object]) -> Callable[[Path], None]:
+    def spoil(folder: Path) -> None:
+        tensors = load_file(folder / ADAPTER_WEIGHTS)
+        change(tensors)
+        save_file(tensors, folder / ADAPTER_WEIGHTS)
+        seal(folder)
+
+    return spoil
+
+
+def _record(**changes: object) -> Callable[[Path], None]:
+    def spoil(folder: Path) -> None:
+        adapter = json.loads((folder / EXPERT_FILE).read_text())["adapter"]
+        edit_json(folder / EXPERT_FILE, adapter=adapter | changes)
+
+    return spoil
+
+
+def _config(**changes: object) -> Callable[[Path], None]:
+    return lambda folder: edit_json(folder / ADAPTER_CONFIG, **changes)
+
+
+MLP = "base_model.model.layers.0.mlp.0.lora_A.weight"
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (_tensors(lambda t: t.pop(MLP)), f"'{MLP}' is missing"),
+        (_tensors(lambda t: t.update(x=torch.zeros(2))), "'x' is of no target"),
+        (
+            _tensors(lambda t: t.update({MLP: torch.zeros(3, 16)})),
+            f"'{MLP}' is (3, 16) in torch.float32, not (2, 16)",
+        ),
+        (_tensors(lambda t: t.update({MLP: torch.zeros(2, 16).int()})), "not (2, 16) in a floating dtype"),
+        (_tensors(lambda t: t[MLP].fill_(float("nan"))), f"'{MLP}' holds NaN or Inf"),
+        (_record(rank=3), "r is '2', and expert.json says 3"),
+        (_record(alpha=-1), "adapter.alpha"),
+        (_record(targets=["layers.0.mlp.9.weight"]), "'layers.0.mlp.9.weight' is no matrix of its base"),
+        (_record(targets=["layers.0.mlp.0.bias"]), "'layers.0.mlp.0.bias' is no matrix of its base"),
+        (_record(base="/etc"), "its base is at '/etc', which is no relative path; refused"),
+        (_record(base_sha="x"), "unknown key 'adapter.base_sha'"),
+        (_config(lora_alpha=7), "lora_alpha is '7', and expert.json says 2"),
+        (_config(use_dora=True), "use_dora is True, a variant of LoRA that is not read"),
+        (_config(bias="all"), "bias is 'all', and only 'none' is read"),
+        (_config(peft_type="LOHA"), "peft_type is 'LOHA'"),
+        (lambda folder: (folder / ADAPTER_WEIGHTS).unlink(), "no such file"),
+    ],
+)
+def test_an_adapter_that_does_not_fit_is_refused(
+    spoil: Callable[[Path], None], message: str, adapter: Path
+) -> None:
+    spoil(adapter)
+    with pytest.raises(HddmError) as caught:
+        hddm.load(adapter)
+    assert message in str(caught.value)
+    assert str(adapter) in str(caught.value)
+
+
+def test_an_adapter_becomes_an_expert_of_its_own(adapter: Path, tmp_path: Path, hddm: Command) -> None:
+    expected = _velocity(adapter)
+    code, _, err = hddm("convert", adapter, "--out", tmp_path / "merged")
+    assert (code, err) == (0, "")
+    shutil.rmtree(adapter)
+    assert json.loads((tmp_path / "merged" / EXPERT_FILE).read_text())["adapter"] is None
+    assert torch.equal(_velocity(tmp_path / "merged"), expected)
+
+
+def test_inspect_needs_no_base(base: Path, adapter: Path, hddm: Command) -> None:
+    shutil.rmtree(base)
+    code, out, _ = hddm("inspect", adapter, "--json")
+    told = json.loads(out)
+    assert code == 0
+    assert told["adapter"]["rank"] == 2
+    assert told["adapter"]["targets"] == 4
+    # A and B of query, key and value; of the projection; of both layers of the MLP.
+    assert told["parameters"] == 2 * ((16 + 48) + (16 + 16) + 2 * (16 + 64))
+
+
+def _small(kind: type[ModelMixin], **config: object) -> ModelMixin:
+    with torch.device("meta"):
+        network: ModelMixin = kind(**config)
+    return network
+
+
+UNET = {"block_out_channels": (32, 32), "sample_size": 8, "layers_per_block": 1, "norm_num_groups": 8}
+HEADS = {"num_attention_heads": 2, "attention_head_dim": 16}
+OWN = ("to_q", "to_k", "to_v", "to_out.0")
+ADDED = ("add_q_proj", "add_k_proj", "add_v_proj")
+MLP_LAYERS = {"ff.net.0.proj", "ff.net.2"}
+
+
+@pytest.mark.parametrize(
+    ("network", "leaves"),
+    [
+        (
+            _small(PixArtTransformer2DModel, num_layers=1, cross_attention_dim=32, caption_channels=8,
+                   sample_size=8, **HEADS),
+            {f"attn{n}.{one}" for n in (1, 2) for one in OWN} | MLP_LAYERS,
+        ),
+        (
+            # Its only block is the last, which gives no text and so has no layers for it.
+            _small(SD3Transformer2DModel, num_layers=1, sample_size=8, joint_attention_dim=8,
+                   caption_projection_dim=32, pooled_projection_dim=8, pos_embed_max_size=8, **HEADS),
+            {f"attn.{one}" for one in OWN + ADDED} | MLP_LAYERS,
+        ),
+        (
+            _small(FluxTransformer2DModel, num_layers=0, num_single_layers=1, joint_attention_dim=8,
+                   pooled_projection_dim=8, in_channels=16, axes_dims_rope=(4, 6, 6), **HEADS),
+            {"attn.to_q", "attn.to_k", "attn.to_v", "proj_mlp", "proj_out"},
+        ),
+        (
+            _small(UNet2DConditionModel, cross_attention_dim=8, attention_head_dim=2,
+                   down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
+                   up_block_types=("UpBlock2D", "UpBlock2D"), mid_block_type=None, **UNET),
+            {f"transformer_blocks.0.{one}"
+             for one in {f"attn{n}.{one}" for n in (1, 2) for one in OWN} | MLP_LAYERS},
+        ),
+    ],
+    ids=lambda value: type(value).__name__,
+)  # fmt: skip
+def test_attention_and_mlps_of_diffusers_networks_are_adapted_and_nothing_else(
+    network: ModelMixin, leaves: set[str]
+) -> None:
+    found = targets_of(network)
+    stems = {_in_block(name).removesuffix(".weight") for name in found}
+    assert stems == leaves
+    assert len(found) == len(leaves)
+
+
+def _in_block(name: str) -> str:
+    """A name after that of its outermost block."""
+    return re.split(r"attentions\.0\.|(?:^|single_)transformer_blocks\.0\.", name, maxsplit=1)[1]
+
+
+def test_a_network_without_attention_is_no_base() -> None:
+    network = _small(UNet2DModel, down_block_types=("DownBlock2D",) * 2, up_block_types=("UpBlock2D",) * 2,
+                     mid_block_type=None, **UNET)  # fmt: skip
+    with pytest.raises(HddmError, match="UNet2DModel without attention has no layers to adapt"):
+        targets_of(network)
+
+
+def test_a_new_adapter_depends_on_its_seed_alone(base: Path, tmp_path: Path) -> None:
+    def drawn(seed: int) -> dict[str, Tensor]:
+        network = randomised(read_expert(base).network, 3)
+        add_adapter(network, adapter_facts(network, 2, None, base, tmp_path / "out"), seed)
+        return {name: p for name, p in network.named_parameters() if p.requires_grad}
+
+    state = torch.get_rng_state()
+    one, same, other = drawn(1), drawn(1), drawn(2)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert len(one) == 8
+    for name, value in one.items():
+        assert torch.equal(value, same[name])
+        assert torch.equal(value, other[name]) == (".lora_B." in name)
+        assert (".lora_B." in name) == (not value.any())
+
+
+def test_adapting_without_peft_says_what_to_install(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    network = read_expert(base).network
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(HddmError, match=r"pip install 'hddm-diffusion\[lora\]'"):
+        add_adapter(network, adapter_facts(network, 2, None, base, tmp_path / "out"), 0)

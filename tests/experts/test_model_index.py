@@ -1,0 +1,136 @@
+"""``model_index.json``: classes come from a list, and nothing that a folder says runs code."""
+
+import json
+from pathlib import Path
+
+import pytest
+from diffusers import FlowMatchEulerDiscreteScheduler
+
+import hddm
+from hddm.experts.ensembles import (
+    CLASSES,
+    read_ensemble_facts,
+    read_model_index,
+    read_shift,
+    write_model_index,
+    write_scheduler,
+)
+from hddm.utils.errors import HddmError
+from tests.artefacts import copied, edit_json
+
+
+@pytest.fixture
+def folder(ensemble: Path, tmp_path: Path) -> Path:
+    """An ensemble to spoil."""
+    return copied(ensemble, tmp_path)
+
+
+def _refusal(folder: Path) -> str:
+    with pytest.raises(HddmError) as caught:
+        hddm.load(folder)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_an_ensemble_names_its_parts(ensemble: Path) -> None:
+    assert read_model_index(ensemble) == {
+        "experts": ("hddm", "ExpertSet"),
+        "router": ("hddm", "RouterTransformer"),
+        "scheduler": ("diffusers", "FlowMatchEulerDiscreteScheduler"),
+        "vae": None,
+        "text_encoder": None,
+        "tokenizer": None,
+    }
+
+
+def test_every_class_of_the_list_is_read_as_written(tmp_path: Path) -> None:
+    for part, names in CLASSES.items():
+        for name in names:
+            write_model_index(tmp_path, {part: name})
+            assert read_model_index(tmp_path)[part] == name
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"auto_map": {"a": "code.py"}}, "unknown key 'auto_map' (is {'a': 'code.py'})"),
+        ({"custom_pipeline": "other/repo"}, "unknown key 'custom_pipeline' (is 'other/repo')"),
+        ({"safety_checker": [None, None]}, "unknown key 'safety_checker'"),
+        ({"text_encoders": [None, None]}, "did you mean 'text_encoder'?"),
+        ({"_class_name": "StableDiffusionPipeline"}, "_class_name is 'StableDiffusionPipeline', not 'HDDMP"),
+        ({"_class_name": ["my_module", "HDDMPipeline"]}, "_class_name is ['my_module', 'HDDMPipeline']"),
+        ({"experts": ["experts_module", "ExpertSet"]}, "experts is ['experts_module', 'ExpertSet'], and may"),
+        ({"experts": [None, None]}, "experts is [None, None], and must be ['hddm', 'ExpertSet']"),
+        ({"router": ["hddm", "RouterTransformer", "x"]}, "router is ['hddm', 'RouterTransformer', 'x']"),
+        (
+            {"router": ["hddm.networks.transformers", "RouterTransformer"]},
+            "router is ['hddm.networks.transformers', ",
+        ),
+        ({"router": [[], {}]}, "router is [[], {}]"),
+        ({"router": "hddm"}, "router is 'hddm'"),
+        ({"router": [None, None]}, "router is None, and 'router' in ensemble.json"),
+        ({"scheduler": ["diffusers", "DDIMScheduler"]}, "scheduler is ['diffusers', 'DDIMScheduler']"),
+        ({"scheduler": ["os", "system"]}, "scheduler is ['os', 'system']"),
+        ({"vae": ["diffusers", "AutoencoderDC"]}, "['diffusers', 'AutoencoderKL'] or ['diffusers', 'Auto"),
+        ({"text_encoder": ["transformers", "AutoModel"]}, "text_encoder is ['transformers', 'AutoModel']"),
+    ],
+    ids=str,
+)
+def test_anything_else_is_refused_in_one_line_with_file_key_and_value(
+    change: dict[str, object], message: str, folder: Path
+) -> None:
+    edit_json(folder / "model_index.json", **change)
+    refusal = _refusal(folder)
+    assert refusal.startswith(f"{folder / 'model_index.json'}: ")
+    assert message in refusal
+
+
+def test_a_folder_of_before_is_read_without_it(folder: Path) -> None:
+    (folder / "model_index.json").unlink()
+    (folder / "manifest.json").unlink()
+    (folder / "scheduler" / "scheduler_config.json").unlink()
+    (folder / "scheduler").rmdir()
+    content = json.loads((folder / "ensemble.json").read_text())
+    for key in ("router_outputs", "class_prior", "shift"):
+        del content[key]
+    (folder / "ensemble.json").write_text(json.dumps(content | {"format": "1.1"}))
+    assert read_ensemble_facts(folder).shift == 1.0
+    hddm.load(folder)
+
+
+def test_the_scheduler_is_the_one_of_diffusers(tmp_path: Path) -> None:
+    write_scheduler(tmp_path, 3.0)
+    scheduler = FlowMatchEulerDiscreteScheduler.from_pretrained(tmp_path / "scheduler")
+    assert (scheduler.config.shift, scheduler.config.num_train_timesteps) == (3.0, 1000)
+    assert read_shift(tmp_path) == 3.0
+    scheduler.save_pretrained(tmp_path / "again" / "scheduler")
+    assert read_shift(tmp_path / "again") == 3.0
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"shift": 3.0}, "shift is 3, and 1 in ensemble.json; write the same in both"),
+        ({"shift": -1.0}, "shift is -1.0, and must be a positive number"),
+        ({"shift": float("inf")}, "shift is inf"),
+        ({"shift": True}, "shift is True"),
+        ({"shift": "3"}, "shift is '3'"),
+        ({"_class_name": "DDIMScheduler"}, "_class_name is 'DDIMScheduler'"),
+        ({"use_karras_sigmas": True}, "use_karras_sigmas is True, and hddm's grid has the shift alone"),
+        ({"use_dynamic_shifting": True}, "use_dynamic_shifting is True"),
+        ({"shfit": 3.0}, "shfit"),
+    ],
+    ids=str,
+)
+def test_a_scheduler_that_would_sample_otherwise_is_refused(
+    change: dict[str, object], message: str, folder: Path
+) -> None:
+    edit_json(folder / "scheduler" / "scheduler_config.json", **change)
+    refusal = _refusal(folder)
+    assert str(folder / "scheduler" / "scheduler_config.json") in refusal
+    assert message in refusal
+
+
+def test_a_named_part_whose_records_are_missing_is_refused(folder: Path) -> None:
+    (folder / "scheduler" / "scheduler_config.json").unlink()
+    assert f"{folder / 'scheduler' / 'scheduler_config.json'}: no such file" in _refusal(folder)

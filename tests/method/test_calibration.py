@@ -1,0 +1,259 @@
+"""Calibration near t = 1: a noisy expert, held-out states and the exact velocity."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from hddm.calibration import STATES, Calibration, Moments, calibrate
+from hddm.utils.errors import HddmError
+from hddm.velocity import VelocityField
+from tests.cases import LINEAR, case_named
+from tests.oracles import BoundedNetwork, GaussianMixture, OracleNetwork, rms_error
+
+DIM, SHAPE = 16, (1, 4, 4)
+SHARD = GaussianMixture.random(seed=0, modes=6, dim=DIM, spread=0.8)
+COSINE = case_named("cosine")
+HIGH_NOISE = [0.85, 0.9, 0.93, 0.95, 0.97, 0.985, 0.99, 0.995, 0.999, 1.0]
+ALL_NOISE = [0.0, 0.01, 0.05, 0.1, 0.2, 0.35, 0.5, 0.65, 0.75, *HIGH_NOISE]
+
+
+class NoisyEpsilon(OracleNetwork):
+    """The exact noise with a 2 % error, nearly white, a fixed function of state and time."""
+
+    def __call__(self, y: Tensor, timestep: Tensor) -> Tensor:
+        noise = torch.Generator().manual_seed(9)
+        mix = 20 * torch.randn(DIM, DIM, generator=noise, dtype=torch.float64)
+        error = torch.sin(y.double().flatten(1) @ mix + 100 * timestep.double()[:, None])
+        return super().__call__(y, timestep) + 0.02 * 2**0.5 * error.view(y.shape)
+
+
+def _expert() -> VelocityField:
+    network = NoisyEpsilon(SHARD, COSINE.alpha_sigma, "epsilon")
+    return VelocityField(network, COSINE.schedule, "epsilon")
+
+
+@pytest.fixture(scope="module")
+def calibration() -> Calibration:
+    return calibrate(_expert().velocity, SHARD.sample(4096, seed=1, shape=SHAPE))
+
+
+@pytest.fixture(scope="module")
+def fitted_on_many_states() -> Calibration:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("hddm.calibration.STATES", 16_384)
+        return calibrate(_expert().velocity, SHARD.sample(4096, seed=1, shape=SHAPE))
+
+
+def _calibrated(calibration: Calibration) -> VelocityField:
+    expert = _expert()
+    return VelocityField(expert.network, expert.schedule, expert.prediction_type, calibration=calibration)
+
+
+def _held_out(t: float, num: int = 2048) -> tuple[Tensor, Tensor]:
+    times = torch.full((num,), t, dtype=torch.float64)
+    return SHARD.states(times, seed=77, shape=SHAPE), times
+
+
+def _clamped(x_t: Tensor, t: Tensor) -> Tensor:
+    """The rule that the calibration replaces: alpha held at 0.01 or more, x_0 clamped to ±20."""
+    t_ = t.view(-1, 1, 1, 1)
+    a, s = 1 - t_, t_
+    norm = (a**2 + s**2).sqrt()
+    eps = _expert().network(x_t / norm, COSINE.schedule.match(t))
+    x_0 = ((x_t - s * eps) / a.clamp_min(0.01)).clamp(-20, 20)
+    return eps - x_0
+
+
+@pytest.mark.parametrize("t", HIGH_NOISE)
+def test_calibrated_beats_the_clamps_at_high_noise(calibration: Calibration, t: float) -> None:
+    x_t, times = _held_out(t)
+    truth = SHARD.velocity(x_t, times)
+    error = rms_error(_calibrated(calibration).velocity(x_t, times), truth)
+    assert error < 0.8 * rms_error(_clamped(x_t, times), truth)
+    assert error < 0.1
+
+
+def test_calibrated_is_exact_at_full_noise(calibration: Calibration) -> None:
+    x_t, times = _held_out(1.0)
+    v = _calibrated(calibration).velocity(x_t, times)
+    mean = SHARD.sample(4096, seed=1).mean(0).view(SHAPE)
+    torch.testing.assert_close(v, x_t - mean, atol=1e-5, rtol=0)
+    assert rms_error(v, SHARD.velocity(x_t, times)) < 0.02
+
+
+@pytest.mark.parametrize("t", ALL_NOISE)
+def test_calibrated_is_hardly_ever_worse_than_raw(fitted_on_many_states: Calibration, t: float) -> None:
+    x_t, times = _held_out(t)
+    truth = SHARD.velocity(x_t, times)
+    error = rms_error(_calibrated(fitted_on_many_states).velocity(x_t, times), truth)
+    assert error < 1.05 * rms_error(_expert().velocity(x_t, times), truth)
+
+
+@pytest.mark.parametrize("t", ALL_NOISE)
+def test_calibrated_is_worse_than_raw_by_the_sampling_error_of_its_weights_at_most(
+    calibration: Calibration, t: float
+) -> None:
+    x_t, times = _held_out(t)
+    truth = SHARD.velocity(x_t, times)
+    error = rms_error(_calibrated(calibration).velocity(x_t, times), truth)
+    raw = rms_error(_expert().velocity(x_t, times), truth)
+    # n states fix a weight so far that the velocity has about 1/sqrt(n) of its size as error.
+    assert error**2 < (1.03 * raw) ** 2 + 1.5**2 / STATES
+
+
+def test_weights_are_shares_that_end_at_one(calibration: Calibration) -> None:
+    weights = calibration.weights
+    assert weights.shape == (len(calibration.times), DIM + 1)
+    assert ((weights >= 0) & (weights <= 1)).all()
+    assert (weights[-1] == 1).all()
+    assert calibration.times[0] == 0
+    assert calibration.times[-1] == 1
+    assert (calibration.times.diff() > 0).all()
+
+
+def test_each_direction_has_its_own_weight() -> None:
+    # The network knows half of the axes exactly and nothing of the others, on Gaussian data.
+    variances = torch.logspace(0.8, -1.6, DIM, dtype=torch.float64)
+    gaussian = GaussianMixture(
+        torch.ones(1).double(), torch.full((1, DIM), 0.3).double(), variances.diag()[None]
+    )
+    oracle = OracleNetwork(gaussian, LINEAR.alpha_sigma, "flow_prediction")
+    known = (torch.arange(DIM) % 2 == 0).double().view(SHAPE)
+    bounded = BoundedNetwork()
+    field = VelocityField(
+        lambda y, u: known * oracle(y, u) + (1 - known) * bounded(y, u),
+        LINEAR.schedule,
+        "flow_prediction",
+    )
+    found = calibrate(field.velocity, gaussian.sample(4096, seed=2, shape=SHAPE))
+    t = torch.full((1024,), 0.75, dtype=torch.float64)
+    x_t = gaussian.states(t, seed=3, shape=SHAPE)
+    calibrated = found.apply(field.velocity(x_t, t), x_t, t)
+    assert rms_error(calibrated, gaussian.velocity(x_t, t)) < 0.06
+    assert rms_error(field.velocity(x_t, t), gaussian.velocity(x_t, t)) > 0.5
+
+
+@pytest.mark.parametrize("name", ["linear", "sd-scaled-linear"])
+def test_an_exact_expert_of_many_modes_stays_nearly_exact(name: str) -> None:
+    case = case_named(name)
+    kind = "flow_prediction" if name == "linear" else "epsilon"
+    network = OracleNetwork(SHARD, case.alpha_sigma, kind)
+    raw = VelocityField(network, case.schedule, kind)
+    found = calibrate(raw.velocity, SHARD.sample(2048, seed=1, shape=SHAPE))
+    field = VelocityField(network, case.schedule, kind, calibration=found)
+    for t in (0.1, 0.3, 0.5, 0.7, 0.9, 0.97, 1.0):
+        x_t, times = _held_out(t)
+        assert rms_error(field.velocity(x_t, times), SHARD.velocity(x_t, times)) < 1.5 / STATES**0.5
+
+
+def test_moments_are_mean_and_principal_variances() -> None:
+    images = SHARD.sample(500, seed=4, shape=SHAPE)
+    moments = Moments.of(images)
+    flat = images.flatten(1)
+    torch.testing.assert_close(moments.mean.double(), flat.mean(0), atol=1e-6, rtol=0)
+    basis = moments.basis.double()
+    torch.testing.assert_close(basis.T @ basis, torch.eye(DIM).double(), atol=1e-5, rtol=0)
+    covariance = basis * moments.variances[:-1] @ basis.T
+    torch.testing.assert_close(covariance, flat.T.cov(), atol=1e-5, rtol=1e-4)
+
+
+def test_directions_beyond_the_images_share_what_is_left() -> None:
+    few = SHARD.sample(5, seed=4, shape=SHAPE)
+    moments = Moments.of(few)
+    assert moments.basis.shape == (DIM, 4)
+    assert (moments.variances > 0).all()
+    for t in (0.0, 0.5, 1.0):
+        times = torch.full((5,), t, dtype=torch.float64)
+        assert moments.to(few).velocity(few.flatten(1), times).isfinite().all()
+
+
+@pytest.mark.parametrize("num_images", [6, 400], ids=["few directions", "all directions"])
+def test_velocity_is_mixed_with_the_gaussian_denoiser_direction_by_direction(num_images: int) -> None:
+    moments = Moments.of(SHARD.sample(num_images, seed=6, shape=SHAPE))
+    basis, variances = moments.basis.double(), moments.variances.double()
+    rest = torch.eye(DIM).double() - basis @ basis.T
+    covariance = basis * variances[:-1] @ basis.T + variances[-1] * rest
+    noise = torch.Generator().manual_seed(0)
+    table = torch.rand(3, len(variances), generator=noise)
+    calibration = Calibration(moments, torch.tensor([0.0, 0.4, 1.0]), table)
+    # Between two times of the table the weights are in proportion to the distance.
+    at = {
+        0.0: table[0],
+        0.1: 0.75 * table[0] + 0.25 * table[1],
+        0.7: (table[1] + table[2]) / 2,
+        1.0: table[2],
+    }
+    for t, weights in at.items():
+        x_t, net = torch.randn(2, 5, *SHAPE, generator=noise, dtype=torch.float64)
+        found = calibration.apply(net, x_t, torch.full((5,), t, dtype=torch.float64))
+        flat, mean = x_t.flatten(1), moments.mean.double()
+        spread = (1 - t) ** 2 * covariance + t**2 * torch.eye(DIM).double()
+        pull = torch.linalg.solve(spread, (flat - (1 - t) * mean).T).T
+        gauss = t * pull - (mean + (1 - t) * pull @ covariance)
+        mix = basis * weights[:-1].double() @ basis.T + weights[-1].double() * rest
+        expected = net.flatten(1) + (gauss - net.flatten(1)) @ mix
+        torch.testing.assert_close(found.flatten(1), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_saved_calibration_gives_the_identical_velocity(calibration: Calibration, tmp_path: Path) -> None:
+    calibration.save(tmp_path)
+    again = Calibration.load(tmp_path)
+    for t in ALL_NOISE:
+        x_t, times = _held_out(t, 8)
+        before = _calibrated(calibration).velocity(x_t, times)
+        assert torch.equal(_calibrated(again).velocity(x_t, times), before)
+
+
+def test_a_folder_without_calibration_has_none(tmp_path: Path) -> None:
+    assert Calibration.load(tmp_path) is None
+
+
+def test_a_calibration_that_lacks_a_tensor_is_refused(calibration: Calibration, tmp_path: Path) -> None:
+    calibration.save(tmp_path)
+    (file,) = tmp_path.iterdir()
+    tensors = load_file(file)
+    del tensors["weights"]
+    save_file(tensors, file)
+    with pytest.raises(HddmError, match="weights"):
+        Calibration.load(tmp_path)
+
+
+def test_the_same_seed_gives_the_same_calibration() -> None:
+    images = SHARD.sample(64, seed=1, shape=SHAPE)
+    one, two, other = (calibrate(_expert().velocity, images, seed=seed) for seed in (3, 3, 4))
+    assert torch.equal(one.weights, two.weights)
+    assert not torch.equal(one.weights, other.weights)
+
+
+def test_calibrated_velocity_keeps_dtype_and_shape(calibration: Calibration) -> None:
+    for dtype in (torch.bfloat16, torch.float32, torch.float64):
+        x_t = torch.ones(6, *SHAPE, dtype=dtype)
+        v = _calibrated(calibration).velocity(x_t, torch.linspace(0, 1, 6))
+        assert v.dtype == dtype
+        assert v.shape == x_t.shape
+        assert v.isfinite().all()
+
+
+def test_moments_of_a_single_image_are_refused() -> None:
+    with pytest.raises(HddmError, match="at least 2 images"):
+        Moments.of(torch.zeros(1, *SHAPE))
+
+
+def test_the_more_a_condition_says_the_less_the_moments_count() -> None:
+    # Two far-apart classes: with its label an image's mean is known, which the joint moments do not tell.
+    noise = torch.Generator().manual_seed(0)
+    labels = torch.arange(256) % 2
+    images = (6.0 * labels - 3).view(-1, 1, 1, 1) + 0.1 * torch.randn(256, *SHAPE, generator=noise)
+
+    def velocity(x: Tensor, t: Tensor, class_labels: Tensor | None = None) -> Tensor:
+        mean = torch.zeros(len(x)) if class_labels is None else 6.0 * class_labels - 3
+        return (x - mean.view(-1, 1, 1, 1)) / t.view(-1, 1, 1, 1)
+
+    told = calibrate(velocity, images, {"class_labels": labels})
+    untold = calibrate(velocity, images)
+    level = int((told.times - 0.8).abs().argmin())
+    assert told.weights[level, 0] < 0.1
+    assert untold.weights[level, 0] > 0.5

@@ -1,0 +1,138 @@
+"""Which experts a sampling used: tallies against a router made by hand, and what is worth a warning."""
+
+from collections import defaultdict
+
+import pytest
+import torch
+from torch import Tensor
+
+from hddm.ensemble import Ensemble
+from hddm.sampling import ExpertUse, sample
+from hddm.schedules import LinearSchedule
+from hddm.velocity import VelocityField
+
+NUM = 6
+
+
+def _ensemble(strategy: str, experts: int = 3) -> Ensemble:
+    """Expert 0 has most of the weight; some is 1's above t = 0.5, and below it 2's in every other row."""
+
+    def router(x: Tensor, t: Tensor) -> Tensor:
+        rows = torch.zeros(len(x), 3)
+        rows[:, 0] = 0.6
+        rows[:, 1] = torch.where(t >= 0.5, 0.4, 0.0)
+        rows[::2, 2] = torch.where(t < 0.5, 0.4, 0.0)[::2]
+        return rows / rows.sum(1, keepdim=True)
+
+    fields = [
+        VelocityField(lambda x, t: 0 * x, LinearSchedule(), "flow_prediction", sample_shape=(1, 2, 2))
+        for _ in range(experts)
+    ]
+    return Ensemble(fields, router, strategy)
+
+
+@pytest.mark.parametrize(("solver", "steps"), [("euler", 7), ("heun", 5), ("adams-bashforth", 16)])
+def test_a_report_tells_shares_and_runs_in_every_bin_of_time(solver: str, steps: int) -> None:
+    use = ExpertUse(3)
+    sample(_ensemble("full"), NUM, steps=steps, solver=solver, batch_size=4, use=use)
+    times = [1 - i / steps for i in range(steps)]
+    if solver == "heun":
+        times += [1 - i / steps for i in range(1, steps + 1)]
+    # The router of a batch sees 4 samples, then 2: every other one of each.
+    early, late = [0.6, 0.4, 0.0], [(3 * 0.6 + 3 * 1.0) / 6, 0.0, 3 * 0.4 / 6]
+    bins = defaultdict(list)
+    for t in times:
+        bins[min(int(t * 10 + 1e-9), 9)].append(t)
+    report = use.report()
+    assert [row["t"] for row in report["by_time"]] == [[k / 10, (k + 1) / 10] for k in sorted(bins)]
+    for row, (_, within) in zip(report["by_time"], sorted(bins.items()), strict=True):
+        shares = torch.tensor([early if t >= 0.5 else late for t in within]).mean(0)
+        runs = torch.tensor([[1.0, 1.0, 0.0] if t >= 0.5 else [1.0, 0.0, 0.5] for t in within]).mean(0)
+        assert row["shares"] == pytest.approx(shares.tolist(), abs=1e-4)
+        assert row["runs"] == pytest.approx(runs.tolist(), abs=1e-4)
+    whole = torch.tensor([early if t >= 0.5 else late for t in times]).mean(0)
+    assert report["shares"] == pytest.approx(whole.tolist(), abs=1e-4)
+    share_early = sum(t >= 0.5 for t in times) / len(times)
+    assert report["experts_a_sample"] == pytest.approx(2 * share_early + 1.5 * (1 - share_early), abs=1e-4)
+
+
+def test_only_what_the_strategy_lets_run_counts() -> None:
+    use = ExpertUse(3)
+    sample(_ensemble("top-1"), NUM, steps=4, use=use)
+    assert use.shares.tolist() == [1, 0, 0]
+    assert use.experts_a_sample == 1
+
+
+def test_choices_that_are_kept_count_at_every_call() -> None:
+    use = ExpertUse(3)
+    sample(_ensemble("full"), NUM, steps=10, router_every=10, use=use)
+    assert use.shares.tolist() == pytest.approx([0.6, 0.4, 0.0])
+    assert len(use.report()["by_time"]) >= 9
+
+
+def _of(shares: list[float], samples: int = 100) -> ExpertUse:
+    """One call for so many samples, each with one expert."""
+    use = ExpertUse(len(shares))
+    counts = torch.tensor([round(share * samples) for share in shares])
+    use.add(0.5, torch.eye(len(shares)).repeat_interleave(counts, 0))
+    return use
+
+
+@pytest.mark.parametrize(
+    ("shares", "warnings"),
+    [
+        ([0.5, 0.3, 0.2], []),
+        ([0.9, 0.05, 0.05], []),
+        ([0.91, 0.05, 0.04], ["expert 0 takes 91% of the weight; is the router trained?"]),
+        ([0.6, 0.0, 0.4], ["expert 1 is never used"]),
+        (
+            [0.0, 0.0, 1.0],
+            [
+                "expert 0 is never used",
+                "expert 1 is never used",
+                "expert 2 takes 100% of the weight; is the router trained?",
+            ],
+        ),
+        ([1.0], []),
+    ],
+    ids=str,
+)
+def test_an_expert_that_takes_nearly_all_or_nothing_is_worth_a_warning(
+    shares: list[float], warnings: list[str]
+) -> None:
+    assert _of(shares).warnings() == warnings
+
+
+@pytest.mark.parametrize(
+    ("shares", "expected", "warnings"),
+    [
+        # As it should be.
+        ([0.95, 0.05], [95.0, 5.0], []),
+        # An expert of whom one sample in a hundred is due may well have none.
+        ([1.0, 0.0], [99.0, 1.0], []),
+        ([0.98, 0.0, 0.02], [94.0, 4.0, 2.0], ["expert 1 is never used"]),
+        (
+            [0.95, 0.05],
+            [50.0, 50.0],
+            ["expert 0 takes 95% of the weight; is the router trained?"],
+        ),
+    ],
+    ids=str,
+)
+def test_draw_is_held_against_what_it_was_to_give(
+    shares: list[float], expected: list[float], warnings: list[str]
+) -> None:
+    assert _of(shares).warnings(torch.tensor(expected)) == warnings
+
+
+def test_a_handful_of_drawn_samples_warns_of_nothing() -> None:
+    assert _of([1.0, 0.0, 0.0], samples=1).warnings(torch.tensor([0.4, 0.3, 0.3])) == []
+
+
+def test_an_expert_of_little_weight_is_used() -> None:
+    use = ExpertUse(2)
+    use.add(0.0, torch.tensor([[1.0, 0.0]]))
+    use.add(1.0, torch.tensor([[1.0, 0.0]] * 9))
+    use.add(0.25, torch.tensor([[1 - 1e-9, 1e-9]] * 90, dtype=torch.float64))
+    assert use.warnings() == ["expert 0 takes 100% of the weight; is the router trained?"]
+    assert [row["t"][0] for row in use.report()["by_time"]] == [0.0, 0.2, 0.9]

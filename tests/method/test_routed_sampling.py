@@ -1,0 +1,262 @@
+"""Sampling through a router or a draw: when the router is asked, who is drawn, and pieces of a run."""
+
+import math
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hddm.ensemble import Ensemble
+from hddm.sampling import initial_noise, sample
+from hddm.schedules import LinearSchedule
+from hddm.utils.errors import HddmError
+from hddm.velocity import VelocityField
+
+SHAPE = (1, 2, 2)
+CALLS = {"euler": 1, "heun": 2, "adams-bashforth": 1}
+
+
+class Expert:
+    """Data at one place, plus what the label adds: Euler's steps end exactly there. Counts its calls."""
+
+    def __init__(self, place: float, conditions: tuple[str, ...] = ()) -> None:
+        self.place, self.conditions = place, conditions
+        self.rows: list[int] = []
+
+    def __call__(self, x: Tensor, t: Tensor, class_labels: Tensor | None = None, **_: Tensor) -> Tensor:
+        self.rows.append(len(x))
+        places = torch.full((len(x),), self.place).to(x)
+        if class_labels is not None:
+            places = places + class_labels.to(x) / 16
+        return (x - places.view(-1, 1, 1, 1)) / t.clamp_min(1e-9).view(-1, 1, 1, 1)
+
+    def field(self) -> VelocityField:
+        return VelocityField(
+            self,
+            LinearSchedule(),
+            "flow_prediction",
+            conditions=self.conditions,
+            null_conditions={name: torch.tensor(0) for name in self.conditions},
+            sample_shape=SHAPE,
+        )
+
+
+class CountingRouter:
+    """Prefers another expert for every sample and time, by the mean of the state."""
+
+    def __init__(self, num: int) -> None:
+        self.places = torch.linspace(-1, 1, num)
+        self.times: list[float] = []
+
+    def __call__(self, x: Tensor, t: Tensor) -> Tensor:
+        self.times.append(float(t[0]))
+        distance = x.flatten(1).mean(1)[:, None] - (self.places + t[0].sin()).to(x)
+        return (-4 * distance**2).softmax(1)
+
+
+def _ensemble(strategy: str, conditions: tuple[str, ...] = (), **priors: Any) -> Ensemble:
+    fields = [Expert(place, conditions).field() for place in (-8.0, 0.0, 8.0)]
+    return Ensemble(fields, CountingRouter(3), strategy, **priors)
+
+
+def _arrived(samples: Tensor) -> Tensor:
+    """Index of the expert that each sample ended at."""
+    return (samples[:, 0, 0, 0] / 8).round().long() + 1
+
+
+@pytest.mark.parametrize("solver", list(CALLS))
+@pytest.mark.parametrize("every", [1, 2, 3, 7, 100])
+def test_the_router_is_asked_at_every_nth_call_of_a_batch(every: int, solver: str) -> None:
+    ensemble = _ensemble("top-2")
+    sample(ensemble, 10, steps=7, solver=solver, batch_size=4, router_every=every)
+    assert len(ensemble.router.times) == 3 * math.ceil(7 * CALLS[solver] / every)
+    assert ensemble.router.times[0] == 1
+
+
+def test_the_router_is_asked_at_every_call_by_default() -> None:
+    plain = sample(_ensemble("top-2"), 10, steps=7)
+    assert torch.equal(sample(_ensemble("top-2"), 10, steps=7, router_every=1), plain)
+    assert not torch.equal(sample(_ensemble("top-2"), 10, steps=7, router_every=3), plain)
+
+
+def test_between_its_answers_the_routers_choice_stays() -> None:
+    ensemble = _ensemble("top-1")
+    samples = sample(ensemble, 10, steps=5, router_every=5)
+    first = CountingRouter(3)(initial_noise(0, 0, 10, SHAPE), torch.ones(10)).argmax(1)
+    assert len(set(first.tolist())) > 1
+    assert torch.equal(_arrived(samples), first)
+
+
+@pytest.mark.parametrize("options", [{"strategy": "draw"}, {"expert": 1}], ids=str)
+def test_who_was_drawn_or_named_stays_and_the_router_is_not_asked(options: dict[str, Any]) -> None:
+    ensemble = _ensemble("top-2")
+    samples = sample(ensemble, 40, steps=3, router_every=2, **options)
+    assert ensemble.router.times == []
+    assert set(_arrived(samples).tolist()) == ({1} if "expert" in options else {0, 1, 2})
+
+
+CLASS_PRIOR = [[0.7, 0.2, 0.1], [0.0, 0.5, 0.5], [30, 10, 0]]
+SHARES = [*CLASS_PRIOR[:2], [0.75, 0.25, 0.0]]
+PRIOR = [0.2, 0.2, 0.6]
+
+
+@pytest.mark.parametrize("label", [0, 1, 2, 3, 7])
+def test_draw_follows_the_class_and_without_one_the_prior(label: int) -> None:
+    ensemble = _ensemble("draw", ("class_labels",), prior=PRIOR, class_prior=CLASS_PRIOR)
+    num = 1500
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        samples = sample(ensemble, num, steps=1, batch_size=num, class_labels=torch.full((num,), label))
+    shares = SHARES[label] if label < 3 else PRIOR
+    found = _arrived(samples - label / 16).bincount(minlength=3) / num
+    for share, one in zip(shares, found.tolist(), strict=True):
+        assert abs(one - share) <= 4 * (share * (1 - share) / num) ** 0.5
+
+
+def test_every_sample_is_drawn_for_its_own_class() -> None:
+    ensemble = _ensemble(
+        "draw", ("class_labels",), prior=PRIOR, class_prior=[[1, 0, 0], [0, 1, 0], [0, 0, 1]]
+    )
+    labels = torch.tensor([2, 0, 1, 1, 2, 0, 0, 2])
+    for batch_size in (1, 3, 8):
+        samples = sample(ensemble, 8, steps=2, batch_size=batch_size, class_labels=labels)
+        torch.testing.assert_close(samples[:, 0, 0, 0], 8.0 * (labels - 1) + labels / 16)
+
+
+def _warned(ensemble: Ensemble, **conditions: Tensor) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        sample(ensemble, 2, steps=1, **conditions)
+    return [str(one.message) for one in caught]
+
+
+def test_a_warning_comes_where_what_to_draw_from_is_not_known_and_only_there() -> None:
+    labels, text = {"class_labels": torch.zeros(2)}, {"encoder_hidden_states": torch.zeros(2, 1)}
+    both = ("class_labels", "encoder_hidden_states")
+    known = {"class_prior": [[1, 1, 1]]}
+    unknown = "draw picks experts by the prior alone: p(k | condition) is not known for "
+    assert _warned(_ensemble("draw", both), **labels) == [unknown + "class_labels"]
+    assert _warned(_ensemble("draw", both, **known), **text) == [unknown + "encoder_hidden_states"]
+    assert _warned(_ensemble("draw", both, **known), **labels) == []
+    assert _warned(_ensemble("draw", both)) == []
+    assert _warned(_ensemble("top-1", both), **labels) == []
+    assert _warned(Ensemble([Expert(0.0, both).field()], strategy="draw"), **labels) == []
+
+
+def test_samples_run_expert_by_expert_and_come_back_in_order() -> None:
+    experts = [Expert(place) for place in (-8.0, 0.0, 8.0)]
+    ensemble = Ensemble([expert.field() for expert in experts], strategy="draw")
+    samples = sample(ensemble, 24, seed=5, steps=2, batch_size=6)
+    # Four batches in the order of experts: only one that ends inside a batch shares it.
+    assert sum(len(expert.rows) for expert in experts) <= 2 * (4 + 2)
+    assert all(max(expert.rows) == 6 for expert in experts)
+    assert (_arrived(samples).diff() < 0).any()
+    for index, one in enumerate(samples):
+        alone = sample(ensemble, 1, seed=5, steps=2, start=index)[0]
+        torch.testing.assert_close(one, alone)
+
+
+@pytest.mark.parametrize("k", [0, 1, 2])
+def test_an_expert_that_is_named_is_the_one_always_picked(k: int) -> None:
+    named = sample(_ensemble("full"), 7, steps=4, expert=k)
+    always = _ensemble("top-1")
+    always.router = lambda x, t: torch.eye(3)[k].expand(len(x), -1)
+    assert torch.equal(named, sample(always, 7, steps=4))
+    assert torch.equal(named, sample(always.experts[k], 7, steps=4))
+
+
+@pytest.mark.parametrize("strategy", ["full", "top-1", "draw"])
+def test_a_run_in_pieces_is_the_run_in_one(strategy: str) -> None:
+    ensemble = _ensemble(strategy, ("class_labels",), class_prior=[[1, 2, 3], [3, 2, 1]])
+    labels = torch.arange(10) % 2
+    whole = sample(ensemble, 10, seed=3, steps=6, batch_size=2, class_labels=labels)
+    pieces = [
+        sample(ensemble, stop - start, 3, 6, batch_size=2, start=start, class_labels=labels[start:stop])
+        for start, stop in ((0, 4), (4, 6), (6, 10))
+    ]
+    assert torch.equal(torch.cat(pieces), whole)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"router_every": 0}, "router_every starts at 1, not 0"),
+        ({"start": -1}, "start at 0"),
+        ({"expert": 3}, "expert 3: there are 0 … 2"),
+        ({"expert": -1}, "expert -1: there are 0 … 2"),
+        ({"expert": 1, "strategy": "draw"}, "choose one of the two"),
+    ],
+    ids=str,
+)
+def test_what_does_not_go_together_is_refused(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(HddmError, match=words):
+        sample(_ensemble("top-1"), 2, steps=1, **options)
+
+
+def test_naming_an_expert_needs_an_ensemble() -> None:
+    with pytest.raises(HddmError, match="expert 0 needs an ensemble; this is a single expert"):
+        sample(Expert(0.0).field(), 2, steps=1, expert=0)
+
+
+def test_weights_of_an_earlier_state_have_its_shape_and_no_expert_beside_them() -> None:
+    ensemble, x, t = _ensemble("top-1"), torch.zeros(2, *SHAPE), torch.full((2,), 0.5)
+    kept = ensemble.weights(x, t)
+    assert torch.equal(ensemble.velocity(x, t, weights=kept), ensemble.velocity(x, t))
+    for wrong in ({"weights": kept[:1]}, {"weights": kept, "expert": torch.zeros(2)}):
+        with pytest.raises(HddmError, match="weights= takes"):
+            ensemble.velocity(x, t, **wrong)
+
+
+def test_both_sides_of_guidance_have_a_row_a_state() -> None:
+    ensemble, x, t = _ensemble("top-1", ("class_labels",)), torch.zeros(2, *SHAPE), torch.full((2,), 0.5)
+    two, three = torch.zeros(2), torch.zeros(3)
+    for given, against in ((three, two), (two, three)):
+        with pytest.raises(HddmError, match=r"'class_labels' has shape \(3,\) for 2 states"):
+            ensemble.velocity(x, t, 2.0, {"class_labels": against}, class_labels=given)
+
+
+def test_an_expert_that_takes_sizes_alone_takes_part_unguided() -> None:
+    def sized(x: Tensor, t: Tensor, time_ids: Tensor, class_labels: Tensor | None = None) -> Tensor:
+        labels = 0 if class_labels is None else class_labels
+        return (labels + time_ids).view(-1, 1, 1, 1).expand_as(x)
+
+    nulls = {"class_labels": torch.tensor(0.0)}
+    experts = [
+        VelocityField(sized, LinearSchedule(), "flow_prediction", conditions=("time_ids",)),
+        VelocityField(
+            sized,
+            LinearSchedule(),
+            "flow_prediction",
+            conditions=("time_ids", "class_labels"),
+            null_conditions=nulls,
+        ),
+    ]
+    ensemble = Ensemble(experts, lambda x, t: torch.tensor([[0.25, 0.75]]).expand(len(x), -1), "full")
+    given = {"time_ids": torch.tensor([1.0, 2.0]), "class_labels": torch.tensor([5.0, 7.0])}
+    v = ensemble.velocity(torch.zeros(2, *SHAPE), torch.tensor(0.5), 3.0, **given)
+    assert v[:, 0, 0, 0].tolist() == [0.25 * 1 + 0.75 * (1 + 3 * 5), 0.25 * 2 + 0.75 * (2 + 3 * 7)]
+
+
+def test_conditions_are_rows_of_any_kind() -> None:
+    ensemble = _ensemble("top-1", ("class_labels",))
+    given = {"steps": 2, "guidance_scale": 2.0}
+    tensors = sample(
+        ensemble,
+        2,
+        **given,
+        negative={"class_labels": torch.tensor([1, 0])},
+        class_labels=torch.tensor([2, 3]),
+    )
+    lists = sample(ensemble, 2, **given, negative={"class_labels": [1, 0]}, class_labels=[2, 3])
+    assert torch.equal(lists, tensors)
+    for wrong in ({"class_labels": torch.tensor(2)}, {"negative": {"class_labels": torch.tensor(2)}}):
+        with pytest.raises(HddmError, match="'class_labels' has no rows for 2 samples"):
+            sample(ensemble, 2, **given, **wrong)
+
+
+def test_a_warning_points_at_who_called() -> None:
+    with pytest.warns(UserWarning, match="draw picks experts") as caught:
+        sample(_ensemble("draw", ("class_labels",)), 1, steps=1, class_labels=torch.zeros(1))
+    assert [one.filename for one in caught] == [__file__]

@@ -1,0 +1,152 @@
+"""Strategies against their definitions, row by row."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hddm.ensemble import Router, Strategy, sparse_weights
+from hddm.utils.errors import HddmError
+
+NAMES = ["top-1", "top-2", "top-5", "full", "threshold-0.05", "threshold-0.3", "threshold-1"]
+NAMES += ["nucleus-0.1", "nucleus-0.5", "nucleus-0.9", "nucleus-1"]
+
+
+def _chosen(row: list[float], name: str) -> list[int]:
+    """The experts that the strategy keeps, by its definition."""
+    kind, _, value = name.partition("-")
+    ranked = sorted(range(len(row)), key=lambda k: (-row[k], k))
+    if kind == "top":
+        return ranked[: int(value)]
+    if kind == "threshold":
+        return [k for k in ranked if row[k] >= float(value)] or ranked[:1]
+    if kind == "nucleus":
+        sizes = range(1, len(row) + 1)
+        enough = (n for n in sizes if sum(row[k] for k in ranked[:n]) >= float(value))
+        return ranked[: next(enough, len(row))]
+    return ranked
+
+
+def _definition(probabilities: Tensor, name: str) -> Tensor:
+    rows = []
+    for row in probabilities.tolist():
+        chosen = _chosen(row, name)
+        total = sum(row[k] for k in chosen)
+        rows.append([row[k] / total if k in chosen else 0.0 for k in range(len(row))])
+    return torch.tensor(rows, dtype=torch.float64)
+
+
+def _random_rows(sharpness: float) -> Tensor:
+    noise = torch.Generator().manual_seed(0)
+    logits = sharpness * torch.randn(200, 5, generator=noise, dtype=torch.float64)
+    return logits.softmax(1)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("sharpness", [0.1, 1.0, 5.0])
+def test_weights_equal_the_definition(name: str, sharpness: float) -> None:
+    p = _random_rows(sharpness)
+    weights = sparse_weights(p, Strategy.parse(name))
+    torch.testing.assert_close(weights, _definition(p, name), rtol=1e-12, atol=1e-15)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_ties_go_to_the_lower_index(name: str) -> None:
+    # Eighths are exact in binary: every sum is exactly what it reads.
+    rows = [[1, 1, 2, 2, 2], [2, 2, 2, 1, 1], [4, 1, 1, 1, 1], [1, 4, 1, 1, 1], [0, 4, 0, 4, 0]]
+    p = torch.tensor(rows, dtype=torch.float64) / 8
+    weights = sparse_weights(p, Strategy.parse(name))
+    torch.testing.assert_close(weights, _definition(p, name))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_nucleus_that_reaches_its_share_exactly_takes_no_more(dtype: torch.dtype) -> None:
+    p = torch.tensor([[0.5, 0.4, 0.1], [0.1, 0.4, 0.5], [0.25, 0.5, 0.25]], dtype=dtype)
+    weights = sparse_weights(p, Strategy.parse("nucleus-0.5"))
+    assert weights.tolist() == [[1, 0, 0], [0, 0, 1], [0, 1, 0]]
+
+
+def test_a_threshold_includes_its_own_value_in_single_precision() -> None:
+    p = torch.tensor([[0.1, 0.2, 0.7]])
+    assert (sparse_weights(p, Strategy.parse("threshold-0.1")) > 0).all()
+    assert (sparse_weights(p, Strategy.parse("threshold-0.2")) > 0).tolist() == [[False, True, True]]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_weights_sum_to_one_and_keep_proportions(name: str, dtype: torch.dtype) -> None:
+    p = _random_rows(2.0).to(dtype)
+    weights = sparse_weights(p, Strategy.parse(name))
+    assert weights.dtype == dtype
+    assert (weights >= 0).all()
+    torch.testing.assert_close(weights.sum(1), torch.ones(len(p), dtype=dtype))
+    ratio = weights / p
+    kept = weights > 0
+    torch.testing.assert_close(ratio[kept], ratio.max(1, keepdim=True)[0].expand_as(p)[kept])
+
+
+def test_probabilities_that_do_not_sum_to_one_are_normalised() -> None:
+    p = torch.tensor([[2.0, 6.0]])
+    assert sparse_weights(p, Strategy.parse("full")).tolist() == [[0.25, 0.75]]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "top-0",
+        "top--1",
+        "top-1.5",
+        "top",
+        "top-",
+        "nucleus",
+        "nucleus-0",
+        "nucleus-1.1",
+        "nucleus-nan",
+        "threshold-x",
+        "threshold--0.1",
+        "draw-2",
+        "full-2",
+        "best",
+        "",
+        "Top-1",
+    ],
+)
+def test_an_unknown_strategy_is_refused(name: str) -> None:
+    with pytest.raises(HddmError, match="unknown strategy"):
+        Strategy.parse(name)
+
+
+def test_more_experts_than_there_are_is_an_error() -> None:
+    p = torch.full((2, 3), 1 / 3)
+    with pytest.raises(HddmError, match="top-4 needs 4 experts and there are 3"):
+        sparse_weights(p, Strategy.parse("top-4"))
+    sparse_weights(p, Strategy.parse("top-3"))
+
+
+def test_draw_has_no_weights_from_probabilities() -> None:
+    with pytest.raises(HddmError, match="draw"):
+        sparse_weights(torch.full((2, 3), 1 / 3), Strategy.parse("draw"))
+
+
+class _Logits(nn.Module):
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones((), dtype=dtype))
+        self.fed: list[tuple[Tensor, Tensor]] = []
+
+    def forward(self, x: Tensor, timestep: Tensor) -> Tensor:
+        self.fed.append((x, timestep))
+        return self.scale * x.flatten(1)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_router_is_the_softmax_of_its_network_on_scaled_float32_times(dtype: torch.dtype) -> None:
+    network = _Logits(dtype)
+    x_t = torch.tensor([[[[0.0, 1.0]]], [[[2.0, -1.0]]]])
+    t = torch.tensor([0.1234567, 1.0], dtype=torch.float64)
+    p = Router(network)(x_t, t)
+    torch.testing.assert_close(p[:, 0] / p[:, 1], torch.tensor([-1.0, 3.0]).exp())
+    torch.testing.assert_close(p.sum(1), torch.ones(2))
+    ((x, timestep),) = network.fed
+    assert x.dtype == dtype
+    assert timestep.dtype == torch.float32
+    torch.testing.assert_close(timestep.double(), 1000 * t, rtol=2.0**-24, atol=0)

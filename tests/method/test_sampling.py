@@ -1,0 +1,218 @@
+"""Sampling: grids, seeds, draws, and a Gaussian whose flow is known in closed form."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from hddm.ensemble import Ensemble
+from hddm.sampling import SOLVERS, draw_experts, initial_noise, sample, time_grid
+from hddm.utils.errors import HddmError
+from hddm.velocity import VelocityField
+from tests.cases import LINEAR, Case, case_named
+from tests.oracles import GaussianMixture, OracleNetwork, exact_router
+
+SHAPE = (1, 2, 2)
+GAUSSIAN = GaussianMixture.random(seed=5, modes=1, dim=4)
+SHARDS = [GaussianMixture.random(seed=20 + k, modes=2, dim=4) for k in range(3)]
+PRIOR = [0.2, 0.5, 0.3]
+
+
+def _field(shard: GaussianMixture, case: Case = LINEAR, kind: str = "epsilon") -> VelocityField:
+    network = OracleNetwork(shard, case.alpha_sigma, kind)
+    return VelocityField(network, case.schedule, kind, sample_shape=SHAPE)
+
+
+def _ensemble(strategy: str = "nucleus-0.9") -> Ensemble:
+    fields = [_field(shard, LINEAR, "flow_prediction") for shard in SHARDS]
+    return Ensemble(fields, exact_router(SHARDS, PRIOR), strategy, PRIOR)
+
+
+def _point_expert(place: float) -> VelocityField:
+    """All data at one place: the velocity (x - place)/t, whose Euler steps end exactly there."""
+    return VelocityField(
+        lambda x, t: (x - place) / t.clamp_min(1e-9).view(-1, 1, 1, 1),
+        LINEAR.schedule,
+        "flow_prediction",
+        sample_shape=SHAPE,
+    )
+
+
+@pytest.mark.parametrize("shift", [1.0, 0.5, 3.0])
+@pytest.mark.parametrize("steps", [1, 7, 50])
+def test_grid_is_the_shifted_even_one(steps: int, shift: float) -> None:
+    u = [1 - i / steps for i in range(steps + 1)]
+    expected = [shift * value / (1 + (shift - 1) * value) for value in u]
+    grid = time_grid(steps, shift)
+    assert grid.dtype == torch.float64
+    assert grid[0] == 1
+    assert grid[-1] == 0
+    assert (grid.diff() < 0).all()
+    torch.testing.assert_close(grid, torch.tensor(expected, dtype=torch.float64))
+
+
+def test_a_shift_above_one_spends_more_steps_on_noise() -> None:
+    assert (time_grid(50, 3.0) > 0.5).sum() > (time_grid(50) > 0.5).sum()
+
+
+@pytest.mark.parametrize(
+    ("solver", "steps", "tolerance"),
+    [("euler", 100, 0.06), ("heun", 40, 0.01), ("adams-bashforth", 60, 0.02)],
+)
+@pytest.mark.parametrize(
+    ("name", "kind"), [("linear", "flow_prediction"), ("cosine", "epsilon")], ids=["flow", "ddpm"]
+)
+def test_noise_flows_to_the_gaussian_along_its_known_map(
+    name: str, kind: str, solver: str, steps: int, tolerance: float
+) -> None:
+    num = 1500
+    field = _field(GAUSSIAN, case_named(name), kind)
+    found = sample(field, num, 3, steps, solver=solver, batch_size=num)
+    values, vectors = torch.linalg.eigh(GAUSSIAN.covariance)
+    root = vectors * values.sqrt() @ vectors.T
+    flat = initial_noise(3, 0, num, SHAPE).double().flatten(1)
+    exact = GAUSSIAN.mean + flat @ root
+    assert (found.double().flatten(1) - exact).square().mean().sqrt() < tolerance
+    # Standard errors at this number are 0.026 of a standard deviation and 0.04 of a variance.
+    data = found.double().flatten(1)
+    torch.testing.assert_close(data.mean(0), GAUSSIAN.mean, atol=0.1, rtol=0)
+    torch.testing.assert_close(data.T.cov(), GAUSSIAN.covariance, atol=0.13, rtol=0)
+
+
+def test_samples_of_an_ensemble_have_the_moments_of_the_whole() -> None:
+    whole = GaussianMixture.union(SHARDS, PRIOR)
+    for strategy in ("full", "draw"):
+        data = sample(_ensemble(strategy), 3000, 1, 50, batch_size=3000).double().flatten(1)
+        torch.testing.assert_close(data.mean(0), whole.mean, atol=0.15, rtol=0)
+        torch.testing.assert_close(data.T.cov(), whole.covariance, atol=0.3, rtol=0)
+
+
+@pytest.mark.parametrize("strategy", ["full", "top-1", "draw"])
+def test_a_sample_depends_on_its_seed_and_index_alone(strategy: str) -> None:
+    ensemble = _ensemble(strategy)
+    many = sample(ensemble, 11, seed=7, steps=8)
+    for batch_size in (1, 3, 11):
+        again = sample(ensemble, 11, seed=7, steps=8, batch_size=batch_size)
+        torch.testing.assert_close(again, many, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(sample(ensemble, 4, 7, 8), many[:4], rtol=1e-5, atol=1e-5)
+    other = sample(ensemble, 11, seed=8, steps=8)
+    assert ((other - many).flatten(1).norm(dim=1) > 1e-3).all()
+
+
+def test_initial_noise_is_unit_and_independent_between_samples_and_seeds() -> None:
+    one, two = (initial_noise(seed, 0, 2000, (4,)).double() for seed in (0, 1))
+    both = torch.cat([one, two, one.roll(1, 0), two.roll(1, 0)], 1)
+    # Entries of the sample covariance have standard error 0.022 to 0.032.
+    torch.testing.assert_close(both.T.cov(), torch.eye(16).double(), atol=0.13, rtol=0)
+    torch.testing.assert_close(both.mean(0), torch.zeros(16).double(), atol=0.1, rtol=0)
+    assert torch.equal(initial_noise(0, 5, 9, (4,)), initial_noise(0, 0, 9, (4,))[5:])
+
+
+@pytest.mark.parametrize("prior", [[0.2, 0.5, 0.3], [5, 0, 15], None], ids=str)
+def test_draw_follows_the_prior_and_keeps_its_expert(prior: list[float] | None) -> None:
+    places = [-3.0, 0.0, 4.0]
+    ensemble = Ensemble([_point_expert(p) for p in places], strategy="draw", prior=prior)
+    num = 2000
+    ends = sample(ensemble, num, seed=2, steps=3, batch_size=500)
+    shares = torch.tensor(prior or [1, 1, 1], dtype=torch.float64)
+    shares = shares / shares.sum()
+    for place, share in zip(places, shares.tolist(), strict=True):
+        arrived = (ends - place).abs().flatten(1).amax(1) < 1e-4
+        spread = (share * (1 - share) / num) ** 0.5
+        assert abs(arrived.double().mean().item() - share) <= 4 * spread
+    drawn = draw_experts(ensemble.prior, 2, 0, num)
+    assert torch.equal(torch.tensor(places)[drawn], ends[:, 0, 0, 0].round())
+
+
+def test_a_drawn_expert_is_independent_of_the_noise() -> None:
+    noise = initial_noise(0, 0, 2000, (1,))[:, 0]
+    drawn = draw_experts(torch.tensor([0.5, 0.5], dtype=torch.float64), 0, 0, 2000)
+    gap = noise[drawn == 0].mean() - noise[drawn == 1].mean()
+    assert gap.abs() < 4 * 2 / 2000**0.5
+
+
+def test_strategy_of_the_call_is_used_and_the_ensemble_s_own_restored() -> None:
+    ensemble = _ensemble("full")
+    drawn = sample(ensemble, 6, steps=4, strategy="draw")
+    assert ensemble.strategy == "full"
+    torch.testing.assert_close(drawn, sample(_ensemble("draw"), 6, steps=4))
+    assert not torch.allclose(drawn, sample(ensemble, 6, steps=4), atol=1e-3)
+
+
+def test_strategy_is_restored_after_a_failure() -> None:
+    ensemble = _ensemble("full")
+    with pytest.raises(HddmError):
+        sample(ensemble, 2, steps=2, strategy="top-9")
+    ensemble.router = None
+    with pytest.raises(HddmError):
+        sample(ensemble, 2, steps=2, strategy="top-1")
+    assert ensemble.strategy == "full"
+
+
+def test_conditions_and_guidance_reach_each_sample_s_own_row() -> None:
+    def network(x: Tensor, t: Tensor, class_labels: Tensor) -> Tensor:
+        return torch.zeros_like(x) - class_labels.to(x).view(-1, 1, 1, 1)
+
+    null = {"class_labels": torch.tensor(1)}
+    field = VelocityField(
+        network, LINEAR.schedule, "flow_prediction", null_conditions=null, sample_shape=SHAPE
+    )
+    labels = torch.arange(10)
+    noise = initial_noise(0, 0, 10, SHAPE)
+    plain = sample(field, 10, steps=3, batch_size=4, class_labels=labels)
+    torch.testing.assert_close(plain, noise + labels.view(-1, 1, 1, 1))
+    guided = sample(field, 10, steps=3, guidance_scale=2.0, batch_size=4, class_labels=labels)
+    torch.testing.assert_close(guided, noise + (2 * labels - 1).view(-1, 1, 1, 1))
+
+
+def test_samples_are_float32_of_the_asked_shape_and_batches_are_reported() -> None:
+    batches: list[int] = []
+    field = VelocityField(lambda x, t: x, LINEAR.schedule, "flow_prediction")
+    found = sample(field, 5, steps=2, shape=(3, 2, 4), batch_size=2, on_batch=batches.append)
+    assert found.shape == (5, 3, 2, 4)
+    assert found.dtype == torch.float32
+    assert batches == [2, 2, 1]
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"num": 0}, "num"),
+        ({"batch_size": 0}, "batch_size"),
+        ({"steps": 0}, "steps"),
+        ({"steps": 2.5}, "steps must be at least 1 and a whole number, not 2.5"),
+        ({"steps": float("nan")}, "steps"),
+        ({"shape": (3, 2, 2)}, r"shape=\(3, 2, 2\): samples of this model are \(1, 2, 2\)"),
+        ({"shape": (1, 4)}, r"shape=\(1, 4\): samples of this model are"),
+        ({"shape": ()}, "shape= takes whole numbers from 1"),
+        ({"shape": (1, 0, 2)}, "shape= takes whole numbers from 1"),
+        ({"shape": (1, 2.5, 2)}, "shape= takes whole numbers from 1"),
+        ({"shift": 0.0}, "shift"),
+        ({"shift": float("inf")}, "shift must be positive and finite, not inf"),
+        ({"shift": float("nan")}, "shift"),
+        ({"solver": "dpm"}, "solver"),
+        ({"strategy": "top-1"}, "single expert"),
+        ({"strategy": "best"}, "unknown strategy"),
+        ({"class_labels": torch.zeros(3)}, "3 rows for 2"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_sampled_is_refused(options: dict[str, object], match: str) -> None:
+    with pytest.raises(HddmError, match=match):
+        sample(_field(GAUSSIAN), **{"num": 2, **options})
+
+
+def test_a_sample_may_have_other_sides_than_the_model_says() -> None:
+    field = VelocityField(lambda x, t: x, LINEAR.schedule, "flow_prediction", sample_shape=SHAPE)
+    assert sample(field, 2, steps=2, shape=(1, 3, 4)).shape == (2, 1, 3, 4)
+
+
+def test_a_model_of_unknown_shape_needs_one() -> None:
+    field = VelocityField(lambda x, t: x, LINEAR.schedule, "flow_prediction")
+    with pytest.raises(HddmError, match="shape"):
+        sample(field, 2)
+
+
+@pytest.mark.parametrize("solver", list(SOLVERS))
+def test_every_solver_samples_an_expert_of_bounded_range(solver: str) -> None:
+    field = _field(GAUSSIAN, case_named("sd-scaled-linear"))
+    assert sample(field, 3, steps=5, solver=solver).isfinite().all()

@@ -1,0 +1,169 @@
+"""Schedules against their definitions and diffusers' own tables."""
+
+import math
+
+import pytest
+import torch
+
+from hddm.schedules import DiscreteSchedule, LinearSchedule, Schedule
+from hddm.utils.errors import HddmError
+from tests.cases import (
+    CASES,
+    Case,
+    case_named,
+    each_case,
+    each_continuous,
+    each_discrete,
+)
+from tests.oracles import slopes
+
+
+def _native(schedule: Schedule, num: int = 257) -> torch.Tensor:
+    return torch.linspace(0, schedule.end, num, dtype=torch.float64)
+
+
+@each_case
+def test_alpha_and_sigma_equal_the_definition_between_indices_too(case: Case) -> None:
+    time = _native(case.schedule)
+    a, s = case.alpha_sigma(time)
+    torch.testing.assert_close(case.schedule.alpha(time), a, rtol=1e-10, atol=1e-15)
+    torch.testing.assert_close(case.schedule.sigma(time), s, rtol=1e-10, atol=1e-15)
+
+
+@each_discrete
+def test_squares_equal_diffusers_table_within_its_float32_rounding(case: Case) -> None:
+    table = case.scheduler.alphas_cumprod
+    index = torch.arange(len(table))
+    # The table is a float32 product of i + 1 factors, each of them rounded once itself.
+    rounding = 2 * (index.double() + 1) * 2.0**-24
+    alpha_squared = case.schedule.alpha(index.double()) ** 2
+    sigma_squared = case.schedule.sigma(index.double()) ** 2
+    assert ((alpha_squared - table).abs() <= rounding * alpha_squared).all()
+    assert ((sigma_squared - (1 - table.double())).abs() <= rounding).all()
+
+
+@pytest.mark.parametrize(
+    ("name", "t_min", "t_max", "alpha_end"),
+    [
+        ("ddpm-linear", 0.00990, 0.99369, 0.006353),
+        ("sd-scaled-linear", 0.02834, 0.93596, 0.068265),
+        ("squaredcos-cap-v2", 0.00638, 0.99995, 4.9e-5),
+    ],
+)
+def test_noise_range_of_the_well_known_schedules(
+    name: str, t_min: float, t_max: float, alpha_end: float
+) -> None:
+    schedule = case_named(name).schedule
+    assert schedule.range == pytest.approx((t_min, t_max), abs=5e-6)
+    assert schedule.alpha(torch.tensor(999)).item() == pytest.approx(alpha_end, rel=0.01)
+
+
+@pytest.mark.parametrize(("t", "index"), [(0.25, 97), (0.5, 258.1), (0.75, 475), (0.9, 658)], ids=str)
+def test_noise_levels_of_the_ddpm_schedule_are_not_at_999_t(t: float, index: float) -> None:
+    schedule = case_named("ddpm-linear").schedule
+    log_snr = torch.tensor(2 * math.log((1 - t) / t), dtype=torch.float64)
+    assert schedule.time(log_snr).item() == pytest.approx(index, abs=0.06 if t == 0.5 else 0.6)
+
+
+@each_case
+def test_range_is_the_noise_share_at_both_ends(case: Case) -> None:
+    expected = (case.common_time(0.0), case.common_time(case.schedule.end))
+    assert case.schedule.range == pytest.approx(expected, rel=1e-10, abs=1e-15)
+
+
+@each_case
+def test_time_inverts_log_snr_at_and_between_indices(case: Case) -> None:
+    time = _native(case.schedule, 1001)
+    found = case.schedule.time(case.schedule.log_snr(time))
+    # Near the end of the cosine the log-SNR itself is steep; times are exact to 1e-12 of the range.
+    torch.testing.assert_close(found, time, rtol=1e-11, atol=1e-11)
+
+
+@each_case
+def test_match_finds_the_native_time_of_the_common_path_s_noise_level(case: Case) -> None:
+    low, high = case.schedule.range
+    t = torch.linspace(low, high, 301, dtype=torch.float64)
+    a, s = case.alpha_sigma(case.schedule.match(t))
+    torch.testing.assert_close(s / (a + s), t, rtol=1e-10, atol=1e-12)
+
+
+@each_case
+def test_log_snr_falls_strictly(case: Case) -> None:
+    log_snr = case.schedule.log_snr(_native(case.schedule, 5000))
+    assert (log_snr.diff() < 0).all()
+
+
+@each_case
+def test_infinite_log_snr_gives_the_end_points(case: Case) -> None:
+    ends = case.schedule.time(torch.tensor([math.inf, -math.inf]))
+    assert ends.tolist() == [0.0, case.schedule.end]
+
+
+@each_case
+def test_log_snr_beyond_the_schedule_gives_the_nearer_end(case: Case) -> None:
+    ends = case.schedule.time(torch.tensor([200.0, -200.0], dtype=torch.float64))
+    torch.testing.assert_close(ends, torch.tensor([0.0, case.schedule.end]).double())
+
+
+@each_case
+def test_integer_times_give_float32_and_floats_keep_their_dtype(case: Case) -> None:
+    for method in (case.schedule.alpha, case.schedule.sigma, case.schedule.log_snr):
+        assert method(torch.tensor([0, 1])).dtype == torch.float32
+        assert method(torch.tensor([0.25, 1.0])).dtype == torch.float32
+        assert method(torch.tensor([0.25, 1.0], dtype=torch.float64)).dtype == torch.float64
+        assert method(torch.rand(2, 3, 1)).shape == (2, 3, 1)
+
+
+@each_case
+def test_signal_is_exactly_zero_only_where_the_definition_says(case: Case) -> None:
+    without_signal = case.name in ("linear", "cosine") or case.name.endswith("ztsnr")
+    end = torch.tensor(case.schedule.end, dtype=torch.float64)
+    assert (case.schedule.alpha(end).item() == 0) == without_signal
+    assert (case.schedule.range[1] == 1.0) == without_signal
+    assert case.schedule.alpha(end * (1 - 1e-9)) > 0
+
+
+@each_continuous
+def test_derivatives_are_those_of_the_path(case: Case) -> None:
+    time = _native(case.schedule)
+    expected = slopes(case.alpha_sigma, time)
+    torch.testing.assert_close(case.schedule.derivatives(time), expected)
+
+
+@each_discrete
+def test_discrete_schedules_refuse_a_time_derivative(case: Case) -> None:
+    with pytest.raises(HddmError, match="no time derivative"):
+        case.schedule.derivatives(torch.zeros(1, dtype=torch.float64))
+
+
+@each_case
+@pytest.mark.parametrize("beyond", [-0.001, 0.001, math.nan], ids=["below", "above", "nan"])
+def test_times_outside_the_schedule_are_refused(case: Case, beyond: float) -> None:
+    time = beyond if beyond < 0 else case.schedule.end + beyond
+    for method in (case.schedule.alpha, case.schedule.sigma, case.schedule.log_snr):
+        with pytest.raises(HddmError, match="native times"):
+            method(torch.tensor([0.5, time], dtype=torch.float64))
+
+
+@pytest.mark.parametrize(
+    "betas",
+    [
+        [0.1],
+        [],
+        [0.1, -0.1],
+        [0.0, 0.1],
+        [0.1, 1.0, 0.1],
+        [0.1, 1.1],
+        [0.1, math.nan],
+        [[0.1, 0.2]],
+    ],
+    ids=str,
+)
+def test_bad_betas_are_refused(betas: list[float]) -> None:
+    with pytest.raises(HddmError, match="betas must be"):
+        DiscreteSchedule(torch.tensor(betas))
+
+
+def test_equal_continuous_schedules_are_equal() -> None:
+    assert LinearSchedule() == LinearSchedule()
+    assert len({case.name for case in CASES}) == len(CASES) == 12

@@ -1,0 +1,160 @@
+"""Solvers against exact solutions, and DDIM as the Euler method of the converted velocity."""
+
+import math
+from collections.abc import Callable
+
+import diffusers
+import pytest
+import torch
+from torch import Tensor
+
+from hddm.sampling import SOLVERS, Solver, solver_named
+from hddm.utils.errors import HddmError
+from hddm.velocity import VelocityField
+from tests.cases import BETAS, BetaTable, Case, case_named, discrete_case
+from tests.oracles import GaussianMixture, OracleNetwork, relative_error
+
+SHARD = GaussianMixture.random(seed=0, modes=4, dim=8)
+ORDERS = [("euler", 1), ("heun", 2), ("adams-bashforth", 2)]
+
+
+def _swing(x: Tensor, t: Tensor) -> Tensor:
+    """dx/dt whose solution is x(t) = x(0) exp(sin 3t)."""
+    return 3 * torch.cos(3 * t) * x
+
+
+def _exact(start: float, stop: float, x: Tensor) -> Tensor:
+    return x * math.exp(math.sin(3 * stop) - math.sin(3 * start))
+
+
+def _even(steps: int) -> Tensor:
+    return torch.linspace(0, 1, steps + 1, dtype=torch.float64)
+
+
+def _alternating(steps: int) -> Tensor:
+    """Steps h, 3h, h, 3h, …: on a grid that is not smooth, wrong uneven weights cost an order."""
+    widths = torch.tensor([1.0, 3.0], dtype=torch.float64).repeat(steps // 2)
+    return torch.cat([torch.zeros(1).double(), widths.cumsum(0) / widths.sum()])
+
+
+def _shifted(steps: int) -> Tensor:
+    return 3 * _even(steps) / (1 + 2 * _even(steps))
+
+
+@pytest.mark.parametrize(("name", "order"), ORDERS)
+@pytest.mark.parametrize("grid", [_even, _alternating, _shifted], ids=lambda g: g.__name__[1:])
+@pytest.mark.parametrize("downwards", [False, True], ids=["up", "down"])
+def test_error_falls_with_the_order_of_the_solver(
+    name: str, order: int, grid: Callable[[int], Tensor], downwards: bool
+) -> None:
+    x = torch.ones(1, dtype=torch.float64)
+    errors = []
+    for steps in (64, 128, 256, 512):
+        times = grid(steps).flip(0) if downwards else grid(steps)
+        found = solver_named(name)(_swing, x, times)
+        errors.append((found - _exact(times[0].item(), times[-1].item(), x)).abs().item())
+    slopes = torch.tensor(errors).log2().diff()
+    assert slopes[-1].item() == pytest.approx(-order, abs=0.1)
+
+
+@pytest.mark.parametrize("solver", SOLVERS.values(), ids=SOLVERS)
+def test_a_straight_path_is_exact_in_one_step(solver: Solver) -> None:
+    x, slope = torch.randn(2, 3, generator=torch.Generator().manual_seed(0)).double()
+    times = torch.tensor([1.0, 0.7, 0.0], dtype=torch.float64)
+    for grid in (times, times[[0, 2]]):
+        torch.testing.assert_close(solver(lambda x, t: slope, x, grid), x - slope)
+
+
+@pytest.mark.parametrize(("name", "calls"), [("euler", 7), ("heun", 14), ("adams-bashforth", 7)])
+def test_calls_a_step(name: str, calls: int) -> None:
+    seen: list[Tensor] = []
+    solver_named(name)(lambda x, t: seen.append(t) or x, torch.ones(2), _even(7).flip(0))
+    assert len(seen) == calls
+    assert all(t.shape == () and t.dtype == torch.float64 for t in seen)
+
+
+@pytest.mark.parametrize("solver", SOLVERS.values(), ids=SOLVERS)
+def test_state_keeps_its_dtype_and_the_input_is_left_alone(solver: Solver) -> None:
+    x = torch.ones(3)
+    assert solver(lambda x, t: x, x, _even(4)).dtype == torch.float32
+    assert torch.equal(x, torch.ones(3))
+
+
+def test_an_unknown_solver_is_refused_with_those_that_exist() -> None:
+    with pytest.raises(HddmError, match="euler, heun, adams-bashforth"):
+        solver_named("dpm++")
+
+
+def _ddim(network: OracleNetwork, y: Tensor, index: list[int], table: BetaTable, to_data: bool) -> Tensor:
+    """DDIM with eta = 0 (arXiv:2010.02502, equation 12) over the timesteps ``index``."""
+    a, s = table(torch.tensor(index, dtype=torch.float64))
+    if to_data:
+        a, s = torch.cat([a, torch.ones(1)]), torch.cat([s, torch.zeros(1)])
+    for i, now in enumerate(index[: len(a) - 1]):
+        eps = network(y, torch.full((len(y),), now, dtype=torch.float64))
+        y = a[i + 1] * (y - s[i] * eps) / a[i] + s[i + 1] * eps
+    return y
+
+
+def _euler_on_matched_grid(
+    case: Case, y: Tensor, index: list[int], to_data: bool, prediction_type: str = "epsilon"
+) -> Tensor:
+    network = OracleNetwork(SHARD, case.alpha_sigma, prediction_type)
+    field = VelocityField(network, case.schedule, prediction_type)
+    a, s = case.alpha_sigma(torch.tensor(index, dtype=torch.float64))
+    times = s / (a + s)
+    if to_data:
+        times = torch.cat([times, torch.zeros(1)])
+    x = solver_named("euler")(lambda x, t: field.velocity(x, t.expand(len(x))), y / (a[0] + s[0]), times)
+    return x if to_data else x * (a[-1] + s[-1])
+
+
+def _noise() -> Tensor:
+    return torch.randn(16, 8, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+
+
+@pytest.mark.parametrize("name", ["ddpm-linear", "sd-scaled-linear", "squaredcos-cap-v2"])
+@pytest.mark.parametrize("to_data", [True, False], ids=["to data", "to the first index"])
+def test_ddim_on_the_expert_s_grid_is_euler_on_the_matched_grid(name: str, to_data: bool) -> None:
+    case = case_named(name)
+    index = list(range(980, -1, -20))
+    network = OracleNetwork(SHARD, case.alpha_sigma, "epsilon")
+    expected = _ddim(network, _noise(), index, case.alpha_sigma, to_data)
+    found = _euler_on_matched_grid(case, _noise(), index, to_data)
+    assert relative_error(found, expected) < 1e-9
+
+
+@pytest.mark.parametrize("name", ["ddpm-linear", "sd-scaled-linear"])
+@pytest.mark.parametrize("prediction_type", ["epsilon", "sample", "v_prediction"])
+@pytest.mark.parametrize("set_alpha_to_one", [True, False])
+@pytest.mark.parametrize(
+    ("tables", "tolerance"), [(torch.float64, 1e-9), (torch.float32, 1e-3)], ids=["f64", "f32"]
+)
+def test_diffusers_ddim_is_euler_on_the_matched_grid(
+    name: str,
+    prediction_type: str,
+    set_alpha_to_one: bool,
+    tables: torch.dtype,
+    tolerance: float,
+) -> None:
+    case = discrete_case(name, rescaled=False)
+    scheduler = diffusers.DDIMScheduler(
+        **BETAS[name],
+        prediction_type=prediction_type,
+        clip_sample=False,
+        set_alpha_to_one=set_alpha_to_one,
+    )
+    if tables == torch.float64:
+        # diffusers multiplies up its table in float32; the same betas, multiplied in float64.
+        scheduler.alphas_cumprod = (1 - scheduler.betas.double()).cumprod(0)
+        last = torch.ones(()).double() if set_alpha_to_one else scheduler.alphas_cumprod[0]
+        scheduler.final_alpha_cumprod = last
+    scheduler.set_timesteps(50)
+    network = OracleNetwork(SHARD, case.alpha_sigma, prediction_type)
+    y = _noise()
+    for step in scheduler.timesteps:
+        output = network(y, step.expand(len(y)))
+        y = scheduler.step(output, step, y, eta=0.0).prev_sample
+    index = scheduler.timesteps.tolist()
+    found = _euler_on_matched_grid(case, _noise(), index, set_alpha_to_one, prediction_type)
+    assert relative_error(found, y) < tolerance

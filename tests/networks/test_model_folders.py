@@ -1,0 +1,144 @@
+"""Network folders: read whole, as written, or refused by name."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from hddm.networks.folders import WEIGHTS, read_network, unread_network
+from hddm.networks.identity import size_config
+from hddm.networks.transformers import ExpertTransformer, RouterTransformer
+from hddm.utils.errors import HddmError
+from tests.artefacts import edit_json
+
+
+@pytest.fixture
+def network() -> ExpertTransformer:
+    torch.manual_seed(0)
+    return ExpertTransformer(sample_size=4, in_channels=1, **size_config("tiny"))
+
+
+@pytest.fixture
+def folder(network: ExpertTransformer, tmp_path: Path) -> Path:
+    network.save_pretrained(tmp_path)
+    return tmp_path
+
+
+def _refusal(folder: Path) -> str:
+    with pytest.raises(HddmError) as caught:
+        read_network(folder, [ExpertTransformer], torch.float32)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_what_is_read_is_what_was_written(network: ExpertTransformer, folder: Path) -> None:
+    again = read_network(folder, [ExpertTransformer], torch.float32)
+    assert dict(again.config) == {k: v for k, v in network.config.items() if not k.startswith("_")}
+    for key, value in network.state_dict().items():
+        assert torch.equal(again.state_dict()[key], value)
+    assert not again.training
+    assert not any(parameter.requires_grad for parameter in again.parameters())
+
+
+def test_half_precision_weights_are_cast_to_what_was_asked(network: ExpertTransformer, folder: Path) -> None:
+    network.half().save_pretrained(folder)
+    again = read_network(folder, [ExpertTransformer], torch.float64)
+    for key, value in network.state_dict().items():
+        assert torch.equal(again.state_dict()[key], value.double())
+
+
+def test_every_tensor_that_does_not_fit_is_named(folder: Path) -> None:
+    weights = load_file(folder / WEIGHTS)
+    del weights["patch_embed.bias"]
+    weights["pos_embed"] = weights["pos_embed"][:, :3].contiguous()
+    weights["stray"] = torch.zeros(2, 3)
+    save_file(weights, folder / WEIGHTS)
+    message = _refusal(folder)
+    assert str(folder / WEIGHTS) in message
+    assert "missing patch_embed.bias (32,)" in message
+    assert "pos_embed is (1, 3, 32), not (1, 4, 32)" in message
+    assert "left over stray (2, 3)" in message
+    assert message.count(";") == 2
+
+
+def test_an_unknown_config_key_is_named_with_the_nearest(folder: Path) -> None:
+    edit_json(folder / "config.json", hidden_sise=32)
+    assert "config.json: ExpertTransformer has no key 'hidden_sise'; did you mean 'hidden_size'?" in _refusal(
+        folder
+    )
+
+
+def test_a_module_path_in_a_config_is_refused(folder: Path) -> None:
+    edit_json(folder / "config.json", auto_map={"AutoModel": "evil.Model"})
+    assert "'auto_map'" in _refusal(folder)
+
+
+def test_a_folder_of_another_class_is_refused(folder: Path) -> None:
+    with pytest.raises(HddmError, match="holds a ExpertTransformer, not a RouterTransformer"):
+        read_network(folder, [RouterTransformer], torch.float32)
+
+
+@pytest.mark.parametrize("name", ["config.json", WEIGHTS])
+def test_a_missing_file_is_named(name: str, folder: Path) -> None:
+    (folder / name).unlink()
+    assert f"{folder / name}: no such file" in _refusal(folder)
+
+
+def test_a_truncated_weights_file_is_named(folder: Path) -> None:
+    content = (folder / WEIGHTS).read_bytes()
+    (folder / WEIGHTS).write_bytes(content[:-100])
+    assert f"{folder / WEIGHTS}: cannot be read as safetensors" in _refusal(folder)
+
+
+def test_a_pickle_in_safetensors_clothing_is_refused(network: ExpertTransformer, folder: Path) -> None:
+    torch.save(network.state_dict(), folder / WEIGHTS)
+    assert "cannot be read as safetensors" in _refusal(folder)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"hidden_size": "wide"},
+        {"patch_size": 0},
+        {"num_heads": 0},
+        {"num_heads": 3},
+        {"sample_size": [4, 4]},
+        {"depth": None},
+    ],
+    ids=str,
+)
+def test_a_config_that_makes_no_network_is_refused(change: dict[str, object], folder: Path) -> None:
+    edit_json(folder / "config.json", **change)
+    assert f"{folder / 'config.json'}: no network can be built from it" in _refusal(folder)
+
+
+def test_a_declared_size_takes_no_memory_before_it_is_compared(folder: Path) -> None:
+    """Ten terabytes of positions: the file's own shapes refuse them first."""
+    edit_json(folder / "config.json", sample_size=600_000)
+    assert "pos_embed is (1, 4, 32), not (1, 90000000000, 32)" in _refusal(folder)
+
+
+def test_a_depth_beyond_the_tensors_there_is_refused_before_anything_is_built(folder: Path) -> None:
+    edit_json(folder / "config.json", depth=10**9)
+    assert "depth is 1000000000, and there are" in _refusal(folder)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_that_are_not_finite_are_refused_by_name(value: float, folder: Path) -> None:
+    weights = load_file(folder / WEIGHTS)
+    weights["final_layer.linear.bias"][1] = value
+    save_file(weights, folder / WEIGHTS)
+    assert "'final_layer.linear.bias' holds NaN or Inf" in _refusal(folder)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+def test_weights_of_another_dtype_are_cast_into_one_block_of_memory(
+    flow_expert: Path, dtype: torch.dtype
+) -> None:
+    stored = load_file(flow_expert / "diffusion_pytorch_model.safetensors")
+    read = unread_network(flow_expert, [ExpertTransformer]).read(dtype)
+    assert all(torch.equal(read[key], value.to(dtype)) for key, value in stored.items())
+    assert read.keys() == stored.keys()
+    assert len({value.untyped_storage().data_ptr() for value in read.values()}) == 1
+    assert all(value.data_ptr() % 64 == 0 for value in read.values())

@@ -1,0 +1,373 @@
+"""The networks: sizes, shapes, initial values and what depends on what."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from hddm.networks.identity import SIZES, size_config
+from hddm.networks.layers import PatchEmbedding, TimeEmbedding, add_gated, attend, modulate, sinusoid
+from hddm.networks.transformers import ExpertTransformer, RouterTransformer
+from hddm.utils.errors import HddmError
+
+TINY = {"sample_size": 8, "in_channels": 3, **size_config("tiny")}
+X = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+T = torch.tensor([3.0, 700.0])
+TEXT = torch.randn(2, 5, 12, generator=torch.Generator().manual_seed(1))
+
+
+def _awake(network: torch.nn.Module) -> torch.nn.Module:
+    """``network`` with random numbers where initialisation puts zeros."""
+    noise = torch.Generator().manual_seed(2)
+    for parameter in network.parameters():
+        parameter.data = 0.1 * torch.randn(parameter.shape, generator=noise)
+    return network
+
+
+def _millions(network: torch.nn.Module) -> float:
+    return sum(parameter.numel() for parameter in network.parameters()) / 1e6
+
+
+def test_the_papers_expert_has_605_97_million_parameters() -> None:
+    with torch.device("meta"):
+        network = ExpertTransformer(text_dim=768, **size_config("XL/2"))
+    assert _millions(network) == pytest.approx(605.97, abs=0.01)
+
+
+def test_the_papers_router_has_129_14_million_parameters() -> None:
+    with torch.device("meta"):
+        network = RouterTransformer(num_experts=8, **size_config("B/2"))
+    assert _millions(network) == pytest.approx(129.14, abs=0.01)
+
+
+# Peebles & Xie 2022, table 1.
+@pytest.mark.parametrize(
+    ("letter", "depth", "width", "heads"),
+    [("S", 12, 384, 6), ("B", 12, 768, 12), ("L", 24, 1024, 16), ("XL", 28, 1152, 16)],
+)
+@pytest.mark.parametrize("patch", [2, 4, 8])
+def test_named_sizes_are_dits(letter: str, depth: int, width: int, heads: int, patch: int) -> None:
+    assert size_config(f"{letter}/{patch}") == {
+        "depth": depth,
+        "hidden_size": width,
+        "num_heads": heads,
+        "patch_size": patch,
+    }
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_every_named_size_runs_and_keeps_the_shape(size: str) -> None:
+    with torch.device("meta"):
+        network = ExpertTransformer(sample_size=16, in_channels=4, **size_config(size))
+        assert network(torch.zeros(2, 4, 16, 16), torch.zeros(2)).shape == (2, 4, 16, 16)
+
+
+def test_an_unknown_size_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(HddmError, match=r"'huge'.*tiny, small.*XL/8"):
+        size_config("huge")
+
+
+@pytest.mark.parametrize(
+    ("kind", "conditions"),
+    [
+        ({}, {}),
+        ({"num_classes": 4}, {"class_labels": torch.tensor([0, 4])}),
+        ({"text_dim": 12}, {"encoder_hidden_states": TEXT}),
+    ],
+    ids=["plain", "classes", "text"],
+)
+def test_an_expert_keeps_the_shape_and_starts_at_zero(
+    kind: dict[str, int], conditions: dict[str, Tensor]
+) -> None:
+    network = ExpertTransformer(**TINY, **kind)
+    assert torch.equal(network(X, T, **conditions), torch.zeros_like(X))
+    output = _awake(network)(X, T, **conditions)
+    assert output.shape == X.shape
+    assert output.std() > 0
+
+
+@torch.no_grad()
+def test_time_class_and_text_each_change_the_output() -> None:
+    network = _awake(ExpertTransformer(**TINY, num_classes=4, text_dim=12))
+    labels = torch.tensor([0, 1])
+    output = network(X, T, labels, TEXT)
+    for changed in (
+        network(X, T + 50, labels, TEXT),
+        network(X, T, torch.tensor([4, 4]), TEXT),
+        network(X, T, labels, TEXT.flip(0)),
+    ):
+        assert ((changed - output).abs().amax((1, 2, 3)) > 1e-4).all()
+
+
+@torch.no_grad()
+def test_samples_of_a_batch_do_not_mix() -> None:
+    network = _awake(ExpertTransformer(**TINY))
+    together = network(X, T)
+    alone = torch.cat([network(X[i : i + 1], T[i : i + 1]) for i in range(2)])
+    torch.testing.assert_close(together, alone, rtol=1e-4, atol=1e-5)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("row", "column"), [(0, 0), (1, 6), (5, 2), (7, 7)])
+def test_a_patch_of_the_output_lies_where_its_input_does(row: int, column: int) -> None:
+    """Without blocks nothing mixes patches: a changed pixel may change its own patch only."""
+    network = _awake(ExpertTransformer(**{**TINY, "depth": 0}))
+    poked = X.clone()
+    poked[:, 1, row, column] += 1
+    changed = (network(poked, T) - network(X, T)).abs().amax((0, 1)) > 0
+    patch = torch.zeros(8, 8, dtype=torch.bool)
+    patch[row // 2 * 2 : row // 2 * 2 + 2, column // 2 * 2 : column // 2 * 2 + 2] = True
+    assert torch.equal(changed, patch)
+
+
+def test_a_patch_is_laid_out_by_row_then_column_then_channel() -> None:
+    network = ExpertTransformer(**TINY)
+    network.final_layer.linear.bias.data = torch.arange(12.0)
+    output = network(X, T)
+    for row in range(8):
+        for column in range(8):
+            first = 3 * (2 * (row % 2) + column % 2)
+            assert output[0, :, row, column].tolist() == [first, first + 1, first + 2]
+
+
+@torch.no_grad()
+def test_attention_lets_every_patch_see_every_other() -> None:
+    network = _awake(ExpertTransformer(**TINY))
+    poked = X.clone()
+    poked[:, :, 0, 0] += 1
+    assert ((network(poked, T) - network(X, T)).abs() > 0).all()
+
+
+@torch.no_grad()
+def test_equal_patches_are_told_apart_by_their_place() -> None:
+    output = _awake(ExpertTransformer(**TINY))(torch.zeros_like(X), T)
+    patches = output.unfold(2, 2, 2).unfold(3, 2, 2).permute(0, 2, 3, 1, 4, 5).flatten(3).flatten(1, 2)
+    assert torch.pdist(patches[0]).min() > 1e-4
+
+
+def test_time_embeds_as_cosines_then_sines() -> None:
+    times = torch.tensor([0.0, 1.0, 987.17], dtype=torch.float64)
+    angles = times.numpy()[:, None] * 10000.0 ** (-np.arange(4) / 4)
+    expected = np.concatenate([np.cos(angles), np.sin(angles)], axis=1)
+    np.testing.assert_allclose(sinusoid(times, 8, torch.float64), expected, rtol=0, atol=1e-12)
+
+
+def test_near_times_stay_apart_in_a_bfloat16_network() -> None:
+    times = torch.tensor([987.17, 988.49])
+    angles = sinusoid(times, 256, torch.bfloat16)
+    # Rounded once, at the end: by at most 1/256.
+    error = angles.double() - sinusoid(times.double(), 256, torch.float64)
+    assert error.abs().max() <= 1 / 256
+    near = _awake(TimeEmbedding(32)).bfloat16()(times)
+    assert near.dtype == torch.bfloat16
+    assert not torch.equal(near[0], near[1])
+
+
+def test_an_untrained_router_finds_all_shards_equally_probable() -> None:
+    network = RouterTransformer(num_experts=5, **TINY)
+    probabilities = network(X, T).softmax(1)
+    torch.testing.assert_close(probabilities, torch.full((2, 5), 0.2))
+
+
+@torch.no_grad()
+def test_a_router_reads_the_whole_image_and_the_time() -> None:
+    network = _awake(RouterTransformer(num_experts=5, **TINY))
+    logits = network(X, T)
+    assert logits.shape == (2, 5)
+    poked = X.clone()
+    poked[:, :, 7, 0] += 1
+    assert not torch.equal(network(poked, T), logits)
+    assert not torch.equal(network(X, T + 50), logits)
+    assert math.isfinite(logits.sum().item())
+
+
+def test_heads_that_do_not_divide_the_width_are_refused() -> None:
+    with pytest.raises(HddmError, match=r"32.*5 heads"):
+        ExpertTransformer(**{**TINY, "num_heads": 5})
+
+
+def test_dit_xl_2_has_675_million_parameters() -> None:
+    """Peebles & Xie 2022, table 4; the positions, which are no parameters there, are counted here."""
+    with torch.device("meta"):
+        network = ExpertTransformer(
+            modulation="zero", num_classes=1000, out_channels=8, **size_config("XL/2")
+        )
+    assert round(_millions(network)) == 675
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        {"modulation": "zero"},
+        {"modulation_rank": 3},
+        {"modulation_rank": 32},
+        {"final_modulation": "linear"},
+        {"out_channels": 6},
+    ],
+    ids=str,
+)
+@torch.no_grad()
+def test_every_modulation_starts_at_zero_and_reads_time_class_and_text(kind: dict[str, Any]) -> None:
+    network = ExpertTransformer(**TINY, **kind, num_classes=4, text_dim=12)
+    labels = torch.tensor([0, 1])
+    output = network(X, T, labels, TEXT)
+    assert torch.equal(output, torch.zeros(2, kind.get("out_channels", 3), 8, 8))
+    output = _awake(network)(X, T, labels, TEXT)
+    for changed in (
+        network(X, T + 50, labels, TEXT),
+        network(X, T, labels.flip(0), TEXT),
+        network(X, T, labels, TEXT.flip(0)),
+    ):
+        assert ((changed - output).abs().amax((1, 2, 3)) > 1e-4).all()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("rank", [3, 32])
+def test_a_fresh_residual_changes_nothing_until_it_is_trained(rank: int) -> None:
+    plain = _awake(ExpertTransformer(**TINY))
+    network = ExpertTransformer(**TINY, modulation_rank=rank)
+    left_out = network.load_state_dict(plain.state_dict(), strict=False)
+    assert all(".residual." in key for key in left_out.missing_keys)
+    torch.testing.assert_close(network(X, T), plain(X, T))
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ({"modulation": "ada"}, r"unknown modulation 'ada'.*single, zero"),
+        ({"final_modulation": "none"}, r"unknown final_modulation 'none'.*table, linear"),
+        ({"modulation_rank": 33}, r"modulation_rank is 33.*32"),
+        ({"modulation_rank": -1}, r"modulation_rank is -1"),
+        ({"modulation": "zero", "modulation_rank": 2}, r"'zero' have no residual"),
+    ],
+    ids=str,
+)
+def test_modulations_that_do_not_exist_are_refused(kind: dict[str, Any], message: str) -> None:
+    with pytest.raises(HddmError, match=message):
+        ExpertTransformer(**TINY, **kind)
+
+
+def _trained(network: torch.nn.Module, conditions: dict[str, Tensor]) -> tuple[dict[str, Tensor], int]:
+    """Gradients of all parameters, and how often the first block ran."""
+    runs = 0
+
+    def count(*_: object) -> None:
+        nonlocal runs
+        runs += 1
+
+    handle = network.layers[0].attn.register_forward_hook(count)
+    network.zero_grad()
+    network(X, T, **conditions).square().mean().backward()
+    handle.remove()
+    return {name: p.grad.clone() for name, p in network.named_parameters() if p.grad is not None}, runs
+
+
+@pytest.mark.parametrize(
+    ("make", "conditions"),
+    [
+        (lambda: ExpertTransformer(**TINY), {}),
+        (
+            lambda: ExpertTransformer(**TINY, num_classes=4, text_dim=12, modulation="zero"),
+            {"class_labels": torch.tensor([0, 4]), "encoder_hidden_states": TEXT},
+        ),
+        (lambda: RouterTransformer(num_experts=5, **TINY), {}),
+    ],
+    ids=["expert", "expert with text", "router"],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_checkpointed_blocks_run_twice_and_give_the_same_gradients(
+    make: Callable[[], torch.nn.Module], conditions: dict[str, Tensor], dtype: torch.dtype
+) -> None:
+    network = _awake(make())
+    with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
+        plain, once = _trained(network, conditions)
+        network.enable_gradient_checkpointing()
+        checkpointed, twice = _trained(network, conditions)
+        network.disable_gradient_checkpointing()
+        assert (once, twice, _trained(network, conditions)[1]) == (1, 2, 1)
+    assert plain.keys() == checkpointed.keys()
+    assert all(torch.equal(plain[name], checkpointed[name]) for name in plain)
+
+
+def test_checkpointed_blocks_keep_their_input_alone() -> None:
+    def kept(network: torch.nn.Module) -> int:
+        sizes: dict[int, int] = {}
+
+        def keep(value: Tensor) -> Tensor:
+            sizes[value.data_ptr()] = value.untyped_storage().nbytes()
+            return value
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda value: value):
+            network(X, T).sum().backward()
+        return sum(sizes.values())
+
+    network = ExpertTransformer(**{**TINY, "depth": 6})
+    before = kept(network)
+    network.enable_gradient_checkpointing()
+    assert kept(network) < before / 2
+
+
+def test_patches_are_embedded_as_the_convolution_does_token_by_token_in_memory() -> None:
+    embed = PatchEmbedding(3, 32, 2)
+    _awake(embed)
+    tokens = embed(X)
+    expected = F.conv2d(X, embed.weight, embed.bias, stride=2).flatten(2).transpose(1, 2)
+    torch.testing.assert_close(tokens, expected)
+    assert tokens.is_contiguous()
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(16, 16), (7, 33)])
+@pytest.mark.parametrize("scale", [1, 6], ids=["even", "sharp"])
+def test_attention_in_bfloat16_has_the_gradient_of_its_definition(
+    queries: int, keys: int, scale: float
+) -> None:
+    noise = torch.Generator().manual_seed(3)
+    q, k, v = (torch.randn(2, 3, n, 8, generator=noise) for n in (queries, keys, keys))
+    inputs = [x.bfloat16() for x in (scale * q, k, v)]
+    upstream = torch.randn(q.shape, generator=noise).bfloat16()
+
+    def gradients(attention: Callable[..., Tensor], dtype: torch.dtype) -> tuple[Tensor, ...]:
+        leaves = [x.to(dtype).requires_grad_() for x in inputs]
+        return torch.autograd.grad(attention(*leaves), leaves, upstream.to(dtype))
+
+    def definition(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return (q @ k.transpose(-1, -2) / 8**0.5).softmax(-1) @ v
+
+    exact = gradients(definition, torch.float64)
+    for ours, theirs, truth in zip(
+        gradients(attend, torch.bfloat16),
+        gradients(F.scaled_dot_product_attention, torch.bfloat16),
+        exact,
+        strict=True,
+    ):
+        error, usual = ((x.double() - truth).norm() / truth.norm() for x in (ours, theirs))
+        assert error < 0.01
+        assert error < 2 * usual
+
+
+def test_attention_looks_the_same_with_and_without_gradients() -> None:
+    q = torch.randn(2, 3, 16, 8).bfloat16()
+    with torch.no_grad():
+        plain = attend(q, q, q)
+    assert torch.equal(attend(q.requires_grad_(), q, q), plain)
+
+
+@pytest.mark.parametrize("trained", [(True, True, True), (False, True, False), (True, False, True)])
+def test_modulation_and_gates_have_the_gradients_of_their_definitions(trained: tuple[bool, ...]) -> None:
+    noise = torch.Generator().manual_seed(4)
+    shapes = ((2, 5, 8), (2, 1, 8), (2, 1, 8)), ((2, 5, 8), (2, 1, 8), (2, 5, 8))
+    for function, shape in zip((modulate, add_gated), shapes, strict=True):
+        values = [torch.randn(s, generator=noise, dtype=torch.float64) for s in shape]
+        for value, wanted in zip(values, trained, strict=True):
+            value.requires_grad_(wanted)
+        assert torch.autograd.gradcheck(function, values)
+        assert torch.autograd.gradgradcheck(function, values)
+    x, shift, scale = (torch.randn(s, generator=noise) for s in shapes[0])
+    torch.testing.assert_close(modulate(x, shift, scale), x * (1 + scale) + shift)
+    branch = x.flip(0)
+    torch.testing.assert_close(add_gated(x, scale, branch), x + scale * branch)

@@ -1,0 +1,371 @@
+"""Experts that come and go: the same images, no more memory than asked for, nothing read in vain."""
+
+import threading
+import time
+import weakref
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+import hddm
+from hddm.ensemble import Ensemble
+from hddm.experts.expert_set import ExpertSet
+from hddm.experts.records import UnreadExpert
+from hddm.networks.folders import Unread
+from hddm.networks.offload import Offload, Shelf, StoredNetwork, bring
+from hddm.pipelines.pipeline import HDDMPipeline
+from hddm.utils.errors import HddmError
+from hddm.utils.weights import read_safetensors
+from tests.artefacts import copied, seal
+from tests.ensemble_files import WEIGHTS, flow_expert, write_ensemble
+
+NUM = 4
+STEPS = 4
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Four experts of the same size behind a router that uses them all."""
+    experts = [flow_expert(seed) for seed in range(NUM)]
+    return write_ensemble(tmp_path_factory.mktemp("offload"), experts)
+
+
+def _loaded(
+    folder: Path, offload: Offload = "none", max_memory: int | None = None, dtype: torch.dtype = torch.float32
+) -> Ensemble:
+    model = hddm.load(folder, dtype, offload=offload, max_memory=max_memory)
+    assert isinstance(model, Ensemble)
+    return model
+
+
+def _networks(model: Ensemble) -> list[StoredNetwork]:
+    networks = [field.network for field in model.experts]
+    assert all(isinstance(network, StoredNetwork) for network in networks)
+    return networks  # type: ignore[return-value]
+
+
+def _present(networks: Sequence[StoredNetwork]) -> list[int]:
+    """Those whose weights are really there."""
+    return [k for k, one in enumerate(networks) if not any(p.is_meta for p in one.network.parameters())]
+
+
+def _sampled(model: Ensemble, **options: object) -> Tensor:
+    return hddm.sample(model, 5, 1, STEPS, **options)  # type: ignore[arg-type]
+
+
+def _router_bytes(folder: Path) -> int:
+    return sum(t.numel() * 4 for t in read_safetensors(folder / "router" / WEIGHTS).values())
+
+
+@pytest.mark.parametrize("strategy", ["full", "top-1", "draw"])
+def test_images_are_the_same_bit_for_bit_wherever_weights_wait(folder: Path, strategy: str) -> None:
+    plain = _sampled(_loaded(folder), strategy=strategy)
+    size = _networks(_loaded(folder))[0].size
+    modes: list[tuple[Offload, int | None]] = [("ram", None), ("disk", None)]
+    modes += [("disk", _router_bytes(folder) + room * size) for room in (1, 3)]
+    for mode, limit in modes:
+        model = _loaded(folder, mode, limit)
+        for _ in range(2):
+            assert torch.equal(_sampled(model, strategy=strategy), plain)
+
+
+def test_loading_reads_no_weights_of_experts(folder: Path, tmp_path: Path) -> None:
+    own = copied(folder, tmp_path)
+    model = _loaded(own)
+    assert _present(_networks(model)) == []
+    _sampled(model, expert=2)
+    assert _present(_networks(model)) == [2]
+
+
+@pytest.mark.parametrize("mode", ["none", "ram", "disk"])
+def test_experts_that_nobody_chose_need_no_file(folder: Path, tmp_path: Path, mode: Offload) -> None:
+    own = copied(folder, tmp_path)
+    model, whole = _loaded(own, mode), _loaded(folder)
+    model.router = whole.router = lambda x, t: torch.tensor([[0.0, 0.6, 0.4, 0.0]]).expand(len(x), -1)
+    model.strategy = whole.strategy = "full"
+    for k in (0, 3):
+        (own / "experts" / str(k) / WEIGHTS).unlink()
+    assert torch.equal(_sampled(model), _sampled(whole))
+    assert torch.equal(_sampled(model, expert=1), _sampled(whole, expert=1))
+    with pytest.raises(HddmError, match=f"experts/3/{WEIGHTS}"):
+        _sampled(model, expert=3)
+
+
+def test_weights_that_are_not_finite_are_refused_when_they_are_read(folder: Path, tmp_path: Path) -> None:
+    own = write_ensemble(tmp_path, [flow_expert(0), flow_expert(9)])
+    broken = own / "experts" / "1" / WEIGHTS
+    tensors = load_file(broken)
+    next(iter(tensors.values()))[0] = torch.nan
+    broken.unlink()
+    save_file(tensors, broken)
+    seal(broken.parent)
+    model = _loaded(own, "disk")
+    assert _sampled(model, expert=0).isfinite().all()
+    with pytest.raises(HddmError, match=rf"experts/1/{WEIGHTS}.*NaN or Inf"):
+        _sampled(model, expert=1)
+
+
+@pytest.mark.parametrize("mode", ["ram", "disk"])
+@pytest.mark.parametrize("room", [1, 2, 3])
+def test_no_more_is_on_the_device_than_the_limit_allows(folder: Path, mode: Offload, room: int) -> None:
+    networks = _networks(_loaded(folder))
+    model = _loaded(folder, mode, _router_bytes(folder) + room * networks[0].size + 100)
+    networks, most = _networks(model), []
+    for network in networks:
+        network.network.register_forward_pre_hook(lambda *_: most.append(len(_present(networks))))
+    _sampled(model, strategy="full")
+    assert len(most) == NUM * STEPS
+    assert max(most) <= room
+    assert len(_present(networks)) <= room
+
+
+def test_by_default_the_two_largest_fit_and_without_offload_all_stay(folder: Path) -> None:
+    for mode, left in (("ram", 2), ("disk", 2), ("none", NUM)):
+        model = _loaded(folder, mode)  # type: ignore[arg-type]
+        _sampled(model, strategy="full")
+        assert len(_present(_networks(model))) == left
+
+
+class Scales:
+    """Experts whose weights are weighed for as long as anything holds them."""
+
+    def __init__(self) -> None:
+        self.alive: list[weakref.ref[np.ndarray]] = []
+        self.most = 0
+        self.reads: list[int] = []
+
+    def expert(self, seed: int, **network: int) -> UnreadExpert:
+        expert = flow_expert(seed, **network)
+        stored = {name: value.numpy() for name, value in expert.network.state_dict().items()}
+
+        def read(dtype: torch.dtype) -> dict[str, Tensor]:
+            self.reads.append(seed)
+            fresh = {name: array.copy() for name, array in stored.items()}
+            self.alive += map(weakref.ref, fresh.values())
+            self.most = max(self.most, self.held())
+            return {name: torch.from_numpy(array) for name, array in fresh.items()}
+
+        return UnreadExpert(Path(), Unread(expert.network, read), expert.facts)
+
+    def held(self) -> int:
+        arrays = [one() for one in self.alive]
+        return sum(array.nbytes for array in arrays if array is not None)
+
+
+def test_eight_experts_never_take_the_memory_of_three() -> None:
+    scales = Scales()
+    experts = [scales.expert(seed, hidden_size=128, depth=2, num_heads=2) for seed in range(8)]
+    held = ExpertSet(experts, shelf=Shelf("disk"))
+    size = held.stored[0].size
+    assert size > 2e6
+    model = Ensemble(held.fields(), lambda x, t: torch.full((len(x), 8), 1 / 8), "full")
+    _sampled(model)
+    assert size < scales.most < 3 * size
+    assert scales.held() <= 2 * size
+
+
+def test_a_limit_of_one_expert_holds_from_the_first_call_on() -> None:
+    scales = Scales()
+    experts = [scales.expert(seed) for seed in range(3)]
+    held = ExpertSet(experts, shelf=Shelf("disk", ExpertSet(experts).stored[0].size))
+    model = Ensemble(held.fields(), lambda x, t: torch.full((len(x), 3), 1 / 3), "full")
+    _sampled(model)
+    assert scales.most == held.stored[0].size
+    # The last of a step is the first of the next.
+    assert len(scales.reads) == 3 + 2 * (STEPS - 1)
+
+
+def test_what_is_fetched_ahead_sends_away_what_is_not_wanted_first() -> None:
+    scales = Scales()
+    held = ExpertSet([scales.expert(seed) for seed in range(3)], shelf=Shelf("disk"))
+    table = {1.0: [0.5, 0.5, 0.0], 0.75: [0.5, 0.0, 0.5], 0.5: [0.5, 0.5, 0.0], 0.25: [0.5, 0.0, 0.5]}
+    model = Ensemble(held.fields(), lambda x, t: torch.tensor([table[float(t[0])]] * len(x)), "full")
+    _sampled(model)
+    # Expert 0 is wanted in every step, and there is room for another one.
+    assert scales.reads[:2] in ([0, 1], [1, 0])
+    assert scales.reads[2:] == [2, 1, 2]
+
+
+def test_a_dtype_that_makes_experts_larger_than_the_limit_is_refused() -> None:
+    held = ExpertSet([flow_expert(0).unread(), flow_expert(1).unread()])
+    size = held.stored[0].size
+    held.offload("ram", 2 * size - 1)
+    held.shelf.bring(held.stored[0])
+    held.to(torch.float64)
+    with pytest.raises(HddmError, match=r"its weights take .* --max-memory leaves"):
+        held.shelf.bring(held.stored[0])
+    held.offload("ram")
+    held.shelf.bring(held.stored[0])
+    held.shelf.prefetch(held.stored[1])
+    assert held.shelf.is_present(held.stored[1])
+
+
+def test_the_least_recently_used_leaves_first() -> None:
+    experts = [flow_expert(seed).unread() for seed in range(NUM)]
+    held = ExpertSet(experts, shelf=Shelf("ram", 2 * 10**9))
+    held.offload("ram", 3 * held.stored[0].size)
+    for network in held.stored:
+        network.clear()
+    for index, left in [
+        (0, [0]),
+        (1, [0, 1]),
+        (2, [0, 1, 2]),
+        (0, [0, 1, 2]),
+        (3, [0, 2, 3]),
+        (1, [0, 1, 3]),
+    ]:
+        held.shelf.bring(held.stored[index])
+        assert _present(held.stored) == left
+
+
+def test_what_is_fetched_ahead_counts_and_leaves_the_one_in_use() -> None:
+    held = ExpertSet([flow_expert(seed).unread() for seed in range(3)])
+    size = held.stored[0].size
+    one, two, three = held.stored
+    for budget, is_fetched in ((size, False), (2 * size - 1, False), (2 * size, True)):
+        held.offload("ram", budget)
+        held.shelf.bring(one)
+        held.shelf.prefetch(two)
+        assert held.shelf.is_present(two) == is_fetched
+        assert held.shelf.is_present(one)
+    held.shelf.prefetch(three)
+    assert held.shelf.is_present(one)
+    held.shelf.bring(two)
+    held.shelf.bring(three)
+    assert [held.shelf.is_present(network) for network in held.stored] == [False, True, True]
+
+
+class Slow:
+    """An expert whose file takes its time."""
+
+    def __init__(self, seed: int) -> None:
+        expert = flow_expert(seed)
+        self.is_begun, self.is_ended = threading.Event(), threading.Event()
+        self._stored = {name: value.clone() for name, value in expert.network.state_dict().items()}
+        self.expert = UnreadExpert(Path(), Unread(expert.network, self._read), expert.facts)
+
+    def _read(self, dtype: torch.dtype) -> dict[str, Tensor]:
+        self.is_begun.set()
+        time.sleep(0.2)
+        tensors = {name: value.to(dtype) for name, value in self._stored.items()}
+        self.is_ended.set()
+        return tensors
+
+
+def test_a_dtype_that_changes_while_weights_are_fetched_ahead_is_the_one_they_have() -> None:
+    slow = Slow(1)
+    held = ExpertSet(
+        [flow_expert(0).unread(), slow.expert, flow_expert(2).unread()], shelf=Shelf("ram", 10**9)
+    )
+    first, second, third = held.stored
+    bring(first, second)
+    assert slow.is_begun.wait(10)
+    second.to(torch.float64)
+    # One reads at a time: with the third, the second is through.
+    bring(first, third)
+    bring(third)
+    assert {value.dtype for value in second.tensors().values()} == {torch.float64}
+    bring(second)
+    assert {value.dtype for value in second.network.parameters()} == {torch.float64}
+
+
+def test_a_read_that_is_not_wanted_any_more_takes_no_memory_once_it_is_forgotten() -> None:
+    slow = Slow(1)
+    held = ExpertSet([flow_expert(0).unread(), slow.expert], shelf=Shelf("disk", 10**9))
+    bring(*held.stored)
+    assert slow.is_begun.wait(10)
+    held.shelf.forget(held.stored[1])
+    assert slow.is_ended.is_set()
+
+
+@pytest.mark.parametrize("stored", [torch.float16, torch.bfloat16, torch.float64])
+def test_weights_of_another_dtype_are_cast(tmp_path: Path, stored: torch.dtype) -> None:
+    own = write_ensemble(tmp_path, [flow_expert(0), flow_expert(1)], dtype=stored)
+    wanted = read_safetensors(own / "experts" / "1" / WEIGHTS)
+    for mode in ("none", "ram", "disk"):
+        model = _loaded(own, mode)  # type: ignore[arg-type]
+        assert _sampled(model, expert=1).dtype == torch.float32
+        network = _networks(model)[1].network
+        assert all(torch.equal(p, wanted[name].float()) for name, p in network.named_parameters())
+
+
+@pytest.mark.parametrize("mode", ["none", "ram", "disk"])
+def test_another_dtype_after_running_is_as_if_loaded_in_it(folder: Path, mode: Offload) -> None:
+    pipe = HDDMPipeline.from_pretrained(folder, offload=mode)
+    pipe.set_progress_bar_config(disable=True)
+    _ = pipe(seed=0, num_inference_steps=2, output_type="latent")
+    pipe.to(torch.float64)
+    found = pipe(seed=1, num_images_per_prompt=5, num_inference_steps=STEPS, output_type="latent").images
+    assert found.dtype == torch.float64
+    assert torch.equal(found, _sampled(_loaded(folder, dtype=torch.float64)))
+    pipe.to(torch.float32)
+    found = pipe(seed=1, num_images_per_prompt=5, num_inference_steps=STEPS, output_type="latent").images
+    assert torch.equal(found, _sampled(_loaded(folder)))
+
+
+def test_another_mode_twice_does_no_harm(folder: Path) -> None:
+    pipe = HDDMPipeline.from_pretrained(folder)
+    pipe.set_progress_bar_config(disable=True)
+    plain = _sampled(_loaded(folder))
+
+    def images() -> Tensor:
+        return pipe(seed=1, num_images_per_prompt=5, num_inference_steps=STEPS, output_type="latent").images
+
+    for change in (
+        pipe.enable_expert_offload,
+        pipe.enable_model_cpu_offload,
+        pipe.enable_sequential_cpu_offload,
+        lambda: pipe.enable_expert_offload("none"),
+        lambda: pipe.enable_expert_offload("ram", max_memory=pipe.experts.stored[0].size),
+    ):
+        change()
+        assert torch.equal(images(), plain)
+        change()
+        change()
+        assert torch.equal(images(), plain)
+
+
+@pytest.mark.parametrize("mode", ["none", "ram", "disk"])
+def test_several_threads_may_sample_one_model(folder: Path, mode: Offload) -> None:
+    model, plain = _loaded(folder, mode), _loaded(folder)
+    expected = {seed: hddm.sample(plain, 4, seed, STEPS, "full") for seed in range(4)}
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda k: hddm.sample(model, 4, k % 4, STEPS, "full"), range(12)))
+    assert all(torch.equal(images, expected[k % 4]) for k, images in enumerate(found))
+
+
+def test_what_cannot_be_kept_is_refused(folder: Path) -> None:
+    size = _networks(_loaded(folder))[0].size
+    with pytest.raises(HddmError, match=r"experts/0: its weights take .* --max-memory leaves"):
+        _loaded(folder, "disk", _router_bytes(folder) + size - 1)
+    with pytest.raises(HddmError, match="--max-memory needs --offload ram or disk"):
+        _loaded(folder, "none", 10**9)
+    with pytest.raises(HddmError, match="unknown offload 'cloud': choose one of none, ram, disk"):
+        _loaded(folder, "cloud")  # type: ignore[arg-type]
+    with pytest.raises(HddmError, match="is one expert"):
+        hddm.load(folder / "experts" / "0", offload="disk")
+    held = ExpertSet([flow_expert(0).unread()])
+    with pytest.raises(HddmError, match="in memory only; save the ensemble"):
+        held.offload("disk")
+
+
+def test_a_file_that_changed_since_it_was_opened_is_refused(folder: Path, tmp_path: Path) -> None:
+    own = copied(folder, tmp_path)
+    model = _loaded(own)
+    (own / "experts" / "1" / WEIGHTS).write_bytes((own / "router" / WEIGHTS).read_bytes())
+    with pytest.raises(HddmError, match=f"experts/1/{WEIGHTS}: has changed since it was opened"):
+        _sampled(model, expert=1)
+
+
+def test_parts_that_are_moved_take_no_weights_along(folder: Path) -> None:
+    model = _loaded(folder, "disk")
+    module = nn.ModuleList(_networks(model))
+    module.to(torch.float64)
+    assert _present(_networks(model)) == []
+    assert {network.dtype for network in _networks(model)} == {torch.float64}

@@ -1,0 +1,328 @@
+"""SD3's and Flux's transformers as experts: their velocity, from a folder of diffusers and back."""
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from diffusers import (
+    FlowMatchEulerDiscreteScheduler,
+    FluxPipeline,
+    FluxTransformer2DModel,
+    ModelMixin,
+    SD3Transformer2DModel,
+)
+from safetensors.torch import load_file
+from torch import Tensor
+
+import hddm as library
+from hddm.networks.folders import empty_network
+from hddm.networks.layers import pack, positions, unpack
+from hddm.networks.wrappers import interface_of
+from hddm.utils.errors import HddmError
+from tests.artefacts import Command, copied, edit_json
+from tests.checkpoint_files import DDPM_BETAS, check_velocity, converted, facts_of, pipeline, pixart, refused
+from tests.flow_models import (
+    SD35,
+    SIDE,
+    WITH_SIDE,
+    flow_pipeline,
+    flux,
+    places_by_hand,
+    rows_by_hand,
+    sd3,
+    state_by_hand,
+    text,
+    velocity_by_hand,
+)
+from tests.hostile import grown_by
+
+WEIGHTS = "diffusion_pytorch_model.safetensors"
+Make = Callable[..., ModelMixin]
+SOURCES: dict[str, tuple[Make, dict[str, Any], tuple[object, ...]]] = {
+    "sd3": (sd3, {}, ()),
+    "sd3.5": (sd3, SD35, ()),
+    "flux-schnell": (flux, {}, WITH_SIDE),
+    "flux-dev": (flux, {"guidance_embeds": True}, WITH_SIDE),
+}
+X = torch.randn(2, 4, SIDE, SIDE, generator=torch.Generator().manual_seed(5))
+TIMES = torch.tensor([0.2, 0.83])
+
+
+def _is_close(found: Tensor, wanted: Tensor, tolerance: float = 1e-5) -> bool:
+    return bool((found.double() - wanted.double()).norm() <= tolerance * wanted.double().norm())
+
+
+@pytest.mark.parametrize(("height", "width"), [(4, 4), (6, 10), (2, 8)])
+def test_a_state_is_packed_as_fluxs_own_pipeline_packs_it(height: int, width: int) -> None:
+    x = torch.randn(2, 3, height, width)
+    rows = pack(x)
+    assert torch.equal(rows, rows_by_hand(x))
+    assert torch.equal(rows, FluxPipeline._pack_latents(x, 2, 3, height, width))
+    assert torch.equal(unpack(rows, height, width), x)
+    assert torch.equal(state_by_hand(rows, height, width), x)
+    places = positions(height, width, x.device)
+    assert torch.equal(places, places_by_hand(height, width))
+    theirs = FluxPipeline._prepare_latent_image_ids(2, height // 2, width // 2, x.device, x.dtype)
+    assert torch.equal(places, theirs)
+
+
+def test_odd_sides_have_no_patches() -> None:
+    with pytest.raises(HddmError, match="4×5 has no patches"):
+        pack(torch.zeros(1, 2, 4, 5))
+
+
+@pytest.mark.parametrize(("make", "changes", "options"), SOURCES.values(), ids=SOURCES)
+def test_the_velocity_of_an_expert_is_its_networks_output(
+    hddm: Command, tmp_path: Path, make: Make, changes: dict[str, Any], options: tuple[object, ...]
+) -> None:
+    network = make(**changes)
+    source, expert = flow_pipeline(tmp_path / "source", network, shift=3.0), tmp_path / "expert"
+    said = converted(hddm, source, expert, *options)
+    name = "sd3" if make is sd3 else "flux"
+    assert f"layout: diffusers-{name}" in said
+    assert "shift: 3" in said
+    facts = facts_of(expert)
+    assert facts["schedule"] == {"name": "linear"}
+    assert (facts["prediction_type"], facts["objective"]) == ("flow_prediction", "flow")
+    assert facts["time_scale"] == (1000 if make is sd3 else 1)
+    assert facts["sample_shape"] == [4, SIDE, SIDE]
+    assert facts["shift"] == 3.0
+    assert facts["conditions"] == list(text(network))
+    field = library.load(expert)
+    given = text(network)
+    wanted = velocity_by_hand(network, X, TIMES, given)
+    assert _is_close(field.velocity(X, TIMES, **given), wanted)
+    assert not _is_close(field.velocity(X, TIMES + 0.01, **given), wanted, 1e-4)
+    other = given | {"pooled_projections": given["pooled_projections"] + 1}
+    assert not _is_close(field.velocity(X, TIMES, **other), wanted, 1e-3)
+
+
+@pytest.mark.parametrize(("make", "changes", "options"), SOURCES.values(), ids=SOURCES)
+def test_an_expert_runs_in_the_dtype_that_is_asked_for(
+    hddm: Command, tmp_path: Path, make: Make, changes: dict[str, Any], options: tuple[object, ...]
+) -> None:
+    stored = make(**changes).to(torch.bfloat16)
+    given = text(stored)
+    converted(hddm, flow_pipeline(tmp_path / "source", stored), tmp_path / "expert", *options)
+    assert load_file(tmp_path / "expert" / WEIGHTS)["proj_out.weight"].dtype == torch.bfloat16
+    for dtype in (torch.bfloat16, torch.float32, torch.float64):
+        velocity = library.load(tmp_path / "expert", dtype=dtype).velocity(X, TIMES, **given)
+        assert velocity.dtype == torch.float32
+        network = stored.to(dtype)
+        its = {name: value if name == "guidance" else value.to(dtype) for name, value in given.items()}
+        assert _is_close(velocity, velocity_by_hand(network, X.to(dtype), TIMES, its))
+
+
+def test_flux_takes_states_of_any_even_sides(hddm: Command, tmp_path: Path) -> None:
+    network = flux()
+    converted(hddm, flow_pipeline(tmp_path / "source", network), tmp_path / "expert", *WITH_SIDE)
+    wide = torch.randn(2, 4, 6, 12)
+    velocity = library.load(tmp_path / "expert").velocity(wide, TIMES, **text(network))
+    assert _is_close(velocity, velocity_by_hand(network, wide, TIMES, text(network)))
+
+
+@pytest.mark.parametrize(("make", "changes", "options"), SOURCES.values(), ids=SOURCES)
+def test_samples_follow_the_networks_own_ode(
+    hddm: Command, tmp_path: Path, make: Make, changes: dict[str, Any], options: tuple[object, ...]
+) -> None:
+    network = make(**changes)
+    converted(hddm, flow_pipeline(tmp_path / "source", network), tmp_path / "expert", *options)
+    given = text(network)
+    model = library.load(tmp_path / "expert")
+    samples = library.sample(model, 2, steps=2, **given)
+    x = library.sampling.initial_noise(0, 0, 2, (4, SIDE, SIDE))
+    for t in (1.0, 0.5):
+        x = x - 0.5 * velocity_by_hand(network, x, torch.full((2,), t), given)
+    assert _is_close(samples, x)
+
+
+@pytest.mark.parametrize(("make", "changes", "options"), SOURCES.values(), ids=SOURCES)
+def test_an_expert_goes_back_to_diffusers_bit_for_bit(
+    hddm: Command, tmp_path: Path, make: Make, changes: dict[str, Any], options: tuple[object, ...]
+) -> None:
+    network = make(**changes)
+    source = flow_pipeline(tmp_path / "source", network, shift=3.0, use_karras_sigmas=True)
+    expert, back = tmp_path / "expert", tmp_path / "back"
+    assert "use_karras_sigmas is True; the sampler's time grid" in converted(hddm, source, expert, *options)
+    layout = "diffusers-sd3" if make is sd3 else "diffusers-flux"
+    code, said, error = hddm("convert", expert, "--out", back, "--to-layout", layout)
+    assert (code, error) == (0, ""), said
+    theirs = type(network).from_pretrained(back / "transformer")
+    for name, tensor in network.state_dict().items():
+        assert torch.equal(theirs.state_dict()[name], tensor)
+    for key, value in network.config.items():
+        assert key.startswith("_") or json.dumps(theirs.config[key]) == json.dumps(value)
+    scheduler = FlowMatchEulerDiscreteScheduler.from_pretrained(back / "scheduler")
+    assert (scheduler.config.shift, scheduler.config.use_karras_sigmas) == (3.0, True)
+    index = json.loads((back / "model_index.json").read_text())
+    assert index["_class_name"] in ("StableDiffusion3Pipeline", "FluxPipeline")
+    converted(hddm, back, tmp_path / "again", *options)
+    before, after = facts_of(expert), facts_of(tmp_path / "again")
+    assert {**before, "source": None, "schedule_source": None} == {
+        **after,
+        "source": None,
+        "schedule_source": None,
+    }
+
+
+@pytest.mark.parametrize("make", [sd3, flux])
+def test_an_expert_is_a_source_and_keeps_its_size_and_shift(
+    hddm: Command, tmp_path: Path, make: Make
+) -> None:
+    source = flow_pipeline(tmp_path / "source", make(), shift=2.5)
+    converted(hddm, source, tmp_path / "one", *(WITH_SIDE if make is flux else ()))
+    converted(hddm, tmp_path / "one", tmp_path / "two")
+    one, two = facts_of(tmp_path / "one"), facts_of(tmp_path / "two")
+    assert one["sample_shape"] == two["sample_shape"]
+    assert one["shift"] == two["shift"] == 2.5
+
+
+def test_a_network_alone_becomes_an_expert_under_a_schedule(hddm: Command, tmp_path: Path) -> None:
+    sd3().save_pretrained(tmp_path / "transformer")
+    assert "pass --schedule" in refused(hddm, tmp_path / "transformer")
+    FlowMatchEulerDiscreteScheduler(num_train_timesteps=500).save_pretrained(tmp_path / "scheduler")
+    schedule = tmp_path / "scheduler" / "scheduler_config.json"
+    converted(hddm, tmp_path / "transformer", tmp_path / "expert", "--schedule", schedule)
+    assert facts_of(tmp_path / "expert")["time_scale"] == 500
+
+
+def test_a_scheduler_is_written_back_where_the_source_had_none(hddm: Command, tmp_path: Path) -> None:
+    flux().save_pretrained(tmp_path / "transformer")
+    FlowMatchEulerDiscreteScheduler(shift=2.0).save_pretrained(tmp_path / "scheduler")
+    schedule = tmp_path / "scheduler" / "scheduler_config.json"
+    converted(hddm, tmp_path / "transformer", tmp_path / "expert", "--schedule", schedule, *WITH_SIDE)
+    code, *_ = hddm(
+        "convert", tmp_path / "expert", "--out", tmp_path / "back", "--to-layout", "diffusers-flux"
+    )
+    assert code == 0
+    theirs = FlowMatchEulerDiscreteScheduler.from_pretrained(tmp_path / "back" / "scheduler").config
+    assert (theirs.num_train_timesteps, theirs.shift) == (1000, 2.0)
+
+
+def test_flux_asks_for_the_size_that_its_config_does_not_hold(hddm: Command, tmp_path: Path) -> None:
+    source = flow_pipeline(tmp_path / "source", flux())
+    assert "FluxTransformer2DModel has no sample_size: pass --sample-size" in refused(hddm, source)
+    assert "patches of side 2" in refused(hddm, source, "--sample-size", 7)
+    code, said, _ = hddm("inspect", source)
+    assert code == 0
+    assert "sample_shape: none" in said
+    assert "pass --sample-size" in said
+    expert = tmp_path / "expert"
+    converted(hddm, source, expert, *WITH_SIDE)
+    assert "sample_size" not in json.loads((expert / "config.json").read_text())
+    assert isinstance(FluxTransformer2DModel.from_pretrained(expert), FluxTransformer2DModel)
+    assert facts_of(expert)["source"]["options"]["sample_size"] == SIDE
+
+
+def test_sd3_states_its_size(hddm: Command, tmp_path: Path) -> None:
+    source = flow_pipeline(tmp_path / "source", sd3())
+    assert "says sample_size 8; drop the option" in refused(hddm, source, "--sample-size", 4)
+
+
+@pytest.mark.parametrize("shape", [[4, 7, 8], [3, 8, 8], [4, 0, 8], [4, 8, 10**9]])
+def test_records_that_do_not_fit_flux_are_refused(hddm: Command, tmp_path: Path, shape: list[int]) -> None:
+    converted(hddm, flow_pipeline(tmp_path / "source", flux()), tmp_path / "expert", *WITH_SIDE)
+    edit_json(tmp_path / "expert" / "expert.json", sample_shape=shape)
+    with pytest.raises(HddmError, match=r"sample_shape|sample_size|a sample of"):
+        library.load(tmp_path / "expert")
+
+
+HOSTILE: list[tuple[str, dict[str, Any]]] = [
+    ("sd3", {"num_layers": 10**9}),
+    ("sd3", {"num_layers": 200}),
+    ("sd3", {"dual_attention_layers": list(range(10**5))}),
+    ("sd3", {"pos_embed_max_size": 10**9}),
+    ("sd3", {"pos_embed_max_size": None}),
+    ("sd3", {"sample_size": 10**6}),
+    ("sd3", {"sample_size": 14}),
+    ("sd3", {"sample_size": 7}),
+    ("sd3", {"sample_size": [8, 8]}),
+    ("sd3", {"patch_size": 0}),
+    ("sd3", {"qk_norm": "batch"}),
+    ("sd3", {"num_attention_heads": 10**9}),
+    ("sd3", {"out_channels": 6}),
+    ("sd3", {"num_single_layers": 2}),
+    ("sd3", {"sample_size": None}),
+    ("flux", {"num_single_layers": 10**9}),
+    ("flux", {"num_single_layers": 200}),
+    ("flux", {"num_layers": [10**9]}),
+    ("flux", {"axes_dims_rope": [10**9, 6, 6]}),
+    ("flux", {"axes_dims_rope": [2] * 10**6}),
+    ("flux", {"axes_dims_rope": [4, 12]}),
+    ("flux", {"axes_dims_rope": 16}),
+    ("flux", {"axes_dims_rope": [5, 5, 6]}),
+    ("flux", {"patch_size": 2}),
+    ("flux", {"in_channels": 18}),
+    ("flux", {"in_channels": 32, "out_channels": 16}),
+    ("flux", {"attention_head_dim": 10**9}),
+    ("flux", {"guidance_embeds": True}),
+    ("flux", {"sample_size": 8}),
+    ("flux", {"auto_map": {"AutoModel": "x.py"}}),
+]
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("flow")
+    return {name: flow_pipeline(folder / name, make()) for name, make in (("sd3", sd3), ("flux", flux))}
+
+
+@pytest.mark.parametrize(("name", "changes"), HOSTILE, ids=lambda value: str(value)[:40])
+def test_configs_that_ask_for_what_no_tensor_backs(
+    hddm: Command, tmp_path: Path, sources: dict[str, Path], name: str, changes: dict[str, Any]
+) -> None:
+    source = copied(sources[name], tmp_path)
+    edit_json(source / "transformer" / "config.json", **changes)
+    refused(hddm, source, *(WITH_SIDE if name == "flux" and "sample_size" not in changes else ()))
+
+
+@pytest.mark.parametrize("name", ["PixArtTransformer2DModel", "Transformer2DModel"])
+@pytest.mark.parametrize("side", [64, 128])
+def test_pixart_sigma_is_pixart_with_another_config(
+    hddm: Command, tmp_path: Path, side: int, name: str
+) -> None:
+    """Sizes are no conditions of it, at 128 either; its folders have the former name of the class."""
+    network = pixart(sample_size=side, patch_size=8, use_additional_conditions=False)
+    source = pipeline(tmp_path / "source", network)
+    edit_json(source / "transformer" / "config.json", _class_name=name, attention_type="default")
+    edit_json(source / "model_index.json", _class_name="PixArtSigmaPipeline")
+    converted(hddm, source, tmp_path / "expert")
+    facts = facts_of(tmp_path / "expert")
+    assert facts["variance_head"]
+    assert facts["conditions"] == ["encoder_hidden_states", "encoder_attention_mask"]
+    check_velocity(tmp_path / "expert", network, DDPM_BETAS)
+
+
+def test_networks_of_full_size_are_within_bounds() -> None:
+    """The published configs of Stable Diffusion 3.5 Large and Flux; nothing takes memory."""
+    large = {
+        "num_layers": 38,
+        "num_attention_heads": 38,
+        "caption_projection_dim": 2432,
+        "qk_norm": "rms_norm",
+    }
+    for kind, arguments, num_tensors, num_patches in (
+        (SD3Transformer2DModel, large | {"pos_embed_max_size": 192}, 1400, 4096),
+        (FluxTransformer2DModel, {"guidance_embeds": True}, 1160, 4096),
+    ):
+        network = empty_network(kind, arguments, num_tensors, "config.json")
+        assert abs(len(network.state_dict()) - num_tensors) < 200
+        assert interface_of(kind.__name__, network.config, (128, 128)).num_patches == num_patches
+
+
+@pytest.mark.parametrize("kind", [SD3Transformer2DModel, FluxTransformer2DModel])
+def test_the_most_layers_that_may_be_asked_for_are_little_work(kind: type[ModelMixin]) -> None:
+    """However many tensors a file pretends to have."""
+    arguments: dict[str, Any] = {"num_layers": 256, "attention_head_dim": 128}
+    if kind is FluxTransformer2DModel:
+        arguments["num_single_layers"] = 256
+    start = time.monotonic()
+    assert grown_by(lambda: empty_network(kind, arguments, 10**6, "config.json")) < 200 * 2**20
+    assert time.monotonic() - start < 20
+    for key in arguments.keys() - {"attention_head_dim"}:
+        with pytest.raises(HddmError, match="its depth is 257"):
+            empty_network(kind, arguments | {key: 257}, 10**6, "config.json")

@@ -1,0 +1,288 @@
+"""Prompts as tokens, against transformers' own encoder and tokenizer on the same files."""
+
+import logging
+import os
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
+from transformers.utils import logging as transformers_logging
+
+from hddm.checkpoints.empty_prompt import empty_prompt
+from hddm.networks.text_encoder import encode, read_text_encoder, read_tokenizer, text_encoder_facts
+from hddm.networks.vae import read_config
+from hddm.utils.errors import HddmError
+from tests.artefacts import edit_json
+from tests.component_files import save_by_transformers, write_clip, write_tokenizer
+
+PROMPTS = ["a cat", "", "A dog, 2 cats & ünïcödé  spaces", "cat " * 3]
+FILE = "text_encoder/model.safetensors"
+
+
+def _ours(root: Path, prompts: list[str] = PROMPTS) -> torch.Tensor:
+    return encode(read_text_encoder(root / "text_encoder"), read_tokenizer(root / "tokenizer"), prompts)
+
+
+def _theirs(root: Path, length: int = 77, prompts: list[str] = PROMPTS) -> torch.Tensor:
+    tokenizer = CLIPTokenizer.from_pretrained(root / "tokenizer")
+    model = CLIPTextModel.from_pretrained(root / "text_encoder").eval()
+    tokens = tokenizer(prompts, padding="max_length", max_length=length, truncation=True, return_tensors="pt")
+    with torch.no_grad():
+        encoded: torch.Tensor = model(tokens.input_ids).last_hidden_state
+    return encoded
+
+
+def _rename(root: Path, prefix: str) -> None:
+    weights = load_file(root / FILE)
+    save_file(
+        {prefix + key.removeprefix("text_model."): value for key, value in weights.items()}, root / FILE
+    )
+
+
+@pytest.mark.parametrize("prefix", ["", "text_model."])
+@pytest.mark.parametrize("width", [16, 768])
+def test_prompts_become_what_transformers_makes_of_them(width: int, prefix: str, tmp_path: Path) -> None:
+    write_clip(tmp_path, width)
+    _rename(tmp_path, prefix)
+    encoded = _ours(tmp_path)
+    assert encoded.shape == (4, 77, width)
+    assert (encoded - _theirs(tmp_path)).abs().max() < 1e-6
+    assert (encoded[0] - encoded[2]).abs().max() > 0.1
+
+
+def test_no_text_is_what_a_conversion_records_as_no_text(tmp_path: Path) -> None:
+    write_clip(tmp_path)
+    read = empty_prompt(tmp_path, None)
+    assert read is not None
+    assert torch.allclose(_ours(tmp_path, [""])[0], read(), atol=1e-6)
+
+
+def test_padding_is_the_tokenizers_own(tmp_path: Path) -> None:
+    write_clip(tmp_path)
+    plain = _ours(tmp_path)
+    edit_json(tmp_path / "tokenizer" / "special_tokens_map.json", pad_token="!")
+    edit_json(tmp_path / "tokenizer" / "tokenizer_config.json", pad_token="!")
+    assert (_ours(tmp_path) - _theirs(tmp_path)).abs().max() < 1e-6
+    assert not torch.allclose(_ours(tmp_path), plain)
+
+
+@pytest.mark.parametrize(("limit", "length"), [(8, 8), (10**30, 12), (12, 12), (77, 12)])
+def test_prompts_are_padded_within_tokenizer_and_positions(limit: int, length: int, tmp_path: Path) -> None:
+    write_clip(tmp_path, tokens=12)
+    edit_json(tmp_path / "tokenizer" / "tokenizer_config.json", model_max_length=limit)
+    encoded = _ours(tmp_path, ["a cat"])
+    assert encoded.shape == (1, length, 16)
+    assert (encoded - _theirs(tmp_path, length, ["a cat"])).abs().max() < 1e-6
+
+
+def test_a_prompt_that_is_cut_is_said_to_be_with_what_is_lost(tmp_path: Path) -> None:
+    write_clip(tmp_path, tokens=6)
+    with pytest.warns(
+        UserWarning, match=r"8 tokens is cut to 6: 'cat dog cat cat dog cat' … loses 'dog cat'"
+    ):
+        encoded = _ours(tmp_path, ["cat", "cat dog cat cat dog cat"])
+    assert (encoded - _theirs(tmp_path, 6, ["cat", "cat dog cat cat dog cat"])).abs().max() < 1e-6
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        _ours(tmp_path, ["cat dog cat dog"])
+
+
+@pytest.mark.parametrize("files", ["slow", "fast", "both"])
+def test_slow_and_fast_files_make_the_same_tokens(files: str, tmp_path: Path) -> None:
+    write_clip(tmp_path)
+    expected, folder = _ours(tmp_path), tmp_path / "tokenizer"
+    if files != "slow":
+        read_tokenizer(folder).save_pretrained(folder)
+        assert (folder / "tokenizer.json").exists()
+    if files == "fast":
+        for name in ("vocab.json", "merges.txt", "special_tokens_map.json"):
+            (folder / name).unlink(missing_ok=True)
+    assert torch.equal(_ours(tmp_path), expected)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {},
+        {"eos_token_id": 2},
+        {"bos_token_id": 516, "eos_token_id": 517},
+        {"bos_token_id": -1, "eos_token_id": None, "pad_token_id": None},
+        {"eos_token_id": True, "pad_token_id": [517, "x"]},
+    ],
+    ids=str,
+)
+def test_numbers_of_special_tokens_change_no_hidden_state_and_warn_of_nothing(
+    change: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_clip(tmp_path)
+    expected, size = _theirs(tmp_path), read_config(tmp_path / "text_encoder")["vocab_size"]
+    edit_json(tmp_path / "text_encoder" / "config.json", **change)
+    caplog.clear()
+    # A message that was logged once is not logged again.
+    transformers_logging.get_logger("transformers.configuration_utils").warning_once.cache_clear()
+    monitored = logging.getLogger("transformers")
+    monitored.addHandler(caplog.handler)
+    try:
+        encoder = read_text_encoder(tmp_path / "text_encoder")
+    finally:
+        monitored.removeHandler(caplog.handler)
+    assert not [one.getMessage() for one in caplog.records]
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        assert getattr(encoder.config, name) in (None, *range(size))
+    assert (encode(encoder, read_tokenizer(tmp_path / "tokenizer"), PROMPTS) - expected).abs().max() < 1e-6
+
+
+def test_a_tokenizer_that_transformers_saved_makes_its_tokens(tmp_path: Path) -> None:
+    write_clip(tmp_path)
+    expected = _theirs(tmp_path)
+    save_by_transformers(tmp_path / "tokenizer")
+    assert (_theirs(tmp_path) - expected).abs().max() < 1e-6
+    assert (_ours(tmp_path) - expected).abs().max() < 1e-6
+    read = empty_prompt(tmp_path, None)
+    assert read is not None
+    assert torch.allclose(_theirs(tmp_path, prompts=[""])[0], read(), atol=1e-6)
+
+
+def test_a_projection_is_left_aside(tmp_path: Path) -> None:
+    plain = write_clip(tmp_path)
+    model = CLIPTextModelWithProjection(plain.config)
+    expected, facts = _ours(tmp_path), text_encoder_facts(tmp_path / "text_encoder", 77)
+    inner = {key.removeprefix("text_model."): value for key, value in plain.state_dict().items()}
+    for key, value in model.state_dict().items():
+        if key.removeprefix("text_model.") in inner:
+            value.copy_(inner[key.removeprefix("text_model.")])
+    model.save_pretrained(tmp_path / "text_encoder")
+    assert "text_projection.weight" in load_file(tmp_path / FILE)
+    assert torch.equal(_ours(tmp_path), expected)
+    assert text_encoder_facts(tmp_path / "text_encoder", 77) == facts
+
+
+def test_a_float16_copy_is_the_same_encoder_and_another_is_another(tmp_path: Path) -> None:
+    write_clip(tmp_path / "full")
+    write_clip(tmp_path / "half", dtype=torch.float16)
+    write_clip(tmp_path / "other", seed=1)
+    facts = [text_encoder_facts(tmp_path / name / "text_encoder", 77) for name in ("full", "half", "other")]
+    assert facts[0] == facts[1]
+    assert facts[0].fingerprint != facts[2].fingerprint
+    assert (facts[0].kind, facts[0].tokens, facts[0].width) == ("CLIPTextModel", 77, 16)
+    half = _ours(tmp_path / "half")
+    assert half.dtype == torch.float32
+    assert (half - _ours(tmp_path / "full")).abs().max() < 0.05
+
+
+def test_an_encoder_runs_in_the_dtype_that_is_asked_for(tmp_path: Path) -> None:
+    write_clip(tmp_path)
+    encoder = read_text_encoder(tmp_path / "text_encoder", torch.bfloat16)
+    encoded = encode(encoder, read_tokenizer(tmp_path / "tokenizer"), PROMPTS)
+    assert encoded.dtype == torch.bfloat16
+    assert not encoded.requires_grad
+    assert not encoder.training
+
+
+@pytest.mark.parametrize("prompts", ["a cat", []])
+def test_one_bare_text_and_no_text_at_all_are_refused(prompts: Any, tmp_path: Path) -> None:
+    write_clip(tmp_path)
+    with pytest.raises(HddmError, match="must be a list of one text or more"):
+        _ours(tmp_path, prompts)
+
+
+def test_a_tokenizer_of_another_encoder_is_refused(tmp_path: Path) -> None:
+    write_clip(tmp_path / "small", vocab_size=100)
+    with pytest.raises(HddmError, match="and the text encoder has 100; take the tokenizer that belongs"):
+        _ours(tmp_path / "small")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"auto_map": {"AutoModel": "x.Y"}}, "'auto_map', which asks for foreign code"),
+        ({"architectures": ["T5EncoderModel"]}, "holds ['T5EncoderModel'], not a CLIPTextModel"),
+        ({"architectures": None}, "holds None, not a CLIPTextModel"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000"),
+        ({"hidden_act": "os.system"}, "no text encoder can be built from it"),
+        ({"hidden_size": 32}, "does not fit its config.json"),
+    ],
+    ids=str,
+)
+def test_an_encoder_that_cannot_be_trusted_is_refused(
+    change: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    write_clip(tmp_path)
+    edit_json(tmp_path / "text_encoder" / "config.json", **change)
+    for read in (read_text_encoder, lambda folder: text_encoder_facts(folder, 77)):
+        with pytest.raises(HddmError) as refused:
+            read(tmp_path / "text_encoder")
+        assert message in str(refused.value)
+        assert "\n" not in str(refused.value)
+
+
+def test_a_config_cannot_choose_how_attention_is_computed(tmp_path: Path) -> None:
+    write_clip(tmp_path)
+    expected = _ours(tmp_path)
+    edit_json(tmp_path / "text_encoder" / "config.json", _attn_implementation_internal="foreign/kernel")
+    assert torch.equal(_ours(tmp_path), expected)
+
+
+def test_weights_that_are_not_finite_are_refused_by_name(tmp_path: Path) -> None:
+    write_clip(tmp_path)
+    weights = load_file(tmp_path / FILE)
+    key = next(key for key in weights if key.endswith("final_layer_norm.bias"))
+    weights[key][0] = torch.nan
+    save_file(weights, tmp_path / FILE)
+    with pytest.raises(HddmError, match=r"final_layer_norm\.bias' holds NaN or Inf"):
+        read_text_encoder(tmp_path / "text_encoder")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"auto_map": {"AutoTokenizer": ["x.Y", None]}}, "'auto_map', which asks for foreign code"),
+        ({"tokenizer_class": "T5Tokenizer"}, "holds a T5Tokenizer, not a CLIPTokenizer"),
+        ({"tokenizer_class": None}, "holds a None, not a CLIPTokenizer"),
+        ({"vocab_file": "/etc/passwd"}, "has an unknown key 'vocab_file'"),
+        ({"tokenizer_file": "../other.json"}, "has an unknown key 'tokenizer_file'"),
+        ({"init_inputs": ["/etc/passwd"]}, "has an unknown key 'init_inputs'"),
+        ({"fast_tokenizer_files": ["../x.json"]}, "has an unknown key 'fast_tokenizer_files'"),
+        ({"model_max_lenght": 77}, "did you mean 'model_max_length'"),
+    ],
+    ids=str,
+)
+def test_a_tokenizer_that_names_code_or_files_is_refused(
+    change: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    write_tokenizer(tmp_path / "tokenizer")
+    edit_json(tmp_path / "tokenizer" / "tokenizer_config.json", **change)
+    with pytest.raises(HddmError) as refused:
+        read_tokenizer(tmp_path / "tokenizer")
+    assert message in str(refused.value)
+
+
+@pytest.mark.parametrize("name", ["vocab.json", "merges.txt", "tokenizer_config.json"])
+def test_a_missing_file_of_a_tokenizer_is_named(name: str, tmp_path: Path) -> None:
+    write_tokenizer(tmp_path / "tokenizer")
+    (tmp_path / "tokenizer" / name).unlink()
+    with pytest.raises(HddmError, match=name):
+        read_tokenizer(tmp_path / "tokenizer")
+
+
+def test_a_broken_vocabulary_is_one_line(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path / "tokenizer")
+    (tmp_path / "tokenizer" / "vocab.json").write_text("[")
+    with pytest.raises(HddmError, match="no tokenizer can be made of its files") as refused:
+        read_tokenizer(tmp_path / "tokenizer")
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "name", ["text_encoder/config.json", FILE, "tokenizer/vocab.json", "tokenizer/tokenizer_config.json"]
+)
+def test_a_link_that_leaves_its_folder_is_refused(name: str, tmp_path: Path) -> None:
+    write_clip(tmp_path / "pipeline")
+    (tmp_path / "pipeline" / name).rename(tmp_path / "outside")
+    os.symlink(tmp_path / "outside", tmp_path / "pipeline" / name)
+    with pytest.raises(HddmError, match="outside the folder; refused"):
+        _ours(tmp_path / "pipeline")

@@ -1,0 +1,253 @@
+"""VAEs of every kind and age, against what diffusers itself makes of the same folders."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import torch
+from diffusers import AutoencoderKL, AutoencoderTiny
+from safetensors.torch import load_file, save_file
+
+from hddm.networks.identity import VaeFacts
+from hddm.networks.vae import decode, read_vae, vae_facts
+from hddm.utils.errors import HddmError
+from tests.artefacts import edit_json
+from tests.checkpoint_files import rounded
+from tests.component_files import write_vae
+
+FILE = "diffusion_pytorch_model.safetensors"
+HALF = "diffusion_pytorch_model.fp16.safetensors"
+FORMER = {"to_q": "query", "to_k": "key", "to_v": "value", "to_out.0": "proj_attn"}
+
+
+def _latents(num: int = 2, channels: int = 4) -> torch.Tensor:
+    return torch.randn(num, channels, 4, 4, generator=torch.Generator().manual_seed(1))
+
+
+def _renamed(folder: Path, names: dict[str, str]) -> None:
+    """The folder's weights under the names of former versions."""
+    weights = load_file(folder / FILE)
+    for new, old in names.items():
+        weights = {key.replace(f".{new}.", f".{old}."): value for key, value in weights.items()}
+    save_file(weights, folder / FILE)
+
+
+def _refused(folder: Path) -> str:
+    for read in (read_vae, vae_facts):
+        with pytest.raises(HddmError) as refused:
+            read(folder)
+        assert "\n" not in str(refused.value)
+    return str(refused.value)
+
+
+@pytest.mark.parametrize("kind", ["kl", "tiny"])
+@pytest.mark.parametrize("factor", [2, 8])
+def test_images_are_what_diffusers_decodes_from_the_same_folder(
+    kind: Literal["kl", "tiny"], factor: int, tmp_path: Path
+) -> None:
+    write_vae(tmp_path, kind, factor=factor)
+    # With gradients torch multiplies by another path, whose last bits differ on some processors.
+    theirs = (
+        {"kl": AutoencoderKL, "tiny": AutoencoderTiny}[kind].from_pretrained(tmp_path).requires_grad_(False)
+    )
+    scale = {"kl": 0.18215, "tiny": 1.0}[kind]
+    images = decode(read_vae(tmp_path), _latents())
+    with torch.no_grad():
+        expected = theirs.decode(_latents() / scale).sample.clamp(-1, 1)
+    assert images.shape == (2, 3, 4 * factor, 4 * factor)
+    assert torch.equal(images, expected)
+
+
+def test_scale_and_shift_are_undone_before_decoding(tmp_path: Path) -> None:
+    vae = write_vae(tmp_path, latent_channels=16, scaling_factor=0.3611, shift_factor=0.1159)
+    with torch.no_grad():
+        expected = vae.decode(_latents(channels=16) / 0.3611 + 0.1159).sample.clamp(-1, 1)
+    assert torch.allclose(decode(read_vae(tmp_path), _latents(channels=16)), expected, atol=1e-6)
+    facts = vae_facts(tmp_path)
+    assert (facts.kind, facts.scale, facts.shift) == ("AutoencoderKL", 0.3611, 0.1159)
+
+
+def test_decoding_undoes_encoding_in_the_convention_of_an_expert(tmp_path: Path) -> None:
+    vae = write_vae(tmp_path, scaling_factor=0.5, shift_factor=0.25)
+    pixels = torch.rand(1, 3, 8, 8) * 2 - 1
+    with torch.no_grad():
+        z = vae.encode(pixels).latent_dist.mean
+        expected = vae.decode(z).sample.clamp(-1, 1)
+    assert torch.allclose(decode(read_vae(tmp_path), (z - 0.25) * 0.5), expected, atol=1e-5)
+
+
+def test_names_of_former_versions_are_read_as_diffusers_reads_them(tmp_path: Path) -> None:
+    write_vae(tmp_path)
+    images, facts = decode(read_vae(tmp_path), _latents()), vae_facts(tmp_path)
+    _renamed(tmp_path, FORMER)
+    assert any(".proj_attn." in key for key in load_file(tmp_path / FILE))
+    theirs = AutoencoderKL.from_pretrained(tmp_path).requires_grad_(False)
+    with torch.no_grad():
+        assert torch.equal(images, theirs.decode(_latents() / 0.18215).sample.clamp(-1, 1))
+    assert torch.equal(decode(read_vae(tmp_path), _latents()), images)
+    assert vae_facts(tmp_path) == facts
+
+
+def test_a_config_of_early_versions_has_the_defaults_of_its_class(tmp_path: Path) -> None:
+    write_vae(tmp_path)
+    whole = vae_facts(tmp_path)
+    _drop(tmp_path, "scaling_factor", "shift_factor", "force_upcast", "use_quant_conv", "latents_mean")
+    assert vae_facts(tmp_path) == whole == VaeFacts(**whole.model_dump() | {"scale": 0.18215, "shift": 0.0})
+
+
+def _drop(folder: Path, *keys: str) -> None:
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps({key: value for key, value in config.items() if key not in keys}))
+
+
+@pytest.mark.parametrize("kind", ["kl", "tiny"])
+def test_a_float16_copy_is_the_same_vae(kind: Literal["kl", "tiny"], tmp_path: Path) -> None:
+    vae = write_vae(tmp_path / "full", kind)
+    write_vae(tmp_path / "half", kind, dtype=torch.float16)
+    (tmp_path / "half" / FILE).rename(tmp_path / "half" / HALF)
+    assert vae_facts(tmp_path / "half") == vae_facts(tmp_path / "full")
+    read = read_vae(tmp_path / "half")
+    assert {p.dtype for p in read.parameters()} == {torch.float32}
+    scale = vae.config.scaling_factor
+    with torch.no_grad():
+        expected = rounded(vae, torch.float16).decode(_latents() / scale).sample.clamp(-1, 1)
+    assert torch.allclose(decode(read, _latents()), expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["kl", "tiny"])
+def test_the_encoder_alone_tells_latent_spaces_apart(kind: Literal["kl", "tiny"], tmp_path: Path) -> None:
+    write_vae(tmp_path / "vae", kind)
+    facts, weights = vae_facts(tmp_path / "vae"), load_file(tmp_path / "vae" / FILE)
+    parts = {"decoder.": True, "encoder.": False}
+    parts |= {"post_quant_conv.": True, "quant_conv.": False} if kind == "kl" else {}
+    for part, same in parts.items():
+        changed = {key: value * 1.1 if key.startswith(part) else value for key, value in weights.items()}
+        save_file(changed, tmp_path / "vae" / FILE)
+        assert (vae_facts(tmp_path / "vae") == facts) is same, part
+
+
+def test_a_float16_vae_that_would_overflow_decodes_in_float32(tmp_path: Path) -> None:
+    write_vae(tmp_path)
+    # Activations in the middle beyond 65504 which the next norm brings back.
+    weights = load_file(tmp_path / FILE)
+    weights["decoder.conv_in.weight"] *= 1e5
+    save_file(weights, tmp_path / FILE)
+    read = read_vae(tmp_path, torch.float16)
+    expected = decode(read_vae(tmp_path), _latents())
+    assert (decode(read, _latents()) - expected).abs().max() < 0.05
+    assert {p.dtype for p in read.parameters()} == {torch.float16}
+    edit_json(tmp_path / "config.json", force_upcast=False)
+    with pytest.raises(HddmError, match=r"images 0, 1 of 2 hold NaN or Inf; decode in float32 instead"):
+        decode(read_vae(tmp_path, torch.float16), _latents())
+
+
+def test_images_are_clipped_and_float32_for_latents_of_any_dtype(tmp_path: Path) -> None:
+    vae = write_vae(tmp_path, scaling_factor=0.01)
+    with torch.no_grad():
+        assert vae.decode(_latents() / 0.01).sample.abs().max() > 1
+    for dtype in (torch.float64, torch.bfloat16):
+        images = decode(read_vae(tmp_path), _latents().to(dtype))
+        assert images.dtype == torch.float32
+        assert images.abs().max() == 1
+
+
+def test_broken_latents_are_an_error_that_counts_them(tmp_path: Path) -> None:
+    write_vae(tmp_path)
+    latents = _latents(3)
+    latents[1, 2, 0, 0] = torch.nan
+    with pytest.raises(HddmError, match="latents 1 of 3 hold NaN or Inf"):
+        decode(read_vae(tmp_path), latents)
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 4, 4), (4, 4, 4), (1, 16, 4, 4)])
+def test_latents_of_another_vae_are_refused(shape: tuple[int, ...], tmp_path: Path) -> None:
+    write_vae(tmp_path)
+    with pytest.raises(HddmError, match=r"decodes latents \(N, 4, h, w\)"):
+        decode(read_vae(tmp_path), torch.zeros(shape))
+
+
+@pytest.mark.parametrize("kind", ["kl", "tiny"])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"auto_map": {"AutoModel": "x.Y"}}, "'auto_map', which asks for foreign code"),
+        ({"_class_name": "VQModel"}, "holds a VQModel, not a AutoencoderKL or a AutoencoderTiny"),
+        ({"scaling_facto": 1.0}, "did you mean 'scaling_factor'"),
+        ({"scaling_factor": 0}, "scaling_factor is 0, and must be a positive number"),
+        ({"scaling_factor": "1"}, "scaling_factor is 1, and must be a positive number"),
+        ({"shift_factor": "a"}, "shift_factor is a, and must be a number"),
+        ({"latent_channels": 8}, "does not fit its config.json"),
+    ],
+    ids=str,
+)
+def test_a_config_that_cannot_be_trusted_is_refused(
+    kind: Literal["kl", "tiny"], change: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    write_vae(tmp_path, kind)
+    edit_json(tmp_path / "config.json", **change)
+    text = _refused(tmp_path)
+    assert message in text
+    assert "config.json" in text
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "message"),
+    [
+        ("kl", {"latents_mean": [0.0] * 4}, "states latents_mean, a scale for each channel"),
+        ("kl", {"latents_std": [1.0] * 4}, "states latents_std, a scale for each channel"),
+        ("kl", {"layers_per_block": 10**9}, "its depth is"),
+        ("tiny", {"num_encoder_blocks": [1, 10**9]}, r"num_encoder_blocks is [1, 1000000000], and there are"),
+        ("tiny", {"num_decoder_blocks": 10**9}, "num_decoder_blocks is 1000000000, and there are"),
+        ("tiny", {"block_out_channels": [8, 16]}, "unlike decoder_block_out_channels"),
+    ],
+    ids=str,
+)
+def test_what_one_kind_alone_can_ask_for_is_refused(
+    kind: Literal["kl", "tiny"], change: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    write_vae(tmp_path, kind)
+    edit_json(tmp_path / "config.json", **change)
+    assert message in _refused(tmp_path)
+
+
+def test_every_tensor_that_does_not_fit_is_named(tmp_path: Path) -> None:
+    write_vae(tmp_path)
+    weights = load_file(tmp_path / FILE)
+    del weights["decoder.conv_in.bias"]
+    save_file(weights | {"loss.weight": torch.zeros(1)}, tmp_path / FILE)
+    text = _refused(tmp_path)
+    assert "missing decoder.conv_in.bias (8,)" in text
+    assert "left over loss.weight (1,)" in text
+
+
+def test_weights_that_are_not_finite_are_refused_by_name(tmp_path: Path) -> None:
+    write_vae(tmp_path)
+    weights = load_file(tmp_path / FILE)
+    weights["decoder.conv_in.bias"][0] = torch.inf
+    save_file(weights, tmp_path / FILE)
+    with pytest.raises(HddmError, match=r"'decoder\.conv_in\.bias' holds NaN or Inf"):
+        read_vae(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["config.json", FILE])
+def test_a_missing_file_is_named(name: str, tmp_path: Path) -> None:
+    write_vae(tmp_path)
+    (tmp_path / name).unlink()
+    assert name in _refused(tmp_path)
+
+
+def test_a_pickle_alone_is_said_to_be_one(tmp_path: Path) -> None:
+    write_vae(tmp_path)
+    (tmp_path / FILE).rename(tmp_path / "diffusion_pytorch_model.bin")
+    assert "only diffusion_pytorch_model.bin; save it as safetensors" in _refused(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["config.json", FILE])
+def test_a_link_that_leaves_the_folder_is_refused(name: str, tmp_path: Path) -> None:
+    write_vae(tmp_path / "vae")
+    (tmp_path / "vae" / name).rename(tmp_path / name)
+    os.symlink(tmp_path / name, tmp_path / "vae" / name)
+    assert "outside the folder; refused" in _refused(tmp_path / "vae")

@@ -1,0 +1,92 @@
+"""torch.compile on experts that come and go: the same images, and no compiling anew for weights read anew."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hddm.pipelines.pipeline import HDDMPipeline
+from tests.ensemble_files import flow_expert, write_ensemble, write_mixed
+
+LABELS = [0, 1, 2, 0, 1, 2]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three experts of two sizes."""
+    experts = [flow_expert(seed, num_classes=3, depth=1 + seed % 2) for seed in range(3)]
+    return write_ensemble(tmp_path_factory.mktemp("compiled"), experts)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_compiled_before() -> Iterator[None]:
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+class Backend:
+    """Counts how often it compiles; what it makes is the graph as it was."""
+
+    def __init__(self) -> None:
+        self.graphs = 0
+
+    def __call__(self, graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+        self.graphs += 1
+        return graph.forward
+
+
+def _pipe(folder: Path, is_tight: bool = False) -> HDDMPipeline:
+    pipe = HDDMPipeline.from_pretrained(folder, offload="disk" if is_tight else "none")
+    if is_tight:
+        pipe.enable_expert_offload("disk", max_memory=max(one.size for one in pipe.experts.stored))
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def _latents(pipe: HDDMPipeline, strategy: str) -> Tensor:
+    given = {"num_inference_steps": 6, "output_type": "latent", "strategy": strategy}
+    found = pipe(class_labels=LABELS, seed=3, **given).images
+    assert isinstance(found, Tensor)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("strategy", "is_tight"),
+    [("full", False), ("top-1", True)],
+    ids=["all stay", "one stays, for batches of any size"],
+)
+def test_compiled_experts_make_the_same_images(folder: Path, strategy: str, is_tight: bool) -> None:
+    plain = _latents(_pipe(folder), strategy)
+    pipe, backend = _pipe(folder, is_tight), Backend()
+    pipe.experts.compile(backend=backend)
+    assert torch.equal(_latents(pipe, strategy), plain)
+    assert backend.graphs >= 2
+    # One for each architecture and kind of batch: a single row, one size, and then any size.
+    assert backend.graphs <= 2 * (1 if strategy == "full" else 3)
+    before = backend.graphs
+    for _ in range(2):
+        assert torch.equal(_latents(pipe, strategy), plain)
+    assert backend.graphs == before
+
+
+def test_a_compiled_pipeline_is_saved_as_it_was(folder: Path, tmp_path: Path) -> None:
+    pipe = _pipe(folder)
+    pipe.experts.compile(backend="eager")
+    plain = _latents(pipe, "full")
+    pipe.save_pretrained(tmp_path / "saved")
+    assert torch.equal(_latents(_pipe(tmp_path / "saved"), "full"), plain)
+
+
+@pytest.mark.slow
+def test_the_default_compiler_changes_images_by_rounding(tmp_path: Path) -> None:
+    folder = write_mixed(tmp_path)
+    plain = _latents(_pipe(folder), "nucleus-0.9")
+    pipe = _pipe(folder, is_tight=True)
+    pipe.experts.compile()
+    for _ in range(2):
+        found = _latents(pipe, "nucleus-0.9")
+        torch.testing.assert_close(found, plain, rtol=0, atol=1e-4 * (plain.max() - plain.min()).item())

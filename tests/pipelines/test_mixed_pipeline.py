@@ -1,0 +1,192 @@
+"""A UNet, a DiT and a flow transformer as one pipeline: the same images in any process, batch and place."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import hddm
+from hddm.ensemble import Ensemble
+from hddm.networks.offload import Offload
+from hddm.pipelines.pipeline import HDDMPipeline
+from tests.ensemble_files import write_mixed
+
+STEPS, NUM = 5, 8
+LABELS = [0, 1, 2, 3, 4, 0, 1, 2]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """DDPM with linear betas and epsilon; DDPM with scaled-linear betas, v and classes; flow with classes."""
+    return write_mixed(tmp_path_factory.mktemp("mixed"))
+
+
+def _pipe(folder: Path, **options: object) -> HDDMPipeline:
+    pipe = HDDMPipeline.from_pretrained(folder, **options)  # type: ignore[arg-type]
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def _latents(pipe: HDDMPipeline, start: int = 0, stop: int = NUM, **options: object) -> Tensor:
+    given = {"seed": 3, "num_inference_steps": STEPS, "output_type": "latent", **options}
+    found = pipe(class_labels=LABELS[start:stop], start=start, **given).images  # type: ignore[arg-type]
+    assert isinstance(found, Tensor)
+    return found
+
+
+def _in_batches(pipe: HDDMPipeline, size: int, **options: object) -> Tensor:
+    parts = [_latents(pipe, i, min(i + size, NUM), **options) for i in range(0, NUM, size)]
+    return torch.cat(parts)
+
+
+def _sampled(folder: Path, dtype: torch.dtype, batch_size: int, strategy: str | None = None) -> Tensor:
+    model = hddm.load(folder, dtype)
+    return hddm.sample(
+        model, NUM, 3, STEPS, strategy, batch_size=batch_size, class_labels=torch.tensor(LABELS)
+    )
+
+
+def test_every_expert_makes_its_part_of_these_images(folder: Path) -> None:
+    pipe = _pipe(folder)
+    kinds = [(facts.objective, facts.prediction_type, facts.conditions) for facts in pipe.experts.facts]
+    assert kinds == [
+        ("ddpm", "epsilon", ()),
+        ("ddpm", "v_prediction", ("class_labels",)),
+        ("flow", "flow_prediction", ("class_labels",)),
+    ]
+    assert len({network.size for network in pipe.experts.stored}) == 3
+    assert len({facts.schedule["beta_schedule"] for facts in pipe.experts.facts[:2]}) == 2
+    use = pipe(class_labels=LABELS, seed=3, num_inference_steps=STEPS, strategy="top-1").expert_use
+    assert use.shares.min() > 0.1
+    assert use.warnings() == []
+
+
+SCRIPT = """
+import sys, numpy, torch
+torch.set_num_threads(1)
+from hddm.pipelines.pipeline import HDDMPipeline
+pipe = HDDMPipeline.from_pretrained(sys.argv[1])
+given = dict(class_labels=[int(k) for k in sys.argv[3]], seed=3, guidance_scale=2.0, num_inference_steps=5)
+numpy.save(sys.argv[2], pipe(output_type="np", **given).images)
+"""
+
+
+def test_a_saved_pipeline_makes_the_same_images_in_another_process(folder: Path, tmp_path: Path) -> None:
+    pipe = _pipe(folder)
+    pipe.save_pretrained(tmp_path / "saved")
+    here = pipe(
+        class_labels=LABELS, seed=3, guidance_scale=2.0, num_inference_steps=STEPS, output_type="np"
+    ).images
+    root = Path(__file__).parents[2]
+    subprocess.run(
+        [sys.executable, "-c", SCRIPT, tmp_path / "saved", tmp_path / "there.npy", "".join(map(str, LABELS))],
+        check=True,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(root), "HF_HUB_OFFLINE": "1"},
+    )
+    there = np.load(tmp_path / "there.npy")
+    assert there.shape == (NUM, 16, 16, 3)
+    assert there.std((1, 2, 3)).min() > 0.05
+    np.testing.assert_array_equal(there, here)
+
+
+@pytest.mark.filterwarnings("ignore:draw picks experts by the prior alone")
+@pytest.mark.parametrize("strategy", ["top-1", "nucleus-0.9", "full", "draw"])
+def test_with_the_seed_of_hddm_sample_come_its_images(folder: Path, strategy: str) -> None:
+    found = _latents(_pipe(folder), strategy=strategy)
+    expected = _sampled(folder, torch.float32, NUM, strategy)
+    if strategy == "draw":
+        # There samples are sorted by expert, which changes who shares a batch.
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-4 * _range(expected))
+    else:
+        assert torch.equal(found, expected)
+
+
+def _range(images: Tensor) -> float:
+    return (images.max() - images.min()).item()
+
+
+@pytest.mark.parametrize("strategy", ["top-1", "nucleus-0.9"])
+def test_in_float64_an_image_is_the_same_in_any_batch(folder: Path, strategy: str) -> None:
+    pipe = _pipe(folder).to(torch.float64)
+    whole = _latents(pipe, strategy=strategy)
+    assert whole.dtype == torch.float64
+    for size in (1, 3):
+        found = _in_batches(pipe, size, strategy=strategy)
+        torch.testing.assert_close(found, whole, rtol=0, atol=1e-9)
+        sampled = _sampled(folder, torch.float64, size, strategy)
+        torch.testing.assert_close(sampled, whole, rtol=0, atol=1e-9)
+
+
+class Recording:
+    """A router that keeps the gap between the k-th and the next most probable, of every row and call."""
+
+    def __init__(self, model: Ensemble, k: int) -> None:
+        assert model.router is not None
+        self.router, self.k = model.router, k
+        self.gaps: list[Tensor] = []
+
+    def __call__(self, x: Tensor, t: Tensor) -> Tensor:
+        probabilities = self.router(x, t)
+        ranked = probabilities.sort(1, descending=True).values
+        self.gaps.append(ranked[:, self.k - 1] - ranked[:, self.k])
+        return probabilities
+
+
+@pytest.mark.parametrize("k", [1, 2])
+def test_in_float32_a_batch_changes_an_image_by_rounding_where_no_choice_is_close(
+    folder: Path, k: int
+) -> None:
+    model = hddm.load(folder)
+    assert isinstance(model, Ensemble)
+    model.router = recording = Recording(model, k)
+    labels = torch.tensor(LABELS)
+    whole = hddm.sample(model, NUM, 3, STEPS, f"top-{k}", class_labels=labels)
+    assert len(recording.gaps) == STEPS
+    clear = torch.stack(recording.gaps).amin(0) > 1e-4
+    assert clear.sum() >= NUM - 1
+    pipe = _pipe(folder)
+    for size in (1, 3, 8):
+        for found in (
+            _in_batches(pipe, size, strategy=f"top-{k}"),
+            _sampled(folder, torch.float32, size, f"top-{k}"),
+        ):
+            assert (found - whole)[clear].abs().max() <= 1e-4 * _range(whole)
+
+
+@pytest.mark.parametrize("offload", ["ram", "disk"])
+def test_networks_of_others_come_back_with_all_that_they_had(folder: Path, offload: Offload) -> None:
+    # Diffusers' networks have constants that no file holds.
+    plain = _latents(_pipe(folder))
+    pipe = _pipe(folder, offload=offload)
+    largest = max(network.size for network in pipe.experts.stored)
+    pipe.enable_expert_offload(offload, max_memory=largest)
+    for _ in range(2):
+        assert torch.equal(_latents(pipe), plain)
+
+
+def test_guidance_leaves_the_expert_without_classes_alone(folder: Path) -> None:
+    pipe = _pipe(folder)
+    assert torch.equal(_latents(pipe, expert=0, guidance_scale=3.0), _latents(pipe, expert=0))
+    for k in (1, 2):
+        gap = _latents(pipe, expert=k, guidance_scale=3.0) - _latents(pipe, expert=k)
+        assert gap.flatten(1).abs().amax(1).min() > 1e-3
+
+
+def test_half_precision_is_near_float32(folder: Path) -> None:
+    """Solver state and mixing stay in float32; networks round to 2^-9 at each of some ten layers."""
+    for k in range(3):
+        exact = _latents(_pipe(folder), expert=k)
+        pipe = _pipe(folder, torch_dtype=torch.bfloat16)
+        found = _latents(pipe, expert=k)
+        assert {network.dtype for network in pipe.experts.stored} == {torch.bfloat16}
+        assert found.dtype == torch.float32
+        noise = hddm.sampling.initial_noise(3, 0, NUM, exact.shape[1:])
+        # Of what the networks contributed, not of the noise.
+        error = (found - exact).norm() / (exact - noise).norm()
+        assert 0 < error < 0.02

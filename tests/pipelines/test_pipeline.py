@@ -1,0 +1,290 @@
+"""HDDMPipeline as users of diffusers know pipelines: seeds, callbacks, outputs, and clear refusals."""
+
+from typing import Any
+
+import numpy as np
+import PIL.Image
+import pytest
+import torch
+from torch import Tensor
+
+import hddm
+from hddm.data.images import to_bytes
+from hddm.pipelines.pipeline import HDDMPipeline
+from hddm.utils.errors import HddmError
+from hddm.velocity import Guidance
+from tests.ensemble_files import flow_expert, pipeline_in_memory, text_experts
+
+STEPS = {"num_inference_steps": 4}
+LATENT: dict[str, Any] = {**STEPS, "output_type": "latent"}
+LABELS = ["cat", "7", "dog", "cat", "7"]
+INDICES = torch.tensor([0, 2, 1, 0, 2])
+CLASS_PRIOR = [[0.6, 0.3, 0.1], [0.2, 0.2, 0.6], [0.1, 0.8, 0.1]]
+
+
+@pytest.fixture(scope="module")
+def pipe() -> HDDMPipeline:
+    """Three class-conditional experts of pixels, routed."""
+    made = pipeline_in_memory(
+        [flow_expert(seed, num_classes=3) for seed in range(3)], class_prior=CLASS_PRIOR, shift=2.0
+    )
+    made.set_progress_bar_config(disable=True)
+    return made
+
+
+@pytest.mark.parametrize("strategy", ["top-1", "nucleus-0.7", "full", "draw"])
+@pytest.mark.parametrize("guidance", [1.0, 3.0, Guidance(4.0, 2, (0.2, 0.8), 0.5)], ids=str)
+def test_with_a_seed_images_are_those_of_hddm_sample(
+    pipe: HDDMPipeline, strategy: str, guidance: float | Guidance
+) -> None:
+    for solver in ("euler", "heun"):
+        found = pipe(
+            class_labels=LABELS,
+            seed=5,
+            start=2,
+            strategy=strategy,
+            solver=solver,
+            guidance_scale=guidance,
+            router_every=2,
+            **LATENT,
+        ).images
+        expected = hddm.sample(
+            pipe.ensemble, 5, 5, 4, strategy, solver, guidance, start=2, router_every=2, class_labels=INDICES
+        )
+        # `draw` sorts its batches by expert there.
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    other = pipe(class_labels=LABELS, seed=6, strategy=strategy, **LATENT).images
+    assert (other - found).flatten(1).abs().amax(1).min() > 1e-3
+
+
+def test_the_strategy_of_a_call_is_that_calls_alone(pipe: HDDMPipeline) -> None:
+    before = pipe(class_labels=LABELS, seed=0, **LATENT).images
+    other = pipe(class_labels=LABELS, seed=0, strategy="full", **LATENT).images
+    assert not torch.equal(before, other)
+    assert torch.equal(pipe(class_labels=LABELS, seed=0, **LATENT).images, before)
+    named = pipe(class_labels=LABELS, seed=0, expert=1, **LATENT)
+    assert named.expert_use.shares.tolist() == [0, 1, 0]
+
+
+@pytest.mark.parametrize("strategy", ["top-1", "draw"])
+def test_a_generator_an_image_makes_it_the_same_in_any_batch(pipe: HDDMPipeline, strategy: str) -> None:
+    def generators(seeds: range) -> list[torch.Generator]:
+        return [torch.Generator().manual_seed(seed) for seed in seeds]
+
+    whole = pipe(class_labels=LABELS, generator=generators(range(5)), strategy=strategy, **LATENT).images
+    for start, stop in ((0, 1), (1, 3), (3, 5)):
+        part = pipe(
+            class_labels=LABELS[start:stop],
+            generator=generators(range(start, stop)),
+            strategy=strategy,
+            **LATENT,
+        ).images
+        torch.testing.assert_close(part, whole[start:stop], rtol=1e-5, atol=1e-5)
+
+
+def test_one_generator_serves_the_batch_and_none_is_the_global_one(pipe: HDDMPipeline) -> None:
+    first, second = (
+        pipe(class_labels=LABELS, generator=torch.Generator().manual_seed(4), **LATENT).images
+        for _ in range(2)
+    )
+    assert torch.equal(first, second)
+    torch.manual_seed(4)
+    assert torch.equal(pipe(class_labels=LABELS, **LATENT).images, first)
+    assert not torch.equal(pipe(class_labels=LABELS, **LATENT).images, first)
+
+
+def test_states_that_are_passed_replace_the_drawn_ones(pipe: HDDMPipeline) -> None:
+    noise = hddm.sampling.initial_noise(8, 0, 5, (3, 4, 4))
+    given = pipe(class_labels=LABELS, latents=noise, **LATENT).images
+    assert torch.equal(given, pipe(class_labels=LABELS, seed=8, **LATENT).images)
+
+
+def test_every_output_type_shows_the_same_images(pipe: HDDMPipeline) -> None:
+    def images(kind: str) -> Any:
+        return pipe(class_labels=LABELS, seed=1, output_type=kind, **STEPS).images
+
+    latent, pt, array, pil = images("latent"), images("pt"), images("np"), images("pil")
+    assert latent.abs().max() > 1
+    torch.testing.assert_close(pt, (latent.clamp(-1, 1) + 1) / 2)
+    np.testing.assert_array_equal(array, pt.permute(0, 2, 3, 1).numpy())
+    assert all(isinstance(image, PIL.Image.Image) for image in pil)
+    bytes_ = np.stack([np.asarray(image) for image in pil])
+    np.testing.assert_array_equal(bytes_, to_bytes(latent).permute(0, 2, 3, 1).numpy())
+    (alone,) = pipe(class_labels=LABELS, seed=1, output_type="np", return_dict=False, **STEPS)
+    np.testing.assert_array_equal(alone, array)
+
+
+def test_classes_have_names_and_numbers(pipe: HDDMPipeline) -> None:
+    by_name = pipe(class_labels=LABELS, seed=0, **LATENT).images
+    for same in (INDICES, ["0", "7", 1, "cat", 2]):
+        assert torch.equal(pipe(class_labels=same, seed=0, **LATENT).images, by_name)
+    one = pipe(class_labels="dog", num_images_per_prompt=3, seed=0, **LATENT).images
+    assert torch.equal(one, pipe(class_labels=[1, 1, 1], seed=0, **LATENT).images)
+    same = pipe(class_labels="dog", batch_size=3, seed=0, **LATENT).images
+    assert torch.equal(same, one)
+    two = pipe(class_labels=["dog", "cat"], num_images_per_prompt=2, seed=0, **LATENT).images
+    assert torch.equal(two, pipe(class_labels=[1, 1, 0, 0], seed=0, **LATENT).images)
+    # No class at all is the null class, the number after the last.
+    none = pipe(batch_size=2, seed=0, **LATENT).images
+    null = pipe(conditions={"class_labels": torch.tensor([3, 3])}, seed=0, **LATENT).images
+    assert torch.equal(none, null)
+
+
+def test_a_callback_sees_every_step_and_may_change_the_state(pipe: HDDMPipeline) -> None:
+    seen: list[tuple[int, float]] = []
+
+    def look(owner: HDDMPipeline, step: int, timestep: float, given: dict[str, Tensor]) -> None:
+        assert owner is pipe
+        assert given["latents"].shape == (5, 3, 4, 4)
+        seen.append((step, timestep))
+
+    plain = pipe(class_labels=LABELS, seed=0, **LATENT).images
+    looked = pipe(class_labels=LABELS, seed=0, callback_on_step_end=look, **LATENT).images
+    assert torch.equal(looked, plain)
+    times = [1000 * 2 * u / (1 + u) for u in (1, 0.75, 0.5, 0.25)]
+    assert [step for step, _ in seen] == [0, 1, 2, 3]
+    assert [timestep for _, timestep in seen] == pytest.approx(times)
+
+    def replace(
+        owner: HDDMPipeline, step: int, timestep: float, given: dict[str, Tensor]
+    ) -> dict[str, Tensor]:
+        return {"latents": torch.full_like(given["latents"], 0.5)} if step == 3 else {}
+
+    assert (pipe(class_labels=LABELS, seed=0, callback_on_step_end=replace, **LATENT).images == 0.5).all()
+
+
+@pytest.mark.parametrize("solver", ["euler", "heun", "adams-bashforth"])
+def test_an_interrupted_call_stops_where_it_is(pipe: HDDMPipeline, solver: str) -> None:
+    states: list[Tensor] = []
+
+    def stop(owner: HDDMPipeline, step: int, timestep: float, given: dict[str, Tensor]) -> None:
+        states.append(given["latents"])
+        owner._interrupt = step == 1
+
+    calls: list[int] = []
+    hooks = [
+        one.network.register_forward_hook(lambda *_: calls.append(len(states))) for one in pipe.experts.stored
+    ]
+    stopped = pipe(class_labels=LABELS, seed=0, solver=solver, callback_on_step_end=stop, **LATENT).images
+    for hook in hooks:
+        hook.remove()
+    assert len(states) == 2
+    assert torch.equal(stopped, states[1])
+    assert max(calls) == 1
+    states.clear()
+    whole = pipe(class_labels=LABELS, seed=0, solver=solver, **LATENT).images
+    assert not torch.equal(whole, stopped)
+
+
+def test_progress_can_be_silent(pipe: HDDMPipeline, capfd: pytest.CaptureFixture[str]) -> None:
+    pipe(class_labels="cat", seed=0, **LATENT)
+    assert capfd.readouterr() == ("", "")
+    pipe.set_progress_bar_config()
+    pipe(class_labels="cat", seed=0, **LATENT)
+    assert "4/4" in capfd.readouterr().err
+    pipe.set_progress_bar_config(disable=True)
+
+
+@pytest.mark.parametrize(
+    "given", [((torch.float64,), {}), (("cpu", torch.float64), {}), ((), {"dtype": torch.float64})], ids=str
+)
+def test_casting_reaches_every_part_and_warns_of_nothing(
+    given: tuple[tuple[Any, ...], dict[str, Any]], caplog: pytest.LogCaptureFixture
+) -> None:
+    pipe = pipeline_in_memory([flow_expert(0), flow_expert(1)])
+    caplog.clear()
+    assert pipe.to(*given[0], **given[1]) is pipe
+    assert pipe.dtype == torch.float64
+    assert {part.dtype for part in (*pipe.experts.stored, pipe.router)} == {torch.float64}
+    assert pipe.to("cpu").to(torch.device("cpu")).dtype == torch.float64
+    assert caplog.records == []
+
+
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "prompt": ({"prompt": "a cat"}, "needs a text encoder and a tokenizer"),
+    "output": ({"output_type": "jpeg"}, "unknown output_type 'jpeg': choose one of pil, np, pt, latent"),
+    "latents": (
+        {"latents": torch.zeros(2, 3, 4, 4)},
+        r"latents are \(2, 3, 4, 4\), and 1 images need \(1, 3",
+    ),
+    "class": ({"class_labels": "bird"}, "no class 'bird'; the model's classes are cat, dog, 7"),
+    "number": ({"class_labels": 8}, "no class 8"),
+    "below": ({"class_labels": -1}, "no class -1"),
+    "nobody": ({"class_labels": []}, "conditions have no rows"),
+    "twice": (
+        {"class_labels": 0, "conditions": {"class_labels": torch.tensor([1])}},
+        "class_labels is among the conditions too; pass it once",
+    ),
+    "seed": ({"seed": -1}, "seed and start begin at 0, not at -1 and 0"),
+    "start": ({"start": 4}, "start 4 counts images under a seed; pass one"),
+    "early": ({"seed": 0, "start": -4}, "seed and start begin at 0, not at 0 and -4"),
+    "seeds": ({"seed": 1, "generator": torch.Generator()}, "a seed or a generator, not both"),
+    "generators": ({"generator": [torch.Generator()] * 2}, "2 generators for 1 images"),
+    "repetitions": ({"num_images_per_prompt": 0}, "num_images_per_prompt and batch_size start at 1, not 0"),
+    "batch": ({"batch_size": 0}, "num_images_per_prompt and batch_size start at 1, not 1 and 0"),
+    "few": ({"class_labels": [0, 1], "batch_size": 3}, "different numbers of them.*'batch_size': 3"),
+    "solver": ({"solver": "dpm"}, "unknown solver 'dpm'"),
+    "steps": ({"num_inference_steps": 0}, "steps must be at least 1"),
+    "strategy": ({"strategy": "best"}, "unknown strategy 'best'"),
+    "experts": ({"expert": 3}, "expert 3: there are 0 … 2"),
+    "both": ({"expert": 0, "strategy": "full"}, "choose one of the two"),
+    "router": ({"router_every": 0}, "router_every starts at 1"),
+    "callback": ({"callback_on_step_end_tensor_inputs": ["prompt_embeds"]}, "callbacks see 'latents'"),
+    "condition": ({"conditions": {"caption": torch.zeros(1)}}, "no expert of this ensemble takes"),
+    "rows": (
+        {"class_labels": [0, 1], "conditions": {"caption": torch.zeros(3)}},
+        "different numbers of them",
+    ),
+    "negative": ({"negative_prompt": "blur", "guidance_scale": 2.0}, "negative_prompt needs a prompt"),
+    "guidance": ({"guidance_scale": float("nan")}, "guidance scale must be finite"),
+}
+
+
+@pytest.mark.parametrize(("given", "words"), WRONG.values(), ids=WRONG)
+def test_what_cannot_be_made_is_refused_in_one_line(
+    pipe: HDDMPipeline, given: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(HddmError, match=words) as caught:
+        pipe(**given)
+    assert "\n" not in str(caught.value)
+
+
+def test_an_unknown_keyword_is_no_keyword(pipe: HDDMPipeline) -> None:
+    with pytest.raises(TypeError, match="num_infernce_steps"):
+        pipe(num_infernce_steps=4)
+    with pytest.raises(HddmError, match="trust_remote_code=True"):
+        HDDMPipeline.from_pretrained("anywhere", trust_remote_code=True)
+    with pytest.raises(HddmError, match="custom_pipeline='mine'"):
+        HDDMPipeline.from_pretrained("anywhere", custom_pipeline="mine")
+    with pytest.raises(HddmError, match="anywhere: no such folder"):
+        HDDMPipeline.from_pretrained("anywhere", local_files_only=True, use_safetensors=True, variant=None)
+    with pytest.raises(HddmError, match="safe_serialization=False"):
+        pipe.save_pretrained("anywhere", safe_serialization=False)
+
+
+def test_there_is_one_size_of_images(pipe: HDDMPipeline) -> None:
+    assert pipe.image_size == (4, 4)
+    assert pipe(height=4, width=4, **LATENT).images.shape == (1, 3, 4, 4)
+    with pytest.raises(HddmError, match="images of 4×4, not 512×512"):
+        pipe(height=512, width=512, **LATENT)
+
+
+def test_classes_are_not_taken_for_prompts(pipe: HDDMPipeline) -> None:
+    with pytest.raises(HddmError, match="passed as class_labels="):
+        pipe([0, 1], **LATENT)
+
+
+def test_latents_need_a_vae_to_become_images() -> None:
+    pipe = pipeline_in_memory(text_experts())
+    with pytest.raises(HddmError, match=r'--vae, or take output_type="latent"'):
+        pipe(prompt_embeds=torch.zeros(1, 77, 16))
+
+
+def test_parts_that_contradict_each_other_make_no_pipeline() -> None:
+    pipe = pipeline_in_memory([flow_expert(0), flow_expert(1)])
+    parts = {"scheduler": pipe.scheduler, "router": pipe.router}
+    with pytest.raises(HddmError, match="needs its router_facts"):
+        HDDMPipeline(pipe.experts, **parts)
+    facts = pipe.facts.model_copy(update={"prior": (0.2, 0.3, 0.5)})
+    with pytest.raises(HddmError, match="prior must be 2"):
+        HDDMPipeline(pipe.experts, **parts, facts=facts, router_facts=pipe.router_facts)

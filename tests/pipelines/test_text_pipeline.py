@@ -1,0 +1,233 @@
+"""From prompts to images, against the steps done by hand with transformers and diffusers."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from diffusers import AutoencoderKL, AutoencoderTiny
+from torch import Tensor
+from transformers import CLIPTextModel, CLIPTokenizer
+
+import hddm
+from hddm.pipelines.pipeline import HDDMPipeline
+from hddm.utils.errors import HddmError
+from hddm.velocity import Guidance
+from tests.ensemble_files import text_experts, write_ensemble, write_text
+
+STEPS: dict[str, Any] = {"num_inference_steps": 4, "output_type": "pt"}
+PROMPTS = ["a cat", "two dogs on a lawn", "cat"]
+VAES = {"kl": AutoencoderKL, "tiny": AutoencoderTiny}
+
+
+@pytest.fixture(scope="module", params=list(VAES))
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_text(tmp_path_factory.mktemp(request.param), request.param)
+
+
+@pytest.fixture(scope="module")
+def pipe(folder: Path) -> HDDMPipeline:
+    made = HDDMPipeline.from_pretrained(folder)
+    made.set_progress_bar_config(disable=True)
+    return made
+
+
+class ByHand:
+    """The steps of a text-to-image pipeline, with the tools whose files these are."""
+
+    def __init__(self, folder: Path) -> None:
+        kind = type(HDDMPipeline.from_pretrained(folder).vae)
+        self.vae = kind.from_pretrained(folder / "vae").eval()
+        self.encoder = CLIPTextModel.from_pretrained(folder / "text_encoder").eval()
+        self.tokenizer = CLIPTokenizer.from_pretrained(folder / "tokenizer")
+        self.model = hddm.load(folder)
+
+    @torch.no_grad()
+    def embed(self, prompts: Sequence[str]) -> Tensor:
+        tokens = self.tokenizer(
+            list(prompts), padding="max_length", max_length=77, truncation=True, return_tensors="pt"
+        )
+        embedded: Tensor = self.encoder(tokens.input_ids).last_hidden_state
+        return embedded
+
+    @torch.no_grad()
+    def decode(self, latents: Tensor) -> Tensor:
+        config = self.vae.config
+        z = latents / config["scaling_factor"] + (config.get("shift_factor") or 0.0)
+        images: Tensor = self.vae.decode(z).sample
+        return (images.clamp(-1, 1) + 1) / 2
+
+    def images(self, given: Tensor, against: Tensor | None = None, scale: float | Guidance = 1.0) -> Tensor:
+        """For the embeddings of prompts, a row an image, under seed 7."""
+        negative = None if against is None else {"encoder_hidden_states": against}
+        latents = hddm.sample(
+            self.model,
+            len(given),
+            seed=7,
+            steps=4,
+            guidance_scale=scale,
+            negative=negative,
+            encoder_hidden_states=given,
+        )
+        return self.decode(latents)
+
+
+@pytest.fixture(scope="module")
+def by_hand(folder: Path) -> ByHand:
+    return ByHand(folder)
+
+
+def _close(found: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+    assert expected.flatten(1).std(1).min() > 0.05
+
+
+def test_prompts_become_images(pipe: HDDMPipeline, by_hand: ByHand) -> None:
+    found = pipe(PROMPTS, seed=7, **STEPS).images
+    assert found.shape == (3, 3, 8, 8)
+    _close(found, by_hand.images(by_hand.embed(PROMPTS)))
+    # They matter.
+    other = pipe(["dog", "dog", "dog"], seed=7, **STEPS).images
+    assert (other - found).abs().flatten(1).amax(1).min() > 1e-3
+
+
+@pytest.mark.parametrize("guidance", [3.0, Guidance(5.0, interval=(0.3, 0.9), rescale=0.7)], ids=str)
+def test_guidance_moves_away_from_the_empty_prompt_or_the_negative_one(
+    pipe: HDDMPipeline, by_hand: ByHand, guidance: float | Guidance
+) -> None:
+    text = by_hand.embed(PROMPTS)
+    found = pipe(PROMPTS, seed=7, guidance_scale=guidance, **STEPS).images
+    _close(found, by_hand.images(text, by_hand.embed([""] * 3), guidance))
+    for negative, texts in (("blurry", ["blurry"] * 3), (["a", "b", "cat"], ["a", "b", "cat"])):
+        found = pipe(PROMPTS, seed=7, negative_prompt=negative, guidance_scale=guidance, **STEPS).images
+        _close(found, by_hand.images(text, by_hand.embed(texts), guidance))
+
+
+def test_one_prompt_or_negative_prompt_stands_for_all(pipe: HDDMPipeline, by_hand: ByHand) -> None:
+    text, blurry = by_hand.embed(PROMPTS), by_hand.embed(["blurry"])
+    expected = by_hand.images(text, blurry.expand(3, -1, -1), 3.0)
+    for negative in ({"negative_prompt": ["blurry"]}, {"negative_prompt_embeds": blurry}):
+        _close(pipe(PROMPTS, seed=7, guidance_scale=3.0, **negative, **STEPS).images, expected)
+    three = by_hand.embed(["a", "b", "cat"])
+    found = pipe("a cat", seed=7, guidance_scale=3.0, negative_prompt_embeds=three, **STEPS).images
+    _close(found, by_hand.images(text[:1].expand(3, -1, -1), three, 3.0))
+
+
+def test_a_negative_prompt_without_guidance_changes_nothing(pipe: HDDMPipeline) -> None:
+    plain = pipe(PROMPTS, seed=7, **STEPS).images
+    assert torch.equal(pipe(PROMPTS, seed=7, negative_prompt="blurry", **STEPS).images, plain)
+
+
+def test_embeddings_stand_for_prompts(pipe: HDDMPipeline, by_hand: ByHand) -> None:
+    text, none = by_hand.embed(PROMPTS), by_hand.embed(["", "", ""])
+    plain = pipe(PROMPTS, seed=7, guidance_scale=3.0, **STEPS).images
+    embedded = {"prompt_embeds": text, "negative_prompt_embeds": none}
+    _close(pipe(**embedded, seed=7, guidance_scale=3.0, **STEPS).images, plain)
+    without = HDDMPipeline(
+        pipe.experts, pipe.scheduler, pipe.router, pipe.vae, facts=pipe.facts, router_facts=pipe.router_facts
+    )
+    without.set_progress_bar_config(disable=True)
+    _close(without(**embedded, seed=7, guidance_scale=3.0, **STEPS).images, plain)
+    # Without a negative one, what the experts record as no text: zeros.
+    found = without(prompt_embeds=text, seed=7, guidance_scale=3.0, **STEPS).images
+    _close(found, by_hand.images(text, torch.zeros_like(text), 3.0))
+
+
+def test_several_images_of_a_prompt_stand_side_by_side(pipe: HDDMPipeline) -> None:
+    given = {"seed": 7, "guidance_scale": 3.0, **STEPS}
+    found = pipe(PROMPTS[:2], num_images_per_prompt=2, negative_prompt=["a", "b"], **given).images
+    repeated = [PROMPTS[0], PROMPTS[0], PROMPTS[1], PROMPTS[1]]
+    assert torch.equal(found, pipe(repeated, negative_prompt=["a", "a", "b", "b"], **given).images)
+
+
+def test_pictures_of_all_kinds_are_the_decoded_latents(pipe: HDDMPipeline, by_hand: ByHand) -> None:
+    options = {"seed": 7, "num_inference_steps": 4}
+    latents = pipe(PROMPTS, output_type="latent", **options).images
+    _close(pipe(PROMPTS, output_type="pt", **options).images, by_hand.decode(latents))
+    pictures = pipe(PROMPTS, **options).images
+    assert [picture.size for picture in pictures] == [(8, 8)] * 3
+
+
+@pytest.mark.parametrize("steps", ["enable_model_cpu_offload", "enable_sequential_cpu_offload"])
+def test_parts_that_wait_in_memory_make_the_same_images(folder: Path, pipe: HDDMPipeline, steps: str) -> None:
+    waiting = HDDMPipeline.from_pretrained(folder)
+    waiting.set_progress_bar_config(disable=True)
+    getattr(waiting, steps)(device="cpu")
+    expected = pipe(PROMPTS, seed=7, guidance_scale=2.0, **STEPS).images
+    assert torch.equal(waiting(PROMPTS, seed=7, guidance_scale=2.0, **STEPS).images, expected)
+
+
+def test_a_limit_of_memory_counts_every_part(folder: Path) -> None:
+    pipe = HDDMPipeline.from_pretrained(folder)
+    fixed = sum(
+        p.numel() * p.element_size()
+        for part in (pipe.vae, pipe.text_encoder, pipe.router)
+        for p in part.parameters()
+    )
+    room = max(network.size for network in pipe.experts.stored)
+    limited = HDDMPipeline.from_pretrained(folder, offload="disk", max_memory=fixed + room)
+    assert limited.experts.shelf.budget == room
+    with pytest.raises(HddmError, match="--max-memory leaves"):
+        HDDMPipeline.from_pretrained(folder, offload="disk", max_memory=fixed + room - 1)
+
+
+def test_everything_runs_in_another_dtype(folder: Path, pipe: HDDMPipeline) -> None:
+    given = {"seed": 7, "guidance_scale": 2.0, **STEPS}
+    exact = HDDMPipeline.from_pretrained(folder, torch_dtype=torch.float64)
+    half = HDDMPipeline.from_pretrained(folder, torch_dtype=torch.bfloat16)
+    for one in (exact, half):
+        one.set_progress_bar_config(disable=True)
+    plain = pipe(PROMPTS, **given).images
+    _close(exact(PROMPTS, **given).images.float(), plain)
+    # A bfloat16 number has eight bits; the VAE squeezes their differences into [0, 1].
+    assert (half(PROMPTS, **given).images.float() - plain).abs().mean() < 0.02
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"prompt": "a", "prompt_embeds": torch.zeros(1, 77, 16)}, "a prompt or prompt_embeds, not both"),
+        (
+            {
+                "prompt": "a",
+                "negative_prompt": "b",
+                "negative_prompt_embeds": torch.zeros(1, 77, 16),
+                "guidance_scale": 2.0,
+            },
+            "a negative_prompt or negative_prompt_embeds, not both",
+        ),
+        (
+            {
+                "prompt_embeds": torch.zeros(1, 77, 16),
+                "conditions": {"encoder_hidden_states": torch.zeros(1)},
+            },
+            "encoder_hidden_states is among the conditions too",
+        ),
+        ({"prompt": []}, "list of one text or more"),
+        (
+            {"prompt": ["a", "b", "c"], "negative_prompt": ["a", "b"], "guidance_scale": 2.0},
+            "different numbers of them",
+        ),
+        ({"prompt": "a", "class_labels": 0}, "knows no classes"),
+    ],
+    ids=["two prompts", "two negative ones", "twice", "none", "rows", "classes"],
+)
+def test_prompts_that_contradict_each_other_are_refused(
+    pipe: HDDMPipeline, given: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(HddmError, match=words):
+        pipe(**given, **STEPS)
+
+
+def test_experts_without_a_null_text_take_prompts_of_both_sides(tmp_path: Path) -> None:
+    experts = [hddm.experts.records.Expert(one.network, one.facts, None) for one in text_experts()]
+    bare = HDDMPipeline.from_pretrained(write_ensemble(tmp_path, experts))
+    bare.set_progress_bar_config(disable=True)
+    text = torch.randn(1, 77, 16, generator=torch.Generator().manual_seed(0))
+    options = {"seed": 0, "num_inference_steps": 2, "output_type": "latent", "guidance_scale": 2.0}
+    assert bare(prompt_embeds=text, negative_prompt_embeds=-text, **options).images.isfinite().all()
+    with pytest.raises(HddmError, match="guidance needs the same keywords on both sides"):
+        bare(prompt_embeds=text, **options)
+    with pytest.raises(HddmError, match="needs encoder_hidden_states, and knows no value"):
+        bare(**{**options, "guidance_scale": 1.0})

@@ -1,0 +1,354 @@
+"""Distillation: a student of exact experts has the mixture's velocity; of real ones, an expert's folder."""
+
+import hashlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from hddm.data.partition import partition
+from hddm.data.shard_records import PARTITION_FILE, find_shards
+from hddm.data.shards import Shard, joined, load_shard
+from hddm.ensemble import Ensemble
+from hddm.experts.assembly import assemble
+from hddm.experts.loading import load
+from hddm.networks.folders import WEIGHTS
+from hddm.training.distill import DistillSettings, Matching, distill
+from hddm.training.settings import RunOptions
+from hddm.utils.errors import HddmError
+from hddm.velocity import VelocityField
+from tests.artefacts import CLASSES, PER_CLASS, Command, copied, edit_json, write_images
+from tests.cases import LINEAR, case_named
+from tests.conftest import Trio
+from tests.oracles import GaussianMixture, OracleNetwork, exact_router
+
+PRIOR = [0.35, 0.65]
+SHARDS = [GaussianMixture.random(seed=20 + k, modes=2, dim=2) for k in range(2)]
+WHOLE = GaussianMixture.union(SHARDS, PRIOR)
+SHAPE = (2, 1, 1)
+
+
+def _exact_ensemble(strategy: str = "full") -> Ensemble:
+    """An exact DDPM expert and an exact flow expert behind the exact router."""
+    kinds = [(case_named("cosine"), "epsilon"), (LINEAR, "flow_prediction")]
+    experts = [
+        VelocityField(OracleNetwork(shard, case.alpha_sigma, kind), case.schedule, kind)
+        for shard, (case, kind) in zip(SHARDS, kinds, strict=True)
+    ]
+    return Ensemble(experts, exact_router(SHARDS, PRIOR), strategy, PRIOR)
+
+
+def _batch(num: int, seed: int) -> dict[str, Tensor]:
+    """Data of both shards in their proportions, noise and times away from the ends."""
+    noise = torch.Generator().manual_seed(seed)
+    expert = torch.multinomial(torch.tensor(PRIOR), num, replacement=True, generator=noise)
+    each = torch.stack([shard.sample(num, seed + 1 + k, SHAPE) for k, shard in enumerate(SHARDS)])
+    return {
+        "x_0": each[expert, torch.arange(num)],
+        "eps": torch.randn(num, *SHAPE, generator=noise, dtype=torch.float64),
+        "t": 0.1 + 0.8 * torch.rand(num, generator=noise, dtype=torch.float64),
+        "expert": expert,
+    }
+
+
+class _Changed(nn.Module):
+    """A velocity plus ``change`` times five functions of x_t and t: what a gradient is taken along."""
+
+    def __init__(self, velocity: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.velocity = velocity
+        self.change = nn.Parameter(torch.zeros(5, dtype=torch.float64))
+
+    def forward(self, x: Tensor, timestep: Tensor) -> Tensor:
+        t = timestep / 1000
+        wide = t.view(-1, 1, 1, 1)
+        along = torch.stack([torch.ones_like(x), x, x.square(), torch.sin(3 * x), wide * x.flip(1)])
+        return self.velocity(x, t) + torch.einsum("f,fnchw->nchw", self.change, along)
+
+
+def _slopes(velocity: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    """The expected gradient of the loss at ``velocity`` (5,), in standard errors."""
+    network, loss = _Changed(velocity), Matching(lambda device: _exact_ensemble())
+    gradients = []
+    for seed in range(30):
+        network.zero_grad()
+        loss(network, _batch(500, 10 * seed)).mean().backward()
+        assert network.change.grad is not None
+        gradients.append(network.change.grad.clone())
+    each = torch.stack(gradients)
+    return each.mean(0) / (each.std(0) / len(each) ** 0.5)
+
+
+def test_the_loss_of_each_samples_own_expert_is_least_at_the_exact_mixture() -> None:
+    assert _slopes(WHOLE.velocity).abs().max() < 4
+    # The test can fail: neither an expert nor a mixture of other shares is where the loss is flat.
+    assert _slopes(SHARDS[0].velocity).abs().max() > 20
+    assert _slopes(GaussianMixture.union(SHARDS, [0.5, 0.5]).velocity).abs().max() > 5
+
+
+def test_an_experts_velocity_is_a_less_noisy_target_than_data_by_what_the_shard_leaves_open() -> None:
+    """Law of total variance: data = what varies within shards + what varies between them."""
+    inputs = _batch(20_000, seed=1)
+    x_0, eps, t, expert = (inputs[name] for name in ("x_0", "eps", "t", "expert"))
+    x_t = (1 - t).view(-1, 1, 1, 1) * x_0 + t.view(-1, 1, 1, 1) * eps
+    ensemble = _exact_ensemble()
+    own = ensemble.velocity(x_t, t, expert=expert)
+    mixture = WHOLE.velocity(x_t, t)
+
+    def spread(target: Tensor, about: Tensor) -> float:
+        return (target - about).square().mean().item()
+
+    between = Matching(lambda device: ensemble)(lambda x, time: WHOLE.velocity(x, time / 1000), inputs)  # type: ignore[arg-type]
+    assert between.mean().item() == pytest.approx(spread(own, mixture), rel=1e-6)
+    data, within = spread(eps - x_0, mixture), spread(eps - x_0, own)
+    assert data == pytest.approx(within + between.mean().item(), rel=0.02)
+    assert between.mean().item() < 0.5 * data
+
+
+def test_the_routed_teacher_is_the_mixture_itself() -> None:
+    inputs = {name: value for name, value in _batch(200, seed=2).items() if name != "expert"}
+    loss = Matching(lambda device: _exact_ensemble())
+    assert loss(lambda x, time: WHOLE.velocity(x, time / 1000), inputs).max() < 1e-12  # type: ignore[arg-type]
+
+
+def test_a_teacher_runs_in_float32_when_its_student_does_not(ensemble: Path) -> None:
+    model = load(ensemble)
+    assert isinstance(model, Ensemble)
+    noise = torch.Generator().manual_seed(0)
+    inputs = {name: torch.randn(4, 1, 4, 4, generator=noise) for name in ("x_0", "eps")}
+    inputs["t"] = torch.linspace(0.1, 0.9, 4)
+    wide = inputs["t"].view(-1, 1, 1, 1)
+    expected = model.velocity((1 - wide) * inputs["x_0"] + wide * inputs["eps"], inputs["t"])
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = Matching(lambda device: model)(lambda x, time: expected, inputs)  # type: ignore[arg-type]
+    assert loss.max() == 0
+
+
+def test_joined_shards_hold_all_samples_in_order_and_are_no_shard_of_the_partition(shards: Path) -> None:
+    each = [load_shard(folder) for folder in find_shards(shards)]
+    whole = joined(each, shards)
+    images = torch.cat([shard.images for shard in each])
+    assert torch.equal(whole.images, images)
+    rows, flip = torch.tensor([47, 0, 30, 5, 47]), torch.tensor([True, False, True, True, False])
+    flipped = torch.where(flip[:, None, None, None], images[rows].flip(-1), images[rows])
+    assert torch.equal(whole.take(rows, flip=flip), flipped)
+    assert [whole.stored.digest(row) for row in (0, 47)] == [
+        each[0].stored.digest(0),
+        each[1].stored.digest(len(each[1]) - 1),
+    ]
+    assert whole.labels is not None
+    assert whole.labels.bincount().tolist() == [PER_CLASS, PER_CLASS]
+    hashes = json.loads((shards / PARTITION_FILE).read_text())["hashes"]
+    assert whole.hash == hashlib.sha256("\n".join(hashes).encode()).hexdigest() == each[0].partition
+    assert (whole.index, whole.num_shards) == (0, 1)
+
+
+def test_shards_of_two_partitions_are_not_joined(shards: Path, trio: Trio) -> None:
+    mixed: list[Shard] = [load_shard(shards / "shard_0"), load_shard(trio.shards / "shard_1")]
+    with pytest.raises(HddmError, match="do not belong together: partition of shard_1"):
+        joined(mixed, shards)
+
+
+def test_a_student_is_made_sampled_and_traced_from_the_command_line(
+    ensemble: Path, shards: Path, tmp_path: Path, hddm: Command
+) -> None:
+    out = tmp_path / "student"
+    given = ("--steps", 100, "--batch-size", 2, "--size", "tiny", "--seed", 3)
+    code, told, err = hddm("distill", ensemble, "--data", shards, "--out", out, *given)
+    assert code == 0, err
+    assert told.startswith(f"{out}: trained for 100 steps, distance to the teacher's velocity ")
+    facts = json.loads((out / "expert.json").read_text())
+    partition_hash = load_shard(shards / "shard_0").partition
+    assert facts["shard"]["hash"] == facts["shard"]["partition"] == partition_hash
+    assert (facts["shard"]["index"], facts["shard"]["num_shards"]) == (0, 1)
+    assert facts["shard"]["images"] == 2 * PER_CLASS
+    assert (facts["objective"], facts["prediction_type"], facts["licence"]) == (
+        "flow",
+        "flow_prediction",
+        None,
+    )
+    teacher = facts["training"]["teacher"]
+    for k in range(2):
+        weights = (ensemble / "experts" / str(k) / WEIGHTS).read_bytes()
+        record = teacher["experts"][f"experts/{k}"]
+        assert record["files"][WEIGHTS] == hashlib.sha256(weights).hexdigest()
+        assert record["shard"] == load_shard(shards / f"shard_{k}").hash
+    assert hddm("sample", out, "--num-images", 4, "--steps", 3, "--out", tmp_path / "samples")[0] == 0
+    assert len(list((tmp_path / "samples").glob("*.png"))) == 4
+    code, told, _ = hddm("inspect", out)
+    assert code == 0
+    assert f"shard {partition_hash}" in told
+    code, told, _ = hddm("verify", out, "--data", shards / "shard_1")
+    assert "the expert was trained on these images" in told
+    assert "error of the velocity on" in told
+
+
+def test_a_student_begins_with_the_expert_that_it_is_given(
+    ensemble: Path, shards: Path, flow_expert: Path, tmp_path: Path, hddm: Command
+) -> None:
+    given = ("--data", shards, "--steps", 1, "--batch-size", 16, "--learning-rate", 1e-9)
+    out = tmp_path / "student"
+    code, _, err = hddm("distill", ensemble, "--out", out, *given, "--init", flow_expert)
+    assert code == 0, err
+    before, after = (load_file(folder / WEIGHTS) for folder in (flow_expert, out))
+    for name, value in before.items():
+        torch.testing.assert_close(after[name], value, rtol=0, atol=1e-6)
+    training = json.loads((out / "expert.json").read_text())["training"]
+    assert training["init_sha256"] == hashlib.sha256((flow_expert / WEIGHTS).read_bytes()).hexdigest()
+    assert "size" not in training
+
+
+def test_a_student_cannot_begin_with_an_expert_of_noise(
+    ensemble: Path, shards: Path, ddpm_expert: Path, tmp_path: Path, hddm: Command
+) -> None:
+    given = ("--data", shards, "--steps", 1, "--out", tmp_path / "student")
+    code, _, err = hddm("distill", ensemble, *given, "--init", ddpm_expert)
+    assert (code, "prediction type: epsilon, and the student's is flow_prediction" in err) == (1, True)
+    code, _, err = hddm("distill", ensemble, *given, "--init", ensemble)
+    assert (code, "no expert folder" in err) == (2, True)
+    code, _, err = hddm("distill", ensemble, *given, "--init", ddpm_expert, "--size", "tiny")
+    assert (code, "--init fixes it" in err) == (2, True)
+    assert not (tmp_path / "student").exists()
+
+
+def test_a_student_does_not_fit_beside_the_experts_of_its_partition(
+    ensemble: Path, shards: Path, flow_expert: Path, router: Path, tmp_path: Path
+) -> None:
+    student = tmp_path / "student"
+    distill(ensemble, shards, student, _settings(steps=2))
+    with pytest.raises(HddmError, match="do not fit together") as refused:
+        assemble([student, flow_expert], tmp_path / "mixed", router)
+    assert "number of shards 1, not 2" in str(refused.value) or "shard that" in str(refused.value)
+    assemble([student], tmp_path / "alone")
+
+
+def test_a_routed_student_records_its_router_and_strategy(
+    ensemble: Path, shards: Path, tmp_path: Path
+) -> None:
+    distill(ensemble, shards, tmp_path / "student", _settings(teacher="routed", steps=3))
+    teacher = json.loads((tmp_path / "student" / "expert.json").read_text())["training"]["teacher"]
+    weights = (ensemble / "router" / WEIGHTS).read_bytes()
+    assert teacher["strategy"] == "nucleus-0.9"
+    assert teacher["router"][WEIGHTS] == hashlib.sha256(weights).hexdigest()
+
+
+def test_a_student_of_class_conditional_experts_takes_their_classes(trio: Trio, tmp_path: Path) -> None:
+    assemble(trio.experts, tmp_path / "trio", trio.router, "full")
+    for teacher in ("shard", "routed"):
+        out = tmp_path / teacher
+        distill(tmp_path / "trio", trio.shards, out, _settings(teacher=teacher, steps=20))
+        student = load(out)
+        assert isinstance(student, VelocityField)
+        assert (student.classes, student.conditions) == (CLASSES, ("class_labels",))
+        facts = json.loads((out / "expert.json").read_text())
+        assert facts["shard"]["class_images"] == [PER_CLASS, PER_CLASS]
+        x, t = torch.randn(2, 1, 4, 4), torch.full((2,), 0.5)
+        first, second = (student.velocity(x, t, class_labels=torch.full((2,), k)) for k in range(2))
+        assert not torch.equal(first, second)
+
+
+def test_a_student_comes_close_to_the_velocity_of_one_trained_expert(
+    class_expert: Path, whole: Path, tmp_path: Path
+) -> None:
+    settings = _settings(steps=200, batch_size=32, learning_rate=4e-3)
+    losses = distill(class_expert, whole.parent, tmp_path / "student", settings)
+    assert sum(losses[-20:]) / 20 < 0.25 * losses[0]
+
+
+def test_licences_of_all_experts_hold_for_the_student(ensemble: Path, shards: Path, tmp_path: Path) -> None:
+    teacher = copied(ensemble, tmp_path)
+    edit_json(teacher / "experts" / "0" / "expert.json", licence="CC-BY-NC-4.0")
+    edit_json(teacher / "experts" / "1" / "expert.json", licence="Apache-2.0")
+    distill(teacher, shards, tmp_path / "student", _settings(steps=2))
+    facts = json.loads((tmp_path / "student" / "expert.json").read_text())
+    assert facts["licence"] == "Apache-2.0 AND CC-BY-NC-4.0"
+
+
+def test_a_run_that_broke_off_goes_on_to_the_same_student_and_with_no_other_teacher(
+    ensemble: Path, shards: Path, ddpm_expert: Path, flow_expert: Path, tmp_path: Path
+) -> None:
+    settings = _settings(steps=6)
+    whole = distill(ensemble, shards, tmp_path / "whole", settings)
+
+    def break_off(step: int, loss: float, seconds: float) -> None:
+        if step == 5:
+            raise RuntimeError("the power went")
+
+    out = tmp_path / "student"
+    with pytest.raises(RuntimeError, match="power"):
+        distill(ensemble, shards, out, settings, on_step=break_off, run=RunOptions(checkpoint_every=2))
+    other = assemble([ddpm_expert, flow_expert], tmp_path / "other")
+    assert other is not None
+    with pytest.raises(HddmError, match="is of other data, another"):
+        distill(
+            tmp_path / "other",
+            shards,
+            out,
+            settings.model_copy(update={"teacher": "shard"}),
+            run=RunOptions(resume=True),
+        )
+    steps: list[int] = []
+    losses = distill(
+        ensemble,
+        shards,
+        out,
+        settings,
+        on_step=lambda step, *_: steps.append(step),
+        run=RunOptions(resume=True),
+    )
+    assert steps == [5, 6]
+    assert losses == whole
+    assert (out / WEIGHTS).read_bytes() == (tmp_path / "whole" / WEIGHTS).read_bytes()
+    assert distill(ensemble, shards, out, settings, run=RunOptions(resume=True)) == []
+
+
+def test_a_shard_without_its_expert_is_named(
+    ensemble: Path, images: Path, tmp_path: Path, hddm: Command
+) -> None:
+    partition(images, tmp_path / "three", 3)
+    code, _, err = hddm(
+        "distill", ensemble, "--data", tmp_path / "three", "--out", tmp_path / "student", "--steps", 2
+    )
+    assert code == 1
+    assert f"{tmp_path / 'three' / 'shard_2'} (" in err
+    assert "no expert was trained on it" in err
+    assert not (tmp_path / "student").exists()
+
+
+def test_an_expert_that_records_no_shard_is_named(ensemble: Path, shards: Path, tmp_path: Path) -> None:
+    teacher = copied(ensemble, tmp_path)
+    edit_json(teacher / "experts" / "1" / "expert.json", shard=None)
+    with pytest.raises(HddmError, match="--teacher shard needs") as refused:
+        distill(teacher, shards, tmp_path / "student", _settings(steps=2))
+    assert refused.value.details[-1] == f"{teacher / 'experts/1'}: records no shard"
+
+
+def test_draw_is_no_mixture_to_learn(
+    ddpm_expert: Path, flow_expert: Path, shards: Path, tmp_path: Path
+) -> None:
+    assemble([ddpm_expert, flow_expert], tmp_path / "drawing")
+    with pytest.raises(HddmError, match="its strategy is draw"):
+        distill(tmp_path / "drawing", shards, tmp_path / "student", _settings(teacher="routed"))
+
+
+def test_images_and_classes_that_the_teacher_has_not_are_refused(
+    ensemble: Path, trio: Trio, tmp_path: Path
+) -> None:
+    partition(write_images(tmp_path / "large", side=8), tmp_path / "large-shards", 2)
+    with pytest.raises(HddmError, match=r"images are \(1, 8, 8\)"):
+        distill(ensemble, tmp_path / "large-shards", tmp_path / "student", _settings())
+    renamed = write_images(tmp_path / "renamed")
+    (renamed / "rows").rename(renamed / "stripes")
+    partition(renamed, tmp_path / "renamed-shards", 3)
+    assemble(trio.experts, tmp_path / "trio")
+    with pytest.raises(HddmError, match=r"its classes are \['columns', 'stripes'\]"):
+        distill(tmp_path / "trio", tmp_path / "renamed-shards", tmp_path / "student", _settings())
+
+
+def _settings(**changes: object) -> DistillSettings:
+    short = {"steps": 10, "batch_size": 16, "learning_rate": 3e-3, "warmup": 2, "ema_decay": 0.9}
+    return DistillSettings.model_validate({**short, "size": "tiny", "seed": 7, **changes})

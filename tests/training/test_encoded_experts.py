@@ -1,0 +1,209 @@
+"""Experts on encoded shards: latents of their own VAE alone, trained on and calibrated; captions learnt."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from hddm.calibration import FILE_NAME as CALIBRATION
+from hddm.calibration import Moments
+from hddm.data.encoding import encode_shards
+from hddm.data.encoding_plan import EncodingSettings, plan_encoding
+from hddm.data.images import load_images
+from hddm.data.shards import open_shard
+from hddm.experts.loading import load
+from hddm.experts.records import EXPERT_FILE, NULL_FILE
+from hddm.training.calibrate import recalibrate
+from hddm.training.continuation import continue_expert
+from hddm.training.expert import train_expert
+from hddm.training.verify import verify_expert
+from hddm.utils.errors import HddmError, UsageError
+from tests.artefacts import Command, contents, copied, edit_json, expert_settings
+from tests.component_files import write_clip, write_vae
+from tests.shard_files import noise, write_shard
+
+SCALE = 0.4
+
+
+@pytest.fixture(scope="module")
+def latents(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Latents 4×4×4 of 32 images in two classes."""
+    root = tmp_path_factory.mktemp("latents")
+    write_shard(root / "source", noise(32), [n % 2 for n in range(32)])
+    write_vae(root / "vae", scaling_factor=SCALE)
+    encode_shards(plan_encoding(root / "source", EncodingSettings(), vae=root / "vae"), root / "out")
+    return root / "out"
+
+
+@pytest.fixture(scope="module")
+def expert(latents: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A DDPM expert of them, by class."""
+    out = tmp_path_factory.mktemp("expert") / "ddpm"
+    train_expert(latents, out, expert_settings("ddpm", class_conditional=True))
+    return out
+
+
+def test_an_expert_on_latents_is_trained_on_and_calibrated(
+    latents: Path, expert: Path, tmp_path: Path
+) -> None:
+    settings = expert_settings("flow", class_conditional=True)
+    continue_expert(expert, latents, tmp_path / "flow", settings)
+    facts = json.loads((tmp_path / "flow" / EXPERT_FILE).read_text())
+    before = json.loads((expert / EXPERT_FILE).read_text())
+    assert facts["objective"] == "flow"
+    for key in ("space", "vae", "latent_scale", "classes", "prediction_type"):
+        assert facts[key] == before[key]
+    assert (facts["space"], facts["latent_scale"]) == ("latents", SCALE)
+    again = copied(expert, tmp_path / "again")
+    (again / CALIBRATION).unlink()
+    recalibrate(again, latents)
+    mean = Moments.of(open_shard(latents).take(torch.arange(32))).mean
+    assert torch.equal(load(again).calibration.moments.mean, mean)
+
+
+@pytest.mark.parametrize("change", ["scale", "fingerprint"])
+def test_latents_of_another_vae_or_scale_are_refused(
+    change: str, latents: Path, expert: Path, tmp_path: Path
+) -> None:
+    """A converted checkpoint states its scale and may not know its VAE."""
+    other = copied(expert, tmp_path / "other")
+    facts = json.loads((other / EXPERT_FILE).read_text())
+    vae = None if change == "scale" else facts["vae"] | {"fingerprint": "0" * 16}
+    edit_json(other / EXPERT_FILE, vae=vae, **({"latent_scale": 0.18215} if vae is None else {}))
+    kept = contents(other)
+    expected = "scaled by 0.4, the expert's by 0.18215" if vae is None else "the expert's of"
+    with pytest.raises(HddmError, match=expected):
+        continue_expert(other, latents, tmp_path / "out", expert_settings("flow", class_conditional=True))
+    with pytest.raises(HddmError, match=expected):
+        recalibrate(other, latents)
+    assert contents(other) == kept
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.fixture(scope="module")
+def captioned(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """16 black and 16 white images with their captions, as pixels and tokens; the encoder lies beside."""
+    root = tmp_path_factory.mktemp("captioned")
+    shades = [np.full((8, 8, 3), 255 * (n % 2), np.uint8) for n in range(32)]
+    write_shard(root / "source", shades, captions=[("black", "white")[n % 2] for n in range(32)])
+    write_clip(root, tokens=8)
+    plan = plan_encoding(
+        root / "source",
+        EncodingSettings(),
+        text_encoder=root / "text_encoder",
+        tokenizer=root / "tokenizer",
+    )
+    encode_shards(plan, root / "out")
+    return root
+
+
+@pytest.fixture(scope="module")
+def text_expert(captioned: Path) -> Path:
+    """A flow expert of them, by caption, trained for ten steps."""
+    train_expert(captioned / "out", captioned / "expert", expert_settings("flow", text_conditional=True))
+    return captioned / "expert"
+
+
+def _encoded_again(captioned: Path, root: Path, **changes: int) -> Path:
+    """The captioned images with tokens of another text encoder."""
+    write_clip(root, **{"tokens": 8, **changes})
+    networks = {name: root / name for name in ("text_encoder", "tokenizer")}
+    encode_shards(plan_encoding(captioned / "source", EncodingSettings(), **networks), root / "out")
+    return root / "out"
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"seed": 1}, "a text encoder with fingerprint [0-9a-f]{16}, the expert's has [0-9a-f]{16}; encode"),
+        ({"width": 32}, "a text encoder with fingerprint "),
+        ({"tokens": 9}, "a text encoder with (fingerprint|tokens 9, the expert's has 8)"),
+    ],
+)
+def test_tokens_of_another_text_encoder_are_refused(
+    changes: dict[str, int], expected: str, captioned: Path, text_expert: Path, tmp_path: Path
+) -> None:
+    other = _encoded_again(captioned, tmp_path, **changes)
+    kept = contents(text_expert)
+    with pytest.raises(HddmError, match=expected):
+        continue_expert(text_expert, other, tmp_path / "on", expert_settings("flow", text_conditional=True))
+    with pytest.raises(HddmError, match=expected):
+        recalibrate(text_expert, other)
+    with pytest.raises(UsageError, match=expected):
+        verify_expert(text_expert, other)
+    assert contents(text_expert) == kept
+    assert not (tmp_path / "on").exists()
+
+
+def test_tokens_too_wide_for_an_expert_that_records_no_text_encoder_are_refused(
+    captioned: Path, text_expert: Path, tmp_path: Path
+) -> None:
+    silent = copied(text_expert, tmp_path / "silent")
+    edit_json(silent / EXPERT_FILE, text_encoder=None)
+    other = _encoded_again(captioned, tmp_path / "other", width=32)
+    for refused in (
+        lambda: recalibrate(silent, other),
+        lambda: continue_expert(silent, other, tmp_path / "on", expert_settings("flow")),
+    ):
+        with pytest.raises(HddmError, match="its tokens are 32 wide, and the expert takes 16; encode with"):
+            refused()
+
+
+def test_what_a_converted_checkpoint_does_not_record_is_filled_in_by_training_on(
+    latents: Path, expert: Path, captioned: Path, text_expert: Path, tmp_path: Path
+) -> None:
+    silent = copied(expert, tmp_path / "latents")
+    edit_json(silent / EXPERT_FILE, vae=None, latent_scale=None)
+    continue_expert(silent, latents, tmp_path / "a", expert_settings("flow", steps=1, class_conditional=True))
+    before, found = (json.loads((at / EXPERT_FILE).read_text()) for at in (expert, tmp_path / "a"))
+    assert (found["vae"], found["latent_scale"]) == (before["vae"], SCALE)
+    silent = copied(text_expert, tmp_path / "text")
+    (silent / NULL_FILE).unlink()
+    edit_json(silent / EXPERT_FILE, text_encoder=None)
+    told = expert_settings("flow", steps=1, text_conditional=True)
+    for name, dropout in (("b", 0.1), ("c", 0.0)):
+        settings = told.model_copy(update={"condition_dropout": dropout})
+        continue_expert(silent, captioned / "out", tmp_path / name, settings)
+        before, found = (json.loads((at / EXPERT_FILE).read_text()) for at in (text_expert, tmp_path / name))
+        assert found["text_encoder"] == before["text_encoder"]
+        # Without dropout it has not learned what stands for no caption.
+        assert (tmp_path / name / NULL_FILE).exists() == (dropout > 0)
+    assert (tmp_path / "b" / NULL_FILE).read_bytes() == (text_expert / NULL_FILE).read_bytes()
+
+
+def test_an_expert_learns_what_captions_say_and_draws_what_prompts_ask(
+    captioned: Path, tmp_path: Path, hddm: Command
+) -> None:
+    """At t = 0.9 a noisy image says little, and the caption everything."""
+    settings = expert_settings(
+        "flow", text_conditional=True, steps=150, learning_rate=1e-2, ema_decay=0.5, condition_dropout=0.3
+    )
+    train_expert(captioned / "out", tmp_path / "expert", settings)
+    shard = open_shard(captioned / "out")
+    assert shard.texts is not None
+    field = load(tmp_path / "expert")
+    x_0, noise = shard.take(torch.arange(32)), torch.Generator().manual_seed(0)
+    eps, t = torch.randn(x_0.shape, generator=noise), torch.full((32,), 0.9)
+    x = 0.1 * x_0 + 0.9 * eps
+    tokens = shard.texts.take(torch.arange(32))
+
+    def error(told: torch.Tensor) -> float:
+        with torch.no_grad():
+            v = field.velocity(x, t, encoder_hidden_states=told)
+        return (v - (eps - x_0)).square().mean().item()
+
+    right, wrong = error(tokens), error(tokens.roll(1, 0))
+    unsaid = error(shard.texts.null.expand_as(tokens))
+    assert right < 0.5 * unsaid < 0.5 * wrong
+    components = [f"--{name}={captioned / name.replace('-', '_')}" for name in ("text-encoder", "tokenizer")]
+    code, _, err = hddm("assemble", tmp_path / "expert", "--out", tmp_path / "all", *components)
+    assert code == 0, err
+    code, _, err = hddm(
+        *("sample", tmp_path / "all", "--out", tmp_path / "out", "--steps", 10, "--guidance-scale", 2),
+        *("--prompt", "black", "--prompt", "white", "--num-images", 8),
+    )
+    assert code == 0, err
+    drawn = load_images(tmp_path / "out").pixels.float().mean((1, 2, 3))
+    assert (drawn > 128).tolist() == [False, True] * 4

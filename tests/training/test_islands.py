@@ -1,0 +1,364 @@
+"""Islands: trainings in processes of their own that lose nothing, and go on without each other."""
+
+import fcntl
+import json
+import logging
+import multiprocessing
+import os
+import signal
+from collections.abc import Iterator
+from dataclasses import replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from hddm.networks.folders import WEIGHTS
+from hddm.training import islands as island_process
+from hddm.training import run as runs
+from hddm.training.expert import train_expert
+from hddm.training.island_jobs import Island, Outcome, make_islands, parse_objectives, refuse_failed
+from hddm.training.islands import Ended, Logged, Stepped, prepare, threaded, train_island, train_islands, work
+from hddm.training.logs import Trend, trend_of
+from hddm.training.resume import run_folder_of
+from hddm.training.run_folder import Checkpoints
+from hddm.training.settings import RunOptions
+from hddm.utils.errors import HddmError
+from hddm.utils.processes import SIGNALS, Stopped
+from tests.artefacts import Command, contents, copied, edit_json, expert_settings
+
+STEPS = 200
+
+
+def _island(shard: Path, out: Path, **run: object) -> Island:
+    settings = expert_settings("flow", steps=STEPS, threads=1)
+    return Island(0, shard, out, settings, RunOptions.model_validate({"checkpoint_every": 20, **run}))
+
+
+def _holder(out: Path) -> int:
+    """The process that trains ``out``."""
+    return int((run_folder_of(out) / "lock").read_text().split()[1])
+
+
+def _last_checkpoint(out: Path) -> dict[str, bytes]:
+    """Tensors of the last step: weights, averages, optimiser and losses."""
+    folder = run_folder_of(out) / "checkpoints" / f"step_{STEPS:08d}"
+    return {name: data for name, data in contents(folder).items() if name.endswith(".safetensors")}
+
+
+def test_objectives_are_given_by_shard_and_for_the_rest() -> None:
+    assert parse_objectives("0=ddpm,3=ddpm,*=flow", 5) == ["ddpm", "flow", "flow", "ddpm", "flow"]
+    assert parse_objectives("1=flow, 0=ddpm", 2) == ["ddpm", "flow"]
+    assert parse_objectives("flow", 3) == ["flow"] * 3
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("0=ddpm,4=flow,*=flow", "no shard '4'; shards are 0 to 3"),
+        ("-1=ddpm,*=flow", "no shard '-1'"),
+        ("0=ddpm,2=flow", r"nothing of shard 1, 3; add \*=flow"),
+        ("0=ddpm,00=flow,*=flow", "names 0 twice"),
+        ("*=ddpm,flow", r"names \* twice"),
+        ("0=dpm,*=flow", "'0=dpm' names no objective"),
+        ("", "'' names no objective"),
+    ],
+)
+def test_objectives_that_leave_a_doubt_are_refused(text: str, message: str) -> None:
+    with pytest.raises(HddmError, match=f"^--objective {text.replace('*', '.')}: .*{message}"):
+        parse_objectives(text, 4)
+
+
+def test_what_concerns_ddpm_alone_is_given_to_its_shards_only() -> None:
+    settings = {name: expert_settings(name, snr_gamma=5.0) for name in ("ddpm", "flow")}
+    folders, schedule = [Path("a"), Path("b")], Path("schedule.json")
+    ddpm, flow = make_islands(folders, Path("o"), ["ddpm", "flow"], settings, RunOptions(), schedule)
+    assert (ddpm.settings.snr_gamma, ddpm.schedule) == (5.0, schedule)
+    assert (flow.settings.snr_gamma, flow.schedule) == (None, None)
+    assert [ddpm.out, flow.out] == [Path("o/expert_0"), Path("o/expert_1")]
+    with pytest.raises(HddmError, match=r"^--snr-gamma 5.0: is for ddpm, and no shard"):
+        make_islands(folders, Path("o"), ["flow", "flow"], {"flow": settings["flow"]}, RunOptions())
+
+
+def test_threads_are_those_of_the_run_to_go_on_with(tmp_path: Path) -> None:
+    run_folder_of(tmp_path / "out").mkdir()
+    (run_folder_of(tmp_path / "out") / "run.json").write_text('{"settings": {"threads": 3}}')
+    settings = expert_settings("flow")
+    fresh, resumed = (
+        Island(0, tmp_path, tmp_path / "out", settings, RunOptions(resume=resume)) for resume in (False, True)
+    )
+    assert [one.threads for one in threaded([fresh, resumed], 2)] == [2, 3]
+
+
+def test_what_is_in_the_way_is_told_at_once_and_nothing_starts(whole: Path, tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    run_folder_of(tmp_path / "b").mkdir()
+    (run_folder_of(tmp_path / "b") / "run.json").write_text('{"format": "1.0"}')
+    islands = [_island(whole, tmp_path / name) for name in "ab"]
+    with pytest.raises(HddmError, match="--resume goes on with them") as refused:
+        train_islands(islands)
+    assert [line.split(":")[0] for line in refused.value.details] == [
+        f"{tmp_path / 'a'} exists",
+        f"{tmp_path / 'b'}.run",
+    ]
+    prepare([_island(whole, tmp_path / "b", resume=True)])
+
+
+def test_no_run_is_discarded_where_one_is_worked_on(whole: Path, tmp_path: Path) -> None:
+    islands = [replace(_island(whole, tmp_path / name), overwrite=True) for name in "ab"]
+    for island in islands:
+        run_folder_of(island.out).mkdir()
+        (run_folder_of(island.out) / "run.json").write_text('{"format": "1.0"}')
+    with (run_folder_of(tmp_path / "b") / "lock").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(HddmError, match="b: another process is training it"):
+            prepare(islands)
+    assert (run_folder_of(tmp_path / "a") / "run.json").exists()
+    prepare(islands)
+    assert not (run_folder_of(tmp_path / "a") / "run.json").exists()
+
+
+def test_an_island_whose_disk_fails_says_so_in_one_line(
+    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(runs, "new_folder", full)
+    with pytest.raises(HddmError, match=r"expert: could not be written.*No space left.*--resume goes on"):
+        train_island(_island(whole, tmp_path / "expert"))
+
+
+@pytest.fixture
+def process() -> Iterator[None]:
+    """What `work` changes in its process is put back."""
+    handlers = {one: signal.getsignal(one) for one in SIGNALS}
+    logger = logging.getLogger("hddm")
+    state = logger.level, logger.propagate, list(logger.handlers)
+    yield
+    for one, handler in handlers.items():
+        signal.signal(one, handler)
+    logger.level, logger.propagate, logger.handlers = state
+
+
+def _told(here: "Connection[object, object]") -> list[object]:
+    told = []
+    while here.poll():
+        try:
+            told.append(here.recv())
+        except EOFError:
+            break
+    return told
+
+
+@pytest.mark.usefixtures("process")
+def test_a_training_whose_starter_is_gone_or_asks_it_to_saves_and_ends(whole: Path, tmp_path: Path) -> None:
+    island = _island(whole, tmp_path / "out")
+    here, there = multiprocessing.Pipe()
+    here.close()
+    work(island, there)
+    checkpoints = Checkpoints(run_folder_of(island.out) / "checkpoints")
+    newest = checkpoints.newest()
+    assert newest is not None
+    assert newest.name == "step_00000001"
+    here, there = multiprocessing.Pipe()
+    here.send(signal.SIGUSR1)
+    work(island, there)
+    *_, ended = _told(here)
+    assert ended == Ended()
+    newest = checkpoints.newest()
+    assert newest is not None
+    assert newest.name == "step_00000002"
+    assert not island.out.exists()
+
+
+@pytest.mark.usefixtures("process")
+def test_a_signal_outside_of_the_loop_ends_a_process_at_once(tmp_path: Path) -> None:
+    here, there = multiprocessing.Pipe()
+    work(_island(tmp_path / "none", tmp_path / "out"), there)
+    *_, ended = _told(here)
+    assert isinstance(ended, Ended)
+    assert ended.failure is not None
+    assert "no such folder" in ended.failure.message
+    with pytest.raises(SystemExit) as left:
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert left.value.code == 143
+
+
+@pytest.mark.usefixtures("process")
+def test_what_a_training_logs_reaches_its_starter(whole: Path, tmp_path: Path) -> None:
+    island = _island(whole, tmp_path / "out")
+    here, there = multiprocessing.Pipe()
+    here.send(signal.SIGTERM)
+    work(island, there)
+    here.send(signal.SIGTERM)
+    work(island, there)
+    logged = [one.message for one in _told(here) if isinstance(one, Logged)]
+    assert any("going on from step 1" in line for line in logged)
+
+
+@pytest.mark.usefixtures("process")
+def test_what_an_island_tells_of_its_losses_leaves_no_step_out(
+    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(island_process, "REPORT_SECONDS", 0.02)
+    steps = 100
+    settings = expert_settings("flow", steps=steps, threads=1)
+    island = replace(_island(whole, tmp_path / "out", checkpoint_every=steps), settings=settings)
+    here, there = multiprocessing.Pipe()
+    work(island, there)
+    *others, ended = _told(here)
+    stepped = [one for one in others if isinstance(one, Stepped)]
+    assert 2 < len(stepped) < steps
+    assert stepped[-1].step == steps
+    told = zip([0, *(one.step for one in stepped)], stepped, strict=False)
+    checkpoint = run_folder_of(island.out) / "checkpoints" / f"step_{steps:08d}"
+    losses = load_file(checkpoint / "losses.safetensors")["losses"]
+    assert all(0 < one.seconds < 10 for one in stepped)
+    whole_sum = sum((one.step - before) * one.loss for before, one in told)
+    assert whole_sum == pytest.approx(losses.sum().item())
+    assert ended == Ended(True, trend_of(losses.tolist()))
+
+
+@pytest.mark.usefixtures("process")
+def test_the_last_step_of_an_island_is_told_before_its_calibration_which_is_told_too(
+    whole: Path, tmp_path: Path
+) -> None:
+    island = replace(_island(whole, tmp_path / "out"), settings=expert_settings("flow", steps=3, threads=1))
+    here, there = multiprocessing.Pipe()
+    work(island, there)
+    *_, stepped, logged, ended = _told(here)
+    assert isinstance(stepped, Stepped)
+    assert stepped.step == 3
+    images = len(json.loads((whole / "manifest.json").read_text())["images"])
+    assert logged == Logged(logging.INFO, f"calibrating on {images} images …")
+    assert isinstance(ended, Ended)
+
+
+@pytest.mark.slow
+def test_a_killed_process_goes_on_and_a_signal_saves_and_ends_all(
+    whole: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "hddm")
+    plain, island = _island(whole, tmp_path / "plain"), _island(whole, tmp_path / "expert_0")
+    train_island(plain)
+    killed: list[int] = []
+    """First the process of the training, then this one, which takes it more kindly."""
+
+    def on_step(index: int, step: int, loss: float, seconds: float) -> None:
+        if not killed and step > 20:
+            killed.append(_holder(island.out))
+            os.kill(killed[0], signal.SIGKILL)
+        elif len(killed) == 1 and step < STEPS and _holder(island.out) != killed[0]:
+            killed.append(os.getpid())
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with pytest.raises(Stopped) as stopped:
+        train_islands([island], on_step=on_step)
+    assert stopped.value.exit_code == 143
+    assert not multiprocessing.active_children()
+    assert not island.out.exists()
+    assert "was killed by SIGKILL; memory may have run out; it is started again" in caplog.text
+    assert "going on from step" in caplog.text
+
+    (outcome,) = train_islands([_island(whole, island.out, resume=True)])
+    assert outcome.failure is None
+    assert outcome.trend is not None
+    assert _last_checkpoint(island.out) == _last_checkpoint(plain.out)
+    assert (island.out / WEIGHTS).read_bytes() == (plain.out / WEIGHTS).read_bytes()
+    (again,) = train_islands([_island(whole, island.out, resume=True)], retries=0)
+    assert (again.trend, again.failure) == (None, None)
+
+
+def test_failures_are_told_by_expert(tmp_path: Path) -> None:
+    islands = [_island(tmp_path, tmp_path / f"expert_{k}") for k in range(3)]
+    bad = HddmError("a.png: is broken", ["and", "so on"])
+    with pytest.raises(HddmError, match="2 of 3 experts failed") as refused:
+        refuse_failed(
+            [
+                Outcome(islands[0], Trend(1, 0)),
+                Outcome(islands[1], failure=bad),
+                Outcome(islands[2], failure=HddmError("no")),
+            ]
+        )
+    assert refused.value.details == (
+        "expert_1: a.png: is broken",
+        "expert_1: and",
+        "expert_1: so on",
+        "expert_2: no",
+    )
+    refuse_failed([Outcome(islands[0], Trend(1, 0))])
+
+
+def test_a_cause_that_several_experts_share_is_told_once(tmp_path: Path) -> None:
+    islands = [_island(tmp_path, tmp_path / f"expert_{k}") for k in range(4)]
+    rate = "settings.learning_rate: was 0.1, is 0.2"
+
+    def outcome(island: Island, *more: str) -> Outcome:
+        failure = HddmError(f"{run_folder_of(island.out)}: started otherwise", [rate, *more])
+        return Outcome(island, failure=failure)
+
+    with pytest.raises(HddmError, match="4 of 4 experts failed; --resume goes on") as refused:
+        refuse_failed([*map(outcome, islands[:3]), outcome(islands[3], "data.shard: was a, is b")])
+    assert refused.value.details == (
+        "each of them: started otherwise",
+        f"each of them: {rate}",
+        "expert_3: data.shard: was a, is b",
+    )
+    with pytest.raises(HddmError) as refused:
+        refuse_failed([*map(outcome, islands[:2]), Outcome(islands[2], failure=HddmError("no"))])
+    assert refused.value.details == (
+        "expert_0, expert_1: started otherwise",
+        f"expert_0, expert_1: {rate}",
+        "expert_2: no",
+    )
+
+
+def test_all_experts_are_trained_from_the_command_line_and_fit(
+    shards: Path, tmp_path: Path, hddm: Command
+) -> None:
+    """A bad shard fails alone; once it is mended --resume trains it, and the experts are assembled."""
+    folder = copied(shards, tmp_path)
+    image = next((folder / "shard_1" / "images").rglob("*.png"))
+    good = image.read_bytes()
+    image.unlink()
+    image.write_bytes(good[:-1])
+    out = tmp_path / "experts"
+    config = tmp_path / "run.yaml"
+    config.write_text("steps: 3\nbatch_size: 8\nsize: tiny\nthreads: 1\n")
+    command = ("train", "all", "--shards", folder, "--out", out, "--config", config)
+    objective = ("--objective", "0=ddpm,*=flow")
+    code, printed, err = hddm(*command, *objective, "--parallel", 2)
+    assert code == 1
+    assert f"{out / 'expert_0'}: trained for 3 steps" in printed
+    assert "1 of 2 experts failed" in err
+    assert f"expert_1: {folder / 'shard_1'}" in err
+    assert image.name in err
+    assert "started again" not in err
+
+    image.write_bytes(good)
+    first = contents(out / "expert_0")
+    code, printed, err = hddm(*command, *objective, "--resume")
+    assert code == 0, err
+    assert f"{out / 'expert_1'}: trained for 3 steps" in printed
+    assert contents(out / "expert_0") == first
+    experts = [out / "expert_0", out / "expert_1"]
+    facts = [json.loads((one / "expert.json").read_text()) for one in experts]
+    assert [one["objective"] for one in facts] == ["ddpm", "flow"]
+    assert [one["training"]["threads"] for one in facts] == [1, 1]
+
+    assert hddm("assemble", *experts, "--out", tmp_path / "ensemble")[0] == 0
+    facts[1]["shard"]["partition"] = "0" * 64
+    edit_json(experts[1] / "expert.json", shard=facts[1]["shard"])
+    code, _, err = hddm("assemble", *experts, "--out", tmp_path / "other")
+    assert code == 1
+    assert str(experts[1]) in err
+    assert not (tmp_path / "other").exists()
+
+
+def test_an_island_writes_what_a_training_by_itself_writes(whole: Path, tmp_path: Path) -> None:
+    island = Island(0, whole, tmp_path / "island", expert_settings("ddpm", threads=1), RunOptions())
+    losses = train_island(island)
+    assert losses == train_expert(whole, tmp_path / "expert", island.settings)
+    assert (tmp_path / "island" / WEIGHTS).read_bytes() == (tmp_path / "expert" / WEIGHTS).read_bytes()

@@ -1,0 +1,234 @@
+"""TensorBoard: figures that can be recomputed, in one run over any number of resumes."""
+
+import logging
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch import Tensor, nn
+
+from hddm.networks.folders import WEIGHTS
+from hddm.training.expert import train_expert
+from hddm.training.logs import EventLog, Guarded
+from hddm.training.loop import Inputs, OnStep, StepReport, Task, fit
+from hddm.training.resume import run_folder_of
+from hddm.training.router import train_router
+from hddm.training.run_folder import open_run
+from hddm.training.settings import LoopSettings, RunOptions
+from hddm.training.watching import watching
+from hddm.utils.errors import HddmError
+from hddm.utils.processes import Stopped
+from tests.artefacts import contents, expert_settings, largest_file, router_settings
+
+Scalars = dict[str, list[tuple[int, float]]]
+
+
+class _Killed(BaseException):
+    """Stands for a death between two steps."""
+
+
+def _scalars(logs: Path) -> Scalars:
+    """Steps and values by tag, as TensorBoard shows them."""
+    read = EventAccumulator(str(logs), {"scalars": 0, "images": 0})
+    read.Reload()
+    return {tag: [(e.step, e.value) for e in read.Scalars(tag)] for tag in read.Tags()["scalars"]}
+
+
+def _without_speed(scalars: Scalars) -> Scalars:
+    return {tag: values for tag, values in scalars.items() if tag != "train/images_per_second"}
+
+
+def _at(step: int, act: Callable[[], None]) -> OnStep:
+    def on_step(number: int, loss: float, seconds: float) -> None:
+        if number == step:
+            act()
+
+    return on_step
+
+
+def _die() -> None:
+    raise _Killed
+
+
+def _torn(logs: Path) -> None:
+    """Half a record at the end of the newest file, as a killed process leaves it."""
+    newest = max(logs.iterdir(), key=lambda path: path.name)
+    whole = newest.read_bytes()
+    newest.write_bytes(whole + whole[-40:-15])
+
+
+def test_a_run_that_was_killed_and_stopped_reads_as_the_uninterrupted_one(
+    whole: Path, tmp_path: Path
+) -> None:
+    """Checkpoints and the signal fall between entries, and those killed had logged beyond their last."""
+    settings, every = expert_settings("flow", steps=23), {"log_every": 4, "checkpoint_every": 5}
+    train_expert(whole, tmp_path / "whole", settings, run=RunOptions(**every))
+    out, logs = tmp_path / "parts", tmp_path / "parts.run" / "logs"
+    with pytest.raises(_Killed):
+        train_expert(whole, out, settings, on_step=_at(9, _die), run=RunOptions(**every))
+    _torn(logs)
+    assert [step for step, _ in _scalars(logs)["train/loss"]] == [4, 8]
+    go_on = RunOptions(resume=True, **every)
+    with pytest.raises(_Killed):
+        train_expert(whole, out, settings, on_step=_at(15, _die), run=go_on)
+    _torn(logs)
+    assert [step for step, _ in _scalars(logs)["train/loss"]] == [4, 8, 12]
+    with pytest.raises(Stopped):
+        train_expert(
+            whole, out, settings, on_step=_at(14, lambda: os.kill(os.getpid(), signal.SIGUSR1)), run=go_on
+        )
+    train_expert(whole, out, settings, run=go_on)
+    found, expected = _scalars(logs), _scalars(tmp_path / "whole.run" / "logs")
+    assert _without_speed(found) == _without_speed(expected)
+    assert [step for step, _ in found["train/loss"]] == [4, 8, 12, 16, 20]
+    assert len(found["train/loss_by_noise/0.4-0.6"]) == 5
+    assert len(list(logs.iterdir())) == 4
+    assert all(value > 0 for _, value in found["train/images_per_second"])
+
+
+@pytest.mark.slow
+def test_a_process_that_was_really_killed_leaves_no_trace_in_the_log(whole: Path, tmp_path: Path) -> None:
+    program = """
+import os, signal, sys
+from pathlib import Path
+import torch
+torch.set_num_threads(1)
+from hddm.utils.errors import HddmError
+from hddm.training.expert import train_expert
+from hddm.training.run_folder import RunOptions
+from tests.artefacts import expert_settings
+die = lambda step, *_: os.kill(os.getpid(), signal.SIGKILL) if step == int(sys.argv[3]) else None
+options = RunOptions(resume=True, log_every=3, checkpoint_every=4)
+train_expert(Path(sys.argv[1]), Path(sys.argv[2]), expert_settings("flow"), on_step=die, run=options)
+"""
+    for name, deaths in (("whole", [0]), ("parts", [4, 8, 10, 0])):
+        for death in deaths:
+            command = [sys.executable, "-c", program, str(whole), str(tmp_path / name), str(death)]
+            ended = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, check=False)
+            assert ended.returncode == (-signal.SIGKILL if death else 0), ended.stderr.decode()
+    found, expected = (_scalars(tmp_path / f"{name}.run" / "logs") for name in ("parts", "whole"))
+    assert _without_speed(found) == _without_speed(expected)
+    assert [step for step, _ in found["train/loss"]] == [3, 6, 9]
+
+
+def test_figures_are_those_of_the_steps_since_the_last_entry(tmp_path: Path) -> None:
+    """Recomputed from the samples' losses by numpy; times leave bins empty, and one step is not finite."""
+    place = nn.Linear(1, 1)
+    seen: list[StepReport] = []
+
+    def draw(rows: Tensor, noise: torch.Generator) -> Inputs:
+        t = torch.rand(len(rows), generator=noise) * 0.55
+        return {"t": torch.where(t > 0.5, 1.0, t), "rows": rows.float()}
+
+    def loss(network: nn.Module, inputs: Inputs) -> Tensor:
+        each = (network(inputs["rows"][:, None])[:, 0] - inputs["t"]).square()
+        return each * (math.nan if len(seen) == 4 else 1)
+
+    settings = LoopSettings(steps=12, batch_size=32, learning_rate=1e-3, warmup=3)
+    with open_run(tmp_path / "out", {}, RunOptions(log_every=3)) as run, watching()(run) as watch:
+        fit(Task(place, 50, draw, loss), settings, run, [seen.append, watch])
+    found = _scalars(tmp_path / "out.run" / "logs")
+    assert [step for step, _ in found["train/loss"]] == [3, 6, 9, 12]
+    for end in (3, 6, 9, 12):
+        reports = [r for r in seen[end - 3 : end] if math.isfinite(r.loss)]
+        assert len(reports) == (2 if end == 6 else 3)
+        values = dict.fromkeys(found, math.nan) | {
+            tag: dict(entries)[end] for tag, entries in found.items() if end in dict(entries)
+        }
+        losses, t = (torch.cat([getattr(r, key) for r in reports]).numpy() for key in ("losses", "t"))
+        assert values["train/loss"] == pytest.approx(losses.mean(), rel=1e-5)
+        sums, _ = np.histogram(t, bins=5, range=(0, 1), weights=losses)
+        counts, _ = np.histogram(t, bins=5, range=(0, 1))
+        names = ["0.0-0.2", "0.2-0.4", "0.4-0.6", "0.8-1.0"]
+        expected = (sums / np.maximum(counts, 1))[[0, 1, 2, 4]]
+        bins = [values[f"train/loss_by_noise/{name}"] for name in names]
+        assert bins == pytest.approx(list(expected), rel=1e-5)
+        assert values["train/gradient_norm"] == pytest.approx(seen[end - 1].grad_norm, rel=1e-6)
+        assert values["train/learning_rate"] == pytest.approx(seen[end - 1].learning_rate, rel=1e-6)
+    assert "train/loss_by_noise/0.6-0.8" not in found
+
+
+def test_an_image_rate_is_what_a_clock_says(tmp_path: Path) -> None:
+    """Each step sleeps, so the rate lies just below what sleeping alone allows."""
+    place = nn.Linear(1, 1)
+
+    def draw(rows: Tensor, noise: torch.Generator) -> Inputs:
+        time.sleep(0.02)
+        return {"rows": rows.float()}
+
+    task = Task(place, 50, draw, lambda network, inputs: network(inputs["rows"][:, None])[:, 0].square())
+    with open_run(tmp_path / "out", {}, RunOptions(log_every=5)) as run, watching()(run) as watch:
+        start = time.perf_counter()
+        fit(task, LoopSettings(steps=10, batch_size=8), run, [watch])
+        slowest = 4 * 8 / (time.perf_counter() - start)
+    rates = [rate for _, rate in _scalars(tmp_path / "out.run" / "logs")["train/images_per_second"]]
+    assert len(rates) == 2
+    assert all(slowest < rate < 8 / 0.02 for rate in rates)
+
+
+def test_entries_of_a_machine_whose_clock_is_behind_still_follow_those_before(tmp_path: Path) -> None:
+    ahead = int(time.time()) + 5000
+    first = EventLog(tmp_path, 1)
+    for step in (1, 2, 3):
+        first.put(step, {"loss": float(step)}, {})
+    first.close(failed=True)
+    (written,) = tmp_path.iterdir()
+    written.rename(tmp_path / f"events.out.tfevents.{ahead:010d}.zulu.9.0")
+    second = EventLog(tmp_path, 2)
+    second.put(2, {"loss": 20.0}, {})
+    second.close(failed=False)
+    assert _scalars(tmp_path)["loss"] == [(1, 1.0), (2, 20.0)]
+
+
+def test_a_full_disk_ends_the_log_with_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    guarded = Guarded("TensorBoard", lambda first: EventLog(tmp_path, first))
+    guarded.begin(1)
+    with largest_file(2000):
+        for step in range(1, 200):
+            guarded.begin(step)
+            guarded.put(step, {"loss": float(step)}, {})
+            guarded.sync()
+    guarded.close(failed=False)
+    (warning,) = [record for record in caplog.records if record.levelno >= logging.WARNING]
+    assert warning.getMessage().startswith("TensorBoard: [Errno 27] File too large")
+    steps = [step for step, _ in _scalars(tmp_path)["loss"]]
+    assert steps == list(range(1, len(steps) + 1))
+    assert 10 < len(steps) < 199
+
+
+def test_a_log_that_cannot_be_opened_changes_nothing_in_the_training(
+    whole: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = expert_settings("flow", steps=3)
+    train_expert(whole, tmp_path / "bare", settings)
+    out = tmp_path / "out"
+    in_the_way = _at(1, lambda: (run_folder_of(out) / "logs").write_text(""))
+    train_expert(whole, out, settings, on_step=in_the_way, run=RunOptions(log_every=1))
+    assert contents(out)[WEIGHTS] == contents(tmp_path / "bare")[WEIGHTS]
+    (warning,) = [record.getMessage() for record in caplog.records if "TensorBoard" in record.getMessage()]
+    assert re.fullmatch(r"TensorBoard \(.*/logs\): .*File exists.*; the training goes on without it", warning)
+
+
+def test_a_router_is_logged_and_refuses_to_make_pictures(shards: Path, tmp_path: Path) -> None:
+    options = RunOptions(log_every=5)
+    losses = train_router(shards, tmp_path / "router", router_settings(), run=options)
+    found = _scalars(tmp_path / "router.run" / "logs")
+    means = [sum(losses[:5]) / 5, sum(losses[5:]) / 5]
+    assert [value for _, value in found["train/loss"]] == pytest.approx(means, rel=1e-6)
+    with pytest.raises(HddmError, match="sample_every: 5: a router makes no images"):
+        train_router(shards, tmp_path / "other", router_settings(), run=RunOptions(sample_every=5))
+
+
+def test_a_training_without_a_run_leaves_nothing_but_its_folder(whole: Path, tmp_path: Path) -> None:
+    train_expert(whole, tmp_path / "bare", expert_settings("flow", steps=2))
+    assert [path.name for path in tmp_path.iterdir()] == ["bare"]

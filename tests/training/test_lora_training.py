@@ -1,0 +1,231 @@
+"""Training an adapter: what changes, what does not, and what is left on disk."""
+
+import hashlib
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import hddm
+from hddm.calibration import FILE_NAME as CALIBRATION
+from hddm.calibration import Moments, bounded_gain
+from hddm.data.shards import load_shard
+from hddm.experts.lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from hddm.experts.records import EXPERT_FILE, read_expert
+from hddm.networks.folders import WEIGHTS
+from hddm.training.continuation import continue_expert
+from hddm.training.expert import train_expert
+from hddm.training.settings import ExpertSettings, RunOptions
+from hddm.training.verify import verify_expert
+from hddm.utils.errors import HddmError
+from hddm.utils.records import MANIFEST
+from hddm.velocity import PredictionType
+from tests.artefacts import Command, contents, copied, expert_settings, shard_record
+
+
+@pytest.fixture(scope="module")
+def adapter(shards: Path, ddpm_expert: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The DDPM expert of shard 0, adapted to shard 1 with flow matching."""
+    out = tmp_path_factory.mktemp("adapted") / "expert"
+    continue_expert(ddpm_expert, shards / "shard_1", out, expert_settings("flow", lora_rank=2, lora_alpha=4))
+    return out
+
+
+def test_the_folder_holds_the_adapter_and_says_what_it_adapts(
+    shards: Path, ddpm_expert: Path, adapter: Path
+) -> None:
+    assert {path.name for path in adapter.iterdir()} == {
+        *(ADAPTER_CONFIG, ADAPTER_WEIGHTS, CALIBRATION, "config.json", EXPERT_FILE, MANIFEST)
+    }
+    before, facts = (json.loads((folder / EXPERT_FILE).read_text()) for folder in (ddpm_expert, adapter))
+    for key in ("prediction_type", "schedule", "time_scale", "sample_shape", "conditions"):
+        assert facts[key] == before[key]
+    assert facts["objective"] == "flow"
+    assert facts["training_calibration"] is True
+    assert facts["shard"] == shard_record(shards / "shard_1")
+    sha256 = hashlib.sha256((ddpm_expert / WEIGHTS).read_bytes()).hexdigest()
+    assert facts["adapter"]["base_sha256"] == facts["training"]["init_sha256"] == sha256
+    assert (facts["adapter"]["rank"], facts["adapter"]["alpha"]) == (2, 4)
+    assert (adapter / facts["adapter"]["base"]).resolve() == ddpm_expert.resolve()
+    assert json.loads((adapter / ADAPTER_CONFIG).read_text())["lora_alpha"] == 4
+
+
+def test_only_attention_and_mlps_differ_from_the_base_and_by_the_rank(
+    ddpm_expert: Path, adapter: Path
+) -> None:
+    before, after = (read_expert(folder).network.state_dict() for folder in (ddpm_expert, adapter))
+    targets = json.loads((adapter / EXPERT_FILE).read_text())["adapter"]["targets"]
+    for name, weight in before.items():
+        assert (name in targets) != torch.equal(weight, after[name])
+    for name in targets:
+        singular = torch.linalg.svdvals((after[name] - before[name]).double())
+        assert singular[2] < 1e-6 < singular[0]
+    inside = [name for name in before if name.startswith("layers.")]
+    assert set(targets) == {
+        name
+        for name in inside
+        if name.endswith(("in_proj_weight", "out_proj.weight", "mlp.0.weight", "mlp.2.weight"))
+    }
+
+
+def test_its_calibration_is_that_of_training_on(shards: Path, adapter: Path) -> None:
+    images = load_shard(shards / "shard_1").images
+    expected = bounded_gain(PredictionType.EPSILON, 1.0, Moments.of(images))
+    assert torch.equal(hddm.load(adapter).calibration.weights, expected.weights)
+
+
+def test_the_first_loss_is_that_of_training_on(shards: Path, ddpm_expert: Path, tmp_path: Path) -> None:
+    """B is zero at first, so the two networks are one."""
+    settings = expert_settings("flow", steps=1)
+    (whole,) = continue_expert(ddpm_expert, shards / "shard_1", tmp_path / "whole", settings)
+    adapted = settings.model_copy(update={"lora_rank": 2})
+    (low,) = continue_expert(ddpm_expert, shards / "shard_1", tmp_path / "low", adapted)
+    assert low == pytest.approx(whole, rel=1e-6)
+
+
+def test_an_adapter_is_judged_with_its_base_wherever_that_is(
+    ddpm_expert: Path, adapter: Path, tmp_path: Path
+) -> None:
+    sha256 = hashlib.sha256((ddpm_expert / WEIGHTS).read_bytes()).hexdigest()
+    verdict = verify_expert(adapter)
+    assert verdict.base == sha256
+    listed = json.loads((adapter / MANIFEST).read_text())["files"]
+    assert listed["adapter_model.safetensors"] == verdict.files["adapter_model.safetensors"]
+    alone = copied(adapter, tmp_path / "alone")
+    (problem, *_) = verify_expert(alone).problems
+    assert "base" in problem
+    found = verify_expert(alone, bases=[copied(ddpm_expert, tmp_path / "base")])
+    assert (found.accepted, found.base) == (True, sha256), found.problems
+
+
+@pytest.mark.slow
+def test_islands_adapt_one_expert_each_to_its_shard(
+    shards: Path, flow_expert: Path, tmp_path: Path, hddm: Command
+) -> None:
+    code, _, err = hddm(
+        *("train", "all", "--shards", shards, "--out", tmp_path / "experts", "--objective", "*=flow"),
+        *("--init", flow_expert, "--lora-rank", 2, "--steps", 3, "--batch-size", 8, "--threads", 1),
+    )
+    assert code == 0, err
+    settings = ExpertSettings(objective="flow", steps=3, batch_size=8, lora_rank=2, threads=1)
+    for k in (0, 1):
+        continue_expert(flow_expert, shards / f"shard_{k}", tmp_path / "alone" / str(k), settings)
+        alone, island = (contents(tmp_path / name) for name in (f"alone/{k}", f"experts/expert_{k}"))
+        assert alone[ADAPTER_WEIGHTS] == island[ADAPTER_WEIGHTS]
+
+
+def test_activation_checkpointing_changes_nothing_in_an_adapter(
+    shards: Path, ddpm_expert: Path, adapter: Path, tmp_path: Path
+) -> None:
+    settings = expert_settings("flow", lora_rank=2, lora_alpha=4, gradient_checkpointing=True)
+    continue_expert(ddpm_expert, shards / "shard_1", tmp_path / "out", settings)
+    assert contents(tmp_path / "out")[ADAPTER_WEIGHTS] == contents(adapter)[ADAPTER_WEIGHTS]
+
+
+def test_an_adapter_learns_and_repeats_itself(whole: Path, flow_expert: Path, tmp_path: Path) -> None:
+    settings = expert_settings("flow", steps=60, ema_decay=0.5, learning_rate=1e-2, lora_rank=4)
+    init = contents(flow_expert)
+    for name in ("one", "two"):
+        losses = continue_expert(flow_expert, whole, tmp_path / name, settings)
+    assert sum(losses[-10:]) < 0.95 * sum(losses[:10])
+    assert contents(tmp_path / "one")[ADAPTER_WEIGHTS] == contents(tmp_path / "two")[ADAPTER_WEIGHTS]
+    assert contents(flow_expert) == init
+    plain, better = (_loss(folder, whole) for folder in (flow_expert, tmp_path / "one"))
+    assert better < 0.97 * plain
+
+
+@torch.no_grad()
+def _loss(folder: Path, shard: Path) -> float:
+    """Of the velocity as it is loaded, on fixed noise."""
+    x_0, noise = load_shard(shard).images, torch.Generator().manual_seed(0)
+    t, eps = torch.rand(len(x_0), generator=noise), torch.randn(x_0.shape, generator=noise)
+    wide = t.view(-1, 1, 1, 1)
+    found = hddm.load(folder).velocity((1 - wide) * x_0 + wide * eps, t)
+    return (found - (eps - x_0)).square().mean().item()
+
+
+def test_a_stopped_run_keeps_the_adapter_alone_and_goes_on_exactly(
+    shards: Path, flow_expert: Path, tmp_path: Path
+) -> None:
+    settings = expert_settings("flow", steps=6, lora_rank=2)
+    continue_expert(flow_expert, shards / "shard_0", tmp_path / "straight", settings)
+
+    class Killed(Exception):
+        pass
+
+    def kill(step: int, *_: float) -> None:
+        if step == 4:
+            raise Killed
+
+    run = RunOptions(checkpoint_every=3, resume=True)
+    with pytest.raises(Killed):
+        continue_expert(flow_expert, shards / "shard_0", tmp_path / "out", settings, on_step=kill, run=run)
+    (weights,) = tmp_path.glob("out.run/checkpoints/*/weights.safetensors")
+    assert all(".lora_" in name for name in load_file(weights))
+    continue_expert(flow_expert, shards / "shard_0", tmp_path / "out", settings, run=run)
+    straight, resumed = contents(tmp_path / "straight"), contents(tmp_path / "out")
+    assert straight[ADAPTER_WEIGHTS] == resumed[ADAPTER_WEIGHTS]
+    assert straight[CALIBRATION] == resumed[CALIBRATION]
+
+
+def test_an_adapter_can_be_trained_on_as_a_whole_but_not_adapted(
+    shards: Path, ddpm_expert: Path, adapter: Path, tmp_path: Path
+) -> None:
+    settings = expert_settings("flow", steps=1, learning_rate=1e-9)
+    continue_expert(adapter, shards / "shard_1", tmp_path / "out", settings)
+    facts = json.loads((tmp_path / "out" / EXPERT_FILE).read_text())
+    assert facts["adapter"] is None
+    sha256 = hashlib.sha256((adapter / ADAPTER_WEIGHTS).read_bytes()).hexdigest()
+    assert facts["training"]["init_sha256"] == sha256
+    merged = read_expert(adapter).network.state_dict()
+    for name, weight in load_file(tmp_path / "out" / WEIGHTS).items():
+        torch.testing.assert_close(weight, merged[name], rtol=1e-5, atol=1e-6)
+    with pytest.raises(
+        HddmError, match=r"holds no diffusion_pytorch_model.safetensors that could be adapted"
+    ):
+        continue_expert(adapter, shards / "shard_1", tmp_path / "on", expert_settings("flow", lora_rank=2))
+
+
+def test_adapting_nothing_or_without_peft_is_refused(
+    shards: Path, ddpm_expert: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = expert_settings("flow", lora_rank=2)
+    with pytest.raises(HddmError, match="--lora-rank adapts an expert that exists; name it by --init"):
+        train_expert(shards / "shard_1", tmp_path / "out", settings)
+    with pytest.raises(ValueError, match="give a lora_rank too"):
+        expert_settings("flow", lora_alpha=2)
+    with pytest.raises(ValueError, match="compile does not get through peft's adapters"):
+        expert_settings("flow", lora_rank=2, compile=True)
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(HddmError, match=r"pip install 'hddm-diffusion\[lora\]'"):
+        continue_expert(ddpm_expert, shards / "shard_1", tmp_path / "out", settings)
+    assert not (tmp_path / "out").exists()
+
+
+def test_from_one_expert_to_an_ensemble_of_adapters_on_the_command_line(
+    shards: Path, flow_expert: Path, tmp_path: Path, hddm: Command
+) -> None:
+    for k in (0, 1):
+        code, out, err = hddm(
+            *("train", "expert", shards / f"shard_{k}", "--init", flow_expert, "--lora-rank", 2),
+            *("--objective", "flow", "--steps", 3, "--batch-size", 8, "--out", tmp_path / f"lora{k}"),
+        )
+        assert code == 0, err
+        assert "trained for 3 steps" in out
+    code, out, err = hddm("assemble", tmp_path / "lora0", tmp_path / "lora1", "--out", tmp_path / "all")
+    assert (code, "2 experts" in out) == (0, True), err
+    assert len(list((tmp_path / "all").rglob(WEIGHTS))) == 1
+    code, _, err = hddm(
+        "sample", tmp_path / "all", "--num-images", 2, "--steps", 2, "--out", tmp_path / "out"
+    )
+    assert code == 0, err
+    assert len(list((tmp_path / "out").glob("*.png"))) == 2
+    code, _, err = hddm(
+        *("train", "expert", shards / "shard_0", "--lora-rank", 2, "--objective", "flow", "--steps", 3),
+        *("--out", tmp_path / "none"),
+    )
+    assert code == 2
+    assert "--lora-rank adapts an expert that exists" in err

@@ -1,0 +1,244 @@
+"""Calibrating an expert on what it draws itself, by its own sampler."""
+
+import json
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from diffusers import DDIMScheduler
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from hddm.calibration import FILE_NAME, Calibration, calibrate, calibration_record
+from hddm.data.shards import load_shard
+from hddm.experts.loading import load
+from hddm.experts.records import read_expert
+from hddm.networks.transformers import ExpertTransformer
+from hddm.sampling import initial_noise, sample
+from hddm.training.calibrate import native_conditions, native_samples, native_times, recalibrate
+from hddm.training.expert import new_network
+from hddm.utils.errors import HddmError
+from hddm.velocity import VelocityField
+from tests.artefacts import Command, aged, contents, copied, edit_json
+from tests.cases import case_named
+from tests.oracles import BoundedNetwork, GaussianMixture, OracleNetwork, rms_error
+
+DIM, SHAPE = 16, (1, 4, 4)
+GAUSSIAN = GaussianMixture.random(seed=0, modes=1, dim=DIM)
+NAMES = ["cosine", "sd-scaled-linear", "ddpm-linear", "squaredcos-cap-v2", "sd-scaled-linear-ztsnr"]
+
+
+class NoisyEpsilon(OracleNetwork):
+    """The exact noise with a 2 % error, nearly white, a fixed function of state and time."""
+
+    def __call__(self, y: Tensor, timestep: Tensor) -> Tensor:
+        noise = torch.Generator().manual_seed(9)
+        mix = 20 * torch.randn(DIM, DIM, generator=noise, dtype=torch.float64)
+        error = torch.sin(y.double().flatten(1) @ mix + 100 * timestep.double()[:, None])
+        return super().__call__(y, timestep) + 0.02 * 2**0.5 * error.view(y.shape)
+
+
+def _oracle(name: str, kind: str = "epsilon", shard: GaussianMixture = GAUSSIAN) -> VelocityField:
+    case = case_named(name)
+    network = OracleNetwork(shard, case.alpha_sigma, kind)
+    return VelocityField(network, case.schedule, kind, sample_shape=SHAPE)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_samples_have_the_mean_and_covariance_of_the_data(name: str) -> None:
+    num = 4096
+    drawn = native_samples(_oracle(name), num, steps=100, batch_size=1024).flatten(1).double()
+    covariance, end = GAUSSIAN.covariances[0], 1 - native_times(_oracle(name), 100)[0][0]
+    # Noise without the signal that the end of the range still holds is what DDIM starts from.
+    limit = 4 * (covariance.diagonal().mean() / num) ** 0.5 + end * GAUSSIAN.mean.abs().max()
+    assert (drawn.mean(0) - GAUSSIAN.mean).abs().max() < limit
+    # That of num exact samples would be off by about trace/sqrt(num); the rest is the solver's.
+    limit = 1.5 * covariance.trace() / num**0.5 + 0.02 * covariance.norm()
+    assert (drawn.T.cov() - covariance).norm() < limit
+
+
+@pytest.mark.parametrize("kind", ["sample", "v_prediction", "flow_prediction"])
+def test_every_prediction_type_draws_the_data(kind: str) -> None:
+    drawn = native_samples(_oracle("cosine", kind), 1024, steps=100, batch_size=1024).flatten(1).double()
+    epsilon = native_samples(_oracle("cosine"), 1024, steps=100, batch_size=1024).flatten(1).double()
+    # The same noise and nearly the same times: every kind is the same velocity.
+    assert rms_error(drawn, epsilon) < 0.03
+
+
+@pytest.mark.parametrize("kind", ["epsilon", "v_prediction", "sample"])
+def test_they_are_those_of_diffusers_ddim(kind: str) -> None:
+    case, network, steps = case_named("sd-scaled-linear"), BoundedNetwork(), 20
+    field = VelocityField(network, case.schedule, kind, sample_shape=SHAPE)
+    found = native_samples(field, 5, seed=3, steps=steps)
+    scheduler = DDIMScheduler(
+        beta_start=0.00085,
+        beta_end=0.012,
+        beta_schedule="scaled_linear",
+        prediction_type=kind,
+        timestep_spacing="trailing",
+        clip_sample=False,
+        set_alpha_to_one=True,
+    )
+    scheduler.set_timesteps(steps)
+    y = initial_noise(3, 0, 5, SHAPE)
+    for timestep in scheduler.timesteps:
+        y = scheduler.step(network(y, timestep.expand(5)), timestep, y).prev_sample
+    torch.testing.assert_close(found, y, rtol=1e-3, atol=2e-3)
+
+
+@pytest.mark.parametrize("name", [*NAMES, "linear"])
+@pytest.mark.parametrize("kind", ["epsilon", "v_prediction"])
+def test_times_fall_from_the_end_of_the_range_to_data(name: str, kind: str) -> None:
+    field = _oracle(name, kind)
+    times, scale = native_times(field, 30)
+    assert times[0] == pytest.approx(min(field.range[1], 0.994 if kind == "epsilon" else 1), abs=1e-9)
+    assert times[-1] == 0
+    assert (times.diff() < 0).all()
+    native = field.schedule.match(times[:-1])
+    torch.testing.assert_close(native.diff().diff(), torch.zeros(28).double(), atol=1e-6, rtol=0)
+    alpha, sigma = field.schedule.alpha_sigma(native[:1])
+    assert scale == pytest.approx((alpha + sigma).item(), rel=1e-9)
+
+
+def test_a_sample_depends_on_seed_and_number_alone() -> None:
+    field = _oracle("cosine")
+    all_at_once = native_samples(field, 7, seed=2, steps=5)
+    torch.testing.assert_close(native_samples(field, 7, seed=2, steps=5, batch_size=2), all_at_once)
+    assert torch.equal(native_samples(field, 3, seed=2, steps=5), all_at_once[:3])
+    assert not torch.equal(native_samples(field, 3, seed=4, steps=5), all_at_once[:3])
+
+
+def test_the_calibration_of_the_expert_has_no_part_in_its_samples() -> None:
+    field = _oracle("cosine")
+    before = native_samples(field, 4, steps=5)
+    field.calibration = calibrate(field.velocity, 10 + GAUSSIAN.sample(64, seed=1, shape=SHAPE))
+    assert torch.equal(native_samples(field, 4, steps=5), before)
+
+
+@pytest.mark.parametrize("modes", [1, 6])
+def test_samples_calibrate_a_noisy_expert_like_its_shard_does(modes: int) -> None:
+    shard, case = GaussianMixture.random(seed=0, modes=modes, dim=DIM, spread=0.8), case_named("cosine")
+    network = NoisyEpsilon(shard, case.alpha_sigma, "epsilon")
+    raw = VelocityField(network, case.schedule, "epsilon", sample_shape=SHAPE)
+    data = shard.sample(512, seed=1, shape=SHAPE)
+    found = {
+        "data": calibrate(raw.velocity, data),
+        "native": calibrate(raw.velocity, native_samples(raw, 512, batch_size=512)),
+    }
+    for t in (0.9, 0.95, 0.99):
+        times = torch.full((2048,), t, dtype=torch.float64)
+        x_t = shard.states(times, seed=77, shape=SHAPE)
+        truth, net = shard.velocity(x_t, times), raw.velocity(x_t, times)
+        errors = {name: rms_error(it.apply(net, x_t, times), truth) for name, it in found.items()}
+        assert errors["native"] < 0.6 * rms_error(net, truth)
+        assert errors["native"] < 1.5 * errors["data"] + 0.02
+
+
+def test_a_calibration_says_what_it_was_fitted_to(
+    shards: Path, ddpm_expert: Path, flow_expert: Path, tmp_path: Path
+) -> None:
+    shard = load_shard(shards / "shard_0")
+    on_shard = {"data": f"shard {shard.hash}", "images": str(len(shard)), "seed": "7"}
+    assert calibration_record(ddpm_expert) == on_shard
+    expert = copied(ddpm_expert, tmp_path)
+    before = contents(expert)
+    recalibrate(expert, seed=5, num_images=32, steps=4)
+    native = {"data": "native samples", "images": "32", "seed": "5", "steps": "4"}
+    assert calibration_record(expert) == native
+    assert Calibration.load(expert).record == native
+    after = contents(expert)
+    assert {name for name in after if after[name] != before[name]} == {FILE_NAME, "manifest.json"}
+    recalibrate(expert, seed=5, num_images=32, steps=4)
+    assert contents(expert) == after
+    assert calibration_record(tmp_path) is None
+
+
+def test_folders_from_before_there_were_records_are_read(ddpm_expert: Path, tmp_path: Path) -> None:
+    expert = copied(ddpm_expert, tmp_path)
+    save_file(load_file(expert / FILE_NAME), expert / FILE_NAME)
+    aged(expert)
+    assert calibration_record(expert) is None
+    assert read_expert(expert).calibration.record is None
+
+
+@pytest.mark.parametrize("content", [b"", b"\x00" * 64])
+def test_a_broken_record_is_named(content: bytes, ddpm_expert: Path, tmp_path: Path) -> None:
+    expert = copied(ddpm_expert, tmp_path)
+    (expert / FILE_NAME).write_bytes(content)
+    with pytest.raises(HddmError, match=r"calibration\.safetensors: cannot be read"):
+        calibration_record(expert)
+
+
+def test_classes_are_drawn_uniformly_each_by_seed_and_number(class_expert: Path) -> None:
+    field = VelocityField(
+        BoundedNetwork(),
+        case_named("linear").schedule,
+        "flow_prediction",
+        conditions=["class_labels"],
+        classes=["a", "b", "c"],
+    )
+    labels = native_conditions(field, 3000)["class_labels"]
+    assert ((torch.bincount(labels) - 1000).abs() < 120).all()
+    assert torch.equal(native_conditions(field, 40)["class_labels"], labels[:40])
+
+
+def test_a_class_expert_is_calibrated_on_the_classes_that_it_draws(
+    class_expert: Path, whole: Path, tmp_path: Path
+) -> None:
+    expert = copied(class_expert, tmp_path)
+    recalibrate(expert, num_images=128, steps=20)
+    found, images = Calibration.load(expert), load_shard(whole).images
+    assert rms_error(found.moments.mean, images.flatten(1).mean(0)) < 0.3
+
+
+def test_what_stands_for_no_prompt_is_used_with_a_warning() -> None:
+    arguments = (BoundedNetwork(), case_named("linear").schedule, "flow_prediction")
+    null = torch.arange(6.0).view(2, 3)
+    field = VelocityField(*arguments, conditions=["text"], null_conditions={"text": null})
+    said = r"stored null value of text for every sample.*hddm\.calibration\.calibrate takes data with"
+    with pytest.warns(UserWarning, match=said):
+        assert torch.equal(native_conditions(field, 4)["text"], null.expand(4, 2, 3))
+    with pytest.raises(HddmError, match="its samples need text"):
+        native_conditions(VelocityField(*arguments, conditions=["text"]), 4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert native_conditions(VelocityField(*arguments, conditions=[]), 4) == {}
+
+
+def test_an_expert_of_prompts_cannot_be_calibrated_without_data(flow_expert: Path, tmp_path: Path) -> None:
+    expert = copied(flow_expert, tmp_path)
+    new_network(ExpertTransformer, "tiny", SHAPE, 0, text_dim=8).save_pretrained(expert)
+    edit_json(expert / "expert.json", conditions=["encoder_hidden_states"])
+    before = contents(expert)
+    with pytest.raises(HddmError, match=r"its samples need encoder_hidden_states.*pass --data"):
+        recalibrate(expert)
+    assert contents(expert) == before
+
+
+def test_an_ensemble_is_refused_without_data_too(ensemble: Path) -> None:
+    with pytest.raises(HddmError, match="an ensemble; calibrate its experts one by one"):
+        recalibrate(ensemble)
+
+
+def test_calibrating_without_data_from_the_command_line(
+    shards: Path, ddpm_expert: Path, tmp_path: Path, hddm: Command
+) -> None:
+    expert = copied(ddpm_expert, tmp_path)
+    code, out, err = hddm("calibrate", expert, "--num-images", 16, "--steps", 3, "--seed", 2)
+    assert code == 0, err
+    assert out == f"{expert}: calibrated on 16 samples of its own\n"
+    record = calibration_record(expert)
+    assert record == {"data": "native samples", "images": "16", "seed": "2", "steps": "3"}
+    assert sample(load(expert), 2, steps=2).isfinite().all()
+    data = ["--data", shards / "shard_0"]
+    for extra in (["--num-images", 32], ["--steps", 5]):
+        code, out, err = hddm("calibrate", expert, *data, *extra)
+        assert code in (1, 2)
+        assert err == f"hddm: {extra[0]}: with --data no samples are drawn; drop one of the two\n"
+    assert calibration_record(expert) == record
+    code, out, err = hddm("calibrate", expert, *data)
+    assert code == 0, err
+    assert json.loads((shards / "shard_0" / "manifest.json").read_text())["hash"] in str(
+        calibration_record(expert)
+    )

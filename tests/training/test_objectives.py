@@ -1,0 +1,213 @@
+"""Training losses against the least possible, known in closed form for Gaussian data."""
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from hddm.schedules import LinearSchedule
+from hddm.training.objectives import Objective
+from hddm.utils.errors import HddmError
+from tests.cases import Case, case_named
+from tests.oracles import GaussianMixture, OracleNetwork
+
+VARIANCE, SHAPE, NUM = 0.5, (1, 4, 4), 20_000
+GAUSSIAN = GaussianMixture(
+    torch.ones(1).double(),
+    torch.full((1, 16), 0.7).double(),
+    VARIANCE * torch.eye(16).double()[None],
+)
+DDPM_CASES = ["cosine", "linear", "ddpm-linear", "sd-scaled-linear-ztsnr", "squaredcos-cap-v2"]
+
+
+def _noise(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def _least_ddpm_loss(case: Case) -> float:
+    """E over the schedule's times of Var(eps | y) = a² c/(a² c + s²)."""
+    end = case.schedule.end
+    time = torch.arange(end + 1) if end > 1 else (torch.arange(100_000) + 0.5) / 100_000
+    a, s = case.alpha_sigma(time.double())
+    return (a**2 * VARIANCE / (a**2 * VARIANCE + s**2)).mean().item()
+
+
+def _mean_and_standard_error(
+    objective: Objective, network: Callable[..., Tensor], num: int = NUM
+) -> tuple[float, float]:
+    loss, _ = objective.loss(network, GAUSSIAN.sample(num, 1, SHAPE).float(), _noise())
+    assert loss.shape == (num,)
+    return loss.mean().item(), loss.std().item() / num**0.5
+
+
+def _oracle(case: Case, kind: str, objective: Objective) -> OracleNetwork:
+    return OracleNetwork(GAUSSIAN, case.alpha_sigma, kind, objective.time_scale)
+
+
+@pytest.mark.parametrize("name", DDPM_CASES)
+def test_the_optimal_noise_network_reaches_the_least_ddpm_loss(name: str) -> None:
+    case = case_named(name)
+    objective = Objective.named("ddpm", case.schedule)
+    loss, error = _mean_and_standard_error(objective, _oracle(case, "epsilon", objective))
+    assert abs(loss - _least_ddpm_loss(case)) < 4 * error
+    assert error < 0.01
+
+
+def test_the_optimal_velocity_network_reaches_the_least_flow_loss() -> None:
+    # Var(eps - x_0 | x_t) = c/((1-t)² c + t²), whose integral over t is pi sqrt(c)/2.
+    objective = Objective.named("flow")
+    network = _oracle(case_named("linear"), "flow_prediction", objective)
+    loss, error = _mean_and_standard_error(objective, network)
+    assert abs(loss - math.pi * VARIANCE**0.5 / 2) < 4 * error
+    assert error < 0.01
+
+
+def test_logit_normal_times_weigh_the_flow_loss_by_their_density() -> None:
+    objective = Objective.named("flow", time_sampling="logit-normal")
+    network = _oracle(case_named("linear"), "flow_prediction", objective)
+    loss, error = _mean_and_standard_error(objective, network)
+    logit = torch.linspace(-8, 8, 200_001, dtype=torch.float64)
+    t, density = logit.sigmoid(), torch.exp(-(logit**2) / 2)
+    least = VARIANCE / ((1 - t) ** 2 * VARIANCE + t**2)
+    assert abs(loss - (least * density).sum().item() / density.sum().item()) < 4 * error
+
+
+def test_any_other_network_has_a_higher_loss() -> None:
+    for name, kind in (("ddpm", "epsilon"), ("flow", "flow_prediction")):
+        objective = Objective.named(name)
+        case = case_named("cosine" if name == "ddpm" else "linear")
+        best = _oracle(case, kind, objective)
+        least, _ = _mean_and_standard_error(objective, best)
+
+        def biased(y: Tensor, u: Tensor, best: OracleNetwork = best) -> Tensor:
+            return best(y, u) + 0.3
+
+        loss, error = _mean_and_standard_error(objective, biased)
+        assert loss == pytest.approx(least + 0.3**2, abs=4 * error)
+
+
+def test_loss_is_the_squared_error_of_each_sample_and_carries_gradients() -> None:
+    gain = torch.ones((), requires_grad=True)
+    outputs: list[Tensor] = []
+
+    def network(y: Tensor, timestep: Tensor, class_labels: Tensor) -> Tensor:
+        assert timestep.dtype == torch.float32
+        outputs.append(gain * y + class_labels.view(-1, 1, 1, 1))
+        return outputs[-1]
+
+    x_0 = GAUSSIAN.sample(6, 2, SHAPE).float()
+    objective = Objective.named("flow")
+    loss, time = objective.loss(network, x_0, _noise(), {"class_labels": torch.arange(6.0)})
+    t = time.view(-1, 1, 1, 1)
+    y = outputs[0].detach() - torch.arange(6.0).view(-1, 1, 1, 1)
+    eps = (y - (1 - t) * x_0) / t
+    expected = (outputs[0] - (eps - x_0)).square().flatten(1).mean(1)
+    torch.testing.assert_close(loss.double(), expected, rtol=1e-4, atol=1e-4)
+    loss.mean().backward()
+    assert gain.grad.abs() > 0
+
+
+@pytest.mark.parametrize("name", ["ddpm-linear", "trained-betas-ztsnr"])
+def test_discrete_schedules_draw_whole_indices_all_of_them_alike(name: str) -> None:
+    schedule = case_named(name).schedule
+    num_indices = int(schedule.end) + 1
+    time = Objective.named("ddpm", schedule).sample_times(400 * num_indices, _noise())
+    assert time.dtype == torch.float64
+    assert torch.equal(time, time.round())
+    counts = time.long().bincount(minlength=num_indices)
+    assert len(counts) == num_indices
+    assert ((counts - 400).abs() < 6 * 400**0.5).all()
+
+
+@pytest.mark.parametrize("name", ["ddpm", "flow"])
+def test_continuous_times_are_uniform(name: str) -> None:
+    time = Objective.named(name).sample_times(NUM, _noise()).sort()[0]
+    uniform = (torch.arange(NUM, dtype=torch.float64) + 0.5) / NUM
+    # Kolmogorov-Smirnov: 1.95/sqrt(n) is passed once in a thousand seeds.
+    assert (time - uniform).abs().max() < 1.95 / NUM**0.5
+
+
+def test_logit_normal_times_have_normal_logits() -> None:
+    time = Objective.named("flow", time_sampling="logit-normal").sample_times(NUM, _noise())
+    logit = time.logit().sort()[0]
+    cdf = torch.special.ndtr(logit)
+    uniform = (torch.arange(NUM, dtype=torch.float64) + 0.5) / NUM
+    assert (cdf - uniform).abs().max() < 1.95 / NUM**0.5
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "schedule", "time_scale"),
+    [
+        ("ddpm", "epsilon", "cosine", 1000.0),
+        ("flow", "flow_prediction", "linear", 1000.0),
+        ("ddpm", "epsilon", "ddpm-linear", 1.0),
+    ],
+)
+def test_what_a_trained_network_predicts_and_is_fed(
+    name: str, kind: str, schedule: str, time_scale: float
+) -> None:
+    discrete = case_named(schedule).schedule if schedule == "ddpm-linear" else None
+    objective = Objective.named(name, discrete)
+    assert objective.prediction_type == kind
+    assert objective.time_scale == time_scale
+    if discrete is None:
+        assert objective.schedule == case_named(schedule).schedule
+    fed: list[Tensor] = []
+    _, time = objective.loss(lambda y, u: fed.append(u) or y, GAUSSIAN.sample(5, 0, SHAPE).float(), _noise())
+    torch.testing.assert_close(fed[0].double(), time * time_scale, rtol=1e-7, atol=0)
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "ddpm-linear"])
+def test_logit_normal_times_mean_the_same_noise_levels_on_every_schedule(schedule: str) -> None:
+    case = case_named(schedule)
+    objective = Objective.named("ddpm", case.schedule, "logit-normal")
+    time = objective.sample_times(NUM, _noise())
+    if schedule == "ddpm-linear":
+        assert (time == time.round()).all()
+    # The log-SNR of a normal logit is normal with deviation 2, up to the ends of the schedule.
+    log_snr = case.schedule.log_snr(time)
+    # Four standard errors each.
+    assert log_snr.mean().abs() < 4 * 2 / NUM**0.5
+    assert abs(log_snr.std() - 2) < 4 * 2 / (2 * NUM) ** 0.5
+
+
+@pytest.mark.parametrize(
+    ("name", "schedule", "time_sampling"),
+    [
+        ("eps", None, "uniform"),
+        ("ddpm", None, "cosine"),
+        ("flow", "cosine", "uniform"),
+        ("flow", "ddpm-linear", "uniform"),
+    ],
+    ids=str,
+)
+def test_combinations_without_meaning_are_refused(
+    name: str, schedule: str | None, time_sampling: str
+) -> None:
+    with pytest.raises(HddmError):
+        Objective.named(name, schedule and case_named(schedule).schedule, time_sampling)
+
+
+def test_an_unknown_name_is_refused_however_the_objective_is_made() -> None:
+    with pytest.raises(HddmError, match="unknown objective"):
+        Objective("velocity", LinearSchedule())
+
+
+@pytest.mark.parametrize("gamma", [1.0, 5.0])
+def test_min_snr_weighs_each_sample_by_its_noise_level(gamma: float) -> None:
+    """min(SNR, gamma)/SNR written out, on a network that always says 0; the ends of the path are included."""
+    objective = Objective.named("ddpm", snr_gamma=gamma)
+    time = torch.tensor([0.0, 0.01, 0.2, 0.5, 0.8, 1.0], dtype=torch.float64)
+    eps = torch.ones(6, 1, 2, 2)
+    found = objective.errors(lambda x, t: torch.zeros_like(x), eps * 0.3, eps, time, {})
+    angle = time * torch.pi / 2
+    snr = (angle.cos() / angle.sin()) ** 2
+    expected = torch.where(snr <= gamma, 1.0, gamma / snr)
+    torch.testing.assert_close(found, expected.float(), rtol=1e-4, atol=1e-6)
+
+
+def test_min_snr_is_a_weight_of_ddpm() -> None:
+    with pytest.raises(HddmError, match=r"--snr-gamma 5 .*drop it for flow"):
+        Objective.named("flow", snr_gamma=5.0)

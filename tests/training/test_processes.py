@@ -1,0 +1,79 @@
+"""One training by several processes, as accelerate starts them."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from hddm.networks.folders import WEIGHTS
+from hddm.training.expert import train_expert
+from hddm.training.settings import ExpertSettings
+from tests.artefacts import expert_settings
+from tests.killed_runs import checkpoint
+
+SECONDS = 300
+
+
+def _launched(shard: Path, out: Path, settings: ExpertSettings, *more: str) -> subprocess.Popen[str]:
+    """Two processes that train ``out``, in a group of their own."""
+    file = out.with_name("run.yaml")
+    file.write_text("".join(f"{k}: {v}\n" for k, v in settings.model_dump(exclude_none=True).items()))
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2"]
+    verb = ["-m", "hddm_cli", "train", "expert", shard, "--out", out, "--config", file, *more]
+    return subprocess.Popen(
+        [*command, *map(str, verb)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def _finish(process: subprocess.Popen[str]) -> None:
+    told, _ = process.communicate(timeout=SECONDS)
+    assert process.returncode == 0, told
+
+
+@pytest.mark.slow
+def test_two_processes_train_as_one_does(whole: Path, tmp_path: Path) -> None:
+    """Each takes half of every batch, in two parts; only the order of a sum differs."""
+    settings = expert_settings("flow", steps=8, batch_size=16, threads=1, device="cpu")
+    alone = train_expert(whole, tmp_path / "one", settings)
+    parts = settings.model_copy(update={"gradient_accumulation_steps": 2})
+    _finish(_launched(whole, tmp_path / "two", parts))
+    one, two = (load_file(tmp_path / name / WEIGHTS) for name in ("one", "two"))
+    for name, value in one.items():
+        # A bias of keys has no gradient but rounding, which Adam scales up to its rate.
+        torch.testing.assert_close(two[name], value, rtol=1e-4, atol=2e-5)
+    checkpoints = tmp_path / "two.run" / "checkpoints" / "step_00000008"
+    losses = load_file(checkpoints / "losses.safetensors")["losses"]
+    assert losses.tolist() == pytest.approx(alone, rel=1e-5)
+
+
+@pytest.mark.slow
+def test_two_processes_that_are_stopped_together_go_on_as_if_nothing_had_been(
+    whole: Path, tmp_path: Path
+) -> None:
+    """The signal goes to all of them and to their launcher, which passes it on once more."""
+    settings = expert_settings("flow", steps=400, threads=1, device="cpu", gradient_accumulation_steps=2)
+    for name in ("straight", "stopped"):
+        (tmp_path / name).mkdir()
+    _finish(_launched(whole, tmp_path / "straight" / "out", settings))
+    out = tmp_path / "stopped" / "out"
+    process = _launched(whole, out, settings, "--checkpoint-every", "5")
+    saved, end = out.with_name("out.run") / "checkpoints", time.monotonic() + SECONDS
+    while not list(saved.glob("step_*")) and process.poll() is None and time.monotonic() < end:
+        time.sleep(0.05)
+    os.killpg(process.pid, signal.SIGTERM)
+    process.communicate(timeout=SECONDS)
+    assert not out.exists()
+    _finish(_launched(whole, out, settings, "--checkpoint-every", "5", "--resume"))
+    straight = tmp_path / "straight" / "out"
+    assert (out / WEIGHTS).read_bytes() == (straight / WEIGHTS).read_bytes()
+    assert checkpoint(out.with_name("out.run")) == checkpoint(straight.with_name("out.run"))

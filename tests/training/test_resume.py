@@ -1,0 +1,209 @@
+"""Trainings that are killed, and go on as if nothing had been."""
+
+import itertools
+import random
+import shutil
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from hddm.networks.folders import WEIGHTS
+from hddm.training.expert import train_expert
+from hddm.training.loop import Order
+from hddm.training.run_folder import Checkpoints
+from hddm.training.settings import RunOptions
+from hddm.utils.errors import HddmError
+from hddm.utils.records import EXPERT_FILE, MANIFEST, damage, read_manifest
+from tests.artefacts import contents
+from tests.killed_runs import BATCH, STEPS, checkpoint, entries, settings, start, train
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(whole: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("uninterrupted")
+    process = start(whole, folder / "expert", folder / "diary")
+    process.join()
+    assert process.exitcode == 0
+    return folder
+
+
+def _same(folder: Path, uninterrupted: Path) -> None:
+    """Losses, samples, weights, averages and moments, to the last bit."""
+    assert entries(folder / "diary") == entries(uninterrupted / "diary")
+    assert checkpoint(folder / "expert.run") == checkpoint(uninterrupted / "expert.run")
+    here, there = contents(folder / "expert"), contents(uninterrupted / "expert")
+    assert here.keys() == there.keys()
+    # Of what was computed in how many lives the record tells, and so its hash.
+    for name in here.keys() - {EXPERT_FILE, MANIFEST}:
+        assert here[name] == there[name], name
+    assert damage(folder / "expert", EXPERT_FILE) == ()
+    listed, expected = (read_manifest(place / "expert").files for place in (folder, uninterrupted))
+    assert listed | {EXPERT_FILE: ""} == expected | {EXPERT_FILE: ""}
+
+
+def test_a_run_sees_every_image_once_an_epoch(uninterrupted: Path) -> None:
+    seen = entries(uninterrupted / "diary")
+    assert list(seen) == list(range(1, STEPS + 1))
+    order = Order(48, BATCH, settings().seed, (0,))
+    assert [rows for rows, _ in seen.values()] == [order.rows(step).tolist() for step in seen]
+    stream = list(itertools.chain.from_iterable(rows for rows, _ in seen.values()))
+    assert sorted(stream[:48]) == sorted(stream[48:96]) == list(range(48))
+
+
+def test_twenty_kills_at_random_moments_change_nothing(
+    whole: Path, uninterrupted: Path, tmp_path: Path
+) -> None:
+    """Every life is killed a random while after it began to train, so most steps run in several lives."""
+    moments = random.Random(0)
+    diary = tmp_path / "diary"
+    killed = 0
+    while killed < 20:
+        before = diary.stat().st_size if diary.exists() else 0
+        process = start(whole, tmp_path / "expert", diary)
+        while process.is_alive() and (not diary.exists() or diary.stat().st_size == before):
+            time.sleep(0.002)
+        time.sleep(moments.uniform(0, 0.12))
+        process.kill()
+        process.join()
+        if process.exitcode == 0:
+            # It was done before the kill: once more from the start, with the same diary.
+            _same(tmp_path, uninterrupted)
+            shutil.rmtree(tmp_path / "expert")
+            shutil.rmtree(tmp_path / "expert.run")
+            continue
+        assert process.exitcode == -signal.SIGKILL
+        killed += 1
+    process = start(whole, tmp_path / "expert", diary)
+    process.join()
+    assert process.exitcode == 0
+    _same(tmp_path, uninterrupted)
+
+
+WORST = {
+    "before the first checkpoint": [("step", "3")],
+    "as a checkpoint's files are written": [("open", "step_00000010.part")],
+    "before it gets its name": [("os.rename", "step_00000010")],
+    "as an older one is removed": [("shutil.rmtree", "step_00000005")],
+    "at an epoch's end, within a batch": [("step", "7"), ("step", "14")],
+    "at the step of a checkpoint": [("step", "10"), ("step", "20")],
+    "in the last step": [("step", str(STEPS))],
+    "as the expert is written": [("os.rename", ".expert.part")],
+    "as the record of the run is written": [("os.rename", ".run.json")],
+    "three times in a row, without a new checkpoint": [("step", "8"), ("step", "8"), ("step", "9")],
+}
+
+
+@pytest.mark.parametrize("moments", WORST.values(), ids=WORST)
+def test_a_kill_at_the_worst_moment_changes_nothing(
+    moments: list[tuple[str, str]], whole: Path, uninterrupted: Path, tmp_path: Path
+) -> None:
+    for moment in moments:
+        process = start(whole, tmp_path / "expert", tmp_path / "diary", moment)
+        process.join()
+        assert process.exitcode == -signal.SIGKILL, moment
+        assert not (tmp_path / "expert").exists()
+    process = start(whole, tmp_path / "expert", tmp_path / "diary")
+    process.join()
+    assert process.exitcode == 0
+    _same(tmp_path, uninterrupted)
+    left = [path.name for path in (tmp_path / "expert.run" / "checkpoints").iterdir()]
+    assert sorted(left) == ["step_00000020", f"step_{STEPS:08d}"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1], ids=lambda n: n.name)
+def test_a_signal_saves_within_a_step_and_exits_with_its_code(
+    number: signal.Signals, whole: Path, uninterrupted: Path, tmp_path: Path
+) -> None:
+    process = start(whole, tmp_path / "expert", tmp_path / "diary", ("signal", str(int(number))))
+    process.join()
+    assert process.exitcode == 128 + number
+    assert not (tmp_path / "expert").exists()
+    (saved,) = (tmp_path / "expert.run" / "checkpoints").iterdir()
+    # The signal came in step 3, long before the first checkpoint was due.
+    assert saved.name == "step_00000003"
+    process = start(whole, tmp_path / "expert", tmp_path / "diary")
+    process.join()
+    _same(tmp_path, uninterrupted)
+
+
+def test_a_second_signal_exits_at_once(whole: Path, tmp_path: Path) -> None:
+    moment = ("signals", f"{int(signal.SIGTERM)} later")
+    process = start(whole, tmp_path / "expert", tmp_path / "diary", moment)
+    process.join()
+    assert process.exitcode == 128 + signal.SIGTERM
+    assert not (tmp_path / "expert.run" / "checkpoints").exists()
+
+
+def test_a_signal_that_comes_by_two_ways_saves_as_one(whole: Path, tmp_path: Path) -> None:
+    process = start(whole, tmp_path / "expert", tmp_path / "diary", ("signals", str(int(signal.SIGTERM))))
+    process.join()
+    assert process.exitcode == 128 + signal.SIGTERM
+    assert [path.name for path in (tmp_path / "expert.run" / "checkpoints").iterdir()] == ["step_00000003"]
+
+
+def test_damaged_checkpoints_do_not_push_out_those_that_are_written_after_them(
+    whole: Path, tmp_path: Path
+) -> None:
+    """Two are kept, and the two newest are damaged: the run begins anew, and must be able to go on."""
+    process = start(whole, tmp_path / "expert", tmp_path / "diary", ("step", "13"))
+    process.join()
+    folder = tmp_path / "expert.run" / "checkpoints"
+    damaged = sorted(path.name for path in folder.iterdir())
+    assert len(damaged) == 2
+    for name in damaged:
+        _flip(folder / name / "ema.safetensors")
+    process = start(whole, tmp_path / "expert", tmp_path / "diary", ("step", "7"))
+    process.join()
+    kept = Checkpoints(folder).newest()
+    assert kept is not None
+    assert kept.name == "step_00000005"
+    assert (folder / f"damaged_1_{damaged[-1]}").is_dir()
+
+
+def test_the_last_checkpoint_that_is_whole_counts(whole: Path, uninterrupted: Path, tmp_path: Path) -> None:
+    """Whatever is wrong with the newest: a flipped bit, a missing file, no manifest."""
+    damages = {
+        "bit": lambda path: _flip(path / "optimizer.safetensors"),
+        "file": lambda path: (path / "ema.safetensors").unlink(),
+        "manifest": lambda path: (path / "manifest.json").unlink(),
+    }
+    for name, spoil in damages.items():
+        folder = tmp_path / name
+        folder.mkdir()
+        process = start(whole, folder / "expert", folder / "diary", ("step", "13"))
+        process.join()
+        spoil(folder / "expert.run" / "checkpoints" / "step_00000010")
+        process = start(whole, folder / "expert", folder / "diary")
+        process.join()
+        _same(folder, uninterrupted)
+        assert (folder / "expert.run" / "checkpoints" / "damaged_1_step_00000010").is_dir()
+
+
+def test_a_finished_run_is_not_taken_for_another_training(
+    whole: Path, uninterrupted: Path, shards: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(uninterrupted, tmp_path / "copy")
+    longer = settings().model_copy(update={"steps": 900})
+    for data, message, key in (
+        (shards / "shard_0", "is of other data", "data.shard"),
+        (whole, "was started otherwise", "settings.steps"),
+    ):
+        with pytest.raises(HddmError, match=message) as refused:
+            train_expert(data, tmp_path / "copy" / "expert", longer, run=RunOptions(resume=True))
+        assert any(key in line for line in refused.value.details)
+
+
+def test_a_finished_run_is_not_trained_again(whole: Path, uninterrupted: Path, tmp_path: Path) -> None:
+    shutil.copytree(uninterrupted, tmp_path / "copy")
+    before = contents(tmp_path / "copy")
+    train(whole, tmp_path / "copy" / "expert", tmp_path / "copy" / "diary")
+    assert contents(tmp_path / "copy") == before
+    assert WEIGHTS in contents(tmp_path / "copy" / "expert")
+
+
+def _flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)

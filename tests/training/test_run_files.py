@@ -1,0 +1,96 @@
+"""Run files: known keys only, overridden by the command line, read as they are meant."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from hddm.training.settings import ExpertSettings, RouterSettings, RunOptions, settings_of
+from hddm.utils.errors import HddmError
+from tests.artefacts import Command
+
+BASE = {"objective": "flow", "steps": 5}
+
+
+def _file(folder: Path, text: str) -> Path:
+    path = folder / "run.yaml"
+    path.write_bytes(text.encode())
+    return path
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("learning_rte: 1e-3", "unknown key 'learning_rte'; did you mean 'learning_rate'?"),
+        ("Steps: 3", "unknown key 'Steps'; did you mean 'steps'?"),
+        ("learning_rate: fast", r"key 'learning_rate' \(is 'fast'\)"),
+        ("batch_size: 0", "key 'batch_size'"),
+        ("batch_size: 8\nbatch_size: 9", "key 'batch_size' twice"),
+        ("resume: true", "resume is said for one start, as --resume"),
+        ("- steps", "holds no settings"),
+        ("size: tiny\nsteps: [", r"is no YAML \(line 2, column 9: while parsing a flow node, expected"),
+        ("size: \0", r"is no YAML \(special characters are not allowed\)"),
+        ("!!python/object/apply:os.system ['true']", "is no YAML"),
+    ],
+)
+def test_what_a_file_should_not_say_is_named(text: str, message: str, tmp_path: Path) -> None:
+    path = _file(tmp_path, text)
+    with pytest.raises(HddmError, match=rf"^{path}: .*{message}") as error:
+        settings_of(ExpertSettings, path, BASE, set())
+    assert "\n" not in str(error.value)
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(HddmError, match=r"none\.yaml: cannot be read \(No such file"):
+        settings_of(ExpertSettings, tmp_path / "none.yaml", BASE, set())
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n"], ids=["LF", "CRLF"])
+def test_values_are_what_they_are_meant_to_be(end: str, tmp_path: Path) -> None:
+    """YAML itself takes 1e-4 for a word and no for false."""
+    lines = ["size: S/2", "learning_rate: 1e-4", "mixed_precision: no", "random_flip: yes", "# done", ""]
+    found = settings_of(ExpertSettings, _file(tmp_path, end.join(lines)), BASE, set())
+    assert (found.size, found.learning_rate, found.mixed_precision, found.random_flip) == (
+        "S/2",
+        1e-4,
+        "no",
+        True,
+    )
+
+
+def test_the_command_line_overrides_the_file_and_the_file_the_defaults(tmp_path: Path) -> None:
+    path = _file(tmp_path, "steps: 7\nbatch_size: 16\nwarmup: 3")
+    values = BASE | {"batch_size": 128, "seed": 4}
+    found = settings_of(ExpertSettings, path, values, {"objective", "seed"})
+    assert (found.steps, found.batch_size, found.warmup, found.seed) == (7, 16, 3, 4)
+    assert settings_of(ExpertSettings, path, values | {"steps": 9}, {"steps"}).steps == 9
+
+
+def test_one_file_serves_experts_routers_and_how_runs_are_kept(tmp_path: Path) -> None:
+    path = _file(tmp_path, "steps: 7\nsnr_gamma: 5\ncalibrate: true\ncheckpoint_every: 3")
+    assert settings_of(RouterSettings, path, {}, set()).calibrate
+    assert settings_of(ExpertSettings, path, {"objective": "ddpm"}, set()).snr_gamma == 5
+    assert settings_of(RunOptions, path, {"resume": True}, {"resume"}).checkpoint_every == 3
+
+
+def test_an_empty_file_says_nothing(tmp_path: Path) -> None:
+    assert settings_of(ExpertSettings, _file(tmp_path, ""), BASE, set()).steps == 5
+
+
+def test_a_run_records_what_file_and_command_line_came_to(whole: Path, tmp_path: Path, hddm: Command) -> None:
+    path = _file(tmp_path, "objective: flow\nsteps: 3\nsize: tiny\nbatch_size: 8\ncheckpoint_every: 2")
+    out = tmp_path / "out"
+    code, _, error = hddm("train", "expert", whole, "--out", out, "--config", path, "--steps", 4)
+    assert code == 0, error
+    record = json.loads((tmp_path / "out.run" / "run.json").read_text())
+    assert record["settings"].items() >= {"steps": 4, "size": "tiny", "batch_size": 8}.items()
+    steps = sorted(p.name for p in (tmp_path / "out.run" / "checkpoints").iterdir())
+    assert steps == ["step_00000002", "step_00000004"]
+
+
+def test_what_is_required_may_stand_in_either_place(whole: Path, tmp_path: Path, hddm: Command) -> None:
+    path = _file(tmp_path, "steps: 3\nsize: tiny")
+    code, _, error = hddm("train", "expert", whole, "--out", tmp_path / "out", "--config", path)
+    assert code == 2
+    assert "--objective" in error
+    assert "is required, here or in --config" in " ".join(error.split())

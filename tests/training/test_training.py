@@ -1,0 +1,169 @@
+"""Training: losses that do not drift, and weights that depend on seed and shard alone."""
+
+import json
+import shutil
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import hddm
+from hddm.data.partition import partition
+from hddm.data.shards import load_shard
+from hddm.networks.folders import WEIGHTS
+from hddm.networks.transformers import ExpertTransformer
+from hddm.schedules import from_diffusers
+from hddm.training.expert import new_network, train_expert
+from hddm.training.router import train_router
+from hddm.training.shard_fit import shard_facts
+from hddm.utils.errors import HddmError
+from tests.artefacts import (
+    CLASSES,
+    PER_CLASS,
+    contents,
+    copied,
+    expert_settings,
+    router_settings,
+    shard_record,
+    write_images,
+)
+
+GOLDEN = Path(__file__).parent / "golden"
+
+
+def _check_golden(name: str, losses: list[float]) -> None:
+    """Compare with ``golden/<name>.txt``; a failure shows the file as it would now be."""
+    lines = "".join(f"{step} {loss:.8f}\n" for step, loss in enumerate(losses, 1))
+    rows = [line.split() for line in (GOLDEN / f"{name}.txt").read_text().splitlines()]
+    assert [int(step) for step, _ in rows] == list(range(1, 11)), lines
+    assert losses == pytest.approx([float(loss) for _, loss in rows], rel=1e-4), lines
+
+
+@pytest.mark.parametrize("objective", ["flow", "ddpm"])
+def test_an_experts_losses_are_the_golden_ones(objective: str, whole: Path, tmp_path: Path) -> None:
+    losses = train_expert(whole, tmp_path / "expert", expert_settings(objective))
+    _check_golden(f"{objective}_tiny", losses)
+
+
+def test_a_routers_losses_are_the_golden_ones(shards: Path, tmp_path: Path) -> None:
+    _check_golden("router_tiny", train_router(shards, tmp_path / "router", router_settings()))
+
+
+def test_a_seed_decides_every_weight_and_another_seed_other_ones(
+    shards: Path, flow_expert: Path, tmp_path: Path
+) -> None:
+    """On a copy of the shard that lies alone: the expert next door has no part in it."""
+    shard = copied(shards / "shard_1", tmp_path)
+    for name, seed in (("same", 7), ("other", 8)):
+        train_expert(shard, tmp_path / name, expert_settings("flow", seed=seed))
+    first, same, other = (contents(folder) for folder in (flow_expert, tmp_path / "same", tmp_path / "other"))
+    assert first.keys() == same.keys()
+    for file in (WEIGHTS, "config.json", "calibration.safetensors"):
+        assert first[file] == same[file]
+    assert first[WEIGHTS] != other[WEIGHTS]
+
+
+_opened: list[Path] | None = None
+
+
+def _note_open(event: str, arguments: tuple[object, ...]) -> None:
+    if event == "open" and _opened is not None and isinstance(arguments[0], str | Path):
+        _opened.append(Path(arguments[0]).resolve())
+
+
+def test_training_an_expert_opens_no_file_but_its_shards(
+    root: Path, shards: Path, ensemble: Path, tmp_path: Path
+) -> None:
+    """Images, the other shard, experts and the router lie beside it."""
+    global _opened
+    sys.addaudithook(_note_open)
+    _opened = []
+    try:
+        train_expert(shards / "shard_0", tmp_path / "expert", expert_settings("flow"))
+        opened = [path for path in _opened if path.is_relative_to(root.resolve())]
+    finally:
+        _opened = None
+    shard = (shards / "shard_0").resolve()
+    assert shard / "manifest.json" in opened
+    assert all(path.is_relative_to(shard) for path in opened)
+
+
+def test_a_loss_that_is_not_finite_stops_and_writes_nothing(shards: Path, tmp_path: Path) -> None:
+    message, wild = r"step \d+: loss .*nothing was written.*--learning-rate", {"learning_rate": 1e30}
+    with pytest.raises(HddmError, match=message):
+        train_expert(shards / "shard_0", tmp_path / "out", expert_settings("flow", **wild))
+    with pytest.raises(HddmError, match=message):
+        train_router(shards, tmp_path / "out", router_settings(**wild))
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_expert_counts_its_images_by_the_classes_that_it_knows(whole: Path, class_expert: Path) -> None:
+    facts = json.loads((class_expert / "expert.json").read_text())
+    assert facts["classes"] == list(CLASSES)
+    assert facts["shard"]["class_images"] == [PER_CLASS, PER_CLASS]
+    shard = load_shard(whole)
+    assert shard_facts(shard, ("columns", "others")).class_images == ()
+    assert shard_facts(replace(shard, labels=None), shard.classes).class_images == ()
+
+
+def test_an_expert_remembers_its_shard_and_how_it_was_trained(shards: Path, flow_expert: Path) -> None:
+    facts = json.loads((flow_expert / "expert.json").read_text())
+    assert facts["shard"] == shard_record(shards / "shard_1")
+    assert facts["objective"] == "flow"
+    assert facts["prediction_type"] == "flow_prediction"
+    assert facts["sample_shape"] == [1, 4, 4]
+    assert facts["training"]["images_seen"] == 160
+    assert facts["training"].items() >= expert_settings("flow").model_dump(exclude={"threads"}).items()
+    assert facts["training"]["threads"] == torch.get_num_threads()
+
+
+def test_an_expert_on_a_diffusers_schedule_is_loaded_with_it(whole: Path, tmp_path: Path) -> None:
+    schedule = from_diffusers({"beta_schedule": "scaled_linear", "num_train_timesteps": 50})
+    settings = expert_settings("ddpm", steps=2)
+    train_expert(whole, tmp_path / "expert", settings, schedule, "scheduler_config.json")
+    field = hddm.load(tmp_path / "expert")
+    assert isinstance(field, hddm.VelocityField)
+    times = torch.arange(50, dtype=torch.float64)
+    assert torch.equal(field.schedule.log_snr(times), schedule.log_snr(times))
+    assert field.time_scale == 1
+    facts = json.loads((tmp_path / "expert" / "expert.json").read_text())
+    assert facts["schedule_source"] == "scheduler_config.json"
+
+
+def test_images_that_do_not_make_whole_patches_are_refused(whole: Path, tmp_path: Path) -> None:
+    with pytest.raises(HddmError, match=r"images are 4×4; --size S/8 takes squares .* by 8"):
+        train_expert(whole, tmp_path / "expert", expert_settings("flow", size="S/8"))
+    with pytest.raises(HddmError, match="images are 6×4"):
+        new_network(ExpertTransformer, "tiny", (1, 4, 6), 0)
+
+
+def test_initial_weights_depend_on_the_seed_alone() -> None:
+    def weights(seed: int) -> torch.Tensor:
+        network = new_network(ExpertTransformer, "tiny", (1, 4, 4), seed)
+        return torch.cat([parameter.flatten() for parameter in network.parameters()])
+
+    torch.manual_seed(0)
+    state = torch.get_rng_state()
+    first = weights(3)
+    assert torch.equal(torch.get_rng_state(), state)
+    torch.rand(5)
+    assert torch.equal(weights(3), first)
+    assert not torch.equal(weights(4), first)
+
+
+def test_a_class_conditional_expert_needs_labels(images: Path, tmp_path: Path) -> None:
+    (flat,) = partition(images / "rows", tmp_path / "flat", 1)
+    with pytest.raises(HddmError, match="no labels; drop --class-conditional"):
+        train_expert(flat, tmp_path / "expert", expert_settings("flow", class_conditional=True))
+
+
+def test_shards_of_different_shapes_make_no_router(shards: Path, tmp_path: Path) -> None:
+    folder = copied(shards, tmp_path)
+    (other,) = partition(write_images(tmp_path / "images", side=6), tmp_path / "other", 1)
+    shutil.rmtree(folder / "shard_1")
+    other.rename(folder / "shard_1")
+    with pytest.raises(HddmError, match="different shapes"):
+        train_router(folder, tmp_path / "router", router_settings())
+    assert not (tmp_path / "router").exists()

@@ -1,0 +1,207 @@
+"""The loop: its learning rate, its average of the weights, and that the average is float32."""
+
+import itertools
+import math
+import re
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hddm.training.loop import Inputs, Order, StepReport, Task, fit
+from hddm.training.settings import LoopSettings
+from hddm.training.state import Ema
+from hddm.utils.errors import HddmError
+from hddm.utils.records import parse_facts
+
+
+class _Point(nn.Module):
+    """One parameter vector."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.place = nn.Parameter(torch.tensor([3.0, -2.0]))
+
+
+def _task(point: _Point, loss: Callable[[], Tensor]) -> Task:
+    """One loss for every sample."""
+
+    def draw(rows: Tensor, noise: torch.Generator) -> Inputs:
+        return {"rows": rows}
+
+    return Task(point, 1000, draw, lambda network, inputs: loss().expand(len(inputs["rows"])))
+
+
+def _average(values: list[Tensor], decay: float) -> Tensor:
+    """The average of ``values[1:]`` from ``values[0]`` on, by its definition."""
+    average = values[0].double()
+    for n, value in enumerate(values[1:]):
+        d = min(decay, (1 + n) / (10 + n))
+        average = d * average + (1 - d) * value.double()
+    return average
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.5, 0.99])
+def test_the_average_follows_its_formula(decay: float) -> None:
+    point, noise = _Point(), torch.Generator().manual_seed(0)
+    ema, values = Ema(point, decay), [point.place.detach().clone()]
+    for _ in range(20):
+        point.place.data = torch.randn(2, generator=noise)
+        values.append(point.place.detach().clone())
+        ema.update()
+    ema.copy_to_network()
+    torch.testing.assert_close(point.place.double(), _average(values, decay), rtol=1e-6, atol=1e-6)
+
+
+def test_the_average_moves_in_float32_where_bfloat16_would_stand_still() -> None:
+    point = _Point().bfloat16()
+    ema = Ema(point, decay=0.999)
+    start = point.place.detach().clone()
+    ema.updates = 100_000
+    point.place.data = start + torch.tensor([0.5, 0.5]).bfloat16()
+    for _ in range(3):
+        ema.update()
+    (shadow,) = ema._shadow
+    assert shadow.dtype == torch.float32
+    torch.testing.assert_close(
+        shadow - start.float(), torch.full((2,), 0.5 * (1 - 0.999**3)), rtol=1e-3, atol=0
+    )
+    assert torch.equal(shadow.bfloat16(), start)
+
+
+def test_training_leaves_the_averaged_weights() -> None:
+    point = _Point()
+    values = [point.place.detach().clone()]
+    settings = LoopSettings(steps=30, learning_rate=0.1, warmup=3, ema_decay=0.6)
+    task = _task(point, lambda: point.place.square().sum())
+    fitted = fit(task, settings, watchers=[lambda report: values.append(point.place.detach().clone())])
+    torch.testing.assert_close(point.place.double(), _average(values, 0.6), rtol=1e-5, atol=1e-6)
+    assert not torch.equal(point.place, values[-1])
+    expected = [value.square().sum().item() for value in values[:-1]]
+    assert fitted.losses == pytest.approx(expected, rel=1e-6)
+    assert fitted.losses[-1] < fitted.losses[0]
+
+
+@pytest.mark.parametrize(
+    ("steps", "warmup", "warm"),
+    [(12, 4, 4), (5, 0, 1), (6, 20, 20), (9, None, 1), (60, None, 6)],
+)
+def test_the_rate_warms_up_linearly_and_decays_as_a_cosine(steps: int, warmup: int | None, warm: int) -> None:
+    """Adam moves by exactly its rate where the gradient never changes."""
+    point = _Point()
+    places = [point.place.detach().clone()]
+    settings = LoopSettings(steps=steps, learning_rate=0.01, warmup=warmup, weight_decay=0, max_grad_norm=100)
+    task = _task(point, lambda: point.place.sum())
+    fit(task, settings, watchers=[lambda report: places.append(point.place.detach().clone())])
+    moved = -torch.stack(places).diff(dim=0)[:, 0]
+    rates = [0.01 * min(1, (n + 1) / warm) * (1 + math.cos(math.pi * n / steps)) / 2 for n in range(steps)]
+    torch.testing.assert_close(moved, torch.tensor(rates), rtol=1e-3, atol=1e-6)
+
+
+def test_a_long_training_warms_up_for_a_hundred_steps_unless_told_otherwise() -> None:
+    assert [LoopSettings(steps=steps).warmup_steps for steps in (999, 1000, 1300)] == [99, 100, 100]
+    assert LoopSettings(steps=1300, warmup=300).warmup_steps == 300
+
+
+def test_the_gradient_is_clipped() -> None:
+    seen: list[float] = []
+    point = _Point()
+
+    def watch(report: StepReport) -> None:
+        assert point.place.grad is not None
+        seen.append(point.place.grad.norm().item())
+        assert report.grad_norm > 1000
+
+    task = _task(point, lambda: 1000 * point.place.square().sum())
+    fit(task, LoopSettings(steps=2, max_grad_norm=0.25), watchers=[watch])
+    assert seen == pytest.approx([0.25, 0.25], rel=1e-4)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_step_that_is_not_finite_is_left_out_and_named_with_its_samples(
+    bad: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Twelve samples make one epoch of four steps, of which one sees the broken sample."""
+    point = _Point()
+
+    def loss(network: nn.Module, inputs: Inputs) -> Tensor:
+        return point.place.sum() * torch.where(inputs["rows"] == 5, bad, 1.0)
+
+    task = Task(point, 12, lambda rows, noise: {"rows": rows}, loss)
+    settings = LoopSettings(steps=8, batch_size=3, learning_rate=0.1, warmup=0)
+    order = Order(12, 3, settings.seed, ())
+    broken = [step for step in range(1, 9) if 5 in order.rows(step)]
+    assert len(broken) == 2
+    places, updates = [point.place.detach().clone()], []
+
+    def watch(report: StepReport) -> None:
+        places.append(point.place.detach().clone())
+        updates.append(report.state.ema.updates)
+
+    fit(task, settings, watchers=[watch])
+    moved = [not torch.equal(a, b) for a, b in itertools.pairwise(places)]
+    assert moved == [step not in broken for step in range(1, 9)]
+    assert updates == torch.tensor(moved).cumsum(0).tolist()
+    for step in broken:
+        assert re.search(rf"step {step}: loss .*samples \[5.*\]; the step is left out", caplog.text)
+
+
+def test_steps_that_stay_without_a_finite_loss_end_the_training() -> None:
+    point, calls = _Point(), iter(range(1, 100))
+
+    def loss() -> Tensor:
+        return point.place.sum() * (math.nan if next(calls) >= 3 else 1)
+
+    settings = LoopSettings(steps=50, max_non_finite=4)
+    steps: list[int] = []
+    with pytest.raises(HddmError, match=r"^step 6: loss nan.*samples \[\d.*the last 4 steps were not finite"):
+        fit(_task(point, loss), settings, watchers=[lambda report: steps.append(report.step)])
+    assert steps == [1, 2, 3, 4, 5]
+    assert point.place.isfinite().all()
+
+
+def test_a_last_step_that_was_not_finite_is_left_out_like_any_other() -> None:
+    """A resumed run would see the same step again, so that it could never end."""
+    point, calls = _Point(), iter(range(1, 100))
+    task = _task(point, lambda: point.place.sum() * (math.nan if next(calls) == 3 else 1))
+    fitted = fit(task, LoopSettings(steps=3))
+    assert [math.isfinite(loss) for loss in fitted.losses] == [True, True, False]
+    assert math.isfinite(fitted.record(LoopSettings(steps=3))["final_loss"])
+    assert point.place.isfinite().all()
+
+
+def test_a_training_without_any_finite_step_writes_nothing() -> None:
+    point = _Point()
+    task = _task(point, lambda: point.place.sum() * math.nan)
+    with pytest.raises(HddmError, match=r"^step 3: loss nan.*nothing was written; try a lower"):
+        fit(task, LoopSettings(steps=3))
+
+
+def test_a_gradient_that_is_not_finite_counts_too() -> None:
+    point = _Point()
+    task = _task(point, lambda: (point.place - point.place.detach()).abs().sum().sqrt())
+    with pytest.raises(HddmError, match=r"step 1: loss 0.0, gradient norm (nan|inf)"):
+        fit(task, LoopSettings(steps=5, max_non_finite=1))
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [{"steps": 0}, {"learning_rate": 0}, {"ema_decay": 1.0}, {"batch_size": 0}, {"warmup": -1}],
+    ids=str,
+)
+def test_settings_out_of_range_are_refused_by_name(setting: dict[str, float]) -> None:
+    (name,) = setting
+    with pytest.raises(HddmError, match=f"--{name.replace('_', '-')} "):
+        parse_facts({"steps": 1, **setting}, LoopSettings, "options")
+
+
+def test_a_record_holds_the_settings_and_the_loss_of_the_last_twentieth() -> None:
+    point, values = _Point(), iter(range(100))
+    settings = LoopSettings(steps=100, batch_size=3, seed=5)
+    fitted = fit(_task(point, lambda: point.place.sum() * 0 + float(next(values))), settings)
+    record = fitted.record(settings)
+    assert record["final_loss"] == sum(range(95, 100)) / 5
+    assert record["images_seen"] == 300
+    assert record["seed"] == 5
+    assert record["seconds"] >= 0

@@ -1,0 +1,217 @@
+"""Pictures of a training: what they show, and that the training does not notice them."""
+
+import contextlib
+import io
+import os
+import signal
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch import Tensor, nn
+
+import hddm
+from hddm.data.images import to_bytes
+from hddm.data.shards import load_shard
+from hddm.data.stores import Rows, TokenStore
+from hddm.networks.folders import WEIGHTS
+from hddm.networks.transformers import ExpertTransformer
+from hddm.sampling import sample
+from hddm.schedules import LinearSchedule
+from hddm.training.expert import new_network, train_expert
+from hddm.training.loop import Fitted, Inputs, StepReport, Task
+from hddm.training.run import train
+from hddm.training.settings import ExpertSettings, RunOptions
+from hddm.training.state import Ema, TrainingState
+from hddm.training.watching import Pictures, grid_of, shown, undisturbed, watching
+from hddm.utils.processes import Stopped
+from hddm.velocity import VelocityField
+from tests.artefacts import contents, expert_settings
+
+
+def _read(path: Path) -> np.ndarray:
+    return np.asarray(Image.open(path))
+
+
+def _cells(grid: np.ndarray, side: int, num: int) -> np.ndarray:
+    """The images (num, side, side, …) of a grid of four columns, with a border of 1, made small again."""
+    scale = (grid.shape[1] // 4 - 2) // side
+    wide = side * scale + 2
+    starts = [(n // 4 * wide + 1, n % 4 * wide + 1) for n in range(num)]
+    cells = [grid[y : y + wide - 2 : scale, x : x + wide - 2 : scale] for y, x in starts]
+    return np.stack(cells)
+
+
+@pytest.mark.parametrize("objective", ["flow", "ddpm"])
+def test_pictures_change_no_bit_of_the_training_and_show_the_expert_that_it_ends_with(
+    objective: str, whole: Path, tmp_path: Path
+) -> None:
+    settings = expert_settings(objective, steps=6, class_conditional=True)
+    train_expert(whole, tmp_path / "plain", settings, run=RunOptions())
+    train_expert(whole, tmp_path / "shown", settings, run=RunOptions(sample_every=3, log_every=2))
+    assert contents(tmp_path / "shown")[WEIGHTS] == contents(tmp_path / "plain")[WEIGHTS]
+    states = [contents(tmp_path / f"{name}.run" / "checkpoints") for name in ("plain", "shown")]
+    kept = [name for name in states[0] if name.endswith(".safetensors")]
+    assert len(kept) == 4
+    assert all(states[0][name] == states[1][name] for name in kept)
+
+    samples = tmp_path / "shown.run" / "samples"
+    names = [f"step_{step:08d}_{which}.png" for step in (3, 6) for which in ("ema", "raw")]
+    assert sorted(path.name for path in samples.iterdir()) == names
+    assert len({(samples / name).read_bytes() for name in names}) == 4
+
+    field = hddm.load(tmp_path / "shown")
+    assert isinstance(field, VelocityField)
+    field.calibration = None
+    expected = to_bytes(sample(field, 16, seed=0, steps=30, class_labels=torch.arange(16) % 2))
+    found = _cells(_read(samples / "step_00000006_ema.png"), 4, 16)
+    assert np.abs(found.astype(int) - expected[:, 0].numpy()).max() <= 1
+
+    events = EventAccumulator(str(tmp_path / "shown.run" / "logs"), {"images": 0})
+    events.Reload()
+    for which in ("raw", "ema"):
+        logged = events.Images(f"samples/{which}")
+        assert [event.step for event in logged] == [3, 6]
+        for event in logged:
+            pixels = np.asarray(Image.open(io.BytesIO(event.encoded_image_string)).convert("L"))
+            assert np.array_equal(pixels, _read(samples / f"step_{event.step:08d}_{which}.png"))
+
+
+class _Velocity(nn.Module):
+    """v = w x, which signals its own process at the ``signals``-th call that wants no gradient."""
+
+    def __init__(self, signals: int) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.tensor(0.5))
+        self.calls, self._signals = 0, signals
+
+    def forward(self, x: Tensor, timestep: Tensor) -> Tensor:
+        if not torch.is_grad_enabled():
+            self.calls += 1
+            if self.calls == self._signals:
+                os.kill(os.getpid(), signal.SIGUSR1)
+        return self.w * x
+
+
+@pytest.mark.parametrize("signals", [1, 7, 30, 43])
+def test_a_signal_while_pictures_are_drawn_ends_that_within_a_solver_step(
+    signals: int, whole: Path, tmp_path: Path
+) -> None:
+    """Thirty steps are the raw weights' and thirty the averaged ones'."""
+    network, shard = _Velocity(signals), load_shard(whole)
+    field = VelocityField(network, LinearSchedule(), "flow_prediction", sample_shape=shard.shape)
+    settings = ExpertSettings(objective="flow", steps=4, batch_size=4, ema_decay=0.5, learning_rate=0.01)
+
+    def draw(rows: Tensor, noise: torch.Generator) -> Inputs:
+        return {"x_0": shard.take(rows)}
+
+    task = Task(
+        network, len(shard), draw, lambda n, i: n(i["x_0"], torch.ones(4)).square().flatten(1).mean(1)
+    )
+
+    def write(draft: Path, fitted: Fitted, used: ExpertSettings) -> None:
+        raise AssertionError("was stopped")
+
+    options = RunOptions(sample_every=2)
+    with pytest.raises(Stopped, match="after step 2 of 4"):
+        train(
+            task,
+            settings,
+            tmp_path / "out",
+            "x.json",
+            write,
+            {},
+            run=options,
+            watch=watching(field, shard, settings),
+        )
+    assert network.calls == signals
+    assert not (tmp_path / "out.run" / "samples").exists()
+    assert (tmp_path / "out.run" / "checkpoints" / "step_00000002").is_dir()
+
+
+def test_pictures_that_cannot_be_written_are_one_warning(
+    whole: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def in_the_way(step: int, loss: float, seconds: float) -> None:
+        if step == 1:
+            (tmp_path / "out.run" / "samples").write_text("")
+
+    settings = expert_settings("flow", steps=4)
+    train_expert(whole, tmp_path / "bare", settings)
+    train_expert(whole, tmp_path / "out", settings, on_step=in_the_way, run=RunOptions(sample_every=2))
+    assert contents(tmp_path / "out")[WEIGHTS] == contents(tmp_path / "bare")[WEIGHTS]
+    (warning,) = [record.getMessage() for record in caplog.records if "pictures" in record.getMessage()]
+    assert warning.startswith("step 2: no pictures (")
+    assert "File exists" in warning
+
+
+def test_a_network_is_left_as_it_was() -> None:
+    """Modes that differ, a compiled call, and a layer that draws from torch's generator."""
+    network = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.5), nn.Linear(2, 2))
+    network.compile()
+    network.train()
+    network[2].eval()
+    modes, compiled = [module.training for module in network.modules()], network._compiled_call_impl
+    torch.manual_seed(3)
+    before = torch.random.get_rng_state()
+    with contextlib.suppress(KeyError), undisturbed(network):
+        assert network._compiled_call_impl is None
+        assert not any(module.training for module in network.modules())
+        torch.rand(5)
+        raise KeyError
+    assert [module.training for module in network.modules()] == modes
+    assert network._compiled_call_impl is compiled is not None
+    assert torch.equal(torch.random.get_rng_state(), before)
+
+
+def _report(network: nn.Module) -> StepReport:
+    state = TrainingState(network, Ema(network, 0.9), torch.optim.AdamW(network.parameters()))
+    return StepReport(1, torch.zeros(1), torch.zeros(1), 0.0, 0.0, 0.0, 0.0, state, lambda: False)
+
+
+def test_texts_are_the_first_captions_of_the_shard(whole: Path, tmp_path: Path) -> None:
+    shard = load_shard(whole)
+    tokens = torch.randn(len(shard), 3, 8, generator=torch.Generator().manual_seed(0))
+    shard = replace(shard, texts=TokenStore(Rows((tokens[:10], tokens[10:])), torch.zeros(3, 8)))
+    network = new_network(ExpertTransformer, "tiny", shard.shape, 0, text_dim=8).eval()
+    for parameter in network.parameters():
+        nn.init.normal_(parameter, std=0.1, generator=torch.Generator().manual_seed(1))
+
+    def field(nulls: Mapping[str, Tensor]) -> VelocityField:
+        return VelocityField(
+            network,
+            LinearSchedule(),
+            "flow_prediction",
+            1000.0,
+            conditions=("encoder_hidden_states",),
+            null_conditions=nulls,
+        )
+
+    null = {"encoder_hidden_states": torch.zeros(3, 8)}
+    told = Pictures(field(null), shard, {"encoder_hidden_states"}, tmp_path / "told").draw(_report(network))
+    untold = Pictures(field(null), shard, set(), tmp_path / "untold").draw(_report(network))
+    expected = sample(field({}), 16, seed=0, steps=30, encoder_hidden_states=tokens[:16])
+    assert torch.equal(told["raw"], grid_of(to_bytes(expected)))
+    assert torch.equal(told["raw"], told["ema"])
+    assert not torch.equal(told["raw"], untold["raw"])
+
+
+def test_three_channels_of_latents_are_shown_from_minus_to_plus_three() -> None:
+    latents = torch.tensor([-9.0, -3.0, 0.0, 3.0]).reshape(1, 4, 1, 1).expand(2, 4, 5, 5)
+    pixels = shown(latents, "latents")
+    assert pixels.shape == (2, 3, 5, 5)
+    assert pixels[0, :, 0, 0].tolist() == [0, 0, 128]
+    assert shown(latents[:, 3:], "latents").unique().tolist() == [255]
+    assert shown(latents[:, 2:], "latents").shape == (2, 1, 5, 5)
+
+
+@pytest.mark.parametrize(("side", "num"), [(5, 16), (70, 6)])
+def test_a_grid_holds_its_images_row_by_row(side: int, num: int) -> None:
+    images = torch.randint(256, (num, 3, side, side), dtype=torch.uint8)
+    grid = grid_of(images).permute(1, 2, 0).numpy()
+    assert np.array_equal(_cells(grid, side, num), images.permute(0, 2, 3, 1).numpy())

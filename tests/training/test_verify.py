@@ -1,0 +1,450 @@
+"""Experts of others: what is wrong with one is found before it is used."""
+
+import hashlib
+import json
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from hddm.calibration import FILE_NAME as CALIBRATION
+from hddm.data.images import save_png
+from hddm.data.partition import partition
+from hddm.data.shards import load_shard
+from hddm.experts.loading import load
+from hddm.experts.records import read_expert
+from hddm.networks.folders import WEIGHTS
+from hddm.schedules import LinearSchedule
+from hddm.training import denoising as judging
+from hddm.training.continuation import continue_expert
+from hddm.training.denoising import Denoising, Level, denoising
+from hddm.training.expert import train_expert
+from hddm.training.verify import verify_expert
+from hddm.utils.errors import HddmError, UsageError
+from hddm.utils.records import MANIFEST
+from hddm.utils.tensors import generator
+from hddm.velocity import PredictionType, VelocityField
+from tests.artefacts import CLASSES, Command, aged, copied, draw, edit_json, expert_settings, seal
+from tests.conftest import Trio
+
+
+@pytest.fixture(scope="module")
+def held_out(tmp_path_factory: pytest.TempPathFactory, whole: Path) -> Path:
+    """Images like those of the one shard, which nothing was trained on."""
+    folder = tmp_path_factory.mktemp("held_out")
+    for seed, name in enumerate(CLASSES, 10):
+        (folder / "images" / name).mkdir(parents=True)
+        for index, image in enumerate(draw(name, 12, seed)):
+            save_png(image, folder / "images" / name / f"{index}.png")
+    (shard,) = partition(folder / "images", folder / "shards", 1)
+    edit_json(shard / "manifest.json", held_out_of=load_shard(whole).hash)
+    return shard
+
+
+def test_a_trained_expert_is_accepted_by_images_kept_from_it(class_expert: Path, held_out: Path) -> None:
+    verdict = verify_expert(class_expert, held_out)
+    assert verdict.accepted
+    assert not verdict.notes
+    assert verdict.files[WEIGHTS] == hashlib.sha256((class_expert / WEIGHTS).read_bytes()).hexdigest()
+    assert set(verdict.files) == {path.name for path in class_expert.iterdir()}
+    assert verdict.images == 24
+    assert verdict.denoising is not None
+    assert verdict.denoising.margin > 3 * verdict.denoising.deviation
+    assert verdict.unconditional is not None
+    assert verdict.unconditional.expert > verdict.denoising.expert
+    assert verdict.denoising == verify_expert(class_expert, held_out).denoising
+    assert verdict.denoising != verify_expert(class_expert, held_out, seed=1).denoising
+
+
+def test_images_that_it_was_trained_on_are_told_from_those_kept(class_expert: Path, whole: Path) -> None:
+    verdict = verify_expert(class_expert, whole)
+    assert verdict.accepted
+    (note,) = verdict.notes
+    assert "was trained on these images" in note
+
+
+def test_an_untrained_expert_is_refused(whole: Path, held_out: Path, tmp_path: Path) -> None:
+    train_expert(whole, tmp_path / "expert", expert_settings("flow", steps=1, learning_rate=1e-9))
+    verdict = verify_expert(tmp_path / "expert", held_out)
+    (problem,) = verdict.problems
+    assert "untrained" in problem or "hardly trained" in problem
+
+
+def test_a_record_that_says_wrongly_what_is_predicted_is_refused(
+    class_expert: Path, held_out: Path, tmp_path: Path
+) -> None:
+    folder = copied(class_expert, tmp_path)
+    for wrong in (PredictionType.SAMPLE, PredictionType.EPSILON):
+        edit_json(folder / "expert.json", prediction_type=wrong.value)
+        assert "what it predicts" in verify_expert(folder, held_out).problems[0]
+
+
+def _save(folder: Path, weights: dict[str, Tensor]) -> None:
+    """Replace the weights of an expert, and its record of them."""
+    save_file(weights, folder / WEIGHTS, {"format": "pt"})
+    seal(folder)
+
+
+def _save_calibration(folder: Path, tensors: dict[str, Tensor]) -> None:
+    """Replace the calibration of an expert, and its record of it."""
+    save_file({name: value.contiguous() for name, value in tensors.items()}, folder / CALIBRATION)
+    seal(folder)
+
+
+def test_weights_other_than_those_recorded_are_refused(class_expert: Path, tmp_path: Path) -> None:
+    folder, old = copied(class_expert, tmp_path), aged(copied(class_expert, tmp_path / "old"))
+    weights = load_file(folder / WEIGHTS)
+    weights["class_embed.weight"][0, 0] += 1
+    for spoilt in (folder, old):
+        save_file(weights, spoilt / WEIGHTS, {"format": "pt"})
+    assert verify_expert(folder).problems == (
+        f"{WEIGHTS}: has changed",
+        f"by its {MANIFEST}; copy it again, whole, from where it was made, or train it anew; a calibration "
+        f"alone is mended by hddm calibrate {folder}",
+    )
+    (problem,) = verify_expert(old).problems
+    assert re.fullmatch(
+        r"its weights have SHA-256 \w{16}…, and expert.json says \w{16}…; copy the expert again from where "
+        "it was trained, or train it anew",
+        problem,
+    )
+    edit_json(old / "expert.json", weights_sha256=None)
+    verdict = verify_expert(old)
+    assert verdict.accepted
+    assert MANIFEST in verdict.notes[0]
+    assert "holds no hash of the weights" in verdict.notes[1]
+
+
+def test_an_expert_of_the_wrong_sign_is_refused(class_expert: Path, held_out: Path, tmp_path: Path) -> None:
+    folder = copied(class_expert, tmp_path)
+    weights = load_file(folder / WEIGHTS)
+    last = [
+        name for name in weights if name.endswith(("linear.weight", "linear.bias")) and "layers" not in name
+    ]
+    assert len(last) == 2
+    _save(folder, weights | {name: -weights[name] for name in last})
+    assert "no better than a Gaussian" in verify_expert(folder, held_out).problems[0]
+
+
+def test_weights_that_are_not_finite_are_refused(class_expert: Path, tmp_path: Path) -> None:
+    folder = copied(class_expert, tmp_path)
+    weights = load_file(folder / WEIGHTS)
+    weights["pos_embed"].view(-1)[3] = float("nan")
+    _save(folder, weights)
+    (problem,) = verify_expert(folder).problems
+    assert "pos_embed" in problem
+    assert "NaN" in problem
+
+
+def test_a_calibration_that_is_not_finite_is_refused(class_expert: Path, tmp_path: Path) -> None:
+    folder = copied(class_expert, tmp_path)
+    tensors = load_file(folder / CALIBRATION)
+    tensors["weights"][-1, 0] = float("inf")
+    _save_calibration(folder, tensors)
+    (problem,) = verify_expert(folder).problems
+    assert problem == f"{folder / CALIBRATION}: 'weights' holds NaN or Inf; take the weights anew"
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (lambda found: found["weights"][-1].fill_(-1e4), "has weights from -10000 to "),
+        (lambda found: found["weights"][0].fill_(1.5), "has weights from 0 to 1.5, and they lie in [0, 1]"),
+        (lambda found: found["variances"][-1].fill_(0), "has a variance of 0, and they are above 0"),
+        (lambda found: found["times"][2].fill_(2), "has times that do not rise from 0 to 1"),
+        (lambda found: found["times"][-1].fill_(0.99), "has times that do not rise from 0 to 1"),
+        (lambda found: found.update(weights=found["weights"][:-1]), "shapes of its tensors do not go"),
+        (lambda found: found.update(basis=found["basis"][:, 1:]), "shapes of its tensors do not go"),
+    ],
+)
+def test_a_calibration_that_no_fit_gives_is_refused(
+    change: Callable[[dict[str, Tensor]], object], problem: str, class_expert: Path, tmp_path: Path
+) -> None:
+    folder = copied(class_expert, tmp_path)
+    tensors = {name: value.clone() for name, value in load_file(folder / CALIBRATION).items()}
+    change(tensors)
+    _save_calibration(folder, tensors)
+    (found,) = verify_expert(folder).problems
+    assert found.startswith(f"{folder / CALIBRATION}: ")
+    assert problem in found
+
+
+def test_every_calibration_that_is_made_is_accepted(
+    shards: Path, ddpm_expert: Path, flow_expert: Path, class_expert: Path, tmp_path: Path
+) -> None:
+    """Fitted to a shard, and the blends that noise, samples and v are trained on in."""
+    for folder in (ddpm_expert, flow_expert, class_expert):
+        assert verify_expert(folder).accepted
+    for kind in ("epsilon", "sample", "v_prediction"):
+        init = copied(ddpm_expert, tmp_path / kind)
+        edit_json(init / "expert.json", prediction_type=kind)
+        continue_expert(init, shards / "shard_1", tmp_path / kind / "on", expert_settings("flow", steps=1))
+        assert verify_expert(tmp_path / kind / "on").accepted
+
+
+def test_a_calibration_that_is_spoilt_near_the_noise_alone_is_refused(
+    class_expert: Path, held_out: Path, tmp_path: Path
+) -> None:
+    """Its mean is off, and counts where nothing was measured any more."""
+    folder = copied(class_expert, tmp_path)
+    tensors = load_file(folder / CALIBRATION)
+    tensors["weights"][:] = (tensors["times"] > 0.97)[:, None]
+    tensors["mean"] += 3
+    tensors["class_means"] += 3
+    _save_calibration(folder, tensors)
+    (problem,) = verify_expert(folder, held_out).problems
+    assert problem.startswith("at t = 0.99 its error is ")
+    assert "its calibration is spoilt; hddm calibrate fits another" in problem
+
+
+def _stub(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> None:
+    """Verifying finds these errors, on whatever images."""
+    late = (Level(0.95, 0.5, 0.5, 1.5), Level(0.99, 0.5, 0.5, 1.5), Level(1.0, 0.5, 0.5, 1.5))
+    found = Denoising((Level(0.5, 0.4, 0.5, 1.5),), 0.1, 0.01, 0.1, 0.01, late)
+    monkeypatch.setattr(judging, "denoising", lambda *_: replace(found, **changes))
+
+
+def test_what_a_network_of_noise_does_by_itself_near_the_end_is_told_without_a_calibration_alone(
+    whole: Path, held_out: Path, tmp_path: Path
+) -> None:
+    """An error of the noise counts 1/(1 - t)² times there; a calibration bounds it, whatever its table."""
+    out = tmp_path / "expert"
+    train_expert(whole, out, expert_settings("ddpm", steps=150, batch_size=64, class_conditional=True))
+    assert verify_expert(out, held_out).accepted
+    tensors = load_file(out / CALIBRATION)
+    tensors["weights"][2:] = 0.8
+    _save_calibration(out, tensors)
+    verdict = verify_expert(out, held_out)
+    assert verdict.accepted
+    assert not verdict.notes
+    (out / CALIBRATION).unlink()
+    seal(out)
+    verdict = verify_expert(out, held_out)
+    missing, *doubts = (*verdict.notes, *verdict.problems)
+    assert missing == f"{CALIBRATION}: is not there, and training writes one; hddm calibrate fits another"
+    assert doubts
+    assert all(text.endswith("it has no calibration; hddm calibrate fits one") for text in doubts)
+
+
+@pytest.mark.parametrize("which", ["margin", "low"])
+def test_an_expert_that_chance_makes_better_is_not_accepted(
+    which: str, class_expert: Path, held_out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deviation = {"margin": "deviation", "low": "low_deviation"}[which]
+    _stub(monkeypatch, **{which: 0.041, deviation: 0.02})
+    assert verify_expert(class_expert, held_out).accepted
+    _stub(monkeypatch, **{which: 0.039, deviation: 0.02})
+    problem = verify_expert(class_expert, held_out).problems[0]
+    assert "0.0390 ± 0.0200 below a Gaussian's, so it is not shown to be better" in problem
+    assert "take more held-out images than 24" in problem
+
+
+@pytest.mark.parametrize("dropout", [0.1, 0.0])
+def test_an_expert_is_judged_without_its_class_too_if_it_learned_that(
+    dropout: float, class_expert: Path, held_out: Path, tmp_path: Path
+) -> None:
+    folder = copied(class_expert, tmp_path)
+    weights = load_file(folder / WEIGHTS)
+    weights["class_embed.weight"][2] += 30 * torch.randn(
+        weights["class_embed.weight"][2].shape, generator=generator(0)
+    )
+    _save(folder, weights)
+    training = json.loads((folder / "expert.json").read_text())["training"]
+    edit_json(folder / "expert.json", training=training | {"condition_dropout": dropout})
+    verdict = verify_expert(folder, held_out)
+    assert verdict.accepted == (dropout == 0)
+    (found,) = verdict.notes if dropout == 0 else verdict.problems
+    assert found.startswith("without class_labels: it denoises no better than a Gaussian")
+
+
+def test_a_device_that_is_not_there_is_a_clear_error(class_expert: Path, hddm: Command) -> None:
+    for name, told in (("cuda:99", "is not available here ("), ("toaster", "choose one of auto, cpu, cuda")):
+        code, _, err = hddm("verify", class_expert, "--device", name)
+        assert code == 2
+        assert err.startswith(f"hddm: --device {name}: {told}")
+        assert err.count("\n") == 1
+
+
+def test_images_of_another_shard_are_refused(class_expert: Path, shards: Path) -> None:
+    other = load_shard(shards / "shard_1").hash[:16]
+    with pytest.raises(UsageError, match=rf"is of shard {other}…, the expert of shard 0, "):
+        verify_expert(class_expert, shards / "shard_1")
+
+
+def test_an_expert_that_does_not_say_where_it_comes_from_is_refused(
+    class_expert: Path, tmp_path: Path
+) -> None:
+    folder = copied(class_expert, tmp_path)
+    edit_json(folder / "expert.json", training={}, shard=None)
+    which, how = verify_expert(folder).problems
+    assert "which shard" in which
+    assert "no record of its training" in how
+
+
+def test_the_command_prints_hashes_and_figures_and_exits_by_the_verdict(
+    class_expert: Path, held_out: Path, shards: Path, tmp_path: Path, hddm: Command
+) -> None:
+    folder = copied(class_expert, tmp_path)
+    (folder / "setup.py").write_text("print()")
+    code, out, _ = hddm("verify", folder, "--data", held_out)
+    assert code == 0
+    assert out.startswith(f"{folder}: nothing speaks against it; error ")
+    assert out.splitlines().index("SHA-256 of its files, as sha256sum -c checks them:") > 0
+    for path in folder.iterdir():
+        assert f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path}" in out.splitlines()
+    assert "note: setup.py: is no file of an expert's" in out
+    assert [float(line.split()[0]) for line in out.splitlines() if line[:4] in ("  0.", "  1.")] == [
+        *(0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9),
+        *(0.95, 0.99, 1.0),
+    ]
+    assert "without its conditions by" in out
+    edit_json(folder / "expert.json", training={})
+    code, out, err = hddm("verify", folder, "--data", held_out, "--json")
+    assert code == 1
+    found = json.loads(out)
+    assert not found["accepted"]
+    assert "no record of its training" in err
+    assert found["problems"][0] in err
+    code, out, _ = hddm("verify", folder)
+    assert (code, out.splitlines()[0]) == (1, f"{folder}: is refused")
+
+
+def test_what_fails_with_classes_and_without_is_told_once(trio: Trio) -> None:
+    (problem,) = verify_expert(trio.experts[1], trio.shards / "shard_1").problems
+    assert re.fullmatch(
+        r"it denoises no better than a Gaussian: .* predicts \(without class_labels: error [\d.]+\)", problem
+    )
+
+
+def test_without_a_calibration_the_network_is_not_to_blame(class_expert: Path, held_out: Path) -> None:
+    expert, field, shard = read_expert(class_expert), load(class_expert), load_shard(held_out)
+    assert isinstance(field, VelocityField)
+    field.calibration = None
+
+    def late(x: Tensor, timestep: Tensor, **conditions: Tensor) -> Tensor:
+        """Wrong where a calibration would take over."""
+        return output(x, timestep, **conditions) * torch.where(timestep > 500, -1, 1).view(-1, 1, 1, 1)
+
+    output, field.network = field.network, late
+    (problem,) = judging.judge(replace(expert, calibration=None), field, shard, 0).problems[:1]
+    assert problem.startswith("it denoises no better than a Gaussian")
+    assert "; it has no calibration; hddm calibrate fits one" in problem
+
+
+def test_a_wrong_call_is_told_from_a_bad_expert_by_its_code_and_before_anything_is_hashed(
+    class_expert: Path, held_out: Path, shards: Path, images: Path, tmp_path: Path, hddm: Command
+) -> None:
+    folder = copied(class_expert, tmp_path)
+    content = (folder / WEIGHTS).read_bytes()
+    (folder / WEIGHTS).write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    damaged = copied(held_out, tmp_path)
+    next((damaged / "images").rglob("*.png")).write_bytes(b"spoilt")
+    for data, told in (
+        (shards / "shard_0", "take images of its own"),
+        (shards, f"none of its 2 shards is that of {folder}, which is of shard "),
+        (images, "holds no manifest.json"),
+        (damaged, "its content changed since the partition"),
+        (tmp_path / "none", "no such file or folder"),
+    ):
+        code, out, err = hddm("verify", folder, "--data", data)
+        assert (code, out, err.count("\n")) == (2, "", 1)
+        assert str(data) in err
+        assert told in err
+    code, _, err = hddm("verify", folder, "--base", class_expert)
+    assert (code, "leave the base out" in err) == (2, True)
+    assert hddm("verify", folder, "--data", held_out)[0] == 1
+
+
+def test_what_is_no_expert_is_named_in_one_line_and_nothing_is_hashed(
+    ensemble: Path,
+    router: Path,
+    shards: Path,
+    images: Path,
+    class_expert: Path,
+    tmp_path: Path,
+    hddm: Command,
+) -> None:
+    (tmp_path / "expert.run").mkdir()
+    (tmp_path / "expert.run" / "run.json").write_text("{}")
+    for folder, told in (
+        (ensemble, f"is an ensemble, and its experts are verified by hddm verify {ensemble}/experts"),
+        (router, "is a router, and experts alone are verified"),
+        (shards, "is a partition; name an expert"),
+        (shards / "shard_0", "is a shard; name an expert"),
+        (tmp_path / "expert.run", "is the record of a training; name the expert that it made"),
+        (
+            images,
+            "holds no expert.json, nor does a folder in it; name what hddm train expert or hddm convert",
+        ),
+        (class_expert / WEIGHTS, "is a file; name an expert's folder"),
+        (tmp_path / "none", "no such file or folder"),
+    ):
+        code, out, err = hddm("verify", folder)
+        assert (code, out, err.count("\n")) == (2, "", 1), err
+        assert err.startswith(f"hddm: {folder}: {told}")
+
+
+def test_a_folder_of_experts_is_verified_a_line_each_by_the_images_of_each(
+    class_expert: Path, trio: Trio, held_out: Path, tmp_path: Path, hddm: Command
+) -> None:
+    """A partition may be unfinished, and experts have their own shards among others'."""
+    experts, data = tmp_path / "experts", tmp_path / "held_out"
+    for name, source in (("expert_10", class_expert), ("expert_2", trio.experts[1])):
+        shutil.copytree(source, experts / name)
+    (experts / "expert_2.run").mkdir()
+    code, out, err = hddm("verify", experts)
+    assert (code, err) == (0, "")
+    assert out.splitlines() == [
+        f"{experts / 'expert_2'}: nothing speaks against it",
+        f"{experts / 'expert_10'}: nothing speaks against it",
+        f"{experts}: nothing speaks against any of its 2 experts; --data judges denoising",
+    ]
+    shutil.copytree(held_out, data / "shard_0")
+    shutil.copytree(trio.shards / "shard_1", data / "shard_1")
+    code, out, err = hddm("verify", experts, "--data", data)
+    # Of two steps of training, images say so.
+    assert code == 1
+    assert re.match(rf"{experts}/expert_2: is refused; error [\d.]+ on \d+ images, a Gaussian's ", out)
+    assert f"\n{experts}/expert_10: nothing speaks against it; error " in out
+    assert err.startswith(f"hddm: {experts}: 1 of 2 experts is refused\n  {experts}/expert_2: ")
+    code, out, _ = hddm("verify", experts, "--json")
+    assert [Path(found["folder"]).name for found in json.loads(out)] == ["expert_2", "expert_10"]
+    code, out, err = hddm("verify", experts, "--data", trio.shards)
+    assert (code, out) == (2, "")
+    assert f"none of its 3 shards is that of {experts}/expert_10" in err
+
+
+@pytest.mark.parametrize("variance", [0.1, 2.0])
+def test_errors_on_gaussian_images_are_the_posterior_variance(variance: float) -> None:
+    """x_0 ~ N(m, c I), so Var(eps - x_0 | x_t) = c/((1 - t)² c + t²)."""
+    mean = torch.linspace(-1, 1, 16).view(1, 4, 4)
+    drawn = torch.randn(2000, 1, 4, 4, generator=generator(0))
+    images = mean + variance**0.5 * (drawn - drawn.mean(0)) / drawn.std()
+
+    def exact(x: torch.Tensor, timestep: torch.Tensor) -> torch.Tensor:
+        t = timestep.view(-1, 1, 1, 1)
+        posterior = mean + (1 - t) * variance / ((1 - t) ** 2 * variance + t**2) * (x - (1 - t) * mean)
+        return (x - posterior) / t
+
+    field = VelocityField(exact, LinearSchedule(), "flow_prediction", sample_shape=(1, 4, 4))
+    found = denoising(field, images)
+    for level in (*found.levels, *found.late):
+        least = variance / ((1 - level.t) ** 2 * variance + level.t**2)
+        assert level.expert == pytest.approx(least, rel=0.03)
+        assert level.gaussian == pytest.approx(least, rel=0.03)
+        assert level.zero == pytest.approx(1 + variance + mean.square().mean().item(), rel=0.03)
+    assert abs(found.margin) < 0.01 * found.gaussian
+    assert found.expert <= found.gaussian
+
+
+def test_one_image_judges_nothing() -> None:
+    field = VelocityField(lambda x, t: x, LinearSchedule(), "flow_prediction", sample_shape=(1, 4, 4))
+    with pytest.raises(HddmError, match="at least 2 images, not 1"):
+        denoising(field, torch.zeros(1, 1, 4, 4))

@@ -1,0 +1,307 @@
+"""Folders appear whole or not at all."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from hddm.utils.errors import HddmError
+from hddm.utils.files import (
+    LARGEST_JSON,
+    check_absent,
+    new_folder,
+    read_json,
+    restore,
+    write_json,
+    write_whole,
+    writing,
+)
+from tests.artefacts import contents, largest_file
+from tests.hostile import grown_by
+
+RECORD = "expert.json"
+
+
+def _fail(target: Path, error: type[BaseException]) -> None:
+    with new_folder(target, RECORD, overwrite=True) as draft:
+        (draft / "file").write_bytes(b"half")
+        raise error
+
+
+def test_a_folder_appears_when_it_is_complete(tmp_path: Path) -> None:
+    target = tmp_path / "deep" / "target"
+    with new_folder(target, RECORD) as draft:
+        (draft / "sub").mkdir()
+        (draft / "sub" / "file").write_bytes(b"content")
+        assert not target.exists()
+    assert contents(tmp_path / "deep") == {"target/sub/file": b"content"}
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_a_failure_leaves_nothing(error: type[BaseException], tmp_path: Path) -> None:
+    with pytest.raises(error):
+        _fail(tmp_path / "target", error)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_failure_leaves_the_folder_that_was_to_be_replaced(tmp_path: Path) -> None:
+    with new_folder(tmp_path / "target", RECORD) as draft:
+        write_json(draft / RECORD, {"format": "1.0"})
+    before = contents(tmp_path)
+    with pytest.raises(RuntimeError):
+        _fail(tmp_path / "target", RuntimeError)
+    assert contents(tmp_path) == before
+
+
+def test_a_killed_process_leaves_no_half_folder(tmp_path: Path) -> None:
+    child = os.fork()
+    if child == 0:
+        with new_folder(tmp_path / "target", RECORD) as draft:
+            (draft / "file").write_bytes(b"half")
+            os.kill(os.getpid(), signal.SIGKILL)
+    _, status = os.waitpid(child, 0)
+    assert os.WTERMSIG(status) == signal.SIGKILL
+    assert not (tmp_path / "target").exists()
+    with new_folder(tmp_path / "target", RECORD) as draft:
+        (draft / "file").write_bytes(b"whole")
+    assert contents(tmp_path / "target") == {"file": b"whole"}
+
+
+def _killed_between_the_renames(target: Path) -> None:
+    """Replace ``target`` in a process that is killed when the old folder is gone, the new one not there."""
+    child = os.fork()
+    if child == 0:
+        sys.addaudithook(
+            lambda event, _: _kill_itself() if event == "os.rename" and not target.exists() else None
+        )
+        with new_folder(target, RECORD, overwrite=True) as draft:
+            write_json(draft / RECORD, {"format": "new"})
+    _, status = os.waitpid(child, 0)
+    assert os.WTERMSIG(status) == signal.SIGKILL
+    assert not target.exists()
+
+
+def _kill_itself() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_the_folder_that_a_killed_process_was_replacing_comes_back(tmp_path: Path) -> None:
+    target = tmp_path / "target"
+    with new_folder(target, RECORD) as draft:
+        write_json(draft / RECORD, {"format": "old"})
+    before = contents(tmp_path)
+    _killed_between_the_renames(target)
+    with pytest.raises(HddmError, match=r"exists: .*--overwrite"):
+        check_absent(target, RECORD)
+    assert contents(target) == {RECORD: before[f"target/{RECORD}"]}
+
+
+def test_what_a_living_process_put_aside_is_left_to_it(tmp_path: Path) -> None:
+    aside = tmp_path / f".target.old-{os.getppid()}"
+    aside.mkdir()
+    restore(tmp_path / "target")
+    assert list(tmp_path.iterdir()) == [aside]
+
+
+def test_a_leftover_of_a_killed_process_does_not_get_in(tmp_path: Path) -> None:
+    """Process numbers come round again."""
+    leftover = tmp_path / f".target.part-{os.getpid()}"
+    leftover.mkdir()
+    (leftover / "old").write_bytes(b"half")
+    with new_folder(tmp_path / "target", RECORD) as draft:
+        (draft / "new").write_bytes(b"whole")
+    assert contents(tmp_path) == {"target/new": b"whole"}
+
+
+def test_drafts_of_processes_that_are_gone_are_removed_and_those_of_others_are_not(tmp_path: Path) -> None:
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    for number in (gone.pid, os.getppid()):
+        (tmp_path / f".target.part-{number}").mkdir()
+    with new_folder(tmp_path / "target", "record.json") as draft:
+        write_json(draft / "record.json", {"format": "1.0"})
+    assert {path.name for path in tmp_path.iterdir()} == {"target", f".target.part-{os.getppid()}"}
+
+
+def test_an_existing_target_is_refused_and_kept(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"old")
+    with pytest.raises(HddmError, match=r"exists: .*--overwrite"), new_folder(tmp_path, RECORD):
+        pytest.fail("the block must not run")
+    with pytest.raises(HddmError, match=str(tmp_path)):
+        check_absent(tmp_path, RECORD)
+    assert contents(tmp_path) == {"file": b"old"}
+
+
+def test_overwriting_leaves_nothing_of_the_old_folder(tmp_path: Path) -> None:
+    for name in ("old", "new"):
+        with new_folder(tmp_path / "target", RECORD, overwrite=True) as draft:
+            (draft / name).write_bytes(b"")
+            (draft / RECORD).write_bytes(b'{"format": "1.0"}')
+    assert contents(tmp_path) == {"target/new": b"", f"target/{RECORD}": b'{"format": "1.0"}'}
+
+
+def test_overwriting_spares_what_hddm_did_not_write(tmp_path: Path) -> None:
+    images = tmp_path / "images"
+    images.mkdir()
+    check_absent(images, RECORD, overwrite=True)  # nothing in it to lose
+    (images / "cat.png").write_bytes(b"pixels")
+    for target in (images, images / "cat.png"):
+        with (
+            pytest.raises(HddmError, match="of the same kind only"),
+            new_folder(target, RECORD, overwrite=True),
+        ):
+            pytest.fail("the block must not run")
+    assert contents(tmp_path) == {"images/cat.png": b"pixels"}
+    # A record's name alone is not enough, nor is another kind of folder.
+    (images / RECORD).write_text("{}")
+    write_json(images / "router.json", {"format": "1.0"})
+    with pytest.raises(HddmError, match="of the same kind only"):
+        check_absent(images, RECORD, overwrite=True)
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        (None, "no such file"),
+        (b"{", "cannot be read as JSON"),
+        (b"\xff\xfe{}", "cannot be read as JSON"),
+        (b"[1]", "no JSON object"),
+        (b"", "cannot be read as JSON"),
+        (b"[" * 10**5, "cannot be read as JSON"),
+        (b'{"a": "' + b" " * LARGEST_JSON + b'"}', "has more than 16777216 bytes"),
+    ],
+)
+def test_unreadable_json_is_named_in_one_line(content: bytes | None, why: str, tmp_path: Path) -> None:
+    path = tmp_path / "facts.json"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(HddmError, match=f"facts.json.*{why}") as caught:
+        read_json(path)
+    assert "\n" not in str(caught.value)
+
+
+def test_what_is_no_regular_file_is_named_instead_of_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "config.json")
+    for path in (tmp_path, tmp_path / "config.json", Path("/dev/zero")):
+        with pytest.raises(HddmError, match=f"{path}: is no regular file"):
+            read_json(path)
+
+
+def test_a_file_larger_than_any_json_is_not_read(tmp_path: Path) -> None:
+    with (tmp_path / "config.json").open("wb") as file:
+        file.truncate(2**40)
+
+    def read() -> None:
+        with pytest.raises(HddmError, match="has more than 16777216 bytes"):
+            read_json(tmp_path / "config.json")
+
+    assert grown_by(read) < 64 * 2**20
+
+
+def test_json_with_windows_line_ends_is_read(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_bytes(b'{\r\n  "key": "value"\r\n}\r\n')
+    assert read_json(tmp_path / "a.json") == {"key": "value"}
+
+
+def test_a_target_that_cannot_be_made_is_refused_before_any_work(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    for target in (tmp_path / "file" / "out", tmp_path / "file" / "deep" / "out"):
+        with pytest.raises(HddmError, match=r"file is no folder to write in"):
+            check_absent(target, RECORD)
+
+
+def test_others_may_read_what_a_library_wrote_for_its_owner_alone(tmp_path: Path) -> None:
+    with new_folder(tmp_path / "out", "record.json") as draft:
+        (draft / "weights").write_bytes(b"1")
+        (draft / "weights").chmod(0o600)
+    assert (tmp_path / "out" / "weights").stat().st_mode & 0o777 == (tmp_path / "out").stat().st_mode & 0o666
+
+
+def test_a_file_is_replaced_once_the_new_one_is_on_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, events, inodes = tmp_path / "record.json", [], []
+    path.write_text("old")
+    fsync = os.fsync
+
+    def synced(descriptor: int) -> None:
+        events.append((os.fstat(descriptor).st_ino, path.read_text()))
+        fsync(descriptor)
+
+    def write(draft: Path) -> None:
+        draft.write_text("new")
+        assert draft.parent == tmp_path
+        inodes.append(draft.stat().st_ino)
+
+    monkeypatch.setattr("os.fsync", synced)
+    write_whole(path, write)
+    # First the draft, while the old file has the name; then the folder, which lists the new one.
+    assert events == [(inodes[0], "old"), (tmp_path.stat().st_ino, "new")]
+    assert contents(tmp_path) == {"record.json": b"new"}
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt, HddmError])
+def test_a_failed_write_leaves_the_file_that_was_there(error: type[BaseException], tmp_path: Path) -> None:
+    (tmp_path / "record.json").write_text("old")
+
+    def write(draft: Path) -> None:
+        draft.write_text("half")
+        raise error("as it was")
+
+    with pytest.raises(error, match="as it was"):
+        write_whole(tmp_path / "record.json", write)
+    assert contents(tmp_path) == {"record.json": b"old"}
+
+
+def test_a_full_disk_is_one_line_with_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "out.safetensors"
+    tensors = {"a": np.zeros(4096, dtype=np.uint8)}
+    for write in (lambda draft: save_file(tensors, draft), lambda draft: draft.write_bytes(bytes(4096))):
+        with largest_file(1000), pytest.raises(HddmError) as refused:
+            write_whole(path, write)
+        assert str(refused.value).startswith(f"{path}: cannot be written (")
+        assert "File too large" in str(refused.value)
+        assert "\n" not in str(refused.value)
+        assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_that_is_missing_is_one_line_with_the_file(tmp_path: Path) -> None:
+    for path in (tmp_path / "none" / "file", tmp_path / "file" / "below"):
+        (tmp_path / "file").write_text("")
+        with pytest.raises(HddmError, match=f"{path}: cannot be written"):
+            write_whole(path, lambda draft: draft.write_text(""))
+
+
+def test_a_leftover_of_this_process_number_is_replaced(tmp_path: Path) -> None:
+    (tmp_path / f".file.part-{os.getpid()}").write_text("half")
+
+    def write(draft: Path) -> None:
+        with draft.open("x") as file:
+            file.write("whole")
+
+    write_whole(tmp_path / "file", write)
+    assert contents(tmp_path) == {"file": b"whole"}
+
+
+def test_other_errors_of_a_block_that_writes_stay_what_they_are(tmp_path: Path) -> None:
+    for error in (KeyError("a"), HddmError("said already")):
+        with pytest.raises(type(error)) as raised, writing(tmp_path):
+            raise error
+        assert raised.value is error
+
+
+def test_a_file_that_its_writer_made_for_the_owner_alone_is_for_whom_the_folder_is(tmp_path: Path) -> None:
+    def write(draft: Path) -> None:
+        draft.write_text("whole")
+        draft.chmod(0o600)
+
+    write_whole(tmp_path / "file", write)
+    assert (tmp_path / "file").stat().st_mode & 0o777 == tmp_path.stat().st_mode & 0o666
+    tmp_path.chmod(0o755)
+    write_whole(tmp_path / "file", write)
+    assert (tmp_path / "file").stat().st_mode & 0o777 == 0o644

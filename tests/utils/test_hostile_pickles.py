@@ -1,0 +1,84 @@
+"""Pickles of the largest size that is scanned cost little, whatever they hold; real ones load."""
+
+import argparse
+import collections
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from hddm.utils.errors import HddmError
+from hddm.utils.pickles import LARGEST_PICKLE, MOST_OPCODES, read_pickle
+from tests.hostile import ZIP_OR_LEGACY, grown_by, save, zipped
+
+# What every opcode may repeat, just below the largest number of opcodes, and just below the largest size.
+FEW = MOST_OPCODES - 100
+CALL = b"ccollections\nOrderedDict\nq\x00)q\x01"
+FLOODS = {
+    "dictionaries": b"}" * FEW,
+    "dictionaries in lists": b"](" + (b"](" + b"}" * 990 + b"e") * (FEW // 993) + b"e",
+    "lists": b"]" * FEW,
+    "lists in lists": b"](" + (b"](" + b"]" * 990 + b"e") * (FEW // 993) + b"e",
+    "lists in memory": b"]" + b"".join(b"]r" + i.to_bytes(4, "little") + b"a" for i in range(FEW // 3)),
+    "tuples": b")" + b"\x85" * FEW,
+    "marks": b"(" * FEW,
+    "floats": b"](" + b"G@\x09\x21\xfbTD-\x18" * 99_000 + b"e",
+    "strings": b"".join(b"X\x03\x00\x00\x00" + i.to_bytes(3, "big") for i in range(2**20 - 10, 2**20)) * 9,
+    "calls": CALL + b"]" + b"h\x00h\x01Ra" * (FEW // 4),
+    "names": b"".join(b"cm%d\na\n" % i for i in range(700_000)),
+    "too many opcodes": b"}" * (LARGEST_PICKLE - 3),
+}
+
+
+@pytest.mark.parametrize("flood", FLOODS.values(), ids=FLOODS)
+def test_a_pickle_of_the_largest_size_costs_little(flood: bytes, tmp_path: Path) -> None:
+    path = zipped(tmp_path, b"\x80\x02" + flood + b".")
+    start = time.process_time()
+
+    def read() -> None:
+        with pytest.raises(HddmError) as refused:
+            read_pickle(path, allow_pickle=True)
+        assert str(path) in str(refused.value)
+        assert "\n" not in str(refused.value)
+        assert len(str(refused.value)) < 1500
+
+    assert grown_by(read) < 200 * 2**20
+    assert time.process_time() - start < 10
+
+
+@pytest.mark.parametrize(
+    ("flood", "problem"),
+    [
+        ("names", "and 990 more"),
+        ("too many opcodes", "more than 600000 opcodes"),
+        ("marks", "nested deeper"),
+        ("lists", "more than 100000 values"),
+        ("calls", "objects"),
+    ],
+)
+def test_a_flood_is_called_one(flood: str, problem: str, tmp_path: Path) -> None:
+    with pytest.raises(HddmError, match=problem):
+        read_pickle(zipped(tmp_path, b"\x80\x02" + FLOODS[flood] + b"."), allow_pickle=True)
+
+
+@ZIP_OR_LEGACY
+def test_weights_average_and_state_of_an_optimiser_of_1200_tensors_are_read(
+    in_zip: bool, tmp_path: Path
+) -> None:
+    def weights() -> collections.OrderedDict[str, torch.Tensor]:
+        names = [f"module.transformer_blocks.{n // 20}.attention.{n % 20}.weight" for n in range(1200)]
+        return collections.OrderedDict((name, torch.full((4,), float(n))) for n, name in enumerate(names))
+
+    state = {n: {"step": 5, "exp_avg": torch.zeros(4), "exp_avg_sq": torch.zeros(4)} for n in range(1200)}
+    saved = {
+        "model": weights(),
+        "ema": weights(),
+        "raw": weights(),
+        "opt": {"state": state, "param_groups": [{"params": list(range(1200)), "lr": 1e-4}]},
+        "args": argparse.Namespace(seed=0),
+    }
+    read = read_pickle(save(saved, tmp_path, in_zip), allow_pickle=True)
+    assert read["ema"].keys() == saved["ema"].keys()
+    assert read["raw"]["module.transformer_blocks.59.attention.19.weight"].tolist() == [1199.0] * 4
+    assert len(read["opt"]["state"]) == 1200

@@ -1,0 +1,298 @@
+"""PyTorch checkpoints: read without running them, refused by name where they want more than tensors."""
+
+import argparse
+import collections
+import io
+import os
+import pickle
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hddm.utils.errors import HddmError
+from hddm.utils.pickles import read_pickle
+from tests.hostile import ZIP_OR_LEGACY, Calls, address_space, grown_by, save, zipped
+
+
+def _refusal(path: Path, allow_pickle: bool = True) -> str:
+    with pytest.raises(HddmError) as caught:
+        read_pickle(path, allow_pickle)
+    assert "\n" not in str(caught.value)
+    assert str(path) in str(caught.value)
+    return str(caught.value)
+
+
+@ZIP_OR_LEGACY
+def test_a_training_checkpoint_is_read_as_it_was_saved(tmp_path: Path, in_zip: bool) -> None:
+    network = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(network.parameters())
+    network(torch.ones(3)).sum().backward()
+    optimizer.step()
+    saved = {
+        "ema": network.state_dict(),
+        "model": {"weight": network.weight, "half": torch.ones(2).half(), "brain": torch.ones(2).bfloat16()},
+        "opt": optimizer.state_dict(),
+        "args": argparse.Namespace(lr=1e-4, data="x", sizes=(1, 2), seed=None, big=2**40),
+        "dtype": torch.float16,
+        "size": torch.Size([1, 2]),
+    }
+    read = read_pickle(save(saved, tmp_path, in_zip), allow_pickle=True)
+    assert read.keys() == saved.keys()
+    assert read["args"] == saved["args"]
+    assert read["dtype"] == torch.float16
+    assert read["size"] == (1, 2)
+    assert isinstance(read["ema"], collections.OrderedDict)
+    assert torch.equal(read["ema"]["weight"], network.weight)
+    assert torch.equal(read["model"]["weight"], network.weight)
+    assert read["model"]["half"].dtype == torch.float16
+    assert read["model"]["brain"].dtype == torch.bfloat16
+    assert torch.equal(read["opt"]["state"][0]["exp_avg"], optimizer.state_dict()["state"][0]["exp_avg"])
+
+
+@ZIP_OR_LEGACY
+def test_a_bare_state_dict_is_read_and_tied_tensors_stay_tied(tmp_path: Path, in_zip: bool) -> None:
+    values = torch.randn(4, 3)
+    path = save({"a": values, "b": values, "part": values[1:3], "empty": torch.ones(0, 3)}, tmp_path, in_zip)
+    read = read_pickle(path, allow_pickle=True)
+    assert torch.equal(read["a"], values)
+    assert read["a"].data_ptr() == read["b"].data_ptr()
+    assert torch.equal(read["part"], values[1:3])
+    assert read["empty"].shape == (0, 3)
+
+
+def test_eight_bit_and_unsigned_tensors_are_read(tmp_path: Path) -> None:
+    saved = {"f8": torch.arange(3).to(torch.float8_e4m3fn), "u16": torch.arange(3).to(torch.uint16)}
+    read = read_pickle(save(saved, tmp_path, True), allow_pickle=True)
+    assert read["f8"].dtype == torch.float8_e4m3fn
+    assert read["f8"].float().tolist() == [0, 1, 2]
+    assert read["u16"].tolist() == [0, 1, 2]
+
+
+def test_tensors_of_an_archive_are_mapped(tmp_path: Path) -> None:
+    path = save({"a": torch.zeros(64 * 2**20, dtype=torch.uint8)}, tmp_path, True)
+    assert grown_by(lambda: read_pickle(path, allow_pickle=True)) < 8 * 2**20
+
+
+@ZIP_OR_LEGACY
+def test_a_pickle_is_refused_unless_asked_for(tmp_path: Path, in_zip: bool) -> None:
+    message = _refusal(save({"a": torch.ones(2)}, tmp_path, in_zip), allow_pickle=False)
+    assert "is a pickle" in message
+    assert "pass --allow-pickle" in message
+    assert "safetensors version" in message
+
+
+@pytest.mark.parametrize("version", ["2.6.0", "2.9.1+cu128", "2.10.0a0"])
+def test_a_torch_with_known_holes_is_refused(
+    version: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = save({"a": torch.ones(2)}, tmp_path, True)
+    monkeypatch.setattr(torch, "__version__", version)
+    assert f"needs torch>=2.10, whose unpickler has no known holes, and this is {version}" in _refusal(path)
+
+
+def test_a_pickle_named_safetensors_is_refused_with_the_reason(tmp_path: Path) -> None:
+    path = save({"a": torch.ones(2)}, tmp_path, True).rename(tmp_path / "a.safetensors")
+    assert "rename it to .pt" in _refusal(path)
+
+
+@ZIP_OR_LEGACY
+@pytest.mark.parametrize(
+    ("call", "arguments", "name"),
+    [
+        (os.system, ("touch {sentinel}",), "posix.system"),
+        (eval, ("open('{sentinel}', 'w')",), "__builtin__.eval"),
+        (getattr, (os, "system"), "__builtin__.getattr"),
+        (bytearray, (10**10,), "__builtin__.bytearray"),
+        (torch.Tensor, (10**10,), "torch._tensor.Tensor"),
+        (torch.load, ("{sentinel}",), "torch.serialization.load"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_code_is_refused_by_name_and_not_run(
+    call: Callable[..., Any], arguments: tuple[Any, ...], name: str, in_zip: bool, tmp_path: Path
+) -> None:
+    sentinel = tmp_path / "ran"
+    filled = tuple(a.format(sentinel=sentinel) if isinstance(a, str) else a for a in arguments if a is not os)
+    path = save({"a": torch.ones(2), "b": Calls(call, filled)}, tmp_path, in_zip)
+    with address_space(256 * 2**20):
+        message = _refusal(path)
+    assert name.removeprefix("torch._tensor.") in message
+    assert not sentinel.exists()
+
+
+def test_every_refused_global_is_named(tmp_path: Path) -> None:
+    path = save({"a": Calls(os.system, ("x",)), "b": Calls(os.getenv, ("x",))}, tmp_path, True)
+    assert "'os.getenv, posix.system'" in _refusal(path)
+
+
+@pytest.mark.parametrize(
+    ("code", "problem"),
+    [
+        (b"\x80\x04\x8c\x05posix\x8c\x06system\x93\x8c\x04true\x85R.", "would import 'posix.system'"),
+        (b"(S'true'\niposix\nsystem\n.", "would import 'posix.system'"),
+        (b"\x80\x02cposix\nsystem\nX\x04\x00\x00\x00true\x85R.", "would import 'posix.system'"),
+        (b"\x80\x02(cargparse\nNamespace\no.", "opcode OBJ"),
+        (b"\x80\x02\x82\x01.", "opcode EXT1"),
+        (b"\x80\x02Pabc\n.", "opcode PERSID"),
+        (b"\x80\x04}.", "opcode PROTO 4"),
+        (b"\x80\x02(" + b"]" + b"X\x01\x00\x00\x00aQ.", "loads by an id"),
+        (b"\x80\x02C\x03a\nb.", "opcode SHORT_BINBYTES at byte 2"),
+        (b"\x80\x02c" + b"a" * 9999 + b"\nb\n.", "would import 'aaaa"),
+        (b"\x80\x02X\x03\x00\x00\x00abcQ.", "loads by an id that is no storage's"),
+        (b"\x80\x02ctorch\nFloatStorage\nJ\xff\xff\xff\x7f\x85R.", "calls what is no known function"),
+        (b"\x80\x02ctorch.storage\nUntypedStorage\nJ\xff\xff\xff\x7f\x85R.", "calls what is no known"),
+        (b"\x80\x02ccollections\nOrderedDict\n]\x85R.", "odd arguments"),
+        (b"\x80\x02cargparse\nNamespace\n)\x81}\x86b.", "broken pickle"),
+        (b"\x80\x02cargparse\nNamespace\n)\x81)b.", "sets the state"),
+        (b"\x80\x02})K\x01s.", "has odd keys"),
+        (b"\x80\x02})" + b"\x85" * 100_000 + b"Ns.", "has odd keys"),
+        (b"\x80\x02}", "broken pickle"),
+        (b"\x80\x02h\x05.", "broken pickle"),
+        (b"\x80\x02X\xff\xff\xff\xffabc.", "broken pickle"),
+        (b"", "broken pickle"),
+    ],
+    ids=lambda value: value[:24] if isinstance(value, str) else "",
+)
+def test_a_pickle_that_does_what_weights_never_need_is_refused(
+    code: bytes, problem: str, tmp_path: Path
+) -> None:
+    assert problem in _refusal(zipped(tmp_path, code))
+
+
+@ZIP_OR_LEGACY
+@pytest.mark.parametrize("content", [[torch.ones(2)], torch.ones(2), {1: torch.ones(2)}, 5], ids=str)
+def test_what_is_no_dictionary_of_names_is_refused(content: object, in_zip: bool, tmp_path: Path) -> None:
+    assert "not a dictionary of names" in _refusal(save(content, tmp_path, in_zip))
+
+
+@ZIP_OR_LEGACY
+def test_a_view_that_repeats_its_storage_is_refused_by_its_key(in_zip: bool, tmp_path: Path) -> None:
+    """A kilobyte that would become a gigabyte as soon as it is cast."""
+    path = save({"ema": {"bomb": torch.ones(1).expand(2**28)}}, tmp_path, in_zip)
+    message = _refusal(path)
+    assert "'ema.bomb' of shape (268435456,) is 1073741824 bytes made of 4" in message
+
+
+def test_sparse_and_quantized_tensors_are_refused(tmp_path: Path) -> None:
+    assert "_rebuild_sparse_tensor" in _refusal(save({"a": torch.eye(3).to_sparse()}, tmp_path, True))
+    assert "torch.device" in _refusal(save({"a": torch.device("cpu")}, tmp_path, True))
+
+
+def test_nesting_beyond_reason_is_refused(tmp_path: Path) -> None:
+    code = b"\x80\x02}X\x01\x00\x00\x00a" + b"]" * 10_000 + b"a" * 9_999 + b"s."
+    assert "is nested too deep" in _refusal(zipped(tmp_path, code))
+
+
+def test_a_dictionary_that_holds_itself_is_read_in_finite_time(tmp_path: Path) -> None:
+    read = read_pickle(zipped(tmp_path, b"\x80\x02}q\x00X\x01\x00\x00\x00ah\x00s."), allow_pickle=True)
+    assert read["a"] is read
+
+
+def test_storages_larger_than_what_the_old_format_holds_are_refused_before_they_are_made(
+    tmp_path: Path,
+) -> None:
+    path = save({"a": torch.ones(2)}, tmp_path, in_zip=False)
+    content = path.read_bytes()
+    path.write_bytes(content.replace(b"K\x02Nt", b"J\xff\xff\xff\x7fNt"))
+    assert path.read_bytes() != content
+    with address_space(256 * 2**20):
+        assert "wants 8589934" in _refusal(path)
+
+
+def test_odd_lists_of_storages_in_the_old_format_are_refused(tmp_path: Path) -> None:
+    path = save({"a": torch.ones(2)}, tmp_path, in_zip=False)
+    content = path.read_bytes()
+    start = content.rindex(b"\x80\x02]")
+    for keys in (b"]", b"}", b"](" + b"]" * 50_000 + b"a" * 49_999 + b"e"):
+        path.write_bytes(content[:start] + b"\x80\x02" + keys + b"." + content[-16:])
+        assert "lists other storages than it uses" in _refusal(path)
+
+
+def test_storages_that_an_archive_lacks_are_refused(tmp_path: Path) -> None:
+    path = save({"a": torch.ones(2)}, tmp_path, True)
+    with zipfile.ZipFile(path) as archive:
+        code = archive.read("a/data.pkl")
+    changed = code.replace(b"K\x02tq", b"K\x09tq", 1)
+    assert changed != code
+    assert "wants 36 bytes of storage '0', which are not there" in _refusal(
+        zipped(tmp_path, changed, b"12345678")
+    )
+
+
+def _archive(path: Path, records: list[tuple[str, bytes]], method: int = zipfile.ZIP_STORED) -> Path:
+    with zipfile.ZipFile(path, "w", method) as archive:
+        for name, content in records:
+            archive.writestr(name, content)
+    return path
+
+
+@pytest.mark.filterwarnings("ignore:Duplicate name")
+@pytest.mark.parametrize(
+    ("records", "problem"),
+    [
+        ([("a/data.pkl", b"\x80\x02}."), ("a/../../x", b"")], "leaves the archive"),
+        ([("a/data.pkl", b"\x80\x02}."), ("/etc/x", b"")], "leaves the archive"),
+        ([("a/data.pkl", b"\x80\x02}."), ("a\\x/b", b"")], "leaves the archive"),
+        ([("data.pkl", b"\x80\x02}.")], "leaves the archive"),
+        ([("a/data.pkl", b"\x80\x02}."), ("a/data.pkl", b"\x80\x02}.")], "is there twice"),
+        ([("a/data.pkl", b"\x80\x02}."), ("b/data.pkl", b"\x80\x02}.")], "in a second folder"),
+        ([("a/data.pkl", b"\x80\x02}."), ("a/b/data.pkl", b"\x80\x02}.")], "2 records data.pkl"),
+        ([("a/version", b"3")], "0 records data.pkl"),
+        ([("a/data.pkl", b"\x80\x02}."), ("a/constants.pkl", b"")], "TorchScript program"),
+        ([("a/data.pkl", bytes(8 * 2**20 + 1))], "its data.pkl has 8388609 bytes"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_an_archive_that_torch_never_writes_is_refused(
+    records: list[tuple[str, bytes]], problem: str, tmp_path: Path
+) -> None:
+    assert problem in _refusal(_archive(tmp_path / "a.pt", records))
+
+
+def test_a_compressed_archive_is_refused_without_inflating_it(tmp_path: Path) -> None:
+    path = _archive(tmp_path / "a.pt", [("a/data.pkl", bytes(60 * 2**20))], zipfile.ZIP_DEFLATED)
+    assert path.stat().st_size < 2**20
+    assert grown_by(lambda: _refusal(path)) < 16 * 2**20
+    assert "is compressed" in _refusal(path)
+
+
+def test_an_archive_behind_another_one_is_refused(tmp_path: Path) -> None:
+    """Two zip readers take different directories for the file's; only agreement will do."""
+    first = zipped(tmp_path, pickle.dumps({"a": 1}, 2)).read_bytes()
+    second = zipped(tmp_path, pickle.dumps({"a": 2}, 2)).read_bytes()
+    (tmp_path / "a.pt").write_bytes(first + second)
+    with pytest.raises(HddmError, match="two directories that differ"):
+        read_pickle(tmp_path / "a.pt", allow_pickle=True)
+
+
+def test_a_flipped_bit_of_a_tensor_in_an_archive_is_refused(tmp_path: Path) -> None:
+    path = save({"a": torch.ones(1000)}, tmp_path, True)
+    values = torch.ones(1000).numpy().tobytes()
+    assert path.read_bytes().count(values) == 1
+    path.write_bytes(path.read_bytes().replace(values, values[:-1] + b"\x3e"))
+    assert "Bad CRC-32 for file 'a/data/0'" in _refusal(path)
+
+
+@ZIP_OR_LEGACY
+def test_a_file_cut_anywhere_is_refused(in_zip: bool, tmp_path: Path) -> None:
+    path = save({"a": torch.ones(5), "b": {"c": torch.zeros(3)}}, tmp_path, in_zip)
+    content = path.read_bytes()
+    for length in range(0, len(content), 13):
+        path.write_bytes(content[:length])
+        _refusal(path)
+
+
+def test_a_plain_pickle_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.pkl"
+    for protocol in range(2, 6):
+        path.write_bytes(pickle.dumps({"a": 1}, protocol))
+        _refusal(path)
+    buffer = io.BytesIO()
+    pickle.dump(Calls(os.system, (f"touch {tmp_path / 'ran'}",)), buffer, 2)
+    path.write_bytes(buffer.getvalue())
+    _refusal(path)
+    assert not (tmp_path / "ran").exists()

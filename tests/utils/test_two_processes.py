@@ -1,0 +1,137 @@
+"""Two processes that write one place: one does, the other leaves it as it is and says so."""
+
+import json
+import multiprocessing
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from multiprocessing.synchronize import Barrier
+from pathlib import Path
+
+import pytest
+
+from hddm.utils.errors import HddmError
+from hddm.utils.files import new_folder, put_in_place, write_json, write_whole
+
+FORK = multiprocessing.get_context("fork")
+RECORD = "record.json"
+
+
+def _folder(out: Path, number: int, overwrite: bool) -> None:
+    with new_folder(out, RECORD, overwrite) as draft:
+        write_json(draft / RECORD, {"format": "1.0", "by": number})
+        (draft / f"of_{number}").write_text("")
+
+
+def _rename(out: Path, number: int, overwrite: bool) -> None:
+    """As a writer does that holds no lock of ``out`` itself."""
+    draft = out.with_name(f"draft_{number}")
+    draft.mkdir()
+    write_json(draft / RECORD, {"format": "1.0", "by": number})
+    put_in_place(draft, out, overwrite)
+
+
+def _file(out: Path, number: int, overwrite: bool) -> None:
+    write_whole(out, lambda draft: write_json(draft, {"by": number}), overwrite)
+
+
+def _run(write: Callable[..., None], out: Path, number: int, overwrite: bool, start: Barrier) -> None:
+    start.wait()
+    try:
+        write(out, number, overwrite)
+    except HddmError as error:
+        out.with_name(f"error_{number}").write_text(error.message)
+        os._exit(1)
+    os._exit(0)
+
+
+def _both(write: Callable[..., None], out: Path, overwrite: bool) -> list[int]:
+    start = FORK.Barrier(2)
+    both = [FORK.Process(target=_run, args=(write, out, k, overwrite, start)) for k in range(2)]
+    for one in both:
+        one.start()
+    for one in both:
+        one.join()
+    return [one.exitcode or 0 for one in both]
+
+
+@pytest.mark.parametrize("write", [_folder, _rename, _file])
+def test_of_two_that_start_together_one_writes_and_the_other_refuses(
+    write: Callable[..., None], tmp_path: Path
+) -> None:
+    for attempt in range(10):
+        folder = tmp_path / str(attempt)
+        folder.mkdir()
+        out = folder / "out"
+        codes = _both(write, out, overwrite=False)
+        assert sorted(codes) == [0, 1]
+        record = out if out.is_file() else out / RECORD
+        assert json.loads(record.read_text())["by"] == codes.index(0)
+        message = (folder / f"error_{codes.index(1)}").read_text()
+        assert message.startswith(f"{out}")
+        assert not [path.name for path in folder.iterdir() if path.name.startswith(".")]
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_the_second_is_refused_while_the_first_is_at_work(overwrite: bool, tmp_path: Path) -> None:
+    """Before it does work of hours, and with --overwrite too."""
+    with new_folder(tmp_path / "out", RECORD):
+        assert _code_of_one(tmp_path / "out", overwrite) == 1
+        message = (tmp_path / "error_0").read_text()
+        assert f"another process is writing it (process {os.getpid()} on " in message
+
+
+def _code_of_one(out: Path, overwrite: bool) -> int:
+    start = FORK.Barrier(1)
+    one = FORK.Process(target=_run, args=(_folder, out, 0, overwrite, start))
+    one.start()
+    one.join()
+    return one.exitcode or 0
+
+
+@pytest.mark.parametrize("kind", ["folder", "file", "link to nothing"])
+def test_what_came_into_being_meanwhile_stays(kind: str, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+
+    def slip_in() -> None:
+        if kind == "folder":
+            out.mkdir()
+            (out / "mine").write_text("mine")
+        elif kind == "file":
+            out.write_text("mine")
+        else:
+            out.symlink_to(tmp_path / "nowhere")
+
+    with pytest.raises(HddmError, match="made by another process in the meantime"), new_folder(out, RECORD):
+        slip_in()
+    if kind == "link to nothing":
+        assert out.is_symlink()
+    else:
+        assert (out if kind == "file" else out / "mine").read_text() == "mine"
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+VERBS = {
+    "sample": "sample {expert} --num-images 2 --steps 2",
+    "partition": "partition {images} --shards 2",
+    "evaluate": "evaluate {images} --reference {images} --allow-few",
+    "convert": "convert {expert}",
+    "assemble": "assemble {expert}",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("verb", VERBS)
+def test_of_two_commands_with_one_out_one_succeeds(
+    verb: str, images: Path, ddpm_expert: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / ("out.json" if verb == "evaluate" else "out")
+    words = VERBS[verb].format(images=images, expert=ddpm_expert).split()
+    command = [sys.executable, "-m", "hddm_cli", *words, "--out", str(out)]
+    both = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for _ in range(2)]
+    errors = [one.communicate()[1] for one in both]
+    codes = [one.returncode for one in both]
+    assert sorted(codes) == [0, 1], errors
+    assert str(out) in errors[codes.index(1)]
+    assert out.exists()

@@ -1,0 +1,261 @@
+"""Files of weights: mapped as written, written as the library would, read in shards, broken ones refused."""
+
+import json
+import random
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from hddm.utils.errors import HddmError
+from hddm.utils.files import inside, sha256_of
+from hddm.utils.pickles import kind_of, read_pickle
+from hddm.utils.weights import (
+    Planned,
+    TensorInfo,
+    read_header,
+    read_index,
+    read_safetensors,
+    write_safetensors,
+)
+from tests.hostile import grown_by, save, zipped
+
+DTYPES = [
+    *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2),
+    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
+]
+MIB = 2**20
+
+
+def _planned(tensors: dict[str, Tensor]) -> list[Planned]:
+    return [
+        Planned(name, tuple(value.shape), value.dtype, lambda value=value: value)
+        for name, value in tensors.items()
+    ]
+
+
+def _bytes(value: Tensor) -> bytes:
+    return value.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def _assert_same(read: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert read.keys() == expected.keys()
+    for name, value in expected.items():
+        assert read[name].shape == value.shape
+        assert read[name].dtype == value.dtype
+        assert _bytes(read[name]) == _bytes(value)
+
+
+def _tensors() -> dict[str, Tensor]:
+    odd = {f"t{index}": torch.arange(3).to(dtype) for index, dtype in enumerate(DTYPES)}
+    return odd | {
+        "scalar": torch.tensor(2.5),
+        "empty": torch.ones(0, 3),
+        "turned": torch.arange(6.0).reshape(2, 3).T,
+        'é"\n': torch.ones(1, 1, 1),
+        "leaf": torch.nn.Parameter(torch.ones(2)),
+    }
+
+
+def test_what_is_written_is_read_in_every_dtype(tmp_path: Path) -> None:
+    path = tmp_path / "a.safetensors"
+    write_safetensors(path, _planned(_tensors()), {"format": "pt"}, check_finite=True)
+    expected = {name: value.detach() for name, value in _tensors().items()}
+    _assert_same(load_file(path), expected)
+    _assert_same(read_safetensors(path), expected)
+    infos, metadata = read_header(path)
+    assert infos == {name: TensorInfo(tuple(value.shape), value.dtype) for name, value in expected.items()}
+    assert metadata == {"format": "pt"}
+
+
+def test_every_tensor_is_aligned_for_its_dtype(tmp_path: Path) -> None:
+    path = tmp_path / "a.safetensors"
+    write_safetensors(path, _planned(_tensors()))
+    length = int.from_bytes(path.read_bytes()[:8], "little")
+    header = json.loads(path.read_bytes()[8 : 8 + length])
+    assert length % 8 == 0
+    for name, value in _tensors().items():
+        assert header[name]["data_offsets"][0] % value.itemsize == 0
+
+
+def test_a_file_without_tensors_is_written_and_read(tmp_path: Path) -> None:
+    write_safetensors(tmp_path / "a", [])
+    assert read_safetensors(tmp_path / "a") == {}
+
+
+def test_a_read_file_is_mapped_and_changes_to_its_tensors_stay_out_of_it(tmp_path: Path) -> None:
+    path = tmp_path / "a.safetensors"
+    save_file({"a": torch.zeros(64 * MIB, dtype=torch.uint8)}, path)
+    assert grown_by(lambda: read_safetensors(path)) < 8 * MIB
+    read_safetensors(path)["a"].fill_(1)
+    assert not read_safetensors(path)["a"].any()
+
+
+def test_writing_holds_one_tensor_at_a_time(tmp_path: Path) -> None:
+    def plan(index: int) -> Planned:
+        return Planned(f"t{index}", (8 * MIB,), torch.float32, lambda: torch.full((8 * MIB,), float(index)))
+
+    path = tmp_path / "a.safetensors"
+    grown = grown_by(lambda: write_safetensors(path, [plan(index) for index in range(6)], check_finite=True))
+    assert grown < 72 * MIB
+    assert path.stat().st_size > 192 * MIB
+    read = read_safetensors(path)
+    assert all((read[f"t{index}"] == index).all() for index in range(6))
+
+
+def test_large_finite_values_pass_the_check_for_finite_ones(tmp_path: Path) -> None:
+    """Their sum overflows."""
+    values = {
+        "a": torch.full((5,), 60000.0).half(),
+        "b": torch.full((5,), 3e38),
+        "c": torch.full((5,), 448.0).to(torch.float8_e4m3fn),
+    }
+    write_safetensors(tmp_path / "a", _planned(values), check_finite=True)
+    _assert_same(read_safetensors(tmp_path / "a"), values)
+
+
+def test_the_hash_is_that_of_the_file(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"abc")
+    assert sha256_of(tmp_path / "a") == "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
+
+
+def test_a_file_is_known_by_its_content(tmp_path: Path) -> None:
+    assert kind_of(save({}, tmp_path, True).rename(tmp_path / "a.safetensors")) == "torch-zip"
+    assert kind_of(save({}, tmp_path, False).rename(tmp_path / "b.safetensors")) == "pickle"
+    save_file({"a": torch.ones(1)}, tmp_path / "c.pt")
+    assert kind_of(tmp_path / "c.pt") == "safetensors"
+    (tmp_path / "link").symlink_to("c.pt")
+    assert kind_of(tmp_path / "link") == "safetensors"
+
+
+def test_a_header_whose_length_looks_like_a_pickle_is_safetensors(tmp_path: Path) -> None:
+    write_safetensors(tmp_path / "a", [], {"note": "x" * (0x280 - 29)})
+    assert (tmp_path / "a").read_bytes()[:2] == b"\x80\x02"
+    assert kind_of(tmp_path / "a") == "safetensors"
+
+
+def _index(folder: Path, weight_map: dict[str, str]) -> Path:
+    path = folder / "model.index.json"
+    path.write_text(json.dumps({"metadata": {"total_size": 1}, "weight_map": weight_map}))
+    return path
+
+
+@pytest.mark.parametrize("ending", ["safetensors", "bin"])
+def test_shards_are_read_as_one(ending: str, tmp_path: Path) -> None:
+    names = [f"model-0000{index}-of-00002.{ending}" for index in (1, 2)]
+    shards = [{"a": torch.ones(2), "b": torch.zeros(3).half()}, {"c": torch.arange(4)}]
+    for name, shard in zip(names, shards, strict=True):
+        save_file(shard, tmp_path / name) if ending == "safetensors" else torch.save(shard, tmp_path / name)
+    path = _index(tmp_path, {"a": names[0], "b": names[0], "c": names[1]})
+    _assert_same(read_index(path, allow_pickle=ending == "bin"), shards[0] | shards[1])
+    if ending == "bin":
+        with pytest.raises(HddmError, match="--allow-pickle"):
+            read_index(path)
+
+
+def test_links_of_a_hub_cache_are_followed(tmp_path: Path) -> None:
+    repository = tmp_path / "models--org--name"
+    folder = repository / "snapshots" / "0123abc" / "transformer"
+    (repository / "blobs").mkdir(parents=True)
+    folder.mkdir(parents=True)
+    save_file({"a": torch.ones(2)}, repository / "blobs" / "f00d")
+    (folder / "model.safetensors").symlink_to("../../../blobs/f00d")
+    assert inside(folder, "model.safetensors") == repository / "blobs" / "f00d"
+    assert inside(folder.parent, "transformer/model.safetensors") == repository / "blobs" / "f00d"
+    read = read_index(_index(folder, {"a": "model.safetensors"}))
+    assert torch.equal(read["a"], torch.ones(2))
+
+
+def test_names_and_links_that_stay_inside_are_resolved(tmp_path: Path) -> None:
+    (tmp_path / "experts").mkdir()
+    (tmp_path / "experts" / "0").touch()
+    (tmp_path / "link").symlink_to("experts/0")
+    assert inside(tmp_path, "experts/0") == (tmp_path / "experts" / "0").resolve()
+    assert inside(tmp_path, "link") == (tmp_path / "experts" / "0").resolve()
+    assert inside(tmp_path, "absent") == tmp_path.resolve() / "absent"
+
+
+def _mutated(content: bytes, choose: random.Random) -> bytes:
+    changed = bytearray(content)
+    for _ in range(choose.randint(1, 4)):
+        # Headers and pickles lie at the start, directories of archives at the end.
+        near = choose.choice([len(changed), min(len(changed), 300)])
+        at = choose.randrange(near + 1)
+        what = choose.choice(["flip", "insert", "delete", "cut", "swap", "number"])
+        if what == "flip" and at < len(changed):
+            changed[at] ^= 1 << choose.randrange(8)
+        elif what == "insert":
+            changed[at:at] = choose.randbytes(choose.randint(1, 9))
+        elif what == "delete":
+            del changed[at : at + choose.randint(1, 9)]
+        elif what == "cut" and choose.random() < 0.3:
+            del changed[at:]
+        elif what == "swap":
+            changed[at : at + 4] = choose.choice([b"\xff" * 4, bytes(4), b"\x7f\xff\xff\xff", b"R.b("])
+        elif what == "number":
+            digits = [index for index, byte in enumerate(changed[:300]) if 48 <= byte < 58]
+            values = [b"-1", b"0", b"1e9", b"18446744073709551615", b"4611686018427387904", b"null", b'"x"']
+            if digits:
+                index = choose.choice(digits)
+                changed[index : index + 1] = choose.choice(values)
+    return bytes(changed)
+
+
+def _with_new_length(content: bytes, old: bytes) -> bytes:
+    """The header's length follows what was spliced into it, so that it still parses."""
+    length = int.from_bytes(old[:8], "little") + len(content) - len(old)
+    return max(length, 0).to_bytes(8, "little") + content[8:]
+
+
+@pytest.fixture(scope="module")
+def valid(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    folder = tmp_path_factory.mktemp("valid")
+    content = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.ones(3).half()}
+    save_file(content, folder / "a.safetensors", {"format": "pt"})
+    found = {"safetensors": (folder / "a.safetensors").read_bytes()}
+    for in_zip in (True, False):
+        found["zip" if in_zip else "legacy"] = save({"ema": content}, folder, in_zip).read_bytes()
+    with zipfile.ZipFile(save({"ema": content}, folder, True)) as archive:
+        found["code"] = archive.read("a/data.pkl")
+    return found
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", ["safetensors", "zip", "legacy", "code"])
+def test_a_damaged_file_is_read_or_refused_and_nothing_else(
+    kind: str, valid: dict[str, bytes], tmp_path: Path
+) -> None:
+    """Random flips, insertions, deletions, cuts and spliced numbers."""
+    found: list[dict[str, Any]] = []
+    messages: list[tuple[str, str]] = []
+
+    @settings(max_examples=300, deadline=None, derandomize=True, database=None)
+    @given(st.integers(0, 2**32))
+    def check(seed: int) -> None:
+        choose = random.Random(seed)
+        content = _mutated(valid[kind], choose)
+        if kind == "safetensors" and choose.random() < 0.5:
+            content = _with_new_length(content, valid[kind])
+        path = tmp_path / "a.pt"
+        if kind == "code":
+            zipped(tmp_path, content, bytes(24), bytes(6))
+        else:
+            path.write_bytes(content)
+        try:
+            read: dict[str, Any] = (
+                read_safetensors(path) if kind == "safetensors" else read_pickle(path, allow_pickle=True)
+            )
+            assert isinstance(read, dict)
+            found.append(read)
+        except HddmError as error:
+            messages.append((str(path), str(error)))
+
+    assert grown_by(check) < 256 * MIB
+    assert min(len(found), len(messages)) > 10
+    assert all(path in message and "\n" not in message for path, message in messages)

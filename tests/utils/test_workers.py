@@ -1,0 +1,121 @@
+"""Calls in worker processes: in order, with errors and progress coming back."""
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from hddm.utils.errors import HddmError
+from hddm.utils.processes import Call, Report, Workers
+
+VARIABLES = ("OMP_NUM_THREADS", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_")
+
+
+def square(value: int, seconds: float, report: Report) -> int:
+    """Work that takes a while."""
+    time.sleep(seconds)
+    report(value)
+    return value**2
+
+
+def refuse(report: Report) -> None:
+    raise HddmError("a file is missing: add it")
+
+
+def touch(path: Path, report: Report) -> None:
+    time.sleep(0.2)
+    path.touch()
+
+
+def stay_until_told(path: Path, report: Report) -> None:
+    """Work that saves when it is told to stop, as a training does, and that has an end of its own."""
+    told: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: told.append(number))
+    path.touch()
+    report(1)
+    for _ in range(100):
+        if told:
+            signal.signal(signal.SIGTERM, before)
+            raise HddmError("saved")
+        time.sleep(0.05)
+
+
+def surroundings(report: Report) -> tuple[int, int, str | None]:
+    return os.getpid(), torch.get_num_threads(), os.environ.get("OMP_NUM_THREADS")
+
+
+def die(report: Report) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.fixture(scope="module")
+def workers() -> Iterator[Workers]:
+    with Workers(2) as pool:
+        yield pool
+
+
+def test_results_come_in_the_order_of_the_calls(workers: Workers) -> None:
+    advances: list[int] = []
+    durations = [0.3, 0.0, 0.1, 0.0]
+    calls = [
+        Call(square, {"value": n, "seconds": seconds}, units=n) for n, seconds in enumerate(durations, 1)
+    ]
+    assert workers.run(calls, advances.append) == [1, 4, 9, 16]
+    assert sorted(advances) == [1, 2, 3, 4]
+
+
+def test_workers_are_other_processes_with_one_thread(workers: Workers) -> None:
+    for pid, threads, variable in workers.run([Call(surroundings, {}, 1)] * 3, lambda units: None):
+        assert pid != os.getpid()
+        assert threads == 1
+        assert variable == "1"
+
+
+def test_an_error_comes_back_as_it_is_and_stops_what_has_not_started(
+    workers: Workers, tmp_path: Path
+) -> None:
+    later = [Call(touch, {"path": tmp_path / str(n)}, 1) for n in range(20)]
+    with pytest.raises(HddmError, match=r"^a file is missing: add it$"):
+        workers.run([Call(refuse, {}, 1), *later], lambda units: None)
+    time.sleep(0.5)
+    assert len(list(tmp_path.iterdir())) < 10
+    assert workers.run([Call(square, {"value": 3, "seconds": 0}, 1)], lambda units: None) == [9]
+
+
+def test_workers_that_are_told_to_stop_begin_nothing_more(tmp_path: Path) -> None:
+    def interrupt(units: int) -> None:
+        raise KeyboardInterrupt
+
+    start = time.monotonic()
+    calls = [Call(stay_until_told, {"path": tmp_path / str(n)}, 1) for n in range(4)]
+    with contextlib.suppress(KeyboardInterrupt), Workers(1) as pool:
+        pool.run(calls, interrupt)
+    assert [path.name for path in tmp_path.iterdir()] == ["0"]
+    assert time.monotonic() - start < 8
+
+
+@pytest.mark.parametrize("before", [None, "7"])
+def test_the_environment_is_restored(before: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in VARIABLES:
+        if before is None:
+            monkeypatch.delenv(name, raising=False)
+        else:
+            monkeypatch.setenv(name, before)
+    with Workers(1):
+        assert all(os.environ[name] != before for name in VARIABLES)
+    assert [os.environ.get(name) for name in VARIABLES] == [before] * 3
+    with contextlib.suppress(KeyboardInterrupt), Workers(1):
+        raise KeyboardInterrupt
+    assert [os.environ.get(name) for name in VARIABLES] == [before] * 3
+
+
+def test_a_worker_that_dies_is_an_error_of_one_line(workers: Workers) -> None:
+    """The last test here: a pool does not survive it."""
+    with pytest.raises(HddmError, match="a worker process died") as caught:
+        workers.run([Call(die, {}, 1)], lambda units: None)
+    assert "\n" not in str(caught.value)
