@@ -18,18 +18,19 @@ be changed again without another time, and is not remembered; git treats its ind
 
 import contextlib
 import errno
-import fcntl
 import glob
 import hashlib
 import json
 import os
+import platform
 import shutil
 import stat
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path, PurePosixPath
-from typing import Any, TextIO
+from typing import Any
 
+from filelock import FileLock, SoftFileLock, Timeout
 from safetensors import SafetensorError
 
 from hddm.utils.errors import HddmError
@@ -70,9 +71,9 @@ def _enclosing(folder: Path) -> Path:
 
 @contextlib.contextmanager
 def locked(path: Path, refusal: Callable[[str], str]) -> Iterator[None]:
-    """Hold the lock ``path`` within the block; the file says by which process, and stays.
+    """Hold the lock ``path`` within the block; the system frees it when its holder ends, killed or not.
 
-    Whoever holds the lock may remove its file, as the last of what it guards.
+    The file names the process that holds it, and stays. The holder may remove it when all else is done.
 
     Args:
         path: the file; its folder is made where it is missing.
@@ -81,43 +82,37 @@ def locked(path: Path, refusal: Callable[[str], str]) -> Iterator[None]:
     Raises:
         HddmError: where another process holds it.
     """
-    with contextlib.ExitStack() as stack:
-        file = stack.enter_context(_opened(path))
-        _hold(file, refusal)
-        # One that was removed since it was opened locks nobody out.
-        while not _is_at(file, path):
-            file = stack.enter_context(_opened(path))
-            _hold(file, refusal)
-        file.truncate(0)
-        file.write(f"process {os.getpid()} on {os.uname().nodename}\n")
-        file.flush()
-        yield
-
-
-def _opened(path: Path) -> TextIO:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        return path.open("a+")
-    except FileNotFoundError:
-        # The folder went with another's lock just now.
+    lock = FileLock(path, thread_local=False)
+    while True:
         path.parent.mkdir(parents=True, exist_ok=True)
-        return path.open("a+")
-
-
-def _hold(file: TextIO, refusal: Callable[[str], str]) -> None:
+        try:
+            # More than one attempt: the file that was opened may have been removed by its holder just then.
+            lock.acquire(timeout=_PATIENCE)
+            break
+        except FileNotFoundError:
+            # The folder went with another's lock just now.
+            continue
+        except Timeout:
+            raise HddmError(refusal(_holder(path))) from None
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        file.seek(0)
-        raise HddmError(refusal(file.read().strip() or "unknown")) from None
+        # Where the system has no locks, the file's content is the lock.
+        if not isinstance(lock, SoftFileLock):
+            with contextlib.suppress(OSError):
+                path.write_text(f"process {os.getpid()} on {platform.node()}\n")
+        yield
+    finally:
+        lock.release()
 
 
-def _is_at(file: TextIO, path: Path) -> bool:
+def _holder(path: Path) -> str:
     try:
-        return os.path.samestat(os.fstat(file.fileno()), path.stat())
-    except FileNotFoundError:
-        return False
+        return path.read_text().strip() or "unknown"
+    except OSError:
+        return "unknown"
 
+
+_PATIENCE = 0.1
+"""Seconds after which a lock counts as held by another process."""
 
 LARGEST_JSON = 16 * 2**20
 """Bytes of the largest JSON file that is read; an index of ten thousand tensors has one million."""

@@ -197,7 +197,7 @@ def test_an_output_that_another_process_finished_meanwhile_leaves_no_draft(
     flock = fcntl.flock
 
     def late(file: Any, how: int) -> None:
-        (tmp_path / "out").mkdir()
+        (tmp_path / "out").mkdir(exist_ok=True)
         flock(file, how)
 
     monkeypatch.setattr("fcntl.flock", late)
