@@ -37,9 +37,9 @@ from hddm.experts.records import (
 from hddm.networks.folders import WEIGHTS, empty_network, fill, open_network
 from hddm.networks.layers import TimeEmbedding
 from hddm.networks.transformers import ExpertBlock
+from hddm.networks.vae import stored_names
 from hddm.networks.wrappers import EXPERT_NETWORKS, call
 from hddm.utils.errors import HddmError
-from hddm.utils.pickles import stored_names
 from hddm.utils.records import read_record, refuse_damaged
 from hddm.utils.weights import read_safetensors
 

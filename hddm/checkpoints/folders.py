@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from diffusers import UNet2DConditionModel
+from torch import Tensor
 
 from hddm.checkpoints.diffusers_models import DIFFUSERS_LAYOUTS, class_forward, own_table
 from hddm.checkpoints.empty_prompt import empty_prompt, no_text_encoder, text_encoder_of
@@ -24,7 +25,8 @@ from hddm.networks.wrappers import has_sample_size
 from hddm.schedules import DDPM_FAMILY, FLOW_MATCH_FAMILY
 from hddm.utils.errors import HddmError, did_you_mean
 from hddm.utils.files import inside, read_json
-from hddm.utils.weights import read_index
+from hddm.utils.pickles import read_pickle
+from hddm.utils.weights import kind_of, read_safetensors
 
 STEM = "diffusion_pytorch_model"
 _WEIGHTS = re.compile(rf"{STEM}(?:\.(\w+))?\.(?:safetensors|bin)(?:\.index(?:\.(\w+))?\.json)?")
@@ -92,6 +94,71 @@ def read_weights(folder: Path, name: str, allow_pickle: bool) -> tuple[Tensors, 
         return tensors, [folder / shard for shard in sorted(shards)]
     content = read_file(resolved, allow_pickle)
     return {key: value for key, value in content.items() if hasattr(value, "shape")}, [folder / name]
+
+
+_SHOWN = 10
+
+
+def read_index(path: Path, allow_pickle: bool = False) -> dict[str, Tensor]:
+    """Every tensor that ``*.safetensors.index.json`` or ``*.bin.index.json`` spreads over shards.
+
+    The shards' content decides how they are read; ``allow_pickle`` is that of `read_pickle`.
+
+    Raises:
+        HddmError: for a broken index, a shard outside the folder (before any is opened), a shard that
+            cannot be read, and any tensor that index and shards disagree about.
+    """
+    weight_map = _read_map(path)
+    shards = {name: _shard(path, name) for name in sorted(set(weight_map.values()))}
+    tensors: dict[str, Tensor] = {}
+    problems = []
+    for name, shard in shards.items():
+        content = _read_shard(shard, allow_pickle)
+        for key, value in content.items():
+            if weight_map.get(key) == name:
+                tensors[key] = value
+            else:
+                problems.append(
+                    f"{name} holds {key!r}, which the index gives to {weight_map.get(key, 'no file')}"
+                )
+    problems += [f"{weight_map[key]} lacks {key!r}" for key in weight_map.keys() - tensors.keys()]
+    if problems:
+        more = f"; … and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
+        raise HddmError(
+            f"{path}: does not fit its files, fetch them again: {'; '.join(sorted(problems)[:_SHOWN])}{more}"
+        )
+    return tensors
+
+
+def _read_map(path: Path) -> dict[str, str]:
+    content: Any = read_json(path).get("weight_map")
+    if not isinstance(content, dict) or not content:
+        raise HddmError(f"{path}: has no weight_map from tensors to files; fetch it again")
+    for key, name in content.items():
+        if not isinstance(name, str):
+            raise HddmError(f"{path}: weight_map gives {key!r} to {name!r}, which is no file name")
+    return content
+
+
+def _shard(path: Path, name: str) -> Path:
+    if "/" in name:
+        raise HddmError(f"{path}: weight_map names {name!r}, which is no plain file name; refused")
+    try:
+        inside(path.parent, name)
+    except HddmError as error:
+        raise HddmError(f"{path}: weight_map names {name!r}, refused ({error})") from error
+    # The name in the folder, not the hash behind a link, is what messages should say.
+    return path.parent / name
+
+
+def _read_shard(path: Path, allow_pickle: bool) -> dict[str, Tensor]:
+    if kind_of(path) == "safetensors":
+        return read_safetensors(path)
+    content = read_pickle(path, allow_pickle)
+    for key, value in content.items():
+        if not isinstance(value, Tensor):
+            raise HddmError(f"{path}: {key!r} is a {type(value).__name__}, and a shard holds tensors only")
+    return content
 
 
 def _names(folder: Path) -> list[str]:

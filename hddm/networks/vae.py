@@ -3,7 +3,7 @@
 The VAE of an expert of latents: read strictly, told by its encoder, decoding samples to images.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +14,6 @@ from hddm.networks.folders import Imported, differences, empty_network, fill, pa
 from hddm.networks.identity import VaeRecord, fingerprint
 from hddm.utils.errors import HddmError
 from hddm.utils.files import inside, read_json
-from hddm.utils.pickles import stored_names
 from hddm.utils.weights import read_safetensors, refuse_non_finite
 
 _CODE = ("auto_map", "custom_pipeline", "trust_remote_code")
@@ -59,6 +58,26 @@ def read_weights(folder: Path, stem: str, variant: str | None = None) -> tuple[P
 def _is_there(path: Path) -> bool:
     # A broken link is there, and `inside` says what is wrong with it.
     return path.exists() or path.is_symlink()
+
+
+# Attention before 0.15.
+_ATTENTION = {".to_q.": ".query.", ".to_k.": ".key.", ".to_v.": ".value.", ".to_out.0.": ".proj_attn."}
+
+
+def former_name(name: str) -> str:
+    """What diffusers called the tensor ``name`` once; ``name`` itself where it never changed."""
+    for new, old in _ATTENTION.items():
+        if new in name:
+            return name.replace(new, old)
+    return name
+
+
+def stored_names(names: Iterable[str], stored: Iterable[str]) -> dict[str, str]:
+    """The name in a file, which holds ``stored``, of each tensor that a network calls by ``names``."""
+    held = set(stored)
+    return {
+        name: former_name(name) if name not in held and former_name(name) in held else name for name in names
+    }
 
 
 if TYPE_CHECKING:

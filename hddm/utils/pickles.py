@@ -1,54 +1,27 @@
-"""Names of tensors in files of former versions of diffusers, which its own loader still renames.
+"""PyTorch checkpoints: refused unless asked for, scanned before torch reads them, never unpickled in full.
 
-The zip archives of `torch.save`, checked before torch opens them.
-
-What a file of weights is, by its first bytes and never by its name.
-
-A machine that follows the opcodes of a pickle with stand-ins for objects, and runs none of it.
-
-Its opcodes are those that torch's weights-only unpickler knows, with fewer calls.
-
-A rehearsal of pickles: what one would import, call and load is accounted for before torch reads it.
-
-PyTorch checkpoints: refused unless asked for, scanned before torch reads them, never unpickled in full.
+`torch.load` with ``weights_only`` runs no foreign code, but it has no bound on memory, reads a storage where
+another one lies, hashes tuples of any depth until the interpreter crashes, and leaves tensors of the format
+before torch 1.6 unwritten where the file does not list them. So the opcodes are counted first, then Python's
+own unpickler rehearses the pickle with stand-ins for all that it may import, and only then torch loads it.
 """
 
 import argparse
 import io
-import os
+import pickle
 import pickletools
-import stat
 import zipfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import IO, Any
 
 import torch
 from torch import Tensor, nn
 from torch.torch_version import TorchVersion
 
 from hddm.utils.errors import HddmError
-
-# Attention before 0.15.
-_ATTENTION = {".to_q.": ".query.", ".to_k.": ".key.", ".to_v.": ".value.", ".to_out.0.": ".proj_attn."}
-
-
-def former_name(name: str) -> str:
-    """What diffusers called the tensor ``name`` once; ``name`` itself where it never changed."""
-    for new, old in _ATTENTION.items():
-        if new in name:
-            return name.replace(new, old)
-    return name
-
-
-def stored_names(names: Iterable[str], stored: Iterable[str]) -> dict[str, str]:
-    """The name in a file, which holds ``stored``, of each tensor that a network calls by ``names``."""
-    held = set(stored)
-    return {
-        name: former_name(name) if name not in held and former_name(name) in held else name for name in names
-    }
-
+from hddm.utils.weights import Kind, kind_of, one_line
 
 LARGEST_PICKLE = 8 * 2**20
 """Bytes of the largest pickle that is scanned; the tensors lie outside, thousands in one MB or two."""
@@ -123,66 +96,6 @@ def _compare(path: Path, sizes: dict[str, int], data: bytes) -> None:
         raise HddmError(f"{path}: has two directories that differ; refused")
 
 
-Kind = Literal["safetensors", "torch-zip", "pickle"]
-
-_LARGEST_HEADER = 100_000_000
-"""Bytes of the largest safetensors header that the library takes."""
-
-
-def kind_of(path: Path) -> Kind:
-    """``"safetensors"``, ``"torch-zip"`` (what `torch.save` writes) or ``"pickle"`` (before torch 1.6).
-
-    Raises:
-        HddmError: for a missing, empty or unknown file, and for anything but a regular one.
-    """
-    head = read_head(path)
-    if head.startswith(b"PK\x03\x04"):
-        return "torch-zip"
-    pickled = head[:1] == b"\x80" and head[1:2] in (b"\x02", b"\x03", b"\x04", b"\x05")
-    # The length of a safetensors header may begin with the bytes of a pickle.
-    if head[8:9] == b"{" and not (pickled and int.from_bytes(head[:8], "little") > _LARGEST_HEADER):
-        return "safetensors"
-    if pickled:
-        return "pickle"
-    if head.startswith(b"version https"):
-        raise HddmError(f"{path}: is a Git LFS pointer, not the weights; fetch them with git lfs pull")
-    if head.lstrip().startswith(b"{"):
-        raise HddmError(f"{path}: is JSON, not weights; name the folder that it belongs to")
-    raise HddmError(
-        f"{path}: is neither safetensors nor a PyTorch checkpoint (begins with {head[:8]!r}); fetch it again"
-    )
-
-
-def read_head(path: Path) -> bytes:
-    """The first 16 bytes of a regular file that is not empty.
-
-    Raises:
-        HddmError: for anything else.
-    """
-    try:
-        mode = os.stat(path).st_mode
-        # Opening a pipe would wait for ever.
-        if not stat.S_ISREG(mode):
-            raise HddmError(f"{path}: is no regular file; name a file of weights")
-        with path.open("rb") as file:
-            head = file.read(16)
-    except FileNotFoundError:
-        raise HddmError(f"{path}: no such file") from None
-    except (OSError, ValueError) as error:
-        if isinstance(error, HddmError):
-            raise
-        raise HddmError(f"{path}: cannot be read ({error})") from error
-    if not head:
-        raise HddmError(f"{path}: is empty; fetch it again")
-    return head
-
-
-def one_line(error: Exception) -> str:
-    """What an error of a library says, as a short part of one line."""
-    text = " ".join(str(error).split()) or type(error).__name__
-    return text if len(text) <= 200 else text[:199] + "…"
-
-
 _STORAGES = {
     "torch DoubleStorage": 8,
     "torch FloatStorage": 4,
@@ -200,199 +113,106 @@ _STORAGES = {
 }
 """Bytes of one element by storage class."""
 
-_DTYPE_NAMES = [
+_DTYPES = [
     *("float64", "float32", "float16", "bfloat16", "complex64", "complex128"),
     *("int64", "int32", "int16", "int8", "uint64", "uint32", "uint16", "uint8", "bool"),
     *("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz"),
 ]
-_DTYPES = {f"torch {name}" for name in _DTYPE_NAMES}
 
-_CALLS = {
-    "collections OrderedDict": ((), "dict"),
-    "torch Size": ((tuple,), "size"),
-    "torch._utils _rebuild_tensor": (("storage", int, tuple, tuple), "tensor"),
-    "torch._utils _rebuild_tensor_v2": (("storage", int, tuple, tuple, bool, "dict"), "tensor"),
-    "torch._utils _rebuild_tensor_v3": (("storage", int, tuple, tuple, bool, "dict", "global"), "tensor"),
-    "torch._utils _rebuild_parameter": (("tensor", bool, "dict"), "tensor"),
+_PLAIN = {
+    *("NONE", "NEWTRUE", "NEWFALSE", "BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT"),
+    *("BINUNICODE", "SHORT_BINSTRING"),
 }
-"""What may be called: the kinds of its arguments and of its result."""
+"""Opcodes of plain values, which alone may be keys."""
+_OPCODES = _PLAIN | {
+    *("PROTO", "STOP", "MARK", "GLOBAL", "REDUCE", "NEWOBJ", "BUILD", "BINPERSID"),
+    *("BINGET", "LONG_BINGET", "BINPUT", "LONG_BINPUT", "EMPTY_TUPLE", "EMPTY_LIST", "EMPTY_DICT"),
+    *("TUPLE", "TUPLE1", "TUPLE2", "TUPLE3", "APPEND", "APPENDS", "SETITEM", "SETITEMS"),
+}
+"""Those that torch's weights-only unpickler knows, but for sets."""
 
-ALLOWED = {*_STORAGES, *_DTYPES, *_CALLS, "argparse Namespace"}
-"""All that may be imported, as ``module name``."""
-
-_CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
-_VALUES = {"BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT", "BINUNICODE", "SHORT_BINSTRING"}
-_KEYS = (str, int, float, bytes, type(None))
+MOST_OPCODES = 600_000
+"""Of one pickle. A checkpoint of thousands of tensors with its optimiser's state has 200,000."""
+_MOST_CALLS = 100_000
+"""Of objects that a pickle makes; a tensor is about three."""
+_TALLEST = 100_000
+_MOST_MARKS = 1000
+_MOST_NAMES = 1000
+_DEEPEST = 64
 
 
 class RefusedPickleError(Exception):
     """A pickle that is broken or does what weights never need; the text says what."""
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class _Thing:
-    """The stand-in of an object; ``name`` is that of a global."""
-
-    kind: str
-    name: str = ""
+class _Tensor:
+    __slots__ = ()
 
 
-# One stand-in for all objects of a kind: a million dictionaries take a byte each in a pickle.
-_THINGS = {kind: _Thing(kind) for kind in ("dict", "size", "tensor", "storage", "namespace")}
-_GLOBALS = {name: _Thing("global", name) for name in ALLOWED}
-
-_DEEPEST_OBJECT = 1000
-_TALLEST = 100_000
-_MOST_CALLS = 100_000
-"""Of objects that a pickle makes; a tensor is about three."""
+class _Storage:
+    __slots__ = ()
 
 
-class Machine:
-    """The state of one pickle: ``stack`` ends with its value, ``storages`` gets bytes by storage key."""
+class _Dict(dict[Any, Any]):
+    pass
 
-    def __init__(self, storages: dict[str, int]) -> None:
-        self.storages = storages
-        self.stack: list[Any] = []
-        self._below: list[list[Any]] = []
-        self._memo: dict[int, Any] = {}
-        self._calls = 0
-        self._methods: dict[str, Callable[[], None] | None] = {}
 
-    def step(self, opcode: str, value: Any, position: int | None) -> None:
-        """Follow one opcode but STOP.
+class _Namespace:
+    pass
 
-        Raises:
-            RefusedPickleError: for one that weights do not need, or a use of it.
-            IndexError, KeyError: where a broken pickle takes what is not there.
-        """
-        if opcode in _VALUES:
-            self.stack.append(value)
-        elif opcode in _CONSTANTS:
-            self.stack.append(_CONSTANTS[opcode])
-        elif opcode in ("BINGET", "LONG_BINGET"):
-            self.stack.append(self._memo[value])
-        elif opcode in ("BINPUT", "LONG_BINPUT"):
-            self._memo[value] = self.stack[-1]
-        elif opcode == "GLOBAL" and value in ALLOWED:
-            self.stack.append(_GLOBALS[value])
-        elif opcode != "PROTO" or value != 2:
-            if opcode not in self._methods:
-                self._methods[opcode] = getattr(self, f"_{opcode.lower()}", None)
-            method = self._methods[opcode]
-            if method is None:
-                shown = f"PROTO {value}" if opcode == "PROTO" else opcode
-                raise RefusedPickleError(f"has opcode {shown} at byte {position}, which weights never need")
-            method()
-        _require(len(self.stack) <= _TALLEST, f"puts more than {_TALLEST} values on its stack")
 
-    def result(self) -> Any:
-        """What the pickle holds, at its end."""
-        value = self.stack.pop()
-        _require(not self.stack and not self._below, "is a broken pickle (more than one value)")
-        return value
+@dataclass(frozen=True, slots=True)
+class _Global:
+    """The stand-in of what a pickle imports; called with arguments of ``kinds``, it gives a new ``made``."""
 
-    def _mark(self) -> None:
-        _require(len(self._below) < _DEEPEST_OBJECT, f"is nested deeper than {_DEEPEST}")
-        self._below.append(self.stack)
-        self.stack = []
+    name: str
+    kinds: tuple[type, ...] | None = None
+    made: type = object
 
-    def _popped(self) -> list[Any]:
-        items, self.stack = self.stack, self._below.pop()
-        return items
+    def __call__(self, *arguments: object) -> object:
+        _require(self.kinds is not None, "calls what is no known function")
+        fits = len(arguments) == len(self.kinds or ()) and all(map(isinstance, arguments, self.kinds or ()))
+        _require(fits, f"calls {self.name.split()[1]} with odd arguments")
+        return self.made()
 
-    def _empty_tuple(self) -> None:
-        self.stack.append(())
 
-    def _empty_list(self) -> None:
-        self.stack.append([])
+_VIEW = (_Storage, int, tuple, tuple)
+_KNOWN: dict[str, Any] = {name: _Global(name) for name in (*_STORAGES, *(f"torch {one}" for one in _DTYPES))}
+_KNOWN |= {
+    name: _Global(name, kinds, made)
+    for name, kinds, made in (
+        ("collections OrderedDict", (), _Dict),
+        ("torch Size", (tuple,), tuple),
+        ("torch._utils _rebuild_tensor", _VIEW, _Tensor),
+        ("torch._utils _rebuild_tensor_v2", (*_VIEW, bool, dict), _Tensor),
+        ("torch._utils _rebuild_tensor_v3", (*_VIEW, bool, dict, _Global), _Tensor),
+        ("torch._utils _rebuild_parameter", (_Tensor, bool, dict), _Tensor),
+    )
+}
+_KNOWN["argparse Namespace"] = _Namespace
+"""Stand-ins of all that may be imported, by ``module name``."""
 
-    def _empty_dict(self) -> None:
-        self.stack.append(_THINGS["dict"])
 
-    def _tuple(self) -> None:
-        items = self._popped()
-        self.stack.append(tuple(items))
+class _Rehearsal(pickle.Unpickler):
+    """An unpickler that imports nothing; ``storages`` gets the bytes of each storage by its key."""
 
-    def _tuple1(self) -> None:
-        self._last(1)
+    def __init__(self, stream: IO[bytes], storages: dict[str, int]) -> None:
+        super().__init__(stream, fix_imports=False, encoding="latin1")
+        self._storages = storages
 
-    def _tuple2(self) -> None:
-        self._last(2)
+    def find_class(self, module: str, name: str) -> Any:
+        return _KNOWN[f"{module} {name}"]
 
-    def _tuple3(self) -> None:
-        self._last(3)
-
-    def _last(self, num: int) -> None:
-        items = [self.stack.pop() for _ in range(num)]
-        self.stack.append(tuple(reversed(items)))
-
-    def _append(self) -> None:
-        self._extend([self.stack.pop()])
-
-    def _appends(self) -> None:
-        self._extend(self._popped())
-
-    def _extend(self, items: list[Any]) -> None:
-        _require(isinstance(self.stack[-1], list), "appends to what is no list")
-        self.stack[-1].extend(items)
-
-    def _setitem(self) -> None:
-        value = self.stack.pop()
-        self._set([self.stack.pop(), value])
-
-    def _setitems(self) -> None:
-        self._set(self._popped())
-
-    def _set(self, items: list[Any]) -> None:
-        _require(_is(self.stack[-1], "dict"), "sets items of what is no dictionary")
-        # Hashing a tuple nested a million times deep would overflow the stack.
-        _require(len(items) % 2 == 0 and all(isinstance(key, _KEYS) for key in items[::2]), "has odd keys")
-
-    def _reduce(self) -> None:
-        arguments = self.stack.pop()
-        function = self.stack.pop()
-        _require(_is(function, "global") and function.name in _CALLS, "calls what is no known function")
-        kinds, result = _CALLS[function.name]
-        fits = isinstance(arguments, tuple) and len(arguments) == len(kinds)
-        _require(
-            fits and all(map(_is, arguments, kinds)), f"calls {function.name.split()[1]} with odd arguments"
-        )
-        self._made(result)
-
-    def _made(self, kind: str) -> None:
-        self._calls += 1
-        _require(self._calls <= _MOST_CALLS, f"makes more than {_MOST_CALLS} objects")
-        self.stack.append(_THINGS[kind])
-
-    def _newobj(self) -> None:
-        arguments = self.stack.pop()
-        made = self.stack.pop()
-        known = _is(made, "global") and made.name == "argparse Namespace" and arguments == ()
-        _require(known, "makes an object of no known class")
-        self._made("namespace")
-
-    def _build(self) -> None:
-        state = self.stack.pop()
-        built = _is(self.stack[-1], "namespace") or _is(self.stack[-1], "dict")
-        _require(built and _is(state, "dict"), "sets the state of an object of no known class")
-
-    def _binpersid(self) -> None:
-        match self.stack.pop():
+    def persistent_load(self, pid: Any) -> _Storage:
+        match pid:
             # The sixth value, of the old format, would make a view.
-            case ("storage", _Thing(kind="global", name=name), str(key), str(), int(num), *rest) if (
+            case ("storage", _Global(name=name), str(key), str(), int(num), *rest) if (
                 name in _STORAGES and num >= 0 and rest in ([], [None])
             ):
                 size = num * _STORAGES[name]
-                _require(self.storages.setdefault(key, size) == size, f"gives storage {key!r} two sizes")
-                self._made("storage")
-            case _:
-                raise RefusedPickleError("loads by an id that is no storage's")
-
-
-def _is(value: Any, kind: str | type) -> bool:
-    if isinstance(kind, type):
-        return isinstance(value, kind)
-    return isinstance(value, _Thing) and value.kind == kind
+                _require(self._storages.setdefault(key, size) == size, f"gives storage {key!r} two sizes")
+                return _Storage()
+        raise RefusedPickleError("loads by an id that is no storage's")
 
 
 def _require(fine: bool, problem: str) -> None:
@@ -400,55 +220,89 @@ def _require(fine: bool, problem: str) -> None:
         raise RefusedPickleError(problem)
 
 
-MOST_OPCODES = 600_000
-"""Of one pickle. A checkpoint of thousands of tensors with its optimiser's state has 200,000."""
-_MOST_NAMES = 1000
-
-
-def refused_globals(stream: IO[bytes]) -> set[str]:
-    """The names off the fixed list that the next pickle of ``stream`` imports, as ``module.name``.
-
-    Raises:
-        RefusedPickleError: for a broken pickle.
-    """
+def _refused_globals(stream: IO[bytes]) -> set[str]:
+    """The names off the fixed list that the next pickle of ``stream`` imports, as ``module.name``."""
     found: set[str] = set()
     texts = ["?", "?"]
     for opcode, value, _ in _opcodes(stream):
         if len(found) == _MOST_NAMES:
             break
-        if opcode == "STACK_GLOBAL":
+        if opcode.name == "STACK_GLOBAL":
             # The two names may come from anywhere; the last strings are those of every ordinary pickle.
             found.add(" ".join(texts))
-        elif opcode in ("GLOBAL", "INST") and (opcode == "INST" or value not in ALLOWED):
+        elif opcode.name in ("GLOBAL", "INST") and (opcode.name == "INST" or value not in _KNOWN):
             found.add(value)
         elif isinstance(value, str):
             texts = [texts[1], value]
     return {name.replace(" ", ".") for name in found}
 
 
-def rehearse(stream: IO[bytes], storages: dict[str, int]) -> Any:
+def _rehearse(stream: IO[bytes], storages: dict[str, int]) -> Any:
     """The next pickle of ``stream`` with stand-ins; adds the bytes of each storage it loads to ``storages``.
 
     Raises:
-        RefusedPickleError: at the first opcode, call or persistent id that weights do not need.
+        RefusedPickleError: for a pickle that is broken, costs too much or does what weights do not need.
     """
-    machine = Machine(storages)
+    start = stream.tell()
     try:
-        for opcode, value, position in _opcodes(stream):
-            if opcode == "STOP":
-                return machine.result()
-            machine.step(opcode, value, position)
-    except (IndexError, KeyError) as error:
-        raise RefusedPickleError(f"is a broken pickle ({type(error).__name__} at byte {position})") from error
-    raise RefusedPickleError("is a broken pickle (without an end)")
+        left = _bound(stream)
+        stream.seek(start)
+        value = _Rehearsal(stream, storages).load()
+    except RefusedPickleError:
+        raise
+    # Broken pickles raise whatever the objects do that they misuse.
+    except Exception as error:
+        raise RefusedPickleError(f"is a broken pickle ({one_line(error)})") from error
+    _require(not left, "is a broken pickle (more than one value)")
+    return value
 
 
-def _opcodes(stream: IO[bytes]) -> Iterator[tuple[str, Any, int | None]]:
+def _bound(stream: IO[bytes]) -> int:
+    """Refuse what would cost too much in the next pickle; the number of values that it leaves on its stack.
+
+    A tuple that is nested a million times deep takes a byte a level, and as a key overflows the C stack.
+    """
+    stack: list[bool] = []
+    """Of each value whether it may be a key."""
+    marks = [0]
+    memo: dict[int, bool] = {}
+    calls = 0
+    for opcode, value, position in _opcodes(stream):
+        name = opcode.name
+        shown = f"{name} {value}" if name == "PROTO" else name
+        known = name in _OPCODES and (name != "PROTO" or value == 2)
+        _require(known, f"has opcode {shown} at byte {position}, which weights never need")
+        if name == "MARK":
+            marks.append(len(stack))
+            _require(len(marks) <= _MOST_MARKS, f"is nested deeper than {_DEEPEST}")
+        elif name in ("BINGET", "LONG_BINGET"):
+            stack.append(memo[value])
+        elif name in ("BINPUT", "LONG_BINPUT"):
+            # Python's unpickler keeps a list of that length.
+            _require(value < MOST_OPCODES, f"numbers a value {value}, which weights never need")
+            memo[value] = stack[-1]
+        else:
+            taken = sum(kind not in _MARKED for kind in opcode.stack_before)
+            start = (len(stack) if taken == len(opcode.stack_before) else marks.pop()) - taken
+            if start < marks[-1]:
+                raise IndexError(f"nothing on the stack at byte {position}")
+            if name in ("SETITEM", "SETITEMS"):
+                _require(all(stack[start + 1 :: 2]), "has odd keys")
+            stack[start:] = [name in _PLAIN] * len(opcode.stack_after)
+            calls += name in ("REDUCE", "NEWOBJ", "BINPERSID")
+            _require(calls <= _MOST_CALLS, f"makes more than {_MOST_CALLS} objects")
+        _require(len(stack) <= _TALLEST, f"puts more than {_TALLEST} values on its stack")
+    return len(stack)
+
+
+_MARKED = (pickletools.markobject, pickletools.stackslice)
+
+
+def _opcodes(stream: IO[bytes]) -> Iterator[tuple[pickletools.OpcodeInfo, Any, int | None]]:
     try:
-        for number, (opcode, value, position) in enumerate(pickletools.genops(stream)):
-            if number == MOST_OPCODES:
-                raise RefusedPickleError(f"has more than {MOST_OPCODES} opcodes, which weights never need")
-            yield opcode.name, value, position
+        for number, found in enumerate(pickletools.genops(stream)):
+            _require(number < MOST_OPCODES, f"has more than {MOST_OPCODES} opcodes, which weights never need")
+            yield found
     except RefusedPickleError:
         raise
     # genops raises ValueError, and what codecs and integers raise on broken arguments.
@@ -459,7 +313,6 @@ def _opcodes(stream: IO[bytes]) -> Iterator[tuple[str, Any, int | None]]:
 SAFE_TORCH = "2.10"
 """The first torch whose weights-only unpickler has no known hole (CVE-2025-32434, CVE-2026-24747)."""
 
-_DEEPEST = 64
 _LEAVES = (str, int, float, bytes, type(None), torch.dtype, torch.Size)
 
 
@@ -509,20 +362,20 @@ def _scan(path: Path, kind: Kind) -> None:
         data, records = read_archive(path)
         stream = io.BytesIO(data)
         _refuse_globals(stream, 1)
-        rehearse(stream, storages)
+        _rehearse(stream, storages)
         for key, size in storages.items():
             if records.get(f"data/{key}") != size:
                 raise RefusedPickleError(f"wants {size} bytes of storage {key!r}, which are not there")
         return
     with path.open("rb") as file:
         stream = io.BytesIO(file.read(LARGEST_PICKLE))
-    head = [rehearse(stream, {}) for _ in range(2)]
+    head = [_rehearse(stream, {}) for _ in range(2)]
     if head != [torch.serialization.MAGIC_NUMBER, torch.serialization.PROTOCOL_VERSION]:
         raise RefusedPickleError("is a pickle that torch.save did not write")
     _refuse_globals(stream, 3)
-    rehearse(stream, {})
-    rehearse(stream, storages)
-    keys = rehearse(stream, {})
+    _rehearse(stream, {})
+    _rehearse(stream, storages)
+    keys = _rehearse(stream, {})
     listed = isinstance(keys, list) and all(isinstance(key, str) for key in keys)
     if not listed or sorted(keys) != sorted(storages):
         raise RefusedPickleError("lists other storages than it uses")
@@ -536,7 +389,7 @@ def _refuse_globals(stream: io.BytesIO, num: int) -> None:
     start = stream.tell()
     found: set[str] = set()
     for _ in range(num):
-        found |= refused_globals(stream)
+        found |= _refused_globals(stream)
     stream.seek(start)
     if found:
         shown = ", ".join(name[:80] for name in sorted(found)[:10]) + (

@@ -1,22 +1,18 @@
-"""The search for numbers that are none.
-
-Weights in several files under one index.
-
-Reading safetensors files: tensors are mapped from disk, headers are bounded before anything is taken.
+"""Weights as safetensors, mapped from disk when read and streamed when written; other kinds are told apart.
 
 The library (0.4.5 to 0.8) checks the header's length against the file and 100 MB, the nesting of its JSON,
 ranges that overlap, leave holes or do not cover the file, and shapes against ranges, with overflow. Left
 for here are files of another kind, dtypes that torch lacks and the form of errors.
-
-Writing safetensors as a stream, one tensor at a time.
 """
 
 import json
+import os
+import stat
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Literal
 
 import torch
 from safetensors import safe_open
@@ -24,8 +20,65 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from hddm.utils.errors import HddmError
-from hddm.utils.files import inside, read_json
-from hddm.utils.pickles import kind_of, one_line, read_pickle
+
+Kind = Literal["safetensors", "torch-zip", "pickle"]
+
+_LARGEST_HEADER = 100_000_000
+"""Bytes of the largest safetensors header that the library takes."""
+
+
+def kind_of(path: Path) -> Kind:
+    """``"safetensors"``, ``"torch-zip"`` (what `torch.save` writes) or ``"pickle"`` (before torch 1.6).
+
+    Raises:
+        HddmError: for a missing, empty or unknown file, and for anything but a regular one.
+    """
+    head = read_head(path)
+    if head.startswith(b"PK\x03\x04"):
+        return "torch-zip"
+    pickled = head[:1] == b"\x80" and head[1:2] in (b"\x02", b"\x03", b"\x04", b"\x05")
+    # The length of a safetensors header may begin with the bytes of a pickle.
+    if head[8:9] == b"{" and not (pickled and int.from_bytes(head[:8], "little") > _LARGEST_HEADER):
+        return "safetensors"
+    if pickled:
+        return "pickle"
+    if head.startswith(b"version https"):
+        raise HddmError(f"{path}: is a Git LFS pointer, not the weights; fetch them with git lfs pull")
+    if head.lstrip().startswith(b"{"):
+        raise HddmError(f"{path}: is JSON, not weights; name the folder that it belongs to")
+    raise HddmError(
+        f"{path}: is neither safetensors nor a PyTorch checkpoint (begins with {head[:8]!r}); fetch it again"
+    )
+
+
+def read_head(path: Path) -> bytes:
+    """The first 16 bytes of a regular file that is not empty.
+
+    Raises:
+        HddmError: for anything else.
+    """
+    try:
+        mode = os.stat(path).st_mode
+        # Opening a pipe would wait for ever.
+        if not stat.S_ISREG(mode):
+            raise HddmError(f"{path}: is no regular file; name a file of weights")
+        with path.open("rb") as file:
+            head = file.read(16)
+    except FileNotFoundError:
+        raise HddmError(f"{path}: no such file") from None
+    except (OSError, ValueError) as error:
+        if isinstance(error, HddmError):
+            raise
+        raise HddmError(f"{path}: cannot be read ({error})") from error
+    if not head:
+        raise HddmError(f"{path}: is empty; fetch it again")
+    return head
+
+
+def one_line(error: Exception) -> str:
+    """What an error of a library says, as a short part of one line."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= 200 else text[:199] + "…"
 
 
 def refuse_non_finite(path: Path, weights: Mapping[str, Tensor]) -> None:
@@ -37,71 +90,6 @@ def refuse_non_finite(path: Path, weights: Mapping[str, Tensor]) -> None:
     for key, value in weights.items():
         if not value.isfinite().all():
             raise HddmError(f"{path}: {key!r} holds NaN or Inf; take the weights anew")
-
-
-_SHOWN = 10
-
-
-def read_index(path: Path, allow_pickle: bool = False) -> dict[str, Tensor]:
-    """Every tensor that ``*.safetensors.index.json`` or ``*.bin.index.json`` spreads over shards.
-
-    The shards' content decides how they are read; ``allow_pickle`` is that of `read_pickle`.
-
-    Raises:
-        HddmError: for a broken index, a shard outside the folder (before any is opened), a shard that
-            cannot be read, and any tensor that index and shards disagree about.
-    """
-    weight_map = _read_map(path)
-    shards = {name: _shard(path, name) for name in sorted(set(weight_map.values()))}
-    tensors: dict[str, Tensor] = {}
-    problems = []
-    for name, shard in shards.items():
-        content = _read_shard(shard, allow_pickle)
-        for key, value in content.items():
-            if weight_map.get(key) == name:
-                tensors[key] = value
-            else:
-                problems.append(
-                    f"{name} holds {key!r}, which the index gives to {weight_map.get(key, 'no file')}"
-                )
-    problems += [f"{weight_map[key]} lacks {key!r}" for key in weight_map.keys() - tensors.keys()]
-    if problems:
-        more = f"; … and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
-        raise HddmError(
-            f"{path}: does not fit its files, fetch them again: {'; '.join(sorted(problems)[:_SHOWN])}{more}"
-        )
-    return tensors
-
-
-def _read_map(path: Path) -> dict[str, str]:
-    content: Any = read_json(path).get("weight_map")
-    if not isinstance(content, dict) or not content:
-        raise HddmError(f"{path}: has no weight_map from tensors to files; fetch it again")
-    for key, name in content.items():
-        if not isinstance(name, str):
-            raise HddmError(f"{path}: weight_map gives {key!r} to {name!r}, which is no file name")
-    return content
-
-
-def _shard(path: Path, name: str) -> Path:
-    if "/" in name:
-        raise HddmError(f"{path}: weight_map names {name!r}, which is no plain file name; refused")
-    try:
-        inside(path.parent, name)
-    except HddmError as error:
-        raise HddmError(f"{path}: weight_map names {name!r}, refused ({error})") from error
-    # The name in the folder, not the hash behind a link, is what messages should say.
-    return path.parent / name
-
-
-def _read_shard(path: Path, allow_pickle: bool) -> dict[str, Tensor]:
-    if kind_of(path) == "safetensors":
-        return read_safetensors(path)
-    content = read_pickle(path, allow_pickle)
-    for key, value in content.items():
-        if not isinstance(value, Tensor):
-            raise HddmError(f"{path}: {key!r} is a {type(value).__name__}, and a shard holds tensors only")
-    return content
 
 
 DTYPES = {

@@ -147,7 +147,7 @@ def test_every_refused_global_is_named(tmp_path: Path) -> None:
         (b"\x80\x02ctorch.storage\nUntypedStorage\nJ\xff\xff\xff\x7f\x85R.", "calls what is no known"),
         (b"\x80\x02ccollections\nOrderedDict\n]\x85R.", "odd arguments"),
         (b"\x80\x02cargparse\nNamespace\n)\x81}\x86b.", "broken pickle"),
-        (b"\x80\x02cargparse\nNamespace\n)\x81)b.", "sets the state"),
+        (b"\x80\x02cargparse\nNamespace\n)\x81)b.", "state is not a dictionary"),
         (b"\x80\x02})K\x01s.", "has odd keys"),
         (b"\x80\x02})" + b"\x85" * 100_000 + b"Ns.", "has odd keys"),
         (b"\x80\x02}", "broken pickle"),

@@ -13,14 +13,15 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from hddm.checkpoints.folders import read_index
 from hddm.utils.errors import HddmError
 from hddm.utils.files import inside, sha256_of
-from hddm.utils.pickles import kind_of, read_pickle
+from hddm.utils.pickles import read_pickle
 from hddm.utils.weights import (
     Planned,
     TensorInfo,
+    kind_of,
     read_header,
-    read_index,
     read_safetensors,
     write_safetensors,
 )
