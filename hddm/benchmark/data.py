@@ -15,7 +15,7 @@ from hddm.benchmark.schema import DataSettings, PartitionSettings, Split
 from hddm.benchmark.store import Job, Store, making
 from hddm.data.images import load_images, to_bytes
 from hddm.data.partition import partition
-from hddm.data.shard_records import HELD_OUT, Manifest, find_shards, read_manifest
+from hddm.data.shard_records import HELD_OUT, ShardManifest, find_shards, read_manifest
 from hddm.data.shards import Shard, load_shard
 from hddm.data.sources import open_source
 from hddm.utils.errors import HddmError
@@ -43,7 +43,7 @@ class Divided:
 
     shards: Path
     whole: Path
-    manifests: tuple[Manifest, ...]
+    manifests: tuple[ShardManifest, ...]
     jobs: tuple[Job, Job]
 
     @property
@@ -62,7 +62,7 @@ class Divided:
         return folder if folder.is_dir() else None
 
     @property
-    def validation_manifests(self) -> list[Manifest]:
+    def validation_manifests(self) -> list[ShardManifest]:
         """Of the validation images of all shards that have some."""
         found = map(self.validation, range(len(self.manifests)))
         return [read_manifest(folder) for folder in found if folder is not None]

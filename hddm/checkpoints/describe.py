@@ -14,8 +14,8 @@ from hddm.data.shard_records import (
     LARGEST_MANIFEST,
     MANIFEST,
     PARTITION_FILE,
-    Manifest,
     PartitionRecord,
+    ShardManifest,
     find_shards,
     is_encoded,
     read_encoded_manifest,
@@ -28,7 +28,7 @@ from hddm.networks.folders import WEIGHTS
 from hddm.schedules import from_config
 from hddm.utils.errors import HddmError, counted
 from hddm.utils.files import read_json
-from hddm.utils.records import has_manifest, read_manifest, read_record
+from hddm.utils.records import has_manifest, read_folder_manifest, read_record
 from hddm.utils.weights import read_header
 from hddm.velocity import PredictionType
 
@@ -71,7 +71,7 @@ def describe(folder: Path, allow_pickle: bool = False, variant: str | None = Non
             "files": len(encoded.data),
         }
     if (folder / MANIFEST).exists():
-        shard = read_record(folder / MANIFEST, Manifest, SHARD_FORMAT, LARGEST_MANIFEST)
+        shard = read_record(folder / MANIFEST, ShardManifest, SHARD_FORMAT, LARGEST_MANIFEST)
         return {
             "kind": "shard",
             **shard.model_dump(mode="json", exclude={"images"}),
@@ -86,7 +86,7 @@ def _manifest(folder: Path) -> str:
     """How far the folder can be held against what was written."""
     if not has_manifest(folder):
         return "none: written by an older version"
-    return f"of {counted(len(read_manifest(folder).files), 'file')}"
+    return f"of {counted(len(read_folder_manifest(folder).files), 'file')}"
 
 
 def _near_noise(folder: Path, facts: ExpertRecord) -> str:

@@ -26,7 +26,7 @@ from hddm.data.decoding import (
 from hddm.data.shard_records import (
     HELD_OUT,
     PARTITION_FILE,
-    ShardSource,
+    ShardImages,
     find_held_out,
     find_shards,
     holds_shard,
@@ -223,9 +223,9 @@ class _Parts:
             folders += held_out
             names = [folder.relative_to(path).as_posix() for folder in folders]
             split = ("training", HELD_OUT) if held_out else ()
-            return cls(path, "partition", names, [ShardSource.of(folder) for folder in folders], split)
+            return cls(path, "partition", names, [ShardImages.of(folder) for folder in folders], split)
         if holds_shard(path):
-            return cls(path, "shard", [str(path)], [ShardSource.of(path)])
+            return cls(path, "shard", [str(path)], [ShardImages.of(path)])
         source = open_source(path, caption_column, label_column)
         return cls(path, "images", [str(path)], [source], split_of(source.files))
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from hddm.data.encoding_draft import Done, Draft, open_draft
-from hddm.data.encoding_plan import FILE_BYTES, THREADS, EncodingPlan, SourceShard, read_ahead, read_image
+from hddm.data.encoding_plan import FILE_BYTES, THREADS, EncodingPlan, ShardToEncode, read_ahead, read_image
 from hddm.data.images import to_unit_range
 from hddm.data.shard_records import (
     DEVIATION,
@@ -162,7 +162,7 @@ class _Run:
     on_images: Callable[[int], None]
     bad: list[str] = field(default_factory=list)
 
-    def encode(self, shard: SourceShard) -> EncodedManifest:
+    def encode(self, shard: ShardToEncode) -> EncodedManifest:
         """Write the folder of one shard to the draft."""
         total, finished = len(shard.manifest.images), []
         for number, start in enumerate(range(0, total, self.rows)):
@@ -180,7 +180,7 @@ class _Run:
         with writing(self.draft.whole / shard.place):
             return self._finish(shard, finished)
 
-    def _file(self, name: str, shard: SourceShard, indices: range) -> Done:
+    def _file(self, name: str, shard: ShardToEncode, indices: range) -> Done:
         """Encode the images ``indices`` of a shard to the data file ``name``."""
         plan, entries = self.plan, shard.manifest.images
         size = plan.settings.batch_size
@@ -205,7 +205,7 @@ class _Run:
         rows = len(indices) - len(skipped)
         return self.draft.add(name, write, rows, tuple(skipped), tuple(cut), plan.computed)
 
-    def _count(self, shard: SourceShard, skipped: "list[Skipped] | tuple[Skipped, ...]") -> None:
+    def _count(self, shard: ShardToEncode, skipped: "list[Skipped] | tuple[Skipped, ...]") -> None:
         """Add to the bad images; refuse more than are allowed."""
         self.bad += [f"{shard.folder / one.file}: {one.reason}" for one in skipped]
         allowed = self.plan.settings.max_bad
@@ -216,7 +216,7 @@ class _Run:
                 self.bad,
             )
 
-    def _finish(self, shard: SourceShard, finished: list[Done]) -> EncodedManifest:
+    def _finish(self, shard: ShardToEncode, finished: list[Done]) -> EncodedManifest:
         """Write what is beside the data: list of images, tokens of the empty prompt, manifest."""
         plan, source, folder = self.plan, shard.manifest, self.draft.whole / shard.place
         write_entries(folder / IMAGES, source.images)
@@ -249,7 +249,7 @@ class _Run:
         return manifest
 
 
-def _read(plan: EncodingPlan, shard: SourceShard, index: int) -> Tensor | Skipped:
+def _read(plan: EncodingPlan, shard: ShardToEncode, index: int) -> Tensor | Skipped:
     """One image, or why there is none.
 
     Raises:

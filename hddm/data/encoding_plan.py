@@ -32,7 +32,7 @@ from hddm.data.shard_records import (
     Dtype,
     EncodingRecord,
     ImageEntry,
-    Manifest,
+    ShardManifest,
     find_held_out,
     find_shards,
     image_path,
@@ -47,12 +47,12 @@ from hddm.utils.errors import HddmError, UsageError
 from hddm.utils.records import Record
 from hddm.utils.tensors import available_device, generator
 
-Layout = dict[str, tuple[tuple[int, ...], torch.dtype]]
+RowLayout = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
 
 def layout_of(
     encoding: EncodingRecord, vae: VaeRecord | None, text_encoder: TextEncoderRecord | None
-) -> Layout:
+) -> RowLayout:
     """Shape of a row and dtype of each tensor in a data file.
 
     Raises:
@@ -67,7 +67,7 @@ def layout_of(
     if vae is not None:
         names = [MEAN, DEVIATION] if vae.kind == "AutoencoderKL" else [MEAN]
         names += [MIRRORED + name for name in names] if encoding.mirrored else []
-    layout: Layout = {name: (encoding.shape, getattr(torch, encoding.dtype)) for name in names}
+    layout: RowLayout = {name: (encoding.shape, getattr(torch, encoding.dtype)) for name in names}
     if text_encoder is not None:
         size = (text_encoder.tokens, text_encoder.width)
         layout[TOKENS] = (size, getattr(torch, str(encoding.text_dtype)))
@@ -185,12 +185,12 @@ class EncodingSettings(Record):
 
 
 @dataclass(frozen=True)
-class SourceShard:
+class ShardToEncode:
     """A shard of images: its folder, its place below the output's folder ("" for the output itself)."""
 
     folder: Path
     place: str
-    manifest: Manifest
+    manifest: ShardManifest
 
 
 @dataclass(frozen=True)
@@ -201,7 +201,7 @@ class EncodingPlan:
     """
 
     source: Path
-    shards: tuple[SourceShard, ...]
+    shards: tuple[ShardToEncode, ...]
     settings: EncodingSettings
     encoding: EncodingRecord
     channels: int
@@ -222,7 +222,7 @@ class EncodingPlan:
         return sum(len(shard.manifest.images) for shard in self.shards)
 
     @property
-    def layout(self) -> Layout:
+    def layout(self) -> RowLayout:
         """Shape of a row and dtype of each tensor."""
         return layout_of(self.encoding, self.vae_facts, self.text_facts)
 
@@ -333,24 +333,24 @@ def _check(
         raise UsageError("--random-crop: needs --resolution, the side that images are cropped to")
 
 
-def _shards(source: Path) -> tuple[SourceShard, ...]:
+def _shards(source: Path) -> tuple[ShardToEncode, ...]:
     """The shards in ``source``, those of held-out images at the end."""
     if not (source / PARTITION_FILE).is_file():
-        return (SourceShard(source, "", _manifest(source)),)
+        return (ShardToEncode(source, "", _manifest(source)),)
     return tuple(
-        SourceShard(folder, folder.relative_to(source).as_posix(), _manifest(folder))
+        ShardToEncode(folder, folder.relative_to(source).as_posix(), _manifest(folder))
         for folder in (*find_shards(source), *find_held_out(source))
     )
 
 
-def _manifest(folder: Path) -> Manifest:
+def _manifest(folder: Path) -> ShardManifest:
     if (folder / MANIFEST).is_file() and is_encoded(folder):
         raise UsageError(f"{folder}: is encoded already; name the shard of images that it was made from")
     return read_manifest(folder)
 
 
 def _size(
-    source: Path, shards: tuple[SourceShard, ...], settings: EncodingSettings, is_pixels: bool
+    source: Path, shards: tuple[ShardToEncode, ...], settings: EncodingSettings, is_pixels: bool
 ) -> tuple[int, tuple[int, int]]:
     """Channels of all images, and what (H, W) they are brought to."""
     side = settings.resolution
@@ -383,7 +383,7 @@ def _latent_shape(
     return channels, (int(vae.config.latent_channels), size[0] // factor, size[1] // factor)
 
 
-def _refuse_without_captions(shards: tuple[SourceShard, ...]) -> None:
+def _refuse_without_captions(shards: tuple[ShardToEncode, ...]) -> None:
     for shard in shards:
         lacking = [entry.file for entry in shard.manifest.images if entry.caption is None]
         if lacking:

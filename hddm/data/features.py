@@ -29,7 +29,7 @@ SHORT_NAMES = {"dinov2": "facebook/dinov2-base", "clip": "openai/clip-vit-large-
 """Names on Hugging Face's hub for which a word is enough."""
 
 
-class Extractor(Protocol):
+class FeatureExtractor(Protocol):
     """Images → features (n, d) in float32.
 
     ``batch`` images are taken at once, in the order of the source, so that equal settings give equal bits on
@@ -53,7 +53,7 @@ class Extractor(Protocol):
         """Features (n, d) of images (H, W, 3), of any sizes."""
 
 
-def open_extractor(features: str, seed: int = 0) -> Extractor:
+def open_feature_extractor(features: str, seed: int = 0) -> FeatureExtractor:
     """The extractor that ``--features`` names.
 
     Args:

@@ -25,7 +25,7 @@ from safetensors.numpy import save_file
 from hddm.data.clustering import Candidate, Hierarchy, best, cluster, propose
 from hddm.data.decoding import count_copies
 from hddm.data.feature_cache import ImageFeatures, compute_features
-from hddm.data.features import Extractor, open_extractor
+from hddm.data.features import FeatureExtractor, open_feature_extractor
 from hddm.data.partition_report import write_report
 from hddm.data.shard_records import (
     FORMAT,
@@ -34,8 +34,8 @@ from hddm.data.shard_records import (
     MIN_IMAGES,
     PARTITION_FILE,
     ImageEntry,
-    Manifest,
     PartitionRecord,
+    ShardManifest,
     content_hash,
     holds_shard,
 )
@@ -161,7 +161,7 @@ def write_shards(
     whole = hashlib.sha256("\n".join(hashes).encode()).hexdigest()
 
     def record(k: int, target: Path, entries: list[ImageEntry], of: str | None) -> None:
-        manifest = Manifest(
+        manifest = ShardManifest(
             format=FORMAT,
             shard=k,
             num_shards=num_shards,
@@ -256,7 +256,7 @@ def partition(
         num_shards: how many, or "auto" for the best of `hddm.data.clustering.propose`.
         seed: of the clusters, of what pixel components are fitted on, and of the report's random pictures.
         overwrite: whether an existing partition in ``out`` may be replaced.
-        features: as `hddm.data.features.open_extractor`.
+        features: as `hddm.data.features.open_feature_extractor`.
         cache: folder in which features are kept; without it they are computed anew and forgotten.
         replace_cache: whether features of other images or settings in ``cache`` may go.
         max_bad: images that may be broken; they are left out, and the record names them.
@@ -287,7 +287,7 @@ def partition(
     if held_out:
         check_share(images, len(source), 2 if num_shards == "auto" else num_shards, held_out)
     check_absent(out, PARTITION_FILE, overwrite)
-    extractor = open_extractor(features, seed)
+    extractor = open_feature_extractor(features, seed)
     with _kept(cache, out) as folder:
         found = compute_features(source, extractor, folder, max_bad, replace_cache)
         candidates = propose(found, images_needed(held_out), seed) if num_shards == "auto" else ()
@@ -307,7 +307,7 @@ def _write(
     source: ImageSource,
     division: Division,
     folder: Path,
-    extractor: Extractor,
+    extractor: FeatureExtractor,
     seed: int,
     held_out: float,
     candidates: tuple[Candidate, ...],

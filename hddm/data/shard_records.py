@@ -68,7 +68,7 @@ class ShardIdentity(Record):
     """Hash of the shard that these images were kept from, so that its expert can be judged by them."""
 
 
-class Manifest(ShardIdentity):
+class ShardManifest(ShardIdentity):
     """``manifest.json`` of a shard of images."""
 
     images: list[ImageEntry]
@@ -97,7 +97,7 @@ class PartitionRecord(Record):
     """Silhouette by number of shards, where that number was proposed."""
 
 
-def read_manifest(folder: Path) -> Manifest:
+def read_manifest(folder: Path) -> ShardManifest:
     """What the shard in ``folder`` holds; its images are not opened.
 
     Raises:
@@ -106,7 +106,7 @@ def read_manifest(folder: Path) -> Manifest:
     """
     path = folder / MANIFEST
     _refuse_other_folder(folder, MANIFEST)
-    manifest = read_record(path, Manifest, FORMAT, LARGEST_MANIFEST)
+    manifest = read_record(path, ShardManifest, FORMAT, LARGEST_MANIFEST)
     check_entries(path, manifest.images, manifest.classes, manifest.hash)
     return manifest
 
@@ -328,17 +328,17 @@ def read_entries(path: Path) -> list[ImageEntry]:
 
 
 @dataclass(frozen=True)
-class ShardSource:
+class ShardImages:
     """Images of a shard; each is held against its hash when it is read.
 
     The fields are those of `hddm.data.sources.base.ImageSource`.
     """
 
     root: Path
-    manifest: Manifest
+    manifest: ShardManifest
 
     @classmethod
-    def of(cls, folder: Path) -> "ShardSource":
+    def of(cls, folder: Path) -> "ShardImages":
         """The shard in ``folder``.
 
         Raises:

@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from hddm.data.encoding_plan import Layout, layout_of
+from hddm.data.encoding_plan import RowLayout, layout_of
 from hddm.data.images import decode, stack
 from hddm.data.shard_records import (
     DEVIATION,
@@ -40,7 +40,7 @@ from hddm.data.shard_records import (
 from hddm.data.stores import LatentStore, MappedPixels, PixelStore, Rows, Stored, Texts, TokenStore
 from hddm.networks.identity import TextEncoderRecord, VaeRecord
 from hddm.utils.errors import HddmError
-from hddm.utils.files import Verified, inside
+from hddm.utils.files import HashCache, inside
 from hddm.utils.weights import read_safetensors
 
 
@@ -151,7 +151,7 @@ def load_encoded(folder: Path) -> Shard:
         raise HddmError(
             f"{folder}: has {manifest.num_rows} images; an expert needs at least {MIN_IMAGES} to train on"
         )
-    verified = Verified(folder)
+    verified = HashCache(folder)
     entries = _entries(folder, manifest, verified)
     try:
         layout = layout_of(manifest.encoding, manifest.vae, manifest.text_encoder)
@@ -181,7 +181,7 @@ def load_encoded(folder: Path) -> Shard:
     )
 
 
-def _entries(folder: Path, manifest: EncodedManifest, verified: Verified) -> list[ImageEntry]:
+def _entries(folder: Path, manifest: EncodedManifest, verified: HashCache) -> list[ImageEntry]:
     """The images that have a row, in its order."""
     path = _checked(folder, manifest.images, verified)
     entries = read_entries(path)
@@ -195,7 +195,7 @@ def _entries(folder: Path, manifest: EncodedManifest, verified: Verified) -> lis
     return entries
 
 
-def _open(folder: Path, facts: FileRecord, layout: Layout, verified: Verified) -> Mapping[str, Tensor]:
+def _open(folder: Path, facts: FileRecord, layout: RowLayout, verified: HashCache) -> Mapping[str, Tensor]:
     tensors = read_safetensors(_checked(folder, facts, verified))
     expected = {name: ((facts.rows, *shape), dtype) for name, (shape, dtype) in layout.items()}
     found = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
@@ -204,7 +204,7 @@ def _open(folder: Path, facts: FileRecord, layout: Layout, verified: Verified) -
     return tensors
 
 
-def _checked(folder: Path, facts: FileRecord, verified: Verified) -> Path:
+def _checked(folder: Path, facts: FileRecord, verified: HashCache) -> Path:
     path = inside(folder, facts.file)
     if not path.is_file():
         raise HddmError(f"{folder / facts.file}: named by the manifest, and missing; take the shard anew")

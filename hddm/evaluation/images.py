@@ -22,7 +22,7 @@ from hddm.data.images import ImageSet, stack, to_bytes
 from hddm.data.shard_records import (
     HELD_OUT,
     PARTITION_FILE,
-    ShardSource,
+    ShardImages,
     find_held_out,
     find_shards,
     holds_shard,
@@ -115,7 +115,7 @@ def _held_out(partition: Path) -> list[Path]:
 def _of_shard(root: Path, folder: Path, role: Role) -> Pictures:
     prefix = "" if folder == root else f"{folder.relative_to(root).as_posix()}/"
     if not is_encoded(folder):
-        return _of_source(ShardSource.of(folder), prefix, role)
+        return _of_source(ShardImages.of(folder), prefix, role)
     shard = open_shard(folder)
     if shard.space != "pixels":
         raise HddmError(

@@ -20,7 +20,7 @@ from hddm.experts.records import (
 )
 from hddm.networks.folders import WEIGHTS, Unread
 from hddm.networks.offload import Offload, Shelf, StoredNetwork
-from hddm.networks.wrappers import Adapter, adapted
+from hddm.networks.wrappers import NetworkWrapper, wrapped
 from hddm.schedules import from_config
 from hddm.utils.errors import HddmError
 from hddm.utils.files import link_or_copy
@@ -161,8 +161,8 @@ def _differ(expert: UnreadExpert, tensors: Mapping[str, Tensor], dtype: torch.dt
 def _stored(
     expert: UnreadExpert, dtype: torch.dtype, device: torch.device | str, shelf: Shelf
 ) -> StoredNetwork:
-    common = adapted(expert.unread.network, expert.facts.round_time)
-    prefix = "model." if isinstance(common, Adapter) else ""
+    common = wrapped(expert.unread.network, expert.facts.round_time)
+    prefix = "model." if isinstance(common, NetworkWrapper) else ""
     read = functools.partial(_read, expert.unread, prefix)
     return StoredNetwork(common, read, expert.name, dtype, device, shelf)
 

@@ -36,7 +36,7 @@ from hddm.experts.records import (
 from hddm.networks.folders import unread
 from hddm.networks.offload import Offload, Shelf
 from hddm.networks.transformers import ExpertTransformer, RouterTransformer
-from hddm.networks.wrappers import adapted
+from hddm.networks.wrappers import wrapped
 from hddm.utils.errors import HddmError, UsageError
 from hddm.utils.files import inside
 from hddm.velocity import VelocityField
@@ -275,7 +275,7 @@ def field_of(expert: Expert, device: torch.device | str = "cpu") -> VelocityFiel
     Raises:
         HddmError: for a schedule that is unknown or does not go with the prediction type.
     """
-    return as_field(expert, adapted(expert.network, expert.facts.round_time).to(device))
+    return as_field(expert, wrapped(expert.network, expert.facts.round_time).to(device))
 
 
 def _field(

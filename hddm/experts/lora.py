@@ -22,7 +22,7 @@ from hddm.networks.folders import (
     WEIGHTS,
     Classes,
     Unread,
-    WeightsFile,
+    WeightsReader,
     cast,
     fitting,
     parse_config,
@@ -124,7 +124,7 @@ def open_adapted(
 
 
 class Merged:
-    """Reads the weights of an adapted network; files are checked as by `hddm.networks.folders.WeightsFile`.
+    """Reads the weights of an adapted network; files are checked as by `hddm.networks.folders.WeightsReader`.
 
     Args:
         folder: of the adapter.
@@ -138,8 +138,8 @@ class Merged:
     def __init__(self, folder: Path, facts: AdapterRecord, base: Path) -> None:
         _check_config(folder / ADAPTER_CONFIG, facts)
         self._factors = _factors(folder / ADAPTER_WEIGHTS, facts, base / WEIGHTS)
-        self._adapter = WeightsFile(folder / ADAPTER_WEIGHTS)
-        self._base = WeightsFile(base / WEIGHTS)
+        self._adapter = WeightsReader(folder / ADAPTER_WEIGHTS)
+        self._base = WeightsReader(base / WEIGHTS)
         self._facts, self._folder, self._path = facts, folder, base / WEIGHTS
 
     def __call__(self, dtype: torch.dtype) -> dict[str, Tensor]:

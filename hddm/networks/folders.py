@@ -268,7 +268,7 @@ def unread(kind: type[Network], arguments: Mapping[str, Any], weights: Path, ori
     empty = {name: torch.empty(info.shape, dtype=info.dtype, device="meta") for name, info in header.items()}
     network = fitting(kind, arguments, empty, weights, origin)
     fill(network, empty, arguments, origin)
-    return Unread(network, WeightsFile(weights))
+    return Unread(network, WeightsReader(weights))
 
 
 def fitting(
@@ -286,7 +286,7 @@ def fitting(
     return network
 
 
-class WeightsFile:
+class WeightsReader:
     """Reads a file of weights; the first time it looks for NaN and Inf.
 
     Raises:

@@ -244,7 +244,7 @@ EXPERT_NETWORKS = Imported(
 )
 
 
-class Adapter(nn.Module):
+class NetworkWrapper(nn.Module):
     """A network of `EXPERT_NETWORKS` that returns a tensor of its input's shape.
 
     Args:
@@ -312,10 +312,10 @@ def _call_packed(model: ModelMixin, x: Tensor, timestep: Tensor, conditions: Map
     return unpack(rows, height, width)
 
 
-def adapted(model: ModelMixin, round_time: bool = False) -> nn.Module:
+def wrapped(model: ModelMixin, round_time: bool = False) -> nn.Module:
     """``model`` under the common call; itself where it already is."""
     has_variance = has_variance_head(type(model).__name__, model.config)
     if isinstance(model, ExpertTransformer) and not round_time and not has_variance:
         own: nn.Module = model
         return own
-    return Adapter(model, round_time)
+    return NetworkWrapper(model, round_time)

@@ -57,7 +57,7 @@ FILES = (WEIGHTS, EMA, OPTIMIZER, LOSSES)
 log = logging.getLogger(__name__)
 
 
-class Manifest(Record):
+class CheckpointManifest(Record):
     """``manifest.json`` of a checkpoint."""
 
     format: str
@@ -92,7 +92,7 @@ class Checkpoints:
                     save_file(_on_cpu(tensors), draft / f"{name}.safetensors")
                 write_json(draft / PROGRESS, state.values())
                 hashes = {path.name: sha256_of(path) for path in sorted(draft.iterdir())}
-                manifest = Manifest(format=CHECKPOINT_FORMAT, step=state.step, files=hashes)
+                manifest = CheckpointManifest(format=CHECKPOINT_FORMAT, step=state.step, files=hashes)
                 write_json(draft / MANIFEST, manifest.model_dump())
         except (OSError, SafetensorError) as error:
             left = self.newest()
@@ -131,7 +131,7 @@ class Checkpoints:
 
     def _complete(self, path: Path) -> bool:
         try:
-            manifest = read_record(path / MANIFEST, Manifest, CHECKPOINT_FORMAT)
+            manifest = read_record(path / MANIFEST, CheckpointManifest, CHECKPOINT_FORMAT)
             whole = {PROGRESS, *(f"{name}.safetensors" for name in FILES)} == set(manifest.files)
             return whole and all(sha256_of(path / name) == sha for name, sha in manifest.files.items())
         except (HddmError, OSError):

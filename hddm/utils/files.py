@@ -394,7 +394,7 @@ SETTLED = 2 * 10**9
 """Nanoseconds after a change, from which on another one gives another time."""
 
 
-class Verified:
+class HashCache:
     """What is known of the files in ``folder``; `keep` writes it down.
 
     Files of less than ``smallest`` bytes are hashed each time, and not remembered.

@@ -23,7 +23,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import ErrorDetails
 
 from hddm.utils.errors import HddmError, did_you_mean, words
-from hddm.utils.files import LARGEST_JSON, Verified, inside, read_json, sha256_of, write_json, write_whole
+from hddm.utils.files import LARGEST_JSON, HashCache, inside, read_json, sha256_of, write_json, write_whole
 
 BENCHMARK_FILE = "benchmark.json"
 ENSEMBLE_FILE = "ensemble.json"
@@ -123,7 +123,7 @@ _PAPERS = ("README", "LICENSE", "NOTICE", "COPYING")
 _NO_MEANING = {".md", ".rst", ".png", ".jpg", ".jpeg", ".gif", ".webp", ".svg", ".html", ".pdf", ".log"}
 
 
-class Manifest(Record):
+class FolderManifest(Record):
     """``manifest.json``: SHA-256 by the place of a file in the folder."""
 
     format: str = FORMAT
@@ -142,7 +142,7 @@ def write_manifest(folder: Path, sha256: Callable[[Path], str] = sha256_of) -> N
     """
     names = sorted(_listed(folder, folder))
     files = {name: sha256(folder / name) for name in names if name != MANIFEST}
-    content = Manifest(files=files).model_dump()
+    content = FolderManifest(files=files).model_dump()
     # Not in place: the file may be a hard link to the manifest of the folder that this was assembled from.
     write_whole(folder / MANIFEST, lambda draft: write_json(draft, content))
 
@@ -152,13 +152,13 @@ def has_manifest(folder: Path) -> bool:
     return (folder / MANIFEST).is_file()
 
 
-def read_manifest(folder: Path) -> Manifest:
+def read_folder_manifest(folder: Path) -> FolderManifest:
     """The manifest of a folder.
 
     Raises:
         HddmError: for one that is not there or cannot be read.
     """
-    return read_record(folder / MANIFEST, Manifest, FORMAT)
+    return read_record(folder / MANIFEST, FolderManifest, FORMAT)
 
 
 def damage(
@@ -186,8 +186,8 @@ def damage(
         numbers = tuple(int(one) for one in stated.split(".") if one.isdecimal())
         is_older = numbers < SINCE
         return () if is_older else (f"{MANIFEST}: is not there, and belongs to {record} of format {stated}",)
-    files = read_manifest(folder).files
-    remembered = Verified(folder, SMALL)
+    files = read_folder_manifest(folder).files
+    remembered = HashCache(folder, SMALL)
     found = [f"{name}: was added" for name in known if name not in files and (folder / name).exists()]
     for name, expected in files.items():
         if not chosen(name):

@@ -19,8 +19,8 @@ from hddm.data.shard_records import (
     MANIFEST,
     PARTITION_FILE,
     ImageEntry,
-    Manifest,
     PartitionRecord,
+    ShardManifest,
     content_hash,
 )
 from hddm.utils.errors import HddmError
@@ -51,7 +51,7 @@ def _shard(folder: Path, images: dict[str, bytes], number: int = 0) -> Path:
         for i, (name, content) in enumerate(images.items())
     ]
     classes = ["a", "b"]
-    manifest = Manifest(
+    manifest = ShardManifest(
         format=FORMAT,
         shard=number,
         num_shards=2,

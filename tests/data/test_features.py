@@ -11,7 +11,7 @@ from PIL import Image
 from sklearn.decomposition import PCA
 from transformers import AutoImageProcessor, AutoModel, CLIPVisionModelWithProjection
 
-from hddm.data.features import SIDE, PixelPca, open_extractor
+from hddm.data.features import SIDE, PixelPca, open_feature_extractor
 from hddm.data.sources import ImageSource, open_source
 from hddm.utils.errors import HddmError
 from tests.artefacts import edit_json
@@ -34,7 +34,7 @@ def _source(folder: Path, images: list[np.ndarray]) -> ImageSource:
 def test_features_of_a_vision_model_are_those_of_transformers(kind: str, tmp_path: Path) -> None:
     folder = write_vision_model(tmp_path / "model", kind)
     images = [*_photos(3), *_photos(2, 31, 17)]
-    extractor = open_extractor(str(folder))
+    extractor = open_feature_extractor(str(folder))
     extractor.prepare(_source(tmp_path / "images", images), tmp_path)
     features = extractor(images)
 
@@ -57,10 +57,10 @@ def test_other_weights_and_another_processor_are_another_extractor(tmp_path: Pat
     names = {}
     for seed in (0, 1):
         folder = write_vision_model(tmp_path / str(seed), "dinov2", seed)
-        names[seed] = open_extractor(str(folder)).identity
-    again = open_extractor(str(write_vision_model(tmp_path / "again", "dinov2", 0))).identity
+        names[seed] = open_feature_extractor(str(folder)).identity
+    again = open_feature_extractor(str(write_vision_model(tmp_path / "again", "dinov2", 0))).identity
     edit_json(tmp_path / "again" / "preprocessor_config.json", do_center_crop=False)
-    cropped = open_extractor(str(tmp_path / "again")).identity
+    cropped = open_feature_extractor(str(tmp_path / "again")).identity
     assert names[0] == again
     assert len({*names.values(), cropped}) == 3
 
@@ -78,26 +78,26 @@ def test_a_model_folder_that_is_not_whole_is_refused(file: str, message: str, tm
     (folder / file).unlink()
     torch.save({}, folder / "pytorch_model.bin")
     with pytest.raises(HddmError) as refused:
-        open_extractor(str(folder))
+        open_feature_extractor(str(folder))
     assert message in str(refused.value)
 
 
 def test_models_of_other_types_and_code_of_their_own_are_refused(tmp_path: Path) -> None:
     folder = write_vision_model(tmp_path / "model", "dinov2")
     edit_json(folder / "preprocessor_config.json", image_processor_type="MineProcessor")
-    extractor = open_extractor(str(folder))
+    extractor = open_feature_extractor(str(folder))
     with pytest.raises(HddmError, match="image_processor_type MineProcessor is none of"):
         extractor.prepare(_source(tmp_path / "images", _photos(1)), tmp_path)
     edit_json(folder / "config.json", model_type="mine", auto_map={"AutoModel": "mine.Model"})
     with pytest.raises(HddmError, match="model_type 'mine' is none of dinov2, "):
-        open_extractor(str(folder))
+        open_feature_extractor(str(folder))
 
 
 def test_weights_that_lack_tensors_are_not_filled_with_random_ones(tmp_path: Path) -> None:
     folder = write_vision_model(tmp_path / "model", "dinov2")
     config = json.loads((folder / "config.json").read_text())
     edit_json(folder / "config.json", num_hidden_layers=config["num_hidden_layers"] + 1)
-    extractor = open_extractor(str(folder))
+    extractor = open_feature_extractor(str(folder))
     with pytest.raises(HddmError, match=r"its weights lack .* tensors of Dinov2Model"):
         extractor.prepare(_source(tmp_path / "images", _photos(1)), tmp_path)
 
@@ -109,14 +109,14 @@ def test_a_hub_name_without_network_and_cache_is_one_line(
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     with pytest.raises(HddmError, match="is not in the cache and cannot be fetched") as refused:
-        open_extractor(name)
+        open_feature_extractor(name)
     assert "\n" not in str(refused.value)
     assert str(refused.value).startswith("--features facebook/dinov2-")
 
 
 def test_a_name_that_is_nothing_is_refused_with_the_nearest() -> None:
     with pytest.raises(HddmError, match=r"--features pixel: no such folder.*did you mean 'pixels'\?"):
-        open_extractor("pixel")
+        open_feature_extractor("pixel")
 
 
 def test_pixel_features_are_the_principal_components(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from hddm.training.loop import Order
 from hddm.training.run_folder import Checkpoints
 from hddm.training.settings import RunOptions
 from hddm.utils.errors import HddmError
-from hddm.utils.records import EXPERT_FILE, MANIFEST, damage, read_manifest
+from hddm.utils.records import EXPERT_FILE, MANIFEST, damage, read_folder_manifest
 from tests.artefacts import contents
 from tests.killed_runs import BATCH, STEPS, checkpoint, entries, settings, start, train
 
@@ -39,7 +39,7 @@ def _same(folder: Path, uninterrupted: Path) -> None:
     for name in here.keys() - {EXPERT_FILE, MANIFEST}:
         assert here[name] == there[name], name
     assert damage(folder / "expert", EXPERT_FILE) == ()
-    listed, expected = (read_manifest(place / "expert").files for place in (folder, uninterrupted))
+    listed, expected = (read_folder_manifest(place / "expert").files for place in (folder, uninterrupted))
     assert listed | {EXPERT_FILE: ""} == expected | {EXPERT_FILE: ""}
 
 

@@ -21,7 +21,7 @@ from hddm.training.calibrate import recalibrate
 from hddm.training.verify import verify_expert
 from hddm.utils.errors import HddmError
 from hddm.utils.files import RECORD
-from hddm.utils.records import MANIFEST, damage, read_manifest, write_manifest
+from hddm.utils.records import MANIFEST, damage, read_folder_manifest, write_manifest
 from tests.artefacts import Command, contents, copied
 from tests.conftest import Trio
 
@@ -229,7 +229,7 @@ def test_a_manifest_that_is_written_anew_is_no_other_folder_s(trio: Trio, tmp_pa
     before, linked = contents(expert), tmp_path / "whole" / "experts" / "0"
     (linked / "notes.txt").write_text("mine")
     write_manifest(linked)
-    assert "notes.txt" in read_manifest(linked).files
+    assert "notes.txt" in read_folder_manifest(linked).files
     assert contents(expert) == before
 
 

@@ -95,7 +95,7 @@ Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
-class Layout:
+class TableColumns:
     """Names of the columns that are read; ``classes`` are named by the schema of ``datasets``, if at all."""
 
     image: str
@@ -104,7 +104,9 @@ class Layout:
     caption: str | None
 
 
-def find_layout(schema: Any, path: Path, caption_column: str | None, label_column: str | None) -> Layout:
+def find_columns(
+    schema: Any, path: Path, caption_column: str | None, label_column: str | None
+) -> TableColumns:
     """The layout of a file with the arrow ``schema``.
 
     Raises:
@@ -119,7 +121,7 @@ def find_layout(schema: Any, path: Path, caption_column: str | None, label_colum
     names = features[label].get("names") if label is not None and label in declared else None
     classes = tuple(map(str, names)) if isinstance(names, list) else None
     caption = choose_column(others, caption_column, CAPTION_COLUMNS, "--caption-column", path)
-    return Layout(image, label, classes, caption)
+    return TableColumns(image, label, classes, caption)
 
 
 def _image_column(schema: Any, features: dict[str, Any], path: Path) -> str:
@@ -306,7 +308,7 @@ class _RowGroups:
 @dataclass(frozen=True)
 class _Table:
     path: Path
-    layout: Layout
+    layout: TableColumns
     rows: list[int]
     sizes: list[int]
     suffixes: list[str]
@@ -320,7 +322,7 @@ class _Table:
     @classmethod
     def _read(cls, path: Path, file: Any, caption_column: str | None, label_column: str | None) -> "_Table":
         schema, metadata = file.schema_arrow, file.metadata
-        layout = find_layout(schema, path, caption_column, label_column)
+        layout = find_columns(schema, path, caption_column, label_column)
         groups = [metadata.row_group(group) for group in range(metadata.num_row_groups)]
         for number, group in enumerate(groups):
             if group.total_byte_size > LARGEST_ROW_GROUP:
@@ -350,7 +352,7 @@ def _suffix(value: object) -> str:
 
 
 def _labels(
-    values: list[object], layout: Layout, files: Sequence[str], root: Path
+    values: list[object], layout: TableColumns, files: Sequence[str], root: Path
 ) -> tuple[tuple[int, ...] | None, tuple[str, ...]]:
     if layout.label is None:
         return None, ()
