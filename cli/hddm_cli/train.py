@@ -1,5 +1,6 @@
 """hddm train expert, hddm train router."""
 
+import functools
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -104,14 +105,17 @@ def expert(
     if init is not None:
         refuse_given(context, "--init fixes it", "size", "schedule")
 
-    from hddm.training.resume import expert_is_finished
+    from hddm.training.resume import fresh_data, is_complete
     from hddm.training.settings import ExpertSettings
+    from hddm.utils.records import EXPERT_FILE
 
     own = {"objective": objective, "steps": steps, "lora_rank": lora_rank, "lora_alpha": lora_alpha}
     told = Told(context, {**own, **given})
     settings, run = told.settings(ExpertSettings), told.run()
     is_plain = init is None and schedule is None
-    if is_plain and expert_is_finished(shard, out, settings, run, overwrite):
+    data = functools.partial(fresh_data, shard, settings)
+    # Before torch and networks are imported.
+    if is_plain and is_complete(out, EXPERT_FILE, run, overwrite, settings, data):
         return
 
     from hddm.training.continuation import continue_expert
@@ -148,16 +152,18 @@ def router(
     **given: Any,
 ) -> None:
     """Train the router that tells the shards apart, on noised images."""
-    from hddm.training.resume import router_is_finished
+    from hddm.data.shard_records import find_shards
+    from hddm.training.resume import data_of, is_complete
     from hddm.training.settings import RouterSettings
+    from hddm.utils.records import ROUTER_FILE
 
     own = {"steps": steps, "size": size, "random_flip": random_flip, "calibrate": calibrate}
     told = Told(context, {**own, **given})
     settings, run = told.settings(RouterSettings), told.run()
-    if router_is_finished(shards, out, settings, run, overwrite):
+    if is_complete(out, ROUTER_FILE, run, overwrite, settings, lambda: data_of(find_shards(shards))):
         return
 
-    from hddm.experts.records import FORMAT, ROUTER_FILE, RouterFacts
+    from hddm.experts.records import FORMAT, RouterFacts
     from hddm.training.logs import trend_of
     from hddm.training.router import told as accuracy
     from hddm.training.router import train_router

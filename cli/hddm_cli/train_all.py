@@ -55,7 +55,7 @@ def train_all(
         refuse_given(context, "the cluster decides how many run at a time", "parallel")
 
     from hddm.data.shard_records import find_shards
-    from hddm.training.island_jobs import make_islands, parse_objectives, refuse_failed, without_finished
+    from hddm.training.island_jobs import make_islands, parse_objectives, refuse_failed, split_complete
     from hddm.training.settings import ExpertSettings
 
     folders = find_shards(shards)
@@ -73,7 +73,7 @@ def train_all(
     run = told.run()
     with asked():
         islands = make_islands(folders, out, objectives, settings, run, schedule, init, overwrite)
-    outcomes, left = without_finished(islands)
+    outcomes, left = split_complete(islands)
     if left:
         outcomes += _trained(left, parallel, retries, ray)
     for one in sorted(outcomes, key=lambda outcome: outcome.island.index):

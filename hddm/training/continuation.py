@@ -30,8 +30,8 @@ from hddm.training.expert import begun_with
 from hddm.training.loop import Fitted, OnStep, Task
 from hddm.training.lora import adapter_facts, add_adapter, refuse_as_base, save_adapted
 from hddm.training.objectives import Objective, check_conditions, drawing, losing
-from hddm.training.resume import encoding_of, hash_of
-from hddm.training.run import finished, train
+from hddm.training.resume import encoding_of, hash_of, is_complete
+from hddm.training.run import train
 from hddm.training.settings import ExpertSettings, RunOptions
 from hddm.training.shard_fit import (
     TEXT,
@@ -88,7 +88,7 @@ def continue_expert(
             "are trained on one by one"
         )
     data = {"shard": hash_of(shard_folder), **encoding_of([shard_folder])}
-    if finished(out, EXPERT_FILE, overwrite, run):
+    if is_complete(out, EXPERT_FILE, run, overwrite):
         return []
     expert = read_expert(init)
     objective = _objective(init, expert.facts, settings)

@@ -51,8 +51,8 @@ from hddm.networks.transformers import ExpertTransformer
 from hddm.training.expert import begun_with, expert_facts, new_network
 from hddm.training.loop import Fitted, Inputs, OnStep, Task
 from hddm.training.objectives import TIME_SCALE, Objective, drawing
-from hddm.training.resume import data_of
-from hddm.training.run import finished, train
+from hddm.training.resume import data_of, is_complete
+from hddm.training.run import train
 from hddm.training.settings import DistillSettings as DistillSettings
 from hddm.training.settings import RunOptions
 from hddm.training.shard_fit import calibrated_on, check_fit, placed
@@ -243,7 +243,7 @@ def distill(
     """
     folders = find_shards(shards_folder)
     data = data_of(folders)
-    if finished(out, EXPERT_FILE, overwrite, run):
+    if is_complete(out, EXPERT_FILE, run, overwrite):
         return []
     shards = [open_shard(folder) for folder in folders]
     whole = joined(shards, shards_folder)

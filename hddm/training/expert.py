@@ -21,8 +21,8 @@ from hddm.networks.transformers import ExpertTransformer
 from hddm.schedules import Schedule, declared_prediction_type, from_diffusers
 from hddm.training.loop import Fitted, OnStep, Task
 from hddm.training.objectives import Objective, check_conditions, drawing, losing
-from hddm.training.resume import expert_data
-from hddm.training.run import finished, train
+from hddm.training.resume import expert_data, is_complete
+from hddm.training.run import train
 from hddm.training.settings import ExpertSettings as ExpertSettings
 from hddm.training.settings import RunOptions
 from hddm.training.shard_fit import calibrated_on, placed, shard_facts
@@ -96,7 +96,7 @@ def train_expert(
         raise UsageError("--lora-rank adapts an expert that exists; name it by --init")
     objective = Objective.named(settings.objective, schedule, settings.time_sampling, settings.snr_gamma)
     data = expert_data(shard_folder, objective.schedule.config)
-    if finished(out, EXPERT_FILE, overwrite, run):
+    if is_complete(out, EXPERT_FILE, run, overwrite, settings, lambda: data):
         return []
     shard = open_shard(shard_folder)
     check_conditions(shard, settings)

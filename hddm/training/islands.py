@@ -30,7 +30,7 @@ from hddm.training.expert import ddpm_schedule, train_expert
 from hddm.training.island_jobs import Island, Outcome
 from hddm.training.logs import Trend, mean, trend_of
 from hddm.training.loop import OnStep
-from hddm.training.resume import recorded, run_folder_of
+from hddm.training.resume import is_kept, recorded, run_folder_of
 from hddm.training.run import completed
 from hddm.training.run_folder import discard_runs
 from hddm.utils.errors import HddmError
@@ -87,9 +87,9 @@ def train_island(island: Island, on_step: OnStep | None = None) -> list[float]:
 
 
 def _in_the_way(island: Island) -> list[str]:
+    if is_kept(island.out, EXPERT_FILE, island.run, island.overwrite):
+        return []
     problems: list[str] = []
-    if island.run.resume and not island.overwrite and (island.out / EXPERT_FILE).exists():
-        return problems
     try:
         check_absent(island.out, EXPERT_FILE, island.overwrite)
     except HddmError as error:

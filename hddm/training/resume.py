@@ -31,15 +31,14 @@ from typing import Any, TypeVar
 from hddm.data.shard_records import (
     MANIFEST,
     EncodedManifest,
-    find_shards,
     is_encoded,
     read_encoded_manifest,
     read_manifest,
 )
-from hddm.training.settings import ExpertSettings, LoopSettings, RouterSettings, RunOptions
+from hddm.training.settings import ExpertSettings, LoopSettings, RunOptions
 from hddm.utils.errors import HddmError
-from hddm.utils.files import read_json, sha256_of
-from hddm.utils.records import EXPERT_FILE, ROUTER_FILE, refuse_damaged
+from hddm.utils.files import check_absent, read_json, sha256_of
+from hddm.utils.records import refuse_damaged
 
 Change = dict[str, Any]
 """A record of one change, as plain values of JSON."""
@@ -229,55 +228,51 @@ def _content(manifest: EncodedManifest) -> str:
     return " ".join([*(one.sha256 for one in files), *(one.file for one in manifest.skipped)])
 
 
-NOTHING_LEFT = "%s: is finished; there is nothing to go on with"
 # `Schedule.config` of each objective's own schedule.
 _SCHEDULES = {"ddpm": {"name": "cosine"}, "flow": {"name": "linear"}}
 
 
-def expert_is_finished(
-    shard: Path, out: Path, settings: ExpertSettings, run: RunOptions, overwrite: bool = False
-) -> bool:
-    """Whether an expert with its objective's own schedule, begun with random weights, is finished.
-
-    Raises:
-        HddmError: for a shard that cannot be read, and a run that was started otherwise.
-    """
-    data = lambda: expert_data(shard, _SCHEDULES[settings.objective])  # noqa: E731
-    return _is_finished(out, EXPERT_FILE, settings, run, overwrite, data)
+def fresh_data(shard: Path, settings: ExpertSettings) -> dict[str, Any]:
+    """`expert_data` of an expert that begins with random weights, on its objective's own schedule."""
+    return expert_data(shard, _SCHEDULES[settings.objective])
 
 
-def router_is_finished(
-    shards: Path, out: Path, settings: RouterSettings, run: RunOptions, overwrite: bool = False
-) -> bool:
-    """Whether a router is finished; raises as `expert_is_finished`."""
-    return _is_finished(out, ROUTER_FILE, settings, run, overwrite, lambda: data_of(find_shards(shards)))
+def is_kept(out: Path, record: str, run: RunOptions | None, overwrite: bool = False) -> bool:
+    """Tell whether a model lies in ``out`` already and this start, a resumed one, leaves it there."""
+    return run is not None and run.resume and not overwrite and (out / record).exists()
 
 
-def refuse_spoilt(out: Path, record: str) -> None:
-    """Hash every file of the finished folder ``out``, and refuse one that is not what was written.
-
-    Raises:
-        HddmError: with a line a file.
-    """
-    refuse_damaged(out, record, sha256=sha256_of, remedy="--overwrite trains it anew")
-
-
-def _is_finished(
+def is_complete(
     out: Path,
     record: str,
-    settings: LoopSettings,
-    run: RunOptions,
-    overwrite: bool,
-    data: Callable[[], dict[str, Any]],
+    run: RunOptions | None,
+    overwrite: bool = False,
+    settings: LoopSettings | None = None,
+    data: Callable[[], Mapping[str, Any]] | None = None,
 ) -> bool:
-    if overwrite or not run.resume or not (out / record).exists():
+    """Tell from records alone whether a resumed training has written ``out`` and nothing is left to do.
+
+    Args:
+        out: the folder that the training writes.
+        record: the JSON file that marks its kind.
+        run: how this start goes; only a resumed one can be complete.
+        overwrite: whether ``out`` is trained anew.
+        settings: of this start. Without them the answer is no where there is a run that they must equal.
+        data: plain values that say what this start trains on; only asked where there is a run to compare.
+
+    Raises:
+        HddmError: for another folder in the way, a run that was started otherwise (`compare_records`), or
+            files that are not those that were written, a line each.
+    """
+    if not is_kept(out, record, run, overwrite):
+        check_absent(out, record, overwrite)
         return False
-    before, used = recorded(out), as_recorded(settings, out)
-    if not before or used.threads is None or used.warmup is None:
-        return False
-    now = {"settings": used.model_dump(mode="json"), "data": data()}
-    # Nothing is computed any more, wherever this is.
-    compare_records(out, {**now, "environment": before.get("environment", {})}, run)
-    refuse_spoilt(out, record)
-    log.info(NOTHING_LEFT, out)
+    if run is not None and (before := recorded(out)):
+        if settings is None or data is None:
+            return False
+        now = {"settings": as_recorded(settings, out).model_dump(mode="json"), "data": data()}
+        # Nothing is computed any more, wherever this is.
+        compare_records(out, {**now, "environment": before.get("environment", {})}, run)
+    refuse_damaged(out, record, sha256=sha256_of, remedy="--overwrite trains it anew")
+    log.info("%s: is finished; there is nothing to go on with", out)
     return True

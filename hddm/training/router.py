@@ -22,9 +22,9 @@ from hddm.training.denoising import IMAGES, SURE
 from hddm.training.expert import new_network
 from hddm.training.loop import Fitted, Inputs, OnStep, Task
 from hddm.training.objectives import TIME_SCALE
-from hddm.training.resume import data_of
+from hddm.training.resume import data_of, is_complete
 from hddm.training.router_calibration import HELD_OUT_SHARE, calibrate_router, held_out, noised_logits
-from hddm.training.run import finished, train
+from hddm.training.run import train
 from hddm.training.settings import RouterSettings as RouterSettings
 from hddm.training.settings import RunOptions
 from hddm.training.shard_fit import placed
@@ -160,7 +160,7 @@ def train_router(
         raise HddmError(f"sample_every: {run.sample_every}: a router makes no images; leave it out")
     folders = find_shards(shards_folder)
     data = data_of(folders)
-    if finished(out, ROUTER_FILE, overwrite, run):
+    if is_complete(out, ROUTER_FILE, run, overwrite, settings, lambda: data):
         return []
     shards = [open_shard(folder) for folder in folders]
     _check_alike(shards)
