@@ -83,21 +83,21 @@ def train_all(
 
 
 def _trained(islands: Sequence["Island"], parallel: int, retries: int, ray: str | None) -> list["Outcome"]:
-    """How each of ``islands`` ended, with a bar while it trains."""
-    from hddm.training.islands import train_islands
-    from hddm.training.ray_islands import train_islands_on_ray
+    """Train ``islands`` with a bar each, and return how each ended."""
+    from hddm.training.islands import Processes, train_islands
+    from hddm.training.ray_islands import RayCluster
     from hddm.utils.progress import TrainingProgress
 
-    settings = {island.index: (island.settings, island.name) for island in islands}
+    by_index = {island.index: island for island in islands}
+    backend = Processes(parallel, retries) if ray is None else RayCluster(ray, retries)
     with contextlib.ExitStack() as stack:
         bars: dict[int, TrainingProgress] = {}
 
         def on_step(index: int, step: int, loss: float, seconds: float) -> None:
             if index not in bars:
-                of, name = settings[index]
-                bars[index] = stack.enter_context(TrainingProgress(of.steps, of.batch_size, name))
+                of = by_index[index]
+                bar = TrainingProgress(of.settings.steps, of.settings.batch_size, of.name)
+                bars[index] = stack.enter_context(bar)
             bars[index].reach(step, loss, seconds)
 
-        if ray is None:
-            return train_islands(islands, parallel, retries, on_step)
-        return train_islands_on_ray(islands, ray, retries, on_step)
+        return train_islands(islands, backend, on_step)
