@@ -11,7 +11,7 @@ from hddm.utils.errors import asked
 from hddm_cli.combinations import refuse_given
 from hddm_cli.options import InputOption, Overwrite, Steps
 from hddm_cli.train import LEARNING, Init, LoraAlpha, LoraRank, Schedule
-from hddm_cli.training_options import FILE, KEEPING, LOOP, PICTURES, Told, takes
+from hddm_cli.training_options import FILE, KEEPING, LOOP, PICTURES, GivenOptions, takes
 
 if TYPE_CHECKING:
     from hddm.training.island_jobs import Island, Outcome
@@ -60,17 +60,18 @@ def train_all(
 
     folders = find_shards(shards)
     own = {"steps": steps, "lora_rank": lora_rank, "lora_alpha": lora_alpha, **given}
-    told = Told(context, {"objective": None, **own})
+    options = GivenOptions(context, {"objective": None, **own})
     objectives: list[str]
     if objective is None:
-        objectives = [told.settings(ExpertSettings).objective] * len(folders)
+        objectives = [options.settings(ExpertSettings).objective] * len(folders)
     else:
         with asked():
             objectives = parse_objectives(objective, len(folders))
     settings: dict[str, ExpertSettings] = {
-        name: Told(context, {"objective": name, **own}).settings(ExpertSettings) for name in set(objectives)
+        name: GivenOptions(context, {"objective": name, **own}).settings(ExpertSettings)
+        for name in set(objectives)
     }
-    run = told.run()
+    run = options.run()
     with asked():
         islands = make_islands(folders, out, objectives, settings, run, schedule, init, overwrite)
     outcomes, left = split_complete(islands)
@@ -78,7 +79,7 @@ def train_all(
         outcomes += _trained(left, parallel, retries, ray)
     for one in sorted(outcomes, key=lambda outcome: outcome.island.index):
         if one.trend is not None:
-            typer.echo(f"{one.island.out}: {one.trend.told()}")
+            typer.echo(f"{one.island.out}: {one.trend.text()}")
     refuse_failed(outcomes)
 
 

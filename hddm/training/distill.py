@@ -1,28 +1,14 @@
-r"""What a student learns from: an ensemble, asked for one expert a sample or for its mixture.
+r"""Distil an ensemble into one dense student, whatever each of its experts was trained to predict.
 
-Distillation: one dense student from an ensemble of experts, whatever each of them was trained to predict.
+    minimise  E || student(x_t, t) - v_teacher ||²,   x_t = (1 - t) x_0 + t eps
 
-    E || student(x_t, t) - v_teacher ||²,   x_t = (1 - t) x_0 + t eps
+With the ``shard`` teacher (arXiv:2501.05450) v_teacher = v_k(x_t, t), k being the shard of x_0. The minimum
+is sum_k p(k | x_t) v_k(x_t, t): the ensemble's full mixture with an exact router. The ``routed`` teacher's
+target is the mixture itself, by the ensemble's strategy and with its router's errors.
+docs/notes/distillation.md compares the noise of these targets.
 
-With the ``shard`` teacher (DDM's recipe, arXiv:2501.05450) v_teacher = v_k(x_t, t), k being the shard of
-x_0. A squared error is least at the conditional mean, and k given x_t has the posterior p(k | x_t), so
-
-    student(x_t, t) = E[v_k(x_t, t) | x_t] = sum_k p(k | x_t) v_k(x_t, t),
-
-the ensemble's full mixture with an exact router: no router is asked, and none is needed. The ``routed``
-teacher's target is the mixture itself, by the ensemble's strategy and with its router's errors.
-
-Training on data has the same minimum, for exact experts, with the target u = eps - x_0, which is far noisier.
-By the law of total variance
-
-    Var[u | x_t] = E[Var[u | x_t, k] | x_t] + Var[v_k(x_t, t) | x_t].
-
-The ``shard`` teacher leaves the second term alone, which is 0 wherever x_t tells the shard; the ``routed``
-one leaves neither. What the target does not vary, batches need not average out.
-
-A teacher's velocity is converted and calibrated as in sampling, which makes DDPM and flow experts alike. The
-student is a flow expert on the linear path, and is calibrated on the whole data as an expert is on its shard.
-It may begin with the network of one: on one shard in K that is the expert's own target already.
+Teachers' velocities are converted and calibrated as in sampling. The student is a flow expert on the linear
+path, calibrated on the whole data; it may begin with the network of an expert.
 """
 
 from collections.abc import Callable, Sequence

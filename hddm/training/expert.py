@@ -1,6 +1,6 @@
-"""What trainings begin with: fresh networks of a named size for images of a given shape, or an expert.
+"""Train one expert alone, on its shard.
 
-Training one expert alone, on its shard.
+`train_expert` is the entry; `new_network` makes the fresh network of a named size that it begins with.
 """
 
 from collections.abc import Sequence
@@ -34,7 +34,7 @@ Network = TypeVar("Network", bound=ModelMixin)
 
 
 def begun_with(init: Path) -> dict[str, str]:
-    """What a record says of the expert folder that a training began with."""
+    """Return what a record says of the expert folder that a training began with."""
     weights = WEIGHTS if (init / WEIGHTS).is_file() else ADAPTER_WEIGHTS
     return {"init": init.resolve().name, "init_sha256": sha256_of(init / weights)}
 

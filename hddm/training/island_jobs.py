@@ -1,4 +1,7 @@
-"""What an island trains: one expert on one shard, which shares nothing with the others but a disk."""
+"""Islands: one expert on one shard each, sharing nothing with the others but a disk.
+
+`make_islands` says what each of them trains, `Outcome` how it ended. `hddm.training.islands` trains them.
+"""
 
 import functools
 import logging
@@ -44,7 +47,7 @@ class Island:
 
     @property
     def name(self) -> str:
-        """What to call it in messages."""
+        """Its name in messages."""
         return self.out.name
 
     @property
@@ -55,10 +58,10 @@ class Island:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How an island ended.
+    """The end of an island.
 
-    ``trend`` is None for one that failed, or was finished before. ``starts`` are how often it was started, as
-    far as is known.
+    ``trend`` is None for one that failed, or was complete before. ``starts`` counts its starts, as far as is
+    known.
     """
 
     island: Island
@@ -149,7 +152,7 @@ def parse_objectives(text: str, shards: int, name: str = "--objective") -> list[
 
 
 def refuse_failed(outcomes: Sequence[Outcome]) -> None:
-    """Refuse to call it done where an island failed.
+    """Raise where an island failed.
 
     Raises:
         HddmError: with every cause once, and whom it concerns.

@@ -291,12 +291,12 @@ class Processes:
 
     @property
     def threads(self) -> int:
-        """As of `Backend`: the share of the cores."""
+        """The share of the cores."""
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         return max(1, cores // self.parallel)
 
     def run(self, islands: Sequence[Island], stop: StopRequest, on_step: OnIsland | None) -> list[Outcome]:
-        """As of `Backend`."""
+        """Run islands as a `Backend` does."""
         fleet = _Fleet(deque(islands), self.parallel, self.retries, on_step)
         try:
             fleet.run(stop)
@@ -413,7 +413,7 @@ class _Fleet:
 
 
 def _how(code: int | None, ended: Ended | None) -> str:
-    """How a process ended, in words."""
+    """Say how a process ended."""
     if ended is not None:
         return "was told to stop"
     if code is not None and code < 0:

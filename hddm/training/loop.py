@@ -1,12 +1,9 @@
-"""Which samples a step sees, and what it draws: a function of (seed, key, step) and of nothing else.
+"""The training loop that experts, routers and students share.
 
-So nothing random has a state that a checkpoint would have to hold, and a resumed training goes on exactly.
-
-The training loop that experts, routers and students share.
-
-A training is a function of its settings and data: what step s sees and draws depends on (seed, s) alone
-(`hddm.training.loop`), so that one that was killed and resumed computes what the uninterrupted one does, bit
-for bit on a CPU in float32 with the same number of threads.
+A training is a function of its settings and data: the samples of step s (`Order`) and all that is drawn in it
+depend on (seed, key, s) alone. Nothing random has a state that a checkpoint would have to hold. A run that
+was killed and resumed computes what the uninterrupted one does, bit for bit on a CPU in float32 with the same
+number of threads.
 """
 
 import logging
@@ -57,7 +54,7 @@ class Order:
         return torch.cat([self._epochs[e][within[epochs == e]] for e in needed])
 
     def draws(self, step: int) -> torch.Generator:
-        """What everything random in ``step`` is drawn from."""
+        """Return the generator of everything random in ``step``."""
         return generator(self._seed, *self._key, TRAINING_STREAM, _STEPS, step)
 
     def _shuffled(self, epoch: int) -> Tensor:
@@ -66,7 +63,7 @@ class Order:
 
 
 OnStep = Callable[[int, float, float], None]
-"""Told a step, its loss, and the seconds that it took, without what comes between steps."""
+"""Called with a step, its loss, and the seconds that it took, without what comes between steps."""
 Inputs = dict[str, Tensor]
 
 log = logging.getLogger(__name__)
@@ -74,7 +71,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Task:
-    """What is minimised.
+    """A network and the loss that it is to minimise.
 
     Args:
         network: trained in place; its parameters that require gradients are.
@@ -95,7 +92,7 @@ class Task:
 
 @dataclass(frozen=True)
 class StepReport:
-    """What a watcher is told after each step: ``losses`` and ``t`` (batch,) of the samples, on the CPU.
+    """A report of a step to watchers: ``losses`` and ``t`` (batch,) of its samples, on the CPU.
 
     ``seconds`` are those of the step alone, without checkpoints and pictures.
     """
@@ -116,7 +113,7 @@ Watcher = Callable[[StepReport], None]
 
 @dataclass(frozen=True)
 class Fitted:
-    """What a training left: the loss of every step, the seconds of all steps, and on which device.
+    """The result of a training: the loss of every step, the seconds of all steps, and the device.
 
     ``changes`` are those of its settings on the way (`hddm.training.resume`).
     """

@@ -31,7 +31,7 @@ from hddm.utils.processes import SIGNALS, Stopped, StopRequest, compute_environm
 
 LOCAL = "local"
 LOCK_SECONDS = 60.0
-"""How long a task waits for the lock of the one before it, whose machine may be gone."""
+"""Patience of a task with the lock of the one before it, whose machine may be gone."""
 SAVE_SECONDS = 120.0
 
 log = logging.getLogger(__name__)
@@ -59,7 +59,7 @@ class RayCluster:
         self._ray = _ray()
 
     def run(self, islands: Sequence[Island], stop: StopRequest, on_step: OnIsland | None) -> list[Outcome]:
-        """As of `hddm.training.islands.Backend`."""
+        """Run islands as a `hddm.training.islands.Backend` does."""
         ray = self._ray
         with _connected(ray, self.address):
             has_gpus = ray.cluster_resources().get("GPU", 0) > 0

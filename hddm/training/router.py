@@ -1,6 +1,6 @@
-"""Whether a router has learnt anything: how often it names the shard of a noised image, against chance.
+"""Train the router: from which shard does a noised image come?
 
-Training the router: which shard does a noised image come from?
+Its accuracy is measured in the end against chance, on images that it was not trained on where there are some.
 """
 
 import logging
@@ -79,7 +79,7 @@ def kept_apart(partition: Path, shards: Sequence[Shard]) -> Evidence | None:
 def accuracy_of(
     network: Callable[[Tensor, Tensor], Tensor], time_scale: float, evidence: Evidence, seed: int
 ) -> dict[str, Any]:
-    """How often the most probable shard is the right one, at times spread evenly over [0, 1].
+    """Measure how often the most probable shard is the right one, at times spread evenly over [0, 1].
 
     Args:
         network: as of `hddm.training.router_calibration.calibrate_router`.
@@ -108,12 +108,12 @@ def accuracy_of(
 
 
 def is_better_than_chance(found: dict[str, Any]) -> bool:
-    """Whether what `accuracy_of` found is beyond what a router that knows nothing may have."""
+    """Return true where the accuracy is beyond that of a router that knows nothing."""
     return bool(found["accuracy"] > found["chance"] + SURE * found["deviation"])
 
 
-def told(found: dict[str, Any]) -> str:
-    """What `accuracy_of` found, in words."""
+def accuracy_text(found: dict[str, Any]) -> str:
+    """Return a line for users on what `accuracy_of` found."""
     return (
         f"names the shard of {found['accuracy']:.1%} of {found['images']} {found['of']} at all noise levels; "
         f"always naming the largest would be right for {found['chance']:.1%}"

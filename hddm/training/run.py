@@ -1,4 +1,4 @@
-"""One training from its record to its folder: fresh or gone on with, watched, and written whole."""
+"""One training from its record to its folder: new or resumed, watched, and written complete or not at all."""
 
 import contextlib
 import os
@@ -32,7 +32,7 @@ def train(
     run: RunOptions | None = None,
     watch: Watch | None = None,
 ) -> list[float]:
-    """Fit ``task`` and write ``out``, which appears whole or not at all.
+    """Fit ``task`` and write ``out``, which appears complete or not at all.
 
     Args:
         task: what is trained.
@@ -47,7 +47,7 @@ def train(
         watch: opens what looks at the training, given its run.
 
     Returns:
-        The loss of every step; none where ``run`` goes on with an ``out`` that is complete.
+        The loss of every step; none where a resumed ``out`` is complete.
 
     Raises:
         HddmError: as `hddm.training.run_folder.open_run` and `hddm.training.loop.fit`.
@@ -74,10 +74,10 @@ def train(
 
 
 def completed(settings: Settings, out: Path | None, threads: int | None = None) -> Settings:
-    """``settings`` with the threads and the warm-up that they leave open.
+    """Fill in the threads and the warm-up that ``settings`` leave open.
 
-    Both are those of the run of ``out`` that is gone on with, whose default may have been another; else as
-    many ``threads``, by default torch's, and `LoopSettings.warmup_steps`.
+    Both are those of the resumed run of ``out``, whose default may have been another; else as many
+    ``threads``, by default torch's, and `LoopSettings.warmup_steps`.
     """
     if out is not None:
         settings = as_recorded(settings, out)
@@ -104,7 +104,7 @@ def _record(settings: LoopSettings, data: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _device(settings: LoopSettings) -> str:
-    """What the settings come to on this machine: results differ from one to the other."""
+    """Name the device that the settings mean on this machine."""
     if settings.device in ("auto", "cuda") and torch.cuda.is_available():
         return torch.cuda.get_device_name()
     mps = settings.device in ("auto", "mps") and torch.backends.mps.is_available()

@@ -1,6 +1,6 @@
-"""An expert beside a shard: whether the two fit, and what the one takes and remembers of the other.
+"""An expert and a shard: do they fit, and what does the expert take and remember of the shard?
 
-Calibrating an expert on a shard: on which of its samples, and what is remembered of them.
+`check_fit` and `check_own` refuse, `calibrated_on` calibrates the expert on the shard.
 """
 
 import contextlib
@@ -93,7 +93,7 @@ def _check_tokens(
 
 
 def conditions_of(shard: Shard, field: VelocityField) -> dict[str, Tensor]:
-    """What ``field`` takes as conditions for the images of ``shard``: their labels, or nothing.
+    """Return the conditions that ``field`` takes for the images of ``shard``: their labels, or nothing.
 
     Raises:
         HddmError: where the classes of the two differ.
@@ -125,7 +125,7 @@ def conditions_at(
 
 
 def shard_facts(shard: Shard, classes: tuple[str, ...]) -> ShardFacts:
-    """What an expert remembers of its shard: images are counted by its own ``classes``, or not at all."""
+    """Return an expert's record of its shard; images are counted by its own ``classes``, or not at all."""
     counts: list[int] = []
     if shard.labels is not None and shard.classes == classes:
         counts = shard.labels.bincount(minlength=len(classes)).tolist()
@@ -185,5 +185,5 @@ def calibration_rows(shard: Shard) -> Tensor:
 
 
 def shard_record(shard: Shard) -> dict[str, str]:
-    """What a calibration remembers of its shard."""
+    """Return a calibration's record of its shard."""
     return {"data": f"shard {shard.hash}", "images": str(len(calibration_rows(shard)))}
