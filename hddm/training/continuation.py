@@ -35,10 +35,9 @@ from hddm.training.run import train
 from hddm.training.settings import ExpertSettings, RunOptions
 from hddm.training.shard_fit import (
     TEXT,
-    calibrated_on,
+    calibrated,
     calibration_rows,
     check_fit,
-    placed,
     shard_facts,
     shard_record,
 )
@@ -134,28 +133,16 @@ def continue_expert(
                 "training_calibration": field.calibration is not None,
             }
         )
-        calibration = field.calibration
-        if calibration is None:
-            with placed(expert.network, fitted.device):
-                calibration = calibrated_on(shard, field, given, settings.seed)
-        trained = replace(expert, facts=facts, calibration=calibration)
+        trained = replace(expert, facts=facts, calibration=field.calibration)
+        if field.calibration is None:
+            trained = calibrated(trained, shard, given, settings.seed, fitted.device)
         if adapter is None:
             save_expert(draft, trained)
         else:
             save_adapted(draft, trained, adapter)
 
-    return train(
-        task,
-        settings,
-        out,
-        EXPERT_FILE,
-        write,
-        {**data, **started},
-        overwrite,
-        on_step,
-        run,
-        watching(field, shard, settings),
-    )
+    watch = watching(field, shard, settings)
+    return train(task, settings, out, EXPERT_FILE, write, data | started, overwrite, on_step, run, watch)
 
 
 def _completed(expert: Expert, shard: Shard, settings: ExpertSettings) -> Expert:

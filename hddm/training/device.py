@@ -2,7 +2,6 @@
 
 import contextlib
 from collections.abc import Iterator
-from types import TracebackType
 
 import torch
 from torch import Tensor, nn
@@ -50,12 +49,7 @@ class Device:
             torch.set_num_threads(self._settings.threads)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *ended: object) -> None:
         self._inside.close()
 
     @property

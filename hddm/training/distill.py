@@ -12,7 +12,7 @@ path, calibrated on the whole data; it may begin with the network of an expert.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -41,7 +41,7 @@ from hddm.training.resume import data_of, is_complete
 from hddm.training.run import train
 from hddm.training.settings import DistillSettings as DistillSettings
 from hddm.training.settings import RunOptions
-from hddm.training.shard_fit import calibrated_on, check_fit, placed
+from hddm.training.shard_fit import calibrated, check_fit
 from hddm.training.watching import watching
 from hddm.utils.errors import HddmError, UsageError
 from hddm.utils.records import MANIFEST
@@ -84,7 +84,7 @@ class Teacher:
 
 def open_teacher(
     folder: Path,
-    whole: Shard,
+    union: Shard,
     shards: Sequence[Shard],
     kind: Literal["shard", "routed"],
     condition_dropout: float,
@@ -93,7 +93,7 @@ def open_teacher(
 
     Args:
         folder: of an ensemble, or of one expert.
-        whole: the data.
+        union: the data.
         shards: the same by shards.
         kind: ``shard``: each sample's own expert, known by the hash of its shard. ``routed``: the mixture,
             by the strategy in the folder.
@@ -106,8 +106,8 @@ def open_teacher(
     """
     parts = open_parts(folder, torch.float32)
     names = [f"{folder / name}" for name in parts.facts.experts]
-    _check_conditions(names, parts.experts, whole, condition_dropout)
-    check_fit(whole, parts.experts[0].facts, parts.experts[0].unread.network)
+    _check_conditions(names, parts.experts, union, condition_dropout)
+    check_fit(union, parts.experts[0].facts, parts.experts[0].unread.network)
     experts = None
     if kind == "shard":
         experts = _by_shard(folder, parts.experts, names, shards)
@@ -232,20 +232,20 @@ def distill(
     if is_complete(out, EXPERT_FILE, run, overwrite):
         return []
     shards = [open_shard(folder) for folder in folders]
-    whole = joined(shards, shards_folder)
-    teacher = open_teacher(ensemble_folder, whole, shards, settings.teacher, settings.condition_dropout)
+    union = joined(shards, shards_folder)
+    teacher = open_teacher(ensemble_folder, union, shards, settings.teacher, settings.condition_dropout)
     as_expert = settings.as_expert(bool(teacher.classes))
     objective = Objective.named("flow", time_sampling=settings.time_sampling)
-    facts = expert_facts(whole, as_expert, objective, "default of the objective")
+    facts = expert_facts(union, as_expert, objective, "default of the objective")
     facts = facts.model_copy(update={"shift": teacher.parts.facts.shift, "licence": teacher.licence})
-    given = {LABELS: whole.labels} if teacher.classes and whole.labels is not None else {}
+    given = {LABELS: union.labels} if teacher.classes and union.labels is not None else {}
     nulls = null_conditions(facts.null_class)
     begun: dict[str, str] = {}
     if init is None:
         network: nn.Module = new_network(
             ExpertTransformer,
             settings.size,
-            whole.shape,
+            union.shape,
             settings.seed,
             num_classes=len(teacher.classes) or None,
         )
@@ -254,7 +254,7 @@ def distill(
         network = started.network.requires_grad_(True)
         stated = {licence for licence in (teacher.licence, started.facts.licence) if licence}
         facts = facts.model_copy(update={"licence": " AND ".join(sorted(stated)) or None})
-    draw = drawing(whole, objective, as_expert, given, nulls)
+    draw = drawing(union, objective, as_expert, given, nulls)
     own = None
     if teacher.experts is not None:
         own = teacher.experts.repeat_interleave(torch.tensor([len(shard) for shard in shards]))
@@ -269,22 +269,12 @@ def distill(
             # Its network is the init's, whatever the settings say.
             del record["size"]
         bare = Expert(network, facts.model_copy(update={"training": record}), None)
-        with placed(network, fitted.device):
-            calibration = calibrated_on(whole, field_of(bare, fitted.device), given, settings.seed)
-        save_expert(draft, replace(bare, calibration=calibration))
+        save_expert(draft, calibrated(bare, union, given, settings.seed, fitted.device))
 
-    return train(
-        Task(network, len(whole), drawn, Matching(teacher.on), (len(shards), 1)),
-        settings,
-        out,
-        EXPERT_FILE,
-        write,
-        {**data, "teacher": teacher.record, **begun},
-        overwrite,
-        on_step,
-        run,
-        watching(field_of(Expert(network, facts, None)), whole, as_expert),
-    )
+    task = Task(network, len(union), drawn, Matching(teacher.on), (len(shards), 1))
+    data |= {"teacher": teacher.record, **begun}
+    watch = watching(field_of(Expert(network, facts, None)), union, as_expert)
+    return train(task, settings, out, EXPERT_FILE, write, data, overwrite, on_step, run, watch)
 
 
 def _flow_expert(init: Path, facts: ExpertFacts) -> Expert:

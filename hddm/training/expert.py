@@ -4,7 +4,6 @@
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -25,7 +24,7 @@ from hddm.training.resume import expert_data, is_complete
 from hddm.training.run import train
 from hddm.training.settings import ExpertSettings as ExpertSettings
 from hddm.training.settings import RunOptions
-from hddm.training.shard_fit import calibrated_on, placed, shard_facts
+from hddm.training.shard_fit import calibrated, shard_facts
 from hddm.training.watching import watching
 from hddm.utils.errors import HddmError, UsageError
 from hddm.utils.files import sha256_of
@@ -123,22 +122,10 @@ def train_expert(
     def write(draft: Path, fitted: Fitted, used: ExpertSettings) -> None:
         network.requires_grad_(False)
         bare = Expert(network, facts.model_copy(update={"training": fitted.record(used)}), None, texts)
-        with placed(network, fitted.device):
-            calibration = calibrated_on(shard, field_of(bare, fitted.device), given, settings.seed)
-        save_expert(draft, replace(bare, calibration=calibration))
+        save_expert(draft, calibrated(bare, shard, given, settings.seed, fitted.device))
 
-    return train(
-        task,
-        settings,
-        out,
-        EXPERT_FILE,
-        write,
-        data,
-        overwrite,
-        on_step,
-        run,
-        watching(field_of(Expert(network, facts, None, texts)), shard, settings),
-    )
+    watch = watching(field_of(Expert(network, facts, None, texts)), shard, settings)
+    return train(task, settings, out, EXPERT_FILE, write, data, overwrite, on_step, run, watch)
 
 
 def ddpm_schedule(config: Path | None) -> tuple[Schedule | None, str]:

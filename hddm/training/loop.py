@@ -6,6 +6,7 @@ was killed and resumed computes what the uninterrupted one does, bit for bit on 
 number of threads.
 """
 
+import contextlib
 import logging
 import math
 import time
@@ -156,7 +157,9 @@ def fit(
             not there, or a checkpoint that cannot be written.
         Stopped: after a signal, with everything saved.
     """
-    with Device(settings) as device, StopRequest() if run is not None else _Never() as stop:
+    # Outside of its block it waits for no signal.
+    stop = StopRequest()
+    with Device(settings) as device, stop if run is not None else contextlib.nullcontext():
         trainer = _Trainer(task, settings, device)
         state = trainer.state
         if run is not None:
@@ -178,21 +181,7 @@ def fit(
     return Fitted(state.losses, state.seconds, device.target, changes)
 
 
-class _Never:
-    """No signal is waited for."""
-
-    requested, number = False, None
-
-    def __enter__(self) -> "_Never":
-        return self
-
-    def __exit__(self, *ended: object) -> None:
-        pass
-
-
-def _keep(
-    run: Run, state: TrainingState, settings: LoopSettings, device: Device, stop: StopRequest | _Never
-) -> None:
+def _keep(run: Run, state: TrainingState, settings: LoopSettings, device: Device, stop: StopRequest) -> None:
     stopping = device.any(stop.requested)
     due = state.step % run.options.checkpoint_every == 0 or state.step == settings.steps
     if due or stopping:
@@ -238,7 +227,7 @@ class _Trainer:
         )
         self.order = Order(task.num_samples, settings.batch_size, settings.seed, task.key)
 
-    def step(self, stop: StopRequest | _Never) -> StepReport:
+    def step(self, stop: StopRequest) -> StepReport:
         state, device = self.state, self.device
         begun = time.perf_counter()
         step = state.step + 1

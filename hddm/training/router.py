@@ -229,18 +229,8 @@ def train_router(
         )
         save_router(draft, network, facts)
 
-    return train(
-        Task(network, len(rows), draw, loss, (len(shards),)),
-        settings,
-        out,
-        ROUTER_FILE,
-        write,
-        data,
-        overwrite,
-        on_step,
-        run,
-        watching(),
-    )
+    task = Task(network, len(rows), draw, loss, (len(shards),))
+    return train(task, settings, out, ROUTER_FILE, write, data, overwrite, on_step, run, watching())
 
 
 def _check_alike(shards: list[Shard]) -> None:

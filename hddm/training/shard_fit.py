@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from hddm.calibration import Calibration, calibrate
 from hddm.data.shard_records import MIN_IMAGES
 from hddm.data.shards import Shard
-from hddm.experts.records import ExpertFacts, ShardFacts
+from hddm.experts.loading import field_of
+from hddm.experts.records import Expert, ExpertFacts, ShardFacts
 from hddm.networks.identity import TextEncoderFacts, VaeFacts
 from hddm.networks.wrappers import text_width
 from hddm.utils.errors import HddmError, counted
@@ -163,6 +164,14 @@ def calibrated_on(shard: Shard, field: VelocityField, given: Mapping[str, Tensor
     }
     calibration = calibrate(field.velocity, shard.take(rows).to(field.device), conditions, seed)
     return replace(calibration, record=shard_record(shard) | {"seed": str(seed)})
+
+
+def calibrated(
+    expert: Expert, shard: Shard, given: Mapping[str, Tensor], seed: int, device: torch.device
+) -> Expert:
+    """Return ``expert``, which has no calibration, with one of `calibrated_on`, computed on ``device``."""
+    with placed(expert.network, device):
+        return replace(expert, calibration=calibrated_on(shard, field_of(expert, device), given, seed))
 
 
 @contextlib.contextmanager

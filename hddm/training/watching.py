@@ -57,13 +57,13 @@ class Figures:
         """
         kept = report.state.notes.get(_NOTE)
         if kept is None or kept["step"] != report.step - 1:
-            kept = {"loss": [0.0, 0], "bins": [[0.0, 0] for _ in range(BINS)]}
+            kept = _nothing()
         if math.isfinite(report.loss):
             _count(kept, report)
         due = report.step % self.every == 0
         entry = self._entry(kept, report) if due else {}
         if due:
-            kept = {"loss": [0.0, 0], "bins": [[0.0, 0] for _ in range(BINS)]}
+            kept = _nothing()
         report.state.notes[_NOTE] = kept | {"step": report.step}
         self._time(report, entry, due)
         return entry
@@ -95,6 +95,10 @@ class Figures:
         if due:
             entry["train/images_per_second"] = self._images / max(now - self._since, 1e-9)
             self._images, self._since = 0, now
+
+
+def _nothing() -> dict[str, Any]:
+    return {"loss": [0.0, 0], "bins": [[0.0, 0] for _ in range(BINS)]}
 
 
 def _count(kept: dict[str, Any], report: StepReport) -> None:

@@ -21,7 +21,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wai
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from multiprocessing.queues import SimpleQueue
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 from hddm.utils.errors import HddmError
@@ -62,12 +62,7 @@ class StopRequest:
             self._before = {one: signal.signal(one, self._note) for one in SIGNALS}
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *ended: object) -> None:
         for one, handler in self._before.items():
             # None is a handler that was not set from Python.
             signal.signal(one, signal.SIG_DFL if handler is None else handler)
@@ -145,12 +140,7 @@ class Workers:
         self._environment.enter_context(environment(compute_environment(1)))
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *ended: object) -> None:
         if kind is not None:
             # Nobody will take the results; a running call must not go on writing.
             for child in multiprocessing.active_children():
