@@ -17,7 +17,7 @@ import signal
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from types import FrameType
@@ -278,33 +278,6 @@ def _send(connection: "Connection[object, int]", message: object) -> bool:
     return True
 
 
-@dataclass(frozen=True)
-class Processes:
-    """Processes of this machine, ``parallel`` at a time, each started again ``retries`` times at most.
-
-    Islands share the cores. Each has one GPU of several to itself as far as they go round. They report some
-    ten times a second.
-    """
-
-    parallel: int = 1
-    retries: int = RETRIES
-
-    @property
-    def threads(self) -> int:
-        """The share of the cores."""
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        return max(1, cores // self.parallel)
-
-    def run(self, islands: Sequence[Island], stop: StopRequest, on_step: OnIsland | None) -> list[Outcome]:
-        """Run islands as a `Backend` does."""
-        fleet = _Fleet(deque(islands), self.parallel, self.retries, on_step)
-        try:
-            fleet.run(stop)
-        finally:
-            fleet.close()
-        return fleet.outcomes
-
-
 @dataclass
 class _Job:
     """A running process of an island."""
@@ -316,33 +289,46 @@ class _Job:
     ended: Ended | None = None
 
 
-@dataclass
-class _Fleet:
-    """The processes of all islands."""
+class Processes:
+    """Processes of this machine, ``parallel`` at a time, each started again ``retries`` times at most.
 
-    waiting: deque[Island]
-    parallel: int
-    retries: int
-    on_step: OnIsland | None
-    outcomes: list[Outcome] = field(default_factory=list)
-    _running: dict["Connection[int, object]", _Job] = field(default_factory=dict)
-    _stopping: bool = False
+    Islands share the cores. Each has one GPU of several to itself as far as they go round. They report some
+    ten times a second.
+    """
 
-    def run(self, stop: StopRequest) -> None:
-        """Run until all have ended, or a signal came and all have saved."""
-        while True:
-            while self.waiting and len(self._running) < self.parallel and not stop.requested:
-                self._start(self.waiting.popleft(), self._free_slot(), 1)
-            if not self._running:
-                return
-            if stop.number is not None and not self._stopping:
-                self._stop(stop.number)
-            # Returns in time to notice a signal, which interrupts nothing.
-            for connection in wait(list(self._running), timeout=0.2):
-                assert isinstance(connection, Connection)
-                self._read(connection)
+    def __init__(self, parallel: int = 1, retries: int = RETRIES) -> None:
+        self.parallel, self.retries = parallel, retries
+        self._waiting, self._outcomes = deque[Island](), list[Outcome]()
+        self._running: dict[Connection[int, object], _Job] = {}
+        self._on_step: OnIsland | None = None
+        self._stopping = False
 
-    def close(self) -> None:
+    @property
+    def threads(self) -> int:
+        """The share of the cores."""
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        return max(1, cores // self.parallel)
+
+    def run(self, islands: Sequence[Island], stop: StopRequest, on_step: OnIsland | None) -> list[Outcome]:
+        """Run islands as a `Backend` does."""
+        self._waiting, self._outcomes = deque(islands), []
+        self._on_step, self._stopping = on_step, False
+        try:
+            while True:
+                while self._waiting and len(self._running) < self.parallel and not stop.requested:
+                    self._start(self._waiting.popleft(), self._free_slot(), 1)
+                if not self._running:
+                    return self._outcomes
+                if stop.number is not None and not self._stopping:
+                    self._stop(stop.number)
+                # Returns in time to notice a signal, which interrupts nothing.
+                for connection in wait(list(self._running), timeout=0.2):
+                    assert isinstance(connection, Connection)
+                    self._read(connection)
+        finally:
+            self._close()
+
+    def _close(self) -> None:
         """Close the pipes of what still runs, on which a process saves and ends; kill what does not."""
         for connection in self._running:
             connection.close()
@@ -351,6 +337,7 @@ class _Fleet:
             if job.process.is_alive():
                 job.process.kill()
                 job.process.join()
+        self._running.clear()
 
     def _free_slot(self) -> int:
         return min(set(range(self.parallel)) - {job.slot for job in self._running.values()})
@@ -367,7 +354,7 @@ class _Fleet:
 
     def _stop(self, number: int) -> None:
         self._stopping = True
-        self.waiting.clear()
+        self._waiting.clear()
         for connection in self._running:
             # One may have ended just now.
             with contextlib.suppress(OSError):
@@ -383,8 +370,8 @@ class _Fleet:
             job.process.join()
             self._finish(job)
             return
-        if isinstance(message, Stepped) and self.on_step is not None:
-            self.on_step(job.island.index, message.step, message.loss, message.seconds)
+        if isinstance(message, Stepped) and self._on_step is not None:
+            self._on_step(job.island.index, message.step, message.loss, message.seconds)
         elif isinstance(message, Logged):
             log.log(message.level, "%s: %s", job.island.name, message.message)
         elif isinstance(message, Ended):
@@ -393,7 +380,7 @@ class _Fleet:
     def _finish(self, job: _Job) -> None:
         island, ended = job.island, job.ended
         if ended is not None and (ended.done or ended.failure):
-            self.outcomes.append(Outcome(island, ended.trend, ended.failure, job.starts))
+            self._outcomes.append(Outcome(island, ended.trend, ended.failure, job.starts))
             return
         if self._stopping:
             return
@@ -409,7 +396,7 @@ class _Fleet:
             self._start(island, job.slot, job.starts + 1)
             return
         failure = HddmError(f"{island.out}: its process {how}, {job.starts} times in all; --resume goes on")
-        self.outcomes.append(Outcome(island, None, failure, job.starts))
+        self._outcomes.append(Outcome(island, None, failure, job.starts))
 
 
 def _how(code: int | None, ended: Ended | None) -> str:
