@@ -163,11 +163,11 @@ def router(
     if is_complete(out, ROUTER_FILE, run, overwrite, settings, lambda: data_of(find_shards(shards))):
         return
 
-    from hddm.experts.records import FORMAT, RouterFacts
+    from hddm.experts.records import FORMAT, RouterRecord
     from hddm.training.logs import trend_of
     from hddm.training.router import accuracy_text, train_router
     from hddm.utils.progress import TrainingProgress
-    from hddm.utils.records import read_facts
+    from hddm.utils.records import read_record
 
     with TrainingProgress(settings.steps, settings.batch_size, "train") as progress:
         losses = train_router(shards, out, settings, overwrite, progress.reach, run)
@@ -175,7 +175,7 @@ def router(
         typer.echo(f"{out}: {trend.text('cross-entropy')}")
     if not losses:
         return
-    facts = read_facts(out / ROUTER_FILE, RouterFacts, FORMAT)
+    facts = read_record(out / ROUTER_FILE, RouterRecord, FORMAT)
     if len(facts.shard_images) > 1:
         typer.echo(f"{out}: {accuracy_text(facts.training['accuracy'])}")
     if settings.calibrate:

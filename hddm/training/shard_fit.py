@@ -15,8 +15,8 @@ from hddm.calibration import Calibration, calibrate
 from hddm.data.shard_records import MIN_IMAGES
 from hddm.data.shards import Shard
 from hddm.experts.loading import field_of
-from hddm.experts.records import Expert, ExpertFacts, ShardFacts
-from hddm.networks.identity import TextEncoderFacts, VaeFacts
+from hddm.experts.records import Expert, ExpertRecord, ShardRecord
+from hddm.networks.identity import TextEncoderRecord, VaeRecord
 from hddm.networks.wrappers import text_width
 from hddm.utils.errors import HddmError, counted
 from hddm.velocity import VelocityField
@@ -24,7 +24,7 @@ from hddm.velocity import VelocityField
 TEXT = "encoder_hidden_states"
 
 
-def check_fit(shard: Shard, facts: ExpertFacts, network: object) -> None:
+def check_fit(shard: Shard, facts: ExpertRecord, network: object) -> None:
     """Refuse a shard whose samples are none of the expert that ``facts`` describe.
 
     Args:
@@ -48,7 +48,7 @@ def check_fit(shard: Shard, facts: ExpertFacts, network: object) -> None:
         _check_tokens(shard, shard.text_encoder, facts, getattr(network, "config", {}))
 
 
-def check_own(shard: Shard, facts: ExpertFacts) -> None:
+def check_own(shard: Shard, facts: ExpertRecord) -> None:
     """Refuse images that are neither of the expert's own shard nor kept from it.
 
     A student's shard is a whole partition, and all shards of that are its own. An expert may not say.
@@ -64,7 +64,7 @@ def check_own(shard: Shard, facts: ExpertFacts) -> None:
         )
 
 
-def _check_latents(shard: Shard, vae: VaeFacts, facts: ExpertFacts) -> None:
+def _check_latents(shard: Shard, vae: VaeRecord, facts: ExpertRecord) -> None:
     if facts.vae is not None and facts.vae != vae:
         raise HddmError(f"{shard.folder}: its latents are of {vae}, the expert's of {facts.vae}")
     if facts.latent_scale is not None and facts.latent_scale != vae.scale:
@@ -75,7 +75,7 @@ def _check_latents(shard: Shard, vae: VaeFacts, facts: ExpertFacts) -> None:
 
 
 def _check_tokens(
-    shard: Shard, encoder: TextEncoderFacts, facts: ExpertFacts, config: Mapping[str, object]
+    shard: Shard, encoder: TextEncoderRecord, facts: ExpertRecord, config: Mapping[str, object]
 ) -> None:
     mine, width = facts.text_encoder, text_width(config)
     if mine is not None:
@@ -125,12 +125,12 @@ def conditions_at(
     return conditions
 
 
-def shard_facts(shard: Shard, classes: tuple[str, ...]) -> ShardFacts:
+def shard_facts(shard: Shard, classes: tuple[str, ...]) -> ShardRecord:
     """Return an expert's record of its shard; images are counted by its own ``classes``, or not at all."""
     counts: list[int] = []
     if shard.labels is not None and shard.classes == classes:
         counts = shard.labels.bincount(minlength=len(classes)).tolist()
-    return ShardFacts(
+    return ShardRecord(
         index=shard.index,
         num_shards=shard.num_shards,
         hash=shard.hash,
