@@ -9,7 +9,7 @@ import typer
 from hddm_cli.combinations import refuse_given
 from hddm_cli.options import InputArgument, InputOption, Out, Overwrite, Steps
 from hddm_cli.train import LEARNING
-from hddm_cli.training_options import FILE, KEEPING, LOOP, PICTURES, Told, takes
+from hddm_cli.training_options import FILE, KEEPING, LOOP, PICTURES, GivenOptions, takes
 
 
 class TeacherKind(StrEnum):
@@ -56,10 +56,10 @@ def distill(
     from hddm.training.logs import trend_of
     from hddm.utils.progress import TrainingProgress
 
-    told = Told(context, {"steps": steps, "teacher": teacher, **given})
-    settings = told.settings(DistillSettings)
+    options = GivenOptions(context, {"steps": steps, "teacher": teacher, **given})
+    settings = options.settings(DistillSettings)
     with TrainingProgress(settings.steps, settings.batch_size, "distill") as progress:
-        losses = run(ensemble, data, out, settings, overwrite, progress.reach, told.run(), init)
+        losses = run(ensemble, data, out, settings, overwrite, progress.reach, options.run(), init)
     if trend := trend_of(losses):
         what = "distance to the teacher's velocity"
-        typer.echo(f"{out}: {trend.told(what)}")
+        typer.echo(f"{out}: {trend.text(what)}")

@@ -1,5 +1,6 @@
 """hddm train expert, hddm train router."""
 
+import functools
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -8,7 +9,7 @@ import typer
 
 from hddm_cli.combinations import refuse_given
 from hddm_cli.options import InputArgument, InputOption, Out, Overwrite, Size, Steps
-from hddm_cli.training_options import FILE, KEEPING, LOOP, PICTURES, Told, takes
+from hddm_cli.training_options import FILE, KEEPING, LOOP, PICTURES, GivenOptions, takes
 
 commands = typer.Typer(
     help="Train one expert on its shard, all of them, or the router.", no_args_is_help=True
@@ -79,7 +80,7 @@ LEARNING = {
     ),
     "random_flip": (RandomFlip, False),
 }
-"""What an expert learns, but for its objective."""
+"""Options of what an expert learns, but for its objective."""
 
 
 @commands.command("expert")
@@ -104,14 +105,17 @@ def expert(
     if init is not None:
         refuse_given(context, "--init fixes it", "size", "schedule")
 
-    from hddm.training.resume import expert_is_finished
+    from hddm.training.resume import fresh_data, is_complete
     from hddm.training.settings import ExpertSettings
+    from hddm.utils.records import EXPERT_FILE
 
     own = {"objective": objective, "steps": steps, "lora_rank": lora_rank, "lora_alpha": lora_alpha}
-    told = Told(context, {**own, **given})
-    settings, run = told.settings(ExpertSettings), told.run()
+    options = GivenOptions(context, {**own, **given})
+    settings, run = options.settings(ExpertSettings), options.run()
     is_plain = init is None and schedule is None
-    if is_plain and expert_is_finished(shard, out, settings, run, overwrite):
+    data = functools.partial(fresh_data, shard, settings)
+    # Before torch and networks are imported.
+    if is_plain and is_complete(out, EXPERT_FILE, run, overwrite, settings, data):
         return
 
     from hddm.training.continuation import continue_expert
@@ -126,7 +130,7 @@ def expert(
             chosen, source = ddpm_schedule(schedule)
             losses = train_expert(shard, out, settings, chosen, source, overwrite, progress.reach, run)
     if trend := trend_of(losses):
-        typer.echo(f"{out}: {trend.told()}")
+        typer.echo(f"{out}: {trend.text()}")
 
 
 @commands.command("router")
@@ -148,31 +152,32 @@ def router(
     **given: Any,
 ) -> None:
     """Train the router that tells the shards apart, on noised images."""
-    from hddm.training.resume import router_is_finished
+    from hddm.data.shard_records import find_shards
+    from hddm.training.resume import data_of, is_complete
     from hddm.training.settings import RouterSettings
+    from hddm.utils.records import ROUTER_FILE
 
     own = {"steps": steps, "size": size, "random_flip": random_flip, "calibrate": calibrate}
-    told = Told(context, {**own, **given})
-    settings, run = told.settings(RouterSettings), told.run()
-    if router_is_finished(shards, out, settings, run, overwrite):
+    options = GivenOptions(context, {**own, **given})
+    settings, run = options.settings(RouterSettings), options.run()
+    if is_complete(out, ROUTER_FILE, run, overwrite, settings, lambda: data_of(find_shards(shards))):
         return
 
-    from hddm.experts.records import FORMAT, ROUTER_FILE, RouterRecord
+    from hddm.experts.records import FORMAT, RouterRecord
     from hddm.training.logs import trend_of
-    from hddm.training.router import told as accuracy
-    from hddm.training.router import train_router
+    from hddm.training.router import accuracy_text, train_router
     from hddm.utils.progress import TrainingProgress
     from hddm.utils.records import read_record
 
     with TrainingProgress(settings.steps, settings.batch_size, "train") as progress:
         losses = train_router(shards, out, settings, overwrite, progress.reach, run)
     if trend := trend_of(losses):
-        typer.echo(f"{out}: {trend.told('cross-entropy')}")
+        typer.echo(f"{out}: {trend.text('cross-entropy')}")
     if not losses:
         return
     facts = read_record(out / ROUTER_FILE, RouterRecord, FORMAT)
     if len(facts.shard_images) > 1:
-        typer.echo(f"{out}: {accuracy(facts.training['accuracy'])}")
+        typer.echo(f"{out}: {accuracy_text(facts.training['accuracy'])}")
     if settings.calibrate:
         found = facts.calibration
         typer.echo(

@@ -11,7 +11,7 @@ from hddm.utils.errors import asked
 from hddm_cli.combinations import refuse_given
 from hddm_cli.options import InputOption, Overwrite, Steps
 from hddm_cli.train import LEARNING, Init, LoraAlpha, LoraRank, Schedule
-from hddm_cli.training_options import FILE, KEEPING, LOOP, PICTURES, Told, takes
+from hddm_cli.training_options import FILE, KEEPING, LOOP, PICTURES, GivenOptions, takes
 
 if TYPE_CHECKING:
     from hddm.training.island_jobs import Island, Outcome
@@ -55,49 +55,50 @@ def train_all(
         refuse_given(context, "the cluster decides how many run at a time", "parallel")
 
     from hddm.data.shard_records import find_shards
-    from hddm.training.island_jobs import make_islands, parse_objectives, refuse_failed, without_finished
+    from hddm.training.island_jobs import make_islands, parse_objectives, refuse_failed, split_complete
     from hddm.training.settings import ExpertSettings
 
     folders = find_shards(shards)
     own = {"steps": steps, "lora_rank": lora_rank, "lora_alpha": lora_alpha, **given}
-    told = Told(context, {"objective": None, **own})
+    options = GivenOptions(context, {"objective": None, **own})
     objectives: list[str]
     if objective is None:
-        objectives = [told.settings(ExpertSettings).objective] * len(folders)
+        objectives = [options.settings(ExpertSettings).objective] * len(folders)
     else:
         with asked():
             objectives = parse_objectives(objective, len(folders))
     settings: dict[str, ExpertSettings] = {
-        name: Told(context, {"objective": name, **own}).settings(ExpertSettings) for name in set(objectives)
+        name: GivenOptions(context, {"objective": name, **own}).settings(ExpertSettings)
+        for name in set(objectives)
     }
-    run = told.run()
+    run = options.run()
     with asked():
         islands = make_islands(folders, out, objectives, settings, run, schedule, init, overwrite)
-    outcomes, left = without_finished(islands)
+    outcomes, left = split_complete(islands)
     if left:
         outcomes += _trained(left, parallel, retries, ray)
     for one in sorted(outcomes, key=lambda outcome: outcome.island.index):
         if one.trend is not None:
-            typer.echo(f"{one.island.out}: {one.trend.told()}")
+            typer.echo(f"{one.island.out}: {one.trend.text()}")
     refuse_failed(outcomes)
 
 
 def _trained(islands: Sequence["Island"], parallel: int, retries: int, ray: str | None) -> list["Outcome"]:
-    """How each of ``islands`` ended, with a bar while it trains."""
-    from hddm.training.islands import train_islands
-    from hddm.training.ray_islands import train_islands_on_ray
+    """Train ``islands`` with a bar each, and return how each ended."""
+    from hddm.training.islands import Processes, train_islands
+    from hddm.training.ray_islands import RayCluster
     from hddm.utils.progress import TrainingProgress
 
-    settings = {island.index: (island.settings, island.name) for island in islands}
+    by_index = {island.index: island for island in islands}
+    backend = Processes(parallel, retries) if ray is None else RayCluster(ray, retries)
     with contextlib.ExitStack() as stack:
         bars: dict[int, TrainingProgress] = {}
 
         def on_step(index: int, step: int, loss: float, seconds: float) -> None:
             if index not in bars:
-                of, name = settings[index]
-                bars[index] = stack.enter_context(TrainingProgress(of.steps, of.batch_size, name))
+                of = by_index[index]
+                bar = TrainingProgress(of.settings.steps, of.settings.batch_size, of.name)
+                bars[index] = stack.enter_context(bar)
             bars[index].reach(step, loss, seconds)
 
-        if ray is None:
-            return train_islands(islands, parallel, retries, on_step)
-        return train_islands_on_ray(islands, ray, retries, on_step)
+        return train_islands(islands, backend, on_step)

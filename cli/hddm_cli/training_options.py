@@ -1,7 +1,7 @@
-"""What every verb that trains is told, defined once: options of the loop, of keeping a run, a run file.
+"""Options that verbs which train share: of the loop, of keeping a run, and a run file.
 
-A verb takes them as ``**given`` and is decorated with the groups that it wants; `Told` joins them with the
-run file: what stands on the command line counts, else what the file says, else the default.
+A verb takes them as ``**given`` and is decorated with the groups that it wants; `GivenOptions` joins them
+with the run file: what stands on the command line counts, else what the file says, else the default.
 """
 
 import inspect
@@ -111,8 +111,8 @@ def takes(*groups: Group) -> Callable[[Command], Command]:
 
 
 @dataclass(frozen=True)
-class Told:
-    """What a verb was told: its options, and which of them stand on the command line.
+class GivenOptions:
+    """The options of a verb, and which of them stand on the command line.
 
     ``given`` holds options by the names of the settings that they are.
     """
@@ -142,7 +142,7 @@ class Told:
             return settings_of(record, file, named, self._explicit(named))
 
     def run(self) -> "RunOptions":
-        """How the run is kept; raises as `settings`."""
+        """Options of keeping the run; raises as `settings`."""
         from hddm.training.settings import RunOptions
 
         return self.settings(RunOptions)

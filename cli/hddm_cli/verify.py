@@ -8,7 +8,7 @@ import typer
 from hddm_cli.options import AnyDevice, InputArgument, InputOption, Seed
 
 if TYPE_CHECKING:
-    from hddm.training.verify import Verdict
+    from hddm.training.verify import Verification
 
 
 def verify(
@@ -64,7 +64,7 @@ def verify(
         typer.echo(f"{expert}: nothing speaks against any of its {len(experts)} experts{hint}")
 
 
-def _show(verdict: "Verdict") -> None:
+def _show(verdict: "Verification") -> None:
     if verdict.parameters is not None:
         typer.echo(f"objective: {verdict.objective}, {verdict.parameters:,} parameters, all finite")
     if verdict.base is not None:
@@ -87,11 +87,11 @@ def _show(verdict: "Verdict") -> None:
         typer.echo(f"{sha256}  {verdict.folder / name}")
 
 
-def _show_line(verdict: "Verdict", hint: str) -> None:
-    told = "nothing speaks against it" if verdict.accepted else "is refused"
+def _show_line(verdict: "Verification", hint: str) -> None:
+    line = "nothing speaks against it" if verdict.accepted else "is refused"
     if verdict.denoising is not None:
         found = verdict.denoising
-        told += f"; error {found.expert:.4f} on {verdict.images} images, a Gaussian's {found.gaussian:.4f}"
-    typer.echo(f"{verdict.folder}: {told}{hint if verdict.accepted else ''}")
+        line += f"; error {found.expert:.4f} on {verdict.images} images, a Gaussian's {found.gaussian:.4f}"
+    typer.echo(f"{verdict.folder}: {line}{hint if verdict.accepted else ''}")
     for note in verdict.notes:
         typer.echo(f"  note: {note}")

@@ -1,6 +1,7 @@
-"""What an expert itself draws, by the sampler that it was trained for: data to calibrate on without data.
+"""Calibrate an expert that is already on disk.
 
-Calibrating an expert that is already on disk.
+`recalibrate` fits moments and blend table (`hddm.calibration`) to a shard or, without data, to
+`native_samples`: images that the expert draws by the sampler that it was trained for.
 """
 
 import shutil

@@ -1,8 +1,8 @@
-"""Training an expert on: from the weights and conventions of one that exists, on another shard.
+"""Train an expert on: from the weights and conventions of one that exists, on another shard.
 
 With flow matching any expert learns the velocity through the exact conversion, in the parametrisation of
-`hddm.calibration`; what it predicts, and on which schedule, stays. An init that was trained on before
-keeps the calibration of that training, since its weights mean something in that one only.
+`hddm.calibration`; what it predicts, and on which schedule, stays. An init that was continued before keeps
+the calibration of that training, since its weights mean something in that one only.
 """
 
 from collections.abc import Callable
@@ -30,15 +30,14 @@ from hddm.training.expert import begun_with
 from hddm.training.loop import Fitted, OnStep, Task
 from hddm.training.lora import adapter_facts, add_adapter, refuse_as_base, save_adapted
 from hddm.training.objectives import Objective, check_conditions, drawing, losing
-from hddm.training.resume import encoding_of, hash_of
-from hddm.training.run import finished, train
+from hddm.training.resume import encoding_of, hash_of, is_complete
+from hddm.training.run import train
 from hddm.training.settings import ExpertSettings, RunOptions
 from hddm.training.shard_fit import (
     TEXT,
-    calibrated_on,
+    calibrated,
     calibration_rows,
     check_fit,
-    placed,
     shard_facts,
     shard_record,
 )
@@ -88,7 +87,7 @@ def continue_expert(
             "are trained on one by one"
         )
     data = {"shard": hash_of(shard_folder), **encoding_of([shard_folder])}
-    if finished(out, EXPERT_FILE, overwrite, run):
+    if is_complete(out, EXPERT_FILE, run, overwrite):
         return []
     expert = read_expert(init)
     objective = _objective(init, expert.facts, settings)
@@ -134,28 +133,16 @@ def continue_expert(
                 "training_calibration": field.calibration is not None,
             }
         )
-        calibration = field.calibration
-        if calibration is None:
-            with placed(expert.network, fitted.device):
-                calibration = calibrated_on(shard, field, given, settings.seed)
-        trained = replace(expert, facts=facts, calibration=calibration)
+        trained = replace(expert, facts=facts, calibration=field.calibration)
+        if field.calibration is None:
+            trained = calibrated(trained, shard, given, settings.seed, fitted.device)
         if adapter is None:
             save_expert(draft, trained)
         else:
             save_adapted(draft, trained, adapter)
 
-    return train(
-        task,
-        settings,
-        out,
-        EXPERT_FILE,
-        write,
-        {**data, **started},
-        overwrite,
-        on_step,
-        run,
-        watching(field, shard, settings),
-    )
+    watch = watching(field, shard, settings)
+    return train(task, settings, out, EXPERT_FILE, write, data | started, overwrite, on_step, run, watch)
 
 
 def _completed(expert: Expert, shard: Shard, settings: ExpertSettings) -> Expert:
@@ -172,7 +159,7 @@ def _completed(expert: Expert, shard: Shard, settings: ExpertSettings) -> Expert
 
 
 def _predicting(network: nn.Module, field: VelocityField, objective: Objective) -> Callable[..., Tensor]:
-    """What is trained, as a function of (x, timestep, **conditions): the velocity, or the noise."""
+    """Return what is trained, as a function of (x, timestep, **conditions): the velocity, or the noise."""
     # A network that drops labels by itself would do so on top of --condition-dropout.
     network.eval()
     velocity: Callable[..., Tensor] = field.velocity
@@ -187,7 +174,7 @@ def _predicting(network: nn.Module, field: VelocityField, objective: Objective) 
 
 
 def _dropped_to(field: VelocityField, settings: ExpertSettings) -> dict[str, Tensor]:
-    """What stands for no condition, of those that are trained with."""
+    """Return the null values of the conditions that are trained with."""
     trained = {"class_labels": settings.class_conditional, TEXT: settings.text_conditional}
     return {name: null for name, null in field.null_conditions.items() if trained.get(name)}
 
@@ -210,7 +197,7 @@ def _objective(init: Path, facts: ExpertRecord, settings: ExpertSettings) -> Obj
 def _parametrisation(
     init: Path, expert: Expert, field: VelocityField, shard: Shard, labels: Tensor | None, kappa: float
 ) -> Calibration | None:
-    """What the velocity is trained in: the init's own where its weights were trained in one."""
+    """Return the parametrisation of the velocity: the init's own where its weights were trained in one."""
     if not expert.facts.training_calibration:
         rows = calibration_rows(shard)
         moments = Moments.of(shard.take(rows), None if labels is None else labels[rows])
@@ -225,7 +212,7 @@ def _parametrisation(
 def _conditions(
     init: Path, field: VelocityField, shard: Shard, settings: ExpertSettings
 ) -> dict[str, Tensor]:
-    """What the network is told about every image: its class where asked for, else null values."""
+    """Return the conditions of every image: its class where asked for, else null values."""
     given = {name: null.expand(len(shard), *null.shape) for name, null in field.null_conditions.items()}
     if settings.text_conditional:
         given.pop(TEXT, None)
@@ -236,8 +223,8 @@ def _conditions(
                 f"{list(field.classes)}; take images of the same classes, or drop --class-conditional"
             )
         given["class_labels"] = shard.labels
-    told = set(given) | ({TEXT} if settings.text_conditional else set())
-    missing = sorted(set(field.conditions or ()) - told - OPTIONAL_CONDITIONS)
+    known = set(given) | ({TEXT} if settings.text_conditional else set())
+    missing = sorted(set(field.conditions or ()) - known - OPTIONAL_CONDITIONS)
     if missing:
         remedy = "; pass --class-conditional" if missing == ["class_labels"] else ""
         raise HddmError(f"{init}: has no value that stands for no {', '.join(missing)}{remedy}")

@@ -1,17 +1,15 @@
-r"""How well an expert denoises images: its squared error by noise level, beside what needs no training.
+r"""Errors of an expert that denoises images, by noise level, and what they say against it.
 
 At time t of the common path, x_t = (1 - t) x_0 + t eps, the error of a velocity v is
 
     E || v(x_t, t) - (eps - x_0) ||² / D,
 
-whose least value, the posterior variance, no v comes below. Beside the expert stand v = 0 and the best v for
-isotropic Gaussian data with the images' mean m and variance c,
+whose least value is the posterior variance. Beside the expert stand v = 0 and the best v for isotropic
+Gaussian data with the images' mean m and variance c,
 
     v_gauss = g (x_t - (1 - t) m) - m,    g = (t - (1 - t) c) / ((1 - t)² c + t²).
 
 m is the mean of the other images for each image, so that few images do not flatter it.
-
-What the errors of an expert on images say against it.
 """
 
 import copy
@@ -32,7 +30,7 @@ from hddm.velocity import VelocityField
 
 TIMES = tuple(k / 10 for k in range(1, 10))
 LATE_TIMES = (0.95, 0.99, 1.0)
-"""Where a calibration has the say. The Gaussian is next to exact there, so nothing tells experts apart."""
+"""Times at which a calibration decides. The Gaussian is next to exact there, so experts hardly differ."""
 # Beside the streams (seed, i) and (seed, i, 1) of sampling, 2 of training and 3 of native samples' classes.
 _STREAM = 4
 
@@ -162,7 +160,7 @@ UNCALIBRATED = "it has no calibration; hddm calibrate fits one"
 
 @dataclass(frozen=True)
 class Judged:
-    """Errors on so many ``images``, and what they say against an expert, or for its user to know.
+    """Errors on so many ``images``, the ``problems`` that they show, and ``notes`` for the user.
 
     ``unconditional`` are errors with null values for all conditions, None where there are none.
     """
@@ -221,7 +219,7 @@ def judge(expert: Expert, field: VelocityField, shard: Shard, seed: int) -> Judg
 
 
 def _doubts(found: Denoising, images: int, is_calibrated: bool) -> list[str]:
-    """What speaks against errors on so many images, at most one thing."""
+    """Return the one thing, if any, that errors on so many images say against an expert."""
     if not math.isfinite(found.expert):
         return ["its velocities are not finite"]
     if found.margin <= 0:

@@ -1,8 +1,7 @@
-"""Where a training runs: devices, precision and processes, through accelerate."""
+"""The hardware of a training: devices, precision and processes, through accelerate."""
 
 import contextlib
 from collections.abc import Iterator
-from types import TracebackType
 
 import torch
 from torch import Tensor, nn
@@ -50,12 +49,7 @@ class Device:
             torch.set_num_threads(self._settings.threads)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *ended: object) -> None:
         self._inside.close()
 
     @property
@@ -66,27 +60,27 @@ class Device:
 
     @property
     def processes(self) -> int:
-        """How many processes train together."""
+        """The number of processes that train together."""
         return int(self._accelerator.num_processes)
 
     @property
     def is_main(self) -> bool:
-        """Whether this is the process that writes."""
+        """True for the process that writes."""
         return bool(self._accelerator.is_main_process)
 
     @property
     def scaler(self) -> "torch.amp.GradScaler | None":
-        """That of fp16."""
+        """The gradient scaler of fp16; None in other precisions."""
         scaler: torch.amp.GradScaler | None = self._accelerator.scaler
         return scaler
 
     @property
     def scale(self) -> float:
-        """By which losses are multiplied in fp16."""
+        """The factor on losses: 1 but in fp16."""
         return float(self.scaler.get_scale()) if self.scaler is not None else 1.0
 
     def distributed(self, module: nn.Module) -> nn.Module:
-        """``module`` itself, or what averages its gradients over processes."""
+        """Return ``module``, wrapped to average its gradients over processes where there are several."""
         if self.processes == 1:
             return module
         wrapped: nn.Module = torch.nn.parallel.DistributedDataParallel(
@@ -107,13 +101,13 @@ class Device:
 
     @contextlib.contextmanager
     def part(self, module: nn.Module, last: bool) -> Iterator[None]:
-        """Around a part of a batch; gradients are exchanged with the ``last`` alone."""
+        """A block for a part of a batch; gradients are exchanged with the ``last`` alone."""
         with contextlib.nullcontext() if last else self._accelerator.no_sync(module):
             yield
 
     @contextlib.contextmanager
     def precision(self) -> Iterator[None]:
-        """Around a forward."""
+        """A block for a forward pass, in the precision asked for."""
         with self._accelerator.autocast():
             yield
 
@@ -146,14 +140,14 @@ class Device:
         return values[:-1], values[-1].item()
 
     def any(self, flag: bool) -> bool:
-        """Whether ``flag`` holds on any process."""
+        """Return true where ``flag`` holds on any process."""
         if self.processes == 1:
             return flag
         found: Tensor = self._accelerator.reduce(torch.tensor(float(flag), device=self.target), "sum")
         return bool(found.item() > 0)
 
     def wait(self) -> None:
-        """Until all processes are here."""
+        """Wait until all processes are here."""
         if self.processes > 1:
             self._accelerator.wait_for_everyone()
 

@@ -1,32 +1,18 @@
-r"""What a student learns from: an ensemble, asked for one expert a sample or for its mixture.
+r"""Distil an ensemble into one dense student, whatever each of its experts was trained to predict.
 
-Distillation: one dense student from an ensemble of experts, whatever each of them was trained to predict.
+    minimise  E || student(x_t, t) - v_teacher ||²,   x_t = (1 - t) x_0 + t eps
 
-    E || student(x_t, t) - v_teacher ||²,   x_t = (1 - t) x_0 + t eps
+With the ``shard`` teacher (arXiv:2501.05450) v_teacher = v_k(x_t, t), k being the shard of x_0. The minimum
+is sum_k p(k | x_t) v_k(x_t, t): the ensemble's full mixture with an exact router. The ``routed`` teacher's
+target is the mixture itself, by the ensemble's strategy and with its router's errors.
+docs/notes/distillation.md compares the noise of these targets.
 
-With the ``shard`` teacher (DDM's recipe, arXiv:2501.05450) v_teacher = v_k(x_t, t), k being the shard of
-x_0. A squared error is least at the conditional mean, and k given x_t has the posterior p(k | x_t), so
-
-    student(x_t, t) = E[v_k(x_t, t) | x_t] = sum_k p(k | x_t) v_k(x_t, t),
-
-the ensemble's full mixture with an exact router: no router is asked, and none is needed. The ``routed``
-teacher's target is the mixture itself, by the ensemble's strategy and with its router's errors.
-
-Training on data has the same minimum, for exact experts, with the target u = eps - x_0, which is far noisier.
-By the law of total variance
-
-    Var[u | x_t] = E[Var[u | x_t, k] | x_t] + Var[v_k(x_t, t) | x_t].
-
-The ``shard`` teacher leaves the second term alone, which is 0 wherever x_t tells the shard; the ``routed``
-one leaves neither. What the target does not vary, batches need not average out.
-
-A teacher's velocity is converted and calibrated as in sampling, which makes DDPM and flow experts alike. The
-student is a flow expert on the linear path, and is calibrated on the whole data as an expert is on its shard.
-It may begin with the network of one: on one shard in K that is the expert's own target already.
+Teachers' velocities are converted and calibrated as in sampling. The student is a flow expert on the linear
+path, calibrated on the whole data; it may begin with the network of an expert.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -51,11 +37,11 @@ from hddm.networks.transformers import ExpertTransformer
 from hddm.training.expert import begun_with, expert_facts, new_network
 from hddm.training.loop import Fitted, Inputs, OnStep, Task
 from hddm.training.objectives import TIME_SCALE, Objective, drawing
-from hddm.training.resume import data_of
-from hddm.training.run import finished, train
+from hddm.training.resume import data_of, is_complete
+from hddm.training.run import train
 from hddm.training.settings import DistillSettings as DistillSettings
 from hddm.training.settings import RunOptions
-from hddm.training.shard_fit import calibrated_on, check_fit, placed
+from hddm.training.shard_fit import calibrated, check_fit
 from hddm.training.watching import watching
 from hddm.utils.errors import HddmError, UsageError
 from hddm.utils.records import MANIFEST
@@ -98,7 +84,7 @@ class Teacher:
 
 def open_teacher(
     folder: Path,
-    whole: Shard,
+    union: Shard,
     shards: Sequence[Shard],
     kind: Literal["shard", "routed"],
     condition_dropout: float,
@@ -107,7 +93,7 @@ def open_teacher(
 
     Args:
         folder: of an ensemble, or of one expert.
-        whole: the data.
+        union: the data.
         shards: the same by shards.
         kind: ``shard``: each sample's own expert, known by the hash of its shard. ``routed``: the mixture,
             by the strategy in the folder.
@@ -120,8 +106,8 @@ def open_teacher(
     """
     parts = open_parts(folder, torch.float32)
     names = [f"{folder / name}" for name in parts.facts.experts]
-    _check_conditions(names, parts.experts, whole, condition_dropout)
-    check_fit(whole, parts.experts[0].facts, parts.experts[0].unread.network)
+    _check_conditions(names, parts.experts, union, condition_dropout)
+    check_fit(union, parts.experts[0].facts, parts.experts[0].unread.network)
     experts = None
     if kind == "shard":
         experts = _by_shard(folder, parts.experts, names, shards)
@@ -243,23 +229,23 @@ def distill(
     """
     folders = find_shards(shards_folder)
     data = data_of(folders)
-    if finished(out, EXPERT_FILE, overwrite, run):
+    if is_complete(out, EXPERT_FILE, run, overwrite):
         return []
     shards = [open_shard(folder) for folder in folders]
-    whole = joined(shards, shards_folder)
-    teacher = open_teacher(ensemble_folder, whole, shards, settings.teacher, settings.condition_dropout)
+    union = joined(shards, shards_folder)
+    teacher = open_teacher(ensemble_folder, union, shards, settings.teacher, settings.condition_dropout)
     as_expert = settings.as_expert(bool(teacher.classes))
     objective = Objective.named("flow", time_sampling=settings.time_sampling)
-    facts = expert_facts(whole, as_expert, objective, "default of the objective")
+    facts = expert_facts(union, as_expert, objective, "default of the objective")
     facts = facts.model_copy(update={"shift": teacher.parts.facts.shift, "licence": teacher.licence})
-    given = {LABELS: whole.labels} if teacher.classes and whole.labels is not None else {}
+    given = {LABELS: union.labels} if teacher.classes and union.labels is not None else {}
     nulls = null_conditions(facts.null_class)
     begun: dict[str, str] = {}
     if init is None:
         network: nn.Module = new_network(
             ExpertTransformer,
             settings.size,
-            whole.shape,
+            union.shape,
             settings.seed,
             num_classes=len(teacher.classes) or None,
         )
@@ -268,7 +254,7 @@ def distill(
         network = started.network.requires_grad_(True)
         stated = {licence for licence in (teacher.licence, started.facts.licence) if licence}
         facts = facts.model_copy(update={"licence": " AND ".join(sorted(stated)) or None})
-    draw = drawing(whole, objective, as_expert, given, nulls)
+    draw = drawing(union, objective, as_expert, given, nulls)
     own = None
     if teacher.experts is not None:
         own = teacher.experts.repeat_interleave(torch.tensor([len(shard) for shard in shards]))
@@ -283,22 +269,12 @@ def distill(
             # Its network is the init's, whatever the settings say.
             del record["size"]
         bare = Expert(network, facts.model_copy(update={"training": record}), None)
-        with placed(network, fitted.device):
-            calibration = calibrated_on(whole, field_of(bare, fitted.device), given, settings.seed)
-        save_expert(draft, replace(bare, calibration=calibration))
+        save_expert(draft, calibrated(bare, union, given, settings.seed, fitted.device))
 
-    return train(
-        Task(network, len(whole), drawn, Matching(teacher.on), (len(shards), 1)),
-        settings,
-        out,
-        EXPERT_FILE,
-        write,
-        {**data, "teacher": teacher.record, **begun},
-        overwrite,
-        on_step,
-        run,
-        watching(field_of(Expert(network, facts, None)), whole, as_expert),
-    )
+    task = Task(network, len(union), drawn, Matching(teacher.on), (len(shards), 1))
+    data |= {"teacher": teacher.record, **begun}
+    watch = watching(field_of(Expert(network, facts, None)), union, as_expert)
+    return train(task, settings, out, EXPERT_FILE, write, data, overwrite, on_step, run, watch)
 
 
 def _flow_expert(init: Path, facts: ExpertRecord) -> Expert:

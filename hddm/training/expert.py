@@ -1,10 +1,9 @@
-"""What trainings begin with: fresh networks of a named size for images of a given shape, or an expert.
+"""Train one expert alone, on its shard.
 
-Training one expert alone, on its shard.
+`train_expert` is the entry; `new_network` makes the fresh network of a named size that it begins with.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,11 +20,11 @@ from hddm.networks.transformers import ExpertTransformer
 from hddm.schedules import Schedule, declared_prediction_type, from_diffusers
 from hddm.training.loop import Fitted, OnStep, Task
 from hddm.training.objectives import Objective, check_conditions, drawing, losing
-from hddm.training.resume import expert_data
-from hddm.training.run import finished, train
+from hddm.training.resume import expert_data, is_complete
+from hddm.training.run import train
 from hddm.training.settings import ExpertSettings as ExpertSettings
 from hddm.training.settings import RunOptions
-from hddm.training.shard_fit import calibrated_on, placed, shard_facts
+from hddm.training.shard_fit import calibrated, shard_facts
 from hddm.training.watching import watching
 from hddm.utils.errors import HddmError, UsageError
 from hddm.utils.files import sha256_of
@@ -34,7 +33,7 @@ Network = TypeVar("Network", bound=ModelMixin)
 
 
 def begun_with(init: Path) -> dict[str, str]:
-    """What a record says of the expert folder that a training began with."""
+    """Return what a record says of the expert folder that a training began with."""
     weights = WEIGHTS if (init / WEIGHTS).is_file() else ADAPTER_WEIGHTS
     return {"init": init.resolve().name, "init_sha256": sha256_of(init / weights)}
 
@@ -96,7 +95,7 @@ def train_expert(
         raise UsageError("--lora-rank adapts an expert that exists; name it by --init")
     objective = Objective.named(settings.objective, schedule, settings.time_sampling, settings.snr_gamma)
     data = expert_data(shard_folder, objective.schedule.config)
-    if finished(out, EXPERT_FILE, overwrite, run):
+    if is_complete(out, EXPERT_FILE, run, overwrite, settings, lambda: data):
         return []
     shard = open_shard(shard_folder)
     check_conditions(shard, settings)
@@ -123,22 +122,10 @@ def train_expert(
     def write(draft: Path, fitted: Fitted, used: ExpertSettings) -> None:
         network.requires_grad_(False)
         bare = Expert(network, facts.model_copy(update={"training": fitted.record(used)}), None, texts)
-        with placed(network, fitted.device):
-            calibration = calibrated_on(shard, field_of(bare, fitted.device), given, settings.seed)
-        save_expert(draft, replace(bare, calibration=calibration))
+        save_expert(draft, calibrated(bare, shard, given, settings.seed, fitted.device))
 
-    return train(
-        task,
-        settings,
-        out,
-        EXPERT_FILE,
-        write,
-        data,
-        overwrite,
-        on_step,
-        run,
-        watching(field_of(Expert(network, facts, None, texts)), shard, settings),
-    )
+    watch = watching(field_of(Expert(network, facts, None, texts)), shard, settings)
+    return train(task, settings, out, EXPERT_FILE, write, data, overwrite, on_step, run, watch)
 
 
 def ddpm_schedule(config: Path | None) -> tuple[Schedule | None, str]:

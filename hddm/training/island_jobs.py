@@ -1,14 +1,19 @@
-"""What an island trains: one expert on one shard, which shares nothing with the others but a disk."""
+"""Islands: one expert on one shard each, sharing nothing with the others but a disk.
 
+`make_islands` says what each of them trains, `Outcome` how it ended. `hddm.training.islands` trains them.
+"""
+
+import functools
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from hddm.training.logs import Trend
-from hddm.training.resume import expert_is_finished, run_folder_of
+from hddm.training.resume import fresh_data, is_complete, is_kept, run_folder_of
 from hddm.training.settings import ExpertSettings, RunOptions
 from hddm.utils.errors import HddmError, did_you_mean
+from hddm.utils.records import EXPERT_FILE
 
 OBJECTIVES = ("ddpm", "flow")
 REST = "*"
@@ -42,7 +47,7 @@ class Island:
 
     @property
     def name(self) -> str:
-        """What to call it in messages."""
+        """Its name in messages."""
         return self.out.name
 
     @property
@@ -53,10 +58,10 @@ class Island:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How an island ended.
+    """The end of an island.
 
-    ``trend`` is None for one that failed, or was finished before. ``starts`` are how often it was started, as
-    far as is known.
+    ``trend`` is None for one that failed, or was complete before. ``starts`` counts its starts, as far as is
+    known.
     """
 
     island: Island
@@ -147,7 +152,7 @@ def parse_objectives(text: str, shards: int, name: str = "--objective") -> list[
 
 
 def refuse_failed(outcomes: Sequence[Outcome]) -> None:
-    """Refuse to call it done where an island failed.
+    """Raise where an island failed.
 
     Raises:
         HddmError: with every cause once, and whom it concerns.
@@ -178,16 +183,20 @@ def _cause(island: Island, line: str) -> str:
     return line
 
 
-def without_finished(islands: Sequence[Island]) -> tuple[list[Outcome], list[Island]]:
-    """How those of ``islands`` ended that are finished, and the others.
+def split_complete(islands: Sequence[Island]) -> tuple[list[Outcome], list[Island]]:
+    """Outcomes of those ``islands`` that need no training any more (`is_complete`), and the others.
 
-    One that is finished and was started otherwise has failed.
+    A complete one that was started otherwise has failed.
     """
     outcomes, left = [], []
     for one in islands:
-        plain = one.init is None and one.schedule is None
+        is_plain = one.init is None and one.schedule is None
+        data = functools.partial(fresh_data, one.shard, one.settings)
         try:
-            if plain and expert_is_finished(one.shard, one.out, one.settings, one.run, one.overwrite):
+            # What is in the way of one that is not kept, `hddm.training.islands.prepare` says of all at once.
+            if is_kept(one.out, EXPERT_FILE, one.run, one.overwrite) and is_complete(
+                one.out, EXPERT_FILE, one.run, settings=one.settings if is_plain else None, data=data
+            ):
                 outcomes.append(Outcome(one))
             else:
                 left.append(one)

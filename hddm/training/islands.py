@@ -1,11 +1,12 @@
-"""Islands in training: made ready together, then each trained by whoever runs it.
+"""Training many experts at once, each alone (an island), on this machine or on a cluster.
 
-An island's own process: trains, tells how far it is, and ends with whoever started it.
+`train_islands` checks all folders, hands the islands to a `Backend` and collects how each of them ended.
+`Processes` is the backend of this machine: a process for each island, which is started again from its last
+checkpoint if it dies. `hddm.training.ray_islands.RayCluster` is the other one.
 
-To be stopped it gets a message, not a signal: a scheduler, or Ctrl-C in a terminal, signals every process at
-once, and a second signal would end a training that is just being saved.
-
-Many experts at once on one machine: a process each, started again from its last checkpoint if it dies.
+`work` is the body of such a process. It reports to its parent through a pipe, and is stopped through it too:
+a scheduler, or Ctrl-C in a terminal, signals every process at once, and a second signal would end a training
+that is just being saved.
 """
 
 import contextlib
@@ -16,10 +17,11 @@ import signal
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from types import FrameType
+from typing import Protocol
 
 import torch
 from safetensors import SafetensorError
@@ -30,16 +32,74 @@ from hddm.training.expert import ddpm_schedule, train_expert
 from hddm.training.island_jobs import Island, Outcome
 from hddm.training.logs import Trend, mean, trend_of
 from hddm.training.loop import OnStep
-from hddm.training.resume import recorded, run_folder_of
+from hddm.training.resume import is_kept, recorded, run_folder_of
 from hddm.training.run import completed
 from hddm.training.run_folder import discard_runs
 from hddm.utils.errors import HddmError
 from hddm.utils.files import check_absent
 from hddm.utils.processes import SIGNALS, Stopped, StopRequest, compute_environment, environment
 
+RETRIES = 3
+REPORT_SECONDS = 0.1
+_PATIENCE = 60.0
+
+OnIsland = Callable[[int, int, float, float], None]
+"""Called with the index of an island, its newest step, and of the steps since the last call the mean loss and
+the seconds."""
+
+log = logging.getLogger(__name__)
+
+
+class Backend(Protocol):
+    """A place where islands are trained."""
+
+    @property
+    def threads(self) -> int:
+        """CPU threads of an island that leaves their number open."""
+
+    def run(self, islands: Sequence[Island], stop: StopRequest, on_step: OnIsland | None) -> list[Outcome]:
+        """Train ``islands`` until all have ended, or ``stop`` came and what was trained is saved.
+
+        Returns:
+            Outcomes in any order; without those that were stopped.
+        """
+
+
+def train_islands(
+    islands: Sequence[Island], backend: "Backend | None" = None, on_step: OnIsland | None = None
+) -> list[Outcome]:
+    """Train islands, which share nothing.
+
+    One whose process dies (killed, out of memory, a bug) is started again and goes on from its last
+    checkpoint; one that fails for a reason that the user must mend is not. The others go on in both cases.
+
+    Args:
+        islands: see `hddm.training.island_jobs.make_islands`.
+        backend: where they are trained; `Processes` one after the other by default.
+        on_step: called with what the islands report.
+
+    Returns:
+        How each ended, in their order; `hddm.training.island_jobs.refuse_failed` judges it.
+
+    Raises:
+        HddmError: for folders that are in the way, before anything starts, or a backend out of reach.
+        Stopped: after a signal, with all runs saved.
+    """
+    backend = backend or Processes()
+    ready = threaded(islands, backend.threads)
+    prepare(ready)
+    with StopRequest() as stop:
+        outcomes = backend.run(ready, stop, on_step)
+    if stop.number is not None and len(outcomes) < len(ready):
+        raise Stopped(
+            f"{ready[0].out.parent}: stopped; what was trained is saved, and --resume goes on with it",
+            stop.number,
+        )
+    return sorted(outcomes, key=lambda one: one.island.index)
+
 
 def threaded(islands: Sequence[Island], default: int) -> list[Island]:
-    """``islands`` with a number of threads each: theirs, that of a run to go on with, or ``default``."""
+    """Fill in the threads of ``islands``: their own, those of the run that they resume, or ``default``."""
     return [
         replace(one, settings=completed(one.settings, one.out if one.run.resume else None, default))
         for one in islands
@@ -47,10 +107,9 @@ def threaded(islands: Sequence[Island], default: int) -> list[Island]:
 
 
 def prepare(islands: Sequence[Island]) -> None:
-    """Make ``islands`` ready to be gone on with, finished ones among them.
+    """Check the folders of ``islands``, and remove the runs that ``overwrite`` without ``resume`` replaces.
 
-    A run that ``overwrite`` without ``resume`` is to replace is removed here, so that every start after this
-    goes on with what the one before has done.
+    Every start after this resumes what the one before has done.
 
     Raises:
         HddmError: for folders that are in the way or worked on, all of them at once, before anything is
@@ -67,7 +126,7 @@ def prepare(islands: Sequence[Island]) -> None:
 
 
 def train_island(island: Island, on_step: OnStep | None = None) -> list[float]:
-    """Train an island that `prepare` gave, here and now; the loss of every step.
+    """Train an island in this process, after `prepare`; return the loss of every step.
 
     Raises:
         HddmError: as `train_expert` and `continue_expert`, and for a disk that is full or fails.
@@ -87,9 +146,9 @@ def train_island(island: Island, on_step: OnStep | None = None) -> list[float]:
 
 
 def _in_the_way(island: Island) -> list[str]:
+    if is_kept(island.out, EXPERT_FILE, island.run, island.overwrite):
+        return []
     problems: list[str] = []
-    if island.run.resume and not island.overwrite and (island.out / EXPERT_FILE).exists():
-        return problems
     try:
         check_absent(island.out, EXPERT_FILE, island.overwrite)
     except HddmError as error:
@@ -99,14 +158,11 @@ def _in_the_way(island: Island) -> list[str]:
     return problems
 
 
-REPORT_SECONDS = 0.1
-
-
 @dataclass(frozen=True)
 class Stepped:
-    """A step is done; since the last such message ``loss`` is the mean, NaN where none was finite.
+    """A report of ``step``, with the mean loss and the seconds of the steps since the last report.
 
-    ``seconds`` are those of these steps.
+    ``loss`` is NaN where none was finite.
     """
 
     step: int
@@ -116,7 +172,7 @@ class Stepped:
 
 @dataclass(frozen=True)
 class Logged:
-    """Something worth knowing happened."""
+    """A line of the log."""
 
     level: int
     message: str
@@ -124,7 +180,7 @@ class Logged:
 
 @dataclass(frozen=True)
 class Ended:
-    """It ended by itself: ``done``, it cannot be done, or it was stopped."""
+    """The last message: ``done``, failed by ``failure``, or, with neither, stopped."""
 
     done: bool = False
     trend: Trend | None = None
@@ -136,19 +192,20 @@ def work(island: Island, connection: "Connection[object, int]") -> None:
 
     Args:
         island: what to train.
-        connection: gets `Stepped`, `Logged` and last `Ended`, unless the process dies; a number that comes
-            is of a signal to stop as after. Its other end closed, the one who reads is gone: stop as well.
+        connection: to the parent. Takes `Stepped`, `Logged` and last `Ended`, unless the process dies. A
+            number that it gives is that of a signal, on which the training stops; so it does when the other
+            end is closed.
     """
     logger = logging.getLogger("hddm")
     logger.setLevel(logging.INFO)
     logger.propagate = False
     logger.addHandler(_Forwarding(connection))
-    told = _Told(connection, island.settings.steps)
+    reporter = _Reporter(connection, island.settings.steps)
     for one in SIGNALS:
-        signal.signal(one, told.on_signal)
+        signal.signal(one, reporter.on_signal)
     ended = Ended()
     try:
-        losses = train_island(island, told.on_step)
+        losses = train_island(island, reporter.on_step)
         # No losses where the expert was there already: its process died after it had written it.
         ended = Ended(True, trend_of(losses))
     except Stopped:
@@ -158,8 +215,8 @@ def work(island: Island, connection: "Connection[object, int]") -> None:
     _send(connection, ended)
 
 
-class _Told:
-    """Listens for the request to stop."""
+class _Reporter:
+    """Reports the steps of a training to its parent, and listens for the request to stop."""
 
     def __init__(self, connection: "Connection[object, int]", steps: int) -> None:
         self._connection, self._steps = connection, steps
@@ -178,7 +235,7 @@ class _Told:
         self._step = step
         self._losses.append(loss)
         self._seconds += seconds
-        # The last step is told before the calibration that follows it.
+        # The last step is reported before the calibration that follows it.
         due = step == self._steps or time.monotonic() - self._reported >= REPORT_SECONDS
         if due and not self._report():
             self._stop(signal.SIGTERM)
@@ -189,7 +246,7 @@ class _Told:
             self._stop(signal.SIGTERM)
 
     def _report(self) -> bool:
-        """Tell of the steps since the last report; False where nobody reads."""
+        """Report the steps since the last report; False where nobody reads."""
         message = Stepped(self._step, mean(self._losses), self._seconds)
         self._losses, self._seconds = [], 0.0
         self._reported = time.monotonic()
@@ -202,7 +259,7 @@ class _Told:
 
 
 class _Forwarding(logging.Handler):
-    """Sends what is logged to who started the process."""
+    """Sends log lines to the parent."""
 
     def __init__(self, connection: "Connection[object, int]") -> None:
         super().__init__()
@@ -213,7 +270,7 @@ class _Forwarding(logging.Handler):
 
 
 def _send(connection: "Connection[object, int]", message: object) -> bool:
-    """Send where somebody still reads."""
+    """Send ``message``; False where nobody reads any more."""
     try:
         connection.send(message)
     except OSError:
@@ -221,58 +278,9 @@ def _send(connection: "Connection[object, int]", message: object) -> bool:
     return True
 
 
-RETRIES = 3
-_PATIENCE = 60.0
-
-OnIsland = Callable[[int, int, float, float], None]
-"""Told the index of an island, a step that it has done, and of the steps since the one told before the mean
-loss and the seconds."""
-
-log = logging.getLogger(__name__)
-
-
-def train_islands(
-    islands: Sequence[Island], parallel: int = 1, retries: int = RETRIES, on_step: OnIsland | None = None
-) -> list[Outcome]:
-    """Train islands in processes of their own, which share nothing.
-
-    One whose process dies (killed, out of memory, a bug) is started again and goes on from its last
-    checkpoint; one that fails for a reason that the user must mend is not. The others go on in both cases.
-    Islands without a number of threads share the machine's cores. Each has one GPU of several to itself as
-    far as they go round.
-
-    Args:
-        islands: see `hddm.training.island_jobs.make_islands`.
-        parallel: islands that are trained at a time.
-        retries: how often each is started again at most.
-        on_step: called with what the islands report, some ten times a second each.
-
-    Returns:
-        How each ended, in their order; `hddm.training.island_jobs.refuse_failed` judges it.
-
-    Raises:
-        HddmError: for folders that are in the way, before anything starts.
-        Stopped: after a signal, with all runs saved.
-    """
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    ready = threaded(islands, max(1, cores // parallel))
-    prepare(ready)
-    fleet = _Fleet(deque(ready), parallel, retries, on_step)
-    with StopRequest() as stop:
-        try:
-            fleet.run(stop)
-        finally:
-            fleet.close()
-    if stop.number is not None and len(fleet.outcomes) < len(ready):
-        raise Stopped(
-            f"{ready[0].out.parent}: stopped; every run is saved, and --resume goes on with them", stop.number
-        )
-    return sorted(fleet.outcomes, key=lambda one: one.island.index)
-
-
 @dataclass
 class _Job:
-    """An island whose process runs."""
+    """A running process of an island."""
 
     island: Island
     process: SpawnProcess
@@ -281,34 +289,47 @@ class _Job:
     ended: Ended | None = None
 
 
-@dataclass
-class _Fleet:
-    """The processes of all islands."""
+class Processes:
+    """Processes of this machine, ``parallel`` at a time, each started again ``retries`` times at most.
 
-    waiting: deque[Island]
-    parallel: int
-    retries: int
-    on_step: OnIsland | None
-    outcomes: list[Outcome] = field(default_factory=list)
-    _running: dict["Connection[int, object]", _Job] = field(default_factory=dict)
-    _stopping: bool = False
+    Islands share the cores. Each has one GPU of several to itself as far as they go round. They report some
+    ten times a second.
+    """
 
-    def run(self, stop: StopRequest) -> None:
-        """Until all have ended, or a signal came and all have saved."""
-        while True:
-            while self.waiting and len(self._running) < self.parallel and not stop.requested:
-                self._start(self.waiting.popleft(), self._free_slot(), 1)
-            if not self._running:
-                return
-            if stop.number is not None and not self._stopping:
-                self._stop(stop.number)
-            # Returns in time to notice a signal, which interrupts nothing.
-            for connection in wait(list(self._running), timeout=0.2):
-                assert isinstance(connection, Connection)
-                self._read(connection)
+    def __init__(self, parallel: int = 1, retries: int = RETRIES) -> None:
+        self.parallel, self.retries = parallel, retries
+        self._waiting, self._outcomes = deque[Island](), list[Outcome]()
+        self._running: dict[Connection[int, object], _Job] = {}
+        self._on_step: OnIsland | None = None
+        self._stopping = False
 
-    def close(self) -> None:
-        """Let go of what still runs: a process whose other end is closed saves, and ends."""
+    @property
+    def threads(self) -> int:
+        """The share of the cores."""
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        return max(1, cores // self.parallel)
+
+    def run(self, islands: Sequence[Island], stop: StopRequest, on_step: OnIsland | None) -> list[Outcome]:
+        """Run islands as a `Backend` does."""
+        self._waiting, self._outcomes = deque(islands), []
+        self._on_step, self._stopping = on_step, False
+        try:
+            while True:
+                while self._waiting and len(self._running) < self.parallel and not stop.requested:
+                    self._start(self._waiting.popleft(), self._free_slot(), 1)
+                if not self._running:
+                    return self._outcomes
+                if stop.number is not None and not self._stopping:
+                    self._stop(stop.number)
+                # Returns in time to notice a signal, which interrupts nothing.
+                for connection in wait(list(self._running), timeout=0.2):
+                    assert isinstance(connection, Connection)
+                    self._read(connection)
+        finally:
+            self._close()
+
+    def _close(self) -> None:
+        """Close the pipes of what still runs, on which a process saves and ends; kill what does not."""
         for connection in self._running:
             connection.close()
         for job in self._running.values():
@@ -316,6 +337,7 @@ class _Fleet:
             if job.process.is_alive():
                 job.process.kill()
                 job.process.join()
+        self._running.clear()
 
     def _free_slot(self) -> int:
         return min(set(range(self.parallel)) - {job.slot for job in self._running.values()})
@@ -332,7 +354,7 @@ class _Fleet:
 
     def _stop(self, number: int) -> None:
         self._stopping = True
-        self.waiting.clear()
+        self._waiting.clear()
         for connection in self._running:
             # One may have ended just now.
             with contextlib.suppress(OSError):
@@ -348,8 +370,8 @@ class _Fleet:
             job.process.join()
             self._finish(job)
             return
-        if isinstance(message, Stepped) and self.on_step is not None:
-            self.on_step(job.island.index, message.step, message.loss, message.seconds)
+        if isinstance(message, Stepped) and self._on_step is not None:
+            self._on_step(job.island.index, message.step, message.loss, message.seconds)
         elif isinstance(message, Logged):
             log.log(message.level, "%s: %s", job.island.name, message.message)
         elif isinstance(message, Ended):
@@ -358,7 +380,7 @@ class _Fleet:
     def _finish(self, job: _Job) -> None:
         island, ended = job.island, job.ended
         if ended is not None and (ended.done or ended.failure):
-            self.outcomes.append(Outcome(island, ended.trend, ended.failure, job.starts))
+            self._outcomes.append(Outcome(island, ended.trend, ended.failure, job.starts))
             return
         if self._stopping:
             return
@@ -374,11 +396,11 @@ class _Fleet:
             self._start(island, job.slot, job.starts + 1)
             return
         failure = HddmError(f"{island.out}: its process {how}, {job.starts} times in all; --resume goes on")
-        self.outcomes.append(Outcome(island, None, failure, job.starts))
+        self._outcomes.append(Outcome(island, None, failure, job.starts))
 
 
 def _how(code: int | None, ended: Ended | None) -> str:
-    """How a process ended, in words."""
+    """Say how a process ended."""
     if ended is not None:
         return "was told to stop"
     if code is not None and code < 0:

@@ -1,12 +1,12 @@
-"""Where the loss of a training came from and got to.
+"""Places for the figures and pictures of a training; none of them can end it (`Guarded`).
 
-Where figures and pictures of a training go, and that none of these places can end it.
+`EventLog` writes TensorBoard's event files into the run folder. Over any number of resumes they read as one
+run: each process writes a file of its own, which sorts behind those before it and begins by declaring void
+what they hold from its first step on. Steps that a killed process logged after its last checkpoint are never
+seen.
 
-TensorBoard's event files lie in the run folder. Over any number of resumes they read as one run: each process
-writes a file of its own, which sorts behind those before it and begins by declaring void what they hold from
-its first step on. That a killed process logged steps after its last checkpoint is therefore never seen.
-
-Weights & Biases, for those who ask for it: never a question, and resumed runs stay one run.
+`WandbLog` is Weights & Biases, for those who ask for it: it never prompts, and resumed runs stay one run.
+`Trend` sums up the losses of a training in a line.
 """
 
 import logging
@@ -44,15 +44,15 @@ class Trend:
     first: float = math.nan
     last: float = math.nan
 
-    def told(self, loss: str = "loss") -> str:
-        """In words; ``loss`` is what to call it."""
-        whole = f"trained for {counted(self.steps, 'step')}"
+    def text(self, loss: str = "loss") -> str:
+        """Return a line for users; ``loss`` is its name there."""
+        trained = f"trained for {counted(self.steps, 'step')}"
         if not math.isfinite(self.last):
-            return whole
+            return trained
         if self.over == self.steps:
-            return f"{whole}, {loss} {self.last:.4f} (mean of all steps)"
+            return f"{trained}, {loss} {self.last:.4f} (mean of all steps)"
         means = f"means of the first and the last {self.over} steps"
-        return f"{whole}, {loss} {self.first:.4f} → {self.last:.4f} ({means})"
+        return f"{trained}, {loss} {self.first:.4f} → {self.last:.4f} ({means})"
 
 
 def trend_of(losses: Sequence[float]) -> Trend | None:
@@ -86,7 +86,7 @@ class Sink(Protocol):
         """Make sure that what was put is kept if the process is killed."""
 
     def close(self, failed: bool) -> None:
-        """Nothing more comes; ``failed`` says whether the training ended early."""
+        """Close; ``failed`` says whether the training ended early."""
 
 
 class Guarded:
@@ -189,10 +189,6 @@ def _next_name(folder: Path) -> str:
     return f"events.out.tfevents.{stamp:010d}.{socket.gethostname()}.{os.getpid()}"
 
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-
 RECORD = "wandb.json"
 TIMEOUT = 60.0
 """Seconds that a server may take to answer at first."""
@@ -237,7 +233,7 @@ class WandbLog:
         )
 
     def put(self, step: int, figures: Mapping[str, float], pictures: Mapping[str, "Tensor"]) -> None:
-        """As `hddm.training.logs.Sink.put`."""
+        """As `Sink.put`."""
         if step <= self._logged:
             return
         self._run.log(dict(figures), step=step)
@@ -253,10 +249,10 @@ class WandbLog:
             self._last = step
 
     def sync(self) -> None:
-        """Nothing: a process of W&B's own has what was put."""
+        """Do nothing: a process of W&B's own has what was put."""
 
     def close(self, failed: bool) -> None:
-        """As `hddm.training.logs.Sink.close`."""
+        """As `Sink.close`."""
         self._run.finish(exit_code=int(failed))
         self._record(self._last)
 
@@ -281,7 +277,7 @@ def _mode() -> Literal["online", "offline", "disabled"]:
 
 
 def _has_key() -> bool:
-    """Whether W&B has a key, or its equal, so that it need not ask."""
+    """Return true where W&B has a key, or its equal, and need not ask."""
     if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True
     host = urlsplit(os.environ.get("WANDB_BASE_URL") or "https://api.wandb.ai").netloc

@@ -1,14 +1,12 @@
-"""Which samples a step sees, and what it draws: a function of (seed, key, step) and of nothing else.
+"""The training loop that experts, routers and students share.
 
-So nothing random has a state that a checkpoint would have to hold, and a resumed training goes on exactly.
-
-The training loop that experts, routers and students share.
-
-A training is a function of its settings and data: what step s sees and draws depends on (seed, s) alone
-(`hddm.training.loop`), so that one that was killed and resumed computes what the uninterrupted one does, bit
-for bit on a CPU in float32 with the same number of threads.
+A training is a function of its settings and data: the samples of step s (`Order`) and all that is drawn in it
+depend on (seed, key, s) alone. Nothing random has a state that a checkpoint would have to hold. A run that
+was killed and resumed computes what the uninterrupted one does, bit for bit on a CPU in float32 with the same
+number of threads.
 """
 
+import contextlib
 import logging
 import math
 import time
@@ -57,7 +55,7 @@ class Order:
         return torch.cat([self._epochs[e][within[epochs == e]] for e in needed])
 
     def draws(self, step: int) -> torch.Generator:
-        """What everything random in ``step`` is drawn from."""
+        """Return the generator of everything random in ``step``."""
         return generator(self._seed, *self._key, TRAINING_STREAM, _STEPS, step)
 
     def _shuffled(self, epoch: int) -> Tensor:
@@ -66,7 +64,7 @@ class Order:
 
 
 OnStep = Callable[[int, float, float], None]
-"""Told a step, its loss, and the seconds that it took, without what comes between steps."""
+"""Called with a step, its loss, and the seconds that it took, without what comes between steps."""
 Inputs = dict[str, Tensor]
 
 log = logging.getLogger(__name__)
@@ -74,7 +72,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Task:
-    """What is minimised.
+    """A network and the loss that it is to minimise.
 
     Args:
         network: trained in place; its parameters that require gradients are.
@@ -95,7 +93,7 @@ class Task:
 
 @dataclass(frozen=True)
 class StepReport:
-    """What a watcher is told after each step: ``losses`` and ``t`` (batch,) of the samples, on the CPU.
+    """A report of a step to watchers: ``losses`` and ``t`` (batch,) of its samples, on the CPU.
 
     ``seconds`` are those of the step alone, without checkpoints and pictures.
     """
@@ -116,7 +114,7 @@ Watcher = Callable[[StepReport], None]
 
 @dataclass(frozen=True)
 class Fitted:
-    """What a training left: the loss of every step, the seconds of all steps, and on which device.
+    """The result of a training: the loss of every step, the seconds of all steps, and the device.
 
     ``changes`` are those of its settings on the way (`hddm.training.resume`).
     """
@@ -159,7 +157,9 @@ def fit(
             not there, or a checkpoint that cannot be written.
         Stopped: after a signal, with everything saved.
     """
-    with Device(settings) as device, StopRequest() if run is not None else _Never() as stop:
+    # Outside of its block it waits for no signal.
+    stop = StopRequest()
+    with Device(settings) as device, stop if run is not None else contextlib.nullcontext():
         trainer = _Trainer(task, settings, device)
         state = trainer.state
         if run is not None:
@@ -181,21 +181,7 @@ def fit(
     return Fitted(state.losses, state.seconds, device.target, changes)
 
 
-class _Never:
-    """No signal is waited for."""
-
-    requested, number = False, None
-
-    def __enter__(self) -> "_Never":
-        return self
-
-    def __exit__(self, *ended: object) -> None:
-        pass
-
-
-def _keep(
-    run: Run, state: TrainingState, settings: LoopSettings, device: Device, stop: StopRequest | _Never
-) -> None:
+def _keep(run: Run, state: TrainingState, settings: LoopSettings, device: Device, stop: StopRequest) -> None:
     stopping = device.any(stop.requested)
     due = state.step % run.options.checkpoint_every == 0 or state.step == settings.steps
     if due or stopping:
@@ -241,7 +227,7 @@ class _Trainer:
         )
         self.order = Order(task.num_samples, settings.batch_size, settings.seed, task.key)
 
-    def step(self, stop: StopRequest | _Never) -> StepReport:
+    def step(self, stop: StopRequest) -> StepReport:
         state, device = self.state, self.device
         begun = time.perf_counter()
         step = state.step + 1

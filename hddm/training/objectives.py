@@ -1,11 +1,9 @@
-"""Training objectives: what one expert minimises on its shard.
+"""Training objectives, and the images, noise, times and conditions of an expert's step.
 
-ddpm:  E || network(alpha_u x_0 + sigma_u eps, u) - eps ||²
-flow:  E || network((1 - t) x_0 + t eps, t) - (eps - x_0) ||²
+    ddpm:  E || network(alpha_u x_0 + sigma_u eps, u) - eps ||²
+    flow:  E || network((1 - t) x_0 + t eps, t) - (eps - x_0) ||²
 
 with native times uniform or logit-normal.
-
-What an expert's step is made of: images of its shard, noise, times and conditions.
 """
 
 from collections.abc import Callable, Mapping
@@ -28,7 +26,7 @@ TIME_SAMPLINGS = ("uniform", "logit-normal")
 
 @dataclass(frozen=True)
 class Objective:
-    """What a network learns to predict, on which schedule, at which times.
+    """A prediction that a network learns, with its schedule and the times of training.
 
     Args:
         name: ``ddpm`` or ``flow``.
@@ -73,12 +71,12 @@ class Objective:
 
     @property
     def prediction_type(self) -> PredictionType:
-        """What the network predicts after training."""
+        """The prediction of the network after training."""
         return PredictionType.EPSILON if self.name == "ddpm" else PredictionType.FLOW_PREDICTION
 
     @property
     def time_scale(self) -> float:
-        """What native time is multiplied by for the network: 1000 for time in [0, 1]."""
+        """The factor on native time for the network: 1000 for time in [0, 1]."""
         return 1.0 if isinstance(self.schedule, DiscreteSchedule) else TIME_SCALE
 
     def loss(
@@ -128,7 +126,7 @@ class Objective:
         return errors * (self.snr_gamma * inverse_snr).clamp(max=1).to(errors)
 
     def common_time(self, time: Tensor) -> Tensor:
-        """Where on the common path native times (batch,) lie: sigma/(alpha + sigma), in [0, 1]."""
+        """Return times on the common path of native times (batch,): sigma/(alpha + sigma), in [0, 1]."""
         alpha, sigma = self.schedule.alpha_sigma(time)
         return sigma / (alpha + sigma)
 
@@ -153,7 +151,7 @@ def drawing(
     given: Mapping[str, Tensor],
     nulls: Mapping[str, Tensor],
 ) -> Callable[[Tensor, torch.Generator], Inputs]:
-    """How the inputs of a step are drawn (`hddm.training.loop.Task`).
+    """Return the function that draws the inputs of a step (`hddm.training.loop.Task.draw`).
 
     With probability ``settings.condition_dropout`` a sample has null values for all its conditions at once,
     which is what guidance asks the network with.

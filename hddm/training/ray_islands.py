@@ -1,4 +1,4 @@
-"""Islands on the machines of a Ray cluster: the same trainings as tasks, which share nothing but files.
+"""Training islands on the machines of a Ray cluster, as tasks that share nothing but files.
 
 Every machine needs this package, and sees the folders of shards and experts under the same path. A task whose
 worker or machine dies is started again, elsewhere if need be, and goes on from its last checkpoint.
@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 
 from hddm.experts.records import EXPERT_FILE
 from hddm.training.island_jobs import Island, Outcome
-from hddm.training.islands import RETRIES, Ended, OnIsland, prepare, threaded, train_island
+from hddm.training.islands import RETRIES, Ended, OnIsland, train_island
 from hddm.training.logs import mean, trend_of
 from hddm.training.resume import CHECKPOINTS, checkpoints_in, run_folder_of, step_of
 from hddm.training.run_folder import PROGRESS, wait_for_run
@@ -31,43 +31,40 @@ from hddm.utils.processes import SIGNALS, Stopped, StopRequest, compute_environm
 
 LOCAL = "local"
 LOCK_SECONDS = 60.0
-"""How long a task waits for the lock of the one before it, whose machine may be gone."""
+"""Patience of a task with the lock of the one before it, whose machine may be gone."""
 SAVE_SECONDS = 120.0
 
 log = logging.getLogger(__name__)
 
 
-def train_islands_on_ray(
-    islands: Sequence[Island], address: str = LOCAL, retries: int = RETRIES, on_step: OnIsland | None = None
-) -> list[Outcome]:
-    """Train islands as tasks of a Ray cluster; as `hddm.training.islands.train_islands` otherwise.
+class RayCluster:
+    """A Ray cluster, on which every island is a task; a backend of `hddm.training.islands.train_islands`.
 
     A task takes as many of the cluster's CPUs as it has threads, 1 where none were given, and a GPU where
-    the cluster has some and ``device`` does not say otherwise.
+    the cluster has some and ``device`` does not say otherwise. What islands report comes from their
+    checkpoints.
 
     Args:
-        islands: see `hddm.training.island_jobs.make_islands`.
-        address: of a cluster; ``local`` starts one on this machine, for as long as this takes.
-        retries: how often each is started again at most.
-        on_step: called with what the checkpoints of the islands hold.
+        address: of a cluster; ``local`` starts one on this machine, for as long as the training takes.
+        retries: how often each task is started again at most.
 
     Raises:
-        HddmError: as `train_islands`, without Ray, or for a cluster that cannot be reached.
-        Stopped: after a signal, with all runs saved.
+        HddmError: without Ray; in `run` for a cluster that cannot be reached.
     """
-    ray = _ray()
-    ready = [_absolute(island) for island in threaded(islands, 1)]
-    prepare(ready)
-    with _connected(ray, address), StopRequest() as stop:
-        has_gpus = ray.cluster_resources().get("GPU", 0) > 0
-        tasks = {_submit(ray, island, retries, has_gpus): island for island in ready}
-        outcomes = _collect(ray, tasks, stop, on_step)
-    if stop.number is not None and len(outcomes) < len(islands):
-        raise Stopped(
-            f"{ready[0].out.parent}: stopped; what was trained is saved, and --resume goes on with it",
-            stop.number,
-        )
-    return sorted(outcomes, key=lambda one: one.island.index)
+
+    threads = 1
+
+    def __init__(self, address: str = LOCAL, retries: int = RETRIES) -> None:
+        self.address, self.retries = address, retries
+        self._ray = _ray()
+
+    def run(self, islands: Sequence[Island], stop: StopRequest, on_step: OnIsland | None) -> list[Outcome]:
+        """Run islands as a `hddm.training.islands.Backend` does."""
+        ray = self._ray
+        with _connected(ray, self.address):
+            has_gpus = ray.cluster_resources().get("GPU", 0) > 0
+            tasks = {_submit(ray, one, self.retries, has_gpus): one for one in map(_absolute, islands)}
+            return _collect(ray, tasks, stop, on_step)
 
 
 def _collect(
@@ -77,7 +74,7 @@ def _collect(
     seen: dict[int, tuple[int, float]] = {}
     end = math.inf
 
-    def tell(island: Island) -> None:
+    def report(island: Island) -> None:
         before, seconds_before = seen.get(island.index, (0, math.nan))
         newest = _newest(island.out, before)
         if on_step is not None and newest is not None:
@@ -98,9 +95,9 @@ def _collect(
             if ended.done or (ended.failure and not stop.requested):
                 outcomes.append(Outcome(island, ended.trend, ended.failure))
             if ended.trend is not None:
-                tell(island)
+                report(island)
         for island in tasks.values():
-            tell(island)
+            report(island)
     return outcomes
 
 
@@ -137,7 +134,7 @@ def _submit(ray: Any, island: Island, retries: int, has_gpus: bool) -> Any:
 
 
 def _train(island: Island) -> Ended:
-    """A task: train ``island`` in this worker.
+    """Train ``island`` in this worker; the body of a task.
 
     Raises:
         RuntimeError: where a signal other than the driver's stopped it, so that it is started elsewhere.
@@ -164,7 +161,7 @@ def _train(island: Island) -> Ended:
 
 @contextlib.contextmanager
 def _connected(ray: Any, address: str) -> Iterator[None]:
-    """Within the block Ray is there; a cluster that was there already stays."""
+    """A block in which Ray is connected; one that was connected before stays so."""
     if ray.is_initialized():
         yield
         return
@@ -185,7 +182,7 @@ def _connected(ray: Any, address: str) -> Iterator[None]:
 
 
 def _newest(out: Path, since: int) -> tuple[int, float, float] | None:
-    """Step of the newest checkpoint, where it is not ``since``, the loss after that, the seconds of all."""
+    """Read step, mean loss after step ``since`` and seconds of the newest checkpoint; None if not newer."""
     newest = next(iter(checkpoints_in(run_folder_of(out) / CHECKPOINTS)), None)
     if newest is None or step_of(newest) == since:
         return None
@@ -199,7 +196,7 @@ def _newest(out: Path, since: int) -> tuple[int, float, float] | None:
 
 
 def _absolute(island: Island) -> Island:
-    """Workers have a working directory of their own."""
+    """Return ``island`` with absolute paths: workers have a working directory of their own."""
     optional = {name: getattr(island, name) for name in ("schedule", "init")}
     return replace(
         island,

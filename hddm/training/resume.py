@@ -1,23 +1,16 @@
-"""What two starts of a run say differently, and what was changed of it on its way.
+"""Resuming a run: may it go on, what differs from its record, and is it complete already?
 
-A record of today's settings alone would say them of all steps; so every change is kept beside them:
+Answers come from records alone, ``OUT.run/run.json`` and the manifests of shards; neither torch nor a network
+is imported. `compare_records` refuses a start that differs, `is_complete` finds one with nothing left to do,
+and `expert_data` and `data_of` are what a run records of its data. An encoded shard has the hash of its
+images, so encoder, crop and skipped images are recorded beside that.
+
+A change of settings on the way is kept in the record as
 
     {"step": 1000, "key": "learning_rate", "was": 0.0015, "is": 0.0003}
 
-The steps up to ``step`` were made with what ``was``, those after it, up to the next change of ``key``, with
-what ``is``.
-
-What a run says of itself in ``OUT.run/run.json``, and whether another start of it says the same.
-
-What a run records of the data that it is on; known from the shards' manifests alone.
-
-An encoded shard has the hash of the images that it was made from, by which experts and routers match. Crop,
-VAE, text encoder, precision and images that could not be read change what is trained on, and not that hash.
-
-Whether there is nothing left to do of a training that is gone on with, by records alone.
-
-Its data is not opened, and neither torch nor a network is imported. What the records alone cannot tell, as of
-an expert that began as another one, is left to the training itself (`hddm.training.run.train`).
+and holds for the steps after ``step``, up to the next change of ``key``. `hddm.training.run_folder` keeps the
+run.
 """
 
 import hashlib
@@ -31,26 +24,25 @@ from typing import Any, TypeVar
 from hddm.data.shard_records import (
     MANIFEST,
     EncodedManifest,
-    find_shards,
     is_encoded,
     read_encoded_manifest,
     read_manifest,
 )
-from hddm.training.settings import ExpertSettings, LoopSettings, RouterSettings, RunOptions
+from hddm.training.settings import ExpertSettings, LoopSettings, RunOptions
 from hddm.utils.errors import HddmError
-from hddm.utils.files import read_json, sha256_of
-from hddm.utils.records import EXPERT_FILE, ROUTER_FILE, refuse_damaged
+from hddm.utils.files import check_absent, read_json, sha256_of
+from hddm.utils.records import refuse_damaged
 
 Change = dict[str, Any]
 """A record of one change, as plain values of JSON."""
 NOT_RECORDED = "not recorded"
-"""Stands for what an older version did not write down."""
+"""Stands for values that an older version did not write down."""
 # What says what is computed; the rest of a run's record is how it is kept, and its history.
 _COMPARED = ("settings", "data", "environment")
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """What two records of a run say differently of what it computes: was and is, by dotted key."""
+    """Return the differences of two records of a run in what it computes: (was, is) by dotted key."""
     old, new = ({part: record.get(part, {}) for part in _COMPARED} for record in (before, now))
     flat_old, flat_new = _flat(old), _flat(new)
     return {
@@ -60,22 +52,21 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, 
     }
 
 
-def told(key: str, was: Any, now: Any) -> str:
-    """A difference in a line."""
+def _line(key: str, was: Any, now: Any) -> str:
     before, after = (value if value is NOT_RECORDED else repr(value) for value in (was, now))
     return f"{key}: was {before}, is {after}"
 
 
 def with_changes(before: Sequence[Change], new: Sequence[Change], step: int) -> list[Change]:
-    """The changes of a run that goes on from ``step``, those that are ``new`` there among them.
+    """Return the changes of a run that is resumed at ``step``, with those that are ``new`` there.
 
-    What was computed beyond ``step`` is computed again: changes that were made there count from ``step`` on.
-    What is changed back before a step was made, and what is changed before the first, is no change.
+    Steps beyond ``step`` are computed again: changes that were made there count from ``step`` on. A change
+    that is undone before a step was made is none, nor is one before the first step.
 
     Args:
         before: the changes so far, in the order in which they were made.
         new: those of this start.
-        step: steps done, of the checkpoint that the run goes on from.
+        step: steps done, of the checkpoint that the run is resumed from.
     """
     merged: dict[tuple[str, int], Change] = {}
     for one in (*before, *new):
@@ -86,7 +77,7 @@ def with_changes(before: Sequence[Change], new: Sequence[Change], step: int) -> 
 
 
 def value_at(step: int, key: str, today: Any, changes: Sequence[Change]) -> Any:
-    """What setting ``key``, now ``today``, was in ``step``, which counts from 1."""
+    """Return the value in ``step``, from 1, of setting ``key``, which is ``today`` now."""
     return next((one["was"] for one in changes if one["key"] == key and step <= one["step"]), today)
 
 
@@ -122,12 +113,12 @@ log = logging.getLogger(__name__)
 
 
 def run_folder_of(out: Path) -> Path:
-    """Where the run that makes ``out`` is kept."""
+    """Return the folder of the run that writes ``out``."""
     return out.with_name(f"{out.name}.run")
 
 
 def checkpoints_in(folder: Path) -> list[Path]:
-    """The checkpoints that a folder holds, whole or damaged, newest first."""
+    """Return the checkpoints that a folder holds, damaged ones too, newest first."""
     found = [path for path in folder.glob("step_*") if re.fullmatch(r"step_\d{8,}", path.name)]
     return sorted(found, key=step_of, reverse=True)
 
@@ -151,7 +142,7 @@ def as_recorded(settings: Settings, out: Path) -> Settings:
 
 
 def compare_records(out: Path, record: Mapping[str, Any], options: RunOptions) -> dict[str, tuple[Any, Any]]:
-    """Refuse to go on with the run of ``out`` if it was started with another ``record``.
+    """Refuse to resume the run of ``out`` if it was started with another ``record``.
 
     ``options.allow_config_change`` allows other settings, but no other data, objective or network.
 
@@ -163,7 +154,7 @@ def compare_records(out: Path, record: Mapping[str, Any], options: RunOptions) -
     """
     folder, allowed = run_folder_of(out), options.allow_config_change
     differing = differences(recorded(out), json.loads(json.dumps(dict(record))))
-    lines = {key: told(key, *values) for key, values in differing.items()}
+    lines = {key: _line(key, *values) for key, values in differing.items()}
     # What an older version did not record cannot be held against a run.
     known = {key for key, (was, _) in differing.items() if was is not NOT_RECORDED}
     fixed = [lines[key] for key in lines if key in known and (key in FIXED or key.startswith("data."))]
@@ -229,55 +220,51 @@ def _content(manifest: EncodedManifest) -> str:
     return " ".join([*(one.sha256 for one in files), *(one.file for one in manifest.skipped)])
 
 
-NOTHING_LEFT = "%s: is finished; there is nothing to go on with"
 # `Schedule.config` of each objective's own schedule.
 _SCHEDULES = {"ddpm": {"name": "cosine"}, "flow": {"name": "linear"}}
 
 
-def expert_is_finished(
-    shard: Path, out: Path, settings: ExpertSettings, run: RunOptions, overwrite: bool = False
-) -> bool:
-    """Whether an expert with its objective's own schedule, begun with random weights, is finished.
-
-    Raises:
-        HddmError: for a shard that cannot be read, and a run that was started otherwise.
-    """
-    data = lambda: expert_data(shard, _SCHEDULES[settings.objective])  # noqa: E731
-    return _is_finished(out, EXPERT_FILE, settings, run, overwrite, data)
+def fresh_data(shard: Path, settings: ExpertSettings) -> dict[str, Any]:
+    """`expert_data` of an expert that begins with random weights, on its objective's own schedule."""
+    return expert_data(shard, _SCHEDULES[settings.objective])
 
 
-def router_is_finished(
-    shards: Path, out: Path, settings: RouterSettings, run: RunOptions, overwrite: bool = False
-) -> bool:
-    """Whether a router is finished; raises as `expert_is_finished`."""
-    return _is_finished(out, ROUTER_FILE, settings, run, overwrite, lambda: data_of(find_shards(shards)))
+def is_kept(out: Path, record: str, run: RunOptions | None, overwrite: bool = False) -> bool:
+    """Tell whether a model lies in ``out`` already and this start, a resumed one, leaves it there."""
+    return run is not None and run.resume and not overwrite and (out / record).exists()
 
 
-def refuse_spoilt(out: Path, record: str) -> None:
-    """Hash every file of the finished folder ``out``, and refuse one that is not what was written.
-
-    Raises:
-        HddmError: with a line a file.
-    """
-    refuse_damaged(out, record, sha256=sha256_of, remedy="--overwrite trains it anew")
-
-
-def _is_finished(
+def is_complete(
     out: Path,
     record: str,
-    settings: LoopSettings,
-    run: RunOptions,
-    overwrite: bool,
-    data: Callable[[], dict[str, Any]],
+    run: RunOptions | None,
+    overwrite: bool = False,
+    settings: LoopSettings | None = None,
+    data: Callable[[], Mapping[str, Any]] | None = None,
 ) -> bool:
-    if overwrite or not run.resume or not (out / record).exists():
+    """Tell from records alone whether a resumed training has written ``out`` and nothing is left to do.
+
+    Args:
+        out: the folder that the training writes.
+        record: the JSON file that marks its kind.
+        run: how this start goes; only a resumed one can be complete.
+        overwrite: whether ``out`` is trained anew.
+        settings: of this start. Without them the answer is no where there is a run that they must equal.
+        data: plain values that say what this start trains on; only asked where there is a run to compare.
+
+    Raises:
+        HddmError: for another folder in the way, a run that was started otherwise (`compare_records`), or
+            files that are not those that were written, a line each.
+    """
+    if not is_kept(out, record, run, overwrite):
+        check_absent(out, record, overwrite)
         return False
-    before, used = recorded(out), as_recorded(settings, out)
-    if not before or used.threads is None or used.warmup is None:
-        return False
-    now = {"settings": used.model_dump(mode="json"), "data": data()}
-    # Nothing is computed any more, wherever this is.
-    compare_records(out, {**now, "environment": before.get("environment", {})}, run)
-    refuse_spoilt(out, record)
-    log.info(NOTHING_LEFT, out)
+    if run is not None and (before := recorded(out)):
+        if settings is None or data is None:
+            return False
+        now = {"settings": as_recorded(settings, out).model_dump(mode="json"), "data": data()}
+        # Nothing is computed any more, wherever this is.
+        compare_records(out, {**now, "environment": before.get("environment", {})}, run)
+    refuse_damaged(out, record, sha256=sha256_of, remedy="--overwrite trains it anew")
+    log.info("%s: is finished; there is nothing to go on with", out)
     return True

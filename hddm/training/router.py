@@ -1,6 +1,6 @@
-"""Whether a router has learnt anything: how often it names the shard of a noised image, against chance.
+"""Train the router: from which shard does a noised image come?
 
-Training the router: which shard does a noised image come from?
+Its accuracy is measured in the end against chance, on images that it was not trained on where there are some.
 """
 
 import logging
@@ -22,9 +22,9 @@ from hddm.training.denoising import IMAGES, SURE
 from hddm.training.expert import new_network
 from hddm.training.loop import Fitted, Inputs, OnStep, Task
 from hddm.training.objectives import TIME_SCALE
-from hddm.training.resume import data_of
+from hddm.training.resume import data_of, is_complete
 from hddm.training.router_calibration import HELD_OUT_SHARE, calibrate_router, held_out, noised_logits
-from hddm.training.run import finished, train
+from hddm.training.run import train
 from hddm.training.settings import RouterSettings as RouterSettings
 from hddm.training.settings import RunOptions
 from hddm.training.shard_fit import placed
@@ -79,7 +79,7 @@ def kept_apart(partition: Path, shards: Sequence[Shard]) -> Evidence | None:
 def accuracy_of(
     network: Callable[[Tensor, Tensor], Tensor], time_scale: float, evidence: Evidence, seed: int
 ) -> dict[str, Any]:
-    """How often the most probable shard is the right one, at times spread evenly over [0, 1].
+    """Measure how often the most probable shard is the right one, at times spread evenly over [0, 1].
 
     Args:
         network: as of `hddm.training.router_calibration.calibrate_router`.
@@ -108,12 +108,12 @@ def accuracy_of(
 
 
 def is_better_than_chance(found: dict[str, Any]) -> bool:
-    """Whether what `accuracy_of` found is beyond what a router that knows nothing may have."""
+    """Return true where the accuracy is beyond that of a router that knows nothing."""
     return bool(found["accuracy"] > found["chance"] + SURE * found["deviation"])
 
 
-def told(found: dict[str, Any]) -> str:
-    """What `accuracy_of` found, in words."""
+def accuracy_text(found: dict[str, Any]) -> str:
+    """Return a line for users on what `accuracy_of` found."""
     return (
         f"names the shard of {found['accuracy']:.1%} of {found['images']} {found['of']} at all noise levels; "
         f"always naming the largest would be right for {found['chance']:.1%}"
@@ -160,7 +160,7 @@ def train_router(
         raise HddmError(f"sample_every: {run.sample_every}: a router makes no images; leave it out")
     folders = find_shards(shards_folder)
     data = data_of(folders)
-    if finished(out, ROUTER_FILE, overwrite, run):
+    if is_complete(out, ROUTER_FILE, run, overwrite, settings, lambda: data):
         return []
     shards = [open_shard(folder) for folder in folders]
     _check_alike(shards)
@@ -229,18 +229,8 @@ def train_router(
         )
         save_router(draft, network, facts)
 
-    return train(
-        Task(network, len(rows), draw, loss, (len(shards),)),
-        settings,
-        out,
-        ROUTER_FILE,
-        write,
-        data,
-        overwrite,
-        on_step,
-        run,
-        watching(),
-    )
+    task = Task(network, len(rows), draw, loss, (len(shards),))
+    return train(task, settings, out, ROUTER_FILE, write, data, overwrite, on_step, run, watching())
 
 
 def _check_alike(shards: list[Shard]) -> None:

@@ -1,6 +1,6 @@
-"""A router's temperatures, fitted so that its probabilities are as often right as they say.
+"""Temperatures of a router, fitted so that its probabilities are as often right as they say.
 
-Logits are divided by T(t) (`hddm.ensemble.temperature_at`), found on noised images that the router was not
+Logits are divided by T(t) (`hddm.ensemble.temperature_at`), fitted to noised images that the router was not
 trained on. The order of the experts does not change, only how sure the router is of it; so top-1 never
 changes, and every strategy that weighs or counts by probability does.
 """
@@ -22,7 +22,7 @@ HELD_OUT_SHARE = 0.15
 NOISED = 16384
 """Noised images that temperatures are fitted to, at least; each held-out image serves many times."""
 KNOTS = 5
-"""On digits 1 to 11 are within noise of each other; a distortion that grows over t needs a few."""
+"""Temperatures over t (docs/notes/training.md)."""
 ECE_BINS = 15
 TIME_BINS = 5
 # Beside the streams of training (2), classes (3) and samples (0, 1).
@@ -30,9 +30,9 @@ CALIBRATION_STREAM = 5
 
 
 def held_out(shard: Shard) -> Tensor:
-    """Which images (N,) of a shard are kept from training: those of the lowest SHA-256 of their pixels.
+    """Select images (N,) of a shard to keep from training: those of the lowest SHA-256 of their pixels.
 
-    `HELD_OUT_SHARE` of the shard, at least two; equal images are on one side. Neither order, names, seed nor
+    `HELD_OUT_SHARE` of the shard, at least two; equal images stay together. Neither order, names, seed nor
     other shards have a say, so that a router trained anew holds out the same images.
 
     Raises:
@@ -75,10 +75,10 @@ def calibrate_router(
     noised = noised_logits(network, time_scale, images, labels, seed)
     # Dealt in the order of the labels, so that each half has its share of every shard.
     half = torch.empty_like(labels).index_put_((labels.argsort(stable=True),), torch.arange(len(labels)) % 2)
-    side = half[noised.image]
+    part = half[noised.image]
     crossed = torch.empty_like(noised.t)
     for k in (0, 1):
-        seen, fresh = side != k, side == k
+        seen, fresh = part != k, part == k
         temperatures = noised.fit(seen, knots)
         crossed[fresh] = temperature_at(noised.t[fresh], temperatures)
     after = noised.logits / crossed[:, None]
@@ -95,7 +95,7 @@ def calibrate_router(
         **_figures(noised.logits, after, noised.labels),
         "time_bins": bins,
     }
-    return noised.fit(torch.ones_like(side, dtype=torch.bool), knots), record
+    return noised.fit(torch.ones_like(part, dtype=torch.bool), knots), record
 
 
 def fit_temperatures(
@@ -140,7 +140,7 @@ def fit_temperatures(
 
 
 def expected_calibration_error(probabilities: Tensor, labels: Tensor, bins: int = ECE_BINS) -> float:
-    """How far confidence is from accuracy.
+    """Return the mean distance of confidence from accuracy.
 
         ECE = sum_m |B_m|/n |accuracy(B_m) - confidence(B_m)|
 
@@ -187,7 +187,7 @@ def noised_logits(
     at_least: int = NOISED,
     batch_size: int = 512,
 ) -> Noised:
-    """What a router says of noised images; arguments as of `calibrate_router`.
+    """Ask a router about noised images; arguments as of `calibrate_router`.
 
     Every image comes as often as any other, at times that are spread evenly over [0, 1] together.
     """

@@ -1,7 +1,6 @@
-"""One training from its record to its folder: fresh or gone on with, watched, and written whole."""
+"""One training from its record to its folder: new or resumed, watched, and written complete or not at all."""
 
 import contextlib
-import logging
 import os
 from collections.abc import Callable, Mapping
 from importlib.metadata import version
@@ -11,41 +10,14 @@ from typing import Any, TypeVar
 import torch
 
 from hddm.training.loop import Fitted, OnStep, StepReport, Task, Watcher, fit
-from hddm.training.resume import (
-    NOTHING_LEFT,
-    as_recorded,
-    compare_records,
-    recorded,
-    refuse_spoilt,
-    run_folder_of,
-)
+from hddm.training.resume import as_recorded, is_complete, run_folder_of
 from hddm.training.run_folder import Run, open_run
 from hddm.training.settings import LoopSettings, RunOptions
-from hddm.utils.files import check_absent, new_folder
+from hddm.utils.files import new_folder
 
 Settings = TypeVar("Settings", bound=LoopSettings)
 Write = Callable[[Path, Fitted, Settings], None]
 Watch = Callable[[Run], contextlib.AbstractContextManager[Watcher]]
-
-log = logging.getLogger(__name__)
-
-
-def finished(out: Path, record: str, overwrite: bool, run: RunOptions | None) -> bool:
-    """Whether ``out`` is there and is to be gone on with, and has no run left that `train` could compare.
-
-    With ``overwrite`` too the run is gone on with, and ``out`` is replaced in the end.
-
-    Raises:
-        HddmError: as `hddm.utils.files.check_absent`, for a folder that is in the way.
-    """
-    if not _resumed_whole(out, record, overwrite, run):
-        check_absent(out, record, overwrite)
-        return False
-    if recorded(out):
-        return False
-    refuse_spoilt(out, record)
-    log.info(NOTHING_LEFT, out)
-    return True
 
 
 def train(
@@ -60,7 +32,7 @@ def train(
     run: RunOptions | None = None,
     watch: Watch | None = None,
 ) -> list[float]:
-    """Fit ``task`` and write ``out``, which appears whole or not at all.
+    """Fit ``task`` and write ``out``, which appears complete or not at all.
 
     Args:
         task: what is trained.
@@ -75,18 +47,15 @@ def train(
         watch: opens what looks at the training, given its run.
 
     Returns:
-        The loss of every step; none where ``run`` goes on with an ``out`` that is finished.
+        The loss of every step; none where a resumed ``out`` is complete.
 
     Raises:
         HddmError: as `hddm.training.run_folder.open_run` and `hddm.training.loop.fit`.
         Stopped: after a signal, with the run saved.
     """
-    used = completed(settings, out if run is not None and run.resume else None)
-    if run is not None and _resumed_whole(out, record, overwrite, run):
-        compare_records(out, _record(used, data), run)
-        refuse_spoilt(out, record)
-        log.info(NOTHING_LEFT, out)
+    if is_complete(out, record, run, overwrite, settings, lambda: data):
         return []
+    used = completed(settings, out if run is not None and run.resume else None)
     counting = [] if on_step is None else [_counting(on_step)]
     with contextlib.ExitStack() as stack:
         kept = None if run is None else Run(run_folder_of(out), run)
@@ -105,10 +74,10 @@ def train(
 
 
 def completed(settings: Settings, out: Path | None, threads: int | None = None) -> Settings:
-    """``settings`` with the threads and the warm-up that they leave open.
+    """Fill in the threads and the warm-up that ``settings`` leave open.
 
-    Both are those of the run of ``out`` that is gone on with, whose default may have been another; else as
-    many ``threads``, by default torch's, and `LoopSettings.warmup_steps`.
+    Both are those of the resumed run of ``out``, whose default may have been another; else as many
+    ``threads``, by default torch's, and `LoopSettings.warmup_steps`.
     """
     if out is not None:
         settings = as_recorded(settings, out)
@@ -118,10 +87,6 @@ def completed(settings: Settings, out: Path | None, threads: int | None = None) 
     if settings.warmup is None:
         found["warmup"] = settings.warmup_steps
     return settings.model_copy(update=found)
-
-
-def _resumed_whole(out: Path, record: str, overwrite: bool, run: RunOptions | None) -> bool:
-    return run is not None and run.resume and not overwrite and (out / record).exists()
 
 
 def _record(settings: LoopSettings, data: Mapping[str, Any]) -> dict[str, Any]:
@@ -139,7 +104,7 @@ def _record(settings: LoopSettings, data: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _device(settings: LoopSettings) -> str:
-    """What the settings come to on this machine: results differ from one to the other."""
+    """Name the device that the settings mean on this machine."""
     if settings.device in ("auto", "cuda") and torch.cuda.is_available():
         return torch.cuda.get_device_name()
     mps = settings.device in ("auto", "mps") and torch.backends.mps.is_available()

@@ -1,22 +1,14 @@
-"""Checkpoints: complete or absent, never overwritten by a worse one, read without code.
-
-checkpoints/step_00000500/
-  weights, ema, optimizer, losses (.safetensors)    `hddm.training.state.TrainingState`
-  progress.json                                      counters
-  manifest.json                                      SHA-256 of them all, written last
-
-A checkpoint is written beside its place, synced and renamed, so that whoever is killed in the middle, or runs
-out of disk, keeps the one before. It counts only if every file has its hash.
-
-The run folder of a training, beside the folder that it will write: what is needed to go on, or to look.
+"""The run folder of a training, beside the folder that it writes, with its checkpoints.
 
 OUT.run/
-  run.json          settings, data and environment of the run, how it is kept, and what was changed on its way
-  checkpoints/      `hddm.training.run_folder`
-  logs/, samples/   TensorBoard and pictures
-  lock              held by the process that trains
+  run.json                     settings, data, environment and changes of the run, and how it is kept
+  checkpoints/step_00000500/   weights, ema, optimizer, losses (.safetensors, `TrainingState`),
+                               progress.json (counters), manifest.json (SHA-256 of them all, written last)
+  logs/, samples/              TensorBoard and pictures
+  lock                         held by the process that trains
 
-OUT itself appears when the training is done, whole.
+A checkpoint is written beside its place, synced and renamed, and counts only if every file has its hash: a
+process that is killed or runs out of disk keeps the one before. OUT itself appears when the training is done.
 """
 
 import contextlib
@@ -132,8 +124,8 @@ class Checkpoints:
     def _complete(self, path: Path) -> bool:
         try:
             manifest = read_record(path / MANIFEST, CheckpointManifest, CHECKPOINT_FORMAT)
-            whole = {PROGRESS, *(f"{name}.safetensors" for name in FILES)} == set(manifest.files)
-            return whole and all(sha256_of(path / name) == sha for name, sha in manifest.files.items())
+            is_full = {PROGRESS, *(f"{name}.safetensors" for name in FILES)} == set(manifest.files)
+            return is_full and all(sha256_of(path / name) == sha for name, sha in manifest.files.items())
         except (HddmError, OSError):
             return False
 
@@ -182,21 +174,21 @@ class Run:
 
     @property
     def logs(self) -> Path:
-        """Where TensorBoard looks."""
+        """The folder of TensorBoard's files."""
         return self.folder / "logs"
 
     @property
     def samples(self) -> Path:
-        """Where pictures go."""
+        """The folder of pictures."""
         return self.folder / "samples"
 
     @functools.cached_property
     def begun_at(self) -> Path | None:
-        """The checkpoint that this start goes on from: the newest complete one, if there is one."""
+        """The checkpoint that this start resumes: the newest complete one, if there is one."""
         return self.checkpoints.newest()
 
     def restore(self, state: TrainingState) -> None:
-        """Bring ``state`` to the checkpoint to go on from, if there is one."""
+        """Bring ``state`` to the checkpoint that is resumed, if there is one."""
         if self.begun_at is not None:
             self.checkpoints.load(self.begun_at, state)
             log.info("%s: going on from step %d", self.folder, state.step)
@@ -210,7 +202,7 @@ class Run:
 def open_run(
     out: Path, record: Mapping[str, Any], options: RunOptions, overwrite: bool = False
 ) -> Iterator[Run]:
-    """The run folder of ``out``, new or gone on with, locked within the block.
+    """A block with the run folder of ``out``, new or resumed, locked.
 
     Args:
         out: what the run will write.

@@ -1,14 +1,13 @@
-"""What a training is told: how to optimise, on what hardware, and how to keep what it has done.
+"""Settings of trainings: how to optimise, on what hardware, how to keep the run; and run files.
 
-Run files: settings in YAML, checked key by key, for what stays the same between runs.
+A run file holds settings in YAML, checked key by key, for what stays the same between runs:
 
     size: S/2
     batch_size: 256
-    learning_rate: 1e-4
     mixed_precision: bf16
     checkpoint_every: 1000
 
-Keys are those of the settings of what is trained and of `hddm.training.run_folder.Keeping`.
+Keys are those of the settings of what is trained and of `Keeping`.
 """
 
 from collections.abc import Hashable, Mapping, Set
@@ -36,7 +35,7 @@ LONGEST_WARMUP = 100
 
 
 class LoopSettings(Record):
-    """How to optimise: AdamW, cosine decay to zero under a linear warm-up, and a float32 EMA.
+    """Settings of the optimisation: AdamW, cosine decay to zero under a linear warm-up, and a float32 EMA.
 
     ``batch_size`` is that of one step, over all devices and all ``gradient_accumulation_steps``.
     """
@@ -82,7 +81,7 @@ class LoopSettings(Record):
 
 
 class ExpertSettings(LoopSettings):
-    """What an expert learns, how large it is, and how it is optimised."""
+    """Settings of an expert: its objective, its size and its optimisation."""
 
     objective: Literal["ddpm", "flow"]
     time_sampling: Literal["uniform", "logit-normal"] = "uniform"
@@ -112,7 +111,7 @@ class ExpertSettings(LoopSettings):
 
 
 class RouterSettings(LoopSettings):
-    """How large the router is, how it is optimised, and whether its probabilities are calibrated."""
+    """Settings of a router: its size, its optimisation, and the calibration of its probabilities."""
 
     size: Size = "tiny"
     random_flip: bool = False
@@ -120,7 +119,7 @@ class RouterSettings(LoopSettings):
 
 
 class DistillSettings(LoopSettings):
-    """Whom a student learns from, how large it is, and how it is optimised.
+    """Settings of a student: its kind of teacher, its size and its optimisation.
 
     It takes class labels where its teacher does, and learns ``condition_dropout`` of its samples without.
     """
@@ -132,13 +131,13 @@ class DistillSettings(LoopSettings):
     random_flip: bool = False
 
     def as_expert(self, class_conditional: bool) -> ExpertSettings:
-        """Those of the flow expert that the student is."""
+        """Return the settings of the flow expert that the student is."""
         same = self.model_dump(exclude={"teacher"})
         return ExpertSettings(objective="flow", class_conditional=class_conditional, **same)
 
 
 class Keeping(Record):
-    """How often a run is saved, logged and pictured."""
+    """Intervals at which a run is saved, logged and pictured."""
 
     checkpoint_every: Positive = 500
     """Steps between checkpoints."""
@@ -153,7 +152,7 @@ class Keeping(Record):
 
 
 class RunOptions(Keeping):
-    """How a run is kept, and how this start of it goes."""
+    """Settings of keeping a run, and of this start of it."""
 
     resume: bool = False
     """Go on where the run in the folder stopped; where there is none, one is started."""
@@ -234,7 +233,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 def _reason(error: yaml.YAMLError | UnicodeDecodeError) -> str:
-    """What is wrong with a text and where, without the name that YAML makes up for it."""
+    """Say what is wrong with a text and where, without the name that YAML makes up for it."""
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
         mark = error.problem_mark
         what = ", ".join(filter(None, (error.context, error.problem)))
@@ -254,6 +253,6 @@ class _Loader(yaml.SafeLoader):
 
 
 def _complete(record: type[Record], mine: dict[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """``mine`` with what a file need not say, so that a bad value is told as the file's."""
+    """Add to ``mine`` what a file need not say, so that a bad value is reported as the file's."""
     required = {name for name, one in record.model_fields.items() if one.is_required()}
     return {name: values[name] for name in required if name in values} | mine

@@ -1,6 +1,6 @@
-"""An expert beside a shard: whether the two fit, and what the one takes and remembers of the other.
+"""An expert and a shard: do they fit, and what does the expert take and remember of the shard?
 
-Calibrating an expert on a shard: on which of its samples, and what is remembered of them.
+`check_fit` and `check_own` refuse, `calibrated_on` calibrates the expert on the shard.
 """
 
 import contextlib
@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from hddm.calibration import Calibration, calibrate
 from hddm.data.shard_records import MIN_IMAGES
 from hddm.data.shards import Shard
-from hddm.experts.records import ExpertRecord, ShardRecord
+from hddm.experts.loading import field_of
+from hddm.experts.records import Expert, ExpertRecord, ShardRecord
 from hddm.networks.identity import TextEncoderRecord, VaeRecord
 from hddm.networks.wrappers import text_width
 from hddm.utils.errors import HddmError, counted
@@ -93,7 +94,7 @@ def _check_tokens(
 
 
 def conditions_of(shard: Shard, field: VelocityField) -> dict[str, Tensor]:
-    """What ``field`` takes as conditions for the images of ``shard``: their labels, or nothing.
+    """Return the conditions that ``field`` takes for the images of ``shard``: their labels, or nothing.
 
     Raises:
         HddmError: where the classes of the two differ.
@@ -125,7 +126,7 @@ def conditions_at(
 
 
 def shard_facts(shard: Shard, classes: tuple[str, ...]) -> ShardRecord:
-    """What an expert remembers of its shard: images are counted by its own ``classes``, or not at all."""
+    """Return an expert's record of its shard; images are counted by its own ``classes``, or not at all."""
     counts: list[int] = []
     if shard.labels is not None and shard.classes == classes:
         counts = shard.labels.bincount(minlength=len(classes)).tolist()
@@ -165,6 +166,14 @@ def calibrated_on(shard: Shard, field: VelocityField, given: Mapping[str, Tensor
     return replace(calibration, record=shard_record(shard) | {"seed": str(seed)})
 
 
+def calibrated(
+    expert: Expert, shard: Shard, given: Mapping[str, Tensor], seed: int, device: torch.device
+) -> Expert:
+    """Return ``expert``, which has no calibration, with one of `calibrated_on`, computed on ``device``."""
+    with placed(expert.network, device):
+        return replace(expert, calibration=calibrated_on(shard, field_of(expert, device), given, seed))
+
+
 @contextlib.contextmanager
 def placed(network: nn.Module, device: torch.device) -> Iterator[None]:
     """Within the block ``network`` is on ``device``, and afterwards on the CPU."""
@@ -185,5 +194,5 @@ def calibration_rows(shard: Shard) -> Tensor:
 
 
 def shard_record(shard: Shard) -> dict[str, str]:
-    """What a calibration remembers of its shard."""
+    """Return a calibration's record of its shard."""
     return {"data": f"shard {shard.hash}", "images": str(len(calibration_rows(shard)))}

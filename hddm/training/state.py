@@ -1,7 +1,4 @@
-"""Exponential moving average of weights, in float32 whatever the training dtype.
-
-Everything that a training is between two steps, as tensors and plain values.
-"""
+"""The state of a training between two steps, as tensors and plain values, with the average of its weights."""
 
 import contextlib
 from collections.abc import Iterator, Mapping
@@ -42,7 +39,7 @@ class Ema:
 
     @torch.no_grad()
     def load(self, tensors: Mapping[str, Tensor], updates: int) -> None:
-        """Go on from averages as `tensors` gave them, after so many ``updates``."""
+        """Take over averages that `tensors` gave after so many ``updates``."""
         for name, shadow in zip(self._names, self._shadow, strict=True):
             shadow.copy_(tensors[name])
         self.updates = updates
@@ -86,7 +83,7 @@ class TrainingState:
     non_finite: int = 0
     """Steps in a row that were skipped, up to now."""
     notes: dict[str, Any] = field(default_factory=dict)
-    """What watchers keep from step to step, by their name, as plain values of JSON."""
+    """Values that watchers keep from step to step, by their name, in plain JSON."""
 
     @property
     def step(self) -> int:

@@ -1,6 +1,7 @@
-"""What is to be verified, and by which images: told by small records alone.
+"""Verify an expert that somebody else trained, before it is used.
 
-Judging an expert that somebody else trained, before it is used.
+`verify_expert` checks records, hashes and weights, and judges it by images where there are some. `experts_in`
+and `images_for` find from small records what is to be verified, and by which images.
 """
 
 import math
@@ -114,8 +115,8 @@ KNOWN = frozenset({EXPERT_FILE, MANIFEST, *FILES})
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """What was found in an expert folder; it is fit for use if there are no ``problems``.
+class Verification:
+    """Findings in an expert folder; it is fit for use if there are no ``problems``.
 
     ``files`` holds the SHA-256 of every file, and ``base`` that of the weights which an adapter changes.
     ``trained_on`` is the hash of its shard, and ``images`` how many the denoising was judged on;
@@ -136,7 +137,7 @@ class Verdict:
 
     @property
     def accepted(self) -> bool:
-        """Whether nothing speaks against it."""
+        """True where there are no problems."""
         return not self.problems
 
     def report(self) -> dict[str, Any]:
@@ -150,7 +151,7 @@ def verify_expert(
     seed: int = 0,
     bases: Sequence[Path] = (),
     device: torch.device | str = "cpu",
-) -> Verdict:
+) -> Verification:
     """Judge an expert folder: its records, its weights, where it comes from, and how it denoises.
 
     It is read as it would be for sampling, where no code is run and every weight must be finite. Its record
@@ -171,7 +172,7 @@ def verify_expert(
     Raises:
         UsageError: for a folder that is no expert's, a device that is not there, bases of what is no adapter,
             and images that are not there, damaged, too few, or none of the expert's; all else is a problem
-            of the `Verdict`.
+            of the `Verification`.
     """
     if experts_in(folder) != [folder]:
         raise UsageError(f"{folder}: is a folder of experts; name one of them")
@@ -183,7 +184,7 @@ def verify_expert(
         unread = open_expert(folder, given, unheld=(WEIGHTS, ADAPTER_WEIGHTS))
     except HddmError as error:
         files = _files(folder)
-        return Verdict(folder, files, _lines(error), _strangers(files))
+        return Verification(folder, files, _lines(error), _strangers(files))
     with asked():
         refuse_base(folder, unread.facts.adapter, bases)
         notes = [] if shard is None else _belongs(shard, unread)
@@ -197,7 +198,7 @@ def verify_expert(
         expert = unread.read(torch.float32)
         field = field_of(expert, place)
     except HddmError as error:
-        return Verdict(folder, files, (*foreign, *_lines(error)), tuple(notes))
+        return Verification(folder, files, (*foreign, *_lines(error)), tuple(notes))
     base = unread.facts.adapter.base_sha256 if unread.facts.adapter else None
     problems = [*_provenance(expert), *foreign]
     notes += _unbound(unread)
@@ -212,7 +213,7 @@ def verify_expert(
             if expert.facts.shard is None:
                 raise UsageError(error.message, error.details) from error
             problems += _lines(error)
-    return Verdict(
+    return Verification(
         folder,
         files,
         tuple(problems),
@@ -241,7 +242,7 @@ def _provenance(expert: Expert) -> list[str]:
 
 
 def _unbound(expert: UnreadExpert) -> list[str]:
-    """What a record leaves open of the files beside it, most of all that of an older version."""
+    """List what a record leaves open of the files beside it, as those of older versions do."""
     facts, found = expert.facts, []
     is_old = expert.folder is not None and not has_manifest(expert.folder)
     if is_old:

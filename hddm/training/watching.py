@@ -1,14 +1,9 @@
-"""The figures of a training: means since the last entry, and what the step of an entry has itself.
+"""Watching a training: figures, pictures of what its network draws, and the logs that they go to.
 
-What is summed since the last entry is part of the training's state, so that a resumed run logs what the
-uninterrupted one does, wherever its checkpoint lies between two entries.
-
-Pictures of what a network draws while it is trained: the same noise every time, raw and averaged weights.
-
-They change nothing in the training: every module's mode, torch's generators, gradients and what was compiled
-are afterwards as they were.
-
-What looks at a training: TensorBoard, pictures, and W&B for those who ask for it.
+`Figures` are means since the last entry; their sums are part of the training's state, so that a resumed run
+logs what the uninterrupted one does. `SampleGrids` draws from the same noise every time, with raw and
+averaged weights. Nothing here changes the training: modes, torch's generators, gradients and compiled code
+are afterwards as before.
 """
 
 import contextlib
@@ -35,7 +30,7 @@ from hddm.utils.files import read_json
 from hddm.velocity import VelocityField
 
 BINS = 5
-"""Noise levels t in [0, 1] are told apart in so many bins of equal width."""
+"""The number of bins of equal width for noise levels t in [0, 1]."""
 _NOTE = "figures"
 
 
@@ -62,13 +57,13 @@ class Figures:
         """
         kept = report.state.notes.get(_NOTE)
         if kept is None or kept["step"] != report.step - 1:
-            kept = {"loss": [0.0, 0], "bins": [[0.0, 0] for _ in range(BINS)]}
+            kept = _nothing()
         if math.isfinite(report.loss):
             _count(kept, report)
         due = report.step % self.every == 0
         entry = self._entry(kept, report) if due else {}
         if due:
-            kept = {"loss": [0.0, 0], "bins": [[0.0, 0] for _ in range(BINS)]}
+            kept = _nothing()
         report.state.notes[_NOTE] = kept | {"step": report.step}
         self._time(report, entry, due)
         return entry
@@ -102,6 +97,10 @@ class Figures:
             self._images, self._since = 0, now
 
 
+def _nothing() -> dict[str, Any]:
+    return {"loss": [0.0, 0], "bins": [[0.0, 0] for _ in range(BINS)]}
+
+
 def _count(kept: dict[str, Any], report: StepReport) -> None:
     kept["loss"] = [kept["loss"][0] + report.loss, kept["loss"][1] + 1]
     known = report.t.isfinite()
@@ -126,7 +125,7 @@ _SMALLEST = 64
 log = logging.getLogger(__name__)
 
 
-class Pictures:
+class SampleGrids:
     """A grid of samples for each set of weights, as PNG under ``folder``.
 
     Class-conditional networks draw one class after the other, text-conditional ones the first captions of the
@@ -173,7 +172,7 @@ class Pictures:
         self._folder.mkdir(parents=True, exist_ok=True)
         for name, grid in grids.items():
             path = self._folder / f"step_{report.step:08d}_{name}.png"
-            # Under its own name a picture is whole.
+            # Under its own name a picture is complete.
             draft = path.with_name(f".{path.name}")
             save_png(grid, draft)
             os.replace(draft, path)
@@ -229,7 +228,7 @@ def grid_of(images: Tensor) -> Tensor:
 def watching(
     field: VelocityField | None = None, shard: Shard | None = None, settings: ExpertSettings | None = None
 ) -> Callable[[Run], contextlib.AbstractContextManager[Watcher]]:
-    """What `hddm.training.run.train` watches a training with, as its run's options say.
+    """Return the watcher of `hddm.training.run.train`, as the options of the run say.
 
     Nothing here ends a training: what fails is one warning.
 
@@ -243,12 +242,12 @@ def watching(
     def watch(run: Run) -> Iterator[Watcher]:
         pictures = None
         if run.options.sample_every and field is not None and shard is not None and settings is not None:
-            told = {
+            trained = {
                 "class_labels": settings.class_conditional,
                 "encoder_hidden_states": settings.text_conditional,
             }
-            names = {name for name, wanted in told.items() if wanted}
-            pictures = Pictures(field, shard, names, run.samples)
+            names = {name for name, wanted in trained.items() if wanted}
+            pictures = SampleGrids(field, shard, names, run.samples)
         sinks = _sinks(run)
         failed = True
         try:
@@ -273,7 +272,7 @@ def _sinks(run: Run) -> list[Guarded]:
 class _Watch:
     """Called after each step."""
 
-    def __init__(self, run: Run, sinks: Sequence[Guarded], pictures: Pictures | None) -> None:
+    def __init__(self, run: Run, sinks: Sequence[Guarded], pictures: SampleGrids | None) -> None:
         self._run, self._sinks, self._pictures = run, sinks, pictures
         self._figures = Figures(run.options.log_every)
         self._warned = False

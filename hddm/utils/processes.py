@@ -1,11 +1,11 @@
-"""Being told to stop: save, then leave with a code that says by what.
+"""Signals that stop work, and calls in local processes.
 
-Exit codes: 130 after SIGINT, 143 after SIGTERM, 138 after SIGUSR1. What a training had done is saved, and
-``--resume`` goes on from there. A second signal exits at once, if it comes `TOGETHER` seconds or more after
-the first: a scheduler and its launcher may both pass one request on. Checkpoints are complete or absent, so
-it may come in the middle of a write.
+`StopRequest` notes a signal, so that work is saved before the process ends, with exit code 130 after SIGINT,
+143 after SIGTERM, 138 after SIGUSR1. A second signal exits at once, if it comes `TOGETHER` seconds or more
+after the first: a scheduler and its launcher may both pass one request on. Checkpoints are complete or
+absent, so it may come in the middle of a write.
 
-Independent calls in local processes, one thread each, with their progress on one bar.
+`Workers` runs independent calls in processes of one thread each, and reports their progress.
 """
 
 import collections
@@ -21,7 +21,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wai
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from multiprocessing.queues import SimpleQueue
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 from hddm.utils.errors import HddmError
@@ -39,7 +39,7 @@ class Stopped(HddmError):
 
     @property
     def exit_code(self) -> int:
-        """What the process should exit with."""
+        """The exit code of the process."""
         return 128 + self.number
 
     def __reduce__(self) -> Any:
@@ -62,19 +62,14 @@ class StopRequest:
             self._before = {one: signal.signal(one, self._note) for one in SIGNALS}
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *ended: object) -> None:
         for one, handler in self._before.items():
             # None is a handler that was not set from Python.
             signal.signal(one, signal.SIG_DFL if handler is None else handler)
 
     @property
     def requested(self) -> bool:
-        """Whether a signal came."""
+        """True once a signal came."""
         return self.number is not None
 
     def _note(self, number: int, frame: FrameType | None) -> None:
@@ -91,8 +86,7 @@ class StopRequest:
 
 Report = Callable[[int], None]
 
-# Without these glibc returns every large block to the system, and a training step on the CPU spends a
-# quarter of its time on page faults.
+# Without these glibc returns every large block to the system, at the cost of page faults in every step.
 _MALLOC = {
     "MALLOC_MMAP_THRESHOLD_": str(1 << 30),
     "MALLOC_TRIM_THRESHOLD_": str(1 << 31),
@@ -146,12 +140,7 @@ class Workers:
         self._environment.enter_context(environment(compute_environment(1)))
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *ended: object) -> None:
         if kind is not None:
             # Nobody will take the results; a running call must not go on writing.
             for child in multiprocessing.active_children():
@@ -172,7 +161,7 @@ class Workers:
         results: dict[int, Any] = {}
         try:
             while waiting or running:
-                # No more than can run: a pool hands calls on ahead, and a worker that was told to stop, and
+                # No more than can run: a pool hands calls on ahead, and a worker that was asked to stop, and
                 # stopped, would begin the next one.
                 while waiting and len(running) < self._count:
                     k = waiting.popleft()

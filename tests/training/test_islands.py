@@ -19,7 +19,17 @@ from hddm.training import islands as island_process
 from hddm.training import run as runs
 from hddm.training.expert import train_expert
 from hddm.training.island_jobs import Island, Outcome, make_islands, parse_objectives, refuse_failed
-from hddm.training.islands import Ended, Logged, Stepped, prepare, threaded, train_island, train_islands, work
+from hddm.training.islands import (
+    Ended,
+    Logged,
+    Processes,
+    Stepped,
+    prepare,
+    threaded,
+    train_island,
+    train_islands,
+    work,
+)
 from hddm.training.logs import Trend, trend_of
 from hddm.training.resume import run_folder_of
 from hddm.training.run_folder import Checkpoints
@@ -267,7 +277,7 @@ def test_a_killed_process_goes_on_and_a_signal_saves_and_ends_all(
     assert outcome.trend is not None
     assert _last_checkpoint(island.out) == _last_checkpoint(plain.out)
     assert (island.out / WEIGHTS).read_bytes() == (plain.out / WEIGHTS).read_bytes()
-    (again,) = train_islands([_island(whole, island.out, resume=True)], retries=0)
+    (again,) = train_islands([_island(whole, island.out, resume=True)], Processes(retries=0))
     assert (again.trend, again.failure) == (None, None)
 
 

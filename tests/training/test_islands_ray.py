@@ -10,8 +10,8 @@ import pytest
 
 from hddm.networks.folders import WEIGHTS
 from hddm.training.island_jobs import make_islands
-from hddm.training.islands import train_island
-from hddm.training.ray_islands import train_islands_on_ray
+from hddm.training.islands import train_island, train_islands
+from hddm.training.ray_islands import RayCluster
 from hddm.training.resume import run_folder_of
 from hddm.training.settings import RunOptions
 from hddm.utils.errors import HddmError
@@ -81,7 +81,7 @@ def test_a_dead_worker_and_a_dead_node_change_nothing(shards: Path, tmp_path: Pa
         else:
             os.kill(_holder(islands[index].out), signal.SIGKILL)
 
-    outcomes = train_islands_on_ray(islands, on_step=on_step)
+    outcomes = train_islands(islands, RayCluster(), on_step)
     assert sorted(died) == sorted(raylets)
     assert all(0 < step < STEPS for step in died.values())
     for one, own in zip(islands[:2], plain, strict=True):
@@ -98,4 +98,4 @@ def test_a_cluster_that_does_not_answer_is_an_error_of_one_line(shards: Path, tm
         [shards / "shard_0"], tmp_path, ["flow"], {"flow": expert_settings("flow")}, RunOptions()
     )
     with pytest.raises(HddmError, match=r"^--ray nonsense: no cluster answers there"):
-        train_islands_on_ray(islands, "nonsense")
+        train_islands(islands, RayCluster("nonsense"))

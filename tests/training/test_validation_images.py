@@ -28,7 +28,7 @@ from hddm.training.loop import Fitted, Inputs, StepReport, Task
 from hddm.training.run import train
 from hddm.training.settings import ExpertSettings, RunOptions
 from hddm.training.state import Ema, TrainingState
-from hddm.training.watching import Pictures, grid_of, shown, undisturbed, watching
+from hddm.training.watching import SampleGrids, grid_of, shown, undisturbed, watching
 from hddm.utils.processes import Stopped
 from hddm.velocity import VelocityField
 from tests.artefacts import contents, expert_settings
@@ -193,8 +193,10 @@ def test_texts_are_the_first_captions_of_the_shard(whole: Path, tmp_path: Path) 
         )
 
     null = {"encoder_hidden_states": torch.zeros(3, 8)}
-    told = Pictures(field(null), shard, {"encoder_hidden_states"}, tmp_path / "told").draw(_report(network))
-    untold = Pictures(field(null), shard, set(), tmp_path / "untold").draw(_report(network))
+    told = SampleGrids(field(null), shard, {"encoder_hidden_states"}, tmp_path / "told").draw(
+        _report(network)
+    )
+    untold = SampleGrids(field(null), shard, set(), tmp_path / "untold").draw(_report(network))
     expected = sample(field({}), 16, seed=0, steps=30, encoder_hidden_states=tokens[:16])
     assert torch.equal(told["raw"], grid_of(to_bytes(expected)))
     assert torch.equal(told["raw"], told["ema"])

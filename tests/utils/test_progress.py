@@ -166,7 +166,7 @@ def test_the_end_of_a_training_is_told_by_means_and_not_by_single_steps() -> Non
     assert trend.first == pytest.approx((1000 + 49 * 3 + 49) / 99)
     assert trend.last == pytest.approx((50 + 49 * 0.5) / 99)
     assert trend_of([1.0] * 60 + [0.0] * 60) == Trend(120, 12, 1.0, 0.0)
-    assert Trend(120, 12, 1.0, 0.25).told("cross-entropy") == (
+    assert Trend(120, 12, 1.0, 0.25).text("cross-entropy") == (
         "trained for 120 steps, cross-entropy 1.0000 → 0.2500 (means of the first and the last 12 steps)"
     )
 
@@ -174,7 +174,7 @@ def test_the_end_of_a_training_is_told_by_means_and_not_by_single_steps() -> Non
 def test_of_too_few_steps_to_compare_the_mean_of_all_is_told() -> None:
     assert trend_of([]) is None
     runs = ([1.0], [*[9.0] * 97, math.inf, 8.0], [math.nan] * 499 + [3.0], [math.nan] * 500)
-    assert [trend.told() for trend in map(trend_of, runs) if trend] == [
+    assert [trend.text() for trend in map(trend_of, runs) if trend] == [
         "trained for 1 step, loss 1.0000 (mean of all steps)",
         "trained for 99 steps, loss 8.9898 (mean of all steps)",
         "trained for 500 steps, loss 3.0000 (mean of all steps)",
