@@ -5,9 +5,9 @@ E[eps - x_0 | x_t] is
 
     v_gauss = -m + U [ (t - (1 - t) c) / ((1 - t)² c + t²) z ]
 
-It is that of the best linear denoiser of any data with these moments, and exact at both ends: v = -x at
-t = 0, v = x - m at t = 1. Where the class c of an image is known, its mean m_c stands for m, and the velocity
-is exact at t = 1 given the class as well. The covariance stays that of all images: it is at least the one within
+It is that of the best linear denoiser of any data with these moments, and exact at both ends: v = -x at t =
+0, v = x - m at t = 1. Where the class c of an image is known, its mean m_c stands for m, and the velocity is
+exact at t = 1 given the class as well. The covariance stays that of all images: it is at least the one within
 a class, and the error is at most that of the one mean. A class of n_c images has
 
     m_c = m + n_c/(n_c + rho) (mean of its images - m),     rho = variance within/variance between classes,
@@ -52,9 +52,9 @@ where gain(t) is the factor of the network's output in the conversion (epsilon 1
   network is kappa (eps - x), its error. At t = 0 a sample expert starts near v = -x likewise.
 
 K is piecewise linear in t, since 1/gain is. So the parametrisation is a `Calibration` with the weight 1 - K
-for every direction, and every reader of experts knows it. A schedule that ends at t_max < 1 asks the
-network at t_max (`hddm.velocity`). There K also falls to 0 from t_max on, whatever the network predicts, so
-that v = x - m at t = 1 where the bare rule has v = x. A condition has no effect at t = 1 itself.
+for every direction, and every reader of experts knows it. A schedule that ends at t_max < 1 asks the network
+at t_max (`hddm.velocity`). There K also falls to 0 from t_max on, whatever the network predicts, so that v =
+x - m at t = 1 where the bare rule has v = x. A condition has no effect at t = 1 itself.
 
 Against EDM (arXiv:2206.00364, section 5): its c_skip is (1 - K) v_gauss with an isotropic covariance, and in
 velocity units its c_out goes from 1 at t = 0 to the deviation of the data at t = 1. Here the gain rises from

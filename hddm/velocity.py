@@ -346,7 +346,7 @@ class VelocityField:
         return self.calibration.apply(raw, x, t, conditions.get(LABELS), bound)
 
     def raw_velocity(self, x: Tensor, t: Tensor, conditions: Mapping[str, Tensor]) -> Tensor:
-        """The exact conversion, uncalibrated, of ``x`` in float32 or float64 and ``t`` (batch,) in float64."""
+        """The exact conversion, uncalibrated; ``x`` in float32 or float64, ``t`` (batch,) in float64."""
         is_flow = self.prediction_type is PredictionType.FLOW_PREDICTION
         if is_flow and isinstance(self.schedule, LinearSchedule):
             return self.ask(x, t, conditions)

@@ -134,7 +134,7 @@ def sample(
     overwrite: Overwrite = False,
 ) -> None:
     """Make images from an expert or an ensemble. Image i depends on the seed and i alone."""
-    from hddm.pipelines.settings import SampleSettings
+    from hddm.pipelines.samples import SampleSettings, sample_to_folder
     from hddm.utils.progress import Progress
     from hddm.utils.records import OPTIONS, parse_facts
 
@@ -166,8 +166,6 @@ def sample(
     }
     with asked():
         settings = parse_facts(given, SampleSettings, OPTIONS)
-
-    from hddm.pipelines.samples import sample_to_folder
 
     with Progress(num_images, "sample") as progress:
         shown = sample_to_folder(source, out, settings, overwrite, progress, grid)
