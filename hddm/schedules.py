@@ -235,11 +235,6 @@ class DiscreteSchedule(Schedule):
             return dict(self.source)
         return {"name": "discrete", "betas": self.betas.tolist()}
 
-    @property
-    def zero_terminal_snr(self) -> bool:
-        """True where alpha is 0 at the last index."""
-        return bool(self._table(torch.device("cpu"))[-1].isneginf())
-
     def alpha_sigma(self, time: Tensor) -> tuple[Tensor, Tensor]:
         log_snr = self._log_snr(time)
         return torch.sigmoid(log_snr).sqrt(), torch.sigmoid(-log_snr).sqrt()

@@ -69,7 +69,7 @@ class SourceFacts(Facts):
     files: dict[str, str]
     """SHA-256 by file name."""
     scheduler: dict[str, Any] | None = None
-    """The whole scheduler config that lay beside the weights, sampling keys and all."""
+    """The scheduler config beside the weights, with the keys of sampling."""
     prefix: str = ""
     """Stripped from every key, as a data-parallel or compiled module leaves it."""
     options: dict[str, Any] = Field(default_factory=dict)
@@ -105,7 +105,7 @@ class ExpertFacts(Facts):
     variance_head: bool = False
     """The network gives a learned variance besides, which is dropped."""
     round_time: bool = False
-    """The network is fed whole timesteps."""
+    """The network is fed integer timesteps."""
     conditions: tuple[str, ...] = ()
     classes: tuple[str, ...] = ()
     null_class: int | None = None

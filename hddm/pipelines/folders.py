@@ -81,7 +81,7 @@ def open_pipeline(
 
 
 def save_pipeline(pipeline: Any, folder: Path, overwrite: bool) -> None:
-    """Write the parts of a `hddm.HDDMPipeline` as an ensemble folder, whole or not at all.
+    """Write the parts of a `hddm.HDDMPipeline` as an ensemble folder, complete or not at all.
 
     Raises:
         HddmError: for a folder that exists, unless ``overwrite``, and for the one that experts are read from.

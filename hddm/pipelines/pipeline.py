@@ -166,7 +166,7 @@ class HDDMPipeline(Offloading, DiffusionPipeline):  # type: ignore[misc]
         return moved
 
     def save_pretrained(self, save_directory: str | Path, *, overwrite: bool = False, **options: Any) -> None:
-        """Write an ensemble folder, whole or not at all, weights in the dtype that they run in.
+        """Write an ensemble folder, complete or not at all, weights in the dtype that they run in.
 
         Args:
             save_directory: the folder.

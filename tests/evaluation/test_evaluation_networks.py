@@ -24,7 +24,7 @@ from hddm.evaluation.distances import Gaussian, frechet_distance
 from hddm.evaluation.features import (
     CLIP,
     INCEPTION,
-    WeightsFile,
+    PublishedWeights,
     choose_extractor,
     clip_features,
     open_extractor,
@@ -63,7 +63,7 @@ class _Inception(nn.Module):
         return self.layers(x)
 
 
-def _small(file: WeightsFile, path: Path) -> WeightsFile:
+def _small(file: PublishedWeights, path: Path) -> PublishedWeights:
     return replace(file, sha256=sha256_of(path))
 
 
@@ -162,7 +162,7 @@ def test_the_defaults_of_transformers_are_vit_b_32() -> None:
 
 @pytest.mark.parametrize(("features", "file"), [("inception", INCEPTION), ("clip", CLIP)])
 def test_missing_weights_are_one_error_with_all_that_is_needed(
-    features: str, file: WeightsFile, images: Path, home: Path, hddm: Command
+    features: str, file: PublishedWeights, images: Path, home: Path, hddm: Command
 ) -> None:
     code, out, err = hddm("evaluate", images, "--reference", images, "--features", features)
     assert (code, out, err.count("\n")) == (1, "", 1)
