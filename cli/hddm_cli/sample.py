@@ -137,7 +137,7 @@ def sample(
     """Make images from an expert or an ensemble. Image i depends on the seed and i alone."""
     from hddm.pipelines.samples import SampleSettings, sample_to_folder
     from hddm.utils.progress import Progress
-    from hddm.utils.records import OPTIONS, parse_facts
+    from hddm.utils.records import OPTIONS, parse_record
 
     given = {
         "num_images": num_images,
@@ -166,7 +166,7 @@ def sample(
         "output_type": output_type.value,
     }
     with asked():
-        settings = parse_facts(given, SampleSettings, OPTIONS)
+        settings = parse_record(given, SampleSettings, OPTIONS)
 
     with Progress(num_images, "sample") as progress:
         shown = sample_to_folder(source, out, settings, overwrite, progress, grid)

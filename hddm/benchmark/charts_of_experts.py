@@ -8,7 +8,7 @@ import numpy as np
 from matplotlib.axes import Axes
 
 from hddm.benchmark.report_words import used_experts
-from hddm.benchmark.results import Curve, ErrorCurve, Record, Results
+from hddm.benchmark.results import Curve, ErrorCurve, Results, SeedRow
 from hddm.benchmark.svg import GREY, HEIGHT, SYMBOLS, Chart, colour, panel, plain_ticks
 
 _LOW = HEIGHT * 0.85
@@ -16,7 +16,7 @@ _LOW = HEIGHT * 0.85
 
 def use(results: Results) -> tuple[str, Chart] | None:
     """Mean weight of each expert over t, a panel a strategy, of the model with most of them."""
-    asked: dict[str, dict[str, list[Record]]] = {}
+    asked: dict[str, dict[str, list[SeedRow]]] = {}
     for one in results.records:
         if one.use and "largest" in one.use[0]:
             strategies = asked.setdefault(one.model, {})
@@ -28,7 +28,7 @@ def use(results: Results) -> tuple[str, Chart] | None:
     model = max(asked, key=lambda name: len(asked[name]))
     experts = len(next(iter(asked[model].values()))[0].use[0]["weights"])
 
-    def paint(axes: Axes, strategy: str, records: Sequence[Record]) -> None:
+    def paint(axes: Axes, strategy: str, records: Sequence[SeedRow]) -> None:
         times = [entry["t"] for entry in records[0].use]
         weights = np.mean([[entry["weights"] for entry in one.use] for one in records], axis=0)
         certain = np.mean([[entry["largest"] for entry in one.use] for one in records], axis=0)

@@ -7,7 +7,7 @@ from typing import Any
 from matplotlib.axes import Axes
 
 from hddm.benchmark.conversions import EXACT
-from hddm.benchmark.results import Record, Results, Row
+from hddm.benchmark.results import Results, Row, SeedRow
 from hddm.benchmark.svg import GREY, SYMBOLS, Chart, colour, panel, plain_ticks
 
 _MARKERS = {"draw": "o", "top-1": "^", "top-2": "s", "full": "D"}
@@ -119,9 +119,9 @@ def _markers(strategies: Iterable[str]) -> dict[str, str]:
     return {name: _MARKERS.get(name) or next(others) for name in strategies}
 
 
-def _records(results: Results, table: str, row: str) -> list[Record]:
+def _records(results: Results, table: str, row: str) -> list[SeedRow]:
     return [one for one in results.records if (one.table, one.row) == (table, row)]
 
 
-def _value(record: Record, name: str) -> float:
+def _value(record: SeedRow, name: str) -> float:
     return float(record.scores[name]["value"])

@@ -10,10 +10,10 @@ from hddm.benchmark.results import (
     Curve,
     ErrorCurve,
     ModelRecord,
-    Record,
     Results,
-    RouterRecord,
+    RouterReliability,
     Row,
+    SeedRow,
     figure,
     figures_of,
 )
@@ -81,19 +81,19 @@ def collect(
     )
 
 
-def _by_row(records: Sequence[Record]) -> dict[str, list[Record]]:
-    rows: dict[str, list[Record]] = {}
+def _by_row(records: Sequence[SeedRow]) -> dict[str, list[SeedRow]]:
+    rows: dict[str, list[SeedRow]] = {}
     for one in records:
         rows.setdefault(one.row, []).append(one)
     return rows
 
 
-def _record(store: Store, seed: Seed, row: Scored) -> Record:
+def _record(store: Store, seed: Seed, row: Scored) -> SeedRow:
     drawn = [store.record(job) for job in row.samples]
     parts = [one["result"] for one in drawn]
     images = sum(part["images"] for part in parts)
     experts = [sum(counts) / images for counts in zip(*(p["expert_evaluations"] for p in parts), strict=True)]
-    return Record(
+    return SeedRow(
         table=row.table,
         row=row.row,
         model=row.model,
@@ -141,7 +141,7 @@ def _mean_use(parts: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
         yield merged
 
 
-def _row(name: str, records: Sequence[Record], models: Sequence[ModelRecord]) -> Row:
+def _row(name: str, records: Sequence[SeedRow], models: Sequence[ModelRecord]) -> Row:
     first = records[0]
     made = [one for one in models if one.model == first.model]
     flop = [float(one.training_flop) for one in made if one.training_flop is not None]
@@ -198,9 +198,9 @@ def _errors(store: Store, seed: Seed) -> Iterator[ErrorCurve]:
             )
 
 
-def _router(store: Store, seed: Seed) -> RouterRecord:
+def _router(store: Store, seed: Seed) -> RouterReliability:
     assert seed.reliability is not None
-    return RouterRecord(seed=seed.seed, **store.result(seed.reliability))
+    return RouterReliability(seed=seed.seed, **store.result(seed.reliability))
 
 
 def _losses(store: Store, seed: Seed) -> Iterator[Curve]:

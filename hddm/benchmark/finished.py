@@ -4,12 +4,12 @@ from pathlib import Path
 
 from hddm.checkpoints.describe import describe
 from hddm.experts.ensembles import read_ensemble_facts
-from hddm.experts.records import EXPERT_FILE, FORMAT, ExpertFacts
+from hddm.experts.records import EXPERT_FILE, FORMAT, ExpertRecord
 from hddm.utils.errors import HddmError
-from hddm.utils.records import read_facts
+from hddm.utils.records import read_record
 
 
-def expert_records(folder: Path) -> list[ExpertFacts]:
+def expert_records(folder: Path) -> list[ExpertRecord]:
     """The records of an expert folder, or of all experts of an ensemble folder.
 
     Raises:
@@ -17,10 +17,10 @@ def expert_records(folder: Path) -> list[ExpertFacts]:
     """
     is_expert = (folder / EXPERT_FILE).is_file()
     experts = [folder] if is_expert else [folder / name for name in read_ensemble_facts(folder).experts]
-    return [read_facts(expert / EXPERT_FILE, ExpertFacts, FORMAT) for expert in experts]
+    return [read_record(expert / EXPERT_FILE, ExpertRecord, FORMAT) for expert in experts]
 
 
-def read_finished(folder: Path) -> list[ExpertFacts]:
+def read_finished(folder: Path) -> list[ExpertRecord]:
     """The records of the experts of a finished model.
 
     Raises:

@@ -10,10 +10,10 @@ from hddm.utils.errors import HddmError, words
 Layer = tuple[str, Mapping[str, Any]]
 """A place in a file, as errors name it, and what is said there."""
 
-Record = TypeVar("Record", bound=BaseModel)
+AnySettings = TypeVar("AnySettings", bound=BaseModel)
 
 
-def layered(kind: type[Record], layers: Sequence[Layer]) -> Record:
+def layered(kind: type[AnySettings], layers: Sequence[Layer]) -> AnySettings:
     """Settings of which each layer goes before those that it follows.
 
     Raises:

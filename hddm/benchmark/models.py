@@ -21,7 +21,7 @@ from hddm.benchmark.trainings import MODEL, Training, router_training
 from hddm.data.shard_records import read_manifest
 from hddm.experts.assembly import assemble
 from hddm.experts.ensembles import ENSEMBLE_FILE
-from hddm.experts.records import EXPERT_FILE, ExpertFacts
+from hddm.experts.records import EXPERT_FILE, ExpertRecord
 from hddm.training.island_jobs import OBJECTIVES
 from hddm.training.settings import RouterSettings
 from hddm.utils.errors import HddmError
@@ -261,7 +261,7 @@ def model_hash(folder: Path) -> str:
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
-def _trained_in(records: Sequence[ExpertFacts]) -> tuple[bool, ...]:
+def _trained_in(records: Sequence[ExpertRecord]) -> tuple[bool, ...]:
     return tuple(record.training_calibration for record in records)
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from hddm.benchmark.conversions import EXACT
 from hddm.benchmark.numbers import number, span
-from hddm.benchmark.results import MARK, ErrorCurve, Record, Results, Row, Verdict
+from hddm.benchmark.results import MARK, ErrorCurve, Results, Row, SeedRow, Verdict
 from hddm.benchmark.schema import Point
 from hddm.utils.errors import counted
 
@@ -245,7 +245,7 @@ def _ratio(results: Results, ours: Row, theirs: Row) -> str:
 
 
 def _by_seed(results: Results, row: Row) -> list[float]:
-    found: dict[int, Record] = {}
+    found: dict[int, SeedRow] = {}
     for one in results.records:
         if (one.row, one.model, one.point) == (row.name, row.model, row.point):
             found.setdefault(one.seed, one)

@@ -16,7 +16,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from hddm.benchmark.schema import BenchmarkSettings, Point, Split
-from hddm.utils.records import RESULTS_FILE, Facts, read_facts
+from hddm.utils.records import RESULTS_FILE, Record, read_record
 
 FORMAT = "2.3"
 LARGEST = 2**29
@@ -26,7 +26,7 @@ MARK = "†"
 Judgement = Literal["better", "worse", "within noise", "no verdict"]
 
 
-class Figure(Facts):
+class Figure(Record):
     """A number over training seeds."""
 
     mean: float
@@ -49,7 +49,7 @@ class Figure(Facts):
         return text
 
 
-class Record(Facts):
+class SeedRow(Record):
     """One row of a table, of one training seed."""
 
     table: str
@@ -78,7 +78,7 @@ class Record(Facts):
     do not say; empty in older results."""
 
 
-class Row(Facts):
+class Row(Record):
     """One row of a table, over all seeds: ``figures`` by the name of a score, dots between parts."""
 
     name: str
@@ -95,7 +95,7 @@ class Row(Facts):
     """By all experts in training."""
 
 
-class Verdict(Facts):
+class Verdict(Record):
     """One row against another, paired by training seed."""
 
     table: str
@@ -120,7 +120,7 @@ class Verdict(Facts):
     sentence: str
 
 
-class ModelRecord(Facts):
+class ModelRecord(Record):
     """What one model of one seed is made of, and what training it cost in counted operations."""
 
     model: str
@@ -141,7 +141,7 @@ class ModelRecord(Facts):
     seconds: float | None
 
 
-class Curve(Facts):
+class Curve(Record):
     """Losses of one training: the last step of each of many stretches, and its mean loss."""
 
     model: str
@@ -153,7 +153,7 @@ class Curve(Facts):
     loss: tuple[tuple[int, float], ...]
 
 
-class ErrorCurve(Facts):
+class ErrorCurve(Record):
     """Velocity error of one expert by noise level on validation images of its shard.
 
     ``calibrated`` is as it is sampled, ``raw`` its network alone: ``mean`` and ``levels``, each with ``t``
@@ -170,7 +170,7 @@ class ErrorCurve(Facts):
     raw: dict[str, Any]
 
 
-class RouterRecord(Facts):
+class RouterReliability(Record):
     """How well the router of a seed is calibrated on validation images.
 
     ``calibrated`` and ``raw``, with its temperatures and without: `hddm.benchmark.measures.reliability`.
@@ -183,7 +183,7 @@ class RouterRecord(Facts):
     raw: dict[str, Any]
 
 
-class Results(Facts):
+class Results(Record):
     """``results.json``."""
 
     format: str = FORMAT
@@ -209,9 +209,9 @@ class Results(Facts):
     models: tuple[ModelRecord, ...]
     tables: dict[str, tuple[Row, ...]]
     verdicts: tuple[Verdict, ...]
-    records: tuple[Record, ...]
+    records: tuple[SeedRow, ...]
     errors: tuple[ErrorCurve, ...]
-    routers: tuple[RouterRecord, ...]
+    routers: tuple[RouterReliability, ...]
     losses: tuple[Curve, ...]
     seconds: float
     """Of all jobs together, whenever and by however many workers they were done."""
@@ -241,9 +241,9 @@ def read_results(folder: Path) -> Results:
     """The results in a benchmark's folder.
 
     Raises:
-        HddmError: as `hddm.utils.records.read_facts`.
+        HddmError: as `hddm.utils.records.read_record`.
     """
-    return read_facts(folder / RESULTS_FILE, Results, FORMAT, LARGEST)
+    return read_record(folder / RESULTS_FILE, Results, FORMAT, LARGEST)
 
 
 def one_set_of_weights(models: Iterable[ModelRecord]) -> frozenset[str]:

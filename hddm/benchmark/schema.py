@@ -33,7 +33,7 @@ from hddm.ensemble import Strategy
 from hddm.sampling import solver_named
 from hddm.training.island_jobs import OBJECTIVES
 from hddm.training.settings import ExpertSettings, Positive, RouterSettings
-from hddm.utils.records import Facts
+from hddm.utils.records import Record
 
 
 def _once(values: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -51,7 +51,7 @@ Split = Literal["validation", "held-out"]
 Calibration = Literal["experts+router", "experts", "router", "none"]
 
 
-class DataSettings(Facts):
+class DataSettings(Record):
     """Which images, and how they are divided before anything is trained."""
 
     source: Literal["digits", "folder"] = "folder"
@@ -74,7 +74,7 @@ class DataSettings(Facts):
         return self
 
 
-class PartitionSettings(Facts):
+class PartitionSettings(Record):
     """As `hddm.data.partition.partition`."""
 
     shards: Positive = 4
@@ -82,7 +82,7 @@ class PartitionSettings(Facts):
     seed: int = 0
 
 
-class TrainingSettings(Facts):
+class TrainingSettings(Record):
     """How networks are trained; keys are those of `hddm.training.settings`, without ``seed``.
 
     What ``ddpm``, ``flow`` and ``single`` say goes before what ``expert`` says. The single model sees K
@@ -98,7 +98,7 @@ class TrainingSettings(Facts):
     checkpoint_every: Positive = 500
 
 
-class Point(Facts):
+class Point(Record):
     """One way to sample."""
 
     strategy: str = "draw"
@@ -135,7 +135,7 @@ class Point(Facts):
         return value
 
 
-class TableSettings(Facts):
+class TableSettings(Record):
     """A table: models at a base point, and one setting after the other varied from there."""
 
     name: str
@@ -158,7 +158,7 @@ class TableSettings(Facts):
         return value
 
 
-class CompareSettings(Facts):
+class CompareSettings(Record):
     """Which models are held against which; a distance to images that were not trained on decides."""
 
     candidates: Each[str] = ()
@@ -166,7 +166,7 @@ class CompareSettings(Facts):
     baselines: Each[str] = ()
 
 
-class BenchmarkSettings(Facts):
+class BenchmarkSettings(Record):
     """A whole benchmark."""
 
     name: str

@@ -10,7 +10,7 @@ from pydantic import AfterValidator, Field, field_validator, model_validator
 from hddm.benchmark.slugs import ENSEMBLES, FINISHED, SAMPLES, slug
 from hddm.training.island_jobs import parse_objectives
 from hddm.utils.errors import HddmError
-from hddm.utils.records import Facts
+from hddm.utils.records import Record
 
 BY_ERROR = "by-error"
 RATIO = re.compile(rf"(\d+):(\d+)(?: {BY_ERROR})?")
@@ -27,7 +27,7 @@ TrainingKeys = Annotated[dict[str, Any], AfterValidator(_leaves_seed_and_objecti
 """Keys of `hddm.training.settings`, without those that differ within one benchmark."""
 
 
-class ModelSettings(Facts):
+class ModelSettings(Record):
     """One model of the comparison."""
 
     name: str

@@ -8,10 +8,10 @@ from hddm.training.expert import ExpertSettings
 from hddm.training.router import RouterSettings
 from hddm.training.settings import Positive
 from hddm.utils.errors import HddmError
-from hddm.utils.records import Facts
+from hddm.utils.records import Record
 
 
-class QuickstartSettings(Facts):
+class QuickstartSettings(Record):
     """Settings of `hddm.benchmark.quickstart.quickstart`.
 
     The single model has batches of ``batch_size``, each expert ``steps`` of ``batch_size / num_shards``; how

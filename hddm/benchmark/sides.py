@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from hddm.benchmark.results import LARGEST, Record, Results, read_results
+from hddm.benchmark.results import LARGEST, Results, SeedRow, read_results
 from hddm.evaluation.results import Result, Side, read_sides
 from hddm.utils.errors import HddmError
 from hddm.utils.files import read_json
@@ -56,7 +56,7 @@ def _sides(folder: Path) -> dict[str, Side]:
     return {name: Side(str(folder), tuple(found)) for name, found in rows.items()}
 
 
-def _content(results: Results, record: Record) -> dict[str, Any]:
+def _content(results: Results, record: SeedRow) -> dict[str, Any]:
     """A record in the form of an evaluation; the split that is scored on is its held-out side."""
     split = results.score_on.replace("-", "_")
     scores = {key.replace(split, "held_out"): value for key, value in record.scores.items()}

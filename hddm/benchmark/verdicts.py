@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from scipy.stats import t as student
 
 from hddm.benchmark.numbers import number, span
-from hddm.benchmark.results import Judgement, ModelRecord, Record, Verdict, figure, one_set_of_weights
+from hddm.benchmark.results import Judgement, ModelRecord, SeedRow, Verdict, figure, one_set_of_weights
 from hddm.benchmark.schema import BenchmarkSettings
 from hddm.utils.errors import counted
 
@@ -25,7 +25,7 @@ FEWEST = 3
 def judge(
     settings: BenchmarkSettings,
     models: Sequence[ModelRecord],
-    records: Mapping[str, Mapping[str, Sequence[Record]]],
+    records: Mapping[str, Mapping[str, Sequence[SeedRow]]],
     decides: str,
 ) -> Iterator[Verdict]:
     """All verdicts of all tables.
@@ -76,7 +76,7 @@ def judgement(gaps: Sequence[float]) -> Judgement:
 
 
 def _incomparable(
-    ours: Sequence[Record], theirs: Sequence[Record], decides: str, one_model: Sequence[str]
+    ours: Sequence[SeedRow], theirs: Sequence[SeedRow], decides: str, one_model: Sequence[str]
 ) -> str | None:
     """Why no number of seeds would give a verdict, None where enough would."""
     if all(one.samples == other.samples for one, other in zip(ours, theirs, strict=True)):
@@ -95,7 +95,7 @@ def _incomparable(
     return None
 
 
-def _compares(one: Record, other: Record, has_no_router: bool) -> bool:
+def _compares(one: SeedRow, other: SeedRow, has_no_router: bool) -> bool:
     """Whether two rows were sampled alike; a model without a router has no strategy to differ in."""
     routing = {"strategy", "calibration", "router_temperature"} if has_no_router else set()
     return one.point.model_dump(exclude=routing) == other.point.model_dump(exclude=routing)
@@ -106,7 +106,7 @@ def _verdict(
     kind: str,
     row: str,
     against: str,
-    rows: Mapping[str, Sequence[Record]],
+    rows: Mapping[str, Sequence[SeedRow]],
     decides: str,
     fixed: Collection[str],
 ) -> Verdict:

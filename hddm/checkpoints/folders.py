@@ -20,7 +20,7 @@ from hddm.checkpoints.layouts import LATENT_SCALE
 from hddm.checkpoints.single_files import IMAGENET_CLASSES, IMAGENET_LICENCE
 from hddm.checkpoints.sources import Checkpoint, Declared, Reading, Tensors, choose_set, read_file
 from hddm.networks.folders import parse_config
-from hddm.networks.identity import TextEncoderFacts, VaeFacts
+from hddm.networks.identity import TextEncoderRecord, VaeRecord
 from hddm.networks.text_encoder import (
     ARCHITECTURES,
     KIND,
@@ -313,7 +313,7 @@ def latents_of(
     return None, True, (f"{path}: no scaling_factor, and the default of a {str(kind)[:40]} is not known",)
 
 
-def vae_of(above: Path, variant: str | None) -> tuple[VaeFacts | None, tuple[str, ...]]:
+def vae_of(above: Path, variant: str | None) -> tuple[VaeRecord | None, tuple[str, ...]]:
     """The identity of the VAE in the pipeline ``above``, or the reason why it is not known.
 
     The weights of the denoiser do not need it: a VAE that was not fetched, or that is of another class than
@@ -336,7 +336,7 @@ def empty_prompt(pipeline: Path, variant: str | None) -> Callable[[], Tensor] | 
     return None if no_text_encoder(pipeline, variant) else lambda: _encode(pipeline, variant)
 
 
-def text_encoder_of(pipeline: Path, variant: str | None) -> Callable[[], TextEncoderFacts] | None:
+def text_encoder_of(pipeline: Path, variant: str | None) -> Callable[[], TextEncoderRecord] | None:
     """Reads the identity of the one CLIP text encoder; None and raises as `empty_prompt`."""
     if no_text_encoder(pipeline, variant):
         return None

@@ -16,9 +16,9 @@ from hddm.checkpoints.folders import PIPELINE, STEM, open_model, open_pipeline
 from hddm.checkpoints.layouts import UnstatedHeads
 from hddm.checkpoints.single_files import FILE_LAYOUTS, IMAGENET_LICENCE, LDM, open_file
 from hddm.checkpoints.sources import Checkpoint, Conventions, Reading, resolve, with_shift
-from hddm.experts.records import EXPERT_FILE, ExpertFacts, SourceFacts
+from hddm.experts.records import EXPERT_FILE, ExpertRecord, SourceRecord
 from hddm.networks.folders import differences, empty_network
-from hddm.networks.identity import TextEncoderFacts
+from hddm.networks.identity import TextEncoderRecord
 from hddm.networks.wrappers import Interface, interface_of
 from hddm.schedules import LinearSchedule
 from hddm.utils.errors import HddmError, UsageError, choose
@@ -67,7 +67,7 @@ class Plan:
     conventions: Conventions
     built: Built
     interface: Interface
-    facts: ExpertFacts
+    facts: ExpertRecord
     nulls: Mapping[str, Tensor]
     extras: Mapping[str, Tensor]
     size: int
@@ -200,7 +200,7 @@ def _no_text(source: Checkpoint, arguments: Mapping[str, Any]) -> Tensor:
     return tokens
 
 
-def _text_encoder(source: Checkpoint, interface: Interface) -> TextEncoderFacts | None:
+def _text_encoder(source: Checkpoint, interface: Interface) -> TextEncoderRecord | None:
     if source.facts is not None:
         return source.facts.text_encoder
     if source.text_encoder is None or TEXT not in interface.conditions:
@@ -249,7 +249,7 @@ def _interface(built: Built, source: Checkpoint, size: tuple[int, int] | None) -
 
 def _facts(
     source: Checkpoint, conventions: Conventions, interface: Interface, conversion: Conversion
-) -> ExpertFacts:
+) -> ExpertRecord:
     paper = conversion.recipe == PAPER
     own = source.facts
     is_flow = conventions.prediction_type is PredictionType.FLOW_PREDICTION
@@ -264,7 +264,7 @@ def _facts(
         "schedule": conversion.schedule.name if conversion.schedule else None,
         "prediction_type": conversion.prediction_type,
     }
-    return ExpertFacts(
+    return ExpertRecord(
         objective="flow" if is_flow or (own and own.objective == "flow") else "ddpm",
         prediction_type=conventions.prediction_type,
         schedule=conventions.schedule.config,
@@ -285,7 +285,7 @@ def _facts(
         shard=own.shard if own else None,
         training=own.training if own else {},
         training_calibration=bool(own and own.training_calibration and not paper),
-        source=SourceFacts(
+        source=SourceRecord(
             layout=source.layout,
             files={},
             scheduler=_scheduler(source),

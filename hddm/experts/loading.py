@@ -20,7 +20,7 @@ from hddm.experts.ensembles import (
     COMPONENTS,
     ENSEMBLE_FILE,
     MODEL_INDEX,
-    EnsembleFacts,
+    EnsembleRecord,
     read_ensemble_facts,
     read_model_index,
     refuse_damaged_ensemble,
@@ -30,8 +30,8 @@ from hddm.experts.paris import is_paris, paris_experts, paris_router
 from hddm.experts.records import (
     EXPERT_FILE,
     Expert,
-    ExpertFacts,
-    RouterFacts,
+    ExpertRecord,
+    RouterRecord,
     UnreadExpert,
     null_conditions,
     open_expert,
@@ -82,7 +82,7 @@ class ExpertSet(nn.Module):
         self.networks = nn.ModuleList(self.stored)
 
     @property
-    def facts(self) -> tuple[ExpertFacts, ...]:
+    def facts(self) -> tuple[ExpertRecord, ...]:
         """The record of each expert."""
         return tuple(expert.facts for expert in self.experts)
 
@@ -246,8 +246,8 @@ class OpenedEnsemble:
 
     experts: list[UnreadExpert]
     router: RouterTransformer | None
-    router_facts: RouterFacts | None
-    facts: EnsembleFacts
+    router_facts: RouterRecord | None
+    facts: EnsembleRecord
     components: Sequence[str] = ()
     """Those of `hddm.experts.ensembles.COMPONENTS` that are there."""
 
@@ -265,7 +265,7 @@ def open_ensemble(folder: Path, dtype: torch.dtype, experts: Sequence[int] | Non
     """
     if (folder / EXPERT_FILE).exists():
         expert = open_expert(folder)
-        facts = EnsembleFacts(experts=(".",), prior=(1.0,), strategy="draw", shift=expert.facts.shift)
+        facts = EnsembleRecord(experts=(".",), prior=(1.0,), strategy="draw", shift=expert.facts.shift)
         return OpenedEnsemble([expert], None, None, facts)
     if (folder / ENSEMBLE_FILE).exists():
         return _ensemble(folder, dtype, experts)
@@ -297,7 +297,7 @@ def _ensemble(folder: Path, dtype: torch.dtype, chosen: Sequence[int] | None) ->
     )
 
 
-def _only(facts: EnsembleFacts, chosen: Sequence[int]) -> EnsembleFacts:
+def _only(facts: EnsembleRecord, chosen: Sequence[int]) -> EnsembleRecord:
     """The record of an ensemble of these experts alone; its router keeps their outputs."""
     total = len(facts.experts)
     if not chosen or len(set(chosen)) < len(chosen) or not set(chosen) <= set(range(total)):
@@ -319,7 +319,7 @@ def _only(facts: EnsembleFacts, chosen: Sequence[int]) -> EnsembleFacts:
     return facts.model_copy(update=changes)
 
 
-def _check_outputs(facts: EnsembleFacts, router: RouterTransformer, folder: Path) -> None:
+def _check_outputs(facts: EnsembleRecord, router: RouterTransformer, folder: Path) -> None:
     total, experts = router.config.num_experts, len(facts.experts)
     fits = max(facts.router_outputs) < total if facts.router_outputs else total == experts
     if not fits:
@@ -338,7 +338,7 @@ def _paris(folder: Path, dtype: torch.dtype, chosen: Sequence[int] | None) -> Op
     found_router = unread(RouterTransformer, part.arguments, part.weights, str(part.weights))
     shape = experts[0].facts.sample_shape
     # The release records no shards, so there are no sizes to draw from; it is published with top-2.
-    facts = EnsembleFacts(
+    facts = EnsembleRecord(
         experts=tuple(expert.name for expert in experts),
         router="router",
         prior=(1 / len(experts),) * len(experts),
@@ -351,7 +351,7 @@ def _paris(folder: Path, dtype: torch.dtype, chosen: Sequence[int] | None) -> Op
     return OpenedEnsemble(
         experts,
         found_router.load(dtype),
-        RouterFacts(time_scale=time_scale, sample_shape=shape, shard_hashes=(), shard_images=()),
+        RouterRecord(time_scale=time_scale, sample_shape=shape, shard_hashes=(), shard_images=()),
         facts,
         [name for name in COMPONENTS if inside(folder, name).is_dir()],
     )
@@ -402,8 +402,8 @@ def room_beside(parts: Sequence[nn.Module], max_memory: int) -> int:
 def ensemble_of(
     experts: ExpertSet,
     router: RouterTransformer | None,
-    router_facts: RouterFacts | None,
-    facts: EnsembleFacts,
+    router_facts: RouterRecord | None,
+    facts: EnsembleRecord,
 ) -> Ensemble:
     """The velocity field of an ensemble's parts.
 

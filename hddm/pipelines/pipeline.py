@@ -12,9 +12,9 @@ from diffusers.utils import BaseOutput
 from torch import Tensor, nn
 
 from hddm.ensemble import Ensemble
-from hddm.experts.ensembles import OTHER_GRIDS, EnsembleFacts
+from hddm.experts.ensembles import OTHER_GRIDS, EnsembleRecord
 from hddm.experts.loading import ExpertSet, ensemble_of, room_beside
-from hddm.experts.records import RouterFacts
+from hddm.experts.records import RouterRecord
 from hddm.networks.offload import Offload
 from hddm.networks.text_encoder import encode
 from hddm.networks.transformers import RouterTransformer
@@ -69,8 +69,8 @@ class HDDMPipeline(Offloading, DiffusionPipeline):  # type: ignore[misc]
         vae: AutoencoderKL | AutoencoderTiny | None = None,
         text_encoder: Any = None,
         tokenizer: Any = None,
-        facts: EnsembleFacts | None = None,
-        router_facts: RouterFacts | None = None,
+        facts: EnsembleRecord | None = None,
+        router_facts: RouterRecord | None = None,
     ) -> None:
         super().__init__()
         self.register_modules(
@@ -402,8 +402,8 @@ def shift_of(scheduler: FlowMatchEulerDiscreteScheduler) -> float:
     return float(scheduler.shift)
 
 
-def _equal_shares(num_experts: int, has_router: bool) -> EnsembleFacts:
-    return EnsembleFacts(
+def _equal_shares(num_experts: int, has_router: bool) -> EnsembleRecord:
+    return EnsembleRecord(
         experts=tuple(f"experts/{k}" for k in range(num_experts)),
         router="router" if has_router else None,
         prior=(1 / num_experts,) * num_experts,

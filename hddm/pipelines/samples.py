@@ -26,7 +26,7 @@ from hddm.pipelines.pipeline import HDDMPipeline
 from hddm.sampling import ExpertUse, sample
 from hddm.utils.errors import HddmError, UsageError
 from hddm.utils.files import new_folder, write_json, write_whole
-from hddm.utils.records import SAMPLING_FILE, Facts
+from hddm.utils.records import SAMPLING_FILE, Record
 from hddm.utils.tensors import available_device
 from hddm.utils.weights import read_safetensors
 from hddm.velocity import Guidance, missing_from
@@ -62,7 +62,7 @@ def _ordered(interval: tuple[float, float]) -> tuple[float, float]:
     return interval
 
 
-class SampleSettings(Facts):
+class SampleSettings(Record):
     """Options of ``hddm sample``, checked, as they are recorded beside the images.
 
     Image i depends on ``seed`` and i alone, counted from ``start``, whatever the batch size.
