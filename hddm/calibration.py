@@ -1,103 +1,65 @@
-r"""Mean and covariance of images, and the velocity of the Gaussian that has them.
+r"""Moments of a shard, and how far a velocity near t = 1 is theirs instead of the network's.
 
-With mean m, covariance U diag(c) U^T and z = U^T (x - (1 - t) m), the velocity E[eps - x_0 | x_t] is
+**The Gaussian of the data.** With mean m, covariance U diag(c) U^T and z = U^T (x - (1 - t) m), the velocity
+E[eps - x_0 | x_t] is
 
     v_gauss = -m + U [ (t - (1 - t) c) / ((1 - t)² c + t²) z ]
 
-It is that of the best linear denoiser of any data with these moments, and exact at both ends: v = -x at
-t = 0, v = x - m at t = 1.
-
-Where the class c of an image is known, its mean m_c stands for m, and the velocity is exact at t = 1 given
-the class as well. The covariance stays that of all images: it is at least the one within a class, and the
-error is at most that of the one mean. A class of n_c images has
+It is that of the best linear denoiser of any data with these moments, and exact at both ends: v = -x at t =
+0, v = x - m at t = 1. Where the class c of an image is known, its mean m_c stands for m, and the velocity is
+exact at t = 1 given the class as well. The covariance stays that of all images: it is at least the one within
+a class, and the error is at most that of the one mean. A class of n_c images has
 
     m_c = m + n_c/(n_c + rho) (mean of its images - m),     rho = variance within/variance between classes,
 
 since the mean of a few images is off by its own share of the variance (James and Stein's estimate).
 
-What an expert knows about its shard beyond its network: moments, and how far to trust each.
-
-Near t = 1 an epsilon network's velocity (eps - x)/(1 - t) multiplies its error by 1/(1 - t), while the
-best *linear* denoiser of the shard becomes exact there; its velocity v_gauss is in `hddm.calibration`, with
-U the principal directions, about the mean of the class where that is known. A calibrated expert mixes the
-two, direction by direction:
+**The fitted blend** (`calibrate`). Near t = 1 an epsilon network's velocity (eps - x)/(1 - t) multiplies its
+error by 1/(1 - t). A calibrated expert mixes the two velocities along the principal directions U:
 
     v = v_net + U diag(w(t)) U^T (v_gauss - v_net)
 
 where w_i(t) minimises the squared error of the velocity over the shard's own images, in closed form and
-cross-fitted: the weights are measured on images that the moments have not seen, half against half, since
-on its own images even a Gaussian looks better than the truth. The final moments are those of all images.
+cross-fitted: the weights are measured on images that the moments have not seen, half against half, since on
+its own images even a Gaussian looks better than the truth. The final moments are those of all images.
 
     w_i(t) = E[(v* - v_net)_i (v_gauss - v_net)_i] / E[(v_gauss - v_net)_i²],  clipped to [0, 1],
 
 v* = eps - x_0 being an unbiased target. No knowledge of the network's error is needed. An estimate w with
 standard error s counts as w (1 - s²/w²), or 0 below s, so that a good network is left alone. At t = 1 the
-weight is 1, where v = x - m is exact; only a network that is told more than a class keeps its share there.
-What lies outside U shares one variance and one weight.
+weight is 1, where v = x - m is exact; only a network that is given more than a class keeps its share there.
+Directions outside U share one variance and one weight. Up to t = `START` the weight is 0: there the blend
+gains little and costs diversity.
 
-**Bounded by construction.** From the last measured level on the share 1 - w of the network falls as (1 - t)²
-to 0, faster than its factor 1/(1 - t) grows. A table that does not end at 1, as one that was fitted with text
-or by an older version, leaves a network of noise at most K(t) = min(1, G (1 - t))², G = `MAX_GAIN`, so that
-its output counts G times at most. Either way v is continuous up to t = 1 and x - m there, although the error
-of a network may grow towards t = 1, where few trainings look.
+From the last measured level on, the share 1 - w of the network falls as (1 - t)² to 0, faster than its factor
+1/(1 - t) grows. A table that does not end at 1, as one that was fitted with text or by an older version,
+leaves a network of noise at most K(t) = min(1, G (1 - t))², G = `MAX_GAIN`, so that its output counts G times
+at most. Either way v is continuous up to t = 1 and x - m there, although the error of a network may grow
+towards t = 1.
 
-Up to t = `START` the weight is 0. There the state holds more signal than noise, and what the blend still
-gains in squared error (about 1 % on digits) it costs in the diversity of samples.
-
-A scalar weight is the special case of equal w_i. The direction-wise form is better near t = 1, where a
-white error meets a shard that hardly varies along most directions.
-
-The velocity that an expert is trained on in: its own conversion with a bounded gain.
-
-An epsilon network gives the velocity v_net = (eps - x)/(1 - t), so its output counts 1/(1 - t) times. Flow
-matching through that is badly conditioned: near t = 1, where the network can say nothing about the data,
-its error and its gradient grow without bound and drown the rest. Instead it is trained on in
+**The bounded gain** (`bounded_gain`). An epsilon expert that is trained on with flow matching learns badly
+through 1/(1 - t): near t = 1 its error and its gradient grow without bound. It is trained on in
 
     v(x, t) = K(t) v_net(x, t) + (1 - K(t)) v_gauss(x, t),      K(t) = min(1, kappa/gain(t)),
 
-where gain(t) is what the conversion multiplies the network's output with (epsilon 1/(1 - t), sample 1/t),
-and v_gauss the velocity of the shard's moments (`hddm.calibration`).
+where gain(t) is the factor of the network's output in the conversion (epsilon 1/(1 - t), sample 1/t).
 
-- **It starts as the expert.** K = 1 and v = v_net up to t = 1 - 1/kappa. Beyond it v starts between the
-  network and the shard's own Gaussian, which is better there than amplified noise.
-- **It is well-conditioned.** The output counts min(gain, kappa) times, on the closed interval [0, 1].
-- **It can learn anything.** That factor is kappa, not 0, up to t = 1. A fitted table, whose weight reaches
-  1, would cut the network off there: right for a network that stays as it is, wrong for one that learns.
-- **Limits.** At t = 1 an epsilon expert starts near v = x - m, exact for unconditional data: what is left of
-  the network is kappa (eps - x), its error. At t = 0 a sample expert starts near v = -x likewise.
+- It starts as the expert: K = 1 and v = v_net up to t = 1 - 1/kappa.
+- It is well-conditioned: the output counts min(gain, kappa) times, on the closed interval [0, 1].
+- It can learn anything: that factor is kappa, not 0, up to t = 1. A fitted table, whose weight reaches 1,
+  would cut the network off there: right for a network that stays as it is, wrong for one that learns.
+- At t = 1 an epsilon expert starts near v = x - m, exact for unconditional data: what is left of the
+  network is kappa (eps - x), its error. At t = 0 a sample expert starts near v = -x likewise.
 
-K is piecewise linear in t, since 1/gain is. So the parametrisation is a `Calibration` with the same weight
-1 - K for every direction, and every reader of experts knows it.
+K is piecewise linear in t, since 1/gain is. So the parametrisation is a `Calibration` with the weight 1 - K
+for every direction, and every reader of experts knows it. A schedule that ends at t_max < 1 asks the network
+at t_max (`hddm.velocity`). There K also falls to 0 from t_max on, whatever the network predicts, so that v =
+x - m at t = 1 where the bare rule has v = x. A condition has no effect at t = 1 itself.
 
-**Beyond the trained range.** A schedule that ends at t_max < 1 asks the network at t_max, and its output
-counts for less and less, like 1 - t or faster (`hddm.velocity`). There K also falls to 0 from t_max on,
-whatever the network predicts, so that v = x - m at t = 1 where the bare rule has v = x. What a condition
-says is out of reach at t = 1 itself, and dear just below it.
-
-**Against EDM** (arXiv:2206.00364, section 5): its c_skip is (1 - K) v_gauss with an isotropic covariance,
-and in velocity units its c_out goes from 1 at t = 0 to the deviation of the data at t = 1. Here the gain
-rises from 1 to kappa, since a trained network has to keep its scale where its function is kept.
-
-**kappa = 1.5** was chosen by measurement. Digits: a cosine epsilon expert of 0-4, trained on with 5-9 (64
-images a step, rate 1e-3); flow loss on held-out images, the noise of the target included, mean of two seeds
-that differ by 0.013 at most (by 0.05 under the bounded weight, min(1, kappa (1 - t))² with kappa = 4):
-
-    steps    kappa 2      4      8     16    inf   inf, bounded loss weight   from scratch
-      100      0.505  0.511  0.514  0.522  0.649                      0.751          0.772
-      300      0.479  0.483  0.486  0.490  0.563                      0.607          0.588
-      800      0.455  0.457  0.459  0.462  0.500                      0.529          0.505
-
-In longer runs at a constant rate the order stays (digits, one seed, linear betas, batch 32):
-
-    steps         kappa 1.3      2      4     paper's recipe
-      100             0.509  0.517  0.522              0.565
-      400             0.482  0.485  0.487              0.491
-    1,600             0.451  0.453  0.454              0.453
-
-and so does it on 16×16 colour photographs (animals to vehicles, at step 0: 0.306, 0.315, 0.324; after 120
-steps: 0.291, 0.296, 0.304). A low bound conditions better, and gives the Gaussian of the new shard its say
-where a network from elsewhere is wrong anyway. It costs function: with 1.5 an init that knows the shard well,
-in data far from Gaussian, is kept up to t = 1/3 only, and might do better with 4; that was not measured.
+Against EDM (arXiv:2206.00364, section 5): its c_skip is (1 - K) v_gauss with an isotropic covariance, and in
+velocity units its c_out goes from 1 at t = 0 to the deviation of the data at t = 1. Here the gain rises from
+1 to kappa, since a trained network has to keep its scale where its function is kept. How kappa was chosen:
+docs/notes/bounded-gain.md.
 """
 
 import json
@@ -115,7 +77,20 @@ from hddm.utils.errors import HddmError
 from hddm.utils.tensors import generator, to_float64
 from hddm.utils.weights import refuse_non_finite
 
+FILE_NAME = "calibration.safetensors"
+RECORD_KEY = "calibrated_on"
+START = 0.5
+"""Time from which the blend acts; below, it would lower the squared error of digits by about 1 %."""
+LEVELS = 15
+STATES = 512
+POOL = (1.0, 2.0, 3.0, 2.0, 1.0)
+FADE = 6
+"""Steps in which the network's share falls from the last measured one to 0, to a quarter in each."""
+MAX_GAIN = 20.0
+"""Largest factor of an output of noise; its own gain 1/(1 - t) reaches it at t = 0.95."""
+LABELS = "class_labels"
 MAX_DIRECTIONS = 256
+KAPPA = 1.5
 
 
 @dataclass(frozen=True)
@@ -178,7 +153,7 @@ class Moments:
         return along, x - along @ self.basis.T
 
     def velocity(self, x_t: Tensor, t: Tensor, labels: Tensor | None = None) -> Tensor:
-        """v_gauss (N, D) of the module's head, for ``x_t`` (N, D) at ``t`` (N,) and their ``labels`` (N,)."""
+        """v_gauss (N, D) for ``x_t`` (N, D) at ``t`` (N,) and their ``labels`` (N,)."""
         t, mean = t[:, None], self.mean_of(labels)
         gain = (t - (1 - t) * self.variances) / ((1 - t) ** 2 * self.variances + t**2)
         along, rest = self.split(x_t - (1 - t) * mean)
@@ -186,7 +161,7 @@ class Moments:
 
 
 def _class_means(flat: Tensor, mean: Tensor, labels: Tensor) -> Tensor | None:
-    """The means m_c of the module's head; None where the images are of one class, whose mean is theirs."""
+    """The class means m_c; None where all images are of one class."""
     seen, index = labels.unique(return_inverse=True)
     if len(seen) < 2:
         return None
@@ -204,8 +179,7 @@ def _class_means(flat: Tensor, mean: Tensor, labels: Tensor) -> Tensor | None:
 def _principal(centred: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
     """The ``rank`` largest variances of ``centred`` (N, D), their directions (D, rank), the sum of all.
 
-    From the smaller of the two Gram matrices: a decomposition of the whole takes minutes for a few thousand
-    images of a few thousand numbers.
+    From the smaller of the two Gram matrices, which takes seconds where the full decomposition takes minutes.
     """
     wide = centred.shape[1] > len(centred)
     gram = (centred @ centred.T if wide else centred.T @ centred) / (len(centred) - 1)
@@ -218,19 +192,6 @@ def _principal(centred: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
         # Rounding spoils what is orthogonal in theory where a variance is next to nothing.
         directions = torch.linalg.qr(centred.T @ directions).Q
     return variances, directions, total
-
-
-FILE_NAME = "calibration.safetensors"
-RECORD_KEY = "calibrated_on"
-START = 0.5
-LEVELS = 15
-STATES = 512
-POOL = (1.0, 2.0, 3.0, 2.0, 1.0)
-FADE = 6
-"""Steps in which the share of the network falls from its last measured one to 0, a quarter of it each."""
-MAX_GAIN = 20.0
-"""What an output of noise counts at most; its own gain 1/(1 - t) gets there at t = 0.95."""
-LABELS = "class_labels"
 
 
 @dataclass(frozen=True)
@@ -322,7 +283,7 @@ class Calibration:
         return found
 
     def _wrong(self) -> str | None:
-        """What no calibration can be, however it was fitted."""
+        """The first fault that no fitted calibration has, None without any."""
         moments, times, weights = self.moments, self.times, self.weights
         ranks = [tensor.ndim for tensor in (moments.mean, moments.basis, moments.variances, times, weights)]
         means = moments.class_means
@@ -348,7 +309,7 @@ class Calibration:
 
 
 def calibration_record(folder: Path) -> dict[str, str] | None:
-    """What the calibration in an expert folder was fitted to; None for one that does not say, or none.
+    """The data that the calibration in an expert folder was fitted to; None where it is not recorded.
 
     ``data`` is ``shard <hash>`` or ``native samples``, with ``images`` and ``seed``, and ``steps`` of the
     sampler.
@@ -373,13 +334,13 @@ def calibrate(
     seed: int = 0,
     batch_size: int = 512,
 ) -> Calibration:
-    """Fit the moments and the weights of the module's head to an expert and its shard.
+    """Fit moments and blend weights to an expert and its shard.
 
     Args:
         velocity: the uncalibrated velocity, of (x_t, t, **conditions).
         images: (N, C, H, W) of the shard, in the units that the expert works in.
-        conditions: what comes with the images, each (N, …). Of them the moments know ``class_labels``
-            alone; the more others say, the less weight the moments get.
+        conditions: of the images, each (N, …). Of them the moments know ``class_labels`` alone; the more
+            others say, the less weight the moments get.
         seed: of the noise.
         batch_size: states a call; `STATES` states are drawn at each of `LEVELS` times.
     """
@@ -456,13 +417,10 @@ def _inner(moments: Moments, a: Tensor, b: Tensor) -> Tensor:
     return torch.cat([along, to_float64(a_rest * b_rest).sum()[None]]).cpu()
 
 
-KAPPA = 1.5
-
-
 def bounded_gain(
     prediction_type: str, t_max: float, moments: Moments, kappa: float = KAPPA
 ) -> Calibration | None:
-    """The blend of the module's head as a calibration, None where K = 1 everywhere.
+    """The blend of K(t) as a calibration, None where K = 1 everywhere.
 
     Args:
         prediction_type: what the network predicts, as `hddm.velocity.PredictionType` spells it.

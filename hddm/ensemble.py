@@ -1,6 +1,10 @@
-"""Which experts run, by name.
+"""Experts and a router as one velocity field, and the strategies that decide which experts run.
 
-Strategies, for probabilities p of one sample over K experts:
+    v(x, t) = sum_k w_k(x, t) v_k(x, t)
+
+With w_k = p(k | x_t), the posterior of the shard, this is exactly the velocity of all the data (DDM,
+arXiv:2501.05450, section 3.2), whatever each expert was trained to predict. A strategy sets small weights to
+0, and experts of weight 0 do not run. Strategies, for probabilities p of one sample over K experts:
 
     full          weights p
     top-k         the k most probable (ties to the lower index), k in 1 … K
@@ -9,16 +13,6 @@ Strategies, for probabilities p of one sample over K experts:
     draw          one expert, drawn once a sample from the prior and kept to the end of sampling
 
 The weights of those chosen are renormalised to sum to 1.
-
-Which experts run for which sample: from probabilities to sparse weights, by a `Strategy`.
-
-Experts and a router as one velocity field.
-
-    v(x, t) = sum_k w_k(x, t) v_k(x, t)
-
-With w_k = p(k | x_t), the posterior of the shard, this is exactly the velocity of the whole data
-(DDM, arXiv:2501.05450, section 3.2), whatever each expert was trained to predict. A strategy
-(`hddm.ensemble`) sets small weights to 0, and experts of weight 0 do not run.
 
 A router sees no condition. Where p(k | class) is known, samples of a class are routed by
 
@@ -205,7 +199,7 @@ class Ensemble:
 
     @property
     def sample_shape(self) -> tuple[int, ...] | None:
-        """Shape (C, H, W) of a sample, None where no expert tells."""
+        """Shape (C, H, W) of a sample, None where no expert has one."""
         return next((e.sample_shape for e in self.experts if e.sample_shape is not None), None)
 
     @property
@@ -252,8 +246,8 @@ class Ensemble:
                 of another shape.
         """
         times = check_times(x_t, t)
-        for side in (conditions, negative or {}):
-            check_conditions(x_t, side)
+        for branch in (conditions, negative or {}):
+            check_conditions(x_t, branch)
         if weights is None:
             weights = self.weights(x_t, times, expert, conditions)
         elif expert is not None or weights.shape != (len(x_t), len(self.experts)):
@@ -267,7 +261,7 @@ class Ensemble:
         mixed = torch.zeros_like(x_t, dtype=torch.promote_types(x_t.dtype, torch.float32))
         used = weights.to("cpu") != 0
         waiting = in_best_order({k: self.experts[k].network for k in used.any(0).nonzero()[:, 0].tolist()})
-        parts: dict[int, tuple[Tensor, Tensor]] = {}
+        shares: dict[int, tuple[Tensor, Tensor]] = {}
         for place, index in enumerate(waiting):
             rows = used[:, index].nonzero()[:, 0]
             following = [self.experts[k].network for k in waiting[place + 1 : place + 2]]
@@ -282,14 +276,14 @@ class Ensemble:
                 **{key: value[here] for key, value in given[index].items()},
             )
             share = weights[here, index].view(-1, *[1] * (x_t.ndim - 1))
-            parts[index] = here, share.to(mixed) * v
+            shares[index] = here, share.to(mixed) * v
         # In one order, whoever ran first: sums round differently in another.
-        for index in sorted(parts):
-            mixed.index_add_(0, *parts[index])
+        for index in sorted(shares):
+            mixed.index_add_(0, *shares[index])
         return mixed.to(x_t.dtype)
 
     def prior_of(self, num: int, conditions: Mapping[str, Tensor]) -> Tensor:
-        """What ``draw`` draws from for ``num`` samples, (num, K): p(k | class) where it is known, else p(k).
+        """The prior of ``draw`` for ``num`` samples, (num, K): p(k | class) where it is known, else p(k).
 
         A label beyond the classes, as the null class is, counts as none.
         """

@@ -1,16 +1,12 @@
-"""ODE solvers, as plain functions of a velocity; they know nothing of diffusion.
+"""From noise to samples: a time grid, a solver and a velocity field.
 
-``solver(velocity, x, times)`` integrates dx/dt = velocity(x, t) from ``times[0]`` to ``times[-1]``
-through every time between, upwards or downwards, and returns the last x. ``velocity`` gets x and a
-scalar float64 tensor t. After step i, from 0, the state goes through ``on_step(i, x)``. Each docstring
-gives the order of the global error in the step.
+Sample i depends on (seed, i) alone: its noise, and the expert that ``draw`` gives it, come from a generator
+of its own, whatever the batch size. A batch size changes rounding only.
 
-Which experts a sampling used, a time bin, and what is wrong with it.
-
-From noise to samples: a time grid, a solver and a velocity field.
-
-Sample i depends on (seed, i) alone: its noise, and the expert that ``draw`` gives it, come from a
-generator of its own, whatever the batch size. What a batch size does change is rounding.
+Solvers are plain functions of a velocity and know nothing of diffusion: ``solver(velocity, x, times)``
+integrates dx/dt = velocity(x, t) from ``times[0]`` to ``times[-1]`` through every time between, upwards or
+downwards, and returns the last x. ``velocity`` gets x and a scalar float64 tensor t. After step i, from 0,
+the state goes through ``on_step(i, x)``. Each docstring gives the order of the global error in the step.
 """
 
 import copy
@@ -39,7 +35,7 @@ def unchanged(index: int, x: Tensor) -> Tensor:
 
 
 class Solver(Protocol):
-    """What every solver is called with."""
+    """The signature of every solver."""
 
     def __call__(
         self, velocity: Velocity, x: Tensor, times: Tensor, on_step: OnStep = unchanged
@@ -98,9 +94,9 @@ def solver_named(name: str) -> Solver:
 
 BINS = 10
 MOST = 0.9
-"""Share of the weight that one expert may take before it is worth a warning."""
+"""Share of the weight that one expert may take without a warning."""
 FEWEST_EXPECTED = 3
-"""Samples that ``draw`` must be expected to give an expert before their absence says anything."""
+"""Samples that ``draw`` must be expected to give an expert before it warns that there were none."""
 
 
 class ExpertUse:
@@ -145,7 +141,7 @@ class ExpertUse:
         }
 
     def warnings(self, expected: Tensor | None = None) -> list[str]:
-        """What looks wrong: an expert that takes more than 90 % of the weight, or none of it.
+        """Warnings of an expert that takes more than 90 % of the weight, or none of it.
 
         Args:
             expected: with ``draw``, how many samples each expert should get, (K,). It explains a large
@@ -315,7 +311,7 @@ def sample(
         shift: of the time grid; by default the model's own.
         batch_size: samples integrated together; changes a sample by rounding only, which a hard choice of
             experts can amplify.
-        shape: (C, H, W) of a sample, where the model does not tell.
+        shape: (C, H, W) of a sample, for a model that has none of its own.
         start: index i of the first sample: a run in several pieces is the run in one.
         expert: the one expert to use, instead of any strategy.
         router_every: ask the router at every n-th call of the velocity only.
@@ -411,7 +407,7 @@ def routed(
 
 
 def _shape(asked: tuple[int, ...] | None, known: tuple[int, ...] | None) -> tuple[int, ...]:
-    """The shape asked for, or the model's; of the model's its sides may differ, as a UNet takes others."""
+    """The shape asked for, or the model's; height and width may differ from the model's, as for a UNet."""
     shape = known if asked is None else asked
     if shape is None:
         raise HddmError("this model does not tell the shape of a sample: pass shape=(C, H, W)")

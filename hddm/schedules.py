@@ -1,20 +1,13 @@
-r"""Noise schedules: (alpha, sigma) as functions of native time, and the inverse of the log-SNR.
+"""Noise schedules: (alpha, sigma) as functions of native time, and the continuous inverse of the log-SNR.
 
     x_t = alpha_t x_0 + sigma_t eps;  x_0 is data, eps is unit noise;  log_snr = 2 log(alpha/sigma)
 
-Time runs from data to noise. Every schedule has its own *native time*: t in [0, 1] for the continuous
-ones, the timestep index 0 … T-1, fractions allowed, for a DDPM schedule. The *common path* that all
-experts are compared on is `LinearSchedule`: alpha = 1 - t, sigma = t.
+Time runs from data to noise. Every schedule has its own *native time*: t in [0, 1] for the continuous ones,
+the timestep index 0 … T-1, fractions allowed, for a DDPM schedule. The *common path* that all experts are
+compared on is `LinearSchedule`: alpha = 1 - t, sigma = t.
 
-Schedules in continuous time: the common path and the cosine.
-
-DDPM schedules: discrete betas, read continuously.
-
-Schedules from diffusers' scheduler configs, and back from our own records.
-
-Noise schedules: (alpha, sigma) of native time, and the continuous inverse of the log-SNR.
-
-x_t = alpha_t x_0 + sigma_t eps;  x_0 is data, eps is unit noise;  log_snr = 2 log(alpha/sigma)
+First the interface, then the schedules in continuous time, the DDPM schedules, and last those of diffusers'
+scheduler configs (`from_diffusers`) and of our own records (`from_config`).
 """
 
 import inspect
@@ -34,6 +27,47 @@ from torch import Tensor
 
 from hddm.utils.errors import HddmError, did_you_mean
 from hddm.utils.tensors import to_float64
+
+logger = logging.getLogger(__name__)
+
+DDPM_FAMILY = (
+    "DDPMScheduler",
+    "DDPMParallelScheduler",
+    "DDIMScheduler",
+    "DDIMInverseScheduler",
+    "DDIMParallelScheduler",
+    "DEISMultistepScheduler",
+    "DPMSolverMultistepScheduler",
+    "DPMSolverMultistepInverseScheduler",
+    "DPMSolverSinglestepScheduler",
+    "EulerDiscreteScheduler",
+    "EulerAncestralDiscreteScheduler",
+    "HeunDiscreteScheduler",
+    "KDPM2DiscreteScheduler",
+    "KDPM2AncestralDiscreteScheduler",
+    "LCMScheduler",
+    "LMSDiscreteScheduler",
+    "PNDMScheduler",
+    "SASolverScheduler",
+    "TCDScheduler",
+    "UniPCMultistepScheduler",
+)
+FLOW_MATCH_FAMILY = (
+    "FlowMatchEulerDiscreteScheduler",
+    "FlowMatchHeunDiscreteScheduler",
+    "FlowMatchLCMScheduler",
+)
+MOST_STEPS = 100_000
+# The keys that fix a training schedule; all others of these classes belong to sampling.
+_SCHEDULE_KEYS = (
+    "num_train_timesteps",
+    "beta_start",
+    "beta_end",
+    "beta_schedule",
+    "trained_betas",
+    "rescale_betas_zero_snr",
+)
+_FROM_OLD_VERSIONS = {"tensor_format", "predict_epsilon"}
 
 
 class Schedule(ABC):
@@ -175,7 +209,7 @@ class DiscreteSchedule(Schedule):
 
     Args:
         betas: (T,), each in (0, 1), the last one possibly 1 (zero terminal SNR).
-        source: what the schedule was built from, for the record; `from_diffusers` fills it.
+        source: the config that it was built from, for the record; `from_diffusers` fills it.
 
     Raises:
         HddmError: for fewer than 2 betas or one outside its range.
@@ -200,11 +234,6 @@ class DiscreteSchedule(Schedule):
         if self.source:
             return dict(self.source)
         return {"name": "discrete", "betas": self.betas.tolist()}
-
-    @property
-    def zero_terminal_snr(self) -> bool:
-        """Whether alpha is 0 at the last index."""
-        return bool(self._table(torch.device("cpu"))[-1].isneginf())
 
     def alpha_sigma(self, time: Tensor) -> tuple[Tensor, Tensor]:
         log_snr = self._log_snr(time)
@@ -234,56 +263,14 @@ class DiscreteSchedule(Schedule):
         return index - 1 + torch.where(low.isneginf(), to_zero, linear)
 
 
-logger = logging.getLogger(__name__)
-
-DDPM_FAMILY = (
-    "DDPMScheduler",
-    "DDPMParallelScheduler",
-    "DDIMScheduler",
-    "DDIMInverseScheduler",
-    "DDIMParallelScheduler",
-    "DEISMultistepScheduler",
-    "DPMSolverMultistepScheduler",
-    "DPMSolverMultistepInverseScheduler",
-    "DPMSolverSinglestepScheduler",
-    "EulerDiscreteScheduler",
-    "EulerAncestralDiscreteScheduler",
-    "HeunDiscreteScheduler",
-    "KDPM2DiscreteScheduler",
-    "KDPM2AncestralDiscreteScheduler",
-    "LCMScheduler",
-    "LMSDiscreteScheduler",
-    "PNDMScheduler",
-    "SASolverScheduler",
-    "TCDScheduler",
-    "UniPCMultistepScheduler",
-)
-FLOW_MATCH_FAMILY = (
-    "FlowMatchEulerDiscreteScheduler",
-    "FlowMatchHeunDiscreteScheduler",
-    "FlowMatchLCMScheduler",
-)
-MOST_STEPS = 100_000
-# The keys that fix a training schedule; all others of these classes belong to sampling.
-_SCHEDULE_KEYS = (
-    "num_train_timesteps",
-    "beta_start",
-    "beta_end",
-    "beta_schedule",
-    "trained_betas",
-    "rescale_betas_zero_snr",
-)
-_FROM_OLD_VERSIONS = {"tensor_format", "predict_epsilon"}
-
-
 def from_diffusers(source: object) -> Schedule:
     """The training schedule that a diffusers scheduler stands for.
 
     A key that the config lacks has the documented default of its scheduler class; that is logged.
     A config without ``_class_name`` (a scheduler object's ``.config`` has none) tells its family by its
     keys: ``beta_…`` ones make it a `DDPMScheduler`'s, ones that only flow-match classes have a flow-match
-    scheduler's. A flow-match scheduler, or one
-    with ``use_flow_sigmas``, gives `LinearSchedule`: its shift belongs to the sampling grid.
+    scheduler's. A flow-match scheduler, or one with ``use_flow_sigmas``, gives `LinearSchedule`: its shift
+    belongs to the sampling grid.
 
     Args:
         source: a scheduler object, its config, or the path of a ``scheduler_config.json``, of the
@@ -305,16 +292,16 @@ def from_diffusers(source: object) -> Schedule:
         return LinearSchedule()
     if config.get("timestep_type") == "continuous":
         raise HddmError(f"{origin}: timestep_type 'continuous' (EDM's time) is no DDPM schedule")
-    facts = _with_defaults(config, name, origin)
-    steps = facts["num_train_timesteps"]
+    given = _with_defaults(config, name, origin)
+    steps = given["num_train_timesteps"]
     if not isinstance(steps, int) or not 2 <= steps <= MOST_STEPS:
         raise HddmError(f"{origin}: num_train_timesteps is {steps!r}, and must be 2 to {MOST_STEPS}")
     try:
-        betas = diffusers.DDPMScheduler(**facts).betas
+        betas = diffusers.DDPMScheduler(**given).betas
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
-        given, said = (" ".join(str(one).split())[:300] for one in (facts, error))
-        raise HddmError(f"{origin}: no schedule can be built from {given}: {said}") from error
-    return DiscreteSchedule(betas, {"_class_name": name, **facts})
+        values, reason = (" ".join(str(one).split())[:300] for one in (given, error))
+        raise HddmError(f"{origin}: no schedule can be built from {values}: {reason}") from error
+    return DiscreteSchedule(betas, {"_class_name": name, **given})
 
 
 def declared_prediction_type(source: object) -> str | None:
@@ -341,7 +328,7 @@ def declared_prediction_type(source: object) -> str | None:
 
 
 def default_prediction_type(source: object) -> str:
-    """What the documented default of a scheduler config's class is, for one that gives none.
+    """The prediction type that the class of a scheduler config has by default, for a config that gives none.
 
     Raises:
         HddmError: where the config names no class.
@@ -398,12 +385,7 @@ def _read(source: object) -> tuple[dict[str, Any], str]:
             f"not from {type(source).__name__}"
         )
     path = Path(source)
-    candidates = (
-        path,
-        path / "scheduler_config.json",
-        path / "scheduler" / "scheduler_config.json",
-    )
-    for candidate in candidates:
+    for candidate in (path, path / "scheduler_config.json", path / "scheduler" / "scheduler_config.json"):
         if candidate.is_file():
             try:
                 config = json.loads(candidate.read_text())
@@ -429,13 +411,13 @@ def _refuse_unknown_keys(config: Mapping[str, Any], origin: str) -> None:
 
 def _with_defaults(config: Mapping[str, Any], name: str, origin: str) -> dict[str, Any]:
     parameters = _parameters(name)
-    facts: dict[str, Any] = {}
+    found: dict[str, Any] = {}
     for key in _SCHEDULE_KEYS:
         if key in config:
             value = config[key]
             # A live config may hold an array, which a record cannot.
-            facts[key] = np.asarray(value).tolist() if key == "trained_betas" and value is not None else value
+            found[key] = np.asarray(value).tolist() if key == "trained_betas" and value is not None else value
         elif key in parameters:
-            facts[key] = parameters[key].default
-            logger.info("%s: %s not given, %s's default %s", origin, key, name, facts[key])
-    return facts
+            found[key] = parameters[key].default
+            logger.info("%s: %s not given, %s's default %s", origin, key, name, found[key])
+    return found

@@ -1,34 +1,25 @@
-r"""From what a network predicts to data, noise and velocity. Pure functions, one formula each.
+r"""Any expert as a velocity field on the common path: match, rescale, convert.
 
-The state of an expert is y = a x_0 + s eps on its own schedule, (a, s) = (alpha, sigma) at its native
-time; the same point on the common path is x = y/(a + s), at t = s/(a + s).
-
-What a velocity field is asked with: times and conditions, checked before any network runs.
-
-Classifier-free guidance of one expert, on its velocity.
-
-Any expert as a velocity field on the common path: match, rescale, convert.
-
-For an expert with schedule (a, s) in its own time, at a state x and common time t:
+For an expert with schedule (a, s) = (alpha, sigma) in its own time, at a state x and common time t:
 
 1. match:   the native time u with s(u)/a(u) = t/(1 - t), inverting the schedule continuously;
-2. rescale: the network gets y = (a + s) x at u;
-3. convert: its output becomes eps - x_0 (`hddm.velocity.velocity`).
+2. rescale: the network gets y = (a + s) x, which is a x_0 + s eps, at u;
+3. convert: its output becomes eps - x_0 (`velocity`).
 
 With an exact denoiser the result is exact for every t in the expert's noise range [t_min, t_max].
 
 **Outside the range** one rule holds at both ends. The network is asked at the nearer end. The state is
-rescaled so that its dominant part has the size that the network expects there: y = s(u_max) x/t above
-t_max (the noise keeps its level), y = a(u_min) x/(1 - t) below t_min (the signal does). Of the two
-estimates, the one that the state no longer determines fades with its share in the state:
+rescaled so that its dominant part has the size that the network expects there: y = s(u_max) x/t above t_max
+(the noise keeps its level), y = a(u_min) x/(1 - t) below t_min (the signal does). Of the two estimates, the
+one that the state no longer determines fades with its share in the state:
 
     t > t_max:  v = (x - r x_0)/t,          r = [(1-t)/t] / [(1-t_max)/t_max]
     t < t_min:  v = (r eps - x)/(1 - t),    r = [t/(1-t)] / [t_min/(1-t_min)]
 
-This is how the posterior means of a smooth, centred density behave, to first order. It is continuous at
-the ends, v = x at t = 1 and v = -x at t = 0. A form that is singular *inside* its schedule's range
-(epsilon where alpha = 0, sample where sigma = 0) has its range end there: at the last alpha > 0 of a
-discrete schedule, `SINGULAR_MARGIN` before the end of a continuous one.
+This is how the posterior means of a smooth, centred density behave, to first order. It is continuous at the
+ends, v = x at t = 1 and v = -x at t = 0. A form that is singular *inside* its schedule's range (epsilon where
+alpha = 0, sample where sigma = 0) has its range end there: at the last alpha > 0 of a discrete schedule,
+`SINGULAR_MARGIN` before the end of a continuous one.
 """
 
 import math
@@ -45,9 +36,13 @@ from hddm.schedules import DiscreteSchedule, LinearSchedule, Schedule
 from hddm.utils.errors import HddmError
 from hddm.utils.tensors import append_dims, device_of, parameter_dtype, to_float64
 
+SINGULAR_MARGIN = 1e-6
+SETTINGS = frozenset({"time_ids", "resolution", "aspect_ratio", "guidance"})
+"""Conditions that say how a sample is made, and not what it shows: a negative branch has the same ones."""
+
 
 class PredictionType(StrEnum):
-    """What a network predicts, spelt as diffusers spells it."""
+    """The quantity that a network predicts, spelt as diffusers spells it."""
 
     EPSILON = "epsilon"
     """The noise eps."""
@@ -69,11 +64,11 @@ class PredictionType(StrEnum):
 
 
 @dataclass(frozen=True)
-class Point:
+class PathPoint:
     """One state in both coordinates; every tensor broadcasts against ``x``.
 
-    ``x`` is on the common path at ``t``, ``y = (alpha + sigma) x`` on the expert's own path at its
-    native time, where ``derivatives`` gives (d alpha, d sigma).
+    ``x`` is on the common path at ``t``, ``y = (alpha + sigma) x`` on the expert's own path at its native
+    time, where ``derivatives`` gives (d alpha, d sigma).
     """
 
     x: Tensor
@@ -84,7 +79,7 @@ class Point:
     derivatives: Callable[[], tuple[Tensor, Tensor]]
 
 
-def x_0_and_eps(prediction_type: PredictionType, output: Tensor, at: Point) -> tuple[Tensor, Tensor]:
+def x_0_and_eps(prediction_type: PredictionType, output: Tensor, at: PathPoint) -> tuple[Tensor, Tensor]:
     """Estimates (x_0, eps) that a network's ``output`` implies for y = alpha x_0 + sigma eps.
 
         epsilon:          x_0 = (y - s eps)/a                  singular at a = 0
@@ -109,7 +104,7 @@ def x_0_and_eps(prediction_type: PredictionType, output: Tensor, at: Point) -> t
             return (d_s * y - s * output) / det, (a * output - d_a * y) / det
 
 
-def velocity(prediction_type: PredictionType, output: Tensor, at: Point) -> Tensor:
+def velocity(prediction_type: PredictionType, output: Tensor, at: PathPoint) -> Tensor:
     """Velocity eps - x_0 of the common path through ``at.x``, per unit of t.
 
         epsilon:          (eps - x)/(1 - t)                    singular at t = 1
@@ -135,10 +130,6 @@ def velocity(prediction_type: PredictionType, output: Tensor, at: Point) -> Tens
             return ((a + s) * output - (d_a + d_s) * at.y) / (a * d_s - s * d_a)
 
 
-SETTINGS = frozenset({"time_ids", "resolution", "aspect_ratio", "guidance"})
-"""Conditions that say how a sample is made, and not what it shows: a negative branch has the same ones."""
-
-
 def check_times(x_t: Tensor, t: Tensor) -> Tensor:
     """``t`` as (batch,) in float64.
 
@@ -162,27 +153,8 @@ def check_conditions(x_t: Tensor, conditions: Mapping[str, Tensor]) -> None:
             raise HddmError(f"condition {name!r} has shape {tuple(value.shape)} for {len(x_t)} states")
 
 
-def check_labels(conditions: Mapping[str, Tensor], num_classes: int, null: Tensor | None) -> None:
-    """Refuse ``class_labels`` that are neither a class nor ``null``; anything goes where none are known."""
-    labels = conditions.get("class_labels")
-    if labels is None or not num_classes:
-        return
-    largest = max(num_classes - 1, -1 if null is None else int(null))
-    if labels.is_floating_point() or not ((labels >= 0) & (labels <= largest)).all():
-        some = labels.flatten().tolist()[:8]
-        raise HddmError(f"class_labels are whole numbers from 0 to {largest} here, not {some}")
-
-
-def refuse_undeclared(declared: Sequence[str], conditions: Mapping[str, Tensor]) -> None:
-    """Refuse a condition that the network does not take."""
-    for name in conditions:
-        if name not in declared:
-            known = ", ".join(declared) or "none"
-            raise HddmError(f"this expert takes no condition {name!r}; it declares: {known}")
-
-
 def can_guide(conditions: Mapping[str, Tensor], negative: Mapping[str, Tensor]) -> bool:
-    """Whether these conditions say anything that a negative branch does not: more than `SETTINGS`."""
+    """True where these conditions say more than a negative branch does, more than `SETTINGS`."""
     return bool(conditions) and (bool(negative) or not SETTINGS.issuperset(conditions))
 
 
@@ -191,18 +163,9 @@ def missing_from(given: Collection[str], declared: Sequence[str]) -> list[str]:
     return [name for name in declared if name not in given and name not in OPTIONAL_CONDITIONS]
 
 
-def refuse_missing(declared: Sequence[str], given: Mapping[str, Tensor]) -> None:
-    """Refuse to do without a condition that the network needs."""
-    missing = missing_from(given, declared)
-    if missing:
-        raise HddmError(
-            f"this expert needs {' and '.join(missing)}, and knows no value that stands for none; pass it"
-        )
-
-
 @dataclass(frozen=True)
 class Guidance:
-    """How far to go from the negative velocity v_n through the conditional one, v_c.
+    """Classifier-free guidance: from the negative velocity v_n through the conditional one, v_c.
 
         v = v_n + scale (v_c - v_n)                                (arXiv:2207.12598)
         v = [rescale std(v_c)/std(v) + 1 - rescale] v              (arXiv:2305.08891, section 3.4)
@@ -241,7 +204,7 @@ class Guidance:
         return scale if isinstance(scale, Guidance) else cls(float(scale))
 
     def acts(self, t: Tensor) -> Tensor:
-        """Whether there is guidance at t (batch,)."""
+        """True (batch,) where there is guidance at t (batch,)."""
         low, high = self.interval
         return (t >= low) & (t <= high) & (self.scale != 1.0)
 
@@ -257,17 +220,10 @@ class Guidance:
         v_c, v_n = conditional[:, :count], negative[:, :count]
         guided = v_n + self.scale * (v_c - v_n)
         if self.rescale:
-            ratio = _deviation(v_c) / _deviation(guided)
+            ratio = append_dims(v_c.flatten(1).std(1) / guided.flatten(1).std(1), guided.ndim)
             guided = (self.rescale * ratio + 1 - self.rescale) * guided
-        rows = acts.to(guided.device).view(-1, *[1] * (guided.ndim - 1))
+        rows = append_dims(acts.to(guided.device), guided.ndim)
         return torch.cat([torch.where(rows, guided, v_c), conditional[:, count:]], dim=1)
-
-
-def _deviation(v: Tensor) -> Tensor:
-    return v.flatten(1).std(1).view(-1, *[1] * (v.ndim - 1))
-
-
-SINGULAR_MARGIN = 1e-6
 
 
 class VelocityField:
@@ -280,8 +236,7 @@ class VelocityField:
         prediction_type: what it predicts, a `hddm.velocity.PredictionType` or its name.
         time_scale: the network is fed native time × ``time_scale`` (SD3: 1000, Flux: 1).
         calibration: moments and weights that improve on the network near t = 1 (`hddm.calibration`).
-        conditions: the keywords that the network takes; None passes all on, and leaves the refusal to
-            the network.
+        conditions: the keywords that the network takes; None passes all on, unchecked.
         null_conditions: per condition, the value that stands for none, as a tensor without batch
             dimension; guidance falls back on it where no ``negative`` is given.
         sample_shape: shape (C, H, W) of a sample; by default read off ``network.config``.
@@ -339,8 +294,8 @@ class VelocityField:
     ) -> Tensor:
         """Velocity dx/dt = E[eps - x_0 | x_t] on the common path.
 
-        With guidance, v = v_negative + guidance_scale (v_conditional - v_negative) (arXiv:2207.12598), both
-        in one batch, or one after the other where their conditions have texts of different lengths.
+        Guidance (`Guidance.combine`) runs both branches in one batch, or one after the other where their
+        conditions have texts of different lengths.
 
         Args:
             x_t: (batch, …), any floating dtype.
@@ -348,8 +303,7 @@ class VelocityField:
             guidance_scale: 1 for none, or a `Guidance`.
             negative: conditions of the negative branch; by default the null ones, and of those of
                 `hddm.velocity.SETTINGS` that have none the same as in ``conditions``.
-            conditions: keywords of the network's forward, each (batch, …); a declared one that is
-                left out takes its null value.
+            conditions: keywords of the network's forward, each (batch, …); one left out takes its null value.
 
         Returns:
             Velocity in x_t's shape and dtype, finite on the closed interval.
@@ -360,18 +314,19 @@ class VelocityField:
         """
         times = check_times(x_t, t)
         negative = negative or {}
-        for side in (conditions, negative):
-            self._check(x_t, side)
+        for branch in (conditions, negative):
+            self._check(x_t, branch)
         given = self._with_null(conditions, x_t)
         guidance = Guidance.of(guidance_scale)
+        acts = guidance.acts(times)
         if guidance.scale != 1.0 and not can_guide(conditions, negative):
             raise HddmError("guidance needs a condition to guide to: pass one, or guidance_scale=1")
-        refuse_missing(self.conditions or (), given)
-        if guidance.scale == 1.0:
-            return self._convert(x_t, times, given).to(x_t.dtype)
-        against = self._negative(given, negative, x_t)
-        acts = guidance.acts(times)
-        if not acts.any():
+        if missing := missing_from(given, self.conditions or ()):
+            raise HddmError(
+                f"this expert needs {' and '.join(missing)}, and knows no value that stands for none; pass it"
+            )
+        against = {} if guidance.scale == 1.0 else self._negative(given, negative, x_t)
+        if guidance.scale == 1.0 or not acts.any():
             return self._convert(x_t, times, given).to(x_t.dtype)
         if all(given[key].shape == against[key].shape for key in given):
             both = {key: torch.cat([given[key], against[key]]) for key in given}
@@ -379,7 +334,7 @@ class VelocityField:
             conditional, unguided = v.chunk(2)
         else:
             # Texts of different lengths: padding one would change what a network without a mask gives.
-            conditional, unguided = (self._convert(x_t, times, side) for side in (given, against))
+            conditional, unguided = (self._convert(x_t, times, branch) for branch in (given, against))
         return guidance.combine(conditional, unguided, acts).to(x_t.dtype)
 
     def _convert(self, x_t: Tensor, t: Tensor, conditions: Mapping[str, Tensor]) -> Tensor:
@@ -391,11 +346,9 @@ class VelocityField:
         return self.calibration.apply(raw, x, t, conditions.get(LABELS), bound)
 
     def raw_velocity(self, x: Tensor, t: Tensor, conditions: Mapping[str, Tensor]) -> Tensor:
-        """The exact conversion without calibration, by the rule of the module's head.
-
-        ``x`` is float32 or float64, ``t`` (batch,) in float64.
-        """
-        if self._is_common_path:
+        """The exact conversion, uncalibrated; ``x`` in float32 or float64, ``t`` (batch,) in float64."""
+        is_flow = self.prediction_type is PredictionType.FLOW_PREDICTION
+        if is_flow and isinstance(self.schedule, LinearSchedule):
             return self.ask(x, t, conditions)
         low, high = self.range
         inside = t.clamp(low, high)
@@ -409,16 +362,13 @@ class VelocityField:
         def wide(values: Tensor) -> Tensor:
             return append_dims(values, x.ndim).to(x.device, x.dtype)
 
+        def derivatives() -> tuple[Tensor, Tensor]:
+            d_alpha, d_sigma = self.schedule.derivatives(native)
+            return wide(d_alpha), wide(d_sigma)
+
         y = wide(scale) * x
         output = self.ask(y, native, conditions)
-        at = Point(
-            x,
-            y,
-            wide(inside),
-            wide(alpha),
-            wide(sigma),
-            lambda: tuple(map(wide, self.schedule.derivatives(native))),  # type: ignore[arg-type,return-value]
-        )
+        at = PathPoint(x, y, wide(inside), wide(alpha), wide(sigma), derivatives)
         v = velocity(self.prediction_type, output, at)
         if bool((t == inside).all()):
             return v
@@ -432,15 +382,8 @@ class VelocityField:
         v = torch.where(wide(is_above).bool(), above, v)
         return torch.where(wide(is_below).bool(), below, v)
 
-    @property
-    def _is_common_path(self) -> bool:
-        return (
-            isinstance(self.schedule, LinearSchedule)
-            and self.prediction_type is PredictionType.FLOW_PREDICTION
-        )
-
     def ask(self, y: Tensor, native: Tensor, conditions: Mapping[str, Tensor]) -> Tensor:
-        """The network's own prediction at a state ``y`` of its path, at ``native`` times (batch,)."""
+        """The network's own prediction for a state ``y`` on its path, at ``native`` times (batch,)."""
         dtype = parameter_dtype(self.network) or y.dtype
         timestep = (native * self.time_scale).to(y.device, y.dtype)
         output = self.network(y.to(dtype), timestep, **conditions)
@@ -452,18 +395,24 @@ class VelocityField:
         return output.to(y.dtype)
 
     def _check(self, x_t: Tensor, conditions: Mapping[str, Tensor]) -> None:
-        if self.conditions is not None:
-            refuse_undeclared(self.conditions, conditions)
+        for name in conditions:
+            if self.conditions is not None and name not in self.conditions:
+                known = ", ".join(self.conditions) or "none"
+                raise HddmError(f"this expert takes no condition {name!r}; it declares: {known}")
         check_conditions(x_t, conditions)
-        null = self.null_conditions.get("class_labels")
-        check_labels(conditions, len(self.classes), null)
+        labels, null = conditions.get("class_labels"), self.null_conditions.get("class_labels")
+        if labels is None or not self.classes:
+            return
+        largest = max(len(self.classes) - 1, -1 if null is None else int(null))
+        if labels.is_floating_point() or not ((labels >= 0) & (labels <= largest)).all():
+            some = labels.flatten().tolist()[:8]
+            raise HddmError(f"class_labels are whole numbers from 0 to {largest} here, not {some}")
 
     def _with_null(self, conditions: Mapping[str, Tensor], x_t: Tensor) -> Mapping[str, Tensor]:
         """``conditions``, and the null value of each that is left out."""
-        return {
-            name: null.to(x_t.device).expand(len(x_t), *null.shape)
-            for name, null in self.null_conditions.items()
-        } | dict(conditions)
+        nulls = self.null_conditions.items()
+        rows = {name: null.to(x_t.device).expand(len(x_t), *null.shape) for name, null in nulls}
+        return rows | dict(conditions)
 
     def _negative(
         self, given: Mapping[str, Tensor], negative: Mapping[str, Tensor], x_t: Tensor
@@ -471,9 +420,8 @@ class VelocityField:
         """The negative branch: ``negative``, completed by null values and the settings of ``given``."""
         settings = {name: value for name, value in given.items() if name in SETTINGS}
         against = settings | dict(self._with_null(negative, x_t))
-        sides = {"the negative conditions": given.keys() - against, "the conditions": against.keys() - given}
-        missing = [f"{side} lack {' and '.join(sorted(names))}" for side, names in sides.items() if names]
-        if missing:
+        gaps = {"the negative conditions": given.keys() - against, "the conditions": against.keys() - given}
+        if missing := [f"{one} lack {' and '.join(sorted(names))}" for one, names in gaps.items() if names]:
             raise HddmError(
                 f"guidance needs the same keywords on both sides: {', '.join(missing)}, and this expert "
                 "knows no value that stands for none"
@@ -484,11 +432,9 @@ class VelocityField:
 def _exact_range(schedule: Schedule, prediction_type: PredictionType) -> tuple[float, float]:
     low, high = schedule.range
     if prediction_type is PredictionType.EPSILON and high == 1.0:
-        if isinstance(schedule, DiscreteSchedule):
-            # zero terminal SNR: the last index holds no signal
-            high = schedule.common_time(schedule.end - 1)
-        else:
-            high = 1.0 - SINGULAR_MARGIN
+        # With zero terminal SNR the last index holds no signal.
+        is_discrete = isinstance(schedule, DiscreteSchedule)
+        high = schedule.common_time(schedule.end - 1) if is_discrete else 1.0 - SINGULAR_MARGIN
     if prediction_type is PredictionType.SAMPLE and low == 0.0:
         low = SINGULAR_MARGIN
     return low, high

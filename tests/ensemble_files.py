@@ -10,7 +10,7 @@ from diffusers import DDIMScheduler, DDPMScheduler, FlowMatchEulerDiscreteSchedu
 from hddm.checkpoints.convert import Conversion, plan, write
 from hddm.experts.assembly import assemble
 from hddm.experts.ensembles import EnsembleRecord
-from hddm.experts.expert_set import ExpertSet
+from hddm.experts.loading import ExpertSet
 from hddm.experts.records import Expert, ExpertRecord, RouterRecord, save_expert, save_router
 from hddm.networks.offload import Shelf
 from hddm.networks.transformers import ExpertTransformer, RouterTransformer

@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from hddm.ensemble import Router
-from hddm.experts.expert_set import as_field
+from hddm.experts.loading import as_field
 from hddm.experts.paris import ParisPart, paris_experts, paris_router
 from hddm.experts.records import Expert
 from hddm.networks.folders import empty_network, fill

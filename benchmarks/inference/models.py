@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from benchmarks.inference.settings import Settings, Size
 from hddm.ensemble import Router
-from hddm.experts.expert_set import ExpertSet
+from hddm.experts.loading import ExpertSet
 from hddm.experts.records import Expert, ExpertRecord, ShardRecord
 from hddm.networks.transformers import ExpertTransformer, RouterTransformer
 from hddm.schedules import CosineSchedule, LinearSchedule, Schedule

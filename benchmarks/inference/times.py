@@ -20,7 +20,7 @@ from benchmarks.inference.models import (
 from benchmarks.inference.settings import DTYPES, Settings
 from hddm.benchmark.cost import forward_mflop
 from hddm.ensemble import Ensemble, Router
-from hddm.experts.expert_set import ExpertSet
+from hddm.experts.loading import ExpertSet
 from hddm.sampling import integrate, time_grid
 from hddm.training.objectives import TIME_SCALE
 from hddm.velocity import VelocityField

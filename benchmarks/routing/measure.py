@@ -26,7 +26,7 @@ from hddm.data.images import load_images, to_unit_range
 from hddm.data.partition import partition
 from hddm.data.shard_records import find_shards
 from hddm.evaluation.classifier import FEATURES, FeatureClassifier, train_classifier
-from hddm.evaluation.features import Extractor
+from hddm.evaluation.features import FeatureExtractor
 from hddm.evaluation.scores import Scorer
 from hddm.experts.records import FORMAT, ROUTER_FILE, RouterRecord
 from hddm.utils.files import read_json, write_json
@@ -50,7 +50,7 @@ def measure_routing(
     assert images.labels is not None
     classifier = train_classifier(images.normalised, images.labels)
     # The one that the quickstart chooses; it also says what digit an image is.
-    extractor = Extractor("small classifier of the training images", FEATURES, classifier.features)
+    extractor = FeatureExtractor("small classifier of the training images", FEATURES, classifier.features)
     scorer = Scorer(extractor, images.pixels, fresh.pixels, chosen.resamples)
     runs, data = [], Data.of(shards)
     with Workers(workers) as pool:

@@ -9,7 +9,7 @@ from hddm.utils.errors import UsageError
 from hddm.utils.records import ENSEMBLE_FILE
 from hddm_cli.options import InputArgument, InputOption, Overwrite, StrategyOption
 
-Component = Annotated[Path | None, InputOption(help="Folder of that component, for experts of latents.")]
+Component = Annotated[Path | None, InputOption(help="Folder of this component, for experts of latents.")]
 
 
 def assemble(
@@ -19,12 +19,12 @@ def assemble(
     out: Annotated[
         Path | None,
         typer.Option(
-            "--out", help="Folder to write; must not exist. Without it an ensemble changes in place."
+            "--out", help="Folder to write; must not exist. Without it, an ensemble is changed in place."
         ),
     ] = None,
     router: Annotated[Path | None, InputOption("--router", help="Router folder.")] = None,
     strategy: Annotated[
-        str | None, StrategyOption(help="Recommended strategy, stored in the folder; else draw.")
+        str | None, StrategyOption(help="Recommended strategy, stored in the folder; default: draw.")
     ] = None,
     vae: Component = None,
     text_encoder: Component = None,
@@ -35,7 +35,7 @@ def assemble(
     ] = None,
     base: Annotated[
         list[Path] | None,
-        InputOption("--base", help="Expert whose weights LoRA experts change, where it was moved."),
+        InputOption("--base", help="Base of LoRA experts, if it was moved since training."),
     ] = None,
     overwrite: Overwrite = False,
 ) -> None:

@@ -53,46 +53,47 @@ def convert(
         str | None, typer.Option("--layout", help="Layout of the source; default: by its content.")
     ] = None,
     allow_pickle: Annotated[
-        bool, typer.Option("--allow-pickle", help="Read pickle files; what is no weight is refused.")
+        bool,
+        typer.Option("--allow-pickle", help="Read pickle files without running code; only weights are read."),
     ] = False,
     num_heads: Annotated[
-        int | None, typer.Option("--num-heads", min=1, help="Attention heads of a size never published.")
+        int | None, typer.Option("--num-heads", min=1, help="Attention heads, for a size never published.")
     ] = None,
     sample_size: Annotated[
-        int | None, typer.Option("--sample-size", min=1, help="Side of the input, where nothing tells.")
+        int | None, typer.Option("--sample-size", min=1, help="Height and width of a sample, if not stated.")
     ] = None,
     weights: Annotated[
         Weights | None,
-        typer.Option("--weights", help="Which set of weights; default ema where there is one."),
+        typer.Option("--weights", help="Set of weights; default ema where there is one."),
     ] = None,
     variant: Annotated[
-        str | None, typer.Option("--variant", help="Variant of the weights file, as fp16.")
+        str | None, typer.Option("--variant", help="Variant of the weights file, such as fp16.")
     ] = None,
     schedule: Annotated[
         Path | None, InputOption("--schedule", help="scheduler_config.json instead of the source's own.")
     ] = None,
     prediction_type: Annotated[
         PredictionType | None,
-        typer.Option("--prediction-type", help="What the network predicts, where nothing says it."),
+        typer.Option("--prediction-type", help="What the network predicts, if the source does not state it."),
     ] = None,
     architecture: Annotated[
-        Architecture | None, typer.Option("--architecture", help="Fold a DiT's adaLN-Zero.")
+        Architecture | None, typer.Option("--architecture", help="Fold a DiT's adaLN-Zero to AdaLN-Single.")
     ] = None,
     modulation_rank: Annotated[
         int,
-        typer.Option("--modulation-rank", min=0, help="Of what every block keeps of its own modulation."),
+        typer.Option("--modulation-rank", min=0, help="Rank of the modulation that each block keeps."),
     ] = 0,
     text_dim: Annotated[
         int | None, typer.Option("--text-dim", min=1, help="Add attention to text tokens of this width.")
     ] = None,
     recipe: Annotated[
-        Recipe, typer.Option("--recipe", help="paper: fresh head, round(999 t); for comparison.")
+        Recipe, typer.Option("--recipe", help="exact, or paper (fresh head, round(999 t)) to compare.")
     ] = Recipe.exact,
     licence: Annotated[
-        str | None, typer.Option("--licence", help="Of the weights, where the source does not state it.")
+        str | None, typer.Option("--licence", help="Licence of the weights, if the source does not state it.")
     ] = None,
     to_layout: Annotated[
-        str | None, typer.Option("--to-layout", help="Write an expert back, in this layout.")
+        str | None, typer.Option("--to-layout", help="Write an expert back in this layout.")
     ] = None,
     no_verify: Annotated[
         bool, typer.Option("--no-verify", help="Skip the comparison with the source.")

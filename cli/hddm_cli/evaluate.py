@@ -24,7 +24,7 @@ def evaluate(
     ] = "auto",
     save_classifier: Annotated[
         Path | None,
-        typer.Option("--save-classifier", help="File for the classifier that is trained here, to share it."),
+        typer.Option("--save-classifier", help="File to save the trained classifier in, to share it."),
     ] = None,
     shards: Annotated[
         Path | None, InputOption("--shards", help="Partition of the training images: distances by shard.")
@@ -36,25 +36,25 @@ def evaluate(
         bool, typer.Option("--allow-few", help="Measure fewer images than features; not comparable.")
     ] = False,
     max_bad: Annotated[
-        int, typer.Option("--max-bad", min=0, help="Broken images, of all sides, to skip by name.")
+        int, typer.Option("--max-bad", min=0, help="Broken images in all folders to skip, by name.")
     ] = 0,
     overwrite: Overwrite = False,
 ) -> None:
-    """Distances, precision and recall, diversity and memorising of a folder of images, as JSON.
+    """Measure distances, precision and recall, diversity and memorising of a folder of images, as JSON.
 
-    Memorising is judged by the training images as they are: mirrored copies are not seen.
+    Memorising is judged by the training images as they are: mirrored copies are not found.
     """
     import json
 
     from hddm.evaluation.evaluate import evaluate_folder
-    from hddm.evaluation.images import check_pictures
+    from hddm.evaluation.images import check_images
     from hddm.evaluation.results import check_absent, write_result
     from hddm.utils.errors import shown
 
-    check_pictures(images, "images")
-    check_pictures(reference, "reference")
+    check_images(images, "images")
+    check_images(reference, "reference")
     if held_out is not None:
-        check_pictures(held_out, "held-out")
+        check_images(held_out, "held-out")
     if out is not None:
         check_absent(out, overwrite)
     result = evaluate_folder(

@@ -10,14 +10,17 @@ from hddm_cli.plain import plain_lines
 
 
 def inspect(
-    path: Annotated[Path, InputArgument(help="Any folder of hddm's, a result, images, or a checkpoint.")],
+    path: Annotated[Path, InputArgument(help="Folder that hddm wrote, result, images, or checkpoint.")],
     allow_pickle: Annotated[
-        bool, typer.Option("--allow-pickle", help="Read pickle files; what is no weight is refused.")
+        bool,
+        typer.Option("--allow-pickle", help="Read pickle files without running code; only weights are read."),
     ] = False,
-    variant: Annotated[str | None, typer.Option("--variant", help="Of the weights file, as fp16.")] = None,
+    variant: Annotated[
+        str | None, typer.Option("--variant", help="Variant of the weights file, such as fp16.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")] = False,
 ) -> None:
-    """Say what an artefact is: objective, schedule, shard, size, licence, provenance."""
+    """Describe an artefact: objective, schedule, shard, size, licence, provenance."""
     import json
 
     from hddm.checkpoints.inspect import inspected

@@ -8,8 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from hddm.ensemble import Strategy
-from hddm.utils.errors import HddmError, UsageError, choose
+from hddm.utils.errors import UsageError, choose
 from hddm.utils.files import restore
 
 
@@ -30,12 +29,23 @@ def existing(param: typer.CallbackParam, value: Any) -> Any:
 
 
 def _known_strategy(value: str | None) -> str | None:
-    try:
-        if value is not None:
-            Strategy.parse(value)
-    except HddmError as error:
-        raise UsageError(f"--strategy {value}: {error.message.partition(': ')[2]}") from error
+    # As `hddm.ensemble.Strategy.parse`, which imports torch.
+    if value is None:
+        return None
+    match = re.fullmatch(r"full|draw|top-0*[1-9]\d*|(?:threshold|nucleus)-(.+)", value)
+    if match is None or (match[1] is not None and not _is_share(match[1])):
+        raise UsageError(
+            f"--strategy {value}: choose top-K (K = 1, 2, …), full, threshold-X or nucleus-X "
+            "(0 < X <= 1), or draw"
+        )
     return value
+
+
+def _is_share(text: str) -> bool:
+    try:
+        return 0 < float(text) <= 1
+    except ValueError:
+        return False
 
 
 def _known_device(value: str) -> str:

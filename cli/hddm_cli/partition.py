@@ -26,17 +26,17 @@ def partition(
     ] = "pixels",
     cache: Annotated[
         Path | None,
-        typer.Option("--cache", help="Folder that keeps features; without it OUT.features."),
+        typer.Option("--cache", help="Folder for features; default: OUT.features."),
     ] = None,
     max_bad: Annotated[int, typer.Option("--max-bad", min=0, help="Broken images to skip, by name.")] = 0,
     held_out: Annotated[
-        float, typer.Option("--held-out", help="Share of each shard, on average, that is kept from training.")
+        float, typer.Option("--held-out", help="Share of each shard, on average, to keep from training.")
     ] = 0.0,
     caption_column: Annotated[
-        str | None, typer.Option("--caption-column", help="Of the captions; else text or caption.")
+        str | None, typer.Option("--caption-column", help="Column of captions; default: text or caption.")
     ] = None,
     label_column: Annotated[
-        str | None, typer.Option("--label-column", help="Of the class labels; else label.")
+        str | None, typer.Option("--label-column", help="Column of class labels; default: label.")
     ] = None,
 ) -> None:
     """Divide images into shards of similar content and nearly equal size."""

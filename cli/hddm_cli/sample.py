@@ -57,13 +57,14 @@ def sample(
     num_images: Annotated[int, typer.Option("--num-images", min=1, help="Images to make.")] = 16,
     seed: Seed = 0,
     start: Annotated[
-        int, typer.Option("--start", min=0, help="Number of the first image, to go on or to share work out.")
+        int, typer.Option("--start", min=0, help="Number of the first image, to continue or to split work.")
     ] = 0,
     prompt: Annotated[
         list[str] | None, typer.Option("--prompt", help="Text; several are cycled over the images.")
     ] = None,
     negative_prompt: Annotated[
-        str | None, typer.Option("--negative-prompt", help="What guidance moves away from; default no text.")
+        str | None,
+        typer.Option("--negative-prompt", help="Text that guidance moves away from; default: no text."),
     ] = None,
     class_labels: Annotated[
         str | None,
@@ -75,7 +76,7 @@ def sample(
     conditions: Annotated[
         Path | None,
         InputOption(
-            "--conditions", help="Safetensors file: conditions by keyword, negative_… beside; cycled."
+            "--conditions", help="Safetensors file of conditions by keyword, and negative_<keyword>; cycled."
         ),
     ] = None,
     steps: Annotated[int, typer.Option("--steps", min=1, help="Solver steps.")] = 50,
@@ -86,55 +87,55 @@ def sample(
         ),
     ] = None,
     expert: Annotated[
-        int | None, typer.Option("--expert", min=0, help="Use this expert alone, whatever the router says.")
+        int | None, typer.Option("--expert", min=0, help="Use this expert alone, without the router.")
     ] = None,
     router_every: Annotated[
-        int, typer.Option("--router-every", min=1, help="Ask the router every n-th time only.")
+        int, typer.Option("--router-every", min=1, help="Ask the router at every n-th call only.")
     ] = 1,
-    solver: Annotated[Solver, typer.Option("--solver", help="Of the ODE.")] = Solver.euler,
+    solver: Annotated[Solver, typer.Option("--solver", help="Solver of the ODE.")] = Solver.euler,
     shift: Annotated[
-        float | None, typer.Option("--shift", help="Of the time grid, 1 is even; default: the model's own.")
+        float | None, typer.Option("--shift", help="Shift of the time grid, 1 is even; default: the model's.")
     ] = None,
     guidance_scale: Annotated[
         float, typer.Option("--guidance-scale", help="Classifier-free guidance; 1 is none.")
     ] = 1.0,
     cfg_channels: Annotated[
         int | None,
-        typer.Option("--cfg-channels", min=1, help="Guide the first n channels only; DiT's figures: 3."),
+        typer.Option("--cfg-channels", min=1, help="Guide the first n channels only; DiT's paper: 3."),
     ] = None,
     guidance_interval: Annotated[
         tuple[float, float], typer.Option("--guidance-interval", help="Guide between these t only.")
     ] = (0.0, 1.0),
     guidance_rescale: Annotated[
-        float, typer.Option("--guidance-rescale", help="0 to 1: back to the unguided standard deviation.")
+        float, typer.Option("--guidance-rescale", help="Share of the way back to the unguided deviation.")
     ] = 0.0,
     batch_size: Annotated[
         int, typer.Option("--batch-size", min=1, help="Images at a time; does not change them.")
     ] = 64,
     device: AnyDevice = "auto",
-    dtype: Annotated[Dtype, typer.Option("--dtype", help="That networks run in.")] = Dtype.float32,
+    dtype: Annotated[Dtype, typer.Option("--dtype", help="Dtype that networks run in.")] = Dtype.float32,
     offload: Annotated[
-        Offload, typer.Option("--offload", help="Where experts wait: on the device, in memory, on disk.")
+        Offload, typer.Option("--offload", help="Where idle experts wait: on the device, in memory, on disk.")
     ] = Offload.none,
     max_memory: Annotated[
-        str | None, typer.Option("--max-memory", help="Of all weights on the device, as 6GB or 500MB.")
+        str | None, typer.Option("--max-memory", help="Limit of all weights on the device: 6GB, 500MB.")
     ] = None,
     compile_networks: Annotated[
         bool, typer.Option("--compile", help="Compile the experts; the first steps take minutes.")
     ] = False,
     output_type: Annotated[
-        OutputType, typer.Option("--output-type", help="Images, or what the experts made.")
+        OutputType, typer.Option("--output-type", help="PNG images, or the experts' output.")
     ] = OutputType.png,
     grid: Annotated[
         bool,
         typer.Option(
-            "--grid", help="Also one picture of the images, OUT.grid.png: a class or prompt a row, if any."
+            "--grid", help="Also write OUT.grid.png, a picture of all images, a row for each class or prompt."
         ),
     ] = False,
     overwrite: Overwrite = False,
 ) -> None:
     """Make images from an expert or an ensemble. Image i depends on the seed and i alone."""
-    from hddm.pipelines.settings import SampleSettings
+    from hddm.pipelines.samples import SampleSettings, sample_to_folder
     from hddm.utils.progress import Progress
     from hddm.utils.records import OPTIONS, parse_record
 
@@ -166,8 +167,6 @@ def sample(
     }
     with asked():
         settings = parse_record(given, SampleSettings, OPTIONS)
-
-    from hddm.pipelines.samples import sample_to_folder
 
     with Progress(num_images, "sample") as progress:
         shown = sample_to_folder(source, out, settings, overwrite, progress, grid)

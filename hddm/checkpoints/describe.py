@@ -1,4 +1,4 @@
-"""What a folder is, in plain values, without loading its weights into memory."""
+"""A folder or a checkpoint described in plain values, without loading its weights into memory."""
 
 import math
 from pathlib import Path
@@ -8,7 +8,9 @@ from safetensors import SafetensorError, safe_open
 
 from hddm.calibration import FILE_NAME as CALIBRATION
 from hddm.calibration import calibration_record
-from hddm.checkpoints.recognise import describe_source
+from hddm.checkpoints.layouts import Hints, UnstatedHeads
+from hddm.checkpoints.plan import open_source
+from hddm.checkpoints.sources import Reading, resolve, with_shift
 from hddm.data.shard_records import FORMAT as SHARD_FORMAT
 from hddm.data.shard_records import (
     LARGEST_MANIFEST,
@@ -24,7 +26,8 @@ from hddm.experts.ensembles import ENSEMBLE_FILE, MODEL_INDEX, read_ensemble_fac
 from hddm.experts.lora import ADAPTER_WEIGHTS, AdapterRecord
 from hddm.experts.paris import is_paris, paris_experts, paris_router
 from hddm.experts.records import EXPERT_FILE, FORMAT, ROUTER_FILE, ExpertRecord, RouterRecord
-from hddm.networks.folders import WEIGHTS
+from hddm.networks.folders import WEIGHTS, empty_network
+from hddm.networks.wrappers import interface_of
 from hddm.schedules import from_config
 from hddm.utils.errors import HddmError, counted
 from hddm.utils.files import read_json
@@ -32,9 +35,11 @@ from hddm.utils.records import has_manifest, read_folder_manifest, read_record
 from hddm.utils.weights import read_header
 from hddm.velocity import PredictionType
 
+_HEADS = ("num_heads", "num_attention_heads", "attention_head_dim")
+
 
 def describe(folder: Path, allow_pickle: bool = False, variant: str | None = None) -> dict[str, Any]:
-    """Facts of an expert, router, ensemble, partition or shard folder, or of a checkpoint.
+    """Describe an expert, router, ensemble, partition or shard folder, or a checkpoint.
 
     ``kind`` says which. ``allow_pickle`` and ``variant`` are for checkpoints; see `describe_source`.
 
@@ -56,8 +61,8 @@ def describe(folder: Path, allow_pickle: bool = False, variant: str | None = Non
         }
     if (folder / ROUTER_FILE).exists():
         router = read_record(folder / ROUTER_FILE, RouterRecord, FORMAT)
-        told = _with_changes(router.model_dump(mode="json"))
-        return {"kind": "router", **told, "manifest": _manifest(folder), **_network(folder)}
+        record = _with_changes(router.model_dump(mode="json"))
+        return {"kind": "router", **record, "manifest": _manifest(folder), **_network(folder)}
     if (folder / ENSEMBLE_FILE).exists():
         return _ensemble(folder)
     if (folder / PARTITION_FILE).exists():
@@ -82,8 +87,83 @@ def describe(folder: Path, allow_pickle: bool = False, variant: str | None = Non
     return describe_source(folder, allow_pickle, variant)
 
 
+def describe_source(path: Path, allow_pickle: bool = False, variant: str | None = None) -> dict[str, Any]:
+    """Describe a checkpoint of other tools, unconverted; ``unstated`` lists what it does not state.
+
+    Args:
+        path: as for `hddm.checkpoints.plan.open_source`.
+        allow_pickle: whether pickle files are read.
+        variant: of the weights file.
+
+    Raises:
+        HddmError: for content that is no checkpoint of a known layout.
+    """
+    reading = Reading(allow_pickle=allow_pickle, variant=variant)
+    unstated = []
+    try:
+        source = open_source(path, reading)
+    except UnstatedHeads as missing:
+        # Any number serves here: no shape depends on it.
+        source = open_source(
+            path, Reading(allow_pickle=allow_pickle, variant=variant, hints=Hints(num_heads=1))
+        )
+        unstated.append(str(missing))
+    network = source.network.__name__
+    arguments = {k: v for k, v in source.arguments.items() if not (unstated and k in _HEADS)}
+    empty = empty_network(source.network, source.arguments, len(source.weights), str(path))
+    shape: list[int] | None = None
+    try:
+        interface = interface_of(network, empty.config)
+        shape = list(interface.sample_shape)
+    except HddmError as missing:
+        # Any height and width serve here: they are not part of the result.
+        interface = interface_of(network, empty.config, (64, 64))
+        unstated.append(str(missing))
+    facts: dict[str, Any] = {
+        "kind": "checkpoint",
+        "layout": source.layout,
+        "files": [file.name for file in source.files],
+        "weights": list(source.sets),
+        "prediction_type": None,
+        "schedule": None,
+        "schedule_source": None,
+        "noise_range": None,
+        "shift": None,
+    }
+    try:
+        found = resolve(source, None, None)
+        if shape or not found.scheduler.get("use_dynamic_shifting"):
+            found = with_shift(found, source, interface)
+            facts["shift"] = found.shift
+        facts |= {
+            "prediction_type": found.prediction_type.value,
+            "schedule": found.schedule.config,
+            "schedule_source": found.schedule_source,
+            "noise_range": list(found.schedule.range),
+        }
+        notes = [*source.notes, *found.notes]
+    except HddmError as error:
+        unstated.append(str(error))
+        notes = list(source.notes)
+    return facts | {
+        "sample_shape": shape,
+        "space": "latents" if source.is_latent else "pixels",
+        "latent_scale": source.latent_scale,
+        "variance_head": interface.variance_head,
+        "conditions": list(interface.conditions),
+        "null_class": interface.null_class,
+        "licence": source.licence,
+        "parameters": sum(tensor.numel() for tensor in source.weights.values()),
+        "dtypes": sorted({str(tensor.dtype).removeprefix("torch.") for tensor in source.weights.values()}),
+        "network": network,
+        "architecture": arguments,
+        "notes": notes,
+        "unstated": unstated,
+    }
+
+
 def _manifest(folder: Path) -> str:
-    """How far the folder can be held against what was written."""
+    """The number of files that the folder can be checked by, as text."""
     if not has_manifest(folder):
         return "none: written by an older version"
     return f"of {counted(len(read_folder_manifest(folder).files), 'file')}"
@@ -136,7 +216,7 @@ def _ensemble(folder: Path) -> dict[str, Any]:
     facts = read_ensemble_facts(folder)
     experts = [describe(folder / name) for name in facts.experts]
     classes = read_model_index(folder) if (folder / MODEL_INDEX).exists() else {}
-    told = {
+    described = {
         "kind": "ensemble",
         **facts.model_dump(mode="json"),
         "classes": next((expert["classes"] for expert in experts if expert["classes"]), []),
@@ -150,17 +230,17 @@ def _ensemble(folder: Path) -> dict[str, Any]:
     }
     if facts.router is not None:
         router = read_record(folder / facts.router / ROUTER_FILE, RouterRecord, FORMAT)
-        told["router_outputs"] = list(facts.router_outputs or range(len(experts)))
-        told["router_shards"] = len(router.shard_hashes)
-        told["router_calibrated"] = bool(router.calibration)
-    return told
+        described["router_outputs"] = list(facts.router_outputs or range(len(experts)))
+        described["router_shards"] = len(router.shard_hashes)
+        described["router_calibrated"] = bool(router.calibration)
+    return described
 
 
 def _adapter(folder: Path, adapter: AdapterRecord) -> dict[str, Any]:
     """Of an adapter its own numbers, wherever the base may be."""
     total, dtypes = _numbers(folder, ADAPTER_WEIGHTS)
-    told = adapter.model_dump(mode="json") | {"targets": len(adapter.targets)}
-    return {"adapter": told, "parameters": total, "dtypes": dtypes, "architecture": _config(folder)}
+    record = adapter.model_dump(mode="json") | {"targets": len(adapter.targets)}
+    return {"adapter": record, "parameters": total, "dtypes": dtypes, "architecture": _config(folder)}
 
 
 def _network(folder: Path) -> dict[str, Any]:
@@ -173,7 +253,7 @@ def _config(folder: Path) -> dict[str, Any]:
 
 
 def _numbers(folder: Path, name: str = WEIGHTS) -> tuple[int, list[str]]:
-    """How many numbers a file of weights holds, and their dtypes."""
+    """The count of numbers in a file of weights, and their dtypes."""
     path = folder / name
     try:
         with safe_open(path, "pt") as weights:

@@ -1,6 +1,6 @@
-"""Names of diffusers' own networks, those of former versions included.
+"""Networks of diffusers, and expert folders, as checkpoints: tensor names, and networks that the check runs.
 
-Our own expert folders as sources: to be folded, re-initialised or written back to another layout.
+`open_expert` reads our own folders, to be folded, re-initialised or written back to another layout.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from hddm.checkpoints.keys import KeyTable, same
 from hddm.checkpoints.layouts import Forward, Weights
-from hddm.checkpoints.sources import Declared, Reading, Source
+from hddm.checkpoints.sources import Checkpoint, Declared, Reading
 from hddm.experts.lora import ADAPTER_WEIGHTS, base_beside, open_adapted
 from hddm.experts.records import (
     EXPERT_FILE,
@@ -43,6 +43,7 @@ from hddm.utils.errors import HddmError
 from hddm.utils.records import read_record, refuse_damaged
 from hddm.utils.weights import read_safetensors
 
+LAYOUT = "hddm"
 DIFFUSERS_LAYOUTS: Mapping[str, type[ModelMixin]] = {
     "diffusers-dit": DiTTransformer2DModel,
     "diffusers-pixart": PixArtTransformer2DModel,
@@ -137,10 +138,7 @@ class _Put:
             owner._parameters[name] = value
 
 
-LAYOUT = "hddm"
-
-
-def open_expert(folder: Path, reading: Reading) -> Source:
+def open_expert(folder: Path, reading: Reading) -> Checkpoint:
     """An expert folder; an adapter is merged into its base.
 
     Raises:
@@ -162,7 +160,7 @@ def open_expert(folder: Path, reading: Reading) -> Source:
     refuse_damaged(folder, EXPERT_FILE, FILES, remedy=remedy(folder))
     path = str(files[0])
     kind = type(network)
-    return Source(
+    return Checkpoint(
         path=folder,
         layout=LAYOUT,
         files=files,

@@ -15,9 +15,9 @@ from hddm.checkpoints.keys import KeyTable, Pair, module, same
 from hddm.checkpoints.layouts import (
     LATENT_SCALE,
     LINEAR_BETAS,
+    FileLayout,
     Forward,
     Hints,
-    Layout,
     Modules,
     Weights,
     agreed_side,
@@ -99,7 +99,7 @@ def forward(weights: Weights, config: Mapping[str, Any]) -> Forward:
 
 
 _SIT = "SiT files look the same and mean a velocity: this is read as DiT's noise prediction, wrong for a SiT"
-FACEBOOK_DIT = Layout(
+FACEBOOK_DIT = FileLayout(
     name="facebook-dit",
     markers=(
         "y_embedder.embedding_table.weight",

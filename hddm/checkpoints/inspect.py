@@ -1,4 +1,4 @@
-"""What anything is that hddm writes or reads, by its records alone where they tell."""
+"""Descriptions of anything that hddm writes or reads, by its records alone where they suffice."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -19,14 +19,14 @@ from hddm.utils.records import (
     SAMPLING_FILE,
 )
 
-Tell = Callable[[Path], dict[str, Any]]
+Describe = Callable[[Path], dict[str, Any]]
 _MODELS = (EXPERT_FILE, ROUTER_FILE, ENSEMBLE_FILE, "model_index.json", "config.json")
 _RUNS = f"expert_*.run/{RUN_FILE}"
 _LARGEST = 2**29
 
 
 def inspected(path: Path, allow_pickle: bool = False, variant: str | None = None) -> dict[str, Any]:
-    """Facts of anything that hddm writes, of images, or of a checkpoint; ``kind`` says what it is.
+    """Describe anything that hddm writes, images, or a checkpoint; ``kind`` says what it is.
 
     What another verb reads is named with that verb, ``read_by``. ``allow_pickle`` and ``variant`` are for
     checkpoints.
@@ -42,11 +42,11 @@ def inspected(path: Path, allow_pickle: bool = False, variant: str | None = None
             facts = {key: content.get(key) for key in ("comparable", "reasons")}
             return {"kind": EVALUATION, **facts, "read_by": "hddm compare"}
     if not any((path / record).exists() for record in (*_MODELS, PARTITION_FILE, MANIFEST)):
-        tell = next((tell for record, tell in _RECORDS.items() if any(path.glob(record))), None)
-        if tell is None and _holds_images(path):
-            tell = _read_by("images", "hddm data check, hddm partition")
-        if tell is not None:
-            return tell(path)
+        found = next((one for record, one in _RECORDS.items() if any(path.glob(record))), None)
+        if found is None and _holds_images(path):
+            found = _read_by("images", "hddm data check, hddm partition")
+        if found is not None:
+            return found(path)
     # Brings torch.
     from hddm.checkpoints.describe import describe
 
@@ -80,16 +80,16 @@ def _experts(folder: Path) -> dict[str, Any]:
         if name in finished:
             record = read_json(finished[name])
             shard, training = record.get("shard") or {}, record.get("training") or {}
-            told = {"objective": record.get("objective"), "shard": shard.get("index")}
-            experts.append({"name": name, **told, "finished": True, "steps": training.get("steps")})
+            facts = {"objective": record.get("objective"), "shard": shard.get("index")}
+            experts.append({"name": name, **facts, "finished": True, "steps": training.get("steps")})
         else:
             run = _run(runs[name].parent)
-            told = {key: run[key] for key in ("finished", "step", "steps", "last_checkpoint")}
-            experts.append({"name": name, "objective": run["settings"].get("objective"), **told})
+            facts = {key: run[key] for key in ("finished", "step", "steps", "last_checkpoint")}
+            experts.append({"name": name, "objective": run["settings"].get("objective"), **facts})
     return {"kind": "experts", "experts": experts, "read_by": "hddm assemble, hddm verify"}
 
 
-def _read_by(kind: str, verbs: str) -> Tell:
+def _read_by(kind: str, verbs: str) -> Describe:
     return lambda path: {"kind": kind, "read_by": verbs}
 
 
@@ -100,7 +100,7 @@ def _holds_images(path: Path) -> bool:
     return bool(found.images or found.tars or found.parquets) and not any(path.glob("*.safetensors"))
 
 
-_RECORDS: dict[str, Tell] = {
+_RECORDS: dict[str, Describe] = {
     RUN_FILE: _run,
     f"*/{EXPERT_FILE}": _experts,
     _RUNS: _experts,
@@ -110,4 +110,4 @@ _RECORDS: dict[str, Tell] = {
     RESULTS_FILE: _read_by("benchmark", "hddm compare"),
     BENCHMARK_FILE: _read_by("unfinished benchmark", "hddm benchmark"),
 }
-"""How what has a record, which may lie a folder below, is told; the first that is there."""
+"""Descriptions by the record, which may lie a folder below; the first that is there counts."""

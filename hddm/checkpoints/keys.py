@@ -1,7 +1,7 @@
-"""Two-way tables between the names of one layout and those of a network class.
+"""Tables between the tensor names of a layout and those of a network class, both ways.
 
-A table is used by popping. What remains on the left is left over, what was never filled on the right is
-missing, and either one ends the conversion: there is no lenient mode.
+A table is used by popping. A name that remains on the left is left over, one that was never filled on the
+right is missing, and either one ends the conversion: there is no lenient mode.
 """
 
 from collections.abc import Mapping, Sequence

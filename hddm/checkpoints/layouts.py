@@ -1,9 +1,8 @@
-"""What a single-file layout is: how its tensors are known, named and sized.
+"""Layouts of single files: the interface, how sizes are read from tensors, and pieces of their networks.
 
-Pieces from which a layout's own network is written out over its own names.
-
-Apart from `hddm.models` and diffusers, and after the papers, so that comparing the two finds a mistake in a
-table of names. A tensor is cast when it is used, so that mapped weights never lie in memory as a whole.
+A layout's own network is written out over its own names, apart from `hddm.networks` and diffusers and after
+the papers, so that comparing the two finds a mistake in a table of names. A tensor is cast when it is used,
+so that mapped weights never lie in memory as a whole.
 """
 
 import math
@@ -27,19 +26,19 @@ Forward = Callable[[Tensor, Tensor, Mapping[str, Tensor]], Tensor]
 
 
 class UnstatedHeads(HddmError):
-    """A number of attention heads that no tensor tells and no one has said."""
+    """A number of attention heads that neither a tensor nor the user states."""
 
 
 @dataclass(frozen=True)
 class Hints:
-    """What the user says about a file that its tensors do not."""
+    """Sizes that the user states since no tensor does."""
 
     num_heads: int | None = None
     sample_size: int | None = None
 
 
 @dataclass(frozen=True)
-class Layout:
+class FileLayout:
     """A checkpoint file of one code base.
 
     Args:
@@ -114,10 +113,9 @@ def heads(width: int, depth: int, hints: Hints, origin: str) -> int:
 def unet_heads(
     channels: list[int], context: int, is_linear: bool, hints: Hints, origin: str
 ) -> int | list[int]:
-    """What diffusers misnames attention_head_dim: the number of heads.
+    """The number of heads, which diffusers calls attention_head_dim.
 
-    No tensor tells it, so only published networks are known without ``--num-heads``, which then holds at
-    every level.
+    No tensor states it, so only published networks are known without ``--num-heads``, one for every level.
 
     Raises:
         UnstatedHeads: for any other network without the option.

@@ -18,9 +18,9 @@ from hddm.checkpoints.keys import KeyTable, Pair, module, same, split
 from hddm.checkpoints.layouts import (
     LATENT_SCALE,
     LINEAR_BETAS,
+    FileLayout,
     Forward,
     Hints,
-    Layout,
     Modules,
     Weights,
     agreed_side,
@@ -171,7 +171,7 @@ def _latents(weights: Weights) -> tuple[float | None, tuple[str, ...]]:
     return LATENT_SCALE, ()
 
 
-PIXART_ORIGINAL = Layout(
+PIXART_ORIGINAL = FileLayout(
     name="pixart-original",
     markers=("t_block.1.weight", "y_embedder.y_proj.fc1.weight", "blocks.0.scale_shift_table"),
     network=PixArtTransformer2DModel,

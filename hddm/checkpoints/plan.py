@@ -1,4 +1,4 @@
-"""What a conversion will do, decided and checked before anything is written."""
+"""Plans of conversions: the source is recognised, and everything is decided, before anything is written."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -10,32 +10,35 @@ import torch
 from torch import Tensor
 
 from hddm.checkpoints.architecture import PAPER_STEPS, Built, reshape, restart
-from hddm.checkpoints.diffusers_models import DIFFUSERS_LAYOUTS
+from hddm.checkpoints.diffusers_models import DIFFUSERS_LAYOUTS, open_expert
 from hddm.checkpoints.diffusers_models import LAYOUT as HDDM
-from hddm.checkpoints.recognise import open_source
-from hddm.checkpoints.single_files import FILE_LAYOUTS, IMAGENET_LICENCE, LDM
-from hddm.checkpoints.sources import Conventions, Reading, Source, resolve, with_shift
-from hddm.experts.records import ExpertRecord, SourceRecord
+from hddm.checkpoints.folders import PIPELINE, STEM, open_model, open_pipeline
+from hddm.checkpoints.layouts import UnstatedHeads
+from hddm.checkpoints.single_files import FILE_LAYOUTS, IMAGENET_LICENCE, LDM, open_file
+from hddm.checkpoints.sources import Checkpoint, Conventions, Reading, resolve, with_shift
+from hddm.experts.records import EXPERT_FILE, ExpertRecord, SourceRecord
 from hddm.networks.folders import differences, empty_network
 from hddm.networks.identity import TextEncoderRecord
 from hddm.networks.wrappers import Interface, interface_of
 from hddm.schedules import LinearSchedule
-from hddm.utils.errors import HddmError
+from hddm.utils.errors import HddmError, UsageError, choose
 from hddm.utils.weights import Planned
 from hddm.velocity import PredictionType
 
+LAYOUTS = (*FILE_LAYOUTS, LDM, *DIFFUSERS_LAYOUTS, HDDM)
+_ENDINGS = (".pt", ".pth", ".ckpt", ".bin", ".safetensors")
 PAPER = "paper"
 TEXT = "encoder_hidden_states"
 
 
 @dataclass(frozen=True)
 class Conversion:
-    """What the user wants of a conversion.
+    """Options of a conversion.
 
     Args:
         reading: how the source is read.
         schedule: a diffusers scheduler config instead of the source's.
-        prediction_type: the user's word on it.
+        prediction_type: as the user states it.
         architecture, modulation_rank, text_dim: see `hddm.checkpoints.architecture.reshape`.
         recipe: ``exact`` preserves the function; ``paper`` is that of arXiv:2603.06741, for comparison: fresh
             head and text projection, the common path, round(999 t) fed.
@@ -60,7 +63,7 @@ class Plan:
     source.
     """
 
-    source: Source
+    source: Checkpoint
     conventions: Conventions
     built: Built
     interface: Interface
@@ -73,9 +76,55 @@ class Plan:
 
     @property
     def is_restarted(self) -> bool:
-        """Whether it starts anew by the paper's recipe, with no function to preserve."""
+        """True for a head that starts anew by the paper's recipe, with no function to preserve."""
         assert self.facts.source is not None
         return bool(self.facts.source.options["recipe"] == PAPER)
+
+
+def open_source(path: Path, reading: Reading) -> Checkpoint:
+    """Open the checkpoint at ``path``, recognised by its content.
+
+    A folder without any config may hold one file of weights; a file that lies beside the ``config.json`` of
+    its diffusers model is that model with exactly that file.
+
+    Raises:
+        HddmError: for content of no known layout, or another than asked for.
+    """
+    if reading.layout is not None and reading.layout not in LAYOUTS:
+        raise UsageError(f"--layout {reading.layout}: {choose(reading.layout, list(LAYOUTS))}")
+    if not path.exists():
+        raise HddmError(f"{path}: no such file or folder")
+    if not path.is_dir():
+        if path.name.startswith(STEM) and (path.parent / "config.json").exists():
+            return open_model(path.parent, reading, file=path.name)
+        return open_file(path, reading)
+    if (path / EXPERT_FILE).exists():
+        return open_expert(path, reading)
+    if (path / PIPELINE).exists():
+        return open_pipeline(path, reading)
+    if (path / "config.json").exists():
+        return open_model(path, reading)
+    files = sorted(one for one in path.iterdir() if one.suffix in _ENDINGS)
+    sources, refusals = [], []
+    for file in files:
+        try:
+            sources.append(open_file(file, reading))
+        except UnstatedHeads:
+            raise
+        except HddmError as error:
+            refusals.append(error)
+    if len(sources) == 1:
+        return sources[0]
+    if len(files) == 1:
+        raise refusals[0]
+    if (path / "snapshots").is_dir():
+        raise HddmError(f"{path}: a hub cache; give the folder of one revision in its snapshots/")
+    found = ", ".join(file.name for file in files) or "none"
+    reasons = "".join(f"; {error}" for error in refusals)
+    raise HddmError(
+        f"{path}: holds none of {EXPERT_FILE}, {PIPELINE} and config.json, and not one checkpoint file "
+        f"(found: {found}){reasons}"
+    )
 
 
 def plan(path: Path, conversion: Conversion) -> Plan:
@@ -94,12 +143,12 @@ def plan(path: Path, conversion: Conversion) -> Plan:
     built = reshape(
         source, tensors, end, conversion.architecture, conversion.modulation_rank, conversion.text_dim
     )
-    sides = _sides(source, conversion.reading)
-    interface = _interface(built, source, sides)
+    size = _size(source, conversion.reading)
+    interface = _interface(built, source, size)
     conventions = with_shift(conventions, source, interface)
     if conversion.recipe == PAPER:
         built = restart(built, interface.sample_shape[0])
-        interface = _interface(built, source, sides)
+        interface = _interface(built, source, size)
         conventions = Conventions(
             LinearSchedule(), PredictionType.FLOW_PREDICTION, PAPER_STEPS, "recipe paper", conventions.notes
         )
@@ -124,7 +173,7 @@ def plan(path: Path, conversion: Conversion) -> Plan:
     )
 
 
-def _refuse_idle(source: Source, reading: Reading) -> None:
+def _refuse_idle(source: Checkpoint, reading: Reading) -> None:
     """Refuse options that would change nothing."""
     states_itself = source.layout == HDDM or source.layout in DIFFUSERS_LAYOUTS
     if reading.hints.num_heads is not None and states_itself:
@@ -133,7 +182,7 @@ def _refuse_idle(source: Source, reading: Reading) -> None:
         raise HddmError(f"--variant {reading.variant}: {source.path} has no variants; drop the option")
 
 
-def _licence(source: Source, stated: str | None) -> str | None:
+def _licence(source: Checkpoint, stated: str | None) -> str | None:
     if stated and source.licence not in (None, stated, IMAGENET_LICENCE):
         raise HddmError(
             f"--licence {stated}: {source.path} states {source.licence!r}; drop the option, or mend it there"
@@ -141,7 +190,7 @@ def _licence(source: Source, stated: str | None) -> str | None:
     return stated or source.licence
 
 
-def _no_text(source: Source, arguments: Mapping[str, Any]) -> Tensor:
+def _no_text(source: Checkpoint, arguments: Mapping[str, Any]) -> Tensor:
     assert source.empty_prompt is not None
     tokens, wanted = source.empty_prompt(), arguments.get("cross_attention_dim")
     if tokens.shape[1] != wanted:
@@ -151,7 +200,7 @@ def _no_text(source: Source, arguments: Mapping[str, Any]) -> Tensor:
     return tokens
 
 
-def _text_encoder(source: Source, interface: Interface) -> TextEncoderRecord | None:
+def _text_encoder(source: Checkpoint, interface: Interface) -> TextEncoderRecord | None:
     if source.facts is not None:
         return source.facts.text_encoder
     if source.text_encoder is None or TEXT not in interface.conditions:
@@ -159,18 +208,18 @@ def _text_encoder(source: Source, interface: Interface) -> TextEncoderRecord | N
     return source.text_encoder()
 
 
-def _scheduler(source: Source) -> dict[str, Any] | None:
+def _scheduler(source: Checkpoint) -> dict[str, Any] | None:
     declared = source.declared
     is_own = declared.scheduler is not None and "_class_name" in declared.scheduler
     return dict(declared.scheduler or {}) if is_own and not declared.is_layout_rule else None
 
 
-def _without_place(origin: str) -> str:
-    """A path without where it lay on this machine; other text as it is."""
+def _short_origin(origin: str) -> str:
+    """The last two parts of a path; other text as it is."""
     return "/".join(Path(origin).parts[-2:]) if origin.endswith(".json") else origin
 
 
-def _own_tensors(source: Source, origin: str) -> tuple[list[Planned], dict[str, Tensor]]:
+def _own_tensors(source: Checkpoint, origin: str) -> tuple[list[Planned], dict[str, Tensor]]:
     tensors, extras = source.table.to_ours(source.weights, origin)
     tensors = [Planned(t.name, t.shape, t.dtype, t.read, origin) for t in tensors]
     network = empty_network(source.network, source.arguments, len(source.weights), origin)
@@ -181,25 +230,25 @@ def _own_tensors(source: Source, origin: str) -> tuple[list[Planned], dict[str, 
     return tensors, extras
 
 
-def _sides(source: Source, reading: Reading) -> tuple[int, int] | None:
-    """Of a sample, for a network whose config does not say."""
+def _size(source: Checkpoint, reading: Reading) -> tuple[int, int] | None:
+    """Height and width of a sample, for a network whose config does not state them."""
     side = reading.hints.sample_size
     if source.facts is not None:
         return source.facts.sample_shape[1:]
     return None if side is None else (side, side)
 
 
-def _interface(built: Built, source: Source, sides: tuple[int, int] | None) -> Interface:
+def _interface(built: Built, source: Checkpoint, size: tuple[int, int] | None) -> Interface:
     # The network's config has the defaults of its class besides the arguments.
     network = empty_network(built.network, built.arguments, len(built.tensors), "architecture")
     try:
-        return interface_of(built.network.__name__, network.config, sides)
+        return interface_of(built.network.__name__, network.config, size)
     except HddmError as error:
         raise HddmError(f"{source.path}: {error}") from error
 
 
 def _facts(
-    source: Source, conventions: Conventions, interface: Interface, conversion: Conversion
+    source: Checkpoint, conventions: Conventions, interface: Interface, conversion: Conversion
 ) -> ExpertRecord:
     paper = conversion.recipe == PAPER
     own = source.facts
@@ -219,7 +268,7 @@ def _facts(
         objective="flow" if is_flow or (own and own.objective == "flow") else "ddpm",
         prediction_type=conventions.prediction_type,
         schedule=conventions.schedule.config,
-        schedule_source=_without_place(conventions.schedule_source),
+        schedule_source=_short_origin(conventions.schedule_source),
         time_scale=conventions.time_scale,
         sample_shape=interface.sample_shape,
         space="latents" if source.is_latent else "pixels",

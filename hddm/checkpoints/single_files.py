@@ -1,4 +1,4 @@
-"""One file that holds a whole network: weight sets and wrappers' prefixes undone, its layout recognised."""
+"""Single files of weights: weight sets and wrappers' prefixes are undone, the layout is recognised."""
 
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -8,12 +8,12 @@ from torch import Tensor
 
 from hddm.checkpoints import ldm
 from hddm.checkpoints.facebook_dit import FACEBOOK_DIT
-from hddm.checkpoints.layouts import Layout
+from hddm.checkpoints.layouts import FileLayout
 from hddm.checkpoints.pixart_original import PIXART_ORIGINAL
-from hddm.checkpoints.sources import Declared, Reading, Source, Tensors, WeightSet, choose_set, read_file
+from hddm.checkpoints.sources import Checkpoint, Declared, Reading, Tensors, WeightSet, choose_set, read_file
 from hddm.utils.errors import HddmError
 
-FILE_LAYOUTS: dict[str, Layout] = {one.name: one for one in (FACEBOOK_DIT, PIXART_ORIGINAL)}
+FILE_LAYOUTS: dict[str, FileLayout] = {one.name: one for one in (FACEBOOK_DIT, PIXART_ORIGINAL)}
 LDM = ldm.LAYOUT
 _RAW, _EMA = ("model", "state_dict"), ("ema", "state_dict_ema", "model_ema", "ema_model", "ema_state_dict")
 _SETS: dict[str, WeightSet] = {**dict.fromkeys(_RAW, "raw"), **dict.fromkeys(_EMA, "ema")}
@@ -28,7 +28,7 @@ IMAGENET_LICENCE = (
 )
 
 
-def open_file(path: Path, reading: Reading) -> Source:
+def open_file(path: Path, reading: Reading) -> Checkpoint:
     """The checkpoint in one file.
 
     Raises:
@@ -36,11 +36,11 @@ def open_file(path: Path, reading: Reading) -> Source:
     """
     content = read_file(path, reading.allow_pickle)
     if reading.layout in (None, LDM):
-        wholes = _sources(content, lambda one: set(ldm.MARKERS) <= set(one), reading, path)
-        if len(wholes) > 1:
-            raise HddmError(f"{path}: {_listed(wholes)} hold whole networks; save one in a file of its own")
-        if wholes:
-            return _open_ldm(path, next(iter(wholes.values())), reading)
+        networks = _sources(content, lambda one: set(ldm.MARKERS) <= set(one), reading, path)
+        if len(networks) > 1:
+            raise HddmError(f"{path}: {_listed(networks)} hold whole networks; save one in a file of its own")
+        if networks:
+            return _open_ldm(path, next(iter(networks.values())), reading)
     sets = _weight_sets(content, reading, path)
     stripped = {name: _strip(tensors) for name, tensors in sets.items()}
     candidates = [
@@ -55,7 +55,7 @@ def open_file(path: Path, reading: Reading) -> Source:
     arguments = layout.arguments(weights, reading.hints, str(path))
     classes = arguments.get("num_classes")
     latent_scale, notes = layout.latents(weights)
-    return Source(
+    return Checkpoint(
         path=path,
         layout=layout.name,
         files=(path,),
@@ -75,7 +75,7 @@ def open_file(path: Path, reading: Reading) -> Source:
     )
 
 
-def _open_ldm(path: Path, everything: Tensors, reading: Reading) -> Source:
+def _open_ldm(path: Path, everything: Tensors, reading: Reading) -> Checkpoint:
     sets = ldm.weight_sets(everything)
     chosen = choose_set(sets, reading.weights, str(path))
     weights = sets[chosen]
@@ -92,7 +92,7 @@ def _open_ldm(path: Path, everything: Tensors, reading: Reading) -> Source:
     if reading.hints.sample_size is None:
         side = arguments["sample_size"]
         notes.append(f"samples of side {side} are assumed; --sample-size says otherwise")
-    return Source(
+    return Checkpoint(
         path=path,
         layout=LDM,
         files=(path,),
@@ -115,7 +115,7 @@ def _open_ldm(path: Path, everything: Tensors, reading: Reading) -> Source:
 
 
 def _weight_sets(content: Mapping[str, Any], reading: Reading, path: Path) -> dict[WeightSet, Tensors]:
-    """Sets of weights by name: nested ones, ones told apart by a prefix, or the whole as one.
+    """Sets of weights by name: nested ones, ones with prefixes of their own, or all tensors as one set.
 
     A file that holds one set under the name of the raw one need not mean that: published ones do not.
     """
@@ -150,8 +150,8 @@ def _sources(
     Raises:
         HddmError: for one under a name that does not say what it is, or an average that cannot be read.
     """
-    whole = _tensors(content)
-    found = {_TOP: whole} if holds(whole) else {}
+    top = _tensors(content)
+    found = {_TOP: top} if holds(top) else {}
     for name, value in content.items():
         if not isinstance(value, dict):
             continue
@@ -204,8 +204,11 @@ def _strip(tensors: Tensors) -> tuple[Tensors, str]:
 
 
 def _pick(
-    candidates: list[Layout], asked: str | None, path: Path, stripped: Mapping[WeightSet, tuple[Tensors, str]]
-) -> Layout:
+    candidates: list[FileLayout],
+    asked: str | None,
+    path: Path,
+    stripped: Mapping[WeightSet, tuple[Tensors, str]],
+) -> FileLayout:
     if asked is not None:
         if asked not in FILE_LAYOUTS:
             raise HddmError(

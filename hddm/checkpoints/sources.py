@@ -1,14 +1,10 @@
-"""A pretrained checkpoint, read but not yet converted.
+"""Pretrained checkpoints, read but not converted, and the conventions of their numbers, never guessed.
 
-What a source's numbers mean: schedule and prediction type, never guessed.
-
-In this order: the user (``--schedule``, ``--prediction-type``), the scheduler config beside the weights (a
-key that it lacks has its class's documented default, and that is said), the one rule of a layout's code.
-Where two statements contradict each other, or none is there, the conversion stops and asks.
-
-The shift of the time grid that a flow-match scheduler's config asks for.
-
-It is the pipeline's, applied once, by `hddm.sampling.time_grid`; no training schedule depends on it.
+Schedule and prediction type come, in this order, from the user (``--schedule``, ``--prediction-type``), the
+scheduler config beside the weights (a key that it lacks has its class's documented default, and that is
+printed), or the one rule of a layout's code. Where two statements contradict each other, or none is there,
+the conversion stops and asks. The shift of a flow-match scheduler's config is applied once, by
+`hddm.sampling.time_grid`; no training schedule depends on it.
 """
 
 import math
@@ -44,17 +40,23 @@ from hddm.velocity import PredictionType
 WeightSet = Literal["ema", "raw", "unstated"]
 Tensors = dict[str, Tensor]
 
+FLOW_STEPS = 1000
+LARGEST_SHIFT = 1e3
+# Of diffusers' flow-match schedulers, and of its pipelines of Flux and SD3.
+_DEFAULTS = {"base_image_seq_len": 256, "max_image_seq_len": 4096, "base_shift": 0.5, "max_shift": 1.15}
+_OTHER_GRIDS = ("use_karras_sigmas", "use_exponential_sigmas", "use_beta_sigmas", "shift_terminal")
+
 
 @dataclass(frozen=True)
 class Reading:
-    """How the user wants a source read.
+    """Options for reading a checkpoint.
 
     Args:
-        layout: one of `hddm.checkpoints.recognise.LAYOUTS` instead of what its content says.
+        layout: one of `hddm.checkpoints.plan.LAYOUTS` instead of what its content says.
         allow_pickle: whether pickle files are read, without code all the same.
         weights: the set of weights; by default averaged ones where there are such.
         variant: of the file names in a diffusers folder, as ``fp16``.
-        hints: sizes that no tensor tells.
+        hints: sizes that no tensor states.
     """
 
     layout: str | None = None
@@ -66,7 +68,7 @@ class Reading:
 
 @dataclass(frozen=True)
 class Declared:
-    """What a source says about its training, each with where it says so; None where it says nothing.
+    """Schedule and prediction type as a checkpoint states them, with the place; None where it does not.
 
     ``scheduler`` is a diffusers scheduler config, or our own record of a schedule.
     """
@@ -78,11 +80,11 @@ class Declared:
 
 
 @dataclass(frozen=True)
-class Source:
-    """Tensors under the layout's names, mapped from disk, and what they mean.
+class Checkpoint:
+    """A pretrained checkpoint, not yet converted: tensors under the layout's names, mapped from disk.
 
-    ``network`` and ``arguments`` make the network of the same function, ``table`` leads there,
-    ``forward`` builds the source's own network.
+    ``network`` and ``arguments`` make the network of the same function, ``table`` maps the names to its own,
+    ``forward`` builds the checkpoint's own network.
     """
 
     path: Path
@@ -118,7 +120,7 @@ class Source:
 
 
 def read_file(path: Path, allow_pickle: bool) -> dict[str, Any]:
-    """What a file of weights holds: tensors by name, or for a pickle nested dictionaries."""
+    """The content of a file of weights: tensors by name, or for a pickle nested dictionaries."""
     return dict(read_safetensors(path)) if kind_of(path) == "safetensors" else read_pickle(path, allow_pickle)
 
 
@@ -139,15 +141,12 @@ def choose_set(sets: Mapping[str, Tensors], asked: WeightSet | None, origin: str
     return asked
 
 
-FLOW_STEPS = 1000
-
-
 @dataclass(frozen=True)
 class Conventions:
     """Schedule and prediction type, where they came from, and what was filled in on the way.
 
-    ``scheduler`` is the whole config that the schedule was read from, ``shift`` that of the time grid of
-    samples (`hddm.checkpoints.sources.with_shift`).
+    ``scheduler`` is the config that the schedule was read from, ``shift`` that of the time grid of
+    samples (`with_shift`).
     """
 
     schedule: Schedule
@@ -159,16 +158,16 @@ class Conventions:
     shift: float = 1.0
 
 
-def resolve(source: Source, schedule_file: Path | None, prediction_type: str | None) -> Conventions:
+def resolve(source: Checkpoint, schedule_file: Path | None, prediction_type: str | None) -> Conventions:
     """The conventions of a source.
 
     Args:
-        source: see `Source`.
+        source: see `Checkpoint`.
         schedule_file: a diffusers scheduler config that the user vouches for; it replaces the source's.
-        prediction_type: the user's word.
+        prediction_type: as the user states it.
 
     Raises:
-        HddmError: for a contradiction, or a source that does not say and a user who does not either.
+        HddmError: for a contradiction, or where neither the source nor the user states one.
     """
     if source.facts is not None and (schedule_file is not None or prediction_type is not None):
         raise HddmError(
@@ -232,7 +231,7 @@ def _declared(config: Any, origin: str) -> str | None:
         raise HddmError(f"{origin}: {error}") from error
 
 
-def _default(config: Any, origin: str, source: Source) -> tuple[str, str]:
+def _default(config: Any, origin: str, source: Checkpoint) -> tuple[str, str]:
     if "name" in config:
         raise HddmError(
             f"{source.path}: does not say what it predicts; pass --prediction-type epsilon (Stable Diffusion "
@@ -247,7 +246,7 @@ def _default(config: Any, origin: str, source: Source) -> tuple[str, str]:
     )
 
 
-def _time_scale(schedule: Schedule, config: Any, source: Source, origin: str) -> float:
+def _time_scale(schedule: Schedule, config: Any, source: Checkpoint, origin: str) -> float:
     if source.facts is not None:
         return source.facts.time_scale
     if isinstance(schedule, DiscreteSchedule):
@@ -260,13 +259,7 @@ def _time_scale(schedule: Schedule, config: Any, source: Source, origin: str) ->
     return steps / own_time_factor(source.network.__name__)
 
 
-LARGEST_SHIFT = 1e3
-# Of diffusers' flow-match schedulers, and of its pipelines of Flux and SD3.
-_DEFAULTS = {"base_image_seq_len": 256, "max_image_seq_len": 4096, "base_shift": 0.5, "max_shift": 1.15}
-_OTHER_GRIDS = ("use_karras_sigmas", "use_exponential_sigmas", "use_beta_sigmas", "shift_terminal")
-
-
-def with_shift(conventions: Conventions, source: Source, interface: Interface) -> Conventions:
+def with_shift(conventions: Conventions, source: Checkpoint, interface: Interface) -> Conventions:
     """``conventions`` with the shift that the scheduler config states, or means at the size of a sample.
 
     With ``use_dynamic_shifting`` it grows with the number n of patches, as diffusers' pipelines have it:

@@ -1,4 +1,4 @@
-"""An expert folder back to the layout of other tools, in safetensors, bit for bit."""
+"""Experts written back to the layouts of other tools, in safetensors, bit for bit."""
 
 import json
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ from hddm.checkpoints.folders import PIPELINE, SCHEDULER
 from hddm.checkpoints.keys import KeyTable, as_planned
 from hddm.checkpoints.plan import PAPER
 from hddm.checkpoints.single_files import FILE_LAYOUTS, LDM
-from hddm.checkpoints.sources import Reading, Source
+from hddm.checkpoints.sources import Checkpoint, Reading
 from hddm.experts.records import EXPERT_FILE, ExpertRecord, SourceRecord
 from hddm.networks.wrappers import own_time_factor
 from hddm.schedules import FLOW_MATCH_FAMILY, LinearSchedule, from_config, from_diffusers
@@ -74,7 +74,7 @@ def write_back(
     return [*lines, f"{out}: written back as {layout}", f"licence: {facts.licence or 'not stated'}"]
 
 
-def _refuse_other_meaning(source: Source, facts: ExpertRecord, layout: str) -> None:
+def _refuse_other_meaning(source: Checkpoint, facts: ExpertRecord, layout: str) -> None:
     if facts.training_calibration:
         raise HddmError(
             f"{source.path}: was trained on in its calibration, and {layout} has no place for that; its "
@@ -115,7 +115,7 @@ def _is_restarted(chain: SourceRecord) -> bool:
     return any(link.options.get("recipe") == PAPER for link in links)
 
 
-def _write_file(source: Source, facts: ExpertRecord, layout: str, path: Path) -> None:
+def _write_file(source: Checkpoint, facts: ExpertRecord, layout: str, path: Path) -> None:
     planned = _table(source, layout).to_foreign(source.weights, source.kept, str(source.path))
     prefix = facts.source.first.prefix if facts.source else ""
     write_safetensors(
@@ -127,7 +127,7 @@ def _write_file(source: Source, facts: ExpertRecord, layout: str, path: Path) ->
             raise HddmError(f"{path.name}: {one.name} is not what was to be written; nothing is left")
 
 
-def _misfit(layout: str, source: Source) -> HddmError:
+def _misfit(layout: str, source: Checkpoint) -> HddmError:
     name = source.network.__name__
     where = _where_to(name, source.arguments)
     return HddmError(f"--to-layout {layout}: cannot hold the {name} of {source.path}; {where}")
@@ -139,7 +139,7 @@ def _where_to(name: str, arguments: Mapping[str, Any]) -> str:
     return f"it can go to {next(key for key, kind in DIFFUSERS_LAYOUTS.items() if kind.__name__ == name)}"
 
 
-def _table(source: Source, layout: str) -> KeyTable:
+def _table(source: Checkpoint, layout: str) -> KeyTable:
     file_layout = FILE_LAYOUTS.get(layout)
     kind = file_layout.network if file_layout else ldm.NETWORK
     config = dict(source.arguments)
@@ -149,7 +149,7 @@ def _table(source: Source, layout: str) -> KeyTable:
     return named(config, source.weights)
 
 
-def _write_pipeline(source: Source, facts: ExpertRecord, layout: str, draft: Path) -> list[str]:
+def _write_pipeline(source: Checkpoint, facts: ExpertRecord, layout: str, draft: Path) -> list[str]:
     kind = DIFFUSERS_LAYOUTS[layout]
     if source.network is not kind or facts.round_time:
         raise _misfit(layout, source)

@@ -1,4 +1,4 @@
-"""How good a set of images is: distances, diversity, memorising, and what of it is beyond noise.
+"""Measures of a set of images: distances, diversity, memorising, and which differences are beyond noise.
 
 May import `data`, `networks` and `utils`. Start with `evaluate`, which measures a folder of images.
 """

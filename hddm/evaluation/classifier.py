@@ -1,4 +1,4 @@
-"""Features from a small classifier, for images that Inception was not made for."""
+"""A small classifier whose features serve for images that Inception was not made for."""
 
 import hashlib
 from collections.abc import Mapping

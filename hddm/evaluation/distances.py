@@ -1,8 +1,7 @@
-"""Fréchet distance between two sets of features, with a bootstrap interval.
+"""Distances between two sets of features: Fréchet, kernel (KID), and precision with recall.
 
-Kernel distance between two sets of features (KID), unbiased at any number of images.
-
-How much of the samples lies on the data (precision), and how much of the data they reach (recall).
+The Fréchet distance has a bootstrap interval; the kernel distance is unbiased at any number of images;
+precision is the share of samples that lie on the data, recall the share of the data that samples reach.
 """
 
 from collections.abc import Sequence
@@ -17,6 +16,11 @@ from torch import Tensor
 from hddm.utils.errors import HddmError
 
 Features = NDArray[np.float64]
+FEWEST = 4
+NEIGHBOURS = 3
+MOST_IMAGES = 10_000
+_BLOCKS = 10
+_CHUNK = 1024
 
 
 @dataclass(frozen=True)
@@ -67,7 +71,7 @@ class Distance:
     value: float
     half_width: float
     few_images: bool
-    """Whether one side has no more images than features: then not comparable with anything."""
+    """True where one side has no more images than features: then not comparable with anything."""
 
 
 def measure(
@@ -104,7 +108,7 @@ def measure(
 
 
 def are_few(dimensions: int, counts: Sequence[int]) -> bool:
-    """Whether one of the sides with these ``counts`` of images has no more of them than features."""
+    """True where one of the sides with these ``counts`` of images has no more of them than features."""
     return min(counts) <= dimensions
 
 
@@ -117,10 +121,6 @@ def too_few(dimensions: int, counts: Sequence[int], allow: str = "--allow-few") 
         f"a Fréchet distance over {dimensions} features needs more images a side than "
         f"{' and '.join(map(str, counts))}; {allow} computes a number that is not comparable"
     )
-
-
-FEWEST = 4
-_BLOCKS = 10
 
 
 @dataclass(frozen=True)
@@ -209,11 +209,6 @@ def _within(a: Features) -> float:
 def _kernel(a: Features, b: Features) -> Features:
     values: Features = (a @ b.T / a.shape[1] + 1) ** 3
     return values
-
-
-NEIGHBOURS = 3
-MOST_IMAGES = 10_000
-_CHUNK = 1024
 
 
 @dataclass(frozen=True)

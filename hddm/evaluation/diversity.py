@@ -1,8 +1,8 @@
-"""How varied images are, all of them and under one condition.
+"""Variety of images, all of them and under one condition, and whether samples repeat training images.
 
-Whether samples repeat training images: how near they lie to them, beside images that no model saw.
-
-Distances between two images: LPIPS where its weights are on disk, of features otherwise.
+`diversity` and `within_conditions` measure variety, by LPIPS where its weights are on disk and by features
+otherwise; `memorisation` compares the distances of samples to their nearest training images with those of
+images that no model has seen.
 """
 
 import warnings
@@ -20,6 +20,18 @@ from hddm.data.images import to_unit_range
 from hddm.utils.errors import HddmError
 
 MOST_ROWS = 5000
+FEW = 40
+"""Fewer images than this on a side say little about its nearest ones."""
+_NEAR = 0.05
+_ROWS, _OTHERS = 1024, 8192
+TRUNK = "alexnet-owt-7be5be79.pth"
+"""torchvision's AlexNet, below LPIPS; the last layers come with the package ``lpips``."""
+SMALLEST = 32
+"""Pixels of a side, below which AlexNet's last maps vanish."""
+LPIPS = "LPIPS (AlexNet)"
+PAIRS, FEATURE_PAIRS = 100, 20_000
+"""Pairs of a condition that are measured at most, by LPIPS and in feature space."""
+_BATCH = 32
 Between = Callable[[Tensor, Tensor], Tensor]
 """Distances (p,) between the images of two lists of row numbers (p,)."""
 
@@ -81,7 +93,7 @@ def within_conditions(labels: Tensor, between: Between, pairs: int, seed: int = 
         rows = (labels == label).nonzero()[:, 0]
         if len(rows) < 2:
             continue
-        first, second = (rows[torch.from_numpy(side)] for side in _pairs(len(rows), pairs, seed))
+        first, second = (rows[torch.from_numpy(part)] for part in _pairs(len(rows), pairs, seed))
         found[int(label)] = between(first, second).double().mean().item()
     return found
 
@@ -93,12 +105,6 @@ def _pairs(num: int, most: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
     draws = np.random.default_rng(seed)
     first = draws.integers(num, size=most)
     return first, (first + draws.integers(1, num, size=most)) % num
-
-
-FEW = 40
-"""Fewer images than this on a side say little about its nearest ones."""
-_NEAR = 0.05
-_ROWS, _OTHERS = 1024, 8192
 
 
 @dataclass(frozen=True)
@@ -142,7 +148,7 @@ def memorisation(samples: Tensor, fresh: Tensor, mirrored: bool = False) -> Memo
         raise HddmError("every held-out image is also a training image: hold others out")
     ratio = (ours.mean() / theirs.mean()).item()
     # Of a ratio of independent means, to first order.
-    errors = [side.var() / len(side) for side in (ours, theirs)]
+    errors = [one.var() / len(one) for one in (ours, theirs)]
     variance = (errors[0] + ratio**2 * errors[1]) / theirs.mean() ** 2
     few = min(len(ours), len(theirs)) < FEW
     near = None if few else (ours < theirs.quantile(_NEAR)).double().mean().item()
@@ -171,18 +177,8 @@ def _nearest(rows: Tensor, others: Tensor, mirrored: bool) -> Tensor:
     return best
 
 
-TRUNK = "alexnet-owt-7be5be79.pth"
-"""torchvision's AlexNet, below LPIPS; the last layers come with the package ``lpips``."""
-SMALLEST = 32
-"""Pixels of a side, below which AlexNet's last maps vanish."""
-LPIPS = "LPIPS (AlexNet)"
-PAIRS, FEATURE_PAIRS = 100, 20_000
-"""Pairs of a condition that are measured at most, by LPIPS and in feature space."""
-_BATCH = 32
-
-
 def why_not_lpips(side: int) -> str | None:
-    """Why LPIPS cannot be had for images of ``side`` pixels, None where it can."""
+    """The reason why LPIPS does not work for images of ``side`` pixels, None where it does."""
     if side < SMALLEST:
         return f"LPIPS needs images of {SMALLEST} pixels a side, and these have {side}"
     if find_spec("lpips") is None:

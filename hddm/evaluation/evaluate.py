@@ -1,4 +1,4 @@
-"""The result of a folder of images: every figure, and every setting without which they mean nothing."""
+"""The result of a folder of images: every figure, with every setting that it depends on."""
 
 import hashlib
 import os
@@ -16,8 +16,8 @@ from hddm.data.shard_records import find_shards
 from hddm.data.shards import open_shard
 from hddm.evaluation.classifier import FEATURES, save_classifier
 from hddm.evaluation.distances import are_few, too_few
-from hddm.evaluation.features import Extractor, of_classifier, open_extractor, trained
-from hddm.evaluation.images import Role, Side, alike, conditions, read_data, read_sampling
+from hddm.evaluation.features import FeatureExtractor, of_classifier, open_extractor, trained
+from hddm.evaluation.images import ImageGroup, Role, alike, conditions, read_data, read_sampling
 from hddm.evaluation.results import FORMAT, KIND
 from hddm.evaluation.scores import Scorer
 from hddm.utils.errors import HddmError, counted
@@ -48,7 +48,7 @@ def evaluate_folder(
 
     Args:
         images: folder of samples.
-        reference: training images, or their partition (`hddm.evaluation.images.read_pictures`).
+        reference: training images, or their partition (`hddm.evaluation.images.read_images`).
         held_out: images that no model has seen, or the partition that holds them out.
         allow_few: whether no more images than features are measured all the same, and marked.
         features: as `hddm.evaluation.features.open_extractor`.
@@ -67,9 +67,9 @@ def evaluate_folder(
     paths: dict[Role, Path] = {"images": images, "reference": reference}
     if held_out is not None:
         paths["held-out"] = held_out
-    sides = alike(read_data(paths, max_bad))
-    samples, training = sides["images"].images, sides["reference"].images
-    counts = [side.facts.images for side in sides.values()]
+    groups = alike(read_data(paths, max_bad))
+    samples, training = groups["images"].images, groups["reference"].images
+    counts = [group.facts.images for group in groups.values()]
     sampling = read_sampling(images)
     labels, of_classes = conditions(samples, sampling, training.classes)
     parts, shard_facts = ([], None) if shards is None else _read_shards(shards, training.pixels)
@@ -83,7 +83,7 @@ def evaluate_folder(
         scorer = Scorer(
             _counted(extractor, progress),
             training.pixels,
-            sides["held-out"].images.pixels if held_out is not None else None,
+            groups["held-out"].images.pixels if held_out is not None else None,
             RESAMPLES,
             allow_few,
             complete=True,
@@ -94,8 +94,8 @@ def evaluate_folder(
     if network is not None and classifier is not None:
         # Last, so that no refusal leaves a file that is in the way of the next try.
         save_classifier(network, classifier)
-    reasons = _reasons(counts, extractor, sampling, len(sides["images"].facts.skipped))
-    facts = {name.replace("-", "_"): _facts(side) for name, side in sides.items()}
+    reasons = _reasons(counts, extractor, sampling, len(groups["images"].facts.skipped))
+    facts = {name.replace("-", "_"): _facts(group) for name, group in groups.items()}
     return {
         "format": FORMAT,
         "kind": KIND,
@@ -111,7 +111,7 @@ def evaluate_folder(
     }
 
 
-def _counted(extractor: Extractor, progress: Progress) -> Extractor:
+def _counted(extractor: FeatureExtractor, progress: Progress) -> FeatureExtractor:
     def features(images: Tensor) -> Tensor:
         found = extractor.features(images)
         progress(len(images))
@@ -138,9 +138,9 @@ def _refuse_few(dimensions: int, counts: Sequence[int], allow_few: bool) -> None
 
 
 def _reasons(
-    counts: Sequence[int], extractor: Extractor, sampling: dict[str, Any] | None, skipped: int
+    counts: Sequence[int], extractor: FeatureExtractor, sampling: dict[str, Any] | None, skipped: int
 ) -> list[str]:
-    """Why a result compares with nothing."""
+    """Reasons why a result compares with nothing."""
     reasons = []
     if are_few(extractor.dimensions, counts):
         reasons.append(
@@ -154,20 +154,20 @@ def _reasons(
     return reasons
 
 
-def _facts(side: Side) -> dict[str, Any]:
+def _facts(side: ImageGroup) -> dict[str, Any]:
     facts = side.facts
     return {**asdict(facts), "shape": list(facts.shape), "skipped": list(facts.skipped)}
 
 
 def _read_shards(partition: Path, training: Tensor) -> tuple[list[Tensor], dict[str, Any]]:
-    """Pixels of the shards of a partition, shaped like ``training``, and what is said about them."""
+    """Pixels of the shards of a partition, shaped like ``training``, and their record."""
     pixels, hashes = [], []
     for folder in find_shards(partition):
         shard = open_shard(folder)
         if shard.space != "pixels" or shard.shape[1:] != training.shape[2:]:
-            what = "latents" if shard.space == "latents" else f"images of shape {shard.shape}"
+            content = "latents" if shard.space == "latents" else f"images of shape {shard.shape}"
             raise HddmError(
-                f"--shards {partition}: {folder.name} holds {what}; name the partition of the images"
+                f"--shards {partition}: {folder.name} holds {content}; name the partition of the images"
             )
         pixels.append(to_bytes(shard.images).expand(-1, training.shape[1], -1, -1))
         hashes.append(shard.hash)

@@ -1,8 +1,7 @@
-"""Published files of weights that features need: found on disk, checked, and never fetched.
+"""Features that a distance is measured on: Inception, CLIP, or a small classifier of the data.
 
-Features of Inception and of CLIP, prepared and computed as clean-fid does.
-
-Which features a distance is measured on: Inception, CLIP, or a small classifier of the data.
+`open_extractor` takes the features by name. Published weights are found on disk, checked, and never fetched;
+Inception and CLIP are prepared and computed as clean-fid does.
 """
 
 import os
@@ -29,10 +28,133 @@ from hddm.utils.errors import HddmError, UsageError, did_you_mean
 from hddm.utils.files import sha256_of
 from hddm.utils.weights import read_safetensors
 
+NAMES = ("auto", "inception", "clip", "classifier")
+CLIP_FEATURES = 512
+ASKED = "asked for"
+_AS_THEY_ARE = "none"
+INCEPTION_FEATURES = 2048
+INCEPTION_RESIZE = "each channel by Pillow's bicubic filter to 299×299 in float32, not rounded"
+CLIP_RESIZE = "the shorter side by Pillow's bicubic filter to 224 in bytes, the middle 224×224"
+_BATCH = 32
+# Of the images that CLIP was trained on, in its own code.
+_MEAN, _DEVIATION = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+
 
 @dataclass(frozen=True)
-class WeightsFile:
-    """One file: its ``name`` in a folder, where it is had, and its SHA-256.
+class FeatureExtractor:
+    """Named features: ``features`` turns images (n, C, H, W) in [-1, 1] into (n, dimensions).
+
+    ``hash`` is of the weights, ``resize`` says how images are brought to the network's size, ``choice`` why
+    these features were taken, ``device`` where the network runs.
+    """
+
+    name: str
+    dimensions: int
+    features: Callable[[Tensor], Tensor]
+    hash: str = ""
+    resize: str = _AS_THEY_ARE
+    choice: str = ASKED
+    device: str = "cpu"
+
+
+def open_extractor(features: str, training: ImageSet, fewest: int) -> FeatureExtractor:
+    """The extractor that ``--features`` names.
+
+    Args:
+        features: ``inception``, ``clip``, ``classifier`` (trained on ``training``), the file of a classifier
+            that was saved, or ``auto``, as `choose_extractor`.
+        training: the images of the training side.
+        fewest: number of images of the smallest side that will be measured.
+
+    Raises:
+        HddmError: for anything else, for weights that are not on disk, with file name, URL, SHA-256 and
+            folder, and for a classifier of images without two classes.
+    """
+    option = f"--features {features}"
+    if features == "auto":
+        return choose_extractor(training, fewest)
+    if features == "inception":
+        return _inception(INCEPTION.require(option), ASKED)
+    if features == "clip":
+        path = CLIP.require(option)
+        network = clip_features(path)
+        return FeatureExtractor(
+            "CLIP ViT-B/32", CLIP_FEATURES, network, CLIP.sha256, CLIP_RESIZE, ASKED, device()
+        )
+    if features == "classifier":
+        return of_classifier(trained(training))
+    if features.endswith(".safetensors"):
+        return of_classifier(load_classifier(Path(features), training.pixels.shape[1]))
+    raise UsageError(
+        f"{option}: choose one of {', '.join(NAMES)}, or the .safetensors file of a saved classifier"
+        f"{did_you_mean(features, NAMES)}"
+    )
+
+
+def choose_extractor(training: ImageSet, fewest: int) -> FeatureExtractor:
+    """Inception where its weights are on disk and every side has more images than its 2048 features.
+
+    Otherwise a small classifier, trained on the labelled ``training`` images and named as such: its
+    numbers are not comparable with published FIDs. ``choice`` of the extractor says which was the case.
+
+    Args:
+        training: the images of the training side.
+        fewest: number of images of the smallest side that will be measured.
+
+    Raises:
+        HddmError: where neither is possible.
+    """
+    there, many = INCEPTION.find() is not None, fewest > INCEPTION_FEATURES
+    if there and many:
+        choice = f"auto: its weights are on disk, and every side has more than {INCEPTION_FEATURES} images"
+        return _inception(INCEPTION.require("--features auto"), choice)
+    few = f"it needs more than {INCEPTION_FEATURES} images a side and there are {fewest}"
+    why = few if there else f"its weights ({INCEPTION.name}) are not on disk"
+    if training.labels is not None and len(training.classes) > 1:
+        return of_classifier(trained(training), f"auto: not Inception, since {why}")
+    raise HddmError(
+        f"--features auto: no features to measure on: not Inception, since {why}; and {training.root} has no "
+        "class folders to train a classifier on; take --features inception or clip, or give labelled images"
+    )
+
+
+def trained(training: ImageSet) -> FeatureClassifier:
+    """A classifier of the ``training`` images.
+
+    Raises:
+        HddmError: for images without labels.
+    """
+    if training.labels is None:
+        raise HddmError(
+            f"--features classifier: {training.root} has no class folders to train on; take inception or clip"
+        )
+    return train_classifier(training.normalised, training.labels)
+
+
+def of_classifier(classifier: FeatureClassifier, choice: str = ASKED) -> FeatureExtractor:
+    """The features of a small classifier."""
+    name = "small classifier of the training images"
+    return FeatureExtractor(
+        name, FEATURES, classifier.features, weights_hash(classifier.state_dict()), choice=choice
+    )
+
+
+def _inception(path: Path, choice: str) -> FeatureExtractor:
+    network = inception_features(path)
+    return FeatureExtractor(
+        "Inception (clean-fid)",
+        INCEPTION_FEATURES,
+        network,
+        INCEPTION.sha256,
+        INCEPTION_RESIZE,
+        choice,
+        device(),
+    )
+
+
+@dataclass(frozen=True)
+class PublishedWeights:
+    """A published file of weights: its ``name`` in a folder, its ``url`` and its SHA-256.
 
     It is looked for in the folder that the environment variable ``variable`` names, then in ``folder`` of the
     user's home.
@@ -45,14 +167,14 @@ class WeightsFile:
     folder: str
 
     def find(self) -> Path | None:
-        """Where it lies, None where it does not; its content is not looked at."""
+        """The path of the file, None where there is none; its content is not looked at."""
         return next((path for path in self._places() if path.is_file()), None)
 
     def require(self, option: str) -> Path:
-        """Where it lies, its content checked.
+        """The path of the file, its content checked.
 
         Args:
-            option: what asked for it, for the message.
+            option: that needs it, for the message.
 
         Raises:
             HddmError: where it is missing, with all that is needed to put it there, or has another hash.
@@ -72,7 +194,7 @@ class WeightsFile:
         return [folder / self.name for folder in folders]
 
 
-INCEPTION = WeightsFile(
+INCEPTION = PublishedWeights(
     "inception-2015-12-05.pt",
     "https://nvlabs-fi-cdn.nvidia.com/stylegan2-ada-pytorch/pretrained/metrics/inception-2015-12-05.pt",
     "f58cb9b6ec323ed63459aa4fb441fe750cfe39fafad6da5cb504a16f19e958f4",
@@ -81,7 +203,7 @@ INCEPTION = WeightsFile(
 )
 """The network of clean-fid, StyleGAN2-ADA and most published FIDs, as TorchScript."""
 
-CLIP = WeightsFile(
+CLIP = PublishedWeights(
     "model.safetensors",
     "https://huggingface.co/openai/clip-vit-base-patch32/resolve/refs%2Fpr%2F15/model.safetensors",
     "99d28a652e6ec46629ab7047a0ac82c69b1fe11e0ce672c43af65d3a9a3fc05d",
@@ -89,14 +211,6 @@ CLIP = WeightsFile(
     ".cache/hddm/clip-vit-base-patch32",
 )
 """OpenAI's CLIP ViT-B/32 as safetensors."""
-
-
-INCEPTION_FEATURES = 2048
-INCEPTION_RESIZE = "each channel by Pillow's bicubic filter to 299×299 in float32, not rounded"
-CLIP_RESIZE = "the shorter side by Pillow's bicubic filter to 224 in bytes, the middle 224×224"
-_BATCH = 32
-# Of the images that CLIP was trained on, in its own code.
-_MEAN, _DEVIATION = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 
 
 def inception_features(weights: Path) -> Callable[[Tensor], Tensor]:
@@ -146,7 +260,7 @@ def clip_features(weights: Path, config: Any = None) -> Callable[[Tensor], Tenso
 
 
 def device() -> str:
-    """Where these networks run."""
+    """The device that these networks run on."""
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
@@ -168,119 +282,3 @@ def _by_image(
         return torch.cat(batches)
 
     return features
-
-
-NAMES = ("auto", "inception", "clip", "classifier")
-CLIP_FEATURES = 512
-ASKED = "asked for"
-_AS_THEY_ARE = "none"
-
-
-@dataclass(frozen=True)
-class Extractor:
-    """Named features: ``features`` turns images (n, C, H, W) in [-1, 1] into (n, dimensions).
-
-    ``hash`` is of the weights, ``resize`` says how images are brought to the network's size, ``choice`` why
-    these features were taken, ``device`` where the network runs.
-    """
-
-    name: str
-    dimensions: int
-    features: Callable[[Tensor], Tensor]
-    hash: str = ""
-    resize: str = _AS_THEY_ARE
-    choice: str = ASKED
-    device: str = "cpu"
-
-
-def open_extractor(features: str, training: ImageSet, fewest: int) -> Extractor:
-    """The extractor that ``--features`` names.
-
-    Args:
-        features: ``inception``, ``clip``, ``classifier`` (trained on ``training``), the file of a classifier
-            that was saved, or ``auto``, as `choose_extractor`.
-        training: the images of the training side.
-        fewest: number of images of the smallest side that will be measured.
-
-    Raises:
-        HddmError: for anything else, for weights that are not on disk, with file name, URL, SHA-256 and
-            folder, and for a classifier of images without two classes.
-    """
-    option = f"--features {features}"
-    if features == "auto":
-        return choose_extractor(training, fewest)
-    if features == "inception":
-        return _inception(INCEPTION.require(option), ASKED)
-    if features == "clip":
-        path = CLIP.require(option)
-        network = clip_features(path)
-        return Extractor("CLIP ViT-B/32", CLIP_FEATURES, network, CLIP.sha256, CLIP_RESIZE, ASKED, device())
-    if features == "classifier":
-        return of_classifier(trained(training))
-    if features.endswith(".safetensors"):
-        return of_classifier(load_classifier(Path(features), training.pixels.shape[1]))
-    raise UsageError(
-        f"{option}: choose one of {', '.join(NAMES)}, or the .safetensors file of a saved classifier"
-        f"{did_you_mean(features, NAMES)}"
-    )
-
-
-def choose_extractor(training: ImageSet, fewest: int) -> Extractor:
-    """Inception where its weights are on disk and every side has more images than its 2048 features.
-
-    Otherwise a small classifier, trained on the labelled ``training`` images and named as such: its
-    numbers are not comparable with published FIDs. ``choice`` of the extractor says which was the case.
-
-    Args:
-        training: the images of the training side.
-        fewest: number of images of the smallest side that will be measured.
-
-    Raises:
-        HddmError: where neither is possible.
-    """
-    there, many = INCEPTION.find() is not None, fewest > INCEPTION_FEATURES
-    if there and many:
-        choice = f"auto: its weights are on disk, and every side has more than {INCEPTION_FEATURES} images"
-        return _inception(INCEPTION.require("--features auto"), choice)
-    few = f"it needs more than {INCEPTION_FEATURES} images a side and there are {fewest}"
-    why = few if there else f"its weights ({INCEPTION.name}) are not on disk"
-    if training.labels is not None and len(training.classes) > 1:
-        return of_classifier(trained(training), f"auto: not Inception, since {why}")
-    raise HddmError(
-        f"--features auto: no features to measure on: not Inception, since {why}; and {training.root} has no "
-        "class folders to train a classifier on; take --features inception or clip, or give labelled images"
-    )
-
-
-def trained(training: ImageSet) -> FeatureClassifier:
-    """A classifier of the ``training`` images.
-
-    Raises:
-        HddmError: for images without labels.
-    """
-    if training.labels is None:
-        raise HddmError(
-            f"--features classifier: {training.root} has no class folders to train on; take inception or clip"
-        )
-    return train_classifier(training.normalised, training.labels)
-
-
-def of_classifier(classifier: FeatureClassifier, choice: str = ASKED) -> Extractor:
-    """The features of a small classifier."""
-    name = "small classifier of the training images"
-    return Extractor(
-        name, FEATURES, classifier.features, weights_hash(classifier.state_dict()), choice=choice
-    )
-
-
-def _inception(path: Path, choice: str) -> Extractor:
-    network = inception_features(path)
-    return Extractor(
-        "Inception (clean-fid)",
-        INCEPTION_FEATURES,
-        network,
-        INCEPTION.sha256,
-        INCEPTION_RESIZE,
-        choice,
-        device(),
-    )

@@ -1,8 +1,7 @@
-"""The images at a path, whatever holds them: files, archives, a shard or a partition.
+"""Images to measure, from whatever holds them (files, archives, shards), and what a result records of them.
 
-The images of one side, with what a result must say about them.
-
-What is recorded beside images of how they were sampled, and under which condition each was.
+`read_data` reads all groups of an evaluation; `read_sampling` and `conditions` read the record that
+``hddm sample`` leaves beside images.
 """
 
 import hashlib
@@ -35,13 +34,14 @@ from hddm.utils.files import read_json
 from hddm.utils.records import SAMPLING_FILE
 
 Role = Literal["images", "reference", "held-out"]
-"""What a path is named for: samples, training images, or images that no model has seen."""
+"""The role of a path: samples, training images, or images that no model has seen."""
+FEWEST = 2
 _ROWS = 4096
 """Of an encoded shard that are brought back to bytes at once."""
 
 
 @dataclass
-class Pictures:
+class ReadImages:
     """Images (H, W) or (H, W, 3) in bytes, by ``names``, and the reasons why others are ``bad``, by theirs.
 
     ``modes`` are Pillow's of their files; encoded shards have none, and are L or RGB. ``labels`` are numbers
@@ -56,109 +56,9 @@ class Pictures:
     bad: dict[str, str] = field(default_factory=dict)
 
 
-def read_pictures(root: Path, role: Role) -> Pictures:
-    """All images at ``root``, in sorted order.
-
-    Args:
-        root: as `hddm.data.sources.open_source`; or a shard, or a partition, of images or encoded to pixels.
-            Of a partition these are its training images, its held-out ones where it is named for such.
-        role: what it is named for. Samples must not be JPEG, by content: its compression moves distances.
-
-    Raises:
-        HddmError: as `open_source`, `hddm.data.shard_records.find_shards` and
-            `hddm.data.shards.open_shard`; for JPEG samples, latents, a partition named as samples, and
-            one without held-out images named for such. Images that cannot be read are ``bad``.
-    """
-    folders = _shards(root, role)
-    parts = [_of_shard(root, folder, role) for folder in folders]
-    if not folders:
-        parts = [_of_source(open_source(root), "", role)]
-    if len({part.classes for part in parts}) > 1:
-        raise HddmError(f"{root}: its shards have different classes; take them from one partition")
-    whole = Pictures(parts[0].classes)
-    for part in parts:
-        whole.names += part.names
-        whole.arrays += part.arrays
-        whole.modes += part.modes
-        whole.labels = None if whole.labels is None or part.labels is None else whole.labels + part.labels
-        whole.bad |= part.bad
-    return whole
-
-
-def check_pictures(root: Path, role: Role) -> None:
-    """Refuse a path that holds no images; none of them is read. Raises as `read_pictures` then would."""
-    if not _shards(root, role):
-        open_source(root)
-
-
-def _shards(root: Path, role: Role) -> list[Path]:
-    """The shards that ``root`` stands for, none where it is another source of images."""
-    if holds_shard(root):
-        return [root]
-    if root.name == HELD_OUT and (root.parent / PARTITION_FILE).is_file():
-        return _held_out(root.parent)
-    if not (root / PARTITION_FILE).is_file():
-        return []
-    if role == "images":
-        shard = root / "shard_0"
-        raise HddmError(f"{root}: is a partition, not samples; name one of its shards, as {shard}")
-    return find_shards(root) if role == "reference" else _held_out(root)
-
-
-def _held_out(partition: Path) -> list[Path]:
-    found = find_held_out(partition)
-    if not found:
-        raise HddmError(f"{partition}: holds no held-out images; hddm partition --held-out keeps some")
-    return found
-
-
-def _of_shard(root: Path, folder: Path, role: Role) -> Pictures:
-    prefix = "" if folder == root else f"{folder.relative_to(root).as_posix()}/"
-    if not is_encoded(folder):
-        return _of_source(ShardImages.of(folder), prefix, role)
-    shard = open_shard(folder)
-    if shard.space != "pixels":
-        raise HddmError(
-            f"{folder}: holds latents, and figures are of pixels; name the partition of images that it was "
-            "encoded from"
-        )
-    found = Pictures(shard.classes, labels=None if shard.labels is None else shard.labels.tolist())
-    for rows in torch.arange(len(shard)).split(_ROWS):
-        pixels = to_bytes(shard.take(rows)).permute(0, 2, 3, 1).numpy()
-        found.arrays += [image[..., 0] if image.shape[2] == 1 else image for image in pixels]
-        found.names += [f"{prefix}{row}" for row in rows.tolist()]
-    found.modes = ["L" if image.ndim == 2 else "RGB" for image in found.arrays]
-    return found
-
-
-def _of_source(source: ImageSource, prefix: str, role: Role) -> Pictures:
-    found = Pictures(source.classes)
-    rows = []
-    for row, name in enumerate(source.files):
-        path = source.root / name
-        try:
-            content = source.read(row)
-            header, array = read_header(content, path), decode(content, path)
-        except HddmError as error:
-            found.bad[f"{prefix}{name}"] = error.message
-            continue
-        if role == "images" and header.format in ("JPEG", "MPO"):
-            raise HddmError(f"{path}: JPEG compression moves a Fréchet distance; save samples as PNG")
-        rows.append(row)
-        found.names.append(f"{prefix}{name}")
-        found.arrays.append(array)
-        found.modes.append(header.mode)
-    labels = source.labels
-    found.labels = None if labels is None else [labels[row] for row in rows]
-    return found
-
-
-FEWEST = 2
-
-
 @dataclass(frozen=True)
 class DataFacts:
-    """What was measured: ``hash`` is of all pixels, whatever their order, names and encoding.
+    """Record of measured images: ``hash`` is of all pixels, whatever their order, names and encoding.
 
     ``shape`` (C, H, W) is that of the measured images; ``modes`` counts images by Pillow's mode of their
     files, and ``made_colour`` those gray ones that became RGB since others are in colour. ``skipped`` are the
@@ -175,33 +75,33 @@ class DataFacts:
 
 
 @dataclass(frozen=True)
-class Side:
-    """Images (N, C, H, W) in bytes and what is said about them."""
+class ImageGroup:
+    """Images (N, C, H, W) in bytes and their record."""
 
     images: ImageSet
     facts: DataFacts
 
 
-def read_data(paths: Mapping[Role, Path], max_bad: int = 0) -> dict[str, Side]:
-    """The images of each side, in sorted order.
+def read_data(paths: Mapping[Role, Path], max_bad: int = 0) -> dict[str, ImageGroup]:
+    """The images of each role, in sorted order.
 
     Args:
-        paths: as `hddm.evaluation.images.read_pictures`.
-        max_bad: images, of all sides together, that may be unreadable; they are left out, by name.
+        paths: as `hddm.evaluation.images.read_images`.
+        max_bad: images, of all groups together, that may be unreadable; they are left out, by name.
 
     Raises:
-        HddmError: as `read_pictures`; for more than ``max_bad`` images that cannot be read, all by name; for
-            images of several sizes, and fewer than `FEWEST` of them on a side.
+        HddmError: as `read_images`; for more than ``max_bad`` images that cannot be read, all by name; for
+            images of several sizes, and fewer than `FEWEST` of them in a group.
     """
-    read = {role: read_pictures(path, role) for role, path in paths.items()}
+    read = {role: read_images(path, role) for role, path in paths.items()}
     bad = [reason for one in read.values() for reason in one.bad.values()]
     if len(bad) > max_bad:
         places = dict.fromkeys(str(paths[role]) for role, one in read.items() if one.bad)
         raise too_many_bad(", ".join(places), bad, max_bad)
-    return {role: _side(paths[role], one) for role, one in read.items()}
+    return {role: _group(paths[role], one) for role, one in read.items()}
 
 
-def _side(root: Path, found: Pictures) -> Side:
+def _group(root: Path, found: ReadImages) -> ImageGroup:
     names, arrays = found.names, found.arrays
     if len(names) < FEWEST:
         raise HddmError(
@@ -213,33 +113,33 @@ def _side(root: Path, found: Pictures) -> Side:
     images = ImageSet(root, tuple(names), pixels, labels, found.classes)
     digest = hashlib.sha256(b"".join(sorted(map(_digest, arrays)))).hexdigest()
     shape, modes = tuple(pixels.shape[1:]), dict(Counter(found.modes))
-    return Side(images, DataFacts(str(root), len(names), digest, shape, modes, gray, tuple(found.bad)))
+    return ImageGroup(images, DataFacts(str(root), len(names), digest, shape, modes, gray, tuple(found.bad)))
 
 
-def alike(sides: dict[str, Side]) -> dict[str, Side]:
-    """The same sides, gray ones in RGB where another is in colour.
+def alike(groups: dict[str, ImageGroup]) -> dict[str, ImageGroup]:
+    """The same groups, gray ones in RGB where another is in colour.
 
     Raises:
         HddmError: for images of different sizes.
     """
-    sizes = {name: side.facts.shape[1:] for name, side in sides.items()}
+    sizes = {name: group.facts.shape[1:] for name, group in groups.items()}
     if len(set(sizes.values())) > 1:
-        listed = ", ".join(f"{name} {side.facts.shape}" for name, side in sides.items())
+        listed = ", ".join(f"{name} {group.facts.shape}" for name, group in groups.items())
         raise HddmError(
             f"images of different shapes (C, H, W) do not compare: {listed}; resize none of them "
             "by hand, but make samples and references of one size"
         )
-    if len({side.facts.shape[0] for side in sides.values()}) == 1:
-        return sides
-    return {name: _in_colour(side) for name, side in sides.items()}
+    if len({group.facts.shape[0] for group in groups.values()}) == 1:
+        return groups
+    return {name: _in_colour(group) for name, group in groups.items()}
 
 
-def _in_colour(side: Side) -> Side:
-    if side.facts.shape[0] == 3:
-        return side
-    pixels = side.images.pixels.expand(-1, 3, -1, -1)
-    facts = replace(side.facts, shape=tuple(pixels.shape[1:]), made_colour=side.facts.images)
-    return Side(replace(side.images, pixels=pixels), facts)
+def _in_colour(group: ImageGroup) -> ImageGroup:
+    if group.facts.shape[0] == 3:
+        return group
+    pixels = group.images.pixels.expand(-1, 3, -1, -1)
+    facts = replace(group.facts, shape=tuple(pixels.shape[1:]), made_colour=group.facts.images)
+    return ImageGroup(replace(group.images, pixels=pixels), facts)
 
 
 def _digest(array: NDArray[np.uint8]) -> bytes:
@@ -274,7 +174,7 @@ def conditions(
         return _numbers(samples.classes, classes)[samples.labels], True
     if samples.labels is not None:
         return samples.labels, False
-    # Of a folder that is not whole, nobody knows which image is which.
+    # Where images are missing, nobody knows which image is which.
     if sampling is None or sampling.get("num_images") != len(samples):
         return None, False
     numbers = int(sampling.get("start", 0)) + torch.arange(len(samples))
@@ -293,3 +193,100 @@ def conditions(
 
 def _numbers(names: Sequence[str], classes: tuple[str, ...]) -> Tensor:
     return torch.tensor([classes.index(name) for name in names])
+
+
+def read_images(root: Path, role: Role) -> ReadImages:
+    """All images at ``root``, in sorted order.
+
+    Args:
+        root: as `hddm.data.sources.open_source`; or a shard, or a partition, of images or encoded to pixels.
+            Of a partition these are its training images, or its held-out ones by ``role``.
+        role: of the path. Samples must not be JPEG, by content: its compression moves distances.
+
+    Raises:
+        HddmError: as `open_source`, `hddm.data.shard_records.find_shards` and
+            `hddm.data.shards.open_shard`; for JPEG samples, latents, a partition named as samples, and
+            one without held-out images named for such. Images that cannot be read are ``bad``.
+    """
+    folders = _shards(root, role)
+    parts = [_of_shard(root, folder, role) for folder in folders]
+    if not folders:
+        parts = [_of_source(open_source(root), "", role)]
+    if len({part.classes for part in parts}) > 1:
+        raise HddmError(f"{root}: its shards have different classes; take them from one partition")
+    found = ReadImages(parts[0].classes)
+    for part in parts:
+        found.names += part.names
+        found.arrays += part.arrays
+        found.modes += part.modes
+        found.labels = None if found.labels is None or part.labels is None else found.labels + part.labels
+        found.bad |= part.bad
+    return found
+
+
+def check_images(root: Path, role: Role) -> None:
+    """Refuse a path that holds no images; none of them is read. Raises as `read_images` then would."""
+    if not _shards(root, role):
+        open_source(root)
+
+
+def _shards(root: Path, role: Role) -> list[Path]:
+    """The shards that ``root`` stands for, none where it is another source of images."""
+    if holds_shard(root):
+        return [root]
+    if root.name == HELD_OUT and (root.parent / PARTITION_FILE).is_file():
+        return _held_out(root.parent)
+    if not (root / PARTITION_FILE).is_file():
+        return []
+    if role == "images":
+        shard = root / "shard_0"
+        raise HddmError(f"{root}: is a partition, not samples; name one of its shards, as {shard}")
+    return find_shards(root) if role == "reference" else _held_out(root)
+
+
+def _held_out(partition: Path) -> list[Path]:
+    found = find_held_out(partition)
+    if not found:
+        raise HddmError(f"{partition}: holds no held-out images; hddm partition --held-out keeps some")
+    return found
+
+
+def _of_shard(root: Path, folder: Path, role: Role) -> ReadImages:
+    prefix = "" if folder == root else f"{folder.relative_to(root).as_posix()}/"
+    if not is_encoded(folder):
+        return _of_source(ShardImages.of(folder), prefix, role)
+    shard = open_shard(folder)
+    if shard.space != "pixels":
+        raise HddmError(
+            f"{folder}: holds latents, and figures are of pixels; name the partition of images that it was "
+            "encoded from"
+        )
+    found = ReadImages(shard.classes, labels=None if shard.labels is None else shard.labels.tolist())
+    for rows in torch.arange(len(shard)).split(_ROWS):
+        pixels = to_bytes(shard.take(rows)).permute(0, 2, 3, 1).numpy()
+        found.arrays += [image[..., 0] if image.shape[2] == 1 else image for image in pixels]
+        found.names += [f"{prefix}{row}" for row in rows.tolist()]
+    found.modes = ["L" if image.ndim == 2 else "RGB" for image in found.arrays]
+    return found
+
+
+def _of_source(source: ImageSource, prefix: str, role: Role) -> ReadImages:
+    found = ReadImages(source.classes)
+    rows = []
+    for row, name in enumerate(source.files):
+        path = source.root / name
+        try:
+            content = source.read(row)
+            header, array = read_header(content, path), decode(content, path)
+        except HddmError as error:
+            found.bad[f"{prefix}{name}"] = error.message
+            continue
+        if role == "images" and header.format in ("JPEG", "MPO"):
+            raise HddmError(f"{path}: JPEG compression moves a Fréchet distance; save samples as PNG")
+        rows.append(row)
+        found.names.append(f"{prefix}{name}")
+        found.arrays.append(array)
+        found.modes.append(header.mode)
+    labels = source.labels
+    found.labels = None if labels is None else [labels[row] for row in rows]
+    return found

@@ -1,7 +1,4 @@
-"""How near samples lie to each shard of the data.
-
-All figures of one set of images, against both sides of a split.
-"""
+"""Scores of a set of images: all figures, against training images, held-out images and each shard."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -36,10 +33,11 @@ from hddm.evaluation.diversity import (
     why_not_lpips,
     within_conditions,
 )
-from hddm.evaluation.features import Extractor
+from hddm.evaluation.features import FeatureExtractor
 from hddm.utils.errors import HddmError
 
 _CHUNK = 1024
+_BATCH = 512
 
 
 @dataclass(frozen=True)
@@ -92,9 +90,6 @@ class ShardMeter:
         return torch.cat(owners)
 
 
-_BATCH = 512
-
-
 @dataclass(frozen=True)
 class Scores:
     """Figures of a set of images; ``extractor`` names the features, without which they mean nothing.
@@ -118,8 +113,8 @@ class Scores:
     shards: tuple[ShardDistance, ...] = ()
 
 
-class _Side:
-    """Images of one side and what of them every measurement needs again."""
+class _Group:
+    """Images with what every measurement needs of them again."""
 
     def __init__(self, pixels: Tensor, features: Features) -> None:
         self.pixels, self.features = pixels, features
@@ -146,7 +141,7 @@ class Scorer:
 
     def __init__(
         self,
-        extractor: Extractor,
+        extractor: FeatureExtractor,
         training: Tensor,
         held_out: Tensor | None,
         resamples: int = 100,
@@ -159,8 +154,8 @@ class Scorer:
     ) -> None:
         self._extractor, self._resamples, self._allow_few = extractor, resamples, allow_few
         self._complete, self._labels, self._mirrored = complete, training_labels, mirrored
-        self._training = self._side(training)
-        self._held_out = None if held_out is None else self._side(held_out)
+        self._training = self._group(training)
+        self._held_out = None if held_out is None else self._group(held_out)
         self._shards = ShardMeter([self._of(shard) for shard in shards], resamples) if shards else None
         self._within_training: dict[int, float] = {}
 
@@ -182,29 +177,29 @@ class Scorer:
         Raises:
             HddmError: as `hddm.evaluation.distances.measure`, for too few images.
         """
-        side = self._side(pixels)
+        group = self._group(pixels)
         training, held_out = self._training, self._held_out
         memory = None if held_out is None else self._memorisation(pixels)
         complete = self._complete
         return Scores(
             extractor=self._extractor.name,
             images=len(pixels),
-            to_training=self._distance(side.features, training),
-            to_held_out=None if held_out is None else self._distance(side.features, held_out),
-            diversity=diversity(torch.from_numpy(side.features), torch.from_numpy(training.features)),
+            to_training=self._distance(group.features, training),
+            to_held_out=None if held_out is None else self._distance(group.features, held_out),
+            diversity=diversity(torch.from_numpy(group.features), torch.from_numpy(training.features)),
             nearest_ratio=None if memory is None else memory.ratio,
             memorisation=memory,
-            kernel_to_training=_kernel(side, training) if complete else None,
-            kernel_to_held_out=_kernel(side, held_out) if complete and held_out else None,
-            on_training=_overlap(side, training) if complete else None,
-            on_held_out=_overlap(side, held_out) if complete and held_out else None,
-            within_conditions=self._within(side, labels) if complete and labels is not None else None,
-            shards=self._shards.measure(side.features) if self._shards else (),
+            kernel_to_training=_kernel(group, training) if complete else None,
+            kernel_to_held_out=_kernel(group, held_out) if complete and held_out else None,
+            on_training=_overlap(group, training) if complete else None,
+            on_held_out=_overlap(group, held_out) if complete and held_out else None,
+            within_conditions=self._within(group, labels) if complete and labels is not None else None,
+            shards=self._shards.measure(group.features) if self._shards else (),
         )
 
-    def _distance(self, features: Features, side: _Side) -> Distance:
+    def _distance(self, features: Features, group: _Group) -> Distance:
         return measure(
-            features, side.features, self._resamples, allow_few=self._allow_few, target=side.moments
+            features, group.features, self._resamples, allow_few=self._allow_few, target=group.moments
         )
 
     def _memorisation(self, pixels: Tensor) -> Memorisation:
@@ -218,21 +213,21 @@ class Scorer:
     def _to_nearest(self, pixels: Tensor) -> Tensor:
         return nearest_distances(pixels, self._training.pixels, self._mirrored)
 
-    def _within(self, side: _Side, labels: Tensor) -> ConditionDiversity | None:
-        why = why_not_lpips(min(side.pixels.shape[-2:]))
+    def _within(self, group: _Group, labels: Tensor) -> ConditionDiversity | None:
+        why = why_not_lpips(min(group.pixels.shape[-2:]))
         pairs = FEATURE_PAIRS if why else PAIRS
 
-        def between(of: _Side) -> Between:
+        def between(of: _Group) -> Between:
             return feature_distance(torch.from_numpy(of.features)) if why else lpips_distance(of.pixels)
 
-        found = within_conditions(labels, between(side), pairs)
+        found = within_conditions(labels, between(group), pairs)
         if not found:
             return None
         reference = None
         if self._labels is not None:
             missing = [label for label in found if label not in self._within_training]
             rows = torch.isin(self._labels, torch.tensor(missing, dtype=self._labels.dtype)).nonzero()[:, 0]
-            part = _Side(self._training.pixels[rows], self._training.features[rows.numpy()])
+            part = _Group(self._training.pixels[rows], self._training.features[rows.numpy()])
             self._within_training |= within_conditions(self._labels[rows], between(part), pairs)
             known = [self._within_training.get(label) for label in found]
             if all(value is not None for value in known):
@@ -240,20 +235,20 @@ class Scorer:
         name = "features" if why else LPIPS
         return ConditionDiversity(name, why, len(found), _mean(list(found.values())), reference)
 
-    def _side(self, pixels: Tensor) -> _Side:
-        return _Side(pixels, self._of(pixels))
+    def _group(self, pixels: Tensor) -> _Group:
+        return _Group(pixels, self._of(pixels))
 
     def _of(self, pixels: Tensor) -> Features:
         batches = [self._extractor.features(to_unit_range(batch)) for batch in pixels.split(_BATCH)]
         return torch.cat(batches).double().numpy()
 
 
-def _kernel(side: _Side, reference: _Side) -> KernelDistance:
-    return kernel_distance(side.features, reference.features)
+def _kernel(group: _Group, reference: _Group) -> KernelDistance:
+    return kernel_distance(group.features, reference.features)
 
 
-def _overlap(side: _Side, reference: _Side) -> PrecisionRecall:
-    return precision_recall(torch.from_numpy(side.features), torch.from_numpy(reference.features))
+def _overlap(group: _Group, reference: _Group) -> PrecisionRecall:
+    return precision_recall(torch.from_numpy(group.features), torch.from_numpy(reference.features))
 
 
 def _mean(values: Sequence[float]) -> float:

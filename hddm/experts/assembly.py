@@ -1,4 +1,4 @@
-"""Assembly: experts, a router and what surrounds them become one folder, after checking that they fit."""
+"""Assembly: experts, a router and components become one ensemble folder, after checking that they fit."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -59,8 +59,8 @@ _POSITIONS = 77
 
 
 @dataclass(frozen=True)
-class PartFolders:
-    """Folders that are to become an ensemble.
+class EnsembleFolders:
+    """Folders that an ensemble is made of.
 
     ``outputs`` are those of the router that are settled for an expert, None for one without; empty for none.
     """
@@ -85,7 +85,7 @@ def assemble(
     tokenizer: Path | None = None,
     bases: Sequence[Path] = (),
 ) -> tuple[str, ...]:
-    """Put experts, a router and what surrounds them into one folder, after checking that they fit.
+    """Put experts, a router and components into one folder, after checking that they fit.
 
     The prior is the shard sizes, or equal where an expert's is unknown; p(k | class) is counted where every
     expert counts its images by class; the shift is the experts' common one. An expert gets the output of the
@@ -116,7 +116,7 @@ def assemble(
         if (folder / ENSEMBLE_FILE).exists():
             raise HddmError(f"{folder}: is an ensemble; name its experts, or change it by --add and --remove")
     given = {"vae": vae, "text_encoder": text_encoder, "tokenizer": tokenizer}
-    parts = PartFolders(
+    parts = EnsembleFolders(
         experts,
         router,
         {name: folder for name, folder in given.items() if folder is not None},
@@ -132,7 +132,7 @@ def assemble(
 
 
 def check(
-    parts: PartFolders, strategy: str, prior: Sequence[float] | None = None, shift: float | None = None
+    parts: EnsembleFolders, strategy: str, prior: Sequence[float] | None = None, shift: float | None = None
 ) -> tuple[EnsembleRecord, tuple[str, ...]]:
     """The record of an ensemble of ``parts``, and notes; reads records and small tensors only.
 
@@ -230,7 +230,7 @@ def read_records(folders: Sequence[Path]) -> list[Named]:
     return [(str(folder), read_record(folder / EXPERT_FILE, ExpertRecord, FORMAT)) for folder in folders]
 
 
-def fill(draft: Path, parts: PartFolders, facts: EnsembleRecord) -> None:
+def fill(draft: Path, parts: EnsembleFolders, facts: EnsembleRecord) -> None:
     """Put ``parts`` and their record into an empty folder."""
     for folder, name in zip(parts.experts, facts.experts, strict=True):
         link_folder(folder, draft / name)
@@ -312,12 +312,12 @@ def _compare_widths(
             continue
         width = text_width(read_config(folder))
         if "encoder_hidden_states" in facts.conditions and width not in (None, given.text_encoder.width):
-            told = f"tokens {given.text_encoder.width} wide, and {name} takes {width}"
-            found.differ(given.text_encoder_name, told)
+            text = f"tokens {given.text_encoder.width} wide, and {name} takes {width}"
+            found.differ(given.text_encoder_name, text)
 
 
 def _link_component(source: Path, target: Path) -> None:
-    """Link what is read of a component, and its papers: no pickles, and no second copy of the weights."""
+    """Link the weights, configs and licence of a component: no pickles, and no second copy of the weights."""
     target.mkdir()
     for path in source.iterdir():
         if path.is_file() and (path.suffix in _TEXT_FILES or path.name.startswith("LICENSE")):

@@ -1,7 +1,7 @@
-"""Changing an ensemble folder: experts come and go, the rest stays.
+"""Changes to an ensemble folder: experts are added or removed, the rest stays.
 
 The old folder makes room for the new one by two renames, between which nothing has its name. A process that
-is killed just there leaves both beside it, whole; the next change puts the old one back.
+is killed just there leaves both complete beside it; the next change puts the old one back.
 """
 
 import re
@@ -9,9 +9,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from hddm.experts.assembly import PartFolders, check, check_files, fill, read_records, refuse_inside
+from hddm.experts.assembly import EnsembleFolders, check, check_files, fill, read_records, refuse_inside
 from hddm.experts.compatibility import Findings, common_shift
 from hddm.experts.ensembles import (
+    BASES,
     COMPONENTS,
     ENSEMBLE_FILE,
     MODEL_INDEX,
@@ -21,7 +22,6 @@ from hddm.experts.ensembles import (
     read_model_index,
     refuse_damaged_ensemble,
 )
-from hddm.experts.ensembles import FOLDER as BASES
 from hddm.experts.lora import bases_in, check_base
 from hddm.experts.records import EXPERT_FILE, FORMAT, ExpertRecord, base_of, open_expert
 from hddm.networks.folders import WEIGHTS
@@ -121,16 +121,16 @@ def change(
 
 def _parts(
     ensemble: Path, facts: EnsembleRecord, kept: Sequence[int], add: Sequence[Path], router: Path | None
-) -> PartFolders:
+) -> EnsembleFolders:
     """The folders of what stays and what comes; the ensemble's own router has its outputs settled."""
     experts = [*(ensemble / facts.experts[k] for k in kept), *add]
     index = read_model_index(ensemble) if (ensemble / MODEL_INDEX).exists() else {}
     components = {name: ensemble / name for name in COMPONENTS if index.get(name)}
     if router is not None or facts.router is None:
-        return PartFolders(experts, router, components)
+        return EnsembleFolders(experts, router, components)
     outputs = facts.router_outputs or tuple(range(len(facts.experts)))
     settled = [*(outputs[k] for k in kept), *(None for _ in add)]
-    return PartFolders(experts, ensemble / facts.router, components, settled)
+    return EnsembleFolders(experts, ensemble / facts.router, components, settled)
 
 
 def _bases(ensemble: Path, facts: EnsembleRecord, kept: Sequence[int]) -> dict[str, Path]:
@@ -164,7 +164,7 @@ def _shift_by_hand(ensemble: Path, facts: EnsembleRecord) -> float | None:
 
 
 def _rest(ensemble: Path, facts: EnsembleRecord) -> list[Path]:
-    """What a user put into the folder, a licence or a card: files and empty folders, by their names in it.
+    """Names of the user's own files and empty folders in an ensemble, as a licence or a card.
 
     Raises:
         HddmError: for a link to a folder, which may lead around in circles.

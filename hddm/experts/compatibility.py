@@ -1,11 +1,9 @@
-"""Whether experts and what surrounds them belong together: from their records, before any weights.
+"""Checks that experts, router and components fit together: by their records, before any weights are read.
 
-All differences are gathered, and told a line a part. What one part records and another does not is no
-difference; it is a note.
-
-Which output of a router belongs to which expert: told by the shard, not by the order.
-
-What experts say together: p(k), p(k | class), and the shift of the time grid.
+All differences are gathered and reported together, a line each part. A fact that one part records and another
+does not is a note, no difference. `match_router` finds the output of a router for each expert by its shard,
+in whatever order experts come. `prior_of`, `class_prior_of` and `common_shift` are what experts have in
+common.
 """
 
 from collections import Counter
@@ -35,7 +33,7 @@ class Findings:
             texts.append(text)
 
     def note(self, text: str) -> None:
-        """Add what a user should know, though it stops nothing."""
+        """Add a note for the user, which stops nothing."""
         if text not in self.notes:
             self.notes.append(text)
 
@@ -52,7 +50,7 @@ class Findings:
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What is to stand beside experts of latents; None for what is not given.
+    """Components to go with experts of latents; None for one that is not given.
 
     ``vae_channels`` are those of its latents.
     """
@@ -66,16 +64,16 @@ class Surroundings:
 
 @dataclass(frozen=True)
 class _Quality:
-    """Something that experts must share: how it is found, whom it concerns, how it is told."""
+    """A quality that experts must share, with the experts that it concerns and how a difference reads."""
 
     name: str
     of: Callable[[ExpertRecord], Hashable]
     concerns: Callable[[ExpertRecord], bool] = lambda facts: True
-    told: Callable[[Any, Any], str] = "{0}, not {1}".format
+    wording: Callable[[Any, Any], str] = "{0}, not {1}".format
 
 
 def compare_experts(experts: Sequence[Named], found: Findings) -> None:
-    """Note everything in which an expert differs from most, or from the first where none are most."""
+    """Collect each expert's differences from the most common values, or the first of equally common ones."""
     for quality in _QUALITIES:
         values = [quality.of(facts) if quality.concerns(facts) else None for _, facts in experts]
         known = [value for value in values if value is not None]
@@ -86,7 +84,7 @@ def compare_experts(experts: Sequence[Named], found: Findings) -> None:
         usual = Counter(known).most_common(1)[0][0]
         for (name, facts), value in zip(experts, values, strict=True):
             if value is not None and value != usual:
-                found.differ(name, f"{quality.name} {quality.told(value, usual)}")
+                found.differ(name, f"{quality.name} {quality.wording(value, usual)}")
             elif value is None and quality.concerns(facts):
                 found.note(f"{name} does not record its {quality.name}; taken on trust")
     _compare_shards(experts, found)
@@ -170,18 +168,18 @@ def _has_vae(facts: ExpertRecord) -> bool:
     return facts.space == "latents"
 
 
-def _told_classes(mine: tuple[str, ...], usual: tuple[str, ...]) -> str:
+def _class_difference(mine: tuple[str, ...], usual: tuple[str, ...]) -> str:
     if len(mine) != len(usual):
         return f"of {len(mine)} classes, not {len(usual)}"
     k = next(k for k, pair in enumerate(zip(mine, usual, strict=True)) if pair[0] != pair[1])
     return f"has {mine[k]!r} as class {k}, not {usual[k]!r}"
 
 
-def _told_short(mine: str, usual: str) -> str:
+def _short_difference(mine: str, usual: str) -> str:
     return f"{mine[:12]}, not {usual[:12]}"
 
 
-# What shapes do not show, so that silence about it would mislead.
+# Qualities that shapes do not show: where nobody records them, a note says so.
 _TRUSTED = ("VAE", "text encoder")
 _QUALITIES = (
     _Quality("sample_shape", lambda f: f.sample_shape),
@@ -193,11 +191,11 @@ _QUALITIES = (
     _Quality("text encoder", lambda f: f.text_encoder and f.text_encoder.fingerprint, _takes_text),
     _Quality("text width", lambda f: f.text_encoder and f.text_encoder.width, lambda f: bool(f.text_encoder)),
     _Quality("tokens", lambda f: f.text_encoder and f.text_encoder.tokens, lambda f: bool(f.text_encoder)),
-    _Quality("class map", lambda f: f.classes or None, _takes_classes, _told_classes),
+    _Quality("class map", lambda f: f.classes or None, _takes_classes, _class_difference),
     _Quality("null class", lambda f: f.null_class, _takes_classes),
     _Quality("number of shards", lambda f: f.shard and f.shard.num_shards, lambda f: f.shard is not None),
     _Quality(
-        "partition", lambda f: f.shard and f.shard.partition, lambda f: f.shard is not None, _told_short
+        "partition", lambda f: f.shard and f.shard.partition, lambda f: f.shard is not None, _short_difference
     ),
 )
 
@@ -240,11 +238,11 @@ def match_router(
         if output is None and not (facts.shard and router.shard_hashes)
     ]
     if loose and (len(experts) != total or any(output is not None for output in settled)):
-        told = "without a shard record" if router.shard_hashes else "of a router that records no shards"
+        reason = "without a shard record" if router.shard_hashes else "of a router that records no shards"
         found.differ(
             name,
             f"tells {total} shards apart, and there are {len(experts)} experts, of which {', '.join(loose)} "
-            f"{told} can only be matched by order",
+            f"{reason} can only be matched by order",
         )
         return ()
     if loose and not router.shard_hashes:
@@ -283,7 +281,7 @@ def match_router(
 def check_together(
     experts: Sequence[Named], router: RouterRecord | None = None, outputs: Sequence[int] = ()
 ) -> None:
-    """Refuse the parts of an ensemble folder that do not fit together, as after a hand has changed it.
+    """Refuse an ensemble folder whose parts do not fit together, as after a change by hand.
 
     Args:
         experts: in the order of the ensemble.
@@ -305,7 +303,7 @@ def check_together(
 
 
 def _refuse_shared(experts: Sequence[Named], takers: Mapping[int, list[str]], found: Findings) -> None:
-    """An output is one expert's; that two record one shard is told where experts are compared."""
+    """Refuse an output that two experts of different shards take."""
     hashes = {name: facts.shard.hash if facts.shard else name for name, facts in experts}
     for output, names in takers.items():
         if len({hashes[name] for name in names}) > 1:
@@ -370,6 +368,8 @@ def common_shift(experts: Sequence[Named], found: Findings) -> float:
     shifts = [facts.shift for _, facts in experts]
     if len(set(shifts)) == 1:
         return shifts[0]
-    told = ", ".join(f"{shift:g} ({name})" for (name, _), shift in zip(experts, shifts, strict=True))
-    found.note(f"experts want different shifts of the time grid, so the ensemble has {NO_SHIFT:g}: {told}")
+    all_shifts = ", ".join(f"{shift:g} ({name})" for (name, _), shift in zip(experts, shifts, strict=True))
+    found.note(
+        f"experts want different shifts of the time grid, so the ensemble has {NO_SHIFT:g}: {all_shifts}"
+    )
     return NO_SHIFT

@@ -1,20 +1,16 @@
-"""``model_index.json`` and ``scheduler/``: how an ensemble folder shows itself to diffusers.
+"""Ensemble folders: the files that hold experts and a router together, written and read.
 
-The file names a library and a class for each part. It is foreign text: a part may be of the classes listed
-here and of no other, so nothing that a folder says decides which code runs.
+    model_index.json         parts and their classes, for diffusers
+    ensemble.json            format, experts in order, their outputs of the router, priors, strategy, shift
+    experts/<i>/             an expert folder each
+    bases/<hash>/            weights that adapters among them change, where no expert has them for its own
+    router/                  a router folder
+    scheduler/               the shift once more, for diffusers
+    vae/ text_encoder/ tokenizer/     for experts of latents
+    manifest.json            the hashes of all these (`hddm.utils.records`)
 
-Weights that adapters of an ensemble change: where they come from, and where they lie, once.
-
-Ensemble folders: what holds experts and a router together, and how it is read.
-
-model_index.json         parts and their classes, for diffusers (`hddm.experts.ensembles`)
-ensemble.json            format, experts in order, their outputs of the router, priors, strategy, shift
-experts/<i>/             an expert folder each
-bases/<hash>/            weights that adapters among them change, where no expert has them for its own
-router/                  a router folder
-scheduler/               the shift once more, for diffusers
-vae/ text_encoder/ tokenizer/     for experts of latents
-manifest.json            the hashes of all these (`hddm.utils.records`)
+``model_index.json`` is foreign text: a part may be of the classes listed in `CLASSES` and of no other, so
+nothing that a folder says decides which code runs.
 """
 
 import math
@@ -35,6 +31,8 @@ from hddm.utils.records import ENSEMBLE_FILE as ENSEMBLE_FILE
 from hddm.utils.records import Record, read_record, refuse_damaged, write_manifest
 
 MODEL_INDEX = "model_index.json"
+ROUTER = "router"
+BASES = "bases"
 PIPELINE = "HDDMPipeline"
 SCHEDULER = "FlowMatchEulerDiscreteScheduler"
 SCHEDULER_FILE = "scheduler/scheduler_config.json"
@@ -53,7 +51,7 @@ CLASSES: Mapping[str, tuple[ClassName, ...]] = {
 """Every part that an ensemble may have, and what it may be."""
 
 COMPONENTS = ("vae", "text_encoder", "tokenizer")
-"""What an ensemble of latents may have besides experts and router, a folder each."""
+"""Parts that an ensemble of latents may have besides experts and router, a folder each."""
 
 _NEEDED = ("experts", "scheduler")
 _RECORDS = ("_class_name", "_diffusers_version")
@@ -145,9 +143,6 @@ def _short(value: object) -> str:
     return text if len(text) <= 200 else f"{text[:200]} …"
 
 
-FOLDER = "bases"
-
-
 def bases_of(experts: Sequence[Path], given: Mapping[str, Path]) -> dict[str, Path]:
     """The folders of the weights that adapters among ``experts`` change, by SHA-256.
 
@@ -169,7 +164,7 @@ def bases_of(experts: Sequence[Path], given: Mapping[str, Path]) -> dict[str, Pa
 
 
 def places(bases: Mapping[str, Path], experts: Mapping[str, Path]) -> dict[str, str]:
-    """By SHA-256 where in an ensemble each of ``bases`` is to lie: in an expert of the same weights, if any.
+    """The place in an ensemble of each of ``bases``, by SHA-256: an expert of the same weights, if any.
 
     Args:
         bases: folders by the SHA-256 of their weights.
@@ -181,12 +176,12 @@ def places(bases: Mapping[str, Path], experts: Mapping[str, Path]) -> dict[str, 
         size = (base / WEIGHTS).stat().st_size
         # Only what is as long can be the same.
         same = (n for n, file in own.items() if file.stat().st_size == size and sha256_once(file) == sha256)
-        found[sha256] = next(same, f"{FOLDER}/{sha256[:16]}")
+        found[sha256] = next(same, f"{BASES}/{sha256[:16]}")
     return found
 
 
 def link_bases(draft: Path, names: Mapping[str, str], bases: Mapping[str, Path]) -> None:
-    """Put ``bases`` where `places` says, but for those that experts hold: weights, config and licence.
+    """Link the weights, config and licence of ``bases`` to their `places`, unless an expert holds them.
 
     Raises:
         HddmError: for a link that leads out of a base's folder.
@@ -199,8 +194,6 @@ def link_bases(draft: Path, names: Mapping[str, str], bases: Mapping[str, Path])
             if path.name in (WEIGHTS, "config.json") or path.name.startswith("LICENSE"):
                 link_or_copy(inside(bases[sha256], path.name), draft / name / path.name)
 
-
-ROUTER = "router"
 
 Probabilities = tuple[Annotated[float, Field(ge=0, allow_inf_nan=False)], ...]
 

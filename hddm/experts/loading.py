@@ -1,14 +1,18 @@
-"""What an ensemble is made of on disk, opened and compared before any expert's weights are read.
+"""Folders that hddm wrote, and the Paris release, as velocity fields (`load`).
 
-Any folder that hddm wrote, or the Paris release, to a velocity field.
+Every record is read and compared before any expert's weights are. `ExpertSet` holds the experts of an
+ensemble as one module, as a diffusers pipeline does, and reads their weights as they are needed.
 """
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import nn
+from safetensors.torch import save_file
+from torch import Tensor, nn
 
 from hddm.ensemble import Ensemble, Router, Strategy
 from hddm.experts.compatibility import check_together
@@ -21,30 +25,224 @@ from hddm.experts.ensembles import (
     read_model_index,
     refuse_damaged_ensemble,
 )
-from hddm.experts.expert_set import ExpertSet, as_field
-from hddm.experts.lora import bases_in
+from hddm.experts.lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS, bases_in
 from hddm.experts.paris import is_paris, paris_experts, paris_router
 from hddm.experts.records import (
     EXPERT_FILE,
     Expert,
+    ExpertRecord,
     RouterRecord,
     UnreadExpert,
+    null_conditions,
     open_expert,
     read_router,
     refuse_base,
+    without_adapter,
+    write_records,
 )
-from hddm.networks.folders import unread
-from hddm.networks.offload import Offload, Shelf
+from hddm.networks.folders import WEIGHTS, Unread, unread
+from hddm.networks.offload import Offload, Shelf, StoredNetwork
 from hddm.networks.transformers import ExpertTransformer, RouterTransformer
-from hddm.networks.wrappers import wrapped
+from hddm.networks.wrappers import NetworkWrapper, wrapped
+from hddm.schedules import from_config
 from hddm.utils.errors import HddmError, UsageError
-from hddm.utils.files import inside
+from hddm.utils.files import inside, link_or_copy
 from hddm.velocity import VelocityField
 
 
+class ExpertSet(nn.Module):
+    """Experts whose weights come when they are first needed.
+
+    They are read again after they have left, or when they are cast: a change made to them in memory lasts
+    while they stay, and is saved if they are there.
+
+    Args:
+        experts: in the router's order. Those in memory are wrapped by `hddm.experts.records.Expert.unread`.
+        dtype: that they run in.
+        device: where they run.
+        shelf: which of them stay there; by default all that have run.
+
+    Raises:
+        HddmError: for no experts, or one that does not fit on the shelf.
+    """
+
+    def __init__(
+        self,
+        experts: Sequence[UnreadExpert],
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+        shelf: Shelf | None = None,
+    ) -> None:
+        super().__init__()
+        if not experts:
+            raise HddmError("an ensemble needs at least one expert")
+        self.experts = tuple(experts)
+        self.shelf = shelf or Shelf()
+        self.stored = [_stored(expert, dtype, device, self.shelf) for expert in experts]
+        self.networks = nn.ModuleList(self.stored)
+
+    @property
+    def facts(self) -> tuple[ExpertRecord, ...]:
+        """The record of each expert."""
+        return tuple(expert.facts for expert in self.experts)
+
+    @property
+    def device(self) -> torch.device:
+        """The device that experts run on."""
+        return self.stored[0].placement.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype that experts run in."""
+        return self.stored[0].placement.dtype
+
+    def fields(self) -> list[VelocityField]:
+        """The experts as velocity fields that share these networks."""
+        fields = []
+        for expert, network in zip(self.experts, self.stored, strict=True):
+            try:
+                fields.append(as_field(expert, network))
+            except HddmError as error:
+                raise HddmError(f"{expert.name}: {error}") from error
+        return fields
+
+    def offload(self, mode: Offload, budget: int | None = None) -> None:
+        """Change how long weights stay; see `hddm.networks.offload`. Doing so twice does no harm.
+
+        Raises:
+            HddmError: for an unknown mode, a budget that an expert does not fit in, or ``disk`` for
+                experts that lie on none.
+        """
+        if mode == "disk" and any(expert.folder is None for expert in self.experts):
+            raise HddmError("offload disk: these experts are in memory only; save the ensemble and load it")
+        shelf = Shelf(mode, budget)
+        for network in self.stored:
+            shelf.add(network)
+        for network in self.stored:
+            network.move_to(shelf)
+        self.shelf = shelf
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Have ``torch.compile``, with these arguments, compile every network when it first runs."""
+        for network in self.stored:
+            network.network.compile(*args, **kwargs)
+
+    def save_pretrained(self, folder: str | Path, **_: object) -> None:
+        """Write an expert folder each, ``0``, ``1``, …, with weights in the dtype that they run in.
+
+        An adapter whose weights are what they were when they were read stays one, in the dtype that it has
+        on disk; its base is for the caller to save. One that was changed in memory is merged.
+        """
+        for index, (expert, network) in enumerate(zip(self.experts, self.stored, strict=True)):
+            target = Path(folder) / str(index)
+            target.mkdir(parents=True)
+            expert.unread.network.save_config(target)
+            tensors = expert.unread.network.state_dict()
+            facts = expert.facts
+            is_here = not any(value.is_meta for value in tensors.values())
+            if facts.adapter and expert.folder and not (is_here and _differ(expert, tensors, network.dtype)):
+                for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
+                    link_or_copy(expert.folder / name, target / name)
+            else:
+                facts = without_adapter(facts)
+                if not is_here:
+                    tensors = expert.unread.read(network.dtype)
+                here = {name: value.cpu().contiguous() for name, value in tensors.items()}
+                save_file(here, target / WEIGHTS, {"format": "pt"})
+            if expert.calibration is not None:
+                expert.calibration.save(target)
+            write_records(target, facts, expert.nulls)
+
+
+def load(
+    path: str | Path,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    *,
+    experts: Sequence[int] | None = None,
+    offload: Offload = "none",
+    max_memory: int | None = None,
+    base: str | Path | None = None,
+) -> VelocityField | Ensemble:
+    """An expert folder as a `VelocityField`, an ensemble folder or the Paris release as an `Ensemble`.
+
+    An ensemble's experts are read when they are first needed; what their folders say is checked here.
+
+    Args:
+        path: the folder.
+        dtype: that networks run in; weights stored in another one are cast.
+        device: that networks run on.
+        experts: indices of an ensemble's experts to take, in this order; by default all.
+        offload: where experts wait that do not run; see `hddm.networks.offload`.
+        max_memory: bytes that the weights of an ensemble may take on the device, the router's included.
+        base: the folder of the weights that an adapter changes; by default the one of its training. An
+            ensemble holds those of its adapters.
+
+    Raises:
+        HddmError: for anything else, a folder whose parts contradict each other, or a base for what is no
+            adapter.
+    """
+    folder = Path(path)
+    if not folder.is_dir():
+        raise HddmError(f"{folder}: no such folder")
+    if (folder / EXPERT_FILE).exists():
+        if experts is not None or offload != "none" or max_memory is not None:
+            raise HddmError(f"{folder}: is one expert; choosing and offloading experts needs an ensemble")
+        return _field(folder, dtype, device, [] if base is None else [Path(base)])
+    if base is not None:
+        raise HddmError(f"{folder}: is no expert folder; a base goes with one adapter")
+    parts = open_ensemble(folder, dtype, experts)
+    if parts.router is not None:
+        parts.router.to(device)
+    held = expert_set(parts, dtype, device, offload, max_memory)
+    return ensemble_of(held, parts.router, parts.router_facts, parts.facts)
+
+
+def as_field(expert: UnreadExpert | Expert, network: nn.Module) -> VelocityField:
+    """An expert as a velocity field with ``network``, adapted, for its own.
+
+    Raises:
+        HddmError: for a schedule that is unknown or does not go with the prediction type.
+    """
+    facts = expert.facts
+    return VelocityField(
+        network,
+        from_config(facts.schedule),
+        facts.prediction_type,
+        facts.time_scale,
+        expert.calibration,
+        conditions=facts.conditions,
+        null_conditions=null_conditions(facts.null_class) | dict(expert.nulls),
+        sample_shape=facts.sample_shape,
+        classes=facts.classes,
+        shift=facts.shift,
+    )
+
+
+def field_of(expert: Expert, device: torch.device | str = "cpu") -> VelocityField:
+    """An expert as a velocity field that shares its network.
+
+    Raises:
+        HddmError: for a schedule that is unknown or does not go with the prediction type.
+    """
+    return as_field(expert, wrapped(expert.network, expert.facts.round_time).to(device))
+
+
+def _field(
+    folder: Path, dtype: torch.dtype, device: torch.device | str, bases: Sequence[Path]
+) -> VelocityField:
+    unread = open_expert(folder, bases_in(bases) if bases else None)
+    refuse_base(folder, unread.facts.adapter, bases)
+    expert = unread.read(dtype)
+    try:
+        return field_of(expert, device)
+    except HddmError as error:
+        raise HddmError(f"{folder / EXPERT_FILE}: {error}") from error
+
+
 @dataclass(frozen=True)
-class Parts:
-    """What an ensemble folder holds, the experts' weights still on disk."""
+class OpenedEnsemble:
+    """The content of an ensemble folder, the experts' weights still on disk."""
 
     experts: list[UnreadExpert]
     router: RouterTransformer | None
@@ -54,8 +252,8 @@ class Parts:
     """Those of `hddm.experts.ensembles.COMPONENTS` that are there."""
 
 
-def open_parts(folder: Path, dtype: torch.dtype, experts: Sequence[int] | None = None) -> Parts:
-    """What an ensemble folder, the Paris release or an expert folder holds, the latter as an ensemble of one.
+def open_ensemble(folder: Path, dtype: torch.dtype, experts: Sequence[int] | None = None) -> OpenedEnsemble:
+    """Open an ensemble folder, the Paris release, or an expert folder as an ensemble of one.
 
     Args:
         folder: the folder.
@@ -68,7 +266,7 @@ def open_parts(folder: Path, dtype: torch.dtype, experts: Sequence[int] | None =
     if (folder / EXPERT_FILE).exists():
         expert = open_expert(folder)
         facts = EnsembleRecord(experts=(".",), prior=(1.0,), strategy="draw", shift=expert.facts.shift)
-        return Parts([expert], None, None, facts)
+        return OpenedEnsemble([expert], None, None, facts)
     if (folder / ENSEMBLE_FILE).exists():
         return _ensemble(folder, dtype, experts)
     if is_paris(folder):
@@ -79,7 +277,7 @@ def open_parts(folder: Path, dtype: torch.dtype, experts: Sequence[int] | None =
     )
 
 
-def _ensemble(folder: Path, dtype: torch.dtype, chosen: Sequence[int] | None) -> Parts:
+def _ensemble(folder: Path, dtype: torch.dtype, chosen: Sequence[int] | None) -> OpenedEnsemble:
     facts = read_ensemble_facts(folder)
     router, router_facts = read_router(folder / facts.router, dtype) if facts.router else (None, None)
     if router is not None:
@@ -94,7 +292,9 @@ def _ensemble(folder: Path, dtype: torch.dtype, chosen: Sequence[int] | None) ->
     named = [(name, expert.facts) for name, expert in zip(facts.experts, experts, strict=True)]
     check_together(named, shards, facts.router_outputs)
     refuse_damaged_ensemble(folder, all_facts, all_experts if chosen is None else chosen)
-    return Parts(experts, router, router_facts, facts, [name for name in COMPONENTS if has.get(name)])
+    return OpenedEnsemble(
+        experts, router, router_facts, facts, [name for name in COMPONENTS if has.get(name)]
+    )
 
 
 def _only(facts: EnsembleRecord, chosen: Sequence[int]) -> EnsembleRecord:
@@ -129,7 +329,7 @@ def _check_outputs(facts: EnsembleRecord, router: RouterTransformer, folder: Pat
         )
 
 
-def _paris(folder: Path, dtype: torch.dtype, chosen: Sequence[int] | None) -> Parts:
+def _paris(folder: Path, dtype: torch.dtype, chosen: Sequence[int] | None) -> OpenedEnsemble:
     experts = []
     for part, expert_facts in paris_experts(folder):
         found = unread(ExpertTransformer, part.arguments, part.weights, str(part.weights))
@@ -137,8 +337,7 @@ def _paris(folder: Path, dtype: torch.dtype, chosen: Sequence[int] | None) -> Pa
     part, time_scale = paris_router(folder)
     found_router = unread(RouterTransformer, part.arguments, part.weights, str(part.weights))
     shape = experts[0].facts.sample_shape
-    # Of its shards the release says nothing, so nothing can be drawn from their sizes; top-2 is what it is
-    # published with.
+    # The release records no shards, so there are no sizes to draw from; it is published with top-2.
     facts = EnsembleRecord(
         experts=tuple(expert.name for expert in experts),
         router="router",
@@ -149,7 +348,7 @@ def _paris(folder: Path, dtype: torch.dtype, chosen: Sequence[int] | None) -> Pa
     if chosen is not None:
         facts = _only(facts, chosen)
         experts = [experts[k] for k in chosen]
-    return Parts(
+    return OpenedEnsemble(
         experts,
         found_router.load(dtype),
         RouterRecord(time_scale=time_scale, sample_shape=shape, shard_hashes=(), shard_images=()),
@@ -158,52 +357,8 @@ def _paris(folder: Path, dtype: torch.dtype, chosen: Sequence[int] | None) -> Pa
     )
 
 
-def load(
-    path: str | Path,
-    dtype: torch.dtype = torch.float32,
-    device: torch.device | str = "cpu",
-    *,
-    experts: Sequence[int] | None = None,
-    offload: Offload = "none",
-    max_memory: int | None = None,
-    base: str | Path | None = None,
-) -> VelocityField | Ensemble:
-    """An expert folder as a `VelocityField`, an ensemble folder or the Paris release as an `Ensemble`.
-
-    An ensemble's experts are read when they are first needed; what their folders say is checked here.
-
-    Args:
-        path: the folder.
-        dtype: that networks run in; weights stored in another one are cast.
-        device: that networks run on.
-        experts: indices of an ensemble's experts to take, in this order; by default all.
-        offload: what experts that are not running do; see `hddm.networks.offload`.
-        max_memory: bytes that the weights of an ensemble may take on the device, the router's included.
-        base: the folder of the weights that an adapter changes; by default that is looked for where it was
-            when the adapter was trained. An ensemble holds those of its adapters.
-
-    Raises:
-        HddmError: for anything else, a folder whose parts contradict each other, or a base for what is no
-            adapter.
-    """
-    folder = Path(path)
-    if not folder.is_dir():
-        raise HddmError(f"{folder}: no such folder")
-    if (folder / EXPERT_FILE).exists():
-        if experts is not None or offload != "none" or max_memory is not None:
-            raise HddmError(f"{folder}: is one expert; choosing and offloading experts needs an ensemble")
-        return _field(folder, dtype, device, [] if base is None else [Path(base)])
-    if base is not None:
-        raise HddmError(f"{folder}: is no expert folder; a base goes with one adapter")
-    parts = open_parts(folder, dtype, experts)
-    if parts.router is not None:
-        parts.router.to(device)
-    held = expert_set(parts, dtype, device, offload, max_memory)
-    return ensemble_of(held, parts.router, parts.router_facts, parts.facts)
-
-
 def expert_set(
-    parts: Parts,
+    parts: OpenedEnsemble,
     dtype: torch.dtype,
     device: torch.device | str,
     offload: Offload = "none",
@@ -269,22 +424,20 @@ def ensemble_of(
         raise HddmError(f"{ENSEMBLE_FILE}: {error}") from error
 
 
-def field_of(expert: Expert, device: torch.device | str = "cpu") -> VelocityField:
-    """An expert as a velocity field that shares its network.
-
-    Raises:
-        HddmError: for a schedule that is unknown or does not go with the prediction type.
-    """
-    return as_field(expert, wrapped(expert.network, expert.facts.round_time).to(device))
+def _differ(expert: UnreadExpert, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> bool:
+    """True where weights in memory differ from those on disk."""
+    on_disk = expert.unread.read(dtype)
+    return any(not torch.equal(tensors[name].cpu(), value) for name, value in on_disk.items())
 
 
-def _field(
-    folder: Path, dtype: torch.dtype, device: torch.device | str, bases: Sequence[Path]
-) -> VelocityField:
-    unread = open_expert(folder, bases_in(bases) if bases else None)
-    refuse_base(folder, unread.facts.adapter, bases)
-    expert = unread.read(dtype)
-    try:
-        return field_of(expert, device)
-    except HddmError as error:
-        raise HddmError(f"{folder / EXPERT_FILE}: {error}") from error
+def _stored(
+    expert: UnreadExpert, dtype: torch.dtype, device: torch.device | str, shelf: Shelf
+) -> StoredNetwork:
+    common = wrapped(expert.unread.network, expert.facts.round_time)
+    prefix = "model." if isinstance(common, NetworkWrapper) else ""
+    read = functools.partial(_read, expert.unread, prefix)
+    return StoredNetwork(common, read, expert.name, dtype, device, shelf)
+
+
+def _read(unread: Unread[Any], prefix: str, dtype: torch.dtype) -> Mapping[str, Tensor]:
+    return {prefix + name: value for name, value in unread.read(dtype).items()}

@@ -37,7 +37,7 @@ from hddm.utils.weights import TensorInfo, read_header
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."
-"""What peft puts before the name of every tensor."""
+"""The prefix that peft puts before the name of every tensor."""
 
 _SHOWN = 5
 # What changes peft's formula into another one, with the values that do not.
@@ -48,7 +48,7 @@ _VARIANTS = (
 
 
 class AdapterRecord(Record):
-    """What the adapter beside an ``expert.json`` changes, and in whose weights."""
+    """The weights that the adapter beside an ``expert.json`` changes, and their base."""
 
     rank: Annotated[int, Field(ge=1)]
     alpha: Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -61,7 +61,7 @@ class AdapterRecord(Record):
 
     @property
     def base_name(self) -> str:
-        """What to call the base in messages."""
+        """The base's name in messages."""
         return f"{Path(self.base).name} (SHA-256 {self.base_sha256[:16]}…)"
 
 

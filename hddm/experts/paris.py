@@ -1,20 +1,13 @@
-"""From the shapes of a Paris file to the arguments of its network, and from these to what must be there.
-
-What Paris's weights mean: conventions of the release, held against what lies beside the weights.
-
-Which files a Paris release holds, and the shapes in their headers; nothing leads out of its folder.
-
-Experts and router of a Paris release: files, constructor arguments and facts, before weights are read.
-
-The Paris release (arXiv:2510.03434) as it was published: text-to-image experts and their router.
+"""The Paris release (arXiv:2510.03434) as it was published: text-to-image experts and their router.
 
     expert_0/ … expert_7/   diffusion_pytorch_model.safetensors
     router/                 pytorch_model.safetensors
     scheduler/  vae/  text_encoder/  tokenizer/
 
 Its networks are `ExpertTransformer` and `RouterTransformer`, tensor for tensor. Their config files are not
-read: sizes are those of the tensors, and the width of a head, which no tensor tells, is 72 in the experts and
-64 in the router. All take 1000 t as time; the experts give the velocity of the common path.
+read: sizes are those of the tensors, and the width of a head, which no tensor states, is 72 in the experts
+and 64 in the router. All take 1000 t as time; the experts give the velocity of the common path. Headers are
+read here, no weights, and nothing leads out of the release's folder.
 """
 
 import math
@@ -46,8 +39,97 @@ from hddm.velocity import PredictionType
 
 EXPERT_HEAD, ROUTER_HEAD = 72, 64
 """Width of an attention head."""
+TIME_SCALE = 1000.0
+LATENT_SCALE = 0.18215
+TOKENS = 77
+"""A prompt is padded to so many."""
+PAPER = "arXiv:2510.03434"
+ROUTER = "router"
+
+_NAMES = ("diffusion_pytorch_model.safetensors", "pytorch_model.safetensors")
+_PICKLES = {".pt", ".pth", ".bin", ".ckpt"}
+_MOST_ENTRIES = 10_000
+"""Files in a folder and tensors in a file. An expert of Paris has 378 tensors."""
+_MARKERS = {"layers.0.scale_shift_table", "t_block.1.weight", "text_proj.weight", "pos_embed"}
 
 Shapes = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class ParisPart:
+    """A file of weights, and the constructor arguments of the network that they fit."""
+
+    weights: Path
+    arguments: dict[str, Any]
+
+
+def is_paris(folder: Path) -> bool:
+    """True where ``folder`` holds the Paris release, by the tensor names of its first expert.
+
+    One in its layout whose expert cannot be read counts too: `paris_experts` says what is wrong. Expert
+    folders that hddm wrote do not count, though their tensors may have the same names.
+    """
+    try:
+        names = expert_folders(folder)
+        if not names or (folder / names[0] / EXPERT_FILE).exists():
+            return False
+        return read_header(weights_of(folder, names[0]))[0].keys() >= _MARKERS
+    except HddmError:
+        return (folder / ROUTER).is_dir()
+
+
+def paris_experts(folder: Path) -> list[tuple[ParisPart, ExpertRecord]]:
+    """The experts, in order, for `ExpertTransformer`; headers are read and no weights.
+
+    Raises:
+        HddmError: in one line with file and remedy, for a gap in the numbers, pickles alone, links that lead
+            out, tensors that make no such network (all are listed), experts of different sizes, and a
+            scheduler, VAE or text encoder that contradicts them.
+    """
+    parts: list[ParisPart] = []
+    wanted: Mapping[str, Tensor] = {}
+    for name in numbered(folder):
+        path = weights_of(folder, name)
+        found = shapes_in(path)
+        arguments = expert_arguments(found, path)
+        if not parts:
+            wanted = expected(ExpertTransformer, arguments, found, path)
+        _check_alike(arguments, parts[0] if parts else None, path)
+        check_same(wanted, found, path)
+        parts.append(ParisPart(path, arguments))
+    facts = expert_facts(folder, parts[0].arguments)
+    return [(part, facts) for part in parts]
+
+
+def paris_router(folder: Path) -> tuple[ParisPart, float]:
+    """The router, for `RouterTransformer`, and its time scale.
+
+    What trained its outputs is not part of the release, so there are no `RouterRecord`.
+
+    Raises:
+        HddmError: as `paris_experts`, and for a router of another number of experts or size of samples.
+    """
+    names = numbered(folder)
+    if not (folder / ROUTER).is_dir():
+        raise HddmError(f"{folder}: has experts and no {ROUTER}/; fetch the whole release")
+    path, of_expert = weights_of(folder, ROUTER), weights_of(folder, names[0])
+    found = shapes_in(path)
+    arguments = router_arguments(found, path)
+    check_same(expected(RouterTransformer, arguments, found, path), found, path)
+    if arguments["num_experts"] != len(names):
+        raise HddmError(
+            f"{path}: tells {arguments['num_experts']} experts apart, and {folder} holds {len(names)}; fetch "
+            "the whole release"
+        )
+    expert = ParisPart(of_expert, expert_arguments(shapes_in(of_expert), of_expert))
+    _check_alike({key: arguments[key] for key in ("sample_size", "in_channels")}, expert, path)
+    return ParisPart(path, arguments), TIME_SCALE
+
+
+def _check_alike(arguments: Mapping[str, Any], first: ParisPart | None, path: Path) -> None:
+    """Refuse sizes that are not those of the ``first`` part."""
+    if first is not None and (differing := unlike(arguments, first.arguments)):
+        raise HddmError(f"{path}: has {differing} in {first.weights}; take all from one release")
 
 
 def expert_arguments(tensors: Shapes, path: Path) -> dict[str, Any]:
@@ -117,13 +199,6 @@ def _shape(tensors: Shapes, name: str, ndim: int, path: Path) -> tuple[int, ...]
     if len(shape) != ndim:
         raise HddmError(f"{path}: {name} is {shape}, and has {ndim} dimensions in Paris; fetch it again")
     return shape
-
-
-TIME_SCALE = 1000.0
-LATENT_SCALE = 0.18215
-TOKENS = 77
-"""A prompt is padded to so many."""
-PAPER = "arXiv:2510.03434"
 
 
 def expert_facts(folder: Path, arguments: Mapping[str, Any]) -> ExpertRecord:
@@ -199,14 +274,6 @@ def _text_encoder(folder: Path, width: int) -> TextEncoderRecord | None:
     return facts
 
 
-ROUTER = "router"
-
-_NAMES = ("diffusion_pytorch_model.safetensors", "pytorch_model.safetensors")
-_PICKLES = {".pt", ".pth", ".bin", ".ckpt"}
-_MOST_ENTRIES = 10_000
-"""Files in a folder and tensors in a file. An expert of Paris has 378 tensors."""
-
-
 def expert_folders(folder: Path) -> list[str]:
     """Folders ``expert_<number>`` in order of their numbers, which may have gaps."""
     names = [name for name in _entries(folder) if re.fullmatch(r"expert_(0|[1-9]\d{0,3})", name, re.ASCII)]
@@ -257,7 +324,7 @@ def weights_of(folder: Path, part: str) -> Path:
 
 
 def shapes_in(path: Path) -> dict[str, Tensor]:
-    """What a file holds, as tensors without memory.
+    """The tensors of a file, without memory for their values.
 
     Raises:
         HddmError: as `hddm.utils.weights.read_header`, and for empty tensors or more than 10,000.
@@ -287,83 +354,3 @@ def _entries(folder: Path) -> list[str]:
 
 def _number(name: str) -> int:
     return int(name.removeprefix("expert_"))
-
-
-_MARKERS = {"layers.0.scale_shift_table", "t_block.1.weight", "text_proj.weight", "pos_embed"}
-
-
-@dataclass(frozen=True)
-class ParisPart:
-    """A file of weights, and the constructor arguments of the network that they fit."""
-
-    weights: Path
-    arguments: dict[str, Any]
-
-
-def is_paris(folder: Path) -> bool:
-    """Whether ``folder`` holds the Paris release, by the tensor names of its first expert.
-
-    One in its layout whose expert cannot be read counts too: `paris_experts` says what is wrong. Expert
-    folders that hddm wrote do not count, though their tensors may have the same names.
-    """
-    try:
-        names = expert_folders(folder)
-        if not names or (folder / names[0] / EXPERT_FILE).exists():
-            return False
-        return read_header(weights_of(folder, names[0]))[0].keys() >= _MARKERS
-    except HddmError:
-        return (folder / ROUTER).is_dir()
-
-
-def paris_experts(folder: Path) -> list[tuple[ParisPart, ExpertRecord]]:
-    """The experts, in order, for `ExpertTransformer`; headers are read and no weights.
-
-    Raises:
-        HddmError: in one line with file and remedy, for a gap in the numbers, pickles alone, links that lead
-            out, tensors that make no such network (all are listed), experts of different sizes, and a
-            scheduler, VAE or text encoder that contradicts them.
-    """
-    parts: list[ParisPart] = []
-    wanted: Mapping[str, Tensor] = {}
-    for name in numbered(folder):
-        path = weights_of(folder, name)
-        found = shapes_in(path)
-        arguments = expert_arguments(found, path)
-        if not parts:
-            wanted = expected(ExpertTransformer, arguments, found, path)
-        _check_alike(arguments, parts[0] if parts else None, path)
-        check_same(wanted, found, path)
-        parts.append(ParisPart(path, arguments))
-    facts = expert_facts(folder, parts[0].arguments)
-    return [(part, facts) for part in parts]
-
-
-def paris_router(folder: Path) -> tuple[ParisPart, float]:
-    """The router, for `RouterTransformer`, and its time scale.
-
-    What trained its outputs is not part of the release, so there are no `RouterRecord`.
-
-    Raises:
-        HddmError: as `paris_experts`, and for a router of another number of experts or size of samples.
-    """
-    names = numbered(folder)
-    if not (folder / ROUTER).is_dir():
-        raise HddmError(f"{folder}: has experts and no {ROUTER}/; fetch the whole release")
-    path, of_expert = weights_of(folder, ROUTER), weights_of(folder, names[0])
-    found = shapes_in(path)
-    arguments = router_arguments(found, path)
-    check_same(expected(RouterTransformer, arguments, found, path), found, path)
-    if arguments["num_experts"] != len(names):
-        raise HddmError(
-            f"{path}: tells {arguments['num_experts']} experts apart, and {folder} holds {len(names)}; fetch "
-            "the whole release"
-        )
-    expert = ParisPart(of_expert, expert_arguments(shapes_in(of_expert), of_expert))
-    _check_alike({key: arguments[key] for key in ("sample_size", "in_channels")}, expert, path)
-    return ParisPart(path, arguments), TIME_SCALE
-
-
-def _check_alike(arguments: Mapping[str, Any], first: ParisPart | None, path: Path) -> None:
-    """Refuse sizes that are not those of the ``first`` part."""
-    if first is not None and (differing := unlike(arguments, first.arguments)):
-        raise HddmError(f"{path}: has {differing} in {first.weights}; take all from one release")

@@ -1,6 +1,7 @@
-"""What an expert or a router is on disk: a network folder and the facts that give it a meaning.
+"""Experts and routers on disk: a network folder, and the record that gives its weights a meaning.
 
-Whether the files of an expert folder are those that its record was written with.
+`ExpertRecord` (``expert.json``) and `RouterRecord` (``router.json``) are the records, `open_expert` and
+`read_router` read a folder, `foreign_files` finds files that are not those the record was written with.
 """
 
 import copy
@@ -45,7 +46,7 @@ NULL_FILE = "null_conditions.safetensors"
 EXTRAS_FILE = "source_extras.safetensors"
 """Tensors of a source that its expert does not need, kept for the way back."""
 FILES = (NULL_FILE, EXTRAS_FILE, CALIBRATION, WEIGHTS, ADAPTER_CONFIG, ADAPTER_WEIGHTS, "config.json")
-"""What is read of an expert's folder besides its record."""
+"""Files of an expert's folder that are read, besides its record."""
 
 
 class ShardRecord(Record):
@@ -58,7 +59,7 @@ class ShardRecord(Record):
     class_images: tuple[int, ...] = ()
     """Images of each class, in the order of the expert's ``classes``; empty where images have no labels."""
     partition: str | None = None
-    """What all shards of one partition share."""
+    """The hash that all shards of one partition share."""
 
 
 class SourceRecord(Record):
@@ -68,7 +69,7 @@ class SourceRecord(Record):
     files: dict[str, str]
     """SHA-256 by file name."""
     scheduler: dict[str, Any] | None = None
-    """The whole scheduler config that lay beside the weights, sampling keys and all."""
+    """The scheduler config beside the weights, with the keys of sampling."""
     prefix: str = ""
     """Stripped from every key, as a data-parallel or compiled module leaves it."""
     options: dict[str, Any] = Field(default_factory=dict)
@@ -104,7 +105,7 @@ class ExpertRecord(Record):
     variance_head: bool = False
     """The network gives a learned variance besides, which is dropped."""
     round_time: bool = False
-    """The network is fed whole timesteps."""
+    """The network is fed integer timesteps."""
     conditions: tuple[str, ...] = ()
     classes: tuple[str, ...] = ()
     null_class: int | None = None
@@ -125,7 +126,7 @@ class ExpertRecord(Record):
 
 
 class RouterRecord(Record):
-    """``router.json``: what a router tells apart, and how it counts time."""
+    """``router.json``: the shards that a router distinguishes, and its time scale."""
 
     format: str = FORMAT
     time_scale: float
@@ -136,7 +137,7 @@ class RouterRecord(Record):
     temperatures: tuple[Annotated[float, Field(gt=0)], ...] = (1.0,)
     """Logits are divided by these, at times spread evenly over [0, 1] and linearly between."""
     calibration: dict[str, Any] = Field(default_factory=dict)
-    """How the temperatures were found, with the expected calibration error before and after."""
+    """The fit of the temperatures, with the expected calibration error before and after."""
     training: dict[str, Any] = Field(default_factory=dict)
 
 
@@ -144,8 +145,8 @@ class RouterRecord(Record):
 class Expert:
     """An expert in memory; an adapter is merged into its network, and no longer in its facts.
 
-    ``nulls`` holds, by keyword of the network, what stands for no condition, without batch dimension;
-    that of ``class_labels`` is in the facts.
+    ``nulls`` holds, by keyword of the network, the value that stands for no condition, without batch
+    dimension; that of ``class_labels`` is in the record.
     """
 
     network: ModelMixin
@@ -154,7 +155,7 @@ class Expert:
     nulls: Mapping[str, Tensor] = field(default_factory=dict)
 
     def unread(self) -> "UnreadExpert":
-        """The same with its weights, which it shares, as if they lay elsewhere."""
+        """The same expert with its weights, which are shared, to be read on demand."""
         held = self.network.state_dict()
         owned = [*self.network.parameters(), *(b for n, b in self.network.named_buffers() if n in held)]
         # A copy that stands where its weights would be: whoever places weights must not touch this network.
@@ -170,7 +171,7 @@ def _cast(weights: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor
 
 
 def null_conditions(null_class: int | None) -> dict[str, Tensor]:
-    """What stands for no class, by keyword of the network."""
+    """The value that stands for no class, by keyword of the network."""
     return {} if null_class is None else {"class_labels": torch.tensor(null_class)}
 
 
@@ -183,7 +184,7 @@ def save_expert(folder: Path, expert: Expert) -> None:
 
 
 def write_records(folder: Path, facts: ExpertRecord, nulls: Mapping[str, Tensor]) -> None:
-    """Write what gives the network in ``folder`` its meaning, and the manifest of all that lies there."""
+    """Write the record beside the network in ``folder``, and the manifest of all files there."""
     if nulls:
         save_file({name: null.contiguous() for name, null in nulls.items()}, folder / NULL_FILE)
     today = {"format": FORMAT, "weights_sha256": None, "calibration_sha256": None}
@@ -197,7 +198,7 @@ def weights_in(folder: Path) -> Path | None:
 
 
 def read_nulls(folder: Path) -> dict[str, Tensor]:
-    """What an expert folder holds as null conditions, by keyword of the network."""
+    """The null conditions in an expert folder, by keyword of the network."""
     path = folder / NULL_FILE
     nulls = read_safetensors(path) if path.exists() else {}
     refuse_non_finite(path, nulls)
@@ -221,7 +222,7 @@ class UnreadExpert:
 
     @property
     def name(self) -> str:
-        """What to call it in messages."""
+        """The expert's name in messages."""
         return "an expert in memory" if self.folder is None else str(self.folder)
 
     def read(self, dtype: torch.dtype) -> Expert:
@@ -292,7 +293,7 @@ def open_expert(
 
 
 def remedy(folder: Path) -> str:
-    """What mends a folder whose files are not those that were written."""
+    """The remedy for a folder whose files are not those that were written."""
     return (
         "copy it again, whole, from where it was made, or train it anew; a calibration alone is mended by "
         f"hddm calibrate {folder}"
@@ -353,7 +354,7 @@ _COPY_AGAIN = "copy the expert again from where it was trained"
 
 
 def foreign_files(folder: Path, facts: ExpertRecord, sha256: Callable[[Path], str]) -> tuple[str, ...]:
-    """What is wrong where files are not those that were written with the expert: a line for each.
+    """Differences of files from those that were written with the expert: a line for each.
 
     Args:
         folder: the expert.
@@ -372,7 +373,7 @@ def foreign_files(folder: Path, facts: ExpertRecord, sha256: Callable[[Path], st
 def foreign_weights(
     folder: Path, facts: ExpertRecord, sha256: Callable[[Path], str] = sha256_of
 ) -> str | None:
-    """What is wrong where the weights in ``folder`` are not those whose hash the record holds."""
+    """The difference of the weights in ``folder`` from the hash in the record, None where they agree."""
     if facts.weights_sha256 is None:
         return None
     weights = folder / (ADAPTER_WEIGHTS if facts.adapter else WEIGHTS)
@@ -383,7 +384,7 @@ def foreign_weights(
 def foreign_calibration(
     folder: Path, facts: ExpertRecord, sha256: Callable[[Path], str] = sha256_of
 ) -> str | None:
-    """What is wrong where the calibration in ``folder`` is not the expert's own, None where it is.
+    """The reason why the calibration in ``folder`` is not the expert's own, None where it is.
 
     Without a hash in the record, and without a manifest, the shard that the calibration says it was fitted to
     must be the expert's, unless the expert was trained on in it: then it is that of an earlier training.
@@ -414,9 +415,9 @@ def foreign_calibration(
     return f"its calibration is of {its}; {remedy}"
 
 
-def _other(what: str, stated: str, held: str | None, remedy: str) -> str | None:
+def _other(name: str, stated: str, held: str | None, remedy: str) -> str | None:
     if stated == held:
         return None
-    be, have = ("are", "have") if what.endswith("s") else ("is", "has")
+    be, have = ("are", "have") if name.endswith("s") else ("is", "has")
     there = f"{be} not there" if held is None else f"{have} SHA-256 {held[:16]}…"
-    return f"its {what} {there}, and {EXPERT_FILE} says {stated[:16]}…; {remedy}"
+    return f"its {name} {there}, and {EXPERT_FILE} says {stated[:16]}…; {remedy}"

@@ -1,43 +1,12 @@
-"""Keywords of diffusers' loaders that a pipeline of hddm has no use for.
+"""Arguments of a pipeline's call as batches: class labels, repeated conditions, noise."""
 
-What a pipeline is called with, as batches: classes, repetitions, noise.
-"""
-
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import torch
-from diffusers import FlowMatchEulerDiscreteScheduler
 from torch import Tensor
 
-from hddm.experts.ensembles import OTHER_GRIDS
 from hddm.sampling import initial_noise, uniform_draws
 from hddm.utils.errors import HddmError, did_you_mean
-
-LOADING: Mapping[str, Collection[object]] = {
-    "local_files_only": (True, False, None),
-    "use_safetensors": (True, None),
-    "low_cpu_mem_usage": (True, False, None),
-    "trust_remote_code": (False, None),
-    "variant": (None,),
-    "device_map": (None,),
-    "safety_checker": (None,),
-}
-"""Values that ask for what is done anyway."""
-SAVING: Mapping[str, Collection[object]] = {"safe_serialization": (True, None), "variant": (None,)}
-
-
-def refuse_options(call: str, options: Mapping[str, Any], harmless: Mapping[str, Collection[object]]) -> None:
-    """Refuse keywords that would change something which hddm does in one way only.
-
-    Raises:
-        HddmError: with the first of them.
-    """
-    for name, value in options.items():
-        if not any(value is one for one in harmless.get(name, ())):
-            known = "; nothing but a local folder of safetensors is read or written, and no code of it runs"
-            raise HddmError(f"{call}({name}={value!r}) is not supported{known}")
-
 
 Generators = torch.Generator | Sequence[torch.Generator] | None
 
@@ -68,25 +37,6 @@ def class_indices(labels: int | str | Sequence[int | str] | Tensor, classes: Seq
 
 def _index_of(text: str, names: Mapping[str, int]) -> int:
     return names.get(text, int(text) if text.isdecimal() else -1)
-
-
-def shift_of(scheduler: FlowMatchEulerDiscreteScheduler) -> float:
-    """Shift of the time grid that a scheduler stands for.
-
-    Raises:
-        HddmError: for another class, or settings that would bend the grid otherwise.
-    """
-    if type(scheduler) is not FlowMatchEulerDiscreteScheduler:
-        raise HddmError(
-            f"the scheduler is a {type(scheduler).__name__}, and hddm integrates by its own solvers: take a "
-            "FlowMatchEulerDiscreteScheduler for the shift, and choose by solver="
-        )
-    for key in OTHER_GRIDS:
-        if scheduler.config.get(key):
-            raise HddmError(
-                f"the scheduler has {key} {scheduler.config[key]}, and hddm's grid has the shift alone"
-            )
-    return float(scheduler.shift)
 
 
 def repeated(

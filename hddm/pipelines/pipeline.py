@@ -12,24 +12,19 @@ from diffusers.utils import BaseOutput
 from torch import Tensor, nn
 
 from hddm.ensemble import Ensemble
-from hddm.experts.ensembles import EnsembleRecord
-from hddm.experts.expert_set import ExpertSet
-from hddm.experts.loading import ensemble_of, room_beside
+from hddm.experts.ensembles import OTHER_GRIDS, EnsembleRecord
+from hddm.experts.loading import ExpertSet, ensemble_of, room_beside
 from hddm.experts.records import RouterRecord
 from hddm.networks.offload import Offload
 from hddm.networks.text_encoder import encode
 from hddm.networks.transformers import RouterTransformer
 from hddm.networks.vae import decode, scale_of
-from hddm.pipelines.folders import Offloading, open_pipeline, save_pipeline
+from hddm.pipelines.folders import LOADING, SAVING, Offloading, open_pipeline, refuse_options, save_pipeline
 from hddm.pipelines.inputs import (
-    LOADING,
-    SAVING,
     Generators,
     class_indices,
     noise_and_draws,
-    refuse_options,
     repeated,
-    shift_of,
 )
 from hddm.sampling import ExpertUse, integrate, pick_experts, routed, time_grid
 from hddm.utils.errors import HddmError
@@ -51,9 +46,9 @@ class HDDMPipeline(Offloading, DiffusionPipeline):  # type: ignore[misc]
 
     Args:
         experts: the experts, in the router's order.
-        router: tells their shards apart; only ``draw`` does without.
+        router: of these experts' shards; only ``draw`` does without.
         scheduler: its ``shift`` is that of the time grid. The solver is hddm's own (`hddm.sampling`).
-        vae: decodes latents; without it ``output_type="latent"`` is all there is.
+        vae: decodes latents; without it only ``output_type="latent"`` is possible.
         text_encoder: of prompts; without it embeddings are passed.
         tokenizer: of the text encoder.
         facts: strategy and priors; by default ``draw`` from equal shares.
@@ -111,7 +106,7 @@ class HDDMPipeline(Offloading, DiffusionPipeline):  # type: ignore[misc]
 
     @property
     def interrupt(self) -> bool:
-        """Whether a callback has stopped the run, by setting ``_interrupt``."""
+        """True after a callback has stopped the run, by setting ``_interrupt``."""
         return self._interrupt
 
     @classmethod
@@ -143,7 +138,7 @@ class HDDMPipeline(Offloading, DiffusionPipeline):  # type: ignore[misc]
             pretrained_model_name_or_path: the folder. Nothing is downloaded.
             torch_dtype: that all networks run in.
             experts: indices of the experts to take; by default all.
-            offload: what experts that are not running do; see `hddm.networks.offload`.
+            offload: where experts wait that do not run; see `hddm.networks.offload`.
             max_memory: bytes that all weights together may take on the device.
             options: of diffusers' loader, where they ask for what is done anyway, as ``local_files_only``.
 
@@ -171,7 +166,7 @@ class HDDMPipeline(Offloading, DiffusionPipeline):  # type: ignore[misc]
         return moved
 
     def save_pretrained(self, save_directory: str | Path, *, overwrite: bool = False, **options: Any) -> None:
-        """Write an ensemble folder, whole or not at all, weights in the dtype that they run in.
+        """Write an ensemble folder, complete or not at all, weights in the dtype that they run in.
 
         Args:
             save_directory: the folder.
@@ -242,7 +237,7 @@ class HDDMPipeline(Offloading, DiffusionPipeline):  # type: ignore[misc]
             return_dict: whether to return an `HDDMPipelineOutput` and not a tuple with the images.
             callback_on_step_end: called as ``callback(pipeline, step, timestep, {"latents": …})``, timestep
                 being 1000 t; ``latents`` of the dictionary that it may return replace the state.
-            callback_on_step_end_tensor_inputs: ``latents`` is all there is.
+            callback_on_step_end_tensor_inputs: ``latents`` or nothing.
 
         Raises:
             HddmError: for a condition that no expert takes or that one lacks, parts that are missing,
@@ -386,6 +381,25 @@ class HDDMPipeline(Offloading, DiffusionPipeline):  # type: ignore[misc]
                 "these experts make latents and there is no VAE: assemble the ensemble with --vae, or take "
                 'output_type="latent"'
             )
+
+
+def shift_of(scheduler: FlowMatchEulerDiscreteScheduler) -> float:
+    """Shift of the time grid that a scheduler stands for.
+
+    Raises:
+        HddmError: for another class, or settings that would bend the grid otherwise.
+    """
+    if type(scheduler) is not FlowMatchEulerDiscreteScheduler:
+        raise HddmError(
+            f"the scheduler is a {type(scheduler).__name__}, and hddm integrates by its own solvers: take a "
+            "FlowMatchEulerDiscreteScheduler for the shift, and choose by solver="
+        )
+    for key in OTHER_GRIDS:
+        if scheduler.config.get(key):
+            raise HddmError(
+                f"the scheduler has {key} {scheduler.config[key]}, and hddm's grid has the shift alone"
+            )
+    return float(scheduler.shift)
 
 
 def _equal_shares(num_experts: int, has_router: bool) -> EnsembleRecord:

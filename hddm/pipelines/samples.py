@@ -1,8 +1,7 @@
-"""What images are made of: class labels, prompts and tensors in a file, cycled over the images.
+"""Samples of a saved model as a folder of PNG files or of latents (`sample_to_folder`).
 
-One picture of what was sampled, beside the folder of single images, which holds samples alone.
-
-Samples of a saved model, written as a folder of PNG files, or of latents.
+`SampleSettings` are the options of ``hddm sample``. Conditions (class labels, prompts, tensors in a file) are
+cycled over the images. A sheet of all images may lie beside the folder, which holds samples alone.
 """
 
 import math
@@ -10,168 +9,127 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import torch
 from PIL import Image
+from pydantic import AfterValidator, Field
 from safetensors.torch import save_file
 from torch import Tensor
 
 from hddm.data.images import CELL, contact_sheet, lines_of, save_png, to_bytes
+from hddm.ensemble import Strategy
 from hddm.experts.ensembles import ENSEMBLE_FILE
 from hddm.experts.records import EXPERT_FILE
 from hddm.pipelines.inputs import class_indices
 from hddm.pipelines.pipeline import HDDMPipeline
-from hddm.pipelines.settings import SampleSettings
 from hddm.sampling import ExpertUse, sample
 from hddm.utils.errors import HddmError, UsageError
 from hddm.utils.files import new_folder, write_json, write_whole
-from hddm.utils.records import SAMPLING_FILE
+from hddm.utils.records import SAMPLING_FILE, Record
+from hddm.utils.tensors import available_device
 from hddm.utils.weights import read_safetensors
-from hddm.velocity import missing_from
-
-NEGATIVE = "negative_"
-Cycles = Mapping[str, Tensor]
-
-
-def read_cycles(pipeline: HDDMPipeline, settings: SampleSettings) -> tuple[Cycles, Cycles]:
-    """Conditions and negative ones, each of as many rows as there are different ones.
-
-    Raises:
-        HddmError: for an unknown class, prompts without a text encoder, a file that cannot be read, and two
-            sources of one condition.
-    """
-    guided = settings.guidance.scale != 1.0
-    if settings.negative_prompt is not None and not guided:
-        raise UsageError("--negative-prompt: needs a --guidance-scale other than 1")
-    if settings.prompts and (pipeline.text_encoder is None or pipeline.tokenizer is None):
-        raise UsageError(
-            "--prompt: this model has no text encoder and tokenizer; give it both (hddm assemble MODEL "
-            "--text-encoder FOLDER --tokenizer FOLDER; in Paris as text_encoder/ and tokenizer/), "
-            "or pass the encoded text by --conditions"
-        )
-    given, against = pipeline.encode(
-        settings.prompts or None, None, settings.negative_prompt, guided and bool(settings.prompts)
-    )
-    if settings.class_labels is not None:
-        given["class_labels"] = _labels(settings.class_labels, pipeline.ensemble.classes)
-    if settings.conditions is not None:
-        for name, value in _file(settings.conditions).items():
-            side, key = (against, name.removeprefix(NEGATIVE)) if name.startswith(NEGATIVE) else (given, name)
-            if key in side:
-                raise UsageError(f"{settings.conditions}: {name} is given by another option too; drop one")
-            if side is given or guided:
-                side[key] = value
-    _refuse_missing(pipeline, given, settings.expert)
-    takes_text = any("encoder_hidden_states" in facts.conditions for facts in pipeline.experts.facts)
-    if takes_text and "encoder_hidden_states" not in given:
-        warnings.warn("no --prompt: the experts make what no text stands for", stacklevel=2)
-    return given, against
-
-
-def cycled(cycles: Cycles, start: int, stop: int) -> dict[str, Tensor]:
-    """The rows of images ``start`` … ``stop`` - 1."""
-    return {name: value[torch.arange(start, stop) % len(value)] for name, value in cycles.items()}
-
-
-def class_names(cycles: Cycles, classes: Sequence[str]) -> tuple[str, ...]:
-    """What the labels among ``cycles`` are called, numbers where no name is known; empty without labels."""
-    labels = cycles["class_labels"].tolist() if "class_labels" in cycles else []
-    return tuple(classes[k] if 0 <= k < len(classes) else str(k) for k in labels)
-
-
-def _refuse_missing(pipeline: HDDMPipeline, given: Cycles, only: int | None) -> None:
-    options = {"encoder_hidden_states": "--prompt", "class_labels": "--class-labels"}
-    for index, field in enumerate(pipeline.ensemble.experts):
-        if only not in (None, index):
-            continue
-        for name in missing_from({*given, *field.null_conditions}, field.conditions or ()):
-            option = f"{options[name]} or --conditions" if name in options else "--conditions"
-            raise UsageError(
-                f"{option}: the experts need {name}, and know no value that stands for none; pass it"
-            )
-
-
-def _labels(text: str, classes: tuple[str, ...]) -> Tensor:
-    if not classes:
-        raise UsageError(f"--class-labels {text}: the model is unconditional; drop the option")
-    try:
-        return class_indices([part.strip() for part in text.split(",")], classes)
-    except HddmError as error:
-        raise UsageError(f"--class-labels: {error}") from error
-
-
-def _file(path: Path) -> dict[str, Tensor]:
-    if not path.is_file():
-        raise UsageError(f"--conditions {path}: no such file")
-    tensors = read_safetensors(path)
-    empty = [name for name, value in tensors.items() if value.ndim == 0 or not len(value)]
-    if empty or not tensors:
-        raise HddmError(f"--conditions {path}: holds no rows of {empty or 'anything'}")
-    return tensors
-
-
-COLUMNS, ROWS = 20, 40
-"""Images of a sheet, at most."""
-LARGEST = 256
-"""Pixels of a cell's side, at most."""
-
-
-def sheet_path(out: Path) -> Path:
-    """Where the sheet of the samples in the folder ``out`` lies: ``samples.grid.png`` beside ``samples``."""
-    return out.with_name(f"{out.name}.grid.png")
-
-
-def check_absent_sheet(out: Path, overwrite: bool) -> None:
-    """Refuse a sheet that is there already, to fail before the work.
-
-    Raises:
-        HddmError: unless ``overwrite``.
-    """
-    path = sheet_path(out)
-    if path.exists() and not overwrite:
-        raise HddmError(f"{path} exists: choose another --out, or pass --overwrite to replace it")
-
-
-def write_sheet(out: Path, images: Sequence[Path], conditions: Sequence[str] = ()) -> str:
-    """Write images of one size as one PNG, a row a condition where one has several images, else a square.
-
-    Args:
-        out: the folder of samples.
-        images: their files.
-        conditions: the name of what each is of, or nothing.
-
-    Returns:
-        What the sheet shows, for the user.
-    """
-    path, by_condition = sheet_path(out), dict[str, list[Path]]()
-    for image, condition in zip(images, conditions, strict=bool(conditions)):
-        by_condition.setdefault(condition, []).append(image)
-    told = ""
-    if any(len(row) > 1 for row in by_condition.values()):
-        rows: Sequence[Sequence[Path]] = [row[:COLUMNS] for row in by_condition.values()][:ROWS]
-        told = f", a row each of {shortened(list(by_condition)[:ROWS])}"
-    else:
-        rows = lines_of(images, min(math.ceil(math.sqrt(len(images))), COLUMNS))[:ROWS]
-    with Image.open(images[0]) as first:
-        longest = max(first.size)
-    cell = longest * max(1, CELL // longest) if longest <= LARGEST else LARGEST
-    sheet = contact_sheet(rows, Image.open, max(map(len, rows)), cell)
-    write_whole(path, lambda draft: sheet.save(draft, "png"), overwrite=False)
-    return f"{path}: {sum(map(len, rows))} of {len(images)}{told}"
-
-
-def shortened(names: Sequence[str]) -> str:
-    """The first of ``names``, and the beginning of each, for a line to read."""
-    first = [name if len(name) <= 30 else f"{name[:29]}…" for name in names[:10]]
-    return ", ".join([*first, *(["…"] if len(names) > 10 else [])])
-
+from hddm.velocity import Guidance, missing_from
 
 FORMAT = "1.2"
 LATENTS_FILE = "latents.safetensors"
 IMAGE = "{:05d}.png"
 ROUND = 1024
 """Images that are in memory together."""
+COLUMNS, ROWS = 20, 40
+"""Images of a sheet, at most."""
+LARGEST = 256
+"""Largest height and width of a cell in pixels."""
+NEGATIVE = "negative_"
+Cycles = Mapping[str, Tensor]
+DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float64": torch.float64,
+}
+Positive = Annotated[int, Field(ge=1)]
+
+
+def _known_strategy(name: str) -> str:
+    Strategy.parse(name)
+    return name
+
+
+def _ordered(interval: tuple[float, float]) -> tuple[float, float]:
+    if not 0 <= interval[0] <= interval[1] <= 1:
+        raise ValueError("must be two t, 0 <= low <= high <= 1")
+    return interval
+
+
+class SampleSettings(Record):
+    """Options of ``hddm sample``, checked, as they are recorded beside the images.
+
+    Image i depends on ``seed`` and i alone, counted from ``start``, whatever the batch size.
+    """
+
+    num_images: Positive = 16
+    seed: Annotated[int, Field(ge=0)] = 0
+    start: Annotated[int, Field(ge=0)] = 0
+    steps: Positive = 50
+    solver: str = "euler"
+    shift: float | None = None
+    """Of the time grid; None for the model's own."""
+    strategy: Annotated[str, AfterValidator(_known_strategy)] | None = None
+    expert: int | None = None
+    router_every: Positive = 1
+    guidance_scale: float = 1.0
+    cfg_channels: int | None = None
+    guidance_interval: Annotated[tuple[float, float], AfterValidator(_ordered)] = (0.0, 1.0)
+    guidance_rescale: Annotated[float, Field(ge=0, le=1)] = 0.0
+    class_labels: str | None = None
+    """Names or numbers, comma-separated, cycled over the images."""
+    prompts: tuple[str, ...] = ()
+    """Cycled over the images."""
+    negative_prompt: str | None = None
+    conditions: Path | None = None
+    """A safetensors file of conditions by keyword, and of negative ones as ``negative_<keyword>``, cycled."""
+    batch_size: Positive = 64
+    device: str = "auto"
+    dtype: str = "float32"
+    offload: Literal["none", "ram", "disk"] = "none"
+    max_memory: Positive | None = None
+    """Bytes of weights on the device at most."""
+    compile: bool = False
+    output_type: Literal["png", "latent"] = "png"
+
+    @property
+    def guidance(self) -> Guidance:
+        """Scale and the rest as one.
+
+        Raises:
+            HddmError: for numbers outside their ranges, and for others than the scale where it is 1.
+        """
+        found = Guidance(
+            self.guidance_scale, self.cfg_channels, self.guidance_interval, self.guidance_rescale
+        )
+        if found.scale == 1.0 and found != Guidance(1.0):
+            raise UsageError(
+                "--cfg-channels, --guidance-interval and --guidance-rescale need a --guidance-scale that is "
+                "not 1"
+            )
+        return found
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """The dtype that networks run in; raises `HddmError` for an unknown one."""
+        if self.dtype not in DTYPES:
+            raise HddmError(f"--dtype {self.dtype}: choose one of {', '.join(DTYPES)}")
+        return DTYPES[self.dtype]
+
+    @property
+    def torch_device(self) -> torch.device:
+        """The device that networks run on; raises `HddmError` for one that is not there."""
+        return available_device(self.device)
+
+    def record(self) -> dict[str, Any]:
+        """Plain values for the record beside the images, with the device that ``auto`` comes to."""
+        return self.model_dump(mode="json") | {"device": str(self.torch_device)}
 
 
 def sample_to_folder(
@@ -186,10 +144,10 @@ def sample_to_folder(
 
     It holds ``00000.png`` …, counted from ``settings.start``, or ``latents.safetensors``, and
     ``sampling.json``: the settings, the time grid's shift, and how the experts were used over time. With
-    ``grid`` there is a sheet of the images beside it (`hddm.pipelines.samples`).
+    ``grid`` there is a sheet of the images beside it (`write_sheet`).
 
     Returns:
-        What the sheet shows, None without one.
+        A line on the sheet, None without one.
 
     Raises:
         HddmError: for an existing ``out``, a model that cannot be loaded, or wrong settings.
@@ -245,7 +203,7 @@ def sample_to_folder(
         _warn(pipeline, settings, use, expected if strategy == "draw" else None)
         write_json(draft / SAMPLING_FILE, _record(source, settings, pipeline, use, given))
     if overwrite:
-        # That of the images that were replaced would be taken for one of these.
+        # The sheet of the replaced images would be taken for one of these.
         sheet_path(out).unlink(missing_ok=True)
     return _write_sheet(out, settings, class_names(given, ensemble.classes)) if grid else None
 
@@ -297,7 +255,7 @@ def _warn(pipeline: HDDMPipeline, settings: SampleSettings, use: ExpertUse, expe
     own = pipeline.facts.shift
     if settings.shift is not None and settings.shift != own:
         warnings.warn(f"--shift {settings.shift:g}, and the model's own is {own:g}", stacklevel=3)
-    # Of fewer images than experts nothing can be said.
+    # Fewer images than experts say nothing.
     if settings.expert is None and settings.num_images >= len(pipeline.experts.facts):
         for line in use.warnings(expected):
             warnings.warn(line, stacklevel=3)
@@ -322,3 +280,132 @@ def _record(
         "class_names": list(class_names(given, pipeline.ensemble.classes)) or None,
         "expert_use": use.report(),
     }
+
+
+def read_cycles(pipeline: HDDMPipeline, settings: SampleSettings) -> tuple[Cycles, Cycles]:
+    """Conditions and negative ones, each of as many rows as there are different ones.
+
+    Raises:
+        HddmError: for an unknown class, prompts without a text encoder, a file that cannot be read, and two
+            sources of one condition.
+    """
+    guided = settings.guidance.scale != 1.0
+    if settings.negative_prompt is not None and not guided:
+        raise UsageError("--negative-prompt: needs a --guidance-scale other than 1")
+    if settings.prompts and (pipeline.text_encoder is None or pipeline.tokenizer is None):
+        raise UsageError(
+            "--prompt: this model has no text encoder and tokenizer; give it both (hddm assemble MODEL "
+            "--text-encoder FOLDER --tokenizer FOLDER; in Paris as text_encoder/ and tokenizer/), "
+            "or pass the encoded text by --conditions"
+        )
+    given, against = pipeline.encode(
+        settings.prompts or None, None, settings.negative_prompt, guided and bool(settings.prompts)
+    )
+    if settings.class_labels is not None:
+        given["class_labels"] = _labels(settings.class_labels, pipeline.ensemble.classes)
+    if settings.conditions is not None:
+        for name, value in _file(settings.conditions).items():
+            branch, key = given, name
+            if name.startswith(NEGATIVE):
+                branch, key = against, name.removeprefix(NEGATIVE)
+            if key in branch:
+                raise UsageError(f"{settings.conditions}: {name} is given by another option too; drop one")
+            if branch is given or guided:
+                branch[key] = value
+    _refuse_missing(pipeline, given, settings.expert)
+    takes_text = any("encoder_hidden_states" in facts.conditions for facts in pipeline.experts.facts)
+    if takes_text and "encoder_hidden_states" not in given:
+        warnings.warn("no --prompt: the experts make what no text stands for", stacklevel=2)
+    return given, against
+
+
+def cycled(cycles: Cycles, start: int, stop: int) -> dict[str, Tensor]:
+    """The rows of images ``start`` … ``stop`` - 1."""
+    return {name: value[torch.arange(start, stop) % len(value)] for name, value in cycles.items()}
+
+
+def class_names(cycles: Cycles, classes: Sequence[str]) -> tuple[str, ...]:
+    """Names of the labels among ``cycles``, numbers where no name is known; empty without labels."""
+    labels = cycles["class_labels"].tolist() if "class_labels" in cycles else []
+    return tuple(classes[k] if 0 <= k < len(classes) else str(k) for k in labels)
+
+
+def _refuse_missing(pipeline: HDDMPipeline, given: Cycles, only: int | None) -> None:
+    options = {"encoder_hidden_states": "--prompt", "class_labels": "--class-labels"}
+    for index, field in enumerate(pipeline.ensemble.experts):
+        if only not in (None, index):
+            continue
+        for name in missing_from({*given, *field.null_conditions}, field.conditions or ()):
+            option = f"{options[name]} or --conditions" if name in options else "--conditions"
+            raise UsageError(
+                f"{option}: the experts need {name}, and know no value that stands for none; pass it"
+            )
+
+
+def _labels(text: str, classes: tuple[str, ...]) -> Tensor:
+    if not classes:
+        raise UsageError(f"--class-labels {text}: the model is unconditional; drop the option")
+    try:
+        return class_indices([part.strip() for part in text.split(",")], classes)
+    except HddmError as error:
+        raise UsageError(f"--class-labels: {error}") from error
+
+
+def _file(path: Path) -> dict[str, Tensor]:
+    if not path.is_file():
+        raise UsageError(f"--conditions {path}: no such file")
+    tensors = read_safetensors(path)
+    empty = [name for name, value in tensors.items() if value.ndim == 0 or not len(value)]
+    if empty or not tensors:
+        raise HddmError(f"--conditions {path}: holds no rows of {empty or 'anything'}")
+    return tensors
+
+
+def sheet_path(out: Path) -> Path:
+    """Where the sheet of the samples in the folder ``out`` lies: ``samples.grid.png`` beside ``samples``."""
+    return out.with_name(f"{out.name}.grid.png")
+
+
+def check_absent_sheet(out: Path, overwrite: bool) -> None:
+    """Refuse a sheet that is there already, to fail before the work.
+
+    Raises:
+        HddmError: unless ``overwrite``.
+    """
+    path = sheet_path(out)
+    if path.exists() and not overwrite:
+        raise HddmError(f"{path} exists: choose another --out, or pass --overwrite to replace it")
+
+
+def write_sheet(out: Path, images: Sequence[Path], conditions: Sequence[str] = ()) -> str:
+    """Write images of one size as one PNG, a row a condition where one has several images, else a square.
+
+    Args:
+        out: the folder of samples.
+        images: their files.
+        conditions: the condition of each by name, or nothing.
+
+    Returns:
+        A line on the sheet, for the user.
+    """
+    path, by_condition = sheet_path(out), dict[str, list[Path]]()
+    for image, condition in zip(images, conditions, strict=bool(conditions)):
+        by_condition.setdefault(condition, []).append(image)
+    rows_are = ""
+    if any(len(row) > 1 for row in by_condition.values()):
+        rows: Sequence[Sequence[Path]] = [row[:COLUMNS] for row in by_condition.values()][:ROWS]
+        rows_are = f", a row each of {shortened(list(by_condition)[:ROWS])}"
+    else:
+        rows = lines_of(images, min(math.ceil(math.sqrt(len(images))), COLUMNS))[:ROWS]
+    with Image.open(images[0]) as first:
+        longest = max(first.size)
+    cell = longest * max(1, CELL // longest) if longest <= LARGEST else LARGEST
+    sheet = contact_sheet(rows, Image.open, max(map(len, rows)), cell)
+    write_whole(path, lambda draft: sheet.save(draft, "png"), overwrite=False)
+    return f"{path}: {sum(map(len, rows))} of {len(images)}{rows_are}"
+
+
+def shortened(names: Sequence[str]) -> str:
+    """The first of ``names``, and the beginning of each, for a line to read."""
+    first = [name if len(name) <= 30 else f"{name[:29]}…" for name in names[:10]]
+    return ", ".join([*first, *(["…"] if len(names) > 10 else [])])

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from hddm.data.shard_records import find_shards
 from hddm.data.shards import Shard, joined, open_shard
 from hddm.ensemble import Ensemble, Strategy
-from hddm.experts.loading import Parts, ensemble_of, expert_set, field_of, open_parts
+from hddm.experts.loading import OpenedEnsemble, ensemble_of, expert_set, field_of, open_ensemble
 from hddm.experts.records import (
     EXPERT_FILE,
     Expert,
@@ -58,7 +58,7 @@ class Teacher:
     plain values that say what it is; two teachers with the same record have the same velocity.
     """
 
-    parts: Parts
+    parts: OpenedEnsemble
     experts: Tensor | None
     record: dict[str, Any]
 
@@ -104,7 +104,7 @@ def open_teacher(
             mixture, conditions other than classes, classes that the data has not, or samples of another
             shape or space.
     """
-    parts = open_parts(folder, torch.float32)
+    parts = open_ensemble(folder, torch.float32)
     names = [f"{folder / name}" for name in parts.facts.experts]
     _check_conditions(names, parts.experts, union, condition_dropout)
     check_fit(union, parts.experts[0].facts, parts.experts[0].unread.network)
@@ -148,7 +148,7 @@ def _by_shard(
     return torch.tensor([places[one.hash] for one in shards])
 
 
-def _check_strategy(folder: Path, parts: Parts) -> None:
+def _check_strategy(folder: Path, parts: OpenedEnsemble) -> None:
     strategy = parts.facts.strategy
     if Strategy.parse(strategy).kind == "draw":
         raise HddmError(

@@ -32,8 +32,7 @@ from benchmarks.inference.times import (
 )
 from hddm.benchmark.cost import forward_mflop
 from hddm.ensemble import Ensemble, Router
-from hddm.experts.expert_set import ExpertSet
-from hddm.experts.loading import load
+from hddm.experts.loading import ExpertSet, load
 from hddm.networks.transformers import ExpertTransformer
 from hddm.utils.errors import HddmError
 

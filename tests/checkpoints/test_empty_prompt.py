@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
 
-from hddm.checkpoints.empty_prompt import empty_prompt
+from hddm.checkpoints.folders import empty_prompt
 from hddm.utils.errors import HddmError
 from tests.artefacts import edit_json
 from tests.component_files import save_by_transformers

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hddm.checkpoints.modulation import Folded, add_text, fold
+from hddm.checkpoints.architecture import Folded, add_text, fold
 from hddm.networks.transformers import ExpertTransformer
 from hddm.utils.errors import HddmError
 

@@ -12,7 +12,7 @@ from diffusers import DDIMScheduler, FlowMatchEulerDiscreteScheduler
 from safetensors.torch import save_file
 from torch import Tensor
 
-from hddm.checkpoints.recognise import open_source
+from hddm.checkpoints.plan import open_source
 from hddm.checkpoints.sources import Reading
 from tests.artefacts import Command, edit_json
 from tests.checkpoint_files import (

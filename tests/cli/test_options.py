@@ -2,11 +2,13 @@
 
 import subprocess
 import sys
+from collections.abc import Callable
 
 import pytest
 
-from hddm.utils.errors import UsageError
-from hddm_cli.options import parse_size
+from hddm.ensemble import Strategy
+from hddm.utils.errors import HddmError, UsageError
+from hddm_cli.options import StrategyOption, parse_size
 
 
 @pytest.mark.parametrize(
@@ -21,6 +23,38 @@ def test_amounts_of_memory(text: str, size: float) -> None:
 def test_other_amounts_are_refused(text: str) -> None:
     with pytest.raises(UsageError, match="write it as 6GB"):
         parse_size(text, "--max-memory")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "full",
+        "draw",
+        "top-1",
+        "top-02",
+        "threshold-0.1",
+        "nucleus-1",
+        "nucleus-1e-1",
+        "top-0",
+        "top-",
+        "top-1.5",
+        "threshold-0",
+        "nucleus-1.1",
+        "nucleus-nan",
+        "nucleus-",
+        "best",
+        "full-1",
+    ],
+)
+def test_the_command_line_knows_the_strategies_of_the_library(name: str) -> None:
+    def knows(check: Callable[[str], object]) -> bool:
+        try:
+            check(name)
+        except HddmError:
+            return False
+        return True
+
+    assert knows(StrategyOption().callback) == knows(Strategy.parse)
 
 
 def test_the_command_is_a_module_too() -> None:

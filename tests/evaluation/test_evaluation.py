@@ -18,8 +18,8 @@ from hddm.evaluation.diversity import (
     within_conditions,
 )
 from hddm.evaluation.evaluate import evaluate_folder
-from hddm.evaluation.features import Extractor, choose_extractor
-from hddm.evaluation.images import Side, alike, conditions, read_data, read_sampling
+from hddm.evaluation.features import FeatureExtractor, choose_extractor
+from hddm.evaluation.images import ImageGroup, alike, conditions, read_data, read_sampling
 from hddm.evaluation.scores import Scorer
 from hddm.utils.errors import HddmError
 from hddm.utils.records import SAMPLING_FILE
@@ -75,7 +75,7 @@ def test_repeated_training_images_have_a_ratio_of_zero() -> None:
 def test_mirrored_copies_are_copies_where_mirror_images_were_trained_on() -> None:
     images, fresh = (torch.randint(0, 256, (n, 3, 8, 7), generator=NOISE).byte() for n in (200, 50))
     half = torch.cat([images[:30], images[30:60].flip(-1)])
-    flat = Extractor("pixels", 4, lambda pixels: pixels[:, 0, :2, :2].flatten(1))
+    flat = FeatureExtractor("pixels", 4, lambda pixels: pixels[:, 0, :2, :2].flatten(1))
     plain, mirrored = (
         Scorer(flat, images, fresh, 2, mirrored=mirrored).score(half).memorisation
         for mirrored in (False, True)
@@ -159,7 +159,7 @@ def test_one_class_makes_no_classifier() -> None:
 
 
 def test_scores_compare_with_both_sides() -> None:
-    flat = Extractor("pixels", 16, lambda images: images.flatten(1))
+    flat = FeatureExtractor("pixels", 16, lambda images: images.flatten(1))
     training, held_out = draw("columns", 60, 0), draw("columns", 40, 1)
     scorer = Scorer(flat, training, held_out, resamples=3)
     own, fresh, other = (scorer.score(p) for p in (training, draw("columns", 60, 2), draw("rows", 60, 3)))
@@ -175,7 +175,7 @@ def test_scores_compare_with_both_sides() -> None:
 
 
 def test_a_complete_scorer_measures_more_and_the_same(home: Path) -> None:
-    flat = Extractor("pixels", 16, lambda images: images.flatten(1))
+    flat = FeatureExtractor("pixels", 16, lambda images: images.flatten(1))
     sides = [torch.cat([draw(name, 60, seed) for name in CLASSES]) for seed in (0, 10)]
     labels = torch.arange(2).repeat_interleave(60)
     shards = [sides[0][:60], sides[0][60:]]
@@ -233,7 +233,7 @@ def test_what_cannot_be_compared_is_refused(images: Path, home: Path, tmp_path: 
         evaluate_folder(tmp_path / "jpeg", images)
 
 
-def _side(path: Path) -> Side:
+def _side(path: Path) -> ImageGroup:
     return read_data({"reference": path})["reference"]
 
 

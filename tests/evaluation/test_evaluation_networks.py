@@ -19,12 +19,11 @@ from transformers import CLIPVisionConfig, CLIPVisionModelWithProjection
 
 from hddm.data.images import load_images
 from hddm.evaluation import features as extractors
-from hddm.evaluation import features as published
 from hddm.evaluation.distances import Gaussian, frechet_distance
 from hddm.evaluation.features import (
     CLIP,
     INCEPTION,
-    WeightsFile,
+    PublishedWeights,
     choose_extractor,
     clip_features,
     open_extractor,
@@ -63,7 +62,7 @@ class _Inception(nn.Module):
         return self.layers(x)
 
 
-def _small(file: WeightsFile, path: Path) -> WeightsFile:
+def _small(file: PublishedWeights, path: Path) -> PublishedWeights:
     return replace(file, sha256=sha256_of(path))
 
 
@@ -162,7 +161,7 @@ def test_the_defaults_of_transformers_are_vit_b_32() -> None:
 
 @pytest.mark.parametrize(("features", "file"), [("inception", INCEPTION), ("clip", CLIP)])
 def test_missing_weights_are_one_error_with_all_that_is_needed(
-    features: str, file: WeightsFile, images: Path, home: Path, hddm: Command
+    features: str, file: PublishedWeights, images: Path, home: Path, hddm: Command
 ) -> None:
     code, out, err = hddm("evaluate", images, "--reference", images, "--features", features)
     assert (code, out, err.count("\n")) == (1, "", 1)
@@ -173,7 +172,7 @@ def test_missing_weights_are_one_error_with_all_that_is_needed(
 def test_another_file_of_that_name_is_refused(
     images: Path, inception: Path, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(extractors, "INCEPTION", published.INCEPTION)
+    monkeypatch.setattr(extractors, "INCEPTION", INCEPTION)
     with pytest.raises(HddmError, match=f"is another file .*{INCEPTION.sha256}"):
         open_extractor("inception", load_images(images), 48)
 

@@ -18,8 +18,7 @@ from hddm.experts.assembly import assemble
 from hddm.experts.ensembles import read_ensemble_facts, write_ensemble_records
 from hddm.experts.records import EXPERT_FILE, FORMAT, read_router
 from hddm.networks.folders import WEIGHTS
-from hddm.pipelines.samples import sample_to_folder
-from hddm.pipelines.settings import SampleSettings
+from hddm.pipelines.samples import SampleSettings, sample_to_folder
 from hddm.training.expert import train_expert
 from hddm.utils.errors import HddmError
 from tests.artefacts import contents, copied, edit_json, expert_settings, largest_file

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from hddm.utils.errors import HddmError
-from hddm.velocity import Point, PredictionType, velocity, x_0_and_eps
+from hddm.velocity import PathPoint, PredictionType, velocity, x_0_and_eps
 from tests.cases import cosine_path, linear_path
 from tests.oracles import AlphaSigma, slopes
 
@@ -25,7 +25,9 @@ each_path = pytest.mark.parametrize("path", PATHS, ids=lambda path: path.__name_
 each_type = pytest.mark.parametrize("prediction_type", list(PredictionType))
 
 
-def _known_state(path: AlphaSigma, prediction_type: PredictionType) -> tuple[Tensor, Tensor, Tensor, Point]:
+def _known_state(
+    path: AlphaSigma, prediction_type: PredictionType
+) -> tuple[Tensor, Tensor, Tensor, PathPoint]:
     """x_0 and eps, the output that a perfect network would give for them, and the state."""
     noise = torch.Generator().manual_seed(0)
     x_0, eps = torch.randn(2, 9, 5, generator=noise, dtype=torch.float64)
@@ -39,7 +41,7 @@ def _known_state(path: AlphaSigma, prediction_type: PredictionType) -> tuple[Ten
         "flow_prediction": d_a * x_0 + d_s * eps,
     }[prediction_type.value]
     y = a * x_0 + s * eps
-    return x_0, eps, output, Point(y / (a + s), y, s / (a + s), a, s, lambda: (d_a, d_s))
+    return x_0, eps, output, PathPoint(y / (a + s), y, s / (a + s), a, s, lambda: (d_a, d_s))
 
 
 @each_path
@@ -65,7 +67,7 @@ def test_velocity_is_noise_minus_data(path: AlphaSigma, prediction_type: Predict
 def test_v_prediction_is_singular_at_neither_end(end: float) -> None:
     x_0, eps = torch.randn(2, 4, 3, generator=torch.Generator().manual_seed(1)).double()
     a, s = (torch.tensor(value, dtype=torch.float64) for value in (1 - end, end))
-    at = Point(a * x_0 + s * eps, a * x_0 + s * eps, s, a, s, lambda: (-a, a))
+    at = PathPoint(a * x_0 + s * eps, a * x_0 + s * eps, s, a, s, lambda: (-a, a))
     output = a * eps - s * x_0
     assert torch.equal(velocity(PredictionType.V_PREDICTION, output, at), eps - x_0)
 

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
 from transformers.utils import logging as transformers_logging
 
-from hddm.checkpoints.empty_prompt import empty_prompt
+from hddm.checkpoints.folders import empty_prompt
 from hddm.networks.text_encoder import encode, read_text_encoder, read_tokenizer, text_encoder_facts
 from hddm.networks.vae import read_config
 from hddm.utils.errors import HddmError

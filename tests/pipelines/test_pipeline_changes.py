@@ -10,8 +10,7 @@ import torch
 from diffusers import EulerDiscreteScheduler, FlowMatchEulerDiscreteScheduler
 
 import hddm
-from hddm.experts.expert_set import ExpertSet
-from hddm.experts.loading import bytes_of
+from hddm.experts.loading import ExpertSet, bytes_of
 from hddm.experts.records import save_expert
 from hddm.pipelines.pipeline import HDDMPipeline
 from hddm.sampling import time_grid
