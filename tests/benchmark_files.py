@@ -17,9 +17,9 @@ import diffusers.hooks
 import torch
 
 from hddm.benchmark import run
-from hddm.benchmark.load_settings import parse_settings
+from hddm.benchmark.presets import parse_settings
 from hddm.benchmark.results import Results, figures_of
-from hddm.benchmark.schema import BenchmarkSettings
+from hddm.benchmark.settings import BenchmarkSettings
 from hddm.benchmark.verdicts import judge
 from hddm.utils.processes import Call, Report
 from tests.artefacts import write_images

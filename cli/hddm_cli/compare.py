@@ -28,7 +28,7 @@ def compare(
     """
     from hddm.benchmark.sides import compared_sides
     from hddm.evaluation.results import refuse_incomparable
-    from hddm.evaluation.verdicts import table
+    from hddm.evaluation.verdict import table
 
     rows = compared_sides(results)
     for sides in rows.values():

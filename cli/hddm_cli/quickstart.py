@@ -21,8 +21,8 @@ def quickstart(
     model at equal compute, samples them all and compares them.
     """
     from hddm.benchmark.markdown import tables_text
+    from hddm.benchmark.quickstart import QuickstartSettings
     from hddm.benchmark.quickstart import quickstart as run
-    from hddm.benchmark.settings import QuickstartSettings
 
     results = run(out, QuickstartSettings(seeds=seeds), overwrite)
     typer.echo(tables_text(results))

@@ -5,7 +5,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from hddm.benchmark.machine import together
+from hddm.benchmark.jobs import NUMERICS, Job, Store, finite, together
 from hddm.benchmark.results import (
     Curve,
     ErrorCurve,
@@ -17,9 +17,8 @@ from hddm.benchmark.results import (
     figure,
     figures_of,
 )
-from hddm.benchmark.schema import BenchmarkSettings
-from hddm.benchmark.stage import Ground, Scored, Seed
-from hddm.benchmark.store import NUMERICS, Job, Store, finite
+from hddm.benchmark.seed import SampledRow, SeedJobs, SharedInputs
+from hddm.benchmark.settings import BenchmarkSettings
 from hddm.benchmark.trainings import Training, losses_of
 from hddm.benchmark.verdicts import judge
 
@@ -27,8 +26,8 @@ from hddm.benchmark.verdicts import judge
 def collect(
     settings: BenchmarkSettings,
     store: Store,
-    ground: Ground,
-    seeds: Sequence[Seed],
+    ground: SharedInputs,
+    seeds: Sequence[SeedJobs],
 ) -> Results:
     """Results of the ``seeds`` that are done."""
     reference = ground.reference
@@ -88,7 +87,7 @@ def _by_row(records: Sequence[Record]) -> dict[str, list[Record]]:
     return rows
 
 
-def _record(store: Store, seed: Seed, row: Scored) -> Record:
+def _record(store: Store, seed: SeedJobs, row: SampledRow) -> Record:
     drawn = [store.record(job) for job in row.samples]
     parts = [one["result"] for one in drawn]
     images = sum(part["images"] for part in parts)
@@ -157,7 +156,7 @@ def _row(name: str, records: Sequence[Record], models: Sequence[ModelRecord]) ->
     )
 
 
-def _model(store: Store, seed: Seed, name: str) -> ModelRecord:
+def _model(store: Store, seed: SeedJobs, name: str) -> ModelRecord:
     model = seed.models[name]
     flop = model.training_flop
     jobs = [one.job for one in model.trainings]
@@ -182,7 +181,7 @@ def _model(store: Store, seed: Seed, name: str) -> ModelRecord:
     )
 
 
-def _errors(store: Store, seed: Seed) -> Iterator[ErrorCurve]:
+def _errors(store: Store, seed: SeedJobs) -> Iterator[ErrorCurve]:
     for kind, training in seed.trainings:
         job = seed.errors.get(training.job.hash)
         if job is not None:
@@ -198,12 +197,12 @@ def _errors(store: Store, seed: Seed) -> Iterator[ErrorCurve]:
             )
 
 
-def _router(store: Store, seed: Seed) -> RouterRecord:
+def _router(store: Store, seed: SeedJobs) -> RouterRecord:
     assert seed.reliability is not None
     return RouterRecord(seed=seed.seed, **store.result(seed.reliability))
 
 
-def _losses(store: Store, seed: Seed) -> Iterator[Curve]:
+def _losses(store: Store, seed: SeedJobs) -> Iterator[Curve]:
     for kind, training in seed.trainings:
         yield Curve(
             model=training.job.name,
@@ -234,7 +233,7 @@ def _shard(training: Training) -> int:
     return int(training.shard.name.rpartition("_")[2])
 
 
-def _jobs(seeds: Sequence[Seed]) -> set[Job]:
+def _jobs(seeds: Sequence[SeedJobs]) -> set[Job]:
     """All that training, sampling and measuring took."""
     jobs = {job for seed in seeds for row in seed.rows for job in (*row.samples, row.scores)}
     for seed in seeds:

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from hddm.benchmark.orphans import end_with_parent
-from hddm.benchmark.store import Job, making
+from hddm.benchmark.jobs import Job, end_with_parent, making
 from hddm.data.shards import load_shard
 from hddm.ensemble import Router
 from hddm.experts.loading import load

@@ -1,6 +1,7 @@
-"""The models of a benchmark: which trainings each is made of, what it cost, and where it lies."""
+"""Models of one training seed: their trainings, their cost, and checks of what they can be sampled for."""
 
 import hashlib
+import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -10,23 +11,67 @@ from typing import Any
 
 from hddm.benchmark.blending import Blend, choice
 from hddm.benchmark.compute import Cost, Costs, single_steps
-from hddm.benchmark.data import Divided
-from hddm.benchmark.finished import expert_records, read_finished
-from hddm.benchmark.samples import Source
-from hddm.benchmark.schema import BenchmarkSettings
-from hddm.benchmark.schema_of_models import BY_ERROR, RATIO, ModelSettings
-from hddm.benchmark.slugs import ENSEMBLES, FINISHED, slug
-from hddm.benchmark.store import Job, Store, making
+from hddm.benchmark.conversions import EXACT, OWN_SAMPLER
+from hddm.benchmark.data import Division
+from hddm.benchmark.jobs import Job, Store, making, named
+from hddm.benchmark.samples import SampledModel, canonical
+from hddm.benchmark.settings import (
+    BY_ERROR,
+    ENSEMBLES,
+    FINISHED,
+    RATIO,
+    BenchmarkSettings,
+    ModelSettings,
+    SamplingPoint,
+    points_of,
+    slug,
+)
 from hddm.benchmark.trainings import MODEL, Training, router_training
+from hddm.checkpoints.describe import describe
 from hddm.data.shard_records import read_manifest
+from hddm.ensemble import Ensemble, Strategy
+from hddm.evaluation.distances import are_few, too_few
 from hddm.experts.assembly import assemble
-from hddm.experts.ensembles import ENSEMBLE_FILE
-from hddm.experts.records import EXPERT_FILE, ExpertFacts
+from hddm.experts.ensembles import ENSEMBLE_FILE, read_ensemble_facts
+from hddm.experts.loading import load
+from hddm.experts.records import EXPERT_FILE, FORMAT, ExpertFacts
 from hddm.training.island_jobs import OBJECTIVES
 from hddm.training.settings import RouterSettings
 from hddm.utils.errors import HddmError
 from hddm.utils.files import read_json, sha256_of
-from hddm.utils.records import MANIFEST
+from hddm.utils.records import MANIFEST, read_facts
+from hddm.velocity import PredictionType, missing_from
+
+
+def expert_records(folder: Path) -> list[ExpertFacts]:
+    """The records of an expert folder, or of all experts of an ensemble folder.
+
+    Raises:
+        HddmError: for a record that cannot be read.
+    """
+    is_expert = (folder / EXPERT_FILE).is_file()
+    experts = [folder] if is_expert else [folder / name for name in read_ensemble_facts(folder).experts]
+    return [read_facts(expert / EXPERT_FILE, ExpertFacts, FORMAT) for expert in experts]
+
+
+def read_finished(folder: Path) -> list[ExpertFacts]:
+    """The records of the experts of a finished model.
+
+    Raises:
+        HddmError: for a folder that holds no model of hddm's, or one that makes no pixels.
+    """
+    facts = describe(folder)
+    if facts["kind"] not in ("expert", "ensemble"):
+        raise HddmError(f"{folder}: is a {facts['kind']}; a finished model is an expert or an ensemble")
+    if "layout" in facts:
+        raise HddmError(f"{folder}: is no model folder of hddm; a checkpoint becomes one by hddm convert")
+    records = expert_records(folder)
+    if any(record.space == "latents" for record in records):
+        raise HddmError(
+            f"{folder}: makes latents; sample it with hddm sample, and compare the images with hddm evaluate"
+        )
+    return records
+
 
 # Keys of records that say how long something took, not what it is.
 _HISTORY = {"training", "calibration"}
@@ -44,7 +89,7 @@ class Model:
     """
 
     name: str
-    source: Source
+    source: SampledModel
     objectives: tuple[str, ...]
     trainings: tuple[Training, ...]
     training_flop: dict[str, int] | None
@@ -70,7 +115,7 @@ class Model:
         }
 
 
-class Zoo:
+class SeedModels:
     """Trainings and models of one seed.
 
     Args:
@@ -80,7 +125,7 @@ class Zoo:
         store: where finished ones lie.
     """
 
-    def __init__(self, settings: BenchmarkSettings, seed: int, divided: Divided, store: Store) -> None:
+    def __init__(self, settings: BenchmarkSettings, seed: int, divided: Division, store: Store) -> None:
         self.settings, self.seed, self.divided, self.store = settings, seed, divided, store
         self.costs = Costs(store, divided.shards)
         self._whole_hash = read_manifest(divided.all_images).hash
@@ -152,7 +197,7 @@ class Zoo:
         if model.kind == "single":
             training = self._single(model)
             folder = self.store.path(training.job) / MODEL
-            source = Source(folder, model_hash(folder), True, (training.shard,), (training.shard_hash,))
+            source = SampledModel(folder, model_hash(folder), True, (training.shard,), (training.shard_hash,))
             flop = {"experts": self._flop(training), "router": 0}
             link = Path(f"seed_{self.seed}") / slug(model.name)
             seen = _seen(training)
@@ -185,13 +230,19 @@ class Zoo:
                 assemble(folders, draft / MODEL, router)
         return job
 
-    def _source(self, job: Job) -> Source:
+    def _source(self, job: Job) -> SampledModel:
         folder, shards = self.store.path(job) / MODEL, tuple(self.divided.shard_folders)
         hashes = tuple(self.divided.hashes)
-        return Source(folder, job.hash, False, shards, hashes, trained_in=_trained_in(expert_records(folder)))
+        return SampledModel(
+            folder, job.hash, False, shards, hashes, trained_in=_trained_in(expert_records(folder))
+        )
 
     def _ensemble(
-        self, model: ModelSettings, objectives: Sequence[str], experts: Sequence[Training], source: Source
+        self,
+        model: ModelSettings,
+        objectives: Sequence[str],
+        experts: Sequence[Training],
+        source: SampledModel,
     ) -> Model:
         router_flop = self.costs.router(self.router_settings).of_router(self.router_settings)
         flop = {"experts": sum(self._flop(one) for one in experts), "router": router_flop}
@@ -239,7 +290,7 @@ class Zoo:
         records = read_finished(model.path)
         is_single = (model.path / EXPERT_FILE).is_file()
         content = model_hash(model.path)
-        source = Source(model.path, content, is_single, trained_in=_trained_in(records))
+        source = SampledModel(model.path, content, is_single, trained_in=_trained_in(records))
         objectives = tuple(record.objective for record in records)
         link = Path(f"seed_{self.seed}") / FINISHED / slug(model.name)
         return Model(model.name, source, objectives, (), None, None, link)
@@ -273,3 +324,127 @@ def _with_start(training: Training) -> Iterator[Training]:
 
 def _seen(training: Training) -> int:
     return sum(one.settings.steps * one.settings.batch_size for one in _with_start(training))
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """What of a model decides how it can be sampled."""
+
+    experts: int
+    """0 of a single model."""
+    is_ddpm: bool
+    """Its experts predict noise on one schedule, as they were trained."""
+    has_classes: bool
+    has_router: bool = True
+    has_shards: bool = True
+    """Whether the shards are known that its experts were trained on."""
+
+
+def check_rows(settings: BenchmarkSettings) -> None:
+    """Refuse what could not be sampled, from the settings and the finished models that they name.
+
+    Raises:
+        HddmError: for a row that asks a model for what it cannot give, and for a finished model that cannot
+            be opened or compared.
+    """
+    kinds = {model.name: _kind(settings, model) for model in settings.models}
+    for table in settings.tables:
+        for name, point in itertools.product(table.models or kinds, points_of(settings, table)):
+            kind = kinds[name]
+            wrong = next(_misfits(f"model {name!r}", kind, canonical(point, not kind.experts)), None)
+            if wrong is not None:
+                raise HddmError(f"table {table.name!r}: {wrong}")
+
+
+def check_shapes(settings: BenchmarkSettings, shape: Sequence[int]) -> None:
+    """Refuse finished models that make other images than the data's, of ``shape`` (C, H, W).
+
+    Raises:
+        HddmError: as `read_finished`, and for another shape.
+    """
+    for model in settings.models:
+        if model.path is None:
+            continue
+        made = {record.sample_shape for record in read_finished(model.path)}
+        if made != {tuple(shape)}:
+            told = " and ".join(map(str, sorted(made)))
+            raise HddmError(
+                f"model {model.name!r}: {model.path} makes images (C, H, W) of {told}, and the data's are "
+                f"{tuple(shape)}; take data of that shape"
+            )
+
+
+def check_counts(settings: BenchmarkSettings, counts: Mapping[str, int], dimensions: int) -> None:
+    """Refuse sides of no more images than features, unless the settings allow few.
+
+    Args:
+        settings: of the benchmark.
+        counts: images of every side that a distance is measured on, by what the side is called.
+        dimensions: features of an image.
+
+    Raises:
+        HddmError: for the smallest side, where it has too few.
+    """
+    side = min(counts, key=counts.__getitem__)
+    if are_few(dimensions, [counts[side]]) and not settings.allow_few:
+        with named(f"{side} {counts[side]}"):
+            raise too_few(dimensions, [counts[side]], "allow_few: true in the settings")
+
+
+def _misfits(model: str, kind: _Kind, point: SamplingPoint) -> Iterator[str]:
+    """Why ``model`` cannot be sampled at ``point``, and what to do."""
+    strategy = Strategy.parse(point.strategy)
+    if strategy.kind == "top" and strategy.value > kind.experts > 0:
+        yield (
+            f"strategy {point.strategy!r} asks for more experts than the {kind.experts} of {model}; take "
+            f"top-{kind.experts} at most"
+        )
+    if strategy.kind != "draw" and kind.experts > 1 and not kind.has_router:
+        yield f"strategy {point.strategy!r} needs a router, and {model} has none; take draw"
+    if point.guidance_scale != 1 and not kind.has_classes:
+        yield f"guidance_scale {point.guidance_scale:g} needs classes, and {model} has none; take 1"
+    if point.conversion == OWN_SAMPLER and (kind.has_classes or not kind.experts or not kind.is_ddpm):
+        yield (
+            f"conversion {OWN_SAMPLER!r} is for ensembles without classes whose experts all predict noise as "
+            f"they were trained to, and {model} is none; name such models in the table"
+        )
+    if point.conversion not in (EXACT, OWN_SAMPLER) and not kind.has_shards:
+        yield (
+            f"conversion {point.conversion!r} needs the shards that experts were trained on, which are not "
+            f"known of {model}, a finished one; name others in the table"
+        )
+
+
+def _kind(settings: BenchmarkSettings, model: ModelSettings) -> _Kind:
+    if model.path is not None:
+        with named(f"model {model.name!r}"):
+            return _kind_of_finished(model.path)
+    if model.kind == "single":
+        trained = settings.single(model.objectives, 0, 1, **model.training)
+        return _Kind(0, False, trained.class_conditional)
+    objectives = model.named_objectives(settings.partition.shards)
+    labelled = (settings.expert(name, 0, **model.training).class_conditional for name in set(objectives))
+    return _Kind(len(objectives), set(objectives) == {"ddpm"}, any(labelled))
+
+
+def _kind_of_finished(path: Path) -> _Kind:
+    records = read_finished(path)
+    opened = load(path)
+    fields = opened.experts if isinstance(opened, Ensemble) else [opened]
+    for field in fields:
+        given = {*field.null_conditions, *(["class_labels"] if opened.classes else [])}
+        missing = missing_from(given, field.conditions or ())
+        if missing:
+            raise HddmError(
+                f"{path}: needs {' and '.join(missing)}, which a benchmark does not give; sample it with "
+                "hddm sample, and compare the images with hddm evaluate"
+            )
+    is_ddpm = all(
+        record.prediction_type is PredictionType.EPSILON
+        and not record.training_calibration
+        and record.schedule == records[0].schedule
+        for record in records
+    )
+    experts = len(fields) if isinstance(opened, Ensemble) else 0
+    has_router = isinstance(opened, Ensemble) and opened.router is not None
+    return _Kind(experts, is_ddpm, bool(opened.classes), has_router, has_shards=False)

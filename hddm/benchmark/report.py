@@ -31,7 +31,7 @@ def write_report(folder: Path, results: Results) -> None:
     """Write ``report.html`` into a benchmark's folder.
 
     Args:
-        folder: that holds the sample grids (`hddm.benchmark.plots.grid_path`) of the first seed.
+        folder: that holds the sample grids (`hddm.benchmark.samples.grid_path`) of the first seed.
         results: those of the folder, as `hddm.benchmark.results.read_results` reads them.
     """
     template = Environment(autoescape=True, undefined=StrictUndefined).from_string(_text("report.html.j2"))

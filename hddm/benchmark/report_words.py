@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from hddm.benchmark.conversions import EXACT
 from hddm.benchmark.numbers import number, span
 from hddm.benchmark.results import MARK, ErrorCurve, Record, Results, Row, Verdict
-from hddm.benchmark.schema import Point
+from hddm.benchmark.settings import SamplingPoint
 from hddm.utils.errors import counted
 
 JUDGEMENTS = ("better", "worse", "within noise", "no verdict")
@@ -222,7 +222,7 @@ def _top_two(results: Results) -> Iterator[str]:
 _OF_COST = ("solver", "steps", "num_images", "guidance_scale")
 
 
-def _differs_in_cost_alone(point: Point, usual: Point) -> bool:
+def _differs_in_cost_alone(point: SamplingPoint, usual: SamplingPoint) -> bool:
     """Whether a row is of top-2 as it comes, without another temperature, calibration or conversion."""
     own = {*_OF_COST, "strategy"}
     return point.model_dump(exclude=own) == usual.model_dump(exclude=own)

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from hddm.benchmark.schema import BenchmarkSettings, Point, Split
+from hddm.benchmark.settings import BenchmarkSettings, SamplingPoint, Split
 from hddm.utils.records import RESULTS_FILE, Facts, read_facts
 
 FORMAT = "2.3"
@@ -56,7 +56,7 @@ class Record(Facts):
     row: str
     model: str
     seed: int
-    point: Point
+    point: SamplingPoint
     scores: dict[str, Any]
     """`hddm.evaluation.scores.Scores`, renamed by the split."""
     images: int
@@ -83,7 +83,7 @@ class Row(Facts):
 
     name: str
     model: str
-    point: Point
+    point: SamplingPoint
     figures: dict[str, Figure]
     evaluations: Figure
     """Expert evaluations a solver step and image."""

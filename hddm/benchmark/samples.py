@@ -1,4 +1,4 @@
-"""Samples of one model at one point of the grid, with what they cost and how experts were used."""
+"""Samples of one model at one point of a table: how they are drawn, what they cost, and their grids."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from hddm.benchmark.blending import Blend, blended_experts
+from hddm.benchmark.compute import evaluation_flop, router_flop
 from hddm.benchmark.conversions import (
     EXACT,
     OWN_SAMPLER,
@@ -17,11 +18,9 @@ from hddm.benchmark.conversions import (
     sample_ddim,
     variant,
 )
-from hddm.benchmark.cost import evaluation_flop, router_flop
-from hddm.benchmark.orphans import end_with_parent
-from hddm.benchmark.schema import Point
-from hddm.benchmark.store import Job, Store, making
-from hddm.data.images import to_bytes
+from hddm.benchmark.jobs import Job, Store, end_with_parent, making
+from hddm.benchmark.settings import SAMPLES, SamplingPoint, slug
+from hddm.data.images import save_png, tiled, to_bytes
 from hddm.data.shards import open_shard
 from hddm.ensemble import Ensemble, Router
 from hddm.experts.loading import load
@@ -41,7 +40,7 @@ Model = VelocityField | Ensemble
 
 
 @dataclass(frozen=True)
-class Source:
+class SampledModel:
     """A model to sample: its folder, the hash of its content, and the shards its experts were trained on.
 
     ``is_single`` is of one network, which has neither strategy nor router. ``trained_in`` says of each expert
@@ -58,7 +57,7 @@ class Source:
     trained_in: tuple[bool, ...] = ()
 
 
-def canonical(point: Point, is_single: bool) -> Point:
+def canonical(point: SamplingPoint, is_single: bool) -> SamplingPoint:
     """``point`` without what has no effect, so that equal samples are drawn once.
 
     A single model has no strategy; where none asks a router, nothing of the router counts; blended by their
@@ -80,7 +79,7 @@ def canonical(point: Point, is_single: bool) -> Point:
     return point.model_copy(update=changes)
 
 
-def pieces(source: Source, point: Point, seed: int) -> list[Job]:
+def pieces(source: SampledModel, point: SamplingPoint, seed: int) -> list[Job]:
     """The jobs that draw all samples of a point."""
     chosen = canonical(point, source.is_single)
     settings = chosen.model_dump(mode="json", exclude={"num_images"})
@@ -100,17 +99,17 @@ def pieces(source: Source, point: Point, seed: int) -> list[Job]:
     ]
 
 
-def piece_call(store: Store, job: Job, source: Source, device: str) -> Call:
+def piece_call(store: Store, job: Job, source: SampledModel, device: str) -> Call:
     """What a worker is to do."""
     arguments = {"folder": store.folder, "job": job, "source": source, "device": device}
     return Call(samples_job, arguments, job.settings["stop"] - job.settings["start"])
 
 
-def samples_job(folder: Path, job: Job, source: Source, device: str, report: Report) -> None:
+def samples_job(folder: Path, job: Job, source: SampledModel, device: str, report: Report) -> None:
     """Draw the samples of a piece."""
     end_with_parent()
-    chosen = {key: job.settings[key] for key in Point.model_fields if key in job.settings}
-    point = Point.model_validate(chosen)
+    chosen = {key: job.settings[key] for key in SamplingPoint.model_fields if key in job.settings}
+    point = SamplingPoint.model_validate(chosen)
     start, stop = job.settings["start"], job.settings["stop"]
     with making(folder, job) as (draft, result):
         used = _device(device)
@@ -153,7 +152,7 @@ class Drawn:
     use: list[dict[str, Any]]
 
 
-def opened(source: Source, point: Point, device: str) -> Model:
+def opened(source: SampledModel, point: SamplingPoint, device: str) -> Model:
     """The model of ``source`` as ``point`` asks for it."""
     model = prepared(load(source.folder, device=device), point, source.shards, source.trained_in)
     if source.blend is not None:
@@ -164,7 +163,9 @@ def opened(source: Source, point: Point, device: str) -> Model:
     return model
 
 
-def prepared(model: Model, point: Point, shards: Sequence[Path], trained_in: Sequence[bool] = ()) -> Model:
+def prepared(
+    model: Model, point: SamplingPoint, shards: Sequence[Path], trained_in: Sequence[bool] = ()
+) -> Model:
     """``model`` as ``point`` asks for it, but for experts whose calibration was ``trained_in``: they stay.
 
     Raises:
@@ -195,7 +196,7 @@ def prepared(model: Model, point: Point, shards: Sequence[Path], trained_in: Seq
 
 def draw(
     model: Model,
-    point: Point,
+    point: SamplingPoint,
     seed: int,
     start: int,
     stop: int,
@@ -326,3 +327,20 @@ def _device(name: str) -> str:
     if name != "auto":
         return name
     return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+GRID_COLUMNS = 8
+ENLARGE = 4
+REAL = "real images"
+"""The name of the grid of images that were not made by a model."""
+
+
+def grid_path(folder: Path, name: str) -> Path:
+    """Where the sample grid of a model lies."""
+    return folder / SAMPLES / f"{slug(name)}.png"
+
+
+def write_grid(pixels: Tensor, path: Path) -> None:
+    """Write images (n, C, H, W) in bytes side by side, enlarged, with a thin border between them."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    save_png(tiled(pixels, GRID_COLUMNS, ENLARGE), path)

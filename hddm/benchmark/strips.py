@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from hddm.benchmark.plots import ENLARGE, GRID_COLUMNS, REAL, grid_path
 from hddm.benchmark.results import Results
+from hddm.benchmark.samples import ENLARGE, GRID_COLUMNS, REAL, grid_path
 
 COLUMNS = 2 * GRID_COLUMNS
 
@@ -44,7 +44,7 @@ def read_strips(folder: Path, results: Results) -> Strips:
 
 
 def _images(path: Path) -> Pixels:
-    """The images (n, H, W, C) of a grid that `hddm.benchmark.plots.write_grid` wrote, at their own size."""
+    """The images (n, H, W, C) of a grid that `hddm.benchmark.samples.write_grid` wrote, at their own size."""
     with Image.open(path) as image:
         grid = np.atleast_3d(np.asarray(image))
     cell = grid.shape[1] // GRID_COLUMNS

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from hddm.benchmark.orphans import end_with_parent
-from hddm.benchmark.store import Job, Store, finish_work, publish_work, work_folder
+from hddm.benchmark.jobs import Job, Store, end_with_parent, finish_work, publish_work, work_folder
 from hddm.experts.records import EXPERT_FILE, ROUTER_FILE, weights_in
 from hddm.training.continuation import continue_expert
 from hddm.training.expert import train_expert

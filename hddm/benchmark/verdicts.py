@@ -16,7 +16,7 @@ from scipy.stats import t as student
 
 from hddm.benchmark.numbers import number, span
 from hddm.benchmark.results import Judgement, ModelRecord, Record, Verdict, figure, one_set_of_weights
-from hddm.benchmark.schema import BenchmarkSettings
+from hddm.benchmark.settings import BenchmarkSettings
 from hddm.utils.errors import counted
 
 FEWEST = 3

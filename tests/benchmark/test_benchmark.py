@@ -16,12 +16,11 @@ from sklearn.datasets import load_digits
 
 import hddm
 from hddm.benchmark.conversions import CONVERSIONS
-from hddm.benchmark.digits import write_digits
+from hddm.benchmark.data import write_digits
 from hddm.benchmark.markdown import tables_text
-from hddm.benchmark.plots import write_grid
-from hddm.benchmark.quickstart import quickstart
+from hddm.benchmark.quickstart import QuickstartSettings, quickstart
 from hddm.benchmark.results import Results, figure, figures_of, read_results
-from hddm.benchmark.settings import QuickstartSettings
+from hddm.benchmark.samples import write_grid
 from hddm.benchmark.verdicts import interval, judgement
 from hddm.data.images import load_images
 from hddm.utils.errors import HddmError

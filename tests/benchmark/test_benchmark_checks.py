@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from hddm.benchmark.checks import check_counts, check_rows
-from hddm.benchmark.naming import named, named_call
-from hddm.benchmark.schema import BenchmarkSettings
+from hddm.benchmark.jobs import named, named_call
+from hddm.benchmark.models import check_counts, check_rows
+from hddm.benchmark.settings import BenchmarkSettings
 from hddm.experts.assembly import assemble
 from hddm.training.continuation import continue_expert
 from hddm.utils.errors import HddmError
@@ -175,7 +175,7 @@ def test_samples_that_cannot_be_scored_are_named(
     def refuse(*_: object) -> None:
         raise HddmError("too few")
 
-    monkeypatch.setattr("hddm.benchmark.scoring.read_samples", refuse)
+    monkeypatch.setattr("hddm.benchmark.scores.read_samples", refuse)
     point = "strategy draw, solver euler, steps 2, num_images 40"
     with pytest.raises(HddmError, match=f"^model 'single model', seed 0, {point}: too few$"):
         run_inline(settings(resamples=3), tmp_path / "out", miniature.data, jobs=jobs)

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from hddm.benchmark.jobs import end_with_parent
 from hddm.benchmark.measures import LOOKS, reliability
-from hddm.benchmark.orphans import end_with_parent
 from hddm.ensemble import Router
 
 

@@ -16,12 +16,12 @@ from PIL import Image
 
 from hddm.benchmark.markdown import tables_text
 from hddm.benchmark.numbers import number
-from hddm.benchmark.plots import REAL, grid_path, write_grid
 from hddm.benchmark.report import REPORT_FILE, write_report
 from hddm.benchmark.report_words import (
     why_no_answer,
 )
 from hddm.benchmark.results import Results, read_results
+from hddm.benchmark.samples import REAL, grid_path, write_grid
 from hddm.benchmark.strips import read_strips
 from tests.benchmark_files import FLOW, MIXED, SINGLE, THREE, Finished, more_seeds
 

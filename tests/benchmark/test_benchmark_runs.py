@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import load_file
 
 import hddm
-from hddm.benchmark import run, store
-from hddm.benchmark.machine import together
-from hddm.benchmark.protocol import chosen
+from hddm.benchmark import jobs, run
+from hddm.benchmark.jobs import together
+from hddm.benchmark.presets import chosen
 from hddm.benchmark.results import FORMAT, read_results
 from hddm.utils.errors import HddmError
 from tests.artefacts import copied, edit_json
@@ -94,7 +94,7 @@ def test_results_that_are_written_again_say_when_and_where_they_were_found(
 ) -> None:
     out = _copy_of_results(miniature, tmp_path / "out", date="2001-02-03")
     shutil.copy(miniature.out / "benchmark.json", out)
-    monkeypatch.setattr(store, "machine", lambda: {"platform": "another"})
+    monkeypatch.setattr(jobs, "machine", lambda: {"platform": "another"})
     again = run_inline(miniature.settings, out, miniature.data, jobs=miniature.out / "jobs")
     assert (again.date, again.machine) == ("2001-02-03", miniature.results.machine)
     assert read_results(out) == again

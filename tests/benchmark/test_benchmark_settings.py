@@ -6,11 +6,8 @@ from typing import Any
 import pytest
 import yaml
 
-from hddm.benchmark.load_settings import load_settings, parse_settings
-from hddm.benchmark.preset_files import preset_names
-from hddm.benchmark.protocol import chosen
-from hddm.benchmark.schema import table_points
-from hddm.benchmark.seeds import parse_seeds
+from hddm.benchmark.presets import chosen, load_settings, parse_settings, preset_names
+from hddm.benchmark.settings import parse_seeds, points_of
 from hddm.benchmark.trainings import Training
 from hddm.training.settings import ExpertSettings
 from hddm.utils.errors import HddmError
@@ -168,10 +165,10 @@ def test_an_unknown_preset_names_those_that_there_are() -> None:
 def test_a_table_varies_one_setting_after_the_other_from_its_base() -> None:
     vary = {"solver": ["euler", "heun"], "steps": [2, 5]}
     one = settings(tables=[{"name": "a", "vary": vary}])
-    points = [(point.solver, point.steps) for point in table_points(one, one.tables[0])]
+    points = [(point.solver, point.steps) for point in points_of(one, one.tables[0])]
     assert points == [("euler", 2), ("heun", 2), ("euler", 5)]
     whole = settings(tables=[{"name": "a", "vary": vary, "product": True}])
-    points = [(point.solver, point.steps) for point in table_points(whole, whole.tables[0])]
+    points = [(point.solver, point.steps) for point in points_of(whole, whole.tables[0])]
     assert points == [("euler", 2), ("euler", 5), ("heun", 2), ("heun", 5)]
 
 

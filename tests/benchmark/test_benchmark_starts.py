@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from hddm.benchmark.compute import Costs
-from hddm.benchmark.samples import Source, pieces, prepared
-from hddm.benchmark.schema import Point
-from hddm.benchmark.store import Store
+from hddm.benchmark.jobs import Store
+from hddm.benchmark.samples import SampledModel, pieces, prepared
+from hddm.benchmark.settings import SamplingPoint
 from hddm.calibration import LEVELS, STATES
 from hddm.data.shards import load_shard
 from hddm.experts.loading import load
@@ -79,7 +79,7 @@ def test_a_calibration_that_was_trained_in_is_left_in_place(
     asked: dict[str, Any], converted: Path, shards: Path
 ) -> None:
     whole = load(converted)
-    point, shard = Point.model_validate(asked), shards / "shard_1"
+    point, shard = SamplingPoint.model_validate(asked), shards / "shard_1"
     changed = prepared(load(converted), point, [shard], [True])
     x, t = load_shard(shard).images[:4], torch.full((4,), 0.9)
     assert torch.equal(changed.velocity(x, t), whole.velocity(x, t))
@@ -89,12 +89,12 @@ def test_a_calibration_that_was_trained_in_is_left_in_place(
 
 @pytest.mark.parametrize("asked", STRIPPING)
 def test_samples_without_a_calibration_that_was_trained_in_are_not_found_again(asked: dict[str, Any]) -> None:
-    before = Source(Path("model"), "hash", False, (), (), None, (False, False))
-    point = Point.model_validate(asked)
+    before = SampledModel(Path("model"), "hash", False, (), (), None, (False, False))
+    point = SamplingPoint.model_validate(asked)
     assert pieces(before, point, 0) == pieces(replace(before, trained_in=()), point, 0)
     after = replace(before, trained_in=(False, True))
     assert pieces(after, point, 0) != pieces(before, point, 0)
-    assert pieces(after, Point(), 0) == pieces(before, Point(), 0)
+    assert pieces(after, SamplingPoint(), 0) == pieces(before, SamplingPoint(), 0)
 
 
 def test_a_converted_model_is_sampled_and_measured_as_it_was_trained(

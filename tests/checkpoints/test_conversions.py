@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 import hddm
 from hddm.benchmark import conversions
+from hddm.benchmark.compute import forward_mflop
 from hddm.benchmark.conversions import TREATMENTS, SameTimeField, sample_ddim, variant
-from hddm.benchmark.cost import forward_mflop
 from hddm.data.shards import load_shard
 from hddm.ensemble import Ensemble
 from hddm.networks.identity import size_config

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from hddm.evaluation.results import read_sides, refuse_incomparable
-from hddm.evaluation.verdicts import Figure, lines, verdict
+from hddm.evaluation.verdict import Figure, lines, verdict
 from tests.artefacts import Command
 
 SIDE = {"images": 500, "shape": [1, 8, 8], "modes": {"L": 500}, "made_colour": 0}

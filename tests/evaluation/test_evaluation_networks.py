@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from transformers import CLIPVisionConfig, CLIPVisionModelWithProjection
 
 from hddm.data.images import load_images
-from hddm.evaluation import features as extractors
-from hddm.evaluation import features as published
+from hddm.evaluation import features
 from hddm.evaluation.distances import Gaussian, frechet_distance
 from hddm.evaluation.features import (
     CLIP,
@@ -74,7 +73,7 @@ def inception(home: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder.mkdir(parents=True)
     torch.manual_seed(0)
     torch.jit.script(_Inception()).save(str(folder / INCEPTION.name))
-    monkeypatch.setattr(extractors, "INCEPTION", _small(INCEPTION, folder / INCEPTION.name))
+    monkeypatch.setattr(features, "INCEPTION", _small(INCEPTION, folder / INCEPTION.name))
     return folder
 
 
@@ -173,7 +172,7 @@ def test_missing_weights_are_one_error_with_all_that_is_needed(
 def test_another_file_of_that_name_is_refused(
     images: Path, inception: Path, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(extractors, "INCEPTION", published.INCEPTION)
+    monkeypatch.setattr(features, "INCEPTION", features.INCEPTION)
     with pytest.raises(HddmError, match=f"is another file .*{INCEPTION.sha256}"):
         open_extractor("inception", load_images(images), 48)
 

@@ -4,16 +4,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from hddm.benchmark.data import Divided
-from hddm.benchmark.finished import expert_records
+from hddm.benchmark.data import Division
+from hddm.benchmark.jobs import Job, Store, named, named_call
 from hddm.benchmark.measures import errors_call, errors_job_of, reliability_call, reliability_job_of
-from hddm.benchmark.models import Errors, Model, Zoo, model_hash
-from hddm.benchmark.naming import named, named_call
+from hddm.benchmark.models import Errors, Model, SeedModels, expert_records, model_hash
 from hddm.benchmark.samples import canonical, piece_call, pieces
-from hddm.benchmark.schema import BenchmarkSettings, Point, table_points
-from hddm.benchmark.schema_of_models import ModelSettings
-from hddm.benchmark.scoring import score_call, score_job_of
-from hddm.benchmark.store import Job, Store
+from hddm.benchmark.scores import score_call, score_job_of
+from hddm.benchmark.settings import BenchmarkSettings, ModelSettings, SamplingPoint, points_of
 from hddm.benchmark.trainings import MODEL, Training, router_call
 from hddm.data.shard_records import HELD_OUT, read_manifest
 from hddm.utils.processes import Call, Workers
@@ -23,29 +20,29 @@ _ALWAYS_TOLD = ("strategy", "solver", "steps")
 
 
 @dataclass(frozen=True)
-class Ground:
+class SharedInputs:
     """What all seeds share: the data, what samples are scored against, and what real images score."""
 
-    divided: Divided
+    divided: Division
     reference: Job
     features: Job
     real: dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Scored:
+class SampledRow:
     """One row of a table: which model at which point, and the jobs that drew and scored it."""
 
     table: str
     row: str
     model: str
-    point: Point
+    point: SamplingPoint
     samples: tuple[Job, ...]
     scores: Job
 
 
 @dataclass(frozen=True)
-class Seed:
+class SeedJobs:
     """What one seed left: all of it in the store.
 
     ``errors`` and ``reliability`` are jobs, the former by the expert's training; empty and None where there
@@ -58,7 +55,7 @@ class Seed:
     router: Job | None
     errors: dict[str, Job]
     reliability: Job | None
-    rows: tuple[Scored, ...]
+    rows: tuple[SampledRow, ...]
 
 
 @dataclass
@@ -75,15 +72,15 @@ class SeedRun:
 
     settings: BenchmarkSettings
     seed: int
-    ground: Ground
+    ground: SharedInputs
     store: Store
     workers: Workers
-    zoo: Zoo = field(init=False)
+    zoo: SeedModels = field(init=False)
 
     def __post_init__(self) -> None:
-        self.zoo = Zoo(self.settings, self.seed, self.ground.divided, self.store)
+        self.zoo = SeedModels(self.settings, self.seed, self.ground.divided, self.store)
 
-    def run(self) -> Seed:
+    def run(self) -> SeedJobs:
         """Train, measure, sample, score; what is done already is not done again."""
         trainings = self._train()
         errors = self._measure(trainings)
@@ -93,7 +90,7 @@ class SeedRun:
         self._sample(models, rows)
         self._score(rows)
         router = self.zoo.router_job if self.zoo.needs_router else None
-        return Seed(self.seed, models, tuple(trainings.values()), router, errors, reliability, rows)
+        return SeedJobs(self.seed, models, tuple(trainings.values()), router, errors, reliability, rows)
 
     def _train(self) -> dict[str, tuple[str, Training]]:
         """All experts, by the hash of their job, with the kind of model that they are for; and the router."""
@@ -149,10 +146,10 @@ class SeedRun:
         self._do({job: reliability_call(self.store.folder, job, router, validation)}, "judge router")
         return job
 
-    def _rows(self, models: Mapping[str, Model]) -> tuple[Scored, ...]:
+    def _rows(self, models: Mapping[str, Model]) -> tuple[SampledRow, ...]:
         rows, ground = [], self.ground
         for table in self.settings.tables:
-            points = table_points(self.settings, table)
+            points = points_of(self.settings, table)
             names = table.models or tuple(models)
             for name in names:
                 source, seen = models[name].source, set()
@@ -163,10 +160,10 @@ class SeedRun:
                     samples = tuple(pieces(source, point, self.seed))
                     scores = score_job_of(self.settings, samples, ground.reference, ground.features)
                     label = row_name(name, len(names) > 1, point, points)
-                    rows.append(Scored(table.name, label, name, point, samples, scores))
+                    rows.append(SampledRow(table.name, label, name, point, samples, scores))
         return tuple(rows)
 
-    def _sample(self, models: Mapping[str, Model], rows: Sequence[Scored]) -> None:
+    def _sample(self, models: Mapping[str, Model], rows: Sequence[SampledRow]) -> None:
         calls = {}
         for row in rows:
             for job in row.samples:
@@ -174,7 +171,7 @@ class SeedRun:
                 calls[job] = named_call(self._name(row), call)
         self._do(calls, "sample")
 
-    def _score(self, rows: Sequence[Scored]) -> None:
+    def _score(self, rows: Sequence[SampledRow]) -> None:
         ground = self.ground
         calls = {}
         for row in rows:
@@ -182,9 +179,9 @@ class SeedRun:
             calls[row.scores] = named_call(self._name(row), call)
         self._do(calls, "score")
 
-    def _name(self, row: Scored) -> str:
+    def _name(self, row: SampledRow) -> str:
         """A row in errors: its model, the seed, and how it is sampled."""
-        usual = Point().model_dump()
+        usual = SamplingPoint().model_dump()
         told = [
             f"{key} {value}"
             for key, value in row.point.model_dump().items()
@@ -201,7 +198,7 @@ class SeedRun:
             self.workers.run(todo, progress)
 
 
-def row_name(model: str, name_model: bool, point: Point, points: Sequence[Point]) -> str:
+def row_name(model: str, name_model: bool, point: SamplingPoint, points: Sequence[SamplingPoint]) -> str:
     """What to call a row: its model where there are several, and what it does not share with all points."""
     own = point.model_dump()
     varied = [key for key in own if len({one.model_dump()[key] for one in points}) > 1]
