@@ -144,7 +144,7 @@ def refuse_work_among_images(settings: DataSettings, data: Path | None, folders:
             raise HddmError(f"{folder}: lies among the images in {images}; choose a folder outside them")
 
 
-def divide(sides: SourceImages, data: DataSettings, settings: PartitionSettings, store: Store) -> Division:
+def divide(sources: SourceImages, data: DataSettings, settings: PartitionSettings, store: Store) -> Division:
     """Shards of the training side, without its validation images.
 
     Which images those are is decided by the hash of their pixels (`hddm.data.partition`), so that they are
@@ -161,11 +161,11 @@ def divide(sides: SourceImages, data: DataSettings, settings: PartitionSettings,
             "seed": settings.seed,
             "held_out": data.validation_share,
         }
-        job = Job(name, chosen, {"images": sides.hash})
+        job = Job(name, chosen, {"images": sources.hash})
         if not store.has(job):
             with making(store.folder, job) as (draft, _):
                 partition(
-                    sides.training,
+                    sources.training,
                     draft / name,
                     num,
                     settings.seed,
@@ -178,7 +178,7 @@ def divide(sides: SourceImages, data: DataSettings, settings: PartitionSettings,
     return Division(shards, whole, manifests, (jobs[0], jobs[1]))
 
 
-def reference_job(sides: SourceImages, divided: Division, split: Split) -> Job:
+def reference_job(sources: SourceImages, divided: Division, split: Split) -> Job:
     """The job that packs the images that samples are scored against.
 
     Raises:
@@ -187,27 +187,27 @@ def reference_job(sides: SourceImages, divided: Division, split: Split) -> Job:
     inputs = {"training": read_manifest(divided.all_images).hash, "shards": divided.hashes}
     if split == "validation":
         inputs["fresh"] = [manifest.hash for manifest in divided.validation_manifests]
-    elif sides.held_out is None:
+    elif sources.held_out is None:
         raise HddmError(
             "there are no held-out images to score on: name them by data.held_out, or give a "
             "data.held_out_share"
         )
     else:
-        inputs["fresh"] = [hash_of_images(sides.held_out)]
+        inputs["fresh"] = [hash_of_images(sources.held_out)]
     return Job("reference", {"score_on": split}, inputs)
 
 
-def fewest_images(sides: SourceImages, divided: Division) -> int:
+def fewest_images(sources: SourceImages, divided: Division) -> int:
     """Images of the smallest of the sides that samples are ever scored against; none is opened."""
     counts = [
         sum(len(manifest.images) for manifest in divided.manifests),
         sum(len(manifest.images) for manifest in divided.validation_manifests),
-        0 if sides.held_out is None else len(open_source(sides.held_out).files),
+        0 if sources.held_out is None else len(open_source(sources.held_out).files),
     ]
     return min(filter(None, counts))
 
 
-def write_reference(store: Store, job: Job, sides: SourceImages, divided: Division) -> None:
+def write_reference(store: Store, job: Job, sources: SourceImages, divided: Division) -> None:
     """Do `reference_job`: one file of bytes, which a worker reads in a moment."""
     with making(store.folder, job) as (draft, result):
         tensors: dict[str, Tensor] = {}
@@ -218,8 +218,8 @@ def write_reference(store: Store, job: Job, sides: SourceImages, divided: Divisi
             tensors["labels"] = torch.cat(labels)
         result["classes"] = list(shards[0].classes)
         if job.settings["score_on"] == "held-out":
-            assert sides.held_out is not None
-            tensors["fresh"] = load_images(sides.held_out).pixels
+            assert sources.held_out is not None
+            tensors["fresh"] = load_images(sources.held_out).pixels
         else:
             folders = [divided.validation(one.index) for one in shards]
             tensors["fresh"], _ = _joined([load_shard(one) for one in folders if one is not None])

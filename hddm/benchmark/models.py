@@ -4,22 +4,17 @@ import hashlib
 import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
-from hddm.benchmark.blending import Blend, choice
 from hddm.benchmark.compute import Cost, Costs, single_steps
-from hddm.benchmark.conversions import EXACT, OWN_SAMPLER
 from hddm.benchmark.data import Division
 from hddm.benchmark.jobs import Job, Store, making, named
 from hddm.benchmark.samples import SampledModel, canonical
 from hddm.benchmark.settings import (
-    BY_ERROR,
     ENSEMBLES,
     FINISHED,
-    RATIO,
     BenchmarkSettings,
     ModelSettings,
     SamplingPoint,
@@ -35,12 +30,11 @@ from hddm.experts.assembly import assemble
 from hddm.experts.ensembles import ENSEMBLE_FILE, read_ensemble_facts
 from hddm.experts.loading import load
 from hddm.experts.records import EXPERT_FILE, FORMAT, ExpertFacts
-from hddm.training.island_jobs import OBJECTIVES
 from hddm.training.settings import RouterSettings
 from hddm.utils.errors import HddmError
 from hddm.utils.files import read_json, sha256_of
 from hddm.utils.records import MANIFEST, read_facts
-from hddm.velocity import PredictionType, missing_from
+from hddm.velocity import missing_from
 
 
 def expert_records(folder: Path) -> list[ExpertFacts]:
@@ -76,9 +70,6 @@ def read_finished(folder: Path) -> list[ExpertFacts]:
 # Keys of records that say how long something took, not what it is.
 _HISTORY = {"training", "calibration"}
 
-Errors = Mapping[str, list[dict[str, Any]]]
-"""Velocity errors of the experts of each objective, one a shard: their ``mean``, and by ``levels``."""
-
 
 @dataclass(frozen=True)
 class Model:
@@ -104,16 +95,6 @@ class Model:
         """What the records of its experts say of their weights: averaged, raw or unstated."""
         return " and ".join(sorted({record.weights for record in expert_records(self.source.folder)}))
 
-    @property
-    def links(self) -> dict[str, Path]:
-        """Folders by the names that they are shown under."""
-        if self.source.blend is None:
-            return {str(self.link): self.source.folder}
-        return {
-            str(self.link / "flow"): self.source.folder,
-            str(self.link / "ddpm"): self.source.blend.folder,
-        }
-
 
 class SeedModels:
     """Trainings and models of one seed.
@@ -128,7 +109,7 @@ class SeedModels:
     def __init__(self, settings: BenchmarkSettings, seed: int, divided: Division, store: Store) -> None:
         self.settings, self.seed, self.divided, self.store = settings, seed, divided, store
         self.costs = Costs(store, divided.shards)
-        self._whole_hash = read_manifest(divided.all_images).hash
+        self._all_images_hash = read_manifest(divided.all_images).hash
 
     @property
     def num_shards(self) -> int:
@@ -156,8 +137,6 @@ class SeedModels:
             return []
         if model.kind == "single":
             wanted = [self._single(model)]
-        elif model.chooses:
-            wanted = [one for experts in self.compared(model).values() for one in experts]
         else:
             wanted = [
                 self._expert(model, name, k) for k, name in enumerate(model.named_objectives(self.num_shards))
@@ -172,52 +151,35 @@ class SeedModels:
         """
         return self.costs.expert(training.settings, training.init, training.init_hash)
 
-    def compared(self, model: ModelSettings) -> dict[str, list[Training]]:
-        """For a model that errors choose among experts for, those of each objective."""
-        shards = range(self.num_shards)
-        return {name: [self._expert(model, name, k) for k in shards] for name in OBJECTIVES}
-
-    def assigned(self, model: ModelSettings, errors: Errors | None) -> list[str]:
-        """The objective of each shard of an ensemble; ``errors`` of `compared` where they decide."""
-        if BY_ERROR not in model.objectives:
-            return model.named_objectives(self.num_shards)
-        assert errors is not None
-        both = zip(errors["ddpm"], errors["flow"], strict=True)
-        gaps = [ddpm["mean"] - flow["mean"] for ddpm, flow in both]
-        ratio = RATIO.fullmatch(model.objectives)
-        if ratio is None:
-            return ["ddpm" if gap < 0 else "flow" for gap in gaps]
-        chosen = sorted(range(self.num_shards), key=lambda k: gaps[k])[: int(ratio[1])]
-        return ["ddpm" if k in chosen else "flow" for k in range(self.num_shards)]
-
-    def open(self, model: ModelSettings, errors: Errors | None) -> Model:
-        """``model``, of finished trainings; an ensemble is assembled."""
+    def open(self, model: ModelSettings) -> Model:
+        """``model``, whose trainings are done; an ensemble is assembled."""
         if model.kind == "finished":
             return self._finished(model)
         if model.kind == "single":
             training = self._single(model)
+            trainings: tuple[Training, ...] = (training,)
             folder = self.store.path(training.job) / MODEL
-            source = SampledModel(folder, model_hash(folder), True, (training.shard,), (training.shard_hash,))
-            flop = {"experts": self._flop(training), "router": 0}
-            link = Path(f"seed_{self.seed}") / slug(model.name)
-            seen = _seen(training)
-            calibration = self._calibration_flop(training)
-            return Model(model.name, source, (model.objectives,), (training,), flop, seen, link, calibration)
-        if model.blended is not None:
-            return self._blended(model, errors)
-        objectives = self.assigned(model, errors)
-        experts = [self._expert(model, name, k) for k, name in enumerate(objectives)]
-        return self._ensemble(model, objectives, experts, self._source(self._assembled(experts)))
-
-    def _blended(self, model: ModelSettings, errors: Errors | None) -> Model:
-        assert errors is not None
-        experts = self.compared(model)
-        flow, ddpm = (self._assembled(experts[name]) for name in ("flow", "ddpm"))
-        choices = tuple(choice(*both) for both in zip(errors["ddpm"], errors["flow"], strict=True))
-        made = Job("blend", {"choices": choices}, {"flow": flow.hash, "ddpm": ddpm.hash})
-        source = replace(self._source(flow), hash=made.hash, blend=Blend(self._source(ddpm).folder, choices))
-        names = [name for name in experts for _ in experts[name]]
-        return self._ensemble(model, names, [one for each in experts.values() for one in each], source)
+            source = SampledModel(folder, model_hash(folder), True)
+            objectives: tuple[str, ...] = (model.objectives,)
+            router, place = 0, Path()
+        else:
+            objectives = tuple(model.named_objectives(self.num_shards))
+            trainings = tuple(self._expert(model, name, k) for k, name in enumerate(objectives))
+            job = self._assembled(trainings)
+            folder = self.store.path(job) / MODEL
+            source = SampledModel(folder, job.hash, False, _trained_in(expert_records(folder)))
+            router = self.costs.router(self.router_settings).of_router(self.router_settings)
+            place = Path(ENSEMBLES)
+        return Model(
+            model.name,
+            source,
+            objectives,
+            trainings,
+            {"experts": sum(self._flop(one) for one in trainings), "router": router},
+            sum(_seen(one) for one in trainings),
+            Path(f"seed_{self.seed}") / place / slug(model.name),
+            sum(self._calibration_flop(one) for one in trainings),
+        )
 
     def _assembled(self, experts: Sequence[Training]) -> Job:
         """The ensemble of an expert a shard, which is made unless it is there."""
@@ -230,34 +192,10 @@ class SeedModels:
                 assemble(folders, draft / MODEL, router)
         return job
 
-    def _source(self, job: Job) -> SampledModel:
-        folder, shards = self.store.path(job) / MODEL, tuple(self.divided.shard_folders)
-        hashes = tuple(self.divided.hashes)
-        return SampledModel(
-            folder, job.hash, False, shards, hashes, trained_in=_trained_in(expert_records(folder))
-        )
-
-    def _ensemble(
-        self,
-        model: ModelSettings,
-        objectives: Sequence[str],
-        experts: Sequence[Training],
-        source: SampledModel,
-    ) -> Model:
-        router_flop = self.costs.router(self.router_settings).of_router(self.router_settings)
-        flop = {"experts": sum(self._flop(one) for one in experts), "router": router_flop}
-        link = Path(f"seed_{self.seed}") / ENSEMBLES / slug(model.name)
-        seen = sum(_seen(one) for one in experts)
-        calibration = sum(self._calibration_flop(one) for one in experts)
-        return Model(model.name, source, tuple(objectives), tuple(experts), flop, seen, link, calibration)
-
     def _expert(self, model: ModelSettings, objective: str, shard: int) -> Training:
         folder, content = self.divided.shard_folders[shard], self.divided.hashes[shard]
         changes = dict(model.training)
         settings = self.settings.expert(objective, self.seed, **changes)
-        if model.blended is not None:
-            share = model.blended if objective == "ddpm" else 1 - model.blended
-            settings = settings.model_copy(update={"steps": max(1, round(share * settings.steps))})
         if objective == "ddpm" or (model.converted is None and model.init is None):
             return Training(folder, content, settings)
         if model.init is not None:
@@ -271,7 +209,7 @@ class SeedModels:
     def _single(self, model: ModelSettings) -> Training:
         steps = single_steps(self.settings, model.objectives, self.costs, **model.training)
         settings = self.settings.single(model.objectives, self.seed, steps, **model.training)
-        return Training(self.divided.all_images, self._whole_hash, settings)
+        return Training(self.divided.all_images, self._all_images_hash, settings)
 
     def _flop(self, training: Training) -> int:
         steps = sum(self.cost(one).of_expert(one.settings, calibrated=False) for one in _with_start(training))
@@ -327,17 +265,13 @@ def _seen(training: Training) -> int:
 
 
 @dataclass(frozen=True)
-class _Kind:
+class _Abilities:
     """What of a model decides how it can be sampled."""
 
     experts: int
     """0 of a single model."""
-    is_ddpm: bool
-    """Its experts predict noise on one schedule, as they were trained."""
     has_classes: bool
     has_router: bool = True
-    has_shards: bool = True
-    """Whether the shards are known that its experts were trained on."""
 
 
 def check_rows(settings: BenchmarkSettings) -> None:
@@ -347,7 +281,7 @@ def check_rows(settings: BenchmarkSettings) -> None:
         HddmError: for a row that asks a model for what it cannot give, and for a finished model that cannot
             be opened or compared.
     """
-    kinds = {model.name: _kind(settings, model) for model in settings.models}
+    kinds = {model.name: _abilities(settings, model) for model in settings.models}
     for table in settings.tables:
         for name, point in itertools.product(table.models or kinds, points_of(settings, table)):
             kind = kinds[name]
@@ -391,7 +325,7 @@ def check_counts(settings: BenchmarkSettings, counts: Mapping[str, int], dimensi
             raise too_few(dimensions, [counts[side]], "allow_few: true in the settings")
 
 
-def _misfits(model: str, kind: _Kind, point: SamplingPoint) -> Iterator[str]:
+def _misfits(model: str, kind: _Abilities, point: SamplingPoint) -> Iterator[str]:
     """Why ``model`` cannot be sampled at ``point``, and what to do."""
     strategy = Strategy.parse(point.strategy)
     if strategy.kind == "top" and strategy.value > kind.experts > 0:
@@ -403,32 +337,22 @@ def _misfits(model: str, kind: _Kind, point: SamplingPoint) -> Iterator[str]:
         yield f"strategy {point.strategy!r} needs a router, and {model} has none; take draw"
     if point.guidance_scale != 1 and not kind.has_classes:
         yield f"guidance_scale {point.guidance_scale:g} needs classes, and {model} has none; take 1"
-    if point.conversion == OWN_SAMPLER and (kind.has_classes or not kind.experts or not kind.is_ddpm):
-        yield (
-            f"conversion {OWN_SAMPLER!r} is for ensembles without classes whose experts all predict noise as "
-            f"they were trained to, and {model} is none; name such models in the table"
-        )
-    if point.conversion not in (EXACT, OWN_SAMPLER) and not kind.has_shards:
-        yield (
-            f"conversion {point.conversion!r} needs the shards that experts were trained on, which are not "
-            f"known of {model}, a finished one; name others in the table"
-        )
 
 
-def _kind(settings: BenchmarkSettings, model: ModelSettings) -> _Kind:
+def _abilities(settings: BenchmarkSettings, model: ModelSettings) -> _Abilities:
     if model.path is not None:
         with named(f"model {model.name!r}"):
-            return _kind_of_finished(model.path)
+            return _abilities_of_finished(model.path)
     if model.kind == "single":
         trained = settings.single(model.objectives, 0, 1, **model.training)
-        return _Kind(0, False, trained.class_conditional)
+        return _Abilities(0, trained.class_conditional)
     objectives = model.named_objectives(settings.partition.shards)
     labelled = (settings.expert(name, 0, **model.training).class_conditional for name in set(objectives))
-    return _Kind(len(objectives), set(objectives) == {"ddpm"}, any(labelled))
+    return _Abilities(len(objectives), any(labelled))
 
 
-def _kind_of_finished(path: Path) -> _Kind:
-    records = read_finished(path)
+def _abilities_of_finished(path: Path) -> _Abilities:
+    read_finished(path)
     opened = load(path)
     fields = opened.experts if isinstance(opened, Ensemble) else [opened]
     for field in fields:
@@ -439,12 +363,6 @@ def _kind_of_finished(path: Path) -> _Kind:
                 f"{path}: needs {' and '.join(missing)}, which a benchmark does not give; sample it with "
                 "hddm sample, and compare the images with hddm evaluate"
             )
-    is_ddpm = all(
-        record.prediction_type is PredictionType.EPSILON
-        and not record.training_calibration
-        and record.schedule == records[0].schedule
-        for record in records
-    )
     experts = len(fields) if isinstance(opened, Ensemble) else 0
     has_router = isinstance(opened, Ensemble) and opened.router is not None
-    return _Kind(experts, is_ddpm, bool(opened.classes), has_router, has_shards=False)
+    return _Abilities(experts, bool(opened.classes), has_router)

@@ -6,7 +6,6 @@ from typing import Annotated
 
 from pydantic import Field
 
-from hddm.benchmark.conversions import CONVERSIONS, EXACT
 from hddm.benchmark.results import Results
 from hddm.benchmark.run import run_benchmark
 from hddm.benchmark.settings import BenchmarkSettings
@@ -110,7 +109,7 @@ def quickstart(out: Path, settings: QuickstartSettings, overwrite: bool = False)
 
 
 def as_benchmark(settings: QuickstartSettings) -> BenchmarkSettings:
-    """The benchmark that a quickstart is: three tables, scored on held-out images.
+    """The benchmark that a quickstart is: two tables, scored on held-out images.
 
     Nothing is chosen by it, so there are no validation images.
     """
@@ -148,12 +147,6 @@ def as_benchmark(settings: QuickstartSettings) -> BenchmarkSettings:
                     "models": mixed[-1:],
                     "base": few | {"solver": settings.strategy_solver},
                     "vary": {"strategy": settings.strategies},
-                },
-                {
-                    "name": "conversions",
-                    "models": [DDPM],
-                    "base": few,
-                    "vary": {"conversion": [name for name in CONVERSIONS if name != EXACT]},
                 },
             ],
             "score_on": "held-out",

@@ -6,17 +6,15 @@ from typing import Any
 
 from hddm.benchmark.data import Division
 from hddm.benchmark.jobs import Job, Store, named, named_call
-from hddm.benchmark.measures import errors_call, errors_job_of, reliability_call, reliability_job_of
-from hddm.benchmark.models import Errors, Model, SeedModels, expert_records, model_hash
+from hddm.benchmark.models import Model, SeedModels
 from hddm.benchmark.samples import canonical, piece_call, pieces
 from hddm.benchmark.scores import score_call, score_job_of
-from hddm.benchmark.settings import BenchmarkSettings, ModelSettings, SamplingPoint, points_of
-from hddm.benchmark.trainings import MODEL, Training, router_call
-from hddm.data.shard_records import HELD_OUT, read_manifest
+from hddm.benchmark.settings import BenchmarkSettings, SamplingPoint, points_of
+from hddm.benchmark.trainings import Training, router_call
 from hddm.utils.processes import Call, Workers
 from hddm.utils.progress import Progress
 
-_ALWAYS_TOLD = ("strategy", "solver", "steps")
+_ALWAYS_NAMED = ("strategy", "solver", "steps")
 
 
 @dataclass(frozen=True)
@@ -43,18 +41,12 @@ class SampledRow:
 
 @dataclass(frozen=True)
 class SeedJobs:
-    """What one seed left: all of it in the store.
-
-    ``errors`` and ``reliability`` are jobs, the former by the expert's training; empty and None where there
-    are no validation images.
-    """
+    """The finished jobs of one seed, all in the store."""
 
     seed: int
     models: dict[str, Model]
-    trainings: tuple[tuple[str, Training], ...]
+    trainings: tuple[Training, ...]
     router: Job | None
-    errors: dict[str, Job]
-    reliability: Job | None
     rows: tuple[SampledRow, ...]
 
 
@@ -65,89 +57,54 @@ class SeedRun:
     Args:
         settings: of the benchmark.
         seed: the training seed, and that of the samples.
-        ground: what all seeds share.
+        shared: what all seeds share.
         store: where jobs lie.
         workers: who does them.
     """
 
     settings: BenchmarkSettings
     seed: int
-    ground: SharedInputs
+    shared: SharedInputs
     store: Store
     workers: Workers
-    zoo: SeedModels = field(init=False)
+    models: SeedModels = field(init=False)
 
     def __post_init__(self) -> None:
-        self.zoo = SeedModels(self.settings, self.seed, self.ground.divided, self.store)
+        self.models = SeedModels(self.settings, self.seed, self.shared.divided, self.store)
 
     def run(self) -> SeedJobs:
-        """Train, measure, sample, score; what is done already is not done again."""
+        """Train, sample, score; what is done already is not done again."""
         trainings = self._train()
-        errors = self._measure(trainings)
-        models = {one.name: self.zoo.open(one, self._decisive(one, errors)) for one in self.settings.models}
-        reliability = self._judge_router()
+        models = {one.name: self.models.open(one) for one in self.settings.models}
         rows = self._rows(models)
         self._sample(models, rows)
         self._score(rows)
-        router = self.zoo.router_job if self.zoo.needs_router else None
-        return SeedJobs(self.seed, models, tuple(trainings.values()), router, errors, reliability, rows)
+        router = self.models.router_job if self.models.needs_router else None
+        return SeedJobs(self.seed, models, tuple(trainings), router, rows)
 
-    def _train(self) -> dict[str, tuple[str, Training]]:
-        """All experts, by the hash of their job, with the kind of model that they are for; and the router."""
-        found: dict[str, tuple[str, Training]] = {}
+    def _train(self) -> list[Training]:
+        """All experts, each once, and the router."""
+        found: dict[str, Training] = {}
         for model in self.settings.models:
             with named(f"model {model.name!r}"):
-                for training in self.zoo.trainings(model):
+                for training in self.models.trainings(model):
                     # What cannot be trained says so here, before hours of what can.
-                    self.zoo.cost(training)
-                    found.setdefault(training.job.hash, (model.kind, training))
+                    self.models.cost(training)
+                    found.setdefault(training.job.hash, training)
         every = self.settings.training.checkpoint_every
         waves: list[dict[Job, Call]] = [{}, {}]
         # The longest first, so that no worker is idle at the end.
-        for _, training in sorted(found.values(), key=lambda one: -_work(one[1])):
+        for training in sorted(found.values(), key=lambda one: -_work(one)):
             waves[training.start is not None][training.job] = training.call(self.store, every)
-        if self.zoo.needs_router:
-            job, settings = self.zoo.router_job, self.zoo.router_settings
-            waves[0][job] = router_call(self.store, job, self.ground.divided.shards, settings, every)
+        if self.models.needs_router:
+            job, settings = self.models.router_job, self.models.router_settings
+            waves[0][job] = router_call(self.store, job, self.shared.divided.shards, settings, every)
         for wave in waves:
             self._do(wave, "train")
-        return found
-
-    def _measure(self, trainings: Mapping[str, tuple[str, Training]]) -> dict[str, Job]:
-        """Errors by noise level of all experts, by the hash of their job."""
-        jobs, calls = {}, {}
-        for key, (_, training) in trainings.items():
-            validation = training.shard.parent / HELD_OUT / training.shard.name
-            if not validation.is_dir():
-                continue
-            folder = self.store.path(training.job) / MODEL
-            (record,) = expert_records(folder)
-            images = read_manifest(validation).hash
-            jobs[key] = errors_job_of(model_hash(folder), images, record.training_calibration)
-            calls[jobs[key]] = errors_call(self.store.folder, jobs[key], folder, validation)
-        self._do(calls, "measure")
-        return jobs
-
-    def _decisive(self, model: ModelSettings, errors: Mapping[str, Job]) -> Errors | None:
-        if not model.chooses:
-            return None
-        return {
-            name: [self.store.result(errors[one.job.hash])["calibrated"] for one in experts]
-            for name, experts in self.zoo.compared(model).items()
-        }
-
-    def _judge_router(self) -> Job | None:
-        folders = [self.ground.divided.validation(k) for k in range(self.zoo.num_shards)]
-        validation = [folder for folder in folders if folder is not None]
-        if not self.zoo.needs_router or len(validation) < len(folders):
-            return None
-        router = self.store.path(self.zoo.router_job) / MODEL
-        job = reliability_job_of(model_hash(router), [read_manifest(one).hash for one in validation])
-        self._do({job: reliability_call(self.store.folder, job, router, validation)}, "judge router")
-        return job
+        return list(found.values())
 
     def _rows(self, models: Mapping[str, Model]) -> tuple[SampledRow, ...]:
-        rows, ground = [], self.ground
+        rows, shared = [], self.shared
         for table in self.settings.tables:
             points = points_of(self.settings, table)
             names = table.models or tuple(models)
@@ -158,7 +115,7 @@ class SeedRun:
                         continue
                     seen.add(canonical(point, True))
                     samples = tuple(pieces(source, point, self.seed))
-                    scores = score_job_of(self.settings, samples, ground.reference, ground.features)
+                    scores = score_job_of(self.settings, samples, shared.reference, shared.features)
                     label = row_name(name, len(names) > 1, point, points)
                     rows.append(SampledRow(table.name, label, name, point, samples, scores))
         return tuple(rows)
@@ -172,22 +129,23 @@ class SeedRun:
         self._do(calls, "sample")
 
     def _score(self, rows: Sequence[SampledRow]) -> None:
-        ground = self.ground
         calls = {}
         for row in rows:
-            call = score_call(self.store, row.scores, row.samples, ground.reference, ground.features)
+            call = score_call(
+                self.store, row.scores, row.samples, self.shared.reference, self.shared.features
+            )
             calls[row.scores] = named_call(self._name(row), call)
         self._do(calls, "score")
 
     def _name(self, row: SampledRow) -> str:
         """A row in errors: its model, the seed, and how it is sampled."""
         usual = SamplingPoint().model_dump()
-        told = [
+        named = [
             f"{key} {value}"
             for key, value in row.point.model_dump().items()
-            if key in _ALWAYS_TOLD or value != usual[key]
+            if key in _ALWAYS_NAMED or value != usual[key]
         ]
-        return ", ".join([f"model {row.model!r}", f"seed {self.seed}", *told])
+        return ", ".join([f"model {row.model!r}", f"seed {self.seed}", *named])
 
     def _do(self, calls: Mapping[Job, Call], label: str) -> None:
         """Those of the jobs that are not done, with a bar."""
@@ -199,7 +157,7 @@ class SeedRun:
 
 
 def row_name(model: str, name_model: bool, point: SamplingPoint, points: Sequence[SamplingPoint]) -> str:
-    """What to call a row: its model where there are several, and what it does not share with all points."""
+    """Name a row: its model where there are several, and what it does not share with all points."""
     own = point.model_dump()
     varied = [key for key in own if len({one.model_dump()[key] for one in points}) > 1]
     values = [f"{own[key]} steps" if key == "steps" else str(own[key]) for key in varied]

@@ -27,7 +27,6 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, Field, ValidationError, field_validator, model_validator
 
-from hddm.benchmark.conversions import CONVERSIONS
 from hddm.benchmark.jobs import named
 from hddm.ensemble import Strategy
 from hddm.sampling import solver_named
@@ -93,8 +92,22 @@ def parse_seeds(text: str, option: str = "") -> tuple[int, ...]:
     return tuple(found)
 
 
-BY_ERROR = "by-error"
-RATIO = re.compile(rf"(\d+):(\d+)(?: {BY_ERROR})?")
+_RATIO = re.compile(r"(\d+):(\d+)")
+_EXPERIMENTS = {
+    "by-error": "python -m benchmarks.heterogeneity by-error",
+    "blended": "python -m benchmarks.heterogeneity blended",
+    "conversion": "python -m benchmarks.conversion grid",
+}
+"""Settings of older files that were experiments, and how each is run now."""
+
+
+def _refuse_experiments(values: Any) -> Any:
+    """Refuse the keys and objectives of `_EXPERIMENTS`."""
+    for key, value in values.items() if isinstance(values, dict) else ():
+        word = "by-error" if key == "objectives" and "by-error" in str(value) else key
+        if word in _EXPERIMENTS:
+            raise ValueError(f"{word} was an experiment and is no setting any more: {_EXPERIMENTS[word]}")
+    return values
 
 
 def _leaves_seed_and_objective(values: dict[str, Any]) -> dict[str, Any]:
@@ -115,21 +128,22 @@ class ModelSettings(Facts):
     kind: Literal["single", "ensemble", "finished"] = "ensemble"
     """One network on all images; an expert a shard and a router; or what ``path`` holds."""
     objectives: str = "flow"
-    """``flow`` or ``ddpm``; of an ensemble also ``1:3`` (DDPM on the first shard, flow on three),
-    ``0=ddpm,*=flow``, ``by-error`` (on each shard the objective whose expert has the lower velocity error on
-    validation images), or ``1:3 by-error`` (DDPM on the shard where that loses least)."""
+    """``flow`` or ``ddpm``; of an ensemble also ``1:3`` (DDPM on the first shard, flow on three) or
+    ``0=ddpm,*=flow``."""
     converted: Annotated[float, Field(gt=0, lt=1)] | None = None
     """Flow experts are DDPM experts for this share of their steps, and are then trained on through the exact
     conversion."""
-    blended: Annotated[float, Field(gt=0, lt=1)] | None = None
-    """On each shard a DDPM expert for this share of the steps and a flow expert for the rest; at each noise
-    level the one runs whose velocity error on validation images is lower there."""
     init: Path | None = None
     """An expert folder that flow experts are trained on from; its own compute is not counted."""
     path: Path | None = None
     """Of a finished model: an expert or ensemble folder that makes images in pixels."""
     training: TrainingKeys = Field(default_factory=dict)
     """Before what `TrainingSettings` says, for this model's experts."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _is_no_experiment(cls, values: Any) -> Any:
+        return _refuse_experiments(values)
 
     @field_validator("objectives", mode="before")
     @classmethod
@@ -140,14 +154,12 @@ class ModelSettings(Facts):
         return value
 
     def named_objectives(self, shards: int) -> list[str]:
-        """The objective of each shard; of those that errors choose, what DDPM on the first shards would be.
+        """The objective of each shard.
 
         Raises:
             HddmError: for objectives that are not of ``shards`` experts, or unknown.
         """
-        if self.objectives == BY_ERROR:
-            return ["flow"] * shards
-        ratio = RATIO.fullmatch(self.objectives)
+        ratio = _RATIO.fullmatch(self.objectives)
         if ratio is None:
             return parse_objectives(self.objectives, shards, f"{self.name}: objectives")
         ddpm, flow = int(ratio[1]), int(ratio[2])
@@ -171,11 +183,6 @@ class ModelSettings(Facts):
                 "one"
             )
 
-    @property
-    def chooses(self) -> bool:
-        """Whether errors on validation images choose among experts of both objectives on each shard."""
-        return BY_ERROR in self.objectives or self.blended is not None
-
     @model_validator(mode="after")
     def _says_what_it_is(self) -> "ModelSettings":
         if (self.kind == "finished") != (self.path is not None):
@@ -187,11 +194,6 @@ class ModelSettings(Facts):
             )
         if self.converted is not None and self.init is not None:
             raise ValueError(f"{self.name}: starts from converted experts or from init; drop one")
-        if self.blended is not None:
-            if self.kind != "ensemble" or self.objectives != "flow":
-                raise ValueError(f"{self.name}: blended is an ensemble of both; drop kind and objectives")
-            if self.converted is not None or self.init is not None:
-                raise ValueError(f"{self.name}: is blended, or starts from other experts; drop one")
         if self.kind != "ensemble" and (self.converted is not None or self.init is not None):
             raise ValueError(f"{self.name}: converted and init are for ensembles; drop them, or drop kind")
         if self.kind == "single" and self.objectives not in ("flow", "ddpm"):
@@ -290,8 +292,6 @@ class SamplingPoint(Facts):
     calibration: Calibration = "experts+router"
     """Whose calibration is used: the experts' near t = 1 (`hddm.calibration`), the router's temperatures
     (`hddm.training.router_calibration`), both or none."""
-    conversion: str = CONVERSIONS[0]
-    """Of experts that predict noise; see `hddm.benchmark.conversions.CONVERSIONS`."""
     router_temperature: Annotated[float, Field(gt=0)] = 1.0
     """Factor on all temperatures of the router."""
     solver: str = "euler"
@@ -311,12 +311,10 @@ class SamplingPoint(Facts):
         solver_named(value)
         return value
 
-    @field_validator("conversion")
+    @model_validator(mode="before")
     @classmethod
-    def _is_a_conversion(cls, value: str) -> str:
-        if value not in CONVERSIONS:
-            raise ValueError(f"choose one of {', '.join(CONVERSIONS)}")
-        return value
+    def _is_no_experiment(cls, values: Any) -> Any:
+        return _refuse_experiments(values)
 
 
 class TableSettings(Facts):
@@ -336,6 +334,7 @@ class TableSettings(Facts):
     @field_validator("vary", "base")
     @classmethod
     def _varies_what_there_is(cls, value: dict[str, Any]) -> dict[str, Any]:
+        _refuse_experiments(value)
         for key in value:
             if key not in SamplingPoint.model_fields:
                 raise ValueError(
@@ -399,10 +398,6 @@ class BenchmarkSettings(Facts):
             raise ValueError(f"there is no model {unknown[0]!r}; models are {', '.join(names)}")
         if self.score_on == "validation" and not self.data.validation_share:
             raise ValueError("score_on: validation needs a data.validation_share; or write held-out")
-        if not self.data.validation_share and any(model.chooses for model in self.models):
-            raise ValueError(
-                f"objectives: {BY_ERROR} and blended: need validation images; give a data.validation_share"
-            )
         if self.partition.shards < 2 and any(model.kind == "ensemble" for model in self.models):
             raise ValueError("an ensemble needs partition.shards of 2 or more")
         for model in self.models:
@@ -455,10 +450,9 @@ class BenchmarkSettings(Facts):
         if model.kind == "single":
             self.single(model.objectives, 0, 1, **model.training)
         elif model.kind == "ensemble":
-            # Experts of both are trained where errors choose, and DDPM ones before they are converted.
-            both = model.chooses or model.converted is not None
-            objectives = OBJECTIVES if both else model.named_objectives(self.partition.shards)
-            for objective in dict.fromkeys(objectives):
+            objectives = model.named_objectives(self.partition.shards)
+            # Converted experts are DDPM experts first.
+            for objective in dict.fromkeys(objectives if model.converted is None else OBJECTIVES):
                 self.expert(objective, 0, **model.training)
 
     def _common(self) -> dict[str, Any]:
