@@ -9,9 +9,9 @@ from diffusers import DDIMScheduler, DDPMScheduler, FlowMatchEulerDiscreteSchedu
 
 from hddm.checkpoints.convert import Conversion, plan, write
 from hddm.experts.assembly import assemble
-from hddm.experts.ensembles import EnsembleFacts
+from hddm.experts.ensembles import EnsembleRecord
 from hddm.experts.expert_set import ExpertSet
-from hddm.experts.records import Expert, ExpertFacts, RouterFacts, save_expert, save_router
+from hddm.experts.records import Expert, ExpertRecord, RouterRecord, save_expert, save_router
 from hddm.networks.offload import Shelf
 from hddm.networks.transformers import ExpertTransformer, RouterTransformer
 from hddm.networks.wrappers import interface_of
@@ -46,12 +46,12 @@ def flow_expert(seed: int = 0, facts: Mapping[str, Any] | None = None, **network
     nulls = {}
     if "encoder_hidden_states" in interface.conditions:
         nulls["encoder_hidden_states"] = torch.zeros(77, made.config.text_dim)
-    return Expert(made, ExpertFacts.model_validate(stated | dict(facts or {})), None, nulls)
+    return Expert(made, ExpertRecord.model_validate(stated | dict(facts or {})), None, nulls)
 
 
 def random_router(
     num: int, shape: Sequence[int] = (3, 4, 4), seed: int = 0
-) -> tuple[RouterTransformer, RouterFacts]:
+) -> tuple[RouterTransformer, RouterRecord]:
     """A router that prefers other experts for other samples, none of them on the whole."""
     network = RouterTransformer(num, shape[1], shape[0], patch_size=2, hidden_size=16, depth=1, num_heads=2)
     randomised(network, seed)
@@ -63,7 +63,7 @@ def random_router(
     last.weight.data *= scale
     last.bias.data = (last.bias - logits.mean(0)) * scale
     hashes = tuple(f"shard {k}" for k in range(num))
-    facts = RouterFacts(
+    facts = RouterRecord(
         time_scale=1000.0, sample_shape=tuple(shape), shard_hashes=hashes, shard_images=(1,) * num
     )
     return network, facts
@@ -81,7 +81,7 @@ def pipeline_in_memory(
     """A pipeline of experts that lie on no disk, behind a random router."""
     num = len(experts)
     router, router_facts = random_router(num, experts[0].facts.sample_shape)
-    facts = EnsembleFacts(
+    facts = EnsembleRecord(
         experts=tuple(f"experts/{k}" for k in range(num)),
         router="router",
         prior=tuple(prior or [1 / num] * num),

@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from hddm.experts.records import Expert, ExpertFacts, read_expert, save_expert
+from hddm.experts.records import Expert, ExpertRecord, read_expert, save_expert
 from hddm.training.lora import adapter_facts, add_adapter, save_adapted
 from tests.ensemble_files import flow_expert
 
@@ -37,7 +37,7 @@ def write_adapter(
         if ".lora_B." in name:
             parameter.data.normal_(std=size, generator=noise) if size else parameter.data.zero_()
     out.mkdir(parents=True)
-    changed = ExpertFacts.model_validate(expert.facts.model_dump() | changes)
+    changed = ExpertRecord.model_validate(expert.facts.model_dump() | changes)
     save_adapted(out, Expert(expert.network, changed, expert.calibration, expert.nulls), facts)
     return out
 

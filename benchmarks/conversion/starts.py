@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from hddm.calibration import Moments, bounded_gain
 from hddm.checkpoints.convert import Conversion, plan, write
 from hddm.experts.loading import load
-from hddm.experts.records import Expert, ExpertFacts, save_expert
+from hddm.experts.records import Expert, ExpertRecord, save_expert
 from hddm.networks.transformers import ExpertTransformer
 from hddm.schedules import LinearSchedule, from_diffusers
 from hddm.training.loop import Inputs, StepReport, Task, fit
@@ -97,7 +97,7 @@ def pretrain(
 
     fitted = fit(Task(network, len(images), draw, loss), settings, watchers=[count])
     channels, height, width = images.shape[1:]
-    facts = ExpertFacts(
+    facts = ExpertRecord(
         objective="ddpm",
         prediction_type=objective.prediction_type,
         schedule=objective.schedule.config,

@@ -21,7 +21,7 @@ from benchmarks.inference.times import synchronise
 from hddm.ensemble import Ensemble, Router
 from hddm.experts.assembly import assemble
 from hddm.experts.loading import load
-from hddm.experts.records import RouterFacts, save_expert, save_router
+from hddm.experts.records import RouterRecord, save_expert, save_router
 from hddm.networks.folders import WEIGHTS
 from hddm.sampling import integrate, time_grid
 from hddm.training.objectives import TIME_SCALE
@@ -100,7 +100,7 @@ def write_ensembles(settings: Settings, place: Path) -> tuple[int, int]:
         save_expert(folders[-1], random_expert(settings.stored, shape, settings.patch, k, count))
     router, facts = (
         place / "router",
-        RouterFacts(
+        RouterRecord(
             time_scale=TIME_SCALE,
             sample_shape=shape,
             shard_hashes=tuple(f"shard {k}" for k in range(count)),

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from benchmarks.inference.settings import Settings, Size
 from hddm.ensemble import Router
 from hddm.experts.expert_set import ExpertSet
-from hddm.experts.records import Expert, ExpertFacts, ShardFacts
+from hddm.experts.records import Expert, ExpertRecord, ShardRecord
 from hddm.networks.transformers import ExpertTransformer, RouterTransformer
 from hddm.schedules import CosineSchedule, LinearSchedule, Schedule
 from hddm.training.objectives import TIME_SCALE
@@ -55,14 +55,14 @@ def random_expert(
     )
     flow = index % 2 == 0
     schedule: Schedule = LinearSchedule() if flow else CosineSchedule()
-    facts = ExpertFacts(
+    facts = ExpertRecord(
         objective="flow" if flow else "ddpm",
         prediction_type=PredictionType.FLOW_PREDICTION if flow else PredictionType.EPSILON,
         schedule=schedule.config,
         schedule_source="benchmark",
         time_scale=TIME_SCALE,
         sample_shape=shape,
-        shard=ShardFacts(index=index, num_shards=experts, hash=f"shard {index}", images=1000),
+        shard=ShardRecord(index=index, num_shards=experts, hash=f"shard {index}", images=1000),
     )
     return Expert(randomised(network), facts, None)
 

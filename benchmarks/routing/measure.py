@@ -28,11 +28,11 @@ from hddm.data.shard_records import find_shards
 from hddm.evaluation.classifier import FEATURES, FeatureClassifier, train_classifier
 from hddm.evaluation.features import Extractor
 from hddm.evaluation.scores import Scorer
-from hddm.experts.records import FORMAT, ROUTER_FILE, RouterFacts
+from hddm.experts.records import FORMAT, ROUTER_FILE, RouterRecord
 from hddm.utils.files import read_json, write_json
 from hddm.utils.processes import Call, Workers
 from hddm.utils.progress import Progress
-from hddm.utils.records import read_facts
+from hddm.utils.records import read_record
 
 
 def measure_routing(
@@ -60,7 +60,7 @@ def measure_routing(
             rows = _sample(pool, workers, settings, data, place, seed, scorer, classifier)
             knots = _knots(pool, settings, shards, place, seed)
             calibrations = {
-                name: read_facts(place / name / ROUTER_FILE, RouterFacts, FORMAT).model_dump(
+                name: read_record(place / name / ROUTER_FILE, RouterRecord, FORMAT).model_dump(
                     mode="json", include={"temperatures", "calibration"}
                 )
                 for name in CALIBRATED

@@ -47,11 +47,11 @@ def partition(
         HELD_OUT,
         MIN_IMAGES,
         PARTITION_FILE,
-        PartitionFacts,
+        PartitionRecord,
         read_manifest,
     )
     from hddm.utils.errors import TO_ONE_SIZE, counted, shown
-    from hddm.utils.records import read_facts
+    from hddm.utils.records import read_record
 
     kept = cache or out.with_name(f"{out.name}.features")
     with _named(kept, is_known=cache is not None or kept.exists()):
@@ -69,7 +69,7 @@ def partition(
             caption_column=caption_column,
             label_column=label_column,
         )
-    facts = read_facts(out / PARTITION_FILE, PartitionFacts, FORMAT)
+    facts = read_record(out / PARTITION_FILE, PartitionRecord, FORMAT)
     for number, silhouette in (facts.proposal or {}).items():
         typer.echo(f"{counted(number, 'shard')}: silhouette {silhouette:.3f}")
     for name in shown([f"{images / name}: cannot be read" for name in facts.skipped]):

@@ -136,7 +136,7 @@ def sample(
     """Make images from an expert or an ensemble. Image i depends on the seed and i alone."""
     from hddm.pipelines.settings import SampleSettings
     from hddm.utils.progress import Progress
-    from hddm.utils.records import OPTIONS, parse_facts
+    from hddm.utils.records import OPTIONS, parse_record
 
     given = {
         "num_images": num_images,
@@ -165,7 +165,7 @@ def sample(
         "output_type": output_type.value,
     }
     with asked():
-        settings = parse_facts(given, SampleSettings, OPTIONS)
+        settings = parse_record(given, SampleSettings, OPTIONS)
 
     from hddm.pipelines.samples import sample_to_folder
 

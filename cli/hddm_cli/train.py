@@ -157,12 +157,12 @@ def router(
     if router_is_finished(shards, out, settings, run, overwrite):
         return
 
-    from hddm.experts.records import FORMAT, ROUTER_FILE, RouterFacts
+    from hddm.experts.records import FORMAT, ROUTER_FILE, RouterRecord
     from hddm.training.logs import trend_of
     from hddm.training.router import told as accuracy
     from hddm.training.router import train_router
     from hddm.utils.progress import TrainingProgress
-    from hddm.utils.records import read_facts
+    from hddm.utils.records import read_record
 
     with TrainingProgress(settings.steps, settings.batch_size, "train") as progress:
         losses = train_router(shards, out, settings, overwrite, progress.reach, run)
@@ -170,7 +170,7 @@ def router(
         typer.echo(f"{out}: {trend.told('cross-entropy')}")
     if not losses:
         return
-    facts = read_facts(out / ROUTER_FILE, RouterFacts, FORMAT)
+    facts = read_record(out / ROUTER_FILE, RouterRecord, FORMAT)
     if len(facts.shard_images) > 1:
         typer.echo(f"{out}: {accuracy(facts.training['accuracy'])}")
     if settings.calibrate:

@@ -17,9 +17,9 @@ from hddm_cli.options import BatchSize, Device, InputOption, LearningRate, Preci
 
 if TYPE_CHECKING:
     from hddm.training.settings import RunOptions
-    from hddm.utils.records import Facts
+    from hddm.utils.records import Record
 
-    Settings = TypeVar("Settings", bound=Facts)
+    Settings = TypeVar("Settings", bound=Record)
 
 Command = Callable[..., None]
 Group = Mapping[str, tuple[Any, Any]]

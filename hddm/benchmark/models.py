@@ -29,15 +29,15 @@ from hddm.evaluation.distances import are_few, too_few
 from hddm.experts.assembly import assemble
 from hddm.experts.ensembles import ENSEMBLE_FILE, read_ensemble_facts
 from hddm.experts.loading import load
-from hddm.experts.records import EXPERT_FILE, FORMAT, ExpertFacts
+from hddm.experts.records import EXPERT_FILE, FORMAT, ExpertRecord
 from hddm.training.settings import RouterSettings
 from hddm.utils.errors import HddmError
 from hddm.utils.files import read_json, sha256_of
-from hddm.utils.records import MANIFEST, read_facts
+from hddm.utils.records import MANIFEST, read_record
 from hddm.velocity import missing_from
 
 
-def expert_records(folder: Path) -> list[ExpertFacts]:
+def expert_records(folder: Path) -> list[ExpertRecord]:
     """The records of an expert folder, or of all experts of an ensemble folder.
 
     Raises:
@@ -45,10 +45,10 @@ def expert_records(folder: Path) -> list[ExpertFacts]:
     """
     is_expert = (folder / EXPERT_FILE).is_file()
     experts = [folder] if is_expert else [folder / name for name in read_ensemble_facts(folder).experts]
-    return [read_facts(expert / EXPERT_FILE, ExpertFacts, FORMAT) for expert in experts]
+    return [read_record(expert / EXPERT_FILE, ExpertRecord, FORMAT) for expert in experts]
 
 
-def read_finished(folder: Path) -> list[ExpertFacts]:
+def read_finished(folder: Path) -> list[ExpertRecord]:
     """The records of the experts of a finished model.
 
     Raises:
@@ -250,7 +250,7 @@ def model_hash(folder: Path) -> str:
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
-def _trained_in(records: Sequence[ExpertFacts]) -> tuple[bool, ...]:
+def _trained_in(records: Sequence[ExpertRecord]) -> tuple[bool, ...]:
     return tuple(record.training_calibration for record in records)
 
 

@@ -14,10 +14,10 @@ from hddm.training.router import RouterSettings
 from hddm.training.settings import Positive
 from hddm.utils.errors import HddmError
 from hddm.utils.files import check_absent
-from hddm.utils.records import BENCHMARK_FILE, RESULTS_FILE, Facts
+from hddm.utils.records import BENCHMARK_FILE, RESULTS_FILE, Record
 
 
-class QuickstartSettings(Facts):
+class QuickstartSettings(Record):
     """Settings of `hddm.benchmark.quickstart.quickstart`.
 
     The single model has batches of ``batch_size``, each expert ``steps`` of ``batch_size / num_shards``; how

@@ -21,7 +21,7 @@ from hddm.evaluation.results import Result, ResultGroup, read_groups
 from hddm.evaluation.verdict import Contrast, Figure, Verdict, verdicts
 from hddm.utils.errors import HddmError
 from hddm.utils.files import read_json
-from hddm.utils.records import RESULTS_FILE, Facts, check_format, parse_facts
+from hddm.utils.records import RESULTS_FILE, Record, check_format, parse_record
 
 FORMAT = "3.0"
 LARGEST = 2**29
@@ -29,7 +29,7 @@ MARK = "†"
 """Of a spread over seeds that is one of samples alone (`Results.one_model`)."""
 
 
-class ScoredRow(Facts):
+class ScoredRow(Record):
     """One row of a table, of one training seed."""
 
     table: str
@@ -55,7 +55,7 @@ class ScoredRow(Facts):
     do not say."""
 
 
-class ModelResult(Facts):
+class ModelResult(Record):
     """What one model of one seed is made of, and what training it cost in counted operations."""
 
     model: str
@@ -77,7 +77,7 @@ class ModelResult(Facts):
     seconds: float | None
 
 
-class Comparison(Facts):
+class Comparison(Record):
     """One row against another by the score that decides; lower is better."""
 
     table: str
@@ -146,7 +146,7 @@ class Row:
         return statistics.fmean(known) if known else None
 
 
-class Results(Facts):
+class Results(Record):
     """``results.json``."""
 
     format: str = FORMAT
@@ -229,7 +229,7 @@ def read_results(folder: Path) -> Results:
     """The results in a benchmark's folder.
 
     Raises:
-        HddmError: as `hddm.utils.records.read_facts`, and for results of an older format.
+        HddmError: as `hddm.utils.records.read_record`, and for results of an older format.
     """
     path = folder / RESULTS_FILE
     content = read_json(path, LARGEST)
@@ -239,7 +239,7 @@ def read_results(folder: Path) -> Results:
             f"{path}: format {content['format']} is of an older hddm; run the benchmark again into another "
             "folder, with this one's jobs as --jobs"
         )
-    return parse_facts(content, Results, str(path))
+    return parse_record(content, Results, str(path))
 
 
 def one_set_of_weights(models: Sequence[ModelResult]) -> frozenset[str]:

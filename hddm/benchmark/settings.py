@@ -33,15 +33,15 @@ from hddm.sampling import solver_named
 from hddm.training.island_jobs import OBJECTIVES, parse_objectives
 from hddm.training.settings import ExpertSettings, Positive, RouterSettings
 from hddm.utils.errors import HddmError, words
-from hddm.utils.records import Facts
+from hddm.utils.records import Record
 
 Layer = tuple[str, Mapping[str, Any]]
 """A place in a file, as errors name it, and what is said there."""
 
-Record = TypeVar("Record", bound=BaseModel)
+AnySettings = TypeVar("AnySettings", bound=BaseModel)
 
 
-def layered(kind: type[Record], layers: Sequence[Layer]) -> Record:
+def layered(kind: type[AnySettings], layers: Sequence[Layer]) -> AnySettings:
     """Settings of which each layer goes before those that it follows.
 
     Raises:
@@ -121,7 +121,7 @@ TrainingKeys = Annotated[dict[str, Any], AfterValidator(_leaves_seed_and_objecti
 """Keys of `hddm.training.settings`, without those that differ within one benchmark."""
 
 
-class ModelSettings(Facts):
+class ModelSettings(Record):
     """One model of the comparison."""
 
     name: str
@@ -237,7 +237,7 @@ Split = Literal["validation", "held-out"]
 Calibration = Literal["experts+router", "experts", "router", "none"]
 
 
-class DataSettings(Facts):
+class DataSettings(Record):
     """Which images, and how they are divided before anything is trained."""
 
     source: Literal["digits", "folder"] = "folder"
@@ -260,7 +260,7 @@ class DataSettings(Facts):
         return self
 
 
-class PartitionSettings(Facts):
+class PartitionSettings(Record):
     """As `hddm.data.partition.partition`."""
 
     shards: Positive = 4
@@ -268,7 +268,7 @@ class PartitionSettings(Facts):
     seed: int = 0
 
 
-class TrainingSettings(Facts):
+class TrainingSettings(Record):
     """How networks are trained; keys are those of `hddm.training.settings`, without ``seed``.
 
     What ``ddpm``, ``flow`` and ``single`` say goes before what ``expert`` says. The single model sees K
@@ -284,7 +284,7 @@ class TrainingSettings(Facts):
     checkpoint_every: Positive = 500
 
 
-class SamplingPoint(Facts):
+class SamplingPoint(Record):
     """One way to sample."""
 
     strategy: str = "draw"
@@ -317,7 +317,7 @@ class SamplingPoint(Facts):
         return _refuse_experiments(values)
 
 
-class TableSettings(Facts):
+class TableSettings(Record):
     """A table: models at a base point, and one setting after the other varied from there."""
 
     name: str
@@ -343,7 +343,7 @@ class TableSettings(Facts):
         return value
 
 
-class CompareSettings(Facts):
+class CompareSettings(Record):
     """Which models are held against which; a distance to images that were not trained on decides."""
 
     candidates: Each[str] = ()
@@ -351,7 +351,7 @@ class CompareSettings(Facts):
     baselines: Each[str] = ()
 
 
-class BenchmarkSettings(Facts):
+class BenchmarkSettings(Record):
     """A whole benchmark."""
 
     name: str

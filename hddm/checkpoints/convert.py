@@ -42,7 +42,7 @@ from hddm.experts.records import (
     EXTRAS_FILE,
     FORMAT,
     Expert,
-    ExpertFacts,
+    ExpertRecord,
     foreign_calibration,
     read_nulls,
     write_records,
@@ -52,7 +52,7 @@ from hddm.networks.wrappers import EXPERT_NETWORKS, FLUX, OPTIONAL_CONDITIONS, t
 from hddm.schedules import CosineSchedule, DiscreteSchedule, Schedule
 from hddm.utils.errors import HddmError
 from hddm.utils.files import check_absent, new_folder, sha256_of, write_json
-from hddm.utils.records import read_facts
+from hddm.utils.records import read_record
 from hddm.utils.weights import write_safetensors
 from hddm.velocity import PredictionType, VelocityField
 
@@ -339,7 +339,7 @@ def _carry_calibration(plan: Plan, draft: Path) -> None:
     if not (plan.facts.training_calibration or plan.built.modulation_error is None):
         return
     # The facts of a merged adapter know no files.
-    facts = read_facts(source.path / EXPERT_FILE, ExpertFacts, FORMAT)
+    facts = read_record(source.path / EXPERT_FILE, ExpertRecord, FORMAT)
     if foreign := foreign_calibration(source.path, facts):
         raise HddmError(f"{source.path}: {foreign}; nothing was written")
     stored = source.path / CALIBRATION
@@ -379,7 +379,7 @@ def _as_written(folder: Path) -> tuple[VelocityField, list[Tensor], Mapping[str,
 
     As `hddm.load` makes it, but for weights that stay mapped.
     """
-    facts = read_facts(folder / EXPERT_FILE, ExpertFacts, FORMAT)
+    facts = read_record(folder / EXPERT_FILE, ExpertRecord, FORMAT)
     empty, weights, arguments = open_network(folder, EXPERT_NETWORKS)
     network = streamed(type(empty), arguments, weights, str(folder))
     outputs: list[Tensor] = []

@@ -15,20 +15,20 @@ from hddm.data.shard_records import (
     MANIFEST,
     PARTITION_FILE,
     Manifest,
-    PartitionFacts,
+    PartitionRecord,
     find_shards,
     is_encoded,
     read_encoded_manifest,
 )
 from hddm.experts.ensembles import ENSEMBLE_FILE, MODEL_INDEX, read_ensemble_facts, read_model_index
-from hddm.experts.lora import ADAPTER_WEIGHTS, AdapterFacts
+from hddm.experts.lora import ADAPTER_WEIGHTS, AdapterRecord
 from hddm.experts.paris import is_paris, paris_experts, paris_router
-from hddm.experts.records import EXPERT_FILE, FORMAT, ROUTER_FILE, ExpertFacts, RouterFacts
+from hddm.experts.records import EXPERT_FILE, FORMAT, ROUTER_FILE, ExpertRecord, RouterRecord
 from hddm.networks.folders import WEIGHTS
 from hddm.schedules import from_config
 from hddm.utils.errors import HddmError, counted
 from hddm.utils.files import read_json
-from hddm.utils.records import has_manifest, read_facts, read_manifest
+from hddm.utils.records import has_manifest, read_manifest, read_record
 from hddm.utils.weights import read_header
 from hddm.velocity import PredictionType
 
@@ -42,7 +42,7 @@ def describe(folder: Path, allow_pickle: bool = False, variant: str | None = Non
         HddmError: for anything else, or records that cannot be read.
     """
     if (folder / EXPERT_FILE).exists():
-        facts = read_facts(folder / EXPERT_FILE, ExpertFacts, FORMAT)
+        facts = read_record(folder / EXPERT_FILE, ExpertRecord, FORMAT)
         low, high = from_config(facts.schedule).range
         return {
             "kind": "expert",
@@ -55,7 +55,7 @@ def describe(folder: Path, allow_pickle: bool = False, variant: str | None = Non
             **(_network(folder) if facts.adapter is None else _adapter(folder, facts.adapter)),
         }
     if (folder / ROUTER_FILE).exists():
-        router = read_facts(folder / ROUTER_FILE, RouterFacts, FORMAT)
+        router = read_record(folder / ROUTER_FILE, RouterRecord, FORMAT)
         told = _with_changes(router.model_dump(mode="json"))
         return {"kind": "router", **told, "manifest": _manifest(folder), **_network(folder)}
     if (folder / ENSEMBLE_FILE).exists():
@@ -71,7 +71,7 @@ def describe(folder: Path, allow_pickle: bool = False, variant: str | None = Non
             "files": len(encoded.data),
         }
     if (folder / MANIFEST).exists():
-        shard = read_facts(folder / MANIFEST, Manifest, SHARD_FORMAT, LARGEST_MANIFEST)
+        shard = read_record(folder / MANIFEST, Manifest, SHARD_FORMAT, LARGEST_MANIFEST)
         return {
             "kind": "shard",
             **shard.model_dump(mode="json", exclude={"images"}),
@@ -89,7 +89,7 @@ def _manifest(folder: Path) -> str:
     return f"of {counted(len(read_manifest(folder).files), 'file')}"
 
 
-def _near_noise(folder: Path, facts: ExpertFacts) -> str:
+def _near_noise(folder: Path, facts: ExpertRecord) -> str:
     if (folder / CALIBRATION).exists() or facts.prediction_type is not PredictionType.EPSILON:
         return "bounded"
     return "not bounded: grows as 1/(1 - t) up to the end of its noise range; hddm calibrate bounds it"
@@ -104,7 +104,7 @@ def _with_changes(facts: dict[str, Any]) -> dict[str, Any]:
 
 def _partition(folder: Path) -> dict[str, Any]:
     """Its own record, which `hddm encode` takes over, and of an encoded one how its shards are encoded."""
-    facts = read_facts(folder / PARTITION_FILE, PartitionFacts, SHARD_FORMAT).model_dump()
+    facts = read_record(folder / PARTITION_FILE, PartitionRecord, SHARD_FORMAT).model_dump()
     there = (shard for shard in find_shards(folder) if (shard / MANIFEST).is_file())
     shard = next(there, None)
     if shard is None or not is_encoded(shard):
@@ -149,14 +149,14 @@ def _ensemble(folder: Path) -> dict[str, Any]:
         + sum(_numbers(folder / name)[0] for name in facts.bases.values() if name not in facts.experts),
     }
     if facts.router is not None:
-        router = read_facts(folder / facts.router / ROUTER_FILE, RouterFacts, FORMAT)
+        router = read_record(folder / facts.router / ROUTER_FILE, RouterRecord, FORMAT)
         told["router_outputs"] = list(facts.router_outputs or range(len(experts)))
         told["router_shards"] = len(router.shard_hashes)
         told["router_calibrated"] = bool(router.calibration)
     return told
 
 
-def _adapter(folder: Path, adapter: AdapterFacts) -> dict[str, Any]:
+def _adapter(folder: Path, adapter: AdapterRecord) -> dict[str, Any]:
     """Of an adapter its own numbers, wherever the base may be."""
     total, dtypes = _numbers(folder, ADAPTER_WEIGHTS)
     told = adapter.model_dump(mode="json") | {"targets": len(adapter.targets)}

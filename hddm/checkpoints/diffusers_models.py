@@ -29,7 +29,7 @@ from hddm.experts.records import (
     EXTRAS_FILE,
     FILES,
     FORMAT,
-    ExpertFacts,
+    ExpertRecord,
     read_nulls,
     remedy,
     without_adapter,
@@ -40,7 +40,7 @@ from hddm.networks.transformers import ExpertBlock
 from hddm.networks.wrappers import EXPERT_NETWORKS, call
 from hddm.utils.errors import HddmError
 from hddm.utils.pickles import stored_names
-from hddm.utils.records import read_facts, refuse_damaged
+from hddm.utils.records import read_record, refuse_damaged
 from hddm.utils.weights import read_safetensors
 
 DIFFUSERS_LAYOUTS: Mapping[str, type[ModelMixin]] = {
@@ -146,7 +146,7 @@ def open_expert(folder: Path, reading: Reading) -> Source:
     Raises:
         HddmError: as `hddm.experts.records.read_expert`, or for options that only foreign sources have.
     """
-    facts = read_facts(folder / EXPERT_FILE, ExpertFacts, FORMAT)
+    facts = read_record(folder / EXPERT_FILE, ExpertRecord, FORMAT)
     files: tuple[Path, ...] = (folder / WEIGHTS,)
     if facts.adapter is None:
         network, weights, arguments = open_network(folder, EXPERT_NETWORKS)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hddm.networks.identity import TextEncoderFacts
+from hddm.networks.identity import TextEncoderRecord
 from hddm.networks.text_encoder import (
     ARCHITECTURES,
     KIND,
@@ -42,7 +42,7 @@ def empty_prompt(pipeline: Path, variant: str | None) -> Callable[[], Tensor] | 
     return None if no_text_encoder(pipeline, variant) else lambda: _encode(pipeline, variant)
 
 
-def text_encoder_of(pipeline: Path, variant: str | None) -> Callable[[], TextEncoderFacts] | None:
+def text_encoder_of(pipeline: Path, variant: str | None) -> Callable[[], TextEncoderRecord] | None:
     """Reads what tells the one CLIP text encoder from others; None and raises as `empty_prompt`."""
     if no_text_encoder(pipeline, variant):
         return None

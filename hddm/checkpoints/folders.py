@@ -18,7 +18,7 @@ from hddm.checkpoints.layouts import LATENT_SCALE
 from hddm.checkpoints.single_files import IMAGENET_CLASSES, IMAGENET_LICENCE
 from hddm.checkpoints.sources import Declared, Reading, Source, Tensors, choose_set, read_file
 from hddm.networks.folders import parse_config
-from hddm.networks.identity import VaeFacts
+from hddm.networks.identity import VaeRecord
 from hddm.networks.vae import LARGEST_SCALE, vae_facts
 from hddm.networks.wrappers import has_sample_size
 from hddm.schedules import DDPM_FAMILY, FLOW_MATCH_FAMILY
@@ -137,7 +137,7 @@ def latents_of(
     return None, True, (f"{path}: no scaling_factor, and the default of a {str(kind)[:40]} is not known",)
 
 
-def vae_of(above: Path, variant: str | None) -> tuple[VaeFacts | None, tuple[str, ...]]:
+def vae_of(above: Path, variant: str | None) -> tuple[VaeRecord | None, tuple[str, ...]]:
     """What tells the VAE in the pipeline ``above`` from others, or why that is not known.
 
     The weights of the denoiser do not need it: a VAE that was not fetched, or that is of another class than

@@ -15,9 +15,9 @@ from hddm.checkpoints.diffusers_models import LAYOUT as HDDM
 from hddm.checkpoints.recognise import open_source
 from hddm.checkpoints.single_files import FILE_LAYOUTS, IMAGENET_LICENCE, LDM
 from hddm.checkpoints.sources import Conventions, Reading, Source, resolve, with_shift
-from hddm.experts.records import ExpertFacts, SourceFacts
+from hddm.experts.records import ExpertRecord, SourceRecord
 from hddm.networks.folders import differences, empty_network
-from hddm.networks.identity import TextEncoderFacts
+from hddm.networks.identity import TextEncoderRecord
 from hddm.networks.wrappers import Interface, interface_of
 from hddm.schedules import LinearSchedule
 from hddm.utils.errors import HddmError
@@ -64,7 +64,7 @@ class Plan:
     conventions: Conventions
     built: Built
     interface: Interface
-    facts: ExpertFacts
+    facts: ExpertRecord
     nulls: Mapping[str, Tensor]
     extras: Mapping[str, Tensor]
     size: int
@@ -151,7 +151,7 @@ def _no_text(source: Source, arguments: Mapping[str, Any]) -> Tensor:
     return tokens
 
 
-def _text_encoder(source: Source, interface: Interface) -> TextEncoderFacts | None:
+def _text_encoder(source: Source, interface: Interface) -> TextEncoderRecord | None:
     if source.facts is not None:
         return source.facts.text_encoder
     if source.text_encoder is None or TEXT not in interface.conditions:
@@ -200,7 +200,7 @@ def _interface(built: Built, source: Source, sides: tuple[int, int] | None) -> I
 
 def _facts(
     source: Source, conventions: Conventions, interface: Interface, conversion: Conversion
-) -> ExpertFacts:
+) -> ExpertRecord:
     paper = conversion.recipe == PAPER
     own = source.facts
     is_flow = conventions.prediction_type is PredictionType.FLOW_PREDICTION
@@ -215,7 +215,7 @@ def _facts(
         "schedule": conversion.schedule.name if conversion.schedule else None,
         "prediction_type": conversion.prediction_type,
     }
-    return ExpertFacts(
+    return ExpertRecord(
         objective="flow" if is_flow or (own and own.objective == "flow") else "ddpm",
         prediction_type=conventions.prediction_type,
         schedule=conventions.schedule.config,
@@ -236,7 +236,7 @@ def _facts(
         shard=own.shard if own else None,
         training=own.training if own else {},
         training_calibration=bool(own and own.training_calibration and not paper),
-        source=SourceFacts(
+        source=SourceRecord(
             layout=source.layout,
             files={},
             scheduler=_scheduler(source),

@@ -22,8 +22,8 @@ from torch import Tensor
 
 from hddm.checkpoints.keys import KeyTable
 from hddm.checkpoints.layouts import Forward, Hints
-from hddm.experts.records import ExpertFacts
-from hddm.networks.identity import TextEncoderFacts, VaeFacts
+from hddm.experts.records import ExpertRecord
+from hddm.networks.identity import TextEncoderRecord, VaeRecord
 from hddm.networks.wrappers import Interface, own_time_factor
 from hddm.schedules import (
     MOST_STEPS,
@@ -104,12 +104,12 @@ class Source:
     notes: tuple[str, ...] = ()
     empty_prompt: Callable[[], Tensor] | None = None
     """Tokens (tokens, width) of no text, by the text encoder of a pipeline."""
-    vae: VaeFacts | None = None
-    text_encoder: Callable[[], TextEncoderFacts] | None = None
+    vae: VaeRecord | None = None
+    text_encoder: Callable[[], TextEncoderRecord] | None = None
     """Of a pipeline with one CLIP text encoder."""
     no_text_encoder: str = "no pipeline with a CLIP encoder lies around it"
     """Why there is none, where there is none."""
-    facts: ExpertFacts | None = None
+    facts: ExpertRecord | None = None
     """Of an expert folder."""
     kept: Mapping[str, Tensor] = field(default_factory=dict)
     """Tensors that no network needs, for the way back."""

@@ -18,7 +18,7 @@ from hddm.checkpoints.keys import KeyTable, as_planned
 from hddm.checkpoints.plan import PAPER
 from hddm.checkpoints.single_files import FILE_LAYOUTS, LDM
 from hddm.checkpoints.sources import Reading, Source
-from hddm.experts.records import EXPERT_FILE, ExpertFacts, SourceFacts
+from hddm.experts.records import EXPERT_FILE, ExpertRecord, SourceRecord
 from hddm.networks.wrappers import own_time_factor
 from hddm.schedules import FLOW_MATCH_FAMILY, LinearSchedule, from_config, from_diffusers
 from hddm.utils.errors import HddmError, UsageError, choose
@@ -74,7 +74,7 @@ def write_back(
     return [*lines, f"{out}: written back as {layout}", f"licence: {facts.licence or 'not stated'}"]
 
 
-def _refuse_other_meaning(source: Source, facts: ExpertFacts, layout: str) -> None:
+def _refuse_other_meaning(source: Source, facts: ExpertRecord, layout: str) -> None:
     if facts.training_calibration:
         raise HddmError(
             f"{source.path}: was trained on in its calibration, and {layout} has no place for that; its "
@@ -108,14 +108,14 @@ def _refuse_other_meaning(source: Source, facts: ExpertFacts, layout: str) -> No
         )
 
 
-def _is_restarted(chain: SourceFacts) -> bool:
-    links: list[SourceFacts] = [chain]
+def _is_restarted(chain: SourceRecord) -> bool:
+    links: list[SourceRecord] = [chain]
     while links[-1].before is not None:
         links.append(links[-1].before)
     return any(link.options.get("recipe") == PAPER for link in links)
 
 
-def _write_file(source: Source, facts: ExpertFacts, layout: str, path: Path) -> None:
+def _write_file(source: Source, facts: ExpertRecord, layout: str, path: Path) -> None:
     planned = _table(source, layout).to_foreign(source.weights, source.kept, str(source.path))
     prefix = facts.source.first.prefix if facts.source else ""
     write_safetensors(
@@ -149,7 +149,7 @@ def _table(source: Source, layout: str) -> KeyTable:
     return named(config, source.weights)
 
 
-def _write_pipeline(source: Source, facts: ExpertFacts, layout: str, draft: Path) -> list[str]:
+def _write_pipeline(source: Source, facts: ExpertRecord, layout: str, draft: Path) -> list[str]:
     kind = DIFFUSERS_LAYOUTS[layout]
     if source.network is not kind or facts.round_time:
         raise _misfit(layout, source)
@@ -175,7 +175,7 @@ def _write_pipeline(source: Source, facts: ExpertFacts, layout: str, draft: Path
     )
 
 
-def _scheduler(facts: ExpertFacts, time_factor: float) -> Mapping[str, Any] | None:
+def _scheduler(facts: ExpertRecord, time_factor: float) -> Mapping[str, Any] | None:
     """The source's own config where it still holds, else the nearest that says the same."""
     found = facts.source.first.scheduler if facts.source else None
     if found is not None and from_diffusers(found).config == facts.schedule:

@@ -34,12 +34,12 @@ from hddm.data.shard_records import (
 from hddm.data.sources import ImageSource, open_source
 from hddm.utils.errors import TO_ONE_SIZE, HddmError, counted
 from hddm.utils.progress import Progress
-from hddm.utils.records import Facts
+from hddm.utils.records import Record
 
 _SHOWN = 5
 
 
-class BadImage(Facts):
+class BadImage(Record):
     """An image that cannot be trained on, and why."""
 
     name: str
@@ -47,7 +47,7 @@ class BadImage(Facts):
     reason: str
 
 
-class PartReport(Facts):
+class PartReport(Record):
     """What one shard holds, or one source of images.
 
     ``sizes`` are upright ("width×height") and, like ``formats`` and ``modes``, the most frequent first, of
@@ -70,7 +70,7 @@ class PartReport(Facts):
     bad: list[BadImage]
 
 
-class DataReport(Facts):
+class DataReport(Record):
     """What a check found.
 
     Images of equal pixels are groups, each in one list: ``across_split`` where they lie on several sides of

@@ -23,7 +23,7 @@ from scipy.optimize import linear_sum_assignment
 from sklearn.cluster import kmeans_plusplus
 
 from hddm.utils.errors import HddmError
-from hddm.utils.records import Facts
+from hddm.utils.records import Record
 
 Values = NDArray[np.float64]
 Indices = NDArray[np.int64]
@@ -298,7 +298,7 @@ SAMPLE = 8192
 STARTS = 3
 
 
-class Candidate(Facts):
+class Candidate(Record):
     """A number of shards and the mean silhouette of images under it."""
 
     shards: int

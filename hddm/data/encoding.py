@@ -28,7 +28,7 @@ from hddm.data.shard_records import (
     PIXELS,
     TOKENS,
     EncodedManifest,
-    FileFacts,
+    FileRecord,
     ImageEntry,
     Skipped,
     write_entries,
@@ -226,7 +226,7 @@ class _Run:
             computed.append(plan.computed)
             (folder / NULL).unlink(missing_ok=True)
             _write_tensors({TOKENS: empty_prompt(plan)}, folder / NULL)
-            null = FileFacts(file=NULL, sha256=sha256_of(folder / NULL), rows=1)
+            null = FileRecord(file=NULL, sha256=sha256_of(folder / NULL), rows=1)
         manifest = EncodedManifest(
             format=FORMAT,
             shard=source.shard,
@@ -238,7 +238,7 @@ class _Run:
             encoding=plan.encoding,
             vae=plan.vae_facts,
             text_encoder=plan.text_facts,
-            images=FileFacts(file=IMAGES, sha256=sha256_of(folder / IMAGES), rows=len(source.images)),
+            images=FileRecord(file=IMAGES, sha256=sha256_of(folder / IMAGES), rows=len(source.images)),
             data=[done.facts for done in finished],
             null=null,
             skipped=tuple(one for done in finished for one in done.skipped),

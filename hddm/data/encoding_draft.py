@@ -16,7 +16,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from hddm.data.shard_records import Computed, FileFacts, Skipped
+from hddm.data.shard_records import Computed, FileRecord, Skipped
 from hddm.utils.errors import HddmError
 from hddm.utils.files import (
     check_absent,
@@ -28,18 +28,18 @@ from hddm.utils.files import (
     write_whole,
     writing,
 )
-from hddm.utils.records import Facts
+from hddm.utils.records import Record
 
 _IDENTITY, _LOCK = "draft.json", "lock"
 
 
-class Done(Facts):
+class Done(Record):
     """A finished file of data, the images that have no row in it, and those whose captions are cut.
 
     ``computed`` says how networks ran, None without any.
     """
 
-    facts: FileFacts
+    facts: FileRecord
     skipped: tuple[Skipped, ...] = ()
     cut: tuple[str, ...] = ()
     computed: Computed | None = None
@@ -85,7 +85,7 @@ class Draft:
             folder.mkdir(parents=True, exist_ok=True)
         record.unlink(missing_ok=True)
         write_whole(path, write)
-        facts = FileFacts(file=path.name, sha256=sha256_of(path), rows=rows)
+        facts = FileRecord(file=path.name, sha256=sha256_of(path), rows=rows)
         done = Done(facts=facts, skipped=skipped, cut=cut, computed=computed)
         write_whole(record, lambda part: write_json(part, done.model_dump()))
         return done

@@ -30,7 +30,7 @@ from hddm.data.shard_records import (
     TOKENS,
     Computed,
     Dtype,
-    EncodingFacts,
+    EncodingRecord,
     ImageEntry,
     Manifest,
     find_held_out,
@@ -40,17 +40,19 @@ from hddm.data.shard_records import (
     read_content,
     read_manifest,
 )
-from hddm.networks.identity import TextEncoderFacts, VaeFacts
+from hddm.networks.identity import TextEncoderRecord, VaeRecord
 from hddm.networks.text_encoder import read_text_encoder, read_tokenizer, text_encoder_facts
 from hddm.networks.vae import read_vae, scale_of, vae_facts
 from hddm.utils.errors import HddmError, UsageError
-from hddm.utils.records import Facts
+from hddm.utils.records import Record
 from hddm.utils.tensors import available_device, generator
 
 Layout = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
 
-def layout_of(encoding: EncodingFacts, vae: VaeFacts | None, text_encoder: TextEncoderFacts | None) -> Layout:
+def layout_of(
+    encoding: EncodingRecord, vae: VaeRecord | None, text_encoder: TextEncoderRecord | None
+) -> Layout:
     """Shape of a row and dtype of each tensor in a data file.
 
     Raises:
@@ -163,8 +165,8 @@ FILE_BYTES = 64 * 2**20
 """Bytes of a file of data: what is held in memory, and what a killed encoding does again."""
 
 
-class EncodingSettings(Facts):
-    """What a user chooses; see `hddm.data.shard_records.EncodingFacts`.
+class EncodingSettings(Record):
+    """What a user chooses; see `hddm.data.shard_records.EncodingRecord`.
 
     ``resolution`` None takes images as they are. ``random_flip``: latents of the mirrored images too.
     ``dtype`` is what latents and tokens are stored in; networks run in float32. At most ``max_bad`` images
@@ -201,13 +203,13 @@ class EncodingPlan:
     source: Path
     shards: tuple[SourceShard, ...]
     settings: EncodingSettings
-    encoding: EncodingFacts
+    encoding: EncodingRecord
     channels: int
     size: tuple[int, int]
     vae: "AutoencoderKL | AutoencoderTiny | None"
-    vae_facts: VaeFacts | None
+    vae_facts: VaeRecord | None
     text: "tuple[CLIPTextModel, CLIPTokenizer] | None"
-    text_facts: TextEncoderFacts | None
+    text_facts: TextEncoderRecord | None
 
     @property
     def record(self) -> str:
@@ -290,7 +292,7 @@ def plan_encoding(
         nn.Module.to(text[0], device)
         facts = text_encoder_facts(text_encoder, text[1].model_max_length)
     resolution = settings.resolution
-    encoding = EncodingFacts(
+    encoding = EncodingRecord(
         space="pixels" if network is None else "latents",
         shape=shape,
         dtype="uint8" if network is None else settings.dtype,

@@ -21,7 +21,7 @@ from hddm.data.sources import ImageSource
 from hddm.utils.errors import HddmError
 from hddm.utils.files import write_json, write_whole
 from hddm.utils.progress import Progress
-from hddm.utils.records import FEATURES_FILE, Facts, read_facts
+from hddm.utils.records import FEATURES_FILE, Record, read_record
 from hddm.utils.weights import read_safetensors
 
 FORMAT = "1.0"
@@ -29,7 +29,7 @@ PART = 1024
 """Images whose features are written at once."""
 
 
-class FeatureFacts(Facts):
+class FeatureRecord(Record):
     """``features.json``: what the features are of, and what made them."""
 
     format: str
@@ -100,7 +100,7 @@ def compute_features(
         HddmError: for a ``folder`` of something else, more than ``max_bad`` broken images, by name, and
             features that are not finite.
     """
-    facts = FeatureFacts(
+    facts = FeatureRecord(
         format=FORMAT,
         images=len(source),
         source=_fingerprint(source),
@@ -134,12 +134,12 @@ def compute_features(
     return _opened(paths, broken)
 
 
-def _claim(folder: Path, facts: FeatureFacts, replace: bool) -> None:
+def _claim(folder: Path, facts: FeatureRecord, replace: bool) -> None:
     """Make ``folder`` that of ``facts``, unless it is another's."""
     if folder.exists() and not (folder / FEATURES_FILE).is_file() and not _is_empty(folder):
         raise HddmError(f"{folder}: holds other things than features; name another folder with --cache")
     if (folder / FEATURES_FILE).is_file():
-        known = read_facts(folder / FEATURES_FILE, FeatureFacts, FORMAT)
+        known = read_record(folder / FEATURES_FILE, FeatureRecord, FORMAT)
         if known == facts:
             return
         if not replace:
@@ -159,7 +159,7 @@ def _is_empty(folder: Path) -> bool:
     )
 
 
-def _difference(known: FeatureFacts, facts: FeatureFacts) -> str:
+def _difference(known: FeatureRecord, facts: FeatureRecord) -> str:
     if known.images != facts.images:
         return f"features of other images ({known.images} of them, now {facts.images})"
     if known.source != facts.source:

@@ -35,7 +35,7 @@ from hddm.data.shard_records import (
     PARTITION_FILE,
     ImageEntry,
     Manifest,
-    PartitionFacts,
+    PartitionRecord,
     content_hash,
     holds_shard,
 )
@@ -321,7 +321,7 @@ def _write(
     tensors = {"fine_centres": clusters.fine_centres, "fine_to_coarse": clusters.fine_to_coarse}
     save_file(tensors, folder / "clusters.safetensors")
     counts = [np.bincount(shard[side], minlength=division.num_shards).tolist() for side in (kept, ~kept)]
-    facts = PartitionFacts(
+    facts = PartitionRecord(
         format=FORMAT,
         images=len(division.features),
         features=extractor.name,

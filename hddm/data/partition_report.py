@@ -15,7 +15,7 @@ from hddm.data.clustering import Array, Indices, Points, normalise
 from hddm.data.decoding import open_image
 from hddm.data.feature_cache import ImageFeatures
 from hddm.data.images import contact_sheet, lines_of
-from hddm.data.shard_records import PartitionFacts
+from hddm.data.shard_records import PartitionRecord
 from hddm.data.sources import ImageSource
 from hddm.utils.errors import counted, shown
 
@@ -72,7 +72,7 @@ def measure(features: Points, shard: Indices, num_shards: int, shown: int = SHOW
 
 
 def write_report(
-    folder: Path, source: ImageSource, features: ImageFeatures, shard: Indices, facts: PartitionFacts
+    folder: Path, source: ImageSource, features: ImageFeatures, shard: Indices, facts: PartitionRecord
 ) -> None:
     """Write ``report.html`` and its ``pictures`` into the folder of a partition.
 

@@ -27,10 +27,10 @@ from typing import Literal
 
 from pydantic import ValidationError
 
-from hddm.networks.identity import TextEncoderFacts, VaeFacts
+from hddm.networks.identity import TextEncoderRecord, VaeRecord
 from hddm.utils.errors import HddmError, UsageError
 from hddm.utils.files import read_json
-from hddm.utils.records import ENSEMBLE_FILE, EXPERT_FILE, ROUTER_FILE, Facts, read_facts
+from hddm.utils.records import ENSEMBLE_FILE, EXPERT_FILE, ROUTER_FILE, Record, read_record
 
 FORMAT = "1.3"
 MANIFEST = "manifest.json"
@@ -42,7 +42,7 @@ LARGEST_MANIFEST = 2**29
 """Bytes; some two million images."""
 
 
-class ImageEntry(Facts):
+class ImageEntry(Record):
     """One image of a shard: its path inside the folder, its SHA-256 and its label."""
 
     file: str
@@ -51,7 +51,7 @@ class ImageEntry(Facts):
     caption: str | None = None
 
 
-class ShardIdentity(Facts):
+class ShardIdentity(Record):
     """Which shard of which partition: what a shard of images and what it was encoded to both say.
 
     ``hash`` covers every file, content and label.
@@ -74,7 +74,7 @@ class Manifest(ShardIdentity):
     images: list[ImageEntry]
 
 
-class PartitionFacts(Facts):
+class PartitionRecord(Record):
     """``partition.json``: how the shards were made; ``images`` counts those held out, not those skipped."""
 
     format: str
@@ -106,7 +106,7 @@ def read_manifest(folder: Path) -> Manifest:
     """
     path = folder / MANIFEST
     _refuse_other_folder(folder, MANIFEST)
-    manifest = read_facts(path, Manifest, FORMAT, LARGEST_MANIFEST)
+    manifest = read_record(path, Manifest, FORMAT, LARGEST_MANIFEST)
     check_entries(path, manifest.images, manifest.classes, manifest.hash)
     return manifest
 
@@ -159,7 +159,7 @@ def find_shards(folder: Path) -> list[Path]:
         HddmError: where ``folder`` holds no partition.
     """
     _refuse_other_folder(folder, PARTITION_FILE)
-    facts = read_facts(folder / PARTITION_FILE, PartitionFacts, FORMAT)
+    facts = read_record(folder / PARTITION_FILE, PartitionRecord, FORMAT)
     return [folder / f"shard_{k}" for k in range(len(facts.sizes))]
 
 
@@ -222,7 +222,7 @@ TOKENS = "tokens"
 Dtype = Literal["float16", "bfloat16", "float32"]
 
 
-class EncodingFacts(Facts):
+class EncodingRecord(Record):
     """How images became rows of tensors.
 
     ``shape`` (C, H, W) is that of a row. ``resolution`` is the side of the square that images were fitted to,
@@ -241,7 +241,7 @@ class EncodingFacts(Facts):
     seed: int = 0
 
 
-class Computed(Facts):
+class Computed(Record):
     """What networks ran with: on another device, or in other batches, their rows differ by rounding."""
 
     device: str
@@ -250,7 +250,7 @@ class Computed(Facts):
     """Its version."""
 
 
-class FileFacts(Facts):
+class FileRecord(Record):
     """A file of an encoded shard, and how many rows (or lines) it holds."""
 
     file: str
@@ -258,7 +258,7 @@ class FileFacts(Facts):
     rows: int
 
 
-class Skipped(Facts):
+class Skipped(Record):
     """An image that could not be read, and why."""
 
     file: str
@@ -274,12 +274,12 @@ class EncodedManifest(ShardIdentity):
     several where a killed encoding was gone on with otherwise, none where images passed no network.
     """
 
-    encoding: EncodingFacts
-    vae: VaeFacts | None = None
-    text_encoder: TextEncoderFacts | None = None
-    images: FileFacts
-    data: list[FileFacts]
-    null: FileFacts | None = None
+    encoding: EncodingRecord
+    vae: VaeRecord | None = None
+    text_encoder: TextEncoderRecord | None = None
+    images: FileRecord
+    data: list[FileRecord]
+    null: FileRecord | None = None
     skipped: tuple[Skipped, ...] = ()
     cut_captions: int = 0
     computed: tuple[Computed, ...] = ()
@@ -299,9 +299,9 @@ def read_encoded_manifest(folder: Path) -> EncodedManifest:
     """The record of an encoded shard.
 
     Raises:
-        HddmError: as `read_facts`.
+        HddmError: as `read_record`.
     """
-    return read_facts(folder / MANIFEST, EncodedManifest, ENCODED_FORMAT)
+    return read_record(folder / MANIFEST, EncodedManifest, ENCODED_FORMAT)
 
 
 def write_entries(path: Path, entries: Iterable[ImageEntry]) -> None:

@@ -28,7 +28,7 @@ from hddm.data.shard_records import (
     PIXELS,
     TOKENS,
     EncodedManifest,
-    FileFacts,
+    FileRecord,
     ImageEntry,
     check_entries,
     is_encoded,
@@ -38,7 +38,7 @@ from hddm.data.shard_records import (
     read_manifest,
 )
 from hddm.data.stores import LatentStore, MappedPixels, PixelStore, Rows, Stored, Texts, TokenStore
-from hddm.networks.identity import TextEncoderFacts, VaeFacts
+from hddm.networks.identity import TextEncoderRecord, VaeRecord
 from hddm.utils.errors import HddmError
 from hddm.utils.files import Verified, inside
 from hddm.utils.weights import read_safetensors
@@ -61,8 +61,8 @@ class Shard:
     partition: str | None = None
     held_out_of: str | None = None
     captions: tuple[str, ...] | None = None
-    vae: VaeFacts | None = None
-    text_encoder: TextEncoderFacts | None = None
+    vae: VaeRecord | None = None
+    text_encoder: TextEncoderRecord | None = None
     texts: Texts | None = None
 
     def __len__(self) -> int:
@@ -195,7 +195,7 @@ def _entries(folder: Path, manifest: EncodedManifest, verified: Verified) -> lis
     return entries
 
 
-def _open(folder: Path, facts: FileFacts, layout: Layout, verified: Verified) -> Mapping[str, Tensor]:
+def _open(folder: Path, facts: FileRecord, layout: Layout, verified: Verified) -> Mapping[str, Tensor]:
     tensors = read_safetensors(_checked(folder, facts, verified))
     expected = {name: ((facts.rows, *shape), dtype) for name, (shape, dtype) in layout.items()}
     found = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
@@ -204,7 +204,7 @@ def _open(folder: Path, facts: FileFacts, layout: Layout, verified: Verified) ->
     return tensors
 
 
-def _checked(folder: Path, facts: FileFacts, verified: Verified) -> Path:
+def _checked(folder: Path, facts: FileRecord, verified: Verified) -> Path:
     path = inside(folder, facts.file)
     if not path.is_file():
         raise HddmError(f"{folder / facts.file}: named by the manifest, and missing; take the shard anew")

@@ -21,7 +21,7 @@ from typing import Literal
 from scipy.stats import t as student
 
 from hddm.utils.errors import counted
-from hddm.utils.records import Facts
+from hddm.utils.records import Record
 
 FEWEST = 3
 """Training seeds from which a verdict is given."""
@@ -89,7 +89,7 @@ class Gap:
         return self.mean - half, self.mean + half
 
 
-class Verdict(Facts):
+class Verdict(Record):
     """How one model stands against another by one figure."""
 
     gap: float

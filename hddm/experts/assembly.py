@@ -22,7 +22,7 @@ from hddm.experts.ensembles import (
     ENSEMBLE_FILE,
     ROUTER,
     ClassName,
-    EnsembleFacts,
+    EnsembleRecord,
     bases_of,
     link_bases,
     places,
@@ -33,8 +33,8 @@ from hddm.experts.records import (
     EXPERT_FILE,
     FORMAT,
     ROUTER_FILE,
-    ExpertFacts,
-    RouterFacts,
+    ExpertRecord,
+    RouterRecord,
     foreign_files,
     open_expert,
     read_router,
@@ -48,7 +48,7 @@ from hddm.networks.vae import read_config, read_weights, vae_facts
 from hddm.networks.wrappers import text_width
 from hddm.utils.errors import HddmError
 from hddm.utils.files import inside, link_or_copy, new_folder
-from hddm.utils.records import MANIFEST, has_manifest, read_facts, refuse_damaged
+from hddm.utils.records import MANIFEST, has_manifest, read_record, refuse_damaged
 from hddm.utils.weights import read_safetensors, refuse_non_finite
 
 DEFAULT_STRATEGY = "draw"
@@ -133,7 +133,7 @@ def assemble(
 
 def check(
     parts: PartFolders, strategy: str, prior: Sequence[float] | None = None, shift: float | None = None
-) -> tuple[EnsembleFacts, tuple[str, ...]]:
+) -> tuple[EnsembleRecord, tuple[str, ...]]:
     """The record of an ensemble of ``parts``, and notes; reads records and small tensors only.
 
     Args:
@@ -162,7 +162,7 @@ def check(
     compare_surroundings(experts, given, found)
     _compare_widths(folders, experts, given, found)
     if parts.router is not None:
-        router = read_facts(parts.router / ROUTER_FILE, RouterFacts, FORMAT)
+        router = read_record(parts.router / ROUTER_FILE, RouterRecord, FORMAT)
         _files_of(parts.router)
         total = _outputs_of(parts.router)
         outputs = match_router(experts, router, found, str(parts.router), parts.outputs, total)
@@ -171,7 +171,7 @@ def check(
     found.refuse()
     shares = prior_of(experts, found, prior)
     names = tuple(f"experts/{k}" for k in range(len(experts)))
-    facts = EnsembleFacts(
+    facts = EnsembleRecord(
         experts=names,
         router=None if parts.router is None else ROUTER,
         router_outputs=outputs,
@@ -227,10 +227,10 @@ def check_files(
 
 def read_records(folders: Sequence[Path]) -> list[Named]:
     """The records of expert folders, by the folders' names."""
-    return [(str(folder), read_facts(folder / EXPERT_FILE, ExpertFacts, FORMAT)) for folder in folders]
+    return [(str(folder), read_record(folder / EXPERT_FILE, ExpertRecord, FORMAT)) for folder in folders]
 
 
-def fill(draft: Path, parts: PartFolders, facts: EnsembleFacts) -> None:
+def fill(draft: Path, parts: PartFolders, facts: EnsembleRecord) -> None:
     """Put ``parts`` and their record into an empty folder."""
     for folder, name in zip(parts.experts, facts.experts, strict=True):
         link_folder(folder, draft / name)

@@ -15,7 +15,7 @@ from hddm.experts.ensembles import (
     COMPONENTS,
     ENSEMBLE_FILE,
     MODEL_INDEX,
-    EnsembleFacts,
+    EnsembleRecord,
     bases_of,
     read_ensemble_facts,
     read_model_index,
@@ -23,11 +23,11 @@ from hddm.experts.ensembles import (
 )
 from hddm.experts.ensembles import FOLDER as BASES
 from hddm.experts.lora import bases_in, check_base
-from hddm.experts.records import EXPERT_FILE, FORMAT, ExpertFacts, base_of, open_expert
+from hddm.experts.records import EXPERT_FILE, FORMAT, ExpertRecord, base_of, open_expert
 from hddm.networks.folders import WEIGHTS
 from hddm.utils.errors import HddmError
 from hddm.utils.files import inside, link_or_copy, new_folder, restore
-from hddm.utils.records import read_facts
+from hddm.utils.records import read_record
 
 _PARTS = ("experts", BASES, "router", "scheduler", *COMPONENTS, ENSEMBLE_FILE, MODEL_INDEX)
 # What a killed process leaves of a folder that it was writing here.
@@ -120,7 +120,7 @@ def change(
 
 
 def _parts(
-    ensemble: Path, facts: EnsembleFacts, kept: Sequence[int], add: Sequence[Path], router: Path | None
+    ensemble: Path, facts: EnsembleRecord, kept: Sequence[int], add: Sequence[Path], router: Path | None
 ) -> PartFolders:
     """The folders of what stays and what comes; the ensemble's own router has its outputs settled."""
     experts = [*(ensemble / facts.experts[k] for k in kept), *add]
@@ -133,20 +133,20 @@ def _parts(
     return PartFolders(experts, ensemble / facts.router, components, settled)
 
 
-def _bases(ensemble: Path, facts: EnsembleFacts, kept: Sequence[int]) -> dict[str, Path]:
+def _bases(ensemble: Path, facts: EnsembleRecord, kept: Sequence[int]) -> dict[str, Path]:
     """Those of the adapters that stay, as the ensemble has them."""
     held = {sha256: ensemble / name for sha256, name in facts.bases.items()}
     found = {}
     for k in kept:
         folder = ensemble / facts.experts[k]
-        adapter = read_facts(folder / EXPERT_FILE, ExpertFacts, FORMAT).adapter
+        adapter = read_record(folder / EXPERT_FILE, ExpertRecord, FORMAT).adapter
         if adapter is not None:
             found[adapter.base_sha256] = base_of(folder, adapter, held)
             check_base(folder, adapter, found[adapter.base_sha256] / WEIGHTS)
     return found
 
 
-def _index_of(ensemble: Path, facts: EnsembleFacts, name: str | int) -> int:
+def _index_of(ensemble: Path, facts: EnsembleRecord, name: str | int) -> int:
     if name in facts.experts:
         return facts.experts.index(str(name))
     if str(name).isdecimal() and int(name) < len(facts.experts):
@@ -157,13 +157,13 @@ def _index_of(ensemble: Path, facts: EnsembleFacts, name: str | int) -> int:
     )
 
 
-def _shift_by_hand(ensemble: Path, facts: EnsembleFacts) -> float | None:
+def _shift_by_hand(ensemble: Path, facts: EnsembleRecord) -> float | None:
     """The shift in the folder, unless it is just what its experts want."""
     experts = read_records([ensemble / name for name in facts.experts])
     return None if common_shift(experts, Findings()) == facts.shift else facts.shift
 
 
-def _rest(ensemble: Path, facts: EnsembleFacts) -> list[Path]:
+def _rest(ensemble: Path, facts: EnsembleRecord) -> list[Path]:
     """What a user put into the folder, a licence or a card: files and empty folders, by their names in it.
 
     Raises:

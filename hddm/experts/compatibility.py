@@ -13,11 +13,11 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from hddm.experts.records import ExpertFacts, RouterFacts
-from hddm.networks.identity import TextEncoderFacts, VaeFacts
+from hddm.experts.records import ExpertRecord, RouterRecord
+from hddm.networks.identity import TextEncoderRecord, VaeRecord
 from hddm.utils.errors import HddmError
 
-Named = tuple[str, ExpertFacts]
+Named = tuple[str, ExpertRecord]
 """An expert's name for messages, a folder most often, and its record."""
 
 
@@ -57,9 +57,9 @@ class Surroundings:
     ``vae_channels`` are those of its latents.
     """
 
-    vae: VaeFacts | None = None
+    vae: VaeRecord | None = None
     vae_channels: int | None = None
-    text_encoder: TextEncoderFacts | None = None
+    text_encoder: TextEncoderRecord | None = None
     vae_name: str = "vae"
     text_encoder_name: str = "text_encoder"
 
@@ -69,8 +69,8 @@ class _Quality:
     """Something that experts must share: how it is found, whom it concerns, how it is told."""
 
     name: str
-    of: Callable[[ExpertFacts], Hashable]
-    concerns: Callable[[ExpertFacts], bool] = lambda facts: True
+    of: Callable[[ExpertRecord], Hashable]
+    concerns: Callable[[ExpertRecord], bool] = lambda facts: True
     told: Callable[[Any, Any], str] = "{0}, not {1}".format
 
 
@@ -131,7 +131,9 @@ def compare_surroundings(experts: Sequence[Named], given: Surroundings, found: F
                     found.differ(given.text_encoder_name, f"{key} {mine}, and {name} records {theirs}")
 
 
-def _compare_vae(name: str, facts: ExpertFacts, vae: VaeFacts, given: Surroundings, found: Findings) -> None:
+def _compare_vae(
+    name: str, facts: ExpertRecord, vae: VaeRecord, given: Surroundings, found: Findings
+) -> None:
     channels = facts.sample_shape[0]
     if given.vae_channels not in (None, channels):
         found.differ(given.vae_name, f"{given.vae_channels} latent channels, and {name} has {channels}")
@@ -156,15 +158,15 @@ def _compare_vae(name: str, facts: ExpertFacts, vae: VaeFacts, given: Surroundin
             found.differ(given.vae_name, f"{key} {mine}, and {name} records {theirs}")
 
 
-def _takes_text(facts: ExpertFacts) -> bool:
+def _takes_text(facts: ExpertRecord) -> bool:
     return "encoder_hidden_states" in facts.conditions
 
 
-def _takes_classes(facts: ExpertFacts) -> bool:
+def _takes_classes(facts: ExpertRecord) -> bool:
     return "class_labels" in facts.conditions
 
 
-def _has_vae(facts: ExpertFacts) -> bool:
+def _has_vae(facts: ExpertRecord) -> bool:
     return facts.space == "latents"
 
 
@@ -202,7 +204,7 @@ _QUALITIES = (
 
 def match_router(
     experts: Sequence[Named],
-    router: RouterFacts,
+    router: RouterRecord,
     found: Findings,
     name: str = "router",
     before: Sequence[int | None] = (),
@@ -279,7 +281,7 @@ def match_router(
 
 
 def check_together(
-    experts: Sequence[Named], router: RouterFacts | None = None, outputs: Sequence[int] = ()
+    experts: Sequence[Named], router: RouterRecord | None = None, outputs: Sequence[int] = ()
 ) -> None:
     """Refuse the parts of an ensemble folder that do not fit together, as after a hand has changed it.
 
@@ -312,7 +314,7 @@ def _refuse_shared(experts: Sequence[Named], takers: Mapping[int, list[str]], fo
                 found.differ(name, f"takes output {output} of the router, and so does {others}")
 
 
-def _output_of(facts: ExpertFacts, router: RouterFacts) -> int | None:
+def _output_of(facts: ExpertRecord, router: RouterRecord) -> int | None:
     if facts.shard is None or facts.shard.hash not in router.shard_hashes:
         return None
     return router.shard_hashes.index(facts.shard.hash)

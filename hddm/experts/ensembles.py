@@ -26,13 +26,13 @@ import diffusers
 from pydantic import Field
 
 from hddm.experts.lora import base_beside, check_base
-from hddm.experts.records import EXPERT_FILE, FORMAT, ExpertFacts
+from hddm.experts.records import EXPERT_FILE, FORMAT, ExpertRecord
 from hddm.networks.folders import WEIGHTS, sha256_once
 from hddm.schedules import from_diffusers
 from hddm.utils.errors import HddmError, did_you_mean
 from hddm.utils.files import inside, link_or_copy, read_json, write_json
 from hddm.utils.records import ENSEMBLE_FILE as ENSEMBLE_FILE
-from hddm.utils.records import Facts, read_facts, refuse_damaged, write_manifest
+from hddm.utils.records import Record, read_record, refuse_damaged, write_manifest
 
 MODEL_INDEX = "model_index.json"
 PIPELINE = "HDDMPipeline"
@@ -160,7 +160,7 @@ def bases_of(experts: Sequence[Path], given: Mapping[str, Path]) -> dict[str, Pa
     """
     found = {}
     for folder in experts:
-        adapter = read_facts(folder / EXPERT_FILE, ExpertFacts, FORMAT).adapter
+        adapter = read_record(folder / EXPERT_FILE, ExpertRecord, FORMAT).adapter
         if adapter is not None and adapter.base_sha256 not in found:
             base = given.get(adapter.base_sha256) or base_beside(folder, adapter)
             check_base(folder, adapter, base / WEIGHTS)
@@ -205,7 +205,7 @@ ROUTER = "router"
 Probabilities = tuple[Annotated[float, Field(ge=0, allow_inf_nan=False)], ...]
 
 
-class EnsembleFacts(Facts):
+class EnsembleRecord(Record):
     """``ensemble.json``."""
 
     format: str = FORMAT
@@ -224,7 +224,7 @@ class EnsembleFacts(Facts):
     """By SHA-256 the folders of the weights that adapters change: in ``bases/``, or an expert's."""
 
 
-def read_ensemble_facts(folder: Path) -> EnsembleFacts:
+def read_ensemble_facts(folder: Path) -> EnsembleRecord:
     """``ensemble.json`` of ``folder``, held against ``model_index.json`` and ``scheduler/`` where they are.
 
     Raises:
@@ -232,7 +232,7 @@ def read_ensemble_facts(folder: Path) -> EnsembleFacts:
             numbers that do not fit the experts; and for records that contradict each other.
     """
     path = folder / ENSEMBLE_FILE
-    facts = read_facts(path, EnsembleFacts, FORMAT)
+    facts = read_record(path, EnsembleRecord, FORMAT)
     for name in (
         *facts.experts,
         *facts.bases.values(),
@@ -261,7 +261,7 @@ def read_ensemble_facts(folder: Path) -> EnsembleFacts:
 
 
 def refuse_damaged_ensemble(
-    folder: Path, facts: EnsembleFacts, experts: Collection[int], sha256: Callable[[Path], str] | None = None
+    folder: Path, facts: EnsembleRecord, experts: Collection[int], sha256: Callable[[Path], str] | None = None
 ) -> None:
     """Refuse an ensemble whose files are not those that were written (`refuse_damaged`).
 
@@ -277,7 +277,7 @@ def refuse_damaged_ensemble(
     )
 
 
-def write_ensemble_records(draft: Path, facts: EnsembleFacts, components: Mapping[str, ClassName]) -> None:
+def write_ensemble_records(draft: Path, facts: EnsembleRecord, components: Mapping[str, ClassName]) -> None:
     """Write ``ensemble.json``, ``model_index.json``, ``scheduler/`` and, last, the manifest into ``draft``.
 
     Args:
@@ -306,7 +306,7 @@ def _check_inside(folder: Path, name: str, origin: Path) -> None:
         raise HddmError(f"{origin}: names {name!r}, outside the folder; refused ({error})") from error
 
 
-def _check_numbers(facts: EnsembleFacts, path: Path) -> None:
+def _check_numbers(facts: EnsembleRecord, path: Path) -> None:
     experts = len(facts.experts)
     for key, row in (("prior", facts.prior), *(("class_prior", row) for row in facts.class_prior)):
         if len(row) != experts or not math.fsum(row) > 0:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from hddm.experts.lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from hddm.experts.records import (
     Expert,
-    ExpertFacts,
+    ExpertRecord,
     UnreadExpert,
     null_conditions,
     without_adapter,
@@ -59,7 +59,7 @@ class ExpertSet(nn.Module):
         self.networks = nn.ModuleList(self.stored)
 
     @property
-    def facts(self) -> tuple[ExpertFacts, ...]:
+    def facts(self) -> tuple[ExpertRecord, ...]:
         """What each expert is."""
         return tuple(expert.facts for expert in self.experts)
 

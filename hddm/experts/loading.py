@@ -16,7 +16,7 @@ from hddm.experts.ensembles import (
     COMPONENTS,
     ENSEMBLE_FILE,
     MODEL_INDEX,
-    EnsembleFacts,
+    EnsembleRecord,
     read_ensemble_facts,
     read_model_index,
     refuse_damaged_ensemble,
@@ -27,7 +27,7 @@ from hddm.experts.paris import is_paris, paris_experts, paris_router
 from hddm.experts.records import (
     EXPERT_FILE,
     Expert,
-    RouterFacts,
+    RouterRecord,
     UnreadExpert,
     open_expert,
     read_router,
@@ -48,8 +48,8 @@ class Parts:
 
     experts: list[UnreadExpert]
     router: RouterTransformer | None
-    router_facts: RouterFacts | None
-    facts: EnsembleFacts
+    router_facts: RouterRecord | None
+    facts: EnsembleRecord
     components: Sequence[str] = ()
     """Those of `hddm.experts.ensembles.COMPONENTS` that are there."""
 
@@ -67,7 +67,7 @@ def open_parts(folder: Path, dtype: torch.dtype, experts: Sequence[int] | None =
     """
     if (folder / EXPERT_FILE).exists():
         expert = open_expert(folder)
-        facts = EnsembleFacts(experts=(".",), prior=(1.0,), strategy="draw", shift=expert.facts.shift)
+        facts = EnsembleRecord(experts=(".",), prior=(1.0,), strategy="draw", shift=expert.facts.shift)
         return Parts([expert], None, None, facts)
     if (folder / ENSEMBLE_FILE).exists():
         return _ensemble(folder, dtype, experts)
@@ -97,7 +97,7 @@ def _ensemble(folder: Path, dtype: torch.dtype, chosen: Sequence[int] | None) ->
     return Parts(experts, router, router_facts, facts, [name for name in COMPONENTS if has.get(name)])
 
 
-def _only(facts: EnsembleFacts, chosen: Sequence[int]) -> EnsembleFacts:
+def _only(facts: EnsembleRecord, chosen: Sequence[int]) -> EnsembleRecord:
     """The record of an ensemble of these experts alone; its router keeps their outputs."""
     total = len(facts.experts)
     if not chosen or len(set(chosen)) < len(chosen) or not set(chosen) <= set(range(total)):
@@ -119,7 +119,7 @@ def _only(facts: EnsembleFacts, chosen: Sequence[int]) -> EnsembleFacts:
     return facts.model_copy(update=changes)
 
 
-def _check_outputs(facts: EnsembleFacts, router: RouterTransformer, folder: Path) -> None:
+def _check_outputs(facts: EnsembleRecord, router: RouterTransformer, folder: Path) -> None:
     total, experts = router.config.num_experts, len(facts.experts)
     fits = max(facts.router_outputs) < total if facts.router_outputs else total == experts
     if not fits:
@@ -139,7 +139,7 @@ def _paris(folder: Path, dtype: torch.dtype, chosen: Sequence[int] | None) -> Pa
     shape = experts[0].facts.sample_shape
     # Of its shards the release says nothing, so nothing can be drawn from their sizes; top-2 is what it is
     # published with.
-    facts = EnsembleFacts(
+    facts = EnsembleRecord(
         experts=tuple(expert.name for expert in experts),
         router="router",
         prior=(1 / len(experts),) * len(experts),
@@ -152,7 +152,7 @@ def _paris(folder: Path, dtype: torch.dtype, chosen: Sequence[int] | None) -> Pa
     return Parts(
         experts,
         found_router.load(dtype),
-        RouterFacts(time_scale=time_scale, sample_shape=shape, shard_hashes=(), shard_images=()),
+        RouterRecord(time_scale=time_scale, sample_shape=shape, shard_hashes=(), shard_images=()),
         facts,
         [name for name in COMPONENTS if inside(folder, name).is_dir()],
     )
@@ -247,8 +247,8 @@ def room_beside(parts: Sequence[nn.Module], max_memory: int) -> int:
 def ensemble_of(
     experts: ExpertSet,
     router: RouterTransformer | None,
-    router_facts: RouterFacts | None,
-    facts: EnsembleFacts,
+    router_facts: RouterRecord | None,
+    facts: EnsembleRecord,
 ) -> Ensemble:
     """The velocity field of an ensemble's parts.
 

@@ -31,7 +31,7 @@ from hddm.networks.folders import (
 )
 from hddm.utils.errors import HddmError
 from hddm.utils.files import read_json
-from hddm.utils.records import Facts
+from hddm.utils.records import Record
 from hddm.utils.weights import TensorInfo, read_header
 
 ADAPTER_CONFIG = "adapter_config.json"
@@ -47,7 +47,7 @@ _VARIANTS = (
 )
 
 
-class AdapterFacts(Facts):
+class AdapterRecord(Record):
     """What the adapter beside an ``expert.json`` changes, and in whose weights."""
 
     rank: Annotated[int, Field(ge=1)]
@@ -65,7 +65,7 @@ class AdapterFacts(Facts):
         return f"{Path(self.base).name} (SHA-256 {self.base_sha256[:16]}…)"
 
 
-def base_beside(folder: Path, facts: AdapterFacts) -> Path:
+def base_beside(folder: Path, facts: AdapterRecord) -> Path:
     """The folder of the base where it was when the adapter in ``folder`` was trained.
 
     Raises:
@@ -97,7 +97,7 @@ def bases_in(folders: Sequence[Path]) -> dict[str, Path]:
 
 
 def unread_adapted(
-    folder: Path, facts: AdapterFacts, base: Path, classes: Classes[ModelMixin]
+    folder: Path, facts: AdapterRecord, base: Path, classes: Classes[ModelMixin]
 ) -> Unread[ModelMixin]:
     """The network of an adapter's folder over the weights in the folder ``base``, all of them left there.
 
@@ -110,7 +110,7 @@ def unread_adapted(
 
 
 def open_adapted(
-    folder: Path, facts: AdapterFacts, base: Path, classes: Classes[ModelMixin]
+    folder: Path, facts: AdapterRecord, base: Path, classes: Classes[ModelMixin]
 ) -> tuple[ModelMixin, dict[str, Tensor], dict[str, Any]]:
     """The empty network of an adapter's folder, its weights in their base's dtypes, and its config.
 
@@ -135,7 +135,7 @@ class Merged:
         HddmError: as `unread_adapted`.
     """
 
-    def __init__(self, folder: Path, facts: AdapterFacts, base: Path) -> None:
+    def __init__(self, folder: Path, facts: AdapterRecord, base: Path) -> None:
         _check_config(folder / ADAPTER_CONFIG, facts)
         self._factors = _factors(folder / ADAPTER_WEIGHTS, facts, base / WEIGHTS)
         self._adapter = WeightsFile(folder / ADAPTER_WEIGHTS)
@@ -173,7 +173,7 @@ def merge(weight: Tensor, down: Tensor, up: Tensor, scale: float) -> Tensor:
     return torch.addmm(weight.to(wide), up.to(wide), down.to(wide), alpha=scale)
 
 
-def check_base(folder: Path, facts: AdapterFacts, weights: Path) -> None:
+def check_base(folder: Path, facts: AdapterRecord, weights: Path) -> None:
     """Hold the file ``weights`` against the hash that the adapter in ``folder`` has of its base.
 
     A file is hashed once in a process, unless it changes.
@@ -212,7 +212,7 @@ def wrapped_modules(targets: tuple[str, ...]) -> frozenset[str]:
     )
 
 
-def _check_config(path: Path, facts: AdapterFacts) -> None:
+def _check_config(path: Path, facts: AdapterRecord) -> None:
     """Refuse a config of peft's that says another thing than the record."""
     config = read_json(path)
     for key, stated in (("peft_type", "LORA"), ("r", facts.rank), ("lora_alpha", facts.alpha)):
@@ -228,7 +228,7 @@ def _check_config(path: Path, facts: AdapterFacts) -> None:
         raise HddmError(f"{path}: bias is {str(config['bias'])[:40]!r}, and only 'none' is read")
 
 
-def _factors(path: Path, facts: AdapterFacts, base: Path) -> dict[str, tuple[str, str]]:
+def _factors(path: Path, facts: AdapterRecord, base: Path) -> dict[str, tuple[str, str]]:
     """Names of A and B by that of their weight, all of them held against the headers.
 
     Raises:

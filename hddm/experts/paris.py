@@ -32,9 +32,9 @@ from diffusers import ModelMixin
 from torch import Tensor
 
 from hddm.experts.ensembles import SCHEDULER_FILE, read_shift
-from hddm.experts.records import EXPERT_FILE, ExpertFacts, SourceFacts
+from hddm.experts.records import EXPERT_FILE, ExpertRecord, SourceRecord
 from hddm.networks.folders import differences, empty_network
-from hddm.networks.identity import TextEncoderFacts, VaeFacts
+from hddm.networks.identity import TextEncoderRecord, VaeRecord
 from hddm.networks.text_encoder import text_encoder_facts
 from hddm.networks.transformers import ExpertTransformer, RouterTransformer
 from hddm.networks.vae import vae_facts
@@ -126,7 +126,7 @@ TOKENS = 77
 PAPER = "arXiv:2510.03434"
 
 
-def expert_facts(folder: Path, arguments: Mapping[str, Any]) -> ExpertFacts:
+def expert_facts(folder: Path, arguments: Mapping[str, Any]) -> ExpertRecord:
     """The facts of all experts in ``folder``, whose networks have these arguments.
 
     Raises:
@@ -135,7 +135,7 @@ def expert_facts(folder: Path, arguments: Mapping[str, Any]) -> ExpertFacts:
     """
     scheduler, shift = _scheduler(folder)
     side = arguments["sample_size"]
-    return ExpertFacts(
+    return ExpertRecord(
         objective="flow",
         prediction_type=PredictionType.FLOW_PREDICTION,
         schedule=LinearSchedule().config,
@@ -150,7 +150,7 @@ def expert_facts(folder: Path, arguments: Mapping[str, Any]) -> ExpertFacts:
         conditions=("encoder_hidden_states",),
         weights="unstated",
         # Hashing 20 GB would take longer than reading them.
-        source=SourceFacts(layout="paris", files={}, scheduler=scheduler, hddm=version("hddm-diffusion")),
+        source=SourceRecord(layout="paris", files={}, scheduler=scheduler, hddm=version("hddm-diffusion")),
         licence="MIT",
     )
 
@@ -175,7 +175,7 @@ def _scheduler(folder: Path) -> tuple[dict[str, Any] | None, float]:
     return config, shift
 
 
-def _vae(folder: Path) -> VaeFacts | None:
+def _vae(folder: Path) -> VaeRecord | None:
     if not _is_there(folder, "vae"):
         return None
     facts = vae_facts(folder / "vae")
@@ -187,7 +187,7 @@ def _vae(folder: Path) -> VaeFacts | None:
     return facts
 
 
-def _text_encoder(folder: Path, width: int) -> TextEncoderFacts | None:
+def _text_encoder(folder: Path, width: int) -> TextEncoderRecord | None:
     if not _is_there(folder, "text_encoder"):
         return None
     facts = text_encoder_facts(folder / "text_encoder", TOKENS)
@@ -315,7 +315,7 @@ def is_paris(folder: Path) -> bool:
         return (folder / ROUTER).is_dir()
 
 
-def paris_experts(folder: Path) -> list[tuple[ParisPart, ExpertFacts]]:
+def paris_experts(folder: Path) -> list[tuple[ParisPart, ExpertRecord]]:
     """The experts, in order, for `ExpertTransformer`; headers are read and no weights.
 
     Raises:
@@ -341,7 +341,7 @@ def paris_experts(folder: Path) -> list[tuple[ParisPart, ExpertFacts]]:
 def paris_router(folder: Path) -> tuple[ParisPart, float]:
     """The router, for `RouterTransformer`, and its time scale.
 
-    What trained its outputs is not part of the release, so there are no `RouterFacts`.
+    What trained its outputs is not part of the release, so there are no `RouterRecord`.
 
     Raises:
         HddmError: as `paris_experts`, and for a router of another number of experts or size of samples.

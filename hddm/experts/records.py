@@ -19,9 +19,9 @@ from torch import Tensor
 
 from hddm.calibration import FILE_NAME as CALIBRATION
 from hddm.calibration import Calibration, calibration_record
-from hddm.experts.lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS, AdapterFacts, base_beside, unread_adapted
+from hddm.experts.lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS, AdapterRecord, base_beside, unread_adapted
 from hddm.networks.folders import WEIGHTS, Unread, read_network, unread_network
-from hddm.networks.identity import TextEncoderFacts, VaeFacts
+from hddm.networks.identity import TextEncoderRecord, VaeRecord
 from hddm.networks.transformers import RouterTransformer
 from hddm.networks.wrappers import EXPERT_NETWORKS, interface_of
 from hddm.utils.errors import HddmError
@@ -29,10 +29,10 @@ from hddm.utils.files import sha256_of, write_json
 from hddm.utils.records import EXPERT_FILE as EXPERT_FILE
 from hddm.utils.records import (
     MANIFEST,
-    Facts,
+    Record,
     damage,
     has_manifest,
-    read_facts,
+    read_record,
     refuse_damaged,
     write_manifest,
 )
@@ -48,7 +48,7 @@ FILES = (NULL_FILE, EXTRAS_FILE, CALIBRATION, WEIGHTS, ADAPTER_CONFIG, ADAPTER_W
 """What is read of an expert's folder besides its record."""
 
 
-class ShardFacts(Facts):
+class ShardRecord(Record):
     """The shard that an expert was trained on."""
 
     index: int
@@ -61,7 +61,7 @@ class ShardFacts(Facts):
     """What all shards of one partition share."""
 
 
-class SourceFacts(Facts):
+class SourceRecord(Record):
     """The checkpoint that an expert was converted from."""
 
     layout: str
@@ -74,16 +74,16 @@ class SourceFacts(Facts):
     options: dict[str, Any] = Field(default_factory=dict)
     hddm: str
     """Version that converted it."""
-    before: "SourceFacts | None" = None
+    before: "SourceRecord | None" = None
     """Of an expert folder: what that was converted from."""
 
     @property
-    def first(self) -> "SourceFacts":
+    def first(self) -> "SourceRecord":
         """The checkpoint at the beginning of the chain."""
         return self if self.before is None else self.before.first
 
 
-class ExpertFacts(Facts):
+class ExpertRecord(Record):
     """``expert.json``: the conventions under which the weights beside it mean something."""
 
     format: str = FORMAT
@@ -96,9 +96,9 @@ class ExpertFacts(Facts):
     space: Literal["pixels", "latents"] = "pixels"
     latent_scale: float | None = 1.0
     """Samples are data × this factor; 1 for pixels in [-1, 1], None where the source does not say."""
-    vae: VaeFacts | None = None
+    vae: VaeRecord | None = None
     """None for pixels, and where the source does not hold its VAE."""
-    text_encoder: TextEncoderFacts | None = None
+    text_encoder: TextEncoderRecord | None = None
     shift: float = Field(default=1.0, gt=0)
     """Of the time grid that its samples want (`hddm.sampling.time_grid`)."""
     variance_head: bool = False
@@ -114,17 +114,17 @@ class ExpertFacts(Facts):
     """Of the file beside this that holds them, or the adapter; in folders of formats 1.2 and 1.3 alone."""
     calibration_sha256: str | None = None
     """Of ``calibration.safetensors`` beside this; in folders of format 1.3 alone."""
-    shard: ShardFacts | None = None
+    shard: ShardRecord | None = None
     training: dict[str, Any] = Field(default_factory=dict)
     training_calibration: bool = False
     """The calibration is part of the parametrisation that it was trained in; it must not be fitted anew."""
-    source: SourceFacts | None = None
+    source: SourceRecord | None = None
     licence: str | None = None
-    adapter: AdapterFacts | None = None
+    adapter: AdapterRecord | None = None
     """Where the weights are those of a base, changed (`hddm.experts.lora`); None where they are here."""
 
 
-class RouterFacts(Facts):
+class RouterRecord(Record):
     """``router.json``: what a router tells apart, and how it counts time."""
 
     format: str = FORMAT
@@ -149,7 +149,7 @@ class Expert:
     """
 
     network: ModelMixin
-    facts: ExpertFacts
+    facts: ExpertRecord
     calibration: Calibration | None
     nulls: Mapping[str, Tensor] = field(default_factory=dict)
 
@@ -182,7 +182,7 @@ def save_expert(folder: Path, expert: Expert) -> None:
     write_records(folder, expert.facts, expert.nulls)
 
 
-def write_records(folder: Path, facts: ExpertFacts, nulls: Mapping[str, Tensor]) -> None:
+def write_records(folder: Path, facts: ExpertRecord, nulls: Mapping[str, Tensor]) -> None:
     """Write what gives the network in ``folder`` its meaning, and the manifest of all that lies there."""
     if nulls:
         save_file({name: null.contiguous() for name, null in nulls.items()}, folder / NULL_FILE)
@@ -214,7 +214,7 @@ class UnreadExpert:
 
     folder: Path | None
     unread: Unread[ModelMixin]
-    facts: ExpertFacts
+    facts: ExpertRecord
     calibration: Calibration | None = None
     nulls: Mapping[str, Tensor] = field(default_factory=dict)
     base: Path | None = None
@@ -229,7 +229,7 @@ class UnreadExpert:
         return Expert(self.unread.load(dtype), without_adapter(self.facts), self.calibration, self.nulls)
 
 
-def without_adapter(facts: ExpertFacts) -> ExpertFacts:
+def without_adapter(facts: ExpertRecord) -> ExpertRecord:
     """The record of an expert in memory, where an adapter is part of its weights, and nothing is a file."""
     return facts.model_copy(update={"adapter": None, "weights_sha256": None, "calibration_sha256": None})
 
@@ -240,7 +240,7 @@ def read_expert(
     """Read an expert folder; ``bases`` as for `open_expert`.
 
     Raises:
-        HddmError: as `hddm.utils.records.read_facts` and `hddm.networks.folders.read_network`.
+        HddmError: as `hddm.utils.records.read_record` and `hddm.networks.folders.read_network`.
     """
     return open_expert(folder, bases).read(dtype)
 
@@ -264,7 +264,7 @@ def open_expert(
         HddmError: as `read_expert`, but for NaN and Inf and another base; for an adapter without its base,
             and files that are not those of its manifest.
     """
-    facts = read_facts(folder / EXPERT_FILE, ExpertFacts, FORMAT)
+    facts = read_record(folder / EXPERT_FILE, ExpertRecord, FORMAT)
     base = base_of(folder, facts.adapter, bases) if facts.adapter else None
     if facts.adapter is None or base is None:
         unread = unread_network(folder, EXPERT_NETWORKS)
@@ -299,7 +299,7 @@ def remedy(folder: Path) -> str:
     )
 
 
-def refuse_base(folder: Path, adapter: AdapterFacts | None, bases: Collection[object]) -> None:
+def refuse_base(folder: Path, adapter: AdapterRecord | None, bases: Collection[object]) -> None:
     """Refuse ``bases`` that a user names for an expert which changes no other's weights.
 
     Raises:
@@ -312,7 +312,7 @@ def refuse_base(folder: Path, adapter: AdapterFacts | None, bases: Collection[ob
         )
 
 
-def base_of(folder: Path, adapter: AdapterFacts, bases: Mapping[str, Path] | None = None) -> Path:
+def base_of(folder: Path, adapter: AdapterRecord, bases: Mapping[str, Path] | None = None) -> Path:
     """The folder of the weights that the adapter in ``folder`` changes; see `open_expert`.
 
     Raises:
@@ -329,16 +329,16 @@ def base_of(folder: Path, adapter: AdapterFacts, bases: Mapping[str, Path] | Non
     return bases[adapter.base_sha256]
 
 
-def save_router(folder: Path, network: RouterTransformer, facts: RouterFacts) -> None:
+def save_router(folder: Path, network: RouterTransformer, facts: RouterRecord) -> None:
     """Write a router into an existing, empty ``folder``."""
     network.save_pretrained(folder)
     write_json(folder / ROUTER_FILE, facts.model_dump(mode="json") | {"format": FORMAT})
     write_manifest(folder)
 
 
-def read_router(folder: Path, dtype: torch.dtype = torch.float32) -> tuple[RouterTransformer, RouterFacts]:
+def read_router(folder: Path, dtype: torch.dtype = torch.float32) -> tuple[RouterTransformer, RouterRecord]:
     """Read a router folder; raises as `read_expert`."""
-    facts = read_facts(folder / ROUTER_FILE, RouterFacts, FORMAT)
+    facts = read_record(folder / ROUTER_FILE, RouterRecord, FORMAT)
     network = read_network(folder, [RouterTransformer], dtype)
     if len(facts.shard_hashes) not in (0, network.config.num_experts):
         raise HddmError(
@@ -352,7 +352,7 @@ def read_router(folder: Path, dtype: torch.dtype = torch.float32) -> tuple[Route
 _COPY_AGAIN = "copy the expert again from where it was trained"
 
 
-def foreign_files(folder: Path, facts: ExpertFacts, sha256: Callable[[Path], str]) -> tuple[str, ...]:
+def foreign_files(folder: Path, facts: ExpertRecord, sha256: Callable[[Path], str]) -> tuple[str, ...]:
     """What is wrong where files are not those that were written with the expert: a line for each.
 
     Args:
@@ -370,7 +370,7 @@ def foreign_files(folder: Path, facts: ExpertFacts, sha256: Callable[[Path], str
 
 
 def foreign_weights(
-    folder: Path, facts: ExpertFacts, sha256: Callable[[Path], str] = sha256_of
+    folder: Path, facts: ExpertRecord, sha256: Callable[[Path], str] = sha256_of
 ) -> str | None:
     """What is wrong where the weights in ``folder`` are not those whose hash the record holds."""
     if facts.weights_sha256 is None:
@@ -381,7 +381,7 @@ def foreign_weights(
 
 
 def foreign_calibration(
-    folder: Path, facts: ExpertFacts, sha256: Callable[[Path], str] = sha256_of
+    folder: Path, facts: ExpertRecord, sha256: Callable[[Path], str] = sha256_of
 ) -> str | None:
     """What is wrong where the calibration in ``folder`` is not the expert's own, None where it is.
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from hddm.utils.errors import HddmError
-from hddm.utils.records import Facts
+from hddm.utils.records import Record
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -20,7 +20,7 @@ SMALL = 65536
 """Numbers of the largest tensor that a fingerprint looks at; norms and biases of a network are smaller."""
 
 
-class VaeFacts(Facts):
+class VaeRecord(Record):
     """The latent space of an expert.
 
     Samples are (z - ``shift``) × ``scale``, z what ``kind``'s encoder gives. ``fingerprint`` is that of the
@@ -33,7 +33,7 @@ class VaeFacts(Facts):
     shift: float = 0.0
 
 
-class TextEncoderFacts(Facts):
+class TextEncoderRecord(Record):
     """The text encoder of an expert, and how many tokens a prompt is padded to."""
 
     kind: str

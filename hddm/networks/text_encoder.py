@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hddm.networks.folders import differences
-from hddm.networks.identity import TextEncoderFacts, fingerprint
+from hddm.networks.identity import TextEncoderRecord, fingerprint
 from hddm.networks.vae import read_config, read_weights
 from hddm.utils.errors import HddmError, did_you_mean
 from hddm.utils.files import inside
@@ -135,13 +135,13 @@ def read_text_encoder(
     return model
 
 
-def text_encoder_facts(folder: Path, tokens: object, variant: str | None = None) -> TextEncoderFacts:
+def text_encoder_facts(folder: Path, tokens: object, variant: str | None = None) -> TextEncoderRecord:
     """What tells the text encoder in ``folder`` from others; raises as `read_text_encoder`.
 
     ``tokens`` is the ``model_max_length`` of the tokenizer beside it, as `prompt_length` takes it.
     """
     model, weights, _ = _open(folder, variant)
-    return TextEncoderFacts(
+    return TextEncoderRecord(
         kind=KIND,
         fingerprint=fingerprint(weights),
         tokens=prompt_length(tokens, model.config.max_position_embeddings),

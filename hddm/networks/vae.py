@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from hddm.networks.folders import Imported, differences, empty_network, fill, parse_config
-from hddm.networks.identity import VaeFacts, fingerprint
+from hddm.networks.identity import VaeRecord, fingerprint
 from hddm.utils.errors import HddmError
 from hddm.utils.files import inside, read_json
 from hddm.utils.pickles import stored_names
@@ -87,7 +87,7 @@ def read_vae(folder: Path, dtype: torch.dtype = torch.float32) -> "AutoencoderKL
     return network
 
 
-def vae_facts(folder: Path, variant: str | None = None) -> VaeFacts:
+def vae_facts(folder: Path, variant: str | None = None) -> VaeRecord:
     """What tells the latent space of the VAE in ``folder`` from others; raises as `read_vae`.
 
     Scale and shift are the config's, or the documented defaults of its class. The file of weights is that of
@@ -96,7 +96,7 @@ def vae_facts(folder: Path, variant: str | None = None) -> VaeFacts:
     network, weights, _, _ = _open(folder, variant)
     encoder = {key: value for key, value in weights.items() if key.startswith(_ENCODER)}
     scale, shift = _scale_and_shift(network.config)
-    return VaeFacts(kind=type(network).__name__, fingerprint=fingerprint(encoder), scale=scale, shift=shift)
+    return VaeRecord(kind=type(network).__name__, fingerprint=fingerprint(encoder), scale=scale, shift=shift)
 
 
 def scale_of(vae: "AutoencoderKL | AutoencoderTiny") -> int:

@@ -12,10 +12,10 @@ from diffusers.utils import BaseOutput
 from torch import Tensor, nn
 
 from hddm.ensemble import Ensemble
-from hddm.experts.ensembles import EnsembleFacts
+from hddm.experts.ensembles import EnsembleRecord
 from hddm.experts.expert_set import ExpertSet
 from hddm.experts.loading import ensemble_of, room_beside
-from hddm.experts.records import RouterFacts
+from hddm.experts.records import RouterRecord
 from hddm.networks.offload import Offload
 from hddm.networks.text_encoder import encode
 from hddm.networks.transformers import RouterTransformer
@@ -74,8 +74,8 @@ class HDDMPipeline(Offloading, DiffusionPipeline):  # type: ignore[misc]
         vae: AutoencoderKL | AutoencoderTiny | None = None,
         text_encoder: Any = None,
         tokenizer: Any = None,
-        facts: EnsembleFacts | None = None,
-        router_facts: RouterFacts | None = None,
+        facts: EnsembleRecord | None = None,
+        router_facts: RouterRecord | None = None,
     ) -> None:
         super().__init__()
         self.register_modules(
@@ -388,8 +388,8 @@ class HDDMPipeline(Offloading, DiffusionPipeline):  # type: ignore[misc]
             )
 
 
-def _equal_shares(num_experts: int, has_router: bool) -> EnsembleFacts:
-    return EnsembleFacts(
+def _equal_shares(num_experts: int, has_router: bool) -> EnsembleRecord:
+    return EnsembleRecord(
         experts=tuple(f"experts/{k}" for k in range(num_experts)),
         router="router" if has_router else None,
         prior=(1 / num_experts,) * num_experts,

@@ -8,7 +8,7 @@ from pydantic import AfterValidator, Field
 
 from hddm.ensemble import Strategy
 from hddm.utils.errors import HddmError, UsageError
-from hddm.utils.records import Facts
+from hddm.utils.records import Record
 from hddm.utils.tensors import available_device
 from hddm.velocity import Guidance
 
@@ -32,7 +32,7 @@ def _ordered(interval: tuple[float, float]) -> tuple[float, float]:
     return interval
 
 
-class SampleSettings(Facts):
+class SampleSettings(Record):
     """See ``hddm sample --help``. Image i depends on ``seed`` and i, from ``start`` on, and on no batch."""
 
     num_images: Positive = 16

@@ -15,7 +15,7 @@ from torch import Tensor
 from hddm.calibration import FILE_NAME, Calibration, calibrate
 from hddm.data.shards import open_shard
 from hddm.experts.loading import field_of, load
-from hddm.experts.records import EXPERT_FILE, ExpertFacts, foreign_weights, open_expert, write_records
+from hddm.experts.records import EXPERT_FILE, ExpertRecord, foreign_weights, open_expert, write_records
 from hddm.networks.wrappers import OPTIONAL_CONDITIONS
 from hddm.sampling import euler, initial_noise
 from hddm.schedules import DiscreteSchedule
@@ -188,7 +188,7 @@ def recalibrate(
     _replace_calibration(folder, facts, calibration)
 
 
-def _replace_calibration(folder: Path, facts: ExpertFacts, calibration: Calibration) -> None:
+def _replace_calibration(folder: Path, facts: ExpertRecord, calibration: Calibration) -> None:
     # A link stays, and what it leads to is replaced.
     target = folder.resolve()
     with writing(folder), new_folder(target, EXPERT_FILE, overwrite=True) as draft:
@@ -205,7 +205,7 @@ def _replace_calibration(folder: Path, facts: ExpertFacts, calibration: Calibrat
 
 def _on_native_samples(
     folder: Path,
-    facts: ExpertFacts,
+    facts: ExpertRecord,
     field: VelocityField,
     seed: int,
     num: int,

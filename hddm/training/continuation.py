@@ -19,7 +19,7 @@ from hddm.experts.records import (
     EXPERT_FILE,
     FORMAT,
     Expert,
-    ExpertFacts,
+    ExpertRecord,
     foreign_calibration,
     read_expert,
     save_expert,
@@ -44,7 +44,7 @@ from hddm.training.shard_fit import (
 )
 from hddm.training.watching import watching
 from hddm.utils.errors import HddmError, UsageError
-from hddm.utils.records import read_facts
+from hddm.utils.records import read_record
 from hddm.velocity import PredictionType, VelocityField
 
 
@@ -192,7 +192,7 @@ def _dropped_to(field: VelocityField, settings: ExpertSettings) -> dict[str, Ten
     return {name: null for name, null in field.null_conditions.items() if trained.get(name)}
 
 
-def _objective(init: Path, facts: ExpertFacts, settings: ExpertSettings) -> Objective:
+def _objective(init: Path, facts: ExpertRecord, settings: ExpertSettings) -> Objective:
     if settings.objective == "flow":
         return Objective.named("flow", time_sampling=settings.time_sampling, snr_gamma=settings.snr_gamma)
     if facts.prediction_type is not PredictionType.EPSILON:
@@ -217,7 +217,7 @@ def _parametrisation(
         blend = bounded_gain(field.prediction_type, field.range[1], moments, kappa)
         return blend and replace(blend, record=shard_record(shard))
     # A record in memory knows no files.
-    if foreign := foreign_calibration(init, read_facts(init / EXPERT_FILE, ExpertFacts, FORMAT)):
+    if foreign := foreign_calibration(init, read_record(init / EXPERT_FILE, ExpertRecord, FORMAT)):
         raise HddmError(f"{init}: {foreign}")
     return expert.calibration
 

@@ -40,7 +40,7 @@ from hddm.experts.loading import Parts, ensemble_of, expert_set, field_of, open_
 from hddm.experts.records import (
     EXPERT_FILE,
     Expert,
-    ExpertFacts,
+    ExpertRecord,
     UnreadExpert,
     null_conditions,
     read_expert,
@@ -301,12 +301,12 @@ def distill(
     )
 
 
-def _flow_expert(init: Path, facts: ExpertFacts) -> Expert:
+def _flow_expert(init: Path, facts: ExpertRecord) -> Expert:
     """The expert in ``init``, which must be what ``facts`` say of the student."""
     if not (init / EXPERT_FILE).is_file():
         raise UsageError(f"--init {init}: no expert folder; name one expert, of the ensemble say")
     expert = read_expert(init)
-    qualities: dict[str, Callable[[ExpertFacts], Any]] = {
+    qualities: dict[str, Callable[[ExpertRecord], Any]] = {
         "prediction type": lambda one: one.prediction_type.value,
         "schedule": lambda one: one.schedule,
         "time scale": lambda one: one.time_scale,

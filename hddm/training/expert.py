@@ -14,7 +14,7 @@ from diffusers import ModelMixin
 from hddm.data.shards import Shard, open_shard
 from hddm.experts.loading import field_of
 from hddm.experts.lora import ADAPTER_WEIGHTS
-from hddm.experts.records import EXPERT_FILE, Expert, ExpertFacts, null_conditions, save_expert
+from hddm.experts.records import EXPERT_FILE, Expert, ExpertRecord, null_conditions, save_expert
 from hddm.networks.folders import WEIGHTS
 from hddm.networks.identity import size_config
 from hddm.networks.transformers import ExpertTransformer
@@ -157,14 +157,14 @@ def ddpm_schedule(config: Path | None) -> tuple[Schedule | None, str]:
 
 def expert_facts(
     shard: Shard, settings: ExpertSettings, objective: Objective, schedule_source: str
-) -> ExpertFacts:
+) -> ExpertRecord:
     """The record of an expert of ``shard``, before it is trained."""
     classes = shard.classes if settings.class_conditional else ()
     conditions = {
         "class_labels": settings.class_conditional,
         "encoder_hidden_states": settings.text_conditional,
     }
-    return ExpertFacts(
+    return ExpertRecord(
         objective=settings.objective,
         prediction_type=objective.prediction_type,
         schedule=objective.schedule.config,

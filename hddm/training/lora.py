@@ -19,7 +19,7 @@ from hddm.experts.lora import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
     PREFIX,
-    AdapterFacts,
+    AdapterRecord,
     tensor_names,
     wrapped_modules,
 )
@@ -70,7 +70,7 @@ def refuse_as_base(init: Path) -> None:
         )
 
 
-def adapter_facts(network: nn.Module, rank: int, alpha: float | None, init: Path, out: Path) -> AdapterFacts:
+def adapter_facts(network: nn.Module, rank: int, alpha: float | None, init: Path, out: Path) -> AdapterRecord:
     """The record of an adapter of the expert in ``init`` that is to lie in ``out``.
 
     Args:
@@ -83,7 +83,7 @@ def adapter_facts(network: nn.Module, rank: int, alpha: float | None, init: Path
     Raises:
         HddmError: for a network without layers to adapt.
     """
-    return AdapterFacts(
+    return AdapterRecord(
         rank=rank,
         alpha=float(rank if alpha is None else alpha),
         targets=targets_of(network),
@@ -92,7 +92,7 @@ def adapter_facts(network: nn.Module, rank: int, alpha: float | None, init: Path
     )
 
 
-def add_adapter(network: ModelMixin, facts: AdapterFacts, seed: int) -> None:
+def add_adapter(network: ModelMixin, facts: AdapterRecord, seed: int) -> None:
     """Put an adapter on ``network``: its own parameters are frozen, those of the adapter are trained.
 
     B is zero, so nothing changes at first; A is uniform, as peft draws it, from ``seed`` alone. torch's
@@ -108,7 +108,7 @@ def add_adapter(network: ModelMixin, facts: AdapterFacts, seed: int) -> None:
         peft.inject_adapter_in_model(_config(facts), network)
 
 
-def save_adapted(folder: Path, expert: Expert, facts: AdapterFacts) -> None:
+def save_adapted(folder: Path, expert: Expert, facts: AdapterRecord) -> None:
     """Write an expert with an adapter on its network into an existing, empty ``folder``.
 
     It holds the network's config, the adapter in peft's format, and the expert's records, which name the
@@ -133,7 +133,7 @@ def save_adapted(folder: Path, expert: Expert, facts: AdapterFacts) -> None:
     write_records(folder, expert.facts.model_copy(update={"adapter": facts}), expert.nulls)
 
 
-def _config(facts: AdapterFacts) -> Any:
+def _config(facts: AdapterRecord) -> Any:
     layers = [target.removesuffix(".weight") for target in facts.targets if target.endswith(".weight")]
     return _peft().LoraConfig(
         r=facts.rank,

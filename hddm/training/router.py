@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from hddm.data.shard_records import HELD_OUT, find_shards
 from hddm.data.shards import JoinedStore, Shard, open_shard
 from hddm.data.stores import Stored
-from hddm.experts.records import ROUTER_FILE, RouterFacts, save_router
+from hddm.experts.records import ROUTER_FILE, RouterRecord, save_router
 from hddm.networks.transformers import RouterTransformer
 from hddm.training.denoising import IMAGES, SURE
 from hddm.training.expert import new_network
@@ -218,7 +218,7 @@ def train_router(
                 out,
                 accuracy["images"],
             )
-        facts = RouterFacts(
+        facts = RouterRecord(
             time_scale=TIME_SCALE,
             sample_shape=shape,
             shard_hashes=tuple(shard.hash for shard in shards),

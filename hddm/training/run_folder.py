@@ -47,7 +47,7 @@ from hddm.training.settings import Keeping, RunOptions
 from hddm.training.state import EMA, LOSSES, OPTIMIZER, WEIGHTS, TrainingState
 from hddm.utils.errors import HddmError
 from hddm.utils.files import locked, new_folder, read_json, sha256_of, write_json, write_whole
-from hddm.utils.records import Facts, read_facts
+from hddm.utils.records import Record, read_record
 
 CHECKPOINT_FORMAT = "1.0"
 MANIFEST = "manifest.json"
@@ -57,7 +57,7 @@ FILES = (WEIGHTS, EMA, OPTIMIZER, LOSSES)
 log = logging.getLogger(__name__)
 
 
-class Manifest(Facts):
+class Manifest(Record):
     """``manifest.json`` of a checkpoint."""
 
     format: str
@@ -131,7 +131,7 @@ class Checkpoints:
 
     def _complete(self, path: Path) -> bool:
         try:
-            manifest = read_facts(path / MANIFEST, Manifest, CHECKPOINT_FORMAT)
+            manifest = read_record(path / MANIFEST, Manifest, CHECKPOINT_FORMAT)
             whole = {PROGRESS, *(f"{name}.safetensors" for name in FILES)} == set(manifest.files)
             return whole and all(sha256_of(path / name) == sha for name, sha in manifest.files.items())
         except (HddmError, OSError):

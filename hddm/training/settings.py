@@ -20,7 +20,7 @@ from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from hddm.networks.identity import size_config
 from hddm.utils.errors import HddmError, did_you_mean
-from hddm.utils.records import OPTIONS, Facts, parse_facts
+from hddm.utils.records import OPTIONS, Record, parse_record
 
 Positive = Annotated[int, Field(ge=1)]
 
@@ -35,7 +35,7 @@ LONGEST_WARMUP = 100
 """Unless another is asked for."""
 
 
-class LoopSettings(Facts):
+class LoopSettings(Record):
     """How to optimise: AdamW, cosine decay to zero under a linear warm-up, and a float32 EMA.
 
     ``batch_size`` is that of one step, over all devices and all ``gradient_accumulation_steps``.
@@ -137,7 +137,7 @@ class DistillSettings(LoopSettings):
         return ExpertSettings(objective="flow", class_conditional=class_conditional, **same)
 
 
-class Keeping(Facts):
+class Keeping(Record):
     """How often a run is saved, logged and pictured."""
 
     checkpoint_every: Positive = 500
@@ -161,10 +161,10 @@ class RunOptions(Keeping):
     """Go on although settings or data differ."""
 
 
-Settings = TypeVar("Settings", bound=Facts)
+Settings = TypeVar("Settings", bound=Record)
 LARGEST = 2**20
 # A file may serve several verbs: what one of them knows is no mistake.
-KINDS: tuple[type[Facts], ...] = (Keeping, ExpertSettings, RouterSettings, DistillSettings)
+KINDS: tuple[type[Record], ...] = (Keeping, ExpertSettings, RouterSettings, DistillSettings)
 
 
 def settings_of(
@@ -183,16 +183,16 @@ def settings_of(
             known one, or a value that is out of range.
     """
     if path is None:
-        return parse_facts(dict(values), record, OPTIONS)
+        return parse_record(dict(values), record, OPTIONS)
     content = read_run_file(path, record)
     mine = {key: value for key, value in content.items() if key in record.model_fields}
-    parse_facts(_complete(record, mine, values), record, str(path))
+    parse_record(_complete(record, mine, values), record, str(path))
     weaker = {name: value for name, value in values.items() if name not in explicit}
     stronger = {name: values[name] for name in explicit}
-    return parse_facts(weaker | mine | stronger, record, OPTIONS)
+    return parse_record(weaker | mine | stronger, record, OPTIONS)
 
 
-def read_run_file(path: Path, record: type[Facts]) -> dict[str, Any]:
+def read_run_file(path: Path, record: type[Record]) -> dict[str, Any]:
     """The keys of a run file, all of them known to ``record`` or to another kind of settings.
 
     Raises:
@@ -253,7 +253,7 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-def _complete(record: type[Facts], mine: dict[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+def _complete(record: type[Record], mine: dict[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
     """``mine`` with what a file need not say, so that a bad value is told as the file's."""
     required = {name for name, one in record.model_fields.items() if one.is_required()}
     return {name: values[name] for name in required if name in values} | mine

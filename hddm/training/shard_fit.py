@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from hddm.calibration import Calibration, calibrate
 from hddm.data.shard_records import MIN_IMAGES
 from hddm.data.shards import Shard
-from hddm.experts.records import ExpertFacts, ShardFacts
-from hddm.networks.identity import TextEncoderFacts, VaeFacts
+from hddm.experts.records import ExpertRecord, ShardRecord
+from hddm.networks.identity import TextEncoderRecord, VaeRecord
 from hddm.networks.wrappers import text_width
 from hddm.utils.errors import HddmError, counted
 from hddm.velocity import VelocityField
@@ -23,7 +23,7 @@ from hddm.velocity import VelocityField
 TEXT = "encoder_hidden_states"
 
 
-def check_fit(shard: Shard, facts: ExpertFacts, network: object) -> None:
+def check_fit(shard: Shard, facts: ExpertRecord, network: object) -> None:
     """Refuse a shard whose samples are none of the expert that ``facts`` describe.
 
     Args:
@@ -47,7 +47,7 @@ def check_fit(shard: Shard, facts: ExpertFacts, network: object) -> None:
         _check_tokens(shard, shard.text_encoder, facts, getattr(network, "config", {}))
 
 
-def check_own(shard: Shard, facts: ExpertFacts) -> None:
+def check_own(shard: Shard, facts: ExpertRecord) -> None:
     """Refuse images that are neither of the expert's own shard nor kept from it.
 
     A student's shard is a whole partition, and all shards of that are its own. An expert may not say.
@@ -63,7 +63,7 @@ def check_own(shard: Shard, facts: ExpertFacts) -> None:
         )
 
 
-def _check_latents(shard: Shard, vae: VaeFacts, facts: ExpertFacts) -> None:
+def _check_latents(shard: Shard, vae: VaeRecord, facts: ExpertRecord) -> None:
     if facts.vae is not None and facts.vae != vae:
         raise HddmError(f"{shard.folder}: its latents are of {vae}, the expert's of {facts.vae}")
     if facts.latent_scale is not None and facts.latent_scale != vae.scale:
@@ -74,7 +74,7 @@ def _check_latents(shard: Shard, vae: VaeFacts, facts: ExpertFacts) -> None:
 
 
 def _check_tokens(
-    shard: Shard, encoder: TextEncoderFacts, facts: ExpertFacts, config: Mapping[str, object]
+    shard: Shard, encoder: TextEncoderRecord, facts: ExpertRecord, config: Mapping[str, object]
 ) -> None:
     mine, width = facts.text_encoder, text_width(config)
     if mine is not None:
@@ -124,12 +124,12 @@ def conditions_at(
     return conditions
 
 
-def shard_facts(shard: Shard, classes: tuple[str, ...]) -> ShardFacts:
+def shard_facts(shard: Shard, classes: tuple[str, ...]) -> ShardRecord:
     """What an expert remembers of its shard: images are counted by its own ``classes``, or not at all."""
     counts: list[int] = []
     if shard.labels is not None and shard.classes == classes:
         counts = shard.labels.bincount(minlength=len(classes)).tolist()
-    return ShardFacts(
+    return ShardRecord(
         index=shard.index,
         num_shards=shard.num_shards,
         hash=shard.hash,

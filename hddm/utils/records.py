@@ -38,16 +38,18 @@ OPTIONS = "options"
 """Where values come from that are given on the command line: errors name them as they are spelt there."""
 
 
-class Facts(BaseModel):
+class Record(BaseModel):
     """Base of every record: frozen, and an unknown key is an error."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-Record = TypeVar("Record", bound=Facts)
+AnyRecord = TypeVar("AnyRecord", bound=Record)
 
 
-def read_facts(path: Path, record: type[Record], format_version: str, largest: int = LARGEST_JSON) -> Record:
+def read_record(
+    path: Path, record: type[AnyRecord], format_version: str, largest: int = LARGEST_JSON
+) -> AnyRecord:
     """The record in a JSON file.
 
     Raises:
@@ -56,10 +58,10 @@ def read_facts(path: Path, record: type[Record], format_version: str, largest: i
     """
     content = read_json(path, largest)
     check_format(content, format_version, path)
-    return parse_facts(content, record, str(path))
+    return parse_record(content, record, str(path))
 
 
-def parse_facts(content: dict[str, Any], record: type[Record], origin: str) -> Record:
+def parse_record(content: dict[str, Any], record: type[AnyRecord], origin: str) -> AnyRecord:
     """``content`` as a record; ``origin`` names its source in the error, or is `OPTIONS`."""
     try:
         return record.model_validate(content)
@@ -121,7 +123,7 @@ _PAPERS = ("README", "LICENSE", "NOTICE", "COPYING")
 _NO_MEANING = {".md", ".rst", ".png", ".jpg", ".jpeg", ".gif", ".webp", ".svg", ".html", ".pdf", ".log"}
 
 
-class Manifest(Facts):
+class Manifest(Record):
     """``manifest.json``: SHA-256 by the place of a file in the folder."""
 
     format: str = FORMAT
@@ -156,7 +158,7 @@ def read_manifest(folder: Path) -> Manifest:
     Raises:
         HddmError: for one that is not there or cannot be read.
     """
-    return read_facts(folder / MANIFEST, Manifest, FORMAT)
+    return read_record(folder / MANIFEST, Manifest, FORMAT)
 
 
 def damage(

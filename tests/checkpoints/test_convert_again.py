@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 import hddm as library
 from hddm.checkpoints import convert as conversion
 from hddm.checkpoints.plan import Conversion, plan
-from hddm.experts.records import Expert, ExpertFacts, save_expert
+from hddm.experts.records import Expert, ExpertRecord, save_expert
 from hddm.networks.transformers import ExpertTransformer
 from hddm.schedules import CosineSchedule, LinearSchedule, Schedule, from_diffusers
 from hddm.utils.errors import HddmError
@@ -42,7 +42,7 @@ def _dit_expert(
         modulation="zero",
         norm_eps=1e-6,
     )
-    facts = ExpertFacts.model_validate(
+    facts = ExpertRecord.model_validate(
         {
             "objective": "ddpm",
             "prediction_type": kind,

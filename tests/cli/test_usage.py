@@ -11,7 +11,7 @@ import typer
 from hddm.sampling import SOLVERS
 from hddm.training.settings import ExpertSettings
 from hddm.utils.errors import HddmError
-from hddm.utils.records import OPTIONS, parse_facts
+from hddm.utils.records import OPTIONS, parse_record
 from hddm.velocity import PredictionType
 from hddm_cli.app import commands
 from hddm_cli.convert import PredictionType as PredictionChoice
@@ -115,7 +115,7 @@ def test_wrong_usage_is_one_line_and_exits_with_2(
 def test_what_several_values_make_wrong_names_their_options(settings: dict[str, float]) -> None:
     values = {"steps": 1, "objective": "flow", **settings}
     with pytest.raises(HddmError) as error:
-        parse_facts(values, ExpertSettings, OPTIONS)
+        parse_record(values, ExpertSettings, OPTIONS)
     for name in settings:
         assert f"--{name.replace('_', '-')}" in error.value.message
     assert "'steps'" not in error.value.message

@@ -20,7 +20,7 @@ from hddm.data.shard_records import (
     PARTITION_FILE,
     ImageEntry,
     Manifest,
-    PartitionFacts,
+    PartitionRecord,
     content_hash,
 )
 from hddm.utils.errors import HddmError
@@ -68,7 +68,7 @@ def _partition(folder: Path, shards: list[dict[str, bytes]]) -> Path:
     for k, images in enumerate(shards):
         _shard(folder / f"shard_{k}", images, k)
         hashes.append(json.loads((folder / f"shard_{k}" / MANIFEST).read_text())["hash"])
-    facts = PartitionFacts(
+    facts = PartitionRecord(
         format=FORMAT,
         images=sum(map(len, shards)),
         features="pixel_pca",

@@ -15,12 +15,12 @@ from hddm.ensemble import Ensemble
 from hddm.experts.assembly import assemble, read_records
 from hddm.experts.compatibility import check_together
 from hddm.experts.ensembles import read_ensemble_facts, read_model_index
-from hddm.experts.records import EXPERT_FILE, FORMAT, ROUTER_FILE, RouterFacts
+from hddm.experts.records import EXPERT_FILE, FORMAT, ROUTER_FILE, RouterRecord
 from hddm.networks.folders import WEIGHTS
 from hddm.networks.transformers import ExpertTransformer
 from hddm.utils.errors import HddmError
 from hddm.utils.files import sha256_of
-from hddm.utils.records import MANIFEST, read_facts
+from hddm.utils.records import MANIFEST, read_record
 from tests.artefacts import Command, aged, contents, copied, edit_json
 from tests.component_files import write_clip, write_vae
 from tests.conftest import Trio
@@ -371,7 +371,7 @@ def test_the_command_line_prints_notes(trio: Trio, tmp_path: Path, hddm: Command
 
 def test_parts_that_were_exchanged_by_hand_can_be_told(trio: Trio, router: Path) -> None:
     experts = read_records(trio.experts)
-    facts = read_facts(trio.router / ROUTER_FILE, RouterFacts, FORMAT)
+    facts = read_record(trio.router / ROUTER_FILE, RouterRecord, FORMAT)
     check_together(experts, facts)
     check_together(experts[1:], facts, (1, 2))
     for wrong, outputs, lines in (
@@ -387,7 +387,7 @@ def test_parts_that_were_exchanged_by_hand_can_be_told(trio: Trio, router: Path)
             check_together(wrong, facts, outputs)
         assert len(caught.value.details) == len(lines)
         assert lines[0] in caught.value.details[0]
-    other = read_facts(router / ROUTER_FILE, RouterFacts, FORMAT)
+    other = read_record(router / ROUTER_FILE, RouterRecord, FORMAT)
     with pytest.raises(HddmError, match="does not know"):
         check_together(experts[:2], other)
 

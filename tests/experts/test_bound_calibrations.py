@@ -12,13 +12,13 @@ from hddm.calibration import FILE_NAME, Calibration
 from hddm.checkpoints import convert
 from hddm.experts.assembly import assemble
 from hddm.experts.loading import load
-from hddm.experts.records import EXPERT_FILE, FORMAT, ExpertFacts, foreign_files
+from hddm.experts.records import EXPERT_FILE, FORMAT, ExpertRecord, foreign_files
 from hddm.training.calibrate import recalibrate
 from hddm.training.continuation import continue_expert
 from hddm.training.verify import verify_expert
 from hddm.utils.errors import HddmError
 from hddm.utils.files import restore, sha256_of
-from hddm.utils.records import MANIFEST, read_facts
+from hddm.utils.records import MANIFEST, read_record
 from tests.artefacts import Command, aged, contents, copied, edit_json, expert_settings
 from tests.conftest import Trio
 
@@ -164,7 +164,7 @@ def test_a_calibrating_that_is_killed_leaves_the_old_expert_or_the_new_one(
         again = Path(shutil.copytree(expert.parent, tmp_path / f"{count}-again")) / expert.name
         restore(expert)
         found.append(wholes.index(contents(expert)))
-        facts = read_facts(expert / EXPERT_FILE, ExpertFacts, FORMAT)
+        facts = read_record(expert / EXPERT_FILE, ExpertRecord, FORMAT)
         assert foreign_files(expert, facts, sha256_of) == ()
         assert Calibration.load(expert) is not None
         # Without `restore`, the next one puts it back.

@@ -12,7 +12,7 @@ from hddm.calibration import FILE_NAME, Calibration, Moments
 from hddm.data.images import load_images
 from hddm.experts.records import (
     Expert,
-    ExpertFacts,
+    ExpertRecord,
     null_conditions,
     read_expert,
     read_router,
@@ -54,7 +54,7 @@ def test_a_loaded_expert_has_the_velocity_that_was_saved(
 ) -> None:
     network = new_network(ExpertTransformer, "tiny", SHAPE, seed=1, num_classes=3)
     torch.nn.init.normal_(network.final_layer.linear.weight, generator=torch.Generator().manual_seed(2))
-    facts = ExpertFacts(
+    facts = ExpertRecord(
         objective="flow",
         prediction_type=PredictionType.parse(prediction_type),
         schedule=SCHEDULES[schedule].config,

@@ -24,7 +24,7 @@ from torch import Tensor
 
 import hddm
 from hddm.experts.lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS
-from hddm.experts.records import EXPERT_FILE, Expert, ExpertFacts, read_expert, save_expert
+from hddm.experts.records import EXPERT_FILE, Expert, ExpertRecord, read_expert, save_expert
 from hddm.networks.folders import WEIGHTS
 from hddm.networks.wrappers import call
 from hddm.schedules import LinearSchedule
@@ -102,7 +102,7 @@ def test_the_merged_network_is_the_one_that_peft_runs(kind: str, tmp_path: Path)
 def _save(network: ModelMixin, folder: Path) -> Path:
     folder.mkdir()
     side, channels = network.config.sample_size, network.config.in_channels
-    facts = ExpertFacts(
+    facts = ExpertRecord(
         objective="ddpm",
         prediction_type="flow_prediction",
         schedule=LinearSchedule().config,

@@ -10,7 +10,7 @@ import torch
 from diffusers import AutoencoderKL, AutoencoderTiny
 from safetensors.torch import load_file, save_file
 
-from hddm.networks.identity import VaeFacts
+from hddm.networks.identity import VaeRecord
 from hddm.networks.vae import decode, read_vae, vae_facts
 from hddm.utils.errors import HddmError
 from tests.artefacts import edit_json
@@ -94,7 +94,7 @@ def test_a_config_of_early_versions_has_the_defaults_of_its_class(tmp_path: Path
     write_vae(tmp_path)
     whole = vae_facts(tmp_path)
     _drop(tmp_path, "scaling_factor", "shift_factor", "force_upcast", "use_quant_conv", "latents_mean")
-    assert vae_facts(tmp_path) == whole == VaeFacts(**whole.model_dump() | {"scale": 0.18215, "shift": 0.0})
+    assert vae_facts(tmp_path) == whole == VaeRecord(**whole.model_dump() | {"scale": 0.18215, "shift": 0.0})
 
 
 def _drop(folder: Path, *keys: str) -> None:

@@ -13,7 +13,7 @@ import hddm
 from hddm.calibration import FILE_NAME, KAPPA, Calibration, Moments, bounded_gain
 from hddm.data.images import to_unit_range
 from hddm.data.shards import load_shard
-from hddm.experts.records import Expert, ExpertFacts, save_expert
+from hddm.experts.records import Expert, ExpertRecord, save_expert
 from hddm.networks.folders import WEIGHTS
 from hddm.training.calibrate import recalibrate
 from hddm.training.continuation import continue_expert
@@ -209,7 +209,7 @@ def test_a_network_of_diffusers_is_trained_on_without_its_own_dropping_of_labels
         num_embeds_ada_norm=3,
         norm_num_groups=1,
     )
-    facts = ExpertFacts(
+    facts = ExpertRecord(
         objective="ddpm",
         prediction_type=PredictionType.EPSILON,
         schedule=case_named("ddpm-linear").schedule.config,

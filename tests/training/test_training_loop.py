@@ -13,7 +13,7 @@ from hddm.training.loop import Inputs, Order, StepReport, Task, fit
 from hddm.training.settings import LoopSettings
 from hddm.training.state import Ema
 from hddm.utils.errors import HddmError
-from hddm.utils.records import parse_facts
+from hddm.utils.records import parse_record
 
 
 class _Point(nn.Module):
@@ -193,7 +193,7 @@ def test_a_gradient_that_is_not_finite_counts_too() -> None:
 def test_settings_out_of_range_are_refused_by_name(setting: dict[str, float]) -> None:
     (name,) = setting
     with pytest.raises(HddmError, match=f"--{name.replace('_', '-')} "):
-        parse_facts({"steps": 1, **setting}, LoopSettings, "options")
+        parse_record({"steps": 1, **setting}, LoopSettings, "options")
 
 
 def test_a_record_holds_the_settings_and_the_loss_of_the_last_twentieth() -> None:

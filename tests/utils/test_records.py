@@ -8,18 +8,18 @@ import pytest
 from pydantic import ValidationError
 
 from hddm.utils.errors import HddmError
-from hddm.utils.records import Facts, parse_facts, read_facts
+from hddm.utils.records import Record, parse_record, read_record
 
 KNOWN = "2.3"
 
 
-class Part(Facts):
+class Part(Record):
     """A nested record."""
 
     colour: str
 
 
-class Thing(Facts):
+class Thing(Record):
     """A record with a format."""
 
     format: str
@@ -34,7 +34,7 @@ def _refusal(tmp_path: Path, content: dict[str, Any]) -> str:
     path = tmp_path / "thing.json"
     path.write_text(json.dumps(content))
     with pytest.raises(HddmError) as caught:
-        read_facts(path, Thing, KNOWN)
+        read_record(path, Thing, KNOWN)
     message = str(caught.value)
     assert message.startswith(str(path))
     assert "\n" not in message
@@ -45,7 +45,7 @@ def _refusal(tmp_path: Path, content: dict[str, Any]) -> str:
 def test_a_format_of_a_known_major_is_read(version: str, tmp_path: Path) -> None:
     path = tmp_path / "thing.json"
     path.write_text(json.dumps(GOOD | {"format": version}))
-    assert read_facts(path, Thing, KNOWN) == Thing(format=version, steps=3, parts=(Part(colour="red"),))
+    assert read_record(path, Thing, KNOWN) == Thing(format=version, steps=3, parts=(Part(colour="red"),))
 
 
 def test_a_newer_major_asks_for_an_upgrade_before_its_keys_are_judged(tmp_path: Path) -> None:
@@ -90,6 +90,6 @@ def test_an_ill_typed_key_is_named_with_its_value(tmp_path: Path) -> None:
 
 
 def test_facts_cannot_be_changed() -> None:
-    thing = parse_facts(GOOD, Thing, "test")
+    thing = parse_record(GOOD, Thing, "test")
     with pytest.raises(ValidationError):
         thing.steps = 4
