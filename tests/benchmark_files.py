@@ -17,10 +17,9 @@ import diffusers.hooks
 import torch
 
 from hddm.benchmark import run
-from hddm.benchmark.load_settings import parse_settings
-from hddm.benchmark.results import Results, figures_of
-from hddm.benchmark.schema import BenchmarkSettings
-from hddm.benchmark.verdicts import judge
+from hddm.benchmark.presets import parse_settings
+from hddm.benchmark.results import Results, compare_rows
+from hddm.benchmark.settings import BenchmarkSettings
 from hddm.utils.processes import Call, Report
 from tests.artefacts import write_images
 
@@ -143,7 +142,7 @@ def _killing(event: str, argument: str) -> Callable[[str, tuple[Any, ...]], None
 
 def more_seeds(
     results: Results,
-    gaps: dict[str, list[float]],
+    distances: dict[str, list[float]],
     fixed: tuple[str, ...] = (),
     few: tuple[str, ...] = (),
     **changes: Any,
@@ -152,37 +151,24 @@ def more_seeds(
 
     ``fixed`` are not trained anew, and ``few`` have too few images.
     """
-    count = len(next(iter(gaps.values())))
-    records: list[Any] = []
-    for one in results.records:
-        for seed in range(count):
-            moved = gaps.get(one.model)
+    seeds = tuple(range(len(next(iter(distances.values())))))
+    scored = []
+    for one in results.scored:
+        for seed in seeds:
             scores = json.loads(json.dumps(one.scores))
             scores["to_validation"]["few_images"] = one.model in few
-            if moved is not None:
-                scores["to_validation"]["value"] = moved[seed]
-            records.append(one.model_copy(update={"seed": seed, "scores": scores}))
-    by_row: dict[str, dict[str, list[Any]]] = {}
-    for one in records:
-        by_row.setdefault(one.table, {}).setdefault(one.row, []).append(one)
-    tables = {
-        table: tuple(
-            row.model_copy(update={"figures": figures_of([one.scores for one in by_row[table][row.name]])})
-            for row in rows
-        )
-        for table, rows in results.tables.items()
-    }
-    seeds = tuple(range(count))
+            if one.model in distances:
+                scores["to_validation"]["value"] = distances[one.model][seed]
+            scored.append(one.model_copy(update={"seed": seed, "scores": scores}))
     models = [
         one.model_copy(update={"seed": seed} | ({} if one.model in fixed else {"hash": f"{one.hash} {seed}"}))
         for seed in seeds
         for one in results.models
     ]
-    new = {
-        "records": tuple(records),
-        "models": tuple(models),
-        "tables": tables,
-        "verdicts": tuple(judge(results.settings, models, by_row, "to_validation")),
-        "seeds": seeds,
-    }
-    return results.model_copy(update=new | changes)
+    new = {"scored": tuple(scored), "models": tuple(models), "seeds": seeds}
+    return compared(results.model_copy(update=new | changes))
+
+
+def compared(results: Results) -> Results:
+    """``results`` with the comparisons that follow from them."""
+    return results.model_copy(update={"comparisons": tuple(compare_rows(results))})

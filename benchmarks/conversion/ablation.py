@@ -14,8 +14,8 @@ from torch import Tensor
 from benchmarks.conversion.ablation_report import write_ablation
 from benchmarks.conversion.report import measured_on
 from benchmarks.conversion.starts import DDPM_LINEAR
-from hddm.benchmark.digits import write_digits
-from hddm.benchmark.plots import slug
+from hddm.benchmark.data import write_digits
+from hddm.benchmark.samples import slug
 from hddm.calibration import FILE_NAME as CALIBRATION
 from hddm.checkpoints.convert import Conversion, plan, write
 from hddm.data.images import load_images, to_bytes

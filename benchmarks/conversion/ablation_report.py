@@ -8,7 +8,7 @@ from typing import Any
 from matplotlib.figure import Figure as Canvas
 
 from benchmarks.conversion.report import COLOURS, head, table, write_result
-from hddm.benchmark.results import figure
+from benchmarks.summary import figure
 
 _NATIVE = "native DDPM, DDIM"
 _CONVERTED = "converted DDPM, calibrated"

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.conversion.conversions import SameTimeField
 from benchmarks.conversion.fidelity_report import write_fidelity
 from benchmarks.conversion.mixtures import DiagonalMixture
 from benchmarks.conversion.report import measured_on
 from benchmarks.conversion.starts import DDPM_LINEAR
-from hddm.benchmark.conversions import SameTimeField
-from hddm.benchmark.digits import write_digits
+from hddm.benchmark.data import write_digits
 from hddm.data.images import load_images
 from hddm.data.partition import partition
 from hddm.experts.loading import load

@@ -10,7 +10,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from hddm.benchmark.machine import machine
+from hddm.benchmark.jobs import machine
 from hddm.utils.files import write_json
 
 # A colour-blind-safe order (Okabe and Ito), reference first.

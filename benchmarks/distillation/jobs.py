@@ -4,9 +4,8 @@ from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
-from hddm.benchmark.plots import write_grid
-from hddm.benchmark.samples import draw
-from hddm.benchmark.schema import Point
+from hddm.benchmark.samples import draw, write_grid
+from hddm.benchmark.settings import SamplingPoint
 from hddm.ensemble import Ensemble
 from hddm.evaluation.scores import Scorer
 from hddm.experts.loading import load
@@ -67,7 +66,7 @@ def score_job(
         return
     model = load(source)
     recommended = model.strategy if isinstance(model, Ensemble) else "draw"
-    point = Point(strategy=strategy or recommended, solver=solver, steps=steps, num_images=num)
+    point = SamplingPoint(strategy=strategy or recommended, solver=solver, steps=steps, num_images=num)
     drawn = draw(model, point, seed, 0, num, report)
     row.parent.mkdir(parents=True, exist_ok=True)
     write_grid(drawn.pixels[:GRID_IMAGES], row.with_suffix(".png"))

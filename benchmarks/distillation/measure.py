@@ -23,9 +23,9 @@ from benchmarks.distillation.settings import (
     check_kept,
 )
 from benchmarks.routing.jobs import expert_job, router_job
-from hddm.benchmark.cost import forward_mflop
-from hddm.benchmark.digits import write_digits
-from hddm.benchmark.plots import slug
+from hddm.benchmark.compute import forward_mflop
+from hddm.benchmark.data import write_digits
+from hddm.benchmark.samples import slug
 from hddm.data.images import load_images
 from hddm.data.partition import partition
 from hddm.evaluation.features import choose_extractor

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure as Canvas
 from benchmarks.conversion.report import finite, table
 from benchmarks.distillation.settings import CONTROL, COUNTED, ROWS, STUDENT, TEACHER, TUNING_SEED, Settings
 from benchmarks.provenance import provenance
-from hddm.benchmark.results import figure
+from benchmarks.summary import figure
 from hddm.utils.files import write_json
 
 SIDES = {"to_training": "to training images", "to_held_out": "to held-out images"}

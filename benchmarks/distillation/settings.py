@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from hddm.benchmark.settings import QuickstartSettings
+from hddm.benchmark.quickstart import QuickstartSettings
 from hddm.training.distill import DistillSettings
 from hddm.training.expert import ExpertSettings
 from hddm.utils.errors import HddmError

@@ -18,7 +18,7 @@ from benchmarks.inference.models import (
     random_router,
 )
 from benchmarks.inference.settings import DTYPES, Settings
-from hddm.benchmark.cost import forward_mflop
+from hddm.benchmark.compute import forward_mflop
 from hddm.ensemble import Ensemble, Router
 from hddm.experts.loading import ExpertSet
 from hddm.sampling import integrate, time_grid

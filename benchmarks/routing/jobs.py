@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.routing.settings import CLASSES, FLOW, Row
-from hddm.benchmark.cost import forward_mflop
+from hddm.benchmark.compute import forward_mflop
 from hddm.data.images import to_bytes
 from hddm.data.shard_records import find_shards
 from hddm.data.shards import load_shard

@@ -20,8 +20,8 @@ from benchmarks.routing.settings import (
     as_json,
     check_kept,
 )
-from hddm.benchmark.digits import write_digits
-from hddm.benchmark.plots import slug
+from hddm.benchmark.data import write_digits
+from hddm.benchmark.samples import slug
 from hddm.data.images import load_images, to_unit_range
 from hddm.data.partition import partition
 from hddm.data.shard_records import find_shards

@@ -9,7 +9,7 @@ from benchmarks.conversion.report import finite, table
 from benchmarks.provenance import provenance
 from benchmarks.routing.picture import Runs, draw_picture
 from benchmarks.routing.settings import CALIBRATED, HELD_OUT_ROUTER, Row, Settings
-from hddm.benchmark.results import figure
+from benchmarks.summary import figure
 from hddm.utils.files import write_json
 
 _SIDES = {"to_training": "to training images", "to_held_out": "to held-out images"}

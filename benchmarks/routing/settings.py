@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hddm.benchmark.settings import QuickstartSettings
+from hddm.benchmark.quickstart import QuickstartSettings
 from hddm.utils.errors import HddmError
 from hddm.utils.files import read_json, write_json
 

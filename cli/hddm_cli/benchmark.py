@@ -39,13 +39,12 @@ def benchmark(
     Settings are chosen on validation images; --held-out confirms them on images and seeds that chose nothing.
     The same command goes on with a benchmark that was interrupted.
     """
-    from hddm.benchmark.preset_files import preset
+    from hddm.benchmark.presets import chosen, load_settings, preset
 
+    # An unknown one is refused before torch is imported.
     preset(which)
 
-    from hddm.benchmark.load_settings import load_settings
-    from hddm.benchmark.markdown import tables_text
-    from hddm.benchmark.protocol import chosen
+    from hddm.benchmark.report import tables_text
     from hddm.benchmark.run import run_benchmark
 
     settings = chosen(load_settings(which), seeds, held_out, workers)

@@ -12,7 +12,7 @@ def compare(
     results: Annotated[
         list[Path],
         InputArgument(
-            help="Results of hddm evaluate --out, the first to compare with; a folder is one side. "
+            help="Results of hddm evaluate --out, the first to compare with; a folder is one model. "
             "Or folders of benchmarks."
         ),
     ],
@@ -23,15 +23,16 @@ def compare(
 ) -> None:
     """Results side by side: better, worse or within noise; refused where more differs than the model.
 
-    A folder of results, one a training seed, is one side, judged by the spread over seeds. Of benchmarks the
-    rows that their first tables share are compared, one after the other.
+    A folder of results, one a training seed, stands for one model. Files of one name are paired, and a gap
+    counts where its 95 % interval over three seeds or more excludes 0, corrected for the number of
+    comparisons. Of benchmarks the rows that their first tables share are compared, one after the other.
     """
-    from hddm.benchmark.sides import compared_sides
+    from hddm.benchmark.results import read_compared
+    from hddm.evaluation.compare import table
     from hddm.evaluation.results import refuse_incomparable
-    from hddm.evaluation.verdicts import table
 
-    rows = compared_sides(results)
-    for sides in rows.values():
-        refuse_incomparable(sides, varies or ())
-    for row, sides in rows.items():
-        typer.echo(f"## {row}\n\n{table(sides)}\n" if row else table(sides))
+    rows = read_compared(results)
+    for groups in rows.values():
+        refuse_incomparable(groups, varies or ())
+    for row, groups in rows.items():
+        typer.echo(f"## {row}\n\n{table(groups)}\n" if row else table(groups))

@@ -20,9 +20,9 @@ def quickstart(
     Partitions scikit-learn's digits, trains isolated flow and DDPM experts, a router and a single
     model at equal compute, samples them all and compares them.
     """
-    from hddm.benchmark.markdown import tables_text
+    from hddm.benchmark.quickstart import QuickstartSettings
     from hddm.benchmark.quickstart import quickstart as run
-    from hddm.benchmark.settings import QuickstartSettings
+    from hddm.benchmark.report import tables_text
 
     results = run(out, QuickstartSettings(seeds=seeds), overwrite)
     typer.echo(tables_text(results))

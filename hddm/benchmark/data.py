@@ -1,4 +1,4 @@
-"""The images of a benchmark: which are trained on, which choose settings, and which nothing is chosen by."""
+"""Images of a benchmark: those to train on, to choose settings by, and to confirm them on."""
 
 import hashlib
 import itertools
@@ -6,14 +6,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
+from sklearn.datasets import load_digits
 from torch import Tensor
 
-from hddm.benchmark.digits import write_digits
-from hddm.benchmark.schema import DataSettings, PartitionSettings, Split
-from hddm.benchmark.store import Job, Store, making
-from hddm.data.images import load_images, to_bytes
+from hddm.benchmark.jobs import Job, Store, making
+from hddm.benchmark.settings import DataSettings, PartitionSettings, Split
+from hddm.data.images import load_images, save_png, to_bytes
 from hddm.data.partition import partition
 from hddm.data.shard_records import HELD_OUT, ShardManifest, find_shards, read_manifest
 from hddm.data.shards import Shard, load_shard
@@ -27,7 +28,7 @@ _PACKED = "images.safetensors"
 
 
 @dataclass(frozen=True)
-class Sides:
+class SourceImages:
     """Where images lie, and the hash of the training side; the other is not read before it is scored on."""
 
     training: Path
@@ -38,7 +39,7 @@ class Sides:
 
 
 @dataclass(frozen=True)
-class Divided:
+class Division:
     """The shards of the training side, and all of it as one; validation images are kept from both."""
 
     shards: Path
@@ -73,7 +74,7 @@ class Divided:
         return [manifest.hash for manifest in self.manifests]
 
 
-def prepare_sides(settings: DataSettings, data: Path | None, store: Store) -> Sides:
+def prepare_images(settings: DataSettings, data: Path | None, store: Store) -> SourceImages:
     """The training and the held-out side, written first where they are digits or cut from one folder.
 
     Args:
@@ -95,21 +96,21 @@ def prepare_sides(settings: DataSettings, data: Path | None, store: Store) -> Si
                 training, _ = write_digits(draft)
                 result["hash"] = hash_of_images(training)
         folder = store.path(job)
-        return Sides(folder / TRAINING_SIDE, folder / HELD_OUT_SIDE, store.result(job)["hash"], job)
-    training, held_out = side_paths(settings, data)
+        return SourceImages(folder / TRAINING_SIDE, folder / HELD_OUT_SIDE, store.result(job)["hash"], job)
+    training, held_out = image_paths(settings, data)
     content = hash_of_images(training)
     if not settings.held_out_share:
-        return Sides(training, held_out, content)
+        return SourceImages(training, held_out, content)
     job = Job("split", {"held_out_share": settings.held_out_share}, {"images": content})
     if not store.has(job):
         with making(store.folder, job) as (draft, result):
             _split(training, draft, settings.held_out_share)
             result["hash"] = hash_of_images(draft / TRAINING_SIDE)
     folder = store.path(job)
-    return Sides(folder / TRAINING_SIDE, folder / HELD_OUT_SIDE, store.result(job)["hash"], job)
+    return SourceImages(folder / TRAINING_SIDE, folder / HELD_OUT_SIDE, store.result(job)["hash"], job)
 
 
-def side_paths(settings: DataSettings, data: Path | None) -> tuple[Path, Path | None]:
+def image_paths(settings: DataSettings, data: Path | None) -> tuple[Path, Path | None]:
     """Where a user's training images lie, and the held-out ones if they lie apart.
 
     Raises:
@@ -137,13 +138,13 @@ def refuse_work_among_images(settings: DataSettings, data: Path | None, folders:
     Raises:
         HddmError: as `side_paths`, and for one of ``folders`` inside them.
     """
-    images_of = [path for path in side_paths(settings, data) if path is not None]
+    images_of = [path for path in image_paths(settings, data) if path is not None]
     for images, folder in itertools.product(images_of, folders):
         if folder.resolve().is_relative_to(images.resolve()):
             raise HddmError(f"{folder}: lies among the images in {images}; choose a folder outside them")
 
 
-def divide(sides: Sides, data: DataSettings, settings: PartitionSettings, store: Store) -> Divided:
+def divide(sources: SourceImages, data: DataSettings, settings: PartitionSettings, store: Store) -> Division:
     """Shards of the training side, without its validation images.
 
     Which images those are is decided by the hash of their pixels (`hddm.data.partition`), so that they are
@@ -160,11 +161,11 @@ def divide(sides: Sides, data: DataSettings, settings: PartitionSettings, store:
             "seed": settings.seed,
             "held_out": data.validation_share,
         }
-        job = Job(name, chosen, {"images": sides.hash})
+        job = Job(name, chosen, {"images": sources.hash})
         if not store.has(job):
             with making(store.folder, job) as (draft, _):
                 partition(
-                    sides.training,
+                    sources.training,
                     draft / name,
                     num,
                     settings.seed,
@@ -174,10 +175,10 @@ def divide(sides: Sides, data: DataSettings, settings: PartitionSettings, store:
         jobs.append(job)
     shards, whole = (store.path(job) / name for job, name in zip(jobs, (SHARDS, WHOLE), strict=True))
     manifests = tuple(read_manifest(folder) for folder in find_shards(shards))
-    return Divided(shards, whole, manifests, (jobs[0], jobs[1]))
+    return Division(shards, whole, manifests, (jobs[0], jobs[1]))
 
 
-def reference_job(sides: Sides, divided: Divided, split: Split) -> Job:
+def reference_job(sources: SourceImages, divided: Division, split: Split) -> Job:
     """The job that packs the images that samples are scored against.
 
     Raises:
@@ -186,27 +187,27 @@ def reference_job(sides: Sides, divided: Divided, split: Split) -> Job:
     inputs = {"training": read_manifest(divided.all_images).hash, "shards": divided.hashes}
     if split == "validation":
         inputs["fresh"] = [manifest.hash for manifest in divided.validation_manifests]
-    elif sides.held_out is None:
+    elif sources.held_out is None:
         raise HddmError(
             "there are no held-out images to score on: name them by data.held_out, or give a "
             "data.held_out_share"
         )
     else:
-        inputs["fresh"] = [hash_of_images(sides.held_out)]
+        inputs["fresh"] = [hash_of_images(sources.held_out)]
     return Job("reference", {"score_on": split}, inputs)
 
 
-def smallest_side(sides: Sides, divided: Divided) -> int:
+def fewest_images(sources: SourceImages, divided: Division) -> int:
     """Images of the smallest of the sides that samples are ever scored against; none is opened."""
     counts = [
         sum(len(manifest.images) for manifest in divided.manifests),
         sum(len(manifest.images) for manifest in divided.validation_manifests),
-        0 if sides.held_out is None else len(open_source(sides.held_out).files),
+        0 if sources.held_out is None else len(open_source(sources.held_out).files),
     ]
     return min(filter(None, counts))
 
 
-def write_reference(store: Store, job: Job, sides: Sides, divided: Divided) -> None:
+def write_reference(store: Store, job: Job, sources: SourceImages, divided: Division) -> None:
     """Do `reference_job`: one file of bytes, which a worker reads in a moment."""
     with making(store.folder, job) as (draft, result):
         tensors: dict[str, Tensor] = {}
@@ -217,8 +218,8 @@ def write_reference(store: Store, job: Job, sides: Sides, divided: Divided) -> N
             tensors["labels"] = torch.cat(labels)
         result["classes"] = list(shards[0].classes)
         if job.settings["score_on"] == "held-out":
-            assert sides.held_out is not None
-            tensors["fresh"] = load_images(sides.held_out).pixels
+            assert sources.held_out is not None
+            tensors["fresh"] = load_images(sources.held_out).pixels
         else:
             folders = [divided.validation(one.index) for one in shards]
             tensors["fresh"], _ = _joined([load_shard(one) for one in folders if one is not None])
@@ -275,3 +276,25 @@ def _split(images: Path, folder: Path, share: float) -> None:
         if path is None:
             raise HddmError(f"{images}: is an archive; name its held-out images by data.held_out")
         link_or_copy(path, target)
+
+
+HELD_OUT_SHARE = 5
+
+
+def write_digits(folder: Path, seed: int = 0) -> tuple[Path, Path]:
+    """Write ``train/<digit>/<n>.png`` and ``held_out/<digit>/<n>.png``; return both folders.
+
+    1,797 images of 8×8 pixels from the test part of the UCI Optical Recognition of Handwritten Digits
+    set. A fifth of them, chosen at random, is held out before anything looks at the rest.
+    """
+    bunch = load_digits()
+    # Levels are 0 … 16.
+    pixels = torch.from_numpy(np.round(bunch.images / 16 * 255).astype(np.uint8))[:, None]
+    order = np.random.default_rng(seed).permutation(len(pixels))
+    held_out = set(order[: len(pixels) // HELD_OUT_SHARE].tolist())
+    for index, (image, digit) in enumerate(zip(pixels, bunch.target.tolist(), strict=True)):
+        side = "held_out" if index in held_out else "train"
+        path = folder / side / str(digit) / f"{index:04d}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save_png(image, path)
+    return folder / "train", folder / "held_out"

@@ -1,38 +1,74 @@
-"""The models of a benchmark: which trainings each is made of, what it cost, and where it lies."""
+"""Models of one training seed: their trainings, their cost, and checks of what they can be sampled for."""
 
 import hashlib
+import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
-from hddm.benchmark.blending import Blend, choice
 from hddm.benchmark.compute import Cost, Costs, single_steps
-from hddm.benchmark.data import Divided
-from hddm.benchmark.finished import expert_records, read_finished
-from hddm.benchmark.samples import Source
-from hddm.benchmark.schema import BenchmarkSettings
-from hddm.benchmark.schema_of_models import BY_ERROR, RATIO, ModelSettings
-from hddm.benchmark.slugs import ENSEMBLES, FINISHED, slug
-from hddm.benchmark.store import Job, Store, making
+from hddm.benchmark.data import Division
+from hddm.benchmark.jobs import Job, Store, making, named
+from hddm.benchmark.samples import SampledModel, canonical
+from hddm.benchmark.settings import (
+    ENSEMBLES,
+    FINISHED,
+    BenchmarkSettings,
+    ModelSettings,
+    SamplingPoint,
+    points_of,
+    slug,
+)
 from hddm.benchmark.trainings import MODEL, Training, router_training
+from hddm.checkpoints.describe import describe
 from hddm.data.shard_records import read_manifest
+from hddm.ensemble import Ensemble, Strategy
+from hddm.evaluation.distances import are_few, too_few
 from hddm.experts.assembly import assemble
-from hddm.experts.ensembles import ENSEMBLE_FILE
-from hddm.experts.records import EXPERT_FILE, ExpertRecord
-from hddm.training.island_jobs import OBJECTIVES
+from hddm.experts.ensembles import ENSEMBLE_FILE, read_ensemble_facts
+from hddm.experts.loading import load
+from hddm.experts.records import EXPERT_FILE, FORMAT, ExpertRecord
 from hddm.training.settings import RouterSettings
 from hddm.utils.errors import HddmError
 from hddm.utils.files import read_json, sha256_of
-from hddm.utils.records import MANIFEST
+from hddm.utils.records import MANIFEST, read_record
+from hddm.velocity import missing_from
+
+
+def expert_records(folder: Path) -> list[ExpertRecord]:
+    """The records of an expert folder, or of all experts of an ensemble folder.
+
+    Raises:
+        HddmError: for a record that cannot be read.
+    """
+    is_expert = (folder / EXPERT_FILE).is_file()
+    experts = [folder] if is_expert else [folder / name for name in read_ensemble_facts(folder).experts]
+    return [read_record(expert / EXPERT_FILE, ExpertRecord, FORMAT) for expert in experts]
+
+
+def read_finished(folder: Path) -> list[ExpertRecord]:
+    """The records of the experts of a finished model.
+
+    Raises:
+        HddmError: for a folder that holds no model of hddm's, or one that makes no pixels.
+    """
+    facts = describe(folder)
+    if facts["kind"] not in ("expert", "ensemble"):
+        raise HddmError(f"{folder}: is a {facts['kind']}; a finished model is an expert or an ensemble")
+    if "layout" in facts:
+        raise HddmError(f"{folder}: is no model folder of hddm; a checkpoint becomes one by hddm convert")
+    records = expert_records(folder)
+    if any(record.space == "latents" for record in records):
+        raise HddmError(
+            f"{folder}: makes latents; sample it with hddm sample, and compare the images with hddm evaluate"
+        )
+    return records
+
 
 # Keys of records that say how long something took, not what it is.
 _HISTORY = {"training", "calibration"}
-
-Errors = Mapping[str, list[dict[str, Any]]]
-"""Velocity errors of the experts of each objective, one a shard: their ``mean``, and by ``levels``."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +80,7 @@ class Model:
     """
 
     name: str
-    source: Source
+    source: SampledModel
     objectives: tuple[str, ...]
     trainings: tuple[Training, ...]
     training_flop: dict[str, int] | None
@@ -59,18 +95,8 @@ class Model:
         """What the records of its experts say of their weights: averaged, raw or unstated."""
         return " and ".join(sorted({record.weights for record in expert_records(self.source.folder)}))
 
-    @property
-    def links(self) -> dict[str, Path]:
-        """Folders by the names that they are shown under."""
-        if self.source.blend is None:
-            return {str(self.link): self.source.folder}
-        return {
-            str(self.link / "flow"): self.source.folder,
-            str(self.link / "ddpm"): self.source.blend.folder,
-        }
 
-
-class Zoo:
+class SeedModels:
     """Trainings and models of one seed.
 
     Args:
@@ -80,10 +106,10 @@ class Zoo:
         store: where finished ones lie.
     """
 
-    def __init__(self, settings: BenchmarkSettings, seed: int, divided: Divided, store: Store) -> None:
+    def __init__(self, settings: BenchmarkSettings, seed: int, divided: Division, store: Store) -> None:
         self.settings, self.seed, self.divided, self.store = settings, seed, divided, store
         self.costs = Costs(store, divided.shards)
-        self._whole_hash = read_manifest(divided.all_images).hash
+        self._all_images_hash = read_manifest(divided.all_images).hash
 
     @property
     def num_shards(self) -> int:
@@ -111,8 +137,6 @@ class Zoo:
             return []
         if model.kind == "single":
             wanted = [self._single(model)]
-        elif model.chooses:
-            wanted = [one for experts in self.compared(model).values() for one in experts]
         else:
             wanted = [
                 self._expert(model, name, k) for k, name in enumerate(model.named_objectives(self.num_shards))
@@ -127,52 +151,35 @@ class Zoo:
         """
         return self.costs.expert(training.settings, training.init, training.init_hash)
 
-    def compared(self, model: ModelSettings) -> dict[str, list[Training]]:
-        """For a model that errors choose among experts for, those of each objective."""
-        shards = range(self.num_shards)
-        return {name: [self._expert(model, name, k) for k in shards] for name in OBJECTIVES}
-
-    def assigned(self, model: ModelSettings, errors: Errors | None) -> list[str]:
-        """The objective of each shard of an ensemble; ``errors`` of `compared` where they decide."""
-        if BY_ERROR not in model.objectives:
-            return model.named_objectives(self.num_shards)
-        assert errors is not None
-        both = zip(errors["ddpm"], errors["flow"], strict=True)
-        gaps = [ddpm["mean"] - flow["mean"] for ddpm, flow in both]
-        ratio = RATIO.fullmatch(model.objectives)
-        if ratio is None:
-            return ["ddpm" if gap < 0 else "flow" for gap in gaps]
-        chosen = sorted(range(self.num_shards), key=lambda k: gaps[k])[: int(ratio[1])]
-        return ["ddpm" if k in chosen else "flow" for k in range(self.num_shards)]
-
-    def open(self, model: ModelSettings, errors: Errors | None) -> Model:
-        """``model``, of finished trainings; an ensemble is assembled."""
+    def open(self, model: ModelSettings) -> Model:
+        """``model``, whose trainings are done; an ensemble is assembled."""
         if model.kind == "finished":
             return self._finished(model)
         if model.kind == "single":
             training = self._single(model)
+            trainings: tuple[Training, ...] = (training,)
             folder = self.store.path(training.job) / MODEL
-            source = Source(folder, model_hash(folder), True, (training.shard,), (training.shard_hash,))
-            flop = {"experts": self._flop(training), "router": 0}
-            link = Path(f"seed_{self.seed}") / slug(model.name)
-            seen = _seen(training)
-            calibration = self._calibration_flop(training)
-            return Model(model.name, source, (model.objectives,), (training,), flop, seen, link, calibration)
-        if model.blended is not None:
-            return self._blended(model, errors)
-        objectives = self.assigned(model, errors)
-        experts = [self._expert(model, name, k) for k, name in enumerate(objectives)]
-        return self._ensemble(model, objectives, experts, self._source(self._assembled(experts)))
-
-    def _blended(self, model: ModelSettings, errors: Errors | None) -> Model:
-        assert errors is not None
-        experts = self.compared(model)
-        flow, ddpm = (self._assembled(experts[name]) for name in ("flow", "ddpm"))
-        choices = tuple(choice(*both) for both in zip(errors["ddpm"], errors["flow"], strict=True))
-        made = Job("blend", {"choices": choices}, {"flow": flow.hash, "ddpm": ddpm.hash})
-        source = replace(self._source(flow), hash=made.hash, blend=Blend(self._source(ddpm).folder, choices))
-        names = [name for name in experts for _ in experts[name]]
-        return self._ensemble(model, names, [one for each in experts.values() for one in each], source)
+            source = SampledModel(folder, model_hash(folder), True)
+            objectives: tuple[str, ...] = (model.objectives,)
+            router, place = 0, Path()
+        else:
+            objectives = tuple(model.named_objectives(self.num_shards))
+            trainings = tuple(self._expert(model, name, k) for k, name in enumerate(objectives))
+            job = self._assembled(trainings)
+            folder = self.store.path(job) / MODEL
+            source = SampledModel(folder, job.hash, False, _trained_in(expert_records(folder)))
+            router = self.costs.router(self.router_settings).of_router(self.router_settings)
+            place = Path(ENSEMBLES)
+        return Model(
+            model.name,
+            source,
+            objectives,
+            trainings,
+            {"experts": sum(self._flop(one) for one in trainings), "router": router},
+            sum(_seen(one) for one in trainings),
+            Path(f"seed_{self.seed}") / place / slug(model.name),
+            sum(self._calibration_flop(one) for one in trainings),
+        )
 
     def _assembled(self, experts: Sequence[Training]) -> Job:
         """The ensemble of an expert a shard, which is made unless it is there."""
@@ -185,28 +192,10 @@ class Zoo:
                 assemble(folders, draft / MODEL, router)
         return job
 
-    def _source(self, job: Job) -> Source:
-        folder, shards = self.store.path(job) / MODEL, tuple(self.divided.shard_folders)
-        hashes = tuple(self.divided.hashes)
-        return Source(folder, job.hash, False, shards, hashes, trained_in=_trained_in(expert_records(folder)))
-
-    def _ensemble(
-        self, model: ModelSettings, objectives: Sequence[str], experts: Sequence[Training], source: Source
-    ) -> Model:
-        router_flop = self.costs.router(self.router_settings).of_router(self.router_settings)
-        flop = {"experts": sum(self._flop(one) for one in experts), "router": router_flop}
-        link = Path(f"seed_{self.seed}") / ENSEMBLES / slug(model.name)
-        seen = sum(_seen(one) for one in experts)
-        calibration = sum(self._calibration_flop(one) for one in experts)
-        return Model(model.name, source, tuple(objectives), tuple(experts), flop, seen, link, calibration)
-
     def _expert(self, model: ModelSettings, objective: str, shard: int) -> Training:
         folder, content = self.divided.shard_folders[shard], self.divided.hashes[shard]
         changes = dict(model.training)
         settings = self.settings.expert(objective, self.seed, **changes)
-        if model.blended is not None:
-            share = model.blended if objective == "ddpm" else 1 - model.blended
-            settings = settings.model_copy(update={"steps": max(1, round(share * settings.steps))})
         if objective == "ddpm" or (model.converted is None and model.init is None):
             return Training(folder, content, settings)
         if model.init is not None:
@@ -220,7 +209,7 @@ class Zoo:
     def _single(self, model: ModelSettings) -> Training:
         steps = single_steps(self.settings, model.objectives, self.costs, **model.training)
         settings = self.settings.single(model.objectives, self.seed, steps, **model.training)
-        return Training(self.divided.all_images, self._whole_hash, settings)
+        return Training(self.divided.all_images, self._all_images_hash, settings)
 
     def _flop(self, training: Training) -> int:
         steps = sum(self.cost(one).of_expert(one.settings, calibrated=False) for one in _with_start(training))
@@ -239,7 +228,7 @@ class Zoo:
         records = read_finished(model.path)
         is_single = (model.path / EXPERT_FILE).is_file()
         content = model_hash(model.path)
-        source = Source(model.path, content, is_single, trained_in=_trained_in(records))
+        source = SampledModel(model.path, content, is_single, trained_in=_trained_in(records))
         objectives = tuple(record.objective for record in records)
         link = Path(f"seed_{self.seed}") / FINISHED / slug(model.name)
         return Model(model.name, source, objectives, (), None, None, link)
@@ -273,3 +262,107 @@ def _with_start(training: Training) -> Iterator[Training]:
 
 def _seen(training: Training) -> int:
     return sum(one.settings.steps * one.settings.batch_size for one in _with_start(training))
+
+
+@dataclass(frozen=True)
+class _Abilities:
+    """What of a model decides how it can be sampled."""
+
+    experts: int
+    """0 of a single model."""
+    has_classes: bool
+    has_router: bool = True
+
+
+def check_rows(settings: BenchmarkSettings) -> None:
+    """Refuse what could not be sampled, from the settings and the finished models that they name.
+
+    Raises:
+        HddmError: for a row that asks a model for what it cannot give, and for a finished model that cannot
+            be opened or compared.
+    """
+    kinds = {model.name: _abilities(settings, model) for model in settings.models}
+    for table in settings.tables:
+        for name, point in itertools.product(table.models or kinds, points_of(settings, table)):
+            kind = kinds[name]
+            wrong = next(_misfits(f"model {name!r}", kind, canonical(point, not kind.experts)), None)
+            if wrong is not None:
+                raise HddmError(f"table {table.name!r}: {wrong}")
+
+
+def check_shapes(settings: BenchmarkSettings, shape: Sequence[int]) -> None:
+    """Refuse finished models that make other images than the data's, of ``shape`` (C, H, W).
+
+    Raises:
+        HddmError: as `read_finished`, and for another shape.
+    """
+    for model in settings.models:
+        if model.path is None:
+            continue
+        made = {record.sample_shape for record in read_finished(model.path)}
+        if made != {tuple(shape)}:
+            told = " and ".join(map(str, sorted(made)))
+            raise HddmError(
+                f"model {model.name!r}: {model.path} makes images (C, H, W) of {told}, and the data's are "
+                f"{tuple(shape)}; take data of that shape"
+            )
+
+
+def check_counts(settings: BenchmarkSettings, counts: Mapping[str, int], dimensions: int) -> None:
+    """Refuse sides of no more images than features, unless the settings allow few.
+
+    Args:
+        settings: of the benchmark.
+        counts: images of every side that a distance is measured on, by what the side is called.
+        dimensions: features of an image.
+
+    Raises:
+        HddmError: for the smallest side, where it has too few.
+    """
+    side = min(counts, key=counts.__getitem__)
+    if are_few(dimensions, [counts[side]]) and not settings.allow_few:
+        with named(f"{side} {counts[side]}"):
+            raise too_few(dimensions, [counts[side]], "allow_few: true in the settings")
+
+
+def _misfits(model: str, kind: _Abilities, point: SamplingPoint) -> Iterator[str]:
+    """Why ``model`` cannot be sampled at ``point``, and what to do."""
+    strategy = Strategy.parse(point.strategy)
+    if strategy.kind == "top" and strategy.value > kind.experts > 0:
+        yield (
+            f"strategy {point.strategy!r} asks for more experts than the {kind.experts} of {model}; take "
+            f"top-{kind.experts} at most"
+        )
+    if strategy.kind != "draw" and kind.experts > 1 and not kind.has_router:
+        yield f"strategy {point.strategy!r} needs a router, and {model} has none; take draw"
+    if point.guidance_scale != 1 and not kind.has_classes:
+        yield f"guidance_scale {point.guidance_scale:g} needs classes, and {model} has none; take 1"
+
+
+def _abilities(settings: BenchmarkSettings, model: ModelSettings) -> _Abilities:
+    if model.path is not None:
+        with named(f"model {model.name!r}"):
+            return _abilities_of_finished(model.path)
+    if model.kind == "single":
+        trained = settings.single(model.objectives, 0, 1, **model.training)
+        return _Abilities(0, trained.class_conditional)
+    objectives = model.named_objectives(settings.partition.shards)
+    labelled = (settings.expert(name, 0, **model.training).class_conditional for name in set(objectives))
+    return _Abilities(len(objectives), any(labelled))
+
+
+def _abilities_of_finished(path: Path) -> _Abilities:
+    read_finished(path)
+    opened = load(path)
+    fields = opened.experts if isinstance(opened, Ensemble) else [opened]
+    for field in fields:
+        given = {*field.null_conditions, *(["class_labels"] if opened.classes else [])}
+        missing = missing_from(given, field.conditions or ())
+        if missing:
+            raise HddmError(
+                f"{path}: needs {' and '.join(missing)}, which a benchmark does not give; sample it with "
+                "hddm sample, and compare the images with hddm evaluate"
+            )
+    experts = len(fields) if isinstance(opened, Ensemble) else 0
+    has_router = isinstance(opened, Ensemble) and opened.router is not None
+    return _Abilities(experts, bool(opened.classes), has_router)

@@ -1,37 +1,74 @@
-"""The report: one HTML page that needs no other file, made of ``results.json`` and the grids beside it."""
+"""Report of a benchmark: its tables in Markdown, and one HTML page that needs no other file.
 
+Both are made of ``results.json`` and, the page, of the sample grids beside it.
+"""
+
+import base64
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from importlib.resources import files
 from pathlib import Path
 
 from jinja2 import Environment, StrictUndefined
 
-from hddm.benchmark import charts_of_experts, charts_of_quality, report_details, report_tables, report_words
-from hddm.benchmark.report_comparable import comparable
-from hddm.benchmark.results import Results
-from hddm.benchmark.strips import read_strips
+from hddm.benchmark import charts
+from hddm.benchmark.results import MARK, Comparison, Results, Row, number
+from hddm.benchmark.samples import REAL, grid_path
+from hddm.evaluation.compare import markdown_table
+from hddm.utils.errors import counted
 from hddm.utils.files import write_whole
 
 REPORT_FILE = "report.html"
-_CONTENTS = (
-    ("models", "Models"),
-    ("comparable", "Comparable or not"),
-    ("papers", "The papers’ ratios"),
-    ("samples", "Samples"),
-    ("measures", "Memorisation and diversity"),
-    ("cost", "Quality against cost"),
-    ("use", "Experts and router"),
-    ("errors", "Error by noise level"),
-    ("losses", "Convergence"),
-    ("tried", "What was tried"),
-    ("settings", "Settings"),
-)
+PERCENT_UNEQUAL = 2.0
+PERCENT_BESIDE = 20.0
+PUBLISHED = 50_000
+_JUDGEMENTS = ("better", "worse", "within noise", "no verdict")
+_NONE = "–"
+
+
+@dataclass(frozen=True)
+class Cell:
+    """The text of a cell, the number to sort it by, and the judgement that colours it."""
+
+    text: str
+    key: float | None = None
+    judgement: str = ""
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of cells under a head; the first cell of a row names it."""
+
+    title: str
+    head: tuple[str, ...]
+    rows: tuple[tuple[Cell, ...], ...]
+
+
+def tables_text(results: Results) -> str:
+    """All tables in Markdown, how models stand against the baselines, and what does not compare."""
+    lines = [
+        f"{results.name}, {results.date}: training seeds {_listed(results.seeds)}, scored on "
+        f"{results.images['fresh']:,} {results.score_on} images.",
+        "",
+        about_figures(results),
+        "",
+    ]
+    for name in results.tables:
+        table = comparison_table(results, name)
+        texts = [[cell.text for cell in row] for row in table.rows]
+        lines += [*markdown_table(table.head, texts), ""]
+    lines += [f"- {one.sentence}" for one in results.answers]
+    lines += ["", "What does not compare, or is not counted:", "", *(f"- {line}" for line in limits(results))]
+    return "\n".join(lines)
 
 
 def write_report(folder: Path, results: Results) -> None:
     """Write ``report.html`` into a benchmark's folder.
 
     Args:
-        folder: that holds the sample grids (`hddm.benchmark.plots.grid_path`) of the first seed.
+        folder: that holds the sample grids (`hddm.benchmark.samples.grid_path`) of the first seed.
         results: those of the folder, as `hddm.benchmark.results.read_results` reads them.
     """
     template = Environment(autoescape=True, undefined=StrictUndefined).from_string(_text("report.html.j2"))
@@ -39,44 +76,321 @@ def write_report(folder: Path, results: Results) -> None:
     page = template.render(
         css=_text("report.css"),
         js=_text("report.js"),
-        contents=_CONTENTS,
         results=results,
-        answers=report_words.answers(results),
-        unanswered=report_words.why_no_answer(results),
-        about_mark=report_words.about_mark(results),
-        choice=report_words.about_choice(results),
-        comparable=list(comparable(results)),
-        ratios=report_words.ratios(results),
-        about_measures=report_words.about_measures(results),
-        effort=report_words.effort(results),
-        real=report_words.real_distance(results),
-        headline=report_tables.comparison(results, first),
-        others=[report_tables.comparison(results, name) for name in others],
-        measures=report_tables.measures(results),
-        shards=report_tables.shard_distances(results),
-        used=report_details.expert_use(results),
-        router=report_details.router_table(results),
-        by_shard=report_details.expert_errors(results),
-        tried=report_details.tried(results),
-        made=report_details.models_table(results),
-        ranges=charts_of_quality.ranges(results),
-        costs=charts_of_quality.costs(results),
-        use=charts_of_experts.use(results),
-        reliability=charts_of_experts.reliability(results),
-        errors=charts_of_experts.errors(results),
-        losses=charts_of_experts.losses(results),
-        strips=read_strips(folder, results),
+        unanswered=why_no_answer(results),
+        figures=about_figures(results),
+        choice=about_choice(results),
+        first=comparison_table(results, first),
+        distances=charts.distances(results),
+        limits=limits(results),
+        grids=list(_grids(folder, results)),
+        costs=charts.costs(results),
+        others=[comparison_table(results, name) for name in others],
+        measures=measures_table(results),
+        about_measures=about_measures(results),
+        effort=effort(results),
+        comparisons=all_comparisons(results),
+        models=models_table(results),
         records=[
-            (title, report_details.facts(content))
+            (title, json.dumps(content, indent=2, ensure_ascii=False))
             for title, content in (
                 ("Hashes", results.hashes),
                 ("Features and samples", results.features | results.sampled_as),
                 ("Machine and versions", results.machine),
+                ("Settings in full", results.settings.model_dump(mode="json")),
             )
         ],
-        settings=results.settings.model_dump_json(indent=2),
     )
     write_whole(folder / REPORT_FILE, lambda draft: draft.write_text(page, encoding="utf-8"))
+
+
+def comparison_table(results: Results, name: str) -> Table:
+    """One table of the benchmark: distances with both uncertainties, verdicts, and cost."""
+    columns: list[tuple[str, Callable[[Row], Cell]]] = [
+        (f"to {results.score_on} images", lambda row: _figure(results, row, results.decides)),
+        *_verdict_columns(results, name),
+        ("to training images", lambda row: _figure(results, row, "to_training")),
+        ("diversity", lambda row: _figure(results, row, "diversity")),
+        ("nearest-image ratio", lambda row: _figure(results, row, "memorisation.ratio")),
+        ("training FLOP", lambda row: _flop(row.training_flop)),
+        ("experts a step", lambda row: Cell(f"{row.experts_a_step:.2f}", row.experts_a_step)),
+        ("MFLOP an image", lambda row: Cell(f"{row.sampling_flop / 1e6:,.0f}", row.sampling_flop)),
+        ("images", lambda row: Cell(f"{row.point.num_images:,}", row.point.num_images)),
+    ]
+    return _table(name, results.tables[name], columns)
+
+
+def measures_table(results: Results) -> Table:
+    """Memorisation, diversity, kernel distances, precision and recall of the first table's models."""
+    split = results.decides.removeprefix("to_")
+    columns = [
+        (title, lambda row, path=path: _figure(results, row, path))
+        for title, path in (
+            ("nearest-image ratio", "memorisation.ratio"),
+            ("share near", "memorisation.share_near"),
+            ("diversity (1: as training images)", "diversity"),
+            ("distance within a condition", "within_conditions.images"),
+            ("of training images", "within_conditions.reference"),
+            (f"precision, {results.score_on}", f"on_{split}.precision"),
+            (f"recall, {results.score_on}", f"on_{split}.recall"),
+            ("precision, training", "on_training.precision"),
+            ("recall, training", "on_training.recall"),
+            (f"kernel distance, {results.score_on}", f"kernel_to_{split}"),
+            ("kernel distance, training", "kernel_to_training"),
+        )
+    ]
+    return _table("measures", results.first, columns)
+
+
+def all_comparisons(results: Results) -> Table:
+    """Every comparison that was made, whatever it says."""
+    rows = []
+    for one in results.comparisons:
+        low, high = one.verdict.interval or (None, None)
+        interval = _NONE if low is None or high is None else f"{_signed(low)} … {_signed(high)}"
+        spread, ratio = one.verdict.spread, one.ratio
+        rows.append(
+            (
+                Cell(one.row),
+                Cell(one.against),
+                Cell(one.table),
+                Cell(_signed(one.verdict.gap), one.verdict.gap),
+                Cell(interval),
+                Cell(_NONE if spread is None else number(spread), spread),
+                Cell(_NONE if ratio is None else f"{ratio:.3f}", ratio),
+                Cell(one.verdict.judgement, judgement=one.verdict.judgement),
+                Cell(one.verdict.why or _NONE),
+            )
+        )
+    head = ("row", "against", "table", "gap", "interval", "s, paired", "ratio", "judgement", "why none")
+    return Table("comparisons", head, tuple(rows))
+
+
+def models_table(results: Results) -> Table:
+    """What every model is made of and what training it cost, of the first seed."""
+    rows = [
+        (
+            Cell(one.model),
+            Cell(_listed(one.objectives)),
+            Cell(_listed(one.steps) or _NONE),
+            Cell(_listed(one.batch_sizes) or _NONE),
+            Cell("not known" if one.images_seen is None else f"{one.images_seen:,}", one.images_seen),
+            *map(_flop, (one.experts_flop, one.calibration_flop, one.router_flop, one.training_flop)),
+            Cell(_NONE if one.seconds is None else f"{one.seconds:,.0f}", one.seconds),
+            Cell(one.hash[:12]),
+        )
+        for one in results.models
+        if one.seed == results.seeds[0]
+    ]
+    flop = ("experts FLOP", "of it calibration", "router FLOP", "training FLOP")
+    head = ("model", "objectives", "steps", "batch", "images seen", *flop, "seconds", "hash")
+    return Table("parts of models", head, tuple(rows))
+
+
+def about_figures(results: Results) -> str:
+    """What the figures are, so that a table may stand alone."""
+    features, real = results.features, results.real["to_training"]
+    half = "" if real["half_width"] is None else f" ± {number(real['half_width'])}"
+    text = (
+        f"Fréchet distances on {features['dimensions']} features ({features['name']}), lower is better. ± is "
+        "the 95 % half-width over samples, s the standard deviation over training seeds. Real "
+        f"{results.score_on} images are at {number(real['value'])}{half} from the training images."
+    )
+    fixed = [one.name for one in results.settings.models if one.name in results.one_model]
+    if fixed and len(results.seeds) > 1:
+        text += (
+            f" {MARK} {_listed(fixed)}: one set of weights in every seed, so s is over other samples alone."
+        )
+    return text
+
+
+def about_choice(results: Results) -> str:
+    """How these figures are related to the choice of settings."""
+    if results.score_on == "validation":
+        return (
+            "These are validation images, by which settings are chosen: the best of many is partly luck. "
+            "What counts is the confirmation on fresh seeds and held-out images (--held-out)."
+        )
+    if not results.settings.data.validation_share:
+        return "Scored on held-out images; there were no validation images to choose settings by."
+    return "A confirmation: fresh training seeds, and held-out images that nothing was chosen by."
+
+
+def about_measures(results: Results) -> str:
+    """What the figures of memorisation and diversity mean, as they were measured here."""
+    scores = [one.scores for one in results.scored]
+    memory = [one["memorisation"] for one in scores if one["memorisation"]]
+    text = (
+        f"Nearest-image ratio: distance to the nearest training image, over that of {results.score_on} "
+        "images; 1 is as far as fresh images are, well below 1 means memorising, above 1 off the data. "
+        f"Share near: of samples nearer to a training image than 95 % of {results.score_on} images are; 0.05 "
+        "for fresh images. "
+    )
+    if any(one.get("mirrored") for one in memory):
+        text += "Trained on mirrored images too: of a training image and its mirror image the nearer counts."
+    else:
+        text += "A mirrored copy of a training image is not seen."
+    copies = max((one["copies"] for one in memory), default=0)
+    if copies:
+        text += f" {copies} {results.score_on} images are training images too, and flatter both."
+    within = next((one["within_conditions"] for one in scores if one["within_conditions"]), None)
+    if within:
+        why = f" ({within['why_not_lpips']})" if within["why_not_lpips"] else ""
+        text += f" Within a condition: mean distance of two images, by {within['distance']}{why}."
+    return text
+
+
+def why_no_answer(results: Results) -> str:
+    """What keeps the first table from comparing models."""
+    baselines, table = results.settings.compare.baselines, next(iter(results.tables))
+    if not baselines:
+        return "No verdict: the settings name no baseline."
+    if not {row.model for row in results.first} & {*baselines}:
+        return f"No verdict: the first table, {table}, has no row of {' or '.join(baselines)}."
+    return f"No verdict: the first table, {table}, has no candidate that is sampled as a baseline is."
+
+
+def effort(results: Results) -> str:
+    """How much was tried, and how it came out."""
+    rows = sum(map(len, results.tables.values()))
+    judged = [one.verdict.judgement for one in results.comparisons]
+    counts = ", ".join(f"{judged.count(name)} {name}" for name in _JUDGEMENTS if name in judged) or "none"
+    seeds = counted(len(results.seeds), "training seed")
+    return (
+        f"{len(results.settings.models)} models, {rows} rows over {seeds}. "
+        f"Judged: {counts}. Intervals are corrected for the number of comparisons in a table (Holm)."
+    )
+
+
+def limits(results: Results) -> list[str]:
+    """What does not compare, or is not counted."""
+    return [
+        *_limits_of_distances(results),
+        *_limits_of_compute(results),
+        *(
+            []
+            if results.complete
+            else [
+                f"Not finished: {len(results.seeds)} of {len(results.settings.seeds)} training seeds are in: "
+                f"{_listed(results.seeds)}."
+            ]
+        ),
+    ]
+
+
+def _limits_of_distances(results: Results) -> Iterator[str]:
+    features, asked = results.features, results.settings.sampling.num_images
+    if features.get("option") != "inception" or features.get("is_classifier"):
+        yield (
+            f"With published FID: distances are on features of {features['name']} "
+            f"({features['dimensions']} dimensions; {features['choice']})."
+        )
+    elif asked != PUBLISHED:
+        yield (
+            f"With published FID of {PUBLISHED:,} samples: these are of {asked:,}, and distances fall with "
+            "that number."
+        )
+    rows = [row for each in results.tables.values() for row in each]
+    few = {row.name for row in rows if (found := row.figure(results.decides)) and found.few_images}
+    if few:
+        yield (
+            f"Too few images for the features: {len(few)} rows have no more images than the features have "
+            "dimensions, and compare with nothing, not even with each other."
+        )
+    counts = sorted({row.point.num_images for row in rows})
+    if len(counts) > 1:
+        yield f"Rows of different numbers of images ({_listed(counts)}): distances fall with that number."
+
+
+def _limits_of_compute(results: Results) -> Iterator[str]:
+    models = results.settings.models
+    finished = [one.name for one in models if one.kind == "finished"]
+    begun = [one.name for one in models if one.init is not None]
+    if finished:
+        yield f"Not trained here: {_listed(finished)}. Their data and compute are not known."
+    if begun:
+        yield (
+            f"Trained on from weights that were there (init): {_listed(begun)}. The data and compute of "
+            "those weights are neither known nor counted."
+        )
+    costs = {row.model: row.training_flop for row in results.first if row.model not in begun}
+    known = {name: flop for name, flop in costs.items() if flop is not None}
+    if len(known) > 1:
+        low, high = min(known, key=lambda name: known[name]), max(known, key=lambda name: known[name])
+        percent = 100 * (known[high] / known[low] - 1)
+        if percent > PERCENT_UNEQUAL:
+            yield f"Training compute: {high} costs {percent:.2g} % more than {low}, router included."
+    shares = [
+        (100 * (one.calibration_flop + one.router_flop) / one.training_flop, one.model)
+        for one in results.models
+        if one.training_flop and one.router_flop and one.calibration_flop is not None
+    ]
+    share, model = max(shares, default=(0.0, ""))
+    if share > PERCENT_BESIDE:
+        yield (
+            f"Of the training compute of {model}, {share:.2g} % went into calibration and router, not into "
+            "steps of experts."
+        )
+
+
+def _verdict_columns(results: Results, table: str) -> Iterator[tuple[str, Callable[[Row], Cell]]]:
+    """A column a baseline, and one for changes of a setting."""
+    model = {row.name: row.model for row in results.tables[table]}
+    found: dict[str, dict[str, Comparison]] = {}
+    for one in results.comparisons:
+        if one.table == table:
+            against = model[one.against] if one.kind == "model" else "the first row of its model"
+            found.setdefault(f"against {against}", {})[one.row] = one
+    for title, by_row in found.items():
+        yield title, partial(_judged, by_row)
+
+
+def _judged(by_row: Mapping[str, Comparison], row: Row) -> Cell:
+    one = by_row.get(row.name)
+    if one is None:
+        return Cell(_NONE)
+    judgement = one.verdict.judgement
+    text = _signed(one.verdict.gap) + ("" if judgement == "no verdict" else f" {judgement}")
+    return Cell(text, one.verdict.gap, judgement)
+
+
+def _table(title: str, rows: Sequence[Row], columns: Sequence[tuple[str, Callable[[Row], Cell]]]) -> Table:
+    """Columns that have something to show."""
+    cells = [(head, [cell(row) for row in rows]) for head, cell in columns]
+    shown = [(head, each) for head, each in cells if any(one.text != _NONE for one in each)]
+    names = [Cell(row.name) for row in rows]
+    return Table(
+        title,
+        (title, *(head for head, _ in shown)),
+        tuple(zip(names, *(each for _, each in shown), strict=True)),
+    )
+
+
+def _figure(results: Results, row: Row, path: str) -> Cell:
+    found = row.figure(path)
+    return Cell(results.told(row, path), None if found is None else found.mean)
+
+
+def _flop(value: float | None) -> Cell:
+    return Cell("not known") if value is None else Cell(f"{value:.2e}".replace("e+", "e"), value)
+
+
+def _grids(folder: Path, results: Results) -> Iterator[tuple[str, str]]:
+    """Name and data address of the grids of real images and of every model of the first seed."""
+    paths = {f"real, {results.score_on}": grid_path(folder, REAL)}
+    for one in results.scored:
+        paths[one.model] = grid_path(folder / f"seed_{results.seeds[0]}", one.model)
+    for name, path in paths.items():
+        if path.is_file():
+            yield name, f"data:image/png;base64,{base64.b64encode(path.read_bytes()).decode()}"
+
+
+def _signed(value: float) -> str:
+    return number(value, signed=True)
+
+
+def _listed(values: Sequence[object]) -> str:
+    return ", ".join(map(str, values))
 
 
 def _text(name: str) -> str:

@@ -1,126 +1,61 @@
-"""What ``results.json`` holds: all that the tables and the report are made of.
+"""Results of a benchmark: ``results.json``, of which the tables, the report and comparisons are made.
 
-Two kinds of uncertainty are kept apart: ``half_width``, the 95 % interval over samples of one model
-(bootstrap), and ``spread``, the standard deviation over training seeds.
+Two kinds of uncertainty are kept apart: the 95 % interval over samples of one model (bootstrap), and the
+standard deviation over training seeds.
 
 Figures that compare with images are named by the split that they are of: ``to_validation`` of a benchmark
-that chooses settings, ``to_held_out`` of one that confirms them, never both in one file; ``score_on`` says so
-once more.
+that chooses settings, ``to_held_out`` of one that confirms them, never both in one file.
 """
 
 import statistics
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field
 
-from hddm.benchmark.schema import BenchmarkSettings, Point, Split
-from hddm.utils.records import RESULTS_FILE, Record, read_record
+from hddm.benchmark.settings import BenchmarkSettings, SamplingPoint, Split
+from hddm.evaluation.compare import figure_at
+from hddm.evaluation.results import Result, ResultGroup, read_groups
+from hddm.evaluation.verdict import Contrast, Figure, Verdict, verdicts
+from hddm.utils.errors import HddmError
+from hddm.utils.files import read_json
+from hddm.utils.records import RESULTS_FILE, Record, check_format, parse_record
 
-FORMAT = "2.3"
+FORMAT = "3.0"
 LARGEST = 2**29
 MARK = "†"
 """Of a spread over seeds that is one of samples alone (`Results.one_model`)."""
 
-Judgement = Literal["better", "worse", "within noise", "no verdict"]
 
-
-class Figure(Record):
-    """A number over training seeds."""
-
-    mean: float
-    spread: float | None
-    """Standard deviation over trainings, None for one."""
-    half_width: float | None = None
-    """Mean half-width of the intervals over samples, None where none was taken."""
-
-    def __str__(self) -> str:
-        return self.told()
-
-    def told(self, mark: str = "") -> str:
-        """Mean, half-width and spread, with ``mark`` on the spread."""
-        digits = 1 if abs(self.mean) >= 10 else 2
-        text = f"{self.mean:.{digits}f}"
-        if self.half_width is not None:
-            text += f" ± {self.half_width:.{digits}f}"
-        if self.spread is not None:
-            text += f" (s {self.spread:.{digits}f}{mark})"
-        return text
-
-
-class SeedRow(Record):
+class ScoredRow(Record):
     """One row of a table, of one training seed."""
 
     table: str
     row: str
     model: str
     seed: int
-    point: Point
+    point: SamplingPoint
     scores: dict[str, Any]
-    """`hddm.evaluation.scores.Scores`, renamed by the split."""
+    """`hddm.evaluation.scores.Scores`, with the held-out images named by the split."""
     images: int
     expert_evaluations: tuple[float, ...]
     """States that each expert was asked for, an image."""
     router_evaluations: float
     sampling_flop: float
     """Counted operations of experts and router, an image."""
-    use: tuple[dict[str, Any], ...]
-    """From noise to data: t, weights and runs of the experts, and what the router said
-    (`hddm.benchmark.samples.UseOverTime`)."""
     samples: tuple[str, ...]
     """Folders of the images, below the store."""
     scores_job: str
     seconds: float
-    """That sampling took, of all workers together."""
+    """Of sampling, all workers together."""
     sampled_as: dict[str, Any] = Field(default_factory=dict)
     """``weights``, as the experts' records have it, and the ``device`` of the jobs that drew, None where they
-    do not say; empty in older results."""
+    do not say."""
 
 
-class Row(Record):
-    """One row of a table, over all seeds: ``figures`` by the name of a score, dots between parts."""
-
-    name: str
-    model: str
-    point: Point
-    figures: dict[str, Figure]
-    evaluations: Figure
-    """Expert evaluations a solver step and image."""
-    sampling_flop: Figure
-    """An image."""
-    training_flop: Figure | None
-    """Of everything that the model was trained by, its router included; None where it is not known."""
-    images_seen: int | None
-    """By all experts in training."""
-
-
-class Verdict(Record):
-    """One row against another, paired by training seed."""
-
-    table: str
-    kind: Literal["model", "setting"]
-    """Two models at one point, or two points of one model."""
-    row: str
-    against: str
-    figure: str
-    """The score that decides; lower is better."""
-    seeds: tuple[int, ...]
-    gaps: tuple[float, ...]
-    gap: Figure
-    interval: tuple[float, float] | None = None
-    """95 % interval of the mean gap over trainings (Student's t), None for one or where none compares."""
-    ratio: float | None
-    """Of the means."""
-    judgement: Judgement
-    why: str | None = None
-    """That there is no verdict, and why; None where there is one, and in older results."""
-    one_model: tuple[str, ...] = ()
-    """Those of the two models that are one set of weights in every seed: gaps then judge no training."""
-    sentence: str
-
-
-class ModelRecord(Record):
+class ModelResult(Record):
     """What one model of one seed is made of, and what training it cost in counted operations."""
 
     model: str
@@ -135,52 +70,80 @@ class ModelRecord(Record):
     images_seen: int | None
     experts_flop: int | None
     calibration_flop: int | None = None
-    """Of ``experts_flop``, what their calibration took; None in older results too."""
+    """Of ``experts_flop``, what their calibration took."""
     router_flop: int | None
     training_flop: int | None
+    """Of everything that the model was trained by; None where it is not known."""
     seconds: float | None
 
 
-class Curve(Record):
-    """Losses of one training: the last step of each of many stretches, and its mean loss."""
+class Comparison(Record):
+    """One row against another by the score that decides; lower is better."""
 
-    model: str
-    """An expert's job, or ``router``'s."""
-    kind: Literal["expert", "single", "router"]
-    objective: str | None
-    shard: int | None
-    seed: int
-    loss: tuple[tuple[int, float], ...]
+    table: str
+    kind: Literal["model", "setting"]
+    """Two models at one point, or two points of one model."""
+    row: str
+    against: str
+    gaps: dict[int, float]
+    """By training seed."""
+    ratio: float | None
+    """Of the means."""
+    verdict: Verdict
 
-
-class ErrorCurve(Record):
-    """Velocity error of one expert by noise level on validation images of its shard.
-
-    ``calibrated`` is as it is sampled, ``raw`` its network alone: ``mean`` and ``levels``, each with ``t``
-    and the errors ``expert``, ``gaussian`` (the best linear denoiser) and ``zero`` (v = 0).
-    """
-
-    expert: str
-    objective: str
-    shard: int | None
-    """None of a single model."""
-    seed: int
-    images: int
-    calibrated: dict[str, Any]
-    raw: dict[str, Any]
+    @property
+    def sentence(self) -> str:
+        """The verdict with its numbers."""
+        one = self.verdict
+        text = f"{self.row} against {self.against}: {number(one.gap, signed=True)}, {one.judgement}"
+        if one.why is not None:
+            return f"{text} ({one.why})"
+        low, high = one.interval or (0.0, 0.0)
+        return f"{text} (95 % interval {number(low, signed=True)} … {number(high, signed=True)})"
 
 
-class RouterReliability(Record):
-    """How well the router of a seed is calibrated on validation images.
+@dataclass(frozen=True)
+class Row:
+    """One row of a table over all training seeds."""
 
-    ``calibrated`` and ``raw``, with its temperatures and without: `hddm.benchmark.measures.reliability`.
-    """
+    scored: tuple[ScoredRow, ...]
+    trained: tuple[ModelResult, ...]
 
-    seed: int
-    images: int
-    temperatures: tuple[float, ...]
-    calibrated: dict[str, Any]
-    raw: dict[str, Any]
+    @property
+    def name(self) -> str:
+        """As the table calls it."""
+        return self.scored[0].row
+
+    @property
+    def model(self) -> str:
+        """By name."""
+        return self.scored[0].model
+
+    @property
+    def point(self) -> SamplingPoint:
+        """How it is sampled."""
+        return self.scored[0].point
+
+    def figure(self, path: str) -> Figure | None:
+        """A score by its name, dots between parts; None where it was not measured."""
+        results = tuple(Result(Path(), one.scores, str(one.seed)) for one in self.scored)
+        return figure_at(ResultGroup(self.name, results), path)
+
+    @property
+    def experts_a_step(self) -> float:
+        """States that experts were asked for, a solver step and image."""
+        return statistics.fmean(sum(one.expert_evaluations) / one.point.steps for one in self.scored)
+
+    @property
+    def sampling_flop(self) -> float:
+        """An image."""
+        return statistics.fmean(one.sampling_flop for one in self.scored)
+
+    @property
+    def training_flop(self) -> float | None:
+        """A seed, router included; None where it is not known."""
+        known = [one.training_flop for one in self.trained if one.training_flop is not None]
+        return statistics.fmean(known) if known else None
 
 
 class Results(Record):
@@ -189,7 +152,7 @@ class Results(Record):
     format: str = FORMAT
     name: str
     complete: bool
-    """Whether all seeds are in."""
+    """All seeds are in."""
     score_on: Split
     seeds: tuple[int, ...]
     """Those that are in."""
@@ -206,52 +169,82 @@ class Results(Record):
     """Weights, dtype, device and VAE of all samples; several where rows differ, None where none says."""
     real: dict[str, Any]
     """The split's own images against the training images."""
-    models: tuple[ModelRecord, ...]
-    tables: dict[str, tuple[Row, ...]]
-    verdicts: tuple[Verdict, ...]
-    records: tuple[SeedRow, ...]
-    errors: tuple[ErrorCurve, ...]
-    routers: tuple[RouterReliability, ...]
-    losses: tuple[Curve, ...]
+    models: tuple[ModelResult, ...]
+    scored: tuple[ScoredRow, ...]
+    comparisons: tuple[Comparison, ...]
     seconds: float
     """Of all jobs together, whenever and by however many workers they were done."""
 
     @property
-    def one_model(self) -> frozenset[str]:
-        """As `one_set_of_weights`."""
-        return one_set_of_weights(self.models)
+    def tables(self) -> dict[str, list[Row]]:
+        """Rows over all seeds, by table."""
+        found: dict[str, dict[str, list[ScoredRow]]] = {}
+        for one in self.scored:
+            found.setdefault(one.table, {}).setdefault(one.row, []).append(one)
+        return {table: [self._row(each) for each in rows.values()] for table, rows in found.items()}
 
-    def mark(self, model: str) -> str:
-        """`MARK` for a spread of ``model``'s rows that is over samples alone."""
-        return MARK if model in self.one_model else ""
+    @property
+    def first(self) -> list[Row]:
+        """The first table, which has the answer."""
+        return next(iter(self.tables.values()))
 
     @property
     def decides(self) -> str:
-        """The figure that verdicts are about."""
+        """The score that verdicts are about."""
         return f"to_{self.score_on.replace('-', '_')}"
 
     @property
-    def verdict(self) -> list[str]:
-        """The sentences of the first table: models against baselines."""
-        first = next(iter(self.tables))
-        return [one.sentence for one in self.verdicts if one.table == first and one.kind == "model"]
+    def one_model(self) -> frozenset[str]:
+        """Names of models that are one set of weights in every seed, which have other samples alone."""
+        return one_set_of_weights(self.models)
+
+    @property
+    def answers(self) -> list[Comparison]:
+        """Models against baselines, of the first table."""
+        table = next(iter(self.tables))
+        return [one for one in self.comparisons if one.table == table and one.kind == "model"]
+
+    def told(self, row: Row, path: str) -> str:
+        """Mean, half-width over samples and spread over trainings of a score, – where it was not measured."""
+        found = row.figure(path)
+        if found is None:
+            return "–"
+        half = "" if found.half_width is None else f" ± {number(found.half_width)}"
+        mark = MARK if row.model in self.one_model else ""
+        spread = "" if found.spread is None else f" (s {number(found.spread)}{mark})"
+        return f"{number(found.mean)}{half}{spread}"
+
+    def _row(self, scored: Sequence[ScoredRow]) -> Row:
+        return Row(tuple(scored), tuple(one for one in self.models if one.model == scored[0].model))
+
+
+def number(value: float, signed: bool = False) -> str:
+    """A figure with as many decimals as its size asks for."""
+    size = abs(value)
+    decimals = 1 if size >= 10 else 2 if size >= 0.1 or size == 0 else 3 if size >= 0.01 else 4
+    return f"{value:{'+' if signed else ''}.{decimals}f}".replace("-", "−")
 
 
 def read_results(folder: Path) -> Results:
     """The results in a benchmark's folder.
 
     Raises:
-        HddmError: as `hddm.utils.records.read_record`.
+        HddmError: as `hddm.utils.records.read_record`, and for results of an older format.
     """
-    return read_record(folder / RESULTS_FILE, Results, FORMAT, LARGEST)
+    path = folder / RESULTS_FILE
+    content = read_json(path, LARGEST)
+    check_format(content, FORMAT, path)
+    if int(str(content.get("format")).partition(".")[0]) < int(FORMAT.partition(".")[0]):
+        raise HddmError(
+            f"{path}: format {content['format']} is of an older hddm; run the benchmark again into another "
+            "folder, with this one's jobs as --jobs"
+        )
+    return parse_record(content, Results, str(path))
 
 
-def one_set_of_weights(models: Iterable[ModelRecord]) -> frozenset[str]:
-    """Names of models that are the same in every seed: those of one hash, and all that were not trained here.
-
-    Seeds give them other samples and no other training.
-    """
-    found: dict[str, list[ModelRecord]] = {}
+def one_set_of_weights(models: Sequence[ModelResult]) -> frozenset[str]:
+    """Names of models that are the same in every seed: those of one hash, and all not trained here."""
+    found: dict[str, list[ModelResult]] = {}
     for one in models:
         found.setdefault(one.model, []).append(one)
     return frozenset(
@@ -261,42 +254,137 @@ def one_set_of_weights(models: Iterable[ModelRecord]) -> frozenset[str]:
     )
 
 
-def figure(values: Sequence[float], half_widths: Sequence[float] | None = None) -> Figure:
-    """Summary of one number over seeds."""
-    return Figure(
-        mean=statistics.fmean(values),
-        spread=statistics.stdev(values) if len(values) > 1 else None,
-        half_width=statistics.fmean(half_widths) if half_widths else None,
+def compare_rows(results: Results) -> Iterator[Comparison]:
+    """All comparisons of all tables: candidates against baselines, and each setting against the first.
+
+    No verdict is given on a model that is one set of weights in every seed, nor on rows of the same samples.
+    """
+    baselines = results.settings.compare.baselines
+    candidates = results.settings.compare.candidates or tuple(
+        model.name for model in results.settings.models if model.name not in baselines
+    )
+    single = {model.name for model in results.settings.models if model.kind == "single"}
+    for table, rows in results.tables.items():
+        pairs: list[tuple[Literal["model", "setting"], Row, Row]] = []
+        for row in rows:
+            for baseline in baselines if row.model in candidates else ():
+                pairs += [
+                    ("model", row, other)
+                    for other in rows
+                    if other.model == baseline and _are_alike(row.point, other.point, baseline in single)
+                ]
+            first = next(one for one in rows if one.model == row.model)
+            if first is not row:
+                pairs.append(("setting", row, first))
+        judged = verdicts([_contrast(results, ours, base) for _, ours, base in pairs])
+        for (kind, ours, base), verdict in zip(pairs, judged, strict=True):
+            a, b = (_decisive(results, row).values for row in (ours, base))
+            yield Comparison(
+                table=table,
+                kind=kind,
+                row=ours.name,
+                against=base.name,
+                gaps={int(seed): a[seed] - b[seed] for seed in a},
+                ratio=sum(a.values()) / sum(b.values()) if sum(b.values()) else None,
+                verdict=verdict,
+            )
+
+
+def read_compared(paths: Sequence[Path]) -> dict[str, list[ResultGroup]]:
+    """What ``hddm compare`` holds side by side: evaluations under "", or of benchmarks a row at a time.
+
+    Rows are those of the first tables that all of the benchmarks have, in the first one's order.
+
+    Raises:
+        HddmError: for fewer than two, for evaluations and benchmarks together, and for benchmarks without a
+            row in common.
+    """
+    benchmarks = [path for path in paths if _is_benchmark(path)]
+    if not benchmarks:
+        return {"": read_groups(paths)}
+    if len(paths) < 2:
+        raise HddmError(
+            f"{paths[0]}: one benchmark has its own tables (tables.md, report.html); name two or more"
+        )
+    foreign = [path for path in paths if path not in benchmarks]
+    if foreign:
+        raise HddmError(f"{foreign[0]}: is no benchmark, unlike others here; compare like with like")
+    folders = [path if path.is_dir() else path.parent for path in paths]
+    found = [(folder, read_results(folder)) for folder in folders]
+    names = [{row.name for row in results.first} for _, results in found]
+    shared = [row.name for row in found[0][1].first if all(row.name in one for one in names)]
+    if not shared:
+        raise HddmError(
+            "these benchmarks have no row of their first tables in common",
+            [f"{path}: {', '.join(one)}" for path, one in zip(paths, names, strict=True)],
+        )
+    return {
+        name: [
+            ResultGroup(str(folder), tuple(_evaluations(folder, results, name))) for folder, results in found
+        ]
+        for name in shared
+    }
+
+
+def _is_benchmark(path: Path) -> bool:
+    if path.is_dir():
+        return (path / RESULTS_FILE).is_file()
+    return (
+        path.name == RESULTS_FILE
+        and "settings" in (content := read_json(path, LARGEST))
+        and ("score_on" in content)
     )
 
 
-def figures_of(scores: Sequence[Mapping[str, Any]]) -> dict[str, Figure]:
-    """Summaries of all numbers that every seed's scores have, by name."""
-    flat = [dict(_numbers(one)) for one in scores]
-    names = [name for name in flat[0] if all(name in one for one in flat)]
-    found = {}
-    for name in names:
-        values, widths = zip(*(one[name] for one in flat), strict=True)
-        known = [width for width in widths if width is not None]
-        found[name] = figure(values, known if len(known) == len(widths) else None)
-    return found
+def _evaluations(folder: Path, results: Results, name: str) -> Iterator[Result]:
+    """The seeds of a row of the first table as results of evaluations."""
+    (row,) = (one for one in results.first if one.name == name)
+    hashes, images = results.hashes, results.images
+    for one in row.scored:
+        made = next(each for each in row.trained if each.seed == one.seed)
+        few = one.scores[results.decides]["few_images"]
+        sampled = {"source": made.hash, "seed": one.seed}
+        content: Mapping[str, Any] = {
+            **one.scores,
+            "features": results.features,
+            "data": {
+                "images": {"images": one.images, "shape": None, "hash": " ".join(one.samples)},
+                "reference": {"images": images["training"], "hash": hashes["training"]},
+                "held_out": {"images": images["fresh"], "hash": hashes["reference"]},
+                "shards": {"images": images["training"], "hash": hashes["shards"]},
+            },
+            "split": results.score_on,
+            "sampling": {**one.point.model_dump(), **results.sampled_as, **one.sampled_as, **sampled},
+            "training_tflop": None if made.training_flop is None else made.training_flop / 1e12,
+            "versions": results.machine["packages"],
+            "comparable": not few,
+            "reasons": [f"too few images: {results.features['dimensions']} features"] if few else [],
+        }
+        yield Result(folder / RESULTS_FILE, dict(content), str(one.seed))
 
 
-def _numbers(scores: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, tuple[float, float | None]]]:
-    """Numbers by name, each with its half-width: a mapping with a "value" is one number."""
-    for key, value in scores.items():
-        name = f"{prefix}{key}"
-        if isinstance(value, Mapping):
-            if isinstance(value.get("value"), int | float):
-                yield name, (value["value"], _half_width(value))
-            else:
-                yield from _numbers(value, f"{name}.")
-        elif isinstance(value, int | float) and not isinstance(value, bool):
-            yield name, (value, None)
+def _are_alike(one: SamplingPoint, other: SamplingPoint, has_no_router: bool) -> bool:
+    """Two rows were sampled alike; a model without a router has no strategy to differ in."""
+    routing = {"strategy", "calibration", "router_temperature"} if has_no_router else set()
+    return one.model_dump(exclude=routing) == other.model_dump(exclude=routing)
 
 
-def _half_width(number: Mapping[str, Any]) -> float | None:
-    """Of the 95 % interval: a kernel distance comes with its standard error."""
-    error = number.get("standard_error")
-    found: float | None = number.get("half_width") if error is None else 1.96 * error
-    return found
+def _contrast(results: Results, ours: Row, base: Row) -> Contrast:
+    why = None
+    fixed = [name for name in dict.fromkeys((ours.model, base.model)) if name in results.one_model]
+    if all(a.samples == b.samples for a, b in zip(ours.scored, base.scored, strict=True)):
+        why = "the same samples in every seed"
+    elif fixed:
+        why = f"{' and '.join(fixed)}: one set of weights in every seed, so no other training is judged"
+    return Contrast(_decisive(results, ours), _decisive(results, base), "lower", why)
+
+
+def _decisive(results: Results, row: Row) -> Figure:
+    found = row.figure(results.decides)
+    assert found is not None
+    return Figure(
+        found.values,
+        found.half_width,
+        few_images=found.few_images,
+        samples=frozenset({row.point.num_images}),
+    )

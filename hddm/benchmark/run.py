@@ -2,7 +2,7 @@
 
 OUT/
   benchmark.json                       the settings in full
-  jobs/                                everything that was done, by content (`hddm.benchmark.store`)
+  jobs/                                everything that was done, by content (`hddm.benchmark.jobs`)
   results.json, tables.md, report.html
   shards, whole, digits                links to the data's jobs
   seed_<n>/…                           links to the models; sample grids in samples/
@@ -20,29 +20,26 @@ from typing import Any
 
 import torch
 
-from hddm.benchmark.checks import check_counts, check_rows, check_shapes
 from hddm.benchmark.collect import collect
 from hddm.benchmark.data import (
     SHARDS,
     WHOLE,
     divide,
-    prepare_sides,
+    fewest_images,
+    prepare_images,
     read_reference,
     reference_job,
     refuse_work_among_images,
-    smallest_side,
     write_reference,
 )
-from hddm.benchmark.interruption import stoppable
-from hddm.benchmark.markdown import tables_text
-from hddm.benchmark.plots import REAL, grid_path, write_grid
-from hddm.benchmark.report import write_report
+from hddm.benchmark.jobs import Store, stoppable
+from hddm.benchmark.models import check_counts, check_rows, check_shapes
+from hddm.benchmark.report import tables_text, write_report
 from hddm.benchmark.results import FORMAT, LARGEST, Results
-from hddm.benchmark.samples import read_samples
-from hddm.benchmark.schema import BenchmarkSettings, table_points
-from hddm.benchmark.scoring import features_job_of, real_scores, write_features
-from hddm.benchmark.stage import Ground, Seed, SeedRun
-from hddm.benchmark.store import Store
+from hddm.benchmark.samples import REAL, grid_path, read_samples, write_grid
+from hddm.benchmark.scores import features_job_of, real_scores, write_features
+from hddm.benchmark.seed import SeedJobs, SeedRun, SharedInputs
+from hddm.benchmark.settings import BenchmarkSettings, points_of
 from hddm.utils.errors import HddmError
 from hddm.utils.files import check_absent, read_json, write_json, write_whole
 from hddm.utils.processes import Workers
@@ -90,11 +87,11 @@ def run_benchmark(
         _check_images(out, shared, before)
         _write_settings(out, settings)
         _write_real(out, shared, store)
-        seeds: list[Seed] = []
+        seeds: list[SeedJobs] = []
         with Workers(settings.workers) as workers:
             for number in settings.seeds:
                 seeds.append(SeedRun(settings, number, shared, store, workers).run())
-                _link(out, links | _model_links(seeds[-1]))
+                _link(out, links | {str(one.link): one.source.folder for one in seeds[-1].models.values()})
                 _write_grids(out, seeds[-1], store)
                 results = _dated(collect(settings, store, shared, seeds), before)
                 # Fewer seeds than were there are no result: the others come.
@@ -139,9 +136,9 @@ def _before(out: Path) -> dict[str, Any] | None:
     return read_json(out / RESULTS_FILE, LARGEST) if (out / RESULTS_FILE).is_file() else None
 
 
-def _check_images(out: Path, ground: Ground, before: Mapping[str, Any] | None) -> None:
+def _check_images(out: Path, shared: SharedInputs, before: Mapping[str, Any] | None) -> None:
     """Refuse results of other images, which settings do not tell apart."""
-    if before is not None and before.get("hashes", {}).get("reference") != ground.reference.hash:
+    if before is not None and before.get("hashes", {}).get("reference") != shared.reference.hash:
         raise HddmError(f"{out}: holds results of other images; choose another folder, or pass --overwrite")
 
 
@@ -176,19 +173,21 @@ def differences(before: Any, now: Any, place: str = "") -> list[str]:
 
 
 def _are_named(values: Any) -> bool:
-    """Whether they are models or tables, which differ by name."""
+    """Models or tables, which differ by name."""
     return isinstance(values, list) and all(isinstance(one, dict) and "name" in one for one in values)
 
 
-def _prepare(settings: BenchmarkSettings, data: Path | None, store: Store) -> tuple[Ground, dict[str, Path]]:
-    sides = prepare_sides(settings.data, data, store)
-    divided = divide(sides, settings.data, settings.partition, store)
-    reference = reference_job(sides, divided, settings.score_on)
+def _prepare(
+    settings: BenchmarkSettings, data: Path | None, store: Store
+) -> tuple[SharedInputs, dict[str, Path]]:
+    sources = prepare_images(settings.data, data, store)
+    divided = divide(sources, settings.data, settings.partition, store)
+    reference = reference_job(sources, divided, settings.score_on)
     if not store.has(reference):
-        write_reference(store, reference, sides, divided)
-    drawn = min(point.num_images for table in settings.tables for point in table_points(settings, table))
+        write_reference(store, reference, sources, divided)
+    drawn = min(point.num_images for table in settings.tables for point in points_of(settings, table))
     # Over both splits, so that what is chosen by one is confirmed on the same features.
-    features = features_job_of(settings, reference, min(smallest_side(sides, divided), drawn))
+    features = features_job_of(settings, reference, min(fewest_images(sources, divided), drawn))
     if not store.has(features):
         write_features(store, features, reference)
     images = store.result(reference)["images"]
@@ -199,24 +198,16 @@ def _prepare(settings: BenchmarkSettings, data: Path | None, store: Store) -> tu
     }
     check_counts(settings, counts, store.result(features)["dimensions"])
     links = {SHARDS: divided.shards, WHOLE: divided.whole}
-    if sides.job is not None:
-        links[sides.job.kind] = store.path(sides.job)
+    if sources.job is not None:
+        links[sources.job.kind] = store.path(sources.job)
     real = real_scores(store, settings, reference, features)
-    return Ground(divided, reference, features, real), links
-
-
-def _model_links(seed: Seed) -> dict[str, Path]:
-    return {name: folder for model in seed.models.values() for name, folder in model.links.items()}
+    return SharedInputs(divided, reference, features, real), links
 
 
 def _link(out: Path, links: dict[str, Path]) -> None:
     """Show what lies in the store under names that say what it is; links that are relative move along."""
     for name, target in links.items():
         link = out / name
-        for parent in map(out.joinpath, Path(name).parents[:-1]):
-            if parent.is_symlink():
-                # Of a model that was one folder before: through it, links would be made inside the store.
-                parent.unlink()
         link.parent.mkdir(parents=True, exist_ok=True)
         to = os.path.relpath(target.resolve(), link.parent.resolve())
         if link.is_symlink() and os.readlink(link) == to:
@@ -228,14 +219,14 @@ def _link(out: Path, links: dict[str, Path]) -> None:
         link.symlink_to(to, target_is_directory=True)
 
 
-def _write_real(out: Path, ground: Ground, store: Store) -> None:
+def _write_real(out: Path, shared: SharedInputs, store: Store) -> None:
     """A picture of images that no model made, from all over the split that is scored on."""
-    fresh = read_reference(store.path(ground.reference))["fresh"]
+    fresh = read_reference(store.path(shared.reference))["fresh"]
     rows = torch.linspace(0, len(fresh) - 1, min(GRID_IMAGES, len(fresh))).round().long()
     write_grid(fresh[rows], grid_path(out, REAL))
 
 
-def _write_grids(out: Path, seed: Seed, store: Store) -> None:
+def _write_grids(out: Path, seed: SeedJobs, store: Store) -> None:
     """Pictures of the first samples of every model, at the first point that it is sampled at."""
     shown: set[str] = set()
     for row in seed.rows:

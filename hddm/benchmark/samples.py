@@ -1,4 +1,4 @@
-"""Samples of one model at one point of the grid, with what they cost and how experts were used."""
+"""Samples of one model at one point of a table: how they are drawn, what they cost, and their grids."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -9,70 +9,46 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from hddm.benchmark.blending import Blend, blended_experts
-from hddm.benchmark.conversions import (
-    EXACT,
-    OWN_SAMPLER,
-    TREATMENTS,
-    sample_ddim,
-    variant,
-)
-from hddm.benchmark.cost import evaluation_flop, router_flop
-from hddm.benchmark.orphans import end_with_parent
-from hddm.benchmark.schema import Point
-from hddm.benchmark.store import Job, Store, making
-from hddm.data.images import to_bytes
-from hddm.data.shards import open_shard
+from hddm.benchmark.compute import evaluation_flop, router_flop
+from hddm.benchmark.jobs import Job, Store, end_with_parent, making
+from hddm.benchmark.settings import SAMPLES, SamplingPoint, slug
+from hddm.data.images import save_png, tiled, to_bytes
 from hddm.ensemble import Ensemble, Router
 from hddm.experts.loading import load
-from hddm.sampling import ExpertUse as Tally
 from hddm.sampling import sample
-from hddm.training.shard_fit import conditions_of
-from hddm.utils.errors import HddmError
 from hddm.utils.processes import Call, Report
-from hddm.velocity import PredictionType, VelocityField
+from hddm.velocity import VelocityField
 
 PIECE = 1000
 """Images of one job at most."""
 BATCH = 256
 _PIXELS = "samples.safetensors"
 
-Model = VelocityField | Ensemble
+Opened = VelocityField | Ensemble
 
 
 @dataclass(frozen=True)
-class Source:
-    """A model to sample: its folder, the hash of its content, and the shards its experts were trained on.
+class SampledModel:
+    """A model to sample: its folder, and the hash of its content.
 
-    ``is_single`` is of one network, which has neither strategy nor router. ``trained_in`` says of each expert
-    whether its calibration is one that it was trained in (`hddm.training.continuation`): without it the
+    ``is_single`` is of one network, which has neither strategy nor router. ``trained_in`` says for each
+    expert if its calibration is one that it was trained in (`hddm.training.continuation`): without it the
     network means nothing, so no point takes it away. Where it is empty, that is true of none.
     """
 
     folder: Path
     hash: str
     is_single: bool
-    shards: tuple[Path, ...] = ()
-    shard_hashes: tuple[str, ...] = ()
-    blend: Blend | None = None
     trained_in: tuple[bool, ...] = ()
 
 
-def canonical(point: Point, is_single: bool) -> Point:
+def canonical(point: SamplingPoint, is_single: bool) -> SamplingPoint:
     """``point`` without what has no effect, so that equal samples are drawn once.
 
-    A single model has no strategy; where none asks a router, nothing of the router counts; blended by their
-    own calibration is how experts are.
+    A single model has no strategy; where none asks a router, nothing of the router counts.
     """
     parts = set() if point.calibration == "none" else set(point.calibration.split("+"))
-    changes: dict[str, Any] = {}
-    if point.conversion == f"{EXACT}, blend" and "experts" in parts:
-        changes["conversion"] = EXACT
-    if point.conversion == OWN_SAMPLER:
-        parts.clear()
-        changes["solver"] = "euler"
-    if is_single or point.conversion == OWN_SAMPLER:
-        changes["strategy"] = "draw"
+    changes: dict[str, Any] = {"strategy": "draw"} if is_single else {}
     if changes.get("strategy", point.strategy) == "draw":
         parts.discard("router")
         changes["router_temperature"] = 1.0
@@ -80,14 +56,14 @@ def canonical(point: Point, is_single: bool) -> Point:
     return point.model_copy(update=changes)
 
 
-def pieces(source: Source, point: Point, seed: int) -> list[Job]:
+def pieces(source: SampledModel, point: SamplingPoint, seed: int) -> list[Job]:
     """The jobs that draw all samples of a point."""
     chosen = canonical(point, source.is_single)
     settings = chosen.model_dump(mode="json", exclude={"num_images"})
+    # By this name samples are found that were drawn when there were other conversions to choose from.
+    settings["conversion"] = "exact"
     inputs: dict[str, Any] = {"model": source.hash}
-    if chosen.conversion not in (EXACT, OWN_SAMPLER):
-        inputs["shards"] = list(source.shard_hashes)
-    if any(source.trained_in) and (chosen.conversion != EXACT or "experts" not in chosen.calibration):
+    if any(source.trained_in) and "experts" not in chosen.calibration:
         # Of models without such experts what was drawn stays valid.
         inputs["trained_in"] = list(source.trained_in)
     return [
@@ -100,21 +76,21 @@ def pieces(source: Source, point: Point, seed: int) -> list[Job]:
     ]
 
 
-def piece_call(store: Store, job: Job, source: Source, device: str) -> Call:
+def piece_call(store: Store, job: Job, source: SampledModel, device: str) -> Call:
     """What a worker is to do."""
     arguments = {"folder": store.folder, "job": job, "source": source, "device": device}
     return Call(samples_job, arguments, job.settings["stop"] - job.settings["start"])
 
 
-def samples_job(folder: Path, job: Job, source: Source, device: str, report: Report) -> None:
+def samples_job(folder: Path, job: Job, source: SampledModel, device: str, report: Report) -> None:
     """Draw the samples of a piece."""
     end_with_parent()
-    chosen = {key: job.settings[key] for key in Point.model_fields if key in job.settings}
-    point = Point.model_validate(chosen)
+    chosen = {key: job.settings[key] for key in SamplingPoint.model_fields if key in job.settings}
+    point = SamplingPoint.model_validate(chosen)
     start, stop = job.settings["start"], job.settings["stop"]
     with making(folder, job) as (draft, result):
         used = _device(device)
-        model = opened(source, point, used)
+        model = prepared(load(source.folder, device=used), point, source.trained_in)
         drawn = draw(model, point, job.settings["seed"], start, stop, report)
         tensors = {"pixels": drawn.pixels}
         if drawn.labels is not None:
@@ -125,7 +101,6 @@ def samples_job(folder: Path, job: Job, source: Source, device: str, report: Rep
             "expert_evaluations": drawn.expert_rows,
             "router_evaluations": drawn.router_rows,
             "flop": drawn.flop,
-            "use": drawn.use,
             "device": used,
         }
 
@@ -142,7 +117,7 @@ class Drawn:
     """Samples (n, C, H, W) in bytes, their class labels, and what they cost.
 
     ``expert_rows`` are states that each expert's network was asked for, ``router_rows`` those of the router,
-    ``flop`` the operations of both; ``use`` has an entry a time, as `UseOverTime.entries`.
+    ``flop`` the operations of both.
     """
 
     pixels: Tensor
@@ -150,52 +125,23 @@ class Drawn:
     expert_rows: list[int]
     router_rows: int
     flop: int
-    use: list[dict[str, Any]]
 
 
-def opened(source: Source, point: Point, device: str) -> Model:
-    """The model of ``source`` as ``point`` asks for it."""
-    model = prepared(load(source.folder, device=device), point, source.shards, source.trained_in)
-    if source.blend is not None:
-        other = prepared(load(source.blend.folder, device=device), point, source.shards)
-        assert isinstance(model, Ensemble)
-        assert isinstance(other, Ensemble)
-        model.experts = blended_experts(model, other, source.blend.choices)
+def prepared(model: Opened, point: SamplingPoint, trained_in: Sequence[bool] = ()) -> Opened:
+    """``model`` as ``point`` asks for it, but for experts whose calibration was ``trained_in``: they stay."""
+    fields = model.experts if isinstance(model, Ensemble) else [model]
+    for field, stays in zip(fields, trained_in or [False] * len(fields), strict=True):
+        if not stays and "experts" not in point.calibration:
+            field.calibration = None
+    if isinstance(model, Ensemble) and isinstance(model.router, Router):
+        own = model.router.temperatures if "router" in point.calibration else (1.0,)
+        model.router.temperatures = tuple(point.router_temperature * one for one in own)
     return model
 
 
-def prepared(model: Model, point: Point, shards: Sequence[Path], trained_in: Sequence[bool] = ()) -> Model:
-    """``model`` as ``point`` asks for it, but for experts whose calibration was ``trained_in``: they stay.
-
-    Raises:
-        HddmError: for a conversion that needs the shards of the experts where they are not known, or whose
-            classes are others than the experts'.
-    """
-    fields = model.experts if isinstance(model, Ensemble) else [model]
-    how, _, treatment = point.conversion.rpartition(", ")
-    if treatment in TREATMENTS and len(shards) != len(fields):
-        raise HddmError(f"conversion {point.conversion!r} needs the shards that experts were trained on")
-    stay = trained_in or [False] * len(fields)
-    for k, (field, stays) in enumerate(zip(fields, stay, strict=True)):
-        if stays:
-            continue
-        if treatment in TREATMENTS and field.prediction_type is PredictionType.EPSILON:
-            shard = open_shard(shards[k])
-            fields[k] = variant(field, how == EXACT, treatment, shard.images, conditions_of(shard, field))
-        elif "experts" not in point.calibration:
-            field.calibration = None
-    if isinstance(model, Ensemble):
-        model.experts = fields
-        if isinstance(model.router, Router):
-            own = model.router.temperatures if "router" in point.calibration else (1.0,)
-            model.router.temperatures = tuple(point.router_temperature * one for one in own)
-        return model
-    return fields[0]
-
-
 def draw(
-    model: Model,
-    point: Point,
+    model: Opened,
+    point: SamplingPoint,
     seed: int,
     start: int,
     stop: int,
@@ -209,92 +155,25 @@ def draw(
     router = model.router if isinstance(model, Ensemble) else None
     networks: list[Callable[..., Tensor]] = [field.network for field in fields]
     counted = [*networks, *([router.network] if isinstance(router, Router) else [])]
-    use = UseOverTime(len(fields))
-    if isinstance(model, Ensemble) and isinstance(router, Router):
-        model.router = use.watching(router)
     with _Rows(counted) as rows:
-        if point.conversion == OWN_SAMPLER:
-            if not isinstance(model, Ensemble) or labels is not None:
-                raise HddmError(f"conversion {OWN_SAMPLER!r} is for ensembles without classes")
-            images = sample_ddim(model, stop - start, seed, point.steps, BATCH, report, start)
-        else:
-            images = sample(
-                model,
-                stop - start,
-                seed,
-                point.steps,
-                point.strategy if isinstance(model, Ensemble) else None,
-                point.solver,
-                point.guidance_scale,
-                start=start,
-                batch_size=BATCH,
-                use=use,
-                on_batch=report,
-                **given,
-            )
+        images = sample(
+            model,
+            stop - start,
+            seed,
+            point.steps,
+            point.strategy if isinstance(model, Ensemble) else None,
+            point.solver,
+            point.guidance_scale,
+            start=start,
+            batch_size=BATCH,
+            on_batch=report,
+            **given,
+        )
     expert_rows, router_rows = rows.counts[: len(fields)], sum(rows.counts[len(fields) :])
     state = torch.zeros(1, *images.shape[1:], device=fields[0].device)
     flop = sum(n * evaluation_flop(field) for n, field in zip(expert_rows, fields, strict=True) if n)
     flop += router_rows * router_flop(router, state)
-    return Drawn(to_bytes(images), labels, expert_rows, router_rows, flop, use.entries())
-
-
-class UseOverTime(Tally):
-    """What the router said and which experts ran, at every time that the solver visited."""
-
-    def __init__(self, num_experts: int) -> None:
-        super().__init__(num_experts)
-        self._num = num_experts
-        self._sums: dict[float, dict[str, Tensor]] = {}
-
-    def add(self, t: float, weights: Tensor) -> None:
-        super().add(t, weights)
-        self._count(t, weights=weights.sum(0), runs=(weights != 0).sum(0), images=len(weights))
-
-    def watching(self, router: Router) -> Router:
-        """``router``, which notes what it says."""
-        return _Watched(router, self._said)
-
-    def entries(self) -> list[dict[str, Any]]:
-        """From noise to data: ``t``, ``weights`` and ``runs`` (K,), means over images.
-
-        Where a router was asked, its ``probabilities`` (K,) and ``largest``, the mean of the largest: 1/K
-        knows nothing, 1 is certain.
-        """
-        found = []
-        for t, sums in sorted(self._sums.items(), reverse=True):
-            entry: dict[str, Any] = {"t": t}
-            for name, over in (("weights", "images"), ("runs", "images"), ("probabilities", "asked")):
-                if over in sums:
-                    entry[name] = (sums[name] / sums[over]).tolist()
-            if "asked" in sums:
-                entry["largest"] = float(sums["largest"] / sums["asked"])
-            found.append(entry)
-        return found
-
-    def _said(self, t: float, probabilities: Tensor) -> None:
-        largest = probabilities.max(1).values.sum()
-        self._count(t, probabilities=probabilities.sum(0), largest=largest, asked=len(probabilities))
-
-    def _count(self, t: float, **values: Tensor | int) -> None:
-        # The router is told the time in float32.
-        sums = self._sums.setdefault(round(t, 6), {})
-        for name, value in values.items():
-            more = torch.as_tensor(value).cpu().double()
-            sums[name] = sums[name] + more if name in sums else more
-
-
-class _Watched(Router):
-    """A router that says aloud what it answers."""
-
-    def __init__(self, router: Router, said: Callable[[float, Tensor], None]) -> None:
-        super().__init__(router.network, router.time_scale, router.temperatures, router.outputs)
-        self._said = said
-
-    def __call__(self, x_t: Tensor, t: Tensor) -> Tensor:
-        probabilities = super().__call__(x_t, t)
-        self._said(float(t.flatten()[0]), probabilities)
-        return probabilities
+    return Drawn(to_bytes(images), labels, expert_rows, router_rows, flop)
 
 
 class _Rows:
@@ -326,3 +205,20 @@ def _device(name: str) -> str:
     if name != "auto":
         return name
     return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+GRID_COLUMNS = 8
+ENLARGE = 4
+REAL = "real images"
+"""The name of the grid of images that were not made by a model."""
+
+
+def grid_path(folder: Path, name: str) -> Path:
+    """Where the sample grid of a model lies."""
+    return folder / SAMPLES / f"{slug(name)}.png"
+
+
+def write_grid(pixels: Tensor, path: Path) -> None:
+    """Write images (n, C, H, W) in bytes side by side, enlarged, with a thin border between them."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    save_png(tiled(pixels, GRID_COLUMNS, ENLARGE), path)

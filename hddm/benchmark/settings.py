@@ -1,76 +1,474 @@
-"""What a quickstart trains and measures. Every number is written into its results."""
+"""Schema of a benchmark: data, trainings, models, tables and seeds of a preset or a file of the user.
 
-from typing import Annotated
+    name: mine
+    data: {source: folder, training: train, held_out: test, validation_share: 0.1}
+    partition: {shards: 4}
+    training:
+      expert: {steps: 4000, batch_size: 32, learning_rate: 1e-3, size: small}
+      router: {steps: 2000, batch_size: 64, learning_rate: 1e-3, calibrate: true}
+    models:
+      - {name: single model, kind: single}
+      - {name: homogeneous flow, objectives: flow}
+      - {name: mixed 1:3, objectives: "1:3"}
+    sampling: {strategy: draw, solver: euler, steps: 30, num_images: 2000}
+    tables:
+      - {name: models}
+      - {name: strategies, models: [mixed 1:3], vary: {strategy: [top-1, top-2, full]}}
 
-from pydantic import Field
+Every key is a field below. Settings are chosen on `BenchmarkSettings.seeds` and validation images, which are
+cut off the training images; they are confirmed on `BenchmarkSettings.confirmation_seeds` and held-out images,
+which nothing that chooses ever reads.
+"""
 
-from hddm.training.expert import ExpertSettings
-from hddm.training.router import RouterSettings
-from hddm.training.settings import Positive
-from hddm.utils.errors import HddmError
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import AfterValidator, BaseModel, Field, ValidationError, field_validator, model_validator
+
+from hddm.benchmark.jobs import named
+from hddm.ensemble import Strategy
+from hddm.sampling import solver_named
+from hddm.training.island_jobs import OBJECTIVES, parse_objectives
+from hddm.training.settings import ExpertSettings, Positive, RouterSettings
+from hddm.utils.errors import HddmError, words
 from hddm.utils.records import Record
 
+Layer = tuple[str, Mapping[str, Any]]
+"""A place in a file, as errors name it, and what is said there."""
 
-class QuickstartSettings(Record):
-    """Settings of `hddm.benchmark.quickstart.quickstart`.
+AnySettings = TypeVar("AnySettings", bound=BaseModel)
 
-    The single model has batches of ``batch_size``, each expert ``steps`` of ``batch_size / num_shards``; how
-    many steps the single model takes follows from the compute of the ensemble with its router
-    (`hddm.benchmark.compute`).
+
+def layered(kind: type[AnySettings], layers: Sequence[Layer]) -> AnySettings:
+    """Settings of which each layer goes before those that it follows.
+
+    Raises:
+        HddmError: for a value that cannot be, with the last place that says it; for a missing one, with the
+            first; for several that do not go together, with all.
+    """
+    merged: dict[str, Any] = {}
+    for _, values in layers:
+        merged |= values
+    try:
+        return kind.model_validate(merged)
+    except ValidationError as error:
+        problem = error.errors()[0]
+        if not problem["loc"]:
+            places = " and ".join(place for place, values in layers if values)
+            raise HddmError(f"{places}: {words(problem)}") from error
+        key = str(problem["loc"][0])
+        place = next((place for place, values in reversed(layers) if key in values), layers[0][0])
+        value = f" (is {merged[key]!r})" if key in merged else ""
+        raise HddmError(f"key '{place}.{key}'{value}: {words(problem)}") from error
+
+
+ENSEMBLES, FINISHED, SAMPLES = "ensembles", "finished", "samples"
+
+
+def slug(name: str) -> str:
+    """A model's name as part of a path."""
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+
+
+_RANGE = re.compile(r"(\d+)(?:-(\d+))?")
+
+
+def parse_seeds(text: str, option: str = "") -> tuple[int, ...]:
+    """Seeds in ``0-4``, ``5,6`` or ``0-2,7``, in that order; errors begin with ``option``.
+
+    Raises:
+        HddmError: for anything else, or a seed that comes twice.
+    """
+    found: list[int] = []
+    for part in text.split(","):
+        match = _RANGE.fullmatch(part.strip())
+        if match is None or (match[2] and int(match[2]) < int(match[1])):
+            raise HddmError(f"{option}{text}: {part.strip()!r} is no seed; write them as 0-4 or 5,6")
+        found += range(int(match[1]), int(match[2] or match[1]) + 1)
+    if len(set(found)) < len(found):
+        raise HddmError(f"{option}{text}: a seed comes twice; name each once")
+    return tuple(found)
+
+
+_RATIO = re.compile(r"(\d+):(\d+)")
+_EXPERIMENTS = {
+    "by-error": "python -m benchmarks.heterogeneity by-error",
+    "blended": "python -m benchmarks.heterogeneity blended",
+    "conversion": "python -m benchmarks.conversion grid",
+}
+"""Settings of older files that were experiments, and how each is run now."""
+
+
+def _refuse_experiments(values: Any) -> Any:
+    """Refuse the keys and objectives of `_EXPERIMENTS`."""
+    for key, value in values.items() if isinstance(values, dict) else ():
+        word = "by-error" if key == "objectives" and "by-error" in str(value) else key
+        if word in _EXPERIMENTS:
+            raise ValueError(f"{word} was an experiment and is no setting any more: {_EXPERIMENTS[word]}")
+    return values
+
+
+def _leaves_seed_and_objective(values: dict[str, Any]) -> dict[str, Any]:
+    for key in ("seed", "objective"):
+        if key in values:
+            raise ValueError(f"{key} is said by the benchmark; remove it")
+    return values
+
+
+TrainingKeys = Annotated[dict[str, Any], AfterValidator(_leaves_seed_and_objective)]
+"""Keys of `hddm.training.settings`, without those that differ within one benchmark."""
+
+
+class ModelSettings(Record):
+    """One model of the comparison."""
+
+    name: str
+    kind: Literal["single", "ensemble", "finished"] = "ensemble"
+    """One network on all images; an expert a shard and a router; or what ``path`` holds."""
+    objectives: str = "flow"
+    """``flow`` or ``ddpm``; of an ensemble also ``1:3`` (DDPM on the first shard, flow on three) or
+    ``0=ddpm,*=flow``."""
+    converted: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """Flow experts are DDPM experts for this share of their steps, and are then trained on through the exact
+    conversion."""
+    init: Path | None = None
+    """An expert folder that flow experts are trained on from; its own compute is not counted."""
+    path: Path | None = None
+    """Of a finished model: an expert or ensemble folder that makes images in pixels."""
+    training: TrainingKeys = Field(default_factory=dict)
+    """Before what `TrainingSettings` says, for this model's experts."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _is_no_experiment(cls, values: Any) -> Any:
+        return _refuse_experiments(values)
+
+    @field_validator("objectives", mode="before")
+    @classmethod
+    def _is_a_word(cls, value: object) -> object:
+        # YAML reads a bare 1:3 as a number of minutes.
+        if isinstance(value, int):
+            raise ValueError('write it in quotes, as "1:3"')
+        return value
+
+    def named_objectives(self, shards: int) -> list[str]:
+        """The objective of each shard.
+
+        Raises:
+            HddmError: for objectives that are not of ``shards`` experts, or unknown.
+        """
+        ratio = _RATIO.fullmatch(self.objectives)
+        if ratio is None:
+            return parse_objectives(self.objectives, shards, f"{self.name}: objectives")
+        ddpm, flow = int(ratio[1]), int(ratio[2])
+        if ddpm + flow != shards:
+            raise HddmError(
+                f"{self.name}: objectives {self.objectives!r} are of {ddpm + flow} experts, and "
+                f"partition.shards is {shards}"
+            )
+        return ["ddpm"] * ddpm + ["flow"] * flow
+
+    def refuse_unused_start(self, shards: int) -> None:
+        """Refuse other experts to start from where none of ``shards`` experts is flow.
+
+        Raises:
+            HddmError: for that, and as `named_objectives`.
+        """
+        key = "converted" if self.converted is not None else "init"
+        if getattr(self, key) is not None and "flow" not in self.named_objectives(shards):
+            raise HddmError(
+                f"{self.name}: {key} is for flow experts, and objectives {self.objectives!r} have none; drop "
+                "one"
+            )
+
+    @model_validator(mode="after")
+    def _says_what_it_is(self) -> "ModelSettings":
+        if (self.kind == "finished") != (self.path is not None):
+            raise ValueError(f"{self.name}: path and kind: finished go together")
+        # Settings written out in full say flow of every model, so that it passes.
+        if self.kind == "finished" and (self.training or self.objectives != "flow"):
+            raise ValueError(
+                f"{self.name}: is finished, so training and objectives have nothing to say; drop them"
+            )
+        if self.converted is not None and self.init is not None:
+            raise ValueError(f"{self.name}: starts from converted experts or from init; drop one")
+        if self.kind != "ensemble" and (self.converted is not None or self.init is not None):
+            raise ValueError(f"{self.name}: converted and init are for ensembles; drop them, or drop kind")
+        if self.kind == "single" and self.objectives not in ("flow", "ddpm"):
+            raise ValueError(f"{self.name}: a single model has one objective, flow or ddpm")
+        return self
+
+
+def refuse_shared_folders(models: Sequence[ModelSettings]) -> None:
+    """Refuse names that give a model no folder of its own below ``seed_<n>/``."""
+    folders: dict[str, str] = {}
+    for model in models:
+        folder = slug(model.name)
+        if not folder:
+            raise ValueError(
+                f"model {model.name!r} has no letter a-z or digit to name its folder by; add one"
+            )
+        if model.kind == "single" and folder in (ENSEMBLES, FINISHED, SAMPLES):
+            raise ValueError(
+                f"model {model.name!r} would take the folder {folder!r}, kept for others; rename it"
+            )
+        if folder in folders:
+            raise ValueError(
+                f"models {folders[folder]!r} and {model.name!r} would share the folder {folder!r}, which has "
+                "letters a-z and digits alone; rename one"
+            )
+        folders[folder] = model.name
+
+
+def _once(values: tuple[Any, ...]) -> tuple[Any, ...]:
+    twice = next((value for k, value in enumerate(values) if value in values[:k]), None)
+    if twice is not None:
+        raise ValueError(f"{twice!r} is there twice; name each once")
+    return values
+
+
+Item = TypeVar("Item")
+Each = Annotated[tuple[Item, ...], AfterValidator(_once)]
+"""Values of which none comes twice, since what is counted twice would pass for a second measurement."""
+Share = Annotated[float, Field(ge=0, lt=1)]
+Split = Literal["validation", "held-out"]
+Calibration = Literal["experts+router", "experts", "router", "none"]
+
+
+class DataSettings(Record):
+    """Which images, and how they are divided before anything is trained."""
+
+    source: Literal["digits", "folder"] = "folder"
+    """scikit-learn's digits, of which a fifth is held out; or images that the user names by ``--data``."""
+    training: str = "."
+    """Images to train on: a path, below ``--data`` where that is given (`hddm.data.sources`)."""
+    held_out: str | None = None
+    """Images that no choice is made by, likewise."""
+    held_out_share: Share = 0.0
+    """Of the training images, where there is no ``held_out``."""
+    validation_share: Share = 0.0
+    """Of the training images that are left, which settings are chosen by; no model is trained on them."""
+
+    @model_validator(mode="after")
+    def _holds_out_once(self) -> "DataSettings":
+        if self.source == "digits" and (self.held_out is not None or self.held_out_share):
+            raise ValueError("the digits have their held-out images already; drop held_out, held_out_share")
+        if self.held_out is not None and self.held_out_share:
+            raise ValueError("held_out names the images, so held_out_share has nothing to say; drop one")
+        return self
+
+
+class PartitionSettings(Record):
+    """As `hddm.data.partition.partition`."""
+
+    shards: Positive = 4
+    features: str = "pixels"
+    seed: int = 0
+
+
+class TrainingSettings(Record):
+    """How networks are trained; keys are those of `hddm.training.settings`, without ``seed``.
+
+    What ``ddpm``, ``flow`` and ``single`` say goes before what ``expert`` says. The single model sees K
+    batches of an expert a step where it says nothing of its own; its ``steps`` follow from the compute of the
+    homogeneous ensemble (`hddm.benchmark.compute`).
     """
 
-    num_shards: Positive = 4
-    steps: Positive = 1600
-    batch_size: Positive = 128
-    learning_rate: float = 4e-3
-    ema_decay: float = 0.99
-    size: str = "small"
-    router_size: str = "tiny"
-    router_batch_size: Positive = 64
-    sampling_steps: Positive = 30
-    solver: str = "adams-bashforth"
-    strategy_solver: str = "euler"
-    """One-step, since a multistep solver extrapolates across a change of experts."""
-    num_images: Positive = 1437
-    num_images_per_strategy: Positive = 1000
-    strategies: tuple[str, ...] = (
-        "draw",
-        "top-1",
-        "top-2",
-        "threshold-0.2",
-        "nucleus-0.9",
-        "full",
-    )
-    resamples: Annotated[int, Field(ge=2)] = 100
-    seeds: Positive = 1
-    workers: Positive = 2
+    expert: TrainingKeys
+    ddpm: TrainingKeys = Field(default_factory=dict)
+    flow: TrainingKeys = Field(default_factory=dict)
+    single: TrainingKeys = Field(default_factory=dict)
+    router: TrainingKeys
+    checkpoint_every: Positive = 500
 
-    def expert(self, objective: str, seed: int) -> ExpertSettings:
-        """One expert of an ensemble."""
-        if self.batch_size % self.num_shards:
-            raise HddmError(
-                f"batch size {self.batch_size} does not divide into {self.num_shards} shards: "
-                "the comparison would not be at equal compute"
-            )
-        return ExpertSettings.model_validate(
-            {
-                "objective": objective,
-                "steps": self.steps,
-                "batch_size": self.batch_size // self.num_shards,
-                "learning_rate": self.learning_rate,
-                "ema_decay": self.ema_decay,
-                "size": self.size,
-                "seed": seed,
-            }
-        )
+
+class SamplingPoint(Record):
+    """One way to sample."""
+
+    strategy: str = "draw"
+    """See `hddm.ensemble`; a single model has none."""
+    calibration: Calibration = "experts+router"
+    """Whose calibration is used: the experts' near t = 1 (`hddm.calibration`), the router's temperatures
+    (`hddm.training.router_calibration`), both or none."""
+    router_temperature: Annotated[float, Field(gt=0)] = 1.0
+    """Factor on all temperatures of the router."""
+    solver: str = "euler"
+    steps: Positive = 30
+    guidance_scale: float = 1.0
+    num_images: Positive = 1000
+
+    @field_validator("strategy")
+    @classmethod
+    def _is_a_strategy(cls, value: str) -> str:
+        Strategy.parse(value)
+        return value
+
+    @field_validator("solver")
+    @classmethod
+    def _is_a_solver(cls, value: str) -> str:
+        solver_named(value)
+        return value
+
+    @model_validator(mode="before")
+    @classmethod
+    def _is_no_experiment(cls, values: Any) -> Any:
+        return _refuse_experiments(values)
+
+
+class TableSettings(Record):
+    """A table: models at a base point, and one setting after the other varied from there."""
+
+    name: str
+    models: Each[str] = ()
+    """By name; empty for all."""
+    base: dict[str, Any] = Field(default_factory=dict)
+    """Before what `BenchmarkSettings.sampling` says."""
+    vary: dict[str, Each[Any]] = Field(default_factory=dict)
+    """Values of a field of `Point` to try, by its name. Where one field varies, its values are all the rows;
+    else the base point is one too."""
+    product: bool = False
+    """All combinations instead of one change at a time."""
+
+    @field_validator("vary", "base")
+    @classmethod
+    def _varies_what_there_is(cls, value: dict[str, Any]) -> dict[str, Any]:
+        _refuse_experiments(value)
+        for key in value:
+            if key not in SamplingPoint.model_fields:
+                raise ValueError(
+                    f"no setting of sampling is called {key!r}; {', '.join(SamplingPoint.model_fields)}"
+                )
+        return value
+
+
+class CompareSettings(Record):
+    """Which models are held against which; a distance to images that were not trained on decides."""
+
+    candidates: Each[str] = ()
+    """By name; empty for all models that are no baseline."""
+    baselines: Each[str] = ()
+
+
+class BenchmarkSettings(Record):
+    """A whole benchmark."""
+
+    name: str
+    data: DataSettings
+    partition: PartitionSettings = PartitionSettings()
+    training: TrainingSettings
+    models: Annotated[tuple[ModelSettings, ...], Field(min_length=1)]
+    sampling: SamplingPoint = SamplingPoint()
+    tables: Annotated[tuple[TableSettings, ...], Field(min_length=1)] = (TableSettings(name="models"),)
+    compare: CompareSettings = CompareSettings()
+    score_on: Split = "validation"
+    seeds: Annotated[Each[int], Field(min_length=1)] = (0, 1, 2, 3, 4)
+    """Of trainings and of their samples; also as ``0-4``."""
+    confirmation_seeds: Each[int] = ()
+    """Fresh ones, for held-out images."""
+    resamples: Annotated[int, Field(ge=2)] = 100
+    """Of the bootstrap over samples."""
+    features: Literal["auto", "inception", "clip", "classifier"] = "auto"
+    """That distances are measured on (`hddm.evaluation.features.open_extractor`)."""
+    complete: bool = True
+    """Whether the measures that take longer are made too (`hddm.evaluation.scores.Scores`)."""
+    allow_few: bool = False
+    """Fewer images than features are measured all the same, and marked as not comparable."""
+    workers: Positive = 2
+    """Jobs at a time, each with one CPU thread; the answer does not depend on it."""
+    device: Literal["auto", "cpu", "cuda", "mps"] = "cpu"
+
+    @field_validator("seeds", "confirmation_seeds", mode="before")
+    @classmethod
+    def _may_be_ranges(cls, value: object) -> object:
+        return parse_seeds(value) if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> "BenchmarkSettings":
+        names = [model.name for model in self.models]
+        for what, all_names in (("model", names), ("table", [table.name for table in self.tables])):
+            twice = next((name for name in all_names if all_names.count(name) > 1), None)
+            if twice is not None:
+                raise ValueError(f"two {what}s are called {twice!r}")
+        refuse_shared_folders(self.models)
+        asked = {name for table in self.tables for name in table.models}
+        unknown = sorted((asked | {*self.compare.candidates, *self.compare.baselines}) - set(names))
+        if unknown:
+            raise ValueError(f"there is no model {unknown[0]!r}; models are {', '.join(names)}")
+        if self.score_on == "validation" and not self.data.validation_share:
+            raise ValueError("score_on: validation needs a data.validation_share; or write held-out")
+        if self.partition.shards < 2 and any(model.kind == "ensemble" for model in self.models):
+            raise ValueError("an ensemble needs partition.shards of 2 or more")
+        for model in self.models:
+            if model.kind == "ensemble":
+                model.named_objectives(self.partition.shards)
+                model.refuse_unused_start(self.partition.shards)
+        for table in self.tables:
+            points_of(self, table)
+        self.expert("flow", 0), self.expert("ddpm", 0), self.router(0)
+        for model in self.models:
+            with named(f"model {model.name!r}"):
+                self._try_trainings(model)
+        return self
+
+    def expert(self, objective: str, seed: int, **changes: Any) -> ExpertSettings:
+        """How one expert is trained; ``changes``, of a model's ``training``, go before the file.
+
+        Raises:
+            HddmError: for settings that cannot be, with their place in the file.
+        """
+        return self._expert(objective, seed, ("training", changes))
+
+    def single(self, objective: str, seed: int, steps: int, /, **changes: Any) -> ExpertSettings:
+        """How the model on all images is trained, for ``steps`` unless the file says how many.
+
+        Raises:
+            HddmError: as `expert`.
+        """
+        batch = self.expert(objective, seed).batch_size * self.partition.shards
+        follows = {"batch_size": batch, "steps": steps} | self.training.single
+        return self._expert(objective, seed, ("training.single", follows), ("training", changes))
 
     def router(self, seed: int) -> RouterSettings:
-        """The router of all ensembles."""
-        return RouterSettings(
-            steps=self.steps,
-            batch_size=self.router_batch_size,
-            learning_rate=self.learning_rate,
-            ema_decay=self.ema_decay,
-            size=self.router_size,
-            seed=seed,
-        )
+        """How the router of all ensembles is trained.
+
+        Raises:
+            HddmError: as `expert`.
+        """
+        said = self._common() | self.training.router | {"seed": seed}
+        return layered(RouterSettings, [("training.router", said)])
+
+    def _expert(self, objective: str, seed: int, *own: Layer) -> ExpertSettings:
+        said = self._common() | self.training.expert | {"objective": objective, "seed": seed}
+        of_objective = self.training.ddpm if objective == "ddpm" else self.training.flow
+        layers: list[Layer] = [("training.expert", said), (f"training.{objective}", of_objective), *own]
+        return layered(ExpertSettings, layers)
+
+    def _try_trainings(self, model: ModelSettings) -> None:
+        """Make the settings of all trainings of ``model``, to see that they can be."""
+        if model.kind == "single":
+            self.single(model.objectives, 0, 1, **model.training)
+        elif model.kind == "ensemble":
+            objectives = model.named_objectives(self.partition.shards)
+            # Converted experts are DDPM experts first.
+            for objective in dict.fromkeys(objectives if model.converted is None else OBJECTIVES):
+                self.expert(objective, 0, **model.training)
+
+    def _common(self) -> dict[str, Any]:
+        # A worker has one thread, and results are to be the same in any number of workers.
+        return {"device": self.device, "threads": 1}
+
+
+def points_of(settings: BenchmarkSettings, table: TableSettings) -> list[SamplingPoint]:
+    """The points of a table, without doubles, in the order of the file."""
+    base = settings.sampling.model_dump() | table.base
+    changes: list[dict[str, Any]] = [{}]
+    if table.product:
+        for key, values in table.vary.items():
+            changes = [change | {key: value} for change in changes for value in values]
+    else:
+        varied = [{key: value} for key, values in table.vary.items() for value in values]
+        changes = varied if len(table.vary) == 1 else [{}, *varied]
+    points = [SamplingPoint.model_validate(base | change) for change in changes]
+    return list(dict.fromkeys(points))

@@ -3,7 +3,6 @@
 A training that is killed goes on from its last checkpoint, in the work folder of its job.
 """
 
-import itertools
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,10 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
-from hddm.benchmark.orphans import end_with_parent
-from hddm.benchmark.store import Job, Store, finish_work, publish_work, work_folder
+from hddm.benchmark.jobs import Job, Store, end_with_parent, finish_work, publish_work, work_folder
 from hddm.experts.records import EXPERT_FILE, ROUTER_FILE, weights_in
 from hddm.training.continuation import continue_expert
 from hddm.training.expert import train_expert
@@ -128,14 +126,6 @@ def router_job(
         return train_router(shards, out, settings, on_step=on_step, run=run)
 
     _train(folder, job, train, settings, checkpoint_every, report)
-
-
-def losses_of(store: Store, job: Job, points: int = 200) -> tuple[tuple[int, float], ...]:
-    """The losses of a finished training, thinned: the last step of a stretch, and its mean loss."""
-    losses = load_file(store.path(job) / _LOSSES)["loss"].double()
-    stretches = losses.chunk(min(points, len(losses)))
-    ends = itertools.accumulate(len(one) for one in stretches)
-    return tuple((end, float(one.nanmean())) for end, one in zip(ends, stretches, strict=True))
 
 
 def _train(

@@ -1,7 +1,4 @@
-"""Results of evaluations on disk, and the sides that are made of them.
-
-Whether results compare: what differs between them beside the model.
-"""
+"""Results of evaluations on disk, in groups of one model each, and what keeps them from being compared."""
 
 import json
 from collections import Counter
@@ -20,18 +17,29 @@ KIND = "evaluation"
 
 @dataclass(frozen=True)
 class Result:
-    """One evaluation as it was written, and the file that it lies in."""
+    """One evaluation as it was written, the file that it lies in, and the seed that it is paired by."""
 
     path: Path
     content: dict[str, Any]
+    seed: str
 
 
 @dataclass(frozen=True)
-class Side:
-    """Results that stand for one way to make images: one, or one a seed."""
+class ResultGroup:
+    """Results of one model: one, or one a training seed."""
 
     name: str
     results: tuple[Result, ...]
+
+    @property
+    def sources(self) -> set[str | None]:
+        """Hashes of the models that were sampled, None of those that are not recorded."""
+        return {(result.content.get("sampling") or {}).get("source") for result in self.results}
+
+    @property
+    def is_one_model(self) -> bool:
+        """The results are further samples of one set of weights."""
+        return len(self.results) > 1 and len(self.sources) == 1 and None not in self.sources
 
 
 def check_absent(path: Path, overwrite: bool = False) -> None:
@@ -59,15 +67,15 @@ def write_result(path: Path, content: dict[str, Any], overwrite: bool = False) -
     write_whole(path, lambda draft: write_json(draft, content), overwrite)
 
 
-def read_sides(paths: Sequence[Path]) -> list[Side]:
-    """A side for each path: a result, or a folder of results, one a seed.
+def read_groups(paths: Sequence[Path]) -> list[ResultGroup]:
+    """A group for each path: a result, or a folder of results, one a training seed and named alike in all.
 
     Raises:
         HddmError: for fewer than two paths, a folder without results, and what is no result.
     """
     if len(paths) < 2:
         raise HddmError(f"{len(paths)} result does not compare: name two or more files or folders of results")
-    return [Side(str(path), tuple(_read(file) for file in _files(path))) for path in paths]
+    return [ResultGroup(str(path), tuple(_read(file) for file in _files(path))) for path in paths]
 
 
 def _files(path: Path) -> list[Path]:
@@ -87,7 +95,7 @@ def _read(path: Path) -> Result:
     missing = [key for key in ("features", "data", "comparable", "reasons") if key not in content]
     if missing:
         raise HddmError(f"{path}: lacks {missing[0]!r}; evaluate the images again")
-    return Result(path, content)
+    return Result(path, content, path.stem)
 
 
 OWN = {"source", "seed", "start", "num_images", "batch_size", "offload", "max_memory", "format", "hddm"}
@@ -98,30 +106,30 @@ _UNKNOWN = "not recorded"
 Fields = dict[str, Any]
 
 
-def refuse_incomparable(sides: Sequence[Side], varies: Sequence[str] = ()) -> None:
+def refuse_incomparable(groups: Sequence[ResultGroup], varies: Sequence[str] = ()) -> None:
     """Refuse results that differ in more than their models and seeds.
 
     Args:
-        sides: what is compared.
+        groups: what is compared.
         varies: names of sampling settings that differ on purpose.
 
     Raises:
         HddmError: for a name in ``varies`` that is no sampling setting; with a line for every result that is
-            marked as not comparable, every field that differs, and every pair within a side that is of the
+            marked as not comparable, every field that differs, and every pair within a group that is of the
             same images.
     """
-    results = [result for side in sides for result in side.results]
+    results = [result for group in groups for result in group.results]
     fields = [_fields(result) for result in results]
     _check_names(varies, fields)
     lines = [f"{r.path}: not comparable: {reason}" for r in results for reason in _reasons(r)]
-    lines += _given_twice(sides)
-    lines += [_repeated(side, result, other) for side in sides for result, other in _twins(side)]
+    lines += _given_twice(groups)
+    lines += [_repeated(group, result, other) for group in groups for result, other in _twins(group)]
     differing = [
         name
         for name in dict.fromkeys(name for one in fields for name in one)
         if len({_shown(one, name) for one in fields if _says(one, name)}) > 1
     ]
-    # Other labels have other names, which are told with them.
+    # Other labels have other names, which are named with them.
     allowed = {*varies, _NAMES} if _LABELS in differing else set(varies)
     differing = [name for name in differing if name not in allowed]
     lines += [f"{name}: {_values(name, results, fields)}" for name in differing]
@@ -137,9 +145,9 @@ def _fields(result: Result) -> Fields:
     features, data = content["features"], content["data"]
     fields = {f"features.{key}": features.get(key) for key in ("name", "hash", "resize")}
     fields |= {"images": data["images"]["images"], "images.shape": data["images"]["shape"]}
-    for side in _DATA:
-        facts = data.get(side)
-        fields |= {f"{side}.images": facts and facts["images"], f"{side}.hash": facts and facts["hash"]}
+    for kind in _DATA:
+        facts = data.get(kind)
+        fields |= {f"{kind}.images": facts and facts["images"], f"{kind}.hash": facts and facts["hash"]}
     if "split" in content:
         fields["split"] = content["split"]
     sampling = content.get("sampling")
@@ -159,13 +167,13 @@ def _check_names(varies: Sequence[str], fields: Sequence[Fields]) -> None:
 
 
 def _is_fixed(name: str) -> bool:
-    """Whether a field is no sampling setting, so that `--varies` does not allow it to differ."""
+    """Tell that a field is no sampling setting, so that `--varies` does not allow it to differ."""
     return name.startswith(("features.", "images", "split", *_DATA))
 
 
-def _given_twice(sides: Sequence[Side]) -> list[str]:
+def _given_twice(groups: Sequence[ResultGroup]) -> list[str]:
     # Seeds of a benchmark lie in one file.
-    files = [{result.path.resolve(): result.path for result in side.results} for side in sides]
+    files = [{result.path.resolve(): result.path for result in group.results} for group in groups]
     times = Counter(real for one in files for real in one)
     names = {real: path for one in reversed(files) for real, path in one.items()}
     return [
@@ -181,18 +189,18 @@ def _reasons(result: Result) -> list[str]:
     return list(result.content["reasons"]) or ["no reason is recorded"]
 
 
-def _twins(side: Side) -> list[tuple[Result, Result]]:
+def _twins(group: ResultGroup) -> list[tuple[Result, Result]]:
     seen: dict[str, Result] = {}
     twins = []
-    for result in side.results:
+    for result in group.results:
         first = seen.setdefault(result.content["data"]["images"]["hash"], result)
         if first is not result:
             twins.append((first, result))
     return twins
 
 
-def _repeated(side: Side, result: Result, other: Result) -> str:
-    return f"{result.path} and {other.path}: the same images, which {side.name} must not count twice"
+def _repeated(group: ResultGroup, result: Result, other: Result) -> str:
+    return f"{result.path} and {other.path}: the same images, which {group.name} must not count twice"
 
 
 def _values(name: str, results: Sequence[Result], fields: Sequence[Fields]) -> str:
@@ -200,12 +208,12 @@ def _values(name: str, results: Sequence[Result], fields: Sequence[Fields]) -> s
     # In the order of the results; a benchmark's are all in one file.
     files: dict[str, dict[str, None]] = {}
     for result, one in zip(results, fields, strict=True):
-        files.setdefault(_told(one, name), {})[str(result.path)] = None
+        files.setdefault(_with_names(one, name), {})[str(result.path)] = None
     return "; ".join(f"{value} in {', '.join(paths)}" for value, paths in files.items())
 
 
 def _says(fields: Fields, name: str) -> bool:
-    """Whether a missing setting is news: names are not, and where nothing is recorded, one line is enough."""
+    """A missing setting is a difference, but for names and where nothing at all is recorded."""
     return name in fields or (name != _NAMES and fields["sampling"] != _UNKNOWN)
 
 
@@ -213,7 +221,7 @@ def _shown(fields: Fields, name: str) -> str:
     return json.dumps(fields[name], sort_keys=True) if name in fields else _UNKNOWN
 
 
-def _told(fields: Fields, name: str) -> str:
+def _with_names(fields: Fields, name: str) -> str:
     """As `_shown`, but classes with their names where they are known."""
     labels, names = fields.get(_LABELS), fields.get(_NAMES)
     if name != _LABELS or not labels or not names:

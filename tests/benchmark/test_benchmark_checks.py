@@ -8,18 +8,15 @@ from typing import Any
 import pytest
 import torch
 
-from hddm.benchmark.checks import check_counts, check_rows
-from hddm.benchmark.naming import named, named_call
-from hddm.benchmark.schema import BenchmarkSettings
+from hddm.benchmark.jobs import named, named_call
+from hddm.benchmark.models import check_counts, check_rows
+from hddm.benchmark.settings import BenchmarkSettings
 from hddm.experts.assembly import assemble
-from hddm.training.continuation import continue_expert
 from hddm.utils.errors import HddmError
 from hddm.utils.processes import Call, Report, Stopped
-from tests.artefacts import copied, edit_json, expert_settings, write_images
+from tests.artefacts import copied, edit_json, write_images
 from tests.benchmark_files import Finished, run_inline, settings
 from tests.lora_files import write_base
-
-OWN = "own DDIM sampler"
 
 
 def _asking(model: dict[str, Any], **point: object) -> BenchmarkSettings:
@@ -30,40 +27,6 @@ def _asking(model: dict[str, Any], **point: object) -> BenchmarkSettings:
 
 def _finished(path: Path, **point: object) -> BenchmarkSettings:
     return _asking({"kind": "finished", "path": str(path)}, **point)
-
-
-@pytest.mark.parametrize(
-    "model",
-    [
-        {"objectives": "flow"},
-        {"objectives": "1:1"},
-        {"objectives": "by-error"},
-        {"objectives": "flow", "converted": 0.5},
-        {"blended": 0.5},
-        {"kind": "single", "objectives": "ddpm"},
-        {"objectives": "ddpm", "training": {"class_conditional": True}},
-    ],
-)
-def test_the_own_sampler_is_for_experts_that_predict_noise(model: dict[str, Any]) -> None:
-    with pytest.raises(HddmError, match=r"^table 'models': conversion 'own DDIM sampler' .* model 'mine'"):
-        check_rows(_asking(model, conversion=OWN))
-    check_rows(_asking(model))
-
-
-def test_the_own_sampler_takes_ddpm_ensembles(ddpm_expert: Path, tmp_path: Path) -> None:
-    check_rows(_asking({"objectives": "ddpm"}, conversion=OWN))
-    assemble([ddpm_expert], tmp_path / "ensemble", None, "draw")
-    check_rows(_finished(tmp_path / "ensemble", conversion=OWN))
-
-
-def test_a_finished_model_has_its_own_sampler_where_all_of_it_predicts_noise_still(
-    ensemble: Path, ddpm_expert: Path, shards: Path, tmp_path: Path
-) -> None:
-    continue_expert(ddpm_expert, shards / "shard_1", tmp_path / "expert", expert_settings("flow"))
-    assemble([tmp_path / "expert"], tmp_path / "converted", None, "draw")
-    for path in (ensemble, ddpm_expert, tmp_path / "converted"):
-        with pytest.raises(HddmError, match="name such models in the table"):
-            check_rows(_finished(path, conversion=OWN))
 
 
 @pytest.mark.parametrize(
@@ -88,7 +51,6 @@ def test_what_a_model_lacks_is_told_with_its_table(point: dict[str, Any], messag
     ("point", "message"),
     [
         ({"strategy": "top-3"}, "more experts than the 2"),
-        ({"conversion": "exact, raw"}, "needs the shards that experts were trained on"),
     ],
 )
 def test_a_finished_model_is_asked_for_what_it_has(
@@ -175,7 +137,7 @@ def test_samples_that_cannot_be_scored_are_named(
     def refuse(*_: object) -> None:
         raise HddmError("too few")
 
-    monkeypatch.setattr("hddm.benchmark.scoring.read_samples", refuse)
+    monkeypatch.setattr("hddm.benchmark.scores.read_samples", refuse)
     point = "strategy draw, solver euler, steps 2, num_images 40"
     with pytest.raises(HddmError, match=f"^model 'single model', seed 0, {point}: too few$"):
         run_inline(settings(resamples=3), tmp_path / "out", miniature.data, jobs=jobs)
@@ -196,6 +158,6 @@ def _refuse(why: str, report: Report) -> None:
 
 
 def test_a_benchmark_that_asks_for_too_much_leaves_no_trace(miniature: Finished, tmp_path: Path) -> None:
-    with pytest.raises(HddmError, match="name such models in the table"):
-        run_inline(_asking({}, conversion=OWN), tmp_path / "out", miniature.data)
+    with pytest.raises(HddmError, match="asks for more experts"):
+        run_inline(_asking({}, strategy="top-3"), tmp_path / "out", miniature.data)
     assert not (tmp_path / "out").exists()

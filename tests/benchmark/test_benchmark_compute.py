@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from hddm.benchmark.compute import Cost, Costs, count_continued, count_expert, count_router, single_steps
-from hddm.benchmark.data import Divided
-from hddm.benchmark.models import Zoo
+from hddm.benchmark.data import Division
+from hddm.benchmark.jobs import Job, Store
+from hddm.benchmark.models import SeedModels
 from hddm.benchmark.samples import canonical, draw
-from hddm.benchmark.schema import Point
-from hddm.benchmark.store import Job, Store
+from hddm.benchmark.settings import SamplingPoint
 from hddm.calibration import LEVELS, STATES
 from hddm.data.shard_records import find_shards, read_manifest
 from hddm.ensemble import Ensemble, Router
@@ -29,9 +29,9 @@ FREQUENCIES = 256
 
 
 @pytest.fixture(scope="module")
-def divided(shards: Path, whole: Path) -> Divided:
+def divided(shards: Path, whole: Path) -> Division:
     manifests = tuple(map(read_manifest, find_shards(shards)))
-    return Divided(shards, whole.parent, manifests, (Job("shards", {}), Job("whole", {})))
+    return Division(shards, whole.parent, manifests, (Job("shards", {}), Job("whole", {})))
 
 
 def _linear(rows: int, inside: int, outside: int) -> int:
@@ -109,13 +109,13 @@ def test_the_single_model_gets_what_the_ensemble_costs_with_its_router(shards: P
 
 @pytest.mark.parametrize("changes", [{"batch_size": 64}, {"size": "small"}, {"class_conditional": True}])
 def test_a_single_model_of_other_settings_costs_the_same(
-    changes: dict[str, Any], divided: Divided, tmp_path: Path
+    changes: dict[str, Any], divided: Division, tmp_path: Path
 ) -> None:
     training = settings().training.model_dump() | {"single": {}}
     training["expert"] |= {"steps": 3000}
     models = [{"name": "single model", "kind": "single", "training": changes}]
     chosen = settings(models=models, compare={}, tables=[{"name": "models"}], training=training)
-    zoo = Zoo(chosen, 0, divided, Store(tmp_path / "jobs"))
+    zoo = SeedModels(chosen, 0, divided, Store(tmp_path / "jobs"))
     (single,) = zoo.trainings(chosen.models[0])
     expert, router = chosen.expert("flow", 0), chosen.router(0)
     whole = 2 * zoo.costs.expert(expert).of_expert(expert) + zoo.costs.router(router).of_router(router)
@@ -124,10 +124,10 @@ def test_a_single_model_of_other_settings_costs_the_same(
     assert 0 <= gap < single.settings.batch_size * cost.step
 
 
-def test_a_single_model_that_says_its_steps_takes_them(divided: Divided, tmp_path: Path) -> None:
+def test_a_single_model_that_says_its_steps_takes_them(divided: Division, tmp_path: Path) -> None:
     models = [{"name": "single model", "kind": "single", "training": {"steps": 7, "batch_size": 64}}]
     chosen = settings(models=models, compare={}, tables=[{"name": "models"}])
-    (single,) = Zoo(chosen, 0, divided, Store(tmp_path / "jobs")).trainings(chosen.models[0])
+    (single,) = SeedModels(chosen, 0, divided, Store(tmp_path / "jobs")).trainings(chosen.models[0])
     assert (single.settings.steps, single.settings.batch_size) == (7, 64)
 
 
@@ -159,26 +159,17 @@ def test_sampling_costs_what_the_networks_were_asked_for(
         for network in networks
     ]
     ensemble = Ensemble(fields, Router(_Counted(2)), "full")
-    point = Point(strategy=strategy, solver=solver, steps=5)
+    point = SamplingPoint(strategy=strategy, solver=solver, steps=5)
     drawn = draw(ensemble, point, 0, 0, 7)
     assert sum(drawn.expert_rows) == 7 * experts
     assert drawn.router_rows == 7 * routed
     assert drawn.flop == 7 * (experts * 2 * 16 * 16 + routed * 2 * 16 * 2)
-    assert [entry["t"] for entry in drawn.use] == pytest.approx(
-        [1, 0.8, 0.6, 0.4, 0.2] if solver == "euler" else [1, 0.8, 0.6, 0.4, 0.2, 0]
-    )
-    for entry in drawn.use:
-        assert sum(entry["weights"]) == pytest.approx(1)
-        assert ("largest" in entry) == (strategy != "draw")
 
 
 def test_what_has_no_effect_does_not_tell_samples_apart() -> None:
-    assert canonical(Point(strategy="top-2"), True) == canonical(Point(strategy="full"), True)
-    drawn = Point(strategy="draw", router_temperature=2.0)
-    assert canonical(drawn, False) == canonical(Point(strategy="draw", calibration="experts"), False)
-    assert canonical(Point(strategy="full", router_temperature=2.0), False) != canonical(
-        Point(strategy="full"), False
+    assert canonical(SamplingPoint(strategy="top-2"), True) == canonical(SamplingPoint(strategy="full"), True)
+    drawn = SamplingPoint(strategy="draw", router_temperature=2.0)
+    assert canonical(drawn, False) == canonical(SamplingPoint(strategy="draw", calibration="experts"), False)
+    assert canonical(SamplingPoint(strategy="full", router_temperature=2.0), False) != canonical(
+        SamplingPoint(strategy="full"), False
     )
-    blended = Point(conversion="exact, blend")
-    assert canonical(blended, False) == canonical(Point(), False)
-    assert canonical(Point(conversion="exact, raw"), False) != canonical(Point(), False)

@@ -10,10 +10,10 @@ import torch
 from PIL import Image
 from safetensors.torch import save_file
 
-from hddm.benchmark.data import Divided, Sides, divide, hash_of_images, reference_job, smallest_side
-from hddm.benchmark.schema import DataSettings, PartitionSettings
-from hddm.benchmark.scoring import features_job_of, training_set
-from hddm.benchmark.store import Job, Store
+from hddm.benchmark.data import Division, SourceImages, divide, fewest_images, hash_of_images, reference_job
+from hddm.benchmark.jobs import Job, Store
+from hddm.benchmark.scores import features_job_of, training_set
+from hddm.benchmark.settings import DataSettings, PartitionSettings
 from hddm.evaluation.features import INCEPTION
 from hddm.utils.errors import HddmError
 from tests.artefacts import number_of_pixels, write_images
@@ -50,8 +50,8 @@ def test_results_of_other_images_are_not_replaced_unasked(miniature: Finished, t
     assert (out / "results.json").read_bytes() == before
 
 
-def _divided(images: Path, folder: Path) -> tuple[Sides, Divided]:
-    sides = Sides(images, None, hash_of_images(images))
+def _divided(images: Path, folder: Path) -> tuple[SourceImages, Division]:
+    sides = SourceImages(images, None, hash_of_images(images))
     folder.mkdir()
     return sides, divide(
         sides, DataSettings(validation_share=0.4), PartitionSettings(shards=1), Store(folder)
@@ -69,7 +69,7 @@ def test_another_validation_image_is_another_reference(tmp_path: Path) -> None:
     after = reference_job(sides, divided, "validation")
     assert before.inputs["training"] == after.inputs["training"]
     assert before.hash != after.hash
-    assert smallest_side(sides, divided) == len(divided.validation_manifests[0].images)
+    assert fewest_images(sides, divided) == len(divided.validation_manifests[0].images)
 
 
 def test_a_classifier_learns_images_in_one_order_however_shards_are_cut(tmp_path: Path) -> None:

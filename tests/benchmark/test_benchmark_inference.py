@@ -30,7 +30,7 @@ from benchmarks.inference.times import (
     ratios,
     ways_of,
 )
-from hddm.benchmark.cost import forward_mflop
+from hddm.benchmark.compute import forward_mflop
 from hddm.ensemble import Ensemble, Router
 from hddm.experts.loading import ExpertSet, load
 from hddm.networks.transformers import ExpertTransformer

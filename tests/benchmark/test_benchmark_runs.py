@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import load_file
 
 import hddm
-from hddm.benchmark import run, store
-from hddm.benchmark.machine import together
-from hddm.benchmark.protocol import chosen
+from hddm.benchmark import jobs, run
+from hddm.benchmark.jobs import together
+from hddm.benchmark.presets import chosen
 from hddm.benchmark.results import FORMAT, read_results
 from hddm.utils.errors import HddmError
 from tests.artefacts import copied, edit_json
@@ -94,7 +94,7 @@ def test_results_that_are_written_again_say_when_and_where_they_were_found(
 ) -> None:
     out = _copy_of_results(miniature, tmp_path / "out", date="2001-02-03")
     shutil.copy(miniature.out / "benchmark.json", out)
-    monkeypatch.setattr(store, "machine", lambda: {"platform": "another"})
+    monkeypatch.setattr(jobs, "machine", lambda: {"platform": "another"})
     again = run_inline(miniature.settings, out, miniature.data, jobs=miniature.out / "jobs")
     assert (again.date, again.machine) == ("2001-02-03", miniature.results.machine)
     assert read_results(out) == again
@@ -136,12 +136,12 @@ def test_another_strategy_draws_other_samples_of_the_same_experts(
     results = run_inline(changed, out, miniature.data, jobs=miniature.out / "jobs")
     assert not (out / "jobs").exists()
     assert [one.hash for one in results.models] == [one.hash for one in miniature.results.models]
-    jobs = {one.row: one.samples for one in miniature.results.records if one.table == "strategies"}
+    jobs = {one.row: one.samples for one in miniature.results.scored if one.table == "strategies"}
     # Of the mixture these had been drawn already; a single model has no strategy.
-    drawn = {one.row: one.samples for one in results.records}
+    drawn = {one.row: one.samples for one in results.scored}
     assert drawn["mixed 1:1"] == jobs["top-1"]
     assert drawn["single model"] == next(
-        one.samples for one in miniature.results.records if one.model == "single model"
+        one.samples for one in miniature.results.scored if one.model == "single model"
     )
 
 
@@ -165,16 +165,6 @@ def test_results_of_other_settings_are_not_replaced_unasked(miniature: Finished)
         run_inline(changed, miniature.data, miniature.data)
 
 
-def test_a_model_that_becomes_two_leaves_the_store_alone(tmp_path: Path) -> None:
-    out, job = tmp_path / "out", tmp_path / "jobs" / "ensemble-a" / "model"
-    job.mkdir(parents=True)
-    run._link(out, {"seed_0/ensembles/mine": job})
-    run._link(out, {"seed_0/ensembles/mine/flow": job, "seed_0/ensembles/mine/ddpm": job})
-    assert not list(job.iterdir())
-    links = [out / "seed_0/ensembles/mine" / name for name in ("flow", "ddpm")]
-    assert [link.resolve() for link in links] == [job, job]
-
-
 def test_settings_differ_by_the_names_of_models_and_tables() -> None:
     first, second = {"name": "a", "converted": None}, {"name": "b", "converted": None}
     changed = {"name": "a", "converted": 0.5}
@@ -196,15 +186,6 @@ def test_results_are_read_back_as_they_were_written(miniature: Finished) -> None
         "models": ["single model", "homogeneous flow", "mixed 1:1"],
         "strategies": ["draw", "top-1", "full"],
     }
-    assert {(one.objective, one.shard) for one in read.errors} == {
-        ("flow", None),
-        ("flow", 0),
-        ("flow", 1),
-        ("ddpm", 0),
-    }
-    assert {one.kind for one in read.losses} == {"single", "expert", "router"}
-    (router,) = read.routers
-    assert len(router.temperatures) > 1
 
 
 def test_every_model_of_a_benchmark_opens_under_its_name(miniature: Finished) -> None:
@@ -214,8 +195,8 @@ def test_every_model_of_a_benchmark_opens_under_its_name(miniature: Finished) ->
 
 
 def test_a_verdict_needs_three_seeds_and_is_paired(miniature: Finished) -> None:
-    assert {one.judgement for one in miniature.results.verdicts} == {"no verdict"}
-    assert [one.against for one in miniature.results.verdicts if one.kind == "model"] == [
+    assert {one.verdict.judgement for one in miniature.results.comparisons} == {"no verdict"}
+    assert [one.against for one in miniature.results.comparisons if one.kind == "model"] == [
         "homogeneous flow",
         "single model",
     ]
@@ -225,7 +206,7 @@ def test_choosing_never_reads_held_out_images_and_says_what_it_scored_on(
     miniature: Finished, tmp_path: Path
 ) -> None:
     assert miniature.results.score_on == "validation"
-    scores = miniature.results.records[0].scores
+    scores = miniature.results.scored[0].scores
     assert "to_validation" in scores
     assert "held_out" not in json.dumps(scores)
     data = write_sides(tmp_path / "data")
@@ -239,33 +220,14 @@ def test_confirming_takes_fresh_seeds_and_held_out_images(miniature: Finished, t
     assert (confirming.score_on, confirming.seeds) == ("held-out", (5,))
     results = run_inline(confirming, tmp_path / "out", miniature.data, jobs=miniature.out / "jobs")
     assert results.images["fresh"] == 40
-    assert {one.seed for one in results.records} == {5}
-    assert "to_held_out" in results.records[0].scores
-    assert "validation" not in json.dumps(results.records[0].scores)
+    assert {one.seed for one in results.scored} == {5}
+    assert "to_held_out" in results.scored[0].scores
+    assert "validation" not in json.dumps(results.scored[0].scores)
     # The same images were trained on, and the same features measure both.
     for name in ("training", "shards", "features"):
         assert results.hashes[name] == miniature.results.hashes[name]
     with pytest.raises(HddmError, match="seed 0 is one that settings are chosen on"):
         chosen(miniature.settings, seeds="0,5", held_out=True)
-
-
-def test_objectives_by_error_are_those_of_the_better_expert_on_validation_images(
-    miniature: Finished, tmp_path: Path
-) -> None:
-    models = [
-        {"name": "homogeneous flow", "objectives": "flow"},
-        {"name": "homogeneous DDPM", "objectives": "ddpm"},
-        {"name": "by error", "objectives": "by-error"},
-        {"name": "1:1 by error", "objectives": "1:1 by-error"},
-    ]
-    changed = settings(models=models, compare={}, tables=[{"name": "models"}])
-    results = run_inline(changed, tmp_path / "out", miniature.data, jobs=miniature.out / "jobs")
-    error = {(one.objective, one.shard): one.calibrated["mean"] for one in results.errors}
-    gaps = [error["ddpm", k] - error["flow", k] for k in range(2)]
-    found = {one.model: one.objectives for one in results.models}
-    assert found["by error"] == tuple("ddpm" if gap < 0 else "flow" for gap in gaps)
-    best = gaps.index(min(gaps))
-    assert found["1:1 by error"] == tuple("ddpm" if k == best else "flow" for k in range(2))
 
 
 def test_converted_experts_share_their_steps_between_both_objectives(
@@ -283,7 +245,6 @@ def test_converted_experts_share_their_steps_between_both_objectives(
         "epsilon",
         3,
     )
-    assert {one.objective for one in results.errors} == {"ddpm", "converted"}
 
 
 def test_a_finished_model_is_compared_by_its_path(miniature: Finished, tmp_path: Path) -> None:
@@ -291,10 +252,10 @@ def test_a_finished_model_is_compared_by_its_path(miniature: Finished, tmp_path:
     models = [{"name": "mine", "kind": "finished", "path": str(path)}]
     changed = settings(models=models, compare={}, tables=[{"name": "models", "base": {"strategy": "top-1"}}])
     results = run_inline(changed, tmp_path / "out", miniature.data, jobs=miniature.out / "jobs")
-    known = next(one for one in miniature.results.records if (one.table, one.row) == ("strategies", "top-1"))
-    assert results.records[0].scores == known.scores
+    known = next(one for one in miniature.results.scored if (one.table, one.row) == ("strategies", "top-1"))
+    assert results.scored[0].scores == known.scores
     assert results.models[0].training_flop is None
-    assert results.tables["models"][0].training_flop is None
+    assert results.first[0].training_flop is None
     assert results.models[0].objectives == ("ddpm", "flow")
     assert results.one_model == {"mine"}
     assert not miniature.results.one_model
@@ -303,7 +264,7 @@ def test_a_finished_model_is_compared_by_its_path(miniature: Finished, tmp_path:
 def test_the_weights_and_the_device_of_a_row_are_those_that_drew_it(
     miniature: Finished, tmp_path: Path
 ) -> None:
-    assert {tuple(one.sampled_as.items()) for one in miniature.results.records} == {
+    assert {tuple(one.sampled_as.items()) for one in miniature.results.scored} == {
         (("weights", "ema"), ("device", "cpu"))
     }
     raw = copied(miniature.out / "seed_0" / "ensembles" / "mixed-1-1", tmp_path)
@@ -319,27 +280,27 @@ def test_the_weights_and_the_device_of_a_row_are_those_that_drew_it(
         record.write_text(json.dumps(content))
     changed = settings(models=models, compare={}, tables=[{"name": "models"}], device="auto")
     results = run_inline(changed, tmp_path / "out", miniature.data, jobs=jobs)
-    drawn, found = (one.sampled_as for one in results.records)
+    drawn, found = (one.sampled_as for one in results.scored)
     assert drawn == {"weights": "ema and raw", "device": "cuda" if torch.cuda.is_available() else "cpu"}
     assert found == {"weights": "ema", "device": None}
     assert results.sampled_as["weights"] == "ema, ema and raw"
     assert results.sampled_as["device"] == f"{drawn['device']}, not recorded"
 
 
-def test_experts_of_classes_are_sampled_under_every_conversion(miniature: Finished, tmp_path: Path) -> None:
+def test_experts_of_classes_are_sampled_in_turn(miniature: Finished, tmp_path: Path) -> None:
     models = [{"name": "mine", "objectives": "ddpm", "training": {"class_conditional": True}}]
-    conversions = ["exact", "exact, raw", "same x, same t, x_0 clipped", "same x, same t, blend"]
-    tables = [{"name": "all", "base": {"guidance_scale": 2}, "vary": {"conversion": conversions}}]
+    tables = [{"name": "all", "base": {"guidance_scale": 2}}]
     changed = settings(models=models, compare={}, tables=tables)
     jobs = copied(miniature.out / "jobs", tmp_path)
-    results = run_inline(changed, tmp_path / "out", miniature.data, jobs=jobs)
-    assert [one.row for one in results.records] == conversions
-    distances = {one.scores["to_training"]["value"] for one in results.records}
-    assert len(distances) == len(conversions)
-    for one in results.records:
-        drawn = [load_file(jobs / name / "samples.safetensors") for name in one.samples]
-        assert drawn[0]["labels"].tolist() == [0, 1] * 20
-        assert one.expert_evaluations == results.records[0].expert_evaluations
+    (row,) = run_inline(changed, tmp_path / "out", miniature.data, jobs=jobs).scored
+    drawn = load_file(jobs / row.samples[0] / "samples.safetensors")
+    assert drawn["labels"].tolist() == [0, 1] * 20
+
+
+def test_results_of_an_older_format_are_refused_with_the_remedy(miniature: Finished, tmp_path: Path) -> None:
+    out = _copy_of_results(miniature, tmp_path / "out", format="2.3")
+    with pytest.raises(HddmError, match=r"format 2\.3 is of an older hddm; run the benchmark again"):
+        read_results(out)
 
 
 def test_samples_in_pieces_are_those_in_one(
@@ -347,8 +308,8 @@ def test_samples_in_pieces_are_those_in_one(
 ) -> None:
     monkeypatch.setattr("hddm.benchmark.samples.PIECE", 15)
     out, jobs = tmp_path / "out", miniature.out / "jobs"
-    cut = run_inline(miniature.settings, out, miniature.data, jobs=jobs).records[0].samples
-    (whole,) = miniature.results.records[0].samples
+    cut = run_inline(miniature.settings, out, miniature.data, jobs=jobs).scored[0].samples
+    (whole,) = miniature.results.scored[0].samples
     pixels = [load_file(jobs / name / "samples.safetensors")["pixels"] for name in (*cut, whole)]
     assert [len(part) for part in pixels] == [15, 15, 10, 40]
     assert torch.cat(pixels[:3]).int().sub(pixels[3].int()).abs().max() <= 1

@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import save_file
 
 from hddm.benchmark.data import read_reference
-from hddm.benchmark.scoring import score_job, score_job_of
-from hddm.benchmark.store import RECORD, Job, Store, making
+from hddm.benchmark.jobs import RECORD, Job, Store, making
+from hddm.benchmark.scores import score_job, score_job_of
 from hddm.utils.files import read_json
 from tests.benchmark_files import CONTENT, Finished, settings
 

@@ -6,11 +6,8 @@ from typing import Any
 import pytest
 import yaml
 
-from hddm.benchmark.load_settings import load_settings, parse_settings
-from hddm.benchmark.preset_files import preset_names
-from hddm.benchmark.protocol import chosen
-from hddm.benchmark.schema import table_points
-from hddm.benchmark.seeds import parse_seeds
+from hddm.benchmark.presets import chosen, load_settings, parse_settings, preset_names
+from hddm.benchmark.settings import parse_seeds, points_of
 from hddm.benchmark.trainings import Training
 from hddm.training.settings import ExpertSettings
 from hddm.utils.errors import HddmError
@@ -112,7 +109,13 @@ def _training(**parts: dict[str, Any]) -> dict[str, Any]:
             {"models": [{"name": "a", "objectives": "0=ddpm,1=ddpm", "init": "b"}]},
             "a: init is for flow experts",
         ),
-        ({"models": [{"name": "a", "objectives": "2:0 by-error", "init": "b"}]}, "'2:0 by-error' have none"),
+        (
+            {"models": [{"name": "a", "objectives": "1:1 by-error"}]},
+            "by-error was an experiment and is no setting any more: python -m benchmarks.heterogeneity",
+        ),
+        ({"models": [{"name": "a", "blended": 0.5}]}, "blended was an experiment"),
+        ({"sampling": {"conversion": "exact, raw"}}, "conversion was an experiment"),
+        ({"tables": [{"name": "a", "vary": {"conversion": ["exact"]}}]}, "conversion was an experiment"),
         (
             {"models": [{"name": "a", "kind": "finished", "path": "b", "objectives": "ddpm"}]},
             "a: is finished, so training and objectives have nothing to say",
@@ -149,7 +152,7 @@ def test_a_slip_is_named_with_its_remedy(changes: dict[str, Any], message: str) 
     assert error.value.message.startswith("mine.yaml: ")
 
 
-@pytest.mark.parametrize("objectives", ["flow", "1:1", "by-error", "1:1 by-error"])
+@pytest.mark.parametrize("objectives", ["flow", "1:1"])
 def test_experts_that_may_be_flow_start_from_others(objectives: str) -> None:
     for start in ({"converted": 0.5}, {"init": "expert"}):
         model = {"name": "a", "objectives": objectives, **start}
@@ -168,10 +171,10 @@ def test_an_unknown_preset_names_those_that_there_are() -> None:
 def test_a_table_varies_one_setting_after_the_other_from_its_base() -> None:
     vary = {"solver": ["euler", "heun"], "steps": [2, 5]}
     one = settings(tables=[{"name": "a", "vary": vary}])
-    points = [(point.solver, point.steps) for point in table_points(one, one.tables[0])]
+    points = [(point.solver, point.steps) for point in points_of(one, one.tables[0])]
     assert points == [("euler", 2), ("heun", 2), ("euler", 5)]
     whole = settings(tables=[{"name": "a", "vary": vary, "product": True}])
-    points = [(point.solver, point.steps) for point in table_points(whole, whole.tables[0])]
+    points = [(point.solver, point.steps) for point in points_of(whole, whole.tables[0])]
     assert points == [("euler", 2), ("euler", 5), ("heun", 2), ("heun", 5)]
 
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from hddm.benchmark.compute import Costs
-from hddm.benchmark.samples import Source, pieces, prepared
-from hddm.benchmark.schema import Point
-from hddm.benchmark.store import Store
+from hddm.benchmark.jobs import Store
+from hddm.benchmark.samples import SampledModel, pieces, prepared
+from hddm.benchmark.settings import SamplingPoint
 from hddm.calibration import LEVELS, STATES
 from hddm.data.shards import load_shard
 from hddm.experts.loading import load
@@ -24,9 +24,6 @@ from tests.benchmark_files import Finished, run_inline, settings
 STRIPPING = [
     {"calibration": "none"},
     {"calibration": "router"},
-    {"conversion": "exact, raw"},
-    {"conversion": "exact, x_0 clipped"},
-    {"conversion": "same x, same t, blend"},
 ]
 UNTRAINED = {"name": "homogeneous DDPM", "objectives": "ddpm"}
 
@@ -79,40 +76,34 @@ def test_a_calibration_that_was_trained_in_is_left_in_place(
     asked: dict[str, Any], converted: Path, shards: Path
 ) -> None:
     whole = load(converted)
-    point, shard = Point.model_validate(asked), shards / "shard_1"
-    changed = prepared(load(converted), point, [shard], [True])
+    point, shard = SamplingPoint.model_validate(asked), shards / "shard_1"
+    changed = prepared(load(converted), point, [True])
     x, t = load_shard(shard).images[:4], torch.full((4,), 0.9)
     assert torch.equal(changed.velocity(x, t), whole.velocity(x, t))
-    stripped = prepared(load(converted), point, [shard])
+    stripped = prepared(load(converted), point)
     assert not torch.equal(stripped.velocity(x, t), whole.velocity(x, t))
 
 
 @pytest.mark.parametrize("asked", STRIPPING)
 def test_samples_without_a_calibration_that_was_trained_in_are_not_found_again(asked: dict[str, Any]) -> None:
-    before = Source(Path("model"), "hash", False, (), (), None, (False, False))
-    point = Point.model_validate(asked)
+    before = SampledModel(Path("model"), "hash", False, (False, False))
+    point = SamplingPoint.model_validate(asked)
     assert pieces(before, point, 0) == pieces(replace(before, trained_in=()), point, 0)
     after = replace(before, trained_in=(False, True))
     assert pieces(after, point, 0) != pieces(before, point, 0)
-    assert pieces(after, Point(), 0) == pieces(before, Point(), 0)
+    assert pieces(after, SamplingPoint(), 0) == pieces(before, SamplingPoint(), 0)
 
 
-def test_a_converted_model_is_sampled_and_measured_as_it_was_trained(
-    miniature: Finished, tmp_path: Path
-) -> None:
+def test_a_converted_model_is_sampled_as_it_was_trained(miniature: Finished, tmp_path: Path) -> None:
     tables = [
         {"name": "calibration", "vary": {"calibration": ["none", "experts"]}},
-        {"name": "conversion", "vary": {"conversion": ["exact", "exact, raw"]}},
     ]
     converted = {"name": "converted", "converted": 0.5}
     chosen = settings(models=[converted], compare={}, tables=tables)
     results = run_inline(chosen, tmp_path / "out", miniature.data, jobs=_jobs(miniature, tmp_path))
-    first, *others = [one.scores for one in results.records]
-    assert len(others) == 3
+    first, *others = [one.scores for one in results.scored]
+    assert len(others) == 1
     assert all(one == first for one in others)
-    curves = {one.objective: one for one in results.errors}
-    assert curves["converted"].raw == curves["converted"].calibrated
-    assert curves["ddpm"].raw != curves["ddpm"].calibrated
 
 
 @pytest.mark.parametrize(

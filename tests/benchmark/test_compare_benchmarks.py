@@ -13,7 +13,7 @@ Change = Callable[[dict[str, Any]], None]
 
 
 def _enough_images(content: dict[str, Any]) -> None:
-    for record in content["records"]:
+    for record in content["scored"]:
         record["scores"]["to_validation"]["few_images"] = False
 
 
@@ -29,7 +29,7 @@ def _copy(miniature: Finished, folder: Path, *changes: Change) -> Path:
 
 
 def _shift(content: dict[str, Any]) -> None:
-    for record in content["records"]:
+    for record in content["scored"]:
         record["scores"]["to_validation"] |= {"value": 3.0, "half_width": 0.125}
 
 
@@ -46,7 +46,7 @@ def test_rows_of_benchmarks_are_held_against_each_other(
         "## mixed 1:1",
     ]
     first = next(line for line in out.splitlines() if "to validation images" in line)
-    ours = miniature.results.records[0].scores["to_validation"]["value"]
+    ours = miniature.results.scored[0].scores["to_validation"]["value"]
     assert "3.000 ± 0.12" in first
     assert f"worse (+{3.0 - ours:.1f})" in first
     assert "held-out" not in out
@@ -54,14 +54,14 @@ def test_rows_of_benchmarks_are_held_against_each_other(
 
 
 def _steps(content: dict[str, Any]) -> None:
-    for record in content["records"]:
+    for record in content["scored"]:
         record["point"]["steps"] = 9
 
 
 def _confirmed(content: dict[str, Any]) -> None:
     content["score_on"] = "held-out"
     content["hashes"]["reference"] = "other"
-    for record in content["records"]:
+    for record in content["scored"]:
         record["scores"]["to_held_out"] = record["scores"].pop("to_validation")
 
 
@@ -81,8 +81,8 @@ def test_benchmarks_that_differ_in_more_than_the_model_are_refused_with_the_list
 
 def _another_seed(content: dict[str, Any]) -> None:
     content["models"] += [one | {"seed": 1, "hash": f"{one['hash']} 1"} for one in content["models"]]
-    content["records"] += [
-        one | {"seed": 1, "samples": [f"{name} 1" for name in one["samples"]]} for one in content["records"]
+    content["scored"] += [
+        one | {"seed": 1, "samples": [f"{name} 1" for name in one["samples"]]} for one in content["scored"]
     ]
 
 
@@ -94,12 +94,12 @@ def test_a_file_of_several_seeds_is_named_once(miniature: Finished, tmp_path: Pa
 
 
 def _raw_on_a_gpu(content: dict[str, Any]) -> None:
-    for record in content["records"]:
+    for record in content["scored"]:
         record["sampled_as"] = {"weights": "raw", "device": "cuda"}
 
 
 def _older(content: dict[str, Any]) -> None:
-    for record in content["records"]:
+    for record in content["scored"]:
         del record["sampled_as"]
 
 
@@ -124,7 +124,7 @@ def test_benchmarks_of_too_few_images_are_not_compared(
 
 
 def _renamed(content: dict[str, Any]) -> None:
-    for record in content["records"]:
+    for record in content["scored"]:
         record["row"] = f"my {record['row']}"
 
 

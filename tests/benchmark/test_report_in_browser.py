@@ -32,7 +32,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 
 
 def _numbers(browser: Browser, column: int) -> list[float]:
-    return [float(text) for text in browser.evaluate(_COLUMN % column)]
+    return [float(text.split(" ")[0]) for text in browser.evaluate(_COLUMN % column)]
 
 
 @pytest.mark.parametrize("width", [PHONE, DESKTOP])
@@ -46,12 +46,12 @@ def test_it_opens_without_a_complaint_and_shows_every_picture(
     sizes = browser.evaluate(
         "Promise.all([...document.images].map(one => one.decode().then(() => one.naturalWidth)))"
     )
-    assert len(sizes) >= 6
+    assert len(sizes) == 4
     assert all(size > 0 for size in sizes)
     drawn = browser.evaluate(
         "[...document.querySelectorAll('svg')].map(one => one.getBoundingClientRect().height)"
     )
-    assert len(drawn) >= 8
+    assert len(drawn) == 2
     assert all(height > 50 for height in drawn)
     assert browser.complaints == []
     assert browser.requests == [report.resolve().as_uri()]

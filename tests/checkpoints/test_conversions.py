@@ -1,4 +1,4 @@
-"""The conversions that the quickstart compares, and what an evaluation costs."""
+"""The conversions that an experiment compares, and what an evaluation costs."""
 
 from pathlib import Path
 
@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 
 import hddm
-from hddm.benchmark import conversions
-from hddm.benchmark.conversions import TREATMENTS, SameTimeField, sample_ddim, variant
-from hddm.benchmark.cost import forward_mflop
+from benchmarks.conversion import conversions
+from benchmarks.conversion.conversions import TREATMENTS, SameTimeField, sample_ddim, variant
+from hddm.benchmark.compute import forward_mflop
 from hddm.data.shards import load_shard
 from hddm.ensemble import Ensemble
 from hddm.networks.identity import size_config

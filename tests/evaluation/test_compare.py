@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hddm.evaluation.results import read_sides, refuse_incomparable
-from hddm.evaluation.verdicts import Figure, lines, verdict
+from hddm.evaluation.compare import lines
+from hddm.evaluation.results import read_groups, refuse_incomparable
 from tests.artefacts import Command
 
 SIDE = {"images": 500, "shape": [1, 8, 8], "modes": {"L": 500}, "made_colour": 0}
@@ -170,31 +170,6 @@ def test_what_is_no_result_is_refused(
     assert "no such file" in _refused(hddm, tmp_path / "gone.json", other)
 
 
-def _figure(mean: float, spread: float | None = None, half: float | None = None, num: int = 1) -> Figure:
-    return Figure(mean, spread, half, num)
-
-
-@pytest.mark.parametrize(
-    ("base", "other", "better", "said"),
-    [
-        # One result a side: by the intervals, (3² + 4²)^½ = 5.
-        (_figure(20, None, 3.0), _figure(24.9, None, 4.0), "lower", "within noise (+4.9)"),
-        (_figure(20, None, 3.0), _figure(25.1, None, 4.0), "lower", "worse (+5.1)"),
-        (_figure(20, None, 3.0), _figure(14.9, None, 4.0), "lower", "better (-5.1)"),
-        (_figure(20, None, 3.0), _figure(14.9, None, 4.0), "higher", "worse (-5.1)"),
-        # Three a side: by the spread, 2 (0.3² + 0.4²)^½ = 1, whatever the intervals.
-        (_figure(5, 0.3, 9.0, 3), _figure(5.9, 0.4, 9.0, 3), "lower", "within noise (+0.90)"),
-        (_figure(5, 0.3, 9.0, 3), _figure(6.1, 0.4, 9.0, 3), "lower", "worse (+1.1)"),
-        # Two make no spread to judge by.
-        (_figure(5, 0.3, 9.0, 2), _figure(6.1, 0.4, 9.0, 3), "lower", "within noise (+1.1)"),
-        (_figure(5, None, None), _figure(6.1), "lower", "no interval"),
-        (_figure(0.9), _figure(0.2), None, ""),
-    ],
-)
-def test_a_verdict_is_a_gap_beyond_the_noise(base: Figure, other: Figure, better: Any, said: str) -> None:
-    assert verdict(base, other, better) == said
-
-
 def _shard(value: float, samples: int, few: bool = False, few_of_all: bool = False) -> list[dict[str, Any]]:
     own = {"value": value, "half_width": 1.0, "few_images": few}
     return [
@@ -202,8 +177,9 @@ def _shard(value: float, samples: int, few: bool = False, few_of_all: bool = Fal
     ]
 
 
-def _of_shard(sides: list[Path]) -> list[str]:
-    return [line.verdicts[0] for line in lines(read_sides(sides)) if "shard 0" in line.name]
+def _of_shard(groups: list[Path]) -> list[str]:
+    judged = [line.verdicts[0] for line in lines(read_groups(groups)) if "shard 0" in line.measure.name]
+    return [one.why or f"{one.judgement} ({one.gap:+.0f})" for one in judged if one is not None]
 
 
 def test_distances_to_a_shard_of_few_or_of_unequal_images_have_no_verdict(tmp_path: Path) -> None:
@@ -212,10 +188,10 @@ def test_distances_to_a_shard_of_few_or_of_unequal_images_have_no_verdict(tmp_pa
             [_write(tmp_path / f"{k}.json", k, shards=shards) for k, shards in enumerate((ours, theirs))]
         )
 
-    few = "no verdict: too few images"
+    few = "too few images"
     assert verdicts(_shard(50.0, 90), _shard(20.0, 90)) == ["better (-30)"] * 2
     unequal = verdicts(_shard(50.0, 300), _shard(20.0, 90))
-    assert unequal == ["better (-30)", "no verdict: 90 against 300 samples"]
+    assert unequal == ["better (-30)", "90 against 300 samples"]
     assert verdicts(_shard(50.0, 30, few=True), _shard(20.0, 300, few=True)) == ["better (-30)", few]
     assert verdicts(_shard(50.0, 90, few_of_all=True), _shard(20.0, 90)) == [few, "better (-30)"]
     sides = []
@@ -224,28 +200,32 @@ def test_distances_to_a_shard_of_few_or_of_unequal_images_have_no_verdict(tmp_pa
             number = len(sides) * 10 + k
             _write(tmp_path / name / f"{k}.json", number, shards=_shard(20.0 + k, samples))
         sides.append(tmp_path / name)
-    assert _of_shard(sides) == ["within noise (+0.0)", "no verdict: 90 against 70 to 90 samples"]
+    assert _of_shard(sides) == ["within noise (+0)", "90 against 70 to 90 samples"]
 
 
-def test_seeds_of_a_side_give_a_spread_apart_from_the_intervals(tmp_path: Path, hddm: Command) -> None:
-    values = {"flow": [20.0, 21.0, 25.0], "mixed": [10.0, 11.0, 9.0]}
+def test_seeds_of_a_model_give_a_spread_apart_from_the_intervals(tmp_path: Path, hddm: Command) -> None:
+    values = {"flow": [20.0, 21.0, 25.0], "mixed": [10.0, 11.1, 14.9]}
     for name, found in values.items():
         for seed, value in enumerate(found):
             distance = {"value": value, "half_width": 1.0 + seed, "few_images": False}
             number = len(name) * 10 + seed
             changes = {"to_held_out": distance, "sampling__source": f"{name}/{seed}"}
             _write(tmp_path / name / f"{seed}.json", number, **changes)
-    sides = read_sides([tmp_path / "flow", tmp_path / "mixed"])
+    sides = read_groups([tmp_path / "flow", tmp_path / "mixed"])
     refuse_incomparable(sides)
-    line = next(one for one in lines(sides) if "held-out" in one.name)
+    line = next(one for one in lines(sides) if "held-out" in one.measure.name)
     for figure, found in zip(line.figures, values.values(), strict=True):
         assert figure.mean == pytest.approx(np.mean(found))
         assert figure.spread == pytest.approx(np.std(found, ddof=1))
         assert (figure.half_width, figure.trainings) == (2.0, 3)
-    assert line.verdicts == ("better (-12)",)
+    (verdict,) = line.verdicts
+    assert verdict is not None
+    assert verdict.judgement == "better"
+    assert verdict.gap == pytest.approx(-10)
     out = hddm("compare", tmp_path / "flow", tmp_path / "mixed")[1]
     assert "22.00 ± 2.0 (s 2.6)" in out
-    assert "twice the joint standard deviation over results" in out
+    assert "paired by the names of files or seeds, corrected for 5 comparisons (Holm)." in out
+    assert "better (-10)" in out
     assert "of one model" not in out
 
 
@@ -265,17 +245,18 @@ def test_one_model_is_judged_by_its_intervals_however_many_results_it_has(tmp_pa
             distance = {"value": value + 0.01 * seed, "half_width": 3.0, "few_images": False}
             changes = {"to_held_out": distance, "sampling__source": name, "sampling__seed": seed}
             _write(tmp_path / name / f"{seed}.json", ord(name) * 10 + seed, **changes)
-    line = next(one for one in lines(read_sides([tmp_path / "a", tmp_path / "b"])) if "held-out" in one.name)
-    assert line.verdicts == ("within noise (-1.0)",)
+    found = lines(read_groups([tmp_path / "a", tmp_path / "b"]))
+    line = next(one for one in found if "held-out" in one.measure.name)
+    assert [one.judgement for one in line.verdicts if one is not None] == ["within noise"]
 
 
 def test_figures_that_a_result_lacks_and_distances_of_two_kinds_are_left_out(tmp_path: Path) -> None:
     a = _write(tmp_path / "a.json", 1)
     b = _write(tmp_path / "b.json", 2, to_held_out=None, within_conditions__distance="LPIPS (AlexNet)")
-    names = [line.name for line in lines(read_sides([a, b]))]
+    names = [line.measure.name for line in lines(read_groups([a, b]))]
     assert "Fréchet distance to training images" in names
     assert not any("held-out" in name or "within" in name for name in names)
-    both = [line.name for line in lines(read_sides([a, a]))]
+    both = [line.measure.name for line in lines(read_groups([a, a]))]
     assert "distance within conditions (features)" in both
 
 
@@ -283,27 +264,32 @@ def test_nearest_images_with_their_mirror_images_and_without_are_not_held_side_b
     tmp_path: Path,
 ) -> None:
     a, b = _write(tmp_path / "a.json", 1), _write(tmp_path / "b.json", 2, memorisation__mirrored=True)
-    assert "nearest-image ratio" in [line.name for line in lines(read_sides([a, a]))]
-    assert "nearest-image ratio" in [line.name for line in lines(read_sides([b, b]))]
-    assert "nearest-image ratio" not in [line.name for line in lines(read_sides([a, b]))]
+    assert "nearest-image ratio" in [line.measure.name for line in lines(read_groups([a, a]))]
+    assert "nearest-image ratio" in [line.measure.name for line in lines(read_groups([b, b]))]
+    assert "nearest-image ratio" not in [line.measure.name for line in lines(read_groups([a, b]))]
 
 
 def test_a_share_of_all_or_none_has_an_interval_still(tmp_path: Path) -> None:
     """Wilson's: of 80 of 80, the half-width is 1.96 / 160 times 1.96 / (1 + 1.96² / 80)."""
     all_in = {"precision": 1.0, "recall": 0.5, "images": 80}
     a, b = (_write(tmp_path / f"{k}.json", k, on_held_out=all_in) for k in (1, 2))
-    found = {line.name: line.figures[0] for line in lines(read_sides([a, b]))}
+    found = {line.measure.name: line.figures[0] for line in lines(read_groups([a, b]))}
     (precision,) = (one for name, one in found.items() if "precision" in name and "held-out" in name)
     assert precision.half_width == pytest.approx(1.96**2 / 160 / (1 + 1.96**2 / 80))
     (recall,) = (one for name, one in found.items() if "recall" in name and "held-out" in name)
     assert recall.half_width == pytest.approx(0.1070, abs=1e-4)
 
 
-def test_numbers_have_digits_and_no_exponent(tmp_path: Path) -> None:
-    texts = [
-        str(_figure(mean, None, half)) for mean, half in ((715.26, 113.9), (0.00213, 0.0000456), (0.0, 0.0))
+def test_numbers_have_digits_and_no_exponent(tmp_path: Path, hddm: Command) -> None:
+    values = {"value": 715.26, "half_width": 113.9, "few_images": False}
+    kernel = {"value": 0.00213, "standard_error": 0.0000456 / 1.96}
+    files = [
+        _write(tmp_path / f"{k}.json", k, to_training=values, kernel_to_training=kernel, diversity=0.0)
+        for k in (1, 2)
     ]
-    assert texts == ["715.3 ± 114", "0.002130 ± 0.000046", "0.000 ± 0.0"]
+    out = hddm("compare", *files)[1]
+    for text in ("715.3 ± 114", "0.002130 ± 0.000046", "| 0.000"):
+        assert text in out
 
 
 def test_other_versions_are_told_and_not_refused(tmp_path: Path, hddm: Command) -> None:

@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from hddm.benchmark.data import read_reference
-from hddm.benchmark.orphans import end_with_parent
+from hddm.benchmark.jobs import RECORD, Job, Store, end_with_parent, making
 from hddm.benchmark.samples import read_samples
-from hddm.benchmark.schema import BenchmarkSettings, Split
-from hddm.benchmark.store import RECORD, Job, Store, making
+from hddm.benchmark.settings import BenchmarkSettings, Split
 from hddm.data.images import ImageSet
 from hddm.evaluation.classifier import FeatureClassifier, save_classifier
 from hddm.evaluation.diversity import SMALLEST, why_not_lpips

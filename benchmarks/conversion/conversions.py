@@ -12,16 +12,7 @@ from hddm.utils.tensors import append_dims
 from hddm.velocity import VelocityField
 
 TREATMENTS = ("raw", "x_0 clipped", "blend")
-EXACT, SAME_TIME, OWN_SAMPLER = "exact", "same x, same t", "own DDIM sampler"
-CONVERSIONS = (
-    EXACT,
-    *(f"{how}, {treatment}" for how in (EXACT, SAME_TIME) for treatment in TREATMENTS),
-    OWN_SAMPLER,
-)
-"""Ways to use experts that predict noise; the first leaves it to the expert whether it is calibrated.
-
-Those that were trained on through the exact conversion know no other, and stay as they are.
-"""
+EXACT, SAME_TIME = "exact", "same x, same t"
 
 
 class SameTimeField(VelocityField):

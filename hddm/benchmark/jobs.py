@@ -1,29 +1,40 @@
-"""Jobs by content: what is finished lies under the hash of all that it depends on.
+"""Jobs of a benchmark by their content, and the worker processes that do them.
 
 jobs/
   lock                       held by the benchmark that writes here
   <kind>-<hash>/job.json     what was done, with which settings, on what, by which versions, how long
   .<kind>-<hash>.work/       a training that is not finished, with its run folder
 
-A job's folder appears whole. The same job, of this benchmark or of another that shares the store, finds it.
+A finished job lies under the hash of all that it depends on, and its folder appears complete. The same job,
+of this benchmark or of another that shares the store, is found there.
 """
 
+import functools
 import hashlib
 import json
 import math
+import multiprocessing
 import os
+import platform
 import shutil
+import signal
+import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
+from importlib.metadata import version
+from multiprocessing.connection import wait
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
-from hddm.benchmark.machine import machine
+import torch
+
 from hddm.utils.errors import HddmError
 from hddm.utils.files import locked, new_folder, put_in_place, read_json, write_json
+from hddm.utils.processes import SIGNALS, Call, Report, Stopped
 from hddm.utils.records import check_format
 
 FORMAT = "1.0"
@@ -179,3 +190,114 @@ def finite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [finite(one) for one in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+PACKAGES = ("hddm-diffusion", "torch", "diffusers", "numpy", "scipy", "scikit-learn")
+
+
+@functools.cache
+def machine() -> dict[str, Any]:
+    """Platform, cores, accelerator and versions of packages."""
+    return {
+        "platform": platform.platform(),
+        "processor": _processor(),
+        "python": platform.python_version(),
+        "cores": os.cpu_count(),
+        "accelerator": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "packages": {name: version(name) for name in PACKAGES},
+    }
+
+
+def together(machines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What all of several say, and one after the other where they differ."""
+    found: dict[str, Any] = {}
+    for key in dict.fromkeys(key for one in machines for key in one):
+        values = [one.get(key) for one in machines]
+        inner = [value for value in values if isinstance(value, Mapping)]
+        if len(inner) == len(values):
+            found[key] = together(inner)
+        elif all(value == values[0] for value in values):
+            found[key] = values[0]
+        else:
+            found[key] = "; ".join(sorted({str(value) for value in values}))
+    return found
+
+
+def _processor() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.is_file() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+@contextmanager
+def named(what: str) -> Iterator[None]:
+    """A block that is about ``what``: an `HddmError` in it begins with that.
+
+    Raises:
+        HddmError: as the block; `Stopped` as it is.
+    """
+    try:
+        yield
+    except Stopped:
+        raise
+    except HddmError as error:
+        raise HddmError(f"{what}: {error.message}", error.details) from error
+
+
+def named_call(what: str, call: Call) -> Call:
+    """``call`` as it is, in whose errors a worker says that it is about ``what``."""
+    return Call(_within, {"what": what, "call": call}, call.units)
+
+
+def _within(what: str, call: Call, report: Report) -> Any:
+    with named(what):
+        return call.function(**call.arguments, report=report)
+
+
+_watching = False
+
+
+def end_with_parent() -> None:
+    """End this process when its parent is gone, however that happened; in the main process, do nothing.
+
+    A killed benchmark leaves workers that nobody waits for, and that would hold what the next one needs. What
+    a terminal sends to all is left to the parent, which tells its workers once to stop.
+    """
+    global _watching
+    parent = multiprocessing.parent_process()
+    if parent is None or _watching:
+        return
+    _watching = True
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    sentinel = parent.sentinel
+
+    def watch() -> None:
+        wait([sentinel])
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True, name="ends with its parent").start()
+
+
+@contextmanager
+def stoppable(out: Path) -> Iterator[None]:
+    """Within the block a signal raises `Stopped`, on which `hddm.utils.processes.Workers` stops its own.
+
+    Outside the main thread, where Python takes no handlers, nothing changes.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        for one in SIGNALS:
+            # A second one ends it at once.
+            signal.signal(one, signal.SIG_DFL)
+        raise Stopped(f"{out}: stopped; what was done is saved, and the same command goes on with it", number)
+
+    before = {one: signal.signal(one, stop) for one in SIGNALS}
+    try:
+        yield
+    finally:
+        for one, handler in before.items():
+            signal.signal(one, signal.SIG_DFL if handler is None else handler)

@@ -1,0 +1,191 @@
+"""Charts of the report, as inline SVG: the distance of every model, and distance against sampling cost."""
+
+import html
+import io
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from matplotlib import rc_context
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure as Canvas
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
+
+from hddm.benchmark.results import Results, Row
+from hddm.benchmark.settings import SamplingPoint
+from hddm.evaluation.verdict import Figure
+
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f5f2a", "#666666")
+"""Told apart by readers who see no red or no green (Okabe and Ito)."""
+GREY = "#777777"
+WIDTH, HEIGHT = 4.0, 2.9
+_MARKERS = {"o": "●", "^": "▲", "s": "■", "D": "◆", "v": "▼", "P": "✚", "X": "✖", "<": "◀", ">": "▶"}
+_DASHES = {"-": "━", "--": "╌", ":": "┄", "-.": "╍"}
+_WHITE = {"facecolor": "white", "edgecolor": "none", "pad": 0.8}
+_STYLE: Any = {
+    # Text stays text: found, selected, read aloud, and a tenth of the size of outlines.
+    "svg.fonttype": "none",
+    # Equal results are equal files.
+    "svg.hashsalt": "hddm",
+    "font.size": 9,
+    "axes.titlesize": 9.5,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.edgecolor": GREY,
+    "axes.grid": True,
+    "grid.color": "#e4e4e4",
+    "grid.linewidth": 0.6,
+    "axes.axisbelow": True,
+    "lines.linewidth": 1.4,
+    "path.simplify_threshold": 0.4,
+    "text.parse_math": False,
+}
+_NO_METADATA = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+_DECADE = 10
+
+
+@dataclass(frozen=True)
+class Chart:
+    """Panels, each an element, and what their colours and symbols mean."""
+
+    panels: tuple[str, ...]
+    legend: tuple[tuple[str, str, str], ...] = ()
+    """Colour, symbol, meaning."""
+
+
+def distances(results: Results) -> Chart:
+    """The deciding distance of the first table: seeds, their mean, and its interval over samples."""
+    rows = [(row, _decisive(results, row)) for row in results.first]
+
+    def paint(axes: Axes) -> None:
+        for place, (row, found) in enumerate(rows):
+            half, values = found.half_width or 0, list(found.values.values())
+            axes.hlines(place, found.mean - half, found.mean + half, color=COLOURS[0], linewidth=5, alpha=0.3)
+            axes.plot(values, [place] * len(values), "o", color=COLOURS[0], ms=4, mfc="none")
+            axes.plot(found.mean, place, "|", color="black", ms=13, mew=1.8)
+            axes.text(
+                0, place - 0.3, row.name, transform=axes.get_yaxis_transform(), va="bottom", bbox=_WHITE
+            )
+        axes.axvline(results.real["to_training"]["value"], color=GREY, linestyle="--", linewidth=1)
+        axes.set_ylim(len(rows) - 0.5, -0.95)
+        axes.set_yticks([])
+        axes.grid(visible=False, axis="y")
+        axes.spines["left"].set_visible(False)
+        axes.set_xlabel(f"Fréchet distance to {results.score_on} images")
+
+    values = "; ".join(f"{row.name} {results.told(row, results.decides)}" for row, _ in rows)
+    alt = f"Fréchet distance to {results.score_on} images of every model. {values}."
+    legend = (
+        ("black", "❘", "mean"),
+        (COLOURS[0], "○", "one training seed"),
+        (COLOURS[0], "▬", "95 % interval over samples (bootstrap)"),
+        (GREY, "┆", "real images, to the training images"),
+    )
+    return Chart((_panel("distances", alt, paint, 0.75 + 0.42 * len(rows)),), legend)
+
+
+def costs(results: Results) -> Chart:
+    """Distance against counted operations an image; a panel a number of images, as distances fall with it."""
+    rows = [row for each in results.tables.values() for row in each]
+    models = list(dict.fromkeys(row.model for row in rows))
+    markers = _in_turn(_MARKERS, [row.point.strategy for row in rows])
+    dashes = _in_turn(_DASHES, [row.point.solver for row in rows])
+
+    def paint(axes: Axes, number: int) -> None:
+        for series in _by_steps([row for row in rows if row.point.num_images == number]):
+            found = [_decisive(results, row) for row in series]
+            axes.errorbar(
+                [row.sampling_flop / 1e6 for row in series],
+                [one.mean for one in found],
+                [one.spread or 0 for one in found],
+                color=_colour(models.index(series[0].model)),
+                marker=markers[series[0].point.strategy],
+                linestyle=dashes[series[0].point.solver],
+                markersize=5,
+                elinewidth=0.8,
+                alpha=0.85,
+            )
+        axes.set_xscale("log")
+        axes.set_yscale("log")
+        _plain_ticks(axes)
+        axes.set_xlabel("sampling cost, MFLOP an image (counted)")
+        axes.set_ylabel(f"distance to {results.score_on} images")
+        axes.set_title(f"{number:,} images", loc="left")
+
+    panels = [
+        _panel(
+            f"cost{number}",
+            f"Fréchet distance against counted operations an image, of {number} images. Lower left is best.",
+            partial(paint, number=number),
+        )
+        for number in sorted({row.point.num_images for row in rows}, reverse=True)
+    ]
+    legend = [(_colour(k), "━", model) for k, model in enumerate(models)]
+    legend += [("black", _MARKERS[marker], strategy) for strategy, marker in markers.items()]
+    legend += [("black", _DASHES[dash], solver) for solver, dash in dashes.items() if len(dashes) > 1]
+    return Chart(tuple(panels), tuple(legend))
+
+
+def _decisive(results: Results, row: Row) -> Figure:
+    found = row.figure(results.decides)
+    assert found is not None
+    return found
+
+
+def _by_steps(rows: Sequence[Row]) -> list[list[Row]]:
+    """Rows that differ in the number of steps alone, by cost."""
+    found: dict[tuple[str, SamplingPoint], list[Row]] = {}
+    for row in rows:
+        same = found.setdefault((row.model, row.point.model_copy(update={"steps": 1})), [])
+        if all(one.point.steps != row.point.steps for one in same):
+            same.append(row)
+    return [sorted(series, key=lambda row: row.sampling_flop) for series in found.values()]
+
+
+def _in_turn(symbols: dict[str, str], names: Sequence[str]) -> dict[str, str]:
+    """A symbol for each name, which repeat where there are more names."""
+    known = list(symbols)
+    return {name: known[k % len(known)] for k, name in enumerate(dict.fromkeys(names))}
+
+
+def _colour(place: int) -> str:
+    return COLOURS[place % len(COLOURS)]
+
+
+def _plain_ticks(axes: Axes) -> None:
+    """Plain numbers on a logarithmic axis, some on each however short it is."""
+    axes.autoscale_view()
+    for axis in (axes.xaxis, axes.yaxis):
+        low, high = axis.get_view_interval()
+        axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)) if high > _DECADE * low else MaxNLocator(5))
+        axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axis.set_minor_locator(NullLocator())
+
+
+def _panel(name: str, alt: str, paint: Callable[[Axes], None], height: float = HEIGHT) -> str:
+    """An ``<svg>`` element to stand in a page.
+
+    Args:
+        name: unique in the page; begins all ids within.
+        alt: for a reader who does not see it.
+        paint: draws on the axes.
+        height: in inches, for a width of `WIDTH`.
+    """
+    with rc_context(_STYLE):
+        canvas = Canvas(figsize=(WIDTH, height), layout="constrained")
+        paint(canvas.subplots())
+        text = io.StringIO()
+        canvas.savefig(text, format="svg", transparent=True, metadata=_NO_METADATA)
+    body = text.getvalue()
+    body = body[body.index("<svg") :]
+    view = re.search(r'viewBox="([^"]+)"', body)
+    assert view is not None
+    body = body[body.index(">") + 1 :]
+    # Matplotlib's only style, which as part of a page would be the page's; it stands in the page's own sheet.
+    body = re.sub(r"<defs>\s*<style.*?</style>\s*</defs>", "", body, flags=re.DOTALL)
+    body = body.replace("xlink:href", "href")
+    body = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{name}-", body)
+    body = re.sub(r"\n\s*", "\n", body)
+    return f'<svg viewBox="{view[1]}" role="img" aria-label="{html.escape(alt)}">{body}'

@@ -1,0 +1,212 @@
+"""Results of evaluations side by side: a line a figure, and a verdict on every model against the first."""
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hddm.evaluation.results import ResultGroup
+from hddm.evaluation.verdict import FEWEST, Better, Contrast, Figure, Verdict, verdicts
+
+
+@dataclass(frozen=True)
+class Measure:
+    """A figure to compare: where it lies in a result, and which direction is better, if any."""
+
+    name: str
+    path: str
+    better: Better | None = None
+
+
+@dataclass(frozen=True)
+class Line:
+    """One figure of every group, and the verdict on each but the first, against the first."""
+
+    measure: Measure
+    figures: tuple[Figure, ...]
+    verdicts: tuple[Verdict | None, ...]
+
+
+def lines(groups: Sequence[ResultGroup]) -> list[Line]:
+    """A line for every figure that all results have; the verdicts are those of one table."""
+    rows = [(one, [figure_at(group, one.path) for group in groups]) for one in _measures(groups)]
+    known = [(one, [each for each in figures if each is not None]) for one, figures in rows]
+    full = [(one, figures) for one, figures in known if len(figures) == len(groups)]
+    asked = [
+        Contrast(ours, figures[0], one.better) for one, figures in full if one.better for ours in figures[1:]
+    ]
+    judged = iter(verdicts(asked, by_images=True))
+    return [
+        Line(one, tuple(figures), tuple(next(judged) if one.better else None for _ in figures[1:]))
+        for one, figures in full
+    ]
+
+
+def figure_at(group: ResultGroup, path: str) -> Figure | None:
+    """A figure over all results of a group; None where one of them lacks it."""
+    found = [value_at(result.content, path) for result in group.results]
+    known = [one for one in found if one is not None]
+    if len(known) < len(found):
+        return None
+    seeds = [result.seed for result in group.results]
+    widths = [one.half_width for one in known if one.half_width is not None]
+    return Figure(
+        {seed: one.value for seed, one in zip(seeds, known, strict=True)},
+        statistics.fmean(widths) if len(widths) == len(known) else None,
+        group.is_one_model,
+        any(one.few_images for one in known),
+        frozenset(one.samples for one in known if one.samples is not None),
+    )
+
+
+@dataclass(frozen=True)
+class Value:
+    """One figure of one result: see `Figure`."""
+
+    value: float
+    half_width: float | None = None
+    few_images: bool = False
+    samples: int | None = None
+
+
+def value_at(content: Mapping[str, Any], path: str) -> Value | None:
+    """The figure at a dotted path in a result, with its interval over images; None where there is none."""
+    *above, last = path.split(".")
+    part: Any = content
+    for key in above:
+        part = (part[int(key)] if isinstance(part, list | tuple) else part.get(key)) or {}
+    found = part.get(last)
+    if isinstance(found, Mapping):
+        half = found.get("half_width")
+        if "standard_error" in found:
+            half = 1.96 * found["standard_error"]
+        # Of all samples there are equally many, or the results do not compare.
+        samples = part.get("samples") if last == "own" else None
+        return Value(found["value"], half, found.get("few_images", False), samples)
+    if isinstance(found, bool) or not isinstance(found, int | float):
+        return None
+    if last in ("precision", "recall"):
+        return Value(found, _wilson(found, part["images"]))
+    return Value(found, part.get("half_width") if last == "ratio" else None)
+
+
+def table(groups: Sequence[ResultGroup]) -> str:
+    """`lines` in Markdown, and below it how the verdicts are judged."""
+    names = [group.name for group in groups]
+    heads = ["", *names, *(f"{name} against {names[0]}" for name in names[1:])]
+    found = lines(groups)
+    rows = [[_title(line), *map(_shown, line.figures), *map(_said, line.verdicts)] for line in found]
+    judged = sum(
+        one is not None and min(base.trainings, ours.trainings) >= FEWEST and one.interval is not None
+        for line in found
+        for base in line.figures[:1]
+        for ours, one in zip(line.figures[1:], line.verdicts, strict=True)
+    )
+    return "\n".join([*markdown_table(heads, rows, "left"), "", *_notes(groups, judged)])
+
+
+def markdown_table(heads: Sequence[str], rows: Sequence[Sequence[str]], align: str = "right") -> list[str]:
+    """Lines of a Markdown table that is legible on a terminal too; the first column is set to the left."""
+    widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
+
+    def line(cells: Sequence[str]) -> str:
+        padded = [
+            cell.ljust(width) if k == 0 or align == "left" else cell.rjust(width)
+            for k, (cell, width) in enumerate(zip(cells, widths, strict=True))
+        ]
+        return "| " + " | ".join(padded) + " |"
+
+    end = ["-" if k == 0 or align == "left" else ":" for k in range(len(widths))]
+    rule = "|".join("-" * (width + 1) + last for width, last in zip(widths, end, strict=True))
+    return [line(heads), f"|{rule}|", *map(line, rows)]
+
+
+def _title(line: Line) -> str:
+    one = line.measure
+    return one.name if one.better is None else f"{one.name} ({one.better} is better)"
+
+
+def _shown(figure: Figure) -> str:
+    text = _number(figure.mean, 4)
+    if figure.half_width is not None:
+        text += f" ± {_number(figure.half_width, 2)}"
+    return text + ("" if figure.spread is None else f" (s {_number(figure.spread, 2)})")
+
+
+def _said(one: Verdict | None) -> str:
+    if one is None:
+        return ""
+    if one.judgement == "no verdict":
+        return one.why if one.why == "no interval" else f"no verdict: {one.why}"
+    return f"{one.judgement} ({'+' if one.gap >= 0 else ''}{_number(one.gap, 2)})"
+
+
+def _notes(groups: Sequence[ResultGroup], judged: int) -> list[str]:
+    notes = ["± is the half-width of the 95 % interval over images, s the standard deviation over results."]
+    if judged:
+        paired = len({frozenset(result.seed for result in group.results) for group in groups}) == 1
+        how = "paired by the names of files or seeds" if paired else "not paired, as the names differ"
+        notes.append(
+            f"Noise: the 95 % interval of the gap over trainings (Student's t), {how}, corrected for "
+            f"{judged} comparisons (Holm)."
+        )
+    else:
+        notes.append(
+            "Noise: the intervals over images. They say nothing about another training; "
+            f"{FEWEST} results of each, one a training seed, give a spread that does."
+        )
+    for group in groups:
+        if group.is_one_model:
+            notes.append(f"All results of {group.name} are of one model: s is over sampling seeds alone.")
+        if None in group.sources:
+            notes.append(f"How the images of {group.name} were sampled is not recorded.")
+    found = [result.content.get("versions", {}) for group in groups for result in group.results]
+    for package in dict.fromkeys(name for versions in found for name in versions):
+        others = sorted({str(versions.get(package)) for versions in found})
+        if len(others) > 1:
+            notes.append(f"Measured with different versions of {package}: {', '.join(others)}.")
+    return notes
+
+
+def _number(value: float, significant: int) -> str:
+    """At least so many significant digits, without an exponent."""
+    decimals = significant - 1 - (math.floor(math.log10(abs(value))) if value else 0)
+    return f"{value:.{max(decimals, 0)}f}"
+
+
+def _wilson(share: float, images: int) -> float:
+    """Half-width of Wilson's interval, which at shares of 0 and 1 is no interval of nothing."""
+    width = 1.96 * (share * (1 - share) / images + (1.96 / (2 * images)) ** 2) ** 0.5
+    return float(width / (1 + 1.96**2 / images))
+
+
+def _measures(groups: Sequence[ResultGroup]) -> list[Measure]:
+    contents = [result.content for group in groups for result in group.results]
+    # The images that were not trained on: of a benchmark that still chooses, those of its validation split.
+    split = contents[0].get("split", "held-out")
+    fresh = split.replace("-", "_")
+    splits = (("training", "training"), (split, fresh))
+    scores: tuple[tuple[str, str, str, Better], ...] = (
+        ("Fréchet distance to", "to", "", "lower"),
+        ("kernel distance to", "kernel_to", "", "lower"),
+        ("precision on", "on", ".precision", "higher"),
+        ("recall on", "on", ".recall", "higher"),
+    )
+    measures = [
+        Measure(f"{title} {which} images", f"{prefix}_{key}{end}", better)
+        for title, prefix, end, better in scores
+        for which, key in splits
+    ]
+    measures.append(Measure("diversity against training images", "diversity"))
+    # Distances of two kinds are no figure to compare, of conditions as of nearest images.
+    kinds = {(one.get("within_conditions") or {}).get("distance", "") for one in contents}
+    if len(kinds) == 1:
+        measures.append(Measure(f"distance within conditions ({kinds.pop()})", "within_conditions.images"))
+    if len({bool((one.get("memorisation") or {}).get("mirrored")) for one in contents}) == 1:
+        measures.append(Measure("nearest-image ratio", "memorisation.ratio"))
+    for k in range(min(len(one.get("shards") or ()) for one in contents)):
+        for which, key in (("all", "all"), ("its own", "own")):
+            title = f"Fréchet distance to shard {k}, {which} samples"
+            measures.append(Measure(title, f"shards.{k}.{key}", "lower"))
+    return [*measures, Measure("training, 1e12 operations", "training_tflop")]

@@ -1,0 +1,204 @@
+"""One verdict for every comparison: better, worse, or within noise.
+
+Two models are compared by the gap of a figure over training seeds: seed by seed where both have the same
+seeds, else between their means (Welch). With n paired gaps of mean g and standard deviation s the interval is
+
+    g ± t s/n^½,    t the quantile 1 - a/2 of Student's distribution with n - 1 degrees of freedom,
+
+and a gap is within noise where it holds 0. All comparisons of one table are corrected by Holm: of m, ordered
+by their p-values, the k-th has a = 0.05/(m - k + 1) as long as the intervals before it exclude 0, and those
+that follow the first that does not share its a. So in 95 of 100 tables of equals no gap is called one.
+
+Source: S. Holm, A Simple Sequentially Rejective Multiple Test Procedure, Scand. J. Statist. 6 (1979), 65-70.
+"""
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from scipy.stats import t as student
+
+from hddm.utils.errors import counted
+from hddm.utils.records import Record
+
+FEWEST = 3
+"""Training seeds from which a verdict is given."""
+LEVEL = 0.05
+Better = Literal["lower", "higher"]
+Judgement = Literal["better", "worse", "within noise", "no verdict"]
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One number of one model over its results.
+
+    Args:
+        values: by training seed.
+        half_width: mean half-width of the 95 % intervals over images, None where none is known.
+        is_one_model: all results are of one set of weights, so that they say nothing of another training.
+        few_images: measured on no more images than features.
+        samples: numbers of samples that it was measured on, where they may differ.
+    """
+
+    values: Mapping[str, float]
+    half_width: float | None = None
+    is_one_model: bool = False
+    few_images: bool = False
+    samples: frozenset[int] = frozenset()
+
+    @property
+    def mean(self) -> float:
+        """Over all results."""
+        return statistics.fmean(self.values.values())
+
+    @property
+    def spread(self) -> float | None:
+        """Standard deviation over results, None for one."""
+        return statistics.stdev(self.values.values()) if len(self.values) > 1 else None
+
+    @property
+    def trainings(self) -> int:
+        """How many trainings the results are of."""
+        return 1 if self.is_one_model else len(self.values)
+
+
+@dataclass(frozen=True)
+class Gap:
+    """A mean gap: ``spread`` is its standard deviation over seeds, ``error`` that of the mean.
+
+    ``spread`` is None of seeds that do not pair.
+    """
+
+    mean: float
+    spread: float | None
+    error: float
+    freedom: float
+
+    @property
+    def p_value(self) -> float:
+        """Two-sided, of the hypothesis that the mean is 0."""
+        if self.error == 0:
+            return float(self.mean == 0)
+        return 2 * float(student.sf(abs(self.mean) / self.error, self.freedom))
+
+    def interval(self, level: float = LEVEL) -> tuple[float, float]:
+        """Of the mean, which holds it but for a share ``level`` of cases."""
+        half = float(student.ppf(1 - level / 2, self.freedom)) * self.error
+        return self.mean - half, self.mean + half
+
+
+class Verdict(Record):
+    """How one model stands against another by one figure."""
+
+    gap: float
+    """Of the means."""
+    spread: float | None = None
+    """Standard deviation of paired gaps."""
+    interval: tuple[float, float] | None = None
+    """Of the gap; of training seeds corrected for the number of comparisons in the table."""
+    judgement: Judgement
+    why: str | None = None
+    """There is no verdict."""
+
+
+@dataclass(frozen=True)
+class Contrast:
+    """What a verdict is asked for: ``ours`` against ``base``; ``why`` there can be none, if that is known."""
+
+    ours: Figure
+    base: Figure
+    better: Better = "lower"
+    why: str | None = None
+
+
+def gap_over_seeds(ours: Mapping[str, float], base: Mapping[str, float]) -> Gap:
+    """The gap of values by seed, two at least of each; paired where the seeds are the same."""
+    if ours.keys() == base.keys():
+        gaps = [ours[seed] - base[seed] for seed in ours]
+        spread = statistics.stdev(gaps)
+        return Gap(statistics.fmean(gaps), spread, spread / len(gaps) ** 0.5, len(gaps) - 1)
+    parts = [(statistics.variance(one.values()) / len(one), len(one) - 1) for one in (ours, base)]
+    variance = sum(part for part, _ in parts)
+    below = sum(part**2 / freedom for part, freedom in parts)
+    freedom = variance**2 / below if below else sum(freedom for _, freedom in parts)
+    mean = statistics.fmean(ours.values()) - statistics.fmean(base.values())
+    return Gap(mean, None, math.sqrt(variance), freedom)
+
+
+def holm(gaps: Sequence[Gap]) -> list[float]:
+    """The level of each gap's interval, so that it excludes 0 exactly where Holm's procedure rejects."""
+    order = sorted(range(len(gaps)), key=lambda k: gaps[k].p_value)
+    levels, divisor = [LEVEL] * len(gaps), len(gaps)
+    for k in order:
+        levels[k] = LEVEL / divisor
+        if gaps[k].p_value < levels[k]:
+            divisor -= 1
+    return levels
+
+
+def verdicts(contrasts: Sequence[Contrast], by_images: bool = False) -> list[Verdict]:
+    """The verdicts of one table.
+
+    Args:
+        contrasts: all that is compared in it.
+        by_images: compare single results too, by their intervals over images: a gap counts beyond
+            (h_a² + h_b²)^½, h the half-widths, which says nothing about another training.
+    """
+    whys = [one.why or _why_not(one) for one in contrasts]
+    over_seeds = {
+        k: gap_over_seeds(one.ours.values, one.base.values)
+        for k, one in enumerate(contrasts)
+        if whys[k] is None and _trainings(one) >= FEWEST
+    }
+    levels = dict(zip(over_seeds, holm(list(over_seeds.values())), strict=True))
+    found = []
+    for k, (one, why) in enumerate(zip(contrasts, whys, strict=True)):
+        gap, spread, interval = one.ours.mean - one.base.mean, None, None
+        if k in over_seeds:
+            spread, interval = over_seeds[k].spread, over_seeds[k].interval(levels[k])
+        elif why is None and by_images:
+            interval = _over_images(one, gap)
+            why = None if interval else "no interval"
+        elif why is None:
+            seeds = counted(_trainings(one), "training seed")
+            why = f"{seeds}, and {FEWEST} or more give a verdict"
+        found.append(
+            Verdict(gap=gap, spread=spread, interval=interval, judgement=_judged(one, interval), why=why)
+        )
+    return found
+
+
+def _judged(one: Contrast, interval: tuple[float, float] | None) -> Judgement:
+    if interval is None:
+        return "no verdict"
+    low, high = interval
+    if low <= 0 <= high:
+        return "within noise"
+    return "better" if (high < 0) == (one.better == "lower") else "worse"
+
+
+def _why_not(one: Contrast) -> str | None:
+    """Why no number of seeds would give a verdict."""
+    if one.ours.few_images or one.base.few_images:
+        return "too few images"
+    if len(one.ours.samples | one.base.samples) > 1:
+        return f"{_counts(one.ours)} against {_counts(one.base)} samples"
+    return None
+
+
+def _over_images(one: Contrast, gap: float) -> tuple[float, float] | None:
+    if one.ours.half_width is None or one.base.half_width is None:
+        return None
+    half = math.hypot(one.ours.half_width, one.base.half_width)
+    return gap - half, gap + half
+
+
+def _trainings(one: Contrast) -> int:
+    return min(one.ours.trainings, one.base.trainings)
+
+
+def _counts(figure: Figure) -> str:
+    low, high = min(figure.samples), max(figure.samples)
+    return f"{low:,}" if low == high else f"{low:,} to {high:,}"
