@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 ARGS ?=
 
-.PHONY: quickstart test check clean
+.PHONY: quickstart test docs check clean
 
 quickstart: $(VENV)/.ready
 	$(BIN)/hddm quickstart $(ARGS)
@@ -12,15 +12,19 @@ quickstart: $(VENV)/.ready
 test: $(VENV)/.ready-test
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile $(ARGS)
 
+docs: $(VENV)/.ready-dev
+	$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet docs docs/_build/html
+
 check: $(VENV)/.ready-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/lint-imports
 	$(BIN)/mypy
+	$(MAKE) docs VENV=$(VENV)
 	$(MAKE) test VENV=$(VENV)
 
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
+	rm -rf docs/_build $(VENV) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
 
 $(VENV)/.ready: pyproject.toml | $(VENV)/bin/python
 	$(BIN)/python -m pip install --quiet --editable .

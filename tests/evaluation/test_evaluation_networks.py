@@ -73,7 +73,7 @@ def inception(home: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder.mkdir(parents=True)
     torch.manual_seed(0)
     torch.jit.script(_Inception()).save(str(folder / INCEPTION.name))
-    monkeypatch.setattr(features, "INCEPTION", _small(INCEPTION, folder / INCEPTION.name))
+    monkeypatch.setattr(extractors, "INCEPTION", _small(INCEPTION, folder / INCEPTION.name))
     return folder
 
 
