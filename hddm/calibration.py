@@ -84,7 +84,7 @@ START = 0.5
 LEVELS = 15
 STATES = 512
 POOL = (1.0, 2.0, 3.0, 2.0, 1.0)
-FADE = 6
+FADE = 13
 """Steps in which the network's share falls from the last measured one to 0, to a quarter in each."""
 MAX_GAIN = 20.0
 """Largest factor of an output of noise; its own gain 1/(1 - t) reaches it at t = 0.95."""
@@ -142,7 +142,7 @@ class Moments:
         """
         if labels is None or self.class_means is None:
             return self.mean
-        rows = labels.to(self.class_means.device)
+        rows = labels.to(self.class_means.device).long()
         known = (rows >= 0) & (rows < len(self.class_means))
         means = self.class_means[torch.where(known, rows, 0)].to(self.mean)
         return torch.where(known[:, None].to(self.mean.device), means, self.mean)
@@ -287,7 +287,8 @@ class Calibration:
         moments, times, weights = self.moments, self.times, self.weights
         ranks = [tensor.ndim for tensor in (moments.mean, moments.basis, moments.variances, times, weights)]
         means = moments.class_means
-        if ranks != [1, 2, 1, 1, 2] or (means is not None and means.shape[1:] != moments.mean.shape):
+        fits = means is None or (means.ndim == 2 and len(means) and means.shape[1:] == moments.mean.shape)
+        if ranks != [1, 2, 1, 1, 2] or not fits:
             return "the shapes of its tensors do not go together"
         directions, numbers = len(moments.variances), len(moments.mean)
         shapes = (*moments.basis.shape, *weights.shape)
@@ -381,7 +382,8 @@ def calibrate(
     if not set(conditions or ()) - (set() if labels is None else {LABELS}):
         fade = torch.logspace(-1, 1 - FADE, FADE - 1, base=2)
         late = torch.cat([1 - (1 - times[-2]) * fade, late])
-        last = 1 - (1 - last) * torch.cat([fade**2, torch.zeros(1)])[:, None]
+        shares = torch.minimum((1 - last) * fade[:, None] ** 2, (MAX_GAIN * (1 - late[:-1, None])).square())
+        last = torch.cat([1 - shares, torch.ones_like(last)])
     none = torch.zeros(2, len(moments.variances))
     return Calibration(
         moments, torch.cat([torch.zeros(1), times[:-1], late]), torch.cat([none, weights, last])

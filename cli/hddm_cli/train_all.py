@@ -57,6 +57,7 @@ def train_all(
     from hddm.data.shard_records import find_shards
     from hddm.training.island_jobs import make_islands, parse_objectives, refuse_failed, split_complete
     from hddm.training.settings import ExpertSettings
+    from hddm.utils.files import alone
 
     folders = find_shards(shards)
     own = {"steps": steps, "lora_rank": lora_rank, "lora_alpha": lora_alpha, **given}
@@ -74,9 +75,11 @@ def train_all(
     run = options.run()
     with asked():
         islands = make_islands(folders, out, objectives, settings, run, schedule, init, overwrite)
-    outcomes, left = split_complete(islands)
-    if left:
-        outcomes += _trained(left, parallel, retries, ray)
+    # Two of these with one --out would each train some of the experts.
+    with alone(out):
+        outcomes, left = split_complete(islands)
+        if left:
+            outcomes += _trained(left, parallel, retries, ray)
     for one in sorted(outcomes, key=lambda outcome: outcome.island.index):
         if one.trend is not None:
             typer.echo(f"{one.island.out}: {one.trend.text()}")

@@ -241,7 +241,9 @@ def model_hash(folder: Path) -> str:
     lines = []
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder).as_posix()
-        # Manifests are hashes of the same files, history and all.
+        # Hidden files remember what was hashed, and manifests are hashes of the same files, history and all.
+        if path.name.startswith("."):
+            continue
         if path.suffix == ".json" and path.name != MANIFEST:
             content = {key: value for key, value in read_json(path).items() if key not in _HISTORY}
             lines.append(f"{name} {json.dumps(content, sort_keys=True)}")

@@ -103,7 +103,7 @@ def quickstart(out: Path, settings: QuickstartSettings, overwrite: bool = False)
     is_half = (out / BENCHMARK_FILE).is_file() and not (out / RESULTS_FILE).is_file()
     if not is_half or overwrite:
         check_absent(out, BENCHMARK_FILE, overwrite)
-        if out.exists():
+        if overwrite and out.exists():
             shutil.rmtree(out)
     return run_benchmark(as_benchmark(settings), out)
 

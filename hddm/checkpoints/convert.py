@@ -26,6 +26,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from hddm.calibration import FILE_NAME as CALIBRATION
+from hddm.calibration import Calibration
 from hddm.checkpoints.architecture import Built
 from hddm.checkpoints.diffusers_models import named_failure, streamed
 from hddm.checkpoints.layouts import Forward
@@ -154,7 +155,8 @@ def _carry_calibration(plan: Plan, draft: Path) -> None:
     if foreign := foreign_calibration(source.path, facts):
         raise HddmError(f"{source.path}: {foreign}; nothing was written")
     stored = source.path / CALIBRATION
-    if stored.is_file():
+    # Refuses one that no fit gives, or with NaN.
+    if Calibration.load(source.path) is not None:
         shutil.copyfile(stored, draft / CALIBRATION)
 
 

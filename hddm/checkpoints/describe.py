@@ -31,7 +31,7 @@ from hddm.networks.wrappers import interface_of
 from hddm.schedules import from_config
 from hddm.utils.errors import HddmError, counted
 from hddm.utils.files import read_json
-from hddm.utils.records import has_manifest, read_folder_manifest, read_record
+from hddm.utils.records import damage, has_manifest, read_folder_manifest, read_record
 from hddm.utils.weights import read_header
 from hddm.velocity import PredictionType
 
@@ -53,7 +53,7 @@ def describe(folder: Path, allow_pickle: bool = False, variant: str | None = Non
             "kind": "expert",
             **_with_changes(facts.model_dump(mode="json", exclude={"adapter"})),
             "noise_range": [low, high],
-            "manifest": _manifest(folder),
+            "manifest": _manifest(folder, EXPERT_FILE),
             "calibrated": (folder / CALIBRATION).exists(),
             "calibrated_on": calibration_record(folder),
             "velocity_near_t_1": _near_noise(folder, facts),
@@ -62,7 +62,7 @@ def describe(folder: Path, allow_pickle: bool = False, variant: str | None = Non
     if (folder / ROUTER_FILE).exists():
         router = read_record(folder / ROUTER_FILE, RouterRecord, FORMAT)
         record = _with_changes(router.model_dump(mode="json"))
-        return {"kind": "router", **record, "manifest": _manifest(folder), **_network(folder)}
+        return {"kind": "router", **record, "manifest": _manifest(folder, ROUTER_FILE), **_network(folder)}
     if (folder / ENSEMBLE_FILE).exists():
         return _ensemble(folder)
     if (folder / PARTITION_FILE).exists():
@@ -162,10 +162,11 @@ def describe_source(path: Path, allow_pickle: bool = False, variant: str | None 
     }
 
 
-def _manifest(folder: Path) -> str:
-    """The number of files that the folder can be checked by, as text."""
+def _manifest(folder: Path, record: str) -> str:
+    """The number of files that the folder can be checked by, as text; nothing is compared here."""
     if not has_manifest(folder):
-        return "none: written by an older version"
+        is_refused = bool(damage(folder, record))
+        return "missing, so the folder is refused" if is_refused else "none: written by an older version"
     return f"of {counted(len(read_folder_manifest(folder).files), 'file')}"
 
 
@@ -222,7 +223,7 @@ def _ensemble(folder: Path) -> dict[str, Any]:
         "classes": next((expert["classes"] for expert in experts if expert["classes"]), []),
         "objectives": [expert["objective"] for expert in experts],
         "shards": [expert["shard"] and expert["shard"]["index"] for expert in experts],
-        "manifest": _manifest(folder),
+        "manifest": _manifest(folder, ENSEMBLE_FILE),
         "components": {name: ".".join(kind) for name, kind in classes.items() if kind},
         # Each weight that is there counts once.
         "parameters": sum(expert["parameters"] for expert in experts)

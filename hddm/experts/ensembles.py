@@ -248,7 +248,7 @@ def read_ensemble_facts(folder: Path) -> EnsembleRecord:
         if shift != facts.shift:
             raise HddmError(
                 f"{folder / SCHEDULER_FILE}: shift is {shift:g}, and {facts.shift:g} in {ENSEMBLE_FILE}; "
-                "write the same in both"
+                "assemble it anew"
             )
     return facts
 

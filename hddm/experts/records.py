@@ -189,7 +189,7 @@ def write_records(folder: Path, facts: ExpertRecord, nulls: Mapping[str, Tensor]
         save_file({name: null.contiguous() for name, null in nulls.items()}, folder / NULL_FILE)
     today = {"format": FORMAT, "weights_sha256": None, "calibration_sha256": None}
     write_json(folder / EXPERT_FILE, facts.model_dump(mode="json") | today)
-    write_manifest(folder)
+    write_manifest(folder, read=(EXPERT_FILE, *FILES))
 
 
 def weights_in(folder: Path) -> Path | None:
@@ -334,7 +334,7 @@ def save_router(folder: Path, network: RouterTransformer, facts: RouterRecord) -
     """Write a router into an existing, empty ``folder``."""
     network.save_pretrained(folder)
     write_json(folder / ROUTER_FILE, facts.model_dump(mode="json") | {"format": FORMAT})
-    write_manifest(folder)
+    write_manifest(folder, read=(ROUTER_FILE, WEIGHTS, "config.json"))
 
 
 def read_router(folder: Path, dtype: torch.dtype = torch.float32) -> tuple[RouterTransformer, RouterRecord]:

@@ -23,7 +23,7 @@ from hddm.schedules import DiscreteSchedule
 from hddm.training.shard_fit import calibrated_on, check_fit, check_own, conditions_of
 from hddm.utils.errors import HddmError
 from hddm.utils.files import RECORD, link_or_copy, new_folder, restore, writing
-from hddm.utils.records import MANIFEST
+from hddm.utils.records import MANIFEST, rewrite_entry
 from hddm.utils.tensors import generator
 from hddm.velocity import PredictionType, VelocityField
 
@@ -143,7 +143,8 @@ def recalibrate(
 ) -> None:
     """Fit ``calibration.safetensors`` of an expert folder, which is replaced as a whole, manifest and all.
 
-    Its other files are hard-linked where the file system allows.
+    Its other files are hard-linked where the file system allows. The manifest of an ensemble that it belongs
+    to follows.
 
     Args:
         folder: the expert.
@@ -187,6 +188,7 @@ def recalibrate(
         check_own(shard, facts)
         calibration = calibrated_on(shard, field, conditions_of(shard, field), seed)
     _replace_calibration(folder, facts, calibration)
+    rewrite_entry(folder.resolve())
 
 
 def _replace_calibration(folder: Path, facts: ExpertRecord, calibration: Calibration) -> None:

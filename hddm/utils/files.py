@@ -196,6 +196,8 @@ def check_absent(target: Path, record: str, overwrite: bool = False) -> None:
     JSON file with a format version. So a slip of the keyboard costs no images and no other model.
     """
     restore(target)
+    if target.is_symlink() and not target.exists():
+        raise HddmError(f"{target}: is a link to {os.readlink(target)}, which is not there; remove it")
     if not target.exists():
         above = next(folder for folder in target.absolute().parents if folder.exists())
         if not above.is_dir() or not os.access(above, os.W_OK):

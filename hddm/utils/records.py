@@ -15,7 +15,7 @@ Folders of formats before `SINCE` have no manifest. In one of a later format it 
 """
 
 import re
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -130,19 +130,41 @@ class FolderManifest(Record):
     files: dict[str, Annotated[str, Field(pattern="^[0-9a-f]{64}$")]]
 
 
-def write_manifest(folder: Path, sha256: Callable[[Path], str] = sha256_of) -> None:
+def write_manifest(
+    folder: Path, sha256: Callable[[Path], str] = sha256_of, read: Collection[str] | None = None
+) -> None:
     """Write the manifest of what ``folder`` holds, over one that is there.
 
     Args:
         folder: of an expert, a router or an ensemble.
         sha256: of a file.
+        read: names of the files that are ever read, where a user may add others; all by default.
 
     Raises:
         HddmError: for a file that cannot be read.
     """
-    names = sorted(_listed(folder, folder))
-    files = {name: sha256(folder / name) for name in names if name != MANIFEST}
-    content = FolderManifest(files=files).model_dump()
+    names = [name for name in _listed(folder, folder) if name != MANIFEST and (read is None or name in read)]
+    _write_files(folder, {name: sha256(folder / name) for name in sorted(names)})
+
+
+def rewrite_entry(folder: Path) -> None:
+    """Write the new manifest of ``folder`` into that of the ensemble that it is a part of, if it is.
+
+    Raises:
+        HddmError: for a manifest that cannot be read or written.
+    """
+    for above in folder.parents:
+        if has_manifest(above):
+            files, part = read_folder_manifest(above).files, folder.relative_to(above).as_posix()
+            own = {name: sha256 for name, sha256 in files.items() if name.startswith(f"{part}/")}
+            if own:
+                rest = {name: sha256 for name, sha256 in files.items() if name not in own}
+                _write_files(above, rest | {f"{part}/{MANIFEST}": sha256_of(folder / MANIFEST)})
+            return
+
+
+def _write_files(folder: Path, files: Mapping[str, str]) -> None:
+    content = FolderManifest(files=dict(files)).model_dump()
     # Not in place: the file may be a hard link to the manifest of the folder that this was assembled from.
     write_whole(folder / MANIFEST, lambda draft: write_json(draft, content))
 
@@ -183,8 +205,8 @@ def damage(
     """
     if not has_manifest(folder):
         stated = str(read_json(folder / record).get("format"))
-        numbers = tuple(int(one) for one in stated.split(".") if one.isdecimal())
-        is_older = numbers < SINCE
+        numbers = [int(one) if one.isdecimal() else SINCE[0] for one in stated.split(".")]
+        is_older = len(numbers) == len(SINCE) and tuple(numbers) < SINCE
         return () if is_older else (f"{MANIFEST}: is not there, and belongs to {record} of format {stated}",)
     files = read_folder_manifest(folder).files
     remembered = HashCache(folder, SMALL)

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 import hddm.utils.records
 from hddm import load
 from hddm.calibration import FILE_NAME as CALIBRATION
+from hddm.checkpoints import convert
 from hddm.checkpoints.describe import describe
 from hddm.experts.assembly import assemble
 from hddm.experts.assembly_changes import change
@@ -22,7 +23,7 @@ from hddm.training.verify import verify_expert
 from hddm.utils.errors import HddmError
 from hddm.utils.files import RECORD
 from hddm.utils.records import MANIFEST, damage, read_folder_manifest, write_manifest
-from tests.artefacts import Command, contents, copied
+from tests.artefacts import Command, aged, contents, copied
 from tests.conftest import Trio
 
 
@@ -360,3 +361,38 @@ def test_a_finished_training_that_was_spoilt_is_not_taken_for_finished(
         assert "--overwrite trains it anew" in err
         # Without the run that it came from, the folder is told by itself.
         shutil.rmtree(tmp_path / "expert.run", ignore_errors=True)
+
+
+def test_calibrating_an_expert_of_an_ensemble_leaves_the_ensemble_readable(
+    trio: Trio, tmp_path: Path
+) -> None:
+    ensemble = tmp_path / "ensemble"
+    assemble([copied(one, tmp_path / "parts") for one in trio.experts], ensemble)
+    recalibrate(ensemble / "experts" / "1", trio.shards / "shard_1", seed=8)
+    load(ensemble)
+    change(ensemble, remove=["0"])
+    load(ensemble)
+
+
+def test_what_a_user_adds_to_an_expert_does_not_become_part_of_it(trio: Trio, tmp_path: Path) -> None:
+    expert = copied(trio.experts[0], tmp_path)
+    (expert / "notes.txt").write_text("mine")
+    recalibrate(expert, trio.shards / "shard_0", seed=8)
+    (expert / "notes.txt").unlink()
+    load(expert)
+
+
+def test_a_missing_manifest_of_the_new_format_is_told(trio: Trio, tmp_path: Path) -> None:
+    expert = copied(trio.experts[0], tmp_path)
+    (expert / MANIFEST).unlink()
+    assert describe(expert)["manifest"] == "missing, so the folder is refused"
+
+
+def test_a_calibration_that_is_not_finite_is_not_converted(trio: Trio, tmp_path: Path) -> None:
+    old = aged(copied(trio.experts[0], tmp_path))
+    tensors = load_file(old / CALIBRATION)
+    tensors["mean"][0] = float("nan")
+    save_file(tensors, old / CALIBRATION)
+    edit_json(old / EXPERT_FILE, calibration_sha256=None)
+    with pytest.raises(HddmError, match="holds NaN or Inf"):
+        convert.write(convert.plan(old, convert.Conversion()), tmp_path / "out")
