@@ -1,11 +1,9 @@
-"""Being told to stop: save, then leave with a code that says by what.
+"""Signals that ask a process to stop, and a pool of worker processes.
 
-Exit codes: 130 after SIGINT, 143 after SIGTERM, 138 after SIGUSR1. What a training had done is saved, and
-``--resume`` goes on from there. A second signal exits at once, if it comes `TOGETHER` seconds or more after
-the first: a scheduler and its launcher may both pass one request on. Checkpoints are complete or absent, so
-it may come in the middle of a write.
-
-Independent calls in local processes, one thread each, with their progress on one bar.
+Exit codes are 130 after SIGINT, 143 after SIGTERM and 138 after SIGUSR1. The work so far is saved, and a
+training continues from there with ``--resume``. A second signal exits at once if it comes `TOGETHER` seconds
+or more after the first: a scheduler and its launcher may both forward one request. Checkpoints are complete
+or absent, so a signal may interrupt a write.
 """
 
 import collections
@@ -39,7 +37,7 @@ class Stopped(HddmError):
 
     @property
     def exit_code(self) -> int:
-        """What the process should exit with."""
+        """Code to exit with."""
         return 128 + self.number
 
     def __reduce__(self) -> Any:
@@ -74,7 +72,7 @@ class StopRequest:
 
     @property
     def requested(self) -> bool:
-        """Whether a signal came."""
+        """True once a signal came."""
         return self.number is not None
 
     def _note(self, number: int, frame: FrameType | None) -> None:
