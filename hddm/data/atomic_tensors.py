@@ -1,4 +1,4 @@
-"""Small safetensors files that are there whole or not at all."""
+"""Small safetensors files that are complete or absent."""
 
 import json
 from pathlib import Path
@@ -13,7 +13,7 @@ from hddm.utils.files import write_whole
 
 
 def write_tensors(path: Path, tensors: dict[str, np.ndarray], note: Any = None) -> None:
-    """Write ``path`` whole; ``note`` is JSON in its header.
+    """Write ``path`` complete or not at all; ``note`` is JSON in its header.
 
     Raises:
         HddmError: where it cannot be written.

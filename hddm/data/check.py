@@ -1,13 +1,11 @@
-"""What a check of images found, as a record and as lines of text.
-
-Looking at every image before hours are spent on them.
-"""
+"""A check of every image before a training: damaged files, sizes, modes, labels, equal images, splits."""
 
 import hashlib
-from collections import Counter, deque
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -15,11 +13,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hddm.data.decoding import (
+    THREADS,
     Header,
     OversizedImageError,
     decode,
     equal_groups,
     pixel_digest,
+    read_ahead,
     read_header,
     split_of,
 )
@@ -32,7 +32,7 @@ from hddm.data.shard_records import (
     holds_shard,
 )
 from hddm.data.sources import ImageSource, open_source
-from hddm.utils.errors import TO_ONE_SIZE, HddmError, counted
+from hddm.utils.errors import TO_ONE_SIZE, HddmError, counted, shown
 from hddm.utils.progress import Progress
 from hddm.utils.records import Record
 
@@ -48,7 +48,7 @@ class BadImage(Record):
 
 
 class PartReport(Record):
-    """What one shard holds, or one source of images.
+    """Counts of one shard, or of one source of images.
 
     ``sizes`` are upright ("width×height") and, like ``formats`` and ``modes``, the most frequent first, of
     images that are not bad. ``transparent`` images lose their alpha channel, ``turned`` ones are turned
@@ -71,7 +71,7 @@ class PartReport(Record):
 
 
 class DataReport(Record):
-    """What a check found.
+    """Findings of a check.
 
     Images of equal pixels are groups, each in one list: ``across_split`` where they lie on several sides of
     ``split``, so that what judges a model was trained on; else ``duplicates`` within a part, ``shared``
@@ -148,18 +148,13 @@ def _lines(part: PartReport, split: Sequence[str]) -> list[str]:
 
 
 def _counts(counts: Mapping[str, int]) -> str:
-    shown = [f"{name} ({count})" for name, count in list(counts.items())[:_SHOWN]]
-    more = [f"… and {len(counts) - _SHOWN} more"] if len(counts) > _SHOWN else []
-    return ", ".join(shown + more)
+    return ", ".join(shown([f"{name} ({count})" for name, count in counts.items()], _SHOWN))
 
 
 def _range(counts: Sequence[int]) -> str:
     low, high = min(counts), max(counts)
     return str(low) if low == high else f"{low} to {high}"
 
-
-_THREADS = 8
-"""That decode; Pillow works outside Python's lock."""
 
 _AHEAD = 32
 """Images that are in memory at a time."""
@@ -182,10 +177,11 @@ def check_data(path: Path, caption_column: str | None = None, label_column: str 
     digests = np.zeros((total, 32), dtype=np.uint8)
     known = np.zeros(total, dtype=bool)
     reports, start = [], 0
-    with Progress(total, "check") as advance, ThreadPoolExecutor(_THREADS) as pool:
+    with Progress(total, "check") as advance, ThreadPoolExecutor(THREADS) as pool:
         for name, source in zip(parts.names, parts.sources, strict=True):
             report = _Tally(name, source)
-            for i, look in enumerate(_looks(source, pool)):
+            looks = read_ahead(pool, partial(_look, source), ([i] for i in range(len(source))), _AHEAD)
+            for i, (look,) in enumerate(looks):
                 report.add(i, look)
                 if look.digest is not None:
                     digests[start + i] = np.frombuffer(look.digest, dtype=np.uint8)
@@ -207,7 +203,7 @@ def check_data(path: Path, caption_column: str | None = None, label_column: str 
 
 @dataclass(frozen=True)
 class _Parts:
-    """What is checked: sources by name, and the sides of a split that they, or their folders, are."""
+    """Sources to check by name, and the sides of a split that they, or their folders, are."""
 
     path: Path
     kind: Literal["images", "shard", "partition"]
@@ -230,7 +226,7 @@ class _Parts:
         return cls(path, "images", [str(path)], [source], split_of(source.files))
 
     def inside(self, part: int) -> str:
-        """What stands before the files of a part in their names."""
+        """Prefix of the files of a part in their names."""
         return f"{self.names[part]}/" if self.kind == "partition" else ""
 
     def side(self, part: int, file: str) -> str | None:
@@ -243,7 +239,7 @@ class _Parts:
 
 @dataclass(frozen=True)
 class _Look:
-    """What is seen of one image: its header, or why it is bad.
+    """One image as it was read: its header, or why it is bad.
 
     ``digest`` is of its pixels, or of a file that has none, None for one that cannot be read.
     """
@@ -254,18 +250,8 @@ class _Look:
     reason: str = ""
 
 
-def _looks(source: ImageSource, pool: ThreadPoolExecutor) -> Iterator[_Look]:
-    """In the order of the images."""
-    waiting: deque[Future[_Look]] = deque()
-    for i, name in enumerate(source.files):
-        waiting.append(pool.submit(_look, source, i, source.root / name))
-        if len(waiting) == _AHEAD:
-            yield waiting.popleft().result()
-    while waiting:
-        yield waiting.popleft().result()
-
-
-def _look(source: ImageSource, i: int, name: Path) -> _Look:
+def _look(source: ImageSource, i: int) -> _Look:
+    name = source.root / source.files[i]
     try:
         content = source.read(i)
     except HddmError as error:

@@ -1,14 +1,11 @@
-"""The best way to put points into places, with equally many places in every cluster.
+"""Balanced hierarchical k-means: many fine clusters, then few coarse ones made of them.
 
-Balanced hierarchical k-means: many fine clusters, then few coarse ones made of them.
+Plain k-means leaves one cluster that takes everything else, and its expert then sees too little of the rest.
+So both levels assign points under a capacity. Features and centres lie on the unit sphere, where distance is
+cosine distance. The two levels are those of MoDE (arXiv:2404.16030), which DDM (arXiv:2501.05450) uses; as
+there, centres are found on random mini-batches, and all points are assigned once, at the end.
 
-Plain k-means leaves a catch-all cluster (41.6 % of the data at K = 8 in one replica of Paris's
-pipeline), and its expert then sees too little of everything. Both stages here assign points under a
-capacity. Features and centres lie on the unit sphere, so that distance is cosine distance. Source: the
-two stages of MoDE (arXiv:2404.16030), which DDM (arXiv:2501.05450) uses; as there, centres are found on
-random mini-batches, and all points are assigned once, at the end.
-
-A proposal for the number of shards: where clusters are tightest for their distance.
+`propose` finds a number of shards: where clusters are tightest for their distance.
 """
 
 import math
@@ -77,7 +74,7 @@ def _prices(values: Values) -> Values:
 
 
 def _update(cluster: int, values: Values, chosen: Indices, loss: Values, mover: Indices) -> None:
-    """What it costs at least to move a point of ``cluster`` to each other one, and which point that is."""
+    """Least cost of moving a point of ``cluster`` to each other one, and that point."""
     members = np.flatnonzero(chosen == cluster)
     loss[cluster] = np.inf
     if len(members):

@@ -1,23 +1,20 @@
-"""Encoded images → pixels of 8 bits, gray or RGB, or a refusal by name.
+"""Decoding of image files to pixels of 8 bits, gray or RGB, or a refusal that names the file.
 
-As Hugging Face's ``datasets`` and the training scripts of diffusers do, so that a data set gives the same
-pixels here: EXIF orientation is applied; palettes and CMYK become RGB; an alpha channel is dropped, which
-shows the colours below it; profiles of colour are ignored; of an animation the first frame is taken. Gray
-images stay gray.
-
-Images that cannot be read: all of them by name, or as many as may be left out.
-
-Images that are equal in every pixel, whatever their names and encoding, and the sides of a split.
+The rules are those of Hugging Face's ``datasets`` and of diffusers' training scripts, so that a data set
+gives the same pixels: EXIF orientation is applied; palettes and CMYK become RGB; an alpha channel is dropped,
+which shows the colours below it; colour profiles are ignored; an animation gives its first frame. Gray images
+stay gray. Also here: how many bad images may be skipped, and which images are equal in every pixel.
 """
 
 import hashlib
 import io
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,7 +42,7 @@ class OversizedImageError(HddmError):
 
 @dataclass(frozen=True)
 class Header:
-    """What an encoded image says about itself; width and height are those of the upright image."""
+    """Header of an encoded image; width and height are those of the upright image."""
 
     format: str
     mode: str
@@ -140,10 +137,26 @@ def in_colour(pixels: NDArray[np.uint8]) -> NDArray[np.uint8]:
     return pixels if pixels.ndim == 3 else np.repeat(pixels[..., None], 3, axis=2)
 
 
-_THREADS = 8
-"""That decode; Pillow works outside Python's lock."""
+THREADS = 8
+"""That read and decode images; Pillow works outside Python's lock."""
 _BATCH = 1024
 """Images that wait for a thread at a time."""
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+def read_ahead(
+    pool: ThreadPoolExecutor, read: Callable[[Item], Result], batches: Iterable[Sequence[Item]], ahead: int
+) -> Iterator[list[Result]]:
+    """Results of ``read`` for every item, by batches, while the next ``ahead`` batches are being read."""
+    waiting: deque[list[Future[Result]]] = deque()
+    for batch in batches:
+        waiting.append([pool.submit(read, item) for item in batch])
+        if len(waiting) > ahead:
+            yield [future.result() for future in waiting.popleft()]
+    while waiting:
+        yield [future.result() for future in waiting.popleft()]
 
 
 def why_bad(source: ImageSource, row: int) -> str | None:
@@ -160,7 +173,7 @@ def find_bad(source: ImageSource, rows: range) -> dict[int, str]:
     found: dict[int, str] = {}
     if not rows:
         return found
-    with Progress(len(rows), "look for other bad images") as advance, ThreadPoolExecutor(_THREADS) as pool:
+    with Progress(len(rows), "look for other bad images") as advance, ThreadPoolExecutor(THREADS) as pool:
         for start in range(rows.start, rows.stop, _BATCH):
             part = range(start, min(start + _BATCH, rows.stop))
             reasons = pool.map(lambda row: why_bad(source, row), part)

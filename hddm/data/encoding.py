@@ -1,7 +1,4 @@
-"""One batch of images and captions → rows of tensors as they are stored.
-
-Shards of images → shards of pixels in one size, of latents and of text tokens, made once.
-"""
+"""Encoding of shards of images, once, to pixels of one size, VAE latents and text tokens."""
 
 import functools
 import shutil
@@ -14,8 +11,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from hddm.data.decoding import THREADS, read_ahead
 from hddm.data.encoding_draft import Done, Draft, open_draft
-from hddm.data.encoding_plan import FILE_BYTES, THREADS, EncodingPlan, ShardToEncode, read_ahead, read_image
+from hddm.data.encoding_plan import FILE_BYTES, EncodingPlan, ShardToEncode, read_image
 from hddm.data.images import to_unit_range
 from hddm.data.shard_records import (
     DEVIATION,
@@ -98,6 +96,8 @@ def empty_rows(plan: EncodingPlan) -> dict[str, Tensor]:
     return {name: torch.empty((0, *shape), dtype=dtype) for name, (shape, dtype) in plan.layout.items()}
 
 
+_AHEAD = 2
+"""Batches that are read while the networks are at one."""
 _BESIDE = (PARTITION_FILE, "clusters.safetensors")
 
 
@@ -110,9 +110,9 @@ def encode_shards(
 ) -> list[EncodedManifest]:
     """Encode the plan's shards to ``out``, which is there in full at the end or not at all.
 
-    A run that was killed is gone on with at its first unfinished file of data. The result has the same bytes
-    as without the kill; where batch size, device or torch are others by then, latents and tokens of the files
-    that were left differ by rounding, and the manifest names both in ``computed``.
+    A killed run continues at its first incomplete data file. The result has the same bytes as without the
+    kill; where batch size, device or torch are others by then, latents and tokens of the files that were left
+    differ by rounding, and the manifest names both in ``computed``.
 
     Of a partition, the records that `hddm.data.shard_records.find_shards` reads are carried over.
 
@@ -188,7 +188,7 @@ class _Run:
         parts: list[dict[str, Tensor]] = [empty_rows(plan)]
         skipped: list[Skipped] = []
         cut: list[str] = []
-        found = read_ahead(self.pool, functools.partial(_read, plan, shard), batches)
+        found = read_ahead(self.pool, functools.partial(_read, plan, shard), batches, _AHEAD)
         for batch, images in zip(batches, found, strict=True):
             bad = [one for one in images if isinstance(one, Skipped)]
             self._count(shard, bad)
@@ -272,15 +272,9 @@ def _read(plan: EncodingPlan, shard: ShardToEncode, index: int) -> Tensor | Skip
 
 
 def _write_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
-    planned = [
-        Planned(name, tuple(one.shape), one.dtype, functools.partial(_itself, one))
-        for name, one in tensors.items()
-    ]
-    write_safetensors(path, planned)
-
-
-def _itself(tensor: Tensor) -> Tensor:
-    return tensor
+    write_safetensors(
+        path, [Planned(name, tuple(one.shape), one.dtype, one.detach) for name, one in tensors.items()]
+    )
 
 
 def _refuse_full_disk(plan: EncodingPlan, out: Path, draft: Draft) -> None:

@@ -1,9 +1,9 @@
-"""The unfinished output of a long encoding, which a later run goes on with.
+"""The draft of a long encoding, which a later run continues.
 
-.NAME.encoding/draft.json        what is encoded, and how; a run with other options is refused
+.NAME.encoding/draft.json        source and options; a run with other options is refused
 .NAME.encoding/lock              held by the one process that writes
-.NAME.encoding/done/…/NAME.json  record of a finished file of data, written after it
-.NAME.encoding/whole/…           what becomes ``NAME``
+.NAME.encoding/done/…/NAME.json  record of a data file, written after it
+.NAME.encoding/whole/…           becomes ``NAME`` at the end
 """
 
 import contextlib
@@ -34,7 +34,7 @@ _IDENTITY, _LOCK = "draft.json", "lock"
 
 
 class Done(Record):
-    """A finished file of data, the images that have no row in it, and those whose captions are cut.
+    """The record of a data file, the images that have no row in it, and those whose captions are cut.
 
     ``computed`` says how networks ran, None without any.
     """
@@ -53,13 +53,13 @@ class Draft:
 
     @property
     def whole(self) -> Path:
-        """What becomes the output."""
+        """The folder that becomes the output."""
         return self.root / "whole"
 
     def done(self, name: str) -> Done | None:
         """The record of the data file ``whole/name``, None where it is not there in full.
 
-        The file is read: what a power failure or a bad disk left of it is not taken for finished.
+        The file is read: what a power failure or a bad disk left of it does not count.
         """
         record = self._record(name)
         if not record.is_file() or not (self.whole / name).is_file():
@@ -100,7 +100,7 @@ def open_draft(
 ) -> Iterator[Draft]:
     """The draft of ``target``, which takes its place when the block ends.
 
-    A block that fails, or a process that is killed, leaves it for a later run, if it has a finished file.
+    A block that fails, or a process that is killed, leaves it for a later run, if a data file is complete.
 
     Args:
         target: folder to write.
@@ -150,7 +150,7 @@ def _discard(root: Path) -> None:
 
 
 def _take_up(root: Path, target: Path, identity: dict[str, Any], overwrite: bool) -> None:
-    """Go on with the draft in ``root`` where it is of ``identity``, begin it where there is none."""
+    """Continue the draft in ``root`` if it is of ``identity``, or begin it."""
     path = root / _IDENTITY
     found = read_json(path) if path.is_file() else None
     if found == identity:

@@ -1,16 +1,14 @@
-"""Which tensors the data files of an encoded shard hold, by what its record says.
+"""The plan of an encoding, checked before the first image is encoded.
 
-Images of a shard as an encoding takes them: of one size, gray or in colour, read by threads.
-
-What an encoding will do, known and checked before the first image is encoded.
+A plan holds shards, options and networks, and follows the record of an encoded shard: which tensors its data
+files hold. Images are brought to one size, in gray or colour, and read ahead by threads.
 """
 
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -18,7 +16,7 @@ from PIL import ExifTags, Image
 from pydantic import Field
 from torch import Tensor, nn
 
-from hddm.data.decoding import open_image
+from hddm.data.decoding import THREADS, open_image
 from hddm.data.images import Crop, Interpolation, fit_image
 from hddm.data.shard_records import (
     DEVIATION,
@@ -75,17 +73,8 @@ def layout_of(
 
 
 _CROP_STREAM = 1
-_AHEAD = 2
-"""Batches that are read while the networks are at one."""
-
-THREADS = 8
-"""That read images; Pillow works outside Python's lock."""
-
 _TURNED = range(5, 9)
 """EXIF orientations that exchange width and height."""
-
-Item = TypeVar("Item")
-Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -116,7 +105,7 @@ def survey(shards: Iterable[tuple[Path, Sequence[ImageEntry]]]) -> tuple[int, se
 
 
 def _header(path: Path) -> tuple[bool, tuple[int, int]] | None:
-    """Whether an image has colours, and its (H, W) upright; None for a file that is no image."""
+    """True for an image in colour, and its (H, W) upright; None for a file that is no image."""
     try:
         with Image.open(path) as image:
             mode, (width, height) = image.mode, image.size
@@ -144,19 +133,6 @@ def read_image(folder: Path, entry: ImageEntry, index: int, channels: int, fit: 
     return pixels.expand(channels, -1, -1).contiguous()
 
 
-def read_ahead(
-    pool: ThreadPoolExecutor, read: Callable[[Item], Result], batches: Iterable[Sequence[Item]]
-) -> Iterator[list[Result]]:
-    """What ``read`` gives for every item, a batch at a time, while the next batches are being read."""
-    waiting: deque[list[Future[Result]]] = deque()
-    for batch in batches:
-        waiting.append([pool.submit(read, item) for item in batch])
-        if len(waiting) > _AHEAD:
-            yield [future.result() for future in waiting.popleft()]
-    while waiting:
-        yield [future.result() for future in waiting.popleft()]
-
-
 if TYPE_CHECKING:
     from diffusers import AutoencoderKL, AutoencoderTiny
     from transformers import CLIPTextModel, CLIPTokenizer
@@ -166,7 +142,7 @@ FILE_BYTES = 64 * 2**20
 
 
 class EncodingSettings(Record):
-    """What a user chooses; see `hddm.data.shard_records.EncodingRecord`.
+    """Options of an encoding; see `hddm.data.shard_records.EncodingRecord`.
 
     ``resolution`` None takes images as they are. ``random_flip``: latents of the mirrored images too.
     ``dtype`` is what latents and tokens are stored in; networks run in float32. At most ``max_bad`` images
@@ -250,7 +226,7 @@ class EncodingPlan:
     def identity(self) -> dict[str, Any]:
         """Plain values that decide what is written, up to the rounding that `computed` says more of.
 
-        A killed encoding may so be gone on with in smaller batches, for instance after a lack of memory.
+        So a killed encoding may continue in smaller batches, for instance after a lack of memory.
         """
         return {
             "shards": {shard.place: shard.manifest.hash for shard in self.shards},

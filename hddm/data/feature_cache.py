@@ -1,7 +1,7 @@
-"""Features of all images on disk: computed once, in parts, so that a killed run goes on where it was.
+"""Features of all images on disk, computed in parts, so that a killed run continues at the next part.
 
 features/
-  features.json                  whose features these are
+  features.json                  source, extractor and hashes
   part_00000.safetensors         features (n, d) float32, SHA-256 of files and of pixels (n, 32), of 1,024
                                  images in the order of the source; its header names those that are broken
 """
@@ -153,7 +153,7 @@ def _claim(folder: Path, facts: FeatureRecord, replace: bool) -> None:
 
 
 def _is_empty(folder: Path) -> bool:
-    """Whether nothing is in ``folder`` but what a killed run had begun to write."""
+    """True if ``folder`` holds nothing but drafts of a killed run."""
     return folder.is_dir() and all(
         path.name.startswith(f".{FEATURES_FILE}.part-") for path in folder.iterdir()
     )

@@ -1,10 +1,7 @@
-"""Features of images for clustering: what is near in them becomes one shard.
+"""Features of images for clustering: images near each other in them go to one shard.
 
-Principal components of small copies of images, for small plain images.
-
-For photographs, features of a pretrained network separate content far better.
-
-Features of a DINOv2 or CLIP vision model, as transformers runs it.
+`PixelPca`, principal components of small copies, serves small plain images. For photographs take a
+pretrained vision model, DINOv2 or CLIP as transformers runs it.
 """
 
 import hashlib
@@ -41,7 +38,7 @@ class FeatureExtractor(Protocol):
 
     @property
     def identity(self) -> str:
-        """What features depend on beside the images: settings and weights, in 64 hexadecimal digits.
+        """Hash of all that features depend on beside the images, settings and weights: 64 hexadecimal digits.
 
         Not the device: on another one they differ by rounding alone, and are worth keeping.
         """
@@ -66,11 +63,7 @@ def open_feature_extractor(features: str, seed: int = 0) -> FeatureExtractor:
         HddmError: as `hddm.data.features.open_vision_model`.
     """
     if features == PIXELS:
-        from hddm.data.features import PixelPca
-
         return PixelPca(seed=seed)
-    from hddm.data.features import open_vision_model
-
     return open_vision_model(SHORT_NAMES.get(features, features))
 
 

@@ -1,12 +1,8 @@
-"""Images to one size, with the options of diffusers' training scripts.
+"""Images in memory: resizing as in diffusers' training scripts, arrays with labels, and picture grids.
 
 ``train_text_to_image`` scales the shorter side to ``--resolution`` with ``--image_interpolation_mode``
 (lanczos by default), then cuts a square from the middle (``--center_crop``) or from anywhere. Scaling is
 Pillow's, whose filters widen where images shrink, as in torchvision's transforms of Pillow images.
-
-Images of any sizes side by side in one picture.
-
-Images in memory: bytes (N, C, H, W), with their labels.
 """
 
 from collections.abc import Callable, Sequence

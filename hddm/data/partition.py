@@ -1,12 +1,8 @@
-"""Which images are kept from training, and what share of them leaves every shard enough on both sides.
+"""Partition of a data set into shards of similar content and nearly equal size, with images held out.
 
-The hash of its pixels decides for each image. So equal images are on one side, and an image is on the same
-side for any number of shards, any features, and after others were added or removed: what judges the experts
-of one partition was not trained on in another. The price is that a share is met on average.
-
-Shards on disk, out of a source of images and the shard of each.
-
-Dividing images into shards of similar content and nearly equal size.
+The hash of its pixels decides whether an image is held out. Equal images share one fate, which does not
+depend on the number of shards, the features, or images that were added or removed: images that judge the
+experts of one partition were not trained on in another. The price is that the share is met on average only.
 """
 
 import hashlib
@@ -215,7 +211,7 @@ FINE_PER_SHARD = 8
 
 @dataclass(frozen=True)
 class Division:
-    """Where each image goes: ``shard`` (M,) and ``held_out`` (M,), by row of its ``features`` (M, d)."""
+    """Places of the images: ``shard`` (M,) and ``held_out`` (M,), by row of its ``features`` (M, d)."""
 
     features: ImageFeatures
     clusters: Hierarchy
@@ -342,7 +338,7 @@ def _write(
 
 @contextmanager
 def _kept(cache: Path | None, out: Path) -> Iterator[Path]:
-    """Where features lie: in ``cache``, or for a while beside ``out``."""
+    """Folder of the features: ``cache``, or a temporary one beside ``out``."""
     if cache is not None:
         yield cache
         return

@@ -1,7 +1,4 @@
-"""Pictures of a partition's images.
-
-What shards look like: one page with a picture grid a shard, sizes, classes and distances.
-"""
+"""The report of a partition: a page with a picture grid of each shard, sizes, classes and distances."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

@@ -3,19 +3,17 @@
 shards/
   partition.json                 how the shards were made, and their sizes
   clusters.safetensors           fine centres and their shard
-  report.html, pictures/         what the shards look like
+  report.html, pictures/         the report
   held_out/shard_0/…             images kept from training, where any were; shards of their own
   shard_0/manifest.json          files with SHA-256 and label, one hash of it all, one of all shards
   shard_0/images/<file>          hard links where the file system allows, copies otherwise
 
-What an encoded shard says of itself.
+An encoded shard has instead:
 
 shard_0/manifest.json            the source shard's identity, how it was encoded, every other file's SHA-256
 shard_0/images.jsonl             the source's list of images, one `ImageEntry` a line
 shard_0/data-00000.safetensors   rows of tensors, in the order of the images
 shard_0/null.safetensors         tokens of the empty prompt, where captions were encoded
-
-The images of a shard by its manifest, read as those of any other source.
 """
 
 import hashlib
@@ -98,7 +96,7 @@ class PartitionRecord(Record):
 
 
 def read_manifest(folder: Path) -> ShardManifest:
-    """What the shard in ``folder`` holds; its images are not opened.
+    """Read the manifest of the shard in ``folder``; its images are not opened.
 
     Raises:
         HddmError: for a missing or newer manifest, a list of images that does not match its hash, or a label
@@ -125,7 +123,7 @@ def check_entries(path: Path, entries: Sequence[ImageEntry], classes: Sequence[s
 
 
 def image_path(folder: Path, entry: ImageEntry) -> Path:
-    """Where the image of an entry lies.
+    """Path of the image of an entry.
 
     Raises:
         HddmError: for a place outside ``folder``.
@@ -174,7 +172,7 @@ def find_held_out(folder: Path) -> list[Path]:
 
 
 def holds_shard(folder: Path) -> bool:
-    """Whether ``folder`` is a shard's: a model's has a manifest of the same name."""
+    """True if ``folder`` is a shard's: a model's has a manifest of the same name."""
     return (folder / MANIFEST).is_file() and not _holds_model(folder)
 
 
@@ -242,7 +240,7 @@ class EncodingRecord(Record):
 
 
 class Computed(Record):
-    """What networks ran with: on another device, or in other batches, their rows differ by rounding."""
+    """Device and batches of the networks; with others their rows differ by rounding."""
 
     device: str
     batch_size: int
@@ -271,7 +269,7 @@ class EncodedManifest(ShardIdentity):
     ``hash``, ``partition`` and ``held_out_of`` are the source's, so that experts and routers match by them.
     Row k of the data is the k-th image of ``images`` that is not in ``skipped``; of ``cut_captions`` the
     end is not in the tokens. ``computed`` has each way in which networks ran, in the order of the files:
-    several where a killed encoding was gone on with otherwise, none where images passed no network.
+    several where a killed encoding continued with others, none where images passed no network.
     """
 
     encoding: EncodingRecord
@@ -291,7 +289,7 @@ class EncodedManifest(ShardIdentity):
 
 
 def is_encoded(folder: Path) -> bool:
-    """Whether the ``manifest.json`` in ``folder``, which is there, is of an encoded shard."""
+    """True if the ``manifest.json`` in ``folder``, which must be there, is of an encoded shard."""
     return "encoding" in read_json(folder / MANIFEST, LARGEST_MANIFEST)
 
 

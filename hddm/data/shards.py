@@ -1,16 +1,12 @@
-"""Shards in memory, as training reads them.
+"""Shards as training reads them, of images or encoded, one or all of a partition.
 
-An encoded shard, opened: every file checked against its hash, every tensor mapped.
-
-Any shard folder → what training reads.
-
-All shards of a partition as one: what a student of a whole ensemble is trained on.
+Files are checked against their hashes when a shard is opened. Images are decoded to memory; the tensors of an
+encoded shard are mapped from its files.
 """
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -30,6 +26,7 @@ from hddm.data.shard_records import (
     EncodedManifest,
     FileRecord,
     ImageEntry,
+    ShardIdentity,
     check_entries,
     is_encoded,
     read_content,
@@ -37,7 +34,16 @@ from hddm.data.shard_records import (
     read_entries,
     read_manifest,
 )
-from hddm.data.stores import LatentStore, MappedPixels, PixelStore, Rows, Stored, Texts, TokenStore
+from hddm.data.stores import (
+    JoinedStore,
+    LatentStore,
+    MappedPixels,
+    PixelStore,
+    Rows,
+    Stored,
+    Texts,
+    TokenStore,
+)
 from hddm.networks.identity import TextEncoderRecord, VaeRecord
 from hddm.utils.errors import HddmError
 from hddm.utils.files import HashCache, inside
@@ -75,7 +81,7 @@ class Shard:
 
     @property
     def space(self) -> Literal["pixels", "latents"]:
-        """What a sample is."""
+        """Kind of the samples."""
         return "pixels" if self.vae is None else "latents"
 
     @property
@@ -103,10 +109,7 @@ def load_shard(folder: Path) -> Shard:
     """
     manifest = read_manifest(folder)
     entries = manifest.images
-    if len(entries) < MIN_IMAGES and manifest.held_out_of is None:
-        raise HddmError(
-            f"{folder}: has {len(entries)} images; an expert needs at least {MIN_IMAGES} to train on"
-        )
+    _refuse_few(folder, manifest, len(entries))
     names = [entry.file for entry in entries]
     pixels = stack(
         [decode(read_content(folder, entry), folder / entry.file) for entry in entries], names, folder
@@ -123,6 +126,11 @@ def load_shard(folder: Path) -> Shard:
         manifest.held_out_of,
         captions_of(entries),
     )
+
+
+def _refuse_few(folder: Path, shard: ShardIdentity, num: int) -> None:
+    if num < MIN_IMAGES and shard.held_out_of is None:
+        raise HddmError(f"{folder}: has {num} images; an expert needs at least {MIN_IMAGES} to train on")
 
 
 def labels_of(entries: Sequence[ImageEntry]) -> Tensor | None:
@@ -147,10 +155,7 @@ def load_encoded(folder: Path) -> Shard:
             the manifest says, and for fewer than `MIN_IMAGES` samples to train on.
     """
     manifest = read_encoded_manifest(folder)
-    if manifest.num_rows < MIN_IMAGES and manifest.held_out_of is None:
-        raise HddmError(
-            f"{folder}: has {manifest.num_rows} images; an expert needs at least {MIN_IMAGES} to train on"
-        )
+    _refuse_few(folder, manifest, manifest.num_rows)
     verified = HashCache(folder)
     entries = _entries(folder, manifest, verified)
     try:
@@ -242,43 +247,6 @@ def open_shard(folder: Path) -> Shard:
     if (folder / MANIFEST).is_file() and is_encoded(folder):
         return load_encoded(folder)
     return load_shard(folder)
-
-
-@dataclass(frozen=True)
-class JoinedStore:
-    """Samples of several stores, one after the other."""
-
-    parts: Sequence[Stored]
-
-    @cached_property
-    def ends(self) -> Tensor:
-        """(parts,): the row after the last one of each."""
-        return torch.tensor([len(part) for part in self.parts]).cumsum(0)
-
-    @property
-    def shape(self) -> tuple[int, int, int]:
-        return self.parts[0].shape
-
-    def __len__(self) -> int:
-        return int(self.ends[-1])
-
-    def take(self, rows: Tensor, noise: torch.Generator | None, flip: Tensor | None) -> Tensor:
-        taken = torch.empty(len(rows), *self.shape)
-        which = self.part_of(rows)
-        for k, part in enumerate(self.parts):
-            here = which == k
-            if here.any():
-                own = rows[here] - (self.ends[k] - len(part))
-                taken[here] = part.take(own, noise, None if flip is None else flip[here])
-        return taken
-
-    def digest(self, row: int) -> bytes:
-        k = int(self.part_of(torch.tensor(row)))
-        return self.parts[k].digest(row - int(self.ends[k]) + len(self.parts[k]))
-
-    def part_of(self, rows: Tensor) -> Tensor:
-        """Index of the part that each of ``rows`` is in."""
-        return torch.searchsorted(self.ends, rows, right=True)
 
 
 def joined(shards: Sequence[Shard], folder: Path) -> Shard:

@@ -1,12 +1,7 @@
-"""What the samples of a shard are made of, in memory or mapped from disk.
-
-Samples of an encoded shard, mapped from its files and not copied into memory.
-
-Tokens of the captions of an encoded shard, mapped from its files.
-"""
+"""Samples of a shard: images in memory, or latents, pixels and text tokens mapped from files."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence, Sized
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
@@ -31,7 +26,7 @@ class Stored(Protocol):
         """As `hddm.data.shards.Shard.take`."""
 
     def digest(self, row: int) -> bytes:
-        """What equal samples share, and nothing else does."""
+        """A key that equal samples share, and no others."""
 
 
 class Texts(Protocol):
@@ -72,18 +67,36 @@ def mirrored(images: Tensor, flip: Tensor) -> Tensor:
     return torch.where(flip[:, None, None, None], images.flip(-1), images)
 
 
-@dataclass(frozen=True)
-class Rows:
-    """One tensor (N, …) whose rows lie in several: ``parts`` (n_k, …), of one shape and dtype."""
+class Joined:
+    """Rows of several ``parts``, one after the other."""
 
-    parts: tuple[Tensor, ...]
+    parts: Sequence[Sized]
 
     @cached_property
-    def _ends(self) -> Tensor:
+    def ends(self) -> Tensor:
+        """(parts,): the row after the last one of each."""
         return torch.tensor([len(part) for part in self.parts]).cumsum(0)
 
     def __len__(self) -> int:
-        return int(self._ends[-1])
+        return int(self.ends[-1])
+
+    def part_of(self, rows: Tensor) -> Tensor:
+        """Index of the part that each of ``rows`` is in."""
+        return torch.searchsorted(self.ends, rows, right=True)
+
+    def divided(self, rows: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """By part: its index, which (n,) of ``rows`` are in it, and their numbers there."""
+        where = self.part_of(rows)
+        for k in where.unique().tolist():
+            here = where == k
+            yield k, here, rows[here] - (int(self.ends[k]) - len(self.parts[k]))
+
+
+@dataclass(frozen=True)
+class Rows(Joined):
+    """One tensor (N, …) whose rows lie in several: ``parts`` (n_k, …), of one shape and dtype."""
+
+    parts: tuple[Tensor, ...]
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -99,12 +112,30 @@ class Rows:
         if len(rows) and not (int(rows.min()) >= 0 and int(rows.max()) < len(self)):
             raise IndexError(f"rows {int(rows.min())} to {int(rows.max())} of {len(self)}")
         taken = torch.empty((len(rows), *self.shape), dtype=self.parts[0].dtype)
-        where = torch.searchsorted(self._ends, rows, right=True)
-        for k in where.unique().tolist():
-            here = where == k
-            part = self.parts[k]
-            taken[here] = part[rows[here] - (int(self._ends[k]) - len(part))]
+        for k, here, own in self.divided(rows):
+            taken[here] = self.parts[k][own]
         return taken
+
+
+@dataclass(frozen=True)
+class JoinedStore(Joined):
+    """Samples of several stores, one after the other."""
+
+    parts: Sequence[Stored]
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        return self.parts[0].shape
+
+    def take(self, rows: Tensor, noise: torch.Generator | None, flip: Tensor | None) -> Tensor:
+        taken = torch.empty(len(rows), *self.shape)
+        for k, here, own in self.divided(rows):
+            taken[here] = self.parts[k].take(own, noise, None if flip is None else flip[here])
+        return taken
+
+    def digest(self, row: int) -> bytes:
+        ((k, _, own),) = self.divided(torch.tensor([row]))
+        return self.parts[k].digest(int(own))
 
 
 @dataclass(frozen=True)
@@ -130,7 +161,7 @@ class MappedPixels:
 
 @dataclass(frozen=True)
 class LatentStore:
-    """What a VAE's encoder gave for images and, where they were encoded, for their mirror images.
+    """Outputs of a VAE's encoder for images and, where they were encoded, for their mirror images.
 
     A sample is (z - ``shift``) × ``scale`` with z = mean + deviation × ε, ε normal and new each time, as
     DiT and Stable Diffusion are trained; z is the mean where there is no deviation or no noise.

@@ -1,9 +1,7 @@
-"""From a ``config.json`` to an empty network: a known class, known keys, sizes that the weights back.
+"""Network folders as diffusers lays them out: ``config.json`` and one safetensors file, read strictly.
 
-A config is foreign text. It never chooses code beyond a given list of classes, and what it declares is
-held against the tensors that are there before anything takes memory.
-
-Network folders as diffusers lays them out: ``config.json`` and one safetensors file, nothing lenient.
+A config is foreign text. It never chooses code beyond a given list of classes, and the sizes it declares are
+held against the tensors in the file before anything takes memory.
 """
 
 import inspect

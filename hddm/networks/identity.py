@@ -1,8 +1,6 @@
-"""Which VAE made an expert's latents, and which text encoder its tokens: by content, not by name.
+"""Identities of VAE and text encoder by their content, and named sizes of the transformers.
 
-Named sizes of the transformers: depth, width and heads, as DiT names them.
-
-``tiny`` and ``small`` are for tests and for images of a few hundred pixels. The others are those of
+``tiny`` and ``small`` are for tests and for images of a few hundred pixels. The other sizes are those of
 Peebles & Xie 2022 (arXiv:2212.09748, table 1); the number after the slash is the patch size.
 """
 

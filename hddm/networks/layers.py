@@ -1,12 +1,10 @@
-"""Scaled dot-product attention, with a quick gradient where PyTorch's own is slow.
+"""Layers that the expert and the router share, and Flux's packing of patches.
 
-Flux's currency: patches of 2×2 as rows of channels, and where each of them lies.
+`attend` has a faster gradient where PyTorch's own is slow. Flux takes patches of 2×2 as rows of channels:
 
     (batch, C, H, W)  ↔  (batch, HW/4, 4C)      row y W/2 + x holds patch (y, x), channel 4c + 2 dy + dx
 
-as its pipeline in diffusers has it; the network itself takes and gives rows.
-
-Blocks that the expert and the router share.
+as its pipeline in diffusers packs them; the network itself takes and gives rows.
 """
 
 import math

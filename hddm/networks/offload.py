@@ -1,14 +1,13 @@
-"""Networks that lie on disk or in main memory until they are called, and which of them stay.
+"""Networks that lie on disk or in main memory until they are called.
 
-A `StoredNetwork` stands for a network. Its weights come to the device when it is first called; a `Shelf`
-that several share sends the least recently used away when its budget is full:
+A `StoredNetwork` stands for a network. Its weights come to the device when it is first called. Several share
+a `Shelf`, which evicts the least recently used one when its budget is full:
 
     none   they stay on the device
     ram    they stay in main memory too, and leave the device
     disk   they are read again, mapped from their file
 
-Where weights have the stored dtype and run on the CPU, being read means being mapped: pages come as they
-are touched.
+Weights of the stored dtype on the CPU are mapped: their pages come as they are touched.
 """
 
 import threading
@@ -55,7 +54,7 @@ class Shelf:
         self.lock = threading.RLock()
 
     def __getstate__(self) -> dict[str, Any]:
-        """What a copy starts from: what is here, and nothing of what is on its way."""
+        """State of a copy: the weights that are here, none that are on their way."""
         with self.lock:
             present, networks = self._present.copy(), self._networks.copy()
         return {
@@ -121,7 +120,7 @@ class Shelf:
             network.clear()
 
     def is_present(self, network: "StoredNetwork") -> bool:
-        """Whether the weights of ``network`` are on its device, or on their way."""
+        """True if the weights of ``network`` are on its device, or on their way."""
         return network in self._present or network in self._coming
 
     def _refuse_larger(self, network: "StoredNetwork") -> None:

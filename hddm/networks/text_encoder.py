@@ -1,6 +1,6 @@
-"""The CLIP tokenizer of a pipeline, opened by transformers from checked local files alone.
+"""CLIP text encoder and tokenizer of a pipeline: prompts to the tokens that experts take.
 
-CLIP text encoder and tokenizer of a pipeline: read strictly, prompts to the tokens that experts take.
+Both are read strictly from local files that are checked before transformers opens them.
 """
 
 import warnings
@@ -136,7 +136,7 @@ def read_text_encoder(
 
 
 def text_encoder_facts(folder: Path, tokens: object, variant: str | None = None) -> TextEncoderRecord:
-    """What tells the text encoder in ``folder`` from others; raises as `read_text_encoder`.
+    """Identity of the text encoder in ``folder``; raises as `read_text_encoder`.
 
     ``tokens`` is the ``model_max_length`` of the tokenizer beside it, as `prompt_length` takes it.
     """

@@ -1,6 +1,7 @@
-"""The expert network: a DiT with adaLN-Zero, AdaLN-Single or what lies between, and its conditions.
+"""The expert and the router transformers.
 
-The router network: a DiT with adaLN-Zero blocks that classifies a noised image by shard.
+The expert is a DiT with adaLN-Zero, AdaLN-Single or a form between them, and its conditions. The router is a
+DiT with adaLN-Zero blocks that classifies a noised image by shard.
 """
 
 from typing import cast

@@ -1,6 +1,6 @@
-"""Files of a component's folder, held inside it.
+"""The VAE of an expert of latents: read strictly, identified by its encoder, decoding latents to images.
 
-The VAE of an expert of latents: read strictly, told by its encoder, decoding samples to images.
+The files of a component stay inside its folder. Older files of diffusers have other names of tensors.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -65,7 +65,7 @@ _ATTENTION = {".to_q.": ".query.", ".to_k.": ".key.", ".to_v.": ".value.", ".to_
 
 
 def former_name(name: str) -> str:
-    """What diffusers called the tensor ``name`` once; ``name`` itself where it never changed."""
+    """Former name in diffusers of the tensor ``name``; ``name`` itself where it never changed."""
     for new, old in _ATTENTION.items():
         if new in name:
             return name.replace(new, old)
@@ -107,7 +107,7 @@ def read_vae(folder: Path, dtype: torch.dtype = torch.float32) -> "AutoencoderKL
 
 
 def vae_facts(folder: Path, variant: str | None = None) -> VaeRecord:
-    """What tells the latent space of the VAE in ``folder`` from others; raises as `read_vae`.
+    """Identity of the latent space of the VAE in ``folder``; raises as `read_vae`.
 
     Scale and shift are the config's, or the documented defaults of its class. The file of weights is that of
     ``variant`` where there is one.

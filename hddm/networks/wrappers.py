@@ -1,9 +1,7 @@
-"""What a network takes and gives, read off its config alone.
+"""Networks that an expert may have, under one call: ``network(x, timestep, **conditions) -> Tensor``.
 
-The networks that an expert may be, under one call: ``network(x, timestep, **conditions) -> Tensor``.
-
-Architectures that diffusers has are diffusers' own classes. Which class a folder names is held to this
-list; nothing else is ever built.
+Architectures that diffusers has are diffusers' own classes. The class that a folder names must be in
+`EXPERT_NETWORKS`; nothing else is ever built. `interface_of` reads inputs and outputs off the config alone.
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,7 +26,7 @@ _TEXT_WIDTHS = ("caption_channels", "text_dim", "joint_attention_dim", "cross_at
 
 @dataclass(frozen=True)
 class Interface:
-    """What a network takes and gives, read off its config.
+    """Inputs and outputs of a network, read off its config.
 
     ``sample_shape`` is (C, H, W); ``variance_head`` says that the output has 2 C channels, of which the
     last C are a learned variance (arXiv:2102.09672) and no part of the prediction. ``null_class`` is the
@@ -44,7 +42,7 @@ class Interface:
 
 
 def interface_of(name: str, config: Mapping[str, object], sides: tuple[int, int] | None = None) -> Interface:
-    """What the network of class ``name`` with this ``config`` takes and gives.
+    """Inputs and outputs of the network of class ``name`` with this ``config``.
 
     Args:
         name: of the class.
@@ -73,13 +71,13 @@ def interface_of(name: str, config: Mapping[str, object], sides: tuple[int, int]
 
 
 def has_variance_head(name: str, config: Mapping[str, object]) -> bool:
-    """Whether the output of a network has a learned variance besides; raises as `interface_of`."""
+    """True if a network also outputs a learned variance; raises as `interface_of`."""
     taken, given = _count(config, "in_channels"), config.get("out_channels")
     return name != FLUX and taken is not None and given == 2 * taken
 
 
 def own_time_factor(name: str) -> float:
-    """What a network of class ``name`` multiplies the time by that it is fed, before it embeds it."""
+    """Factor by which a network of class ``name`` multiplies its time before embedding it."""
     return 1000.0 if name == FLUX else 1.0
 
 
@@ -92,7 +90,7 @@ def text_width(config: Mapping[str, object]) -> int | None:
 
 
 def has_sample_size(name: str) -> bool:
-    """Whether the config of class ``name`` has a place for the size of a sample."""
+    """True if the config of class ``name`` has a place for the size of a sample."""
     return name != FLUX
 
 

@@ -1,8 +1,7 @@
-"""The exceptions for what a user can mend.
+"""Errors that a user can mend, and the words in which they are worded.
 
-Numbers and lists in sentences.
-
-What pydantic finds wrong with a value, in the words that all our messages use.
+Every message is one line: the file or option, the value, the remedy. Numbers, lists and pydantic's findings
+get the same words everywhere.
 """
 
 import contextlib
@@ -34,14 +33,14 @@ class HddmError(ValueError):
 
 
 class UsageError(HddmError):
-    """A call that asks for what cannot be, whatever is found: the command line exits with code 2."""
+    """A call whose options cannot go together, whatever the files hold; the command line exits with 2."""
 
     exit_code = 2
 
 
 @contextlib.contextmanager
 def asked() -> Iterator[None]:
-    """A block that looks at what a caller passes: an `HddmError` in it becomes a `UsageError`."""
+    """Check the arguments of a caller in this block: an `HddmError` in it becomes a `UsageError`."""
     try:
         yield
     except HddmError as error:
@@ -91,7 +90,7 @@ _WORDS = {
 
 
 def words(problem: "ErrorDetails") -> str:
-    """What is wrong with a value, to stand after its name: ``must be 1 or more``.
+    """Words for a wrong value, to stand after its name: ``must be 1 or more``.
 
     An error of our own is taken as it is, without the value that it begins with.
     """
@@ -107,5 +106,5 @@ def words(problem: "ErrorDetails") -> str:
 
 
 def choose(value: str, known: Sequence[str]) -> str:
-    """What may stand in place of an unknown ``value``, and the nearest to it."""
+    """Name the known values in place of an unknown ``value``, and the nearest."""
     return f"choose one of {', '.join(known)}{did_you_mean(value, known)}"

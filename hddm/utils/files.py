@@ -1,19 +1,13 @@
-"""Names from files and records, which must stay inside their folder.
+"""Files and folders that are complete or absent, names that stay inside their folder, locks and hashes.
 
-One process at a time: a lock that the system lets go of when its holder ends, however that happens.
+`new_folder` and `write_whole` write beside the target, sync to disk and rename. `locked` keeps other
+processes away until its holder ends, killed or not. `inside` refuses names and links that leave a folder.
 
-Writing files and folders whole or not at all; JSON and hashes, with errors that name the file.
-
-Files that were held against their hashes before, and have not been touched since.
-
-A shard of 100 GB takes minutes to hash, and every restart of a training opens it; weights likewise. So a
-folder keeps, in a hidden file, what each verified file was like: its hash, size and inode, and the times of
-the last change of content and of status. A file that is like that still is not read again. Any write gives
-it another time, and copying it another inode, so that both are hashed anew. What changes neither, such as a
-disk that rots, shows once the hidden file is removed.
-
-A file system's clock may be as coarse as two seconds. What was changed so shortly before it was hashed could
-be changed again without another time, and is not remembered; git treats its index so.
+`HashCache` remembers which files were verified, so that a restart does not hash 100 GB again: a hidden file
+keeps hash, size, inode and the times of the last change of content and of status. Any write changes a time,
+any copy the inode, and the file is hashed anew. A failing disk changes neither, and shows once the hidden
+file is removed. Clocks of file systems may be as coarse as two seconds, so a file that was changed just
+before it was hashed is not remembered (as in git's index).
 """
 
 import contextlib
@@ -128,7 +122,7 @@ def new_folder(target: Path, record: str, overwrite: bool = False, is_locked: bo
     keeps other processes away.
 
     A folder that is replaced is renamed away first, so for a moment nothing has its name. Whoever is killed
-    just then leaves it whole, beside its place; `restore` puts it back.
+    just then leaves it complete, beside its place; `restore` puts it back.
 
     Raises:
         HddmError: as `check_absent`, and where another process writes it.
@@ -170,7 +164,7 @@ def alone(target: Path) -> Iterator[None]:
 
 
 def put_in_place(draft: Path, target: Path, overwrite: bool) -> None:
-    """Rename a finished ``draft``, on the same file system, to ``target``.
+    """Rename a complete ``draft``, on the same file system, to ``target``.
 
     Files are synced to disk before, and the rename after. What `check_absent` refuses must have been refused.
 
@@ -224,10 +218,10 @@ def restore(target: Path) -> None:
 
 
 def write_whole(path: Path, write: Callable[[Path], object], overwrite: bool = True) -> None:
-    """Write a file that has its name only once it is whole and on the disk.
+    """Write a file that gets its name only once it is complete and on the disk.
 
     Args:
-        path: the file, in a folder that is there; what has its name stays until the new one is whole.
+        path: the file, in a folder that is there; what has its name stays until the new one is complete.
         write: makes the file that it is given, a hidden one beside ``path``; a failure removes that.
         overwrite: whether a file that is there by then is replaced.
 
@@ -372,12 +366,12 @@ def _replace(draft: Path, target: Path) -> None:
 
 
 def _aside(target: Path) -> str:
-    """What a folder is called that makes room for another, but for the number of the process."""
+    """Name of a folder that made room for another, without the number of the process."""
     return f".{target.name}.old-"
 
 
 def _is_left(path: Path) -> bool:
-    """Whether the process that drafted a folder, or renamed it away, is gone."""
+    """True if the process that drafted a folder, or renamed it away, is gone."""
     number = path.name.rpartition("-")[2]
     if not number.isdecimal() or not path.is_dir():
         return False
@@ -397,7 +391,7 @@ SETTLED = 2 * 10**9
 
 
 class HashCache:
-    """What is known of the files in ``folder``; `keep` writes it down.
+    """Hashes of files in ``folder`` that were verified before; `keep` writes them down.
 
     Files of less than ``smallest`` bytes are hashed each time, and not remembered.
     """
@@ -410,7 +404,7 @@ class HashCache:
         self._found: dict[str, object] = {}
 
     def matches(self, name: str, sha256: str) -> bool:
-        """Whether the file ``name`` has this hash: by its content, unless it is as it was when it had.
+        """True if the file ``name`` has this hash; one that is unchanged since it had is not read again.
 
         Raises:
             HddmError: for a file that cannot be read.

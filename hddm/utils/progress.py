@@ -65,7 +65,7 @@ class Progress:
         return (time.perf_counter() - self._start) * self._total < _SHORT * self._done
 
     def _details(self) -> list[str]:
-        """What a line says besides."""
+        """Further parts of a line."""
         return []
 
 

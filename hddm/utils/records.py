@@ -1,17 +1,12 @@
-"""The JSON files that mark what a folder is; who looks for one needs nothing else of its kind.
+"""Records: validated JSON with a format version; and the manifest that seals a model's folder.
 
-Records beside weights: validated JSON with a format version.
+Each kind of folder is marked by one JSON file, named here, so that nothing else must be imported to find it.
 
-The manifest of a model's folder: the SHA-256 of every file that has a meaning, written last.
-
-``manifest.json`` of an expert, a router or an ensemble lists its files by their place in the folder. A folder
-below that has a manifest of its own is listed by that file alone. Pictures, papers (README, LICENSE, `*.md`)
-and hidden files are not listed, and may come, change and go.
-
-So damage and mistakes are found: a file that was cut off, exchanged, left out or edited. Forgery is not:
-whoever can change a file can write its manifest anew.
-
-Folders of formats before `SINCE` have no manifest. In one of a later format it must be there.
+``manifest.json`` of an expert, a router or an ensemble is written last and holds the SHA-256 of every file
+that has a meaning. A folder below it with a manifest of its own is listed by that file alone. Pictures,
+papers (README, LICENSE, `*.md`) and hidden files are not listed and may change. A manifest finds damage and
+mistakes, not forgery: whoever can change a file can write its manifest anew. Folders of formats before
+`SINCE` have none; in later ones it is required.
 """
 
 import re
@@ -35,7 +30,7 @@ SAMPLING_FILE = "sampling.json"
 
 
 OPTIONS = "options"
-"""Where values come from that are given on the command line: errors name them as they are spelt there."""
+"""Origin of values from the command line: errors name them as they are spelt there."""
 
 
 class Record(BaseModel):
@@ -117,7 +112,7 @@ FORMAT = "1.0"
 SINCE = (1, 4)
 """The first format of ``expert.json``, ``router.json`` and ``ensemble.json`` that goes with a manifest."""
 SMALL = 2**24
-"""Bytes below which a file is hashed whenever it is opened, in some milliseconds."""
+"""Bytes below which a file is hashed whenever it is opened."""
 
 _PAPERS = ("README", "LICENSE", "NOTICE", "COPYING")
 _NO_MEANING = {".md", ".rst", ".png", ".jpg", ".jpeg", ".gif", ".webp", ".svg", ".html", ".pdf", ".log"}
@@ -170,7 +165,7 @@ def _write_files(folder: Path, files: Mapping[str, str]) -> None:
 
 
 def has_manifest(folder: Path) -> bool:
-    """Whether there is one."""
+    """True if ``folder`` has a manifest."""
     return (folder / MANIFEST).is_file()
 
 
@@ -190,7 +185,7 @@ def damage(
     sha256: Callable[[Path], str] | None = None,
     chosen: Callable[[str], bool] = lambda name: True,
 ) -> tuple[str, ...]:
-    """What of a folder is not what was written, a line a file; nothing for a folder of an older format.
+    """List the files that differ from the manifest, a line each; none for a folder of an older format.
 
     Args:
         folder: of an expert, a router or an ensemble.

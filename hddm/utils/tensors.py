@@ -1,4 +1,4 @@
-"""Small tensor helpers that several floors share."""
+"""Small tensor helpers that several rooms share."""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,4 @@
-"""Weights as safetensors, mapped from disk when read and streamed when written; other kinds are told apart.
+"""Weights as safetensors, mapped from disk when read and streamed when written.
 
 The library (0.4.5 to 0.8) checks the header's length against the file and 100 MB, the nesting of its JSON,
 ranges that overlap, leave holes or do not cover the file, and shapes against ranges, with overflow. Left
@@ -76,7 +76,7 @@ def read_head(path: Path) -> bytes:
 
 
 def one_line(error: Exception) -> str:
-    """What an error of a library says, as a short part of one line."""
+    """The text of a library's error as a short part of one line."""
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= 200 else text[:199] + "…"
 
@@ -117,7 +117,7 @@ DTYPES = {
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """What a header says of one tensor."""
+    """A tensor as its header declares it."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype

@@ -1,7 +1,4 @@
-"""Files below a folder, and names from archives that must stay inside one.
-
-What every image source offers, whatever holds its images.
-"""
+"""The interface of image sources, and the names of their files, which must stay inside a folder."""
 
 import os
 from collections.abc import Sequence
@@ -27,7 +24,7 @@ class Found:
 
 
 def find_files(root: Path) -> Found:
-    """What is below ``root``; links to folders are not followed, links to files are.
+    """Files below ``root``; links to folders are not followed, links to files are.
 
     Raises:
         HddmError: for a name that is not UTF-8 or breaks a line.
@@ -81,7 +78,7 @@ class ImageSource(Protocol):
 
     @property
     def root(self) -> Path:
-        """What was opened; ``root / files[i]`` names image i in messages."""
+        """The path that was opened; ``root / files[i]`` names image i in messages."""
 
     @property
     def files(self) -> Sequence[str]:

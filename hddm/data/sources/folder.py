@@ -1,6 +1,6 @@
-"""``metadata.jsonl`` beside images, as Hugging Face's ``imagefolder`` reads it.
+"""Images that are files of their own, in a folder or in folders by class.
 
-Images that are files of their own, in a folder or in folders by class.
+Captions and labels come from ``metadata.jsonl`` beside them, as Hugging Face's ``imagefolder`` reads it.
 """
 
 import json
@@ -20,7 +20,7 @@ LONGEST_LINE = 2**20
 
 @dataclass(frozen=True)
 class Described:
-    """What ``metadata.jsonl`` says, in sorted order of the files."""
+    """Content of ``metadata.jsonl``, in sorted order of the files."""
 
     files: tuple[str, ...]
     classes: tuple[str, ...]

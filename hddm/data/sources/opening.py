@@ -1,4 +1,4 @@
-"""Any path to images → their source."""
+"""Opening of a path to images as the source that it is."""
 
 from pathlib import Path
 

@@ -1,11 +1,8 @@
-"""Captions and labels out of rows that others wrote, with nothing guessed.
-
-Which columns of a Parquet file hold images, labels and captions.
-
-Parquet files with encoded images, in the layout of Hugging Face's ``datasets``.
+"""Parquet files with encoded images, in the layout of Hugging Face's ``datasets``.
 
 An image column is ``struct<bytes: binary, path: string>``, or plain ``binary``. The schema's ``huggingface``
-metadata, where there is some, says which column it is and how the classes are called.
+metadata, where present, names the image column and the classes. Columns of labels and captions are found by
+type and name, or are named by the caller; nothing is guessed.
 """
 
 import bisect
