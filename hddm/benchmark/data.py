@@ -39,7 +39,7 @@ class SourceImages:
 
 
 @dataclass(frozen=True)
-class Division:
+class PartitionedImages:
     """The shards of the training side, and all of it as one; validation images are kept from both."""
 
     shards: Path
@@ -144,7 +144,9 @@ def refuse_work_among_images(settings: DataSettings, data: Path | None, folders:
             raise HddmError(f"{folder}: lies among the images in {images}; choose a folder outside them")
 
 
-def divide(sources: SourceImages, data: DataSettings, settings: PartitionSettings, store: Store) -> Division:
+def divide(
+    sources: SourceImages, data: DataSettings, settings: PartitionSettings, store: Store
+) -> PartitionedImages:
     """Shards of the training side, without its validation images.
 
     Which images those are is decided by the hash of their pixels (`hddm.data.partition`), so that they are
@@ -175,10 +177,10 @@ def divide(sources: SourceImages, data: DataSettings, settings: PartitionSetting
         jobs.append(job)
     shards, whole = (store.path(job) / name for job, name in zip(jobs, (SHARDS, WHOLE), strict=True))
     manifests = tuple(read_manifest(folder) for folder in find_shards(shards))
-    return Division(shards, whole, manifests, (jobs[0], jobs[1]))
+    return PartitionedImages(shards, whole, manifests, (jobs[0], jobs[1]))
 
 
-def reference_job(sources: SourceImages, divided: Division, split: Split) -> Job:
+def reference_job(sources: SourceImages, divided: PartitionedImages, split: Split) -> Job:
     """The job that packs the images that samples are scored against.
 
     Raises:
@@ -197,7 +199,7 @@ def reference_job(sources: SourceImages, divided: Division, split: Split) -> Job
     return Job("reference", {"score_on": split}, inputs)
 
 
-def fewest_images(sources: SourceImages, divided: Division) -> int:
+def fewest_images(sources: SourceImages, divided: PartitionedImages) -> int:
     """Images of the smallest of the sides that samples are ever scored against; none is opened."""
     counts = [
         sum(len(manifest.images) for manifest in divided.manifests),
@@ -207,7 +209,7 @@ def fewest_images(sources: SourceImages, divided: Division) -> int:
     return min(filter(None, counts))
 
 
-def write_reference(store: Store, job: Job, sources: SourceImages, divided: Division) -> None:
+def write_reference(store: Store, job: Job, sources: SourceImages, divided: PartitionedImages) -> None:
     """Do `reference_job`: one file of bytes, which a worker reads in a moment."""
     with making(store.folder, job) as (draft, result):
         tensors: dict[str, Tensor] = {}

@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 
 from hddm.benchmark.compute import Cost, Costs, single_steps
-from hddm.benchmark.data import Division
+from hddm.benchmark.data import PartitionedImages
 from hddm.benchmark.jobs import Job, Store, making, named
 from hddm.benchmark.samples import SampledModel, canonical
 from hddm.benchmark.settings import (
@@ -106,7 +106,9 @@ class SeedModels:
         store: where finished ones lie.
     """
 
-    def __init__(self, settings: BenchmarkSettings, seed: int, divided: Division, store: Store) -> None:
+    def __init__(
+        self, settings: BenchmarkSettings, seed: int, divided: PartitionedImages, store: Store
+    ) -> None:
         self.settings, self.seed, self.divided, self.store = settings, seed, divided, store
         self.costs = Costs(store, divided.shards)
         self._all_images_hash = read_manifest(divided.all_images).hash

@@ -18,7 +18,7 @@ from pydantic import Field
 from hddm.benchmark.settings import BenchmarkSettings, SamplingPoint, Split
 from hddm.evaluation.compare import figure_at
 from hddm.evaluation.results import Result, ResultGroup, read_groups
-from hddm.evaluation.verdict import Contrast, Figure, Verdict, verdicts
+from hddm.evaluation.verdict import Contrast, Figure, GapVerdict, verdicts
 from hddm.utils.errors import HddmError
 from hddm.utils.files import read_json
 from hddm.utils.records import RESULTS_FILE, Record, check_format, parse_record
@@ -89,7 +89,7 @@ class Comparison(Record):
     """By training seed."""
     ratio: float | None
     """Of the means."""
-    verdict: Verdict
+    verdict: GapVerdict
 
     @property
     def sentence(self) -> str:

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from hddm.benchmark.data import Division
+from hddm.benchmark.data import PartitionedImages
 from hddm.benchmark.jobs import Job, Store, named, named_call
 from hddm.benchmark.models import Model, SeedModels
 from hddm.benchmark.samples import canonical, piece_call, pieces
@@ -21,7 +21,7 @@ _ALWAYS_NAMED = ("strategy", "solver", "steps")
 class SharedInputs:
     """What all seeds share: the data, what samples are scored against, and what real images score."""
 
-    divided: Division
+    divided: PartitionedImages
     reference: Job
     features: Job
     real: dict[str, Any]

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from hddm.data.atomic_tensors import read_tensors, write_tensors
 from hddm.data.decoding import decode, find_bad, in_colour, pixel_digest, too_many_bad, why_bad
-from hddm.data.features import FeatureExtractor
+from hddm.data.features import Extractor
 from hddm.data.sources import ImageSource
 from hddm.utils.errors import HddmError
 from hddm.utils.files import write_json, write_whole
@@ -38,7 +38,7 @@ class FeatureRecord(Record):
     """Hash of the images' names and of `hddm.data.sources.base.ImageSource.size` of each."""
     features: str
     extractor: str
-    """`hddm.data.features.FeatureExtractor.identity`."""
+    """`hddm.data.features.Extractor.identity`."""
     part: int
     """Images of a part; the last may have fewer."""
 
@@ -77,7 +77,7 @@ class ImageFeatures:
 
 def compute_features(
     source: ImageSource,
-    extractor: FeatureExtractor,
+    extractor: Extractor,
     folder: Path,
     max_bad: int = 0,
     replace: bool = False,
@@ -191,7 +191,7 @@ def _is_mended(source: ImageSource, part: Path) -> bool:
 
 
 def _extract(
-    source: ImageSource, extractor: FeatureExtractor, rows: range
+    source: ImageSource, extractor: Extractor, rows: range
 ) -> tuple[dict[str, np.ndarray], dict[str, str]]:
     """Tensors of a part, and why images of it cannot be read."""
     sound: list[int] = []

@@ -26,7 +26,7 @@ SHORT_NAMES = {"dinov2": "facebook/dinov2-base", "clip": "openai/clip-vit-large-
 """Names on Hugging Face's hub for which a word is enough."""
 
 
-class FeatureExtractor(Protocol):
+class Extractor(Protocol):
     """Images → features (n, d) in float32.
 
     ``batch`` images are taken at once, in the order of the source, so that equal settings give equal bits on
@@ -50,7 +50,7 @@ class FeatureExtractor(Protocol):
         """Features (n, d) of images (H, W, 3), of any sizes."""
 
 
-def open_feature_extractor(features: str, seed: int = 0) -> FeatureExtractor:
+def open_feature_extractor(features: str, seed: int = 0) -> Extractor:
     """The extractor that ``--features`` names.
 
     Args:

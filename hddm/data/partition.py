@@ -21,7 +21,7 @@ from safetensors.numpy import save_file
 from hddm.data.clustering import Candidate, Hierarchy, best, cluster, propose
 from hddm.data.decoding import count_copies
 from hddm.data.feature_cache import ImageFeatures, compute_features
-from hddm.data.features import FeatureExtractor, open_feature_extractor
+from hddm.data.features import Extractor, open_feature_extractor
 from hddm.data.partition_report import write_report
 from hddm.data.shard_records import (
     FORMAT,
@@ -303,7 +303,7 @@ def _write(
     source: ImageSource,
     division: Division,
     folder: Path,
-    extractor: FeatureExtractor,
+    extractor: Extractor,
     seed: int,
     held_out: float,
     candidates: tuple[Candidate, ...],

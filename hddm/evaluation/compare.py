@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hddm.evaluation.results import ResultGroup
-from hddm.evaluation.verdict import FEWEST, Better, Contrast, Figure, Verdict, verdicts
+from hddm.evaluation.verdict import FEWEST, Better, Contrast, Figure, GapVerdict, verdicts
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Line:
 
     measure: Measure
     figures: tuple[Figure, ...]
-    verdicts: tuple[Verdict | None, ...]
+    verdicts: tuple[GapVerdict | None, ...]
 
 
 def lines(groups: Sequence[ResultGroup]) -> list[Line]:
@@ -134,7 +134,7 @@ def _shown(figure: Figure) -> str:
     return text + ("" if figure.spread is None else f" (s {_number(figure.spread, 2)})")
 
 
-def _said(one: Verdict | None) -> str:
+def _said(one: GapVerdict | None) -> str:
     if one is None:
         return ""
     if one.judgement == "no verdict":

@@ -89,7 +89,7 @@ class Gap:
         return self.mean - half, self.mean + half
 
 
-class Verdict(Record):
+class GapVerdict(Record):
     """How one model stands against another by one figure."""
 
     gap: float
@@ -138,7 +138,7 @@ def holm(gaps: Sequence[Gap]) -> list[float]:
     return levels
 
 
-def verdicts(contrasts: Sequence[Contrast], by_images: bool = False) -> list[Verdict]:
+def verdicts(contrasts: Sequence[Contrast], by_images: bool = False) -> list[GapVerdict]:
     """The verdicts of one table.
 
     Args:
@@ -165,7 +165,7 @@ def verdicts(contrasts: Sequence[Contrast], by_images: bool = False) -> list[Ver
             seeds = counted(_trainings(one), "training seed")
             why = f"{seeds}, and {FEWEST} or more give a verdict"
         found.append(
-            Verdict(gap=gap, spread=spread, interval=interval, judgement=_judged(one, interval), why=why)
+            GapVerdict(gap=gap, spread=spread, interval=interval, judgement=_judged(one, interval), why=why)
         )
     return found
 

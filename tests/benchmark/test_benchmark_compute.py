@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from hddm.benchmark.compute import Cost, Costs, count_continued, count_expert, count_router, single_steps
-from hddm.benchmark.data import Division
+from hddm.benchmark.data import PartitionedImages
 from hddm.benchmark.jobs import Job, Store
 from hddm.benchmark.models import SeedModels
 from hddm.benchmark.samples import canonical, draw
@@ -29,9 +29,9 @@ FREQUENCIES = 256
 
 
 @pytest.fixture(scope="module")
-def divided(shards: Path, whole: Path) -> Division:
+def divided(shards: Path, whole: Path) -> PartitionedImages:
     manifests = tuple(map(read_manifest, find_shards(shards)))
-    return Division(shards, whole.parent, manifests, (Job("shards", {}), Job("whole", {})))
+    return PartitionedImages(shards, whole.parent, manifests, (Job("shards", {}), Job("whole", {})))
 
 
 def _linear(rows: int, inside: int, outside: int) -> int:
@@ -109,7 +109,7 @@ def test_the_single_model_gets_what_the_ensemble_costs_with_its_router(shards: P
 
 @pytest.mark.parametrize("changes", [{"batch_size": 64}, {"size": "small"}, {"class_conditional": True}])
 def test_a_single_model_of_other_settings_costs_the_same(
-    changes: dict[str, Any], divided: Division, tmp_path: Path
+    changes: dict[str, Any], divided: PartitionedImages, tmp_path: Path
 ) -> None:
     training = settings().training.model_dump() | {"single": {}}
     training["expert"] |= {"steps": 3000}
@@ -124,7 +124,7 @@ def test_a_single_model_of_other_settings_costs_the_same(
     assert 0 <= gap < single.settings.batch_size * cost.step
 
 
-def test_a_single_model_that_says_its_steps_takes_them(divided: Division, tmp_path: Path) -> None:
+def test_a_single_model_that_says_its_steps_takes_them(divided: PartitionedImages, tmp_path: Path) -> None:
     models = [{"name": "single model", "kind": "single", "training": {"steps": 7, "batch_size": 64}}]
     chosen = settings(models=models, compare={}, tables=[{"name": "models"}])
     (single,) = SeedModels(chosen, 0, divided, Store(tmp_path / "jobs")).trainings(chosen.models[0])

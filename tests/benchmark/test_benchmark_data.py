@@ -10,7 +10,14 @@ import torch
 from PIL import Image
 from safetensors.torch import save_file
 
-from hddm.benchmark.data import Division, SourceImages, divide, fewest_images, hash_of_images, reference_job
+from hddm.benchmark.data import (
+    PartitionedImages,
+    SourceImages,
+    divide,
+    fewest_images,
+    hash_of_images,
+    reference_job,
+)
 from hddm.benchmark.jobs import Job, Store
 from hddm.benchmark.scores import features_job_of, training_set
 from hddm.benchmark.settings import DataSettings, PartitionSettings
@@ -50,7 +57,7 @@ def test_results_of_other_images_are_not_replaced_unasked(miniature: Finished, t
     assert (out / "results.json").read_bytes() == before
 
 
-def _divided(images: Path, folder: Path) -> tuple[SourceImages, Division]:
+def _divided(images: Path, folder: Path) -> tuple[SourceImages, PartitionedImages]:
     sides = SourceImages(images, None, hash_of_images(images))
     folder.mkdir()
     return sides, divide(
