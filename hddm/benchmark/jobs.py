@@ -87,7 +87,7 @@ class Store:
         return self.folder / job.name
 
     def has(self, job: Job) -> bool:
-        """Whether ``job`` is finished."""
+        """True where ``job`` is complete."""
         return (self.path(job) / RECORD).is_file()
 
     def record(self, job: Job) -> dict[str, Any]:
@@ -104,7 +104,7 @@ class Store:
         return record
 
     def result(self, job: Job) -> dict[str, Any]:
-        """What a finished job found, as plain values."""
+        """Result of a complete job, as plain values."""
         found: dict[str, Any] = self.record(job)["result"]
         return found
 
@@ -209,7 +209,7 @@ def machine() -> dict[str, Any]:
 
 
 def together(machines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """What all of several say, and one after the other where they differ."""
+    """The value that several share, or all of them where they differ."""
     found: dict[str, Any] = {}
     for key in dict.fromkeys(key for one in machines for key in one):
         values = [one.get(key) for one in machines]

@@ -92,7 +92,7 @@ class Model:
 
     @cached_property
     def weights(self) -> str:
-        """What the records of its experts say of their weights: averaged, raw or unstated."""
+        """Weights that the records of its experts state: averaged, raw or unstated."""
         return " and ".join(sorted({record.weights for record in expert_records(self.source.folder)}))
 
 
@@ -130,7 +130,7 @@ class SeedModels:
 
     @property
     def needs_router(self) -> bool:
-        """Whether there is an ensemble that is made here."""
+        """True where an ensemble is made here."""
         return any(model.kind == "ensemble" for model in self.settings.models)
 
     def trainings(self, model: ModelSettings) -> list[Training]:
@@ -270,7 +270,7 @@ def _seen(training: Training) -> int:
 
 @dataclass(frozen=True)
 class _Abilities:
-    """What of a model decides how it can be sampled."""
+    """Properties of a model that decide how it can be sampled."""
 
     experts: int
     """0 of a single model."""

@@ -167,7 +167,7 @@ def all_comparisons(results: Results) -> Table:
 
 
 def models_table(results: Results) -> Table:
-    """What every model is made of and what training it cost, of the first seed."""
+    """Parts of every model and the cost of its training, of the first seed."""
     rows = [
         (
             Cell(one.model),
@@ -188,7 +188,7 @@ def models_table(results: Results) -> Table:
 
 
 def about_figures(results: Results) -> str:
-    """What the figures are, so that a table may stand alone."""
+    """Explanation of the figures, so that a table may stand alone."""
     features, real = results.features, results.real["to_training"]
     half = "" if real["half_width"] is None else f" ± {number(real['half_width'])}"
     text = (
@@ -217,7 +217,7 @@ def about_choice(results: Results) -> str:
 
 
 def about_measures(results: Results) -> str:
-    """What the figures of memorisation and diversity mean, as they were measured here."""
+    """Meaning of the figures of memorisation and diversity, as they were measured here."""
     scores = [one.scores for one in results.scored]
     memory = [one["memorisation"] for one in scores if one["memorisation"]]
     text = (
@@ -241,7 +241,7 @@ def about_measures(results: Results) -> str:
 
 
 def why_no_answer(results: Results) -> str:
-    """What keeps the first table from comparing models."""
+    """Reasons why the first table does not compare models."""
     baselines, table = results.settings.compare.baselines, next(iter(results.tables))
     if not baselines:
         return "No verdict: the settings name no baseline."
@@ -263,7 +263,7 @@ def effort(results: Results) -> str:
 
 
 def limits(results: Results) -> list[str]:
-    """What does not compare, or is not counted."""
+    """Rows that do not compare, or are not counted."""
     return [
         *_limits_of_distances(results),
         *_limits_of_compute(results),

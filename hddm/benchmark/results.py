@@ -56,7 +56,7 @@ class ScoredRow(Record):
 
 
 class ModelResult(Record):
-    """What one model of one seed is made of, and what training it cost in counted operations."""
+    """Parts of one model of one seed, and the cost of its training in counted operations."""
 
     model: str
     seed: int
@@ -291,7 +291,7 @@ def compare_rows(results: Results) -> Iterator[Comparison]:
 
 
 def read_compared(paths: Sequence[Path]) -> dict[str, list[ResultGroup]]:
-    """What ``hddm compare`` holds side by side: evaluations under "", or of benchmarks a row at a time.
+    """Results that ``hddm compare`` compares: evaluations under "", or of benchmarks a row at a time.
 
     Rows are those of the first tables that all of the benchmarks have, in the first one's order.
 

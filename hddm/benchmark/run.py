@@ -153,7 +153,7 @@ _FREE = ("workers", "device", "training.checkpoint_every")
 
 
 def differences(before: Any, now: Any, place: str = "") -> list[str]:
-    """What differs between two plain values, a line each; what changes no result is left out."""
+    """Differences of two plain values, a line each; those that change no result are left out."""
     if place in _FREE or before == now:
         return []
     if isinstance(before, dict) and isinstance(now, dict):

@@ -77,7 +77,7 @@ def pieces(source: SampledModel, point: SamplingPoint, seed: int) -> list[Job]:
 
 
 def piece_call(store: Store, job: Job, source: SampledModel, device: str) -> Call:
-    """What a worker is to do."""
+    """Work of one process."""
     arguments = {"folder": store.folder, "job": job, "source": source, "device": device}
     return Call(samples_job, arguments, job.settings["stop"] - job.settings["start"])
 

@@ -66,7 +66,7 @@ def score_job_of(settings: BenchmarkSettings, samples: Sequence[Job], reference:
 
 
 def score_call(store: Store, job: Job, samples: Sequence[Job], reference: Job, features: Job) -> Call:
-    """What a worker is to do."""
+    """Work of one process."""
     arguments = {
         "store": store,
         "job": job,
@@ -120,7 +120,7 @@ def of_split(scores: Mapping[str, Any], split: Split) -> dict[str, Any]:
 
 
 def _sees_mirrored(settings: BenchmarkSettings) -> bool:
-    """Whether experts are trained on mirrored images too, so that their copies are copies."""
+    """True where experts are trained on mirrored images too, so that mirrored copies count as copies."""
     training = settings.training
     parts = (training.expert, training.ddpm, training.flow, training.single)
     return any(part.get("random_flip") for part in (*parts, *(one.training for one in settings.models)))

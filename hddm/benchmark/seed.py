@@ -19,7 +19,7 @@ _ALWAYS_NAMED = ("strategy", "solver", "steps")
 
 @dataclass(frozen=True)
 class SharedInputs:
-    """What all seeds share: the data, what samples are scored against, and what real images score."""
+    """Data of all seeds, the images that samples are scored against, and the scores of real images."""
 
     divided: PartitionedImages
     reference: Job

@@ -372,7 +372,7 @@ class BenchmarkSettings(Record):
     features: Literal["auto", "inception", "clip", "classifier"] = "auto"
     """That distances are measured on (`hddm.evaluation.features.open_extractor`)."""
     complete: bool = True
-    """Whether the measures that take longer are made too (`hddm.evaluation.scores.Scores`)."""
+    """True adds the measures that take longer (`hddm.evaluation.scores.Scores`)."""
     allow_few: bool = False
     """Fewer images than features are measured all the same, and marked as not comparable."""
     workers: Positive = 2

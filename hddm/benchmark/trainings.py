@@ -68,7 +68,7 @@ class Training:
         return self.settings.steps + (self.start.total_steps if self.start is not None else 0)
 
     def call(self, store: Store, checkpoint_every: int) -> Call:
-        """What a worker is to do; ``start`` must be finished."""
+        """Work of one process; ``start`` must be complete."""
         init = self.init if self.start is None else store.path(self.start.job) / MODEL
         arguments = {
             "folder": store.folder,
@@ -87,7 +87,7 @@ def router_training(shards: list[str], settings: RouterSettings) -> Job:
 
 
 def router_call(store: Store, job: Job, shards: Path, settings: RouterSettings, every: int) -> Call:
-    """What a worker is to do."""
+    """Work of one process."""
     arguments = {
         "folder": store.folder,
         "job": job,

@@ -105,7 +105,7 @@ class GapVerdict(Record):
 
 @dataclass(frozen=True)
 class Contrast:
-    """What a verdict is asked for: ``ours`` against ``base``; ``why`` there can be none, if that is known."""
+    """Comparison to be judged: ``ours`` against ``base``; ``why`` there can be no verdict, if that is known."""
 
     ours: Figure
     base: Figure
