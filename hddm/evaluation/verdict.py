@@ -105,7 +105,7 @@ class GapVerdict(Record):
 
 @dataclass(frozen=True)
 class Contrast:
-    """Comparison to be judged: ``ours`` against ``base``; ``why`` there can be no verdict, if that is known."""
+    """Comparison to be judged: ``ours`` against ``base``; ``why`` there is no verdict, if known."""
 
     ours: Figure
     base: Figure
