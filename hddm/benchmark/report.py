@@ -114,7 +114,7 @@ def comparison_table(results: Results, name: str) -> Table:
         ("nearest-image ratio", lambda row: _figure(results, row, "memorisation.ratio")),
         ("training FLOP", lambda row: _flop(row.training_flop)),
         ("experts a step", lambda row: Cell(f"{row.experts_a_step:.2f}", row.experts_a_step)),
-        ("MFLOP an image", lambda row: Cell(f"{row.sampling_flop / 1e6:,.0f}", row.sampling_flop)),
+        ("MFLOP an image", lambda row: Cell(f"{row.sampling_flop / 1e6:,.1f}", row.sampling_flop)),
         ("images", lambda row: Cell(f"{row.point.num_images:,}", row.point.num_images)),
     ]
     return _table(name, results.tables[name], columns)
