@@ -1,6 +1,5 @@
 """hddm train expert, hddm train router."""
 
-import functools
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -113,9 +112,8 @@ def expert(
     options = GivenOptions(context, {**own, **given})
     settings, run = options.settings(ExpertSettings), options.run()
     is_plain = init is None and schedule is None
-    data = functools.partial(fresh_data, shard, settings)
-    # Before torch and networks are imported.
-    if is_plain and is_complete(out, EXPERT_FILE, run, overwrite, settings, data):
+    # Before torch and networks are imported; a wrong shard is refused before an ``out`` that exists.
+    if is_plain and is_complete(out, EXPERT_FILE, run, overwrite, settings, fresh_data(shard, settings)):
         return
 
     from hddm.training.continuation import continue_expert
@@ -160,7 +158,7 @@ def router(
     own = {"steps": steps, "size": size, "random_flip": random_flip, "calibrate": calibrate}
     options = GivenOptions(context, {**own, **given})
     settings, run = options.settings(RouterSettings), options.run()
-    if is_complete(out, ROUTER_FILE, run, overwrite, settings, lambda: data_of(find_shards(shards))):
+    if is_complete(out, ROUTER_FILE, run, overwrite, settings, data_of(find_shards(shards))):
         return
 
     from hddm.experts.records import FORMAT, RouterRecord

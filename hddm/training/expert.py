@@ -95,7 +95,7 @@ def train_expert(
         raise UsageError("--lora-rank adapts an expert that exists; name it by --init")
     objective = Objective.named(settings.objective, schedule, settings.time_sampling, settings.snr_gamma)
     data = expert_data(shard_folder, objective.schedule.config)
-    if is_complete(out, EXPERT_FILE, run, overwrite, settings, lambda: data):
+    if is_complete(out, EXPERT_FILE, run, overwrite, settings, data):
         return []
     shard = open_shard(shard_folder)
     check_conditions(shard, settings)

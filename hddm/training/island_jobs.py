@@ -3,7 +3,6 @@
 `make_islands` says what each of them trains, `Outcome` how it ended. `hddm.training.islands` trains them.
 """
 
-import functools
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -190,13 +189,14 @@ def split_complete(islands: Sequence[Island]) -> tuple[list[Outcome], list[Islan
     """
     outcomes, left = [], []
     for one in islands:
+        # Others compare themselves with their run where they are trained (`hddm.training.run.train`).
         is_plain = one.init is None and one.schedule is None
-        data = functools.partial(fresh_data, one.shard, one.settings)
         try:
-            # What is in the way of one that is not kept, `hddm.training.islands.prepare` says of all at once.
-            if is_kept(one.out, EXPERT_FILE, one.run, one.overwrite) and is_complete(
-                one.out, EXPERT_FILE, one.run, settings=one.settings if is_plain else None, data=data
-            ):
+            if not is_plain or not is_kept(one.out, EXPERT_FILE, one.run, one.overwrite):
+                left.append(one)
+                continue
+            data = fresh_data(one.shard, one.settings)
+            if is_complete(one.out, EXPERT_FILE, one.run, settings=one.settings, data=data):
                 outcomes.append(Outcome(one))
             else:
                 left.append(one)

@@ -17,7 +17,7 @@ import hashlib
 import json
 import logging
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -240,7 +240,7 @@ def is_complete(
     run: RunOptions | None,
     overwrite: bool = False,
     settings: LoopSettings | None = None,
-    data: Callable[[], Mapping[str, Any]] | None = None,
+    data: Mapping[str, Any] | None = None,
 ) -> bool:
     """Tell from records alone whether a resumed training has written ``out`` and nothing is left to do.
 
@@ -250,7 +250,7 @@ def is_complete(
         run: how this start goes; only a resumed one can be complete.
         overwrite: whether ``out`` is trained anew.
         settings: of this start. Without them the answer is no where there is a run that they must equal.
-        data: plain values that say what this start trains on; only asked where there is a run to compare.
+        data: plain values that say what this start trains on, as of `expert_data`; goes with ``settings``.
 
     Raises:
         HddmError: for another folder in the way, a run that was started otherwise (`compare_records`), or
@@ -262,7 +262,7 @@ def is_complete(
     if run is not None and (before := recorded(out)):
         if settings is None or data is None:
             return False
-        now = {"settings": as_recorded(settings, out).model_dump(mode="json"), "data": data()}
+        now = {"settings": as_recorded(settings, out).model_dump(mode="json"), "data": dict(data)}
         # Nothing is computed any more, wherever this is.
         compare_records(out, {**now, "environment": before.get("environment", {})}, run)
     refuse_damaged(out, record, sha256=sha256_of, remedy="--overwrite trains it anew")

@@ -160,7 +160,7 @@ def train_router(
         raise HddmError(f"sample_every: {run.sample_every}: a router makes no images; leave it out")
     folders = find_shards(shards_folder)
     data = data_of(folders)
-    if is_complete(out, ROUTER_FILE, run, overwrite, settings, lambda: data):
+    if is_complete(out, ROUTER_FILE, run, overwrite, settings, data):
         return []
     shards = [open_shard(folder) for folder in folders]
     _check_alike(shards)

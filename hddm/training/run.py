@@ -53,7 +53,7 @@ def train(
         HddmError: as `hddm.training.run_folder.open_run` and `hddm.training.loop.fit`.
         Stopped: after a signal, with the run saved.
     """
-    if is_complete(out, record, run, overwrite, settings, lambda: data):
+    if is_complete(out, record, run, overwrite, settings, data):
         return []
     used = completed(settings, out if run is not None and run.resume else None)
     counting = [] if on_step is None else [_counting(on_step)]
