@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from hddm.benchmark.digits import write_digits
-from hddm.benchmark.load_settings import load_settings
 from typer.main import get_command
 
+from hddm.benchmark.data import write_digits
+from hddm.benchmark.presets import load_settings
 from hddm.training.settings import KINDS, ExpertSettings, read_run_file
 from hddm_cli.app import commands
 from tests.artefacts import Command

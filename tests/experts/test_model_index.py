@@ -110,7 +110,7 @@ def test_the_scheduler_is_the_one_of_diffusers(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"shift": 3.0}, "shift is 3, and 1 in ensemble.json; write the same in both"),
+        ({"shift": 3.0}, "shift is 3, and 1 in ensemble.json; assemble it anew"),
         ({"shift": -1.0}, "shift is -1.0, and must be a positive number"),
         ({"shift": float("inf")}, "shift is inf"),
         ({"shift": True}, "shift is True"),
