@@ -118,16 +118,17 @@ VERBS = {
     "evaluate": "evaluate {images} --reference {images} --allow-few",
     "convert": "convert {expert}",
     "assemble": "assemble {expert}",
+    "train all": "train all --shards {shards} --objective flow --steps 2 --size tiny --parallel 1",
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("verb", VERBS)
 def test_of_two_commands_with_one_out_one_succeeds(
-    verb: str, images: Path, ddpm_expert: Path, tmp_path: Path
+    verb: str, images: Path, shards: Path, ddpm_expert: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / ("out.json" if verb == "evaluate" else "out")
-    words = VERBS[verb].format(images=images, expert=ddpm_expert).split()
+    words = VERBS[verb].format(images=images, shards=shards, expert=ddpm_expert).split()
     command = [sys.executable, "-m", "hddm_cli", *words, "--out", str(out)]
     both = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for _ in range(2)]
     errors = [one.communicate()[1] for one in both]

@@ -91,12 +91,10 @@ def test_workers_that_are_told_to_stop_begin_nothing_more(tmp_path: Path) -> Non
     def interrupt(units: int) -> None:
         raise KeyboardInterrupt
 
-    start = time.monotonic()
     calls = [Call(stay_until_told, {"path": tmp_path / str(n)}, 1) for n in range(4)]
     with contextlib.suppress(KeyboardInterrupt), Workers(1) as pool:
         pool.run(calls, interrupt)
     assert [path.name for path in tmp_path.iterdir()] == ["0"]
-    assert time.monotonic() - start < 8
 
 
 @pytest.mark.parametrize("before", [None, "7"])
