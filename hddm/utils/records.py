@@ -149,7 +149,8 @@ def rewrite_entry(folder: Path) -> None:
         HddmError: for a manifest that cannot be read or written.
     """
     for above in folder.parents:
-        if has_manifest(above):
+        # A manifest.json may be of anything else up there, as of a shard or a web page.
+        if (above / ENSEMBLE_FILE).is_file() and has_manifest(above):
             files, part = read_folder_manifest(above).files, folder.relative_to(above).as_posix()
             own = {name: sha256 for name, sha256 in files.items() if name.startswith(f"{part}/")}
             if own:

@@ -396,3 +396,10 @@ def test_a_calibration_that_is_not_finite_is_not_converted(trio: Trio, tmp_path:
     edit_json(old / EXPERT_FILE, calibration_sha256=None)
     with pytest.raises(HddmError, match="holds NaN or Inf"):
         convert.write(convert.plan(old, convert.Conversion()), tmp_path / "out")
+
+
+def test_calibrating_takes_no_notice_of_other_manifests_above(trio: Trio, tmp_path: Path) -> None:
+    (tmp_path / MANIFEST).write_text('{"name": "a page"}')
+    expert = copied(trio.experts[0], tmp_path)
+    recalibrate(expert, trio.shards / "shard_0", seed=8)
+    load(expert)
