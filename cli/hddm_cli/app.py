@@ -96,16 +96,15 @@ def app() -> None:
 
 
 def _refuse(error: Any, debug: bool) -> None:
-    """Say in a line why nothing was done, and exit; with ``debug`` the error goes on its way."""
+    """Print the error in one line and exit; with ``debug`` raise it again."""
+    # No arguments at all: the error carries the help.
     if type(error).__name__ == "NoArgsIsHelpError":
-        # Which carries the help.
         error.show()
     else:
-        said = usage.told(error)
-        if said is None and debug:
+        wrong_usage = usage.wording(error)
+        if wrong_usage is None and debug:
             raise error
-        typer.echo(f"hddm: {said or _told(error)}", err=True)
-    # After a signal the work is saved, and the code says by what it was ended.
+        typer.echo(f"hddm: {wrong_usage or _message(error)}", err=True)
     sys.exit(getattr(error, "exit_code", 1))
 
 
@@ -115,8 +114,8 @@ def _show_warning(message: Warning | str, category: type[Warning], *where: objec
         typer.echo(f"hddm: warning: {message}", err=True)
 
 
-def _told(error: Exception) -> str:
-    """The message of what a user can mend, its details below; anything else is named in one line."""
+def _message(error: Exception) -> str:
+    """Message and details of an error that a user can mend; one line with the class of any other."""
     # A module that is not loaded cannot have raised its error; safetensors has its own for a full disk.
     of_disks = getattr(sys.modules.get("safetensors"), "SafetensorError", OSError)
     if not isinstance(error, (OSError, HddmError, of_disks)):

@@ -73,5 +73,5 @@ def assemble(
     for note in notes:
         typer.echo(f"note: {note}")
     written = out or experts[0]
-    facts = read_ensemble_facts(written)
-    typer.echo(f"{written}: {len(facts.experts)} experts, strategy {facts.strategy}")
+    ensemble = read_ensemble_facts(written)
+    typer.echo(f"{written}: {len(ensemble.experts)} experts, strategy {ensemble.strategy}")

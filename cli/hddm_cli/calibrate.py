@@ -5,8 +5,7 @@ from typing import Annotated
 
 import typer
 
-from hddm_cli.combinations import refuse_given
-from hddm_cli.options import InputArgument, InputOption
+from hddm_cli.options import InputArgument, InputOption, refuse_given
 
 
 def calibrate(

@@ -1,45 +1,13 @@
 """hddm convert."""
 
 import inspect
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Literal
 
 import typer
 
 from hddm.utils.errors import UsageError
-from hddm_cli.combinations import refuse_given
-from hddm_cli.options import InputArgument, InputOption, Out, Overwrite
-
-
-class Weights(StrEnum):
-    """Choices of --weights."""
-
-    ema = "ema"
-    raw = "raw"
-
-
-class PredictionType(StrEnum):
-    """Choices of --prediction-type."""
-
-    epsilon = "epsilon"
-    sample = "sample"
-    v_prediction = "v_prediction"
-    flow_prediction = "flow_prediction"
-
-
-class Architecture(StrEnum):
-    """Choices of --architecture."""
-
-    adaln_single = "adaln-single"
-
-
-class Recipe(StrEnum):
-    """Choices of --recipe."""
-
-    exact = "exact"
-    paper = "paper"
-
+from hddm_cli.options import AllowPickle, InputArgument, InputOption, Out, Overwrite, Variant, refuse_given
 
 # The parameters that have a say when an expert is written back.
 _WITH_TO_LAYOUT = {"context", "source", "out", "to_layout", "dry_run", "overwrite"}
@@ -52,10 +20,7 @@ def convert(
     layout: Annotated[
         str | None, typer.Option("--layout", help="Layout of the source; default: by its content.")
     ] = None,
-    allow_pickle: Annotated[
-        bool,
-        typer.Option("--allow-pickle", help="Read pickle files without running code; only weights are read."),
-    ] = False,
+    allow_pickle: AllowPickle = False,
     num_heads: Annotated[
         int | None, typer.Option("--num-heads", min=1, help="Attention heads, for a size never published.")
     ] = None,
@@ -63,21 +28,20 @@ def convert(
         int | None, typer.Option("--sample-size", min=1, help="Height and width of a sample, if not stated.")
     ] = None,
     weights: Annotated[
-        Weights | None,
+        Literal["ema", "raw"] | None,
         typer.Option("--weights", help="Set of weights; default ema where there is one."),
     ] = None,
-    variant: Annotated[
-        str | None, typer.Option("--variant", help="Variant of the weights file, such as fp16.")
-    ] = None,
+    variant: Variant = None,
     schedule: Annotated[
         Path | None, InputOption("--schedule", help="scheduler_config.json instead of the source's own.")
     ] = None,
     prediction_type: Annotated[
-        PredictionType | None,
+        Literal["epsilon", "sample", "v_prediction", "flow_prediction"] | None,
         typer.Option("--prediction-type", help="What the network predicts, if the source does not state it."),
     ] = None,
     architecture: Annotated[
-        Architecture | None, typer.Option("--architecture", help="Fold a DiT's adaLN-Zero to AdaLN-Single.")
+        Literal["adaln-single"] | None,
+        typer.Option("--architecture", help="Fold a DiT's adaLN-Zero to AdaLN-Single."),
     ] = None,
     modulation_rank: Annotated[
         int,
@@ -87,8 +51,9 @@ def convert(
         int | None, typer.Option("--text-dim", min=1, help="Add attention to text tokens of this width.")
     ] = None,
     recipe: Annotated[
-        Recipe, typer.Option("--recipe", help="exact, or paper (fresh head, round(999 t)) to compare.")
-    ] = Recipe.exact,
+        Literal["exact", "paper"],
+        typer.Option("--recipe", help="exact, or paper (fresh head, round(999 t)) to compare."),
+    ] = "exact",
     licence: Annotated[
         str | None, typer.Option("--licence", help="Licence of the weights, if the source does not state it.")
     ] = None,
@@ -124,20 +89,19 @@ def convert(
     reading = Reading(
         layout=layout,
         allow_pickle=allow_pickle,
-        weights=weights.value if weights else None,
+        weights=weights,
         variant=variant,
         hints=Hints(num_heads, sample_size),
     )
-    wanted: dict[str, Any] = {"architecture": architecture.value if architecture else None}
     conversion = Conversion(
         reading=reading,
         schedule=schedule,
-        prediction_type=prediction_type.value if prediction_type else None,
+        prediction_type=prediction_type,
         modulation_rank=modulation_rank,
         text_dim=text_dim,
-        recipe=recipe.value,
+        recipe=recipe,
         licence=licence,
-        **wanted,
+        architecture=architecture,
     )
     planned = plan(source, conversion)
     check_absent(out, EXPERT_FILE, overwrite)

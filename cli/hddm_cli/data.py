@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from hddm.utils.errors import HddmError
-from hddm_cli.options import InputArgument
+from hddm_cli.options import AsJson, InputArgument
 
 commands = typer.Typer(help="Look at images before training.", no_args_is_help=True)
 
@@ -24,7 +24,7 @@ def check(
         str | None, typer.Option("--caption-column", help="Column of the captions.")
     ] = None,
     label_column: Annotated[str | None, typer.Option("--label-column", help="Column of the labels.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Decode every image and name those that are corrupt, oversized or there twice.
 

@@ -1,23 +1,13 @@
 """hddm distill."""
 
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
-from hddm_cli.combinations import refuse_given
-from hddm_cli.options import InputArgument, InputOption, Out, Overwrite, Steps
+from hddm_cli.options import InputArgument, InputOption, Out, Overwrite, Steps, refuse_given
 from hddm_cli.train import LEARNING
 from hddm_cli.training_options import FILE, KEEPING, LOOP, PICTURES, GivenOptions, takes
-
-
-class TeacherKind(StrEnum):
-    """Choices of --teacher."""
-
-    shard = "shard"
-    routed = "routed"
-
 
 STUDENT = {name: LEARNING[name] for name in ("size", "time_sampling", "condition_dropout", "random_flip")}
 
@@ -32,11 +22,11 @@ def distill(
     out: Out,
     steps: Steps = None,
     teacher: Annotated[
-        TeacherKind,
+        Literal["shard", "routed"],
         typer.Option(
             "--teacher", help="The expert of each sample's shard, or the mixture by the ensemble's strategy."
         ),
-    ] = TeacherKind.shard,
+    ] = "shard",
     init: Annotated[
         Path | None,
         InputOption("--init", help="Flow expert to begin with, one of the ensemble's say; fixes the size."),

@@ -1,32 +1,11 @@
 """hddm encode."""
 
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
-from hddm_cli.combinations import refuse_given
-from hddm_cli.options import AnyDevice, InputArgument, InputOption, Out, Overwrite, Seed
-
-
-class StoredDtype(StrEnum):
-    """Choices of --dtype."""
-
-    float16 = "float16"
-    bfloat16 = "bfloat16"
-    float32 = "float32"
-
-
-class Interpolation(StrEnum):
-    """Choices of --image-interpolation-mode."""
-
-    nearest = "nearest"
-    box = "box"
-    bilinear = "bilinear"
-    hamming = "hamming"
-    bicubic = "bicubic"
-    lanczos = "lanczos"
+from hddm_cli.options import AnyDevice, InputArgument, InputOption, Out, Overwrite, Seed, refuse_given
 
 
 def encode(
@@ -51,13 +30,15 @@ def encode(
         bool, typer.Option("--random-flip", help="Encode mirror images too, for flips in training.")
     ] = False,
     image_interpolation_mode: Annotated[
-        Interpolation, typer.Option("--image-interpolation-mode", help="Of Pillow, to resize with.")
-    ] = Interpolation.lanczos,
+        Literal["nearest", "box", "bilinear", "hamming", "bicubic", "lanczos"],
+        typer.Option("--image-interpolation-mode", help="Of Pillow, to resize with."),
+    ] = "lanczos",
     batch_size: Annotated[int, typer.Option("--batch-size", min=1, help="Images a network takes.")] = 16,
     device: AnyDevice = "auto",
     dtype: Annotated[
-        StoredDtype, typer.Option("--dtype", help="That latents and tokens are stored in.")
-    ] = StoredDtype.float16,
+        Literal["float16", "bfloat16", "float32"],
+        typer.Option("--dtype", help="That latents and tokens are stored in."),
+    ] = "float16",
     max_bad: Annotated[
         int, typer.Option("--max-bad", min=0, help="Images that may be left out, by name.")
     ] = 0,
@@ -85,9 +66,9 @@ def encode(
     settings = EncodingSettings(
         resolution=resolution,
         crop="random" if random_crop else "center",
-        interpolation=image_interpolation_mode.value,
+        interpolation=image_interpolation_mode,
         random_flip=random_flip,
-        dtype=dtype.value,
+        dtype=dtype,
         seed=seed,
         batch_size=batch_size,
         max_bad=max_bad,

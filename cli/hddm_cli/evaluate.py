@@ -1,5 +1,6 @@
 """hddm evaluate."""
 
+import json
 from pathlib import Path
 from typing import Annotated
 
@@ -44,8 +45,6 @@ def evaluate(
 
     Memorising is judged by the training images as they are: mirrored copies are not found.
     """
-    import json
-
     from hddm.evaluation.evaluate import evaluate_folder
     from hddm.evaluation.images import check_images
     from hddm.evaluation.results import check_absent, write_result
@@ -67,10 +66,10 @@ def evaluate(
         classifier=save_classifier,
         max_bad=max_bad,
     )
-    for side in ("images", "reference", "held_out"):
-        facts = result["data"].get(side) or {"skipped": []}
-        for name in shown([f"{facts['path']}/{name}: cannot be read" for name in facts["skipped"]]):
-            typer.echo(f"skipped {name}", err=True)
+    for data in (result["data"].get(name) for name in ("images", "reference", "held_out")):
+        if data:
+            for name in shown([f"{data['path']}/{name}: cannot be read" for name in data["skipped"]]):
+                typer.echo(f"skipped {name}", err=True)
     if out is None:
         typer.echo(json.dumps(result, indent=2))
         return

@@ -1,33 +1,93 @@
-"""hddm inspect."""
+"""hddm inspect: an artefact as JSON for scripts, or as lines for a reader."""
 
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from hddm_cli.options import InputArgument
-from hddm_cli.plain import plain_lines
+from hddm_cli.options import AllowPickle, AsJson, InputArgument, Variant
 
 
 def inspect(
     path: Annotated[Path, InputArgument(help="Folder that hddm wrote, result, images, or checkpoint.")],
-    allow_pickle: Annotated[
-        bool,
-        typer.Option("--allow-pickle", help="Read pickle files without running code; only weights are read."),
-    ] = False,
-    variant: Annotated[
-        str | None, typer.Option("--variant", help="Variant of the weights file, such as fp16.")
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")] = False,
+    allow_pickle: AllowPickle = False,
+    variant: Variant = None,
+    as_json: AsJson = False,
 ) -> None:
     """Describe an artefact: objective, schedule, shard, size, licence, provenance."""
-    import json
-
     from hddm.checkpoints.inspect import inspected
 
-    facts = inspected(path, allow_pickle, variant)
-    if as_json:
-        typer.echo(json.dumps(facts, indent=2))
-        return
-    for line in plain_lines(facts):
-        typer.echo(line)
+    description = inspected(path, allow_pickle, variant)
+    typer.echo(json.dumps(description, indent=2) if as_json else "\n".join(plain_lines(description)))
+
+
+_LONGEST = 100
+"""Characters of a value that stands on the line of its name."""
+_MOST_ITEMS = 20
+"""Items of a list that are shown."""
+
+
+def plain_lines(values: Mapping[str, Any], indent: str = "") -> Iterator[str]:
+    """``name: value`` for each of ``values``, with lines below it where the value is long.
+
+    Shapes are written as ``3 × 32 × 32`` and ranges as ``0 … 1``; of long lists the beginning is shown.
+    """
+    for name, value in values.items():
+        line = _line(name, value)
+        if line is not None:
+            yield f"{indent}{name}: {line}"
+            continue
+        yield f"{indent}{name}:"
+        if isinstance(value, Mapping):
+            yield from plain_lines(value, f"{indent}  ")
+        else:
+            yield from (f"{indent}  {_item(one)}" for one in value[:_MOST_ITEMS])
+            if len(value) > _MOST_ITEMS:
+                yield f"{indent}  {_rest(value)}"
+
+
+def _line(name: str, value: Any) -> str | None:
+    """A value on one line, None where it is too long for that."""
+    if isinstance(value, Mapping):
+        pairs = [(key, _line(key, one)) for key, one in value.items()]
+        line = ", ".join(f"{key}={one}" for key, one in pairs)
+        return (line or "none") if len(line) <= _LONGEST and all(one for _, one in pairs) else None
+    if isinstance(value, list | tuple):
+        return _list(name, value)
+    if isinstance(value, int) and not isinstance(value, bool) and name.startswith(("parameters", "images")):
+        return f"{value:,}"
+    return _scalar(value)
+
+
+def _list(name: str, values: Sequence[Any]) -> str | None:
+    if any(isinstance(value, Mapping | list | tuple) for value in values):
+        return None
+    shown = [_scalar(value) for value in values]
+    if name.endswith("shape"):
+        return " × ".join(shown)
+    if name.endswith("range"):
+        return " … ".join(shown)
+    if any(len(one) > _LONGEST // 3 for one in shown) and len(shown) > 1:
+        return None
+    return ", ".join([*shown[:_MOST_ITEMS], *([_rest(shown)] if len(shown) > _MOST_ITEMS else [])]) or "none"
+
+
+def _item(value: Any) -> str:
+    """An item of a list on a line of its own, however long."""
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key}={_item(one)}" for key, one in value.items())
+    return ", ".join(map(_item, value)) if isinstance(value, list | tuple) else _scalar(value)
+
+
+def _scalar(value: Any) -> str:
+    if value is None or value == "":
+        return "none"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _rest(values: Sequence[Any]) -> str:
+    return f"… ({len(values)} in all; --json tells them)"

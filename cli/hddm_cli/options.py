@@ -54,6 +54,23 @@ def _known_device(value: str) -> str:
     return value
 
 
+def refuse_given(context: typer.Context, reason: str, *names: str) -> None:
+    """Refuse each parameter called one of ``names`` that was given on the command line.
+
+    Raises:
+        UsageError: with ``reason``, naming the first of them.
+    """
+    for name in names:
+        if is_given(context, name):
+            raise UsageError(f"--{name.replace('_', '-')}: {reason}; drop one of the two")
+
+
+def is_given(context: typer.Context, name: str) -> bool:
+    """True if the parameter ``name`` stands on the command line."""
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
+
+
 InputArgument = functools.partial(typer.Argument, callback=existing)
 InputOption = functools.partial(typer.Option, callback=existing)
 
@@ -68,6 +85,12 @@ LearningRate = Annotated[float, typer.Option("--learning-rate", help="Peak rate 
 Precision = Annotated[
     str, typer.Option("--mixed-precision", help="no, bf16 or fp16; weights and averages stay in float32.")
 ]
+AllowPickle = Annotated[
+    bool,
+    typer.Option("--allow-pickle", help="Read pickle files without running code; only weights are read."),
+]
+Variant = Annotated[str | None, typer.Option("--variant", help="Variant of the weights file, such as fp16.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
 Device = Annotated[str, typer.Option("--device", help="auto, cpu, cuda or mps.")]
 AnyDevice = Annotated[
     str, typer.Option("--device", help="auto, cpu, cuda, cuda:1, mps.", callback=_known_device)

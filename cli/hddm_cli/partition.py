@@ -69,24 +69,26 @@ def partition(
             caption_column=caption_column,
             label_column=label_column,
         )
-    facts = read_record(out / PARTITION_FILE, PartitionRecord, FORMAT)
-    for number, silhouette in (facts.proposal or {}).items():
+    record = read_record(out / PARTITION_FILE, PartitionRecord, FORMAT)
+    for number, silhouette in (record.proposal or {}).items():
         typer.echo(f"{counted(number, 'shard')}: silhouette {silhouette:.3f}")
-    for name in shown([f"{images / name}: cannot be read" for name in facts.skipped]):
+    for name in shown([f"{images / name}: cannot be read" for name in record.skipped]):
         typer.echo(f"skipped {name}", err=True)
-    held = facts.held_out or [None] * len(folders)
-    for folder, size, fresh in zip(folders, facts.sizes, held, strict=True):
+    held = record.held_out or [None] * len(folders)
+    for folder, size, fresh in zip(folders, record.sizes, held, strict=True):
         few = ", few to judge its expert by" if fresh is not None and fresh < MIN_IMAGES else ""
         kept_back = "" if fresh is None else f", {fresh} held out{few}"
         typer.echo(f"{folder}: {counted(size, 'image')}{kept_back}")
     if held_out:
-        fresh, total = sum(facts.held_out), facts.images
+        fresh, total = sum(record.held_out), record.images
         share = f"{100 * fresh / total:.1f} % (--held-out {held_out:g} is met on average)"
         typer.echo(f"{out / HELD_OUT}: {fresh} of {total} images, {share}")
-    if facts.copies:
-        copies = counted(facts.copies, "image is a copy of another", "images are copies of others")
-        sides = "; equal images are kept together, all to train on or all held out" if held_out else ""
-        typer.echo(f"{copies}{sides}")
+    if record.copies:
+        copies = counted(record.copies, "image is a copy of another", "images are copies of others")
+        kept_together = (
+            "; equal images are kept together, all to train on or all held out" if held_out else ""
+        )
+        typer.echo(f"{copies}{kept_together}")
     _, sizes = survey((folder, read_manifest(folder).images) for folder in folders)
     if len(sizes) > 1:
         typer.echo(f"{out}: images of {len(sizes)} sizes, and training takes one: {TO_ONE_SIZE}", err=True)

@@ -1,8 +1,7 @@
 """hddm sample."""
 
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -17,38 +16,6 @@ from hddm_cli.options import (
     StrategyOption,
     parse_size,
 )
-
-
-class Solver(StrEnum):
-    """Choices of --solver."""
-
-    euler = "euler"
-    heun = "heun"
-    adams_bashforth = "adams-bashforth"
-
-
-class Offload(StrEnum):
-    """Choices of --offload."""
-
-    none = "none"
-    ram = "ram"
-    disk = "disk"
-
-
-class OutputType(StrEnum):
-    """Choices of --output-type."""
-
-    png = "png"
-    latent = "latent"
-
-
-class Dtype(StrEnum):
-    """Choices of --dtype."""
-
-    float32 = "float32"
-    bfloat16 = "bfloat16"
-    float16 = "float16"
-    float64 = "float64"
 
 
 def sample(
@@ -92,7 +59,9 @@ def sample(
     router_every: Annotated[
         int, typer.Option("--router-every", min=1, help="Ask the router at every n-th call only.")
     ] = 1,
-    solver: Annotated[Solver, typer.Option("--solver", help="Solver of the ODE.")] = Solver.euler,
+    solver: Annotated[
+        Literal["euler", "heun", "adams-bashforth"], typer.Option("--solver", help="Solver of the ODE.")
+    ] = "euler",
     shift: Annotated[
         float | None, typer.Option("--shift", help="Shift of the time grid, 1 is even; default: the model's.")
     ] = None,
@@ -113,10 +82,14 @@ def sample(
         int, typer.Option("--batch-size", min=1, help="Images at a time; does not change them.")
     ] = 64,
     device: AnyDevice = "auto",
-    dtype: Annotated[Dtype, typer.Option("--dtype", help="Dtype that networks run in.")] = Dtype.float32,
+    dtype: Annotated[
+        Literal["float32", "bfloat16", "float16", "float64"],
+        typer.Option("--dtype", help="Dtype that networks run in."),
+    ] = "float32",
     offload: Annotated[
-        Offload, typer.Option("--offload", help="Where idle experts wait: on the device, in memory, on disk.")
-    ] = Offload.none,
+        Literal["none", "ram", "disk"],
+        typer.Option("--offload", help="Where idle experts wait: on the device, in memory, on disk."),
+    ] = "none",
     max_memory: Annotated[
         str | None, typer.Option("--max-memory", help="Limit of all weights on the device: 6GB, 500MB.")
     ] = None,
@@ -124,8 +97,9 @@ def sample(
         bool, typer.Option("--compile", help="Compile the experts; the first steps take minutes.")
     ] = False,
     output_type: Annotated[
-        OutputType, typer.Option("--output-type", help="PNG images, or the experts' output.")
-    ] = OutputType.png,
+        Literal["png", "latent"],
+        typer.Option("--output-type", help="PNG images, or the experts' output."),
+    ] = "png",
     grid: Annotated[
         bool,
         typer.Option(
@@ -144,7 +118,7 @@ def sample(
         "seed": seed,
         "start": start,
         "steps": steps,
-        "solver": solver.value,
+        "solver": solver,
         "shift": shift,
         "strategy": strategy,
         "expert": expert,
@@ -159,11 +133,11 @@ def sample(
         "conditions": conditions,
         "batch_size": batch_size,
         "device": device,
-        "dtype": dtype.value,
-        "offload": offload.value,
+        "dtype": dtype,
+        "offload": offload,
         "max_memory": None if max_memory is None else parse_size(max_memory, "--max-memory"),
         "compile": compile_networks,
-        "output_type": output_type.value,
+        "output_type": output_type,
     }
     with asked():
         settings = parse_record(given, SampleSettings, OPTIONS)

@@ -1,32 +1,16 @@
 """hddm train expert, hddm train router."""
 
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
-from hddm_cli.combinations import refuse_given
-from hddm_cli.options import InputArgument, InputOption, Out, Overwrite, Size, Steps
+from hddm_cli.options import InputArgument, InputOption, Out, Overwrite, Size, Steps, refuse_given
 from hddm_cli.training_options import FILE, KEEPING, LOOP, PICTURES, GivenOptions, takes
 
 commands = typer.Typer(
     help="Train one expert on its shard, all of them, or the router.", no_args_is_help=True
 )
-
-
-class ObjectiveName(StrEnum):
-    """Choices of --objective."""
-
-    ddpm = "ddpm"
-    flow = "flow"
-
-
-class TimeSampling(StrEnum):
-    """Choices of --time-sampling."""
-
-    uniform = "uniform"
-    logit_normal = "logit-normal"
 
 
 Init = Annotated[
@@ -51,8 +35,11 @@ RandomFlip = Annotated[bool, typer.Option("--random-flip", help="Mirror half the
 LEARNING = {
     "size": (Size, "small"),
     "time_sampling": (
-        Annotated[TimeSampling, typer.Option("--time-sampling", help="Distribution of noise levels.")],
-        TimeSampling.uniform,
+        Annotated[
+            Literal["uniform", "logit-normal"],
+            typer.Option("--time-sampling", help="Distribution of noise levels."),
+        ],
+        "uniform",
     ),
     "snr_gamma": (
         Annotated[
@@ -88,7 +75,9 @@ def expert(
     context: typer.Context,
     shard: Annotated[Path, InputArgument(help="Shard folder, as hddm partition or hddm encode writes it.")],
     out: Out,
-    objective: Annotated[ObjectiveName | None, typer.Option("--objective", help="What it learns.")] = None,
+    objective: Annotated[
+        Literal["ddpm", "flow"] | None, typer.Option("--objective", help="What it learns.")
+    ] = None,
     steps: Steps = None,
     init: Init = None,
     lora_rank: LoraRank = None,
@@ -173,11 +162,11 @@ def router(
         typer.echo(f"{out}: {trend.text('cross-entropy')}")
     if not losses:
         return
-    facts = read_record(out / ROUTER_FILE, RouterRecord, FORMAT)
-    if len(facts.shard_images) > 1:
-        typer.echo(f"{out}: {accuracy_text(facts.training['accuracy'])}")
+    record = read_record(out / ROUTER_FILE, RouterRecord, FORMAT)
+    if len(record.shard_images) > 1:
+        typer.echo(f"{out}: {accuracy_text(record.training['accuracy'])}")
     if settings.calibrate:
-        found = facts.calibration
+        found = record.calibration
         typer.echo(
             f"{out}: calibrated on {sum(found['held_out_images'])} images kept from training: expected "
             f"calibration error {found['ece_before']:.4f} → {found['ece_after']:.4f}"

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from hddm.utils.errors import asked
-from hddm_cli.combinations import refuse_given
-from hddm_cli.options import InputOption, Overwrite, Steps
+from hddm_cli.options import InputOption, Overwrite, Steps, refuse_given
 from hddm_cli.train import LEARNING, Init, LoraAlpha, LoraRank, Schedule
 from hddm_cli.training_options import FILE, KEEPING, LOOP, PICTURES, GivenOptions, takes
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 
 from hddm.utils.errors import UsageError, asked
-from hddm_cli.options import BatchSize, Device, InputOption, LearningRate, Precision, Seed
+from hddm_cli.options import BatchSize, Device, InputOption, LearningRate, Precision, Seed, is_given
 
 if TYPE_CHECKING:
     from hddm.training.settings import RunOptions
@@ -139,14 +139,10 @@ class GivenOptions:
             known = set(named) | (set(read_run_file(file, record)) if file else set())
             for name in sorted(required - known):
                 raise UsageError(f"--{name} is required, here or in --config")
-            return settings_of(record, file, named, self._explicit(named))
+            return settings_of(record, file, named, {name for name in named if is_given(self.context, name)})
 
     def run(self) -> "RunOptions":
         """Options of keeping the run; raises as `settings`."""
         from hddm.training.settings import RunOptions
 
         return self.settings(RunOptions)
-
-    def _explicit(self, names: Mapping[str, Any]) -> set[str]:
-        sources = {name: self.context.get_parameter_source(name) for name in names}
-        return {name for name, source in sources.items() if source and source.name == "COMMANDLINE"}

@@ -9,8 +9,8 @@ from typing import Any
 from hddm.utils.errors import choose, did_you_mean, words
 
 
-def told(error: Any) -> str | None:
-    """What a failure of the command line's parser says, None for any other error."""
+def wording(error: Any) -> str | None:
+    """The line for a failure of the command line's parser, None for any other error."""
     if not hasattr(error, "format_message"):
         return None
     context: Any = getattr(error, "ctx", None)

@@ -1,11 +1,13 @@
 """hddm verify."""
 
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from hddm_cli.options import AnyDevice, InputArgument, InputOption, Seed
+from hddm.utils.errors import HddmError
+from hddm_cli.options import AnyDevice, AsJson, InputArgument, InputOption, Seed
 
 if TYPE_CHECKING:
     from hddm.training.verify import Verification
@@ -28,16 +30,13 @@ def verify(
         InputOption("--base", help="Expert whose weights a LoRA expert changes, where it was moved."),
     ] = None,
     device: AnyDevice = "auto",
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Judge experts before they are used: records, hashes, finite weights, denoising of held-out images.
 
     Exits with 0 if nothing speaks against them, 1 if something does, 2 if the call was wrong.
     """
-    import json
-
     from hddm.training.verify import experts_in, images_for, verify_expert
-    from hddm.utils.errors import HddmError
 
     experts = experts_in(expert)
     images = [None] * len(experts) if data is None else images_for(experts, data)

@@ -9,7 +9,7 @@ import pytest
 from hddm.networks.vae import vae_facts
 from hddm.training.expert import train_expert
 from hddm.training.settings import RunOptions
-from hddm_cli.plain import plain_lines
+from hddm_cli.inspect import plain_lines
 from tests.artefacts import Command, copied, expert_settings
 from tests.component_files import write_vae
 

@@ -1,7 +1,5 @@
 """Values of options as people type them."""
 
-import subprocess
-import sys
 from collections.abc import Callable
 
 import pytest
@@ -28,22 +26,18 @@ def test_other_amounts_are_refused(text: str) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        "full",
-        "draw",
-        "top-1",
-        "top-02",
-        "threshold-0.1",
-        "nucleus-1",
-        "nucleus-1e-1",
-        "top-0",
-        "top-",
-        "top-1.5",
-        "threshold-0",
-        "nucleus-1.1",
-        "nucleus-nan",
-        "nucleus-",
-        "best",
-        "full-1",
+        *("full", "draw", "top-1", "top-02", "threshold-0.1", "nucleus-1", "nucleus-1e-1"),
+        *(
+            "top-0",
+            "top-",
+            "top-1.5",
+            "threshold-0",
+            "nucleus-1.1",
+            "nucleus-nan",
+            "nucleus-",
+            "best",
+            "full-1",
+        ),
     ],
 )
 def test_the_command_line_knows_the_strategies_of_the_library(name: str) -> None:
@@ -55,10 +49,3 @@ def test_the_command_line_knows_the_strategies_of_the_library(name: str) -> None
         return True
 
     assert knows(StrategyOption().callback) == knows(Strategy.parse)
-
-
-def test_the_command_is_a_module_too() -> None:
-    found = subprocess.run(
-        [sys.executable, "-m", "hddm_cli", "--help"], capture_output=True, text=True, check=True
-    )
-    assert "assemble" in found.stdout

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import pytest
 import typer
@@ -14,8 +14,8 @@ from hddm.utils.errors import HddmError
 from hddm.utils.records import OPTIONS, parse_record
 from hddm.velocity import PredictionType
 from hddm_cli.app import commands
-from hddm_cli.convert import PredictionType as PredictionChoice
-from hddm_cli.sample import Solver
+from hddm_cli.convert import convert
+from hddm_cli.sample import sample
 from tests.artefacts import Command, contents
 
 TRAIN = "train expert {shard} --out {out} --objective flow --steps 3"
@@ -121,11 +121,6 @@ def test_what_several_values_make_wrong_names_their_options(settings: dict[str, 
     assert "'steps'" not in error.value.message
 
 
-def test_the_choices_of_the_command_line_are_those_there_are() -> None:
-    assert [one.value for one in Solver] == list(SOLVERS)
-    assert [one.value for one in PredictionChoice] == [one.value for one in PredictionType]
-
-
 def _verbs(command: Any, *path: str) -> Iterator[tuple[tuple[str, ...], Any]]:
     """Every verb by its words, and what the parser knows of it."""
     yield path, command
@@ -136,15 +131,11 @@ def _verbs(command: Any, *path: str) -> Iterator[tuple[tuple[str, ...], Any]]:
 VERBS = dict(_verbs(typer.main.get_command(commands)))
 
 
-@pytest.mark.parametrize(
-    ("verb", "known"),
-    [*_verbs(typer.main.get_command(commands))],
-    ids=lambda it: " ".join(it) if isinstance(it, tuple) else "",
-)
+@pytest.mark.parametrize("verb", VERBS, ids=" ".join)
 def test_help_shows_every_name_whole_on_80_columns(
-    verb: tuple[str, ...], known: Any, monkeypatch: pytest.MonkeyPatch, hddm: Command
+    verb: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, hddm: Command
 ) -> None:
-    names = (name for one in known.params for name in (*one.opts, *one.secondary_opts))
+    names = (name for one in VERBS[verb].params for name in (*one.opts, *one.secondary_opts))
     monkeypatch.setenv("COLUMNS", "80")
     code, shown, _ = hddm(*verb, "--help")
     assert code == 0
@@ -153,10 +144,12 @@ def test_help_shows_every_name_whole_on_80_columns(
     assert verb or "--debug" in words
 
 
-def test_a_device_is_chosen_alike_by_all_verbs() -> None:
-    assert {param.default for one in VERBS.values() for param in one.params if param.name == "device"} == {
-        "auto"
-    }
+def test_choices_are_those_there_are_and_a_device_is_chosen_alike_by_all_verbs() -> None:
+    assert get_args(get_type_hints(sample)["solver"]) == tuple(SOLVERS)
+    kinds, _ = get_args(get_type_hints(convert)["prediction_type"])
+    assert get_args(kinds) == tuple(one.value for one in PredictionType)
+    devices = {one.default for verb in VERBS.values() for one in verb.params if one.name == "device"}
+    assert devices == {"auto"}
 
 
 def test_the_version_is_that_of_the_package(hddm: Command) -> None:

@@ -1,15 +1,25 @@
-"""What is not paid for: packages that take seconds to import, where the work needs none of them."""
+"""Packages that take seconds to import are imported only where the work needs them."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from tests.artefacts import Command
 
 # Each takes seconds, most of them with torch below.
-HEAVY = {"torch", "diffusers", "transformers", "accelerate", "peft", "sklearn", "scipy", "matplotlib"}
+HEAVY = {"torch", "diffusers", "transformers", "accelerate", "peft", "sklearn", "scipy", "matplotlib", "rich"}
+VERBS = (
+    "quickstart",
+    "benchmark",
+    "data check",
+    "partition",
+    "encode",
+    "train expert",
+    "train router",
+    "train all",
+)
+VERBS += ("convert", "calibrate", "verify", "assemble", "distill", "sample", "evaluate", "compare", "inspect")
 
 
 def _imported(code: str, *arguments: object) -> set[str]:
@@ -49,43 +59,80 @@ def test_looking_at_images_imports_nothing_heavy(images: Path) -> None:
     assert not _imported_by("inspect", images) & HEAVY
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        "train expert {shard} --out {out} --objective flow --steps 3 --lerning-rate 1",
-        "train expert {shard} --out {out} --objective flow --steps 3 --learning-rate -1",
-        "train expert {shard} --out {out} --objective flow --steps 3 --size huge",
-        "train all --shards {shards} --out {out} --objective flwo --steps 3",
-        "sample {shard} --out {out} --solver eulr",
-        "sample {shard} --out {out} --strategy best",
-        "sample {shard} --out {out} --device gpu",
-        "convert {shard} --out {out} --prediction-type noise",
-        "benchmark digts --out {out}",
-        "data check {gone}",
-        "partition {gone} --out {out} --shards 2",
-        "encode {gone} --out {out}",
-        "train expert {gone} --out {out} --objective flow --steps 3",
-        "train router {gone} --out {out} --steps 3",
-        "train all --shards {gone} --out {out} --objective flow --steps 3",
-        "distill {gone} --data {shards} --out {out} --steps 3",
-        "convert {gone} --out {out}",
-        "calibrate {gone}",
-        "verify {gone}",
-        "assemble {gone} --out {out}",
-        "sample {gone} --out {out}",
-        "evaluate {gone} --reference {shard}",
-        "compare {gone} {gone}",
-        "inspect {gone}",
-    ],
-)
-def test_a_slip_of_the_keyboard_imports_nothing_heavy(line: str, shards: Path, tmp_path: Path) -> None:
+SLIPS = """
+train expert {shard} --out {out} --objective flow --steps 3 --lerning-rate 1
+train expert {shard} --out {out} --objective flow --steps 3 --learning-rate -1
+train expert {shard} --out {out} --objective flow --steps 3 --size huge
+train all --shards {shards} --out {out} --objective flwo --steps 3
+sample {shard} --out {out} --solver eulr
+sample {shard} --out {out} --strategy best
+sample {shard} --out {out} --device gpu
+convert {shard} --out {out} --prediction-type noise
+benchmark digts --out {out}
+data check {gone}
+partition {gone} --out {out} --shards 2
+encode {gone} --out {out}
+train expert {gone} --out {out} --objective flow --steps 3
+train router {gone} --out {out} --steps 3
+train all --shards {gone} --out {out} --objective flow --steps 3
+distill {gone} --data {shards} --out {out} --steps 3
+convert {gone} --out {out}
+calibrate {gone}
+calibrate {shard} --data {gone}
+verify {gone}
+assemble {gone} --out {out}
+assemble {shard} --router {gone} --out {out}
+sample {gone} --out {out}
+evaluate {gone} --reference {shard}
+compare {gone} {gone}
+inspect {gone}
+"""
+
+
+def _in_one_process(lines: list[list[str]]) -> list[tuple[int, str, set[str]]]:
+    """Of each command its exit code, its output, and the heavy packages that are there after it."""
+    code = """
+import contextlib, io, json, sys
+from hddm_cli.app import app
+for line in json.loads(sys.argv[1]):
+    sys.argv = ["hddm", *line]
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
+        try:
+            app()
+        except SystemExit as stopped:
+            code = int(stopped.code or 0)
+    print(json.dumps([code, said.getvalue(), list(sys.modules)]))
+"""
+    run = subprocess.run([sys.executable, "-c", code, json.dumps(lines)], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    found = map(json.loads, run.stdout.splitlines())
+    return [(code, output, HEAVY & set(modules)) for code, output, modules in found]
+
+
+def test_a_slip_of_the_keyboard_is_refused_by_name_before_anything_heavy_is_imported(
+    shards: Path, tmp_path: Path
+) -> None:
     names = {
         "shards": shards,
         "shard": shards / "shard_0",
         "gone": tmp_path / "gone",
         "out": tmp_path / "out",
     }
-    assert not _imported_by(*line.format(**names).split()) & HEAVY
+    templates = SLIPS.split("\n")[1:-1]
+    lines = [template.format(**names).split() for template in templates]
+    for template, (code, output, heavy) in zip(templates, _in_one_process(lines), strict=True):
+        assert (code, output.count("\n"), heavy) == (2, 1, set()), (template, output)
+        assert "{gone}" not in template or str(names["gone"]) in output, template
+    assert not list(tmp_path.iterdir())
+
+
+def test_no_help_imports_anything_heavy() -> None:
+    verbs = [verb.split() for verb in ("", "train", "data", *VERBS)]
+    for verb, (code, output, heavy) in zip(
+        verbs, _in_one_process([[*one, "--help"] for one in verbs]), strict=True
+    ):
+        assert (code, "--help" in output, heavy) == (0, True, set()), verb
 
 
 def test_to_go_on_with_what_is_finished_imports_nothing_heavy(
