@@ -30,7 +30,7 @@ from hddm.networks.text_encoder import (
 )
 from hddm.networks.text_encoder import STEM as TEXT_STEM
 from hddm.networks.vae import LARGEST_SCALE, find_weights, vae_facts
-from hddm.networks.wrappers import has_sample_size
+from hddm.networks.wrappers import FLUX
 from hddm.schedules import DDPM_FAMILY, FLOW_MATCH_FAMILY
 from hddm.utils.errors import HddmError, did_you_mean
 from hddm.utils.files import inside, read_json
@@ -98,7 +98,7 @@ def open_model(
     path = inside(folder, "config.json") if (folder / "config.json").exists() else folder / "config.json"
     config = read_json(path)
     network, arguments = parse_config(config, list(DIFFUSERS_LAYOUTS.values()), str(folder / "config.json"))
-    _set_size(arguments, reading.hints.sample_size, has_sample_size(network.__name__), path)
+    _set_size(arguments, reading.hints.sample_size, network.__name__ != FLUX, path)
     layout = next(name for name, kind in DIFFUSERS_LAYOUTS.items() if kind is network)
     if reading.layout not in (None, layout):
         raise HddmError(f"--layout {reading.layout}: {folder} is {layout}")

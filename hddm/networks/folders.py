@@ -6,7 +6,7 @@ held against the tensors in the file before anything takes memory.
 
 import inspect
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -21,33 +21,8 @@ from hddm.utils.files import read_json, sha256_of
 from hddm.utils.weights import read_header, read_safetensors, refuse_non_finite
 
 Network = TypeVar("Network", bound=ModelMixin)
-Classes = Sequence[type[Network]] | Mapping[str, type[Network]]
-"""Those that a config may name."""
-
-
-class Imported(Mapping[str, type[ModelMixin]]):
-    """Classes by name; those of diffusers are imported when they are asked for, which takes seconds.
-
-    Args:
-        own: classes that are at hand.
-        of_diffusers: names of further ones.
-    """
-
-    def __init__(self, own: Sequence[type[ModelMixin]], of_diffusers: Sequence[str]) -> None:
-        self._own = {one.__name__: one for one in own}
-        self._of_diffusers = tuple(of_diffusers)
-
-    def __getitem__(self, name: str) -> type[ModelMixin]:
-        if name in self._of_diffusers:
-            kind: type[ModelMixin] = getattr(diffusers, name)
-            return kind
-        return self._own[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter((*self._own, *self._of_diffusers))
-
-    def __len__(self) -> int:
-        return len(self._own) + len(self._of_diffusers)
+Classes = Sequence[type[Network] | str]
+"""Those that a config may name: classes, or names of diffusers' own, which take seconds to import."""
 
 
 # Written by diffusers beside the constructor's arguments. None of them is read.
@@ -83,12 +58,13 @@ def parse_config(
     name, arguments = config.get("_class_name"), dict(config)
     if name == _OLD_TRANSFORMER:
         name = _OLD_NORMS.get(str(config.get("norm_type")), name)
-    known = classes if isinstance(classes, Mapping) else {one.__name__: one for one in classes}
-    kind = known.get(name) if isinstance(name, str) else None
+    known = {one if isinstance(one, str) else one.__name__: one for one in classes}
     if name is None:
         raise HddmError(f"{origin}: states no _class_name, so it is no model of diffusers or hddm")
-    if kind is None:
+    if not isinstance(name, str) or name not in known:
         raise HddmError(f"{origin}: holds a {name}, not a {' or a '.join(known)}")
+    found = known[name]
+    kind: type[Network] = getattr(diffusers, found) if isinstance(found, str) else found
     parameters = inspect.signature(kind.__init__).parameters
     for key in config:
         if key in _RECORDS:
@@ -162,27 +138,22 @@ def _largest(value: Any, levels: int = 3) -> int:
 
 
 def differences(expected: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> list[str]:
-    """Every tensor missing, left over, of another shape or of no floating-point numbers, a phrase each."""
+    """A phrase for every tensor that is missing, left over, of another shape or of integers."""
     problems = [f"missing {key} {tuple(expected[key].shape)}" for key in expected.keys() - found.keys()]
     problems += [f"left over {key} {tuple(found[key].shape)}" for key in found.keys() - expected.keys()]
-    problems += [
-        f"{key} is {tuple(found[key].shape)}, not {tuple(expected[key].shape)}"
-        for key in expected.keys() & found.keys()
-        if expected[key].shape != found[key].shape
-    ]
-    problems += [
-        f"{key} is of {found[key].dtype}"
-        for key in expected.keys() & found.keys()
-        if expected[key].is_floating_point() and not found[key].is_floating_point()
-    ]
+    for key in expected.keys() & found.keys():
+        wanted, given = expected[key], found[key]
+        if wanted.shape != given.shape:
+            problems.append(f"{key} is {tuple(given.shape)}, not {tuple(wanted.shape)}")
+        if wanted.is_floating_point() and not given.is_floating_point():
+            problems.append(f"{key} is of {given.dtype}")
     return sorted(problems)
 
 
 def fill(network: Network, weights: Mapping[str, Tensor], arguments: Mapping[str, Any], origin: str) -> None:
     """Give a network of `empty_network` its tensors, and compute the positions that no file holds.
 
-    Raises:
-        HddmError: for positions that are out of proportion to the weights.
+    `HddmError` refuses positions out of proportion to the weights.
     """
     network.load_state_dict(dict(weights), assign=True)
     positions = dict(network.named_buffers()).get(_POSITIONS)
@@ -191,7 +162,7 @@ def fill(network: Network, weights: Mapping[str, Tensor], arguments: Mapping[str
         size = sum(tensor.numel() for tensor in weights.values())
         if positions.numel() > 16 * size + 2**20:
             raise HddmError(f"{origin}: asks for {positions.numel()} positions beside {size} weights")
-        # Without blocks the rest is small, and its positions are those of the whole.
+        # Positions depend on no block, and without blocks a network is small.
         shallow = type(network)(**{**arguments, "num_layers": 0})
         owner, _, leaf = _POSITIONS.rpartition(".")
         network.get_submodule(owner).register_buffer(leaf, shallow.get_buffer(_POSITIONS), persistent=False)
@@ -234,7 +205,7 @@ def read_network(folder: Path, classes: Classes[Network], dtype: torch.dtype) ->
 def open_network(
     folder: Path, classes: Classes[Network]
 ) -> tuple[Network, dict[str, Tensor], dict[str, object]]:
-    """The empty network in ``folder``, its tensors as they lie on disk, mapped, and its config.
+    """The empty network in ``folder``, its tensors as they lie on disk, mapped, and its arguments.
 
     Raises:
         HddmError: as `read_network`, but for NaN and Inf.
@@ -257,11 +228,7 @@ def unread_network(folder: Path, classes: Classes[Network], weights: Path | None
 
 
 def unread(kind: type[Network], arguments: Mapping[str, Any], weights: Path, origin: str) -> Unread[Network]:
-    """A network of ``kind`` for the weights in a file; ``origin`` says where its arguments are from.
-
-    Raises:
-        HddmError: as `open_network`.
-    """
+    """A network of ``kind`` for the weights in a file; raises as `open_network`."""
     header, _ = read_header(weights)
     empty = {name: torch.empty(info.shape, dtype=info.dtype, device="meta") for name, info in header.items()}
     network = fitting(kind, arguments, empty, weights, origin)
@@ -272,11 +239,7 @@ def unread(kind: type[Network], arguments: Mapping[str, Any], weights: Path, ori
 def fitting(
     kind: type[Network], arguments: Mapping[str, Any], weights: Mapping[str, Tensor], path: Path, origin: str
 ) -> Network:
-    """The empty network for ``weights`` of the file ``path``; ``origin`` says where its arguments are from.
-
-    Raises:
-        HddmError: with every tensor that does not fit.
-    """
+    """The empty network for ``weights`` of the file ``path``; `HddmError` names all that does not fit."""
     network = empty_network(kind, arguments, len(weights), origin)
     problems = differences(network.state_dict(), weights)
     if problems:
@@ -285,11 +248,7 @@ def fitting(
 
 
 class WeightsReader:
-    """Reads a file of weights; the first time it looks for NaN and Inf.
-
-    Raises:
-        HddmError: when it is read, for a file that is not what it was when this was made.
-    """
+    """Reads a file of weights; looks for NaN and Inf the first time, refuses it once it has changed."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._identity = path, _identity(path)
@@ -301,7 +260,7 @@ class WeightsReader:
 
     def stored(self) -> dict[str, Tensor]:
         """Every tensor as it is, mapped."""
-        # Folders are replaced as a whole: another expert's weights may be where these were.
+        # Another expert may have replaced the folder.
         if not self._path.exists() or _identity(self._path) != self._identity:
             raise HddmError(f"{self._path}: has changed since it was opened; load the model again")
         weights = read_safetensors(self._path)
@@ -312,7 +271,7 @@ class WeightsReader:
 
 
 def cast(weights: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-    """``weights`` in ``dtype``; those of another one share a block of memory, given back as a whole."""
+    """``weights`` in ``dtype``; all that are cast share one block of memory, so that it can be given back."""
     others = {key: value for key, value in weights.items() if value.dtype != dtype}
     align = 64 // torch.empty(0, dtype=dtype).element_size()
     places, total = {}, 0

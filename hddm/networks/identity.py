@@ -60,12 +60,7 @@ SIZES: dict[str, dict[str, int]] = {
     "tiny": {"depth": 2, "hidden_size": 32, "num_heads": 2, "patch_size": 2},
     "small": {"depth": 4, "hidden_size": 128, "num_heads": 4, "patch_size": 4},
 } | {
-    f"{name}/{patch}": {
-        "depth": depth,
-        "hidden_size": width,
-        "num_heads": heads,
-        "patch_size": patch,
-    }
+    f"{name}/{patch}": {"depth": depth, "hidden_size": width, "num_heads": heads, "patch_size": patch}
     for name, (depth, width, heads) in _WIDTHS.items()
     for patch in (2, 4, 8)
 }

@@ -1,11 +1,4 @@
-"""Layers that the expert and the router share, and Flux's packing of patches.
-
-`attend` has a faster gradient where PyTorch's own is slow. Flux takes patches of 2×2 as rows of channels:
-
-    (batch, C, H, W)  ↔  (batch, HW/4, 4C)      row y W/2 + x holds patch (y, x), channel 4c + 2 dy + dx
-
-as its pipeline in diffusers packs them; the network itself takes and gives rows.
-"""
+"""Layers that the expert and the router share; `attend` has a faster gradient where PyTorch's own is slow."""
 
 import math
 from typing import Any
@@ -24,9 +17,8 @@ MOST_SCORES = 256 * 256
 def attend(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
     """softmax(Q Kᵀ / sqrt(d)) V; all of shape (batch, heads, tokens, d), keys and values of one length.
 
-    PyTorch's gradient of this in bfloat16 on CPUs takes several times as long as the matrix products that it
-    consists of (2.15, 64 tokens: with the forward pass 59 ms against 20 ms). There, the forward pass stays
-    PyTorch's and the gradient is written out. Elsewhere this is ``F.scaled_dot_product_attention``.
+    This is ``F.scaled_dot_product_attention``, but for the gradient in bfloat16 on CPUs, where PyTorch's
+    takes several times as long as the matrix products that it consists of.
     """
     slow = queries.device.type == "cpu" and queries.dtype == torch.bfloat16
     if slow and torch.is_grad_enabled() and queries.shape[-2] * keys.shape[-2] <= MOST_SCORES:
@@ -68,48 +60,13 @@ class _Attend(torch.autograd.Function):
         )
 
 
-PATCH = 2
-
-
-def pack(x: Tensor) -> Tensor:
-    """Rows (batch, HW/4, 4C) of a state (batch, C, H, W).
-
-    Raises:
-        HddmError: for sides that are odd.
-    """
-    batch, channels, height, width = x.shape
-    if height % PATCH or width % PATCH:
-        raise HddmError(f"a state of {height}×{width} has no patches of 2×2; its sides must be even")
-    patches = x.reshape(batch, channels, height // PATCH, PATCH, width // PATCH, PATCH)
-    return patches.permute(0, 2, 4, 1, 3, 5).reshape(batch, -1, channels * PATCH**2)
-
-
-def unpack(rows: Tensor, height: int, width: int) -> Tensor:
-    """The state (batch, C, H, W) of rows (batch, HW/4, 4C)."""
-    batch, _, channels = rows.shape
-    patches = rows.reshape(batch, height // PATCH, width // PATCH, channels // PATCH**2, PATCH, PATCH)
-    return patches.permute(0, 3, 1, 4, 2, 5).reshape(batch, -1, height, width)
-
-
-def positions(height: int, width: int, device: torch.device) -> Tensor:
-    """(0, y, x) of every row, (HW/4, 3); in float32, since half types round large numbers."""
-    y, x = torch.meshgrid(
-        torch.arange(height // PATCH, device=device),
-        torch.arange(width // PATCH, device=device),
-        indexing="ij",
-    )
-    return torch.stack([torch.zeros_like(y), y, x], dim=-1).flatten(0, 1).float()
-
-
 LAYER_NORM_EPS = 1e-5
 FREQUENCIES = 256
 
 
 def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
-    """``x (1 + scale) + shift``; x is (batch, tokens, width), the others broadcast to it.
-
-    One pass over x. Under autocast x is float32 and shift and scale may be bfloat16: they are the smaller.
-    """
+    """``x (1 + scale) + shift`` in one pass; x is (batch, tokens, width), the others broadcast to it."""
+    # Under autocast x is float32 and the others may be bfloat16: they are the smaller to cast.
     return _multiply_add(shift.to(x.dtype), x, 1 + scale.to(x.dtype))
 
 
@@ -146,18 +103,15 @@ class _MultiplyAdd(torch.autograd.Function):
         )
 
 
-def sinusoid(
-    times: Tensor, dim: int, dtype: torch.dtype, max_period: float = 1e4, frequency_shift: int = 0
-) -> Tensor:
+def sinusoid(times: Tensor, dim: int, dtype: torch.dtype, frequency_shift: int = 0) -> Tensor:
     """Sinusoidal embedding (batch, dim) of ``times`` (batch,): cosines, then sines.
 
-    With half = dim/2 the frequencies are max_period^(-i / (half - frequency_shift)) for i < half.
-    Angles are taken in the dtype of ``times`` and only the result is cast, since 987.2 and 988.5
-    are one number in bfloat16.
+    With half = dim/2 the frequencies are 10000^(-i / (half - frequency_shift)) for i < half. Only the
+    result is cast to ``dtype``, since 987.2 and 988.5 are one number in bfloat16.
     """
     half = dim // 2
     steps = torch.arange(half, device=times.device, dtype=times.dtype)
-    frequencies = torch.exp(-math.log(max_period) * steps / (half - frequency_shift))
+    frequencies = torch.exp(-math.log(1e4) * steps / (half - frequency_shift))
     angles = times[:, None] * frequencies
     return torch.cat([angles.cos(), angles.sin()], dim=-1).to(dtype)
 
@@ -239,9 +193,8 @@ class Attention(nn.Module):
 class PatchEmbedding(nn.Conv2d):
     """Images (batch, C, H, W) to tokens (batch, H W / patch², hidden_size), row by row.
 
-    A convolution in its parameters; computed as the linear layer of patches that it is, since the tokens
-    then lie in memory token by token. From a convolution they come channel by channel, and stay so in
-    every sum of the residual stream, which takes each norm and sum several times as long.
+    A convolution in its parameters, computed as the linear layer of patches that it is: its tokens lie in
+    memory token by token, which makes every later norm and sum several times as fast.
     """
 
     def __init__(self, in_channels: int, hidden_size: int, patch_size: int) -> None:
@@ -256,13 +209,10 @@ class PatchEmbedding(nn.Conv2d):
         return F.linear(patches, self.weight.flatten(1), self.bias)
 
 
-def mlp(hidden_size: int, ratio: int = 4) -> nn.Sequential:
-    """The feed-forward part of a block: expand by ``ratio``, tanh-GELU, contract."""
-    return nn.Sequential(
-        linear(hidden_size, ratio * hidden_size),
-        nn.GELU(approximate="tanh"),
-        linear(ratio * hidden_size, hidden_size),
-    )
+def mlp(hidden_size: int) -> nn.Sequential:
+    """The feed-forward part of a block: four times as wide, tanh-GELU, and back."""
+    wide = 4 * hidden_size
+    return nn.Sequential(linear(hidden_size, wide), nn.GELU(approximate="tanh"), linear(wide, hidden_size))
 
 
 def layer_norm(hidden_size: int, eps: float = LAYER_NORM_EPS) -> nn.LayerNorm:

@@ -10,9 +10,10 @@ a `Shelf`, which evicts the least recently used one when its budget is full:
 Weights of the stored dtype on the CPU are mapped: their pages come as they are touched.
 """
 
+import itertools
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, Literal, get_args
 
@@ -56,24 +57,15 @@ class Shelf:
     def __getstate__(self) -> dict[str, Any]:
         """State of a copy: the weights that are here, none that are on their way."""
         with self.lock:
-            present, networks = self._present.copy(), self._networks.copy()
-        return {
-            "offload": self.offload,
-            "_budget": self._budget,
-            "_networks": networks,
-            "_present": present,
-        }
+            kept = {"_networks": self._networks.copy(), "_present": self._present.copy()}
+        return {"offload": self.offload, "_budget": self._budget, **kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._start()
 
     def add(self, network: "StoredNetwork") -> None:
-        """Take notice of a network.
-
-        Raises:
-            HddmError: for one larger than the budget.
-        """
+        """Take notice of a network; `HddmError` refuses one larger than the budget."""
         self._refuse_larger(network)
         self._networks.append(network)
 
@@ -85,11 +77,7 @@ class Shelf:
         return sum(sorted(network.size for network in self._networks)[-2:])
 
     def bring(self, network: "StoredNetwork") -> None:
-        """Have the weights of ``network`` on its device.
-
-        Raises:
-            HddmError: as `add`, where another dtype has made it larger, and for what cannot be read.
-        """
+        """Have the weights of ``network`` on its device; raises as `add`, and for what cannot be read."""
         if network in self._present:
             self._present.move_to_end(network)
             return
@@ -113,7 +101,7 @@ class Shelf:
     def forget(self, network: "StoredNetwork") -> None:
         """Take ``network`` off the device, where it is there."""
         coming = self._coming.pop(network, None)
-        # A read under way takes memory, and keeps what it read for a network that may have changed.
+        # A read under way ends first: it takes memory, and the network may have changed since.
         if coming is not None and not coming.cancel():
             wait([coming])
         if self._present.pop(network, None) is not None:
@@ -148,10 +136,10 @@ class StoredNetwork(nn.Module):
 
     Args:
         network: on the meta device, but for constants that no file holds.
-        read: its tensors by name, from disk, in the dtype asked for; they are checked there.
-        origin: what to call it in errors.
-        dtype, device: where it runs, until `to` says otherwise.
-        shelf: what decides how long weights stay.
+        read: gives its tensors by name, checked, in the dtype asked for.
+        origin: its name in errors.
+        dtype, device: of its weights when it runs, until `to` changes them.
+        shelf: decides how long weights stay.
     """
 
     placement: Tensor
@@ -185,12 +173,10 @@ class StoredNetwork(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        """That it runs in."""
         return self.placement.dtype
 
     @property
     def config(self) -> Any:
-        """The network's own."""
         return self.network.config
 
     @property
@@ -243,11 +229,8 @@ class StoredNetwork(nn.Module):
 
     def clear(self) -> None:
         """Let the device's tensors go."""
-        self.place({name: torch.empty_like(value, device="meta") for name, value in self._named()})
-
-    def _named(self) -> Iterable[tuple[str, Tensor]]:
-        yield from self.network.named_parameters()
-        yield from self.network.named_buffers()
+        tensors = itertools.chain(self.network.named_parameters(), self.network.named_buffers())
+        self.place({name: torch.empty_like(value, device="meta") for name, value in tensors})
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "StoredNetwork":
         moved = fn(self.placement)
@@ -265,8 +248,13 @@ class StoredNetwork(nn.Module):
 
 
 def in_best_order(networks: Mapping[int, object]) -> list[int]:
-    """Keys of the networks that are to run, those already there first: none is sent away before its turn."""
-    return sorted(networks, key=lambda key: not _is_present(networks[key]))
+    """Keys of the networks that are to run, those on their device first: none leaves it before its turn."""
+
+    def is_absent(key: int) -> bool:
+        network = networks[key]
+        return isinstance(network, StoredNetwork) and not network.shelf.is_present(network)
+
+    return sorted(networks, key=is_absent)
 
 
 def bring(network: object, following: object = None) -> None:
@@ -274,11 +262,7 @@ def bring(network: object, following: object = None) -> None:
     if isinstance(network, StoredNetwork):
         with network.shelf.lock:
             network.shelf.bring(network)
-    # Only now: what is fetched ahead would make room of a network that is about to run.
+    # Not before: fetching ahead makes room, and must not take that of a network that is about to run.
     if isinstance(following, StoredNetwork):
         with following.shelf.lock:
             following.shelf.prefetch(following)
-
-
-def _is_present(network: object) -> bool:
-    return not isinstance(network, StoredNetwork) or network.shelf.is_present(network)

@@ -19,41 +19,43 @@ from hddm.utils.files import inside
 from hddm.utils.weights import refuse_non_finite
 
 if TYPE_CHECKING:
-    from transformers import CLIPTokenizer
+    from transformers import CLIPTextModel, CLIPTokenizer
 
+STEM = "model"
+KIND = "CLIPTextModel"
+ARCHITECTURES = ([KIND], ["CLIPTextModelWithProjection"])
 CLASSES = ("CLIPTokenizer", "CLIPTokenizerFast")
 # The loader hands every key to the class, and some name files or positional arguments.
 _KEYS = {
-    "__type",
-    "add_prefix_space",
-    "added_tokens_decoder",
-    "additional_special_tokens",
-    "backend",
-    "bos_token",
-    "clean_up_tokenization_spaces",
-    "do_lower_case",
-    "eos_token",
-    "errors",
-    "extra_special_tokens",
-    "is_local",
-    "local_files_only",
-    "max_length",
-    "model_input_names",
-    "model_max_length",
-    "name_or_path",
-    "pad_to_multiple_of",
-    "pad_token",
-    "pad_token_type_id",
-    "padding_side",
-    "processor_class",
-    "special_tokens_map_file",
-    "split_special_tokens",
-    "stride",
-    "tokenizer_class",
-    "truncation_side",
-    "truncation_strategy",
-    "unk_token",
+    *(
+        "__type",
+        "add_prefix_space",
+        "added_tokens_decoder",
+        "additional_special_tokens",
+        "backend",
+        "bos_token",
+    ),
+    *(
+        "clean_up_tokenization_spaces",
+        "do_lower_case",
+        "eos_token",
+        "errors",
+        "extra_special_tokens",
+        "is_local",
+    ),
+    *("local_files_only", "max_length", "model_input_names", "model_max_length", "name_or_path"),
+    *("pad_to_multiple_of", "pad_token", "pad_token_type_id", "padding_side", "processor_class"),
+    *("special_tokens_map_file", "split_special_tokens", "stride", "tokenizer_class", "truncation_side"),
+    *("truncation_strategy", "unk_token"),
 }
+_SIZES = (
+    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+    *("max_position_embeddings", "hidden_act", "layer_norm_eps"),
+)
+_NUMBERS = ("bos_token_id", "eos_token_id", "pad_token_id")
+_VOCABULARY = 49408
+_PREFIX = "text_model."
+_UNUSED = ("embeddings.position_ids", "text_projection.weight")
 
 
 def read_tokenizer(folder: Path) -> "CLIPTokenizer":
@@ -87,36 +89,13 @@ def read_tokenizer(folder: Path) -> "CLIPTokenizer":
     return tokenizer
 
 
-if TYPE_CHECKING:
-    from transformers import CLIPTextModel, CLIPTokenizer
-
-STEM = "model"
-KIND = "CLIPTextModel"
-ARCHITECTURES = ([KIND], ["CLIPTextModelWithProjection"])
-_SIZES = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "max_position_embeddings",
-    "hidden_act",
-    "layer_norm_eps",
-)
-_NUMBERS = ("bos_token_id", "eos_token_id", "pad_token_id")
-_VOCABULARY = 49408
-_PREFIX = "text_model."
-_UNUSED = ("embeddings.position_ids", "text_projection.weight")
-
-
 def read_text_encoder(
     folder: Path, dtype: torch.dtype = torch.float32, variant: str | None = None
 ) -> "CLIPTextModel":
     """The CLIP text encoder in ``folder``, in evaluation mode.
 
-    It is built from checked facts of its config, not by a loader that takes orders from it. Files with and
-    without the prefix ``text_model.`` and with a projection, which is not needed, are read alike.
-    The file of weights is that of ``variant`` where there is one.
+    It is built from checked sizes of its config alone. Files with and without the prefix ``text_model.`` and
+    with a projection, which is not needed, are read alike; that of ``variant`` is taken where there is one.
 
     Raises:
         HddmError: for a file that is missing or leads out of the folder, another class, and any tensor that
@@ -169,7 +148,7 @@ def encode(text_encoder: "CLIPTextModel", tokenizer: "CLIPTokenizer", prompts: S
 def hidden_states(
     text_encoder: "CLIPTextModel", tokenizer: "CLIPTokenizer", prompts: Sequence[str]
 ) -> Tensor:
-    """As `encode`, without its warnings; for whom `cuts` is asked by other means."""
+    """As `encode`, without its warnings."""
     length = prompt_length(tokenizer.model_max_length, text_encoder.config.max_position_embeddings)
     tokens = tokenizer(
         list(prompts), padding="max_length", max_length=length, truncation=True, return_tensors="pt"
@@ -188,17 +167,17 @@ def hidden_states(
 
 
 def cuts(tokenizer: "CLIPTokenizer", prompts: Sequence[str], length: int) -> list[tuple[int, str]]:
-    """Which of ``prompts`` have more than ``length`` tokens, and what each of them loses, in words."""
-    whole: list[list[int]] = tokenizer(
+    """Indices of the ``prompts`` of more than ``length`` tokens, each with a warning of what it loses."""
+    tokens: list[list[int]] = tokenizer(
         list(prompts), padding=False, truncation=False, verbose=False
     ).input_ids
     found = []
-    for index, (prompt, ids) in enumerate(zip(prompts, whole, strict=True)):
+    for index, (prompt, ids) in enumerate(zip(prompts, tokens, strict=True)):
         if len(ids) > length:
             # The last token is the end, which a prompt that is cut keeps.
             cut = tokenizer.decode(ids[length - 1 : -1])
-            told = f"a prompt of {len(ids)} tokens is cut to {length}: {prompt[:40]!r} … loses {cut!r}"
-            found.append((index, told))
+            warning = f"a prompt of {len(ids)} tokens is cut to {length}: {prompt[:40]!r} … loses {cut!r}"
+            found.append((index, warning))
     return found
 
 
@@ -239,10 +218,10 @@ def _open(folder: Path, variant: str | None) -> tuple["CLIPTextModel", dict[str,
 
 
 def _special_tokens(config: dict[str, Any]) -> dict[str, Any]:
-    """The config's numbers of special tokens: the class's own may lie outside the vocabulary, with warnings.
+    """The config's numbers of special tokens, where they lie within the vocabulary.
 
-    They choose the pooled output alone, which no expert is given; it cannot be computed without an end, and
-    the end of CLIP's vocabulary is its last token.
+    They choose the pooled output alone, which no expert is given; but it cannot be computed without an end,
+    and the end of CLIP's vocabulary is its last token.
     """
     size = config.get("vocab_size", _VOCABULARY)
     valid = {key: n for key in _NUMBERS if type(n := config.get(key)) is int and 0 <= n < size}

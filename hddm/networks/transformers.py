@@ -66,8 +66,8 @@ class ExpertBlock(nn.Module):
 
     def forward(self, x: Tensor, shared: Tensor | None, activated: Tensor, text: Tensor | None) -> Tensor:
         # (batch, 6, width), split into six of (batch, 1, width)
-        parts = self._modulation(shared, activated).chunk(6, dim=1)
-        shift_attn, scale_attn, gate_attn, shift_mlp, scale_mlp, gate_mlp = parts
+        six = self._modulation(shared, activated).chunk(6, dim=1)
+        shift_attn, scale_attn, gate_attn, shift_mlp, scale_mlp, gate_mlp = six
         x = add_gated(x, gate_attn, self.attn(modulate(self.norm(x), shift_attn, scale_attn)))
         if self.cross_attn is not None:
             x = x + self.cross_attn(x, text)
@@ -89,8 +89,7 @@ class ExpertBlock(nn.Module):
 
 
 def _six(vectors: Tensor) -> Tensor:
-    six: Tensor = vectors.unflatten(-1, (6, -1))
-    return six
+    return cast(Tensor, vectors.unflatten(-1, (6, -1)))
 
 
 def _residual(hidden_size: int, rank: int) -> nn.Linear | nn.Sequential:
@@ -114,10 +113,10 @@ class FinalLayer(nn.Module):
 
     def forward(self, x: Tensor, embedded: Tensor) -> Tensor:
         if self.modulation is None:
-            parts = self.scale_shift_table + embedded[:, None]
+            both = self.scale_shift_table + embedded[:, None]
         else:
-            parts = self.modulation(F.silu(embedded)).unflatten(-1, (2, -1))
-        shift, scale = parts.chunk(2, dim=1)
+            both = self.modulation(F.silu(embedded)).unflatten(-1, (2, -1))
+        shift, scale = both.chunk(2, dim=1)
         projected: Tensor = self.linear(modulate(self.norm(x), shift, scale))
         return projected
 
@@ -275,8 +274,8 @@ class RouterBlock(nn.Module):
 
     def forward(self, x: Tensor, embedded: Tensor, only_first: bool = False) -> Tensor:
         """Tokens (batch, tokens, hidden_size), or the first of them alone."""
-        parts = self.adaLN_modulation(embedded)[:, None].chunk(6, dim=-1)
-        shift_attn, scale_attn, gate_attn, shift_mlp, scale_mlp, gate_mlp = parts
+        six = self.adaLN_modulation(embedded)[:, None].chunk(6, dim=-1)
+        shift_attn, scale_attn, gate_attn, shift_mlp, scale_mlp, gate_mlp = six
         normed = modulate(self.norm(x), shift_attn, scale_attn)
         if only_first:
             x = add_gated(x[:, :1], gate_attn, self.attn(normed[:, :1], normed))

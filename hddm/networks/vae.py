@@ -3,18 +3,22 @@
 The files of a component stay inside its folder. Older files of diffusers have other names of tensors.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from diffusers import ModelMixin
 from torch import Tensor, nn
 
-from hddm.networks.folders import Imported, differences, empty_network, fill, parse_config
+from hddm.networks.folders import Classes, differences, empty_network, fill, parse_config
 from hddm.networks.identity import VaeRecord, fingerprint
 from hddm.utils.errors import HddmError
 from hddm.utils.files import inside, read_json
 from hddm.utils.weights import read_safetensors, refuse_non_finite
+
+if TYPE_CHECKING:
+    from diffusers import AutoencoderKL, AutoencoderTiny
 
 _CODE = ("auto_map", "custom_pipeline", "trust_remote_code")
 
@@ -64,27 +68,17 @@ def _is_there(path: Path) -> bool:
 _ATTENTION = {".to_q.": ".query.", ".to_k.": ".key.", ".to_v.": ".value.", ".to_out.0.": ".proj_attn."}
 
 
-def former_name(name: str) -> str:
-    """Former name in diffusers of the tensor ``name``; ``name`` itself where it never changed."""
-    for new, old in _ATTENTION.items():
-        if new in name:
-            return name.replace(new, old)
-    return name
+def stored_names(names: Iterable[str], stored: Collection[str]) -> dict[str, str]:
+    """Of each of a network's ``names`` that among ``stored``, the names in a file: today's or a former."""
+    found = {}
+    for name in names:
+        former = next((name.replace(new, old) for new, old in _ATTENTION.items() if new in name), name)
+        found[name] = former if name not in stored and former in stored else name
+    return found
 
-
-def stored_names(names: Iterable[str], stored: Iterable[str]) -> dict[str, str]:
-    """The name in a file, which holds ``stored``, of each tensor that a network calls by ``names``."""
-    held = set(stored)
-    return {
-        name: former_name(name) if name not in held and former_name(name) in held else name for name in names
-    }
-
-
-if TYPE_CHECKING:
-    from diffusers import AutoencoderKL, AutoencoderTiny
 
 STEM = "diffusion_pytorch_model"
-KINDS = Imported([], ["AutoencoderKL", "AutoencoderTiny"])
+KINDS: Classes[ModelMixin] = ("AutoencoderKL", "AutoencoderTiny")
 LARGEST_SCALE = 1e6
 _ENCODER = ("encoder.", "quant_conv.")
 _PER_CHANNEL = ("latents_mean", "latents_std")
@@ -92,8 +86,6 @@ _PER_CHANNEL = ("latents_mean", "latents_std")
 
 def read_vae(folder: Path, dtype: torch.dtype = torch.float32) -> "AutoencoderKL | AutoencoderTiny":
     """The VAE in a diffusers folder, in evaluation mode, whatever dtype its file has.
-
-    Files of former versions are read as diffusers itself does, with today's names.
 
     Raises:
         HddmError: for a file that is missing or leads out of the folder, another class, an unknown config
@@ -107,10 +99,9 @@ def read_vae(folder: Path, dtype: torch.dtype = torch.float32) -> "AutoencoderKL
 
 
 def vae_facts(folder: Path, variant: str | None = None) -> VaeRecord:
-    """Identity of the latent space of the VAE in ``folder``; raises as `read_vae`.
+    """Identity of the latent space of the VAE in ``folder``, by its file of ``variant`` where there is one.
 
-    Scale and shift are the config's, or the documented defaults of its class. The file of weights is that of
-    ``variant`` where there is one.
+    Scale and shift are the config's, or the documented defaults of its class. Raises as `read_vae`.
     """
     network, weights, _, _ = _open(folder, variant)
     encoder = {key: value for key, value in weights.items() if key.startswith(_ENCODER)}
@@ -133,26 +124,19 @@ def encode(vae: "AutoencoderKL | AutoencoderTiny", images: Tensor) -> tuple[Tens
         HddmError: for images that the VAE does not take, and for z that is not finite.
     """
     factor, channels = scale_of(vae), vae.config.in_channels
-    if (
-        images.ndim != 4
-        or images.shape[1] != channels
-        or images.shape[2] % factor
-        or images.shape[3] % factor
-    ):
+    if images.ndim != 4 or images.shape[1] != channels or any(side % factor for side in images.shape[2:]):
         raise HddmError(
             f"the VAE encodes images (N, {channels}, H, W) with H and W multiples of {factor}, not "
             f"{tuple(images.shape)}"
         )
     with torch.no_grad():
         encoded = vae.encode(images.to(vae.device, vae.dtype))
-    latents = getattr(encoded, "latents", None)
-    mean, deviation = (
-        (latents, None) if latents is not None else (encoded.latent_dist.mean, encoded.latent_dist.std)
-    )
-    for part in (mean, deviation):
-        if part is not None:
-            _refuse_images(part, "latents of images", "encode in float32")
-    return mean.float(), None if deviation is None else deviation.float()
+    distribution = getattr(encoded, "latent_dist", None)
+    found = (encoded.latents,) if distribution is None else (distribution.mean, distribution.std)
+    for latents in found:
+        _refuse_images(latents, "latents of images", "encode in float32")
+    mean, *deviation = (latents.float() for latents in found)
+    return mean, deviation[0] if deviation else None
 
 
 def decode(vae: "AutoencoderKL | AutoencoderTiny", latents: Tensor) -> Tensor:
@@ -203,7 +187,11 @@ def _open(folder: Path, variant: str | None = None) -> tuple[Any, dict[str, Tens
     problems = differences(network.state_dict(), weights | left)
     if problems:
         raise HddmError(f"{path}: does not fit its config.json: {'; '.join(problems)}")
-    _refuse_per_channel(arguments, origin)
+    if stated := [key for key in _PER_CHANNEL if arguments.get(key) is not None]:
+        raise HddmError(
+            f"{origin}: states {' and '.join(stated)}, a scale for each channel; only one scaling_factor and "
+            "shift_factor for all is supported"
+        )
     try:
         _scale_and_shift(network.config)
     except HddmError as error:
@@ -228,15 +216,6 @@ def _refuse_depth(arguments: Mapping[str, Any], num_tensors: int, origin: str) -
         numbers = [n for n in counts if isinstance(n, int)] if isinstance(counts, Sequence) else [num_tensors]
         if sum(numbers) >= num_tensors > 0:
             raise HddmError(f"{origin}: {key} is {str(counts)[:60]}, and there are {num_tensors} tensors")
-
-
-def _refuse_per_channel(arguments: Mapping[str, Any], origin: str) -> None:
-    stated = [key for key in _PER_CHANNEL if arguments.get(key) is not None]
-    if stated:
-        raise HddmError(
-            f"{origin}: states {' and '.join(stated)}, a scale for each channel; only one scaling_factor and "
-            "shift_factor for all is supported"
-        )
 
 
 def _scale_and_shift(config: Mapping[str, Any]) -> tuple[float, float]:

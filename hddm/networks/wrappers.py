@@ -1,7 +1,9 @@
 """Networks that an expert may have, under one call: ``network(x, timestep, **conditions) -> Tensor``.
 
-Architectures that diffusers has are diffusers' own classes. The class that a folder names must be in
-`EXPERT_NETWORKS`; nothing else is ever built. `interface_of` reads inputs and outputs off the config alone.
+The class that a folder names must be in `EXPERT_NETWORKS`: diffusers' own, but for our transformer.
+`interface_of` reads inputs and outputs off the config alone. Flux takes and gives patches of 2×2 as rows:
+
+    (batch, C, H, W)  ↔  (batch, HW/4, 4C)      row y W/2 + x holds patch (y, x), channel 4c + 2 dy + dx
 """
 
 from collections.abc import Mapping, Sequence
@@ -9,10 +11,9 @@ from dataclasses import dataclass
 
 import torch
 from diffusers import ModelMixin
+from einops import rearrange
 from torch import Tensor, nn
 
-from hddm.networks.folders import Imported
-from hddm.networks.layers import pack, positions, unpack
 from hddm.networks.transformers import ExpertTransformer
 from hddm.utils.errors import HddmError
 
@@ -28,9 +29,9 @@ _TEXT_WIDTHS = ("caption_channels", "text_dim", "joint_attention_dim", "cross_at
 class Interface:
     """Inputs and outputs of a network, read off its config.
 
-    ``sample_shape`` is (C, H, W); ``variance_head`` says that the output has 2 C channels, of which the
-    last C are a learned variance (arXiv:2102.09672) and no part of the prediction. ``null_class`` is the
-    label that stands for no class. ``num_patches`` is what a transformer attends to, None for a UNet.
+    ``sample_shape`` is (C, H, W). With a ``variance_head`` the last C of 2 C output channels are a learned
+    variance (arXiv:2102.09672), no part of the prediction. ``null_class`` stands for no class.
+    ``num_patches`` is None for a UNet.
     """
 
     sample_shape: tuple[int, int, int]
@@ -47,7 +48,7 @@ def interface_of(name: str, config: Mapping[str, object], sides: tuple[int, int]
     Args:
         name: of the class.
         config: of the network, with the defaults of its class.
-        sides: height and width of a sample where the config has none, as Flux's never has.
+        sides: height and width of a sample where the config states none, as Flux's.
 
     Raises:
         HddmError: for a sample size that neither says, an output that is neither C nor 2 C channels, or a
@@ -60,14 +61,9 @@ def interface_of(name: str, config: Mapping[str, object], sides: tuple[int, int]
     if patch and (height % patch or width % patch):
         raise HddmError(f"{name} has patches of side {patch}, and a sample of {height}×{width} none such")
     conditions, num_classes, null_class = _CONDITIONS[name](config)
-    return Interface(
-        sample_shape=(channels, height, width),
-        variance_head=has_variance_head(name, config),
-        conditions=conditions,
-        num_classes=num_classes,
-        null_class=null_class,
-        num_patches=height * width // patch**2 if patch else None,
-    )
+    num_patches = height * width // patch**2 if patch else None
+    shape, variance_head = (channels, height, width), has_variance_head(name, config)
+    return Interface(shape, variance_head, conditions, num_classes, null_class, num_patches)
 
 
 def has_variance_head(name: str, config: Mapping[str, object]) -> bool:
@@ -89,13 +85,7 @@ def text_width(config: Mapping[str, object]) -> int | None:
     return width if isinstance(width, int) else None
 
 
-def has_sample_size(name: str) -> bool:
-    """True if the config of class ``name`` has a place for the size of a sample."""
-    return name != FLUX
-
-
 def _channels(name: str, config: Mapping[str, object]) -> int:
-    """Of a sample."""
     taken, given = _count(config, "in_channels"), config.get("out_channels")
     if taken is None:
         raise HddmError(f"the config of {name} has no in_channels")
@@ -139,10 +129,8 @@ _Conditions = tuple[tuple[str, ...], int | None, int | None]
 
 def _expert(config: Mapping[str, object]) -> _Conditions:
     classes = _count(config, "num_classes")
-    names = (("class_labels",) if classes else ()) + (
-        ("encoder_hidden_states",) if config.get("text_dim") else ()
-    )
-    return names, classes, classes
+    text = ("encoder_hidden_states",) if config.get("text_dim") else ()
+    return (*(("class_labels",) if classes else ()), *text), classes, classes
 
 
 def _dit(config: Mapping[str, object]) -> _Conditions:
@@ -229,17 +217,7 @@ _CONDITIONS = {
 }
 
 
-EXPERT_NETWORKS = Imported(
-    [ExpertTransformer],
-    [
-        "DiTTransformer2DModel",
-        "PixArtTransformer2DModel",
-        "SD3Transformer2DModel",
-        FLUX,
-        "UNet2DModel",
-        "UNet2DConditionModel",
-    ],
-)
+EXPERT_NETWORKS = (ExpertTransformer, *(name for name in _CONDITIONS if name != ExpertTransformer.__name__))
 
 
 class NetworkWrapper(nn.Module):
@@ -257,7 +235,6 @@ class NetworkWrapper(nn.Module):
 
     @property
     def config(self) -> object:
-        """The network's own."""
         return self.model.config
 
     def forward(self, x: Tensor, timestep: Tensor, **conditions: Tensor) -> Tensor:
@@ -276,6 +253,7 @@ class NetworkWrapper(nn.Module):
 
 
 _ADDED = ("text_embeds", "time_ids", "resolution", "aspect_ratio")
+"""Conditions that diffusers nests in ``added_cond_kwargs``."""
 
 
 def call(model: ModelMixin, x: Tensor, timestep: Tensor, conditions: Mapping[str, Tensor]) -> Tensor:
@@ -295,6 +273,30 @@ def call(model: ModelMixin, x: Tensor, timestep: Tensor, conditions: Mapping[str
     return result
 
 
+def pack(x: Tensor) -> Tensor:
+    """Rows (batch, HW/4, 4C) of a state (batch, C, H, W).
+
+    Raises:
+        HddmError: for sides that are odd.
+    """
+    if x.shape[-2] % 2 or x.shape[-1] % 2:
+        raise HddmError(
+            f"a state of {x.shape[-2]}×{x.shape[-1]} has no patches of 2×2; its sides must be even"
+        )
+    return rearrange(x, "b c (h p) (w q) -> b (h w) (c p q)", p=2, q=2)
+
+
+def unpack(rows: Tensor, height: int) -> Tensor:
+    """The state (batch, C, H, W) of rows (batch, HW/4, 4C), H = ``height``."""
+    return rearrange(rows, "b (h w) (c p q) -> b c (h p) (w q)", h=height // 2, p=2, q=2)
+
+
+def positions(height: int, width: int, device: torch.device) -> Tensor:
+    """(0, y, x) of every row, (HW/4, 3); in float32, since half types round large numbers."""
+    sides = [torch.arange(size, device=device, dtype=torch.float32) for size in (1, height // 2, width // 2)]
+    return torch.cartesian_prod(*sides)
+
+
 def _call_packed(model: ModelMixin, x: Tensor, timestep: Tensor, conditions: Mapping[str, Tensor]) -> Tensor:
     height, width = x.shape[-2:]
     text = conditions.get("encoder_hidden_states")
@@ -307,13 +309,11 @@ def _call_packed(model: ModelMixin, x: Tensor, timestep: Tensor, conditions: Map
         return_dict=False,
         **conditions,
     )[0]
-    return unpack(rows, height, width)
+    return unpack(rows, height)
 
 
 def wrapped(model: ModelMixin, round_time: bool = False) -> nn.Module:
     """``model`` under the common call; itself where it already is."""
     has_variance = has_variance_head(type(model).__name__, model.config)
-    if isinstance(model, ExpertTransformer) and not round_time and not has_variance:
-        own: nn.Module = model
-        return own
-    return NetworkWrapper(model, round_time)
+    is_bare = isinstance(model, ExpertTransformer) and not round_time and not has_variance
+    return model if is_bare else NetworkWrapper(model, round_time)

@@ -1,8 +1,4 @@
-"""Errors that a user can mend, and the words in which they are worded.
-
-Every message is one line: the file or option, the value, the remedy. Numbers, lists and pydantic's findings
-get the same words everywhere.
-"""
+"""Errors that a user can mend, worded in one line: the file or option, the value, the remedy."""
 
 import contextlib
 import difflib
@@ -10,16 +6,18 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
+if TYPE_CHECKING:
+    from pydantic_core import ErrorDetails
+
 
 class HddmError(ValueError):
     """A failure that the caller can mend.
 
-    The message is one line that names the file or option, the value and the remedy. The command
-    line prints it without a traceback and exits with code 1. Names from foreign files may be part of it: what
-    is not printable is shown as its escape.
+    The message is one line that names the file or option, the value and the remedy. The command line prints
+    it without a traceback and exits with code 1. What is not printable, as in names from foreign files, is
+    shown as its escape.
 
-    ``details`` are for what has several parts, such as all the differences between models: a line each,
-    indented below the message, in ``str(error)`` too.
+    ``details`` are lines of their own, indented below the message, in ``str(error)`` too.
     """
 
     def __init__(self, message: str, details: Iterable[str] = ()) -> None:
@@ -28,7 +26,7 @@ class HddmError(ValueError):
         super().__init__("\n  ".join((self.message, *self.details)))
 
     def __reduce__(self) -> tuple[type["HddmError"], tuple[str, tuple[str, ...]]]:
-        # By its parts: the joined text would come out of another process as one line.
+        # Not by the joined text, which would come out of another process as one line.
         return type(self), (self.message, self.details)
 
 
@@ -71,9 +69,6 @@ def shown(names: Sequence[str], most: int = 20) -> list[str]:
     more = [f"… and {len(names) - most} more"] if len(names) > most else []
     return [*names[:most], *more]
 
-
-if TYPE_CHECKING:
-    from pydantic_core import ErrorDetails
 
 _WORDS = {
     "missing": "is required",

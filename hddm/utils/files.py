@@ -21,6 +21,7 @@ import shutil
 import stat
 import time
 from collections.abc import Callable, Iterator
+from io import BufferedReader
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -39,10 +40,10 @@ def inside(folder: Path, name: str) -> Path:
     Raises:
         HddmError: for an absolute name, ``..``, backslashes, NUL, and links that leave or turn in circles.
     """
-    parts = PurePosixPath(name).parts
-    odd = not parts or ".." in parts or any(letter in name for letter in "\\\0\n\r")
+    path = PurePosixPath(name)
+    odd = not path.parts or ".." in path.parts or any(letter in name for letter in "\\\0\n\r")
     # A colon after one letter is a drive on Windows.
-    if odd or PurePosixPath(name).is_absolute() or name[1:2] == ":":
+    if odd or path.is_absolute() or name[1:2] == ":":
         raise HddmError(f"{folder}: the name {name!r} does not stay inside the folder; refused")
     try:
         root = folder.resolve()
@@ -50,31 +51,24 @@ def inside(folder: Path, name: str) -> Path:
     # Circles are RuntimeError before Python 3.13.
     except (OSError, RuntimeError) as error:
         raise HddmError(f"{folder / name}: cannot be followed ({' '.join(str(error).split())})") from error
-    if not target.is_relative_to(_enclosing(root)):
+    repositories = (
+        revision.parent.parent
+        for revision in (root, *root.parents)
+        if revision.parent.name == "snapshots" and revision.parent.parent.name.startswith("models--")
+    )
+    if not target.is_relative_to(next(repositories, root)):
         raise HddmError(f"{folder / name}: is a link to {target}, outside the folder; refused, copy it there")
     return target
-
-
-def _enclosing(folder: Path) -> Path:
-    for revision in (folder, *folder.parents):
-        repository = revision.parent.parent
-        if revision.parent.name == "snapshots" and repository.name.startswith("models--"):
-            return repository
-    return folder
 
 
 @contextlib.contextmanager
 def locked(path: Path, refusal: Callable[[str], str]) -> Iterator[None]:
     """Hold the lock ``path`` within the block; the system frees it when its holder ends, killed or not.
 
-    The file names the process that holds it, and stays. The holder may remove it when all else is done.
-
-    Args:
-        path: the file; its folder is made where it is missing.
-        refusal: the message of the error, from what the file says of its holder.
+    The file names the process that holds it, and stays; its folder is made where it is missing.
 
     Raises:
-        HddmError: where another process holds it.
+        HddmError: where another process holds it; ``refusal`` makes the message from that process's name.
     """
     lock = FileLock(path, thread_local=False)
     while True:
@@ -99,10 +93,9 @@ def locked(path: Path, refusal: Callable[[str], str]) -> Iterator[None]:
 
 
 def _holder(path: Path) -> str:
-    try:
+    with contextlib.suppress(OSError):
         return path.read_text().strip() or "unknown"
-    except OSError:
-        return "unknown"
+    return "unknown"
 
 
 _PATIENCE = 0.1
@@ -117,9 +110,8 @@ def new_folder(target: Path, record: str, overwrite: bool = False, is_locked: bo
     """A folder to fill that becomes ``target`` when the block ends, and vanishes if it fails.
 
     It lies beside ``target``, since a rename is atomic only within one file system. Files are synced to
-    disk before the rename, and the rename after it. What killed processes left of theirs is removed.
-    ``record`` is the JSON file that marks its kind; ``is_locked`` says that the caller holds a lock that
-    keeps other processes away.
+    disk before the rename, and the rename after it. Drafts that killed processes left are removed.
+    ``record`` is the JSON file that marks its kind; ``is_locked`` says that the caller keeps others away.
 
     A folder that is replaced is renamed away first, so for a moment nothing has its name. Whoever is killed
     just then leaves it complete, beside its place; `restore` puts it back.
@@ -187,7 +179,7 @@ def check_absent(target: Path, record: str, overwrite: bool = False) -> None:
     """Refuse an existing ``target``; called again before work of hours, to fail early.
 
     With ``overwrite`` only an empty folder or one of the same kind may go: one that holds a ``record``, a
-    JSON file with a format version. So a slip of the keyboard costs no images and no other model.
+    JSON file with a format version.
     """
     restore(target)
     if target.is_symlink() and not target.exists():
@@ -220,10 +212,8 @@ def restore(target: Path) -> None:
 def write_whole(path: Path, write: Callable[[Path], object], overwrite: bool = True) -> None:
     """Write a file that gets its name only once it is complete and on the disk.
 
-    Args:
-        path: the file, in a folder that is there; what has its name stays until the new one is complete.
-        write: makes the file that it is given, a hidden one beside ``path``; a failure removes that.
-        overwrite: whether a file that is there by then is replaced.
+    ``write`` makes the hidden file beside ``path`` that it is given; a failure removes it. What has the name
+    ``path`` stays until then, and is replaced with ``overwrite`` alone.
 
     Raises:
         HddmError: where it cannot be written, or is there and must not be replaced.
@@ -250,11 +240,7 @@ def write_whole(path: Path, write: Callable[[Path], object], overwrite: bool = T
 
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """A block that writes ``path``, or below it: that the disk is full or fails becomes one line.
-
-    Raises:
-        HddmError: for an OSError or a SafetensorError, whose own messages mostly name no file.
-    """
+    """A block that writes ``path``, or below it; its OSError or SafetensorError becomes an `HddmError`."""
     try:
         yield
     except (OSError, SafetensorError) as error:
@@ -308,9 +294,15 @@ def sha256_of(path: Path) -> str:
     Raises:
         HddmError: for a file that cannot be read.
     """
+    with _opened(path) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[BufferedReader]:
     try:
         with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
+            yield file
     except OSError as error:
         raise HddmError(f"{path}: cannot be read ({error.strerror or error})") from error
 
@@ -360,7 +352,7 @@ def _replace(draft: Path, target: Path) -> None:
     except BaseException:
         old.rename(target)
         raise
-    # Under this name it is whole, or it is not there.
+    # Renamed before it is removed, so that no half folder has the name that `restore` looks for.
     old.rename(draft)
     shutil.rmtree(draft)
 
@@ -410,7 +402,9 @@ class HashCache:
             HddmError: for a file that cannot be read.
         """
         path, now = self._folder / name, time.time_ns()
-        status = _status(path)
+        with _opened(path) as file:
+            # Of the open file: opening asks a network's file system anew, which a bare stat need not.
+            status = os.fstat(file.fileno())
         state = [sha256, status.st_size, status.st_ino, status.st_mtime_ns, status.st_ctime_ns]
         is_known = self._known.get(name) == state
         if not is_known and sha256_of(path) != sha256:
@@ -426,12 +420,3 @@ class HashCache:
         if self._found != self._known:
             with contextlib.suppress(HddmError):
                 write_whole(self._folder / RECORD, lambda draft: write_json(draft, self._found))
-
-
-def _status(path: Path) -> os.stat_result:
-    try:
-        # Opening asks a network's file system anew, which a bare stat need not.
-        with path.open("rb") as file:
-            return os.fstat(file.fileno())
-    except OSError as error:
-        raise HddmError(f"{path}: cannot be read ({error.strerror or error})") from error

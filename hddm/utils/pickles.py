@@ -20,13 +20,11 @@ import torch
 from torch import Tensor, nn
 from torch.torch_version import TorchVersion
 
-from hddm.utils.errors import HddmError
+from hddm.utils.errors import HddmError, shown
 from hddm.utils.weights import Kind, kind_of, one_line
 
 LARGEST_PICKLE = 8 * 2**20
 """Bytes of the largest pickle that is scanned; the tensors lie outside, thousands in one MB or two."""
-
-_PIECE = 2**20
 
 
 def read_archive(path: Path) -> tuple[bytes, dict[str, int]]:
@@ -40,8 +38,9 @@ def read_archive(path: Path) -> tuple[bytes, dict[str, int]]:
         with zipfile.ZipFile(path) as archive:
             records = _checked(path, archive.infolist())
             data = archive.read(records["data.pkl"])
-            for record in records.values():
-                _check_sum(archive, record)
+            # torch checks no sums of what it maps.
+            if (damaged := archive.testzip()) is not None:
+                raise HddmError(f"{path}: Bad CRC-32 for file {damaged!r}; fetch it again")
         sizes = {name: record.file_size for name, record in records.items()}
         _compare(path, sizes, data)
     except HddmError:
@@ -60,8 +59,7 @@ def _checked(path: Path, entries: list[zipfile.ZipInfo]) -> dict[str, zipfile.Zi
     for entry in entries:
         name = entry.orig_filename
         folder, _, below = name.partition("/")
-        parts = name.split("/")
-        if not folder or not below or ".." in parts or "\\" in name or "\0" in name:
+        if not folder or not below or ".." in name.split("/") or "\\" in name or "\0" in name:
             raise HddmError(f"{path}: record {name!r} leaves the archive; refused")
         if below in records or folder != entries[0].orig_filename.partition("/")[0]:
             raise HddmError(f"{path}: record {name!r} is there twice or in a second folder; refused")
@@ -76,17 +74,10 @@ def _checked(path: Path, entries: list[zipfile.ZipInfo]) -> dict[str, zipfile.Zi
     pickles = [name for name in records if name.split("/")[-1] == "data.pkl"]
     if pickles != ["data.pkl"]:
         raise HddmError(f"{path}: holds {len(pickles)} records data.pkl, not one at its top; refused")
-    if records["data.pkl"].file_size > LARGEST_PICKLE:
-        size = records["data.pkl"].file_size
+    size = records["data.pkl"].file_size
+    if size > LARGEST_PICKLE:
         raise HddmError(f"{path}: its data.pkl has {size} bytes, more than {LARGEST_PICKLE}; refused")
     return records
-
-
-def _check_sum(archive: zipfile.ZipFile, record: zipfile.ZipInfo) -> None:
-    # torch checks no sums of what it maps; zipfile raises at the end of a record.
-    with archive.open(record) as file:
-        while file.read(_PIECE):
-            pass
 
 
 def _compare(path: Path, sizes: dict[str, int], data: bytes) -> None:
@@ -145,6 +136,7 @@ class RefusedPickleError(Exception):
     """A pickle that is broken or does what weights never need; the text says what."""
 
 
+# The stand-ins of what a pickle makes.
 class _Tensor:
     __slots__ = ()
 
@@ -153,12 +145,10 @@ class _Storage:
     __slots__ = ()
 
 
-class _Dict(dict[Any, Any]):
-    pass
+class _Dict(dict[Any, Any]): ...
 
 
-class _Namespace:
-    pass
+class _Namespace: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,11 +228,7 @@ def _refused_globals(stream: IO[bytes]) -> set[str]:
 
 
 def _rehearse(stream: IO[bytes], storages: dict[str, int]) -> Any:
-    """The next pickle of ``stream`` with stand-ins; adds the bytes of each storage it loads to ``storages``.
-
-    Raises:
-        RefusedPickleError: for a pickle that is broken, costs too much or does what weights do not need.
-    """
+    """The next pickle of ``stream`` with stand-ins; ``storages`` gets the bytes of each that it loads."""
     start = stream.tell()
     try:
         left = _bound(stream)
@@ -269,9 +255,9 @@ def _bound(stream: IO[bytes]) -> int:
     calls = 0
     for opcode, value, position in _opcodes(stream):
         name = opcode.name
-        shown = f"{name} {value}" if name == "PROTO" else name
         known = name in _OPCODES and (name != "PROTO" or value == 2)
-        _require(known, f"has opcode {shown} at byte {position}, which weights never need")
+        text = f"{name} {value}" if name == "PROTO" else name
+        _require(known, f"has opcode {text} at byte {position}, which weights never need")
         if name == "MARK":
             marks.append(len(stack))
             _require(len(marks) <= _MOST_MARKS, f"is nested deeper than {_DEEPEST}")
@@ -387,15 +373,11 @@ def _scan(path: Path, kind: Kind) -> None:
 
 def _refuse_globals(stream: io.BytesIO, num: int) -> None:
     start = stream.tell()
-    found: set[str] = set()
-    for _ in range(num):
-        found |= _refused_globals(stream)
+    found = set().union(*(_refused_globals(stream) for _ in range(num)))
     stream.seek(start)
     if found:
-        shown = ", ".join(name[:80] for name in sorted(found)[:10]) + (
-            f" … and {len(found) - 10} more" if len(found) > 10 else ""
-        )
-        raise RefusedPickleError(f"would import {shown!r}, which weights never need")
+        names = ", ".join(shown([name[:80] for name in sorted(found)], 10))
+        raise RefusedPickleError(f"would import {names!r}, which weights never need")
 
 
 def _check(path: Path, content: dict[str, Any]) -> None:
@@ -409,9 +391,9 @@ def _check(path: Path, content: dict[str, Any]) -> None:
             continue
         elif isinstance(value, argparse.Namespace | dict | list | tuple) and depth < _DEEPEST:
             seen.add(id(value))
-            parts = vars(value) if isinstance(value, argparse.Namespace) else value
-            pairs = parts.items() if isinstance(parts, dict) else enumerate(parts)
-            waiting.extend((f"{key}.{name}" if key else str(name), part, depth + 1) for name, part in pairs)
+            held = vars(value) if isinstance(value, argparse.Namespace) else value
+            pairs = held.items() if isinstance(held, dict) else enumerate(held)
+            waiting.extend((f"{key}.{name}" if key else str(name), one, depth + 1) for name, one in pairs)
         else:
             problem = "is nested too deep" if depth == _DEEPEST else f"is a {type(value).__name__}"
             raise HddmError(

@@ -10,7 +10,6 @@ absent, so it may come in the middle of a write.
 
 import collections
 import contextlib
-import functools
 import multiprocessing
 import os
 import signal
@@ -142,7 +141,7 @@ class Workers:
 
     def __exit__(self, kind: type[BaseException] | None, *ended: object) -> None:
         if kind is not None:
-            # Nobody will take the results; a running call must not go on writing.
+            # A call that still runs must not go on writing.
             for child in multiprocessing.active_children():
                 child.terminate()
         self._pool.shutdown(wait=True, cancel_futures=True)
@@ -161,14 +160,14 @@ class Workers:
         results: dict[int, Any] = {}
         try:
             while waiting or running:
-                # No more than can run: a pool hands calls on ahead, and a worker that was asked to stop, and
-                # stopped, would begin the next one.
+                # No more than can run: a pool hands calls on ahead, and a worker that was told to stop would
+                # begin the next one.
                 while waiting and len(running) < self._count:
                     k = waiting.popleft()
                     running[self._pool.submit(_run, calls[k].function, calls[k].arguments)] = k
                 done, _ = wait(running, timeout=0.2, return_when=FIRST_COMPLETED)
-                for advance in _drain(self._reports):
-                    on_progress(advance)
+                while not self._reports.empty():
+                    on_progress(self._reports.get())
                 for future in done:
                     results[running.pop(future)] = future.result()
         except BrokenProcessPool as error:
@@ -191,13 +190,4 @@ def _start(reports: "SimpleQueue[int]") -> None:
 
 def _run(function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
     assert _reports is not None
-    return function(**arguments, report=functools.partial(_put, _reports))
-
-
-def _put(reports: "SimpleQueue[int]", units: int) -> None:
-    reports.put(units)
-
-
-def _drain(reports: "SimpleQueue[int]") -> Iterator[int]:
-    while not reports.empty():
-        yield reports.get()
+    return function(**arguments, report=_reports.put)

@@ -4,7 +4,6 @@ import math
 import shutil
 import sys
 import time
-from types import TracebackType
 from typing import Self
 
 from tqdm import tqdm
@@ -43,12 +42,7 @@ class Progress:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *ended: object) -> None:
         if self._bar is not None:
             self._bar.close()
 
@@ -57,12 +51,11 @@ class Progress:
         before, self._done = self._done, self._done + units
         if self._bar is not None:
             self._bar.update(self._done * self._size - self._bar.n)
-        elif 10 * before // self._total != 10 * self._done // self._total and not self._is_short():
-            percent = f"{100 * self._done // self._total} %"
-            print(", ".join([f"{self._label}: {percent}", *self._details()]), file=sys.stderr, flush=True)
-
-    def _is_short(self) -> bool:
-        return (time.perf_counter() - self._start) * self._total < _SHORT * self._done
+        elif 10 * before // self._total != 10 * self._done // self._total:
+            # The time that all would take at the pace so far.
+            if (time.perf_counter() - self._start) * self._total >= _SHORT * self._done:
+                percent = f"{100 * self._done // self._total} %"
+                print(", ".join([f"{self._label}: {percent}", *self._details()]), file=sys.stderr, flush=True)
 
     def _details(self) -> list[str]:
         """Further parts of a line."""
@@ -73,22 +66,23 @@ class TrainingProgress(Progress):
     """``with TrainingProgress(steps, batch_size, "train") as progress: progress.reach(step, loss, seconds)``.
 
     A line says the step, and of the steps since the line before the mean loss, images a second, and how long
-    the rest takes at that rate. What a training waits for between steps, as a checkpoint, is no part of it.
-    The bar counts images.
+    the rest takes at that rate. Waits between steps do not count. The bar counts images.
     """
 
     def __init__(self, steps: int, batch_size: int, label: str) -> None:
         super().__init__(steps, label, " images", batch_size)
         self._begun = False
+        self._forget()
+
+    def _forget(self) -> None:
         self._loss_sum, self._losses = 0.0, 0
         self._seconds, self._timed = 0.0, 0
 
     def reach(self, step: int, loss: float, seconds: float) -> None:
-        """Be at ``step``.
+        """Be at ``step``; ``loss`` is the mean since the last call, ``seconds`` the sum, NaN if unknown.
 
-        Of the steps since the last call ``loss`` is the mean and ``seconds`` the sum, NaN where they are not
-        known. The first call begins, as does one of a step that was reached before: from a checkpoint. Its
-        time does not count, since the first step of a process makes ready what the others use.
+        The first call begins, as does one of a step that was reached before: from a checkpoint. Its time
+        does not count, since the first step of a process takes longer.
         """
         steps = step - self._done
         if not self._begun or steps <= 0:
@@ -113,10 +107,6 @@ class TrainingProgress(Progress):
             self._bar.reset()
             self._bar.n = self._bar.last_print_n = (step - 1) * self._size
             self._bar.initial = step * self._size
-
-    def _forget(self) -> None:
-        self._loss_sum, self._losses = 0.0, 0
-        self._seconds, self._timed = 0.0, 0
 
     def _details(self) -> list[str]:
         details = [f"step {self._done} of {self._total}", *self._mean_loss()]

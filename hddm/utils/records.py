@@ -48,8 +48,8 @@ def read_record(
     """The record in a JSON file.
 
     Raises:
-        HddmError: in one line with file and key, for a missing file, a newer major format, or an unknown,
-            missing or ill-typed key.
+        HddmError: with file and key, for a missing file, a newer major format, or an unknown, missing or
+            ill-typed key.
     """
     content = read_json(path, largest)
     check_format(content, format_version, path)
@@ -79,8 +79,8 @@ def parse_record(content: dict[str, Any], record: type[AnyRecord], origin: str) 
 
 def _of_options(problem: ErrorDetails, names: Iterable[str]) -> str:
     """A problem of a record whose keys are options, the options spelt as they are given."""
+    text = words(problem)
     if not problem["loc"]:
-        text = words(problem)
         for name in names:
             # Without an underscore it may be a word like any other.
             if "_" in name or text.startswith(f"{name} "):
@@ -88,10 +88,9 @@ def _of_options(problem: ErrorDetails, names: Iterable[str]) -> str:
         return text
     value = problem["input"]
     given = " ".join(map(str, value)) if isinstance(value, tuple | list) else str(value)
-    option = _option(str(problem["loc"][0]))
-    if problem["type"] == "missing":
-        return f"{option} {words(problem)}"
-    return f"{option} {given}: {words(problem)}"
+    return f"{_option(str(problem['loc'][0]))} " + (
+        text if problem["type"] == "missing" else f"{given}: {text}"
+    )
 
 
 def _option(name: str) -> str:
@@ -119,7 +118,7 @@ _NO_MEANING = {".md", ".rst", ".png", ".jpg", ".jpeg", ".gif", ".webp", ".svg", 
 
 
 class FolderManifest(Record):
-    """``manifest.json``: SHA-256 by the place of a file in the folder."""
+    """``manifest.json``: SHA-256 by a file's path in the folder."""
 
     format: str = FORMAT
     files: dict[str, Annotated[str, Field(pattern="^[0-9a-f]{64}$")]]
@@ -130,24 +129,14 @@ def write_manifest(
 ) -> None:
     """Write the manifest of what ``folder`` holds, over one that is there.
 
-    Args:
-        folder: of an expert, a router or an ensemble.
-        sha256: of a file.
-        read: names of the files that are ever read, where a user may add others; all by default.
-
-    Raises:
-        HddmError: for a file that cannot be read.
+    It lists the files in ``read`` alone, where that is given: a user may add others.
     """
     names = [name for name in _listed(folder, folder) if name != MANIFEST and (read is None or name in read)]
     _write_files(folder, {name: sha256(folder / name) for name in sorted(names)})
 
 
 def rewrite_entry(folder: Path) -> None:
-    """Write the new manifest of ``folder`` into that of the ensemble that it is a part of, if it is.
-
-    Raises:
-        HddmError: for a manifest that cannot be read or written.
-    """
+    """Write the new manifest of ``folder`` into that of the ensemble that it is a part of, if it is."""
     for above in folder.parents:
         # A manifest.json may be of anything else up there, as of a shard or a web page.
         if (above / ENSEMBLE_FILE).is_file() and has_manifest(above):
@@ -171,11 +160,7 @@ def has_manifest(folder: Path) -> bool:
 
 
 def read_folder_manifest(folder: Path) -> FolderManifest:
-    """The manifest of a folder.
-
-    Raises:
-        HddmError: for one that is not there or cannot be read.
-    """
+    """The manifest of a folder; raises as `read_record`."""
     return read_record(folder / MANIFEST, FolderManifest, FORMAT)
 
 
@@ -228,17 +213,13 @@ def refuse_damaged(
     chosen: Callable[[str], bool] = lambda name: True,
     remedy: str = "copy it again, whole, from where it was made",
 ) -> None:
-    """Refuse a folder that is not what was written; arguments as of `damage`.
-
-    Raises:
-        HddmError: with a line a file.
-    """
+    """Raise `HddmError` with what `damage` finds, a line a file."""
     if found := damage(folder, record, known, sha256, chosen):
         raise HddmError(f"{folder}: is not what was written, by its {MANIFEST}; {remedy}", found)
 
 
 def _listed(folder: Path, root: Path) -> list[str]:
-    """The places in ``root`` of the files below ``folder`` that have a meaning."""
+    """Paths in ``root`` of the files below ``folder`` that have a meaning."""
     if folder != root and has_manifest(folder):
         return [(folder / MANIFEST).relative_to(root).as_posix()]
     names = []

@@ -6,7 +6,6 @@ for here are files of another kind, dtypes that torch lacks and the form of erro
 """
 
 import json
-import os
 import stat
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -33,7 +32,7 @@ def kind_of(path: Path) -> Kind:
     Raises:
         HddmError: for a missing, empty or unknown file, and for anything but a regular one.
     """
-    head = read_head(path)
+    head = _read_head(path)
     if head.startswith(b"PK\x03\x04"):
         return "torch-zip"
     pickled = head[:1] == b"\x80" and head[1:2] in (b"\x02", b"\x03", b"\x04", b"\x05")
@@ -51,16 +50,11 @@ def kind_of(path: Path) -> Kind:
     )
 
 
-def read_head(path: Path) -> bytes:
-    """The first 16 bytes of a regular file that is not empty.
-
-    Raises:
-        HddmError: for anything else.
-    """
+def _read_head(path: Path) -> bytes:
+    """The first 16 bytes of a regular file that is not empty; `HddmError` refuses any other."""
     try:
-        mode = os.stat(path).st_mode
         # Opening a pipe would wait for ever.
-        if not stat.S_ISREG(mode):
+        if not stat.S_ISREG(path.stat().st_mode):
             raise HddmError(f"{path}: is no regular file; name a file of weights")
         with path.open("rb") as file:
             head = file.read(16)
@@ -195,9 +189,9 @@ def write_safetensors(
     metadata: Mapping[str, str] | None = None,
     check_finite: bool = False,
 ) -> None:
-    """Write a new file; each tensor is read when its turn comes and let go before the next.
+    """Write a new file, a tensor at a time: wide dtypes first, then by name, so that every one is aligned.
 
-    Wide dtypes come first, then names, so that every tensor is aligned. A failure leaves no file.
+    A failure leaves no file.
 
     Raises:
         HddmError: for an existing file, a dtype that the format lacks, a name twice, a tensor that is not
@@ -259,7 +253,7 @@ def _write(file: IO[bytes], planned: Planned, path: Path, check_finite: bool) ->
 
 
 def _pieces(tensor: Tensor) -> Iterator[Tensor]:
-    """Flat slices; the whole is copied only where it is not contiguous or not on the CPU."""
+    """Flat slices; the tensor is copied only where it is not contiguous or not on the CPU."""
     flat = tensor.resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
     return iter(flat.split(_PIECE // tensor.itemsize))
 

@@ -20,8 +20,7 @@ from torch import Tensor
 
 import hddm as library
 from hddm.networks.folders import empty_network
-from hddm.networks.layers import pack, positions, unpack
-from hddm.networks.wrappers import interface_of
+from hddm.networks.wrappers import interface_of, pack, positions, unpack
 from hddm.utils.errors import HddmError
 from tests.artefacts import Command, copied, edit_json
 from tests.checkpoint_files import DDPM_BETAS, check_velocity, converted, facts_of, pipeline, pixart, refused
@@ -62,7 +61,7 @@ def test_a_state_is_packed_as_fluxs_own_pipeline_packs_it(height: int, width: in
     rows = pack(x)
     assert torch.equal(rows, rows_by_hand(x))
     assert torch.equal(rows, FluxPipeline._pack_latents(x, 2, 3, height, width))
-    assert torch.equal(unpack(rows, height, width), x)
+    assert torch.equal(unpack(rows, height), x)
     assert torch.equal(state_by_hand(rows, height, width), x)
     places = positions(height, width, x.device)
     assert torch.equal(places, places_by_hand(height, width))
