@@ -111,12 +111,7 @@ class Moments:
     def of(cls, images: Tensor, labels: Tensor | None = None) -> "Moments":
         """Moments of ``images`` (N, C, H, W), up to `MAX_DIRECTIONS` principal directions.
 
-        Args:
-            images: (N, C, H, W).
-            labels: (N,) the class of each, from 0; None where there are none.
-
-        Raises:
-            HddmError: for fewer than 2 images.
+        ``labels`` (N,) are their classes, from 0. `HddmError` refuses fewer than 2 images.
         """
         if len(images) < 2:
             raise HddmError(f"moments need at least 2 images, not {len(images)}")
@@ -198,8 +193,8 @@ def _principal(centred: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
 class Calibration:
     """Moments of a shard and the table of weights w: ``weights`` (times, r + 1) at ``times``.
 
-    Between times the weights are linear in t. ``times`` rise from 0 to 1. ``record`` says what it was
-    fitted to, as `calibration_record` gives it.
+    ``times`` rise from 0 to 1; between them the weights are linear in t. ``record`` names the data that it
+    was fitted to, as `calibration_record` gives it.
     """
 
     moments: Moments
@@ -242,23 +237,15 @@ class Calibration:
 
     def save(self, folder: Path) -> None:
         """Write ``calibration.safetensors`` into an expert folder."""
-        self.write(folder / FILE_NAME)
-
-    def write(self, path: Path) -> None:
-        """Write it to a file."""
-        tensors = {
-            "mean": self.moments.mean,
-            "basis": self.moments.basis,
-            "variances": self.moments.variances,
-            "times": self.times,
-            "weights": self.weights,
-        }
-        if self.moments.class_means is not None:
-            tensors["class_means"] = self.moments.class_means
+        moments = self.moments
+        tensors = {"mean": moments.mean, "basis": moments.basis, "variances": moments.variances}
+        tensors |= {"times": self.times, "weights": self.weights}
+        if moments.class_means is not None:
+            tensors["class_means"] = moments.class_means
         # One key, since safetensors writes several in an order that changes from call to call.
         metadata = {RECORD_KEY: json.dumps(dict(self.record), sort_keys=True)} if self.record else None
         tensors = {key: value.contiguous() for key, value in tensors.items()}
-        save_file(tensors, path, metadata)
+        save_file(tensors, folder / FILE_NAME, metadata)
 
     @classmethod
     def load(cls, folder: Path) -> "Calibration | None":

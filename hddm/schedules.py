@@ -11,7 +11,6 @@ scheduler configs (`from_diffusers`) and of our own records (`from_config`).
 """
 
 import inspect
-import json
 import logging
 import math
 from abc import ABC, abstractmethod
@@ -26,6 +25,7 @@ import torch
 from torch import Tensor
 
 from hddm.utils.errors import HddmError, did_you_mean
+from hddm.utils.files import read_json
 from hddm.utils.tensors import to_float64
 
 logger = logging.getLogger(__name__)
@@ -387,13 +387,7 @@ def _read(source: object) -> tuple[dict[str, Any], str]:
     path = Path(source)
     for candidate in (path, path / "scheduler_config.json", path / "scheduler" / "scheduler_config.json"):
         if candidate.is_file():
-            try:
-                config = json.loads(candidate.read_text())
-            except ValueError as error:
-                raise HddmError(f"{candidate}: not valid JSON ({error})") from error
-            if not isinstance(config, dict):
-                raise HddmError(f"{candidate}: holds no scheduler config (a JSON object)")
-            return config, str(candidate)
+            return read_json(candidate), str(candidate)
     raise HddmError(f"{path}: no scheduler config here; give a scheduler_config.json or its folder")
 
 

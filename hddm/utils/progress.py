@@ -51,11 +51,12 @@ class Progress:
         before, self._done = self._done, self._done + units
         if self._bar is not None:
             self._bar.update(self._done * self._size - self._bar.n)
-        elif 10 * before // self._total != 10 * self._done // self._total:
-            # The time that all would take at the pace so far.
-            if (time.perf_counter() - self._start) * self._total >= _SHORT * self._done:
-                percent = f"{100 * self._done // self._total} %"
-                print(", ".join([f"{self._label}: {percent}", *self._details()]), file=sys.stderr, flush=True)
+            return
+        is_tenth = 10 * before // self._total != 10 * self._done // self._total
+        is_short = (time.perf_counter() - self._start) * self._total < _SHORT * self._done
+        if is_tenth and not is_short:
+            percent = f"{100 * self._done // self._total} %"
+            print(", ".join([f"{self._label}: {percent}", *self._details()]), file=sys.stderr, flush=True)
 
     def _details(self) -> list[str]:
         """Further parts of a line."""
