@@ -57,9 +57,7 @@ def test_a_wrong_training_writes_nothing(shards: Path, tmp_path: Path, hddm: Com
     manifest = json.loads((small / "manifest.json").read_text())
     few = [ImageEntry.model_validate(one) for one in manifest["images"][:3]]
     edit_json(
-        small / "manifest.json",
-        images=manifest["images"][:3],
-        hash=content_hash(few, manifest["classes"]),
+        small / "manifest.json", images=manifest["images"][:3], hash=content_hash(few, manifest["classes"])
     )
     options = ["--out", tmp_path / "out", *TRAIN]
     before = contents(tmp_path)

@@ -29,10 +29,7 @@ ALL = "train all --shards {shards} --out {out} --steps 3"
         ("dream", "dream is no verb of hddm; choose one of"),
         ("tran", "did you mean 'train'?"),
         ("train exprt", "exprt is no verb of hddm train; choose one of expert, router, all; did you mean"),
-        (
-            TRAIN + " --lerning-rate 1",
-            "--lerning-rate: no such option of hddm train expert; did you mean '-",
-        ),
+        (TRAIN + " --lerning-rate 1", "--lerning-rate: no such option of hddm train expert; did you mean '-"),
         (TRAIN + " --zzz", "--zzz: no such option of hddm train expert; hddm train expert --help lists"),
         (TRAIN + " --seed", "--seed: requires an argument"),
         (TRAIN + " more", "got unexpected extra argument"),
@@ -66,10 +63,7 @@ ALL = "train all --shards {shards} --out {out} --steps 3"
         (TRAIN + " --config {run}", "{run}: key 'size' (is 'smal'): choose one of tiny, small"),
         # … and what a verb looks at itself.
         ("benchmark digts --out {out}", "digts: no such preset; name a file of your own by its path"),
-        (
-            "partition {shard} --out {out} --shards few",
-            "--shards few: must be a whole number from 1",
-        ),
+        ("partition {shard} --out {out} --shards few", "--shards few: must be a whole number from 1"),
         ("sample {shard} --out {out} --max-memory 6TB", "--max-memory 6TB: is no amount of memory; write it"),
         ("assemble {shard}", "--out is required"),
         (

@@ -124,9 +124,7 @@ def test_each_direction_has_its_own_weight() -> None:
     known = (torch.arange(DIM) % 2 == 0).double().view(SHAPE)
     bounded = BoundedNetwork()
     field = VelocityField(
-        lambda y, u: known * oracle(y, u) + (1 - known) * bounded(y, u),
-        LINEAR.schedule,
-        "flow_prediction",
+        lambda y, u: known * oracle(y, u) + (1 - known) * bounded(y, u), LINEAR.schedule, "flow_prediction"
     )
     found = calibrate(field.velocity, gaussian.sample(4096, seed=2, shape=SHAPE))
     t = torch.full((1024,), 0.75, dtype=torch.float64)
@@ -161,6 +159,8 @@ def test_moments_are_mean_and_principal_variances() -> None:
 
 
 def test_directions_beyond_the_images_share_what_is_left() -> None:
+    with pytest.raises(HddmError, match="at least 2 images"):
+        Moments.of(torch.zeros(1, *SHAPE))
     few = SHARD.sample(5, seed=4, shape=SHAPE)
     moments = Moments.of(few)
     assert moments.basis.shape == (DIM, 4)
@@ -207,11 +207,8 @@ def test_a_saved_calibration_gives_the_identical_velocity(calibration: Calibrati
         assert torch.equal(_calibrated(again).velocity(x_t, times), before)
 
 
-def test_a_folder_without_calibration_has_none(tmp_path: Path) -> None:
-    assert Calibration.load(tmp_path) is None
-
-
 def test_a_calibration_that_lacks_a_tensor_is_refused(calibration: Calibration, tmp_path: Path) -> None:
+    assert Calibration.load(tmp_path) is None
     calibration.save(tmp_path)
     (file,) = tmp_path.iterdir()
     tensors = load_file(file)
@@ -235,11 +232,6 @@ def test_calibrated_velocity_keeps_dtype_and_shape(calibration: Calibration) -> 
         assert v.dtype == dtype
         assert v.shape == x_t.shape
         assert v.isfinite().all()
-
-
-def test_moments_of_a_single_image_are_refused() -> None:
-    with pytest.raises(HddmError, match="at least 2 images"):
-        Moments.of(torch.zeros(1, *SHAPE))
 
 
 def test_the_more_a_condition_says_the_less_the_moments_count() -> None:

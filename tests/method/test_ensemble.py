@@ -148,11 +148,25 @@ def test_conditions_go_to_the_experts_that_declare_them() -> None:
     assert v[:, 0, 0, 0].tolist() == [4, 8, 0]
 
 
-def test_a_condition_that_no_expert_declares_is_refused() -> None:
+@pytest.mark.parametrize(
+    ("router", "t", "conditions", "problem"),
+    [
+        (None, [0.5, 0.5], {}, "needs a router"),
+        (_table_router([[0.2, 0.3, 0.5]] * 2), [0.5, 0.5], {}, "2 experts"),
+        (_table_router([[0.5, 0.5]] * 2), [0.5, 0.5], {"caption": torch.zeros(2)}, "'caption'"),
+        (_table_router([[0.5, 0.5]] * 2), [0.5, 1.5], {}, "^t "),
+        (_table_router([[0.5, 0.5]] * 2), [0.5], {}, "^t "),
+    ],
+    ids=["no router", "one for three experts", "an unknown condition", "above 1", "too few times"],
+)
+def test_calls_that_do_not_fit_are_refused(
+    router: Callable[..., Tensor] | None, t: list[float], conditions: dict[str, Tensor], problem: str
+) -> None:
     experts = [Constant(0.0, ("class_labels",)).field(), Constant(0.0).field()]
-    ensemble = Ensemble(experts, _table_router([[0.5, 0.5]]), "full")
-    with pytest.raises(HddmError, match="'caption'"):
-        ensemble.velocity(torch.zeros(1, *SHAPE), torch.tensor([0.5]), caption=torch.zeros(1))
+    with pytest.raises(HddmError, match=problem):
+        Ensemble(experts, router, "full").velocity(torch.zeros(2, *SHAPE), torch.tensor(t), **conditions)
+    with pytest.raises(HddmError, match="at least one expert"):
+        Ensemble([])
 
 
 def test_guidance_is_applied_by_each_expert_before_mixing() -> None:
@@ -189,19 +203,6 @@ def test_a_single_expert_needs_no_router() -> None:
     torch.testing.assert_close(v, SHARDS[0].velocity(x_t, t))
 
 
-def test_several_experts_without_a_router_are_refused() -> None:
-    ensemble = Ensemble([Constant(0.0).field(), Constant(1.0).field()], strategy="full")
-    with pytest.raises(HddmError, match="router"):
-        ensemble.velocity(torch.zeros(1, *SHAPE), torch.tensor([0.5]))
-
-
-def test_a_router_for_another_number_of_experts_is_refused() -> None:
-    experts = [Constant(0.0).field(), Constant(1.0).field()]
-    ensemble = Ensemble(experts, _table_router([[0.2, 0.3, 0.5]]), "full")
-    with pytest.raises(HddmError, match="2 experts"):
-        ensemble.velocity(torch.zeros(1, *SHAPE), torch.tensor([0.5]))
-
-
 @pytest.mark.parametrize(
     "prior", [[1.0], [1.0, -0.1], [0.0, 0.0], [1.0, float("nan")], [1.0, float("inf")]], ids=str
 )
@@ -214,18 +215,6 @@ def test_prior_is_normalised_shard_sizes_and_uniform_by_default() -> None:
     experts = [Constant(float(k)).field() for k in range(2)]
     assert Ensemble(experts, prior=[300, 100]).prior.tolist() == [0.75, 0.25]
     assert Ensemble(experts).prior.tolist() == [0.5, 0.5]
-
-
-def test_no_experts_are_refused() -> None:
-    with pytest.raises(HddmError, match="at least one expert"):
-        Ensemble([])
-
-
-@pytest.mark.parametrize("t", [[0.5, 1.5], [0.5]], ids=["above 1", "too few"])
-def test_other_times_are_refused(t: list[float]) -> None:
-    ensemble = Ensemble(_experts(FOUR_KINDS), exact_router(SHARDS, PRIOR))
-    with pytest.raises(HddmError, match=r"^t "):
-        ensemble.velocity(torch.zeros(2, *SHAPE), torch.tensor(t))
 
 
 def test_an_expert_without_conditions_takes_part_unguided() -> None:

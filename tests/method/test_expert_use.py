@@ -111,11 +111,7 @@ def test_an_expert_that_takes_nearly_all_or_nothing_is_worth_a_warning(
         # An expert of whom one sample in a hundred is due may well have none.
         ([1.0, 0.0], [99.0, 1.0], []),
         ([0.98, 0.0, 0.02], [94.0, 4.0, 2.0], ["expert 1 is never used"]),
-        (
-            [0.95, 0.05],
-            [50.0, 50.0],
-            ["expert 0 takes 95% of the weight; is the router trained?"],
-        ),
+        ([0.95, 0.05], [50.0, 50.0], ["expert 0 takes 95% of the weight; is the router trained?"]),
     ],
     ids=str,
 )

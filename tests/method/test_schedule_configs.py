@@ -142,9 +142,7 @@ def test_a_broken_config_file_is_named(text: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "config",
-    [{}, {"name": "Linear"}, {"name": "linear", "shift": 3}, {"name": "discrete"}],
-    ids=str,
+    "config", [{}, {"name": "Linear"}, {"name": "linear", "shift": 3}, {"name": "discrete"}], ids=str
 )
 def test_an_unknown_record_is_refused(config: dict[str, object]) -> None:
     with pytest.raises(HddmError, match="unknown"):

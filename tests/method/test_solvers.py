@@ -131,18 +131,11 @@ def test_ddim_on_the_expert_s_grid_is_euler_on_the_matched_grid(name: str, to_da
     ("tables", "tolerance"), [(torch.float64, 1e-9), (torch.float32, 1e-3)], ids=["f64", "f32"]
 )
 def test_diffusers_ddim_is_euler_on_the_matched_grid(
-    name: str,
-    prediction_type: str,
-    set_alpha_to_one: bool,
-    tables: torch.dtype,
-    tolerance: float,
+    name: str, prediction_type: str, set_alpha_to_one: bool, tables: torch.dtype, tolerance: float
 ) -> None:
     case = discrete_case(name, rescaled=False)
     scheduler = diffusers.DDIMScheduler(
-        **BETAS[name],
-        prediction_type=prediction_type,
-        clip_sample=False,
-        set_alpha_to_one=set_alpha_to_one,
+        **BETAS[name], prediction_type=prediction_type, clip_sample=False, set_alpha_to_one=set_alpha_to_one
     )
     if tables == torch.float64:
         # diffusers multiplies up its table in float32; the same betas, multiplied in float64.

@@ -156,15 +156,6 @@ def test_what_one_side_of_guidance_lacks_is_named(
         _sized().velocity(_states(), T, 3.0, dict.fromkeys(negative, T), **dict.fromkeys(positive, T))
 
 
-def test_guidance_of_one_asks_for_the_condition_alone() -> None:
-    network = Labelled()
-    field = VelocityField(network, LINEAR.schedule, "flow_prediction")
-    plain = field.velocity(_states(), T, class_labels=LABELS)
-    same = field.velocity(_states(), T, 1.0, {"class_labels": NULL}, class_labels=LABELS)
-    assert torch.equal(plain, same)
-    assert network.batches == [len(T)] * 2
-
-
 def test_guidance_falls_back_on_the_null_condition() -> None:
     field = VelocityField(
         Labelled(),
@@ -196,26 +187,25 @@ def test_guidance_without_a_condition_and_its_negative_is_refused(
         field.velocity(_states(), T, 2.0, negative, **conditions)
 
 
-def test_an_undeclared_condition_is_refused_by_name() -> None:
-    field = VelocityField(Labelled(), LINEAR.schedule, "flow_prediction", conditions=["class_labels"])
-    with pytest.raises(HddmError, match=r"'caption'.*declares: class_labels"):
-        field.velocity(_states(), T, caption=LABELS)
-    with pytest.raises(HddmError, match="'caption'"):
-        field.velocity(_states(), T, 2.0, {"caption": NULL}, class_labels=LABELS)
-
-
-def test_a_negative_condition_is_refused_where_nothing_guides_too() -> None:
-    field = VelocityField(Labelled(), LINEAR.schedule, "flow_prediction", conditions=["class_labels"])
-    with pytest.raises(HddmError, match=r"'bogus'.*declares: class_labels"):
-        field.velocity(_states(), T, 1.0, {"bogus": NULL}, class_labels=LABELS)
-    with pytest.raises(HddmError, match="'class_labels' has shape"):
-        field.velocity(_states(), T, 1.0, {"class_labels": NULL[:2]}, class_labels=LABELS)
-
-
-def test_an_expert_of_no_conditions_refuses_every_one() -> None:
-    field = VelocityField(BoundedNetwork(), LINEAR.schedule, "flow_prediction", conditions=())
-    with pytest.raises(HddmError, match="declares: none"):
-        field.velocity(_states(), T, class_labels=LABELS)
+@pytest.mark.parametrize(
+    ("declared", "given", "scale", "negative", "problem"),
+    [
+        ("class_labels", {"caption": LABELS}, 1.0, None, r"'caption'.*declares: class_labels"),
+        ("class_labels", {"class_labels": LABELS}, 2.0, {"caption": NULL}, "'caption'"),
+        # Where nothing guides too.
+        ("class_labels", {"class_labels": LABELS}, 1.0, {"bogus": NULL}, r"'bogus'.*declares: class_labels"),
+        ("class_labels", {"class_labels": LABELS}, 1.0, {"class_labels": NULL[:2]}, "has shape"),
+        ("", {"class_labels": LABELS}, 1.0, None, "declares: none"),
+        ("class_labels", {}, 1.0, None, "needs class_labels"),
+    ],
+    ids=["given", "negative", "unguided", "too few", "none declared", "one missing"],
+)
+def test_other_conditions_than_the_declared_are_refused(
+    declared: str, given: dict[str, Tensor], scale: float, negative: dict[str, Tensor] | None, problem: str
+) -> None:
+    field = VelocityField(Labelled(), LINEAR.schedule, "flow_prediction", conditions=declared.split())
+    with pytest.raises(HddmError, match=problem):
+        field.velocity(_states(), T, scale, negative, **given)
 
 
 @each_legal
@@ -282,12 +272,6 @@ def test_other_times_are_refused(t: list[float]) -> None:
         field.velocity(_states(), torch.tensor(t, dtype=torch.float64))
 
 
-@pytest.mark.parametrize("prediction_type", ["eps", "velocity", ""])
-def test_an_unknown_prediction_type_is_refused(prediction_type: str) -> None:
-    with pytest.raises(HddmError, match="unknown prediction type"):
-        VelocityField(BoundedNetwork(), LINEAR.schedule, prediction_type)
-
-
 def test_flow_prediction_on_a_discrete_schedule_is_refused() -> None:
     with pytest.raises(HddmError, match="flow_prediction needs"):
         VelocityField(BoundedNetwork(), case_named("ddpm-linear").schedule, "flow_prediction")
@@ -310,9 +294,3 @@ def test_labels_that_are_no_classes_are_refused(labels: Tensor) -> None:
     with pytest.raises(HddmError, match="whole numbers from 0 to 2"):
         field.velocity(_states()[:2], T[:2], class_labels=labels)
     assert field.velocity(_states()[:2], T[:2], class_labels=torch.tensor([0, 2])).isfinite().all()
-
-
-def test_a_condition_that_is_needed_is_asked_for() -> None:
-    field = VelocityField(Labelled(), LINEAR.schedule, "flow_prediction", conditions=("class_labels",))
-    with pytest.raises(HddmError, match="needs class_labels"):
-        field.velocity(_states(), T)

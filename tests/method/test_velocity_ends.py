@@ -23,12 +23,14 @@ def _starts_above_zero(case: Case, prediction_type: str) -> bool:
     return prediction_type == "sample" or case.name not in ("linear", "cosine")
 
 
-NOT_FLOW = [p for p in LEGAL if p.values[1] != "flow_prediction"]
-each_ending_below_one = pytest.mark.parametrize(
-    ("case", "prediction_type"), [p for p in NOT_FLOW if _ends_below_one(*p.values)]
-)
-each_starting_above_zero = pytest.mark.parametrize(
-    ("case", "prediction_type"), [p for p in NOT_FLOW if _starts_above_zero(*p.values)]
+each_end = pytest.mark.parametrize(
+    ("case", "prediction_type", "is_above"),
+    [
+        pytest.param(*one.values, is_above, id=f"{one.id}-{'above' if is_above else 'below'}")
+        for is_above, is_inside in ((True, _ends_below_one), (False, _starts_above_zero))
+        for one in LEGAL
+        if one.values[1] != "flow_prediction" and is_inside(*one.values)
+    ],
 )
 
 
@@ -92,20 +94,14 @@ def test_gradients_are_finite_on_the_closed_interval(case: Case, prediction_type
     assert x_t.grad.isfinite().all()
 
 
-@each_ending_below_one
-def test_above_the_range_full_noise_gives_the_state_itself(case: Case, prediction_type: str) -> None:
-    t = torch.ones(2, dtype=torch.float64)
+@each_end
+def test_full_noise_gives_the_state_itself_and_data_minus_the_state(
+    case: Case, prediction_type: str, is_above: bool
+) -> None:
+    t = torch.full((2,), float(is_above), dtype=torch.float64)
     for network in _networks(case, prediction_type):
-        field = VelocityField(network, case.schedule, prediction_type)
-        assert torch.equal(field.velocity(_states(t), t), _states(t))
-
-
-@each_starting_above_zero
-def test_below_the_range_data_gives_minus_the_state(case: Case, prediction_type: str) -> None:
-    t = torch.zeros(2, dtype=torch.float64)
-    for network in _networks(case, prediction_type):
-        field = VelocityField(network, case.schedule, prediction_type)
-        assert torch.equal(field.velocity(_states(t), t), -_states(t))
+        v = VelocityField(network, case.schedule, prediction_type).velocity(_states(t), t)
+        assert torch.equal(v, _states(t) if is_above else -_states(t))
 
 
 @each_legal
@@ -115,14 +111,6 @@ def test_velocity_of_data_is_minus_the_data_for_a_perfect_expert(case: Case, pre
     network = OracleNetwork(SHARD, case.alpha_sigma, prediction_type)
     v = VelocityField(network, case.schedule, prediction_type).velocity(x_t, t)
     torch.testing.assert_close(v, -x_t, rtol=1e-9, atol=1e-9)
-
-
-def _bounds(case: Case, prediction_type: str) -> tuple[float, float]:
-    """Native times that the network is asked at below and above its range."""
-    field = VelocityField(BoundedNetwork(), case.schedule, prediction_type)
-    low, high = field.range
-    match = case.schedule.match(torch.tensor([low, high], dtype=torch.float64))
-    return match[0].item(), match[1].item()
 
 
 def _x_0_and_eps(
@@ -136,46 +124,28 @@ def _x_0_and_eps(
     return (a * y - s * output) / scale, (s * y + a * output) / scale
 
 
-@each_ending_below_one
-def test_above_the_range_the_noise_keeps_its_level_and_the_data_estimate_fades(
-    case: Case, prediction_type: str
+@each_end
+def test_beyond_the_range_noise_or_signal_keeps_its_level_and_the_other_estimate_fades(
+    case: Case, prediction_type: str, is_above: bool
 ) -> None:
     network = BoundedNetwork()
     field = VelocityField(network, case.schedule, prediction_type)
-    high = field.range[1]
-    t = high + (1 - high) * torch.tensor([1e-3, 0.2, 0.5, 0.9, 1.0], dtype=torch.float64)
+    end = field.range[is_above]
+    shares = torch.tensor([0.0, 0.1, 0.5, 0.8, 0.999], dtype=torch.float64)
+    t = 1 - (1 - end) * shares if is_above else end * shares
     x_t = _states(t)
     v = field.velocity(x_t, t)
     ((y, u, output),) = network.calls
+    asked = case.schedule.match(torch.tensor([end], dtype=torch.float64))
+    torch.testing.assert_close(u, asked.expand(5), rtol=1e-6, atol=1e-9)
     assert (u == u[0]).all()
-    assert u[0].item() == pytest.approx(_bounds(case, prediction_type)[1])
     t = t.view(-1, 1, 1, 1)
     a, s = (value.view(-1, 1, 1, 1) for value in case.alpha_sigma(u))
-    torch.testing.assert_close(y, s / t * x_t, rtol=1e-9, atol=0)
-    x_0, _ = _x_0_and_eps(prediction_type, y, output, a, s)
-    fade = ((1 - t) / t) / ((1 - high) / high)
-    torch.testing.assert_close(v, (x_t - fade * x_0) / t, rtol=1e-7, atol=1e-7)
-
-
-@each_starting_above_zero
-def test_below_the_range_the_signal_keeps_its_level_and_the_noise_estimate_fades(
-    case: Case, prediction_type: str
-) -> None:
-    network = BoundedNetwork()
-    field = VelocityField(network, case.schedule, prediction_type)
-    low = field.range[0]
-    t = low * torch.tensor([0.0, 0.1, 0.5, 0.8, 0.999], dtype=torch.float64)
-    x_t = _states(t)
-    v = field.velocity(x_t, t)
-    ((y, u, output),) = network.calls
-    assert (u == u[0]).all()
-    assert u[0].item() == pytest.approx(_bounds(case, prediction_type)[0], abs=1e-9)
-    t = t.view(-1, 1, 1, 1)
-    a, s = (value.view(-1, 1, 1, 1) for value in case.alpha_sigma(u))
-    torch.testing.assert_close(y, a / (1 - t) * x_t, rtol=1e-9, atol=0)
-    _, eps = _x_0_and_eps(prediction_type, y, output, a, s)
-    fade = (t / (1 - t)) / (low / (1 - low))
-    torch.testing.assert_close(v, (fade * eps - x_t) / (1 - t), rtol=1e-7, atol=1e-7)
+    torch.testing.assert_close(y, (s / t if is_above else a / (1 - t)) * x_t, rtol=1e-9, atol=0)
+    x_0, eps = _x_0_and_eps(prediction_type, y, output, a, s)
+    odds = (1 - t) / t / ((1 - end) / end)
+    expected = (x_t - odds * x_0) / t if is_above else (eps / odds - x_t) / (1 - t)
+    torch.testing.assert_close(v, expected, rtol=1e-7, atol=1e-7)
 
 
 @each_legal

@@ -1,17 +1,15 @@
-"""The expert network against DiT as its own code and diffusers compute it."""
+"""The expert network against DiT as diffusers computes it."""
 
 import re
 
 import pytest
 import torch
 from diffusers import DiTTransformer2DModel
-from safetensors.torch import load_file
 from torch import Tensor
 
 from hddm.networks.identity import size_config
 from hddm.networks.transformers import ExpertTransformer
 from hddm.utils.errors import HddmError
-from tests.checkpoint_files import shared_checkpoint
 
 DIT = {
     "sample_size": 16,
@@ -22,17 +20,6 @@ DIT = {
     "modulation": "zero",
     "norm_eps": 1e-6,
     "out_channels": 8,
-}
-FACEBOOK_NAMES = {
-    r"^x_embedder\.proj": "patch_embed",
-    r"^t_embedder": "time_embed",
-    r"^y_embedder\.embedding_table": "class_embed",
-    r"^blocks": "layers",
-    r"attn\.qkv\.": "attn.in_proj_",
-    r"attn\.proj": "attn.out_proj",
-    r"mlp\.fc1": "mlp.0",
-    r"mlp\.fc2": "mlp.2",
-    r"adaLN_modulation\.1": "modulation",
 }
 # The embedders of the other blocks are copies of the first block's.
 DIFFUSERS_NAMES = {
@@ -50,25 +37,10 @@ DIFFUSERS_NAMES = {
 }
 
 
-def _renamed(weights: dict[str, Tensor], names: dict[str, str]) -> dict[str, Tensor]:
-    def rename(key: str) -> str:
-        for pattern, name in names.items():
-            key = re.sub(pattern, name, key)
-        return key
-
-    return {rename(key): value for key, value in weights.items()}
-
-
-@torch.no_grad()
-def test_dits_own_outputs_are_reproduced() -> None:
-    """Computed by facebookresearch/DiT on random weights."""
-    folder = shared_checkpoint("facebook-dit")
-    weights = torch.load(folder / "checkpoint.pt", weights_only=True)["ema"]
-    network = ExpertTransformer(**DIT)
-    network.load_state_dict(_renamed(weights, FACEBOOK_NAMES))
-    truth = load_file(folder / "reference.safetensors")
-    output = network(truth["raw_input"], truth["raw_timestep"], truth["class_labels"])
-    torch.testing.assert_close(output, truth["raw_output"], rtol=0, atol=1e-5)
+def _renamed(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    for pattern, name in DIFFUSERS_NAMES.items():
+        weights = {re.sub(pattern, name, key): value for key, value in weights.items()}
+    return weights
 
 
 @torch.no_grad()
@@ -87,7 +59,7 @@ def test_diffusers_dit_with_one_embedder_is_reproduced() -> None:
     first = theirs.transformer_blocks[0].norm1.emb
     for block in theirs.transformer_blocks:
         block.norm1.emb.load_state_dict(first.state_dict())
-    weights = _renamed(theirs.state_dict(), DIFFUSERS_NAMES)
+    weights = _renamed(theirs.state_dict())
     for layer in range(3):
         for part in ("weight", "bias"):
             maps = [weights.pop(f"layers.{layer}.attn1.to_{letter}.{part}") for letter in "qkv"]

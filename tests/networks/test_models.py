@@ -18,6 +18,7 @@ from hddm.utils.errors import HddmError
 TINY = {"sample_size": 8, "in_channels": 3, **size_config("tiny")}
 X = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0))
 T = torch.tensor([3.0, 700.0])
+DIT_XL: dict[str, Any] = {"modulation": "zero", "num_classes": 1000, "out_channels": 8}
 TEXT = torch.randn(2, 5, 12, generator=torch.Generator().manual_seed(1))
 
 
@@ -33,16 +34,21 @@ def _millions(network: torch.nn.Module) -> float:
     return sum(parameter.numel() for parameter in network.parameters()) / 1e6
 
 
-def test_the_papers_expert_has_605_97_million_parameters() -> None:
+@pytest.mark.parametrize(
+    ("make", "millions", "error"),
+    [
+        (lambda: ExpertTransformer(text_dim=768, **size_config("XL/2")), 605.97, 0.01),
+        (lambda: RouterTransformer(num_experts=8, **size_config("B/2")), 129.14, 0.01),
+        # Peebles & Xie 2022, table 4; the positions, which are no parameters there, are counted here.
+        (lambda: ExpertTransformer(**DIT_XL, **size_config("XL/2")), 675, 0.5),
+    ],
+    ids=["the paper's expert", "the paper's router", "DiT XL/2"],
+)
+def test_parameters_are_as_many_as_published(
+    make: Callable[[], torch.nn.Module], millions: float, error: float
+) -> None:
     with torch.device("meta"):
-        network = ExpertTransformer(text_dim=768, **size_config("XL/2"))
-    assert _millions(network) == pytest.approx(605.97, abs=0.01)
-
-
-def test_the_papers_router_has_129_14_million_parameters() -> None:
-    with torch.device("meta"):
-        network = RouterTransformer(num_experts=8, **size_config("B/2"))
-    assert _millions(network) == pytest.approx(129.14, abs=0.01)
+        assert _millions(make()) == pytest.approx(millions, abs=error)
 
 
 # Peebles & Xie 2022, table 1.
@@ -89,19 +95,6 @@ def test_an_expert_keeps_the_shape_and_starts_at_zero(
     output = _awake(network)(X, T, **conditions)
     assert output.shape == X.shape
     assert output.std() > 0
-
-
-@torch.no_grad()
-def test_time_class_and_text_each_change_the_output() -> None:
-    network = _awake(ExpertTransformer(**TINY, num_classes=4, text_dim=12))
-    labels = torch.tensor([0, 1])
-    output = network(X, T, labels, TEXT)
-    for changed in (
-        network(X, T + 50, labels, TEXT),
-        network(X, T, torch.tensor([4, 4]), TEXT),
-        network(X, T, labels, TEXT.flip(0)),
-    ):
-        assert ((changed - output).abs().amax((1, 2, 3)) > 1e-4).all()
 
 
 @torch.no_grad()
@@ -186,23 +179,10 @@ def test_a_router_reads_the_whole_image_and_the_time() -> None:
     assert math.isfinite(logits.sum().item())
 
 
-def test_heads_that_do_not_divide_the_width_are_refused() -> None:
-    with pytest.raises(HddmError, match=r"32.*5 heads"):
-        ExpertTransformer(**{**TINY, "num_heads": 5})
-
-
-def test_dit_xl_2_has_675_million_parameters() -> None:
-    """Peebles & Xie 2022, table 4; the positions, which are no parameters there, are counted here."""
-    with torch.device("meta"):
-        network = ExpertTransformer(
-            modulation="zero", num_classes=1000, out_channels=8, **size_config("XL/2")
-        )
-    assert round(_millions(network)) == 675
-
-
 @pytest.mark.parametrize(
     "kind",
     [
+        {},
         {"modulation": "zero"},
         {"modulation_rank": 3},
         {"modulation_rank": 32},
@@ -239,6 +219,7 @@ def test_a_fresh_residual_changes_nothing_until_it_is_trained(rank: int) -> None
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
+        ({"num_heads": 5}, r"32.*5 heads"),
         ({"modulation": "ada"}, r"unknown modulation 'ada'.*single, zero"),
         ({"final_modulation": "none"}, r"unknown final_modulation 'none'.*table, linear"),
         ({"modulation_rank": 33}, r"modulation_rank is 33.*32"),
@@ -247,9 +228,9 @@ def test_a_fresh_residual_changes_nothing_until_it_is_trained(rank: int) -> None
     ],
     ids=str,
 )
-def test_modulations_that_do_not_exist_are_refused(kind: dict[str, Any], message: str) -> None:
+def test_heads_and_modulations_that_do_not_exist_are_refused(kind: dict[str, Any], message: str) -> None:
     with pytest.raises(HddmError, match=message):
-        ExpertTransformer(**TINY, **kind)
+        ExpertTransformer(**TINY | kind)
 
 
 def _trained(network: torch.nn.Module, conditions: dict[str, Tensor]) -> tuple[dict[str, Tensor], int]:

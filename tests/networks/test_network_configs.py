@@ -1,6 +1,5 @@
-"""What a config may ask for is bounded by the tensors beside it, in time and memory."""
+"""What a config may ask for is bounded by the tensors beside it."""
 
-import time
 from typing import Any
 
 import pytest
@@ -16,8 +15,8 @@ for _ in range(900):
     NESTED = [NESTED]
 
 
-def _refusal(kind: type[ModelMixin], arguments: dict[str, Any], num_tensors: int) -> tuple[str, int, float]:
-    """The message of a refusal, with the bytes and the seconds that it takes."""
+def _refusal(kind: type[ModelMixin], arguments: dict[str, Any], num_tensors: int) -> tuple[str, int]:
+    """The message of a refusal, and the bytes that it takes."""
     said: list[str] = []
 
     def build() -> None:
@@ -25,10 +24,9 @@ def _refusal(kind: type[ModelMixin], arguments: dict[str, Any], num_tensors: int
             empty_network(kind, arguments, num_tensors, "config.json")
         said.append(str(refused.value))
 
-    start = time.monotonic()
     grown = grown_by(build)
     assert "\n" not in said[0]
-    return said[0], grown, time.monotonic() - start
+    return said[0], grown
 
 
 @pytest.mark.parametrize(
@@ -52,9 +50,7 @@ def _refusal(kind: type[ModelMixin], arguments: dict[str, Any], num_tensors: int
     ids=lambda changes: str(changes)[:60],
 )
 def test_more_layers_than_the_tensors_are_for_are_refused_at_once(changes: dict[str, Any]) -> None:
-    _, grown, seconds = _refusal(UNet2DConditionModel, {**UNET, **changes}, 700)
-    assert grown < 32 * 2**20
-    assert seconds < 2
+    assert _refusal(UNet2DConditionModel, {**UNET, **changes}, 700)[1] < 32 * 2**20
 
 
 @pytest.mark.parametrize("num_tensors", [10**3, 10**6])
@@ -62,10 +58,8 @@ def test_the_most_that_may_be_asked_for_is_little_work(num_tensors: int) -> None
     """However many tensors a file pretends to have."""
     layers = min(num_tensors // 5, 256) // 2
     arguments = {**UNET, "transformer_layers_per_block": [layers, 1], "layers_per_block": 1}
-    start = time.monotonic()
     grown = grown_by(lambda: empty_network(UNet2DConditionModel, arguments, num_tensors, "config.json"))
     assert grown < 200 * 2**20
-    assert time.monotonic() - start < 20
     assert "depth is" in _refusal(UNet2DConditionModel, {**arguments, "layers_per_block": 3}, num_tensors)[0]
     assert "depth is 257" in _refusal(DiTTransformer2DModel, {**DIT, "num_layers": 257}, num_tensors)[0]
 
@@ -82,10 +76,8 @@ def test_the_most_that_may_be_asked_for_is_little_work(num_tensors: int) -> None
     ids=lambda changes: str(changes)[:60],
 )
 def test_numbers_that_make_no_modules_cost_nothing(changes: dict[str, Any]) -> None:
-    start = time.monotonic()
     arguments = {**UNET, **changes}
     assert grown_by(lambda: empty_network(UNet2DConditionModel, arguments, 700, "config.json")) < 32 * 2**20
-    assert time.monotonic() - start < 2
 
 
 @pytest.mark.parametrize(

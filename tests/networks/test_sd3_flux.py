@@ -1,7 +1,6 @@
 """SD3's and Flux's transformers as experts: their velocity, from a folder of diffusers and back."""
 
 import json
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -67,9 +66,6 @@ def test_a_state_is_packed_as_fluxs_own_pipeline_packs_it(height: int, width: in
     assert torch.equal(places, places_by_hand(height, width))
     theirs = FluxPipeline._prepare_latent_image_ids(2, height // 2, width // 2, x.device, x.dtype)
     assert torch.equal(places, theirs)
-
-
-def test_odd_sides_have_no_patches() -> None:
     with pytest.raises(HddmError, match="4×5 has no patches"):
         pack(torch.zeros(1, 2, 4, 5))
 
@@ -96,6 +92,11 @@ def test_the_velocity_of_an_expert_is_its_networks_output(
     wanted = velocity_by_hand(network, X, TIMES, given)
     assert _is_close(field.velocity(X, TIMES, **given), wanted)
     assert not _is_close(field.velocity(X, TIMES + 0.01, **given), wanted, 1e-4)
+    if make is flux:
+        wide = torch.randn(2, 4, 6, 12)
+        assert _is_close(field.velocity(wide, TIMES, **given), velocity_by_hand(network, wide, TIMES, given))
+    else:
+        assert "says sample_size 8; drop the option" in refused(hddm, source, "--sample-size", 4)
     other = given | {"pooled_projections": given["pooled_projections"] + 1}
     assert not _is_close(field.velocity(X, TIMES, **other), wanted, 1e-3)
 
@@ -114,14 +115,6 @@ def test_an_expert_runs_in_the_dtype_that_is_asked_for(
         network = stored.to(dtype)
         its = {name: value if name == "guidance" else value.to(dtype) for name, value in given.items()}
         assert _is_close(velocity, velocity_by_hand(network, X.to(dtype), TIMES, its))
-
-
-def test_flux_takes_states_of_any_even_sides(hddm: Command, tmp_path: Path) -> None:
-    network = flux()
-    converted(hddm, flow_pipeline(tmp_path / "source", network), tmp_path / "expert", *WITH_SIDE)
-    wide = torch.randn(2, 4, 6, 12)
-    velocity = library.load(tmp_path / "expert").velocity(wide, TIMES, **text(network))
-    assert _is_close(velocity, velocity_by_hand(network, wide, TIMES, text(network)))
 
 
 @pytest.mark.parametrize(("make", "changes", "options"), SOURCES.values(), ids=SOURCES)
@@ -161,11 +154,8 @@ def test_an_expert_goes_back_to_diffusers_bit_for_bit(
     assert index["_class_name"] in ("StableDiffusion3Pipeline", "FluxPipeline")
     converted(hddm, back, tmp_path / "again", *options)
     before, after = facts_of(expert), facts_of(tmp_path / "again")
-    assert {**before, "source": None, "schedule_source": None} == {
-        **after,
-        "source": None,
-        "schedule_source": None,
-    }
+    elsewhere = {"source": None, "schedule_source": None}
+    assert before | elsewhere == after | elsewhere
 
 
 @pytest.mark.parametrize("make", [sd3, flux])
@@ -215,11 +205,6 @@ def test_flux_asks_for_the_size_that_its_config_does_not_hold(hddm: Command, tmp
     assert "sample_size" not in json.loads((expert / "config.json").read_text())
     assert isinstance(FluxTransformer2DModel.from_pretrained(expert), FluxTransformer2DModel)
     assert facts_of(expert)["source"]["options"]["sample_size"] == SIDE
-
-
-def test_sd3_states_its_size(hddm: Command, tmp_path: Path) -> None:
-    source = flow_pipeline(tmp_path / "source", sd3())
-    assert "says sample_size 8; drop the option" in refused(hddm, source, "--sample-size", 4)
 
 
 @pytest.mark.parametrize("shape", [[4, 7, 8], [3, 8, 8], [4, 0, 8], [4, 8, 10**9]])
@@ -298,19 +283,15 @@ def test_pixart_sigma_is_pixart_with_another_config(
 
 def test_networks_of_full_size_are_within_bounds() -> None:
     """The published configs of Stable Diffusion 3.5 Large and Flux; nothing takes memory."""
-    large = {
-        "num_layers": 38,
-        "num_attention_heads": 38,
-        "caption_projection_dim": 2432,
-        "qk_norm": "rms_norm",
-    }
-    for kind, arguments, num_tensors, num_patches in (
-        (SD3Transformer2DModel, large | {"pos_embed_max_size": 192}, 1400, 4096),
-        (FluxTransformer2DModel, {"guidance_embeds": True}, 1160, 4096),
+    large = {"num_layers": 38, "num_attention_heads": 38, "caption_projection_dim": 2432}
+    large |= {"qk_norm": "rms_norm", "pos_embed_max_size": 192}
+    for kind, arguments, num_tensors in (
+        (SD3Transformer2DModel, large, 1400),
+        (FluxTransformer2DModel, {"guidance_embeds": True}, 1160),
     ):
         network = empty_network(kind, arguments, num_tensors, "config.json")
         assert abs(len(network.state_dict()) - num_tensors) < 200
-        assert interface_of(kind.__name__, network.config, (128, 128)).num_patches == num_patches
+        assert interface_of(kind.__name__, network.config, (128, 128)).num_patches == 4096
 
 
 @pytest.mark.parametrize("kind", [SD3Transformer2DModel, FluxTransformer2DModel])
@@ -319,9 +300,7 @@ def test_the_most_layers_that_may_be_asked_for_are_little_work(kind: type[ModelM
     arguments: dict[str, Any] = {"num_layers": 256, "attention_head_dim": 128}
     if kind is FluxTransformer2DModel:
         arguments["num_single_layers"] = 256
-    start = time.monotonic()
     assert grown_by(lambda: empty_network(kind, arguments, 10**6, "config.json")) < 200 * 2**20
-    assert time.monotonic() - start < 20
     for key in arguments.keys() - {"attention_head_dim"}:
         with pytest.raises(HddmError, match="its depth is 257"):
             empty_network(kind, arguments | {key: 257}, 10**6, "config.json")

@@ -2,7 +2,6 @@
 
 import argparse
 import collections
-import time
 from pathlib import Path
 
 import pytest
@@ -29,37 +28,27 @@ FLOODS = {
     "names": b"".join(b"cm%d\na\n" % i for i in range(700_000)),
     "too many opcodes": b"}" * (LARGEST_PICKLE - 3),
 }
+PROBLEMS = {
+    "names": "and 990 more",
+    "too many opcodes": "more than 600000 opcodes",
+    "marks": "nested deeper",
+    "lists": "more than 100000 values",
+    "calls": "objects",
+}
 
 
-@pytest.mark.parametrize("flood", FLOODS.values(), ids=FLOODS)
-def test_a_pickle_of_the_largest_size_costs_little(flood: bytes, tmp_path: Path) -> None:
-    path = zipped(tmp_path, b"\x80\x02" + flood + b".")
-    start = time.process_time()
+@pytest.mark.parametrize("name", FLOODS)
+def test_a_pickle_of_the_largest_size_costs_little(name: str, tmp_path: Path) -> None:
+    path = zipped(tmp_path, b"\x80\x02" + FLOODS[name] + b".")
 
     def read() -> None:
-        with pytest.raises(HddmError) as refused:
+        with pytest.raises(HddmError, match=PROBLEMS.get(name)) as refused:
             read_pickle(path, allow_pickle=True)
         assert str(path) in str(refused.value)
         assert "\n" not in str(refused.value)
         assert len(str(refused.value)) < 1500
 
     assert grown_by(read) < 200 * 2**20
-    assert time.process_time() - start < 10
-
-
-@pytest.mark.parametrize(
-    ("flood", "problem"),
-    [
-        ("names", "and 990 more"),
-        ("too many opcodes", "more than 600000 opcodes"),
-        ("marks", "nested deeper"),
-        ("lists", "more than 100000 values"),
-        ("calls", "objects"),
-    ],
-)
-def test_a_flood_is_called_one(flood: str, problem: str, tmp_path: Path) -> None:
-    with pytest.raises(HddmError, match=problem):
-        read_pickle(zipped(tmp_path, b"\x80\x02" + FLOODS[flood] + b"."), allow_pickle=True)
 
 
 @ZIP_OR_LEGACY

@@ -25,13 +25,14 @@ def _no_work_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(progress, "_SHORT", 0.0)
 
 
-def _lines(capsys: pytest.CaptureFixture[str]) -> list[str]:
+Captured = pytest.CaptureFixture[str]
+
+
+def _lines(capsys: Captured) -> list[str]:
     return capsys.readouterr().err.splitlines()
 
 
-def test_a_line_says_the_step_the_mean_loss_the_rate_and_what_is_left(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_line_says_the_step_the_mean_loss_the_rate_and_what_is_left(capsys: Captured) -> None:
     """A step of 8 images takes a quarter of a second, and in the second half a minute."""
     with TrainingProgress(20, 8, "train") as told:
         for step in range(1, 21):
@@ -44,9 +45,7 @@ def test_a_line_says_the_step_the_mean_loss_the_rate_and_what_is_left(
     assert lines[9] == "train: 100 %, step 20 of 20, loss 19.5000, 0.133 images/s"
 
 
-def test_time_is_told_in_seconds_minutes_or_hours(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_time_is_told_in_seconds_minutes_or_hours(capsys: Captured) -> None:
     for seconds in (0.001, 1, 60, 3600):
         with TrainingProgress(20, 1000, "train") as told:
             for step in (1, 2):
@@ -59,9 +58,7 @@ def test_time_is_told_in_seconds_minutes_or_hours(
     ]
 
 
-def test_losses_that_come_for_several_steps_count_as_often(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_losses_that_come_for_several_steps_count_as_often(capsys: Captured) -> None:
     """As an island tells them, which is killed after step 60 and goes on from step 40."""
     with TrainingProgress(100, 8, "expert_0") as told:
         for step, loss in ((1, 4.0), (9, 2.0), (20, 1.0), (60, math.nan), (41, 7.0), (50, 3.0)):
@@ -75,9 +72,7 @@ def test_losses_that_come_for_several_steps_count_as_often(
     ]
 
 
-def test_a_training_that_goes_on_begins_with_what_it_knows(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_training_that_goes_on_begins_with_what_it_knows(capsys: Captured) -> None:
     with TrainingProgress(20, 8, "train") as told:
         for step in range(11, 15):
             told.reach(step, float(step), 1)
@@ -92,21 +87,26 @@ def test_a_rate_leaves_out_what_comes_before_between_and_after_steps(
     whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A checkpoint after every fourth step, which the rate of the next line does not know of."""
-    save = Checkpoints.save
+    save, now = Checkpoints.save, [0.0]
+
+    def clock() -> float:
+        now[0] += 0.001
+        return now[0]
 
     def slowly(checkpoints: Checkpoints, state: TrainingState) -> Path:
-        time.sleep(0.5)
+        now[0] += 100
         return save(checkpoints, state)
 
+    monkeypatch.setattr(time, "perf_counter", clock)
     monkeypatch.setattr(Checkpoints, "save", slowly)
     settings, run = expert_settings("flow", steps=10, threads=1), RunOptions(checkpoint_every=4)
     with TrainingProgress(settings.steps, settings.batch_size, "train") as told:
         train_expert(whole, tmp_path / "out", settings, on_step=told.reach, run=run)
     rates = [float(rate) for rate in re.findall(r"([\d.]+) images/s", capsys.readouterr().err)]
     assert len(rates) == 9
-    assert min(rates) > 4 * settings.batch_size
+    assert min(rates) > settings.batch_size
     record = json.loads((tmp_path / "out" / "expert.json").read_text())["training"]
-    assert record["seconds"] < 0.5
+    assert record["seconds"] < 1
 
 
 def test_what_takes_less_than_five_seconds_has_no_lines(
