@@ -74,8 +74,7 @@ from scipy.linalg import eigh
 from torch import Tensor
 
 from hddm.utils.errors import HddmError
-from hddm.utils.tensors import generator, to_float64
-from hddm.utils.weights import refuse_non_finite
+from hddm.utils.tensors import generator, refuse_non_finite, to_float64
 
 FILE_NAME = "calibration.safetensors"
 RECORD_KEY = "calibrated_on"

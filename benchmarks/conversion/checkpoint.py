@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from hddm.utils.weights import Planned, read_safetensors, write_safetensors
+from hddm.utils.tensors import Planned, read_safetensors, write_safetensors
 
 XL = {"width": 1152, "depth": 28, "side": 32, "patch": 2, "channels": 4, "classes": 1000}
 SMALL = XL | {"width": 384, "depth": 12}

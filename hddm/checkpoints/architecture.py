@@ -19,8 +19,7 @@ from hddm.checkpoints.sources import Checkpoint
 from hddm.networks.layers import Attention, TimeEmbedding, linear
 from hddm.networks.transformers import ExpertTransformer, check_modulation
 from hddm.utils.errors import HddmError
-from hddm.utils.tensors import generator
-from hddm.utils.weights import Planned
+from hddm.utils.tensors import Planned, generator
 
 ADALN_SINGLE = "adaln-single"
 PAPER_STEPS = 999.0

@@ -51,7 +51,7 @@ from hddm.schedules import CosineSchedule, DiscreteSchedule, Schedule
 from hddm.utils.errors import HddmError
 from hddm.utils.files import check_absent, new_folder, sha256_of, write_json
 from hddm.utils.records import read_record
-from hddm.utils.weights import write_safetensors
+from hddm.utils.tensors import write_safetensors
 from hddm.velocity import PredictionType, VelocityField
 
 TIMES = (0.05, 0.25, 0.5, 0.75, 0.95)

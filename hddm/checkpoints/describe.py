@@ -32,7 +32,7 @@ from hddm.schedules import from_config
 from hddm.utils.errors import HddmError, counted
 from hddm.utils.files import read_json
 from hddm.utils.records import damage, has_manifest, read_folder_manifest, read_record
-from hddm.utils.weights import read_header
+from hddm.utils.tensors import read_header
 from hddm.velocity import PredictionType
 
 _HEADS = ("num_heads", "num_attention_heads", "attention_head_dim")

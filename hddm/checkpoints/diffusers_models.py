@@ -41,7 +41,7 @@ from hddm.networks.vae import stored_names
 from hddm.networks.wrappers import EXPERT_NETWORKS, call
 from hddm.utils.errors import HddmError
 from hddm.utils.records import read_record, refuse_damaged
-from hddm.utils.weights import read_safetensors
+from hddm.utils.tensors import read_safetensors
 
 LAYOUT = "hddm"
 DIFFUSERS_LAYOUTS: Mapping[str, type[ModelMixin]] = {

@@ -35,7 +35,7 @@ from hddm.schedules import DDPM_FAMILY, FLOW_MATCH_FAMILY
 from hddm.utils.errors import HddmError, did_you_mean
 from hddm.utils.files import inside, read_json
 from hddm.utils.pickles import read_pickle
-from hddm.utils.weights import kind_of, read_safetensors
+from hddm.utils.tensors import kind_of, read_safetensors
 
 PIPELINE = "model_index.json"
 COMPONENTS = ("transformer", "unet")

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hddm.utils.errors import HddmError
-from hddm.utils.weights import Planned
+from hddm.utils.tensors import Planned
 
 Part = tuple[str, int]
 """A tensor's name and its share of the joined rows."""

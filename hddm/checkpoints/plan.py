@@ -22,7 +22,7 @@ from hddm.networks.identity import TextEncoderRecord
 from hddm.networks.wrappers import Interface, interface_of
 from hddm.schedules import LinearSchedule
 from hddm.utils.errors import HddmError, UsageError, choose
-from hddm.utils.weights import Planned
+from hddm.utils.tensors import Planned
 from hddm.velocity import PredictionType
 
 LAYOUTS = (*FILE_LAYOUTS, LDM, *DIFFUSERS_LAYOUTS, HDDM)

@@ -34,7 +34,7 @@ from hddm.schedules import (
 from hddm.utils.errors import HddmError
 from hddm.utils.files import read_json
 from hddm.utils.pickles import read_pickle
-from hddm.utils.weights import kind_of, read_safetensors
+from hddm.utils.tensors import kind_of, read_safetensors
 from hddm.velocity import PredictionType
 
 WeightSet = Literal["ema", "raw", "unstated"]

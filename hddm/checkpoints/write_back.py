@@ -23,7 +23,7 @@ from hddm.networks.wrappers import own_time_factor
 from hddm.schedules import FLOW_MATCH_FAMILY, LinearSchedule, from_config, from_diffusers
 from hddm.utils.errors import HddmError, UsageError, choose
 from hddm.utils.files import check_absent, new_folder, write_json
-from hddm.utils.weights import read_safetensors, write_safetensors
+from hddm.utils.tensors import read_safetensors, write_safetensors
 from hddm.velocity import PredictionType
 
 RECORD = "written_back.json"

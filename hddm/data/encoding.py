@@ -36,7 +36,7 @@ from hddm.networks.text_encoder import cuts, hidden_states
 from hddm.networks.vae import encode
 from hddm.utils.errors import HddmError
 from hddm.utils.files import sha256_of, write_json, writing
-from hddm.utils.weights import Planned, write_safetensors
+from hddm.utils.tensors import Planned, write_safetensors
 
 
 def encode_batch(plan: EncodingPlan, pixels: Tensor, entries: Sequence[ImageEntry]) -> dict[str, Tensor]:

@@ -22,7 +22,7 @@ from hddm.utils.errors import HddmError
 from hddm.utils.files import write_json, write_whole
 from hddm.utils.progress import Progress
 from hddm.utils.records import FEATURES_FILE, Record, read_record
-from hddm.utils.weights import read_safetensors
+from hddm.utils.tensors import read_safetensors
 
 FORMAT = "1.0"
 PART = 1024

@@ -47,7 +47,7 @@ from hddm.data.stores import (
 from hddm.networks.identity import TextEncoderRecord, VaeRecord
 from hddm.utils.errors import HddmError
 from hddm.utils.files import HashCache, inside
-from hddm.utils.weights import read_safetensors
+from hddm.utils.tensors import read_safetensors
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,7 @@ from torch.nn import functional as F
 
 from hddm.utils.errors import HddmError
 from hddm.utils.files import write_whole
-from hddm.utils.tensors import generator
-from hddm.utils.weights import read_safetensors
+from hddm.utils.tensors import generator, read_safetensors
 
 FEATURES = 64
 MOST_STEPS = 3000

@@ -26,7 +26,7 @@ from hddm.evaluation.classifier import (
 )
 from hddm.utils.errors import HddmError, UsageError, did_you_mean
 from hddm.utils.files import sha256_of
-from hddm.utils.weights import read_safetensors
+from hddm.utils.tensors import read_safetensors
 
 NAMES = ("auto", "inception", "clip", "classifier")
 CLIP_FEATURES = 512

@@ -49,7 +49,7 @@ from hddm.networks.wrappers import text_width
 from hddm.utils.errors import HddmError
 from hddm.utils.files import inside, link_or_copy, new_folder
 from hddm.utils.records import MANIFEST, has_manifest, read_record, refuse_damaged
-from hddm.utils.weights import read_safetensors, refuse_non_finite
+from hddm.utils.tensors import read_safetensors, refuse_non_finite
 
 DEFAULT_STRATEGY = "draw"
 _TEXT_FILES = (".json", ".txt", ".md")

@@ -32,7 +32,7 @@ from hddm.networks.folders import (
 from hddm.utils.errors import HddmError
 from hddm.utils.files import read_json
 from hddm.utils.records import Record
-from hddm.utils.weights import TensorInfo, read_header
+from hddm.utils.tensors import TensorInfo, read_header
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"

@@ -34,7 +34,7 @@ from hddm.networks.vae import vae_facts
 from hddm.schedules import LinearSchedule
 from hddm.utils.errors import HddmError
 from hddm.utils.files import inside, read_json
-from hddm.utils.weights import read_header
+from hddm.utils.tensors import read_header
 from hddm.velocity import PredictionType
 
 EXPERT_HEAD, ROUTER_HEAD = 72, 64
@@ -327,7 +327,7 @@ def shapes_in(path: Path) -> dict[str, Tensor]:
     """The tensors of a file, without memory for their values.
 
     Raises:
-        HddmError: as `hddm.utils.weights.read_header`, and for empty tensors or more than 10,000.
+        HddmError: as `hddm.utils.tensors.read_header`, and for empty tensors or more than 10,000.
     """
     header, _ = read_header(path)
     if len(header) > _MOST_ENTRIES:

@@ -38,7 +38,7 @@ from hddm.utils.records import (
     write_manifest,
 )
 from hddm.utils.records import ROUTER_FILE as ROUTER_FILE
-from hddm.utils.weights import read_safetensors, refuse_non_finite
+from hddm.utils.tensors import read_safetensors, refuse_non_finite
 from hddm.velocity import PredictionType
 
 FORMAT = "1.4"

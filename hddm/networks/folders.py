@@ -18,7 +18,7 @@ from torch import Tensor
 
 from hddm.utils.errors import HddmError, did_you_mean
 from hddm.utils.files import read_json, sha256_of
-from hddm.utils.weights import read_header, read_safetensors, refuse_non_finite
+from hddm.utils.tensors import read_header, read_safetensors, refuse_non_finite
 
 Network = TypeVar("Network", bound=ModelMixin)
 Classes = Sequence[type[Network] | str]

@@ -16,7 +16,7 @@ from hddm.networks.identity import TextEncoderRecord, fingerprint
 from hddm.networks.vae import read_config, read_weights
 from hddm.utils.errors import HddmError, did_you_mean
 from hddm.utils.files import inside
-from hddm.utils.weights import refuse_non_finite
+from hddm.utils.tensors import refuse_non_finite
 
 if TYPE_CHECKING:
     from transformers import CLIPTextModel, CLIPTokenizer

@@ -15,7 +15,7 @@ from hddm.networks.folders import Classes, differences, empty_network, fill, par
 from hddm.networks.identity import VaeRecord, fingerprint
 from hddm.utils.errors import HddmError
 from hddm.utils.files import inside, read_json
-from hddm.utils.weights import read_safetensors, refuse_non_finite
+from hddm.utils.tensors import read_safetensors, refuse_non_finite
 
 if TYPE_CHECKING:
     from diffusers import AutoencoderKL, AutoencoderTiny

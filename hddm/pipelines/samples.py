@@ -27,8 +27,7 @@ from hddm.sampling import ExpertUse, sample
 from hddm.utils.errors import HddmError, UsageError
 from hddm.utils.files import new_folder, write_json, write_whole
 from hddm.utils.records import SAMPLING_FILE, Record
-from hddm.utils.tensors import available_device
-from hddm.utils.weights import read_safetensors
+from hddm.utils.tensors import available_device, read_safetensors
 from hddm.velocity import Guidance, missing_from
 
 FORMAT = "1.2"

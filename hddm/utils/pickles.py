@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.torch_version import TorchVersion
 
 from hddm.utils.errors import HddmError, shown
-from hddm.utils.weights import Kind, kind_of, one_line
+from hddm.utils.tensors import Kind, kind_of, one_line
 
 LARGEST_PICKLE = 8 * 2**20
 """Bytes of the largest pickle that is scanned; the tensors lie outside, thousands in one MB or two."""

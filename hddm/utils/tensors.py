@@ -1,9 +1,23 @@
-"""Small tensor helpers that several rooms share."""
+"""Tensors: small helpers that several rooms share, and weights as safetensors.
 
-from collections.abc import Iterator
+Files are mapped from disk when read and streamed when written. The library (0.4.5 to 0.8) checks the header's
+length against the file and 100 MB, the nesting of its JSON, ranges that overlap, leave holes or do not cover
+the file, and shapes against ranges, with overflow. Left for here are files of another kind, dtypes that torch
+lacks and the form of errors.
+"""
+
+import json
+import stat
+import struct
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Literal
 
 import numpy as np
 import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from hddm.utils.errors import HddmError
@@ -64,3 +78,250 @@ def _parameters(network: object) -> Iterator[Tensor]:
     if isinstance(placement, Tensor):
         return iter((placement,))
     return network.parameters() if isinstance(network, nn.Module) else iter(())
+
+
+Kind = Literal["safetensors", "torch-zip", "pickle"]
+
+_LARGEST_HEADER = 100_000_000
+"""Bytes of the largest safetensors header that the library takes."""
+
+
+def kind_of(path: Path) -> Kind:
+    """``"safetensors"``, ``"torch-zip"`` (what `torch.save` writes) or ``"pickle"`` (before torch 1.6).
+
+    Raises:
+        HddmError: for a missing, empty or unknown file, and for anything but a regular one.
+    """
+    head = _read_head(path)
+    if head.startswith(b"PK\x03\x04"):
+        return "torch-zip"
+    pickled = head[:1] == b"\x80" and head[1:2] in (b"\x02", b"\x03", b"\x04", b"\x05")
+    # The length of a safetensors header may begin with the bytes of a pickle.
+    if head[8:9] == b"{" and not (pickled and int.from_bytes(head[:8], "little") > _LARGEST_HEADER):
+        return "safetensors"
+    if pickled:
+        return "pickle"
+    if head.startswith(b"version https"):
+        raise HddmError(f"{path}: is a Git LFS pointer, not the weights; fetch them with git lfs pull")
+    if head.lstrip().startswith(b"{"):
+        raise HddmError(f"{path}: is JSON, not weights; name the folder that it belongs to")
+    raise HddmError(
+        f"{path}: is neither safetensors nor a PyTorch checkpoint (begins with {head[:8]!r}); fetch it again"
+    )
+
+
+def _read_head(path: Path) -> bytes:
+    """The first 16 bytes of a regular file that is not empty; `HddmError` refuses any other."""
+    try:
+        # Opening a pipe would wait for ever.
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise HddmError(f"{path}: is no regular file; name a file of weights")
+        with path.open("rb") as file:
+            head = file.read(16)
+    except FileNotFoundError:
+        raise HddmError(f"{path}: no such file") from None
+    except (OSError, ValueError) as error:
+        if isinstance(error, HddmError):
+            raise
+        raise HddmError(f"{path}: cannot be read ({error})") from error
+    if not head:
+        raise HddmError(f"{path}: is empty; fetch it again")
+    return head
+
+
+def one_line(error: Exception) -> str:
+    """The text of a library's error as a short part of one line."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= 200 else text[:199] + "…"
+
+
+def refuse_non_finite(path: Path, weights: Mapping[str, Tensor]) -> None:
+    """Refuse weights of the file ``path`` with NaN or Inf, by name.
+
+    Raises:
+        HddmError: with the first such tensor.
+    """
+    for key, value in weights.items():
+        if not value.isfinite().all():
+            raise HddmError(f"{path}: {key!r} holds NaN or Inf; take the weights anew")
+
+
+DTYPES = {
+    "U64": torch.uint64,
+    "I64": torch.int64,
+    "F64": torch.float64,
+    "C64": torch.complex64,
+    "F32": torch.float32,
+    "U32": torch.uint32,
+    "I32": torch.int32,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "U16": torch.uint16,
+    "I16": torch.int16,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+"""Dtypes by their names in a header, the wide ones first: in this order every tensor is aligned."""
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """A tensor as its header declares it."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def read_safetensors(path: Path) -> dict[str, Tensor]:
+    """Every tensor of a file, mapped: memory grows by the pages that are touched, and writes stay private.
+
+    Raises:
+        HddmError: for a file of another kind and for a header that does not fit its file.
+    """
+    read_header(path)
+    try:
+        return load_file(path)
+    # The bindings also raise TypeError, RuntimeError and KeyError for headers that torch cannot take.
+    except Exception as error:
+        raise _unreadable(path, error) from error
+
+
+def read_header(path: Path) -> tuple[dict[str, TensorInfo], dict[str, str]]:
+    """Shapes and dtypes by tensor name, and the metadata; no tensor is made.
+
+    Raises:
+        HddmError: as `read_safetensors`.
+    """
+    kind = kind_of(path)
+    if kind != "safetensors":
+        raise HddmError(
+            f"{path}: cannot be read as safetensors (it is a pickle, {kind}); take a safetensors version"
+        )
+    tensors = {}
+    try:
+        with safe_open(path, framework="numpy") as file:
+            metadata = dict(file.metadata() or {})
+            for name in file.keys():  # noqa: SIM118 - no mapping
+                entry = file.get_slice(name)
+                dtype = DTYPES.get(entry.get_dtype())
+                if dtype is None:
+                    raise HddmError(f"{path}: {name!r} has dtype {entry.get_dtype()}; convert it to F32")
+                tensors[name] = TensorInfo(tuple(entry.get_shape()), dtype)
+    except HddmError:
+        raise
+    except Exception as error:
+        raise _unreadable(path, error) from error
+    return tensors, metadata
+
+
+def _unreadable(path: Path, error: Exception) -> HddmError:
+    return HddmError(f"{path}: cannot be read as safetensors ({one_line(error)}); fetch it again")
+
+
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_ORDER = {dtype: index for index, dtype in enumerate(_NAMES)}
+_PIECE = 4 * 2**20
+"""Bytes that are checked and written at once: about what a cache holds, so memory is passed once."""
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A tensor to write: its place in the header is known before it is read.
+
+    ``origin`` says in errors where ``read`` takes it from.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    read: Callable[[], Tensor]
+    origin: str = ""
+
+
+def write_safetensors(
+    path: Path,
+    tensors: Sequence[Planned],
+    metadata: Mapping[str, str] | None = None,
+    check_finite: bool = False,
+) -> None:
+    """Write a new file, a tensor at a time: wide dtypes first, then by name, so that every one is aligned.
+
+    A failure leaves no file.
+
+    Raises:
+        HddmError: for an existing file, a dtype that the format lacks, a name twice, a tensor that is not
+            as planned, a full disk, and with ``check_finite`` for NaN or Inf.
+    """
+    header, ordered = _header(path, tensors, metadata or {})
+    try:
+        with path.open("xb") as file:
+            try:
+                file.write(header)
+                for planned in ordered:
+                    _write(file, planned, path, check_finite)
+                # What is still in the buffer may meet a full disk too.
+                file.flush()
+            except BaseException:
+                path.unlink(missing_ok=True)
+                raise
+    except OSError as error:
+        raise HddmError(f"{path}: cannot be written ({error.strerror or error})") from error
+
+
+def _header(
+    path: Path, tensors: Sequence[Planned], metadata: Mapping[str, str]
+) -> tuple[bytes, list[Planned]]:
+    entries: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
+    for planned in tensors:
+        if planned.dtype not in _NAMES:
+            raise HddmError(f"{path}: {planned.name!r} is {planned.dtype}, which safetensors lacks; cast it")
+    ordered = sorted(tensors, key=lambda planned: (_ORDER[planned.dtype], planned.name))
+    start = 0
+    for planned in ordered:
+        if planned.name in entries or planned.name == "__metadata__":
+            raise HddmError(f"{path}: two tensors would be {planned.name!r}; rename one")
+        end = start + torch.Size(planned.shape).numel() * planned.dtype.itemsize
+        entries[planned.name] = {
+            "dtype": _NAMES[planned.dtype],
+            "shape": list(planned.shape),
+            "data_offsets": [start, end],
+        }
+        start = end
+    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text, ordered
+
+
+def _write(file: IO[bytes], planned: Planned, path: Path, check_finite: bool) -> None:
+    tensor = planned.read().detach()
+    if tuple(tensor.shape) != planned.shape or tensor.dtype != planned.dtype:
+        raise HddmError(
+            f"{planned.origin or path}: {planned.name!r} is {tuple(tensor.shape)} in {tensor.dtype}, "
+            f"not {planned.shape} in {planned.dtype} as planned; is the file being changed?"
+        )
+    for piece in _pieces(tensor):
+        if check_finite and not _is_finite(piece):
+            raise HddmError(
+                f"{planned.origin or path}: {planned.name!r} holds NaN or Inf; take the weights anew"
+            )
+        file.write(piece.view(torch.uint8).numpy().data)
+
+
+def _pieces(tensor: Tensor) -> Iterator[Tensor]:
+    """Flat slices; the tensor is copied only where it is not contiguous or not on the CPU."""
+    flat = tensor.resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
+    return iter(flat.split(_PIECE // tensor.itemsize))
+
+
+def _is_finite(piece: Tensor) -> bool:
+    if not (piece.is_floating_point() or piece.is_complex()):
+        return True
+    if piece.itemsize == 1:
+        piece = piece.float()
+    # A sum is finite only of finite numbers; one that overflows needs the longer look.
+    return bool(piece.sum().isfinite()) or bool(piece.isfinite().all())

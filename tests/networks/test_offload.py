@@ -21,7 +21,7 @@ from hddm.networks.folders import Unread
 from hddm.networks.offload import Offload, Shelf, StoredNetwork, bring
 from hddm.pipelines.pipeline import HDDMPipeline
 from hddm.utils.errors import HddmError
-from hddm.utils.weights import read_safetensors
+from hddm.utils.tensors import read_safetensors
 from tests.artefacts import copied, seal
 from tests.ensemble_files import WEIGHTS, flow_expert, write_ensemble
 

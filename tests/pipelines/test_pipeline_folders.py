@@ -14,7 +14,7 @@ import hddm
 from hddm.ensemble import Ensemble
 from hddm.pipelines.pipeline import HDDMPipeline
 from hddm.utils.errors import HddmError
-from hddm.utils.weights import read_safetensors
+from hddm.utils.tensors import read_safetensors
 from tests.artefacts import contents, copied, edit_json
 from tests.ensemble_files import WEIGHTS, flow_expert, pipeline_in_memory, write_ensemble, write_text
 

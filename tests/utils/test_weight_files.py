@@ -17,7 +17,7 @@ from hddm.checkpoints.folders import read_index
 from hddm.utils.errors import HddmError
 from hddm.utils.files import inside
 from hddm.utils.pickles import read_pickle
-from hddm.utils.weights import Planned, TensorInfo, kind_of, read_header, read_safetensors, write_safetensors
+from hddm.utils.tensors import Planned, TensorInfo, kind_of, read_header, read_safetensors, write_safetensors
 from tests.hostile import grown_by, save, zipped
 
 DTYPES = [

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from hddm.checkpoints.folders import read_index
 from hddm.utils.errors import HddmError
 from hddm.utils.files import inside, sha256_of
-from hddm.utils.weights import Planned, kind_of, read_header, read_safetensors, write_safetensors
+from hddm.utils.tensors import Planned, kind_of, read_header, read_safetensors, write_safetensors
 from tests.artefacts import largest_file
 from tests.hostile import ZIP_OR_LEGACY, Calls, address_space, grown_by, save
 
