@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hddm.utils.errors import HddmError, did_you_mean
+from hddm.utils.errors import HddmError, did_you_mean, one_line
 from hddm.utils.files import read_json
 from hddm.utils.tensors import to_float64
 
@@ -299,7 +299,7 @@ def from_diffusers(source: object) -> Schedule:
     try:
         betas = diffusers.DDPMScheduler(**given).betas
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
-        values, reason = (" ".join(str(one).split())[:300] for one in (given, error))
+        values, reason = one_line(given, 300), one_line(error, 300)
         raise HddmError(f"{origin}: no schedule can be built from {values}: {reason}") from error
     return DiscreteSchedule(betas, {"_class_name": name, **given})
 

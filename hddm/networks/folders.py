@@ -16,7 +16,7 @@ import torch
 from diffusers import ModelMixin
 from torch import Tensor
 
-from hddm.utils.errors import HddmError, did_you_mean
+from hddm.utils.errors import HddmError, did_you_mean, one_line
 from hddm.utils.files import read_json, sha256_of
 from hddm.utils.tensors import read_header, read_safetensors, refuse_non_finite
 
@@ -103,8 +103,7 @@ def empty_network(
         with torch.device("meta"):
             network: Network = kind(**arguments)
     except Exception as error:  # whatever a constructor makes of foreign values
-        text = " ".join(str(error).split())[:300]
-        raise HddmError(f"{origin}: no network can be built from it ({text})") from error
+        raise HddmError(f"{origin}: no network can be built from it ({one_line(error, 300)})") from error
     for name, _ in network.named_buffers():
         if name not in (_POSITIONS, *network.state_dict()):
             owner = name.rpartition(".")[0]

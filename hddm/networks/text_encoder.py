@@ -14,7 +14,7 @@ from torch import Tensor
 from hddm.networks.folders import differences
 from hddm.networks.identity import TextEncoderRecord, fingerprint
 from hddm.networks.vae import read_config, read_weights
-from hddm.utils.errors import HddmError, did_you_mean
+from hddm.utils.errors import HddmError, did_you_mean, one_line
 from hddm.utils.files import inside
 from hddm.utils.tensors import refuse_non_finite
 
@@ -84,8 +84,8 @@ def read_tokenizer(folder: Path) -> "CLIPTokenizer":
     try:
         tokenizer: CLIPTokenizer = CLIPTokenizer.from_pretrained(str(folder), local_files_only=True)
     except Exception as error:  # whatever it makes of broken files
-        text = " ".join(str(error).split())[:300]
-        raise HddmError(f"{folder}: no tokenizer can be made of its files ({text})") from error
+        reason = one_line(error, 300)
+        raise HddmError(f"{folder}: no tokenizer can be made of its files ({reason})") from error
     return tokenizer
 
 
@@ -208,8 +208,8 @@ def _open(folder: Path, variant: str | None) -> tuple["CLIPTextModel", dict[str,
             sizes = {key: config[key] for key in _SIZES if key in config}
             model = CLIPTextModel(CLIPTextConfig(**sizes, **_special_tokens(config)))
     except Exception as error:  # whatever a constructor makes of foreign values
-        text = " ".join(str(error).split())[:300]
-        raise HddmError(f"{origin}: no text encoder can be built from it ({text})") from error
+        reason = one_line(error, 300)
+        raise HddmError(f"{origin}: no text encoder can be built from it ({reason})") from error
     expected = {key.removeprefix(_PREFIX): value for key, value in model.state_dict().items()}
     problems = differences({k: v for k, v in expected.items() if k not in _UNUSED}, weights)
     if problems:

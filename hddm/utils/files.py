@@ -28,7 +28,7 @@ from typing import Any
 from filelock import FileLock, SoftFileLock, Timeout
 from safetensors import SafetensorError
 
-from hddm.utils.errors import HddmError
+from hddm.utils.errors import HddmError, one_line
 
 
 def inside(folder: Path, name: str) -> Path:
@@ -50,7 +50,7 @@ def inside(folder: Path, name: str) -> Path:
         target = (root / name).resolve()
     # Circles are RuntimeError before Python 3.13.
     except (OSError, RuntimeError) as error:
-        raise HddmError(f"{folder / name}: cannot be followed ({' '.join(str(error).split())})") from error
+        raise HddmError(f"{folder / name}: cannot be followed ({one_line(error)})") from error
     repositories = (
         revision.parent.parent
         for revision in (root, *root.parents)
@@ -244,7 +244,7 @@ def writing(path: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, SafetensorError) as error:
-        reason = getattr(error, "strerror", None) or " ".join(str(error).split())
+        reason = getattr(error, "strerror", None) or one_line(error)
         raise HddmError(f"{path}: cannot be written ({reason})") from error
 
 

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.torch_version import TorchVersion
 
-from hddm.utils.errors import HddmError, shown
-from hddm.utils.tensors import Kind, kind_of, one_line
+from hddm.utils.errors import HddmError, one_line, shown
+from hddm.utils.tensors import Kind, kind_of
 
 LARGEST_PICKLE = 8 * 2**20
 """Bytes of the largest pickle that is scanned; the tensors lie outside, thousands in one MB or two."""

@@ -20,7 +20,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from hddm.utils.errors import HddmError
+from hddm.utils.errors import HddmError, one_line
 
 
 def append_dims(values: Tensor, ndim: int) -> Tensor:
@@ -67,8 +67,7 @@ def available_device(name: str | torch.device) -> torch.device:
         device = torch.device(name)
         torch.empty(1, device=device)
     except Exception as error:  # torch has one of its own for every kind of absence
-        text = " ".join(str(error).split())[:120]
-        raise HddmError(f"--device {name}: is not available here ({text})") from error
+        raise HddmError(f"--device {name}: is not available here ({one_line(error, 120)})") from error
     return device
 
 
@@ -127,12 +126,6 @@ def _read_head(path: Path) -> bytes:
     if not head:
         raise HddmError(f"{path}: is empty; fetch it again")
     return head
-
-
-def one_line(error: Exception) -> str:
-    """The text of a library's error as a short part of one line."""
-    text = " ".join(str(error).split()) or type(error).__name__
-    return text if len(text) <= 200 else text[:199] + "…"
 
 
 def refuse_non_finite(path: Path, weights: Mapping[str, Tensor]) -> None:
