@@ -3,8 +3,10 @@
 import contextlib
 import hashlib
 import json
+import os
 import resource
 import shutil
+import signal
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -152,6 +154,16 @@ def contents(folder: Path) -> dict[str, bytes]:
         for path in sorted(folder.rglob("*"))
         if path.is_file()
     }
+
+
+def killing(event: str, argument: str) -> Callable[[str, tuple[Any, ...]], None]:
+    """An audit hook that kills its process at ``event``, where one of its arguments holds ``argument``."""
+
+    def hook(name: str, arguments: tuple[Any, ...]) -> None:
+        if name == event and any(argument in str(one) for one in arguments):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    return hook
 
 
 @contextlib.contextmanager

@@ -1,10 +1,8 @@
 """A benchmark in miniature: 4×4 images, networks of two blocks, some steps."""
 
 import json
-import os
-import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
@@ -21,7 +19,7 @@ from hddm.benchmark.presets import parse_settings
 from hddm.benchmark.results import Results, compare_rows
 from hddm.benchmark.settings import BenchmarkSettings
 from hddm.utils.processes import Call, Report
-from tests.artefacts import write_images
+from tests.artefacts import killing, write_images
 
 _context = get_context("forkserver")
 # Imported once, so that a process costs milliseconds.
@@ -128,16 +126,8 @@ def life(chosen: BenchmarkSettings, out: Path, data: Path, moment: tuple[str, st
 def _live(chosen: BenchmarkSettings, out: Path, data: Path, moment: tuple[str, str] | None) -> None:
     torch.set_num_threads(1)
     if moment is not None:
-        sys.addaudithook(_killing(*moment))
+        sys.addaudithook(killing(*moment))
     run_inline(chosen, out, data)
-
-
-def _killing(event: str, argument: str) -> Callable[[str, tuple[Any, ...]], None]:
-    def hook(name: str, arguments: tuple[Any, ...]) -> None:
-        if name == event and any(argument in str(one) for one in arguments):
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    return hook
 
 
 def more_seeds(

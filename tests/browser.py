@@ -11,20 +11,13 @@ import signal
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 _SWITCHES = (
-    "--headless=new",
-    "--no-sandbox",
-    "--no-first-run",
-    "--disable-gpu",
-    "--disable-dev-shm-usage",
-    "--disable-background-networking",
+    *("--headless=new", "--no-sandbox", "--no-first-run", "--hide-scrollbars", "--remote-debugging-pipe"),
+    *("--disable-gpu", "--disable-dev-shm-usage", "--disable-background-networking"),
     "--disable-component-update",
-    "--hide-scrollbars",
-    "--remote-debugging-pipe",
 )
 _PATIENCE = 60.0
 # The browser reads commands from descriptor 3 and writes answers to 4.
@@ -64,9 +57,7 @@ class Browser:
             self.call(f"{domain}.enable")
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
         if error is None:
             # Killed, it would leave processes behind that write into the profile.
             self._session = None

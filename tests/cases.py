@@ -15,11 +15,7 @@ from tests.oracles import AlphaSigma
 TRAINED_BETAS = (0.004 + 0.03 * np.sin(np.arange(120) / 40) ** 2).tolist()
 BETAS = {
     "ddpm-linear": {"beta_schedule": "linear"},
-    "sd-scaled-linear": {
-        "beta_schedule": "scaled_linear",
-        "beta_start": 0.00085,
-        "beta_end": 0.012,
-    },
+    "sd-scaled-linear": {"beta_schedule": "scaled_linear", "beta_start": 0.00085, "beta_end": 0.012},
     "squaredcos-cap-v2": {"beta_schedule": "squaredcos_cap_v2"},
     "sigmoid": {"beta_schedule": "sigmoid"},
     "trained-betas": {"trained_betas": TRAINED_BETAS, "num_train_timesteps": len(TRAINED_BETAS)},

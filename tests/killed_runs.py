@@ -5,7 +5,6 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from multiprocessing import get_context
 from multiprocessing.context import ForkServerProcess
@@ -24,7 +23,7 @@ from hddm.data.stores import PixelStore
 from hddm.training import expert
 from hddm.training.settings import RunOptions
 from hddm.utils.processes import TOGETHER, Stopped
-from tests.artefacts import expert_settings, pixels_of
+from tests.artefacts import expert_settings, killing, pixels_of
 
 STEPS, BATCH, EVERY = 24, 7, 5
 
@@ -66,7 +65,7 @@ def train(shard: Path, out: Path, diary: Path, moment: tuple[str, str] | None = 
     """
     torch.set_num_threads(1)
     if moment is not None:
-        sys.addaudithook(_killing(*moment))
+        sys.addaudithook(killing(*moment))
     read = open_shard(shard)
     noted = NotedPixels(pixels_of(read))
 
@@ -114,11 +113,3 @@ def checkpoint(run: Path) -> dict[str, bytes]:
     """The last checkpoint's tensors, as bytes."""
     last = max((run / "checkpoints").glob("step_*"))
     return {path.name: path.read_bytes() for path in last.glob("*.safetensors")}
-
-
-def _killing(event: str, argument: str) -> Callable[[str, tuple[Any, ...]], None]:
-    def hook(name: str, arguments: tuple[Any, ...]) -> None:
-        if name == event and any(argument in str(one) for one in arguments):
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    return hook

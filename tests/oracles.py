@@ -133,11 +133,7 @@ class OracleNetwork:
     """
 
     def __init__(
-        self,
-        shard: GaussianMixture,
-        alpha_sigma: AlphaSigma,
-        prediction_type: str,
-        time_scale: float = 1.0,
+        self, shard: GaussianMixture, alpha_sigma: AlphaSigma, prediction_type: str, time_scale: float = 1.0
     ) -> None:
         self.shard = shard
         self.alpha_sigma = alpha_sigma

@@ -3,7 +3,6 @@
 import json
 from pathlib import Path
 
-import pytest
 import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
@@ -69,15 +68,6 @@ def test_classes_are_asked_for_by_name_or_number_in_turn(
     assert torch.equal(both, pixels["0, 1"])
     assert torch.equal(both, torch.stack([columns[0], rows[1], columns[2]]))
     assert not torch.equal(columns, rows)
-
-
-def test_evaluate_prints_scores_as_json(
-    images: Path, tmp_path: Path, hddm: Command, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path))
-    code, out, _ = hddm("evaluate", images, "--reference", images, "--allow-few")
-    assert code == 0
-    assert json.loads(out)["to_training"]["value"] == pytest.approx(0, abs=1e-4)
 
 
 def test_a_router_that_takes_one_expert_for_all_is_warned_of(

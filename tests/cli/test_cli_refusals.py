@@ -13,7 +13,8 @@ from hddm_cli.app import app
 from tests.artefacts import Command, contents, copied, edit_json, largest_file
 
 HDDM = Path(sys.executable).parent / "hddm"
-TRAIN = ["--objective", "flow", "--steps", 2, "--size", "tiny"]
+OPTIONS = "--objective flow --steps 2 --size tiny"
+TRAIN = OPTIONS.split()
 
 
 def _refused(hddm: Command, *arguments: object) -> str:
@@ -146,4 +147,44 @@ def test_a_schedule_of_another_prediction_type_is_refused(
     before = contents(tmp_path)
     options = ["--out", tmp_path / "out", *TRAIN, "--objective", "ddpm", "--schedule", config]
     assert "v_prediction" in _refused(hddm, "train", "expert", shards / "shard_0", *options)
+    assert contents(tmp_path) == before
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("partition {empty} --shards 2", "{empty}: holds no images"),
+        ("encode {images}", "{images}: is no shard"),
+        (f"train expert {{images}} {OPTIONS}", "{images}: is no shard"),
+        (f"train expert {{shards}} {OPTIONS}", "{shards}: is a partition, not a shard"),
+        ("train expert {shard} --init {images} --objective flow --steps 2", "{images}: no expert folder"),
+        (f"train all --shards {{shard}} {OPTIONS}", "{shard}: is a shard, not a partition"),
+        ("train router {shard} --steps 2", "{shard}: is a shard, not a partition"),
+        ("distill {expert} --data {shard} --steps 2", "{shard}: is a shard, not a partition"),
+        ("convert {images}", "{images}"),
+        ("convert {images} --to-layout facebook-dit", "{images}: no expert folder"),
+        ("assemble {images}", "{images}"),
+        ("sample {images}", "{images}: neither an expert folder"),
+        ("sample {expert} --class-labels 3", "--class-labels 3: the model is unconditional"),
+        ("evaluate {images} --reference {empty}", "{empty}: holds no images"),
+        (
+            "benchmark cifar10-small --data {empty}",
+            "no such images; name by --data the folder that data.training, 'train', lies in",
+        ),
+    ],
+)
+def test_a_wrong_input_is_told_before_an_output_that_exists(
+    line: str, said: str, images: Path, shards: Path, ddpm_expert: Path, tmp_path: Path, hddm: Command
+) -> None:
+    (tmp_path / "empty").mkdir()
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "mine").write_text("precious")
+    before = contents(tmp_path)
+    names = {"empty": tmp_path / "empty", "images": images, "shards": shards, "expert": ddpm_expert}
+    names["shard"] = shards / "shard_0"
+    code, _, error = hddm(*line.format(**names).split(), "--out", out)
+    assert code in (1, 2)
+    assert said.format(**names) in error
+    assert "exists" not in error
     assert contents(tmp_path) == before

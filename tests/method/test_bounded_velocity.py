@@ -13,7 +13,7 @@ from hddm.calibration import FILE_NAME, Calibration, Moments, calibrate
 from hddm.checkpoints.describe import describe
 from hddm.training.calibrate import recalibrate
 from hddm.training.expert import train_expert
-from tests.artefacts import expert_settings
+from tests.artefacts import copied, expert_settings
 from tests.cases import case_named
 from tests.oracles import GaussianMixture, rms_error
 
@@ -161,13 +161,21 @@ def test_a_label_beyond_the_classes_has_the_mean_of_all() -> None:
     torch.testing.assert_close(means, torch.tensor([1.0, 0.0, 2.0, 1.0, 1.0]), atol=0.02, rtol=0)
 
 
-@pytest.mark.parametrize("how", ["trained", "recalibrated", "saved by an older version"])
-def test_a_trained_class_expert_of_noise_is_bounded(how: str, whole: Path, tmp_path: Path) -> None:
-    out = tmp_path / "expert"
+@pytest.fixture(scope="module")
+def trained(whole: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("bounded") / "expert"
     train_expert(whole, out, expert_settings("ddpm", steps=60, batch_size=64, class_conditional=True))
+    return out
+
+
+@pytest.mark.parametrize("how", ["trained", "recalibrated", "saved by an older version"])
+def test_a_trained_class_expert_of_noise_is_bounded(
+    how: str, trained: Path, whole: Path, tmp_path: Path
+) -> None:
+    expert = copied(trained, tmp_path)
     if how == "recalibrated":
-        recalibrate(out, whole)
-    field = load(out)
+        recalibrate(expert, whole)
+    field = load(expert)
     assert isinstance(field, VelocityField)
     assert field.calibration is not None
     if how == "saved by an older version":

@@ -27,16 +27,6 @@ def _ensemble(strategy: str = "nucleus-0.9") -> Ensemble:
     return Ensemble(fields, exact_router(SHARDS, PRIOR), strategy, PRIOR)
 
 
-def _point_expert(place: float) -> VelocityField:
-    """All data at one place: the velocity (x - place)/t, whose Euler steps end exactly there."""
-    return VelocityField(
-        lambda x, t: (x - place) / t.clamp_min(1e-9).view(-1, 1, 1, 1),
-        LINEAR.schedule,
-        "flow_prediction",
-        sample_shape=SHAPE,
-    )
-
-
 @pytest.mark.parametrize("shift", [1.0, 0.5, 3.0])
 @pytest.mark.parametrize("steps", [1, 7, 50])
 def test_grid_is_the_shifted_even_one(steps: int, shift: float) -> None:
@@ -101,22 +91,6 @@ def test_initial_noise_is_unit_and_independent_between_samples_and_seeds() -> No
     torch.testing.assert_close(both.T.cov(), torch.eye(16).double(), atol=0.13, rtol=0)
     torch.testing.assert_close(both.mean(0), torch.zeros(16).double(), atol=0.1, rtol=0)
     assert torch.equal(initial_noise(0, 5, 9, (4,)), initial_noise(0, 0, 9, (4,))[5:])
-
-
-@pytest.mark.parametrize("prior", [[0.2, 0.5, 0.3], [5, 0, 15], None], ids=str)
-def test_draw_follows_the_prior_and_keeps_its_expert(prior: list[float] | None) -> None:
-    places = [-3.0, 0.0, 4.0]
-    ensemble = Ensemble([_point_expert(p) for p in places], strategy="draw", prior=prior)
-    num = 2000
-    ends = sample(ensemble, num, seed=2, steps=3, batch_size=500)
-    shares = torch.tensor(prior or [1, 1, 1], dtype=torch.float64)
-    shares = shares / shares.sum()
-    for place, share in zip(places, shares.tolist(), strict=True):
-        arrived = (ends - place).abs().flatten(1).amax(1) < 1e-4
-        spread = (share * (1 - share) / num) ** 0.5
-        assert abs(arrived.double().mean().item() - share) <= 4 * spread
-    drawn = draw_experts(ensemble.prior, 2, 0, num)
-    assert torch.equal(torch.tensor(places)[drawn], ends[:, 0, 0, 0].round())
 
 
 def test_a_drawn_expert_is_independent_of_the_noise() -> None:
