@@ -34,8 +34,7 @@ def assemble(
         list[str] | None, typer.Option("--remove", help="Index or folder of an expert to take out.")
     ] = None,
     base: Annotated[
-        list[Path] | None,
-        InputOption("--base", help="Base of LoRA experts, if it was moved since training."),
+        list[Path] | None, InputOption("--base", help="Base of LoRA experts, if it was moved since training.")
     ] = None,
     overwrite: Overwrite = False,
 ) -> None:

@@ -44,8 +44,7 @@ def convert(
         typer.Option("--architecture", help="Fold a DiT's adaLN-Zero to AdaLN-Single."),
     ] = None,
     modulation_rank: Annotated[
-        int,
-        typer.Option("--modulation-rank", min=0, help="Rank of the modulation that each block keeps."),
+        int, typer.Option("--modulation-rank", min=0, help="Rank of the modulation that each block keeps.")
     ] = 0,
     text_dim: Annotated[
         int | None, typer.Option("--text-dim", min=1, help="Add attention to text tokens of this width.")

@@ -13,8 +13,7 @@ def evaluate(
     images: Annotated[Path, InputArgument(help="Folder of samples, as hddm sample writes it.")],
     reference: Annotated[Path, InputOption("--reference", help="Training images, or their partition.")],
     held_out: Annotated[
-        Path | None,
-        InputOption("--held-out", help="Images that no model has seen, or their partition."),
+        Path | None, InputOption("--held-out", help="Images that no model has seen, or their partition.")
     ] = None,
     features: Annotated[
         str,

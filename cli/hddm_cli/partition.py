@@ -21,12 +21,10 @@ def partition(
     seed: Seed = 0,
     overwrite: Overwrite = False,
     features: Annotated[
-        str,
-        typer.Option("--features", help="pixels, dinov2, clip, a model folder, or a name on the hub."),
+        str, typer.Option("--features", help="pixels, dinov2, clip, a model folder, or a name on the hub.")
     ] = "pixels",
     cache: Annotated[
-        Path | None,
-        typer.Option("--cache", help="Folder for features; default: OUT.features."),
+        Path | None, typer.Option("--cache", help="Folder for features; default: OUT.features.")
     ] = None,
     max_bad: Annotated[int, typer.Option("--max-bad", min=0, help="Broken images to skip, by name.")] = 0,
     held_out: Annotated[

@@ -49,9 +49,7 @@ def sample(
     steps: Annotated[int, typer.Option("--steps", min=1, help="Solver steps.")] = 50,
     strategy: Annotated[
         str | None,
-        StrategyOption(
-            help="draw, full, top-K, threshold-X or nucleus-X; default: the ensemble's own.",
-        ),
+        StrategyOption(help="draw, full, top-K, threshold-X or nucleus-X; default: the ensemble's own."),
     ] = None,
     expert: Annotated[
         int | None, typer.Option("--expert", min=0, help="Use this expert alone, without the router.")
@@ -97,8 +95,7 @@ def sample(
         bool, typer.Option("--compile", help="Compile the experts; the first steps take minutes.")
     ] = False,
     output_type: Annotated[
-        Literal["png", "latent"],
-        typer.Option("--output-type", help="PNG images, or the experts' output."),
+        Literal["png", "latent"], typer.Option("--output-type", help="PNG images, or the experts' output.")
     ] = "png",
     grid: Annotated[
         bool,

@@ -74,7 +74,7 @@ PICTURES: Group = {
     "sample_every": (
         Annotated[int, typer.Option("--sample-every", min=0, help="Steps between sample grids; 0: none.")],
         0,
-    ),
+    )
 }
 FILE: Group = {
     "config": (

@@ -86,10 +86,7 @@ class StopRequest:
 Report = Callable[[int], None]
 
 # Without these glibc returns every large block to the system, at the cost of page faults in every step.
-_MALLOC = {
-    "MALLOC_MMAP_THRESHOLD_": str(1 << 30),
-    "MALLOC_TRIM_THRESHOLD_": str(1 << 31),
-}
+_MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(1 << 30), "MALLOC_TRIM_THRESHOLD_": str(1 << 31)}
 
 
 @dataclass(frozen=True)
