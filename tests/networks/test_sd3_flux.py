@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,13 @@ from diffusers import (
 )
 from safetensors.torch import load_file
 from torch import Tensor
+from typer.testing import CliRunner
 
 import hddm as library
 from hddm.networks.folders import empty_network
 from hddm.networks.wrappers import interface_of, pack, positions, unpack
 from hddm.utils.errors import HddmError
+from hddm_cli.app import commands
 from tests.artefacts import Command, copied, edit_json
 from tests.checkpoint_files import DDPM_BETAS, check_velocity, converted, facts_of, pipeline, pixart, refused
 from tests.flow_models import (
@@ -50,6 +53,31 @@ X = torch.randn(2, 4, SIDE, SIDE, generator=torch.Generator().manual_seed(5))
 TIMES = torch.tensor([0.2, 0.83])
 
 
+@dataclass(frozen=True)
+class Converted:
+    """A network, the expert that its pipeline became, and what the conversion printed."""
+
+    network: ModelMixin
+    expert: Path
+    options: tuple[object, ...]
+    said: str
+
+    @property
+    def kind(self) -> str:
+        return "sd3" if isinstance(self.network, SD3Transformer2DModel) else "flux"
+
+
+@pytest.fixture(scope="module", params=SOURCES)
+def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Converted:
+    make, changes, options = SOURCES[request.param]
+    folder, network = tmp_path_factory.mktemp("made"), make(**changes)
+    source = flow_pipeline(folder / "source", network, shift=3.0, use_karras_sigmas=True)
+    line = ["convert", source, "--out", folder / "expert", *options]
+    found = CliRunner().invoke(commands, list(map(str, line)))
+    assert found.exit_code == 0, found.output
+    return Converted(network, folder / "expert", options, found.output)
+
+
 def _is_close(found: Tensor, wanted: Tensor, tolerance: float = 1e-5) -> bool:
     return bool((found.double() - wanted.double()).norm() <= tolerance * wanted.double().norm())
 
@@ -70,35 +98,57 @@ def test_a_state_is_packed_as_fluxs_own_pipeline_packs_it(height: int, width: in
         pack(torch.zeros(1, 2, 4, 5))
 
 
-@pytest.mark.parametrize(("make", "changes", "options"), SOURCES.values(), ids=SOURCES)
-def test_the_velocity_of_an_expert_is_its_networks_output(
-    hddm: Command, tmp_path: Path, make: Make, changes: dict[str, Any], options: tuple[object, ...]
-) -> None:
-    network = make(**changes)
-    source, expert = flow_pipeline(tmp_path / "source", network, shift=3.0), tmp_path / "expert"
-    said = converted(hddm, source, expert, *options)
-    name = "sd3" if make is sd3 else "flux"
-    assert f"layout: diffusers-{name}" in said
-    assert "shift: 3" in said
-    facts = facts_of(expert)
+def test_the_velocity_of_an_expert_is_its_networks_output(made: Converted, hddm: Command) -> None:
+    network, given = made.network, text(made.network)
+    assert f"layout: diffusers-{made.kind}" in made.said
+    assert "shift: 3" in made.said
+    facts = facts_of(made.expert)
     assert facts["schedule"] == {"name": "linear"}
     assert (facts["prediction_type"], facts["objective"]) == ("flow_prediction", "flow")
-    assert facts["time_scale"] == (1000 if make is sd3 else 1)
-    assert facts["sample_shape"] == [4, SIDE, SIDE]
-    assert facts["shift"] == 3.0
-    assert facts["conditions"] == list(text(network))
-    field = library.load(expert)
-    given = text(network)
+    assert facts["time_scale"] == (1000 if made.kind == "sd3" else 1)
+    assert (facts["sample_shape"], facts["shift"]) == ([4, SIDE, SIDE], 3.0)
+    assert facts["conditions"] == list(given)
+    field = library.load(made.expert)
     wanted = velocity_by_hand(network, X, TIMES, given)
     assert _is_close(field.velocity(X, TIMES, **given), wanted)
     assert not _is_close(field.velocity(X, TIMES + 0.01, **given), wanted, 1e-4)
-    if make is flux:
+    other = given | {"pooled_projections": given["pooled_projections"] + 1}
+    assert not _is_close(field.velocity(X, TIMES, **other), wanted, 1e-3)
+    if made.kind == "flux":
         wide = torch.randn(2, 4, 6, 12)
         assert _is_close(field.velocity(wide, TIMES, **given), velocity_by_hand(network, wide, TIMES, given))
     else:
+        source = made.expert.with_name("source")
         assert "says sample_size 8; drop the option" in refused(hddm, source, "--sample-size", 4)
-    other = given | {"pooled_projections": given["pooled_projections"] + 1}
-    assert not _is_close(field.velocity(X, TIMES, **other), wanted, 1e-3)
+
+
+def test_samples_follow_the_networks_own_ode(made: Converted) -> None:
+    given = text(made.network)
+    samples = library.sample(library.load(made.expert), 2, steps=2, shift=1.0, **given)
+    x = library.sampling.initial_noise(0, 0, 2, (4, SIDE, SIDE))
+    for t in (1.0, 0.5):
+        x = x - 0.5 * velocity_by_hand(made.network, x, torch.full((2,), t), given)
+    assert _is_close(samples, x)
+
+
+def test_an_expert_goes_back_to_diffusers_bit_for_bit(made: Converted, hddm: Command, tmp_path: Path) -> None:
+    network, back = made.network, tmp_path / "back"
+    assert "use_karras_sigmas is True; the sampler's time grid" in made.said
+    code, said, error = hddm("convert", made.expert, "--out", back, "--to-layout", f"diffusers-{made.kind}")
+    assert (code, error) == (0, ""), said
+    theirs = type(network).from_pretrained(back / "transformer")
+    for name, tensor in network.state_dict().items():
+        assert torch.equal(theirs.state_dict()[name], tensor)
+    for key, value in network.config.items():
+        assert key.startswith("_") or json.dumps(theirs.config[key]) == json.dumps(value)
+    scheduler = FlowMatchEulerDiscreteScheduler.from_pretrained(back / "scheduler")
+    assert (scheduler.config.shift, scheduler.config.use_karras_sigmas) == (3.0, True)
+    index = json.loads((back / "model_index.json").read_text())
+    assert index["_class_name"] in ("StableDiffusion3Pipeline", "FluxPipeline")
+    converted(hddm, back, tmp_path / "again", *made.options)
+    before, after = facts_of(made.expert), facts_of(tmp_path / "again")
+    elsewhere = {"source": None, "schedule_source": None}
+    assert before | elsewhere == after | elsewhere
 
 
 @pytest.mark.parametrize(("make", "changes", "options"), SOURCES.values(), ids=SOURCES)
@@ -115,47 +165,6 @@ def test_an_expert_runs_in_the_dtype_that_is_asked_for(
         network = stored.to(dtype)
         its = {name: value if name == "guidance" else value.to(dtype) for name, value in given.items()}
         assert _is_close(velocity, velocity_by_hand(network, X.to(dtype), TIMES, its))
-
-
-@pytest.mark.parametrize(("make", "changes", "options"), SOURCES.values(), ids=SOURCES)
-def test_samples_follow_the_networks_own_ode(
-    hddm: Command, tmp_path: Path, make: Make, changes: dict[str, Any], options: tuple[object, ...]
-) -> None:
-    network = make(**changes)
-    converted(hddm, flow_pipeline(tmp_path / "source", network), tmp_path / "expert", *options)
-    given = text(network)
-    model = library.load(tmp_path / "expert")
-    samples = library.sample(model, 2, steps=2, **given)
-    x = library.sampling.initial_noise(0, 0, 2, (4, SIDE, SIDE))
-    for t in (1.0, 0.5):
-        x = x - 0.5 * velocity_by_hand(network, x, torch.full((2,), t), given)
-    assert _is_close(samples, x)
-
-
-@pytest.mark.parametrize(("make", "changes", "options"), SOURCES.values(), ids=SOURCES)
-def test_an_expert_goes_back_to_diffusers_bit_for_bit(
-    hddm: Command, tmp_path: Path, make: Make, changes: dict[str, Any], options: tuple[object, ...]
-) -> None:
-    network = make(**changes)
-    source = flow_pipeline(tmp_path / "source", network, shift=3.0, use_karras_sigmas=True)
-    expert, back = tmp_path / "expert", tmp_path / "back"
-    assert "use_karras_sigmas is True; the sampler's time grid" in converted(hddm, source, expert, *options)
-    layout = "diffusers-sd3" if make is sd3 else "diffusers-flux"
-    code, said, error = hddm("convert", expert, "--out", back, "--to-layout", layout)
-    assert (code, error) == (0, ""), said
-    theirs = type(network).from_pretrained(back / "transformer")
-    for name, tensor in network.state_dict().items():
-        assert torch.equal(theirs.state_dict()[name], tensor)
-    for key, value in network.config.items():
-        assert key.startswith("_") or json.dumps(theirs.config[key]) == json.dumps(value)
-    scheduler = FlowMatchEulerDiscreteScheduler.from_pretrained(back / "scheduler")
-    assert (scheduler.config.shift, scheduler.config.use_karras_sigmas) == (3.0, True)
-    index = json.loads((back / "model_index.json").read_text())
-    assert index["_class_name"] in ("StableDiffusion3Pipeline", "FluxPipeline")
-    converted(hddm, back, tmp_path / "again", *options)
-    before, after = facts_of(expert), facts_of(tmp_path / "again")
-    elsewhere = {"source": None, "schedule_source": None}
-    assert before | elsewhere == after | elsewhere
 
 
 @pytest.mark.parametrize("make", [sd3, flux])
