@@ -27,26 +27,12 @@ ARCHITECTURES = ([KIND], ["CLIPTextModelWithProjection"])
 CLASSES = ("CLIPTokenizer", "CLIPTokenizerFast")
 # The loader hands every key to the class, and some name files or positional arguments.
 _KEYS = {
-    *(
-        "__type",
-        "add_prefix_space",
-        "added_tokens_decoder",
-        "additional_special_tokens",
-        "backend",
-        "bos_token",
-    ),
-    *(
-        "clean_up_tokenization_spaces",
-        "do_lower_case",
-        "eos_token",
-        "errors",
-        "extra_special_tokens",
-        "is_local",
-    ),
-    *("local_files_only", "max_length", "model_input_names", "model_max_length", "name_or_path"),
-    *("pad_to_multiple_of", "pad_token", "pad_token_type_id", "padding_side", "processor_class"),
-    *("special_tokens_map_file", "split_special_tokens", "stride", "tokenizer_class", "truncation_side"),
-    *("truncation_strategy", "unk_token"),
+    *("__type", "add_prefix_space", "added_tokens_decoder", "additional_special_tokens", "backend"),
+    *("bos_token", "clean_up_tokenization_spaces", "do_lower_case", "eos_token", "errors"),
+    *("extra_special_tokens", "is_local", "local_files_only", "max_length", "model_input_names"),
+    *("model_max_length", "name_or_path", "pad_to_multiple_of", "pad_token", "pad_token_type_id"),
+    *("padding_side", "processor_class", "special_tokens_map_file", "split_special_tokens", "stride"),
+    *("tokenizer_class", "truncation_side", "truncation_strategy", "unk_token"),
 }
 _SIZES = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),

@@ -42,13 +42,13 @@ class Interface:
     num_patches: int | None = None
 
 
-def interface_of(name: str, config: Mapping[str, object], sides: tuple[int, int] | None = None) -> Interface:
+def interface_of(name: str, config: Mapping[str, object], size: tuple[int, int] | None = None) -> Interface:
     """Inputs and outputs of the network of class ``name`` with this ``config``.
 
     Args:
         name: of the class.
         config: of the network, with the defaults of its class.
-        sides: height and width of a sample where the config states none, as Flux's.
+        size: height and width of a sample where the config states none, as Flux's.
 
     Raises:
         HddmError: for a sample size that neither says, an output that is neither C nor 2 C channels, or a
@@ -57,7 +57,7 @@ def interface_of(name: str, config: Mapping[str, object], sides: tuple[int, int]
     channels = _channels(name, config)
     patch = 2 if name == FLUX else _count(config, "patch_size")
     stated = config.get("sample_size")
-    height, width = _sides(name, sides if stated is None else stated)
+    height, width = _sides(name, size if stated is None else stated)
     if patch and (height % patch or width % patch):
         raise HddmError(f"{name} has patches of side {patch}, and a sample of {height}×{width} none such")
     conditions, num_classes, null_class = _CONDITIONS[name](config)
