@@ -14,7 +14,7 @@ from hddm.utils.records import Record
 if TYPE_CHECKING:
     from torch import Tensor
 
-SMALL = 65536
+_LARGEST = 65536
 """Numbers of the largest tensor that a fingerprint looks at; norms and biases of a network are smaller."""
 
 
@@ -48,7 +48,7 @@ def fingerprint(weights: "Mapping[str, Tensor]") -> str:
     digest = hashlib.sha256()
     for name in sorted(weights):
         tensor = weights[name]
-        if tensor.is_floating_point() and tensor.numel() <= SMALL:
+        if tensor.is_floating_point() and tensor.numel() <= _LARGEST:
             digest.update(f"{name} {tuple(tensor.shape)}".encode())
             digest.update(tensor.half().contiguous().numpy().tobytes())
     return digest.hexdigest()[:16]
