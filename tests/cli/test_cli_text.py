@@ -55,6 +55,14 @@ def _images(folder: Path) -> torch.Tensor:
     return torch.from_numpy(np.stack(images)).permute(0, 3, 1, 2)
 
 
+def _encoded(source: Path, *texts: str) -> torch.Tensor:
+    """Tokens of texts as transformers itself makes them."""
+    tokenizer = CLIPTokenizer.from_pretrained(source / "tokenizer")
+    tokens = tokenizer(list(texts), padding="max_length", max_length=77, return_tensors="pt")
+    with torch.no_grad():
+        return CLIPTextModel.from_pretrained(source / "text_encoder")(tokens.input_ids)[0]
+
+
 def test_prompts_become_images_as_each_step_by_hand_makes_them(
     ensemble: Path, sources: list[Path], tmp_path: Path, hddm: Command
 ) -> None:
@@ -62,15 +70,7 @@ def test_prompts_become_images_as_each_step_by_hand_makes_them(
     prompts = ["--prompt", "a cat", "--prompt", "a dog", "--negative-prompt", "blurry"]
     code, _, error = hddm("sample", ensemble, "--out", tmp_path / "out", *options, *prompts)
     assert code == 0, error
-    encoder = CLIPTextModel.from_pretrained(sources[0] / "text_encoder")
-    tokenizer = CLIPTokenizer.from_pretrained(sources[0] / "tokenizer")
     vae = AutoencoderKL.from_pretrained(sources[0] / "vae")
-
-    def encoded(*texts: str) -> torch.Tensor:
-        tokens = tokenizer(list(texts), padding="max_length", max_length=77, return_tensors="pt")
-        with torch.no_grad():
-            return encoder(tokens.input_ids)[0]
-
     model = package.load(tmp_path / "v_prediction")
     latents = package.sample(
         model,
@@ -78,8 +78,8 @@ def test_prompts_become_images_as_each_step_by_hand_makes_them(
         5,
         3,
         guidance_scale=2.5,
-        negative={"encoder_hidden_states": encoded("blurry").expand(3, -1, -1)},
-        encoder_hidden_states=encoded("a cat", "a dog", "a cat"),
+        negative={"encoder_hidden_states": _encoded(sources[0], "blurry").expand(3, -1, -1)},
+        encoder_hidden_states=_encoded(sources[0], "a cat", "a dog", "a cat"),
     )
     with torch.no_grad():
         expected = vae.decode(latents / vae.config.scaling_factor).sample.clamp(-1, 1)
@@ -94,11 +94,7 @@ def test_prompts_become_images_as_each_step_by_hand_makes_them(
 def test_embeddings_in_a_file_stand_for_prompts(
     ensemble: Path, sources: list[Path], tmp_path: Path, hddm: Command
 ) -> None:
-    encoder = CLIPTextModel.from_pretrained(sources[0] / "text_encoder")
-    tokenizer = CLIPTokenizer.from_pretrained(sources[0] / "tokenizer")
-    tokens = tokenizer(["a cat", ""], padding="max_length", max_length=77, return_tensors="pt")
-    with torch.no_grad():
-        cat, empty = encoder(tokens.input_ids)[0].split(1)
+    cat, empty = _encoded(sources[0], "a cat", "").split(1)
     content = {"encoder_hidden_states": cat, "negative_encoder_hidden_states": empty}
     save_file({name: value.contiguous() for name, value in content.items()}, tmp_path / "cat.safetensors")
     options = ["--num-images", 2, "--steps", 2, "--guidance-scale", 3, "--output-type", "latent"]

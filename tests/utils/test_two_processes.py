@@ -46,14 +46,14 @@ def _run(write: Callable[..., None], out: Path, number: int, overwrite: bool, st
     os._exit(0)
 
 
-def _both(write: Callable[..., None], out: Path, overwrite: bool) -> list[int]:
-    start = FORK.Barrier(2)
-    both = [FORK.Process(target=_run, args=(write, out, k, overwrite, start)) for k in range(2)]
-    for one in both:
+def _codes(write: Callable[..., None], out: Path, overwrite: bool, num: int = 2) -> list[int]:
+    start = FORK.Barrier(num)
+    processes = [FORK.Process(target=_run, args=(write, out, k, overwrite, start)) for k in range(num)]
+    for one in processes:
         one.start()
-    for one in both:
+    for one in processes:
         one.join()
-    return [one.exitcode or 0 for one in both]
+    return [one.exitcode or 0 for one in processes]
 
 
 @pytest.mark.parametrize("write", [_folder, _rename, _file])
@@ -64,7 +64,7 @@ def test_of_two_that_start_together_one_writes_and_the_other_refuses(
         folder = tmp_path / str(attempt)
         folder.mkdir()
         out = folder / "out"
-        codes = _both(write, out, overwrite=False)
+        codes = _codes(write, out, overwrite=False)
         assert sorted(codes) == [0, 1]
         record = out if out.is_file() else out / RECORD
         assert json.loads(record.read_text())["by"] == codes.index(0)
@@ -77,17 +77,9 @@ def test_of_two_that_start_together_one_writes_and_the_other_refuses(
 def test_the_second_is_refused_while_the_first_is_at_work(overwrite: bool, tmp_path: Path) -> None:
     """Before it does work of hours, and with --overwrite too."""
     with new_folder(tmp_path / "out", RECORD):
-        assert _code_of_one(tmp_path / "out", overwrite) == 1
+        assert _codes(_folder, tmp_path / "out", overwrite, 1) == [1]
         message = (tmp_path / "error_0").read_text()
         assert f"another process is writing it (process {os.getpid()} on " in message
-
-
-def _code_of_one(out: Path, overwrite: bool) -> int:
-    start = FORK.Barrier(1)
-    one = FORK.Process(target=_run, args=(_folder, out, 0, overwrite, start))
-    one.start()
-    one.join()
-    return one.exitcode or 0
 
 
 @pytest.mark.parametrize("kind", ["folder", "file", "link to nothing"])
