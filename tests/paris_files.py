@@ -4,17 +4,14 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+import torch
 from diffusers import ModelMixin
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from hddm.ensemble import Router
-from hddm.experts.loading import as_field
-from hddm.experts.paris import ParisPart, paris_experts, paris_router
-from hddm.experts.records import Expert
-from hddm.networks.folders import empty_network, fill
+from hddm.experts.paris import paris_experts, paris_router
 from hddm.networks.transformers import ExpertTransformer, RouterTransformer
-from hddm.velocity import VelocityField
 from tests.checkpoint_files import randomised
 
 NUM_EXPERTS = 3
@@ -45,27 +42,10 @@ def edit(path: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
     save_file(tensors, path)
 
 
-def read(kind: type[ModelMixin], part: ParisPart) -> ModelMixin:
-    """The network of a part, in float32."""
-    weights = {name: value.float() for name, value in load_file(part.weights).items()}
-    network = empty_network(kind, part.arguments, len(weights), str(part.weights))
-    fill(network, weights, part.arguments, str(part.weights))
-    return network
-
-
-def fields(folder: Path) -> list[VelocityField]:
-    """The experts of a release."""
-    found = []
-    for part, facts in paris_experts(folder):
-        network = read(ExpertTransformer, part)
-        found.append(as_field(Expert(network, facts, None), network))
-    return found
-
-
 def router(folder: Path) -> Router:
     """The router of a release."""
-    part, time_scale = paris_router(folder)
-    return Router(read(RouterTransformer, part), time_scale)
+    network, record = paris_router(folder, paris_experts(folder))
+    return Router(network.load(torch.float32), record.time_scale)
 
 
 def _write(network: ModelMixin, path: Path) -> None:

@@ -34,13 +34,13 @@ from hddm.checkpoints.plan import TEXT, Plan
 from hddm.checkpoints.plan import Conversion as Conversion
 from hddm.checkpoints.plan import plan as plan
 from hddm.checkpoints.sources import Checkpoint, Conventions
-from hddm.experts.loading import field_of
 from hddm.experts.records import (
     EXPERT_FILE,
     EXTRAS_FILE,
     FORMAT,
     Expert,
     ExpertRecord,
+    field_of,
     foreign_calibration,
     read_nulls,
     write_records,

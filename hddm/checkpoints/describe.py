@@ -24,7 +24,7 @@ from hddm.data.shard_records import (
 )
 from hddm.experts.ensembles import ENSEMBLE_FILE, MODEL_INDEX, read_ensemble_facts, read_model_index
 from hddm.experts.lora import ADAPTER_WEIGHTS, AdapterRecord
-from hddm.experts.paris import is_paris, paris_experts, paris_router
+from hddm.experts.paris import expert_arguments, is_paris, paris_experts, paris_router
 from hddm.experts.records import EXPERT_FILE, FORMAT, ROUTER_FILE, ExpertRecord, RouterRecord
 from hddm.networks.folders import WEIGHTS, empty_network
 from hddm.networks.wrappers import interface_of
@@ -32,7 +32,6 @@ from hddm.schedules import from_config
 from hddm.utils.errors import HddmError, counted
 from hddm.utils.files import read_json
 from hddm.utils.records import damage, has_manifest, read_folder_manifest, read_record
-from hddm.utils.tensors import read_header
 from hddm.velocity import PredictionType
 
 _HEADS = ("num_heads", "num_attention_heads", "attention_head_dim")
@@ -197,19 +196,20 @@ def _partition(folder: Path) -> dict[str, Any]:
 
 def _paris(folder: Path) -> dict[str, Any]:
     experts = paris_experts(folder)
-    part, facts = experts[0]
-    router, _ = paris_router(folder)
-    headers = [read_header(one.weights)[0] for one in (*[part for part, _ in experts], router)]
-    sizes = [sum(math.prod(tensor.shape) for tensor in header.values()) for header in headers]
+    router, _ = paris_router(folder, experts)
+    networks = [one.unread.network for one in experts]
+    sizes = [
+        sum(tensor.numel() for tensor in one.state_dict().values()) for one in (*networks, router.network)
+    ]
     return {
         "kind": "ensemble",
         "layout": "paris",
-        "experts": [one.weights.parent.name for one, _ in experts],
-        **facts.model_dump(mode="json"),
+        "experts": [Path(one.name).name for one in experts],
+        **experts[0].facts.model_dump(mode="json"),
         "parameters": sum(sizes[:-1]),
         "parameters_of_an_expert": sizes[0],
         "parameters_of_the_router": sizes[-1],
-        "architecture": part.arguments,
+        "architecture": expert_arguments(networks[0].state_dict(), folder),
     }
 
 

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from hddm.checkpoints.keys import KeyTable, same
 from hddm.checkpoints.layouts import Forward, Weights
 from hddm.checkpoints.sources import Checkpoint, Declared, Reading
-from hddm.experts.lora import ADAPTER_WEIGHTS, base_beside, open_adapted
+from hddm.experts.lora import ADAPTER_WEIGHTS, base_of, open_adapted
 from hddm.experts.records import (
     EXPERT_FILE,
     EXTRAS_FILE,
@@ -149,7 +149,7 @@ def open_expert(folder: Path, reading: Reading) -> Checkpoint:
     if facts.adapter is None:
         network, weights, arguments = open_network(folder, EXPERT_NETWORKS)
     else:
-        base = base_beside(folder, facts.adapter)
+        base = base_of(folder, facts.adapter)
         files = (folder / ADAPTER_WEIGHTS, base / WEIGHTS)
         network, weights, arguments = open_adapted(folder, facts.adapter, base, EXPERT_NETWORKS)
         facts = without_adapter(facts)

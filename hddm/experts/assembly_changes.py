@@ -5,6 +5,7 @@ is killed just there leaves both complete beside it; the next change puts the ol
 """
 
 import re
+import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,18 +19,17 @@ from hddm.experts.ensembles import (
     MODEL_INDEX,
     EnsembleRecord,
     bases_of,
+    components_in,
     read_ensemble_facts,
-    read_model_index,
     refuse_damaged_ensemble,
 )
-from hddm.experts.lora import bases_in, check_base
-from hddm.experts.records import EXPERT_FILE, FORMAT, ExpertRecord, base_of, open_expert
-from hddm.networks.folders import WEIGHTS
+from hddm.experts.lora import bases_in
+from hddm.experts.records import open_expert
 from hddm.utils.errors import HddmError
 from hddm.utils.files import inside, link_or_copy, new_folder, restore
-from hddm.utils.records import read_record
+from hddm.utils.records import MANIFEST
 
-_PARTS = ("experts", BASES, "router", "scheduler", *COMPONENTS, ENSEMBLE_FILE, MODEL_INDEX)
+_PARTS = ("experts", BASES, "router", "scheduler", *COMPONENTS, ENSEMBLE_FILE, MODEL_INDEX, MANIFEST)
 # What a killed process leaves of a folder that it was writing here.
 _LEFTOVER = re.compile(r"\..+\.(part|old)-\d+$")
 
@@ -65,15 +65,14 @@ def change(
         vae: another VAE.
         text_encoder: another text encoder.
         tokenizer: another tokenizer.
-        bases: folders of weights that adapters to be added change, as for `hddm.experts.assembly.assemble`.
+        bases: as for `hddm.experts.assembly.assemble`, of the experts to be added.
 
     Returns:
         Notes, as `hddm.experts.assembly.assemble`.
 
     Raises:
-        HddmError: before anything is written, for an expert that is not there, for a link out of the folder,
-            whose content would become part of it, for an ``out`` inside it, with every difference
-            between the parts, and for weights and calibrations to be added that their records do not state.
+        HddmError: as that, before anything is written; for an expert that is not there, a link out of the
+            folder, whose content would become part of it, and an ``out`` inside it.
     """
     given = {"vae": vae, "text_encoder": text_encoder, "tokenizer": tokenizer}
     if not (add or remove or router or strategy or any(given.values())):
@@ -83,112 +82,84 @@ def change(
         raise HddmError(
             f"{ensemble}: no ensemble folder ({ENSEMBLE_FILE}), and only such a one can be changed"
         )
-    facts = read_ensemble_facts(ensemble)
+    record = read_ensemble_facts(ensemble)
     for path in ensemble.rglob("*"):
         if path.is_symlink():
             inside(ensemble, path.relative_to(ensemble).as_posix())
-    rest = _rest(ensemble, facts)
-    gone = {_index_of(ensemble, facts, name) for name in remove}
-    kept = [k for k in range(len(facts.experts)) if k not in gone]
-    parts = _parts(ensemble, facts, kept, add, router)
-    parts = replace(
-        parts,
-        components={**parts.components, **{name: folder for name, folder in given.items() if folder}},
-        bases=_bases(ensemble, facts, kept) | bases_of(add, bases_in(bases)),
+    gone = {_index_of(ensemble, record, name) for name in remove}
+    kept = [k for k in range(len(record.experts)) if k not in gone]
+    stay = [ensemble / record.experts[k] for k in kept]
+    own_bases = {sha256: ensemble / name for sha256, name in record.bases.items()}
+    folders = EnsembleFolders(
+        [*stay, *add],
+        router,
+        {name: ensemble / name for name in components_in(ensemble)}
+        | {name: folder for name, folder in given.items() if folder},
+        bases=bases_of(stay, own_bases, is_closed=True) | bases_of(add, bases_in(bases)),
     )
-    prior = [facts.prior[k] for k in kept]
-    new_facts, notes = check(
-        parts,
-        strategy or facts.strategy,
+    if router is None and record.router is not None:
+        settled = [*(record.outputs[k] for k in kept), *(None for _ in add)]
+        folders = replace(folders, router=ensemble / record.router, outputs=settled)
+    prior = [record.prior[k] for k in kept]
+    new_record, notes = check(
+        folders,
+        strategy or record.strategy,
         prior=None if add or not sum(prior) else prior,
-        shift=_shift_by_hand(ensemble, facts),
+        shift=_shift_by_hand(ensemble, record),
     )
     # Those that stay were checked in full when they came, and are now as they are when they are loaded.
-    refuse_damaged_ensemble(ensemble, facts, kept)
-    for k in kept:
-        open_expert(ensemble / facts.experts[k], parts.bases)
-    notes += check_files(add, router, parts.bases)
+    refuse_damaged_ensemble(ensemble, record, kept)
+    for folder in stay:
+        open_expert(folder, folders.bases)
+    notes += check_files(add, router, folders.bases)
     if out is not None and out.resolve() != ensemble.resolve():
         refuse_inside(out, [ensemble])
     # In place, the folder itself and not a link to it is exchanged.
     target = ensemble.resolve() if out is None else out
-    refuse_inside(target, [*add, *([router] if router else []), *(one for one in given.values() if one)])
+    refuse_inside(target, [*add, router, *given.values()])
     with new_folder(target, ENSEMBLE_FILE, overwrite=out is None or overwrite) as draft:
-        fill(draft, parts, new_facts)
-        _link_rest(ensemble, rest, draft)
+        fill(draft, folders, new_record)
+        _link_rest(ensemble, record, draft)
     return notes
 
 
-def _parts(
-    ensemble: Path, facts: EnsembleRecord, kept: Sequence[int], add: Sequence[Path], router: Path | None
-) -> EnsembleFolders:
-    """The folders of what stays and what comes; the ensemble's own router has its outputs settled."""
-    experts = [*(ensemble / facts.experts[k] for k in kept), *add]
-    index = read_model_index(ensemble) if (ensemble / MODEL_INDEX).exists() else {}
-    components = {name: ensemble / name for name in COMPONENTS if index.get(name)}
-    if router is not None or facts.router is None:
-        return EnsembleFolders(experts, router, components)
-    outputs = facts.router_outputs or tuple(range(len(facts.experts)))
-    settled = [*(outputs[k] for k in kept), *(None for _ in add)]
-    return EnsembleFolders(experts, ensemble / facts.router, components, settled)
-
-
-def _bases(ensemble: Path, facts: EnsembleRecord, kept: Sequence[int]) -> dict[str, Path]:
-    """Those of the adapters that stay, as the ensemble has them."""
-    held = {sha256: ensemble / name for sha256, name in facts.bases.items()}
-    found = {}
-    for k in kept:
-        folder = ensemble / facts.experts[k]
-        adapter = read_record(folder / EXPERT_FILE, ExpertRecord, FORMAT).adapter
-        if adapter is not None:
-            found[adapter.base_sha256] = base_of(folder, adapter, held)
-            check_base(folder, adapter, found[adapter.base_sha256] / WEIGHTS)
-    return found
-
-
-def _index_of(ensemble: Path, facts: EnsembleRecord, name: str | int) -> int:
-    if name in facts.experts:
-        return facts.experts.index(str(name))
-    if str(name).isdecimal() and int(name) < len(facts.experts):
+def _index_of(ensemble: Path, record: EnsembleRecord, name: str | int) -> int:
+    if name in record.experts:
+        return record.experts.index(str(name))
+    if str(name).isdecimal() and int(name) < len(record.experts):
         return int(name)
     raise HddmError(
-        f"--remove {name}: {ensemble} has no such expert; choose one of 0 … {len(facts.experts) - 1}, or of "
-        f"{', '.join(facts.experts)}"
+        f"--remove {name}: {ensemble} has no such expert; choose one of 0 … {len(record.experts) - 1}, or of "
+        f"{', '.join(record.experts)}"
     )
 
 
-def _shift_by_hand(ensemble: Path, facts: EnsembleRecord) -> float | None:
+def _shift_by_hand(ensemble: Path, record: EnsembleRecord) -> float | None:
     """The shift in the folder, unless it is just what its experts want."""
-    experts = read_records([ensemble / name for name in facts.experts])
-    return None if common_shift(experts, Findings()) == facts.shift else facts.shift
+    experts = read_records([ensemble / name for name in record.experts])
+    return None if common_shift(experts, Findings()) == record.shift else record.shift
 
 
-def _rest(ensemble: Path, facts: EnsembleRecord) -> list[Path]:
-    """Names of the user's own files and empty folders in an ensemble, as a licence or a card.
+def _link_rest(ensemble: Path, record: EnsembleRecord, draft: Path) -> None:
+    """Link the user's own files and folders, as a licence or a card, into ``draft``."""
+    own = [Path(name) for name in (*_PARTS, *record.experts, *([record.router] if record.router else []))]
 
-    Raises:
-        HddmError: for a link to a folder, which may lead around in circles.
-    """
-    parts = [Path(name) for name in (*_PARTS, *facts.experts, *([facts.router] if facts.router else []))]
-    found = []
-    for path in ensemble.rglob("*"):
-        name = path.relative_to(ensemble)
-        if any(name.is_relative_to(part) for part in parts) or _LEFTOVER.match(name.parts[0]):
-            continue
-        if path.is_symlink() and path.is_dir():
-            raise HddmError(f"{path}: is a link to a folder; put the folder itself there, or take it out")
-        if path.is_file() or (path.is_dir() and not any(path.iterdir())):
-            found.append(name)
-    return found
+    def left_out(folder: str, names: list[str]) -> set[str]:
+        found = set()
+        for path in (Path(folder) / name for name in names):
+            place = path.relative_to(ensemble)
+            if place in own or _LEFTOVER.match(place.parts[0]):
+                found.add(path.name)
+            elif path.is_symlink() and path.is_dir():
+                # It may lead around in circles.
+                raise HddmError(f"{path}: is a link to a folder; put the folder itself there, or take it out")
+        return found
 
-
-def _link_rest(ensemble: Path, names: Sequence[Path], draft: Path) -> None:
-    for name in names:
-        target = draft / name
-        if target.exists():
-            continue
-        target.parent.mkdir(parents=True, exist_ok=True)
-        if (ensemble / name).is_dir():
-            target.mkdir()
-        else:
-            link_or_copy(ensemble / name, target)
+    shutil.copytree(
+        ensemble,
+        draft,
+        ignore=left_out,
+        copy_function=lambda source, target: link_or_copy(Path(source), Path(target)),
+        ignore_dangling_symlinks=True,
+        dirs_exist_ok=True,
+    )

@@ -1,17 +1,17 @@
 """Checks that experts, router and components fit together: by their records, before any weights are read.
 
-All differences are gathered and reported together, a line each part. A fact that one part records and another
-does not is a note, no difference. `match_router` finds the output of a router for each expert by its shard,
-in whatever order experts come. `prior_of`, `class_prior_of` and `common_shift` are what experts have in
-common.
+All differences are gathered and reported together, a line each part. A value that one part records and
+another does not is a note, no difference. `match_router` finds the output of a router for each expert.
+`prior_of`, `class_prior_of` and `common_shift` are what experts have in common.
 """
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
-from hddm.experts.records import ExpertRecord, RouterRecord
+from hddm.experts.records import ExpertRecord, RouterRecord, ShardRecord
 from hddm.networks.identity import TextEncoderRecord, VaeRecord
 from hddm.utils.errors import HddmError
 
@@ -37,207 +37,196 @@ class Findings:
         if text not in self.notes:
             self.notes.append(text)
 
-    def refuse(self, message: str = "these parts do not fit together, and nothing was written:") -> None:
-        """Raise all differences at once.
+    @contextmanager
+    def errors_of(self, name: str) -> Iterator[None]:
+        """Add an `HddmError` in this block as a difference of a part."""
+        try:
+            yield
+        except HddmError as error:
+            self.differ(name, "; ".join([error.message, *error.details]))
 
-        Raises:
-            HddmError: with a detail line a part.
-        """
+    def refuse(self, message: str = "these parts do not fit together, and nothing was written:") -> None:
+        """Raise an `HddmError` of all differences, a line a part."""
         if self.differences:
             lines = [f"{name}: {'; '.join(texts)}" for name, texts in self.differences.items()]
             raise HddmError(message, lines)
 
 
-@dataclass(frozen=True)
-class Surroundings:
-    """Components to go with experts of latents; None for one that is not given.
-
-    ``vae_channels`` are those of its latents.
-    """
-
-    vae: VaeRecord | None = None
-    vae_channels: int | None = None
-    text_encoder: TextEncoderRecord | None = None
-    vae_name: str = "vae"
-    text_encoder_name: str = "text_encoder"
+def _makes_latents(record: ExpertRecord) -> bool:
+    return record.space == "latents"
 
 
-@dataclass(frozen=True)
-class _Quality:
-    """A quality that experts must share, with the experts that it concerns and how a difference reads."""
+def _takes_text(record: ExpertRecord) -> bool:
+    return "encoder_hidden_states" in record.conditions
+
+
+def _takes_classes(record: ExpertRecord) -> bool:
+    return "class_labels" in record.conditions
+
+
+class _Quality(NamedTuple):
+    """A quality that experts must share: its name, its key in a record, and which experts should have it."""
 
     name: str
-    of: Callable[[ExpertRecord], Hashable]
-    concerns: Callable[[ExpertRecord], bool] = lambda facts: True
-    wording: Callable[[Any, Any], str] = "{0}, not {1}".format
+    key: str
+    concerns: Callable[[ExpertRecord], bool] | None = None
+    """None for a key that a record may lack."""
+
+    def of(self, record: ExpertRecord) -> Any:
+        """The value, None where it is not recorded or of no concern."""
+        if self.concerns is not None and not self.concerns(record):
+            return None
+        value: Any = record
+        for name in self.key.split("."):
+            value = getattr(value, name, None)
+        return None if value == () else value
+
+    def is_missing(self, record: ExpertRecord) -> bool:
+        """True where an expert should record it and does not."""
+        return self.concerns is not None and self.concerns(record) and self.of(record) is None
+
+
+_QUALITIES = (
+    _Quality("sample_shape", "sample_shape"),
+    _Quality("space", "space"),
+    _Quality("latent_scale", "latent_scale", lambda record: True),
+    _Quality("VAE", "vae.fingerprint", _makes_latents),
+    _Quality("VAE's scale", "vae.scale"),
+    _Quality("VAE's shift", "vae.shift"),
+    _Quality("text encoder", "text_encoder.fingerprint", _takes_text),
+    _Quality("text width", "text_encoder.width"),
+    _Quality("tokens", "text_encoder.tokens"),
+    _Quality("class map", "classes", _takes_classes),
+    _Quality("null class", "null_class", _takes_classes),
+    _Quality("number of shards", "shard.num_shards"),
+    _Quality("partition", "shard.partition", lambda record: record.shard is not None),
+)
+# Qualities that shapes do not show: where nobody records them, a note says so.
+_TRUSTED = ("VAE", "text encoder")
 
 
 def compare_experts(experts: Sequence[Named], found: Findings) -> None:
     """Collect each expert's differences from the most common values, or the first of equally common ones."""
     for quality in _QUALITIES:
-        values = [quality.of(facts) if quality.concerns(facts) else None for _, facts in experts]
-        known = [value for value in values if value is not None]
-        if not known:
-            if len(experts) > 1 and quality.name in _TRUSTED and any(quality.concerns(f) for _, f in experts):
-                found.note(f"no expert records its {quality.name}; that all share one is taken on trust")
-            continue
-        usual = Counter(known).most_common(1)[0][0]
-        for (name, facts), value in zip(experts, values, strict=True):
-            if value is not None and value != usual:
-                found.differ(name, f"{quality.name} {quality.wording(value, usual)}")
-            elif value is None and quality.concerns(facts):
+        values = [quality.of(record) for _, record in experts]
+        known = Counter(value for value in values if value is not None)
+        without = [name for name, record in experts if quality.is_missing(record)]
+        if known:
+            usual = known.most_common(1)[0][0]
+            for (name, _), value in zip(experts, values, strict=True):
+                if value is not None and value != usual:
+                    found.differ(name, f"{quality.name} {_difference(value, usual)}")
+            for name in without:
                 found.note(f"{name} does not record its {quality.name}; taken on trust")
+        elif without and len(experts) > 1 and quality.name in _TRUSTED:
+            found.note(f"no expert records its {quality.name}; that all share one is taken on trust")
     _compare_shards(experts, found)
 
 
-def _compare_shards(experts: Sequence[Named], found: Findings) -> None:
-    first: dict[str, str] = {}
-    for name, facts in experts:
-        if facts.shard is None:
-            continue
-        if facts.shard.hash not in first:
-            first[facts.shard.hash] = name
-        elif first[facts.shard.hash] == name:
-            found.differ(name, "is named twice; name it once")
-        else:
-            found.differ(
-                name,
-                f"was trained on the same shard ({facts.shard.hash[:12]}) as {first[facts.shard.hash]}; "
-                "an ensemble takes one expert a shard: leave one of the two out",
-            )
-
-
-def compare_surroundings(experts: Sequence[Named], given: Surroundings, found: Findings) -> None:
-    """Hold a VAE and a text encoder against what the experts record."""
-    latents = [(name, facts) for name, facts in experts if facts.space == "latents"]
-    texts = [(name, facts) for name, facts in experts if _takes_text(facts)]
-    if given.vae is not None:
-        if not latents:
-            found.differ(given.vae_name, "a VAE, and these experts make pixels; leave it out")
-        for name, facts in latents:
-            _compare_vae(name, facts, given.vae, given, found)
-    if given.text_encoder is not None:
-        if not texts:
-            found.differ(given.text_encoder_name, "a text encoder, and none of these experts takes text")
-        for name, facts in texts:
-            if facts.text_encoder is None:
-                found.note(f"{name} does not record its text encoder; taken on trust")
-                continue
-            for key in ("fingerprint", "width", "tokens"):
-                mine, theirs = getattr(given.text_encoder, key), getattr(facts.text_encoder, key)
-                if mine != theirs:
-                    found.differ(given.text_encoder_name, f"{key} {mine}, and {name} records {theirs}")
-
-
-def _compare_vae(
-    name: str, facts: ExpertRecord, vae: VaeRecord, given: Surroundings, found: Findings
-) -> None:
-    channels = facts.sample_shape[0]
-    if given.vae_channels not in (None, channels):
-        found.differ(given.vae_name, f"{given.vae_channels} latent channels, and {name} has {channels}")
-    if facts.vae is not None and facts.vae.kind != vae.kind:
-        # A distilled VAE of the same latents has other weights and another scale of its own.
-        found.note(
-            f"{given.vae_name} is an {vae.kind}, and {name} records an {facts.vae.kind}; taken on trust"
-        )
-        return
-    if facts.vae is None:
-        found.note(f"{name} does not record its VAE; taken on trust")
-        if (
-            facts.latent_scale is not None
-            and vae.kind != "AutoencoderTiny"
-            and facts.latent_scale != vae.scale
-        ):
-            found.differ(given.vae_name, f"scale {vae.scale:g}, and {name} has {facts.latent_scale:g}")
-        return
-    for key in ("fingerprint", "scale", "shift"):
-        mine, theirs = getattr(vae, key), getattr(facts.vae, key)
-        if mine != theirs:
-            found.differ(given.vae_name, f"{key} {mine}, and {name} records {theirs}")
-
-
-def _takes_text(facts: ExpertRecord) -> bool:
-    return "encoder_hidden_states" in facts.conditions
-
-
-def _takes_classes(facts: ExpertRecord) -> bool:
-    return "class_labels" in facts.conditions
-
-
-def _has_vae(facts: ExpertRecord) -> bool:
-    return facts.space == "latents"
-
-
-def _class_difference(mine: tuple[str, ...], usual: tuple[str, ...]) -> str:
+def _difference(mine: Any, usual: Any) -> str:
+    if isinstance(mine, str):
+        return f"{mine[:16]}, not {usual[:16]}"
+    if not isinstance(mine, tuple) or not isinstance(mine[0], str):
+        return f"{mine}, not {usual}"
     if len(mine) != len(usual):
         return f"of {len(mine)} classes, not {len(usual)}"
     k = next(k for k, pair in enumerate(zip(mine, usual, strict=True)) if pair[0] != pair[1])
     return f"has {mine[k]!r} as class {k}, not {usual[k]!r}"
 
 
-def _short_difference(mine: str, usual: str) -> str:
-    return f"{mine[:12]}, not {usual[:12]}"
+def _compare_shards(experts: Sequence[Named], found: Findings) -> None:
+    first: dict[str, str] = {}
+    for name, record in experts:
+        if record.shard is None:
+            continue
+        if record.shard.hash not in first:
+            first[record.shard.hash] = name
+        elif first[record.shard.hash] == name:
+            found.differ(name, "is named twice; name it once")
+        else:
+            found.differ(
+                name,
+                f"was trained on the same shard ({record.shard.hash[:12]}) as {first[record.shard.hash]}; "
+                "an ensemble takes one expert a shard: leave one of the two out",
+            )
 
 
-# Qualities that shapes do not show: where nobody records them, a note says so.
-_TRUSTED = ("VAE", "text encoder")
-_QUALITIES = (
-    _Quality("sample_shape", lambda f: f.sample_shape),
-    _Quality("space", lambda f: f.space),
-    _Quality("latent_scale", lambda f: f.latent_scale),
-    _Quality("VAE", lambda f: f.vae and f.vae.fingerprint, _has_vae),
-    _Quality("VAE's scale", lambda f: f.vae and f.vae.scale, lambda f: f.vae is not None),
-    _Quality("VAE's shift", lambda f: f.vae and f.vae.shift, lambda f: f.vae is not None),
-    _Quality("text encoder", lambda f: f.text_encoder and f.text_encoder.fingerprint, _takes_text),
-    _Quality("text width", lambda f: f.text_encoder and f.text_encoder.width, lambda f: bool(f.text_encoder)),
-    _Quality("tokens", lambda f: f.text_encoder and f.text_encoder.tokens, lambda f: bool(f.text_encoder)),
-    _Quality("class map", lambda f: f.classes or None, _takes_classes, _class_difference),
-    _Quality("null class", lambda f: f.null_class, _takes_classes),
-    _Quality("number of shards", lambda f: f.shard and f.shard.num_shards, lambda f: f.shard is not None),
-    _Quality(
-        "partition", lambda f: f.shard and f.shard.partition, lambda f: f.shard is not None, _short_difference
-    ),
-)
+def compare_vae(experts: Sequence[Named], vae: VaeRecord, channels: int, name: str, found: Findings) -> None:
+    """Hold a VAE, whose latents have ``channels``, against what experts of latents record."""
+    latents = [(expert, record) for expert, record in experts if _makes_latents(record)]
+    if not latents:
+        found.differ(name, "a VAE, and these experts make pixels; leave it out")
+    for expert, record in latents:
+        if channels != record.sample_shape[0]:
+            found.differ(name, f"{channels} latent channels, and {expert} has {record.sample_shape[0]}")
+        if record.vae is None:
+            found.note(f"{expert} does not record its VAE; taken on trust")
+            if vae.kind != "AutoencoderTiny" and record.latent_scale not in (None, vae.scale):
+                found.differ(name, f"scale {vae.scale:g}, and {expert} has {record.latent_scale:g}")
+        elif record.vae.kind != vae.kind:
+            # A distilled VAE of the same latents has other weights and another scale of its own.
+            found.note(f"{name} is an {vae.kind}, and {expert} records an {record.vae.kind}; taken on trust")
+        else:
+            _compare_keys(name, vae, expert, record.vae, ("fingerprint", "scale", "shift"), found)
+
+
+def compare_text_encoder(
+    experts: Sequence[Named],
+    widths: Sequence[int | None],
+    encoder: TextEncoderRecord,
+    name: str,
+    found: Findings,
+) -> None:
+    """Hold a text encoder against what experts record, or the widths that their networks take."""
+    if not any(_takes_text(record) for _, record in experts):
+        found.differ(name, "a text encoder, and none of these experts takes text")
+    for (expert, record), width in zip(experts, widths, strict=True):
+        if not _takes_text(record):
+            continue
+        if record.text_encoder is not None:
+            keys = ("fingerprint", "width", "tokens")
+            _compare_keys(name, encoder, expert, record.text_encoder, keys, found)
+            continue
+        found.note(f"{expert} does not record its text encoder; taken on trust")
+        if width not in (None, encoder.width):
+            found.differ(name, f"tokens {encoder.width} wide, and {expert} takes {width}")
+
+
+def _compare_keys(
+    name: str, mine: object, expert: str, theirs: object, keys: Sequence[str], found: Findings
+) -> None:
+    for key in keys:
+        if getattr(mine, key) != getattr(theirs, key):
+            found.differ(name, f"{key} {getattr(mine, key)}, and {expert} records {getattr(theirs, key)}")
 
 
 def match_router(
     experts: Sequence[Named],
     router: RouterRecord,
+    total: int,
     found: Findings,
     name: str = "router",
-    before: Sequence[int | None] = (),
-    total: int | None = None,
+    settled: Sequence[int | None] = (),
 ) -> tuple[int, ...]:
-    """The router's output for each expert: that of the expert's shard.
+    """The router's output for each expert, in the order of the ensemble: that of the expert's shard.
 
     Experts may come in any order, and some outputs may be left out. Where an expert records no shard, all
     are taken to be in the router's order, and there must be as many; so too where the router records none.
-
-    Args:
-        experts: in the order of the ensemble.
-        router: what it tells apart.
-        found: takes differences and notes.
-        name: of the router, for messages.
-        before: outputs that are settled, None for an expert without; empty for none.
-        total: number of its outputs; by default that of the shards in its record.
+    ``total`` is the number of its outputs; ``settled`` are those that are known, None for an expert without.
     """
-    shape = Counter(facts.sample_shape for _, facts in experts).most_common(1)[0][0]
+    shape = Counter(record.sample_shape for _, record in experts).most_common(1)[0][0]
     if router.sample_shape != shape:
         found.differ(name, f"sample_shape {router.sample_shape}, not {shape}")
-    settled = before or [None] * len(experts)
-    total = len(router.shard_hashes) if total is None else total
-    if len(router.shard_hashes) not in (0, total):
-        found.differ(name, f"names {len(router.shard_hashes)} shards, and has {total} outputs")
-        return ()
-    if beyond := sorted(output for output in settled if output is not None and output >= total):
+    places: list[int | None] = list(settled or [None] * len(experts))
+    if beyond := sorted(output for output in places if output is not None and output >= total):
         found.differ(name, f"has outputs 0 to {total - 1}, and the ensemble takes {beyond}")
         return ()
     loose = [
         expert
-        for (expert, facts), output in zip(experts, settled, strict=True)
-        if output is None and not (facts.shard and router.shard_hashes)
+        for (expert, record), place in zip(experts, places, strict=True)
+        if place is None and not (record.shard and router.shard_hashes)
     ]
-    if loose and (len(experts) != total or any(output is not None for output in settled)):
+    if loose and (len(experts) != total or any(place is not None for place in places)):
         reason = "without a shard record" if router.shard_hashes else "of a router that records no shards"
         found.differ(
             name,
@@ -245,77 +234,37 @@ def match_router(
             f"{reason} can only be matched by order",
         )
         return ()
-    if loose and not router.shard_hashes:
-        found.note(f"{name} records no shards; experts are taken to be in the order of its outputs")
+    if loose:
+        places = list(range(total))
+        if not router.shard_hashes:
+            found.note(f"{name} records no shards; experts are taken to be in the order of its outputs")
+    takers: dict[int, tuple[str, ShardRecord | None]] = {}
     outputs = []
-    takers: dict[int, list[str]] = {}
-    for k, ((expert, facts), output) in enumerate(zip(experts, settled, strict=True)):
-        if output is None and (facts.shard is None or not router.shard_hashes):
-            if router.shard_hashes:
-                found.note(
-                    f"{expert} records no shard; by its place it is taken for output {k} of the router"
+    for k, ((expert, record), place) in enumerate(zip(experts, places, strict=True)):
+        own = place
+        if record.shard is not None and router.shard_hashes:
+            if record.shard.hash not in router.shard_hashes:
+                found.differ(
+                    expert,
+                    f"was trained on a shard that {name} does not know ({record.shard.hash[:12]}); train a "
+                    "router on all shards and pass it with --router",
                 )
-            outputs.append(k)
-            takers.setdefault(k, []).append(expert)
-            continue
-        by_shard = _output_of(facts, router)
-        if facts.shard is not None and by_shard is None and router.shard_hashes:
-            found.differ(
-                expert,
-                f"was trained on a shard that {name} does not know ({facts.shard.hash[:12]}); train a router "
-                "on all shards and pass it with --router",
-            )
-        expected = k if loose else output
-        if by_shard is not None and expected is not None and by_shard != expected:
-            found.differ(expert, f"was trained on the shard of output {by_shard} of {name}, not {expected}")
-        outputs.append(next(o for o in (by_shard, expected, k) if o is not None))
-        if by_shard is not None or expected is not None:
-            takers.setdefault(outputs[-1], []).append(expert)
-    _refuse_shared(experts, takers, found)
+                continue
+            own = router.shard_hashes.index(record.shard.hash)
+            if place not in (None, own):
+                found.differ(expert, f"was trained on the shard of output {own} of {name}, not {place}")
+        elif expert in loose and router.shard_hashes:
+            found.note(f"{expert} records no shard; by its place it is taken for output {k} of the router")
+        assert own is not None
+        outputs.append(own)
+        other, shard = takers.setdefault(own, (expert, record.shard))
+        # Two of one shard are refused as such.
+        if other != expert and None in (shard, record.shard):
+            found.differ(expert, f"takes output {own} of the router, and so does {other}")
     left = sorted(set(range(total)) - set(outputs))
     if left and not found.differences:
         found.note(f"{name}: of its {total} outputs, these are left out: {', '.join(map(str, left))}")
     return tuple(outputs)
-
-
-def check_together(
-    experts: Sequence[Named], router: RouterRecord | None = None, outputs: Sequence[int] = ()
-) -> None:
-    """Refuse an ensemble folder whose parts do not fit together, as after a change by hand.
-
-    Args:
-        experts: in the order of the ensemble.
-        router: what its router tells apart.
-        outputs: of the router for each expert, as in ``ensemble.json``; empty where they are in order.
-
-    Raises:
-        HddmError: with every difference, a line a part.
-    """
-    found = Findings()
-    compare_experts(experts, found)
-    if router is not None:
-        settled = list(outputs or range(len(experts)))
-        if not outputs and len(router.shard_hashes) != len(experts):
-            found.differ("router", f"tells {len(router.shard_hashes)} shards apart, not {len(experts)}")
-        else:
-            match_router(experts, router, found, before=settled)
-    found.refuse("the parts of this ensemble do not fit together; assemble it anew:")
-
-
-def _refuse_shared(experts: Sequence[Named], takers: Mapping[int, list[str]], found: Findings) -> None:
-    """Refuse an output that two experts of different shards take."""
-    hashes = {name: facts.shard.hash if facts.shard else name for name, facts in experts}
-    for output, names in takers.items():
-        if len({hashes[name] for name in names}) > 1:
-            for name in names:
-                others = ", ".join(other for other in names if other != name)
-                found.differ(name, f"takes output {output} of the router, and so does {others}")
-
-
-def _output_of(facts: ExpertRecord, router: RouterRecord) -> int | None:
-    if facts.shard is None or facts.shard.hash not in router.shard_hashes:
-        return None
-    return router.shard_hashes.index(facts.shard.hash)
 
 
 NO_SHIFT = 1.0
@@ -324,13 +273,10 @@ NO_SHIFT = 1.0
 def prior_of(
     experts: Sequence[Named], found: Findings, before: Sequence[float] | None = None
 ) -> tuple[float, ...]:
-    """p(k): shard sizes, as shares.
-
-    Where an expert's is unknown, ``before`` (positive in sum), or equal ones.
-    """
-    sizes: list[float] = [facts.shard.images for _, facts in experts if facts.shard]
+    """p(k): shard sizes, as shares; where one is unknown, ``before`` (positive in sum), or equal ones."""
+    sizes: list[float] = [record.shard.images for _, record in experts if record.shard]
     if len(sizes) < len(experts):
-        unknown = ", ".join(name for name, facts in experts if not facts.shard)
+        unknown = ", ".join(name for name, record in experts if not record.shard)
         kept = "keeps its proportions" if before else "is equal for all"
         if len(experts) > 1:
             found.note(f"{unknown}: no shard is recorded, so the prior {kept}")
@@ -346,8 +292,8 @@ def class_prior_of(
     Empty where experts know no classes, or one does not count its images by them. A class that no shard
     holds has ``prior``.
     """
-    classes = next((facts.classes for _, facts in experts if facts.classes), ())
-    counts = [facts.shard.class_images if facts.shard else () for _, facts in experts]
+    classes = next((record.classes for _, record in experts if record.classes), ())
+    counts = [record.shard.class_images if record.shard else () for _, record in experts]
     without = [name for (name, _), one in zip(experts, counts, strict=True) if len(one) != len(classes)]
     if not classes or len(experts) == 1:
         return ()
@@ -365,7 +311,7 @@ def class_prior_of(
 
 def common_shift(experts: Sequence[Named], found: Findings) -> float:
     """Shift of the time grid that all experts want, 1 where they differ."""
-    shifts = [facts.shift for _, facts in experts]
+    shifts = [record.shift for _, record in experts]
     if len(set(shifts)) == 1:
         return shifts[0]
     all_shifts = ", ".join(f"{shift:g} ({name})" for (name, _), shift in zip(experts, shifts, strict=True))

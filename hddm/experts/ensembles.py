@@ -14,14 +14,14 @@ nothing that a folder says decides which code runs.
 """
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import diffusers
 from pydantic import Field
 
-from hddm.experts.lora import base_beside, check_base
+from hddm.experts.lora import base_of, check_base
 from hddm.experts.records import EXPERT_FILE, FORMAT, ExpertRecord
 from hddm.networks.folders import WEIGHTS, sha256_once
 from hddm.schedules import from_diffusers
@@ -56,14 +56,9 @@ COMPONENTS = ("vae", "text_encoder", "tokenizer")
 _NEEDED = ("experts", "scheduler")
 _RECORDS = ("_class_name", "_diffusers_version")
 # What else a scheduler of this class can do to its grid; hddm's own grid has the shift alone.
-OTHER_GRIDS = (
-    "use_dynamic_shifting",
-    "use_karras_sigmas",
-    "use_exponential_sigmas",
-    "use_beta_sigmas",
-    "shift_terminal",
-    "invert_sigmas",
-    "stochastic_sampling",
+_OTHER_GRIDS = (
+    *("use_dynamic_shifting", "use_karras_sigmas", "use_exponential_sigmas", "use_beta_sigmas"),
+    *("shift_terminal", "invert_sigmas", "stochastic_sampling"),
 )
 
 
@@ -75,22 +70,20 @@ def read_model_index(folder: Path) -> dict[str, ClassName | None]:
             (``auto_map``, ``custom_pipeline`` and module paths are such), or no experts or scheduler.
     """
     path = folder / MODEL_INDEX
-    content = read_json(path)
+    content = _read_class(path, PIPELINE)
     for key, value in content.items():
         if key not in CLASSES and key not in _RECORDS:
             raise HddmError(
                 f"{path}: unknown key {key!r} (is {_short(value)}){did_you_mean(key, CLASSES)}; refused, "
                 "since an ensemble folder brings no code and no parts of its own"
             )
-    if content.get("_class_name") != PIPELINE:
-        raise HddmError(f"{path}: _class_name is {_short(content.get('_class_name'))}, not {PIPELINE!r}")
     return {part: _class_of(path, part, content.get(part)) for part in CLASSES}
 
 
-def write_model_index(folder: Path, parts: Mapping[str, ClassName]) -> None:
+def write_model_index(folder: Path, classes: Mapping[str, ClassName]) -> None:
     """Write ``model_index.json`` into ``folder``; experts and scheduler are named anyway."""
     always = {part: CLASSES[part][0] for part in _NEEDED}
-    named = {part: (always | dict(parts)).get(part) for part in CLASSES}
+    named = {part: (always | dict(classes)).get(part) for part in CLASSES}
     content = {"_class_name": PIPELINE, "_diffusers_version": diffusers.__version__}
     write_json(folder / MODEL_INDEX, content | {part: one or (None, None) for part, one in named.items()})
 
@@ -103,17 +96,20 @@ def read_shift(folder: Path) -> float:
             would bend the grid otherwise.
     """
     path = folder / SCHEDULER_FILE
-    config = read_json(path)
-    if config.get("_class_name") != SCHEDULER:
-        raise HddmError(f"{path}: _class_name is {_short(config.get('_class_name'))}, not {SCHEDULER!r}")
+    config = _read_class(path, SCHEDULER)
     from_diffusers(path)
-    for key in OTHER_GRIDS:
-        if config.get(key):
-            raise HddmError(f"{path}: {key} is {_short(config[key])}, and hddm's grid has the shift alone")
+    refuse_other_grids(config, str(path))
     shift = config.get("shift", 1.0)
     if not isinstance(shift, int | float) or isinstance(shift, bool) or not 0 < shift < math.inf:
         raise HddmError(f"{path}: shift is {_short(shift)}, and must be a positive number")
     return float(shift)
+
+
+def refuse_other_grids(config: Mapping[str, object], origin: str) -> None:
+    """Refuse a scheduler's config that does more to its grid than shift it; `HddmError` names the key."""
+    for key in _OTHER_GRIDS:
+        if config.get(key):
+            raise HddmError(f"{origin}: {key} is {_short(config[key])}, and hddm's grid has the shift alone")
 
 
 def write_scheduler(folder: Path, shift: float) -> None:
@@ -124,17 +120,21 @@ def write_scheduler(folder: Path, shift: float) -> None:
     write_json(path, {**records, "num_train_timesteps": 1000, "shift": shift})
 
 
+def _read_class(path: Path, name: str) -> dict[str, Any]:
+    """The JSON file of a class of diffusers, which must be this one."""
+    content = read_json(path)
+    if content.get("_class_name") != name:
+        raise HddmError(f"{path}: _class_name is {_short(content.get('_class_name'))}, not {name!r}")
+    return content
+
+
 def _class_of(path: Path, part: str, value: object) -> ClassName | None:
-    known = CLASSES[part]
-    if value is None or value == [None, None]:
-        if part in _NEEDED:
-            raise HddmError(f"{path}: {part} is {_short(value)}, and must be {list(known[0])}")
+    if value in (None, [None, None]) and part not in _NEEDED:
         return None
-    if isinstance(value, list):
-        for name in known:
-            if value == list(name):
-                return name
-    options = " or ".join(str(list(name)) for name in known)
+    for name in CLASSES[part]:
+        if value == list(name):
+            return name
+    options = " or ".join(str(list(name)) for name in CLASSES[part])
     raise HddmError(f"{path}: {part} is {_short(value)}, and may be {options}; refused")
 
 
@@ -143,12 +143,10 @@ def _short(value: object) -> str:
     return text if len(text) <= 200 else f"{text[:200]} …"
 
 
-def bases_of(experts: Sequence[Path], given: Mapping[str, Path]) -> dict[str, Path]:
+def bases_of(experts: Sequence[Path], given: Mapping[str, Path], is_closed: bool = False) -> dict[str, Path]:
     """The folders of the weights that adapters among ``experts`` change, by SHA-256.
 
-    Args:
-        experts: expert folders.
-        given: folders to take them from, by SHA-256; others are where they were at training.
+    They are taken from ``given``; unless ``is_closed``, others are where they were at training.
 
     Raises:
         HddmError: for a base that is not there, or is another one than at training.
@@ -157,42 +155,32 @@ def bases_of(experts: Sequence[Path], given: Mapping[str, Path]) -> dict[str, Pa
     for folder in experts:
         adapter = read_record(folder / EXPERT_FILE, ExpertRecord, FORMAT).adapter
         if adapter is not None and adapter.base_sha256 not in found:
-            base = given.get(adapter.base_sha256) or base_beside(folder, adapter)
+            is_given = is_closed or adapter.base_sha256 in given
+            base = base_of(folder, adapter, given if is_given else None)
             check_base(folder, adapter, base / WEIGHTS)
             found[adapter.base_sha256] = base
     return found
 
 
-def places(bases: Mapping[str, Path], experts: Mapping[str, Path]) -> dict[str, str]:
-    """The place in an ensemble of each of ``bases``, by SHA-256: an expert of the same weights, if any.
+def _put_in_bases(draft: Path, experts: Sequence[str], bases: Mapping[str, Path]) -> dict[str, str]:
+    """The place in ``draft`` of each base by SHA-256: an expert of the same weights, else ``bases/``.
 
-    Args:
-        bases: folders by the SHA-256 of their weights.
-        experts: folders by their names in the ensemble.
+    There its weights, config and licence are linked.
     """
-    own = {name: folder / WEIGHTS for name, folder in experts.items() if (folder / WEIGHTS).is_file()}
-    found = {}
+    own = [draft / name / WEIGHTS for name in experts if (draft / name / WEIGHTS).is_file()]
+    places = {}
     for sha256, base in bases.items():
         size = (base / WEIGHTS).stat().st_size
         # Only what is as long can be the same.
-        same = (n for n, file in own.items() if file.stat().st_size == size and sha256_once(file) == sha256)
-        found[sha256] = next(same, f"{BASES}/{sha256[:16]}")
-    return found
-
-
-def link_bases(draft: Path, names: Mapping[str, str], bases: Mapping[str, Path]) -> None:
-    """Link the weights, config and licence of ``bases`` to their `places`, unless an expert holds them.
-
-    Raises:
-        HddmError: for a link that leads out of a base's folder.
-    """
-    for sha256, name in names.items():
-        if (draft / name).exists():
-            continue
-        (draft / name).mkdir(parents=True)
-        for path in bases[sha256].iterdir():
-            if path.name in (WEIGHTS, "config.json") or path.name.startswith("LICENSE"):
-                link_or_copy(inside(bases[sha256], path.name), draft / name / path.name)
+        same = (one for one in own if one.stat().st_size == size and sha256_once(one) == sha256)
+        place = next(same, draft / BASES / sha256[:16] / WEIGHTS).parent
+        places[sha256] = place.relative_to(draft).as_posix()
+        if not place.exists():
+            place.mkdir(parents=True)
+            for path in base.iterdir():
+                if path.name in (WEIGHTS, "config.json") or path.name.startswith("LICENSE"):
+                    link_or_copy(inside(base, path.name), place / path.name)
+    return places
 
 
 Probabilities = tuple[Annotated[float, Field(ge=0, allow_inf_nan=False)], ...]
@@ -216,6 +204,24 @@ class EnsembleRecord(Record):
     bases: dict[str, str] = Field(default_factory=dict)
     """By SHA-256 the folders of the weights that adapters change: in ``bases/``, or an expert's."""
 
+    @classmethod
+    def equal(
+        cls, experts: Sequence[str], has_router: bool, strategy: str = "draw", shift: float = 1.0
+    ) -> "EnsembleRecord":
+        """The record of experts with equal shares."""
+        return cls(
+            experts=tuple(experts),
+            router=ROUTER if has_router else None,
+            prior=(1 / len(experts),) * len(experts),
+            strategy=strategy,
+            shift=shift,
+        )
+
+    @property
+    def outputs(self) -> tuple[int, ...]:
+        """Output of the router for each expert."""
+        return self.router_outputs or tuple(range(len(self.experts)))
+
 
 def read_ensemble_facts(folder: Path) -> EnsembleRecord:
     """``ensemble.json`` of ``folder``, held against ``model_index.json`` and ``scheduler/`` where they are.
@@ -224,66 +230,65 @@ def read_ensemble_facts(folder: Path) -> EnsembleRecord:
         HddmError: for a path or a link that leads out of the folder, before anything there is opened; for
             numbers that do not fit the experts; and for records that contradict each other.
     """
-    path = folder / ENSEMBLE_FILE
+    path, index, scheduler = folder / ENSEMBLE_FILE, folder / MODEL_INDEX, folder / SCHEDULER_FILE
     facts = read_record(path, EnsembleRecord, FORMAT)
-    for name in (
-        *facts.experts,
-        *facts.bases.values(),
-        *([facts.router] if facts.router is not None else []),
-    ):
+    for name in (*facts.experts, *facts.bases.values(), *([] if facts.router is None else [facts.router])):
         _check_inside(folder, name, path)
     _check_numbers(facts, path)
-    if (folder / MODEL_INDEX).exists():
-        parts = read_model_index(folder)
-        if (parts["router"] is None) != (facts.router is None):
+    if index.exists():
+        kinds = read_model_index(folder)
+        if (kinds["router"] is None) != (facts.router is None):
             raise HddmError(
-                f"{folder / MODEL_INDEX}: router is {parts['router']}, and {facts.router!r} in "
-                f"{ENSEMBLE_FILE}; assemble it anew"
+                f"{index}: router is {kinds['router']}, and {facts.router!r} in {ENSEMBLE_FILE}; assemble it "
+                "anew"
             )
-        for part in ("scheduler", *COMPONENTS):
-            if parts[part] is not None:
-                _check_inside(folder, part, folder / MODEL_INDEX)
-    if (folder / SCHEDULER_FILE).exists() or (folder / MODEL_INDEX).exists():
+        for name in ("scheduler", *COMPONENTS):
+            if kinds[name] is not None:
+                _check_inside(folder, name, index)
+    if scheduler.exists() or index.exists():
         shift = read_shift(folder)
         if shift != facts.shift:
             raise HddmError(
-                f"{folder / SCHEDULER_FILE}: shift is {shift:g}, and {facts.shift:g} in {ENSEMBLE_FILE}; "
-                "assemble it anew"
+                f"{scheduler}: shift is {shift:g}, and {facts.shift:g} in {ENSEMBLE_FILE}; assemble it anew"
             )
     return facts
 
 
-def refuse_damaged_ensemble(
-    folder: Path, facts: EnsembleRecord, experts: Collection[int], sha256: Callable[[Path], str] | None = None
-) -> None:
+def components_in(folder: Path) -> tuple[str, ...]:
+    """Those of `COMPONENTS` that an ensemble folder names; none in one of before ``model_index.json``."""
+    if not (folder / MODEL_INDEX).exists():
+        return ()
+    kinds = read_model_index(folder)
+    return tuple(name for name in COMPONENTS if kinds[name] is not None)
+
+
+def refuse_damaged_ensemble(folder: Path, facts: EnsembleRecord, experts: Collection[int]) -> None:
     """Refuse an ensemble whose files are not those that were written (`refuse_damaged`).
 
-    Args:
-        folder: the ensemble.
-        facts: its record.
-        experts: those that count; the others' folders are not looked into.
-        sha256: of a file, to hash every one.
+    Of ``experts`` alone, by index: the others' folders are not looked into.
     """
-    left_out = [f"{name}/" for k, name in enumerate(facts.experts) if k not in experts]
-    refuse_damaged(
-        folder, ENSEMBLE_FILE, sha256=sha256, chosen=lambda name: not name.startswith(tuple(left_out))
-    )
+    left_out = tuple(f"{name}/" for k, name in enumerate(facts.experts) if k not in experts)
+    refuse_damaged(folder, ENSEMBLE_FILE, chosen=lambda name: not name.startswith(left_out))
 
 
-def write_ensemble_records(draft: Path, facts: EnsembleRecord, components: Mapping[str, ClassName]) -> None:
-    """Write ``ensemble.json``, ``model_index.json``, ``scheduler/`` and, last, the manifest into ``draft``.
+def write_ensemble_records(
+    draft: Path,
+    facts: EnsembleRecord,
+    components: Mapping[str, ClassName],
+    bases: Mapping[str, Path] | None = None,
+) -> None:
+    """Write ``ensemble.json``, ``model_index.json``, ``scheduler/``, ``bases/`` and, last, the manifest.
 
-    Args:
-        draft: a folder that has no ``scheduler/`` yet, and all other parts.
-        facts: what to write; in today's format, whatever was read.
-        components: library and class by name, of vae, text_encoder and tokenizer; the others are known.
+    ``draft`` has all other parts, ``components`` are of vae, text_encoder and tokenizer, and ``bases`` are
+    the folders of the weights that adapters among the experts change, by SHA-256.
 
     Raises:
         HddmError: for numbers that do not fit the experts, which no one could open.
     """
     _check_numbers(facts, draft / ENSEMBLE_FILE)
-    write_json(draft / ENSEMBLE_FILE, facts.model_dump(mode="json") | {"format": FORMAT})
-    router = {} if facts.router is None else {"router": ("hddm", "RouterTransformer")}
+    today = {"format": FORMAT, "bases": _put_in_bases(draft, facts.experts, bases or {})}
+    write_json(draft / ENSEMBLE_FILE, facts.model_dump(mode="json") | today)
+    router = {} if facts.router is None else {"router": CLASSES["router"][0]}
     write_model_index(draft, {**components, **router})
     write_scheduler(draft, facts.shift)
     write_manifest(draft, sha256_once)

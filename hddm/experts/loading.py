@@ -15,36 +15,38 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from hddm.ensemble import Ensemble, Router, Strategy
-from hddm.experts.compatibility import check_together
+from hddm.experts.compatibility import Findings, compare_experts, match_router
 from hddm.experts.ensembles import (
     COMPONENTS,
     ENSEMBLE_FILE,
-    MODEL_INDEX,
+    ROUTER,
+    ClassName,
     EnsembleRecord,
+    bases_of,
+    components_in,
     read_ensemble_facts,
-    read_model_index,
     refuse_damaged_ensemble,
+    write_ensemble_records,
 )
-from hddm.experts.lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS, bases_in
+from hddm.experts.lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS, bases_in, refuse_base
 from hddm.experts.paris import is_paris, paris_experts, paris_router
 from hddm.experts.records import (
     EXPERT_FILE,
-    Expert,
     ExpertRecord,
     RouterRecord,
     UnreadExpert,
-    null_conditions,
+    as_field,
+    field_of,
     open_expert,
     read_router,
-    refuse_base,
+    save_router,
     without_adapter,
     write_records,
 )
-from hddm.networks.folders import WEIGHTS, Unread, unread
+from hddm.networks.folders import WEIGHTS, Unread
 from hddm.networks.offload import Offload, Shelf, StoredNetwork
-from hddm.networks.transformers import ExpertTransformer, RouterTransformer
+from hddm.networks.transformers import RouterTransformer
 from hddm.networks.wrappers import NetworkWrapper, wrapped
-from hddm.schedules import from_config
 from hddm.utils.errors import HddmError, UsageError
 from hddm.utils.files import inside, link_or_copy
 from hddm.velocity import VelocityField
@@ -185,57 +187,18 @@ def load(
     folder = Path(path)
     if not folder.is_dir():
         raise HddmError(f"{folder}: no such folder")
-    if (folder / EXPERT_FILE).exists():
-        if experts is not None or offload != "none" or max_memory is not None:
-            raise HddmError(f"{folder}: is one expert; choosing and offloading experts needs an ensemble")
-        return _field(folder, dtype, device, [] if base is None else [Path(base)])
-    if base is not None:
-        raise HddmError(f"{folder}: is no expert folder; a base goes with one adapter")
-    parts = open_ensemble(folder, dtype, experts)
-    if parts.router is not None:
-        parts.router.to(device)
-    held = expert_set(parts, dtype, device, offload, max_memory)
-    return ensemble_of(held, parts.router, parts.router_facts, parts.facts)
-
-
-def as_field(expert: UnreadExpert | Expert, network: nn.Module) -> VelocityField:
-    """An expert as a velocity field with ``network``, adapted, for its own.
-
-    Raises:
-        HddmError: for a schedule that is unknown or does not go with the prediction type.
-    """
-    facts = expert.facts
-    return VelocityField(
-        network,
-        from_config(facts.schedule),
-        facts.prediction_type,
-        facts.time_scale,
-        expert.calibration,
-        conditions=facts.conditions,
-        null_conditions=null_conditions(facts.null_class) | dict(expert.nulls),
-        sample_shape=facts.sample_shape,
-        classes=facts.classes,
-        shift=facts.shift,
-    )
-
-
-def field_of(expert: Expert, device: torch.device | str = "cpu") -> VelocityField:
-    """An expert as a velocity field that shares its network.
-
-    Raises:
-        HddmError: for a schedule that is unknown or does not go with the prediction type.
-    """
-    return as_field(expert, wrapped(expert.network, expert.facts.round_time).to(device))
-
-
-def _field(
-    folder: Path, dtype: torch.dtype, device: torch.device | str, bases: Sequence[Path]
-) -> VelocityField:
-    unread = open_expert(folder, bases_in(bases) if bases else None)
-    refuse_base(folder, unread.facts.adapter, bases)
-    expert = unread.read(dtype)
+    if not (folder / EXPERT_FILE).exists():
+        if base is not None:
+            raise HddmError(f"{folder}: is no expert folder; a base goes with one adapter")
+        return open_ensemble(folder, dtype, experts).on(device, dtype, offload, max_memory)
+    if experts is not None or offload != "none" or max_memory is not None:
+        raise HddmError(f"{folder}: is one expert; choosing and offloading experts needs an ensemble")
+    bases = [] if base is None else [Path(base)]
+    expert = open_expert(folder, bases_in(bases) or None)
+    refuse_base(folder, expert.facts.adapter, bases)
+    read = expert.read(dtype)
     try:
-        return field_of(expert, device)
+        return field_of(read, device)
     except HddmError as error:
         raise HddmError(f"{folder / EXPERT_FILE}: {error}") from error
 
@@ -251,21 +214,46 @@ class OpenedEnsemble:
     components: Sequence[str] = ()
     """Those of `hddm.experts.ensembles.COMPONENTS` that are there."""
 
+    def expert_set(
+        self,
+        device: torch.device | str,
+        dtype: torch.dtype,
+        offload: Offload = "none",
+        max_memory: int | None = None,
+        others: Sequence[nn.Module] = (),
+    ) -> ExpertSet:
+        """The experts on a shelf of their own; router and ``others`` take of ``max_memory`` first."""
+        if max_memory is not None:
+            beside = [part for part in (self.router, *others) if part is not None]
+            max_memory = room_beside(beside, max_memory)
+        return ExpertSet(self.experts, dtype, device, Shelf(offload, max_memory))
+
+    def on(
+        self,
+        device: torch.device | str,
+        dtype: torch.dtype,
+        offload: Offload = "none",
+        max_memory: int | None = None,
+    ) -> Ensemble:
+        """The velocity field, with the router on ``device`` as it is; raises as `expert_set`."""
+        if self.router is not None:
+            self.router.to(device)
+        experts = self.expert_set(device, dtype, offload, max_memory)
+        return ensemble_of(experts, self.router, self.router_facts, self.facts)
+
 
 def open_ensemble(folder: Path, dtype: torch.dtype, experts: Sequence[int] | None = None) -> OpenedEnsemble:
     """Open an ensemble folder, the Paris release, or an expert folder as an ensemble of one.
 
-    Args:
-        folder: the folder.
-        dtype: of the router.
-        experts: indices of the experts to take, in this order; of the others nothing is opened.
+    ``dtype`` is the router's; ``experts`` are the indices of those to take, in this order, and of the others
+    nothing is opened.
 
     Raises:
         HddmError: as `hddm.load`; for indices that are not there, twice there, or none.
     """
     if (folder / EXPERT_FILE).exists():
         expert = open_expert(folder)
-        facts = EnsembleRecord(experts=(".",), prior=(1.0,), strategy="draw", shift=expert.facts.shift)
+        facts = EnsembleRecord.equal(["."], has_router=False, shift=expert.facts.shift)
         return OpenedEnsemble([expert], None, None, facts)
     if (folder / ENSEMBLE_FILE).exists():
         return _ensemble(folder, dtype, experts)
@@ -278,23 +266,23 @@ def open_ensemble(folder: Path, dtype: torch.dtype, experts: Sequence[int] | Non
 
 
 def _ensemble(folder: Path, dtype: torch.dtype, chosen: Sequence[int] | None) -> OpenedEnsemble:
-    facts = read_ensemble_facts(folder)
-    router, router_facts = read_router(folder / facts.router, dtype) if facts.router else (None, None)
-    if router is not None:
-        _check_outputs(facts, router, folder)
-    all_facts, all_experts = facts, range(len(facts.experts))
-    if chosen is not None:
-        facts = _only(facts, chosen)
-    has = read_model_index(folder) if (folder / MODEL_INDEX).exists() else {}
+    written = read_ensemble_facts(folder)
+    router, router_facts = read_router(folder / written.router, dtype) if written.router else (None, None)
+    facts = written if chosen is None else _only(written, chosen)
+    components = components_in(folder)
     bases = {sha256: folder / name for sha256, name in facts.bases.items()}
     experts = [open_expert(folder / name, bases) for name in facts.experts]
-    shards = router_facts if router_facts is not None and router_facts.shard_hashes else None
     named = [(name, expert.facts) for name, expert in zip(facts.experts, experts, strict=True)]
-    check_together(named, shards, facts.router_outputs)
-    refuse_damaged_ensemble(folder, all_facts, all_experts if chosen is None else chosen)
-    return OpenedEnsemble(
-        experts, router, router_facts, facts, [name for name in COMPONENTS if has.get(name)]
-    )
+    found = Findings()
+    compare_experts(named, found)
+    if router is not None and router_facts is not None:
+        total = router.config.num_experts
+        if not written.router_outputs and total != len(written.experts):
+            found.differ("router", f"has {total} outputs, not {len(written.experts)}")
+        match_router(named, router_facts, total, found, settled=facts.outputs)
+    found.refuse("the parts of this ensemble do not fit together; assemble it anew:")
+    refuse_damaged_ensemble(folder, written, range(len(experts)) if chosen is None else chosen)
+    return OpenedEnsemble(experts, router, router_facts, facts, components)
 
 
 def _only(facts: EnsembleRecord, chosen: Sequence[int]) -> EnsembleRecord:
@@ -302,7 +290,6 @@ def _only(facts: EnsembleRecord, chosen: Sequence[int]) -> EnsembleRecord:
     total = len(facts.experts)
     if not chosen or len(set(chosen)) < len(chosen) or not set(chosen) <= set(range(total)):
         raise HddmError(f"experts {list(chosen)}: choose some of 0 … {total - 1}, each once")
-    outputs = facts.router_outputs or tuple(range(total))
     rows = [[row[k] for k in chosen] for row in facts.class_prior]
     prior = tuple(facts.prior[k] for k in chosen)
     strategy = Strategy.parse(facts.strategy)
@@ -310,7 +297,7 @@ def _only(facts: EnsembleRecord, chosen: Sequence[int]) -> EnsembleRecord:
     too_many = strategy.kind == "top" and strategy.value > len(chosen)
     changes = {
         "experts": tuple(facts.experts[k] for k in chosen),
-        "router_outputs": tuple(outputs[k] for k in chosen) if facts.router is not None else (),
+        "router_outputs": tuple(facts.outputs[k] for k in chosen) if facts.router is not None else (),
         "prior": prior,
         "strategy": f"top-{len(chosen)}" if too_many else facts.strategy,
         # A class that none of them has seen is anybody's.
@@ -319,78 +306,22 @@ def _only(facts: EnsembleRecord, chosen: Sequence[int]) -> EnsembleRecord:
     return facts.model_copy(update=changes)
 
 
-def _check_outputs(facts: EnsembleRecord, router: RouterTransformer, folder: Path) -> None:
-    total, experts = router.config.num_experts, len(facts.experts)
-    fits = max(facts.router_outputs) < total if facts.router_outputs else total == experts
-    if not fits:
-        raise HddmError(
-            f"{folder / ENSEMBLE_FILE}: the router has {total} outputs, and the {experts} experts are given "
-            f"{list(facts.router_outputs) or 'all in order'}; assemble it anew"
-        )
-
-
 def _paris(folder: Path, dtype: torch.dtype, chosen: Sequence[int] | None) -> OpenedEnsemble:
-    experts = []
-    for part, expert_facts in paris_experts(folder):
-        found = unread(ExpertTransformer, part.arguments, part.weights, str(part.weights))
-        experts.append(UnreadExpert(part.weights.parent, found, expert_facts))
-    part, time_scale = paris_router(folder)
-    found_router = unread(RouterTransformer, part.arguments, part.weights, str(part.weights))
-    shape = experts[0].facts.sample_shape
+    experts = paris_experts(folder)
+    router, router_facts = paris_router(folder, experts)
     # The release records no shards, so there are no sizes to draw from; it is published with top-2.
-    facts = EnsembleRecord(
-        experts=tuple(expert.name for expert in experts),
-        router="router",
-        prior=(1 / len(experts),) * len(experts),
-        strategy=f"top-{min(2, len(experts))}",
-        shift=experts[0].facts.shift,
-    )
+    names, strategy = [expert.name for expert in experts], f"top-{min(2, len(experts))}"
+    facts = EnsembleRecord.equal(names, True, strategy, experts[0].facts.shift)
     if chosen is not None:
         facts = _only(facts, chosen)
         experts = [experts[k] for k in chosen]
-    return OpenedEnsemble(
-        experts,
-        found_router.load(dtype),
-        RouterRecord(time_scale=time_scale, sample_shape=shape, shard_hashes=(), shard_images=()),
-        facts,
-        [name for name in COMPONENTS if inside(folder, name).is_dir()],
-    )
+    components = [name for name in COMPONENTS if inside(folder, name).is_dir()]
+    return OpenedEnsemble(experts, router.load(dtype), router_facts, facts, components)
 
 
-def expert_set(
-    parts: OpenedEnsemble,
-    dtype: torch.dtype,
-    device: torch.device | str,
-    offload: Offload = "none",
-    max_memory: int | None = None,
-    others: Sequence[nn.Module] = (),
-) -> ExpertSet:
-    """The experts of an ensemble, on a shelf of their own.
-
-    ``others`` and the router take their part of ``max_memory`` first.
-
-    Raises:
-        HddmError: for a limit that leaves no room for an expert.
-    """
-    budget = None
-    if max_memory is not None:
-        beside = [part for part in (parts.router, *others) if part is not None]
-        budget = room_beside(beside, max_memory)
-    return ExpertSet(parts.experts, dtype, device, Shelf(offload, budget))
-
-
-def bytes_of(parts: Sequence[nn.Module]) -> int:
-    """Bytes of all weights of ``parts``."""
-    return sum(p.numel() * p.element_size() for part in parts for p in part.parameters())
-
-
-def room_beside(parts: Sequence[nn.Module], max_memory: int) -> int:
-    """Bytes of ``max_memory`` that ``parts`` leave for experts.
-
-    Raises:
-        HddmError: where they leave none.
-    """
-    taken = bytes_of(parts)
+def room_beside(models: Sequence[nn.Module], max_memory: int) -> int:
+    """Bytes of ``max_memory`` that ``models`` leave for experts; an `HddmError` where they leave none."""
+    taken = sum(p.numel() * p.element_size() for model in models for p in model.parameters())
     if taken >= max_memory:
         raise HddmError(
             f"--max-memory of {max_memory / 1e6:.1f} MB: router, VAE and text encoder alone take "
@@ -405,11 +336,7 @@ def ensemble_of(
     router_facts: RouterRecord | None,
     facts: EnsembleRecord,
 ) -> Ensemble:
-    """The velocity field of an ensemble's parts.
-
-    Raises:
-        HddmError: for parts that contradict each other.
-    """
+    """The velocity field of an ensemble's parts; an `HddmError` where they contradict each other."""
     route = None
     if router is not None:
         if router_facts is None:
@@ -422,6 +349,28 @@ def ensemble_of(
         )
     except HddmError as error:
         raise HddmError(f"{ENSEMBLE_FILE}: {error}") from error
+
+
+def save_ensemble(
+    draft: Path,
+    experts: ExpertSet,
+    router: RouterTransformer | None,
+    router_facts: RouterRecord | None,
+    facts: EnsembleRecord,
+    components: Mapping[str, ClassName],
+) -> None:
+    """Write an ensemble into ``draft``, which holds ``components``; the inverse of `open_ensemble`."""
+    experts.save_pretrained(draft / "experts")
+    if router is not None and router_facts is not None:
+        (draft / ROUTER).mkdir()
+        save_router(draft / ROUTER, router, router_facts)
+    names = tuple(f"experts/{k}" for k in range(len(experts.experts)))
+    update = {"experts": names, "router": None if router is None else ROUTER}
+    known = {
+        one.facts.adapter.base_sha256: one.base for one in experts.experts if one.facts.adapter and one.base
+    }
+    bases = bases_of([draft / name for name in names], known)
+    write_ensemble_records(draft, facts.model_copy(update=update), components, bases)
 
 
 def _differ(expert: UnreadExpert, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> bool:

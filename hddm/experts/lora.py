@@ -9,7 +9,7 @@ To be run, a target weight W (out, in) becomes
 computed in float32 at least, and cast afterwards. So an adapted network is one like any other.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -32,7 +32,7 @@ from hddm.networks.folders import (
 from hddm.utils.errors import HddmError
 from hddm.utils.files import read_json
 from hddm.utils.records import Record
-from hddm.utils.tensors import TensorInfo, read_header
+from hddm.utils.tensors import read_header
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
@@ -65,12 +65,22 @@ class AdapterRecord(Record):
         return f"{Path(self.base).name} (SHA-256 {self.base_sha256[:16]}…)"
 
 
-def base_beside(folder: Path, facts: AdapterRecord) -> Path:
-    """The folder of the base where it was when the adapter in ``folder`` was trained.
+def base_of(folder: Path, facts: AdapterRecord, bases: Mapping[str, Path] | None = None) -> Path:
+    """The folder of the weights that the adapter in ``folder`` changes.
+
+    It is one of ``bases``, by the SHA-256 of their weights; by default it is where it was at training.
 
     Raises:
-        HddmError: where there are no weights, or for a place that is no relative path.
+        HddmError: where it is not there, or for a place that is no relative path.
     """
+    if bases is not None:
+        if facts.base_sha256 not in bases:
+            known = ", ".join(f"{path} ({sha256[:16]}…)" for sha256, path in bases.items())
+            raise HddmError(
+                f"{folder}: is an adapter of {facts.base_name}, which is not among the given bases: "
+                f"{known or 'none'}"
+            )
+        return bases[facts.base_sha256]
     if Path(facts.base).is_absolute() or any(letter in facts.base for letter in "\\\0\n\r"):
         raise HddmError(f"{folder}: its base is at {facts.base!r}, which is no relative path; refused")
     base = (folder.resolve() / facts.base).resolve()
@@ -82,12 +92,17 @@ def base_beside(folder: Path, facts: AdapterRecord) -> Path:
     return base
 
 
-def bases_in(folders: Sequence[Path]) -> dict[str, Path]:
-    """``folders`` by the SHA-256 of the weights that each holds.
+def refuse_base(folder: Path, facts: AdapterRecord | None, bases: Collection[object]) -> None:
+    """Refuse ``bases`` that a user names for an expert which changes no other's weights."""
+    if facts is None and bases:
+        raise HddmError(
+            f"{folder}: is no adapter, and stands on its own weights; leave the base out, "
+            f"{', '.join(map(str, bases))}"
+        )
 
-    Raises:
-        HddmError: for one without weights.
-    """
+
+def bases_in(folders: Sequence[Path]) -> dict[str, Path]:
+    """``folders`` by the SHA-256 of the weights that each holds; an `HddmError` for one without."""
     for folder in folders:
         if not (folder / WEIGHTS).is_file():
             raise HddmError(
@@ -112,28 +127,15 @@ def unread_adapted(
 def open_adapted(
     folder: Path, facts: AdapterRecord, base: Path, classes: Classes[ModelMixin]
 ) -> tuple[ModelMixin, dict[str, Tensor], dict[str, Any]]:
-    """The empty network of an adapter's folder, its weights in their base's dtypes, and its config.
-
-    Raises:
-        HddmError: as `unread_adapted`.
-    """
+    """The empty network of an adapter's folder, its weights in their base's dtypes, and its config."""
     path = folder / "config.json"
     kind, arguments = parse_config(read_json(path), classes, str(path))
-    weights = Merged(folder, facts, base).stored()
+    weights = Merged(folder, facts, base)()
     return fitting(kind, arguments, weights, base / WEIGHTS, str(path)), weights, arguments
 
 
 class Merged:
-    """Reads the weights of an adapted network; files are checked as by `hddm.networks.folders.WeightsReader`.
-
-    Args:
-        folder: of the adapter.
-        facts: what it is.
-        base: the folder of its base.
-
-    Raises:
-        HddmError: as `unread_adapted`.
-    """
+    """Reads the weights of an adapted network; see `hddm.networks.folders.WeightsReader`."""
 
     def __init__(self, folder: Path, facts: AdapterRecord, base: Path) -> None:
         _check_config(folder / ADAPTER_CONFIG, facts)
@@ -142,32 +144,21 @@ class Merged:
         self._base = WeightsReader(base / WEIGHTS)
         self._facts, self._folder, self._path = facts, folder, base / WEIGHTS
 
-    def __call__(self, dtype: torch.dtype) -> dict[str, Tensor]:
-        """Every weight in ``dtype``."""
-        return cast(self._merged(dtype), dtype)
-
-    def stored(self) -> dict[str, Tensor]:
-        """Every weight in the dtype that it has in the base."""
-        return self._merged(None)
-
-    def _merged(self, dtype: torch.dtype | None) -> dict[str, Tensor]:
+    def __call__(self, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+        """Every weight in ``dtype``, by default in that of the base."""
         weights, factors = self._base.stored(), self._adapter.stored()
         check_base(self._folder, self._facts, self._path)
         scale = self._facts.alpha / self._facts.rank
         for name, (down, up) in self._factors.items():
             weight = weights[name]
             weights[name] = merge(weight, factors[down], factors[up], scale).to(dtype or weight.dtype)
-        return weights
+        return weights if dtype is None else cast(weights, dtype)
 
 
 def merge(weight: Tensor, down: Tensor, up: Tensor, scale: float) -> Tensor:
     """``weight + scale · up @ down`` (out, in), in the widest dtype of float32 and theirs.
 
-    Args:
-        weight: (out, in).
-        down: A (rank, in).
-        up: B (out, rank).
-        scale: alpha/rank.
+    ``down`` is A (rank, in), ``up`` B (out, rank), and ``scale`` alpha/rank.
     """
     wide = torch.promote_types(weight.dtype, torch.float32)
     return torch.addmm(weight.to(wide), up.to(wide), down.to(wide), alpha=scale)
@@ -177,9 +168,6 @@ def check_base(folder: Path, facts: AdapterRecord, weights: Path) -> None:
     """Hold the file ``weights`` against the hash that the adapter in ``folder`` has of its base.
 
     A file is hashed once in a process, unless it changes.
-
-    Raises:
-        HddmError: for another one.
     """
     found = sha256_once(weights)
     if found != facts.base_sha256:
@@ -192,9 +180,7 @@ def check_base(folder: Path, facts: AdapterRecord, weights: Path) -> None:
 def tensor_names(target: str, wrapped: frozenset[str] = frozenset()) -> tuple[str, str]:
     """Names under which peft saves A and B of the weight ``target``.
 
-    Args:
-        target: its name in the network.
-        wrapped: modules of which a parameter is adapted as such; peft wraps a module around them.
+    Around ``wrapped`` modules, of which a parameter is adapted as such, peft wraps another.
     """
     owner, path = target.rpartition(".")[0].split("."), []
     for index, part in enumerate(owner):
@@ -229,11 +215,7 @@ def _check_config(path: Path, facts: AdapterRecord) -> None:
 
 
 def _factors(path: Path, facts: AdapterRecord, base: Path) -> dict[str, tuple[str, str]]:
-    """Names of A and B by that of their weight, all of them held against the headers.
-
-    Raises:
-        HddmError: with what is missing, left over or of another shape.
-    """
+    """Names of A and B by that of their weight, all of them held against the headers."""
     header, weights = read_header(path)[0], read_header(base)[0]
     wrapped = wrapped_modules(facts.targets)
     names = {target: tensor_names(target, wrapped) for target in facts.targets}
@@ -245,18 +227,16 @@ def _factors(path: Path, facts: AdapterRecord, base: Path) -> dict[str, tuple[st
             continue
         out, width = weight.shape
         for name, shape in zip(pair, ((facts.rank, width), (out, facts.rank)), strict=True):
-            problems += _problem(name, header.get(name), shape)
+            found = header.get(name)
+            if found is None:
+                problems.append(f"{name!r} is missing")
+            elif found.shape != shape or not found.dtype.is_floating_point:
+                problems.append(
+                    f"{name!r} is {found.shape} in {found.dtype}, not {shape} in a floating dtype"
+                )
     known = {name for pair in names.values() for name in pair}
     problems += [f"{name!r} is of no target" for name in header if name not in known]
     if problems:
         more = f"; … and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
         raise HddmError(f"{path}: does not fit its expert.json: {'; '.join(problems[:_SHOWN])}{more}")
     return names
-
-
-def _problem(name: str, found: TensorInfo | None, shape: tuple[int, int]) -> list[str]:
-    if found is None:
-        return [f"{name!r} is missing"]
-    if found.shape != shape or not found.dtype.is_floating_point:
-        return [f"{name!r} is {found.shape} in {found.dtype}, not {shape} in a floating dtype"]
-    return []

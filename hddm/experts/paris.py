@@ -13,20 +13,17 @@ read here, no weights, and nothing leads out of the release's folder.
 import math
 import os
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
-from itertools import islice
+from itertools import count, islice, takewhile
 from pathlib import Path
 from typing import Any
 
-import torch
-from diffusers import ModelMixin
 from torch import Tensor
 
 from hddm.experts.ensembles import SCHEDULER_FILE, read_shift
-from hddm.experts.records import EXPERT_FILE, ExpertRecord, SourceRecord
-from hddm.networks.folders import differences, empty_network
+from hddm.experts.records import EXPERT_FILE, ExpertRecord, RouterRecord, SourceRecord, UnreadExpert
+from hddm.networks.folders import Unread, unread
 from hddm.networks.identity import TextEncoderRecord, VaeRecord
 from hddm.networks.text_encoder import text_encoder_facts
 from hddm.networks.transformers import ExpertTransformer, RouterTransformer
@@ -34,7 +31,7 @@ from hddm.networks.vae import vae_facts
 from hddm.schedules import LinearSchedule
 from hddm.utils.errors import HddmError
 from hddm.utils.files import inside, read_json
-from hddm.utils.tensors import read_header
+from hddm.utils.tensors import TensorInfo, read_header
 from hddm.velocity import PredictionType
 
 EXPERT_HEAD, ROUTER_HEAD = 72, 64
@@ -46,21 +43,14 @@ TOKENS = 77
 PAPER = "arXiv:2510.03434"
 ROUTER = "router"
 
+_EXPERT = "expert_{}"
 _NAMES = ("diffusion_pytorch_model.safetensors", "pytorch_model.safetensors")
 _PICKLES = {".pt", ".pth", ".bin", ".ckpt"}
 _MOST_ENTRIES = 10_000
 """Files in a folder and tensors in a file. An expert of Paris has 378 tensors."""
 _MARKERS = {"layers.0.scale_shift_table", "t_block.1.weight", "text_proj.weight", "pos_embed"}
 
-Shapes = Mapping[str, Tensor]
-
-
-@dataclass(frozen=True)
-class ParisPart:
-    """A file of weights, and the constructor arguments of the network that they fit."""
-
-    weights: Path
-    arguments: dict[str, Any]
+Shapes = Mapping[str, TensorInfo | Tensor]
 
 
 def is_paris(folder: Path) -> bool:
@@ -70,75 +60,70 @@ def is_paris(folder: Path) -> bool:
     folders that hddm wrote do not count, though their tensors may have the same names.
     """
     try:
-        names = expert_folders(folder)
-        if not names or (folder / names[0] / EXPERT_FILE).exists():
+        first = folder / _EXPERT.format(0)
+        if not first.is_dir() or (first / EXPERT_FILE).exists():
             return False
-        return read_header(weights_of(folder, names[0]))[0].keys() >= _MARKERS
+        return read_header(_weights_of(folder, first.name))[0].keys() >= _MARKERS
     except HddmError:
         return (folder / ROUTER).is_dir()
 
 
-def paris_experts(folder: Path) -> list[tuple[ParisPart, ExpertRecord]]:
-    """The experts, in order, for `ExpertTransformer`; headers are read and no weights.
+def paris_experts(folder: Path) -> list[UnreadExpert]:
+    """The experts, in order; headers are read and no weights.
 
     Raises:
-        HddmError: in one line with file and remedy, for a gap in the numbers, pickles alone, links that lead
-            out, tensors that make no such network (all are listed), experts of different sizes, and a
-            scheduler, VAE or text encoder that contradicts them.
+        HddmError: for pickles alone, links that lead out, tensors that make no such
+            network (all are listed), and whatever contradicts the first expert.
     """
-    parts: list[ParisPart] = []
-    wanted: Mapping[str, Tensor] = {}
-    for name in numbered(folder):
-        path = weights_of(folder, name)
-        found = shapes_in(path)
-        arguments = expert_arguments(found, path)
-        if not parts:
-            wanted = expected(ExpertTransformer, arguments, found, path)
-        _check_alike(arguments, parts[0] if parts else None, path)
-        check_same(wanted, found, path)
-        parts.append(ParisPart(path, arguments))
-    facts = expert_facts(folder, parts[0].arguments)
-    return [(part, facts) for part in parts]
+    names = takewhile(lambda name: (folder / name).is_dir(), map(_EXPERT.format, count()))
+    paths = [_weights_of(folder, name) for name in names]
+    if not paths:
+        raise HddmError(f"{folder}: has no {_EXPERT.format(0)}/; name the folder of the whole release")
+    networks: list[Unread[ExpertTransformer]] = []
+    for path in paths:
+        arguments = expert_arguments(_header(path), path)
+        if networks:
+            _refuse_unlike(arguments, networks[0].network.config, path, paths[0])
+        networks.append(unread(ExpertTransformer, arguments, path, str(path.parent)))
+    record = _expert_record(folder, networks[0].network.config)
+    return [UnreadExpert(path.parent, one, record) for path, one in zip(paths, networks, strict=True)]
 
 
-def paris_router(folder: Path) -> tuple[ParisPart, float]:
-    """The router, for `RouterTransformer`, and its time scale.
-
-    What trained its outputs is not part of the release, so there are no `RouterRecord`.
+def paris_router(
+    folder: Path, experts: Sequence[UnreadExpert]
+) -> tuple[Unread[RouterTransformer], RouterRecord]:
+    """The router of ``experts``, all of the release; its record knows no shards, which are not published.
 
     Raises:
-        HddmError: as `paris_experts`, and for a router of another number of experts or size of samples.
+        HddmError: as `paris_experts`.
     """
-    names = numbered(folder)
     if not (folder / ROUTER).is_dir():
         raise HddmError(f"{folder}: has experts and no {ROUTER}/; fetch the whole release")
-    path, of_expert = weights_of(folder, ROUTER), weights_of(folder, names[0])
-    found = shapes_in(path)
-    arguments = router_arguments(found, path)
-    check_same(expected(RouterTransformer, arguments, found, path), found, path)
-    if arguments["num_experts"] != len(names):
+    path, first = _weights_of(folder, ROUTER), experts[0]
+    arguments = router_arguments(_header(path), path)
+    network = unread(RouterTransformer, arguments, path, str(path.parent))
+    if arguments["num_experts"] != len(experts):
         raise HddmError(
-            f"{path}: tells {arguments['num_experts']} experts apart, and {folder} holds {len(names)}; fetch "
-            "the whole release"
+            f"{path}: tells {arguments['num_experts']} experts apart, and {folder} holds {len(experts)}; "
+            "fetch the whole release"
         )
-    expert = ParisPart(of_expert, expert_arguments(shapes_in(of_expert), of_expert))
-    _check_alike({key: arguments[key] for key in ("sample_size", "in_channels")}, expert, path)
-    return ParisPart(path, arguments), TIME_SCALE
+    sample = {key: arguments[key] for key in ("sample_size", "in_channels")}
+    _refuse_unlike(sample, first.unread.network.config, path, Path(first.name))
+    shape = first.facts.sample_shape
+    return network, RouterRecord(time_scale=TIME_SCALE, sample_shape=shape, shard_hashes=(), shard_images=())
 
 
-def _check_alike(arguments: Mapping[str, Any], first: ParisPart | None, path: Path) -> None:
-    """Refuse sizes that are not those of the ``first`` part."""
-    if first is not None and (differing := unlike(arguments, first.arguments)):
-        raise HddmError(f"{path}: has {differing} in {first.weights}; take all from one release")
+def _refuse_unlike(arguments: Mapping[str, Any], others: Mapping[str, Any], path: Path, other: Path) -> None:
+    """Refuse sizes in the file ``path`` that are not those in ``other``."""
+    differing = [
+        f"{key} {value} beside {others[key]}" for key, value in arguments.items() if value != others[key]
+    ]
+    if differing:
+        raise HddmError(f"{path}: has {' and '.join(differing)} in {other}; take all from one release")
 
 
 def expert_arguments(tensors: Shapes, path: Path) -> dict[str, Any]:
-    """Those of `ExpertTransformer`.
-
-    Raises:
-        HddmError: where a tensor that tells a size is missing, or sizes make no square of patches or no
-            whole number of heads.
-    """
+    """Those of `ExpertTransformer`; an `HddmError` where tensors that tell a size make none."""
     text = _shape(tensors, "text_proj.weight", 2, path)[1]
     return _sizes(tensors, EXPERT_HEAD, "scale_shift_table", path) | {"text_dim": text}
 
@@ -148,25 +133,6 @@ def router_arguments(tensors: Shapes, path: Path) -> dict[str, Any]:
     num_experts = _shape(tensors, "head.4.weight", 2, path)[0]
     sizes = _sizes(tensors, ROUTER_HEAD, "adaLN_modulation.1.weight", path)
     return {"num_experts": num_experts} | sizes
-
-
-def expected(kind: type[ModelMixin], arguments: Mapping[str, Any], found: Shapes, path: Path) -> Shapes:
-    """The shapes of a network with these arguments."""
-    shapes: Shapes = empty_network(kind, arguments, len(found), str(path)).state_dict()
-    return shapes
-
-
-def check_same(wanted: Shapes, found: Shapes, path: Path) -> None:
-    """Refuse a file with any tensor missing, left over or of another shape; all are listed."""
-    problems = differences(wanted, found)
-    if problems:
-        raise HddmError(f"{path}: is no network of Paris: {'; '.join(problems)}")
-
-
-def unlike(arguments: Mapping[str, Any], others: Mapping[str, Any]) -> str:
-    """Where ``arguments`` differ from ``others``, as part of a sentence; empty where they do not."""
-    pairs = [(key, value, others[key]) for key, value in arguments.items() if value != others[key]]
-    return " and ".join(f"{key} {value} beside {other}" for key, value, other in pairs)
 
 
 def _sizes(tensors: Shapes, head: int, in_every_block: str, path: Path) -> dict[str, Any]:
@@ -201,13 +167,8 @@ def _shape(tensors: Shapes, name: str, ndim: int, path: Path) -> tuple[int, ...]
     return shape
 
 
-def expert_facts(folder: Path, arguments: Mapping[str, Any]) -> ExpertRecord:
-    """The facts of all experts in ``folder``, whose networks have these arguments.
-
-    Raises:
-        HddmError: for links that lead out of ``folder``, and a scheduler, VAE or text encoder that cannot be
-            read or contradicts the experts.
-    """
+def _expert_record(folder: Path, arguments: Mapping[str, Any]) -> ExpertRecord:
+    """The record of all experts in ``folder``, whose networks have these arguments."""
     scheduler, shift = _scheduler(folder)
     side = arguments["sample_size"]
     return ExpertRecord(
@@ -230,80 +191,54 @@ def expert_facts(folder: Path, arguments: Mapping[str, Any]) -> ExpertRecord:
     )
 
 
-def _is_there(folder: Path, name: str) -> bool:
-    # A broken link is there, and whoever reads it says what is wrong.
-    return inside(folder, name).exists() or (folder / name).is_symlink()
+def _component(folder: Path, name: str) -> Path | None:
+    """The folder of a component; a broken link is there, and whoever reads it says what is wrong."""
+    is_there = inside(folder, name).exists() or (folder / name).is_symlink()
+    return folder / name if is_there else None
 
 
 def _scheduler(folder: Path) -> tuple[dict[str, Any] | None, float]:
     """The scheduler config, and the shift of its grid; none, and 1, where there is none."""
-    if not _is_there(folder, "scheduler"):
+    if _component(folder, "scheduler") is None:
         return None, 1.0
+    path = folder / SCHEDULER_FILE
     inside(folder, SCHEDULER_FILE)
-    shift, config = read_shift(folder), read_json(folder / SCHEDULER_FILE)
+    shift, config = read_shift(folder), read_json(path)
     steps = config.get("num_train_timesteps", TIME_SCALE)
     if steps != TIME_SCALE:
         raise HddmError(
-            f"{folder / SCHEDULER_FILE}: num_train_timesteps is {str(steps)[:40]}, and Paris's networks "
-            f"count {TIME_SCALE:g}; correct it"
+            f"{path}: num_train_timesteps is {str(steps)[:40]}, and Paris's networks count {TIME_SCALE:g}; "
+            "correct it"
         )
     return config, shift
 
 
 def _vae(folder: Path) -> VaeRecord | None:
-    if not _is_there(folder, "vae"):
+    if (path := _component(folder, "vae")) is None:
         return None
-    facts = vae_facts(folder / "vae")
-    if (facts.scale, facts.shift) != (LATENT_SCALE, 0.0):
+    vae = vae_facts(path)
+    if (vae.scale, vae.shift) != (LATENT_SCALE, 0.0):
         raise HddmError(
-            f"{folder / 'vae'}: scales latents by {facts.scale:g} and shifts them by {facts.shift:g}, and "
-            f"Paris was trained on {LATENT_SCALE} and 0; put its own VAE there (sd-vae-ft-mse)"
+            f"{path}: scales latents by {vae.scale:g} and shifts them by {vae.shift:g}, and Paris was "
+            f"trained on {LATENT_SCALE} and 0; put its own VAE there (sd-vae-ft-mse)"
         )
-    return facts
+    return vae
 
 
 def _text_encoder(folder: Path, width: int) -> TextEncoderRecord | None:
-    if not _is_there(folder, "text_encoder"):
+    if (path := _component(folder, "text_encoder")) is None:
         return None
-    facts = text_encoder_facts(folder / "text_encoder", TOKENS)
-    if facts.width != width:
+    encoder = text_encoder_facts(path, TOKENS)
+    if encoder.width != width:
         raise HddmError(
-            f"{folder / 'text_encoder'}: its tokens are {facts.width} wide, and the experts take {width}; "
-            "put Paris's own there (CLIP ViT-L/14)"
+            f"{path}: its tokens are {encoder.width} wide, and the experts take {width}; put Paris's own "
+            "there (CLIP ViT-L/14)"
         )
-    return facts
+    return encoder
 
 
-def expert_folders(folder: Path) -> list[str]:
-    """Folders ``expert_<number>`` in order of their numbers, which may have gaps."""
-    names = [name for name in _entries(folder) if re.fullmatch(r"expert_(0|[1-9]\d{0,3})", name, re.ASCII)]
-    return sorted((name for name in names if (folder / name).is_dir()), key=_number)
-
-
-def numbered(folder: Path) -> list[str]:
-    """The experts' folders.
-
-    Raises:
-        HddmError: where there is none, or one is missing.
-    """
-    names = expert_folders(folder)
-    if not names:
-        raise HddmError(f"{folder}: has no expert_0/; name the folder of the whole release")
-    missing = [f"expert_{k}" for k in range(_number(names[-1])) if f"expert_{k}" not in names]
-    if missing:
-        more = f" and {len(missing) - 10} more" if len(missing) > 10 else ""
-        raise HddmError(
-            f"{folder}: has {names[-1]} and lacks {', '.join(missing[:10])}{more}; fetch the whole release"
-        )
-    return names
-
-
-def weights_of(folder: Path, part: str) -> Path:
-    """The one safetensors file in a part's folder; of several, the one with the release's name.
-
-    Raises:
-        HddmError: for links that lead out of ``folder``, pickles alone, several files, or none.
-    """
+def _weights_of(folder: Path, part: str) -> Path:
+    """The one safetensors file in a part's folder; of several, the one with the release's name."""
     # A linked folder is checked before it is listed.
     names = _entries(inside(folder, part))
     found = [name for name in names if name.endswith(".safetensors")]
@@ -323,12 +258,8 @@ def weights_of(folder: Path, part: str) -> Path:
     raise HddmError(f"{folder / part}: holds no {_NAMES[part == ROUTER]}; fetch the whole release")
 
 
-def shapes_in(path: Path) -> dict[str, Tensor]:
-    """The tensors of a file, without memory for their values.
-
-    Raises:
-        HddmError: as `hddm.utils.tensors.read_header`, and for empty tensors or more than 10,000.
-    """
+def _header(path: Path) -> dict[str, TensorInfo]:
+    """The tensors of a file by their header: none of them empty, and not too many."""
     header, _ = read_header(path)
     if len(header) > _MOST_ENTRIES:
         raise HddmError(
@@ -337,7 +268,7 @@ def shapes_in(path: Path) -> dict[str, Tensor]:
     for name, info in header.items():
         if 0 in info.shape:
             raise HddmError(f"{path}: {name!r} is empty, of shape {info.shape}; fetch it again")
-    return {name: torch.empty(i.shape, dtype=i.dtype, device="meta") for name, i in header.items()}
+    return header
 
 
 def _entries(folder: Path) -> list[str]:
@@ -350,7 +281,3 @@ def _entries(folder: Path) -> list[str]:
     if len(names) > _MOST_ENTRIES:
         raise HddmError(f"{folder}: holds more than {_MOST_ENTRIES} files; that is not the Paris release")
     return sorted(names)
-
-
-def _number(name: str) -> int:
-    return int(name.removeprefix("expert_"))

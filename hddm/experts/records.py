@@ -1,7 +1,8 @@
 """Experts and routers on disk: a network folder, and the record that gives its weights a meaning.
 
 `ExpertRecord` (``expert.json``) and `RouterRecord` (``router.json``) are the records, `open_expert` and
-`read_router` read a folder, `foreign_files` finds files that are not those the record was written with.
+`read_router` read a folder, `field_of` makes an expert a velocity field, `foreign_files` finds files that are
+not those the record was written with.
 """
 
 import copy
@@ -16,15 +17,16 @@ import torch
 from diffusers import ModelMixin
 from pydantic import Field
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from hddm.calibration import FILE_NAME as CALIBRATION
 from hddm.calibration import Calibration, calibration_record
-from hddm.experts.lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS, AdapterRecord, base_beside, unread_adapted
-from hddm.networks.folders import WEIGHTS, Unread, read_network, unread_network
+from hddm.experts.lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS, AdapterRecord, base_of, unread_adapted
+from hddm.networks.folders import WEIGHTS, Unread, unread_network
 from hddm.networks.identity import TextEncoderRecord, VaeRecord
 from hddm.networks.transformers import RouterTransformer
-from hddm.networks.wrappers import EXPERT_NETWORKS, interface_of
+from hddm.networks.wrappers import EXPERT_NETWORKS, interface_of, wrapped
+from hddm.schedules import from_config
 from hddm.utils.errors import HddmError
 from hddm.utils.files import sha256_of, write_json
 from hddm.utils.records import EXPERT_FILE as EXPERT_FILE
@@ -39,7 +41,7 @@ from hddm.utils.records import (
 )
 from hddm.utils.records import ROUTER_FILE as ROUTER_FILE
 from hddm.utils.tensors import read_safetensors, refuse_non_finite
-from hddm.velocity import PredictionType
+from hddm.velocity import PredictionType, VelocityField
 
 FORMAT = "1.4"
 NULL_FILE = "null_conditions.safetensors"
@@ -230,6 +232,32 @@ class UnreadExpert:
         return Expert(self.unread.load(dtype), without_adapter(self.facts), self.calibration, self.nulls)
 
 
+def as_field(expert: UnreadExpert | Expert, network: nn.Module) -> VelocityField:
+    """An expert as a velocity field with ``network``, adapted, for its own.
+
+    Raises:
+        HddmError: for a schedule that is unknown or does not go with the prediction type.
+    """
+    record = expert.facts
+    return VelocityField(
+        network,
+        from_config(record.schedule),
+        record.prediction_type,
+        record.time_scale,
+        expert.calibration,
+        conditions=record.conditions,
+        null_conditions=null_conditions(record.null_class) | dict(expert.nulls),
+        sample_shape=record.sample_shape,
+        classes=record.classes,
+        shift=record.shift,
+    )
+
+
+def field_of(expert: Expert, device: torch.device | str = "cpu") -> VelocityField:
+    """An expert as a velocity field that shares its network; raises as `as_field`."""
+    return as_field(expert, wrapped(expert.network, expert.facts.round_time).to(device))
+
+
 def without_adapter(facts: ExpertRecord) -> ExpertRecord:
     """The record of an expert in memory, where an adapter is part of its weights, and nothing is a file."""
     return facts.model_copy(update={"adapter": None, "weights_sha256": None, "calibration_sha256": None})
@@ -241,7 +269,8 @@ def read_expert(
     """Read an expert folder; ``bases`` as for `open_expert`.
 
     Raises:
-        HddmError: as `hddm.utils.records.read_record` and `hddm.networks.folders.read_network`.
+        HddmError: for a record, a network or weights that cannot be read or do not fit each other, an adapter
+            without its base, and files that are not those of its manifest.
     """
     return open_expert(folder, bases).read(dtype)
 
@@ -256,40 +285,38 @@ def open_expert(
 
     Args:
         folder: the folder.
-        bases: folders of weights that an adapter may change, by their SHA-256; by default that is looked for
-            where it was when the adapter was trained.
+        bases: folders of weights that an adapter may change, by their SHA-256; as for `base_of`.
         with_calibration: False leaves it out, whatever is wrong with it.
-        unheld: files that the caller holds against the manifest later.
+        unheld: files that the caller holds against the manifest itself.
 
     Raises:
-        HddmError: as `read_expert`, but for NaN and Inf and another base; for an adapter without its base,
-            and files that are not those of its manifest.
+        HddmError: as `read_expert`, but for NaN and Inf and another base.
     """
-    facts = read_record(folder / EXPERT_FILE, ExpertRecord, FORMAT)
-    base = base_of(folder, facts.adapter, bases) if facts.adapter else None
-    if facts.adapter is None or base is None:
+    record = read_record(folder / EXPERT_FILE, ExpertRecord, FORMAT)
+    base = None
+    if record.adapter is None:
         unread = unread_network(folder, EXPERT_NETWORKS)
     else:
-        unread = unread_adapted(folder, facts.adapter, base, EXPERT_NETWORKS)
-    interface = interface_of(type(unread.network).__name__, unread.network.config, facts.sample_shape[1:])
+        base = base_of(folder, record.adapter, bases)
+        unread = unread_adapted(folder, record.adapter, base, EXPERT_NETWORKS)
+    interface = interface_of(type(unread.network).__name__, unread.network.config, record.sample_shape[1:])
     for key in ("sample_shape", "variance_head", "conditions"):
-        stated, found = getattr(facts, key), getattr(interface, key)
+        stated, found = getattr(record, key), getattr(interface, key)
         if stated != found:
             raise HddmError(f"{folder}: expert.json says {key} {stated}, config.json {found}")
     calibration = Calibration.load(folder) if with_calibration else None
-    if calibration is not None and len(calibration.moments.mean) != math.prod(facts.sample_shape):
+    if calibration is not None and len(calibration.moments.mean) != math.prod(record.sample_shape):
         raise HddmError(
             f"{folder / CALIBRATION}: is of samples of {len(calibration.moments.mean)} numbers, not of "
-            f"{facts.sample_shape}; delete it and calibrate anew"
+            f"{record.sample_shape}; delete it and calibrate anew"
         )
     nulls = read_nulls(folder)
-    unknown = sorted(set(nulls) - set(facts.conditions))
-    if unknown:
+    if unknown := sorted(set(nulls) - set(record.conditions)):
         raise HddmError(f"{folder / NULL_FILE}: holds {unknown}, which are no conditions of this expert")
     skipped = {*unheld, *(() if with_calibration else (CALIBRATION,))}
     known = [name for name in FILES if name not in skipped]
     refuse_damaged(folder, EXPERT_FILE, known, chosen=lambda name: name not in skipped, remedy=remedy(folder))
-    return UnreadExpert(folder, unread, facts, calibration, nulls, base)
+    return UnreadExpert(folder, unread, record, calibration, nulls, base)
 
 
 def remedy(folder: Path) -> str:
@@ -300,36 +327,6 @@ def remedy(folder: Path) -> str:
     )
 
 
-def refuse_base(folder: Path, adapter: AdapterRecord | None, bases: Collection[object]) -> None:
-    """Refuse ``bases`` that a user names for an expert which changes no other's weights.
-
-    Raises:
-        HddmError: for a base beside no adapter.
-    """
-    if adapter is None and bases:
-        raise HddmError(
-            f"{folder}: is no adapter, and stands on its own weights; leave the base out, "
-            f"{', '.join(map(str, bases))}"
-        )
-
-
-def base_of(folder: Path, adapter: AdapterRecord, bases: Mapping[str, Path] | None = None) -> Path:
-    """The folder of the weights that the adapter in ``folder`` changes; see `open_expert`.
-
-    Raises:
-        HddmError: where it is not there.
-    """
-    if bases is None:
-        return base_beside(folder, adapter)
-    if adapter.base_sha256 not in bases:
-        found = ", ".join(f"{path} ({sha256[:16]}…)" for sha256, path in bases.items())
-        raise HddmError(
-            f"{folder}: is an adapter of {adapter.base_name}, which is not among the given bases: "
-            f"{found or 'none'}"
-        )
-    return bases[adapter.base_sha256]
-
-
 def save_router(folder: Path, network: RouterTransformer, facts: RouterRecord) -> None:
     """Write a router into an existing, empty ``folder``."""
     network.save_pretrained(folder)
@@ -337,33 +334,31 @@ def save_router(folder: Path, network: RouterTransformer, facts: RouterRecord) -
     write_manifest(folder, read=(ROUTER_FILE, WEIGHTS, "config.json"))
 
 
+def open_router(folder: Path) -> tuple[Unread[RouterTransformer], RouterRecord]:
+    """Read a router folder but for its weights; raises as `open_expert`."""
+    record = read_record(folder / ROUTER_FILE, RouterRecord, FORMAT)
+    unread = unread_network(folder, [RouterTransformer])
+    if len(record.shard_hashes) not in (0, unread.network.config.num_experts):
+        raise HddmError(
+            f"{folder}: router.json names {len(record.shard_hashes)} shards, config.json "
+            f"{unread.network.config.num_experts} experts"
+        )
+    return unread, record
+
+
 def read_router(folder: Path, dtype: torch.dtype = torch.float32) -> tuple[RouterTransformer, RouterRecord]:
     """Read a router folder; raises as `read_expert`."""
-    facts = read_record(folder / ROUTER_FILE, RouterRecord, FORMAT)
-    network = read_network(folder, [RouterTransformer], dtype)
-    if len(facts.shard_hashes) not in (0, network.config.num_experts):
-        raise HddmError(
-            f"{folder}: router.json names {len(facts.shard_hashes)} shards, config.json "
-            f"{network.config.num_experts} experts"
-        )
+    unread, record = open_router(folder)
+    network = unread.load(dtype)
     refuse_damaged(folder, ROUTER_FILE)
-    return network, facts
+    return network, record
 
 
 _COPY_AGAIN = "copy the expert again from where it was trained"
 
 
 def foreign_files(folder: Path, facts: ExpertRecord, sha256: Callable[[Path], str]) -> tuple[str, ...]:
-    """Differences of files from those that were written with the expert: a line for each.
-
-    Args:
-        folder: the expert.
-        facts: its record. Without a manifest it may hold hashes of weights and calibration.
-        sha256: of a file that is there.
-
-    Raises:
-        HddmError: for a calibration or a manifest that cannot be read.
-    """
+    """List the files that are not those written with the expert: by its manifest, else by its record."""
     if found := damage(folder, EXPERT_FILE, FILES, sha256):
         return (*found, f"by its {MANIFEST}; {remedy(folder)}")
     texts = (foreign_weights(folder, facts, sha256), foreign_calibration(folder, facts, sha256))
@@ -377,8 +372,7 @@ def foreign_weights(
     if facts.weights_sha256 is None:
         return None
     weights = folder / (ADAPTER_WEIGHTS if facts.adapter else WEIGHTS)
-    held = sha256(weights) if weights.is_file() else None
-    return _other("weights", facts.weights_sha256, held, f"{_COPY_AGAIN}, or train it anew")
+    return _other("weights", facts.weights_sha256, weights, sha256, f"{_COPY_AGAIN}, or train it anew")
 
 
 def foreign_calibration(
@@ -388,34 +382,26 @@ def foreign_calibration(
 
     Without a hash in the record, and without a manifest, the shard that the calibration says it was fitted to
     must be the expert's, unless the expert was trained on in it: then it is that of an earlier training.
-
-    Args:
-        folder: the expert.
-        facts: its record.
-        sha256: of a file that is there.
-
-    Raises:
-        HddmError: for a calibration that cannot be read.
     """
-    stored = folder / CALIBRATION
-    held = sha256(stored) if stored.is_file() else None
-    remedy = f"hddm calibrate {folder} --data SHARD fits its own"
-    if facts.training_calibration:
-        remedy = _COPY_AGAIN
+    path, remedy = folder / CALIBRATION, f"hddm calibrate {folder} --data SHARD fits its own"
     if facts.calibration_sha256 is not None:
-        return _other("calibration", facts.calibration_sha256, held, remedy)
+        remedy = _COPY_AGAIN if facts.training_calibration else remedy
+        return _other("calibration", facts.calibration_sha256, path, sha256, remedy)
     if facts.training_calibration:
-        return f"its calibration is not there, and it was trained in it; {remedy}" if held is None else None
-    if has_manifest(folder):
+        gone = f"its calibration is not there, and it was trained in it; {_COPY_AGAIN}"
+        return None if path.is_file() else gone
+    if has_manifest(folder) or facts.shard is None:
         return None
     of = (calibration_record(folder) or {}).get("data", "").removeprefix("shard ").split()
-    if facts.shard is None or len(of) != 1 or of[0] in (facts.shard.hash, facts.shard.partition):
+    if len(of) != 1 or of[0] in (facts.shard.hash, facts.shard.partition):
         return None
     its = f"shard {of[0][:16]}…, and {EXPERT_FILE} says {facts.shard.hash[:16]}…"
     return f"its calibration is of {its}; {remedy}"
 
 
-def _other(name: str, stated: str, held: str | None, remedy: str) -> str | None:
+def _other(name: str, stated: str, path: Path, sha256: Callable[[Path], str], remedy: str) -> str | None:
+    """The difference of a file from the hash that a record states."""
+    held = sha256(path) if path.is_file() else None
     if stated == held:
         return None
     be, have = ("are", "have") if name.endswith("s") else ("is", "has")

@@ -26,7 +26,9 @@ def class_indices(labels: int | str | Sequence[int | str] | Tensor, classes: Seq
     names = {name: index for index, name in enumerate(classes)}
     indices = []
     for label in labels:
-        number = label if isinstance(label, int) else _index_of(str(label), names)
+        number = (
+            label if isinstance(label, int) else names.get(label, int(label) if label.isdecimal() else -1)
+        )
         if not 0 <= number < len(classes):
             some = ", ".join(classes[:10]) + (", …" if len(classes) > 10 else "")
             near = did_you_mean(label, classes) if isinstance(label, str) else ""
@@ -35,19 +37,12 @@ def class_indices(labels: int | str | Sequence[int | str] | Tensor, classes: Seq
     return torch.tensor(indices)
 
 
-def _index_of(text: str, names: Mapping[str, int]) -> int:
-    return names.get(text, int(text) if text.isdecimal() else -1)
-
-
 def repeated(
     given: Mapping[str, Tensor], against: Mapping[str, Tensor], times: int, batch: int | None = None
 ) -> tuple[dict[str, Tensor], dict[str, Tensor], int]:
     """Conditions of as many rows as images, ``times`` each, and how many images that makes.
 
     One row stands for all of the others' rows, and for ``batch`` rows where that is given.
-
-    Raises:
-        HddmError: for rows that do not go together, or numbers below 1.
     """
     if times < 1 or (batch is not None and batch < 1):
         raise HddmError(f"num_images_per_prompt and batch_size start at 1, not {times} and {batch}")
@@ -81,10 +76,6 @@ def noise_and_draws(
 
     With ``seed`` both are those of `hddm.sample`. A list of generators gives each image its own stream, first
     the noise, then the draw; a single one, or none, serves the whole batch in that order.
-
-    Raises:
-        HddmError: for a seed beside generators, a start without a seed, numbers below 0, another number of
-            generators or another shape of latents.
     """
     if min(seed or 0, start) < 0:
         raise HddmError(f"seed and start begin at 0, not at {seed} and {start}")
@@ -108,10 +99,12 @@ def noise_and_draws(
 
 
 def _normal(shape: tuple[int, ...], generator: torch.Generator | None) -> Tensor:
-    device = generator.device if generator is not None else None
-    return torch.randn(shape, generator=generator, device=device).cpu()
+    return torch.randn(shape, generator=generator, device=_device(generator)).cpu()
 
 
 def _uniform(shape: tuple[int, ...], generator: torch.Generator | None) -> Tensor:
-    device = generator.device if generator is not None else None
-    return torch.rand(shape, generator=generator, device=device, dtype=torch.float64).cpu()
+    return torch.rand(shape, generator=generator, device=_device(generator), dtype=torch.float64).cpu()
+
+
+def _device(generator: torch.Generator | None) -> torch.device | None:
+    return None if generator is None else generator.device

@@ -1,6 +1,6 @@
 """An ensemble as a diffusers pipeline: from prompts or class labels to images."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,23 +12,39 @@ from diffusers.utils import BaseOutput
 from torch import Tensor, nn
 
 from hddm.ensemble import Ensemble
-from hddm.experts.ensembles import OTHER_GRIDS, EnsembleRecord
-from hddm.experts.loading import ExpertSet, ensemble_of, room_beside
+from hddm.experts.ensembles import (
+    CLASSES,
+    COMPONENTS,
+    ENSEMBLE_FILE,
+    EnsembleRecord,
+    refuse_other_grids,
+)
+from hddm.experts.loading import ExpertSet, ensemble_of, open_ensemble, room_beside, save_ensemble
 from hddm.experts.records import RouterRecord
 from hddm.networks.offload import Offload
-from hddm.networks.text_encoder import encode
+from hddm.networks.text_encoder import encode, read_text_encoder, read_tokenizer
 from hddm.networks.transformers import RouterTransformer
-from hddm.networks.vae import decode, scale_of
-from hddm.pipelines.folders import LOADING, SAVING, Offloading, open_pipeline, refuse_options, save_pipeline
-from hddm.pipelines.inputs import (
-    Generators,
-    class_indices,
-    noise_and_draws,
-    repeated,
-)
+from hddm.networks.vae import decode, read_vae, scale_of
+from hddm.pipelines.inputs import Generators, class_indices, noise_and_draws, repeated
+from hddm.pipelines.offloading import Offloading
 from hddm.sampling import ExpertUse, integrate, pick_experts, routed, time_grid
 from hddm.utils.errors import HddmError
+from hddm.utils.files import new_folder
 from hddm.velocity import Guidance
+
+_LOADING: Mapping[str, Collection[object]] = {
+    "local_files_only": (True, False, None),
+    "use_safetensors": (True, None),
+    "low_cpu_mem_usage": (True, False, None),
+    "trust_remote_code": (False, None),
+    "variant": (None,),
+    "device_map": (None,),
+    "safety_checker": (None,),
+}
+"""Keywords of diffusers' loaders, with the values that change nothing here."""
+_SAVING: Mapping[str, Collection[object]] = {"safe_serialization": (True, None), "variant": (None,)}
+
+_TEXT = "encoder_hidden_states"
 
 OnStepEnd = Callable[["HDDMPipeline", int, float, dict[str, Tensor]], Mapping[str, Tensor] | None]
 
@@ -81,7 +97,9 @@ class HDDMPipeline(Offloading, DiffusionPipeline):  # type: ignore[misc]
             text_encoder=text_encoder,
             tokenizer=tokenizer,
         )
-        self.facts = facts or _equal_shares(len(experts.facts), router is not None)
+        self.facts = facts or EnsembleRecord.equal(
+            [f"experts/{k}" for k in range(len(experts.facts))], router is not None
+        )
         self.router_facts = router_facts
         self.max_memory: int | None = None
         self._interrupt = False
@@ -97,10 +115,10 @@ class HDDMPipeline(Offloading, DiffusionPipeline):  # type: ignore[misc]
         Raises:
             HddmError: for a scheduler whose grid has more than a shift, and parts that do not fit.
         """
-        parts = (self.experts, self.router, self.router_facts, self.facts)
+        models = (self.experts, self.router, self.router_facts, self.facts)
         shift = shift_of(self.scheduler)
-        if self._ensemble is None or any(a is not b for a, b in zip(parts, self._made_of, strict=True)):
-            self._ensemble, self._made_of = ensemble_of(*parts), parts
+        if self._ensemble is None or any(a is not b for a, b in zip(models, self._made_of, strict=True)):
+            self._ensemble, self._made_of = ensemble_of(*models), models
         self._ensemble.shift = shift
         return self._ensemble
 
@@ -111,15 +129,11 @@ class HDDMPipeline(Offloading, DiffusionPipeline):  # type: ignore[misc]
 
     @classmethod
     def from_pipe(cls, pipeline: "HDDMPipeline", **changes: Any) -> "HDDMPipeline":
-        """A pipeline of the same parts, but for ``changes``, arguments of the constructor.
-
-        Raises:
-            HddmError: for a pipeline of another class.
-        """
+        """A pipeline of the same parts, but for ``changes``, arguments of the constructor."""
         if not isinstance(pipeline, HDDMPipeline):
             raise HddmError(f"from_pipe: a {type(pipeline).__name__} is no ensemble; convert and assemble it")
-        parts = {**pipeline.components, "facts": pipeline.facts, "router_facts": pipeline.router_facts}
-        return cls(**parts | changes)
+        arguments = {**pipeline.components, "facts": pipeline.facts, "router_facts": pipeline.router_facts}
+        return cls(**arguments | changes)
 
     @classmethod
     def from_pretrained(
@@ -145,9 +159,26 @@ class HDDMPipeline(Offloading, DiffusionPipeline):  # type: ignore[misc]
         Raises:
             HddmError: for another option, or a folder whose parts contradict each other.
         """
-        refuse_options("from_pretrained", options, LOADING)
-        parts = open_pipeline(Path(pretrained_model_name_or_path), torch_dtype, experts, offload, max_memory)
-        made = cls(**parts)
+        _refuse_options("from_pretrained", options, _LOADING)
+        folder = Path(pretrained_model_name_or_path)
+        if not folder.is_dir():
+            raise HddmError(f"{folder}: no such folder; nothing is downloaded, so fetch the ensemble first")
+        opened = open_ensemble(folder, torch_dtype, experts)
+        readers = {"vae": read_vae, "text_encoder": read_text_encoder}
+        models = {
+            name: read(folder / name, torch_dtype)
+            for name, read in readers.items()
+            if name in opened.components
+        }
+        made = cls(
+            opened.expert_set("cpu", torch_dtype, offload, max_memory, list(models.values())),
+            FlowMatchEulerDiscreteScheduler(shift=opened.facts.shift),
+            opened.router,
+            **models,
+            tokenizer=read_tokenizer(folder / "tokenizer") if "tokenizer" in opened.components else None,
+            facts=opened.facts,
+            router_facts=opened.router_facts,
+        )
         made.max_memory = max_memory
         return made
 
@@ -174,10 +205,25 @@ class HDDMPipeline(Offloading, DiffusionPipeline):  # type: ignore[misc]
             options: of diffusers' writer, where they ask for what is done anyway, as ``safe_serialization``.
 
         Raises:
-            HddmError: where the folder exists, unless ``overwrite``, and for another option.
+            HddmError: where the folder exists, unless ``overwrite``; for the one that experts are read from;
+                and for another option.
         """
-        refuse_options("save_pretrained", options, SAVING)
-        save_pipeline(self, Path(save_directory), overwrite)
+        _refuse_options("save_pretrained", options, _SAVING)
+        folder, experts = Path(save_directory), self.experts.experts
+        read_from = [path.resolve() for one in experts for path in (one.folder, one.base) if path]
+        if any(one.is_relative_to(folder.resolve()) for one in read_from):
+            raise HddmError(f"{folder}: these experts are read from it as they are needed; save elsewhere")
+        with new_folder(folder, ENSEMBLE_FILE, overwrite) as draft:
+            kinds = {}
+            for name in COMPONENTS:
+                if (part := getattr(self, name)) is not None:
+                    part.save_pretrained(draft / name)
+                    kinds[name] = CLASSES[name][0]
+            if self.vae is not None:
+                kinds["vae"] = ("diffusers", type(self.vae).__name__)
+            chosen = {"shift": self.ensemble.shift, "strategy": self.ensemble.strategy}
+            record = self.facts.model_copy(update=chosen)
+            save_ensemble(draft, self.experts, self.router, self.router_facts, record, kinds)
 
     @torch.no_grad()
     def __call__(
@@ -310,39 +356,35 @@ class HDDMPipeline(Offloading, DiffusionPipeline):  # type: ignore[misc]
         if prompt is not None and not all(isinstance(one, str) for one in prompt):
             raise HddmError("prompt is a text or a list of texts; classes are passed as class_labels=")
         given, against = dict(conditions or {}), dict(negative_conditions or {})
-        if "encoder_hidden_states" in against and not (
-            negative_prompt is None and negative_prompt_embeds is None
-        ):
-            raise HddmError("encoder_hidden_states is among the negative conditions too; pass it once")
-        text = prompt if prompt is not None else prompt_embeds
-        for name, value in (("class_labels", class_labels), ("encoder_hidden_states", text)):
-            if value is not None and name in given:
-                raise HddmError(f"{name} is among the conditions too; pass it once")
         if class_labels is not None:
+            if "class_labels" in given:
+                raise HddmError("class_labels is among the conditions too; pass it once")
             given["class_labels"] = class_indices(class_labels, self.ensemble.classes)
-        if prompt is not None and prompt_embeds is not None:
-            raise HddmError("pass a prompt or prompt_embeds, not both")
-        if negative_prompt is not None and negative_prompt_embeds is not None:
-            raise HddmError("pass a negative_prompt or negative_prompt_embeds, not both")
-        if prompt is not None:
-            texts = [prompt] if isinstance(prompt, str) else list(prompt)
-            given["encoder_hidden_states"] = self._embed(texts)
-            if guided and negative_prompt_embeds is None and "encoder_hidden_states" not in against:
-                refused = negative_prompt if negative_prompt is not None else ""
-                refused = [refused] * len(texts) if isinstance(refused, str) else list(refused)
-                against["encoder_hidden_states"] = self._embed(refused)
-        elif negative_prompt is not None:
+        if negative_prompt is not None and prompt is None:
             raise HddmError("a negative_prompt needs a prompt beside it")
-        if prompt_embeds is not None:
-            for facts in self.experts.facts:
-                if facts.text_encoder is not None and prompt_embeds.shape[-1] != facts.text_encoder.width:
-                    raise HddmError(
-                        f"prompt_embeds are {tuple(prompt_embeds.shape)}, and these experts take tokens of "
-                        f"{facts.text_encoder.width} numbers"
-                    )
-            given["encoder_hidden_states"] = prompt_embeds
-        if negative_prompt_embeds is not None:
-            against["encoder_hidden_states"] = negative_prompt_embeds
+        has_negative = negative_prompt is not None or negative_prompt_embeds is not None or _TEXT in against
+        if guided and prompt is not None and not has_negative:
+            negative_prompt = ""
+        num = 1 if isinstance(prompt, str) else len(prompt or ())
+        for name, texts, tokens, into in (
+            ("prompt", prompt, prompt_embeds, given),
+            ("negative_prompt", negative_prompt, negative_prompt_embeds, against),
+        ):
+            if texts is not None and tokens is not None:
+                raise HddmError(f"pass a {name} or {name}_embeds, not both")
+            if _TEXT in into and not (texts is None and tokens is None):
+                kind = "conditions" if into is given else "negative conditions"
+                raise HddmError(f"{_TEXT} is among the {kind} too; pass it once")
+            if texts is not None:
+                tokens = self._embed([texts] * num if isinstance(texts, str) else list(texts))
+            if tokens is not None:
+                into[_TEXT] = tokens
+        widths = {record.text_encoder.width for record in self.experts.facts if record.text_encoder}
+        if prompt_embeds is not None and widths - {prompt_embeds.shape[-1]}:
+            raise HddmError(
+                f"prompt_embeds are {tuple(prompt_embeds.shape)}, and these experts take tokens of "
+                f"{' and '.join(map(str, sorted(widths)))} numbers"
+            )
         return given, against
 
     def decode(self, latents: Tensor) -> Tensor:
@@ -383,29 +425,22 @@ class HDDMPipeline(Offloading, DiffusionPipeline):  # type: ignore[misc]
             )
 
 
-def shift_of(scheduler: FlowMatchEulerDiscreteScheduler) -> float:
-    """Shift of the time grid that a scheduler stands for.
+def _refuse_options(
+    call: str, options: Mapping[str, Any], harmless: Mapping[str, Collection[object]]
+) -> None:
+    """Refuse keywords that would change something which hddm does in one way only."""
+    for name, value in options.items():
+        if not any(value is one for one in harmless.get(name, ())):
+            known = "; nothing but a local folder of safetensors is read or written, and no code of it runs"
+            raise HddmError(f"{call}({name}={value!r}) is not supported{known}")
 
-    Raises:
-        HddmError: for another class, or settings that would bend the grid otherwise.
-    """
+
+def shift_of(scheduler: FlowMatchEulerDiscreteScheduler) -> float:
+    """Shift of the time grid that a scheduler stands for; an `HddmError` where it is more than shifted."""
     if type(scheduler) is not FlowMatchEulerDiscreteScheduler:
         raise HddmError(
             f"the scheduler is a {type(scheduler).__name__}, and hddm integrates by its own solvers: take a "
             "FlowMatchEulerDiscreteScheduler for the shift, and choose by solver="
         )
-    for key in OTHER_GRIDS:
-        if scheduler.config.get(key):
-            raise HddmError(
-                f"the scheduler has {key} {scheduler.config[key]}, and hddm's grid has the shift alone"
-            )
+    refuse_other_grids(scheduler.config, "the scheduler")
     return float(scheduler.shift)
-
-
-def _equal_shares(num_experts: int, has_router: bool) -> EnsembleRecord:
-    return EnsembleRecord(
-        experts=tuple(f"experts/{k}" for k in range(num_experts)),
-        router="router" if has_router else None,
-        prior=(1 / num_experts,) * num_experts,
-        strategy="draw",
-    )

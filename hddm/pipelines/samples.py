@@ -41,12 +41,6 @@ LARGEST = 256
 """Largest height and width of a cell in pixels."""
 NEGATIVE = "negative_"
 Cycles = Mapping[str, Tensor]
-DTYPES = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "float64": torch.float64,
-}
 Positive = Annotated[int, Field(ge=1)]
 
 
@@ -90,7 +84,7 @@ class SampleSettings(Record):
     """A safetensors file of conditions by keyword, and of negative ones as ``negative_<keyword>``, cycled."""
     batch_size: Positive = 64
     device: str = "auto"
-    dtype: str = "float32"
+    dtype: Literal["float32", "bfloat16", "float16", "float64"] = "float32"
     offload: Literal["none", "ram", "disk"] = "none"
     max_memory: Positive | None = None
     """Bytes of weights on the device at most."""
@@ -99,11 +93,7 @@ class SampleSettings(Record):
 
     @property
     def guidance(self) -> Guidance:
-        """Scale and the rest as one.
-
-        Raises:
-            HddmError: for numbers outside their ranges, and for others than the scale where it is 1.
-        """
+        """Scale and the rest as one; an `HddmError` for others than the scale where it is 1."""
         found = Guidance(
             self.guidance_scale, self.cfg_channels, self.guidance_interval, self.guidance_rescale
         )
@@ -116,19 +106,9 @@ class SampleSettings(Record):
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """The dtype that networks run in; raises `HddmError` for an unknown one."""
-        if self.dtype not in DTYPES:
-            raise HddmError(f"--dtype {self.dtype}: choose one of {', '.join(DTYPES)}")
-        return DTYPES[self.dtype]
-
-    @property
-    def torch_device(self) -> torch.device:
-        """The device that networks run on; raises `HddmError` for one that is not there."""
-        return available_device(self.device)
-
-    def record(self) -> dict[str, Any]:
-        """Plain values for the record beside the images, with the device that ``auto`` comes to."""
-        return self.model_dump(mode="json") | {"device": str(self.torch_device)}
+        """The dtype that networks run in."""
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        return dtype
 
 
 def sample_to_folder(
@@ -143,19 +123,18 @@ def sample_to_folder(
 
     It holds ``00000.png`` …, counted from ``settings.start``, or ``latents.safetensors``, and
     ``sampling.json``: the settings, the time grid's shift, and how the experts were used over time. With
-    ``grid`` there is a sheet of the images beside it (`write_sheet`).
-
-    Returns:
-        A line on the sheet, None without one.
+    ``grid`` there is a sheet of the images beside it (`write_sheet`), and its line is returned.
 
     Raises:
         HddmError: for an existing ``out``, a model that cannot be loaded, or wrong settings.
     """
     if grid and settings.output_type == "latent":
         raise UsageError("--grid: shows images, and --output-type latent makes none; drop one of the two")
-    guidance, device = settings.guidance, settings.torch_device
-    if (source / EXPERT_FILE).exists():
-        _refuse_for_one(source, settings)
+    guidance, device = settings.guidance, available_device(settings.device)
+    for option in ("strategy", "expert", "max_memory") if (source / EXPERT_FILE).exists() else ():
+        if (value := getattr(settings, option)) is not None:
+            name = f"--{option.replace('_', '-')}"
+            raise UsageError(f"{name} {value}: {source} is a single expert; drop the option")
     pipeline = HDDMPipeline.from_pretrained(
         source, torch_dtype=settings.torch_dtype, offload=settings.offload, max_memory=settings.max_memory
     ).to(device)
@@ -163,8 +142,9 @@ def sample_to_folder(
         pipeline.experts.compile(dynamic=True)
     _check_output(source, pipeline, settings)
     given, against = read_cycles(pipeline, settings)
-    if grid:
-        check_absent_sheet(out, overwrite)
+    sheet = sheet_path(out)
+    if grid and sheet.exists() and not overwrite:
+        raise HddmError(f"{sheet} exists: choose another --out, or pass --overwrite to replace it")
     ensemble = pipeline.ensemble
     use = ExpertUse(len(ensemble.experts))
     expected = torch.zeros(len(ensemble.experts), dtype=torch.float64)
@@ -194,44 +174,23 @@ def sample_to_folder(
             )
             if settings.output_type == "latent":
                 latents.append(samples)
-            else:
-                _write_images(pipeline, samples, start, settings.batch_size, draft)
+                continue
+            decoded = (pipeline.decode(batch).cpu() for batch in samples.split(settings.batch_size))
+            for index, image in enumerate((one for batch in decoded for one in to_bytes(batch)), start):
+                save_png(image, draft / IMAGE.format(index))
         if latents:
             save_file({"latents": torch.cat(latents)}, draft / LATENTS_FILE, {"format": "pt"})
-        strategy = settings.strategy or ensemble.strategy
-        _warn(pipeline, settings, use, expected if strategy == "draw" else None)
+        _warn(pipeline, settings, use, expected)
         write_json(draft / SAMPLING_FILE, _record(source, settings, pipeline, use, given))
     if overwrite:
         # The sheet of the replaced images would be taken for one of these.
-        sheet_path(out).unlink(missing_ok=True)
-    return _write_sheet(out, settings, class_names(given, ensemble.classes)) if grid else None
-
-
-def _write_sheet(out: Path, settings: SampleSettings, classes: Sequence[str]) -> str:
+        sheet.unlink(missing_ok=True)
+    if not grid:
+        return None
     numbers = range(settings.start, settings.start + settings.num_images)
-    cycle = classes or settings.prompts
-    return write_sheet(
-        out,
-        [out / IMAGE.format(i) for i in numbers],
-        [cycle[i % len(cycle)] for i in numbers] if cycle else (),
-    )
-
-
-def _write_images(pipeline: HDDMPipeline, samples: Tensor, start: int, batch_size: int, folder: Path) -> None:
-    index = start
-    for batch in samples.split(batch_size):
-        for image in to_bytes(pipeline.decode(batch).cpu()):
-            save_png(image, folder / IMAGE.format(index))
-            index += 1
-
-
-def _refuse_for_one(source: Path, settings: SampleSettings) -> None:
-    for option in ("strategy", "expert", "max_memory"):
-        value = getattr(settings, option)
-        if value is not None:
-            raise UsageError(
-                f"--{option.replace('_', '-')} {value}: {source} is a single expert; drop the option"
-            )
+    cycle = class_names(given, ensemble.classes) or settings.prompts
+    conditions = [cycle[i % len(cycle)] for i in numbers] if cycle else ()
+    return write_sheet(out, [out / IMAGE.format(i) for i in numbers], conditions)
 
 
 def _check_output(source: Path, pipeline: HDDMPipeline, settings: SampleSettings) -> None:
@@ -250,13 +209,14 @@ def _check_output(source: Path, pipeline: HDDMPipeline, settings: SampleSettings
         )
 
 
-def _warn(pipeline: HDDMPipeline, settings: SampleSettings, use: ExpertUse, expected: Tensor | None) -> None:
+def _warn(pipeline: HDDMPipeline, settings: SampleSettings, use: ExpertUse, expected: Tensor) -> None:
     own = pipeline.facts.shift
     if settings.shift is not None and settings.shift != own:
         warnings.warn(f"--shift {settings.shift:g}, and the model's own is {own:g}", stacklevel=3)
     # Fewer images than experts say nothing.
     if settings.expert is None and settings.num_images >= len(pipeline.experts.facts):
-        for line in use.warnings(expected):
+        is_drawn = (settings.strategy or pipeline.ensemble.strategy) == "draw"
+        for line in use.warnings(expected if is_drawn else None):
             warnings.warn(line, stacklevel=3)
 
 
@@ -269,7 +229,8 @@ def _record(
         "format": FORMAT,
         "hddm": version("hddm-diffusion"),
         "source": str(source),
-        **settings.record(),
+        **settings.model_dump(mode="json"),
+        "device": str(available_device(settings.device)),
         "strategy": None if settings.expert is not None else settings.strategy or pipeline.facts.strategy,
         "shift": pipeline.facts.shift if settings.shift is None else settings.shift,
         "model_shift": pipeline.facts.shift,
@@ -285,8 +246,7 @@ def read_cycles(pipeline: HDDMPipeline, settings: SampleSettings) -> tuple[Cycle
     """Conditions and negative ones, each of as many rows as there are different ones.
 
     Raises:
-        HddmError: for an unknown class, prompts without a text encoder, a file that cannot be read, and two
-            sources of one condition.
+        HddmError: for what cannot be read or encoded, and for two sources of one condition.
     """
     guided = settings.guidance.scale != 1.0
     if settings.negative_prompt is not None and not guided:
@@ -301,7 +261,15 @@ def read_cycles(pipeline: HDDMPipeline, settings: SampleSettings) -> tuple[Cycle
         settings.prompts or None, None, settings.negative_prompt, guided and bool(settings.prompts)
     )
     if settings.class_labels is not None:
-        given["class_labels"] = _labels(settings.class_labels, pipeline.ensemble.classes)
+        if not pipeline.ensemble.classes:
+            raise UsageError(
+                f"--class-labels {settings.class_labels}: the model is unconditional; drop the option"
+            )
+        labels = [part.strip() for part in settings.class_labels.split(",")]
+        try:
+            given["class_labels"] = class_indices(labels, pipeline.ensemble.classes)
+        except HddmError as error:
+            raise UsageError(f"--class-labels: {error}") from error
     if settings.conditions is not None:
         for name, value in _file(settings.conditions).items():
             branch, key = given, name
@@ -341,15 +309,6 @@ def _refuse_missing(pipeline: HDDMPipeline, given: Cycles, only: int | None) -> 
             )
 
 
-def _labels(text: str, classes: tuple[str, ...]) -> Tensor:
-    if not classes:
-        raise UsageError(f"--class-labels {text}: the model is unconditional; drop the option")
-    try:
-        return class_indices([part.strip() for part in text.split(",")], classes)
-    except HddmError as error:
-        raise UsageError(f"--class-labels: {error}") from error
-
-
 def _file(path: Path) -> dict[str, Tensor]:
     if not path.is_file():
         raise UsageError(f"--conditions {path}: no such file")
@@ -365,27 +324,10 @@ def sheet_path(out: Path) -> Path:
     return out.with_name(f"{out.name}.grid.png")
 
 
-def check_absent_sheet(out: Path, overwrite: bool) -> None:
-    """Refuse a sheet that is there already, to fail before the work.
-
-    Raises:
-        HddmError: unless ``overwrite``.
-    """
-    path = sheet_path(out)
-    if path.exists() and not overwrite:
-        raise HddmError(f"{path} exists: choose another --out, or pass --overwrite to replace it")
-
-
 def write_sheet(out: Path, images: Sequence[Path], conditions: Sequence[str] = ()) -> str:
-    """Write images of one size as one PNG, a row a condition where one has several images, else a square.
+    """Write images of one size as one PNG, and return a line on it for the user.
 
-    Args:
-        out: the folder of samples.
-        images: their files.
-        conditions: the condition of each by name, or nothing.
-
-    Returns:
-        A line on the sheet, for the user.
+    A condition is a row where one of ``conditions``, the names by image, has several; else it is a square.
     """
     path, by_condition = sheet_path(out), dict[str, list[Path]]()
     for image, condition in zip(images, conditions, strict=bool(conditions)):

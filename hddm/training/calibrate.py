@@ -15,8 +15,15 @@ from torch import Tensor
 
 from hddm.calibration import FILE_NAME, Calibration, calibrate
 from hddm.data.shards import open_shard
-from hddm.experts.loading import field_of, load
-from hddm.experts.records import EXPERT_FILE, ExpertRecord, foreign_weights, open_expert, write_records
+from hddm.experts.loading import load
+from hddm.experts.records import (
+    EXPERT_FILE,
+    ExpertRecord,
+    field_of,
+    foreign_weights,
+    open_expert,
+    write_records,
+)
 from hddm.networks.wrappers import OPTIONAL_CONDITIONS
 from hddm.sampling import euler, initial_noise
 from hddm.schedules import DiscreteSchedule

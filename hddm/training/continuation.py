@@ -14,12 +14,12 @@ from torch import Tensor, nn
 
 from hddm.calibration import KAPPA, LABELS, Calibration, Moments, bounded_gain
 from hddm.data.shards import Shard, open_shard
-from hddm.experts.loading import field_of
 from hddm.experts.records import (
     EXPERT_FILE,
     FORMAT,
     Expert,
     ExpertRecord,
+    field_of,
     foreign_calibration,
     read_expert,
     save_expert,

@@ -22,12 +22,13 @@ from torch import Tensor, nn
 from hddm.data.shard_records import find_shards
 from hddm.data.shards import Shard, joined, open_shard
 from hddm.ensemble import Ensemble, Strategy
-from hddm.experts.loading import OpenedEnsemble, ensemble_of, expert_set, field_of, open_ensemble
+from hddm.experts.loading import OpenedEnsemble, open_ensemble
 from hddm.experts.records import (
     EXPERT_FILE,
     Expert,
     ExpertRecord,
     UnreadExpert,
+    field_of,
     null_conditions,
     read_expert,
     save_expert,
@@ -75,11 +76,7 @@ class Teacher:
 
     def on(self, device: torch.device) -> Ensemble:
         """The ensemble in float32 on a device."""
-        router = self.parts.router
-        if router is not None:
-            router.to(device)
-        held = expert_set(self.parts, torch.float32, device)
-        return ensemble_of(held, router, self.parts.router_facts, self.parts.facts)
+        return self.parts.on(device, torch.float32)
 
 
 def open_teacher(

@@ -11,9 +11,15 @@ import torch
 from diffusers import ModelMixin
 
 from hddm.data.shards import Shard, open_shard
-from hddm.experts.loading import field_of
 from hddm.experts.lora import ADAPTER_WEIGHTS
-from hddm.experts.records import EXPERT_FILE, Expert, ExpertRecord, null_conditions, save_expert
+from hddm.experts.records import (
+    EXPERT_FILE,
+    Expert,
+    ExpertRecord,
+    field_of,
+    null_conditions,
+    save_expert,
+)
 from hddm.networks.folders import WEIGHTS
 from hddm.networks.identity import size_config
 from hddm.networks.transformers import ExpertTransformer

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from hddm.calibration import Calibration, calibrate
 from hddm.data.shard_records import MIN_IMAGES
 from hddm.data.shards import Shard
-from hddm.experts.loading import field_of
-from hddm.experts.records import Expert, ExpertRecord, ShardRecord
+from hddm.experts.records import Expert, ExpertRecord, ShardRecord, field_of
 from hddm.networks.identity import TextEncoderRecord, VaeRecord
 from hddm.networks.wrappers import text_width
 from hddm.utils.errors import HddmError, counted

@@ -16,17 +16,16 @@ from hddm.calibration import FILE_NAME as CALIBRATION
 from hddm.data.shard_records import LARGEST_MANIFEST, PARTITION_FILE
 from hddm.data.shards import Shard, open_shard
 from hddm.experts.ensembles import ENSEMBLE_FILE
-from hddm.experts.loading import field_of
-from hddm.experts.lora import ADAPTER_WEIGHTS, bases_in
+from hddm.experts.lora import ADAPTER_WEIGHTS, bases_in, refuse_base
 from hddm.experts.records import (
     EXPERT_FILE,
     FILES,
     ROUTER_FILE,
     Expert,
     UnreadExpert,
+    field_of,
     foreign_files,
     open_expert,
-    refuse_base,
 )
 from hddm.networks.folders import WEIGHTS
 from hddm.training.denoising import Denoising, judge

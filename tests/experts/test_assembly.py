@@ -12,15 +12,14 @@ import torch
 import hddm
 from hddm.calibration import FILE_NAME as CALIBRATION
 from hddm.ensemble import Ensemble
-from hddm.experts.assembly import assemble, read_records
-from hddm.experts.compatibility import check_together
+from hddm.experts.assembly import assemble
 from hddm.experts.ensembles import read_ensemble_facts, read_model_index
-from hddm.experts.records import EXPERT_FILE, FORMAT, ROUTER_FILE, RouterRecord
+from hddm.experts.records import EXPERT_FILE
 from hddm.networks.folders import WEIGHTS
 from hddm.networks.transformers import ExpertTransformer
 from hddm.utils.errors import HddmError
 from hddm.utils.files import sha256_of
-from hddm.utils.records import MANIFEST, read_record
+from hddm.utils.records import MANIFEST
 from tests.artefacts import Command, aged, contents, copied, edit_json
 from tests.component_files import write_clip, write_vae
 from tests.conftest import Trio
@@ -192,7 +191,7 @@ def test_every_difference_is_told_at_once_a_line_an_expert(trio: Trio, tmp_path:
         f"VAE {'e' * 16}, not {'a' * 16}; VAE's scale 0.13, not 0.18215; VAE's shift 0.1, not 0.0; "
         f"text encoder {'f' * 16}, not {'b' * 16}; text width 32, not 16; tokens 120, not 77; "
         "class map has 'dots' as class 1, not 'rows'; null class 7, not 2; number of shards 5, not 3; "
-        f"partition {'c' * 12}, not {partition[:12]}; was trained on a shard that {trio.router} does not "
+        f"partition {'c' * 16}, not {partition[:16]}; was trained on a shard that {trio.router} does not "
         f"know ({'d' * 12}); train a router on all shards and pass it with --router",
         f"{pixels}: sample_shape (1, 4, 4), not (4, 8, 8); space pixels, not latents; latent_scale 1.0, not "
         f"0.18215; class map of 1 classes, not 2; was trained on the same shard ({shard_of_first[:12]}) as "
@@ -304,23 +303,17 @@ def test_components_are_held_against_what_the_experts_record(trio: Trio, tmp_pat
     assert text.endswith(f"width 32, and {expert} records 16; tokens 50, and {expert} records 77")
 
 
-def test_a_vae_is_compared_by_its_scale_where_the_expert_records_no_more(trio: Trio, tmp_path: Path) -> None:
-    write_vae(tmp_path / "vae", scaling_factor=0.5)
-    expert = _latent(trio.experts[0], tmp_path / "expert", vae=None)
-    assert _refusal([expert], tmp_path / "out", vae=tmp_path / "vae") == [
-        f"{tmp_path / 'vae'}: scale 0.5, and {expert} has 0.18215"
-    ]
-
-
-def test_a_text_encoder_is_compared_by_its_width_where_the_expert_records_no_more(
+def test_components_are_compared_by_scale_and_width_where_the_expert_records_no_more(
     trio: Trio, tmp_path: Path
 ) -> None:
+    write_vae(tmp_path / "vae", scaling_factor=0.5)
     write_clip(tmp_path, width=16)
-    expert = _latent(trio.experts[0], tmp_path / "expert", text_encoder=None)
+    expert = _latent(trio.experts[0], tmp_path / "expert", vae=None, text_encoder=None)
     edit_json(expert / "config.json", text_dim=4096)
-    parts = {name: tmp_path / name for name in ("text_encoder", "tokenizer")}
+    parts = {name: tmp_path / name for name in ("vae", "text_encoder", "tokenizer")}
     assert _refusal([expert], tmp_path / "out", **parts) == [
-        f"{tmp_path / 'text_encoder'}: tokens 16 wide, and {expert} takes 4096"
+        f"{tmp_path / 'vae'}: scale 0.5, and {expert} has 0.18215",
+        f"{tmp_path / 'text_encoder'}: tokens 16 wide, and {expert} takes 4096",
     ]
 
 
@@ -345,12 +338,18 @@ def test_components_that_nobody_needs_are_refused(trio: Trio, tmp_path: Path) ->
         assemble(trio.experts, tmp_path / "out", text_encoder=tmp_path / "text_encoder")
 
 
-def test_the_command_line_prints_a_line_a_part_and_escapes_names(
+def test_the_command_line_prints_notes_or_a_line_a_part_and_escapes_names(
     trio: Trio, tmp_path: Path, hddm: Command
 ) -> None:
     odd = tmp_path / "odd\x1b[2J\nname"
     shutil.copytree(trio.experts[1], odd)
     edit_json(odd / EXPERT_FILE, sample_shape=[3, 4, 4], null_class=5)
+    code, out, err = hddm("assemble", *trio.experts[:2], "--router", trio.router, "--out", tmp_path / "two")
+    assert (code, err) == (0, "")
+    assert out.splitlines() == [
+        f"note: {trio.router}: of its 3 outputs, these are left out: 2",
+        f"{tmp_path / 'two'}: 2 experts, strategy draw",
+    ]
     code, out, err = hddm("assemble", trio.experts[0], trio.experts[2], odd, "--out", tmp_path / "out")
     assert (code, out) == (1, "")
     assert err.splitlines() == [
@@ -359,37 +358,31 @@ def test_the_command_line_prints_a_line_a_part_and_escapes_names(
     ]
 
 
-def test_the_command_line_prints_notes(trio: Trio, tmp_path: Path, hddm: Command) -> None:
-    out = tmp_path / "out"
-    code, said, err = hddm("assemble", *trio.experts[:2], "--router", trio.router, "--out", out)
-    assert (code, err) == (0, "")
-    assert said.splitlines() == [
-        f"note: {trio.router}: of its 3 outputs, these are left out: 2",
-        f"{out}: 2 experts, strategy draw",
-    ]
-
-
-def test_parts_that_were_exchanged_by_hand_can_be_told(trio: Trio, router: Path) -> None:
-    experts = read_records(trio.experts)
-    facts = read_record(trio.router / ROUTER_FILE, RouterRecord, FORMAT)
-    check_together(experts, facts)
-    check_together(experts[1:], facts, (1, 2))
-    for wrong, outputs, lines in (
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
         (
-            [experts[1], experts[0], experts[2]],
-            (),
-            ["was trained on the shard of output 1 of router, not 0"] * 2,
+            {"experts": ["experts/1", "experts/0", "experts/2"]},
+            "experts/1: was trained on the shard of output 1 of router, not 0",
         ),
-        (experts[:2], (), ["tells 3 shards apart, not 2"]),
-        (experts[:2], (0, 3), ["has outputs 0 to 2, and the ensemble takes [3]"]),
-    ):
-        with pytest.raises(HddmError, match="the parts of this ensemble do not fit together") as caught:
-            check_together(wrong, facts, outputs)
-        assert len(caught.value.details) == len(lines)
-        assert lines[0] in caught.value.details[0]
-    other = read_record(router / ROUTER_FILE, RouterRecord, FORMAT)
-    with pytest.raises(HddmError, match="does not know"):
-        check_together(experts[:2], other)
+        ({"router_outputs": [1, 0, 2]}, "experts/0: was trained on the shard of output 0 of router, not 1"),
+        (
+            {"experts": ["experts/0", "experts/1"], "prior": [0.5, 0.5], "class_prior": []},
+            "router: has 3 outputs, not 2",
+        ),
+        ({"router_outputs": [0, 1, 3]}, "router: has outputs 0 to 2, and the ensemble takes [3]"),
+    ],
+    ids=str,
+)
+def test_parts_that_were_exchanged_by_hand_are_told(
+    changes: dict[str, Any], line: str, trio: Trio, tmp_path: Path
+) -> None:
+    assemble(trio.experts, tmp_path / "out", trio.router, "full")
+    edit_json(tmp_path / "out" / "ensemble.json", **changes)
+    with pytest.raises(HddmError) as caught:
+        hddm.load(tmp_path / "out")
+    assert line in str(caught.value)
+    assert "assemble it anew" in str(caught.value)
 
 
 @pytest.mark.parametrize("place", ["e0", "e0/out", "router/deep/out", "link/out"])
@@ -423,27 +416,19 @@ def test_a_file_that_is_a_link_out_of_an_expert_is_refused(trio: Trio, tmp_path:
     assert not (tmp_path / "out").exists()
 
 
-def test_an_ensemble_is_no_expert(ensemble: Path, tmp_path: Path) -> None:
-    with pytest.raises(HddmError, match="is an ensemble; name its experts, or change it by --add"):
-        assemble([ensemble], tmp_path / "out")
-
-
 @pytest.mark.parametrize(
-    ("strategy", "message"),
+    ("names", "strategy", "message"),
     [
-        ("top-5", "top-5 needs 5 experts and there are 2"),
-        ("best", "unknown strategy 'best'"),
-        ("full", "strategy 'full' needs --router"),
+        (["ddpm", "flow"], "top-5", "top-5 needs 5 experts and there are 2"),
+        (["ddpm", "flow"], "best", "unknown strategy 'best'"),
+        (["ddpm", "flow"], "full", "strategy 'full' needs --router"),
+        (["ensemble"], "draw", "is an ensemble; name its experts, or change it by --add"),
+        ([], "draw", "at least one expert"),
     ],
 )
-def test_a_strategy_that_cannot_work_is_refused(
-    strategy: str, message: str, ddpm_expert: Path, flow_expert: Path, tmp_path: Path
+def test_what_makes_no_ensemble_is_refused(
+    names: list[str], strategy: str, message: str, ensemble: Path, tmp_path: Path
 ) -> None:
     with pytest.raises(HddmError, match=message):
-        assemble([ddpm_expert, flow_expert], tmp_path / "out", strategy=strategy)
+        assemble([ensemble.parent / name for name in names], tmp_path / "out", strategy=strategy)
     assert not list(tmp_path.iterdir())
-
-
-def test_no_expert_makes_no_ensemble(tmp_path: Path) -> None:
-    with pytest.raises(HddmError, match="at least one expert"):
-        assemble([], tmp_path / "out")

@@ -135,7 +135,6 @@ def test_two_experts_never_get_one_output_of_the_router(trio: Trio, tmp_path: Pa
     with pytest.raises(HddmError) as caught:
         change(whole, add=[trio.experts[1]])
     assert caught.value.details == (
-        f"{whole / 'experts/1'}: takes output 1 of the router, and so does {trio.experts[1]}",
         f"{trio.experts[1]}: takes output 1 of the router, and so does {whole / 'experts/1'}",
     )
     assert contents(whole) == before
@@ -204,10 +203,7 @@ def test_what_a_link_leads_to_does_not_become_part_of_it(whole: Path, tmp_path: 
     with pytest.raises(HddmError, match=r"notes/link: is a link to .*private, outside the folder; refused"):
         change(whole, remove=[0])
     assert sorted(whole.rglob("*")) == before
-
-
-def test_a_link_in_a_circle_is_refused(whole: Path) -> None:
-    (whole / "notes").mkdir()
+    (whole / "notes" / "link").unlink()
     (whole / "notes" / "up").symlink_to("..")
     with pytest.raises(HddmError, match=r"notes/up: is a link to a folder; put the folder itself there"):
         change(whole, remove=[0])
@@ -286,11 +282,6 @@ def test_a_change_that_cannot_be_is_refused(arguments: dict[str, Any], message: 
     assert contents(whole.parent) == before
 
 
-def test_only_ensembles_can_be_changed(trio: Trio) -> None:
-    with pytest.raises(HddmError, match=r"no ensemble folder \(ensemble\.json\)"):
-        change(trio.experts[0], add=[trio.experts[1]])
-
-
 def test_the_command_line_changes_an_ensemble(trio: Trio, whole: Path, tmp_path: Path, hddm: Command) -> None:
     code, out, err = hddm("assemble", whole, "--remove", "0", "--remove", "experts/2")
     assert (code, err) == (0, "")
@@ -307,3 +298,5 @@ def test_the_command_line_changes_an_ensemble(trio: Trio, whole: Path, tmp_path:
     assert "nothing to change" in hddm("assemble", whole)[2]
     assert hddm("assemble", whole, trio.experts[0], "--add", trio.experts[2])[0] == 2
     assert hddm("assemble", trio.experts[0])[0] == 2
+    code, _, err = hddm("assemble", trio.experts[0], "--add", trio.experts[1])
+    assert (code, "no ensemble folder (ensemble.json)" in err) == (1, True)

@@ -133,27 +133,30 @@ def test_tensors_that_do_not_fit_are_named(flow_expert: Path, tmp_path: Path) ->
         ("expert.json", {"schedule": {"name": "line"}}, "'line'"),
         ("config.json", {"width": 3}, "has no key 'width'"),
         ("config.json", {"_class_name": "SanaTransformer2DModel"}, "holds a SanaTransformer2DModel"),
+        ("config.json", None, "config.json: no such file"),
+        (WEIGHTS, None, f"{WEIGHTS}: no such file"),
+        ("expert.json", None, "neither an expert folder (expert.json) nor"),
+        ("router/router.json", {"shards": 2}, "unknown key 'shards'"),
+        ("router/router.json", {"format": "2.0"}, "format 2.0 is newer"),
+        ("router/router.json", {"shard_hashes": ["a"]}, "router.json names 1 shards, config.json 2 experts"),
+        ("router/config.json", {"num_expert": 2}, "did you mean 'num_experts'?"),
     ],
 )
-def test_a_record_that_is_not_understood_is_refused(
-    file: str, change: dict[str, object], message: str, flow_expert: Path, tmp_path: Path
+def test_a_folder_that_is_not_understood_is_refused(
+    file: str,
+    change: dict[str, object] | None,
+    message: str,
+    flow_expert: Path,
+    router: Path,
+    tmp_path: Path,
 ) -> None:
-    folder = copied(flow_expert, tmp_path)
-    edit_json(folder / file, **change)
-    assert message in _refusal(lambda: hddm.load(folder))
-
-
-@pytest.mark.parametrize("file", ["config.json", WEIGHTS])
-def test_a_missing_file_is_named(file: str, flow_expert: Path, tmp_path: Path) -> None:
-    folder = copied(flow_expert, tmp_path)
-    (folder / file).unlink()
-    assert f"{folder / file}: no such file" in _refusal(lambda: hddm.load(folder))
-
-
-def test_weights_without_a_record_are_not_guessed_at(flow_expert: Path, tmp_path: Path) -> None:
-    folder = copied(flow_expert, tmp_path)
-    (folder / "expert.json").unlink()
-    assert "neither an expert folder (expert.json) nor" in _refusal(lambda: hddm.load(folder))
+    path = copied(router if file.startswith("router/") else flow_expert, tmp_path) / Path(file).name
+    if change is None:
+        path.unlink()
+    else:
+        edit_json(path, **change)
+    read = read_router if file.startswith("router/") else hddm.load
+    assert message in _refusal(lambda: read(path.parent))
 
 
 def test_an_expert_without_calibration_is_raw(flow_expert: Path, tmp_path: Path) -> None:
@@ -175,23 +178,6 @@ def test_a_calibration_that_cannot_be_used_is_named(damage: str, flow_expert: Pa
         moments, times = Moments.of(torch.randn(30, 1, 6, 6)), torch.linspace(0, 1, 7)
         Calibration(moments, times, torch.ones(7, len(moments.variances))).save(folder)
     assert str(folder / FILE_NAME) in _refusal(lambda: hddm.load(folder))
-
-
-@pytest.mark.parametrize(
-    ("file", "change", "message"),
-    [
-        ("router.json", {"shards": 2}, "unknown key 'shards'"),
-        ("router.json", {"format": "2.0"}, "format 2.0 is newer"),
-        ("router.json", {"shard_hashes": ["a"]}, "router.json names 1 shards, config.json 2 experts"),
-        ("config.json", {"num_expert": 2}, "did you mean 'num_experts'?"),
-    ],
-)
-def test_a_router_that_is_not_understood_is_refused(
-    file: str, change: dict[str, object], message: str, router: Path, tmp_path: Path
-) -> None:
-    folder = copied(router, tmp_path)
-    edit_json(folder / file, **change)
-    assert message in _refusal(lambda: read_router(folder))
 
 
 def test_other_folders_are_refused(images: Path, tmp_path: Path) -> None:

@@ -143,14 +143,6 @@ def test_offloaded_adapters_give_the_same_samples(adapters: list[Path], tmp_path
     assert torch.equal(samples[0], samples[2])
 
 
-def test_some_experts_are_loaded_without_the_others(adapters: list[Path], tmp_path: Path) -> None:
-    assemble(adapters, tmp_path / "out")
-    shutil.rmtree(tmp_path / "out" / "experts" / "1")
-    some = hddm.load(tmp_path / "out", experts=[2, 0])
-    assert isinstance(some, hddm.Ensemble)
-    _same(_velocities(some), [adapters[2], adapters[0]])
-
-
 def test_an_ensemble_follows_no_path_out_of_it(base: Path, adapters: list[Path], tmp_path: Path) -> None:
     assemble(adapters, tmp_path / "out")
     facts = read_ensemble_facts(tmp_path / "out")

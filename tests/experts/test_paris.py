@@ -1,4 +1,4 @@
-"""The Paris release as it was published, against outputs of the release's own networks and against ours."""
+"""The Paris release as it was published: loaded, against outputs of its own networks and against ours."""
 
 import shutil
 from pathlib import Path
@@ -8,13 +8,16 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from hddm.ensemble import Ensemble
+import hddm
+from hddm.experts.assembly import assemble
+from hddm.experts.assembly_changes import change
 from hddm.experts.paris import expert_arguments, is_paris, paris_experts, paris_router, router_arguments
 from hddm.networks.folders import differences
 from hddm.networks.transformers import ExpertTransformer, RouterTransformer
+from hddm.utils.errors import HddmError
 from tests.checkpoint_files import shared_checkpoint
 from tests.component_files import write_clip, write_vae
-from tests.paris_files import EXPERT, EXPERT_FILE, ROUTER, TEXT, edit, fields, read, router, write_paris
+from tests.paris_files import EXPERT, EXPERT_FILE, ROUTER, TEXT, edit, router, write_paris
 
 X = torch.randn(2, 4, 8, 8, generator=torch.Generator().manual_seed(0))
 T = torch.tensor([0.3, 0.8])
@@ -23,23 +26,28 @@ PROMPT = torch.randn(2, 5, TEXT, generator=torch.Generator().manual_seed(1))
 
 @pytest.fixture
 def release(tmp_path: Path) -> Path:
-    write_paris(tmp_path)
-    return tmp_path
+    write_paris(tmp_path / "paris")
+    return tmp_path / "paris"
 
 
 @pytest.fixture(scope="module")
-def shared() -> Path:
-    return shared_checkpoint("paris")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The reference release as it is downloaded: without the files that only our copy has."""
+    ours = shutil.ignore_patterns("about.json", "reference.safetensors")
+    folder = tmp_path_factory.mktemp("shared") / "paris"
+    return Path(shutil.copytree(shared_checkpoint("paris"), folder, ignore=ours))
 
 
 @pytest.fixture(scope="module")
-def reference(shared: Path) -> dict[str, Tensor]:
-    return load_file(shared / "reference.safetensors")
+def reference() -> dict[str, Tensor]:
+    return load_file(shared_checkpoint("paris") / "reference.safetensors")
 
 
-@pytest.fixture(scope="module")
-def mixed(shared: Path) -> Ensemble:
-    return Ensemble(fields(shared), router(shared))
+def _ensemble(folder: Path) -> hddm.Ensemble:
+    model = hddm.load(folder)
+    assert isinstance(model, hddm.Ensemble)
+    assert model.router is not None
+    return model
 
 
 def _error(found: Tensor, true: Tensor) -> float:
@@ -58,69 +66,67 @@ def test_the_routers_logits_and_probabilities_are_the_releases(
     torch.testing.assert_close(probabilities, reference["router_logits"].softmax(1), rtol=0, atol=2e-5)
 
 
-@pytest.mark.parametrize("index", range(3))
-def test_every_experts_velocity_is_the_releases(
-    index: int, mixed: Ensemble, reference: dict[str, Tensor]
-) -> None:
-    text = reference["encoder_hidden_states"]
-    found = mixed.experts[index].velocity(reference["x_t"], reference["t"], encoder_hidden_states=text)
-    assert _error(found, reference["expert_velocity"][:, index]) < 1e-4
-
-
 @pytest.mark.parametrize(
     ("strategy", "name", "scale"),
     [("top-1", "top1", 1.0), ("top-2", "top2", 1.0), ("full", "full", 1.0), ("top-2", "top2_cfg7_5", 7.5)],
 )
-def test_the_mixed_velocity_is_the_releases(
-    strategy: str, name: str, scale: float, mixed: Ensemble, reference: dict[str, Tensor]
+def test_a_loaded_release_gives_the_releases_velocity(
+    strategy: str, name: str, scale: float, shared: Path, reference: dict[str, Tensor]
 ) -> None:
-    mixed.strategy = strategy
+    model, text = _ensemble(shared), reference["encoder_hidden_states"]
     against = {"encoder_hidden_states": reference["negative_encoder_hidden_states"]}
-    found = mixed.velocity(
+    model.strategy = strategy
+    found = model.velocity(
         reference["x_t"],
         reference["t"],
         guidance_scale=scale,
         negative=against if scale != 1.0 else None,
-        encoder_hidden_states=reference["encoder_hidden_states"],
+        encoder_hidden_states=text,
     )
     assert _error(found, reference[name]) < 1e-4
+    for k, expert in enumerate(model.experts):
+        found = expert.velocity(reference["x_t"], reference["t"], encoder_hidden_states=text)
+        assert _error(found, reference["expert_velocity"][:, k]) < 1e-4
 
 
 def test_networks_of_a_release_come_back_as_they_were_saved(tmp_path: Path) -> None:
     experts, classifier = write_paris(tmp_path)
     assert is_paris(tmp_path)
-    found = fields(tmp_path)
-    assert len(found) == len(experts)
-    for field, network in zip(found, experts, strict=True):
+    model = _ensemble(tmp_path)
+    assert (len(model.experts), model.strategy, model.sample_shape) == (3, "top-2", (4, 8, 8))
+    for field, network in zip(model.experts, experts, strict=True):
         given = network(X, 1000 * T, encoder_hidden_states=PROMPT)
         assert torch.equal(field.velocity(X, T, encoder_hidden_states=PROMPT), given)
-    assert torch.equal(router(tmp_path)(X, T), classifier(X, 1000 * T).softmax(1))
+    probabilities = classifier(X, 1000 * T).softmax(1)
+    assert torch.equal(model.router(X, T), probabilities)
+    some = hddm.load(tmp_path, experts=[2, 0])
+    kept = probabilities[:, [2, 0]]
+    torch.testing.assert_close(some.router(X, T), kept / kept.sum(1, keepdim=True))
+    samples = hddm.sample(model, 2, steps=2, encoder_hidden_states=PROMPT)
+    assert samples.shape == (2, 4, 8, 8)
+    assert samples.isfinite().all()
 
 
-def test_sizes_come_from_shapes_and_not_from_config_files(release: Path) -> None:
-    part, _ = paris_experts(release)[0]
-    assert part.arguments == {"in_channels": 4, "patch_size": 2, **EXPERT}
-    assert paris_router(release)[0].arguments == {
-        "num_experts": 3,
-        "in_channels": 4,
-        "patch_size": 2,
-        **ROUTER,
-    }
-
-
-def test_the_facts_are_those_of_the_release(release: Path) -> None:
-    _, facts = paris_experts(release)[2]
-    assert facts.model_dump(include={"objective", "prediction_type", "schedule", "time_scale", "shift"}) == {
+def test_sizes_come_from_shapes_and_the_record_is_that_of_the_release(release: Path) -> None:
+    experts = paris_experts(release)
+    network, router_record = paris_router(release, experts)
+    for config, sizes in (
+        (experts[2].unread.network.config, {"in_channels": 4, "patch_size": 2, **EXPERT}),
+        (network.network.config, {"num_experts": 3, "in_channels": 4, "patch_size": 2, **ROUTER}),
+    ):
+        assert {key: config[key] for key in sizes} == sizes
+    record = experts[2].facts
+    assert record.model_dump(include={"objective", "prediction_type", "schedule", "time_scale", "shift"}) == {
         "objective": "flow",
         "prediction_type": "flow_prediction",
         "schedule": {"name": "linear"},
         "time_scale": 1000.0,
         "shift": 1.0,
     }
-    assert (facts.space, facts.sample_shape, facts.latent_scale) == ("latents", (4, 8, 8), 0.18215)
-    assert (facts.conditions, facts.licence) == (("encoder_hidden_states",), "MIT")
-    assert (facts.vae, facts.text_encoder) == (None, None)
-    assert paris_router(release)[1] == 1000.0
+    assert (record.space, record.sample_shape, record.latent_scale) == ("latents", (4, 8, 8), 0.18215)
+    assert (record.conditions, record.licence) == (("encoder_hidden_states",), "MIT")
+    assert (record.vae, record.text_encoder) == (None, None)
+    assert (router_record.time_scale, router_record.shard_hashes) == (1000.0, ())
 
 
 def test_the_published_sizes_are_found_from_their_shapes() -> None:
@@ -138,42 +144,30 @@ def test_the_published_sizes_are_found_from_their_shapes() -> None:
         assert sum(p.numel() for p in again.parameters()) / 1e6 == pytest.approx(millions, abs=0.01)
 
 
-def test_the_shift_is_the_schedulers(release: Path) -> None:
+def test_what_lies_beside_the_experts_is_in_their_record(release: Path) -> None:
     path = release / "scheduler" / "scheduler_config.json"
     path.write_text(path.read_text().replace('"shift": 1.0', '"shift": 3.0'))
-    assert paris_experts(release)[0][1].shift == 3.0
-
-
-def test_without_a_scheduler_the_grid_is_even_and_the_paper_the_source(release: Path) -> None:
-    shutil.rmtree(release / "scheduler")
-    _, facts = paris_experts(release)[0]
-    assert (facts.shift, facts.schedule_source) == (1.0, "arXiv:2510.03434")
-
-
-def test_vae_and_text_encoder_beside_the_experts_are_in_the_facts(release: Path) -> None:
     write_vae(release / "vae")
     write_clip(release, width=TEXT)
-    _, facts = paris_experts(release)[0]
-    assert facts.vae is not None
-    assert (facts.vae.kind, facts.vae.scale) == ("AutoencoderKL", 0.18215)
-    assert facts.text_encoder is not None
-    assert (facts.text_encoder.tokens, facts.text_encoder.width) == (77, TEXT)
+    record = paris_experts(release)[0].facts
+    assert record.shift == 3.0
+    assert record.vae is not None
+    assert (record.vae.kind, record.vae.scale) == ("AutoencoderKL", 0.18215)
+    assert record.text_encoder is not None
+    assert (record.text_encoder.tokens, record.text_encoder.width) == (77, TEXT)
+    shutil.rmtree(release / "scheduler")
+    record = paris_experts(release)[0].facts
+    assert (record.shift, record.schedule_source) == (1.0, "arXiv:2510.03434")
 
 
-def test_half_precision_weights_are_read(release: Path) -> None:
+def test_half_precision_and_other_file_names_are_read(release: Path) -> None:
     path = release / "expert_1" / EXPERT_FILE
     edit(path, lambda tensors: tensors.update({name: value.half() for name, value in tensors.items()}))
-    part, _ = paris_experts(release)[1]
-    assert read(ExpertTransformer, part).dtype == torch.float32
-
-
-def test_another_name_of_the_one_file_is_found(release: Path) -> None:
-    for part in ("expert_0", "router"):
+    for part in ("expert_1", "router"):
         (file,) = (release / part).glob("*.safetensors")
         file.rename(file.with_name("model.safetensors"))
-    assert is_paris(release)
-    assert paris_experts(release)[0][0].weights == release / "expert_0" / "model.safetensors"
-    assert paris_router(release)[0].weights == release / "router" / "model.safetensors"
+    v = _ensemble(release).experts[1].velocity(X, T, encoder_hidden_states=PROMPT)
+    assert v.dtype == torch.float32
 
 
 def test_a_download_in_the_hub_cache_is_read_through_its_links(tmp_path: Path) -> None:
@@ -186,5 +180,37 @@ def test_a_download_in_the_hub_cache_is_read_through_its_links(tmp_path: Path) -
         file.rename(blobs / str(index))
         file.symlink_to(Path("../../../blobs") / str(index))
     assert is_paris(snapshot)
-    assert len(fields(snapshot)) == 3
-    assert paris_router(snapshot)[0].weights == snapshot / "router" / "pytorch_model.safetensors"
+    model = _ensemble(snapshot)
+    assert len(model.experts) == 3
+    assert model.velocity(X, T, encoder_hidden_states=PROMPT).isfinite().all()
+
+
+def test_weights_that_are_no_numbers_are_refused_when_they_are_read(release: Path) -> None:
+    edit(release / "expert_1" / EXPERT_FILE, lambda tensors: tensors["pos_embed"].fill_(float("nan")))
+    model = _ensemble(release)
+    with pytest.raises(HddmError, match=r"expert_1.*'pos_embed' holds NaN"):
+        model.experts[1].velocity(X, T, encoder_hidden_states=PROMPT)
+
+
+@torch.no_grad()
+def test_a_release_that_was_saved_can_be_changed(release: Path, tmp_path: Path) -> None:
+    """Its router records no shards: outputs are counted from its config and told by the order."""
+    whole, saved = _ensemble(release), tmp_path / "saved"
+    hddm.HDDMPipeline.from_pretrained(release).save_pretrained(saved)
+    names = ", ".join(str(saved / "experts" / str(k)) for k in range(3))
+    assert change(saved, strategy="full") == (
+        "no expert records its VAE; that all share one is taken on trust",
+        "no expert records its text encoder; that all share one is taken on trust",
+        f"{names}: no shard is recorded, so the prior keeps its proportions",
+    )
+    change(saved, remove=["0"])
+    kept, given = _ensemble(saved), {"encoder_hidden_states": PROMPT}
+    weights = whole.router(X, T)[:, 1:] / whole.router(X, T)[:, 1:].sum(1, keepdim=True)
+    torch.testing.assert_close(kept.router(X, T), weights)
+    each = torch.stack([expert.velocity(X, T, **given) for expert in whole.experts[1:]], 1)
+    torch.testing.assert_close(kept.velocity(X, T, **given), (weights[..., None, None, None] * each).sum(1))
+    with pytest.raises(HddmError, match="of a router that records no shards can only be matched by order"):
+        change(saved, add=[saved / "experts" / "0"], out=tmp_path / "more")
+    experts, router_of = [saved / "experts" / k for k in "01"], saved / "router"
+    with pytest.raises(HddmError, match="tells 3 shards apart, and there are 2 experts"):
+        assemble(experts, tmp_path / "other", router_of)

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+import hddm
 from hddm.experts.paris import is_paris, paris_experts, paris_router
 from hddm.networks.transformers import ExpertTransformer, RouterTransformer
 from hddm.utils.errors import HddmError
@@ -36,8 +37,7 @@ def _refused(release: Path, *said: str) -> None:
 
 
 def _open(release: Path) -> None:
-    paris_experts(release)
-    paris_router(release)
+    paris_router(release, paris_experts(release))
 
 
 def _rewrite(path: Path, network: torch.nn.Module) -> None:
@@ -80,7 +80,7 @@ def _pickled(part: str, name: str) -> Change:
 CASES: dict[str, tuple[Change, tuple[str, ...]]] = {
     "a gap in the numbers": (
         lambda folder: (folder / "expert_1").rename(folder / "expert_12"),
-        ("lacks expert_1, expert_3, expert_4", "whole release"),
+        ("tells 3 experts apart", "holds 1", "whole release"),
     ),
     "no router": (
         lambda folder: (folder / "router").rename(folder / "other"),
@@ -206,6 +206,16 @@ def test_links_that_lead_out_are_refused(name: str, release: Path, tmp_path: Pat
     _refused(release, "outside the folder")
 
 
+@pytest.mark.parametrize("name", ["vae", "text_encoder", "tokenizer"])
+def test_a_component_that_is_a_link_out_of_the_release_is_refused(
+    name: str, release: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (release / name).symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(HddmError, match=f"{name}: is a link to .*elsewhere, outside the folder; refused"):
+        hddm.load(release)
+
+
 def test_a_linked_folder_elsewhere_is_not_even_listed(release: Path, tmp_path: Path) -> None:
     _pickled("expert_1", "secret.pt")(release)
     (release / "expert_1").rename(tmp_path / "elsewhere")
@@ -227,7 +237,7 @@ def test_more_tensors_than_any_network_has_are_refused(release: Path) -> None:
 
 def test_a_folder_of_many_files_is_no_release(release: Path) -> None:
     for i in range(10_001):
-        (release / f"{i}.png").touch()
+        (release / "expert_0" / f"{i}.png").touch()
     _refused(release, "more than 10000 files")
 
 

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 import hddm
-from hddm.ensemble import Ensemble
 from hddm.networks.offload import Offload
 from hddm.pipelines.pipeline import HDDMPipeline
 from tests.ensemble_files import write_mixed
@@ -95,22 +94,6 @@ def test_a_saved_pipeline_makes_the_same_images_in_another_process(folder: Path,
     np.testing.assert_array_equal(there, here)
 
 
-@pytest.mark.filterwarnings("ignore:draw picks experts by the prior alone")
-@pytest.mark.parametrize("strategy", ["top-1", "nucleus-0.9", "full", "draw"])
-def test_with_the_seed_of_hddm_sample_come_its_images(folder: Path, strategy: str) -> None:
-    found = _latents(_pipe(folder), strategy=strategy)
-    expected = _sampled(folder, torch.float32, NUM, strategy)
-    if strategy == "draw":
-        # There samples are sorted by expert, which changes who shares a batch.
-        torch.testing.assert_close(found, expected, rtol=0, atol=1e-4 * _range(expected))
-    else:
-        assert torch.equal(found, expected)
-
-
-def _range(images: Tensor) -> float:
-    return (images.max() - images.min()).item()
-
-
 @pytest.mark.parametrize("strategy", ["top-1", "nucleus-0.9"])
 def test_in_float64_an_image_is_the_same_in_any_batch(folder: Path, strategy: str) -> None:
     pipe = _pipe(folder).to(torch.float64)
@@ -121,42 +104,6 @@ def test_in_float64_an_image_is_the_same_in_any_batch(folder: Path, strategy: st
         torch.testing.assert_close(found, whole, rtol=0, atol=1e-9)
         sampled = _sampled(folder, torch.float64, size, strategy)
         torch.testing.assert_close(sampled, whole, rtol=0, atol=1e-9)
-
-
-class Recording:
-    """A router that keeps the gap between the k-th and the next most probable, of every row and call."""
-
-    def __init__(self, model: Ensemble, k: int) -> None:
-        assert model.router is not None
-        self.router, self.k = model.router, k
-        self.gaps: list[Tensor] = []
-
-    def __call__(self, x: Tensor, t: Tensor) -> Tensor:
-        probabilities = self.router(x, t)
-        ranked = probabilities.sort(1, descending=True).values
-        self.gaps.append(ranked[:, self.k - 1] - ranked[:, self.k])
-        return probabilities
-
-
-@pytest.mark.parametrize("k", [1, 2])
-def test_in_float32_a_batch_changes_an_image_by_rounding_where_no_choice_is_close(
-    folder: Path, k: int
-) -> None:
-    model = hddm.load(folder)
-    assert isinstance(model, Ensemble)
-    model.router = recording = Recording(model, k)
-    labels = torch.tensor(LABELS)
-    whole = hddm.sample(model, NUM, 3, STEPS, f"top-{k}", class_labels=labels)
-    assert len(recording.gaps) == STEPS
-    clear = torch.stack(recording.gaps).amin(0) > 1e-4
-    assert clear.sum() >= NUM - 1
-    pipe = _pipe(folder)
-    for size in (1, 3, 8):
-        for found in (
-            _in_batches(pipe, size, strategy=f"top-{k}"),
-            _sampled(folder, torch.float32, size, f"top-{k}"),
-        ):
-            assert (found - whole)[clear].abs().max() <= 1e-4 * _range(whole)
 
 
 @pytest.mark.parametrize("offload", ["ram", "disk"])

@@ -201,6 +201,7 @@ def test_casting_reaches_every_part_and_warns_of_nothing(
 
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "classes": ({"prompt": [0, 1]}, "passed as class_labels="),
     "prompt": ({"prompt": "a cat"}, "needs a text encoder and a tokenizer"),
     "output": ({"output_type": "jpeg"}, "unknown output_type 'jpeg': choose one of pil, np, pt, latent"),
     "latents": (
@@ -267,11 +268,6 @@ def test_there_is_one_size_of_images(pipe: HDDMPipeline) -> None:
     assert pipe(height=4, width=4, **LATENT).images.shape == (1, 3, 4, 4)
     with pytest.raises(HddmError, match="images of 4×4, not 512×512"):
         pipe(height=512, width=512, **LATENT)
-
-
-def test_classes_are_not_taken_for_prompts(pipe: HDDMPipeline) -> None:
-    with pytest.raises(HddmError, match="passed as class_labels="):
-        pipe([0, 1], **LATENT)
 
 
 def test_latents_need_a_vae_to_become_images() -> None:

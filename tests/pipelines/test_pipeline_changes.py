@@ -10,7 +10,7 @@ import torch
 from diffusers import EulerDiscreteScheduler, FlowMatchEulerDiscreteScheduler
 
 import hddm
-from hddm.experts.loading import ExpertSet, bytes_of
+from hddm.experts.loading import ExpertSet
 from hddm.experts.records import save_expert
 from hddm.pipelines.pipeline import HDDMPipeline
 from hddm.sampling import time_grid
@@ -101,7 +101,10 @@ def test_a_shift_set_on_the_scheduler_is_that_of_the_grid() -> None:
 @pytest.mark.parametrize(
     ("scheduler", "message"),
     [
-        (FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True), "use_dynamic_shifting True"),
+        (
+            FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True),
+            "the scheduler: use_dynamic_shifting is True",
+        ),
         (EulerDiscreteScheduler(), "EulerDiscreteScheduler, and hddm integrates by its own solvers"),
     ],
     ids=["dynamic", "another"],
@@ -116,7 +119,7 @@ def test_a_scheduler_of_another_grid_is_refused(scheduler: Any, message: str) ->
 def test_a_limit_of_memory_holds_in_another_dtype(tmp_path: Path) -> None:
     folder = write_ensemble(tmp_path / "e", [flow_expert(k) for k in range(3)])
     whole = HDDMPipeline.from_pretrained(folder)
-    router, expert = bytes_of([whole.router]), whole.experts.stored[0].size
+    router, expert = 4 * whole.router.num_parameters(), whole.experts.stored[0].size
     enough = router + expert
     pipe = HDDMPipeline.from_pretrained(folder, torch_dtype=torch.bfloat16, offload="disk", max_memory=enough)
     assert pipe.experts.shelf.budget == enough - router // 2

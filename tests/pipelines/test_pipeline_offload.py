@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from hddm.experts.loading import ExpertSet
-from hddm.pipelines.folders import Offloading, Visit
+from hddm.pipelines.offloading import Offloading
 from tests.ensemble_files import flow_expert, random_router
 
 
@@ -19,28 +19,6 @@ class Traveller(nn.Module):
     def to(self, device: torch.device | str) -> "Traveller":  # type: ignore[override]
         self.places.append(str(device))
         return self
-
-
-def test_a_part_is_on_the_device_inside_the_block_and_on_the_cpu_after() -> None:
-    part = Traveller()
-    with Visit(part, torch.device("cuda", 1)) as there:
-        assert there is part
-        assert part.places == ["cuda:1"]
-    assert part.places == ["cuda:1", "cpu"]
-
-
-def test_a_part_leaves_the_device_after_an_error_too() -> None:
-    part = Traveller()
-    with pytest.raises(ZeroDivisionError), Visit(part, torch.device("cuda")):
-        raise ZeroDivisionError
-    assert part.places == ["cuda", "cpu"]
-
-
-def test_a_part_that_has_no_device_to_visit_is_never_moved() -> None:
-    part = Traveller()
-    with Visit(part, None) as there:
-        assert there is part
-    assert part.places == []
 
 
 class Parts(Offloading):
@@ -65,3 +43,6 @@ def test_offloaded_parts_wait_on_the_cpu_until_they_are_used_and_experts_do_not(
     assert (parts.vae.places, parts.text_encoder.places) == (["cpu", "meta", "cpu"], ["cpu"])
     assert parts.experts.device.type == "meta"
     assert {weight.device.type for weight in parts.router.parameters()} == {"meta"}
+    with pytest.raises(ZeroDivisionError), parts.present(parts.vae):
+        raise ZeroDivisionError
+    assert parts.vae.places[-2:] == ["meta", "cpu"]
