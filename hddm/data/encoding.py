@@ -11,10 +11,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from hddm.data.decoding import THREADS, read_ahead
 from hddm.data.encoding_draft import Done, Draft, open_draft
 from hddm.data.encoding_plan import FILE_BYTES, EncodingPlan, ShardToEncode, read_image
-from hddm.data.images import to_unit_range
+from hddm.data.images import THREADS, read_ahead, to_unit_range
 from hddm.data.shard_records import (
     DEVIATION,
     IMAGES,

@@ -12,20 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from PIL import ExifTags, Image
+from PIL import Image
 from pydantic import Field
 from torch import Tensor, nn
 
-from hddm.data.decoding import THREADS, open_image
-from hddm.data.images import Crop, Interpolation, fit_image
+from hddm.data.images import THREADS, Crop, Interpolation, fit_image, open_image, read_header
 from hddm.data.shard_records import (
-    DEVIATION,
     MANIFEST,
-    MEAN,
-    MIRRORED,
     PARTITION_FILE,
-    PIXELS,
-    TOKENS,
     Computed,
     Dtype,
     EncodingRecord,
@@ -38,6 +32,7 @@ from hddm.data.shard_records import (
     read_content,
     read_manifest,
 )
+from hddm.data.shards import RowLayout, layout_of
 from hddm.networks.identity import TextEncoderRecord, VaeRecord
 from hddm.networks.text_encoder import read_text_encoder, read_tokenizer, text_encoder_facts
 from hddm.networks.vae import read_vae, scale_of, vae_facts
@@ -45,36 +40,7 @@ from hddm.utils.errors import HddmError, UsageError
 from hddm.utils.records import Record
 from hddm.utils.tensors import available_device, generator
 
-RowLayout = dict[str, tuple[tuple[int, ...], torch.dtype]]
-
-
-def layout_of(
-    encoding: EncodingRecord, vae: VaeRecord | None, text_encoder: TextEncoderRecord | None
-) -> RowLayout:
-    """Shape of a row and dtype of each tensor in a data file.
-
-    Raises:
-        HddmError: for facts that contradict each other.
-    """
-    is_latent = encoding.space == "latents"
-    if is_latent == (vae is None) or is_latent == (encoding.dtype == "uint8"):
-        raise HddmError(f"{encoding.space} in {encoding.dtype} {'without' if vae is None else 'with'} a VAE")
-    if (text_encoder is None) != (encoding.text_dtype is None):
-        raise HddmError(f"text_dtype is {encoding.text_dtype}, and text_encoder {text_encoder}")
-    names = [PIXELS]
-    if vae is not None:
-        names = [MEAN, DEVIATION] if vae.kind == "AutoencoderKL" else [MEAN]
-        names += [MIRRORED + name for name in names] if encoding.mirrored else []
-    layout: RowLayout = {name: (encoding.shape, getattr(torch, encoding.dtype)) for name in names}
-    if text_encoder is not None:
-        size = (text_encoder.tokens, text_encoder.width)
-        layout[TOKENS] = (size, getattr(torch, str(encoding.text_dtype)))
-    return layout
-
-
 _CROP_STREAM = 1
-_TURNED = range(5, 9)
-"""EXIF orientations that exchange width and height."""
 
 
 @dataclass(frozen=True)
@@ -107,13 +73,11 @@ def survey(shards: Iterable[tuple[Path, Sequence[ImageEntry]]]) -> tuple[int, se
 def _header(path: Path) -> tuple[bool, tuple[int, int]] | None:
     """True for an image in colour, and its (H, W) upright; None for a file that is no image."""
     try:
-        with Image.open(path) as image:
-            mode, (width, height) = image.mode, image.size
-            is_turned = image.getexif().get(ExifTags.Base.Orientation, 1) in _TURNED
-    except Exception:  # whatever a decoder makes of a damaged file
+        header = read_header(path, path)
+    except HddmError:
         return None
-    is_gray = mode in ("1", "L") or mode.startswith("I")
-    return not is_gray, (width, height) if is_turned else (height, width)
+    is_gray = header.mode in ("1", "L") or header.mode.startswith("I")
+    return not is_gray, (header.height, header.width)
 
 
 def read_image(folder: Path, entry: ImageEntry, index: int, channels: int, fit: Fit | None) -> Tensor:

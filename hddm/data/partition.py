@@ -19,7 +19,6 @@ from numpy.typing import NDArray
 from safetensors.numpy import save_file
 
 from hddm.data.clustering import Candidate, Hierarchy, best, cluster, propose
-from hddm.data.decoding import count_copies
 from hddm.data.feature_cache import ImageFeatures, compute_features
 from hddm.data.features import Extractor, open_feature_extractor
 from hddm.data.partition_report import write_report
@@ -35,7 +34,8 @@ from hddm.data.shard_records import (
     content_hash,
     holds_shard,
 )
-from hddm.data.sources import ImageSource, open_source
+from hddm.data.sources import open_source
+from hddm.data.sources.base import ImageSource
 from hddm.utils.errors import HddmError, UsageError, counted
 from hddm.utils.files import check_absent, link_or_copy, new_folder, write_json, writing
 
@@ -328,7 +328,7 @@ def _write(
         hashes=hashes,
         held_out_share=held_out,
         held_out=tuple(counts[1]) if held_out else (),
-        copies=count_copies(division.features.pixels),
+        copies=len(division.features) - len(np.unique(division.features.pixels, axis=0)),
         skipped=tuple(source.files[row] for row in division.features.broken),
         proposal={one.shards: one.silhouette for one in candidates} or None,
     )

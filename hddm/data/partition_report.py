@@ -9,11 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hddm.data.clustering import Array, Indices, Points, normalise
-from hddm.data.decoding import open_image
 from hddm.data.feature_cache import ImageFeatures
-from hddm.data.images import contact_sheet, lines_of
+from hddm.data.images import contact_sheet, lines_of, open_image
 from hddm.data.shard_records import PartitionRecord
-from hddm.data.sources import ImageSource
+from hddm.data.sources.base import ImageSource
 from hddm.utils.errors import counted, shown
 
 COLUMNS = 8

@@ -16,19 +16,19 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from hddm.data.decoding import decode, read_header, too_many_bad
-from hddm.data.images import ImageSet, stack, to_bytes
+from hddm.data.images import ImageSet, decode, read_header, stack, to_bytes, too_many_bad
 from hddm.data.shard_records import (
     HELD_OUT,
     PARTITION_FILE,
-    ShardImages,
     find_held_out,
     find_shards,
     holds_shard,
     is_encoded,
+    open_images,
 )
 from hddm.data.shards import open_shard
-from hddm.data.sources import ImageSource, open_source
+from hddm.data.sources import open_source
+from hddm.data.sources.base import ImageSource
 from hddm.utils.errors import HddmError, counted
 from hddm.utils.files import read_json
 from hddm.utils.records import SAMPLING_FILE
@@ -254,7 +254,7 @@ def _held_out(partition: Path) -> list[Path]:
 def _of_shard(root: Path, folder: Path, role: Role) -> ReadImages:
     prefix = "" if folder == root else f"{folder.relative_to(root).as_posix()}/"
     if not is_encoded(folder):
-        return _of_source(ShardImages.of(folder), prefix, role)
+        return _of_source(open_images(folder), prefix, role)
     shard = open_shard(folder)
     if shard.space != "pixels":
         raise HddmError(

@@ -13,8 +13,7 @@ from safetensors.torch import load_file
 from hddm.data.encoding import encode_shards
 from hddm.data.encoding_plan import EncodingSettings, plan_encoding
 from hddm.data.shard_records import MIN_IMAGES, find_shards
-from hddm.data.shards import load_encoded, open_shard
-from hddm.data.stores import LatentStore, Rows
+from hddm.data.shards import LatentStore, Rows, load_encoded, open_shard
 from hddm.utils import files as verified
 from hddm.utils.errors import HddmError
 from hddm.utils.files import sha256_of

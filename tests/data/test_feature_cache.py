@@ -12,7 +12,8 @@ from PIL import Image
 
 from hddm.data.feature_cache import ImageFeatures, compute_features
 from hddm.data.features import PixelPca
-from hddm.data.sources import ImageSource, open_source
+from hddm.data.sources import open_source
+from hddm.data.sources.base import ImageSource
 from hddm.utils.errors import HddmError
 from tests.artefacts import PER_CLASS, contents, copied, edit_json, largest_file
 

@@ -11,8 +11,15 @@ import pytest
 import torch
 from PIL import Image
 
-from hddm.data.decoding import OversizedImageError, read_header
-from hddm.data.images import decode, load_images, save_png, to_bytes, to_unit_range
+from hddm.data.images import (
+    OversizedImageError,
+    decode,
+    load_images,
+    read_header,
+    save_png,
+    to_bytes,
+    to_unit_range,
+)
 from hddm.utils.errors import HddmError
 
 NOISE = np.random.default_rng(0)

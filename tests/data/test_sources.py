@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from hddm.data.sources import ImageSource, open_source
+from hddm.data.sources import open_source
+from hddm.data.sources.base import ImageSource
 from hddm.utils.errors import HddmError
 
 
