@@ -178,12 +178,12 @@ def test_a_draft_goes_before_its_lock_and_takes_nothing_of_the_next_process(
             left.append(list(root.iterdir()))
             (tmp_path / "out").rename(tmp_path / "first")
             draft = second.enter_context(open_draft(target, "manifest.json", {"a": 2}))
-            (draft.whole / "manifest.json").write_text("second")
+            (draft.folder / "manifest.json").write_text("second")
 
     with monkeypatch.context() as patched:
         patched.setattr("os.unlink", watched)
         with open_draft(target, "manifest.json", {"a": 1}) as draft:
-            (draft.whole / "manifest.json").write_text("first")
+            (draft.folder / "manifest.json").write_text("first")
             for number in range(40):
                 (root / f"more-{number}").write_text("")
     assert left == [[]]
