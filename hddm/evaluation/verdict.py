@@ -119,10 +119,11 @@ def gap_over_seeds(ours: Mapping[str, float], base: Mapping[str, float]) -> Gap:
         gaps = [ours[seed] - base[seed] for seed in ours]
         spread = statistics.stdev(gaps)
         return Gap(statistics.fmean(gaps), spread, spread / len(gaps) ** 0.5, len(gaps) - 1)
-    parts = [(statistics.variance(one.values()) / len(one), len(one) - 1) for one in (ours, base)]
-    variance = sum(part for part, _ in parts)
-    below = sum(part**2 / freedom for part, freedom in parts)
-    freedom = variance**2 / below if below else sum(freedom for _, freedom in parts)
+    # Variance of each mean, and its degrees of freedom (Welch and Satterthwaite).
+    terms = [(statistics.variance(one.values()) / len(one), len(one) - 1) for one in (ours, base)]
+    variance = sum(term for term, _ in terms)
+    below = sum(term**2 / freedom for term, freedom in terms)
+    freedom = variance**2 / below if below else sum(freedom for _, freedom in terms)
     mean = statistics.fmean(ours.values()) - statistics.fmean(base.values())
     return Gap(mean, None, math.sqrt(variance), freedom)
 

@@ -243,7 +243,7 @@ def test_jpeg_samples_are_known_by_their_content(images: Path, home: Path, tmp_p
         Image.fromarray(np.zeros((4, 4), np.uint8)).save(tmp_path / "renamed" / name, "JPEG")
     with pytest.raises(HddmError, match=r"1\.png: JPEG compression"):
         evaluate_folder(tmp_path / "renamed", images)
-    assert _side(tmp_path / "renamed").facts.images == 2
+    assert _side(tmp_path / "renamed").record.images == 2
 
 
 def test_without_classes_and_inception_there_are_no_features(images: Path, home: Path) -> None:
@@ -306,7 +306,7 @@ def test_the_hash_of_images_is_that_of_their_pixels(many: Path, home: Path, tmp_
         with Image.open(file) as image:
             image.save(renamed / f"{index:03d}.bmp")
     first, second, third = _side(many), _side(renamed), _side(many / "rows")
-    assert first.facts.hash == second.facts.hash != third.facts.hash
+    assert first.record.hash == second.record.hash != third.record.hash
 
 
 def test_gray_images_are_measured_in_colour_where_others_are(many: Path, home: Path, tmp_path: Path) -> None:
@@ -316,8 +316,8 @@ def test_gray_images_are_measured_in_colour_where_others_are(many: Path, home: P
         Image.new("RGB", (4, 4), (index, 0, 0)).save(tmp_path / "colour" / f"{index}.png")
     sides = alike({"images": _side(gray), "reference": _side(tmp_path / "colour")})
     assert sides["images"].images.pixels.shape == (4, 3, 4, 4)
-    assert sides["images"].facts.made_colour == 4
-    assert sides["reference"].facts.made_colour == 0
+    assert sides["images"].record.made_colour == 4
+    assert sides["reference"].record.made_colour == 0
 
 
 def test_a_folder_that_lost_images_compares_with_nothing(

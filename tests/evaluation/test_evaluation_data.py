@@ -40,15 +40,17 @@ def test_a_partition_stands_for_its_training_images_or_those_it_holds_out(
 ) -> None:
     training, held_out = _sizes(shards)
     sides = read_data({"reference": shards, "held-out": shards})
-    assert (sides["reference"].facts.images, sides["held-out"].facts.images) == (training, held_out)
-    assert read_data({"held-out": shards / "held_out"})["held-out"].facts.hash == sides["held-out"].facts.hash
+    assert (sides["reference"].record.images, sides["held-out"].record.images) == (training, held_out)
+    assert (
+        read_data({"held-out": shards / "held_out"})["held-out"].record.hash == sides["held-out"].record.hash
+    )
     one = read_data({"images": shards / "held_out" / "shard_0"})["images"]
-    assert one.facts.images == json.loads((shards / "partition.json").read_text())["held_out"][0]
+    assert one.record.images == json.loads((shards / "partition.json").read_text())["held_out"][0]
     # All of them, in another order.
     partition(many, tmp_path / "plain", 2)
     whole, folder = (read_data({"reference": path})["reference"] for path in (tmp_path / "plain", many))
-    assert whole.facts.hash == folder.facts.hash
-    assert (whole.images.classes, whole.facts.modes) == (folder.images.classes, folder.facts.modes)
+    assert whole.record.hash == folder.record.hash
+    assert (whole.images.classes, whole.record.modes) == (folder.images.classes, folder.record.modes)
     for side in (whole, folder):
         assert side.images.labels is not None
         assert side.images.labels.bincount().tolist() == [80, 80]
@@ -77,7 +79,7 @@ def test_encoded_pixels_are_brought_back_and_latents_are_refused(shards: Path, t
     encode_shards(plan_encoding(shards, EncodingSettings()), tmp_path / "pixels")
     for role in ("reference", "held-out"):
         images, encoded = (read_data({role: path})[role] for path in (shards, tmp_path / "pixels"))
-        assert encoded.facts.hash == images.facts.hash
+        assert encoded.record.hash == images.record.hash
         assert encoded.images.pixels.equal(images.images.pixels)
         assert encoded.images.labels is not None
         assert images.images.labels is not None
