@@ -64,9 +64,8 @@ class ReadImages:
 class DataRecord:
     """Record of measured images: ``hash`` is of all pixels, whatever their order, names and encoding.
 
-    ``shape`` (C, H, W) is that of the measured images; ``modes`` counts images by Pillow's mode of their
-    files, and ``made_colour`` those gray ones that became RGB since others are in colour. ``skipped`` are the
-    names of those that could not be read.
+    ``shape`` is (C, H, W); ``modes`` counts images by Pillow's mode of their files, ``made_colour`` gray ones
+    that became RGB since others are in colour; ``skipped`` names those that could not be read.
     """
 
     path: str

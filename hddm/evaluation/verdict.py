@@ -32,14 +32,12 @@ Judgement = Literal["better", "worse", "within noise", "no verdict"]
 
 @dataclass(frozen=True)
 class Figure:
-    """One number of one model over its results.
+    """One number of one model over its results: ``values`` by training seed.
 
-    Args:
-        values: by training seed.
-        half_width: mean half-width of the 95 % intervals over images, None where none is known.
-        is_one_model: all results are of one set of weights, so that they say nothing of another training.
-        few_images: measured on no more images than features.
-        samples: numbers of samples that it was measured on, where they may differ.
+    ``half_width`` is the mean half-width of the 95 % intervals over images, None where none is known;
+    ``is_one_model``: all results are of one set of weights, so that they say nothing of another training;
+    ``few_images``: measured on no more images than features; ``samples``: numbers of samples that it was
+    measured on, where they may differ.
     """
 
     values: Mapping[str, float]
