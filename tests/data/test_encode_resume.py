@@ -100,13 +100,6 @@ def _interrupted(root: Path, out: Path, after: int, **options: object) -> Path:
     return out.parent / f".{out.name}.encoding"
 
 
-def test_files_that_are_done_are_not_encoded_again(root: Path, tmp_path: Path) -> None:
-    _interrupted(root, tmp_path / "out", 9)
-    numbers = _encode(root, tmp_path / "out")
-    assert numbers[:4] == [4, 4, 3, 1]
-    assert contents(tmp_path / "out") == contents(root / "whole")
-
-
 def test_a_file_that_a_power_failure_spoilt_is_made_again(root: Path, tmp_path: Path) -> None:
     draft = _interrupted(root, tmp_path / "out", 13)
     files = sorted((draft / "whole").rglob("data-*"))
