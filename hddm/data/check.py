@@ -160,13 +160,10 @@ _AHEAD = 32
 
 
 def check_data(path: Path, caption_column: str | None = None, label_column: str | None = None) -> DataReport:
-    """Read and decode every image, with a few in memory at a time and 32 bytes kept of each.
+    """Read and decode every image, with a few in memory at a time.
 
-    Args:
-        path: any source of images (`hddm.data.sources.open_source`), a shard, or a partition, whose held-out
-            images are parts of their own.
-        caption_column: as `open_source`; shards have none to choose.
-        label_column: as `open_source`.
+    ``path`` is any source of images, whose columns are chosen as by `hddm.data.sources.open_source`, a shard,
+    or a partition, whose held-out images are parts of their own.
 
     Raises:
         HddmError: for a path that is none of these, or whose lists cannot be read; bad images are reported.

@@ -88,13 +88,8 @@ def compute_features(
     The parts are the same, bit for bit, wherever a run on the same device was killed before. Broken images
     are tried again each time: a disk or a permission may have failed only for a while.
 
-    Args:
-        source: the images.
-        extractor: what makes the features.
-        folder: where they are kept.
-        max_bad: images that may be broken; they get no features.
-        replace: whether features of other images or of another extractor may go.
-        part: images whose features are written at once.
+    Images may be broken up to ``max_bad``; they get no features. ``replace``: features of other images or of
+    another extractor in ``folder`` may go. ``part`` images' features are written at once.
 
     Raises:
         HddmError: for a ``folder`` of something else, more than ``max_bad`` broken images, by name, and

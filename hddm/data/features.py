@@ -1,7 +1,6 @@
 """Features of images for clustering: images near each other in them go to one shard.
 
-`PixelPca`, principal components of small copies, serves small plain images. For photographs take a
-pretrained vision model, DINOv2 or CLIP as transformers runs it.
+`PixelPca` serves small plain images; for photographs take a pretrained `VisionModel`, DINOv2 or CLIP.
 """
 
 import hashlib
@@ -52,16 +51,14 @@ class Extractor(Protocol):
 
 
 def open_feature_extractor(features: str, seed: int = 0) -> Extractor:
-    """The extractor that ``--features`` names.
+    """The extractor that ``--features`` names; ``seed`` is of the images that `PixelPca` is fitted on.
 
-    Args:
-        features: ``pixels``, ``dinov2``, ``clip``, a local folder of a DINOv2 or CLIP vision model, or such a
-            model's name on Hugging Face's hub. Only hub names use the network, and only for files that are
-            not in the cache.
-        seed: of the images on which principal components are fitted.
+    ``features`` are ``pixels``, ``dinov2``, ``clip``, a local folder of a DINOv2 or CLIP vision model, or
+    such a model's name on Hugging Face's hub. Only hub names use the network, and only for files that are not
+    in the cache.
 
     Raises:
-        HddmError: as `hddm.data.features.open_vision_model`.
+        HddmError: as `open_vision_model`.
     """
     if features == PIXELS:
         return PixelPca(seed=seed)

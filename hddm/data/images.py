@@ -81,12 +81,8 @@ def read_header(content: bytes | Path, name: Path) -> Header:
 def open_image(content: bytes, name: Path) -> Image.Image:
     """One encoded image, upright, in mode L or RGB.
 
-    16-bit gray is divided by 257 and rounded, so that 65535 becomes 255; of 16-bit colour Pillow keeps the
-    upper 8 bits.
-
-    Args:
-        content: a PNG, JPEG, WebP, BMP, GIF or TIFF.
-        name: for the message.
+    ``content`` is a PNG, JPEG, WebP, BMP, GIF or TIFF; ``name`` is for the message. 16-bit gray is divided by
+    257 and rounded, so that 65535 becomes 255; of 16-bit colour Pillow keeps the upper 8 bits.
 
     Raises:
         OversizedImageError: for more than `LARGEST_IMAGE` pixels, before they are decoded.
@@ -187,19 +183,12 @@ def fit_image(
     generator: "torch.Generator | None" = None,
     name: object = "image",
 ) -> Image.Image:
-    """``image`` as a square of ``resolution`` pixels a side.
+    """``image``, in mode L or RGB, as a square of ``resolution`` pixels a side.
 
-    The shorter side becomes ``resolution``, the longer one floor(resolution × longer / shorter); then a
-    square is cut. An image that has the size already stays as it is.
-
-    Args:
-        image: in mode L or RGB.
-        resolution: pixels of a side, at least 1.
-        crop: ``center``, where an odd pixel goes as in torchvision (half is rounded to even), or ``random``.
-        interpolation: Pillow's filter of that name.
-        generator: of the place of a random crop: uniform, one draw for rows, then one for columns; torch's
-            own without.
-        name: for the message.
+    The shorter side becomes ``resolution``, the longer one floor(resolution × longer / shorter), by Pillow's
+    filter ``interpolation``; then a square is cut from the middle, where an odd pixel goes as in torchvision
+    (half is rounded to even), or at random: uniform, one draw of ``generator`` for rows, then one for
+    columns. An image that has the size already stays as it is. ``name`` is for the message.
 
     Raises:
         HddmError: for an image so long that it would have more than `LARGEST_IMAGE` pixels when scaled.
@@ -234,27 +223,22 @@ Key = TypeVar("Key")
 def contact_sheet(
     rows: Sequence[Sequence[Key]], read: Callable[[Key], Image.Image], columns: int, cell: int = CELL
 ) -> Image.Image:
-    """One picture of the images that ``read`` gives, one of them in memory at a time.
+    """One picture of the images that ``read`` gives for the keys in ``rows``; one is in memory at a time.
 
-    Args:
-        rows: what stands for each image, row by row.
-        read: the image that something stands for.
-        columns: images in a row, at most.
-        cell: side in pixels of the square that each is scaled to fit: small ones by a whole factor, so that
-            their pixels stay what they are.
+    A row has ``columns`` images at most. Each is scaled to fit a square of ``cell`` pixels: small ones by a
+    whole factor, so that their pixels stay what they are.
     """
     pitch = cell + _GAP
     sheet = Image.new("RGB", (columns * pitch - _GAP, len(rows) * pitch - _GAP), _GRAY_LEVEL)
     for line, row in enumerate(rows):
         for column, key in enumerate(row):
-            image = fitted(read(key).convert("RGB"), cell)
+            image = _scaled(read(key).convert("RGB"), cell)
             left, top = column * pitch, line * pitch
             sheet.paste(image, (left + (cell - image.width) // 2, top + (cell - image.height) // 2))
     return sheet
 
 
-def fitted(image: Image.Image, side: int) -> Image.Image:
-    """``image`` as large as a square of ``side`` allows, enlarged by a whole factor only."""
+def _scaled(image: Image.Image, side: int) -> Image.Image:
     longest = max(image.size)
     if longest <= side:
         factor = side // longest
@@ -312,8 +296,7 @@ def load_images(root: Path) -> ImageSet:
     """Read all images of any source that `hddm.data.sources.open_source` opens, in sorted order.
 
     Raises:
-        HddmError: for a missing or empty folder, a file that is no image, a mode that has no 8-bit
-            equivalent or images of different sizes; the message names the file.
+        HddmError: as `open_source`, `decode` and `stack`.
     """
     import torch
 

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors.numpy import save_file
 
-from hddm.data.clustering import best, cluster, propose
+from hddm.data.clustering import cluster, propose
 from hddm.data.feature_cache import ImageFeatures, compute_features
 from hddm.data.features import open_feature_extractor
 from hddm.data.partition_report import write_report
@@ -65,7 +65,8 @@ def partition(
     Args:
         images: as `hddm.data.sources.open_source`.
         out: folder of the partition.
-        num_shards: how many, or "auto" for the best of `hddm.data.clustering.propose`.
+        num_shards: how many, or "auto" for the one with the largest silhouette
+            (`hddm.data.clustering.propose`).
         seed: of the clusters, of what pixel components are fitted on, and of the report's random pictures.
         overwrite: whether an existing partition in ``out`` may be replaced.
         features: as `hddm.data.features.open_feature_extractor`.
@@ -100,8 +101,12 @@ def partition(
     extractor = open_feature_extractor(features, seed)
     with _kept(cache, out) as folder:
         found = compute_features(source, extractor, folder, max_bad, replace_cache)
-        candidates = propose(found, _images_needed(held_out), seed) if num_shards == "auto" else ()
-        wanted = best(candidates) if num_shards == "auto" else num_shards
+        if num_shards == "auto":
+            proposal = propose(found, _images_needed(held_out), seed)
+            # The smaller of equals.
+            wanted = max(proposal, key=lambda k: (proposal[k], -k))
+        else:
+            proposal, wanted = None, num_shards
         _refuse_few(source, len(found), wanted)
         clusters = cluster(found, wanted, FINE_PER_SHARD * wanted, seed)
         # In [0, 1): the first 8 bytes of the hash of an image's pixels; a share takes those below it.
@@ -129,7 +134,7 @@ def partition(
                 held_out=tuple(kept) if held_out else (),
                 copies=len(found) - len(np.unique(found.pixels, axis=0)),
                 skipped=tuple(source.files[row] for row in found.broken),
-                proposal={one.shards: one.silhouette for one in candidates} or None,
+                proposal=proposal,
             )
             write_json(draft / PARTITION_FILE, record.model_dump())
             write_report(draft, source, found, clusters.assignment, record)

@@ -34,7 +34,7 @@ _BATCH = 32
 # Of the images that CLIP was trained on, in its own code.
 _MEAN, _DEVIATION = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 
-Network = Callable[[Tensor], Tensor]
+FeatureFunction = Callable[[Tensor], Tensor]
 """Images (n, C, H, W) in [-1, 1] to features (n, dimensions) on the CPU."""
 
 
@@ -48,7 +48,7 @@ class FeatureExtractor:
 
     name: str
     dimensions: int
-    features: Network
+    features: FeatureFunction
     hash: str = ""
     resize: str = "none"
     choice: str = ASKED
@@ -130,7 +130,7 @@ def of_classifier(classifier: FeatureClassifier, choice: str = ASKED) -> Feature
     return FeatureExtractor(name, FEATURES, classifier.features, digest, choice=choice)
 
 
-def inception_features(weights: Path) -> Network:
+def inception_features(weights: Path) -> FeatureFunction:
     """clean-fid's network and its resizing ``clean``, one image at a time as it does: (n, 2048).
 
     Source: arXiv:2104.11222.
@@ -142,7 +142,7 @@ def inception_features(weights: Path) -> Network:
     return _by_image(build_resizer("clean"), network)
 
 
-def clip_features(weights: Path, config: Any = None) -> Network:
+def clip_features(weights: Path, config: Any = None) -> FeatureFunction:
     """Projected image embeddings of CLIP, not normalised, prepared as clean-fid's CLIP-FID does: (n, 512).
 
     Args:
@@ -180,7 +180,9 @@ def device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def _by_image(prepare: Callable[[NDArray[np.uint8]], NDArray[Any]], network: Network) -> Network:
+def _by_image(
+    prepare: Callable[[NDArray[np.uint8]], NDArray[Any]], network: FeatureFunction
+) -> FeatureFunction:
     @torch.no_grad()
     def features(images: Tensor) -> Tensor:
         colour = to_bytes(images).expand(-1, 3, -1, -1).permute(0, 2, 3, 1).numpy()
@@ -210,7 +212,7 @@ class PublishedWeights:
     title: str
     dimensions: int
     resize: str
-    open: Callable[[Path], Network]
+    open: Callable[[Path], FeatureFunction]
 
     def find(self) -> Path | None:
         """The path of the file, None where there is none; its content is not looked at."""

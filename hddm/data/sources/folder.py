@@ -60,15 +60,9 @@ def open_described_folder(
 ) -> FolderSource:
     """The images ``found`` below ``root``, as ``root/metadata.jsonl`` describes them.
 
-    Each line is an object with ``file_name``, mostly ``text`` or ``caption``, and perhaps ``label``. As in
-    Hugging Face's ``imagefolder``, folders then name no classes. That library passes over images without a
-    line; here they are refused, since a typo would lose them.
-
-    Args:
-        root: folder of the images and of the file; names are relative to it.
-        found: names of the images that are there.
-        caption_column: key of the captions; without it ``text`` or ``caption``.
-        label_column: key of the labels, numbers or names; without it ``label``.
+    Each line is an object with ``file_name``, mostly ``text`` or ``caption``, and perhaps ``label``, a number
+    or a name. As in Hugging Face's ``imagefolder``, folders then name no classes. That library passes over
+    images without a line; here they are refused, since a typo would lose them.
 
     Raises:
         HddmError: for a line that is no object, a name that leads out of ``root`` or comes twice, a caption

@@ -152,13 +152,8 @@ def open_parquet(
     """The images in ``root/<name>`` for each of ``names``, or in ``root`` if it is one file itself.
 
     Image r of a file is named ``<file without .parquet>/<r, eight digits><suffix>``, in a single file without
-    the folder; the suffix is that of the row's ``path``, else `UNKNOWN_SUFFIX`.
-
-    Args:
-        root: a folder, or one file.
-        names: files below ``root``, sorted; empty for one file.
-        caption_column: name of the captions' column; without it ``text`` or ``caption``.
-        label_column: name of the labels' column; without it ``label``, else the only column of classes.
+    the folder; the suffix is that of the row's ``path``, else `UNKNOWN_SUFFIX`. Captions are ``text`` or
+    ``caption``, labels ``label`` or else the only column of classes, where no column is given.
 
     Raises:
         HddmError: without pyarrow; for a file that is no Parquet or has no image column or several; for files

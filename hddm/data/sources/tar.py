@@ -69,14 +69,8 @@ def open_tars(
 ) -> TarSource:
     """The images in ``root/<archive>`` for each of ``archives``, or in ``root`` if it is one archive itself.
 
-    Images are named ``<archive without .tar>/<name>``, in a single archive ``<name>``.
-
-    Args:
-        root: a folder, or one archive.
-        archives: names below ``root``, empty for one archive.
-        caption_column: ``txt`` or a key of the JSON objects; without it ``txt``, else ``text`` or
-            ``caption``.
-        label_column: ``cls`` or a key of the JSON objects; without it ``cls`` or ``label``.
+    Images are named ``<archive without .tar>/<name>``, in a single archive ``<name>``. Captions are ``txt``,
+    else ``text`` or ``caption`` of the JSON objects, labels ``cls`` or ``label``, where no column is given.
 
     Raises:
         HddmError: for what is no plain tar or is damaged; for links, devices and names that leave the folder;
