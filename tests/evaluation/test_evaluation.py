@@ -250,12 +250,6 @@ def _samples(folder: Path, num: int = 70, **record: object) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
-def many(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """140 images in two class folders: more than the classifier has features."""
-    return write_images(tmp_path_factory.mktemp("many") / "images", per_class=70)
-
-
 def test_a_result_says_all_that_its_figures_depend_on(many: Path, home: Path, tmp_path: Path) -> None:
     samples, fresh = _samples(tmp_path / "samples"), tmp_path / "fresh"
     fresh.mkdir()
@@ -267,7 +261,7 @@ def test_a_result_says_all_that_its_figures_depend_on(many: Path, home: Path, tm
     assert result["features"]["name"] == "small classifier of the training images"
     assert len(result["features"]["hash"]) == 64
     facts = result["data"]
-    assert [facts[side]["images"] for side in ("images", "reference", "held_out")] == [70, 140, 80]
+    assert [facts[side]["images"] for side in ("images", "reference", "held_out")] == [70, 160, 80]
     assert facts["images"]["modes"] == {"L": 70}
     assert facts["images"]["shape"] == [1, 4, 4]
     assert result["sampling"]["steps"] == 20
@@ -302,17 +296,17 @@ def test_gray_images_are_measured_in_colour_where_others_are(many: Path, home: P
 
 
 def test_a_folder_that_lost_images_compares_with_nothing(
-    many: Path, home: Path, tmp_path: Path, hddm: Command
+    many: Path, classifier: str, home: Path, tmp_path: Path, hddm: Command
 ) -> None:
     samples = _samples(tmp_path / "samples")
     (samples / "00003.png").unlink()
-    result = evaluate_folder(samples, many)
+    result = evaluate_folder(samples, many, features=classifier)
     assert result["comparable"] is False
     assert result["reasons"] == ["unequal counts: 70 images were sampled and there are 69"]
     # Nobody knows which of the images is missing.
     assert result["within_conditions"] is None
     out = tmp_path / "out.json"
-    told = hddm("evaluate", samples, "--reference", many, "--out", out)[1]
+    told = hddm("evaluate", samples, "--reference", many, "--features", classifier, "--out", out)[1]
     assert told == f"{out}: not comparable: {result['reasons'][0]}\n"
 
 
@@ -374,16 +368,23 @@ def test_a_classifier_is_saved_and_shared(many: Path, home: Path, tmp_path: Path
     assert "exists" in hddm(*options, *saved)[2]
     assert "--overwrite" in hddm(*options, "--features", file, "--out", out[0])[2]
     assert hddm(*options, "--features", file, "--out", out[0], "--overwrite")[0] == 0
-    assert "goes with --features classifier alone" in hddm(*options, "--save-classifier", tmp_path / "x")[2]
 
 
 @pytest.mark.parametrize("features", ["auto", "classifier"])
-def test_few_images_are_refused_before_a_classifier_is_trained(
-    features: str, images: Path, home: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_refusal_comes_before_a_classifier_is_trained(
+    features: str, images: Path, home: Path, tmp_path: Path, hddm: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("hddm.evaluation.features.train_classifier", lambda *_: pytest.fail("trained"))
     with pytest.raises(HddmError, match="64 features needs more images a side than 48 and 48"):
         evaluate_folder(images, images, features=features)
+    file = tmp_path / "missing" / "classifier.safetensors"
+    command = ["evaluate", images, "--reference", images, "--features", features, "--save-classifier", file]
+    code, out, error = hddm(*command)
+    refusals = {
+        "auto": "goes with --features classifier alone",
+        "classifier": f"{file.parent} is no folder to write in; make it, or name another",
+    }
+    assert (code, out, f"--save-classifier {file}: {refusals[features]}\n" in error) == (1, "", True)
 
 
 def test_a_refusal_saves_no_classifier_that_hinders_the_next_try(
@@ -398,20 +399,6 @@ def test_a_refusal_saves_no_classifier_that_hinders_the_next_try(
     assert not list(tmp_path.glob("*classifier*"))
     assert hddm(*few, "--allow-few")[0] == 0
     assert file.is_file()
-
-
-def test_a_folder_that_is_missing_is_told_before_a_classifier_is_trained(
-    many: Path, home: Path, tmp_path: Path, hddm: Command, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("hddm.evaluation.features.train_classifier", lambda *_: pytest.fail("trained"))
-    file = tmp_path / "missing" / "classifier.safetensors"
-    options = ["--features", "classifier", "--save-classifier", file]
-    code, out, error = hddm("evaluate", many, "--reference", many, *options)
-    assert (code, out) == (1, "")
-    assert (
-        f"--save-classifier {file}: {file.parent} is no folder to write in; make it, or name another\n"
-        in error
-    )
 
 
 @pytest.mark.parametrize(

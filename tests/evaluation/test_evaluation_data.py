@@ -11,15 +11,9 @@ from hddm.data.partition import partition
 from hddm.evaluation.evaluate import evaluate_folder
 from hddm.evaluation.images import read_data
 from hddm.utils.errors import HddmError
-from tests.artefacts import Command, copied, write_images
+from tests.artefacts import Command, copied
 from tests.component_files import write_vae
 from tests.shard_files import write_partition
-
-
-@pytest.fixture(scope="module")
-def many(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """160 images in two class folders."""
-    return write_images(tmp_path_factory.mktemp("many") / "images", per_class=80)
 
 
 @pytest.fixture(scope="module")
@@ -60,13 +54,11 @@ def test_a_partition_stands_for_its_training_images_or_those_it_holds_out(
 
 
 def test_a_partition_is_measured_as_the_folder_of_its_images_is(
-    many: Path, home: Path, tmp_path: Path, hddm: Command
+    many: Path, classifier: str, home: Path, tmp_path: Path, hddm: Command
 ) -> None:
     partition(many, tmp_path / "shards", 2)
-    command = ["evaluate", many, "--features", "classifier", "--reference"]
-    file = tmp_path / "classifier.safetensors"
-    assert hddm(*command, many, "--save-classifier", file, "--out", tmp_path / "a.json")[0] == 0
-    command[3] = file
+    command = ["evaluate", many, "--features", classifier, "--reference"]
+    assert hddm(*command, many, "--out", tmp_path / "a.json")[0] == 0
     assert hddm(*command, tmp_path / "shards", "--out", tmp_path / "b.json")[0] == 0
     a, b = (json.loads((tmp_path / name).read_text()) for name in ("a.json", "b.json"))
     assert a["data"]["reference"]["hash"] == b["data"]["reference"]["hash"]
@@ -102,7 +94,7 @@ def test_a_partition_is_no_folder_of_samples_and_one_without_held_out_images_has
 
 
 def test_bad_images_of_all_sides_are_named_at_once_and_left_out_when_asked(
-    many: Path, home: Path, tmp_path: Path, hddm: Command
+    many: Path, classifier: str, home: Path, tmp_path: Path, hddm: Command
 ) -> None:
     samples, shards = copied(many, tmp_path), tmp_path / "shards"
     partition(many, shards, 1)
@@ -111,7 +103,7 @@ def test_bad_images_of_all_sides_are_named_at_once_and_left_out_when_asked(
     changed.unlink()
     changed.write_bytes(b"other")
     (samples / "columns" / "05.png").write_bytes(b"nothing")
-    command = ["evaluate", samples, "--reference", shards]
+    command = ["evaluate", samples, "--reference", shards, "--features", classifier]
     code, out, err = hddm(*command, "--max-bad", 1)
     told = "2 images cannot be read, and 1 may be; mend or remove them"
     assert (code, out) == (1, "")
@@ -132,4 +124,4 @@ def test_bad_images_of_all_sides_are_named_at_once_and_left_out_when_asked(
     assert labels is not None
     assert labels.bincount().tolist() == [79, 80]
     (samples / "columns" / "05.png").unlink()
-    assert evaluate_folder(samples, shards, max_bad=1)["comparable"] is True
+    assert evaluate_folder(samples, shards, features=classifier, max_bad=1)["comparable"] is True
