@@ -51,10 +51,7 @@ class ImageEntry(Record):
 
 
 class ShardIdentity(Record):
-    """Which shard of which partition: what a shard of images and what it was encoded to both say.
-
-    ``hash`` covers every file, content and label.
-    """
+    """The shard of a partition, of images or encoded; ``hash`` covers every file, content and label."""
 
     format: str
     shard: int
@@ -110,11 +107,7 @@ def read_manifest(folder: Path) -> ShardManifest:
 
 
 def check_entries(path: Path, entries: Sequence[ImageEntry], classes: Sequence[str], digest: str) -> None:
-    """Refuse a list of images, from ``path``, that does not match its hash, or with a label that is no class.
-
-    Raises:
-        HddmError: with the first such entry.
-    """
+    """Refuse a list of images, from ``path``, that does not match its hash, or has labels of no class."""
     if content_hash(entries, classes) != digest:
         raise HddmError(f"{path}: its list of images does not match its hash; take the shard anew")
     for entry in entries:

@@ -1,12 +1,11 @@
 """Shards as training reads them, of images or encoded, one or all of a partition.
 
 Files are checked against their hashes when a shard is opened. Images are decoded to memory; the tensors of an
-encoded shard are mapped from its files. A store gives a shard's samples by row: pixels, latents, or those of
-several stores, one after the other.
+encoded shard are mapped from its files. A store gives samples by row.
 """
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -97,11 +96,7 @@ class Rows(Joined):
         return tuple(self.parts[0].shape[1:])
 
     def take(self, rows: Tensor) -> Tensor:
-        """Rows (n, …) by their indices (n,), in their dtype; memory grows by these alone.
-
-        Raises:
-            IndexError: for an index below 0 or beyond the last row.
-        """
+        """Rows (n, …) by their indices (n,) in [0, N), in their dtype; memory grows by these alone."""
         if len(rows) and not (int(rows.min()) >= 0 and int(rows.max()) < len(self)):
             raise IndexError(f"rows {int(rows.min())} to {int(rows.max())} of {len(self)}")
         if len(self.parts) == 1:
@@ -302,9 +297,7 @@ def load_shard(folder: Path) -> Shard:
 
 
 def load_encoded(folder: Path) -> Shard:
-    """The encoded shard in ``folder``; its tensors stay on disk until they are taken.
-
-    Files that were hashed by an earlier call, and are untouched since, are not read (`hddm.utils.files`).
+    """The encoded shard in ``folder``; its tensors stay on disk. Files verified before are not hashed again.
 
     Raises:
         HddmError: for a file that is outside the folder, missing or changed, for files that do not hold what
@@ -325,8 +318,10 @@ def load_encoded(folder: Path) -> Shard:
         null = _open(folder, manifest.null, {TOKENS: layout[TOKENS]}, verified)[TOKENS]
         texts = TokenStore(rows[TOKENS], null[0].float())
     verified.keep()
-    encoded = {"vae": manifest.vae, "text_encoder": manifest.text_encoder, "texts": texts}
-    return _shard(folder, manifest, entries, _stored(manifest.vae, rows), **encoded)
+    stored = _stored(manifest.vae, rows)
+    return _shard(
+        folder, manifest, entries, stored, vae=manifest.vae, text_encoder=manifest.text_encoder, texts=texts
+    )
 
 
 def _stored(vae: VaeRecord | None, rows: Mapping[str, Rows]) -> Stored:
@@ -431,18 +426,13 @@ def joined(shards: Sequence[Shard], folder: Path) -> Shard:
         HddmError: for shards that differ in shape, classes, VAE or partition.
     """
     first = shards[0]
-    qualities: dict[str, Callable[[Shard], Any]] = {
-        "shape": lambda one: one.shape,
-        "classes": lambda one: one.classes,
-        "VAE": lambda one: one.vae,
-        "partition": lambda one: one.partition,
-    }
-    for name, of in qualities.items():
+    for name in ("shape", "classes", "vae", "partition"):
+        expected = getattr(first, name)
         for other in shards:
-            if of(other) != of(first):
+            if getattr(other, name) != expected:
                 raise HddmError(
                     f"{folder}: its shards do not belong together: {name} of {other.folder.name} is "
-                    f"{of(other)}, and {of(first)} of {first.folder.name}"
+                    f"{getattr(other, name)}, and {expected} of {first.folder.name}"
                 )
     labels = [one.labels for one in shards if one.labels is not None]
     digest = hashlib.sha256("\n".join(one.hash for one in shards).encode()).hexdigest()
