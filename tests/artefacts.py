@@ -18,8 +18,7 @@ import torch
 from hddm.calibration import FILE_NAME as CALIBRATION
 from hddm.data.images import save_png
 from hddm.data.shard_records import read_manifest
-from hddm.data.shards import Shard, load_shard
-from hddm.data.stores import PixelStore
+from hddm.data.shards import PixelStore, Rows, Shard, load_shard
 from hddm.experts.records import EXPERT_FILE, weights_in
 from hddm.training.expert import ExpertSettings
 from hddm.training.router import RouterSettings
@@ -139,12 +138,12 @@ def aged(folder: Path, **changes: Any) -> Path:
 def pixels_of(shard: Shard) -> torch.Tensor:
     """Pixels (N, C, H, W) in uint8."""
     assert isinstance(shard.stored, PixelStore)
-    return shard.stored.pixels
+    return shard.stored.pixels.take(torch.arange(len(shard)))
 
 
 def with_pixels(shard: Shard, pixels: torch.Tensor) -> Shard:
     """The same shard of other images."""
-    return replace(shard, stored=PixelStore(pixels))
+    return replace(shard, stored=PixelStore(Rows((pixels,))))
 
 
 def contents(folder: Path) -> dict[str, bytes]:

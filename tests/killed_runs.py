@@ -18,8 +18,7 @@ import diffusers.hooks
 import torch
 from torch import Tensor
 
-from hddm.data.shards import open_shard
-from hddm.data.stores import PixelStore
+from hddm.data.shards import PixelStore, Rows, open_shard
 from hddm.training import expert
 from hddm.training.settings import RunOptions
 from hddm.utils.processes import TOGETHER, Stopped
@@ -67,7 +66,7 @@ def train(shard: Path, out: Path, diary: Path, moment: tuple[str, str] | None = 
     if moment is not None:
         sys.addaudithook(killing(*moment))
     read = open_shard(shard)
-    noted = NotedPixels(pixels_of(read))
+    noted = NotedPixels(Rows((pixels_of(read),)))
 
     def note(step: int, loss: float, seconds: float) -> None:
         with diary.open("a") as file:

@@ -19,19 +19,25 @@ def noise(num: int, height: int = 8, width: int = 8, seed: int = 0, colour: bool
 
 def write_shard(
     folder: Path,
-    images: Sequence[np.ndarray],
+    images: Sequence[np.ndarray | bytes],
     labels: Sequence[int] | None = None,
     captions: Sequence[str] | None = None,
     shard: int = 0,
     num_shards: int = 1,
     held_out_of: str | None = None,
 ) -> str:
-    """Write a shard of PNG files, with two classes where there are labels; its hash is returned."""
+    """Write a shard of PNG files, with two classes where there are labels; its hash is returned.
+
+    Bytes are written as they are.
+    """
     (folder / "images").mkdir(parents=True)
     entries = []
     for index, image in enumerate(images):
         name = f"images/{index:03d}.png"
-        Image.fromarray(image).save(folder / name)
+        if isinstance(image, bytes):
+            (folder / name).write_bytes(image)
+        else:
+            Image.fromarray(image).save(folder / name)
         entries.append(
             ImageEntry(
                 file=name,

@@ -46,15 +46,16 @@ def evaluate(
     """
     from hddm.evaluation.evaluate import evaluate_folder
     from hddm.evaluation.images import check_images
-    from hddm.evaluation.results import check_absent, write_result
+    from hddm.evaluation.results import refuse_existing
     from hddm.utils.errors import shown
+    from hddm.utils.files import write_json, write_whole
 
     check_images(images, "images")
     check_images(reference, "reference")
     if held_out is not None:
         check_images(held_out, "held-out")
     if out is not None:
-        check_absent(out, overwrite)
+        refuse_existing(out, overwrite)
     result = evaluate_folder(
         images,
         reference,
@@ -72,7 +73,7 @@ def evaluate(
     if out is None:
         typer.echo(json.dumps(result, indent=2))
         return
-    write_result(out, result, overwrite)
+    write_whole(out, lambda draft: write_json(draft, result), overwrite)
     for reason in result["reasons"]:
         typer.echo(f"{out}: not comparable: {reason}")
     if result["comparable"]:

@@ -7,31 +7,30 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hddm.data.decoding import (
+from hddm.data.images import (
     THREADS,
     Header,
     OversizedImageError,
     decode,
-    equal_groups,
     pixel_digest,
     read_ahead,
     read_header,
-    split_of,
 )
 from hddm.data.shard_records import (
     HELD_OUT,
     PARTITION_FILE,
-    ShardImages,
     find_held_out,
     find_shards,
     holds_shard,
+    open_images,
 )
-from hddm.data.sources import ImageSource, open_source
+from hddm.data.sources import open_source
+from hddm.data.sources.base import ImageSource
 from hddm.utils.errors import TO_ONE_SIZE, HddmError, counted, shown
 from hddm.utils.progress import Progress
 from hddm.utils.records import Record
@@ -123,8 +122,8 @@ class DataReport(Record):
 
 def _lines(part: PartReport, split: Sequence[str]) -> list[str]:
     lines = [f"{part.name}: {counted(part.images, 'image')}"]
-    told = {"formats": part.formats, "modes": part.modes, "sizes": part.sizes}
-    lines += [f"  {title}: {_counts(counts)}" for title, counts in told.items() if counts]
+    counters = {"formats": part.formats, "modes": part.modes, "sizes": part.sizes}
+    lines += [f"  {title}: {_counts(counts)}" for title, counts in counters.items() if counts]
     treated = {
         ("loses its transparency", "lose their transparency"): part.transparent,
         ("is turned upright", "are turned upright"): part.turned,
@@ -161,80 +160,60 @@ _AHEAD = 32
 
 
 def check_data(path: Path, caption_column: str | None = None, label_column: str | None = None) -> DataReport:
-    """Read and decode every image, with a few in memory at a time and 32 bytes kept of each.
+    """Read and decode every image, with a few in memory at a time.
 
-    Args:
-        path: any source of images (`hddm.data.sources.open_source`), a shard, or a partition, whose held-out
-            images are parts of their own.
-        caption_column: as `open_source`; shards have none to choose.
-        label_column: as `open_source`.
+    ``path`` is any source of images, whose columns are chosen as by `hddm.data.sources.open_source`, a shard,
+    or a partition, whose held-out images are parts of their own.
 
     Raises:
         HddmError: for a path that is none of these, or whose lists cannot be read; bad images are reported.
     """
-    parts = _Parts.of(path, caption_column, label_column)
-    total = sum(len(source) for source in parts.sources)
-    digests = np.zeros((total, 32), dtype=np.uint8)
-    known = np.zeros(total, dtype=bool)
-    reports, start = [], 0
-    with Progress(total, "check") as advance, ThreadPoolExecutor(THREADS) as pool:
-        for name, source in zip(parts.names, parts.sources, strict=True):
-            report = _Tally(name, source)
-            looks = read_ahead(pool, partial(_look, source), ([i] for i in range(len(source))), _AHEAD)
-            for i, (look,) in enumerate(looks):
-                report.add(i, look)
-                if look.digest is not None:
-                    digests[start + i] = np.frombuffer(look.digest, dtype=np.uint8)
-                    known[start + i] = True
-                advance(1)
-            reports.append(report.finish())
-            start += len(source)
-    repeated = _repeated(digests, known, parts)
-    return DataReport(
-        path=str(path),
-        kind=parts.kind,
-        parts=reports,
-        split=list(parts.split),
-        duplicates=repeated.within,
-        shared=repeated.shared,
-        across_split=repeated.across,
-    )
-
-
-@dataclass(frozen=True)
-class _Parts:
-    """Sources to check by name, and the sides of a split that they, or their folders, are."""
-
-    path: Path
-    kind: Literal["images", "shard", "partition"]
-    names: Sequence[str]
-    sources: Sequence[ImageSource]
+    kind: Literal["images", "shard", "partition"] = "images"
     split: Sequence[str] = ()
-
-    @classmethod
-    def of(cls, path: Path, caption_column: str | None, label_column: str | None) -> "_Parts":
-        if (path / PARTITION_FILE).is_file():
-            folders = find_shards(path)
-            held_out = find_held_out(path)
-            folders += held_out
-            names = [folder.relative_to(path).as_posix() for folder in folders]
-            split = ("training", HELD_OUT) if held_out else ()
-            return cls(path, "partition", names, [ShardImages.of(folder) for folder in folders], split)
-        if holds_shard(path):
-            return cls(path, "shard", [str(path)], [ShardImages.of(path)])
+    if (path / PARTITION_FILE).is_file():
+        kind, held_out = "partition", find_held_out(path)
+        folders = [*find_shards(path), *held_out]
+        sources: dict[str, ImageSource] = {f.relative_to(path).as_posix(): open_images(f) for f in folders}
+        split = ("training", HELD_OUT) if held_out else ()
+    elif holds_shard(path):
+        kind, sources = "shard", {str(path): open_images(path)}
+    else:
         source = open_source(path, caption_column, label_column)
-        return cls(path, "images", [str(path)], [source], split_of(source.files))
+        sources, split = {str(path): source}, split_of(source.files)
 
-    def inside(self, part: int) -> str:
-        """Prefix of the files of a part in their names."""
-        return f"{self.names[part]}/" if self.kind == "partition" else ""
-
-    def side(self, part: int, file: str) -> str | None:
-        """The side of the split that a file is on, if any."""
-        if self.kind == "partition":
-            return HELD_OUT if self.names[part].startswith(f"{HELD_OUT}/") else "training"
+    def side(name: str, file: str) -> str | None:
+        if kind == "partition":
+            return HELD_OUT if name.startswith(f"{HELD_OUT}/") else "training"
         folder = file.split("/")[0]
-        return folder if folder in self.split else None
+        return folder if folder in split else None
+
+    total = sum(map(len, sources.values()))
+    parts = []
+    places: list[tuple[str, str]] = []
+    digests = bytearray()
+    with Progress(total, "check") as advance, ThreadPoolExecutor(THREADS) as pool:
+        for name, source in sources.items():
+            headers: Counter[Header] = Counter()
+            bad: list[BadImage] = []
+            looks = read_ahead(pool, partial(_look, source), ([i] for i in range(len(source))), _AHEAD)
+            for file, (look,) in zip(source.files, looks, strict=True):
+                if look.digest is not None:
+                    places.append((name, file))
+                    digests += look.digest
+                if isinstance(look.found, Header):
+                    headers[look.found] += 1
+                else:
+                    bad.append(look.found)
+                advance(1)
+            parts.append(_part(name, source, headers, bad))
+    repeated: dict[str, list[list[str]]] = {"across_split": [], "shared": [], "duplicates": []}
+    for group in equal_groups(np.frombuffer(digests, dtype=np.uint8).reshape(-1, 32)):
+        copies = [places[row] for row in group]
+        is_across = len({side(*copy) for copy in copies} - {None}) > 1
+        is_shared = len({name for name, _ in copies}) > 1
+        key = "across_split" if is_across else "shared" if is_shared else "duplicates"
+        repeated[key].append([f"{name}/{file}" if kind == "partition" else file for name, file in copies])
+    return DataReport(path=str(path), kind=kind, parts=parts, split=list(split), **repeated)
 
 
 @dataclass(frozen=True)
@@ -244,95 +223,70 @@ class _Look:
     ``digest`` is of its pixels, or of a file that has none, None for one that cannot be read.
     """
 
-    digest: bytes | None = None
-    header: Header | None = None
-    kind: Literal["unreadable", "oversized", "corrupt"] = "corrupt"
-    reason: str = ""
+    digest: bytes | None
+    found: Header | BadImage
 
 
 def _look(source: ImageSource, i: int) -> _Look:
-    name = source.root / source.files[i]
+    file = source.files[i]
+    name, digest = source.root / file, None
     try:
         content = source.read(i)
-    except HddmError as error:
-        return _Look(kind="unreadable", reason=error.message)
-    digest = hashlib.sha256(content).digest()
-    try:
+        digest = hashlib.sha256(content).digest()
         header = read_header(content, name)
-        digest = pixel_digest(decode(content, name))
-    except OversizedImageError as error:
-        return _Look(digest, kind="oversized", reason=error.message)
+        return _Look(pixel_digest(decode(content, name)), header)
     except HddmError as error:
-        return _Look(digest, kind="corrupt", reason=error.message)
-    return _Look(digest, header)
+        is_large = isinstance(error, OversizedImageError)
+        kind = "unreadable" if digest is None else "oversized" if is_large else "corrupt"
+        return _Look(digest, BadImage.model_validate({"name": file, "kind": kind, "reason": error.message}))
 
 
-class _Tally:
-    """Counts of a part, image by image."""
-
-    def __init__(self, name: str, source: ImageSource) -> None:
-        self._name, self._source, self._files = name, source, source.files
-        self._formats: Counter[str] = Counter()
-        self._modes: Counter[str] = Counter()
-        self._sizes: Counter[str] = Counter()
-        self._marks: Counter[str] = Counter()
-        self._bad: list[BadImage] = []
-
-    def add(self, i: int, look: _Look) -> None:
-        header = look.header
-        if header is None:
-            self._bad.append(BadImage(name=self._files[i], kind=look.kind, reason=look.reason))
-            return
-        self._formats[header.format] += 1
-        self._modes[header.mode] += 1
-        self._sizes[f"{header.width}×{header.height}"] += 1
-        for mark in ("transparent", "turned", "animated"):
-            self._marks[mark] += getattr(header, mark)
-
-    def finish(self) -> PartReport:
-        labels, captions = self._source.labels, self._source.captions
-        members = Counter(labels or ())
-        classes = {name: members[k] for k, name in enumerate(self._source.classes)}
-        return PartReport(
-            name=self._name,
-            images=len(self._source),
-            formats=dict(self._formats.most_common()),
-            modes=dict(self._modes.most_common()),
-            sizes=dict(self._sizes.most_common()),
-            transparent=self._marks["transparent"],
-            turned=self._marks["turned"],
-            animated=self._marks["animated"],
-            classes=classes if labels is not None else {},
-            captions=None if captions is None else len(captions),
-            empty_captions=sum(not caption.strip() for caption in captions or ()),
-            bad=self._bad,
-        )
+def _part(name: str, source: ImageSource, headers: Mapping[Header, int], bad: list[BadImage]) -> PartReport:
+    formats: Counter[str] = Counter()
+    modes: Counter[str] = Counter()
+    sizes: Counter[str] = Counter()
+    for header, number in headers.items():
+        formats[header.format] += number
+        modes[header.mode] += number
+        sizes[f"{header.width}×{header.height}"] += number
+    members, captions = Counter(source.labels or ()), source.captions
+    labelled = enumerate(source.classes) if source.labels is not None else ()
+    return PartReport(
+        name=name,
+        images=len(source),
+        formats=dict(formats.most_common()),
+        modes=dict(modes.most_common()),
+        sizes=dict(sizes.most_common()),
+        transparent=sum(number for header, number in headers.items() if header.transparent),
+        turned=sum(number for header, number in headers.items() if header.turned),
+        animated=sum(number for header, number in headers.items() if header.animated),
+        classes={name: members[k] for k, name in labelled},
+        captions=None if captions is None else len(captions),
+        empty_captions=sum(not caption.strip() for caption in captions or ()),
+        bad=bad,
+    )
 
 
-class _Repeated(NamedTuple):
-    """Groups of equal images: on several sides of a split, else in one part, or in several."""
+_TRAINING = frozenset({"train", "training"})
+_OTHERS = frozenset(
+    {"test", "testing", "val", "valid", "validation", "dev", "eval", "evaluation"}
+    | {"held_out", "held-out", "heldout", "holdout"}
+)
 
-    across: list[list[str]]
-    within: list[list[str]]
-    shared: list[list[str]]
+
+def split_of(files: Sequence[str]) -> tuple[str, ...]:
+    """The folders at the top of ``files`` that are sides of a split, as ``train`` and ``test``, sorted.
+
+    None unless there are images to train on and others, which a class of that name would not bring.
+    """
+    folders = {name.split("/")[0] for name in files if "/" in name}
+    known = {name: name.lower() for name in folders if name.lower() in _TRAINING | _OTHERS}
+    return tuple(sorted(known)) if {*known.values()} & _TRAINING and {*known.values()} & _OTHERS else ()
 
 
-def _repeated(digests: NDArray[np.uint8], known: NDArray[np.bool_], parts: _Parts) -> _Repeated:
-    """Groups of equal images by name, each in one list."""
-    rows = np.flatnonzero(known)
-    starts = np.cumsum([0, *(len(source) for source in parts.sources)])
-    files = [source.files for source in parts.sources]
-    found = _Repeated([], [], [])
-    for group in equal_groups(digests[rows]):
-        places = rows[group]
-        numbers = (np.searchsorted(starts, places, side="right") - 1).tolist()
-        names = [
-            f"{parts.inside(part)}{files[part][row - starts[part]]}"
-            for part, row in zip(numbers, places.tolist(), strict=True)
-        ]
-        sides = {parts.side(part, name) for part, name in zip(numbers, names, strict=True)}
-        if len(sides - {None}) > 1:
-            found.across.append(names)
-        else:
-            (found.within if len(set(numbers)) == 1 else found.shared).append(names)
-    return found
+def equal_groups(digests: NDArray[np.uint8]) -> list[list[int]]:
+    """Rows of ``digests`` (N, 32) that are equal to another, in groups; all in ascending order."""
+    _, number, counts = np.unique(digests, axis=0, return_inverse=True, return_counts=True)
+    order = np.argsort(number.reshape(-1), kind="stable")
+    groups = np.split(order, np.cumsum(counts)[:-1])
+    return sorted(group.tolist() for group in groups if len(group) > 1)

@@ -20,9 +20,8 @@ from scipy.optimize import linear_sum_assignment
 from sklearn.cluster import kmeans_plusplus
 
 from hddm.utils.errors import HddmError
-from hddm.utils.records import Record
 
-Values = NDArray[np.float64]
+Array = NDArray[np.float64]
 Indices = NDArray[np.int64]
 
 _TEMPERATURE = 0.02
@@ -31,7 +30,7 @@ _ROUNDING = 1e-12
 """Gains below this are rounding errors of cosines; taking them could turn in circles."""
 
 
-def transport(values: Values) -> Indices:
+def transport(values: Array) -> Indices:
     """Clusters (n,) that maximise Σ_i values[i, cluster_i] where each of k clusters gets n/k points, exactly.
 
     Prices of clusters, near those at which all are asked for alike, give a first assignment, the best one
@@ -62,18 +61,18 @@ def transport(values: Values) -> Indices:
         sizes[changed[-1]] += 1
 
 
-def _prices(values: Values) -> Values:
+def _prices(values: Array) -> Array:
     """Prices (k,) at which clusters are asked for about alike, by Sinkhorn's iteration on soft wishes."""
     num, k = values.shape
     wishes = np.exp((values - values.max(1, keepdims=True)) / _TEMPERATURE)
     scale = np.ones(k)
     for _ in range(_ROUNDS):
         scale = (num / k) / (wishes.T @ (1 / (wishes @ scale)))
-    prices: Values = -_TEMPERATURE * np.log(scale)
+    prices: Array = -_TEMPERATURE * np.log(scale)
     return prices
 
 
-def _update(cluster: int, values: Values, chosen: Indices, loss: Values, mover: Indices) -> None:
+def _update(cluster: int, values: Array, chosen: Indices, loss: Array, mover: Indices) -> None:
     """Least cost of moving a point of ``cluster`` to each other one, and that point."""
     members = np.flatnonzero(chosen == cluster)
     loss[cluster] = np.inf
@@ -84,7 +83,7 @@ def _update(cluster: int, values: Values, chosen: Indices, loss: Values, mover: 
         mover[cluster] = members[best]
 
 
-def _cheapest_chain(loss: Values, full: NDArray[np.bool_], short: NDArray[np.bool_]) -> list[int]:
+def _cheapest_chain(loss: Array, full: NDArray[np.bool_], short: NDArray[np.bool_]) -> list[int]:
     """Clusters from a full one to a short one, by Bellman and Ford."""
     distance = np.where(full, 0.0, np.inf)
     before = np.full(len(distance), -1)
@@ -102,8 +101,6 @@ def _cheapest_chain(loss: Values, full: NDArray[np.bool_], short: NDArray[np.boo
         chain.append(int(before[chain[-1]]))
     return chain[::-1]
 
-
-Array = NDArray[np.float64]
 
 SHARE = 0.05
 """Of all points that a pass looks at, as in MoDE."""
@@ -204,7 +201,10 @@ def balanced_kmeans(
     """
     num = len(points)
     draws = np.random.default_rng(seed)
-    centres = _start(points, k, seed, max(start, 4 * k))
+    rows, most = np.arange(num), max(start, 4 * k)
+    if num > most:
+        rows = np.sort(np.random.default_rng([seed, 1]).choice(num, most, replace=False))
+    centres: Array = kmeans_plusplus(normalise(points[rows]), k, random_state=seed)[0]
     size = max(chunk, 4 * k)
     per_pass = max(batch, size, round(SHARE * num))
     if per_pass >= num:
@@ -222,15 +222,6 @@ def balanced_kmeans(
     for part in _chunks(draws.permutation(num), k, size):
         assignment[part] = _assign(normalise(points[part]), centres)
     return assignment, centres
-
-
-def _start(points: Points, k: int, seed: int, most: int) -> Array:
-    num = len(points)
-    rows = np.arange(num)
-    if num > most:
-        rows = np.sort(np.random.default_rng([seed, 1]).choice(num, most, replace=False))
-    centres: Array = kmeans_plusplus(normalise(points[rows]), k, random_state=seed)[0]
-    return centres
 
 
 def _lloyd(
@@ -295,15 +286,8 @@ SAMPLE = 8192
 STARTS = 3
 
 
-class Candidate(Record):
-    """A number of shards and the mean silhouette of images under it."""
-
-    shards: int
-    silhouette: float
-
-
-def propose(points: Points, least: float, seed: int = 0) -> tuple[Candidate, ...]:
-    """Mean simplified silhouettes for 2, 3, … up to `LARGEST` clusters.
+def propose(points: Points, least: float, seed: int = 0) -> dict[int, float]:
+    """Mean simplified silhouettes, to four digits, for 2, 3, … up to `LARGEST` clusters.
 
     The silhouette of a point is (b - a) / max(a, b), with a its cosine distance to the centre of its own
     cluster and b that to the nearest other; 1 where clusters are points, 0 or less where they are arbitrary.
@@ -312,7 +296,7 @@ def propose(points: Points, least: float, seed: int = 0) -> tuple[Candidate, ...
     criteria" (2010), which measures distances to centres in place of those to all points.
 
     Args:
-        points: (N, d), as in `hddm.data.clustering.cluster`.
+        points: (N, d), as in `cluster`.
         least: points that a cluster needs, on average.
         seed: of the clusters and of the points that are measured.
 
@@ -329,18 +313,12 @@ def propose(points: Points, least: float, seed: int = 0) -> tuple[Candidate, ...
     draws = np.random.default_rng([seed, 2])
     rows = np.sort(draws.choice(num, min(SAMPLE, num), replace=False))
     near = normalise(points[rows])
-    candidates = []
+    silhouettes = {}
     for k in range(2, most + 1):
         tries = [balanced_kmeans(centres, k, seed + start) for start in range(STARTS)]
         coarse, of_coarse = max(tries, key=lambda one: float((centres * one[1][one[0]]).sum()))
-        value = silhouette(near, coarse[assignment[rows]], of_coarse)
-        candidates.append(Candidate(shards=k, silhouette=round(value, 4)))
-    return tuple(candidates)
-
-
-def best(candidates: tuple[Candidate, ...]) -> int:
-    """The number of shards with the largest silhouette, the smaller of equals."""
-    return max(candidates, key=lambda one: (one.silhouette, -one.shards)).shards
+        silhouettes[k] = round(silhouette(near, coarse[assignment[rows]], of_coarse), 4)
+    return silhouettes
 
 
 def silhouette(points: Array, assignment: np.ndarray, centres: Array) -> float:

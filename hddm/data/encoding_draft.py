@@ -47,46 +47,34 @@ class Done(Record):
 
 @dataclass(frozen=True)
 class Draft:
-    """``root`` as above; every file in ``whole`` that `done` gives was written to its end."""
+    """``root`` as above; every file in ``folder`` that `done` gives was written to its end."""
 
     root: Path
 
     @property
-    def whole(self) -> Path:
+    def folder(self) -> Path:
         """The folder that becomes the output."""
         return self.root / "whole"
 
     def done(self, name: str) -> Done | None:
-        """The record of the data file ``whole/name``, None where it is not there in full.
+        """The record of the data file ``folder/name``, None where it is not there in full.
 
         The file is read: what a power failure or a bad disk left of it does not count.
         """
-        record = self._record(name)
-        if not record.is_file() or not (self.whole / name).is_file():
-            return None
         try:
-            found = Done.model_validate(read_json(record))
+            done = Done.model_validate(read_json(self._record(name)))
+            return done if sha256_of(self.folder / name) == done.facts.sha256 else None
         except (HddmError, ValidationError):
             return None
-        return found if sha256_of(self.whole / name) == found.facts.sha256 else None
 
-    def add(
-        self,
-        name: str,
-        write: Callable[[Path], None],
-        rows: int,
-        skipped: tuple[Skipped, ...] = (),
-        cut: tuple[str, ...] = (),
-        computed: Computed | None = None,
-    ) -> Done:
-        """Make the file ``whole/name`` by ``write``, and record it; a failure leaves neither."""
-        path, record = self.whole / name, self._record(name)
+    def add(self, name: str, write: Callable[[Path], None], rows: int, **known: Any) -> Done:
+        """Make the file ``folder/name`` by ``write``, and record it; a failure leaves neither."""
+        path, record = self.folder / name, self._record(name)
         for folder in (path.parent, record.parent):
             folder.mkdir(parents=True, exist_ok=True)
         record.unlink(missing_ok=True)
         write_whole(path, write)
-        facts = FileRecord(file=path.name, sha256=sha256_of(path), rows=rows)
-        done = Done(facts=facts, skipped=skipped, cut=cut, computed=computed)
+        done = Done(facts=FileRecord(file=path.name, sha256=sha256_of(path), rows=rows), **known)
         write_whole(record, lambda part: write_json(part, done.model_dump()))
         return done
 
@@ -123,13 +111,13 @@ def open_draft(
             check_absent(target, record, overwrite)
             _take_up(root, target, json.loads(json.dumps(identity)), overwrite)
             draft = Draft(root)
-            draft.whole.mkdir(exist_ok=True)
+            draft.folder.mkdir(exist_ok=True)
             # What a killed process had begun would be part of the output.
             for left in root.rglob(".*.part-*"):
                 left.unlink()
             yield draft
             with writing(target):
-                put_in_place(draft.whole, target, overwrite)
+                put_in_place(draft.folder, target, overwrite)
         except BaseException:
             if not any((root / "done").rglob("*.json")):
                 _discard(root)

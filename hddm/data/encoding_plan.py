@@ -1,8 +1,4 @@
-"""The plan of an encoding, checked before the first image is encoded.
-
-A plan holds shards, options and networks, and follows the record of an encoded shard: which tensors its data
-files hold. Images are brought to one size, in gray or colour, and read ahead by threads.
-"""
+"""The plan of an encoding, checked before the first image is encoded: shards, options and networks."""
 
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -12,20 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from PIL import ExifTags, Image
 from pydantic import Field
 from torch import Tensor, nn
 
-from hddm.data.decoding import THREADS, open_image
-from hddm.data.images import Crop, Interpolation, fit_image
+from hddm.data.images import THREADS, Crop, Header, Interpolation, fit_image, open_image, read_header
 from hddm.data.shard_records import (
-    DEVIATION,
     MANIFEST,
-    MEAN,
-    MIRRORED,
     PARTITION_FILE,
-    PIXELS,
-    TOKENS,
     Computed,
     Dtype,
     EncodingRecord,
@@ -38,6 +27,7 @@ from hddm.data.shard_records import (
     read_content,
     read_manifest,
 )
+from hddm.data.shards import RowLayout, layout_of
 from hddm.networks.identity import TextEncoderRecord, VaeRecord
 from hddm.networks.text_encoder import read_text_encoder, read_tokenizer, text_encoder_facts
 from hddm.networks.vae import read_vae, scale_of, vae_facts
@@ -45,100 +35,11 @@ from hddm.utils.errors import HddmError, UsageError
 from hddm.utils.records import Record
 from hddm.utils.tensors import available_device, generator
 
-RowLayout = dict[str, tuple[tuple[int, ...], torch.dtype]]
-
-
-def layout_of(
-    encoding: EncodingRecord, vae: VaeRecord | None, text_encoder: TextEncoderRecord | None
-) -> RowLayout:
-    """Shape of a row and dtype of each tensor in a data file.
-
-    Raises:
-        HddmError: for facts that contradict each other.
-    """
-    is_latent = encoding.space == "latents"
-    if is_latent == (vae is None) or is_latent == (encoding.dtype == "uint8"):
-        raise HddmError(f"{encoding.space} in {encoding.dtype} {'without' if vae is None else 'with'} a VAE")
-    if (text_encoder is None) != (encoding.text_dtype is None):
-        raise HddmError(f"text_dtype is {encoding.text_dtype}, and text_encoder {text_encoder}")
-    names = [PIXELS]
-    if vae is not None:
-        names = [MEAN, DEVIATION] if vae.kind == "AutoencoderKL" else [MEAN]
-        names += [MIRRORED + name for name in names] if encoding.mirrored else []
-    layout: RowLayout = {name: (encoding.shape, getattr(torch, encoding.dtype)) for name in names}
-    if text_encoder is not None:
-        size = (text_encoder.tokens, text_encoder.width)
-        layout[TOKENS] = (size, getattr(torch, str(encoding.text_dtype)))
-    return layout
-
-
-_CROP_STREAM = 1
-_TURNED = range(5, 9)
-"""EXIF orientations that exchange width and height."""
-
-
-@dataclass(frozen=True)
-class Fit:
-    """How images are brought to a square of side ``resolution``, as diffusers' training scripts do it."""
-
-    resolution: int
-    crop: Crop = "center"
-    interpolation: Interpolation = "lanczos"
-    seed: int = 0
-
-    def __call__(self, image: Image.Image, index: int, name: Path) -> Image.Image:
-        """As `fit_image`; the crop of image ``index`` depends on (``seed``, ``index``) alone."""
-        draws = generator(self.seed, _CROP_STREAM, index) if self.crop == "random" else None
-        return fit_image(image, self.resolution, self.crop, self.interpolation, draws, name)
-
-
-def survey(shards: Iterable[tuple[Path, Sequence[ImageEntry]]]) -> tuple[int, set[tuple[int, int]]]:
-    """Channels that all images share, 1 or 3, and their sizes (H, W), by their headers alone.
-
-    Files that are no images are left for whoever reads them.
-    """
-    places = [image_path(folder, entry) for folder, entries in shards for entry in entries]
-    with ThreadPoolExecutor(THREADS) as pool:
-        found = [one for one in pool.map(_header, places) if one is not None]
-    channels = 3 if any(colour for colour, _ in found) else 1
-    return channels, {size for _, size in found}
-
-
-def _header(path: Path) -> tuple[bool, tuple[int, int]] | None:
-    """True for an image in colour, and its (H, W) upright; None for a file that is no image."""
-    try:
-        with Image.open(path) as image:
-            mode, (width, height) = image.mode, image.size
-            is_turned = image.getexif().get(ExifTags.Base.Orientation, 1) in _TURNED
-    except Exception:  # whatever a decoder makes of a damaged file
-        return None
-    is_gray = mode in ("1", "L") or mode.startswith("I")
-    return not is_gray, (width, height) if is_turned else (height, width)
-
-
-def read_image(folder: Path, entry: ImageEntry, index: int, channels: int, fit: Fit | None) -> Tensor:
-    """Pixels (``channels``, H, W) in uint8 of image ``index`` of a shard; gray is repeated for colour.
-
-    Raises:
-        HddmError: as `read_content`, `open_image` and `fit_image`.
-    """
-    path = folder / entry.file
-    image = open_image(read_content(folder, entry), path)
-    if fit is not None:
-        image = fit(image, index, path)
-    pixels = torch.from_numpy(np.array(image))
-    pixels = pixels[None] if pixels.ndim == 2 else pixels.permute(2, 0, 1)
-    if len(pixels) > channels:
-        raise HddmError(f"{path}: is in colour, and {channels} channel is encoded")
-    return pixels.expand(channels, -1, -1).contiguous()
-
-
 if TYPE_CHECKING:
     from diffusers import AutoencoderKL, AutoencoderTiny
     from transformers import CLIPTextModel, CLIPTokenizer
 
-FILE_BYTES = 64 * 2**20
-"""Bytes of a file of data: what is held in memory, and what a killed encoding does again."""
+_CROP_STREAM = 1
 
 
 class EncodingSettings(Record):
@@ -183,9 +84,9 @@ class EncodingPlan:
     channels: int
     size: tuple[int, int]
     vae: "AutoencoderKL | AutoencoderTiny | None"
-    vae_facts: VaeRecord | None
+    vae_record: VaeRecord | None
     text: "tuple[CLIPTextModel, CLIPTokenizer] | None"
-    text_facts: TextEncoderRecord | None
+    text_record: TextEncoderRecord | None
 
     @property
     def record(self) -> str:
@@ -200,20 +101,12 @@ class EncodingPlan:
     @property
     def layout(self) -> RowLayout:
         """Shape of a row and dtype of each tensor."""
-        return layout_of(self.encoding, self.vae_facts, self.text_facts)
+        return layout_of(self.encoding, self.vae_record, self.text_record)
 
     @property
     def row_bytes(self) -> int:
         """Bytes of a row of all tensors."""
         return sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in self.layout.values())
-
-    @property
-    def fit(self) -> Fit | None:
-        """How images are brought to one size."""
-        one = self.settings
-        if one.resolution is None:
-            return None
-        return Fit(one.resolution, one.crop, one.interpolation, one.seed)
 
     @property
     def computed(self) -> Computed | None:
@@ -231,9 +124,29 @@ class EncodingPlan:
         return {
             "shards": {shard.place: shard.manifest.hash for shard in self.shards},
             "encoding": self.encoding.model_dump(mode="json"),
-            "vae": self.vae_facts and self.vae_facts.model_dump(),
-            "text_encoder": self.text_facts and self.text_facts.model_dump(),
+            "vae": self.vae_record and self.vae_record.model_dump(),
+            "text_encoder": self.text_record and self.text_record.model_dump(),
         }
+
+    def read_image(self, shard: ShardToEncode, index: int) -> Tensor:
+        """Pixels (`channels`, H, W) in uint8 of an image; gray is repeated for colour.
+
+        Its random crop depends on the seed and ``index`` alone.
+
+        Raises:
+            HddmError: as `read_content`, `open_image` and `fit_image`.
+        """
+        one, entry = self.settings, shard.manifest.images[index]
+        path = shard.folder / entry.file
+        image = open_image(read_content(shard.folder, entry), path)
+        if one.resolution is not None:
+            draws = generator(one.seed, _CROP_STREAM, index) if one.crop == "random" else None
+            image = fit_image(image, one.resolution, one.crop, one.interpolation, draws, path)
+        pixels = torch.from_numpy(np.array(image))
+        pixels = pixels[None] if pixels.ndim == 2 else pixels.permute(2, 0, 1)
+        if len(pixels) > self.channels:
+            raise HddmError(f"{path}: is in colour, and {self.channels} channel is encoded")
+        return pixels.expand(self.channels, -1, -1).contiguous()
 
 
 def plan_encoding(
@@ -261,35 +174,27 @@ def plan_encoding(
     shape = (channels, *size)
     if network is not None:
         channels, shape = _latent_shape(vae, network, size)
-    text, facts = None, None
+    text, text_record = None, None
     if text_encoder is not None and tokenizer is not None:
         _refuse_without_captions(shards)
         text = (read_text_encoder(text_encoder), read_tokenizer(tokenizer))
         nn.Module.to(text[0], device)
-        facts = text_encoder_facts(text_encoder, text[1].model_max_length)
-    resolution = settings.resolution
+        text_record = text_encoder_facts(text_encoder, text[1].model_max_length)
+    is_fitted = settings.resolution is not None
     encoding = EncodingRecord(
         space="pixels" if network is None else "latents",
         shape=shape,
         dtype="uint8" if network is None else settings.dtype,
-        resolution=resolution,
-        crop=None if resolution is None else settings.crop,
-        interpolation=None if resolution is None else settings.interpolation,
+        resolution=settings.resolution,
+        crop=settings.crop if is_fitted else None,
+        interpolation=settings.interpolation if is_fitted else None,
         mirrored=settings.random_flip,
         text_dtype=None if text is None else settings.dtype,
-        seed=settings.seed if resolution is not None and settings.crop == "random" else 0,
+        seed=settings.seed if is_fitted and settings.crop == "random" else 0,
     )
+    vae_record = None if vae is None else vae_facts(vae)
     return EncodingPlan(
-        source,
-        shards,
-        settings,
-        encoding,
-        channels,
-        size,
-        network,
-        None if vae is None else vae_facts(vae),
-        text,
-        facts,
+        source, shards, settings, encoding, channels, size, network, vae_record, text, text_record
     )
 
 
@@ -311,18 +216,16 @@ def _check(
 
 def _shards(source: Path) -> tuple[ShardToEncode, ...]:
     """The shards in ``source``, those of held-out images at the end."""
-    if not (source / PARTITION_FILE).is_file():
-        return (ShardToEncode(source, "", _manifest(source)),)
-    return tuple(
-        ShardToEncode(folder, folder.relative_to(source).as_posix(), _manifest(folder))
-        for folder in (*find_shards(source), *find_held_out(source))
-    )
-
-
-def _manifest(folder: Path) -> ShardManifest:
-    if (folder / MANIFEST).is_file() and is_encoded(folder):
-        raise UsageError(f"{folder}: is encoded already; name the shard of images that it was made from")
-    return read_manifest(folder)
+    folders = [source]
+    if (source / PARTITION_FILE).is_file():
+        folders = [*find_shards(source), *find_held_out(source)]
+    shards = []
+    for folder in folders:
+        if (folder / MANIFEST).is_file() and is_encoded(folder):
+            raise UsageError(f"{folder}: is encoded already; name the shard of images that it was made from")
+        place = "" if folder == source else folder.relative_to(source).as_posix()
+        shards.append(ShardToEncode(folder, place, read_manifest(folder)))
+    return tuple(shards)
 
 
 def _size(
@@ -342,6 +245,25 @@ def _size(
             "them to one with --resolution"
         )
     return channels, sizes.pop()
+
+
+def survey(shards: Iterable[tuple[Path, Sequence[ImageEntry]]]) -> tuple[int, set[tuple[int, int]]]:
+    """Channels that all images share, 1 or 3, and their sizes (H, W), by their headers alone.
+
+    Files that are no images are left for whoever reads them.
+    """
+    paths = [image_path(folder, entry) for folder, entries in shards for entry in entries]
+    with ThreadPoolExecutor(THREADS) as pool:
+        headers = [header for header in pool.map(_header, paths) if header is not None]
+    is_gray = all(header.mode in ("1", "L") or header.mode.startswith("I") for header in headers)
+    return 1 if is_gray else 3, {(header.height, header.width) for header in headers}
+
+
+def _header(path: Path) -> Header | None:
+    try:
+        return read_header(path, path)
+    except HddmError:
+        return None
 
 
 def _latent_shape(

@@ -7,22 +7,27 @@ features/
 """
 
 import hashlib
+import json
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from safetensors.numpy import save_file
 
-from hddm.data.atomic_tensors import read_tensors, write_tensors
-from hddm.data.decoding import decode, find_bad, in_colour, pixel_digest, too_many_bad, why_bad
 from hddm.data.features import Extractor
-from hddm.data.sources import ImageSource
+from hddm.data.images import THREADS, decode, in_colour, pixel_digest, too_many_bad
+from hddm.data.shards import Rows
+from hddm.data.sources.base import ImageSource
 from hddm.utils.errors import HddmError
 from hddm.utils.files import write_json, write_whole
 from hddm.utils.progress import Progress
 from hddm.utils.records import FEATURES_FILE, Record, read_record
-from hddm.utils.tensors import read_safetensors
+from hddm.utils.tensors import read_header, read_safetensors
 
 FORMAT = "1.0"
 PART = 1024
@@ -55,7 +60,7 @@ class ImageFeatures:
     files: NDArray[np.uint8]
     pixels: NDArray[np.uint8]
     broken: dict[int, str]
-    parts: tuple[NDArray[np.float32], ...]
+    features: Rows
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -63,15 +68,10 @@ class ImageFeatures:
     @property
     def shape(self) -> tuple[int, int]:
         """(M, d)."""
-        return len(self), self.parts[0].shape[1]
+        return len(self), self.features.shape[0]
 
     def __getitem__(self, rows: NDArray[np.int64], /) -> NDArray[np.float32]:
-        ends = np.cumsum([len(part) for part in self.parts])
-        number = np.searchsorted(ends, rows, side="right")
-        found = np.empty((len(rows), self.shape[1]), dtype=np.float32)
-        for one in np.unique(number).tolist():
-            wanted = np.flatnonzero(number == one)
-            found[wanted] = self.parts[one][rows[wanted] - (ends[one] - len(self.parts[one]))]
+        found: NDArray[np.float32] = self.features.take(torch.from_numpy(rows)).numpy()
         return found
 
 
@@ -88,19 +88,14 @@ def compute_features(
     The parts are the same, bit for bit, wherever a run on the same device was killed before. Broken images
     are tried again each time: a disk or a permission may have failed only for a while.
 
-    Args:
-        source: the images.
-        extractor: what makes the features.
-        folder: where they are kept.
-        max_bad: images that may be broken; they get no features.
-        replace: whether features of other images or of another extractor may go.
-        part: images whose features are written at once.
+    Images may be broken up to ``max_bad``; they get no features. ``replace``: features of other images or of
+    another extractor in ``folder`` may go. ``part`` images' features are written at once.
 
     Raises:
         HddmError: for a ``folder`` of something else, more than ``max_bad`` broken images, by name, and
             features that are not finite.
     """
-    facts = FeatureRecord(
+    record = FeatureRecord(
         format=FORMAT,
         images=len(source),
         source=_fingerprint(source),
@@ -108,7 +103,7 @@ def compute_features(
         extractor=extractor.identity,
         part=part,
     )
-    _claim(folder, facts, replace)
+    _claim(folder, record, replace)
     broken: dict[int, str] = {}
     paths = [folder / f"part_{n:05d}.safetensors" for n in range(-(-len(source) // part))]
     _forget_mended(source, folder, paths)
@@ -118,56 +113,50 @@ def compute_features(
     with Progress(len(source), "features") as advance:
         for number, path in enumerate(paths):
             rows = range(number * part, min((number + 1) * part, len(source)))
-            if path in missing:
-                tensors, found = _extract(source, extractor, rows)
-                write_tensors(path, tensors, found)
-            else:
-                _, found = read_tensors(path, "sound")
-            broken |= {int(row): reason for row, reason in found.items()}
+            broken |= _write_part(path, source, extractor, rows) if path in missing else _broken_in(path)
             if len(broken) > max_bad:
                 break
             advance(len(rows))
     if len(broken) > max_bad:
         # Whoever mends them wants all names at once; features would take far longer than a look.
-        broken |= find_bad(source, range(rows.stop, len(source)))
+        broken |= _find_broken(source, range(rows.stop, len(source)))
         raise too_many_bad(source.root, list(broken.values()), max_bad)
     return _opened(paths, broken)
 
 
-def _claim(folder: Path, facts: FeatureRecord, replace: bool) -> None:
-    """Make ``folder`` that of ``facts``, unless it is another's."""
-    if folder.exists() and not (folder / FEATURES_FILE).is_file() and not _is_empty(folder):
-        raise HddmError(f"{folder}: holds other things than features; name another folder with --cache")
+def _claim(folder: Path, record: FeatureRecord, replace: bool) -> None:
+    """Make ``folder`` that of ``record``, unless it is another's."""
     if (folder / FEATURES_FILE).is_file():
         known = read_record(folder / FEATURES_FILE, FeatureRecord, FORMAT)
-        if known == facts:
+        if known == record:
             return
         if not replace:
             raise HddmError(
-                f"{folder}: holds {_difference(known, facts)}; remove it, or name another folder with --cache"
+                f"{folder}: holds {_difference(known, record)}; remove it, or name another folder with "
+                "--cache"
             )
         for path in folder.glob("*.safetensors"):
             path.unlink()
+    # A killed run leaves drafts of the record.
+    elif folder.exists() and (
+        not folder.is_dir()
+        or any(not path.name.startswith(f".{FEATURES_FILE}.part-") for path in folder.iterdir())
+    ):
+        raise HddmError(f"{folder}: holds other things than features; name another folder with --cache")
     folder.mkdir(parents=True, exist_ok=True)
-    write_whole(folder / FEATURES_FILE, lambda draft: write_json(draft, facts.model_dump()))
+    write_whole(folder / FEATURES_FILE, lambda draft: write_json(draft, record.model_dump()))
 
 
-def _is_empty(folder: Path) -> bool:
-    """True if ``folder`` holds nothing but drafts of a killed run."""
-    return folder.is_dir() and all(
-        path.name.startswith(f".{FEATURES_FILE}.part-") for path in folder.iterdir()
-    )
-
-
-def _difference(known: FeatureRecord, facts: FeatureRecord) -> str:
-    if known.images != facts.images:
-        return f"features of other images ({known.images} of them, now {facts.images})"
-    if known.source != facts.source:
-        return "features of other images, or of these before they changed"
-    if known.features != facts.features:
-        return f"other features ({known.features}, not {facts.features})"
-    if known.part != facts.part:
-        return f"parts of {known.part} images, not {facts.part}"
+def _difference(known: FeatureRecord, record: FeatureRecord) -> str:
+    differences = {
+        "images": f"features of other images ({known.images} of them, now {record.images})",
+        "source": "features of other images, or of these before they changed",
+        "features": f"other features ({known.features}, not {record.features})",
+        "part": f"parts of {known.part} images, not {record.part}",
+    }
+    for key, difference in differences.items():
+        if getattr(known, key) != getattr(record, key):
+            return difference
     return f"{known.features} of another seed or other weights"
 
 
@@ -177,7 +166,11 @@ def _forget_mended(source: ImageSource, folder: Path, parts: Sequence[Path]) -> 
     Where something was learnt from the images, it was without these, and all goes. The mended parts go last:
     after a kill they are found again.
     """
-    mended = [path for path in parts if path.exists() and _is_mended(source, path)]
+    mended = [
+        path
+        for path in parts
+        if path.exists() and any(_why_broken(source, row) is None for row in _broken_in(path))
+    ]
     learnt = [path for path in folder.glob("*.safetensors") if path not in parts]
     if mended and learnt:
         mended = [*(path for path in parts if path not in mended), *learnt, *mended]
@@ -185,19 +178,38 @@ def _forget_mended(source: ImageSource, folder: Path, parts: Sequence[Path]) -> 
         path.unlink(missing_ok=True)
 
 
-def _is_mended(source: ImageSource, part: Path) -> bool:
-    _, broken = read_tensors(part, "sound")
-    return any(why_bad(source, int(row)) is None for row in broken)
+def _broken_in(part: Path) -> dict[int, str]:
+    """Why images of a part cannot be read, by number."""
+    note: dict[str, str] = json.loads(read_header(part)[1]["note"])
+    return {int(row): reason for row, reason in note.items()}
 
 
-def _extract(
-    source: ImageSource, extractor: Extractor, rows: range
-) -> tuple[dict[str, np.ndarray], dict[str, str]]:
-    """Tensors of a part, and why images of it cannot be read."""
+def _why_broken(source: ImageSource, row: int) -> str | None:
+    try:
+        decode(source.read(row), source.root / source.files[row])
+    except HddmError as error:
+        return error.message
+    return None
+
+
+def _find_broken(source: ImageSource, rows: range) -> dict[int, str]:
+    """Why images of ``rows`` cannot be read, by number."""
+    found: dict[int, str] = {}
+    with Progress(len(rows), "look for other bad images") as advance, ThreadPoolExecutor(THREADS) as pool:
+        for start in range(rows.start, rows.stop, PART):
+            part = range(start, min(start + PART, rows.stop))
+            reasons = pool.map(lambda row: _why_broken(source, row), part)
+            found |= {row: reason for row, reason in zip(part, reasons, strict=True) if reason is not None}
+            advance(len(part))
+    return found
+
+
+def _write_part(path: Path, source: ImageSource, extractor: Extractor, rows: range) -> dict[int, str]:
+    """Write the part of the images ``rows``; returns why some of them cannot be read, by number."""
     sound: list[int] = []
     features: list[NDArray[np.float32]] = []
     digests: list[tuple[bytes, bytes]] = []
-    broken: dict[str, str] = {}
+    broken: dict[int, str] = {}
     for start in range(rows.start, rows.stop, extractor.batch):
         images, names = [], []
         for row in range(start, min(start + extractor.batch, rows.stop)):
@@ -206,7 +218,7 @@ def _extract(
                 content = source.read(row)
                 image = in_colour(decode(content, name))
             except HddmError as error:
-                broken[str(row)] = error.message
+                broken[row] = error.message
                 continue
             digests.append((hashlib.sha256(content).digest(), pixel_digest(image)))
             images.append(image)
@@ -216,13 +228,14 @@ def _extract(
             features.append(_finite(extractor(images), names, extractor.name))
     made = np.concatenate(features) if features else np.zeros((0, 0), dtype=np.float32)
     hashes = np.frombuffer(b"".join(a + b for a, b in digests), dtype=np.uint8).reshape(-1, 2, 32)
-    tensors: dict[str, np.ndarray] = {
+    tensors: dict[str, NDArray[Any]] = {
         "sound": np.array(sound, dtype=np.int64),
         "files": np.ascontiguousarray(hashes[:, 0]),
         "pixels": np.ascontiguousarray(hashes[:, 1]),
         "features": np.ascontiguousarray(made, dtype=np.float32),
     }
-    return tensors, broken
+    write_whole(path, lambda draft: save_file(tensors, draft, {"note": json.dumps(broken)}))
+    return broken
 
 
 def _finite(features: NDArray[np.float32], names: Sequence[Path], extractor: str) -> NDArray[np.float32]:
@@ -233,10 +246,11 @@ def _finite(features: NDArray[np.float32], names: Sequence[Path], extractor: str
 
 
 def _opened(paths: Sequence[Path], broken: dict[int, str]) -> ImageFeatures:
-    parts = [{name: tensor.numpy() for name, tensor in read_safetensors(path).items()} for path in paths]
-    parts = [part for part in parts if len(part["sound"])]
-    rows, files, pixels = (np.concatenate([part[n] for part in parts]) for n in ("sound", "files", "pixels"))
-    return ImageFeatures(rows, files, pixels, broken, tuple(part["features"] for part in parts))
+    parts = [part for part in map(read_safetensors, paths) if len(part["sound"])]
+    rows, files, pixels = (
+        torch.cat([part[n] for part in parts]).numpy() for n in ("sound", "files", "pixels")
+    )
+    return ImageFeatures(rows, files, pixels, broken, Rows(tuple(part["features"] for part in parts)))
 
 
 def _fingerprint(source: ImageSource) -> str:

@@ -1,7 +1,6 @@
 """Features of images for clustering: images near each other in them go to one shard.
 
-`PixelPca`, principal components of small copies, serves small plain images. For photographs take a
-pretrained vision model, DINOv2 or CLIP as transformers runs it.
+`PixelPca` serves small plain images; for photographs take a pretrained `VisionModel`, DINOv2 or CLIP.
 """
 
 import hashlib
@@ -13,13 +12,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from PIL import Image
+from safetensors.numpy import save_file
 from sklearn.decomposition import PCA
 
-from hddm.data.atomic_tensors import read_tensors, write_tensors
-from hddm.data.decoding import decode, in_colour
-from hddm.data.sources import ImageSource
+from hddm.data.images import decode, in_colour
+from hddm.data.sources.base import ImageSource
 from hddm.utils.errors import HddmError, UsageError, did_you_mean
-from hddm.utils.files import inside, read_json, sha256_of
+from hddm.utils.files import inside, read_json, sha256_of, write_whole
+from hddm.utils.tensors import read_safetensors
 
 PIXELS = "pixels"
 SHORT_NAMES = {"dinov2": "facebook/dinov2-base", "clip": "openai/clip-vit-large-patch14"}
@@ -51,16 +51,14 @@ class Extractor(Protocol):
 
 
 def open_feature_extractor(features: str, seed: int = 0) -> Extractor:
-    """The extractor that ``--features`` names.
+    """The extractor that ``--features`` names; ``seed`` is of the images that `PixelPca` is fitted on.
 
-    Args:
-        features: ``pixels``, ``dinov2``, ``clip``, a local folder of a DINOv2 or CLIP vision model, or such a
-            model's name on Hugging Face's hub. Only hub names use the network, and only for files that are
-            not in the cache.
-        seed: of the images on which principal components are fitted.
+    ``features`` are ``pixels``, ``dinov2``, ``clip``, a local folder of a DINOv2 or CLIP vision model, or
+    such a model's name on Hugging Face's hub. Only hub names use the network, and only for files that are not
+    in the cache.
 
     Raises:
-        HddmError: as `hddm.data.features.open_vision_model`.
+        HddmError: as `open_vision_model`.
     """
     if features == PIXELS:
         return PixelPca(seed=seed)
@@ -99,14 +97,12 @@ class PixelPca:
     def prepare(self, source: ImageSource, folder: Path) -> None:
         path = folder / _BASIS
         if not path.exists():
-            write_tensors(path, self._fitted(source))
-        basis, _ = read_tensors(path)
+            fitted = self._fitted(source)
+            write_whole(path, lambda draft: save_file(fitted, draft))
+        basis = {name: tensor.numpy() for name, tensor in read_safetensors(path).items()}
         height, width = basis["size"].tolist()
         self._size = (height, width)
-        self._mean, self._components = (
-            basis["mean"].astype(np.float32),
-            basis["components"].astype(np.float32),
-        )
+        self._mean, self._components = basis["mean"], basis["components"]
 
     def __call__(self, images: Sequence[NDArray[np.uint8]]) -> NDArray[np.float32]:
         centred = self._flat(images) - self._mean

@@ -1,37 +1,22 @@
 """The report of a partition: a page with a picture grid of each shard, sizes, classes and distances."""
 
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
+from PIL import Image
 
 from hddm.data.clustering import Array, Indices, Points, normalise
-from hddm.data.decoding import open_image
 from hddm.data.feature_cache import ImageFeatures
-from hddm.data.images import contact_sheet, lines_of
+from hddm.data.images import contact_sheet, lines_of, open_image
 from hddm.data.shard_records import PartitionRecord
-from hddm.data.sources import ImageSource
+from hddm.data.sources.base import ImageSource
 from hddm.utils.errors import counted, shown
 
-COLUMNS = 8
-
-
-def write_grid(source: ImageSource, rows: Sequence[int], path: Path) -> None:
-    """Write images ``rows`` of ``source`` as one PNG, `COLUMNS` a line."""
-    contact_sheet(
-        lines_of(rows, COLUMNS),
-        lambda row: open_image(source.read(row), source.root / source.files[row]),
-        COLUMNS,
-    ).save(path)
-
-
-REPORT_FILE = "report.html"
 PICTURES = "pictures"
-SHOWN = 24
-"""Pictures of each kind a shard."""
+COLUMNS, SHOWN = 8, 24
+"""Pictures a line, and of each kind a shard."""
 _CLASSES = 12
 """Most frequent classes that are listed a shard."""
 _SKIPPED = 1000
@@ -53,13 +38,15 @@ class Geometry:
 
 def measure(features: Points, shard: Indices, num_shards: int, shown: int = SHOWN) -> Geometry:
     """Distances in ``features`` (M, d) between images and the ``num_shards`` shards of ``shard`` (M,)."""
+    num = len(features)
+    batches = [np.arange(start, min(start + _BATCH, num)) for start in range(0, num, _BATCH)]
     sums = np.zeros((num_shards, features.shape[1]))
-    for rows in _batches(len(features)):
+    for rows in batches:
         np.add.at(sums, shard[rows], normalise(features[rows]))
     centres = normalise(sums)
     totals = np.zeros((num_shards, num_shards))
-    own = np.empty(len(features))
-    for rows in _batches(len(features)):
+    own = np.empty(num)
+    for rows in batches:
         distances = 1 - normalise(features[rows]) @ centres.T
         np.add.at(totals, shard[rows], distances)
         own[rows] = distances[np.arange(len(rows)), shard[rows]]
@@ -69,33 +56,33 @@ def measure(features: Points, shard: Indices, num_shards: int, shown: int = SHOW
 
 
 def write_report(
-    folder: Path, source: ImageSource, features: ImageFeatures, shard: Indices, facts: PartitionRecord
+    folder: Path, source: ImageSource, features: ImageFeatures, shard: Indices, record: PartitionRecord
 ) -> None:
     """Write ``report.html`` and its ``pictures`` into the folder of a partition.
 
-    Args:
-        folder: of the partition.
-        source: the images.
-        features: of its images that can be read.
-        shard: (M,) the shard of each, those held out included.
-        facts: how the shards were made.
+    ``shard`` (M,) is that of each image with ``features``, those held out included.
     """
     from jinja2 import Environment, StrictUndefined
 
-    num_shards = len(facts.sizes)
+    def open_row(row: int) -> Image.Image:
+        return open_image(source.read(row), source.root / source.files[row])
+
+    num_shards = len(record.sizes)
     geometry = measure(features, shard, num_shards)
-    draws = np.random.default_rng([facts.seed, 3])
+    draws = np.random.default_rng([record.seed, 3])
     (folder / PICTURES).mkdir()
     for k in range(num_shards):
         members = np.flatnonzero(shard == k)
         chosen = np.sort(draws.choice(members, min(SHOWN, len(members)), replace=False))
         for kind, rows in (("nearest", geometry.nearest[k]), ("random", chosen)):
-            write_grid(source, features.rows[rows].tolist(), folder / PICTURES / f"shard_{k}_{kind}.png")
+            lines = lines_of(features.rows[rows].tolist(), COLUMNS)
+            sheet = contact_sheet(lines, open_row, COLUMNS)
+            sheet.save(folder / PICTURES / f"shard_{k}_{kind}.png")
     template = Environment(autoescape=True, undefined=StrictUndefined).from_string(
         (files("hddm.data") / "partition_report.html.j2").read_text(encoding="utf-8")
     )
     page = template.render(
-        facts=facts,
+        record=record,
         distances=geometry.distances,
         largest=geometry.distances.max(),
         classes=_classes(source, features.rows, shard, num_shards),
@@ -104,7 +91,7 @@ def write_report(
         shown=shown,
         most_skipped=_SKIPPED,
     )
-    (folder / REPORT_FILE).write_text(page, encoding="utf-8")
+    (folder / "report.html").write_text(page, encoding="utf-8")
 
 
 def _classes(
@@ -122,8 +109,3 @@ def _classes(
         [(source.classes[c], int(one[c]), float(one[c] / totals[c])) for c in line if one[c]]
         for one, line in zip(counts, order.tolist(), strict=True)
     ]
-
-
-def _batches(num: int) -> Iterator[NDArray[np.int64]]:
-    for start in range(0, num, _BATCH):
-        yield np.arange(start, min(start + _BATCH, num))

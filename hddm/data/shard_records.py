@@ -25,6 +25,7 @@ from typing import Literal
 
 from pydantic import ValidationError
 
+from hddm.data.sources.base import ImageSource
 from hddm.networks.identity import TextEncoderRecord, VaeRecord
 from hddm.utils.errors import HddmError, UsageError
 from hddm.utils.files import read_json
@@ -50,10 +51,7 @@ class ImageEntry(Record):
 
 
 class ShardIdentity(Record):
-    """Which shard of which partition: what a shard of images and what it was encoded to both say.
-
-    ``hash`` covers every file, content and label.
-    """
+    """The shard of a partition, of images or encoded; ``hash`` covers every file, content and label."""
 
     format: str
     shard: int
@@ -99,8 +97,7 @@ def read_manifest(folder: Path) -> ShardManifest:
     """Read the manifest of the shard in ``folder``; its images are not opened.
 
     Raises:
-        HddmError: for a missing or newer manifest, a list of images that does not match its hash, or a label
-            that is no class.
+        HddmError: for a missing or newer manifest, and as `check_entries`.
     """
     path = folder / MANIFEST
     _refuse_other_folder(folder, MANIFEST)
@@ -110,11 +107,7 @@ def read_manifest(folder: Path) -> ShardManifest:
 
 
 def check_entries(path: Path, entries: Sequence[ImageEntry], classes: Sequence[str], digest: str) -> None:
-    """Refuse a list of images, from ``path``, that does not match its hash, or with a label that is no class.
-
-    Raises:
-        HddmError: with the first such entry.
-    """
+    """Refuse a list of images, from ``path``, that does not match its hash, or has labels of no class."""
     if content_hash(entries, classes) != digest:
         raise HddmError(f"{path}: its list of images does not match its hash; take the shard anew")
     for entry in entries:
@@ -157,8 +150,8 @@ def find_shards(folder: Path) -> list[Path]:
         HddmError: where ``folder`` holds no partition.
     """
     _refuse_other_folder(folder, PARTITION_FILE)
-    facts = read_record(folder / PARTITION_FILE, PartitionRecord, FORMAT)
-    return [folder / f"shard_{k}" for k in range(len(facts.sizes))]
+    record = read_record(folder / PARTITION_FILE, PartitionRecord, FORMAT)
+    return [folder / f"shard_{k}" for k in range(len(record.sizes))]
 
 
 def find_held_out(folder: Path) -> list[Path]:
@@ -197,6 +190,18 @@ def _refuse_other_folder(folder: Path, record: str) -> None:
         hint = f", {above}" if above else ""
         raise UsageError(f"{folder}: is a shard, not a partition; name the folder of all shards{hint}")
     raise UsageError(f"{folder}: is no {kind}, since it holds no {record}; hddm partition writes them")
+
+
+def labels_of(entries: Sequence[ImageEntry]) -> list[int] | None:
+    """Labels (N,) where every entry has one."""
+    labels = [entry.label for entry in entries if entry.label is not None]
+    return labels if len(labels) == len(entries) else None
+
+
+def captions_of(entries: Sequence[ImageEntry]) -> tuple[str, ...] | None:
+    """Captions (N,) where every entry has one."""
+    captions = tuple(entry.caption for entry in entries if entry.caption is not None)
+    return captions if len(captions) == len(entries) else None
 
 
 def content_hash(entries: Sequence[ImageEntry], classes: Sequence[str]) -> str:
@@ -326,54 +331,32 @@ def read_entries(path: Path) -> list[ImageEntry]:
 
 
 @dataclass(frozen=True)
-class ShardImages:
-    """Images of a shard; each is held against its hash when it is read.
+class ShardImages(ImageSource):
+    """Images of a shard; each is held against its hash when it is read."""
 
-    The fields are those of `hddm.data.sources.base.ImageSource`.
-    """
-
-    root: Path
-    manifest: ShardManifest
-
-    @classmethod
-    def of(cls, folder: Path) -> "ShardImages":
-        """The shard in ``folder``.
-
-        Raises:
-            HddmError: for an encoded one, and as `hddm.data.shard_records.read_manifest`.
-        """
-        if (folder / MANIFEST).is_file() and is_encoded(folder):
-            raise HddmError(
-                f"{folder}: is an encoded shard, which holds no images; name the shard it was made of"
-            )
-        return cls(folder, read_manifest(folder))
-
-    @property
-    def files(self) -> Sequence[str]:
-        return [entry.file for entry in self.manifest.images]
-
-    @property
-    def classes(self) -> tuple[str, ...]:
-        return tuple(self.manifest.classes)
-
-    @property
-    def labels(self) -> Sequence[int] | None:
-        labels = [entry.label for entry in self.manifest.images if entry.label is not None]
-        return labels if len(labels) == len(self) else None
-
-    @property
-    def captions(self) -> Sequence[str] | None:
-        captions = [entry.caption for entry in self.manifest.images if entry.caption is not None]
-        return captions if len(captions) == len(self) else None
-
-    def __len__(self) -> int:
-        return len(self.manifest.images)
+    entries: Sequence[ImageEntry]
 
     def read(self, i: int) -> bytes:
-        return read_content(self.root, self.manifest.images[i])
+        return read_content(self.root, self.entries[i])
 
     def size(self, i: int) -> int:
         return self.path(i).stat().st_size
 
     def path(self, i: int) -> Path:
-        return image_path(self.root, self.manifest.images[i])
+        return image_path(self.root, self.entries[i])
+
+
+def open_images(folder: Path) -> ShardImages:
+    """The images of the shard in ``folder``.
+
+    Raises:
+        HddmError: for an encoded one, and as `read_manifest`.
+    """
+    if (folder / MANIFEST).is_file() and is_encoded(folder):
+        raise HddmError(
+            f"{folder}: is an encoded shard, which holds no images; name the shard it was made of"
+        )
+    manifest = read_manifest(folder)
+    entries, files = manifest.images, [entry.file for entry in manifest.images]
+    classes = tuple(manifest.classes)
+    return ShardImages(folder, files, classes, labels_of(entries), captions_of(entries), entries)

@@ -1,20 +1,20 @@
 """Shards as training reads them, of images or encoded, one or all of a partition.
 
 Files are checked against their hashes when a shard is opened. Images are decoded to memory; the tensors of an
-encoded shard are mapped from its files.
+encoded shard are mapped from its files. A store gives samples by row.
 """
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
 
-from hddm.data.encoding_plan import RowLayout, layout_of
-from hddm.data.images import decode, stack
+from hddm.data.images import decode, stack, to_unit_range
 from hddm.data.shard_records import (
     DEVIATION,
     MANIFEST,
@@ -24,30 +24,200 @@ from hddm.data.shard_records import (
     PIXELS,
     TOKENS,
     EncodedManifest,
+    EncodingRecord,
     FileRecord,
     ImageEntry,
     ShardIdentity,
+    captions_of,
     check_entries,
     is_encoded,
+    labels_of,
     read_content,
     read_encoded_manifest,
     read_entries,
     read_manifest,
 )
-from hddm.data.stores import (
-    JoinedStore,
-    LatentStore,
-    MappedPixels,
-    PixelStore,
-    Rows,
-    Stored,
-    Texts,
-    TokenStore,
-)
 from hddm.networks.identity import TextEncoderRecord, VaeRecord
 from hddm.utils.errors import HddmError
 from hddm.utils.files import HashCache, inside
 from hddm.utils.tensors import read_safetensors
+
+
+class Stored(Protocol):
+    """Samples by row, in model space."""
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """(C, H, W) of a sample."""
+
+    def __len__(self) -> int: ...
+
+    def take(self, rows: Tensor, noise: torch.Generator | None, flip: Tensor | None) -> Tensor:
+        """As `hddm.data.shards.Shard.take`."""
+
+    def digest(self, row: int) -> bytes:
+        """A key that equal samples share, and no others."""
+
+
+class Joined:
+    """Rows of several ``parts``, one after the other."""
+
+    parts: Sequence[Sized]
+
+    @cached_property
+    def ends(self) -> Tensor:
+        """(parts,): the row after the last one of each."""
+        return torch.tensor([len(part) for part in self.parts]).cumsum(0)
+
+    def __len__(self) -> int:
+        return int(self.ends[-1])
+
+    def part_of(self, rows: Tensor) -> Tensor:
+        """Index of the part that each of ``rows`` is in."""
+        return torch.searchsorted(self.ends, rows, right=True)
+
+    def divided(self, rows: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """By part: its index, which (n,) of ``rows`` are in it, and their numbers there."""
+        where = self.part_of(rows)
+        for k in where.unique().tolist():
+            here = where == k
+            yield k, here, rows[here] - (int(self.ends[k]) - len(self.parts[k]))
+
+
+@dataclass(frozen=True)
+class Rows(Joined):
+    """One tensor (N, …) whose rows lie in several: ``parts`` (n_k, …), of one shape and dtype."""
+
+    parts: tuple[Tensor, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of a row."""
+        return tuple(self.parts[0].shape[1:])
+
+    def take(self, rows: Tensor) -> Tensor:
+        """Rows (n, …) by their indices (n,) in [0, N), in their dtype; memory grows by these alone."""
+        if len(rows) and not (int(rows.min()) >= 0 and int(rows.max()) < len(self)):
+            raise IndexError(f"rows {int(rows.min())} to {int(rows.max())} of {len(self)}")
+        if len(self.parts) == 1:
+            return self.parts[0][rows]
+        taken = torch.empty((len(rows), *self.shape), dtype=self.parts[0].dtype)
+        for k, here, own in self.divided(rows):
+            taken[here] = self.parts[k][own]
+        return taken
+
+    def digest(self, row: int) -> bytes:
+        """SHA-256 of the bytes of a row."""
+        return hashlib.sha256(self.take(torch.tensor([row])).view(torch.uint8).numpy().tobytes()).digest()
+
+
+@dataclass(frozen=True)
+class JoinedStore(Joined):
+    """Samples of several stores, one after the other."""
+
+    parts: Sequence[Stored]
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        return self.parts[0].shape
+
+    def take(self, rows: Tensor, noise: torch.Generator | None, flip: Tensor | None) -> Tensor:
+        taken = torch.empty(len(rows), *self.shape)
+        for k, here, own in self.divided(rows):
+            taken[here] = self.parts[k].take(own, noise, None if flip is None else flip[here])
+        return taken
+
+    def digest(self, row: int) -> bytes:
+        ((k, _, own),) = self.divided(torch.tensor([row]))
+        return self.parts[k].digest(int(own))
+
+
+@dataclass(frozen=True)
+class PixelStore:
+    """Pixels (N, C, H, W) in uint8."""
+
+    pixels: Rows
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        channels, height, width = self.pixels.shape
+        return channels, height, width
+
+    def __len__(self) -> int:
+        return len(self.pixels)
+
+    def take(self, rows: Tensor, noise: torch.Generator | None, flip: Tensor | None) -> Tensor:
+        images = to_unit_range(self.pixels.take(rows))
+        return images if flip is None else torch.where(flip[:, None, None, None], images.flip(-1), images)
+
+    def digest(self, row: int) -> bytes:
+        return self.pixels.digest(row)
+
+
+@dataclass(frozen=True)
+class LatentStore:
+    """Outputs of a VAE's encoder for images and, where they were encoded, for their mirror images.
+
+    A sample is (z - ``shift``) × ``scale`` with z = mean + deviation × ε, ε normal and new each time, as
+    DiT and Stable Diffusion are trained; z is the mean where there is no deviation or no noise.
+    """
+
+    mean: Rows
+    deviation: Rows | None
+    scale: float
+    shift: float = 0.0
+    mirrored_mean: Rows | None = None
+    mirrored_deviation: Rows | None = None
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        channels, height, width = self.mean.shape
+        return channels, height, width
+
+    def __len__(self) -> int:
+        return len(self.mean)
+
+    def take(self, rows: Tensor, noise: torch.Generator | None, flip: Tensor | None) -> Tensor:
+        """As `hddm.data.shards.Shard.take`.
+
+        Raises:
+            HddmError: for ``flip`` of latents that were encoded without their mirror images.
+        """
+        z = _either(self.mean, self.mirrored_mean, rows, flip)
+        if noise is not None and self.deviation is not None:
+            drawn = torch.randn(z.shape, generator=noise)
+            z += _either(self.deviation, self.mirrored_deviation, rows, flip) * drawn
+        return (z - self.shift) * self.scale
+
+    def digest(self, row: int) -> bytes:
+        return self.mean.digest(row)
+
+
+def _either(plain: Rows, mirror: Rows | None, rows: Tensor, flip: Tensor | None) -> Tensor:
+    """Rows in float32, of ``mirror`` where ``flip`` (n,) says so; each is read once."""
+    if flip is None or not flip.any():
+        return plain.take(rows).float()
+    if mirror is None:
+        raise HddmError(
+            "the latents were encoded without their mirror images, and cannot be mirrored themselves; encode "
+            "them with --random-flip or train without it"
+        )
+    taken = torch.empty((len(rows), *plain.shape))
+    taken[~flip] = plain.take(rows[~flip]).float()
+    taken[flip] = mirror.take(rows[flip]).float()
+    return taken
+
+
+@dataclass(frozen=True)
+class TokenStore:
+    """Tokens (N, tokens, width) of captions, and those of the empty prompt (tokens, width) in float32."""
+
+    tokens: Rows
+    null: Tensor
+
+    def take(self, rows: Tensor) -> Tensor:
+        """Tokens (n, tokens, width) in float32."""
+        return self.tokens.take(rows).float()
 
 
 @dataclass(frozen=True)
@@ -69,7 +239,7 @@ class Shard:
     captions: tuple[str, ...] | None = None
     vae: VaeRecord | None = None
     text_encoder: TextEncoderRecord | None = None
-    texts: Texts | None = None
+    texts: TokenStore | None = None
 
     def __len__(self) -> int:
         return len(self.stored)
@@ -100,6 +270,17 @@ class Shard:
         return self.stored.take(rows, noise, flip)
 
 
+def open_shard(folder: Path) -> Shard:
+    """The shard in ``folder``: of images, as `hddm partition` writes it, or encoded, as `hddm encode` does.
+
+    Raises:
+        HddmError: as `load_shard` and `load_encoded`; for a folder that is neither, with what it is.
+    """
+    if (folder / MANIFEST).is_file() and is_encoded(folder):
+        return load_encoded(folder)
+    return load_shard(folder)
+
+
 def load_shard(folder: Path) -> Shard:
     """Read a shard, checking every file against its hash.
 
@@ -110,45 +291,13 @@ def load_shard(folder: Path) -> Shard:
     manifest = read_manifest(folder)
     entries = manifest.images
     _refuse_few(folder, manifest, len(entries))
-    names = [entry.file for entry in entries]
-    pixels = stack(
-        [decode(read_content(folder, entry), folder / entry.file) for entry in entries], names, folder
-    )
-    return Shard(
-        folder,
-        manifest.shard,
-        manifest.num_shards,
-        manifest.hash,
-        tuple(manifest.classes),
-        PixelStore(pixels),
-        labels_of(entries),
-        manifest.partition,
-        manifest.held_out_of,
-        captions_of(entries),
-    )
-
-
-def _refuse_few(folder: Path, shard: ShardIdentity, num: int) -> None:
-    if num < MIN_IMAGES and shard.held_out_of is None:
-        raise HddmError(f"{folder}: has {num} images; an expert needs at least {MIN_IMAGES} to train on")
-
-
-def labels_of(entries: Sequence[ImageEntry]) -> Tensor | None:
-    """Labels (N,) where every entry has one."""
-    labels = [entry.label for entry in entries]
-    return None if None in labels else torch.tensor(labels)
-
-
-def captions_of(entries: Sequence[ImageEntry]) -> tuple[str, ...] | None:
-    """Captions where every entry has one."""
-    captions = tuple(entry.caption for entry in entries if entry.caption is not None)
-    return captions if len(captions) == len(entries) else None
+    images = [decode(read_content(folder, entry), folder / entry.file) for entry in entries]
+    pixels = stack(images, [entry.file for entry in entries], folder)
+    return _shard(folder, manifest, entries, PixelStore(Rows((pixels,))))
 
 
 def load_encoded(folder: Path) -> Shard:
-    """The encoded shard in ``folder``; its tensors stay on disk until they are taken.
-
-    Files that were hashed by an earlier call, and are untouched since, are not read (`hddm.utils.files`).
+    """The encoded shard in ``folder``; its tensors stay on disk. Files verified before are not hashed again.
 
     Raises:
         HddmError: for a file that is outside the folder, missing or changed, for files that do not hold what
@@ -162,28 +311,48 @@ def load_encoded(folder: Path) -> Shard:
         layout = layout_of(manifest.encoding, manifest.vae, manifest.text_encoder)
     except HddmError as error:
         raise HddmError(f"{folder / MANIFEST}: {error}") from error
-    parts = [_open(folder, one, layout, verified) for one in manifest.data]
+    files = [_open(folder, one, layout, verified) for one in manifest.data]
+    rows = {name: Rows(tuple(file[name] for file in files)) for name in layout}
     texts = None
     if manifest.null is not None:
-        shape, dtype = layout[TOKENS]
-        null = _open(folder, manifest.null, {TOKENS: (shape, dtype)}, verified)[TOKENS]
-        texts = TokenStore(_rows(parts, TOKENS), null[0].float())
+        null = _open(folder, manifest.null, {TOKENS: layout[TOKENS]}, verified)[TOKENS]
+        texts = TokenStore(rows[TOKENS], null[0].float())
     verified.keep()
+    stored = _stored(manifest.vae, rows)
+    return _shard(
+        folder, manifest, entries, stored, vae=manifest.vae, text_encoder=manifest.text_encoder, texts=texts
+    )
+
+
+def _stored(vae: VaeRecord | None, rows: Mapping[str, Rows]) -> Stored:
+    if vae is None:
+        return PixelStore(rows[PIXELS])
+    mirrored = rows.get(MIRRORED + MEAN), rows.get(MIRRORED + DEVIATION)
+    return LatentStore(rows[MEAN], rows.get(DEVIATION), vae.scale, vae.shift, *mirrored)
+
+
+def _shard(
+    folder: Path, manifest: ShardIdentity, entries: Sequence[ImageEntry], stored: Stored, **encoded: Any
+) -> Shard:
+    labels = labels_of(entries)
     return Shard(
         folder,
         manifest.shard,
         manifest.num_shards,
         manifest.hash,
         tuple(manifest.classes),
-        _stored(manifest, parts),
-        labels_of(entries),
+        stored,
+        None if labels is None else torch.tensor(labels),
         manifest.partition,
         manifest.held_out_of,
         captions_of(entries),
-        manifest.vae,
-        manifest.text_encoder,
-        texts,
+        **encoded,
     )
+
+
+def _refuse_few(folder: Path, shard: ShardIdentity, num: int) -> None:
+    if num < MIN_IMAGES and shard.held_out_of is None:
+        raise HddmError(f"{folder}: has {num} images; an expert needs at least {MIN_IMAGES} to train on")
 
 
 def _entries(folder: Path, manifest: EncodedManifest, verified: HashCache) -> list[ImageEntry]:
@@ -200,53 +369,50 @@ def _entries(folder: Path, manifest: EncodedManifest, verified: HashCache) -> li
     return entries
 
 
-def _open(folder: Path, facts: FileRecord, layout: RowLayout, verified: HashCache) -> Mapping[str, Tensor]:
-    tensors = read_safetensors(_checked(folder, facts, verified))
-    expected = {name: ((facts.rows, *shape), dtype) for name, (shape, dtype) in layout.items()}
+RowLayout = dict[str, tuple[tuple[int, ...], torch.dtype]]
+"""Shape of a row and dtype by name of a tensor."""
+
+
+def layout_of(
+    encoding: EncodingRecord, vae: VaeRecord | None, text_encoder: TextEncoderRecord | None
+) -> RowLayout:
+    """The tensors of a data file.
+
+    Raises:
+        HddmError: for records that contradict each other.
+    """
+    is_latent = encoding.space == "latents"
+    if is_latent == (vae is None) or is_latent == (encoding.dtype == "uint8"):
+        raise HddmError(f"{encoding.space} in {encoding.dtype} {'without' if vae is None else 'with'} a VAE")
+    if (text_encoder is None) != (encoding.text_dtype is None):
+        raise HddmError(f"text_dtype is {encoding.text_dtype}, and text_encoder {text_encoder}")
+    names = [PIXELS]
+    if vae is not None:
+        names = [MEAN, DEVIATION] if vae.kind == "AutoencoderKL" else [MEAN]
+        names += [MIRRORED + name for name in names] if encoding.mirrored else []
+    layout: RowLayout = {name: (encoding.shape, getattr(torch, encoding.dtype)) for name in names}
+    if text_encoder is not None:
+        size = (text_encoder.tokens, text_encoder.width)
+        layout[TOKENS] = (size, getattr(torch, str(encoding.text_dtype)))
+    return layout
+
+
+def _open(folder: Path, file: FileRecord, layout: RowLayout, verified: HashCache) -> Mapping[str, Tensor]:
+    tensors = read_safetensors(_checked(folder, file, verified))
+    expected = {name: ((file.rows, *shape), dtype) for name, (shape, dtype) in layout.items()}
     found = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
     if found != expected:
-        raise HddmError(f"{folder / facts.file}: holds {found}, not {expected}; encode the shard again")
+        raise HddmError(f"{folder / file.file}: holds {found}, not {expected}; encode the shard again")
     return tensors
 
 
-def _checked(folder: Path, facts: FileRecord, verified: HashCache) -> Path:
-    path = inside(folder, facts.file)
+def _checked(folder: Path, file: FileRecord, verified: HashCache) -> Path:
+    path = inside(folder, file.file)
     if not path.is_file():
-        raise HddmError(f"{folder / facts.file}: named by the manifest, and missing; take the shard anew")
-    if not verified.matches(facts.file, facts.sha256):
-        raise HddmError(f"{folder / facts.file}: changed since it was encoded; take the shard anew")
+        raise HddmError(f"{folder / file.file}: named by the manifest, and missing; take the shard anew")
+    if not verified.matches(file.file, file.sha256):
+        raise HddmError(f"{folder / file.file}: changed since it was encoded; take the shard anew")
     return path
-
-
-def _stored(manifest: EncodedManifest, parts: list[Mapping[str, Tensor]]) -> Stored:
-    vae = manifest.vae
-    if vae is None:
-        return MappedPixels(_rows(parts, PIXELS))
-    found = {name: _rows(parts, name) for name in parts[0] if name != TOKENS}
-    return LatentStore(
-        found[MEAN],
-        found.get(DEVIATION),
-        vae.scale,
-        vae.shift,
-        found.get(MIRRORED + MEAN),
-        found.get(MIRRORED + DEVIATION),
-    )
-
-
-def _rows(parts: list[Mapping[str, Tensor]], name: str) -> Rows:
-    return Rows(tuple(part[name] for part in parts))
-
-
-def open_shard(folder: Path) -> Shard:
-    """The shard in ``folder``: of images, as `hddm partition` writes it, or encoded, as `hddm encode` does.
-
-    Raises:
-        HddmError: as `hddm.data.shards.load_shard` and `hddm.data.shards.load_encoded`; for a folder
-            that is neither, with what it is.
-    """
-    if (folder / MANIFEST).is_file() and is_encoded(folder):
-        return load_encoded(folder)
-    return load_shard(folder)
 
 
 def joined(shards: Sequence[Shard], folder: Path) -> Shard:
@@ -260,18 +426,13 @@ def joined(shards: Sequence[Shard], folder: Path) -> Shard:
         HddmError: for shards that differ in shape, classes, VAE or partition.
     """
     first = shards[0]
-    qualities: dict[str, Callable[[Shard], Any]] = {
-        "shape": lambda one: one.shape,
-        "classes": lambda one: one.classes,
-        "VAE": lambda one: one.vae,
-        "partition": lambda one: one.partition,
-    }
-    for name, of in qualities.items():
+    for name in ("shape", "classes", "vae", "partition"):
+        expected = getattr(first, name)
         for other in shards:
-            if of(other) != of(first):
+            if getattr(other, name) != expected:
                 raise HddmError(
                     f"{folder}: its shards do not belong together: {name} of {other.folder.name} is "
-                    f"{of(other)}, and {of(first)} of {first.folder.name}"
+                    f"{getattr(other, name)}, and {expected} of {first.folder.name}"
                 )
     labels = [one.labels for one in shards if one.labels is not None]
     digest = hashlib.sha256("\n".join(one.hash for one in shards).encode()).hexdigest()

@@ -86,24 +86,17 @@ def train_classifier(
 
 
 def save_classifier(classifier: FeatureClassifier, path: Path) -> None:
-    """Write its weights to a safetensors file, so that others measure on the same features.
+    """Write its weights to a safetensors file that is not there, so that others measure on the same features.
 
     Raises:
         HddmError: for an existing file, or one that cannot be written.
     """
-    if path.exists():
-        raise HddmError(f"{path} exists: choose another file for the classifier")
-    write_whole(
-        path, lambda draft: save_file(classifier.state_dict(), draft, {"format": "pt"}), overwrite=False
-    )
+    weights = classifier.state_dict()
+    write_whole(path, lambda draft: save_file(weights, draft, {"format": "pt"}), overwrite=False)
 
 
 def load_classifier(path: Path, channels: int) -> FeatureClassifier:
-    """A classifier that `save_classifier` wrote.
-
-    Args:
-        path: safetensors file.
-        channels: of the images it is for.
+    """A classifier that `save_classifier` wrote, for images of so many ``channels``.
 
     Raises:
         HddmError: for a missing file, another network, or one for images of other channels.

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hddm.evaluation.results import ResultGroup
+from hddm.evaluation.results import Result, ResultGroup
 from hddm.evaluation.verdict import FEWEST, Better, Contrast, Figure, GapVerdict, verdicts
 
 
@@ -45,35 +45,24 @@ def lines(groups: Sequence[ResultGroup]) -> list[Line]:
 
 def figure_at(group: ResultGroup, path: str) -> Figure | None:
     """A figure over all results of a group; None where one of them lacks it."""
-    found = [value_at(result.content, path) for result in group.results]
+    found = [_figure_of(result, path) for result in group.results]
     known = [one for one in found if one is not None]
     if len(known) < len(found):
         return None
-    seeds = [result.seed for result in group.results]
     widths = [one.half_width for one in known if one.half_width is not None]
     return Figure(
-        {seed: one.value for seed, one in zip(seeds, known, strict=True)},
+        {seed: value for one in known for seed, value in one.values.items()},
         statistics.fmean(widths) if len(widths) == len(known) else None,
         group.is_one_model,
         any(one.few_images for one in known),
-        frozenset(one.samples for one in known if one.samples is not None),
+        frozenset[int]().union(*(one.samples for one in known)),
     )
 
 
-@dataclass(frozen=True)
-class Value:
-    """One figure of one result: see `Figure`."""
-
-    value: float
-    half_width: float | None = None
-    few_images: bool = False
-    samples: int | None = None
-
-
-def value_at(content: Mapping[str, Any], path: str) -> Value | None:
+def _figure_of(result: Result, path: str) -> Figure | None:
     """The figure at a dotted path in a result, with its interval over images; None where there is none."""
     *above, last = path.split(".")
-    part: Any = content
+    part: Any = result.content
     for key in above:
         part = (part[int(key)] if isinstance(part, list | tuple) else part.get(key)) or {}
     found = part.get(last)
@@ -82,13 +71,15 @@ def value_at(content: Mapping[str, Any], path: str) -> Value | None:
         if "standard_error" in found:
             half = 1.96 * found["standard_error"]
         # Of all samples there are equally many, or the results do not compare.
-        samples = part.get("samples") if last == "own" else None
-        return Value(found["value"], half, found.get("few_images", False), samples)
+        samples = frozenset({part["samples"]} if last == "own" and "samples" in part else ())
+        few = found.get("few_images", False)
+        return Figure({result.seed: found["value"]}, half, few_images=few, samples=samples)
     if isinstance(found, bool) or not isinstance(found, int | float):
         return None
+    half = part.get("half_width") if last == "ratio" else None
     if last in ("precision", "recall"):
-        return Value(found, _wilson(found, part["images"]))
-    return Value(found, part.get("half_width") if last == "ratio" else None)
+        half = _wilson(found, part["images"])
+    return Figure({result.seed: found}, half)
 
 
 def table(groups: Sequence[ResultGroup]) -> str:

@@ -1,8 +1,4 @@
-"""Distances between two sets of features: Fréchet, kernel (KID), and precision with recall.
-
-The Fréchet distance has a bootstrap interval; the kernel distance is unbiased at any number of images;
-precision is the share of samples that lie on the data, recall the share of the data that samples reach.
-"""
+"""Distances between two sets of features: Fréchet, kernel (KID), and precision with recall."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -82,13 +78,11 @@ def measure(
     allow_few: bool = False,
     target: Gaussian | None = None,
 ) -> Distance:
-    """Distance of ``features`` (n, d) from ``reference`` (m, d).
+    """Distance of ``features`` (n, d) from ``reference`` (m, d), whose moments ``target`` gives if known.
 
-    The half-width is 1.96 standard errors over ``resamples`` bootstrap draws of ``features``. It says
-    how much the number moves with another set of samples from the same model; it says nothing about
-    another training. (Percentiles of the draws are not used: resampling adds bias upwards.)
-
-    ``target``, the moments of ``reference``, saves their computation where they are known.
+    The half-width is 1.96 standard errors over ``resamples`` bootstrap draws of ``features``: how much the
+    number moves with other samples of the same model, not with another training. (Percentiles of the draws
+    are not used: resampling adds bias upwards.)
 
     Raises:
         HddmError: for no more images than features on either side, unless ``allow_few``.
@@ -113,10 +107,7 @@ def are_few(dimensions: int, counts: Sequence[int]) -> bool:
 
 
 def too_few(dimensions: int, counts: Sequence[int], allow: str = "--allow-few") -> HddmError:
-    """The refusal of sides with these ``counts`` of images for features of as many ``dimensions``.
-
-    ``allow`` is what a user says to measure them all the same.
-    """
+    """The refusal of so few images for ``dimensions`` features; ``allow`` measures them all the same."""
     return HddmError(
         f"a Fréchet distance over {dimensions} features needs more images a side than "
         f"{' and '.join(map(str, counts))}; {allow} computes a number that is not comparable"
@@ -125,11 +116,10 @@ def too_few(dimensions: int, counts: Sequence[int], allow: str = "--allow-few") 
 
 @dataclass(frozen=True)
 class KernelDistance:
-    """A squared maximum mean discrepancy and its standard error.
+    """A squared maximum mean discrepancy, negative at times where the sets are alike, and its standard error.
 
-    ``value`` may be negative where the sets are alike. ``standard_error`` is that of another draw of the
-    samples, against the same reference; ``subset_size`` is the number of images a side in each of the subsets
-    that were averaged.
+    The error is that of another draw of the samples, against the same reference. ``subset_size`` is the
+    number of images a side in each of the subsets that were averaged.
     """
 
     value: float
@@ -142,16 +132,9 @@ def kernel_distance(
 ) -> KernelDistance:
     """KID: the mean of `squared_mmd` over random subsets of at most ``subset_size`` images a side.
 
-    The deviation over such subsets, which is often printed, is no error of their mean, since they overlap.
-    The standard error here is that of a mean over ten or more disjoint blocks of ``features``, all against
-    one reference, which is no less.
-
-    Args:
-        features: (n, d).
-        reference: (m, d).
-        subsets: how many; one where a subset is all there is.
-        subset_size: images a side at most.
-        seed: of the subsets.
+    ``features`` are (n, d), ``reference`` (m, d). The deviation over such subsets, which is often printed, is
+    no error of their mean, since they overlap. The standard error here is that of a mean over ten or more
+    disjoint blocks of ``features``, all against one reference, which is no less.
 
     Raises:
         HddmError: for fewer than `FEWEST` images on a side.
@@ -176,11 +159,8 @@ def kernel_distance(
 def squared_mmd(x: Features, y: Features) -> float:
     """Mean of k(x_i, x_j) and of k(y_i, y_j) over i ≠ j, less twice the mean of k(x_i, y_j).
 
-    k(a, b) = (a·b / d + 1)³ for features of d dimensions. Unbiased, so at times negative.
-
-    Args:
-        x: (n, d), n at least 2.
-        y: (m, d), m at least 2.
+    k(a, b) = (a·b / d + 1)³ for ``x`` (n, d) and ``y`` (m, d), n and m at least 2. Unbiased, so at times
+    negative.
     """
     return _within(x) + _within(y) - 2 * float(_kernel(x, y).mean())
 
@@ -226,15 +206,8 @@ def precision_recall(
     """Improved precision and recall.
 
     The manifold of a set is the union of balls around its rows, each as far as the row's k-th nearest other.
-    Precision is the share of ``features`` in the manifold of ``reference``; recall the share of ``reference``
-    in that of ``features``. Both sides are cut to the same number of random rows.
-
-    Args:
-        features: (n, d).
-        reference: (m, d).
-        neighbours: k.
-        most: images a side at most.
-        seed: of the cut.
+    Precision is the share of ``features`` (n, d) in the manifold of ``reference`` (m, d); recall the share of
+    ``reference`` in that of ``features``. Both sides are cut to the same number of random rows, at ``most``.
 
     Raises:
         HddmError: for no more than ``neighbours`` images on a side.

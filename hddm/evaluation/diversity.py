@@ -1,9 +1,4 @@
-"""Variety of images, all of them and under one condition, and whether samples repeat training images.
-
-`diversity` and `within_conditions` measure variety, by LPIPS where its weights are on disk and by features
-otherwise; `memorisation` compares the distances of samples to their nearest training images with those of
-images that no model has seen.
-"""
+"""Variety of images, all of them and under one condition, and whether samples repeat training images."""
 
 import warnings
 from collections.abc import Callable
@@ -67,11 +62,7 @@ def diversity(features: Tensor, reference: Tensor) -> float:
 
 
 def mean_pair_distance(rows: Tensor) -> float:
-    """Mean Euclidean distance between two of ``rows`` (n, d).
-
-    Raises:
-        HddmError: for fewer than 2.
-    """
+    """Mean Euclidean distance between two of ``rows`` (n, d), n at least 2."""
     if len(rows) < 2:
         raise HddmError(f"diversity needs at least 2 images, not {len(rows)}")
     if len(rows) > MOST_ROWS:
@@ -80,13 +71,9 @@ def mean_pair_distance(rows: Tensor) -> float:
 
 
 def within_conditions(labels: Tensor, between: Between, pairs: int, seed: int = 0) -> dict[int, float]:
-    """Mean distance between two images of each condition that has two or more.
+    """Mean distance between two images of each condition in ``labels`` (n,) that has two or more.
 
-    Args:
-        labels: (n,), the condition of each image.
-        between: distances by row numbers.
-        pairs: of one condition at most; where it has more, as many random ones.
-        seed: of those.
+    Of a condition with more than ``pairs`` pairs, as many random ones are measured.
     """
     found = {}
     for label in labels.unique().tolist():
@@ -128,12 +115,7 @@ class Memorisation:
 
 
 def memorisation(samples: Tensor, fresh: Tensor, mirrored: bool = False) -> Memorisation:
-    """The figures of two sets of distances to the nearest training image.
-
-    Args:
-        samples: (n,), of samples.
-        fresh: (m,), of held-out images.
-        mirrored: whether `nearest_distances` took mirror images of both.
+    """The figures of distances to the nearest training image: of samples (n,) and of held-out images (m,).
 
     Raises:
         HddmError: for fewer than 2 distances a side, or where held-out images repeat training images exactly.
@@ -156,25 +138,21 @@ def memorisation(samples: Tensor, fresh: Tensor, mirrored: bool = False) -> Memo
 
 
 def nearest_distances(rows: Tensor, others: Tensor, mirrored: bool = False) -> Tensor:
-    """Euclidean distance over pixels (n,) of each image in ``rows`` to the nearest of ``others``.
+    """Euclidean distance over pixels (n,) of each of ``rows`` (n, …) to the nearest of ``others`` (m, …).
 
-    Args:
-        rows: (n, …), of any dtype.
-        others: (m, …), in the same scale.
-        mirrored: whether ``others`` are taken mirrored left to right too, in twice the time.
+    ``mirrored``: ``others`` are taken mirrored left to right too, in twice the time.
     """
-    return torch.cat([_nearest(chunk.flatten(1).float(), others, mirrored) for chunk in rows.split(_ROWS)])
-
-
-def _nearest(rows: Tensor, others: Tensor, mirrored: bool) -> Tensor:
-    best = torch.full((len(rows),), torch.inf)
-    for chunk in others.split(_OTHERS):
-        for seen in (chunk, chunk.flip(-1)) if mirrored else (chunk,):
-            flat = seen.flatten(1).float()
-            # cdist's distances of equal rows are not 0 (it multiplies matrices); it only finds the nearest.
-            found = flat[torch.cdist(rows, flat).argmin(1)]
-            best = best.minimum((rows - found).norm(dim=1))
-    return best
+    nearest = []
+    for images in rows.split(_ROWS):
+        flat, best = images.flatten(1).float(), torch.full((len(images),), torch.inf)
+        for chunk in others.split(_OTHERS):
+            for seen in (chunk, chunk.flip(-1)) if mirrored else (chunk,):
+                candidates = seen.flatten(1).float()
+                # cdist only finds the nearest: its distances of equal rows are not 0.
+                found = candidates[torch.cdist(flat, candidates).argmin(1)]
+                best = best.minimum((flat - found).norm(dim=1))
+        nearest.append(best)
+    return torch.cat(nearest)
 
 
 def why_not_lpips(side: int) -> str | None:
@@ -201,7 +179,7 @@ def lpips_distance(pixels: Tensor) -> Between:
     import lpips
 
     with warnings.catch_warnings():
-        # It asks torchvision for the trunk in a way that is out of date.
+        # It asks torchvision for the trunk in an outdated way.
         warnings.simplefilter("ignore")
         network: Any = lpips.LPIPS(net="alex", verbose=False).eval()
 

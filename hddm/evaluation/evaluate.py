@@ -17,7 +17,7 @@ from hddm.data.shards import open_shard
 from hddm.evaluation.classifier import FEATURES, save_classifier
 from hddm.evaluation.distances import are_few, too_few
 from hddm.evaluation.features import FeatureExtractor, of_classifier, open_extractor, trained
-from hddm.evaluation.images import ImageGroup, Role, alike, conditions, read_data, read_sampling
+from hddm.evaluation.images import Role, alike, conditions, read_data, read_sampling
 from hddm.evaluation.results import FORMAT, KIND
 from hddm.evaluation.scores import Scorer
 from hddm.utils.errors import HddmError, counted
@@ -69,17 +69,17 @@ def evaluate_folder(
         paths["held-out"] = held_out
     groups = alike(read_data(paths, max_bad))
     samples, training = groups["images"].images, groups["reference"].images
-    counts = [group.facts.images for group in groups.values()]
+    counts = [group.record.images for group in groups.values()]
     sampling = read_sampling(images)
     labels, of_classes = conditions(samples, sampling, training.classes)
-    parts, shard_facts = ([], None) if shards is None else _read_shards(shards, training.pixels)
+    shard_pixels, shard_record = ([], None) if shards is None else _read_shards(shards, training.pixels)
     if features in ("auto", "classifier") and training.labels is not None:
         # Before minutes of training: auto takes nothing but a classifier for so few images.
         _refuse_few(FEATURES, counts, allow_few)
     network = None if classifier is None else trained(training)
     extractor = open_extractor(features, training, min(counts)) if network is None else of_classifier(network)
     _refuse_few(extractor.dimensions, counts, allow_few)
-    with Progress(sum(counts) + sum(map(len, parts)), "features") as progress:
+    with Progress(sum(counts) + sum(map(len, shard_pixels)), "features") as progress:
         scorer = Scorer(
             _counted(extractor, progress),
             training.pixels,
@@ -88,21 +88,24 @@ def evaluate_folder(
             allow_few,
             complete=True,
             training_labels=training.labels if of_classes else None,
-            shards=parts,
+            shards=shard_pixels,
         )
         scores = asdict(scorer.score(samples.pixels, labels))
     if network is not None and classifier is not None:
         # Last, so that no refusal leaves a file that is in the way of the next try.
         save_classifier(network, classifier)
-    reasons = _reasons(counts, extractor, sampling, len(groups["images"].facts.skipped))
-    facts = {name.replace("-", "_"): _facts(group) for name, group in groups.items()}
+    reasons = _reasons(counts, extractor, sampling, len(groups["images"].record.skipped))
+    data: dict[str, Any] = {}
+    for role, group in groups.items():
+        lists = {"shape": list(group.record.shape), "skipped": list(group.record.skipped)}
+        data[role.replace("-", "_")] = {**asdict(group.record), **lists}
     return {
         "format": FORMAT,
         "kind": KIND,
         **scores,
         "shards": list(scores["shards"]),
         "features": {key: getattr(extractor, key) for key in _FEATURES},
-        "data": {**facts, "shards": shard_facts},
+        "data": {**data, "shards": shard_record},
         "sampling": sampling,
         "settings": {"resamples": RESAMPLES, "allow_few": allow_few},
         "versions": {"python": platform.python_version(), **{name: version(name) for name in _PACKAGES}},
@@ -143,20 +146,14 @@ def _reasons(
     """Reasons why a result compares with nothing."""
     reasons = []
     if are_few(extractor.dimensions, counts):
-        reasons.append(
-            f"too few images: {extractor.dimensions} features, and sides of {', '.join(map(str, counts))}"
-        )
-    asked = None if sampling is None else sampling.get("num_images")
+        sides = ", ".join(map(str, counts))
+        reasons.append(f"too few images: {extractor.dimensions} features, and sides of {sides}")
+    asked = (sampling or {}).get("num_images")
     if asked is not None and asked != counts[0]:
         reasons.append(f"unequal counts: {asked} images were sampled and there are {counts[0]}")
     if skipped:
         reasons.append(f"{counted(skipped, 'sample')} could not be read")
     return reasons
-
-
-def _facts(side: ImageGroup) -> dict[str, Any]:
-    facts = side.facts
-    return {**asdict(facts), "shape": list(facts.shape), "skipped": list(facts.skipped)}
 
 
 def _read_shards(partition: Path, training: Tensor) -> tuple[list[Tensor], dict[str, Any]]:
@@ -172,4 +169,4 @@ def _read_shards(partition: Path, training: Tensor) -> tuple[list[Tensor], dict[
         pixels.append(to_bytes(shard.images).expand(-1, training.shape[1], -1, -1))
         hashes.append(shard.hash)
     digest = hashlib.sha256("\n".join(hashes).encode()).hexdigest()
-    return pixels, {"path": str(partition), "images": [len(part) for part in pixels], "hash": digest}
+    return pixels, {"path": str(partition), "images": [len(shard) for shard in pixels], "hash": digest}

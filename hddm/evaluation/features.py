@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from PIL import Image
-from torch import Tensor, nn
+from torch import Tensor
 
 from hddm.data.images import ImageSet, fit_image, to_bytes
 from hddm.evaluation.classifier import (
@@ -29,15 +29,13 @@ from hddm.utils.files import sha256_of
 from hddm.utils.tensors import read_safetensors
 
 NAMES = ("auto", "inception", "clip", "classifier")
-CLIP_FEATURES = 512
 ASKED = "asked for"
-_AS_THEY_ARE = "none"
-INCEPTION_FEATURES = 2048
-INCEPTION_RESIZE = "each channel by Pillow's bicubic filter to 299×299 in float32, not rounded"
-CLIP_RESIZE = "the shorter side by Pillow's bicubic filter to 224 in bytes, the middle 224×224"
 _BATCH = 32
 # Of the images that CLIP was trained on, in its own code.
 _MEAN, _DEVIATION = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+
+FeatureFunction = Callable[[Tensor], Tensor]
+"""Images (n, C, H, W) in [-1, 1] to features (n, dimensions) on the CPU."""
 
 
 @dataclass(frozen=True)
@@ -50,9 +48,9 @@ class FeatureExtractor:
 
     name: str
     dimensions: int
-    features: Callable[[Tensor], Tensor]
+    features: FeatureFunction
     hash: str = ""
-    resize: str = _AS_THEY_ARE
+    resize: str = "none"
     choice: str = ASKED
     device: str = "cpu"
 
@@ -74,13 +72,9 @@ def open_extractor(features: str, training: ImageSet, fewest: int) -> FeatureExt
     if features == "auto":
         return choose_extractor(training, fewest)
     if features == "inception":
-        return _inception(INCEPTION.require(option), ASKED)
+        return INCEPTION.extractor(option)
     if features == "clip":
-        path = CLIP.require(option)
-        network = clip_features(path)
-        return FeatureExtractor(
-            "CLIP ViT-B/32", CLIP_FEATURES, network, CLIP.sha256, CLIP_RESIZE, ASKED, device()
-        )
+        return CLIP.extractor(option)
     if features == "classifier":
         return of_classifier(trained(training))
     if features.endswith(".safetensors"):
@@ -96,20 +90,19 @@ def choose_extractor(training: ImageSet, fewest: int) -> FeatureExtractor:
 
     Otherwise a small classifier, trained on the labelled ``training`` images and named as such: its
     numbers are not comparable with published FIDs. ``choice`` of the extractor says which was the case.
-
-    Args:
-        training: the images of the training side.
-        fewest: number of images of the smallest side that will be measured.
+    ``fewest`` is the number of images of the smallest side that will be measured.
 
     Raises:
         HddmError: where neither is possible.
     """
-    there, many = INCEPTION.find() is not None, fewest > INCEPTION_FEATURES
-    if there and many:
-        choice = f"auto: its weights are on disk, and every side has more than {INCEPTION_FEATURES} images"
-        return _inception(INCEPTION.require("--features auto"), choice)
-    few = f"it needs more than {INCEPTION_FEATURES} images a side and there are {fewest}"
-    why = few if there else f"its weights ({INCEPTION.name}) are not on disk"
+    few = INCEPTION.dimensions
+    if INCEPTION.find() is None:
+        why = f"its weights ({INCEPTION.name}) are not on disk"
+    elif fewest <= few:
+        why = f"it needs more than {few} images a side and there are {fewest}"
+    else:
+        choice = f"auto: its weights are on disk, and every side has more than {few} images"
+        return INCEPTION.extractor("--features auto", choice)
     if training.labels is not None and len(training.classes) > 1:
         return of_classifier(trained(training), f"auto: not Inception, since {why}")
     raise HddmError(
@@ -133,90 +126,12 @@ def trained(training: ImageSet) -> FeatureClassifier:
 
 def of_classifier(classifier: FeatureClassifier, choice: str = ASKED) -> FeatureExtractor:
     """The features of a small classifier."""
-    name = "small classifier of the training images"
-    return FeatureExtractor(
-        name, FEATURES, classifier.features, weights_hash(classifier.state_dict()), choice=choice
-    )
+    name, digest = "small classifier of the training images", weights_hash(classifier.state_dict())
+    return FeatureExtractor(name, FEATURES, classifier.features, digest, choice=choice)
 
 
-def _inception(path: Path, choice: str) -> FeatureExtractor:
-    network = inception_features(path)
-    return FeatureExtractor(
-        "Inception (clean-fid)",
-        INCEPTION_FEATURES,
-        network,
-        INCEPTION.sha256,
-        INCEPTION_RESIZE,
-        choice,
-        device(),
-    )
-
-
-@dataclass(frozen=True)
-class PublishedWeights:
-    """A published file of weights: its ``name`` in a folder, its ``url`` and its SHA-256.
-
-    It is looked for in the folder that the environment variable ``variable`` names, then in ``folder`` of the
-    user's home.
-    """
-
-    name: str
-    url: str
-    sha256: str
-    variable: str
-    folder: str
-
-    def find(self) -> Path | None:
-        """The path of the file, None where there is none; its content is not looked at."""
-        return next((path for path in self._places() if path.is_file()), None)
-
-    def require(self, option: str) -> Path:
-        """The path of the file, its content checked.
-
-        Args:
-            option: that needs it, for the message.
-
-        Raises:
-            HddmError: where it is missing, with all that is needed to put it there, or has another hash.
-        """
-        path = self.find()
-        facts = f"fetch {self.url} (SHA-256 {self.sha256}) and put it into {self._places()[0].parent}"
-        if path is None:
-            raise HddmError(f"{option}: {self.name} is not on disk; {facts}")
-        found = sha256_of(path)
-        if found != self.sha256:
-            raise HddmError(f"{option}: {path} is another file (SHA-256 {found}); {facts}")
-        return path
-
-    def _places(self) -> list[Path]:
-        chosen = os.environ.get(self.variable)
-        folders = [*([Path(chosen)] if chosen else []), Path.home() / self.folder]
-        return [folder / self.name for folder in folders]
-
-
-INCEPTION = PublishedWeights(
-    "inception-2015-12-05.pt",
-    "https://nvlabs-fi-cdn.nvidia.com/stylegan2-ada-pytorch/pretrained/metrics/inception-2015-12-05.pt",
-    "f58cb9b6ec323ed63459aa4fb441fe750cfe39fafad6da5cb504a16f19e958f4",
-    "HDDM_INCEPTION",
-    ".cache/clean-fid",
-)
-"""The network of clean-fid, StyleGAN2-ADA and most published FIDs, as TorchScript."""
-
-CLIP = PublishedWeights(
-    "model.safetensors",
-    "https://huggingface.co/openai/clip-vit-base-patch32/resolve/refs%2Fpr%2F15/model.safetensors",
-    "99d28a652e6ec46629ab7047a0ac82c69b1fe11e0ce672c43af65d3a9a3fc05d",
-    "HDDM_CLIP",
-    ".cache/hddm/clip-vit-base-patch32",
-)
-"""OpenAI's CLIP ViT-B/32 as safetensors."""
-
-
-def inception_features(weights: Path) -> Callable[[Tensor], Tensor]:
-    """clean-fid's network and its resizing ``clean``, one image at a time as it does.
-
-    Images (n, C, H, W) in [-1, 1] with C = 1 or 3 → (n, 2048) before the last layer, on the CPU.
+def inception_features(weights: Path) -> FeatureFunction:
+    """clean-fid's network and its resizing ``clean``, one image at a time as it does: (n, 2048).
 
     Source: arXiv:2104.11222.
     """
@@ -227,10 +142,8 @@ def inception_features(weights: Path) -> Callable[[Tensor], Tensor]:
     return _by_image(build_resizer("clean"), network)
 
 
-def clip_features(weights: Path, config: Any = None) -> Callable[[Tensor], Tensor]:
-    """Projected image embeddings of CLIP, not normalised, prepared as clean-fid's CLIP-FID prepares them.
-
-    Images (n, C, H, W) in [-1, 1] with C = 1 or 3 → (n, 512) on the CPU.
+def clip_features(weights: Path, config: Any = None) -> FeatureFunction:
+    """Projected image embeddings of CLIP, not normalised, prepared as clean-fid's CLIP-FID does: (n, 512).
 
     Args:
         weights: safetensors file of a CLIP model or its vision part, as transformers writes it.
@@ -252,11 +165,14 @@ def clip_features(weights: Path, config: Any = None) -> Callable[[Tensor], Tenso
     network.eval().to(device())
     mean, deviation = (torch.tensor(v).view(3, 1, 1).to(device()) for v in (_MEAN, _DEVIATION))
 
+    def middle(image: NDArray[np.uint8]) -> NDArray[np.uint8]:
+        return np.asarray(fit_image(Image.fromarray(image), 224, "center", "bicubic"))
+
     def embed(pixels: Tensor) -> Tensor:
         embedded: Tensor = network(pixel_values=(pixels / 255 - mean) / deviation).image_embeds
         return embedded
 
-    return _by_image(_middle, embed)
+    return _by_image(middle, embed)
 
 
 def device() -> str:
@@ -264,13 +180,9 @@ def device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def _middle(image: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    return np.asarray(fit_image(Image.fromarray(image), 224, "center", "bicubic"))
-
-
 def _by_image(
-    prepare: Callable[[NDArray[np.uint8]], NDArray[Any]], network: Callable[[Tensor], Tensor] | nn.Module
-) -> Callable[[Tensor], Tensor]:
+    prepare: Callable[[NDArray[np.uint8]], NDArray[Any]], network: FeatureFunction
+) -> FeatureFunction:
     @torch.no_grad()
     def features(images: Tensor) -> Tensor:
         colour = to_bytes(images).expand(-1, 3, -1, -1).permute(0, 2, 3, 1).numpy()
@@ -282,3 +194,76 @@ def _by_image(
         return torch.cat(batches)
 
     return features
+
+
+@dataclass(frozen=True)
+class PublishedWeights:
+    """A published file of weights: its ``name`` in a folder, its ``url``, SHA-256, and the features it gives.
+
+    It is looked for in the folder that the environment variable ``variable`` names, then in ``folder`` of the
+    user's home.
+    """
+
+    name: str
+    url: str
+    sha256: str
+    variable: str
+    folder: str
+    title: str
+    dimensions: int
+    resize: str
+    open: Callable[[Path], FeatureFunction]
+
+    def find(self) -> Path | None:
+        """The path of the file, None where there is none; its content is not looked at."""
+        return next((path for path in self._places() if path.is_file()), None)
+
+    def extractor(self, option: str, choice: str = ASKED) -> FeatureExtractor:
+        """The features, of a file whose content is checked; ``option`` needs them, for the message.
+
+        Raises:
+            HddmError: where it is missing, with all that is needed to put it there, or has another hash.
+        """
+        path = self.find()
+        remedy = f"fetch {self.url} (SHA-256 {self.sha256}) and put it into {self._places()[0].parent}"
+        if path is None:
+            raise HddmError(f"{option}: {self.name} is not on disk; {remedy}")
+        found = sha256_of(path)
+        if found != self.sha256:
+            raise HddmError(f"{option}: {path} is another file (SHA-256 {found}); {remedy}")
+        network = self.open(path)
+        return FeatureExtractor(
+            self.title, self.dimensions, network, self.sha256, self.resize, choice, device()
+        )
+
+    def _places(self) -> list[Path]:
+        chosen = os.environ.get(self.variable)
+        folders = [*([Path(chosen)] if chosen else []), Path.home() / self.folder]
+        return [folder / self.name for folder in folders]
+
+
+INCEPTION = PublishedWeights(
+    "inception-2015-12-05.pt",
+    "https://nvlabs-fi-cdn.nvidia.com/stylegan2-ada-pytorch/pretrained/metrics/inception-2015-12-05.pt",
+    "f58cb9b6ec323ed63459aa4fb441fe750cfe39fafad6da5cb504a16f19e958f4",
+    "HDDM_INCEPTION",
+    ".cache/clean-fid",
+    "Inception (clean-fid)",
+    2048,
+    "each channel by Pillow's bicubic filter to 299×299 in float32, not rounded",
+    inception_features,
+)
+"""The network of clean-fid, StyleGAN2-ADA and most published FIDs, as TorchScript."""
+
+CLIP = PublishedWeights(
+    "model.safetensors",
+    "https://huggingface.co/openai/clip-vit-base-patch32/resolve/refs%2Fpr%2F15/model.safetensors",
+    "99d28a652e6ec46629ab7047a0ac82c69b1fe11e0ce672c43af65d3a9a3fc05d",
+    "HDDM_CLIP",
+    ".cache/hddm/clip-vit-base-patch32",
+    "CLIP ViT-B/32",
+    512,
+    "the shorter side by Pillow's bicubic filter to 224 in bytes, the middle 224×224",
+    clip_features,
+)
+"""OpenAI's CLIP ViT-B/32 as safetensors."""

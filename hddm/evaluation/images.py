@@ -16,19 +16,19 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from hddm.data.decoding import decode, read_header, too_many_bad
-from hddm.data.images import ImageSet, stack, to_bytes
+from hddm.data.images import ImageSet, decode, read_header, stack, to_bytes, too_many_bad
 from hddm.data.shard_records import (
     HELD_OUT,
     PARTITION_FILE,
-    ShardImages,
     find_held_out,
     find_shards,
     holds_shard,
     is_encoded,
+    open_images,
 )
 from hddm.data.shards import open_shard
-from hddm.data.sources import ImageSource, open_source
+from hddm.data.sources import open_source
+from hddm.data.sources.base import ImageSource
 from hddm.utils.errors import HddmError, counted
 from hddm.utils.files import read_json
 from hddm.utils.records import SAMPLING_FILE
@@ -48,21 +48,24 @@ class ReadImages:
     among ``classes``, None where an image has none.
     """
 
-    classes: tuple[str, ...]
+    classes: tuple[str, ...] = ()
     names: list[str] = field(default_factory=list)
     arrays: list[NDArray[np.uint8]] = field(default_factory=list)
     modes: list[str] = field(default_factory=list)
     labels: list[int] | None = field(default_factory=list)
     bad: dict[str, str] = field(default_factory=dict)
 
+    def add_labels(self, labels: list[int] | None) -> None:
+        """Add those of the next images, which may have none."""
+        self.labels = None if self.labels is None or labels is None else self.labels + labels
+
 
 @dataclass(frozen=True)
-class DataFacts:
+class DataRecord:
     """Record of measured images: ``hash`` is of all pixels, whatever their order, names and encoding.
 
-    ``shape`` (C, H, W) is that of the measured images; ``modes`` counts images by Pillow's mode of their
-    files, and ``made_colour`` those gray ones that became RGB since others are in colour. ``skipped`` are the
-    names of those that could not be read.
+    ``shape`` is (C, H, W); ``modes`` counts images by Pillow's mode of their files, ``made_colour`` gray ones
+    that became RGB since others are in colour; ``skipped`` names those that could not be read.
     """
 
     path: str
@@ -79,7 +82,7 @@ class ImageGroup:
     """Images (N, C, H, W) in bytes and their record."""
 
     images: ImageSet
-    facts: DataFacts
+    record: DataRecord
 
 
 def read_data(paths: Mapping[Role, Path], max_bad: int = 0) -> dict[str, ImageGroup]:
@@ -111,9 +114,10 @@ def _group(root: Path, found: ReadImages) -> ImageGroup:
     gray = sum(array.ndim == 2 for array in arrays) if pixels.shape[1] == 3 else 0
     labels = None if found.labels is None else torch.tensor(found.labels)
     images = ImageSet(root, tuple(names), pixels, labels, found.classes)
-    digest = hashlib.sha256(b"".join(sorted(map(_digest, arrays)))).hexdigest()
+    digests = [hashlib.sha256(f"{one.shape} ".encode() + one.tobytes()).digest() for one in arrays]
+    digest = hashlib.sha256(b"".join(sorted(digests))).hexdigest()
     shape, modes = tuple(pixels.shape[1:]), dict(Counter(found.modes))
-    return ImageGroup(images, DataFacts(str(root), len(names), digest, shape, modes, gray, tuple(found.bad)))
+    return ImageGroup(images, DataRecord(str(root), len(names), digest, shape, modes, gray, tuple(found.bad)))
 
 
 def alike(groups: dict[str, ImageGroup]) -> dict[str, ImageGroup]:
@@ -122,29 +126,21 @@ def alike(groups: dict[str, ImageGroup]) -> dict[str, ImageGroup]:
     Raises:
         HddmError: for images of different sizes.
     """
-    sizes = {name: group.facts.shape[1:] for name, group in groups.items()}
-    if len(set(sizes.values())) > 1:
-        listed = ", ".join(f"{name} {group.facts.shape}" for name, group in groups.items())
+    if len({group.record.shape[1:] for group in groups.values()}) > 1:
+        listed = ", ".join(f"{name} {group.record.shape}" for name, group in groups.items())
         raise HddmError(
             f"images of different shapes (C, H, W) do not compare: {listed}; resize none of them "
             "by hand, but make samples and references of one size"
         )
-    if len({group.facts.shape[0] for group in groups.values()}) == 1:
+    if len({group.record.shape[0] for group in groups.values()}) == 1:
         return groups
-    return {name: _in_colour(group) for name, group in groups.items()}
-
-
-def _in_colour(group: ImageGroup) -> ImageGroup:
-    if group.facts.shape[0] == 3:
-        return group
-    pixels = group.images.pixels.expand(-1, 3, -1, -1)
-    facts = replace(group.facts, shape=tuple(pixels.shape[1:]), made_colour=group.facts.images)
-    return ImageGroup(replace(group.images, pixels=pixels), facts)
-
-
-def _digest(array: NDArray[np.uint8]) -> bytes:
-    content = f"{array.shape} ".encode() + np.ascontiguousarray(array).tobytes()
-    return hashlib.sha256(content).digest()
+    alike = {}
+    for name, group in groups.items():
+        pixels = group.images.pixels.expand(-1, 3, -1, -1)
+        made = group.record.images if group.record.shape[0] == 1 else group.record.made_colour
+        record = replace(group.record, shape=tuple(pixels.shape[1:]), made_colour=made)
+        alike[name] = ImageGroup(replace(group.images, pixels=pixels), record)
+    return alike
 
 
 def read_sampling(images: Path) -> dict[str, Any] | None:
@@ -209,18 +205,19 @@ def read_images(root: Path, role: Role) -> ReadImages:
             one without held-out images named for such. Images that cannot be read are ``bad``.
     """
     folders = _shards(root, role)
-    parts = [_of_shard(root, folder, role) for folder in folders]
+    found = ReadImages()
     if not folders:
-        parts = [_of_source(open_source(root), "", role)]
-    if len({part.classes for part in parts}) > 1:
+        _add_source(found, open_source(root), "", role)
+    classes = set()
+    for folder in folders:
+        prefix = "" if folder == root else f"{folder.relative_to(root).as_posix()}/"
+        if is_encoded(folder):
+            _add_encoded(found, folder, prefix)
+        else:
+            _add_source(found, open_images(folder), prefix, role)
+        classes.add(found.classes)
+    if len(classes) > 1:
         raise HddmError(f"{root}: its shards have different classes; take them from one partition")
-    found = ReadImages(parts[0].classes)
-    for part in parts:
-        found.names += part.names
-        found.arrays += part.arrays
-        found.modes += part.modes
-        found.labels = None if found.labels is None or part.labels is None else found.labels + part.labels
-        found.bad |= part.bad
     return found
 
 
@@ -234,44 +231,38 @@ def _shards(root: Path, role: Role) -> list[Path]:
     """The shards that ``root`` stands for, none where it is another source of images."""
     if holds_shard(root):
         return [root]
-    if root.name == HELD_OUT and (root.parent / PARTITION_FILE).is_file():
-        return _held_out(root.parent)
-    if not (root / PARTITION_FILE).is_file():
+    is_held_out = root.name == HELD_OUT and (root.parent / PARTITION_FILE).is_file()
+    partition = root.parent if is_held_out else root
+    if not (partition / PARTITION_FILE).is_file():
         return []
-    if role == "images":
+    if not is_held_out and role == "images":
         shard = root / "shard_0"
         raise HddmError(f"{root}: is a partition, not samples; name one of its shards, as {shard}")
-    return find_shards(root) if role == "reference" else _held_out(root)
-
-
-def _held_out(partition: Path) -> list[Path]:
+    if not is_held_out and role == "reference":
+        return find_shards(root)
     found = find_held_out(partition)
     if not found:
         raise HddmError(f"{partition}: holds no held-out images; hddm partition --held-out keeps some")
     return found
 
 
-def _of_shard(root: Path, folder: Path, role: Role) -> ReadImages:
-    prefix = "" if folder == root else f"{folder.relative_to(root).as_posix()}/"
-    if not is_encoded(folder):
-        return _of_source(ShardImages.of(folder), prefix, role)
+def _add_encoded(found: ReadImages, folder: Path, prefix: str) -> None:
     shard = open_shard(folder)
     if shard.space != "pixels":
         raise HddmError(
             f"{folder}: holds latents, and figures are of pixels; name the partition of images that it was "
             "encoded from"
         )
-    found = ReadImages(shard.classes, labels=None if shard.labels is None else shard.labels.tolist())
     for rows in torch.arange(len(shard)).split(_ROWS):
         pixels = to_bytes(shard.take(rows)).permute(0, 2, 3, 1).numpy()
         found.arrays += [image[..., 0] if image.shape[2] == 1 else image for image in pixels]
-        found.names += [f"{prefix}{row}" for row in rows.tolist()]
-    found.modes = ["L" if image.ndim == 2 else "RGB" for image in found.arrays]
-    return found
+    found.classes = shard.classes
+    found.names += [f"{prefix}{row}" for row in range(len(shard))]
+    found.modes += ["L" if shard.shape[0] == 1 else "RGB"] * len(shard)
+    found.add_labels(None if shard.labels is None else shard.labels.tolist())
 
 
-def _of_source(source: ImageSource, prefix: str, role: Role) -> ReadImages:
-    found = ReadImages(source.classes)
+def _add_source(found: ReadImages, source: ImageSource, prefix: str, role: Role) -> None:
     rows = []
     for row, name in enumerate(source.files):
         path = source.root / name
@@ -288,5 +279,5 @@ def _of_source(source: ImageSource, prefix: str, role: Role) -> ReadImages:
         found.arrays.append(array)
         found.modes.append(header.mode)
     labels = source.labels
-    found.labels = None if labels is None else [labels[row] for row in rows]
-    return found
+    found.classes = source.classes
+    found.add_labels(None if labels is None else [labels[row] for row in rows])

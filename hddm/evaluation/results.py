@@ -1,14 +1,13 @@
 """Results of evaluations on disk, in groups of one model each, and what keeps them from being compared."""
 
 import json
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hddm.utils.errors import HddmError, did_you_mean
-from hddm.utils.files import read_json, write_json, write_whole
+from hddm.utils.files import read_json
 from hddm.utils.records import check_format
 
 FORMAT = "1.1"
@@ -42,7 +41,7 @@ class ResultGroup:
         return len(self.results) > 1 and len(self.sources) == 1 and None not in self.sources
 
 
-def check_absent(path: Path, overwrite: bool = False) -> None:
+def refuse_existing(path: Path, overwrite: bool = False) -> None:
     """Refuse a ``path`` that a result must not be written to: to fail before the work.
 
     Raises:
@@ -56,15 +55,6 @@ def check_absent(path: Path, overwrite: bool = False) -> None:
     if not overwrite:
         raise HddmError(f"{path} exists: choose another file, or pass --overwrite to replace it")
     _read(path)
-
-
-def write_result(path: Path, content: dict[str, Any], overwrite: bool = False) -> None:
-    """Write a result whole or not at all.
-
-    Raises:
-        HddmError: where it cannot be written, or is there, unless ``overwrite``.
-    """
-    write_whole(path, lambda draft: write_json(draft, content), overwrite)
 
 
 def read_groups(paths: Sequence[Path]) -> list[ResultGroup]:
@@ -104,6 +94,7 @@ _LABELS, _NAMES = "class_labels", "class_names"
 _DATA = ("reference", "held_out", "shards")
 _UNKNOWN = "not recorded"
 Fields = dict[str, Any]
+"""All that must agree, by name; sampling settings by their own names."""
 
 
 def refuse_incomparable(groups: Sequence[ResultGroup], varies: Sequence[str] = ()) -> None:
@@ -120,34 +111,46 @@ def refuse_incomparable(groups: Sequence[ResultGroup], varies: Sequence[str] = (
     """
     results = [result for group in groups for result in group.results]
     fields = [_fields(result) for result in results]
-    _check_names(varies, fields)
-    lines = [f"{r.path}: not comparable: {reason}" for r in results for reason in _reasons(r)]
-    lines += _given_twice(groups)
-    lines += [_repeated(group, result, other) for group in groups for result, other in _twins(group)]
-    differing = [
-        name
-        for name in dict.fromkeys(name for one in fields for name in one)
-        if len({_shown(one, name) for one in fields if _says(one, name)}) > 1
+    names = list(dict.fromkeys(name for one in fields for name in one))
+    settings = [name for name in names if not _is_fixed(name)]
+    for name in varies:
+        if name not in settings:
+            raise HddmError(
+                f"--varies {name}: is no sampling setting of these results"
+                f"{did_you_mean(name, settings) or '; only those may differ on purpose'}"
+            )
+    lines = [
+        f"{result.path}: not comparable: {reason}"
+        for result in results
+        if not result.content["comparable"]
+        for reason in result.content["reasons"] or ["no reason is recorded"]
     ]
+    lines += [*_given_twice(groups), *_same_images(groups)]
+    differing = [name for name in names if len({_shown(one, name) for one in fields if _says(one, name)}) > 1]
     # Other labels have other names, which are named with them.
     allowed = {*varies, _NAMES} if _LABELS in differing else set(varies)
     differing = [name for name in differing if name not in allowed]
-    lines += [f"{name}: {_values(name, results, fields)}" for name in differing]
+    for name in differing:
+        # In the order of the results; a benchmark's are all in one file.
+        files: dict[str, dict[str, None]] = {}
+        for result, one in zip(results, fields, strict=True):
+            files.setdefault(_with_names(one, name), {})[str(result.path)] = None
+        values = "; ".join(f"{value} in {', '.join(paths)}" for value, paths in files.items())
+        lines.append(f"{name}: {values}")
     if lines:
-        mended = len(lines) == len(differing) and not any(map(_is_fixed, differing))
-        remedy = "; --varies NAME declares a sampling setting that differs on purpose" if mended else ""
+        is_mended = len(lines) == len(differing) and not any(map(_is_fixed, differing))
+        remedy = "; --varies NAME declares a sampling setting that differs on purpose" if is_mended else ""
         raise HddmError(f"these results do not compare{remedy}", lines)
 
 
 def _fields(result: Result) -> Fields:
-    """All that must agree, by name; sampling settings by their own names."""
     content = result.content
     features, data = content["features"], content["data"]
     fields = {f"features.{key}": features.get(key) for key in ("name", "hash", "resize")}
     fields |= {"images": data["images"]["images"], "images.shape": data["images"]["shape"]}
     for kind in _DATA:
-        facts = data.get(kind)
-        fields |= {f"{kind}.images": facts and facts["images"], f"{kind}.hash": facts and facts["hash"]}
+        for key in ("images", "hash"):
+            fields[f"{kind}.{key}"] = data[kind][key] if data.get(kind) else None
     if "split" in content:
         fields["split"] = content["split"]
     sampling = content.get("sampling")
@@ -156,60 +159,34 @@ def _fields(result: Result) -> Fields:
     return {**fields, "sampling": "recorded", **{k: v for k, v in sampling.items() if k not in OWN}}
 
 
-def _check_names(varies: Sequence[str], fields: Sequence[Fields]) -> None:
-    known = [name for one in fields for name in one if not _is_fixed(name)]
-    for name in varies:
-        if name not in known:
-            raise HddmError(
-                f"--varies {name}: is no sampling setting of these results"
-                f"{did_you_mean(name, known) or '; only those may differ on purpose'}"
-            )
-
-
 def _is_fixed(name: str) -> bool:
     """Tell that a field is no sampling setting, so that `--varies` does not allow it to differ."""
     return name.startswith(("features.", "images", "split", *_DATA))
 
 
 def _given_twice(groups: Sequence[ResultGroup]) -> list[str]:
-    # Seeds of a benchmark lie in one file.
-    files = [{result.path.resolve(): result.path for result in group.results} for group in groups]
-    times = Counter(real for one in files for real in one)
-    names = {real: path for one in reversed(files) for real, path in one.items()}
+    given: dict[Path, list[Path]] = {}
+    for group in groups:
+        # Seeds of a benchmark lie in one file.
+        for real, path in {result.path.resolve(): result.path for result in group.results}.items():
+            given.setdefault(real, []).append(path)
     return [
-        f"{names[real]}: is on {count} sides; name each result once"
-        for real, count in times.items()
-        if count > 1
+        f"{paths[0]}: is on {len(paths)} sides; name each result once"
+        for paths in given.values()
+        if len(paths) > 1
     ]
 
 
-def _reasons(result: Result) -> list[str]:
-    if result.content["comparable"]:
-        return []
-    return list(result.content["reasons"]) or ["no reason is recorded"]
-
-
-def _twins(group: ResultGroup) -> list[tuple[Result, Result]]:
-    seen: dict[str, Result] = {}
-    twins = []
-    for result in group.results:
-        first = seen.setdefault(result.content["data"]["images"]["hash"], result)
-        if first is not result:
-            twins.append((first, result))
-    return twins
-
-
-def _repeated(group: ResultGroup, result: Result, other: Result) -> str:
-    return f"{result.path} and {other.path}: the same images, which {group.name} must not count twice"
-
-
-def _values(name: str, results: Sequence[Result], fields: Sequence[Fields]) -> str:
-    """Each value with the files that have it."""
-    # In the order of the results; a benchmark's are all in one file.
-    files: dict[str, dict[str, None]] = {}
-    for result, one in zip(results, fields, strict=True):
-        files.setdefault(_with_names(one, name), {})[str(result.path)] = None
-    return "; ".join(f"{value} in {', '.join(paths)}" for value, paths in files.items())
+def _same_images(groups: Sequence[ResultGroup]) -> list[str]:
+    lines = []
+    for group in groups:
+        seen: dict[str, Result] = {}
+        for result in group.results:
+            first = seen.setdefault(result.content["data"]["images"]["hash"], result)
+            if first is not result:
+                pair = f"{first.path} and {result.path}"
+                lines.append(f"{pair}: the same images, which {group.name} must not count twice")
+    return lines
 
 
 def _says(fields: Fields, name: str) -> bool:

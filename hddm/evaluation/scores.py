@@ -1,7 +1,7 @@
 """Scores of a set of images: all figures, against training images, held-out images and each shard."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -22,7 +22,6 @@ from hddm.evaluation.diversity import (
     FEATURE_PAIRS,
     LPIPS,
     PAIRS,
-    Between,
     ConditionDiversity,
     Memorisation,
     diversity,
@@ -56,38 +55,37 @@ class ShardDistance:
     own: Distance | None
 
 
-class ShardMeter:
-    """Measures samples against shards.
+@dataclass(frozen=True)
+class FeatureSet:
+    """Features (n, d) of images, and their moments, which every distance to them needs."""
 
-    Args:
-        shards: features (n_k, d) of the images of each shard.
-        resamples: of the bootstrap.
-    """
+    features: Features
 
-    def __init__(self, shards: Sequence[Features], resamples: int = 100) -> None:
-        self._shards, self._resamples = shards, resamples
-        self._moments = [Gaussian.of(shard) for shard in shards]
+    @cached_property
+    def moments(self) -> Gaussian:
+        """Mean and covariance."""
+        return Gaussian.of(self.features)
 
-    def measure(self, features: Features) -> tuple[ShardDistance, ...]:
-        """Distances of samples with ``features`` (n, d) to every shard, in order."""
-        owner = self._nearest_shard(torch.from_numpy(features)).numpy()
-        found = []
-        for k, shard in enumerate(self._shards):
-            own = features[owner == k]
-            distance = self._distance(own, k) if len(own) > 1 else None
-            found.append(ShardDistance(k, len(shard), self._distance(features, k), len(own), distance))
-        return tuple(found)
 
-    def _distance(self, features: Features, k: int) -> Distance:
-        shard, moments = self._shards[k], self._moments[k]
-        return measure(features, shard, self._resamples, allow_few=True, target=moments)
+def shard_distances(
+    features: Features, shards: Sequence[FeatureSet], resamples: int = 100
+) -> tuple[ShardDistance, ...]:
+    """Distances of samples with ``features`` (n, d) to every shard, in order."""
 
-    def _nearest_shard(self, rows: Tensor) -> Tensor:
-        owners = []
-        for chunk in rows.split(_CHUNK):
-            nearest = [torch.cdist(chunk, torch.from_numpy(shard)).amin(1) for shard in self._shards]
-            owners.append(torch.stack(nearest).argmin(0))
-        return torch.cat(owners)
+    def distance(rows: Features, shard: FeatureSet) -> Distance:
+        return measure(rows, shard.features, resamples, allow_few=True, target=shard.moments)
+
+    owners = []
+    for chunk in torch.from_numpy(features).split(_CHUNK):
+        nearest = [torch.cdist(chunk, torch.from_numpy(shard.features)).amin(1) for shard in shards]
+        owners.append(torch.stack(nearest).argmin(0))
+    owner = torch.cat(owners).numpy()
+    found = []
+    for k, shard in enumerate(shards):
+        own = features[owner == k]
+        of_own = distance(own, shard) if len(own) > 1 else None
+        found.append(ShardDistance(k, len(shard.features), distance(features, shard), len(own), of_own))
+    return tuple(found)
 
 
 @dataclass(frozen=True)
@@ -111,17 +109,6 @@ class Scores:
     on_held_out: PrecisionRecall | None = None
     within_conditions: ConditionDiversity | None = None
     shards: tuple[ShardDistance, ...] = ()
-
-
-class _Group:
-    """Images with what every measurement needs of them again."""
-
-    def __init__(self, pixels: Tensor, features: Features) -> None:
-        self.pixels, self.features = pixels, features
-
-    @cached_property
-    def moments(self) -> Gaussian:
-        return Gaussian.of(self.features)
 
 
 class Scorer:
@@ -154,9 +141,10 @@ class Scorer:
     ) -> None:
         self._extractor, self._resamples, self._allow_few = extractor, resamples, allow_few
         self._complete, self._labels, self._mirrored = complete, training_labels, mirrored
-        self._training = self._group(training)
-        self._held_out = None if held_out is None else self._group(held_out)
-        self._shards = ShardMeter([self._of(shard) for shard in shards], resamples) if shards else None
+        self._pixels, self._fresh_pixels = training, held_out
+        self._training = self._features(training)
+        self._held_out = None if held_out is None else self._features(held_out)
+        self._shards = [self._features(shard) for shard in shards]
         self._within_training: dict[int, float] = {}
 
     def real(self) -> Distance:
@@ -167,7 +155,7 @@ class Scorer:
         """
         if self._held_out is None:
             raise HddmError("there are no held-out images to measure")
-        return self._distance(self._held_out.features, self._training)
+        return self._distance(self._held_out, self._training)
 
     def score(self, pixels: Tensor, labels: Tensor | None = None) -> Scores:
         """Figures of images (n, C, H, W) in bytes, made under the conditions ``labels`` (n,).
@@ -177,78 +165,77 @@ class Scorer:
         Raises:
             HddmError: as `hddm.evaluation.distances.measure`, for too few images.
         """
-        group = self._group(pixels)
-        training, held_out = self._training, self._held_out
-        memory = None if held_out is None else self._memorisation(pixels)
-        complete = self._complete
-        return Scores(
+        images, training, held_out = self._features(pixels), self._training, self._held_out
+        memory = None
+        if held_out is not None:
+            memory = memorisation(self._to_nearest(pixels), self._fresh_distances, self._mirrored)
+        scores = Scores(
             extractor=self._extractor.name,
             images=len(pixels),
-            to_training=self._distance(group.features, training),
-            to_held_out=None if held_out is None else self._distance(group.features, held_out),
-            diversity=diversity(torch.from_numpy(group.features), torch.from_numpy(training.features)),
+            to_training=self._distance(images, training),
+            to_held_out=None if held_out is None else self._distance(images, held_out),
+            diversity=diversity(torch.from_numpy(images.features), torch.from_numpy(training.features)),
             nearest_ratio=None if memory is None else memory.ratio,
             memorisation=memory,
-            kernel_to_training=_kernel(group, training) if complete else None,
-            kernel_to_held_out=_kernel(group, held_out) if complete and held_out else None,
-            on_training=_overlap(group, training) if complete else None,
-            on_held_out=_overlap(group, held_out) if complete and held_out else None,
-            within_conditions=self._within(group, labels) if complete and labels is not None else None,
-            shards=self._shards.measure(group.features) if self._shards else (),
+            shards=shard_distances(images.features, self._shards, self._resamples) if self._shards else (),
+        )
+        if not self._complete:
+            return scores
+        return replace(
+            scores,
+            kernel_to_training=kernel_distance(images.features, training.features),
+            kernel_to_held_out=None
+            if held_out is None
+            else kernel_distance(images.features, held_out.features),
+            on_training=_overlap(images, training),
+            on_held_out=None if held_out is None else _overlap(images, held_out),
+            within_conditions=None if labels is None else self._within(pixels, images.features, labels),
         )
 
-    def _distance(self, features: Features, group: _Group) -> Distance:
+    def _distance(self, images: FeatureSet, reference: FeatureSet) -> Distance:
         return measure(
-            features, group.features, self._resamples, allow_few=self._allow_few, target=group.moments
+            images.features,
+            reference.features,
+            self._resamples,
+            allow_few=self._allow_few,
+            target=reference.moments,
         )
-
-    def _memorisation(self, pixels: Tensor) -> Memorisation:
-        return memorisation(self._to_nearest(pixels), self._fresh_distances, self._mirrored)
 
     @cached_property
     def _fresh_distances(self) -> Tensor:
-        assert self._held_out is not None
-        return self._to_nearest(self._held_out.pixels)
+        assert self._fresh_pixels is not None
+        return self._to_nearest(self._fresh_pixels)
 
     def _to_nearest(self, pixels: Tensor) -> Tensor:
-        return nearest_distances(pixels, self._training.pixels, self._mirrored)
+        return nearest_distances(pixels, self._pixels, self._mirrored)
 
-    def _within(self, group: _Group, labels: Tensor) -> ConditionDiversity | None:
-        why = why_not_lpips(min(group.pixels.shape[-2:]))
+    def _within(self, pixels: Tensor, features: Features, labels: Tensor) -> ConditionDiversity | None:
+        why = why_not_lpips(min(pixels.shape[-2:]))
         pairs = FEATURE_PAIRS if why else PAIRS
 
-        def between(of: _Group) -> Between:
-            return feature_distance(torch.from_numpy(of.features)) if why else lpips_distance(of.pixels)
+        def measured(pixels: Tensor, features: Features, conditions: Tensor) -> dict[int, float]:
+            between = feature_distance(torch.from_numpy(features)) if why else lpips_distance(pixels)
+            return within_conditions(conditions, between, pairs)
 
-        found = within_conditions(labels, between(group), pairs)
+        found = measured(pixels, features, labels)
         if not found:
             return None
-        reference = None
+        known = self._within_training
         if self._labels is not None:
-            missing = [label for label in found if label not in self._within_training]
-            rows = torch.isin(self._labels, torch.tensor(missing, dtype=self._labels.dtype)).nonzero()[:, 0]
-            part = _Group(self._training.pixels[rows], self._training.features[rows.numpy()])
-            self._within_training |= within_conditions(self._labels[rows], between(part), pairs)
-            known = [self._within_training.get(label) for label in found]
-            if all(value is not None for value in known):
-                reference = _mean([value for value in known if value is not None])
+            missing = torch.tensor([one for one in found if one not in known], dtype=self._labels.dtype)
+            rows = torch.isin(self._labels, missing).nonzero()[:, 0]
+            known |= measured(self._pixels[rows], self._training.features[rows.numpy()], self._labels[rows])
+        reference = _mean([known[label] for label in found]) if found.keys() <= known.keys() else None
         name = "features" if why else LPIPS
         return ConditionDiversity(name, why, len(found), _mean(list(found.values())), reference)
 
-    def _group(self, pixels: Tensor) -> _Group:
-        return _Group(pixels, self._of(pixels))
-
-    def _of(self, pixels: Tensor) -> Features:
+    def _features(self, pixels: Tensor) -> FeatureSet:
         batches = [self._extractor.features(to_unit_range(batch)) for batch in pixels.split(_BATCH)]
-        return torch.cat(batches).double().numpy()
+        return FeatureSet(torch.cat(batches).double().numpy())
 
 
-def _kernel(group: _Group, reference: _Group) -> KernelDistance:
-    return kernel_distance(group.features, reference.features)
-
-
-def _overlap(group: _Group, reference: _Group) -> PrecisionRecall:
-    return precision_recall(torch.from_numpy(group.features), torch.from_numpy(reference.features))
+def _overlap(images: FeatureSet, reference: FeatureSet) -> PrecisionRecall:
+    return precision_recall(torch.from_numpy(images.features), torch.from_numpy(reference.features))
 
 
 def _mean(values: Sequence[float]) -> float:

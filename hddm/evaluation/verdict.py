@@ -32,14 +32,12 @@ Judgement = Literal["better", "worse", "within noise", "no verdict"]
 
 @dataclass(frozen=True)
 class Figure:
-    """One number of one model over its results.
+    """One number of one model over its results: ``values`` by training seed.
 
-    Args:
-        values: by training seed.
-        half_width: mean half-width of the 95 % intervals over images, None where none is known.
-        is_one_model: all results are of one set of weights, so that they say nothing of another training.
-        few_images: measured on no more images than features.
-        samples: numbers of samples that it was measured on, where they may differ.
+    ``half_width`` is the mean half-width of the 95 % intervals over images, None where none is known;
+    ``is_one_model``: all results are of one set of weights, so that they say nothing of another training;
+    ``few_images``: measured on no more images than features; ``samples``: numbers of samples that it was
+    measured on, where they may differ.
     """
 
     values: Mapping[str, float]
@@ -119,10 +117,11 @@ def gap_over_seeds(ours: Mapping[str, float], base: Mapping[str, float]) -> Gap:
         gaps = [ours[seed] - base[seed] for seed in ours]
         spread = statistics.stdev(gaps)
         return Gap(statistics.fmean(gaps), spread, spread / len(gaps) ** 0.5, len(gaps) - 1)
-    parts = [(statistics.variance(one.values()) / len(one), len(one) - 1) for one in (ours, base)]
-    variance = sum(part for part, _ in parts)
-    below = sum(part**2 / freedom for part, freedom in parts)
-    freedom = variance**2 / below if below else sum(freedom for _, freedom in parts)
+    # Variance of each mean, and its degrees of freedom (Welch and Satterthwaite).
+    terms = [(statistics.variance(one.values()) / len(one), len(one) - 1) for one in (ours, base)]
+    variance = sum(term for term, _ in terms)
+    below = sum(term**2 / freedom for term, freedom in terms)
+    freedom = variance**2 / below if below else sum(freedom for _, freedom in terms)
     mean = statistics.fmean(ours.values()) - statistics.fmean(base.values())
     return Gap(mean, None, math.sqrt(variance), freedom)
 

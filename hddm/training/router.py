@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hddm.data.shard_records import HELD_OUT, find_shards
-from hddm.data.shards import Shard, open_shard
-from hddm.data.stores import JoinedStore, Stored
+from hddm.data.shards import JoinedStore, Shard, Stored, open_shard
 from hddm.experts.records import ROUTER_FILE, RouterRecord, save_router
 from hddm.networks.transformers import RouterTransformer
 from hddm.training.denoising import IMAGES, SURE

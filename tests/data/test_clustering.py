@@ -10,7 +10,6 @@ from scipy.optimize import linear_sum_assignment
 from hddm.data.clustering import (
     Indices,
     balanced_kmeans,
-    best,
     cluster,
     normalise,
     propose,
@@ -173,9 +172,9 @@ def test_a_pass_reads_no_more_points_than_a_mini_batch() -> None:
 @pytest.mark.parametrize("k", [2, 3, 5, 8])
 def test_the_number_of_well_separated_clusters_is_proposed(k: int) -> None:
     points, _ = _blobs([60] * k)
-    candidates = propose(points, 16)
-    assert best(candidates) == k
-    assert [one.shards for one in candidates] == list(range(2, min(16, 60 * k // 16) + 1))
+    silhouettes = propose(points, 16)
+    assert max(silhouettes, key=silhouettes.__getitem__) == k
+    assert list(silhouettes) == list(range(2, min(16, 60 * k // 16) + 1))
 
 
 def test_the_silhouette_is_what_its_formula_says() -> None:

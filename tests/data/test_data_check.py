@@ -1,6 +1,5 @@
 """hddm data check: what it counts, what it names, and when it fails."""
 
-import hashlib
 import io
 import json
 import struct
@@ -14,20 +13,13 @@ import pytest
 from PIL import Image
 
 from hddm.data.check import check_data
-from hddm.data.shard_records import (
-    FORMAT,
-    MANIFEST,
-    PARTITION_FILE,
-    ImageEntry,
-    PartitionRecord,
-    ShardManifest,
-    content_hash,
-)
+from hddm.data.shard_records import FORMAT, MANIFEST, PARTITION_FILE
 from hddm.utils.errors import HddmError
 from hddm.utils.files import write_json
 from tests.artefacts import Command
 from tests.data.test_sources import encoded, write, write_metadata, write_tar
 from tests.data.test_sources_parquet import write_parquet
+from tests.shard_files import write_shard
 
 
 def _bomb() -> bytes:
@@ -42,43 +34,6 @@ def _png(image: Image.Image, **options: object) -> bytes:
     buffer = io.BytesIO()
     image.save(buffer, "PNG", **options)
     return buffer.getvalue()
-
-
-def _shard(folder: Path, images: dict[str, bytes], number: int = 0) -> Path:
-    write(folder, images)
-    entries = [
-        ImageEntry(file=name, sha256=hashlib.sha256(content).hexdigest(), label=i % 2, caption=f"image {i}")
-        for i, (name, content) in enumerate(images.items())
-    ]
-    classes = ["a", "b"]
-    manifest = ShardManifest(
-        format=FORMAT,
-        shard=number,
-        num_shards=2,
-        classes=classes,
-        hash=content_hash(entries, classes),
-        images=entries,
-    )
-    write_json(folder / MANIFEST, manifest.model_dump())
-    return folder
-
-
-def _partition(folder: Path, shards: list[dict[str, bytes]]) -> Path:
-    hashes = []
-    for k, images in enumerate(shards):
-        _shard(folder / f"shard_{k}", images, k)
-        hashes.append(json.loads((folder / f"shard_{k}" / MANIFEST).read_text())["hash"])
-    facts = PartitionRecord(
-        format=FORMAT,
-        images=sum(map(len, shards)),
-        features="pixel_pca",
-        fine_clusters=2,
-        seed=0,
-        sizes=[len(images) for images in shards],
-        hashes=hashes,
-    )
-    write_json(folder / PARTITION_FILE, facts.model_dump())
-    return folder
 
 
 @pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
@@ -199,35 +154,31 @@ def test_tar_and_parquet_are_checked_by_row(tmp_path: Path) -> None:
 
 
 def test_each_shard_of_a_partition_is_a_part_and_shared_images_are_told(tmp_path: Path) -> None:
-    folder = _partition(
-        tmp_path / "shards",
-        [
-            {"images/0.png": encoded(0), "images/1.png": encoded(1), "images/2.png": encoded(1)},
-            {"images/3.png": encoded(3), "images/4.png": encoded(0)},
-        ],
-    )
-    _shard(folder / "held_out" / "shard_1", {"images/5.png": encoded(3), "images/6.png": encoded(6)})
-    (folder / "shard_0" / "images" / "2.png").unlink()
-    (folder / "shard_1" / "images" / "4.png").write_bytes(encoded(6))
-    report = check_data(folder)
-    assert (report.kind, [part.name for part in report.parts]) == (
-        "partition",
-        ["shard_0", "shard_1", "held_out/shard_1"],
-    )
+    def write_levels(place: str, *levels: int) -> Path:
+        images = [np.full((2, 2), level, np.uint8) for level in levels]
+        write_shard(tmp_path / place, images, [i % 2 for i in range(len(levels))])
+        return tmp_path / place / "images"
+
+    first, second = write_levels("shard_0", 0, 1, 1), write_levels("shard_1", 3, 0)
+    write_levels("held_out/shard_1", 3, 6)
+    record = {"images": 5, "features": "pixel_pca", "fine_clusters": 2, "seed": 0, "sizes": [3, 2]}
+    write_json(tmp_path / PARTITION_FILE, {"format": FORMAT, **record, "hashes": ["", ""]})
+    (first / "002.png").unlink()
+    (second / "001.png").write_bytes(encoded(6))
+    report = check_data(tmp_path)
+    names = ["shard_0", "shard_1", "held_out/shard_1"]
+    assert (report.kind, [part.name for part in report.parts]) == ("partition", names)
     assert [(bad.name, bad.kind) for bad in report.bad] == [
-        ("images/2.png", "unreadable"),
-        ("images/4.png", "unreadable"),
+        ("images/002.png", "unreadable"),
+        ("images/001.png", "unreadable"),
     ]
     assert "changed since the partition" in report.bad[1].reason
     assert (report.shared, report.duplicates) == ([], [])
     assert report.split == ["training", "held_out"]
-    assert report.across_split == [["shard_1/images/3.png", "held_out/shard_1/images/5.png"]]
-    assert report.parts[0].classes == {"a": 2, "b": 1}
-    assert check_data(folder / "shard_0").kind == "shard"
-
-
-def test_an_encoded_shard_is_told_apart(tmp_path: Path) -> None:
-    write_json(tmp_path / MANIFEST, {"format": "1.0", "encoding": {}})
+    assert report.across_split == [["shard_1/images/000.png", "held_out/shard_1/images/000.png"]]
+    assert report.parts[0].classes == {"cat": 2, "dog": 1}
+    assert check_data(tmp_path / "shard_0").kind == "shard"
+    write_json(tmp_path / "shard_1" / MANIFEST, {"format": "1.0", "encoding": {}})
     with pytest.raises(HddmError, match="is an encoded shard, which holds no images"):
         check_data(tmp_path)
 

@@ -100,13 +100,6 @@ def _interrupted(root: Path, out: Path, after: int, **options: object) -> Path:
     return out.parent / f".{out.name}.encoding"
 
 
-def test_files_that_are_done_are_not_encoded_again(root: Path, tmp_path: Path) -> None:
-    _interrupted(root, tmp_path / "out", 9)
-    numbers = _encode(root, tmp_path / "out")
-    assert numbers[:4] == [4, 4, 3, 1]
-    assert contents(tmp_path / "out") == contents(root / "whole")
-
-
 def test_a_file_that_a_power_failure_spoilt_is_made_again(root: Path, tmp_path: Path) -> None:
     draft = _interrupted(root, tmp_path / "out", 13)
     files = sorted((draft / "whole").rglob("data-*"))
@@ -178,12 +171,12 @@ def test_a_draft_goes_before_its_lock_and_takes_nothing_of_the_next_process(
             left.append(list(root.iterdir()))
             (tmp_path / "out").rename(tmp_path / "first")
             draft = second.enter_context(open_draft(target, "manifest.json", {"a": 2}))
-            (draft.whole / "manifest.json").write_text("second")
+            (draft.folder / "manifest.json").write_text("second")
 
     with monkeypatch.context() as patched:
         patched.setattr("os.unlink", watched)
         with open_draft(target, "manifest.json", {"a": 1}) as draft:
-            (draft.whole / "manifest.json").write_text("first")
+            (draft.folder / "manifest.json").write_text("first")
             for number in range(40):
                 (root / f"more-{number}").write_text("")
     assert left == [[]]

@@ -2,6 +2,7 @@
 
 import contextlib
 import hashlib
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,7 +13,8 @@ from PIL import Image
 
 from hddm.data.feature_cache import ImageFeatures, compute_features
 from hddm.data.features import PixelPca
-from hddm.data.sources import ImageSource, open_source
+from hddm.data.sources import open_source
+from hddm.data.sources.base import ImageSource
 from hddm.utils.errors import HddmError
 from tests.artefacts import PER_CLASS, contents, copied, edit_json, largest_file
 
@@ -52,7 +54,7 @@ def _compute(
     return compute_features(source, extractor or Counted(), folder, part=PART, **options)
 
 
-def test_features_are_those_of_the_images_in_order_and_any_rows_can_be_taken(
+def test_features_are_those_of_the_images_in_order_and_computed_once(
     source: ImageSource, tmp_path: Path
 ) -> None:
     found = _compute(source, tmp_path / "cache")
@@ -66,12 +68,7 @@ def test_features_are_those_of_the_images_in_order_and_any_rows_can_be_taken(
     for row in (0, 9, 10, 47):
         content = (source.root / source.files[row]).read_bytes()
         assert found.files[row].tobytes() == hashlib.sha256(content).digest()
-
-
-def test_features_are_computed_once(source: ImageSource, tmp_path: Path) -> None:
-    _compute(source, tmp_path / "cache")
-    before = contents(tmp_path / "cache")
-    again = Counted()
+    before, again = contents(tmp_path / "cache"), Counted()
     _compute(source, tmp_path / "cache", again)
     assert again.images == 0
     assert contents(tmp_path / "cache") == before
@@ -119,7 +116,9 @@ def test_features_of_other_images_are_refused_unless_they_may_go(source: ImageSo
         _compute(fewer, cache)
 
 
-def test_features_of_other_settings_are_refused(source: ImageSource, tmp_path: Path) -> None:
+def test_features_of_other_settings_and_folders_of_other_things_are_refused(
+    source: ImageSource, tmp_path: Path
+) -> None:
     cache = tmp_path / "cache"
     _compute(source, cache)
     with pytest.raises(
@@ -129,14 +128,11 @@ def test_features_of_other_settings_are_refused(source: ImageSource, tmp_path: P
     edit_json(cache / "features.json", features="clip")
     with pytest.raises(HddmError, match=r"other features \(clip, not pixel_pca\)"):
         _compute(source, cache)
-
-
-def test_a_folder_of_other_things_is_left_alone(source: ImageSource, tmp_path: Path) -> None:
-    (tmp_path / "cache").mkdir()
-    (tmp_path / "cache" / "mine").write_text("precious")
+    (cache / "features.json").unlink()
+    before = contents(cache)
     with pytest.raises(HddmError, match="holds other things than features"):
-        _compute(source, tmp_path / "cache", replace=True)
-    assert contents(tmp_path / "cache") == {"mine": b"precious"}
+        _compute(source, cache, replace=True)
+    assert contents(cache) == before
 
 
 def test_a_spoilt_part_is_named(source: ImageSource, tmp_path: Path) -> None:
@@ -171,27 +167,27 @@ def test_broken_images_are_left_out_by_name_and_counted(
 def test_all_bad_images_are_named_at_once_and_no_more_features_are_computed_for_them(
     source: ImageSource, tmp_path: Path
 ) -> None:
-    for row in (*range(8, 29), 40, 47):
+    def refused(extractor: Counted) -> HddmError:
+        with pytest.raises(HddmError) as caught:
+            _compute(source, tmp_path / "cache", extractor)
+        return caught.value
+
+    path = source.root / source.files[40]
+    path.write_bytes(b"nothing")
+    one = refused(Counted())
+    remedy = "mend or remove it, or leave it out with --max-bad 1 where that is an option"
+    assert one.message == f"{source.root}: 1 image cannot be read, and 0 may be; {remedy}"
+    assert one.details == (f"{path}: cannot be read as an image; remove it or save it again",)
+    shutil.rmtree(tmp_path / "cache")
+    for row in (*range(8, 29), 47):
         (source.root / source.files[row]).write_bytes(b"nothing")
     extractor = Counted()
-    with pytest.raises(HddmError) as refused:
-        _compute(source, tmp_path / "cache", extractor)
+    many = refused(extractor)
     remedy = "mend or remove them, or leave them out with --max-bad 23 where that is an option"
-    assert refused.value.message == f"{source.root}: 23 images cannot be read, and 0 may be; {remedy}"
-    assert len(refused.value.details) == 21
-    assert refused.value.details[-1] == "… and 3 more"
+    assert many.message == f"{source.root}: 23 images cannot be read, and 0 may be; {remedy}"
+    assert (len(many.details), many.details[-1]) == (21, "… and 3 more")
     # The first part has eight that can be read.
     assert extractor.images == 8
-
-
-def test_one_bad_image_has_a_remedy_too(source: ImageSource, tmp_path: Path) -> None:
-    path = source.root / source.files[30]
-    path.write_bytes(b"nothing")
-    with pytest.raises(HddmError) as refused:
-        _compute(source, tmp_path / "cache")
-    remedy = "mend or remove it, or leave it out with --max-bad 1 where that is an option"
-    assert refused.value.message == f"{source.root}: 1 image cannot be read, and 0 may be; {remedy}"
-    assert refused.value.details == (f"{path}: cannot be read as an image; remove it or save it again",)
 
 
 @pytest.fixture

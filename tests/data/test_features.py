@@ -12,7 +12,8 @@ from sklearn.decomposition import PCA
 from transformers import AutoImageProcessor, AutoModel, CLIPVisionModelWithProjection
 
 from hddm.data.features import SIDE, PixelPca, open_feature_extractor
-from hddm.data.sources import ImageSource, open_source
+from hddm.data.sources import open_source
+from hddm.data.sources.base import ImageSource
 from hddm.utils.errors import HddmError
 from tests.artefacts import edit_json
 from tests.vision_files import write_vision_model

@@ -11,8 +11,15 @@ import pytest
 import torch
 from PIL import Image
 
-from hddm.data.decoding import OversizedImageError, read_header
-from hddm.data.images import decode, load_images, save_png, to_bytes, to_unit_range
+from hddm.data.images import (
+    OversizedImageError,
+    decode,
+    load_images,
+    read_header,
+    save_png,
+    to_bytes,
+    to_unit_range,
+)
 from hddm.utils.errors import HddmError
 
 NOISE = np.random.default_rng(0)
@@ -40,40 +47,24 @@ def _refusal(folder: Path) -> str:
     return str(caught.value)
 
 
-def test_class_folders_become_labels_in_sorted_order(tmp_path: Path) -> None:
-    for name, value in (("b/1.png", 20), ("a/2.png", 10), ("a/deep/1.png", 30)):
+def test_folders_are_read_in_sorted_order_with_their_labels(tmp_path: Path) -> None:
+    for name, value in (("b/1.png", 20), ("a/2.png", 10), ("a/deep/1.JPEG", 30)):
         _write(tmp_path / name, np.full((2, 2), value, np.uint8))
     images = load_images(tmp_path)
-    assert images.files == ("a/2.png", "a/deep/1.png", "b/1.png")
-    assert images.classes == ("a", "b")
+    assert (images.files, images.classes) == (("a/2.png", "a/deep/1.JPEG", "b/1.png"), ("a", "b"))
     assert images.labels is not None
     assert images.labels.tolist() == [0, 0, 1]
     assert images.pixels[:, 0, 0, 0].tolist() == [10, 30, 20]
 
 
-def test_a_flat_folder_has_no_labels(tmp_path: Path) -> None:
-    _write(tmp_path / "1.png", GRAY)
-    _write(tmp_path / "a" / "2.png", GRAY)
-    images = load_images(tmp_path)
-    assert images.labels is None
-    assert images.classes == ()
-    assert len(images) == 2
-
-
-def test_gray_stays_gray_and_colour_keeps_its_channels(tmp_path: Path) -> None:
+def test_gray_stays_gray_and_becomes_colour_among_colour(tmp_path: Path) -> None:
     gray, colour = _write(tmp_path / "g" / "1.png", GRAY), _write(tmp_path / "c" / "1.png", COLOUR)
     assert torch.equal(load_images(gray.parent).pixels, torch.from_numpy(GRAY)[None, None])
     expected = torch.from_numpy(COLOUR).permute(2, 0, 1)[None]
     assert torch.equal(load_images(colour.parent).pixels, expected)
-
-
-def test_gray_among_colour_becomes_colour(tmp_path: Path) -> None:
-    _write(tmp_path / "1.png", GRAY)
-    _write(tmp_path / "2.png", COLOUR)
-    pixels = load_images(tmp_path).pixels
-    assert pixels.shape == (2, 3, 5, 7)
-    for channel in pixels[0]:
-        assert torch.equal(channel, torch.from_numpy(GRAY))
+    both = load_images(tmp_path)
+    assert torch.equal(both.pixels[:1], expected)
+    assert torch.equal(both.pixels[1], torch.from_numpy(GRAY).expand(3, -1, -1))
 
 
 @pytest.mark.parametrize("mode", ["RGBA", "P", "CMYK", "LA", "1"])
@@ -171,34 +162,19 @@ def test_formats_of_other_programs_are_not_handed_to_them() -> None:
             decode(_encoded(COLOUR, kind), Path("a.png"))
 
 
-def test_images_of_another_size_are_named(tmp_path: Path) -> None:
+def test_an_image_of_another_size_and_a_broken_one_are_named(tmp_path: Path) -> None:
     _write(tmp_path / "1.png", GRAY)
-    _write(tmp_path / "2.png", GRAY[:4])
-    message = _refusal(tmp_path)
-    assert "2.png: is 7×4, 1.png is 7×5" in message
+    path = _write(tmp_path / "2.png", GRAY[:4])
+    assert "2.png: is 7×4, 1.png is 7×5" in _refusal(tmp_path)
+    path.write_bytes(path.read_bytes()[:40])
+    assert f"{path}: cannot be read as an image" in _refusal(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["a.JPEG", "b.Jpg", "c.WebP", "d.BMP"])
-def test_suffixes_in_any_case_are_found(name: str, tmp_path: Path) -> None:
+def test_suffixes_in_any_case_are_found_among_other_files(name: str, tmp_path: Path) -> None:
     _write(tmp_path / name, COLOUR)
-    assert load_images(tmp_path).files == (name,)
-
-
-def test_other_files_are_left_alone(tmp_path: Path) -> None:
-    _write(tmp_path / "1.png", GRAY)
     (tmp_path / "notes.txt").write_text("no image")
-    assert load_images(tmp_path).files == ("1.png",)
-
-
-def test_missing_and_empty_folders_are_refused(tmp_path: Path) -> None:
-    assert "no such folder" in _refusal(tmp_path / "missing")
-    assert "holds no images" in _refusal(tmp_path)
-
-
-def test_a_broken_png_is_named(tmp_path: Path) -> None:
-    _write(tmp_path / "good.png", GRAY)
-    (tmp_path / "bad.png").write_bytes((tmp_path / "good.png").read_bytes()[:40])
-    assert f"{tmp_path / 'bad.png'}: cannot be read as an image" in _refusal(tmp_path)
+    assert load_images(tmp_path).files == (name,)
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -222,14 +198,11 @@ def test_damage_of_any_kind_is_an_error_that_names_the_file(kind: str) -> None:
     assert refused >= 60
 
 
-def test_bytes_map_linearly_to_minus_one_to_one() -> None:
+def test_bytes_map_linearly_to_minus_one_to_one_and_values_beyond_are_clipped() -> None:
     levels = torch.arange(256, dtype=torch.uint8)
     expected = torch.linspace(-1, 1, 256, dtype=torch.float64)
     torch.testing.assert_close(to_unit_range(levels).double(), expected, rtol=0, atol=1e-7)
     assert torch.equal(to_bytes(expected.float()), levels)
-
-
-def test_values_beyond_the_range_are_clipped_not_wrapped() -> None:
     assert to_bytes(torch.tensor([-1.3, 1.2, -9.0, 9.0])).tolist() == [0, 255, 0, 255]
 
 

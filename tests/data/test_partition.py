@@ -19,16 +19,9 @@ from hddm.data.partition_report import measure
 from hddm.data.shard_records import read_manifest
 from hddm.data.shards import load_shard
 from hddm.utils.errors import HddmError
-from tests.artefacts import CLASSES, Command, contents, copied, draw, largest_file, shard_files, write_images
+from tests.artefacts import CLASSES, Command, contents, copied, draw, largest_file, shard_files
+from tests.data.conftest import PER_CLASS
 from tests.vision_files import write_vision_model
-
-PER_CLASS = 40
-
-
-@pytest.fixture(scope="module")
-def many(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """80 images in two class folders."""
-    return write_images(tmp_path_factory.mktemp("many") / "images", PER_CLASS)
 
 
 @pytest.fixture
@@ -51,11 +44,12 @@ def _pack(images: Path, target: Path, spoilt: Mapping[int, bytes] = MappingProxy
     return target
 
 
-def test_images_of_a_tar_are_written_with_their_captions(many: Path, tars: Path, tmp_path: Path) -> None:
-    folders = partition(tars, tmp_path / "out", 2)
+def test_images_of_a_tar_are_written_with_their_captions_and_files_are_linked(
+    many: Path, tars: Path, tmp_path: Path
+) -> None:
     originals = [path.read_bytes() for path in sorted(many.rglob("*.png"))]
     seen = []
-    for folder in folders:
+    for folder in partition(tars, tmp_path / "out", 2):
         shard = load_shard(folder)
         assert shard.captions is not None
         for entry, caption in zip(read_manifest(folder).images, shard.captions, strict=True):
@@ -63,10 +57,7 @@ def test_images_of_a_tar_are_written_with_their_captions(many: Path, tars: Path,
             assert (folder / entry.file).read_bytes() == originals[number]
             seen.append(number)
     assert sorted(seen) == list(range(2 * PER_CLASS))
-
-
-def test_files_are_linked_and_not_copied(many: Path, tmp_path: Path) -> None:
-    (folder,) = partition(many, tmp_path / "out", 1)
+    (folder,) = partition(many, tmp_path / "linked", 1)
     for name in shard_files(folder):
         assert (folder / name).samefile(many / name.removeprefix("images/"))
 
@@ -260,7 +251,9 @@ def test_a_number_of_shards_that_is_none_is_refused(
     assert "--shards" in err
 
 
-def test_the_report_shows_every_shard_and_its_pictures(many: Path, tmp_path: Path) -> None:
+def test_the_report_shows_every_shard_and_its_pictures_enlarged_by_whole_pixels(
+    many: Path, tmp_path: Path
+) -> None:
     out = tmp_path / "out"
     folders = partition(many, out, 2, held_out=0.5)
     page = (out / "report.html").read_text()
@@ -270,19 +263,13 @@ def test_the_report_shows_every_shard_and_its_pictures(many: Path, tmp_path: Pat
             with Image.open(out / "pictures" / f"shard_{k}_{kind}.png") as picture:
                 # 24 pictures, eight a line.
                 assert picture.size == (8 * 98 - 2, 3 * 98 - 2)
+                cell = np.asarray(picture)[:96, :96]
         assert f"<td>{len(shard_files(folder))}</td>" in page
+        small = cell[::24, ::24, 0]
+        np.testing.assert_array_equal(np.kron(small, np.ones((24, 24), dtype=np.uint8)), cell[..., 0])
+        assert small.tobytes() in {np.asarray(Image.open(path)).tobytes() for path in many.rglob("*.png")}
     for name in CLASSES:
         assert name in page
-
-
-def test_a_picture_is_enlarged_by_whole_pixels(many: Path, tmp_path: Path) -> None:
-    """The first picture of a grid is that of the image nearest the centre, 24 times as large."""
-    partition(many, tmp_path / "out", 1)
-    with Image.open(tmp_path / "out" / "pictures" / "shard_0_nearest.png") as picture:
-        cell = np.asarray(picture)[:96, :96]
-    small = cell[::24, ::24, 0]
-    np.testing.assert_array_equal(np.kron(small, np.ones((24, 24), dtype=np.uint8)), cell[..., 0])
-    assert small.tobytes() in {np.asarray(Image.open(path)).tobytes() for path in many.rglob("*.png")}
 
 
 def test_distances_are_those_of_all_pairs_of_shards() -> None:

@@ -36,26 +36,13 @@ def test_scaling_and_centre_crop_are_those_of_torchvision(
 @pytest.mark.parametrize("size", SIZES)
 def test_a_random_crop_is_that_of_torchvision_at_its_place(size: tuple[int, int]) -> None:
     transforms = pytest.importorskip("torchvision.transforms")
-    theirs = transforms.Compose(
-        [
-            transforms.Resize(8, interpolation=transforms.InterpolationMode.LANCZOS),
-            transforms.RandomCrop(8),
-        ]
-    )
-    scaled = np.asarray(
-        transforms.Resize(8, interpolation=transforms.InterpolationMode.LANCZOS)(_image(*size))
-    )
-    places = {
-        scaled[i : i + 8, j : j + 8].tobytes()
-        for i in range(scaled.shape[0] - 7)
-        for j in range(scaled.shape[1] - 7)
-    }
-    generator = torch.Generator().manual_seed(0)
-    ours = {
-        np.asarray(fit_image(_image(*size), 8, "random", generator=generator)).tobytes() for _ in range(400)
-    }
+    resize = transforms.Resize(8, interpolation=transforms.InterpolationMode.LANCZOS)
+    scaled = np.asarray(resize(_image(*size)))
+    height, width = scaled.shape[:2]
+    places = {scaled[i : i + 8, j : j + 8].tobytes() for i in range(height - 7) for j in range(width - 7)}
+    draws = torch.Generator().manual_seed(0)
+    ours = {np.asarray(fit_image(_image(*size), 8, "random", generator=draws)).tobytes() for _ in range(400)}
     assert ours == places
-    assert np.asarray(theirs(_image(*size))).tobytes() in ours
 
 
 def test_a_centre_crop_without_scaling_takes_the_middle_by_hand() -> None:

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from hddm.data.sources import ImageSource, open_source
+from hddm.data.sources import open_source
+from hddm.data.sources.base import ImageSource
 from hddm.utils.errors import HddmError
 
 
@@ -67,11 +68,8 @@ def test_class_folders_are_labels_and_other_files_are_left_alone(tmp_path: Path)
     assert values(source) == files
     assert (source.classes, source.labels, source.captions) == (("a", "b"), (0, 0, 1), None)
     assert source.path(2) == tmp_path / "b/1.png"
-
-
-def test_a_flat_folder_has_no_labels(tmp_path: Path) -> None:
-    source = open_source(write(tmp_path, {"1.png": encoded(1), "a/2.png": encoded(2)}))
-    assert (source.classes, source.labels, len(source)) == ((), None, 2)
+    flat = open_source(write(tmp_path, {"1.png": encoded(1)}))
+    assert (flat.classes, flat.labels, len(flat)) == ((), None, 4)
 
 
 def test_metadata_gives_captions_and_named_labels_by_file(tmp_path: Path) -> None:
@@ -147,16 +145,14 @@ def test_a_spoilt_line_of_metadata_is_named(rows: list[object], told: str, tmp_p
     assert told in refusal(tmp_path)
 
 
-def test_a_line_that_is_no_json_is_named(tmp_path: Path) -> None:
-    write(tmp_path, {"1.png": encoded(1), "metadata.jsonl": b'{"file_name": "1.png"}\n{"file_name": \n'})
-    assert "line 2 cannot be read as JSON" in refusal(tmp_path)
-
-
-def test_a_link_out_of_the_folder_is_refused_where_metadata_names_it(tmp_path: Path) -> None:
+def test_a_line_that_is_no_json_and_a_link_out_of_the_folder_are_named(tmp_path: Path) -> None:
+    folder = tmp_path / "images"
     write(tmp_path, {"outside.png": encoded(1), "images/1.png": encoded(1)})
-    (tmp_path / "images" / "2.png").symlink_to(tmp_path / "outside.png")
-    write_metadata(tmp_path / "images", {"file_name": "1.png"}, {"file_name": "2.png"})
-    assert "2.png: is a link to" in refusal(tmp_path / "images")
+    write(folder, {"metadata.jsonl": b'{"file_name": "1.png"}\n{"file_name": \n'})
+    assert "line 2 cannot be read as JSON" in refusal(folder)
+    (folder / "2.png").symlink_to(tmp_path / "outside.png")
+    write_metadata(folder, {"file_name": "1.png"}, {"file_name": "2.png"})
+    assert "2.png: is a link to" in refusal(folder)
 
 
 @pytest.mark.parametrize("name", ["train/metadata.jsonl", "metadata.csv"])
@@ -175,19 +171,13 @@ def test_missing_empty_and_mixed_folders_are_refused(tmp_path: Path) -> None:
     assert "holds 1 image files (as 1.png) and 1 .tar (as a.tar)" in refusal(tmp_path)
 
 
-def test_sizes_of_images_are_known_unread(tmp_path: Path) -> None:
+def test_sizes_of_images_are_known_unread_and_one_that_vanished_is_named(tmp_path: Path) -> None:
     files = {"1.png": encoded(1), "2.bmp": encoded(2, "BMP")}
-    for source in (
-        open_source(write(tmp_path / "folder", files)),
-        open_source(write_tar(tmp_path / "a.tar", files)),
-    ):
+    folder = open_source(write(tmp_path / "folder", files))
+    for source in (folder, open_source(write_tar(tmp_path / "a.tar", files))):
         assert [source.size(i) for i in range(2)] == [len(source.read(i)) for i in range(2)]
-
-
-def test_a_file_that_vanished_is_named(tmp_path: Path) -> None:
-    source = open_source(write(tmp_path, {"1.png": encoded(1)}))
-    (tmp_path / "1.png").unlink()
-    for look in (source.read, source.size):
+    (tmp_path / "folder" / "1.png").unlink()
+    for look in (folder.read, folder.size):
         with pytest.raises(HddmError, match=r"1\.png: cannot be read: No such file"):
             look(0)
 

@@ -29,15 +29,12 @@ NOISE = torch.Generator().manual_seed(0)
 ROWS = torch.randn(60, 8, generator=NOISE)
 
 
-def test_diversity_is_relative_to_the_reference() -> None:
+def test_diversity_is_relative_to_the_reference_and_needs_a_scale() -> None:
     assert diversity(ROWS, ROWS) == pytest.approx(1)
     assert diversity(ROWS / 2 + 7, ROWS) == pytest.approx(0.5, rel=1e-5)
     assert diversity(torch.ones(10, 8), ROWS) == 0
     two_places = torch.tensor([[0.0], [0.0], [3.0], [3.0]])
     assert diversity(two_places, torch.tensor([[0.0], [1.0]])) == pytest.approx(3 * 4 / 6)
-
-
-def test_diversity_without_a_scale_is_refused() -> None:
     with pytest.raises(HddmError, match="no scale"):
         diversity(ROWS, torch.ones(5, 8))
     with pytest.raises(HddmError, match="at least 2 images, not 1"):
@@ -151,9 +148,6 @@ def test_the_classifier_learns_what_can_be_told_apart() -> None:
     torch.testing.assert_close(classifier.head(features), classifier(fresh), rtol=1e-4, atol=1e-5)
     again = train_classifier(images, labels, epochs=20)
     assert torch.equal(again.features(fresh), classifier.features(fresh))
-
-
-def test_one_class_makes_no_classifier() -> None:
     with pytest.raises(HddmError, match="two classes"):
         train_classifier(torch.zeros(8, 1, 4, 4), torch.zeros(8, dtype=torch.long))
 
@@ -217,45 +211,32 @@ def test_a_folder_scores_as_its_own_training_images(images: Path, home: Path) ->
     assert scores["features"]["choice"].startswith("auto: not Inception, since its weights")
 
 
-def test_few_images_need_a_word(images: Path, home: Path) -> None:
-    with pytest.raises(HddmError, match="64 features needs more images a side than 48 and 48"):
-        evaluate_folder(images, images)
-
-
 def test_what_cannot_be_compared_is_refused(images: Path, home: Path, tmp_path: Path) -> None:
     larger = write_images(tmp_path / "larger", side=6)
     with pytest.raises(HddmError, match=r"different shapes .*\(1, 6, 6\)"):
         evaluate_folder(images, larger)
-    (tmp_path / "jpeg").mkdir()
-    for name in ("1.jpg", "2.jpg"):
-        Image.fromarray(np.zeros((4, 4), np.uint8)).save(tmp_path / "jpeg" / name)
-    with pytest.raises(HddmError, match=r"1\.jpg: JPEG compression"):
-        evaluate_folder(tmp_path / "jpeg", images)
+    # JPEG is known by its content.
+    for suffix in ("jpg", "png"):
+        folder = tmp_path / suffix
+        folder.mkdir()
+        for name in ("1", "2"):
+            Image.fromarray(np.zeros((4, 4), np.uint8)).save(folder / f"{name}.{suffix}", "JPEG")
+        with pytest.raises(HddmError, match=rf"1\.{suffix}: JPEG compression"):
+            evaluate_folder(folder, images)
+        assert _side(folder).record.images == 2
+    (tmp_path / "one").mkdir()
+    save_png(draw("rows", 1, 0)[0], tmp_path / "one" / "1.png")
+    with pytest.raises(HddmError, match="holds 1 image; a distance needs at least 2 a side"):
+        evaluate_folder(tmp_path / "one", images, allow_few=True)
 
 
 def _side(path: Path) -> ImageGroup:
     return read_data({"reference": path})["reference"]
 
 
-def test_jpeg_samples_are_known_by_their_content(images: Path, home: Path, tmp_path: Path) -> None:
-    (tmp_path / "renamed").mkdir()
-    for name in ("1.png", "2.png"):
-        Image.fromarray(np.zeros((4, 4), np.uint8)).save(tmp_path / "renamed" / name, "JPEG")
-    with pytest.raises(HddmError, match=r"1\.png: JPEG compression"):
-        evaluate_folder(tmp_path / "renamed", images)
-    assert _side(tmp_path / "renamed").facts.images == 2
-
-
 def test_without_classes_and_inception_there_are_no_features(images: Path, home: Path) -> None:
     with pytest.raises(HddmError, match="no features to measure on: not Inception, since its weights"):
         choose_extractor(load_images(images / "rows"), 5000)
-
-
-def test_single_images_have_no_distance(images: Path, home: Path, tmp_path: Path) -> None:
-    (tmp_path / "one").mkdir()
-    save_png(draw("rows", 1, 0)[0], tmp_path / "one" / "1.png")
-    with pytest.raises(HddmError, match="holds 1 image; a distance needs at least 2 a side"):
-        evaluate_folder(tmp_path / "one", images, allow_few=True)
 
 
 def _samples(folder: Path, num: int = 70, **record: object) -> Path:
@@ -269,12 +250,6 @@ def _samples(folder: Path, num: int = 70, **record: object) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
-def many(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """140 images in two class folders: more than the classifier has features."""
-    return write_images(tmp_path_factory.mktemp("many") / "images", per_class=70)
-
-
 def test_a_result_says_all_that_its_figures_depend_on(many: Path, home: Path, tmp_path: Path) -> None:
     samples, fresh = _samples(tmp_path / "samples"), tmp_path / "fresh"
     fresh.mkdir()
@@ -286,7 +261,7 @@ def test_a_result_says_all_that_its_figures_depend_on(many: Path, home: Path, tm
     assert result["features"]["name"] == "small classifier of the training images"
     assert len(result["features"]["hash"]) == 64
     facts = result["data"]
-    assert [facts[side]["images"] for side in ("images", "reference", "held_out")] == [70, 140, 80]
+    assert [facts[side]["images"] for side in ("images", "reference", "held_out")] == [70, 160, 80]
     assert facts["images"]["modes"] == {"L": 70}
     assert facts["images"]["shape"] == [1, 4, 4]
     assert result["sampling"]["steps"] == 20
@@ -306,7 +281,7 @@ def test_the_hash_of_images_is_that_of_their_pixels(many: Path, home: Path, tmp_
         with Image.open(file) as image:
             image.save(renamed / f"{index:03d}.bmp")
     first, second, third = _side(many), _side(renamed), _side(many / "rows")
-    assert first.facts.hash == second.facts.hash != third.facts.hash
+    assert first.record.hash == second.record.hash != third.record.hash
 
 
 def test_gray_images_are_measured_in_colour_where_others_are(many: Path, home: Path, tmp_path: Path) -> None:
@@ -316,22 +291,22 @@ def test_gray_images_are_measured_in_colour_where_others_are(many: Path, home: P
         Image.new("RGB", (4, 4), (index, 0, 0)).save(tmp_path / "colour" / f"{index}.png")
     sides = alike({"images": _side(gray), "reference": _side(tmp_path / "colour")})
     assert sides["images"].images.pixels.shape == (4, 3, 4, 4)
-    assert sides["images"].facts.made_colour == 4
-    assert sides["reference"].facts.made_colour == 0
+    assert sides["images"].record.made_colour == 4
+    assert sides["reference"].record.made_colour == 0
 
 
 def test_a_folder_that_lost_images_compares_with_nothing(
-    many: Path, home: Path, tmp_path: Path, hddm: Command
+    many: Path, classifier: str, home: Path, tmp_path: Path, hddm: Command
 ) -> None:
     samples = _samples(tmp_path / "samples")
     (samples / "00003.png").unlink()
-    result = evaluate_folder(samples, many)
+    result = evaluate_folder(samples, many, features=classifier)
     assert result["comparable"] is False
     assert result["reasons"] == ["unequal counts: 70 images were sampled and there are 69"]
     # Nobody knows which of the images is missing.
     assert result["within_conditions"] is None
     out = tmp_path / "out.json"
-    told = hddm("evaluate", samples, "--reference", many, "--out", out)[1]
+    told = hddm("evaluate", samples, "--reference", many, "--features", classifier, "--out", out)[1]
     assert told == f"{out}: not comparable: {result['reasons'][0]}\n"
 
 
@@ -393,16 +368,23 @@ def test_a_classifier_is_saved_and_shared(many: Path, home: Path, tmp_path: Path
     assert "exists" in hddm(*options, *saved)[2]
     assert "--overwrite" in hddm(*options, "--features", file, "--out", out[0])[2]
     assert hddm(*options, "--features", file, "--out", out[0], "--overwrite")[0] == 0
-    assert "goes with --features classifier alone" in hddm(*options, "--save-classifier", tmp_path / "x")[2]
 
 
 @pytest.mark.parametrize("features", ["auto", "classifier"])
-def test_few_images_are_refused_before_a_classifier_is_trained(
-    features: str, images: Path, home: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_refusal_comes_before_a_classifier_is_trained(
+    features: str, images: Path, home: Path, tmp_path: Path, hddm: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("hddm.evaluation.features.train_classifier", lambda *_: pytest.fail("trained"))
     with pytest.raises(HddmError, match="64 features needs more images a side than 48 and 48"):
         evaluate_folder(images, images, features=features)
+    file = tmp_path / "missing" / "classifier.safetensors"
+    command = ["evaluate", images, "--reference", images, "--features", features, "--save-classifier", file]
+    code, out, error = hddm(*command)
+    refusals = {
+        "auto": "goes with --features classifier alone",
+        "classifier": f"{file.parent} is no folder to write in; make it, or name another",
+    }
+    assert (code, out, f"--save-classifier {file}: {refusals[features]}\n" in error) == (1, "", True)
 
 
 def test_a_refusal_saves_no_classifier_that_hinders_the_next_try(
@@ -417,20 +399,6 @@ def test_a_refusal_saves_no_classifier_that_hinders_the_next_try(
     assert not list(tmp_path.glob("*classifier*"))
     assert hddm(*few, "--allow-few")[0] == 0
     assert file.is_file()
-
-
-def test_a_folder_that_is_missing_is_told_before_a_classifier_is_trained(
-    many: Path, home: Path, tmp_path: Path, hddm: Command, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("hddm.evaluation.features.train_classifier", lambda *_: pytest.fail("trained"))
-    file = tmp_path / "missing" / "classifier.safetensors"
-    options = ["--features", "classifier", "--save-classifier", file]
-    code, out, error = hddm("evaluate", many, "--reference", many, *options)
-    assert (code, out) == (1, "")
-    assert (
-        f"--save-classifier {file}: {file.parent} is no folder to write in; make it, or name another\n"
-        in error
-    )
 
 
 @pytest.mark.parametrize(

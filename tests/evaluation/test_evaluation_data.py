@@ -11,15 +11,9 @@ from hddm.data.partition import partition
 from hddm.evaluation.evaluate import evaluate_folder
 from hddm.evaluation.images import read_data
 from hddm.utils.errors import HddmError
-from tests.artefacts import Command, copied, write_images
+from tests.artefacts import Command, copied
 from tests.component_files import write_vae
 from tests.shard_files import write_partition
-
-
-@pytest.fixture(scope="module")
-def many(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """160 images in two class folders."""
-    return write_images(tmp_path_factory.mktemp("many") / "images", per_class=80)
 
 
 @pytest.fixture(scope="module")
@@ -40,15 +34,17 @@ def test_a_partition_stands_for_its_training_images_or_those_it_holds_out(
 ) -> None:
     training, held_out = _sizes(shards)
     sides = read_data({"reference": shards, "held-out": shards})
-    assert (sides["reference"].facts.images, sides["held-out"].facts.images) == (training, held_out)
-    assert read_data({"held-out": shards / "held_out"})["held-out"].facts.hash == sides["held-out"].facts.hash
+    assert (sides["reference"].record.images, sides["held-out"].record.images) == (training, held_out)
+    assert (
+        read_data({"held-out": shards / "held_out"})["held-out"].record.hash == sides["held-out"].record.hash
+    )
     one = read_data({"images": shards / "held_out" / "shard_0"})["images"]
-    assert one.facts.images == json.loads((shards / "partition.json").read_text())["held_out"][0]
+    assert one.record.images == json.loads((shards / "partition.json").read_text())["held_out"][0]
     # All of them, in another order.
     partition(many, tmp_path / "plain", 2)
     whole, folder = (read_data({"reference": path})["reference"] for path in (tmp_path / "plain", many))
-    assert whole.facts.hash == folder.facts.hash
-    assert (whole.images.classes, whole.facts.modes) == (folder.images.classes, folder.facts.modes)
+    assert whole.record.hash == folder.record.hash
+    assert (whole.images.classes, whole.record.modes) == (folder.images.classes, folder.record.modes)
     for side in (whole, folder):
         assert side.images.labels is not None
         assert side.images.labels.bincount().tolist() == [80, 80]
@@ -58,13 +54,11 @@ def test_a_partition_stands_for_its_training_images_or_those_it_holds_out(
 
 
 def test_a_partition_is_measured_as_the_folder_of_its_images_is(
-    many: Path, home: Path, tmp_path: Path, hddm: Command
+    many: Path, classifier: str, home: Path, tmp_path: Path, hddm: Command
 ) -> None:
     partition(many, tmp_path / "shards", 2)
-    command = ["evaluate", many, "--features", "classifier", "--reference"]
-    file = tmp_path / "classifier.safetensors"
-    assert hddm(*command, many, "--save-classifier", file, "--out", tmp_path / "a.json")[0] == 0
-    command[3] = file
+    command = ["evaluate", many, "--features", classifier, "--reference"]
+    assert hddm(*command, many, "--out", tmp_path / "a.json")[0] == 0
     assert hddm(*command, tmp_path / "shards", "--out", tmp_path / "b.json")[0] == 0
     a, b = (json.loads((tmp_path / name).read_text()) for name in ("a.json", "b.json"))
     assert a["data"]["reference"]["hash"] == b["data"]["reference"]["hash"]
@@ -77,7 +71,7 @@ def test_encoded_pixels_are_brought_back_and_latents_are_refused(shards: Path, t
     encode_shards(plan_encoding(shards, EncodingSettings()), tmp_path / "pixels")
     for role in ("reference", "held-out"):
         images, encoded = (read_data({role: path})[role] for path in (shards, tmp_path / "pixels"))
-        assert encoded.facts.hash == images.facts.hash
+        assert encoded.record.hash == images.record.hash
         assert encoded.images.pixels.equal(images.images.pixels)
         assert encoded.images.labels is not None
         assert images.images.labels is not None
@@ -100,7 +94,7 @@ def test_a_partition_is_no_folder_of_samples_and_one_without_held_out_images_has
 
 
 def test_bad_images_of_all_sides_are_named_at_once_and_left_out_when_asked(
-    many: Path, home: Path, tmp_path: Path, hddm: Command
+    many: Path, classifier: str, home: Path, tmp_path: Path, hddm: Command
 ) -> None:
     samples, shards = copied(many, tmp_path), tmp_path / "shards"
     partition(many, shards, 1)
@@ -109,7 +103,7 @@ def test_bad_images_of_all_sides_are_named_at_once_and_left_out_when_asked(
     changed.unlink()
     changed.write_bytes(b"other")
     (samples / "columns" / "05.png").write_bytes(b"nothing")
-    command = ["evaluate", samples, "--reference", shards]
+    command = ["evaluate", samples, "--reference", shards, "--features", classifier]
     code, out, err = hddm(*command, "--max-bad", 1)
     told = "2 images cannot be read, and 1 may be; mend or remove them"
     assert (code, out) == (1, "")
@@ -130,4 +124,4 @@ def test_bad_images_of_all_sides_are_named_at_once_and_left_out_when_asked(
     assert labels is not None
     assert labels.bincount().tolist() == [79, 80]
     (samples / "columns" / "05.png").unlink()
-    assert evaluate_folder(samples, shards, max_bad=1)["comparable"] is True
+    assert evaluate_folder(samples, shards, features=classifier, max_bad=1)["comparable"] is True

@@ -16,7 +16,7 @@ from hddm.evaluation.distances import (
     squared_mmd,
 )
 from hddm.evaluation.diversity import lpips_distance, why_not_lpips
-from hddm.evaluation.scores import ShardMeter
+from hddm.evaluation.scores import FeatureSet, shard_distances
 from hddm.utils.errors import HddmError
 
 Array = NDArray[np.float64]
@@ -127,7 +127,8 @@ def test_both_sides_are_cut_to_one_number() -> None:
 def test_samples_belong_to_the_shard_of_their_nearest_image() -> None:
     shards = [_rows(0, 80, 2), _rows(1, 120, 2, 20.0)]
     samples = np.concatenate([_rows(2, 50, 2), _rows(3, 10, 2, 21.0)])
-    first, second = ShardMeter(shards, resamples=2).measure(samples)
+    measured = [FeatureSet(shard) for shard in shards]
+    first, second = shard_distances(samples, measured, resamples=2)
     assert [first.images, first.samples, second.images, second.samples] == [80, 50, 120, 10]
     assert first.own is not None
     assert first.own.value == pytest.approx(
@@ -136,7 +137,7 @@ def test_samples_belong_to_the_shard_of_their_nearest_image() -> None:
     assert second.all.value == pytest.approx(
         frechet_distance(Gaussian.of(samples), Gaussian.of(shards[1])), abs=1e-6
     )
-    alone = ShardMeter(shards, resamples=2).measure(samples[:51])[1]
+    alone = shard_distances(samples[:51], measured, resamples=2)[1]
     assert (alone.samples, alone.own) == (1, None)
 
 

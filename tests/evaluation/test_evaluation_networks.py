@@ -62,10 +62,6 @@ class _Inception(nn.Module):
         return self.layers(x)
 
 
-def _small(file: PublishedWeights, path: Path) -> PublishedWeights:
-    return replace(file, sha256=sha256_of(path))
-
-
 @pytest.fixture
 def inception(home: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The stand-in where clean-fid's file would be."""
@@ -73,7 +69,9 @@ def inception(home: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder.mkdir(parents=True)
     torch.manual_seed(0)
     torch.jit.script(_Inception()).save(str(folder / INCEPTION.name))
-    monkeypatch.setattr(extractors, "INCEPTION", _small(INCEPTION, folder / INCEPTION.name))
+    monkeypatch.setattr(
+        extractors, "INCEPTION", replace(INCEPTION, sha256=sha256_of(folder / INCEPTION.name))
+    )
     return folder
 
 
@@ -135,15 +133,11 @@ def test_clip_features_are_those_of_clean_fid(
     from cleanfid.clip_features import CLIP_fx, img_preprocess_clip
 
     theirs = _of_clean_fid(pictures, CLIP_fx(device="cpu"), custom_fn_resize=img_preprocess_clip)
-    ours = clip_features(tmp_path / "clip" / "model.safetensors", SMALL)(load_images(pictures).normalised)
+    file = tmp_path / "clip" / "model.safetensors"
+    ours = clip_features(file, SMALL)(load_images(pictures).normalised)
     assert ours.shape == (12, 12)
     np.testing.assert_allclose(ours.numpy(), theirs, rtol=1e-4, atol=1e-5)
-
-
-def test_a_clip_file_that_lacks_tensors_is_refused(tmp_path: Path) -> None:
-    CLIPVisionModelWithProjection(SMALL).save_pretrained(tmp_path)
-    file = tmp_path / "model.safetensors"
-    tensors = load_file(file)
+    tensors = {name: tensor.clone() for name, tensor in load_file(file).items()}
     del tensors["visual_projection.weight"]
     save_file(tensors, file)
     with pytest.raises(HddmError, match=r"lacks 1 tensors of CLIP, as visual_projection\.weight"):
@@ -169,23 +163,6 @@ def test_missing_weights_are_one_error_with_all_that_is_needed(
         assert part in err
 
 
-def test_another_file_of_that_name_is_refused(
-    images: Path, inception: Path, home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(extractors, "INCEPTION", INCEPTION)
-    with pytest.raises(HddmError, match=f"is another file .*{INCEPTION.sha256}"):
-        open_extractor("inception", load_images(images), 48)
-
-
-def test_the_folder_in_the_environment_comes_first(
-    tmp_path: Path, inception: Path, home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert INCEPTION.find() == inception / INCEPTION.name
-    (tmp_path / INCEPTION.name).touch()
-    monkeypatch.setenv("HDDM_INCEPTION", str(tmp_path))
-    assert INCEPTION.find() == tmp_path / INCEPTION.name
-
-
 def test_what_auto_took_and_why_is_said(images: Path, inception: Path, home: Path) -> None:
     training = load_images(images)
     few, many = choose_extractor(training, 2048), choose_extractor(training, 2049)
@@ -197,3 +174,15 @@ def test_what_auto_took_and_why_is_said(images: Path, inception: Path, home: Pat
     assert "more than 2048 images" in many.choice
     (inception / INCEPTION.name).unlink()
     assert "not on disk" in choose_extractor(training, 5000).choice
+
+
+def test_the_folder_in_the_environment_comes_first_and_another_file_is_refused(
+    images: Path, tmp_path: Path, inception: Path, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(extractors, "INCEPTION", INCEPTION)
+    assert INCEPTION.find() == inception / INCEPTION.name
+    with pytest.raises(HddmError, match=f"is another file .*{INCEPTION.sha256}"):
+        open_extractor("inception", load_images(images), 48)
+    (tmp_path / INCEPTION.name).touch()
+    monkeypatch.setenv("HDDM_INCEPTION", str(tmp_path))
+    assert INCEPTION.find() == tmp_path / INCEPTION.name

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hddm.data.partition import partition
-from hddm.data.stores import PixelStore
+from hddm.data.shards import PixelStore, Rows
 from hddm.experts.records import ROUTER_FILE
 from hddm.training.router import Evidence, accuracy_of, is_better_than_chance, train_router
 from hddm.utils.errors import HddmError
@@ -22,7 +22,7 @@ OPTIONS = ("--steps", 100, "--batch-size", 32, "--learning-rate", 3e-3, "--seed"
 def _evidence(labels: Tensor, pixels: Tensor) -> Evidence:
     """Images of four pixels, all of them alike."""
     images = pixels.to(torch.uint8)[:, None, None, None].expand(-1, 1, 2, 2)
-    return Evidence(PixelStore(images), torch.arange(len(labels)), labels, "images")
+    return Evidence(PixelStore(Rows((images,))), torch.arange(len(labels)), labels, "images")
 
 
 def _by_sign(x_t: Tensor, timestep: Tensor) -> Tensor:

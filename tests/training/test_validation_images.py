@@ -17,8 +17,7 @@ from torch import Tensor, nn
 
 import hddm
 from hddm.data.images import to_bytes
-from hddm.data.shards import load_shard
-from hddm.data.stores import Rows, TokenStore
+from hddm.data.shards import Rows, TokenStore, load_shard
 from hddm.networks.folders import WEIGHTS
 from hddm.networks.transformers import ExpertTransformer
 from hddm.sampling import sample

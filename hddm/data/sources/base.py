@@ -1,15 +1,63 @@
-"""The interface of image sources, and the names of their files, which must stay inside a folder."""
+"""The interface of image sources, the names of their files, and columns of labels and captions."""
 
 import os
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import Protocol
 
-from hddm.utils.errors import HddmError
+from hddm.utils.errors import HddmError, did_you_mean
 
 METADATA = "metadata.jsonl"
 TAR, PARQUET = ".tar", ".parquet"
+SUFFIXES = {".png", ".jpg", ".jpeg", ".webp", ".bmp"}
+"""Of image files, in lower case; files in upper case count too."""
+CAPTION_COLUMNS = ("text", "caption")
+LARGEST_LABEL = 99_999
+"""Classes are listed by name, so that a stray number could ask for any amount of memory."""
+
+
+@dataclass(frozen=True)
+class ImageSource(ABC):
+    """Images by number, in sorted order of their names, with what is known of each.
+
+    Opening one reads names, labels and captions; `read` takes one image at a time, so that memory does not
+    grow with the pixels. Reading in order is the fast way.
+    """
+
+    root: Path
+    """The path that was opened; ``root / files[i]`` names image i in messages."""
+    files: Sequence[str]
+    """Names (N,): unique relative paths with ``/``, none of which leads out of a folder."""
+    classes: tuple[str, ...]
+    """Names of the classes, empty for a source without."""
+    labels: Sequence[int] | None
+    """Class numbers (N,) in [0, len(classes)), None for a source without."""
+    captions: Sequence[str] | None
+    """Texts (N,), None for a source without."""
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    @abstractmethod
+    def read(self, i: int) -> bytes:
+        """Image ``i`` as it is encoded.
+
+        Raises:
+            HddmError: where it is no longer to be read, by name.
+        """
+
+    @abstractmethod
+    def size(self, i: int) -> int:
+        """Bytes of image ``i``, or of what it is stored among: what is known of its content unread.
+
+        Raises:
+            HddmError: where it is no longer there, by name.
+        """
+
+    def path(self, i: int) -> Path | None:
+        """The file that is image ``i`` and nothing else, None where it lies in an archive."""
+        return None
 
 
 @dataclass(frozen=True)
@@ -30,14 +78,13 @@ def find_files(root: Path) -> Found:
         HddmError: for a name that is not UTF-8 or breaks a line.
     """
     found = Found()
+    kinds = {TAR: found.tars, PARQUET: found.parquets, **dict.fromkeys(SUFFIXES, found.images)}
     for folder, _, names in os.walk(root):
         for name in names:
             path = Path(folder, name)
             suffix = path.suffix.lower()
-            kinds = {TAR: found.tars, PARQUET: found.parquets, **dict.fromkeys(SUFFIXES, found.images)}
             if suffix in kinds and path.is_file():
-                relative = path.relative_to(root).as_posix()
-                kinds[suffix].append(safe_name(relative, root))
+                kinds[suffix].append(safe_name(path.relative_to(root).as_posix(), root))
             if path.stem == "metadata" and suffix in (".jsonl", ".csv"):
                 found.tables.append(path.relative_to(root).as_posix())
     for names in (found.images, found.tars, found.parquets, found.tables):
@@ -65,52 +112,72 @@ def safe_name(name: str, origin: Path) -> str:
     return path.as_posix()
 
 
-SUFFIXES = {".png", ".jpg", ".jpeg", ".webp", ".bmp"}
-"""Of image files, in lower case; files in upper case count too."""
+def choose_column(
+    columns: Collection[str], asked: str | None, usual: Sequence[str], option: str, origin: Path
+) -> str | None:
+    """The column that is ``asked`` for, else the one of the ``usual`` names that there is, else None.
 
-
-class ImageSource(Protocol):
-    """Images by number, in sorted order of their names, with what is known of each.
-
-    Opening one reads names, labels and captions; `read` takes one image at a time, so that memory does not
-    grow with the pixels. Reading in order is the fast way.
+    Raises:
+        HddmError: where ``asked`` is none of ``columns``, or several have usual names.
     """
+    if asked is not None:
+        if asked not in columns:
+            known = ", ".join(sorted(columns)) or "none"
+            hint = did_you_mean(asked, columns)
+            raise HddmError(f"{option} {asked}: {origin} has no such column (has {known}){hint}")
+        return asked
+    found = [name for name in usual if name in columns]
+    if len(found) > 1:
+        raise HddmError(f"{origin}: has columns {' and '.join(found)}; choose one with {option}")
+    return found[0] if found else None
 
-    @property
-    def root(self) -> Path:
-        """The path that was opened; ``root / files[i]`` names image i in messages."""
 
-    @property
-    def files(self) -> Sequence[str]:
-        """Names (N,): unique relative paths with ``/``, none of which leads out of a folder."""
+def as_captions(values: Sequence[object], names: Sequence[str], origin: Path) -> tuple[str, ...]:
+    """Captions of the images ``names``.
 
-    @property
-    def classes(self) -> tuple[str, ...]:
-        """Names of the classes, empty for a source without."""
+    Raises:
+        HddmError: for the first that is missing or no text.
+    """
+    captions = []
+    for value, name in zip(values, names, strict=True):
+        if not isinstance(value, str):
+            raise HddmError(
+                f"{origin}: {name} has caption {_short(value)}; write one, or an empty text for none"
+            )
+        captions.append(value)
+    return tuple(captions)
 
-    @property
-    def labels(self) -> Sequence[int] | None:
-        """Class numbers (N,) in [0, len(classes)), None for a source without."""
 
-    @property
-    def captions(self) -> Sequence[str] | None:
-        """Texts (N,), None for a source without."""
+def as_labels(
+    values: Sequence[object], names: Sequence[str], origin: Path
+) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """Labels (N,) and class names: sorted names, or "0" … for numbers, up to the largest of them.
 
-    def __len__(self) -> int: ...
+    Raises:
+        HddmError: for a missing label, one that is neither a text nor a number from 0 to `LARGEST_LABEL`, and
+            for texts among numbers; the message names the image.
+    """
+    numbers: list[int] = []
+    texts: list[str] = []
+    for value, name in zip(values, names, strict=True):
+        if isinstance(value, str) and not numbers:
+            texts.append(value)
+        elif type(value) is int and 0 <= value <= LARGEST_LABEL and not texts:
+            numbers.append(value)
+        else:
+            wanted = "a text, or a number for all images"
+            if isinstance(values[0], int):
+                wanted = f"a number from 0 to {LARGEST_LABEL}"
+            raise HddmError(
+                f"{origin}: {name} has label {_short(value)}; give each image {wanted}, or none a label"
+            )
+    if numbers:
+        return tuple(numbers), tuple(map(str, range(max(numbers) + 1)))
+    classes = tuple(sorted(set(texts)))
+    number = {name: index for index, name in enumerate(classes)}
+    return tuple(number[text] for text in texts), classes
 
-    def read(self, i: int) -> bytes:
-        """Image ``i`` as it is encoded.
 
-        Raises:
-            HddmError: where it is no longer to be read, by name.
-        """
-
-    def size(self, i: int) -> int:
-        """Bytes of image ``i``, or of what it is stored among: what is known of its content unread.
-
-        Raises:
-            HddmError: where it is no longer there, by name.
-        """
-
-    def path(self, i: int) -> Path | None:
-        """The file that is image ``i`` and nothing else, None where it lies in an archive."""
+def _short(value: object) -> str:
+    text = "none" if value is None else repr(value)
+    return text if len(text) <= 60 else f"{text[:60]}…"

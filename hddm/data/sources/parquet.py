@@ -9,86 +9,22 @@ import bisect
 import itertools
 import json
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import Any, TypeVar
+from typing import Any
 
-from hddm.data.sources.base import PARQUET, SUFFIXES
-from hddm.utils.errors import HddmError, did_you_mean
-
-CAPTION_COLUMNS = ("text", "caption")
-LARGEST_LABEL = 99_999
-"""Classes are listed by name, so that a stray number could ask for any amount of memory."""
-
-
-def choose_column(
-    columns: Collection[str], asked: str | None, usual: Sequence[str], option: str, origin: Path
-) -> str | None:
-    """The column that is ``asked`` for, else the one of the ``usual`` names that there is, else None.
-
-    Raises:
-        HddmError: where ``asked`` is none of ``columns``, or several have usual names.
-    """
-    if asked is not None:
-        if asked not in columns:
-            known = ", ".join(sorted(columns)) or "none"
-            hint = did_you_mean(asked, columns)
-            raise HddmError(f"{option} {asked}: {origin} has no such column (has {known}){hint}")
-        return asked
-    found = [name for name in usual if name in columns]
-    if len(found) > 1:
-        raise HddmError(f"{origin}: has columns {' and '.join(found)}; choose one with {option}")
-    return found[0] if found else None
-
-
-def as_captions(values: Sequence[object], names: Sequence[str], origin: Path) -> tuple[str, ...]:
-    """Captions of the images ``names``.
-
-    Raises:
-        HddmError: for the first that is missing or no text.
-    """
-    for value, name in zip(values, names, strict=True):
-        if not isinstance(value, str):
-            raise HddmError(
-                f"{origin}: {name} has caption {_shown(value)}; write one, or an empty text for none"
-            )
-    return tuple(str(value) for value in values)
-
-
-def as_labels(
-    values: Sequence[object], names: Sequence[str], origin: Path
-) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """Labels (N,) and class names: sorted names, or "0" … for numbers, up to the largest of them.
-
-    Raises:
-        HddmError: for a missing label, one that is neither a text nor a number from 0 to `LARGEST_LABEL`, and
-            for texts among numbers; the message names the image.
-    """
-    numbers = isinstance(values[0], int)
-    for value, name in zip(values, names, strict=True):
-        if numbers and isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= LARGEST_LABEL:
-            continue
-        if not numbers and isinstance(value, str):
-            continue
-        kind = f"a number from 0 to {LARGEST_LABEL}" if numbers else "a text, or a number for all images"
-        raise HddmError(
-            f"{origin}: {name} has label {_shown(value)}; give each image {kind}, or none a label"
-        )
-    if numbers:
-        labels = tuple(int(str(value)) for value in values)
-        return labels, tuple(map(str, range(max(labels) + 1)))
-    classes = tuple(sorted({str(value) for value in values}))
-    number = {name: index for index, name in enumerate(classes)}
-    return tuple(number[str(value)] for value in values), classes
-
-
-def _shown(value: object) -> str:
-    text = "none" if value is None else repr(value)
-    return text if len(text) <= 60 else f"{text[:60]}…"
-
-
-Result = TypeVar("Result")
+from hddm.data.sources.base import (
+    CAPTION_COLUMNS,
+    PARQUET,
+    SUFFIXES,
+    ImageSource,
+    as_captions,
+    as_labels,
+    choose_column,
+)
+from hddm.utils.errors import HddmError
 
 
 @dataclass(frozen=True)
@@ -112,7 +48,7 @@ def find_columns(
     features = _features(schema)
     image = _image_column(schema, features, path)
     others = [name for name in schema.names if name != image]
-    declared = [name for name in others if _type(features, name) == "ClassLabel"]
+    declared = [name for name in others if features.get(name, {}).get("_type") == "ClassLabel"]
     usual = ["label"] if "label" in others else declared
     label = choose_column(others, label_column, usual, "--label-column", path)
     names = features[label].get("names") if label is not None and label in declared else None
@@ -124,7 +60,7 @@ def find_columns(
 def _image_column(schema: Any, features: dict[str, Any], path: Path) -> str:
     names: list[str] = schema.names
     fitting = [name for name in names if "bytes" in image_fields(schema.field(name).type)]
-    fitting = [name for name in fitting if _type(features, name) == "Image"] or fitting
+    fitting = [name for name in fitting if features.get(name, {}).get("_type") == "Image"] or fitting
     if "image" in fitting:
         return "image"
     if not fitting:
@@ -149,26 +85,18 @@ def image_fields(kind: Any) -> set[str]:
     return {"bytes", "path"} & held.keys()
 
 
-def _features(schema: Any) -> dict[str, Any]:
+def _features(schema: Any) -> dict[str, dict[str, Any]]:
     """Columns as ``datasets`` declares them, empty for a file of another writer."""
     try:
         features = json.loads((schema.metadata or {})[b"huggingface"])["info"]["features"]
-    except (KeyError, TypeError, ValueError, RecursionError):
+        return {name: feature for name, feature in features.items() if isinstance(feature, dict)}
+    except (AttributeError, KeyError, TypeError, ValueError, RecursionError):
         return {}
-    return features if isinstance(features, dict) else {}
 
 
-def _type(features: dict[str, Any], name: str) -> object:
-    feature = features.get(name)
-    return feature.get("_type") if isinstance(feature, dict) else None
-
-
-def read_parquet(path: Path, work: Callable[[Any], Result]) -> Result:
-    """``work`` on the opened Parquet file.
-
-    Raises:
-        HddmError: without pyarrow, and for whatever is wrong with the file.
-    """
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    """The Parquet file, and an error that names it for whatever is wrong with it."""
     try:
         import pyarrow as pa
         import pyarrow.parquet as pq
@@ -176,7 +104,7 @@ def read_parquet(path: Path, work: Callable[[Any], Result]) -> Result:
         raise HddmError(f"{path}: Parquet needs pyarrow: pip install 'hddm-diffusion[parquet]'") from error
     try:
         with pq.ParquetFile(path) as file:
-            return work(file)
+            yield file
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         raise HddmError(f"{path}: cannot be read as Parquet ({error}); fetch it again") from error
 
@@ -189,25 +117,17 @@ UNKNOWN_SUFFIX = ".img"
 
 
 @dataclass(frozen=True)
-class ParquetSource:
-    """Images in Parquet files; the fields are those of `hddm.data.sources.base.ImageSource`.
+class ParquetSource(ImageSource):
+    """Images in Parquet files.
 
     ``groups`` (G,) are file and row group, ``starts`` (G + 1,) the first image of each and the end, ``sizes``
     (G,) the bytes of all its columns. The two row groups that were read last stay in memory.
     """
 
-    root: Path
-    files: tuple[str, ...]
-    classes: tuple[str, ...]
-    labels: tuple[int, ...] | None
-    captions: tuple[str, ...] | None
     held: "_RowGroups" = field(repr=False)
     groups: tuple[tuple[Path, int], ...] = field(repr=False)
     starts: tuple[int, ...] = field(repr=False)
     sizes: tuple[int, ...] = field(repr=False)
-
-    def __len__(self) -> int:
-        return len(self.files)
 
     def read(self, i: int) -> bytes:
         group = self._group(i)
@@ -222,9 +142,6 @@ class ParquetSource:
     def size(self, i: int) -> int:
         return self.sizes[self._group(i)]
 
-    def path(self, i: int) -> None:
-        return None
-
     def _group(self, i: int) -> int:
         return bisect.bisect_right(self.starts, i) - 1
 
@@ -235,22 +152,17 @@ def open_parquet(
     """The images in ``root/<name>`` for each of ``names``, or in ``root`` if it is one file itself.
 
     Image r of a file is named ``<file without .parquet>/<r, eight digits><suffix>``, in a single file without
-    the folder; the suffix is that of the row's ``path``, else `UNKNOWN_SUFFIX`.
-
-    Args:
-        root: a folder, or one file.
-        names: files below ``root``, sorted; empty for one file.
-        caption_column: name of the captions' column; without it ``text`` or ``caption``.
-        label_column: name of the labels' column; without it ``label``, else the only column of classes.
+    the folder; the suffix is that of the row's ``path``, else `UNKNOWN_SUFFIX`. Captions are ``text`` or
+    ``caption``, labels ``label`` or else the only column of classes, where no column is given.
 
     Raises:
         HddmError: without pyarrow; for a file that is no Parquet or has no image column or several; for files
             of different columns or classes, and of several splits; for captions and labels that are missing.
     """
     _refuse_splits(root, names)
-    tables = [_Table.of(root / name, caption_column, label_column) for name in names or [""]]
+    tables = [_read_table(root / name, caption_column, label_column) for name in names or [""]]
     for table in tables[1:]:
-        if table.layout != tables[0].layout:
+        if table.columns != tables[0].columns:
             raise HddmError(
                 f"{table.path}: has other columns or classes than {tables[0].path}; name one of them, or a "
                 "folder of one dataset"
@@ -261,16 +173,16 @@ def open_parquet(
         files += [f"{prefix}{row:08d}{suffix}" for row, suffix in enumerate(table.suffixes)]
     if not files:
         raise HddmError(f"{root}: its Parquet files hold no rows")
-    layout = tables[0].layout
+    columns = tables[0].columns
     captions = [value for table in tables for value in table.captions]
-    labels, classes = _labels([v for table in tables for v in table.labels], layout, files, root)
+    labels, classes = _labels([v for table in tables for v in table.labels], columns, files, root)
     return ParquetSource(
         root,
         tuple(files),
         classes,
         labels,
-        as_captions(captions, files, root) if layout.caption else None,
-        _RowGroups(layout.image),
+        as_captions(captions, files, root) if columns.caption else None,
+        _RowGroups(columns.image),
         tuple((table.path, group) for table in tables for group in range(len(table.rows))),
         tuple(itertools.accumulate((rows for table in tables for rows in table.rows), initial=0)),
         tuple(size for table in tables for size in table.sizes),
@@ -292,8 +204,8 @@ class _RowGroups:
             while len(self._held) > 1:
                 del self._held[next(iter(self._held))]
             if images is None:
-                table = read_parquet(path, lambda file: file.read_row_group(group, columns=[self._column]))
-                images = table[self._column]
+                with _opened(path) as file:
+                    images = file.read_row_group(group, columns=[self._column])[self._column]
             self._held[key] = images
         return images
 
@@ -304,22 +216,21 @@ class _RowGroups:
 
 @dataclass(frozen=True)
 class _Table:
+    """One file: its columns, rows and bytes by row group, and suffix, label and caption by row."""
+
     path: Path
-    layout: TableColumns
+    columns: TableColumns
     rows: list[int]
     sizes: list[int]
     suffixes: list[str]
     labels: list[object]
     captions: list[object]
 
-    @classmethod
-    def of(cls, path: Path, caption_column: str | None, label_column: str | None) -> "_Table":
-        return read_parquet(path, lambda file: cls._read(path, file, caption_column, label_column))
 
-    @classmethod
-    def _read(cls, path: Path, file: Any, caption_column: str | None, label_column: str | None) -> "_Table":
+def _read_table(path: Path, caption_column: str | None, label_column: str | None) -> _Table:
+    with _opened(path) as file:
         schema, metadata = file.schema_arrow, file.metadata
-        layout = find_columns(schema, path, caption_column, label_column)
+        columns = find_columns(schema, path, caption_column, label_column)
         groups = [metadata.row_group(group) for group in range(metadata.num_row_groups)]
         for number, group in enumerate(groups):
             if group.total_byte_size > LARGEST_ROW_GROUP:
@@ -327,18 +238,18 @@ class _Table:
                     f"{path}: row group {number} has {group.total_byte_size} bytes; write the file "
                     "again with smaller ones"
                 )
-        has_path = image_fields(schema.field(layout.image).type) >= {"path"}
-        columns = [layout.label, layout.caption, f"{layout.image}.path" if has_path else None]
-        table = file.read(columns=[column for column in columns if column])
-        paths = table[layout.image].to_pylist() if has_path else [None] * metadata.num_rows
-        return cls(
+        has_path = "path" in image_fields(schema.field(columns.image).type)
+        read = [columns.label, columns.caption, f"{columns.image}.path" if has_path else None]
+        table = file.read(columns=[name for name in read if name])
+        paths = table[columns.image].to_pylist() if has_path else [None] * metadata.num_rows
+        return _Table(
             path,
-            layout,
+            columns,
             [group.num_rows for group in groups],
             [group.total_byte_size for group in groups],
             [_suffix(value) for value in paths],
-            table[layout.label].to_pylist() if layout.label else [],
-            table[layout.caption].to_pylist() if layout.caption else [],
+            table[columns.label].to_pylist() if columns.label else [],
+            table[columns.caption].to_pylist() if columns.caption else [],
         )
 
 
@@ -349,19 +260,19 @@ def _suffix(value: object) -> str:
 
 
 def _labels(
-    values: list[object], layout: TableColumns, files: Sequence[str], root: Path
+    values: list[object], columns: TableColumns, files: Sequence[str], root: Path
 ) -> tuple[tuple[int, ...] | None, tuple[str, ...]]:
-    if layout.label is None:
+    if columns.label is None:
         return None, ()
-    if layout.classes is None:
+    if columns.classes is None:
         return as_labels(values, files, root)
     for value, name in zip(values, files, strict=True):
-        if not isinstance(value, int) or not 0 <= value < len(layout.classes):
+        if not isinstance(value, int) or not 0 <= value < len(columns.classes):
             raise HddmError(
-                f"{root}: {name} has {layout.label} {value} of {len(layout.classes)} classes; remove the "
+                f"{root}: {name} has {columns.label} {value} of {len(columns.classes)} classes; remove the "
                 "column from a split without labels"
             )
-    return tuple(int(str(value)) for value in values), layout.classes
+    return tuple(int(str(value)) for value in values), columns.classes
 
 
 def _refuse_splits(root: Path, names: Sequence[str]) -> None:

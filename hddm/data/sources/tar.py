@@ -13,8 +13,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hddm.data.sources.base import SUFFIXES, TAR, safe_name
-from hddm.data.sources.parquet import CAPTION_COLUMNS, as_captions, as_labels, choose_column
+from hddm.data.sources.base import (
+    CAPTION_COLUMNS,
+    SUFFIXES,
+    TAR,
+    ImageSource,
+    as_captions,
+    as_labels,
+    choose_column,
+    safe_name,
+)
 from hddm.utils.errors import HddmError
 
 LARGEST_TEXT = 2**20
@@ -22,25 +30,14 @@ LARGEST_TEXT = 2**20
 
 _KEY = re.compile(r"((?:.*/|)[^./]+)\.([^/]*)")
 _TEXTS = ("txt", "cls", "json")
-_BLOCK = 512
+_READ_AT_ONCE = 2**16
 
 
 @dataclass(frozen=True)
-class TarSource:
-    """Images in tar archives; the fields are those of `hddm.data.sources.base.ImageSource`.
+class TarSource(ImageSource):
+    """Images in tar archives; ``places`` (N,) are archive, offset and bytes of each image."""
 
-    ``places`` (N,) are archive, offset and bytes of each image.
-    """
-
-    root: Path
-    files: tuple[str, ...]
-    classes: tuple[str, ...]
-    labels: tuple[int, ...] | None
-    captions: tuple[str, ...] | None
     places: tuple[tuple[Path, int, int], ...] = field(repr=False)
-
-    def __len__(self) -> int:
-        return len(self.files)
 
     def read(self, i: int) -> bytes:
         archive, offset, size = self.places[i]
@@ -57,15 +54,14 @@ class TarSource:
     def size(self, i: int) -> int:
         return self.places[i][2]
 
-    def path(self, i: int) -> None:
-        return None
-
 
 @dataclass
 class _Sample:
+    """An image's name, offset and bytes; what is said of it by column; and the suffixes of its files."""
+
     image: tuple[str, int, int] | None = None
     columns: dict[str, object] = field(default_factory=dict)
-    parts: set[str] = field(default_factory=set)
+    suffixes: set[str] = field(default_factory=set)
 
 
 def open_tars(
@@ -73,14 +69,8 @@ def open_tars(
 ) -> TarSource:
     """The images in ``root/<archive>`` for each of ``archives``, or in ``root`` if it is one archive itself.
 
-    Images are named ``<archive without .tar>/<name>``, in a single archive ``<name>``.
-
-    Args:
-        root: a folder, or one archive.
-        archives: names below ``root``, empty for one archive.
-        caption_column: ``txt`` or a key of the JSON objects; without it ``txt``, else ``text`` or
-            ``caption``.
-        label_column: ``cls`` or a key of the JSON objects; without it ``cls`` or ``label``.
+    Images are named ``<archive without .tar>/<name>``, in a single archive ``<name>``. Captions are ``txt``,
+    else ``text`` or ``caption`` of the JSON objects, labels ``cls`` or ``label``, where no column is given.
 
     Raises:
         HddmError: for what is no plain tar or is damaged; for links, devices and names that leave the folder;
@@ -93,8 +83,8 @@ def open_tars(
         path, prefix = root / name, f"{name.removesuffix(TAR)}/" if name else ""
         for key, sample in _scan(path).items():
             if sample.image is None:
-                parts = " and ".join(sorted(f"{key}.{part}" for part in sample.parts))
-                raise HddmError(f"{path}: holds {parts}, but no image {key}; add it, or remove them")
+                names = " and ".join(sorted(f"{key}.{suffix}" for suffix in sample.suffixes))
+                raise HddmError(f"{path}: holds {names}, but no image {key}; add it, or remove them")
             image, offset, size = sample.image
             columns |= sample.columns.keys()
             kept = {column: value for column, value in sample.columns.items() if column in wanted}
@@ -138,14 +128,15 @@ def _take(archive: tarfile.TarFile, member: tarfile.TarInfo, path: Path, samples
     match = _KEY.fullmatch(name)
     if match is None:
         return
-    key, part = match[1], match[2].lower()
-    if part not in _TEXTS and f".{part}" not in SUFFIXES:
+    key, suffix = match[1], match[2].lower()
+    is_text = suffix in _TEXTS
+    if not is_text and f".{suffix}" not in SUFFIXES:
         return
     sample = samples.setdefault(key, _Sample())
-    if part in sample.parts:
+    if suffix in sample.suffixes:
         raise HddmError(f"{path}: holds {name} twice; each name once")
-    sample.parts.add(part)
-    if part not in _TEXTS:
+    sample.suffixes.add(suffix)
+    if not is_text:
         if sample.image is not None:
             raise HddmError(f"{path}: {sample.image[0]} and {name} are images of one sample; rename one")
         sample.image = name, member.offset_data, member.size
@@ -154,19 +145,19 @@ def _take(archive: tarfile.TarFile, member: tarfile.TarInfo, path: Path, samples
         raise HddmError(f"{path}: {name} has {member.size} bytes, more than {LARGEST_TEXT}; shorten it")
     file = archive.extractfile(member)
     assert file is not None
-    sample.columns |= _columns(part, file.read(), f"{path}: {name}")
+    sample.columns |= _columns(suffix, file.read(), f"{path}: {name}")
 
 
-def _columns(part: str, content: bytes, origin: str) -> dict[str, Any]:
+def _columns(suffix: str, content: bytes, origin: str) -> dict[str, Any]:
     try:
         text = content.decode("utf-8-sig")
-        if part == "txt":
+        if suffix == "txt":
             return {"txt": text.strip()}
-        if part == "cls":
+        if suffix == "cls":
             return {"cls": int(text)}
         row = json.loads(text)
     except (ValueError, RecursionError) as error:
-        kind = {"txt": "UTF-8 text", "cls": "a class number", "json": "JSON"}[part]
+        kind = {"txt": "UTF-8 text", "cls": "a class number", "json": "JSON"}[suffix]
         raise HddmError(f"{origin} cannot be read as {kind} ({error})") from error
     if not isinstance(row, dict):
         raise HddmError(f"{origin} is no JSON object")
@@ -176,7 +167,7 @@ def _columns(part: str, content: bytes, origin: str) -> dict[str, Any]:
 def _refuse_remainder(file: Any, offset: int, path: Path) -> None:
     """Refuse what follows the end: tarfile takes a damaged header for it."""
     file.seek(offset)
-    while block := file.read(128 * _BLOCK):
+    while block := file.read(_READ_AT_ONCE):
         if any(block):
             raise HddmError(
                 f"{path}: damaged or joined to another after byte {offset}: what follows is not read; "

@@ -1,0 +1,24 @@
+"""Images that the tests of this room share. A test that spoils them copies them first."""
+
+from pathlib import Path
+
+import pytest
+
+from hddm.data.images import load_images
+from hddm.evaluation.classifier import save_classifier
+from hddm.evaluation.features import trained
+from tests.artefacts import write_images
+
+
+@pytest.fixture(scope="session")
+def many(root: Path) -> Path:
+    """160 images in two class folders: more than the classifier has features."""
+    return write_images(root / "evaluated" / "images", per_class=80)
+
+
+@pytest.fixture(scope="session")
+def classifier(root: Path, many: Path) -> str:
+    """File of a classifier of these images."""
+    file = root / "evaluated" / "classifier.safetensors"
+    save_classifier(trained(load_images(many)), file)
+    return str(file)
