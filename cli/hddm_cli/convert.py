@@ -115,8 +115,8 @@ def convert(
     if modulation_rank and architecture is None:
         raise UsageError(f"--modulation-rank {modulation_rank}: needs --architecture adaln-single")
 
-    from hddm.checkpoints.convert import Conversion, plan, refuse_full_disk, summary, verdict, write
-    from hddm.checkpoints.layouts import Hints
+    from hddm.checkpoints.convert import refuse_full_disk, verdict, write
+    from hddm.checkpoints.plan import Conversion, plan, summary
     from hddm.checkpoints.sources import Reading
     from hddm.utils.files import check_absent
     from hddm.utils.records import EXPERT_FILE
@@ -126,7 +126,8 @@ def convert(
         allow_pickle=allow_pickle,
         weights=weights.value if weights else None,
         variant=variant,
-        hints=Hints(num_heads, sample_size),
+        num_heads=num_heads,
+        sample_size=sample_size,
     )
     wanted: dict[str, Any] = {"architecture": architecture.value if architecture else None}
     conversion = Conversion(

@@ -1,6 +1,7 @@
 """A folder or a checkpoint described in plain values, without loading its weights into memory."""
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,7 @@ from safetensors import SafetensorError, safe_open
 
 from hddm.calibration import FILE_NAME as CALIBRATION
 from hddm.calibration import calibration_record
-from hddm.checkpoints.layouts import Hints, UnstatedHeads
+from hddm.checkpoints.layouts import UnstatedHeads
 from hddm.checkpoints.plan import open_source
 from hddm.checkpoints.sources import Reading, resolve, with_shift
 from hddm.data.shard_records import FORMAT as SHARD_FORMAT
@@ -104,9 +105,7 @@ def describe_source(path: Path, allow_pickle: bool = False, variant: str | None 
         source = open_source(path, reading)
     except UnstatedHeads as missing:
         # Any number serves here: no shape depends on it.
-        source = open_source(
-            path, Reading(allow_pickle=allow_pickle, variant=variant, hints=Hints(num_heads=1))
-        )
+        source = open_source(path, replace(reading, num_heads=1))
         unstated.append(str(missing))
     network = source.network.__name__
     arguments = {k: v for k, v in source.arguments.items() if not (unstated and k in _HEADS)}

@@ -6,7 +6,7 @@ held against the tensors in the file before anything takes memory.
 
 import inspect
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -159,6 +159,22 @@ def _largest(value: Any, levels: int = 3) -> int:
     if isinstance(value, Sequence) and not isinstance(value, str) and levels:
         return max([len(value), *(_largest(inner, levels - 1) for inner in value)])
     return min(max(value, 1), 10**12) if isinstance(value, int) else 1
+
+
+# Attention in diffusers before 0.15.
+_ATTENTION = {".to_q.": ".query.", ".to_k.": ".key.", ".to_v.": ".value.", ".to_out.0.": ".proj_attn."}
+
+
+def stored_names(names: Collection[str], stored: Iterable[str]) -> dict[str, str]:
+    """The name in a file, which holds ``stored``, of each tensor that a network calls by ``names``.
+
+    It is the former one in diffusers where the file has that instead.
+    """
+    held = set(stored)
+    former = {
+        name: name.replace(new, old) for name in names for new, old in _ATTENTION.items() if new in name
+    }
+    return {name: former[name] if name not in held and former.get(name) in held else name for name in names}
 
 
 def differences(expected: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> list[str]:

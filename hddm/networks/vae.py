@@ -3,14 +3,14 @@
 The files of a component stay inside its folder. Older files of diffusers have other names of tensors.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from hddm.networks.folders import Imported, differences, empty_network, fill, parse_config
+from hddm.networks.folders import Imported, differences, empty_network, fill, parse_config, stored_names
 from hddm.networks.identity import VaeRecord, fingerprint
 from hddm.utils.errors import HddmError
 from hddm.utils.files import inside, read_json
@@ -58,26 +58,6 @@ def read_weights(folder: Path, stem: str, variant: str | None = None) -> tuple[P
 def _is_there(path: Path) -> bool:
     # A broken link is there, and `inside` says what is wrong with it.
     return path.exists() or path.is_symlink()
-
-
-# Attention before 0.15.
-_ATTENTION = {".to_q.": ".query.", ".to_k.": ".key.", ".to_v.": ".value.", ".to_out.0.": ".proj_attn."}
-
-
-def former_name(name: str) -> str:
-    """Former name in diffusers of the tensor ``name``; ``name`` itself where it never changed."""
-    for new, old in _ATTENTION.items():
-        if new in name:
-            return name.replace(new, old)
-    return name
-
-
-def stored_names(names: Iterable[str], stored: Iterable[str]) -> dict[str, str]:
-    """The name in a file, which holds ``stored``, of each tensor that a network calls by ``names``."""
-    held = set(stored)
-    return {
-        name: former_name(name) if name not in held and former_name(name) in held else name for name in names
-    }
 
 
 if TYPE_CHECKING:

@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import hddm as library
-from hddm.checkpoints import diffusers_models
-from hddm.checkpoints.keys import KeyTable
+from hddm.checkpoints import convert
+from hddm.checkpoints.sources import KeyTable
 from hddm.schedules import from_diffusers
 from tests.artefacts import Command, contents, edit_json, largest_file
 from tests.checkpoint_files import (
@@ -174,7 +174,7 @@ def test_an_interruption_leaves_nothing(
     def stop(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(diffusers_models, "_cast_in_use", stop)
+    monkeypatch.setattr(convert, "_cast_in_use", stop)
     assert hddm("convert", source, "--out", tmp_path / "expert")[0] != 0
     assert list(tmp_path.iterdir()) == [source]
 

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
 
-from hddm.checkpoints.folders import empty_prompt
+from hddm.checkpoints.prompts import PipelineText
 from hddm.utils.errors import HddmError
 from tests.artefacts import edit_json
 from tests.component_files import save_by_transformers
@@ -89,11 +89,9 @@ def test_no_text_is_what_tokenizer_and_encoder_of_the_pipeline_make_of_it(
     edit_json(tmp_path / "tokenizer" / "tokenizer_config.json", **config)
     if special is not None:
         (tmp_path / "tokenizer" / "special_tokens_map.json").write_text(json.dumps(special))
-    read = empty_prompt(tmp_path, None)
-    assert read is not None
     expected = _said_by_its_own_tools(tmp_path, model)
-    assert read().shape == expected.shape
-    assert torch.allclose(read(), expected, atol=1e-6)
+    assert PipelineText(tmp_path).empty_prompt().shape == expected.shape
+    assert torch.allclose(PipelineText(tmp_path).empty_prompt(), expected, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -114,9 +112,7 @@ def test_no_text_is_read_from_what_transformers_saves(
         (folder / "vocab.json").write_text(json.dumps({word: 3 - i for word, i in WORDS.items()}))
         (folder / "merges.txt").write_text("#version: 0.2\n")
     assert torch.equal(_said_by_its_own_tools(tmp_path, model), expected)
-    read = empty_prompt(tmp_path, None)
-    assert read is not None
-    assert torch.allclose(read(), expected, atol=1e-6)
+    assert torch.allclose(PipelineText(tmp_path).empty_prompt(), expected, atol=1e-6)
 
 
 def test_an_added_token_has_the_number_that_the_tokenizer_gives_it(tmp_path: Path) -> None:
@@ -126,9 +122,9 @@ def test_an_added_token_has_the_number_that_the_tokenizer_gives_it(tmp_path: Pat
     save_by_transformers(folder)
     stored = json.loads((folder / "tokenizer.json").read_text())
     assert "<|endoftext|>" not in stored["model"]["vocab"]
-    read = empty_prompt(tmp_path, None)
-    assert read is not None
-    assert torch.allclose(read(), _said_by_its_own_tools(tmp_path, model), atol=1e-6)
+    assert torch.allclose(
+        PipelineText(tmp_path).empty_prompt(), _said_by_its_own_tools(tmp_path, model), atol=1e-6
+    )
 
 
 @pytest.mark.parametrize(
@@ -147,10 +143,8 @@ def test_a_file_of_transformers_without_the_token_is_refused_by_its_name(
     _pipeline(tmp_path)
     save_by_transformers(tmp_path / "tokenizer")
     edit_json(tmp_path / "tokenizer" / "tokenizer.json", **{"added_tokens": [], **change})
-    read = empty_prompt(tmp_path, None)
-    assert read is not None
     with pytest.raises(HddmError, match=r"has no number below 4 in tokenizer\.json"):
-        read()
+        PipelineText(tmp_path).empty_prompt()
 
 
 @pytest.mark.parametrize(
@@ -165,10 +159,8 @@ def test_a_token_that_the_encoder_lacks_is_refused(
     _pipeline(tmp_path)
     edit_json(tmp_path / "tokenizer" / "tokenizer_config.json", **config)
     (tmp_path / "tokenizer" / "vocab.json").write_text(json.dumps(words))
-    read = empty_prompt(tmp_path, None)
-    assert read is not None
     with pytest.raises(HddmError, match=r"tokenizer: (eos|pad)_token .* has no number below 4") as refused:
-        read()
+        PipelineText(tmp_path).empty_prompt()
     assert "\n" not in str(refused.value)
 
 
@@ -176,7 +168,7 @@ def test_a_token_that_the_encoder_lacks_is_refused(
 def test_a_pipeline_without_its_text_part_has_no_tokens_for_no_text(part: str, tmp_path: Path) -> None:
     _pipeline(tmp_path)
     (tmp_path / part).rename(tmp_path / "elsewhere")
-    assert empty_prompt(tmp_path, None) is None
+    assert PipelineText(tmp_path).empty_prompt() is None
 
 
 @pytest.mark.parametrize(
@@ -195,9 +187,7 @@ def test_an_encoder_that_cannot_be_trusted_is_refused(
 ) -> None:
     _pipeline(tmp_path)
     edit_json(tmp_path / "text_encoder" / "config.json", **change)
-    read = empty_prompt(tmp_path, None)
-    assert read is not None
     with pytest.raises(HddmError) as refused:
-        read()
+        PipelineText(tmp_path).empty_prompt()
     assert message in str(refused.value)
     assert "\n" not in str(refused.value)
