@@ -3,7 +3,7 @@
 import inspect
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -117,28 +117,23 @@ def convert(
 
     from hddm.checkpoints.convert import refuse_full_disk, verdict, write
     from hddm.checkpoints.plan import Conversion, plan, summary
-    from hddm.checkpoints.sources import Reading
     from hddm.utils.files import check_absent
     from hddm.utils.records import EXPERT_FILE
 
-    reading = Reading(
+    conversion = Conversion(
         layout=layout,
         allow_pickle=allow_pickle,
         weights=weights.value if weights else None,
         variant=variant,
         num_heads=num_heads,
         sample_size=sample_size,
-    )
-    wanted: dict[str, Any] = {"architecture": architecture.value if architecture else None}
-    conversion = Conversion(
-        reading=reading,
         schedule=schedule,
         prediction_type=prediction_type.value if prediction_type else None,
+        architecture=architecture.value if architecture else None,
         modulation_rank=modulation_rank,
         text_dim=text_dim,
         recipe=recipe.value,
         licence=licence,
-        **wanted,
     )
     planned = plan(source, conversion)
     check_absent(out, EXPERT_FILE, overwrite)

@@ -357,6 +357,11 @@ def example_conditions(
 ) -> dict[str, Tensor]:
     """One row of fixed random conditions of the shapes that a network takes."""
     noise = torch.Generator().manual_seed(1)
+    fixed = {
+        "time_ids": [64.0, 64.0, 0.0, 0.0, 64.0, 64.0],
+        "resolution": [64.0, 64.0],
+        "aspect_ratio": [1.0],
+    }
     found: dict[str, Tensor] = {}
     for name in names:
         match name:
@@ -369,16 +374,12 @@ def example_conditions(
                     config["projection_class_embeddings_input_dim"] - 6 * config["addition_time_embed_dim"]
                 )
                 found[name] = torch.randn(1, count, generator=noise)
-            case "time_ids":
-                found[name] = torch.tensor([[64.0, 64.0, 0.0, 0.0, 64.0, 64.0]])
-            case "resolution":
-                found[name] = torch.tensor([[64.0, 64.0]])
-            case "aspect_ratio":
-                found[name] = torch.tensor([[1.0]])
             case "pooled_projections":
                 found[name] = torch.randn(1, config["pooled_projection_dim"], generator=noise)
             case "guidance":
                 found[name] = torch.tensor([3.5])
+            case _:
+                found[name] = torch.tensor([fixed[name]])
     return found
 
 

@@ -5,8 +5,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
-
 from hddm.calibration import FILE_NAME as CALIBRATION
 from hddm.calibration import calibration_record
 from hddm.checkpoints.layouts import UnstatedHeads
@@ -24,7 +22,7 @@ from hddm.data.shard_records import (
     read_encoded_manifest,
 )
 from hddm.experts.ensembles import ENSEMBLE_FILE, MODEL_INDEX, read_ensemble_facts, read_model_index
-from hddm.experts.lora import ADAPTER_WEIGHTS, AdapterRecord
+from hddm.experts.lora import ADAPTER_WEIGHTS
 from hddm.experts.paris import is_paris, paris_experts, paris_router
 from hddm.experts.records import EXPERT_FILE, FORMAT, ROUTER_FILE, ExpertRecord, RouterRecord
 from hddm.networks.folders import WEIGHTS, empty_network
@@ -33,7 +31,7 @@ from hddm.schedules import from_config
 from hddm.utils.errors import HddmError, counted
 from hddm.utils.files import read_json
 from hddm.utils.records import damage, has_manifest, read_folder_manifest, read_record
-from hddm.utils.weights import read_header
+from hddm.utils.weights import DTYPES, read_header
 from hddm.velocity import PredictionType
 
 _HEADS = ("num_heads", "num_attention_heads", "attention_head_dim")
@@ -48,18 +46,7 @@ def describe(folder: Path, allow_pickle: bool = False, variant: str | None = Non
         HddmError: for anything else, or records that cannot be read.
     """
     if (folder / EXPERT_FILE).exists():
-        facts = read_record(folder / EXPERT_FILE, ExpertRecord, FORMAT)
-        low, high = from_config(facts.schedule).range
-        return {
-            "kind": "expert",
-            **_with_changes(facts.model_dump(mode="json", exclude={"adapter"})),
-            "noise_range": [low, high],
-            "manifest": _manifest(folder, EXPERT_FILE),
-            "calibrated": (folder / CALIBRATION).exists(),
-            "calibrated_on": calibration_record(folder),
-            "velocity_near_t_1": _near_noise(folder, facts),
-            **(_network(folder) if facts.adapter is None else _adapter(folder, facts.adapter)),
-        }
+        return _expert(folder)
     if (folder / ROUTER_FILE).exists():
         router = read_record(folder / ROUTER_FILE, RouterRecord, FORMAT)
         record = _with_changes(router.model_dump(mode="json"))
@@ -161,18 +148,35 @@ def describe_source(path: Path, allow_pickle: bool = False, variant: str | None 
     }
 
 
+def _expert(folder: Path) -> dict[str, Any]:
+    record = read_record(folder / EXPERT_FILE, ExpertRecord, FORMAT)
+    calibrated = (folder / CALIBRATION).exists()
+    near_noise = "bounded"
+    if not calibrated and record.prediction_type is PredictionType.EPSILON:
+        near_noise = (
+            "not bounded: grows as 1/(1 - t) up to the end of its noise range; hddm calibrate bounds it"
+        )
+    described = {
+        "kind": "expert",
+        **_with_changes(record.model_dump(mode="json", exclude={"adapter"})),
+        "noise_range": list(from_config(record.schedule).range),
+        "manifest": _manifest(folder, EXPERT_FILE),
+        "calibrated": calibrated,
+        "calibrated_on": calibration_record(folder),
+        "velocity_near_t_1": near_noise,
+    }
+    if record.adapter is None:
+        return described | _network(folder)
+    adapter = record.adapter.model_dump(mode="json") | {"targets": len(record.adapter.targets)}
+    return described | {"adapter": adapter} | _network(folder, ADAPTER_WEIGHTS)
+
+
 def _manifest(folder: Path, record: str) -> str:
     """The number of files that the folder can be checked by, as text; nothing is compared here."""
     if not has_manifest(folder):
         is_refused = bool(damage(folder, record))
         return "missing, so the folder is refused" if is_refused else "none: written by an older version"
     return f"of {counted(len(read_folder_manifest(folder).files), 'file')}"
-
-
-def _near_noise(folder: Path, facts: ExpertRecord) -> str:
-    if (folder / CALIBRATION).exists() or facts.prediction_type is not PredictionType.EPSILON:
-        return "bounded"
-    return "not bounded: grows as 1/(1 - t) up to the end of its noise range; hddm calibrate bounds it"
 
 
 def _with_changes(facts: dict[str, Any]) -> dict[str, Any]:
@@ -198,8 +202,7 @@ def _paris(folder: Path) -> dict[str, Any]:
     experts = paris_experts(folder)
     part, facts = experts[0]
     router, _ = paris_router(folder)
-    headers = [read_header(one.weights)[0] for one in (*[part for part, _ in experts], router)]
-    sizes = [sum(math.prod(tensor.shape) for tensor in header.values()) for header in headers]
+    sizes = [_numbers(one.weights)[0] for one in (*[part for part, _ in experts], router)]
     return {
         "kind": "ensemble",
         "layout": "paris",
@@ -226,7 +229,9 @@ def _ensemble(folder: Path) -> dict[str, Any]:
         "components": {name: ".".join(kind) for name, kind in classes.items() if kind},
         # Each weight that is there counts once.
         "parameters": sum(expert["parameters"] for expert in experts)
-        + sum(_numbers(folder / name)[0] for name in facts.bases.values() if name not in facts.experts),
+        + sum(
+            _numbers(folder / name / WEIGHTS)[0] for name in facts.bases.values() if name not in facts.experts
+        ),
     }
     if facts.router is not None:
         router = read_record(folder / facts.router / ROUTER_FILE, RouterRecord, FORMAT)
@@ -236,30 +241,15 @@ def _ensemble(folder: Path) -> dict[str, Any]:
     return described
 
 
-def _adapter(folder: Path, adapter: AdapterRecord) -> dict[str, Any]:
-    """Of an adapter its own numbers, wherever the base may be."""
-    total, dtypes = _numbers(folder, ADAPTER_WEIGHTS)
-    record = adapter.model_dump(mode="json") | {"targets": len(adapter.targets)}
-    return {"adapter": record, "parameters": total, "dtypes": dtypes, "architecture": _config(folder)}
+def _network(folder: Path, name: str = WEIGHTS) -> dict[str, Any]:
+    """What a folder says of its network, or an adapter of its own numbers, wherever the base may be."""
+    total, dtypes = _numbers(folder / name)
+    config = {k: v for k, v in read_json(folder / "config.json").items() if not k.startswith("_")}
+    return {"parameters": total, "dtypes": dtypes, "architecture": config}
 
 
-def _network(folder: Path) -> dict[str, Any]:
-    total, dtypes = _numbers(folder)
-    return {"parameters": total, "dtypes": dtypes, "architecture": _config(folder)}
-
-
-def _config(folder: Path) -> dict[str, Any]:
-    return {k: v for k, v in read_json(folder / "config.json").items() if not k.startswith("_")}
-
-
-def _numbers(folder: Path, name: str = WEIGHTS) -> tuple[int, list[str]]:
+def _numbers(path: Path) -> tuple[int, list[str]]:
     """The count of numbers in a file of weights, and their dtypes."""
-    path = folder / name
-    try:
-        with safe_open(path, "pt") as weights:
-            slices = [weights.get_slice(key) for key in weights.keys()]  # noqa: SIM118
-            sizes = [math.prod(part.get_shape()) for part in slices]
-            dtypes = sorted({part.get_dtype() for part in slices})
-    except (FileNotFoundError, SafetensorError) as error:
-        raise HddmError(f"{path}: cannot be read ({error})") from error
-    return sum(sizes), dtypes
+    tensors = read_header(path)[0].values()
+    names = {dtype: name for name, dtype in DTYPES.items()}
+    return sum(math.prod(one.shape) for one in tensors), sorted({names[one.dtype] for one in tensors})

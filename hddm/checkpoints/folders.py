@@ -88,36 +88,31 @@ def open_pipeline(folder: Path, reading: Reading) -> Checkpoint:
     if len(found) != 1:
         raise HddmError(f"{folder / PIPELINE}: needs one of {', '.join(COMPONENTS)}, not {found or 'none'}")
     for name in (found[0], "scheduler", *VAES):
-        _refuse_foreign(index.get(name), name, folder)
+        entry = index.get(name)
+        is_foreign = not _is_there(entry) or entry[0] != "diffusers"
+        if is_foreign and entry not in (None, [None, None]):
+            raise HddmError(f"{folder / PIPELINE}: {name} is {entry!r}, not a class of diffusers; refused")
     # Some early pipelines of one model hold it at the root.
-    model = folder
-    if (folder / found[0]).is_dir():
+    model = folder / found[0]
+    if model.is_dir():
         inside(folder, found[0])  # Refuses a link that leaves.
-        model = folder / found[0]
-    stated = index[found[0]][1]
-    source = open_model(model, reading, root=folder)
-    config_name = source.network.__name__
-    if stated not in (config_name, "Transformer2DModel"):
-        raise HddmError(f"{folder / PIPELINE}: says {found[0]} is a {stated}, its config a {config_name}")
+    source = open_model(model if model.is_dir() else folder, reading, root=folder)
+    stated, kind = index[found[0]][1], source.network.__name__
+    if stated not in (kind, "Transformer2DModel"):
+        raise HddmError(f"{folder / PIPELINE}: says {found[0]} is a {stated}, its config a {kind}")
     return source
 
 
 def open_model(
     folder: Path, reading: Reading, root: Path | None = None, file: str | None = None
 ) -> Checkpoint:
-    """One model folder: ``config.json`` and weights.
-
-    Args:
-        folder: see above.
-        reading: see `Reading`.
-        root: the pipeline around it.
-        file: name of the file of weights to take, with the variant that it says.
-    """
+    """One model folder, in the pipeline ``root``; ``file`` names the weights to take, as it says them."""
     above = root or (folder.parent if (folder.parent / PIPELINE).is_file() else folder)
     path = folder / "config.json"
     config = read_json(inside(folder, "config.json") if path.exists() else path)
     network, arguments = parse_config(config, list(DIFFUSERS_LAYOUTS.values()), str(path))
-    _set_size(arguments, reading.sample_size, has_sample_size(network.__name__), path)
+    if has_sample_size(network.__name__):
+        _set_size(arguments, reading.sample_size, path)
     layout = next(name for name, kind in DIFFUSERS_LAYOUTS.items() if kind is network)
     if reading.layout not in (None, layout):
         raise HddmError(f"--layout {reading.layout}: {folder} is {layout}")
@@ -200,11 +195,10 @@ def _own_table(
     return KeyTable(pairs, benign)
 
 
-def _set_size(arguments: dict[str, Any], side: int | None, has_place: bool, path: Path) -> None:
+def _set_size(arguments: dict[str, Any], side: int | None, path: Path) -> None:
     """Set the size of samples that the user states where the config states none."""
     stated = arguments.get("sample_size")
-    # A class that has no place for it has it from the records of its expert.
-    if side is None or stated == [side, side] or not has_place:
+    if side is None or stated == [side, side]:
         return
     if stated not in (None, side):
         raise HddmError(f"--sample-size {side}: {path} says sample_size {stated!r}; drop the option")
@@ -234,21 +228,10 @@ def _is_there(entry: object) -> TypeGuard[list[Any]]:
     return isinstance(entry, list) and len(entry) == 2 and entry[0] is not None
 
 
-def _refuse_foreign(entry: object, name: str, folder: Path) -> None:
-    if entry is None or entry == [None, None]:
-        return
-    if not _is_there(entry) or entry[0] != "diffusers":
-        raise HddmError(f"{folder / PIPELINE}: {name} is {entry!r}, not a class of diffusers; refused")
-
-
 def _scheduler(folder: Path, above: Path) -> Path | None:
     """The scheduler config beside the weights, or in the pipeline around them."""
-    for root, name in (
-        (folder, SCHEDULER),
-        (folder, f"scheduler/{SCHEDULER}"),
-        (above, f"scheduler/{SCHEDULER}"),
-        (above, SCHEDULER),
-    ):
+    nested = f"scheduler/{SCHEDULER}"
+    for root, name in ((folder, SCHEDULER), (folder, nested), (above, nested), (above, SCHEDULER)):
         if (root / name).exists() or (root / name).is_symlink():
             inside(root, name)
             return root / name
@@ -257,8 +240,7 @@ def _scheduler(folder: Path, above: Path) -> Path | None:
 
 def _licence(above: Path, layout: str, arguments: dict[str, Any]) -> str | None:
     """The licence in the model card, else the one known of released weights."""
-    card = above / "README.md"
-    if card.is_file():
+    if (above / "README.md").is_file():
         with inside(above, "README.md").open(encoding="utf-8", errors="replace") as file:
             front = file.read(65536)
         match = re.search(r"\A---\n.*?^license:\s*([^\n]+)$.*?^---$", front, re.MULTILINE | re.DOTALL)

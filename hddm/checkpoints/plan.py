@@ -1,7 +1,7 @@
 """Plans of conversions: the source is recognised, everything is decided, and said, before any is written."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
@@ -38,11 +38,10 @@ TEXT = "encoder_hidden_states"
 
 
 @dataclass(frozen=True)
-class Conversion:
-    """Options of a conversion.
+class Conversion(Reading):
+    """Options of a conversion, besides those of reading its source.
 
     Args:
-        reading: how the source is read.
         schedule: a diffusers scheduler config instead of the source's.
         prediction_type: as the user states it.
         architecture, modulation_rank, text_dim: see `hddm.checkpoints.architecture.reshape`.
@@ -51,7 +50,6 @@ class Conversion:
         licence: of the weights, where the source does not state it.
     """
 
-    reading: Reading = field(default_factory=Reading)
     schedule: Path | None = None
     prediction_type: str | None = None
     architecture: str | None = None
@@ -143,8 +141,8 @@ def plan(path: Path, conversion: Conversion) -> Plan:
         HddmError: for a source that cannot be read, of no known layout, of unknown conventions, or whose
             tensors are not exactly those of its network.
     """
-    source = open_source(path, conversion.reading)
-    _refuse_idle(source, conversion.reading)
+    source = open_source(path, conversion)
+    _refuse_idle(source, conversion)
     conventions = resolve(source, conversion.schedule, conversion.prediction_type)
     tensors, extras = _own_tensors(source)
     built = Built(source.network, dict(source.arguments), tensors)
@@ -152,7 +150,7 @@ def plan(path: Path, conversion: Conversion) -> Plan:
         end = conventions.schedule.end * conventions.time_scale
         rank, text_dim = conversion.modulation_rank, conversion.text_dim
         built = reshape(source, tensors, end, conversion.architecture, rank, text_dim)
-    size = _size(source, conversion.reading)
+    size = _size(source, conversion)
     interface = _interface(built, source, size)
     conventions = with_shift(conventions, source, interface)
     if conversion.recipe == PAPER:
@@ -245,9 +243,9 @@ def _record(
         "modulation_rank": conversion.modulation_rank if conversion.architecture else None,
         "text_dim": conversion.text_dim,
         "recipe": conversion.recipe,
-        "variant": conversion.reading.variant,
-        "num_heads": conversion.reading.num_heads,
-        "sample_size": conversion.reading.sample_size,
+        "variant": conversion.variant,
+        "num_heads": conversion.num_heads,
+        "sample_size": conversion.sample_size,
         "schedule": conversion.schedule.name if conversion.schedule else None,
         "prediction_type": conversion.prediction_type,
     }

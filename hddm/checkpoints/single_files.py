@@ -77,20 +77,18 @@ def _weight_sets(
             for head in heads
         }
     sources = _sources(content, lambda one: bool(_known(_strip(one)[0])), reading, path)
-    found: dict[WeightSet, str] = {}
-    for name in sources:
+    found: dict[WeightSet, dict[str, Tensor]] = {}
+    for name, tensors in sources.items():
         kind = _SETS.get(name, "unstated")
         if kind in found or sources.keys() > {_TOP}:
             raise HddmError(
                 f"{path}: {_listed(sources)} hold weights alike; save one set in a file of its own"
             )
-        found[kind] = name
-    if not found:
-        named = {_SETS[k]: _tensors(v) for k, v in content.items() if k in _SETS and isinstance(v, dict)}
-        return named or {"unstated": _tensors(content)}
-    if list(found.values()) == ["state_dict"]:
+        found[kind] = tensors
+    if list(sources) == ["state_dict"]:
         return {"unstated": sources["state_dict"]}
-    return {kind: sources[name] for kind, name in found.items()}
+    named = {_SETS[k]: _tensors(v) for k, v in content.items() if k in _SETS and isinstance(v, dict)}
+    return found or named or {"unstated": _tensors(content)}
 
 
 def _sources(
