@@ -35,9 +35,6 @@ _REINITIALISED: Mapping[str, tuple[str, ...]] = {
 _AS_OURS = {"attention_bias": True, "norm_elementwise_affine": False, "activation_fn": "gelu-approximate"}
 PAIRS = 4096
 NULL_SHARE = 0.1
-# On random blocks the first round took off up to half of the error, a second at most a quarter of the
-# rest, for half as much time again.
-ROUNDS = 1
 # Below this share of the largest variance a direction is the rounding of the others.
 VARIANCE_FLOOR = 1e-12
 
@@ -194,9 +191,9 @@ def fold(weights: Weights, config: Mapping[str, Any], times: Tensor, rank: int) 
 
     Means: b + E_i = b_i + (W_i - W - R_i) E h. At rank 0 W = mean_i W_i, whatever Cov(h) is. Given W,
     R_i = U Uᵀ (W_i - W) with U the first ``rank`` left singular vectors of (W_i - W) Cov(h)^(1/2)
-    (Eckart-Young); given R_i, W = mean_i (W_i - R_i). The two alternate, which lowers the error at
-    every step but need not end in the global minimum. At full rank nothing is shared, and the
-    network's outputs are those of the source bit for bit. The final layer keeps its own map.
+    (Eckart-Young); given R_i, W = mean_i (W_i - R_i). The two alternate once, which lowers the error
+    but need not end in the global minimum. At full rank nothing is shared, and the network's outputs
+    are those of the source bit for bit. The final layer keeps its own map.
 
     Args:
         weights: weights of an `ExpertTransformer` with ``modulation="zero"``.
@@ -288,20 +285,17 @@ def _unshared(weights: Weights, blocks: range, width: int) -> dict[str, Tensor]:
 
 
 def _shared(weights: Weights, blocks: range, root: Tensor, rank: int) -> Tensor:
-    """W (6 width, width): the mean of the blocks' matrices, then of what their residuals leave."""
+    """W (6 width, width): the mean of the blocks' matrices, then once of what their residuals leave."""
     width = len(root)
     mean = torch.zeros(6 * width, width, dtype=torch.float64)
     for i in blocks:
         mean += _matrix(weights, i) / len(blocks)
-    shared = mean
-    for _ in range(ROUNDS if rank else 0):
-        residuals = torch.zeros_like(mean)
-        for i in blocks:
-            difference = _matrix(weights, i) - shared
-            left, _ = _leading(difference, root, rank)
-            residuals += left @ (left.T @ difference) / len(blocks)
-        shared = mean - residuals
-    return shared
+    residuals = torch.zeros_like(mean)
+    for i in blocks if rank else ():
+        difference = _matrix(weights, i) - mean
+        left, _ = _leading(difference, root, rank)
+        residuals += left @ (left.T @ difference) / len(blocks)
+    return mean - residuals
 
 
 def _leading(matrix: Tensor, root: Tensor, rank: int) -> tuple[Tensor, float]:

@@ -1,8 +1,8 @@
 """Conversions: a planned checkpoint becomes an expert folder, complete and checked, or nothing.
 
-`write` writes and checks, `verdict` is what is printed. The check (`verify`) compares what was
-written with the source's own network, at `TIMES` noise levels inside the expert's range, on fixed inputs in
-float32: the raw outputs of both networks, and the expert's velocity against the closed form
+`write` writes and checks, `verdict` is what is printed. The check compares what was written with the source's
+own network, at `TIMES` noise levels inside the expert's range, on fixed inputs in float32: the raw outputs of
+both networks, and the expert's velocity against the closed form
 
     u with s(u)/a(u) = t/(1 - t),  y = (a + s) x,  v from the source's output at (y, u)
 
@@ -165,7 +165,7 @@ def _checked(plan: Plan, draft: Path) -> ConversionCheck:
         added = {TEXT: given.pop(TEXT)}
     with _named_failure(str(source.path), network):
         own = None if plan.is_restarted else source.forward() if source.forward else _class_forward(source)
-        found = verify(own, field, outputs, plan.conventions, given, added, _ENOUGH.get(network))
+        found = _compare(own, field, outputs, plan.conventions, given, added, _ENOUGH.get(network))
     is_fold = bool(plan.built.modulation_error)
     if is_fold and found.is_finite and found.function_error > LARGEST_FOLD_ERROR:
         raise HddmError(
@@ -251,26 +251,21 @@ def _cast_in_use(network: nn.Module) -> None:
             if parameter is not None and parameter.dtype != torch.float32
         ]
         if stored:
-            module.register_forward_pre_hook(_Put(stored, torch.float32))
-            module.register_forward_hook(_Put(stored, None))
+            module.register_forward_pre_hook(functools.partial(_put, stored, torch.float32))
+            module.register_forward_hook(functools.partial(_put, stored, None))
 
 
-class _Put:
-    """A hook that puts parameters in place, cast to ``dtype`` or as they are stored."""
-
-    def __init__(
-        self, stored: Sequence[tuple[nn.Module, str, nn.Parameter]], dtype: torch.dtype | None
-    ) -> None:
-        self._stored, self._dtype = stored, dtype
-
-    def __call__(self, *_: object) -> None:
-        for owner, name, parameter in self._stored:
-            value = parameter if self._dtype is None else nn.Parameter(parameter.to(self._dtype), False)
-            owner._parameters[name] = value
+def _put(
+    stored: Sequence[tuple[nn.Module, str, nn.Parameter]], dtype: torch.dtype | None, *_: object
+) -> None:
+    """Put parameters in place, cast to ``dtype`` or as they are stored."""
+    for owner, name, parameter in stored:
+        value = parameter if dtype is None else nn.Parameter(parameter.to(dtype), False)
+        owner._parameters[name] = value
 
 
 @torch.no_grad()
-def verify(
+def _compare(
     source: Forward | None,
     written: VelocityField,
     outputs: list[Tensor],
@@ -279,17 +274,12 @@ def verify(
     extra: Weights,
     largest_side: int | None,
 ) -> ConversionCheck:
-    """Measure both networks and the velocity, a state at a time.
+    """Measure both networks and the velocity, a state of at most ``largest_side`` at a time.
 
-    Args:
-        source: the source's own network; None where the head is fresh, so that there is no function to
-            compare, and the velocity is held against the written network's own output.
-        written: the expert as its folder has it, uncalibrated.
-        outputs: grows by the raw output of ``written``'s network at every call.
-        conventions: of the source.
-        conditions: one row each, of the source.
-        extra: further ones that the converted network takes, such as text that was added.
-        largest_side: of a state.
+    ``source`` is the source's own network; None where the head is fresh, so that there is no function to
+    compare, and the velocity is held against the written network's own output. ``outputs`` grows by the raw
+    output of the network of ``written`` at every call. ``conditions``, one row each, are the source's,
+    ``extra`` those that the written network takes besides, such as text that was added.
     """
     assert written.sample_shape is not None
     channels, *size = written.sample_shape

@@ -40,8 +40,6 @@ LINEAR_BETAS = {
     "beta_schedule": "linear",
     "beta_start": 1e-4,
     "beta_end": 0.02,
-    "trained_betas": None,
-    "rescale_betas_zero_snr": False,
     "prediction_type": "epsilon",
 }
 _SIT = "SiT files look the same and mean a velocity: this is read as DiT's noise prediction, wrong for a SiT"

@@ -5,15 +5,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from diffusers import (
-    DiTTransformer2DModel,
-    FluxTransformer2DModel,
-    ModelMixin,
-    PixArtTransformer2DModel,
-    SD3Transformer2DModel,
-    UNet2DConditionModel,
-    UNet2DModel,
-)
+import diffusers
+from diffusers import ModelMixin
 from torch import Tensor
 
 from hddm.checkpoints.layouts import IMAGENET_CLASSES, IMAGENET_LICENCE, LATENT_SCALE
@@ -52,12 +45,12 @@ from hddm.utils.weights import read_safetensors
 
 LAYOUT = "hddm"
 DIFFUSERS_LAYOUTS: Mapping[str, type[ModelMixin]] = {
-    "diffusers-dit": DiTTransformer2DModel,
-    "diffusers-pixart": PixArtTransformer2DModel,
-    "diffusers-sd3": SD3Transformer2DModel,
-    "diffusers-flux": FluxTransformer2DModel,
-    "diffusers-unet2d": UNet2DModel,
-    "diffusers-unet2d-condition": UNet2DConditionModel,
+    "diffusers-dit": diffusers.DiTTransformer2DModel,
+    "diffusers-pixart": diffusers.PixArtTransformer2DModel,
+    "diffusers-sd3": diffusers.SD3Transformer2DModel,
+    "diffusers-flux": diffusers.FluxTransformer2DModel,
+    "diffusers-unet2d": diffusers.UNet2DModel,
+    "diffusers-unet2d-condition": diffusers.UNet2DConditionModel,
 }
 PIPELINE = "model_index.json"
 COMPONENTS = ("transformer", "unet")
@@ -123,8 +116,8 @@ def open_model(
     scheduler = _scheduler(folder, above)
     declared = Declared(read_json(scheduler), str(scheduler)) if scheduler else Declared()
     _refuse_other_family(index.get("scheduler"), declared, above)
-    scale, is_latent, notes = latents_of(above, any(_is_there(index.get(one)) for one in VAES), arguments)
-    vae, more = vae_of(above, reading.variant)
+    scale, is_latent, notes = _latents(above, any(_is_there(index.get(one)) for one in VAES), arguments)
+    vae, more = _vae(above, reading.variant)
     return Checkpoint(
         path=folder,
         layout=layout,
@@ -252,13 +245,7 @@ def _licence(above: Path, layout: str, arguments: dict[str, Any]) -> str | None:
 
 
 def _weight_files(folder: Path, variant: str | None) -> dict[WeightSet, str]:
-    """Names of the files of weights, or of their indices, by set.
-
-    A ``non_ema`` file beside the plain one makes that averaged.
-
-    Raises:
-        HddmError: where there is none of the variant.
-    """
+    """Files of weights, or of indices, by set; beside ``non_ema`` the plain is averaged."""
     found, raw = _find(folder, variant), _find(folder, "non_ema")
     if found is None:
         names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
@@ -325,7 +312,12 @@ def read_index(path: Path, allow_pickle: bool = False) -> tuple[dict[str, Tensor
     for key, name in weight_map.items():
         if not isinstance(name, str):
             raise HddmError(f"{path}: weight_map gives {key!r} to {name!r}, which is no file name")
-        _refuse_outside(path, name)
+        if "/" in name:
+            raise HddmError(f"{path}: weight_map names {name!r}, which is no plain file name; refused")
+        try:
+            inside(path.parent, name)
+        except HddmError as error:
+            raise HddmError(f"{path}: weight_map names {name!r}, refused ({error})") from error
     tensors: dict[str, Tensor] = {}
     problems = []
     names = sorted(set(weight_map.values()))
@@ -349,24 +341,12 @@ def read_index(path: Path, allow_pickle: bool = False) -> tuple[dict[str, Tensor
     return tensors, [path.parent / name for name in names]
 
 
-def _refuse_outside(path: Path, name: str) -> None:
-    if "/" in name:
-        raise HddmError(f"{path}: weight_map names {name!r}, which is no plain file name; refused")
-    try:
-        inside(path.parent, name)
-    except HddmError as error:
-        raise HddmError(f"{path}: weight_map names {name!r}, refused ({error})") from error
-
-
-def latents_of(
+def _latents(
     above: Path, is_stated: bool, arguments: Mapping[str, Any]
 ) -> tuple[float | None, bool, tuple[str, ...]]:
     """Scale of the VAE in the pipeline ``above``, whether there is one, and what was assumed.
 
     ``is_stated`` says whether the pipeline's index names one; ``arguments`` are the network's.
-
-    Raises:
-        HddmError: for a scale that is no positive number.
     """
     name = next((one for one in VAES if (above / one / "config.json").exists()), None)
     if name is None:
@@ -391,12 +371,9 @@ def latents_of(
     return None, True, (f"{path}: no scaling_factor, and the default of a {str(kind)[:40]} is not known",)
 
 
-def vae_of(above: Path, variant: str | None) -> tuple[VaeRecord | None, tuple[str, ...]]:
-    """The identity of the VAE in the pipeline ``above``, or the reason why it is not known.
-
-    The weights of the denoiser do not need it: a VAE that was not fetched, or that is of another class than
-    hddm decodes with, must not be in their way.
-    """
+def _vae(above: Path, variant: str | None) -> tuple[VaeRecord | None, tuple[str, ...]]:
+    """The identity of the VAE in the pipeline ``above``, or the reason why it is not known."""
+    # A VAE that was not fetched, or that hddm does not decode with, is not in the way of the denoiser.
     if not (above / "vae" / "config.json").exists():
         return None, ()
     try:

@@ -39,8 +39,8 @@ def inspected(path: Path, allow_pickle: bool = False, variant: str | None = None
             return inspected(path.parent, allow_pickle, variant)
         content = read_json(path, _LARGEST)
         if content.get("kind") == KIND:
-            facts = {key: content.get(key) for key in ("comparable", "reasons")}
-            return {"kind": KIND, **facts, "read_by": "hddm compare"}
+            judged = {key: content.get(key) for key in ("comparable", "reasons")}
+            return {"kind": KIND, **judged, "read_by": "hddm compare"}
     if not any((path / record).exists() for record in (*_MODELS, PARTITION_FILE, MANIFEST)):
         found = next((one for record, one in _RECORDS.items() if any(path.glob(record))), None)
         if found is None and _holds_images(path):
@@ -80,12 +80,12 @@ def _experts(folder: Path) -> dict[str, Any]:
         if name in finished:
             record = read_json(finished[name])
             shard, training = record.get("shard") or {}, record.get("training") or {}
-            facts = {"objective": record.get("objective"), "shard": shard.get("index")}
-            experts.append({"name": name, **facts, "finished": True, "steps": training.get("steps")})
+            done = {"shard": shard.get("index"), "finished": True, "steps": training.get("steps")}
+            experts.append({"name": name, "objective": record.get("objective"), **done})
         else:
             run = _run(runs[name].parent)
-            facts = {key: run[key] for key in ("finished", "step", "steps", "last_checkpoint")}
-            experts.append({"name": name, "objective": run["settings"].get("objective"), **facts})
+            step = {key: run[key] for key in ("finished", "step", "steps", "last_checkpoint")}
+            experts.append({"name": name, "objective": run["settings"].get("objective"), **step})
     return {"kind": "experts", "experts": experts, "read_by": "hddm assemble, hddm verify"}
 
 

@@ -198,12 +198,10 @@ def arguments(weights: Weights, reading: Reading, origin: str) -> dict[str, Any]
 def unet_heads(
     channels: list[int], context: int, is_linear: bool, number: int | None, origin: str
 ) -> int | list[int]:
-    """The number of heads, which diffusers calls attention_head_dim.
-
-    No tensor states it, so only published networks are known without ``--num-heads``, one for every level.
+    """The number of heads, which diffusers calls attention_head_dim; no tensor states it.
 
     Raises:
-        UnstatedHeads: for any other network without the option.
+        UnstatedHeads: for a network that was never published, without ``--num-heads``.
     """
     if number is not None:
         odd = [width for width in channels if number < 1 or width % number]
@@ -221,11 +219,7 @@ def unet_heads(
 
 
 def table(names: Iterable[str], config: Mapping[str, Any], origin: str) -> KeyTable:
-    """Names of the file against ``names``, those of the class.
-
-    Raises:
-        HddmError: for a network that the layout cannot name.
-    """
+    """Names of the file against ``names``, those of the class; raises for one that the layout cannot name."""
     odd = {*config["down_block_types"], *config["up_block_types"], config.get("mid_block_type", _MIDDLE)}
     odd -= _BLOCKS
     layers = config["layers_per_block"]

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from diffusers import UNet2DConditionModel
@@ -150,7 +150,9 @@ def plan(path: Path, conversion: Conversion) -> Plan:
         end = conventions.schedule.end * conventions.time_scale
         rank, text_dim = conversion.modulation_rank, conversion.text_dim
         built = reshape(source, tensors, end, conversion.architecture, rank, text_dim)
-    size = _size(source, conversion)
+    # For a network whose config does not state it.
+    side = conversion.sample_size
+    size = source.record.sample_shape[1:] if source.record else None if side is None else (side, side)
     interface = _interface(built, source, size)
     conventions = with_shift(conventions, source, interface)
     if conversion.recipe == PAPER:
@@ -169,15 +171,8 @@ def plan(path: Path, conversion: Conversion) -> Plan:
                 f"{path}: the text encoder beside it gives tokens of width {tokens.shape[1]}, not {wanted}"
             )
         nulls[TEXT] = tokens
-    return Plan(
-        source=source,
-        conventions=conventions,
-        built=built,
-        interface=interface,
-        record=_record(source, conventions, interface, conversion),
-        nulls=nulls or source.null_tensors,
-        extras=extras,
-    )
+    record = _record(source, conventions, interface, conversion)
+    return Plan(source, conventions, built, interface, record, nulls or source.null_tensors, extras)
 
 
 def _refuse_idle(source: Checkpoint, reading: Reading) -> None:
@@ -197,12 +192,6 @@ def _licence(source: Checkpoint, stated: str | None) -> str | None:
     return stated or source.licence
 
 
-def _scheduler(source: Checkpoint) -> dict[str, Any] | None:
-    declared = source.declared
-    is_own = declared.scheduler is not None and "_class_name" in declared.scheduler
-    return dict(declared.scheduler or {}) if is_own and not declared.is_layout_rule else None
-
-
 def _own_tensors(source: Checkpoint) -> tuple[list[Planned], dict[str, Tensor]]:
     origin = str(source.files[0])
     tensors, extras = source.table.to_ours(source.weights, origin)
@@ -213,13 +202,6 @@ def _own_tensors(source: Checkpoint) -> tuple[list[Planned], dict[str, Tensor]]:
     if problems:
         raise HddmError(f"{origin}: does not fit its {source.network.__name__}: {'; '.join(problems)}")
     return tensors, extras
-
-
-def _size(source: Checkpoint, reading: Reading) -> tuple[int, int] | None:
-    """Height and width of a sample, for a network whose config does not state them."""
-    if source.record is not None:
-        return source.record.sample_shape[1:]
-    return None if reading.sample_size is None else (reading.sample_size, reading.sample_size)
 
 
 def _interface(built: Built, source: Checkpoint, size: tuple[int, int] | None) -> Interface:
@@ -238,6 +220,7 @@ def _record(
     own, origin = source.record, conventions.schedule_source
     is_flow = conventions.prediction_type is PredictionType.FLOW_PREDICTION
     text_encoder = own.text_encoder if own else source.text.record() if TEXT in interface.conditions else None
+    scheduler = None if source.declared.is_layout_rule else source.declared.scheduler
     changes = {
         "architecture": conversion.architecture,
         "modulation_rank": conversion.modulation_rank if conversion.architecture else None,
@@ -274,7 +257,7 @@ def _record(
         source=SourceRecord(
             layout=source.layout,
             files={},
-            scheduler=_scheduler(source),
+            scheduler=dict(scheduler) if scheduler and "_class_name" in scheduler else None,
             prefix=source.prefix,
             options={key: value for key, value in changes.items() if value is not None},
             hddm=version("hddm-diffusion"),

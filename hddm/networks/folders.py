@@ -165,16 +165,13 @@ def _largest(value: Any, levels: int = 3) -> int:
 _ATTENTION = {".to_q.": ".query.", ".to_k.": ".key.", ".to_v.": ".value.", ".to_out.0.": ".proj_attn."}
 
 
-def stored_names(names: Collection[str], stored: Iterable[str]) -> dict[str, str]:
-    """The name in a file, which holds ``stored``, of each tensor that a network calls by ``names``.
-
-    It is the former one in diffusers where the file has that instead.
-    """
-    held = set(stored)
-    former = {
-        name: name.replace(new, old) for name in names for new, old in _ATTENTION.items() if new in name
-    }
-    return {name: former[name] if name not in held and former.get(name) in held else name for name in names}
+def stored_names(names: Iterable[str], stored: Collection[str]) -> dict[str, str]:
+    """Of each of a network's ``names`` that among ``stored``, the names in a file: today's or a former."""
+    found = {}
+    for name in names:
+        former = next((name.replace(new, old) for new, old in _ATTENTION.items() if new in name), name)
+        found[name] = former if name not in stored and former in stored else name
+    return found
 
 
 def differences(expected: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> list[str]:
