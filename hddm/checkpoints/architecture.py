@@ -256,11 +256,11 @@ def add_text(
     width, heads = int(config["hidden_size"]), int(config["num_heads"])
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        parts = {"text_proj": linear(text_dim, width).state_dict()}
+        modules = {"text_proj": linear(text_dim, width).state_dict()}
         for i in range(int(config["depth"])):
-            parts[f"layers.{i}.cross_attn"] = Attention(width, heads, silent=True).state_dict()
+            modules[f"layers.{i}.cross_attn"] = Attention(width, heads, silent=True).state_dict()
     like = weights["patch_embed.weight"]
-    added = {f"{name}.{key}": value.to(like) for name, part in parts.items() for key, value in part.items()}
+    added = {f"{name}.{key}": one.to(like) for name, own in modules.items() for key, one in own.items()}
     return {**weights, **added}, {**config, "text_dim": text_dim}
 
 

@@ -73,20 +73,20 @@ def _run(folder: Path) -> dict[str, Any]:
 
 def _experts(folder: Path) -> dict[str, Any]:
     """Experts side by side, as ``hddm train all`` trains them, and those that it has not finished."""
-    finished = {path.parent.name: path for path in folder.glob(f"*/{EXPERT_FILE}")}
+    experts = {path.parent.name: path for path in folder.glob(f"*/{EXPERT_FILE}")}
     runs = {path.parent.name.removesuffix(".run"): path for path in folder.glob(_RUNS)}
-    experts: list[dict[str, Any]] = []
-    for name in sorted(finished | runs, key=lambda name: (len(name), name)):
-        if name in finished:
-            record = read_json(finished[name])
+    described: list[dict[str, Any]] = []
+    for name in sorted(experts | runs, key=lambda name: (len(name), name)):
+        if name in experts:
+            record = read_json(experts[name])
             shard, training = record.get("shard") or {}, record.get("training") or {}
             done = {"shard": shard.get("index"), "finished": True, "steps": training.get("steps")}
-            experts.append({"name": name, "objective": record.get("objective"), **done})
+            described.append({"name": name, "objective": record.get("objective"), **done})
         else:
             run = _run(runs[name].parent)
             step = {key: run[key] for key in ("finished", "step", "steps", "last_checkpoint")}
-            experts.append({"name": name, "objective": run["settings"].get("objective"), **step})
-    return {"kind": "experts", "experts": experts, "read_by": "hddm assemble, hddm verify"}
+            described.append({"name": name, "objective": run["settings"].get("objective"), **step})
+    return {"kind": "experts", "experts": described, "read_by": "hddm assemble, hddm verify"}
 
 
 def _read_by(kind: str, verbs: str) -> Describe:

@@ -90,9 +90,11 @@ def same(foreign: str, ours: str) -> Pair:
 
 def module(foreign: str | Sequence[str], ours: str | Sequence[str]) -> list[Pair]:
     """Weight and bias of a module under two names, or of a fused one against its equal parts."""
-    sides = [(one,) if isinstance(one, str) else one for one in (foreign, ours)]
-    leaves = [[tuple(f"{name}.{leaf}" for name in side) for side in sides] for leaf in ("weight", "bias")]
-    return [Pair(theirs, own) for theirs, own in leaves]
+    theirs, own = ((one,) if isinstance(one, str) else one for one in (foreign, ours))
+    return [
+        Pair(tuple(f"{name}.{leaf}" for name in theirs), tuple(f"{name}.{leaf}" for name in own))
+        for leaf in ("weight", "bias")
+    ]
 
 
 @dataclass(frozen=True)

@@ -124,7 +124,6 @@ def test_a_dry_run_prints_the_plan_and_writes_nothing(hddm: Command, tmp_path: P
 def test_an_existing_folder_is_kept_without_the_option(hddm: Command, tmp_path: Path) -> None:
     source = pipeline(tmp_path / "dit", dit())
     converted(hddm, source, tmp_path / "expert")
-    before = contents(tmp_path)
     assert "--overwrite" in refused(hddm, source, out=tmp_path / "expert")
     edit_json(source / "scheduler" / "scheduler_config.json", prediction_type="sample")
     converted(hddm, source, tmp_path / "expert", "--overwrite")
