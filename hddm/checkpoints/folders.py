@@ -36,7 +36,7 @@ from hddm.experts.records import (
 from hddm.networks.folders import WEIGHTS, empty_network, open_network, parse_config, stored_names
 from hddm.networks.identity import VaeRecord
 from hddm.networks.vae import LARGEST_SCALE, vae_facts
-from hddm.networks.wrappers import EXPERT_NETWORKS, has_sample_size
+from hddm.networks.wrappers import EXPERT_NETWORKS, FLUX
 from hddm.schedules import DDPM_FAMILY, FLOW_MATCH_FAMILY
 from hddm.utils.errors import HddmError, did_you_mean
 from hddm.utils.files import inside, read_json
@@ -104,7 +104,8 @@ def open_model(
     path = folder / "config.json"
     config = read_json(inside(folder, "config.json") if path.exists() else path)
     network, arguments = parse_config(config, list(DIFFUSERS_LAYOUTS.values()), str(path))
-    if has_sample_size(network.__name__):
+    # The config of Flux has no place for it.
+    if network.__name__ != FLUX:
         _set_size(arguments, reading.sample_size, path)
     layout = next(name for name, kind in DIFFUSERS_LAYOUTS.items() if kind is network)
     if reading.layout not in (None, layout):
