@@ -62,13 +62,8 @@ def reshape(
 ) -> Built:
     """The source's network, with AdaLN-Single for adaLN-Zero and with text where that is asked for.
 
-    Args:
-        source: see `Checkpoint`.
-        tensors: the network's, planned.
-        end: the largest timestep that the network is fed.
-        architecture: `ADALN_SINGLE` or None.
-        rank: of the residual that every block keeps; see `fold`.
-        text_dim: width of text tokens to attend to.
+    ``tensors`` are the network's, ``end`` is the largest timestep that it is fed, ``architecture``
+    `ADALN_SINGLE` or None; see `fold` for the ``rank`` and `add_text` for ``text_dim``.
 
     Raises:
         HddmError: for a network that is no DiT with adaLN-Zero, or that knows text already.
@@ -87,11 +82,7 @@ def reshape(
 
 
 def restart(built: Built, channels: int) -> Built:
-    """The network with a fresh head of ``channels`` outputs and fresh text projection, all else kept.
-
-    Raises:
-        HddmError: for a network whose head is not known.
-    """
+    """The network with a fresh head of ``channels`` outputs and fresh text projection, all else kept."""
     prefixes = _REINITIALISED.get(built.network.__name__)
     if prefixes is None:
         raise HddmError(f"--recipe paper is for transformers ({', '.join(_REINITIALISED)})")

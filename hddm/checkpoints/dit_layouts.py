@@ -52,9 +52,6 @@ def _sizes(weights: Weights, reading: Reading, origin: str) -> tuple[int, int, i
     """Width, depth and heads of either network, and arguments of both classes.
 
     The heads are the user's, or those of the published size with this width and depth.
-
-    Raises:
-        UnstatedHeads: for another size without ``--num-heads``, since no tensor tells.
     """
     width, channels, patch, _ = shape_of(weights, "x_embedder.proj.weight", 4, origin)
     rows = shape_of(weights, "final_layer.linear.weight", 2, origin)[0]

@@ -68,10 +68,7 @@ _SHOWN = 10
 def open_pipeline(folder: Path, reading: Reading) -> Checkpoint:
     """The denoiser of a pipeline folder, with the scheduler and the VAE's scale beside it.
 
-    Only the entries that are read are held to known classes; a safety checker may be anything.
-
-    Raises:
-        HddmError: for a custom pipeline, a component from outside diffusers, or none or two denoisers.
+    Only the entries that are read must be classes of diffusers; a safety checker may be anything.
     """
     index = read_json(inside(folder, PIPELINE))
     for key in ("auto_map", "custom_pipeline", "trust_remote_code"):
@@ -140,11 +137,7 @@ def open_model(
 
 
 def open_expert(folder: Path, reading: Reading) -> Checkpoint:
-    """An expert folder; an adapter is merged into its base.
-
-    Raises:
-        HddmError: as `hddm.experts.records.read_expert`, or for options that only foreign sources have.
-    """
+    """An expert folder; an adapter is merged into its base."""
     record = read_record(folder / EXPERT_FILE, ExpertRecord, FORMAT)
     files: tuple[Path, ...] = (folder / WEIGHTS,)
     if record.adapter is None:

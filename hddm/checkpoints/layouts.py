@@ -66,11 +66,7 @@ def count_blocks(names: Weights, prefix: str) -> int:
 
 
 def shape_of(weights: Weights, name: str, ndim: int, origin: str) -> tuple[int, ...]:
-    """Shape of a tensor that sizes are read from.
-
-    Raises:
-        HddmError: where it is missing, has another number of dimensions or an empty one.
-    """
+    """Shape of a tensor that sizes are read from, with ``ndim`` dimensions, none of them empty."""
     if name not in weights:
         raise HddmError(f"{origin}: missing {name}")
     shape = tuple(weights[name].shape)

@@ -75,11 +75,7 @@ _BUFFERS = re.compile(
 
 
 def open_ldm(path: Path, content: dict[str, Tensor], reading: Reading) -> Checkpoint:
-    """The checkpoint in a file of this layout, given all its tensors.
-
-    Raises:
-        HddmError: for tensors that belong to none of its parts, or a network of another kind.
-    """
+    """The checkpoint in a file of this layout, given all its tensors; a stranger among them is refused."""
     raw = {name: tensor for name, tensor in content.items() if name.startswith(UNET)}
     # Averaged copies have flattened names.
     flat = {name: EMA + "".join(name.split(".")[1:]) for name in raw}
@@ -143,8 +139,7 @@ def _declared(content: Weights) -> Declared:
 def arguments(weights: Weights, reading: Reading, origin: str) -> dict[str, Any]:
     """Arguments of the `UNet2DConditionModel` with the same function, read from shapes.
 
-    Raises:
-        HddmError: for a network without text conditions, or one whose blocks are not regular.
+    A network must have text conditions and the same number of layers at every level.
     """
     unet = {name.removeprefix(UNET): tensor for name, tensor in weights.items()}
     levels: list[list[int]] = [[]]
@@ -198,11 +193,7 @@ def arguments(weights: Weights, reading: Reading, origin: str) -> dict[str, Any]
 def unet_heads(
     channels: list[int], context: int, is_linear: bool, number: int | None, origin: str
 ) -> int | list[int]:
-    """The number of heads, which diffusers calls attention_head_dim; no tensor states it.
-
-    Raises:
-        UnstatedHeads: for a network that was never published, without ``--num-heads``.
-    """
+    """The number of heads, which diffusers calls attention_head_dim: the user's, or a published network's."""
     if number is not None:
         odd = [width for width in channels if number < 1 or width % number]
         if odd:

@@ -23,11 +23,7 @@ _PREFIXES = ("module.", "_orig_mod.", "model.")
 
 
 def open_file(path: Path, reading: Reading) -> Checkpoint:
-    """The checkpoint in one file.
-
-    Raises:
-        HddmError: for content of no known layout, or another than asked for.
-    """
+    """The checkpoint in one file; refuses content of no known layout, or another than asked for."""
     content = read_file(path, reading.allow_pickle)
     if reading.layout in (None, LDM):
         networks = _sources(content, lambda one: set(ldm.MARKERS) <= set(one), reading, path)
@@ -94,11 +90,7 @@ def _weight_sets(
 def _sources(
     content: Mapping[str, Any], holds: Callable[[dict[str, Tensor]], bool], reading: Reading, path: Path
 ) -> dict[str, dict[str, Tensor]]:
-    """Every set of weights in a file that ``holds`` what a layout has, by its name there.
-
-    Raises:
-        HddmError: for one under a name that does not say what it is, or an average that cannot be read.
-    """
+    """Every set of weights in a file that ``holds`` what a layout has, by its name there."""
     top = _tensors(content)
     found = {_TOP: top} if holds(top) else {}
     for name, value in content.items():

@@ -110,8 +110,7 @@ class KeyTable:
     def to_ours(self, weights: Weights, origin: str) -> tuple[list[Planned], dict[str, Tensor]]:
         """The network's tensors, read when they are written, and the benign ones by their foreign names.
 
-        Raises:
-            HddmError: with every name left over or missing.
+        Every name that is left over or missing is refused.
         """
         extras = {name: weights[name] for name in self.benign if name in weights}
         rest = {name: tensor for name, tensor in weights.items() if name not in extras}
@@ -226,11 +225,7 @@ def read_file(path: Path, allow_pickle: bool) -> dict[str, Any]:
 
 
 def choose_set(sets: Mapping[WeightSet, Any], asked: WeightSet | None, origin: str) -> WeightSet:
-    """The set of weights to take: as asked, else the averaged one, else the only one.
-
-    Raises:
-        HddmError: for a set that is not there.
-    """
+    """The set of weights to take: as asked, else the averaged one, else the only one."""
     order: tuple[WeightSet, ...] = ("ema", "unstated", "raw")
     if asked is None:
         return next(name for name in order if name in sets)
