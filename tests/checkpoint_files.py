@@ -181,6 +181,13 @@ def converted(hddm: Command, source: Path, out: Path, *options: object) -> str:
     return text
 
 
+def written_back(hddm: Command, expert: Path, out: Path, layout: str) -> Path:
+    """The folder ``out``, into which an expert is written in another tool's layout."""
+    code, _, error = hddm("convert", expert, "--out", out, "--to-layout", layout)
+    assert (code, error) == (0, ""), error
+    return out
+
+
 def facts_of(expert: Path) -> dict[str, Any]:
     """The content of ``expert.json``."""
     facts: dict[str, Any] = json.loads((expert / "expert.json").read_text())

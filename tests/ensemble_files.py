@@ -7,7 +7,8 @@ from typing import Any, Literal
 import torch
 from diffusers import DDIMScheduler, DDPMScheduler, FlowMatchEulerDiscreteScheduler
 
-from hddm.checkpoints.convert import Conversion, plan, write
+from hddm.checkpoints.convert import write
+from hddm.checkpoints.plan import Conversion, plan
 from hddm.experts.assembly import assemble
 from hddm.experts.ensembles import EnsembleRecord
 from hddm.experts.loading import ExpertSet

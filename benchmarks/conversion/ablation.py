@@ -17,7 +17,8 @@ from benchmarks.conversion.starts import DDPM_LINEAR
 from hddm.benchmark.data import write_digits
 from hddm.benchmark.samples import slug
 from hddm.calibration import FILE_NAME as CALIBRATION
-from hddm.checkpoints.convert import Conversion, plan, write
+from hddm.checkpoints.convert import write
+from hddm.checkpoints.plan import Conversion, plan
 from hddm.data.images import load_images, to_bytes
 from hddm.data.partition import partition
 from hddm.ensemble import Ensemble

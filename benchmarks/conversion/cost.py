@@ -23,7 +23,7 @@ tensors = load_file(source) if source.endswith("safetensors") else torch.load(so
 save_file({f"model.{name}": tensor for name, tensor in tensors.items()}, out)
 """
 _IMPORTS = {
-    "imports of hddm convert": "import hddm_cli.app, hddm.checkpoints.convert, hddm.checkpoints.layouts, "
+    "imports of hddm convert": "import hddm_cli.app, hddm.checkpoints.convert, hddm.checkpoints.plan, "
     "hddm.checkpoints.sources, hddm.checkpoints.convert, hddm.checkpoints.write_back, "
     "hddm.experts.records, hddm.utils.files",
     "imports of the plain way": "import sys, torch; from safetensors.torch import load_file, save_file",

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from hddm.calibration import Moments, bounded_gain
-from hddm.checkpoints.convert import Conversion, plan, write
+from hddm.checkpoints.convert import write
+from hddm.checkpoints.plan import Conversion, plan
 from hddm.experts.loading import load
 from hddm.experts.records import Expert, ExpertRecord, save_expert
 from hddm.networks.transformers import ExpertTransformer

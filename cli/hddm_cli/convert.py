@@ -79,28 +79,25 @@ def convert(
     if modulation_rank and architecture is None:
         raise UsageError(f"--modulation-rank {modulation_rank}: needs --architecture adaln-single")
 
-    from hddm.checkpoints.convert import Conversion, plan, refuse_full_disk, summary, verdict, write
-    from hddm.checkpoints.layouts import Hints
-    from hddm.checkpoints.sources import Reading
+    from hddm.checkpoints.convert import refuse_full_disk, verdict, write
+    from hddm.checkpoints.plan import Conversion, plan, summary
     from hddm.utils.files import check_absent
     from hddm.utils.records import EXPERT_FILE
 
-    reading = Reading(
+    conversion = Conversion(
         layout=layout,
         allow_pickle=allow_pickle,
         weights=weights,
         variant=variant,
-        hints=Hints(num_heads, sample_size),
-    )
-    conversion = Conversion(
-        reading=reading,
+        num_heads=num_heads,
+        sample_size=sample_size,
         schedule=schedule,
         prediction_type=prediction_type,
+        architecture=architecture,
         modulation_rank=modulation_rank,
         text_dim=text_dim,
         recipe=recipe,
         licence=licence,
-        architecture=architecture,
     )
     planned = plan(source, conversion)
     check_absent(out, EXPERT_FILE, overwrite)

@@ -4,18 +4,18 @@
 both work on the weights and the config of an `ExpertTransformer`, a block at a time.
 """
 
-import inspect
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from diffusers import DiTTransformer2DModel, ModelMixin
 from torch import Tensor
 from torch.nn import functional as F
 
-from hddm.checkpoints.keys import KeyTable, Pair, as_planned, module
-from hddm.checkpoints.sources import Checkpoint
+from hddm.checkpoints.sources import Checkpoint, KeyTable, Pair, Weights, as_planned, module
+from hddm.networks.folders import empty_network
 from hddm.networks.layers import Attention, TimeEmbedding, linear
 from hddm.networks.transformers import ExpertTransformer, check_modulation
 from hddm.utils.errors import HddmError
@@ -34,9 +34,6 @@ _REINITIALISED: Mapping[str, tuple[str, ...]] = {
 _AS_OURS = {"attention_bias": True, "norm_elementwise_affine": False, "activation_fn": "gelu-approximate"}
 PAIRS = 4096
 NULL_SHARE = 0.1
-# On random blocks the first round took off up to half of the error, a second at most a quarter of the
-# rest, for half as much time again.
-ROUNDS = 1
 # Below this share of the largest variance a direction is the rounding of the others.
 VARIANCE_FLOOR = 1e-12
 
@@ -64,19 +61,12 @@ def reshape(
 ) -> Built:
     """The source's network, with AdaLN-Single for adaLN-Zero and with text where that is asked for.
 
-    Args:
-        source: see `Checkpoint`.
-        tensors: the network's, planned.
-        end: the largest timestep that the network is fed.
-        architecture: `ADALN_SINGLE` or None.
-        rank: of the residual that every block keeps; see `hddm.checkpoints.architecture.fold`.
-        text_dim: width of text tokens to attend to.
+    ``tensors`` are the network's, ``end`` is the largest timestep that it is fed, ``architecture``
+    `ADALN_SINGLE` or None; see `fold` for the ``rank`` and `add_text` for ``text_dim``.
 
     Raises:
         HddmError: for a network that is no DiT with adaLN-Zero, or that knows text already.
     """
-    if architecture is None and text_dim is None:
-        return Built(source.network, dict(source.arguments), tensors)
     weights, config = _as_expert_transformer(source, tensors)
     error = None
     if architecture is not None:
@@ -84,33 +74,25 @@ def reshape(
             raise HddmError(f"--architecture {architecture}: the one that there is is {ADALN_SINGLE}")
         if config.get("modulation") != "zero":
             raise HddmError(f"--architecture {architecture}: {source.path} has no adaLN-Zero to fold")
-        folded = fold(weights, config, torch.linspace(0, end, FOLD_TIMES), rank)
-        weights, config, error = folded.weights, folded.config, folded.modulation_error
+        weights, config, error = fold(weights, config, torch.linspace(0, end, FOLD_TIMES), rank)
     if text_dim is not None:
-        weights, config = add_text(weights, config, text_dim, seed=0)
+        weights, config = add_text(weights, config, text_dim)
     return Built(ExpertTransformer, config, [as_planned(*item) for item in weights.items()], error)
 
 
-def restart(built: Built, channels: int, seed: int = 0) -> Built:
-    """The network with a fresh head of ``channels`` outputs and fresh text projection, all else kept.
-
-    Raises:
-        HddmError: for a network whose head is not known.
-    """
+def restart(built: Built, channels: int) -> Built:
+    """The network with a fresh head of ``channels`` outputs and fresh text projection, all else kept."""
     prefixes = _REINITIALISED.get(built.network.__name__)
     if prefixes is None:
         raise HddmError(f"--recipe paper is for transformers ({', '.join(_REINITIALISED)})")
     arguments = {**built.arguments, "out_channels": channels}
+    depth = "depth" if built.network is ExpertTransformer else "num_layers"
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        fresh = built.network(**{**arguments, _depth_key(built.network): 0}).state_dict()
+        torch.manual_seed(0)
+        fresh = built.network(**{**arguments, depth: 0}).state_dict()
     tensors = [one for one in built.tensors if not one.name.startswith(prefixes)]
     tensors += [as_planned(name, value) for name, value in fresh.items() if name.startswith(prefixes)]
     return Built(built.network, arguments, tensors, built.modulation_error)
-
-
-def _depth_key(network: type[ModelMixin]) -> str:
-    return "depth" if network is ExpertTransformer else "num_layers"
 
 
 def _as_expert_transformer(
@@ -122,17 +104,14 @@ def _as_expert_transformer(
     if source.network is not DiTTransformer2DModel:
         kinds = "facebook-dit, diffusers-dit or an expert folder of hddm's own transformer"
         raise HddmError(f"{source.path}: only a DiT can change its architecture ({kinds})")
-    # A config may leave out what is the class's default.
-    parameters = inspect.signature(DiTTransformer2DModel.__init__).parameters
-    given = {name: one.default for name, one in parameters.items()} | dict(source.arguments)
-    del given["self"]
-    width = given["num_attention_heads"] * given["attention_head_dim"]
+    # With the defaults of the class, which a config may leave out.
+    given = empty_network(source.network, source.arguments, len(weights), str(source.path)).config
     config = {
         "sample_size": given["sample_size"],
         "in_channels": given["in_channels"],
         "out_channels": given["out_channels"],
         "patch_size": given["patch_size"],
-        "hidden_size": width,
+        "hidden_size": given["num_attention_heads"] * given["attention_head_dim"],
         "depth": given["num_layers"],
         "num_heads": given["num_attention_heads"],
         "num_classes": given["num_embeds_ada_norm"],
@@ -149,32 +128,30 @@ def _as_expert_transformer(
             )
     renamed = _diffusers_dit_table(config["depth"]).renamed(weights, str(source.path))
     # The class computes its positions; ours are a parameter.
-    shallow = DiTTransformer2DModel(**{**given, "num_layers": 0})
+    shallow = DiTTransformer2DModel(**{**source.arguments, "num_layers": 0})
     return {**renamed, "pos_embed": shallow.pos_embed.pos_embed.clone()}, config
 
 
 def _diffusers_dit_table(depth: int) -> KeyTable:
     """Names of `DiTTransformer2DModel` against ours; its blocks hold a copy of the embedders each."""
-
-    def copies(leaf: str, ours: str) -> Pair:
-        names = tuple((f"transformer_blocks.{n}.norm1.emb.{leaf}", 1) for n in range(depth))
-        return Pair(names, ((ours, 1),), copies=True)
-
     pairs = [
-        copies("class_embedder.embedding_table.weight", "class_embed.weight"),
         *module("pos_embed.proj", "patch_embed"),
         *module("proj_out_1", "final_layer.modulation"),
         *module("proj_out_2", "final_layer.linear"),
     ]
+    copies = {"class_embedder.embedding_table.weight": "class_embed.weight"}
     for theirs, ours in (("linear_1", "0"), ("linear_2", "2")):
         for leaf in ("weight", "bias"):
-            pairs.append(copies(f"timestep_embedder.{theirs}.{leaf}", f"time_embed.mlp.{ours}.{leaf}"))
+            copies[f"timestep_embedder.{theirs}.{leaf}"] = f"time_embed.mlp.{ours}.{leaf}"
+    for theirs, ours in copies.items():
+        names = tuple(f"transformer_blocks.{n}.norm1.emb.{theirs}" for n in range(depth))
+        pairs.append(Pair(names, (ours,), copies=True))
     for n in range(depth):
         theirs, ours = f"transformer_blocks.{n}", f"layers.{n}"
-        qkv = [tuple((f"{theirs}.attn1.to_{one}.{leaf}", 1) for one in "qkv") for leaf in ("weight", "bias")]
+        for leaf in ("weight", "bias"):
+            fused = tuple(f"{theirs}.attn1.to_{one}.{leaf}" for one in "qkv")
+            pairs.append(Pair(fused, (f"{ours}.attn.in_proj_{leaf}",)))
         pairs += [
-            Pair(qkv[0], ((f"{ours}.attn.in_proj_weight", 3),)),
-            Pair(qkv[1], ((f"{ours}.attn.in_proj_bias", 3),)),
             *module(f"{theirs}.attn1.to_out.0", f"{ours}.attn.out_proj"),
             *module(f"{theirs}.ff.net.0.proj", f"{ours}.mlp.0"),
             *module(f"{theirs}.ff.net.2", f"{ours}.mlp.2"),
@@ -183,35 +160,19 @@ def _diffusers_dit_table(depth: int) -> KeyTable:
     return KeyTable(pairs)
 
 
-@dataclass(frozen=True)
-class Folded:
-    """A network whose blocks share their modulation.
+class Folded(NamedTuple):
+    """A network whose blocks share their modulation: weights, in the dtypes of the source, and arguments.
 
-    Attributes:
-        weights: its weights, in the dtypes of the source.
-        config: its constructor arguments.
-        modulation_error: root mean square error of all six vectors of all blocks, over times and
-            classes, divided by the root mean square of the vectors.
-        block_errors: the same block by block.
+    ``modulation_error`` is the root mean square error of all six vectors of all blocks, over times and
+    classes, divided by the root mean square of the vectors.
     """
 
     weights: dict[str, Tensor]
     config: dict[str, Any]
     modulation_error: float
-    block_errors: tuple[float, ...]
 
 
-@dataclass(frozen=True)
-class _Moments:
-    """Mean (d,) and root (d, k) with root rootᵀ = Cov(h), float64."""
-
-    mean: Tensor
-    root: Tensor
-
-
-def fold(
-    weights: Mapping[str, Tensor], config: Mapping[str, Any], times: Tensor, rank: int, seed: int = 0
-) -> Folded:
+def fold(weights: Weights, config: Mapping[str, Any], times: Tensor, rank: int) -> Folded:
     """AdaLN-Single with residuals of rank ``rank`` that is closest to adaLN-Zero.
 
     With h = SiLU(time_embed(t) + class_embed(c)) it minimises
@@ -220,17 +181,16 @@ def fold(
 
     Means: b + E_i = b_i + (W_i - W - R_i) E h. At rank 0 W = mean_i W_i, whatever Cov(h) is. Given W,
     R_i = U Uᵀ (W_i - W) with U the first ``rank`` left singular vectors of (W_i - W) Cov(h)^(1/2)
-    (Eckart-Young); given R_i, W = mean_i (W_i - R_i). The two alternate, which lowers the error at
-    every step but need not end in the global minimum. At full rank nothing is shared, and the
-    network's outputs are those of the source bit for bit. The final layer keeps its own map.
+    (Eckart-Young); given R_i, W = mean_i (W_i - R_i). The two alternate once, which lowers the error
+    but need not end in the global minimum. At full rank nothing is shared, and the network's outputs
+    are those of the source bit for bit. The final layer keeps its own map.
 
     Args:
         weights: weights of an `ExpertTransformer` with ``modulation="zero"``.
         config: its constructor arguments.
-        times: (n,) what the network is fed as ``timestep``, all equally probable.
+        times: (n,) what the network is fed as ``timestep``, all equally probable. Classes are equally
+            probable, the null class has the share ``NULL_SHARE``.
         rank: of the residuals, 0 to the width.
-        seed: of the pairing of times and classes where there are more than ``PAIRS`` pairs. Classes
-            are equally probable, the null class has the share ``NULL_SHARE``.
 
     Raises:
         HddmError: for another modulation, a rank out of range, or no finite times.
@@ -242,36 +202,34 @@ def fold(
     if times.ndim != 1 or not len(times) or not times.isfinite().all():
         raise HddmError(f"times of shape {tuple(times.shape)}: give one or more finite ones")
     blocks = range(int(config["depth"]))
-    kept = {key: weights[key] for key in weights if not _is_modulation(key)}
+    kept = {key: weights[key] for key in weights if not re.match(r"layers\..*\.modulation\.", key)}
     arguments = {**config, "modulation": "single", "modulation_rank": rank, "final_modulation": "linear"}
     if rank == width:
-        return Folded(kept | _unshared(weights, blocks, width), arguments, 0.0, (0.0,) * len(blocks))
-    moments = _moments(weights, config, times, seed)
-    shared = _shared(weights, blocks, moments, rank)
+        return Folded(kept | _unshared(weights, blocks, width), arguments, 0.0)
+    mean, root = _moments(weights, config, times)
+    shared = _shared(weights, blocks, root, rank)
     bias = sum((_bias(weights, i) for i in blocks), torch.zeros(6 * width, dtype=torch.float64))
     bias /= max(len(blocks), 1)
     dtype = weights["time_embed.mlp.0.weight"].dtype
     folded = {"t_block.1.weight": shared.to(dtype), "t_block.1.bias": bias.to(dtype)}
-    squares = []
+    error, power = 0.0, 0.0
     for i in blocks:
         own = _matrix(weights, i)
-        power = (own @ moments.root).square().sum() + (own @ moments.mean + _bias(weights, i)).square().sum()
+        power += ((own @ root).square().sum() + (own @ mean + _bias(weights, i)).square().sum()).item()
         difference = own - shared
-        left, tail = _leading(difference, moments.root, rank)
+        left, tail = _leading(difference, root, rank)
         right = left.T @ difference
         if rank:
             folded[f"layers.{i}.residual.0.weight"] = right.to(dtype)
             folded[f"layers.{i}.residual.1.weight"] = left.to(dtype)
-        table = _bias(weights, i) - bias + difference @ moments.mean - left @ (right @ moments.mean)
+        table = _bias(weights, i) - bias + difference @ mean - left @ (right @ mean)
         folded[f"layers.{i}.scale_shift_table"] = table.view(6, width).to(dtype)
-        squares.append((tail, power.item()))
-    errors = tuple(_ratio(tail, power) for tail, power in squares)
-    total = _ratio(sum(tail for tail, _ in squares), sum(power for _, power in squares))
-    return Folded(kept | folded, arguments, total, errors)
+        error += tail
+    return Folded(kept | folded, arguments, float((error / power) ** 0.5) if power else 0.0)
 
 
 def add_text(
-    weights: Mapping[str, Tensor], config: Mapping[str, Any], text_dim: int, seed: int
+    weights: Weights, config: Mapping[str, Any], text_dim: int
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Weights and config with cross-attention to text tokens of width ``text_dim``.
 
@@ -287,32 +245,24 @@ def add_text(
         raise HddmError(f"text_dim is {text_dim}; it is the width of the text encoder's tokens, 1 or more")
     width, heads = int(config["hidden_size"]), int(config["num_heads"])
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        parts = {"text_proj": linear(text_dim, width).state_dict()}
+        torch.manual_seed(0)
+        modules = {"text_proj": linear(text_dim, width).state_dict()}
         for i in range(int(config["depth"])):
-            parts[f"layers.{i}.cross_attn"] = Attention(width, heads, silent=True).state_dict()
+            modules[f"layers.{i}.cross_attn"] = Attention(width, heads, silent=True).state_dict()
     like = weights["patch_embed.weight"]
-    added = {f"{name}.{key}": value.to(like) for name, part in parts.items() for key, value in part.items()}
+    added = {f"{name}.{key}": one.to(like) for name, own in modules.items() for key, one in own.items()}
     return {**weights, **added}, {**config, "text_dim": text_dim}
 
 
-def _is_modulation(key: str) -> bool:
-    return key.startswith("layers.") and ".modulation." in key
-
-
-def _matrix(weights: Mapping[str, Tensor], block: int) -> Tensor:
+def _matrix(weights: Weights, block: int) -> Tensor:
     return weights[f"layers.{block}.modulation.weight"].double()
 
 
-def _bias(weights: Mapping[str, Tensor], block: int) -> Tensor:
+def _bias(weights: Weights, block: int) -> Tensor:
     return weights[f"layers.{block}.modulation.bias"].double()
 
 
-def _ratio(error: float, power: float) -> float:
-    return float((error / power) ** 0.5) if power else 0.0
-
-
-def _unshared(weights: Mapping[str, Tensor], blocks: range, width: int) -> dict[str, Tensor]:
+def _unshared(weights: Weights, blocks: range, width: int) -> dict[str, Tensor]:
     like = weights["time_embed.mlp.0.weight"]
     folded = {
         "t_block.1.weight": like.new_zeros(6 * width, width),
@@ -324,21 +274,18 @@ def _unshared(weights: Mapping[str, Tensor], blocks: range, width: int) -> dict[
     return folded
 
 
-def _shared(weights: Mapping[str, Tensor], blocks: range, moments: _Moments, rank: int) -> Tensor:
-    """W (6 width, width): the mean of the blocks' matrices, then of what their residuals leave."""
-    width = len(moments.mean)
+def _shared(weights: Weights, blocks: range, root: Tensor, rank: int) -> Tensor:
+    """W (6 width, width): the mean of the blocks' matrices, then once of what their residuals leave."""
+    width = len(root)
     mean = torch.zeros(6 * width, width, dtype=torch.float64)
     for i in blocks:
         mean += _matrix(weights, i) / len(blocks)
-    shared = mean
-    for _ in range(ROUNDS if rank else 0):
-        residuals = torch.zeros_like(mean)
-        for i in blocks:
-            difference = _matrix(weights, i) - shared
-            left, _ = _leading(difference, moments.root, rank)
-            residuals += left @ (left.T @ difference) / len(blocks)
-        shared = mean - residuals
-    return shared
+    residuals = torch.zeros_like(mean)
+    for i in blocks if rank else ():
+        difference = _matrix(weights, i) - mean
+        left, _ = _leading(difference, root, rank)
+        residuals += left @ (left.T @ difference) / len(blocks)
+    return mean - residuals
 
 
 def _leading(matrix: Tensor, root: Tensor, rank: int) -> tuple[Tensor, float]:
@@ -355,9 +302,10 @@ def _leading(matrix: Tensor, root: Tensor, rank: int) -> tuple[Tensor, float]:
     return torch.linalg.qr(padded).Q, squares.flip(0)[rank:].clamp(min=0).sum().item()
 
 
-def _moments(weights: Mapping[str, Tensor], config: Mapping[str, Any], times: Tensor, seed: int) -> _Moments:
+def _moments(weights: Weights, config: Mapping[str, Any], times: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean (d,) of h and a root (d, k) with root rootᵀ = Cov(h), float64."""
     table = weights.get("class_embed.weight")
-    time_of, class_of, shares = _pairs(len(times), 0 if table is None else len(table), seed)
+    time_of, class_of, shares = _pairs(len(times), 0 if table is None else len(table))
     with torch.device("meta"):
         embed = TimeEmbedding(int(config["hidden_size"]), int(config.get("frequency_shift", 0)))
     names = [name for name, _ in embed.named_parameters()]
@@ -371,10 +319,10 @@ def _moments(weights: Mapping[str, Tensor], config: Mapping[str, Any], times: Te
     h = (h - mean) * shares.sqrt()[:, None]
     variances, directions = torch.linalg.eigh(h.T @ h)
     real = variances > VARIANCE_FLOOR * variances[-1]
-    return _Moments(mean, directions[:, real] * variances[real].sqrt())
+    return mean, directions[:, real] * variances[real].sqrt()
 
 
-def _pairs(times: int, classes: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
+def _pairs(times: int, classes: int) -> tuple[Tensor, Tensor, Tensor]:
     """Indices of times and of classes, and the pairs' shares: all pairs, or ``PAIRS`` stratified ones.
 
     The last class is the null class.
@@ -387,7 +335,7 @@ def _pairs(times: int, classes: int, seed: int) -> tuple[Tensor, Tensor, Tensor]
         grid = torch.cartesian_prod(torch.arange(times), torch.arange(len(chances)))
         return grid[:, 0], grid[:, 1], chances[grid[:, 1]] / times
     time_of = torch.arange(PAIRS) * times // PAIRS
-    shuffled = torch.randperm(PAIRS, generator=generator(seed))
+    shuffled = torch.randperm(PAIRS, generator=generator(0))
     quantiles = (shuffled.double() + 0.5) / PAIRS / (1 - NULL_SHARE)
     class_of = (quantiles * (classes - 1)).long().clamp(max=classes - 1)
     return time_of, class_of, torch.full((PAIRS,), 1 / PAIRS, dtype=torch.float64)

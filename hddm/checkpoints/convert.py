@@ -1,18 +1,19 @@
 """Conversions: a planned checkpoint becomes an expert folder, complete and checked, or nothing.
 
-`write` writes and checks, `summary` and `verdict` are what is printed. The check (`verify`) compares what was
-written with the source's own network, at `TIMES` noise levels inside the expert's range, on fixed inputs in
-float32: the raw outputs of both networks, and the expert's velocity against the closed form
+`write` writes and checks, `verdict` is what is printed. The check compares what was written with the source's
+own network, at `TIMES` noise levels inside the expert's range, on fixed inputs in float32: the raw outputs of
+both networks, and the expert's velocity against the closed form
 
     u with s(u)/a(u) = t/(1 - t),  y = (a + s) x,  v from the source's output at (y, u)
 
 computed here a second time, in float64 and from the betas themselves.
 """
 
+import functools
 import json
 import math
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,18 +23,15 @@ from typing import Any
 import diffusers
 import numpy as np
 import torch
+from diffusers import ModelMixin, UNet2DModel
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from hddm.calibration import FILE_NAME as CALIBRATION
 from hddm.calibration import Calibration
 from hddm.checkpoints.architecture import Built
-from hddm.checkpoints.diffusers_models import named_failure, streamed
-from hddm.checkpoints.layouts import Forward
 from hddm.checkpoints.plan import TEXT, Plan
-from hddm.checkpoints.plan import Conversion as Conversion
-from hddm.checkpoints.plan import plan as plan
-from hddm.checkpoints.sources import Checkpoint, Conventions
+from hddm.checkpoints.sources import Checkpoint, Conventions, Forward, Weights
 from hddm.experts.records import (
     EXPERT_FILE,
     EXTRAS_FILE,
@@ -45,8 +43,10 @@ from hddm.experts.records import (
     read_nulls,
     write_records,
 )
-from hddm.networks.folders import WEIGHTS, empty_network, open_network
-from hddm.networks.wrappers import EXPERT_NETWORKS, FLUX, OPTIONAL_CONDITIONS, text_width
+from hddm.networks.folders import WEIGHTS, empty_network, fill, open_network
+from hddm.networks.layers import TimeEmbedding
+from hddm.networks.transformers import ExpertBlock
+from hddm.networks.wrappers import EXPERT_NETWORKS, FLUX, OPTIONAL_CONDITIONS, call, text_width
 from hddm.schedules import CosineSchedule, DiscreteSchedule, Schedule
 from hddm.utils.errors import HddmError
 from hddm.utils.files import check_absent, new_folder, sha256_of, write_json
@@ -77,6 +77,11 @@ class ConversionCheck:
     velocity_errors: Mapping[float, float]
 
     @property
+    def errors(self) -> str:
+        """The errors of the velocity as text."""
+        return ", ".join(f"{error:.1e} at t = {t}" for t, error in self.velocity_errors.items())
+
+    @property
     def is_exact(self) -> bool:
         """True where both are within their limits."""
         return (
@@ -100,15 +105,16 @@ def write(plan: Plan, out: Path, check: bool = True, overwrite: bool = False) ->
     check_absent(out, EXPERT_FILE, overwrite)
     refuse_full_disk(out, plan.size)
     with new_folder(out, EXPERT_FILE, overwrite) as draft:
-        with _hashes(plan.source.files) as hashes:
+        with ThreadPoolExecutor(1) as pool:
+            hashes = {path.name: pool.submit(sha256_of, path) for path in plan.source.files}
             write_network(draft, plan.built)
-        facts = plan.facts
-        assert facts.source is not None
-        facts = facts.model_copy(update={"source": facts.source.model_copy(update={"files": hashes})})
+        origin = plan.record.source
+        assert origin is not None
+        origin = origin.model_copy(update={"files": {name: one.result() for name, one in hashes.items()}})
         _carry_calibration(plan, draft)
         if plan.extras:
             save_file({k: v.contiguous() for k, v in plan.extras.items()}, draft / EXTRAS_FILE)
-        write_records(draft, facts, plan.nulls)
+        write_records(draft, plan.record.model_copy(update={"source": origin}), plan.nulls)
         return _checked(plan, draft) if check else None
 
 
@@ -129,16 +135,6 @@ def refuse_full_disk(out: Path, size: int) -> None:
         raise HddmError(f"{out}: needs {size / 1e9:.2f} GB, and {free / 1e9:.2f} GB are free on its disk")
 
 
-@contextmanager
-def _hashes(files: tuple[Path, ...]) -> Iterator[dict[str, str]]:
-    """SHA-256 by file name, computed beside what the block does; complete when the block ends."""
-    hashes: dict[str, str] = {}
-    with ThreadPoolExecutor(1) as pool:
-        pending = [(path.name, pool.submit(sha256_of, path)) for path in files]
-        yield hashes
-        hashes.update({name: future.result() for name, future in pending})
-
-
 def _carry_calibration(plan: Plan, draft: Path) -> None:
     """Keep what an expert was calibrated with, unless it was fitted to a function that has changed.
 
@@ -146,43 +142,41 @@ def _carry_calibration(plan: Plan, draft: Path) -> None:
         HddmError: for a calibration that is not the expert's own, since the copy would record it as such.
     """
     source = plan.source
-    if source.facts is None or plan.is_restarted:
+    if source.record is None or plan.is_restarted:
         return
-    if not (plan.facts.training_calibration or plan.built.modulation_error is None):
+    if not (plan.record.training_calibration or plan.built.modulation_error is None):
         return
-    # The facts of a merged adapter know no files.
-    facts = read_record(source.path / EXPERT_FILE, ExpertRecord, FORMAT)
-    if foreign := foreign_calibration(source.path, facts):
+    # The record of a merged adapter knows no files.
+    record = read_record(source.path / EXPERT_FILE, ExpertRecord, FORMAT)
+    if foreign := foreign_calibration(source.path, record):
         raise HddmError(f"{source.path}: {foreign}; nothing was written")
-    stored = source.path / CALIBRATION
     # Refuses one that no fit gives, or with NaN.
     if Calibration.load(source.path) is not None:
-        shutil.copyfile(stored, draft / CALIBRATION)
+        shutil.copyfile(source.path / CALIBRATION, draft / CALIBRATION)
 
 
 def _checked(plan: Plan, draft: Path) -> ConversionCheck:
+    source, network = plan.source, plan.built.network.__name__
     field, outputs, config = _as_written(draft)
-    network = plan.built.network.__name__
     known = tuple(name for name in plan.interface.conditions if name not in OPTIONAL_CONDITIONS)
-    given = example_conditions(known, network, config, plan.interface.num_classes)
+    given = example_conditions(known, config, plan.interface.num_classes)
     added = {}
-    if plan.facts.source and plan.facts.source.options.get("text_dim"):
+    if plan.record.source and plan.record.source.options.get("text_dim"):
         added = {TEXT: given.pop(TEXT)}
-    source = None if plan.is_restarted else plan.source.forward()
-    with named_failure(str(plan.source.path), network):
-        found = verify(source, field, outputs, plan.conventions, given, added, network)
+    with _named_failure(str(source.path), network):
+        own = None if plan.is_restarted else source.forward() if source.forward else _class_forward(source)
+        found = _compare(own, field, outputs, plan.conventions, given, added, _ENOUGH.get(network))
     is_fold = bool(plan.built.modulation_error)
     if is_fold and found.is_finite and found.function_error > LARGEST_FOLD_ERROR:
         raise HddmError(
-            f"{plan.source.path}: the fold is off its outputs by {found.function_error:.2f} of them; raise "
+            f"{source.path}: the fold is off its outputs by {found.function_error:.2f} of them; raise "
             "--modulation-rank; nothing was written"
         )
     if not found.is_finite or not (is_fold or found.is_exact):
-        errors = ", ".join(f"{error:.1e} at t = {t}" for t, error in found.velocity_errors.items())
         raise HddmError(
-            f"{plan.source.path}: the converted network is not the source's: outputs differ by "
-            f"{found.difference:.2e} (limit {LARGEST_DIFFERENCE:.0e}), velocities by {errors}; nothing was "
-            "written"
+            f"{source.path}: the converted network is not the source's: outputs differ by "
+            f"{found.difference:.2e} (limit {LARGEST_DIFFERENCE:.0e}), velocities by {found.errors}; nothing "
+            "was written"
         )
     return found
 
@@ -192,15 +186,15 @@ def _as_written(folder: Path) -> tuple[VelocityField, list[Tensor], Mapping[str,
 
     As `hddm.load` makes it, but for weights that stay mapped.
     """
-    facts = read_record(folder / EXPERT_FILE, ExpertRecord, FORMAT)
+    record = read_record(folder / EXPERT_FILE, ExpertRecord, FORMAT)
     empty, weights, arguments = open_network(folder, EXPERT_NETWORKS)
-    network = streamed(type(empty), arguments, weights, str(folder))
+    network = _streamed(type(empty), arguments, weights, str(folder))
     outputs: list[Tensor] = []
-    field = field_of(Expert(network, facts, None, read_nulls(folder)))
+    field = field_of(Expert(network, record, None, read_nulls(folder)))
     adapter = field.network
     assert isinstance(adapter, nn.Module)
     # What is no part of the prediction is dropped by the adapter, and what is packed it unpacks.
-    (network if facts.variance_head else adapter).register_forward_hook(
+    (network if record.variance_head else adapter).register_forward_hook(
         lambda module, given, output: outputs.append(output[0] if isinstance(output, tuple) else output)
     )
     # A plain function is asked in the dtype of the state, whatever its weights are stored in.
@@ -208,31 +202,88 @@ def _as_written(folder: Path) -> tuple[VelocityField, list[Tensor], Mapping[str,
     return field, outputs, network.config
 
 
+def _class_forward(source: Checkpoint) -> Forward:
+    """The class itself, filled with the source's weights under its names, in float32."""
+    origin = str(source.files[0])
+    weights = source.table.renamed(source.weights, origin)
+    return functools.partial(call, _streamed(source.network, source.arguments, weights, origin))
+
+
+@contextmanager
+def _named_failure(origin: str, name: str) -> Iterator[None]:
+    """Turn whatever a network makes of sizes that do not go together into one line that names its source."""
+    try:
+        yield
+    except HddmError:
+        raise
+    except Exception as error:
+        text = " ".join(str(error).split())[:200]
+        raise HddmError(
+            f"{origin}: its {name} does not run ({type(error).__name__}: {text}); correct its config"
+        ) from error
+
+
+def _streamed(
+    kind: type[ModelMixin], arguments: Mapping[str, Any], weights: Weights, origin: str
+) -> ModelMixin:
+    """A network of ``weights`` that runs in float32.
+
+    Weights of another dtype are cast where they are used, a module at a time, so that a large network never
+    lies in memory as a whole.
+    """
+    network = empty_network(kind, arguments, len(weights), origin)
+    fill(network, weights, arguments, origin)
+    if kind is UNet2DModel:
+        # It asks its parameters for its dtype in the middle of a call.
+        network.float()
+    _cast_in_use(network)
+    return network
+
+
+def _cast_in_use(network: nn.Module) -> None:
+    for module in network.modules():
+        # These two look at their children's parameters before, or instead of, calling them.
+        reach = list(module.modules()) if isinstance(module, (TimeEmbedding, ExpertBlock)) else [module]
+        stored = [
+            (owner, name, parameter)
+            for owner in reach
+            for name, parameter in owner._parameters.items()
+            if parameter is not None and parameter.dtype != torch.float32
+        ]
+        if stored:
+            module.register_forward_pre_hook(functools.partial(_put, stored, torch.float32))
+            module.register_forward_hook(functools.partial(_put, stored, None))
+
+
+def _put(
+    stored: Sequence[tuple[nn.Module, str, nn.Parameter]], dtype: torch.dtype | None, *_: object
+) -> None:
+    """Put parameters in place, cast to ``dtype`` or as they are stored."""
+    for owner, name, parameter in stored:
+        value = parameter if dtype is None else nn.Parameter(parameter.to(dtype), False)
+        owner._parameters[name] = value
+
+
 @torch.no_grad()
-def verify(
+def _compare(
     source: Forward | None,
     written: VelocityField,
     outputs: list[Tensor],
     conventions: Conventions,
-    conditions: Mapping[str, Tensor],
-    extra: Mapping[str, Tensor] | None = None,
-    network: str = "",
+    conditions: Weights,
+    extra: Weights,
+    largest_side: int | None,
 ) -> ConversionCheck:
-    """Measure both networks and the velocity, a state at a time.
+    """Measure both networks and the velocity, a state of at most ``largest_side`` at a time.
 
-    Args:
-        source: the source's own network; None where the head is fresh, so that there is no function to
-            compare, and the velocity is held against the written network's own output.
-        written: the expert as its folder has it, uncalibrated.
-        outputs: grows by the raw output of ``written``'s network at every call.
-        conventions: of the source.
-        conditions: one row each, of the source.
-        extra: further ones that the converted network takes, such as text that was added.
-        network: its class, by which a large sample is replaced by a smaller one.
+    ``source`` is the source's own network; None where the head is fresh, so that there is no function to
+    compare, and the velocity is held against the written network's own output. ``outputs`` grows by the raw
+    output of the network of ``written`` at every call. ``conditions``, one row each, are the source's,
+    ``extra`` those that the written network takes besides, such as text that was added.
     """
     assert written.sample_shape is not None
     channels, *size = written.sample_shape
-    size = [min(one, _ENOUGH.get(network, one)) for one in size]
+    size = [min(side, largest_side or side) for side in size]
     schedule, prediction_type = conventions.schedule, conventions.prediction_type
     low, high = written.range
     noise = torch.Generator().manual_seed(0)
@@ -240,7 +291,7 @@ def verify(
     for share in TIMES:
         t = low + share * (high - low)
         x = torch.randn(1, channels, *size, generator=noise) * math.hypot(1 - t, t)
-        given: dict[str, Any] = {**conditions, **(extra or {})}
+        given: dict[str, Any] = {**conditions, **extra}
         v = written.velocity(x, torch.tensor([t], dtype=torch.float64), **given)
         a, s, u = _native(schedule, t)
         y = (a + s) * x
@@ -292,10 +343,15 @@ def _closed_form(
 
 
 def example_conditions(
-    names: tuple[str, ...], network: str, config: Mapping[str, Any], num_classes: int | None
+    names: tuple[str, ...], config: Mapping[str, Any], num_classes: int | None
 ) -> dict[str, Tensor]:
     """One row of fixed random conditions of the shapes that a network takes."""
     noise = torch.Generator().manual_seed(1)
+    fixed = {
+        "time_ids": [64.0, 64.0, 0.0, 0.0, 64.0, 64.0],
+        "resolution": [64.0, 64.0],
+        "aspect_ratio": [1.0],
+    }
     found: dict[str, Tensor] = {}
     for name in names:
         match name:
@@ -308,68 +364,13 @@ def example_conditions(
                     config["projection_class_embeddings_input_dim"] - 6 * config["addition_time_embed_dim"]
                 )
                 found[name] = torch.randn(1, count, generator=noise)
-            case "time_ids":
-                found[name] = torch.tensor([[64.0, 64.0, 0.0, 0.0, 64.0, 64.0]])
-            case "resolution":
-                found[name] = torch.tensor([[64.0, 64.0]])
-            case "aspect_ratio":
-                found[name] = torch.tensor([[1.0]])
             case "pooled_projections":
                 found[name] = torch.randn(1, config["pooled_projection_dim"], generator=noise)
             case "guidance":
                 found[name] = torch.tensor([3.5])
+            case _:
+                found[name] = torch.tensor([fixed[name]])
     return found
-
-
-def summary(plan: Plan) -> list[str]:
-    """Lines on the source and on what will be written."""
-    source, facts, conventions = plan.source, plan.facts, plan.conventions
-    low, high = conventions.schedule.range
-    lines = [
-        f"layout: {source.layout} ({', '.join(path.name for path in source.files)})",
-        f"weights: {_weights(source)}",
-        f"predicts: {conventions.prediction_type.value}"
-        + (", with a learned variance that is dropped" if facts.variance_head else ""),
-        f"schedule: {conventions.schedule_source}; noise range t = {low:.4f} … {high:.4f}",
-        f"samples: {'×'.join(map(str, facts.sample_shape))} {facts.space}, latent scale "
-        + (f"{facts.latent_scale:g}" if facts.latent_scale is not None else "not stated"),
-        f"conditions: {', '.join(facts.conditions) or 'none'}"
-        + (f" (null class {facts.null_class})" if facts.null_class is not None else ""),
-        f"network: {plan.built.network.__name__}, {plan.parameters:,} parameters, {plan.size / 1e6:,.1f} MB",
-        f"licence: {facts.licence or 'not stated by the source (--licence records it)'}",
-    ]
-    if facts.shift != 1:
-        lines.append(f"shift: {facts.shift:.6g}, of the time grid that samples want")
-    if facts.vae is not None:
-        lines.append(f"vae: {facts.vae.kind}, known by its encoder {facts.vae.fingerprint}")
-    if facts.text_encoder is not None:
-        text = facts.text_encoder
-        lines.append(f"text encoder: {text.kind} {text.fingerprint}, {text.tokens}×{text.width} tokens")
-    elif TEXT in facts.conditions:
-        lines.append(f"text encoder: not recorded, since {source.no_text_encoder}")
-    if TEXT in plan.nulls:
-        tokens = "×".join(map(str, plan.nulls[TEXT].shape))
-        lines.append(f"no text: {tokens} tokens of the source's own, for guidance and calibration")
-    heads = plan.facts.source.options.get("num_heads") if plan.facts.source else None
-    if heads is not None:
-        lines.append(f"heads: {heads}, as you said; nothing in the file can confirm it")
-    if source.prefix:
-        lines.append(f"prefix: {source.prefix!r} stripped from every key")
-    for name, reason in source.table.benign.items():
-        if name in plan.extras:
-            lines.append(f"not needed: {name}, {reason}")
-    if plan.built.modulation_error is not None:
-        lines.append(
-            f"fold: {plan.source_parameters:,} to {plan.parameters:,} parameters, relative error of the "
-            f"modulation {plan.built.modulation_error:.2e}"
-        )
-    return lines + [f"note: {note}" for note in (*source.notes, *conventions.notes)]
-
-
-def _weights(source: Checkpoint) -> str:
-    if list(source.sets) == ["unstated"]:
-        return "one set; the source does not say whether they are averaged"
-    return f"{source.chosen} (present: {', '.join(source.sets)})"
 
 
 def verdict(plan: Plan, verified: ConversionCheck | None) -> list[str]:
@@ -378,7 +379,6 @@ def verdict(plan: Plan, verified: ConversionCheck | None) -> list[str]:
         return ["verify: skipped"]
     if plan.is_restarted:
         return ["verify: the network runs; its head is fresh, so there is no function to compare"]
-    errors = ", ".join(f"{error:.1e} at t = {t}" for t, error in verified.velocity_errors.items())
     if plan.built.modulation_error is not None:
         return [
             f"verify: outputs are off the source's by {verified.function_error:.2e} (relative, root mean "
@@ -387,5 +387,5 @@ def verdict(plan: Plan, verified: ConversionCheck | None) -> list[str]:
     return [
         f"verify: outputs differ from the source's by at most {verified.difference:.1e} "
         f"(limit {LARGEST_DIFFERENCE:.0e})",
-        f"verify: velocity against the closed form, relative: {errors}",
+        f"verify: velocity against the closed form, relative: {verified.errors}",
     ]

@@ -1,14 +1,14 @@
 """A folder or a checkpoint described in plain values, without loading its weights into memory."""
 
 import math
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
-
 from hddm.calibration import FILE_NAME as CALIBRATION
 from hddm.calibration import calibration_record
-from hddm.checkpoints.layouts import Hints, UnstatedHeads
+from hddm.checkpoints.layouts import UnstatedHeads
 from hddm.checkpoints.plan import open_source
 from hddm.checkpoints.sources import Reading, resolve, with_shift
 from hddm.data.shard_records import FORMAT as SHARD_FORMAT
@@ -23,7 +23,7 @@ from hddm.data.shard_records import (
     read_encoded_manifest,
 )
 from hddm.experts.ensembles import ENSEMBLE_FILE, MODEL_INDEX, read_ensemble_facts, read_model_index
-from hddm.experts.lora import ADAPTER_WEIGHTS, AdapterRecord
+from hddm.experts.lora import ADAPTER_WEIGHTS
 from hddm.experts.paris import expert_arguments, is_paris, paris_experts, paris_router
 from hddm.experts.records import EXPERT_FILE, FORMAT, ROUTER_FILE, ExpertRecord, RouterRecord
 from hddm.networks.folders import WEIGHTS, empty_network
@@ -32,80 +32,37 @@ from hddm.schedules import from_config
 from hddm.utils.errors import HddmError, counted
 from hddm.utils.files import read_json
 from hddm.utils.records import damage, has_manifest, read_folder_manifest, read_record
+from hddm.utils.tensors import DTYPES, read_header
 from hddm.velocity import PredictionType
 
 _HEADS = ("num_heads", "num_attention_heads", "attention_head_dim")
 
 
 def describe(folder: Path, allow_pickle: bool = False, variant: str | None = None) -> dict[str, Any]:
-    """Describe an expert, router, ensemble, partition or shard folder, or a checkpoint.
+    """Describe an expert, router, ensemble, partition or shard folder, or a checkpoint of other tools.
 
-    ``kind`` says which. ``allow_pickle`` and ``variant`` are for checkpoints; see `describe_source`.
+    ``kind`` says which; a checkpoint lists as ``unstated`` what it does not state. ``allow_pickle`` and
+    ``variant``, that of the weights file, are for checkpoints.
 
     Raises:
         HddmError: for anything else, or records that cannot be read.
     """
-    if (folder / EXPERT_FILE).exists():
-        facts = read_record(folder / EXPERT_FILE, ExpertRecord, FORMAT)
-        low, high = from_config(facts.schedule).range
-        return {
-            "kind": "expert",
-            **_with_changes(facts.model_dump(mode="json", exclude={"adapter"})),
-            "noise_range": [low, high],
-            "manifest": _manifest(folder, EXPERT_FILE),
-            "calibrated": (folder / CALIBRATION).exists(),
-            "calibrated_on": calibration_record(folder),
-            "velocity_near_t_1": _near_noise(folder, facts),
-            **(_network(folder) if facts.adapter is None else _adapter(folder, facts.adapter)),
-        }
-    if (folder / ROUTER_FILE).exists():
-        router = read_record(folder / ROUTER_FILE, RouterRecord, FORMAT)
-        record = _with_changes(router.model_dump(mode="json"))
-        return {"kind": "router", **record, "manifest": _manifest(folder, ROUTER_FILE), **_network(folder)}
-    if (folder / ENSEMBLE_FILE).exists():
-        return _ensemble(folder)
-    if (folder / PARTITION_FILE).exists():
-        return _partition(folder)
-    if (folder / MANIFEST).exists() and is_encoded(folder):
-        encoded = read_encoded_manifest(folder)
-        return {
-            "kind": "encoded shard",
-            **encoded.model_dump(mode="json", exclude={"images", "data", "null"}),
-            "images": encoded.num_rows,
-            "files": len(encoded.data),
-        }
-    if (folder / MANIFEST).exists():
-        shard = read_record(folder / MANIFEST, ShardManifest, SHARD_FORMAT, LARGEST_MANIFEST)
-        return {
-            "kind": "shard",
-            **shard.model_dump(mode="json", exclude={"images"}),
-            "images": len(shard.images),
-        }
+    for record, described in _FOLDERS.items():
+        if (folder / record).exists():
+            return described(folder)
     if folder.is_dir() and is_paris(folder):
         return _paris(folder)
-    return describe_source(folder, allow_pickle, variant)
+    return _checkpoint(folder, allow_pickle, variant)
 
 
-def describe_source(path: Path, allow_pickle: bool = False, variant: str | None = None) -> dict[str, Any]:
-    """Describe a checkpoint of other tools, unconverted; ``unstated`` lists what it does not state.
-
-    Args:
-        path: as for `hddm.checkpoints.plan.open_source`.
-        allow_pickle: whether pickle files are read.
-        variant: of the weights file.
-
-    Raises:
-        HddmError: for content that is no checkpoint of a known layout.
-    """
+def _checkpoint(path: Path, allow_pickle: bool, variant: str | None) -> dict[str, Any]:
     reading = Reading(allow_pickle=allow_pickle, variant=variant)
     unstated = []
     try:
         source = open_source(path, reading)
     except UnstatedHeads as missing:
         # Any number serves here: no shape depends on it.
-        source = open_source(
-            path, Reading(allow_pickle=allow_pickle, variant=variant, hints=Hints(num_heads=1))
-        )
+        source = open_source(path, replace(reading, num_heads=1))
         unstated.append(str(missing))
     network = source.network.__name__
     arguments = {k: v for k, v in source.arguments.items() if not (unstated and k in _HEADS)}
@@ -118,33 +75,29 @@ def describe_source(path: Path, allow_pickle: bool = False, variant: str | None 
         # Any height and width serve here: they are not part of the result.
         interface = interface_of(network, empty.config, (64, 64))
         unstated.append(str(missing))
-    facts: dict[str, Any] = {
+    described: dict[str, Any] = {
         "kind": "checkpoint",
         "layout": source.layout,
         "files": [file.name for file in source.files],
         "weights": list(source.sets),
-        "prediction_type": None,
-        "schedule": None,
-        "schedule_source": None,
-        "noise_range": None,
-        "shift": None,
+        **dict.fromkeys(("prediction_type", "schedule", "schedule_source", "noise_range", "shift")),
     }
+    notes = list(source.notes)
     try:
         found = resolve(source, None, None)
         if shape or not found.scheduler.get("use_dynamic_shifting"):
             found = with_shift(found, source, interface)
-            facts["shift"] = found.shift
-        facts |= {
+            described["shift"] = found.shift
+        described |= {
             "prediction_type": found.prediction_type.value,
             "schedule": found.schedule.config,
             "schedule_source": found.schedule_source,
             "noise_range": list(found.schedule.range),
         }
-        notes = [*source.notes, *found.notes]
+        notes += found.notes
     except HddmError as error:
         unstated.append(str(error))
-        notes = list(source.notes)
-    return facts | {
+    return described | {
         "sample_shape": shape,
         "space": "latents" if source.is_latent else "pixels",
         "latent_scale": source.latent_scale,
@@ -161,6 +114,43 @@ def describe_source(path: Path, allow_pickle: bool = False, variant: str | None 
     }
 
 
+def _expert(folder: Path) -> dict[str, Any]:
+    record = read_record(folder / EXPERT_FILE, ExpertRecord, FORMAT)
+    calibrated = (folder / CALIBRATION).exists()
+    near_noise = "bounded"
+    if not calibrated and record.prediction_type is PredictionType.EPSILON:
+        near_noise = (
+            "not bounded: grows as 1/(1 - t) up to the end of its noise range; hddm calibrate bounds it"
+        )
+    described = {
+        "kind": "expert",
+        **_with_changes(record.model_dump(mode="json", exclude={"adapter"})),
+        "noise_range": list(from_config(record.schedule).range),
+        "manifest": _manifest(folder, EXPERT_FILE),
+        "calibrated": calibrated,
+        "calibrated_on": calibration_record(folder),
+        "velocity_near_t_1": near_noise,
+    }
+    if record.adapter is None:
+        return described | _network(folder)
+    adapter = record.adapter.model_dump(mode="json") | {"targets": len(record.adapter.targets)}
+    return described | {"adapter": adapter} | _network(folder, ADAPTER_WEIGHTS)
+
+
+def _router(folder: Path) -> dict[str, Any]:
+    record = _with_changes(read_record(folder / ROUTER_FILE, RouterRecord, FORMAT).model_dump(mode="json"))
+    return {"kind": "router", **record, "manifest": _manifest(folder, ROUTER_FILE), **_network(folder)}
+
+
+def _shard(folder: Path) -> dict[str, Any]:
+    if is_encoded(folder):
+        encoded = read_encoded_manifest(folder)
+        record = encoded.model_dump(mode="json", exclude={"images", "data", "null"})
+        return {"kind": "encoded shard", **record, "images": encoded.num_rows, "files": len(encoded.data)}
+    shard = read_record(folder / MANIFEST, ShardManifest, SHARD_FORMAT, LARGEST_MANIFEST)
+    return {"kind": "shard", **shard.model_dump(mode="json", exclude={"images"}), "images": len(shard.images)}
+
+
 def _manifest(folder: Path, record: str) -> str:
     """The number of files that the folder can be checked by, as text; nothing is compared here."""
     if not has_manifest(folder):
@@ -169,29 +159,22 @@ def _manifest(folder: Path, record: str) -> str:
     return f"of {counted(len(read_folder_manifest(folder).files), 'file')}"
 
 
-def _near_noise(folder: Path, facts: ExpertRecord) -> str:
-    if (folder / CALIBRATION).exists() or facts.prediction_type is not PredictionType.EPSILON:
-        return "bounded"
-    return "not bounded: grows as 1/(1 - t) up to the end of its noise range; hddm calibrate bounds it"
-
-
-def _with_changes(facts: dict[str, Any]) -> dict[str, Any]:
-    """``facts`` with what was changed in the course of the training, if anything was, by its own name."""
-    training = dict(facts["training"])
+def _with_changes(record: dict[str, Any]) -> dict[str, Any]:
+    """``record`` with the changes in the course of its training, if there were any, by their own name."""
+    training = dict(record["training"])
     changes = training.pop("changes", None)
-    return facts | {"training": training} | ({"changes": changes} if changes else {})
+    return record | {"training": training} | ({"changes": changes} if changes else {})
 
 
 def _partition(folder: Path) -> dict[str, Any]:
     """Its own record, which `hddm encode` takes over, and of an encoded one how its shards are encoded."""
-    facts = read_record(folder / PARTITION_FILE, PartitionRecord, SHARD_FORMAT).model_dump()
-    there = (shard for shard in find_shards(folder) if (shard / MANIFEST).is_file())
-    shard = next(there, None)
+    record = read_record(folder / PARTITION_FILE, PartitionRecord, SHARD_FORMAT).model_dump()
+    shard = next((shard for shard in find_shards(folder) if (shard / MANIFEST).is_file()), None)
     if shard is None or not is_encoded(shard):
-        return {"kind": "partition", **facts}
+        return {"kind": "partition", **record}
     encoded = read_encoded_manifest(shard).model_dump(mode="json")
     how = {key: encoded[key] for key in ("classes", "encoding", "vae", "text_encoder")}
-    return {"kind": "encoded partition", **how, **facts}
+    return {"kind": "encoded partition", **how, **record}
 
 
 def _paris(folder: Path) -> dict[str, Any]:
@@ -214,12 +197,12 @@ def _paris(folder: Path) -> dict[str, Any]:
 
 
 def _ensemble(folder: Path) -> dict[str, Any]:
-    facts = read_ensemble_facts(folder)
-    experts = [describe(folder / name) for name in facts.experts]
+    record = read_ensemble_facts(folder)
+    experts, bases = [describe(folder / name) for name in record.experts], set(record.bases.values())
     classes = read_model_index(folder) if (folder / MODEL_INDEX).exists() else {}
     described = {
         "kind": "ensemble",
-        **facts.model_dump(mode="json"),
+        **record.model_dump(mode="json"),
         "classes": next((expert["classes"] for expert in experts if expert["classes"]), []),
         "objectives": [expert["objective"] for expert in experts],
         "shards": [expert["shard"] and expert["shard"]["index"] for expert in experts],
@@ -227,40 +210,35 @@ def _ensemble(folder: Path) -> dict[str, Any]:
         "components": {name: ".".join(kind) for name, kind in classes.items() if kind},
         # Each weight that is there counts once.
         "parameters": sum(expert["parameters"] for expert in experts)
-        + sum(_numbers(folder / name)[0] for name in facts.bases.values() if name not in facts.experts),
+        + sum(_numbers(folder / name / WEIGHTS)[0] for name in bases - set(record.experts)),
     }
-    if facts.router is not None:
-        router = read_record(folder / facts.router / ROUTER_FILE, RouterRecord, FORMAT)
-        described["router_outputs"] = list(facts.router_outputs or range(len(experts)))
+    if record.router is not None:
+        router = read_record(folder / record.router / ROUTER_FILE, RouterRecord, FORMAT)
+        described["router_outputs"] = list(record.router_outputs or range(len(experts)))
         described["router_shards"] = len(router.shard_hashes)
         described["router_calibrated"] = bool(router.calibration)
     return described
 
 
-def _adapter(folder: Path, adapter: AdapterRecord) -> dict[str, Any]:
-    """Of an adapter its own numbers, wherever the base may be."""
-    total, dtypes = _numbers(folder, ADAPTER_WEIGHTS)
-    record = adapter.model_dump(mode="json") | {"targets": len(adapter.targets)}
-    return {"adapter": record, "parameters": total, "dtypes": dtypes, "architecture": _config(folder)}
+def _network(folder: Path, name: str = WEIGHTS) -> dict[str, Any]:
+    """What a folder says of its network, or an adapter of its own numbers, wherever the base may be."""
+    total, dtypes = _numbers(folder / name)
+    config = {k: v for k, v in read_json(folder / "config.json").items() if not k.startswith("_")}
+    return {"parameters": total, "dtypes": dtypes, "architecture": config}
 
 
-def _network(folder: Path) -> dict[str, Any]:
-    total, dtypes = _numbers(folder)
-    return {"parameters": total, "dtypes": dtypes, "architecture": _config(folder)}
-
-
-def _config(folder: Path) -> dict[str, Any]:
-    return {k: v for k, v in read_json(folder / "config.json").items() if not k.startswith("_")}
-
-
-def _numbers(folder: Path, name: str = WEIGHTS) -> tuple[int, list[str]]:
+def _numbers(path: Path) -> tuple[int, list[str]]:
     """The count of numbers in a file of weights, and their dtypes."""
-    path = folder / name
-    try:
-        with safe_open(path, "pt") as weights:
-            slices = [weights.get_slice(key) for key in weights.keys()]  # noqa: SIM118
-            sizes = [math.prod(part.get_shape()) for part in slices]
-            dtypes = sorted({part.get_dtype() for part in slices})
-    except (FileNotFoundError, SafetensorError) as error:
-        raise HddmError(f"{path}: cannot be read ({error})") from error
-    return sum(sizes), dtypes
+    tensors = read_header(path)[0].values()
+    names = {dtype: name for name, dtype in DTYPES.items()}
+    return sum(math.prod(one.shape) for one in tensors), sorted({names[one.dtype] for one in tensors})
+
+
+_FOLDERS: dict[str, Callable[[Path], dict[str, Any]]] = {
+    EXPERT_FILE: _expert,
+    ROUTER_FILE: _router,
+    ENSEMBLE_FILE: _ensemble,
+    PARTITION_FILE: _partition,
+    MANIFEST: _shard,
+}
+"""Descriptions of what hddm writes, by its record."""

@@ -39,8 +39,8 @@ def inspected(path: Path, allow_pickle: bool = False, variant: str | None = None
             return inspected(path.parent, allow_pickle, variant)
         content = read_json(path, _LARGEST)
         if content.get("kind") == KIND:
-            facts = {key: content.get(key) for key in ("comparable", "reasons")}
-            return {"kind": KIND, **facts, "read_by": "hddm compare"}
+            judged = {key: content.get(key) for key in ("comparable", "reasons")}
+            return {"kind": KIND, **judged, "read_by": "hddm compare"}
     if not any((path / record).exists() for record in (*_MODELS, PARTITION_FILE, MANIFEST)):
         found = next((one for record, one in _RECORDS.items() if any(path.glob(record))), None)
         if found is None and _holds_images(path):
@@ -73,20 +73,20 @@ def _run(folder: Path) -> dict[str, Any]:
 
 def _experts(folder: Path) -> dict[str, Any]:
     """Experts side by side, as ``hddm train all`` trains them, and those that it has not finished."""
-    finished = {path.parent.name: path for path in folder.glob(f"*/{EXPERT_FILE}")}
+    experts = {path.parent.name: path for path in folder.glob(f"*/{EXPERT_FILE}")}
     runs = {path.parent.name.removesuffix(".run"): path for path in folder.glob(_RUNS)}
-    experts: list[dict[str, Any]] = []
-    for name in sorted(finished | runs, key=lambda name: (len(name), name)):
-        if name in finished:
-            record = read_json(finished[name])
+    described: list[dict[str, Any]] = []
+    for name in sorted(experts | runs, key=lambda name: (len(name), name)):
+        if name in experts:
+            record = read_json(experts[name])
             shard, training = record.get("shard") or {}, record.get("training") or {}
-            facts = {"objective": record.get("objective"), "shard": shard.get("index")}
-            experts.append({"name": name, **facts, "finished": True, "steps": training.get("steps")})
+            done = {"shard": shard.get("index"), "finished": True, "steps": training.get("steps")}
+            described.append({"name": name, "objective": record.get("objective"), **done})
         else:
             run = _run(runs[name].parent)
-            facts = {key: run[key] for key in ("finished", "step", "steps", "last_checkpoint")}
-            experts.append({"name": name, "objective": run["settings"].get("objective"), **facts})
-    return {"kind": "experts", "experts": experts, "read_by": "hddm assemble, hddm verify"}
+            step = {key: run[key] for key in ("finished", "step", "steps", "last_checkpoint")}
+            described.append({"name": name, "objective": run["settings"].get("objective"), **step})
+    return {"kind": "experts", "experts": described, "read_by": "hddm assemble, hddm verify"}
 
 
 def _read_by(kind: str, verbs: str) -> Describe:

@@ -5,9 +5,9 @@ read from shapes. The file brings its betas and latent scale as buffers, but say
 it predicts noise or v; that has to be said (``--prediction-type``).
 """
 
-import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,16 +16,17 @@ from diffusers.schedulers.scheduling_ddpm import rescale_zero_terminal_snr
 from torch import Tensor
 from torch.nn import functional as F
 
-from hddm.checkpoints.keys import KeyTable, same
-from hddm.checkpoints.layouts import (
+from hddm.checkpoints.layouts import Modules, UnstatedHeads, attend, count_blocks, shape_of
+from hddm.checkpoints.sources import (
+    Checkpoint,
+    Declared,
     Forward,
-    Hints,
-    Modules,
+    KeyTable,
+    Reading,
     Weights,
-    attend,
-    count_blocks,
-    shape_of,
-    unet_heads,
+    WeightSet,
+    choose_set,
+    same,
 )
 from hddm.networks.folders import empty_network
 from hddm.utils.errors import HddmError
@@ -38,6 +39,13 @@ MARKERS = (f"{UNET}input_blocks.0.0.weight", f"{UNET}time_embed.0.weight")
 OTHER_PARTS = ("first_stage_model.", "cond_stage_model.", "conditioner.")
 NETWORK = UNet2DConditionModel
 _GROUPS = 32
+_SD, _XL = (320, 640, 1280, 1280), (320, 640, 1280)
+# Heads by widths, width of the text and whether projections are linear: Stable Diffusion 1, 2 and XL.
+_HEADS: dict[tuple[tuple[int, ...], int, bool], int | list[int]] = {
+    (_SD, 768, False): 8,
+    (_SD, 1024, True): [5, 10, 20, 20],
+    (_XL, 2048, True): [5, 10, 20],
+}
 _MIDDLE = "UNetMidBlock2DCrossAttn"
 _BLOCKS = {_MIDDLE, "CrossAttnDownBlock2D", "DownBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"}
 _OUTER = {
@@ -66,28 +74,77 @@ _BUFFERS = re.compile(
 )
 
 
-def weight_sets(weights: Weights) -> dict[str, dict[str, Tensor]]:
-    """The UNet's tensors by set: averaged copies have flattened names under ``model_ema``."""
-    raw = {name: tensor for name, tensor in weights.items() if name.startswith(UNET)}
-    averaged = {name: weights.get(EMA + "".join(name.split(".")[1:])) for name in raw}
-    present = {name: tensor for name, tensor in averaged.items() if tensor is not None}
-    if not present:
-        return {"unstated": raw}
-    return {"raw": raw, "ema": present}
+def open_ldm(path: Path, content: dict[str, Tensor], reading: Reading) -> Checkpoint:
+    """The checkpoint in a file of this layout, given all its tensors; a stranger among them is refused."""
+    raw = {name: tensor for name, tensor in content.items() if name.startswith(UNET)}
+    # Averaged copies have flattened names.
+    flat = {name: EMA + "".join(name.split(".")[1:]) for name in raw}
+    averaged = {name: content[copy] for name, copy in flat.items() if copy in content}
+    sets: dict[WeightSet, dict[str, Tensor]] = (
+        {"raw": raw, "ema": averaged} if averaged else {"unstated": raw}
+    )
+    chosen = choose_set(sets, reading.weights, str(path))
+    weights = sets[chosen]
+    config = arguments(weights, reading, str(path))
+    names = empty_network(NETWORK, config, len(weights), str(path)).state_dict()
+    buffers = {name: tensor for name, tensor in content.items() if _BUFFERS.fullmatch(name)}
+    known = (UNET, EMA, *OTHER_PARTS)
+    strangers = [name for name in content if not name.startswith(known) and name not in buffers]
+    if strangers:
+        raise HddmError(f"{path}: its tensors are not those of the layout: left over {', '.join(strangers)}")
+    others, notes = sum(name.startswith(OTHER_PARTS) for name in content), []
+    if others:
+        notes.append(f"{others} tensors of its VAE and text encoder are left alone")
+    if "ztsnr" in content:
+        notes.append("ztsnr marks training to no signal: a --schedule has to say rescale_betas_zero_snr")
+    if reading.sample_size is None:
+        notes.append(f"samples of side {config['sample_size']} are assumed; --sample-size says otherwise")
+    scale = content.get("scale_factor")
+    return Checkpoint(
+        path=path,
+        layout=LAYOUT,
+        files=(path,),
+        weights=weights,
+        network=NETWORK,
+        arguments=config,
+        table=table(names, config, str(path)),
+        forward=lambda: forward(weights, config),
+        declared=_declared(content),
+        sets=tuple(sets),
+        chosen=chosen,
+        latent_scale=None if scale is None or scale.numel() != 1 else float(scale),
+        notes=tuple(notes),
+        # Not the network's, but without them the file says less of itself.
+        kept=buffers,
+    )
 
 
-def arguments(weights: Weights, hints: Hints, origin: str) -> dict[str, Any]:
+def _declared(content: Weights) -> Declared:
+    """The betas that the file carries as a buffer, and its marker of predicting v.
+
+    Trainers leave ``ztsnr`` in files that were trained to no signal at all, often beside the betas that they
+    had started from; these are rescaled as the trainers do (arXiv:2305.08891).
+    """
+    kind = "v_prediction" if "v_pred" in content else None
+    betas, origin = content.get("betas"), "the betas in the file"
+    if betas is None or not betas.numel():
+        return Declared(None, origin, prediction_type=kind)
+    betas = betas.double().flatten()
+    if "ztsnr" in content and len(betas) > 1 and betas[-1] < 1:
+        betas = rescale_zero_terminal_snr(betas)
+        origin += ", rescaled to no signal at their end as its ztsnr asks"
+    return Declared({"name": "discrete", "betas": betas.tolist()}, origin, prediction_type=kind)
+
+
+def arguments(weights: Weights, reading: Reading, origin: str) -> dict[str, Any]:
     """Arguments of the `UNet2DConditionModel` with the same function, read from shapes.
 
-    Raises:
-        HddmError: for a network without text conditions, or one whose blocks are not regular.
+    A network must have text conditions and the same number of layers at every level.
     """
     unet = {name.removeprefix(UNET): tensor for name, tensor in weights.items()}
-    inputs = count_blocks(unet, "input_blocks")
-    kinds = [_kind(unet, f"input_blocks.{n}") for n in range(inputs)]
     levels: list[list[int]] = [[]]
-    for n, kind in enumerate(kinds[1:], 1):
-        if kind == "down":
+    for n in range(1, count_blocks(unet, "input_blocks")):
+        if f"input_blocks.{n}.0.op.weight" in unet:
             levels.append([])
         else:
             levels[-1].append(n)
@@ -98,9 +155,10 @@ def arguments(weights: Weights, hints: Hints, origin: str) -> dict[str, Any]:
     channels = [
         shape_of(unet, f"input_blocks.{level[0]}.0.out_layers.3.weight", 4, origin)[0] for level in levels
     ]
-    depths = [_depth(unet, f"input_blocks.{level[0]}.1") for level in levels]
-    middle = _depth(unet, "middle_block.1")
-    prefix = next((f"input_blocks.{n}.1" for n, kind in enumerate(kinds) if kind == "attention"), None)
+    depths = [count_blocks(unet, f"input_blocks.{level[0]}.1.transformer_blocks") for level in levels]
+    middle = count_blocks(unet, "middle_block.1.transformer_blocks")
+    attending = (f"input_blocks.{n}.1" for level in levels for n in level)
+    prefix = next((name for name in attending if f"{name}.proj_in.weight" in unet), None)
     if prefix is None:
         raise HddmError(f"{origin}: no attention to text was found; only text-conditional UNets are known")
     context = shape_of(unet, f"{prefix}.transformer_blocks.0.attn2.to_k.weight", 2, origin)[1]
@@ -110,7 +168,7 @@ def arguments(weights: Weights, hints: Hints, origin: str) -> dict[str, Any]:
     if depths[-1] == 0 and middle:
         layers[-1] = middle
     result: dict[str, Any] = {
-        "sample_size": hints.sample_size or (128 if "label_emb.0.0.weight" in unet else 64),
+        "sample_size": reading.sample_size or (128 if "label_emb.0.0.weight" in unet else 64),
         "in_channels": shape_of(unet, "input_blocks.0.0.weight", 4, origin)[1],
         "out_channels": shape_of(unet, "out.2.weight", 4, origin)[0],
         "block_out_channels": channels,
@@ -120,7 +178,7 @@ def arguments(weights: Weights, hints: Hints, origin: str) -> dict[str, Any]:
         "transformer_layers_per_block": layers[0] if len(set(layers)) == 1 else layers,
         "cross_attention_dim": context,
         "use_linear_projection": is_linear,
-        "attention_head_dim": unet_heads(channels, context, is_linear, hints, origin),
+        "attention_head_dim": unet_heads(channels, context, is_linear, reading.num_heads, origin),
     }
     if "label_emb.0.0.weight" in unet:
         width = shape_of(unet, "label_emb.0.0.weight", 2, origin)[1]
@@ -132,21 +190,27 @@ def arguments(weights: Weights, hints: Hints, origin: str) -> dict[str, Any]:
     return result
 
 
-def table(config: Mapping[str, Any], weights: Weights, origin: str) -> KeyTable:
-    """Names of the file against those of the class."""
-    return _table_of(empty_network(NETWORK, config, len(weights), origin).state_dict(), config, origin)
+def unet_heads(
+    channels: list[int], context: int, is_linear: bool, number: int | None, origin: str
+) -> int | list[int]:
+    """The number of heads, which diffusers calls attention_head_dim: the user's, or a published network's."""
+    if number is not None:
+        odd = [width for width in channels if number < 1 or width % number]
+        if odd:
+            raise HddmError(f"--num-heads {number}: a width of {odd[0]} in {origin} does not divide by it")
+        return number
+    found = _HEADS.get((tuple(channels), context, is_linear))
+    if found is None:
+        raise UnstatedHeads(
+            f"{origin}: widths {channels} with text of width {context} are no Stable Diffusion 1, 2 or XL, "
+            "and no tensor tells the number of attention heads: pass --num-heads, the same number at every "
+            "level"
+        )
+    return found
 
 
-def table_of_class(config: Mapping[str, Any], weights: Weights) -> KeyTable:
-    """As `table`, given the tensors under the names of the class.
-
-    Raises:
-        HddmError: for a network that the layout cannot name.
-    """
-    return _table_of(weights, config, f"--to-layout {LAYOUT}")
-
-
-def _table_of(names: Iterable[str], config: Mapping[str, Any], origin: str) -> KeyTable:
+def table(names: Iterable[str], config: Mapping[str, Any], origin: str) -> KeyTable:
+    """Names of the file against ``names``, those of the class; raises for one that the layout cannot name."""
     odd = {*config["down_block_types"], *config["up_block_types"], config.get("mid_block_type", _MIDDLE)}
     odd -= _BLOCKS
     layers = config["layers_per_block"]
@@ -183,56 +247,6 @@ def _name(name: str, layers: int, up_block_types: Sequence[str], origin: str) ->
     return f"output_blocks.{level * block + index}.{kind}.{rest}"
 
 
-def betas(everything: Weights) -> tuple[list[float] | None, str]:
-    """The training betas that the file carries as a buffer, and what was done to them.
-
-    Trainers leave ``ztsnr`` in files that were trained to no signal at all, often beside the betas that they
-    had started from; these are rescaled as the trainers do (arXiv:2305.08891).
-    """
-    found, origin = everything.get("betas"), "the betas in the file"
-    if found is None:
-        return None, origin
-    found = found.double().flatten()
-    if "ztsnr" in everything and len(found) > 1 and found[-1] < 1:
-        found = rescale_zero_terminal_snr(found)
-        origin += ", rescaled to no signal at their end as its ztsnr asks"
-    return [float(beta) for beta in found], origin
-
-
-def latent_scale(everything: Weights) -> float | None:
-    """The VAE's scale where the file carries it."""
-    found = everything.get("scale_factor")
-    return None if found is None or found.numel() != 1 else float(found)
-
-
-def _kind(unet: Weights, block: str) -> str:
-    if f"{block}.0.op.weight" in unet:
-        return "down"
-    return "attention" if f"{block}.1.proj_in.weight" in unet else "plain"
-
-
-def _depth(unet: Weights, prefix: str) -> int:
-    pattern = re.compile(rf"{re.escape(prefix)}\.transformer_blocks\.(\d+)\.")
-    found = [int(match[1]) for match in map(pattern.match, unet) if match]
-    return 1 + max(found, default=-1)
-
-
-def prediction_type(everything: Weights) -> str | None:
-    """``v_prediction`` where the file carries the marker that trainers of such models leave."""
-    return "v_prediction" if "v_pred" in everything else None
-
-
-def strangers(everything: Weights) -> list[str]:
-    """Names that belong to none of the parts of such a file."""
-    known = (UNET, EMA, *OTHER_PARTS)
-    return [name for name in everything if not name.startswith(known) and not _BUFFERS.fullmatch(name)]
-
-
-def buffers(everything: Weights) -> dict[str, Tensor]:
-    """Schedule, markers and scales: not the network's, but without them the file says less of itself."""
-    return {name: tensor for name, tensor in everything.items() if _BUFFERS.fullmatch(name)}
-
-
 def forward(weights: Weights, config: Mapping[str, Any]) -> Forward:
     """The network over the layout's own names, apart from the table that a conversion goes by.
 
@@ -244,15 +258,15 @@ def forward(weights: Weights, config: Mapping[str, Any]) -> Forward:
     number, levels = config["attention_head_dim"], len(config["block_out_channels"])
     heads: Sequence[int] = number if isinstance(number, Sequence) else [number] * levels
 
-    def run(x: Tensor, timestep: Tensor, conditions: Mapping[str, Tensor]) -> Tensor:
+    def run(x: Tensor, timestep: Tensor, conditions: Weights) -> Tensor:
         own = _Unet(weights, x)
         text = conditions["encoder_hidden_states"].to(x.dtype)
         width = weights["input_blocks.0.0.weight"].shape[0]
-        emb = own.perceptron(waves(timestep, width).to(x.dtype), "time_embed.0", "time_embed.2", F.silu)
+        emb = own.perceptron(own.waves(timestep, width), "time_embed.0", "time_embed.2", F.silu)
         if own.has("label_emb.0.0"):
             sizes = conditions["time_ids"]
-            each = waves(sizes.flatten(), config["addition_time_embed_dim"]).view(len(sizes), -1)
-            given = torch.cat([conditions["text_embeds"].to(x.dtype), each.to(x.dtype)], 1)
+            each = own.waves(sizes.flatten(), config["addition_time_embed_dim"]).view(len(sizes), -1)
+            given = torch.cat([conditions["text_embeds"].to(x.dtype), each], 1)
             emb = emb + own.perceptron(given, "label_emb.0.0", "label_emb.0.2", F.silu)
         h, level = own.conv(x, "input_blocks.0.0"), 0
         skips = [h]
@@ -285,30 +299,22 @@ def forward(weights: Weights, config: Mapping[str, Any]) -> Forward:
 class _Unet(Modules):
     """Parts of the network by name."""
 
-    def __init__(self, weights: Weights, like: Tensor) -> None:
-        super().__init__(weights, like)
-        self._names = weights
-
     def has(self, name: str) -> bool:
         """True where the file has a part of this name."""
-        return f"{name}.weight" in self._names
-
-    def depth(self, name: str) -> int:
-        """Number of transformer blocks below ``name``."""
-        return count_blocks(self._names, f"{name}.transformer_blocks")
+        return f"{name}.weight" in self.weights
 
     def conv(self, x: Tensor, name: str, stride: int = 1) -> Tensor:
         """A convolution that keeps the size but for its stride."""
-        weight = self.get(f"{name}.weight")
-        return F.conv2d(x, weight, self.get(f"{name}.bias"), stride, weight.shape[-1] // 2)
+        weight, bias = self.both(name)
+        return F.conv2d(x, weight, bias, stride, weight.shape[-1] // 2)
 
     def groups(self, x: Tensor, name: str, eps: float) -> Tensor:
         """Group norm."""
-        return F.group_norm(x, _GROUPS, self.get(f"{name}.weight"), self.get(f"{name}.bias"), eps)
+        return F.group_norm(x, _GROUPS, *self.both(name), eps)
 
     def layer_norm(self, x: Tensor, name: str) -> Tensor:
         """Layer norm."""
-        return F.layer_norm(x, x.shape[-1:], self.get(f"{name}.weight"), self.get(f"{name}.bias"))
+        return F.layer_norm(x, x.shape[-1:], *self.both(name))
 
     def residual(self, x: Tensor, emb: Tensor, name: str) -> Tensor:
         """Two convolutions with the time added between them, around a skip."""
@@ -330,7 +336,7 @@ class _Unet(Modules):
         """Transformer blocks over the pixels of ``x``, between two projections and around a skip."""
         h = self.groups(x, f"{name}.norm", 1e-6).flatten(2).mT
         h = self._project(h, f"{name}.proj_in")
-        for n in range(self.depth(name)):
+        for n in range(count_blocks(self.weights, f"{name}.transformer_blocks")):
             block = f"{name}.transformer_blocks.{n}"
             own = self.layer_norm(h, f"{block}.norm1")
             h = h + self.attention(own, own, f"{block}.attn1", heads)
@@ -345,11 +351,3 @@ class _Unet(Modules):
     def _project(self, tokens: Tensor, name: str) -> Tensor:
         """A linear layer, or the convolution of one pixel that says the same."""
         return F.linear(tokens, self.get(f"{name}.weight").flatten(1), self.get(f"{name}.bias"))
-
-
-def waves(values: Tensor, width: int) -> Tensor:
-    """Cosines, then sines of ``values`` (batch,) at rates from 1 to 1e-4: (batch, width)."""
-    half = width // 2
-    rates = torch.exp(-math.log(1e4) * torch.arange(half, dtype=torch.float32) / half)
-    angles = values.float()[:, None] * rates
-    return torch.cat([angles.cos(), angles.sin()], 1)

@@ -1,24 +1,30 @@
-"""Plans of conversions: the source is recognised, and everything is decided, before anything is written."""
+"""Plans of conversions: the source is recognised, everything is decided, and said, before any is written."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
+from diffusers import UNet2DConditionModel
 from torch import Tensor
 
 from hddm.checkpoints.architecture import PAPER_STEPS, Built, reshape, restart
-from hddm.checkpoints.diffusers_models import DIFFUSERS_LAYOUTS, open_expert
-from hddm.checkpoints.diffusers_models import LAYOUT as HDDM
-from hddm.checkpoints.folders import PIPELINE, STEM, open_model, open_pipeline
-from hddm.checkpoints.layouts import UnstatedHeads
-from hddm.checkpoints.single_files import FILE_LAYOUTS, IMAGENET_LICENCE, LDM, open_file
+from hddm.checkpoints.folders import (
+    DIFFUSERS_LAYOUTS,
+    PIPELINE,
+    STEM,
+    open_expert,
+    open_model,
+    open_pipeline,
+)
+from hddm.checkpoints.folders import LAYOUT as HDDM
+from hddm.checkpoints.layouts import IMAGENET_LICENCE, UnstatedHeads
+from hddm.checkpoints.single_files import FILE_LAYOUTS, LDM, open_file
 from hddm.checkpoints.sources import Checkpoint, Conventions, Reading, resolve, with_shift
 from hddm.experts.records import EXPERT_FILE, ExpertRecord, SourceRecord
 from hddm.networks.folders import differences, empty_network
-from hddm.networks.identity import TextEncoderRecord
 from hddm.networks.wrappers import Interface, interface_of
 from hddm.schedules import LinearSchedule
 from hddm.utils.errors import HddmError, UsageError, choose
@@ -32,11 +38,10 @@ TEXT = "encoder_hidden_states"
 
 
 @dataclass(frozen=True)
-class Conversion:
-    """Options of a conversion.
+class Conversion(Reading):
+    """Options of a conversion, besides those of reading its source.
 
     Args:
-        reading: how the source is read.
         schedule: a diffusers scheduler config instead of the source's.
         prediction_type: as the user states it.
         architecture, modulation_rank, text_dim: see `hddm.checkpoints.architecture.reshape`.
@@ -45,7 +50,6 @@ class Conversion:
         licence: of the weights, where the source does not state it.
     """
 
-    reading: Reading = field(default_factory=Reading)
     schedule: Path | None = None
     prediction_type: str | None = None
     architecture: str | None = None
@@ -57,28 +61,31 @@ class Conversion:
 
 @dataclass(frozen=True)
 class Plan:
-    """A conversion that is checked and ready to be written.
-
-    ``size`` is that of the weights in bytes, ``parameters`` their number; ``source_parameters`` that of the
-    source.
-    """
+    """A conversion that is checked and ready to be written."""
 
     source: Checkpoint
     conventions: Conventions
     built: Built
     interface: Interface
-    facts: ExpertRecord
+    record: ExpertRecord
     nulls: Mapping[str, Tensor]
     extras: Mapping[str, Tensor]
-    size: int
-    parameters: int
-    source_parameters: int
+
+    @property
+    def size(self) -> int:
+        """Bytes of the weights."""
+        return sum(torch.Size(one.shape).numel() * one.dtype.itemsize for one in self.built.tensors)
+
+    @property
+    def parameters(self) -> int:
+        """The number of weights."""
+        return sum(torch.Size(one.shape).numel() for one in self.built.tensors)
 
     @property
     def is_restarted(self) -> bool:
         """True for a head that starts anew by the paper's recipe, with no function to preserve."""
-        assert self.facts.source is not None
-        return bool(self.facts.source.options["recipe"] == PAPER)
+        assert self.record.source is not None
+        return bool(self.record.source.options["recipe"] == PAPER)
 
 
 def open_source(path: Path, reading: Reading) -> Checkpoint:
@@ -134,16 +141,18 @@ def plan(path: Path, conversion: Conversion) -> Plan:
         HddmError: for a source that cannot be read, of no known layout, of unknown conventions, or whose
             tensors are not exactly those of its network.
     """
-    source = open_source(path, conversion.reading)
-    _refuse_idle(source, conversion.reading)
+    source = open_source(path, conversion)
+    _refuse_idle(source, conversion)
     conventions = resolve(source, conversion.schedule, conversion.prediction_type)
-    origin = str(source.files[0])
-    tensors, extras = _own_tensors(source, origin)
-    end = conventions.schedule.end * conventions.time_scale
-    built = reshape(
-        source, tensors, end, conversion.architecture, conversion.modulation_rank, conversion.text_dim
-    )
-    size = _size(source, conversion.reading)
+    tensors, extras = _own_tensors(source)
+    built = Built(source.network, dict(source.arguments), tensors)
+    if conversion.architecture is not None or conversion.text_dim is not None:
+        end = conventions.schedule.end * conventions.time_scale
+        rank, text_dim = conversion.modulation_rank, conversion.text_dim
+        built = reshape(source, tensors, end, conversion.architecture, rank, text_dim)
+    # For a network whose config does not state it.
+    side = conversion.sample_size
+    size = source.record.sample_shape[1:] if source.record else None if side is None else (side, side)
     interface = _interface(built, source, size)
     conventions = with_shift(conventions, source, interface)
     if conversion.recipe == PAPER:
@@ -155,28 +164,21 @@ def plan(path: Path, conversion: Conversion) -> Plan:
     if built.network is source.network and conversion.architecture is None:
         extras |= source.kept
     nulls = {name: extras[key] for name, key in source.nulls.items() if key in extras}
-    if source.empty_prompt is not None:
-        nulls[TEXT] = _no_text(source, built.arguments)
-    count = sum(tensor.numel() for tensor in source.weights.values())
-    sizes = [torch.Size(one.shape).numel() for one in built.tensors]
-    return Plan(
-        source=source,
-        conventions=conventions,
-        built=built,
-        interface=interface,
-        facts=_facts(source, conventions, interface, conversion),
-        nulls=nulls or dict(source.null_tensors),
-        extras=extras,
-        size=sum(n * one.dtype.itemsize for n, one in zip(sizes, built.tensors, strict=True)),
-        parameters=sum(sizes),
-        source_parameters=count,
-    )
+    if source.network is UNet2DConditionModel and (tokens := source.text.empty_prompt()) is not None:
+        wanted = built.arguments.get("cross_attention_dim")
+        if tokens.shape[1] != wanted:
+            raise HddmError(
+                f"{path}: the text encoder beside it gives tokens of width {tokens.shape[1]}, not {wanted}"
+            )
+        nulls[TEXT] = tokens
+    record = _record(source, conventions, interface, conversion)
+    return Plan(source, conventions, built, interface, record, nulls or source.null_tensors, extras)
 
 
 def _refuse_idle(source: Checkpoint, reading: Reading) -> None:
     """Refuse options that would change nothing."""
     states_itself = source.layout == HDDM or source.layout in DIFFUSERS_LAYOUTS
-    if reading.hints.num_heads is not None and states_itself:
+    if reading.num_heads is not None and states_itself:
         raise HddmError(f"--num-heads: {source.path} has a config.json that states it; drop the option")
     if source.layout in (*FILE_LAYOUTS, LDM, HDDM) and reading.variant is not None:
         raise HddmError(f"--variant {reading.variant}: {source.path} has no variants; drop the option")
@@ -190,52 +192,16 @@ def _licence(source: Checkpoint, stated: str | None) -> str | None:
     return stated or source.licence
 
 
-def _no_text(source: Checkpoint, arguments: Mapping[str, Any]) -> Tensor:
-    assert source.empty_prompt is not None
-    tokens, wanted = source.empty_prompt(), arguments.get("cross_attention_dim")
-    if tokens.shape[1] != wanted:
-        raise HddmError(
-            f"{source.path}: the text encoder beside it gives tokens of width {tokens.shape[1]}, not {wanted}"
-        )
-    return tokens
-
-
-def _text_encoder(source: Checkpoint, interface: Interface) -> TextEncoderRecord | None:
-    if source.facts is not None:
-        return source.facts.text_encoder
-    if source.text_encoder is None or TEXT not in interface.conditions:
-        return None
-    return source.text_encoder()
-
-
-def _scheduler(source: Checkpoint) -> dict[str, Any] | None:
-    declared = source.declared
-    is_own = declared.scheduler is not None and "_class_name" in declared.scheduler
-    return dict(declared.scheduler or {}) if is_own and not declared.is_layout_rule else None
-
-
-def _short_origin(origin: str) -> str:
-    """The last two parts of a path; other text as it is."""
-    return "/".join(Path(origin).parts[-2:]) if origin.endswith(".json") else origin
-
-
-def _own_tensors(source: Checkpoint, origin: str) -> tuple[list[Planned], dict[str, Tensor]]:
+def _own_tensors(source: Checkpoint) -> tuple[list[Planned], dict[str, Tensor]]:
+    origin = str(source.files[0])
     tensors, extras = source.table.to_ours(source.weights, origin)
-    tensors = [Planned(t.name, t.shape, t.dtype, t.read, origin) for t in tensors]
+    tensors = [replace(one, origin=origin) for one in tensors]
     network = empty_network(source.network, source.arguments, len(source.weights), origin)
     found = {one.name: torch.empty(one.shape, dtype=one.dtype, device="meta") for one in tensors}
     problems = differences(network.state_dict(), found)
     if problems:
         raise HddmError(f"{origin}: does not fit its {source.network.__name__}: {'; '.join(problems)}")
     return tensors, extras
-
-
-def _size(source: Checkpoint, reading: Reading) -> tuple[int, int] | None:
-    """Height and width of a sample, for a network whose config does not state them."""
-    side = reading.hints.sample_size
-    if source.facts is not None:
-        return source.facts.sample_shape[1:]
-    return None if side is None else (side, side)
 
 
 def _interface(built: Built, source: Checkpoint, size: tuple[int, int] | None) -> Interface:
@@ -247,20 +213,22 @@ def _interface(built: Built, source: Checkpoint, size: tuple[int, int] | None) -
         raise HddmError(f"{source.path}: {error}") from error
 
 
-def _facts(
+def _record(
     source: Checkpoint, conventions: Conventions, interface: Interface, conversion: Conversion
 ) -> ExpertRecord:
     paper = conversion.recipe == PAPER
-    own = source.facts
+    own, origin = source.record, conventions.schedule_source
     is_flow = conventions.prediction_type is PredictionType.FLOW_PREDICTION
+    text_encoder = own.text_encoder if own else source.text.record() if TEXT in interface.conditions else None
+    scheduler = None if source.declared.is_layout_rule else source.declared.scheduler
     changes = {
         "architecture": conversion.architecture,
         "modulation_rank": conversion.modulation_rank if conversion.architecture else None,
         "text_dim": conversion.text_dim,
         "recipe": conversion.recipe,
-        "variant": conversion.reading.variant,
-        "num_heads": conversion.reading.hints.num_heads,
-        "sample_size": conversion.reading.hints.sample_size,
+        "variant": conversion.variant,
+        "num_heads": conversion.num_heads,
+        "sample_size": conversion.sample_size,
         "schedule": conversion.schedule.name if conversion.schedule else None,
         "prediction_type": conversion.prediction_type,
     }
@@ -268,13 +236,14 @@ def _facts(
         objective="flow" if is_flow or (own and own.objective == "flow") else "ddpm",
         prediction_type=conventions.prediction_type,
         schedule=conventions.schedule.config,
-        schedule_source=_short_origin(conventions.schedule_source),
+        # The last two parts of a path; other text as it is.
+        schedule_source="/".join(Path(origin).parts[-2:]) if origin.endswith(".json") else origin,
         time_scale=conventions.time_scale,
         sample_shape=interface.sample_shape,
         space="latents" if source.is_latent else "pixels",
         latent_scale=source.latent_scale,
         vae=own.vae if own else source.vae,
-        text_encoder=_text_encoder(source, interface),
+        text_encoder=text_encoder,
         shift=conventions.shift,
         variance_head=interface.variance_head,
         round_time=paper or bool(own and own.round_time),
@@ -288,7 +257,7 @@ def _facts(
         source=SourceRecord(
             layout=source.layout,
             files={},
-            scheduler=_scheduler(source),
+            scheduler=dict(scheduler) if scheduler and "_class_name" in scheduler else None,
             prefix=source.prefix,
             options={key: value for key, value in changes.items() if value is not None},
             hddm=version("hddm-diffusion"),
@@ -296,3 +265,52 @@ def _facts(
         ),
         licence=_licence(source, conversion.licence),
     )
+
+
+def summary(plan: Plan) -> list[str]:
+    """Lines on the source and on what will be written."""
+    source, record, conventions = plan.source, plan.record, plan.conventions
+    low, high = conventions.schedule.range
+    weights = f"{source.chosen} (present: {', '.join(source.sets)})"
+    if source.sets == ("unstated",):
+        weights = "one set; the source does not say whether they are averaged"
+    lines = [
+        f"layout: {source.layout} ({', '.join(path.name for path in source.files)})",
+        f"weights: {weights}",
+        f"predicts: {conventions.prediction_type.value}"
+        + (", with a learned variance that is dropped" if record.variance_head else ""),
+        f"schedule: {conventions.schedule_source}; noise range t = {low:.4f} … {high:.4f}",
+        f"samples: {'×'.join(map(str, record.sample_shape))} {record.space}, latent scale "
+        + (f"{record.latent_scale:g}" if record.latent_scale is not None else "not stated"),
+        f"conditions: {', '.join(record.conditions) or 'none'}"
+        + (f" (null class {record.null_class})" if record.null_class is not None else ""),
+        f"network: {plan.built.network.__name__}, {plan.parameters:,} parameters, {plan.size / 1e6:,.1f} MB",
+        f"licence: {record.licence or 'not stated by the source (--licence records it)'}",
+    ]
+    if record.shift != 1:
+        lines.append(f"shift: {record.shift:.6g}, of the time grid that samples want")
+    if record.vae is not None:
+        lines.append(f"vae: {record.vae.kind}, known by its encoder {record.vae.fingerprint}")
+    if record.text_encoder is not None:
+        text = record.text_encoder
+        lines.append(f"text encoder: {text.kind} {text.fingerprint}, {text.tokens}×{text.width} tokens")
+    elif TEXT in record.conditions:
+        lines.append(f"text encoder: not recorded, since {source.text.missing()}")
+    if TEXT in plan.nulls:
+        tokens = "×".join(map(str, plan.nulls[TEXT].shape))
+        lines.append(f"no text: {tokens} tokens of the source's own, for guidance and calibration")
+    assert record.source is not None
+    if heads := record.source.options.get("num_heads"):
+        lines.append(f"heads: {heads}, as you said; nothing in the file can confirm it")
+    if source.prefix:
+        lines.append(f"prefix: {source.prefix!r} stripped from every key")
+    for name, reason in source.table.benign.items():
+        if name in plan.extras:
+            lines.append(f"not needed: {name}, {reason}")
+    if plan.built.modulation_error is not None:
+        before = sum(tensor.numel() for tensor in source.weights.values())
+        lines.append(
+            f"fold: {before:,} to {plan.parameters:,} parameters, relative error of the "
+            f"modulation {plan.built.modulation_error:.2e}"
+        )
+    return lines + [f"note: {note}" for note in (*source.notes, *conventions.notes)]

@@ -7,19 +7,20 @@ the conversion stops and asks. The shift of a flow-match scheduler's config is a
 `hddm.sampling.time_grid`; no training schedule depends on it.
 """
 
+import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from diffusers import ModelMixin
 from torch import Tensor
 
-from hddm.checkpoints.keys import KeyTable
-from hddm.checkpoints.layouts import Forward, Hints
+from hddm.checkpoints.prompts import PipelineText
 from hddm.experts.records import ExpertRecord
-from hddm.networks.identity import TextEncoderRecord, VaeRecord
+from hddm.networks.identity import VaeRecord
 from hddm.networks.wrappers import Interface, own_time_factor
 from hddm.schedules import (
     MOST_STEPS,
@@ -34,11 +35,13 @@ from hddm.schedules import (
 from hddm.utils.errors import HddmError
 from hddm.utils.files import read_json
 from hddm.utils.pickles import read_pickle
-from hddm.utils.tensors import kind_of, read_safetensors
+from hddm.utils.tensors import Planned, kind_of, read_safetensors
 from hddm.velocity import PredictionType
 
 WeightSet = Literal["ema", "raw", "unstated"]
-Tensors = dict[str, Tensor]
+Weights = Mapping[str, Tensor]
+Forward = Callable[[Tensor, Tensor, Weights], Tensor]
+"""A source's own network: (x, timestep, conditions) to its raw output."""
 
 FLOW_STEPS = 1000
 LARGEST_SHIFT = 1e3
@@ -56,14 +59,115 @@ class Reading:
         allow_pickle: whether pickle files are read, without code all the same.
         weights: the set of weights; by default averaged ones where there are such.
         variant: of the file names in a diffusers folder, as ``fp16``.
-        hints: sizes that no tensor states.
+        num_heads: attention heads, which no tensor states.
+        sample_size: side of a sample, where nothing states it.
     """
 
     layout: str | None = None
     allow_pickle: bool = False
     weights: WeightSet | None = None
     variant: str | None = None
-    hints: Hints = field(default_factory=Hints)
+    num_heads: int | None = None
+    sample_size: int | None = None
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Tensors of both sides whose rows, joined, are the same, in equal parts on either side.
+
+    With ``copies`` every foreign tensor is a copy of the one on our side instead.
+    """
+
+    foreign: tuple[str, ...]
+    ours: tuple[str, ...]
+    copies: bool = False
+
+
+def same(foreign: str, ours: str) -> Pair:
+    """One tensor under two names."""
+    return Pair((foreign,), (ours,))
+
+
+def module(foreign: str | Sequence[str], ours: str | Sequence[str]) -> list[Pair]:
+    """Weight and bias of a module under two names, or of a fused one against its equal parts."""
+    theirs, own = ((one,) if isinstance(one, str) else one for one in (foreign, ours))
+    return [
+        Pair(tuple(f"{name}.{leaf}" for name in theirs), tuple(f"{name}.{leaf}" for name in own))
+        for leaf in ("weight", "bias")
+    ]
+
+
+@dataclass(frozen=True)
+class KeyTable:
+    """Tensor names of a layout against those of a network class, both ways, without a lenient mode.
+
+    ``benign`` has the foreign names that the network computes or does not read, each with the reason.
+    """
+
+    pairs: Sequence[Pair]
+    benign: Mapping[str, str] = field(default_factory=dict)
+
+    def to_ours(self, weights: Weights, origin: str) -> tuple[list[Planned], dict[str, Tensor]]:
+        """The network's tensors, read when they are written, and the benign ones by their foreign names.
+
+        Every name that is left over or missing is refused.
+        """
+        extras = {name: weights[name] for name in self.benign if name in weights}
+        rest = {name: tensor for name, tensor in weights.items() if name not in extras}
+        return _mapped([(pair.foreign, pair.ours, pair.copies) for pair in self.pairs], rest, origin), extras
+
+    def renamed(self, weights: Weights, origin: str) -> dict[str, Tensor]:
+        """The network's tensors, at once; mapped ones stay mapped where they only change their name."""
+        return {planned.name: planned.read() for planned in self.to_ours(weights, origin)[0]}
+
+    def to_foreign(self, weights: Weights, extras: Weights, origin: str) -> list[Planned]:
+        """The way back; ``extras`` are benign tensors that were kept."""
+        planned = _mapped([(pair.ours, pair.foreign, pair.copies) for pair in self.pairs], weights, origin)
+        return planned + [as_planned(name, tensor) for name, tensor in extras.items()]
+
+
+def as_planned(name: str, tensor: Tensor) -> Planned:
+    """``tensor`` as it is."""
+    return Planned(name, tuple(tensor.shape), tensor.dtype, lambda: tensor)
+
+
+def _mapped(
+    pairs: Sequence[tuple[tuple[str, ...], tuple[str, ...], bool]], weights: Weights, origin: str
+) -> list[Planned]:
+    known = {name for sources, _, _ in pairs for name in sources}
+    problems = [f"missing {name}" for sources, _, _ in pairs for name in sources if name not in weights]
+    problems += [f"left over {name} {tuple(one.shape)}" for name, one in weights.items() if name not in known]
+    if problems:
+        raise HddmError(f"{origin}: its tensors are not those of the layout: {'; '.join(problems)}")
+    planned: list[Planned] = []
+    for sources, targets, copies in pairs:
+        tensors = [weights[name] for name in sources]
+        if copies:
+            other = next((name for name in sources if not torch.equal(weights[name], tensors[0])), None)
+            if other is not None:
+                raise HddmError(
+                    f"{origin}: {other} differs from {sources[0]}, and embedders that differ by block cannot "
+                    "become one; convert without --architecture and --text-dim"
+                )
+            planned += [as_planned(name, tensors[0]) for name in targets]
+        else:
+            planned += _divided(tensors, targets, origin)
+    return planned
+
+
+def _divided(tensors: Sequence[Tensor], targets: Sequence[str], origin: str) -> list[Planned]:
+    """Rows of several tensors joined to one, or those of one divided evenly."""
+    first, rows = tensors[0], sum(tensor.shape[0] if tensor.ndim else 1 for tensor in tensors)
+    if len(tensors) == 1 and len(targets) == 1:
+        return [as_planned(targets[0], first)]
+    alike = {(tensor.ndim, tensor.shape[1:], tensor.dtype) for tensor in tensors}
+    if len(alike) > 1 or rows % len(targets):
+        names = ", ".join(targets)
+        raise HddmError(f"{origin}: tensors of {[tuple(t.shape) for t in tensors]} do not make up {names}")
+    if len(targets) > 1:
+        return [as_planned(*one) for one in zip(targets, first.chunk(len(targets)), strict=True)]
+    joined = functools.partial(torch.cat, list(tensors))
+    return [Planned(targets[0], (rows, *first.shape[1:]), first.dtype, joined)]
 
 
 @dataclass(frozen=True)
@@ -84,38 +188,34 @@ class Checkpoint:
     """A pretrained checkpoint, not yet converted: tensors under the layout's names, mapped from disk.
 
     ``network`` and ``arguments`` make the network of the same function, ``table`` maps the names to its own,
-    ``forward`` builds the checkpoint's own network.
+    ``forward`` builds the layout's own network, None where that is the class itself.
     """
 
     path: Path
     layout: str
     files: tuple[Path, ...]
-    weights: Tensors
+    weights: dict[str, Tensor]
     network: type[ModelMixin]
     arguments: Mapping[str, Any]
     table: KeyTable
-    forward: Callable[[], Forward]
     declared: Declared
+    forward: Callable[[], Forward] | None = None
     sets: tuple[str, ...] = ("unstated",)
     chosen: WeightSet = "unstated"
     prefix: str = ""
     nulls: Mapping[str, str] = field(default_factory=dict)
+    """Foreign tensors that stand for no condition, by condition."""
     is_latent: bool = True
     latent_scale: float | None = None
     licence: str | None = None
     notes: tuple[str, ...] = ()
-    empty_prompt: Callable[[], Tensor] | None = None
-    """Tokens (tokens, width) of no text, by the text encoder of a pipeline."""
     vae: VaeRecord | None = None
-    text_encoder: Callable[[], TextEncoderRecord] | None = None
-    """Of a pipeline with one CLIP text encoder."""
-    no_text_encoder: str = "no pipeline with a CLIP encoder lies around it"
-    """Why there is none, where there is none."""
-    facts: ExpertRecord | None = None
+    text: PipelineText = field(default_factory=PipelineText)
+    record: ExpertRecord | None = None
     """Of an expert folder."""
-    kept: Mapping[str, Tensor] = field(default_factory=dict)
+    kept: Weights = field(default_factory=dict)
     """Tensors that no network needs, for the way back."""
-    null_tensors: Mapping[str, Tensor] = field(default_factory=dict)
+    null_tensors: Weights = field(default_factory=dict)
     """Of an expert folder."""
 
 
@@ -124,19 +224,16 @@ def read_file(path: Path, allow_pickle: bool) -> dict[str, Any]:
     return dict(read_safetensors(path)) if kind_of(path) == "safetensors" else read_pickle(path, allow_pickle)
 
 
-def choose_set(sets: Mapping[str, Tensors], asked: WeightSet | None, origin: str) -> WeightSet:
-    """The set of weights to take: as asked, else the averaged one, else the only one.
-
-    Raises:
-        HddmError: for a set that is not there.
-    """
+def choose_set(sets: Mapping[WeightSet, Any], asked: WeightSet | None, origin: str) -> WeightSet:
+    """The set of weights to take: as asked, else the averaged one, else the only one."""
+    order: tuple[WeightSet, ...] = ("ema", "unstated", "raw")
     if asked is None:
-        return next(name for name in ("ema", "unstated", "raw") if name in sets)
+        return next(name for name in order if name in sets)
     if asked not in sets:
-        what = ", ".join(sets)
         unsaid = " (it holds one set and does not say which)" if list(sets) == ["unstated"] else ""
         raise HddmError(
-            f"--weights {asked}: {origin} holds {what}{unsaid}; drop the option or name one of these"
+            f"--weights {asked}: {origin} holds {', '.join(sets)}{unsaid}; drop the option or name one of "
+            "these"
         )
     return asked
 
@@ -169,30 +266,30 @@ def resolve(source: Checkpoint, schedule_file: Path | None, prediction_type: str
     Raises:
         HddmError: for a contradiction, or where neither the source nor the user states one.
     """
-    if source.facts is not None and (schedule_file is not None or prediction_type is not None):
+    if source.record is not None and (schedule_file is not None or prediction_type is not None):
         raise HddmError(
             f"{source.path}: an expert folder states its own schedule and prediction type; drop --schedule "
             "and --prediction-type"
         )
-    declared = source.declared
-    config: Any = declared.scheduler
-    origin = declared.scheduler_origin
-    notes = []
+    declared, notes = source.declared, []
+    config, origin, is_rule = declared.scheduler, declared.scheduler_origin, declared.is_layout_rule
     if schedule_file is not None:
-        config, origin = read_json(schedule_file), str(schedule_file)
-        if declared.scheduler is not None and not declared.is_layout_rule:
-            notes.append(f"{schedule_file} instead of {declared.scheduler_origin}")
+        if config is not None and not is_rule:
+            notes.append(f"{schedule_file} instead of {origin}")
+        config, origin, is_rule = read_json(schedule_file), str(schedule_file), False
     if config is None:
         raise HddmError(
             f"{source.path}: says nothing about the schedule that it was trained on; pass --schedule with "
             "its scheduler_config.json"
         )
-    schedule = _schedule(config, origin)
     stated = [(declared.prediction_type, str(source.path))] if declared.prediction_type else []
-    if "name" not in config:
-        own = _declared(config, origin)
-        if own is not None and not (declared.is_layout_rule and schedule_file is None):
-            stated.append((own, origin))
+    try:
+        schedule = from_config(config) if "name" in config else from_diffusers(config)
+        own = None if "name" in config or is_rule else declared_prediction_type(config)
+        if own is not None:
+            stated.append((PredictionType.parse(own), origin))
+    except HddmError as error:
+        raise HddmError(f"{origin}: {error}") from error
     asked = prediction_type and PredictionType.parse(prediction_type)
     for value, where in stated:
         if asked is not None and asked != value:
@@ -204,11 +301,17 @@ def resolve(source: Checkpoint, schedule_file: Path | None, prediction_type: str
             raise HddmError(f"{stated[0][1]} says {stated[0][0]}, {where} says {value}: which one is it?")
     found = asked or (stated[0][0] if stated else None)
     if found is None:
-        found, note = _default(config, origin, source)
-        notes.append(note)
+        if "name" in config:
+            raise HddmError(
+                f"{source.path}: does not say what it predicts; pass --prediction-type epsilon (Stable "
+                "Diffusion 1, 2-base) or v_prediction (Stable Diffusion 2 at 768)"
+            )
+        found, name = default_prediction_type(config), config.get("_class_name", "DDPMScheduler")
+        silent = f"{origin}: no prediction_type, so {name}'s default {found}"
+        notes.append(f"{found} by {origin}" if is_rule else silent)
     kind = PredictionType.parse(found)
     is_flow = isinstance(schedule, LinearSchedule)
-    if is_flow != (kind is PredictionType.FLOW_PREDICTION) and source.facts is None:
+    if is_flow != (kind is PredictionType.FLOW_PREDICTION) and source.record is None:
         raise HddmError(
             f"{origin}: a schedule of {type(schedule).__name__} contradicts prediction type {kind}"
         )
@@ -216,39 +319,9 @@ def resolve(source: Checkpoint, schedule_file: Path | None, prediction_type: str
     return Conventions(schedule, kind, scale, origin, tuple(notes), config)
 
 
-def _schedule(config: Any, origin: str) -> Schedule:
-    try:
-        return from_config(config) if "name" in config else from_diffusers(config)
-    except HddmError as error:
-        raise HddmError(f"{origin}: {error}") from error
-
-
-def _declared(config: Any, origin: str) -> str | None:
-    try:
-        own = declared_prediction_type(config)
-        return None if own is None else PredictionType.parse(own)
-    except HddmError as error:
-        raise HddmError(f"{origin}: {error}") from error
-
-
-def _default(config: Any, origin: str, source: Checkpoint) -> tuple[str, str]:
-    if "name" in config:
-        raise HddmError(
-            f"{source.path}: does not say what it predicts; pass --prediction-type epsilon (Stable Diffusion "
-            "1, 2-base) or v_prediction (Stable Diffusion 2 at 768)"
-        )
-    default = default_prediction_type(config)
-    if source.declared.is_layout_rule and config is source.declared.scheduler:
-        return default, f"{default} by {origin}"
-    return (
-        default,
-        f"{origin}: no prediction_type, so {config.get('_class_name', 'DDPMScheduler')}'s default {default}",
-    )
-
-
-def _time_scale(schedule: Schedule, config: Any, source: Checkpoint, origin: str) -> float:
-    if source.facts is not None:
-        return source.facts.time_scale
+def _time_scale(schedule: Schedule, config: Mapping[str, Any], source: Checkpoint, origin: str) -> float:
+    if source.record is not None:
+        return source.record.time_scale
     if isinstance(schedule, DiscreteSchedule):
         return 1.0
     steps = config.get("num_train_timesteps", FLOW_STEPS)
@@ -271,8 +344,8 @@ def with_shift(conventions: Conventions, source: Checkpoint, interface: Interfac
     Raises:
         HddmError: for values that give no positive shift.
     """
-    if source.facts is not None:
-        return replace(conventions, shift=source.facts.shift)
+    if source.record is not None:
+        return replace(conventions, shift=source.record.shift)
     if not isinstance(conventions.schedule, LinearSchedule):
         return conventions
     config, origin = conventions.scheduler, conventions.schedule_source

@@ -12,12 +12,10 @@ import torch
 from hddm.checkpoints import ldm
 from hddm.checkpoints.architecture import Built
 from hddm.checkpoints.convert import refuse_full_disk, write_network
-from hddm.checkpoints.diffusers_models import DIFFUSERS_LAYOUTS, open_expert
-from hddm.checkpoints.folders import PIPELINE, SCHEDULER
-from hddm.checkpoints.keys import KeyTable, as_planned
+from hddm.checkpoints.folders import DIFFUSERS_LAYOUTS, PIPELINE, SCHEDULER, open_expert
 from hddm.checkpoints.plan import PAPER
 from hddm.checkpoints.single_files import FILE_LAYOUTS, LDM
-from hddm.checkpoints.sources import Checkpoint, Reading
+from hddm.checkpoints.sources import Checkpoint, Reading, as_planned
 from hddm.experts.records import EXPERT_FILE, ExpertRecord, SourceRecord
 from hddm.networks.wrappers import own_time_factor
 from hddm.schedules import FLOW_MATCH_FAMILY, LinearSchedule, from_config, from_diffusers
@@ -56,68 +54,85 @@ def write_back(
     if not (folder / EXPERT_FILE).is_file():
         raise UsageError(f"{folder}: no expert folder, and --to-layout writes back experts; convert it first")
     source = open_expert(folder, Reading())
-    facts = source.facts
-    assert facts is not None
-    _refuse_other_meaning(source, facts, layout)
+    record = source.record
+    assert record is not None
+    _refuse_other_meaning(source, record, layout)
     check_absent(out, RECORD, overwrite)
     size = sum(tensor.numel() * tensor.itemsize for tensor in source.weights.values())
     refuse_full_disk(out, size)
     if dry_run:
         return [f"{out}: {layout}, {size / 1e6:,.1f} MB; nothing written (--dry-run)"]
+    _refuse_misfit(source, record, layout)
     lines = []
     with new_folder(out, RECORD, overwrite) as draft:
         if layout in DIFFUSERS_LAYOUTS:
-            lines += _write_pipeline(source, facts, layout, draft)
+            lines += _write_pipeline(source, record, layout, draft)
         else:
-            _write_file(source, facts, layout, draft / FILE)
-        write_json(draft / RECORD, {"format": "1.0", "layout": layout, "licence": facts.licence})
-    return [*lines, f"{out}: written back as {layout}", f"licence: {facts.licence or 'not stated'}"]
+            _write_file(source, record, layout, draft / FILE)
+        write_json(draft / RECORD, {"format": "1.0", "layout": layout, "licence": record.licence})
+    return [*lines, f"{out}: written back as {layout}", f"licence: {record.licence or 'not stated'}"]
 
 
-def _refuse_other_meaning(source: Checkpoint, facts: ExpertRecord, layout: str) -> None:
-    if facts.training_calibration:
+def _refuse_other_meaning(source: Checkpoint, record: ExpertRecord, layout: str) -> None:
+    if record.training_calibration:
         raise HddmError(
             f"{source.path}: was trained on in its calibration, and {layout} has no place for that; its "
             "weights alone would mean something else"
         )
     if layout in DIFFUSERS_LAYOUTS:
         return
-    chain = facts.source
-    came_from_it = chain is not None and chain.first.layout == layout and not _is_restarted(chain)
-    if came_from_it:
+    chain = record.source
+    if chain is not None and chain.first.layout == layout and not _is_restarted(chain):
         return
     file_layout = FILE_LAYOUTS.get(layout)
     if file_layout is None:
-        raise HddmError(
-            f"--to-layout {layout}: {source.path} does not come from it; "
-            f"{_where_to(source.network.__name__, source.arguments)}"
-        )
+        raise HddmError(f"--to-layout {layout}: {source.path} does not come from it; {_where_to(source)}")
     rule = from_diffusers(file_layout.scheduler)
     times = torch.linspace(0, rule.end, 5, dtype=torch.float64)
-    own = from_config(facts.schedule)
+    own = from_config(record.schedule)
     is_rule = (
-        facts.prediction_type is PredictionType.EPSILON
-        and not facts.round_time
+        record.prediction_type is PredictionType.EPSILON
+        and not record.round_time
         and own.end == rule.end
         and torch.equal(own.log_snr(times), rule.log_snr(times))
     )
     if not is_rule:
         raise HddmError(
             f"--to-layout {layout}: means noise prediction with linear betas, and {source.path} has "
-            f"{facts.prediction_type.value} on another schedule"
+            f"{record.prediction_type.value} on another schedule"
         )
 
 
 def _is_restarted(chain: SourceRecord) -> bool:
-    links: list[SourceRecord] = [chain]
-    while links[-1].before is not None:
-        links.append(links[-1].before)
-    return any(link.options.get("recipe") == PAPER for link in links)
+    return chain.options.get("recipe") == PAPER or (chain.before is not None and _is_restarted(chain.before))
 
 
-def _write_file(source: Checkpoint, facts: ExpertRecord, layout: str, path: Path) -> None:
-    planned = _table(source, layout).to_foreign(source.weights, source.kept, str(source.path))
-    prefix = facts.source.first.prefix if facts.source else ""
+def _refuse_misfit(source: Checkpoint, record: ExpertRecord, layout: str) -> None:
+    file_layout = FILE_LAYOUTS.get(layout)
+    kind = file_layout.network if file_layout else DIFFUSERS_LAYOUTS.get(layout, ldm.NETWORK)
+    is_other = source.network is not kind or (layout in DIFFUSERS_LAYOUTS and record.round_time)
+    if is_other or (layout == "facebook-dit" and source.arguments.get("modulation") != "zero"):
+        raise HddmError(
+            f"--to-layout {layout}: cannot hold the {source.network.__name__} of {source.path}; "
+            f"{_where_to(source)}"
+        )
+
+
+def _where_to(source: Checkpoint) -> str:
+    if source.network.__name__ == "ExpertTransformer":
+        is_zero = source.arguments.get("modulation") == "zero"
+        return "it can go to facebook-dit" if is_zero else "no layout can"
+    return f"it can go to {next(key for key, kind in DIFFUSERS_LAYOUTS.items() if kind is source.network)}"
+
+
+def _write_file(source: Checkpoint, record: ExpertRecord, layout: str, path: Path) -> None:
+    file_layout = FILE_LAYOUTS.get(layout)
+    if file_layout is None:
+        table = ldm.table(source.weights, source.arguments, f"--to-layout {layout}")
+    else:
+        table = file_layout.table(source.arguments, source.weights)
+    planned = table.to_foreign(source.weights, source.kept, str(source.path))
+    prefix = record.source.first.prefix if record.source else ""
     write_safetensors(
         path, [replace(one, name=prefix + one.name) for one in planned], {"format": "pt"}, check_finite=True
     )
@@ -127,32 +142,8 @@ def _write_file(source: Checkpoint, facts: ExpertRecord, layout: str, path: Path
             raise HddmError(f"{path.name}: {one.name} is not what was to be written; nothing is left")
 
 
-def _misfit(layout: str, source: Checkpoint) -> HddmError:
-    name = source.network.__name__
-    where = _where_to(name, source.arguments)
-    return HddmError(f"--to-layout {layout}: cannot hold the {name} of {source.path}; {where}")
-
-
-def _where_to(name: str, arguments: Mapping[str, Any]) -> str:
-    if name == "ExpertTransformer":
-        return "it can go to facebook-dit" if arguments.get("modulation") == "zero" else "no layout can"
-    return f"it can go to {next(key for key, kind in DIFFUSERS_LAYOUTS.items() if kind.__name__ == name)}"
-
-
-def _table(source: Checkpoint, layout: str) -> KeyTable:
-    file_layout = FILE_LAYOUTS.get(layout)
-    kind = file_layout.network if file_layout else ldm.NETWORK
-    config = dict(source.arguments)
-    if source.network is not kind or (layout == "facebook-dit" and config.get("modulation") != "zero"):
-        raise _misfit(layout, source)
-    named = file_layout.table if file_layout else ldm.table_of_class
-    return named(config, source.weights)
-
-
-def _write_pipeline(source: Checkpoint, facts: ExpertRecord, layout: str, draft: Path) -> list[str]:
+def _write_pipeline(source: Checkpoint, record: ExpertRecord, layout: str, draft: Path) -> list[str]:
     kind = DIFFUSERS_LAYOUTS[layout]
-    if source.network is not kind or facts.round_time:
-        raise _misfit(layout, source)
     pipeline, component = _PIPELINES[layout]
     (draft / component).mkdir()
     tensors = [as_planned(name, tensor) for name, tensor in source.weights.items()]
@@ -162,37 +153,32 @@ def _write_pipeline(source: Checkpoint, facts: ExpertRecord, layout: str, draft:
         "_diffusers_version": diffusers.__version__,
         component: ["diffusers", kind.__name__],
     }
-    scheduler = _scheduler(facts, own_time_factor(kind.__name__))
-    if scheduler is not None:
+    scheduler, notes = _scheduler(record, own_time_factor(kind.__name__)), []
+    if scheduler is None:
+        notes.append(f"note: no scheduler of diffusers has the schedule {record.schedule}; none written")
+    else:
         (draft / "scheduler").mkdir()
         write_json(draft / "scheduler" / SCHEDULER, json.loads(json.dumps(scheduler)))
         index["scheduler"] = ["diffusers", scheduler["_class_name"]]
     write_json(draft / PIPELINE, index)
-    return (
-        []
-        if scheduler
-        else [f"note: no scheduler of diffusers has the schedule {facts.schedule}; none written"]
-    )
+    return notes
 
 
-def _scheduler(facts: ExpertRecord, time_factor: float) -> Mapping[str, Any] | None:
+def _scheduler(record: ExpertRecord, time_factor: float) -> Mapping[str, Any] | None:
     """The source's own config where it still holds, else the nearest that says the same."""
-    found = facts.source.first.scheduler if facts.source else None
-    if found is not None and from_diffusers(found).config == facts.schedule:
-        if found.get("_class_name") in FLOW_MATCH_FAMILY:
-            return found
-        return {**found, "prediction_type": facts.prediction_type.value}
-    own = {"prediction_type": facts.prediction_type.value, "clip_sample": False}
-    if "_class_name" in facts.schedule:
-        return {**facts.schedule, "prediction_type": facts.prediction_type.value}
-    if facts.schedule.get("name") == "discrete":
-        betas = facts.schedule["betas"]
-        name = {"_class_name": "DDIMScheduler", "num_train_timesteps": len(betas), "trained_betas": betas}
-        return name | own
-    if isinstance(from_config(facts.schedule), LinearSchedule):
+    found, schedule = record.source.first.scheduler if record.source else None, record.schedule
+    kind = {"prediction_type": record.prediction_type.value}
+    if found is not None and from_diffusers(found).config == schedule:
+        return found if found.get("_class_name") in FLOW_MATCH_FAMILY else {**found, **kind}
+    if "_class_name" in schedule:
+        return {**schedule, **kind}
+    if schedule.get("name") == "discrete":
+        name = {"_class_name": "DDIMScheduler", "num_train_timesteps": len(schedule["betas"])}
+        return {**name, "trained_betas": schedule["betas"], **kind, "clip_sample": False}
+    if isinstance(from_config(schedule), LinearSchedule):
         return {
             "_class_name": "FlowMatchEulerDiscreteScheduler",
-            "num_train_timesteps": round(facts.time_scale * time_factor),
-            "shift": facts.shift,
+            "num_train_timesteps": round(record.time_scale * time_factor),
+            "shift": record.shift,
         }
     return None

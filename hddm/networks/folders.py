@@ -6,7 +6,7 @@ held against the tensors in the file before anything takes memory.
 
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -134,6 +134,19 @@ def _largest(value: Any, levels: int = 3) -> int:
     if isinstance(value, Sequence) and not isinstance(value, str) and levels:
         return max([len(value), *(_largest(inner, levels - 1) for inner in value)])
     return min(max(value, 1), 10**12) if isinstance(value, int) else 1
+
+
+# Attention in diffusers before 0.15.
+_ATTENTION = {".to_q.": ".query.", ".to_k.": ".key.", ".to_v.": ".value.", ".to_out.0.": ".proj_attn."}
+
+
+def stored_names(names: Iterable[str], stored: Collection[str]) -> dict[str, str]:
+    """Of each of a network's ``names`` that among ``stored``, the names in a file: today's or a former."""
+    found = {}
+    for name in names:
+        former = next((name.replace(new, old) for new, old in _ATTENTION.items() if new in name), name)
+        found[name] = former if name not in stored and former in stored else name
+    return found
 
 
 def differences(expected: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> list[str]:

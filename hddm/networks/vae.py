@@ -3,7 +3,7 @@
 The files of a component stay inside its folder. Older files of diffusers have other names of tensors.
 """
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +11,7 @@ import torch
 from diffusers import ModelMixin
 from torch import Tensor, nn
 
-from hddm.networks.folders import Classes, differences, empty_network, fill, parse_config
+from hddm.networks.folders import Classes, differences, empty_network, fill, parse_config, stored_names
 from hddm.networks.identity import VaeRecord, fingerprint
 from hddm.utils.errors import HddmError
 from hddm.utils.files import inside, read_json
@@ -64,18 +64,8 @@ def _is_there(path: Path) -> bool:
     return path.exists() or path.is_symlink()
 
 
-# Attention before 0.15.
-_ATTENTION = {".to_q.": ".query.", ".to_k.": ".key.", ".to_v.": ".value.", ".to_out.0.": ".proj_attn."}
-
-
-def stored_names(names: Iterable[str], stored: Collection[str]) -> dict[str, str]:
-    """Of each of a network's ``names`` that among ``stored``, the names in a file: today's or a former."""
-    found = {}
-    for name in names:
-        former = next((name.replace(new, old) for new, old in _ATTENTION.items() if new in name), name)
-        found[name] = former if name not in stored and former in stored else name
-    return found
-
+if TYPE_CHECKING:
+    from diffusers import AutoencoderKL, AutoencoderTiny
 
 STEM = "diffusion_pytorch_model"
 KINDS: Classes[ModelMixin] = ("AutoencoderKL", "AutoencoderTiny")

@@ -10,13 +10,23 @@ from safetensors.torch import load_file, save_file
 import hddm as library
 from hddm.checkpoints import convert as conversion
 from hddm.checkpoints.plan import Conversion, plan
-from hddm.experts.records import Expert, ExpertRecord, save_expert
+from hddm.experts.records import EXTRAS_FILE, NULL_FILE, Expert, ExpertRecord, save_expert
 from hddm.networks.transformers import ExpertTransformer
 from hddm.schedules import CosineSchedule, LinearSchedule, Schedule, from_diffusers
 from hddm.utils.errors import HddmError
 from hddm.velocity import PredictionType
 from tests.artefacts import Command, contents, edit_json, seal
-from tests.checkpoint_files import converted, dit, facts_of, pipeline, pixart, plain_unet, randomised, refused
+from tests.checkpoint_files import (
+    converted,
+    dit,
+    facts_of,
+    pipeline,
+    pixart,
+    plain_unet,
+    randomised,
+    refused,
+    written_back,
+)
 
 LINEAR_BETAS = {
     "_class_name": "DDPMScheduler",
@@ -83,11 +93,8 @@ def test_a_scheduler_comes_back_with_its_sampling_keys(hddm: Command, tmp_path: 
     file = source / "scheduler" / "scheduler_config.json"
     edit_json(file, clip_sample=False, steps_offset=1, timestep_spacing="trailing")
     converted(hddm, source, tmp_path / "expert")
-    code, _, error = hddm(
-        "convert", tmp_path / "expert", "--out", tmp_path / "back", "--to-layout", "diffusers-dit"
-    )
-    assert code == 0, error
-    back = json.loads((tmp_path / "back" / "scheduler" / "scheduler_config.json").read_text())
+    back = written_back(hddm, tmp_path / "expert", tmp_path / "back", "diffusers-dit")
+    back = json.loads((back / "scheduler" / "scheduler_config.json").read_text())
     assert (back["clip_sample"], back["steps_offset"], back["timestep_spacing"]) == (False, 1, "trailing")
 
 
@@ -109,9 +116,9 @@ def test_a_layout_of_one_rule_takes_no_weights_of_another(
 
 def test_weights_that_follow_the_rule_of_a_layout_may_go_there(hddm: Command, tmp_path: Path) -> None:
     expert = _dit_expert(tmp_path / "expert")
-    code, _, error = hddm("convert", expert, "--out", tmp_path / "out", "--to-layout", "facebook-dit")
-    assert code == 0, error
-    converted(hddm, tmp_path / "out" / "checkpoint.safetensors", tmp_path / "again", "--num-heads", 2)
+    file = written_back(hddm, expert, tmp_path / "out", "facebook-dit") / "checkpoint.safetensors"
+    text = converted(hddm, file, tmp_path / "again", "--num-heads", 2)
+    assert "heads: 2, as you said; nothing in the file can confirm it" in text
     first, again = load_file(expert / WEIGHTS), load_file(tmp_path / "again" / WEIGHTS)
     assert all(torch.equal(first[name], again[name]) for name in first)
 
@@ -136,8 +143,7 @@ def test_a_dit_in_half_precision_is_converted_and_stays_in_it(
     options: tuple[object, ...], dtype: torch.dtype, hddm: Command, tmp_path: Path
 ) -> None:
     expert = _dit_expert(tmp_path / "expert")
-    hddm("convert", expert, "--out", tmp_path / "file", "--to-layout", "facebook-dit")
-    file = tmp_path / "file" / "checkpoint.safetensors"
+    file = written_back(hddm, expert, tmp_path / "file", "facebook-dit") / "checkpoint.safetensors"
     save_file({name: tensor.to(dtype) for name, tensor in load_file(file).items()}, file)
     converted(hddm, file, tmp_path / "half", "--num-heads", 2, *options)
     assert {tensor.dtype for tensor in load_file(tmp_path / "half" / WEIGHTS).values()} == {dtype}
@@ -208,8 +214,13 @@ def test_only_an_expert_is_written_back_and_only_where_it_fits(hddm: Command, tm
     assert "it can go to diffusers-dit" in message
 
 
-def test_what_only_the_user_says_is_said_to_be_unconfirmed(hddm: Command, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", [NULL_FILE, EXTRAS_FILE])
+@pytest.mark.parametrize("content", [b"", b"not tensors at all", bytes(64)], ids=["empty", "text", "zeros"])
+def test_a_spoilt_side_file_is_named_on_the_way_back(
+    hddm: Command, tmp_path: Path, name: str, content: bytes
+) -> None:
     expert = _dit_expert(tmp_path / "expert")
-    hddm("convert", expert, "--out", tmp_path / "file", "--to-layout", "facebook-dit")
-    text = converted(hddm, tmp_path / "file" / "checkpoint.safetensors", tmp_path / "again", "--num-heads", 2)
-    assert "heads: 2, as you said; nothing in the file can confirm it" in text
+    (expert / name).write_bytes(content)
+    assert name in hddm("convert", expert, "--out", tmp_path / "out", "--to-layout", "facebook-dit")[2]
+    seal(expert)
+    assert str(expert / name) in refused(hddm, expert, "--to-layout", "facebook-dit")

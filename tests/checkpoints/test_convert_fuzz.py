@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from hddm.checkpoints.convert import write
 from hddm.checkpoints.plan import Conversion, plan
-from hddm.checkpoints.sources import Reading
 from hddm.utils.errors import HddmError
 from tests.checkpoint_files import dit, pipeline, pixart, plain_unet, text_unet
 
@@ -46,7 +45,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 def _try(source: Path, tmp_path: Path, writes: bool) -> None:
     out, said = tmp_path / "out", ""
     try:
-        planned = plan(source, Conversion(reading=Reading(allow_pickle=True)))
+        planned = plan(source, Conversion(allow_pickle=True))
         if writes:
             write(planned, out)
     except HddmError as error:

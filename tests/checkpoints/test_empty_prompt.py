@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
 
-from hddm.checkpoints.folders import empty_prompt
+from hddm.checkpoints.prompts import PipelineText
 from hddm.utils.errors import HddmError
 from tests.artefacts import edit_json
 from tests.component_files import save_by_transformers
@@ -55,6 +55,16 @@ def _said_by_its_own_tools(folder: Path, model: CLIPTextModel) -> torch.Tensor:
     return encoded
 
 
+def _check(folder: Path, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(PipelineText(folder).empty_prompt(), expected, rtol=0, atol=1e-6)
+
+
+def _refused(folder: Path, message: str) -> None:
+    with pytest.raises(HddmError, match=message) as refused:
+        PipelineText(folder).empty_prompt()
+    assert "\n" not in str(refused.value)
+
+
 _END = {
     "content": "<|endoftext|>",
     "lstrip": False,
@@ -89,11 +99,7 @@ def test_no_text_is_what_tokenizer_and_encoder_of_the_pipeline_make_of_it(
     edit_json(tmp_path / "tokenizer" / "tokenizer_config.json", **config)
     if special is not None:
         (tmp_path / "tokenizer" / "special_tokens_map.json").write_text(json.dumps(special))
-    read = empty_prompt(tmp_path, None)
-    assert read is not None
-    expected = _said_by_its_own_tools(tmp_path, model)
-    assert read().shape == expected.shape
-    assert torch.allclose(read(), expected, atol=1e-6)
+    _check(tmp_path, _said_by_its_own_tools(tmp_path, model))
 
 
 @pytest.mark.parametrize(
@@ -114,9 +120,7 @@ def test_no_text_is_read_from_what_transformers_saves(
         (folder / "vocab.json").write_text(json.dumps({word: 3 - i for word, i in WORDS.items()}))
         (folder / "merges.txt").write_text("#version: 0.2\n")
     assert torch.equal(_said_by_its_own_tools(tmp_path, model), expected)
-    read = empty_prompt(tmp_path, None)
-    assert read is not None
-    assert torch.allclose(read(), expected, atol=1e-6)
+    _check(tmp_path, expected)
 
 
 def test_an_added_token_has_the_number_that_the_tokenizer_gives_it(tmp_path: Path) -> None:
@@ -126,9 +130,9 @@ def test_an_added_token_has_the_number_that_the_tokenizer_gives_it(tmp_path: Pat
     save_by_transformers(folder)
     stored = json.loads((folder / "tokenizer.json").read_text())
     assert "<|endoftext|>" not in stored["model"]["vocab"]
-    read = empty_prompt(tmp_path, None)
-    assert read is not None
-    assert torch.allclose(read(), _said_by_its_own_tools(tmp_path, model), atol=1e-6)
+    assert torch.allclose(
+        PipelineText(tmp_path).empty_prompt(), _said_by_its_own_tools(tmp_path, model), atol=1e-6
+    )
 
 
 @pytest.mark.parametrize(
@@ -147,10 +151,7 @@ def test_a_file_of_transformers_without_the_token_is_refused_by_its_name(
     _pipeline(tmp_path)
     save_by_transformers(tmp_path / "tokenizer")
     edit_json(tmp_path / "tokenizer" / "tokenizer.json", **{"added_tokens": [], **change})
-    read = empty_prompt(tmp_path, None)
-    assert read is not None
-    with pytest.raises(HddmError, match=r"has no number below 4 in tokenizer\.json"):
-        read()
+    _refused(tmp_path, r"has no number below 4 in tokenizer\.json")
 
 
 @pytest.mark.parametrize(
@@ -165,18 +166,29 @@ def test_a_token_that_the_encoder_lacks_is_refused(
     _pipeline(tmp_path)
     edit_json(tmp_path / "tokenizer" / "tokenizer_config.json", **config)
     (tmp_path / "tokenizer" / "vocab.json").write_text(json.dumps(words))
-    read = empty_prompt(tmp_path, None)
-    assert read is not None
-    with pytest.raises(HddmError, match=r"tokenizer: (eos|pad)_token .* has no number below 4") as refused:
-        read()
-    assert "\n" not in str(refused.value)
+    _refused(tmp_path, r"tokenizer: (eos|pad)_token .* has no number below 4")
 
 
-@pytest.mark.parametrize("part", ["text_encoder", "tokenizer"])
-def test_a_pipeline_without_its_text_part_has_no_tokens_for_no_text(part: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("text_encoder", "there is no text_encoder/config.json beside"),
+        ("text_encoder/model.safetensors", "there is no text_encoder/model.safetensors beside"),
+        ("tokenizer", "there is no tokenizer/tokenizer_config.json beside"),
+        ("tokenizer/vocab.json", "there is neither tokenizer/tokenizer.json nor tokenizer/vocab.json beside"),
+        (None, "the one beside is ['T5EncoderModel'], not a CLIPTextModel"),
+    ],
+)
+def test_text_that_is_not_one_clip_encoders_is_not_read(
+    name: str | None, reason: str, tmp_path: Path
+) -> None:
     _pipeline(tmp_path)
-    (tmp_path / part).rename(tmp_path / "elsewhere")
-    assert empty_prompt(tmp_path, None) is None
+    if name is None:
+        edit_json(tmp_path / "text_encoder" / "config.json", architectures=["T5EncoderModel"])
+    else:
+        (tmp_path / name).rename(tmp_path / "elsewhere")
+    text = PipelineText(tmp_path)
+    assert (text.missing(), text.record(), text.empty_prompt()) == (reason, None, None)
 
 
 @pytest.mark.parametrize(
@@ -195,9 +207,4 @@ def test_an_encoder_that_cannot_be_trusted_is_refused(
 ) -> None:
     _pipeline(tmp_path)
     edit_json(tmp_path / "text_encoder" / "config.json", **change)
-    read = empty_prompt(tmp_path, None)
-    assert read is not None
-    with pytest.raises(HddmError) as refused:
-        read()
-    assert message in str(refused.value)
-    assert "\n" not in str(refused.value)
+    _refused(tmp_path, message)

@@ -9,7 +9,7 @@ from diffusers import DDPMScheduler
 from safetensors.torch import save_file
 
 from hddm.checkpoints import ldm
-from hddm.checkpoints.layouts import Hints, UnstatedHeads, unet_heads
+from hddm.checkpoints.layouts import UnstatedHeads
 from tests.artefacts import Command
 from tests.checkpoint_files import (
     SD_BETAS,
@@ -95,10 +95,10 @@ def test_heads_are_known_of_published_networks_alone(
     widths: list[int], context: int, is_linear: bool, heads: int | list[int] | None
 ) -> None:
     if heads is not None:
-        assert unet_heads(widths, context, is_linear, Hints(), "a") == heads
+        assert ldm.unet_heads(widths, context, is_linear, None, "a") == heads
         return
     with pytest.raises(UnstatedHeads):
-        unet_heads(widths, context, is_linear, Hints(), "a")
+        ldm.unet_heads(widths, context, is_linear, None, "a")
 
 
 def test_a_side_that_is_assumed_is_said(hddm: Command, tmp_path: Path) -> None:

@@ -22,8 +22,10 @@ from tests.checkpoint_files import (
     converted,
     facts_of,
     pixart,
+    refused,
     rounded,
     text_unet,
+    written_back,
 )
 from tests.ldm_files import ldm_file, ldm_unet
 from tests.transformer_files import dit_file, dit_network, pixart_file
@@ -46,13 +48,8 @@ SDXL = {
 }
 
 
-def _back(hddm: Command, expert: Path, out: Path, layout: str) -> dict[str, Tensor]:
-    code, _, error = hddm("convert", expert, "--out", out, "--to-layout", layout)
-    assert (code, error) == (0, "")
-    return load_file(out / "checkpoint.safetensors")
-
-
-def _check_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+def _check_back(hddm: Command, expert: Path, layout: str, expected: dict[str, Tensor]) -> None:
+    found = load_file(written_back(hddm, expert, expert.parent / "back", layout) / "checkpoint.safetensors")
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
         assert found[name].dtype == tensor.dtype
@@ -67,9 +64,7 @@ def test_stable_diffusion_in_one_file_and_back(
     source = tmp_path / "sd.safetensors"
     save_file(ldm_file(network), source)
     options = (*SIDE, "--num-heads", network.config["attention_head_dim"])
-    code, _, error = hddm("convert", source, "--out", tmp_path / "expert", *options)
-    assert code == 1
-    assert "--prediction-type epsilon" in error
+    assert "--prediction-type epsilon" in refused(hddm, source, *options)
     kind = "v_prediction" if changes else "epsilon"
     text = converted(hddm, source, tmp_path / "expert", "--prediction-type", kind, *options)
     assert "2 tensors of its VAE and text encoder are left alone" in text
@@ -77,7 +72,7 @@ def test_stable_diffusion_in_one_file_and_back(
     others = ("first_stage_model.", "cond_stage_model.")
     kept = {name: tensor for name, tensor in load_file(source).items() if not name.startswith(others)}
     assert "betas" in kept
-    _check_same(_back(hddm, tmp_path / "expert", tmp_path / "back", "ldm"), kept)
+    _check_back(hddm, tmp_path / "expert", "ldm", kept)
 
 
 @pytest.mark.parametrize("pickled", [False, True])
@@ -102,70 +97,67 @@ def test_sdxl_in_one_file_says_neither_schedule_nor_prediction(hddm: Command, tm
     source, options = tmp_path / "xl.safetensors", (*SIDE, "--num-heads", 2)
     content = ldm_unet(copy.deepcopy(network).half())
     save_file(content | {"conditioner.embedders.0.x": torch.zeros(2)}, source)
-    code, _, error = hddm("convert", source, "--out", tmp_path / "expert", *options)
-    assert code == 1
-    assert "--schedule" in error
+    assert "--schedule" in refused(hddm, source, *options)
     scheduler = EulerDiscreteScheduler(**SD_BETAS, prediction_type="epsilon").save_pretrained
     scheduler(tmp_path / "scheduler")
     file = tmp_path / "scheduler" / "scheduler_config.json"
     converted(hddm, source, tmp_path / "expert", "--schedule", file, *options)
     check_velocity(tmp_path / "expert", network, SD)
-    _check_same(_back(hddm, tmp_path / "expert", tmp_path / "back", "ldm"), content)
+    _check_back(hddm, tmp_path / "expert", "ldm", content)
 
 
-def _wrapped(name: str, ema: dict[str, Tensor], raw: dict[str, Tensor]) -> dict[str, Any]:
-    optimiser = {
-        "state": {0: {"step": torch.tensor(3.0), "exp_avg": torch.ones(2)}},
-        "param_groups": [{"lr": 1e-4}],
-    }
-    nested = {f"model.module._orig_mod.{key}": value for key, value in ema.items()}
-    wrapped: dict[str, dict[str, Any]] = {
-        "bare": ema,
-        "trainer": {
-            "model": raw,
-            "ema": ema,
-            "opt": optimiser,
-            "args": argparse.Namespace(model="DiT-XL/2", lr=None, image_size=256),
+Wrap = Callable[[dict[str, Tensor], dict[str, Tensor]], dict[str, Any]]
+OPTIMISER = {
+    "state": {0: {"step": torch.tensor(3.0), "exp_avg": torch.ones(2)}},
+    "param_groups": [{"lr": 1e-4}],
+}
+ARGS = argparse.Namespace(model="DiT-XL/2", lr=None, image_size=256)
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda raw, ema: {"model": raw, "ema": ema, "opt": OPTIMISER, "args": ARGS},
+        lambda raw, ema: {"model": raw, "ema": {"decay": 0.999, "shadow": ema}},
+        lambda raw, ema: {"model": {"module": raw}, "ema": {"module": ema}},
+        lambda raw, ema: {"state_dict": raw, "ema": {"shadow_params": ema}},
+        lambda raw, ema: {"model": raw, "model_ema": ema},
+        lambda raw, ema: {"model": raw, "ema_model": ema},
+        lambda raw, ema: {"model": raw, "ema_state_dict": ema},
+        lambda raw, ema: {
+            f"{head}.{k}": v for head, w in (("model", raw), ("model_ema", ema)) for k, v in w.items()
         },
-        "prefixed": nested,
-        "published": {"state_dict": ema},
-        "flat": {
-            f"{head}.{key}": value
-            for head, part in (("ema", ema), ("model", raw))
-            for key, value in part.items()
-        },
-    }
-    return wrapped[name]
+    ],
+)
+def test_averaged_weights_are_found_under_all_their_names(hddm: Command, tmp_path: Path, wrap: Wrap) -> None:
+    source, options = tmp_path / "dit.pt", ("--allow-pickle", "--num-heads", 4)
+    torch.save(wrap(dit_file(dit_network(0)), dit_file(dit_network(1))), source)
+    converted(hddm, source, tmp_path / "expert", *options)
+    assert facts_of(tmp_path / "expert")["weights"] == "ema"
+    check_velocity(tmp_path / "expert", dit_network(1), DDPM_BETAS)
+    converted(hddm, source, tmp_path / "raw", *options, "--weights", "raw")
+    check_velocity(tmp_path / "raw", dit_network(0), DDPM_BETAS)
 
 
-@pytest.mark.parametrize("wrapping", ["bare", "trainer", "prefixed", "published", "flat"])
-def test_dits_own_files_in_all_their_wrappings(hddm: Command, tmp_path: Path, wrapping: str) -> None:
-    network, raw = dit_network(0), dit_network(1)
-    content = _wrapped(wrapping, dit_file(network), dit_file(raw))
-    in_pickle = wrapping in ("trainer", "published")
-    source = tmp_path / ("dit.pt" if in_pickle else "dit.safetensors")
-    if in_pickle:
-        torch.save(content, source)
+@pytest.mark.parametrize("wrapping", ["bare", "prefixed", "published"])
+def test_a_file_with_one_set_does_not_say_which_it_is(hddm: Command, tmp_path: Path, wrapping: str) -> None:
+    network, options = dit_network(), ["--num-heads", 4]
+    content, source = dit_file(network), tmp_path / "dit.safetensors"
+    if wrapping == "prefixed":
+        content = {f"model.module._orig_mod.{name}": tensor for name, tensor in content.items()}
+    if wrapping == "published":
+        source = tmp_path / "dit.pt"
+        torch.save({"state_dict": content}, source)
+        options.append("--allow-pickle")
     else:
-        save_file({name: tensor.clone() for name, tensor in content.items()}, source)
-    options = ["--num-heads", 4, *(["--allow-pickle"] if in_pickle else [])]
+        save_file(content, source)
     text = converted(hddm, source, tmp_path / "expert", *options)
+    assert ("prefix: 'model.module._orig_mod.'" in text) == (wrapping == "prefixed")
     check_velocity(tmp_path / "expert", network, DDPM_BETAS)
     facts = facts_of(tmp_path / "expert")
-    assert facts["schedule_source"] == "the code of layout facebook-dit"
-    two = wrapping in ("trainer", "flat")
-    assert facts["weights"] == ("ema" if two else "unstated")
-    assert ("prefix: 'model.module._orig_mod.'" in text) == (wrapping == "prefixed")
-    _check_same(
-        _back(hddm, tmp_path / "expert", tmp_path / "back", "facebook-dit"),
-        content if wrapping == "prefixed" else dit_file(network),
-    )
-    code, text, error = hddm("convert", source, "--out", tmp_path / "raw", "--weights", "raw", *options)
-    assert code == (0 if two else 1)
-    if two:
-        check_velocity(tmp_path / "raw", raw, DDPM_BETAS)
-    else:
-        assert "--weights raw" in error
+    assert (facts["weights"], facts["schedule_source"]) == ("unstated", "the code of layout facebook-dit")
+    _check_back(hddm, tmp_path / "expert", "facebook-dit", content)
+    assert "--weights raw" in refused(hddm, source, "--weights", "raw", *options)
 
 
 def test_pixarts_own_file_without_positions_and_back(hddm: Command, tmp_path: Path) -> None:
@@ -174,15 +166,13 @@ def test_pixarts_own_file_without_positions_and_back(hddm: Command, tmp_path: Pa
     source = tmp_path / "pixart.pth"
     torch.save({"state_dict": pixart_file(raw, False), "state_dict_ema": content, "epoch": 1}, source)
     options = ["--num-heads", 2, "--allow-pickle"]
-    code, _, error = hddm("convert", source, "--out", tmp_path / "expert", *options)
-    assert code == 1
-    assert "--sample-size" in error
+    assert "--sample-size" in refused(hddm, source, *options)
     converted(hddm, source, tmp_path / "expert", *options, *SIDE)
     check_velocity(tmp_path / "expert", network, DDPM_BETAS)
     field = library.load(tmp_path / "expert")
     assert isinstance(field, library.VelocityField)
     assert torch.equal(field.null_conditions["encoder_hidden_states"], content["y_embedder.y_embedding"])
-    _check_same(_back(hddm, tmp_path / "expert", tmp_path / "back", "pixart-original"), content)
+    _check_back(hddm, tmp_path / "expert", "pixart-original", content)
 
 
 @pytest.mark.parametrize("half", [False, True])
@@ -196,7 +186,7 @@ def test_pixarts_own_file_with_sizes_as_conditions(hddm: Command, tmp_path: Path
     text = converted(hddm, tmp_path / "pixart.safetensors", tmp_path / "expert", "--num-heads", 2)
     assert "not needed: pos_embed, computed anew" in text
     check_velocity(tmp_path / "expert", network, DDPM_BETAS)
-    _check_same(_back(hddm, tmp_path / "expert", tmp_path / "back", "pixart-original"), content)
+    _check_back(hddm, tmp_path / "expert", "pixart-original", content)
 
 
 def test_imagenets_classes_bring_their_licence(hddm: Command, tmp_path: Path) -> None:

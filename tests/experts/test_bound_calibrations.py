@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from hddm.calibration import FILE_NAME, Calibration
-from hddm.checkpoints import convert
+from hddm.checkpoints.convert import write
+from hddm.checkpoints.plan import Conversion, plan
 from hddm.experts.assembly import assemble
 from hddm.experts.records import EXPERT_FILE, FORMAT, ExpertRecord, foreign_files
 from hddm.training.calibrate import recalibrate
@@ -32,7 +33,7 @@ def test_whatever_writes_a_calibration_records_its_hash(
 ) -> None:
     """A second conversion keeps the calibration of the first expert."""
     assert _bound(ddpm_expert)
-    convert.write(convert.plan(ddpm_expert, convert.Conversion()), tmp_path / "converted")
+    write(plan(ddpm_expert, Conversion()), tmp_path / "converted")
     continue_expert(ddpm_expert, shards / "shard_1", tmp_path / "on", expert_settings("flow", steps=1))
     again = copied(ddpm_expert, tmp_path)
     recalibrate(again, shards / "shard_0", seed=8)
@@ -105,7 +106,7 @@ def test_a_calibration_of_another_is_not_taken_over_by_a_conversion(
         shutil.copyfile(flow_expert / FILE_NAME, folder / FILE_NAME)
         before = contents(tmp_path)
         with pytest.raises(HddmError, match=message):
-            convert.write(convert.plan(folder, convert.Conversion()), tmp_path / "out")
+            write(plan(folder, Conversion()), tmp_path / "out")
         assert contents(tmp_path) == before
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted([expert.name, "old"])
 
@@ -173,5 +174,5 @@ def test_an_expert_is_calibrated_on_images_of_its_own_shard_alone(
     edit_json(kept / "manifest.json", held_out_of=own)
     recalibrate(expert, kept)
     assert verify_expert(expert).accepted
-    convert.write(convert.plan(expert, convert.Conversion()), tmp_path / "converted")
+    write(plan(expert, Conversion()), tmp_path / "converted")
     continue_expert(expert, shards / "shard_0", tmp_path / "on", expert_settings("flow", steps=1))

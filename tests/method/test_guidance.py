@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 import hddm
-from hddm.checkpoints.convert import Conversion, plan, write
+from hddm.checkpoints.convert import write
+from hddm.checkpoints.plan import Conversion, plan
 from hddm.sampling import sample
 from hddm.schedules import LinearSchedule
 from hddm.utils.errors import HddmError

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
 from transformers.utils import logging as transformers_logging
 
-from hddm.checkpoints.folders import empty_prompt
+from hddm.checkpoints.prompts import PipelineText
 from hddm.networks.text_encoder import encode, read_text_encoder, read_tokenizer, text_encoder_facts
 from hddm.networks.vae import read_config
 from hddm.utils.errors import HddmError
@@ -52,6 +52,11 @@ def test_prompts_become_what_transformers_makes_of_them(width: int, prefix: str,
     assert encoded.shape == (4, 77, width)
     assert (encoded - _theirs(tmp_path)).abs().max() < 1e-6
     assert (encoded[0] - encoded[2]).abs().max() > 0.1
+
+
+def test_no_text_is_what_a_conversion_records_as_no_text(tmp_path: Path) -> None:
+    write_clip(tmp_path)
+    assert torch.allclose(_ours(tmp_path, [""])[0], PipelineText(tmp_path).empty_prompt(), atol=1e-6)
 
 
 def test_padding_is_the_tokenizers_own(tmp_path: Path) -> None:
@@ -135,9 +140,9 @@ def test_a_tokenizer_that_transformers_saved_makes_its_tokens(tmp_path: Path) ->
     save_by_transformers(tmp_path / "tokenizer")
     assert (_theirs(tmp_path) - expected).abs().max() < 1e-6
     assert (_ours(tmp_path) - expected).abs().max() < 1e-6
-    read = empty_prompt(tmp_path, None)
-    assert read is not None
-    assert torch.allclose(_theirs(tmp_path, prompts=[""])[0], read(), atol=1e-6)
+    assert torch.allclose(
+        _theirs(tmp_path, prompts=[""])[0], PipelineText(tmp_path).empty_prompt(), atol=1e-6
+    )
 
 
 def test_a_projection_is_left_aside(tmp_path: Path) -> None:

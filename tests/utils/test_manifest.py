@@ -12,8 +12,9 @@ from safetensors.torch import load_file, save_file
 import hddm.utils.records
 from hddm import load
 from hddm.calibration import FILE_NAME as CALIBRATION
-from hddm.checkpoints import convert
+from hddm.checkpoints.convert import write
 from hddm.checkpoints.describe import describe
+from hddm.checkpoints.plan import Conversion, plan
 from hddm.experts.assembly import assemble
 from hddm.experts.assembly_changes import change
 from hddm.experts.records import EXPERT_FILE, ROUTER_FILE
@@ -367,4 +368,11 @@ def test_a_calibration_that_is_not_finite_is_not_converted(trio: Trio, tmp_path:
     save_file(tensors, old / CALIBRATION)
     edit_json(old / EXPERT_FILE, calibration_sha256=None)
     with pytest.raises(HddmError, match="holds NaN or Inf"):
-        convert.write(convert.plan(old, convert.Conversion()), tmp_path / "out")
+        write(plan(old, Conversion()), tmp_path / "out")
+
+
+def test_calibrating_takes_no_notice_of_other_manifests_above(trio: Trio, tmp_path: Path) -> None:
+    (tmp_path / MANIFEST).write_text('{"name": "a page"}')
+    expert = copied(trio.experts[0], tmp_path)
+    recalibrate(expert, trio.shards / "shard_0", seed=8)
+    load(expert)

@@ -139,7 +139,7 @@ def test_shards_are_read_as_one(ending: str, tmp_path: Path) -> None:
     for name, shard in zip(names, shards, strict=True):
         save_file(shard, tmp_path / name) if ending == "safetensors" else torch.save(shard, tmp_path / name)
     path = _index(tmp_path, {"a": names[0], "b": names[0], "c": names[1]})
-    _assert_same(read_index(path, allow_pickle=ending == "bin"), shards[0] | shards[1])
+    _assert_same(read_index(path, allow_pickle=ending == "bin")[0], shards[0] | shards[1])
     if ending == "bin":
         with pytest.raises(HddmError, match="--allow-pickle"):
             read_index(path)
@@ -154,7 +154,7 @@ def test_links_of_a_hub_cache_are_followed(tmp_path: Path) -> None:
     (folder / "model.safetensors").symlink_to("../../../blobs/f00d")
     assert inside(folder, "model.safetensors") == repository / "blobs" / "f00d"
     assert inside(folder.parent, "transformer/model.safetensors") == repository / "blobs" / "f00d"
-    read = read_index(_index(folder, {"a": "model.safetensors"}))
+    read, _ = read_index(_index(folder, {"a": "model.safetensors"}))
     assert torch.equal(read["a"], torch.ones(2))
 
 

@@ -1,16 +1,23 @@
-"""adaLN-Zero folded into AdaLN-Single, against least squares and singular values of the whole."""
+"""AdaLN-Zero folded into AdaLN-Single, against least squares and singular values, and configs of DiTs."""
 
 import copy
+import json
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from diffusers import DiTTransformer2DModel
 from torch import Tensor
 
 from hddm.checkpoints.architecture import Folded, add_text, fold
+from hddm.checkpoints.convert import write
+from hddm.checkpoints.plan import Conversion, plan
 from hddm.networks.transformers import ExpertTransformer
 from hddm.utils.errors import HddmError
+from tests.artefacts import Command
+from tests.checkpoint_files import dit, pipeline, refused
 
 SOURCE: dict[str, Any] = {
     "sample_size": 8,
@@ -198,7 +205,7 @@ def test_a_sample_of_many_pairs_stands_for_all_of_them() -> None:
 def test_added_text_leaves_outputs_the_same_bits(modulation: str) -> None:
     source, config = _source(modulation=modulation)
     state = torch.get_rng_state()
-    weights, config = add_text(source.state_dict(), config, text_dim=12, seed=3)
+    weights, config = add_text(source.state_dict(), config, text_dim=12)
     assert torch.equal(torch.get_rng_state(), state)
     network = ExpertTransformer(**config)
     network.load_state_dict(weights)
@@ -222,6 +229,51 @@ def test_what_cannot_be_folded_or_widened_is_refused() -> None:
     with pytest.raises(HddmError, match=r"give one or more finite"):
         fold(weights, config, torch.tensor([]), 0)
     with pytest.raises(HddmError, match=r"already takes text"):
-        add_text(weights, {**config, "text_dim": 8}, 12, 0)
+        add_text(weights, {**config, "text_dim": 8}, 12)
     with pytest.raises(HddmError, match=r"text_dim is 0"):
-        add_text(weights, config, 0, 0)
+        add_text(weights, config, 0)
+
+
+DEFAULTS = {"num_attention_heads": 16, "in_channels": 4, "patch_size": 2, "num_embeds_ada_norm": 1000}
+
+
+def _pipeline(folder: Path, **changes: object) -> Path:
+    """A pipeline whose blocks share their embedders, as in released DiTs."""
+    network = dit(**{"attention_head_dim": 2, "sample_size": 32, **changes})
+    assert isinstance(network, DiTTransformer2DModel)
+    first = network.transformer_blocks[0].norm1.emb.state_dict()
+    for block in network.transformer_blocks:
+        block.norm1.emb.load_state_dict(first)
+    return pipeline(folder, network)
+
+
+@pytest.mark.parametrize("conversion", [Conversion(text_dim=12), Conversion(architecture="adaln-single")])
+def test_what_a_config_leaves_to_its_class_is_the_classs(conversion: Conversion, tmp_path: Path) -> None:
+    """Written networks are compared with their sources."""
+    source = _pipeline(tmp_path / "source", **DEFAULTS)
+    path = source / "transformer/config.json"
+    stated = json.loads(path.read_text())
+    left_out = [*DEFAULTS, "sample_size", "norm_eps", "attention_bias", "activation_fn", "norm_type"]
+    path.write_text(json.dumps({key: value for key, value in stated.items() if key not in left_out}))
+    write(plan(source, conversion), tmp_path / "out")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    names = ("num_heads", "in_channels", "patch_size", "num_classes", "sample_size", "depth")
+    assert [config[name] for name in names] == [16, 4, 2, 1000, 32, 2]
+
+
+@pytest.mark.parametrize("option", [("--architecture", "adaln-single"), ("--text-dim", 12)])
+@pytest.mark.parametrize("activation", ["gelu", "geglu"])
+def test_another_activation_is_not_read_as_dits(
+    activation: str, option: tuple[object, ...], hddm: Command, tmp_path: Path
+) -> None:
+    source = _pipeline(tmp_path / "source", activation_fn=activation)
+    said = refused(hddm, source, *option)
+    assert f"activation_fn is '{activation}'" in said
+    assert "'gelu-approximate' only" in said
+
+
+def test_embedders_that_differ_by_block_are_named_as_the_limit(hddm: Command, tmp_path: Path) -> None:
+    source = pipeline(tmp_path / "source", dit())
+    said = refused(hddm, source, "--architecture", "adaln-single")
+    assert "embedders that differ by block" in said
+    assert "transformer_blocks.1.norm1.emb" in said
