@@ -27,11 +27,10 @@ from hddm.experts.records import (
 from hddm.networks.wrappers import OPTIONAL_CONDITIONS
 from hddm.schedules import from_config
 from hddm.training.expert import begun_with
-from hddm.training.loop import Fitted, OnStep, Task
+from hddm.training.loop import Fitted, OnStep, Task, train
 from hddm.training.lora import adapter_facts, add_adapter, refuse_as_base, save_adapted
 from hddm.training.objectives import Objective, check_conditions, drawing, losing
-from hddm.training.resume import encoding_of, hash_of, is_complete
-from hddm.training.run import train
+from hddm.training.resume import expert_data, is_complete
 from hddm.training.settings import ExpertSettings, RunOptions
 from hddm.training.shard_fit import (
     TEXT,
@@ -86,7 +85,7 @@ def continue_expert(
             f"{init}: no expert folder; a checkpoint becomes one by hddm convert, and an ensemble's experts "
             "are trained on one by one"
         )
-    data = {"shard": hash_of(shard_folder), **encoding_of([shard_folder])}
+    data = expert_data(shard_folder)
     if is_complete(out, EXPERT_FILE, run, overwrite):
         return []
     expert = read_expert(init)

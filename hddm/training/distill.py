@@ -35,10 +35,9 @@ from hddm.experts.records import (
 from hddm.networks.folders import sha256_once
 from hddm.networks.transformers import ExpertTransformer
 from hddm.training.expert import begun_with, expert_facts, new_network
-from hddm.training.loop import Fitted, Inputs, OnStep, Task
+from hddm.training.loop import Fitted, Inputs, OnStep, Task, train
 from hddm.training.objectives import TIME_SCALE, Objective, drawing
 from hddm.training.resume import data_of, is_complete
-from hddm.training.run import train
 from hddm.training.settings import DistillSettings as DistillSettings
 from hddm.training.settings import RunOptions
 from hddm.training.shard_fit import calibrated, check_fit

@@ -18,10 +18,9 @@ from hddm.networks.folders import WEIGHTS
 from hddm.networks.identity import size_config
 from hddm.networks.transformers import ExpertTransformer
 from hddm.schedules import Schedule, declared_prediction_type, from_diffusers
-from hddm.training.loop import Fitted, OnStep, Task
+from hddm.training.loop import Fitted, OnStep, Task, train
 from hddm.training.objectives import Objective, check_conditions, drawing, losing
 from hddm.training.resume import expert_data, is_complete
-from hddm.training.run import train
 from hddm.training.settings import ExpertSettings as ExpertSettings
 from hddm.training.settings import RunOptions
 from hddm.training.shard_fit import calibrated, shard_facts

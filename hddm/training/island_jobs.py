@@ -189,7 +189,7 @@ def split_complete(islands: Sequence[Island]) -> tuple[list[Outcome], list[Islan
     """
     outcomes, left = [], []
     for one in islands:
-        # Others compare themselves with their run where they are trained (`hddm.training.run.train`).
+        # Others compare themselves with their run where they are trained (`hddm.training.loop.train`).
         is_plain = one.init is None and one.schedule is None
         try:
             if not is_plain or not is_kept(one.out, EXPERT_FILE, one.run, one.overwrite):

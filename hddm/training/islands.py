@@ -31,10 +31,9 @@ from hddm.training.continuation import continue_expert
 from hddm.training.expert import ddpm_schedule, train_expert
 from hddm.training.island_jobs import Island, Outcome
 from hddm.training.logs import Trend, mean, trend_of
-from hddm.training.loop import OnStep
+from hddm.training.loop import OnStep, completed
 from hddm.training.resume import is_kept, recorded, run_folder_of
-from hddm.training.run import completed
-from hddm.training.run_folder import discard_runs
+from hddm.training.state import discard_runs
 from hddm.utils.errors import HddmError
 from hddm.utils.files import check_absent
 from hddm.utils.processes import SIGNALS, Stopped, StopRequest, compute_environment, environment

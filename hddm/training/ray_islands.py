@@ -23,8 +23,7 @@ from hddm.training.island_jobs import Island, Outcome
 from hddm.training.islands import RETRIES, Ended, OnIsland, train_island
 from hddm.training.logs import mean, trend_of
 from hddm.training.resume import CHECKPOINTS, checkpoints_in, run_folder_of, step_of
-from hddm.training.run_folder import PROGRESS, wait_for_run
-from hddm.training.state import LOSSES
+from hddm.training.state import LOSSES, PROGRESS, wait_for_run
 from hddm.utils.errors import HddmError
 from hddm.utils.files import read_json
 from hddm.utils.processes import SIGNALS, Stopped, StopRequest, compute_environment

@@ -20,11 +20,10 @@ from hddm.experts.records import ROUTER_FILE, RouterRecord, save_router
 from hddm.networks.transformers import RouterTransformer
 from hddm.training.denoising import IMAGES, SURE
 from hddm.training.expert import new_network
-from hddm.training.loop import Fitted, Inputs, OnStep, Task
+from hddm.training.loop import Fitted, Inputs, OnStep, Task, train
 from hddm.training.objectives import TIME_SCALE
 from hddm.training.resume import data_of, is_complete
 from hddm.training.router_calibration import HELD_OUT_SHARE, calibrate_router, held_out, noised_logits
-from hddm.training.run import train
 from hddm.training.settings import RouterSettings as RouterSettings
 from hddm.training.settings import RunOptions
 from hddm.training.shard_fit import placed

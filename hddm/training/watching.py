@@ -24,8 +24,8 @@ from hddm.sampling import initial_noise, integrate, time_grid
 from hddm.training.logs import EventLog, Guarded, WandbLog
 from hddm.training.loop import StepReport, Watcher
 from hddm.training.resume import RUN_FILE
-from hddm.training.run_folder import Run
 from hddm.training.settings import ExpertSettings
+from hddm.training.state import Run
 from hddm.utils.files import read_json
 from hddm.velocity import VelocityField
 
@@ -163,7 +163,7 @@ class SampleGrids:
         """
         state, grids = report.state, {}
         with undisturbed(state.network):
-            for name, weights in (("raw", contextlib.nullcontext()), ("ema", state.averaged())):
+            for name, weights in (("raw", contextlib.nullcontext()), ("ema", state.ema.averaged())):
                 with weights:
                     grids[name] = self._grid(report)
                 if report.should_stop():
@@ -228,7 +228,7 @@ def grid_of(images: Tensor) -> Tensor:
 def watching(
     field: VelocityField | None = None, shard: Shard | None = None, settings: ExpertSettings | None = None
 ) -> Callable[[Run], contextlib.AbstractContextManager[Watcher]]:
-    """Return the watcher of `hddm.training.run.train`, as the options of the run say.
+    """Return the watcher of `hddm.training.loop.train`, as the options of the run say.
 
     Nothing here ends a training: what fails is one warning.
 
@@ -247,7 +247,7 @@ def watching(
                 "encoder_hidden_states": settings.text_conditional,
             }
             names = {name for name, wanted in trained.items() if wanted}
-            pictures = SampleGrids(field, shard, names, run.samples)
+            pictures = SampleGrids(field, shard, names, run.folder / "samples")
         sinks = _sinks(run)
         failed = True
         try:
@@ -262,7 +262,8 @@ def watching(
 
 def _sinks(run: Run) -> list[Guarded]:
     project = run.options.wandb
-    sinks = [Guarded(f"TensorBoard ({run.logs})", lambda first: EventLog(run.logs, first))]
+    logs = run.folder / "logs"
+    sinks = [Guarded(f"TensorBoard ({logs})", lambda first: EventLog(logs, first))]
     if project is not None:
         config = read_json(run.folder / RUN_FILE).get("settings", {})
         sinks.append(Guarded("W&B", lambda first: WandbLog(run.folder, project, config)))

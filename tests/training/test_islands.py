@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from hddm.networks.folders import WEIGHTS
 from hddm.training import islands as island_process
-from hddm.training import run as runs
+from hddm.training import loop as runs
 from hddm.training.expert import train_expert
 from hddm.training.island_jobs import Island, Outcome, make_islands, parse_objectives, refuse_failed
 from hddm.training.islands import (
@@ -32,8 +32,8 @@ from hddm.training.islands import (
 )
 from hddm.training.logs import Trend, trend_of
 from hddm.training.resume import run_folder_of
-from hddm.training.run_folder import Checkpoints
 from hddm.training.settings import RunOptions
+from hddm.training.state import Run
 from hddm.utils.errors import HddmError
 from hddm.utils.processes import SIGNALS, Stopped
 from tests.artefacts import Command, contents, copied, edit_json, expert_settings
@@ -168,8 +168,8 @@ def test_a_training_whose_starter_is_gone_or_asks_it_to_saves_and_ends(whole: Pa
     here, there = multiprocessing.Pipe()
     here.close()
     work(island, there)
-    checkpoints = Checkpoints(run_folder_of(island.out) / "checkpoints")
-    newest = checkpoints.newest()
+    run = Run(run_folder_of(island.out), RunOptions())
+    newest = run.newest()
     assert newest is not None
     assert newest.name == "step_00000001"
     here, there = multiprocessing.Pipe()
@@ -177,7 +177,7 @@ def test_a_training_whose_starter_is_gone_or_asks_it_to_saves_and_ends(whole: Pa
     work(island, there)
     *_, ended = _told(here)
     assert ended == Ended()
-    newest = checkpoints.newest()
+    newest = run.newest()
     assert newest is not None
     assert newest.name == "step_00000002"
     assert not island.out.exists()

@@ -23,8 +23,8 @@ from hddm.training.logs import EventLog, Guarded
 from hddm.training.loop import Inputs, OnStep, StepReport, Task, fit
 from hddm.training.resume import run_folder_of
 from hddm.training.router import train_router
-from hddm.training.run_folder import open_run
 from hddm.training.settings import LoopSettings, RunOptions
+from hddm.training.state import open_run
 from hddm.training.watching import watching
 from hddm.utils.errors import HddmError
 from hddm.utils.processes import Stopped
@@ -105,7 +105,7 @@ import torch
 torch.set_num_threads(1)
 from hddm.utils.errors import HddmError
 from hddm.training.expert import train_expert
-from hddm.training.run_folder import RunOptions
+from hddm.training.settings import RunOptions
 from tests.artefacts import expert_settings
 die = lambda step, *_: os.kill(os.getpid(), signal.SIGKILL) if step == int(sys.argv[3]) else None
 options = RunOptions(resume=True, log_every=3, checkpoint_every=4)

@@ -12,8 +12,8 @@ import pytest
 from hddm.networks.folders import WEIGHTS
 from hddm.training.expert import train_expert
 from hddm.training.loop import Order
-from hddm.training.run_folder import Checkpoints
 from hddm.training.settings import RunOptions
+from hddm.training.state import Run
 from hddm.utils.errors import HddmError
 from hddm.utils.records import EXPERT_FILE, MANIFEST, damage, read_folder_manifest
 from tests.artefacts import contents
@@ -156,7 +156,7 @@ def test_damaged_checkpoints_do_not_push_out_those_that_are_written_after_them(
         _flip(folder / name / "ema.safetensors")
     process = start(whole, tmp_path / "expert", tmp_path / "diary", ("step", "7"))
     process.join()
-    kept = Checkpoints(folder).newest()
+    kept = Run(tmp_path / "expert.run", RunOptions()).newest()
     assert kept is not None
     assert kept.name == "step_00000005"
     assert (folder / f"damaged_1_{damaged[-1]}").is_dir()

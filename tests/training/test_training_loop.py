@@ -62,7 +62,7 @@ def test_the_average_moves_in_float32_where_bfloat16_would_stand_still() -> None
     point.place.data = start + torch.tensor([0.5, 0.5]).bfloat16()
     for _ in range(3):
         ema.update()
-    (shadow,) = ema._shadow
+    (shadow,) = ema.tensors().values()
     assert shadow.dtype == torch.float32
     torch.testing.assert_close(
         shadow - start.float(), torch.full((2,), 0.5 * (1 - 0.999**3)), rtol=1e-3, atol=0

@@ -12,9 +12,8 @@ import pytest
 
 from hddm.training.expert import train_expert
 from hddm.training.logs import Trend, trend_of
-from hddm.training.run_folder import Checkpoints
 from hddm.training.settings import RunOptions
-from hddm.training.state import TrainingState
+from hddm.training.state import Run, TrainingState
 from hddm.utils import progress
 from hddm.utils.progress import TrainingProgress
 from tests.artefacts import expert_settings
@@ -92,13 +91,13 @@ def test_a_rate_leaves_out_what_comes_before_between_and_after_steps(
     whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A checkpoint after every fourth step, which the rate of the next line does not know of."""
-    save = Checkpoints.save
+    save = Run.save
 
-    def slowly(checkpoints: Checkpoints, state: TrainingState) -> Path:
+    def slowly(kept: Run, state: TrainingState) -> None:
         time.sleep(0.5)
-        return save(checkpoints, state)
+        save(kept, state)
 
-    monkeypatch.setattr(Checkpoints, "save", slowly)
+    monkeypatch.setattr(Run, "save", slowly)
     settings, run = expert_settings("flow", steps=10, threads=1), RunOptions(checkpoint_every=4)
     with TrainingProgress(settings.steps, settings.batch_size, "train") as told:
         train_expert(whole, tmp_path / "out", settings, on_step=told.reach, run=run)
