@@ -19,8 +19,7 @@ from hddm.data.shard_records import read_manifest
 from hddm.data.shards import Shard, load_shard
 from hddm.data.stores import PixelStore
 from hddm.experts.records import EXPERT_FILE, weights_in
-from hddm.training.expert import ExpertSettings
-from hddm.training.router import RouterSettings
+from hddm.training.settings import ExpertSettings, RouterSettings
 from hddm.utils.files import sha256_of
 from hddm.utils.records import MANIFEST, write_manifest
 

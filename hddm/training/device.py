@@ -1,7 +1,6 @@
 """The hardware of a training: devices, precision and processes, through accelerate."""
 
 import contextlib
-from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
@@ -74,11 +73,6 @@ class Device:
         scaler: torch.amp.GradScaler | None = self._accelerator.scaler
         return scaler
 
-    @property
-    def scale(self) -> float:
-        """The factor on losses: 1 but in fp16."""
-        return float(self.scaler.get_scale()) if self.scaler is not None else 1.0
-
     def distributed(self, module: nn.Module) -> nn.Module:
         """Return ``module``, wrapped to average its gradients over processes where there are several."""
         if self.processes == 1:
@@ -91,25 +85,22 @@ class Device:
     def share(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
         """This process's part of a batch, on its device."""
         rank = self._accelerator.process_index
-        parts = {name: value.chunk(self.processes)[rank] for name, value in inputs.items()}
         # Times are float64, which MPS has not.
-        stay = torch.float64 if self.target.type == "mps" else None
+        stays = torch.float64 if self.target.type == "mps" else None
+        parts = {name: value.chunk(self.processes)[rank] for name, value in inputs.items()}
         return {
-            name: part if part.dtype is stay else part.to(self.target, non_blocking=True)
+            name: part if part.dtype is stays else part.to(self.target, non_blocking=True)
             for name, part in parts.items()
         }
 
-    @contextlib.contextmanager
-    def part(self, module: nn.Module, last: bool) -> Iterator[None]:
+    def part(self, module: nn.Module, last: bool) -> contextlib.AbstractContextManager[None]:
         """A block for a part of a batch; gradients are exchanged with the ``last`` alone."""
-        with contextlib.nullcontext() if last else self._accelerator.no_sync(module):
-            yield
+        return contextlib.nullcontext() if last else self._accelerator.no_sync(module)
 
-    @contextlib.contextmanager
-    def precision(self) -> Iterator[None]:
+    def precision(self) -> contextlib.AbstractContextManager[None]:
         """A block for a forward pass, in the precision asked for."""
-        with self._accelerator.autocast():
-            yield
+        block: contextlib.AbstractContextManager[None] = self._accelerator.autocast()
+        return block
 
     def backward(self, loss: Tensor) -> None:
         """Gradients of ``loss``, scaled in fp16."""
@@ -148,8 +139,7 @@ class Device:
 
     def wait(self) -> None:
         """Wait until all processes are here."""
-        if self.processes > 1:
-            self._accelerator.wait_for_everyone()
+        self._accelerator.wait_for_everyone()
 
     @staticmethod
     def _check(settings: LoopSettings) -> None:

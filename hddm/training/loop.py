@@ -24,7 +24,7 @@ from hddm.training.device import Device
 from hddm.training.resume import Change, as_recorded, is_complete, run_folder_of, value_at
 from hddm.training.settings import LoopSettings, RunOptions
 from hddm.training.state import Ema, Run, TrainingState, open_run
-from hddm.utils.errors import HddmError
+from hddm.utils.errors import HddmError, counted
 from hddm.utils.files import new_folder
 from hddm.utils.processes import Stopped, StopRequest
 from hddm.utils.tensors import generator
@@ -249,8 +249,9 @@ class _Trainer:
         if fine:
             state.ema.update()
             state.non_finite = 0
-        elif math.isfinite(loss) and device.scaler is not None and device.scale >= 1:
-            log.info("step %d: gradients left the range of fp16; its scale is now %g", step, device.scale)
+        elif math.isfinite(loss) and device.scaler is not None and device.scaler.get_scale() >= 1:
+            scale = device.scaler.get_scale()
+            log.info("step %d: gradients left the range of fp16; its scale is now %g", step, scale)
         else:
             self._skipped(step, rows, losses, norm)
         t = inputs["t"].float() if "t" in inputs else torch.full((len(rows),), math.nan)
@@ -321,11 +322,11 @@ def train(
     """Fit ``task`` and write ``out``, which appears complete or not at all.
 
     Args:
-        task: what is trained.
-        settings: how.
+        task: see `Task`.
+        settings: see `LoopSettings`; those that were left open are filled in (`completed`).
         out: the folder to write.
         record: the JSON file that marks its kind.
-        write: ``write(draft, fitted, settings)`` fills it; the settings are those that were used.
+        write: ``write(draft, fitted, settings)`` fills it.
         data: plain values that say what it is trained on, which a resumed run must share.
         overwrite: whether an existing ``out``, and a run that is there, are replaced.
         on_step: called after each step with its number, loss and seconds.
@@ -388,3 +389,29 @@ def _environment(settings: LoopSettings) -> dict[str, Any]:
         "device": device,
         "processes": int(os.environ.get("WORLD_SIZE", "1")),
     }
+
+
+LONGEST = 100
+SHORTEST = 10
+"""Steps that a mean is taken over, a tenth of all, at most and at least."""
+
+
+def summary_of(losses: Sequence[float], name: str = "loss") -> str:
+    """A line for users: means of the loss over the first and the last steps; "" of no steps.
+
+    A single step's loss says more of its images, noise and times than of the weights. Where the steps are too
+    few to compare, it is the mean of all. Steps whose loss was not finite are left out. ``name`` is the
+    loss's.
+    """
+    over = min(LONGEST, len(losses) // 10)
+    first, last, average = mean(losses[:over]), mean(losses[len(losses) - over :]), mean(losses)
+    trained = f"trained for {counted(len(losses), 'step')}" if losses else ""
+    if over >= SHORTEST and math.isfinite(first) and math.isfinite(last):
+        return f"{trained}, {name} {first:.4f} → {last:.4f} (means of the first and the last {over} steps)"
+    return f"{trained}, {name} {average:.4f} (mean of all steps)" if math.isfinite(average) else trained
+
+
+def mean(losses: Sequence[float]) -> float:
+    """The mean of those that are finite; NaN of none."""
+    finite = [loss for loss in losses if math.isfinite(loss)]
+    return sum(finite) / len(finite) if finite else math.nan

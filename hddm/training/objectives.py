@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from hddm.data.shards import Shard
 from hddm.schedules import CosineSchedule, DiscreteSchedule, LinearSchedule, Schedule
 from hddm.training.loop import Inputs
-from hddm.training.settings import ExpertSettings
+from hddm.training.settings import TEXT, ExpertSettings
 from hddm.utils.errors import HddmError
 from hddm.utils.tensors import append_dims
 from hddm.velocity import PredictionType
@@ -79,24 +79,6 @@ class Objective:
         """The factor on native time for the network: 1000 for time in [0, 1]."""
         return 1.0 if isinstance(self.schedule, DiscreteSchedule) else TIME_SCALE
 
-    def loss(
-        self,
-        network: Callable[..., Tensor],
-        x_0: Tensor,
-        noise: torch.Generator,
-        conditions: Mapping[str, Tensor] | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """Squared error of each sample (batch,), averaged over its elements, and native times (batch,).
-
-        Args:
-            network: of (y, timestep, **conditions).
-            x_0: clean samples (batch, C, H, W).
-            noise: CPU generator of times and noise.
-            conditions: keywords of the network.
-        """
-        time, eps = self.sample_times(len(x_0), noise), torch.randn(x_0.shape, generator=noise)
-        return self.errors(network, x_0, eps.to(x_0), time, conditions or {}), time
-
     def errors(
         self,
         network: Callable[..., Tensor],
@@ -157,11 +139,11 @@ def drawing(
     which is what guidance asks the network with.
 
     Args:
-        shard: what is trained on.
+        shard: the samples.
         objective: of which times are drawn.
         settings: see `ExpertSettings`.
         given: conditions (N, …) of all samples, by keyword; tokens of texts come from the shard itself.
-        nulls: what stands for no condition, without batch dimension.
+        nulls: values that stand for no condition, without batch dimension.
     """
 
     def draw(rows: Tensor, noise: torch.Generator) -> Inputs:
@@ -171,7 +153,7 @@ def drawing(
         eps = torch.randn(x_0.shape, generator=noise)
         conditions = {name: value[rows] for name, value in given.items()}
         if settings.text_conditional and shard.texts is not None:
-            conditions["encoder_hidden_states"] = shard.texts.take(rows)
+            conditions[TEXT] = shard.texts.take(rows)
         dropped = torch.rand(len(rows), generator=noise) < settings.condition_dropout
         for name in set(conditions) & set(nulls):
             value = conditions[name]

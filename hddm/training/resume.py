@@ -44,10 +44,8 @@ def with_changes(before: Sequence[Change], new: Sequence[Change], step: int) -> 
     Steps beyond ``step`` are computed again: changes that were made there count from ``step`` on. A change
     that is undone before a step was made is none, nor is one before the first step.
 
-    Args:
-        before: the changes so far, in the order in which they were made.
-        new: those of this start.
-        step: steps done, of the checkpoint that the run is resumed from.
+    ``before`` are the changes so far, in the order in which they were made, and ``step`` is that of the
+    checkpoint that the run is resumed from.
     """
     merged: dict[tuple[str, int], Change] = {}
     for one in (*before, *new):

@@ -19,14 +19,12 @@ from hddm.data.stores import JoinedStore, Stored
 from hddm.experts.records import ROUTER_FILE, RouterRecord, save_router
 from hddm.networks.transformers import RouterTransformer
 from hddm.training.denoising import IMAGES, SURE
-from hddm.training.expert import new_network
+from hddm.training.expert import new_network, placed
 from hddm.training.loop import Fitted, Inputs, OnStep, Task, train
 from hddm.training.objectives import TIME_SCALE
 from hddm.training.resume import data_of, is_complete
 from hddm.training.router_calibration import HELD_OUT_SHARE, calibrate_router, held_out, noised_logits
-from hddm.training.settings import RouterSettings as RouterSettings
-from hddm.training.settings import RunOptions
-from hddm.training.shard_fit import placed
+from hddm.training.settings import RouterSettings, RunOptions
 from hddm.training.watching import watching
 from hddm.utils.errors import HddmError, counted
 from hddm.utils.tensors import append_dims
@@ -40,13 +38,9 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Evidence:
-    """Images that a router is judged by.
+    """Images that a router is judged by: ``rows`` (n,) of a store, and ``labels`` (n,), their shards.
 
-    Args:
-        store: where they lie.
-        rows: (n,) which they are.
-        labels: (n,) their shards.
-        source: what they are, in words.
+    ``source`` says in words where they come from.
     """
 
     store: Stored
@@ -80,11 +74,8 @@ def accuracy_of(
 ) -> dict[str, Any]:
     """Measure how often the most probable shard is the right one, at times spread evenly over [0, 1].
 
-    Args:
-        network: as of `hddm.training.router_calibration.calibrate_router`.
-        time_scale: the network is fed t × ``time_scale``.
-        evidence: of which `hddm.training.denoising.IMAGES` at most are looked at, spread evenly over all.
-        seed: of times and noise.
+    Of ``evidence`` `hddm.training.denoising.IMAGES` at most are looked at, spread evenly over all. Other
+    arguments are those of `hddm.training.router_calibration.calibrate_router`.
 
     Returns:
         Plain values for the record: ``accuracy``; ``chance``, the share of the largest shard, which is the
@@ -180,12 +171,8 @@ def train_router(
         flip = torch.rand(len(chosen), generator=noise) < 0.5 if settings.random_flip else None
         x_0 = stored.take(rows[chosen], noise, flip)
         t = torch.rand(len(chosen), generator=noise)
-        return {
-            "x_0": x_0,
-            "eps": torch.randn(x_0.shape, generator=noise),
-            "t": t,
-            "shard": labels[rows[chosen]],
-        }
+        eps = torch.randn(x_0.shape, generator=noise)
+        return {"x_0": x_0, "eps": eps, "t": t, "shard": labels[rows[chosen]]}
 
     def loss(module: nn.Module, inputs: Inputs) -> Tensor:
         wide = append_dims(inputs["t"], inputs["x_0"].ndim)
@@ -196,19 +183,19 @@ def train_router(
     def write(draft: Path, fitted: Fitted, used: RouterSettings) -> None:
         calibration: dict[str, Any] = {}
         temperatures: tuple[float, ...] = (1.0,)
-        place = fitted.device
+        device = fitted.device
 
         def logits(x: Tensor, time: Tensor) -> Tensor:
-            given: Tensor = network(x.to(place), time.to(place))
+            given: Tensor = network(x.to(device), time.to(device))
             return given.cpu()
 
-        with placed(network, place):
+        with placed(network, device):
             accuracy = accuracy_of(logits, TIME_SCALE, evidence, settings.seed)
             if settings.calibrate:
                 log.info("calibrating on %s …", counted(len(held), "image"))
-                images, of = stored.take(held, None, None), labels[held]
-                temperatures, figures = calibrate_router(logits, TIME_SCALE, images, of, settings.seed)
-                each = of.bincount(minlength=len(shards)).tolist()
+                images, origin = stored.take(held, None, None), labels[held]
+                temperatures, figures = calibrate_router(logits, TIME_SCALE, images, origin, settings.seed)
+                each = origin.bincount(minlength=len(shards)).tolist()
                 calibration = {"held_out_share": HELD_OUT_SHARE, "held_out_images": each, **figures}
         if len(shards) > 1 and not is_better_than_chance(accuracy):
             log.warning(
@@ -217,7 +204,7 @@ def train_router(
                 out,
                 accuracy["images"],
             )
-        facts = RouterRecord(
+        record = RouterRecord(
             time_scale=TIME_SCALE,
             sample_shape=shape,
             shard_hashes=tuple(shard.hash for shard in shards),
@@ -226,7 +213,7 @@ def train_router(
             calibration=calibration,
             training=fitted.record(used) | {"accuracy": accuracy},
         )
-        save_router(draft, network, facts)
+        save_router(draft, network, record)
 
     task = Task(network, len(rows), draw, loss, (len(shards),))
     return train(task, settings, out, ROUTER_FILE, write, data, overwrite, on_step, run, watching())

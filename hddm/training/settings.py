@@ -32,6 +32,8 @@ def _known_size(name: str) -> str:
 Size = Annotated[str, AfterValidator(_known_size)]
 LONGEST_WARMUP = 100
 """Unless another is asked for."""
+TEXT = "encoder_hidden_states"
+"""The keyword of a network for the tokens of captions."""
 
 
 class LoopSettings(Record):
@@ -97,6 +99,12 @@ class ExpertSettings(LoopSettings):
     """Of an adapter that is trained in place of all weights (`hddm.training.lora`); needs an init."""
     lora_alpha: Annotated[float, Field(gt=0)] | None = None
     """The adapter's product is scaled by alpha/rank; None is the rank."""
+
+    @property
+    def conditions(self) -> tuple[str, ...]:
+        """Keywords of the network for the conditions that it is trained with."""
+        asked = {"class_labels": self.class_conditional, TEXT: self.text_conditional}
+        return tuple(name for name, is_asked in asked.items() if is_asked)
 
     @model_validator(mode="after")
     def _adapter_can_be(self) -> "ExpertSettings":
@@ -183,12 +191,12 @@ def settings_of(
     """
     if path is None:
         return parse_record(dict(values), record, OPTIONS)
-    content = read_run_file(path, record)
-    mine = {key: value for key, value in content.items() if key in record.model_fields}
-    parse_record(_complete(record, mine, values), record, str(path))
-    weaker = {name: value for name, value in values.items() if name not in explicit}
+    content = {key: value for key, value in read_run_file(path, record).items() if key in record.model_fields}
+    # With what a file need not say, so that a bad value is reported as the file's.
+    required = {name for name, one in record.model_fields.items() if one.is_required()} & set(values)
+    parse_record({name: values[name] for name in required} | content, record, str(path))
     stronger = {name: values[name] for name in explicit}
-    return parse_record(weaker | mine | stronger, record, OPTIONS)
+    return parse_record(dict(values) | content | stronger, record, OPTIONS)
 
 
 def read_run_file(path: Path, record: type[Record]) -> dict[str, Any]:
@@ -250,9 +258,3 @@ class _Loader(yaml.SafeLoader):
             if keys.count(key) > 1:
                 raise yaml.constructor.ConstructorError(None, None, f"key {key!r} twice", node.start_mark)
         return super().construct_mapping(node, deep)
-
-
-def _complete(record: type[Record], mine: dict[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Add to ``mine`` what a file need not say, so that a bad value is reported as the file's."""
-    required = {name for name, one in record.model_fields.items() if one.is_required()}
-    return {name: values[name] for name in required if name in values} | mine

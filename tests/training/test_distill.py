@@ -17,8 +17,8 @@ from hddm.ensemble import Ensemble
 from hddm.experts.assembly import assemble
 from hddm.experts.loading import load
 from hddm.networks.folders import WEIGHTS
-from hddm.training.distill import DistillSettings, Matching, distill
-from hddm.training.settings import RunOptions
+from hddm.training.distill import Matching, distill
+from hddm.training.settings import DistillSettings, RunOptions
 from hddm.utils.errors import HddmError
 from hddm.velocity import VelocityField
 from tests.artefacts import CLASSES, PER_CLASS, Command, copied, edit_json, write_images

@@ -30,7 +30,7 @@ from hddm.training.islands import (
     train_islands,
     work,
 )
-from hddm.training.logs import Trend, trend_of
+from hddm.training.loop import summary_of
 from hddm.training.resume import run_folder_of
 from hddm.training.settings import RunOptions
 from hddm.training.state import Run
@@ -189,8 +189,8 @@ def test_a_signal_outside_of_the_loop_ends_a_process_at_once(tmp_path: Path) -> 
     work(_island(tmp_path / "none", tmp_path / "out"), there)
     *_, ended = _told(here)
     assert isinstance(ended, Ended)
-    assert ended.failure is not None
-    assert "no such folder" in ended.failure.message
+    assert ended.outcome is not None
+    assert "no such folder" in str(ended.outcome.failure)
     with pytest.raises(SystemExit) as left:
         os.kill(os.getpid(), signal.SIGTERM)
     assert left.value.code == 143
@@ -228,7 +228,7 @@ def test_what_an_island_tells_of_its_losses_leaves_no_step_out(
     assert all(0 < one.seconds < 10 for one in stepped)
     whole_sum = sum((one.step - before) * one.loss for before, one in told)
     assert whole_sum == pytest.approx(losses.sum().item())
-    assert ended == Ended(True, trend_of(losses.tolist()))
+    assert ended == Ended(Outcome(island, summary_of(losses.tolist())))
 
 
 @pytest.mark.usefixtures("process")
@@ -274,11 +274,11 @@ def test_a_killed_process_goes_on_and_a_signal_saves_and_ends_all(
 
     (outcome,) = train_islands([_island(whole, island.out, resume=True)])
     assert outcome.failure is None
-    assert outcome.trend is not None
+    assert outcome.summary
     assert _last_checkpoint(island.out) == _last_checkpoint(plain.out)
     assert (island.out / WEIGHTS).read_bytes() == (plain.out / WEIGHTS).read_bytes()
     (again,) = train_islands([_island(whole, island.out, resume=True)], Processes(retries=0))
-    assert (again.trend, again.failure) == (None, None)
+    assert (again.summary, again.failure) == ("", None)
 
 
 def test_failures_are_told_by_expert(tmp_path: Path) -> None:
@@ -287,7 +287,7 @@ def test_failures_are_told_by_expert(tmp_path: Path) -> None:
     with pytest.raises(HddmError, match="2 of 3 experts failed") as refused:
         refuse_failed(
             [
-                Outcome(islands[0], Trend(1, 0)),
+                Outcome(islands[0], "trained"),
                 Outcome(islands[1], failure=bad),
                 Outcome(islands[2], failure=HddmError("no")),
             ]
@@ -298,7 +298,7 @@ def test_failures_are_told_by_expert(tmp_path: Path) -> None:
         "expert_1: so on",
         "expert_2: no",
     )
-    refuse_failed([Outcome(islands[0], Trend(1, 0))])
+    refuse_failed([Outcome(islands[0], "trained")])
 
 
 def test_a_cause_that_several_experts_share_is_told_once(tmp_path: Path) -> None:

@@ -19,13 +19,12 @@ from torch import Tensor, nn
 
 from hddm.networks.folders import WEIGHTS
 from hddm.training.expert import train_expert
-from hddm.training.logs import EventLog, Guarded
 from hddm.training.loop import Inputs, OnStep, StepReport, Task, fit
 from hddm.training.resume import run_folder_of
 from hddm.training.router import train_router
 from hddm.training.settings import LoopSettings, RunOptions
 from hddm.training.state import open_run
-from hddm.training.watching import watching
+from hddm.training.watching import EventLog, Guarded, watching
 from hddm.utils.errors import HddmError
 from hddm.utils.processes import Stopped
 from tests.artefacts import contents, expert_settings, largest_file, router_settings
@@ -196,9 +195,9 @@ def test_a_full_disk_ends_the_log_with_one_warning(tmp_path: Path, caplog: pytes
     with largest_file(2000):
         for step in range(1, 200):
             guarded.begin(step)
-            guarded.put(step, {"loss": float(step)}, {})
-            guarded.sync()
-    guarded.close(failed=False)
+            guarded.use(lambda log, step=step: log.put(step, {"loss": float(step)}, {}))  # type: ignore[misc]
+            guarded.use(lambda log: log.sync())
+    guarded.use(lambda log: log.close(failed=False))
     (warning,) = [record for record in caplog.records if record.levelno >= logging.WARNING]
     assert warning.getMessage().startswith("TensorBoard: [Errno 27] File too large")
     steps = [step for step, _ in _scalars(tmp_path)["loss"]]

@@ -1,7 +1,7 @@
 """Training losses against the least possible, known in closed form for Gaussian data."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import pytest
 import torch
@@ -34,10 +34,19 @@ def _least_ddpm_loss(case: Case) -> float:
     return (a**2 * VARIANCE / (a**2 * VARIANCE + s**2)).mean().item()
 
 
+def _loss(
+    objective: Objective, network: Callable[..., Tensor], x_0: Tensor, conditions: Mapping[str, Tensor] = {}
+) -> tuple[Tensor, Tensor]:
+    """The loss of each sample and its native time, as a step of training draws them."""
+    noise = _noise()
+    time, eps = objective.sample_times(len(x_0), noise), torch.randn(x_0.shape, generator=noise)
+    return objective.errors(network, x_0, eps, time, conditions), time
+
+
 def _mean_and_standard_error(
     objective: Objective, network: Callable[..., Tensor], num: int = NUM
 ) -> tuple[float, float]:
-    loss, _ = objective.loss(network, GAUSSIAN.sample(num, 1, SHAPE).float(), _noise())
+    loss, _ = _loss(objective, network, GAUSSIAN.sample(num, 1, SHAPE).float())
     assert loss.shape == (num,)
     return loss.mean().item(), loss.std().item() / num**0.5
 
@@ -99,7 +108,7 @@ def test_loss_is_the_squared_error_of_each_sample_and_carries_gradients() -> Non
 
     x_0 = GAUSSIAN.sample(6, 2, SHAPE).float()
     objective = Objective.named("flow")
-    loss, time = objective.loss(network, x_0, _noise(), {"class_labels": torch.arange(6.0)})
+    loss, time = _loss(objective, network, x_0, {"class_labels": torch.arange(6.0)})
     t = time.view(-1, 1, 1, 1)
     y = outputs[0].detach() - torch.arange(6.0).view(-1, 1, 1, 1)
     eps = (y - (1 - t) * x_0) / t
@@ -155,7 +164,7 @@ def test_what_a_trained_network_predicts_and_is_fed(
     if discrete is None:
         assert objective.schedule == case_named(schedule).schedule
     fed: list[Tensor] = []
-    _, time = objective.loss(lambda y, u: fed.append(u) or y, GAUSSIAN.sample(5, 0, SHAPE).float(), _noise())
+    _, time = _loss(objective, lambda y, u: fed.append(u) or y, GAUSSIAN.sample(5, 0, SHAPE).float())
     torch.testing.assert_close(fed[0].double(), time * time_scale, rtol=1e-7, atol=0)
 
 

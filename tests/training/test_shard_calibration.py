@@ -11,8 +11,7 @@ from torch import Tensor
 import hddm
 from hddm.calibration import FILE_NAME
 from hddm.data.shards import Shard, load_shard
-from hddm.training.expert import train_expert
-from hddm.training.shard_fit import calibration_rows
+from hddm.training.expert import calibration_rows, train_expert
 from tests.artefacts import expert_settings
 
 
@@ -66,7 +65,7 @@ def test_tokens_count_as_well(shard: Shard) -> None:
 def test_an_expert_is_calibrated_where_it_was_trained(
     whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from hddm.training import shard_fit as shard_calibration
+    from hddm.training import expert as shard_calibration
 
     places, calibrate = [], shard_calibration.calibrate
 

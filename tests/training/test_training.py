@@ -15,9 +15,8 @@ from hddm.data.shards import load_shard
 from hddm.networks.folders import WEIGHTS
 from hddm.networks.transformers import ExpertTransformer
 from hddm.schedules import from_diffusers
-from hddm.training.expert import new_network, train_expert
+from hddm.training.expert import new_network, record_of_shard, train_expert
 from hddm.training.router import train_router
-from hddm.training.shard_fit import shard_facts
 from hddm.utils.errors import HddmError
 from tests.artefacts import (
     CLASSES,
@@ -104,8 +103,8 @@ def test_an_expert_counts_its_images_by_the_classes_that_it_knows(whole: Path, c
     assert facts["classes"] == list(CLASSES)
     assert facts["shard"]["class_images"] == [PER_CLASS, PER_CLASS]
     shard = load_shard(whole)
-    assert shard_facts(shard, ("columns", "others")).class_images == ()
-    assert shard_facts(replace(shard, labels=None), shard.classes).class_images == ()
+    assert record_of_shard(shard, ("columns", "others")).class_images == ()
+    assert record_of_shard(replace(shard, labels=None), shard.classes).class_images == ()
 
 
 def test_an_expert_remembers_its_shard_and_how_it_was_trained(shards: Path, flow_expert: Path) -> None:

@@ -9,8 +9,8 @@ import wandb
 
 from hddm.networks.folders import WEIGHTS
 from hddm.training.expert import train_expert
-from hddm.training.logs import RECORD, _mode
 from hddm.training.settings import RunOptions
+from hddm.training.wandb_log import RECORD, _mode
 from tests.artefacts import contents, expert_settings
 
 
