@@ -19,8 +19,7 @@ from hddm.experts.loading import load
 from hddm.experts.records import read_router
 from hddm.sampling import ExpertUse, sample
 from hddm.training.expert import train_expert
-from hddm.training.router import train_router
-from hddm.training.router_calibration import calibrate_router, held_out
+from hddm.training.router import calibrate_router, held_out, train_router
 from hddm.training.settings import ExpertSettings, RouterSettings
 from hddm.utils.tensors import generator
 from hddm.velocity import VelocityField

@@ -81,12 +81,8 @@ def denoising(
 ) -> Denoising:
     """Errors of ``field`` on images, at `TIMES` and `LATE_TIMES`, with the same noise for all compared.
 
-    Args:
-        field: the expert.
-        images: (N, C, H, W), float32, in the units that the expert works in.
-        conditions: keywords of the network, each (N, …).
-        seed: of the noise.
-        batch_size: states a call.
+    ``images`` (N, C, H, W), float32, are in the units that the expert works in, and ``conditions``, keywords
+    of the network, are each (N, …). ``seed`` is that of the noise.
 
     Raises:
         HddmError: for fewer than 2 images.

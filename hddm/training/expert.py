@@ -195,10 +195,8 @@ def begun_with(init: Path) -> dict[str, str]:
 def check_fit(shard: Shard, record: ExpertRecord, network: object) -> None:
     """Refuse a shard whose samples are none of an expert's.
 
-    Args:
-        shard: the shard.
-        record: the expert's. A value that it leaves open is no difference.
-        network: the expert's, whose config tells how wide the tokens are that it takes.
+    A value that ``record`` leaves open is no difference. The config of the expert's ``network`` tells how
+    wide the tokens are that it takes.
 
     Raises:
         HddmError: for samples of another space or shape, latents of another VAE or scale, or tokens of
@@ -294,11 +292,8 @@ def calibrated(
 def calibrated_on(shard: Shard, field: VelocityField, given: Mapping[str, Tensor], seed: int) -> Calibration:
     """A calibration of ``field``, which has none yet, that says which shard it was fitted to.
 
-    Args:
-        shard: of which `calibration_rows` are looked at.
-        field: the expert; it is asked where it is.
-        given: conditions (N, …) of all samples; tokens come from the shard where the expert takes them.
-        seed: of the noise.
+    `calibration_rows` of ``shard`` are looked at. ``given`` are conditions (N, …) of all samples; tokens come
+    from the shard where the expert takes them. ``seed`` is that of the noise.
     """
     rows = calibration_rows(shard)
     log.info("calibrating on %s …", counted(len(rows), "image"))

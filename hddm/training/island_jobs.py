@@ -75,18 +75,9 @@ def make_islands(
 ) -> list[Island]:
     """An island a shard, which writes ``out/expert_k``.
 
-    What concerns one objective alone, ``snr_gamma`` and ``schedule``, is left out for the other where both
-    are there.
-
-    Args:
-        shards: folders, as `hddm.data.shard_records.find_shards` gives them.
-        out: the folder of all experts.
-        objectives: one a shard.
-        settings: by objective.
-        run: how each run is kept.
-        schedule: see `Island`.
-        init: see `Island`.
-        overwrite: see `Island`.
+    ``objectives`` has one a shard, and ``settings`` are by objective; the rest is as of `Island`. What
+    concerns one objective alone, ``snr_gamma`` and ``schedule``, is left out for the other where both are
+    there.
 
     Raises:
         HddmError: for an option of DDPM where no shard learns it.

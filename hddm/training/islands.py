@@ -193,11 +193,8 @@ class Ended:
 def work(island: Island, connection: "Connection[object, int]") -> None:
     """Train ``island``; the body of its process.
 
-    Args:
-        island: the training.
-        connection: to the parent. Takes `Stepped`, `Logged` and last `Ended`, unless the process dies. A
-            number that it gives is that of a signal, on which the training stops; so it does when the other
-            end is closed.
+    ``connection`` to the parent takes `Stepped`, `Logged` and last `Ended`, unless the process dies. A number
+    that it gives is that of a signal, on which the training stops; so it does when the other end is closed.
     """
     logger = logging.getLogger("hddm")
     logger.setLevel(logging.INFO)

@@ -59,14 +59,10 @@ def targets_of(network: nn.Module) -> tuple[str, ...]:
 
 
 def new_adapter(network: nn.Module, rank: int, alpha: float | None, init: Path, out: Path) -> AdapterRecord:
-    """The record of an adapter of the expert in ``init`` that is to lie in ``out``.
+    """The record of an adapter in ``out`` of the expert in ``init`` with this ``network``.
 
-    Args:
-        network: that of ``init``.
-        rank: of the change, from 1.
-        alpha: the change is scaled by alpha/rank; by default ``rank``, so not at all.
-        init: the folder of the base.
-        out: the folder of the adapter; of the two the record keeps how one is reached from the other.
+    Its change is scaled by ``alpha``/``rank``; by default alpha is the rank. Of the two folders the record
+    keeps how the base is reached from the adapter.
 
     Raises:
         HddmError: for an adapter as the base, and a network without layers to adapt.

@@ -196,10 +196,8 @@ def _newest(out: Path, since: int) -> tuple[int, float, float] | None:
 
 def _absolute(island: Island) -> Island:
     """Return ``island`` with absolute paths: workers have a working directory of their own."""
-    paths: dict[str, Any] = {
-        name: path.absolute() for name, path in vars(island).items() if isinstance(path, Path)
-    }
-    return replace(island, **paths)
+    paths: dict[str, Any] = {key: one for key, one in vars(island).items() if isinstance(one, Path)}
+    return replace(island, **{key: path.absolute() for key, path in paths.items()})
 
 
 def _ray() -> Any:

@@ -58,9 +58,9 @@ def experts_in(folder: Path) -> list[Path]:
         )
     if (folder / EXPERT_FILE).exists():
         return [folder]
-    for record, what in _OTHERS.items():
+    for record, kind in _OTHERS.items():
         if (folder / record).exists():
-            raise UsageError(f"{folder}: is {what.format(folder=folder)}")
+            raise UsageError(f"{folder}: is {kind.format(folder=folder)}")
     found = [path.parent for path in folder.glob(f"*/{EXPERT_FILE}")]
     if not found:
         raise UsageError(
@@ -73,10 +73,8 @@ def experts_in(folder: Path) -> list[Path]:
 def images_for(experts: Sequence[Path], data: Path) -> list[Path]:
     """The shard folder that each of ``experts`` is to be judged by.
 
-    Args:
-        experts: expert folders.
-        data: a shard folder, for all; or a folder of some, as ``held_out`` of a partition, of which each
-            expert gets that of its own shard.
+    ``data`` is a shard folder, for all; or a folder of some, as ``held_out`` of a partition, of which each
+    expert gets that of its own shard.
 
     Raises:
         UsageError: where there is none.
@@ -95,9 +93,9 @@ def images_for(experts: Sequence[Path], data: Path) -> list[Path]:
         shard = _read(expert / EXPERT_FILE).get("shard")
         own = shard.get("hash") if isinstance(shard, dict) else None
         if own not in shards:
-            of = "does not say what it was trained on" if own is None else f"is of shard {str(own)[:16]}…"
+            origin = "does not say what it was trained on" if own is None else f"is of shard {str(own)[:16]}…"
             raise UsageError(
-                f"--data {data}: none of its {len(shards)} shards is that of {expert}, which {of}"
+                f"--data {data}: none of its {len(shards)} shards is that of {expert}, which {origin}"
             )
         found.append(shards[own])
     return found

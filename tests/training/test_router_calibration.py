@@ -12,12 +12,12 @@ from hddm.ensemble import temperature_at
 from hddm.experts.records import ROUTER_FILE, read_router
 from hddm.networks.folders import WEIGHTS
 from hddm.training import router as router_training
-from hddm.training.router import train_router
-from hddm.training.router_calibration import (
+from hddm.training.router import (
     calibrate_router,
     expected_calibration_error,
     fit_temperatures,
     held_out,
+    train_router,
 )
 from hddm.utils.errors import HddmError
 from hddm.utils.records import MANIFEST
