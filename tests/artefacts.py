@@ -162,3 +162,17 @@ def largest_file(size: int) -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+class Died(BaseException):
+    """Stands for the death of a training between two steps."""
+
+
+def ending_at(last: int) -> Callable[[int, float, float], None]:
+    """An ``on_step`` that ends a training after its step ``last``."""
+
+    def on_step(step: int, loss: float, seconds: float) -> None:
+        if step == last:
+            raise Died
+
+    return on_step

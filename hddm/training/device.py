@@ -23,7 +23,12 @@ class Device:
         from accelerate import Accelerator
         from accelerate.state import AcceleratorState
 
-        self._check(settings)
+        there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
+        if not there.get(settings.device, True):
+            raise HddmError(f"--device {settings.device}: there is none; take cpu")
+        is_on_cpu = settings.device == "cpu" or not any(there.values())
+        if settings.mixed_precision == "fp16" and is_on_cpu:
+            raise HddmError("--mixed-precision fp16 needs a GPU; on a CPU take bf16 or no")
         # A process may train twice, with another precision.
         AcceleratorState._reset_state()
         self._accelerator = Accelerator(
@@ -31,7 +36,9 @@ class Device:
             cpu=settings.device == "cpu",
             step_scheduler_with_optimizer=False,
         )
-        self._settings = settings
+        self._threads = settings.threads
+        self.scaler: torch.amp.GradScaler = self._accelerator.scaler or torch.amp.GradScaler(enabled=False)
+        """Scales losses in fp16; in other precisions it is not enabled and does nothing."""
         parts = self.processes * settings.gradient_accumulation_steps
         if settings.batch_size % parts:
             raise HddmError(
@@ -43,9 +50,9 @@ class Device:
     def __enter__(self) -> "Device":
         devices = [self.target.index or 0] if self.target.type == "cuda" else []
         self._inside.enter_context(torch.random.fork_rng(devices=devices))
-        if self._settings.threads is not None:
+        if self._threads is not None:
             self._inside.callback(torch.set_num_threads, torch.get_num_threads())
-            torch.set_num_threads(self._settings.threads)
+            torch.set_num_threads(self._threads)
         return self
 
     def __exit__(self, *ended: object) -> None:
@@ -66,12 +73,6 @@ class Device:
     def is_main(self) -> bool:
         """True for the process that writes."""
         return bool(self._accelerator.is_main_process)
-
-    @property
-    def scaler(self) -> "torch.amp.GradScaler | None":
-        """The gradient scaler of fp16; None in other precisions."""
-        scaler: torch.amp.GradScaler | None = self._accelerator.scaler
-        return scaler
 
     def distributed(self, module: nn.Module) -> nn.Module:
         """Return ``module``, wrapped to average its gradients over processes where there are several."""
@@ -104,12 +105,11 @@ class Device:
 
     def backward(self, loss: Tensor) -> None:
         """Gradients of ``loss``, scaled in fp16."""
-        (self.scaler.scale(loss) if self.scaler is not None else loss).backward()
+        self.scaler.scale(loss).backward()
 
     def clip(self, optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], limit: float) -> Tensor:
         """Clip gradients to a norm of ``limit``; their norm before that, which nothing has waited for."""
-        if self.scaler is not None:
-            self.scaler.unscale_(optimizer)
+        self.scaler.unscale_(optimizer)
         norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
         # To ask would wait for a GPU; on a CPU it saves a pass over gradients that stay as they are.
         if self.target.type != "cpu" or not norm <= limit:
@@ -118,9 +118,6 @@ class Device:
 
     def update(self, optimizer: torch.optim.Optimizer) -> None:
         """One step of the optimiser; in fp16 one with gradients beyond range only lowers the scale."""
-        if self.scaler is None:
-            optimizer.step()
-            return
         self.scaler.step(optimizer)
         self.scaler.update()
 
@@ -140,12 +137,3 @@ class Device:
     def wait(self) -> None:
         """Wait until all processes are here."""
         self._accelerator.wait_for_everyone()
-
-    @staticmethod
-    def _check(settings: LoopSettings) -> None:
-        there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
-        if not there.get(settings.device, True):
-            raise HddmError(f"--device {settings.device}: there is none; take cpu")
-        accelerated = settings.device != "cpu" and any(there.values())
-        if settings.mixed_precision == "fp16" and not accelerated:
-            raise HddmError("--mixed-precision fp16 needs a GPU; on a CPU take bf16 or no")

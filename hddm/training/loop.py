@@ -244,13 +244,12 @@ class _Trainer:
         loss = losses.mean().item()
         state.losses.append(loss)
         fine = math.isfinite(loss) and math.isfinite(norm)
-        if fine or device.scaler is not None:
+        if fine or device.scaler.is_enabled():
             device.update(state.optimizer)
         if fine:
             state.ema.update()
             state.non_finite = 0
-        elif math.isfinite(loss) and device.scaler is not None and device.scaler.get_scale() >= 1:
-            scale = device.scaler.get_scale()
+        elif math.isfinite(loss) and device.scaler.is_enabled() and (scale := device.scaler.get_scale()) >= 1:
             log.info("step %d: gradients left the range of fp16; its scale is now %g", step, scale)
         else:
             self._skipped(step, rows, losses, norm)
@@ -331,7 +330,7 @@ def train(
         overwrite: whether an existing ``out``, and a run that is there, are replaced.
         on_step: called after each step with its number, loss and seconds.
         run: how the training is kept; it is not without.
-        watch: opens what looks at the training, given its run.
+        watch: opens the watcher of a run.
 
     Returns:
         The loss of every step; none where a resumed ``out`` is complete.

@@ -102,7 +102,7 @@ class TrainingState:
     network: nn.Module
     ema: Ema
     optimizer: torch.optim.Optimizer
-    scaler: "torch.amp.GradScaler | None" = None
+    scaler: torch.amp.GradScaler = field(default_factory=lambda: torch.amp.GradScaler(enabled=False))
     losses: list[float] = field(default_factory=list)
     seconds: float = 0.0
     """Of all steps, without what comes between them."""
@@ -140,7 +140,7 @@ class TrainingState:
             "seconds": self.seconds,
             "non_finite": self.non_finite,
             "notes": self.notes,
-            "scaler": self.scaler.state_dict() if self.scaler is not None else None,
+            "scaler": self.scaler.state_dict() or None,
         }
 
     @torch.no_grad()
@@ -165,7 +165,7 @@ class TrainingState:
         self.ema.updates = values["ema_updates"]
         self.seconds, self.non_finite = values["seconds"], values["non_finite"]
         self.notes = dict(values.get("notes", {}))
-        if self.scaler is not None:
+        if values["scaler"] is not None:
             self.scaler.load_state_dict(values["scaler"])
 
     def _trained(self) -> dict[str, nn.Parameter]:

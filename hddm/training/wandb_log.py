@@ -1,13 +1,11 @@
 """Weights & Biases, for those who ask for it: it never prompts, and resumed runs stay one run."""
 
 import logging
-import netrc
 import os
 import secrets
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
-from urllib.parse import urlsplit
 
 from torch import Tensor
 
@@ -93,23 +91,21 @@ def _mode() -> Literal["online", "offline", "disabled"]:
     asked = os.environ.get("WANDB_MODE")
     if asked == "disabled":
         return "disabled"
-    if asked != "offline" and _has_key():
+    if asked == "offline":
+        return "offline"
+    if _has_key():
         return "online"
-    if asked != "offline":
-        log.info(
-            "W&B: no API key in WANDB_API_KEY or ~/.netrc, so the run is written offline; wandb sync sends it"
-        )
+    log.info(
+        "W&B: no API key in WANDB_API_KEY or ~/.netrc, so the run is written offline; wandb sync sends it"
+    )
     return "offline"
 
 
 def _has_key() -> bool:
     """Return true where W&B has a key, or its equal, and need not ask."""
+    # W&B's own dependency, and its own way.
+    from requests.utils import get_netrc_auth
+
     if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True
-    host = urlsplit(os.environ.get("WANDB_BASE_URL") or "https://api.wandb.ai").netloc
-    places = [os.environ.get("NETRC"), "~/.netrc", "~/_netrc"]
-    path = next((path for place in places if place and (path := Path(place).expanduser()).is_file()), None)
-    try:
-        return path is not None and netrc.netrc(path).authenticators(host) is not None
-    except (netrc.NetrcParseError, OSError):
-        return False
+    return get_netrc_auth(os.environ.get("WANDB_BASE_URL") or "https://api.wandb.ai") is not None

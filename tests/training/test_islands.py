@@ -152,30 +152,32 @@ def process() -> Iterator[None]:
     logger.level, logger.propagate, logger.handlers = state
 
 
-def _told(here: "Connection[object, object]") -> list[object]:
-    told = []
+def _messages(here: "Connection[object, object]") -> list[object]:
+    messages = []
     while here.poll():
         try:
-            told.append(here.recv())
+            messages.append(here.recv())
         except EOFError:
             break
-    return told
+    return messages
 
 
 @pytest.mark.usefixtures("process")
 def test_a_training_whose_starter_is_gone_or_asks_it_to_saves_and_ends(whole: Path, tmp_path: Path) -> None:
+    """What it logs reaches its starter."""
     island = _island(whole, tmp_path / "out")
+    run = Run(run_folder_of(island.out), RunOptions())
     here, there = multiprocessing.Pipe()
     here.close()
     work(island, there)
-    run = Run(run_folder_of(island.out), RunOptions())
     newest = run.newest()
     assert newest is not None
     assert newest.name == "step_00000001"
     here, there = multiprocessing.Pipe()
     here.send(signal.SIGUSR1)
     work(island, there)
-    *_, ended = _told(here)
+    *messages, ended = _messages(here)
+    assert any(isinstance(one, Logged) and "going on from step 1" in one.message for one in messages)
     assert ended == Ended()
     newest = run.newest()
     assert newest is not None
@@ -187,7 +189,7 @@ def test_a_training_whose_starter_is_gone_or_asks_it_to_saves_and_ends(whole: Pa
 def test_a_signal_outside_of_the_loop_ends_a_process_at_once(tmp_path: Path) -> None:
     here, there = multiprocessing.Pipe()
     work(_island(tmp_path / "none", tmp_path / "out"), there)
-    *_, ended = _told(here)
+    *_, ended = _messages(here)
     assert isinstance(ended, Ended)
     assert ended.outcome is not None
     assert "no such folder" in str(ended.outcome.failure)
@@ -197,19 +199,7 @@ def test_a_signal_outside_of_the_loop_ends_a_process_at_once(tmp_path: Path) -> 
 
 
 @pytest.mark.usefixtures("process")
-def test_what_a_training_logs_reaches_its_starter(whole: Path, tmp_path: Path) -> None:
-    island = _island(whole, tmp_path / "out")
-    here, there = multiprocessing.Pipe()
-    here.send(signal.SIGTERM)
-    work(island, there)
-    here.send(signal.SIGTERM)
-    work(island, there)
-    logged = [one.message for one in _told(here) if isinstance(one, Logged)]
-    assert any("going on from step 1" in line for line in logged)
-
-
-@pytest.mark.usefixtures("process")
-def test_what_an_island_tells_of_its_losses_leaves_no_step_out(
+def test_reports_of_an_island_leave_no_step_out_and_come_before_its_calibration(
     whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(island_process, "REPORT_SECONDS", 0.02)
@@ -218,32 +208,19 @@ def test_what_an_island_tells_of_its_losses_leaves_no_step_out(
     island = replace(_island(whole, tmp_path / "out", checkpoint_every=steps), settings=settings)
     here, there = multiprocessing.Pipe()
     work(island, there)
-    *others, ended = _told(here)
-    stepped = [one for one in others if isinstance(one, Stepped)]
-    assert 2 < len(stepped) < steps
-    assert stepped[-1].step == steps
-    told = zip([0, *(one.step for one in stepped)], stepped, strict=False)
-    checkpoint = run_folder_of(island.out) / "checkpoints" / f"step_{steps:08d}"
-    losses = load_file(checkpoint / "losses.safetensors")["losses"]
-    assert all(0 < one.seconds < 10 for one in stepped)
-    whole_sum = sum((one.step - before) * one.loss for before, one in told)
-    assert whole_sum == pytest.approx(losses.sum().item())
-    assert ended == Ended(Outcome(island, summary_of(losses.tolist())))
-
-
-@pytest.mark.usefixtures("process")
-def test_the_last_step_of_an_island_is_told_before_its_calibration_which_is_told_too(
-    whole: Path, tmp_path: Path
-) -> None:
-    island = replace(_island(whole, tmp_path / "out"), settings=expert_settings("flow", steps=3, threads=1))
-    here, there = multiprocessing.Pipe()
-    work(island, there)
-    *_, stepped, logged, ended = _told(here)
-    assert isinstance(stepped, Stepped)
-    assert stepped.step == 3
+    *others, last, logged, ended = _messages(here)
     images = len(json.loads((whole / "manifest.json").read_text())["images"])
     assert logged == Logged(logging.INFO, f"calibrating on {images} images …")
-    assert isinstance(ended, Ended)
+    stepped = [one for one in (*others, last) if isinstance(one, Stepped)]
+    assert isinstance(last, Stepped)
+    assert 2 < len(stepped) < steps == last.step
+    assert all(0 < one.seconds < 10 for one in stepped)
+    checkpoint = run_folder_of(island.out) / "checkpoints" / f"step_{steps:08d}"
+    losses = load_file(checkpoint / "losses.safetensors")["losses"]
+    before = [0, *(one.step for one in stepped)]
+    total = sum((one.step - start) * one.loss for start, one in zip(before, stepped, strict=False))
+    assert total == pytest.approx(losses.sum().item())
+    assert ended == Ended(Outcome(island, summary_of(losses.tolist())))
 
 
 @pytest.mark.slow
@@ -281,43 +258,25 @@ def test_a_killed_process_goes_on_and_a_signal_saves_and_ends_all(
     assert (again.summary, again.failure) == ("", None)
 
 
-def test_failures_are_told_by_expert(tmp_path: Path) -> None:
-    islands = [_island(tmp_path, tmp_path / f"expert_{k}") for k in range(3)]
-    bad = HddmError("a.png: is broken", ["and", "so on"])
-    with pytest.raises(HddmError, match="2 of 3 experts failed") as refused:
-        refuse_failed(
-            [
-                Outcome(islands[0], "trained"),
-                Outcome(islands[1], failure=bad),
-                Outcome(islands[2], failure=HddmError("no")),
-            ]
-        )
-    assert refused.value.details == (
-        "expert_1: a.png: is broken",
-        "expert_1: and",
-        "expert_1: so on",
-        "expert_2: no",
-    )
-    refuse_failed([Outcome(islands[0], "trained")])
-
-
-def test_a_cause_that_several_experts_share_is_told_once(tmp_path: Path) -> None:
+def test_failures_are_told_by_expert_and_a_cause_that_several_share_once(tmp_path: Path) -> None:
     islands = [_island(tmp_path, tmp_path / f"expert_{k}") for k in range(4)]
-    rate = "settings.learning_rate: was 0.1, is 0.2"
+    rate, other = "settings.learning_rate: was 0.1, is 0.2", "data.shard: was a, is b"
 
     def outcome(island: Island, *more: str) -> Outcome:
         failure = HddmError(f"{run_folder_of(island.out)}: started otherwise", [rate, *more])
         return Outcome(island, failure=failure)
 
+    refuse_failed([Outcome(islands[0], "trained")])
+    failed = [*map(outcome, islands[:3]), outcome(islands[3], other)]
     with pytest.raises(HddmError, match="4 of 4 experts failed; --resume goes on") as refused:
-        refuse_failed([*map(outcome, islands[:3]), outcome(islands[3], "data.shard: was a, is b")])
+        refuse_failed(failed)
     assert refused.value.details == (
         "each of them: started otherwise",
         f"each of them: {rate}",
-        "expert_3: data.shard: was a, is b",
+        f"expert_3: {other}",
     )
-    with pytest.raises(HddmError) as refused:
-        refuse_failed([*map(outcome, islands[:2]), Outcome(islands[2], failure=HddmError("no"))])
+    with pytest.raises(HddmError, match="3 of 4 experts failed; the others are finished") as refused:
+        refuse_failed([*failed[:2], Outcome(islands[2], failure=HddmError("no")), Outcome(islands[3], "t")])
     assert refused.value.details == (
         "expert_0, expert_1: started otherwise",
         f"expert_0, expert_1: {rate}",
