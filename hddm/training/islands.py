@@ -69,12 +69,8 @@ def train_islands(
 
     One whose process dies (killed, out of memory, a bug) is started again and goes on from its last
     checkpoint; one that fails for a reason that the user must mend is not. The others go on in both cases.
-    `hddm.training.island_jobs.refuse_failed` judges the outcomes.
-
-    Args:
-        islands: see `hddm.training.island_jobs.make_islands`.
-        backend: where they are trained; `Processes` one after the other by default.
-        on_step: called with what the islands report.
+    `hddm.training.island_jobs.refuse_failed` judges the outcomes. The ``backend`` is `Processes`, one after
+    the other, by default; ``on_step`` is called with what the islands report.
 
     Raises:
         HddmError: for folders that are in the way, before anything starts, or a backend out of reach.
@@ -296,7 +292,7 @@ class Processes:
     def run(self, islands: Sequence[Island], stop: StopRequest, on_step: OnIsland | None) -> list[Outcome]:
         """Run islands as a `Backend` does."""
         waiting, running, outcomes = deque(islands), list[_Job](), list[Outcome]()
-        is_told = False
+        is_stopping = False
         try:
             while True:
                 while waiting and len(running) < self.parallel and not stop.requested:
@@ -304,8 +300,8 @@ class Processes:
                     running.append(_start(waiting.popleft(), slot, 1))
                 if not running:
                     return outcomes
-                if stop.number is not None and not is_told:
-                    is_told = True
+                if stop.number is not None and not is_stopping:
+                    is_stopping = True
                     for job in running:
                         # One may have ended just now.
                         with contextlib.suppress(OSError):
@@ -318,10 +314,10 @@ class Processes:
                     running.remove(job)
                     if job.ended is not None and job.ended.outcome is not None:
                         outcomes.append(job.ended.outcome)
-                    elif not is_told and job.starts > self.retries:
+                    elif not is_stopping and job.starts > self.retries:
                         text = f"its process {_how(job)}, {job.starts} times in all; --resume goes on"
                         outcomes.append(Outcome(job.island, failure=HddmError(f"{job.island.out}: {text}")))
-                    elif not is_told:
+                    elif not is_stopping:
                         running.append(self._start_again(job))
         finally:
             _close(running)

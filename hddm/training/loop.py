@@ -145,11 +145,8 @@ def fit(
     A step whose loss or gradient is not finite changes nothing: weights, averages and the optimiser stay, and
     the step is named with its samples.
 
-    Args:
-        task: see `Task`.
-        settings: see `LoopSettings`.
-        run: where checkpoints go, and come from; without one nothing is kept, and signals do what they do.
-        watchers: called after each step, on the main process.
+    ``run`` is where checkpoints go, and come from; without one nothing is kept, and signals do what they do.
+    ``watchers`` are called after each step, on the main process.
 
     Raises:
         HddmError: after ``settings.max_non_finite`` steps in a row that were not finite, for hardware that is

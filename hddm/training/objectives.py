@@ -138,12 +138,8 @@ def drawing(
     With probability ``settings.condition_dropout`` a sample has null values for all its conditions at once,
     which is what guidance asks the network with.
 
-    Args:
-        shard: the samples.
-        objective: of which times are drawn.
-        settings: see `ExpertSettings`.
-        given: conditions (N, …) of all samples, by keyword; tokens of texts come from the shard itself.
-        nulls: values that stand for no condition, without batch dimension.
+    ``given`` are conditions (N, …) of all samples, by keyword; tokens of texts come from the shard itself.
+    ``nulls`` are the values that stand for no condition, without batch dimension.
     """
 
     def draw(rows: Tensor, noise: torch.Generator) -> Inputs:

@@ -223,13 +223,9 @@ def is_complete(
 ) -> bool:
     """Tell from records alone whether a resumed training has written ``out`` and nothing is left to do.
 
-    Args:
-        out: the folder that the training writes.
-        record: the JSON file that marks its kind.
-        run: how this start goes; only a resumed one can be complete.
-        overwrite: whether ``out`` is trained anew.
-        settings: of this start. Without them the answer is no where there is a run that they must equal.
-        data: plain values that say what this start trains on, as of `expert_data`; goes with ``settings``.
+    Only a resumed one can be complete. ``record`` is the JSON file that marks the kind of folder.
+    ``settings`` and ``data``, as of `expert_data`, are those of this start; without them the answer is no
+    where there is a run that they must equal.
 
     Raises:
         HddmError: for another folder in the way, a run that was started otherwise (`compare_records`), or

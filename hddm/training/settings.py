@@ -179,11 +179,8 @@ def settings_of(
 ) -> Settings:
     """Settings of a kind, from options and a run file.
 
-    Args:
-        record: the kind.
-        path: the run file, if there is one.
-        values: options by name, defaults and all.
-        explicit: names of those that were given, which override the file.
+    ``values`` are options by name, defaults and all; the names of those that were given, which override the
+    run file in ``path``, are ``explicit``.
 
     Raises:
         HddmError: for a file that cannot be read or is no mapping, a key that no kind has, naming the nearest

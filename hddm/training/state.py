@@ -302,11 +302,8 @@ def open_run(
 ) -> Iterator[Run]:
     """A block with the run folder of ``out``, new or resumed, locked.
 
-    Args:
-        out: the folder that the run will write.
-        record: plain values that say what is computed: "settings", "data", "environment".
-        options: see `RunOptions`.
-        overwrite: whether a run that is there is removed.
+    ``record`` holds plain values that say what is computed: "settings", "data", "environment". With
+    ``overwrite`` a run that is there is removed.
 
     Raises:
         HddmError: for a run that another process works on, one that is there without ``resume`` or

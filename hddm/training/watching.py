@@ -44,10 +44,8 @@ def watching(
 ) -> Callable[[Run], contextlib.AbstractContextManager[Watcher]]:
     """Return what opens the watcher of a run, as its options say; see `hddm.training.loop.train`.
 
-    Args:
-        field: the network in training, as it is to be sampled; without one there are no pictures.
-        shard: what it is trained on.
-        settings: its conditions.
+    ``field`` is the network in training, as it is to be sampled, ``shard`` what it is trained on, and
+    ``settings`` tell its conditions; without these there are no pictures.
     """
 
     @contextlib.contextmanager
@@ -206,11 +204,8 @@ class SampleGrids:
     shard, others with what stands for no condition. Latents are not decoded: their first three channels are
     shown as colours.
 
-    Args:
-        field: the network in training as a velocity field.
-        shard: what it is trained on.
-        conditions: names of the conditions that it is trained with.
-        folder: where pictures go.
+    ``field`` is the network in training, ``shard`` what it is trained on, and ``conditions`` are the names of
+    those that it is trained with.
     """
 
     def __init__(self, field: VelocityField, shard: Shard, conditions: Collection[str], folder: Path) -> None:
@@ -314,9 +309,7 @@ class Sink(Protocol):
 class Guarded:
     """A sink whose failure is one warning, after which it is left alone.
 
-    Args:
-        name: its name in the warning.
-        start: opens it, given the first step that is put.
+    ``name`` is its name in the warning; ``start`` opens it, given the first step that is put.
     """
 
     def __init__(self, name: str, start: Callable[[int], Sink]) -> None:

@@ -212,7 +212,7 @@ def test_what_a_network_of_noise_does_by_itself_near_the_end_is_told_without_a_c
     trained = tmp_path / "trained"
     train_expert(whole, trained, expert_settings("ddpm", steps=150, batch_size=64, class_conditional=True))
     assert verify_expert(trained, held_out).accepted
-    out = _changed(trained, tmp_path, CALIBRATION, lambda found: found["weights"][2:].fill_(0.8))
+    out = _changed(trained, tmp_path / "changed", CALIBRATION, lambda found: found["weights"][2:].fill_(0.8))
     verdict = verify_expert(out, held_out)
     assert verdict.accepted
     assert not verdict.notes
