@@ -11,6 +11,7 @@ Teachers' velocities are converted and calibrated as in sampling. The student is
 path, calibrated on the whole data; it may begin with the network of an expert.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -258,7 +259,7 @@ def distill(
         student = Expert(network, record.model_copy(update={"training": training}), None)
         save_expert(draft, calibrated(student, union, given, settings.seed, fitted.device))
 
-    task = Task(network, len(union), drawn, Matching(teacher.on), (len(shards), 1))
+    task = Task(network, len(union), drawn, matching(teacher.on), (len(shards), 1))
     data |= {"teacher": teacher.record, **begun}
     watch = watching(field_of(Expert(network, record, None)), union, as_expert)
     return train(task, settings, out, EXPERT_FILE, write, data, overwrite, on_step, run, watch)
@@ -291,35 +292,25 @@ def _flow_expert(init: Path, record: ExpertRecord) -> Expert:
     return expert
 
 
-class Matching:
-    """The loss of a student: the squared distance of its velocity to that of its teacher.
+def matching(teacher_on: Callable[[torch.device], Ensemble]) -> Callable[[nn.Module, Inputs], Tensor]:
+    """The loss of a student: the squared distance of its velocity to that of its teacher on a device.
+
+    The loss takes the student, of (x_t, 1000 t, **conditions), and ``x_0`` and ``eps`` (n, C, H, W), ``t``
+    (n,), the index of the ``expert`` to learn from (n,) where that is not the mixture, and ``class_labels``
+    (n,) where there are classes. It gives means over the elements of each sample (n,).
 
     The teacher runs in float32, whatever precision the student is trained in, and gets no gradients.
-
-    Args:
-        teacher_on: the teacher on a device; called once for each.
     """
+    opened = functools.cache(teacher_on)
 
-    def __init__(self, teacher_on: Callable[[torch.device], Ensemble]) -> None:
-        self._teacher_on = teacher_on
-        self._on: dict[torch.device, Ensemble] = {}
-
-    def __call__(self, network: nn.Module, inputs: Inputs) -> Tensor:
-        """Means over the elements of each sample, (n,).
-
-        Args:
-            network: the student, of (x_t, 1000 t, **conditions).
-            inputs: ``x_0`` and ``eps`` (n, C, H, W), ``t`` (n,), the index of the ``expert`` to learn from
-                (n,) where that is not the mixture, and ``class_labels`` (n,) where there are classes.
-        """
+    def loss(network: nn.Module, inputs: Inputs) -> Tensor:
         x_0, t = inputs["x_0"], inputs["t"]
         wide = append_dims(t, x_0.ndim).to(x_0)
         x_t = (1 - wide) * x_0 + wide * inputs["eps"]
         conditions: dict[str, Any] = {name: inputs[name] for name in (LABELS,) if name in inputs}
-        device = x_t.device
-        if device not in self._on:
-            self._on[device] = self._teacher_on(device)
-        with torch.no_grad(), torch.autocast(device.type, enabled=False):
-            target = self._on[device].velocity(x_t, t, expert=inputs.get("expert"), **conditions)
+        with torch.no_grad(), torch.autocast(x_t.device.type, enabled=False):
+            target = opened(x_t.device).velocity(x_t, t, expert=inputs.get("expert"), **conditions)
         output: Tensor = network(x_t, (t * TIME_SCALE).to(x_t), **conditions)
         return (output.float() - target).square().flatten(1).mean(1)
+
+    return loss

@@ -8,6 +8,7 @@ with native times uniform or logit-normal.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import get_args
 
 import torch
 from torch import Tensor, nn
@@ -15,13 +16,13 @@ from torch import Tensor, nn
 from hddm.data.shards import Shard
 from hddm.schedules import CosineSchedule, DiscreteSchedule, LinearSchedule, Schedule
 from hddm.training.loop import Inputs
-from hddm.training.settings import TEXT, ExpertSettings
+from hddm.training.settings import TEXT, ExpertSettings, TimeSampling
 from hddm.utils.errors import HddmError
 from hddm.utils.tensors import append_dims
 from hddm.velocity import PredictionType
 
 TIME_SCALE = 1000.0
-TIME_SAMPLINGS = ("uniform", "logit-normal")
+TIME_SAMPLINGS = get_args(TimeSampling)
 
 
 @dataclass(frozen=True)

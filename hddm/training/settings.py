@@ -29,6 +29,7 @@ def _known_size(name: str) -> str:
     return name
 
 
+TimeSampling = Literal["uniform", "logit-normal"]
 Size = Annotated[str, AfterValidator(_known_size)]
 LONGEST_WARMUP = 100
 """Unless another is asked for."""
@@ -86,7 +87,7 @@ class ExpertSettings(LoopSettings):
     """Settings of an expert: its objective, its size and its optimisation."""
 
     objective: Literal["ddpm", "flow"]
-    time_sampling: Literal["uniform", "logit-normal"] = "uniform"
+    time_sampling: TimeSampling = "uniform"
     snr_gamma: Annotated[float, Field(gt=0)] | None = None
     """DDPM: losses are weighted by min(SNR, gamma)/SNR (`hddm.training.objectives`)."""
     size: Size = "small"
@@ -134,7 +135,7 @@ class DistillSettings(LoopSettings):
 
     teacher: Literal["shard", "routed"] = "shard"
     size: Size = "small"
-    time_sampling: Literal["uniform", "logit-normal"] = "uniform"
+    time_sampling: TimeSampling = "uniform"
     condition_dropout: Annotated[float, Field(ge=0, le=1)] = 0.1
     random_flip: bool = False
 

@@ -17,7 +17,7 @@ from hddm.ensemble import Ensemble
 from hddm.experts.assembly import assemble
 from hddm.experts.loading import load
 from hddm.networks.folders import WEIGHTS
-from hddm.training.distill import Matching, distill
+from hddm.training.distill import distill, matching
 from hddm.training.settings import DistillSettings, RunOptions
 from hddm.utils.errors import HddmError
 from hddm.velocity import VelocityField
@@ -72,7 +72,7 @@ class _Changed(nn.Module):
 
 def _slopes(velocity: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
     """The expected gradient of the loss at ``velocity`` (5,), in standard errors."""
-    network, loss = _Changed(velocity), Matching(lambda device: _exact_ensemble())
+    network, loss = _Changed(velocity), matching(lambda device: _exact_ensemble())
     gradients = []
     for seed in range(30):
         network.zero_grad()
@@ -102,7 +102,7 @@ def test_an_experts_velocity_is_a_less_noisy_target_than_data_by_what_the_shard_
     def spread(target: Tensor, about: Tensor) -> float:
         return (target - about).square().mean().item()
 
-    between = Matching(lambda device: ensemble)(lambda x, time: WHOLE.velocity(x, time / 1000), inputs)  # type: ignore[arg-type]
+    between = matching(lambda device: ensemble)(lambda x, time: WHOLE.velocity(x, time / 1000), inputs)  # type: ignore[arg-type]
     assert between.mean().item() == pytest.approx(spread(own, mixture), rel=1e-6)
     data, within = spread(eps - x_0, mixture), spread(eps - x_0, own)
     assert data == pytest.approx(within + between.mean().item(), rel=0.02)
@@ -111,7 +111,7 @@ def test_an_experts_velocity_is_a_less_noisy_target_than_data_by_what_the_shard_
 
 def test_the_routed_teacher_is_the_mixture_itself() -> None:
     inputs = {name: value for name, value in _batch(200, seed=2).items() if name != "expert"}
-    loss = Matching(lambda device: _exact_ensemble())
+    loss = matching(lambda device: _exact_ensemble())
     assert loss(lambda x, time: WHOLE.velocity(x, time / 1000), inputs).max() < 1e-12  # type: ignore[arg-type]
 
 
@@ -124,7 +124,7 @@ def test_a_teacher_runs_in_float32_when_its_student_does_not(ensemble: Path) -> 
     wide = inputs["t"].view(-1, 1, 1, 1)
     expected = model.velocity((1 - wide) * inputs["x_0"] + wide * inputs["eps"], inputs["t"])
     with torch.autocast("cpu", torch.bfloat16):
-        loss = Matching(lambda device: model)(lambda x, time: expected, inputs)  # type: ignore[arg-type]
+        loss = matching(lambda device: model)(lambda x, time: expected, inputs)  # type: ignore[arg-type]
     assert loss.max() == 0
 
 
