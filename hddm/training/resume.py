@@ -116,8 +116,8 @@ def compare_records(out: Path, record: Mapping[str, Any], options: RunOptions) -
         HddmError: with every difference that stands in the way: those that never may, where there are any.
     """
     folder = run_folder_of(out)
-    now = json.loads(json.dumps(dict(record)))
-    old, new = (_flat({key: one.get(key, {}) for key in _COMPARED}) for one in (recorded(out), now))
+    given = json.loads(json.dumps(dict(record)))
+    old, new = (_flat({key: one.get(key, {}) for key in _COMPARED}) for one in (recorded(out), given))
     differing = {
         key: (old.get(key, NOT_RECORDED), new.get(key, NOT_RECORDED))
         for key in dict.fromkeys([*old, *new])
