@@ -20,8 +20,7 @@ from hddm.data.images import save_png
 from hddm.data.shard_records import read_manifest
 from hddm.data.shards import PixelStore, Rows, Shard, load_shard
 from hddm.experts.records import EXPERT_FILE, weights_in
-from hddm.training.expert import ExpertSettings
-from hddm.training.router import RouterSettings
+from hddm.training.settings import ExpertSettings, RouterSettings
 from hddm.utils.files import sha256_of
 from hddm.utils.records import MANIFEST, write_manifest
 
@@ -174,3 +173,17 @@ def largest_file(size: int) -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+class Died(BaseException):
+    """Stands for the death of a training between two steps."""
+
+
+def ending_at(last: int) -> Callable[[int, float, float], None]:
+    """An ``on_step`` that ends a training after its step ``last``."""
+
+    def on_step(step: int, loss: float, seconds: float) -> None:
+        if step == last:
+            raise Died
+
+    return on_step

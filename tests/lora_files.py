@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from hddm.experts.records import Expert, ExpertRecord, read_expert, save_expert
-from hddm.training.lora import adapter_facts, add_adapter, save_adapted
+from hddm.training.lora import add_adapter, new_adapter, save_adapted
 from tests.ensemble_files import flow_expert
 
 
@@ -30,7 +30,7 @@ def write_adapter(
 ) -> Path:
     """An adapter of the expert in ``base`` whose B is normal with deviation ``size``."""
     expert = read_expert(base)
-    facts = adapter_facts(expert.network, rank, alpha, base, out)
+    facts = new_adapter(expert.network, rank, alpha, base, out)
     add_adapter(expert.network, facts, seed)
     noise = torch.Generator().manual_seed(seed)
     for name, parameter in expert.network.named_parameters():

@@ -29,7 +29,8 @@ from hddm.experts.loading import load
 from hddm.sampling import draw_experts, initial_noise, sample
 from hddm.schedules import from_diffusers
 from hddm.training.calibrate import recalibrate
-from hddm.training.expert import ExpertSettings, train_expert
+from hddm.training.expert import train_expert
+from hddm.training.settings import ExpertSettings
 from hddm.utils.files import read_json, write_json
 from hddm.utils.processes import Call, Workers
 from hddm.utils.progress import Progress

@@ -19,7 +19,8 @@ from hddm.data.images import load_images
 from hddm.data.partition import partition
 from hddm.experts.loading import load
 from hddm.schedules import CosineSchedule, DiscreteSchedule, Schedule, from_diffusers
-from hddm.training.expert import ExpertSettings, train_expert
+from hddm.training.expert import train_expert
+from hddm.training.settings import ExpertSettings
 from hddm.utils.processes import Call, Workers
 from hddm.utils.progress import Progress
 from hddm.utils.tensors import append_dims, generator

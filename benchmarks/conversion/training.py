@@ -60,7 +60,9 @@ def train_flow(
         warm = min(1.0, step / max(settings.warmup_steps, 1))
         optimizer.param_groups[0]["lr"] = settings.learning_rate * warm
         rows = torch.randint(len(images), (settings.batch_size,), generator=draws)
-        loss = objective.loss(predict, images[rows], draws)[0].mean()
+        x_0, times = images[rows], objective.sample_times(len(rows), draws)
+        eps = torch.randn(x_0.shape, generator=draws)
+        loss = objective.errors(predict, x_0, eps, times, {}).mean()
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
         norm = nn.utils.clip_grad_norm_(parameters, settings.max_grad_norm)

@@ -10,8 +10,9 @@ from hddm.ensemble import Ensemble
 from hddm.evaluation.scores import Scorer
 from hddm.experts.loading import load
 from hddm.training.continuation import continue_expert
-from hddm.training.distill import DistillSettings, distill
-from hddm.training.expert import ExpertSettings, train_expert
+from hddm.training.distill import distill
+from hddm.training.expert import train_expert
+from hddm.training.settings import DistillSettings, ExpertSettings
 from hddm.utils.files import write_json
 
 GRID_IMAGES = 64

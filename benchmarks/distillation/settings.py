@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from hddm.benchmark.quickstart import QuickstartSettings
-from hddm.training.distill import DistillSettings
-from hddm.training.expert import ExpertSettings
+from hddm.training.settings import DistillSettings, ExpertSettings
 from hddm.utils.errors import HddmError
 from hddm.utils.files import read_json, write_json
 

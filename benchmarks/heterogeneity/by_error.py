@@ -15,7 +15,7 @@ from hddm.data.shards import load_shard
 from hddm.ensemble import Ensemble
 from hddm.sampling import sample
 from hddm.training.denoising import denoising
-from hddm.training.shard_fit import conditions_of
+from hddm.training.expert import conditions_of
 from hddm.utils.errors import HddmError
 from hddm.velocity import VelocityField
 

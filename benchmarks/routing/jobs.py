@@ -18,9 +18,9 @@ from hddm.ensemble import Ensemble, Router
 from hddm.experts.loading import load
 from hddm.experts.records import read_router
 from hddm.sampling import ExpertUse, sample
-from hddm.training.expert import ExpertSettings, train_expert
-from hddm.training.router import RouterSettings, train_router
-from hddm.training.router_calibration import calibrate_router, held_out
+from hddm.training.expert import train_expert
+from hddm.training.router import calibrate_router, held_out, train_router
+from hddm.training.settings import ExpertSettings, RouterSettings
 from hddm.utils.tensors import generator
 from hddm.velocity import VelocityField
 

@@ -41,15 +41,15 @@ def distill(
     if init is not None:
         refuse_given(context, "--init fixes it", "size")
 
-    from hddm.training.distill import DistillSettings
     from hddm.training.distill import distill as run
-    from hddm.training.logs import trend_of
+    from hddm.training.loop import summary_of
+    from hddm.training.settings import DistillSettings
     from hddm.utils.progress import TrainingProgress
 
     options = GivenOptions(context, {"steps": steps, "teacher": teacher, **given})
     settings = options.settings(DistillSettings)
     with TrainingProgress(settings.steps, settings.batch_size, "distill") as progress:
         losses = run(ensemble, data, out, settings, overwrite, progress.reach, options.run(), init)
-    if trend := trend_of(losses):
-        what = "distance to the teacher's velocity"
-        typer.echo(f"{out}: {trend.text(what)}")
+    if losses:
+        name = "distance to the teacher's velocity"
+        typer.echo(f"{out}: {summary_of(losses, name)}")

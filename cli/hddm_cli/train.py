@@ -107,7 +107,7 @@ def expert(
 
     from hddm.training.continuation import continue_expert
     from hddm.training.expert import ddpm_schedule, train_expert
-    from hddm.training.logs import trend_of
+    from hddm.training.loop import summary_of
     from hddm.utils.progress import TrainingProgress
 
     with TrainingProgress(settings.steps, settings.batch_size, "train") as progress:
@@ -116,8 +116,8 @@ def expert(
         else:
             chosen, source = ddpm_schedule(schedule)
             losses = train_expert(shard, out, settings, chosen, source, overwrite, progress.reach, run)
-    if trend := trend_of(losses):
-        typer.echo(f"{out}: {trend.text()}")
+    if losses:
+        typer.echo(f"{out}: {summary_of(losses)}")
 
 
 @commands.command("router")
@@ -151,17 +151,16 @@ def router(
         return
 
     from hddm.experts.records import FORMAT, RouterRecord
-    from hddm.training.logs import trend_of
+    from hddm.training.loop import summary_of
     from hddm.training.router import accuracy_text, train_router
     from hddm.utils.progress import TrainingProgress
     from hddm.utils.records import read_record
 
     with TrainingProgress(settings.steps, settings.batch_size, "train") as progress:
         losses = train_router(shards, out, settings, overwrite, progress.reach, run)
-    if trend := trend_of(losses):
-        typer.echo(f"{out}: {trend.text('cross-entropy')}")
     if not losses:
         return
+    typer.echo(f"{out}: {summary_of(losses, 'cross-entropy')}")
     record = read_record(out / ROUTER_FILE, RouterRecord, FORMAT)
     if len(record.shard_images) > 1:
         typer.echo(f"{out}: {accuracy_text(record.training['accuracy'])}")

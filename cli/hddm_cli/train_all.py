@@ -80,8 +80,8 @@ def train_all(
         if left:
             outcomes += _trained(left, parallel, retries, ray)
     for one in sorted(outcomes, key=lambda outcome: outcome.island.index):
-        if one.trend is not None:
-            typer.echo(f"{one.island.out}: {one.trend.text()}")
+        if one.summary:
+            typer.echo(f"{one.island.out}: {one.summary}")
     refuse_failed(outcomes)
 
 

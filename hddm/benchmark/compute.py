@@ -31,8 +31,7 @@ from hddm.networks.transformers import ExpertTransformer, RouterTransformer
 from hddm.training.continuation import continue_expert
 from hddm.training.expert import new_network, train_expert
 from hddm.training.loop import OnStep
-from hddm.training.router import train_router
-from hddm.training.router_calibration import NOISED
+from hddm.training.router import NOISED, train_router
 from hddm.training.settings import ExpertSettings, LoopSettings, RouterSettings
 from hddm.utils.errors import HddmError
 from hddm.velocity import VelocityField

@@ -9,9 +9,7 @@ from pydantic import Field
 from hddm.benchmark.results import Results
 from hddm.benchmark.run import run_benchmark
 from hddm.benchmark.settings import BenchmarkSettings
-from hddm.training.expert import ExpertSettings
-from hddm.training.router import RouterSettings
-from hddm.training.settings import Positive
+from hddm.training.settings import ExpertSettings, Positive, RouterSettings
 from hddm.utils.errors import HddmError
 from hddm.utils.files import check_absent
 from hddm.utils.records import BENCHMARK_FILE, RESULTS_FILE, Record

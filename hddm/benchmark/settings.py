@@ -291,7 +291,7 @@ class SamplingPoint(Record):
     """See `hddm.ensemble`; a single model has none."""
     calibration: Calibration = "experts+router"
     """Whose calibration is used: the experts' near t = 1 (`hddm.calibration`), the router's temperatures
-    (`hddm.training.router_calibration`), both or none."""
+    (`hddm.training.router`), both or none."""
     router_temperature: Annotated[float, Field(gt=0)] = 1.0
     """Factor on all temperatures of the router."""
     solver: str = "euler"

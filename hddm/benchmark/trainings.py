@@ -18,8 +18,8 @@ from hddm.training.continuation import continue_expert
 from hddm.training.expert import train_expert
 from hddm.training.loop import OnStep
 from hddm.training.router import train_router
-from hddm.training.run_folder import wait_for_run
 from hddm.training.settings import ExpertSettings, LoopSettings, RouterSettings, RunOptions
+from hddm.training.state import wait_for_run
 from hddm.utils.files import read_json, sha256_of
 from hddm.utils.processes import Call, Report
 

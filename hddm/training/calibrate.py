@@ -27,7 +27,7 @@ from hddm.experts.records import (
 from hddm.networks.wrappers import OPTIONAL_CONDITIONS
 from hddm.sampling import euler, initial_noise
 from hddm.schedules import DiscreteSchedule
-from hddm.training.shard_fit import calibrated_on, check_fit, check_own, conditions_of
+from hddm.training.expert import calibrated_on, check_fit, check_own, conditions_of
 from hddm.utils.errors import HddmError
 from hddm.utils.files import RECORD, link_or_copy, new_folder, restore, writing
 from hddm.utils.records import MANIFEST, rewrite_entry
@@ -173,12 +173,12 @@ def recalibrate(
         load(folder)
         raise HddmError(f"{folder}: an ensemble; calibrate its experts one by one")
     expert = open_expert(folder, with_calibration=False)
-    facts = expert.facts
-    if facts.training_calibration:
+    record = expert.facts
+    if record.training_calibration:
         raise HddmError(
             f"{folder}: was trained on in its calibration, which must stay as it is; there is nothing to fit"
         )
-    if foreign := foreign_weights(folder, facts):
+    if foreign := foreign_weights(folder, record):
         raise HddmError(f"{folder}: {foreign}")
     field = field_of(expert.read(torch.float32))
     if shard_folder is None:
@@ -188,17 +188,12 @@ def recalibrate(
                 f"{NUM_IMAGES} are the default",
                 stacklevel=2,
             )
-        calibration = _on_native_samples(folder, facts, field, seed, num_images, steps, on_batch)
+        calibration = _on_native_samples(folder, record, field, seed, num_images, steps, on_batch)
     else:
         shard = open_shard(shard_folder)
-        check_fit(shard, facts, field.network)
-        check_own(shard, facts)
+        check_fit(shard, record, field.network)
+        check_own(shard, record)
         calibration = calibrated_on(shard, field, conditions_of(shard, field), seed)
-    _replace_calibration(folder, facts, calibration)
-    rewrite_entry(folder.resolve())
-
-
-def _replace_calibration(folder: Path, facts: ExpertRecord, calibration: Calibration) -> None:
     # A link stays, and what it leads to is replaced.
     target = folder.resolve()
     with writing(folder), new_folder(target, EXPERT_FILE, overwrite=True) as draft:
@@ -210,12 +205,13 @@ def _replace_calibration(folder: Path, facts: ExpertRecord, calibration: Calibra
             elif name.as_posix() not in (FILE_NAME, EXPERT_FILE, MANIFEST, RECORD):
                 link_or_copy(path, draft / name)
         calibration.save(draft)
-        write_records(draft, facts, {})
+        write_records(draft, record, {})
+    rewrite_entry(target)
 
 
 def _on_native_samples(
     folder: Path,
-    facts: ExpertRecord,
+    record: ExpertRecord,
     field: VelocityField,
     seed: int,
     num: int,
@@ -225,10 +221,10 @@ def _on_native_samples(
     try:
         conditions = native_conditions(field, num, seed)
     except HddmError as error:
-        remedy = ": pass --data" if facts.space == "pixels" else ""
+        remedy = ": pass --data" if record.space == "pixels" else ""
         raise HddmError(f"{folder}: {error}{remedy}") from error
     images = native_samples(field, num, seed, steps, conditions, on_batch=on_batch)
     if not images.isfinite().all():
         raise HddmError(f"{folder}: its samples are not finite; pass --data, or more --steps than {steps}")
-    record = {"data": "native samples", "images": str(num), "seed": str(seed), "steps": str(steps)}
-    return replace(calibrate(field.velocity, images, conditions, seed), record=record)
+    origin = {"data": "native samples", "images": str(num), "seed": str(seed), "steps": str(steps)}
+    return replace(calibrate(field.velocity, images, conditions, seed), record=origin)

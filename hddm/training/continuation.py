@@ -8,7 +8,6 @@ the calibration of that training, since its weights mean something in that one o
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor, nn
 
@@ -26,21 +25,19 @@ from hddm.experts.records import (
 )
 from hddm.networks.wrappers import OPTIONAL_CONDITIONS
 from hddm.schedules import from_config
-from hddm.training.expert import begun_with
-from hddm.training.loop import Fitted, OnStep, Task
-from hddm.training.lora import adapter_facts, add_adapter, refuse_as_base, save_adapted
-from hddm.training.objectives import Objective, check_conditions, drawing, losing
-from hddm.training.resume import encoding_of, hash_of, is_complete
-from hddm.training.run import train
-from hddm.training.settings import ExpertSettings, RunOptions
-from hddm.training.shard_fit import (
-    TEXT,
+from hddm.training.expert import (
+    begun_with,
     calibrated,
+    calibration_origin,
     calibration_rows,
     check_fit,
-    shard_facts,
-    shard_record,
+    record_of_shard,
 )
+from hddm.training.loop import Fitted, OnStep, Task, train
+from hddm.training.lora import add_adapter, new_adapter, save_adapted
+from hddm.training.objectives import Objective, check_conditions, drawing, losing
+from hddm.training.resume import expert_data, is_complete
+from hddm.training.settings import TEXT, ExpertSettings, RunOptions
 from hddm.training.watching import watching
 from hddm.utils.errors import HddmError, UsageError
 from hddm.utils.records import read_record
@@ -86,7 +83,7 @@ def continue_expert(
             f"{init}: no expert folder; a checkpoint becomes one by hddm convert, and an ensemble's experts "
             "are trained on one by one"
         )
-    data = {"shard": hash_of(shard_folder), **encoding_of([shard_folder])}
+    data = expert_data(shard_folder)
     if is_complete(out, EXPERT_FILE, run, overwrite):
         return []
     expert = read_expert(init)
@@ -104,36 +101,32 @@ def continue_expert(
     if settings.lora_rank is None:
         expert.network.requires_grad_(True)
     else:
-        refuse_as_base(init)
-        adapter = adapter_facts(expert.network, settings.lora_rank, settings.lora_alpha, init, out)
+        adapter = new_adapter(expert.network, settings.lora_rank, settings.lora_alpha, init, out)
         add_adapter(expert.network, adapter, settings.seed)
-    task = Task(
-        expert.network,
-        len(shard),
-        drawing(shard, objective, settings, given, _dropped_to(field, settings)),
-        losing(objective, lambda module: _predicting(module, field, objective)),
-        (shard.index,),
-    )
-    started: dict[str, Any] = dict(begun_with(init))
+    nulls = {name: null for name, null in field.null_conditions.items() if name in settings.conditions}
+    draw = drawing(shard, objective, settings, given, nulls)
+    loss = losing(objective, lambda module: _predicting(module, field, objective))
+    task = Task(expert.network, len(shard), draw, loss, (shard.index,))
+    begun: dict[str, object] = dict(begun_with(init))
     if field.calibration is not None:
-        started["kappa"] = expert.facts.training.get("kappa", kappa)
+        begun["kappa"] = expert.facts.training.get("kappa", kappa)
 
     def write(draft: Path, fitted: Fitted, used: ExpertSettings) -> None:
         expert.network.requires_grad_(False)
-        record = fitted.record(used) | started
+        training = fitted.record(used) | begun
         # Its network is the init's, whatever the settings say.
-        del record["size"]
-        facts = expert.facts.model_copy(
+        del training["size"]
+        record = expert.facts.model_copy(
             update={
                 "format": FORMAT,
                 "objective": objective.name,
                 "weights": "ema",
-                "shard": shard_facts(shard, expert.facts.classes),
-                "training": record,
+                "shard": record_of_shard(shard, expert.facts.classes),
+                "training": training,
                 "training_calibration": field.calibration is not None,
             }
         )
-        trained = replace(expert, facts=facts, calibration=field.calibration)
+        trained = replace(expert, facts=record, calibration=field.calibration)
         if field.calibration is None:
             trained = calibrated(trained, shard, given, settings.seed, fitted.device)
         if adapter is None:
@@ -142,24 +135,78 @@ def continue_expert(
             save_adapted(draft, trained, adapter)
 
     watch = watching(field, shard, settings)
-    return train(task, settings, out, EXPERT_FILE, write, data | started, overwrite, on_step, run, watch)
+    return train(task, settings, out, EXPERT_FILE, write, data | begun, overwrite, on_step, run, watch)
+
+
+def _objective(init: Path, record: ExpertRecord, settings: ExpertSettings) -> Objective:
+    """The objective of ``settings``, for DDPM on the init's schedule."""
+    schedule = None
+    if settings.objective == "ddpm":
+        if record.prediction_type is not PredictionType.EPSILON:
+            raise HddmError(
+                f"{init}: predicts {record.prediction_type.value}, and --objective ddpm learns epsilon; take "
+                "flow"
+            )
+        if record.training_calibration:
+            raise HddmError(
+                f"{init}: was trained on with flow matching, so it predicts noise on a part of its range "
+                "only; take --objective flow"
+            )
+        schedule = from_config(record.schedule)
+    return Objective.named(settings.objective, schedule, settings.time_sampling, settings.snr_gamma)
 
 
 def _completed(expert: Expert, shard: Shard, settings: ExpertSettings) -> Expert:
     """``expert`` with what its record does not say and training on this shard makes true of it."""
-    facts, nulls, found = expert.facts, dict(expert.nulls), dict[str, object]()
-    if shard.vae is not None and facts.vae is None:
+    record, nulls, found = expert.facts, dict(expert.nulls), dict[str, object]()
+    if shard.vae is not None and record.vae is None:
         found |= {"vae": shard.vae, "latent_scale": shard.vae.scale}
-    if TEXT in facts.conditions and settings.text_conditional and shard.texts is not None:
-        if facts.text_encoder is None:
+    if TEXT in record.conditions and settings.text_conditional and shard.texts is not None:
+        if record.text_encoder is None:
             found["text_encoder"] = shard.text_encoder
         if settings.condition_dropout:
             nulls.setdefault(TEXT, shard.texts.null)
-    return replace(expert, facts=facts.model_copy(update=found), nulls=nulls)
+    return replace(expert, facts=record.model_copy(update=found), nulls=nulls)
+
+
+def _conditions(
+    init: Path, field: VelocityField, shard: Shard, settings: ExpertSettings
+) -> dict[str, Tensor]:
+    """The conditions of every image: its class where asked for, else null values."""
+    given = {name: null.expand(len(shard), *null.shape) for name, null in field.null_conditions.items()}
+    if settings.text_conditional:
+        given.pop(TEXT, None)
+    if settings.class_conditional and shard.labels is not None:
+        if shard.classes != field.classes:
+            raise HddmError(
+                f"{shard.folder}: its classes are {list(shard.classes)}, those of {init} "
+                f"{list(field.classes)}; take images of the same classes, or drop --class-conditional"
+            )
+        given[LABELS] = shard.labels
+    missing = sorted(set(field.conditions or ()) - {*given, *settings.conditions} - OPTIONAL_CONDITIONS)
+    if missing:
+        remedy = "; pass --class-conditional" if missing == [LABELS] else ""
+        raise HddmError(f"{init}: has no value that stands for no {', '.join(missing)}{remedy}")
+    return given
+
+
+def _parametrisation(
+    init: Path, expert: Expert, field: VelocityField, shard: Shard, labels: Tensor | None, kappa: float
+) -> Calibration | None:
+    """The parametrisation of the velocity: the init's own where its weights were trained in one."""
+    if not expert.facts.training_calibration:
+        rows = calibration_rows(shard)
+        moments = Moments.of(shard.take(rows), None if labels is None else labels[rows])
+        blend = bounded_gain(field.prediction_type, field.range[1], moments, kappa)
+        return blend and replace(blend, record=calibration_origin(shard))
+    # A record in memory knows no files.
+    if foreign := foreign_calibration(init, read_record(init / EXPERT_FILE, ExpertRecord, FORMAT)):
+        raise HddmError(f"{init}: {foreign}")
+    return expert.calibration
 
 
 def _predicting(network: nn.Module, field: VelocityField, objective: Objective) -> Callable[..., Tensor]:
-    """Return what is trained, as a function of (x, timestep, **conditions): the velocity, or the noise."""
+    """The trained prediction as a function of (x, timestep, **conditions): the velocity, or the noise."""
     # A network that drops labels by itself would do so on top of --condition-dropout.
     network.eval()
     velocity: Callable[..., Tensor] = field.velocity
@@ -171,61 +218,3 @@ def _predicting(network: nn.Module, field: VelocityField, objective: Objective) 
         return field.ask(x, native, conditions)
 
     return predict
-
-
-def _dropped_to(field: VelocityField, settings: ExpertSettings) -> dict[str, Tensor]:
-    """Return the null values of the conditions that are trained with."""
-    trained = {"class_labels": settings.class_conditional, TEXT: settings.text_conditional}
-    return {name: null for name, null in field.null_conditions.items() if trained.get(name)}
-
-
-def _objective(init: Path, facts: ExpertRecord, settings: ExpertSettings) -> Objective:
-    if settings.objective == "flow":
-        return Objective.named("flow", time_sampling=settings.time_sampling, snr_gamma=settings.snr_gamma)
-    if facts.prediction_type is not PredictionType.EPSILON:
-        raise HddmError(
-            f"{init}: predicts {facts.prediction_type.value}, and --objective ddpm learns epsilon; take flow"
-        )
-    if facts.training_calibration:
-        raise HddmError(
-            f"{init}: was trained on with flow matching, so it predicts noise on a part of its range only; "
-            "take --objective flow"
-        )
-    return Objective.named("ddpm", from_config(facts.schedule), settings.time_sampling, settings.snr_gamma)
-
-
-def _parametrisation(
-    init: Path, expert: Expert, field: VelocityField, shard: Shard, labels: Tensor | None, kappa: float
-) -> Calibration | None:
-    """Return the parametrisation of the velocity: the init's own where its weights were trained in one."""
-    if not expert.facts.training_calibration:
-        rows = calibration_rows(shard)
-        moments = Moments.of(shard.take(rows), None if labels is None else labels[rows])
-        blend = bounded_gain(field.prediction_type, field.range[1], moments, kappa)
-        return blend and replace(blend, record=shard_record(shard))
-    # A record in memory knows no files.
-    if foreign := foreign_calibration(init, read_record(init / EXPERT_FILE, ExpertRecord, FORMAT)):
-        raise HddmError(f"{init}: {foreign}")
-    return expert.calibration
-
-
-def _conditions(
-    init: Path, field: VelocityField, shard: Shard, settings: ExpertSettings
-) -> dict[str, Tensor]:
-    """Return the conditions of every image: its class where asked for, else null values."""
-    given = {name: null.expand(len(shard), *null.shape) for name, null in field.null_conditions.items()}
-    if settings.text_conditional:
-        given.pop(TEXT, None)
-    if settings.class_conditional and shard.labels is not None:
-        if shard.classes != field.classes:
-            raise HddmError(
-                f"{shard.folder}: its classes are {list(shard.classes)}, those of {init} "
-                f"{list(field.classes)}; take images of the same classes, or drop --class-conditional"
-            )
-        given["class_labels"] = shard.labels
-    known = set(given) | ({TEXT} if settings.text_conditional else set())
-    missing = sorted(set(field.conditions or ()) - known - OPTIONAL_CONDITIONS)
-    if missing:
-        remedy = "; pass --class-conditional" if missing == ["class_labels"] else ""
-        raise HddmError(f"{init}: has no value that stands for no {', '.join(missing)}{remedy}")
-    return given

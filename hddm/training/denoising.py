@@ -23,7 +23,7 @@ from torch import Tensor
 from hddm.calibration import START
 from hddm.data.shards import Shard
 from hddm.experts.records import Expert
-from hddm.training.shard_fit import conditions_at, conditions_of
+from hddm.training.expert import conditions_at, conditions_of
 from hddm.utils.errors import HddmError
 from hddm.utils.tensors import generator
 from hddm.velocity import VelocityField
@@ -81,12 +81,8 @@ def denoising(
 ) -> Denoising:
     """Errors of ``field`` on images, at `TIMES` and `LATE_TIMES`, with the same noise for all compared.
 
-    Args:
-        field: the expert.
-        images: (N, C, H, W), float32, in the units that the expert works in.
-        conditions: what comes with them, each (N, …).
-        seed: of the noise.
-        batch_size: states a call.
+    ``images`` (N, C, H, W), float32, are in the units that the expert works in, and ``conditions``, keywords
+    of the network, are each (N, …). ``seed`` is that of the noise.
 
     Raises:
         HddmError: for fewer than 2 images.
@@ -95,16 +91,11 @@ def denoising(
     if number < 2:
         raise HddmError(f"denoising is judged on at least 2 images, not {number}")
     noise = generator(seed, _STREAM)
-
-    def errors_at(times: tuple[float, ...]) -> Tensor:
-        return _errors(field, images, conditions or {}, times, noise, batch_size)
-
-    errors, late = errors_at(TIMES), errors_at(LATE_TIMES)
+    errors = _errors(field, images, conditions or {}, TIMES, noise, batch_size)
+    late = _errors(field, images, conditions or {}, LATE_TIMES, noise, batch_size)
     gains = errors[:, 1] - errors[:, 0]
     early = torch.tensor([time < START for time in TIMES])
-    margin, deviation = _mean(gains)
-    low, low_deviation = _mean(gains[early])
-    return Denoising(_levels(TIMES, errors), margin, deviation, low, low_deviation, _levels(LATE_TIMES, late))
+    return Denoising(_levels(TIMES, errors), *_mean(gains), *_mean(gains[early]), _levels(LATE_TIMES, late))
 
 
 def _errors(
@@ -131,13 +122,13 @@ def _errors(
             x_t, target = (1 - time) * x_0 + time * eps, eps - x_0
             t = torch.full((len(x_0),), time, dtype=torch.float64, device=field.device)
             gain = (time - (1 - time) * variance) / ((1 - time) ** 2 * variance + time**2)
-            found = (
+            velocities = (
                 velocity(x_t.to(field.device), t, **given).cpu(),
                 gain * (x_t - (1 - time) * others) - others,
                 torch.zeros_like(target),
             )
-            for what, v in enumerate(found):
-                errors[place, what, rows] = (v - target).double().square().flatten(1).mean(1)
+            for index, v in enumerate(velocities):
+                errors[place, index, rows] = (v - target).double().square().flatten(1).mean(1)
     return errors
 
 
@@ -173,18 +164,14 @@ class Judged:
 
 
 def judge(expert: Expert, field: VelocityField, shard: Shard, seed: int) -> Judged:
-    """Hold the errors of an expert against those of a Gaussian and of v = 0 (`hddm.training.denoising`).
+    """Hold the errors of an expert against those of a Gaussian and of v = 0.
 
     - It must have less than a Gaussian, by `SURE` deviations, over all noise levels and where its network
       stands alone; without its conditions too, since guidance asks so, unless it never learned that.
     - Near t = 1 it must not have more than v = 0 by its calibration. A network that has so by itself, as one
       that predicts noise may, is worth a note.
 
-    Args:
-        expert: the expert.
-        field: the same, where it is to run.
-        shard: images.
-        seed: of the noise.
+    ``field`` is the expert where it is to run, and ``seed`` that of the noise.
 
     Raises:
         HddmError: for classes other than its own, and fewer than 2 images.
@@ -196,8 +183,9 @@ def judge(expert: Expert, field: VelocityField, shard: Shard, seed: int) -> Judg
     problems, notes = _doubts(found, len(rows), is_calibrated), list[str]()
     unconditional = None
     if given and set(given) <= set(field.null_conditions):
-        nulls = {name: _repeated(field.null_conditions[name], len(rows)) for name in given}
-        unconditional = denoising(field, images, nulls, seed)
+        nulls = {name: field.null_conditions[name] for name in given}
+        repeated = {name: null.expand(len(rows), *null.shape) for name, null in nulls.items()}
+        unconditional = denoising(field, images, repeated, seed)
         without = f"without {', '.join(nulls)}"
         doubts = _doubts(unconditional, len(rows), is_calibrated)
         if problems and doubts:
@@ -209,8 +197,9 @@ def judge(expert: Expert, field: VelocityField, shard: Shard, seed: int) -> Judg
     if worse:
         spoilt = worse
         if not expert.facts.training_calibration:
-            alone = denoising(_uncalibrated(field), images, given, seed)
-            errors = {level.t: level.expert for level in alone.late}
+            alone = copy.copy(field)
+            alone.calibration = None
+            errors = {level.t: level.expert for level in denoising(alone, images, given, seed).late}
             spoilt = [level for level in worse if not level.expert <= errors[level.t]]
         at = (spoilt or worse)[0]
         text = f"at t = {at.t:g} its error is {at.expert:.4f}, and that of no velocity at all {at.zero:.4f}"
@@ -237,14 +226,14 @@ def _doubts(found: Denoising, images: int, is_calibrated: bool) -> list[str]:
             "what it predicts"
         ]
     remedy = f"take more held-out images than {images}" if images < IMAGES else "train it for longer"
-    return [
-        f"{what} {gain:.4f} ± {deviation:.4f} below a Gaussian's, so it is not shown to be better; {remedy}"
-        for what, gain, deviation in (
-            ("its error is", found.margin, found.deviation),
-            (alone, found.low, found.low_deviation),
-        )
-        if not gain >= SURE * deviation
-    ][:1]
+    for subject, gain, deviation in (
+        ("its error is", found.margin, found.deviation),
+        (alone, found.low, found.low_deviation),
+    ):
+        if not gain >= SURE * deviation:
+            below = f"{gain:.4f} ± {deviation:.4f} below a Gaussian's"
+            return [f"{subject} {below}, so it is not shown to be better; {remedy}"]
+    return []
 
 
 def _remedy(expert: Expert, is_spoilt: bool) -> str:
@@ -255,13 +244,3 @@ def _remedy(expert: Expert, is_spoilt: bool) -> str:
     if expert.facts.training_calibration:
         return "the calibration that it was trained in is spoilt; take the expert anew"
     return "its calibration is spoilt; hddm calibrate fits another"
-
-
-def _uncalibrated(field: VelocityField) -> VelocityField:
-    alone = copy.copy(field)
-    alone.calibration = None
-    return alone
-
-
-def _repeated(null: Tensor, number: int) -> Tensor:
-    return null.expand(number, *null.shape)

@@ -1,7 +1,6 @@
 """The hardware of a training: devices, precision and processes, through accelerate."""
 
 import contextlib
-from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +23,12 @@ class Device:
         from accelerate import Accelerator
         from accelerate.state import AcceleratorState
 
-        self._check(settings)
+        there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
+        if not there.get(settings.device, True):
+            raise HddmError(f"--device {settings.device}: there is none; take cpu")
+        is_on_cpu = settings.device == "cpu" or not any(there.values())
+        if settings.mixed_precision == "fp16" and is_on_cpu:
+            raise HddmError("--mixed-precision fp16 needs a GPU; on a CPU take bf16 or no")
         # A process may train twice, with another precision.
         AcceleratorState._reset_state()
         self._accelerator = Accelerator(
@@ -32,7 +36,9 @@ class Device:
             cpu=settings.device == "cpu",
             step_scheduler_with_optimizer=False,
         )
-        self._settings = settings
+        self._threads = settings.threads
+        self.scaler: torch.amp.GradScaler = self._accelerator.scaler or torch.amp.GradScaler(enabled=False)
+        """Scales losses in fp16; in other precisions it is not enabled and does nothing."""
         parts = self.processes * settings.gradient_accumulation_steps
         if settings.batch_size % parts:
             raise HddmError(
@@ -44,9 +50,9 @@ class Device:
     def __enter__(self) -> "Device":
         devices = [self.target.index or 0] if self.target.type == "cuda" else []
         self._inside.enter_context(torch.random.fork_rng(devices=devices))
-        if self._settings.threads is not None:
+        if self._threads is not None:
             self._inside.callback(torch.set_num_threads, torch.get_num_threads())
-            torch.set_num_threads(self._settings.threads)
+            torch.set_num_threads(self._threads)
         return self
 
     def __exit__(self, *ended: object) -> None:
@@ -68,17 +74,6 @@ class Device:
         """True for the process that writes."""
         return bool(self._accelerator.is_main_process)
 
-    @property
-    def scaler(self) -> "torch.amp.GradScaler | None":
-        """The gradient scaler of fp16; None in other precisions."""
-        scaler: torch.amp.GradScaler | None = self._accelerator.scaler
-        return scaler
-
-    @property
-    def scale(self) -> float:
-        """The factor on losses: 1 but in fp16."""
-        return float(self.scaler.get_scale()) if self.scaler is not None else 1.0
-
     def distributed(self, module: nn.Module) -> nn.Module:
         """Return ``module``, wrapped to average its gradients over processes where there are several."""
         if self.processes == 1:
@@ -91,34 +86,30 @@ class Device:
     def share(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
         """This process's part of a batch, on its device."""
         rank = self._accelerator.process_index
-        parts = {name: value.chunk(self.processes)[rank] for name, value in inputs.items()}
         # Times are float64, which MPS has not.
-        stay = torch.float64 if self.target.type == "mps" else None
+        stays = torch.float64 if self.target.type == "mps" else None
+        parts = {name: value.chunk(self.processes)[rank] for name, value in inputs.items()}
         return {
-            name: part if part.dtype is stay else part.to(self.target, non_blocking=True)
+            name: part if part.dtype is stays else part.to(self.target, non_blocking=True)
             for name, part in parts.items()
         }
 
-    @contextlib.contextmanager
-    def part(self, module: nn.Module, last: bool) -> Iterator[None]:
+    def part(self, module: nn.Module, last: bool) -> contextlib.AbstractContextManager[None]:
         """A block for a part of a batch; gradients are exchanged with the ``last`` alone."""
-        with contextlib.nullcontext() if last else self._accelerator.no_sync(module):
-            yield
+        return contextlib.nullcontext() if last else self._accelerator.no_sync(module)
 
-    @contextlib.contextmanager
-    def precision(self) -> Iterator[None]:
+    def precision(self) -> contextlib.AbstractContextManager[None]:
         """A block for a forward pass, in the precision asked for."""
-        with self._accelerator.autocast():
-            yield
+        block: contextlib.AbstractContextManager[None] = self._accelerator.autocast()
+        return block
 
     def backward(self, loss: Tensor) -> None:
         """Gradients of ``loss``, scaled in fp16."""
-        (self.scaler.scale(loss) if self.scaler is not None else loss).backward()
+        self.scaler.scale(loss).backward()
 
     def clip(self, optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], limit: float) -> Tensor:
         """Clip gradients to a norm of ``limit``; their norm before that, which nothing has waited for."""
-        if self.scaler is not None:
-            self.scaler.unscale_(optimizer)
+        self.scaler.unscale_(optimizer)
         norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
         # To ask would wait for a GPU; on a CPU it saves a pass over gradients that stay as they are.
         if self.target.type != "cpu" or not norm <= limit:
@@ -127,9 +118,6 @@ class Device:
 
     def update(self, optimizer: torch.optim.Optimizer) -> None:
         """One step of the optimiser; in fp16 one with gradients beyond range only lowers the scale."""
-        if self.scaler is None:
-            optimizer.step()
-            return
         self.scaler.step(optimizer)
         self.scaler.update()
 
@@ -148,14 +136,4 @@ class Device:
 
     def wait(self) -> None:
         """Wait until all processes are here."""
-        if self.processes > 1:
-            self._accelerator.wait_for_everyone()
-
-    @staticmethod
-    def _check(settings: LoopSettings) -> None:
-        there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
-        if not there.get(settings.device, True):
-            raise HddmError(f"--device {settings.device}: there is none; take cpu")
-        accelerated = settings.device != "cpu" and any(there.values())
-        if settings.mixed_precision == "fp16" and not accelerated:
-            raise HddmError("--mixed-precision fp16 needs a GPU; on a CPU take bf16 or no")
+        self._accelerator.wait_for_everyone()

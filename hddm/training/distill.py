@@ -11,6 +11,7 @@ Teachers' velocities are converted and calibrated as in sampling. The student is
 path, calibrated on the whole data; it may begin with the network of an expert.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from hddm.calibration import LABELS
 from hddm.data.shard_records import find_shards
 from hddm.data.shards import Shard, joined, open_shard
 from hddm.ensemble import Ensemble, Strategy
@@ -35,48 +37,43 @@ from hddm.experts.records import (
 )
 from hddm.networks.folders import sha256_once
 from hddm.networks.transformers import ExpertTransformer
-from hddm.training.expert import begun_with, expert_facts, new_network
-from hddm.training.loop import Fitted, Inputs, OnStep, Task
+from hddm.training.expert import begun_with, calibrated, check_fit, new_network, new_record
+from hddm.training.loop import Fitted, Inputs, OnStep, Task, train
 from hddm.training.objectives import TIME_SCALE, Objective, drawing
 from hddm.training.resume import data_of, is_complete
-from hddm.training.run import train
-from hddm.training.settings import DistillSettings as DistillSettings
-from hddm.training.settings import RunOptions
-from hddm.training.shard_fit import calibrated, check_fit
+from hddm.training.settings import DistillSettings, RunOptions
 from hddm.training.watching import watching
 from hddm.utils.errors import HddmError, UsageError
 from hddm.utils.records import MANIFEST
 from hddm.utils.tensors import append_dims
-
-LABELS = "class_labels"
 
 
 @dataclass(frozen=True)
 class Teacher:
     """An ensemble, opened and held against the data; its experts are read when they are first asked.
 
-    ``experts`` (shards,) is the index of the expert of each shard, None for the mixture. ``record`` holds
-    plain values that say what it is; two teachers with the same record have the same velocity.
+    ``expert_of_shard`` (shards,) holds the index of the expert of each shard, None for the mixture.
+    ``record`` holds plain values that say what it is; two teachers with the same record have the same
+    velocity.
     """
 
-    parts: OpenedEnsemble
-    experts: Tensor | None
+    opened: OpenedEnsemble
+    expert_of_shard: Tensor | None
     record: dict[str, Any]
 
     @property
     def classes(self) -> tuple[str, ...]:
         """Names of the classes that its experts take labels of; empty where none does."""
-        return next((one.facts.classes for one in self.parts.experts if one.facts.classes), ())
+        return next((one.facts.classes for one in self.opened.experts if one.facts.classes), ())
 
     @property
-    def licence(self) -> str | None:
-        """All licences that its experts state, of which a student is under every one; None for none."""
-        stated = {one.facts.licence for one in self.parts.experts if one.facts.licence}
-        return " AND ".join(sorted(stated)) or None
+    def licences(self) -> set[str]:
+        """All licences that its experts state, of which a student is under every one."""
+        return {one.facts.licence for one in self.opened.experts if one.facts.licence}
 
     def on(self, device: torch.device) -> Ensemble:
         """The ensemble in float32 on a device."""
-        return self.parts.on(device, torch.float32)
+        return self.opened.on(device, torch.float32)
 
 
 def open_teacher(
@@ -101,85 +98,79 @@ def open_teacher(
             mixture, conditions other than classes, classes that the data has not, or samples of another
             shape or space.
     """
-    parts = open_ensemble(folder, torch.float32)
-    names = [f"{folder / name}" for name in parts.facts.experts]
-    _check_conditions(names, parts.experts, union, condition_dropout)
-    check_fit(union, parts.experts[0].facts, parts.experts[0].unread.network)
-    experts = None
+    opened = open_ensemble(folder, torch.float32)
+    experts = dict(zip(opened.facts.experts, opened.experts, strict=True))
+    for name, expert in experts.items():
+        _check_conditions(f"{folder / name}", expert.facts, union, condition_dropout)
+    check_fit(union, opened.experts[0].facts, opened.experts[0].unread.network)
+    expert_of_shard = None
     if kind == "shard":
-        experts = _by_shard(folder, parts.experts, names, shards)
+        expert_of_shard = _by_shard(folder, experts, shards)
     else:
-        _check_strategy(folder, parts)
+        _check_strategy(folder, opened)
     record: dict[str, Any] = {
         "ensemble": folder.resolve().name,
         "kind": kind,
         "experts": {
-            name: {"files": _hashes(one), "shard": one.facts.shard and one.facts.shard.hash}
-            for name, one in zip(parts.facts.experts, parts.experts, strict=True)
+            name: {
+                "files": {} if one.folder is None else _files(one.folder),
+                "shard": one.facts.shard and one.facts.shard.hash,
+            }
+            for name, one in experts.items()
         },
     }
-    if experts is None:
-        record["strategy"] = parts.facts.strategy
-        if parts.facts.router is not None:
-            record["router"] = _files(folder / parts.facts.router)
-    return Teacher(parts, experts, record)
+    if kind == "routed":
+        record["strategy"] = opened.facts.strategy
+        if opened.facts.router is not None:
+            record["router"] = _files(folder / opened.facts.router)
+    return Teacher(opened, expert_of_shard, record)
 
 
-def _by_shard(
-    folder: Path, experts: Sequence[UnreadExpert], names: Sequence[str], shards: Sequence[Shard]
-) -> Tensor:
-    places = {one.facts.shard.hash: k for k, one in enumerate(experts) if one.facts.shard is not None}
-    missing = [one for one in shards if one.hash not in places]
+def _by_shard(folder: Path, experts: dict[str, UnreadExpert], shards: Sequence[Shard]) -> Tensor:
+    """The index (shards,) of the expert of each shard."""
+    stated = [one.facts.shard and one.facts.shard.hash for one in experts.values()]
+    missing = [one for one in shards if one.hash not in stated]
     if missing:
         lines = [f"{one.folder} ({one.hash[:12]}): no expert was trained on it" for one in missing]
         lines += [
-            f"{name}: records no shard"
-            for name, one in zip(names, experts, strict=True)
-            if one.facts.shard is None
+            f"{folder / name}: records no shard" for name, one in experts.items() if one.facts.shard is None
         ]
         raise HddmError(
             f"{folder}: --teacher shard needs the expert of every shard; take the partition that they were "
             "trained on, or --teacher routed",
             lines,
         )
+    places = {one: k for k, one in enumerate(stated)}
     return torch.tensor([places[one.hash] for one in shards])
 
 
-def _check_strategy(folder: Path, parts: OpenedEnsemble) -> None:
-    strategy = parts.facts.strategy
-    if Strategy.parse(strategy).kind == "draw":
+def _check_strategy(folder: Path, opened: OpenedEnsemble) -> None:
+    if Strategy.parse(opened.facts.strategy).kind == "draw":
         raise HddmError(
             f"{folder}: its strategy is draw, one expert a sample and no mixture; assemble it with another "
             "--strategy, or take --teacher shard"
         )
-    if parts.router is None and len(parts.experts) > 1:
+    if opened.router is None and len(opened.experts) > 1:
         raise HddmError(f"{folder}: --teacher routed needs its router, and it has none; take --teacher shard")
 
 
-def _check_conditions(
-    names: Sequence[str], experts: Sequence[UnreadExpert], shard: Shard, dropout: float
-) -> None:
-    for name, one in zip(names, experts, strict=True):
-        facts = one.facts
-        others = [condition for condition in facts.conditions if condition != LABELS]
-        if others:
-            raise HddmError(f"{name}: takes {', '.join(others)}; a student learns classes, and no texts yet")
-        if LABELS not in facts.conditions:
-            continue
-        if shard.labels is None or shard.classes != facts.classes:
-            raise HddmError(
-                f"{shard.folder}: its classes are {list(shard.classes)}, and those of {name} are "
-                f"{list(facts.classes)}"
-            )
-        if dropout and facts.null_class != len(facts.classes):
-            raise HddmError(
-                f"{name}: has no label {len(facts.classes)} for no class (its null class is "
-                f"{facts.null_class}); pass --condition-dropout 0"
-            )
-
-
-def _hashes(expert: UnreadExpert) -> dict[str, str]:
-    return {} if expert.folder is None else _files(expert.folder)
+def _check_conditions(name: str, record: ExpertRecord, shard: Shard, dropout: float) -> None:
+    """Refuse an expert, called ``name``, whose conditions a student of ``shard`` cannot learn."""
+    others = [condition for condition in record.conditions if condition != LABELS]
+    if others:
+        raise HddmError(f"{name}: takes {', '.join(others)}; a student learns classes, and no texts yet")
+    if LABELS not in record.conditions:
+        return
+    if shard.labels is None or shard.classes != record.classes:
+        raise HddmError(
+            f"{shard.folder}: its classes are {list(shard.classes)}, and those of {name} are "
+            f"{list(record.classes)}"
+        )
+    if dropout and record.null_class != len(record.classes):
+        raise HddmError(
+            f"{name}: has no label {len(record.classes)} for no class (its null class is "
+            f"{record.null_class}); pass --condition-dropout 0"
+        )
 
 
 def _files(folder: Path) -> dict[str, str]:
@@ -233,49 +224,46 @@ def distill(
     teacher = open_teacher(ensemble_folder, union, shards, settings.teacher, settings.condition_dropout)
     as_expert = settings.as_expert(bool(teacher.classes))
     objective = Objective.named("flow", time_sampling=settings.time_sampling)
-    facts = expert_facts(union, as_expert, objective, "default of the objective")
-    facts = facts.model_copy(update={"shift": teacher.parts.facts.shift, "licence": teacher.licence})
+    record, licences = new_record(union, as_expert, objective), teacher.licences
     given = {LABELS: union.labels} if teacher.classes and union.labels is not None else {}
-    nulls = null_conditions(facts.null_class)
     begun: dict[str, str] = {}
     if init is None:
+        classes = len(teacher.classes) or None
         network: nn.Module = new_network(
-            ExpertTransformer,
-            settings.size,
-            union.shape,
-            settings.seed,
-            num_classes=len(teacher.classes) or None,
+            ExpertTransformer, settings.size, union.shape, settings.seed, num_classes=classes
         )
     else:
-        started, begun = _flow_expert(init, facts), begun_with(init)
+        started, begun = _flow_expert(init, record), begun_with(init)
         network = started.network.requires_grad_(True)
-        stated = {licence for licence in (teacher.licence, started.facts.licence) if licence}
-        facts = facts.model_copy(update={"licence": " AND ".join(sorted(stated)) or None})
-    draw = drawing(union, objective, as_expert, given, nulls)
-    own = None
-    if teacher.experts is not None:
-        own = teacher.experts.repeat_interleave(torch.tensor([len(shard) for shard in shards]))
+        licences |= {started.facts.licence} if started.facts.licence else set()
+    licence = " AND ".join(sorted(licences)) or None
+    record = record.model_copy(update={"shift": teacher.opened.facts.shift, "licence": licence})
+    draw = drawing(union, objective, as_expert, given, null_conditions(record.null_class))
+    expert_of_sample = None
+    if teacher.expert_of_shard is not None:
+        counts = torch.tensor([len(shard) for shard in shards])
+        expert_of_sample = teacher.expert_of_shard.repeat_interleave(counts)
 
     def drawn(rows: Tensor, noise: torch.Generator) -> Inputs:
-        return draw(rows, noise) | ({} if own is None else {"expert": own[rows]})
+        return draw(rows, noise) | ({} if expert_of_sample is None else {"expert": expert_of_sample[rows]})
 
     def write(draft: Path, fitted: Fitted, used: DistillSettings) -> None:
         network.requires_grad_(False)
-        record: dict[str, Any] = fitted.record(used) | {"teacher": teacher.record} | begun
+        training: dict[str, Any] = fitted.record(used) | {"teacher": teacher.record} | begun
         if begun:
             # Its network is the init's, whatever the settings say.
-            del record["size"]
-        bare = Expert(network, facts.model_copy(update={"training": record}), None)
-        save_expert(draft, calibrated(bare, union, given, settings.seed, fitted.device))
+            del training["size"]
+        student = Expert(network, record.model_copy(update={"training": training}), None)
+        save_expert(draft, calibrated(student, union, given, settings.seed, fitted.device))
 
-    task = Task(network, len(union), drawn, Matching(teacher.on), (len(shards), 1))
+    task = Task(network, len(union), drawn, matching(teacher.on), (len(shards), 1))
     data |= {"teacher": teacher.record, **begun}
-    watch = watching(field_of(Expert(network, facts, None)), union, as_expert)
+    watch = watching(field_of(Expert(network, record, None)), union, as_expert)
     return train(task, settings, out, EXPERT_FILE, write, data, overwrite, on_step, run, watch)
 
 
-def _flow_expert(init: Path, facts: ExpertRecord) -> Expert:
-    """The expert in ``init``, which must be what ``facts`` say of the student."""
+def _flow_expert(init: Path, record: ExpertRecord) -> Expert:
+    """The expert in ``init``, which must be what ``record`` says of the student."""
     if not (init / EXPERT_FILE).is_file():
         raise UsageError(f"--init {init}: no expert folder; name one expert, of the ensemble say")
     expert = read_expert(init)
@@ -288,9 +276,9 @@ def _flow_expert(init: Path, facts: ExpertRecord) -> Expert:
         "classes": lambda one: one.classes,
     }
     lines = [
-        f"{name}: {of(expert.facts)}, and the student's is {of(facts)}"
+        f"{name}: {of(expert.facts)}, and the student's is {of(record)}"
         for name, of in qualities.items()
-        if of(expert.facts) != of(facts)
+        if of(expert.facts) != of(record)
     ]
     if expert.facts.training_calibration:
         lines.append("trained on in its calibration, which a student has not")
@@ -301,35 +289,25 @@ def _flow_expert(init: Path, facts: ExpertRecord) -> Expert:
     return expert
 
 
-class Matching:
-    """The loss of a student: the squared distance of its velocity to that of its teacher.
+def matching(teacher_on: Callable[[torch.device], Ensemble]) -> Callable[[nn.Module, Inputs], Tensor]:
+    """The loss of a student: the squared distance of its velocity to that of its teacher on a device.
+
+    The loss takes the student, of (x_t, 1000 t, **conditions), and ``x_0`` and ``eps`` (n, C, H, W), ``t``
+    (n,), the index of the ``expert`` to learn from (n,) where that is not the mixture, and ``class_labels``
+    (n,) where there are classes. It gives means over the elements of each sample (n,).
 
     The teacher runs in float32, whatever precision the student is trained in, and gets no gradients.
-
-    Args:
-        teacher_on: the teacher on a device; called once for each.
     """
+    opened = functools.cache(teacher_on)
 
-    def __init__(self, teacher_on: Callable[[torch.device], Ensemble]) -> None:
-        self._teacher_on = teacher_on
-        self._on: dict[torch.device, Ensemble] = {}
-
-    def __call__(self, network: nn.Module, inputs: Inputs) -> Tensor:
-        """Means over the elements of each sample, (n,).
-
-        Args:
-            network: the student, of (x_t, 1000 t, **conditions).
-            inputs: ``x_0`` and ``eps`` (n, C, H, W), ``t`` (n,), the index of the ``expert`` to learn from
-                (n,) where that is not the mixture, and ``class_labels`` (n,) where there are classes.
-        """
+    def loss(network: nn.Module, inputs: Inputs) -> Tensor:
         x_0, t = inputs["x_0"], inputs["t"]
         wide = append_dims(t, x_0.ndim).to(x_0)
         x_t = (1 - wide) * x_0 + wide * inputs["eps"]
         conditions: dict[str, Any] = {name: inputs[name] for name in (LABELS,) if name in inputs}
-        device = x_t.device
-        if device not in self._on:
-            self._on[device] = self._teacher_on(device)
-        with torch.no_grad(), torch.autocast(device.type, enabled=False):
-            target = self._on[device].velocity(x_t, t, expert=inputs.get("expert"), **conditions)
+        with torch.no_grad(), torch.autocast(x_t.device.type, enabled=False):
+            target = opened(x_t.device).velocity(x_t, t, expert=inputs.get("expert"), **conditions)
         output: Tensor = network(x_t, (t * TIME_SCALE).to(x_t), **conditions)
         return (output.float() - target).square().flatten(1).mean(1)
+
+    return loss

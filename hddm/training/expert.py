@@ -1,21 +1,29 @@
-"""Train one expert alone, on its shard.
+"""Train one expert alone, on its shard; and what any expert takes of a shard and records of it.
 
-`train_expert` is the entry; `new_network` makes the fresh network of a named size that it begins with.
+`train_expert` is the entry. `check_fit` and `check_own` refuse a shard that is not an expert's, and
+`calibrated_on` calibrates an expert on one.
 """
 
-from collections.abc import Sequence
+import contextlib
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from diffusers import ModelMixin
+from torch import Tensor, nn
 
+from hddm.calibration import Calibration, calibrate
+from hddm.data.shard_records import MIN_IMAGES
 from hddm.data.shards import Shard, open_shard
 from hddm.experts.lora import ADAPTER_WEIGHTS
 from hddm.experts.records import (
     EXPERT_FILE,
     Expert,
     ExpertRecord,
+    ShardRecord,
     field_of,
     null_conditions,
     save_expert,
@@ -23,46 +31,21 @@ from hddm.experts.records import (
 from hddm.networks.folders import WEIGHTS
 from hddm.networks.identity import size_config
 from hddm.networks.transformers import ExpertTransformer
+from hddm.networks.wrappers import text_width
 from hddm.schedules import Schedule, declared_prediction_type, from_diffusers
-from hddm.training.loop import Fitted, OnStep, Task
+from hddm.training.loop import Fitted, OnStep, Task, train
 from hddm.training.objectives import Objective, check_conditions, drawing, losing
 from hddm.training.resume import expert_data, is_complete
-from hddm.training.run import train
-from hddm.training.settings import ExpertSettings as ExpertSettings
-from hddm.training.settings import RunOptions
-from hddm.training.shard_fit import calibrated, shard_facts
+from hddm.training.settings import TEXT, ExpertSettings, RunOptions
 from hddm.training.watching import watching
-from hddm.utils.errors import HddmError, UsageError
+from hddm.utils.errors import HddmError, UsageError, counted
 from hddm.utils.files import sha256_of
+from hddm.velocity import VelocityField
 
+DEFAULT_SCHEDULE = "default of the objective"
 Network = TypeVar("Network", bound=ModelMixin)
 
-
-def begun_with(init: Path) -> dict[str, str]:
-    """Return what a record says of the expert folder that a training began with."""
-    weights = WEIGHTS if (init / WEIGHTS).is_file() else ADAPTER_WEIGHTS
-    return {"init": init.resolve().name, "init_sha256": sha256_of(init / weights)}
-
-
-def new_network(kind: type[Network], size: str, shape: Sequence[int], seed: int, **arguments: Any) -> Network:
-    """A ``kind`` of network of named ``size`` for images of ``shape`` (C, H, W).
-
-    Its weights depend on ``seed`` alone; torch's global generator is left as it was.
-
-    Raises:
-        HddmError: for an unknown size, or images that are not squares of whole patches.
-    """
-    channels, height, width = shape
-    config = size_config(size)
-    if height != width or height % config["patch_size"]:
-        raise HddmError(
-            f"images are {width}×{height}; --size {size} takes squares with a side divisible by "
-            f"{config['patch_size']}"
-        )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        network: Network = kind(sample_size=height, in_channels=channels, **config, **arguments)
-    return network
+log = logging.getLogger(__name__)
 
 
 def train_expert(
@@ -70,7 +53,7 @@ def train_expert(
     out: Path,
     settings: ExpertSettings,
     schedule: Schedule | None = None,
-    schedule_source: str = "default of the objective",
+    schedule_source: str = DEFAULT_SCHEDULE,
     overwrite: bool = False,
     on_step: OnStep | None = None,
     run: RunOptions | None = None,
@@ -105,33 +88,50 @@ def train_expert(
         return []
     shard = open_shard(shard_folder)
     check_conditions(shard, settings)
-    facts = expert_facts(shard, settings, objective, schedule_source)
+    record = new_record(shard, settings, objective, schedule_source)
+    null_text = {TEXT: shard.texts.null} if settings.text_conditional and shard.texts else {}
     network = new_network(
         ExpertTransformer,
         settings.size,
         shard.shape,
         settings.seed,
-        num_classes=len(shard.classes) if settings.class_conditional else None,
-        text_dim=shard.texts.null.shape[-1] if settings.text_conditional and shard.texts else None,
+        num_classes=len(record.classes) or None,
+        text_dim=null_text[TEXT].shape[-1] if null_text else None,
     )
-    texts = {"encoder_hidden_states": shard.texts.null} if settings.text_conditional and shard.texts else {}
-    nulls = null_conditions(facts.null_class) | texts
     given = {"class_labels": shard.labels} if settings.class_conditional and shard.labels is not None else {}
-    task = Task(
-        network,
-        len(shard),
-        drawing(shard, objective, settings, given, nulls),
-        losing(objective, lambda module: module),
-        (shard.index,),
-    )
+    nulls = null_conditions(record.null_class) | null_text
+    draw = drawing(shard, objective, settings, given, nulls)
+    task = Task(network, len(shard), draw, losing(objective, lambda module: module), (shard.index,))
 
     def write(draft: Path, fitted: Fitted, used: ExpertSettings) -> None:
         network.requires_grad_(False)
-        bare = Expert(network, facts.model_copy(update={"training": fitted.record(used)}), None, texts)
-        save_expert(draft, calibrated(bare, shard, given, settings.seed, fitted.device))
+        trained = record.model_copy(update={"training": fitted.record(used)})
+        expert = Expert(network, trained, None, null_text)
+        save_expert(draft, calibrated(expert, shard, given, settings.seed, fitted.device))
 
-    watch = watching(field_of(Expert(network, facts, None, texts)), shard, settings)
+    watch = watching(field_of(Expert(network, record, None, null_text)), shard, settings)
     return train(task, settings, out, EXPERT_FILE, write, data, overwrite, on_step, run, watch)
+
+
+def new_network(kind: type[Network], size: str, shape: Sequence[int], seed: int, **arguments: Any) -> Network:
+    """A ``kind`` of network of named ``size`` for images of ``shape`` (C, H, W).
+
+    Its weights depend on ``seed`` alone; torch's global generator is left as it was.
+
+    Raises:
+        HddmError: for an unknown size, or images that are not squares of whole patches.
+    """
+    channels, height, width = shape
+    config = size_config(size)
+    if height != width or height % config["patch_size"]:
+        raise HddmError(
+            f"images are {width}×{height}; --size {size} takes squares with a side divisible by "
+            f"{config['patch_size']}"
+        )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        network: Network = kind(sample_size=height, in_channels=channels, **config, **arguments)
+    return network
 
 
 def ddpm_schedule(config: Path | None) -> tuple[Schedule | None, str]:
@@ -141,22 +141,18 @@ def ddpm_schedule(config: Path | None) -> tuple[Schedule | None, str]:
         HddmError: for a config that cannot be read, or of another prediction than noise.
     """
     if config is None:
-        return None, "default of the objective"
+        return None, DEFAULT_SCHEDULE
     declared = declared_prediction_type(config)
     if declared not in (None, "epsilon"):
         raise HddmError(f"{config}: prediction_type is {declared!r}, and DDPM training here learns epsilon")
     return from_diffusers(config), str(config)
 
 
-def expert_facts(
-    shard: Shard, settings: ExpertSettings, objective: Objective, schedule_source: str
+def new_record(
+    shard: Shard, settings: ExpertSettings, objective: Objective, schedule_source: str = DEFAULT_SCHEDULE
 ) -> ExpertRecord:
     """The record of an expert of ``shard``, before it is trained."""
     classes = shard.classes if settings.class_conditional else ()
-    conditions = {
-        "class_labels": settings.class_conditional,
-        "encoder_hidden_states": settings.text_conditional,
-    }
     return ExpertRecord(
         objective=settings.objective,
         prediction_type=objective.prediction_type,
@@ -168,8 +164,164 @@ def expert_facts(
         latent_scale=shard.vae.scale if shard.vae is not None else 1.0,
         vae=shard.vae,
         text_encoder=shard.text_encoder if settings.text_conditional else None,
-        conditions=tuple(name for name, wanted in conditions.items() if wanted),
+        conditions=settings.conditions,
         classes=classes,
-        null_class=len(shard.classes) if settings.class_conditional else None,
-        shard=shard_facts(shard, classes),
+        null_class=len(classes) if settings.class_conditional else None,
+        shard=record_of_shard(shard, classes),
     )
+
+
+def record_of_shard(shard: Shard, classes: tuple[str, ...]) -> ShardRecord:
+    """An expert's record of its shard; images are counted by its own ``classes``, or not at all."""
+    counts: list[int] = []
+    if shard.labels is not None and shard.classes == classes:
+        counts = shard.labels.bincount(minlength=len(classes)).tolist()
+    return ShardRecord(
+        index=shard.index,
+        num_shards=shard.num_shards,
+        hash=shard.hash,
+        images=len(shard),
+        class_images=tuple(counts),
+        partition=shard.partition,
+    )
+
+
+def begun_with(init: Path) -> dict[str, str]:
+    """A record's plain values of the expert folder that a training began with."""
+    weights = WEIGHTS if (init / WEIGHTS).is_file() else ADAPTER_WEIGHTS
+    return {"init": init.resolve().name, "init_sha256": sha256_of(init / weights)}
+
+
+def check_fit(shard: Shard, record: ExpertRecord, network: object) -> None:
+    """Refuse a shard whose samples are none of an expert's.
+
+    A value that ``record`` leaves open is no difference. The config of the expert's ``network`` tells how
+    wide the tokens are that it takes.
+
+    Raises:
+        HddmError: for samples of another space or shape, latents of another VAE or scale, or tokens of
+            another text encoder.
+    """
+    folder, vae, encoder = shard.folder, shard.vae, shard.text_encoder
+    if record.space != shard.space:
+        raise HddmError(f"{folder}: holds {shard.space}, and the expert works in {record.space}")
+    if shard.shape != record.sample_shape:
+        raise HddmError(f"{folder}: images are {shard.shape}, the expert's samples {record.sample_shape}")
+    if vae is not None and record.vae not in (None, vae):
+        raise HddmError(f"{folder}: its latents are of {vae}, the expert's of {record.vae}")
+    if vae is not None and record.latent_scale not in (None, vae.scale):
+        raise HddmError(
+            f"{folder}: its latents are scaled by {vae.scale:g}, the expert's by {record.latent_scale:g}; "
+            "encode with the VAE that the expert was trained with"
+        )
+    if encoder is None or TEXT not in record.conditions:
+        return
+    remedy = "encode with the text encoder that the expert was trained with"
+    if record.text_encoder is not None:
+        for key in ("fingerprint", "width", "tokens"):
+            found, known = getattr(encoder, key), getattr(record.text_encoder, key)
+            if found != known:
+                raise HddmError(
+                    f"{folder}: its captions are of a text encoder with {key} {found}, the expert's has "
+                    f"{known}; {remedy}"
+                )
+    elif (width := text_width(getattr(network, "config", {}))) not in (None, encoder.width):
+        raise HddmError(
+            f"{folder}: its tokens are {encoder.width} wide, and the expert takes {width}; {remedy}"
+        )
+
+
+def check_own(shard: Shard, record: ExpertRecord) -> None:
+    """Refuse images that are neither of the expert's own shard nor kept from it.
+
+    A student's shard is a whole partition, and all shards of that are its own. An expert may not say.
+
+    Raises:
+        HddmError: for another shard.
+    """
+    origin, own = shard.held_out_of or shard.hash, record.shard
+    if own is not None and own.hash not in (origin, shard.partition):
+        raise HddmError(
+            f"{shard.folder}: is of shard {origin[:16]}…, the expert of shard {own.index}, {own.hash[:16]}…; "
+            "take images of its own"
+        )
+
+
+def conditions_of(shard: Shard, field: VelocityField) -> dict[str, Tensor]:
+    """Return the conditions that ``field`` takes for the images of ``shard``: their labels, or nothing.
+
+    Raises:
+        HddmError: where the classes of the two differ.
+    """
+    if not field.classes:
+        return {}
+    if shard.labels is None or shard.classes != field.classes:
+        raise HddmError(
+            f"{shard.folder}: its classes are {list(shard.classes)}, the expert's {list(field.classes)}"
+        )
+    return {"class_labels": shard.labels}
+
+
+def conditions_at(
+    rows: Tensor, given: Mapping[str, Tensor], shard: Shard, field: VelocityField
+) -> dict[str, Tensor]:
+    """Conditions (n, …) of the samples ``rows`` (n,): those ``given`` for all, and tokens of the shard.
+
+    Tokens come where ``field`` takes them.
+    """
+    conditions = {name: value[rows] for name, value in given.items()}
+    if shard.texts is not None and TEXT in (field.conditions or ()):
+        conditions[TEXT] = shard.texts.take(rows)
+    return conditions
+
+
+CALIBRATION_IMAGES = 4096
+"""A calibration looks at so many images of a shard at most, spread evenly over it."""
+CALIBRATION_BYTES = 2**30
+"""And at so many bytes of them: samples in float64, as moments are taken, and tokens in float32."""
+
+
+def calibrated(
+    expert: Expert, shard: Shard, given: Mapping[str, Tensor], seed: int, device: torch.device
+) -> Expert:
+    """Return ``expert``, which has no calibration, with one of `calibrated_on`, computed on ``device``."""
+    with placed(expert.network, device):
+        return replace(expert, calibration=calibrated_on(shard, field_of(expert, device), given, seed))
+
+
+def calibrated_on(shard: Shard, field: VelocityField, given: Mapping[str, Tensor], seed: int) -> Calibration:
+    """A calibration of ``field``, which has none yet, that says which shard it was fitted to.
+
+    `calibration_rows` of ``shard`` are looked at. ``given`` are conditions (N, …) of all samples; tokens come
+    from the shard where the expert takes them. ``seed`` is that of the noise.
+    """
+    rows = calibration_rows(shard)
+    log.info("calibrating on %s …", counted(len(rows), "image"))
+    found = conditions_at(rows, given, shard, field)
+    conditions = {name: value.to(field.device) for name, value in found.items()}
+    calibration = calibrate(field.velocity, shard.take(rows).to(field.device), conditions, seed)
+    return replace(calibration, record=calibration_origin(shard) | {"seed": str(seed)})
+
+
+@contextlib.contextmanager
+def placed(network: nn.Module, device: torch.device) -> Iterator[None]:
+    """Within the block ``network`` is on ``device``, and afterwards on the CPU."""
+    network.to(device)
+    try:
+        yield
+    finally:
+        network.to("cpu")
+
+
+def calibration_rows(shard: Shard) -> Tensor:
+    """The samples that moments are taken of: all, or as many as may be, spread evenly over the shard."""
+    size = 8 * torch.Size(shard.shape).numel()
+    if shard.texts is not None:
+        size += 4 * shard.texts.null.numel()
+    number = min(len(shard), CALIBRATION_IMAGES, max(CALIBRATION_BYTES // size, MIN_IMAGES))
+    return torch.linspace(0, len(shard) - 1, number).round().long()
+
+
+def calibration_origin(shard: Shard) -> dict[str, str]:
+    """A calibration's record of its shard."""
+    return {"data": f"shard {shard.hash}", "images": str(len(calibration_rows(shard)))}

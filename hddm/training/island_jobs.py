@@ -1,6 +1,6 @@
 """Islands: one expert on one shard each, sharing nothing with the others but a disk.
 
-`make_islands` says what each of them trains, `Outcome` how it ended. `hddm.training.islands` trains them.
+`make_islands` makes the list of trainings, `Outcome` is how one ended. `hddm.training.islands` trains them.
 """
 
 import logging
@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hddm.training.logs import Trend
 from hddm.training.resume import fresh_data, is_complete, is_kept, run_folder_of
 from hddm.training.settings import ExpertSettings, RunOptions
 from hddm.utils.errors import HddmError, did_you_mean
@@ -57,16 +56,11 @@ class Island:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The end of an island.
-
-    ``trend`` is None for one that failed, or was complete before. ``starts`` counts its starts, as far as is
-    known.
-    """
+    """The end of an island: a line for users, "" where it was complete before, or its failure."""
 
     island: Island
-    trend: Trend | None = None
+    summary: str = ""
     failure: HddmError | None = None
-    starts: int = 0
 
 
 def make_islands(
@@ -81,18 +75,9 @@ def make_islands(
 ) -> list[Island]:
     """An island a shard, which writes ``out/expert_k``.
 
-    What concerns one objective alone, ``snr_gamma`` and ``schedule``, is left out for the other where both
-    are there.
-
-    Args:
-        shards: folders, as `hddm.data.shard_records.find_shards` gives them.
-        out: the folder of all experts.
-        objectives: one a shard.
-        settings: by objective.
-        run: how each run is kept.
-        schedule: see `Island`.
-        init: see `Island`.
-        overwrite: see `Island`.
+    ``objectives`` has one a shard, and ``settings`` are by objective; the rest is as of `Island`. What
+    concerns one objective alone, ``snr_gamma`` and ``schedule``, is left out for the other where both are
+    there.
 
     Raises:
         HddmError: for an option of DDPM where no shard learns it.
@@ -103,20 +88,10 @@ def make_islands(
             raise HddmError(f"{option} {value}: is for ddpm, and no shard has that objective; drop it")
     islands = []
     for index, (shard, objective) in enumerate(zip(shards, objectives, strict=True)):
-        is_ddpm = objective == "ddpm"
-        own = settings[objective]
-        islands.append(
-            Island(
-                index,
-                shard,
-                out / f"expert_{index}",
-                own if is_ddpm else own.model_copy(update={"snr_gamma": None}),
-                run,
-                schedule if is_ddpm else None,
-                init,
-                overwrite,
-            )
-        )
+        own, path = settings[objective], schedule
+        if objective != "ddpm":
+            own, path = own.model_copy(update={"snr_gamma": None}), None
+        islands.append(Island(index, shard, out / f"expert_{index}", own, run, path, init, overwrite))
     return islands
 
 
@@ -162,7 +137,10 @@ def refuse_failed(outcomes: Sequence[Outcome]) -> None:
     concerned: dict[str, list[str]] = {}
     for island, failure in failed:
         for line in (failure.message, *failure.details):
-            concerned.setdefault(_cause(island, line), []).append(island.name)
+            # Without the folder that it begins with it is alike for all islands.
+            for folder in (island.out, run_folder_of(island.out)):
+                line = line.removeprefix(f"{folder}: ")
+            concerned.setdefault(line, []).append(island.name)
     lines = [
         f"{'each of them' if 1 < len(names) == len(failed) else ', '.join(names)}: {cause}"
         for cause, names in concerned.items()
@@ -175,13 +153,6 @@ def refuse_failed(outcomes: Sequence[Outcome]) -> None:
     )
 
 
-def _cause(island: Island, line: str) -> str:
-    """A line of a failure without the folder that it begins with, so that it is alike for all islands."""
-    for folder in (island.out, run_folder_of(island.out)):
-        line = line.removeprefix(f"{folder}: ")
-    return line
-
-
 def split_complete(islands: Sequence[Island]) -> tuple[list[Outcome], list[Island]]:
     """Outcomes of those ``islands`` that need no training any more (`is_complete`), and the others.
 
@@ -189,14 +160,20 @@ def split_complete(islands: Sequence[Island]) -> tuple[list[Outcome], list[Islan
     """
     outcomes, left = [], []
     for one in islands:
-        # Others compare themselves with their run where they are trained (`hddm.training.run.train`).
+        # Others compare themselves with their run where they are trained (`hddm.training.loop.train`).
         is_plain = one.init is None and one.schedule is None
         try:
-            if not is_plain or not is_kept(one.out, EXPERT_FILE, one.run, one.overwrite):
-                left.append(one)
-                continue
-            data = fresh_data(one.shard, one.settings)
-            if is_complete(one.out, EXPERT_FILE, one.run, settings=one.settings, data=data):
+            if (
+                is_plain
+                and is_kept(one.out, EXPERT_FILE, one.run, one.overwrite)
+                and is_complete(
+                    one.out,
+                    EXPERT_FILE,
+                    one.run,
+                    settings=one.settings,
+                    data=fresh_data(one.shard, one.settings),
+                )
+            ):
                 outcomes.append(Outcome(one))
             else:
                 left.append(one)

@@ -30,11 +30,9 @@ from hddm.experts.records import EXPERT_FILE
 from hddm.training.continuation import continue_expert
 from hddm.training.expert import ddpm_schedule, train_expert
 from hddm.training.island_jobs import Island, Outcome
-from hddm.training.logs import Trend, mean, trend_of
-from hddm.training.loop import OnStep
+from hddm.training.loop import OnStep, completed, mean, summary_of
 from hddm.training.resume import is_kept, recorded, run_folder_of
-from hddm.training.run import completed
-from hddm.training.run_folder import discard_runs
+from hddm.training.state import discard_runs
 from hddm.utils.errors import HddmError
 from hddm.utils.files import check_absent
 from hddm.utils.processes import SIGNALS, Stopped, StopRequest, compute_environment, environment
@@ -44,8 +42,7 @@ REPORT_SECONDS = 0.1
 _PATIENCE = 60.0
 
 OnIsland = Callable[[int, int, float, float], None]
-"""Called with the index of an island, its newest step, and of the steps since the last call the mean loss and
-the seconds."""
+"""Called with an island's index, its newest step, and the mean loss and the seconds since the last call."""
 
 log = logging.getLogger(__name__)
 
@@ -68,18 +65,12 @@ class Backend(Protocol):
 def train_islands(
     islands: Sequence[Island], backend: "Backend | None" = None, on_step: OnIsland | None = None
 ) -> list[Outcome]:
-    """Train islands, which share nothing.
+    """Train islands, which share nothing; return how each ended, in their order.
 
     One whose process dies (killed, out of memory, a bug) is started again and goes on from its last
     checkpoint; one that fails for a reason that the user must mend is not. The others go on in both cases.
-
-    Args:
-        islands: see `hddm.training.island_jobs.make_islands`.
-        backend: where they are trained; `Processes` one after the other by default.
-        on_step: called with what the islands report.
-
-    Returns:
-        How each ended, in their order; `hddm.training.island_jobs.refuse_failed` judges it.
+    `hddm.training.island_jobs.refuse_failed` judges the outcomes. The ``backend`` is `Processes`, one after
+    the other, by default; ``on_step`` is called with what the islands report.
 
     Raises:
         HddmError: for folders that are in the way, before anything starts, or a backend out of reach.
@@ -115,14 +106,23 @@ def prepare(islands: Sequence[Island]) -> None:
         HddmError: for folders that are in the way or worked on, all of them at once, before anything is
             removed.
     """
-    problems = [problem for island in islands for problem in _in_the_way(island)]
+    problems: list[str] = []
+    for one in islands:
+        if is_kept(one.out, EXPERT_FILE, one.run, one.overwrite):
+            continue
+        try:
+            check_absent(one.out, EXPERT_FILE, one.overwrite)
+        except HddmError as error:
+            problems.append(error.message)
+        if recorded(one.out) and not (one.run.resume or one.overwrite):
+            problems.append(f"{run_folder_of(one.out)}: holds a run")
     if problems:
         raise HddmError(
             f"{islands[0].out.parent}: holds experts or runs already; --resume goes on with them, "
             "--overwrite starts anew",
             problems,
         )
-    discard_runs([island.out for island in islands if island.overwrite and not island.run.resume])
+    discard_runs([one.out for one in islands if one.overwrite and not one.run.resume])
 
 
 def train_island(island: Island, on_step: OnStep | None = None) -> list[float]:
@@ -145,17 +145,18 @@ def train_island(island: Island, on_step: OnStep | None = None) -> list[float]:
         ) from error
 
 
-def _in_the_way(island: Island) -> list[str]:
-    if is_kept(island.out, EXPERT_FILE, island.run, island.overwrite):
-        return []
-    problems: list[str] = []
+def outcome_of(island: Island, on_step: OnStep | None = None) -> Outcome:
+    """Train an island in this process, and return how it ended.
+
+    Raises:
+        Stopped: after a signal, with the run saved.
+    """
     try:
-        check_absent(island.out, EXPERT_FILE, island.overwrite)
+        return Outcome(island, summary_of(train_island(island, on_step)))
+    except Stopped:
+        raise
     except HddmError as error:
-        problems.append(error.message)
-    if recorded(island.out) and not (island.run.resume or island.overwrite):
-        problems.append(f"{run_folder_of(island.out)}: holds a run")
-    return problems
+        return Outcome(island, failure=error)
 
 
 @dataclass(frozen=True)
@@ -180,21 +181,16 @@ class Logged:
 
 @dataclass(frozen=True)
 class Ended:
-    """The last message: ``done``, failed by ``failure``, or, with neither, stopped."""
+    """The last message: the outcome, or None of a training that was stopped and saved."""
 
-    done: bool = False
-    trend: Trend | None = None
-    failure: HddmError | None = None
+    outcome: Outcome | None = None
 
 
 def work(island: Island, connection: "Connection[object, int]") -> None:
     """Train ``island``; the body of its process.
 
-    Args:
-        island: what to train.
-        connection: to the parent. Takes `Stepped`, `Logged` and last `Ended`, unless the process dies. A
-            number that it gives is that of a signal, on which the training stops; so it does when the other
-            end is closed.
+    ``connection`` to the parent takes `Stepped`, `Logged` and last `Ended`, unless the process dies. A number
+    that it gives is that of a signal, on which the training stops; so it does when the other end is closed.
     """
     logger = logging.getLogger("hddm")
     logger.setLevel(logging.INFO)
@@ -203,16 +199,10 @@ def work(island: Island, connection: "Connection[object, int]") -> None:
     reporter = _Reporter(connection, island.settings.steps)
     for one in SIGNALS:
         signal.signal(one, reporter.on_signal)
-    ended = Ended()
-    try:
-        losses = train_island(island, reporter.on_step)
-        # No losses where the expert was there already: its process died after it had written it.
-        ended = Ended(True, trend_of(losses))
-    except Stopped:
-        pass
-    except HddmError as error:
-        ended = Ended(failure=error)
-    _send(connection, ended)
+    outcome = None
+    with contextlib.suppress(Stopped):
+        outcome = outcome_of(island, reporter.on_step)
+    _send(connection, Ended(outcome))
 
 
 class _Reporter:
@@ -221,8 +211,7 @@ class _Reporter:
     def __init__(self, connection: "Connection[object, int]", steps: int) -> None:
         self._connection, self._steps = connection, steps
         self._stopping = False
-        self._reported = 0.0
-        self._step, self._losses, self._seconds = 0, list[float](), 0.0
+        self._losses, self._seconds, self._reported = list[float](), 0.0, 0.0
 
     def on_signal(self, number: int, frame: FrameType | None) -> None:
         # A training in its loop has a handler of its own, which calls this one; before and after it there
@@ -232,25 +221,19 @@ class _Reporter:
         self._stopping = True
 
     def on_step(self, step: int, loss: float, seconds: float) -> None:
-        self._step = step
         self._losses.append(loss)
         self._seconds += seconds
         # The last step is reported before the calibration that follows it.
-        due = step == self._steps or time.monotonic() - self._reported >= REPORT_SECONDS
-        if due and not self._report():
-            self._stop(signal.SIGTERM)
+        if step == self._steps or time.monotonic() - self._reported >= REPORT_SECONDS:
+            is_read = _send(self._connection, Stepped(step, mean(self._losses), self._seconds))
+            self._losses, self._seconds, self._reported = [], 0.0, time.monotonic()
+            if not is_read:
+                self._stop(signal.SIGTERM)
         try:
             if self._connection.poll():
                 self._stop(self._connection.recv())
         except (EOFError, OSError):
             self._stop(signal.SIGTERM)
-
-    def _report(self) -> bool:
-        """Report the steps since the last report; False where nobody reads."""
-        message = Stepped(self._step, mean(self._losses), self._seconds)
-        self._losses, self._seconds = [], 0.0
-        self._reported = time.monotonic()
-        return _send(self._connection, message)
 
     def _stop(self, number: int) -> None:
         if not self._stopping:
@@ -280,10 +263,11 @@ def _send(connection: "Connection[object, int]", message: object) -> bool:
 
 @dataclass
 class _Job:
-    """A running process of an island."""
+    """A running process of an island, and our end of its pipe."""
 
     island: Island
     process: SpawnProcess
+    connection: "Connection[int, object]"
     slot: int
     starts: int
     ended: Ended | None = None
@@ -298,10 +282,6 @@ class Processes:
 
     def __init__(self, parallel: int = 1, retries: int = RETRIES) -> None:
         self.parallel, self.retries = parallel, retries
-        self._waiting, self._outcomes = deque[Island](), list[Outcome]()
-        self._running: dict[Connection[int, object], _Job] = {}
-        self._on_step: OnIsland | None = None
-        self._stopping = False
 
     @property
     def threads(self) -> int:
@@ -311,108 +291,97 @@ class Processes:
 
     def run(self, islands: Sequence[Island], stop: StopRequest, on_step: OnIsland | None) -> list[Outcome]:
         """Run islands as a `Backend` does."""
-        self._waiting, self._outcomes = deque(islands), []
-        self._on_step, self._stopping = on_step, False
+        waiting, running, outcomes = deque(islands), list[_Job](), list[Outcome]()
+        is_stopping = False
         try:
             while True:
-                while self._waiting and len(self._running) < self.parallel and not stop.requested:
-                    self._start(self._waiting.popleft(), self._free_slot(), 1)
-                if not self._running:
-                    return self._outcomes
-                if stop.number is not None and not self._stopping:
-                    self._stop(stop.number)
+                while waiting and len(running) < self.parallel and not stop.requested:
+                    slot = min(set(range(self.parallel)) - {job.slot for job in running})
+                    running.append(_start(waiting.popleft(), slot, 1))
+                if not running:
+                    return outcomes
+                if stop.number is not None and not is_stopping:
+                    is_stopping = True
+                    for job in running:
+                        # One may have ended just now.
+                        with contextlib.suppress(OSError):
+                            job.connection.send(stop.number)
                 # Returns in time to notice a signal, which interrupts nothing.
-                for connection in wait(list(self._running), timeout=0.2):
-                    assert isinstance(connection, Connection)
-                    self._read(connection)
+                ready = wait([job.connection for job in running], timeout=0.2)
+                for job in list(running):
+                    if job.connection not in ready or _read(job, on_step):
+                        continue
+                    running.remove(job)
+                    if job.ended is not None and job.ended.outcome is not None:
+                        outcomes.append(job.ended.outcome)
+                    elif not is_stopping and job.starts > self.retries:
+                        text = f"its process {_how(job)}, {job.starts} times in all; --resume goes on"
+                        outcomes.append(Outcome(job.island, failure=HddmError(f"{job.island.out}: {text}")))
+                    elif not is_stopping:
+                        running.append(self._start_again(job))
         finally:
-            self._close()
+            _close(running)
 
-    def _close(self) -> None:
-        """Close the pipes of what still runs, on which a process saves and ends; kill what does not."""
-        for connection in self._running:
-            connection.close()
-        for job in self._running.values():
-            job.process.join(_PATIENCE)
-            if job.process.is_alive():
-                job.process.kill()
-                job.process.join()
-        self._running.clear()
+    def _start_again(self, job: _Job) -> _Job:
+        log.warning(
+            "%s: its process %s; it is started again from its last checkpoint (%d of %d)",
+            job.island.name,
+            _how(job),
+            job.starts,
+            self.retries,
+        )
+        return _start(job.island, job.slot, job.starts + 1)
 
-    def _free_slot(self) -> int:
-        return min(set(range(self.parallel)) - {job.slot for job in self._running.values()})
 
-    def _start(self, island: Island, slot: int, starts: int) -> None:
-        context = multiprocessing.get_context("spawn")
-        here, there = context.Pipe()
-        process = context.Process(target=work, args=(island, there), name=island.name)
-        with environment({**compute_environment(island.threads), **_gpu(slot)}):
-            process.start()
-        # Only then is its end of the pipe closed when it dies.
-        there.close()
-        self._running[here] = _Job(island, process, slot, starts)
+def _start(island: Island, slot: int, starts: int) -> _Job:
+    context = multiprocessing.get_context("spawn")
+    here, there = context.Pipe()
+    process = context.Process(target=work, args=(island, there), name=island.name)
+    variables, gpus = compute_environment(island.threads), torch.cuda.device_count()
+    if gpus > 1:
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(gpus)))
+        variables["CUDA_VISIBLE_DEVICES"] = visible.split(",")[slot % gpus]
+    with environment(variables):
+        process.start()
+    # Only then is its end of the pipe closed when it dies.
+    there.close()
+    return _Job(island, process, here, slot, starts)
 
-    def _stop(self, number: int) -> None:
-        self._stopping = True
-        self._waiting.clear()
-        for connection in self._running:
-            # One may have ended just now.
-            with contextlib.suppress(OSError):
-                connection.send(number)
 
-    def _read(self, connection: "Connection[int, object]") -> None:
-        job = self._running[connection]
-        try:
-            message = connection.recv()
-        except (EOFError, OSError):
-            connection.close()
-            del self._running[connection]
+def _read(job: _Job, on_step: OnIsland | None) -> bool:
+    """Take in a message of a process; False where it has ended."""
+    try:
+        message = job.connection.recv()
+    except (EOFError, OSError):
+        job.connection.close()
+        job.process.join()
+        return False
+    if isinstance(message, Stepped) and on_step is not None:
+        on_step(job.island.index, message.step, message.loss, message.seconds)
+    elif isinstance(message, Logged):
+        log.log(message.level, "%s: %s", job.island.name, message.message)
+    elif isinstance(message, Ended):
+        job.ended = message
+    return True
+
+
+def _close(running: Sequence[_Job]) -> None:
+    """Close the pipes of processes that still run, on which they save and end; kill those that do not."""
+    for job in running:
+        job.connection.close()
+    for job in running:
+        job.process.join(_PATIENCE)
+        if job.process.is_alive():
+            job.process.kill()
             job.process.join()
-            self._finish(job)
-            return
-        if isinstance(message, Stepped) and self._on_step is not None:
-            self._on_step(job.island.index, message.step, message.loss, message.seconds)
-        elif isinstance(message, Logged):
-            log.log(message.level, "%s: %s", job.island.name, message.message)
-        elif isinstance(message, Ended):
-            job.ended = message
-
-    def _finish(self, job: _Job) -> None:
-        island, ended = job.island, job.ended
-        if ended is not None and (ended.done or ended.failure):
-            self._outcomes.append(Outcome(island, ended.trend, ended.failure, job.starts))
-            return
-        if self._stopping:
-            return
-        how = _how(job.process.exitcode, ended)
-        if job.starts <= self.retries:
-            log.warning(
-                "%s: its process %s; it is started again from its last checkpoint (%d of %d)",
-                island.name,
-                how,
-                job.starts,
-                self.retries,
-            )
-            self._start(island, job.slot, job.starts + 1)
-            return
-        failure = HddmError(f"{island.out}: its process {how}, {job.starts} times in all; --resume goes on")
-        self._outcomes.append(Outcome(island, None, failure, job.starts))
 
 
-def _how(code: int | None, ended: Ended | None) -> str:
+def _how(job: _Job) -> str:
     """Say how a process ended."""
-    if ended is not None:
+    code = job.process.exitcode
+    if job.ended is not None:
         return "was told to stop"
     if code is not None and code < 0:
         reason = "; memory may have run out" if code == -signal.SIGKILL else ""
         return f"was killed by {signal.Signals(-code).name}{reason}"
     return f"ended with code {code}"
-
-
-def _gpu(slot: int) -> dict[str, str]:
-    """The GPU of a slot, where there are several."""
-    count = torch.cuda.device_count()
-    if count < 2:
-        return {}
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count)))
-    return {"CUDA_VISIBLE_DEVICES": visible.split(",")[slot % count]}

@@ -1,4 +1,4 @@
-"""The training loop that experts, routers and students share.
+"""The training loop that experts, routers and students share; `train` runs it from record to folder.
 
 A training is a function of its settings and data: the samples of step s (`Order`) and all that is drawn in it
 depend on (seed, key, s) alone. Nothing random has a state that a checkpoint would have to hold. A run that
@@ -9,20 +9,23 @@ number of threads.
 import contextlib
 import logging
 import math
+import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from hddm.training.device import Device
-from hddm.training.resume import Change, value_at
-from hddm.training.run_folder import Run
-from hddm.training.settings import LoopSettings
-from hddm.training.state import Ema, TrainingState
-from hddm.utils.errors import HddmError
+from hddm.training.resume import Change, as_recorded, is_complete, run_folder_of, value_at
+from hddm.training.settings import LoopSettings, RunOptions
+from hddm.training.state import Ema, Run, TrainingState, open_run
+from hddm.utils.errors import HddmError, counted
+from hddm.utils.files import new_folder
 from hddm.utils.processes import Stopped, StopRequest
 from hddm.utils.tensors import generator
 
@@ -34,11 +37,7 @@ _EPOCHS, _STEPS = 0, 1
 class Order:
     """Every sample once an epoch, in an order of its own in each; batches run on over its end.
 
-    Args:
-        num_samples: samples in all.
-        batch_size: samples a step.
-        seed: of all orders.
-        key: tells apart trainings of one seed.
+    ``batch_size`` is that of a step, and ``key`` tells apart trainings of one ``seed``.
     """
 
     def __init__(self, num_samples: int, batch_size: int, seed: int, key: tuple[int, ...]) -> None:
@@ -146,11 +145,8 @@ def fit(
     A step whose loss or gradient is not finite changes nothing: weights, averages and the optimiser stay, and
     the step is named with its samples.
 
-    Args:
-        task: see `Task`.
-        settings: see `LoopSettings`.
-        run: where checkpoints go, and come from; without one nothing is kept, and signals do what they do.
-        watchers: called after each step, on the main process.
+    ``run`` is where checkpoints go, and come from; without one nothing is kept, and signals do what they do.
+    ``watchers`` are called after each step, on the main process.
 
     Raises:
         HddmError: after ``settings.max_non_finite`` steps in a row that were not finite, for hardware that is
@@ -177,11 +173,11 @@ def fit(
         # What `compile` put there would compile again for every other mode and shape.
         task.network._compiled_call_impl = None
         task.network.to("cpu")
-    changes = [] if run is None else run.changes
-    return Fitted(state.losses, state.seconds, device.target, changes)
+    return Fitted(state.losses, state.seconds, device.target, [] if run is None else run.changes)
 
 
 def _keep(run: Run, state: TrainingState, settings: LoopSettings, device: Device, stop: StopRequest) -> None:
+    """Save a checkpoint where one is due or a signal came; then raise `Stopped`."""
     stopping = device.any(stop.requested)
     due = state.step % run.options.checkpoint_every == 0 or state.step == settings.steps
     if due or stopping:
@@ -245,13 +241,13 @@ class _Trainer:
         loss = losses.mean().item()
         state.losses.append(loss)
         fine = math.isfinite(loss) and math.isfinite(norm)
-        if fine or device.scaler is not None:
+        if fine or device.scaler.is_enabled():
             device.update(state.optimizer)
         if fine:
             state.ema.update()
             state.non_finite = 0
-        elif math.isfinite(loss) and device.scaler is not None and device.scale >= 1:
-            log.info("step %d: gradients left the range of fp16; its scale is now %g", step, device.scale)
+        elif math.isfinite(loss) and device.scaler.is_enabled() and (scale := device.scaler.get_scale()) >= 1:
+            log.info("step %d: gradients left the range of fp16; its scale is now %g", step, scale)
         else:
             self._skipped(step, rows, losses, norm)
         t = inputs["t"].float() if "t" in inputs else torch.full((len(rows),), math.nan)
@@ -260,13 +256,14 @@ class _Trainer:
         return StepReport(step, losses, t, loss, norm, rate, seconds, state, lambda: stop.requested)
 
     def _backward(self, inputs: Inputs) -> Tensor:
-        parts = self.settings.gradient_accumulation_steps
-        pieces = [dict(zip(inputs, each, strict=True)) for each in _chunks(inputs, parts)]
+        """Losses (batch,) of this process; gradients are summed over the parts of its batch."""
+        number = self.settings.gradient_accumulation_steps
+        parts = zip(*(value.chunk(number) for value in inputs.values()), strict=True)
         losses = []
-        for number, piece in enumerate(pieces, 1):
-            with self.device.part(self.losses, last=number == parts):
+        for index, part in enumerate(parts, 1):
+            with self.device.part(self.losses, last=index == number):
                 with self.device.precision():
-                    each = self.losses(piece)
+                    each = self.losses(dict(zip(inputs, part, strict=True)))
                 self.device.backward(each.sum() / len(next(iter(inputs.values()))))
             losses.append(each.detach())
         return torch.cat(losses)
@@ -292,10 +289,6 @@ def learning_rate_factor(step: int, settings: LoopSettings) -> float:
     return warm * 0.5 * (1 + math.cos(math.pi * min(step / settings.steps, 1)))
 
 
-def _chunks(inputs: Inputs, parts: int) -> list[tuple[Tensor, ...]]:
-    return list(zip(*(value.chunk(parts) for value in inputs.values()), strict=True))
-
-
 def _checkpointed(network: nn.Module) -> None:
     enable = getattr(network, "enable_gradient_checkpointing", None)
     if enable is None or not getattr(network, "_supports_gradient_checkpointing", False):
@@ -303,3 +296,118 @@ def _checkpointed(network: nn.Module) -> None:
             f"--gradient-checkpointing: {type(network).__name__} does not support it; train without"
         )
     enable()
+
+
+Settings = TypeVar("Settings", bound=LoopSettings)
+Write = Callable[[Path, Fitted, Settings], None]
+Watch = Callable[[Run], contextlib.AbstractContextManager[Watcher]]
+
+
+def train(
+    task: Task,
+    settings: Settings,
+    out: Path,
+    record: str,
+    write: Write[Settings],
+    data: Mapping[str, Any],
+    overwrite: bool = False,
+    on_step: OnStep | None = None,
+    run: RunOptions | None = None,
+    watch: Watch | None = None,
+) -> list[float]:
+    """Fit ``task`` and write ``out``, which appears complete or not at all.
+
+    Args:
+        task: see `Task`.
+        settings: see `LoopSettings`; those that were left open are filled in (`completed`).
+        out: the folder to write.
+        record: the JSON file that marks its kind.
+        write: ``write(draft, fitted, settings)`` fills it.
+        data: plain values that say what it is trained on, which a resumed run must share.
+        overwrite: whether an existing ``out``, and a run that is there, are replaced.
+        on_step: called after each step with its number, loss and seconds.
+        run: how the training is kept; it is not without.
+        watch: opens the watcher of a run.
+
+    Returns:
+        The loss of every step; none where a resumed ``out`` is complete.
+
+    Raises:
+        HddmError: as `fit` and `hddm.training.state.open_run`.
+        Stopped: after a signal, with the run saved.
+    """
+    if is_complete(out, record, run, overwrite, settings, data):
+        return []
+    used = completed(settings, out if run is not None and run.resume else None)
+    watchers: list[Watcher] = []
+    if on_step is not None:
+        watchers.append(lambda report: on_step(report.step, report.loss, report.seconds))
+    with contextlib.ExitStack() as stack:
+        kept = None if run is None else Run(run_folder_of(out), run)
+        # Of several processes the first alone holds the run; the others meet it in `fit`.
+        is_first = int(os.environ.get("RANK", "0")) == 0
+        if run is not None and is_first:
+            content = {
+                "settings": used.model_dump(mode="json"),
+                "data": dict(data),
+                "environment": _environment(used),
+            }
+            kept = stack.enter_context(open_run(out, content, run, overwrite))
+            if watch is not None:
+                watchers.append(stack.enter_context(watch(kept)))
+        fitted = fit(task, used, kept, watchers)
+        if is_first:
+            with new_folder(out, record, overwrite) as draft:
+                write(draft, fitted, used)
+    return fitted.losses
+
+
+def completed(settings: Settings, out: Path | None, threads: int | None = None) -> Settings:
+    """Fill in the threads and the warm-up that ``settings`` leave open.
+
+    Both are those of the resumed run of ``out``, whose default may have been another; else as many
+    ``threads``, by default torch's, and `LoopSettings.warmup_steps`.
+    """
+    if out is not None:
+        settings = as_recorded(settings, out)
+    found = {"threads": settings.threads or threads or torch.get_num_threads()}
+    return settings.model_copy(update=found | {"warmup": settings.warmup_steps})
+
+
+def _environment(settings: LoopSettings) -> dict[str, Any]:
+    device = "mps" if settings.device in ("auto", "mps") and torch.backends.mps.is_available() else "cpu"
+    if settings.device in ("auto", "cuda") and torch.cuda.is_available():
+        device = torch.cuda.get_device_name()
+    return {
+        "hddm": version("hddm-diffusion"),
+        "torch": torch.__version__,
+        "hostname": os.uname().nodename,
+        "device": device,
+        "processes": int(os.environ.get("WORLD_SIZE", "1")),
+    }
+
+
+LONGEST = 100
+SHORTEST = 10
+"""Steps that a mean is taken over, a tenth of all, at most and at least."""
+
+
+def summary_of(losses: Sequence[float], name: str = "loss") -> str:
+    """A line for users: means of the loss over the first and the last steps; "" of no steps.
+
+    A single step's loss says more of its images, noise and times than of the weights. Where the steps are too
+    few to compare, it is the mean of all. Steps whose loss was not finite are left out. ``name`` is the
+    loss's.
+    """
+    over = min(LONGEST, len(losses) // 10)
+    first, last, average = mean(losses[:over]), mean(losses[len(losses) - over :]), mean(losses)
+    trained = f"trained for {counted(len(losses), 'step')}" if losses else ""
+    if over >= SHORTEST and math.isfinite(first) and math.isfinite(last):
+        return f"{trained}, {name} {first:.4f} → {last:.4f} (means of the first and the last {over} steps)"
+    return f"{trained}, {name} {average:.4f} (mean of all steps)" if math.isfinite(average) else trained
+
+
+def mean(losses: Sequence[float]) -> float:
+    """The mean of those that are finite; NaN of none."""
+    finite = [loss for loss in losses if math.isfinite(loss)]
+    return sum(finite) / len(finite) if finite else math.nan

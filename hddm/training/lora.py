@@ -44,12 +44,13 @@ def targets_of(network: nn.Module) -> tuple[str, ...]:
         HddmError: for a network without any.
     """
     linear = {name for name, module in network.named_modules() if isinstance(module, nn.Linear)}
-    found = tuple(
-        name
-        for name, _ in network.named_parameters()
-        if _PARAMETERS.fullmatch(name)
-        or (name.endswith(".weight") and name[:-7] in linear and _LAYERS.fullmatch(name[:-7]))
-    )
+
+    def is_adapted(name: str) -> bool:
+        layer = name.removesuffix(".weight")
+        is_linear = layer != name and layer in linear and _LAYERS.fullmatch(layer)
+        return bool(_PARAMETERS.fullmatch(name) or is_linear)
+
+    found = tuple(name for name, _ in network.named_parameters() if is_adapted(name))
     if not found:
         raise HddmError(
             f"--lora-rank: a {type(network).__name__} without attention has no layers to adapt; leave it out"
@@ -57,32 +58,20 @@ def targets_of(network: nn.Module) -> tuple[str, ...]:
     return found
 
 
-def refuse_as_base(init: Path) -> None:
-    """Refuse an expert folder whose weights are no file of its own.
+def new_adapter(network: nn.Module, rank: int, alpha: float | None, init: Path, out: Path) -> AdapterRecord:
+    """The record of an adapter in ``out`` of the expert in ``init`` with this ``network``.
+
+    Its change is scaled by ``alpha``/``rank``; by default alpha is the rank. Of the two folders the record
+    keeps how the base is reached from the adapter.
 
     Raises:
-        HddmError: for an adapter.
+        HddmError: for an adapter as the base, and a network without layers to adapt.
     """
     if not (init / WEIGHTS).is_file():
         raise HddmError(
             f"{init}: holds no {WEIGHTS} that could be adapted; name its base as --init, or merge the two "
             "first (hddm convert)"
         )
-
-
-def adapter_facts(network: nn.Module, rank: int, alpha: float | None, init: Path, out: Path) -> AdapterRecord:
-    """The record of an adapter of the expert in ``init`` that is to lie in ``out``.
-
-    Args:
-        network: that of ``init``.
-        rank: of the change, from 1.
-        alpha: the change is scaled by alpha/rank; by default ``rank``, so not at all.
-        init: the folder of the base.
-        out: the folder of the adapter; of the two the record keeps how one is reached from the other.
-
-    Raises:
-        HddmError: for a network without layers to adapt.
-    """
     return AdapterRecord(
         rank=rank,
         alpha=float(rank if alpha is None else alpha),
@@ -92,7 +81,7 @@ def adapter_facts(network: nn.Module, rank: int, alpha: float | None, init: Path
     )
 
 
-def add_adapter(network: ModelMixin, facts: AdapterRecord, seed: int) -> None:
+def add_adapter(network: ModelMixin, adapter: AdapterRecord, seed: int) -> None:
     """Put an adapter on ``network``: its own parameters are frozen, those of the adapter are trained.
 
     B is zero, so nothing changes at first; A is uniform, as peft draws it, from ``seed`` alone. torch's
@@ -105,10 +94,10 @@ def add_adapter(network: ModelMixin, facts: AdapterRecord, seed: int) -> None:
     network.requires_grad_(False)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        peft.inject_adapter_in_model(_config(facts), network)
+        peft.inject_adapter_in_model(_config(adapter), network)
 
 
-def save_adapted(folder: Path, expert: Expert, facts: AdapterRecord) -> None:
+def save_adapted(folder: Path, expert: Expert, adapter: AdapterRecord) -> None:
     """Write an expert with an adapter on its network into an existing, empty ``folder``.
 
     It holds the network's config, the adapter in peft's format, and the expert's records, which name the
@@ -118,30 +107,29 @@ def save_adapted(folder: Path, expert: Expert, facts: AdapterRecord) -> None:
     network.save_config(folder)
     # peft asks the hub about the base, unless it is told that no embedding can have changed.
     state = _peft().get_peft_model_state_dict(network, save_embedding_layers=False)
-    found = {PREFIX + name: value for name, value in state.items()}
-    wrapped = wrapped_modules(facts.targets)
-    names = [name for target in facts.targets for name in tensor_names(target, wrapped)]
-    tensors = {name: found[name].detach().cpu().contiguous() for name in names}
+    wrapped = wrapped_modules(adapter.targets)
+    names = [name for target in adapter.targets for name in tensor_names(target, wrapped)]
+    tensors = {name: state[name.removeprefix(PREFIX)].detach().cpu().contiguous() for name in names}
     save_file(tensors, folder / ADAPTER_WEIGHTS, {"format": "pt"})
     config = {
         key: sorted(value) if isinstance(value, set) else value
-        for key, value in _config(facts).to_dict().items()
+        for key, value in _config(adapter).to_dict().items()
     }
     write_json(folder / ADAPTER_CONFIG, config | {"inference_mode": True})
     if expert.calibration is not None:
         expert.calibration.save(folder)
-    write_records(folder, expert.facts.model_copy(update={"adapter": facts}), expert.nulls)
+    write_records(folder, expert.facts.model_copy(update={"adapter": adapter}), expert.nulls)
 
 
-def _config(facts: AdapterRecord) -> Any:
-    layers = [target.removesuffix(".weight") for target in facts.targets if target.endswith(".weight")]
+def _config(adapter: AdapterRecord) -> Any:
+    layers = [target.removesuffix(".weight") for target in adapter.targets if target.endswith(".weight")]
     return _peft().LoraConfig(
-        r=facts.rank,
+        r=adapter.rank,
         # Whole where it is, as peft's own scripts write it.
-        lora_alpha=int(facts.alpha) if facts.alpha.is_integer() else facts.alpha,
+        lora_alpha=int(adapter.alpha) if adapter.alpha.is_integer() else adapter.alpha,
         target_modules=layers,
-        target_parameters=[target for target in facts.targets if not target.endswith(".weight")] or None,
-        base_model_name_or_path=facts.base,
+        target_parameters=[target for target in adapter.targets if not target.endswith(".weight")] or None,
+        base_model_name_or_path=adapter.base,
     )
 
 

@@ -8,6 +8,7 @@ with native times uniform or logit-normal.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import get_args
 
 import torch
 from torch import Tensor, nn
@@ -15,13 +16,13 @@ from torch import Tensor, nn
 from hddm.data.shards import Shard
 from hddm.schedules import CosineSchedule, DiscreteSchedule, LinearSchedule, Schedule
 from hddm.training.loop import Inputs
-from hddm.training.settings import ExpertSettings
+from hddm.training.settings import TEXT, ExpertSettings, TimeSampling
 from hddm.utils.errors import HddmError
 from hddm.utils.tensors import append_dims
 from hddm.velocity import PredictionType
 
 TIME_SCALE = 1000.0
-TIME_SAMPLINGS = ("uniform", "logit-normal")
+TIME_SAMPLINGS = get_args(TimeSampling)
 
 
 @dataclass(frozen=True)
@@ -78,24 +79,6 @@ class Objective:
     def time_scale(self) -> float:
         """The factor on native time for the network: 1000 for time in [0, 1]."""
         return 1.0 if isinstance(self.schedule, DiscreteSchedule) else TIME_SCALE
-
-    def loss(
-        self,
-        network: Callable[..., Tensor],
-        x_0: Tensor,
-        noise: torch.Generator,
-        conditions: Mapping[str, Tensor] | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """Squared error of each sample (batch,), averaged over its elements, and native times (batch,).
-
-        Args:
-            network: of (y, timestep, **conditions).
-            x_0: clean samples (batch, C, H, W).
-            noise: CPU generator of times and noise.
-            conditions: keywords of the network.
-        """
-        time, eps = self.sample_times(len(x_0), noise), torch.randn(x_0.shape, generator=noise)
-        return self.errors(network, x_0, eps.to(x_0), time, conditions or {}), time
 
     def errors(
         self,
@@ -156,12 +139,8 @@ def drawing(
     With probability ``settings.condition_dropout`` a sample has null values for all its conditions at once,
     which is what guidance asks the network with.
 
-    Args:
-        shard: what is trained on.
-        objective: of which times are drawn.
-        settings: see `ExpertSettings`.
-        given: conditions (N, …) of all samples, by keyword; tokens of texts come from the shard itself.
-        nulls: what stands for no condition, without batch dimension.
+    ``given`` are conditions (N, …) of all samples, by keyword; tokens of texts come from the shard itself.
+    ``nulls`` are the values that stand for no condition, without batch dimension.
     """
 
     def draw(rows: Tensor, noise: torch.Generator) -> Inputs:
@@ -171,7 +150,7 @@ def drawing(
         eps = torch.randn(x_0.shape, generator=noise)
         conditions = {name: value[rows] for name, value in given.items()}
         if settings.text_conditional and shard.texts is not None:
-            conditions["encoder_hidden_states"] = shard.texts.take(rows)
+            conditions[TEXT] = shard.texts.take(rows)
         dropped = torch.rand(len(rows), generator=noise) < settings.condition_dropout
         for name in set(conditions) & set(nulls):
             value = conditions[name]

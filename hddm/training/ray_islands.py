@@ -20,11 +20,10 @@ from safetensors.torch import load_file
 
 from hddm.experts.records import EXPERT_FILE
 from hddm.training.island_jobs import Island, Outcome
-from hddm.training.islands import RETRIES, Ended, OnIsland, train_island
-from hddm.training.logs import mean, trend_of
+from hddm.training.islands import RETRIES, OnIsland, outcome_of
+from hddm.training.loop import mean
 from hddm.training.resume import CHECKPOINTS, checkpoints_in, run_folder_of, step_of
-from hddm.training.run_folder import PROGRESS, wait_for_run
-from hddm.training.state import LOSSES
+from hddm.training.state import LOSSES, PROGRESS, wait_for_run
 from hddm.utils.errors import HddmError
 from hddm.utils.files import read_json
 from hddm.utils.processes import SIGNALS, Stopped, StopRequest, compute_environment
@@ -91,32 +90,33 @@ def _collect(
         done, _ = ray.wait(list(tasks), timeout=0.5)
         for task in done:
             island = tasks.pop(task)
-            ended = _result(ray, task, island)
-            if ended.done or (ended.failure and not stop.requested):
-                outcomes.append(Outcome(island, ended.trend, ended.failure))
-            if ended.trend is not None:
+            outcome = _outcome(ray, task, island)
+            if outcome is not None and not (outcome.failure and stop.requested):
+                outcomes.append(outcome)
+            if outcome is not None and outcome.summary:
                 report(island)
         for island in tasks.values():
             report(island)
     return outcomes
 
 
-def _result(ray: Any, task: Any, island: Island) -> Ended:
+def _outcome(ray: Any, task: Any, island: Island) -> Outcome | None:
+    """The outcome of a task that has ended; None of one that was stopped and saved."""
     try:
-        ended: Ended = ray.get(task)
+        outcome: Outcome | None = ray.get(task)
     except ray.exceptions.TaskCancelledError:
-        return Ended()
+        return None
     except ray.exceptions.RayError as error:
         reason = str(error).strip().splitlines()[-1]
         failure = HddmError(f"{island.out}: its task failed for good ({type(error).__name__}: {reason})")
-        return Ended(failure=failure)
-    if ended.done and not (island.out / EXPERT_FILE).exists():
+        return Outcome(island, failure=failure)
+    if outcome is not None and outcome.failure is None and not (island.out / EXPERT_FILE).exists():
         failure = HddmError(
             f"{island.out}: was written on another machine, and is not seen here; take a folder on a file "
             "system that all machines share"
         )
-        return Ended(failure=failure)
-    return ended
+        return Outcome(island, failure=failure)
+    return outcome
 
 
 def _submit(ray: Any, island: Island, retries: int, has_gpus: bool) -> Any:
@@ -133,8 +133,8 @@ def _submit(ray: Any, island: Island, retries: int, has_gpus: bool) -> Any:
     return task.remote(island)
 
 
-def _train(island: Island) -> Ended:
-    """Train ``island`` in this worker; the body of a task.
+def _train(island: Island) -> Outcome | None:
+    """Train ``island`` in this worker; the body of a task. None where the driver stopped it.
 
     Raises:
         RuntimeError: where a signal other than the driver's stopped it, so that it is started elsewhere.
@@ -145,18 +145,17 @@ def _train(island: Island) -> Ended:
     before = {one: signal.signal(one, signal.default_int_handler) for one in SIGNALS}
     try:
         wait_for_run(island.out, LOCK_SECONDS)
-        losses = train_island(island)
+        outcome = outcome_of(island)
     except Stopped as error:
         if error.number == signal.SIGINT:
-            return Ended()
+            return None
         raise RuntimeError(f"{island.name}: {error}") from error
-    except HddmError as error:
-        where = f"on {os.uname().nodename}: {error.message}"
-        return Ended(failure=HddmError(where, error.details))
     finally:
         for one, handler in before.items():
             signal.signal(one, handler)
-    return Ended(True, trend_of(losses))
+    if (failure := outcome.failure) is None:
+        return outcome
+    return Outcome(island, failure=HddmError(f"on {os.uname().nodename}: {failure.message}", failure.details))
 
 
 @contextlib.contextmanager
@@ -197,13 +196,8 @@ def _newest(out: Path, since: int) -> tuple[int, float, float] | None:
 
 def _absolute(island: Island) -> Island:
     """Return ``island`` with absolute paths: workers have a working directory of their own."""
-    optional = {name: getattr(island, name) for name in ("schedule", "init")}
-    return replace(
-        island,
-        shard=island.shard.absolute(),
-        out=island.out.absolute(),
-        **{name: path and path.absolute() for name, path in optional.items()},
-    )
+    paths: dict[str, Any] = {key: one for key, one in vars(island).items() if isinstance(one, Path)}
+    return replace(island, **{key: path.absolute() for key, path in paths.items()})
 
 
 def _ray() -> Any:

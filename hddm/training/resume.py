@@ -9,8 +9,7 @@ A change of settings on the way is kept in the record as
 
     {"step": 1000, "key": "learning_rate", "was": 0.0015, "is": 0.0003}
 
-and holds for the steps after ``step``, up to the next change of ``key``. `hddm.training.run_folder` keeps the
-run.
+and holds for the steps after ``step``, up to the next change of ``key``. `hddm.training.state` keeps the run.
 """
 
 import hashlib
@@ -37,24 +36,6 @@ Change = dict[str, Any]
 """A record of one change, as plain values of JSON."""
 NOT_RECORDED = "not recorded"
 """Stands for values that an older version did not write down."""
-# What says what is computed; the rest of a run's record is how it is kept, and its history.
-_COMPARED = ("settings", "data", "environment")
-
-
-def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Return the differences of two records of a run in what it computes: (was, is) by dotted key."""
-    old, new = ({part: record.get(part, {}) for part in _COMPARED} for record in (before, now))
-    flat_old, flat_new = _flat(old), _flat(new)
-    return {
-        key: (flat_old.get(key, NOT_RECORDED), flat_new.get(key, NOT_RECORDED))
-        for key in dict.fromkeys([*flat_old, *flat_new])
-        if flat_old.get(key) != flat_new.get(key)
-    }
-
-
-def _line(key: str, was: Any, now: Any) -> str:
-    before, after = (value if value is NOT_RECORDED else repr(value) for value in (was, now))
-    return f"{key}: was {before}, is {after}"
 
 
 def with_changes(before: Sequence[Change], new: Sequence[Change], step: int) -> list[Change]:
@@ -63,10 +44,8 @@ def with_changes(before: Sequence[Change], new: Sequence[Change], step: int) -> 
     Steps beyond ``step`` are computed again: changes that were made there count from ``step`` on. A change
     that is undone before a step was made is none, nor is one before the first step.
 
-    Args:
-        before: the changes so far, in the order in which they were made.
-        new: those of this start.
-        step: steps done, of the checkpoint that the run is resumed from.
+    ``before`` are the changes so far, in the order in which they were made, and ``step`` is that of the
+    checkpoint that the run is resumed from.
     """
     merged: dict[tuple[str, int], Change] = {}
     for one in (*before, *new):
@@ -81,33 +60,17 @@ def value_at(step: int, key: str, today: Any, changes: Sequence[Change]) -> Any:
     return next((one["was"] for one in changes if one["key"] == key and step <= one["step"]), today)
 
 
-def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in values.items():
-        name = f"{prefix}{key}"
-        flat |= _flat(value, f"{name}.") if isinstance(value, dict) else {name: value}
-    return flat
-
-
 Settings = TypeVar("Settings", bound=LoopSettings)
 
 RUN_FILE = "run.json"
 CHECKPOINTS = "checkpoints"
+# What says what is computed; the rest of a run's record is how it is kept, and its history.
+_COMPARED = ("settings", "data", "environment")
 # What may change between two starts of a run without changing what it computes.
 FREE = {f"environment.{key}" for key in ("hddm", "torch", "hostname", "device", "processes")}
 # What makes it another expert, so that its record would be untrue if one run went on as the other.
-FIXED = {
-    f"settings.{key}"
-    for key in (
-        "objective",
-        "size",
-        "class_conditional",
-        "text_conditional",
-        "lora_rank",
-        "lora_alpha",
-        "teacher",
-    )
-}
+_IDENTITY = "objective size class_conditional text_conditional lora_rank lora_alpha teacher"
+FIXED = {f"settings.{key}" for key in _IDENTITY.split()}
 
 log = logging.getLogger(__name__)
 
@@ -152,9 +115,18 @@ def compare_records(out: Path, record: Mapping[str, Any], options: RunOptions) -
     Raises:
         HddmError: with every difference that stands in the way: those that never may, where there are any.
     """
-    folder, allowed = run_folder_of(out), options.allow_config_change
-    differing = differences(recorded(out), json.loads(json.dumps(dict(record))))
-    lines = {key: _line(key, *values) for key, values in differing.items()}
+    folder = run_folder_of(out)
+    given = json.loads(json.dumps(dict(record)))
+    old, new = (_flat({key: one.get(key, {}) for key in _COMPARED}) for one in (recorded(out), given))
+    differing = {
+        key: (old.get(key, NOT_RECORDED), new.get(key, NOT_RECORDED))
+        for key in dict.fromkeys([*old, *new])
+        if old.get(key) != new.get(key)
+    }
+    lines = {}
+    for key, values in differing.items():
+        was, now = (value if value is NOT_RECORDED else repr(value) for value in values)
+        lines[key] = f"{key}: was {was}, is {now}"
     # What an older version did not record cannot be held against a run.
     known = {key for key, (was, _) in differing.items() if was is not NOT_RECORDED}
     fixed = [lines[key] for key in lines if key in known and (key in FIXED or key.startswith("data."))]
@@ -165,7 +137,7 @@ def compare_records(out: Path, record: Mapping[str, Any], options: RunOptions) -
             fixed,
         )
     refused = [line for key, line in lines.items() if key not in FREE]
-    if refused and not allowed:
+    if refused and not options.allow_config_change:
         raise HddmError(
             f"{folder}: the run was started otherwise; take the same again, or pass --allow-config-change",
             refused,
@@ -175,29 +147,39 @@ def compare_records(out: Path, record: Mapping[str, Any], options: RunOptions) -
     return differing
 
 
-def expert_data(shard: Path, schedule: Mapping[str, Any]) -> dict[str, Any]:
-    """Plain values for the record of an expert on the shard in a folder, with `Schedule.config`.
+def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Values by dotted key."""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        name = f"{prefix}{key}"
+        flat |= _flat(value, f"{name}.") if isinstance(value, dict) else {name: value}
+    return flat
+
+
+def expert_data(shard: Path, schedule: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Plain values for the record of an expert on the shard in a folder, with `Schedule.config` if given.
 
     Raises:
         HddmError: as `hddm.data.shard_records.read_manifest`.
     """
-    return {"shard": hash_of(shard), **encoding_of([shard]), "schedule": dict(schedule)}
+    data = {"shard": _hash_of(shard), **encoding_of([shard])}
+    return data if schedule is None else data | {"schedule": dict(schedule)}
 
 
 def data_of(shards: Sequence[Path]) -> dict[str, Any]:
     """Plain values for the record of a run on the shards in all these folders; raises as `expert_data`."""
-    return {"shards": [hash_of(shard) for shard in shards], **encoding_of(shards)}
+    return {"shards": [_hash_of(shard) for shard in shards], **encoding_of(shards)}
 
 
-def hash_of(shard: Path) -> str:
-    """The hash by which experts and routers know the shard in a folder; raises as `expert_data`."""
+def _hash_of(shard: Path) -> str:
+    """The hash by which experts and routers know the shard in a folder."""
     if (shard / MANIFEST).is_file() and is_encoded(shard):
         return read_encoded_manifest(shard).hash
     return read_manifest(shard).hash
 
 
 def encoding_of(shards: Sequence[Path]) -> dict[str, Any]:
-    """Plain values for the record of a run on the shards in these folders; none where they are images.
+    """Plain values for the record of a run on encoded shards; none where they are images.
 
     ``encoding``, ``vae`` and ``text_encoder`` say how the first was made, ``rows`` counts the samples of all,
     and ``files`` is a SHA-256 of all that their data files hold.
@@ -205,11 +187,8 @@ def encoding_of(shards: Sequence[Path]) -> dict[str, Any]:
     manifests = [read_encoded_manifest(shard) for shard in shards if is_encoded(shard)]
     if not manifests:
         return {}
-    first = manifests[0]
     return {
-        "encoding": first.encoding.model_dump(mode="json"),
-        "vae": first.vae and first.vae.model_dump(mode="json"),
-        "text_encoder": first.text_encoder and first.text_encoder.model_dump(mode="json"),
+        **manifests[0].model_dump(mode="json", include={"encoding", "vae", "text_encoder"}),
         "rows": sum(one.num_rows for one in manifests),
         "files": hashlib.sha256("\n".join(map(_content, manifests)).encode()).hexdigest(),
     }
@@ -244,13 +223,9 @@ def is_complete(
 ) -> bool:
     """Tell from records alone whether a resumed training has written ``out`` and nothing is left to do.
 
-    Args:
-        out: the folder that the training writes.
-        record: the JSON file that marks its kind.
-        run: how this start goes; only a resumed one can be complete.
-        overwrite: whether ``out`` is trained anew.
-        settings: of this start. Without them the answer is no where there is a run that they must equal.
-        data: plain values that say what this start trains on, as of `expert_data`; goes with ``settings``.
+    Only a resumed one can be complete. ``record`` is the JSON file that marks the kind of folder.
+    ``settings`` and ``data``, as of `expert_data`, are those of this start; without them the answer is no
+    where there is a run that they must equal.
 
     Raises:
         HddmError: for another folder in the way, a run that was started otherwise (`compare_records`), or

@@ -1,6 +1,11 @@
-"""Train the router: from which shard does a noised image come?
+"""Train the router: from which shard does a noised image come? Measure its accuracy, fit its temperatures.
 
-Its accuracy is measured in the end against chance, on images that it was not trained on where there are some.
+Accuracy is measured in the end against chance, on images that it was not trained on where there are some.
+
+Temperatures make probabilities as often right as they say: logits are divided by T(t)
+(`hddm.ensemble.temperature_at`), fitted to noised images that the router was not trained on. The order of the
+experts does not change, only how sure the router is of it; so top-1 never changes, and every strategy that
+weighs or counts by probability does.
 """
 
 import logging
@@ -15,108 +20,20 @@ from torch.nn import functional as F
 
 from hddm.data.shard_records import HELD_OUT, find_shards
 from hddm.data.shards import JoinedStore, Shard, Stored, open_shard
+from hddm.ensemble import temperature_at
 from hddm.experts.records import ROUTER_FILE, RouterRecord, save_router
 from hddm.networks.transformers import RouterTransformer
 from hddm.training.denoising import IMAGES, SURE
-from hddm.training.expert import new_network
-from hddm.training.loop import Fitted, Inputs, OnStep, Task
+from hddm.training.expert import new_network, placed
+from hddm.training.loop import Fitted, Inputs, OnStep, Task, train
 from hddm.training.objectives import TIME_SCALE
 from hddm.training.resume import data_of, is_complete
-from hddm.training.router_calibration import HELD_OUT_SHARE, calibrate_router, held_out, noised_logits
-from hddm.training.run import train
-from hddm.training.settings import RouterSettings as RouterSettings
-from hddm.training.settings import RunOptions
-from hddm.training.shard_fit import placed
+from hddm.training.settings import RouterSettings, RunOptions
 from hddm.training.watching import watching
 from hddm.utils.errors import HddmError, counted
-from hddm.utils.tensors import append_dims
-
-NOISED = 4096
-"""Noised images that are looked at, at least; each image serves as often as any other."""
-BATCH = 128
+from hddm.utils.tensors import append_dims, generator
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Evidence:
-    """Images that a router is judged by.
-
-    Args:
-        store: where they lie.
-        rows: (n,) which they are.
-        labels: (n,) their shards.
-        source: what they are, in words.
-    """
-
-    store: Stored
-    rows: Tensor
-    labels: Tensor
-    source: str
-
-
-def kept_apart(partition: Path, shards: Sequence[Shard]) -> Evidence | None:
-    """The held-out images of a partition; None where it has none.
-
-    Raises:
-        HddmError: for held-out images that cannot be read, or are not those of ``shards``.
-    """
-    if not (partition / HELD_OUT).is_dir():
-        return None
-    found = [open_shard(partition / HELD_OUT / shard.folder.name) for shard in shards]
-    for one, shard in zip(found, shards, strict=True):
-        if one.held_out_of != shard.hash or one.shape != shard.shape:
-            raise HddmError(
-                f"{one.folder}: its images were not kept from {shard.folder}; take the partition anew, or "
-                f"move {partition / HELD_OUT} away"
-            )
-    store = JoinedStore([one.stored for one in found])
-    rows = torch.arange(len(store))
-    return Evidence(store, rows, store.part_of(rows), "held-out images")
-
-
-def accuracy_of(
-    network: Callable[[Tensor, Tensor], Tensor], time_scale: float, evidence: Evidence, seed: int
-) -> dict[str, Any]:
-    """Measure how often the most probable shard is the right one, at times spread evenly over [0, 1].
-
-    Args:
-        network: as of `hddm.training.router_calibration.calibrate_router`.
-        time_scale: the network is fed t × ``time_scale``.
-        evidence: of which `hddm.training.denoising.IMAGES` at most are looked at, spread evenly over all.
-        seed: of times and noise.
-
-    Returns:
-        Plain values for the record: ``accuracy``; ``chance``, the share of the largest shard, which is the
-        accuracy of always naming that; and ``deviation`` of the accuracy of so many guesses of that kind,
-        (chance (1 - chance)/images)^½. A router counts as better from `SURE` deviations on.
-    """
-    number = min(len(evidence.rows), IMAGES)
-    log.info("measuring accuracy on %s …", counted(number, "image"))
-    chosen = torch.linspace(0, len(evidence.rows) - 1, number).round().long()
-    images, labels = evidence.store.take(evidence.rows[chosen], None, None), evidence.labels[chosen]
-    noised = noised_logits(network, time_scale, images, labels, seed, NOISED, BATCH)
-    chance = labels.bincount().max().item() / number
-    return {
-        "images": number,
-        "of": evidence.source,
-        "accuracy": (noised.logits.argmax(1) == noised.labels).double().mean().item(),
-        "chance": chance,
-        "deviation": (chance * (1 - chance) / number) ** 0.5,
-    }
-
-
-def is_better_than_chance(found: dict[str, Any]) -> bool:
-    """Return true where the accuracy is beyond that of a router that knows nothing."""
-    return bool(found["accuracy"] > found["chance"] + SURE * found["deviation"])
-
-
-def accuracy_text(found: dict[str, Any]) -> str:
-    """Return a line for users on what `accuracy_of` found."""
-    return (
-        f"names the shard of {found['accuracy']:.1%} of {found['images']} {found['of']} at all noise levels; "
-        f"always naming the largest would be right for {found['chance']:.1%}"
-    )
 
 
 def train_router(
@@ -133,10 +50,9 @@ def train_router(
     common path, whatever the experts' objectives are. Its optimum is the posterior p(k | x_t).
 
     With ``settings.calibrate`` a part of every shard is kept out of training, and temperatures are fitted to
-    it (`hddm.training.router_calibration`).
-
-    In the end its accuracy is measured on held-out images of the partition, else on those kept for the
-    temperatures, else on the training images; it is recorded, and no better than chance is a warning.
+    it (`calibrate_router`). In the end the accuracy is measured on held-out images of the partition, else on
+    those kept for the temperatures, else on the training images; it is recorded, and no better than chance
+    is a warning.
 
     Args:
         shards_folder: a partition, as it is or encoded.
@@ -180,12 +96,8 @@ def train_router(
         flip = torch.rand(len(chosen), generator=noise) < 0.5 if settings.random_flip else None
         x_0 = stored.take(rows[chosen], noise, flip)
         t = torch.rand(len(chosen), generator=noise)
-        return {
-            "x_0": x_0,
-            "eps": torch.randn(x_0.shape, generator=noise),
-            "t": t,
-            "shard": labels[rows[chosen]],
-        }
+        eps = torch.randn(x_0.shape, generator=noise)
+        return {"x_0": x_0, "eps": eps, "t": t, "shard": labels[rows[chosen]]}
 
     def loss(module: nn.Module, inputs: Inputs) -> Tensor:
         wide = append_dims(inputs["t"], inputs["x_0"].ndim)
@@ -196,19 +108,19 @@ def train_router(
     def write(draft: Path, fitted: Fitted, used: RouterSettings) -> None:
         calibration: dict[str, Any] = {}
         temperatures: tuple[float, ...] = (1.0,)
-        place = fitted.device
+        device = fitted.device
 
         def logits(x: Tensor, time: Tensor) -> Tensor:
-            given: Tensor = network(x.to(place), time.to(place))
+            given: Tensor = network(x.to(device), time.to(device))
             return given.cpu()
 
-        with placed(network, place):
+        with placed(network, device):
             accuracy = accuracy_of(logits, TIME_SCALE, evidence, settings.seed)
             if settings.calibrate:
                 log.info("calibrating on %s …", counted(len(held), "image"))
-                images, of = stored.take(held, None, None), labels[held]
-                temperatures, figures = calibrate_router(logits, TIME_SCALE, images, of, settings.seed)
-                each = of.bincount(minlength=len(shards)).tolist()
+                images, origin = stored.take(held, None, None), labels[held]
+                temperatures, figures = calibrate_router(logits, TIME_SCALE, images, origin, settings.seed)
+                each = origin.bincount(minlength=len(shards)).tolist()
                 calibration = {"held_out_share": HELD_OUT_SHARE, "held_out_images": each, **figures}
         if len(shards) > 1 and not is_better_than_chance(accuracy):
             log.warning(
@@ -217,7 +129,7 @@ def train_router(
                 out,
                 accuracy["images"],
             )
-        facts = RouterRecord(
+        record = RouterRecord(
             time_scale=TIME_SCALE,
             sample_shape=shape,
             shard_hashes=tuple(shard.hash for shard in shards),
@@ -226,7 +138,7 @@ def train_router(
             calibration=calibration,
             training=fitted.record(used) | {"accuracy": accuracy},
         )
-        save_router(draft, network, facts)
+        save_router(draft, network, record)
 
     task = Task(network, len(rows), draw, loss, (len(shards),))
     return train(task, settings, out, ROUTER_FILE, write, data, overwrite, on_step, run, watching())
@@ -238,3 +150,277 @@ def _check_alike(shards: list[Shard]) -> None:
         raise HddmError(f"the shards hold images of different shapes: {sorted(shapes)}")
     if any(shard.vae != shards[0].vae for shard in shards):
         raise HddmError("the shards hold latents of different VAEs; encode all with one")
+
+
+JUDGED = 4096
+"""Noised images that the accuracy is measured on, at least; each image serves as often as any other."""
+BATCH = 128
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """Images that a router is judged by: ``rows`` (n,) of a store, and ``labels`` (n,), their shards.
+
+    ``source`` says in words where they come from.
+    """
+
+    store: Stored
+    rows: Tensor
+    labels: Tensor
+    source: str
+
+
+def kept_apart(partition: Path, shards: Sequence[Shard]) -> Evidence | None:
+    """The held-out images of a partition; None where it has none.
+
+    Raises:
+        HddmError: for held-out images that cannot be read, or are not those of ``shards``.
+    """
+    if not (partition / HELD_OUT).is_dir():
+        return None
+    found = [open_shard(partition / HELD_OUT / shard.folder.name) for shard in shards]
+    for one, shard in zip(found, shards, strict=True):
+        if one.held_out_of != shard.hash or one.shape != shard.shape:
+            raise HddmError(
+                f"{one.folder}: its images were not kept from {shard.folder}; take the partition anew, or "
+                f"move {partition / HELD_OUT} away"
+            )
+    store = JoinedStore([one.stored for one in found])
+    rows = torch.arange(len(store))
+    return Evidence(store, rows, store.part_of(rows), "held-out images")
+
+
+def accuracy_of(
+    network: Callable[[Tensor, Tensor], Tensor], time_scale: float, evidence: Evidence, seed: int
+) -> dict[str, Any]:
+    """Measure how often the most probable shard is the right one, at times spread evenly over [0, 1].
+
+    Of ``evidence`` `hddm.training.denoising.IMAGES` at most are looked at, spread evenly over all. Other
+    arguments are those of `calibrate_router`.
+
+    Returns:
+        Plain values for the record: ``accuracy``; ``chance``, the share of the largest shard, which is the
+        accuracy of always naming that; and ``deviation`` of the accuracy of so many guesses of that kind,
+        (chance (1 - chance)/images)^½. A router counts as better from `SURE` deviations on.
+    """
+    number = min(len(evidence.rows), IMAGES)
+    log.info("measuring accuracy on %s …", counted(number, "image"))
+    chosen = torch.linspace(0, len(evidence.rows) - 1, number).round().long()
+    images, labels = evidence.store.take(evidence.rows[chosen], None, None), evidence.labels[chosen]
+    noised = noised_logits(network, time_scale, images, labels, seed, JUDGED, BATCH)
+    chance = labels.bincount().max().item() / number
+    return {
+        "images": number,
+        "of": evidence.source,
+        "accuracy": (noised.logits.argmax(1) == noised.labels).double().mean().item(),
+        "chance": chance,
+        "deviation": (chance * (1 - chance) / number) ** 0.5,
+    }
+
+
+def is_better_than_chance(found: dict[str, Any]) -> bool:
+    """Return true where the accuracy is beyond that of a router that knows nothing."""
+    return bool(found["accuracy"] > found["chance"] + SURE * found["deviation"])
+
+
+def accuracy_text(found: dict[str, Any]) -> str:
+    """Return a line for users on what `accuracy_of` found."""
+    return (
+        f"names the shard of {found['accuracy']:.1%} of {found['images']} {found['of']} at all noise levels; "
+        f"always naming the largest would be right for {found['chance']:.1%}"
+    )
+
+
+HELD_OUT_SHARE = 0.15
+NOISED = 16384
+"""Noised images that temperatures are fitted to, at least; each held-out image serves many times."""
+KNOTS = 5
+"""Temperatures over t (docs/notes/training.md)."""
+ECE_BINS = 15
+TIME_BINS = 5
+# Beside the streams of training (2), classes (3) and samples (0, 1).
+CALIBRATION_STREAM = 5
+
+
+def held_out(shard: Shard) -> Tensor:
+    """Select images (N,) of a shard to keep from training: those of the lowest SHA-256 of their pixels.
+
+    `HELD_OUT_SHARE` of the shard, at least two; equal images stay together. Neither order, names, seed nor
+    other shards have a say, so that a router trained anew holds out the same images.
+
+    Raises:
+        HddmError: where nothing is left to train on, since the images are equal.
+    """
+    digests = [shard.stored.digest(row) for row in range(len(shard))]
+    last = sorted(digests)[max(2, round(HELD_OUT_SHARE * len(digests))) - 1]
+    if last == max(digests):
+        raise HddmError(
+            f"{shard.folder}: its images are too much alike to keep some from training; drop --calibrate"
+        )
+    return torch.tensor([digest <= last for digest in digests])
+
+
+def calibrate_router(
+    network: Callable[[Tensor, Tensor], Tensor],
+    time_scale: float,
+    images: Tensor,
+    labels: Tensor,
+    seed: int = 0,
+    knots: int = KNOTS,
+) -> tuple[tuple[float, ...], dict[str, Any]]:
+    """Temperatures of a router on fresh images, and how well it is calibrated without and with them.
+
+    Figures "after" are of images that the temperatures were not fitted to: the images are dealt into two
+    halves, each judged by what was fitted to the other. The temperatures returned are fitted to all.
+
+    Args:
+        network: ``network(x_t, timestep)`` to logits (batch, K).
+        time_scale: the network is fed t × ``time_scale``.
+        images: (N, C, H, W) that the router was not trained on.
+        labels: (N,) their shards.
+        seed: of times and noise.
+        knots: temperatures, at times spread evenly over [0, 1].
+
+    Returns:
+        The temperatures, and plain values for the record: expected calibration error and cross-entropy,
+        before and after, over all times and in `TIME_BINS` intervals of t.
+    """
+    noised = noised_logits(network, time_scale, images, labels, seed)
+    # Dealt in the order of the labels, so that each half has its share of every shard.
+    half = torch.empty_like(labels).index_put_((labels.argsort(stable=True),), torch.arange(len(labels)) % 2)
+    part = half[noised.image]
+    crossed = torch.empty_like(noised.t)
+    for k in (0, 1):
+        seen, fresh = part != k, part == k
+        temperatures = noised.fit(seen, knots)
+        crossed[fresh] = temperature_at(noised.t[fresh], temperatures)
+    after = noised.logits / crossed[:, None]
+    time_bin = (noised.t * TIME_BINS).long()
+    bins = []
+    for k in range(TIME_BINS):
+        rows = time_bin == k
+        figures = _figures(noised.logits[rows], after[rows], noised.labels[rows])
+        bins.append({"from": k / TIME_BINS, "to": (k + 1) / TIME_BINS, **figures})
+    record = {
+        "noised_images": len(noised.t),
+        "knots": knots,
+        "seed": seed,
+        **_figures(noised.logits, after, noised.labels),
+        "time_bins": bins,
+    }
+    return noised.fit(torch.ones_like(part, dtype=torch.bool), knots), record
+
+
+def fit_temperatures(
+    logits: Tensor, t: Tensor, labels: Tensor, knots: int = KNOTS, images: int | None = None
+) -> tuple[float, ...]:
+    """Temperatures at ``knots`` times, evenly over [0, 1], of the least cross-entropy.
+
+        minimise  mean -log softmax(logits / T(t))[label] + sum (log T)² / (2 images)
+
+    T is linear between knots. A single one is the temperature scaling of Guo et al., convex in 1/T. The
+    second term is a prior, log T ~ N(0, 1), against as many observations as there are images: where few of
+    them say anything, as near t = 1, or the router is never wrong, T stays near 1.
+
+    Args:
+        logits: (n, K).
+        t: (n,) in [0, 1].
+        labels: (n,) in 0 … K - 1.
+        knots: at least 1.
+        images: how many images the rows are of; by default each is of another one.
+
+    Source: arXiv:1706.04599, section 4.2; T over t and the prior are ours.
+    """
+    logits, t = logits.double(), t.double()
+    # Rows of how much each knot counts at each time: the interpolation is linear in the temperatures.
+    basis = torch.stack([temperature_at(t, row) for row in torch.eye(knots).tolist()], dim=1)
+    prior = 0.5 / (images or len(labels))
+    log_temperatures = torch.zeros(knots, dtype=torch.float64, requires_grad=True)
+    optimizer = torch.optim.LBFGS(
+        [log_temperatures], max_iter=200, tolerance_grad=1e-9, line_search_fn="strong_wolfe"
+    )
+
+    def loss() -> Tensor:
+        optimizer.zero_grad()
+        scaled = logits / (basis @ log_temperatures.exp())[:, None]
+        value = F.cross_entropy(scaled, labels) + prior * log_temperatures.square().sum()
+        value.backward()
+        return value
+
+    with torch.enable_grad():
+        optimizer.step(loss)
+    return tuple(log_temperatures.detach().exp().tolist())
+
+
+def expected_calibration_error(probabilities: Tensor, labels: Tensor, bins: int = ECE_BINS) -> float:
+    """Return the mean distance of confidence from accuracy.
+
+        ECE = sum_m |B_m|/n |accuracy(B_m) - confidence(B_m)|
+
+    B_m holds the samples whose largest probability lies in ((m-1)/bins, m/bins]; accuracy is the share of
+    those whose most probable class is the label, confidence their mean largest probability. In [0, 1]. It is
+    biased upwards where bins hold few samples.
+
+    Args:
+        probabilities: (n, K), rows summing to 1.
+        labels: (n,) in 0 … K - 1.
+        bins: of equal width.
+
+    Source: arXiv:1706.04599, equations 2 to 5; there, too, 15 bins.
+    """
+    confidence, predicted = probabilities.double().max(1)
+    right = (predicted == labels).double()
+    place = (confidence * bins).ceil().long().clamp(1, bins) - 1
+    gaps = torch.zeros(bins, dtype=torch.float64).index_add_(0, place, right - confidence)
+    return gaps.abs().sum().item() / len(labels)
+
+
+@dataclass(frozen=True)
+class Noised:
+    """Logits (n, K) of noised images at t (n,), their labels (n,), and which image each is of (n,)."""
+
+    logits: Tensor
+    t: Tensor
+    labels: Tensor
+    image: Tensor
+
+    def fit(self, rows: Tensor, knots: int) -> tuple[float, ...]:
+        """Temperatures from ``rows``."""
+        images = len(self.image[rows].unique())
+        return fit_temperatures(self.logits[rows], self.t[rows], self.labels[rows], knots, images)
+
+
+@torch.no_grad()
+def noised_logits(
+    network: Callable[[Tensor, Tensor], Tensor],
+    time_scale: float,
+    images: Tensor,
+    labels: Tensor,
+    seed: int,
+    at_least: int = NOISED,
+    batch_size: int = 512,
+) -> Noised:
+    """Ask a router about noised images; arguments as of `calibrate_router`.
+
+    Every image comes as often as any other, at times that are spread evenly over [0, 1] together.
+    """
+    draws = generator(seed, 0, CALIBRATION_STREAM)
+    image = torch.arange(len(images)).repeat(-(-at_least // len(images)))
+    places = torch.randperm(len(image), generator=draws).double()
+    t = (places + torch.rand(len(image), generator=draws, dtype=torch.float64)) / len(image)
+    logits = []
+    for rows, times in zip(image.split(batch_size), t.split(batch_size), strict=True):
+        x_0, wide = images[rows], append_dims(times, images.ndim).to(images)
+        eps = torch.randn(x_0.shape, generator=draws, dtype=x_0.dtype)
+        logits.append(network((1 - wide) * x_0 + wide * eps, (times * time_scale).to(images)).double())
+    return Noised(torch.cat(logits), t, labels[image], image)
+
+
+def _figures(before: Tensor, after: Tensor, labels: Tensor) -> dict[str, float]:
+    """Of logits without and with temperatures."""
+    return {
+        "ece_before": expected_calibration_error(before.softmax(1), labels),
+        "ece_after": expected_calibration_error(after.softmax(1), labels),
+        "cross_entropy_before": F.cross_entropy(before, labels).item(),
+        "cross_entropy_after": F.cross_entropy(after, labels).item(),
+    }

@@ -29,9 +29,12 @@ def _known_size(name: str) -> str:
     return name
 
 
+TimeSampling = Literal["uniform", "logit-normal"]
 Size = Annotated[str, AfterValidator(_known_size)]
 LONGEST_WARMUP = 100
 """Unless another is asked for."""
+TEXT = "encoder_hidden_states"
+"""The keyword of a network for the tokens of captions."""
 
 
 class LoopSettings(Record):
@@ -84,7 +87,7 @@ class ExpertSettings(LoopSettings):
     """Settings of an expert: its objective, its size and its optimisation."""
 
     objective: Literal["ddpm", "flow"]
-    time_sampling: Literal["uniform", "logit-normal"] = "uniform"
+    time_sampling: TimeSampling = "uniform"
     snr_gamma: Annotated[float, Field(gt=0)] | None = None
     """DDPM: losses are weighted by min(SNR, gamma)/SNR (`hddm.training.objectives`)."""
     size: Size = "small"
@@ -97,6 +100,12 @@ class ExpertSettings(LoopSettings):
     """Of an adapter that is trained in place of all weights (`hddm.training.lora`); needs an init."""
     lora_alpha: Annotated[float, Field(gt=0)] | None = None
     """The adapter's product is scaled by alpha/rank; None is the rank."""
+
+    @property
+    def conditions(self) -> tuple[str, ...]:
+        """Keywords of the network for the conditions that it is trained with."""
+        asked = {"class_labels": self.class_conditional, TEXT: self.text_conditional}
+        return tuple(name for name, is_asked in asked.items() if is_asked)
 
     @model_validator(mode="after")
     def _adapter_can_be(self) -> "ExpertSettings":
@@ -126,7 +135,7 @@ class DistillSettings(LoopSettings):
 
     teacher: Literal["shard", "routed"] = "shard"
     size: Size = "small"
-    time_sampling: Literal["uniform", "logit-normal"] = "uniform"
+    time_sampling: TimeSampling = "uniform"
     condition_dropout: Annotated[float, Field(ge=0, le=1)] = 0.1
     random_flip: bool = False
 
@@ -171,11 +180,8 @@ def settings_of(
 ) -> Settings:
     """Settings of a kind, from options and a run file.
 
-    Args:
-        record: the kind.
-        path: the run file, if there is one.
-        values: options by name, defaults and all.
-        explicit: names of those that were given, which override the file.
+    ``values`` are options by name, defaults and all; the names of those that were given, which override the
+    run file in ``path``, are ``explicit``.
 
     Raises:
         HddmError: for a file that cannot be read or is no mapping, a key that no kind has, naming the nearest
@@ -183,12 +189,12 @@ def settings_of(
     """
     if path is None:
         return parse_record(dict(values), record, OPTIONS)
-    content = read_run_file(path, record)
-    mine = {key: value for key, value in content.items() if key in record.model_fields}
-    parse_record(_complete(record, mine, values), record, str(path))
-    weaker = {name: value for name, value in values.items() if name not in explicit}
+    content = {key: value for key, value in read_run_file(path, record).items() if key in record.model_fields}
+    # With what a file need not say, so that a bad value is reported as the file's.
+    required = {name for name, one in record.model_fields.items() if one.is_required()} & set(values)
+    parse_record({name: values[name] for name in required} | content, record, str(path))
     stronger = {name: values[name] for name in explicit}
-    return parse_record(weaker | mine | stronger, record, OPTIONS)
+    return parse_record(dict(values) | content | stronger, record, OPTIONS)
 
 
 def read_run_file(path: Path, record: type[Record]) -> dict[str, Any]:
@@ -250,9 +256,3 @@ class _Loader(yaml.SafeLoader):
             if keys.count(key) > 1:
                 raise yaml.constructor.ConstructorError(None, None, f"key {key!r} twice", node.start_mark)
         return super().construct_mapping(node, deep)
-
-
-def _complete(record: type[Record], mine: dict[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Add to ``mine`` what a file need not say, so that a bad value is reported as the file's."""
-    required = {name for name, one in record.model_fields.items() if one.is_required()}
-    return {name: values[name] for name in required if name in values} | mine

@@ -1,14 +1,48 @@
-"""The state of a training between two steps, as tensors and plain values, with the average of its weights."""
+"""The state of a training between two steps, and the run folder that keeps it, beside the folder OUT.
+
+OUT.run/
+  run.json                     settings, data, environment and changes of the run, and how it is kept
+  checkpoints/step_00000500/   weights, ema, optimizer, losses (.safetensors, `TrainingState`),
+                               progress.json (counters), manifest.json (SHA-256 of them all, written last)
+  logs/, samples/              TensorBoard and pictures
+  lock                         held by the process that trains
+
+A checkpoint is written beside its place, synced and renamed, and counts only if every file has its hash: a
+process that is killed or runs out of disk keeps the one before. OUT itself appears when the training is done.
+"""
 
 import contextlib
-from collections.abc import Iterator, Mapping
+import functools
+import logging
+import shutil
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from hddm.training.resume import (
+    CHECKPOINTS,
+    RUN_FILE,
+    Change,
+    checkpoints_in,
+    compare_records,
+    recorded,
+    run_folder_of,
+    step_of,
+    with_changes,
+)
+from hddm.training.settings import Keeping, RunOptions
 from hddm.utils.errors import HddmError
+from hddm.utils.files import locked, new_folder, read_json, sha256_of, write_json, write_whole
+from hddm.utils.records import MANIFEST, Record, read_record
+
+log = logging.getLogger(__name__)
 
 
 class Ema:
@@ -21,49 +55,41 @@ class Ema:
     def __init__(self, network: nn.Module, decay: float) -> None:
         self.decay = decay
         self.updates = 0
-        trained = {name: p for name, p in network.named_parameters() if p.requires_grad}
-        self._names, self._live = list(trained), list(trained.values())
-        self._shadow = [p.detach().float().clone() for p in self._live]
+        self._live = {name: p for name, p in network.named_parameters() if p.requires_grad}
+        self._shadow = {name: p.detach().float().clone() for name, p in self._live.items()}
 
     @torch.no_grad()
     def update(self) -> None:
         """Take in the parameters as they are now."""
         decay = min(self.decay, (1 + self.updates) / (10 + self.updates))
-        current: list[Tensor] = [p.detach().float() for p in self._live]
-        torch._foreach_lerp_(self._shadow, current, 1 - decay)
+        current: list[Tensor] = [p.detach().float() for p in self._live.values()]
+        torch._foreach_lerp_(list(self._shadow.values()), current, 1 - decay)
         self.updates += 1
 
     def tensors(self) -> dict[str, Tensor]:
-        """The averages, by the names of the parameters."""
-        return dict(zip(self._names, self._shadow, strict=True))
-
-    @torch.no_grad()
-    def load(self, tensors: Mapping[str, Tensor], updates: int) -> None:
-        """Take over averages that `tensors` gave after so many ``updates``."""
-        for name, shadow in zip(self._names, self._shadow, strict=True):
-            shadow.copy_(tensors[name])
-        self.updates = updates
+        """The averages themselves, by the names of the parameters."""
+        return self._shadow
 
     @torch.no_grad()
     def copy_to_network(self) -> None:
         """Replace the parameters by their averages."""
-        for parameter, average in zip(self._live, self._shadow, strict=True):
-            parameter.copy_(average)
+        for name, parameter in self._live.items():
+            parameter.copy_(self._shadow[name])
 
     @contextlib.contextmanager
     def averaged(self) -> Iterator[None]:
-        """The network has its averages within the block, and its own parameters again after it."""
-        kept = [p.detach().clone() for p in self._live]
+        """A block in which the network has its averages; it has its own parameters again afterwards."""
+        own = {name: p.detach().clone() for name, p in self._live.items()}
         self.copy_to_network()
         try:
             yield
         finally:
             with torch.no_grad():
-                for parameter, own in zip(self._live, kept, strict=True):
-                    parameter.copy_(own)
+                for name, parameter in self._live.items():
+                    parameter.copy_(own[name])
 
 
-WEIGHTS, EMA, OPTIMIZER, LOSSES = "weights", "ema", "optimizer", "losses"
+WEIGHTS, EMA, OPTIMIZER, LOSSES = FILES = "weights", "ema", "optimizer", "losses"
 
 
 @dataclass
@@ -76,7 +102,7 @@ class TrainingState:
     network: nn.Module
     ema: Ema
     optimizer: torch.optim.Optimizer
-    scaler: "torch.amp.GradScaler | None" = None
+    scaler: torch.amp.GradScaler = field(default_factory=lambda: torch.amp.GradScaler(enabled=False))
     losses: list[float] = field(default_factory=list)
     seconds: float = 0.0
     """Of all steps, without what comes between them."""
@@ -90,21 +116,17 @@ class TrainingState:
         """Steps done."""
         return len(self.losses)
 
-    @contextlib.contextmanager
-    def averaged(self) -> Iterator[None]:
-        """The network has its averaged weights within the block."""
-        with self.ema.averaged():
-            yield
-
     def tensors(self) -> dict[str, dict[str, Tensor]]:
-        """All tensors by file and name; a parameter under two names is there once."""
+        """All tensors by file and name, not copied; a parameter under two names is there once."""
+        trained, saved = self._trained(), self.network.state_dict()
         moments = {
             f"{key}.{name}": value
-            for name, parameter in self._trained().items()
+            for name, parameter in trained.items()
             for key, value in self.optimizer.state.get(parameter, {}).items()
         }
+        buffers = {name: buffer for name, buffer in self.network.named_buffers() if name in saved}
         return {
-            WEIGHTS: {name: p.detach() for name, p in self._trained().items()} | self._buffers(),
+            WEIGHTS: {name: p.detach() for name, p in trained.items()} | buffers,
             EMA: self.ema.tensors(),
             OPTIMIZER: moments,
             LOSSES: {"losses": torch.tensor(self.losses, dtype=torch.float64)},
@@ -118,59 +140,266 @@ class TrainingState:
             "seconds": self.seconds,
             "non_finite": self.non_finite,
             "notes": self.notes,
-            "scaler": self.scaler.state_dict() if self.scaler is not None else None,
+            "scaler": self.scaler.state_dict() or None,
         }
 
     @torch.no_grad()
     def load(self, tensors: Mapping[str, Mapping[str, Tensor]], values: Mapping[str, Any], name: str) -> None:
-        """Become what `tensors` and `values` gave.
-
-        Args:
-            tensors: by file and name.
-            values: plain values.
-            name: of their source, for messages.
+        """Become what `tensors` and `values` gave; ``name`` is that of their source, for messages.
 
         Raises:
             HddmError: for tensors that are missing, left over or of another shape.
         """
-        live = {n: p.detach() for n, p in self._trained().items()} | self._buffers()
-        _check({key: value.shape for key, value in live.items()}, tensors[WEIGHTS], f"{name}, {WEIGHTS}")
-        shadow = self.ema.tensors()
-        _check({key: value.shape for key, value in shadow.items()}, tensors[EMA], f"{name}, {EMA}")
-        for key, value in live.items():
-            value.copy_(tensors[WEIGHTS][key])
-        self.ema.load(tensors[EMA], values["ema_updates"])
-        trained = self._trained()
+        live, trained = self.tensors(), self._trained()
+        for file in (WEIGHTS, EMA):
+            _check(live[file], tensors[file], f"{name}, {file}")
+            for key, value in live[file].items():
+                value.copy_(tensors[file][key])
         for key, value in tensors[OPTIMIZER].items():
-            moment, _, of = key.partition(".")
-            self.optimizer.state[trained[of]][moment] = _as_kept(value, trained[of])
+            moment, _, parameter = key.partition(".")
+            # A copy: rounding may depend on where in memory a tensor begins, and a mapped one begins
+            # anywhere. The step count goes along, since the fused optimiser reads it on the device.
+            kept = value.to(trained[parameter].device).clone()
+            self.optimizer.state[trained[parameter]][moment] = kept
         self.losses = tensors[LOSSES]["losses"].tolist()
+        self.ema.updates = values["ema_updates"]
         self.seconds, self.non_finite = values["seconds"], values["non_finite"]
         self.notes = dict(values.get("notes", {}))
-        if self.scaler is not None:
+        if values["scaler"] is not None:
             self.scaler.load_state_dict(values["scaler"])
 
     def _trained(self) -> dict[str, nn.Parameter]:
         return {name: p for name, p in self.network.named_parameters() if p.requires_grad}
 
-    def _buffers(self) -> dict[str, Tensor]:
-        held = self.network.state_dict()
-        return {name: buffer for name, buffer in self.network.named_buffers() if name in held}
 
-
-def _as_kept(value: Tensor, parameter: Tensor) -> Tensor:
-    # A copy: rounding may depend on where in memory a tensor begins, and a mapped one begins anywhere. The
-    # step count goes along, since the fused optimiser reads it on the device.
-    return value.to(parameter.device).clone()
-
-
-def _check(expected: Mapping[str, torch.Size], found: Mapping[str, Tensor], name: str) -> None:
-    lines = [f"missing: {key} {tuple(shape)}" for key, shape in expected.items() if key not in found]
+def _check(expected: Mapping[str, Tensor], found: Mapping[str, Tensor], name: str) -> None:
+    lines = [f"missing: {key} {tuple(value.shape)}" for key, value in expected.items() if key not in found]
     lines += [f"left over: {key}" for key in found if key not in expected]
     lines += [
-        f"{key}: {tuple(found[key].shape)}, the network has {tuple(shape)}"
-        for key, shape in expected.items()
-        if key in found and found[key].shape != shape
+        f"{key}: {tuple(found[key].shape)}, the network has {tuple(value.shape)}"
+        for key, value in expected.items()
+        if key in found and found[key].shape != value.shape
     ]
     if lines:
         raise HddmError(f"{name}: is of another network", lines)
+
+
+CHECKPOINT_FORMAT = "1.0"
+PROGRESS = "progress.json"
+
+
+class CheckpointManifest(Record):
+    """``manifest.json`` of a checkpoint; ``files`` holds the SHA-256 by file name."""
+
+    format: str
+    step: int
+    files: dict[str, str]
+
+
+class Run:
+    """A run folder that this process holds the lock of, with its checkpoints.
+
+    The ``options.keep`` newest checkpoints stay. One that is newer than what was saved last is damaged, or
+    the run would have gone on from it; it is renamed ``damaged_n_…``.
+    """
+
+    def __init__(self, folder: Path, options: RunOptions) -> None:
+        self.folder, self.options = folder, options
+        self.changes: list[Change] = []
+        self._checkpoints = folder / CHECKPOINTS
+
+    @functools.cached_property
+    def begun_at(self) -> Path | None:
+        """The checkpoint that this start resumes, if there is one."""
+        return self.newest()
+
+    def newest(self) -> Path | None:
+        """The newest complete checkpoint; an incomplete one is passed over, with a warning."""
+        for path in checkpoints_in(self._checkpoints):
+            if _is_complete(path):
+                return path
+            log.warning("%s is incomplete or damaged; it is passed over", path)
+        return None
+
+    def restore(self, state: TrainingState) -> None:
+        """Bring ``state`` to the checkpoint that is resumed, if there is one.
+
+        Raises:
+            HddmError: for a checkpoint of another network.
+        """
+        if (path := self.begun_at) is not None:
+            tensors = {name: load_file(path / f"{name}.safetensors") for name in FILES}
+            state.load(tensors, read_json(path / PROGRESS), str(path))
+            log.info("%s: going on from step %d", self.folder, state.step)
+
+    def save(self, state: TrainingState) -> None:
+        """Write a checkpoint, verify it, and only then remove older ones.
+
+        Raises:
+            HddmError: where the disk is full or fails; older checkpoints are left as they are.
+        """
+        target = self._checkpoints / f"step_{state.step:08d}"
+        try:
+            if _is_complete(target):
+                return
+            _set_aside(target)
+            with new_folder(target, MANIFEST, is_locked=True) as draft:
+                for name, tensors in state.tensors().items():
+                    on_cpu = {key: value.cpu().contiguous() for key, value in tensors.items()}
+                    save_file(on_cpu, draft / f"{name}.safetensors")
+                write_json(draft / PROGRESS, state.values())
+                hashes = {path.name: sha256_of(path) for path in sorted(draft.iterdir())}
+                manifest = CheckpointManifest(format=CHECKPOINT_FORMAT, step=state.step, files=hashes)
+                write_json(draft / MANIFEST, manifest.model_dump())
+        except (OSError, SafetensorError) as error:
+            left = self.newest()
+            kept = f"the one of step {step_of(left)} is whole" if left else "there was none before"
+            raise HddmError(
+                f"{target}: the checkpoint could not be written ({error}); {kept}; free some space, then "
+                "go on with --resume"
+            ) from error
+        if not _is_complete(target):
+            raise HddmError(f"{target}: does not read back as it was written; the disk may be failing")
+        self._prune(state.step)
+
+    def _prune(self, step: int) -> None:
+        """Remove what the complete checkpoint of ``step`` makes superfluous."""
+        try:
+            for path in checkpoints_in(self._checkpoints):
+                # The run went on from before it, so it was passed over as damaged.
+                if step_of(path) > step:
+                    _set_aside(path)
+            for path in checkpoints_in(self._checkpoints)[self.options.keep :]:
+                shutil.rmtree(path)
+        except OSError as error:
+            log.warning("%s: older checkpoints could not be removed (%s)", self._checkpoints, error)
+
+
+def _is_complete(path: Path) -> bool:
+    try:
+        files = read_record(path / MANIFEST, CheckpointManifest, CHECKPOINT_FORMAT).files
+        is_full = {PROGRESS, *(f"{name}.safetensors" for name in FILES)} == set(files)
+        return is_full and all(sha256_of(path / name) == sha256 for name, sha256 in files.items())
+    except (HddmError, OSError):
+        return False
+
+
+def _set_aside(path: Path) -> None:
+    if path.exists():
+        free = next(n for n in range(1, 1000) if not path.with_name(f"damaged_{n}_{path.name}").exists())
+        path.rename(path.with_name(f"damaged_{free}_{path.name}"))
+
+
+RUN_FORMAT = "1.1"
+LOCK = "lock"
+# The beginning of the names of drafts of run.json, which a killed process may leave.
+DRAFT = f".{RUN_FILE}"
+
+
+@contextlib.contextmanager
+def open_run(
+    out: Path, record: Mapping[str, Any], options: RunOptions, overwrite: bool = False
+) -> Iterator[Run]:
+    """A block with the run folder of ``out``, new or resumed, locked.
+
+    ``record`` holds plain values that say what is computed: "settings", "data", "environment". With
+    ``overwrite`` a run that is there is removed.
+
+    Raises:
+        HddmError: for a run that another process works on, one that is there without ``resume`` or
+            ``overwrite``, one that was started with another record, whose every difference is listed, or a
+            folder that is no run.
+    """
+    folder = run_folder_of(out)
+    folder.mkdir(parents=True, exist_ok=True)
+    with _locked(out):
+        _refuse_foreign(folder)
+        if overwrite and not options.resume:
+            _clear(folder)
+        run = Run(folder, options)
+        if (folder / RUN_FILE).exists():
+            if not options.resume:
+                raise HddmError(
+                    f"{folder}: holds a run of {out} already; --resume goes on with it, --overwrite starts "
+                    "anew"
+                )
+            differing = compare_records(out, record, options)
+            run.changes = _changes(recorded(out).get("changes", []), differing, run)
+        for left in folder.glob(f"{DRAFT}*"):
+            left.unlink()
+        content = {
+            "format": RUN_FORMAT,
+            **record,
+            "keeping": options.model_dump(mode="json", include=set(Keeping.model_fields)),
+            "changes": run.changes,
+        }
+        write_whole(folder / RUN_FILE, lambda path: write_json(path, content))
+        for path in (folder / CHECKPOINTS).glob(".step_*"):
+            log.warning("%s was never finished; it is removed", path)
+            shutil.rmtree(path)
+        yield run
+
+
+def discard_runs(outs: Sequence[Path]) -> None:
+    """Remove what the runs of ``outs`` have kept, where there is one: all of them or none.
+
+    Raises:
+        HddmError: where another process works on one, or it is no run.
+    """
+    there = [out for out in outs if run_folder_of(out).is_dir()]
+    with contextlib.ExitStack() as stack:
+        for out in there:
+            stack.enter_context(_locked(out))
+            _refuse_foreign(run_folder_of(out))
+        for out in there:
+            _clear(run_folder_of(out))
+
+
+def wait_for_run(out: Path, seconds: float) -> None:
+    """Wait until no other process holds the run of ``out``, so long at most; `open_run` refuses then.
+
+    On a network file system the lock of a process that died with its machine may stay for a while.
+    """
+    end = time.monotonic() + seconds
+    while run_folder_of(out).is_dir() and time.monotonic() < end:
+        with contextlib.suppress(HddmError), _locked(out):
+            return
+        time.sleep(min(1.0, seconds / 10))
+
+
+def _locked(out: Path) -> contextlib.AbstractContextManager[None]:
+    return locked(
+        run_folder_of(out) / LOCK,
+        lambda holder: (
+            f"{out}: another process is training it ({holder}); wait for it, or choose another --out"
+        ),
+    )
+
+
+def _refuse_foreign(folder: Path) -> None:
+    """Refuse a folder that holds something else than a run."""
+    if not (folder / RUN_FILE).exists() and any(
+        path.name != LOCK and not path.name.startswith(DRAFT) for path in folder.iterdir()
+    ):
+        raise HddmError(f"{folder}: is in the way, and holds no {RUN_FILE} of a run; move it away")
+
+
+def _clear(folder: Path) -> None:
+    for path in folder.iterdir():
+        if path.is_dir():
+            shutil.rmtree(path)
+        elif path.name != LOCK:
+            path.unlink()
+
+
+def _changes(before: list[Change], differing: Mapping[str, tuple[Any, Any]], run: Run) -> list[Change]:
+    """The changes of ``run``, with those that this start makes of its settings."""
+    settings = {key: values for key, values in differing.items() if key.startswith("settings.")}
+    if not before and not settings:
+        return []
+    step = 0 if run.begun_at is None else step_of(run.begun_at)
+    new = [
+        {"step": step, "key": key.removeprefix("settings."), "was": was, "is": now}
+        for key, (was, now) in settings.items()
+    ]
+    return with_changes(before, new, step)

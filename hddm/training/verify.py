@@ -21,7 +21,7 @@ from hddm.experts.records import (
     EXPERT_FILE,
     FILES,
     ROUTER_FILE,
-    Expert,
+    ExpertRecord,
     UnreadExpert,
     field_of,
     foreign_files,
@@ -29,8 +29,8 @@ from hddm.experts.records import (
 )
 from hddm.networks.folders import WEIGHTS
 from hddm.training.denoising import Denoising, judge
+from hddm.training.expert import check_fit, check_own
 from hddm.training.resume import RUN_FILE
-from hddm.training.shard_fit import check_fit, check_own
 from hddm.utils.errors import HddmError, UsageError, asked
 from hddm.utils.files import RECORD, read_json, sha256_of
 from hddm.utils.records import MANIFEST, has_manifest
@@ -57,9 +57,9 @@ def experts_in(folder: Path) -> list[Path]:
         )
     if (folder / EXPERT_FILE).exists():
         return [folder]
-    for record, what in _OTHERS.items():
+    for record, kind in _OTHERS.items():
         if (folder / record).exists():
-            raise UsageError(f"{folder}: is {what.format(folder=folder)}")
+            raise UsageError(f"{folder}: is {kind.format(folder=folder)}")
     found = [path.parent for path in folder.glob(f"*/{EXPERT_FILE}")]
     if not found:
         raise UsageError(
@@ -72,10 +72,8 @@ def experts_in(folder: Path) -> list[Path]:
 def images_for(experts: Sequence[Path], data: Path) -> list[Path]:
     """The shard folder that each of ``experts`` is to be judged by.
 
-    Args:
-        experts: expert folders.
-        data: a shard folder, for all; or a folder of some, as ``held_out`` of a partition, of which each
-            expert gets that of its own shard.
+    ``data`` is a shard folder, for all; or a folder of some, as ``held_out`` of a partition, of which each
+    expert gets that of its own shard.
 
     Raises:
         UsageError: where there is none.
@@ -94,9 +92,9 @@ def images_for(experts: Sequence[Path], data: Path) -> list[Path]:
         shard = _read(expert / EXPERT_FILE).get("shard")
         own = shard.get("hash") if isinstance(shard, dict) else None
         if own not in shards:
-            of = "does not say what it was trained on" if own is None else f"is of shard {str(own)[:16]}…"
+            origin = "does not say what it was trained on" if own is None else f"is of shard {str(own)[:16]}…"
             raise UsageError(
-                f"--data {data}: none of its {len(shards)} shards is that of {expert}, which {of}"
+                f"--data {data}: none of its {len(shards)} shards is that of {expert}, which {origin}"
             )
         found.append(shards[own])
     return found
@@ -184,8 +182,9 @@ def verify_expert(
     except HddmError as error:
         files = _files(folder)
         return Verification(folder, files, _lines(error), _strangers(files))
+    record = unread.facts
     with asked():
-        refuse_base(folder, unread.facts.adapter, bases)
+        refuse_base(folder, record.adapter, bases)
         notes = [] if shard is None else _belongs(shard, unread)
     files = _files(folder)
     notes = [*_strangers(files), *notes]
@@ -193,13 +192,12 @@ def verify_expert(
     hashes = {(folder / name).resolve(): sha256 for name, sha256 in files.items()}
     foreign: tuple[str, ...] = ()
     try:
-        foreign = foreign_files(folder, unread.facts, lambda path: hashes[path.resolve()])
+        foreign = foreign_files(folder, record, lambda path: hashes[path.resolve()])
         expert = unread.read(torch.float32)
         field = field_of(expert, place)
     except HddmError as error:
         return Verification(folder, files, (*foreign, *_lines(error)), tuple(notes))
-    base = unread.facts.adapter.base_sha256 if unread.facts.adapter else None
-    problems = [*_provenance(expert), *foreign]
+    problems = [*_provenance(record), *foreign]
     notes += _unbound(unread)
     judged = None
     if shard is not None and not problems:
@@ -209,7 +207,7 @@ def verify_expert(
             notes += judged.notes
         except HddmError as error:
             # Of an expert that names its shard, classes that are not that shard's are wrong.
-            if expert.facts.shard is None:
+            if record.shard is None:
                 raise UsageError(error.message, error.details) from error
             problems += _lines(error)
     return Verification(
@@ -219,22 +217,23 @@ def verify_expert(
         tuple(notes),
         expert.facts.objective,
         sum(p.numel() for p in expert.network.parameters()),
-        base,
-        expert.facts.shard.hash if expert.facts.shard else None,
+        record.adapter.base_sha256 if record.adapter else None,
+        record.shard.hash if record.shard else None,
         judged.images if judged else 0,
         judged.denoising if judged else None,
         judged.unconditional if judged else None,
     )
 
 
-def _provenance(expert: Expert) -> list[str]:
-    facts, problems = expert.facts, []
-    if facts.source is None:
-        if facts.shard is None:
+def _provenance(record: ExpertRecord) -> list[str]:
+    """List what an expert's record does not say of where it comes from."""
+    problems = []
+    if record.source is None:
+        if record.shard is None:
             problems.append(f"{EXPERT_FILE}: does not say which shard it was trained on")
-        if not facts.training:
+        if not record.training:
             problems.append(f"{EXPERT_FILE}: holds no record of its training")
-    loss = facts.training.get("final_loss", 0.0)
+    loss = record.training.get("final_loss", 0.0)
     if not isinstance(loss, int | float) or not math.isfinite(loss):
         problems.append(f"{EXPERT_FILE}: its training ended with a loss of {loss!r}")
     return problems
@@ -242,23 +241,24 @@ def _provenance(expert: Expert) -> list[str]:
 
 def _unbound(expert: UnreadExpert) -> list[str]:
     """List what a record leaves open of the files beside it, as those of older versions do."""
-    facts, found = expert.facts, []
+    record, found = expert.facts, []
     is_old = expert.folder is not None and not has_manifest(expert.folder)
     if is_old:
         found.append(
             f"{MANIFEST}: is not there, as in all older folders; what changed in records is not known"
         )
-    if is_old and facts.weights_sha256 is None:
-        found.append(f"{EXPERT_FILE}: holds no hash of the weights; whether these are its own is not known")
-    if facts.calibration_sha256 is not None:
-        return found
-    if is_old and expert.calibration is not None:
+        if record.weights_sha256 is None:
+            found.append(
+                f"{EXPERT_FILE}: holds no hash of the weights; whether these are its own is not known"
+            )
+    if expert.calibration is None:
+        if record.calibration_sha256 is None and record.source is None:
+            found.append(f"{CALIBRATION}: is not there, and training writes one; hddm calibrate fits another")
+    elif is_old and record.calibration_sha256 is None:
         found.append(
             f"{EXPERT_FILE}: holds no hash of the calibration; whether it is its own, only what that says of "
             "its shard tells"
         )
-    if expert.calibration is None and facts.source is None:
-        found.append(f"{CALIBRATION}: is not there, and training writes one; hddm calibrate fits another")
     return found
 
 
@@ -268,13 +268,12 @@ def _belongs(shard: Shard, expert: UnreadExpert) -> list[str]:
     Raises:
         HddmError: for images of another one, or a single image.
     """
-    facts = expert.facts
     if len(shard) < 2:
         raise HddmError(f"{shard.folder}: judging an expert needs at least 2 images, not {len(shard)}")
-    check_fit(shard, facts, expert.unread.network)
-    if facts.shard is None:
+    check_fit(shard, expert.facts, expert.unread.network)
+    if expert.facts.shard is None:
         return [f"{shard.folder}: whether these are images like its own, the expert does not say"]
-    check_own(shard, facts)
+    check_own(shard, expert.facts)
     if shard.held_out_of is None:
         return [
             f"{shard.folder}: the expert was trained on these images; hddm partition --held-out keeps some"

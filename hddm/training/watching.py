@@ -2,18 +2,25 @@
 
 `Figures` are means since the last entry; their sums are part of the training's state, so that a resumed run
 logs what the uninterrupted one does. `SampleGrids` draws from the same noise every time, with raw and
-averaged weights. Nothing here changes the training: modes, torch's generators, gradients and compiled code
-are afterwards as before.
+averaged weights. Nothing here changes or ends the training (`Guarded`): modes, torch's generators, gradients
+and compiled code are afterwards as before.
+
+`EventLog` writes TensorBoard's event files into the run folder. Over any number of resumes they read as one
+run: each process writes a file of its own, which sorts behind those before it and begins by declaring void
+what they hold from its first step on. Steps that a killed process logged after its last checkpoint are never
+seen.
 """
 
 import contextlib
 import logging
 import math
 import os
+import re
+import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -21,17 +28,88 @@ from torch import Tensor, nn
 from hddm.data.images import save_png, tiled, to_bytes
 from hddm.data.shards import Shard
 from hddm.sampling import initial_noise, integrate, time_grid
-from hddm.training.logs import EventLog, Guarded, WandbLog
 from hddm.training.loop import StepReport, Watcher
 from hddm.training.resume import RUN_FILE
-from hddm.training.run_folder import Run
-from hddm.training.settings import ExpertSettings
+from hddm.training.settings import TEXT, ExpertSettings
+from hddm.training.state import Run
+from hddm.training.wandb_log import WandbLog
 from hddm.utils.files import read_json
 from hddm.velocity import VelocityField
+
+log = logging.getLogger(__name__)
+
+
+def watching(
+    field: VelocityField | None = None, shard: Shard | None = None, settings: ExpertSettings | None = None
+) -> Callable[[Run], contextlib.AbstractContextManager[Watcher]]:
+    """Return what opens the watcher of a run, as its options say; see `hddm.training.loop.train`.
+
+    ``field`` is the network in training, as it is to be sampled, ``shard`` what it is trained on, and
+    ``settings`` tell its conditions; without these there are no pictures.
+    """
+
+    @contextlib.contextmanager
+    def watch(run: Run) -> Iterator[Watcher]:
+        pictures = None
+        if run.options.sample_every and field is not None and shard is not None and settings is not None:
+            pictures = SampleGrids(field, shard, settings.conditions, run.folder / "samples")
+        watcher, failed = _Watch(run, pictures), True
+        try:
+            yield watcher
+            failed = False
+        finally:
+            for sink in watcher.sinks:
+                sink.use(lambda one: one.close(failed))
+
+    return watch
+
+
+class _Watch:
+    """Called after each step."""
+
+    def __init__(self, run: Run, pictures: "SampleGrids | None") -> None:
+        self._options, self._pictures = run.options, pictures
+        self._figures = Figures(run.options.log_every)
+        self._warned = False
+        logs, project = run.folder / "logs", run.options.wandb
+        self.sinks = [Guarded(f"TensorBoard ({logs})", lambda first: EventLog(logs, first))]
+        if project is not None:
+            config = read_json(run.folder / RUN_FILE).get("settings", {})
+            self.sinks.append(Guarded("W&B", lambda first: WandbLog(run.folder, project, config)))
+
+    def __call__(self, report: StepReport) -> None:
+        for sink in self.sinks:
+            sink.begin(report.step)
+        entry = self._figures.add(report)
+        with self._figures.paused():
+            pictures = {f"samples/{name}": grid for name, grid in self._drawn(report).items()}
+            for sink in self.sinks:
+                if entry or pictures:
+                    sink.use(lambda one: one.put(report.step, entry, pictures))
+                # A checkpoint follows: what it has done must not be missing from the log.
+                if report.step % self._options.checkpoint_every == 0 or report.should_stop():
+                    sink.use(lambda one: one.sync())
+
+    def _drawn(self, report: StepReport) -> dict[str, Tensor]:
+        if self._pictures is None or report.step % self._options.sample_every:
+            return {}
+        try:
+            return self._pictures.draw(report)
+        except Exception as error:
+            if not self._warned:
+                log.warning("step %d: no pictures (%s); the training goes on", report.step, _reason(error))
+            self._warned = True
+            return {}
+
+
+def _reason(error: Exception) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
+
 
 BINS = 5
 """The number of bins of equal width for noise levels t in [0, 1]."""
 _NOTE = "figures"
+_NOTHING: dict[str, Any] = {"loss": [0.0, 0], "bins": [[0.0, 0]] * BINS}
 
 
 class Figures:
@@ -55,17 +133,24 @@ class Figures:
             ``train/learning_rate``: of this step. ``train/images_per_second``: since the last entry of this
             process, with the time that checkpoints took and without that of `paused`.
         """
-        kept = report.state.notes.get(_NOTE)
-        if kept is None or kept["step"] != report.step - 1:
-            kept = _nothing()
+        notes = report.state.notes
+        kept = notes.get(_NOTE, {})
+        if kept.get("step") != report.step - 1:
+            kept = _NOTHING
         if math.isfinite(report.loss):
-            _count(kept, report)
+            kept = _counted(kept, report)
         due = report.step % self.every == 0
-        entry = self._entry(kept, report) if due else {}
+        notes[_NOTE] = (_NOTHING if due else kept) | {"step": report.step}
+        entry = _entry(kept, report) if due else {}
+        now = time.perf_counter()
+        # When the first step of a process began is not known.
+        if self._since is None:
+            self._since = now
+            return entry
+        self._images += len(report.losses)
         if due:
-            kept = _nothing()
-        report.state.notes[_NOTE] = kept | {"step": report.step}
-        self._time(report, entry, due)
+            entry["train/images_per_second"] = self._images / max(now - self._since, 1e-9)
+            self._images, self._since = 0, now
         return entry
 
     @contextlib.contextmanager
@@ -76,41 +161,30 @@ class Figures:
         if self._since is not None:
             self._since += time.perf_counter() - start
 
-    def _entry(self, kept: dict[str, Any], report: StepReport) -> dict[str, float]:
-        sums = {"train/loss": kept["loss"]}
-        for index, each in enumerate(kept["bins"]):
-            sums[f"train/loss_by_noise/{index / BINS:.1f}-{(index + 1) / BINS:.1f}"] = each
-        entry = {name: total / count for name, (total, count) in sums.items() if count}
-        if math.isfinite(report.grad_norm):
-            entry["train/gradient_norm"] = report.grad_norm
-        return entry | {"train/learning_rate": report.learning_rate}
 
-    def _time(self, report: StepReport, entry: dict[str, float], due: bool) -> None:
-        now = time.perf_counter()
-        # When the first step of a process began is not known.
-        if self._since is None:
-            self._since = now
-            return
-        self._images += len(report.losses)
-        if due:
-            entry["train/images_per_second"] = self._images / max(now - self._since, 1e-9)
-            self._images, self._since = 0, now
-
-
-def _nothing() -> dict[str, Any]:
-    return {"loss": [0.0, 0], "bins": [[0.0, 0] for _ in range(BINS)]}
-
-
-def _count(kept: dict[str, Any], report: StepReport) -> None:
-    kept["loss"] = [kept["loss"][0] + report.loss, kept["loss"][1] + 1]
+def _counted(kept: dict[str, Any], report: StepReport) -> dict[str, Any]:
+    """``kept`` with the losses of a step: sums and counts, of all and by noise level."""
     known = report.t.isfinite()
     bins = (report.t[known] * BINS).long().clamp(0, BINS - 1)
     sums = torch.zeros(BINS, dtype=torch.float64).index_add_(0, bins, report.losses[known].double())
     counts = bins.bincount(minlength=BINS)
-    kept["bins"] = [
-        [total + more, count + number]
-        for (total, count), more, number in zip(kept["bins"], sums.tolist(), counts.tolist(), strict=True)
-    ]
+    return {
+        "loss": [kept["loss"][0] + report.loss, kept["loss"][1] + 1],
+        "bins": [
+            [total + more, count + number]
+            for (total, count), more, number in zip(kept["bins"], sums.tolist(), counts.tolist(), strict=True)
+        ],
+    }
+
+
+def _entry(kept: dict[str, Any], report: StepReport) -> dict[str, float]:
+    sums = {"train/loss": kept["loss"]}
+    for index, each in enumerate(kept["bins"]):
+        sums[f"train/loss_by_noise/{index / BINS:.1f}-{(index + 1) / BINS:.1f}"] = each
+    entry = {name: total / count for name, (total, count) in sums.items() if count}
+    if math.isfinite(report.grad_norm):
+        entry["train/gradient_norm"] = report.grad_norm
+    return entry | {"train/learning_rate": report.learning_rate}
 
 
 IMAGES, COLUMNS = 16, 4
@@ -122,8 +196,6 @@ LATENT_RANGE = 3.0
 """Latents, whose variance is about 1, are shown from minus to plus this."""
 _SMALLEST = 64
 
-log = logging.getLogger(__name__)
-
 
 class SampleGrids:
     """A grid of samples for each set of weights, as PNG under ``folder``.
@@ -132,24 +204,20 @@ class SampleGrids:
     shard, others with what stands for no condition. Latents are not decoded: their first three channels are
     shown as colours.
 
-    Args:
-        field: the network in training as a velocity field.
-        shard: what it is trained on.
-        conditions: names of the conditions that it is trained with.
-        folder: where pictures go.
+    ``field`` is the network in training, ``shard`` what it is trained on, and ``conditions`` are the names of
+    those that it is trained with.
     """
 
-    def __init__(self, field: VelocityField, shard: Shard, conditions: set[str], folder: Path) -> None:
+    def __init__(self, field: VelocityField, shard: Shard, conditions: Collection[str], folder: Path) -> None:
         self._field, self._folder = field, folder
         self._space, self._shape = shard.space, shard.shape
         self._conditions: dict[str, Tensor] = {}
-        num = IMAGES
-        if "encoder_hidden_states" in conditions and shard.texts is not None:
-            num = min(IMAGES, len(shard))
-            self._conditions["encoder_hidden_states"] = shard.texts.take(torch.arange(num))
+        self._num = IMAGES
+        if TEXT in conditions and shard.texts is not None:
+            self._num = min(IMAGES, len(shard))
+            self._conditions[TEXT] = shard.texts.take(torch.arange(self._num))
         if "class_labels" in conditions:
-            self._conditions["class_labels"] = torch.arange(num) % len(shard.classes)
-        self._num = num
+            self._conditions["class_labels"] = torch.arange(self._num) % len(shard.classes)
 
     def draw(self, report: StepReport) -> dict[str, Tensor]:
         """Grids (C, H, W) in bytes, by "raw" and "ema", which are then files too.
@@ -163,7 +231,7 @@ class SampleGrids:
         """
         state, grids = report.state, {}
         with undisturbed(state.network):
-            for name, weights in (("raw", contextlib.nullcontext()), ("ema", state.averaged())):
+            for name, weights in (("raw", contextlib.nullcontext()), ("ema", state.ema.averaged())):
                 with weights:
                     grids[name] = self._grid(report)
                 if report.should_stop():
@@ -225,79 +293,99 @@ def grid_of(images: Tensor) -> Tensor:
     return tiled(images, COLUMNS, max(1, _SMALLEST // images.shape[-1]))
 
 
-def watching(
-    field: VelocityField | None = None, shard: Shard | None = None, settings: ExpertSettings | None = None
-) -> Callable[[Run], contextlib.AbstractContextManager[Watcher]]:
-    """Return the watcher of `hddm.training.run.train`, as the options of the run say.
+class Sink(Protocol):
+    """A place for figures and pictures."""
 
-    Nothing here ends a training: what fails is one warning.
+    def put(self, step: int, figures: Mapping[str, float], pictures: Mapping[str, Tensor]) -> None:
+        """Keep ``figures``, and ``pictures`` (C, H, W) in bytes, by name."""
 
-    Args:
-        field: the network in training, as it is to be sampled; without one there are no pictures.
-        shard: what it is trained on.
-        settings: its conditions.
+    def sync(self) -> None:
+        """Make sure that what was put is kept if the process is killed."""
+
+    def close(self, failed: bool) -> None:
+        """Close; ``failed`` says whether the training ended early."""
+
+
+class Guarded:
+    """A sink whose failure is one warning, after which it is left alone.
+
+    ``name`` is its name in the warning; ``start`` opens it, given the first step that is put.
     """
 
+    def __init__(self, name: str, start: Callable[[int], Sink]) -> None:
+        self._name = name
+        self._start: Callable[[int], Sink] | None = start
+        self._sink: Sink | None = None
+
+    def begin(self, step: int) -> None:
+        """Open the sink before its first entry; ``step`` is the first of this process."""
+        start, self._start = self._start, None
+        if start is not None:
+            with self._guarding():
+                self._sink = start(step)
+
+    def use(self, act: Callable[[Sink], None]) -> None:
+        """Do something with the sink, if it is open and has not failed."""
+        if self._sink is not None:
+            with self._guarding():
+                act(self._sink)
+
     @contextlib.contextmanager
-    def watch(run: Run) -> Iterator[Watcher]:
-        pictures = None
-        if run.options.sample_every and field is not None and shard is not None and settings is not None:
-            trained = {
-                "class_labels": settings.class_conditional,
-                "encoder_hidden_states": settings.text_conditional,
-            }
-            names = {name for name, wanted in trained.items() if wanted}
-            pictures = SampleGrids(field, shard, names, run.samples)
-        sinks = _sinks(run)
-        failed = True
+    def _guarding(self) -> Iterator[None]:
         try:
-            yield _Watch(run, sinks, pictures)
-            failed = False
-        finally:
-            for sink in sinks:
-                sink.close(failed)
-
-    return watch
-
-
-def _sinks(run: Run) -> list[Guarded]:
-    project = run.options.wandb
-    sinks = [Guarded(f"TensorBoard ({run.logs})", lambda first: EventLog(run.logs, first))]
-    if project is not None:
-        config = read_json(run.folder / RUN_FILE).get("settings", {})
-        sinks.append(Guarded("W&B", lambda first: WandbLog(run.folder, project, config)))
-    return sinks
-
-
-class _Watch:
-    """Called after each step."""
-
-    def __init__(self, run: Run, sinks: Sequence[Guarded], pictures: SampleGrids | None) -> None:
-        self._run, self._sinks, self._pictures = run, sinks, pictures
-        self._figures = Figures(run.options.log_every)
-        self._warned = False
-
-    def __call__(self, report: StepReport) -> None:
-        for sink in self._sinks:
-            sink.begin(report.step)
-        entry = self._figures.add(report)
-        with self._figures.paused():
-            pictures = {f"samples/{name}": grid for name, grid in self._drawn(report).items()}
-            for sink in self._sinks:
-                if entry or pictures:
-                    sink.put(report.step, entry, pictures)
-                # A checkpoint follows: what it has done must not be missing from the log.
-                if report.step % self._run.options.checkpoint_every == 0 or report.should_stop():
-                    sink.sync()
-
-    def _drawn(self, report: StepReport) -> dict[str, Tensor]:
-        if self._pictures is None or report.step % self._run.options.sample_every:
-            return {}
-        try:
-            return self._pictures.draw(report)
+            yield
+        # Whatever fails in what only looks at a training, weeks of it must not be lost to that.
         except Exception as error:
-            if not self._warned:
-                reason = " ".join(str(error).split()) or type(error).__name__
-                log.warning("step %d: no pictures (%s); the training goes on", report.step, reason)
-            self._warned = True
-            return {}
+            self._sink = None
+            log.warning("%s: %s; the training goes on without it", self._name, _reason(error))
+
+
+class EventLog:
+    """TensorBoard events in ``folder``; ``first`` is the first step of this process.
+
+    Written here and not by ``SummaryWriter``, which names files by the clock alone, so that those of a
+    machine whose clock is behind would sort before what they replace, and which meets a full disk in a
+    thread of its own.
+    """
+
+    def __init__(self, folder: Path, first: int) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        self._event: Any = Event
+        folder.mkdir(parents=True, exist_ok=True)
+        self._file: BinaryIO = (folder / _next_name(folder)).open("xb")
+        self._records = RecordWriter(self._file)
+        self._write(file_version="brain.Event:2")
+        self._write(step=first, session_log=SessionLog(status=SessionLog.START))
+        self._file.flush()
+
+    def put(self, step: int, figures: Mapping[str, float], pictures: Mapping[str, Tensor]) -> None:
+        """As `Sink.put`."""
+        from torch.utils.tensorboard.summary import image, scalar
+
+        for name, value in figures.items():
+            self._write(step=step, summary=scalar(name, value))
+        for name, pixels in pictures.items():
+            self._write(step=step, summary=image(name, pixels.numpy(), dataformats="CHW"))
+        self._file.flush()
+
+    def sync(self) -> None:
+        """As `Sink.sync`, and if the machine loses its power."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+    def close(self, failed: bool) -> None:
+        """As `Sink.close`."""
+        self._file.close()
+
+    def _write(self, **content: Any) -> None:
+        self._records.write(self._event(wall_time=time.time(), **content).SerializeToString())
+
+
+def _next_name(folder: Path) -> str:
+    """A name that sorts behind those of all event files in ``folder``, which are read in that order."""
+    found = [re.match(r"events\.out\.tfevents\.(\d+)\.", path.name) for path in folder.iterdir()]
+    newest = max((int(match[1]) for match in found if match), default=0)
+    stamp = max(int(time.time()), newest + 1)
+    return f"events.out.tfevents.{stamp:010d}.{socket.gethostname()}.{os.getpid()}"

@@ -28,7 +28,7 @@ from hddm.experts.records import EXPERT_FILE, Expert, ExpertRecord, read_expert,
 from hddm.networks.folders import WEIGHTS
 from hddm.networks.wrappers import call
 from hddm.schedules import LinearSchedule
-from hddm.training.lora import adapter_facts, add_adapter, targets_of
+from hddm.training.lora import add_adapter, new_adapter, targets_of
 from hddm.training.verify import verify_expert
 from hddm.utils.errors import HddmError
 from hddm.utils.files import sha256_of
@@ -350,7 +350,7 @@ def test_a_network_without_attention_is_no_base() -> None:
 def test_a_new_adapter_depends_on_its_seed_alone(base: Path, tmp_path: Path) -> None:
     def drawn(seed: int) -> dict[str, Tensor]:
         network = randomised(read_expert(base).network, 3)
-        add_adapter(network, adapter_facts(network, 2, None, base, tmp_path / "out"), seed)
+        add_adapter(network, new_adapter(network, 2, None, base, tmp_path / "out"), seed)
         return {name: p for name, p in network.named_parameters() if p.requires_grad}
 
     state = torch.get_rng_state()
@@ -369,4 +369,4 @@ def test_adapting_without_peft_says_what_to_install(
     network = read_expert(base).network
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(HddmError, match=r"pip install 'hddm-diffusion\[lora\]'"):
-        add_adapter(network, adapter_facts(network, 2, None, base, tmp_path / "out"), 0)
+        add_adapter(network, new_adapter(network, 2, None, base, tmp_path / "out"), 0)

@@ -1,8 +1,9 @@
-"""Training an expert on: what it learns, what it keeps, and what it remembers."""
+"""Training an expert on: what it learns, keeps and records, and every init and shard that do not fit."""
 
 import hashlib
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,14 +13,29 @@ from torch import Tensor
 import hddm
 from hddm.calibration import FILE_NAME, KAPPA, Calibration, Moments, bounded_gain
 from hddm.data.images import to_unit_range
+from hddm.data.partition import partition
 from hddm.data.shards import load_shard
 from hddm.experts.records import Expert, ExpertRecord, save_expert
 from hddm.networks.folders import WEIGHTS
+from hddm.networks.transformers import ExpertTransformer
 from hddm.training.calibrate import recalibrate
 from hddm.training.continuation import continue_expert
-from hddm.training.expert import train_expert
+from hddm.training.expert import new_network, train_expert
+from hddm.utils.errors import HddmError
 from hddm.velocity import PredictionType
-from tests.artefacts import CLASSES, contents, copied, draw, edit_json, expert_settings, shard_record
+from tests.artefacts import (
+    CLASSES,
+    Command,
+    aged,
+    contents,
+    copied,
+    draw,
+    edit_json,
+    expert_settings,
+    seal,
+    shard_record,
+    write_images,
+)
 from tests.cases import case_named
 from tests.oracles import GaussianMixture
 
@@ -43,33 +59,31 @@ def continued(shards: Path, ddpm_expert: Path, tmp_path_factory: pytest.TempPath
     return out
 
 
-def test_an_expert_trained_on_says_what_it_came_from(
+def test_an_expert_trained_on_records_what_it_came_from_and_the_blend_on_the_new_shards_moments(
     shards: Path, ddpm_expert: Path, continued: Path
 ) -> None:
     before, facts = (json.loads((folder / "expert.json").read_text()) for folder in (ddpm_expert, continued))
     kept = ["prediction_type", "schedule", "schedule_source", "time_scale", "sample_shape", "conditions"]
     for key in [*kept, "classes", "null_class", "source", "space", "latent_scale"]:
         assert facts[key] == before[key]
-    assert facts["prediction_type"] == "epsilon"
-    assert facts["objective"] == "flow"
-    assert facts["weights"] == "ema"
-    assert facts["licence"] == "CC-BY-NC-4.0"
-    assert facts["training_calibration"] is True
-    assert facts["shard"] == shard_record(shards / "shard_1")
-    training = facts["training"]
-    assert training["kappa"] == KAPPA
-    assert training["init"] == ddpm_expert.name
-    assert training["init_sha256"] == hashlib.sha256((ddpm_expert / WEIGHTS).read_bytes()).hexdigest()
-    assert training["steps"] == 3
-    assert "size" not in training
-
-
-def test_its_calibration_is_the_blend_on_the_new_shards_moments(shards: Path, continued: Path) -> None:
+    expected = {
+        "prediction_type": "epsilon",
+        "objective": "flow",
+        "weights": "ema",
+        "licence": "CC-BY-NC-4.0",
+        "training_calibration": True,
+        "shard": shard_record(shards / "shard_1"),
+    }
+    assert facts.items() >= expected.items()
+    sha256 = hashlib.sha256((ddpm_expert / WEIGHTS).read_bytes()).hexdigest()
+    begun = {"kappa": KAPPA, "init": ddpm_expert.name, "init_sha256": sha256, "steps": 3}
+    assert facts["training"].items() >= begun.items()
+    assert "size" not in facts["training"]
     calibration, images = Calibration.load(continued), load_shard(shards / "shard_1").images
-    expected = bounded_gain(PredictionType.EPSILON, 1.0, Moments.of(images))
-    assert torch.equal(calibration.times, expected.times)
-    assert torch.equal(calibration.weights, expected.weights)
-    assert torch.equal(calibration.moments.mean, expected.moments.mean)
+    blend = bounded_gain(PredictionType.EPSILON, 1.0, Moments.of(images))
+    assert torch.equal(calibration.times, blend.times)
+    assert torch.equal(calibration.weights, blend.weights)
+    assert torch.equal(calibration.moments.mean, blend.moments.mean)
     assert calibration.times.tolist() == pytest.approx([0, 1 - 1 / KAPPA, 1])
     assert calibration.weights.unique().tolist() == [0, 1]
 
@@ -124,8 +138,7 @@ def test_the_first_loss_is_that_of_the_init(
 def test_ddpm_goes_on_as_ddpm(shards: Path, ddpm_expert: Path, tmp_path: Path) -> None:
     continue_expert(ddpm_expert, shards / "shard_1", tmp_path / "out", expert_settings("ddpm", steps=2))
     facts = json.loads((tmp_path / "out" / "expert.json").read_text())
-    assert facts["objective"] == "ddpm"
-    assert facts["training_calibration"] is False
+    assert (facts["objective"], facts["training_calibration"]) == ("ddpm", False)
     assert "kappa" not in facts["training"]
     file = tmp_path / "out" / FILE_NAME
     before = file.read_bytes()
@@ -233,3 +246,97 @@ def test_a_network_of_diffusers_is_trained_on_without_its_own_dropping_of_labels
     assert samples.isfinite().all()
     calibration = Calibration.load(tmp_path / "one")
     assert calibration.weights[-1].unique().item() == 1
+
+
+def _refused(init: Path, shard: Path, tmp_path: Path, objective: str = "flow", **changes: Any) -> str:
+    with pytest.raises(HddmError) as caught:
+        continue_expert(init, shard, tmp_path / "out", expert_settings(objective, steps=1, **changes))
+    assert not (tmp_path / "out").exists()
+    return str(caught.value)
+
+
+def test_what_does_not_fit_the_init_is_refused(
+    shards: Path, whole: Path, class_expert: Path, ddpm_expert: Path, ensemble: Path, tmp_path: Path
+) -> None:
+    (large,) = partition(write_images(tmp_path / "images", side=6), tmp_path / "large", 1)
+    assert "images are (1, 6, 6), the expert's samples (1, 4, 4)" in _refused(ddpm_expert, large, tmp_path)
+    assert "an ensemble" in _refused(ensemble, whole, tmp_path)
+    assert "no such folder" in _refused(tmp_path / "gone", whole, tmp_path)
+    asked = {"class_conditional": True}
+    assert f"those of {ddpm_expert} []" in _refused(ddpm_expert, whole, tmp_path, **asked)
+    other = copied(class_expert, tmp_path)
+    edit_json(other / "expert.json", classes=["cats", "dogs"])
+    message = _refused(other, whole, tmp_path, **asked)
+    assert "its classes are ['columns', 'rows'], those of" in message
+    assert "['cats', 'dogs']" in message
+
+
+def test_conditions_that_nothing_gives_are_refused(
+    images: Path, whole: Path, class_expert: Path, flow_expert: Path, tmp_path: Path
+) -> None:
+    """Images without labels, an init without a null class, and one of prompts without a null prompt."""
+    (flat,) = partition(images / "rows", tmp_path / "flat", 1)
+    message = _refused(class_expert, flat, tmp_path, class_conditional=True)
+    assert "no labels; drop --class-conditional" in message
+    init = copied(class_expert, tmp_path)
+    edit_json(init / "expert.json", null_class=None)
+    message = _refused(init, whole, tmp_path)
+    assert "no value that stands for no class_labels; pass --class-conditional" in message
+    text = copied(flow_expert, tmp_path / "text")
+    new_network(ExpertTransformer, "tiny", SHAPE, 0, text_dim=8).save_pretrained(text)
+    edit_json(text / "expert.json", conditions=["encoder_hidden_states"])
+    assert "no value that stands for no encoder_hidden_states" in _refused(text, whole, tmp_path)
+
+
+def test_ddpm_goes_on_only_where_noise_is_predicted(
+    whole: Path, flow_expert: Path, continued: Path, tmp_path: Path
+) -> None:
+    assert "predicts flow_prediction" in _refused(flow_expert, whole, tmp_path, "ddpm")
+    assert "trained on with flow matching" in _refused(continued, whole, tmp_path, "ddpm")
+
+
+def test_an_init_that_lost_the_calibration_of_its_training_is_refused(
+    whole: Path, continued: Path, tmp_path: Path
+) -> None:
+    init = copied(continued, tmp_path)
+    old = aged(copied(continued, tmp_path / "old"))
+    for folder in (init, old):
+        (folder / FILE_NAME).unlink()
+    assert f"{FILE_NAME}: is not there" in _refused(init, whole, tmp_path)
+    seal(init)
+    assert "and it was trained in it; copy the expert again" in _refused(init, whole, tmp_path)
+    assert "its calibration is not there, and expert.json says" in _refused(old, whole, tmp_path)
+    edit_json(old / "expert.json", calibration_sha256=None)
+    assert "and it was trained in it; copy the expert again" in _refused(old, whole, tmp_path)
+
+
+def test_the_calibration_of_a_training_is_not_fitted_anew(shards: Path, continued: Path) -> None:
+    before = contents(continued)
+    for data in (shards / "shard_1", None):
+        with pytest.raises(HddmError, match="calibration, which must stay as it is"):
+            recalibrate(continued, data, num_images=16, steps=1)
+    assert contents(continued) == before
+
+
+def test_training_on_from_the_command_line(
+    shards: Path, ddpm_expert: Path, flow_expert: Path, tmp_path: Path, hddm: Command
+) -> None:
+    out, done = tmp_path / "on", tmp_path / "samples"
+    command = ["train", "expert", shards / "shard_0", "--init", ddpm_expert, "--steps", 2, "--batch-size", 8]
+    code, shown, err = hddm(*command, "--objective", "flow", "--out", out)
+    assert code == 0, err
+    assert f"{out}: trained for 2 steps" in shown
+    for arguments in (
+        ["inspect", out],
+        ["assemble", out, flow_expert, "--strategy", "draw", "--out", tmp_path / "ensemble"],
+        ["sample", tmp_path / "ensemble", "--num-images", 3, "--steps", 2, "--out", done],
+    ):
+        code, _, err = hddm(*arguments)
+        assert code == 0, err
+    assert len(list(done.glob("*.png"))) == 3
+    (tmp_path / "scheduler_config.json").write_text("{}")
+    for extra in (["--size", "small"], ["--schedule", tmp_path / "scheduler_config.json"]):
+        code, shown, err = hddm(*command, "--objective", "flow", "--out", tmp_path / "no", *extra)
+        assert code in (1, 2)
+        assert err == f"hddm: {extra[0]}: --init fixes it; drop one of the two\n"
+    assert not (tmp_path / "no").exists()

@@ -12,11 +12,11 @@ from hddm.data.encoding import encode_shards
 from hddm.data.encoding_plan import EncodingSettings, plan_encoding
 from hddm.data.shards import open_shard
 from hddm.training.continuation import continue_expert
-from hddm.training.distill import DistillSettings, distill
+from hddm.training.distill import distill
 from hddm.training.expert import train_expert
 from hddm.training.resume import encoding_of
 from hddm.training.router import train_router
-from hddm.training.settings import RunOptions
+from hddm.training.settings import DistillSettings, RunOptions
 from hddm.utils.errors import HddmError
 from tests.artefacts import expert_settings, router_settings
 from tests.component_files import write_clip, write_vae

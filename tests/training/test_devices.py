@@ -1,5 +1,10 @@
-"""What a training and its resume come to on each device."""
+"""Trainings on each device, and by several processes, as accelerate starts them."""
 
+import os
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -9,8 +14,9 @@ from safetensors.torch import load_file
 import hddm
 from hddm.networks.folders import WEIGHTS
 from hddm.training.expert import train_expert
-from hddm.training.settings import RunOptions
-from tests.artefacts import expert_settings
+from hddm.training.settings import ExpertSettings, RunOptions
+from tests.artefacts import Died, ending_at, expert_settings
+from tests.killed_runs import checkpoint
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -18,22 +24,13 @@ def device(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-class _Killed(Exception):
-    pass
-
-
 def test_a_training_that_is_gone_on_with_is_that_of_a_cpu(device: str, whole: Path, tmp_path: Path) -> None:
     """Devices round differently; a lost moment or a wrong step count would show at once."""
     settings = expert_settings("flow", steps=12, threads=1, device=device)
     on_cpu = train_expert(whole, tmp_path / "cpu", settings.model_copy(update={"device": "cpu"}))
-
-    def kill(step: int, loss: float, seconds: float) -> None:
-        if step == 7:
-            raise _Killed
-
     run = RunOptions(checkpoint_every=3, resume=True)
-    with pytest.raises(_Killed):
-        train_expert(whole, tmp_path / "out", settings, on_step=kill, run=run)
+    with pytest.raises(Died):
+        train_expert(whole, tmp_path / "out", settings, on_step=ending_at(7), run=run)
     losses = train_expert(whole, tmp_path / "out", settings, run=run)
     assert losses == pytest.approx(on_cpu, rel=1e-4)
     expected = load_file(tmp_path / "cpu" / WEIGHTS)
@@ -48,3 +45,65 @@ def test_samples_on_a_gpu_are_those_of_a_cpu(flow_expert: Path, ensemble: Path) 
             hddm.sample(hddm.load(folder, device=one), num=4, seed=1, steps=5) for one in ("cpu", "cuda")
         )
         torch.testing.assert_close(found.cpu(), expected, rtol=1e-3, atol=1e-3)
+
+
+SECONDS = 300
+
+
+def _launched(shard: Path, out: Path, settings: ExpertSettings, *more: str) -> subprocess.Popen[str]:
+    """Two processes that train ``out``, in a group of their own."""
+    file = out.with_name("run.yaml")
+    file.write_text("".join(f"{k}: {v}\n" for k, v in settings.model_dump(exclude_none=True).items()))
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2"]
+    verb = ["-m", "hddm_cli", "train", "expert", shard, "--out", out, "--config", file, *more]
+    return subprocess.Popen(
+        [*command, *map(str, verb)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def _finish(process: subprocess.Popen[str]) -> None:
+    told, _ = process.communicate(timeout=SECONDS)
+    assert process.returncode == 0, told
+
+
+@pytest.mark.slow
+def test_two_processes_train_as_one_does(whole: Path, tmp_path: Path) -> None:
+    """Each takes half of every batch, in two parts; only the order of a sum differs."""
+    settings = expert_settings("flow", steps=8, batch_size=16, threads=1, device="cpu")
+    alone = train_expert(whole, tmp_path / "one", settings)
+    parts = settings.model_copy(update={"gradient_accumulation_steps": 2})
+    _finish(_launched(whole, tmp_path / "two", parts))
+    one, two = (load_file(tmp_path / name / WEIGHTS) for name in ("one", "two"))
+    for name, value in one.items():
+        # A bias of keys has no gradient but rounding, which Adam scales up to its rate.
+        torch.testing.assert_close(two[name], value, rtol=1e-4, atol=2e-5)
+    checkpoints = tmp_path / "two.run" / "checkpoints" / "step_00000008"
+    losses = load_file(checkpoints / "losses.safetensors")["losses"]
+    assert losses.tolist() == pytest.approx(alone, rel=1e-5)
+
+
+@pytest.mark.slow
+def test_two_processes_that_are_stopped_together_go_on_as_if_nothing_had_been(
+    whole: Path, tmp_path: Path
+) -> None:
+    """The signal goes to all of them and to their launcher, which passes it on once more."""
+    settings = expert_settings("flow", steps=400, threads=1, device="cpu", gradient_accumulation_steps=2)
+    for name in ("straight", "stopped"):
+        (tmp_path / name).mkdir()
+    _finish(_launched(whole, tmp_path / "straight" / "out", settings))
+    out = tmp_path / "stopped" / "out"
+    process = _launched(whole, out, settings, "--checkpoint-every", "5")
+    saved, end = out.with_name("out.run") / "checkpoints", time.monotonic() + SECONDS
+    while not list(saved.glob("step_*")) and process.poll() is None and time.monotonic() < end:
+        time.sleep(0.05)
+    os.killpg(process.pid, signal.SIGTERM)
+    process.communicate(timeout=SECONDS)
+    assert not out.exists()
+    _finish(_launched(whole, out, settings, "--checkpoint-every", "5", "--resume"))
+    straight = tmp_path / "straight" / "out"
+    assert (out / WEIGHTS).read_bytes() == (straight / WEIGHTS).read_bytes()
+    assert checkpoint(out.with_name("out.run")) == checkpoint(straight.with_name("out.run"))

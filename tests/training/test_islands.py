@@ -1,6 +1,7 @@
 """Islands: trainings in processes of their own that lose nothing, and go on without each other."""
 
 import fcntl
+import itertools
 import json
 import logging
 import multiprocessing
@@ -10,16 +11,18 @@ from collections.abc import Iterator
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from safetensors.torch import load_file
 
 from hddm.networks.folders import WEIGHTS
 from hddm.training import islands as island_process
-from hddm.training import run as runs
+from hddm.training import loop as runs
 from hddm.training.expert import train_expert
 from hddm.training.island_jobs import Island, Outcome, make_islands, parse_objectives, refuse_failed
 from hddm.training.islands import (
+    REPORT_SECONDS,
     Ended,
     Logged,
     Processes,
@@ -30,10 +33,10 @@ from hddm.training.islands import (
     train_islands,
     work,
 )
-from hddm.training.logs import Trend, trend_of
+from hddm.training.loop import summary_of
 from hddm.training.resume import run_folder_of
-from hddm.training.run_folder import Checkpoints
 from hddm.training.settings import RunOptions
+from hddm.training.state import Run
 from hddm.utils.errors import HddmError
 from hddm.utils.processes import SIGNALS, Stopped
 from tests.artefacts import Command, contents, copied, edit_json, expert_settings
@@ -152,32 +155,34 @@ def process() -> Iterator[None]:
     logger.level, logger.propagate, logger.handlers = state
 
 
-def _told(here: "Connection[object, object]") -> list[object]:
-    told = []
+def _messages(here: "Connection[object, object]") -> list[object]:
+    messages = []
     while here.poll():
         try:
-            told.append(here.recv())
+            messages.append(here.recv())
         except EOFError:
             break
-    return told
+    return messages
 
 
 @pytest.mark.usefixtures("process")
 def test_a_training_whose_starter_is_gone_or_asks_it_to_saves_and_ends(whole: Path, tmp_path: Path) -> None:
+    """What it logs reaches its starter."""
     island = _island(whole, tmp_path / "out")
+    run = Run(run_folder_of(island.out), RunOptions())
     here, there = multiprocessing.Pipe()
     here.close()
     work(island, there)
-    checkpoints = Checkpoints(run_folder_of(island.out) / "checkpoints")
-    newest = checkpoints.newest()
+    newest = run.newest()
     assert newest is not None
     assert newest.name == "step_00000001"
     here, there = multiprocessing.Pipe()
     here.send(signal.SIGUSR1)
     work(island, there)
-    *_, ended = _told(here)
+    *messages, ended = _messages(here)
+    assert any(isinstance(one, Logged) and "going on from step 1" in one.message for one in messages)
     assert ended == Ended()
-    newest = checkpoints.newest()
+    newest = run.newest()
     assert newest is not None
     assert newest.name == "step_00000002"
     assert not island.out.exists()
@@ -187,63 +192,39 @@ def test_a_training_whose_starter_is_gone_or_asks_it_to_saves_and_ends(whole: Pa
 def test_a_signal_outside_of_the_loop_ends_a_process_at_once(tmp_path: Path) -> None:
     here, there = multiprocessing.Pipe()
     work(_island(tmp_path / "none", tmp_path / "out"), there)
-    *_, ended = _told(here)
+    *_, ended = _messages(here)
     assert isinstance(ended, Ended)
-    assert ended.failure is not None
-    assert "no such folder" in ended.failure.message
+    assert ended.outcome is not None
+    assert "no such folder" in str(ended.outcome.failure)
     with pytest.raises(SystemExit) as left:
         os.kill(os.getpid(), signal.SIGTERM)
     assert left.value.code == 143
 
 
 @pytest.mark.usefixtures("process")
-def test_what_a_training_logs_reaches_its_starter(whole: Path, tmp_path: Path) -> None:
-    island = _island(whole, tmp_path / "out")
-    here, there = multiprocessing.Pipe()
-    here.send(signal.SIGTERM)
-    work(island, there)
-    here.send(signal.SIGTERM)
-    work(island, there)
-    logged = [one.message for one in _told(here) if isinstance(one, Logged)]
-    assert any("going on from step 1" in line for line in logged)
-
-
-@pytest.mark.usefixtures("process")
-def test_what_an_island_tells_of_its_losses_leaves_no_step_out(
+def test_reports_of_an_island_leave_no_step_out_and_come_before_its_calibration(
     whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(island_process, "REPORT_SECONDS", 0.02)
-    steps = 100
+    ticks, steps = itertools.count(), 20
+    clock = SimpleNamespace(monotonic=lambda: next(ticks) * REPORT_SECONDS / 3)
+    monkeypatch.setattr(island_process, "time", clock)
     settings = expert_settings("flow", steps=steps, threads=1)
     island = replace(_island(whole, tmp_path / "out", checkpoint_every=steps), settings=settings)
     here, there = multiprocessing.Pipe()
     work(island, there)
-    *others, ended = _told(here)
-    stepped = [one for one in others if isinstance(one, Stepped)]
-    assert 2 < len(stepped) < steps
-    assert stepped[-1].step == steps
-    told = zip([0, *(one.step for one in stepped)], stepped, strict=False)
-    checkpoint = run_folder_of(island.out) / "checkpoints" / f"step_{steps:08d}"
-    losses = load_file(checkpoint / "losses.safetensors")["losses"]
-    assert all(0 < one.seconds < 10 for one in stepped)
-    whole_sum = sum((one.step - before) * one.loss for before, one in told)
-    assert whole_sum == pytest.approx(losses.sum().item())
-    assert ended == Ended(True, trend_of(losses.tolist()))
-
-
-@pytest.mark.usefixtures("process")
-def test_the_last_step_of_an_island_is_told_before_its_calibration_which_is_told_too(
-    whole: Path, tmp_path: Path
-) -> None:
-    island = replace(_island(whole, tmp_path / "out"), settings=expert_settings("flow", steps=3, threads=1))
-    here, there = multiprocessing.Pipe()
-    work(island, there)
-    *_, stepped, logged, ended = _told(here)
-    assert isinstance(stepped, Stepped)
-    assert stepped.step == 3
+    *others, last, logged, ended = _messages(here)
     images = len(json.loads((whole / "manifest.json").read_text())["images"])
     assert logged == Logged(logging.INFO, f"calibrating on {images} images …")
-    assert isinstance(ended, Ended)
+    stepped = [one for one in (*others, last) if isinstance(one, Stepped)]
+    assert isinstance(last, Stepped)
+    assert 2 < len(stepped) < steps == last.step
+    assert all(one.seconds > 0 for one in stepped)
+    checkpoint = run_folder_of(island.out) / "checkpoints" / f"step_{steps:08d}"
+    losses = load_file(checkpoint / "losses.safetensors")["losses"]
+    before = [0, *(one.step for one in stepped)]
+    total = sum((one.step - start) * one.loss for start, one in zip(before, stepped, strict=False))
+    assert total == pytest.approx(losses.sum().item())
+    assert ended == Ended(Outcome(island, summary_of(losses.tolist())))
 
 
 @pytest.mark.slow
@@ -274,50 +255,32 @@ def test_a_killed_process_goes_on_and_a_signal_saves_and_ends_all(
 
     (outcome,) = train_islands([_island(whole, island.out, resume=True)])
     assert outcome.failure is None
-    assert outcome.trend is not None
+    assert outcome.summary
     assert _last_checkpoint(island.out) == _last_checkpoint(plain.out)
     assert (island.out / WEIGHTS).read_bytes() == (plain.out / WEIGHTS).read_bytes()
     (again,) = train_islands([_island(whole, island.out, resume=True)], Processes(retries=0))
-    assert (again.trend, again.failure) == (None, None)
+    assert (again.summary, again.failure) == ("", None)
 
 
-def test_failures_are_told_by_expert(tmp_path: Path) -> None:
-    islands = [_island(tmp_path, tmp_path / f"expert_{k}") for k in range(3)]
-    bad = HddmError("a.png: is broken", ["and", "so on"])
-    with pytest.raises(HddmError, match="2 of 3 experts failed") as refused:
-        refuse_failed(
-            [
-                Outcome(islands[0], Trend(1, 0)),
-                Outcome(islands[1], failure=bad),
-                Outcome(islands[2], failure=HddmError("no")),
-            ]
-        )
-    assert refused.value.details == (
-        "expert_1: a.png: is broken",
-        "expert_1: and",
-        "expert_1: so on",
-        "expert_2: no",
-    )
-    refuse_failed([Outcome(islands[0], Trend(1, 0))])
-
-
-def test_a_cause_that_several_experts_share_is_told_once(tmp_path: Path) -> None:
+def test_failures_are_told_by_expert_and_a_cause_that_several_share_once(tmp_path: Path) -> None:
     islands = [_island(tmp_path, tmp_path / f"expert_{k}") for k in range(4)]
-    rate = "settings.learning_rate: was 0.1, is 0.2"
+    rate, other = "settings.learning_rate: was 0.1, is 0.2", "data.shard: was a, is b"
 
     def outcome(island: Island, *more: str) -> Outcome:
         failure = HddmError(f"{run_folder_of(island.out)}: started otherwise", [rate, *more])
         return Outcome(island, failure=failure)
 
+    refuse_failed([Outcome(islands[0], "trained")])
+    failed = [*map(outcome, islands[:3]), outcome(islands[3], other)]
     with pytest.raises(HddmError, match="4 of 4 experts failed; --resume goes on") as refused:
-        refuse_failed([*map(outcome, islands[:3]), outcome(islands[3], "data.shard: was a, is b")])
+        refuse_failed(failed)
     assert refused.value.details == (
         "each of them: started otherwise",
         f"each of them: {rate}",
-        "expert_3: data.shard: was a, is b",
+        f"expert_3: {other}",
     )
-    with pytest.raises(HddmError) as refused:
-        refuse_failed([*map(outcome, islands[:2]), Outcome(islands[2], failure=HddmError("no"))])
+    with pytest.raises(HddmError, match="3 of 4 experts failed; the others are finished") as refused:
+        refuse_failed([*failed[:2], Outcome(islands[2], failure=HddmError("no")), Outcome(islands[3], "t")])
     assert refused.value.details == (
         "expert_0, expert_1: started otherwise",
         f"expert_0, expert_1: {rate}",

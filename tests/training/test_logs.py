@@ -1,12 +1,11 @@
-"""TensorBoard: figures that can be recomputed, in one run over any number of resumes."""
+"""TensorBoard and W&B: figures that can be recomputed, in one run over any number of resumes."""
 
+import json
 import logging
 import math
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,27 +13,24 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import wandb
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor, nn
 
 from hddm.networks.folders import WEIGHTS
 from hddm.training.expert import train_expert
-from hddm.training.logs import EventLog, Guarded
 from hddm.training.loop import Inputs, OnStep, StepReport, Task, fit
 from hddm.training.resume import run_folder_of
 from hddm.training.router import train_router
-from hddm.training.run_folder import open_run
 from hddm.training.settings import LoopSettings, RunOptions
-from hddm.training.watching import watching
+from hddm.training.state import open_run
+from hddm.training.wandb_log import RECORD, _mode
+from hddm.training.watching import EventLog, Guarded, watching
 from hddm.utils.errors import HddmError
 from hddm.utils.processes import Stopped
-from tests.artefacts import contents, expert_settings, largest_file, router_settings
+from tests.artefacts import Died, contents, ending_at, expert_settings, largest_file, router_settings
 
 Scalars = dict[str, list[tuple[int, float]]]
-
-
-class _Killed(BaseException):
-    """Stands for a death between two steps."""
 
 
 def _scalars(logs: Path) -> Scalars:
@@ -56,10 +52,6 @@ def _at(step: int, act: Callable[[], None]) -> OnStep:
     return on_step
 
 
-def _die() -> None:
-    raise _Killed
-
-
 def _torn(logs: Path) -> None:
     """Half a record at the end of the newest file, as a killed process leaves it."""
     newest = max(logs.iterdir(), key=lambda path: path.name)
@@ -74,13 +66,13 @@ def test_a_run_that_was_killed_and_stopped_reads_as_the_uninterrupted_one(
     settings, every = expert_settings("flow", steps=23), {"log_every": 4, "checkpoint_every": 5}
     train_expert(whole, tmp_path / "whole", settings, run=RunOptions(**every))
     out, logs = tmp_path / "parts", tmp_path / "parts.run" / "logs"
-    with pytest.raises(_Killed):
-        train_expert(whole, out, settings, on_step=_at(9, _die), run=RunOptions(**every))
+    with pytest.raises(Died):
+        train_expert(whole, out, settings, on_step=ending_at(9), run=RunOptions(**every))
     _torn(logs)
     assert [step for step, _ in _scalars(logs)["train/loss"]] == [4, 8]
     go_on = RunOptions(resume=True, **every)
-    with pytest.raises(_Killed):
-        train_expert(whole, out, settings, on_step=_at(15, _die), run=go_on)
+    with pytest.raises(Died):
+        train_expert(whole, out, settings, on_step=ending_at(15), run=go_on)
     _torn(logs)
     assert [step for step, _ in _scalars(logs)["train/loss"]] == [4, 8, 12]
     with pytest.raises(Stopped):
@@ -94,31 +86,6 @@ def test_a_run_that_was_killed_and_stopped_reads_as_the_uninterrupted_one(
     assert len(found["train/loss_by_noise/0.4-0.6"]) == 5
     assert len(list(logs.iterdir())) == 4
     assert all(value > 0 for _, value in found["train/images_per_second"])
-
-
-@pytest.mark.slow
-def test_a_process_that_was_really_killed_leaves_no_trace_in_the_log(whole: Path, tmp_path: Path) -> None:
-    program = """
-import os, signal, sys
-from pathlib import Path
-import torch
-torch.set_num_threads(1)
-from hddm.utils.errors import HddmError
-from hddm.training.expert import train_expert
-from hddm.training.run_folder import RunOptions
-from tests.artefacts import expert_settings
-die = lambda step, *_: os.kill(os.getpid(), signal.SIGKILL) if step == int(sys.argv[3]) else None
-options = RunOptions(resume=True, log_every=3, checkpoint_every=4)
-train_expert(Path(sys.argv[1]), Path(sys.argv[2]), expert_settings("flow"), on_step=die, run=options)
-"""
-    for name, deaths in (("whole", [0]), ("parts", [4, 8, 10, 0])):
-        for death in deaths:
-            command = [sys.executable, "-c", program, str(whole), str(tmp_path / name), str(death)]
-            ended = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, check=False)
-            assert ended.returncode == (-signal.SIGKILL if death else 0), ended.stderr.decode()
-    found, expected = (_scalars(tmp_path / f"{name}.run" / "logs") for name in ("parts", "whole"))
-    assert _without_speed(found) == _without_speed(expected)
-    assert [step for step, _ in found["train/loss"]] == [3, 6, 9]
 
 
 def test_figures_are_those_of_the_steps_since_the_last_entry(tmp_path: Path) -> None:
@@ -196,9 +163,9 @@ def test_a_full_disk_ends_the_log_with_one_warning(tmp_path: Path, caplog: pytes
     with largest_file(2000):
         for step in range(1, 200):
             guarded.begin(step)
-            guarded.put(step, {"loss": float(step)}, {})
-            guarded.sync()
-    guarded.close(failed=False)
+            guarded.use(lambda log, step=step: log.put(step, {"loss": float(step)}, {}))  # type: ignore[misc]
+            guarded.use(lambda log: log.sync())
+    guarded.use(lambda log: log.close(failed=False))
     (warning,) = [record for record in caplog.records if record.levelno >= logging.WARNING]
     assert warning.getMessage().startswith("TensorBoard: [Errno 27] File too large")
     steps = [step for step, _ in _scalars(tmp_path)["loss"]]
@@ -232,3 +199,86 @@ def test_a_router_is_logged_and_refuses_to_make_pictures(shards: Path, tmp_path:
 def test_a_training_without_a_run_leaves_nothing_but_its_folder(whole: Path, tmp_path: Path) -> None:
     train_expert(whole, tmp_path / "bare", expert_settings("flow", steps=2))
     assert [path.name for path in tmp_path.iterdir()] == ["bare"]
+
+
+@pytest.fixture
+def nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A home folder without keys, and no W&B variables; what needs a network would fail."""
+    for name in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE", "WANDB_BASE_URL", "WANDB_MODE", "NETRC"):
+        monkeypatch.delenv(name, raising=False)
+    home = tmp_path / "home"
+    home.mkdir()
+    monkeypatch.setenv("HOME", str(home))
+    for name in ("WANDB_CONFIG_DIR", "WANDB_CACHE_DIR", "WANDB_DATA_DIR"):
+        monkeypatch.setenv(name, str(home / "wandb"))
+    return home
+
+
+def test_a_resumed_training_goes_on_in_the_same_run(
+    whole: Path, nobody: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was logged before the death is not logged again."""
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    out, folder = tmp_path / "expert", tmp_path / "expert.run"
+    settings = expert_settings("flow", steps=12)
+    every = {"wandb": "project", "log_every": 1, "checkpoint_every": 5, "sample_every": 6}
+    with pytest.raises(Died):
+        train_expert(whole, out, settings, on_step=ending_at(8), run=RunOptions(**every))
+    first = json.loads((folder / RECORD).read_text())
+    assert first["step"] == 7
+    train_expert(whole, out, settings, run=RunOptions(resume=True, **every))
+    assert json.loads((folder / RECORD).read_text()) == {"id": first["id"], "step": 12}
+    assert wandb.run is None
+    names = sorted(path.name for path in (folder / "wandb").glob(f"offline-run-*-{first['id']}*"))
+    assert names
+    pictures = sorted(
+        path.name.split("_")[1] for path in (folder / "wandb").rglob("*.png") if "raw" in path.name
+    )
+    assert pictures == ["12", "6"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["expert", "expert.run", "home"]
+
+
+def test_a_run_of_wandb_that_fails_is_one_warning(
+    whole: Path, nobody: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = expert_settings("flow", steps=4)
+    train_expert(whole, tmp_path / "bare", settings)
+    in_the_way = _at(1, lambda: (tmp_path / "out.run" / "wandb").write_text(""))
+    options = RunOptions(wandb="project", log_every=1)
+    train_expert(whole, tmp_path / "out", settings, on_step=in_the_way, run=options)
+    assert contents(tmp_path / "out")[WEIGHTS] == contents(tmp_path / "bare")[WEIGHTS]
+    (warning,) = [
+        r.getMessage() for r in caplog.records if r.name.startswith("hddm") and r.levelno >= logging.WARNING
+    ]
+    assert warning.startswith("W&B: [Errno 20] Not a directory")
+    assert warning.endswith("the training goes on without it")
+
+
+def test_without_a_key_nothing_is_asked_and_one_line_says_so(
+    nobody: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with caplog.at_level(logging.INFO):
+        assert _mode() == "offline"
+    (line,) = caplog.messages
+    assert "no API key in WANDB_API_KEY or ~/.netrc, so the run is written offline" in line
+    monkeypatch.setenv("WANDB_MODE", "online")
+    assert _mode() == "offline"
+    monkeypatch.setenv("WANDB_API_KEY", 40 * "0")
+    assert _mode() == "online"
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    assert _mode() == "disabled"
+
+
+@pytest.mark.parametrize(
+    ("netrc", "mode"),
+    [
+        ("machine api.wandb.ai\n login user\n password " + 40 * "0" + "\n", "online"),
+        ("machine example.org\n login user\n password secret\n", "offline"),
+        ("machine\n", "offline"),
+    ],
+    ids=["of W&B", "of another host", "broken"],
+)
+def test_a_key_is_looked_for_in_netrc(netrc: str, mode: str, nobody: Path) -> None:
+    (nobody / ".netrc").write_text(netrc)
+    (nobody / ".netrc").chmod(0o600)
+    assert _mode() == mode

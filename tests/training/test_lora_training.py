@@ -23,7 +23,7 @@ from hddm.training.verify import verify_expert
 from hddm.utils.errors import HddmError
 from hddm.utils.records import MANIFEST
 from hddm.velocity import PredictionType
-from tests.artefacts import Command, contents, copied, expert_settings, shard_record
+from tests.artefacts import Command, Died, contents, copied, ending_at, expert_settings, shard_record
 
 
 @pytest.fixture(scope="module")
@@ -71,19 +71,18 @@ def test_only_attention_and_mlps_differ_from_the_base_and_by_the_rank(
     }
 
 
-def test_its_calibration_is_that_of_training_on(shards: Path, adapter: Path) -> None:
+def test_its_calibration_and_its_first_loss_are_those_of_training_on(
+    shards: Path, ddpm_expert: Path, adapter: Path, tmp_path: Path
+) -> None:
+    """B is zero at first, so the two networks are one."""
     images = load_shard(shards / "shard_1").images
     expected = bounded_gain(PredictionType.EPSILON, 1.0, Moments.of(images))
     assert torch.equal(hddm.load(adapter).calibration.weights, expected.weights)
-
-
-def test_the_first_loss_is_that_of_training_on(shards: Path, ddpm_expert: Path, tmp_path: Path) -> None:
-    """B is zero at first, so the two networks are one."""
     settings = expert_settings("flow", steps=1)
-    (whole,) = continue_expert(ddpm_expert, shards / "shard_1", tmp_path / "whole", settings)
+    (full,) = continue_expert(ddpm_expert, shards / "shard_1", tmp_path / "full", settings)
     adapted = settings.model_copy(update={"lora_rank": 2})
     (low,) = continue_expert(ddpm_expert, shards / "shard_1", tmp_path / "low", adapted)
-    assert low == pytest.approx(whole, rel=1e-6)
+    assert low == pytest.approx(full, rel=1e-6)
 
 
 def test_an_adapter_is_judged_with_its_base_wherever_that_is(
@@ -152,17 +151,11 @@ def test_a_stopped_run_keeps_the_adapter_alone_and_goes_on_exactly(
 ) -> None:
     settings = expert_settings("flow", steps=6, lora_rank=2)
     continue_expert(flow_expert, shards / "shard_0", tmp_path / "straight", settings)
-
-    class Killed(Exception):
-        pass
-
-    def kill(step: int, *_: float) -> None:
-        if step == 4:
-            raise Killed
-
     run = RunOptions(checkpoint_every=3, resume=True)
-    with pytest.raises(Killed):
-        continue_expert(flow_expert, shards / "shard_0", tmp_path / "out", settings, on_step=kill, run=run)
+    with pytest.raises(Died):
+        continue_expert(
+            flow_expert, shards / "shard_0", tmp_path / "out", settings, on_step=ending_at(4), run=run
+        )
     (weights,) = tmp_path.glob("out.run/checkpoints/*/weights.safetensors")
     assert all(".lora_" in name for name in load_file(weights))
     continue_expert(flow_expert, shards / "shard_0", tmp_path / "out", settings, run=run)

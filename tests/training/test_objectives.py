@@ -1,15 +1,20 @@
-"""Training losses against the least possible, known in closed form for Gaussian data."""
+"""Training losses against the least possible, in closed form for Gaussian data; and the inputs of a step."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from hddm.schedules import LinearSchedule
-from hddm.training.objectives import Objective
+from hddm.data.shards import Shard, load_shard
+from hddm.training.loop import Order
+from hddm.training.objectives import Objective, drawing
 from hddm.utils.errors import HddmError
+from hddm.utils.tensors import generator
+from tests.artefacts import expert_settings, with_pixels
 from tests.cases import Case, case_named
 from tests.oracles import GaussianMixture, OracleNetwork
 
@@ -34,10 +39,19 @@ def _least_ddpm_loss(case: Case) -> float:
     return (a**2 * VARIANCE / (a**2 * VARIANCE + s**2)).mean().item()
 
 
+def _loss(
+    objective: Objective, network: Callable[..., Tensor], x_0: Tensor, conditions: Mapping[str, Tensor] = {}
+) -> tuple[Tensor, Tensor]:
+    """The loss of each sample and its native time, as a step of training draws them."""
+    noise = _noise()
+    time, eps = objective.sample_times(len(x_0), noise), torch.randn(x_0.shape, generator=noise)
+    return objective.errors(network, x_0, eps, time, conditions), time
+
+
 def _mean_and_standard_error(
     objective: Objective, network: Callable[..., Tensor], num: int = NUM
 ) -> tuple[float, float]:
-    loss, _ = objective.loss(network, GAUSSIAN.sample(num, 1, SHAPE).float(), _noise())
+    loss, _ = _loss(objective, network, GAUSSIAN.sample(num, 1, SHAPE).float())
     assert loss.shape == (num,)
     return loss.mean().item(), loss.std().item() / num**0.5
 
@@ -55,23 +69,20 @@ def test_the_optimal_noise_network_reaches_the_least_ddpm_loss(name: str) -> Non
     assert error < 0.01
 
 
-def test_the_optimal_velocity_network_reaches_the_least_flow_loss() -> None:
-    # Var(eps - x_0 | x_t) = c/((1-t)² c + t²), whose integral over t is pi sqrt(c)/2.
-    objective = Objective.named("flow")
+@pytest.mark.parametrize("sampling", ["uniform", "logit-normal"])
+def test_the_optimal_velocity_network_reaches_the_least_flow_loss(sampling: str) -> None:
+    """Var(eps - x_0 | x_t) = c/((1-t)² c + t²), whose integral over t is pi sqrt(c)/2."""
+    objective = Objective.named("flow", time_sampling=sampling)
     network = _oracle(case_named("linear"), "flow_prediction", objective)
     loss, error = _mean_and_standard_error(objective, network)
-    assert abs(loss - math.pi * VARIANCE**0.5 / 2) < 4 * error
+    least = math.pi * VARIANCE**0.5 / 2
+    if sampling == "logit-normal":
+        logit = torch.linspace(-8, 8, 200_001, dtype=torch.float64)
+        t, density = logit.sigmoid(), torch.exp(-(logit**2) / 2)
+        values = VARIANCE / ((1 - t) ** 2 * VARIANCE + t**2)
+        least = (values * density).sum().item() / density.sum().item()
+    assert abs(loss - least) < 4 * error
     assert error < 0.01
-
-
-def test_logit_normal_times_weigh_the_flow_loss_by_their_density() -> None:
-    objective = Objective.named("flow", time_sampling="logit-normal")
-    network = _oracle(case_named("linear"), "flow_prediction", objective)
-    loss, error = _mean_and_standard_error(objective, network)
-    logit = torch.linspace(-8, 8, 200_001, dtype=torch.float64)
-    t, density = logit.sigmoid(), torch.exp(-(logit**2) / 2)
-    least = VARIANCE / ((1 - t) ** 2 * VARIANCE + t**2)
-    assert abs(loss - (least * density).sum().item() / density.sum().item()) < 4 * error
 
 
 def test_any_other_network_has_a_higher_loss() -> None:
@@ -99,7 +110,7 @@ def test_loss_is_the_squared_error_of_each_sample_and_carries_gradients() -> Non
 
     x_0 = GAUSSIAN.sample(6, 2, SHAPE).float()
     objective = Objective.named("flow")
-    loss, time = objective.loss(network, x_0, _noise(), {"class_labels": torch.arange(6.0)})
+    loss, time = _loss(objective, network, x_0, {"class_labels": torch.arange(6.0)})
     t = time.view(-1, 1, 1, 1)
     y = outputs[0].detach() - torch.arange(6.0).view(-1, 1, 1, 1)
     eps = (y - (1 - t) * x_0) / t
@@ -121,19 +132,14 @@ def test_discrete_schedules_draw_whole_indices_all_of_them_alike(name: str) -> N
     assert ((counts - 400).abs() < 6 * 400**0.5).all()
 
 
-@pytest.mark.parametrize("name", ["ddpm", "flow"])
-def test_continuous_times_are_uniform(name: str) -> None:
-    time = Objective.named(name).sample_times(NUM, _noise()).sort()[0]
+@pytest.mark.parametrize(
+    ("name", "sampling"), [("ddpm", "uniform"), ("flow", "uniform"), ("flow", "logit-normal")]
+)
+def test_continuous_times_are_uniform_or_have_normal_logits(name: str, sampling: str) -> None:
+    time = Objective.named(name, time_sampling=sampling).sample_times(NUM, _noise()).sort()[0]
+    cdf = time if sampling == "uniform" else torch.special.ndtr(time.logit())
     uniform = (torch.arange(NUM, dtype=torch.float64) + 0.5) / NUM
     # Kolmogorov-Smirnov: 1.95/sqrt(n) is passed once in a thousand seeds.
-    assert (time - uniform).abs().max() < 1.95 / NUM**0.5
-
-
-def test_logit_normal_times_have_normal_logits() -> None:
-    time = Objective.named("flow", time_sampling="logit-normal").sample_times(NUM, _noise())
-    logit = time.logit().sort()[0]
-    cdf = torch.special.ndtr(logit)
-    uniform = (torch.arange(NUM, dtype=torch.float64) + 0.5) / NUM
     assert (cdf - uniform).abs().max() < 1.95 / NUM**0.5
 
 
@@ -155,7 +161,7 @@ def test_what_a_trained_network_predicts_and_is_fed(
     if discrete is None:
         assert objective.schedule == case_named(schedule).schedule
     fed: list[Tensor] = []
-    _, time = objective.loss(lambda y, u: fed.append(u) or y, GAUSSIAN.sample(5, 0, SHAPE).float(), _noise())
+    _, time = _loss(objective, lambda y, u: fed.append(u) or y, GAUSSIAN.sample(5, 0, SHAPE).float())
     torch.testing.assert_close(fed[0].double(), time * time_scale, rtol=1e-7, atol=0)
 
 
@@ -174,25 +180,20 @@ def test_logit_normal_times_mean_the_same_noise_levels_on_every_schedule(schedul
 
 
 @pytest.mark.parametrize(
-    ("name", "schedule", "time_sampling"),
+    ("name", "schedule", "options", "message"),
     [
-        ("eps", None, "uniform"),
-        ("ddpm", None, "cosine"),
-        ("flow", "cosine", "uniform"),
-        ("flow", "ddpm-linear", "uniform"),
+        ("eps", None, {}, "unknown objective 'eps'"),
+        ("ddpm", None, {"time_sampling": "cosine"}, "unknown time sampling 'cosine'"),
+        ("flow", "cosine", {}, "runs on the linear path"),
+        ("flow", "ddpm-linear", {}, "runs on the linear path"),
+        ("flow", None, {"snr_gamma": 5.0}, "--snr-gamma 5 .*drop it for flow"),
     ],
-    ids=str,
 )
 def test_combinations_without_meaning_are_refused(
-    name: str, schedule: str | None, time_sampling: str
+    name: str, schedule: str | None, options: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(HddmError):
-        Objective.named(name, schedule and case_named(schedule).schedule, time_sampling)
-
-
-def test_an_unknown_name_is_refused_however_the_objective_is_made() -> None:
-    with pytest.raises(HddmError, match="unknown objective"):
-        Objective("velocity", LinearSchedule())
+    with pytest.raises(HddmError, match=message):
+        Objective.named(name, schedule and case_named(schedule).schedule, **options)
 
 
 @pytest.mark.parametrize("gamma", [1.0, 5.0])
@@ -208,6 +209,69 @@ def test_min_snr_weighs_each_sample_by_its_noise_level(gamma: float) -> None:
     torch.testing.assert_close(found, expected.float(), rtol=1e-4, atol=1e-6)
 
 
-def test_min_snr_is_a_weight_of_ddpm() -> None:
-    with pytest.raises(HddmError, match=r"--snr-gamma 5 .*drop it for flow"):
-        Objective.named("flow", snr_gamma=5.0)
+FLOW = Objective.named("flow")
+
+
+@pytest.fixture
+def shard(whole: Path) -> Shard:
+    return load_shard(whole)
+
+
+@pytest.mark.parametrize(("num", "batch"), [(7, 3), (8, 4), (5, 12), (1, 1)])
+def test_every_sample_comes_once_an_epoch_in_an_order_of_its_own(num: int, batch: int) -> None:
+    order = Order(num, batch, seed=3, key=(1,))
+    stream = torch.cat([order.rows(step) for step in range(1, 4 * num + 1)])
+    epochs = stream[: len(stream) // num * num].view(-1, num)
+    assert (epochs.sort(1).values == torch.arange(num)).all()
+    if num > 4:
+        assert len({tuple(epoch.tolist()) for epoch in epochs}) > 1
+
+
+def test_a_step_does_not_depend_on_the_steps_before_it() -> None:
+    whole, alone = (Order(10, 4, seed=0, key=(2,)) for _ in range(2))
+    rows = [whole.rows(step) for step in range(1, 30)]
+    assert torch.equal(alone.rows(17), rows[16])
+    first, again = (torch.randn(3, generator=alone.draws(17)) for _ in range(2))
+    assert torch.equal(first, again)
+    assert not torch.equal(first, torch.randn(3, generator=alone.draws(18)))
+    other = Order(10, 4, seed=0, key=(3,))
+    assert not torch.equal(torch.cat([other.rows(s) for s in range(1, 30)]), torch.cat(rows))
+
+
+@pytest.mark.parametrize("probability", [0.0, 0.1, 0.5, 1.0])
+def test_all_conditions_of_a_sample_are_dropped_at_once(shard: Shard, probability: float) -> None:
+    settings = expert_settings("flow", condition_dropout=probability)
+    given = {"class_labels": torch.arange(len(shard)) % 5, "size": torch.ones(len(shard), 2)}
+    nulls = {"class_labels": torch.tensor(5), "size": torch.tensor([-1.0, -2.0])}
+    draw = drawing(shard, FLOW, settings, given, nulls)
+    rows = torch.arange(len(shard)).repeat(50)
+    drawn = draw(rows, generator(0))
+    gone = drawn["class_labels"] == 5
+    spread = (probability * (1 - probability) / len(rows)) ** 0.5
+    assert abs(gone.double().mean().item() - probability) <= 4 * spread
+    assert torch.equal(drawn["class_labels"][~gone], given["class_labels"][rows][~gone])
+    assert (drawn["size"] == torch.where(gone[:, None], nulls["size"], torch.ones(2))).all()
+
+
+def test_half_the_images_are_mirrored_where_that_is_asked_for(shard: Shard) -> None:
+    ramp = torch.arange(len(shard) * 16, dtype=torch.uint8).view(len(shard), 1, 4, 4)
+    shard = with_pixels(shard, ramp)
+    rows = torch.arange(len(shard)).repeat(40)
+
+    def images(flip: bool) -> Tensor:
+        settings = expert_settings("flow", random_flip=flip)
+        return drawing(shard, FLOW, settings, {}, {})(rows, generator(1))["x_0"]
+
+    plain = shard.take(rows)
+    assert torch.equal(images(False), plain)
+    mirrored = (images(True) == plain.flip(-1)).flatten(1).all(1)
+    kept = (images(True) == plain).flatten(1).all(1)
+    assert (mirrored ^ kept).all()
+    assert abs(mirrored.double().mean().item() - 0.5) < 4 * 0.5 / len(rows) ** 0.5
+
+
+def test_times_on_the_common_path_are_told_with_the_native_ones(shard: Shard) -> None:
+    objective = Objective.named("ddpm")
+    drawn = drawing(shard, objective, expert_settings("ddpm"), {}, {})(torch.arange(8), generator(2))
+    angle = drawn["time"] * torch.pi / 2
+    torch.testing.assert_close(drawn["t"], angle.sin() / (angle.sin() + angle.cos()), rtol=1e-6, atol=1e-9)

@@ -5,15 +5,15 @@ import random
 import shutil
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from hddm.networks.folders import WEIGHTS
 from hddm.training.expert import train_expert
 from hddm.training.loop import Order
-from hddm.training.run_folder import Checkpoints
 from hddm.training.settings import RunOptions
+from hddm.training.state import Run
 from hddm.utils.errors import HddmError
 from hddm.utils.records import EXPERT_FILE, MANIFEST, damage, read_folder_manifest
 from tests.artefacts import contents
@@ -23,9 +23,7 @@ from tests.killed_runs import BATCH, STEPS, checkpoint, entries, settings, start
 @pytest.fixture(scope="module")
 def uninterrupted(whole: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("uninterrupted")
-    process = start(whole, folder / "expert", folder / "diary")
-    process.join()
-    assert process.exitcode == 0
+    assert _ended(whole, folder) == 0
     return folder
 
 
@@ -75,9 +73,7 @@ def test_twenty_kills_at_random_moments_change_nothing(
             continue
         assert process.exitcode == -signal.SIGKILL
         killed += 1
-    process = start(whole, tmp_path / "expert", diary)
-    process.join()
-    assert process.exitcode == 0
+    assert _ended(whole, tmp_path) == 0
     _same(tmp_path, uninterrupted)
 
 
@@ -100,13 +96,9 @@ def test_a_kill_at_the_worst_moment_changes_nothing(
     moments: list[tuple[str, str]], whole: Path, uninterrupted: Path, tmp_path: Path
 ) -> None:
     for moment in moments:
-        process = start(whole, tmp_path / "expert", tmp_path / "diary", moment)
-        process.join()
-        assert process.exitcode == -signal.SIGKILL, moment
+        assert _ended(whole, tmp_path, moment) == -signal.SIGKILL, moment
         assert not (tmp_path / "expert").exists()
-    process = start(whole, tmp_path / "expert", tmp_path / "diary")
-    process.join()
-    assert process.exitcode == 0
+    assert _ended(whole, tmp_path) == 0
     _same(tmp_path, uninterrupted)
     left = [path.name for path in (tmp_path / "expert.run" / "checkpoints").iterdir()]
     assert sorted(left) == ["step_00000020", f"step_{STEPS:08d}"]
@@ -116,75 +108,78 @@ def test_a_kill_at_the_worst_moment_changes_nothing(
 def test_a_signal_saves_within_a_step_and_exits_with_its_code(
     number: signal.Signals, whole: Path, uninterrupted: Path, tmp_path: Path
 ) -> None:
-    process = start(whole, tmp_path / "expert", tmp_path / "diary", ("signal", str(int(number))))
-    process.join()
-    assert process.exitcode == 128 + number
+    assert _ended(whole, tmp_path, ("signal", str(int(number)))) == 128 + number
     assert not (tmp_path / "expert").exists()
     (saved,) = (tmp_path / "expert.run" / "checkpoints").iterdir()
     # The signal came in step 3, long before the first checkpoint was due.
     assert saved.name == "step_00000003"
-    process = start(whole, tmp_path / "expert", tmp_path / "diary")
-    process.join()
+    assert _ended(whole, tmp_path) == 0
     _same(tmp_path, uninterrupted)
 
 
-def test_a_second_signal_exits_at_once(whole: Path, tmp_path: Path) -> None:
-    moment = ("signals", f"{int(signal.SIGTERM)} later")
-    process = start(whole, tmp_path / "expert", tmp_path / "diary", moment)
+def _ended(whole: Path, folder: Path, moment: tuple[str, str] | None = None) -> int | None:
+    """Train in a process, which may die at ``moment``; its exit code."""
+    process = start(whole, folder / "expert", folder / "diary", moment)
     process.join()
-    assert process.exitcode == 128 + signal.SIGTERM
-    assert not (tmp_path / "expert.run" / "checkpoints").exists()
+    return process.exitcode
 
 
-def test_a_signal_that_comes_by_two_ways_saves_as_one(whole: Path, tmp_path: Path) -> None:
-    process = start(whole, tmp_path / "expert", tmp_path / "diary", ("signals", str(int(signal.SIGTERM))))
-    process.join()
-    assert process.exitcode == 128 + signal.SIGTERM
-    assert [path.name for path in (tmp_path / "expert.run" / "checkpoints").iterdir()] == ["step_00000003"]
+def test_a_second_signal_exits_at_once_and_one_that_comes_by_two_ways_saves_as_one(
+    whole: Path, tmp_path: Path
+) -> None:
+    for name in ("later", "together"):
+        (tmp_path / name).mkdir()
+    number = int(signal.SIGTERM)
+    assert _ended(whole, tmp_path / "later", ("signals", f"{number} later")) == 128 + number
+    assert not (tmp_path / "later" / "expert.run" / "checkpoints").exists()
+    assert _ended(whole, tmp_path / "together", ("signals", str(number))) == 128 + number
+    kept = (tmp_path / "together" / "expert.run" / "checkpoints").iterdir()
+    assert [path.name for path in kept] == ["step_00000003"]
 
 
 def test_damaged_checkpoints_do_not_push_out_those_that_are_written_after_them(
     whole: Path, tmp_path: Path
 ) -> None:
     """Two are kept, and the two newest are damaged: the run begins anew, and must be able to go on."""
-    process = start(whole, tmp_path / "expert", tmp_path / "diary", ("step", "13"))
-    process.join()
+    _ended(whole, tmp_path, ("step", "13"))
     folder = tmp_path / "expert.run" / "checkpoints"
     damaged = sorted(path.name for path in folder.iterdir())
     assert len(damaged) == 2
     for name in damaged:
         _flip(folder / name / "ema.safetensors")
-    process = start(whole, tmp_path / "expert", tmp_path / "diary", ("step", "7"))
-    process.join()
-    kept = Checkpoints(folder).newest()
+    _ended(whole, tmp_path, ("step", "7"))
+    kept = Run(tmp_path / "expert.run", RunOptions()).newest()
     assert kept is not None
     assert kept.name == "step_00000005"
     assert (folder / f"damaged_1_{damaged[-1]}").is_dir()
 
 
-def test_the_last_checkpoint_that_is_whole_counts(whole: Path, uninterrupted: Path, tmp_path: Path) -> None:
-    """Whatever is wrong with the newest: a flipped bit, a missing file, no manifest."""
-    damages = {
-        "bit": lambda path: _flip(path / "optimizer.safetensors"),
-        "file": lambda path: (path / "ema.safetensors").unlink(),
-        "manifest": lambda path: (path / "manifest.json").unlink(),
-    }
-    for name, spoil in damages.items():
-        folder = tmp_path / name
-        folder.mkdir()
-        process = start(whole, folder / "expert", folder / "diary", ("step", "13"))
-        process.join()
-        spoil(folder / "expert.run" / "checkpoints" / "step_00000010")
-        process = start(whole, folder / "expert", folder / "diary")
-        process.join()
-        _same(folder, uninterrupted)
-        assert (folder / "expert.run" / "checkpoints" / "damaged_1_step_00000010").is_dir()
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda path: _flip(path / "optimizer.safetensors"),
+        lambda path: (path / "ema.safetensors").unlink(),
+        lambda path: (path / "manifest.json").unlink(),
+    ],
+    ids=["a flipped bit", "a missing file", "no manifest"],
+)
+def test_the_last_checkpoint_that_is_whole_counts(
+    spoil: Callable[[Path], None], whole: Path, uninterrupted: Path, tmp_path: Path
+) -> None:
+    _ended(whole, tmp_path, ("step", "13"))
+    spoil(tmp_path / "expert.run" / "checkpoints" / "step_00000010")
+    assert _ended(whole, tmp_path) == 0
+    _same(tmp_path, uninterrupted)
+    assert (tmp_path / "expert.run" / "checkpoints" / "damaged_1_step_00000010").is_dir()
 
 
-def test_a_finished_run_is_not_taken_for_another_training(
+def test_a_finished_run_is_neither_trained_again_nor_taken_for_another_training(
     whole: Path, uninterrupted: Path, shards: Path, tmp_path: Path
 ) -> None:
     shutil.copytree(uninterrupted, tmp_path / "copy")
+    before = contents(tmp_path / "copy")
+    train(whole, tmp_path / "copy" / "expert", tmp_path / "copy" / "diary")
+    assert contents(tmp_path / "copy") == before
     longer = settings().model_copy(update={"steps": 900})
     for data, message, key in (
         (shards / "shard_0", "is of other data", "data.shard"),
@@ -193,14 +188,6 @@ def test_a_finished_run_is_not_taken_for_another_training(
         with pytest.raises(HddmError, match=message) as refused:
             train_expert(data, tmp_path / "copy" / "expert", longer, run=RunOptions(resume=True))
         assert any(key in line for line in refused.value.details)
-
-
-def test_a_finished_run_is_not_trained_again(whole: Path, uninterrupted: Path, tmp_path: Path) -> None:
-    shutil.copytree(uninterrupted, tmp_path / "copy")
-    before = contents(tmp_path / "copy")
-    train(whole, tmp_path / "copy" / "expert", tmp_path / "copy" / "diary")
-    assert contents(tmp_path / "copy") == before
-    assert WEIGHTS in contents(tmp_path / "copy" / "expert")
 
 
 def _flip(path: Path) -> None:

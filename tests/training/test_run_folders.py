@@ -1,42 +1,57 @@
-"""Runs beside what they make: gone on with, refused, out of disk, out of numbers, and never two at once."""
+"""Runs beside what they make: resumed, refused, changed, out of disk, out of numbers, never two at once."""
 
+import contextlib
 import fcntl
 import json
 import math
 import resource
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from hddm import load
 from hddm.experts.records import EXPERT_FILE
 from hddm.networks.folders import WEIGHTS
-from hddm.training import expert as expert_training
 from hddm.training.expert import train_expert
-from hddm.training.loop import Inputs, OnStep
-from hddm.training.settings import RunOptions
+from hddm.training.loop import Inputs, Task, fit
+from hddm.training.resume import run_folder_of, with_changes
+from hddm.training.settings import ExpertSettings, LoopSettings, RunOptions
+from hddm.training.state import open_run
 from hddm.utils.errors import HddmError
-from tests.artefacts import Command, contents, copied, expert_settings
+from tests.artefacts import Command, Died, contents, copied, edit_json, ending_at, expert_settings
 from tests.killed_runs import checkpoint
 
-OPTIONS = ("--objective", "flow", "--size", "tiny", "--batch-size", 8, "--threads", 1)
+SETTINGS = ExpertSettings(objective="flow", steps=4, size="tiny", batch_size=8, threads=1)
+
+
+def _command(shard: Path, out: Path, *more: object) -> list[object]:
+    """The command line of `SETTINGS`; what stands in ``more`` overrides it."""
+    given = ("--objective", "flow", "--size", "tiny", "--batch-size", 8, "--threads", 1, "--steps", 4)
+    return ["train", "expert", shard, "--out", out, *given, *more]
+
+
+@pytest.fixture(scope="module")
+def four_steps(whole: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("four_steps")
+    train_expert(whole, folder / "out", SETTINGS, run=RunOptions())
+    return folder / "out.run"
 
 
 @pytest.fixture
-def started(hddm: Command, whole: Path, tmp_path: Path) -> Path:
+def started(four_steps: Path, tmp_path: Path) -> Path:
     """A run of four steps that was finished, and whose expert was taken away."""
-    code, _, error = hddm("train", "expert", whole, "--out", tmp_path / "out", "--steps", 4, *OPTIONS)
-    assert code == 0, error
-    shutil.rmtree(tmp_path / "out")
+    shutil.copytree(four_steps, tmp_path / "out.run")
     return tmp_path / "out"
 
 
-def test_a_run_that_is_there_is_neither_forgotten_nor_gone_on_with_unasked(
+def test_a_run_that_is_there_is_neither_forgotten_nor_resumed_unasked(
     started: Path, whole: Path, hddm: Command
 ) -> None:
     before = contents(started.with_name("out.run"))
-    code, _, error = hddm("train", "expert", whole, "--out", started, "--steps", 4, *OPTIONS)
+    code, _, error = hddm(*_command(whole, started))
     assert code == 1
     assert "out.run: holds a run of" in error
     assert "--resume goes on with it, --overwrite starts anew" in error
@@ -44,15 +59,15 @@ def test_a_run_that_is_there_is_neither_forgotten_nor_gone_on_with_unasked(
 
 
 def test_every_changed_setting_is_told_and_stops_a_resume(started: Path, whole: Path, hddm: Command) -> None:
-    changed = ("--steps", 6, *OPTIONS, "--learning-rate", 0.5, "--resume")
-    code, _, error = hddm("train", "expert", whole, "--out", started, *changed)
+    changed = _command(whole, started, "--steps", 6, "--learning-rate", 0.5, "--resume")
+    code, _, error = hddm(*changed)
     assert code == 1
     assert "pass --allow-config-change" in error
     assert "settings.steps: was 4, is 6" in error
     assert "settings.learning_rate: was 0.0001, is 0.5" in error
     assert "batch_size" not in error
     assert not started.exists()
-    code, _, error = hddm("train", "expert", whole, "--out", started, *changed, "--allow-config-change")
+    code, _, error = hddm(*changed, "--allow-config-change")
     assert code == 0, error
     assert (started / "expert.json").exists()
 
@@ -65,8 +80,10 @@ def test_a_run_goes_on_with_the_warm_up_that_it_recorded(
     first = expert_settings("flow", steps=40, warmup=recorded, threads=1)
     asked = expert_settings("flow", steps=40, warmup=None, threads=1)
     losses = train_expert(whole, tmp_path / "plain", first)
-    with pytest.raises(HddmError, match="enough"):
-        train_expert(whole, tmp_path / "out", first, on_step=_end_at(23), run=RunOptions(checkpoint_every=20))
+    with pytest.raises(Died):
+        train_expert(
+            whole, tmp_path / "out", first, on_step=ending_at(23), run=RunOptions(checkpoint_every=20)
+        )
     assert train_expert(whole, tmp_path / "out", asked, run=RunOptions(resume=True)) == losses
     assert (tmp_path / "out" / WEIGHTS).read_bytes() == (tmp_path / "plain" / WEIGHTS).read_bytes()
     kept = json.loads((tmp_path / "out.run" / "run.json").read_text())["settings"]["warmup"]
@@ -74,28 +91,16 @@ def test_a_run_goes_on_with_the_warm_up_that_it_recorded(
     assert (kept, stated) == ((4, 4) if recorded is None else (100, 100))
 
 
-def _end_at(last: int) -> OnStep:
-    def end(step: int, loss: float, seconds: float) -> None:
-        if step == last:
-            raise HddmError("enough")
-
-    return end
-
-
-def test_another_shard_is_a_changed_setting(started: Path, shards: Path, hddm: Command) -> None:
-    code, _, error = hddm(
-        "train", "expert", shards / "shard_0", "--out", started, "--steps", 4, *OPTIONS, "--resume"
-    )
+def test_another_shard_or_objective_is_never_resumed(started: Path, shards: Path, hddm: Command) -> None:
+    before = contents(started.with_name("out.run"))
+    code, _, error = hddm(*_command(shards / "shard_0", started, "--resume"))
     assert code == 1
     assert "is of other data, another objective or network" in error
     assert "choose another --out" in error
     assert "--allow-config-change" not in error
     assert error.count("data.shard: was") == 1
-    before = contents(started.with_name("out.run"))
-    changed = ("--out", started, "--steps", 4, *OPTIONS[2:], "--objective", "ddpm")
-    code, _, error = hddm(
-        "train", "expert", shards / "shard_0", *changed, "--resume", "--allow-config-change"
-    )
+    changed = ("--objective", "ddpm", "--resume", "--allow-config-change")
+    code, _, error = hddm(*_command(shards / "shard_0", started, *changed))
     assert code == 1
     assert "is of other data, another objective or network" in error
     assert error.count("settings.objective: was 'flow', is 'ddpm'") == 1
@@ -106,9 +111,10 @@ def test_another_shard_is_a_changed_setting(started: Path, shards: Path, hddm: C
 def test_two_processes_do_not_train_one_expert(started: Path, whole: Path, hddm: Command) -> None:
     with (started.with_name("out.run") / "lock").open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
+        lock.truncate(0)
         lock.write("process 4711 on elsewhere\n")
         lock.flush()
-        code, _, error = hddm("train", "expert", whole, "--out", started, "--steps", 4, *OPTIONS, "--resume")
+        code, _, error = hddm(*_command(whole, started, "--resume"))
     assert code == 1
     assert "another process is training it" in error
     assert "4711 on elsewhere" in error
@@ -120,7 +126,7 @@ def test_half_a_record_that_a_killed_process_left_is_removed(
 ) -> None:
     half = started.with_name("out.run") / ".run.json.part-4711"
     half.write_text("{")
-    code, _, error = hddm("train", "expert", whole, "--out", started, "--steps", 4, *OPTIONS, "--resume")
+    code, _, error = hddm(*_command(whole, started, "--resume"))
     assert (code, half.exists()) == (0, False), error
 
 
@@ -130,7 +136,7 @@ def test_a_folder_that_only_has_the_name_of_a_run_is_left_alone(
 ) -> None:
     (tmp_path / "out.run" / "photos").mkdir(parents=True)
     (tmp_path / "out.run" / "photos" / "one.txt").write_text("mine")
-    code, _, error = hddm("train", "expert", whole, "--out", tmp_path / "out", "--steps", 4, *OPTIONS, option)
+    code, _, error = hddm(*_command(whole, tmp_path / "out", option))
     assert (code, "is in the way, and holds no run.json" in error) == (1, True)
     assert (tmp_path / "out.run" / "photos" / "one.txt").read_text() == "mine"
 
@@ -159,27 +165,21 @@ def test_a_full_disk_ends_a_run_and_leaves_the_checkpoint_before(whole: Path, tm
     assert checkpoint(tmp_path / "full.run") == checkpoint(tmp_path / "plain.run")
 
 
-def test_a_run_that_stays_without_a_finite_loss_keeps_its_good_checkpoint(
-    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    real = expert_training.losing
-    calls = iter(range(1, 1000))
+def test_a_run_that_stays_without_a_finite_loss_keeps_its_good_checkpoint(tmp_path: Path) -> None:
+    point, calls = torch.nn.Linear(1, 1), iter(range(1, 1000))
 
-    def spoilt(*arguments: object) -> object:
-        loss = real(*arguments)  # type: ignore[arg-type]
+    def loss(network: torch.nn.Module, inputs: Inputs) -> torch.Tensor:
+        return network(inputs["x"])[:, 0].square() * (math.nan if next(calls) > 7 else 1)
 
-        def spoil(network: torch.nn.Module, inputs: Inputs) -> torch.Tensor:
-            return loss(network, inputs) * (math.nan if next(calls) > 7 else 1)
-
-        return spoil
-
-    monkeypatch.setattr(expert_training, "losing", spoilt)
-    settings = expert_settings("flow", steps=40, threads=1, max_non_finite=3)
-    with pytest.raises(HddmError, match=r"step 10: loss nan.*the last 3 steps were not finite"):
-        train_expert(whole, tmp_path / "out", settings, run=RunOptions(checkpoint_every=4))
-    folder = tmp_path / "out.run" / "checkpoints"
-    assert "step_00000004" in [path.name for path in folder.iterdir()]
-    assert not (tmp_path / "out").exists()
+    task = Task(point, 50, lambda rows, noise: {"x": rows[:, None].float()}, loss)
+    settings, keep = LoopSettings(steps=40, max_non_finite=3), RunOptions(checkpoint_every=4)
+    with (
+        open_run(tmp_path / "out", {}, keep) as run,
+        pytest.raises(HddmError, match=r"step 10: loss nan.*the last 3 steps were not finite"),
+    ):
+        fit(task, settings, run)
+    kept = sorted(path.name for path in (tmp_path / "out.run" / "checkpoints").iterdir())
+    assert kept[0] == "step_00000004"
 
 
 def test_a_corrupt_image_is_named_and_nothing_is_begun(whole: Path, tmp_path: Path, hddm: Command) -> None:
@@ -187,11 +187,10 @@ def test_a_corrupt_image_is_named_and_nothing_is_begun(whole: Path, tmp_path: Pa
     image = next((shard / "images").rglob("*.png"))
     image.unlink()
     image.write_bytes(b"no image")
-    code, _, error = hddm("train", "expert", shard, "--out", tmp_path / "out", "--steps", 4, *OPTIONS)
+    code, _, error = hddm(*_command(shard, tmp_path / "out"))
     assert code == 1
     assert str(image) in error
-    assert not (tmp_path / "out").exists()
-    assert not (tmp_path / "out.run").exists()
+    assert not list(tmp_path.glob("out*"))
 
 
 @pytest.mark.parametrize("parts", [2, 4])
@@ -223,15 +222,120 @@ def test_bfloat16_learns_alike_with_weights_and_averages_in_float32(whole: Path,
         assert any(not torch.equal(one, one.bfloat16().float()) for one in tensors)
 
 
-def test_half_precision_without_a_gpu_is_refused(whole: Path, tmp_path: Path, hddm: Command) -> None:
-    for options, message in (
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
         (("--mixed-precision", "fp16", "--device", "cpu"), "fp16 needs a GPU; on a CPU take bf16 or no"),
         (("--mixed-precision", "fp8"), "--mixed-precision fp8: choose one of no, bf16, fp16"),
         (("--gradient-accumulation-steps", 3), "--batch-size 8 does not divide into 3"),
-    ):
-        code, _, error = hddm(
-            "train", "expert", whole, "--out", tmp_path / "out", "--steps", 2, *OPTIONS, *options
-        )
-        assert code in (1, 2)
-        assert message in error
-        assert error.count("\n") == 1
+    ],
+)
+def test_precisions_and_parts_that_cannot_be_are_refused(
+    options: tuple[object, ...], message: str, whole: Path, tmp_path: Path, hddm: Command
+) -> None:
+    code, _, error = hddm(*_command(whole, tmp_path / "out", *options))
+    assert code in (1, 2)
+    assert message in error
+    assert error.count("\n") == 1
+
+
+def _change(step: int, key: str, was: object, now: object) -> dict[str, object]:
+    return {"step": step, "key": key, "was": was, "is": now}
+
+
+def _train(shard: Path, out: Path, until: int | None = None, every: int = 2, **changes: Any) -> None:
+    """Go on with a training of nine steps, as far as its step ``until``."""
+    settings = expert_settings("flow", **{"steps": 9, "threads": 1, **changes})
+    options = RunOptions(resume=True, allow_config_change=True, checkpoint_every=every)
+    with contextlib.suppress(Died):
+        train_expert(shard, out, settings, on_step=until and ending_at(until), run=options)
+
+
+def _record(out: Path) -> Any:
+    return json.loads((run_folder_of(out) / "run.json").read_text())
+
+
+def test_settings_that_were_changed_on_the_way_are_told_with_their_steps(
+    whole: Path, tmp_path: Path, hddm: Command
+) -> None:
+    out = tmp_path / "out"
+    _train(whole, out, until=3)
+    assert _record(out)["changes"] == []
+    _train(whole, out, until=7, learning_rate=1e-3, batch_size=8)
+    rate, batch = _change(2, "learning_rate", 3e-3, 1e-3), _change(2, "batch_size", 16, 8)
+    assert sorted(_record(out)["changes"], key=str) == sorted([rate, batch], key=str)
+    _train(whole, out, learning_rate=5e-4, batch_size=8)
+    record, training = _record(out), json.loads((out / EXPERT_FILE).read_text())["training"]
+    assert record["changes"] == training["changes"]
+    assert training["changes"][-1] == _change(6, "learning_rate", 1e-3, 5e-4)
+    assert len(training["changes"]) == 3
+    assert record["settings"]["learning_rate"] == training["learning_rate"] == 5e-4
+    assert training["images_seen"] == 2 * 16 + 7 * 8
+
+    assert json.loads(hddm("inspect", out, "--json")[1])["changes"] == training["changes"]
+    _, told = hddm("inspect", out)[1].split("\nchanges:\n")
+    assert told.splitlines()[2] == "  step=6, key=learning_rate, was=0.001, is=0.0005"
+
+
+def test_a_folder_that_says_nothing_of_changes_is_an_experts_too(
+    whole: Path, tmp_path: Path, hddm: Command
+) -> None:
+    out = tmp_path / "out"
+    _train(whole, out, until=3)
+    before = _record(out)
+    path = run_folder_of(out) / "run.json"
+    path.write_text(json.dumps({key: before[key] for key in ("settings", "data", "environment")}))
+    _train(whole, out)
+    assert _record(out) == before
+    training = json.loads((out / EXPERT_FILE).read_text())["training"]
+    assert training.pop("changes") == []
+    edit_json(out / EXPERT_FILE, training=training)
+    assert load(out).velocity(torch.zeros(1, 1, 4, 4), torch.tensor([0.5])).isfinite().all()
+    assert "changes" not in hddm("inspect", out)[1]
+
+
+def test_what_no_step_was_made_with_is_no_change(whole: Path, tmp_path: Path) -> None:
+    """Before the first checkpoint, and there and back between two."""
+    out = tmp_path / "out"
+    _train(whole, out, until=1, learning_rate=1e-3)
+    _train(whole, out, until=3)
+    assert _record(out)["changes"] == []
+    _train(whole, out, until=3, seed=5)
+    assert _record(out)["changes"] == [_change(2, "seed", 7, 5)]
+    _train(whole, out)
+    assert _record(out)["changes"] == []
+
+
+@pytest.mark.parametrize(
+    ("before", "new", "step", "expected"),
+    [
+        # The checkpoint of step 50 was damaged, so that its steps are made again, as today's settings say.
+        ([(50, "a", 1, 2)], [], 20, [(20, "a", 1, 2)]),
+        ([(10, "a", 1, 2), (50, "a", 2, 3)], [], 20, [(10, "a", 1, 2), (20, "a", 2, 3)]),
+        ([(20, "a", 1, 2), (50, "a", 2, 3)], [], 20, [(20, "a", 1, 3)]),
+        ([(50, "a", 1, 2)], [(20, "a", 2, 1)], 20, []),
+        ([(50, "a", 1, 2)], [(20, "b", 5, 6)], 20, [(20, "a", 1, 2), (20, "b", 5, 6)]),
+        ([(50, "a", 1, 2)], [], 0, []),
+    ],
+)
+def test_steps_that_are_made_again_are_made_with_what_is(
+    before: list[Any], new: list[Any], step: int, expected: list[Any]
+) -> None:
+    given, fresh = [_change(*one) for one in before], [_change(*one) for one in new]
+    assert with_changes(given, fresh, step) == [_change(*one) for one in expected]
+
+
+def test_a_run_records_how_it_is_kept_and_may_be_kept_otherwise(
+    whole: Path, tmp_path: Path, hddm: Command
+) -> None:
+    command, config = _command(whole, tmp_path / "out"), tmp_path / "run.yaml"
+    config.write_text("keep: 3\nlog_every: 2\n")
+    assert hddm(*command, "--config", config, "--checkpoint-every", 2, "--sample-every", 4)[0] == 0
+    expected = {"checkpoint_every": 2, "keep": 3, "log_every": 2, "sample_every": 4, "wandb": None}
+    assert _record(tmp_path / "out")["keeping"] == expected
+    shutil.rmtree(tmp_path / "out")
+    code, _, error = hddm(*command, "--resume")
+    assert code == 0, error
+    assert "checkpoint_every" not in error
+    record = _record(tmp_path / "out")
+    assert (record["keeping"]["checkpoint_every"], record["changes"]) == (500, [])

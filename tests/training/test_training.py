@@ -10,20 +10,21 @@ import pytest
 import torch
 
 import hddm
+from hddm.data.images import to_unit_range
 from hddm.data.partition import partition
 from hddm.data.shards import load_shard
 from hddm.networks.folders import WEIGHTS
 from hddm.networks.transformers import ExpertTransformer
 from hddm.schedules import from_diffusers
-from hddm.training.expert import new_network, train_expert
+from hddm.training.expert import new_network, record_of_shard, train_expert
 from hddm.training.router import train_router
-from hddm.training.shard_fit import shard_facts
 from hddm.utils.errors import HddmError
 from tests.artefacts import (
     CLASSES,
     PER_CLASS,
     contents,
     copied,
+    draw,
     expert_settings,
     router_settings,
     shard_record,
@@ -104,8 +105,8 @@ def test_an_expert_counts_its_images_by_the_classes_that_it_knows(whole: Path, c
     assert facts["classes"] == list(CLASSES)
     assert facts["shard"]["class_images"] == [PER_CLASS, PER_CLASS]
     shard = load_shard(whole)
-    assert shard_facts(shard, ("columns", "others")).class_images == ()
-    assert shard_facts(replace(shard, labels=None), shard.classes).class_images == ()
+    assert record_of_shard(shard, ("columns", "others")).class_images == ()
+    assert record_of_shard(replace(shard, labels=None), shard.classes).class_images == ()
 
 
 def test_an_expert_remembers_its_shard_and_how_it_was_trained(shards: Path, flow_expert: Path) -> None:
@@ -167,3 +168,18 @@ def test_shards_of_different_shapes_make_no_router(shards: Path, tmp_path: Path)
     with pytest.raises(HddmError, match="different shapes"):
         train_router(folder, tmp_path / "router", router_settings())
     assert not (tmp_path / "router").exists()
+
+
+@pytest.mark.parametrize("guidance", [1.0, 2.0])
+def test_a_class_conditional_expert_draws_the_class_that_it_is_asked_for(
+    guidance: float, class_expert: Path
+) -> None:
+    field = hddm.load(class_expert)
+    assert field.classes == CLASSES
+    labels = torch.tensor([0, 1]).repeat(16)
+    samples = hddm.sample(field, 32, steps=20, guidance_scale=guidance, class_labels=labels)
+    means = torch.stack([to_unit_range(draw(name, 200, seed=9)).mean(0) for name in CLASSES])
+    distances = (samples[:, None] - means).square().flatten(2).sum(2)
+    assert (distances.argmin(1) == labels).float().mean() >= 0.9
+    unconditional = hddm.sample(field, 32, steps=20)
+    assert (samples - unconditional).abs().max() > 0.1

@@ -23,8 +23,7 @@ from hddm.networks.transformers import ExpertTransformer
 from hddm.sampling import sample
 from hddm.schedules import LinearSchedule
 from hddm.training.expert import new_network, train_expert
-from hddm.training.loop import Fitted, Inputs, StepReport, Task
-from hddm.training.run import train
+from hddm.training.loop import Fitted, Inputs, StepReport, Task, train
 from hddm.training.settings import ExpertSettings, RunOptions
 from hddm.training.state import Ema, TrainingState
 from hddm.training.watching import SampleGrids, grid_of, shown, undisturbed, watching

@@ -63,39 +63,42 @@ def test_a_trained_expert_is_accepted_by_images_kept_from_it(class_expert: Path,
     assert verdict.denoising != verify_expert(class_expert, held_out, seed=1).denoising
 
 
-def test_images_that_it_was_trained_on_are_told_from_those_kept(class_expert: Path, whole: Path) -> None:
+def test_images_of_its_training_are_noted_and_those_of_another_shard_refused(
+    class_expert: Path, whole: Path, shards: Path
+) -> None:
     verdict = verify_expert(class_expert, whole)
     assert verdict.accepted
     (note,) = verdict.notes
     assert "was trained on these images" in note
+    other = load_shard(shards / "shard_1").hash[:16]
+    with pytest.raises(UsageError, match=rf"is of shard {other}…, the expert of shard 0, "):
+        verify_expert(class_expert, shards / "shard_1")
 
 
-def test_an_untrained_expert_is_refused(whole: Path, held_out: Path, tmp_path: Path) -> None:
-    train_expert(whole, tmp_path / "expert", expert_settings("flow", steps=1, learning_rate=1e-9))
-    verdict = verify_expert(tmp_path / "expert", held_out)
-    (problem,) = verdict.problems
-    assert "untrained" in problem or "hardly trained" in problem
-
-
-def test_a_record_that_says_wrongly_what_is_predicted_is_refused(
-    class_expert: Path, held_out: Path, tmp_path: Path
+def test_an_untrained_expert_and_one_that_records_what_it_does_not_predict_are_refused(
+    whole: Path, class_expert: Path, held_out: Path, tmp_path: Path
 ) -> None:
+    train_expert(whole, tmp_path / "expert", expert_settings("flow", steps=1, learning_rate=1e-9))
+    (problem,) = verify_expert(tmp_path / "expert", held_out).problems
+    assert "untrained" in problem or "hardly trained" in problem
     folder = copied(class_expert, tmp_path)
     for wrong in (PredictionType.SAMPLE, PredictionType.EPSILON):
         edit_json(folder / "expert.json", prediction_type=wrong.value)
         assert "what it predicts" in verify_expert(folder, held_out).problems[0]
+    edit_json(folder / "expert.json", training={}, shard=None)
+    shard, training = verify_expert(folder).problems
+    assert "which shard" in shard
+    assert "no record of its training" in training
 
 
-def _save(folder: Path, weights: dict[str, Tensor]) -> None:
-    """Replace the weights of an expert, and its record of them."""
-    save_file(weights, folder / WEIGHTS, {"format": "pt"})
+def _changed(expert: Path, parent: Path, file: str, change: Callable[[dict[str, Tensor]], object]) -> Path:
+    """A copy of an expert, its tensors in ``file`` changed in place and recorded as its own."""
+    folder = copied(expert, parent)
+    tensors = {name: value.clone() for name, value in load_file(folder / file).items()}
+    change(tensors)
+    save_file({name: value.contiguous() for name, value in tensors.items()}, folder / file, {"format": "pt"})
     seal(folder)
-
-
-def _save_calibration(folder: Path, tensors: dict[str, Tensor]) -> None:
-    """Replace the calibration of an expert, and its record of it."""
-    save_file({name: value.contiguous() for name, value in tensors.items()}, folder / CALIBRATION)
-    seal(folder)
+    return folder
 
 
 def test_weights_other_than_those_recorded_are_refused(class_expert: Path, tmp_path: Path) -> None:
@@ -123,38 +126,32 @@ def test_weights_other_than_those_recorded_are_refused(class_expert: Path, tmp_p
 
 
 def test_an_expert_of_the_wrong_sign_is_refused(class_expert: Path, held_out: Path, tmp_path: Path) -> None:
-    folder = copied(class_expert, tmp_path)
-    weights = load_file(folder / WEIGHTS)
-    last = [
-        name for name in weights if name.endswith(("linear.weight", "linear.bias")) and "layers" not in name
-    ]
-    assert len(last) == 2
-    _save(folder, weights | {name: -weights[name] for name in last})
+    def negate(weights: dict[str, Tensor]) -> None:
+        ends = ("linear.weight", "linear.bias")
+        last = [name for name in weights if name.endswith(ends) and "layers" not in name]
+        assert len(last) == 2
+        weights.update({name: -weights[name] for name in last})
+
+    folder = _changed(class_expert, tmp_path, WEIGHTS, negate)
     assert "no better than a Gaussian" in verify_expert(folder, held_out).problems[0]
 
 
 def test_weights_that_are_not_finite_are_refused(class_expert: Path, tmp_path: Path) -> None:
-    folder = copied(class_expert, tmp_path)
-    weights = load_file(folder / WEIGHTS)
-    weights["pos_embed"].view(-1)[3] = float("nan")
-    _save(folder, weights)
-    (problem,) = verify_expert(folder).problems
+    def spoil(weights: dict[str, Tensor]) -> None:
+        weights["pos_embed"].view(-1)[3] = float("nan")
+
+    (problem,) = verify_expert(_changed(class_expert, tmp_path, WEIGHTS, spoil)).problems
     assert "pos_embed" in problem
     assert "NaN" in problem
-
-
-def test_a_calibration_that_is_not_finite_is_refused(class_expert: Path, tmp_path: Path) -> None:
-    folder = copied(class_expert, tmp_path)
-    tensors = load_file(folder / CALIBRATION)
-    tensors["weights"][-1, 0] = float("inf")
-    _save_calibration(folder, tensors)
-    (problem,) = verify_expert(folder).problems
-    assert problem == f"{folder / CALIBRATION}: 'weights' holds NaN or Inf; take the weights anew"
 
 
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
+        (
+            lambda found: found["weights"][-1, :1].fill_(torch.inf),
+            "'weights' holds NaN or Inf; take",
+        ),
         (lambda found: found["weights"][-1].fill_(-1e4), "has weights from -10000 to "),
         (lambda found: found["weights"][0].fill_(1.5), "has weights from 0 to 1.5, and they lie in [0, 1]"),
         (lambda found: found["variances"][-1].fill_(0), "has a variance of 0, and they are above 0"),
@@ -167,10 +164,7 @@ def test_a_calibration_that_is_not_finite_is_refused(class_expert: Path, tmp_pat
 def test_a_calibration_that_no_fit_gives_is_refused(
     change: Callable[[dict[str, Tensor]], object], problem: str, class_expert: Path, tmp_path: Path
 ) -> None:
-    folder = copied(class_expert, tmp_path)
-    tensors = {name: value.clone() for name, value in load_file(folder / CALIBRATION).items()}
-    change(tensors)
-    _save_calibration(folder, tensors)
+    folder = _changed(class_expert, tmp_path, CALIBRATION, change)
     (found,) = verify_expert(folder).problems
     assert found.startswith(f"{folder / CALIBRATION}: ")
     assert problem in found
@@ -193,13 +187,13 @@ def test_a_calibration_that_is_spoilt_near_the_noise_alone_is_refused(
     class_expert: Path, held_out: Path, tmp_path: Path
 ) -> None:
     """Its mean is off, and counts where nothing was measured any more."""
-    folder = copied(class_expert, tmp_path)
-    tensors = load_file(folder / CALIBRATION)
-    tensors["weights"][:] = (tensors["times"] > 0.97)[:, None]
-    tensors["mean"] += 3
-    tensors["class_means"] += 3
-    _save_calibration(folder, tensors)
-    (problem,) = verify_expert(folder, held_out).problems
+
+    def spoil(tensors: dict[str, Tensor]) -> None:
+        tensors["weights"][:] = (tensors["times"] > 0.97)[:, None]
+        tensors["mean"] += 3
+        tensors["class_means"] += 3
+
+    (problem,) = verify_expert(_changed(class_expert, tmp_path, CALIBRATION, spoil), held_out).problems
     assert problem.startswith("at t = 0.99 its error is ")
     assert "its calibration is spoilt; hddm calibrate fits another" in problem
 
@@ -215,12 +209,10 @@ def test_what_a_network_of_noise_does_by_itself_near_the_end_is_told_without_a_c
     whole: Path, held_out: Path, tmp_path: Path
 ) -> None:
     """An error of the noise counts 1/(1 - t)² times there; a calibration bounds it, whatever its table."""
-    out = tmp_path / "expert"
-    train_expert(whole, out, expert_settings("ddpm", steps=150, batch_size=64, class_conditional=True))
-    assert verify_expert(out, held_out).accepted
-    tensors = load_file(out / CALIBRATION)
-    tensors["weights"][2:] = 0.8
-    _save_calibration(out, tensors)
+    trained = tmp_path / "trained"
+    train_expert(whole, trained, expert_settings("ddpm", steps=150, batch_size=64, class_conditional=True))
+    assert verify_expert(trained, held_out).accepted
+    out = _changed(trained, tmp_path / "changed", CALIBRATION, lambda found: found["weights"][2:].fill_(0.8))
     verdict = verify_expert(out, held_out)
     assert verdict.accepted
     assert not verdict.notes
@@ -250,12 +242,11 @@ def test_an_expert_that_chance_makes_better_is_not_accepted(
 def test_an_expert_is_judged_without_its_class_too_if_it_learned_that(
     dropout: float, class_expert: Path, held_out: Path, tmp_path: Path
 ) -> None:
-    folder = copied(class_expert, tmp_path)
-    weights = load_file(folder / WEIGHTS)
-    weights["class_embed.weight"][2] += 30 * torch.randn(
-        weights["class_embed.weight"][2].shape, generator=generator(0)
-    )
-    _save(folder, weights)
+    def spoil(weights: dict[str, Tensor]) -> None:
+        null = weights["class_embed.weight"][2]
+        null += 30 * torch.randn(null.shape, generator=generator(0))
+
+    folder = _changed(class_expert, tmp_path, WEIGHTS, spoil)
     training = json.loads((folder / "expert.json").read_text())["training"]
     edit_json(folder / "expert.json", training=training | {"condition_dropout": dropout})
     verdict = verify_expert(folder, held_out)
@@ -270,22 +261,6 @@ def test_a_device_that_is_not_there_is_a_clear_error(class_expert: Path, hddm: C
         assert code == 2
         assert err.startswith(f"hddm: --device {name}: {told}")
         assert err.count("\n") == 1
-
-
-def test_images_of_another_shard_are_refused(class_expert: Path, shards: Path) -> None:
-    other = load_shard(shards / "shard_1").hash[:16]
-    with pytest.raises(UsageError, match=rf"is of shard {other}…, the expert of shard 0, "):
-        verify_expert(class_expert, shards / "shard_1")
-
-
-def test_an_expert_that_does_not_say_where_it_comes_from_is_refused(
-    class_expert: Path, tmp_path: Path
-) -> None:
-    folder = copied(class_expert, tmp_path)
-    edit_json(folder / "expert.json", training={}, shard=None)
-    which, how = verify_expert(folder).problems
-    assert "which shard" in which
-    assert "no record of its training" in how
 
 
 def test_the_command_prints_hashes_and_figures_and_exits_by_the_verdict(
@@ -442,9 +417,5 @@ def test_errors_on_gaussian_images_are_the_posterior_variance(variance: float) -
         assert level.zero == pytest.approx(1 + variance + mean.square().mean().item(), rel=0.03)
     assert abs(found.margin) < 0.01 * found.gaussian
     assert found.expert <= found.gaussian
-
-
-def test_one_image_judges_nothing() -> None:
-    field = VelocityField(lambda x, t: x, LinearSchedule(), "flow_prediction", sample_shape=(1, 4, 4))
     with pytest.raises(HddmError, match="at least 2 images, not 1"):
-        denoising(field, torch.zeros(1, 1, 4, 4))
+        denoising(field, images[:1])

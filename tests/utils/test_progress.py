@@ -11,10 +11,9 @@ from pathlib import Path
 import pytest
 
 from hddm.training.expert import train_expert
-from hddm.training.logs import Trend, trend_of
-from hddm.training.run_folder import Checkpoints
+from hddm.training.loop import summary_of
 from hddm.training.settings import RunOptions
-from hddm.training.state import TrainingState
+from hddm.training.state import Run, TrainingState
 from hddm.utils import progress
 from hddm.utils.progress import TrainingProgress
 from tests.artefacts import expert_settings
@@ -87,18 +86,18 @@ def test_a_rate_leaves_out_what_comes_before_between_and_after_steps(
     whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A checkpoint after every fourth step, which the rate of the next line does not know of."""
-    save, now = Checkpoints.save, [0.0]
+    save, now = Run.save, [0.0]
 
     def clock() -> float:
         now[0] += 0.001
         return now[0]
 
-    def slowly(checkpoints: Checkpoints, state: TrainingState) -> Path:
+    def slowly(kept: Run, state: TrainingState) -> None:
         now[0] += 100
-        return save(checkpoints, state)
+        save(kept, state)
 
     monkeypatch.setattr(time, "perf_counter", clock)
-    monkeypatch.setattr(Checkpoints, "save", slowly)
+    monkeypatch.setattr(Run, "save", slowly)
     settings, run = expert_settings("flow", steps=10, threads=1), RunOptions(checkpoint_every=4)
     with TrainingProgress(settings.steps, settings.batch_size, "train") as told:
         train_expert(whole, tmp_path / "out", settings, on_step=told.reach, run=run)
@@ -160,23 +159,25 @@ def test_on_a_terminal_a_bar_counts_images_from_where_the_training_goes_on(
 def test_the_end_of_a_training_is_told_by_means_and_not_by_single_steps() -> None:
     losses = [3.0] * 50 + [1.0] * 1900 + [0.5] * 50
     losses[0], losses[-1], losses[60] = 1000.0, math.nan, math.inf
-    trend = trend_of(losses)
-    assert trend is not None
-    assert (trend.steps, trend.over) == (2000, 100)
-    assert trend.first == pytest.approx((1000 + 49 * 3 + 49) / 99)
-    assert trend.last == pytest.approx((50 + 49 * 0.5) / 99)
-    assert trend_of([1.0] * 60 + [0.0] * 60) == Trend(120, 12, 1.0, 0.0)
-    assert Trend(120, 12, 1.0, 0.25).text("cross-entropy") == (
+    first, last = (1000 + 49 * 3 + 49) / 99, (50 + 49 * 0.5) / 99
+    assert summary_of(losses) == (
+        f"trained for 2000 steps, loss {first:.4f} → {last:.4f} (means of the first and the last 100 steps)"
+    )
+    assert summary_of([1.0] * 60 + [0.25] * 60, "cross-entropy") == (
         "trained for 120 steps, cross-entropy 1.0000 → 0.2500 (means of the first and the last 12 steps)"
     )
 
 
-def test_of_too_few_steps_to_compare_the_mean_of_all_is_told() -> None:
-    assert trend_of([]) is None
-    runs = ([1.0], [*[9.0] * 97, math.inf, 8.0], [math.nan] * 499 + [3.0], [math.nan] * 500)
-    assert [trend.text() for trend in map(trend_of, runs) if trend] == [
-        "trained for 1 step, loss 1.0000 (mean of all steps)",
-        "trained for 99 steps, loss 8.9898 (mean of all steps)",
-        "trained for 500 steps, loss 3.0000 (mean of all steps)",
-        "trained for 500 steps",
-    ]
+@pytest.mark.parametrize(
+    ("losses", "expected"),
+    [
+        ([], ""),
+        ([1.0], "trained for 1 step, loss 1.0000 (mean of all steps)"),
+        ([*[9.0] * 97, math.inf, 8.0], "trained for 99 steps, loss 8.9898 (mean of all steps)"),
+        ([math.nan] * 499 + [3.0], "trained for 500 steps, loss 3.0000 (mean of all steps)"),
+        ([math.nan] * 500, "trained for 500 steps"),
+    ],
+    ids=["none", "one", "few", "one finite", "none finite"],
+)
+def test_of_too_few_steps_to_compare_the_mean_of_all_is_told(losses: list[float], expected: str) -> None:
+    assert summary_of(losses) == expected

@@ -1,7 +1,8 @@
-"""Calibrating an expert on what it draws itself, by its own sampler."""
+"""Calibrating an expert on a shard, or on what it draws itself by its own sampler."""
 
 import json
 import warnings
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -10,17 +11,28 @@ from diffusers import DDIMScheduler
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+import hddm
 from hddm.calibration import FILE_NAME, Calibration, calibrate, calibration_record
-from hddm.data.shards import load_shard
+from hddm.data.partition import partition
+from hddm.data.shards import Shard, load_shard
 from hddm.experts.loading import load
 from hddm.experts.records import read_expert
 from hddm.networks.transformers import ExpertTransformer
 from hddm.sampling import initial_noise, sample
 from hddm.training.calibrate import native_conditions, native_samples, native_times, recalibrate
-from hddm.training.expert import new_network
+from hddm.training.expert import calibration_rows, new_network, train_expert
 from hddm.utils.errors import HddmError
 from hddm.velocity import VelocityField
-from tests.artefacts import Command, aged, contents, copied, edit_json
+from tests.artefacts import (
+    Command,
+    aged,
+    contents,
+    copied,
+    edit_json,
+    expert_settings,
+    largest_file,
+    write_images,
+)
 from tests.cases import case_named
 from tests.oracles import BoundedNetwork, GaussianMixture, OracleNetwork, rms_error
 
@@ -216,9 +228,10 @@ def test_an_expert_of_prompts_cannot_be_calibrated_without_data(flow_expert: Pat
     assert contents(expert) == before
 
 
-def test_an_ensemble_is_refused_without_data_too(ensemble: Path) -> None:
-    with pytest.raises(HddmError, match="an ensemble; calibrate its experts one by one"):
-        recalibrate(ensemble)
+def test_an_ensemble_cannot_be_calibrated(ensemble: Path, shards: Path) -> None:
+    for data in (None, shards / "shard_0"):
+        with pytest.raises(HddmError, match="an ensemble; calibrate its experts one by one"):
+            recalibrate(ensemble, data)
 
 
 def test_calibrating_without_data_from_the_command_line(
@@ -242,3 +255,102 @@ def test_calibrating_without_data_from_the_command_line(
     assert json.loads((shards / "shard_0" / "manifest.json").read_text())["hash"] in str(
         calibration_record(expert)
     )
+
+
+@dataclass(frozen=True)
+class _Samples:
+    """So many of a shape, that are never looked at."""
+
+    number: int
+    shape: tuple[int, int, int]
+
+    def __len__(self) -> int:
+        return self.number
+
+
+@dataclass(frozen=True)
+class _Tokens:
+    """Of captions that are never looked at."""
+
+    null: Tensor
+
+
+@pytest.fixture(scope="module")
+def shard(whole: Path) -> Shard:
+    return load_shard(whole)
+
+
+@pytest.mark.parametrize(
+    ("number", "shape", "expected"),
+    [
+        (1000, (3, 32, 32), 1000),
+        (10**6, (4, 64, 64), 4096),
+        # 1 GiB is 682 samples of 1.5 MiB in float64.
+        (10**6, (3, 256, 256), 682),
+        (10**6, (3, 8192, 8192), 16),
+        (10, (3, 8192, 8192), 10),
+    ],
+)
+def test_large_samples_are_few(number: int, shape: tuple[int, int, int], expected: int, shard: Shard) -> None:
+    rows = calibration_rows(replace(shard, stored=_Samples(number, shape)))
+    assert len(rows) == len(rows.unique()) == expected
+    assert (rows[0], rows[-1]) == (0, number - 1)
+
+
+def test_tokens_count_as_well(shard: Shard) -> None:
+    """4 MiB of tokens beside 128 KiB of samples."""
+    large = replace(shard, stored=_Samples(10**6, (4, 64, 64)), texts=_Tokens(torch.empty(512, 2048)))
+    assert len(calibration_rows(large)) == 248
+
+
+@pytest.mark.gpu
+def test_an_expert_is_calibrated_where_it_was_trained(
+    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from hddm.training import expert as shard_calibration
+
+    places, calibrate = [], shard_calibration.calibrate
+
+    def told(velocity, images, *given):  # type: ignore[no-untyped-def]
+        places.append(images.device.type)
+        return calibrate(velocity, images, *given)
+
+    monkeypatch.setattr(shard_calibration, "calibrate", told)
+    settings = expert_settings("flow", steps=2, class_conditional=True, device="cuda")
+    train_expert(whole, tmp_path / "out", settings)
+    assert places == ["cuda"]
+    assert json.loads((tmp_path / "out" / "expert.json").read_text())["training"]["steps"] == 2
+    assert (tmp_path / "out" / FILE_NAME).exists()
+    assert hddm.sample(hddm.load(tmp_path / "out"), 2, steps=2).isfinite().all()
+
+
+def test_recalibrating_repeats_itself_and_leaves_linked_copies_alone(
+    shards: Path, ddpm_expert: Path, tmp_path: Path
+) -> None:
+    expert = copied(ddpm_expert, tmp_path)
+    file = expert / "calibration.safetensors"
+    linked = tmp_path / "linked"
+    linked.hardlink_to(file)
+    first = file.read_bytes()
+    recalibrate(expert, shards / "shard_0", seed=7)
+    assert file.read_bytes() == first
+    recalibrate(expert, shards / "shard_0", seed=8)
+    assert load_file(file)["weights"].ne(load_file(linked)["weights"]).any()
+    assert linked.read_bytes() == first
+    assert contents(expert).keys() == contents(ddpm_expert).keys()
+
+
+def test_a_calibration_that_cannot_be_written_leaves_the_expert_as_it_was(
+    shards: Path, ddpm_expert: Path, tmp_path: Path
+) -> None:
+    expert = copied(ddpm_expert, tmp_path)
+    with largest_file(1000), pytest.raises(HddmError, match=r"cannot be written.*File too large"):
+        recalibrate(expert, shards / "shard_0", seed=8)
+    assert contents(expert) == contents(ddpm_expert)
+    assert len(list(expert.iterdir())) == len(list(ddpm_expert.iterdir()))
+
+
+def test_images_of_another_shape_do_not_calibrate(ddpm_expert: Path, tmp_path: Path) -> None:
+    (large,) = partition(write_images(tmp_path / "images", side=6), tmp_path / "shards", 1)
+    with pytest.raises(HddmError, match=r"images are \(1, 6, 6\), the expert's samples \(1, 4, 4\)"):
+        recalibrate(ddpm_expert, large)

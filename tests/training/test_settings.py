@@ -40,9 +40,10 @@ def test_what_a_file_should_not_say_is_named(text: str, message: str, tmp_path: 
     assert "\n" not in str(error.value)
 
 
-def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+def test_a_file_that_is_not_there_is_named_and_an_empty_one_says_nothing(tmp_path: Path) -> None:
     with pytest.raises(HddmError, match=r"none\.yaml: cannot be read \(No such file"):
         settings_of(ExpertSettings, tmp_path / "none.yaml", BASE, set())
+    assert settings_of(ExpertSettings, _file(tmp_path, ""), BASE, set()).steps == 5
 
 
 @pytest.mark.parametrize("end", ["\n", "\r\n"], ids=["LF", "CRLF"])
@@ -73,24 +74,16 @@ def test_one_file_serves_experts_routers_and_how_runs_are_kept(tmp_path: Path) -
     assert settings_of(RunOptions, path, {"resume": True}, {"resume"}).checkpoint_every == 3
 
 
-def test_an_empty_file_says_nothing(tmp_path: Path) -> None:
-    assert settings_of(ExpertSettings, _file(tmp_path, ""), BASE, set()).steps == 5
-
-
 def test_a_run_records_what_file_and_command_line_came_to(whole: Path, tmp_path: Path, hddm: Command) -> None:
-    path = _file(tmp_path, "objective: flow\nsteps: 3\nsize: tiny\nbatch_size: 8\ncheckpoint_every: 2")
-    out = tmp_path / "out"
-    code, _, error = hddm("train", "expert", whole, "--out", out, "--config", path, "--steps", 4)
+    """What is required may stand in either place."""
+    path, out = _file(tmp_path, "steps: 3\nsize: tiny\nbatch_size: 8\ncheckpoint_every: 2"), tmp_path / "out"
+    code, _, error = hddm("train", "expert", whole, "--out", out, "--config", path)
+    assert code == 2
+    assert "--objective is required, here or in --config" in " ".join(error.split())
+    command = ("train", "expert", whole, "--out", out, "--config", path, "--objective", "flow")
+    code, _, error = hddm(*command, "--steps", 4)
     assert code == 0, error
     record = json.loads((tmp_path / "out.run" / "run.json").read_text())
     assert record["settings"].items() >= {"steps": 4, "size": "tiny", "batch_size": 8}.items()
     steps = sorted(p.name for p in (tmp_path / "out.run" / "checkpoints").iterdir())
     assert steps == ["step_00000002", "step_00000004"]
-
-
-def test_what_is_required_may_stand_in_either_place(whole: Path, tmp_path: Path, hddm: Command) -> None:
-    path = _file(tmp_path, "steps: 3\nsize: tiny")
-    code, _, error = hddm("train", "expert", whole, "--out", tmp_path / "out", "--config", path)
-    assert code == 2
-    assert "--objective" in error
-    assert "is required, here or in --config" in " ".join(error.split())

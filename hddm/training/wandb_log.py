@@ -1,0 +1,111 @@
+"""Weights & Biases, for those who ask for it: it never prompts, and resumed runs stay one run."""
+
+import logging
+import os
+import secrets
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from torch import Tensor
+
+from hddm.utils.errors import HddmError
+from hddm.utils.files import read_json, write_json
+
+log = logging.getLogger(__name__)
+
+RECORD = "wandb.json"
+TIMEOUT = 60.0
+"""Seconds that a server may take to answer at first."""
+
+
+class WandbLog:
+    """A W&B run whose files lie in ``folder``/wandb, and whose id in ``folder``/wandb.json.
+
+    Without an API key it is written offline, for ``wandb sync``. W&B cannot take back what a killed process
+    logged after its last checkpoint; those steps are left out when they come again.
+
+    Args:
+        folder: the run folder.
+        project: W&B's name for many runs.
+        settings: of the training, shown beside its figures.
+
+    Raises:
+        HddmError: without wandb.
+    """
+
+    def __init__(self, folder: Path, project: str, settings: Mapping[str, Any]) -> None:
+        try:
+            import wandb
+        except ImportError as error:
+            raise HddmError("needs wandb: pip install 'hddm-diffusion[wandb]'") from error
+        self._wandb: Any = wandb
+        self._path = folder / RECORD
+        known = read_json(self._path) if self._path.exists() else {}
+        self._id = str(known.get("id") or secrets.token_hex(8))
+        self._logged = int(known.get("step", 0))
+        self._last = self._logged
+        self._record(self._logged)
+        self._run: Any = wandb.init(
+            project=project,
+            id=self._id,
+            name=folder.stem,
+            dir=str(folder),
+            config=dict(settings),
+            resume="allow",
+            mode=_mode(),
+            settings=wandb.Settings(console="off", silent=True, init_timeout=TIMEOUT),
+        )
+
+    def put(self, step: int, figures: Mapping[str, float], pictures: Mapping[str, Tensor]) -> None:
+        """As `hddm.training.watching.Sink.put`."""
+        if step <= self._logged:
+            return
+        self._run.log(dict(figures), step=step)
+        # Apart, since W&B names a picture's file by the step of the call before.
+        images = {
+            name: self._wandb.Image(pixels.permute(1, 2, 0).numpy()) for name, pixels in pictures.items()
+        }
+        if images:
+            self._run.log(images, step=step)
+        if step > self._last:
+            # W&B keeps a step back until the next one comes, so this one may still be lost.
+            self._record(self._last)
+            self._last = step
+
+    def sync(self) -> None:
+        """Do nothing: a process of W&B's own has what was put."""
+
+    def close(self, failed: bool) -> None:
+        """As `hddm.training.watching.Sink.close`."""
+        self._run.finish(exit_code=int(failed))
+        self._record(self._last)
+
+    def _record(self, step: int) -> None:
+        draft = self._path.with_name(f".{RECORD}")
+        write_json(draft, {"id": self._id, "step": step})
+        os.replace(draft, self._path)
+
+
+def _mode() -> Literal["online", "offline", "disabled"]:
+    asked = os.environ.get("WANDB_MODE")
+    if asked == "disabled":
+        return "disabled"
+    if asked == "offline":
+        return "offline"
+    if _has_key():
+        return "online"
+    log.info(
+        "W&B: no API key in WANDB_API_KEY or ~/.netrc, so the run is written offline; wandb sync sends it"
+    )
+    return "offline"
+
+
+def _has_key() -> bool:
+    """Return true where W&B has a key, or its equal, and need not ask."""
+    # W&B's own dependency, and its own way.
+    from requests.utils import get_netrc_auth
+
+    if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
+        return True
+    return get_netrc_auth(os.environ.get("WANDB_BASE_URL") or "https://api.wandb.ai") is not None
