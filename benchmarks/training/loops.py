@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from benchmarks.training.networks import Call, awake
-from benchmarks.training.settings import DTYPES, Settings
+from benchmarks.timing import DTYPES
+from benchmarks.training.networks import Call, Settings, awake
 from hddm.training.loop import StepReport, Task, fit
 from hddm.training.objectives import TIME_SCALE, Objective
 from hddm.training.settings import LoopSettings

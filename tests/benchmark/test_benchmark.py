@@ -15,27 +15,36 @@ from sklearn.datasets import load_digits
 
 import hddm
 from hddm.benchmark.data import write_digits
-from hddm.benchmark.quickstart import QuickstartSettings, quickstart
+from hddm.benchmark.presets import load_settings, parse_settings
 from hddm.benchmark.report import tables_text
 from hddm.benchmark.results import Results, read_results
+from hddm.benchmark.run import quickstart
 from hddm.benchmark.samples import write_grid
 from hddm.data.images import load_images
 from hddm.utils.errors import HddmError
 from tests.artefacts import contents
 
-SETTINGS = QuickstartSettings(
-    num_shards=2,
-    steps=4,
-    batch_size=16,
-    size="tiny",
-    router_batch_size=16,
-    sampling_steps=2,
-    num_images=80,
-    num_images_per_strategy=80,
-    resamples=3,
-    workers=1,
-)
 MODELS = ["single model", "homogeneous flow", "homogeneous DDPM", "mixed 1:1"]
+
+
+STRATEGIES = ["draw", "top-1", "top-2", "threshold-0.2", "nucleus-0.9", "full"]
+PRESET = load_settings("quickstart").model_dump(mode="json")
+MIXED = {"name": "mixed 1:1", "objectives": "1:1"}
+SHORT = {"steps": 4, "batch_size": 8, "learning_rate": 4e-3, "size": "tiny"}
+SETTINGS = parse_settings(
+    PRESET
+    | {
+        "partition": {"shards": 2},
+        "training": {"expert": SHORT, "router": SHORT},
+        "models": [*PRESET["models"][:3], MIXED],
+        "compare": PRESET["compare"] | {"candidates": ["mixed 1:1"]},
+        "sampling": PRESET["sampling"] | {"steps": 2, "num_images": 80},
+        "tables": [{"name": "models"}, PRESET["tables"][1] | {"models": ["mixed 1:1"], "base": {}}],
+        "resamples": 3,
+        "workers": 1,
+    },
+    "small quickstart",
+)
 
 
 @dataclass(frozen=True)
@@ -50,7 +59,7 @@ class Finished:
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Finished:
     folder = tmp_path_factory.mktemp("quickstart") / "out"
-    returned = quickstart(folder, SETTINGS)
+    returned = quickstart(SETTINGS, folder)
     return Finished(folder, returned, json.loads((folder / "results.json").read_text()))
 
 
@@ -64,7 +73,7 @@ def _numbers(value: object) -> list[float]:
 
 def test_the_two_tables_have_all_their_rows(finished: Finished) -> None:
     names = {table: [row.name for row in rows] for table, rows in finished.returned.tables.items()}
-    assert names == {"models": MODELS, "strategies": list(SETTINGS.strategies)}
+    assert names == {"models": MODELS, "strategies": STRATEGIES}
 
 
 def test_every_figure_is_finite_and_every_distance_has_an_interval(finished: Finished) -> None:
@@ -120,7 +129,7 @@ def test_the_terminal_shows_what_the_results_say(finished: Finished) -> None:
     for rows in finished.returned.tables.values():
         for row in rows:
             assert row.name in text
-            assert finished.returned.told(row, "to_held_out") in text
+            assert finished.returned.shown(row, "to_held_out") in text
 
 
 def test_the_results_say_what_made_them(finished: Finished) -> None:
@@ -133,7 +142,7 @@ def test_the_results_say_what_made_them(finished: Finished) -> None:
 def test_a_finished_quickstart_is_not_overwritten(finished: Finished) -> None:
     before = (finished.folder / "results.json").read_bytes()
     with pytest.raises(HddmError, match="--overwrite"):
-        quickstart(finished.folder, SETTINGS)
+        quickstart(SETTINGS, finished.folder)
     assert (finished.folder / "results.json").read_bytes() == before
 
 
@@ -160,8 +169,3 @@ def test_a_grid_shows_every_image_in_reading_order(tmp_path: Path) -> None:
     assert [shown[5, 5 + 10 * k] for k in range(8)] == [20 * k for k in range(8)]
     assert [shown[15, 5 + 10 * k] for k in range(3)] == [160, 180, 96]
     assert list(contents(tmp_path)) == ["a/grid.png"]
-
-
-def test_unequal_compute_is_refused() -> None:
-    with pytest.raises(HddmError, match="does not divide into 3 shards"):
-        QuickstartSettings(num_shards=3).expert("flow", 0)
