@@ -41,8 +41,6 @@ from benchmarks.timing import Taken, quartiles, ratios
 from hddm.benchmark.compute import router_flop
 from hddm.ensemble import Ensemble, Router
 from hddm.experts.loading import load
-from hddm.networks.transformers import ExpertTransformer
-from hddm.utils.errors import HddmError
 
 BATCH, K = 2 * QUICK.experts, QUICK.experts
 
@@ -83,23 +81,9 @@ def test_the_router_of_a_full_run_takes_at_most_8_percent_of_an_experts_operatio
     assert 0.04 < router / expert <= 0.08
 
 
-def test_an_expert_on_disk_is_larger_than_the_noise_of_memory() -> None:
-    size = CPU.stored
-    with torch.device("meta"):
-        network = ExpertTransformer(
-            CPU.memory_side, CPU.channels, CPU.patch, size.hidden_size, size.depth, size.num_heads
-        )
-    assert 100e6 < 4 * sum(p.numel() for p in network.parameters()) < 200e6
-
-
 def test_the_loop_over_all_experts_gives_what_the_full_ensemble_gives(models: Models) -> None:
     ways = ways_of(models, QUICK, "cpu")
     torch.testing.assert_close(ways[LOOP][0](), ways["ensemble, full"][0]())
-
-
-def test_half_of_the_experts_are_converted_ones(models: Models) -> None:
-    objectives = [record.objective for record in models.experts.facts]
-    assert objectives == ["flow", "ddpm"] * (K // 2)
 
 
 def test_the_step_of_diffusers_is_one_of_its_own_pipeline(models: Models) -> None:
@@ -111,14 +95,12 @@ def test_the_step_of_diffusers_is_one_of_its_own_pipeline(models: Models) -> Non
     assert not torch.equal(stepped, x)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_every_way_is_timed_once_a_round(dtype: str) -> None:
-    times = measure_times(QUICK, "cpu", dtype, compiled=False)
+def test_every_way_is_timed_once_a_round() -> None:
+    times = measure_times(QUICK, "cpu", "bfloat16", compiled=False)
     assert {SINGLE, BARE, TOP_1, TOP_2, LOOP, f"{EVERY}1", f"{EVERY}4"} <= set(times)
     for each in times.values():
         assert len(each) == QUICK.repeats
         assert all(one.seconds > 0 for one in each)
-    assert ratios(times, SINGLE, SINGLE) == [1.0] * QUICK.repeats
 
 
 def test_ratios_are_taken_within_a_round() -> None:
@@ -175,12 +157,6 @@ def test_all_and_a_few_experts_are_written_as_ensembles_that_load(tmp_path: Path
         found = memory_of(ask)
         assert found.resident >= found.resident_opened
         assert found.seconds_a_step > 0
-
-
-def test_a_limit_below_one_expert_is_refused(tmp_path: Path) -> None:
-    size, router = write_ensembles(QUICK, tmp_path)
-    with pytest.raises(HddmError, match="max-memory"):
-        memory_of(_asked(tmp_path, Case(ALL, "disk"), size // 2 + router))
 
 
 def test_a_report_says_what_was_met_and_what_was_missed(tmp_path: Path) -> None:
