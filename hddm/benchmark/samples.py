@@ -48,12 +48,12 @@ def canonical(point: SamplingPoint, is_single: bool) -> SamplingPoint:
 
     A single model has no strategy; where none asks a router, nothing of the router counts.
     """
-    parts = set() if point.calibration == "none" else set(point.calibration.split("+"))
+    calibrated = set() if point.calibration == "none" else set(point.calibration.split("+"))
     changes: dict[str, Any] = {"strategy": "draw"} if is_single else {}
     if changes.get("strategy", point.strategy) == "draw":
-        parts.discard("router")
+        calibrated.discard("router")
         changes["router_temperature"] = 1.0
-    changes["calibration"] = "+".join(name for name in ("experts", "router") if name in parts) or "none"
+    changes["calibration"] = "+".join(name for name in ("experts", "router") if name in calibrated) or "none"
     return point.model_copy(update=changes)
 
 
@@ -116,9 +116,9 @@ def pieces(source: SampledModel, point: SamplingPoint, seed: int, device: str = 
 
 def read_samples(store: Store, jobs: Sequence[Job]) -> tuple[Tensor, Tensor | None]:
     """Bytes (n, C, H, W) and perhaps labels (n,) of finished pieces."""
-    parts = [load_file(store.path(job) / _PIXELS) for job in jobs]
-    labels = [part["labels"] for part in parts if "labels" in part]
-    return torch.cat([part["pixels"] for part in parts]), torch.cat(labels) if labels else None
+    found = [load_file(store.path(job) / _PIXELS) for job in jobs]
+    labels = [piece["labels"] for piece in found if "labels" in piece]
+    return torch.cat([piece["pixels"] for piece in found]), torch.cat(labels) if labels else None
 
 
 @dataclass(frozen=True)
