@@ -107,6 +107,8 @@ def measure_distillation(settings: Settings, start: Start) -> Path:
         runs = [_run(bench, tuned, seed) for seed in range(start.seeds)]
         teacher = load(bench.teacher(0))
         assert isinstance(teacher, Ensemble)
+        # Of its network alone: calibration is left out everywhere.
+        teacher.experts[0].calibration = None
     content = {
         "settings": as_json(settings),
         "forward_mflop": evaluation_flop(teacher.experts[0]) / 1e6,

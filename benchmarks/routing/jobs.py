@@ -91,6 +91,7 @@ def sample_job(place: Path, data: Data, row: Row, point: SamplingPoint, seed: in
     # Of experts without classes, whose table costs nothing.
     plain = load(place / FLOW / "0")
     assert isinstance(plain, VelocityField)
+    plain.calibration = None
     expert_cost = evaluation_flop(plain) / 1e6
     router_cost = router_flop(router, images[:1]) / 1e6
     asked = 0 if row.strategy == "draw" else -(-steps // row.router_every) / steps
