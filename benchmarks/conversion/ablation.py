@@ -26,9 +26,9 @@ from hddm.sampling import draw_experts, initial_noise, sample
 from hddm.schedules import from_diffusers
 from hddm.training.calibrate import recalibrate
 from hddm.training.expert import ExpertSettings, train_expert
-from hddm.utils.files import read_json, write_json
+from hddm.utils.files import write_json
 from hddm.utils.processes import Call, Report, Workers
-from hddm.utils.records import EXPERT_FILE
+from hddm.utils.records import write_manifest
 
 SHARDS, BATCH = 2, 512
 DDPM, FLOW, DATA, FREE, BARE = "ddpm", "flow", "converted-data", "converted-free", "converted-bare"
@@ -133,15 +133,15 @@ def expert_job(
     train_expert(shard, native, own, schedule, overwrite=True, on_step=lambda *_: report(1))
     if objective != DDPM:
         return
-    write(plan(native, Conversion()), place / BARE / str(k), overwrite=True)
+    bare = place / BARE / str(k)
+    write(plan(native, Conversion()), bare, overwrite=True)
     # A checkpoint from elsewhere brings no calibration along.
-    (place / BARE / str(k) / CALIBRATION).unlink(missing_ok=True)
-    record = place / BARE / str(k) / EXPERT_FILE
-    write_json(record, read_json(record) | {"calibration_sha256": None})
+    (bare / CALIBRATION).unlink(missing_ok=True)
+    write_manifest(bare)
     for kind, data in ((DATA, shard), (FREE, None)):
         copy = place / kind / str(k)
         shutil.rmtree(copy, ignore_errors=True)
-        shutil.copytree(place / BARE / str(k), copy)
+        shutil.copytree(bare, copy)
         recalibrate(copy, data, seed, settings.calibration_images)
 
 
