@@ -7,9 +7,9 @@ from typing import Any
 from safetensors.torch import save_file
 from torch import Tensor
 
-from hddm.benchmark.jobs import RECORD, Job, Store, making
+from hddm.benchmark.jobs import RECORD, Job, Store
 from hddm.benchmark.results import Results, number, read_results
-from hddm.benchmark.scores import score_job, score_job_of
+from hddm.benchmark.scores import Scoring
 from hddm.data.images import to_bytes
 from hddm.ensemble import Ensemble
 from hddm.experts.loading import load
@@ -65,14 +65,11 @@ class FinishedBenchmark:
 
     def scores(self, images: Tensor, **made_by: Any) -> dict[str, Any]:
         """Scores of samples (n, C, H, W) in [-1, 1] as the benchmark's own; ``made_by`` tells them apart."""
-        samples = Job("experiment", made_by)
-        if not self.store.has(samples):
-            with making(self.store.folder, samples) as (draft, _):
-                save_file({"pixels": to_bytes(images)}, draft / "samples.safetensors")
-        job = score_job_of(self.results.settings, [samples], self.reference, self.features)
-        if not self.store.has(job):
-            score_job(self.store, job, [samples], self.reference, self.features, lambda units: None)
-        return self.store.result(job)
+        samples, tensors = Job("experiment", made_by), {"pixels": to_bytes(images)}
+        self.store.once(samples, lambda folder: save_file(tensors, folder / "samples.safetensors"))
+        scoring = Scoring(self.results.settings, (samples,), self.reference, self.features)
+        scoring.do(self.store, lambda units: None)
+        return self.store.result(scoring.job)
 
     def line(self, name: str, seed: int, scores: dict[str, Any]) -> str:
         """The deciding distance of one row."""

@@ -1,29 +1,26 @@
 """Native DDPM, native flow, converted DDPM and a mix of the two, on digits."""
 
 import shutil
-import time
-from collections.abc import Callable, Mapping
+import statistics
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from diffusers import DDIMScheduler
+from matplotlib.figure import Figure
 from torch import Tensor
 
-from benchmarks.conversion.ablation_report import write_ablation
-from benchmarks.conversion.report import measured_on
 from benchmarks.conversion.starts import DDPM_LINEAR
-from hddm.benchmark.data import write_digits
-from hddm.benchmark.samples import slug
+from benchmarks.harness import Digits, Start, as_json, run_calls
+from benchmarks.reports import COLOURS, SCORES, SIDES, Runs, about_scores, distance_gaps, score_cells, table
+from hddm.benchmark.settings import slug
 from hddm.calibration import FILE_NAME as CALIBRATION
 from hddm.checkpoints.convert import write
 from hddm.checkpoints.plan import Conversion, plan
-from hddm.data.images import load_images, to_bytes
-from hddm.data.partition import partition
+from hddm.data.images import to_bytes
 from hddm.ensemble import Ensemble
-from hddm.evaluation.features import choose_extractor
-from hddm.evaluation.scores import Scorer
 from hddm.experts.assembly import assemble
 from hddm.experts.loading import load
 from hddm.sampling import draw_experts, initial_noise, sample
@@ -31,12 +28,11 @@ from hddm.schedules import from_diffusers
 from hddm.training.calibrate import recalibrate
 from hddm.training.expert import train_expert
 from hddm.training.settings import ExpertSettings
-from hddm.utils.files import read_json, write_json
-from hddm.utils.processes import Call, Workers
-from hddm.utils.progress import Progress
-from hddm.utils.records import EXPERT_FILE
+from hddm.utils.files import write_json
+from hddm.utils.processes import Call, Report, Workers
+from hddm.utils.records import write_manifest
 
-SHARDS = 2
+SHARDS, BATCH = 2, 512
 DDPM, FLOW, DATA, FREE, BARE = "ddpm", "flow", "converted-data", "converted-free", "converted-bare"
 # Which folder of experts each row draws from, a shard each, and the spacing of DDIM where it samples.
 ROWS: Mapping[str, tuple[tuple[str, str], str | None]] = {
@@ -81,38 +77,46 @@ QUICK = Settings(
 )
 
 
-def measure_ablation(
-    settings: Settings, seeds: int, work: Path, results: Path, workers: int, command: str
-) -> Path:
+def measure_ablation(settings: Settings, start: Start) -> Path:
     """Train, convert, sample and score; scores of each seed are written as soon as they are there."""
-    facts, began = measured_on(), time.perf_counter()
-    folder = work / settings.name
-    folder.mkdir(parents=True, exist_ok=True)
-    training, held_out = write_digits(folder / "digits")
-    partition(training, folder / "shards", SHARDS, overwrite=True)
-    images, fresh = load_images(training), load_images(held_out)
-    extractor = choose_extractor(images, min(len(images), len(fresh), settings.images))
-    scorer = Scorer(extractor, images.pixels, fresh.pixels, settings.resamples)
-    runs = []
-    with Workers(workers) as pool:
-        for seed in range(seeds):
+    folder = start.work / settings.name
+    digits, runs = Digits(folder), []
+    shards = digits.shards("shards", SHARDS)
+    scorer = digits.scorer(settings.images, settings.resamples)
+    with Workers(start.workers) as pool:
+        for seed in range(start.seeds):
             place = folder / f"seed_{seed}"
-            _train(pool, settings, folder / "shards", place, seed)
-            sampled = _sample(pool, settings, place, seed)
-            rows = {name: asdict(scorer.score(pixels)) for name, pixels in sampled.items()}
+            run_calls(pool, _trainings(settings, shards, place, seed), f"seed {seed}: train")
+            calls = _samplings(settings, place, seed)
+            sampled = run_calls(pool, list(calls.values()), f"seed {seed}: sample")
+            rows = {name: asdict(scorer.score(one)) for name, one in zip(calls, sampled, strict=True)}
             runs.append({"seed": seed, "rows": rows})
             write_json(folder / f"scores-{seed}.json", rows)
-            found = ", ".join(f"{name} {row['to_training']['value']:.2f}" for name, row in rows.items())
-            print(f"seed {seed}: {found}", flush=True)
-    content = {
-        "format": "1.0",
-        "measured_on": facts,
-        "seconds": round(time.perf_counter() - began),
-        "settings": {**asdict(settings), "training": settings.training.model_dump(mode="json")},
-        "real": asdict(scorer.real()),
-        "runs": runs,
-    }
-    return write_ablation(results, settings.name, command, content)
+    content = {"settings": as_json(settings), "real": asdict(scorer.real()), "runs": runs}
+    return start.write(f"conversion-{settings.name}", lines(settings, content), content, _picture(runs))
+
+
+def _trainings(settings: Settings, shards: Path, place: Path, seed: int) -> list[Call]:
+    common = {"place": place, "settings": settings, "seed": seed}
+    return [
+        Call(
+            expert_job,
+            {**common, "shard": shards / f"shard_{k}", "k": k, "objective": objective},
+            settings.training.steps,
+        )
+        for objective in (DDPM, FLOW)
+        for k in range(SHARDS)
+    ]
+
+
+def _samplings(settings: Settings, place: Path, seed: int) -> dict[str, Call]:
+    calls = {}
+    for name, (kinds, spacing) in ROWS.items():
+        source = place / "ensembles" / slug(name)
+        assemble([place / kind / str(k) for k, kind in enumerate(kinds)], source, overwrite=True)
+        arguments = {"source": source, "num": settings.images, "seed": seed, "spacing": spacing}
+        calls[name] = Call(sample_job, arguments | {"steps": settings.sampling_steps}, settings.images)
+    return calls
 
 
 def expert_job(
@@ -122,36 +126,34 @@ def expert_job(
     settings: Settings,
     objective: str,
     seed: int,
-    report: Callable[[int], None],
+    report: Report,
 ) -> None:
     """Train one expert; convert and calibrate it where it is a DDPM."""
     native = place / objective / str(k)
     own = settings.training.model_copy(update={"objective": objective, "seed": seed})
     schedule = from_diffusers(DDPM_LINEAR) if objective == DDPM else None
-    train_expert(shard, native, own, schedule, overwrite=True, on_step=lambda step, loss: report(1))
+    train_expert(shard, native, own, schedule, overwrite=True, on_step=lambda *_: report(1))
     if objective != DDPM:
         return
-    write(plan(native, Conversion()), place / BARE / str(k), overwrite=True)
+    bare = place / BARE / str(k)
+    write(plan(native, Conversion()), bare, overwrite=True)
     # A checkpoint from elsewhere brings no calibration along.
-    (place / BARE / str(k) / CALIBRATION).unlink(missing_ok=True)
-    record = place / BARE / str(k) / EXPERT_FILE
-    write_json(record, read_json(record) | {"calibration_sha256": None})
+    (bare / CALIBRATION).unlink(missing_ok=True)
+    write_manifest(bare)
     for kind, data in ((DATA, shard), (FREE, None)):
         copy = place / kind / str(k)
         shutil.rmtree(copy, ignore_errors=True)
-        shutil.copytree(place / BARE / str(k), copy)
+        shutil.copytree(bare, copy)
         recalibrate(copy, data, seed, settings.calibration_images)
 
 
-def sample_job(
-    source: Path, num: int, seed: int, steps: int, spacing: str | None, report: Callable[[int], None]
-) -> Tensor:
+def sample_job(source: Path, num: int, seed: int, steps: int, spacing: str | None, report: Report) -> Tensor:
     """Images in bytes: by DDIM with ``spacing``, else by the defaults of `hddm.sample`."""
     model = load(source)
     assert isinstance(model, Ensemble)
     if spacing is None:
-        return to_bytes(sample(model, num, seed, steps, batch_size=512, on_batch=report))
-    return to_bytes(ddim_samples(model, num, seed, steps, spacing, on_batch=report))
+        return to_bytes(sample(model, num, seed, steps, batch_size=BATCH, on_batch=report))
+    return to_bytes(ddim_samples(model, num, seed, steps, spacing, report))
 
 
 @torch.no_grad()
@@ -161,14 +163,13 @@ def ddim_samples(
     seed: int,
     steps: int,
     spacing: str,
-    batch_size: int = 512,
-    on_batch: Callable[[int], None] | None = None,
+    report: Report,
 ) -> Tensor:
     """Samples (num, C, H, W) by diffusers' own DDIM, eta 0, from the noise and experts of `hddm.sample`."""
     assert ensemble.sample_shape is not None
     batches = []
-    for start in range(0, num, batch_size):
-        stop = min(start + batch_size, num)
+    for start in range(0, num, BATCH):
+        stop = min(start + BATCH, num)
         expert = draw_experts(ensemble.prior, seed, start, stop)
         x = initial_noise(seed, start, stop, ensemble.sample_shape)
         for k, field in enumerate(ensemble.experts):
@@ -181,28 +182,50 @@ def ddim_samples(
                 y = scheduler.step(eps, timestep, y, eta=0.0).prev_sample
             x[rows] = y
         batches.append(x)
-        if on_batch is not None:
-            on_batch(stop - start)
+        report(stop - start)
     return torch.cat(batches)
 
 
-def _train(pool: Workers, settings: Settings, shards: Path, place: Path, seed: int) -> None:
-    calls = []
-    for objective in (DDPM, FLOW):
-        for k in range(SHARDS):
-            arguments: dict[str, Any] = {"shard": shards / f"shard_{k}", "place": place, "k": k}
-            arguments |= {"settings": settings, "objective": objective, "seed": seed}
-            calls.append(Call(expert_job, arguments, settings.training.steps))
-    with Progress(sum(call.units for call in calls), f"seed {seed}: train") as progress:
-        pool.run(calls, progress)
+def lines(settings: Settings, content: Mapping[str, Any]) -> list[str]:
+    """The report, its title first."""
+    runs, training = content["runs"], settings.training
+    return [
+        "# Native and converted experts on digits",
+        "Two shards of scikit-learn's digits, an expert each, drawn by shard size and kept. Every expert: "
+        f"`{training.size}`, {training.steps:,} steps at batch {training.batch_size}, "
+        f"{training.learning_rate:g}; DDPM on linear betas 1e-4 … 0.02, 1,000 steps. The DDPM is sampled "
+        "by diffusers' DDIMScheduler (eta 0, clip_sample on, as the config says; its default spacing "
+        '"leading", and "trailing"), or goes through `hddm convert`, is calibrated on its shard or on '
+        f"{settings.calibration_images} samples of its own (`hddm calibrate` without --data), and is "
+        f"sampled by `hddm.sample` with its defaults. {settings.sampling_steps} steps and "
+        f"{settings.images:,} images everywhere.",
+        "",
+        about_scores(content["real"], runs),
+        "",
+        *table(["samples of", *SCORES], [[row, *score_cells(runs, row)] for row in ROWS]),
+        "",
+        # Every calibrated conversion against every native sampling of the same DDPM, paired by seed.
+        *(
+            f"- {converted}, against {native}: {distance_gaps(runs, converted, native)}"
+            for converted in ROWS
+            if converted.startswith("converted DDPM, calibrated")
+            for native in ROWS
+            if native.startswith("native DDPM, DDIM")
+        ),
+    ]
 
 
-def _sample(pool: Workers, settings: Settings, place: Path, seed: int) -> dict[str, Tensor]:
-    calls = {}
-    for name, (kinds, spacing) in ROWS.items():
-        source = place / "ensembles" / slug(name)
-        assemble([place / kind / str(k) for k, kind in enumerate(kinds)], source, overwrite=True)
-        arguments = {"source": source, "num": settings.images, "seed": seed, "spacing": spacing}
-        calls[name] = Call(sample_job, arguments | {"steps": settings.sampling_steps}, settings.images)
-    with Progress(sum(call.units for call in calls.values()), f"seed {seed}: sample") as progress:
-        return dict(zip(calls, pool.run(list(calls.values()), progress), strict=True))
+def _picture(runs: Runs) -> Figure:
+    names = list(runs[0]["rows"])
+    canvas = Figure(figsize=(9, 0.42 * len(names) + 1.2), layout="constrained")
+    panels = canvas.subplots(1, 2, sharey=True)
+    for panel, (side, label) in zip(panels, SIDES.items(), strict=True):
+        for place, name in enumerate(names):
+            values = [run["rows"][name][side]["value"] for run in runs]
+            panel.barh(place, statistics.fmean(values), color=COLOURS[2], height=0.6)
+            panel.plot(values, [place] * len(values), "o", color=COLOURS[0], markersize=4)
+        panel.set_yticks(range(len(names)), names, fontsize=8)
+        panel.set_xlabel(f"Fréchet distance {label}", fontsize=8)
+        panel.tick_params(axis="x", labelsize=8)
+    panels[0].invert_yaxis()
+    return canvas

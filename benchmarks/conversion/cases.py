@@ -1,8 +1,6 @@
 """What the convergence question is asked of, and everything that is the same for all starts."""
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 from benchmarks.conversion.starts import EXACT, FOLD_RANK, PAPER, SCRATCH, STARTS, Size
 from hddm.training.settings import LoopSettings
@@ -83,15 +81,3 @@ def quick(case: Case) -> Case:
         sampling_steps=2,
         first_mark=5,
     )
-
-
-def plain(case: Case) -> dict[str, Any]:
-    """``case`` as JSON gives it back."""
-    loops = {name: getattr(case, name).model_dump(mode="json") for name in ("pretraining", "training")}
-    return {**_lists(asdict(case)), **loops}
-
-
-def _lists(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _lists(one) for key, one in value.items()}
-    return [_lists(one) for one in value] if isinstance(value, list | tuple) else value

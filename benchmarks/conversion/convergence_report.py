@@ -2,23 +2,22 @@
 
 import statistics
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullLocator
 
+from benchmarks.conversion.cases import Case
 from benchmarks.conversion.curves import Reached, reached
-from benchmarks.conversion.report import COLOURS, head, mean_spread, table, write_result
 from benchmarks.conversion.starts import AS_THEY_ARE, EXACT, PAPER, SCRATCH, STARTS
+from benchmarks.reports import COLOURS, mean_spread, table
 
 _SHARES = (0.125, 0.25, 0.5, 1.0)
 
 
-def write_convergence(folder: Path, name: str, command: str, content: Mapping[str, Any]) -> Path:
-    """Write the result of `benchmarks.conversion.convergence`."""
-    runs, settings = content["runs"], content["settings"]
-    seeds = len(runs[SCRATCH])
+def lines(case: Case, content: Mapping[str, Any]) -> list[str]:
+    """The report, its title first."""
+    runs = content["runs"]
     rows = [
         [
             start,
@@ -35,16 +34,14 @@ def write_convergence(folder: Path, name: str, command: str, content: Mapping[st
     ]
     far = [f"distance at {step:,}" for step in runs[SCRATCH][0]["distance_steps"]]
     columns = ["start", "rate", "loss at step 0", "last loss", "lowest loss", *far]
-    budget = settings["training"]["steps"]
+    budget = case.training.steps
     targets = {f"after {round(share * budget):,} steps": reached(runs, SCRATCH, share) for share in _SHARES}
     targets["lowest"] = reached(runs, SCRATCH, None)
     steps = [[start, *(str(found[start]) for found in targets.values())] for start in runs]
     faster = [[start, *(found[start].speedup for found in targets.values())] for start in runs]
     text = [
-        f"# Flow matching from a DDPM checkpoint: {name}",
-        "",
-        head(content["measured_on"], command, content["seconds"]),
-        *_setting(settings, seeds),
+        f"# Flow matching from a DDPM checkpoint: {case.name}",
+        *_setting(case, len(runs[SCRATCH])),
         "",
         *table(columns, rows),
         "",
@@ -70,59 +67,59 @@ def write_convergence(folder: Path, name: str, command: str, content: Mapping[st
         )
         + ".",
     ]
-    return write_result(folder, f"convergence-{name}", text, content, _picture(runs))
+    return text
 
 
-def _setting(settings: Mapping[str, Any], seeds: int) -> list[str]:
-    pretraining, training = settings["pretraining"], settings["training"]
-    size = settings["size"]
+def _setting(case: Case, seeds: int) -> list[str]:
+    pretraining, training, size = case.pretraining, case.training, case.size
     tuned = (
         "on the parts the other way round, with another checkpoint and another seed"
-        if settings["reverse_tuning"]
+        if case.reverse_tuning
         else "on other held-out images and another seed, with the same checkpoint"
     )
     return [
-        f"A transformer with adaLN-Zero ({size['depth']} blocks of width {size['width']}, patch "
-        f"{size['patch']}) is pretrained as a DDPM without classes on the old part (linear betas 1e-4 … "
-        f"0.02, 1,000 steps; {pretraining['steps']:,} steps at batch {pretraining['batch_size']}, "
-        f"{pretraining['learning_rate']:g}), then every start is trained on the new part with flow matching: "
-        f"{training['steps']:,} steps at batch {training['batch_size']}, AdamW, constant rate after "
-        f"{training['warmup']} steps, averaged weights (decay {training['ema_decay']:g}). {seeds} "
+        f"A transformer with adaLN-Zero ({size.depth} blocks of width {size.width}, patch "
+        f"{size.patch}) is pretrained as a DDPM without classes on the old part (linear betas 1e-4 … "
+        f"0.02, 1,000 steps; {pretraining.steps:,} steps at batch {pretraining.batch_size}, "
+        f"{pretraining.learning_rate:g}), then every start is trained on the new part with flow matching: "
+        f"{training.steps:,} steps at batch {training.batch_size}, AdamW, constant rate after "
+        f"{training.warmup} steps, averaged weights (decay {training.ema_decay:g}). {seeds} "
         f'seed{"s" if seeds > 1 else ""}; "s" is the standard deviation over them.',
         "",
         "Loss: ||v - (eps - x_0)||² a number, t uniform in [0, 1], on held-out images of the new part with "
         "the same noise for all; steps are interpolated between measurements. Distances are Fréchet "
-        f"distances on 64 features of a small classifier, {settings['samples']} samples in "
-        f"{settings['sampling_steps']} steps against the training images of the new part; **not comparable "
+        f"distances on 64 features of a small classifier, {case.samples} samples in "
+        f"{case.sampling_steps} steps against the training images of the new part; **not comparable "
         "with published FID**.",
         "",
         "Learning rates are picked for each start alone from "
-        f"{', '.join(f'{rate:g}' for rate in settings['rates'])}, by the loss after "
-        f"{settings['tuning_steps']} steps {tuned}.",
+        f"{', '.join(f'{rate:g}' for rate in case.rates)}, by the loss after "
+        f"{case.tuning_steps} steps {tuned}.",
     ]
 
 
 def _headline(targets: Mapping[str, Mapping[str, Reached]]) -> list[str]:
     """The exact conversion against the others that keep weights, a line a target."""
-    lines = []
+    text = []
     for name, found in targets.items():
         said = [
             f"{start} {found[start]} ({found[start].speedup})"
             for start in (EXACT, PAPER, AS_THEY_ARE)
             if start in found
         ]
-        lines.append(f"- Steps to scratch's loss, {name}: {'; '.join(said)}.")
-    return lines
+        text.append(f"- Steps to scratch's loss, {name}: {'; '.join(said)}.")
+    return text
 
 
 def _folds(errors: Sequence[Mapping[str, float]]) -> list[str]:
     if not errors or not errors[0]:
         return []
-    parts = [f"{start} {statistics.fmean(one[start] for one in errors):.3f}" for start in errors[0]]
-    return [f"- Relative error of the folded modulation: {', '.join(parts)}."]
+    folded = [f"{start} {statistics.fmean(one[start] for one in errors):.3f}" for start in errors[0]]
+    return [f"- Relative error of the folded modulation: {', '.join(folded)}."]
 
 
-def _picture(runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> Figure:
+def picture(runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> Figure:
+    """Loss and distance over steps."""
     canvas = Figure(figsize=(11, 4.6), layout="constrained")
     loss, distance = canvas.subplots(1, 2)
     targets = [run["losses"][-1] for run in runs[SCRATCH]]

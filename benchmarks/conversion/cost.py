@@ -5,7 +5,6 @@ import shutil
 import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -13,7 +12,8 @@ from typing import Any
 
 from benchmarks.conversion.checkpoint import SMALL, XL, write_checkpoints
 from benchmarks.conversion.processes import Measured, run_measured
-from benchmarks.conversion.report import head, measured_on, table, write_result
+from benchmarks.harness import Start
+from benchmarks.reports import met, table
 
 _PLAIN = """
 import sys, torch
@@ -33,9 +33,9 @@ SYNCED = "cp, sha256sum, sync"
 Results = dict[str, list[Measured]]
 
 
-def measure_cost(quick: bool, repeats: int, work: Path, results: Path, command: str) -> Path:
+def measure_cost(quick: bool, repeats: int, start: Start) -> Path:
     """Write a checkpoint, convert it ``repeats`` times beside the other ways, and delete everything."""
-    facts, began = measured_on(), time.perf_counter()
+    work = start.work
     work.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=work) as place:
         folder = Path(place)
@@ -49,9 +49,6 @@ def measure_cost(quick: bool, repeats: int, work: Path, results: Path, command: 
                 _measure_source(found[kind], repeat, source, folder / "out")
         sizes = {"safetensors": safetensors.stat().st_size, "pickle": pickle.stat().st_size}
     content = {
-        "format": "1.0",
-        "measured_on": facts,
-        "seconds": round(time.perf_counter() - began),
         "weights": weights,
         "bytes": sizes,
         "measured": {
@@ -59,8 +56,8 @@ def measure_cost(quick: bool, repeats: int, work: Path, results: Path, command: 
             for kind, ways in found.items()
         },
     }
-    subject = "cost-quick" if quick else "cost"
-    return write_result(results, subject, _text(content, found, command, repeats), content, None)
+    name = f"conversion-{'cost-quick' if quick else 'cost'}"
+    return start.write(name, _text(content, found, repeats), content)
 
 
 def _measure_source(found: Results, repeat: int, source: Path, out: Path) -> None:
@@ -98,13 +95,11 @@ def _note(found: Results, name: str, repeat: int, command: Sequence[str], ready:
     )
 
 
-def _text(content: Mapping[str, Any], found: dict[str, Results], command: str, repeats: int) -> list[str]:
+def _text(content: Mapping[str, Any], found: dict[str, Results], repeats: int) -> list[str]:
     imports = found["imports"]
     bare, bare_plain = imports["imports of hddm convert"], imports["imports of the plain way"]
     lines = [
         f"# Cost of a conversion: {content['weights'] / 1e6:,.0f} million weights",
-        "",
-        head(content["measured_on"], command, content["seconds"], busy_matters=True),
         "Random float32 weights in the layout of facebookresearch/DiT, "
         f"{content['bytes']['safetensors'] / 1e9:.2f} GB a file. Median of {repeats}, in brackets lowest and "
         "highest. The page cache is warm (the source is read once before each run) and nothing waits to be "
@@ -151,9 +146,8 @@ def _targets(content: Mapping[str, Any], kind: str, ways: Results, bare: Sequenc
     check = _median(ways[CHECKED], "seconds") - wall
     return [
         f"- Memory above the imports: {memory / 1e6:,.0f} MB; target below {allowed / 1e6:,.0f} MB: "
-        f"{'met' if memory < allowed else 'missed'}.",
-        f"- Wall: {wall:.1f} s; target 2 × (cp, sha256sum) + imports = {limit:.1f} s: "
-        f"{'met' if wall <= limit else 'missed'}.",
+        f"{met(memory, allowed)}.",
+        f"- Wall: {wall:.1f} s; target 2 × (cp, sha256sum) + imports = {limit:.1f} s: {met(wall, limit)}.",
         f"- The self-check takes {check:.1f} s more.",
     ]
 

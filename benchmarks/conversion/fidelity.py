@@ -1,8 +1,7 @@
 """How wrong the velocity is, over t, without the exact conversion."""
 
-import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,19 +9,16 @@ import torch
 from torch import Tensor
 
 from benchmarks.conversion.conversions import SameTimeField
-from benchmarks.conversion.fidelity_report import write_fidelity
+from benchmarks.conversion.fidelity_report import lines, picture
 from benchmarks.conversion.mixtures import DiagonalMixture
-from benchmarks.conversion.report import measured_on
 from benchmarks.conversion.starts import DDPM_LINEAR
-from hddm.benchmark.data import write_digits
+from benchmarks.harness import Digits, Start, as_json, run_calls
 from hddm.data.images import load_images
-from hddm.data.partition import partition
 from hddm.experts.loading import load
 from hddm.schedules import CosineSchedule, DiscreteSchedule, Schedule, from_diffusers
 from hddm.training.expert import train_expert
 from hddm.training.settings import ExpertSettings
-from hddm.utils.processes import Call, Workers
-from hddm.utils.progress import Progress
+from hddm.utils.processes import Call, Report, Workers
 from hddm.utils.tensors import append_dims, generator
 from hddm.velocity import VelocityField
 
@@ -122,44 +118,30 @@ def errors_on_mixtures(settings: Settings, seeds: int) -> list[dict[str, Any]]:
     return found
 
 
-def measure_fidelity(
-    settings: Settings, seeds: int, work: Path, results: Path, workers: int, command: str
-) -> Path:
+def measure_fidelity(settings: Settings, start: Start) -> Path:
     """Measure on mixtures, then on networks trained for it, and write the result."""
-    facts, began = measured_on(), time.perf_counter()
-    oracle = errors_on_mixtures(settings, seeds)
-    print("mixtures measured", flush=True)
-    folder = work / settings.name
-    folder.mkdir(parents=True, exist_ok=True)
-    training, held_out = write_digits(folder / "digits")
-    partition(training, folder / "whole", 1, overwrite=True)
+    folder = start.work / settings.name
+    digits, mixtures = Digits(folder), errors_on_mixtures(settings, start.seeds)
+    common = {"shard": digits.shards("whole", 1) / "shard_0", "held_out": digits.held_out}
     calls = [
         Call(
             network_job,
             {
-                "shard": folder / "whole" / "shard_0",
-                "held_out": held_out,
+                **common,
                 "out": folder / f"{'cosine' if name == 'cosine' else 'linear'}-{seed}",
                 "schedule": name,
                 "settings": settings.training.model_copy(update={"seed": seed}),
             },
             settings.training.steps,
         )
-        for seed in range(seeds)
+        for seed in range(start.seeds)
         for name in schedules()
     ]
-    with Workers(workers) as pool, Progress(sum(call.units for call in calls), "train") as progress:
-        networks = pool.run(calls, progress)
-    content = {
-        "format": "1.0",
-        "measured_on": facts,
-        "seconds": round(time.perf_counter() - began),
-        "settings": {**asdict(settings), "training": settings.training.model_dump(mode="json")},
-        "times": TIMES,
-        "mixtures": oracle,
-        "networks": networks,
-    }
-    return write_fidelity(results, settings.name, command, content)
+    with Workers(start.workers) as pool:
+        networks = run_calls(pool, calls, "train")
+    found = {"times": TIMES, "mixtures": mixtures, "networks": networks}
+    content = {"settings": as_json(settings), **found}
+    return start.write(f"conversion-{settings.name}", lines(settings, content), content, picture(content))
 
 
 def network_job(
@@ -168,12 +150,10 @@ def network_job(
     out: Path,
     schedule: str,
     settings: ExpertSettings,
-    report: Callable[[int], None],
+    report: Report,
 ) -> dict[str, Any]:
     """Train a DDPM expert on digits and measure its conversions on held-out images."""
-    train_expert(
-        shard, out, settings, schedules()[schedule], schedule, True, on_step=lambda step, loss: report(1)
-    )
+    train_expert(shard, out, settings, schedules()[schedule], schedule, True, on_step=lambda *_: report(1))
     field = load(out)
     assert isinstance(field, VelocityField)
     return {

@@ -2,12 +2,11 @@
 
 import statistics
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
 
-from benchmarks.conversion.report import COLOURS, head, mean_spread, table, write_result
+from benchmarks.reports import COLOURS, mean_spread, table
 
 _PANELS = (
     ("mixtures", "errors", "relative error, closed-form mixtures"),
@@ -16,14 +15,12 @@ _PANELS = (
 )
 
 
-def write_fidelity(folder: Path, name: str, command: str, content: Mapping[str, Any]) -> Path:
-    """Write the result of `benchmarks.conversion.fidelity`."""
-    settings, training = content["settings"], content["settings"]["training"]
+def lines(settings: Any, content: Mapping[str, Any]) -> list[str]:
+    """The report, its title first."""
+    training = settings.training
     seeds = len({row["seed"] for row in content["mixtures"]})
     text = [
         "# Velocity error over t, by conversion",
-        "",
-        head(content["measured_on"], command, content["seconds"]),
         "An expert that predicts noise, read as a velocity on the common path x = (1 - t) x_0 + t eps:",
         "",
         "- exact: native time of the same log-SNR, state (a + s) x, v = (eps - x)/(1 - t); outside the noise "
@@ -35,8 +32,8 @@ def write_fidelity(folder: Path, name: str, command: str, content: Mapping[str, 
         "- round(999 t), read as velocity: v = network(x, round(999 t)): its checkpoint recipe, had it kept "
         "the head. With the fresh head v is 0 and the relative error 1 at every t.",
         "",
-        f"Mixtures of 6 Gaussians in {' and '.join(map(str, settings['dimensions']))} dimensions, {seeds} of "
-        f"each, {settings['states']:,} states a time, against the closed-form velocity. Error: root mean "
+        f"Mixtures of 6 Gaussians in {' and '.join(map(str, settings.dimensions))} dimensions, {seeds} of "
+        f"each, {settings.states:,} states a time, against the closed-form velocity. Error: root mean "
         'square of the difference over that of the true velocity. Mean over mixtures, "s" their standard '
         "deviation. The betas cover t = 0.0099 to 0.9937; beyond, no network output says what is asked, so "
         "that exact is not 0 there.",
@@ -46,8 +43,8 @@ def write_fidelity(folder: Path, name: str, command: str, content: Mapping[str, 
         text += ["", f"{schedule}, mixtures, relative error:", "", *_over_t(content, rows, "errors")]
     text += [
         "",
-        f"Networks: {training['size']}, trained on digits ({training['steps']:,} steps at batch "
-        f"{training['batch_size']}), {seeds} seeds; held-out images, 4 noises each. Their true velocity is "
+        f"Networks: {training.size}, trained on digits ({training.steps:,} steps at batch "
+        f"{training.batch_size}), {seeds} seeds; held-out images, 4 noises each. Their true velocity is "
         "not known: the first table is the difference from their own exact conversion, the second the "
         "flow-matching loss ||v - (eps - x_0)||² a number, where lower is better whatever the conversion.",
     ]
@@ -55,7 +52,7 @@ def write_fidelity(folder: Path, name: str, command: str, content: Mapping[str, 
         rows = _select(content["networks"], schedule)
         text += ["", f"{schedule}, network, relative difference:", "", *_over_t(content, rows, "errors")]
         text += ["", f"{schedule}, network, flow-matching loss:", "", *_over_t(content, rows, "losses")]
-    return write_result(folder, name, text, content, _picture(content))
+    return text
 
 
 def _schedules(content: Mapping[str, Any]) -> list[str]:
@@ -74,7 +71,8 @@ def _over_t(content: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], figur
     return table(["t", *ways], lines)
 
 
-def _picture(content: Mapping[str, Any]) -> Figure:
+def picture(content: Mapping[str, Any]) -> Figure:
+    """Errors and losses over t, a line of panels a schedule."""
     names = _schedules(content)
     canvas = Figure(figsize=(12, 3.4 * len(names)), layout="constrained")
     grid = canvas.subplots(len(names), len(_PANELS), squeeze=False)

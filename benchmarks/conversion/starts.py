@@ -98,7 +98,7 @@ def pretrain(
 
     fitted = fit(Task(network, len(images), draw, loss), settings, watchers=[count])
     channels, height, width = images.shape[1:]
-    facts = ExpertRecord(
+    about = ExpertRecord(
         objective="ddpm",
         prediction_type=objective.prediction_type,
         schedule=objective.schedule.config,
@@ -108,8 +108,8 @@ def pretrain(
         training=fitted.record(settings),
     )
     with new_folder(out, RECORD) as draft:
-        save_expert(draft, Expert(network.requires_grad_(False), facts, None))
-        record: dict[str, Any] = {"format": "1.0", "final_loss": facts.training["final_loss"]}
+        save_expert(draft, Expert(network.requires_grad_(False), about, None))
+        record: dict[str, Any] = {"format": "1.0", "final_loss": about.training["final_loss"]}
         for start, conversion in CONVERTED.items():
             planned = plan(draft, conversion)
             write(planned, draft / _folder(start))

@@ -1,14 +1,14 @@
 """Train teachers, choose a recipe, train students and controls, score all; what is there is kept."""
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from benchmarks.conversion.report import measured_on
-from benchmarks.distillation.jobs import control_job, distill_job, score_job
-from benchmarks.distillation.report import write_distillation
+from matplotlib import image
+from matplotlib.figure import Figure
+
+from benchmarks.distillation.report import lines
 from benchmarks.distillation.settings import (
     CONTROL,
     COUNTED,
@@ -19,24 +19,20 @@ from benchmarks.distillation.settings import (
     TUNING_SEED,
     Recipe,
     Settings,
-    as_json,
-    check_kept,
 )
-from benchmarks.routing.jobs import expert_job, router_job
-from hddm.benchmark.compute import forward_mflop
-from hddm.benchmark.data import write_digits
-from hddm.benchmark.samples import slug
-from hddm.data.images import load_images
-from hddm.data.partition import partition
-from hddm.evaluation.features import choose_extractor
+from benchmarks.harness import Digits, Start, as_json, check_kept, expert_call, router_call, run_calls
+from hddm.benchmark.compute import evaluation_flop
+from hddm.benchmark.samples import draw, write_grid
+from hddm.benchmark.settings import slug
+from hddm.ensemble import Ensemble
 from hddm.evaluation.scores import Scorer
 from hddm.experts.assembly import assemble
 from hddm.experts.loading import load
-from hddm.utils.files import read_json
-from hddm.utils.processes import Call, Workers
-from hddm.utils.progress import Progress
+from hddm.training.distill import DistillSettings, distill
+from hddm.utils.files import read_json, write_json
+from hddm.utils.processes import Call, Report, Workers
 
-ENSEMBLE = "ensemble"
+GRID_IMAGES = 64
 
 
 class Bench:
@@ -44,32 +40,28 @@ class Bench:
 
     def __init__(self, settings: Settings, folder: Path, pool: Workers) -> None:
         self.settings, self.folder, self.pool = settings, folder, pool
-        chosen = settings.quickstart
-        training, held_out = write_digits(folder / "digits")
-        self.shards, self.whole = folder / "shards", folder / "whole"
-        for place, count in ((self.shards, chosen.num_shards), (self.whole, 1)):
-            if not place.exists():
-                partition(training, place, count)
-        images, fresh = load_images(training), load_images(held_out)
-        extractor = choose_extractor(images, min(len(images), len(fresh), chosen.num_images))
-        self.scorer = Scorer(extractor, images.pixels, fresh.pixels, chosen.resamples)
+        digits, chosen = Digits(folder), settings.quickstart
+        self.shards, self.whole = digits.shards("shards", settings.num_shards), digits.shards("whole", 1)
+        self.scorer = digits.scorer(chosen.sampling.num_images, chosen.resamples)
 
     def teacher(self, seed: int) -> Path:
         """The mixed ensemble of a training seed, trained if it is not there."""
         chosen, place = self.settings.quickstart, self.folder / f"seed_{seed}"
-        calls, experts = [], []
-        for k in range(chosen.num_shards):
-            own = chosen.expert("ddpm" if k < self.settings.num_ddpm else "flow", seed)
-            experts.append(place / "experts" / str(k))
-            arguments: dict[str, Any] = {"shard": self.shards / f"shard_{k}", "out": experts[-1]}
-            calls.append(Call(expert_job, arguments | {"settings": own}, own.steps))
-        router = chosen.router(seed)
-        arguments = {"shards": self.shards, "out": place / "router", "settings": router}
-        calls.append(Call(router_job, arguments, router.steps))
-        self._run(calls, f"seed {seed}: teacher")
-        if not (place / ENSEMBLE).exists():
-            assemble(experts, place / ENSEMBLE, place / "router", "draw")
-        return place / ENSEMBLE
+        experts = [place / "experts" / str(k) for k in range(self.settings.num_shards)]
+        calls = [
+            expert_call(
+                self.shards / f"shard_{k}",
+                out,
+                chosen.expert("ddpm" if k < self.settings.num_ddpm else "flow", seed),
+            )
+            for k, out in enumerate(experts)
+        ]
+        calls.append(router_call(self.shards, place / "router", chosen.router(seed)))
+        run_calls(self.pool, calls, f"seed {seed}: teacher")
+        ensemble = place / "ensemble"
+        if not ensemble.exists():
+            assemble(experts, ensemble, place / "router", "draw")
+        return ensemble
 
     def student(self, teacher: Path, out: Path, row: str, recipe: Recipe, seed: int) -> Call:
         """The training of a student's row."""
@@ -80,59 +72,46 @@ class Bench:
 
     def control(self, teacher: Path, out: Path, recipe: Recipe, seed: int) -> Call:
         """The training of a control, which begins as a student of ``teacher`` would, and never asks it."""
-        own = self.settings.control(recipe, seed)
-        arguments = {"shard": self.whole / "shard_0", "out": out, "settings": own}
-        return Call(control_job, arguments | {"init": self._init(teacher, recipe)}, own.steps)
+        own, init = self.settings.control(recipe, seed), self._init(teacher, recipe)
+        return expert_call(self.whole / "shard_0", out, own, init)
 
     def _init(self, teacher: Path, recipe: Recipe) -> Path | None:
-        last = self.settings.quickstart.num_shards - 1
+        last = self.settings.num_shards - 1
         return teacher.parent / "experts" / str(last) if recipe.init else None
 
     def scores(
-        self, place: Path, models: dict[str, tuple[Path, str | None]], seed: int, label: str
+        self, place: Path, models: Mapping[str, tuple[Path, str | None]], seed: int, label: str
     ) -> dict[str, Any]:
         """Scores of models, by their names; rows are kept in ``place``."""
-        chosen, rows = self.settings.quickstart, {name: place / f"{slug(name)}.json" for name in models}
-        common = {"scorer": self.scorer, "num": chosen.num_images, "seed": seed}
-        common |= {"steps": chosen.sampling_steps, "solver": chosen.solver}
+        rows = {name: place / f"{slug(name)}.json" for name in models}
+        common = {"scorer": self.scorer, "seed": seed, "settings": self.settings}
         calls = [
             Call(
                 score_job,
                 {"source": source, "strategy": strategy, "row": rows[name], **common},
-                chosen.num_images,
+                self.settings.quickstart.sampling.num_images,
             )
             for name, (source, strategy) in models.items()
         ]
-        self._run(calls, label)
+        run_calls(self.pool, calls, label)
         return {name: read_json(path) for name, path in rows.items()}
 
-    def train(self, calls: Sequence[Call], label: str) -> None:
-        """Run trainings."""
-        self._run(calls, label)
 
-    def _run(self, calls: Sequence[Call], label: str) -> None:
-        with Progress(sum(call.units for call in calls), label) as progress:
-            self.pool.run(calls, progress)
-
-
-def measure_distillation(
-    settings: Settings, seeds: int, work: Path, results: Path, workers: int, command: str
-) -> Path:
+def measure_distillation(settings: Settings, start: Start) -> Path:
     """The whole benchmark; returns the Markdown file."""
-    facts, started = measured_on(), time.perf_counter()
-    folder = work / settings.name
-    check_kept(folder, settings)
-    with Workers(workers) as pool:
+    folder = start.work / settings.name
+    check_kept(folder, as_json(settings))
+    with Workers(start.workers) as pool:
         bench = Bench(settings, folder, pool)
         tuned = tune(bench)
-        runs = [_run(bench, tuned, seed) for seed in range(seeds)]
-        cost = forward_mflop(load(bench.teacher(0)))[0]
+        runs = [_run(bench, tuned, seed) for seed in range(start.seeds)]
+        teacher = load(bench.teacher(0))
+        assert isinstance(teacher, Ensemble)
+        # Of its network alone: calibration is left out everywhere.
+        teacher.experts[0].calibration = None
     content = {
-        "format": "1.0",
-        "measured_on": facts,
-        "seconds": round(time.perf_counter() - started),
         "settings": as_json(settings),
-        "forward_mflop": cost,
+        "forward_mflop": evaluation_flop(teacher.experts[0]) / 1e6,
         "compute": {row: settings.compute(row) for row in ROWS},
         "images": {row: settings.images(row) for row in ROWS},
         "real": asdict(bench.scorer.real()),
@@ -140,8 +119,9 @@ def measure_distillation(
         "recipes": {kind: str(found["recipe"]) for kind, found in tuned.items()},
         "runs": runs,
     }
-    grids = [folder / "seed_0" / "rows" / f"{slug(row)}.png" for row in (TEACHER, STUDENT, CONTROL)]
-    return write_distillation(results, settings, command, content, grids)
+    grids = {row: folder / "seed_0" / "rows" / f"{slug(row)}.png" for row in (TEACHER, STUDENT, CONTROL)}
+    name = f"distillation-{settings.name}"
+    return start.write(name, lines(settings, content), content, _side_by_side(grids))
 
 
 def tune(bench: Bench) -> dict[str, dict[str, Any]]:
@@ -158,7 +138,7 @@ def tune(bench: Bench) -> dict[str, dict[str, Any]]:
     for kind, make in makers.items():
         outs = {str(recipe): place / slug(f"{kind} {recipe}") for recipe in bench.settings.recipes}
         calls = [make(outs[str(recipe)], recipe) for recipe in bench.settings.recipes]
-        bench.train(calls, f"tuning: {kind}")
+        run_calls(bench.pool, calls, f"tuning: {kind}")
         models: dict[str, tuple[Path, str | None]] = {name: (out, None) for name, out in outs.items()}
         scores = bench.scores(place / f"rows-{slug(kind)}", models, TUNING_SEED, f"tuning: sample {kind}")
         distances = {name: scores[name]["to_training"]["value"] for name in outs}
@@ -173,7 +153,52 @@ def _run(bench: Bench, tuned: dict[str, dict[str, Any]], seed: int) -> dict[str,
     recipe, plain = tuned[STUDENT]["recipe"], tuned[CONTROL]["recipe"]
     outs = {row: place / slug(row) for row in (STUDENT, COUNTED, CONTROL)}
     calls = [bench.student(teacher, outs[row], row, recipe, seed) for row in (STUDENT, COUNTED)]
-    bench.train([*calls, bench.control(teacher, outs[CONTROL], plain, seed)], f"seed {seed}: train")
+    run_calls(bench.pool, [*calls, bench.control(teacher, outs[CONTROL], plain, seed)], f"seed {seed}: train")
     models: dict[str, tuple[Path, str | None]] = {TEACHER: (teacher, "draw"), MIXTURE: (teacher, "full")}
     models |= {row: (out, None) for row, out in outs.items()}
     return {"seed": seed, "rows": bench.scores(place / "rows", models, seed, f"seed {seed}: sample")}
+
+
+def distill_job(
+    ensemble: Path, shards: Path, out: Path, settings: DistillSettings, init: Path | None, report: Report
+) -> None:
+    """Train a student that is not there yet."""
+    if not out.exists():
+        distill(ensemble, shards, out, settings, init=init)
+    report(settings.steps)
+
+
+def score_job(
+    source: Path,
+    strategy: str | None,
+    row: Path,
+    scorer: Scorer,
+    seed: int,
+    settings: Settings,
+    report: Report,
+) -> None:
+    """Write the scores of a model's samples to ``row``, and a picture beside it, unless they are there.
+
+    ``strategy`` is that of an ensemble, its own by default.
+    """
+    point = settings.quickstart.sampling
+    if row.exists():
+        report(point.num_images)
+        return
+    model = load(source)
+    if isinstance(model, Ensemble):
+        point = point.model_copy(update={"strategy": strategy or model.strategy})
+    drawn = draw(model, point, seed, 0, point.num_images, report)
+    row.parent.mkdir(parents=True, exist_ok=True)
+    write_grid(drawn.pixels[:GRID_IMAGES], row.with_suffix(".png"))
+    used = sum(drawn.expert_rows) / point.num_images / point.steps
+    write_json(row, {**asdict(scorer.score(drawn.pixels)), "experts_a_step": used})
+
+
+def _side_by_side(grids: Mapping[str, Path]) -> Figure:
+    canvas = Figure(figsize=(4 * len(grids), 4.3), layout="constrained")
+    for panel, (title, path) in zip(canvas.subplots(1, len(grids)), grids.items(), strict=True):
+        panel.imshow(image.imread(path), cmap="gray")
+        panel.set_title(title)
+        panel.set_axis_off()
+    return canvas

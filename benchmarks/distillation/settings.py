@@ -1,17 +1,13 @@
 """What is trained, at which budget, and which rows are sampled."""
 
-import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any, Literal
 
-from hddm.benchmark.quickstart import QuickstartSettings
+from benchmarks.harness import QUICKSTART, short_quickstart
+from hddm.benchmark.settings import BenchmarkSettings
 from hddm.training.settings import DistillSettings, ExpertSettings
-from hddm.utils.errors import HddmError
-from hddm.utils.files import read_json, write_json
 
-SETTINGS_FILE = "settings.json"
 TEACHER, MIXTURE = "teacher, draw", "teacher, full"
 STUDENT, COUNTED, CONTROL = "student", "student, its teacher's forwards counted", "trained on data"
 ROWS = (TEACHER, MIXTURE, STUDENT, COUNTED, CONTROL)
@@ -41,7 +37,7 @@ class Recipe:
 class Settings:
     """Of the benchmark; experts, router, solver and scores are the quickstart's."""
 
-    quickstart: QuickstartSettings = field(default_factory=QuickstartSettings)
+    quickstart: BenchmarkSettings = QUICKSTART
     num_ddpm: int = 2
     """DDPM experts, on the first shards; the others learn flow."""
     share: int = 4
@@ -58,9 +54,15 @@ class Settings:
     name: str = "digits"
 
     @property
+    def num_shards(self) -> int:
+        """Experts of a teacher."""
+        return self.quickstart.partition.shards
+
+    @property
     def teacher_images(self) -> int:
         """Images that all experts of a teacher are trained on together."""
-        return self.quickstart.steps * self.quickstart.batch_size
+        expert = self.quickstart.expert("flow", 0)
+        return expert.steps * expert.batch_size * self.num_shards
 
     def images(self, row: str) -> int:
         """Images that the model of a row is trained on."""
@@ -84,53 +86,21 @@ class Settings:
         return ExpertSettings.model_validate({"objective": "flow", **self._training(CONTROL, recipe, seed)})
 
     def _training(self, row: str, recipe: Recipe, seed: int) -> dict[str, Any]:
+        expert = self.quickstart.expert("flow", seed)
         return {
             "steps": max(self.images(row) // recipe.batch_size, 1),
             "batch_size": recipe.batch_size,
             "learning_rate": recipe.learning_rate,
-            "ema_decay": self.quickstart.ema_decay,
-            "size": self.quickstart.size,
+            "ema_decay": expert.ema_decay,
+            "size": expert.size,
             "seed": seed,
             "time_sampling": recipe.time_sampling,
         }
 
 
-def as_json(settings: Settings) -> dict[str, Any]:
-    """``settings`` as a JSON file gives them back."""
-    plain = {**asdict(settings), "quickstart": settings.quickstart.model_dump(mode="json")}
-    content: dict[str, Any] = json.loads(json.dumps(plain))
-    return content
-
-
-def check_kept(folder: Path, settings: Settings) -> None:
-    """Record ``settings`` beside the models and rows that are kept in ``folder`` by their names alone.
-
-    Raises:
-        HddmError: for models or rows of other settings.
-    """
-    path, now = folder / SETTINGS_FILE, as_json(settings)
-    before = read_json(path) if path.exists() else now
-    if before != now:
-        raise HddmError(
-            f"{folder}: keeps models and rows of other settings; pass another --work, or delete that folder"
-        )
-    folder.mkdir(parents=True, exist_ok=True)
-    write_json(path, now)
-
-
 FULL = Settings()
 QUICK = Settings(
-    QuickstartSettings(
-        num_shards=2,
-        steps=12,
-        batch_size=32,
-        size="tiny",
-        router_batch_size=16,
-        sampling_steps=2,
-        num_images=80,
-        num_images_per_strategy=80,
-        resamples=3,
-    ),
+    short_quickstart(),
     num_ddpm=1,
     recipes=(Recipe(16, 4e-3), Recipe(8, 4e-3, "logit-normal", init=True)),
     name="digits-quick",

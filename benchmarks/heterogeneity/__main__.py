@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from benchmarks.harness import main
 from benchmarks.heterogeneity.by_error import by_error as run
 
 app = typer.Typer(help=__doc__, no_args_is_help=True, add_completion=False)
@@ -28,4 +29,4 @@ def blended(out: Out) -> None:
 
 
 if __name__ == "__main__":
-    app()
+    main(app)

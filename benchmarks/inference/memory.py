@@ -5,7 +5,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -15,9 +14,8 @@ from typing import Any
 import torch
 from diffusers.utils import logging
 
-from benchmarks.inference.models import EvenRouter, random_expert, random_router
-from benchmarks.inference.settings import DTYPES, Settings, Size
-from benchmarks.inference.times import synchronise
+from benchmarks.inference.models import EvenRouter, Settings, Size, random_expert, random_router
+from benchmarks.timing import DTYPES, between, now
 from hddm.ensemble import Ensemble, Router
 from hddm.experts.assembly import assemble
 from hddm.experts.loading import load
@@ -98,17 +96,15 @@ def write_ensembles(settings: Settings, place: Path) -> tuple[int, int]:
         folders.append(place / "experts" / str(k))
         folders[-1].mkdir(parents=True)
         save_expert(folders[-1], random_expert(settings.stored, shape, settings.patch, k, count))
-    router, facts = (
-        place / "router",
-        RouterRecord(
-            time_scale=TIME_SCALE,
-            sample_shape=shape,
-            shard_hashes=tuple(f"shard {k}" for k in range(count)),
-            shard_images=(1000,) * count,
-        ),
-    )
+    router = place / "router"
     router.mkdir()
-    save_router(router, random_router(settings.router, shape, settings.patch, count), facts)
+    record = RouterRecord(
+        time_scale=TIME_SCALE,
+        sample_shape=shape,
+        shard_hashes=tuple(f"shard {k}" for k in range(count)),
+        shard_images=(1000,) * count,
+    )
+    save_router(router, random_router(settings.router, shape, settings.patch, count), record)
     assemble(folders, place / ALL, router, "top-1")
     assemble(folders[: settings.few], place / FEW, router, "top-1")
     return (folders[0] / WEIGHTS).stat().st_size, (router / WEIGHTS).stat().st_size
@@ -147,13 +143,11 @@ def memory_of(ask: dict[str, Any]) -> Memory:
         model.weights(x, torch.ones(len(x)))
     with peak(device) as running:
         integrate(model, x, times)
-        synchronise(device)
-        began = time.perf_counter()
+        began = now(device)
         integrate(model, x, times[:2])
-        synchronise(device)
-        seconds = time.perf_counter() - began
+        seconds = between(began, now(device)).seconds
     resident, own = (
-        [max(found[i] for found in stages) - first[i] for stages in ((opened, running), (opened,))]
+        [max(found[i] for found in peaks) - first[i] for peaks in ((opened, running), (opened,))]
         for i in (0, 1)
     )
     return Memory(resident[0], resident[1], own[0], own[1], seconds)

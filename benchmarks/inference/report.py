@@ -1,15 +1,13 @@
 """The tables, and whether what was wanted is there."""
 
-import statistics
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-from benchmarks.conversion.report import finite, table
 from benchmarks.inference.memory import ALL, FEW, STORED_DTYPE
-from benchmarks.inference.settings import Settings
-from benchmarks.inference.times import A_ROUND, EVERY, LOOP, SINGLE, TOP_1, TOP_2, Times, quartiles, ratios
-from hddm.utils.files import write_json
+from benchmarks.inference.models import Settings
+from benchmarks.inference.times import EVERY, LOOP, SINGLE, TOP_1, TOP_2
+from benchmarks.reports import met, table
+from benchmarks.timing import A_ROUND, Times, processor, quartiles, ratios, spread
 
 LIMITS = {TOP_1: 1.15, TOP_2: 2.25}
 """Times that of the single model a step at most, the router included."""
@@ -17,54 +15,22 @@ LEAST_GAIN = 5.0
 """Of top-1 over the loop over all experts."""
 
 
-def write_inference(
-    folder: Path,
+def lines(
     settings: Settings,
     content: Mapping[str, Any],
     times: Mapping[str, Times],
     memory: Mapping[str, tuple[int, Sequence[Mapping[str, Any]]]],
-) -> Path:
-    """Write ``<date>-<name>-<device>`` as .md and .json; return the first."""
-    folder.mkdir(parents=True, exist_ok=True)
-    compiled = "-compiled" if content["compiled"] else ""
-    facts = content["measured_on"]
-    stem = folder / f"{facts['date']}-{settings.name}-{content['device'].replace(':', '-')}{compiled}"
-    lines = [
-        "# Inference: what routing costs a step, and what an ensemble takes of memory",
-        "",
-        *_head(content),
-        "## Time a step",
-        "",
-        *_method(settings, content),
-    ]
+) -> list[str]:
+    """The report, its title first."""
+    text = ["# Inference: what routing costs a step, and what an ensemble takes of memory"]
+    text += ["## Time a step", "", *_method(settings, content)]
     for dtype, each in times.items():
-        lines += [f"{dtype}:", "", *_times(each), "", *_verdicts(each), ""]
+        text += [f"{dtype}:", "", *_times(each), "", *_verdicts(each), ""]
     if memory:
-        lines += ["## Memory", "", *_memory_method(settings, content["device"])]
+        text += ["## Memory", "", *_memory_method(settings, content["device"])]
     for dtype, (size, rows) in memory.items():
-        lines += [f"{dtype}:", "", *_memory(settings, size, rows), "", _memory_verdict(settings, rows), ""]
-    stem.with_suffix(".md").write_text("\n".join(lines).rstrip() + "\n")
-    write_json(stem.with_suffix(".json"), finite(content))
-    return stem.with_suffix(".md")
-
-
-def met(value: float, limit: float, at_most: bool = True) -> str:
-    """Whether ``value`` is on the right side of ``limit``."""
-    return "met" if (value <= limit if at_most else value >= limit) else "missed"
-
-
-def _head(content: Mapping[str, Any]) -> list[str]:
-    facts = content["measured_on"]
-    packages = ", ".join(f"{name} {number}" for name, number in facts["packages"].items())
-    command = f"python -m benchmarks.inference {content['command']}".strip()
-    return [
-        f"{facts['date']} · `{command}` · {facts['cores']} cores ({facts['processor']}), "
-        f"threads: {content['threads']}, {content['accelerator'] or 'no accelerator'} · "
-        f"{facts['platform']} · Python {facts['python']}, {packages} · "
-        f"{content['seconds']:,.0f} s. Load average when it began: {facts['load_average'][0]}, "
-        f"when it ended: {content['load_at_end']}.",
-        "",
-    ]
+        text += [f"{dtype}:", "", *_memory(settings, size, rows), "", _memory_verdict(settings, rows), ""]
+    return text
 
 
 def _method(settings: Settings, content: Mapping[str, Any]) -> list[str]:
@@ -99,38 +65,36 @@ def _method(settings: Settings, content: Mapping[str, Any]) -> list[str]:
 
 
 def _times(times: Times) -> list[str]:
-    rows = []
-    single = statistics.median(one.processor for one in times[SINGLE])
+    rows, single = [], processor(times, SINGLE)
     for name, each in times.items():
-        processor = statistics.median(one.processor for one in each)
         rows.append(
             [
                 name,
-                _spread([one.seconds for one in each], 3),
-                _spread(ratios(times, name), 2),
-                f"{processor:.3f}",
-                f"{processor / single:.2f}",
+                spread([one.seconds for one in each], 3),
+                spread(ratios(times, name, SINGLE), 2),
+                f"{processor(times, name):.3f}",
+                f"{processor(times, name) / single:.2f}",
             ]
         )
     return table(["a step", "wall, s", "× single model", "processor, s", "× single model"], rows)
 
 
 def _verdicts(times: Times) -> list[str]:
-    lines = []
+    found = []
     for name, limit in LIMITS.items():
-        low, median, high = quartiles(ratios(times, name))
-        lines.append(
+        low, median, high = quartiles(ratios(times, name, SINGLE))
+        found.append(
             f"- {name}: {median:.2f} [{low:.2f}, {high:.2f}] × the single model; target at most {limit}: "
             f"{met(median, limit)}."
         )
     low, gain, high = quartiles(ratios(times, LOOP, TOP_1))
-    lines.append(
+    found.append(
         f"- {TOP_1} is {gain:.1f} [{low:.1f}, {high:.1f}] × as fast as the {LOOP}; target at least "
         f"{LEAST_GAIN:g}: {met(gain, LEAST_GAIN, at_most=False)}."
     )
     rare = [name for name in times if name.startswith(EVERY)]
-    found = ", ".join(f"{_spread(ratios(times, name, rare[0]), 2)} at every {name[-1]}" for name in rare[1:])
-    return [*lines, f"- Time a step beside a router asked at every step: {found}."]
+    often = ", ".join(f"{spread(ratios(times, name, rare[0]), 2)} at every {name[-1]}" for name in rare[1:])
+    return [*found, f"- Time a step beside a router asked at every step: {often}."]
 
 
 _ON_CPU = (
@@ -189,8 +153,3 @@ def _memory_verdict(settings: Settings, rows: Sequence[Mapping[str, Any]]) -> st
         f"- {settings.experts} experts with offload disk peak at {disk / 1e6:,.0f} MB, {settings.few} loaded "
         f"ones at {few / 1e6:,.0f} MB; target less: {met(disk, few)}."
     )
-
-
-def _spread(values: Sequence[float], digits: int) -> str:
-    low, median, high = quartiles(values)
-    return f"{median:.{digits}f} [{low:.{digits}f}, {high:.{digits}f}]"

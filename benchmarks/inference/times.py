@@ -1,10 +1,6 @@
 """Wall time a step of each way to sample, all in turn in one run."""
 
-import random
-import statistics
-import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -12,13 +8,14 @@ from torch import Tensor
 from benchmarks.inference.models import (
     EvenRouter,
     Models,
+    Settings,
     Step,
     diffusers_step,
     random_expert,
     random_router,
 )
-from benchmarks.inference.settings import DTYPES, Settings
-from hddm.benchmark.compute import forward_mflop
+from benchmarks.timing import DTYPES, Taken, Times, between, in_turn, now
+from hddm.benchmark.compute import evaluation_flop, router_flop
 from hddm.ensemble import Ensemble, Router
 from hddm.experts.loading import ExpertSet
 from hddm.sampling import integrate, time_grid
@@ -28,40 +25,26 @@ from hddm.velocity import VelocityField
 SINGLE, BARE, DIFFUSERS = "single model", "its network alone", "diffusers' DiT, DDIM"
 TOP_1, TOP_2, FULL, LOOP = "ensemble, top-1", "ensemble, top-2", "ensemble, full", "loop over all experts"
 EVERY = "top-1, router at every "
-OFTEN, A_ROUND = (SINGLE, TOP_1, TOP_2), 3
-"""What the targets are about is timed three times a round, and counts by the median."""
-
-
-@dataclass(frozen=True)
-class Taken:
-    """Seconds that a step took, on the clock and of the processor (all threads of this process)."""
-
-    seconds: float
-    processor: float
-
-
-Times = dict[str, list[Taken]]
+OFTEN = (SINGLE, TOP_1, TOP_2)
+"""What the targets are about."""
 
 
 @torch.no_grad()
 def measure_times(settings: Settings, device: str, dtype: str, compiled: bool) -> Times:
-    """Times of every way, one a round; each round takes all of them in an order of its own."""
-    models = Models(settings, device, DTYPES[dtype], compiled)
-    ways = ways_of(models, settings, device)
-    for way, _ in ways.values():
+    """Times of every way, after a warm-up."""
+    ways = ways_of(Models(settings, device, DTYPES[dtype], compiled), settings, device)
+
+    def timed(way: Step, steps: int) -> Callable[[], Taken]:
         way()
-    shuffled = random.Random(0)
-    found: Times = {name: [] for name in ways}
-    order = [name for name in ways for _ in range(A_ROUND if name in OFTEN else 1)]
-    for _ in range(settings.repeats):
-        shuffled.shuffle(order)
-        once: Times = {name: [] for name in ways}
-        for name in order:
-            way, steps = ways[name]
-            once[name].append(_taken(way, steps, device))
-        for name, each in once.items():
-            found[name].append(_middle(each))
-    return found
+
+        def measure() -> Taken:
+            began = now(device)
+            way()
+            return between(began, now(device), steps)
+
+        return measure
+
+    return in_turn({name: timed(*way) for name, way in ways.items()}, settings.repeats, OFTEN)
 
 
 def operations(settings: Settings) -> tuple[float, float]:
@@ -69,20 +52,9 @@ def operations(settings: Settings) -> tuple[float, float]:
     shape, patch = settings.sample_shape, settings.patch
     expert = ExpertSet([random_expert(settings.size, shape, patch).unread()])
     router = EvenRouter(random_router(settings.router, shape, patch, settings.experts))
-    return forward_mflop(Ensemble(expert.fields(), Router(router, TIME_SCALE)))
-
-
-def ratios(times: Mapping[str, Sequence[Taken]], name: str, base: str = SINGLE) -> list[float]:
-    """Wall time of one way over that of another, round by round."""
-    return [a.seconds / b.seconds for a, b in zip(times[name], times[base], strict=True)]
-
-
-def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
-    """Lower quartile, median and upper quartile."""
-    if len(values) < 2:
-        return values[0], values[0], values[0]
-    low, median, high = statistics.quantiles(values, n=4, method="inclusive")
-    return low, median, high
+    (field,) = expert.fields()
+    x = torch.zeros(1, *shape)
+    return evaluation_flop(field) / 1e6, router_flop(Router(router, TIME_SCALE), x) / 1e6
 
 
 def ways_of(models: Models, settings: Settings, device: str) -> dict[str, tuple[Step, int]]:
@@ -118,22 +90,3 @@ def _loop(fields: Sequence[VelocityField], models: Models, x: Tensor, t: Tensor)
     for k, field in enumerate(fields):
         mixed = mixed + weights[:, k, None, None, None] * field.velocity(x, t)
     return mixed
-
-
-def _middle(each: Sequence[Taken]) -> Taken:
-    seconds, processor = zip(*((one.seconds, one.processor) for one in each), strict=True)
-    return Taken(statistics.median(seconds), statistics.median(processor))
-
-
-def _taken(way: Step, steps: int, device: str) -> Taken:
-    synchronise(device)
-    began, processor = time.perf_counter(), time.process_time()
-    way()
-    synchronise(device)
-    return Taken((time.perf_counter() - began) / steps, (time.process_time() - processor) / steps)
-
-
-def synchronise(device: str) -> None:
-    """Wait for the device; the CPU is never ahead."""
-    if torch.device(device).type != "cpu":
-        torch.accelerator.synchronize()

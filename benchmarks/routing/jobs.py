@@ -1,7 +1,7 @@
-"""What runs in worker processes: training what is missing, sampling a row, trying numbers of knots."""
+"""What runs in worker processes: sampling a row, trying numbers of knots."""
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.routing.settings import CLASSES, FLOW, Row
-from hddm.benchmark.compute import forward_mflop
+from hddm.benchmark.compute import evaluation_flop, router_flop
+from hddm.benchmark.settings import SamplingPoint
 from hddm.data.images import to_bytes
 from hddm.data.shard_records import find_shards
 from hddm.data.shards import load_shard
@@ -18,16 +19,14 @@ from hddm.ensemble import Ensemble, Router
 from hddm.experts.loading import load
 from hddm.experts.records import read_router
 from hddm.sampling import ExpertUse, sample
-from hddm.training.expert import train_expert
-from hddm.training.router import calibrate_router, held_out, train_router
-from hddm.training.settings import ExpertSettings, RouterSettings
+from hddm.training.router import calibrate_router, held_out
+from hddm.utils.processes import Report
 from hddm.utils.tensors import generator
 from hddm.velocity import VelocityField
 
 # Beside the streams of the library, which go up to 5.
 LABEL_STREAM = 8
 BATCH = 512
-Report = Callable[[int], None]
 
 
 @dataclass(frozen=True)
@@ -58,33 +57,18 @@ class Sampled:
     mflop_a_step: float
 
 
-def expert_job(shard: Path, out: Path, settings: ExpertSettings, report: Report) -> None:
-    """Train an expert that is not there yet."""
-    if not out.exists():
-        train_expert(shard, out, settings)
-    report(settings.steps)
-
-
-def router_job(shards: Path, out: Path, settings: RouterSettings, report: Report) -> None:
-    """Train a router that is not there yet."""
-    if not out.exists():
-        train_router(shards, out, settings)
-    report(settings.steps)
-
-
-def sample_job(
-    place: Path, data: Data, row: Row, num: int, seed: int, steps: int, solver: str, report: Report
-) -> Sampled:
-    """Samples of one row from the models of one training seed."""
-    network, facts = read_router(place / row.router)
-    temperatures = facts.temperatures if row.calibrated else (1.0,)
-    experts = [load(place / row.experts / str(k)) for k in range(len(facts.shard_images))]
+def sample_job(place: Path, data: Data, row: Row, point: SamplingPoint, seed: int, report: Report) -> Sampled:
+    """Samples of one row from the models of one training seed, by the solver of ``point``."""
+    num, steps = point.num_images, point.steps
+    network, record = read_router(place / row.router)
+    temperatures = record.temperatures if row.calibrated else (1.0,)
+    experts = [load(place / row.experts / str(k)) for k in range(len(record.shard_images))]
     fields = [expert for expert in experts if isinstance(expert, VelocityField)]
-    prior = torch.tensor(facts.shard_images).double()
+    prior = torch.tensor(record.shard_images).double()
     # As common as in the data, so that the distance judges images and not labels.
     labels = data.labels[:num] if row.experts == CLASSES else None
     conditions: dict[str, Any] = {} if labels is None else {"class_labels": labels}
-    router = Router(network, facts.time_scale, temperatures)
+    router = Router(network, record.time_scale, temperatures)
     ensemble = Ensemble(
         fields, router, row.strategy, prior, class_prior=data.class_images if row.class_prior else None
     )
@@ -97,7 +81,7 @@ def sample_job(
             num,
             seed,
             steps,
-            solver=solver,
+            solver=point.solver,
             batch_size=BATCH,
             router_every=row.router_every,
             use=use,
@@ -107,7 +91,9 @@ def sample_job(
     # Of experts without classes, whose table costs nothing.
     plain = load(place / FLOW / "0")
     assert isinstance(plain, VelocityField)
-    expert_cost, router_cost = forward_mflop(Ensemble([plain], router))
+    plain.calibration = None
+    expert_cost = evaluation_flop(plain) / 1e6
+    router_cost = router_flop(router, images[:1]) / 1e6
     asked = 0 if row.strategy == "draw" else -(-steps // row.router_every) / steps
     return Sampled(
         to_bytes(images),
@@ -121,14 +107,14 @@ def knots_job(
     shards: Path, router: Path, knots: Sequence[int], seed: int, report: Report
 ) -> dict[int, dict[str, Any]]:
     """Records of calibrations with each number of knots, on the images that the router was not trained on."""
-    network, facts = read_router(router)
+    network, trained = read_router(router)
     data = [load_shard(folder) for folder in find_shards(shards)]
     kept = [held_out(shard) for shard in data]
     images = torch.cat([shard.images[rows] for shard, rows in zip(data, kept, strict=True)])
     labels = torch.cat([torch.full((int(rows.sum()),), k) for k, rows in enumerate(kept)])
     found = {}
     for number in knots:
-        temperatures, record = calibrate_router(network, facts.time_scale, images, labels, seed, number)
+        temperatures, record = calibrate_router(network, trained.time_scale, images, labels, seed, number)
         found[number] = {**record, "temperatures": temperatures, "held_out_images": len(images)}
         report(1)
     return found

@@ -1,16 +1,13 @@
 """The picture of the routing benchmark."""
 
 import statistics
-from collections.abc import Mapping, Sequence
-from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure as Canvas
 
-from benchmarks.conversion.report import COLOURS
+from benchmarks.reports import COLOURS, Runs
 from benchmarks.routing.settings import HELD_OUT_ROUTER, LONG_ROUTER, Settings
 
-Runs = Sequence[Mapping[str, Any]]
 _PLAIN, _CALIBRATED = COLOURS[1], COLOURS[5]
 
 

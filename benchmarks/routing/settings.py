@@ -1,16 +1,11 @@
 """What is trained, and which rows are sampled."""
 
-import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from dataclasses import asdict, dataclass
 from typing import Any
 
-from hddm.benchmark.quickstart import QuickstartSettings
-from hddm.utils.errors import HddmError
-from hddm.utils.files import read_json, write_json
-
-SETTINGS_FILE = "settings.json"
+from benchmarks.harness import QUICKSTART, as_json, short_quickstart
+from hddm.benchmark.settings import BenchmarkSettings, SamplingPoint, points_of
 
 FLOW, CLASSES = "flow", "classes"
 """Folders of experts: without and with class labels."""
@@ -37,7 +32,7 @@ class Row:
 class Settings:
     """Of the benchmark; training, solver and scores are the quickstart's."""
 
-    quickstart: QuickstartSettings = field(default_factory=QuickstartSettings)
+    quickstart: BenchmarkSettings = QUICKSTART
     strategies: Sequence[str] = ("top-1", "top-2", "nucleus-0.9", "full")
     whole_strategies: Sequence[str] = ("nucleus-0.9",)
     long_strategies: Sequence[str] = ("top-2", "full")
@@ -48,6 +43,11 @@ class Settings:
     class_strategies: Sequence[str] = ("top-1", "top-2")
     knots: Sequence[int] = (1, 2, 3, 5, 11)
     name: str = "digits"
+
+    @property
+    def point(self) -> SamplingPoint:
+        """How all rows are sampled but for the strategy: as the quickstart's second table."""
+        return points_of(self.quickstart, self.quickstart.tables[1])[0]
 
     def calibration_rows(self) -> dict[str, Row]:
         """Strategies with and without temperatures; ``draw`` has no router, ``top-1`` the same choice."""
@@ -90,66 +90,16 @@ class Settings:
         """All of them."""
         return {**self.calibration_rows(), **self.every_rows(), **self.class_rows()}
 
-
-def as_json(settings: Settings) -> dict[str, Any]:
-    """``settings`` as a JSON file gives them back."""
-    plain = {**asdict(settings), "quickstart": settings.quickstart.model_dump(mode="json")}
-    content: dict[str, Any] = json.loads(json.dumps(plain))
-    return content
-
-
-def check_kept(folder: Path, settings: Settings) -> None:
-    """Record ``settings`` beside the models and rows that are kept in ``folder`` by their names alone.
-
-    Further rows may come.
-
-    Raises:
-        HddmError: for models or rows of other settings, or of settings that nothing says.
-    """
-    path, whole = folder / SETTINGS_FILE, as_json(settings)
-    now = {key: whole[key] for key in ("quickstart", "long_factor")}
-    now["rows"] = {name: asdict(row) for name, row in settings.rows().items()}
-    before = read_json(path) if path.exists() else {}
-    if not before and any(folder.glob("seed_*")):
-        raise HddmError(
-            f"{folder}: keeps models and rows, and no {SETTINGS_FILE} says of which settings; pass another "
-            "--work, or delete that folder"
-        )
-    rows = before.get("rows", {})
-    differing = _differing(before, now) if before else []
-    if differing:
-        raise HddmError(
-            f"{folder}: keeps models and rows of other settings ({', '.join(differing)}); pass another "
-            "--work, or delete that folder"
-        )
-    folder.mkdir(parents=True, exist_ok=True)
-    write_json(path, {**now, "rows": {**rows, **now["rows"]}})
-
-
-def _differing(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """What is not the same in both, but for rows that are in one alone."""
-    found = []
-    for part in ("quickstart", "rows"):
-        one, other = before.get(part, {}), now[part]
-        names = one.keys() & other.keys() if part == "rows" else one.keys() | other.keys()
-        found += [f"{part}: {name}" for name in sorted(names) if one.get(name) != other.get(name)]
-    if before.get("long_factor") != now["long_factor"]:
-        found.append("long_factor")
-    return found
+    def kept(self) -> dict[str, Any]:
+        """What the models and rows of a folder depend on; further rows may come."""
+        whole = as_json(self)
+        rows = {name: asdict(row) for name, row in self.rows().items()}
+        return {"quickstart": whole["quickstart"], "long_factor": self.long_factor, "rows": rows}
 
 
 FULL = Settings()
 QUICK = Settings(
-    QuickstartSettings(
-        num_shards=2,
-        steps=10,
-        batch_size=16,
-        size="tiny",
-        router_batch_size=16,
-        sampling_steps=2,
-        num_images_per_strategy=80,
-        resamples=3,
-    ),
+    short_quickstart(),
     strategies=("top-1", "top-2"),
     whole_strategies=("top-2",),
     long_strategies=("top-2",),

@@ -1,39 +1,67 @@
 """``python -m benchmarks.training``: see ``--help``."""
 
-import sys
-from enum import StrEnum
+import multiprocessing
+import os
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from benchmarks.harness import RESULTS, QuickOption, ResultsOption, Start, main
+from benchmarks.timing import CompileOption, DeviceOption, DType, DTypeOption, Times, name_of, timed
+from benchmarks.training.networks import Settings, settings_for
+from benchmarks.training.report import lines
+from benchmarks.training.times import measure_times
+from hddm.utils.processes import compute_environment, environment
 
-class DType(StrEnum):
-    """Choices of --dtype."""
 
-    float32 = "float32"
-    bfloat16 = "bfloat16"
+def measure_training(
+    start: Start,
+    device: str,
+    dtypes: Sequence[str],
+    compiled: bool = False,
+    rounds: int | None = None,
+    threads: int | None = None,
+    quick: bool = False,
+) -> Path:
+    """Times a dtype after another, each in a process of its own; returns the Markdown file."""
+    settings = settings_for(device, quick)
+    settings = replace(settings, rounds=rounds or settings.rounds)
+    threads = threads or os.cpu_count() or 1
+    measured = {dtype: _apart(settings, device, dtype, compiled, threads) for dtype in dtypes}
+    times = {dtype: found for dtype, (found, _) in measured.items()}
+    sizes = next(iter(measured.values()))[1]
+    content = {**timed(settings, device, compiled, threads, times), "million_parameters": sizes}
+    text = lines(settings, content, times)
+    return start.write(name_of(settings, device, compiled, "-speed"), text, content)
+
+
+def _apart(
+    settings: Settings, device: str, dtype: str, compiled: bool, threads: int
+) -> tuple[Times, dict[str, float]]:
+    """In a fresh process, with the environment that hddm gives its own; it is the same for every way."""
+    # glibc reads its variables when a process starts.
+    fresh = multiprocessing.get_context("spawn")
+    with environment(compute_environment(threads)), ProcessPoolExecutor(1, fresh) as pool:
+        return pool.submit(measure_times, settings, device, dtype, compiled).result()
 
 
 def training(
-    results: Annotated[Path, typer.Option("--results", help="Where the result is written.")] = Path(
-        __file__
-    ).parents[1]
-    / "results",
-    device: Annotated[str, typer.Option("--device", help="cpu or cuda.")] = "cpu",
-    dtype: Annotated[list[DType] | None, typer.Option("--dtype", help="Once or twice; default both.")] = None,
-    compile_networks: Annotated[bool, typer.Option("--compile", help="torch.compile every network.")] = False,
+    results: ResultsOption = RESULTS,
+    device: DeviceOption = "cpu",
+    dtype: DTypeOption = None,
+    compile_networks: CompileOption = False,
     rounds: Annotated[int | None, typer.Option("--rounds", min=1, help="Default 15.")] = None,
     threads: Annotated[int | None, typer.Option("--threads", min=1, help="Default: all cores.")] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Half a minute; the numbers mean nothing.")] = False,
+    quick: QuickOption = False,
 ) -> None:
     """Time training steps: hddm's, and a plain loop around diffusers' DiT."""
-    from benchmarks.training.measure import measure_training
-
-    command = " ".join(part for part in sys.argv[1:] if not part.startswith("/") and part != "--results")
     dtypes = [one.value for one in dtype or DType]
-    typer.echo(measure_training(device, dtypes, compile_networks, rounds, threads, quick, results, command))
+    typer.echo(measure_training(Start(results), device, dtypes, compile_networks, rounds, threads, quick))
 
 
 if __name__ == "__main__":
-    typer.run(training)
+    main(lambda: typer.run(training))

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from benchmarks.training.networks import Call, awake
-from benchmarks.training.settings import DTYPES, Settings
+from benchmarks.timing import DTYPES
+from benchmarks.training.networks import Call, Settings, awake
 from hddm.training.loop import StepReport, Task, fit
 from hddm.training.objectives import TIME_SCALE, Objective
 from hddm.training.settings import LoopSettings
@@ -75,7 +75,7 @@ class OwnLoop:
     def run(self, steps: int, on_step: Callable[[], None]) -> None:
         """``steps`` of them, with a call after each."""
 
-        def told(report: StepReport) -> None:
+        def step_done(report: StepReport) -> None:
             on_step()
 
         options = LoopSettings(
@@ -89,7 +89,7 @@ class OwnLoop:
             mixed_precision=self._precision,  # type: ignore[arg-type]
             compile=self._compiled,
         )
-        fit(Task(self.network, IMAGES, self._draw, self._loss), options, watchers=[told])
+        fit(Task(self.network, IMAGES, self._draw, self._loss), options, watchers=[step_done])
 
     def _draw(self, rows: Tensor, noise: torch.Generator) -> dict[str, Tensor]:
         t = self._objective.sample_times(len(rows), noise)

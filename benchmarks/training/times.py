@@ -1,17 +1,17 @@
-"""Time a step of each way, all in turn in one run."""
+"""Time a step of each way: hddm's loop, a plain one, and the products of a step alone."""
 
-import random
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import pairwise
-from statistics import median
-from typing import Protocol
+from typing import Any, Protocol
 
-from benchmarks.inference.times import Taken, Times, synchronise
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from benchmarks.timing import Taken, Times, between, in_turn, now
 from benchmarks.training.loops import OwnLoop, PlainLoop
-from benchmarks.training.networks import call_dit, call_expert, diffusers_dit, expert, millions
-from benchmarks.training.products import Products
-from benchmarks.training.settings import Settings
+from benchmarks.training.networks import Settings, call_dit, call_expert, diffusers_dit, expert, millions
 
 DIFFUSERS = "diffusers' DiT, plain loop"
 OWN = "hddm"
@@ -28,20 +28,57 @@ class Way(Protocol):
         """``steps`` steps, with a call after each."""
 
 
+Recorded = list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]]
+
+
+class _Recording(TorchDispatchMode):
+    """Keeps every call that has a count of operations in torch: products, convolutions and attention."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.calls: Recorded = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func.overloadpacket in flop_registry:
+            self.calls.append((func, args, kwargs or {}))
+        return result
+
+
+class Products:
+    """The products of one ``step``, computed again on the tensors that it computed them on.
+
+    Everything else of a step is left out: norms, activations, sums, casts, optimiser and EMA. An attention
+    gradient that is written out counts with its products alone.
+    """
+
+    def __init__(self, step: Callable[[], object]) -> None:
+        # A first step makes what is made once.
+        step()
+        with _Recording() as recording:
+            step()
+        self.calls = recording.calls
+
+    @torch.no_grad()
+    def run(self, steps: int, on_step: Callable[[], None]) -> None:
+        """``steps`` times, with a call after each."""
+        for _ in range(steps):
+            for function, args, keywords in self.calls:
+                function(*args, **keywords)
+            on_step()
+
+
 def measure_times(
     settings: Settings, device: str, dtype: str, compiled: bool
 ) -> tuple[Times, dict[str, float]]:
-    """Seconds a step, one value a round, and millions of parameters; each round has an order of its own."""
+    """Seconds a step, one value a round, after a warm-up; and millions of parameters."""
     ways, sizes = ways_of(settings, device, dtype, compiled)
     for way in ways.values():
         way.run(2, lambda: None)
-    shuffled, order = random.Random(0), list(ways)
-    found: Times = {name: [] for name in ways}
-    for _ in range(settings.rounds):
-        shuffled.shuffle(order)
-        for name in order:
-            found[name].append(_taken(ways[name], settings.steps, device))
-    return found, sizes
+    timed = {name: partial(_taken, way, settings.steps, device) for name, way in ways.items()}
+    return in_turn(timed, settings.rounds), sizes
 
 
 def ways_of(
@@ -71,12 +108,6 @@ def ways_of(
 
 def _taken(way: Way, steps: int, device: str) -> Taken:
     """The median step; the first, which makes what the others find made, does not count."""
-    marks: list[tuple[float, float]] = []
-
-    def mark() -> None:
-        synchronise(device)
-        marks.append((time.perf_counter(), time.process_time()))
-
-    way.run(1 + steps, mark)
-    each = [(late[0] - early[0], late[1] - early[1]) for early, late in pairwise(marks)]
-    return Taken(median(one for one, _ in each), median(one for _, one in each))
+    marks: list[Taken] = []
+    way.run(1 + steps, lambda: marks.append(now(device)))
+    return Taken.middle([between(*both) for both in pairwise(marks)])

@@ -20,10 +20,10 @@ def quickstart(
     Partitions scikit-learn's digits, trains isolated flow and DDPM experts, a router and a single
     model at equal compute, samples them all and compares them.
     """
-    from hddm.benchmark.quickstart import QuickstartSettings
-    from hddm.benchmark.quickstart import quickstart as run
+    from hddm.benchmark.presets import chosen, load_settings
     from hddm.benchmark.report import tables_text
+    from hddm.benchmark.run import quickstart as run
 
-    results = run(out, QuickstartSettings(seeds=seeds), overwrite)
+    results = run(chosen(load_settings("quickstart"), f"0-{seeds - 1}"), out, overwrite)
     typer.echo(tables_text(results))
     typer.echo(f"\nreport: {out / 'report.html'}\nfigures: {out / 'results.json'}")

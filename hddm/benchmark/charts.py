@@ -15,7 +15,6 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocato
 
 from hddm.benchmark.results import Results, Row
 from hddm.benchmark.settings import SamplingPoint
-from hddm.evaluation.verdict import Figure
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f5f2a", "#666666")
 """Told apart by readers who see no red or no green (Okabe and Ito)."""
@@ -57,7 +56,7 @@ class Chart:
 
 def distances(results: Results) -> Chart:
     """The deciding distance of the first table: seeds, their mean, and its interval over samples."""
-    rows = [(row, _decisive(results, row)) for row in results.first]
+    rows = [(row, results.decisive(row)) for row in results.first]
 
     def paint(axes: Axes) -> None:
         for place, (row, found) in enumerate(rows):
@@ -75,7 +74,7 @@ def distances(results: Results) -> Chart:
         axes.spines["left"].set_visible(False)
         axes.set_xlabel(f"Fréchet distance to {results.score_on} images")
 
-    values = "; ".join(f"{row.name} {results.told(row, results.decides)}" for row, _ in rows)
+    values = "; ".join(f"{row.name} {results.shown(row, results.decides)}" for row, _ in rows)
     alt = f"Fréchet distance to {results.score_on} images of every model. {values}."
     legend = (
         ("black", "❘", "mean"),
@@ -95,7 +94,7 @@ def costs(results: Results) -> Chart:
 
     def paint(axes: Axes, number: int) -> None:
         for series in _by_steps([row for row in rows if row.point.num_images == number]):
-            found = [_decisive(results, row) for row in series]
+            found = [results.decisive(row) for row in series]
             axes.errorbar(
                 [row.sampling_flop / 1e6 for row in series],
                 [one.mean for one in found],
@@ -126,12 +125,6 @@ def costs(results: Results) -> Chart:
     legend += [("black", _MARKERS[marker], strategy) for strategy, marker in markers.items()]
     legend += [("black", _DASHES[dash], solver) for solver, dash in dashes.items() if len(dashes) > 1]
     return Chart(tuple(panels), tuple(legend))
-
-
-def _decisive(results: Results, row: Row) -> Figure:
-    found = row.figure(results.decides)
-    assert found is not None
-    return found
 
 
 def _by_steps(rows: Sequence[Row]) -> list[list[Row]]:

@@ -10,7 +10,7 @@ homogeneous ensemble costs with its router, so that the two differ by less than 
 import contextlib
 import functools
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,17 +20,16 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from hddm.benchmark.jobs import Job, Store, making
+from hddm.benchmark.jobs import Job, Store
 from hddm.benchmark.settings import BenchmarkSettings
 from hddm.calibration import LEVELS, STATES
 from hddm.data.shard_records import find_shards, read_manifest
 from hddm.data.shards import open_shard
-from hddm.ensemble import Ensemble, Router
+from hddm.ensemble import Router
 from hddm.experts.loading import load
 from hddm.networks.transformers import ExpertTransformer, RouterTransformer
 from hddm.training.continuation import continue_expert
 from hddm.training.expert import new_network, train_expert
-from hddm.training.loop import OnStep
 from hddm.training.router import NOISED, train_router
 from hddm.training.settings import ExpertSettings, LoopSettings, RouterSettings
 from hddm.utils.errors import HddmError
@@ -49,25 +48,13 @@ def counting() -> Iterator[FlopCounterMode]:
 
 
 @torch.no_grad()
-def forward_mflop(model: VelocityField | Ensemble) -> tuple[float, float]:
-    """Millions of floating-point operations of one expert and of the router, an image and evaluation.
-
-    A multiplication and an addition count as two. The router's share is 0 where there is none.
-    """
-    fields = model.experts if isinstance(model, Ensemble) else [model]
-    router = model.router if isinstance(model, Ensemble) else None
-    x, t = _state(fields[0])
-    with counting() as expert_counter:
-        fields[0].raw_velocity(x, t.double(), {})
-    return expert_counter.get_total_flops() / 1e6, router_flop(router, x) / 1e6
-
-
-@torch.no_grad()
 def evaluation_flop(field: VelocityField, **conditions: Tensor) -> int:
     """Operations of one velocity of one image, the expert's calibration included, without guidance."""
-    x, t = _state(field)
+    assert field.sample_shape is not None
+    x = torch.zeros(1, *field.sample_shape, device=field.device)
+    t = torch.full((1,), _TIME, dtype=torch.float64, device=field.device)
     with counting() as counter:
-        field.velocity(x, t.double(), 1.0, None, **conditions)
+        field.velocity(x, t, 1.0, None, **conditions)
     return int(counter.get_total_flops())
 
 
@@ -80,13 +67,6 @@ def router_flop(router: object, x: Tensor) -> int:
     return int(counter.get_total_flops())
 
 
-def _state(field: VelocityField) -> tuple[Tensor, Tensor]:
-    shape = field.sample_shape
-    assert shape is not None
-    return torch.zeros(1, *shape, device=field.device), torch.full((1,), _TIME, device=field.device)
-
-
-_STEPS = 2
 # What has no say in what a step of one image costs.
 _FREE = {
     "steps",
@@ -114,9 +94,13 @@ class Cost:
     step: int
     forward: int
 
-    def of_expert(self, settings: LoopSettings, calibrated: bool = True) -> int:
+    def steps(self, settings: LoopSettings) -> int:
+        """All steps of a training."""
+        return settings.steps * settings.batch_size * self.step
+
+    def of_expert(self, settings: LoopSettings) -> int:
         """A whole training of an expert, with the calibration that follows."""
-        return self._steps(settings) + calibrated * self.calibration
+        return self.steps(settings) + self.calibration
 
     @property
     def calibration(self) -> int:
@@ -125,38 +109,39 @@ class Cost:
 
     def of_router(self, settings: RouterSettings) -> int:
         """A whole training of a router, with its calibration where it has one."""
-        return self._steps(settings) + settings.calibrate * NOISED * self.forward
-
-    def _steps(self, settings: LoopSettings) -> int:
-        return settings.steps * settings.batch_size * self.step
+        return self.steps(settings) + settings.calibrate * NOISED * self.forward
 
     def most_steps(self, budget: int, batch_size: int) -> int:
         """Steps that an expert can take for ``budget``, with the calibration that follows; 1 at least."""
         return max(1, (budget - self.calibration) // (batch_size * self.step))
 
 
-class _Counted(Exception):
+class _TwoSteps(Exception):
     """Two steps were made; nothing after them is wanted."""
 
 
-def count_step(train: Callable[[Path, OnStep], object]) -> int:
-    """Operations of the second step that ``train(out, on_step)`` makes, forward and backward.
+def count_step(train: Callable[..., object], settings: LoopSettings) -> int:
+    """Operations of the second step that ``train(out, settings, on_step=…)`` makes, forward and backward.
 
-    What is done once before the first, as moments of a shard are taken, is no part of a step.
+    Of one image, in float32 on the CPU, so that they are the same anywhere. What is done once before the
+    first step, as moments of a shard are taken, is no part of one.
     """
+    changes: dict[str, Any] = {"steps": 2, "batch_size": 1, "gradient_accumulation_steps": 1}
+    changes |= {"mixed_precision": "no", "compile": False, "device": "cpu", "threads": 1}
+    if isinstance(settings, RouterSettings):
+        changes["calibrate"] = False
     totals: list[int] = []
 
     def stop(step: int, loss: float, seconds: float) -> None:
         totals.append(counter.get_total_flops())
-        if len(totals) == _STEPS:
-            raise _Counted
+        if len(totals) == 2:
+            raise _TwoSteps
 
     with tempfile.TemporaryDirectory() as folder, counting() as counter:
-        try:
-            train(Path(folder) / "out", stop)
-        except _Counted:
-            return totals[-1] - totals[-2]
-    raise AssertionError("the training made too few steps")
+        with contextlib.suppress(_TwoSteps):
+            train(Path(folder) / "out", settings.model_copy(update=changes), on_step=stop)
+        first, second = totals
+    return second - first
 
 
 def count_expert(shard: Path, settings: ExpertSettings) -> Cost:
@@ -170,12 +155,10 @@ def count_expert(shard: Path, settings: ExpertSettings) -> Cost:
             f"lora_rank {settings.lora_rank}: adapts an expert that exists; give the model an init, and flow "
             "for all its objectives"
         )
-    chosen = _one_image(settings)
-    assert isinstance(chosen, ExpertSettings)
     images = open_shard(shard)
     classes = len(images.classes) if settings.class_conditional else None
     network = new_network(ExpertTransformer, settings.size, images.shape, 0, num_classes=classes)
-    step = count_step(lambda out, on_step: train_expert(shard, out, chosen, on_step=on_step))
+    step = count_step(functools.partial(train_expert, shard), settings)
     return Cost(step, _forward(network, images.shape, classes is not None))
 
 
@@ -185,9 +168,7 @@ def count_continued(init: Path, shard: Path, settings: ExpertSettings) -> Cost:
     Raises:
         HddmError: as `hddm.training.continuation.continue_expert`.
     """
-    chosen = _one_image(settings)
-    assert isinstance(chosen, ExpertSettings)
-    step = count_step(lambda out, on_step: continue_expert(init, shard, out, chosen, on_step=on_step))
+    step = count_step(functools.partial(continue_expert, init, shard), settings)
     field = load(init)
     assert isinstance(field, VelocityField)
     field.calibration = None
@@ -197,12 +178,10 @@ def count_continued(init: Path, shard: Path, settings: ExpertSettings) -> Cost:
 
 def count_router(shards: Path, settings: RouterSettings) -> Cost:
     """Of the router that ``settings`` train on a partition."""
-    chosen = _one_image(settings)
-    assert isinstance(chosen, RouterSettings)
     folders = find_shards(shards)
     shape = open_shard(folders[0]).shape
     network = new_network(RouterTransformer, settings.size, shape, 0, num_experts=len(folders))
-    step = count_step(lambda out, on_step: train_router(shards, out, chosen, on_step=on_step))
+    step = count_step(functools.partial(train_router, shards), settings)
     return Cost(step, _forward(network, shape, False))
 
 
@@ -210,37 +189,28 @@ class Costs:
     """Costs of trainings, each kind of network counted once and kept in the store."""
 
     def __init__(self, store: Store, shards: Path) -> None:
-        self._store, self._shards = store, shards
-        self._first = find_shards(shards)[0]
-        self._hash = read_manifest(self._first).hash
+        self._store, self._shards, self._folders = store, shards, find_shards(shards)
+        self._hash = read_manifest(self._folders[0]).hash
 
     def expert(
         self, settings: ExpertSettings, init: Path | None = None, init_hash: str | None = None
     ) -> Cost:
         """See `count_expert`; of an expert that goes on with ``init``, of this content, `count_continued`."""
+        shard = self._folders[0]
         if init is None:
-            return self._kept("expert", settings, lambda: count_expert(self._first, settings))
-        count = functools.partial(count_continued, init, self._first, settings)
-        return self._kept("expert", settings, count, {"init": init_hash})
+            return self._kept("expert", settings, lambda: count_expert(shard, settings))
+        return self._kept("expert", settings, lambda: count_continued(init, shard, settings), init=init_hash)
 
     def router(self, settings: RouterSettings) -> Cost:
         """See `count_router`."""
         return self._kept("router", settings, lambda: count_router(self._shards, settings))
 
     def _kept(
-        self,
-        network: str,
-        settings: LoopSettings,
-        count: Callable[[], Cost],
-        start: Mapping[str, str | None] | None = None,
+        self, network: str, settings: LoopSettings, count: Callable[[], Cost], **start: str | None
     ) -> Cost:
         counted = {"network": network, **settings.model_dump(mode="json", exclude=_FREE)}
-        inputs = {"images": self._hash, "shards": len(find_shards(self._shards))}
-        job = Job("cost", counted, {**inputs, **(start or {})})
-        if not self._store.has(job):
-            with making(self._store.folder, job) as (_, result):
-                result |= vars(count())
-        return Cost(**self._store.result(job))
+        job = Job("cost", counted, {"images": self._hash, "shards": len(self._folders), **start})
+        return Cost(**self._store.once(job, lambda _: vars(count())))
 
 
 def single_steps(settings: BenchmarkSettings, objective: str, costs: Costs, **changes: Any) -> int:
@@ -249,20 +219,11 @@ def single_steps(settings: BenchmarkSettings, objective: str, costs: Costs, **ch
     ``changes`` are its own, as `BenchmarkSettings.single` takes them; the ensemble is without.
     """
     expert, router = settings.expert(objective, 0), settings.router(0)
-    whole = settings.partition.shards * costs.expert(expert).of_expert(expert)
+    budget = settings.partition.shards * costs.expert(expert).of_expert(expert)
     if settings.partition.shards > 1:
-        whole += costs.router(router).of_router(router)
+        budget += costs.router(router).of_router(router)
     single = settings.single(objective, 0, 1, **changes)
-    return costs.expert(single).most_steps(whole, single.batch_size)
-
-
-def _one_image(settings: LoopSettings) -> LoopSettings:
-    """Two steps of one image, in float32 on the CPU, whose operations are the same anywhere."""
-    changes = {"steps": _STEPS, "batch_size": 1, "gradient_accumulation_steps": 1, "mixed_precision": "no"}
-    more = {"compile": False, "device": "cpu", "threads": 1}
-    if isinstance(settings, RouterSettings):
-        more["calibrate"] = False
-    return settings.model_copy(update=changes | more)
+    return costs.expert(single).most_steps(budget, single.batch_size)
 
 
 @torch.no_grad()

@@ -4,7 +4,9 @@ import hashlib
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from sklearn.datasets import load_digits
 from torch import Tensor
 
-from hddm.benchmark.jobs import Job, Store, making
+from hddm.benchmark.jobs import Job, Store
 from hddm.benchmark.settings import DataSettings, PartitionSettings, Split
 from hddm.data.images import load_images, save_png, to_bytes
 from hddm.data.partition import partition
@@ -44,34 +46,37 @@ class PartitionedImages:
 
     shards: Path
     whole: Path
-    manifests: tuple[ShardManifest, ...]
-    jobs: tuple[Job, Job]
 
-    @property
+    @cached_property
     def shard_folders(self) -> list[Path]:
         """A folder a shard."""
         return find_shards(self.shards)
+
+    @cached_property
+    def manifests(self) -> list[ShardManifest]:
+        """Of the shards."""
+        return [read_manifest(folder) for folder in self.shard_folders]
+
+    @property
+    def hashes(self) -> list[str]:
+        """Of the shards."""
+        return [manifest.hash for manifest in self.manifests]
 
     @property
     def all_images(self) -> Path:
         """The one shard of everything."""
         return self.whole / "shard_0"
 
-    def validation(self, shard: int) -> Path | None:
-        """Validation images of a shard, where there are any."""
-        folder = self.shards / HELD_OUT / f"shard_{shard}"
-        return folder if folder.is_dir() else None
+    @property
+    def validation_folders(self) -> list[Path]:
+        """Of the validation images of each shard that has some."""
+        folders = (self.shards / HELD_OUT / f"shard_{index}" for index in range(len(self.manifests)))
+        return [folder for folder in folders if folder.is_dir()]
 
     @property
     def validation_manifests(self) -> list[ShardManifest]:
-        """Of the validation images of all shards that have some."""
-        found = map(self.validation, range(len(self.manifests)))
-        return [read_manifest(folder) for folder in found if folder is not None]
-
-    @property
-    def hashes(self) -> list[str]:
-        """Of the shards."""
-        return [manifest.hash for manifest in self.manifests]
+        """Of `validation_folders`."""
+        return [read_manifest(folder) for folder in self.validation_folders]
 
 
 def prepare_images(settings: DataSettings, data: Path | None, store: Store) -> SourceImages:
@@ -91,23 +96,16 @@ def prepare_images(settings: DataSettings, data: Path | None, store: Store) -> S
                 f"--data {data}: this benchmark brings its own images, scikit-learn's digits; drop it"
             )
         job = Job("digits", {})
-        if not store.has(job):
-            with making(store.folder, job) as (draft, result):
-                training, _ = write_digits(draft)
-                result["hash"] = hash_of_images(training)
-        folder = store.path(job)
-        return SourceImages(folder / TRAINING_SIDE, folder / HELD_OUT_SIDE, store.result(job)["hash"], job)
-    training, held_out = image_paths(settings, data)
-    content = hash_of_images(training)
-    if not settings.held_out_share:
-        return SourceImages(training, held_out, content)
-    job = Job("split", {"held_out_share": settings.held_out_share}, {"images": content})
-    if not store.has(job):
-        with making(store.folder, job) as (draft, result):
-            _split(training, draft, settings.held_out_share)
-            result["hash"] = hash_of_images(draft / TRAINING_SIDE)
+        made = store.once(job, lambda folder: {"hash": hash_of_images(write_digits(folder)[0])})
+    else:
+        training, held_out = image_paths(settings, data)
+        content, share = hash_of_images(training), settings.held_out_share
+        if not share:
+            return SourceImages(training, held_out, content)
+        job = Job("split", {"held_out_share": share}, {"images": content})
+        made = store.once(job, lambda folder: {"hash": hash_of_images(_split(training, folder, share))})
     folder = store.path(job)
-    return SourceImages(folder / TRAINING_SIDE, folder / HELD_OUT_SIDE, store.result(job)["hash"], job)
+    return SourceImages(folder / TRAINING_SIDE, folder / HELD_OUT_SIDE, made["hash"], job)
 
 
 def image_paths(settings: DataSettings, data: Path | None) -> tuple[Path, Path | None]:
@@ -136,7 +134,7 @@ def refuse_work_among_images(settings: DataSettings, data: Path | None, folders:
     """Refuse to write into a folder of images, which a second start would take for more of them.
 
     Raises:
-        HddmError: as `side_paths`, and for one of ``folders`` inside them.
+        HddmError: as `image_paths`, and for one of ``folders`` inside them.
     """
     images_of = [path for path in image_paths(settings, data) if path is not None]
     for images, folder in itertools.product(images_of, folders):
@@ -155,29 +153,19 @@ def divide(
     Raises:
         HddmError: as `hddm.data.partition.partition`.
     """
-    jobs = []
-    for name, num, features in ((SHARDS, settings.shards, settings.features), (WHOLE, 1, "pixels")):
-        chosen = {
-            "shards": num,
-            "features": features,
-            "seed": settings.seed,
-            "held_out": data.validation_share,
-        }
-        job = Job(name, chosen, {"images": sources.hash})
-        if not store.has(job):
-            with making(store.folder, job) as (draft, _):
-                partition(
-                    sources.training,
-                    draft / name,
-                    num,
-                    settings.seed,
-                    features=features,
-                    held_out=data.validation_share,
-                )
-        jobs.append(job)
-    shards, whole = (store.path(job) / name for job, name in zip(jobs, (SHARDS, WHOLE), strict=True))
-    manifests = tuple(read_manifest(folder) for folder in find_shards(shards))
-    return PartitionedImages(shards, whole, manifests, (jobs[0], jobs[1]))
+
+    def once(name: str, shards: int, features: str) -> Path:
+        chosen: dict[str, Any] = {"features": features, "seed": settings.seed}
+        chosen["held_out"] = data.validation_share
+        job = Job(name, {"shards": shards, **chosen}, {"images": sources.hash})
+
+        def make(folder: Path) -> None:
+            partition(sources.training, folder / name, shards, **chosen)
+
+        store.once(job, make)
+        return store.path(job) / name
+
+    return PartitionedImages(once(SHARDS, settings.shards, settings.features), once(WHOLE, 1, "pixels"))
 
 
 def reference_job(sources: SourceImages, divided: PartitionedImages, split: Split) -> Job:
@@ -209,27 +197,32 @@ def fewest_images(sources: SourceImages, divided: PartitionedImages) -> int:
     return min(filter(None, counts))
 
 
-def write_reference(store: Store, job: Job, sources: SourceImages, divided: PartitionedImages) -> None:
-    """Do `reference_job`: one file of bytes, which a worker reads in a moment."""
-    with making(store.folder, job) as (draft, result):
+def write_reference(
+    store: Store, job: Job, sources: SourceImages, divided: PartitionedImages
+) -> dict[str, Any]:
+    """Do `reference_job`: one file of bytes, which a worker reads in a moment; return its record."""
+
+    def make(folder: Path) -> dict[str, Any]:
         tensors: dict[str, Tensor] = {}
-        shards = [load_shard(folder) for folder in divided.shard_folders]
-        tensors["training"], tensors["shard"] = _joined(shards)
+        shards = [load_shard(path) for path in divided.shard_folders]
+        tensors["training"] = _pixels(shards)
+        tensors["shard"] = torch.cat([torch.full((len(one),), one.index) for one in shards])
         labels = [one.labels for one in shards if one.labels is not None]
         if len(labels) == len(shards):
             tensors["labels"] = torch.cat(labels)
-        result["classes"] = list(shards[0].classes)
         if job.settings["score_on"] == "held-out":
             assert sources.held_out is not None
             tensors["fresh"] = load_images(sources.held_out).pixels
         else:
-            folders = [divided.validation(one.index) for one in shards]
-            tensors["fresh"], _ = _joined([load_shard(one) for one in folders if one is not None])
+            tensors["fresh"] = _pixels([load_shard(path) for path in divided.validation_folders])
         if tensors["fresh"].shape[1:] != tensors["training"].shape[1:]:
             shapes = {name: tuple(tensors[name].shape[1:]) for name in ("training", "fresh")}
             raise HddmError(f"images of different shapes (C, H, W) do not compare: {shapes}")
-        result["images"] = {name: len(tensors[name]) for name in ("training", "fresh")}
-        save_file(tensors, draft / _PACKED)
+        save_file(tensors, folder / _PACKED)
+        counts = {name: len(tensors[name]) for name in ("training", "fresh")}
+        return {"classes": list(shards[0].classes), "images": counts}
+
+    return store.once(job, make)
 
 
 def read_reference(folder: Path) -> Mapping[str, Tensor]:
@@ -249,10 +242,8 @@ def hash_of_images(path: Path) -> str:
     return digest.hexdigest()
 
 
-def _joined(shards: Sequence[Shard]) -> tuple[Tensor, Tensor]:
-    """Images as bytes, and the number of the shard of each."""
-    numbers = [torch.full((len(shard),), shard.index) for shard in shards]
-    return torch.cat([to_bytes(shard.images) for shard in shards]), torch.cat(numbers)
+def _pixels(shards: Sequence[Shard]) -> Tensor:
+    return torch.cat([to_bytes(shard.images) for shard in shards])
 
 
 def _below(data: Path | None, path: str) -> Path:
@@ -264,8 +255,11 @@ def _overlap(one: Path, other: Path) -> bool:
     return a.is_relative_to(b) or b.is_relative_to(a)
 
 
-def _split(images: Path, folder: Path, share: float) -> None:
-    """Link images to ``train/`` and ``held_out/`` by the hash of their pixels: equal ones are on one side."""
+def _split(images: Path, folder: Path, share: float) -> Path:
+    """Link images to ``train/`` and ``held_out/`` by the hash of their pixels; return the former.
+
+    Equal images are on one side.
+    """
     source, loaded = open_source(images), load_images(images)
     if source.captions is not None:
         raise HddmError(f"{images}: captions would be lost; hold images out yourself and name data.held_out")
@@ -278,6 +272,7 @@ def _split(images: Path, folder: Path, share: float) -> None:
         if path is None:
             raise HddmError(f"{images}: is an archive; name its held-out images by data.held_out")
         link_or_copy(path, target)
+    return folder / TRAINING_SIDE
 
 
 HELD_OUT_SHARE = 5

@@ -1,4 +1,4 @@
-"""Jobs of a benchmark by their content, and the worker processes that do them.
+"""Jobs of a benchmark by their content: where they lie once done, and how workers do them.
 
 jobs/
   lock                       held by the benchmark that writes here
@@ -20,7 +20,7 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -28,7 +28,7 @@ from importlib.metadata import version
 from multiprocessing.connection import wait
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -108,6 +108,37 @@ class Store:
         found: dict[str, Any] = self.record(job)["result"]
         return found
 
+    def once(self, job: Job, make: Callable[[Path], Mapping[str, Any] | None]) -> dict[str, Any]:
+        """Result of ``job``, which ``make`` returns after it filled a folder, unless it is there already."""
+        if not self.has(job):
+            started = time.perf_counter()
+            with new_folder(self.path(job), RECORD, is_locked=True) as draft:
+                result = make(draft) or {}
+                write_json(draft / RECORD, _record_of(job, result, time.perf_counter() - started))
+        return self.result(job)
+
+    def work_folder(self, job: Job) -> Path:
+        """Where a job that can go on from where it was stopped keeps what it has done."""
+        return self.folder / f".{job.name}.work"
+
+    def finish_work(self, job: Job, result: Mapping[str, Any], seconds: float) -> None:
+        """Turn the work folder of ``job`` into its own; its record is the last file that is written."""
+        work = self.work_folder(job)
+        draft = work / f".{RECORD}"
+        write_json(draft, _record_of(job, result, seconds))
+        os.replace(draft, work / RECORD)
+        self.publish_work(job)
+
+    def publish_work(self, job: Job) -> bool:
+        """Put the work folder of ``job`` in place if its record is there; return whether it was."""
+        work = self.work_folder(job)
+        if not (work / RECORD).is_file():
+            return False
+        for run in work.glob("*.run"):
+            shutil.rmtree(run)
+        put_in_place(work, self.path(job), overwrite=True)
+        return True
+
     @contextmanager
     def held(self) -> Iterator[None]:
         """The store for this process alone, without the halves that killed ones left.
@@ -127,42 +158,7 @@ class Store:
             yield
 
 
-@contextmanager
-def making(folder: Path, job: Job) -> Iterator[tuple[Path, dict[str, Any]]]:
-    """A folder to fill for ``job`` in the store ``folder``, and its result, plain values to be set."""
-    started = time.perf_counter()
-    result: dict[str, Any] = {}
-    with new_folder(folder / job.name, RECORD, is_locked=True) as draft:
-        yield draft, result
-        write_json(draft / RECORD, record_of(job, result, time.perf_counter() - started))
-
-
-def work_folder(folder: Path, job: Job) -> Path:
-    """Where a job that can go on from where it was stopped keeps what it has done."""
-    return folder / f".{job.name}.work"
-
-
-def finish_work(folder: Path, job: Job, result: Mapping[str, Any], seconds: float) -> None:
-    """Turn the work folder of ``job`` into its own; its record is the last file that is written."""
-    work = work_folder(folder, job)
-    draft = work / f".{RECORD}"
-    write_json(draft, record_of(job, result, seconds))
-    os.replace(draft, work / RECORD)
-    publish_work(folder, job)
-
-
-def publish_work(folder: Path, job: Job) -> bool:
-    """Put the work folder of ``job`` in place if its record is there; whether it was."""
-    work = work_folder(folder, job)
-    if not (work / RECORD).is_file():
-        return False
-    for run in work.glob("*.run"):
-        shutil.rmtree(run)
-    put_in_place(work, folder / job.name, overwrite=True)
-    return True
-
-
-def record_of(job: Job, result: Mapping[str, Any], seconds: float) -> dict[str, Any]:
+def _record_of(job: Job, result: Mapping[str, Any], seconds: float) -> dict[str, Any]:
     """``job.json``."""
     return {
         "format": FORMAT,
@@ -173,7 +169,7 @@ def record_of(job: Job, result: Mapping[str, Any], seconds: float) -> dict[str, 
         "numerics": NUMERICS,
         "seconds": round(seconds, 1),
         "machine": machine(),
-        "result": finite(dict(result)),
+        "result": finite(result),
     }
 
 
@@ -185,7 +181,7 @@ def hash_of(content: Any) -> str:
 
 def finite(value: Any) -> Any:
     """Plain values with None for what is not finite, which JSON has no word for."""
-    if isinstance(value, dict):
+    if isinstance(value, Mapping):
         return {key: finite(one) for key, one in value.items()}
     if isinstance(value, list | tuple):
         return [finite(one) for one in value]
@@ -245,14 +241,30 @@ def named(what: str) -> Iterator[None]:
         raise HddmError(f"{what}: {error.message}", error.details) from error
 
 
-def named_call(what: str, call: Call) -> Call:
-    """``call`` as it is, in whose errors a worker says that it is about ``what``."""
-    return Call(_within, {"what": what, "call": call}, call.units)
+class Task(Protocol):
+    """What a worker does: a frozen dataclass of plain values, which another process can be handed."""
+
+    @property
+    def job(self) -> Job:
+        """By which the result is found again."""
+
+    @property
+    def units(self) -> int:
+        """Of work, for the progress bar."""
+
+    def do(self, store: Store, report: Report) -> None:
+        """Do the job."""
 
 
-def _within(what: str, call: Call, report: Report) -> Any:
+def call_of(store: Store, task: Task, what: str) -> Call:
+    """A task as work of one process, whose errors begin with ``what``."""
+    return Call(_do, {"store": store, "task": task, "what": what}, task.units)
+
+
+def _do(store: Store, task: Task, what: str, report: Report) -> None:
+    end_with_parent()
     with named(what):
-        return call.function(**call.arguments, report=report)
+        task.do(store, report)
 
 
 _watching = False

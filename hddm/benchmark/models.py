@@ -3,14 +3,15 @@
 import hashlib
 import itertools
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 from hddm.benchmark.compute import Cost, Costs, single_steps
 from hddm.benchmark.data import PartitionedImages
-from hddm.benchmark.jobs import Job, Store, making, named
+from hddm.benchmark.jobs import Job, Store, named
+from hddm.benchmark.results import ModelResult
 from hddm.benchmark.samples import SampledModel, canonical
 from hddm.benchmark.settings import (
     ENSEMBLES,
@@ -21,7 +22,7 @@ from hddm.benchmark.settings import (
     points_of,
     slug,
 )
-from hddm.benchmark.trainings import MODEL, Training, router_training
+from hddm.benchmark.trainings import MODEL, RouterTraining, Training
 from hddm.checkpoints.describe import describe
 from hddm.data.shard_records import read_manifest
 from hddm.ensemble import Ensemble, Strategy
@@ -30,7 +31,6 @@ from hddm.experts.assembly import assemble
 from hddm.experts.ensembles import ENSEMBLE_FILE, read_ensemble_facts
 from hddm.experts.loading import load
 from hddm.experts.records import EXPERT_FILE, FORMAT, ExpertRecord
-from hddm.training.settings import RouterSettings
 from hddm.utils.errors import HddmError
 from hddm.utils.files import read_json, sha256_of
 from hddm.utils.records import MANIFEST, read_record
@@ -54,10 +54,10 @@ def read_finished(folder: Path) -> list[ExpertRecord]:
     Raises:
         HddmError: for a folder that holds no model of hddm's, or one that makes no pixels.
     """
-    facts = describe(folder)
-    if facts["kind"] not in ("expert", "ensemble"):
-        raise HddmError(f"{folder}: is a {facts['kind']}; a finished model is an expert or an ensemble")
-    if "layout" in facts:
+    found = describe(folder)
+    if found["kind"] not in ("expert", "ensemble"):
+        raise HddmError(f"{folder}: is a {found['kind']}; a finished model is an expert or an ensemble")
+    if "layout" in found:
         raise HddmError(f"{folder}: is no model folder of hddm; a checkpoint becomes one by hddm convert")
     records = expert_records(folder)
     if any(record.space == "latents" for record in records):
@@ -73,22 +73,10 @@ _HISTORY = {"training", "calibration"}
 
 @dataclass(frozen=True)
 class Model:
-    """One model of one training seed, ready to be sampled.
+    """One model of one training seed, ready to be sampled, and what the results say of it."""
 
-    ``training_flop`` and ``images_seen`` are None where they are not known: of models that were not trained
-    here. ``objectives`` are its experts'.
-    """
-
-    name: str
     source: SampledModel
-    objectives: tuple[str, ...]
-    trainings: tuple[Training, ...]
-    training_flop: dict[str, int] | None
-    images_seen: int | None
-    link: Path
-    """Where it is shown to the user, below the benchmark's folder."""
-    calibration_flop: int | None = None
-    """Of that of its experts, what their calibration took."""
+    result: ModelResult
 
     @cached_property
     def weights(self) -> str:
@@ -113,37 +101,21 @@ class SeedModels:
         self.costs = Costs(store, divided.shards)
         self._all_images_hash = read_manifest(divided.all_images).hash
 
-    @property
-    def num_shards(self) -> int:
-        """K."""
-        return self.settings.partition.shards
-
-    @property
-    def router_settings(self) -> RouterSettings:
-        """Of the router of all ensembles."""
-        return self.settings.router(self.seed)
-
-    @property
-    def router_job(self) -> Job:
-        """Of the router of all ensembles."""
-        return router_training(self.divided.hashes, self.router_settings)
-
-    @property
-    def needs_router(self) -> bool:
-        """True where an ensemble is made here."""
-        return any(model.kind == "ensemble" for model in self.settings.models)
+    @cached_property
+    def router(self) -> RouterTraining | None:
+        """The router of all ensembles, where one is made here."""
+        if all(model.kind != "ensemble" for model in self.settings.models):
+            return None
+        every = self.settings.training.checkpoint_every
+        settings = self.settings.router(self.seed)
+        return RouterTraining(self.divided.shards, tuple(self.divided.hashes), settings, every)
 
     def trainings(self, model: ModelSettings) -> list[Training]:
-        """All trainings that ``model`` may need, those that others start from first."""
-        if model.kind == "finished":
-            return []
+        """One an expert; none of a finished model."""
+        names = model.named_objectives(self.settings.partition.shards)
         if model.kind == "single":
-            wanted = [self._single(model)]
-        else:
-            wanted = [
-                self._expert(model, name, k) for k, name in enumerate(model.named_objectives(self.num_shards))
-            ]
-        return [one for training in wanted for one in _with_start(training)]
+            return [self._single(model)]
+        return [self._expert(model, name, k) for k, name in enumerate(names)]
 
     def cost(self, training: Training) -> Cost:
         """Of a training, of which one step is made to count it.
@@ -155,85 +127,96 @@ class SeedModels:
 
     def open(self, model: ModelSettings) -> Model:
         """``model``, whose trainings are done; an ensemble is assembled."""
-        if model.kind == "finished":
-            return self._finished(model)
+        if model.path is not None:
+            return self._finished(model, model.path)
+        trainings, router, place, router_flop = self.trainings(model), None, Path(), 0
         if model.kind == "single":
-            training = self._single(model)
-            trainings: tuple[Training, ...] = (training,)
-            folder = self.store.path(training.job) / MODEL
+            folder = self.store.path(trainings[0].job) / MODEL
             source = SampledModel(folder, model_hash(folder), True)
-            objectives: tuple[str, ...] = (model.objectives,)
-            router, place = 0, Path()
         else:
-            objectives = tuple(model.named_objectives(self.num_shards))
-            trainings = tuple(self._expert(model, name, k) for k, name in enumerate(objectives))
-            job = self._assembled(trainings)
-            folder = self.store.path(job) / MODEL
+            router = self.router
+            assert router is not None
+            job = self._assembled(trainings, router)
+            folder, place = self.store.path(job) / MODEL, Path(ENSEMBLES)
             source = SampledModel(folder, job.hash, False, _trained_in(expert_records(folder)))
-            router = self.costs.router(self.router_settings).of_router(self.router_settings)
-            place = Path(ENSEMBLES)
-        return Model(
-            model.name,
-            source,
-            objectives,
-            trainings,
-            {"experts": sum(self._flop(one) for one in trainings), "router": router},
-            sum(_seen(one) for one in trainings),
-            Path(f"seed_{self.seed}") / place / slug(model.name),
-            sum(self._calibration_flop(one) for one in trainings),
+            router_flop = self.costs.router(router.settings).of_router(router.settings)
+        chain = [one for training in trainings for one in training.chain]
+        fitting = sum(map(self._fitting_flop, chain))
+        experts = fitting + sum(self.cost(one).steps(one.settings) for one in chain)
+        jobs = [one.job for one in (*chain, *([router] if router else ()))]
+        result = ModelResult(
+            model=model.name,
+            seed=self.seed,
+            hash=source.hash,
+            folder=str(self._link(place, model)),
+            objectives=tuple(one.settings.objective for one in trainings),
+            experts=tuple(one.job.name for one in trainings),
+            steps=tuple(sum(part.settings.steps for part in one.chain) for one in trainings),
+            batch_sizes=tuple(one.settings.batch_size for one in trainings),
+            images_seen=sum(one.units for one in chain),
+            experts_flop=experts,
+            calibration_flop=fitting,
+            router_flop=router_flop,
+            training_flop=experts + router_flop,
+            seconds=round(sum(self.store.record(job)["seconds"] for job in jobs), 1),
         )
+        return Model(source, result)
 
-    def _assembled(self, experts: Sequence[Training]) -> Job:
+    def _finished(self, model: ModelSettings, path: Path) -> Model:
+        records, content = read_finished(path), model_hash(path)
+        source = SampledModel(path, content, (path / EXPERT_FILE).is_file(), _trained_in(records))
+        result = ModelResult(
+            model=model.name,
+            seed=self.seed,
+            hash=content,
+            folder=str(self._link(Path(FINISHED), model)),
+            objectives=tuple(record.objective for record in records),
+        )
+        return Model(source, result)
+
+    def _link(self, place: Path, model: ModelSettings) -> Path:
+        """Where a model is shown to the user, below the benchmark's folder."""
+        return Path(f"seed_{self.seed}") / place / slug(model.name)
+
+    def _assembled(self, experts: Sequence[Training], router: RouterTraining) -> Job:
         """The ensemble of an expert a shard, which is made unless it is there."""
-        folders = [self.store.path(one.job) / MODEL for one in experts]
-        router = self.store.path(self.router_job) / MODEL
-        hashes = [model_hash(folder) for folder in (*folders, router)]
-        job = Job("ensemble", {}, {"experts": hashes[:-1], "router": hashes[-1]})
-        if not self.store.has(job):
-            with making(self.store.folder, job) as (draft, _):
-                assemble(folders, draft / MODEL, router)
+        *folders, last = [self.store.path(job) / MODEL for job in (*(e.job for e in experts), router.job)]
+        hashes = [model_hash(folder) for folder in folders]
+        job = Job("ensemble", {}, {"experts": hashes, "router": model_hash(last)})
+
+        def make(folder: Path) -> None:
+            assemble(folders, folder / MODEL, last)
+
+        self.store.once(job, make)
         return job
 
     def _expert(self, model: ModelSettings, objective: str, shard: int) -> Training:
-        folder, content = self.divided.shard_folders[shard], self.divided.hashes[shard]
-        changes = dict(model.training)
-        settings = self.settings.expert(objective, self.seed, **changes)
-        if objective == "ddpm" or (model.converted is None and model.init is None):
-            return Training(folder, content, settings)
-        if model.init is not None:
-            return Training(folder, content, settings, init=model.init, init_hash=model_hash(model.init))
-        assert model.converted is not None
+        train = partial(
+            Training,
+            self.divided.shard_folders[shard],
+            self.divided.hashes[shard],
+            checkpoint_every=self.settings.training.checkpoint_every,
+        )
+        settings = self.settings.expert(objective, self.seed, **model.training)
+        if objective == "flow" and model.init is not None:
+            return train(settings, init=model.init, init_hash=model_hash(model.init))
+        if objective == "ddpm" or model.converted is None:
+            return train(settings)
         before = max(1, round(model.converted * settings.steps))
-        first = self.settings.expert("ddpm", self.seed, **changes | {"steps": before})
+        first = self.settings.expert("ddpm", self.seed, **model.training | {"steps": before})
         rest = settings.model_copy(update={"steps": max(1, settings.steps - before)})
-        return Training(folder, content, rest, Training(folder, content, first))
+        return train(rest, start=train(first))
 
     def _single(self, model: ModelSettings) -> Training:
         steps = single_steps(self.settings, model.objectives, self.costs, **model.training)
         settings = self.settings.single(model.objectives, self.seed, steps, **model.training)
-        return Training(self.divided.all_images, self._all_images_hash, settings)
-
-    def _flop(self, training: Training) -> int:
-        steps = sum(self.cost(one).of_expert(one.settings, calibrated=False) for one in _with_start(training))
-        return steps + self._calibration_flop(training)
-
-    def _calibration_flop(self, training: Training) -> int:
-        return sum(map(self._fitting_flop, _with_start(training)))
+        every = self.settings.training.checkpoint_every
+        return Training(self.divided.all_images, self._all_images_hash, settings, checkpoint_every=every)
 
     def _fitting_flop(self, training: Training) -> int:
         (record,) = expert_records(self.store.path(training.job) / MODEL)
         # A calibration that was trained in was not fitted afterwards.
         return 0 if record.training_calibration else self.cost(training).calibration
-
-    def _finished(self, model: ModelSettings) -> Model:
-        assert model.path is not None
-        records = read_finished(model.path)
-        is_single = (model.path / EXPERT_FILE).is_file()
-        content = model_hash(model.path)
-        source = SampledModel(model.path, content, is_single, trained_in=_trained_in(records))
-        objectives = tuple(record.objective for record in records)
-        link = Path(f"seed_{self.seed}") / FINISHED / slug(model.name)
-        return Model(model.name, source, objectives, (), None, None, link)
 
 
 def model_hash(folder: Path) -> str:
@@ -258,16 +241,6 @@ def _trained_in(records: Sequence[ExpertRecord]) -> tuple[bool, ...]:
     return tuple(record.training_calibration for record in records)
 
 
-def _with_start(training: Training) -> Iterator[Training]:
-    if training.start is not None:
-        yield from _with_start(training.start)
-    yield training
-
-
-def _seen(training: Training) -> int:
-    return sum(one.settings.steps * one.settings.batch_size for one in _with_start(training))
-
-
 @dataclass(frozen=True)
 class _Abilities:
     """Properties of a model that decide how it can be sampled."""
@@ -285,11 +258,10 @@ def check_rows(settings: BenchmarkSettings) -> None:
         HddmError: for a row that asks a model for what it cannot give, and for a finished model that cannot
             be opened or compared.
     """
-    kinds = {model.name: _abilities(settings, model) for model in settings.models}
+    found = {model.name: _abilities(settings, model) for model in settings.models}
     for table in settings.tables:
-        for name, point in itertools.product(table.models or kinds, points_of(settings, table)):
-            kind = kinds[name]
-            wrong = next(_misfits(f"model {name!r}", kind, canonical(point, not kind.experts)), None)
+        for name, point in itertools.product(table.models or found, points_of(settings, table)):
+            wrong = _misfit(f"model {name!r}", found[name], canonical(point, not found[name].experts))
             if wrong is not None:
                 raise HddmError(f"table {table.name!r}: {wrong}")
 
@@ -305,9 +277,9 @@ def check_shapes(settings: BenchmarkSettings, shape: Sequence[int]) -> None:
             continue
         made = {record.sample_shape for record in read_finished(model.path)}
         if made != {tuple(shape)}:
-            told = " and ".join(map(str, sorted(made)))
+            shapes = " and ".join(map(str, sorted(made)))
             raise HddmError(
-                f"model {model.name!r}: {model.path} makes images (C, H, W) of {told}, and the data's are "
+                f"model {model.name!r}: {model.path} makes images (C, H, W) of {shapes}, and the data's are "
                 f"{tuple(shape)}; take data of that shape"
             )
 
@@ -329,18 +301,19 @@ def check_counts(settings: BenchmarkSettings, counts: Mapping[str, int], dimensi
             raise too_few(dimensions, [counts[side]], "allow_few: true in the settings")
 
 
-def _misfits(model: str, kind: _Abilities, point: SamplingPoint) -> Iterator[str]:
+def _misfit(model: str, able: _Abilities, point: SamplingPoint) -> str | None:
     """Why ``model`` cannot be sampled at ``point``, and what to do."""
     strategy = Strategy.parse(point.strategy)
-    if strategy.kind == "top" and strategy.value > kind.experts > 0:
-        yield (
-            f"strategy {point.strategy!r} asks for more experts than the {kind.experts} of {model}; take "
-            f"top-{kind.experts} at most"
+    if strategy.kind == "top" and strategy.value > able.experts > 0:
+        return (
+            f"strategy {point.strategy!r} asks for more experts than the {able.experts} of {model}; take "
+            f"top-{able.experts} at most"
         )
-    if strategy.kind != "draw" and kind.experts > 1 and not kind.has_router:
-        yield f"strategy {point.strategy!r} needs a router, and {model} has none; take draw"
-    if point.guidance_scale != 1 and not kind.has_classes:
-        yield f"guidance_scale {point.guidance_scale:g} needs classes, and {model} has none; take 1"
+    if strategy.kind != "draw" and able.experts > 1 and not able.has_router:
+        return f"strategy {point.strategy!r} needs a router, and {model} has none; take draw"
+    if point.guidance_scale != 1 and not able.has_classes:
+        return f"guidance_scale {point.guidance_scale:g} needs classes, and {model} has none; take 1"
+    return None
 
 
 def _abilities(settings: BenchmarkSettings, model: ModelSettings) -> _Abilities:
@@ -348,8 +321,7 @@ def _abilities(settings: BenchmarkSettings, model: ModelSettings) -> _Abilities:
         with named(f"model {model.name!r}"):
             return _abilities_of_finished(model.path)
     if model.kind == "single":
-        trained = settings.single(model.objectives, 0, 1, **model.training)
-        return _Abilities(0, trained.class_conditional)
+        return _Abilities(0, settings.single(model.objectives, 0, 1, **model.training).class_conditional)
     objectives = model.named_objectives(settings.partition.shards)
     labelled = (settings.expert(name, 0, **model.training).class_conditional for name in set(objectives))
     return _Abilities(len(objectives), any(labelled))
@@ -367,6 +339,6 @@ def _abilities_of_finished(path: Path) -> _Abilities:
                 f"{path}: needs {' and '.join(missing)}, which a benchmark does not give; sample it with "
                 "hddm sample, and compare the images with hddm evaluate"
             )
-    experts = len(fields) if isinstance(opened, Ensemble) else 0
-    has_router = isinstance(opened, Ensemble) and opened.router is not None
-    return _Abilities(experts, bool(opened.classes), has_router)
+    if not isinstance(opened, Ensemble):
+        return _Abilities(0, bool(opened.classes), False)
+    return _Abilities(len(fields), bool(opened.classes), opened.router is not None)

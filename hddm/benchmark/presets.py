@@ -4,6 +4,7 @@ Settings are chosen on ``seeds`` and validation images. Then they are frozen, in
 on ``confirmation_seeds`` and held-out images.
 """
 
+from collections.abc import Collection, Iterator, Sequence
 from importlib.resources import as_file, files
 from importlib.resources.abc import Traversable
 from pathlib import Path
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
 # The schema needs torch, so it is imported where a file is read: an unknown preset is refused before.
 _PRESETS = files("hddm.benchmark") / "presets"
 _SUFFIX = ".yaml"
-_OF_BENCHMARK = ("seed", "objective")
 
 
 def preset_names() -> list[str]:
@@ -70,24 +70,22 @@ def parse_settings(content: dict[str, Any], origin: str) -> "BenchmarkSettings":
     Raises:
         HddmError: as `load_settings`.
     """
-    from hddm.benchmark.settings import BenchmarkSettings
+    from hddm.benchmark.settings import BenchmarkSettings, first_problem
 
-    _check_trainings(content, origin)
     try:
         return BenchmarkSettings.model_validate(content)
     except ValidationError as error:
-        errors = error.errors()
-        # A misspelt key is missing too, and its name as it stands says more.
-        first = next((one for one in errors if one["type"] == "extra_forbidden"), errors[0])
-        place = [part for part in first["loc"] if part != "function-after"]
+        problem = first_problem(error)
+        # pydantic names a validator of ours too, as a step on the way to the value.
+        place = [step for step in problem["loc"] if step != "function-after"]
         key = ".".join(map(str, place))
-        if first["type"] == "extra_forbidden":
+        if problem["type"] == "extra_forbidden":
             nearest = did_you_mean(str(place[-1]), _known_at(place[:-1]))
             raise HddmError(f"{origin}: unknown key {key!r}{nearest}") from error
-        plain = isinstance(first["input"], str | int | float)
-        value = f" (is {first['input']!r})" if plain and first["type"] != "missing" else ""
+        plain = isinstance(problem["input"], str | int | float)
+        value = f" (is {problem['input']!r})" if plain and problem["type"] != "missing" else ""
         named = f"key {key!r}{value}: " if key else ""
-        raise HddmError(f"{origin}: {named}{words(first)}") from error
+        raise HddmError(f"{origin}: {named}{words(problem)}") from error
 
 
 def chosen(
@@ -110,79 +108,51 @@ def chosen(
     """
     from hddm.benchmark.settings import parse_seeds
 
-    changes: dict[str, object] = {}
-    both = sorted(set(settings.seeds) & set(settings.confirmation_seeds))
+    confirming, frozen = set(settings.confirmation_seeds), settings.data.validation_share > 0
+    both = sorted(confirming & set(settings.seeds))
     if both:
         raise HddmError(
             f"{settings.name}: seed {both[0]} is among seeds and confirmation_seeds; name it in one"
         )
     # A file that says so confirms as the option does.
     held_out = held_out or settings.score_on == "held-out"
-    if workers is not None:
-        changes["workers"] = workers
     wanted = None if seeds is None else parse_seeds(seeds, "--seeds ")
-    if held_out and settings.data.validation_share:
+    given = f"--seeds {','.join(map(str, wanted or ()))}"
+    if held_out and frozen:
         wanted = wanted or settings.confirmation_seeds
         if not wanted:
             raise HddmError("--held-out: the settings name no confirmation_seeds; give fresh ones by --seeds")
         used = sorted(set(wanted) & set(settings.seeds))
         if used:
             raise HddmError(
-                f"--held-out --seeds {','.join(map(str, wanted))}: seed {used[0]} is one that settings are "
-                f"chosen on ({', '.join(map(str, settings.seeds))}); confirm on others"
+                f"--held-out {given}: seed {used[0]} is one that settings are chosen on "
+                f"({', '.join(map(str, settings.seeds))}); confirm on others"
             )
-    kept = sorted(set(wanted or ()) & set(settings.confirmation_seeds))
+    kept = sorted(set(wanted or ()) & confirming)
     if kept and not held_out:
         raise HddmError(
-            f"--seeds {','.join(map(str, wanted or ()))}: seed {kept[0]} is kept for confirming "
-            "(confirmation_seeds); choose on others"
+            f"{given}: seed {kept[0]} is kept for confirming (confirmation_seeds); choose on others"
         )
-    if held_out:
-        changes["score_on"] = "held-out"
-    if wanted:
-        changes["seeds"] = wanted
+    changes: dict[str, object] = {"score_on": "held-out"} if held_out else {}
+    changes |= {"seeds": wanted} if wanted else {}
+    changes |= {} if workers is None else {"workers": workers}
     return parse_settings(settings.model_dump(mode="json") | changes, settings.name)
 
 
-def _check_trainings(content: dict[str, Any], origin: str) -> None:
-    """Refuse an unknown key where settings of trainings are plain mappings."""
-    from hddm.benchmark.settings import TrainingSettings
-    from hddm.training.settings import ExpertSettings, RouterSettings
-
-    training, models = content.get("training"), content.get("models")
-    places: list[tuple[str, Any, type[BaseModel]]] = [
-        (
-            f"training.{name}",
-            training.get(name) if isinstance(training, dict) else None,
-            RouterSettings if name == "router" else ExpertSettings,
-        )
-        for name, field in TrainingSettings.model_fields.items()
-        if field.annotation == dict[str, Any]
-    ]
-    for index, model in enumerate(models if isinstance(models, list) else ()):
-        if isinstance(model, dict):
-            places.append((f"models.{index}.training", model.get("training"), ExpertSettings))
-    for place, values, kind in places:
-        known = set(kind.model_fields) - set(_OF_BENCHMARK)
-        for key in values if isinstance(values, dict) else ():
-            if key not in known and key not in _OF_BENCHMARK:
-                raise HddmError(f"{origin}: unknown key '{place}.{key}'{did_you_mean(str(key), known)}")
-
-
-def _known_at(place: list[Any]) -> list[str]:
+def _known_at(place: Sequence[int | str]) -> Collection[str]:
     """Fields of the record at a place in the settings."""
     from hddm.benchmark.settings import BenchmarkSettings
 
-    record: Any = BenchmarkSettings
-    for part in place:
-        if isinstance(part, str) and part in getattr(record, "model_fields", {}):
-            record = record.model_fields[part].annotation
-        found = [one for one in (record, *get_args(record)) if _is_record(one)]
-        # Of Annotated[tuple[Record, ...], …], what is inside.
-        found += [one for outer in get_args(record) for one in get_args(outer) if _is_record(one)]
-        record = found[0] if found else record
-    return list(getattr(record, "model_fields", ()))
+    record: type[BaseModel] = BenchmarkSettings
+    for step in place:
+        if isinstance(step, str) and step in record.model_fields:
+            record = next(_records_in(record.model_fields[step].annotation), record)
+    return record.model_fields
 
 
-def _is_record(kind: Any) -> bool:
-    return isinstance(kind, type) and issubclass(kind, BaseModel)
+def _records_in(kind: Any) -> Iterator[type[BaseModel]]:
+    """The records that an annotation is made of, as that of a tuple of them."""
+    if isinstance(kind, type) and issubclass(kind, BaseModel):
+        yield kind
+    for inner in get_args(kind):
+        yield from _records_in(inner)

@@ -17,14 +17,12 @@ from hddm.benchmark import charts
 from hddm.benchmark.results import MARK, Comparison, Results, Row, number
 from hddm.benchmark.samples import REAL, grid_path
 from hddm.evaluation.compare import markdown_table
-from hddm.utils.errors import counted
 from hddm.utils.files import write_whole
 
 REPORT_FILE = "report.html"
 PERCENT_UNEQUAL = 2.0
 PERCENT_BESIDE = 20.0
 PUBLISHED = 50_000
-_JUDGEMENTS = ("better", "worse", "within noise", "no verdict")
 _NONE = "–"
 
 
@@ -77,10 +75,9 @@ def write_report(folder: Path, results: Results) -> None:
         css=_text("report.css"),
         js=_text("report.js"),
         results=results,
-        unanswered=why_no_answer(results),
         figures=about_figures(results),
-        choice=about_choice(results),
         first=comparison_table(results, first),
+        compared={row.model for row in results.first},
         distances=charts.distances(results),
         limits=limits(results),
         grids=list(_grids(folder, results)),
@@ -88,7 +85,6 @@ def write_report(folder: Path, results: Results) -> None:
         others=[comparison_table(results, name) for name in others],
         measures=measures_table(results),
         about_measures=about_measures(results),
-        effort=effort(results),
         comparisons=all_comparisons(results),
         models=models_table(results),
         records=[
@@ -204,18 +200,6 @@ def about_figures(results: Results) -> str:
     return text
 
 
-def about_choice(results: Results) -> str:
-    """How these figures are related to the choice of settings."""
-    if results.score_on == "validation":
-        return (
-            "These are validation images, by which settings are chosen: the best of many is partly luck. "
-            "What counts is the confirmation on fresh seeds and held-out images (--held-out)."
-        )
-    if not results.settings.data.validation_share:
-        return "Scored on held-out images; there were no validation images to choose settings by."
-    return "A confirmation: fresh training seeds, and held-out images that nothing was chosen by."
-
-
 def about_measures(results: Results) -> str:
     """Meaning of the figures of memorisation and diversity, as they were measured here."""
     scores = [one.scores for one in results.scored]
@@ -240,42 +224,15 @@ def about_measures(results: Results) -> str:
     return text
 
 
-def why_no_answer(results: Results) -> str:
-    """Reasons why the first table does not compare models."""
-    baselines, table = results.settings.compare.baselines, next(iter(results.tables))
-    if not baselines:
-        return "No verdict: the settings name no baseline."
-    if not {row.model for row in results.first} & {*baselines}:
-        return f"No verdict: the first table, {table}, has no row of {' or '.join(baselines)}."
-    return f"No verdict: the first table, {table}, has no candidate that is sampled as a baseline is."
-
-
-def effort(results: Results) -> str:
-    """How much was tried, and how it came out."""
-    rows = sum(map(len, results.tables.values()))
-    judged = [one.verdict.judgement for one in results.comparisons]
-    counts = ", ".join(f"{judged.count(name)} {name}" for name in _JUDGEMENTS if name in judged) or "none"
-    seeds = counted(len(results.seeds), "training seed")
-    return (
-        f"{len(results.settings.models)} models, {rows} rows over {seeds}. "
-        f"Judged: {counts}. Intervals are corrected for the number of comparisons in a table (Holm)."
-    )
-
-
 def limits(results: Results) -> list[str]:
     """Rows that do not compare, or are not counted."""
-    return [
-        *_limits_of_distances(results),
-        *_limits_of_compute(results),
-        *(
-            []
-            if results.complete
-            else [
-                f"Not finished: {len(results.seeds)} of {len(results.settings.seeds)} training seeds are in: "
-                f"{_listed(results.seeds)}."
-            ]
-        ),
-    ]
+    found = [*_limits_of_distances(results), *_limits_of_compute(results)]
+    if not results.complete:
+        found.append(
+            f"Not finished: {len(results.seeds)} of {len(results.settings.seeds)} training seeds are in: "
+            f"{_listed(results.seeds)}."
+        )
+    return found
 
 
 def _limits_of_distances(results: Results) -> Iterator[str]:
@@ -368,7 +325,7 @@ def _table(title: str, rows: Sequence[Row], columns: Sequence[tuple[str, Callabl
 
 def _figure(results: Results, row: Row, path: str) -> Cell:
     found = row.figure(path)
-    return Cell(results.told(row, path), None if found is None else found.mean)
+    return Cell(results.shown(row, path), None if found is None else found.mean)
 
 
 def _flop(value: float | None) -> Cell:

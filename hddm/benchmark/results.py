@@ -9,7 +9,7 @@ that chooses settings, ``to_held_out`` of one that confirms them, never both in 
 
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -63,18 +63,18 @@ class ModelResult(Record):
     hash: str
     folder: str
     objectives: tuple[str, ...]
-    experts: tuple[str, ...]
+    experts: tuple[str, ...] = ()
     """Their jobs; of finished models none."""
-    steps: tuple[int, ...]
-    batch_sizes: tuple[int, ...]
-    images_seen: int | None
-    experts_flop: int | None
+    steps: tuple[int, ...] = ()
+    batch_sizes: tuple[int, ...] = ()
+    images_seen: int | None = None
+    experts_flop: int | None = None
     calibration_flop: int | None = None
     """Of ``experts_flop``, what their calibration took."""
-    router_flop: int | None
-    training_flop: int | None
+    router_flop: int | None = None
+    training_flop: int | None = None
     """Of everything that the model was trained by; None where it is not known."""
-    seconds: float | None
+    seconds: float | None = None
 
 
 class Comparison(Record):
@@ -181,7 +181,13 @@ class Results(Record):
         found: dict[str, dict[str, list[ScoredRow]]] = {}
         for one in self.scored:
             found.setdefault(one.table, {}).setdefault(one.row, []).append(one)
-        return {table: [self._row(each) for each in rows.values()] for table, rows in found.items()}
+        trained: dict[str, list[ModelResult]] = {}
+        for model in self.models:
+            trained.setdefault(model.model, []).append(model)
+        return {
+            table: [Row(tuple(each), tuple(trained.get(each[0].model, ()))) for each in rows.values()]
+            for table, rows in found.items()
+        }
 
     @property
     def first(self) -> list[Row]:
@@ -195,8 +201,13 @@ class Results(Record):
 
     @property
     def one_model(self) -> frozenset[str]:
-        """Names of models that are one set of weights in every seed, which have other samples alone."""
-        return one_set_of_weights(self.models)
+        """Models that are one set of weights in every seed, of which other samples alone were drawn."""
+        hashes: dict[str, list[str]] = {}
+        for one in self.models:
+            hashes.setdefault(one.model, []).append(one.hash)
+        elsewhere = {one.model for one in self.models if not one.experts}
+        same = {name for name, each in hashes.items() if len(each) > 1 and len(set(each)) == 1}
+        return frozenset(elsewhere | same)
 
     @property
     def answers(self) -> list[Comparison]:
@@ -204,7 +215,13 @@ class Results(Record):
         table = next(iter(self.tables))
         return [one for one in self.comparisons if one.table == table and one.kind == "model"]
 
-    def told(self, row: Row, path: str) -> str:
+    def decisive(self, row: Row) -> Figure:
+        """The score of a row that verdicts are about."""
+        found = row.figure(self.decides)
+        assert found is not None
+        return replace(found, samples=frozenset({row.point.num_images}))
+
+    def shown(self, row: Row, path: str) -> str:
         """Mean, half-width over samples and spread over trainings of a score, – where it was not measured."""
         found = row.figure(path)
         if found is None:
@@ -213,9 +230,6 @@ class Results(Record):
         mark = MARK if row.model in self.one_model else ""
         spread = "" if found.spread is None else f" (s {number(found.spread)}{mark})"
         return f"{number(found.mean)}{half}{spread}"
-
-    def _row(self, scored: Sequence[ScoredRow]) -> Row:
-        return Row(tuple(scored), tuple(one for one in self.models if one.model == scored[0].model))
 
 
 def number(value: float, signed: bool = False) -> str:
@@ -242,18 +256,6 @@ def read_results(folder: Path) -> Results:
     return parse_record(content, Results, str(path))
 
 
-def one_set_of_weights(models: Sequence[ModelResult]) -> frozenset[str]:
-    """Names of models that are the same in every seed: those of one hash, and all not trained here."""
-    found: dict[str, list[ModelResult]] = {}
-    for one in models:
-        found.setdefault(one.model, []).append(one)
-    return frozenset(
-        name
-        for name, each in found.items()
-        if not each[0].experts or (len(each) > 1 and len({one.hash for one in each}) == 1)
-    )
-
-
 def compare_rows(results: Results) -> Iterator[Comparison]:
     """All comparisons of all tables: candidates against baselines, and each setting against the first.
 
@@ -278,7 +280,7 @@ def compare_rows(results: Results) -> Iterator[Comparison]:
                 pairs.append(("setting", row, first))
         judged = verdicts([_contrast(results, ours, base) for _, ours, base in pairs])
         for (kind, ours, base), verdict in zip(pairs, judged, strict=True):
-            a, b = (_decisive(results, row).values for row in (ours, base))
+            a, b = (results.decisive(row).values for row in (ours, base))
             yield Comparison(
                 table=table,
                 kind=kind,
@@ -329,11 +331,7 @@ def read_compared(paths: Sequence[Path]) -> dict[str, list[ResultGroup]]:
 def _is_benchmark(path: Path) -> bool:
     if path.is_dir():
         return (path / RESULTS_FILE).is_file()
-    return (
-        path.name == RESULTS_FILE
-        and "settings" in (content := read_json(path, LARGEST))
-        and ("score_on" in content)
-    )
+    return path.name == RESULTS_FILE and {"settings", "score_on"} <= read_json(path, LARGEST).keys()
 
 
 def _evaluations(folder: Path, results: Results, name: str) -> Iterator[Result]:
@@ -376,15 +374,4 @@ def _contrast(results: Results, ours: Row, base: Row) -> Contrast:
         why = "the same samples in every seed"
     elif fixed:
         why = f"{' and '.join(fixed)}: one set of weights in every seed, so no other training is judged"
-    return Contrast(_decisive(results, ours), _decisive(results, base), "lower", why)
-
-
-def _decisive(results: Results, row: Row) -> Figure:
-    found = row.figure(results.decides)
-    assert found is not None
-    return Figure(
-        found.values,
-        found.half_width,
-        few_images=found.few_images,
-        samples=frozenset({row.point.num_images}),
-    )
+    return Contrast(results.decisive(ours), results.decisive(base), "lower", why)

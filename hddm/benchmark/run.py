@@ -14,6 +14,7 @@ written after each.
 
 import functools
 import os
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,7 @@ from hddm.benchmark.models import check_counts, check_rows, check_shapes
 from hddm.benchmark.report import tables_text, write_report
 from hddm.benchmark.results import FORMAT, LARGEST, Results
 from hddm.benchmark.samples import REAL, grid_path, read_samples, write_grid
-from hddm.benchmark.scores import features_job_of, real_scores, write_features
+from hddm.benchmark.scores import Scoring, features_job_of, write_features
 from hddm.benchmark.seed import SeedJobs, SeedRun, SharedInputs
 from hddm.benchmark.settings import BenchmarkSettings, points_of
 from hddm.utils.errors import HddmError
@@ -91,13 +92,34 @@ def run_benchmark(
         with Workers(settings.workers) as workers:
             for number in settings.seeds:
                 seeds.append(SeedRun(settings, number, shared, store, workers).run())
-                _link(out, links | {str(one.link): one.source.folder for one in seeds[-1].models.values()})
+                _link(
+                    out, links | {one.result.folder: one.source.folder for one in seeds[-1].models.values()}
+                )
                 _write_grids(out, seeds[-1], store)
                 results = _dated(collect(settings, store, shared, seeds), before)
                 # Fewer seeds than were there are no result: the others come.
                 if before is None or not set(results.seeds) < set(before.get("seeds", ())):
                     _write(out, results)
     return results
+
+
+def quickstart(settings: BenchmarkSettings, out: Path, overwrite: bool = False) -> Results:
+    """Run a benchmark that brings its own images, whole; one that was interrupted goes on.
+
+    Args:
+        settings: the preset ``quickstart``, or others.
+        out: the folder to write.
+        overwrite: whether an existing ``out`` is replaced, with all models.
+
+    Raises:
+        HddmError: where ``out`` exists and is finished, or holds something else.
+    """
+    is_half = (out / BENCHMARK_FILE).is_file() and not (out / RESULTS_FILE).is_file()
+    if overwrite or not is_half:
+        check_absent(out, BENCHMARK_FILE, overwrite)
+        if out.exists():
+            shutil.rmtree(out)
+    return run_benchmark(settings, out)
 
 
 def check_out(out: Path, settings: BenchmarkSettings, overwrite: bool = False) -> None:
@@ -183,24 +205,21 @@ def _prepare(
     sources = prepare_images(settings.data, data, store)
     divided = divide(sources, settings.data, settings.partition, store)
     reference = reference_job(sources, divided, settings.score_on)
-    if not store.has(reference):
-        write_reference(store, reference, sources, divided)
+    images = write_reference(store, reference, sources, divided)["images"]
     drawn = min(point.num_images for table in settings.tables for point in points_of(settings, table))
     # Over both splits, so that what is chosen by one is confirmed on the same features.
     features = features_job_of(settings, reference, min(fewest_images(sources, divided), drawn))
-    if not store.has(features):
-        write_features(store, features, reference)
-    images = store.result(reference)["images"]
+    dimensions = write_features(store, features, reference)["dimensions"]
     counts = {
         "num_images": drawn,
         "training images": images["training"],
         f"{settings.score_on} images": images["fresh"],
     }
-    check_counts(settings, counts, store.result(features)["dimensions"])
+    check_counts(settings, counts, dimensions)
     links = {SHARDS: divided.shards, WHOLE: divided.whole}
     if sources.job is not None:
         links[sources.job.kind] = store.path(sources.job)
-    real = real_scores(store, settings, reference, features)
+    real = Scoring(settings, (), reference, features).of_real(store)
     return SharedInputs(divided, reference, features, real), links
 
 
@@ -231,7 +250,7 @@ def _write_grids(out: Path, seed: SeedJobs, store: Store) -> None:
     shown: set[str] = set()
     for row in seed.rows:
         if row.model not in shown:
-            pixels, _ = read_samples(store, row.samples[:1])
+            pixels, _ = read_samples(store, [row.samples[0].job])
             write_grid(pixels[:GRID_IMAGES], grid_path(out / f"seed_{seed.seed}", row.model))
             shown.add(row.model)
 

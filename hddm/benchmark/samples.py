@@ -1,6 +1,7 @@
 """Samples of one model at one point of a table: how they are drawn, what they cost, and their grids."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,13 +11,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from hddm.benchmark.compute import evaluation_flop, router_flop
-from hddm.benchmark.jobs import Job, Store, end_with_parent, making
+from hddm.benchmark.jobs import Job, Store
 from hddm.benchmark.settings import SAMPLES, SamplingPoint, slug
 from hddm.data.images import save_png, tiled, to_bytes
 from hddm.ensemble import Ensemble, Router
 from hddm.experts.loading import load
 from hddm.sampling import sample
-from hddm.utils.processes import Call, Report
+from hddm.utils.processes import Report
 from hddm.velocity import VelocityField
 
 PIECE = 1000
@@ -47,69 +48,77 @@ def canonical(point: SamplingPoint, is_single: bool) -> SamplingPoint:
 
     A single model has no strategy; where none asks a router, nothing of the router counts.
     """
-    parts = set() if point.calibration == "none" else set(point.calibration.split("+"))
+    calibrated = set() if point.calibration == "none" else set(point.calibration.split("+"))
     changes: dict[str, Any] = {"strategy": "draw"} if is_single else {}
     if changes.get("strategy", point.strategy) == "draw":
-        parts.discard("router")
+        calibrated.discard("router")
         changes["router_temperature"] = 1.0
-    changes["calibration"] = "+".join(name for name in ("experts", "router") if name in parts) or "none"
+    changes["calibration"] = "+".join(name for name in ("experts", "router") if name in calibrated) or "none"
     return point.model_copy(update=changes)
 
 
-def pieces(source: SampledModel, point: SamplingPoint, seed: int) -> list[Job]:
-    """The jobs that draw all samples of a point."""
-    chosen = canonical(point, source.is_single)
-    settings = chosen.model_dump(mode="json", exclude={"num_images"})
-    # By this name samples are found that were drawn when there were other conversions to choose from.
-    settings["conversion"] = "exact"
-    inputs: dict[str, Any] = {"model": source.hash}
-    if any(source.trained_in) and "experts" not in chosen.calibration:
-        # Of models without such experts what was drawn stays valid.
-        inputs["trained_in"] = list(source.trained_in)
-    return [
-        Job(
-            "samples",
-            {**settings, "seed": seed, "start": start, "stop": min(start + PIECE, point.num_images)},
-            inputs,
-        )
-        for start in range(0, point.num_images, PIECE)
-    ]
+@dataclass(frozen=True)
+class Piece:
+    """Samples ``start`` … ``stop`` - 1 of a model at a point, with the noise of ``seed``."""
+
+    source: SampledModel
+    point: SamplingPoint
+    seed: int
+    start: int
+    stop: int
+    device: str = "auto"
+
+    @property
+    def job(self) -> Job:
+        """By which the samples are found again."""
+        chosen = canonical(self.point, self.source.is_single)
+        settings = chosen.model_dump(mode="json", exclude={"num_images"})
+        # By this name samples are found that were drawn when there were other conversions to choose from.
+        settings |= {"conversion": "exact", "seed": self.seed, "start": self.start, "stop": self.stop}
+        inputs: dict[str, Any] = {"model": self.source.hash}
+        if any(self.source.trained_in) and "experts" not in chosen.calibration:
+            # Of models without such experts what was drawn stays valid.
+            inputs["trained_in"] = list(self.source.trained_in)
+        return Job("samples", settings, inputs)
+
+    @property
+    def units(self) -> int:
+        """Images."""
+        return self.stop - self.start
+
+    def do(self, store: Store, report: Report) -> None:
+        """Draw them."""
+
+        def make(folder: Path) -> dict[str, Any]:
+            device, point = _device(self.device), canonical(self.point, self.source.is_single)
+            model = prepared(load(self.source.folder, device=device), point, self.source.trained_in)
+            drawn = draw(model, point, self.seed, self.start, self.stop, report)
+            tensors = {"pixels": drawn.pixels} | ({} if drawn.labels is None else {"labels": drawn.labels})
+            save_file(tensors, folder / _PIXELS)
+            return {
+                "images": self.units,
+                "expert_evaluations": drawn.expert_rows,
+                "router_evaluations": drawn.router_rows,
+                "flop": drawn.flop,
+                "device": device,
+            }
+
+        store.once(self.job, make)
 
 
-def piece_call(store: Store, job: Job, source: SampledModel, device: str) -> Call:
-    """Work of one process."""
-    arguments = {"folder": store.folder, "job": job, "source": source, "device": device}
-    return Call(samples_job, arguments, job.settings["stop"] - job.settings["start"])
-
-
-def samples_job(folder: Path, job: Job, source: SampledModel, device: str, report: Report) -> None:
-    """Draw the samples of a piece."""
-    end_with_parent()
-    chosen = {key: job.settings[key] for key in SamplingPoint.model_fields if key in job.settings}
-    point = SamplingPoint.model_validate(chosen)
-    start, stop = job.settings["start"], job.settings["stop"]
-    with making(folder, job) as (draft, result):
-        used = _device(device)
-        model = prepared(load(source.folder, device=used), point, source.trained_in)
-        drawn = draw(model, point, job.settings["seed"], start, stop, report)
-        tensors = {"pixels": drawn.pixels}
-        if drawn.labels is not None:
-            tensors["labels"] = drawn.labels
-        save_file(tensors, draft / _PIXELS)
-        result |= {
-            "images": stop - start,
-            "expert_evaluations": drawn.expert_rows,
-            "router_evaluations": drawn.router_rows,
-            "flop": drawn.flop,
-            "device": used,
-        }
+def pieces(source: SampledModel, point: SamplingPoint, seed: int, device: str = "auto") -> tuple[Piece, ...]:
+    """All samples of a point."""
+    starts = range(0, point.num_images, PIECE)
+    return tuple(
+        Piece(source, point, seed, start, min(start + PIECE, point.num_images), device) for start in starts
+    )
 
 
 def read_samples(store: Store, jobs: Sequence[Job]) -> tuple[Tensor, Tensor | None]:
     """Bytes (n, C, H, W) and perhaps labels (n,) of finished pieces."""
-    parts = [load_file(store.path(job) / _PIXELS) for job in jobs]
-    labels = [part["labels"] for part in parts if "labels" in part]
-    return torch.cat([part["pixels"] for part in parts]), torch.cat(labels) if labels else None
+    found = [load_file(store.path(job) / _PIXELS) for job in jobs]
+    labels = [piece["labels"] for piece in found if "labels" in piece]
+    return torch.cat([piece["pixels"] for piece in found]), torch.cat(labels) if labels else None
 
 
 @dataclass(frozen=True)
@@ -154,8 +163,8 @@ def draw(
     given: dict[str, Any] = {} if labels is None else {"class_labels": labels}
     router = model.router if isinstance(model, Ensemble) else None
     networks: list[Callable[..., Tensor]] = [field.network for field in fields]
-    counted = [*networks, *([router.network] if isinstance(router, Router) else [])]
-    with _Rows(counted) as rows:
+    networks += [router.network] if isinstance(router, Router) else []
+    with _counted(networks) as counts:
         images = sample(
             model,
             stop - start,
@@ -169,36 +178,34 @@ def draw(
             on_batch=report,
             **given,
         )
-    expert_rows, router_rows = rows.counts[: len(fields)], sum(rows.counts[len(fields) :])
+    expert_rows, router_rows = counts[: len(fields)], sum(counts[len(fields) :])
     state = torch.zeros(1, *images.shape[1:], device=fields[0].device)
     flop = sum(n * evaluation_flop(field) for n, field in zip(expert_rows, fields, strict=True) if n)
     flop += router_rows * router_flop(router, state)
     return Drawn(to_bytes(images), labels, expert_rows, router_rows, flop)
 
 
-class _Rows:
-    """Counts the states that networks are asked for within the block."""
+@contextmanager
+def _counted(networks: Sequence[Callable[..., Tensor]]) -> Iterator[list[int]]:
+    """Counts of the states that networks are asked for within the block."""
+    counts = [0] * len(networks)
 
-    def __init__(self, networks: Sequence[Callable[..., Tensor]]) -> None:
-        self.counts = [0] * len(networks)
-        self._networks = networks
-        self._hooks: list[Any] = []
-
-    def __enter__(self) -> "_Rows":
-        for place, network in enumerate(self._networks):
-            if isinstance(network, nn.Module):
-                self._hooks.append(network.register_forward_pre_hook(self._counting(place)))
-        return self
-
-    def __exit__(self, *ended: object) -> None:
-        for hook in self._hooks:
-            hook.remove()
-
-    def _counting(self, place: int) -> Callable[[nn.Module, tuple[Any, ...]], None]:
+    def counting(place: int) -> Callable[[nn.Module, tuple[Any, ...]], None]:
         def count(network: nn.Module, arguments: tuple[Any, ...]) -> None:
-            self.counts[place] += len(arguments[0])
+            counts[place] += len(arguments[0])
 
         return count
+
+    hooks = [
+        network.register_forward_pre_hook(counting(place))
+        for place, network in enumerate(networks)
+        if isinstance(network, nn.Module)
+    ]
+    try:
+        yield counts
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def _device(name: str) -> str:

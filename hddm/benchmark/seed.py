@@ -1,17 +1,17 @@
 """One training seed of a benchmark: its jobs, in the order in which they depend on each other."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from hddm.benchmark.data import PartitionedImages
-from hddm.benchmark.jobs import Job, Store, named, named_call
+from hddm.benchmark.jobs import Job, Store, Task, call_of, named
 from hddm.benchmark.models import Model, SeedModels
-from hddm.benchmark.samples import canonical, piece_call, pieces
-from hddm.benchmark.scores import score_call, score_job_of
+from hddm.benchmark.samples import Piece, canonical, pieces
+from hddm.benchmark.scores import Scoring
 from hddm.benchmark.settings import BenchmarkSettings, SamplingPoint, points_of
-from hddm.benchmark.trainings import Training, router_call
-from hddm.utils.processes import Call, Workers
+from hddm.benchmark.trainings import RouterTraining, Training
+from hddm.utils.processes import Workers
 from hddm.utils.progress import Progress
 
 _ALWAYS_NAMED = ("strategy", "solver", "steps")
@@ -29,25 +29,30 @@ class SharedInputs:
 
 @dataclass(frozen=True)
 class SampledRow:
-    """One row of a table: which model at which point, and the jobs that drew and scored it."""
+    """One row of a table: which model at which point, and what draws and scores it."""
 
     table: str
     row: str
     model: str
     point: SamplingPoint
-    samples: tuple[Job, ...]
-    scores: Job
+    samples: tuple[Piece, ...]
+    scores: Scoring
 
 
 @dataclass(frozen=True)
 class SeedJobs:
-    """The finished jobs of one seed, all in the store."""
+    """What was done for one seed; all of it is in the store."""
 
     seed: int
     models: dict[str, Model]
-    trainings: tuple[Training, ...]
-    router: Job | None
+    trainings: tuple[Training | RouterTraining, ...]
     rows: tuple[SampledRow, ...]
+
+    @property
+    def jobs(self) -> set[Job]:
+        """All that training, sampling and scoring took."""
+        drawn = {piece.job for row in self.rows for piece in row.samples}
+        return drawn | {row.scores.job for row in self.rows} | {one.job for one in self.trainings}
 
 
 @dataclass
@@ -67,41 +72,35 @@ class SeedRun:
     shared: SharedInputs
     store: Store
     workers: Workers
-    models: SeedModels = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.models = SeedModels(self.settings, self.seed, self.shared.divided, self.store)
 
     def run(self) -> SeedJobs:
         """Train, sample, score; what is done already is not done again."""
-        trainings = self._train()
-        models = {one.name: self.models.open(one) for one in self.settings.models}
+        opener = SeedModels(self.settings, self.seed, self.shared.divided, self.store)
+        trainings = self._train(opener)
+        models = {one.name: opener.open(one) for one in self.settings.models}
         rows = self._rows(models)
-        self._sample(models, rows)
-        self._score(rows)
-        router = self.models.router_job if self.models.needs_router else None
-        return SeedJobs(self.seed, models, tuple(trainings), router, rows)
+        self._do([(self._name(row), piece) for row in rows for piece in row.samples], "sample")
+        self._do([(self._name(row), row.scores) for row in rows], "score")
+        return SeedJobs(self.seed, models, trainings, rows)
 
-    def _train(self) -> list[Training]:
+    def _train(self, opener: SeedModels) -> tuple[Training | RouterTraining, ...]:
         """All experts, each once, and the router."""
-        found: dict[str, Training] = {}
+        found: dict[Job, Training] = {}
         for model in self.settings.models:
             with named(f"model {model.name!r}"):
-                for training in self.models.trainings(model):
-                    # What cannot be trained says so here, before hours of what can.
-                    self.models.cost(training)
-                    found.setdefault(training.job.hash, training)
-        every = self.settings.training.checkpoint_every
-        waves: list[dict[Job, Call]] = [{}, {}]
+                for training in opener.trainings(model):
+                    for one in training.chain:
+                        # What cannot be trained says so here, before hours of what can.
+                        opener.cost(one)
+                        found.setdefault(one.job, one)
         # The longest first, so that no worker is idle at the end.
-        for training in sorted(found.values(), key=lambda one: -_work(one)):
-            waves[training.start is not None][training.job] = training.call(self.store, every)
-        if self.models.needs_router:
-            job, settings = self.models.router_job, self.models.router_settings
-            waves[0][job] = router_call(self.store, job, self.shared.divided.shards, settings, every)
-        for wave in waves:
-            self._do(wave, "train")
-        return list(found.values())
+        experts = sorted(found.values(), key=lambda one: -one.units)
+        routers = [opener.router] if opener.router is not None else []
+        first: list[Task] = [*(one for one in experts if one.start is None), *routers]
+        second: list[Task] = [one for one in experts if one.start is not None]
+        for wave in (first, second):
+            self._do([(f"seed {self.seed}", task) for task in wave], "train")
+        return (*experts, *routers)
 
     def _rows(self, models: Mapping[str, Model]) -> tuple[SampledRow, ...]:
         rows, shared = [], self.shared
@@ -114,46 +113,30 @@ class SeedRun:
                     if source.is_single and canonical(point, True) in seen:
                         continue
                     seen.add(canonical(point, True))
-                    samples = tuple(pieces(source, point, self.seed))
-                    scores = score_job_of(self.settings, samples, shared.reference, shared.features)
+                    samples = pieces(source, point, self.seed, self.settings.device)
+                    drawn = tuple(piece.job for piece in samples)
+                    scores = Scoring(self.settings, drawn, shared.reference, shared.features)
                     label = row_name(name, len(names) > 1, point, points)
                     rows.append(SampledRow(table.name, label, name, point, samples, scores))
         return tuple(rows)
 
-    def _sample(self, models: Mapping[str, Model], rows: Sequence[SampledRow]) -> None:
-        calls = {}
-        for row in rows:
-            for job in row.samples:
-                call = piece_call(self.store, job, models[row.model].source, self.settings.device)
-                calls[job] = named_call(self._name(row), call)
-        self._do(calls, "sample")
-
-    def _score(self, rows: Sequence[SampledRow]) -> None:
-        calls = {}
-        for row in rows:
-            call = score_call(
-                self.store, row.scores, row.samples, self.shared.reference, self.shared.features
-            )
-            calls[row.scores] = named_call(self._name(row), call)
-        self._do(calls, "score")
-
     def _name(self, row: SampledRow) -> str:
         """A row in errors: its model, the seed, and how it is sampled."""
         usual = SamplingPoint().model_dump()
-        named = [
+        chosen = [
             f"{key} {value}"
             for key, value in row.point.model_dump().items()
             if key in _ALWAYS_NAMED or value != usual[key]
         ]
-        return ", ".join([f"model {row.model!r}", f"seed {self.seed}", *named])
+        return ", ".join([f"model {row.model!r}", f"seed {self.seed}", *chosen])
 
-    def _do(self, calls: Mapping[Job, Call], label: str) -> None:
-        """Those of the jobs that are not done, with a bar."""
-        todo = [call for job, call in calls.items() if not self.store.has(job)]
-        if not todo:
-            return
-        with Progress(sum(call.units for call in todo), f"seed {self.seed}: {label}") as progress:
-            self.workers.run(todo, progress)
+    def _do(self, tasks: Iterable[tuple[str, Task]], label: str) -> None:
+        """Those of the tasks that are not done, each once, with a bar."""
+        todo = {task.job: (what, task) for what, task in tasks if not self.store.has(task.job)}
+        calls = [call_of(self.store, task, what) for what, task in todo.values()]
+        if calls:
+            with Progress(sum(call.units for call in calls), f"seed {self.seed}: {label}") as progress:
+                self.workers.run(calls, progress)
 
 
 def row_name(model: str, name_model: bool, point: SamplingPoint, points: Sequence[SamplingPoint]) -> str:
@@ -162,7 +145,3 @@ def row_name(model: str, name_model: bool, point: SamplingPoint, points: Sequenc
     varied = [key for key in own if len({one.model_dump()[key] for one in points}) > 1]
     values = [f"{own[key]} steps" if key == "steps" else str(own[key]) for key in varied]
     return ", ".join([*([model] if name_model or not values else []), *values])
-
-
-def _work(training: Training) -> int:
-    return training.settings.steps * training.settings.batch_size

@@ -26,13 +26,14 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, Field, ValidationError, field_validator, model_validator
+from pydantic_core import ErrorDetails
 
 from hddm.benchmark.jobs import named
 from hddm.ensemble import Strategy
 from hddm.sampling import solver_named
 from hddm.training.island_jobs import OBJECTIVES, parse_objectives
 from hddm.training.settings import ExpertSettings, Positive, RouterSettings
-from hddm.utils.errors import HddmError, words
+from hddm.utils.errors import HddmError, did_you_mean, words
 from hddm.utils.records import Record
 
 Layer = tuple[str, Mapping[str, Any]]
@@ -45,8 +46,8 @@ def layered(kind: type[AnySettings], layers: Sequence[Layer]) -> AnySettings:
     """Settings of which each layer goes before those that it follows.
 
     Raises:
-        HddmError: for a value that cannot be, with the last place that says it; for a missing one, with the
-            first; for several that do not go together, with all.
+        HddmError: for an unknown key or a value that cannot be, with the last place that says it; for a
+            missing one, with the first; for several that do not go together, with all.
     """
     merged: dict[str, Any] = {}
     for _, values in layers:
@@ -54,14 +55,23 @@ def layered(kind: type[AnySettings], layers: Sequence[Layer]) -> AnySettings:
     try:
         return kind.model_validate(merged)
     except ValidationError as error:
-        problem = error.errors()[0]
+        problem = first_problem(error)
         if not problem["loc"]:
             places = " and ".join(place for place, values in layers if values)
             raise HddmError(f"{places}: {words(problem)}") from error
         key = str(problem["loc"][0])
         place = next((place for place, values in reversed(layers) if key in values), layers[0][0])
+        if problem["type"] == "extra_forbidden":
+            nearest = did_you_mean(key, kind.model_fields)
+            raise HddmError(f"unknown key '{place}.{key}'{nearest}") from error
         value = f" (is {merged[key]!r})" if key in merged else ""
         raise HddmError(f"key '{place}.{key}'{value}: {words(problem)}") from error
+
+
+def first_problem(error: ValidationError) -> ErrorDetails:
+    """The problem to tell of: an unknown key before others, as a misspelt one is missing too."""
+    problems = error.errors()
+    return next((one for one in problems if one["type"] == "extra_forbidden"), problems[0])
 
 
 ENSEMBLES, FINISHED, SAMPLES = "ensembles", "finished", "samples"
@@ -93,21 +103,6 @@ def parse_seeds(text: str, option: str = "") -> tuple[int, ...]:
 
 
 _RATIO = re.compile(r"(\d+):(\d+)")
-_EXPERIMENTS = {
-    "by-error": "python -m benchmarks.heterogeneity by-error",
-    "blended": "python -m benchmarks.heterogeneity blended",
-    "conversion": "python -m benchmarks.conversion grid",
-}
-"""Settings of older files that were experiments, and how each is run now."""
-
-
-def _refuse_experiments(values: Any) -> Any:
-    """Refuse the keys and objectives of `_EXPERIMENTS`."""
-    for key, value in values.items() if isinstance(values, dict) else ():
-        word = "by-error" if key == "objectives" and "by-error" in str(value) else key
-        if word in _EXPERIMENTS:
-            raise ValueError(f"{word} was an experiment and is no setting any more: {_EXPERIMENTS[word]}")
-    return values
 
 
 def _leaves_seed_and_objective(values: dict[str, Any]) -> dict[str, Any]:
@@ -140,11 +135,6 @@ class ModelSettings(Record):
     training: TrainingKeys = Field(default_factory=dict)
     """Before what `TrainingSettings` says, for this model's experts."""
 
-    @model_validator(mode="before")
-    @classmethod
-    def _is_no_experiment(cls, values: Any) -> Any:
-        return _refuse_experiments(values)
-
     @field_validator("objectives", mode="before")
     @classmethod
     def _is_a_word(cls, value: object) -> object:
@@ -154,12 +144,14 @@ class ModelSettings(Record):
         return value
 
     def named_objectives(self, shards: int) -> list[str]:
-        """The objective of each shard.
+        """The objective of each expert that is trained: of a single model one, of a finished one none.
 
         Raises:
             HddmError: for objectives that are not of ``shards`` experts, or unknown.
         """
         ratio = _RATIO.fullmatch(self.objectives)
+        if self.kind != "ensemble":
+            return [self.objectives] if self.kind == "single" else []
         if ratio is None:
             return parse_objectives(self.objectives, shards, f"{self.name}: objectives")
         ddpm, flow = int(ratio[1]), int(ratio[2])
@@ -170,35 +162,23 @@ class ModelSettings(Record):
             )
         return ["ddpm"] * ddpm + ["flow"] * flow
 
-    def refuse_unused_start(self, shards: int) -> None:
-        """Refuse other experts to start from where none of ``shards`` experts is flow.
-
-        Raises:
-            HddmError: for that, and as `named_objectives`.
-        """
-        key = "converted" if self.converted is not None else "init"
-        if getattr(self, key) is not None and "flow" not in self.named_objectives(shards):
-            raise HddmError(
-                f"{self.name}: {key} is for flow experts, and objectives {self.objectives!r} have none; drop "
-                "one"
-            )
-
     @model_validator(mode="after")
     def _says_what_it_is(self) -> "ModelSettings":
-        if (self.kind == "finished") != (self.path is not None):
-            raise ValueError(f"{self.name}: path and kind: finished go together")
+        is_finished, starts = self.kind == "finished", (self.converted is not None, self.init is not None)
+        if is_finished != (self.path is not None):
+            wrong = "path and kind: finished go together"
         # Settings written out in full say flow of every model, so that it passes.
-        if self.kind == "finished" and (self.training or self.objectives != "flow"):
-            raise ValueError(
-                f"{self.name}: is finished, so training and objectives have nothing to say; drop them"
-            )
-        if self.converted is not None and self.init is not None:
-            raise ValueError(f"{self.name}: starts from converted experts or from init; drop one")
-        if self.kind != "ensemble" and (self.converted is not None or self.init is not None):
-            raise ValueError(f"{self.name}: converted and init are for ensembles; drop them, or drop kind")
-        if self.kind == "single" and self.objectives not in ("flow", "ddpm"):
-            raise ValueError(f"{self.name}: a single model has one objective, flow or ddpm")
-        return self
+        elif is_finished and (self.training or self.objectives != "flow"):
+            wrong = "is finished, so training and objectives have nothing to say; drop them"
+        elif all(starts):
+            wrong = "starts from converted experts or from init; drop one"
+        elif any(starts) and self.kind != "ensemble":
+            wrong = "converted and init are for ensembles; drop them, or drop kind"
+        elif self.kind == "single" and self.objectives not in OBJECTIVES:
+            wrong = "a single model has one objective, flow or ddpm"
+        else:
+            return self
+        raise ValueError(f"{self.name}: {wrong}")
 
 
 def refuse_shared_folders(models: Sequence[ModelSettings]) -> None:
@@ -207,17 +187,14 @@ def refuse_shared_folders(models: Sequence[ModelSettings]) -> None:
     for model in models:
         folder = slug(model.name)
         if not folder:
-            raise ValueError(
-                f"model {model.name!r} has no letter a-z or digit to name its folder by; add one"
-            )
+            raise ValueError(f"model {model.name!r} has no letter a-z or digit for its folder; add one")
         if model.kind == "single" and folder in (ENSEMBLES, FINISHED, SAMPLES):
             raise ValueError(
                 f"model {model.name!r} would take the folder {folder!r}, kept for others; rename it"
             )
         if folder in folders:
             raise ValueError(
-                f"models {folders[folder]!r} and {model.name!r} would share the folder {folder!r}, which has "
-                "letters a-z and digits alone; rename one"
+                f"models {folders[folder]!r} and {model.name!r} would share the folder {folder!r}; rename one"
             )
         folders[folder] = model.name
 
@@ -311,11 +288,6 @@ class SamplingPoint(Record):
         solver_named(value)
         return value
 
-    @model_validator(mode="before")
-    @classmethod
-    def _is_no_experiment(cls, values: Any) -> Any:
-        return _refuse_experiments(values)
-
 
 class TableSettings(Record):
     """A table: models at a base point, and one setting after the other varied from there."""
@@ -334,7 +306,6 @@ class TableSettings(Record):
     @field_validator("vary", "base")
     @classmethod
     def _varies_what_there_is(cls, value: dict[str, Any]) -> dict[str, Any]:
-        _refuse_experiments(value)
         for key in value:
             if key not in SamplingPoint.model_fields:
                 raise ValueError(
@@ -400,16 +371,11 @@ class BenchmarkSettings(Record):
             raise ValueError("score_on: validation needs a data.validation_share; or write held-out")
         if self.partition.shards < 2 and any(model.kind == "ensemble" for model in self.models):
             raise ValueError("an ensemble needs partition.shards of 2 or more")
-        for model in self.models:
-            if model.kind == "ensemble":
-                model.named_objectives(self.partition.shards)
-                model.refuse_unused_start(self.partition.shards)
         for table in self.tables:
             points_of(self, table)
-        self.expert("flow", 0), self.expert("ddpm", 0), self.router(0)
+        self.expert("flow", 0), self.expert("ddpm", 0), self.router(0), self.single("flow", 0, 1)
         for model in self.models:
-            with named(f"model {model.name!r}"):
-                self._try_trainings(model)
+            self._try_trainings(model)
         return self
 
     def expert(self, objective: str, seed: int, **changes: Any) -> ExpertSettings:
@@ -447,10 +413,17 @@ class BenchmarkSettings(Record):
 
     def _try_trainings(self, model: ModelSettings) -> None:
         """Make the settings of all trainings of ``model``, to see that they can be."""
-        if model.kind == "single":
-            self.single(model.objectives, 0, 1, **model.training)
-        elif model.kind == "ensemble":
-            objectives = model.named_objectives(self.partition.shards)
+        objectives = model.named_objectives(self.partition.shards)
+        for key in ("converted", "init"):
+            if getattr(model, key) is not None and "flow" not in objectives:
+                raise HddmError(
+                    f"{model.name}: {key} is for flow experts, and objectives {model.objectives!r} have "
+                    "none; drop one"
+                )
+        with named(f"model {model.name!r}"):
+            if model.kind == "single":
+                self.single(model.objectives, 0, 1, **model.training)
+                return
             # Converted experts are DDPM experts first.
             for objective in dict.fromkeys(objectives if model.converted is None else OBJECTIVES):
                 self.expert(objective, 0, **model.training)

@@ -1,35 +1,34 @@
-"""The trainings of a benchmark: what they are, and the jobs that do them in worker processes.
+"""The trainings of a benchmark, which workers do.
 
-A training that is killed goes on from its last checkpoint, in the work folder of its job.
+One that is killed goes on from its last checkpoint, in the work folder of its job.
 """
 
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
 
-from hddm.benchmark.jobs import Job, Store, end_with_parent, finish_work, publish_work, work_folder
+from hddm.benchmark.jobs import Job, Store
 from hddm.experts.records import EXPERT_FILE, ROUTER_FILE, weights_in
 from hddm.training.continuation import continue_expert
 from hddm.training.expert import train_expert
-from hddm.training.loop import OnStep
 from hddm.training.router import train_router
 from hddm.training.settings import ExpertSettings, LoopSettings, RouterSettings, RunOptions
 from hddm.training.state import wait_for_run
 from hddm.utils.files import read_json, sha256_of
-from hddm.utils.processes import Call, Report
+from hddm.utils.processes import Report
 
 MODEL = "model"
 _LOSSES = "losses.safetensors"
 # What may differ between machines without making another model of it.
 _MACHINE = {"device", "threads"}
 _PATIENCE = 60.0
-
-Train = Callable[[Path, OnStep, RunOptions], list[float]]
+_CHECKPOINT_EVERY = 500
 
 
 @dataclass(frozen=True)
@@ -40,9 +39,10 @@ class Training:
         shard: the folder.
         shard_hash: of its content.
         settings: see `ExpertSettings`.
-        start: the training whose expert this one goes on with.
+        start: the training whose expert this one goes on with; it must be done first.
         init: an expert folder, not trained here, that it goes on with.
         init_hash: of its weights.
+        checkpoint_every: steps between checkpoints.
     """
 
     shard: Path
@@ -51,6 +51,7 @@ class Training:
     start: "Training | None" = None
     init: Path | None = None
     init_hash: str | None = None
+    checkpoint_every: int = _CHECKPOINT_EVERY
 
     @property
     def job(self) -> Job:
@@ -63,78 +64,59 @@ class Training:
         return Job("expert", _recipe(self.settings), inputs)
 
     @property
-    def total_steps(self) -> int:
-        """With those of the training that this one goes on with."""
-        return self.settings.steps + (self.start.total_steps if self.start is not None else 0)
+    def chain(self) -> "list[Training]":
+        """This training after those that it goes on with."""
+        return [*(self.start.chain if self.start is not None else ()), self]
 
-    def call(self, store: Store, checkpoint_every: int) -> Call:
-        """Work of one process; ``start`` must be complete."""
+    @property
+    def units(self) -> int:
+        """Images of its steps."""
+        return self.settings.steps * self.settings.batch_size
+
+    def do(self, store: Store, report: Report) -> None:
+        """Train, or go on."""
         init = self.init if self.start is None else store.path(self.start.job) / MODEL
-        arguments = {
-            "folder": store.folder,
-            "job": self.job,
-            "shard": self.shard,
-            "settings": self.settings,
-            "init": init,
-            "checkpoint_every": checkpoint_every,
-        }
-        return Call(expert_job, arguments, self.settings.steps * self.settings.batch_size)
+        train: Callable[..., list[float]] = (
+            partial(train_expert, self.shard) if init is None else partial(continue_expert, init, self.shard)
+        )
+        _train(store, self, train, EXPERT_FILE, report)
 
 
-def router_training(shards: list[str], settings: RouterSettings) -> Job:
-    """The job of a router of shards with these hashes."""
-    return Job("router", _recipe(settings), {"shards": shards})
+@dataclass(frozen=True)
+class RouterTraining:
+    """The router of a partition, whose shards have these hashes."""
 
+    shards: Path
+    hashes: tuple[str, ...]
+    settings: RouterSettings
+    checkpoint_every: int = _CHECKPOINT_EVERY
 
-def router_call(store: Store, job: Job, shards: Path, settings: RouterSettings, every: int) -> Call:
-    """Work of one process."""
-    arguments = {
-        "folder": store.folder,
-        "job": job,
-        "shards": shards,
-        "settings": settings,
-        "checkpoint_every": every,
-    }
-    return Call(router_job, arguments, settings.steps * settings.batch_size)
+    @property
+    def job(self) -> Job:
+        """By which the router is found again."""
+        return Job("router", _recipe(self.settings), {"shards": list(self.hashes)})
 
+    @property
+    def units(self) -> int:
+        """Images of its steps."""
+        return self.settings.steps * self.settings.batch_size
 
-def expert_job(
-    folder: Path,
-    job: Job,
-    shard: Path,
-    settings: ExpertSettings,
-    init: Path | None,
-    checkpoint_every: int,
-    report: Report,
-) -> None:
-    """Train an expert, or go on."""
-
-    def train(out: Path, on_step: OnStep, run: RunOptions) -> list[float]:
-        if init is not None:
-            return continue_expert(init, shard, out, settings, on_step=on_step, run=run)
-        return train_expert(shard, out, settings, on_step=on_step, run=run)
-
-    _train(folder, job, train, settings, checkpoint_every, report)
-
-
-def router_job(
-    folder: Path, job: Job, shards: Path, settings: RouterSettings, checkpoint_every: int, report: Report
-) -> None:
-    """Train a router, or go on."""
-
-    def train(out: Path, on_step: OnStep, run: RunOptions) -> list[float]:
-        return train_router(shards, out, settings, on_step=on_step, run=run)
-
-    _train(folder, job, train, settings, checkpoint_every, report)
+    def do(self, store: Store, report: Report) -> None:
+        """Train, or go on."""
+        _train(store, self, partial(train_router, self.shards), ROUTER_FILE, report)
 
 
 def _train(
-    folder: Path, job: Job, train: Train, settings: LoopSettings, checkpoint_every: int, report: Report
+    store: Store,
+    task: Training | RouterTraining,
+    train: Callable[..., list[float]],
+    record: str,
+    report: Report,
 ) -> None:
-    end_with_parent()
-    if publish_work(folder, job):
+    job, settings = task.job, task.settings
+    if store.publish_work(job):
         return
-    work = work_folder(folder, job)
+    work = store.work_folder(job)
     work.mkdir(exist_ok=True)
     out, reported = work / MODEL, 0
     if out.exists():
@@ -147,17 +129,13 @@ def _train(
         reported = step
 
     wait_for_run(out, _PATIENCE)
-    options = RunOptions(resume=True, checkpoint_every=checkpoint_every, keep=1, log_every=100)
-    losses = train(out, on_step, options)
+    options = RunOptions(resume=True, checkpoint_every=task.checkpoint_every, keep=1, log_every=100)
+    losses = train(out, settings, on_step=on_step, run=options)
     save_file({"loss": torch.tensor(losses)}, work / _LOSSES)
     weights = weights_in(out)
     assert weights is not None
-    result: dict[str, Any] = {
-        "weights_sha256": sha256_of(weights),
-        "images_seen": settings.steps * settings.batch_size,
-    }
-    facts = read_json(out / (EXPERT_FILE if job.kind == "expert" else ROUTER_FILE))
-    finish_work(folder, job, result, facts["training"]["seconds"])
+    result = {"weights_sha256": sha256_of(weights), "images_seen": task.units}
+    store.finish_work(job, result, read_json(out / record)["training"]["seconds"])
 
 
 def _recipe(settings: LoopSettings) -> dict[str, Any]:

@@ -8,12 +8,11 @@ import torch
 
 from hddm.benchmark.compute import Cost, Costs, count_continued, count_expert, count_router, single_steps
 from hddm.benchmark.data import PartitionedImages
-from hddm.benchmark.jobs import Job, Store
+from hddm.benchmark.jobs import Store
 from hddm.benchmark.models import SeedModels
 from hddm.benchmark.samples import canonical, draw
 from hddm.benchmark.settings import SamplingPoint
 from hddm.calibration import LEVELS, STATES
-from hddm.data.shard_records import find_shards, read_manifest
 from hddm.ensemble import Ensemble, Router
 from hddm.networks.identity import size_config
 from hddm.schedules import LinearSchedule
@@ -30,8 +29,7 @@ FREQUENCIES = 256
 
 @pytest.fixture(scope="module")
 def divided(shards: Path, whole: Path) -> PartitionedImages:
-    manifests = tuple(map(read_manifest, find_shards(shards)))
-    return PartitionedImages(shards, whole.parent, manifests, (Job("shards", {}), Job("whole", {})))
+    return PartitionedImages(shards, whole.parent)
 
 
 def _linear(rows: int, inside: int, outside: int) -> int:
@@ -64,7 +62,7 @@ def test_steps_batches_and_calibrations_are_counted() -> None:
     cost = Cost(step=300, forward=100)
     trained = 10 * 16 * 300
     assert cost.of_expert(expert_settings("flow")) == trained + LEVELS * STATES * 100
-    assert cost.of_expert(expert_settings("flow"), calibrated=False) == trained
+    assert cost.steps(expert_settings("flow")) == trained
     assert cost.of_router(router_settings()) == trained
     assert cost.of_router(router_settings(calibrate=True)) == trained + NOISED * 100
 
@@ -115,12 +113,12 @@ def test_a_single_model_of_other_settings_costs_the_same(
     training["expert"] |= {"steps": 3000}
     models = [{"name": "single model", "kind": "single", "training": changes}]
     chosen = settings(models=models, compare={}, tables=[{"name": "models"}], training=training)
-    zoo = SeedModels(chosen, 0, divided, Store(tmp_path / "jobs"))
-    (single,) = zoo.trainings(chosen.models[0])
+    opener = SeedModels(chosen, 0, divided, Store(tmp_path / "jobs"))
+    (single,) = opener.trainings(chosen.models[0])
     expert, router = chosen.expert("flow", 0), chosen.router(0)
-    whole = 2 * zoo.costs.expert(expert).of_expert(expert) + zoo.costs.router(router).of_router(router)
-    cost = zoo.costs.expert(single.settings)
-    gap = whole - cost.of_expert(single.settings)
+    budget = 2 * opener.costs.expert(expert).of_expert(expert) + opener.costs.router(router).of_router(router)
+    cost = opener.costs.expert(single.settings)
+    gap = budget - cost.of_expert(single.settings)
     assert 0 <= gap < single.settings.batch_size * cost.step
 
 

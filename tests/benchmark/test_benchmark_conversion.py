@@ -14,9 +14,10 @@ from benchmarks.conversion.curves import loss_at, marks, reached, steps_to_reach
 from benchmarks.conversion.fidelity import EXACT, QUICK, TIMES, conversions, errors_on_mixtures, schedules
 from benchmarks.conversion.mixtures import DiagonalMixture
 from benchmarks.conversion.processes import run_measured
-from benchmarks.conversion.report import finite, mean_spread, table
 from benchmarks.conversion.starts import SCRATCH, STARTS
 from benchmarks.conversion.training import Validation, train_flow
+from benchmarks.harness import plain
+from benchmarks.reports import mean_spread, table
 from hddm.networks.transformers import ExpertTransformer
 from hddm.schedules import LinearSchedule
 from hddm.training.objectives import TIME_SCALE
@@ -155,6 +156,6 @@ def test_memory_of_a_process_is_its_own_without_mapped_files() -> None:
 
 def test_tables_line_up_and_json_holds_no_nan() -> None:
     assert table(["a", "b"], [["x", "10"]]) == ["| a |  b |", "|---|---:|", "| x | 10 |"]
-    assert finite({"a": [float("nan"), 1.0], "b": (float("inf"),)}) == {"a": [None, 1.0], "b": [None]}
+    assert plain({"a": [float("nan"), 1.0], "b": (float("inf"),)}) == {"a": [None, 1.0], "b": [None]}
     assert mean_spread([0.1234, 0.1236]) == "0.123 (s 0.000)"
     assert mean_spread([1234.4]) == "1,234"

@@ -83,12 +83,17 @@ def test_a_classifier_learns_images_in_one_order_however_shards_are_cut(tmp_path
     pixels = torch.randint(0, 2, (40, 1, 2, 2), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     labels = torch.arange(40) % 3
     sets = []
+    store = Store(tmp_path)
     for name, order in (("a", torch.arange(40)), ("b", torch.arange(39, -1, -1))):
-        (tmp_path / name).mkdir()
-        save_file(
-            {"training": pixels[order], "labels": labels[order]}, tmp_path / name / "images.safetensors"
-        )
-        sets.append(training_set(tmp_path / name, ["0", "1", "2"]))
+        reference = Job("reference", {}, {"training": name})
+        tensors = {"training": pixels[order], "labels": labels[order]}
+
+        def make(folder: Path, tensors: dict[str, torch.Tensor] = tensors) -> dict[str, list[str]]:
+            save_file(tensors, folder / "images.safetensors")
+            return {"classes": ["0", "1", "2"]}
+
+        store.once(reference, make)
+        sets.append(training_set(store, reference))
     assert torch.equal(sets[0].pixels, sets[1].pixels)
     assert sets[0].labels is not None
     assert sets[1].labels is not None

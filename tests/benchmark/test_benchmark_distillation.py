@@ -1,7 +1,6 @@
 """The distillation benchmark: budgets and verdicts by hand, and the whole of it on tiny models."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +17,8 @@ from benchmarks.distillation.settings import (
     ROWS,
     STUDENT,
     TEACHER,
-    Recipe,
-    check_kept,
 )
-from hddm.utils.errors import HddmError
+from benchmarks.harness import Start
 
 
 def test_students_have_a_quarter_of_the_teachers_compute_without_and_with_its_forwards() -> None:
@@ -50,17 +47,10 @@ def test_a_ratio_is_taken_within_a_training_and_held_against_the_goal() -> None:
     assert ratio([run(10, 12)], STUDENT, "to_held_out") == "1.20, beyond the goal"
 
 
-def test_models_and_rows_of_other_settings_are_not_taken(tmp_path: Path) -> None:
-    check_kept(tmp_path / "kept", QUICK)
-    check_kept(tmp_path / "kept", QUICK)
-    with pytest.raises(HddmError, match="of other settings"):
-        check_kept(tmp_path / "kept", replace(QUICK, recipes=(Recipe(16, 1e-3),)))
-
-
 @pytest.mark.slow
 def test_the_whole_benchmark_runs_and_keeps_what_it_has_measured(tmp_path: Path) -> None:
     for _ in range(2):
-        path = measure_distillation(QUICK, 1, tmp_path / "work", tmp_path / "results", 1, "--quick")
+        path = measure_distillation(QUICK, Start(tmp_path / "results", tmp_path / "work"))
     content = json.loads(path.with_suffix(".json").read_text())
     assert set(content["runs"][0]["rows"]) == set(ROWS)
     assert set(content["tuning"]) == {STUDENT, CONTROL}

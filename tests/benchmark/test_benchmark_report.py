@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from hddm.benchmark.report import REPORT_FILE, why_no_answer, write_report
+from hddm.benchmark.report import REPORT_FILE, write_report
 from hddm.benchmark.results import Results, read_results
 from tests.benchmark_files import FLOW, MIXED, Finished
 
@@ -85,7 +85,7 @@ def test_its_tables_show_what_the_results_say(page: _Page, miniature: Finished) 
     assert [row[0] for row in rows] == [row.name for row in results.tables["models"]]
     column = head.index("to validation images")
     for row, shown in zip(results.tables["models"], rows, strict=True):
-        assert shown[column] == results.told(row, "to_validation")
+        assert shown[column] == results.shown(row, "to_validation")
     assert miniature.results.hashes["training"] in page.text
 
 
@@ -102,24 +102,39 @@ def _only(results: Results, model: str, **changes: Any) -> Results:
 
 
 def test_why_there_is_no_answer_is_said(page: _Page, miniature: Finished, tmp_path: Path) -> None:
-    def told(table: str, **compared: Any) -> str:
+    def text(results: Results, table: str, **compared: Any) -> str:
         compare = results.settings.compare.model_copy(update=compared)
-        settings = results.settings.model_copy(update={"compare": compare})
-        scored = tuple(one for one in results.scored if one.table == table)
-        return why_no_answer(results.model_copy(update={"settings": settings, "scored": scored}))
+        changes = {
+            "settings": results.settings.model_copy(update={"compare": compare}),
+            "scored": tuple(one for one in results.scored if one.table == table),
+            "comparisons": (),
+        }
+        write_report(tmp_path, results.model_copy(update=changes))
+        return _Page((tmp_path / REPORT_FILE).read_text()).text
 
     results = miniature.results
-    assert "No verdict: the settings" not in page.text
-    none = told("models", baselines=())
-    assert none == "No verdict: the settings name no baseline."
-    absent = "No verdict: the first table, strategies, has no row of homogeneous flow or single model."
-    assert told("strategies") == absent
-    assert told("models", baselines=(FLOW,), candidates=(FLOW,)) == (
-        "No verdict: the first table, models, has no candidate that is sampled as a baseline is."
-    )
-    write_report(tmp_path, _only(results, MIXED))
-    shown = _Page((tmp_path / REPORT_FILE).read_text()).text
-    assert "No verdict: the first table, models, has no row of homogeneous flow or single model." in shown
+    assert "No verdict: the" not in page.text
+    assert "No verdict: the settings name no baseline." in text(results, "models", baselines=())
+    absent = "No verdict: the first table, {}, has no row of homogeneous flow or single model."
+    assert absent.format("strategies") in text(results, "strategies")
+    assert absent.format("models") in text(_only(results, MIXED), "models")
+    alike = text(results, "models", baselines=(FLOW,), candidates=(FLOW,))
+    assert "first table, models, has no candidate that is sampled as a baseline is." in alike
+
+
+def test_a_page_says_what_its_figures_are_to_the_choice_of_settings(
+    page: _Page, miniature: Finished, tmp_path: Path
+) -> None:
+    assert "What counts is the confirmation on fresh seeds" in page.text
+    scores = [
+        one.model_copy(
+            update={"scores": json.loads(json.dumps(one.scores).replace("validation", "held_out"))}
+        )
+        for one in miniature.results.scored
+    ]
+    confirmed = miniature.results.model_copy(update={"score_on": "held-out", "scored": tuple(scores)})
+    write_report(tmp_path, confirmed)
+    assert "A confirmation: fresh training seeds" in _Page((tmp_path / REPORT_FILE).read_text()).text
 
 
 def test_a_report_is_made_anew_from_results_and_grids_alone(miniature: Finished, tmp_path: Path) -> None:

@@ -7,10 +7,14 @@ from typing import Any
 
 import pytest
 
-from benchmarks.routing.jobs import Data, expert_job, knots_job, router_job, sample_job
+from benchmarks.harness import QUICKSTART, Start, check_kept, expert_job, router_job
+from benchmarks.reports import judged
+from benchmarks.routing.jobs import Data, knots_job, sample_job
 from benchmarks.routing.measure import measure_routing
-from benchmarks.routing.report import judged, write_routing
-from benchmarks.routing.settings import CLASSES, FLOW, FULL, LONG_ROUTER, QUICK, WHOLE_ROUTER, Row, check_kept
+from benchmarks.routing.picture import draw_picture
+from benchmarks.routing.report import lines
+from benchmarks.routing.settings import CLASSES, FLOW, FULL, LONG_ROUTER, QUICK, WHOLE_ROUTER, Row
+from hddm.benchmark.settings import SamplingPoint
 from hddm.data.shards import load_shard
 from hddm.experts.records import read_router
 from hddm.utils.errors import HddmError
@@ -29,7 +33,7 @@ def place(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     for kind in (FLOW, CLASSES):
         settings = expert_settings("flow", class_conditional=kind == CLASSES)
         for k in range(2):
-            expert_job(shards / f"shard_{k}", folder / kind / str(k), settings, ignore)
+            expert_job(shards / f"shard_{k}", folder / kind / str(k), settings, None, ignore)
     for name, calibrate in (("router", True), (LONG_ROUTER, True), (WHOLE_ROUTER, False)):
         router_job(shards, folder / name, router_settings(calibrate=calibrate), ignore)
     return folder
@@ -38,26 +42,27 @@ def place(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_every_row_of_the_quick_mode_can_be_sampled(shards: Path, place: Path) -> None:
     data = Data.of(shards)
     for name, row in QUICK.rows().items():
-        found = sample_job(place, data, row, 8, 0, 2, "euler", ignore)
+        found = sample_job(place, data, row, SamplingPoint(steps=2, num_images=8), 0, ignore)
         assert found.pixels.shape == (8, 1, SIDE, SIDE), name
         assert found.experts_a_step == (2 if row.strategy == "top-2" else 1), name
         assert (found.labels is not None) == (row.experts == CLASSES), name
 
 
 def test_a_router_that_is_asked_rarely_costs_less(shards: Path, place: Path) -> None:
-    data = Data.of(shards)
-    costs = [
-        sample_job(place, data, Row("top-2", router_every=n), 2, 0, 4, "euler", ignore).mflop_a_step
-        for n in (1, 2, 3, 4)
-    ]
-    no_router = 2 * sample_job(place, data, Row("draw"), 2, 0, 4, "euler", ignore).mflop_a_step
+    data, point = Data.of(shards), SamplingPoint(steps=4, num_images=2)
+
+    def cost(row: Row) -> float:
+        return sample_job(place, data, row, point, 0, ignore).mflop_a_step
+
+    costs = [cost(Row("top-2", router_every=n)) for n in (1, 2, 3, 4)]
+    no_router = 2 * cost(Row("draw"))
     shares = [(cost - no_router) / (costs[0] - no_router) for cost in costs]
     assert shares == pytest.approx([1, 0.5, 0.5, 0.25])
 
 
 def test_what_was_trained_is_not_trained_again(shards: Path, place: Path) -> None:
     before = (place / FLOW / "0" / "expert.json").stat().st_mtime_ns
-    expert_job(shards / "shard_0", place / FLOW / "0", expert_settings("flow", steps=10_000), ignore)
+    expert_job(shards / "shard_0", place / FLOW / "0", expert_settings("flow", steps=10_000), None, ignore)
     assert (place / FLOW / "0" / "expert.json").stat().st_mtime_ns == before
 
 
@@ -72,31 +77,33 @@ def test_the_images_of_a_class_are_counted_by_shard(shards: Path) -> None:
 
 
 def test_knots_are_tried_on_what_the_router_was_not_trained_on(shards: Path, place: Path) -> None:
-    facts = read_router(place / "router")[1]
+    record = read_router(place / "router")[1]
     found = knots_job(shards, place / "router", [1, 5], 7, ignore)
-    assert found[5]["temperatures"] == facts.temperatures
-    assert found[5]["ece_after"] == facts.calibration["ece_after"]
+    assert found[5]["temperatures"] == record.temperatures
+    assert found[5]["ece_after"] == record.calibration["ece_after"]
     assert len(found[1]["temperatures"]) == 1
-    assert found[1]["held_out_images"] == sum(facts.calibration["held_out_images"])
+    assert found[1]["held_out_images"] == sum(record.calibration["held_out_images"])
 
 
 def test_models_and_rows_of_other_settings_are_not_taken(tmp_path: Path) -> None:
-    folder = tmp_path / QUICK.name
-    check_kept(folder, QUICK)
-    check_kept(folder, replace(QUICK, every=(1, 2, 5), knots=(1,)))
-    check_kept(folder, QUICK)
+    folder, start = tmp_path / QUICK.name, Start(tmp_path / "results", tmp_path)
+    for settings in (QUICK, replace(QUICK, every=(1, 2, 5), knots=(1,)), QUICK):
+        check_kept(folder, settings.kept(), growing=("rows",))
     assert set(read_json(folder / "settings.json")["rows"]) == {*QUICK.rows(), "top-2, every 5"}
-    longer = replace(QUICK, quickstart=QUICK.quickstart.model_copy(update={"steps": 11}), long_factor=3)
+    longer = replace(QUICK, quickstart=QUICKSTART, long_factor=3)
     with pytest.raises(HddmError) as caught:
-        measure_routing(longer, 1, tmp_path, tmp_path / "results", 1, "")
+        measure_routing(longer, start)
     assert str(caught.value) == (
-        f"{folder}: keeps models and rows of other settings (quickstart: steps, long_factor)"
+        f"{folder}: keeps models and rows of other settings (quickstart, long_factor)"
         "; pass another --work, or delete that folder"
     )
+    other = QUICK.kept()["rows"] | {"top-1": {"strategy": "full"}}
+    with pytest.raises(HddmError, match=r"other settings \(rows\)"):
+        check_kept(folder, QUICK.kept() | {"rows": other}, growing=("rows",))
     (folder / "settings.json").unlink()
     (folder / "seed_0").mkdir()
     with pytest.raises(HddmError, match=r"no settings\.json says of which settings"):
-        measure_routing(QUICK, 1, tmp_path, tmp_path / "results", 1, "")
+        measure_routing(QUICK, start)
     assert not (tmp_path / "results").exists()
 
 
@@ -130,16 +137,12 @@ def test_the_report_has_a_row_for_each_and_pairs_gaps_by_training(tmp_path: Path
         each = {n: {**record, "temperatures": [1.0] * n} for n in QUICK.knots}
         knots = {name: each for name in ("router", LONG_ROUTER)}
         runs.append({"seed": seed, "rows": rows, "knots": knots, "calibrations": calibrations})
-    facts = {"date": "2026-01-01", "cores": 2, "processor": "any", "platform": "any", "python": "3"}
-    content = {
-        "measured_on": {**facts, "packages": {"torch": "2"}},
-        "real": {"value": 9.0},
-        "real_accuracy": 0.97,
-        "runs": runs,
-    }
-    path = write_routing(tmp_path, QUICK, "--quick", content)
-    assert path.name == "2026-01-01-routing-digits-quick.md"
+    content = {"real": {"value": 9.0}, "real_accuracy": 0.97, "runs": runs}
+    path = Start(tmp_path, command="routing").write(
+        "routing", lines(QUICK, content), content, draw_picture(QUICK, runs)
+    )
     text = path.read_text()
+    assert "· `routing` ·" in text
     assert "- top-2, calibrated against not: to training images -1.0 (s 0.0), clear" in text
     first = {line.split("|")[1].strip(): line for line in text.splitlines() if line.startswith("|")}
     assert set(QUICK.rows()) <= set(first)

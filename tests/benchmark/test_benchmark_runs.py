@@ -3,6 +3,7 @@
 import json
 import shutil
 import signal
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -182,6 +183,7 @@ def test_results_are_read_back_as_they_were_written(miniature: Finished) -> None
     read = read_results(miniature.out)
     assert read == miniature.results
     assert read.complete
+    assert read.machine["packages"]["torch"] == version("torch")
     assert {table: [row.name for row in rows] for table, rows in read.tables.items()} == {
         "models": ["single model", "homogeneous flow", "mixed 1:1"],
         "strategies": ["draw", "top-1", "full"],
@@ -192,14 +194,6 @@ def test_every_model_of_a_benchmark_opens_under_its_name(miniature: Finished) ->
     for name in ("single-model", "ensembles/homogeneous-flow", "ensembles/mixed-1-1"):
         samples = hddm.sample(hddm.load(miniature.out / "seed_0" / name), 2, steps=2)
         assert samples.isfinite().all()
-
-
-def test_a_verdict_needs_three_seeds_and_is_paired(miniature: Finished) -> None:
-    assert {one.verdict.judgement for one in miniature.results.comparisons} == {"no verdict"}
-    assert [one.against for one in miniature.results.comparisons if one.kind == "model"] == [
-        "homogeneous flow",
-        "single model",
-    ]
 
 
 def test_choosing_never_reads_held_out_images_and_says_what_it_scored_on(

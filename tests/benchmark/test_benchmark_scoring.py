@@ -1,6 +1,7 @@
 """What samples are scored by follows what models were trained on."""
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,8 @@ import torch
 from safetensors.torch import save_file
 
 from hddm.benchmark.data import read_reference
-from hddm.benchmark.jobs import RECORD, Job, Store, making
-from hddm.benchmark.scores import score_job, score_job_of
+from hddm.benchmark.jobs import RECORD, Job, Store
+from hddm.benchmark.scores import Scoring
 from hddm.utils.files import read_json
 from tests.benchmark_files import CONTENT, Finished, settings
 
@@ -46,14 +47,13 @@ def test_a_mirrored_copy_is_a_copy_where_experts_are_trained_on_mirrored_images(
     reference, features = (_finished(kind, miniature, store) for kind in ("reference", "features"))
     training = read_reference(store.path(reference))["training"]
     samples = Job("samples", {"made": "by hand"})
-    with making(store.folder, samples) as (draft, _):
-        half = torch.cat([training[:20], training[20:40].flip(-1)])
-        save_file({"pixels": half.contiguous()}, draft / "samples.safetensors")
+    half = torch.cat([training[:20], training[20:40].flip(-1)]).contiguous()
+    store.once(samples, lambda folder: save_file({"pixels": half}, folder / "samples.safetensors"))
     chosen = settings(training=CONTENT["training"] | changes)
-    job = score_job_of(chosen, [samples], reference, features)
-    assert (job.hash == score_job_of(settings(), [samples], reference, features).hash) is not mirrored
-    score_job(store, job, [samples], reference, features, lambda done: None)
-    memory = store.result(job)["memorisation"]
+    scoring = Scoring(chosen, (samples,), reference, features)
+    assert (scoring.job == replace(scoring, settings=settings()).job) is not mirrored
+    scoring.do(store, lambda done: None)
+    memory = store.result(scoring.job)["memorisation"]
     assert memory["mirrored"] is mirrored
     assert (memory["ratio"] == 0) is mirrored
     assert memory["ratio"] < 0.7

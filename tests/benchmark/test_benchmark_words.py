@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from hddm.benchmark.report import about_choice, about_figures, about_measures, limits, tables_text
+from hddm.benchmark.report import about_figures, about_measures, limits, tables_text
 from hddm.benchmark.results import Comparison, Results, number
 from tests.benchmark_files import FLOW, MIXED, SINGLE, THREE, Finished, compared, more_seeds
 
@@ -114,8 +114,6 @@ def test_what_does_not_compare_is_said(miniature: Finished) -> None:
     unequal = _limits(results.model_copy(update={"models": dear, "complete": False}))
     assert f"Training compute: {MIXED} costs" in unequal
     assert "Not finished: 1 of 1 training seeds are in: 0." in unequal
-    assert "confirmation" in about_choice(results)
-    assert about_choice(results.model_copy(update={"score_on": "held-out"})).startswith("A confirmation")
 
 
 def test_what_was_not_trained_here_is_said(miniature: Finished) -> None:

@@ -1,0 +1,236 @@
+"""What all experiments share: options, settings, digits, work in processes, and results on disk.
+
+An experiment is ``python -m benchmarks.<name>``. It keeps models and rows in ``runs/<name>``, and what is
+there is not made again. It writes ``<date>-<name>-<subject>`` as .md, .json and, with a picture, .png.
+"""
+
+import math
+import os
+import sys
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import date
+from functools import cached_property
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from matplotlib.figure import Figure
+
+from hddm.benchmark.data import write_digits
+from hddm.benchmark.jobs import machine
+from hddm.benchmark.presets import load_settings, parse_settings
+from hddm.benchmark.settings import BenchmarkSettings
+from hddm.data.images import ImageSet, load_images
+from hddm.data.partition import partition
+from hddm.evaluation.features import choose_extractor
+from hddm.evaluation.scores import Scorer
+from hddm.training.continuation import continue_expert
+from hddm.training.expert import train_expert
+from hddm.training.router import train_router
+from hddm.training.settings import ExpertSettings, RouterSettings
+from hddm.utils.errors import HddmError
+from hddm.utils.files import read_json, write_json
+from hddm.utils.processes import Call, Report, Workers
+from hddm.utils.progress import Progress
+
+RESULTS = Path(__file__).parent / "results"
+SETTINGS_FILE = "settings.json"
+
+ResultsOption = Annotated[Path, typer.Option("--results", help="Where the result is written.")]
+WorkOption = Annotated[Path, typer.Option("--work", help="Where models and single runs are kept.")]
+QuickOption = Annotated[bool, typer.Option("--quick", help="About a minute; the numbers mean nothing.")]
+SeedsOption = Annotated[int, typer.Option("--seeds", min=1)]
+WorkersOption = Annotated[int, typer.Option("--workers", min=1, help="Processes, one thread each.")]
+_PLACES = ("--archives", "--work", "--results")
+
+
+def command() -> str:
+    """The command that started this process, without the places that it names."""
+    kept = [word for word, before in zip(sys.argv[1:], sys.argv, strict=False) if before not in _PLACES]
+    words = [word for word in kept if word not in _PLACES]
+    return " ".join(["python -m", f"benchmarks.{Path(sys.argv[0]).parent.name}", *words])
+
+
+def main(app: Callable[[], object]) -> None:
+    """Run a command line; what a user can mend is said in a line."""
+    try:
+        app()
+    except HddmError as error:
+        sys.exit(f"{Path(sys.argv[0]).parent.name}: {error}")
+
+
+@dataclass(frozen=True)
+class Start:
+    """One start of an experiment: its options, and on what machine and when it began."""
+
+    results: Path = RESULTS
+    work: Path = Path("runs")
+    seeds: int = 1
+    workers: int = 1
+    command: str = field(default_factory=command)
+    machine: dict[str, Any] = field(default_factory=machine)
+    began: float = field(default_factory=time.perf_counter)
+    load_average: float = field(default_factory=lambda: round(os.getloadavg()[0], 1))
+
+    def write(
+        self, name: str, lines: Sequence[str], content: Mapping[str, Any], picture: Figure | None = None
+    ) -> Path:
+        """Write ``<date>-<name>`` as .md, .json and perhaps .png; return the first.
+
+        ``lines`` begin with the title. ``content`` may hold the ``threads`` and the ``accelerator``.
+        """
+        self.results.mkdir(parents=True, exist_ok=True)
+        today = date.today().isoformat()
+        stem = self.results / f"{today}-{name}"
+        seconds, load = round(time.perf_counter() - self.began), round(os.getloadavg()[0], 1)
+        packages = ", ".join(f"{package} {number}" for package, number in self.machine["packages"].items())
+        threads = f", threads: {content['threads']}" if "threads" in content else ""
+        head = (
+            f"{today} · `{self.command}` · {self.machine['cores']} cores ({self.machine['processor']})"
+            f"{threads}, {content.get('accelerator') or 'no accelerator'} · {self.machine['platform']} · "
+            f"Python {self.machine['python']}, {packages} · {seconds:,} s. Load average when it began: "
+            f"{self.load_average}, when it ended: {load}."
+        )
+        text = [lines[0], "", head, "", *lines[1:]]
+        if picture is not None:
+            picture.savefig(stem.with_suffix(".png"), dpi=130, metadata={"Software": None})
+            text += ["", f"![{name}]({stem.name}.png)"]
+        stem.with_suffix(".md").write_text("\n".join(text).rstrip() + "\n")
+        measured_on = {"date": today, "load_average": [self.load_average, load], **self.machine}
+        record = {"format": "1.0", "measured_on": measured_on, "command": self.command, "seconds": seconds}
+        write_json(stem.with_suffix(".json"), plain({**record, **content}))
+        return stem.with_suffix(".md")
+
+
+def plain(value: Any) -> Any:
+    """``value`` as JSON gives it back, None for NaN and infinity."""
+    if isinstance(value, Mapping):
+        return {str(key): plain(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def as_json(settings: Any) -> dict[str, Any]:
+    """A dataclass of settings, records within it, as JSON gives it back."""
+    records = {key: one for key, one in vars(settings).items() if hasattr(one, "model_dump")}
+    dumped = {key: one.model_dump(mode="json") for key, one in records.items()}
+    content: dict[str, Any] = plain({**asdict(settings), **dumped})
+    return content
+
+
+def check_kept(folder: Path, settings: Mapping[str, Any], growing: Collection[str] = ()) -> None:
+    """Record ``settings`` beside the models and rows that are kept in ``folder`` by their names alone.
+
+    Mappings named by ``growing`` may gain entries.
+
+    Raises:
+        HddmError: for models or rows of other settings, or of settings that nothing says.
+    """
+    path = folder / SETTINGS_FILE
+    before = read_json(path) if path.exists() else {}
+    if not before and any(folder.glob("seed_*")):
+        raise HddmError(
+            f"{folder}: keeps models and rows, and no {SETTINGS_FILE} says of which settings; pass another "
+            "--work, or delete that folder"
+        )
+    merged = {key: before.get(key, {}) | settings[key] for key in growing}
+    now = {**plain(settings), **plain(merged)}
+    old = {key: {**now[key], **one} if key in growing else one for key, one in before.items()}
+    differing = [key for key in now if before and old.get(key) != now[key]]
+    if differing:
+        raise HddmError(
+            f"{folder}: keeps models and rows of other settings ({', '.join(differing)}); pass another "
+            "--work, or delete that folder"
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json(path, now)
+
+
+QUICKSTART = load_settings("quickstart")
+"""Experts, router, solver and scores of experiments on digits."""
+
+
+def short_quickstart() -> BenchmarkSettings:
+    """`QUICKSTART` on two shards, whose numbers mean nothing."""
+    content = QUICKSTART.model_dump(mode="json")
+    training = {"steps": 12, "batch_size": 16, "learning_rate": 4e-3, "ema_decay": 0.99, "size": "tiny"}
+    few = {"steps": 2, "num_images": 80}
+    short = {
+        "partition": {"shards": 2},
+        "training": {"expert": training, "router": training},
+        "models": content["models"][:3],
+        "compare": {},
+        "sampling": content["sampling"] | few,
+        "tables": [
+            {"name": "models"},
+            content["tables"][1] | {"models": [], "base": few | {"solver": "euler"}},
+        ],
+        "resamples": 3,
+    }
+    return parse_settings(content | short, "short quickstart")
+
+
+class Digits:
+    """scikit-learn's digits in ``folder``, and partitions of the training side."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.training, self.held_out = write_digits(folder / "digits")
+
+    def shards(self, name: str, count: int) -> Path:
+        """A partition, which is made unless it is there."""
+        if not (self._folder / name).exists():
+            partition(self.training, self._folder / name, count)
+        return self._folder / name
+
+    @cached_property
+    def images(self) -> ImageSet:
+        """The training side."""
+        return load_images(self.training)
+
+    @cached_property
+    def fresh(self) -> ImageSet:
+        """The held-out side."""
+        return load_images(self.held_out)
+
+    def scorer(self, num: int, resamples: int) -> Scorer:
+        """Scores of ``num`` samples against both sides."""
+        extractor = choose_extractor(self.images, min(len(self.images), len(self.fresh), num))
+        return Scorer(extractor, self.images.pixels, self.fresh.pixels, resamples)
+
+
+def run_calls(pool: Workers, calls: Sequence[Call], label: str) -> list[Any]:
+    """Results of ``calls``, with a bar."""
+    with Progress(sum(call.units for call in calls), label) as progress:
+        return pool.run(calls, progress)
+
+
+def expert_call(shard: Path, out: Path, settings: ExpertSettings, init: Path | None = None) -> Call:
+    """The training of an expert in ``out``, from ``init`` if there is one, unless it is there."""
+    arguments = {"shard": shard, "out": out, "settings": settings, "init": init}
+    return Call(expert_job, arguments, settings.steps)
+
+
+def expert_job(shard: Path, out: Path, settings: ExpertSettings, init: Path | None, report: Report) -> None:
+    """The work of `expert_call`."""
+    if not out.exists():
+        if init is None:
+            train_expert(shard, out, settings)
+        else:
+            continue_expert(init, shard, out, settings)
+    report(settings.steps)
+
+
+def router_call(shards: Path, out: Path, settings: RouterSettings) -> Call:
+    """The training of a router in ``out``, unless it is there."""
+    return Call(router_job, {"shards": shards, "out": out, "settings": settings}, settings.steps)
+
+
+def router_job(shards: Path, out: Path, settings: RouterSettings, report: Report) -> None:
+    """The work of `router_call`."""
+    if not out.exists():
+        train_router(shards, out, settings)
+    report(settings.steps)
