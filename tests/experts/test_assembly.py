@@ -114,7 +114,7 @@ def test_experts_without_a_shard_must_be_in_the_routers_order_and_number(trio: T
 
 
 @pytest.mark.parametrize(("shifts", "expected"), [((3.0, 3.0, 3.0), 3.0), ((1.0, 3.0, 3.0), 1.0)], ids=str)
-def test_the_shift_is_the_experts_common_one(
+def test_the_shift_is_the_common_one(
     shifts: tuple[float, ...], expected: float, trio: Trio, tmp_path: Path
 ) -> None:
     experts = [variant(e, tmp_path / e.name, shift=s) for e, s in zip(trio.experts, shifts, strict=True)]
@@ -272,9 +272,7 @@ def test_components_are_held_against_what_the_experts_record(trio: Trio, tmp_pat
     assert text.endswith(f"width 32, and {expert} records 16; tokens 50, and {expert} records 77")
 
 
-def test_components_are_compared_by_scale_and_width_where_the_expert_records_no_more(
-    trio: Trio, tmp_path: Path
-) -> None:
+def test_components_without_a_record_are_compared_by_scale_and_width(trio: Trio, tmp_path: Path) -> None:
     parts = _components(tmp_path, {"scaling_factor": 0.5}, {"width": 16})
     expert = _latent(trio.experts[0], tmp_path / "expert", vae=None, text_encoder=None)
     edit_json(expert / "config.json", text_dim=4096)
@@ -303,9 +301,7 @@ def test_components_that_nobody_needs_are_refused(trio: Trio, tmp_path: Path) ->
         assemble(trio.experts, tmp_path / "out", text_encoder=tmp_path / "text_encoder")
 
 
-def test_the_command_line_prints_notes_or_a_line_a_part_and_escapes_names(
-    trio: Trio, tmp_path: Path, hddm: Command
-) -> None:
+def test_the_command_line_prints_notes_and_escapes_names(trio: Trio, tmp_path: Path, hddm: Command) -> None:
     odd = variant(trio.experts[1], tmp_path / "odd\x1b[2J\nname", sample_shape=[3, 4, 4], null_class=5)
     code, out, err = hddm("assemble", *trio.experts[:2], "--router", trio.router, "--out", tmp_path / "two")
     assert (code, err) == (0, "")
@@ -333,9 +329,7 @@ def test_the_command_line_prints_notes_or_a_line_a_part_and_escapes_names(
     ],
     ids=str,
 )
-def test_parts_that_were_exchanged_by_hand_are_told(
-    changes: dict[str, Any], line: str, all_three: Path, tmp_path: Path
-) -> None:
+def test_swapped_parts_are_told(changes: dict[str, Any], line: str, all_three: Path, tmp_path: Path) -> None:
     folder = copied(all_three, tmp_path)
     edit_json(folder / "ensemble.json", **changes)
     with pytest.raises(HddmError) as caught:
@@ -354,9 +348,7 @@ def test_an_ensemble_is_not_written_into_its_own_parts(place: str, trio: Trio, t
     assert contents(tmp_path) == before
 
 
-def test_only_the_files_at_the_top_of_an_expert_are_taken_and_no_links_out_of_it(
-    trio: Trio, tmp_path: Path
-) -> None:
+def test_only_files_at_the_top_of_an_expert_are_taken_and_no_links_out(trio: Trio, tmp_path: Path) -> None:
     expert, router = copied(trio.experts[0], tmp_path), copied(trio.router, tmp_path)
     before = contents(expert)
     for folder in (expert, router):

@@ -26,9 +26,7 @@ def _bound(folder: Path) -> bool:
     return bool(read_json(folder / MANIFEST)["files"][FILE_NAME] == sha256_of(folder / FILE_NAME))
 
 
-def test_whatever_writes_a_calibration_records_its_hash(
-    shards: Path, ddpm_expert: Path, tmp_path: Path
-) -> None:
+def test_all_that_calibrates_records_the_hash(shards: Path, ddpm_expert: Path, tmp_path: Path) -> None:
     """A second conversion keeps the calibration of the first expert."""
     assert _bound(ddpm_expert)
     write(plan(ddpm_expert, Conversion()), tmp_path / "converted")
@@ -41,9 +39,7 @@ def test_whatever_writes_a_calibration_records_its_hash(
 
 
 @pytest.mark.parametrize("how", ["missing", "another's", "another's, without a hash"])
-def test_a_calibration_that_is_not_the_expert_s_own_is_refused(
-    how: str, trio: Trio, tmp_path: Path, hddm: Command
-) -> None:
+def test_only_its_own_calibration_is_accepted(how: str, trio: Trio, tmp_path: Path, hddm: Command) -> None:
     """In folders of older versions; `tests.utils.test_manifest` has those of today."""
     first, second, _ = trio.experts
     spoilt = aged(copied(second, tmp_path), **({"calibration_sha256": None} if "without" in how else {}))
@@ -77,9 +73,7 @@ def test_a_calibration_that_is_not_the_expert_s_own_is_refused(
     assemble([first, spoilt], tmp_path / "out")
 
 
-def test_a_calibration_of_another_is_not_taken_over_by_a_conversion(
-    ddpm_expert: Path, flow_expert: Path, tmp_path: Path
-) -> None:
+def test_no_conversion_takes_over_a_calibration(ddpm_expert: Path, flow_expert: Path, tmp_path: Path) -> None:
     expert, old = copied(ddpm_expert, tmp_path), aged(copied(ddpm_expert, tmp_path / "old"))
     for folder, message in (
         (expert, rf"is not what was written, by its manifest\.json(?s:.*){FILE_NAME}: has changed"),
@@ -144,9 +138,7 @@ def test_a_calibrating_that_is_killed_leaves_the_old_expert_or_the_new_one(
     assert count - 1 >= 4
 
 
-def test_an_expert_is_calibrated_on_images_of_its_own_shard_alone(
-    shards: Path, ddpm_expert: Path, tmp_path: Path
-) -> None:
+def test_an_expert_is_calibrated_on_its_own_shard(shards: Path, ddpm_expert: Path, tmp_path: Path) -> None:
     expert, kept = copied(ddpm_expert, tmp_path), copied(shards / "shard_1", tmp_path)
     before = contents(expert)
     with pytest.raises(HddmError, match=r"the expert of shard 0, \w{16}…; take images of its own"):

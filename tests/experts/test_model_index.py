@@ -114,9 +114,7 @@ def test_the_scheduler_is_the_one_of_diffusers(tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_a_scheduler_that_would_sample_otherwise_is_refused(
-    change: dict[str, object] | None, message: str, folder: Path
-) -> None:
+def test_a_bent_grid_is_refused(change: dict[str, object] | None, message: str, folder: Path) -> None:
     config = folder / "scheduler" / "scheduler_config.json"
     if change is None:
         config.unlink()

@@ -48,9 +48,7 @@ def _pipe(folder: Path, is_tight: bool = False) -> HDDMPipeline:
 
 def _latents(pipe: HDDMPipeline, strategy: str) -> Tensor:
     given = {"num_inference_steps": 6, "output_type": "latent", "strategy": strategy}
-    found = pipe(class_labels=LABELS, seed=3, **given).images
-    assert isinstance(found, Tensor)
-    return found
+    return pipe(class_labels=LABELS, seed=3, **given).images
 
 
 @pytest.mark.parametrize(

@@ -27,9 +27,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def _latents(pipe: HDDMPipeline, start: int = 0, stop: int = NUM, **options: object) -> Tensor:
     given = {"seed": 3, "num_inference_steps": STEPS, "output_type": "latent", **options}
-    found = pipe(class_labels=LABELS[start:stop], start=start, **given).images  # type: ignore[arg-type]
-    assert isinstance(found, Tensor)
-    return found
+    return pipe(class_labels=LABELS[start:stop], start=start, **given).images
 
 
 def test_every_expert_makes_its_part_of_these_images(folder: Path) -> None:
@@ -77,11 +75,8 @@ def test_a_saved_pipeline_makes_the_same_images_in_another_process(folder: Path,
 @pytest.mark.parametrize("strategy", ["top-1", "nucleus-0.9"])
 def test_in_float64_an_image_is_the_same_in_any_batch(folder: Path, strategy: str) -> None:
     pipe = load_pipeline(folder).to(torch.float64)
-    whole, model, labels = (
-        _latents(pipe, strategy=strategy),
-        hddm.load(folder, torch.float64),
-        torch.tensor(LABELS),
-    )
+    whole = _latents(pipe, strategy=strategy)
+    model, labels = hddm.load(folder, torch.float64), torch.tensor(LABELS)
     assert whole.dtype == torch.float64
     for size in (1, 3):
         parts = [_latents(pipe, i, min(i + size, NUM), strategy=strategy) for i in range(0, NUM, size)]

@@ -31,19 +31,11 @@ def pipe() -> HDDMPipeline:
 
 @pytest.mark.parametrize("strategy", ["top-1", "nucleus-0.7", "full", "draw"])
 @pytest.mark.parametrize("guidance", [1.0, 3.0, Guidance(4.0, 2, (0.2, 0.8), 0.5)], ids=str)
-def test_with_a_seed_images_are_those_of_hddm_sample(
-    pipe: HDDMPipeline, strategy: str, guidance: float | Guidance
-) -> None:
+def test_images_are_those_of_sample(pipe: HDDMPipeline, strategy: str, guidance: float | Guidance) -> None:
     for solver in ("euler", "heun"):
-        given = {
-            "start": 2,
-            "strategy": strategy,
-            "solver": solver,
-            "guidance_scale": guidance,
-            "router_every": 2,
-        }
-        found = pipe(class_labels=LABELS, seed=5, **given, **LATENT).images
-        expected = hddm.sample(pipe.ensemble, 5, 5, 4, class_labels=INDICES, **given)
+        given = {"strategy": strategy, "solver": solver, "guidance_scale": guidance, "start": 2}
+        found = pipe(class_labels=LABELS, seed=5, router_every=2, **given, **LATENT).images
+        expected = hddm.sample(pipe.ensemble, 5, 5, 4, router_every=2, class_labels=INDICES, **given)
         # `draw` sorts its batches by expert there.
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
     other = pipe(class_labels=LABELS, seed=6, strategy=strategy, **LATENT).images
@@ -169,18 +161,18 @@ def test_progress_can_be_silent(pipe: HDDMPipeline, capfd: pytest.CaptureFixture
     pipe.set_progress_bar_config(disable=True)
 
 
-@pytest.mark.parametrize(
-    "given", [((torch.float64,), {}), (("cpu", torch.float64), {}), ((), {"dtype": torch.float64})], ids=str
-)
-def test_casting_reaches_every_part_and_warns_of_nothing(
-    given: tuple[tuple[Any, ...], dict[str, Any]], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_casting_reaches_every_part_and_warns_of_nothing(caplog: pytest.LogCaptureFixture) -> None:
     pipe = pipeline_in_memory([flow_expert(0), flow_expert(1)])
     caplog.clear()
-    assert pipe.to(*given[0], **given[1]) is pipe
-    assert pipe.dtype == torch.float64
-    assert {part.dtype for part in (*pipe.experts.stored, pipe.router)} == {torch.float64}
-    assert pipe.to("cpu").to(torch.device("cpu")).dtype == torch.float64
+    double, single = torch.float64, torch.float32
+    for given, options, dtype in (
+        ((double,), {}, double),
+        (("cpu", single), {}, single),
+        ((), {"dtype": double}, double),
+        (("cpu",), {}, double),
+    ):
+        assert pipe.to(*given, **options) is pipe
+        assert {part.dtype for part in (pipe, *pipe.experts.stored, pipe.router)} == {dtype}
     assert caplog.records == []
 
 
@@ -216,9 +208,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize(("given", "words"), WRONG.values(), ids=WRONG)
-def test_what_cannot_be_made_is_refused_in_one_line(
-    pipe: HDDMPipeline, given: dict[str, Any], words: str
-) -> None:
+def test_wrong_calls_are_refused_in_one_line(pipe: HDDMPipeline, given: dict[str, Any], words: str) -> None:
     with pytest.raises(HddmError, match=words) as caught:
         pipe(**given)
     assert "\n" not in str(caught.value)
@@ -227,8 +217,9 @@ def test_what_cannot_be_made_is_refused_in_one_line(
 def test_an_unknown_keyword_is_no_keyword(pipe: HDDMPipeline) -> None:
     with pytest.raises(TypeError, match="num_infernce_steps"):
         pipe(num_infernce_steps=4)
-    with pytest.raises(HddmError, match="custom_pipeline='mine'"):
-        HDDMPipeline.from_pretrained("anywhere", custom_pipeline="mine")
+    for key, value in (("trust_remote_code", True), ("custom_pipeline", "mine")):
+        with pytest.raises(HddmError, match=f"{key}={value!r}"):
+            HDDMPipeline.from_pretrained("anywhere", **{key: value})
     with pytest.raises(HddmError, match="anywhere: no such folder"):
         HDDMPipeline.from_pretrained("anywhere", local_files_only=True, use_safetensors=True, variant=None)
     with pytest.raises(HddmError, match="safe_serialization=False"):

@@ -70,9 +70,6 @@ def test_a_strategy_set_on_the_ensemble_stays_and_is_saved(tmp_path: Path) -> No
     assert pipe.ensemble.strategy == "top-1"
     pipe.ensemble.strategy = "top-2"
     assert pipe(batch_size=4, **LATENT).expert_use.experts_a_sample == 2
-    assert torch.equal(
-        pipe(batch_size=4, **LATENT).images, pipe(batch_size=4, strategy="top-2", **LATENT).images
-    )
     pipe.save_pretrained(tmp_path / "saved")
     assert HDDMPipeline.from_pretrained(tmp_path / "saved").ensemble.strategy == "top-2"
 
@@ -89,22 +86,15 @@ def test_a_shift_set_on_the_scheduler_is_that_of_the_grid() -> None:
     assert times == pytest.approx(time_grid(3, 5.0)[:3].tolist())
 
 
-@pytest.mark.parametrize(
-    ("scheduler", "message"),
-    [
-        (
-            FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True),
-            "the scheduler: use_dynamic_shifting is True",
-        ),
-        (EulerDiscreteScheduler(), "EulerDiscreteScheduler, and hddm integrates by its own solvers"),
-    ],
-    ids=["dynamic", "another"],
-)
-def test_a_scheduler_of_another_grid_is_refused(scheduler: Any, message: str) -> None:
+def test_a_scheduler_of_another_grid_is_refused() -> None:
     pipe = pipeline_in_memory([flow_expert(0)])
-    pipe.scheduler = scheduler
-    with pytest.raises(HddmError, match=message):
-        pipe(**LATENT)
+    for scheduler, message in (
+        (FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True), "use_dynamic_shifting is True"),
+        (EulerDiscreteScheduler(), "EulerDiscreteScheduler, and hddm integrates by its own solvers"),
+    ):
+        pipe.scheduler = scheduler
+        with pytest.raises(HddmError, match=message):
+            pipe(**LATENT)
 
 
 def test_a_limit_of_memory_holds_in_another_dtype(tmp_path: Path) -> None:
