@@ -69,7 +69,8 @@ CHANGES: list[tuple[str, dict[str, Any], str]] = [
 def test_configs_that_lie_or_ask_for_code(
     hddm: Command, tmp_path: Path, sources: tuple[Path, Path], file: str, changes: dict[str, Any], said: str
 ) -> None:
-    source = copied(sources[file == UNET], tmp_path)
+    transformer, unet = sources
+    source = copied(unet if file == UNET else transformer, tmp_path)
     edit_json(source / file, **changes)
     error = refused(hddm, source)
     assert said in error
