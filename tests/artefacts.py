@@ -103,6 +103,25 @@ def copied(folder: Path, target: Path) -> Path:
     return Path(shutil.copytree(folder, target / folder.name))
 
 
+def variant(source: Path, target: Path, **changes: Any) -> Path:
+    """A copy of an expert with another record."""
+    shutil.copytree(source, target)
+    edit_json(target / EXPERT_FILE, **changes)
+    return target
+
+
+def into_hub_cache(folder: Path, repository: Path) -> Path:
+    """Move a folder into a hub's cache, where its files are links to blobs; its new place is returned."""
+    snapshot = repository / "snapshots" / "0123"
+    (repository / "blobs").mkdir(parents=True)
+    for number, path in enumerate(sorted(p for p in folder.rglob("*") if p.is_file())):
+        blob, link = repository / "blobs" / str(number), snapshot / path.relative_to(folder)
+        path.rename(blob)
+        link.parent.mkdir(parents=True, exist_ok=True)
+        link.symlink_to(os.path.relpath(blob, link.parent))
+    return snapshot
+
+
 def edit_json(path: Path, **changes: Any) -> None:
     """Set keys of a JSON file, and of no other that is the same by a hard link.
 

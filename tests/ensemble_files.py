@@ -7,6 +7,7 @@ from typing import Any, Literal
 import torch
 from diffusers import DDIMScheduler, DDPMScheduler, FlowMatchEulerDiscreteScheduler
 
+import hddm
 from hddm.checkpoints.convert import write
 from hddm.checkpoints.plan import Conversion, plan
 from hddm.experts.assembly import assemble
@@ -24,6 +25,13 @@ from tests.component_files import write_clip, write_vae
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 FLOW = {"sample_size": 4, "in_channels": 3, "patch_size": 2, "hidden_size": 16, "depth": 1, "num_heads": 2}
 CLASSES = ("cat", "dog", "7")
+
+
+def load_ensemble(folder: Path, **options: Any) -> hddm.Ensemble:
+    """`hddm.load` of what must be an ensemble."""
+    model = hddm.load(folder, **options)
+    assert isinstance(model, hddm.Ensemble)
+    return model
 
 
 def flow_expert(seed: int = 0, facts: Mapping[str, Any] | None = None, **network: Any) -> Expert:
@@ -89,7 +97,7 @@ def pipeline_in_memory(
         class_prior=tuple(map(tuple, class_prior)),
         strategy=strategy,
     )
-    return HDDMPipeline(
+    pipe = HDDMPipeline(
         ExpertSet([expert.unread() for expert in experts], shelf=shelf),
         FlowMatchEulerDiscreteScheduler(shift=shift),
         router,
@@ -97,6 +105,15 @@ def pipeline_in_memory(
         router_facts=router_facts,
         **parts,
     )
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def load_pipeline(folder: Path, **options: Any) -> HDDMPipeline:
+    """A pipeline without progress bars."""
+    pipe = HDDMPipeline.from_pretrained(folder, **options)
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
 
 
 def write_ensemble(

@@ -185,19 +185,15 @@ def _compare_components(folders: EnsembleFolders, experts: Sequence[Named], foun
         widths = [None if one.text_encoder else text_width(read_config(Path(name))) for name, one in experts]
         compare_text_encoder(experts, widths, encoder, str(text_encoder), found)
     elif (text_encoder, tokenizer) != (None, None):
-        raise HddmError(
-            "--text-encoder and --tokenizer go together: prompts become tokens, tokens conditions"
-        )
+        raise HddmError("--text-encoder and --tokenizer go together; pass both, or none")
 
 
 def check_files(experts: Sequence[Path], router: Path | None, bases: Mapping[str, Path]) -> tuple[str, ...]:
     """Hold every file of experts and router against the manifest or the record, and build their networks.
 
-    Returns notes on folders of older versions, whose files cannot be held against all that they were.
-
-    Raises:
-        HddmError: with a line for every folder whose files are others, whose network cannot be built, or
-            whose weights hold NaN or Inf.
+    Returns notes on folders of older versions, whose files cannot be held against all that they were. An
+    `HddmError` has a line for every folder whose files are others, whose network cannot be built, or whose
+    weights hold NaN or Inf.
     """
     found = Findings()
     for folder, (name, record) in zip(experts, read_records(experts), strict=True):

@@ -79,9 +79,7 @@ def change(
         raise HddmError(f"{ensemble}: nothing to change; pass --add, --remove or another part")
     restore(ensemble)
     if not (ensemble / ENSEMBLE_FILE).is_file():
-        raise HddmError(
-            f"{ensemble}: no ensemble folder ({ENSEMBLE_FILE}), and only such a one can be changed"
-        )
+        raise HddmError(f"{ensemble}: no ensemble folder ({ENSEMBLE_FILE}); assemble one first")
     record = read_ensemble_facts(ensemble)
     for path in ensemble.rglob("*"):
         if path.is_symlink():
@@ -128,10 +126,8 @@ def _index_of(ensemble: Path, record: EnsembleRecord, name: str | int) -> int:
         return record.experts.index(str(name))
     if str(name).isdecimal() and int(name) < len(record.experts):
         return int(name)
-    raise HddmError(
-        f"--remove {name}: {ensemble} has no such expert; choose one of 0 … {len(record.experts) - 1}, or of "
-        f"{', '.join(record.experts)}"
-    )
+    known = ", ".join(record.experts)
+    raise HddmError(f"--remove {name}: {ensemble} has no such expert; choose by index or of {known}")
 
 
 def _shift_by_hand(ensemble: Path, record: EnsembleRecord) -> float | None:

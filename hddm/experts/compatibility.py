@@ -298,9 +298,7 @@ def class_prior_of(
     if not classes or len(experts) == 1:
         return ()
     if without:
-        found.note(
-            f"p(k | class) is unknown, so 'draw' knows p(k) only: {', '.join(without)} counts no classes"
-        )
+        found.note(f"p(k | class) is unknown, so 'draw' has p(k): {', '.join(without)} counts no classes")
         return ()
     rows = list(zip(*counts, strict=True))
     empty = [name for name, row in zip(classes, rows, strict=True) if not sum(row)]
@@ -315,7 +313,5 @@ def common_shift(experts: Sequence[Named], found: Findings) -> float:
     if len(set(shifts)) == 1:
         return shifts[0]
     all_shifts = ", ".join(f"{shift:g} ({name})" for (name, _), shift in zip(experts, shifts, strict=True))
-    found.note(
-        f"experts want different shifts of the time grid, so the ensemble has {NO_SHIFT:g}: {all_shifts}"
-    )
+    found.note(f"experts want different shifts of the time grid, so it has {NO_SHIFT:g}: {all_shifts}")
     return NO_SHIFT

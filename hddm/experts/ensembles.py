@@ -146,10 +146,8 @@ def _short(value: object) -> str:
 def bases_of(experts: Sequence[Path], given: Mapping[str, Path], is_closed: bool = False) -> dict[str, Path]:
     """The folders of the weights that adapters among ``experts`` change, by SHA-256.
 
-    They are taken from ``given``; unless ``is_closed``, others are where they were at training.
-
-    Raises:
-        HddmError: for a base that is not there, or is another one than at training.
+    They are taken from ``given``; unless ``is_closed``, others are where they were at training. An
+    `HddmError` names a base that is not there, or is another one than at training.
     """
     found = {}
     for folder in experts:
@@ -238,19 +236,16 @@ def read_ensemble_facts(folder: Path) -> EnsembleRecord:
     if index.exists():
         kinds = read_model_index(folder)
         if (kinds["router"] is None) != (facts.router is None):
-            raise HddmError(
-                f"{index}: router is {kinds['router']}, and {facts.router!r} in {ENSEMBLE_FILE}; assemble it "
-                "anew"
-            )
+            stated = f"{facts.router!r} in {ENSEMBLE_FILE}"
+            raise HddmError(f"{index}: router is {kinds['router']}, and {stated}; assemble it anew")
         for name in ("scheduler", *COMPONENTS):
             if kinds[name] is not None:
                 _check_inside(folder, name, index)
     if scheduler.exists() or index.exists():
         shift = read_shift(folder)
         if shift != facts.shift:
-            raise HddmError(
-                f"{scheduler}: shift is {shift:g}, and {facts.shift:g} in {ENSEMBLE_FILE}; assemble it anew"
-            )
+            stated = f"{facts.shift:g} in {ENSEMBLE_FILE}"
+            raise HddmError(f"{scheduler}: shift is {shift:g}, and {stated}; assemble it anew")
     return facts
 
 
@@ -280,10 +275,8 @@ def write_ensemble_records(
     """Write ``ensemble.json``, ``model_index.json``, ``scheduler/``, ``bases/`` and, last, the manifest.
 
     ``draft`` has all other parts, ``components`` are of vae, text_encoder and tokenizer, and ``bases`` are
-    the folders of the weights that adapters among the experts change, by SHA-256.
-
-    Raises:
-        HddmError: for numbers that do not fit the experts, which no one could open.
+    the folders of the weights that adapters among the experts change, by SHA-256. `HddmError` refuses
+    numbers that do not fit the experts, which no one could open.
     """
     _check_numbers(facts, draft / ENSEMBLE_FILE)
     today = {"format": FORMAT, "bases": _put_in_bases(draft, facts.experts, bases or {})}
@@ -308,12 +301,9 @@ def _check_numbers(facts: EnsembleRecord, path: Path) -> None:
     experts = len(facts.experts)
     for key, row in (("prior", facts.prior), *(("class_prior", row) for row in facts.class_prior)):
         if len(row) != experts or not math.fsum(row) > 0:
-            raise HddmError(
-                f"{path}: {key} must be {experts} numbers with a positive sum, one an expert, not {list(row)}"
-            )
+            raise HddmError(f"{path}: {key} must be {experts} numbers with a positive sum, not {list(row)}")
     outputs = facts.router_outputs
     if outputs and (facts.router is None or len(outputs) != experts or len(set(outputs)) < experts):
         raise HddmError(
-            f"{path}: router_outputs must be {experts} different outputs of a router, one an expert, not "
-            f"{list(outputs)}"
+            f"{path}: router_outputs must be {experts} different outputs of a router, not {list(outputs)}"
         )

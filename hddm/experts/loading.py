@@ -323,10 +323,8 @@ def room_beside(models: Sequence[nn.Module], max_memory: int) -> int:
     """Bytes of ``max_memory`` that ``models`` leave for experts; an `HddmError` where they leave none."""
     taken = sum(p.numel() * p.element_size() for model in models for p in model.parameters())
     if taken >= max_memory:
-        raise HddmError(
-            f"--max-memory of {max_memory / 1e6:.1f} MB: router, VAE and text encoder alone take "
-            f"{taken / 1e6:.1f} MB; allow more"
-        )
+        alone = f"router, VAE and text encoder alone take {taken / 1e6:.1f} MB"
+        raise HddmError(f"--max-memory of {max_memory / 1e6:.1f} MB: {alone}; allow more")
     return max_memory - taken
 
 

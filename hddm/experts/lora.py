@@ -75,11 +75,9 @@ def base_of(folder: Path, facts: AdapterRecord, bases: Mapping[str, Path] | None
     """
     if bases is not None:
         if facts.base_sha256 not in bases:
-            known = ", ".join(f"{path} ({sha256[:16]}…)" for sha256, path in bases.items())
-            raise HddmError(
-                f"{folder}: is an adapter of {facts.base_name}, which is not among the given bases: "
-                f"{known or 'none'}"
-            )
+            known = ", ".join(f"{path} ({sha256[:16]}…)" for sha256, path in bases.items()) or "none"
+            what = f"is an adapter of {facts.base_name}"
+            raise HddmError(f"{folder}: {what}, which is not among the given bases: {known}")
         return bases[facts.base_sha256]
     if Path(facts.base).is_absolute() or any(letter in facts.base for letter in "\\\0\n\r"):
         raise HddmError(f"{folder}: its base is at {facts.base!r}, which is no relative path; refused")
@@ -95,19 +93,15 @@ def base_of(folder: Path, facts: AdapterRecord, bases: Mapping[str, Path] | None
 def refuse_base(folder: Path, facts: AdapterRecord | None, bases: Collection[object]) -> None:
     """Refuse ``bases`` that a user names for an expert which changes no other's weights."""
     if facts is None and bases:
-        raise HddmError(
-            f"{folder}: is no adapter, and stands on its own weights; leave the base out, "
-            f"{', '.join(map(str, bases))}"
-        )
+        given = ", ".join(map(str, bases))
+        raise HddmError(f"{folder}: is no adapter, and has its own weights; leave the base out, {given}")
 
 
 def bases_in(folders: Sequence[Path]) -> dict[str, Path]:
     """``folders`` by the SHA-256 of the weights that each holds; an `HddmError` for one without."""
     for folder in folders:
         if not (folder / WEIGHTS).is_file():
-            raise HddmError(
-                f"{folder}: holds no {WEIGHTS}; a base is the folder of an expert that has its own"
-            )
+            raise HddmError(f"{folder}: holds no {WEIGHTS}; a base is an expert that has its own")
     return {sha256_once(folder / WEIGHTS): folder for folder in folders}
 
 
@@ -165,37 +159,29 @@ def merge(weight: Tensor, down: Tensor, up: Tensor, scale: float) -> Tensor:
 
 
 def check_base(folder: Path, facts: AdapterRecord, weights: Path) -> None:
-    """Hold the file ``weights`` against the hash that the adapter in ``folder`` has of its base.
-
-    A file is hashed once in a process, unless it changes.
-    """
+    """Hold the file ``weights`` against the hash that the adapter in ``folder`` has of its base."""
     found = sha256_once(weights)
     if found != facts.base_sha256:
         raise HddmError(
-            f"{weights}: has SHA-256 {found[:16]}…, and {folder} is an adapter of {facts.base_name}; its "
-            "numbers mean nothing on other weights"
+            f"{weights}: has SHA-256 {found[:16]}…, and {folder} is an adapter of {facts.base_name}; use its "
+            "own base"
         )
 
 
-def tensor_names(target: str, wrapped: frozenset[str] = frozenset()) -> tuple[str, str]:
-    """Names under which peft saves A and B of the weight ``target``.
+def tensor_names(targets: Sequence[str]) -> dict[str, tuple[str, str]]:
+    """Names under which peft saves A and B of each of the weights ``targets``.
 
-    Around ``wrapped`` modules, of which a parameter is adapted as such, peft wraps another.
+    Around a module of which a parameter is adapted as such, no weight of a linear layer, peft wraps another.
     """
-    owner, path = target.rpartition(".")[0].split("."), []
-    for index, part in enumerate(owner):
-        path.append(part)
-        if ".".join(owner[: index + 1]) in wrapped and index + 1 < len(owner):
-            path.append("base_layer")
-    stem = PREFIX + ".".join(path)
-    return f"{stem}.lora_A.weight", f"{stem}.lora_B.weight"
-
-
-def wrapped_modules(targets: tuple[str, ...]) -> frozenset[str]:
-    """Modules whose parameter itself is a target: one that is not the weight of a linear layer."""
-    return frozenset(
-        owner for owner, _, leaf in (target.rpartition(".") for target in targets) if leaf != "weight"
-    )
+    owners = [target.rpartition(".")[0] for target in targets]
+    wrapped = {owner for owner, target in zip(owners, targets, strict=True) if not target.endswith(".weight")}
+    names = {}
+    for target, owner in zip(targets, owners, strict=True):
+        modules, path = owner.split("."), PREFIX
+        for depth in range(1, len(modules)):
+            path += modules[depth - 1] + (".base_layer." if ".".join(modules[:depth]) in wrapped else ".")
+        names[target] = f"{path}{modules[-1]}.lora_A.weight", f"{path}{modules[-1]}.lora_B.weight"
+    return names
 
 
 def _check_config(path: Path, facts: AdapterRecord) -> None:
@@ -206,10 +192,8 @@ def _check_config(path: Path, facts: AdapterRecord) -> None:
             raise HddmError(f"{path}: {key} is {str(config.get(key))[:40]!r}, and expert.json says {stated}")
     for key in _VARIANTS:
         if config.get(key):
-            raise HddmError(
-                f"{path}: {key} is {str(config[key])[:40]}, a variant of LoRA that is not read; merge it "
-                "with peft first"
-            )
+            variant = f"{key} is {str(config[key])[:40]}, a variant of LoRA that is not read"
+            raise HddmError(f"{path}: {variant}; merge it with peft first")
     if config.get("bias", "none") != "none":
         raise HddmError(f"{path}: bias is {str(config['bias'])[:40]!r}, and only 'none' is read")
 
@@ -217,9 +201,7 @@ def _check_config(path: Path, facts: AdapterRecord) -> None:
 def _factors(path: Path, facts: AdapterRecord, base: Path) -> dict[str, tuple[str, str]]:
     """Names of A and B by that of their weight, all of them held against the headers."""
     header, weights = read_header(path)[0], read_header(base)[0]
-    wrapped = wrapped_modules(facts.targets)
-    names = {target: tensor_names(target, wrapped) for target in facts.targets}
-    problems = []
+    names, problems = tensor_names(facts.targets), []
     for target, pair in names.items():
         weight = weights.get(target)
         if weight is None or len(weight.shape) != 2 or not weight.dtype.is_floating_point:

@@ -92,10 +92,9 @@ def paris_experts(folder: Path) -> list[UnreadExpert]:
 def paris_router(
     folder: Path, experts: Sequence[UnreadExpert]
 ) -> tuple[Unread[RouterTransformer], RouterRecord]:
-    """The router of ``experts``, all of the release; its record knows no shards, which are not published.
+    """The router of all ``experts``; its record knows no shards, which are not published.
 
-    Raises:
-        HddmError: as `paris_experts`.
+    Raises as `paris_experts`.
     """
     if not (folder / ROUTER).is_dir():
         raise HddmError(f"{folder}: has experts and no {ROUTER}/; fetch the whole release")
@@ -103,10 +102,8 @@ def paris_router(
     arguments = router_arguments(_header(path), path)
     network = unread(RouterTransformer, arguments, path, str(path.parent))
     if arguments["num_experts"] != len(experts):
-        raise HddmError(
-            f"{path}: tells {arguments['num_experts']} experts apart, and {folder} holds {len(experts)}; "
-            "fetch the whole release"
-        )
+        told = f"tells {arguments['num_experts']} experts apart, and {folder} holds {len(experts)}"
+        raise HddmError(f"{path}: {told}; fetch the whole release")
     sample = {key: arguments[key] for key in ("sample_size", "in_channels")}
     _refuse_unlike(sample, first.unread.network.config, path, Path(first.name))
     shape = first.facts.sample_shape
@@ -142,9 +139,7 @@ def _sizes(tensors: Shapes, head: int, in_every_block: str, path: Path) -> dict[
     _shape(tensors, f"layers.0.{in_every_block}", 2, path)
     side = math.isqrt(tokens)
     if side**2 != tokens or patch != across:
-        raise HddmError(
-            f"{path}: {tokens} positions of {patch} × {across} patches make no square, as Paris's images are"
-        )
+        raise HddmError(f"{path}: {tokens} positions of {patch} × {across} patches make no square image")
     if width % head:
         raise HddmError(f"{path}: a width of {width} does not divide into heads of {head}, which Paris has")
     layers = [re.match(r"layers\.(\d{1,6})\.", name, re.ASCII) for name in tensors]
@@ -206,10 +201,7 @@ def _scheduler(folder: Path) -> tuple[dict[str, Any] | None, float]:
     shift, config = read_shift(folder), read_json(path)
     steps = config.get("num_train_timesteps", TIME_SCALE)
     if steps != TIME_SCALE:
-        raise HddmError(
-            f"{path}: num_train_timesteps is {str(steps)[:40]}, and Paris's networks count {TIME_SCALE:g}; "
-            "correct it"
-        )
+        raise HddmError(f"{path}: num_train_timesteps is {str(steps)[:40]}, not {TIME_SCALE:g}; correct it")
     return config, shift
 
 
@@ -218,10 +210,8 @@ def _vae(folder: Path) -> VaeRecord | None:
         return None
     vae = vae_facts(path)
     if (vae.scale, vae.shift) != (LATENT_SCALE, 0.0):
-        raise HddmError(
-            f"{path}: scales latents by {vae.scale:g} and shifts them by {vae.shift:g}, and Paris was "
-            f"trained on {LATENT_SCALE} and 0; put its own VAE there (sd-vae-ft-mse)"
-        )
+        found = f"scales latents by {vae.scale:g} and shifts them by {vae.shift:g}, not {LATENT_SCALE} and 0"
+        raise HddmError(f"{path}: {found}; put Paris's own VAE there (sd-vae-ft-mse)")
     return vae
 
 
@@ -230,10 +220,8 @@ def _text_encoder(folder: Path, width: int) -> TextEncoderRecord | None:
         return None
     encoder = text_encoder_facts(path, TOKENS)
     if encoder.width != width:
-        raise HddmError(
-            f"{path}: its tokens are {encoder.width} wide, and the experts take {width}; put Paris's own "
-            "there (CLIP ViT-L/14)"
-        )
+        widths = f"its tokens are {encoder.width} wide, and the experts take {width}"
+        raise HddmError(f"{path}: {widths}; put Paris's own there (CLIP ViT-L/14)")
     return encoder
 
 
@@ -262,9 +250,7 @@ def _header(path: Path) -> dict[str, TensorInfo]:
     """The tensors of a file by their header: none of them empty, and not too many."""
     header, _ = read_header(path)
     if len(header) > _MOST_ENTRIES:
-        raise HddmError(
-            f"{path}: holds {len(header)} tensors, and no network of Paris so many; fetch it again"
-        )
+        raise HddmError(f"{path}: holds {len(header)} tensors, too many for Paris; fetch it again")
     for name, info in header.items():
         if 0 in info.shape:
             raise HddmError(f"{path}: {name!r} is empty, of shape {info.shape}; fetch it again")

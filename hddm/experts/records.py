@@ -306,10 +306,8 @@ def open_expert(
             raise HddmError(f"{folder}: expert.json says {key} {stated}, config.json {found}")
     calibration = Calibration.load(folder) if with_calibration else None
     if calibration is not None and len(calibration.moments.mean) != math.prod(record.sample_shape):
-        raise HddmError(
-            f"{folder / CALIBRATION}: is of samples of {len(calibration.moments.mean)} numbers, not of "
-            f"{record.sample_shape}; delete it and calibrate anew"
-        )
+        found = f"is of samples of {len(calibration.moments.mean)} numbers, not of {record.sample_shape}"
+        raise HddmError(f"{folder / CALIBRATION}: {found}; delete it and calibrate anew")
     nulls = read_nulls(folder)
     if unknown := sorted(set(nulls) - set(record.conditions)):
         raise HddmError(f"{folder / NULL_FILE}: holds {unknown}, which are no conditions of this expert")
@@ -338,11 +336,9 @@ def open_router(folder: Path) -> tuple[Unread[RouterTransformer], RouterRecord]:
     """Read a router folder but for its weights; raises as `open_expert`."""
     record = read_record(folder / ROUTER_FILE, RouterRecord, FORMAT)
     unread = unread_network(folder, [RouterTransformer])
-    if len(record.shard_hashes) not in (0, unread.network.config.num_experts):
-        raise HddmError(
-            f"{folder}: router.json names {len(record.shard_hashes)} shards, config.json "
-            f"{unread.network.config.num_experts} experts"
-        )
+    shards, outputs = len(record.shard_hashes), unread.network.config.num_experts
+    if shards not in (0, outputs):
+        raise HddmError(f"{folder}: router.json names {shards} shards, config.json {outputs} experts")
     return unread, record
 
 

@@ -21,7 +21,6 @@ from hddm.experts.lora import (
     PREFIX,
     AdapterRecord,
     tensor_names,
-    wrapped_modules,
 )
 from hddm.experts.records import Expert, write_records
 from hddm.networks.folders import WEIGHTS
@@ -107,8 +106,7 @@ def save_adapted(folder: Path, expert: Expert, adapter: AdapterRecord) -> None:
     network.save_config(folder)
     # peft asks the hub about the base, unless it is told that no embedding can have changed.
     state = _peft().get_peft_model_state_dict(network, save_embedding_layers=False)
-    wrapped = wrapped_modules(adapter.targets)
-    names = [name for target in adapter.targets for name in tensor_names(target, wrapped)]
+    names = [name for pair in tensor_names(adapter.targets).values() for name in pair]
     tensors = {name: state[name.removeprefix(PREFIX)].detach().cpu().contiguous() for name in names}
     save_file(tensors, folder / ADAPTER_WEIGHTS, {"format": "pt"})
     config = {

@@ -1,7 +1,5 @@
 """A calibration is a part of its expert: one that is another's, or gone, is found before it is used."""
 
-import hashlib
-import json
 import os
 import shutil
 from pathlib import Path
@@ -17,20 +15,18 @@ from hddm.training.calibrate import recalibrate
 from hddm.training.continuation import continue_expert
 from hddm.training.verify import verify_expert
 from hddm.utils.errors import HddmError
-from hddm.utils.files import restore, sha256_of
+from hddm.utils.files import read_json, restore, sha256_of
 from hddm.utils.records import MANIFEST, read_record
 from tests.artefacts import Command, aged, contents, copied, edit_json, expert_settings
+from tests.checkpoint_files import facts_of
 from tests.conftest import Trio
 
 
 def _bound(folder: Path) -> bool:
-    stated = json.loads((folder / MANIFEST).read_text())["files"][FILE_NAME]
-    return bool(stated == hashlib.sha256((folder / FILE_NAME).read_bytes()).hexdigest())
+    return bool(read_json(folder / MANIFEST)["files"][FILE_NAME] == sha256_of(folder / FILE_NAME))
 
 
-def test_whatever_writes_a_calibration_records_its_hash(
-    shards: Path, ddpm_expert: Path, tmp_path: Path
-) -> None:
+def test_all_that_calibrates_records_the_hash(shards: Path, ddpm_expert: Path, tmp_path: Path) -> None:
     """A second conversion keeps the calibration of the first expert."""
     assert _bound(ddpm_expert)
     write(plan(ddpm_expert, Conversion()), tmp_path / "converted")
@@ -42,24 +38,27 @@ def test_whatever_writes_a_calibration_records_its_hash(
         assert _bound(folder)
 
 
-@pytest.mark.parametrize("is_missing", [True, False])
-def test_a_calibration_other_than_that_recorded_is_refused(
-    is_missing: bool, trio: Trio, tmp_path: Path, hddm: Command
-) -> None:
+@pytest.mark.parametrize("how", ["missing", "another's", "another's, without a hash"])
+def test_only_its_own_calibration_is_accepted(how: str, trio: Trio, tmp_path: Path, hddm: Command) -> None:
     """In folders of older versions; `tests.utils.test_manifest` has those of today."""
     first, second, _ = trio.experts
-    spoilt = aged(copied(second, tmp_path))
+    spoilt = aged(copied(second, tmp_path), **({"calibration_sha256": None} if "without" in how else {}))
+    if "without" in how:
+        verdict = verify_expert(spoilt)
+        assert verdict.accepted
+        assert "holds no hash of the calibration" in verdict.notes[1]
     (spoilt / FILE_NAME).unlink()
-    if not is_missing:
+    if how != "missing":
         shutil.copyfile(first / FILE_NAME, spoilt / FILE_NAME)
-    there = "is not there" if is_missing else f"has SHA-256 {sha256_of(first / FILE_NAME)[:16]}…"
-    line = (
-        f"its calibration {there}, and expert.json says {sha256_of(second / FILE_NAME)[:16]}…; "
-        f"hddm calibrate {spoilt} --data SHARD fits its own"
-    )
+    mine, other = (sha256_of(folder / FILE_NAME)[:16] for folder in (second, first))
+    there = "is not there" if how == "missing" else f"has SHA-256 {other}…"
+    if "without" in how:
+        mine, other = (facts_of(folder)["shard"]["hash"][:16] for folder in (second, first))
+        there = f"is of shard {other}…"
+    remedy = f"hddm calibrate {spoilt} --data SHARD fits its own"
+    line = f"its calibration {there}, and expert.json says {mine}…; {remedy}"
     verdict = verify_expert(spoilt, trio.shards / "shard_1")
-    assert verdict.problems == (line,)
-    assert verdict.denoising is None
+    assert (verdict.problems, verdict.denoising) == ((line,), None)
     assert not any(FILE_NAME in note for note in verdict.notes)
     before = contents(tmp_path)
     code, _, err = hddm("assemble", first, spoilt, "--out", tmp_path / "out")
@@ -74,30 +73,7 @@ def test_a_calibration_other_than_that_recorded_is_refused(
     assemble([first, spoilt], tmp_path / "out")
 
 
-def test_without_a_hash_the_shard_that_the_calibration_names_must_be_the_experts(
-    trio: Trio, tmp_path: Path
-) -> None:
-    old = aged(copied(trio.experts[1], tmp_path), calibration_sha256=None)
-    verdict = verify_expert(old)
-    assert verdict.accepted
-    assert "holds no hash of the calibration" in verdict.notes[1]
-    shutil.copyfile(trio.experts[0] / FILE_NAME, old / FILE_NAME)
-    mine, other = (
-        json.loads((folder / EXPERT_FILE).read_text())["shard"]["hash"] for folder in (old, trio.experts[0])
-    )
-    line = (
-        f"its calibration is of shard {other[:16]}…, and expert.json says {mine[:16]}…; hddm calibrate {old} "
-        "--data SHARD fits its own"
-    )
-    assert verify_expert(old).problems == (line,)
-    with pytest.raises(HddmError, match="files are not those that were written with them") as caught:
-        assemble([old], tmp_path / "out")
-    assert caught.value.details == (f"{old}: {line}",)
-
-
-def test_a_calibration_of_another_is_not_taken_over_by_a_conversion(
-    ddpm_expert: Path, flow_expert: Path, tmp_path: Path
-) -> None:
+def test_no_conversion_takes_over_a_calibration(ddpm_expert: Path, flow_expert: Path, tmp_path: Path) -> None:
     expert, old = copied(ddpm_expert, tmp_path), aged(copied(ddpm_expert, tmp_path / "old"))
     for folder, message in (
         (expert, rf"is not what was written, by its manifest\.json(?s:.*){FILE_NAME}: has changed"),
@@ -162,15 +138,13 @@ def test_a_calibrating_that_is_killed_leaves_the_old_expert_or_the_new_one(
     assert count - 1 >= 4
 
 
-def test_an_expert_is_calibrated_on_images_of_its_own_shard_alone(
-    shards: Path, ddpm_expert: Path, tmp_path: Path
-) -> None:
+def test_an_expert_is_calibrated_on_its_own_shard(shards: Path, ddpm_expert: Path, tmp_path: Path) -> None:
     expert, kept = copied(ddpm_expert, tmp_path), copied(shards / "shard_1", tmp_path)
     before = contents(expert)
     with pytest.raises(HddmError, match=r"the expert of shard 0, \w{16}…; take images of its own"):
         recalibrate(expert, kept)
     assert contents(expert) == before
-    own = json.loads((shards / "shard_0" / "manifest.json").read_text())["hash"]
+    own = read_json(shards / "shard_0" / "manifest.json")["hash"]
     edit_json(kept / "manifest.json", held_out_of=own)
     recalibrate(expert, kept)
     assert verify_expert(expert).accepted

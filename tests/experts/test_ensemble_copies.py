@@ -12,18 +12,12 @@ import hddm
 from hddm.ensemble import Ensemble
 from hddm.networks.offload import Offload, StoredNetwork, bring
 from hddm.utils.errors import HddmError
-from tests.ensemble_files import flow_expert, write_ensemble
+from tests.ensemble_files import flow_expert, load_ensemble, write_ensemble
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_ensemble(tmp_path_factory.mktemp("copies"), [flow_expert(seed) for seed in range(3)])
-
-
-def _loaded(folder: Path, offload: Offload) -> Ensemble:
-    model = hddm.load(folder, offload=offload)
-    assert isinstance(model, Ensemble)
-    return model
 
 
 def _networks(model: Ensemble) -> list[StoredNetwork]:
@@ -37,7 +31,7 @@ def _sampled(model: Ensemble, seed: int = 1) -> Tensor:
 @pytest.mark.parametrize("has_run", [False, True], ids=["unread", "read"])
 @pytest.mark.parametrize("mode", ["none", "ram", "disk"])
 def test_a_copy_samples_as_its_original_does(folder: Path, mode: Offload, has_run: bool) -> None:
-    plain, model = _sampled(_loaded(folder, "none")), _loaded(folder, mode)
+    plain, model = _sampled(load_ensemble(folder)), load_ensemble(folder, offload=mode)
     if has_run:
         assert torch.equal(_sampled(model), plain)
     copied = copy.deepcopy(model)
@@ -51,7 +45,7 @@ def test_a_copy_samples_as_its_original_does(folder: Path, mode: Offload, has_ru
 
 @pytest.mark.parametrize("mode", ["none", "ram", "disk"])
 def test_what_is_done_to_a_copy_is_not_done_to_its_original(folder: Path, mode: Offload) -> None:
-    model = _loaded(folder, mode)
+    model = load_ensemble(folder, offload=mode)
     plain = _sampled(model)
     copied = copy.deepcopy(model)
     for network in _networks(copied):
@@ -70,8 +64,8 @@ def test_what_is_done_to_a_copy_is_not_done_to_its_original(folder: Path, mode: 
 
 
 def test_a_copy_made_while_weights_are_on_their_way_fetches_its_own(folder: Path) -> None:
-    model = _loaded(folder, "disk")
-    plain = _sampled(_loaded(folder, "none"))
+    model = load_ensemble(folder, offload="disk")
+    plain = _sampled(load_ensemble(folder))
     first, second, _ = _networks(model)
     bring(first, second)
     copied = copy.deepcopy(model)

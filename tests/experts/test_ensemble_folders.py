@@ -1,9 +1,7 @@
 """Ensemble folders: parts that fit, self-contained, and never half-written."""
 
 import json
-import os
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,36 +10,33 @@ from safetensors import SafetensorError
 
 import hddm
 from hddm.checkpoints.describe import describe
-from hddm.data.partition import partition
 from hddm.ensemble import Ensemble, Router
 from hddm.experts.assembly import assemble
 from hddm.experts.assembly_changes import change
 from hddm.experts.ensembles import read_ensemble_facts, write_ensemble_records
-from hddm.experts.records import EXPERT_FILE, FORMAT, read_router
+from hddm.experts.records import EXPERT_FILE, read_router
 from hddm.networks.folders import WEIGHTS
 from hddm.pipelines.samples import SampleSettings, sample_to_folder
-from hddm.training.expert import train_expert
 from hddm.utils.errors import HddmError
-from tests.artefacts import contents, copied, edit_json, expert_settings, largest_file
+from tests.artefacts import contents, copied, edit_json, into_hub_cache, largest_file
+from tests.ensemble_files import load_ensemble
 
 TIMES = torch.tensor([0.03, 0.5, 0.97, 1.0])
 X = torch.randn(4, 1, 4, 4, generator=torch.Generator().manual_seed(3))
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("strategy", ["full", "top-1", "threshold-0.5", "nucleus-0.9", None])
 def test_a_loaded_ensemble_has_the_velocity_of_its_parts(
-    strategy: str | None, ensemble: Path, ddpm_expert: Path, flow_expert: Path, router: Path
+    ensemble: Path, ddpm_expert: Path, flow_expert: Path, router: Path
 ) -> None:
     network, facts = read_router(router)
     fields = [hddm.load(folder) for folder in (ddpm_expert, flow_expert)]
-    apart = Ensemble(fields, Router(network, facts.time_scale), strategy or "nucleus-0.9")
-    together = hddm.load(ensemble)
-    assert isinstance(together, Ensemble)
-    if strategy is not None:
+    together = load_ensemble(ensemble)
+    assert (together.strategy, together.prior.tolist()) == ("nucleus-0.9", [0.5, 0.5])
+    for strategy in ("nucleus-0.9", "full", "top-1", "threshold-0.5"):
         together.strategy = strategy
-    assert torch.equal(together.velocity(X, TIMES), apart.velocity(X, TIMES))
-    assert together.prior.tolist() == [0.5, 0.5]
+        apart = Ensemble(fields, Router(network, facts.time_scale), strategy)
+        assert torch.equal(together.velocity(X, TIMES), apart.velocity(X, TIMES))
 
 
 def test_an_ensemble_outlives_the_folders_that_it_was_made_from(ensemble: Path, tmp_path: Path) -> None:
@@ -91,17 +86,9 @@ def test_a_way_out_of_the_ensemble_is_refused_before_anything_is_opened(
 
 
 def test_a_link_inside_the_enclosing_hub_cache_is_followed(ensemble: Path, tmp_path: Path) -> None:
-    repository = tmp_path / "models--me--mine"
-    snapshot = repository / "snapshots" / "0123"
-    shutil.copytree(ensemble, snapshot)
-    (repository / "blobs").mkdir()
-    for number, path in enumerate(sorted(p for p in snapshot.rglob("*") if p.is_file())):
-        blob = repository / "blobs" / str(number)
-        path.rename(blob)
-        path.symlink_to(os.path.relpath(blob, path.parent))
-    assert torch.equal(
-        hddm.sample(hddm.load(snapshot), 2, steps=2), hddm.sample(hddm.load(ensemble), 2, steps=2)
-    )
+    snapshot = into_hub_cache(copied(ensemble, tmp_path), tmp_path / "models--me--mine")
+    found, expected = (hddm.sample(hddm.load(folder), 2, steps=2) for folder in (snapshot, ensemble))
+    assert torch.equal(found, expected)
 
 
 @pytest.mark.parametrize(
@@ -122,12 +109,8 @@ def test_a_link_inside_the_enclosing_hub_cache_is_followed(ensemble: Path, tmp_p
         ({"router_outputs": [0, 0]}, "router_outputs must be 2 different outputs"),
         ({"router_outputs": [1]}, "router_outputs must be 2 different outputs"),
         ({"router_outputs": [0, -1]}, "key 'router_outputs.1'"),
-        (
-            {"router": None, "router_outputs": [0, 1]},
-            "router_outputs must be 2 different outputs of a router",
-        ),
+        ({"router": None, "router_outputs": [0, 1]}, "router_outputs must be 2 different outputs of a rout"),
         ({"shift": 0.0}, "key 'shift'"),
-        ({"shift": float("inf")}, "key 'shift'"),
     ],
     ids=str,
 )
@@ -150,19 +133,11 @@ def test_records_that_could_not_be_opened_are_not_written(ensemble: Path, tmp_pa
     assert not list(tmp_path.iterdir())
 
 
-def test_records_are_written_in_todays_format(ensemble: Path, tmp_path: Path) -> None:
-    facts = read_ensemble_facts(ensemble).model_copy(update={"format": "1.0"})
-    write_ensemble_records(tmp_path, facts, {})
-    assert json.loads((tmp_path / "ensemble.json").read_text())["format"] == FORMAT
-
-
 def test_a_strategy_of_more_experts_than_are_kept_takes_all_of_them(ensemble: Path, tmp_path: Path) -> None:
     pipeline = hddm.HDDMPipeline.from_pretrained(ensemble)
     pipeline.facts = pipeline.facts.model_copy(update={"strategy": "top-2"})
     pipeline.save_pretrained(tmp_path / "top")
-    some = hddm.load(tmp_path / "top", experts=[1])
-    assert isinstance(some, hddm.Ensemble)
-    assert some.strategy == "top-1"
+    assert load_ensemble(tmp_path / "top", experts=[1]).strategy == "top-1"
 
 
 def test_one_expert_has_no_subset(flow_expert: Path) -> None:
@@ -170,12 +145,9 @@ def test_one_expert_has_no_subset(flow_expert: Path) -> None:
         hddm.load(flow_expert, experts=[0])
 
 
-def test_weights_that_another_folder_has_replaced_are_not_taken_for_the_expert_s(
-    ensemble: Path, tmp_path: Path
-) -> None:
+def test_weights_that_another_folder_has_replaced_are_refused(ensemble: Path, tmp_path: Path) -> None:
     changed = copied(ensemble, tmp_path)
-    model = hddm.load(changed)
-    assert isinstance(model, hddm.Ensemble)
+    model = load_ensemble(changed)
     change(changed, remove=["0"])
     with pytest.raises(HddmError, match="has changed since it was opened"):
         model.experts[0].velocity(X, TIMES)
@@ -190,52 +162,35 @@ def test_a_file_with_other_names_keeps_its_mode(flow_expert: Path, tmp_path: Pat
     assert weights.stat().st_mode & 0o777 == 0o600
 
 
-def test_a_subset_without_a_router_is_saved_and_read_again(
-    ddpm_expert: Path, flow_expert: Path, tmp_path: Path
-) -> None:
+def test_a_subset_without_a_router_is_saved(ddpm_expert: Path, flow_expert: Path, tmp_path: Path) -> None:
     assemble([ddpm_expert, flow_expert], tmp_path / "whole")
     hddm.HDDMPipeline.from_pretrained(tmp_path / "whole", experts=[1]).save_pretrained(tmp_path / "one")
-    some = hddm.load(tmp_path / "one")
-    assert isinstance(some, hddm.Ensemble)
-    assert some.strategy == "draw"
+    assert load_ensemble(tmp_path / "one").strategy == "draw"
 
 
-@pytest.mark.parametrize("verb", ["partition", "train", "assemble", "sample"])
-def test_a_write_that_fails_midway_leaves_nothing(
-    verb: str, images: Path, whole: Path, ddpm_expert: Path, ensemble: Path, tmp_path: Path
-) -> None:
-    out = tmp_path / "out"
-    verbs: dict[str, tuple[int, Callable[[], object]]] = {
-        "partition": (2000, lambda: partition(images, out, 2)),
-        "train": (20_000, lambda: train_expert(whole, out, expert_settings("flow", steps=1))),
-        "assemble": (20, lambda: assemble([ddpm_expert], out)),
-        "sample": (60, lambda: sample_to_folder(ensemble, out, SampleSettings(num_images=3, steps=1))),
-    }
-    size, call = verbs[verb]
-    with largest_file(size), pytest.raises((OSError, SafetensorError, HddmError), match="File too large"):
-        call()
-    assert not list(tmp_path.iterdir())
-    call()
-    assert contents(out)
+def test_a_write_that_fails_midway_leaves_nothing(ddpm_expert: Path, ensemble: Path, tmp_path: Path) -> None:
+    out, settings = tmp_path / "out", SampleSettings(num_images=3, steps=1)
+    for size, write in (
+        (20, lambda: assemble([ddpm_expert], out)),
+        (60, lambda: sample_to_folder(ensemble, out, settings)),
+    ):
+        with largest_file(size), pytest.raises((OSError, SafetensorError, HddmError), match="File too large"):
+            write()
+        assert not list(tmp_path.iterdir())
 
 
-def test_what_a_folder_is_can_be_told_without_its_weights(
-    ensemble: Path, ddpm_expert: Path, router: Path, shards: Path
-) -> None:
-    expert = describe(ddpm_expert)
-    field = hddm.load(ddpm_expert)
+def test_a_folder_is_described_without_its_weights(ensemble: Path, ddpm_expert: Path, shards: Path) -> None:
+    expert, field = describe(ddpm_expert), hddm.load(ddpm_expert)
     assert isinstance(field, hddm.VelocityField)
     assert expert["parameters"] == sum(p.numel() for p in field.network.parameters())
-    assert (expert["kind"], expert["objective"], expert["calibrated"]) == ("expert", "ddpm", True)
+    assert (expert["objective"], expert["calibrated"]) == ("ddpm", True)
     assert expert["noise_range"] == list(field.schedule.range)
-    assert describe(router)["kind"] == "router"
     assert describe(shards / "shard_0")["images"] == 24
     whole = describe(ensemble)
-    assert (whole["kind"], whole["objectives"]) == ("ensemble", ["ddpm", "flow"])
+    assert whole["objectives"] == ["ddpm", "flow"]
     assert (whole["shards"], whole["router_shards"], whole["router_outputs"]) == ([0, 1], 2, [0, 1])
     assert whole["components"]["router"] == "hddm.RouterTransformer"
     assert whole["router_calibrated"] is False
     assert "vae" not in whole["components"]
-    assert describe(shards)["kind"] == "partition"
     with pytest.raises(HddmError, match=r"holds none of expert\.json"):
         describe(shards.parent)

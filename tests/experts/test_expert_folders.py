@@ -1,6 +1,7 @@
 """Expert and router folders: loaded as they were saved, bit for bit, or refused by name."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,22 +11,14 @@ from safetensors.torch import load_file, save_file
 import hddm
 from hddm.calibration import FILE_NAME, Calibration, Moments
 from hddm.data.images import load_images
-from hddm.experts.records import (
-    Expert,
-    ExpertRecord,
-    null_conditions,
-    read_expert,
-    read_router,
-    save_expert,
-    save_router,
-)
+from hddm.experts.records import null_conditions, read_expert, read_router, save_expert, save_router
 from hddm.networks.folders import WEIGHTS
-from hddm.networks.transformers import ExpertTransformer, RouterTransformer
 from hddm.schedules import CosineSchedule, LinearSchedule, Schedule, from_diffusers
-from hddm.training.expert import new_network
 from hddm.utils.errors import HddmError
-from hddm.velocity import PredictionType, VelocityField
-from tests.artefacts import copied, edit_json, seal
+from hddm.velocity import VelocityField
+from tests.artefacts import copied, edit_json
+from tests.ensemble_files import flow_expert as new_expert
+from tests.ensemble_files import random_router
 
 SHAPE = (1, 4, 4)
 TIMES = torch.tensor([0.0, 0.03, 0.5, 0.97, 1.0])
@@ -44,6 +37,7 @@ def _refusal(read: Callable[[], object]) -> str:
     return str(caught.value)
 
 
+@torch.no_grad()
 @pytest.mark.parametrize("calibrated", [False, True], ids=["raw", "calibrated"])
 @pytest.mark.parametrize(
     ("schedule", "prediction_type"),
@@ -52,55 +46,45 @@ def _refusal(read: Callable[[], object]) -> str:
 def test_a_loaded_expert_has_the_velocity_that_was_saved(
     schedule: str, prediction_type: str, calibrated: bool, images: Path, tmp_path: Path
 ) -> None:
-    network = new_network(ExpertTransformer, "tiny", SHAPE, seed=1, num_classes=3)
-    torch.nn.init.normal_(network.final_layer.linear.weight, generator=torch.Generator().manual_seed(2))
-    facts = ExpertRecord(
-        objective="flow",
-        prediction_type=PredictionType.parse(prediction_type),
-        schedule=SCHEDULES[schedule].config,
-        schedule_source="the test",
-        time_scale=321.0,
-        sample_shape=SHAPE,
-        conditions=("class_labels",),
-        classes=("a", "b", "c"),
-        null_class=3,
-    )
-    calibration = None
+    facts = {
+        "prediction_type": prediction_type,
+        "schedule": SCHEDULES[schedule].config,
+        "time_scale": 321.0,
+        "classes": ("a", "b", "c"),
+    }
+    expert = new_expert(1, facts, in_channels=1, num_classes=3)
     if calibrated:
         moments, times = Moments.of(load_images(images).normalised), torch.linspace(0, 1, 7)
-        calibration = Calibration(moments, times, torch.rand(7, len(moments.variances)))
+        expert = replace(
+            expert, calibration=Calibration(moments, times, torch.rand(7, len(moments.variances)))
+        )
     before = VelocityField(
-        network.eval(),
+        expert.network,
         SCHEDULES[schedule],
         prediction_type,
         321.0,
-        calibration,
+        expert.calibration,
         conditions=("class_labels",),
         null_conditions=null_conditions(3),
     )
-    save_expert(tmp_path, Expert(network, facts, calibration))
+    save_expert(tmp_path, expert)
     after = hddm.load(tmp_path)
     assert isinstance(after, VelocityField)
     labels = torch.tensor([0, 1, 2, 3, 0])
-    with torch.no_grad():
-        for scale in (1.0, 2.5):
-            v = before.velocity(X, TIMES, scale, class_labels=labels)
-            assert torch.equal(after.velocity(X, TIMES, scale, class_labels=labels), v)
-            assert v.isfinite().all()
-        assert torch.equal(after.velocity(X, TIMES), before.velocity(X, TIMES))
-    assert after.classes == ("a", "b", "c")
-    assert after.sample_shape == SHAPE
-    assert read_expert(tmp_path).facts == facts
+    for scale in (1.0, 2.5):
+        v = before.velocity(X, TIMES, scale, class_labels=labels)
+        assert torch.equal(after.velocity(X, TIMES, scale, class_labels=labels), v)
+        assert v.isfinite().all()
+    assert torch.equal(after.velocity(X, TIMES), before.velocity(X, TIMES))
+    assert (after.classes, after.sample_shape) == (("a", "b", "c"), SHAPE)
+    assert read_expert(tmp_path).facts == expert.facts
 
 
-def test_a_loaded_router_has_the_logits_that_were_saved(router: Path, tmp_path: Path) -> None:
-    _, facts = read_router(router)
-    network = new_network(RouterTransformer, "tiny", SHAPE, seed=1, num_experts=2)
-    torch.nn.init.normal_(network.head[-1].weight, generator=torch.Generator().manual_seed(2))
+def test_a_loaded_router_has_the_logits_that_were_saved(tmp_path: Path) -> None:
+    network, facts = random_router(2, SHAPE)
     save_router(tmp_path, network, facts)
     again, facts_again = read_router(tmp_path)
-    with torch.no_grad():
-        assert torch.equal(again(X, 1000 * TIMES), network.eval()(X, 1000 * TIMES))
+    assert torch.equal(again(X, 1000 * TIMES), network(X, 1000 * TIMES))
     assert facts_again == facts
 
 
@@ -143,12 +127,7 @@ def test_tensors_that_do_not_fit_are_named(flow_expert: Path, tmp_path: Path) ->
     ],
 )
 def test_a_folder_that_is_not_understood_is_refused(
-    file: str,
-    change: dict[str, object] | None,
-    message: str,
-    flow_expert: Path,
-    router: Path,
-    tmp_path: Path,
+    file: str, change: dict[str, object] | None, message: str, flow_expert: Path, router: Path, tmp_path: Path
 ) -> None:
     path = copied(router if file.startswith("router/") else flow_expert, tmp_path) / Path(file).name
     if change is None:
@@ -157,15 +136,6 @@ def test_a_folder_that_is_not_understood_is_refused(
         edit_json(path, **change)
     read = read_router if file.startswith("router/") else hddm.load
     assert message in _refusal(lambda: read(path.parent))
-
-
-def test_an_expert_without_calibration_is_raw(flow_expert: Path, tmp_path: Path) -> None:
-    folder = copied(flow_expert, tmp_path)
-    (folder / FILE_NAME).unlink()
-    seal(folder)
-    field = hddm.load(folder)
-    assert isinstance(field, VelocityField)
-    assert field.calibration is None
 
 
 @pytest.mark.parametrize("damage", ["truncated", "of another size"])

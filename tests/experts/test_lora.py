@@ -7,7 +7,6 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import peft
 import pytest
 import torch
@@ -24,17 +23,15 @@ from torch import Tensor
 
 import hddm
 from hddm.experts.lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS
-from hddm.experts.records import EXPERT_FILE, Expert, ExpertRecord, read_expert, save_expert
+from hddm.experts.records import EXPERT_FILE, Expert, ExpertRecord, read_expert
 from hddm.networks.folders import WEIGHTS
 from hddm.networks.wrappers import call
 from hddm.schedules import LinearSchedule
 from hddm.training.lora import add_adapter, new_adapter, targets_of
 from hddm.training.verify import verify_expert
 from hddm.utils.errors import HddmError
-from hddm.utils.files import sha256_of
-from hddm.utils.records import MANIFEST
 from tests.artefacts import Command, contents, edit_json, seal
-from tests.checkpoint_files import dit, randomised
+from tests.checkpoint_files import dit, facts_of, randomised
 from tests.ensemble_files import flow_expert
 from tests.lora_files import states, write_adapter, write_base
 
@@ -58,40 +55,55 @@ def _velocity(folder: Path, **options: object) -> Tensor:
 
 def test_merged_weights_are_the_bases_plus_alpha_over_rank_b_a(base: Path, tmp_path: Path) -> None:
     folder = write_adapter(base, tmp_path / "adapter", rank=3, alpha=12.0)
-    before, factors = load_file(base / WEIGHTS), load_file(folder / ADAPTER_WEIGHTS)
+    factors = {
+        key.removeprefix("base_model.model.").replace("base_layer.", ""): value.double()
+        for key, value in load_file(folder / ADAPTER_WEIGHTS).items()
+    }
     after = read_expert(folder).network.state_dict()
     changed = 0
-    for name, weight in before.items():
-        expected = weight.double().numpy()
-        module = name.rpartition(".")[0]
-        for key, down in factors.items():
-            stem = key.removeprefix("base_model.model.").replace("base_layer.", "")
-            if stem == f"{module}.lora_A.weight" and weight.ndim == 2:
-                up = factors[key.replace("lora_A", "lora_B")]
-                expected = expected + 4 * up.double().numpy() @ down.double().numpy()
-                changed += 1
-                assert np.abs(expected - weight.numpy()).max() > 0.01
-        np.testing.assert_allclose(after[name].numpy(), expected, rtol=0, atol=1e-6)
+    for name, weight in load_file(base / WEIGHTS).items():
+        expected, module = weight.double(), name.rpartition(".")[0]
+        if weight.ndim == 2 and f"{module}.lora_A.weight" in factors:
+            expected = expected + 4 * factors[f"{module}.lora_B.weight"] @ factors[f"{module}.lora_A.weight"]
+            changed += 1
+            assert (expected - weight).abs().max() > 0.01
+        torch.testing.assert_close(after[name].double(), expected, rtol=0, atol=1e-6)
     assert 2 * changed == len(factors) == 8
 
 
+def _dit() -> Expert:
+    facts = {
+        "objective": "ddpm",
+        "prediction_type": "flow_prediction",
+        "schedule": LinearSchedule().config,
+        "schedule_source": "the test",
+        "time_scale": 1000.0,
+        "sample_shape": (4, 8, 8),
+        "variance_head": True,
+        "conditions": ("class_labels",),
+    }
+    return Expert(dit(2), ExpertRecord.model_validate(facts), None)
+
+
 @torch.no_grad()
-@pytest.mark.parametrize("kind", ["ours", "text", "dit"])
-def test_the_merged_network_is_the_one_that_peft_runs(kind: str, tmp_path: Path) -> None:
-    given: dict[str, Tensor] = {}
-    if kind == "dit":
-        base = _save(dit(2), tmp_path / "base")
-        given = {"class_labels": torch.tensor([0, 1, 2])}
-    elif kind == "text":
-        base = write_base(tmp_path / "base", flow_expert(0, text_dim=8, depth=2))
-        given = {"encoder_hidden_states": torch.randn(3, 5, 8, generator=torch.Generator().manual_seed(1))}
-    else:
-        base = write_base(tmp_path / "base", flow_expert(0, depth=3))
+@pytest.mark.parametrize(
+    ("expert", "given"),
+    [
+        (flow_expert(0, depth=3), {}),
+        (
+            flow_expert(0, text_dim=8, depth=2),
+            {"encoder_hidden_states": torch.linspace(-1, 1, 120).view(3, 5, 8)},
+        ),
+        (_dit(), {"class_labels": torch.tensor([0, 1, 2])}),
+    ],
+    ids=["ours", "text", "dit"],
+)
+def test_the_merged_network_is_that_of_peft(expert: Expert, given: dict[str, Tensor], tmp_path: Path) -> None:
+    base = write_base(tmp_path / "base", expert)
     folder = write_adapter(base, tmp_path / "adapter", alpha=3.0, size=0.1)
     mine, network = read_expert(folder), read_expert(base).network
     x, t = states(mine.facts.sample_shape)
-    found = call(mine.network, x, 1000 * t, given)
-    plain = call(network, x, 1000 * t, given)
+    found, plain = (call(one, x, 1000 * t, given) for one in (mine.network, network))
     of_peft = peft.PeftModel.from_pretrained(network, folder).get_base_model()
     expected = call(of_peft, x, 1000 * t, given)
     size = expected.abs().max()
@@ -99,28 +111,9 @@ def test_the_merged_network_is_the_one_that_peft_runs(kind: str, tmp_path: Path)
     assert (plain - expected).abs().max() > 0.01 * size
 
 
-def _save(network: ModelMixin, folder: Path) -> Path:
-    folder.mkdir()
-    side, channels = network.config.sample_size, network.config.in_channels
-    facts = ExpertRecord(
-        objective="ddpm",
-        prediction_type="flow_prediction",
-        schedule=LinearSchedule().config,
-        schedule_source="the test",
-        time_scale=1000.0,
-        sample_shape=(channels, side, side),
-        variance_head=network.config.out_channels == 2 * channels,
-        conditions=("class_labels",),
-    )
-    save_expert(folder, Expert(network, facts, None))
-    return folder
-
-
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("run", [torch.float32, torch.bfloat16], ids=str)
-def test_an_adapter_that_changes_nothing_leaves_every_bit(
-    stored: torch.dtype, run: torch.dtype, tmp_path: Path
-) -> None:
+def test_an_adapter_of_zeros_leaves_every_bit(stored: torch.dtype, run: torch.dtype, tmp_path: Path) -> None:
     base = write_base(tmp_path / "base", dtype=stored)
     folder = write_adapter(base, tmp_path / "adapter", size=0)
     before, after = (read_expert(one, run).network.state_dict() for one in (base, folder))
@@ -140,18 +133,16 @@ def test_weights_are_merged_in_float32_and_rounded_once(tmp_path: Path) -> None:
         assert torch.equal(weight.bfloat16(), narrow[name])
 
 
-def test_merging_one_adapter_changes_neither_base_nor_another(
-    base: Path, adapter: Path, tmp_path: Path
-) -> None:
-    other = write_adapter(base, tmp_path / "other", seed=2)
-    files = contents(tmp_path)
-    alone = {folder: _velocity(folder) for folder in (base, adapter, other)}
-    fields = [hddm.load(folder) for folder in (base, adapter, other, base)]
+def test_merging_one_adapter_changes_neither_base_nor_another(base: Path, adapter: Path) -> None:
+    folders = (base, adapter, write_adapter(base, base.with_name("other"), seed=2))
+    files = contents(base.parent)
+    alone = [_velocity(folder) for folder in folders]
+    fields = [hddm.load(folder) for folder in folders]
     x, t = states()
-    for field, folder in zip(fields, (base, adapter, other, base), strict=True):
-        assert torch.equal(field.velocity(x, t), alone[folder])
-    assert not torch.equal(alone[adapter], alone[other])
-    assert contents(tmp_path) == files
+    for field, expected in zip(fields, alone, strict=True):
+        assert torch.equal(field.velocity(x, t), expected)
+    assert not torch.equal(alone[1], alone[2])
+    assert contents(base.parent) == files
 
 
 def test_loading_needs_no_peft(adapter: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,22 +151,15 @@ def test_loading_needs_no_peft(adapter: Path, monkeypatch: pytest.MonkeyPatch) -
     assert torch.equal(_velocity(adapter), expected)
 
 
-def test_a_folder_holds_the_adapter_and_its_bases_hash_alone(base: Path, adapter: Path) -> None:
-    assert {path.name for path in adapter.iterdir()} == {
-        *(ADAPTER_CONFIG, ADAPTER_WEIGHTS, "config.json", EXPERT_FILE, MANIFEST)
-    }
-    record = json.loads((adapter / EXPERT_FILE).read_text())["adapter"]
-    assert record["base"] == "../base"
-    assert record["base_sha256"] == sha256_of(base / WEIGHTS)
+def test_a_folder_names_its_base_by_a_relative_path(base: Path, adapter: Path) -> None:
+    assert facts_of(adapter)["adapter"]["base"] == "../base"
     assert str(base) not in "".join(file.read_text() for file in adapter.glob("*.json"))
 
 
 def test_a_base_that_was_moved_can_be_named(base: Path, adapter: Path, tmp_path: Path) -> None:
     expected = _velocity(adapter)
     moved = base.rename(tmp_path / "elsewhere")
-    with pytest.raises(
-        HddmError, match=r"adapter: is an adapter of base \(SHA-256 [0-9a-f]{16}….*put the base"
-    ):
+    with pytest.raises(HddmError, match=r"adapter: is an adapter of base \(SHA-256 [0-9a-f]{16}….*put the b"):
         hddm.load(adapter)
     assert torch.equal(_velocity(adapter, base=moved), expected)
 
@@ -187,13 +171,9 @@ def test_another_base_is_refused_by_name(base: Path, adapter: Path, tmp_path: Pa
     ):
         hddm.load(adapter, base=other)
     shutil.copyfile(other / WEIGHTS, base / WEIGHTS)
-    with pytest.raises(
-        HddmError, match=rf"{base / WEIGHTS}: has SHA-256 .*, and {adapter} is an adapter of base"
-    ):
+    with pytest.raises(HddmError, match=rf"{base / WEIGHTS}: has SHA-256 .*, and {adapter} is an adapter of"):
         hddm.load(adapter)
-    with pytest.raises(
-        HddmError, match=r"holds no diffusion_pytorch_model.safetensors; a base is the folder"
-    ):
+    with pytest.raises(HddmError, match=r"holds no diffusion_pytorch_model.safetensors; a base is an expert"):
         hddm.load(other, base=adapter)
 
 
@@ -217,8 +197,7 @@ def _tensors(change: Callable[[dict[str, Tensor]], object]) -> Callable[[Path], 
 
 def _record(**changes: object) -> Callable[[Path], None]:
     def spoil(folder: Path) -> None:
-        adapter = json.loads((folder / EXPERT_FILE).read_text())["adapter"]
-        edit_json(folder / EXPERT_FILE, adapter=adapter | changes)
+        edit_json(folder / EXPERT_FILE, adapter=facts_of(folder)["adapter"] | changes)
 
     return spoil
 
@@ -235,10 +214,7 @@ MLP = "base_model.model.layers.0.mlp.0.lora_A.weight"
     [
         (_tensors(lambda t: t.pop(MLP)), f"'{MLP}' is missing"),
         (_tensors(lambda t: t.update(x=torch.zeros(2))), "'x' is of no target"),
-        (
-            _tensors(lambda t: t.update({MLP: torch.zeros(3, 16)})),
-            f"'{MLP}' is (3, 16) in torch.float32, not (2, 16)",
-        ),
+        (_tensors(lambda t: t.update({MLP: torch.zeros(3, 16)})), "is (3, 16) in torch.float32, not (2, 16)"),
         (_tensors(lambda t: t.update({MLP: torch.zeros(2, 16).int()})), "not (2, 16) in a floating dtype"),
         (_tensors(lambda t: t[MLP].fill_(float("nan"))), f"'{MLP}' holds NaN or Inf"),
         (_record(rank=3), "r is '2', and expert.json says 3"),
@@ -254,9 +230,7 @@ MLP = "base_model.model.layers.0.mlp.0.lora_A.weight"
         (lambda folder: (folder / ADAPTER_WEIGHTS).unlink(), "no such file"),
     ],
 )
-def test_an_adapter_that_does_not_fit_is_refused(
-    spoil: Callable[[Path], None], message: str, adapter: Path
-) -> None:
+def test_an_adapter_must_fit_its_record(spoil: Callable[[Path], None], message: str, adapter: Path) -> None:
     spoil(adapter)
     with pytest.raises(HddmError) as caught:
         hddm.load(adapter)
@@ -269,7 +243,7 @@ def test_an_adapter_becomes_an_expert_of_its_own(adapter: Path, tmp_path: Path, 
     code, _, err = hddm("convert", adapter, "--out", tmp_path / "merged")
     assert (code, err) == (0, "")
     shutil.rmtree(adapter)
-    assert json.loads((tmp_path / "merged" / EXPERT_FILE).read_text())["adapter"] is None
+    assert facts_of(tmp_path / "merged")["adapter"] is None
     assert torch.equal(_velocity(tmp_path / "merged"), expected)
 
 
@@ -278,8 +252,7 @@ def test_inspect_needs_no_base(base: Path, adapter: Path, hddm: Command) -> None
     code, out, _ = hddm("inspect", adapter, "--json")
     told = json.loads(out)
     assert code == 0
-    assert told["adapter"]["rank"] == 2
-    assert told["adapter"]["targets"] == 4
+    assert (told["adapter"]["rank"], told["adapter"]["targets"]) == (2, 4)
     # A and B of query, key and value; of the projection; of both layers of the MLP.
     assert told["parameters"] == 2 * ((16 + 48) + (16 + 16) + 2 * (16 + 64))
 
@@ -326,9 +299,7 @@ MLP_LAYERS = {"ff.net.0.proj", "ff.net.2"}
     ],
     ids=lambda value: type(value).__name__,
 )  # fmt: skip
-def test_attention_and_mlps_of_diffusers_networks_are_adapted_and_nothing_else(
-    network: ModelMixin, leaves: set[str]
-) -> None:
+def test_attention_and_mlps_of_diffusers_networks_are_adapted(network: ModelMixin, leaves: set[str]) -> None:
     found = targets_of(network)
     stems = {_in_block(name).removesuffix(".weight") for name in found}
     assert stems == leaves
@@ -361,12 +332,3 @@ def test_a_new_adapter_depends_on_its_seed_alone(base: Path, tmp_path: Path) -> 
         assert torch.equal(value, same[name])
         assert torch.equal(value, other[name]) == (".lora_B." in name)
         assert (".lora_B." in name) == (not value.any())
-
-
-def test_adapting_without_peft_says_what_to_install(
-    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    network = read_expert(base).network
-    monkeypatch.setitem(sys.modules, "peft", None)
-    with pytest.raises(HddmError, match=r"pip install 'hddm-diffusion\[lora\]'"):
-        add_adapter(network, new_adapter(network, 2, None, base, tmp_path / "out"), 0)

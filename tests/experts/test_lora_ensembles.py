@@ -14,11 +14,11 @@ from hddm.experts.assembly import assemble
 from hddm.experts.assembly_changes import change
 from hddm.experts.ensembles import ENSEMBLE_FILE, read_ensemble_facts
 from hddm.experts.lora import ADAPTER_WEIGHTS
-from hddm.experts.records import EXPERT_FILE
 from hddm.networks.folders import WEIGHTS
 from hddm.utils.errors import HddmError
 from hddm.utils.files import sha256_of
 from tests.artefacts import Command, edit_json
+from tests.checkpoint_files import facts_of
 from tests.ensemble_files import flow_expert
 from tests.lora_files import states, write_adapter, write_base
 
@@ -33,80 +33,69 @@ def adapters(base: Path, tmp_path: Path) -> list[Path]:
     return [write_adapter(base, tmp_path / f"adapter{k}", seed=k) for k in (1, 2, 3)]
 
 
+@pytest.fixture
+def out(adapters: list[Path], tmp_path: Path) -> Path:
+    """An ensemble of the three."""
+    assemble(adapters, tmp_path / "out")
+    return tmp_path / "out"
+
+
 @torch.no_grad()
-def _velocities(source: Path | hddm.Ensemble) -> list[Tensor]:
-    loaded = hddm.load(source) if isinstance(source, Path) else source
+def _velocities(*folders: Path) -> Tensor:
+    """Of every expert in each folder."""
     x, t = states()
-    return [field.velocity(x, t) for field in getattr(loaded, "experts", [loaded])]
-
-
-def _same(found: list[Tensor], folders: list[Path]) -> None:
-    expected = [_velocities(folder)[0] for folder in folders]
-    assert len(found) == len(expected)
-    for mine, theirs in zip(found, expected, strict=True):
-        assert torch.equal(mine, theirs)
+    models = [hddm.load(folder) for folder in folders]
+    return torch.stack([field.velocity(x, t) for one in models for field in getattr(one, "experts", [one])])
 
 
 def _files(folder: Path, name: str) -> list[Path]:
     return sorted(path for path in folder.rglob(name) if path.is_file())
 
 
-def test_several_adapters_of_one_base_hold_it_once(base: Path, adapters: list[Path], tmp_path: Path) -> None:
-    assemble(adapters, tmp_path / "out")
-    (weights,) = _files(tmp_path / "out", WEIGHTS)
+def test_adapters_share_one_base(base: Path, adapters: list[Path], out: Path, tmp_path: Path) -> None:
+    (weights,) = _files(out, WEIGHTS)
     sha256 = sha256_of(base / WEIGHTS)
-    assert weights == tmp_path / "out" / "bases" / sha256[:16] / WEIGHTS
+    assert weights == out / "bases" / sha256[:16] / WEIGHTS
     assert weights.stat().st_ino == (base / WEIGHTS).stat().st_ino
-    assert read_ensemble_facts(tmp_path / "out").bases == {sha256: f"bases/{sha256[:16]}"}
-    copy = Path(shutil.copytree(tmp_path / "out", tmp_path / "elsewhere" / "copy"))
+    assert read_ensemble_facts(out).bases == {sha256: f"bases/{sha256[:16]}"}
+    copy = Path(shutil.copytree(out, tmp_path / "elsewhere" / "copy"))
     size = sum(path.stat().st_size for path in copy.rglob("*") if path.is_file())
     assert size < 2 * (base / WEIGHTS).stat().st_size
-    expected = [_velocities(folder)[0] for folder in adapters]
-    for folder in (base, *adapters, tmp_path / "out"):
+    expected = _velocities(*adapters)
+    for folder in (base, *adapters, out):
         shutil.rmtree(folder)
     # Everything that it needs is in it.
-    for mine, theirs in zip(_velocities(copy), expected, strict=True):
-        assert torch.equal(mine, theirs)
+    assert torch.equal(_velocities(copy), expected)
 
 
-def test_beside_their_base_adapters_take_its_weights(
-    base: Path, adapters: list[Path], tmp_path: Path
-) -> None:
+def test_adapters_take_the_weights_of_their_base(base: Path, adapters: list[Path], tmp_path: Path) -> None:
     other = write_base(tmp_path / "other", flow_expert(7))
     folders = [adapters[0], base, other, adapters[1]]
     assemble(folders, tmp_path / "out")
     assert read_ensemble_facts(tmp_path / "out").bases == {sha256_of(base / WEIGHTS): "experts/1"}
     assert len(_files(tmp_path / "out", WEIGHTS)) == 2
-    _same(_velocities(tmp_path / "out"), folders)
-    # Taken out, it leaves its weights behind for those that need them, and goes with the last of these.
+    assert torch.equal(_velocities(tmp_path / "out"), _velocities(*folders))
+    # Taken out, it leaves its weights behind for those that need them.
     change(tmp_path / "out", remove=["experts/1"])
     (name,) = read_ensemble_facts(tmp_path / "out").bases.values()
     assert name.startswith("bases/")
     assert len(_files(tmp_path / "out", WEIGHTS)) == 2
-    _same(_velocities(tmp_path / "out"), [adapters[0], other, adapters[1]])
-    change(tmp_path / "out", remove=[0, 2])
+    assert torch.equal(_velocities(tmp_path / "out"), _velocities(adapters[0], other, adapters[1]))
+    # Added again, they are taken from it.
+    change(tmp_path / "out", add=[adapters[2], base], remove=[0])
+    assert list(read_ensemble_facts(tmp_path / "out").bases.values()) == ["experts/3"]
+    assert not (tmp_path / "out" / "bases").exists()
+    assert torch.equal(_velocities(tmp_path / "out"), _velocities(other, adapters[1], adapters[2], base))
+    change(tmp_path / "out", remove=[1, 2, 3])
     assert read_ensemble_facts(tmp_path / "out").bases == {}
     assert len(_files(tmp_path / "out", WEIGHTS)) == 1
-    assert not (tmp_path / "out" / "bases").exists()
-
-
-def test_adapters_come_and_go(base: Path, adapters: list[Path], tmp_path: Path) -> None:
-    assemble(adapters[:2], tmp_path / "out")
-    change(tmp_path / "out", add=[adapters[2]], remove=[0])
-    _same(_velocities(tmp_path / "out"), adapters[1:])
-    assert len(_files(tmp_path / "out", WEIGHTS)) == 1
-    change(tmp_path / "out", add=[base])
-    assert list(read_ensemble_facts(tmp_path / "out").bases.values()) == ["experts/2"]
-    assert not (tmp_path / "out" / "bases").exists()
-    _same(_velocities(tmp_path / "out"), [*adapters[1:], base])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_saved_pipeline_has_the_same_adapters_and_base(
-    dtype: torch.dtype, base: Path, adapters: list[Path], tmp_path: Path
+    dtype: torch.dtype, base: Path, adapters: list[Path], out: Path, tmp_path: Path
 ) -> None:
-    assemble(adapters, tmp_path / "out")
-    pipeline = hddm.HDDMPipeline.from_pretrained(tmp_path / "out", torch_dtype=dtype)
+    pipeline = hddm.HDDMPipeline.from_pretrained(out, torch_dtype=dtype)
     x, t = states()
     # One has run and is in memory, the others are not.
     pipeline.ensemble.experts[1].velocity(x.to(dtype), t)
@@ -115,12 +104,11 @@ def test_a_saved_pipeline_has_the_same_adapters_and_base(
     assert weights.read_bytes() == (base / WEIGHTS).read_bytes()
     saved = _files(tmp_path / "saved", ADAPTER_WEIGHTS)
     assert [p.read_bytes() for p in saved] == [(p / ADAPTER_WEIGHTS).read_bytes() for p in adapters]
-    _same(_velocities(tmp_path / "saved"), adapters)
+    assert torch.equal(_velocities(tmp_path / "saved"), _velocities(*adapters))
 
 
-def test_an_adapter_that_was_changed_in_memory_is_saved_merged(adapters: list[Path], tmp_path: Path) -> None:
-    assemble(adapters, tmp_path / "out")
-    pipeline = hddm.HDDMPipeline.from_pretrained(tmp_path / "out")
+def test_an_adapter_that_was_changed_in_memory_is_saved_merged(out: Path, tmp_path: Path) -> None:
+    pipeline = hddm.HDDMPipeline.from_pretrained(out)
     x, t = states()
     field = pipeline.ensemble.experts[1]
     field.velocity(x, t)
@@ -129,42 +117,35 @@ def test_an_adapter_that_was_changed_in_memory_is_saved_merged(adapters: list[Pa
         expected = field.velocity(x, t)
     pipeline.save_pretrained(tmp_path / "saved")
     assert [p.parent.name for p in _files(tmp_path / "saved", ADAPTER_WEIGHTS)] == ["0", "2"]
-    assert json.loads((tmp_path / "saved" / "experts" / "1" / EXPERT_FILE).read_text())["adapter"] is None
+    assert facts_of(tmp_path / "saved" / "experts" / "1")["adapter"] is None
     assert torch.equal(_velocities(tmp_path / "saved")[1], expected)
 
 
-def test_offloaded_adapters_give_the_same_samples(adapters: list[Path], tmp_path: Path) -> None:
-    assemble(adapters, tmp_path / "out")
-    samples = [
-        hddm.sample(hddm.load(tmp_path / "out", offload=mode), 6, steps=2, strategy="draw")
+def test_offloaded_adapters_give_the_same_samples(out: Path) -> None:
+    here, *others = (
+        hddm.sample(hddm.load(out, offload=mode), 6, steps=2, strategy="draw")
         for mode in ("none", "ram", "disk")
-    ]
-    assert torch.equal(samples[0], samples[1])
-    assert torch.equal(samples[0], samples[2])
+    )
+    assert all(torch.equal(samples, here) for samples in others)
 
 
-def test_an_ensemble_follows_no_path_out_of_it(base: Path, adapters: list[Path], tmp_path: Path) -> None:
-    assemble(adapters, tmp_path / "out")
-    facts = read_ensemble_facts(tmp_path / "out")
-    edit_json(tmp_path / "out" / ENSEMBLE_FILE, bases={})
-    with pytest.raises(
-        HddmError, match=r"experts/0: is an adapter of base .*not among the given bases: none"
-    ):
-        hddm.load(tmp_path / "out")
-    edit_json(tmp_path / "out" / ENSEMBLE_FILE, bases=dict.fromkeys(facts.bases, "../base"))
+def test_an_ensemble_follows_no_path_out_of_it(base: Path, out: Path) -> None:
+    facts = read_ensemble_facts(out)
+    edit_json(out / ENSEMBLE_FILE, bases={})
+    with pytest.raises(HddmError, match=r"experts/0: is an adapter of base .*not among the given bases: non"):
+        hddm.load(out)
+    edit_json(out / ENSEMBLE_FILE, bases=dict.fromkeys(facts.bases, "../base"))
     with pytest.raises(HddmError, match=r"names '../base', outside the folder; refused"):
-        hddm.load(tmp_path / "out")
-    edit_json(tmp_path / "out" / ENSEMBLE_FILE, bases=facts.bases)
-    (folder,) = (tmp_path / "out" / "bases").iterdir()
+        hddm.load(out)
+    edit_json(out / ENSEMBLE_FILE, bases=facts.bases)
+    (folder,) = (out / "bases").iterdir()
     (folder / WEIGHTS).unlink()
     (folder / WEIGHTS).symlink_to(base / WEIGHTS)
     with pytest.raises(HddmError, match=r"outside the folder; refused"):
-        hddm.load(tmp_path / "out")
+        hddm.load(out)
 
 
-def test_a_spoilt_base_is_named_before_anything_is_written(
-    base: Path, adapters: list[Path], tmp_path: Path, hddm: Command
-) -> None:
+def test_a_spoilt_base_is_named(base: Path, adapters: list[Path], tmp_path: Path, hddm: Command) -> None:
     moved = base.rename(tmp_path / "moved")
     code, _, err = hddm("assemble", *adapters, "--out", tmp_path / "out")
     assert code == 1
@@ -178,14 +159,12 @@ def test_a_spoilt_base_is_named_before_anything_is_written(
     assert not (tmp_path / "other").exists()
 
 
-def test_inspect_counts_each_weight_once(
-    base: Path, adapters: list[Path], tmp_path: Path, hddm: Command
-) -> None:
-    numbers = {
-        path: sum(tensor.numel() for tensor in load_file(path).values())
-        for path in (base / WEIGHTS, adapters[0] / ADAPTER_WEIGHTS)
-    }
-    total = numbers[base / WEIGHTS] + 3 * numbers[adapters[0] / ADAPTER_WEIGHTS]
+def test_inspect_counts_weights_once(base: Path, adapters: list[Path], tmp_path: Path, hddm: Command) -> None:
+    total = sum(
+        tensor.numel()
+        for path in (base / WEIGHTS, *(folder / ADAPTER_WEIGHTS for folder in adapters))
+        for tensor in load_file(path).values()
+    )
     for name, folders in (("out", adapters), ("mixed", [*adapters, base])):
         assemble(folders, tmp_path / name)
         code, out, _ = hddm("inspect", tmp_path / name, "--json")

@@ -1,6 +1,7 @@
 """``model_index.json``: classes come from a list, and nothing that a folder says runs code."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -57,14 +58,9 @@ def test_every_class_of_the_list_is_read_as_written(ensemble: Path, tmp_path: Pa
         ({"experts": ["evil", "ExpertSet"]}, "experts is ['evil', 'ExpertSet'], and may"),
         ({"experts": [None, None]}, "experts is [None, None], and may be ['hddm', 'ExpertSet']"),
         ({"router": ["hddm", "RouterTransformer", "x"]}, "router is ['hddm', 'RouterTransformer', 'x']"),
-        (
-            {"router": ["hddm.networks.transformers", "RouterTransformer"]},
-            "router is ['hddm.networks.transformers', ",
-        ),
         ({"router": [[], {}]}, "router is [[], {}]"),
         ({"router": "hddm"}, "router is 'hddm'"),
         ({"router": [None, None]}, "router is None, and 'router' in ensemble.json"),
-        ({"scheduler": ["diffusers", "DDIMScheduler"]}, "scheduler is ['diffusers', 'DDIMScheduler']"),
         ({"scheduler": ["os", "system"]}, "scheduler is ['os', 'system']"),
         ({"vae": ["diffusers", "AutoencoderDC"]}, "['diffusers', 'AutoencoderKL'] or ['diffusers', 'Auto"),
         ({"text_encoder": ["transformers", "AutoModel"]}, "text_encoder is ['transformers', 'AutoModel']"),
@@ -85,8 +81,7 @@ def test_anything_else_is_refused_in_one_line_with_file_key_and_value(
 def test_a_folder_of_before_is_read_without_it(folder: Path) -> None:
     (folder / "model_index.json").unlink()
     (folder / "manifest.json").unlink()
-    (folder / "scheduler" / "scheduler_config.json").unlink()
-    (folder / "scheduler").rmdir()
+    shutil.rmtree(folder / "scheduler")
     content = json.loads((folder / "ensemble.json").read_text())
     for key in ("router_outputs", "class_prior", "shift"):
         del content[key]
@@ -115,14 +110,11 @@ def test_the_scheduler_is_the_one_of_diffusers(tmp_path: Path) -> None:
         ({"shift": "3"}, "shift is '3'"),
         ({"_class_name": "DDIMScheduler"}, "_class_name is 'DDIMScheduler'"),
         ({"use_karras_sigmas": True}, "use_karras_sigmas is True, and hddm's grid has the shift alone"),
-        ({"use_dynamic_shifting": True}, "use_dynamic_shifting is True"),
         ({"shfit": 3.0}, "shfit"),
     ],
     ids=str,
 )
-def test_a_scheduler_that_would_sample_otherwise_is_refused(
-    change: dict[str, object] | None, message: str, folder: Path
-) -> None:
+def test_a_bent_grid_is_refused(change: dict[str, object] | None, message: str, folder: Path) -> None:
     config = folder / "scheduler" / "scheduler_config.json"
     if change is None:
         config.unlink()

@@ -1,6 +1,6 @@
 """Downloads of Paris that are incomplete, mixed up or mean harm: one line each, and no weights are read."""
 
-import json
+import shutil
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -11,61 +11,39 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 import hddm
+from hddm.experts.ensembles import SCHEDULER_FILE
 from hddm.experts.paris import is_paris, paris_experts, paris_router
 from hddm.networks.transformers import ExpertTransformer, RouterTransformer
 from hddm.utils.errors import HddmError
+from tests.artefacts import edit_json
 from tests.component_files import write_clip, write_vae
 from tests.hostile import grown_by
-from tests.paris_files import EXPERT, EXPERT_FILE, ROUTER, ROUTER_FILE, SCHEDULER, TEXT, edit, write_paris
+from tests.paris_files import EXPERT, EXPERT_FILE, ROUTER, ROUTER_FILE, TEXT, edit
 
 Change = Callable[[Path], object]
 
 
-@pytest.fixture
-def release(tmp_path: Path) -> Path:
-    write_paris(tmp_path / "paris")
-    return tmp_path / "paris"
-
-
 def _refused(release: Path, *said: str) -> None:
     with pytest.raises(HddmError) as caught:
-        _open(release)
+        paris_router(release, paris_experts(release))
     line = str(caught.value)
     assert "\n" not in line
     for part in said:
         assert part in line, line
 
 
-def _open(release: Path) -> None:
-    paris_router(release, paris_experts(release))
-
-
-def _rewrite(path: Path, network: torch.nn.Module) -> None:
-    save_file(network.state_dict(), path)
-
-
-def _scheduler(**changes: object) -> Change:
-    return lambda folder: (folder / "scheduler/scheduler_config.json").write_text(
-        json.dumps(SCHEDULER | changes)
-    )
-
-
 def _expert(index: int, change: Callable[[dict[str, Tensor]], object]) -> Change:
     return lambda folder: edit(folder / f"expert_{index}" / EXPERT_FILE, change)
 
 
-def _router(change: Callable[[dict[str, Tensor]], object]) -> Change:
-    return lambda folder: edit(folder / "router" / ROUTER_FILE, change)
-
-
 def _new_expert(index: int, **changes: int) -> Change:
     network = ExpertTransformer(**EXPERT | changes)
-    return lambda folder: _rewrite(folder / f"expert_{index}" / EXPERT_FILE, network)
+    return lambda folder: save_file(network.state_dict(), folder / f"expert_{index}" / EXPERT_FILE)
 
 
 def _new_router(num_experts: int = 3, **changes: int) -> Change:
     network = RouterTransformer(num_experts, **ROUTER | changes)
-    return lambda folder: _rewrite(folder / "router" / ROUTER_FILE, network)
+    return lambda folder: save_file(network.state_dict(), folder / "router" / ROUTER_FILE)
 
 
 def _pickled(part: str, name: str) -> Change:
@@ -77,17 +55,18 @@ def _pickled(part: str, name: str) -> Change:
     return change
 
 
+def _two_files(folder: Path) -> None:
+    (folder / "expert_0" / EXPERT_FILE).rename(folder / "expert_0" / "a.safetensors")
+    (folder / "expert_0" / "b.safetensors").touch()
+
+
 CASES: dict[str, tuple[Change, tuple[str, ...]]] = {
     "a gap in the numbers": (
         lambda folder: (folder / "expert_1").rename(folder / "expert_12"),
         ("tells 3 experts apart", "holds 1", "whole release"),
     ),
-    "no router": (
-        lambda folder: (folder / "router").rename(folder / "other"),
-        ("no router/", "whole release"),
-    ),
+    "no router": (lambda folder: shutil.rmtree(folder / "router"), ("no router/", "whole release")),
     "pickles alone": (_pickled("expert_0", "model.pt"), ("model.pt", "read_pickle")),
-    "a router in a pickle": (_pickled("router", "pytorch_model.bin"), ("pytorch_model.bin", "read_pickle")),
     "a pickle under another name": (
         lambda folder: torch.save({}, folder / "expert_0" / EXPERT_FILE),
         ("it is a pickle", "safetensors version"),
@@ -96,33 +75,7 @@ CASES: dict[str, tuple[Change, tuple[str, ...]]] = {
         lambda folder: (folder / "expert_2" / EXPERT_FILE).unlink(),
         ("expert_2: holds no diffusion_pytorch_model.safetensors",),
     ),
-    "no weights of the router": (
-        lambda folder: (folder / "router" / ROUTER_FILE).unlink(),
-        ("router: holds no pytorch_model.safetensors",),
-    ),
-    "two files": (
-        lambda folder: [
-            (folder / "expert_0" / EXPERT_FILE).rename(folder / "expert_0" / "a.safetensors"),
-            (folder / "expert_0" / "b.safetensors").touch(),
-        ],
-        ("a.safetensors, b.safetensors", "leave one"),
-    ),
-    "missing and left over": (
-        _expert(
-            1,
-            lambda tensors: [
-                tensors.pop("layers.1.mlp.2.bias"),
-                tensors.pop("final_layer.linear.bias"),
-                tensors.update({"layers.0.extra": torch.zeros(3)}),
-            ],
-        ),
-        (
-            "expert_1",
-            "missing final_layer.linear.bias (16,)",
-            "missing layers.1.mlp.2.bias (144,)",
-            "left over layers.0.extra (3,)",
-        ),
-    ),
+    "two files": (_two_files, ("a.safetensors, b.safetensors", "leave one")),
     "no tensor that tells a size": (
         _expert(0, lambda t: t.pop("pos_embed")),
         ("expert_0", "lacks pos_embed"),
@@ -139,10 +92,6 @@ CASES: dict[str, tuple[Change, tuple[str, ...]]] = {
         _expert(0, lambda t: t.update({"patch_embed.weight": t["patch_embed.weight"][..., :1].clone()})),
         ("2 × 1 patches", "no square"),
     ),
-    "whole numbers": (
-        _expert(0, lambda t: t.update({"text_proj.bias": t["text_proj.bias"].long()})),
-        ("text_proj.bias is of torch.int64",),
-    ),
     "an empty tensor": (
         _expert(0, lambda t: t.update(pos_embed=torch.zeros(1, 0, 144))),
         ("'pos_embed' is empty",),
@@ -152,25 +101,21 @@ CASES: dict[str, tuple[Change, tuple[str, ...]]] = {
         ("its depth is 100000",),
     ),
     "heads that do not divide": (_new_expert(0, hidden_size=160), ("width of 160", "heads of 72")),
-    "heads of the router that do not divide": (
-        _new_router(hidden_size=96),
-        ("width of 96", "heads of 64"),
-    ),
     "experts of other sizes": (
         _new_expert(2, hidden_size=72, num_heads=1),
         ("expert_2", "hidden_size 72 beside 144 and num_heads 1 beside 2", "one release"),
     ),
     "a router of more experts": (_new_router(8), ("tells 8 experts apart", "holds 3")),
     "a router of other samples": (_new_router(sample_size=16), ("router", "sample_size 16 beside 8")),
-    "another scheduler": (_scheduler(_class_name="DDIMScheduler"), ("DDIMScheduler", "FlowMatchEuler")),
-    "other timesteps": (_scheduler(num_train_timesteps=100), ("num_train_timesteps is 100", "1000")),
-    "another shift": (_scheduler(shift=-1.0), ("shift is -1.0", "positive")),
+    "other timesteps": (
+        lambda folder: edit_json(folder / SCHEDULER_FILE, num_train_timesteps=100),
+        ("num_train_timesteps is 100", "1000"),
+    ),
     "no scheduler config": (
-        lambda folder: (folder / "scheduler/scheduler_config.json").unlink(),
+        lambda folder: (folder / SCHEDULER_FILE).unlink(),
         ("scheduler_config.json: no such file",),
     ),
     "a broken link": (lambda folder: (folder / "vae").symlink_to("absent"), ("vae", "no such folder")),
-    "a scheduler with code": (_scheduler(auto_map="x.py"), ("auto_map",)),
     "another VAE": (
         lambda folder: write_vae(folder / "vae", scaling_factor=0.13),
         ("scales latents by 0.13", "0.18215"),
@@ -189,30 +134,17 @@ def test_a_download_that_does_not_fit_together_is_refused(name: str, release: Pa
     _refused(release, *said)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "expert_1",
-        f"expert_1/{EXPERT_FILE}",
-        f"router/{ROUTER_FILE}",
-        "scheduler",
-        "scheduler/scheduler_config.json",
-    ],
-)
+LINKS = ("expert_1", f"expert_1/{EXPERT_FILE}", f"router/{ROUTER_FILE}", "scheduler", SCHEDULER_FILE)
+
+
+@pytest.mark.parametrize("name", [*LINKS, "vae", "text_encoder", "tokenizer"])
 def test_links_that_lead_out_are_refused(name: str, release: Path, tmp_path: Path) -> None:
-    target = tmp_path / "elsewhere"
-    (release / name).rename(target)
-    (release / name).symlink_to(target)
-    _refused(release, "outside the folder")
-
-
-@pytest.mark.parametrize("name", ["vae", "text_encoder", "tokenizer"])
-def test_a_component_that_is_a_link_out_of_the_release_is_refused(
-    name: str, release: Path, tmp_path: Path
-) -> None:
-    (tmp_path / "elsewhere").mkdir()
+    if name in LINKS:
+        (release / name).rename(tmp_path / "elsewhere")
+    else:
+        (tmp_path / "elsewhere").mkdir()
     (release / name).symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(HddmError, match=f"{name}: is a link to .*elsewhere, outside the folder; refused"):
+    with pytest.raises(HddmError, match=f"{name}.* is a link to .*elsewhere, outside the folder; refused"):
         hddm.load(release)
 
 
@@ -247,9 +179,7 @@ def test_other_folders_are_not_taken_for_paris(release: Path, tmp_path: Path) ->
     assert not is_paris(tmp_path / "absent")
     (release / "expert_0" / "expert.json").write_text("{}")
     assert not is_paris(release)
-
-
-def test_expert_folders_with_other_tensors_are_not_paris(release: Path) -> None:
+    (release / "expert_0" / "expert.json").unlink()
     save_file({"a": torch.zeros(1)}, release / "expert_0" / EXPERT_FILE)
     assert not is_paris(release)
 

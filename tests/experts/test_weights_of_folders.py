@@ -28,8 +28,7 @@ def test_half_precision_alone_needs_its_variant_and_is_kept(hddm: Command, tmp_p
     network = rounded(dit(), torch.float16)
     source = pipeline(tmp_path / "dit", copy.deepcopy(network).half(), variant="fp16")
     code, _, error = hddm("convert", source, "--out", tmp_path / "expert")
-    assert code == 1
-    assert "--variant fp16" in error
+    assert (code, "--variant fp16" in error) == (1, True)
     converted(hddm, source, tmp_path / "expert", "--variant", "fp16")
     written = load_file(tmp_path / "expert" / f"{WEIGHTS}.safetensors")
     assert {tensor.dtype for tensor in written.values()} == {torch.float16}
@@ -41,8 +40,7 @@ def test_pickles_alone_need_their_option(hddm: Command, tmp_path: Path) -> None:
     source = pipeline(tmp_path / "dit", network, safe_serialization=False)
     assert [path.suffix for path in (source / "transformer").glob("*model*")] == [".bin"]
     code, _, error = hddm("convert", source, "--out", tmp_path / "expert")
-    assert code == 1
-    assert "--allow-pickle" in error
+    assert (code, "--allow-pickle" in error) == (1, True)
     converted(hddm, source, tmp_path / "expert", "--allow-pickle")
     check_velocity(tmp_path / "expert", network, DDPM_BETAS)
 
@@ -90,23 +88,16 @@ def test_an_old_unconditional_model_with_former_names_at_the_root(hddm: Command,
     (source / "unet").rmdir()
     (source / "scheduler").rmdir()
     weights = load_file(source / f"{WEIGHTS}.safetensors")
-    for new, old in (
-        (".to_q.", ".query."),
-        (".to_k.", ".key."),
-        (".to_v.", ".value."),
-        (".to_out.0.", ".proj_attn."),
-    ):
+    former = {".to_q.": ".query.", ".to_k.": ".key.", ".to_v.": ".value.", ".to_out.0.": ".proj_attn."}
+    for new, old in former.items():
         weights = {name.replace(new, old): tensor for name, tensor in weights.items()}
     assert any("proj_attn" in name for name in weights)
     (source / f"{WEIGHTS}.safetensors").unlink()
     torch.save(weights, source / f"{WEIGHTS}.bin")
     config = json.loads((source / "scheduler_config.json").read_text())
-    kept = {
-        key: config[key]
-        for key in ("_class_name", "beta_start", "beta_end", "beta_schedule", "num_train_timesteps")
-    }
-    old_keys = {"tensor_format": "pt", "predict_epsilon": True}
-    (source / "scheduler_config.json").write_text(json.dumps(kept | old_keys))
+    keys = ("_class_name", "beta_start", "beta_end", "beta_schedule", "num_train_timesteps")
+    old = {key: config[key] for key in keys} | {"tensor_format": "pt", "predict_epsilon": True}
+    (source / "scheduler_config.json").write_text(json.dumps(old))
     converted(hddm, source, tmp_path / "expert", "--allow-pickle")
     assert facts_of(tmp_path / "expert")["space"] == "pixels"
     check_velocity(tmp_path / "expert", network, DDPM_BETAS)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hddm.pipelines.pipeline import HDDMPipeline
-from tests.ensemble_files import flow_expert, write_ensemble, write_mixed
+from tests.ensemble_files import flow_expert, load_pipeline, write_ensemble, write_mixed
 
 LABELS = [0, 1, 2, 0, 1, 2]
 
@@ -40,18 +40,15 @@ class Backend:
 
 
 def _pipe(folder: Path, is_tight: bool = False) -> HDDMPipeline:
-    pipe = HDDMPipeline.from_pretrained(folder, offload="disk" if is_tight else "none")
+    pipe = load_pipeline(folder, offload="disk" if is_tight else "none")
     if is_tight:
         pipe.enable_expert_offload("disk", max_memory=max(one.size for one in pipe.experts.stored))
-    pipe.set_progress_bar_config(disable=True)
     return pipe
 
 
 def _latents(pipe: HDDMPipeline, strategy: str) -> Tensor:
     given = {"num_inference_steps": 6, "output_type": "latent", "strategy": strategy}
-    found = pipe(class_labels=LABELS, seed=3, **given).images
-    assert isinstance(found, Tensor)
-    return found
+    return pipe(class_labels=LABELS, seed=3, **given).images
 
 
 @pytest.mark.parametrize(

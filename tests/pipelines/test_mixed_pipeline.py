@@ -13,7 +13,7 @@ from torch import Tensor
 import hddm
 from hddm.networks.offload import Offload
 from hddm.pipelines.pipeline import HDDMPipeline
-from tests.ensemble_files import write_mixed
+from tests.ensemble_files import load_pipeline, write_mixed
 
 STEPS, NUM = 5, 8
 LABELS = [0, 1, 2, 3, 4, 0, 1, 2]
@@ -25,33 +25,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_mixed(tmp_path_factory.mktemp("mixed"))
 
 
-def _pipe(folder: Path, **options: object) -> HDDMPipeline:
-    pipe = HDDMPipeline.from_pretrained(folder, **options)  # type: ignore[arg-type]
-    pipe.set_progress_bar_config(disable=True)
-    return pipe
-
-
 def _latents(pipe: HDDMPipeline, start: int = 0, stop: int = NUM, **options: object) -> Tensor:
     given = {"seed": 3, "num_inference_steps": STEPS, "output_type": "latent", **options}
-    found = pipe(class_labels=LABELS[start:stop], start=start, **given).images  # type: ignore[arg-type]
-    assert isinstance(found, Tensor)
-    return found
-
-
-def _in_batches(pipe: HDDMPipeline, size: int, **options: object) -> Tensor:
-    parts = [_latents(pipe, i, min(i + size, NUM), **options) for i in range(0, NUM, size)]
-    return torch.cat(parts)
-
-
-def _sampled(folder: Path, dtype: torch.dtype, batch_size: int, strategy: str | None = None) -> Tensor:
-    model = hddm.load(folder, dtype)
-    return hddm.sample(
-        model, NUM, 3, STEPS, strategy, batch_size=batch_size, class_labels=torch.tensor(LABELS)
-    )
+    return pipe(class_labels=LABELS[start:stop], start=start, **given).images
 
 
 def test_every_expert_makes_its_part_of_these_images(folder: Path) -> None:
-    pipe = _pipe(folder)
+    pipe = load_pipeline(folder)
     kinds = [(facts.objective, facts.prediction_type, facts.conditions) for facts in pipe.experts.facts]
     assert kinds == [
         ("ddpm", "epsilon", ()),
@@ -76,12 +56,10 @@ numpy.save(sys.argv[2], pipe(output_type="np", **given).images)
 
 
 def test_a_saved_pipeline_makes_the_same_images_in_another_process(folder: Path, tmp_path: Path) -> None:
-    pipe = _pipe(folder)
+    pipe = load_pipeline(folder)
     pipe.save_pretrained(tmp_path / "saved")
-    here = pipe(
-        class_labels=LABELS, seed=3, guidance_scale=2.0, num_inference_steps=STEPS, output_type="np"
-    ).images
-    root = Path(__file__).parents[2]
+    given = {"seed": 3, "guidance_scale": 2.0, "num_inference_steps": STEPS, "output_type": "np"}
+    here, root = pipe(class_labels=LABELS, **given).images, Path(__file__).parents[2]
     subprocess.run(
         [sys.executable, "-c", SCRIPT, tmp_path / "saved", tmp_path / "there.npy", "".join(map(str, LABELS))],
         check=True,
@@ -96,21 +74,22 @@ def test_a_saved_pipeline_makes_the_same_images_in_another_process(folder: Path,
 
 @pytest.mark.parametrize("strategy", ["top-1", "nucleus-0.9"])
 def test_in_float64_an_image_is_the_same_in_any_batch(folder: Path, strategy: str) -> None:
-    pipe = _pipe(folder).to(torch.float64)
+    pipe = load_pipeline(folder).to(torch.float64)
     whole = _latents(pipe, strategy=strategy)
+    model, labels = hddm.load(folder, torch.float64), torch.tensor(LABELS)
     assert whole.dtype == torch.float64
     for size in (1, 3):
-        found = _in_batches(pipe, size, strategy=strategy)
-        torch.testing.assert_close(found, whole, rtol=0, atol=1e-9)
-        sampled = _sampled(folder, torch.float64, size, strategy)
+        parts = [_latents(pipe, i, min(i + size, NUM), strategy=strategy) for i in range(0, NUM, size)]
+        torch.testing.assert_close(torch.cat(parts), whole, rtol=0, atol=1e-9)
+        sampled = hddm.sample(model, NUM, 3, STEPS, strategy, batch_size=size, class_labels=labels)
         torch.testing.assert_close(sampled, whole, rtol=0, atol=1e-9)
 
 
 @pytest.mark.parametrize("offload", ["ram", "disk"])
 def test_networks_of_others_come_back_with_all_that_they_had(folder: Path, offload: Offload) -> None:
     # Diffusers' networks have constants that no file holds.
-    plain = _latents(_pipe(folder))
-    pipe = _pipe(folder, offload=offload)
+    plain = _latents(load_pipeline(folder))
+    pipe = load_pipeline(folder, offload=offload)
     largest = max(network.size for network in pipe.experts.stored)
     pipe.enable_expert_offload(offload, max_memory=largest)
     for _ in range(2):
@@ -118,7 +97,7 @@ def test_networks_of_others_come_back_with_all_that_they_had(folder: Path, offlo
 
 
 def test_guidance_leaves_the_expert_without_classes_alone(folder: Path) -> None:
-    pipe = _pipe(folder)
+    pipe = load_pipeline(folder)
     assert torch.equal(_latents(pipe, expert=0, guidance_scale=3.0), _latents(pipe, expert=0))
     for k in (1, 2):
         gap = _latents(pipe, expert=k, guidance_scale=3.0) - _latents(pipe, expert=k)
@@ -128,8 +107,8 @@ def test_guidance_leaves_the_expert_without_classes_alone(folder: Path) -> None:
 def test_half_precision_is_near_float32(folder: Path) -> None:
     """Solver state and mixing stay in float32; networks round to 2^-9 at each of some ten layers."""
     for k in range(3):
-        exact = _latents(_pipe(folder), expert=k)
-        pipe = _pipe(folder, torch_dtype=torch.bfloat16)
+        exact = _latents(load_pipeline(folder), expert=k)
+        pipe = load_pipeline(folder, torch_dtype=torch.bfloat16)
         found = _latents(pipe, expert=k)
         assert {network.dtype for network in pipe.experts.stored} == {torch.bfloat16}
         assert found.dtype == torch.float32

@@ -25,32 +25,17 @@ CLASS_PRIOR = [[0.6, 0.3, 0.1], [0.2, 0.2, 0.6], [0.1, 0.8, 0.1]]
 @pytest.fixture(scope="module")
 def pipe() -> HDDMPipeline:
     """Three class-conditional experts of pixels, routed."""
-    made = pipeline_in_memory(
-        [flow_expert(seed, num_classes=3) for seed in range(3)], class_prior=CLASS_PRIOR, shift=2.0
-    )
-    made.set_progress_bar_config(disable=True)
-    return made
+    experts = [flow_expert(seed, num_classes=3) for seed in range(3)]
+    return pipeline_in_memory(experts, class_prior=CLASS_PRIOR, shift=2.0)
 
 
 @pytest.mark.parametrize("strategy", ["top-1", "nucleus-0.7", "full", "draw"])
 @pytest.mark.parametrize("guidance", [1.0, 3.0, Guidance(4.0, 2, (0.2, 0.8), 0.5)], ids=str)
-def test_with_a_seed_images_are_those_of_hddm_sample(
-    pipe: HDDMPipeline, strategy: str, guidance: float | Guidance
-) -> None:
+def test_images_are_those_of_sample(pipe: HDDMPipeline, strategy: str, guidance: float | Guidance) -> None:
     for solver in ("euler", "heun"):
-        found = pipe(
-            class_labels=LABELS,
-            seed=5,
-            start=2,
-            strategy=strategy,
-            solver=solver,
-            guidance_scale=guidance,
-            router_every=2,
-            **LATENT,
-        ).images
-        expected = hddm.sample(
-            pipe.ensemble, 5, 5, 4, strategy, solver, guidance, start=2, router_every=2, class_labels=INDICES
-        )
+        given = {"strategy": strategy, "solver": solver, "guidance_scale": guidance, "start": 2}
+        found = pipe(class_labels=LABELS, seed=5, router_every=2, **given, **LATENT).images
+        expected = hddm.sample(pipe.ensemble, 5, 5, 4, router_every=2, class_labels=INDICES, **given)
         # `draw` sorts its batches by expert there.
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
     other = pipe(class_labels=LABELS, seed=6, strategy=strategy, **LATENT).images
@@ -73,24 +58,17 @@ def test_a_generator_an_image_makes_it_the_same_in_any_batch(pipe: HDDMPipeline,
 
     whole = pipe(class_labels=LABELS, generator=generators(range(5)), strategy=strategy, **LATENT).images
     for start, stop in ((0, 1), (1, 3), (3, 5)):
-        part = pipe(
-            class_labels=LABELS[start:stop],
-            generator=generators(range(start, stop)),
-            strategy=strategy,
-            **LATENT,
-        ).images
+        given = {"generator": generators(range(start, stop)), "strategy": strategy}
+        part = pipe(class_labels=LABELS[start:stop], **given, **LATENT).images
         torch.testing.assert_close(part, whole[start:stop], rtol=1e-5, atol=1e-5)
 
 
 def test_one_generator_serves_the_batch_and_none_is_the_global_one(pipe: HDDMPipeline) -> None:
-    first, second = (
-        pipe(class_labels=LABELS, generator=torch.Generator().manual_seed(4), **LATENT).images
-        for _ in range(2)
-    )
-    assert torch.equal(first, second)
+    generator = torch.Generator().manual_seed(4)
+    one = pipe(class_labels=LABELS, generator=generator, **LATENT).images
     torch.manual_seed(4)
-    assert torch.equal(pipe(class_labels=LABELS, **LATENT).images, first)
-    assert not torch.equal(pipe(class_labels=LABELS, **LATENT).images, first)
+    assert torch.equal(pipe(class_labels=LABELS, **LATENT).images, one)
+    assert not torch.equal(pipe(class_labels=LABELS, **LATENT).images, one)
 
 
 def test_states_that_are_passed_replace_the_drawn_ones(pipe: HDDMPipeline) -> None:
@@ -145,9 +123,7 @@ def test_a_callback_sees_every_step_and_may_change_the_state(pipe: HDDMPipeline)
     assert [step for step, _ in seen] == [0, 1, 2, 3]
     assert [timestep for _, timestep in seen] == pytest.approx(times)
 
-    def replace(
-        owner: HDDMPipeline, step: int, timestep: float, given: dict[str, Tensor]
-    ) -> dict[str, Tensor]:
+    def replace(owner: object, step: int, timestep: float, given: dict[str, Tensor]) -> dict[str, Tensor]:
         return {"latents": torch.full_like(given["latents"], 0.5)} if step == 3 else {}
 
     assert (pipe(class_labels=LABELS, seed=0, callback_on_step_end=replace, **LATENT).images == 0.5).all()
@@ -185,18 +161,18 @@ def test_progress_can_be_silent(pipe: HDDMPipeline, capfd: pytest.CaptureFixture
     pipe.set_progress_bar_config(disable=True)
 
 
-@pytest.mark.parametrize(
-    "given", [((torch.float64,), {}), (("cpu", torch.float64), {}), ((), {"dtype": torch.float64})], ids=str
-)
-def test_casting_reaches_every_part_and_warns_of_nothing(
-    given: tuple[tuple[Any, ...], dict[str, Any]], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_casting_reaches_every_part_and_warns_of_nothing(caplog: pytest.LogCaptureFixture) -> None:
     pipe = pipeline_in_memory([flow_expert(0), flow_expert(1)])
     caplog.clear()
-    assert pipe.to(*given[0], **given[1]) is pipe
-    assert pipe.dtype == torch.float64
-    assert {part.dtype for part in (*pipe.experts.stored, pipe.router)} == {torch.float64}
-    assert pipe.to("cpu").to(torch.device("cpu")).dtype == torch.float64
+    double, single = torch.float64, torch.float32
+    for given, options, dtype in (
+        ((double,), {}, double),
+        (("cpu", single), {}, single),
+        ((), {"dtype": double}, double),
+        (("cpu",), {}, double),
+    ):
+        assert pipe.to(*given, **options) is pipe
+        assert {part.dtype for part in (pipe, *pipe.experts.stored, pipe.router)} == {dtype}
     assert caplog.records == []
 
 
@@ -204,13 +180,9 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "classes": ({"prompt": [0, 1]}, "passed as class_labels="),
     "prompt": ({"prompt": "a cat"}, "needs a text encoder and a tokenizer"),
     "output": ({"output_type": "jpeg"}, "unknown output_type 'jpeg': choose one of pil, np, pt, latent"),
-    "latents": (
-        {"latents": torch.zeros(2, 3, 4, 4)},
-        r"latents are \(2, 3, 4, 4\), and 1 images need \(1, 3",
-    ),
+    "latents": ({"latents": torch.zeros(2, 3, 4, 4)}, r"latents are \(2, 3, 4, 4\), and 1 images need"),
     "class": ({"class_labels": "bird"}, "no class 'bird'; the model's classes are cat, dog, 7"),
-    "number": ({"class_labels": 8}, "no class 8"),
-    "below": ({"class_labels": -1}, "no class -1"),
+    "number": ({"class_labels": -1}, "no class -1"),
     "nobody": ({"class_labels": []}, "conditions have no rows"),
     "twice": (
         {"class_labels": 0, "conditions": {"class_labels": torch.tensor([1])}},
@@ -218,10 +190,8 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "seed": ({"seed": -1}, "seed and start begin at 0, not at -1 and 0"),
     "start": ({"start": 4}, "start 4 counts images under a seed; pass one"),
-    "early": ({"seed": 0, "start": -4}, "seed and start begin at 0, not at 0 and -4"),
     "seeds": ({"seed": 1, "generator": torch.Generator()}, "a seed or a generator, not both"),
     "generators": ({"generator": [torch.Generator()] * 2}, "2 generators for 1 images"),
-    "repetitions": ({"num_images_per_prompt": 0}, "num_images_per_prompt and batch_size start at 1, not 0"),
     "batch": ({"batch_size": 0}, "num_images_per_prompt and batch_size start at 1, not 1 and 0"),
     "few": ({"class_labels": [0, 1], "batch_size": 3}, "different numbers of them.*'batch_size': 3"),
     "solver": ({"solver": "dpm"}, "unknown solver 'dpm'"),
@@ -232,19 +202,13 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "router": ({"router_every": 0}, "router_every starts at 1"),
     "callback": ({"callback_on_step_end_tensor_inputs": ["prompt_embeds"]}, "callbacks see 'latents'"),
     "condition": ({"conditions": {"caption": torch.zeros(1)}}, "no expert of this ensemble takes"),
-    "rows": (
-        {"class_labels": [0, 1], "conditions": {"caption": torch.zeros(3)}},
-        "different numbers of them",
-    ),
     "negative": ({"negative_prompt": "blur", "guidance_scale": 2.0}, "negative_prompt needs a prompt"),
     "guidance": ({"guidance_scale": float("nan")}, "guidance scale must be finite"),
 }
 
 
 @pytest.mark.parametrize(("given", "words"), WRONG.values(), ids=WRONG)
-def test_what_cannot_be_made_is_refused_in_one_line(
-    pipe: HDDMPipeline, given: dict[str, Any], words: str
-) -> None:
+def test_wrong_calls_are_refused_in_one_line(pipe: HDDMPipeline, given: dict[str, Any], words: str) -> None:
     with pytest.raises(HddmError, match=words) as caught:
         pipe(**given)
     assert "\n" not in str(caught.value)
@@ -253,10 +217,9 @@ def test_what_cannot_be_made_is_refused_in_one_line(
 def test_an_unknown_keyword_is_no_keyword(pipe: HDDMPipeline) -> None:
     with pytest.raises(TypeError, match="num_infernce_steps"):
         pipe(num_infernce_steps=4)
-    with pytest.raises(HddmError, match="trust_remote_code=True"):
-        HDDMPipeline.from_pretrained("anywhere", trust_remote_code=True)
-    with pytest.raises(HddmError, match="custom_pipeline='mine'"):
-        HDDMPipeline.from_pretrained("anywhere", custom_pipeline="mine")
+    for key, value in (("trust_remote_code", True), ("custom_pipeline", "mine")):
+        with pytest.raises(HddmError, match=f"{key}={value!r}"):
+            HDDMPipeline.from_pretrained("anywhere", **{key: value})
     with pytest.raises(HddmError, match="anywhere: no such folder"):
         HDDMPipeline.from_pretrained("anywhere", local_files_only=True, use_safetensors=True, variant=None)
     with pytest.raises(HddmError, match="safe_serialization=False"):

@@ -31,9 +31,7 @@ def _levels(path: Path, side: int) -> list[list[int]]:
     return [[int(level) for level in row if level != GROUND] for row in cells]
 
 
-def test_images_of_a_class_are_a_row_and_names_are_recorded(
-    class_expert: Path, tmp_path: Path, hddm: Command
-) -> None:
+def test_a_class_is_a_row_and_names_are_recorded(class_expert: Path, tmp_path: Path, hddm: Command) -> None:
     options = ("--num-images", 7, "--steps", 2, "--class-labels", "rows,0", "--start", 3)
     code, out, _ = hddm("sample", class_expert, "--out", tmp_path / "samples", *options, "--grid")
     assert code == 0
@@ -58,9 +56,7 @@ def test_images_of_a_class_are_a_row_and_names_are_recorded(
     assert len(list((tmp_path / "samples").glob("*.png"))) == 7
 
 
-def test_a_sheet_is_replaced_with_its_images_and_only_on_demand(
-    flow_expert: Path, tmp_path: Path, hddm: Command
-) -> None:
+def test_a_sheet_is_replaced_only_on_demand(flow_expert: Path, tmp_path: Path, hddm: Command) -> None:
     out = tmp_path / "samples"
     run = ("sample", flow_expert, "--num-images", 2, "--steps", 1, "--out", out)
     sheet_path(out).write_text("precious")
@@ -88,9 +84,7 @@ def test_of_latents_there_is_no_picture(flow_expert: Path, tmp_path: Path, hddm:
 @pytest.mark.parametrize(
     ("num", "columns", "rows"), [(1, 1, 1), (3, 2, 2), (16, 4, 4), (100, 10, 10), (1000, COLUMNS, ROWS)]
 )
-def test_without_conditions_a_sheet_is_about_square_and_shows_the_first(
-    num: int, columns: int, rows: int, tmp_path: Path
-) -> None:
+def test_without_conditions_sheets_are_square(num: int, columns: int, rows: int, tmp_path: Path) -> None:
     told = write_sheet(tmp_path / "out", _images(tmp_path / "out", num))
     levels = _levels(tmp_path / "out.grid.png", 96)
     assert (len(levels), max(map(len, levels))) == (rows, columns)

@@ -13,9 +13,10 @@ import hddm
 from hddm.pipelines.pipeline import HDDMPipeline
 from hddm.utils.errors import HddmError
 from hddm.velocity import Guidance
-from tests.ensemble_files import text_experts, write_ensemble, write_text
+from tests.ensemble_files import load_pipeline, text_experts, write_ensemble, write_text
 
-STEPS: dict[str, Any] = {"num_inference_steps": 4, "output_type": "pt"}
+STEPS: dict[str, Any] = {"seed": 7, "num_inference_steps": 4, "output_type": "pt"}
+GUIDED = STEPS | {"guidance_scale": 3.0}
 PROMPTS = ["a cat", "two dogs on a lawn", "cat"]
 
 
@@ -26,9 +27,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def pipe(folder: Path) -> HDDMPipeline:
-    made = HDDMPipeline.from_pretrained(folder)
-    made.set_progress_bar_config(disable=True)
-    return made
+    return load_pipeline(folder)
 
 
 class ByHand:
@@ -58,17 +57,10 @@ class ByHand:
 
     def images(self, given: Tensor, against: Tensor | None = None, scale: float | Guidance = 1.0) -> Tensor:
         """For the embeddings of prompts, a row an image, under seed 7."""
-        negative = None if against is None else {"encoder_hidden_states": against}
-        latents = hddm.sample(
-            self.model,
-            len(given),
-            seed=7,
-            steps=4,
-            guidance_scale=scale,
-            negative=negative,
-            encoder_hidden_states=given,
-        )
-        return self.decode(latents)
+        guided = {"guidance_scale": scale}
+        if against is not None:
+            guided["negative"] = {"encoder_hidden_states": against}
+        return self.decode(hddm.sample(self.model, len(given), 7, 4, encoder_hidden_states=given, **guided))
 
 
 @pytest.fixture(scope="module")
@@ -82,11 +74,14 @@ def _close(found: Tensor, expected: Tensor) -> None:
 
 
 def test_prompts_become_images(pipe: HDDMPipeline, by_hand: ByHand) -> None:
-    found = pipe(PROMPTS, seed=7, **STEPS).images
+    found = pipe(PROMPTS, **STEPS).images
     assert found.shape == (3, 3, 8, 8)
     _close(found, by_hand.images(by_hand.embed(PROMPTS)))
-    # They matter.
-    other = pipe(["dog", "dog", "dog"], seed=7, **STEPS).images
+    latents = pipe(PROMPTS, **STEPS | {"output_type": "latent"}).images
+    _close(found, by_hand.decode(latents))
+    assert [image.size for image in pipe(PROMPTS, num_inference_steps=1).images] == [(8, 8)] * 3
+    # Prompts matter.
+    other = pipe(["dog", "dog", "dog"], **STEPS).images
     assert (other - found).abs().flatten(1).amax(1).min() > 1e-3
 
 
@@ -95,10 +90,10 @@ def test_guidance_moves_away_from_the_empty_prompt_or_the_negative_one(
     pipe: HDDMPipeline, by_hand: ByHand, guidance: float | Guidance
 ) -> None:
     text = by_hand.embed(PROMPTS)
-    found = pipe(PROMPTS, seed=7, guidance_scale=guidance, **STEPS).images
+    found = pipe(PROMPTS, guidance_scale=guidance, **STEPS).images
     _close(found, by_hand.images(text, by_hand.embed([""] * 3), guidance))
     for negative, texts in (("blurry", ["blurry"] * 3), (["a", "b", "cat"], ["a", "b", "cat"])):
-        found = pipe(PROMPTS, seed=7, negative_prompt=negative, guidance_scale=guidance, **STEPS).images
+        found = pipe(PROMPTS, negative_prompt=negative, guidance_scale=guidance, **STEPS).images
         _close(found, by_hand.images(text, by_hand.embed(texts), guidance))
 
 
@@ -106,71 +101,54 @@ def test_one_prompt_or_negative_prompt_stands_for_all(pipe: HDDMPipeline, by_han
     text, blurry = by_hand.embed(PROMPTS), by_hand.embed(["blurry"])
     expected = by_hand.images(text, blurry.expand(3, -1, -1), 3.0)
     for negative in ({"negative_prompt": ["blurry"]}, {"negative_prompt_embeds": blurry}):
-        _close(pipe(PROMPTS, seed=7, guidance_scale=3.0, **negative, **STEPS).images, expected)
+        _close(pipe(PROMPTS, **negative, **GUIDED).images, expected)
     three = by_hand.embed(["a", "b", "cat"])
-    found = pipe("a cat", seed=7, guidance_scale=3.0, negative_prompt_embeds=three, **STEPS).images
+    found = pipe("a cat", negative_prompt_embeds=three, **GUIDED).images
     _close(found, by_hand.images(text[:1].expand(3, -1, -1), three, 3.0))
 
 
 def test_a_negative_prompt_without_guidance_changes_nothing(pipe: HDDMPipeline) -> None:
-    plain = pipe(PROMPTS, seed=7, **STEPS).images
-    assert torch.equal(pipe(PROMPTS, seed=7, negative_prompt="blurry", **STEPS).images, plain)
+    plain = pipe(PROMPTS, **STEPS).images
+    assert torch.equal(pipe(PROMPTS, negative_prompt="blurry", **STEPS).images, plain)
 
 
 def test_embeddings_stand_for_prompts(pipe: HDDMPipeline, by_hand: ByHand) -> None:
     text, none = by_hand.embed(PROMPTS), by_hand.embed(["", "", ""])
-    plain = pipe(PROMPTS, seed=7, guidance_scale=3.0, **STEPS).images
+    plain = pipe(PROMPTS, **GUIDED).images
     embedded = {"prompt_embeds": text, "negative_prompt_embeds": none}
-    _close(pipe(**embedded, seed=7, guidance_scale=3.0, **STEPS).images, plain)
+    _close(pipe(**embedded, **GUIDED).images, plain)
     without = HDDMPipeline(
         pipe.experts, pipe.scheduler, pipe.router, pipe.vae, facts=pipe.facts, router_facts=pipe.router_facts
     )
     without.set_progress_bar_config(disable=True)
-    _close(without(**embedded, seed=7, guidance_scale=3.0, **STEPS).images, plain)
+    _close(without(**embedded, **GUIDED).images, plain)
     # Without a negative one, what the experts record as no text: zeros.
-    found = without(prompt_embeds=text, seed=7, guidance_scale=3.0, **STEPS).images
-    _close(found, by_hand.images(text, torch.zeros_like(text), 3.0))
+    _close(without(prompt_embeds=text, **GUIDED).images, by_hand.images(text, torch.zeros_like(text), 3.0))
 
 
 def test_several_images_of_a_prompt_stand_side_by_side(pipe: HDDMPipeline) -> None:
-    given = {"seed": 7, "guidance_scale": 3.0, **STEPS}
-    found = pipe(PROMPTS[:2], num_images_per_prompt=2, negative_prompt=["a", "b"], **given).images
+    found = pipe(PROMPTS[:2], num_images_per_prompt=2, negative_prompt=["a", "b"], **GUIDED).images
     repeated = [PROMPTS[0], PROMPTS[0], PROMPTS[1], PROMPTS[1]]
-    assert torch.equal(found, pipe(repeated, negative_prompt=["a", "a", "b", "b"], **given).images)
+    assert torch.equal(found, pipe(repeated, negative_prompt=["a", "a", "b", "b"], **GUIDED).images)
 
 
 def test_a_distilled_vae_decodes_its_own_latents(tmp_path: Path) -> None:
     folder = write_text(tmp_path, "tiny")
-    pipe, by_hand = HDDMPipeline.from_pretrained(folder), ByHand(folder)
+    pipe, by_hand = load_pipeline(folder), ByHand(folder)
     assert type(by_hand.vae).__name__ == "AutoencoderTiny"
-    pipe.set_progress_bar_config(disable=True)
-    _close(pipe(PROMPTS, seed=7, **STEPS).images, by_hand.images(by_hand.embed(PROMPTS)))
-
-
-def test_pictures_of_all_kinds_are_the_decoded_latents(pipe: HDDMPipeline, by_hand: ByHand) -> None:
-    options = {"seed": 7, "num_inference_steps": 4}
-    latents = pipe(PROMPTS, output_type="latent", **options).images
-    _close(pipe(PROMPTS, output_type="pt", **options).images, by_hand.decode(latents))
-    pictures = pipe(PROMPTS, **options).images
-    assert [picture.size for picture in pictures] == [(8, 8)] * 3
+    _close(pipe(PROMPTS, **STEPS).images, by_hand.images(by_hand.embed(PROMPTS)))
 
 
 @pytest.mark.parametrize("steps", ["enable_model_cpu_offload", "enable_sequential_cpu_offload"])
 def test_parts_that_wait_in_memory_make_the_same_images(folder: Path, pipe: HDDMPipeline, steps: str) -> None:
-    waiting = HDDMPipeline.from_pretrained(folder)
-    waiting.set_progress_bar_config(disable=True)
+    waiting = load_pipeline(folder)
     getattr(waiting, steps)(device="cpu")
-    expected = pipe(PROMPTS, seed=7, guidance_scale=2.0, **STEPS).images
-    assert torch.equal(waiting(PROMPTS, seed=7, guidance_scale=2.0, **STEPS).images, expected)
+    assert torch.equal(waiting(PROMPTS, **GUIDED).images, pipe(PROMPTS, **GUIDED).images)
 
 
 def test_a_limit_of_memory_counts_every_part(folder: Path) -> None:
     pipe = HDDMPipeline.from_pretrained(folder)
-    fixed = sum(
-        p.numel() * p.element_size()
-        for part in (pipe.vae, pipe.text_encoder, pipe.router)
-        for p in part.parameters()
-    )
+    fixed = sum(4 * part.num_parameters() for part in (pipe.vae, pipe.text_encoder, pipe.router))
     room = max(network.size for network in pipe.experts.stored)
     limited = HDDMPipeline.from_pretrained(folder, offload="disk", max_memory=fixed + room)
     assert limited.experts.shelf.budget == room
@@ -179,57 +157,42 @@ def test_a_limit_of_memory_counts_every_part(folder: Path) -> None:
 
 
 def test_everything_runs_in_another_dtype(folder: Path, pipe: HDDMPipeline) -> None:
-    given = {"seed": 7, "guidance_scale": 2.0, **STEPS}
-    exact = HDDMPipeline.from_pretrained(folder, torch_dtype=torch.float64)
-    half = HDDMPipeline.from_pretrained(folder, torch_dtype=torch.bfloat16)
-    for one in (exact, half):
-        one.set_progress_bar_config(disable=True)
-    plain = pipe(PROMPTS, **given).images
-    _close(exact(PROMPTS, **given).images.float(), plain)
+    exact, half = (load_pipeline(folder, torch_dtype=dtype) for dtype in (torch.float64, torch.bfloat16))
+    plain = pipe(PROMPTS, **GUIDED).images
+    _close(exact(PROMPTS, **GUIDED).images.float(), plain)
     # A bfloat16 number has eight bits; the VAE squeezes their differences into [0, 1].
-    assert (half(PROMPTS, **given).images.float() - plain).abs().mean() < 0.02
+    assert (half(PROMPTS, **GUIDED).images.float() - plain).abs().mean() < 0.02
 
 
-@pytest.mark.parametrize(
-    ("given", "words"),
-    [
-        ({"prompt": "a", "prompt_embeds": torch.zeros(1, 77, 16)}, "a prompt or prompt_embeds, not both"),
-        (
-            {
-                "prompt": "a",
-                "negative_prompt": "b",
-                "negative_prompt_embeds": torch.zeros(1, 77, 16),
-                "guidance_scale": 2.0,
-            },
-            "a negative_prompt or negative_prompt_embeds, not both",
-        ),
-        (
-            {
-                "prompt_embeds": torch.zeros(1, 77, 16),
-                "conditions": {"encoder_hidden_states": torch.zeros(1)},
-            },
-            "encoder_hidden_states is among the conditions too",
-        ),
-        ({"prompt": []}, "list of one text or more"),
-        (
-            {"prompt": ["a", "b", "c"], "negative_prompt": ["a", "b"], "guidance_scale": 2.0},
-            "different numbers of them",
-        ),
-        ({"prompt": "a", "class_labels": 0}, "knows no classes"),
-    ],
-    ids=["two prompts", "two negative ones", "twice", "none", "rows", "classes"],
-)
-def test_prompts_that_contradict_each_other_are_refused(
-    pipe: HDDMPipeline, given: dict[str, Any], words: str
-) -> None:
+EMBEDS = torch.zeros(1, 77, 16)
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "two prompts": ({"prompt": "a", "prompt_embeds": EMBEDS}, "a prompt or prompt_embeds, not both"),
+    "two negative ones": (
+        {"prompt": "a", "negative_prompt": "b", "negative_prompt_embeds": EMBEDS, "guidance_scale": 2.0},
+        "a negative_prompt or negative_prompt_embeds, not both",
+    ),
+    "twice": (
+        {"prompt_embeds": EMBEDS, "conditions": {"encoder_hidden_states": torch.zeros(1)}},
+        "encoder_hidden_states is among the conditions too",
+    ),
+    "none": ({"prompt": []}, "list of one text or more"),
+    "rows": (
+        {"prompt": ["a", "b", "c"], "negative_prompt": ["a", "b"], "guidance_scale": 2.0},
+        "different numbers of them",
+    ),
+    "classes": ({"prompt": "a", "class_labels": 0}, "knows no classes"),
+}
+
+
+@pytest.mark.parametrize(("given", "words"), WRONG.values(), ids=WRONG)
+def test_contradicting_prompts_are_refused(pipe: HDDMPipeline, given: dict[str, Any], words: str) -> None:
     with pytest.raises(HddmError, match=words):
         pipe(**given, **STEPS)
 
 
 def test_experts_without_a_null_text_take_prompts_of_both_sides(tmp_path: Path) -> None:
     experts = [hddm.experts.records.Expert(one.network, one.facts, None) for one in text_experts()]
-    bare = HDDMPipeline.from_pretrained(write_ensemble(tmp_path, experts))
-    bare.set_progress_bar_config(disable=True)
+    bare = load_pipeline(write_ensemble(tmp_path, experts))
     text = torch.randn(1, 77, 16, generator=torch.Generator().manual_seed(0))
     options = {"seed": 0, "num_inference_steps": 2, "output_type": "latent", "guidance_scale": 2.0}
     assert bare(prompt_embeds=text, negative_prompt_embeds=-text, **options).images.isfinite().all()
