@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from hddm.networks.folders import WEIGHTS, read_network, unread_network
+from hddm.networks.folders import WEIGHTS, unread_network
 from hddm.networks.identity import size_config
 from hddm.networks.transformers import ExpertTransformer, RouterTransformer
 from hddm.utils.errors import HddmError
@@ -27,7 +27,7 @@ def folder(network: ExpertTransformer, tmp_path: Path) -> Path:
 
 def _refusal(folder: Path) -> str:
     with pytest.raises(HddmError) as caught:
-        read_network(folder, [ExpertTransformer], torch.float32)
+        unread_network(folder, [ExpertTransformer]).load(torch.float32)
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
@@ -38,7 +38,7 @@ def test_what_is_read_is_what_was_written_in_the_dtype_asked_for(
     network: ExpertTransformer, folder: Path, stored: torch.dtype, asked: torch.dtype
 ) -> None:
     network.to(stored).save_pretrained(folder)
-    again = read_network(folder, [ExpertTransformer], asked)
+    again = unread_network(folder, [ExpertTransformer]).load(asked)
     assert dict(again.config) == {k: v for k, v in network.config.items() if not k.startswith("_")}
     for key, value in network.state_dict().items():
         assert torch.equal(again.state_dict()[key], value.to(asked))
@@ -76,7 +76,7 @@ def test_a_missing_file_is_named_and_a_truncated_one(name: str, folder: Path) ->
 
 def test_a_folder_of_another_class_is_refused(folder: Path) -> None:
     with pytest.raises(HddmError, match="holds a ExpertTransformer, not a RouterTransformer"):
-        read_network(folder, [RouterTransformer], torch.float32)
+        unread_network(folder, [RouterTransformer])
 
 
 @pytest.mark.parametrize(
