@@ -93,7 +93,6 @@ LEGAL = [
 
 each_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 each_discrete = pytest.mark.parametrize("case", DISCRETE, ids=lambda case: case.name)
-each_continuous = pytest.mark.parametrize("case", CONTINUOUS, ids=lambda case: case.name)
 each_legal = pytest.mark.parametrize(("case", "prediction_type"), LEGAL)
 
 
