@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import diffusers
 import numpy as np
@@ -10,7 +11,8 @@ import torch
 from torch import Tensor
 
 from hddm.schedules import CosineSchedule, LinearSchedule, Schedule, from_diffusers
-from tests.oracles import AlphaSigma
+from hddm.velocity import VelocityField
+from tests.oracles import AlphaSigma, GaussianMixture, OracleNetwork
 
 TRAINED_BETAS = (0.004 + 0.03 * np.sin(np.arange(120) / 40) ** 2).tolist()
 BETAS = {
@@ -91,10 +93,39 @@ LEGAL = [
 
 each_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 each_discrete = pytest.mark.parametrize("case", DISCRETE, ids=lambda case: case.name)
-each_continuous = pytest.mark.parametrize("case", CONTINUOUS, ids=lambda case: case.name)
 each_legal = pytest.mark.parametrize(("case", "prediction_type"), LEGAL)
 
 
 def case_named(name: str) -> Case:
     """The case called ``name``."""
     return next(case for case in CASES if case.name == name)
+
+
+def oracle_field(
+    shard: GaussianMixture,
+    case: Case = LINEAR,
+    prediction_type: str = "flow_prediction",
+    time_scale: float = 1.0,
+    **options: Any,
+) -> VelocityField:
+    """The optimal expert of ``shard`` on the case's schedule."""
+    network = OracleNetwork(shard, case.alpha_sigma, prediction_type, time_scale)
+    return VelocityField(network, case.schedule, prediction_type, time_scale, **options)
+
+
+class ConditionSum:
+    """A network that gives ``value`` plus its conditions, one number each a sample; it keeps its calls."""
+
+    def __init__(self, value: float = 0.0) -> None:
+        self.value = value
+        self.states: list[Tensor] = []
+        self.conditions: list[dict[str, list[float]]] = []
+
+    def __call__(self, y: Tensor, timestep: Tensor, **conditions: Tensor) -> Tensor:
+        self.states.append(y)
+        self.conditions.append({name: value.tolist() for name, value in conditions.items()})
+        return torch.full_like(y, self.value) + sum(c.to(y).view(-1, 1, 1, 1) for c in conditions.values())
+
+    def field(self, *conditions: str, **options: Any) -> VelocityField:
+        """An expert that takes these ``conditions`` alone."""
+        return VelocityField(self, LINEAR.schedule, "flow_prediction", conditions=conditions, **options)

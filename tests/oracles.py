@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 AlphaSigma = Callable[[Tensor], tuple[Tensor, Tensor]]
 
@@ -169,6 +169,19 @@ class BoundedNetwork:
         output = torch.sin(flat @ mix + phase).view(y.shape)
         self.calls.append((y, timestep, output))
         return output
+
+
+class Recorder(nn.Module):
+    """A network of one parameter, so that it has a dtype; it gives its state, and keeps what it was fed."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones((), dtype=dtype))
+        self.fed: list[tuple[Tensor, Tensor]] = []
+
+    def forward(self, y: Tensor, timestep: Tensor) -> Tensor:
+        self.fed.append((y, timestep))
+        return self.gain * y
 
 
 def slopes(alpha_sigma: AlphaSigma, time: Tensor) -> tuple[Tensor, Tensor]:

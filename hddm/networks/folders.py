@@ -202,25 +202,13 @@ class Unread(Generic[Network]):
         return self.network
 
 
-def read_network(folder: Path, classes: Classes[Network], dtype: torch.dtype) -> Network:
-    """The network in ``folder``, in evaluation mode, with its weights cast to ``dtype``.
-
-    Shapes are compared on the meta device, before the network takes memory.
-
-    Raises:
-        HddmError: for a missing file, an unknown config key, another class, or any tensor missing,
-            left over or of another shape; the message names file and tensors.
-    """
-    return unread_network(folder, classes).load(dtype)
-
-
 def open_network(
     folder: Path, classes: Classes[Network]
 ) -> tuple[Network, dict[str, Tensor], dict[str, object]]:
     """The empty network in ``folder``, its tensors as they lie on disk, mapped, and its arguments.
 
     Raises:
-        HddmError: as `read_network`, but for NaN and Inf.
+        HddmError: as `unread_network`, but for NaN and Inf.
     """
     path = folder / "config.json"
     kind, arguments = parse_config(read_json(path), classes, str(path))
@@ -229,10 +217,14 @@ def open_network(
 
 
 def unread_network(folder: Path, classes: Classes[Network], weights: Path | None = None) -> Unread[Network]:
-    """As `read_network`, with the weights left where they are: in ``folder``, or in the file ``weights``.
+    """The network in ``folder``, its weights left there, or in the file ``weights``.
+
+    Shapes are compared on the meta device, before the network takes memory.
 
     Raises:
-        HddmError: as `read_network`; for NaN and Inf when they are read.
+        HddmError: for a missing file, an unknown config key, another class, or any tensor missing,
+            left over or of another shape; the message names file and tensors. For NaN and Inf when the
+            weights are read.
     """
     path = folder / "config.json"
     kind, arguments = parse_config(read_json(path), classes, str(path))
@@ -253,10 +245,16 @@ def fitting(
 ) -> Network:
     """The empty network for ``weights`` of the file ``path``; `HddmError` names all that does not fit."""
     network = empty_network(kind, arguments, len(weights), origin)
-    problems = differences(network.state_dict(), weights)
-    if problems:
-        raise HddmError(f"{path}: does not fit its {Path(origin).name}: {'; '.join(problems)}")
+    refuse_other_tensors(network.state_dict(), weights, path, Path(origin).name)
     return network
+
+
+def refuse_other_tensors(
+    expected: Mapping[str, Tensor], found: Mapping[str, Tensor], path: Path, config: str = "config.json"
+) -> None:
+    """Name all `differences` of the file ``path``, if there are any, in an `HddmError`."""
+    if problems := differences(expected, found):
+        raise HddmError(f"{path}: does not fit its {config}: {'; '.join(problems)}")
 
 
 class WeightsReader:
@@ -285,15 +283,11 @@ class WeightsReader:
 def cast(weights: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
     """``weights`` in ``dtype``; all that are cast share one block of memory, so that it can be given back."""
     others = {key: value for key, value in weights.items() if value.dtype != dtype}
-    align = 64 // torch.empty(0, dtype=dtype).element_size()
-    places, total = {}, 0
-    for key, value in others.items():
-        places[key] = total
-        total += -(-value.numel() // align) * align
-    block = torch.empty(total, dtype=dtype)
-    for key, value in others.items():
-        place = block[places[key] : places[key] + value.numel()].view(value.shape)
-        others[key] = place.copy_(value)
+    align = 64 // dtype.itemsize
+    lengths = [-(-value.numel() // align) * align for value in others.values()]
+    places = torch.empty(sum(lengths), dtype=dtype).split(lengths)
+    for (key, value), place in zip(others.items(), places, strict=True):
+        others[key] = place[: value.numel()].view(value.shape).copy_(value)
     return {**weights, **others}
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from hddm.networks.folders import differences
+from hddm.networks.folders import refuse_other_tensors
 from hddm.networks.identity import TextEncoderRecord, fingerprint
 from hddm.networks.vae import read_config, read_weights
 from hddm.utils.errors import HddmError, did_you_mean, one_line
@@ -197,18 +197,13 @@ def _open(folder: Path, variant: str | None) -> tuple["CLIPTextModel", dict[str,
         reason = one_line(error, 300)
         raise HddmError(f"{origin}: no text encoder can be built from it ({reason})") from error
     expected = {key.removeprefix(_PREFIX): value for key, value in model.state_dict().items()}
-    problems = differences({k: v for k, v in expected.items() if k not in _UNUSED}, weights)
-    if problems:
-        raise HddmError(f"{path}: does not fit its config.json: {'; '.join(problems)}")
+    refuse_other_tensors({k: v for k, v in expected.items() if k not in _UNUSED}, weights, path)
     return model, weights, path
 
 
 def _special_tokens(config: dict[str, Any]) -> dict[str, Any]:
-    """The config's numbers of special tokens, where they lie within the vocabulary.
-
-    They choose the pooled output alone, which no expert is given; but it cannot be computed without an end,
-    and the end of CLIP's vocabulary is its last token.
-    """
+    """The config's numbers of special tokens, where they lie within the vocabulary."""
+    # They choose the pooled output alone, which no expert is given; without an end, CLIP's last, it fails.
     size = config.get("vocab_size", _VOCABULARY)
     valid = {key: n for key in _NUMBERS if type(n := config.get(key)) is int and 0 <= n < size}
     return {**dict.fromkeys(_NUMBERS), "eos_token_id": size - 1, **valid}

@@ -11,7 +11,14 @@ import torch
 from diffusers import ModelMixin
 from torch import Tensor, nn
 
-from hddm.networks.folders import Classes, differences, empty_network, fill, parse_config, stored_names
+from hddm.networks.folders import (
+    Classes,
+    empty_network,
+    fill,
+    parse_config,
+    refuse_other_tensors,
+    stored_names,
+)
 from hddm.networks.identity import VaeRecord, fingerprint
 from hddm.utils.errors import HddmError
 from hddm.utils.files import inside, read_json
@@ -63,9 +70,6 @@ def _is_there(path: Path) -> bool:
     # A broken link is there, and `inside` says what is wrong with it.
     return path.exists() or path.is_symlink()
 
-
-if TYPE_CHECKING:
-    from diffusers import AutoencoderKL, AutoencoderTiny
 
 STEM = "diffusion_pytorch_model"
 KINDS: Classes[ModelMixin] = ("AutoencoderKL", "AutoencoderTiny")
@@ -174,9 +178,7 @@ def _open(folder: Path, variant: str | None = None) -> tuple[Any, dict[str, Tens
     names = stored_names(network.state_dict(), stored)
     weights = {name: stored[old] for name, old in names.items() if old in stored}
     left = {old: value for old, value in stored.items() if old not in names.values()}
-    problems = differences(network.state_dict(), weights | left)
-    if problems:
-        raise HddmError(f"{path}: does not fit its config.json: {'; '.join(problems)}")
+    refuse_other_tensors(network.state_dict(), weights | left, path)
     if stated := [key for key in _PER_CHANNEL if arguments.get(key) is not None]:
         raise HddmError(
             f"{origin}: states {' and '.join(stated)}, a scale for each channel; only one scaling_factor and "

@@ -8,6 +8,7 @@ The class that a folder names must be in `EXPERT_NETWORKS`: diffusers' own, but 
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from diffusers import ModelMixin
@@ -264,13 +265,17 @@ def call(model: ModelMixin, x: Tensor, timestep: Tensor, conditions: Mapping[str
     if isinstance(model, ExpertTransformer):
         output: Tensor = model(x, timestep, **conditions)
         return output
-    if type(model).__name__ == FLUX:
-        return _call_packed(model, x, timestep, conditions)
-    plain = {name: value for name, value in conditions.items() if name not in _ADDED}
-    added = {name: value for name, value in conditions.items() if name in _ADDED}
-    nested = {"added_cond_kwargs": added} if added else {}
-    result: Tensor = model(x, timestep=timestep, return_dict=False, **plain, **nested)[0]
-    return result
+    given: dict[str, Any] = {name: value for name, value in conditions.items() if name not in _ADDED}
+    if added := {name: value for name, value in conditions.items() if name in _ADDED}:
+        given["added_cond_kwargs"] = added
+    is_packed = type(model).__name__ == FLUX
+    if is_packed:
+        text = conditions.get("encoder_hidden_states")
+        given["img_ids"] = positions(x.shape[-2], x.shape[-1], x.device)
+        # Text has no place: all of it lies at (0, 0, 0).
+        given["txt_ids"] = torch.zeros(0 if text is None else text.shape[1], 3, device=x.device)
+    result: Tensor = model(pack(x) if is_packed else x, timestep=timestep, return_dict=False, **given)[0]
+    return unpack(result, x.shape[-2]) if is_packed else result
 
 
 def pack(x: Tensor) -> Tensor:
@@ -295,21 +300,6 @@ def positions(height: int, width: int, device: torch.device) -> Tensor:
     """(0, y, x) of every row, (HW/4, 3); in float32, since half types round large numbers."""
     sides = [torch.arange(size, device=device, dtype=torch.float32) for size in (1, height // 2, width // 2)]
     return torch.cartesian_prod(*sides)
-
-
-def _call_packed(model: ModelMixin, x: Tensor, timestep: Tensor, conditions: Mapping[str, Tensor]) -> Tensor:
-    height, width = x.shape[-2:]
-    text = conditions.get("encoder_hidden_states")
-    rows: Tensor = model(
-        pack(x),
-        timestep=timestep,
-        img_ids=positions(height, width, x.device),
-        # Text has no place: all of it lies at (0, 0, 0).
-        txt_ids=torch.zeros(0 if text is None else text.shape[1], 3, device=x.device),
-        return_dict=False,
-        **conditions,
-    )[0]
-    return unpack(rows, height)
 
 
 def wrapped(model: ModelMixin, round_time: bool = False) -> nn.Module:

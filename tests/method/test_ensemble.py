@@ -1,26 +1,29 @@
 """Experts of different objectives, mixed: one velocity field of the whole data."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from hddm.ensemble import Ensemble
+from hddm.ensemble import Ensemble, Strategy, sparse_weights
+from hddm.sampling import ExpertUse, sample
 from hddm.utils.errors import HddmError
 from hddm.velocity import VelocityField
-from tests.cases import LINEAR, Case, case_named
-from tests.oracles import GaussianMixture, OracleNetwork, exact_router, relative_error
+from tests.cases import LINEAR, Case, ConditionSum, case_named, oracle_field
+from tests.oracles import GaussianMixture, exact_router, relative_error
 
 PRIOR = [0.1, 0.4, 0.3, 0.2]
 SHARDS = [GaussianMixture.random(seed=10 + k, modes=3, dim=8) for k in range(4)]
 WHOLE = GaussianMixture.union(SHARDS, PRIOR)
 SHAPE = (2, 2, 2)
+FLOW = (LINEAR, "flow_prediction")
 FOUR_KINDS = [
-    (LINEAR, "flow_prediction"),
+    FLOW,
     (case_named("cosine"), "epsilon"),
     (case_named("ddpm-linear"), "epsilon"),
-    (LINEAR, "flow_prediction"),
+    FLOW,
 ]
 OTHER_KINDS = [
     (case_named("sd-scaled-linear-ztsnr"), "v_prediction"),
@@ -30,34 +33,19 @@ OTHER_KINDS = [
 ]
 
 
-class Constant:
-    """An expert's network of constant output, which counts the samples that it sees."""
-
-    def __init__(self, value: float, conditions: tuple[str, ...] = ()) -> None:
-        self.value, self.conditions = value, conditions
-        self.seen: list[Tensor] = []
-
-    def __call__(self, y: Tensor, timestep: Tensor, **conditions: Tensor) -> Tensor:
-        assert set(conditions) <= set(self.conditions)
-        assert all(len(value) == len(y) for value in conditions.values())
-        self.seen.append(y)
-        shift = sum(value.to(y).view(-1, 1, 1, 1) for value in conditions.values())
-        return torch.full_like(y, self.value) + shift
-
-    def field(self) -> VelocityField:
-        return VelocityField(self, LINEAR.schedule, "flow_prediction", conditions=self.conditions)
-
-
 def _table_router(rows: list[list[float]]) -> Callable[[Tensor, Tensor], Tensor]:
     table = torch.tensor(rows, dtype=torch.float64)
     return lambda x_t, t: table.to(x_t)
 
 
 def _experts(kinds: list[tuple[Case, str]]) -> list[VelocityField]:
-    return [
-        VelocityField(OracleNetwork(shard, case.alpha_sigma, kind), case.schedule, kind)
-        for shard, (case, kind) in zip(SHARDS, kinds, strict=True)
-    ]
+    return [oracle_field(shard, *kind) for shard, kind in zip(SHARDS, kinds, strict=True)]
+
+
+def _of(
+    networks: list[ConditionSum], *router: Callable[[Tensor, Tensor], Tensor], **options: Any
+) -> Ensemble:
+    return Ensemble([network.field() for network in networks], *router, **options)
 
 
 @pytest.mark.parametrize("kinds", [FOUR_KINDS, OTHER_KINDS], ids=["flow and ddpm", "all kinds"])
@@ -92,21 +80,21 @@ EXPECTED = {
 
 @pytest.mark.parametrize("strategy", list(EXPECTED))
 def test_each_expert_runs_for_the_samples_that_need_it_and_no_others(strategy: str) -> None:
-    networks = [Constant(value) for value in (1.0, 10.0, 100.0)]
-    ensemble = Ensemble([n.field() for n in networks], _table_router(TABLE), strategy)
+    networks = [ConditionSum(value) for value in (1.0, 10.0, 100.0)]
+    ensemble = _of(networks, _table_router(TABLE), strategy=strategy)
     x_t = torch.arange(4.0, dtype=torch.float64).view(4, 1, 1, 1).expand(4, *SHAPE)
     v = ensemble.velocity(x_t, torch.full((4,), 0.5))
     weights = torch.tensor(EXPECTED[strategy], dtype=torch.float64)
     expected = (weights @ torch.tensor([1.0, 10.0, 100.0], dtype=torch.float64)).view(4, 1, 1, 1)
     torch.testing.assert_close(v, expected.expand(4, *SHAPE))
     for network, column in zip(networks, weights.T, strict=True):
-        rows = [y[:, 0, 0, 0].tolist() for y in network.seen]
+        rows = [y[:, 0, 0, 0].tolist() for y in network.states]
         needed = column.nonzero()[:, 0].double().tolist()
         assert rows == ([needed] if needed else [])
 
 
 def test_strategy_can_be_set_later_and_is_checked() -> None:
-    ensemble = Ensemble([Constant(k).field() for k in range(3)], _table_router(TABLE))
+    ensemble = _of([ConditionSum(k) for k in range(3)], _table_router(TABLE))
     assert ensemble.strategy == "nucleus-0.9"
     ensemble.strategy = "top-1"
     v = ensemble.velocity(torch.zeros(4, *SHAPE), torch.full((4,), 0.5))
@@ -118,27 +106,26 @@ def test_strategy_can_be_set_later_and_is_checked() -> None:
 
 
 def test_draw_needs_the_experts_that_were_drawn() -> None:
-    networks = [Constant(float(k)) for k in range(3)]
-    ensemble = Ensemble([n.field() for n in networks], strategy="draw")
+    networks = [ConditionSum(k) for k in range(3)]
+    ensemble = _of(networks, strategy="draw")
     x_t, t = torch.zeros(4, *SHAPE), torch.full((4,), 0.5)
     with pytest.raises(HddmError, match="expert="):
         ensemble.velocity(x_t, t)
     v = ensemble.velocity(x_t, t, expert=torch.tensor([2, 0, 2, 2]))
     assert v[:, 0, 0, 0].tolist() == [2, 0, 2, 2]
-    assert [[len(y) for y in n.seen] for n in networks] == [[1], [], [3]]
+    assert [[len(y) for y in network.states] for network in networks] == [[1], [], [3]]
 
 
 @pytest.mark.parametrize("expert", [[0], [0, 1, 1], [0, 2], [-1, 0], [[0], [1]]], ids=str)
 def test_other_indices_than_one_expert_a_sample_are_refused(expert: list[int]) -> None:
-    ensemble = Ensemble([Constant(0.0).field(), Constant(1.0).field()], strategy="draw")
+    ensemble = _of([ConditionSum()] * 2, strategy="draw")
     with pytest.raises(HddmError, match="expert="):
         ensemble.velocity(torch.zeros(2, *SHAPE), torch.full((2,), 0.5), expert=torch.tensor(expert))
 
 
 def test_conditions_go_to_the_experts_that_declare_them() -> None:
-    networks = [Constant(0.0, ("class_labels",)), Constant(0.0), Constant(0.0, ("scale",))]
-    ensemble = Ensemble([n.field() for n in networks], strategy="draw")
-    v = ensemble.velocity(
+    experts = [ConditionSum().field(*names) for names in (["class_labels"], [], ["scale"])]
+    v = Ensemble(experts, strategy="draw").velocity(
         torch.zeros(3, *SHAPE),
         torch.full((3,), 0.5),
         expert=torch.tensor([2, 0, 1]),
@@ -156,13 +143,24 @@ def test_conditions_go_to_the_experts_that_declare_them() -> None:
         (_table_router([[0.5, 0.5]] * 2), [0.5, 0.5], {"caption": torch.zeros(2)}, "'caption'"),
         (_table_router([[0.5, 0.5]] * 2), [0.5, 1.5], {}, "^t "),
         (_table_router([[0.5, 0.5]] * 2), [0.5], {}, "^t "),
+        (
+            *(_table_router([[0.5, 0.5]] * 2), [0.5, 0.5]),
+            *({"class_labels": torch.zeros(3)}, r"'class_labels' has shape \(3,\) for 2 states"),
+        ),
     ],
-    ids=["no router", "one for three experts", "an unknown condition", "above 1", "too few times"],
+    ids=[
+        "no router",
+        "for three experts",
+        "unknown condition",
+        "above 1",
+        "too few times",
+        "too many labels",
+    ],
 )
 def test_calls_that_do_not_fit_are_refused(
     router: Callable[..., Tensor] | None, t: list[float], conditions: dict[str, Tensor], problem: str
 ) -> None:
-    experts = [Constant(0.0, ("class_labels",)).field(), Constant(0.0).field()]
+    experts = [ConditionSum().field("class_labels"), ConditionSum().field()]
     with pytest.raises(HddmError, match=problem):
         Ensemble(experts, router, "full").velocity(torch.zeros(2, *SHAPE), torch.tensor(t), **conditions)
     with pytest.raises(HddmError, match="at least one expert"):
@@ -170,19 +168,28 @@ def test_calls_that_do_not_fit_are_refused(
 
 
 def test_guidance_is_applied_by_each_expert_before_mixing() -> None:
-    networks = [Constant(1.0, ("class_labels",)), Constant(2.0, ("class_labels",))]
-    rows = [[0.25, 0.75], [1.0, 0.0]]
-    ensemble = Ensemble([n.field() for n in networks], _table_router(rows), "full")
-    v = ensemble.velocity(
-        torch.zeros(2, *SHAPE),
-        torch.tensor([0.2, 0.8]),
-        3.0,
-        {"class_labels": torch.tensor([1, 2])},
-        class_labels=torch.tensor([5, 9]),
-    )
+    networks = [ConditionSum(1.0), ConditionSum(2.0)]
+    experts = [network.field("class_labels") for network in networks]
+    ensemble = Ensemble(experts, _table_router([[0.25, 0.75], [1.0, 0.0]]), "full")
+    x_t, t, against = torch.zeros(2, *SHAPE), torch.tensor([0.2, 0.8]), {"class_labels": torch.tensor([1, 2])}
+    v = ensemble.velocity(x_t, t, 3.0, against, class_labels=torch.tensor([5, 9]))
     # v_negative + 3 (v_positive - v_negative), the labels adding to the constants
     assert v[:, 0, 0, 0].tolist() == [1.75 + 1 + 3 * 4, 1 + 2 + 3 * 7]
-    assert [sum(map(len, n.seen)) for n in networks] == [4, 2]
+    assert [sum(map(len, network.states)) for network in networks] == [4, 2]
+
+
+def test_an_expert_without_conditions_or_of_settings_alone_takes_part_unguided() -> None:
+    names = [("class_labels", "time_ids"), (), ("time_ids",)]
+    ensemble = Ensemble(
+        [ConditionSum(1.0).field(*one) for one in names], _table_router([[0.5, 0.25, 0.25]] * 4), "full"
+    )
+    x_t, t, sizes = torch.zeros(4, *SHAPE), torch.full((4,), 0.5), torch.arange(4.0)
+    labels, null = {"class_labels": torch.full((4,), 3)}, {"class_labels": torch.zeros(4)}
+    v = ensemble.velocity(x_t, t, 2.0, null, time_ids=sizes, **labels)
+    expected = 0.5 * (1 + sizes + 2 * 3) + 0.25 * 1 + 0.25 * (1 + sizes)
+    torch.testing.assert_close(v[:, 0, 0, 0], expected)
+    with pytest.raises(HddmError, match="guidance needs a condition"):
+        ensemble.velocity(x_t, t, 2.0)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
@@ -208,37 +215,50 @@ def test_a_single_expert_needs_no_router() -> None:
 )
 def test_a_prior_that_is_none_is_refused(prior: list[float]) -> None:
     with pytest.raises(HddmError, match="prior"):
-        Ensemble([Constant(0.0).field(), Constant(1.0).field()], prior=prior)
+        _of([ConditionSum()] * 2, prior=prior)
 
 
 def test_prior_is_normalised_shard_sizes_and_uniform_by_default() -> None:
-    experts = [Constant(float(k)).field() for k in range(2)]
-    assert Ensemble(experts, prior=[300, 100]).prior.tolist() == [0.75, 0.25]
-    assert Ensemble(experts).prior.tolist() == [0.5, 0.5]
+    assert _of([ConditionSum()] * 2, prior=[300, 100]).prior.tolist() == [0.75, 0.25]
+    assert _of([ConditionSum()] * 2).prior.tolist() == [0.5, 0.5]
 
 
-def test_an_expert_without_conditions_takes_part_unguided() -> None:
-    guided = VelocityField(Labelled(), LINEAR.schedule, "flow_prediction", conditions=("class_labels",))
-    plain = VelocityField(Constant(1.0), LINEAR.schedule, "flow_prediction", conditions=())
-    x_t, t = torch.zeros(4, *SHAPE), torch.full((4,), 0.5)
-    labels, none = torch.full((4,), 3), torch.zeros(4, dtype=torch.long)
-    mixed = Ensemble([guided, plain], lambda x, t: torch.full((len(x), 2), 0.5), "full")
-    v = mixed.velocity(x_t, t, 2.0, {"class_labels": none}, class_labels=labels)
-    torch.testing.assert_close(v, torch.full_like(v, (0 + 2.0 * 3 + 1) / 2))
-    with pytest.raises(HddmError, match="guidance needs a condition"):
-        mixed.velocity(x_t, t, 2.0)
+# Images of four classes in four shards; their sums are in the proportions of PRIOR.
+COUNTS = torch.tensor([[10.0, 0, 0, 0], [0, 30, 0, 0], [0, 10, 30, 0], [0, 0, 0, 20]])
 
 
-def test_a_condition_of_another_length_is_refused() -> None:
-    field = VelocityField(Labelled(), LINEAR.schedule, "flow_prediction", conditions=("class_labels",))
-    mixed = Ensemble([field], strategy="top-1")
-    for model in (field, mixed):
-        with pytest.raises(HddmError, match=r"class_labels.*4 states"):
-            model.velocity(torch.zeros(4, *SHAPE), torch.full((4,), 0.5), class_labels=torch.zeros(3))
+def _of_classes(strategy: str) -> Ensemble:
+    return Ensemble(_experts([FLOW] * 4), exact_router(SHARDS, PRIOR), strategy, PRIOR, COUNTS)
 
 
-class Labelled:
-    """A network whose output is its class label."""
+@pytest.mark.parametrize("label", range(4))
+@pytest.mark.parametrize("strategy", ["full", "top-1", "nucleus-0.8"])
+def test_a_class_is_routed_by_the_posterior_of_its_own_shares(label: int, strategy: str) -> None:
+    # Given the shard, class and image are independent here, so the posterior is that of another prior.
+    shares = (COUNTS[label] / COUNTS[label].sum()).tolist()
+    t = torch.linspace(0.05, 0.95, 21, dtype=torch.float64)
+    x_t = SHARDS[1].states(t, seed=3, shape=SHAPE)
+    exact = exact_router(SHARDS, shares)(x_t, t)
+    given = {"class_labels": torch.full((21,), label)}
+    found = _of_classes(strategy).weights(x_t, t, conditions=given)
+    torch.testing.assert_close(found, sparse_weights(exact, Strategy.parse(strategy)), rtol=1e-9, atol=1e-12)
 
-    def __call__(self, y: Tensor, timestep: Tensor, class_labels: Tensor) -> Tensor:
-        return class_labels.to(y).view(-1, 1, 1, 1).expand_as(y)
+
+def test_the_null_class_is_routed_as_no_class() -> None:
+    ensemble, x_t, t = _of_classes("full"), torch.ones(5, *SHAPE), torch.linspace(0.05, 0.95, 5)
+    null = {"class_labels": torch.full((5,), 4)}
+    assert torch.equal(ensemble.weights(x_t, t, conditions=null), ensemble.weights(x_t, t))
+
+
+def test_a_class_whose_shards_the_router_excludes_is_still_made_by_them() -> None:
+    experts = [ConditionSum(k).field("class_labels") for k in range(4)]
+    ensemble = Ensemble(experts, _table_router([[0.0, 1.0, 0.0, 0.0]] * 2), "full", PRIOR, COUNTS)
+    v = ensemble.velocity(torch.zeros(2, *SHAPE), torch.full((2,), 0.5), class_labels=torch.tensor([0, 2]))
+    assert v[:, 0, 0, 0].tolist() == [0 + 0, 1 + 2]
+
+
+def test_sampling_gives_every_sample_its_class_s_experts() -> None:
+    experts, use = [ConditionSum().field("class_labels")] * 4, ExpertUse(4)
+    ensemble = Ensemble(experts, lambda x, t: torch.full((len(x), 4), 0.25), "full", class_prior=COUNTS)
+    sample(ensemble, 6, steps=3, shape=SHAPE, use=use, class_labels=torch.tensor([0, 0, 1, 1, 0, 1]))
+    assert use.shares.tolist() == [0.5, 0.5, 0, 0]

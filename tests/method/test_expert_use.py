@@ -8,13 +8,12 @@ from torch import Tensor
 
 from hddm.ensemble import Ensemble
 from hddm.sampling import ExpertUse, sample
-from hddm.schedules import LinearSchedule
-from hddm.velocity import VelocityField
+from tests.cases import ConditionSum
 
 NUM = 6
 
 
-def _ensemble(strategy: str, experts: int = 3) -> Ensemble:
+def _ensemble(strategy: str) -> Ensemble:
     """Expert 0 has most of the weight; some is 1's above t = 0.5, and below it 2's in every other row."""
 
     def router(x: Tensor, t: Tensor) -> Tensor:
@@ -24,11 +23,7 @@ def _ensemble(strategy: str, experts: int = 3) -> Ensemble:
         rows[::2, 2] = torch.where(t < 0.5, 0.4, 0.0)[::2]
         return rows / rows.sum(1, keepdim=True)
 
-    fields = [
-        VelocityField(lambda x, t: 0 * x, LinearSchedule(), "flow_prediction", sample_shape=(1, 2, 2))
-        for _ in range(experts)
-    ]
-    return Ensemble(fields, router, strategy)
+    return Ensemble([ConditionSum().field(sample_shape=(1, 2, 2))] * 3, router, strategy)
 
 
 @pytest.mark.parametrize(("solver", "steps"), [("euler", 7), ("heun", 5), ("adams-bashforth", 16)])
@@ -56,73 +51,45 @@ def test_a_report_tells_shares_and_runs_in_every_bin_of_time(solver: str, steps:
     assert report["experts_a_sample"] == pytest.approx(2 * share_early + 1.5 * (1 - share_early), abs=1e-4)
 
 
-def test_only_what_the_strategy_lets_run_counts() -> None:
-    use = ExpertUse(3)
-    sample(_ensemble("top-1"), NUM, steps=4, use=use)
-    assert use.shares.tolist() == [1, 0, 0]
-    assert use.experts_a_sample == 1
+def test_only_what_runs_counts_at_every_call() -> None:
+    one, kept = ExpertUse(3), ExpertUse(3)
+    sample(_ensemble("top-1"), NUM, steps=4, use=one)
+    assert one.shares.tolist() == [1, 0, 0]
+    assert one.experts_a_sample == 1
+    sample(_ensemble("full"), NUM, steps=10, router_every=10, use=kept)
+    assert kept.shares.tolist() == pytest.approx([0.6, 0.4, 0.0])
+    assert len(kept.report()["by_time"]) >= 9
 
 
-def test_choices_that_are_kept_count_at_every_call() -> None:
-    use = ExpertUse(3)
-    sample(_ensemble("full"), NUM, steps=10, router_every=10, use=use)
-    assert use.shares.tolist() == pytest.approx([0.6, 0.4, 0.0])
-    assert len(use.report()["by_time"]) >= 9
-
-
-def _of(shares: list[float], samples: int = 100) -> ExpertUse:
-    """One call for so many samples, each with one expert."""
-    use = ExpertUse(len(shares))
-    counts = torch.tensor([round(share * samples) for share in shares])
-    use.add(0.5, torch.eye(len(shares)).repeat_interleave(counts, 0))
-    return use
+NONE_OF, NEARLY_ALL = "expert {} is never used", "expert {} takes {}% of the weight; is the router trained?"
 
 
 @pytest.mark.parametrize(
-    ("shares", "warnings"),
+    ("shares", "samples", "expected", "warnings"),
     [
-        ([0.5, 0.3, 0.2], []),
-        ([0.9, 0.05, 0.05], []),
-        ([0.91, 0.05, 0.04], ["expert 0 takes 91% of the weight; is the router trained?"]),
-        ([0.6, 0.0, 0.4], ["expert 1 is never used"]),
-        (
-            [0.0, 0.0, 1.0],
-            [
-                "expert 0 is never used",
-                "expert 1 is never used",
-                "expert 2 takes 100% of the weight; is the router trained?",
-            ],
-        ),
-        ([1.0], []),
+        ([0.5, 0.3, 0.2], 100, None, []),
+        ([0.9, 0.05, 0.05], 100, None, []),
+        ([0.91, 0.05, 0.04], 100, None, [NEARLY_ALL.format(0, 91)]),
+        ([0.6, 0.0, 0.4], 100, None, [NONE_OF.format(1)]),
+        ([0.0, 0.0, 1.0], 100, None, [NONE_OF.format(0), NONE_OF.format(1), NEARLY_ALL.format(2, 100)]),
+        ([1.0], 100, None, []),
+        # With draw, what each was to give.
+        ([0.95, 0.05], 100, [95.0, 5.0], []),
+        ([0.95, 0.05], 100, [50.0, 50.0], [NEARLY_ALL.format(0, 95)]),
+        ([0.98, 0.0, 0.02], 100, [94.0, 4.0, 2.0], [NONE_OF.format(1)]),
+        # An expert of whom one sample in a hundred is due may well have none.
+        ([1.0, 0.0], 100, [99.0, 1.0], []),
+        ([1.0, 0.0, 0.0], 1, [0.4, 0.3, 0.3], []),
     ],
     ids=str,
 )
 def test_an_expert_that_takes_nearly_all_or_nothing_is_worth_a_warning(
-    shares: list[float], warnings: list[str]
+    shares: list[float], samples: int, expected: list[float] | None, warnings: list[str]
 ) -> None:
-    assert _of(shares).warnings() == warnings
-
-
-@pytest.mark.parametrize(
-    ("shares", "expected", "warnings"),
-    [
-        # As it should be.
-        ([0.95, 0.05], [95.0, 5.0], []),
-        # An expert of whom one sample in a hundred is due may well have none.
-        ([1.0, 0.0], [99.0, 1.0], []),
-        ([0.98, 0.0, 0.02], [94.0, 4.0, 2.0], ["expert 1 is never used"]),
-        ([0.95, 0.05], [50.0, 50.0], ["expert 0 takes 95% of the weight; is the router trained?"]),
-    ],
-    ids=str,
-)
-def test_draw_is_held_against_what_it_was_to_give(
-    shares: list[float], expected: list[float], warnings: list[str]
-) -> None:
-    assert _of(shares).warnings(torch.tensor(expected)) == warnings
-
-
-def test_a_handful_of_drawn_samples_warns_of_nothing() -> None:
-    assert _of([1.0, 0.0, 0.0], samples=1).warnings(torch.tensor([0.4, 0.3, 0.3])) == []
+    use = ExpertUse(len(shares))
+    counts = torch.tensor([round(share * samples) for share in shares])
+    use.add(0.5, torch.eye(len(shares)).repeat_interleave(counts, 0))
+    assert use.warnings(None if expected is None else torch.tensor(expected)) == warnings
 
 
 def test_an_expert_of_little_weight_is_used() -> None:

@@ -12,10 +12,10 @@ from torch import Tensor
 import hddm
 from hddm.checkpoints.convert import write
 from hddm.checkpoints.plan import Conversion, plan
-from hddm.sampling import sample
-from hddm.schedules import LinearSchedule
+from hddm.sampling import initial_noise, sample
 from hddm.utils.errors import HddmError
 from hddm.velocity import Guidance, VelocityField
+from tests.cases import LINEAR, ConditionSum
 from tests.checkpoint_files import DDPM_BETAS, dit, pipeline
 
 SHAPE = (4, 3, 3)
@@ -59,51 +59,121 @@ def test_rescaling_is_that_of_its_paper_over_what_is_guided(rescale: float, chan
         np.testing.assert_array_equal(row[count:], positive[count:])
 
 
-class Counting:
-    """A network that gives its label, and keeps how many rows each call had, and their labels."""
+def _field(network: ConditionSum) -> VelocityField:
+    nulls = {"class_labels": torch.tensor(9)}
+    return network.field("class_labels", null_conditions=nulls, sample_shape=SHAPE)
 
-    def __init__(self) -> None:
-        self.labels: list[list[int]] = []
 
-    def __call__(self, y: Tensor, timestep: Tensor, class_labels: Tensor) -> Tensor:
-        self.labels.append(class_labels.tolist())
-        return -class_labels.to(y).view(-1, 1, 1, 1).expand_as(y)
-
-    def field(self) -> VelocityField:
-        nulls = {"class_labels": torch.tensor(9)}
-        return VelocityField(
-            self, LinearSchedule(), "flow_prediction", null_conditions=nulls, sample_shape=SHAPE
-        )
+@pytest.mark.parametrize("scale", [0.0, 0.5, 3.0, 7.5])
+def test_guidance_is_its_formula_in_one_batch_against_the_null_condition_by_default(scale: float) -> None:
+    x_t, t, labels, null = torch.zeros(2, *SHAPE), torch.tensor([0.0, 0.7]), torch.tensor([1.0, 2.0]), 9
+    for negative, against in ((None, null), ({"class_labels": torch.tensor([4.0, 4.0])}, 4)):
+        network = ConditionSum()
+        found = _field(network).velocity(x_t, t, scale, negative, class_labels=labels)
+        assert [len(y) for y in network.states] == [4]
+        assert found[:, 0, 0, 0].tolist() == (against + scale * (labels - against)).tolist()
 
 
 def test_outside_its_interval_guidance_costs_nothing() -> None:
-    network, labels = Counting(), torch.tensor([1, 2])
+    network, labels = ConditionSum(), torch.tensor([1, 2])
     guidance = Guidance(2.0, interval=(0.3, 0.6))
-    found = sample(network.field(), 2, steps=10, guidance_scale=guidance, class_labels=labels)
+    found = sample(_field(network), 2, steps=10, guidance_scale=guidance, class_labels=labels)
     # Euler asks at 1, 0.9, … 0.1: guided at 0.6, 0.5, 0.4 and 0.3, the ends of the interval included.
-    once, twice = [1, 2], [1, 2, 9, 9]
-    assert network.labels == [once] * 4 + [twice] * 4 + [once] * 2
-    noise = sample(Counting().field(), 2, steps=10, class_labels=torch.zeros(2))
+    asked = [given["class_labels"] for given in network.conditions]
+    assert asked == [[1, 2]] * 4 + [[1, 2, 9, 9]] * 4 + [[1, 2]] * 2
     drift = 0.6 * labels + 0.4 * (2 * labels - 9)
-    torch.testing.assert_close(found, noise + drift.view(-1, 1, 1, 1))
+    torch.testing.assert_close(found, initial_noise(0, 0, 2, SHAPE) - drift.view(-1, 1, 1, 1))
 
 
 @pytest.mark.parametrize("guidance", [1.0, Guidance(1.0), Guidance(1.0, rescale=0.5)], ids=str)
 def test_a_scale_of_one_asks_for_no_negative_branch(guidance: float | Guidance) -> None:
-    network = Counting()
-    network.field().velocity(
-        torch.zeros(2, *SHAPE), torch.tensor([0.1, 0.9]), guidance, class_labels=torch.tensor([1, 2])
-    )
-    assert network.labels == [[1, 2]]
+    network, labels = ConditionSum(), torch.tensor([1, 2])
+    _field(network).velocity(torch.zeros(2, *SHAPE), torch.tensor([0.1, 0.9]), guidance, class_labels=labels)
+    assert network.conditions == [{"class_labels": [1, 2]}]
 
 
 def test_a_batch_of_several_times_is_guided_a_row_at_a_time() -> None:
-    network, times = Counting(), torch.tensor([0.1, 0.5, 0.9])
+    times, labels = torch.tensor([0.1, 0.5, 0.9]), torch.tensor([1, 2, 3])
     guidance = Guidance(2.0, interval=(0.4, 0.6))
-    v = network.field().velocity(
-        torch.zeros(3, *SHAPE), times, guidance, class_labels=torch.tensor([1, 2, 3])
-    )
-    assert v[:, 0, 0, 0].tolist() == [-1, -(2 * 2 - 9), -3]
+    v = _field(ConditionSum()).velocity(torch.zeros(3, *SHAPE), times, guidance, class_labels=labels)
+    assert v[:, 0, 0, 0].tolist() == [1, 2 * 2 - 9, 3]
+
+
+X, T = torch.ones(4, *SHAPE), torch.tensor([0.0, 0.2, 0.7, 1.0])
+
+
+@pytest.mark.parametrize("length", [3, 5], ids=["a shorter one", "null values"])
+def test_texts_of_different_lengths_guide_as_those_of_one_do(length: int) -> None:
+    batches: list[int] = []
+
+    def network(
+        y: Tensor, timestep: Tensor, encoder_hidden_states: Tensor, encoder_attention_mask: Tensor
+    ) -> Tensor:
+        batches.append(len(y))
+        heard = (encoder_hidden_states * encoder_attention_mask[:, :, None]).sum((1, 2))
+        return heard.view(-1, 1, 1, 1) * y
+
+    noise = torch.Generator().manual_seed(1)
+    tokens, others = torch.randn(4, 7, 2, generator=noise), torch.randn(length, 2, generator=noise)
+    mask = torch.tensor([[1, 1, 1, 1, 0, 0, 0]]).repeat(4, 1)
+    against = {"encoder_hidden_states": others, "encoder_attention_mask": torch.ones(length)}
+    negative = {name: value.expand(4, *value.shape) for name, value in against.items()}
+    nulls, negative = (against, None) if length == 5 else ({}, negative)
+    field = VelocityField(network, LINEAR.schedule, "flow_prediction", null_conditions=nulls)
+    given = {"encoder_hidden_states": tokens, "encoder_attention_mask": mask}
+    found = field.velocity(X, T, 3.0, negative, **given)
+    gain = others.sum() + 3.0 * (tokens[:, :4].sum((1, 2)) - others.sum())
+    torch.testing.assert_close(found, gain.view(-1, 1, 1, 1) * X)
+    assert batches == [4, 4]
+
+
+def _sized(**nulls: float) -> VelocityField:
+    """An expert of a text and a size."""
+    values = {name: torch.tensor(value) for name, value in nulls.items()}
+    return VelocityField(ConditionSum(), LINEAR.schedule, "flow_prediction", null_conditions=values)
+
+
+@pytest.mark.parametrize(
+    ("nulls", "negative_sizes", "sizes_used"),
+    [({}, None, [4.0, 5.0, 6.0, 7.0]), ({}, [9.0] * 4, [9.0] * 4), ({"time_ids": 8.0}, None, [8.0] * 4)],
+    ids=["no null value", "given", "a null value"],
+)
+def test_the_negative_branch_has_the_settings_of_the_other_one(
+    nulls: dict[str, float], negative_sizes: list[float] | None, sizes_used: list[float]
+) -> None:
+    texts, sizes, against = torch.arange(4.0), torch.tensor([4.0, 5.0, 6.0, 7.0]), torch.full((4,), -2.0)
+    negative = {"text_embeds": against}
+    if negative_sizes is not None:
+        negative["time_ids"] = torch.tensor(negative_sizes)
+    found = _sized(**nulls).velocity(X, T, 3.0, negative, text_embeds=texts, time_ids=sizes)
+    unguided = against + torch.tensor(sizes_used)
+    assert found[:, 0, 0, 0].tolist() == (unguided + 3.0 * (texts + sizes - unguided)).tolist()
+
+
+def test_settings_alone_guide_nowhere() -> None:
+    field = _sized(text_embeds=1.0)
+    with pytest.raises(HddmError, match="guidance needs a condition to guide to"):
+        field.velocity(X, T, 3.0, time_ids=T)
+    found = field.velocity(X, T, 3.0, {"time_ids": T + 1}, time_ids=T)
+    torch.testing.assert_close(found[:, 0, 0, 0], T + 1 + 1 - 3)
+
+
+@pytest.mark.parametrize(
+    ("positive", "negative", "words"),
+    [
+        (("text_embeds", "mask"), ("text_embeds",), "the negative conditions lack mask, and this"),
+        (("text_embeds",), ("text_embeds", "mask"), "both sides: the conditions lack mask, and this"),
+        (("mask", "text_embeds"), (), "the negative conditions lack mask and text_embeds, and"),
+        (("mask",), ("text_embeds",), "negative conditions lack mask, the conditions lack text_embeds, and"),
+        ((), ("text_embeds",), "guidance needs a condition to guide to"),
+    ],
+    ids=str,
+)
+def test_what_one_side_of_guidance_lacks_is_named(
+    positive: tuple[str, ...], negative: tuple[str, ...], words: str
+) -> None:
+    with pytest.raises(HddmError, match=words):
+        _sized().velocity(X, T, 3.0, dict.fromkeys(negative, T), **dict.fromkeys(positive, T))
 
 
 @pytest.mark.parametrize(

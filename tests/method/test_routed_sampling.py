@@ -27,20 +27,14 @@ class Expert:
 
     def __call__(self, x: Tensor, t: Tensor, class_labels: Tensor | None = None, **_: Tensor) -> Tensor:
         self.rows.append(len(x))
-        places = torch.full((len(x),), self.place).to(x)
-        if class_labels is not None:
-            places = places + class_labels.to(x) / 16
-        return (x - places.view(-1, 1, 1, 1)) / t.clamp_min(1e-9).view(-1, 1, 1, 1)
+        labels = torch.zeros(len(x)) if class_labels is None else class_labels
+        places = self.place + labels.to(x).view(-1, 1, 1, 1) / 16
+        return (x - places) / t.clamp_min(1e-9).view(-1, 1, 1, 1)
 
     def field(self) -> VelocityField:
-        return VelocityField(
-            self,
-            LinearSchedule(),
-            "flow_prediction",
-            conditions=self.conditions,
-            null_conditions={name: torch.tensor(0) for name in self.conditions},
-            sample_shape=SHAPE,
-        )
+        given = {"conditions": self.conditions, "sample_shape": SHAPE}
+        nulls = {name: torch.tensor(0) for name in self.conditions}
+        return VelocityField(self, LinearSchedule(), "flow_prediction", null_conditions=nulls, **given)
 
 
 class CountingRouter:
@@ -67,18 +61,15 @@ def _arrived(samples: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("solver", list(CALLS))
-@pytest.mark.parametrize("every", [1, 2, 3, 7, 100])
+@pytest.mark.parametrize("every", [1, 2, 7, 100])
 def test_the_router_is_asked_at_every_nth_call_of_a_batch(every: int, solver: str) -> None:
     ensemble = _ensemble("top-2")
     sample(ensemble, 10, steps=7, solver=solver, batch_size=4, router_every=every)
     assert len(ensemble.router.times) == 3 * math.ceil(7 * CALLS[solver] / every)
     assert ensemble.router.times[0] == 1
-
-
-def test_the_router_is_asked_at_every_call_by_default() -> None:
-    plain = sample(_ensemble("top-2"), 10, steps=7)
-    assert torch.equal(sample(_ensemble("top-2"), 10, steps=7, router_every=1), plain)
-    assert not torch.equal(sample(_ensemble("top-2"), 10, steps=7, router_every=3), plain)
+    default = _ensemble("top-2")
+    sample(default, 10, steps=7, solver=solver, batch_size=4)
+    assert len(default.router.times) == 3 * 7 * CALLS[solver]
 
 
 def test_between_its_answers_the_routers_choice_stays() -> None:
@@ -102,7 +93,7 @@ SHARES = [*CLASS_PRIOR[:2], [0.75, 0.25, 0.0]]
 PRIOR = [0.2, 0.2, 0.6]
 
 
-@pytest.mark.parametrize("label", [0, 1, 2, 3, 7])
+@pytest.mark.parametrize("label", [0, 1, 2, 3])
 def test_draw_follows_the_class_and_without_one_the_prior(label: int) -> None:
     ensemble = _ensemble("draw", ("class_labels",), prior=PRIOR, class_prior=CLASS_PRIOR)
     num = 1500
@@ -116,9 +107,7 @@ def test_draw_follows_the_class_and_without_one_the_prior(label: int) -> None:
 
 
 def test_every_sample_is_drawn_for_its_own_class() -> None:
-    ensemble = _ensemble(
-        "draw", ("class_labels",), prior=PRIOR, class_prior=[[1, 0, 0], [0, 1, 0], [0, 0, 1]]
-    )
+    ensemble = _ensemble("draw", ("class_labels",), prior=PRIOR, class_prior=torch.eye(3))
     labels = torch.tensor([2, 0, 1, 1, 2, 0, 0, 2])
     for batch_size in (1, 3, 8):
         samples = sample(ensemble, 8, steps=2, batch_size=batch_size, class_labels=labels)
@@ -129,6 +118,8 @@ def _warned(ensemble: Ensemble, **conditions: Tensor) -> list[str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         sample(ensemble, 2, steps=1, **conditions)
+    # A warning points at who called.
+    assert all(one.filename == __file__ for one in caught)
     return [str(one.message) for one in caught]
 
 
@@ -195,11 +186,6 @@ def test_what_does_not_go_together_is_refused(options: dict[str, Any], words: st
         sample(_ensemble("top-1"), 2, steps=1, **options)
 
 
-def test_naming_an_expert_needs_an_ensemble() -> None:
-    with pytest.raises(HddmError, match="expert 0 needs an ensemble; this is a single expert"):
-        sample(Expert(0.0).field(), 2, steps=1, expert=0)
-
-
 def test_weights_of_an_earlier_state_have_its_shape_and_no_expert_beside_them() -> None:
     ensemble, x, t = _ensemble("top-1"), torch.zeros(2, *SHAPE), torch.full((2,), 0.5)
     kept = ensemble.weights(x, t)
@@ -209,54 +195,13 @@ def test_weights_of_an_earlier_state_have_its_shape_and_no_expert_beside_them() 
             ensemble.velocity(x, t, **wrong)
 
 
-def test_both_sides_of_guidance_have_a_row_a_state() -> None:
-    ensemble, x, t = _ensemble("top-1", ("class_labels",)), torch.zeros(2, *SHAPE), torch.full((2,), 0.5)
-    two, three = torch.zeros(2), torch.zeros(3)
-    for given, against in ((three, two), (two, three)):
-        with pytest.raises(HddmError, match=r"'class_labels' has shape \(3,\) for 2 states"):
-            ensemble.velocity(x, t, 2.0, {"class_labels": against}, class_labels=given)
-
-
-def test_an_expert_that_takes_sizes_alone_takes_part_unguided() -> None:
-    def sized(x: Tensor, t: Tensor, time_ids: Tensor, class_labels: Tensor | None = None) -> Tensor:
-        labels = 0 if class_labels is None else class_labels
-        return (labels + time_ids).view(-1, 1, 1, 1).expand_as(x)
-
-    nulls = {"class_labels": torch.tensor(0.0)}
-    experts = [
-        VelocityField(sized, LinearSchedule(), "flow_prediction", conditions=("time_ids",)),
-        VelocityField(
-            sized,
-            LinearSchedule(),
-            "flow_prediction",
-            conditions=("time_ids", "class_labels"),
-            null_conditions=nulls,
-        ),
-    ]
-    ensemble = Ensemble(experts, lambda x, t: torch.tensor([[0.25, 0.75]]).expand(len(x), -1), "full")
-    given = {"time_ids": torch.tensor([1.0, 2.0]), "class_labels": torch.tensor([5.0, 7.0])}
-    v = ensemble.velocity(torch.zeros(2, *SHAPE), torch.tensor(0.5), 3.0, **given)
-    assert v[:, 0, 0, 0].tolist() == [0.25 * 1 + 0.75 * (1 + 3 * 5), 0.25 * 2 + 0.75 * (2 + 3 * 7)]
-
-
 def test_conditions_are_rows_of_any_kind() -> None:
     ensemble = _ensemble("top-1", ("class_labels",))
     given = {"steps": 2, "guidance_scale": 2.0}
-    tensors = sample(
-        ensemble,
-        2,
-        **given,
-        negative={"class_labels": torch.tensor([1, 0])},
-        class_labels=torch.tensor([2, 3]),
-    )
+    negative, labels = {"class_labels": torch.tensor([1, 0])}, torch.tensor([2, 3])
+    tensors = sample(ensemble, 2, **given, negative=negative, class_labels=labels)
     lists = sample(ensemble, 2, **given, negative={"class_labels": [1, 0]}, class_labels=[2, 3])
     assert torch.equal(lists, tensors)
     for wrong in ({"class_labels": torch.tensor(2)}, {"negative": {"class_labels": torch.tensor(2)}}):
         with pytest.raises(HddmError, match="'class_labels' has no rows for 2 samples"):
             sample(ensemble, 2, **given, **wrong)
-
-
-def test_a_warning_points_at_who_called() -> None:
-    with pytest.warns(UserWarning, match="draw picks experts") as caught:
-        sample(_ensemble("draw", ("class_labels",)), 1, steps=1, class_labels=torch.zeros(1))
-    assert [one.filename for one in caught] == [__file__]

@@ -2,14 +2,13 @@
 
 import pytest
 import torch
-from torch import Tensor
 
 from hddm.ensemble import Ensemble
-from hddm.sampling import SOLVERS, draw_experts, initial_noise, sample, time_grid
+from hddm.sampling import draw_experts, initial_noise, sample, time_grid
 from hddm.utils.errors import HddmError
 from hddm.velocity import VelocityField
-from tests.cases import LINEAR, Case, case_named
-from tests.oracles import GaussianMixture, OracleNetwork, exact_router
+from tests.cases import LINEAR, Case, ConditionSum, case_named, oracle_field
+from tests.oracles import GaussianMixture, exact_router
 
 SHAPE = (1, 2, 2)
 GAUSSIAN = GaussianMixture.random(seed=5, modes=1, dim=4)
@@ -17,13 +16,12 @@ SHARDS = [GaussianMixture.random(seed=20 + k, modes=2, dim=4) for k in range(3)]
 PRIOR = [0.2, 0.5, 0.3]
 
 
-def _field(shard: GaussianMixture, case: Case = LINEAR, kind: str = "epsilon") -> VelocityField:
-    network = OracleNetwork(shard, case.alpha_sigma, kind)
-    return VelocityField(network, case.schedule, kind, sample_shape=SHAPE)
+def _field(case: Case = LINEAR, kind: str = "epsilon") -> VelocityField:
+    return oracle_field(GAUSSIAN, case, kind, sample_shape=SHAPE)
 
 
 def _ensemble(strategy: str = "nucleus-0.9") -> Ensemble:
-    fields = [_field(shard, LINEAR, "flow_prediction") for shard in SHARDS]
+    fields = [oracle_field(shard, sample_shape=SHAPE) for shard in SHARDS]
     return Ensemble(fields, exact_router(SHARDS, PRIOR), strategy, PRIOR)
 
 
@@ -51,7 +49,7 @@ def test_noise_flows_to_the_gaussian_along_its_known_map(
     name: str, kind: str, solver: str, steps: int, tolerance: float
 ) -> None:
     num = 1500
-    field = _field(GAUSSIAN, case_named(name), kind)
+    field = _field(case_named(name), kind)
     found = sample(field, num, 3, steps, solver=solver, batch_size=num)
     values, vectors = torch.linalg.eigh(GAUSSIAN.covariance)
     root = vectors * values.sqrt() @ vectors.T
@@ -114,24 +112,17 @@ def test_strategy_of_the_call_is_used_and_the_ensemble_s_own_restored() -> None:
 
 
 def test_conditions_and_guidance_reach_each_sample_s_own_row() -> None:
-    def network(x: Tensor, t: Tensor, class_labels: Tensor) -> Tensor:
-        return torch.zeros_like(x) - class_labels.to(x).view(-1, 1, 1, 1)
-
-    null = {"class_labels": torch.tensor(1)}
-    field = VelocityField(
-        network, LINEAR.schedule, "flow_prediction", null_conditions=null, sample_shape=SHAPE
-    )
-    labels = torch.arange(10)
+    null, labels = {"class_labels": torch.tensor(1)}, torch.arange(10)
+    field = ConditionSum().field("class_labels", null_conditions=null, sample_shape=SHAPE)
     noise = initial_noise(0, 0, 10, SHAPE)
-    plain = sample(field, 10, steps=3, batch_size=4, class_labels=labels)
-    torch.testing.assert_close(plain, noise + labels.view(-1, 1, 1, 1))
-    guided = sample(field, 10, steps=3, guidance_scale=2.0, batch_size=4, class_labels=labels)
-    torch.testing.assert_close(guided, noise + (2 * labels - 1).view(-1, 1, 1, 1))
+    for scale, drift in ((1.0, labels), (2.0, 2 * labels - 1)):
+        found = sample(field, 10, steps=3, guidance_scale=scale, batch_size=4, class_labels=labels)
+        torch.testing.assert_close(found, noise - drift.view(-1, 1, 1, 1))
 
 
 def test_samples_are_float32_of_the_asked_shape_and_batches_are_reported() -> None:
     batches: list[int] = []
-    field = VelocityField(lambda x, t: x, LINEAR.schedule, "flow_prediction")
+    field = ConditionSum().field()
     found = sample(field, 5, steps=2, shape=(3, 2, 4), batch_size=2, on_batch=batches.append)
     assert found.shape == (5, 3, 2, 4)
     assert found.dtype == torch.float32
@@ -149,13 +140,11 @@ def test_samples_are_float32_of_the_asked_shape_and_batches_are_reported() -> No
         ({"shape": (3, 2, 2)}, r"shape=\(3, 2, 2\): samples of this model are \(1, 2, 2\)"),
         ({"shape": (1, 4)}, r"shape=\(1, 4\): samples of this model are"),
         ({"shape": ()}, "shape= takes whole numbers from 1"),
-        ({"shape": (1, 0, 2)}, "shape= takes whole numbers from 1"),
         ({"shape": (1, 2.5, 2)}, "shape= takes whole numbers from 1"),
-        ({"shift": 0.0}, "shift"),
         ({"shift": float("inf")}, "shift must be positive and finite, not inf"),
-        ({"shift": float("nan")}, "shift"),
         ({"solver": "dpm"}, "solver"),
         ({"strategy": "top-1"}, "single expert"),
+        ({"expert": 0}, "expert 0 needs an ensemble; this is a single expert"),
         ({"strategy": "best"}, "unknown strategy"),
         ({"class_labels": torch.zeros(3)}, "3 rows for 2"),
     ],
@@ -163,17 +152,10 @@ def test_samples_are_float32_of_the_asked_shape_and_batches_are_reported() -> No
 )
 def test_what_cannot_be_sampled_is_refused(options: dict[str, object], match: str) -> None:
     with pytest.raises(HddmError, match=match):
-        sample(_field(GAUSSIAN), **{"num": 2, **options})
+        sample(_field(), **{"num": 2, **options})
 
 
 def test_sides_may_differ_from_the_model_s_and_a_model_of_unknown_shape_needs_one() -> None:
-    known = VelocityField(lambda x, t: x, LINEAR.schedule, "flow_prediction", sample_shape=SHAPE)
-    assert sample(known, 2, steps=2, shape=(1, 3, 4)).shape == (2, 1, 3, 4)
+    assert sample(ConditionSum().field(sample_shape=SHAPE), 2, steps=2, shape=(1, 3, 4)).shape == (2, 1, 3, 4)
     with pytest.raises(HddmError, match="shape"):
-        sample(VelocityField(lambda x, t: x, LINEAR.schedule, "flow_prediction"), 2)
-
-
-@pytest.mark.parametrize("solver", list(SOLVERS))
-def test_every_solver_samples_an_expert_of_bounded_range(solver: str) -> None:
-    field = _field(GAUSSIAN, case_named("sd-scaled-linear"))
-    assert sample(field, 3, steps=5, solver=solver).isfinite().all()
+        sample(ConditionSum().field(), 2)

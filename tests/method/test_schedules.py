@@ -7,7 +7,7 @@ import torch
 
 from hddm.schedules import DiscreteSchedule, LinearSchedule, Schedule
 from hddm.utils.errors import HddmError
-from tests.cases import CASES, Case, case_named, each_case, each_continuous, each_discrete
+from tests.cases import CASES, Case, case_named, each_case, each_discrete
 from tests.oracles import slopes
 
 
@@ -59,12 +59,6 @@ def test_noise_levels_of_the_ddpm_schedule_are_not_at_999_t(t: float, index: flo
 
 
 @each_case
-def test_range_is_the_noise_share_at_both_ends(case: Case) -> None:
-    expected = (case.common_time(0.0), case.common_time(case.schedule.end))
-    assert case.schedule.range == pytest.approx(expected, rel=1e-10, abs=1e-15)
-
-
-@each_case
 def test_time_inverts_log_snr_at_and_between_indices(case: Case) -> None:
     time = _native(case.schedule, 1001)
     found = case.schedule.time(case.schedule.log_snr(time))
@@ -73,21 +67,18 @@ def test_time_inverts_log_snr_at_and_between_indices(case: Case) -> None:
 
 
 @each_case
-def test_match_finds_the_native_time_of_the_common_path_s_noise_level(case: Case) -> None:
+def test_match_finds_the_native_time_of_each_noise_level_in_the_range(case: Case) -> None:
     low, high = case.schedule.range
+    ends = (case.common_time(0.0), case.common_time(case.schedule.end))
+    assert (low, high) == pytest.approx(ends, rel=1e-10, abs=1e-15)
     t = torch.linspace(low, high, 301, dtype=torch.float64)
     a, s = case.alpha_sigma(case.schedule.match(t))
     torch.testing.assert_close(s / (a + s), t, rtol=1e-10, atol=1e-12)
 
 
 @each_case
-def test_log_snr_falls_strictly(case: Case) -> None:
-    log_snr = case.schedule.log_snr(_native(case.schedule, 5000))
-    assert (log_snr.diff() < 0).all()
-
-
-@each_case
-def test_log_snr_beyond_the_schedule_gives_the_nearer_end(case: Case) -> None:
+def test_log_snr_falls_strictly_and_beyond_the_schedule_stands_for_the_nearer_end(case: Case) -> None:
+    assert (case.schedule.log_snr(_native(case.schedule, 5000)).diff() < 0).all()
     for far in (200.0, math.inf):
         ends = case.schedule.time(torch.tensor([far, -far], dtype=torch.float64))
         torch.testing.assert_close(ends, torch.tensor([0.0, case.schedule.end]).double())
@@ -112,17 +103,14 @@ def test_signal_is_exactly_zero_only_where_the_definition_says(case: Case) -> No
     assert case.schedule.alpha(end * (1 - 1e-9)) > 0
 
 
-@each_continuous
-def test_derivatives_are_those_of_the_path(case: Case) -> None:
+@each_case
+def test_derivatives_are_those_of_the_path_and_discrete_schedules_have_none(case: Case) -> None:
     time = _native(case.schedule)
-    expected = slopes(case.alpha_sigma, time)
-    torch.testing.assert_close(case.schedule.derivatives(time), expected)
-
-
-@each_discrete
-def test_discrete_schedules_refuse_a_time_derivative(case: Case) -> None:
-    with pytest.raises(HddmError, match="no time derivative"):
-        case.schedule.derivatives(torch.zeros(1, dtype=torch.float64))
+    if isinstance(case.schedule, DiscreteSchedule):
+        with pytest.raises(HddmError, match="no time derivative"):
+            case.schedule.derivatives(time)
+    else:
+        torch.testing.assert_close(case.schedule.derivatives(time), slopes(case.alpha_sigma, time))
 
 
 @each_case

@@ -4,16 +4,11 @@ import pytest
 import torch
 
 from hddm.velocity import VelocityField
-from tests.cases import DISCRETE, LINEAR, Case, case_named, each_legal
+from tests.cases import DISCRETE, LINEAR, Case, case_named, each_legal, oracle_field
 from tests.oracles import GaussianMixture, OracleNetwork, relative_error
 
 SHARD = GaussianMixture.random(seed=0, modes=5, dim=8)
 SHAPE = (2, 2, 2)
-
-
-def _field(case: Case, prediction_type: str, time_scale: float = 1.0) -> VelocityField:
-    network = OracleNetwork(SHARD, case.alpha_sigma, prediction_type, time_scale)
-    return VelocityField(network, case.schedule, prediction_type, time_scale)
 
 
 def _inside(field: VelocityField, num: int = 64) -> torch.Tensor:
@@ -27,18 +22,11 @@ def _inside(field: VelocityField, num: int = 64) -> torch.Tensor:
 
 @each_legal
 def test_a_perfect_expert_becomes_the_velocity_of_the_linear_path(case: Case, prediction_type: str) -> None:
-    field = _field(case, prediction_type)
+    """And the network is fed the rescaled state at the matched time."""
+    field = oracle_field(SHARD, case, prediction_type)
     t = _inside(field)
     x_t = SHARD.states(t, seed=2, shape=SHAPE)
     assert relative_error(field.velocity(x_t, t), SHARD.velocity(x_t, t)) < 1e-9
-
-
-@each_legal
-def test_the_network_is_fed_the_rescaled_state_at_the_matched_time(case: Case, prediction_type: str) -> None:
-    field = _field(case, prediction_type)
-    t = _inside(field)
-    x_t = SHARD.states(t, seed=3, shape=SHAPE)
-    field.velocity(x_t, t)
     ((y, u),) = field.network.fed
     a, s = (value.view(-1, 1, 1, 1) for value in case.alpha_sigma(u))
     torch.testing.assert_close((s / (a + s)).flatten(), t, rtol=1e-9, atol=1e-11)
@@ -47,7 +35,7 @@ def test_the_network_is_fed_the_rescaled_state_at_the_matched_time(case: Case, p
 
 @each_legal
 def test_time_scale_multiplies_what_the_network_is_fed(case: Case, prediction_type: str) -> None:
-    plain, scaled = _field(case, prediction_type), _field(case, prediction_type, 1000.0)
+    plain, scaled = (oracle_field(SHARD, case, prediction_type, scale) for scale in (1.0, 1000.0))
     t = _inside(plain, 8)
     x_t = SHARD.states(t, seed=4, shape=SHAPE)
     torch.testing.assert_close(scaled.velocity(x_t, t), plain.velocity(x_t, t), rtol=1e-8, atol=0)
@@ -70,7 +58,7 @@ def test_the_same_x_at_the_same_t_would_be_wrong(prediction_type: str) -> None:
 )
 def test_epsilon_with_zero_terminal_snr_ends_at_the_last_index_with_signal(case: Case) -> None:
     end = case.schedule.end
-    epsilon, v = _field(case, "epsilon").range, _field(case, "v_prediction").range
+    epsilon, v = (oracle_field(SHARD, case, kind).range for kind in ("epsilon", "v_prediction"))
     assert epsilon[1] == pytest.approx(case.common_time(end - 1), rel=1e-12)
     assert epsilon[1] < 1.0 == v[1]
     assert epsilon[0] == v[0] == pytest.approx(case.common_time(0.0), rel=1e-10)
@@ -80,7 +68,7 @@ def test_epsilon_with_zero_terminal_snr_ends_at_the_last_index_with_signal(case:
 def test_range_is_the_schedule_s_but_for_a_margin_where_the_form_is_singular(
     case: Case, prediction_type: str
 ) -> None:
-    low, high = _field(case, prediction_type).range
+    low, high = oracle_field(SHARD, case, prediction_type).range
     assert 0 <= low < high <= 1
     expected_low, expected_high = (case.common_time(time) for time in (0.0, case.schedule.end))
     assert low == pytest.approx(expected_low, abs=1.1e-6)
@@ -104,8 +92,7 @@ def test_flow_prediction_on_the_linear_path_is_the_network_s_output_bit_for_bit(
 @each_legal
 def test_each_sample_has_its_own_time_when_batch_equals_width(case: Case, prediction_type: str) -> None:
     shard = GaussianMixture.random(seed=1, modes=2, dim=16)
-    network = OracleNetwork(shard, case.alpha_sigma, prediction_type)
-    field = VelocityField(network, case.schedule, prediction_type)
+    field = oracle_field(shard, case, prediction_type)
     t = torch.tensor([0.0, 0.2, 0.7, 1.0], dtype=torch.float64)
     x_t = shard.states(t, seed=7, shape=(1, 4, 4))
     together = field.velocity(x_t, t)

@@ -1,43 +1,16 @@
-"""How an expert is asked: guidance, conditions, dtypes, and what is refused."""
+"""How an expert is asked: conditions, dtypes, times, and what is refused."""
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hddm.utils.errors import HddmError
 from hddm.velocity import VelocityField
-from tests.cases import LINEAR, Case, case_named, each_legal
-from tests.oracles import BoundedNetwork
+from tests.cases import LINEAR, Case, ConditionSum, case_named, each_legal
+from tests.oracles import BoundedNetwork, Recorder
 
 SHAPE = (2, 4, 4)
 T = torch.tensor([0.0, 0.2, 0.7, 1.0])
-
-
-class Labelled:
-    """A network of a class label and a scale a sample; it keeps the batch sizes of its calls."""
-
-    def __init__(self) -> None:
-        self.batches: list[int] = []
-
-    def __call__(
-        self, y: Tensor, timestep: Tensor, class_labels: Tensor, scale: Tensor | None = None
-    ) -> Tensor:
-        self.batches.append(len(y))
-        shift = torch.sin(class_labels.to(y)).view(-1, 1, 1, 1)
-        return torch.tanh(y * (1 if scale is None else scale.view(-1, 1, 1, 1)) + shift)
-
-
-class Recorder(nn.Module):
-    """A module of one parameter, so that it has a dtype; it keeps what it was fed."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.gain = nn.Parameter(torch.ones((), dtype=dtype))
-        self.fed: list[tuple[Tensor, Tensor]] = []
-
-    def forward(self, y: Tensor, timestep: Tensor) -> Tensor:
-        self.fed.append((y, timestep))
-        return self.gain * y
 
 
 def _states(dtype: torch.dtype = torch.float32) -> Tensor:
@@ -45,146 +18,6 @@ def _states(dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 LABELS, NULL = torch.tensor([1, 2, 3, 4]), torch.tensor([0, 0, 0, 0])
-
-
-@pytest.mark.parametrize("scale", [0.0, 0.5, 3.0, 7.5])
-def test_guidance_is_its_formula_in_one_batch(scale: float) -> None:
-    network = Labelled()
-    field = VelocityField(network, case_named("cosine").schedule, "v_prediction")
-    x_t = _states(torch.float64)
-    positive = field.velocity(x_t, T, class_labels=LABELS)
-    negative = field.velocity(x_t, T, class_labels=NULL)
-    network.batches.clear()
-    guided = field.velocity(x_t, T, scale, {"class_labels": NULL}, class_labels=LABELS)
-    assert network.batches == [2 * len(T)]
-    torch.testing.assert_close(guided, negative + scale * (positive - negative))
-
-
-class Told:
-    """A network of a text of any length; it keeps the batch sizes of its calls."""
-
-    def __init__(self) -> None:
-        self.batches: list[int] = []
-
-    def __call__(
-        self, y: Tensor, timestep: Tensor, encoder_hidden_states: Tensor, encoder_attention_mask: Tensor
-    ) -> Tensor:
-        self.batches.append(len(y))
-        heard = (encoder_hidden_states * encoder_attention_mask[:, :, None]).sum((1, 2))
-        return heard.to(y).view(-1, 1, 1, 1) * y
-
-
-@pytest.mark.parametrize("length", [3, 5], ids=["a shorter one", "null values"])
-def test_texts_of_different_lengths_guide_as_those_of_one_do(length: int) -> None:
-    noise = torch.Generator().manual_seed(1)
-    tokens, others = torch.randn(4, 7, 2, generator=noise), torch.randn(length, 2, generator=noise)
-    masks = (torch.tensor([[1, 1, 1, 1, 0, 0, 0]]).repeat(4, 1), torch.ones(length))
-    nulls = {"encoder_hidden_states": others, "encoder_attention_mask": masks[1]} if length == 5 else {}
-    network = Told()
-    field = VelocityField(network, LINEAR.schedule, "flow_prediction", null_conditions=nulls)
-    negative = {
-        "encoder_hidden_states": others.expand(4, -1, -1),
-        "encoder_attention_mask": masks[1].expand(4, -1),
-    }
-    x_t = _states()
-    found = field.velocity(
-        x_t,
-        T,
-        3.0,
-        None if nulls else negative,
-        encoder_hidden_states=tokens,
-        encoder_attention_mask=masks[0],
-    )
-    positive = tokens[:, :4].sum((1, 2))
-    gain = others.sum() + 3.0 * (positive - others.sum())
-    torch.testing.assert_close(found, gain.view(-1, 1, 1, 1) * x_t)
-    assert network.batches == [4, 4]
-
-
-class Sized:
-    """A network of a text and a size, each a number a sample."""
-
-    def __call__(self, y: Tensor, timestep: Tensor, text_embeds: Tensor, time_ids: Tensor) -> Tensor:
-        return (text_embeds * time_ids).view(-1, 1, 1, 1).to(y) * y
-
-
-def _sized(**nulls: float) -> VelocityField:
-    values = {name: torch.tensor(value) for name, value in nulls.items()}
-    return VelocityField(Sized(), LINEAR.schedule, "flow_prediction", null_conditions=values)
-
-
-@pytest.mark.parametrize(
-    ("nulls", "negative_sizes", "sizes_used"),
-    [({}, None, [4.0, 5.0, 6.0, 7.0]), ({}, [9.0] * 4, [9.0] * 4), ({"time_ids": 8.0}, None, [8.0] * 4)],
-    ids=["no null value", "given", "a null value"],
-)
-def test_the_negative_branch_has_the_settings_of_the_other_one(
-    nulls: dict[str, float], negative_sizes: list[float] | None, sizes_used: list[float]
-) -> None:
-    texts, sizes, against = torch.arange(4.0), torch.tensor([4.0, 5.0, 6.0, 7.0]), torch.full((4,), -2.0)
-    negative = {"text_embeds": against}
-    if negative_sizes is not None:
-        negative["time_ids"] = torch.tensor(negative_sizes)
-    found = _sized(**nulls).velocity(_states(), T, 3.0, negative, text_embeds=texts, time_ids=sizes)
-    unguided = against * torch.tensor(sizes_used)
-    gain = unguided + 3.0 * (texts * sizes - unguided)
-    torch.testing.assert_close(found, gain.view(-1, 1, 1, 1) * _states())
-
-
-def test_settings_alone_guide_nowhere() -> None:
-    field = _sized(text_embeds=1.0)
-    with pytest.raises(HddmError, match="guidance needs a condition to guide to"):
-        field.velocity(_states(), T, 3.0, time_ids=T)
-    found = field.velocity(_states(), T, 3.0, {"time_ids": T + 1}, time_ids=T)
-    torch.testing.assert_close(found, (T + 1 - 3).view(-1, 1, 1, 1) * _states())
-
-
-@pytest.mark.parametrize(
-    ("positive", "negative", "words"),
-    [
-        (("text_embeds", "mask"), ("text_embeds",), "the negative conditions lack mask, and this"),
-        (("text_embeds",), ("text_embeds", "mask"), "both sides: the conditions lack mask, and this"),
-        (("mask", "text_embeds"), (), "the negative conditions lack mask and text_embeds, and"),
-        (("mask",), ("text_embeds",), "negative conditions lack mask, the conditions lack text_embeds, and"),
-    ],
-    ids=["negative", "positive", "several", "both"],
-)
-def test_what_one_side_of_guidance_lacks_is_named(
-    positive: tuple[str, ...], negative: tuple[str, ...], words: str
-) -> None:
-    with pytest.raises(HddmError, match=words):
-        _sized().velocity(_states(), T, 3.0, dict.fromkeys(negative, T), **dict.fromkeys(positive, T))
-
-
-def test_guidance_falls_back_on_the_null_condition() -> None:
-    field = VelocityField(
-        Labelled(),
-        LINEAR.schedule,
-        "flow_prediction",
-        conditions=("class_labels",),
-        null_conditions={"class_labels": torch.tensor(0)},
-    )
-    given = field.velocity(_states(), T, 4.0, {"class_labels": NULL}, class_labels=LABELS)
-    assert torch.equal(field.velocity(_states(), T, 4.0, class_labels=LABELS), given)
-
-
-@pytest.mark.parametrize(
-    ("conditions", "negative"),
-    [
-        ({}, None),
-        ({}, {"class_labels": NULL}),
-        ({"class_labels": LABELS}, None),
-        ({"class_labels": LABELS}, {"scale": T}),
-        ({"class_labels": LABELS}, {"class_labels": NULL, "scale": T}),
-    ],
-    ids=["nothing", "no condition", "no negative", "another one", "one too many"],
-)
-def test_guidance_without_a_condition_and_its_negative_is_refused(
-    conditions: dict[str, Tensor], negative: dict[str, Tensor] | None
-) -> None:
-    field = VelocityField(Labelled(), LINEAR.schedule, "flow_prediction")
-    with pytest.raises(HddmError, match="guidance needs"):
-        field.velocity(_states(), T, 2.0, negative, **conditions)
 
 
 @pytest.mark.parametrize(
@@ -195,17 +28,17 @@ def test_guidance_without_a_condition_and_its_negative_is_refused(
         # Where nothing guides too.
         ("class_labels", {"class_labels": LABELS}, 1.0, {"bogus": NULL}, r"'bogus'.*declares: class_labels"),
         ("class_labels", {"class_labels": LABELS}, 1.0, {"class_labels": NULL[:2]}, "has shape"),
+        ("class_labels", {"class_labels": LABELS[:3]}, 1.0, None, r"class_labels.*4 states"),
         ("", {"class_labels": LABELS}, 1.0, None, "declares: none"),
         ("class_labels", {}, 1.0, None, "needs class_labels"),
     ],
-    ids=["given", "negative", "unguided", "too few", "none declared", "one missing"],
+    ids=["given", "negative", "unguided", "few negative", "few", "none declared", "one missing"],
 )
 def test_other_conditions_than_the_declared_are_refused(
     declared: str, given: dict[str, Tensor], scale: float, negative: dict[str, Tensor] | None, problem: str
 ) -> None:
-    field = VelocityField(Labelled(), LINEAR.schedule, "flow_prediction", conditions=declared.split())
     with pytest.raises(HddmError, match=problem):
-        field.velocity(_states(), T, scale, negative, **given)
+        ConditionSum().field(*declared.split()).velocity(_states(), T, scale, negative, **given)
 
 
 @each_legal
@@ -287,10 +120,8 @@ def test_a_network_with_another_number_of_channels_is_refused() -> None:
     "labels", [torch.tensor([0, 3]), torch.tensor([-1, 0]), torch.tensor([0.0, 1.0])], ids=str
 )
 def test_labels_that_are_no_classes_are_refused(labels: Tensor) -> None:
-    null = {"class_labels": torch.tensor(2)}
-    field = VelocityField(
-        Labelled(), LINEAR.schedule, "flow_prediction", null_conditions=null, classes=("cat", "dog")
-    )
+    nulls, classes = {"class_labels": torch.tensor(2)}, ("cat", "dog")
+    field = ConditionSum().field("class_labels", null_conditions=nulls, classes=classes)
     with pytest.raises(HddmError, match="whole numbers from 0 to 2"):
         field.velocity(_states()[:2], T[:2], class_labels=labels)
     assert field.velocity(_states()[:2], T[:2], class_labels=torch.tensor([0, 2])).isfinite().all()

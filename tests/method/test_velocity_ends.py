@@ -5,8 +5,8 @@ import torch
 from torch import Tensor
 
 from hddm.velocity import VelocityField
-from tests.cases import LEGAL, Case, each_legal
-from tests.oracles import BoundedNetwork, GaussianMixture, OracleNetwork, relative_error
+from tests.cases import LEGAL, Case, each_legal, oracle_field
+from tests.oracles import BoundedNetwork, GaussianMixture, relative_error
 
 SHAPE = (3, 4, 4)
 SHARD = GaussianMixture.random(seed=0, modes=3, dim=48)
@@ -34,8 +34,10 @@ each_end = pytest.mark.parametrize(
 )
 
 
-def _networks(case: Case, prediction_type: str) -> list[BoundedNetwork | OracleNetwork]:
-    return [BoundedNetwork(), OracleNetwork(SHARD, case.alpha_sigma, prediction_type)]
+def _fields(case: Case, prediction_type: str) -> list[VelocityField]:
+    """Any expert, and the perfect one."""
+    anyone = VelocityField(BoundedNetwork(), case.schedule, prediction_type)
+    return [anyone, oracle_field(SHARD, case, prediction_type)]
 
 
 def _states(t: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -53,8 +55,7 @@ def test_velocity_is_finite_on_the_closed_interval(
     edges = torch.stack([zero, zero.nextafter(one), one.nextafter(zero), one])
     around = [1e-30, 1e-12, 1e-6, low, 0.3, high, 1 - 1e-6, 1 - 1e-7]
     t = torch.cat([edges, torch.tensor(around, dtype=dtype), torch.linspace(0, 1, 21, dtype=dtype)])
-    for network in _networks(case, prediction_type):
-        field = VelocityField(network, case.schedule, prediction_type)
+    for field in _fields(case, prediction_type):
         assert field.velocity(_states(t, dtype), t).isfinite().all()
 
 
@@ -65,8 +66,8 @@ def test_velocity_at_full_noise_is_a_modest_multiple_of_the_state(
 ) -> None:
     t = torch.ones(32, dtype=dtype)
     x_t = _states(t, dtype)
-    for network in _networks(case, prediction_type):
-        v = VelocityField(network, case.schedule, prediction_type).velocity(x_t, t)
+    for field in _fields(case, prediction_type):
+        v = field.velocity(x_t, t)
         assert (v.flatten(1).norm(dim=1) <= 3 * x_t.flatten(1).norm(dim=1)).all()
 
 
@@ -74,8 +75,7 @@ def test_velocity_at_full_noise_is_a_modest_multiple_of_the_state(
 def test_float32_states_lose_no_more_than_rounding(case: Case, prediction_type: str) -> None:
     t = torch.cat([torch.linspace(0, 1, 201), 1 - torch.logspace(-7, -2, 30)])
     x_t = SHARD.states(t, seed=3, shape=SHAPE)
-    network = OracleNetwork(SHARD, case.alpha_sigma, prediction_type)
-    field = VelocityField(network, case.schedule, prediction_type)
+    field = oracle_field(SHARD, case, prediction_type)
     narrow, wide = field.velocity(x_t.float(), t), field.velocity(x_t, t)
     # State and timestep are rounded to 6e-8; dividing by 1 - t or t multiplies the former.
     growth = {"epsilon": 1 / (1 - t).clamp_min(1e-6), "sample": 1 / t.clamp_min(1e-6)}
@@ -86,8 +86,7 @@ def test_float32_states_lose_no_more_than_rounding(case: Case, prediction_type: 
 
 @each_legal
 def test_gradients_are_finite_on_the_closed_interval(case: Case, prediction_type: str) -> None:
-    network = BoundedNetwork()
-    field = VelocityField(network, case.schedule, prediction_type)
+    field = VelocityField(BoundedNetwork(), case.schedule, prediction_type)
     t = torch.tensor([0.0, 1e-12, 0.3, 1 - 1e-12, 1.0], dtype=torch.float64)
     x_t = _states(t).requires_grad_()
     field.velocity(x_t, t).square().sum().backward()
@@ -99,8 +98,8 @@ def test_full_noise_gives_the_state_itself_and_data_minus_the_state(
     case: Case, prediction_type: str, is_above: bool
 ) -> None:
     t = torch.full((2,), float(is_above), dtype=torch.float64)
-    for network in _networks(case, prediction_type):
-        v = VelocityField(network, case.schedule, prediction_type).velocity(_states(t), t)
+    for field in _fields(case, prediction_type):
+        v = field.velocity(_states(t), t)
         assert torch.equal(v, _states(t) if is_above else -_states(t))
 
 
@@ -108,20 +107,8 @@ def test_full_noise_gives_the_state_itself_and_data_minus_the_state(
 def test_velocity_of_data_is_minus_the_data_for_a_perfect_expert(case: Case, prediction_type: str) -> None:
     t = torch.zeros(8, dtype=torch.float64)
     x_t = SHARD.sample(8, seed=0, shape=SHAPE)
-    network = OracleNetwork(SHARD, case.alpha_sigma, prediction_type)
-    v = VelocityField(network, case.schedule, prediction_type).velocity(x_t, t)
+    v = oracle_field(SHARD, case, prediction_type).velocity(x_t, t)
     torch.testing.assert_close(v, -x_t, rtol=1e-9, atol=1e-9)
-
-
-def _x_0_and_eps(
-    prediction_type: str, y: Tensor, output: Tensor, a: Tensor, s: Tensor
-) -> tuple[Tensor, Tensor]:
-    if prediction_type == "epsilon":
-        return (y - s * output) / a, output
-    if prediction_type == "sample":
-        return output, (y - a * output) / s
-    scale = a**2 + s**2
-    return (a * y - s * output) / scale, (s * y + a * output) / scale
 
 
 @each_end
@@ -142,7 +129,12 @@ def test_beyond_the_range_noise_or_signal_keeps_its_level_and_the_other_estimate
     t = t.view(-1, 1, 1, 1)
     a, s = (value.view(-1, 1, 1, 1) for value in case.alpha_sigma(u))
     torch.testing.assert_close(y, (s / t if is_above else a / (1 - t)) * x_t, rtol=1e-9, atol=0)
-    x_0, eps = _x_0_and_eps(prediction_type, y, output, a, s)
+    norm = a**2 + s**2
+    x_0, eps = {
+        "epsilon": ((y - s * output) / a, output),
+        "sample": (output, (y - a * output) / s),
+        "v_prediction": ((a * y - s * output) / norm, (s * y + a * output) / norm),
+    }[prediction_type]
     odds = (1 - t) / t / ((1 - end) / end)
     expected = (x_t - odds * x_0) / t if is_above else (eps / odds - x_t) / (1 - t)
     torch.testing.assert_close(v, expected, rtol=1e-7, atol=1e-7)
@@ -150,8 +142,7 @@ def test_beyond_the_range_noise_or_signal_keeps_its_level_and_the_other_estimate
 
 @each_legal
 def test_velocity_is_continuous_where_the_range_ends(case: Case, prediction_type: str) -> None:
-    network = OracleNetwork(SHARD, case.alpha_sigma, prediction_type)
-    field = VelocityField(network, case.schedule, prediction_type)
+    field = oracle_field(SHARD, case, prediction_type)
     for end, outward in zip(field.range, (-1, 1), strict=True):
         if end in (0.0, 1.0):
             continue
@@ -167,8 +158,7 @@ def test_outside_the_range_the_rule_is_right_to_first_order(case: Case, predicti
     # For centred data the error is of second order in the smaller of (alpha, sigma) at the end.
     eye = 0.5 * torch.eye(48, dtype=torch.float64)
     centred = GaussianMixture(torch.ones(1).double(), torch.zeros(1, 48).double(), eye[None])
-    network = OracleNetwork(centred, case.alpha_sigma, prediction_type)
-    field = VelocityField(network, case.schedule, prediction_type)
+    field = oracle_field(centred, case, prediction_type)
     low, high = field.range
     t = torch.cat([torch.linspace(0, low, 9), torch.linspace(high, 1, 9)]).double().clamp(0, 1)
     x_t = centred.states(t, seed=2, shape=SHAPE)

@@ -1,7 +1,7 @@
 """The networks: sizes, shapes, initial values and what depends on what."""
 
-import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,10 +10,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from hddm.checkpoints.convert import write
+from hddm.checkpoints.plan import Conversion, plan
 from hddm.networks.identity import size_config
 from hddm.networks.layers import PatchEmbedding, TimeEmbedding, add_gated, attend, modulate, sinusoid
 from hddm.networks.transformers import ExpertTransformer, RouterTransformer
 from hddm.utils.errors import HddmError
+from tests.checkpoint_files import dit, pipeline
 
 TINY = {"sample_size": 8, "in_channels": 3, **size_config("tiny")}
 X = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0))
@@ -30,8 +33,11 @@ def _awake(network: torch.nn.Module) -> torch.nn.Module:
     return network
 
 
-def _millions(network: torch.nn.Module) -> float:
-    return sum(parameter.numel() for parameter in network.parameters()) / 1e6
+def _poked(row: int, column: int) -> Tensor:
+    """``X`` with another pixel."""
+    poked = X.clone()
+    poked[:, 1, row, column] += 1
+    return poked
 
 
 @pytest.mark.parametrize(
@@ -48,22 +54,22 @@ def test_parameters_are_as_many_as_published(
     make: Callable[[], torch.nn.Module], millions: float, error: float
 ) -> None:
     with torch.device("meta"):
-        assert _millions(make()) == pytest.approx(millions, abs=error)
+        network = make()
+    numbers = sum(parameter.numel() for parameter in network.parameters())
+    assert numbers / 1e6 == pytest.approx(millions, abs=error)
 
 
 # Peebles & Xie 2022, table 1.
 @pytest.mark.parametrize(
-    ("letter", "depth", "width", "heads"),
-    [("S", 12, 384, 6), ("B", 12, 768, 12), ("L", 24, 1024, 16), ("XL", 28, 1152, 16)],
+    ("letter", "numbers"),
+    [("S", (12, 384, 6)), ("B", (12, 768, 12)), ("L", (24, 1024, 16)), ("XL", (28, 1152, 16))],
 )
-@pytest.mark.parametrize("patch", [2, 4, 8])
-def test_named_sizes_are_dits(letter: str, depth: int, width: int, heads: int, patch: int) -> None:
-    assert size_config(f"{letter}/{patch}") == {
-        "depth": depth,
-        "hidden_size": width,
-        "num_heads": heads,
-        "patch_size": patch,
-    }
+def test_named_sizes_are_dits(letter: str, numbers: tuple[int, ...]) -> None:
+    names = ("depth", "hidden_size", "num_heads", "patch_size")
+    for patch in (2, 4, 8):
+        assert size_config(f"{letter}/{patch}") == dict(zip(names, (*numbers, patch), strict=True))
+    with pytest.raises(HddmError, match=r"'huge'.*tiny, small.*XL/8"):
+        size_config("huge")
 
 
 @pytest.mark.parametrize("size", ["tiny", "small", "S/4", "XL/8"])
@@ -73,28 +79,27 @@ def test_a_named_size_runs_and_keeps_the_shape(size: str) -> None:
         assert network(torch.zeros(2, 4, 16, 16), torch.zeros(2)).shape == (2, 4, 16, 16)
 
 
-def test_an_unknown_size_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(HddmError, match=r"'huge'.*tiny, small.*XL/8"):
-        size_config("huge")
+@torch.no_grad()
+def test_diffusers_dit_with_one_embedder_is_reproduced(tmp_path: Path) -> None:
+    """Written with text, which nothing hears before it is trained."""
+    theirs = dit(sample_size=16, num_layers=3)
+    first = theirs.transformer_blocks[0].norm1.emb
+    for block in theirs.transformer_blocks:
+        block.norm1.emb.load_state_dict(first.state_dict())
+    write(plan(pipeline(tmp_path / "source", theirs), Conversion(text_dim=12)), tmp_path / "expert")
+    ours = ExpertTransformer.from_pretrained(tmp_path / "expert")
+    x = torch.randn(2, 4, 16, 16, generator=torch.Generator().manual_seed(0))
+    for labels in (torch.tensor([0, 4]), torch.tensor([5, 2])):
+        expected = theirs(x, T, labels).sample
+        error = 5e-6 * expected.std().item()
+        torch.testing.assert_close(ours(x, T, labels, TEXT), expected, rtol=0, atol=error)
 
 
-@pytest.mark.parametrize(
-    ("kind", "conditions"),
-    [
-        ({}, {}),
-        ({"num_classes": 4}, {"class_labels": torch.tensor([0, 4])}),
-        ({"text_dim": 12}, {"encoder_hidden_states": TEXT}),
-    ],
-    ids=["plain", "classes", "text"],
-)
-def test_an_expert_keeps_the_shape_and_starts_at_zero(
-    kind: dict[str, int], conditions: dict[str, Tensor]
-) -> None:
-    network = ExpertTransformer(**TINY, **kind)
-    assert torch.equal(network(X, T, **conditions), torch.zeros_like(X))
-    output = _awake(network)(X, T, **conditions)
-    assert output.shape == X.shape
-    assert output.std() > 0
+def test_text_is_asked_for_by_name_and_taken_in_any_precision() -> None:
+    network = ExpertTransformer(**TINY, text_dim=12).bfloat16()
+    with pytest.raises(HddmError, match="pass encoder_hidden_states"):
+        network(X.bfloat16(), T)
+    assert network(X.bfloat16(), T, encoder_hidden_states=TEXT).isfinite().all()
 
 
 @torch.no_grad()
@@ -106,16 +111,14 @@ def test_samples_of_a_batch_do_not_mix() -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(("row", "column"), [(0, 0), (1, 6), (5, 2), (7, 7)])
-def test_a_patch_of_the_output_lies_where_its_input_does(row: int, column: int) -> None:
+def test_a_patch_of_the_output_lies_where_its_input_does() -> None:
     """Without blocks nothing mixes patches: a changed pixel may change its own patch only."""
     network = _awake(ExpertTransformer(**{**TINY, "depth": 0}))
-    poked = X.clone()
-    poked[:, 1, row, column] += 1
-    changed = (network(poked, T) - network(X, T)).abs().amax((0, 1)) > 0
-    patch = torch.zeros(8, 8, dtype=torch.bool)
-    patch[row // 2 * 2 : row // 2 * 2 + 2, column // 2 * 2 : column // 2 * 2 + 2] = True
-    assert torch.equal(changed, patch)
+    for row, column in ((0, 0), (1, 6), (5, 2), (7, 7)):
+        changed = (network(_poked(row, column), T) - network(X, T)).abs().amax((0, 1)) > 0
+        patch = torch.zeros(8, 8, dtype=torch.bool)
+        patch[row // 2 * 2 : row // 2 * 2 + 2, column // 2 * 2 : column // 2 * 2 + 2] = True
+        assert torch.equal(changed, patch)
 
 
 def test_a_patch_is_laid_out_by_row_then_column_then_channel() -> None:
@@ -131,9 +134,7 @@ def test_a_patch_is_laid_out_by_row_then_column_then_channel() -> None:
 @torch.no_grad()
 def test_attention_lets_every_patch_see_every_other() -> None:
     network = _awake(ExpertTransformer(**TINY))
-    poked = X.clone()
-    poked[:, :, 0, 0] += 1
-    assert ((network(poked, T) - network(X, T)).abs() > 0).all()
+    assert ((network(_poked(0, 0), T) - network(X, T)).abs() > 0).all()
 
 
 @torch.no_grad()
@@ -161,48 +162,45 @@ def test_near_times_stay_apart_in_a_bfloat16_network() -> None:
     assert not torch.equal(near[0], near[1])
 
 
-def test_an_untrained_router_finds_all_shards_equally_probable() -> None:
-    network = RouterTransformer(num_experts=5, **TINY)
-    probabilities = network(X, T).softmax(1)
-    torch.testing.assert_close(probabilities, torch.full((2, 5), 0.2))
-
-
 @torch.no_grad()
-def test_a_router_reads_the_whole_image_and_the_time() -> None:
-    network = _awake(RouterTransformer(num_experts=5, **TINY))
-    logits = network(X, T)
-    assert logits.shape == (2, 5)
-    poked = X.clone()
-    poked[:, :, 7, 0] += 1
-    assert not torch.equal(network(poked, T), logits)
+def test_a_router_starts_even_and_reads_the_whole_image_and_the_time() -> None:
+    network = RouterTransformer(num_experts=5, **TINY)
+    torch.testing.assert_close(network(X, T).softmax(1), torch.full((2, 5), 0.2))
+    logits = _awake(network)(X, T)
+    assert logits.isfinite().all()
+    assert not torch.equal(network(_poked(7, 0), T), logits)
     assert not torch.equal(network(X, T + 50), logits)
-    assert math.isfinite(logits.sum().item())
+
+
+BOTH = {"num_classes": 4, "text_dim": 12}
 
 
 @pytest.mark.parametrize(
     "kind",
     [
         {},
-        {"modulation": "zero"},
-        {"modulation_rank": 3},
-        {"modulation_rank": 32},
-        {"final_modulation": "linear"},
-        {"out_channels": 6},
+        {"num_classes": 4},
+        {"text_dim": 12},
+        BOTH,
+        BOTH | {"modulation": "zero"},
+        BOTH | {"modulation_rank": 3},
+        BOTH | {"modulation_rank": 32},
+        BOTH | {"final_modulation": "linear"},
+        BOTH | {"out_channels": 6},
     ],
     ids=str,
 )
 @torch.no_grad()
-def test_every_modulation_starts_at_zero_and_reads_time_class_and_text(kind: dict[str, Any]) -> None:
-    network = ExpertTransformer(**TINY, **kind, num_classes=4, text_dim=12)
-    labels = torch.tensor([0, 1])
-    output = network(X, T, labels, TEXT)
+def test_every_expert_starts_at_zero_and_reads_time_class_and_text(kind: dict[str, Any]) -> None:
+    network = ExpertTransformer(**TINY, **kind)
+    given = {"timestep": T}
+    given |= {"class_labels": torch.tensor([0, 4])} if "num_classes" in kind else {}
+    given |= {"encoder_hidden_states": TEXT} if "text_dim" in kind else {}
+    output = network(X, **given)
     assert torch.equal(output, torch.zeros(2, kind.get("out_channels", 3), 8, 8))
-    output = _awake(network)(X, T, labels, TEXT)
-    for changed in (
-        network(X, T + 50, labels, TEXT),
-        network(X, T, labels.flip(0), TEXT),
-        network(X, T, labels, TEXT.flip(0)),
-    ):
+    output = _awake(network)(X, **given)
+    for name, value in given.items():
+        changed = network(X, **given | {name: value.flip(0)})
         assert ((changed - output).abs().amax((1, 2, 3)) > 1e-4).all()
 
 
@@ -273,24 +271,6 @@ def test_checkpointed_blocks_run_twice_and_give_the_same_gradients(
         assert (once, twice, _trained(network, conditions)[1]) == (1, 2, 1)
     assert plain.keys() == checkpointed.keys()
     assert all(torch.equal(plain[name], checkpointed[name]) for name in plain)
-
-
-def test_checkpointed_blocks_keep_their_input_alone() -> None:
-    def kept(network: torch.nn.Module) -> int:
-        sizes: dict[int, int] = {}
-
-        def keep(value: Tensor) -> Tensor:
-            sizes[value.data_ptr()] = value.untyped_storage().nbytes()
-            return value
-
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda value: value):
-            network(X, T).sum().backward()
-        return sum(sizes.values())
-
-    network = ExpertTransformer(**{**TINY, "depth": 6})
-    before = kept(network)
-    network.enable_gradient_checkpointing()
-    assert kept(network) < before / 2
 
 
 def test_patches_are_embedded_as_the_convolution_does_token_by_token_in_memory() -> None:

@@ -32,19 +32,15 @@ def _refusal(kind: type[ModelMixin], arguments: dict[str, Any], num_tensors: int
 @pytest.mark.parametrize(
     "changes",
     [
-        {"reverse_transformer_layers_per_block": [3000, 3000]},
         {"reverse_transformer_layers_per_block": [[1, 3000], 1], "transformer_layers_per_block": [[1], 1]},
         {"transformer_layers_per_block": 3000},
-        {"transformer_layers_per_block": [[1, 3000], 1]},
         {"layers_per_block": [1, 3000]},
         {"layers_per_block": 60, "transformer_layers_per_block": 60},
         {"down_block_types": ["DownBlock2D"] * 3000},
-        {"up_block_types": ["UpBlock2D"] * 3000},
         {"block_out_channels": [32] * 10**6},
         {"layers_per_block": 10**4000, "transformer_layers_per_block": 10**4000},
         {"layers_per_block": NESTED},
         {"reverse_transformer_layers_per_block": [1, [[[10**9]]]]},
-        {"only_cross_attention": [True] * 10**6},
         {"attention_head_dim": [8] * 10**6},
     ],
     ids=lambda changes: str(changes)[:60],
@@ -53,11 +49,10 @@ def test_more_layers_than_the_tensors_are_for_are_refused_at_once(changes: dict[
     assert _refusal(UNet2DConditionModel, {**UNET, **changes}, 700)[1] < 32 * 2**20
 
 
-@pytest.mark.parametrize("num_tensors", [10**3, 10**6])
-def test_the_most_that_may_be_asked_for_is_little_work(num_tensors: int) -> None:
+def test_the_most_that_may_be_asked_for_is_little_work() -> None:
     """However many tensors a file pretends to have."""
-    layers = min(num_tensors // 5, 256) // 2
-    arguments = {**UNET, "transformer_layers_per_block": [layers, 1], "layers_per_block": 1}
+    num_tensors = 10**6
+    arguments = {**UNET, "transformer_layers_per_block": [128, 1], "layers_per_block": 1}
     grown = grown_by(lambda: empty_network(UNet2DConditionModel, arguments, num_tensors, "config.json"))
     assert grown < 200 * 2**20
     assert "depth is" in _refusal(UNet2DConditionModel, {**arguments, "layers_per_block": 3}, num_tensors)[0]

@@ -59,26 +59,34 @@ def _sampled(model: Ensemble, **options: object) -> Tensor:
     return hddm.sample(model, 5, 1, STEPS, **options)  # type: ignore[arg-type]
 
 
-def _router_bytes(folder: Path) -> int:
-    return sum(t.numel() * 4 for t in read_safetensors(folder / "router" / WEIGHTS).values())
+def _limit(folder: Path, experts: int) -> int:
+    """Bytes of the router and of so many experts."""
+    router = sum(t.numel() * 4 for t in read_safetensors(folder / "router" / WEIGHTS).values())
+    return router + experts * _networks(_loaded(folder))[0].size
+
+
+def _piped(pipe: HDDMPipeline) -> Tensor:
+    """What `_sampled` gives, by the pipeline."""
+    pipe.set_progress_bar_config(disable=True)
+    options = {"num_images_per_prompt": 5, "num_inference_steps": STEPS, "output_type": "latent"}
+    return pipe(seed=1, **options).images
 
 
 @pytest.mark.parametrize("strategy", ["full", "top-1", "draw"])
 def test_images_are_the_same_bit_for_bit_wherever_weights_wait(folder: Path, strategy: str) -> None:
     plain = _sampled(_loaded(folder), strategy=strategy)
-    size = _networks(_loaded(folder))[0].size
     modes: list[tuple[Offload, int | None]] = [("ram", None), ("disk", None)]
-    modes += [("disk", _router_bytes(folder) + room * size) for room in (1, 3)]
-    for mode, limit in modes:
+    for mode, limit in [*modes, ("disk", _limit(folder, 1)), ("disk", _limit(folder, 3))]:
         model = _loaded(folder, mode, limit)
         for _ in range(2):
             assert torch.equal(_sampled(model, strategy=strategy), plain)
 
 
-def test_loading_reads_no_weights_of_experts(folder: Path, tmp_path: Path) -> None:
-    own = copied(folder, tmp_path)
-    model = _loaded(own)
+def test_loading_and_moving_read_no_weights_of_experts(folder: Path) -> None:
+    model = _loaded(folder)
+    nn.ModuleList(_networks(model)).to(torch.float64)
     assert _present(_networks(model)) == []
+    assert {network.dtype for network in _networks(model)} == {torch.float64}
     _sampled(model, expert=2)
     assert _present(_networks(model)) == [2]
 
@@ -114,8 +122,7 @@ def test_weights_that_are_not_finite_are_refused_when_they_are_read(folder: Path
 @pytest.mark.parametrize("mode", ["ram", "disk"])
 @pytest.mark.parametrize("room", [1, 2, 3])
 def test_no_more_is_on_the_device_than_the_limit_allows(folder: Path, mode: Offload, room: int) -> None:
-    networks = _networks(_loaded(folder))
-    model = _loaded(folder, mode, _router_bytes(folder) + room * networks[0].size + 100)
+    model = _loaded(folder, mode, _limit(folder, room) + 100)
     networks, most = _networks(model), []
     for network in networks:
         network.network.register_forward_pre_hook(lambda *_: most.append(len(_present(networks))))
@@ -213,12 +220,12 @@ def test_the_least_recently_used_leaves_first() -> None:
     for network in held.stored:
         network.clear()
     for index, left in [
-        (0, [0]),
-        (1, [0, 1]),
-        (2, [0, 1, 2]),
+        (2, [2]),
+        (1, [1, 2]),
         (0, [0, 1, 2]),
+        (2, [0, 1, 2]),
         (3, [0, 2, 3]),
-        (1, [0, 1, 3]),
+        (1, [1, 2, 3]),
     ]:
         held.shelf.bring(held.stored[index])
         assert _present(held.stored) == left
@@ -298,25 +305,15 @@ def test_weights_of_another_dtype_are_cast(tmp_path: Path, stored: torch.dtype) 
 @pytest.mark.parametrize("mode", ["none", "ram", "disk"])
 def test_another_dtype_after_running_is_as_if_loaded_in_it(folder: Path, mode: Offload) -> None:
     pipe = HDDMPipeline.from_pretrained(folder, offload=mode)
-    pipe.set_progress_bar_config(disable=True)
-    _ = pipe(seed=0, num_inference_steps=2, output_type="latent")
-    pipe.to(torch.float64)
-    found = pipe(seed=1, num_images_per_prompt=5, num_inference_steps=STEPS, output_type="latent").images
-    assert found.dtype == torch.float64
-    assert torch.equal(found, _sampled(_loaded(folder, dtype=torch.float64)))
-    pipe.to(torch.float32)
-    found = pipe(seed=1, num_images_per_prompt=5, num_inference_steps=STEPS, output_type="latent").images
-    assert torch.equal(found, _sampled(_loaded(folder)))
+    for dtype in (torch.float32, torch.float64, torch.float32):
+        pipe.to(dtype)
+        found = _piped(pipe)
+        assert found.dtype == dtype
+        assert torch.equal(found, _sampled(_loaded(folder, dtype=dtype)))
 
 
 def test_another_mode_twice_does_no_harm(folder: Path) -> None:
-    pipe = HDDMPipeline.from_pretrained(folder)
-    pipe.set_progress_bar_config(disable=True)
-    plain = _sampled(_loaded(folder))
-
-    def images() -> Tensor:
-        return pipe(seed=1, num_images_per_prompt=5, num_inference_steps=STEPS, output_type="latent").images
-
+    pipe, plain = HDDMPipeline.from_pretrained(folder), _sampled(_loaded(folder))
     for change in (
         pipe.enable_expert_offload,
         pipe.enable_model_cpu_offload,
@@ -325,10 +322,10 @@ def test_another_mode_twice_does_no_harm(folder: Path) -> None:
         lambda: pipe.enable_expert_offload("ram", max_memory=pipe.experts.stored[0].size),
     ):
         change()
-        assert torch.equal(images(), plain)
+        assert torch.equal(_piped(pipe), plain)
         change()
         change()
-        assert torch.equal(images(), plain)
+        assert torch.equal(_piped(pipe), plain)
 
 
 @pytest.mark.parametrize("mode", ["none", "ram", "disk"])
@@ -341,9 +338,8 @@ def test_several_threads_may_sample_one_model(folder: Path, mode: Offload) -> No
 
 
 def test_what_cannot_be_kept_is_refused(folder: Path) -> None:
-    size = _networks(_loaded(folder))[0].size
     with pytest.raises(HddmError, match=r"experts/0: its weights take .* --max-memory leaves"):
-        _loaded(folder, "disk", _router_bytes(folder) + size - 1)
+        _loaded(folder, "disk", _limit(folder, 1) - 1)
     with pytest.raises(HddmError, match="--max-memory needs --offload ram or disk"):
         _loaded(folder, "none", 10**9)
     with pytest.raises(HddmError, match="unknown offload 'cloud': choose one of none, ram, disk"):
@@ -361,11 +357,3 @@ def test_a_file_that_changed_since_it_was_opened_is_refused(folder: Path, tmp_pa
     (own / "experts" / "1" / WEIGHTS).write_bytes((own / "router" / WEIGHTS).read_bytes())
     with pytest.raises(HddmError, match=f"experts/1/{WEIGHTS}: has changed since it was opened"):
         _sampled(model, expert=1)
-
-
-def test_parts_that_are_moved_take_no_weights_along(folder: Path) -> None:
-    model = _loaded(folder, "disk")
-    module = nn.ModuleList(_networks(model))
-    module.to(torch.float64)
-    assert _present(_networks(model)) == []
-    assert {network.dtype for network in _networks(model)} == {torch.float64}

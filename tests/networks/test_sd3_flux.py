@@ -25,7 +25,16 @@ from hddm.networks.wrappers import interface_of, pack, positions, unpack
 from hddm.utils.errors import HddmError
 from hddm_cli.app import commands
 from tests.artefacts import Command, copied, edit_json
-from tests.checkpoint_files import DDPM_BETAS, check_velocity, converted, facts_of, pipeline, pixart, refused
+from tests.checkpoint_files import (
+    DDPM_BETAS,
+    check_velocity,
+    converted,
+    facts_of,
+    pipeline,
+    pixart,
+    refused,
+    written_back,
+)
 from tests.flow_models import (
     SD35,
     SIDE,
@@ -134,8 +143,7 @@ def test_samples_follow_the_networks_own_ode(made: Converted) -> None:
 def test_an_expert_goes_back_to_diffusers_bit_for_bit(made: Converted, hddm: Command, tmp_path: Path) -> None:
     network, back = made.network, tmp_path / "back"
     assert "use_karras_sigmas is True; the sampler's time grid" in made.said
-    code, said, error = hddm("convert", made.expert, "--out", back, "--to-layout", f"diffusers-{made.kind}")
-    assert (code, error) == (0, ""), said
+    written_back(hddm, made.expert, back, f"diffusers-{made.kind}")
     theirs = type(network).from_pretrained(back / "transformer")
     for name, tensor in network.state_dict().items():
         assert torch.equal(theirs.state_dict()[name], tensor)
@@ -145,10 +153,10 @@ def test_an_expert_goes_back_to_diffusers_bit_for_bit(made: Converted, hddm: Com
     assert (scheduler.config.shift, scheduler.config.use_karras_sigmas) == (3.0, True)
     index = json.loads((back / "model_index.json").read_text())
     assert index["_class_name"] in ("StableDiffusion3Pipeline", "FluxPipeline")
-    converted(hddm, back, tmp_path / "again", *made.options)
-    before, after = facts_of(made.expert), facts_of(tmp_path / "again")
     elsewhere = {"source": None, "schedule_source": None}
-    assert before | elsewhere == after | elsewhere
+    for source, name in ((back, "again"), (made.expert, "copy")):
+        converted(hddm, source, tmp_path / name, *(made.options if source is back else ()))
+        assert facts_of(made.expert) | elsewhere == facts_of(tmp_path / name) | elsewhere
 
 
 @pytest.mark.parametrize(("make", "changes", "options"), SOURCES.values(), ids=SOURCES)
@@ -167,38 +175,20 @@ def test_an_expert_runs_in_the_dtype_that_is_asked_for(
         assert _is_close(velocity, velocity_by_hand(network, X.to(dtype), TIMES, its))
 
 
-@pytest.mark.parametrize("make", [sd3, flux])
-def test_an_expert_is_a_source_and_keeps_its_size_and_shift(
-    hddm: Command, tmp_path: Path, make: Make
+def test_a_network_alone_becomes_an_expert_under_a_schedule_which_is_written_back(
+    hddm: Command, tmp_path: Path
 ) -> None:
-    source = flow_pipeline(tmp_path / "source", make(), shift=2.5)
-    converted(hddm, source, tmp_path / "one", *(WITH_SIDE if make is flux else ()))
-    converted(hddm, tmp_path / "one", tmp_path / "two")
-    one, two = facts_of(tmp_path / "one"), facts_of(tmp_path / "two")
-    assert one["sample_shape"] == two["sample_shape"]
-    assert one["shift"] == two["shift"] == 2.5
-
-
-def test_a_network_alone_becomes_an_expert_under_a_schedule(hddm: Command, tmp_path: Path) -> None:
     sd3().save_pretrained(tmp_path / "transformer")
     assert "pass --schedule" in refused(hddm, tmp_path / "transformer")
-    FlowMatchEulerDiscreteScheduler(num_train_timesteps=500).save_pretrained(tmp_path / "scheduler")
+    FlowMatchEulerDiscreteScheduler(num_train_timesteps=500, shift=2.0).save_pretrained(
+        tmp_path / "scheduler"
+    )
     schedule = tmp_path / "scheduler" / "scheduler_config.json"
     converted(hddm, tmp_path / "transformer", tmp_path / "expert", "--schedule", schedule)
     assert facts_of(tmp_path / "expert")["time_scale"] == 500
-
-
-def test_a_scheduler_is_written_back_where_the_source_had_none(hddm: Command, tmp_path: Path) -> None:
-    flux().save_pretrained(tmp_path / "transformer")
-    FlowMatchEulerDiscreteScheduler(shift=2.0).save_pretrained(tmp_path / "scheduler")
-    schedule = tmp_path / "scheduler" / "scheduler_config.json"
-    converted(hddm, tmp_path / "transformer", tmp_path / "expert", "--schedule", schedule, *WITH_SIDE)
-    code, *_ = hddm(
-        "convert", tmp_path / "expert", "--out", tmp_path / "back", "--to-layout", "diffusers-flux"
-    )
-    assert code == 0
+    written_back(hddm, tmp_path / "expert", tmp_path / "back", "diffusers-sd3")
     theirs = FlowMatchEulerDiscreteScheduler.from_pretrained(tmp_path / "back" / "scheduler").config
-    assert (theirs.num_train_timesteps, theirs.shift) == (1000, 2.0)
+    assert (theirs.num_train_timesteps, theirs.shift) == (500, 2.0)
 
 
 def test_flux_asks_for_the_size_that_its_config_does_not_hold(hddm: Command, tmp_path: Path) -> None:
@@ -216,22 +206,20 @@ def test_flux_asks_for_the_size_that_its_config_does_not_hold(hddm: Command, tmp
     assert facts_of(expert)["source"]["options"]["sample_size"] == SIDE
 
 
-@pytest.mark.parametrize("shape", [[4, 7, 8], [3, 8, 8], [4, 0, 8], [4, 8, 10**9]])
-def test_records_that_do_not_fit_flux_are_refused(hddm: Command, tmp_path: Path, shape: list[int]) -> None:
+def test_records_that_do_not_fit_flux_are_refused(hddm: Command, tmp_path: Path) -> None:
     converted(hddm, flow_pipeline(tmp_path / "source", flux()), tmp_path / "expert", *WITH_SIDE)
-    edit_json(tmp_path / "expert" / "expert.json", sample_shape=shape)
-    with pytest.raises(HddmError, match=r"sample_shape|sample_size|a sample of"):
-        library.load(tmp_path / "expert")
+    for shape in ([4, 7, 8], [3, 8, 8], [4, 0, 8], [4, 8, 10**9]):
+        edit_json(tmp_path / "expert" / "expert.json", sample_shape=shape)
+        with pytest.raises(HddmError, match=r"sample_shape|sample_size|a sample of"):
+            library.load(tmp_path / "expert")
 
 
 HOSTILE: list[tuple[str, dict[str, Any]]] = [
     ("sd3", {"num_layers": 10**9}),
-    ("sd3", {"num_layers": 200}),
     ("sd3", {"dual_attention_layers": list(range(10**5))}),
     ("sd3", {"pos_embed_max_size": 10**9}),
     ("sd3", {"pos_embed_max_size": None}),
     ("sd3", {"sample_size": 10**6}),
-    ("sd3", {"sample_size": 14}),
     ("sd3", {"sample_size": 7}),
     ("sd3", {"sample_size": [8, 8]}),
     ("sd3", {"patch_size": 0}),
@@ -241,12 +229,8 @@ HOSTILE: list[tuple[str, dict[str, Any]]] = [
     ("sd3", {"num_single_layers": 2}),
     ("sd3", {"sample_size": None}),
     ("flux", {"num_single_layers": 10**9}),
-    ("flux", {"num_single_layers": 200}),
     ("flux", {"num_layers": [10**9]}),
     ("flux", {"axes_dims_rope": [10**9, 6, 6]}),
-    ("flux", {"axes_dims_rope": [2] * 10**6}),
-    ("flux", {"axes_dims_rope": [4, 12]}),
-    ("flux", {"axes_dims_rope": 16}),
     ("flux", {"axes_dims_rope": [5, 5, 6]}),
     ("flux", {"patch_size": 2}),
     ("flux", {"in_channels": 18}),
