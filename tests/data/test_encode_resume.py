@@ -8,6 +8,7 @@ import os
 import signal
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from hddm.data.encoding import encode_shards
 from hddm.data.encoding_draft import open_draft
 from hddm.data.encoding_plan import EncodingPlan, EncodingSettings, plan_encoding
 from hddm.utils.errors import HddmError
-from tests.artefacts import contents, largest_file
+from tests.artefacts import contents, largest_file, refusal
 from tests.component_files import write_vae
 from tests.shard_files import write_partition
 
@@ -115,10 +116,9 @@ def test_a_file_that_a_power_failure_spoilt_is_made_again(root: Path, tmp_path: 
 def test_an_unfinished_encoding_of_other_options_is_named(root: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     draft = _interrupted(root, out, 9)
-    with pytest.raises(HddmError, match="unfinished encoding of other options") as refused:
-        _encode(root, out, dtype="float32")
-    assert str(draft) in refused.value.message
-    assert any(line.startswith("encoding: ") and "float32" in line for line in refused.value.details)
+    told, *details = refusal(_encode, root, out, dtype="float32").splitlines()
+    assert f"{draft} holds an unfinished encoding of other options" in told
+    assert any(line.startswith("  encoding: ") and "float32" in line for line in details)
     assert len(_records(out)) == 2
     _encode(root, out, overwrite=True, dtype="float32")
     record = json.loads((out / "shard_0" / "manifest.json").read_text())
@@ -151,10 +151,8 @@ def test_a_second_process_on_the_same_output_is_refused_by_the_first_ones_name(
         fcntl.flock(lock, fcntl.LOCK_EX)
         lock.write("process 4711 on elsewhere\n")
         lock.flush()
-        with pytest.raises(
-            HddmError, match=r"another process is encoding to it \(process 4711 on elsewhere\)"
-        ):
-            _encode(root, tmp_path / "out", overwrite=True)
+        told = refusal(_encode, root, tmp_path / "out", overwrite=True)
+    assert "another process is encoding to it (process 4711 on elsewhere)" in told
     assert len(_records(tmp_path / "out")) == 2
 
 
@@ -202,9 +200,8 @@ def test_an_output_that_another_process_finished_meanwhile_leaves_no_draft(
 def test_a_full_disk_in_the_middle_leaves_what_is_done(root: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     draft = _interrupted(root, out, 9)
-    with largest_file(1000), pytest.raises(HddmError, match="cannot be written") as refused:
-        _encode(root, out)
-    assert "\n" not in str(refused.value)
+    with largest_file(1000):
+        assert "cannot be written" in refusal(_encode, root, out)
     assert not out.exists()
     assert len(_records(out)) == 2
     assert not list(draft.rglob("*.part*"))
@@ -215,11 +212,7 @@ def test_a_full_disk_in_the_middle_leaves_what_is_done(root: Path, tmp_path: Pat
 def test_a_larger_output_than_the_disk_is_refused_before_work(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shutil.disk_usage", lambda path: _Usage())
-    with pytest.raises(HddmError, match=r"out: needs 0\.00 GB, and 0\.00 GB are free on its disk"):
-        _encode(root, tmp_path / "out")
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=1000))
+    told = "out: needs 0.00 GB, and 0.00 GB are free on its disk"
+    assert told in refusal(_encode, root, tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
-
-
-class _Usage:
-    free = 1000
