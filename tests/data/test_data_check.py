@@ -72,21 +72,20 @@ def test_images_of_several_sizes_are_told_with_the_remedy_from_the_check_to_the_
 ) -> None:
     levels = np.random.default_rng(0).integers(0, 256, (40, 8, 8)).astype(np.uint8)
     files = {f"cat/{i:02}.png": _png(Image.fromarray(level)) for i, level in enumerate(levels)}
-    images = write(tmp_path / "images", files)
+    images, shards = write(tmp_path / "images", files), tmp_path / "shards"
+    command = ["partition", images, "--shards", 1, "--out"]
     assert "hddm encode" not in hddm("data", "check", images)[1]
-    assert "hddm encode" not in hddm("partition", images, "--out", tmp_path / "one", "--shards", 1)[2]
+    assert "hddm encode" not in hddm(*command, tmp_path / "one")[2]
     write(images, {"cat/99.png": _png(Image.fromarray(levels[0].repeat(2, 0)))})
     remedy = "hddm encode --resolution N brings those of a shard or partition to one"
     told = f"images of 2 sizes, and training takes one: {remedy}\n"
     assert told in hddm("data", "check", images)[1]
-    shards = tmp_path / "shards"
-    assert f"{shards}: {told}" in hddm("partition", images, "--out", shards, "--shards", 1)[2]
-    shard, name = shards / "shard_0", "images/cat/99.png"
+    assert f"{shards}: {told}" in hddm(*command, shards)[2]
+    shard = shards / "shard_0"
     training = ["train", "expert", shard, "--out", tmp_path / "e", "--objective", "flow", "--steps", 1]
-    figures = ["evaluate", shard, "--reference", shards]
-    for command in (training, figures):
-        err = hddm(*command)[2]
-        assert f"{shard / name}: is 8×16, images/cat/00.png is 8×8; {remedy}\n" in err
+    differ = f"{shard / 'images/cat/99.png'}: is 8×16, images/cat/00.png is 8×8; {remedy}\n"
+    for command in (training, ["evaluate", shard, "--reference", shards]):
+        assert differ in hddm(*command)[2]
 
 
 def test_equal_images_on_both_sides_of_a_split_are_told_apart_from_other_copies(

@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,29 +16,33 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from hddm.data.encoding import encode_shards
 from hddm.data.encoding_draft import open_draft
-from hddm.data.encoding_plan import EncodingPlan, EncodingSettings, plan_encoding
 from hddm.utils.errors import HddmError
 from tests.artefacts import contents, largest_file, refusal
 from tests.component_files import write_vae
-from tests.shard_files import write_partition
+from tests.shard_files import encode, write_partition
 
 ROWS = 4
 FILES = 12
 """Of data: two shards of 20 images and held-out ones of 4, 4 rows a file."""
 
 
-def _plan(root: Path, **options: object) -> EncodingPlan:
-    settings = EncodingSettings.model_validate({"random_flip": True, "batch_size": 3, **options})
-    return plan_encoding(root / "shards", settings, vae=root / "vae")
-
-
-def _encode(root: Path, out: Path, overwrite: bool = False, **options: object) -> list[int]:
+def _encode(
+    root: Path,
+    out: Path,
+    overwrite: bool = False,
+    on_images: Callable[[int], None] = lambda number: None,
+    **options: Any,
+) -> list[int]:
     """Encode; the numbers of images that came at a time."""
     numbers: list[int] = []
-    plan = _plan(root, **options)
-    encode_shards(plan, out, overwrite, numbers.append, ROWS * plan.row_bytes)
+
+    def note(number: int) -> None:
+        numbers.append(number)
+        on_images(number)
+
+    options = {"vae": root / "vae", "random_flip": True, "batch_size": 3, **options}
+    encode(root / "shards", out, ROWS, overwrite, note, **options)
     return numbers
 
 
@@ -56,18 +61,13 @@ def _records(out: Path) -> list[Path]:
     return sorted((out.parent / f".{out.name}.encoding" / "done").rglob("*.json"))
 
 
-def _slowly(root: Path, out: Path) -> None:
-    """Encode with pauses, in which a kill hits."""
-    plan = _plan(root)
-    encode_shards(plan, out, on_images=lambda number: time.sleep(0.01), file_bytes=ROWS * plan.row_bytes)
-
-
 def test_a_killed_process_is_gone_on_with_to_the_same_bytes(root: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     # Forked, it has no libraries to import: that would take longer than all else.
     context = multiprocessing.get_context("fork")
     for wanted in (1, 3, 4, 7):
-        process = context.Process(target=_slowly, args=(root, out))
+        # With pauses, in which a kill hits.
+        process = context.Process(target=_encode, args=(root, out, False, lambda _: time.sleep(0.01)))
         process.start()
         deadline = time.monotonic() + 60
         while len(_records(out)) < wanted and process.is_alive() and time.monotonic() < deadline:
@@ -84,19 +84,17 @@ def test_a_killed_process_is_gone_on_with_to_the_same_bytes(root: Path, tmp_path
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-def _interrupted(root: Path, out: Path, after: int, **options: object) -> Path:
+def _interrupted(root: Path, out: Path, after: int) -> Path:
     """The draft that a run leaves that fails after ``after`` images."""
-    seen = 0
+    seen: list[int] = []
 
     def fail(number: int) -> None:
-        nonlocal seen
-        seen += number
-        if seen > after:
+        seen.append(number)
+        if sum(seen) > after:
             raise KeyboardInterrupt
 
-    plan = _plan(root, **options)
     with pytest.raises(KeyboardInterrupt):
-        encode_shards(plan, out, on_images=fail, file_bytes=ROWS * plan.row_bytes)
+        _encode(root, out, on_images=fail)
     assert not out.exists()
     return out.parent / f".{out.name}.encoding"
 

@@ -11,15 +11,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from hddm.data.encoding import encode_shards
-from hddm.data.encoding_plan import EncodingSettings, plan_encoding
 from hddm.data.shard_records import MIN_IMAGES
 from hddm.data.shards import LatentStore, Rows, load_encoded, open_shard
 from hddm.utils import files as verified
 from hddm.utils.files import sha256_of
 from tests.artefacts import copied, edit_json, refusal
 from tests.component_files import write_vae
-from tests.shard_files import noise, write_shard
+from tests.shard_files import encode, noise, write_shard
 
 SCALE, SHIFT = 0.4, 0.1
 
@@ -30,9 +28,7 @@ def encoded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("encoded")
     write_shard(root / "source", noise(20), [n % 2 for n in range(20)])
     write_vae(root / "vae", scaling_factor=SCALE, shift_factor=SHIFT)
-    plan = plan_encoding(root / "source", EncodingSettings(random_flip=True), vae=root / "vae")
-    encode_shards(plan, root / "latents", file_bytes=6 * plan.row_bytes)
-    return root / "latents"
+    return encode(root / "source", root / "latents", 6, vae=root / "vae", random_flip=True)
 
 
 def _stored(folder: Path, name: str) -> torch.Tensor:
@@ -85,9 +81,7 @@ def test_equal_samples_alone_have_equal_digests(tmp_path: Path) -> None:
     write_shard(tmp_path / "source", images)
     write_vae(tmp_path / "vae", "tiny")
     for vae in (None, tmp_path / "vae"):
-        plan = plan_encoding(tmp_path / "source", EncodingSettings(), vae=vae)
-        encode_shards(plan, tmp_path / f"out-{vae is None}", file_bytes=4 * plan.row_bytes)
-        stored = open_shard(tmp_path / f"out-{vae is None}").stored
+        stored = open_shard(encode(tmp_path / "source", tmp_path / f"out-{vae is None}", 4, vae=vae)).stored
         digests = [stored.digest(row) for row in range(16)]
         assert digests[9] == digests[2]
         assert len(set(digests)) == 15
@@ -95,8 +89,7 @@ def test_equal_samples_alone_have_equal_digests(tmp_path: Path) -> None:
 
 def test_mirrored_pixels_are_reversed(tmp_path: Path) -> None:
     write_shard(tmp_path / "source", noise(16))
-    encode_shards(plan_encoding(tmp_path / "source", EncodingSettings()), tmp_path / "out")
-    shard = open_shard(tmp_path / "out")
+    shard = open_shard(encode(tmp_path / "source", tmp_path / "out"))
     flip = torch.arange(16) % 2 == 0
     found = shard.take(torch.arange(16), None, flip)
     assert torch.equal(found[::2], shard.images[::2].flip(-1))
@@ -109,20 +102,17 @@ def test_files_are_mapped_and_not_copied_into_memory(tmp_path: Path) -> None:
         lines = Path("/proc/self/status").read_text().splitlines()
         return next(int(line.split()[1]) for line in lines if line.startswith("RssAnon")) * 1024
 
-    images = noise(48, 512, 512)
+    images = noise(32, 512, 512)
     write_shard(tmp_path / "source", images)
-    plan = plan_encoding(tmp_path / "source", EncodingSettings())
-    encode_shards(plan, tmp_path / "out", file_bytes=12 * plan.row_bytes)
-    size = 48 * plan.row_bytes
-    assert size > 25e6
+    out = encode(tmp_path / "source", tmp_path / "out", 8)
     before = anonymous()
-    shard = open_shard(tmp_path / "out")
+    shard = open_shard(out)
     for row, image in enumerate(images):
         found = ((shard.take(torch.tensor([row]))[0] + 1) * 127.5).round().permute(1, 2, 0)
         assert (found.numpy() == image).all()
-    assert anonymous() - before < size / 2
+    assert anonymous() - before < sum(image.nbytes for image in images) / 2
     maps = Path("/proc/self/maps").read_text()
-    assert all(f"{tmp_path}/out/data-{k:05d}.safetensors" in maps for k in range(4))
+    assert all(f"{out}/data-{k:05d}.safetensors" in maps for k in range(4))
 
 
 @pytest.mark.parametrize("name", ["data-00001.safetensors", "images.jsonl"])
@@ -220,7 +210,7 @@ def test_a_file_that_was_written_just_now_is_hashed_again(
     assert not (folder / verified.RECORD).exists()
 
 
-@pytest.mark.parametrize("spoil", [lambda path: path.mkdir(), lambda path: path.write_text('{"a": [1')])
+@pytest.mark.parametrize("spoil", [Path.mkdir, lambda path: path.write_text('{"a": [1')])
 def test_a_record_that_cannot_be_read_or_written_costs_time_alone(
     spoil: Callable[[Path], None], encoded: Path, hashed: list[str], tmp_path: Path
 ) -> None:
@@ -253,6 +243,6 @@ def test_a_manifest_that_contradicts_itself_or_its_files_is_refused(encoded: Pat
 def test_too_few_images_to_train_on_are_refused_but_for_held_out_ones(tmp_path: Path) -> None:
     for name, held_out_of in (("few", None), ("kept", "a")):
         write_shard(tmp_path / name, noise(MIN_IMAGES - 1), held_out_of=held_out_of)
-        encode_shards(plan_encoding(tmp_path / name, EncodingSettings()), tmp_path / f"{name}-out")
+        encode(tmp_path / name, tmp_path / f"{name}-out")
     assert "has 15 images; an expert needs at least 16" in refusal(open_shard, tmp_path / "few-out")
     assert len(open_shard(tmp_path / "kept-out")) == 15

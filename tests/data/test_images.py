@@ -36,10 +36,14 @@ def _write(path: Path, pixels: np.ndarray, mode: str | None = None) -> Path:
     return path
 
 
-def _encoded(pixels: np.ndarray, kind: str, **options: Any) -> bytes:
+def _as(image: Image.Image, kind: str, **options: Any) -> bytes:
     buffer = io.BytesIO()
-    Image.fromarray(pixels).save(buffer, kind, **options)
+    image.save(buffer, kind, **options)
     return buffer.getvalue()
+
+
+def _encoded(pixels: np.ndarray, kind: str, **options: Any) -> bytes:
+    return _as(Image.fromarray(pixels), kind, **options)
 
 
 def test_folders_are_read_in_sorted_order_with_their_labels(tmp_path: Path) -> None:
@@ -47,7 +51,6 @@ def test_folders_are_read_in_sorted_order_with_their_labels(tmp_path: Path) -> N
         _write(tmp_path / name, np.full((2, 2), value, np.uint8))
     images = load_images(tmp_path)
     assert (images.files, images.classes) == (("a/2.png", "a/deep/1.JPEG", "b/1.png"), ("a", "b"))
-    assert images.labels is not None
     assert images.labels.tolist() == [0, 0, 1]
     assert images.pixels[:, 0, 0, 0].tolist() == [10, 30, 20]
 
@@ -123,20 +126,18 @@ def test_transparency_is_dropped_and_shows_the_colours_below() -> None:
 
 @pytest.mark.filterwarnings("error")
 def test_a_palette_with_several_transparent_colours_gives_its_colours_and_no_warning() -> None:
-    image = Image.fromarray(GRAY % 4, "P")
     palette = NOISE.integers(0, 256, (4, 3)).astype(np.uint8)
+    image = Image.fromarray(GRAY % 4, "P")
     image.putpalette(palette.tobytes())
-    buffer = io.BytesIO()
-    image.save(buffer, "PNG", transparency=bytes([0, 255, 128, 7]))
-    np.testing.assert_array_equal(decode(buffer.getvalue(), Path("a")), palette[GRAY % 4])
+    content = _as(image, "PNG", transparency=bytes([0, 255, 128, 7]))
+    np.testing.assert_array_equal(decode(content, Path("a")), palette[GRAY % 4])
 
 
 def test_of_an_animation_the_first_frame_is_taken() -> None:
-    frames = [Image.fromarray(np.full((4, 4), value, np.uint8)) for value in (10, 200)]
-    buffer = io.BytesIO()
-    frames[0].save(buffer, "GIF", save_all=True, append_images=frames[1:])
-    assert np.unique(decode(buffer.getvalue(), Path("a"))).tolist() == [10]
-    assert read_header(buffer.getvalue(), Path("a")).animated
+    first, second = (Image.fromarray(np.full((4, 4), value, np.uint8)) for value in (10, 200))
+    content = _as(first, "GIF", save_all=True, append_images=[second])
+    assert np.unique(decode(content, Path("a"))).tolist() == [10]
+    assert read_header(content, Path("a")).animated
 
 
 @pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
@@ -175,9 +176,8 @@ def test_suffixes_in_any_case_are_found_among_other_files(tmp_path: Path) -> Non
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "BMP"])
 def test_damage_of_any_kind_is_an_error_that_names_the_file(kind: str) -> None:
-    buffer = io.BytesIO()
-    Image.fromarray(NOISE.integers(0, 256, (40, 40, 3)).astype(np.uint8)).save(buffer, kind)
-    whole, draws, refused = buffer.getvalue(), np.random.default_rng(1), 0
+    whole = _encoded(NOISE.integers(0, 256, (40, 40, 3)).astype(np.uint8), kind)
+    draws, refused = np.random.default_rng(1), 0
     damaged = [whole[:n] for n in range(0, 60)]
     for _ in range(150):
         content = bytearray(whole)

@@ -73,15 +73,12 @@ def test_mirrored_copies_are_copies_where_mirror_images_were_trained_on() -> Non
     flat = FeatureExtractor("pixels", 4, lambda pixels: pixels[:, 0, :2, :2].flatten(1))
 
     def memory(samples: torch.Tensor, held_out: torch.Tensor, mirrored: bool) -> Memorisation:
-        found = Scorer(flat, images, held_out, 2, mirrored=mirrored).score(samples).memorisation
-        assert found is not None
-        assert found.mirrored is mirrored
-        return found
+        return Scorer(flat, images, held_out, 2, mirrored=mirrored).score(samples).memorisation
 
     half = torch.cat([images[:30], images[30:60].flip(-1)])
     assert memory(half, fresh, mirrored=False).ratio == pytest.approx(0.5, abs=0.02)
     copied = memory(half, fresh, mirrored=True)
-    assert (copied.ratio, copied.share_near) == (0, 1)
+    assert (copied.ratio, copied.share_near, copied.mirrored) == (0, 1, True)
     # Fresh images are judged alike: one that is a mirrored training image is a copy too.
     both = [nearest_distances(fresh, seen) for seen in (images, images.flip(-1))]
     assert torch.equal(nearest_distances(fresh, images, mirrored=True), both[0].minimum(both[1]))
@@ -91,10 +88,8 @@ def test_mirrored_copies_are_copies_where_mirror_images_were_trained_on() -> Non
 
 def test_nearest_distances_are_exact_over_many_chunks() -> None:
     rows, others = (torch.randint(0, 256, (n, 1, 3, 3), generator=NOISE).byte() for n in (1500, 9000))
-    by_hand = np.array(
-        [np.sqrt(((o - others.numpy().astype(float)) ** 2).sum((1, 2, 3)).min()) for o in rows[::300].numpy()]
-    )
-    np.testing.assert_allclose(nearest_distances(rows, others)[::300].numpy(), by_hand, rtol=1e-6)
+    expected = [(others.double() - row.double()).square().sum((1, 2, 3)).min().sqrt() for row in rows[::300]]
+    np.testing.assert_allclose(nearest_distances(rows, others)[::300].numpy(), expected, rtol=1e-6)
     assert (nearest_distances(others[-3:], others) == 0).all()
 
 
@@ -264,15 +259,12 @@ def test_the_hash_of_images_is_that_of_their_pixels(many: Path, home: Path, tmp_
     assert hashes[0] == hashes[1] != hashes[2]
 
 
-def test_gray_images_are_measured_in_colour_where_others_are(many: Path, home: Path, tmp_path: Path) -> None:
-    gray = _samples(tmp_path / "gray", 4)
-    (tmp_path / "colour").mkdir()
+def test_gray_images_are_measured_in_colour_where_others_are(many: Path, tmp_path: Path) -> None:
     for index in range(3):
-        Image.new("RGB", (4, 4), (index, 0, 0)).save(tmp_path / "colour" / f"{index}.png")
-    sides = alike({"images": _side(gray), "reference": _side(tmp_path / "colour")})
-    assert sides["images"].images.pixels.shape == (4, 3, 4, 4)
-    assert sides["images"].record.made_colour == 4
-    assert sides["reference"].record.made_colour == 0
+        Image.new("RGB", (4, 4), (index, 0, 0)).save(tmp_path / f"{index}.png")
+    groups = alike({"images": _side(many), "reference": _side(tmp_path)})
+    assert groups["images"].images.pixels.shape == (160, 3, 4, 4)
+    assert [group.record.made_colour for group in groups.values()] == [160, 0]
 
 
 def test_a_folder_that_lost_images_compares_with_nothing(
@@ -315,7 +307,6 @@ def test_conditions_are_those_that_were_cycled_over_the_images(
 def test_conditions_in_folders_are_matched_by_name(tmp_path: Path) -> None:
     samples = load_images(write_images(tmp_path / "samples", per_class=2))
     found, known = conditions(samples, None, ("noise", "rows", "columns"))
-    assert found is not None
     assert (found.tolist(), known) == ([2, 2, 1, 1], True)
     assert conditions(samples, None, ("cat", "dog"))[1] is False
 
@@ -327,25 +318,24 @@ def test_distances_by_shard_need_the_partition_of_the_images(
     assert result["data"]["shards"]["images"] == [shard["images"] for shard in result["shards"]]
     assert sum(shard["samples"] for shard in result["shards"]) == 70
     assert all(shard["all"]["few_images"] for shard in result["shards"])
-    larger = write_images(tmp_path / "larger", per_class=24, side=8)
+    larger = write_images(tmp_path / "larger", side=8)
     told = refusal(evaluate_folder, larger, larger, allow_few=True, shards=shards)
     assert re.search("holds images of shape .*; name the partition", told)
 
 
 def test_a_classifier_is_saved_and_shared(many: Path, home: Path, tmp_path: Path, hddm: Command) -> None:
-    samples, file = _samples(tmp_path / "samples"), tmp_path / "classifier.safetensors"
-    options = ["evaluate", samples, "--reference", many]
-    out = [tmp_path / "first.json", tmp_path / "second.json"]
-    saved = ["--features", "classifier", "--save-classifier", file, "--out", out[0]]
-    code, printed, _ = hddm(*options, *saved)
-    assert (code, printed) == (0, f"{out[0]}: comparable\n")
-    assert hddm(*options, "--features", file, "--out", out[1])[0] == 0
-    first, second = (json.loads(path.read_text()) for path in out)
-    assert first["features"]["hash"] == second["features"]["hash"]
-    assert first["to_training"] == second["to_training"]
-    assert "exists" in hddm(*options, *saved)[2]
-    assert "--overwrite" in hddm(*options, "--features", file, "--out", out[0])[2]
-    assert hddm(*options, "--features", file, "--out", out[0], "--overwrite")[0] == 0
+    file, first, second = (tmp_path / name for name in ("c.safetensors", "first.json", "second.json"))
+    options = ["evaluate", _samples(tmp_path / "samples"), "--reference", many]
+    saved = [*options, "--features", "classifier", "--save-classifier", file, "--out", first]
+    assert hddm(*saved)[:2] == (0, f"{first}: comparable\n")
+    shared = [*options, "--features", file, "--out"]
+    assert hddm(*shared, second)[0] == 0
+    ours, theirs = (json.loads(path.read_text()) for path in (first, second))
+    assert ours["features"]["hash"] == theirs["features"]["hash"]
+    assert ours["to_training"] == theirs["to_training"]
+    assert "exists" in hddm(*saved)[2]
+    assert "--overwrite" in hddm(*shared, first)[2]
+    assert hddm(*shared, first, "--overwrite")[0] == 0
 
 
 @pytest.mark.parametrize("features", ["auto", "classifier"])

@@ -5,14 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from hddm.data.encoding import encode_shards
-from hddm.data.encoding_plan import EncodingSettings, plan_encoding
 from hddm.data.partition import partition
 from hddm.evaluation.evaluate import evaluate_folder
-from hddm.evaluation.images import ImageGroup, read_data
+from hddm.evaluation.images import read_data
 from tests.artefacts import Command, copied, refusal
 from tests.component_files import write_vae
-from tests.shard_files import write_partition
+from tests.shard_files import encode, write_partition
 
 
 @pytest.fixture(scope="module")
@@ -39,46 +37,22 @@ def test_a_partition_stands_for_its_training_images_or_those_it_holds_out(
     whole, folder = (read_data({"reference": path})["reference"] for path in (tmp_path / "plain", many))
     assert (whole.record.hash, whole.record.modes) == (folder.record.hash, folder.record.modes)
     assert whole.images.classes == folder.images.classes
-    known = dict(
-        zip(folder.images.files, zip(folder.images.pixels, _labels(folder), strict=True), strict=True)
-    )
-    for name, pixels, label in zip(whole.images.files, whole.images.pixels, _labels(whole), strict=True):
-        expected = known[name.split("/images/")[1]]
-        assert (pixels.equal(expected[0]), label) == (True, expected[1])
-
-
-def test_a_partition_is_measured_as_the_folder_of_its_images_is(
-    many: Path, classifier: str, home: Path, tmp_path: Path, hddm: Command
-) -> None:
-    partition(many, tmp_path / "shards", 2)
-    command = ["evaluate", many, "--features", classifier, "--reference"]
-    assert hddm(*command, many, "--out", tmp_path / "a.json")[0] == 0
-    assert hddm(*command, tmp_path / "shards", "--out", tmp_path / "b.json")[0] == 0
-    a, b = (json.loads((tmp_path / name).read_text()) for name in ("a.json", "b.json"))
-    assert a["data"]["reference"]["hash"] == b["data"]["reference"]["hash"]
-    assert b["data"]["reference"]["path"] == str(tmp_path / "shards")
-    assert b["to_training"]["value"] == pytest.approx(a["to_training"]["value"], abs=1e-3)
-    assert hddm("compare", tmp_path / "a.json", tmp_path / "b.json")[0] == 0
+    rows = [folder.images.files.index(name.split("/images/")[1]) for name in whole.images.files]
+    assert whole.images.pixels.equal(folder.images.pixels[rows])
+    assert whole.images.labels.equal(folder.images.labels[rows])
 
 
 def test_encoded_pixels_are_brought_back_and_latents_are_refused(shards: Path, tmp_path: Path) -> None:
-    encode_shards(plan_encoding(shards, EncodingSettings()), tmp_path / "pixels")
+    encode(shards, tmp_path / "pixels")
     for role in ("reference", "held-out"):
         images, encoded = (read_data({role: path})[role] for path in (shards, tmp_path / "pixels"))
         assert encoded.record.hash == images.record.hash
         assert encoded.images.pixels.equal(images.images.pixels)
-        assert _labels(encoded) == _labels(images)
+        assert encoded.images.labels.equal(images.images.labels)
     write_vae(tmp_path / "vae")
-    source = write_partition(tmp_path / "colour")
-    encode_shards(plan_encoding(source, EncodingSettings(), vae=tmp_path / "vae"), tmp_path / "latents")
+    latents = encode(write_partition(tmp_path / "colour"), tmp_path / "latents", vae=tmp_path / "vae")
     told = "holds latents, and figures are of pixels; name the partition"
-    assert told in refusal(read_data, {"reference": tmp_path / "latents"})
-
-
-def _labels(group: ImageGroup) -> list[int]:
-    assert group.images.labels is not None
-    found: list[int] = group.images.labels.tolist()
-    return found
+    assert told in refusal(read_data, {"reference": latents})
 
 
 def test_a_partition_is_no_folder_of_samples_and_one_without_held_out_images_has_none(
@@ -119,6 +93,6 @@ def test_bad_images_of_all_sides_are_named_at_once_and_left_out_when_asked(
     # Labels stay with their images.
     group = read_data({"reference": samples}, 1)["reference"]
     assert group.images.files[5] == "columns/06.png"
-    assert _labels(group) == [0] * 79 + [1] * 80
+    assert group.images.labels.tolist() == [0] * 79 + [1] * 80
     (samples / "columns" / "05.png").unlink()
     assert evaluate_folder(samples, shards, features=classifier, max_bad=1)["comparable"] is True
