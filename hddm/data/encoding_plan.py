@@ -177,10 +177,10 @@ def plan_encoding(
     channels, size = _size(source, shards, settings, network is None)
     shape, vae_record = (channels, *size), None
     if vae is not None and network is not None:
-        vae_record = vae_facts(vae)
         # Not diffusers' own `to`, which warns of casts that this is none of.
         nn.Module.to(network, device)
         channels, shape = _latent_shape(vae, network, size)
+        vae_record = vae_facts(vae)
     text, text_record = None, None
     if text_encoder is not None and tokenizer is not None:
         _refuse_without_captions(shards)
