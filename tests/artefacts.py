@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 from hddm.calibration import FILE_NAME as CALIBRATION
@@ -21,6 +22,7 @@ from hddm.data.shard_records import read_manifest
 from hddm.data.shards import PixelStore, Rows, Shard, load_shard
 from hddm.experts.records import EXPERT_FILE, weights_in
 from hddm.training.settings import ExpertSettings, RouterSettings
+from hddm.utils.errors import HddmError
 from hddm.utils.files import sha256_of
 from hddm.utils.records import MANIFEST, write_manifest
 
@@ -120,6 +122,14 @@ def into_hub_cache(folder: Path, repository: Path) -> Path:
         link.parent.mkdir(parents=True, exist_ok=True)
         link.symlink_to(os.path.relpath(blob, link.parent))
     return snapshot
+
+
+def refusal(call: Callable[..., object], *arguments: Any, **options: Any) -> str:
+    """The one line with which a call refuses, and its details below."""
+    with pytest.raises(HddmError) as refused:
+        call(*arguments, **options)
+    assert "\n" not in refused.value.message
+    return str(refused.value)
 
 
 def edit_json(path: Path, **changes: Any) -> None:

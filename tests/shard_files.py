@@ -2,12 +2,15 @@
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from PIL import Image
 
+from hddm.data.encoding import encode_shards
+from hddm.data.encoding_plan import EncodingSettings, plan_encoding
 from hddm.data.shard_records import ImageEntry, content_hash
 
 
@@ -75,3 +78,18 @@ def write_partition(root: Path, num: int = 20, held_out: int = 0, colour: bool =
     record = {**facts, "sizes": [num, num], "hashes": hashes}
     (root / "partition.json").write_text(json.dumps(record))
     return root
+
+
+def encode(
+    source: Path,
+    out: Path,
+    rows: int = 1000,
+    overwrite: bool = False,
+    on_images: Callable[[int], None] = lambda number: None,
+    **options: Any,
+) -> Path:
+    """Encode a shard or a partition, ``rows`` a data file; options are settings and folders of networks."""
+    networks = {key: options.pop(key, None) for key in ("vae", "text_encoder", "tokenizer")}
+    plan = plan_encoding(source, EncodingSettings.model_validate(options), **networks)
+    encode_shards(plan, out, overwrite, on_images, rows * plan.row_bytes)
+    return out

@@ -2,9 +2,8 @@
 
 import hashlib
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -74,8 +73,7 @@ class DataReport(Record):
 
     Images of equal pixels are groups, each in one list: ``across_split`` where they lie on several sides of
     ``split``, so that what judges a model was trained on; else ``duplicates`` within a part, ``shared``
-    in several. ``split`` names the sides: folders as ``train`` and ``test``, or the training and held-out
-    images of a partition; it is empty where there are none.
+    in several. ``split`` names the sides: folders as ``train`` and ``test``, or those of a partition.
     """
 
     path: str
@@ -196,14 +194,14 @@ def check_data(path: Path, caption_column: str | None = None, label_column: str 
             headers: Counter[Header] = Counter()
             bad: list[BadImage] = []
             looks = read_ahead(pool, partial(_look, source), ([i] for i in range(len(source))), _AHEAD)
-            for file, (look,) in zip(source.files, looks, strict=True):
-                if look.digest is not None:
+            for file, ((digest, found),) in zip(source.files, looks, strict=True):
+                if digest is not None:
                     places.append((name, file))
-                    digests += look.digest
-                if isinstance(look.found, Header):
-                    headers[look.found] += 1
+                    digests += digest
+                if isinstance(found, Header):
+                    headers[found] += 1
                 else:
-                    bad.append(look.found)
+                    bad.append(found)
                 advance(1)
             parts.append(_part(name, source, headers, bad))
     repeated: dict[str, list[list[str]]] = {"across_split": [], "shared": [], "duplicates": []}
@@ -216,47 +214,36 @@ def check_data(path: Path, caption_column: str | None = None, label_column: str 
     return DataReport(path=str(path), kind=kind, parts=parts, split=list(split), **repeated)
 
 
-@dataclass(frozen=True)
-class _Look:
-    """One image as it was read: its header, or why it is bad.
-
-    ``digest`` is of its pixels, or of a file that has none, None for one that cannot be read.
-    """
-
-    digest: bytes | None
-    found: Header | BadImage
-
-
-def _look(source: ImageSource, i: int) -> _Look:
+def _look(source: ImageSource, i: int) -> tuple[bytes | None, Header | BadImage]:
+    """Digest of an image's pixels, or of its file, or None if unreadable; its header, or why it is bad."""
     file = source.files[i]
     name, digest = source.root / file, None
     try:
         content = source.read(i)
         digest = hashlib.sha256(content).digest()
         header = read_header(content, name)
-        return _Look(pixel_digest(decode(content, name)), header)
+        return pixel_digest(decode(content, name)), header
     except HddmError as error:
         is_large = isinstance(error, OversizedImageError)
         kind = "unreadable" if digest is None else "oversized" if is_large else "corrupt"
-        return _Look(digest, BadImage.model_validate({"name": file, "kind": kind, "reason": error.message}))
+        return digest, BadImage.model_validate({"name": file, "kind": kind, "reason": error.message})
 
 
 def _part(name: str, source: ImageSource, headers: Mapping[Header, int], bad: list[BadImage]) -> PartReport:
-    formats: Counter[str] = Counter()
-    modes: Counter[str] = Counter()
-    sizes: Counter[str] = Counter()
-    for header, number in headers.items():
-        formats[header.format] += number
-        modes[header.mode] += number
-        sizes[f"{header.width}×{header.height}"] += number
+    def counts(key: Callable[[Header], str]) -> dict[str, int]:
+        found: Counter[str] = Counter()
+        for header, number in headers.items():
+            found[key(header)] += number
+        return dict(found.most_common())
+
     members, captions = Counter(source.labels or ()), source.captions
     labelled = enumerate(source.classes) if source.labels is not None else ()
     return PartReport(
         name=name,
         images=len(source),
-        formats=dict(formats.most_common()),
-        modes=dict(modes.most_common()),
-        sizes=dict(sizes.most_common()),
+        formats=counts(lambda header: header.format),
+        modes=counts(lambda header: header.mode),
+        sizes=counts(lambda header: f"{header.width}×{header.height}"),
         transparent=sum(number for header, number in headers.items() if header.transparent),
         turned=sum(number for header, number in headers.items() if header.turned),
         animated=sum(number for header, number in headers.items() if header.animated),
@@ -280,8 +267,8 @@ def split_of(files: Sequence[str]) -> tuple[str, ...]:
     None unless there are images to train on and others, which a class of that name would not bring.
     """
     folders = {name.split("/")[0] for name in files if "/" in name}
-    known = {name: name.lower() for name in folders if name.lower() in _TRAINING | _OTHERS}
-    return tuple(sorted(known)) if {*known.values()} & _TRAINING and {*known.values()} & _OTHERS else ()
+    sides = [{name for name in folders if name.lower() in kind} for kind in (_TRAINING, _OTHERS)]
+    return tuple(sorted(sides[0] | sides[1])) if all(sides) else ()
 
 
 def equal_groups(digests: NDArray[np.uint8]) -> list[list[int]]:

@@ -33,14 +33,10 @@ _ROUNDING = 1e-12
 def transport(values: Array) -> Indices:
     """Clusters (n,) that maximise Σ_i values[i, cluster_i] where each of k clusters gets n/k points, exactly.
 
-    Prices of clusters, near those at which all are asked for alike, give a first assignment, the best one
-    for the sizes that it has. Points then move along the cheapest chains from clusters with too many to those
-    with too few, which keeps it the best one for its sizes. The chains are on the k clusters alone; places of
-    one cluster, all alike, make the Hungarian method far slower. Source: successive shortest paths, in
-    Ahuja, Magnanti and Orlin, "Network Flows" (1993), chapter 9.
-
-    Args:
-        values: (n, k), finite and of the size of cosines; n is a multiple of k.
+    ``values`` (n, k) are finite and of the size of cosines; n is a multiple of k. Prices of clusters give a
+    first assignment, the best one for its sizes. Points then move along the cheapest chains from clusters
+    with too many to those with too few, which keeps it so. Source: successive shortest paths, in Ahuja,
+    Magnanti and Orlin, "Network Flows" (1993), chapter 9; far faster here than the Hungarian method.
     """
     values = values - _prices(values)
     each = values.shape[0] // values.shape[1]
@@ -140,16 +136,11 @@ def cluster(features: Points, coarse: int, fine: int, seed: int = 0) -> Hierarch
     """Partition ``features`` (N, d) into ``coarse`` clusters of nearly equal size.
 
     A coarse cluster has ⌊fine/coarse⌋ or one more fine cluster, and a fine cluster ⌊N/fine⌋ or one more
-    point. So with ``fine`` a multiple of ``coarse``, sizes differ by at most fine/coarse points.
-
-    Args:
-        features: one row a point; rows are normalised here. Only mini-batches are read at once.
-        coarse: number of final clusters.
-        fine: number of fine clusters, between ``coarse`` and N.
-        seed: of the initial centres and of the order in which points are taken.
+    point. So with ``fine`` a multiple of ``coarse``, sizes differ by at most fine/coarse points. Only
+    mini-batches are read at once. ``seed`` is that of `balanced_kmeans`.
 
     Raises:
-        HddmError: where the numbers do not fit.
+        HddmError: unless 1 ≤ ``coarse`` ≤ ``fine`` ≤ N.
     """
     if not 1 <= coarse <= fine <= len(features):
         raise HddmError(
@@ -295,13 +286,8 @@ def propose(points: Points, least: float, seed: int = 0) -> dict[int, float]:
     with the nearest centres counts. Source: Vendramin, Campello and Hruschka, "Relative clustering validity
     criteria" (2010), which measures distances to centres in place of those to all points.
 
-    Args:
-        points: (N, d), as in `cluster`.
-        least: points that a cluster needs, on average.
-        seed: of the clusters and of the points that are measured.
-
     Raises:
-        HddmError: where N allows no two clusters.
+        HddmError: where N allows no two clusters of ``least`` points on average.
     """
     num = len(points)
     most = min(LARGEST, math.floor(num / least + 1e-9))

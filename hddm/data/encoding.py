@@ -52,21 +52,13 @@ def encode_shards(
 ) -> list[EncodedManifest]:
     """Encode the plan's shards to ``out``, which is there in full at the end or not at all.
 
-    A killed run continues at its first incomplete data file. The result has the same bytes as without the
-    kill; where batch size, device or torch are others by then, latents and tokens of the files that were left
-    differ by rounding, and the manifest names both in ``computed``.
+    A killed run continues at its first incomplete data file, to the same bytes as without the kill; where
+    batch size, device or torch are others by then, latents and tokens of the files that were left differ by
+    rounding, and the manifest names both in ``computed``. The record of a partition is carried over.
 
-    Of a partition, the records that `hddm.data.shard_records.find_shards` reads are carried over.
-
-    Args:
-        plan: what `plan_encoding` gave.
-        out: folder to write.
-        overwrite: replace it, and what is left of an encoding with other options.
-        on_images: called with the number of images that are done.
-        file_bytes: of a file of data, about; also what is held in memory.
-
-    Returns:
-        The manifests, in the plan's order.
+    ``overwrite``: replace ``out``, and what is left of an encoding with other options. ``on_images`` is
+    called with the number of images that are done. A data file, and what is held in memory, has about
+    ``file_bytes``. Returns the manifests, in the plan's order.
 
     Raises:
         HddmError: for more bad images than allowed, latents that the dtype does not hold, a full disk.
@@ -95,7 +87,7 @@ def encode_shards(
 
 @dataclass
 class _Run:
-    """An encoding as it goes; ``bad`` are the images that were skipped so far, a line each."""
+    """An encoding as it goes; ``bad`` has a line for each image that was skipped so far."""
 
     plan: EncodingPlan
     draft: Draft
@@ -110,13 +102,10 @@ class _Run:
         for number, start in enumerate(range(0, total, self.rows)):
             name = (Path(shard.place) / f"data-{number:05d}.safetensors").as_posix()
             indices = range(start, min(start + self.rows, total))
-            done = self.draft.done(name)
-            if done is None:
-                done = self._write(name, shard, indices)
-            else:
+            if done := self.draft.done(name):
                 self._count(shard, done.skipped)
                 self.on_images(len(indices))
-            files.append(done)
+            files.append(done or self._write(name, shard, indices))
         if not any(done.facts.rows for done in files):
             raise HddmError(f"{shard.folder}: holds no image that can be read")
         with writing(self.draft.folder / shard.place):

@@ -34,10 +34,7 @@ _IDENTITY, _LOCK = "draft.json", "lock"
 
 
 class Done(Record):
-    """The record of a data file, the images that have no row in it, and those whose captions are cut.
-
-    ``computed`` says how networks ran, None without any.
-    """
+    """A data file, the images without a row in it, those with cut captions, and how networks ran, if any."""
 
     facts: FileRecord
     skipped: tuple[Skipped, ...] = ()
@@ -57,10 +54,7 @@ class Draft:
         return self.root / "whole"
 
     def done(self, name: str) -> Done | None:
-        """The record of the data file ``folder/name``, None where it is not there in full.
-
-        The file is read: what a power failure or a bad disk left of it does not count.
-        """
+        """The record of ``folder/name``; None where the file is not whole, as after a power failure."""
         try:
             done = Done.model_validate(read_json(self._record(name)))
             return done if sha256_of(self.folder / name) == done.facts.sha256 else None
@@ -89,12 +83,8 @@ def open_draft(
     """The draft of ``target``, which takes its place when the block ends.
 
     A block that fails, or a process that is killed, leaves it for a later run, if a data file is complete.
-
-    Args:
-        target: folder to write.
-        record: the JSON file that marks its kind; see `check_absent`.
-        identity: plain values that decide what is written.
-        overwrite: replace ``target``, and discard a draft of another identity.
+    ``record`` is the JSON file that marks the target's kind, ``identity`` the plain values that decide what
+    is written. ``overwrite``: replace ``target``, and discard a draft of another identity.
 
     Raises:
         HddmError: as `check_absent`; where another process is at it; for a draft of another identity.

@@ -117,10 +117,7 @@ class EncodingPlan:
         return Computed(device=one.device, batch_size=one.batch_size, torch=str(torch.__version__))
 
     def identity(self) -> dict[str, Any]:
-        """Plain values that decide what is written, up to the rounding that `computed` says more of.
-
-        So a killed encoding may continue in smaller batches, for instance after a lack of memory.
-        """
+        """Plain values that decide what is written, but for rounding: batches may become smaller."""
         return {
             "shards": {shard.place: shard.manifest.hash for shard in self.shards},
             "encoding": self.encoding.model_dump(mode="json"),
@@ -162,18 +159,28 @@ def plan_encoding(
         HddmError: for options that do not go together, a shard without the captions that a text encoder
             needs, images of several sizes without a resolution, and a size that the VAE does not take.
     """
-    _check(settings, vae, text_encoder, tokenizer)
+    if (text_encoder is None) != (tokenizer is None):
+        lacking = "--tokenizer" if tokenizer is None else "--text-encoder"
+        raise UsageError(
+            f"{lacking}: text is encoded by a text encoder with its tokenizer; name both folders"
+        )
+    if settings.random_flip and vae is None:
+        raise HddmError(
+            "--random-flip: pixels are mirrored in training itself, and only latents need it here; drop it"
+        )
+    if settings.resolution is None and settings.crop == "random":
+        raise UsageError("--random-crop: needs --resolution, the side that images are cropped to")
     shards = _shards(source)
     device = available_device(settings.device)
     settings = settings.model_copy(update={"device": str(device)})
     network = None if vae is None else read_vae(vae)
-    if network is not None:
+    channels, size = _size(source, shards, settings, network is None)
+    shape, vae_record = (channels, *size), None
+    if vae is not None and network is not None:
         # Not diffusers' own `to`, which warns of casts that this is none of.
         nn.Module.to(network, device)
-    channels, size = _size(source, shards, settings, network is None)
-    shape = (channels, *size)
-    if network is not None:
         channels, shape = _latent_shape(vae, network, size)
+        vae_record = vae_facts(vae)
     text, text_record = None, None
     if text_encoder is not None and tokenizer is not None:
         _refuse_without_captions(shards)
@@ -192,26 +199,9 @@ def plan_encoding(
         text_dtype=None if text is None else settings.dtype,
         seed=settings.seed if is_fitted and settings.crop == "random" else 0,
     )
-    vae_record = None if vae is None else vae_facts(vae)
     return EncodingPlan(
         source, shards, settings, encoding, channels, size, network, vae_record, text, text_record
     )
-
-
-def _check(
-    settings: EncodingSettings, vae: Path | None, text_encoder: Path | None, tokenizer: Path | None
-) -> None:
-    if (text_encoder is None) != (tokenizer is None):
-        lacking = "--tokenizer" if tokenizer is None else "--text-encoder"
-        raise UsageError(
-            f"{lacking}: text is encoded by a text encoder with its tokenizer; name both folders"
-        )
-    if settings.random_flip and vae is None:
-        raise HddmError(
-            "--random-flip: pixels are mirrored in training itself, and only latents need it here; drop it"
-        )
-    if settings.resolution is None and settings.crop == "random":
-        raise UsageError("--random-crop: needs --resolution, the side that images are cropped to")
 
 
 def _shards(source: Path) -> tuple[ShardToEncode, ...]:
@@ -267,7 +257,7 @@ def _header(path: Path) -> Header | None:
 
 
 def _latent_shape(
-    folder: Path | None, vae: "AutoencoderKL | AutoencoderTiny", size: tuple[int, int]
+    folder: Path, vae: "AutoencoderKL | AutoencoderTiny", size: tuple[int, int]
 ) -> tuple[int, tuple[int, int, int]]:
     """Channels of the VAE's images and (C, h, w) of its latents."""
     factor, channels = scale_of(vae), int(vae.config.in_channels)

@@ -85,11 +85,9 @@ def compute_features(
 ) -> ImageFeatures:
     """Features of ``source``, read from ``folder`` as far as they are there and computed there otherwise.
 
-    The parts are the same, bit for bit, wherever a run on the same device was killed before. Broken images
-    are tried again each time: a disk or a permission may have failed only for a while.
-
-    Images may be broken up to ``max_bad``; they get no features. ``replace``: features of other images or of
-    another extractor in ``folder`` may go. ``part`` images' features are written at once.
+    The parts are the same, bit for bit, wherever a run on the same device was killed before. At most
+    ``max_bad`` images may be broken; they get no features, and are tried again each time. ``replace``:
+    features of other images or of another extractor may go. ``part`` images' features are written at once.
 
     Raises:
         HddmError: for a ``folder`` of something else, more than ``max_bad`` broken images, by name, and
@@ -138,9 +136,8 @@ def _claim(folder: Path, record: FeatureRecord, replace: bool) -> None:
         for path in folder.glob("*.safetensors"):
             path.unlink()
     # A killed run leaves drafts of the record.
-    elif folder.exists() and (
-        not folder.is_dir()
-        or any(not path.name.startswith(f".{FEATURES_FILE}.part-") for path in folder.iterdir())
+    elif folder.exists() and not (
+        folder.is_dir() and all(one.name.startswith(f".{FEATURES_FILE}.part-") for one in folder.iterdir())
     ):
         raise HddmError(f"{folder}: holds other things than features; name another folder with --cache")
     folder.mkdir(parents=True, exist_ok=True)
@@ -208,7 +205,7 @@ def _write_part(path: Path, source: ImageSource, extractor: Extractor, rows: ran
     """Write the part of the images ``rows``; returns why some of them cannot be read, by number."""
     sound: list[int] = []
     features: list[NDArray[np.float32]] = []
-    digests: list[tuple[bytes, bytes]] = []
+    files, pixels = bytearray(), bytearray()
     broken: dict[int, str] = {}
     for start in range(rows.start, rows.stop, extractor.batch):
         images, names = [], []
@@ -220,18 +217,18 @@ def _write_part(path: Path, source: ImageSource, extractor: Extractor, rows: ran
             except HddmError as error:
                 broken[row] = error.message
                 continue
-            digests.append((hashlib.sha256(content).digest(), pixel_digest(image)))
+            files += hashlib.sha256(content).digest()
+            pixels += pixel_digest(image)
             images.append(image)
             names.append(name)
             sound.append(row)
         if images:
             features.append(_finite(extractor(images), names, extractor.name))
-    made = np.concatenate(features) if features else np.zeros((0, 0), dtype=np.float32)
-    hashes = np.frombuffer(b"".join(a + b for a, b in digests), dtype=np.uint8).reshape(-1, 2, 32)
+    made = np.concatenate(features) if features else np.zeros((0, 0))
     tensors: dict[str, NDArray[Any]] = {
         "sound": np.array(sound, dtype=np.int64),
-        "files": np.ascontiguousarray(hashes[:, 0]),
-        "pixels": np.ascontiguousarray(hashes[:, 1]),
+        "files": np.frombuffer(files, dtype=np.uint8).reshape(-1, 32),
+        "pixels": np.frombuffer(pixels, dtype=np.uint8).reshape(-1, 32),
         "features": np.ascontiguousarray(made, dtype=np.float32),
     }
     write_whole(path, lambda draft: save_file(tensors, draft, {"note": json.dumps(broken)}))

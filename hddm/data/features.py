@@ -27,21 +27,14 @@ SHORT_NAMES = {"dinov2": "facebook/dinov2-base", "clip": "openai/clip-vit-large-
 
 
 class Extractor(Protocol):
-    """Images → features (n, d) in float32.
-
-    ``batch`` images are taken at once, in the order of the source, so that equal settings give equal bits on
-    one device.
-    """
+    """Images → features (n, d) in float32, ``batch`` at once: equal settings give equal bits on a device."""
 
     name: str
     batch: int
 
     @property
     def identity(self) -> str:
-        """Hash of all that features depend on beside the images, settings and weights: 64 hexadecimal digits.
-
-        Not the device: on another one they differ by rounding alone, and are worth keeping.
-        """
+        """Hash, in 64 hexadecimal digits, of settings and weights; not of the device, which only rounds."""
 
     def prepare(self, source: ImageSource, folder: Path) -> None:
         """Learn from ``source`` what is needed, kept in ``folder`` for the next time."""
@@ -58,11 +51,12 @@ def open_feature_extractor(features: str, seed: int = 0) -> Extractor:
     in the cache.
 
     Raises:
-        HddmError: as `open_vision_model`.
+        HddmError: for anything else, a model of another type, one without safetensors, and a name that is
+            neither in the cache nor to be fetched.
     """
     if features == PIXELS:
         return PixelPca(seed=seed)
-    return open_vision_model(SHORT_NAMES.get(features, features))
+    return _vision_model(SHORT_NAMES.get(features, features))
 
 
 SIDE = 32
@@ -226,13 +220,8 @@ class VisionModel:
         return features
 
 
-def open_vision_model(name: str) -> VisionModel:
-    """The model in the folder ``name``, or of that name on Hugging Face's hub.
-
-    Raises:
-        HddmError: for anything else, a model of another type, one without safetensors, and a name that is
-            neither in the cache nor to be fetched.
-    """
+def _vision_model(name: str) -> VisionModel:
+    """The model in the folder ``name``, or of that name on Hugging Face's hub."""
     if Path(name).is_dir():
         folder = Path(name)
     elif name.count("/") == 1 and not name.startswith((".", "/", "~")):

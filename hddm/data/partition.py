@@ -57,13 +57,13 @@ def partition(
     caption_column: str | None = None,
     label_column: str | None = None,
 ) -> list[Path]:
-    """Divide images into shards of similar content and nearly equal size.
+    """Divide images into shards of similar content, by their features and balanced hierarchical k-means.
 
-    Features, then balanced hierarchical k-means with `FINE_PER_SHARD` fine clusters a shard: sizes of shards
-    differ by at most `FINE_PER_SHARD` images before any are held out.
+    Sizes of shards differ by at most `FINE_PER_SHARD` images, the fine clusters of each, before any are held
+    out. Returns the shard folders, in order.
 
     Args:
-        images: as `hddm.data.sources.open_source`.
+        images: as `hddm.data.sources.open_source`, with ``caption_column`` and ``label_column``.
         out: folder of the partition.
         num_shards: how many, or "auto" for the one with the largest silhouette
             (`hddm.data.clustering.propose`).
@@ -75,11 +75,8 @@ def partition(
         max_bad: images that may be broken; they are left out, and the record names them.
         held_out: share in [0, 1) of the images that goes to ``held_out/shard_k`` instead, on average
             (`hddm.data.partition`): equal images are on one side, the same one for any number of shards.
-        caption_column: as `hddm.data.sources.open_source`.
-        label_column: as `hddm.data.sources.open_source`.
-
-    Returns:
-        The shard folders, in order.
+        caption_column: see ``images``.
+        label_column: see ``images``.
 
     Raises:
         HddmError: for a partition or a shard in place of images, unreadable images, a cache of other images,
@@ -230,10 +227,7 @@ def _write_shards(
     folder: Path,
     cache: Path | None,
 ) -> list[str]:
-    """Write ``shard_k`` and, where any image of it is held out, ``held_out/shard_k``.
-
-    ``shard`` and ``held_out`` (M,) are by row of ``features``. Returns the hashes of the training shards.
-    """
+    """Write each shard and the images that are held out of it; returns the hashes of the training shards."""
     places = [(k, folder / f"shard_{k}", False) for k in range(num_shards)]
     places += [(k, folder / HELD_OUT / f"shard_{k}", True) for k in np.unique(shard[held_out]).tolist()]
     entries = [

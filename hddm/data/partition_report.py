@@ -28,8 +28,8 @@ _BATCH = 4096
 class Geometry:
     """Distances of images to shards: ``distances`` (K, K), row j the mean over shard j to each centre.
 
-    Centres are the directions of the mean unit feature, distances 1 - cosine. ``nearest`` holds the rows of
-    the images nearest to the centre of their shard, the nearest first.
+    Centres are the directions of the mean unit feature, distances 1 - cosine. ``nearest`` are the images
+    nearest to the centre of their shard, the nearest first.
     """
 
     distances: Array
@@ -58,10 +58,7 @@ def measure(features: Points, shard: Indices, num_shards: int, shown: int = SHOW
 def write_report(
     folder: Path, source: ImageSource, features: ImageFeatures, shard: Indices, record: PartitionRecord
 ) -> None:
-    """Write ``report.html`` and its ``pictures`` into the folder of a partition.
-
-    ``shard`` (M,) is that of each image with ``features``, those held out included.
-    """
+    """Write ``report.html`` and its pictures; ``shard`` (M,) is that of each image, held out or not."""
     from jinja2 import Environment, StrictUndefined
 
     def open_row(row: int) -> Image.Image:

@@ -99,10 +99,9 @@ def read_manifest(folder: Path) -> ShardManifest:
     Raises:
         HddmError: for a missing or newer manifest, and as `check_entries`.
     """
-    path = folder / MANIFEST
     _refuse_other_folder(folder, MANIFEST)
-    manifest = read_record(path, ShardManifest, FORMAT, LARGEST_MANIFEST)
-    check_entries(path, manifest.images, manifest.classes, manifest.hash)
+    manifest = read_record(folder / MANIFEST, ShardManifest, FORMAT, LARGEST_MANIFEST)
+    check_entries(folder / MANIFEST, manifest.images, manifest.classes, manifest.hash)
     return manifest
 
 
@@ -186,8 +185,7 @@ def _refuse_other_folder(folder: Path, record: str) -> None:
         shard = folder / "shard_0"
         raise UsageError(f"{folder}: is a partition, not a shard; name one of its folders, as {shard}")
     if (folder / MANIFEST).exists():
-        above = folder.parent if (folder.parent / PARTITION_FILE).exists() else None
-        hint = f", {above}" if above else ""
+        hint = f", {folder.parent}" if (folder.parent / PARTITION_FILE).exists() else ""
         raise UsageError(f"{folder}: is a shard, not a partition; name the folder of all shards{hint}")
     raise UsageError(f"{folder}: is no {kind}, since it holds no {record}; hddm partition writes them")
 
@@ -357,6 +355,6 @@ def open_images(folder: Path) -> ShardImages:
             f"{folder}: is an encoded shard, which holds no images; name the shard it was made of"
         )
     manifest = read_manifest(folder)
-    entries, files = manifest.images, [entry.file for entry in manifest.images]
-    classes = tuple(manifest.classes)
+    entries, classes = manifest.images, tuple(manifest.classes)
+    files = [entry.file for entry in entries]
     return ShardImages(folder, files, classes, labels_of(entries), captions_of(entries), entries)

@@ -105,8 +105,9 @@ def load_classifier(path: Path, channels: int) -> FeatureClassifier:
         raise HddmError(f"{path}: no such file of a classifier; --save-classifier writes one")
     weights = read_safetensors(path)
     first, head = weights.get("body.0.weight"), weights.get("head.weight")
+    other = HddmError(f"{path}: is no classifier of hddm; --save-classifier writes one")
     if first is None or head is None or first.ndim != 4 or head.ndim != 2:
-        raise HddmError(f"{path}: is no classifier of hddm; --save-classifier writes one")
+        raise other
     if first.shape[1] != channels:
         raise HddmError(
             f"{path}: is for images of {first.shape[1]} channels and these have {channels}; train another"
@@ -115,7 +116,7 @@ def load_classifier(path: Path, channels: int) -> FeatureClassifier:
     try:
         classifier.load_state_dict(weights)
     except RuntimeError as error:
-        raise HddmError(f"{path}: is no classifier of hddm; --save-classifier writes one") from error
+        raise other from error
     return classifier.eval()
 
 

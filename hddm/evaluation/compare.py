@@ -45,9 +45,8 @@ def lines(groups: Sequence[ResultGroup]) -> list[Line]:
 
 def figure_at(group: ResultGroup, path: str) -> Figure | None:
     """A figure over all results of a group; None where one of them lacks it."""
-    found = [_figure_of(result, path) for result in group.results]
-    known = [one for one in found if one is not None]
-    if len(known) < len(found):
+    known = [one for result in group.results if (one := _figure_of(result, path)) is not None]
+    if len(known) < len(group.results):
         return None
     widths = [one.half_width for one in known if one.half_width is not None]
     return Figure(

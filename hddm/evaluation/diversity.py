@@ -55,14 +55,13 @@ def diversity(features: Tensor, reference: Tensor) -> float:
     Raises:
         HddmError: for fewer than 2 rows on a side, or a reference without any variation.
     """
-    spread = mean_pair_distance(reference)
+    spread = _mean_pair_distance(reference)
     if spread == 0:
         raise HddmError("all reference images have the same features: diversity has no scale")
-    return mean_pair_distance(features) / spread
+    return _mean_pair_distance(features) / spread
 
 
-def mean_pair_distance(rows: Tensor) -> float:
-    """Mean Euclidean distance between two of ``rows`` (n, d), n at least 2."""
+def _mean_pair_distance(rows: Tensor) -> float:
     if len(rows) < 2:
         raise HddmError(f"diversity needs at least 2 images, not {len(rows)}")
     if len(rows) > MOST_ROWS:
@@ -138,10 +137,7 @@ def memorisation(samples: Tensor, fresh: Tensor, mirrored: bool = False) -> Memo
 
 
 def nearest_distances(rows: Tensor, others: Tensor, mirrored: bool = False) -> Tensor:
-    """Euclidean distance over pixels (n,) of each of ``rows`` (n, …) to the nearest of ``others`` (m, …).
-
-    ``mirrored``: ``others`` are taken mirrored left to right too, in twice the time.
-    """
+    """Distance (n,) over pixels of ``rows`` (n, …) to the nearest of ``others`` (m, …), ``mirrored`` too."""
     nearest = []
     for images in rows.split(_ROWS):
         flat, best = images.flatten(1).float(), torch.full((len(images),), torch.inf)

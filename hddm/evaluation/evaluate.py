@@ -50,17 +50,16 @@ def evaluate_folder(
         images: folder of samples.
         reference: training images, or their partition (`hddm.evaluation.images.read_images`).
         held_out: images that no model has seen, or the partition that holds them out.
-        allow_few: whether no more images than features are measured all the same, and marked.
+        allow_few: measure no more images than features all the same, and mark the result.
         features: as `hddm.evaluation.features.open_extractor`.
         shards: a partition of the training images, for distances to each shard.
         classifier: where to save a classifier that is trained here, once all is measured; no file without.
-        max_bad: images, of all sides together, that may be unreadable; they are left out, and the result
-            names them. One that lacks samples is not comparable.
+        max_bad: images, of all sides together, that may be unreadable: left out, and named in the result,
+            which compares with nothing where samples are missing.
 
     Raises:
         HddmError: for unreadable folders or images, single images, images of different shapes, JPEG samples,
-            missing weights, a ``classifier`` that cannot be saved there, or too few images, unless
-            ``allow_few``.
+            missing weights, a ``classifier`` that cannot be saved there, and too few images.
     """
     if classifier is not None:
         _check_file(classifier, features)

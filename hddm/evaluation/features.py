@@ -58,11 +58,8 @@ class FeatureExtractor:
 def open_extractor(features: str, training: ImageSet, fewest: int) -> FeatureExtractor:
     """The extractor that ``--features`` names.
 
-    Args:
-        features: ``inception``, ``clip``, ``classifier`` (trained on ``training``), the file of a classifier
-            that was saved, or ``auto``, as `choose_extractor`.
-        training: the images of the training side.
-        fewest: number of images of the smallest side that will be measured.
+    ``features`` are ``inception``, ``clip``, ``classifier`` (trained on ``training``), the file of a saved
+    classifier, or ``auto``, as `choose_extractor` with ``fewest``.
 
     Raises:
         HddmError: for anything else, for weights that are not on disk, with file name, URL, SHA-256 and
@@ -71,10 +68,8 @@ def open_extractor(features: str, training: ImageSet, fewest: int) -> FeatureExt
     option = f"--features {features}"
     if features == "auto":
         return choose_extractor(training, fewest)
-    if features == "inception":
-        return INCEPTION.extractor(option)
-    if features == "clip":
-        return CLIP.extractor(option)
+    if features in ("inception", "clip"):
+        return (INCEPTION if features == "inception" else CLIP).extractor(option)
     if features == "classifier":
         return of_classifier(trained(training))
     if features.endswith(".safetensors"):
@@ -89,8 +84,8 @@ def choose_extractor(training: ImageSet, fewest: int) -> FeatureExtractor:
     """Inception where its weights are on disk and every side has more images than its 2048 features.
 
     Otherwise a small classifier, trained on the labelled ``training`` images and named as such: its
-    numbers are not comparable with published FIDs. ``choice`` of the extractor says which was the case.
-    ``fewest`` is the number of images of the smallest side that will be measured.
+    numbers are not comparable with published FIDs. ``choice`` of the extractor says why. The smallest side
+    that will be measured has ``fewest`` images.
 
     Raises:
         HddmError: where neither is possible.
@@ -145,9 +140,8 @@ def inception_features(weights: Path) -> FeatureFunction:
 def clip_features(weights: Path, config: Any = None) -> FeatureFunction:
     """Projected image embeddings of CLIP, not normalised, prepared as clean-fid's CLIP-FID does: (n, 512).
 
-    Args:
-        weights: safetensors file of a CLIP model or its vision part, as transformers writes it.
-        config: transformers' ``CLIPVisionConfig``; its defaults are ViT-B/32.
+    ``weights`` are those of a CLIP model or its vision part, as transformers writes them; ``config`` is its
+    ``CLIPVisionConfig``, whose defaults are ViT-B/32.
 
     Raises:
         HddmError: for a file that lacks tensors of the network.

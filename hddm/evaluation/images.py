@@ -86,15 +86,11 @@ class ImageGroup:
 
 
 def read_data(paths: Mapping[Role, Path], max_bad: int = 0) -> dict[str, ImageGroup]:
-    """The images of each role, in sorted order.
-
-    Args:
-        paths: as `hddm.evaluation.images.read_images`.
-        max_bad: images, of all groups together, that may be unreadable; they are left out, by name.
+    """The images of each role, as `read_images`, in sorted order; unreadable ones are left out, by name.
 
     Raises:
-        HddmError: as `read_images`; for more than ``max_bad`` images that cannot be read, all by name; for
-            images of several sizes, and fewer than `FEWEST` of them in a group.
+        HddmError: as `read_images`; for more than ``max_bad`` unreadable images in all, by name; for images
+            of several sizes, and fewer than `FEWEST` of them in a group.
     """
     read = {role: read_images(path, role) for role, path in paths.items()}
     bad = [reason for one in read.values() for reason in one.bad.values()]
@@ -144,13 +140,7 @@ def alike(groups: dict[str, ImageGroup]) -> dict[str, ImageGroup]:
 
 
 def read_sampling(images: Path) -> dict[str, Any] | None:
-    """The record that ``hddm sample`` leaves in a folder of images, without how experts were used.
-
-    None where there is none.
-
-    Raises:
-        HddmError: for one that cannot be read.
-    """
+    """The record that ``hddm sample`` leaves in a folder of images, if any, without how experts were used."""
     path = images / SAMPLING_FILE
     if not path.is_file():
         return None
@@ -194,15 +184,13 @@ def _numbers(names: Sequence[str], classes: tuple[str, ...]) -> Tensor:
 def read_images(root: Path, role: Role) -> ReadImages:
     """All images at ``root``, in sorted order.
 
-    Args:
-        root: as `hddm.data.sources.open_source`; or a shard, or a partition, of images or encoded to pixels.
-            Of a partition these are its training images, or its held-out ones by ``role``.
-        role: of the path. Samples must not be JPEG, by content: its compression moves distances.
+    ``root`` is a source as of `hddm.data.sources.open_source`, or a shard or a partition, of images or
+    encoded to pixels; of a partition these are its training images, or its held-out ones by ``role``.
+    Samples must not be JPEG, by content: its compression moves distances.
 
     Raises:
-        HddmError: as `open_source`, `hddm.data.shard_records.find_shards` and
-            `hddm.data.shards.open_shard`; for JPEG samples, latents, a partition named as samples, and
-            one without held-out images named for such. Images that cannot be read are ``bad``.
+        HddmError: as `open_source`, `find_shards` and `open_shard`; for JPEG samples, latents, a partition
+            named as samples, and one without held-out images named for such. Unreadable images are ``bad``.
     """
     folders = _shards(root, role)
     found = ReadImages()

@@ -42,12 +42,7 @@ class ResultGroup:
 
 
 def refuse_existing(path: Path, overwrite: bool = False) -> None:
-    """Refuse a ``path`` that a result must not be written to: to fail before the work.
-
-    Raises:
-        HddmError: for a folder that is missing, and for an existing file, unless ``overwrite`` and it is a
-            result.
-    """
+    """Refuse a ``path`` in no folder, and a file there, unless a result to ``overwrite``, before the work."""
     if not path.parent.is_dir():
         raise HddmError(f"--out {path}: {path.parent} is no folder; make it first")
     if not path.exists():
@@ -69,9 +64,7 @@ def read_groups(paths: Sequence[Path]) -> list[ResultGroup]:
 
 
 def _files(path: Path) -> list[Path]:
-    if not path.is_dir():
-        return [path]
-    files = sorted(path.glob("*.json"))
+    files = sorted(path.glob("*.json")) if path.is_dir() else [path]
     if not files:
         raise HddmError(f"{path}: holds no results (*.json); hddm evaluate --out writes them")
     return files
@@ -98,16 +91,11 @@ Fields = dict[str, Any]
 
 
 def refuse_incomparable(groups: Sequence[ResultGroup], varies: Sequence[str] = ()) -> None:
-    """Refuse results that differ in more than their models and seeds.
-
-    Args:
-        groups: what is compared.
-        varies: names of sampling settings that differ on purpose.
+    """Refuse results that differ in more than models, seeds and the sampling settings ``varies``.
 
     Raises:
         HddmError: for a name in ``varies`` that is no sampling setting; with a line for every result that is
-            marked as not comparable, every field that differs, and every pair within a group that is of the
-            same images.
+            marked as not comparable, every field that differs, and every pair of the same images in a group.
     """
     results = [result for group in groups for result in group.results]
     fields = [_fields(result) for result in results]

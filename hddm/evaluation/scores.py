@@ -41,11 +41,10 @@ _BATCH = 512
 
 @dataclass(frozen=True)
 class ShardDistance:
-    """Fréchet distances to the ``images`` of one shard.
+    """Fréchet distances to the ``images`` of one shard, marked where a side has no more images than features.
 
     ``all`` is of all samples: what one expert's samples are judged by. ``own`` is of those ``samples`` whose
-    nearest training image in feature space lies in this shard: how well a mixture does there. It is None for
-    fewer than 2. Either is marked where a side has no more images than features.
+    nearest training image in feature space lies in this shard, None for fewer than 2: how a mixture does.
     """
 
     shard: int
@@ -112,18 +111,18 @@ class Scores:
 
 
 class Scorer:
-    """Scores sets of images against training images and held-out images.
+    """Scores sets of images against training images and held-out images, both as bytes (n, C, H, W).
 
     Args:
         extractor: of the features.
-        training, held_out: the two sides, as bytes (n, C, H, W); without held-out images, what needs
-            them is None.
+        training: images of the training side.
+        held_out: images that no model has seen; without them, what needs them is None.
         resamples: of the bootstrap.
-        allow_few: whether fewer images than features are measured all the same, and marked.
-        complete: whether the measures that take longer are made too, see `Scores`.
+        allow_few: measure fewer images than features all the same, and mark them.
+        complete: measure also what takes longer, see `Scores`.
         training_labels: classes (n,) of the training images, for the diversity within classes.
         shards: training images of each shard, as bytes, for the distances to each.
-        mirrored: whether models were trained on mirrored images too, so that a mirrored copy is a copy.
+        mirrored: models were trained on mirrored images too, so that a mirrored copy is a copy.
     """
 
     def __init__(

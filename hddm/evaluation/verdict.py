@@ -138,12 +138,10 @@ def holm(gaps: Sequence[Gap]) -> list[float]:
 
 
 def verdicts(contrasts: Sequence[Contrast], by_images: bool = False) -> list[GapVerdict]:
-    """The verdicts of one table.
+    """The verdicts of one table, which compares all ``contrasts``.
 
-    Args:
-        contrasts: all that is compared in it.
-        by_images: compare single results too, by their intervals over images: a gap counts beyond
-            (h_a² + h_b²)^½, h the half-widths, which says nothing about another training.
+    ``by_images``: single results too, by their intervals over images: a gap counts beyond (h_a² + h_b²)^½, h
+    the half-widths, which says nothing about another training.
     """
     whys = [one.why or _why_not(one) for one in contrasts]
     over_seeds = {

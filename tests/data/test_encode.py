@@ -1,46 +1,28 @@
 """hddm encode: what is stored is what Pillow, diffusers and transformers make of the same images."""
 
 import json
+import shutil
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from diffusers import AutoencoderKL
 from safetensors.torch import load_file
 from transformers import CLIPTokenizer
 
-from hddm.data.encoding import encode_shards
-from hddm.data.encoding_plan import EncodingSettings, plan_encoding
 from hddm.data.shard_records import find_shards
 from hddm.data.shards import load_shard, open_shard
 from hddm.networks.text_encoder import text_encoder_facts
 from hddm.networks.vae import vae_facts
-from hddm.utils.errors import HddmError
-from tests.artefacts import Command, contents, largest_file
+from tests.artefacts import Command, largest_file, refusal
 from tests.component_files import write_clip, write_vae
-from tests.shard_files import noise, write_partition, write_shard
-
-
-def _encode(source: Path, out: Path, file_bytes: int = 2**20, **options: Any) -> Path:
-    folders = {key: options.pop(key, None) for key in ("vae", "text_encoder", "tokenizer")}
-    plan = plan_encoding(source, EncodingSettings.model_validate(options), **folders)
-    encode_shards(plan, out, file_bytes=file_bytes)
-    return out
+from tests.shard_files import encode, noise, write_partition, write_shard
 
 
 def _tensors(folder: Path) -> dict[str, torch.Tensor]:
     files = [load_file(path) for path in sorted(folder.glob("data-*.safetensors"))]
     return {name: torch.cat([one[name] for one in files]) for name in files[0]}
-
-
-def _refused(source: Path, out: Path, **options: Any) -> HddmError:
-    with pytest.raises(HddmError) as refused:
-        _encode(source, out, **options)
-    assert "\n" not in refused.value.message
-    assert not out.exists()
-    return refused.value
 
 
 @pytest.fixture
@@ -51,15 +33,13 @@ def source(tmp_path: Path) -> Path:
 
 
 def test_pixels_are_those_of_the_images(source: Path, tmp_path: Path) -> None:
-    folder = _encode(source, tmp_path / "out", file_bytes=7 * 192)
+    folder = encode(source, tmp_path / "out", rows=7)
     assert [one["rows"] for one in json.loads((folder / "manifest.json").read_text())["data"]] == [7, 7, 6]
     expected = torch.from_numpy(np.stack(noise(20))).permute(0, 3, 1, 2)
     assert torch.equal(_tensors(folder)["pixels"], expected)
     there, here = load_shard(source), open_shard(folder)
     assert torch.equal(there.images, here.images)
-    assert there.labels is not None
-    assert here.labels is not None
-    assert torch.equal(there.labels, here.labels)
+    assert here.labels.tolist() == [n % 2 for n in range(20)]
     assert (here.hash, here.partition, here.classes) == (there.hash, there.partition, there.classes)
     assert (here.space, here.shape, here.vae, here.texts) == ("pixels", (3, 8, 8), None, None)
 
@@ -67,8 +47,7 @@ def test_pixels_are_those_of_the_images(source: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("mirrored", [False, True])
 def test_latents_are_those_of_diffusers(mirrored: bool, source: Path, tmp_path: Path) -> None:
     vae = write_vae(tmp_path / "vae", scaling_factor=0.4, shift_factor=0.1)
-    assert isinstance(vae, AutoencoderKL)
-    folder = _encode(source, tmp_path / "out", vae=tmp_path / "vae", dtype="float32", random_flip=mirrored)
+    folder = encode(source, tmp_path / "out", vae=tmp_path / "vae", dtype="float32", random_flip=mirrored)
     images = torch.from_numpy(np.stack(noise(20))).permute(0, 3, 1, 2) / 127.5 - 1
     found = _tensors(folder)
     assert set(found) == ({"mean", "std", "mirrored_mean", "mirrored_std"} if mirrored else {"mean", "std"})
@@ -92,7 +71,7 @@ def test_a_tiny_vae_has_means_alone_and_batches_matter_by_rounding_alone(
         expected = vae.encode(images).latents
     for batch in (1, 20):
         options: dict[str, Any] = {"vae": tmp_path / "vae", "dtype": "float32", "batch_size": batch}
-        folder = _encode(source, tmp_path / str(batch), **options)
+        folder = encode(source, tmp_path / str(batch), **options)
         assert set(_tensors(folder)) == {"mean"}
         assert torch.allclose(open_shard(folder).images, expected, atol=1e-5)
 
@@ -102,21 +81,21 @@ def test_gray_images_are_given_to_a_vae_in_three_channels(tmp_path: Path) -> Non
     write_shard(tmp_path / "colour", [np.stack([one] * 3, axis=2) for one in noise(16, colour=False)])
     write_vae(tmp_path / "vae")
     gray, colour = (
-        _tensors(_encode(tmp_path / name, tmp_path / f"{name}-out", vae=tmp_path / "vae"))
+        _tensors(encode(tmp_path / name, tmp_path / f"{name}-out", vae=tmp_path / "vae"))
         for name in ("gray", "colour")
     )
     assert torch.equal(gray["mean"], colour["mean"])
-    pixels = _tensors(_encode(tmp_path / "gray", tmp_path / "pixels"))["pixels"]
+    pixels = _tensors(encode(tmp_path / "gray", tmp_path / "pixels"))["pixels"]
     assert pixels.shape == (16, 1, 8, 8)
 
 
 def test_one_image_in_colour_makes_a_partition_of_three_channels(tmp_path: Path) -> None:
     root = write_partition(tmp_path / "shards", 16, colour=False)
-    write_shard(tmp_path / "colour", [*noise(15, colour=False), *noise(1)], shard=1, num_shards=2)
-    (root / "shard_1").rename(tmp_path / "away")
-    (tmp_path / "colour").rename(root / "shard_1")
-    out = _encode(root, tmp_path / "out")
-    assert [open_shard(folder).shape for folder in find_shards(out)] == [(3, 8, 8)] * 2
+    shutil.rmtree(root / "shard_1")
+    write_shard(root / "shard_1", [*noise(15, colour=False), *noise(1)], shard=1, num_shards=2)
+    assert [open_shard(folder).shape for folder in find_shards(encode(root, tmp_path / "out"))] == [
+        (3, 8, 8)
+    ] * 2
 
 
 def test_tokens_are_those_of_transformers(tmp_path: Path) -> None:
@@ -124,18 +103,11 @@ def test_tokens_are_those_of_transformers(tmp_path: Path) -> None:
     write_shard(tmp_path / "source", noise(16), captions=captions)
     model = write_clip(tmp_path, tokens=24)
     tokenizer = CLIPTokenizer.from_pretrained(tmp_path / "tokenizer")
-    folder = _encode(
-        tmp_path / "source",
-        tmp_path / "out",
-        text_encoder=tmp_path / "text_encoder",
-        tokenizer=tmp_path / "tokenizer",
-        dtype="float32",
-        batch_size=5,
-    )
+    networks = {name: tmp_path / name for name in ("text_encoder", "tokenizer")}
+    folder = encode(tmp_path / "source", tmp_path / "out", dtype="float32", batch_size=5, **networks)
     ids = tokenizer([*captions, ""], padding="max_length", max_length=24, return_tensors="pt").input_ids
     expected = model(ids)[0]
     shard = open_shard(folder)
-    assert shard.texts is not None
     assert torch.allclose(shard.texts.take(torch.arange(16)), expected[:16], atol=1e-5)
     assert torch.allclose(shard.texts.null, expected[16], atol=1e-5)
     assert shard.text_encoder == text_encoder_facts(tmp_path / "text_encoder", 24)
@@ -145,37 +117,26 @@ def test_tokens_are_those_of_transformers(tmp_path: Path) -> None:
 def test_captions_that_are_too_long_are_counted_once(tmp_path: Path) -> None:
     write_shard(tmp_path / "source", noise(16), captions=["a cat"] * 13 + ["dog " * 40] * 3)
     write_clip(tmp_path, tokens=24)
+    networks = {name: tmp_path / name for name in ("text_encoder", "tokenizer")}
     with pytest.warns(UserWarning, match="3 of 16 captions have more than 24 tokens") as warned:
-        folder = _encode(
-            tmp_path / "source",
-            tmp_path / "out",
-            text_encoder=tmp_path / "text_encoder",
-            tokenizer=tmp_path / "tokenizer",
-        )
+        folder = encode(tmp_path / "source", tmp_path / "out", **networks)
     assert len(warned) == 1
     assert json.loads((folder / "manifest.json").read_text())["cut_captions"] == 3
 
 
 def test_a_random_crop_depends_on_seed_and_number_alone(tmp_path: Path) -> None:
     write_shard(tmp_path / "source", noise(16, 8, 30))
-    crops = {
-        (seed, batch): _tensors(
-            _encode(
-                tmp_path / "source",
-                tmp_path / f"{seed}-{batch}",
-                file_bytes=size,
-                resolution=8,
-                crop="random",
-                seed=seed,
-                batch_size=batch,
-            )
-        )["pixels"]
-        for seed, batch, size in [(0, 4, 1000), (0, 7, 10**6), (1, 4, 1000)]
-    }
-    assert torch.equal(crops[0, 4], crops[0, 7])
-    assert not torch.equal(crops[0, 4], crops[1, 4])
+
+    def crops(seed: int, batch: int, rows: int) -> torch.Tensor:
+        options: dict[str, Any] = {"resolution": 8, "crop": "random", "seed": seed, "batch_size": batch}
+        out = tmp_path / f"{seed}-{batch}"
+        return _tensors(encode(tmp_path / "source", out, rows=rows, **options))["pixels"]
+
+    found = crops(0, 4, 5)
+    assert torch.equal(found, crops(0, 7, 16))
+    assert not torch.equal(found, crops(1, 4, 5))
     lefts = set()
-    for image, crop in zip(noise(16, 8, 30), crops[0, 4].permute(0, 2, 3, 1).numpy(), strict=True):
+    for image, crop in zip(noise(16, 8, 30), found.permute(0, 2, 3, 1).numpy(), strict=True):
         fitting = [left for left in range(23) if (image[:, left : left + 8] == crop).all()]
         assert len(fitting) == 1
         lefts.add(fitting[0])
@@ -184,7 +145,7 @@ def test_a_random_crop_depends_on_seed_and_number_alone(tmp_path: Path) -> None:
 
 def test_a_partition_is_encoded_with_its_held_out_images(tmp_path: Path) -> None:
     root = write_partition(tmp_path / "shards", held_out=3)
-    out = _encode(root, tmp_path / "out", file_bytes=1000)
+    out = encode(root, tmp_path / "out", rows=5)
     assert (out / "partition.json").read_bytes() == (root / "partition.json").read_bytes()
     for k, folder in enumerate(find_shards(out)):
         shard, held_out = open_shard(folder), open_shard(out / "held_out" / f"shard_{k}")
@@ -194,41 +155,37 @@ def test_a_partition_is_encoded_with_its_held_out_images(tmp_path: Path) -> None
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "shards"]
 
 
-@pytest.mark.parametrize("what", ["damaged", "changed", "missing"])
-def test_bad_images_are_left_out_by_name_up_to_a_number(what: str, source: Path, tmp_path: Path) -> None:
-    labels = [n % 2 for n in range(20)]
-    if what == "damaged":
+@pytest.mark.parametrize("damage", ["in the shard", "since", "missing"])
+def test_bad_images_are_left_out_by_name_up_to_a_number(damage: str, source: Path, tmp_path: Path) -> None:
+    images, labels, kept = noise(20), [n % 2 for n in range(20)], [n for n in range(20) if n not in (3, 11)]
+    if damage == "in the shard":
         source = tmp_path / "damaged"
-        write_shard(source, [b"no image" if n in (3, 11) else noise(20)[n] for n in range(20)], labels)
-    for number in (3, 11) if what != "damaged" else ():
-        path = source / "images" / f"{number:03d}.png"
-        path.unlink()
-        if what == "changed":
-            path.write_bytes(b"no image")
-    refused = _refused(source, tmp_path / "none", max_bad=1)
-    assert "2 images cannot be read, and 1 may be" in refused.message
-    assert ["003.png" in refused.details[0], "011.png" in refused.details[1]] == [True, True]
-    folder = _encode(source, tmp_path / "out", max_bad=2, file_bytes=1000)
+        write_shard(source, [images[n] if n in kept else b"no image" for n in range(20)], labels)
+    else:
+        for path in (source / "images" / "003.png", source / "images" / "011.png"):
+            path.write_bytes(b"no image") if damage == "since" else path.unlink()
+    told, *details = refusal(encode, source, tmp_path / "none", max_bad=1).splitlines()
+    assert "2 images cannot be read, and 1 may be" in told
+    assert ["003.png" in details[0], "011.png" in details[1]] == [True, True]
+    folder = encode(source, tmp_path / "out", max_bad=2, rows=5)
     skipped = json.loads((folder / "manifest.json").read_text())["skipped"]
     assert [one["file"] for one in skipped] == ["images/003.png", "images/011.png"]
     assert str(tmp_path) not in json.dumps(skipped)
-    kept = [n for n in range(20) if n not in (3, 11)]
-    shard = open_shard(folder)
-    expected = torch.from_numpy(np.stack([noise(20)[n] for n in kept])).permute(0, 3, 1, 2)
-    assert torch.equal(((shard.images + 1) * 127.5).round().to(torch.uint8), expected)
-    assert shard.labels is not None
-    assert shard.labels.tolist() == [labels[n] for n in kept]
+    expected = torch.from_numpy(np.stack([images[n] for n in kept])).permute(0, 3, 1, 2)
+    assert torch.equal(_tensors(folder)["pixels"], expected)
+    found = open_shard(folder).labels
+    assert found.tolist() == [labels[n] for n in kept]
 
 
 def test_latents_beyond_their_dtype_are_refused_with_the_image(source: Path, tmp_path: Path) -> None:
     vae = write_vae(tmp_path / "vae")
     vae.quant_conv.bias.data[:4] += 1e5
     vae.save_pretrained(tmp_path / "vae")
-    message = str(_refused(source, tmp_path / "out", vae=tmp_path / "vae"))
+    message = refusal(encode, source, tmp_path / "out", vae=tmp_path / "vae")
     assert "images/000.png: its mean reaches 1e+05, beyond float16; store --dtype float32" in message
     assert [path.name for path in tmp_path.iterdir() if "encoding" in path.name] == []
     for dtype in ("float32", "bfloat16"):
-        shard = open_shard(_encode(source, tmp_path / dtype, vae=tmp_path / "vae", dtype=dtype))
+        shard = open_shard(encode(source, tmp_path / dtype, vae=tmp_path / "vae", dtype=dtype))
         assert shard.images.mean() == pytest.approx(1e5 * 0.18215, rel=1e-2)
 
 
@@ -249,58 +206,43 @@ def test_options_that_do_not_fit_are_refused(source: Path, tmp_path: Path) -> No
         ("--device gpu: is not available", {"device": "gpu"}),
     ]
     for message, options in cases:
-        assert message in str(_refused(source, out, **options))
-    done = _encode(source, tmp_path / "done")
-    assert "is encoded already" in str(_refused(done, out))
-    assert "no such folder" in str(_refused(tmp_path / "nothing", out))
+        assert message in refusal(encode, source, out, **options)
+    done = encode(source, tmp_path / "done")
+    assert "is encoded already" in refusal(encode, done, out)
+    assert "no such folder" in refusal(encode, tmp_path / "nothing", out)
+    assert not out.exists()
 
 
 def test_images_of_several_sizes_need_a_resolution(tmp_path: Path) -> None:
     write_shard(tmp_path / "source", [*noise(10), *noise(10, 8, 12)])
-    message = str(_refused(tmp_path / "source", tmp_path / "out"))
-    assert "images of 2 sizes (8×8, 12×8); bring them to one with --resolution" in message
-    assert open_shard(_encode(tmp_path / "source", tmp_path / "out", resolution=4)).shape == (3, 4, 4)
+    remedy = "images of 2 sizes (8×8, 12×8); bring them to one with --resolution"
+    assert remedy in refusal(encode, tmp_path / "source", tmp_path / "out")
+    assert open_shard(encode(tmp_path / "source", tmp_path / "out", resolution=4)).shape == (3, 4, 4)
 
 
 def test_a_full_disk_gives_a_line_and_leaves_no_output(source: Path, tmp_path: Path) -> None:
     with largest_file(3000):
-        message = str(_refused(source, tmp_path / "out"))
-    assert "cannot be written" in message
+        assert "cannot be written" in refusal(encode, source, tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
-def test_an_output_is_replaced_only_on_demand(source: Path, tmp_path: Path) -> None:
-    out = _encode(source, tmp_path / "out")
-    before = contents(out)
-    with pytest.raises(HddmError, match="exists"):
-        _encode(source, out)
-    plan = plan_encoding(source, EncodingSettings(resolution=4))
-    encode_shards(plan, out, overwrite=True)
-    assert open_shard(out).shape == (3, 4, 4)
-    assert contents(out) != before
-
-
-@pytest.mark.parametrize("kind", ["kl", "tiny"])
-def test_the_command_line_encodes_and_inspects(
-    kind: Literal["kl", "tiny"], source: Path, tmp_path: Path, hddm: Command
+def test_the_command_line_encodes_inspects_and_replaces_on_demand(
+    source: Path, tmp_path: Path, hddm: Command
 ) -> None:
-    write_vae(tmp_path / "vae", kind)
+    write_vae(tmp_path / "vae")
     out = tmp_path / "out"
     options = ("--vae", tmp_path / "vae", "--resolution", 8, "--random-crop", "--random-flip")
     code, told, progress = hddm("encode", source, "--out", out, *options)
     assert (code, told) == (0, f"{out}: 20 images as latents, 4×4×4\n")
     assert "encode: " not in progress
-    code, told, _ = hddm("inspect", out, "--json")
-    facts = json.loads(told)
-    assert (code, facts["kind"], facts["images"], facts["encoding"]["crop"]) == (
-        0,
-        "encoded shard",
-        20,
-        "random",
-    )
-    assert facts["vae"] == vae_facts(tmp_path / "vae").model_dump()
-    code, _, error = hddm("encode", source, "--out", out, *options)
+    record = json.loads(hddm("inspect", out, "--json")[1])
+    found = (record["kind"], record["images"], record["encoding"]["crop"])
+    assert found == ("encoded shard", 20, "random")
+    assert record["vae"] == vae_facts(tmp_path / "vae").model_dump()
+    code, _, error = hddm("encode", source, "--out", out)
     assert (code, "exists: choose another folder" in error) == (1, True)
+    assert hddm("encode", source, "--out", out, "--resolution", 4, "--overwrite")[0] == 0
+    assert open_shard(out).shape == (3, 4, 4)
 
 
 def test_idle_options_are_refused_on_the_command_line(source: Path, tmp_path: Path, hddm: Command) -> None:

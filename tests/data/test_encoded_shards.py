@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -10,16 +11,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from hddm.data.encoding import encode_shards
-from hddm.data.encoding_plan import EncodingSettings, plan_encoding
 from hddm.data.shard_records import MIN_IMAGES
 from hddm.data.shards import LatentStore, Rows, load_encoded, open_shard
 from hddm.utils import files as verified
-from hddm.utils.errors import HddmError
 from hddm.utils.files import sha256_of
-from tests.artefacts import copied, edit_json
+from tests.artefacts import copied, edit_json, refusal
 from tests.component_files import write_vae
-from tests.shard_files import noise, write_shard
+from tests.shard_files import encode, noise, write_shard
 
 SCALE, SHIFT = 0.4, 0.1
 
@@ -30,9 +28,7 @@ def encoded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("encoded")
     write_shard(root / "source", noise(20), [n % 2 for n in range(20)])
     write_vae(root / "vae", scaling_factor=SCALE, shift_factor=SHIFT)
-    plan = plan_encoding(root / "source", EncodingSettings(random_flip=True), vae=root / "vae")
-    encode_shards(plan, root / "latents", file_bytes=6 * plan.row_bytes)
-    return root / "latents"
+    return encode(root / "source", root / "latents", 6, vae=root / "vae", random_flip=True)
 
 
 def _stored(folder: Path, name: str) -> torch.Tensor:
@@ -54,36 +50,29 @@ def test_rows_of_several_tensors_are_those_of_one() -> None:
             rows.take(torch.tensor([0, beyond]))
 
 
-def test_a_sample_is_drawn_from_the_posterior_in_the_scale_of_the_model(encoded: Path) -> None:
-    shard, rows = open_shard(encoded), torch.tensor([19, 0, 7, 6])
-    mean, deviation = (_stored(encoded, name)[rows] for name in ("mean", "std"))
-    assert torch.equal(shard.take(rows), (mean - SHIFT) * SCALE)
-    drawn = shard.take(rows, torch.Generator().manual_seed(3))
+@pytest.mark.parametrize("flip", [None, torch.tensor([True, False, False, False])])
+def test_a_sample_is_drawn_from_the_posterior_in_the_scale_of_the_model_mirrored_ones_as_encoded(
+    flip: torch.Tensor | None, encoded: Path
+) -> None:
+    shard, rows = open_shard(encoded), torch.tensor([19, 0, 7, 7])
+    names = ("mean", "std", "mirrored_mean", "mirrored_std")
+    mean, deviation, *mirrored = (_stored(encoded, name)[rows] for name in names)
+    assert not torch.allclose(mirrored[0], mean.flip(-1))
+    if flip is not None:
+        mean[0], deviation[0] = mirrored[0][0], mirrored[1][0]
+    assert torch.equal(shard.take(rows, None, flip), (mean - SHIFT) * SCALE)
+    drawn = shard.take(rows, torch.Generator().manual_seed(3), flip)
     normal = torch.randn(mean.shape, generator=torch.Generator().manual_seed(3))
     assert torch.allclose(drawn, (mean + deviation * normal - SHIFT) * SCALE)
     assert drawn.dtype == torch.float32
-
-
-def test_mirrored_samples_are_those_that_were_encoded_so(encoded: Path) -> None:
-    shard, rows = open_shard(encoded), torch.tensor([4, 12, 4])
-    flip = torch.tensor([True, False, False])
-    plain, mirror = (_stored(encoded, name)[rows] for name in ("mean", "mirrored_mean"))
-    expected = torch.stack([mirror[0], plain[1], plain[2]])
-    assert torch.equal(shard.take(rows, None, flip), (expected - SHIFT) * SCALE)
-    assert not torch.allclose(mirror[0], plain[0].flip(-1))
-    deviations = [_stored(encoded, name)[rows] for name in ("std", "mirrored_std")]
-    drawn = shard.take(rows, torch.Generator().manual_seed(3), flip)
-    normal = torch.randn(plain.shape, generator=torch.Generator().manual_seed(3))
-    z = expected + torch.stack([deviations[1][0], *deviations[0][1:]]) * normal
-    assert torch.allclose(drawn, (z - SHIFT) * SCALE)
 
 
 def test_latents_without_mirror_images_cannot_be_mirrored() -> None:
     store = LatentStore(Rows((torch.zeros(4, 1, 2, 2),)), None, 1.0)
     rows = torch.arange(4)
     assert store.take(rows, None, torch.zeros(4, dtype=torch.bool)).shape == (4, 1, 2, 2)
-    with pytest.raises(HddmError, match="encode them with --random-flip"):
-        store.take(rows, None, torch.ones(4, dtype=torch.bool))
+    told = refusal(store.take, rows, None, torch.ones(4, dtype=torch.bool))
+    assert "encode them with --random-flip" in told
 
 
 def test_equal_samples_alone_have_equal_digests(tmp_path: Path) -> None:
@@ -92,9 +81,7 @@ def test_equal_samples_alone_have_equal_digests(tmp_path: Path) -> None:
     write_shard(tmp_path / "source", images)
     write_vae(tmp_path / "vae", "tiny")
     for vae in (None, tmp_path / "vae"):
-        plan = plan_encoding(tmp_path / "source", EncodingSettings(), vae=vae)
-        encode_shards(plan, tmp_path / f"out-{vae is None}", file_bytes=4 * plan.row_bytes)
-        stored = open_shard(tmp_path / f"out-{vae is None}").stored
+        stored = open_shard(encode(tmp_path / "source", tmp_path / f"out-{vae is None}", 4, vae=vae)).stored
         digests = [stored.digest(row) for row in range(16)]
         assert digests[9] == digests[2]
         assert len(set(digests)) == 15
@@ -102,8 +89,7 @@ def test_equal_samples_alone_have_equal_digests(tmp_path: Path) -> None:
 
 def test_mirrored_pixels_are_reversed(tmp_path: Path) -> None:
     write_shard(tmp_path / "source", noise(16))
-    encode_shards(plan_encoding(tmp_path / "source", EncodingSettings()), tmp_path / "out")
-    shard = open_shard(tmp_path / "out")
+    shard = open_shard(encode(tmp_path / "source", tmp_path / "out"))
     flip = torch.arange(16) % 2 == 0
     found = shard.take(torch.arange(16), None, flip)
     assert torch.equal(found[::2], shard.images[::2].flip(-1))
@@ -116,33 +102,33 @@ def test_files_are_mapped_and_not_copied_into_memory(tmp_path: Path) -> None:
         lines = Path("/proc/self/status").read_text().splitlines()
         return next(int(line.split()[1]) for line in lines if line.startswith("RssAnon")) * 1024
 
-    images = noise(48, 512, 512)
+    images = noise(32, 512, 512)
     write_shard(tmp_path / "source", images)
-    plan = plan_encoding(tmp_path / "source", EncodingSettings())
-    encode_shards(plan, tmp_path / "out", file_bytes=12 * plan.row_bytes)
-    size = 48 * plan.row_bytes
-    assert size > 25e6
+    out = encode(tmp_path / "source", tmp_path / "out", 8)
     before = anonymous()
-    shard = open_shard(tmp_path / "out")
+    shard = open_shard(out)
     for row, image in enumerate(images):
         found = ((shard.take(torch.tensor([row]))[0] + 1) * 127.5).round().permute(1, 2, 0)
         assert (found.numpy() == image).all()
-    assert anonymous() - before < size / 2
+    assert anonymous() - before < sum(image.nbytes for image in images) / 2
     maps = Path("/proc/self/maps").read_text()
-    assert all(f"{tmp_path}/out/data-{k:05d}.safetensors" in maps for k in range(4))
+    assert all(f"{out}/data-{k:05d}.safetensors" in maps for k in range(4))
 
 
 @pytest.mark.parametrize("name", ["data-00001.safetensors", "images.jsonl"])
 def test_a_changed_or_missing_file_is_named(name: str, encoded: Path, tmp_path: Path) -> None:
     folder = copied(encoded, tmp_path)
-    content = bytearray((folder / name).read_bytes())
-    content[-3] ^= 1
-    (folder / name).write_bytes(content)
-    with pytest.raises(HddmError, match=f"{name}: changed since it was encoded"):
-        open_shard(folder)
+    (folder / name).write_bytes(_spoilt(folder / name))
+    assert f"{name}: changed since it was encoded" in refusal(open_shard, folder)
     (folder / name).unlink()
-    with pytest.raises(HddmError, match=f"{name}: named by the manifest, and missing"):
-        open_shard(folder)
+    assert f"{name}: named by the manifest, and missing" in refusal(open_shard, folder)
+
+
+def _spoilt(path: Path) -> bytes:
+    """The content of a file with one bit turned."""
+    content = bytearray(path.read_bytes())
+    content[-3] ^= 1
+    return bytes(content)
 
 
 @pytest.fixture
@@ -194,15 +180,12 @@ def test_a_changed_file_is_noticed_whatever_its_size_and_date(
 ) -> None:
     folder = _opened_once(encoded, tmp_path)
     path = folder / DATA[1]
-    status, content = path.stat(), bytearray(path.read_bytes())
-    content[-3] ^= 1
-    target = tmp_path / "new" if is_replaced else path
-    target.write_bytes(content)
+    status, target = path.stat(), tmp_path / "new" if is_replaced else path
+    target.write_bytes(_spoilt(path))
     os.utime(target, ns=(status.st_atime_ns, status.st_mtime_ns))
     target.replace(path)
     for _ in range(2):
-        with pytest.raises(HddmError, match=f"{DATA[1]}: changed since it was encoded"):
-            open_shard(folder)
+        assert f"{DATA[1]}: changed since it was encoded" in refusal(open_shard, folder)
 
 
 def test_a_copy_and_a_manifest_of_another_hash_are_not_taken_for_verified(
@@ -214,8 +197,7 @@ def test_a_copy_and_a_manifest_of_another_hash_are_not_taken_for_verified(
     assert sorted(hashed) == [*DATA, "images.jsonl"]
     data = json.loads((folder / "manifest.json").read_text())["data"]
     edit_json(folder / "manifest.json", data=[{**data[0], "sha256": data[1]["sha256"]}, *data[1:]])
-    with pytest.raises(HddmError, match=f"{DATA[0]}: changed since it was encoded"):
-        open_shard(folder)
+    assert f"{DATA[0]}: changed since it was encoded" in refusal(open_shard, folder)
 
 
 def test_a_file_that_was_written_just_now_is_hashed_again(
@@ -228,7 +210,7 @@ def test_a_file_that_was_written_just_now_is_hashed_again(
     assert not (folder / verified.RECORD).exists()
 
 
-@pytest.mark.parametrize("spoil", [lambda path: path.mkdir(), lambda path: path.write_text('{"a": [1')])
+@pytest.mark.parametrize("spoil", [Path.mkdir, lambda path: path.write_text('{"a": [1')])
 def test_a_record_that_cannot_be_read_or_written_costs_time_alone(
     spoil: Callable[[Path], None], encoded: Path, hashed: list[str], tmp_path: Path
 ) -> None:
@@ -255,15 +237,12 @@ def test_a_manifest_that_contradicts_itself_or_its_files_is_refused(encoded: Pat
     for number, (message, change) in enumerate(changes):
         folder = copied(encoded, tmp_path / str(number))
         edit_json(folder / "manifest.json", **change)
-        with pytest.raises(HddmError, match=message) as refused:
-            load_encoded(folder)
-        assert "\n" not in str(refused.value)
+        assert re.search(message, refusal(load_encoded, folder))
 
 
 def test_too_few_images_to_train_on_are_refused_but_for_held_out_ones(tmp_path: Path) -> None:
     for name, held_out_of in (("few", None), ("kept", "a")):
         write_shard(tmp_path / name, noise(MIN_IMAGES - 1), held_out_of=held_out_of)
-        encode_shards(plan_encoding(tmp_path / name, EncodingSettings()), tmp_path / f"{name}-out")
-    with pytest.raises(HddmError, match="has 15 images; an expert needs at least 16"):
-        open_shard(tmp_path / "few-out")
+        encode(tmp_path / name, tmp_path / f"{name}-out")
+    assert "has 15 images; an expert needs at least 16" in refusal(open_shard, tmp_path / "few-out")
     assert len(open_shard(tmp_path / "kept-out")) == 15

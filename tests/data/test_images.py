@@ -1,6 +1,7 @@
 """Folders of images in memory: what is read, and what is refused by name."""
 
 import io
+import re
 import struct
 import zlib
 from pathlib import Path
@@ -21,6 +22,7 @@ from hddm.data.images import (
     to_unit_range,
 )
 from hddm.utils.errors import HddmError
+from tests.artefacts import refusal
 
 NOISE = np.random.default_rng(0)
 GRAY = NOISE.integers(0, 256, (5, 7)).astype(np.uint8)
@@ -34,17 +36,14 @@ def _write(path: Path, pixels: np.ndarray, mode: str | None = None) -> Path:
     return path
 
 
-def _encoded(pixels: np.ndarray, kind: str, **options: Any) -> bytes:
+def _as(image: Image.Image, kind: str, **options: Any) -> bytes:
     buffer = io.BytesIO()
-    Image.fromarray(pixels).save(buffer, kind, **options)
+    image.save(buffer, kind, **options)
     return buffer.getvalue()
 
 
-def _refusal(folder: Path) -> str:
-    with pytest.raises(HddmError) as caught:
-        load_images(folder)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
+def _encoded(pixels: np.ndarray, kind: str, **options: Any) -> bytes:
+    return _as(Image.fromarray(pixels), kind, **options)
 
 
 def test_folders_are_read_in_sorted_order_with_their_labels(tmp_path: Path) -> None:
@@ -52,7 +51,6 @@ def test_folders_are_read_in_sorted_order_with_their_labels(tmp_path: Path) -> N
         _write(tmp_path / name, np.full((2, 2), value, np.uint8))
     images = load_images(tmp_path)
     assert (images.files, images.classes) == (("a/2.png", "a/deep/1.JPEG", "b/1.png"), ("a", "b"))
-    assert images.labels is not None
     assert images.labels.tolist() == [0, 0, 1]
     assert images.pixels[:, 0, 0, 0].tolist() == [10, 30, 20]
 
@@ -87,8 +85,8 @@ def test_16_bit_gray_is_scaled_to_8_bits_by_rounding(kind: str) -> None:
 
 
 def test_a_mode_without_8_bits_is_refused_with_a_remedy() -> None:
-    with pytest.raises(HddmError, match=r"real\.tif: mode F has no 8-bit form; convert it"):
-        decode(_encoded(GRAY.astype(np.float32), "TIFF"), Path("real.tif"))
+    told = refusal(decode, _encoded(GRAY.astype(np.float32), "TIFF"), Path("real.tif"))
+    assert "real.tif: mode F has no 8-bit form; convert it" in told
 
 
 # What each orientation asks for, by the EXIF standard: first row and first column of the upright image.
@@ -128,20 +126,18 @@ def test_transparency_is_dropped_and_shows_the_colours_below() -> None:
 
 @pytest.mark.filterwarnings("error")
 def test_a_palette_with_several_transparent_colours_gives_its_colours_and_no_warning() -> None:
-    image = Image.fromarray(GRAY % 4, "P")
     palette = NOISE.integers(0, 256, (4, 3)).astype(np.uint8)
+    image = Image.fromarray(GRAY % 4, "P")
     image.putpalette(palette.tobytes())
-    buffer = io.BytesIO()
-    image.save(buffer, "PNG", transparency=bytes([0, 255, 128, 7]))
-    np.testing.assert_array_equal(decode(buffer.getvalue(), Path("a")), palette[GRAY % 4])
+    content = _as(image, "PNG", transparency=bytes([0, 255, 128, 7]))
+    np.testing.assert_array_equal(decode(content, Path("a")), palette[GRAY % 4])
 
 
 def test_of_an_animation_the_first_frame_is_taken() -> None:
-    frames = [Image.fromarray(np.full((4, 4), value, np.uint8)) for value in (10, 200)]
-    buffer = io.BytesIO()
-    frames[0].save(buffer, "GIF", save_all=True, append_images=frames[1:])
-    assert np.unique(decode(buffer.getvalue(), Path("a"))).tolist() == [10]
-    assert read_header(buffer.getvalue(), Path("a")).animated
+    first, second = (Image.fromarray(np.full((4, 4), value, np.uint8)) for value in (10, 200))
+    content = _as(first, "GIF", save_all=True, append_images=[second])
+    assert np.unique(decode(content, Path("a"))).tolist() == [10]
+    assert read_header(content, Path("a")).animated
 
 
 @pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
@@ -156,33 +152,32 @@ def test_a_decompression_bomb_is_named_before_it_is_decoded(width: int, told: st
             read(bytes(content), Path("bomb.png"))
 
 
-def test_formats_of_other_programs_are_not_handed_to_them() -> None:
-    for kind in ("EPS", "PPM", "ICO"):
-        with pytest.raises(HddmError, match=r"a\.png: cannot be read as an image"):
-            decode(_encoded(COLOUR, kind), Path("a.png"))
+@pytest.mark.parametrize("kind", ["EPS", "PPM", "ICO"])
+def test_formats_of_other_programs_are_not_handed_to_them(kind: str) -> None:
+    assert "a.png: cannot be read as an image" in refusal(decode, _encoded(COLOUR, kind), Path("a.png"))
 
 
 def test_an_image_of_another_size_and_a_broken_one_are_named(tmp_path: Path) -> None:
     _write(tmp_path / "1.png", GRAY)
     path = _write(tmp_path / "2.png", GRAY[:4])
-    assert "2.png: is 7×4, 1.png is 7×5" in _refusal(tmp_path)
+    assert "2.png: is 7×4, 1.png is 7×5" in refusal(load_images, tmp_path)
     path.write_bytes(path.read_bytes()[:40])
-    assert f"{path}: cannot be read as an image" in _refusal(tmp_path)
+    assert f"{path}: cannot be read as an image" in refusal(load_images, tmp_path)
 
 
-@pytest.mark.parametrize("name", ["a.JPEG", "b.Jpg", "c.WebP", "d.BMP"])
-def test_suffixes_in_any_case_are_found_among_other_files(name: str, tmp_path: Path) -> None:
-    _write(tmp_path / name, COLOUR)
+def test_suffixes_in_any_case_are_found_among_other_files(tmp_path: Path) -> None:
+    names = ("a.JPEG", "b.Jpg", "c.WebP", "d.BMP")
+    for name in names:
+        _write(tmp_path / name, COLOUR)
     (tmp_path / "notes.txt").write_text("no image")
-    assert load_images(tmp_path).files == (name,)
+    assert load_images(tmp_path).files == names
 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "BMP"])
 def test_damage_of_any_kind_is_an_error_that_names_the_file(kind: str) -> None:
-    buffer = io.BytesIO()
-    Image.fromarray(NOISE.integers(0, 256, (40, 40, 3)).astype(np.uint8)).save(buffer, kind)
-    whole, draws, refused = buffer.getvalue(), np.random.default_rng(1), 0
+    whole = _encoded(NOISE.integers(0, 256, (40, 40, 3)).astype(np.uint8), kind)
+    draws, refused = np.random.default_rng(1), 0
     damaged = [whole[:n] for n in range(0, 60)]
     for _ in range(150):
         content = bytearray(whole)
@@ -198,20 +193,16 @@ def test_damage_of_any_kind_is_an_error_that_names_the_file(kind: str) -> None:
     assert refused >= 60
 
 
-def test_bytes_map_linearly_to_minus_one_to_one_and_values_beyond_are_clipped() -> None:
+def test_bytes_map_linearly_to_minus_one_to_one_and_values_beyond_are_clipped_or_refused() -> None:
     levels = torch.arange(256, dtype=torch.uint8)
     expected = torch.linspace(-1, 1, 256, dtype=torch.float64)
     torch.testing.assert_close(to_unit_range(levels).double(), expected, rtol=0, atol=1e-7)
     assert torch.equal(to_bytes(expected.float()), levels)
     assert to_bytes(torch.tensor([-1.3, 1.2, -9.0, 9.0])).tolist() == [0, 255, 0, 255]
-
-
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_images_that_are_not_finite_are_refused_by_number(value: float) -> None:
-    images = torch.zeros(4, 1, 2, 2)
-    images[2, 0, 1, 1] = value
-    with pytest.raises(HddmError, match=r"1 images hold NaN or Inf.*\[2\]"):
-        to_bytes(images)
+    for value in (torch.nan, torch.inf):
+        images = torch.zeros(4, 1, 2, 2)
+        images[2, 0, 1, 1] = value
+        assert re.search(r"1 images hold NaN or Inf.*\[2\]", refusal(to_bytes, images))
 
 
 @pytest.mark.parametrize("pixels", [GRAY[None], COLOUR.transpose(2, 0, 1)], ids=["gray", "colour"])

@@ -1,5 +1,6 @@
 """The Fréchet distance: against closed forms, other implementations and fresh samples."""
 
+import re
 import warnings
 
 import numpy as np
@@ -9,7 +10,7 @@ from cleanfid import fid
 from numpy.typing import NDArray
 
 from hddm.evaluation.distances import Gaussian, frechet_distance, measure
-from hddm.utils.errors import HddmError
+from tests.artefacts import refusal
 
 Array = NDArray[np.float64]
 
@@ -94,19 +95,7 @@ def test_fewer_samples_than_features_give_the_true_real_distance(num: int, other
         warnings.simplefilter("error")
         distance = frechet_distance(Gaussian.of(x), Gaussian.of(y))
         assert frechet_distance(Gaussian.of(x), Gaussian.of(x)) >= 0
-    assert isinstance(distance, float)
     assert distance == pytest.approx(expected, abs=1e-3)
-
-
-@pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize("num", [3, 50, 5000])
-def test_gaussians_of_known_distance_come_near_it_with_more_samples(num: int) -> None:
-    """N(0, I) and N(m, 4 I) in 3 dimensions: |m|² + 3 (2 - 1)²."""
-    draws = np.random.default_rng(num)
-    shift = np.array([1.0, -2.0, 0.5])
-    a, b = draws.normal(size=(num, 3)), 2 * draws.normal(size=(num, 3)) + shift
-    distance = frechet_distance(Gaussian.of(a), Gaussian.of(b))
-    assert abs(distance - (shift @ shift + 3)) < 30 / num**0.5
 
 
 def test_moments_that_are_known_are_not_computed_again() -> None:
@@ -125,8 +114,7 @@ def test_moments_are_those_of_numpy() -> None:
 
 @pytest.mark.parametrize("features", [np.zeros((1, 4)), np.zeros(4), np.array([[0.0], [np.nan]])])
 def test_features_without_moments_are_refused(features: Array) -> None:
-    with pytest.raises(HddmError, match="features"):
-        Gaussian.of(features)
+    assert "features" in refusal(Gaussian.of, features)
 
 
 def test_the_half_width_is_how_far_other_samples_would_move_the_distance() -> None:
@@ -144,8 +132,8 @@ def test_the_half_width_is_how_far_other_samples_would_move_the_distance() -> No
 @pytest.mark.parametrize(("num", "other"), [(8, 100), (100, 8), (3, 3)])
 def test_too_few_images_are_refused_or_marked(num: int, other: int) -> None:
     a, b = _features(0, num, 8), _features(1, other, 8)
-    with pytest.raises(HddmError, match=f"8 features needs more images.*{num} and {other}.*--allow-few"):
-        measure(a, b, resamples=2)
+    told = refusal(measure, a, b, resamples=2)
+    assert re.search(f"8 features needs more images.*{num} and {other}.*--allow-few", told)
     measured = measure(a, b, resamples=2, allow_few=True)
     assert measured.few_images
     assert measured.value >= 0

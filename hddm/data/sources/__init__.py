@@ -19,12 +19,8 @@ def open_source(
     - a tar archive in WebDataset's naming, or a folder of them;
     - a Parquet file with encoded images, as Hugging Face's ``datasets`` writes it, or a folder of them.
 
-    Args:
-        path: folder or file.
-        caption_column: where the captions are; without it ``text`` or ``caption`` (in tars ``txt``), if there
-            is one. Plain folders have none.
-        label_column: where the class labels are; without it ``label`` (in tars also ``cls``), if there is
-            one.
+    Captions are in ``caption_column``, else in ``text`` or ``caption`` (in tars ``txt``), if there is one;
+    class labels in ``label_column``, else in ``label`` (in tars also ``cls``). Plain folders have no columns.
 
     Raises:
         HddmError: for a path without images or with images of several kinds, and as the opener of its kind.

@@ -65,9 +65,8 @@ def open_described_folder(
     images without a line; here they are refused, since a typo would lose them.
 
     Raises:
-        HddmError: for a line that is no object, a name that leads out of ``root`` or comes twice, a caption
-            or a label that is missing in some lines, two keys of captions, a file that is missing, and an
-            image without a line.
+        HddmError: for a line that is no object, a name that leads out of ``root`` or comes twice, captions or
+            labels of some lines alone, two keys of captions, a missing file, and an image without a line.
     """
     path = root / METADATA
     rows: dict[str, dict[str, Any]] = {}
