@@ -158,27 +158,21 @@ def _plain_ticks(axes: Axes) -> None:
 
 
 def _panel(name: str, alt: str, paint: Callable[[Axes], None], height: float = HEIGHT) -> str:
-    """An ``<svg>`` element to stand in a page.
+    """An ``<svg>`` element to stand in a page, in which its ``name``, which begins all ids, is unique.
 
-    Args:
-        name: unique in the page; begins all ids within.
-        alt: for a reader who does not see it.
-        paint: draws on the axes.
-        height: in inches, for a width of `WIDTH`.
+    ``alt`` is for a reader who does not see it; ``height`` is in inches, for a width of `WIDTH`.
     """
     with rc_context(_STYLE):
         canvas = Canvas(figsize=(WIDTH, height), layout="constrained")
         paint(canvas.subplots())
         text = io.StringIO()
         canvas.savefig(text, format="svg", transparent=True, metadata=_NO_METADATA)
-    body = text.getvalue()
-    body = body[body.index("<svg") :]
-    view = re.search(r'viewBox="([^"]+)"', body)
-    assert view is not None
-    body = body[body.index(">") + 1 :]
+    head = re.search(r'<svg[^>]*viewBox="([^"]+)"[^>]*>', text.getvalue())
+    assert head is not None
+    body = text.getvalue()[head.end() :]
     # Matplotlib's only style, which as part of a page would be the page's; it stands in the page's own sheet.
     body = re.sub(r"<defs>\s*<style.*?</style>\s*</defs>", "", body, flags=re.DOTALL)
     body = body.replace("xlink:href", "href")
     body = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{name}-", body)
     body = re.sub(r"\n\s*", "\n", body)
-    return f'<svg viewBox="{view[1]}" role="img" aria-label="{html.escape(alt)}">{body}'
+    return f'<svg viewBox="{head[1]}" role="img" aria-label="{html.escape(alt)}">{body}'

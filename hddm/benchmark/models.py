@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
+from typing import Any
 
 from hddm.benchmark.compute import Cost, Costs, single_steps
 from hddm.benchmark.data import PartitionedImages
@@ -85,14 +86,7 @@ class Model:
 
 
 class SeedModels:
-    """Trainings and models of one seed.
-
-    Args:
-        settings: of the benchmark.
-        seed: of every training.
-        divided: the data.
-        store: where finished ones lie.
-    """
+    """Trainings and models of one seed, on the data in ``divided``; finished ones lie in ``store``."""
 
     def __init__(
         self, settings: BenchmarkSettings, seed: int, divided: PartitionedImages, store: Store
@@ -129,26 +123,24 @@ class SeedModels:
         """``model``, whose trainings are done; an ensemble is assembled."""
         if model.path is not None:
             return self._finished(model, model.path)
-        trainings, router, place, router_flop = self.trainings(model), None, Path(), 0
+        trainings = self.trainings(model)
+        chain = [one for training in trainings for one in training.chain]
+        jobs, router_flop = [one.job for one in chain], 0
         if model.kind == "single":
-            folder = self.store.path(trainings[0].job) / MODEL
+            folder, place = self.store.path(jobs[-1]) / MODEL, ""
             source = SampledModel(folder, model_hash(folder), True)
         else:
             router = self.router
             assert router is not None
-            job = self._assembled(trainings, router)
-            folder, place = self.store.path(job) / MODEL, Path(ENSEMBLES)
-            source = SampledModel(folder, job.hash, False, _trained_in(expert_records(folder)))
+            ensemble = self._assembled(trainings, router)
+            folder, place = self.store.path(ensemble) / MODEL, ENSEMBLES
+            source = SampledModel(folder, ensemble.hash, False, _trained_in(expert_records(folder)))
+            jobs.append(router.job)
             router_flop = self.costs.router(router.settings).of_router(router.settings)
-        chain = [one for training in trainings for one in training.chain]
         fitting = sum(map(self._fitting_flop, chain))
         experts = fitting + sum(self.cost(one).steps(one.settings) for one in chain)
-        jobs = [one.job for one in (*chain, *([router] if router else ()))]
         result = ModelResult(
-            model=model.name,
-            seed=self.seed,
-            hash=source.hash,
-            folder=str(self._link(place, model)),
+            **self._identity(model, source, place),
             objectives=tuple(one.settings.objective for one in trainings),
             experts=tuple(one.job.name for one in trainings),
             steps=tuple(sum(part.settings.steps for part in one.chain) for one in trainings),
@@ -163,20 +155,15 @@ class SeedModels:
         return Model(source, result)
 
     def _finished(self, model: ModelSettings, path: Path) -> Model:
-        records, content = read_finished(path), model_hash(path)
-        source = SampledModel(path, content, (path / EXPERT_FILE).is_file(), _trained_in(records))
-        result = ModelResult(
-            model=model.name,
-            seed=self.seed,
-            hash=content,
-            folder=str(self._link(Path(FINISHED), model)),
-            objectives=tuple(record.objective for record in records),
-        )
-        return Model(source, result)
+        records, is_single = read_finished(path), (path / EXPERT_FILE).is_file()
+        source = SampledModel(path, model_hash(path), is_single, _trained_in(records))
+        objectives = tuple(record.objective for record in records)
+        return Model(source, ModelResult(**self._identity(model, source, FINISHED), objectives=objectives))
 
-    def _link(self, place: Path, model: ModelSettings) -> Path:
-        """Where a model is shown to the user, below the benchmark's folder."""
-        return Path(f"seed_{self.seed}") / place / slug(model.name)
+    def _identity(self, model: ModelSettings, source: SampledModel, place: str) -> dict[str, Any]:
+        """Name, seed, content, and where the model is shown to the user, below the benchmark's folder."""
+        folder = Path(f"seed_{self.seed}") / place / slug(model.name)
+        return {"model": model.name, "seed": self.seed, "hash": source.hash, "folder": str(folder)}
 
     def _assembled(self, experts: Sequence[Training], router: RouterTraining) -> Job:
         """The ensemble of an expert a shard, which is made unless it is there."""
@@ -214,6 +201,7 @@ class SeedModels:
         return Training(self.divided.all_images, self._all_images_hash, settings, checkpoint_every=every)
 
     def _fitting_flop(self, training: Training) -> int:
+        """Operations of the calibration that followed a training."""
         (record,) = expert_records(self.store.path(training.job) / MODEL)
         # A calibration that was trained in was not fitted afterwards.
         return 0 if record.training_calibration else self.cost(training).calibration
@@ -243,10 +231,9 @@ def _trained_in(records: Sequence[ExpertRecord]) -> tuple[bool, ...]:
 
 @dataclass(frozen=True)
 class _Abilities:
-    """Properties of a model that decide how it can be sampled."""
+    """Properties of a model that decide how it can be sampled; ``experts`` is 0 of a single model."""
 
     experts: int
-    """0 of a single model."""
     has_classes: bool
     has_router: bool = True
 
@@ -285,12 +272,9 @@ def check_shapes(settings: BenchmarkSettings, shape: Sequence[int]) -> None:
 
 
 def check_counts(settings: BenchmarkSettings, counts: Mapping[str, int], dimensions: int) -> None:
-    """Refuse sides of no more images than features, unless the settings allow few.
+    """Refuse fewer images than ``dimensions`` of a feature, unless the settings allow few.
 
-    Args:
-        settings: of the benchmark.
-        counts: images of every side that a distance is measured on, by what the side is called.
-        dimensions: features of an image.
+    ``counts`` are the images of every side that a distance is measured on, by what the side is called.
 
     Raises:
         HddmError: for the smallest side, where it has too few.
