@@ -64,6 +64,11 @@ def settings(**changes: Any) -> BenchmarkSettings:
     return parse_settings(CONTENT | changes, "miniature")
 
 
+def of_models(*models: dict[str, Any], **changes: Any) -> BenchmarkSettings:
+    """`CONTENT` with these models in one table, compared with nothing; or changed further."""
+    return settings(**{"models": list(models), "compare": {}, "tables": [{"name": "models"}]} | changes)
+
+
 def write_sides(folder: Path) -> Path:
     """Images to train on and to hold out."""
     write_images(folder / "train", per_class=64)
