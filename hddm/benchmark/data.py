@@ -78,9 +78,6 @@ def prepare_images(settings: DataSettings, data: Path | None, store: Store) -> S
     """The training and the held-out side, written first where they are digits or cut from one folder.
 
     Paths of the settings lie below ``data``.
-
-    Raises:
-        HddmError: for folders that are not there, or hold no images.
     """
     if settings.source == "digits":
         if data is not None:
@@ -106,11 +103,7 @@ def prepare_images(settings: DataSettings, data: Path | None, store: Store) -> S
 
 
 def image_paths(settings: DataSettings, data: Path | None) -> tuple[Path, Path | None]:
-    """Where a user's training images lie, and the held-out ones if they lie apart.
-
-    Raises:
-        HddmError: for one that is not there, and for one that holds the other.
-    """
+    """Paths of a user's training and perhaps held-out images, which are there and lie apart."""
     above = data or Path()
     training = above / settings.training
     held_out = None if settings.held_out is None else above / settings.held_out
@@ -130,11 +123,7 @@ def image_paths(settings: DataSettings, data: Path | None) -> tuple[Path, Path |
 
 
 def refuse_work_among_images(settings: DataSettings, data: Path | None, folders: Iterable[Path]) -> None:
-    """Refuse to write into a folder of images, which a second start would take for more of them.
-
-    Raises:
-        HddmError: as `image_paths`, and for one of ``folders`` inside them.
-    """
+    """Refuse ``folders`` to write among the images, which a second start would take for more of them."""
     images_of = [path for path in image_paths(settings, data) if path is not None]
     for images, folder in itertools.product(images_of, folders):
         if folder.resolve().is_relative_to(images.resolve()):
@@ -148,9 +137,6 @@ def divide(
 
     Which images those are is decided by the hash of their pixels (`hddm.data.partition`), so that they are
     the same in the shards and in the whole.
-
-    Raises:
-        HddmError: as `hddm.data.partition.partition`.
     """
 
     def once(name: str, shards: int, features: str) -> Path:
@@ -168,11 +154,7 @@ def divide(
 
 
 def reference_job(sources: SourceImages, divided: PartitionedImages, split: Split) -> Job:
-    """The job that packs the images that samples are scored against.
-
-    Raises:
-        HddmError: where there are no held-out images to score on.
-    """
+    """The job that packs the images that samples are scored against."""
     inputs = {"training": read_manifest(divided.all_images).hash, "shards": divided.hashes}
     if split == "validation":
         inputs["fresh"] = [manifest.hash for manifest in divided.validation_manifests]

@@ -199,10 +199,9 @@ def together(machines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The value that several share, or all of them where they differ."""
     found: dict[str, Any] = {}
     for key in dict.fromkeys(key for one in machines for key in one):
-        values = [one.get(key) for one in machines]
-        inner = [value for value in values if isinstance(value, Mapping)]
-        if len(inner) == len(values):
-            found[key] = together(inner)
+        values: list[Any] = [one.get(key) for one in machines]
+        if all(isinstance(value, Mapping) for value in values):
+            found[key] = together(values)
         elif all(value == values[0] for value in values):
             found[key] = values[0]
         else:

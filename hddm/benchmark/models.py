@@ -39,11 +39,7 @@ from hddm.velocity import missing_from
 
 
 def expert_records(folder: Path) -> list[ExpertRecord]:
-    """The records of an expert folder, or of all experts of an ensemble folder.
-
-    Raises:
-        HddmError: for a record that cannot be read.
-    """
+    """The records of an expert folder, or of all experts of an ensemble folder."""
     is_expert = (folder / EXPERT_FILE).is_file()
     experts = [folder] if is_expert else [folder / name for name in read_ensemble_facts(folder).experts]
     return [read_record(expert / EXPERT_FILE, ExpertRecord, FORMAT) for expert in experts]
@@ -112,11 +108,7 @@ class SeedModels:
         return [self._expert(model, name, k) for k, name in enumerate(names)]
 
     def cost(self, training: Training) -> Cost:
-        """Of a training, of which one step is made to count it.
-
-        Raises:
-            HddmError: for one that cannot be.
-        """
+        """Cost of a training, of which one step is made to count it; one that cannot be is refused."""
         return self.costs.expert(training.settings, training.init, training.init_hash)
 
     def open(self, model: ModelSettings) -> Model:
@@ -239,12 +231,7 @@ class _Abilities:
 
 
 def check_rows(settings: BenchmarkSettings) -> None:
-    """Refuse what could not be sampled, from the settings and the finished models that they name.
-
-    Raises:
-        HddmError: for a row that asks a model for what it cannot give, and for a finished model that cannot
-            be opened or compared.
-    """
+    """Refuse rows that ask a model for what it cannot give, and finished models that cannot be opened."""
     found = {model.name: _abilities(settings, model) for model in settings.models}
     for table in settings.tables:
         for name, point in itertools.product(table.models or found, points_of(settings, table)):
@@ -254,11 +241,7 @@ def check_rows(settings: BenchmarkSettings) -> None:
 
 
 def check_shapes(settings: BenchmarkSettings, shape: Sequence[int]) -> None:
-    """Refuse finished models that make other images than the data's, of ``shape`` (C, H, W).
-
-    Raises:
-        HddmError: as `read_finished`, and for another shape.
-    """
+    """Refuse finished models that make other images than the data's, of ``shape`` (C, H, W)."""
     for model in settings.models:
         if model.path is None:
             continue
@@ -275,9 +258,6 @@ def check_counts(settings: BenchmarkSettings, counts: Mapping[str, int], dimensi
     """Refuse fewer images than ``dimensions`` of a feature, unless the settings allow few.
 
     ``counts`` are the images of every side that a distance is measured on, by what the side is called.
-
-    Raises:
-        HddmError: for the smallest side, where it has too few.
     """
     side = min(counts, key=counts.__getitem__)
     if are_few(dimensions, [counts[side]]) and not settings.allow_few:

@@ -64,12 +64,12 @@ def run_benchmark(
         out: the folder to write.
         data: below which the settings' images lie.
         jobs: where finished jobs lie; ``out/jobs`` by default. Benchmarks that share it share trainings.
-        overwrite: whether results of other settings in ``out`` are replaced; finished jobs stay.
+        overwrite: replace results of other settings in ``out``; finished jobs stay.
 
     Raises:
-        HddmError: for images or models that are not there or do not fit, for fewer images than features, for
-            a row that its model cannot be sampled for, for an ``out`` that holds anything but this benchmark,
-            or a store that another one works in.
+        HddmError: for images or models that are not there or do not fit, fewer images than features, a row
+            that its model cannot be sampled for, an ``out`` that holds anything but this benchmark, or a
+            store that another one works in.
         Stopped: after a signal, with everything saved that was done.
     """
     if settings.data.source == "folder":
@@ -118,12 +118,7 @@ def quickstart(settings: BenchmarkSettings, out: Path, overwrite: bool = False) 
 
 
 def check_out(out: Path, settings: BenchmarkSettings, overwrite: bool = False) -> None:
-    """Refuse a folder that holds anything but this benchmark.
-
-    Raises:
-        HddmError: for results of other settings, or of other seeds beside these, without ``overwrite``, and
-            for a folder of another kind.
-    """
+    """Refuse a folder of another kind, and without ``overwrite`` results of other settings or seeds."""
     if not out.exists() or (out.is_dir() and not any(out.iterdir())):
         check_absent(out, BENCHMARK_FILE, overwrite=True)
         return
