@@ -115,6 +115,11 @@ def finish(folder: Path) -> Finished:
     return Finished(data, out, made, run_inline(made, out, data))
 
 
+def again(miniature: Finished, out: Path, chosen: BenchmarkSettings) -> Results:
+    """The benchmark of other settings on the images and jobs of the miniature."""
+    return run_inline(chosen, out, miniature.data, jobs=miniature.out / "jobs")
+
+
 def life(chosen: BenchmarkSettings, out: Path, data: Path, moment: tuple[str, str] | None) -> int:
     """Run, or go on, in a process of its own; how it ended.
 

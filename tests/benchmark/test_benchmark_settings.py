@@ -149,14 +149,13 @@ def test_a_seed_chooses_or_confirms_and_never_does_both() -> None:
     with pytest.raises(HddmError, match=r"--seeds 3,5: seed 5 is kept for confirming"):
         chosen(settings(), seeds="3,5")
     with pytest.raises(HddmError, match="seed 0 is one that settings are chosen on"):
-        chosen(settings(), seeds="0", held_out=True)
+        chosen(settings(), seeds="0,5", held_out=True)
     assert chosen(settings(score_on="held-out")).seeds == (5,)
 
 
 def test_seeds_are_ranges_and_lists() -> None:
-    assert parse_seeds("0-4") == (0, 1, 2, 3, 4)
-    assert parse_seeds("5,6") == (5, 6)
-    assert parse_seeds("0-1,7") == (0, 1, 7)
+    found = [parse_seeds(text) for text in ("0-4", "5,6", "0-1,7")]
+    assert found == [(0, 1, 2, 3, 4), (5, 6), (0, 1, 7)]
     for text in ("", "a", "4-2", "-1"):
         with pytest.raises(HddmError, match="is no seed"):
             parse_seeds(text)
