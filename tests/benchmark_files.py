@@ -64,6 +64,11 @@ def settings(**changes: Any) -> BenchmarkSettings:
     return parse_settings(CONTENT | changes, "miniature")
 
 
+def of_models(*models: dict[str, Any], **changes: Any) -> BenchmarkSettings:
+    """`CONTENT` with these models in one table, compared with nothing; or changed further."""
+    return settings(**{"models": list(models), "compare": {}, "tables": [{"name": "models"}]} | changes)
+
+
 def write_sides(folder: Path) -> Path:
     """Images to train on and to hold out."""
     write_images(folder / "train", per_class=64)
@@ -108,6 +113,11 @@ def finish(folder: Path) -> Finished:
     """A benchmark of `settings` in ``folder``."""
     data, out, made = write_sides(folder / "data"), folder / "out", settings()
     return Finished(data, out, made, run_inline(made, out, data))
+
+
+def again(miniature: Finished, out: Path, chosen: BenchmarkSettings) -> Results:
+    """The benchmark of other settings on the images and jobs of the miniature."""
+    return run_inline(chosen, out, miniature.data, jobs=miniature.out / "jobs")
 
 
 def life(chosen: BenchmarkSettings, out: Path, data: Path, moment: tuple[str, str] | None) -> int:

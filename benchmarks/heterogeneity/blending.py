@@ -1,8 +1,6 @@
 """A shard's two experts as one: at each noise level the one whose error was lower there."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,16 +14,8 @@ Choice = tuple[tuple[float, bool], ...]
 """Times, and whether the DDPM expert stands for the noise levels that are nearest to each."""
 
 
-@dataclass(frozen=True)
-class Blend:
-    """What a flow ensemble is blended with: the ensemble of DDPM experts, and a choice a shard."""
-
-    folder: Path
-    choices: tuple[Choice, ...]
-
-
 def choice(ddpm: Mapping[str, Any], flow: Mapping[str, Any]) -> Choice:
-    """By the errors of both experts of a shard at the same levels (`hddm.benchmark.measures`)."""
+    """By the errors of both experts of a shard at the same levels."""
     pairs = zip(ddpm["levels"], flow["levels"], strict=True)
     return tuple((a["t"], a["expert"] < b["expert"]) for a, b in pairs)
 

@@ -2,8 +2,9 @@
 
 import html
 import io
+import itertools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -88,7 +89,7 @@ def distances(results: Results) -> Chart:
 def costs(results: Results) -> Chart:
     """Distance against counted operations an image; a panel a number of images, as distances fall with it."""
     rows = [row for each in results.tables.values() for row in each]
-    models = list(dict.fromkeys(row.model for row in rows))
+    colours = _in_turn(COLOURS, [row.model for row in rows])
     markers = _in_turn(_MARKERS, [row.point.strategy for row in rows])
     dashes = _in_turn(_DASHES, [row.point.solver for row in rows])
 
@@ -99,7 +100,7 @@ def costs(results: Results) -> Chart:
                 [row.sampling_flop / 1e6 for row in series],
                 [one.mean for one in found],
                 [one.spread or 0 for one in found],
-                color=_colour(models.index(series[0].model)),
+                color=colours[series[0].model],
                 marker=markers[series[0].point.strategy],
                 linestyle=dashes[series[0].point.solver],
                 markersize=5,
@@ -121,7 +122,7 @@ def costs(results: Results) -> Chart:
         )
         for number in sorted({row.point.num_images for row in rows}, reverse=True)
     ]
-    legend = [(_colour(k), "━", model) for k, model in enumerate(models)]
+    legend = [(colour, "━", model) for model, colour in colours.items()]
     legend += [("black", _MARKERS[marker], strategy) for strategy, marker in markers.items()]
     legend += [("black", _DASHES[dash], solver) for solver, dash in dashes.items() if len(dashes) > 1]
     return Chart(tuple(panels), tuple(legend))
@@ -137,14 +138,9 @@ def _by_steps(rows: Sequence[Row]) -> list[list[Row]]:
     return [sorted(series, key=lambda row: row.sampling_flop) for series in found.values()]
 
 
-def _in_turn(symbols: dict[str, str], names: Sequence[str]) -> dict[str, str]:
-    """A symbol for each name, which repeat where there are more names."""
-    known = list(symbols)
-    return {name: known[k % len(known)] for k, name in enumerate(dict.fromkeys(names))}
-
-
-def _colour(place: int) -> str:
-    return COLOURS[place % len(COLOURS)]
+def _in_turn(symbols: Iterable[str], names: Sequence[str]) -> dict[str, str]:
+    """A symbol or colour for each name, which repeat where there are more names."""
+    return dict(zip(dict.fromkeys(names), itertools.cycle(symbols), strict=False))
 
 
 def _plain_ticks(axes: Axes) -> None:
@@ -158,27 +154,21 @@ def _plain_ticks(axes: Axes) -> None:
 
 
 def _panel(name: str, alt: str, paint: Callable[[Axes], None], height: float = HEIGHT) -> str:
-    """An ``<svg>`` element to stand in a page.
+    """An ``<svg>`` element to stand in a page, in which its ``name``, which begins all ids, is unique.
 
-    Args:
-        name: unique in the page; begins all ids within.
-        alt: for a reader who does not see it.
-        paint: draws on the axes.
-        height: in inches, for a width of `WIDTH`.
+    ``alt`` is for a reader who does not see it; ``height`` is in inches, for a width of `WIDTH`.
     """
     with rc_context(_STYLE):
         canvas = Canvas(figsize=(WIDTH, height), layout="constrained")
         paint(canvas.subplots())
         text = io.StringIO()
         canvas.savefig(text, format="svg", transparent=True, metadata=_NO_METADATA)
-    body = text.getvalue()
-    body = body[body.index("<svg") :]
-    view = re.search(r'viewBox="([^"]+)"', body)
-    assert view is not None
-    body = body[body.index(">") + 1 :]
+    head = re.search(r'<svg[^>]*viewBox="([^"]+)"[^>]*>', text.getvalue())
+    assert head is not None
+    body = text.getvalue()[head.end() :]
     # Matplotlib's only style, which as part of a page would be the page's; it stands in the page's own sheet.
     body = re.sub(r"<defs>\s*<style.*?</style>\s*</defs>", "", body, flags=re.DOTALL)
     body = body.replace("xlink:href", "href")
     body = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{name}-", body)
     body = re.sub(r"\n\s*", "\n", body)
-    return f'<svg viewBox="{view[1]}" role="img" aria-label="{html.escape(alt)}">{body}'
+    return f'<svg viewBox="{head[1]}" role="img" aria-label="{html.escape(alt)}">{body}'

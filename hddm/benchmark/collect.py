@@ -85,6 +85,4 @@ def _scored_row(store: Store, seed: SeedJobs, row: SampledRow) -> ScoredRow:
 def _joined(values: Iterable[str | None]) -> str | None:
     """The one value, or several one after the other; None where none is recorded."""
     distinct = set(values)
-    if distinct <= {None}:
-        return None
-    return ", ".join(sorted("not recorded" if one is None else one for one in distinct))
+    return None if distinct <= {None} else ", ".join(sorted(one or "not recorded" for one in distinct))

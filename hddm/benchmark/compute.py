@@ -41,49 +41,38 @@ _TIME = 0.75
 
 @contextlib.contextmanager
 def counting() -> Iterator[FlopCounterMode]:
-    """Counts floating-point operations within the block; a multiplication and an addition are two."""
+    """Counts floating-point operations within the block."""
     # The fused attention kernels for the CPU have no entry in torch's counter.
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         yield counter
 
 
-@torch.no_grad()
 def evaluation_flop(field: VelocityField, **conditions: Tensor) -> int:
     """Operations of one velocity of one image, the expert's calibration included, without guidance."""
     assert field.sample_shape is not None
     x = torch.zeros(1, *field.sample_shape, device=field.device)
     t = torch.full((1,), _TIME, dtype=torch.float64, device=field.device)
-    with counting() as counter:
-        field.velocity(x, t, 1.0, None, **conditions)
-    return int(counter.get_total_flops())
+    return _forward(field.velocity, x, t, **conditions)
+
+
+def router_flop(router: object, x: Tensor) -> int:
+    """Operations of one answer of a router for a state like ``x``; 0 for what is no `Router`."""
+    t = torch.full((1,), _TIME, device=x.device)
+    return _forward(router, x[:1], t) if isinstance(router, Router) else 0
 
 
 @torch.no_grad()
-def router_flop(router: object, x: Tensor) -> int:
-    """Operations of one answer of a router for a state like ``x``; 0 for what is no `Router`."""
+def _forward(function: Callable[..., object], x: Tensor, t: Tensor, **conditions: Tensor) -> int:
     with counting() as counter:
-        if isinstance(router, Router):
-            router(x[:1], torch.full((1,), _TIME, device=x.device))
+        function(x, t, **conditions)
     return int(counter.get_total_flops())
 
 
 # What has no say in what a step of one image costs.
 _FREE = {
-    "steps",
-    "batch_size",
-    "seed",
-    "learning_rate",
-    "warmup",
-    "weight_decay",
-    "ema_decay",
-    "max_grad_norm",
-    "device",
-    "threads",
-    "mixed_precision",
-    "compile",
-    "gradient_accumulation_steps",
-    "max_non_finite",
-    "calibrate",
+    *("steps", "batch_size", "gradient_accumulation_steps", "learning_rate", "warmup", "weight_decay"),
+    *("ema_decay", "max_grad_norm", "max_non_finite", "calibrate", "seed"),
+    *("device", "threads", "mixed_precision", "compile"),
 }
 
 
@@ -98,14 +87,14 @@ class Cost:
         """All steps of a training."""
         return settings.steps * settings.batch_size * self.step
 
-    def of_expert(self, settings: LoopSettings) -> int:
-        """A whole training of an expert, with the calibration that follows."""
-        return self.steps(settings) + self.calibration
-
     @property
     def calibration(self) -> int:
         """Of an expert, after its training."""
         return LEVELS * STATES * self.forward
+
+    def of_expert(self, settings: LoopSettings) -> int:
+        """A whole training of an expert, with the calibration that follows."""
+        return self.steps(settings) + self.calibration
 
     def of_router(self, settings: RouterSettings) -> int:
         """A whole training of a router, with its calibration where it has one."""
@@ -148,7 +137,7 @@ def count_expert(shard: Path, settings: ExpertSettings) -> Cost:
     """Of the new network that ``settings`` train on images as those of ``shard``.
 
     Raises:
-        HddmError: for an adapter, which needs something to adapt, and as `hddm.training.expert.train_expert`.
+        HddmError: for an adapter, which needs something to adapt, and as `train_expert`.
     """
     if settings.lora_rank is not None:
         raise HddmError(
@@ -159,21 +148,16 @@ def count_expert(shard: Path, settings: ExpertSettings) -> Cost:
     classes = len(images.classes) if settings.class_conditional else None
     network = new_network(ExpertTransformer, settings.size, images.shape, 0, num_classes=classes)
     step = count_step(functools.partial(train_expert, shard), settings)
-    return Cost(step, _forward(network, images.shape, classes is not None))
+    return Cost(step, _network_flop(network, images.shape, **_labels(settings)))
 
 
 def count_continued(init: Path, shard: Path, settings: ExpertSettings) -> Cost:
-    """Of the network in ``init`` as ``settings`` train it on, on images as those of ``shard``.
-
-    Raises:
-        HddmError: as `hddm.training.continuation.continue_expert`.
-    """
+    """Of the network in ``init`` as ``settings`` train it on; raises as `continue_expert`."""
     step = count_step(functools.partial(continue_expert, init, shard), settings)
     field = load(init)
     assert isinstance(field, VelocityField)
     field.calibration = None
-    labels = {"class_labels": torch.zeros(1, dtype=torch.long)} if settings.class_conditional else {}
-    return Cost(step, evaluation_flop(field, **labels))
+    return Cost(step, evaluation_flop(field, **_labels(settings)))
 
 
 def count_router(shards: Path, settings: RouterSettings) -> Cost:
@@ -182,7 +166,15 @@ def count_router(shards: Path, settings: RouterSettings) -> Cost:
     shape = open_shard(folders[0]).shape
     network = new_network(RouterTransformer, settings.size, shape, 0, num_experts=len(folders))
     step = count_step(functools.partial(train_router, shards), settings)
-    return Cost(step, _forward(network, shape, False))
+    return Cost(step, _network_flop(network, shape))
+
+
+def _labels(settings: ExpertSettings) -> dict[str, Tensor]:
+    return {"class_labels": torch.zeros(1, dtype=torch.long)} if settings.class_conditional else {}
+
+
+def _network_flop(network: nn.Module, shape: tuple[int, ...], **conditions: Tensor) -> int:
+    return _forward(network, torch.zeros(1, *shape), torch.full((1,), 0.5), **conditions)
 
 
 class Costs:
@@ -195,14 +187,14 @@ class Costs:
     def expert(
         self, settings: ExpertSettings, init: Path | None = None, init_hash: str | None = None
     ) -> Cost:
-        """See `count_expert`; of an expert that goes on with ``init``, of this content, `count_continued`."""
+        """`count_expert`; of an expert that goes on with ``init``, of this content, `count_continued`."""
         shard = self._folders[0]
         if init is None:
             return self._kept("expert", settings, lambda: count_expert(shard, settings))
         return self._kept("expert", settings, lambda: count_continued(init, shard, settings), init=init_hash)
 
     def router(self, settings: RouterSettings) -> Cost:
-        """See `count_router`."""
+        """`count_router`."""
         return self._kept("router", settings, lambda: count_router(self._shards, settings))
 
     def _kept(
@@ -224,11 +216,3 @@ def single_steps(settings: BenchmarkSettings, objective: str, costs: Costs, **ch
         budget += costs.router(router).of_router(router)
     single = settings.single(objective, 0, 1, **changes)
     return costs.expert(single).most_steps(budget, single.batch_size)
-
-
-@torch.no_grad()
-def _forward(network: nn.Module, shape: tuple[int, ...], with_classes: bool) -> int:
-    given = {"class_labels": torch.zeros(1, dtype=torch.long)} if with_classes else {}
-    with counting() as counter:
-        network(torch.zeros(1, *shape), torch.full((1,), 0.5), **given)
-    return int(counter.get_total_flops())

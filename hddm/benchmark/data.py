@@ -2,9 +2,9 @@
 
 import hashlib
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,7 @@ class SourceImages:
     held_out: Path | None
     hash: str
     job: Job | None = None
-    """That wrote them, where a benchmark did."""
+    """The job that wrote them, where a benchmark did."""
 
 
 @dataclass(frozen=True)
@@ -49,46 +49,35 @@ class PartitionedImages:
 
     @cached_property
     def shard_folders(self) -> list[Path]:
-        """A folder a shard."""
         return find_shards(self.shards)
 
     @cached_property
     def manifests(self) -> list[ShardManifest]:
-        """Of the shards."""
         return [read_manifest(folder) for folder in self.shard_folders]
 
     @property
     def hashes(self) -> list[str]:
-        """Of the shards."""
         return [manifest.hash for manifest in self.manifests]
 
     @property
     def all_images(self) -> Path:
-        """The one shard of everything."""
         return self.whole / "shard_0"
 
     @property
     def validation_folders(self) -> list[Path]:
-        """Of the validation images of each shard that has some."""
+        """Validation images of each shard that has some."""
         folders = (self.shards / HELD_OUT / f"shard_{index}" for index in range(len(self.manifests)))
         return [folder for folder in folders if folder.is_dir()]
 
     @property
     def validation_manifests(self) -> list[ShardManifest]:
-        """Of `validation_folders`."""
         return [read_manifest(folder) for folder in self.validation_folders]
 
 
 def prepare_images(settings: DataSettings, data: Path | None, store: Store) -> SourceImages:
     """The training and the held-out side, written first where they are digits or cut from one folder.
 
-    Args:
-        settings: see `DataSettings`.
-        data: the folder below which the settings' paths lie.
-        store: for what is written.
-
-    Raises:
-        HddmError: for folders that are not there, or hold no images.
+    Paths of the settings lie below ``data``.
     """
     if settings.source == "digits":
         if data is not None:
@@ -96,33 +85,36 @@ def prepare_images(settings: DataSettings, data: Path | None, store: Store) -> S
                 f"--data {data}: this benchmark brings its own images, scikit-learn's digits; drop it"
             )
         job = Job("digits", {})
-        made = store.once(job, lambda folder: {"hash": hash_of_images(write_digits(folder)[0])})
+        write: Callable[[Path], object] = write_digits
     else:
         training, held_out = image_paths(settings, data)
         content, share = hash_of_images(training), settings.held_out_share
         if not share:
             return SourceImages(training, held_out, content)
         job = Job("split", {"held_out_share": share}, {"images": content})
-        made = store.once(job, lambda folder: {"hash": hash_of_images(_split(training, folder, share))})
-    folder = store.path(job)
+        write = partial(_split, training, share)
+
+    def make(folder: Path) -> dict[str, str]:
+        write(folder)
+        return {"hash": hash_of_images(folder / TRAINING_SIDE)}
+
+    made, folder = store.once(job, make), store.path(job)
     return SourceImages(folder / TRAINING_SIDE, folder / HELD_OUT_SIDE, made["hash"], job)
 
 
 def image_paths(settings: DataSettings, data: Path | None) -> tuple[Path, Path | None]:
-    """Where a user's training images lie, and the held-out ones if they lie apart.
-
-    Raises:
-        HddmError: for one that is not there, and for one that holds the other.
-    """
-    training = _below(data, settings.training)
-    held_out = None if settings.held_out is None else _below(data, settings.held_out)
+    """Paths of a user's training and perhaps held-out images, which are there and lie apart."""
+    above = data or Path()
+    training = above / settings.training
+    held_out = None if settings.held_out is None else above / settings.held_out
     for key, path in (("training", training), ("held_out", held_out)):
         if path is not None and not path.exists():
             raise HddmError(
                 f"{path}: no such images; name by --data the folder that data.{key}, "
                 f"{getattr(settings, key)!r}, lies in"
             )
-    if held_out is not None and _overlap(training, held_out):
+    one, other = training.resolve(), (held_out or Path()).resolve()
+    if held_out is not None and (one.is_relative_to(other) or other.is_relative_to(one)):
         raise HddmError(
             f"data.held_out: {held_out} and the training images, {training}, are not apart, so that held-out "
             "images would be trained on; name the folder of training images alone by data.training"
@@ -131,11 +123,7 @@ def image_paths(settings: DataSettings, data: Path | None) -> tuple[Path, Path |
 
 
 def refuse_work_among_images(settings: DataSettings, data: Path | None, folders: Iterable[Path]) -> None:
-    """Refuse to write into a folder of images, which a second start would take for more of them.
-
-    Raises:
-        HddmError: as `image_paths`, and for one of ``folders`` inside them.
-    """
+    """Refuse ``folders`` to write among the images, which a second start would take for more of them."""
     images_of = [path for path in image_paths(settings, data) if path is not None]
     for images, folder in itertools.product(images_of, folders):
         if folder.resolve().is_relative_to(images.resolve()):
@@ -149,9 +137,6 @@ def divide(
 
     Which images those are is decided by the hash of their pixels (`hddm.data.partition`), so that they are
     the same in the shards and in the whole.
-
-    Raises:
-        HddmError: as `hddm.data.partition.partition`.
     """
 
     def once(name: str, shards: int, features: str) -> Path:
@@ -169,11 +154,7 @@ def divide(
 
 
 def reference_job(sources: SourceImages, divided: PartitionedImages, split: Split) -> Job:
-    """The job that packs the images that samples are scored against.
-
-    Raises:
-        HddmError: where there are no held-out images to score on.
-    """
+    """The job that packs the images that samples are scored against."""
     inputs = {"training": read_manifest(divided.all_images).hash, "shards": divided.hashes}
     if split == "validation":
         inputs["fresh"] = [manifest.hash for manifest in divided.validation_manifests]
@@ -246,20 +227,8 @@ def _pixels(shards: Sequence[Shard]) -> Tensor:
     return torch.cat([to_bytes(shard.images) for shard in shards])
 
 
-def _below(data: Path | None, path: str) -> Path:
-    return Path(path) if data is None else data / path
-
-
-def _overlap(one: Path, other: Path) -> bool:
-    a, b = one.resolve(), other.resolve()
-    return a.is_relative_to(b) or b.is_relative_to(a)
-
-
-def _split(images: Path, folder: Path, share: float) -> Path:
-    """Link images to ``train/`` and ``held_out/`` by the hash of their pixels; return the former.
-
-    Equal images are on one side.
-    """
+def _split(images: Path, share: float, folder: Path) -> None:
+    """Link images to ``train/`` and ``held_out/`` by the hash of their pixels, so equal ones to one side."""
     source, loaded = open_source(images), load_images(images)
     if source.captions is not None:
         raise HddmError(f"{images}: captions would be lost; hold images out yourself and name data.held_out")
@@ -272,7 +241,6 @@ def _split(images: Path, folder: Path, share: float) -> Path:
         if path is None:
             raise HddmError(f"{images}: is an archive; name its held-out images by data.held_out")
         link_or_copy(path, target)
-    return folder / TRAINING_SIDE
 
 
 HELD_OUT_SHARE = 5
@@ -290,8 +258,8 @@ def write_digits(folder: Path, seed: int = 0) -> tuple[Path, Path]:
     order = np.random.default_rng(seed).permutation(len(pixels))
     held_out = set(order[: len(pixels) // HELD_OUT_SHARE].tolist())
     for index, (image, digit) in enumerate(zip(pixels, bunch.target.tolist(), strict=True)):
-        side = "held_out" if index in held_out else "train"
+        side = HELD_OUT_SIDE if index in held_out else TRAINING_SIDE
         path = folder / side / str(digit) / f"{index:04d}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
         save_png(image, path)
-    return folder / "train", folder / "held_out"
+    return folder / TRAINING_SIDE, folder / HELD_OUT_SIDE

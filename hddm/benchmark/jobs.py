@@ -47,13 +47,7 @@ _SHORT = 16
 
 @dataclass(frozen=True, eq=False)
 class Job:
-    """One piece of work, as plain values; equal ones have one hash.
-
-    Args:
-        kind: what is done.
-        settings: how.
-        inputs: hashes of what it reads, by name.
-    """
+    """One piece of work: its kind, its settings as plain values, and hashes of what it reads by name."""
 
     kind: str
     settings: Mapping[str, Any]
@@ -72,7 +66,7 @@ class Job:
 
     @property
     def name(self) -> str:
-        """Of its folder."""
+        """The name of its folder."""
         return f"{self.kind}-{self.hash[:_SHORT]}"
 
 
@@ -105,8 +99,7 @@ class Store:
 
     def result(self, job: Job) -> dict[str, Any]:
         """Result of a complete job, as plain values."""
-        found: dict[str, Any] = self.record(job)["result"]
-        return found
+        return dict(self.record(job)["result"])
 
     def once(self, job: Job, make: Callable[[Path], Mapping[str, Any] | None]) -> dict[str, Any]:
         """Result of ``job``, which ``make`` returns after it filled a folder, unless it is there already."""
@@ -118,15 +111,14 @@ class Store:
         return self.result(job)
 
     def work_folder(self, job: Job) -> Path:
-        """Where a job that can go on from where it was stopped keeps what it has done."""
+        """Where a job that can be resumed keeps its state."""
         return self.folder / f".{job.name}.work"
 
     def finish_work(self, job: Job, result: Mapping[str, Any], seconds: float) -> None:
         """Turn the work folder of ``job`` into its own; its record is the last file that is written."""
-        work = self.work_folder(job)
-        draft = work / f".{RECORD}"
+        draft = self.work_folder(job) / f".{RECORD}"
         write_json(draft, _record_of(job, result, seconds))
-        os.replace(draft, work / RECORD)
+        os.replace(draft, draft.with_name(RECORD))
         self.publish_work(job)
 
     def publish_work(self, job: Job) -> bool:
@@ -159,7 +151,6 @@ class Store:
 
 
 def _record_of(job: Job, result: Mapping[str, Any], seconds: float) -> dict[str, Any]:
-    """``job.json``."""
     return {
         "format": FORMAT,
         "kind": job.kind,
@@ -208,10 +199,9 @@ def together(machines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The value that several share, or all of them where they differ."""
     found: dict[str, Any] = {}
     for key in dict.fromkeys(key for one in machines for key in one):
-        values = [one.get(key) for one in machines]
-        inner = [value for value in values if isinstance(value, Mapping)]
-        if len(inner) == len(values):
-            found[key] = together(inner)
+        values: list[Any] = [one.get(key) for one in machines]
+        if all(isinstance(value, Mapping) for value in values):
+            found[key] = together(values)
         elif all(value == values[0] for value in values):
             found[key] = values[0]
         else:
@@ -246,11 +236,11 @@ class Task(Protocol):
 
     @property
     def job(self) -> Job:
-        """By which the result is found again."""
+        """The key of the result in the store."""
 
     @property
     def units(self) -> int:
-        """Of work, for the progress bar."""
+        """Units of work, for the progress bar."""
 
     def do(self, store: Store, report: Report) -> None:
         """Do the job."""
@@ -273,8 +263,8 @@ _watching = False
 def end_with_parent() -> None:
     """End this process when its parent is gone, however that happened; in the main process, do nothing.
 
-    A killed benchmark leaves workers that nobody waits for, and that would hold what the next one needs. What
-    a terminal sends to all is left to the parent, which tells its workers once to stop.
+    Workers of a killed benchmark would hold what the next one needs. What a terminal sends to all is left to
+    the parent, which tells its workers once to stop.
     """
     global _watching
     parent = multiprocessing.parent_process()

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
+from typing import Any
 
 from hddm.benchmark.compute import Cost, Costs, single_steps
 from hddm.benchmark.data import PartitionedImages
@@ -38,11 +39,7 @@ from hddm.velocity import missing_from
 
 
 def expert_records(folder: Path) -> list[ExpertRecord]:
-    """The records of an expert folder, or of all experts of an ensemble folder.
-
-    Raises:
-        HddmError: for a record that cannot be read.
-    """
+    """The records of an expert folder, or of all experts of an ensemble folder."""
     is_expert = (folder / EXPERT_FILE).is_file()
     experts = [folder] if is_expert else [folder / name for name in read_ensemble_facts(folder).experts]
     return [read_record(expert / EXPERT_FILE, ExpertRecord, FORMAT) for expert in experts]
@@ -85,14 +82,7 @@ class Model:
 
 
 class SeedModels:
-    """Trainings and models of one seed.
-
-    Args:
-        settings: of the benchmark.
-        seed: of every training.
-        divided: the data.
-        store: where finished ones lie.
-    """
+    """Trainings and models of one seed, on the data in ``divided``; finished ones lie in ``store``."""
 
     def __init__(
         self, settings: BenchmarkSettings, seed: int, divided: PartitionedImages, store: Store
@@ -118,37 +108,31 @@ class SeedModels:
         return [self._expert(model, name, k) for k, name in enumerate(names)]
 
     def cost(self, training: Training) -> Cost:
-        """Of a training, of which one step is made to count it.
-
-        Raises:
-            HddmError: for one that cannot be.
-        """
+        """Cost of a training, of which one step is made to count it; one that cannot be is refused."""
         return self.costs.expert(training.settings, training.init, training.init_hash)
 
     def open(self, model: ModelSettings) -> Model:
         """``model``, whose trainings are done; an ensemble is assembled."""
         if model.path is not None:
             return self._finished(model, model.path)
-        trainings, router, place, router_flop = self.trainings(model), None, Path(), 0
+        trainings = self.trainings(model)
+        chain = [one for training in trainings for one in training.chain]
+        jobs, router_flop = [one.job for one in chain], 0
         if model.kind == "single":
-            folder = self.store.path(trainings[0].job) / MODEL
+            folder, place = self.store.path(jobs[-1]) / MODEL, ""
             source = SampledModel(folder, model_hash(folder), True)
         else:
             router = self.router
             assert router is not None
-            job = self._assembled(trainings, router)
-            folder, place = self.store.path(job) / MODEL, Path(ENSEMBLES)
-            source = SampledModel(folder, job.hash, False, _trained_in(expert_records(folder)))
+            ensemble = self._assembled(trainings, router)
+            folder, place = self.store.path(ensemble) / MODEL, ENSEMBLES
+            source = SampledModel(folder, ensemble.hash, False, _trained_in(expert_records(folder)))
+            jobs.append(router.job)
             router_flop = self.costs.router(router.settings).of_router(router.settings)
-        chain = [one for training in trainings for one in training.chain]
         fitting = sum(map(self._fitting_flop, chain))
         experts = fitting + sum(self.cost(one).steps(one.settings) for one in chain)
-        jobs = [one.job for one in (*chain, *([router] if router else ()))]
         result = ModelResult(
-            model=model.name,
-            seed=self.seed,
-            hash=source.hash,
-            folder=str(self._link(place, model)),
+            **self._identity(model, source, place),
             objectives=tuple(one.settings.objective for one in trainings),
             experts=tuple(one.job.name for one in trainings),
             steps=tuple(sum(part.settings.steps for part in one.chain) for one in trainings),
@@ -163,20 +147,15 @@ class SeedModels:
         return Model(source, result)
 
     def _finished(self, model: ModelSettings, path: Path) -> Model:
-        records, content = read_finished(path), model_hash(path)
-        source = SampledModel(path, content, (path / EXPERT_FILE).is_file(), _trained_in(records))
-        result = ModelResult(
-            model=model.name,
-            seed=self.seed,
-            hash=content,
-            folder=str(self._link(Path(FINISHED), model)),
-            objectives=tuple(record.objective for record in records),
-        )
-        return Model(source, result)
+        records, is_single = read_finished(path), (path / EXPERT_FILE).is_file()
+        source = SampledModel(path, model_hash(path), is_single, _trained_in(records))
+        objectives = tuple(record.objective for record in records)
+        return Model(source, ModelResult(**self._identity(model, source, FINISHED), objectives=objectives))
 
-    def _link(self, place: Path, model: ModelSettings) -> Path:
-        """Where a model is shown to the user, below the benchmark's folder."""
-        return Path(f"seed_{self.seed}") / place / slug(model.name)
+    def _identity(self, model: ModelSettings, source: SampledModel, place: str) -> dict[str, Any]:
+        """Name, seed, content, and where the model is shown to the user, below the benchmark's folder."""
+        folder = Path(f"seed_{self.seed}") / place / slug(model.name)
+        return {"model": model.name, "seed": self.seed, "hash": source.hash, "folder": str(folder)}
 
     def _assembled(self, experts: Sequence[Training], router: RouterTraining) -> Job:
         """The ensemble of an expert a shard, which is made unless it is there."""
@@ -214,6 +193,7 @@ class SeedModels:
         return Training(self.divided.all_images, self._all_images_hash, settings, checkpoint_every=every)
 
     def _fitting_flop(self, training: Training) -> int:
+        """Operations of the calibration that followed a training."""
         (record,) = expert_records(self.store.path(training.job) / MODEL)
         # A calibration that was trained in was not fitted afterwards.
         return 0 if record.training_calibration else self.cost(training).calibration
@@ -243,21 +223,15 @@ def _trained_in(records: Sequence[ExpertRecord]) -> tuple[bool, ...]:
 
 @dataclass(frozen=True)
 class _Abilities:
-    """Properties of a model that decide how it can be sampled."""
+    """Properties of a model that decide how it can be sampled; ``experts`` is 0 of a single model."""
 
     experts: int
-    """0 of a single model."""
     has_classes: bool
     has_router: bool = True
 
 
 def check_rows(settings: BenchmarkSettings) -> None:
-    """Refuse what could not be sampled, from the settings and the finished models that they name.
-
-    Raises:
-        HddmError: for a row that asks a model for what it cannot give, and for a finished model that cannot
-            be opened or compared.
-    """
+    """Refuse rows that ask a model for what it cannot give, and finished models that cannot be opened."""
     found = {model.name: _abilities(settings, model) for model in settings.models}
     for table in settings.tables:
         for name, point in itertools.product(table.models or found, points_of(settings, table)):
@@ -267,11 +241,7 @@ def check_rows(settings: BenchmarkSettings) -> None:
 
 
 def check_shapes(settings: BenchmarkSettings, shape: Sequence[int]) -> None:
-    """Refuse finished models that make other images than the data's, of ``shape`` (C, H, W).
-
-    Raises:
-        HddmError: as `read_finished`, and for another shape.
-    """
+    """Refuse finished models that make other images than the data's, of ``shape`` (C, H, W)."""
     for model in settings.models:
         if model.path is None:
             continue
@@ -285,15 +255,9 @@ def check_shapes(settings: BenchmarkSettings, shape: Sequence[int]) -> None:
 
 
 def check_counts(settings: BenchmarkSettings, counts: Mapping[str, int], dimensions: int) -> None:
-    """Refuse sides of no more images than features, unless the settings allow few.
+    """Refuse fewer images than ``dimensions`` of a feature, unless the settings allow few.
 
-    Args:
-        settings: of the benchmark.
-        counts: images of every side that a distance is measured on, by what the side is called.
-        dimensions: features of an image.
-
-    Raises:
-        HddmError: for the smallest side, where it has too few.
+    ``counts`` are the images of every side that a distance is measured on, by what the side is called.
     """
     side = min(counts, key=counts.__getitem__)
     if are_few(dimensions, [counts[side]]) and not settings.allow_few:

@@ -4,15 +4,13 @@ Settings are chosen on ``seeds`` and validation images. Then they are frozen, in
 on ``confirmation_seeds`` and held-out images.
 """
 
-from collections.abc import Collection, Iterator, Sequence
 from importlib.resources import as_file, files
 from importlib.resources.abc import Traversable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any
 
-from pydantic import BaseModel, ValidationError
-
-from hddm.utils.errors import HddmError, UsageError, choose, did_you_mean, words
+from hddm.utils.errors import HddmError, UsageError, choose
+from hddm.utils.records import parse_record
 
 if TYPE_CHECKING:
     from hddm.benchmark.settings import BenchmarkSettings
@@ -70,22 +68,9 @@ def parse_settings(content: dict[str, Any], origin: str) -> "BenchmarkSettings":
     Raises:
         HddmError: as `load_settings`.
     """
-    from hddm.benchmark.settings import BenchmarkSettings, first_problem
+    from hddm.benchmark.settings import BenchmarkSettings
 
-    try:
-        return BenchmarkSettings.model_validate(content)
-    except ValidationError as error:
-        problem = first_problem(error)
-        # pydantic names a validator of ours too, as a step on the way to the value.
-        place = [step for step in problem["loc"] if step != "function-after"]
-        key = ".".join(map(str, place))
-        if problem["type"] == "extra_forbidden":
-            nearest = did_you_mean(str(place[-1]), _known_at(place[:-1]))
-            raise HddmError(f"{origin}: unknown key {key!r}{nearest}") from error
-        plain = isinstance(problem["input"], str | int | float)
-        value = f" (is {problem['input']!r})" if plain and problem["type"] != "missing" else ""
-        named = f"key {key!r}{value}: " if key else ""
-        raise HddmError(f"{origin}: {named}{words(problem)}") from error
+    return parse_record(content, BenchmarkSettings, origin)
 
 
 def chosen(
@@ -94,17 +79,12 @@ def chosen(
     held_out: bool = False,
     workers: int | None = None,
 ) -> "BenchmarkSettings":
-    """``settings`` as one start of the benchmark asks for them.
+    """``settings`` of a file, with the ``seeds`` (as `parse_seeds`) and ``workers`` of one start.
 
-    Args:
-        settings: of the file.
-        seeds: instead of the file's, as `hddm.benchmark.settings.parse_seeds`.
-        held_out: confirm, on held-out images; by default with the confirmation seeds.
-        workers: instead of the file's.
+    ``held_out`` confirms them on held-out images, by default with the confirmation seeds.
 
     Raises:
-        HddmError: for seeds that chose settings where ``held_out`` is to confirm them, or none to confirm on;
-            and for seeds that are kept for confirming where settings are chosen.
+        HddmError: for seeds that would both choose settings and confirm them, and for none to confirm on.
     """
     from hddm.benchmark.settings import parse_seeds
 
@@ -137,22 +117,3 @@ def chosen(
     changes |= {"seeds": wanted} if wanted else {}
     changes |= {} if workers is None else {"workers": workers}
     return parse_settings(settings.model_dump(mode="json") | changes, settings.name)
-
-
-def _known_at(place: Sequence[int | str]) -> Collection[str]:
-    """Fields of the record at a place in the settings."""
-    from hddm.benchmark.settings import BenchmarkSettings
-
-    record: type[BaseModel] = BenchmarkSettings
-    for step in place:
-        if isinstance(step, str) and step in record.model_fields:
-            record = next(_records_in(record.model_fields[step].annotation), record)
-    return record.model_fields
-
-
-def _records_in(kind: Any) -> Iterator[type[BaseModel]]:
-    """The records that an annotation is made of, as that of a tuple of them."""
-    if isinstance(kind, type) and issubclass(kind, BaseModel):
-        yield kind
-    for inner in get_args(kind):
-        yield from _records_in(inner)

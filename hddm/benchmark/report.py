@@ -45,7 +45,7 @@ class Table:
 
 
 def tables_text(results: Results) -> str:
-    """All tables in Markdown, how models stand against the baselines, and what does not compare."""
+    """All tables in Markdown, verdicts against the baselines, and what does not compare."""
     lines = [
         f"{results.name}, {results.date}: training seeds {_listed(results.seeds)}, scored on "
         f"{results.images['fresh']:,} {results.score_on} images.",
@@ -53,22 +53,15 @@ def tables_text(results: Results) -> str:
         about_figures(results),
         "",
     ]
-    for name in results.tables:
-        table = comparison_table(results, name)
-        texts = [[cell.text for cell in row] for row in table.rows]
-        lines += [*markdown_table(table.head, texts), ""]
+    for table in (comparison_table(results, name) for name in results.tables):
+        lines += [*markdown_table(table.head, [[cell.text for cell in row] for row in table.rows]), ""]
     lines += [f"- {one.sentence}" for one in results.answers]
     lines += ["", "What does not compare, or is not counted:", "", *(f"- {line}" for line in limits(results))]
     return "\n".join(lines)
 
 
 def write_report(folder: Path, results: Results) -> None:
-    """Write ``report.html`` into a benchmark's folder.
-
-    Args:
-        folder: that holds the sample grids (`hddm.benchmark.samples.grid_path`) of the first seed.
-        results: those of the folder, as `hddm.benchmark.results.read_results` reads them.
-    """
+    """Write ``report.html`` into the ``folder`` of ``results``, which holds the sample grids too."""
     template = Environment(autoescape=True, undefined=StrictUndefined).from_string(_text("report.html.j2"))
     first, *others = results.tables
     page = template.render(
@@ -109,9 +102,9 @@ def comparison_table(results: Results, name: str) -> Table:
         ("diversity", lambda row: _figure(results, row, "diversity")),
         ("nearest-image ratio", lambda row: _figure(results, row, "memorisation.ratio")),
         ("training FLOP", lambda row: _flop(row.training_flop)),
-        ("experts a step", lambda row: Cell(f"{row.experts_a_step:.2f}", row.experts_a_step)),
+        ("experts a step", lambda row: _cell(row.experts_a_step, "{:.2f}".format)),
         ("MFLOP an image", lambda row: Cell(f"{row.sampling_flop / 1e6:,.1f}", row.sampling_flop)),
-        ("images", lambda row: Cell(f"{row.point.num_images:,}", row.point.num_images)),
+        ("images", lambda row: _cell(row.point.num_images, "{:,}".format)),
     ]
     return _table(name, results.tables[name], columns)
 
@@ -140,24 +133,18 @@ def measures_table(results: Results) -> Table:
 
 def all_comparisons(results: Results) -> Table:
     """Every comparison that was made, whatever it says."""
-    rows = []
-    for one in results.comparisons:
-        low, high = one.verdict.interval or (None, None)
-        interval = _NONE if low is None or high is None else f"{_signed(low)} … {_signed(high)}"
-        spread, ratio = one.verdict.spread, one.ratio
-        rows.append(
-            (
-                Cell(one.row),
-                Cell(one.against),
-                Cell(one.table),
-                Cell(_signed(one.verdict.gap), one.verdict.gap),
-                Cell(interval),
-                Cell(_NONE if spread is None else number(spread), spread),
-                Cell(_NONE if ratio is None else f"{ratio:.3f}", ratio),
-                Cell(one.verdict.judgement, judgement=one.verdict.judgement),
-                Cell(one.verdict.why or _NONE),
-            )
+    rows = [
+        (
+            *map(Cell, (one.row, one.against, one.table)),
+            _cell(one.verdict.gap, _signed),
+            Cell(" … ".join(map(_signed, one.verdict.interval or ())) or _NONE),
+            _cell(one.verdict.spread, number),
+            _cell(one.ratio, "{:.3f}".format),
+            Cell(one.verdict.judgement, judgement=one.verdict.judgement),
+            Cell(one.verdict.why or _NONE),
         )
+        for one in results.comparisons
+    ]
     head = ("row", "against", "table", "gap", "interval", "s, paired", "ratio", "judgement", "why none")
     return Table("comparisons", head, tuple(rows))
 
@@ -170,9 +157,9 @@ def models_table(results: Results) -> Table:
             Cell(_listed(one.objectives)),
             Cell(_listed(one.steps) or _NONE),
             Cell(_listed(one.batch_sizes) or _NONE),
-            Cell("not known" if one.images_seen is None else f"{one.images_seen:,}", one.images_seen),
+            _cell(one.images_seen, "{:,}".format, "not known"),
             *map(_flop, (one.experts_flop, one.calibration_flop, one.router_flop, one.training_flop)),
-            Cell(_NONE if one.seconds is None else f"{one.seconds:,.0f}", one.seconds),
+            _cell(one.seconds, "{:,.0f}".format),
             Cell(one.hash[:12]),
         )
         for one in results.models
@@ -328,8 +315,12 @@ def _figure(results: Results, row: Row, path: str) -> Cell:
     return Cell(results.shown(row, path), None if found is None else found.mean)
 
 
+def _cell(value: float | None, text: Callable[[float], str], unknown: str = _NONE) -> Cell:
+    return Cell(unknown) if value is None else Cell(text(value), value)
+
+
 def _flop(value: float | None) -> Cell:
-    return Cell("not known") if value is None else Cell(f"{value:.2e}".replace("e+", "e"), value)
+    return _cell(value, lambda known: f"{known:.2e}".replace("e+", "e"), "not known")
 
 
 def _grids(folder: Path, results: Results) -> Iterator[tuple[str, str]]:

@@ -111,17 +111,14 @@ class Row:
 
     @property
     def name(self) -> str:
-        """As the table calls it."""
         return self.scored[0].row
 
     @property
     def model(self) -> str:
-        """By name."""
         return self.scored[0].model
 
     @property
     def point(self) -> SamplingPoint:
-        """How it is sampled."""
         return self.scored[0].point
 
     def figure(self, path: str) -> Figure | None:
@@ -181,11 +178,11 @@ class Results(Record):
         found: dict[str, dict[str, list[ScoredRow]]] = {}
         for one in self.scored:
             found.setdefault(one.table, {}).setdefault(one.row, []).append(one)
-        trained: dict[str, list[ModelResult]] = {}
-        for model in self.models:
-            trained.setdefault(model.model, []).append(model)
         return {
-            table: [Row(tuple(each), tuple(trained.get(each[0].model, ()))) for each in rows.values()]
+            table: [
+                Row(tuple(each), tuple(model for model in self.models if model.model == each[0].model))
+                for each in rows.values()
+            ]
             for table, rows in found.items()
         }
 
@@ -362,7 +359,7 @@ def _evaluations(folder: Path, results: Results, name: str) -> Iterator[Result]:
 
 
 def _are_alike(one: SamplingPoint, other: SamplingPoint, has_no_router: bool) -> bool:
-    """Two rows were sampled alike; a model without a router has no strategy to differ in."""
+    """True of rows that were sampled alike; a model without a router has no strategy to differ in."""
     routing = {"strategy", "calibration", "router_temperature"} if has_no_router else set()
     return one.model_dump(exclude=routing) == other.model_dump(exclude=routing)
 

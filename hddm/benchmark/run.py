@@ -64,12 +64,12 @@ def run_benchmark(
         out: the folder to write.
         data: below which the settings' images lie.
         jobs: where finished jobs lie; ``out/jobs`` by default. Benchmarks that share it share trainings.
-        overwrite: whether results of other settings in ``out`` are replaced; finished jobs stay.
+        overwrite: replace results of other settings in ``out``; finished jobs stay.
 
     Raises:
-        HddmError: for images or models that are not there or do not fit, for fewer images than features, for
-            a row that its model cannot be sampled for, for an ``out`` that holds anything but this benchmark,
-            or a store that another one works in.
+        HddmError: for images or models that are not there or do not fit, fewer images than features, a row
+            that its model cannot be sampled for, an ``out`` that holds anything but this benchmark, or a
+            store that another one works in.
         Stopped: after a signal, with everything saved that was done.
     """
     if settings.data.source == "folder":
@@ -84,21 +84,19 @@ def run_benchmark(
             _write_settings(out, settings)
         shared, links = _prepare(settings, data, store)
         check_shapes(settings, read_reference(store.path(shared.reference))["training"].shape[1:])
-        before = None if overwrite else _before(out)
-        _check_images(out, shared, before)
+        before = {} if overwrite else _results_before(out, shared)
         _write_settings(out, settings)
         _write_real(out, shared, store)
         seeds: list[SeedJobs] = []
         with Workers(settings.workers) as workers:
             for number in settings.seeds:
                 seeds.append(SeedRun(settings, number, shared, store, workers).run())
-                _link(
-                    out, links | {one.result.folder: one.source.folder for one in seeds[-1].models.values()}
-                )
+                models = seeds[-1].models.values()
+                _link(out, links | {one.result.folder: one.source.folder for one in models})
                 _write_grids(out, seeds[-1], store)
                 results = _dated(collect(settings, store, shared, seeds), before)
                 # Fewer seeds than were there are no result: the others come.
-                if before is None or not set(results.seeds) < set(before.get("seeds", ())):
+                if not set(results.seeds) < set(before.get("seeds", ())):
                     _write(out, results)
     return results
 
@@ -106,10 +104,7 @@ def run_benchmark(
 def quickstart(settings: BenchmarkSettings, out: Path, overwrite: bool = False) -> Results:
     """Run a benchmark that brings its own images, whole; one that was interrupted goes on.
 
-    Args:
-        settings: the preset ``quickstart``, or others.
-        out: the folder to write.
-        overwrite: whether an existing ``out`` is replaced, with all models.
+    ``overwrite`` replaces ``out``, with all models.
 
     Raises:
         HddmError: where ``out`` exists and is finished, or holds something else.
@@ -123,12 +118,7 @@ def quickstart(settings: BenchmarkSettings, out: Path, overwrite: bool = False) 
 
 
 def check_out(out: Path, settings: BenchmarkSettings, overwrite: bool = False) -> None:
-    """Refuse a folder that holds anything but this benchmark.
-
-    Raises:
-        HddmError: for results of other settings, or of other seeds beside these, without ``overwrite``, and
-            for a folder of another kind.
-    """
+    """Refuse a folder of another kind, and without ``overwrite`` results of other settings or seeds."""
     if not out.exists() or (out.is_dir() and not any(out.iterdir())):
         check_absent(out, BENCHMARK_FILE, overwrite=True)
         return
@@ -154,20 +144,20 @@ def _write_settings(out: Path, settings: BenchmarkSettings) -> None:
     write_whole(out / BENCHMARK_FILE, lambda draft: write_json(draft, content))
 
 
-def _before(out: Path) -> dict[str, Any] | None:
-    return read_json(out / RESULTS_FILE, LARGEST) if (out / RESULTS_FILE).is_file() else None
-
-
-def _check_images(out: Path, shared: SharedInputs, before: Mapping[str, Any] | None) -> None:
-    """Refuse results of other images, which settings do not tell apart."""
-    if before is not None and before.get("hashes", {}).get("reference") != shared.reference.hash:
+def _results_before(out: Path, shared: SharedInputs) -> dict[str, Any]:
+    """Results that are there, none as {}; those of other images are refused, as settings are the same."""
+    if not (out / RESULTS_FILE).is_file():
+        return {}
+    before = read_json(out / RESULTS_FILE, LARGEST)
+    if before.get("hashes", {}).get("reference") != shared.reference.hash:
         raise HddmError(f"{out}: holds results of other images; choose another folder, or pass --overwrite")
+    return before
 
 
-def _dated(results: Results, before: Mapping[str, Any] | None) -> Results:
+def _dated(results: Results, before: Mapping[str, Any]) -> Results:
     """``results``, with the date of those that were there if nothing but that date is new."""
-    same = before is not None and {**before, "date": results.date} == results.model_dump(mode="json")
-    return results.model_copy(update={"date": before["date"]}) if before and same else results
+    same = {**before, "date": results.date} == results.model_dump(mode="json")
+    return results.model_copy(update={"date": before["date"]}) if same else results
 
 
 # Settings that change no result.
@@ -180,15 +170,15 @@ def differences(before: Any, now: Any, place: str = "") -> list[str]:
         return []
     if isinstance(before, dict) and isinstance(now, dict):
         keys = dict.fromkeys([*before, *now])
-        inner = [differences(before.get(key), now.get(key), f"{place}.{key}".strip(".")) for key in keys]
-        return [line for lines in inner for line in lines]
+        inner = [(before.get(key), now.get(key), f"{place}.{key}".strip(".")) for key in keys]
+        return [line for one in inner for line in differences(*one)]
     if _are_named(before) and _are_named(now):
         return differences(
             {one["name"]: one for one in before}, {one["name"]: one for one in now}, place
         ) or [f"{place}: in another order"]
     if isinstance(before, list) and isinstance(now, list) and len(before) == len(now):
-        inner = [differences(a, b, f"{place}.{k}") for k, (a, b) in enumerate(zip(before, now, strict=True))]
-        return [line for lines in inner for line in lines]
+        inner = [(a, b, f"{place}.{k}") for k, (a, b) in enumerate(zip(before, now, strict=True))]
+        return [line for one in inner for line in differences(*one)]
     if None in (before, now) and isinstance(before or now, dict):
         return [f"{place}: is {'new' if before is None else 'gone'}"]
     return [f"{place}: was {before!r}, is {now!r}"]
@@ -239,26 +229,23 @@ def _link(out: Path, links: dict[str, Path]) -> None:
 
 
 def _write_real(out: Path, shared: SharedInputs, store: Store) -> None:
-    """A picture of images that no model made, from all over the split that is scored on."""
+    """Write a picture of real images, from all over the split that is scored on."""
     fresh = read_reference(store.path(shared.reference))["fresh"]
     rows = torch.linspace(0, len(fresh) - 1, min(GRID_IMAGES, len(fresh))).round().long()
     write_grid(fresh[rows], grid_path(out, REAL))
 
 
 def _write_grids(out: Path, seed: SeedJobs, store: Store) -> None:
-    """Pictures of the first samples of every model, at the first point that it is sampled at."""
-    shown: set[str] = set()
-    for row in seed.rows:
-        if row.model not in shown:
-            pixels, _ = read_samples(store, [row.samples[0].job])
-            write_grid(pixels[:GRID_IMAGES], grid_path(out / f"seed_{seed.seed}", row.model))
-            shown.add(row.model)
+    """Write pictures of the first samples of every model, at the first point that it is sampled at."""
+    for model, row in {row.model: row for row in reversed(seed.rows)}.items():
+        pixels, _ = read_samples(store, [row.samples[0].job])
+        write_grid(pixels[:GRID_IMAGES], grid_path(out / f"seed_{seed.seed}", model))
 
 
 def _write(out: Path, results: Results) -> None:
     for name, text in (
-        (RESULTS_FILE, results.model_dump_json(indent=1) + "\n"),
-        (TABLES_FILE, tables_text(results) + "\n"),
+        (RESULTS_FILE, results.model_dump_json(indent=1)),
+        (TABLES_FILE, tables_text(results)),
     ):
-        write_whole(out / name, functools.partial(Path.write_text, data=text, encoding="utf-8"))
+        write_whole(out / name, functools.partial(Path.write_text, data=f"{text}\n", encoding="utf-8"))
     write_report(out, results)

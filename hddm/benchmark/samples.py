@@ -1,7 +1,7 @@
 """Samples of one model at one point of a table: how they are drawn, what they cost, and their grids."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,17 +30,15 @@ Opened = VelocityField | Ensemble
 
 @dataclass(frozen=True)
 class SampledModel:
-    """A model to sample: its folder, and the hash of its content.
-
-    ``is_single`` is of one network, which has neither strategy nor router. ``trained_in`` says for each
-    expert if its calibration is one that it was trained in (`hddm.training.continuation`): without it the
-    network means nothing, so no point takes it away. Where it is empty, that is true of none.
-    """
+    """A model to sample: its folder, and the hash of its content."""
 
     folder: Path
     hash: str
     is_single: bool
+    """One network, which has neither strategy nor router."""
     trained_in: tuple[bool, ...] = ()
+    """True of each expert whose calibration is one that it was trained in (`hddm.training.continuation`):
+    without it the network means nothing, so no point takes it away. Empty where that is true of none."""
 
 
 def canonical(point: SamplingPoint, is_single: bool) -> SamplingPoint:
@@ -49,11 +47,11 @@ def canonical(point: SamplingPoint, is_single: bool) -> SamplingPoint:
     A single model has no strategy; where none asks a router, nothing of the router counts.
     """
     calibrated = set() if point.calibration == "none" else set(point.calibration.split("+"))
-    changes: dict[str, Any] = {"strategy": "draw"} if is_single else {}
-    if changes.get("strategy", point.strategy) == "draw":
+    changes: dict[str, Any] = {}
+    if is_single or point.strategy == "draw":
         calibrated.discard("router")
-        changes["router_temperature"] = 1.0
-    changes["calibration"] = "+".join(name for name in ("experts", "router") if name in calibrated) or "none"
+        changes = {"strategy": "draw", "router_temperature": 1.0}
+    changes["calibration"] = "+".join(sorted(calibrated)) or "none"
     return point.model_copy(update=changes)
 
 
@@ -70,7 +68,6 @@ class Piece:
 
     @property
     def job(self) -> Job:
-        """By which the samples are found again."""
         chosen = canonical(self.point, self.source.is_single)
         settings = chosen.model_dump(mode="json", exclude={"num_images"})
         # By this name samples are found that were drawn when there were other conversions to choose from.
@@ -83,14 +80,13 @@ class Piece:
 
     @property
     def units(self) -> int:
-        """Images."""
         return self.stop - self.start
 
     def do(self, store: Store, report: Report) -> None:
-        """Draw them."""
-
         def make(folder: Path) -> dict[str, Any]:
-            device, point = _device(self.device), canonical(self.point, self.source.is_single)
+            device, point = self.device, canonical(self.point, self.source.is_single)
+            if device == "auto":
+                device = "cuda" if torch.cuda.is_available() else "cpu"
             model = prepared(load(self.source.folder, device=device), point, self.source.trained_in)
             drawn = draw(model, point, self.seed, self.start, self.stop, report)
             tensors = {"pixels": drawn.pixels} | ({} if drawn.labels is None else {"labels": drawn.labels})
@@ -123,17 +119,15 @@ def read_samples(store: Store, jobs: Sequence[Job]) -> tuple[Tensor, Tensor | No
 
 @dataclass(frozen=True)
 class Drawn:
-    """Samples (n, C, H, W) in bytes, their class labels, and what they cost.
-
-    ``expert_rows`` are states that each expert's network was asked for, ``router_rows`` those of the router,
-    ``flop`` the operations of both.
-    """
+    """Samples (n, C, H, W) in bytes, their class labels, and what they cost."""
 
     pixels: Tensor
     labels: Tensor | None
     expert_rows: list[int]
+    """States that the network of each expert was asked for."""
     router_rows: int
     flop: int
+    """Operations of experts and router."""
 
 
 def prepared(model: Opened, point: SamplingPoint, trained_in: Sequence[bool] = ()) -> Opened:
@@ -158,8 +152,7 @@ def draw(
 ) -> Drawn:
     """Samples ``start`` … ``stop`` - 1 of a `prepared` model; classes take turns where it has some."""
     fields = model.experts if isinstance(model, Ensemble) else [model]
-    classes = len(model.classes)
-    labels = torch.arange(start, stop) % classes if classes else None
+    labels = torch.arange(start, stop) % len(model.classes) if model.classes else None
     given: dict[str, Any] = {} if labels is None else {"class_labels": labels}
     router = model.router if isinstance(model, Ensemble) else None
     networks: list[Callable[..., Tensor]] = [field.network for field in fields]
@@ -196,28 +189,17 @@ def _counted(networks: Sequence[Callable[..., Tensor]]) -> Iterator[list[int]]:
 
         return count
 
-    hooks = [
-        network.register_forward_pre_hook(counting(place))
-        for place, network in enumerate(networks)
-        if isinstance(network, nn.Module)
-    ]
-    try:
+    with ExitStack() as hooks:
+        for place, network in enumerate(networks):
+            if isinstance(network, nn.Module):
+                hooks.callback(network.register_forward_pre_hook(counting(place)).remove)
         yield counts
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
-def _device(name: str) -> str:
-    if name != "auto":
-        return name
-    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 GRID_COLUMNS = 8
 ENLARGE = 4
 REAL = "real images"
-"""The name of the grid of images that were not made by a model."""
+"""The name of their grid."""
 
 
 def grid_path(folder: Path, name: str) -> Path:

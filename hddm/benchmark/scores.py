@@ -59,7 +59,6 @@ class Scoring:
 
     @property
     def job(self) -> Job:
-        """By which the scores are found again."""
         chosen: dict[str, Any] = {
             "resamples": self.settings.resamples,
             "allow_few": self.settings.allow_few,
@@ -79,12 +78,9 @@ class Scoring:
 
     @property
     def units(self) -> int:
-        """One row."""
         return 1
 
     def do(self, store: Store, report: Report) -> None:
-        """Score them."""
-
         def make(_: Path) -> dict[str, Any]:
             found = asdict(self._scorer(store).score(*read_samples(store, self.samples)))
             return of_split(found, self.reference.settings["score_on"])

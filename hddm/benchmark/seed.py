@@ -57,15 +57,7 @@ class SeedJobs:
 
 @dataclass
 class SeedRun:
-    """Does all jobs of one seed.
-
-    Args:
-        settings: of the benchmark.
-        seed: the training seed, and that of the samples.
-        shared: what all seeds share.
-        store: where jobs lie.
-        workers: who does them.
-    """
+    """Does all jobs of one ``seed``, of trainings and of samples."""
 
     settings: BenchmarkSettings
     seed: int
@@ -88,11 +80,10 @@ class SeedRun:
         found: dict[Job, Training] = {}
         for model in self.settings.models:
             with named(f"model {model.name!r}"):
-                for training in opener.trainings(model):
-                    for one in training.chain:
-                        # What cannot be trained says so here, before hours of what can.
-                        opener.cost(one)
-                        found.setdefault(one.job, one)
+                for one in (one for training in opener.trainings(model) for one in training.chain):
+                    # What cannot be trained says so here, before hours of what can.
+                    opener.cost(one)
+                    found.setdefault(one.job, one)
         # The longest first, so that no worker is idle at the end.
         experts = sorted(found.values(), key=lambda one: -one.units)
         routers = [opener.router] if opener.router is not None else []

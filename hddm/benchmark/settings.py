@@ -1,32 +1,24 @@
 """Schema of a benchmark: data, trainings, models, tables and seeds of a preset or a file of the user.
 
-    name: mine
-    data: {source: folder, training: train, held_out: test, validation_share: 0.1}
-    partition: {shards: 4}
-    training:
-      expert: {steps: 4000, batch_size: 32, learning_rate: 1e-3, size: small}
-      router: {steps: 2000, batch_size: 64, learning_rate: 1e-3, calibrate: true}
-    models:
-      - {name: single model, kind: single}
-      - {name: homogeneous flow, objectives: flow}
-      - {name: mixed 1:3, objectives: "1:3"}
-    sampling: {strategy: draw, solver: euler, steps: 30, num_images: 2000}
-    tables:
-      - {name: models}
-      - {name: strategies, models: [mixed 1:3], vary: {strategy: [top-1, top-2, full]}}
-
-Every key is a field below. Settings are chosen on `BenchmarkSettings.seeds` and validation images, which are
-cut off the training images; they are confirmed on `BenchmarkSettings.confirmation_seeds` and held-out images,
-which nothing that chooses ever reads.
+Every key is a field below; the presets in ``presets/`` are whole files. Settings are chosen on
+`BenchmarkSettings.seeds` and validation images, which are cut off the training images; they are confirmed on
+`BenchmarkSettings.confirmation_seeds` and held-out images, which nothing that chooses ever reads.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import AfterValidator, BaseModel, Field, ValidationError, field_validator, model_validator
-from pydantic_core import ErrorDetails
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from hddm.benchmark.jobs import named
 from hddm.ensemble import Strategy
@@ -34,7 +26,7 @@ from hddm.sampling import solver_named
 from hddm.training.island_jobs import OBJECTIVES, parse_objectives
 from hddm.training.settings import ExpertSettings, Positive, RouterSettings
 from hddm.utils.errors import HddmError, did_you_mean, words
-from hddm.utils.records import Record
+from hddm.utils.records import Record, first_problem
 
 Layer = tuple[str, Mapping[str, Any]]
 """A place in a file, as errors name it, and what is said there."""
@@ -62,16 +54,11 @@ def layered(kind: type[AnySettings], layers: Sequence[Layer]) -> AnySettings:
         key = str(problem["loc"][0])
         place = next((place for place, values in reversed(layers) if key in values), layers[0][0])
         if problem["type"] == "extra_forbidden":
-            nearest = did_you_mean(key, kind.model_fields)
-            raise HddmError(f"unknown key '{place}.{key}'{nearest}") from error
-        value = f" (is {merged[key]!r})" if key in merged else ""
-        raise HddmError(f"key '{place}.{key}'{value}: {words(problem)}") from error
-
-
-def first_problem(error: ValidationError) -> ErrorDetails:
-    """The problem to tell of: an unknown key before others, as a misspelt one is missing too."""
-    problems = error.errors()
-    return next((one for one in problems if one["type"] == "extra_forbidden"), problems[0])
+            message = f"unknown key '{place}.{key}'{did_you_mean(key, kind.model_fields)}"
+        else:
+            value = f" (is {merged[key]!r})" if key in merged else ""
+            message = f"key '{place}.{key}'{value}: {words(problem)}"
+        raise HddmError(message) from error
 
 
 ENSEMBLES, FINISHED, SAMPLES = "ensembles", "finished", "samples"
@@ -149,9 +136,9 @@ class ModelSettings(Record):
         Raises:
             HddmError: for objectives that are not of ``shards`` experts, or unknown.
         """
-        ratio = _RATIO.fullmatch(self.objectives)
         if self.kind != "ensemble":
             return [self.objectives] if self.kind == "single" else []
+        ratio = _RATIO.fullmatch(self.objectives)
         if ratio is None:
             return parse_objectives(self.objectives, shards, f"{self.name}: objectives")
         ddpm, flow = int(ratio[1]), int(ratio[2])
@@ -185,18 +172,14 @@ def refuse_shared_folders(models: Sequence[ModelSettings]) -> None:
     """Refuse names that give a model no folder of its own below ``seed_<n>/``."""
     folders: dict[str, str] = {}
     for model in models:
-        folder = slug(model.name)
+        name, folder = model.name, slug(model.name)
         if not folder:
-            raise ValueError(f"model {model.name!r} has no letter a-z or digit for its folder; add one")
+            raise ValueError(f"model {name!r} has no letter a-z or digit for its folder; add one")
         if model.kind == "single" and folder in (ENSEMBLES, FINISHED, SAMPLES):
-            raise ValueError(
-                f"model {model.name!r} would take the folder {folder!r}, kept for others; rename it"
-            )
-        if folder in folders:
-            raise ValueError(
-                f"models {folders[folder]!r} and {model.name!r} would share the folder {folder!r}; rename one"
-            )
-        folders[folder] = model.name
+            raise ValueError(f"model {name!r} would take the folder {folder!r}, kept for others; rename it")
+        first = folders.setdefault(folder, name)
+        if first != name:
+            raise ValueError(f"models {first!r} and {name!r} would share the folder {folder!r}; rename one")
 
 
 def _once(values: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -238,7 +221,7 @@ class DataSettings(Record):
 
 
 class PartitionSettings(Record):
-    """As `hddm.data.partition.partition`."""
+    """Arguments of `hddm.data.partition.partition`."""
 
     shards: Positive = 4
     features: str = "pixels"
@@ -276,16 +259,11 @@ class SamplingPoint(Record):
     guidance_scale: float = 1.0
     num_images: Positive = 1000
 
-    @field_validator("strategy")
+    @field_validator("strategy", "solver")
     @classmethod
-    def _is_a_strategy(cls, value: str) -> str:
-        Strategy.parse(value)
-        return value
-
-    @field_validator("solver")
-    @classmethod
-    def _is_a_solver(cls, value: str) -> str:
-        solver_named(value)
+    def _is_known(cls, value: str, info: ValidationInfo) -> str:
+        parse: Callable[[str], object] = Strategy.parse if info.field_name == "strategy" else solver_named
+        parse(value)
         return value
 
 
@@ -306,11 +284,10 @@ class TableSettings(Record):
     @field_validator("vary", "base")
     @classmethod
     def _varies_what_there_is(cls, value: dict[str, Any]) -> dict[str, Any]:
+        known = SamplingPoint.model_fields
         for key in value:
-            if key not in SamplingPoint.model_fields:
-                raise ValueError(
-                    f"no setting of sampling is called {key!r}; {', '.join(SamplingPoint.model_fields)}"
-                )
+            if key not in known:
+                raise ValueError(f"no setting of sampling is called {key!r}; {', '.join(known)}")
         return value
 
 
@@ -358,10 +335,10 @@ class BenchmarkSettings(Record):
     @model_validator(mode="after")
     def _fits_together(self) -> "BenchmarkSettings":
         names = [model.name for model in self.models]
-        for what, all_names in (("model", names), ("table", [table.name for table in self.tables])):
-            twice = next((name for name in all_names if all_names.count(name) > 1), None)
-            if twice is not None:
-                raise ValueError(f"two {what}s are called {twice!r}")
+        for what, each in (("models", names), ("tables", [table.name for table in self.tables])):
+            for name in each:
+                if each.count(name) > 1:
+                    raise ValueError(f"two {what} are called {name!r}")
         refuse_shared_folders(self.models)
         asked = {name for table in self.tables for name in table.models}
         unknown = sorted((asked | {*self.compare.candidates, *self.compare.baselines}) - set(names))
@@ -379,7 +356,7 @@ class BenchmarkSettings(Record):
         return self
 
     def expert(self, objective: str, seed: int, **changes: Any) -> ExpertSettings:
-        """How one expert is trained; ``changes``, of a model's ``training``, go before the file.
+        """Settings of one expert; ``changes``, of a model's ``training``, go before the file.
 
         Raises:
             HddmError: for settings that cannot be, with their place in the file.
@@ -387,26 +364,18 @@ class BenchmarkSettings(Record):
         return self._expert(objective, seed, ("training", changes))
 
     def single(self, objective: str, seed: int, steps: int, /, **changes: Any) -> ExpertSettings:
-        """How the model on all images is trained, for ``steps`` unless the file says how many.
-
-        Raises:
-            HddmError: as `expert`.
-        """
+        """Settings of the model on all images, for ``steps`` unless the file says how many; as `expert`."""
         batch = self.expert(objective, seed).batch_size * self.partition.shards
         follows = {"batch_size": batch, "steps": steps} | self.training.single
         return self._expert(objective, seed, ("training.single", follows), ("training", changes))
 
     def router(self, seed: int) -> RouterSettings:
-        """How the router of all ensembles is trained.
-
-        Raises:
-            HddmError: as `expert`.
-        """
-        said = self._common() | self.training.router | {"seed": seed}
+        """Settings of the router of all ensembles; raises as `expert`."""
+        said = self._on_one_thread() | self.training.router | {"seed": seed}
         return layered(RouterSettings, [("training.router", said)])
 
     def _expert(self, objective: str, seed: int, *own: Layer) -> ExpertSettings:
-        said = self._common() | self.training.expert | {"objective": objective, "seed": seed}
+        said = self._on_one_thread() | self.training.expert | {"objective": objective, "seed": seed}
         of_objective = self.training.ddpm if objective == "ddpm" else self.training.flow
         layers: list[Layer] = [("training.expert", said), (f"training.{objective}", of_objective), *own]
         return layered(ExpertSettings, layers)
@@ -428,8 +397,8 @@ class BenchmarkSettings(Record):
             for objective in dict.fromkeys(objectives if model.converted is None else OBJECTIVES):
                 self.expert(objective, 0, **model.training)
 
-    def _common(self) -> dict[str, Any]:
-        # A worker has one thread, and results are to be the same in any number of workers.
+    def _on_one_thread(self) -> dict[str, Any]:
+        # Results are to be the same in any number of workers, of which each has one thread.
         return {"device": self.device, "threads": 1}
 
 

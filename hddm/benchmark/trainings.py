@@ -33,34 +33,22 @@ _CHECKPOINT_EVERY = 500
 
 @dataclass(frozen=True)
 class Training:
-    """One expert: on which shard and how.
-
-    Args:
-        shard: the folder.
-        shard_hash: of its content.
-        settings: see `ExpertSettings`.
-        start: the training whose expert this one goes on with; it must be done first.
-        init: an expert folder, not trained here, that it goes on with.
-        init_hash: of its weights.
-        checkpoint_every: steps between checkpoints.
-    """
+    """One expert on one shard."""
 
     shard: Path
     shard_hash: str
     settings: ExpertSettings
     start: "Training | None" = None
+    """The training whose expert this one goes on with; it must be done first."""
     init: Path | None = None
+    """An expert folder, not trained here, that it goes on with; ``init_hash`` is of its weights."""
     init_hash: str | None = None
     checkpoint_every: int = _CHECKPOINT_EVERY
 
     @property
     def job(self) -> Job:
-        """By which the expert is found again."""
-        inputs = {"shard": self.shard_hash}
-        if self.start is not None:
-            inputs["start"] = self.start.job.hash
-        if self.init_hash is not None:
-            inputs["start"] = self.init_hash
+        start = self.init_hash if self.start is None else self.start.job.hash
+        inputs = {"shard": self.shard_hash} | ({} if start is None else {"start": start})
         return Job("expert", _recipe(self.settings), inputs)
 
     @property
@@ -70,11 +58,9 @@ class Training:
 
     @property
     def units(self) -> int:
-        """Images of its steps."""
         return self.settings.steps * self.settings.batch_size
 
     def do(self, store: Store, report: Report) -> None:
-        """Train, or go on."""
         init = self.init if self.start is None else store.path(self.start.job) / MODEL
         train: Callable[..., list[float]] = (
             partial(train_expert, self.shard) if init is None else partial(continue_expert, init, self.shard)
@@ -93,16 +79,13 @@ class RouterTraining:
 
     @property
     def job(self) -> Job:
-        """By which the router is found again."""
         return Job("router", _recipe(self.settings), {"shards": list(self.hashes)})
 
     @property
     def units(self) -> int:
-        """Images of its steps."""
         return self.settings.steps * self.settings.batch_size
 
     def do(self, store: Store, report: Report) -> None:
-        """Train, or go on."""
         _train(store, self, partial(train_router, self.shards), ROUTER_FILE, report)
 
 

@@ -10,9 +10,9 @@ mistakes, not forgery: whoever can change a file can write its manifest anew. Fo
 """
 
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import ErrorDetails
@@ -61,20 +61,42 @@ def parse_record(content: dict[str, Any], record: type[AnyRecord], origin: str) 
     try:
         return record.model_validate(content)
     except ValidationError as error:
-        errors = error.errors()
-        # A misspelt key is missing too, and its name as it stands says more.
-        first = next((one for one in errors if one["type"] == "extra_forbidden"), errors[0])
+        first = first_problem(error)
         if origin == OPTIONS:
             raise HddmError(_of_options(first, record.model_fields)) from error
-        key = ".".join(map(str, first["loc"]))
+        # pydantic names a validator of ours too, as a step on the way to the value.
+        place = [step for step in first["loc"] if step != "function-after"]
+        key = ".".join(map(str, place))
         if first["type"] == "extra_forbidden":
-            # A nested key has its likes in another record than this one.
-            known = record.model_fields if len(first["loc"]) == 1 else ()
-            raise HddmError(f"{origin}: unknown key {key!r}{did_you_mean(key, known)}") from error
-        value = "" if first["type"] == "missing" else f" (is {first['input']!r})"
+            nearest = did_you_mean(str(place[-1]), _fields_at(record, place[:-1]))
+            raise HddmError(f"{origin}: unknown key {key!r}{nearest}") from error
+        is_shown = first["type"] != "missing" and not isinstance(first["input"], Mapping)
+        value = f" (is {first['input']!r})" if is_shown else ""
         # What is wrong with several values together is said of none.
-        place = f"key {key!r}{value}: " if key else ""
-        raise HddmError(f"{origin}: {place}{words(first)}") from error
+        named = f"key {key!r}{value}: " if key else ""
+        raise HddmError(f"{origin}: {named}{words(first)}") from error
+
+
+def first_problem(error: ValidationError) -> ErrorDetails:
+    """The problem to tell of: an unknown key before others, since a misspelt one is missing too."""
+    problems = error.errors()
+    return next((one for one in problems if one["type"] == "extra_forbidden"), problems[0])
+
+
+def _fields_at(record: type[BaseModel], place: Sequence[int | str]) -> Collection[str]:
+    """Fields of the record that lies at ``place`` within another."""
+    for step in place:
+        if isinstance(step, str) and step in record.model_fields:
+            record = next(_records_in(record.model_fields[step].annotation), record)
+    return record.model_fields
+
+
+def _records_in(kind: Any) -> Iterator[type[BaseModel]]:
+    """The records that an annotation is made of, as that of a tuple of them."""
+    if isinstance(kind, type) and issubclass(kind, BaseModel):
+        yield kind
+    for inner in get_args(kind):
+        yield from _records_in(inner)
 
 
 def _of_options(problem: ErrorDetails, names: Iterable[str]) -> str:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from hddm.benchmark.compute import Cost, Costs, count_continued, count_expert, count_router, single_steps
+from hddm.benchmark.compute import Cost, Costs, count_continued, count_expert, count_router
 from hddm.benchmark.data import PartitionedImages
 from hddm.benchmark.jobs import Store
 from hddm.benchmark.models import SeedModels
@@ -19,7 +19,7 @@ from hddm.schedules import LinearSchedule
 from hddm.training.router import NOISED
 from hddm.velocity import VelocityField
 from tests.artefacts import SIDE, expert_settings, router_settings
-from tests.benchmark_files import settings
+from tests.benchmark_files import of_models, settings
 
 TINY = size_config("tiny")
 WIDTH, DEPTH, PATCH = TINY["hidden_size"], TINY["depth"], TINY["patch_size"]
@@ -90,41 +90,30 @@ def test_costs_of_training_on_are_kept_by_what_it_starts_from(
     assert len(list((tmp_path / "jobs").glob("cost-*"))) == 3
 
 
-def test_the_single_model_gets_what_the_ensemble_costs_with_its_router(shards: Path, tmp_path: Path) -> None:
-    training = settings().training.model_dump() | {"single": {}}
-    chosen = settings(training=training)
-    store = Store(tmp_path / "jobs")
-    costs = Costs(store, shards)
-    expert, router = chosen.expert("flow", 0), chosen.router(0)
-    ensemble = 2 * costs.expert(expert).of_expert(expert) + count_router(shards, router).of_router(router)
-    single = chosen.single("flow", 0, single_steps(chosen, "flow", costs))
-    assert single.batch_size == 2 * expert.batch_size
-    gap = ensemble - costs.expert(single).of_expert(single)
-    assert 0 <= gap < single.batch_size * costs.expert(single).step
-    # Counted once: two kinds of networks.
-    assert len(list((tmp_path / "jobs").glob("cost-*"))) == 2
-
-
-@pytest.mark.parametrize("changes", [{"batch_size": 64}, {"size": "small"}, {"class_conditional": True}])
-def test_a_single_model_of_other_settings_costs_the_same(
+@pytest.mark.parametrize("changes", [{}, {"batch_size": 64}, {"size": "small"}, {"class_conditional": True}])
+def test_the_single_model_gets_what_the_ensemble_costs_with_its_router(
     changes: dict[str, Any], divided: PartitionedImages, tmp_path: Path
 ) -> None:
     training = settings().training.model_dump() | {"single": {}}
     training["expert"] |= {"steps": 3000}
-    models = [{"name": "single model", "kind": "single", "training": changes}]
-    chosen = settings(models=models, compare={}, tables=[{"name": "models"}], training=training)
+    chosen = of_models({"name": "single model", "kind": "single", "training": changes}, training=training)
     opener = SeedModels(chosen, 0, divided, Store(tmp_path / "jobs"))
     (single,) = opener.trainings(chosen.models[0])
     expert, router = chosen.expert("flow", 0), chosen.router(0)
-    budget = 2 * opener.costs.expert(expert).of_expert(expert) + opener.costs.router(router).of_router(router)
+    routing = count_router(divided.shards, router).of_router(router)
+    budget = 2 * opener.costs.expert(expert).of_expert(expert) + routing
     cost = opener.costs.expert(single.settings)
     gap = budget - cost.of_expert(single.settings)
     assert 0 <= gap < single.settings.batch_size * cost.step
+    if not changes:
+        assert single.settings.batch_size == 2 * expert.batch_size
+        # Counted once: two kinds of networks.
+        assert len(list((tmp_path / "jobs").glob("cost-*"))) == 2
 
 
 def test_a_single_model_that_says_its_steps_takes_them(divided: PartitionedImages, tmp_path: Path) -> None:
-    models = [{"name": "single model", "kind": "single", "training": {"steps": 7, "batch_size": 64}}]
-    chosen = settings(models=models, compare={}, tables=[{"name": "models"}])
+    said = {"steps": 7, "batch_size": 64}
+    chosen = of_models({"name": "single model", "kind": "single", "training": said})
     (single,) = SeedModels(chosen, 0, divided, Store(tmp_path / "jobs")).trainings(chosen.models[0])
     assert (single.settings.steps, single.settings.batch_size) == (7, 64)
 

@@ -8,13 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.conversion.cases import CIFAR, DIGITS
 from benchmarks.conversion.checkpoint import XL, shapes
 from benchmarks.conversion.curves import loss_at, marks, reached, steps_to_reach
 from benchmarks.conversion.fidelity import EXACT, QUICK, TIMES, conversions, errors_on_mixtures, schedules
 from benchmarks.conversion.mixtures import DiagonalMixture
 from benchmarks.conversion.processes import run_measured
-from benchmarks.conversion.starts import SCRATCH, STARTS
+from benchmarks.conversion.starts import SCRATCH
 from benchmarks.conversion.training import Validation, train_flow
 from benchmarks.harness import plain
 from benchmarks.reports import mean_spread, table
@@ -28,19 +27,12 @@ from tests.oracles import GaussianMixture
 STEPS, LOSSES = [0, 10, 20, 40], [1.0, 0.6, 0.5, 0.55]
 
 
-@pytest.mark.parametrize(
-    ("target", "step"),
-    [(1.0, 0.0), (2.0, 0.0), (0.8, 5.0), (0.6, 10.0), (0.55, 15.0), (0.5, 20.0), (0.4, None)],
-)
-def test_steps_to_reach_are_those_of_the_straight_lines(target: float, step: float | None) -> None:
-    found = steps_to_reach(STEPS, LOSSES, target)
-    assert found == (step if step is None else pytest.approx(step))
-
-
-def test_the_loss_between_marks_is_that_of_the_straight_lines() -> None:
-    assert [loss_at(STEPS, LOSSES, step) for step in (0, 5, 20, 30, 40)] == pytest.approx(
-        [1, 0.8, 0.5, 0.525, 0.55]
-    )
+def test_steps_and_losses_between_marks_are_those_of_the_straight_lines() -> None:
+    steps = {1.0: 0.0, 2.0: 0.0, 0.8: 5.0, 0.6: 10.0, 0.55: 15.0, 0.5: 20.0}
+    assert {loss: steps_to_reach(STEPS, LOSSES, loss) for loss in steps} == pytest.approx(steps)
+    assert steps_to_reach(STEPS, LOSSES, 0.4) is None
+    losses = {0: 1, 5: 0.8, 20: 0.5, 30: 0.525, 40: 0.55}
+    assert {step: loss_at(STEPS, LOSSES, step) for step in losses} == pytest.approx(losses)
 
 
 def test_marks_begin_at_0_end_at_the_last_step_and_grow() -> None:
@@ -64,12 +56,6 @@ def test_a_speedup_is_paired_by_seed_and_missing_where_a_seed_did_not_arrive() -
     assert str(found["slow"]) == "10, 1 of 2"
     assert found["slow"].speedup == "–"
     assert str(reached({**runs, "not": [runs["slow"][1]] * 2}, SCRATCH, None)["not"]) == "not in 10"
-
-
-def test_every_start_of_a_case_is_one_that_there_is() -> None:
-    assert set(DIGITS.starts) | set(CIFAR.starts) <= set(STARTS)
-    assert SCRATCH in DIGITS.starts
-    assert SCRATCH in CIFAR.starts
 
 
 def test_the_mixture_is_that_of_the_oracle() -> None:
@@ -122,14 +108,11 @@ def test_training_lowers_the_loss_and_leaves_what_was_measured_apart() -> None:
     losses: list[float] = []
     seen: list[int] = []
     settings = LoopSettings(steps=40, batch_size=8, learning_rate=1e-2, warmup=5, ema_decay=0.9)
-    train_flow(
-        field,
-        images,
-        settings,
-        [0, 20, 40],
-        lambda step: losses.append(validation.loss(field)[0]),
-        seen.append,
-    )
+
+    def measure(step: int) -> None:
+        losses.append(validation.loss(field)[0])
+
+    train_flow(field, images, settings, [0, 20, 40], measure, seen.append)
     assert len(losses) == 3
     assert losses[2] < losses[1] < losses[0]
     assert sum(seen) == 40 * 8

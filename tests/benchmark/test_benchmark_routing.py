@@ -13,7 +13,7 @@ from benchmarks.routing.jobs import Data, knots_job, sample_job
 from benchmarks.routing.measure import measure_routing
 from benchmarks.routing.picture import draw_picture
 from benchmarks.routing.report import lines
-from benchmarks.routing.settings import CLASSES, FLOW, FULL, LONG_ROUTER, QUICK, WHOLE_ROUTER, Row
+from benchmarks.routing.settings import CLASSES, FLOW, LONG_ROUTER, QUICK, WHOLE_ROUTER, Row
 from hddm.benchmark.settings import SamplingPoint
 from hddm.data.shards import load_shard
 from hddm.experts.records import read_router
@@ -58,12 +58,6 @@ def test_a_router_that_is_asked_rarely_costs_less(shards: Path, place: Path) -> 
     no_router = 2 * cost(Row("draw"))
     shares = [(cost - no_router) / (costs[0] - no_router) for cost in costs]
     assert shares == pytest.approx([1, 0.5, 0.5, 0.25])
-
-
-def test_what_was_trained_is_not_trained_again(shards: Path, place: Path) -> None:
-    before = (place / FLOW / "0" / "expert.json").stat().st_mtime_ns
-    expert_job(shards / "shard_0", place / FLOW / "0", expert_settings("flow", steps=10_000), None, ignore)
-    assert (place / FLOW / "0" / "expert.json").stat().st_mtime_ns == before
 
 
 def test_the_images_of_a_class_are_counted_by_shard(shards: Path) -> None:
@@ -111,12 +105,6 @@ def test_a_gap_counts_where_its_mean_exceeds_twice_its_spread() -> None:
     assert judged([1.0, 2.0, 3.0]) == "+2.0 (s 1.0), within noise"
     assert judged([-2.0, -2.5, -3.0]) == "-2.5 (s 0.5), clear"
     assert judged([0.25], 3) == "+0.250, one training, no verdict"
-
-
-def test_rows_of_the_whole_benchmark_have_their_own_names() -> None:
-    parts = (FULL.calibration_rows(), FULL.every_rows(), FULL.class_rows())
-    assert len(FULL.rows()) == sum(map(len, parts))
-    assert {row.router_every for row in FULL.rows().values()} == set(FULL.every)
 
 
 def test_the_report_has_a_row_for_each_and_pairs_gaps_by_training(tmp_path: Path) -> None:

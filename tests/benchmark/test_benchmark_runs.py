@@ -15,10 +15,19 @@ import hddm
 from hddm.benchmark import jobs, run
 from hddm.benchmark.jobs import together
 from hddm.benchmark.presets import chosen
-from hddm.benchmark.results import FORMAT, read_results
+from hddm.benchmark.results import read_results
 from hddm.utils.errors import HddmError
 from tests.artefacts import copied, edit_json
-from tests.benchmark_files import Finished, life, run_inline, settings, write_sides
+from tests.benchmark_files import (
+    CONTENT,
+    Finished,
+    again,
+    life,
+    of_models,
+    run_inline,
+    settings,
+    write_sides,
+)
 
 MOMENTS = [
     # Within the first training, within the second, with its weights written and its losses not, between two.
@@ -36,14 +45,8 @@ MOMENTS = [
 
 def _figures(out: Path) -> dict[str, Any]:
     """Results without what another run of the same cannot repeat: the time that it took."""
-    content = json.loads((out / "results.json").read_text())
-
-    def bare(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {key: bare(one) for key, one in value.items() if key != "seconds"}
-        return [bare(one) for one in value] if isinstance(value, list) else value
-
-    found: dict[str, Any] = bare(content)
+    text = (out / "results.json").read_text()
+    found: dict[str, Any] = json.loads(text, object_hook=lambda one: one | {"seconds": None})
     return found
 
 
@@ -67,26 +70,23 @@ def test_a_benchmark_that_is_killed_again_and_again_finds_what_one_in_one_go_doe
         assert moment[1] == "results.json" or not (out / "results.json").exists()
     assert life(miniature.settings, out, miniature.data, None) == 0
     assert _figures(out) == _figures(miniature.out)
-    assert {kind: len(_jobs(out, kind)) for kind in ("expert", "samples", "scores")} == {
-        kind: len(_jobs(miniature.out, kind)) for kind in ("expert", "samples", "scores")
-    }
+    for kind in ("expert", "samples", "scores"):
+        assert len(_jobs(out, kind)) == len(_jobs(miniature.out, kind))
     assert not list((out / "jobs").glob(".*"))
 
 
 def test_a_finished_benchmark_does_nothing_again(miniature: Finished) -> None:
-    before = {
-        kind: _jobs(miniature.out, kind) for kind in ("expert", "router", "samples", "scores", "features")
-    }
-    again = run_inline(miniature.settings, miniature.out, miniature.data)
-    assert again == miniature.results
-    assert before == {kind: _jobs(miniature.out, kind) for kind in before}
+    before = _jobs(miniature.out, "*")
+    assert run_inline(miniature.settings, miniature.out, miniature.data) == miniature.results
+    assert _jobs(miniature.out, "*") == before
 
 
 def _copy_of_results(miniature: Finished, out: Path, **changes: Any) -> Path:
-    """A folder of the miniature's results, changed, whose jobs lie where they were done."""
+    """A folder of the miniature's results, changed."""
     out.mkdir()
-    content = json.loads((miniature.out / "results.json").read_text())
-    (out / "results.json").write_text(json.dumps(content | changes))
+    for name in ("benchmark.json", "results.json"):
+        shutil.copy(miniature.out / name, out)
+    edit_json(out / "results.json", **changes)
     return out
 
 
@@ -94,11 +94,10 @@ def test_results_that_are_written_again_say_when_and_where_they_were_found(
     miniature: Finished, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = _copy_of_results(miniature, tmp_path / "out", date="2001-02-03")
-    shutil.copy(miniature.out / "benchmark.json", out)
     monkeypatch.setattr(jobs, "machine", lambda: {"platform": "another"})
-    again = run_inline(miniature.settings, out, miniature.data, jobs=miniature.out / "jobs")
-    assert (again.date, again.machine) == ("2001-02-03", miniature.results.machine)
-    assert read_results(out) == again
+    found = again(miniature, out, miniature.settings)
+    assert (found.date, found.machine) == ("2001-02-03", miniature.results.machine)
+    assert read_results(out) == found
 
 
 def test_machines_that_differ_are_all_named() -> None:
@@ -112,44 +111,32 @@ def test_results_of_more_seeds_stay_until_all_of_them_are_in_again(
 ) -> None:
     both = settings(seeds=[0, 7])
     out = _copy_of_results(miniature, tmp_path / "out", seeds=[0, 7])
-    (out / "benchmark.json").write_text(
-        json.dumps({"format": FORMAT, "settings": both.model_dump(mode="json")})
-    )
+    edit_json(out / "benchmark.json", settings=both.model_dump(mode="json"))
     before = (out / "results.json").read_bytes()
     one_seed = run.SeedRun.run
-
-    def lives_for_one(self: run.SeedRun) -> Any:
-        if self.seed == 7:
-            raise KeyboardInterrupt
-        return one_seed(self)
-
-    monkeypatch.setattr(run.SeedRun, "run", lives_for_one)
-    with pytest.raises(KeyboardInterrupt):
-        run_inline(both, out, miniature.data, jobs=miniature.out / "jobs")
+    monkeypatch.setattr(run.SeedRun, "run", lambda self: one_seed(self) if self.seed == 0 else 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        again(miniature, out, both)
     assert (out / "results.json").read_bytes() == before
 
 
 def test_another_strategy_draws_other_samples_of_the_same_experts(
     miniature: Finished, tmp_path: Path
 ) -> None:
-    changed = settings(tables=[{"name": "models", "base": {"strategy": "top-1"}}])
-    out = tmp_path / "out"
-    results = run_inline(changed, out, miniature.data, jobs=miniature.out / "jobs")
+    changed, out = settings(tables=[{"name": "models", "base": {"strategy": "top-1"}}]), tmp_path / "out"
+    results = again(miniature, out, changed)
     assert not (out / "jobs").exists()
     assert [one.hash for one in results.models] == [one.hash for one in miniature.results.models]
-    jobs = {one.row: one.samples for one in miniature.results.scored if one.table == "strategies"}
+    known = {one.row: one.samples for one in miniature.results.scored}
     # Of the mixture these had been drawn already; a single model has no strategy.
     drawn = {one.row: one.samples for one in results.scored}
-    assert drawn["mixed 1:1"] == jobs["top-1"]
-    assert drawn["single model"] == next(
-        one.samples for one in miniature.results.scored if one.model == "single model"
-    )
+    assert drawn["mixed 1:1"] == known["top-1"]
+    assert drawn["single model"] == known["single model"]
 
 
 def test_another_training_setting_trains_anew_what_depends_on_it(miniature: Finished, tmp_path: Path) -> None:
-    training = miniature.settings.training.model_dump()
-    changed = settings(training=training | {"ddpm": {"learning_rate": 1e-3}})
-    results = run_inline(changed, tmp_path / "out", miniature.data, jobs=miniature.out / "jobs")
+    changed = settings(training=CONTENT["training"] | {"ddpm": {"learning_rate": 1e-3}})
+    results = again(miniature, tmp_path / "out", changed)
     before = {one.model: one.experts for one in miniature.results.models}
     after = {one.model: one.experts for one in results.models}
     assert after["homogeneous flow"] == before["homogeneous flow"]
@@ -168,15 +155,13 @@ def test_results_of_other_settings_are_not_replaced_unasked(miniature: Finished)
 
 def test_settings_differ_by_the_names_of_models_and_tables() -> None:
     first, second = {"name": "a", "converted": None}, {"name": "b", "converted": None}
-    changed = {"name": "a", "converted": 0.5}
-    assert run.differences({"models": [first]}, {"models": [changed, second]}) == [
-        "models.a.converted: was None, is 0.5",
-        "models.b: is new",
-    ]
-    assert run.differences({"models": [first, second]}, {"models": [first]}) == ["models.b: is gone"]
-    assert run.differences({"models": [first, second]}, {"models": [second, first]}) == [
-        "models: in another order"
-    ]
+    for before, now, said in (
+        ([first], [first | {"converted": 0.5}], "models.a.converted: was None, is 0.5"),
+        ([first], [first, second], "models.b: is new"),
+        ([first, second], [first], "models.b: is gone"),
+        ([first, second], [second, first], "models: in another order"),
+    ):
+        assert run.differences({"models": before}, {"models": now}) == [said]
 
 
 def test_results_are_read_back_as_they_were_written(miniature: Finished) -> None:
@@ -184,10 +169,6 @@ def test_results_are_read_back_as_they_were_written(miniature: Finished) -> None
     assert read == miniature.results
     assert read.complete
     assert read.machine["packages"]["torch"] == version("torch")
-    assert {table: [row.name for row in rows] for table, rows in read.tables.items()} == {
-        "models": ["single model", "homogeneous flow", "mixed 1:1"],
-        "strategies": ["draw", "top-1", "full"],
-    }
 
 
 def test_every_model_of_a_benchmark_opens_under_its_name(miniature: Finished) -> None:
@@ -212,7 +193,7 @@ def test_choosing_never_reads_held_out_images_and_says_what_it_scored_on(
 def test_confirming_takes_fresh_seeds_and_held_out_images(miniature: Finished, tmp_path: Path) -> None:
     confirming = chosen(miniature.settings, held_out=True)
     assert (confirming.score_on, confirming.seeds) == ("held-out", (5,))
-    results = run_inline(confirming, tmp_path / "out", miniature.data, jobs=miniature.out / "jobs")
+    results = again(miniature, tmp_path / "out", confirming)
     assert results.images["fresh"] == 40
     assert {one.seed for one in results.scored} == {5}
     assert "to_held_out" in results.scored[0].scores
@@ -220,35 +201,26 @@ def test_confirming_takes_fresh_seeds_and_held_out_images(miniature: Finished, t
     # The same images were trained on, and the same features measure both.
     for name in ("training", "shards", "features"):
         assert results.hashes[name] == miniature.results.hashes[name]
-    with pytest.raises(HddmError, match="seed 0 is one that settings are chosen on"):
-        chosen(miniature.settings, seeds="0,5", held_out=True)
 
 
 def test_converted_experts_share_their_steps_between_both_objectives(
     miniature: Finished, tmp_path: Path
 ) -> None:
-    models = [{"name": "converted", "objectives": "flow", "converted": 0.5}]
-    changed = settings(models=models, compare={}, tables=[{"name": "models"}])
-    out = tmp_path / "out"
-    results = run_inline(changed, out, miniature.data, jobs=miniature.out / "jobs")
-    (model,) = results.models
+    changed, out = of_models({"name": "converted", "objectives": "flow", "converted": 0.5}), tmp_path / "out"
+    (model,) = again(miniature, out, changed).models
     assert model.steps == (6, 6)
-    facts = json.loads((out / model.folder / "experts" / "0" / "expert.json").read_text())
-    assert (facts["objective"], facts["prediction_type"], facts["training"]["steps"]) == (
-        "flow",
-        "epsilon",
-        3,
-    )
+    record = json.loads((out / model.folder / "experts" / "0" / "expert.json").read_text())
+    assert (record["objective"], record["prediction_type"]) == ("flow", "epsilon")
+    assert record["training"]["steps"] == 3
 
 
 def test_a_finished_model_is_compared_by_its_path(miniature: Finished, tmp_path: Path) -> None:
     path = miniature.out / "seed_0" / "ensembles" / "mixed-1-1"
-    models = [{"name": "mine", "kind": "finished", "path": str(path)}]
-    changed = settings(models=models, compare={}, tables=[{"name": "models", "base": {"strategy": "top-1"}}])
-    results = run_inline(changed, tmp_path / "out", miniature.data, jobs=miniature.out / "jobs")
+    mine = {"name": "mine", "kind": "finished", "path": str(path)}
+    changed = of_models(mine, tables=[{"name": "models", "base": {"strategy": "top-1"}}])
+    results = again(miniature, tmp_path / "out", changed)
     known = next(one for one in miniature.results.scored if (one.table, one.row) == ("strategies", "top-1"))
     assert results.scored[0].scores == known.scores
-    assert results.models[0].training_flop is None
     assert results.first[0].training_flop is None
     assert results.models[0].objectives == ("ddpm", "flow")
     assert results.one_model == {"mine"}
@@ -258,21 +230,16 @@ def test_a_finished_model_is_compared_by_its_path(miniature: Finished, tmp_path:
 def test_the_weights_and_the_device_of_a_row_are_those_that_drew_it(
     miniature: Finished, tmp_path: Path
 ) -> None:
-    assert {tuple(one.sampled_as.items()) for one in miniature.results.scored} == {
-        (("weights", "ema"), ("device", "cpu"))
-    }
+    assert all(one.sampled_as == {"weights": "ema", "device": "cpu"} for one in miniature.results.scored)
     raw = copied(miniature.out / "seed_0" / "ensembles" / "mixed-1-1", tmp_path)
     edit_json(raw / "experts" / "0" / "expert.json", weights="raw")
-    models = [
-        {"name": "raw", "kind": "finished", "path": str(raw)},
-        {"name": "homogeneous flow", "objectives": "flow"},
-    ]
+    finished = {"name": "raw", "kind": "finished", "path": str(raw)}
     jobs = copied(miniature.out / "jobs", tmp_path)
     for record in jobs.glob("samples-*/job.json"):
-        content = json.loads(record.read_text())
-        del content["result"]["device"]
-        record.write_text(json.dumps(content))
-    changed = settings(models=models, compare={}, tables=[{"name": "models"}], device="auto")
+        result = json.loads(record.read_text())["result"]
+        del result["device"]
+        edit_json(record, result=result)
+    changed = of_models(finished, {"name": "homogeneous flow"}, device="auto")
     results = run_inline(changed, tmp_path / "out", miniature.data, jobs=jobs)
     drawn, found = (one.sampled_as for one in results.scored)
     assert drawn == {"weights": "ema and raw", "device": "cuda" if torch.cuda.is_available() else "cpu"}
@@ -282,9 +249,8 @@ def test_the_weights_and_the_device_of_a_row_are_those_that_drew_it(
 
 
 def test_experts_of_classes_are_sampled_in_turn(miniature: Finished, tmp_path: Path) -> None:
-    models = [{"name": "mine", "objectives": "ddpm", "training": {"class_conditional": True}}]
-    tables = [{"name": "all", "base": {"guidance_scale": 2}}]
-    changed = settings(models=models, compare={}, tables=tables)
+    mine = {"name": "mine", "objectives": "ddpm", "training": {"class_conditional": True}}
+    changed = of_models(mine, tables=[{"name": "all", "base": {"guidance_scale": 2}}])
     jobs = copied(miniature.out / "jobs", tmp_path)
     (row,) = run_inline(changed, tmp_path / "out", miniature.data, jobs=jobs).scored
     drawn = load_file(jobs / row.samples[0] / "samples.safetensors")
@@ -301,9 +267,9 @@ def test_samples_in_pieces_are_those_in_one(
     miniature: Finished, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("hddm.benchmark.samples.PIECE", 15)
-    out, jobs = tmp_path / "out", miniature.out / "jobs"
-    cut = run_inline(miniature.settings, out, miniature.data, jobs=jobs).scored[0].samples
+    cut = again(miniature, tmp_path / "out", miniature.settings).scored[0].samples
     (whole,) = miniature.results.scored[0].samples
-    pixels = [load_file(jobs / name / "samples.safetensors")["pixels"] for name in (*cut, whole)]
+    files = [miniature.out / "jobs" / name / "samples.safetensors" for name in (*cut, whole)]
+    pixels = [load_file(file)["pixels"] for file in files]
     assert [len(part) for part in pixels] == [15, 15, 10, 40]
     assert torch.cat(pixels[:3]).int().sub(pixels[3].int()).abs().max() <= 1

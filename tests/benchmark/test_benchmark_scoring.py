@@ -33,7 +33,6 @@ def _flipped(**parts: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("changes", "mirrored"),
     [
-        ({}, False),
         (_flipped(router={"random_flip": True}), False),
         (_flipped(expert={"random_flip": False}), False),
         (_flipped(expert={"random_flip": True}), True),

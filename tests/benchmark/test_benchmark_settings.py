@@ -11,7 +11,7 @@ from hddm.benchmark.settings import parse_seeds, points_of
 from hddm.benchmark.trainings import Training
 from hddm.training.settings import ExpertSettings
 from hddm.utils.errors import HddmError
-from tests.benchmark_files import CONTENT, settings
+from tests.benchmark_files import CONTENT, of_models, settings
 
 
 def test_the_presets_are_there_and_choose_before_they_confirm() -> None:
@@ -42,7 +42,11 @@ def test_a_file_of_ones_own_says_the_same(tmp_path: Path) -> None:
 
 
 def _training(**parts: dict[str, Any]) -> dict[str, Any]:
-    return {**CONTENT["training"], **parts}
+    return {"training": CONTENT["training"] | parts}
+
+
+def _model(**said: Any) -> dict[str, Any]:
+    return {"models": [{"name": "a"} | said]}
 
 
 @pytest.mark.parametrize(
@@ -50,45 +54,24 @@ def _training(**parts: dict[str, Any]) -> dict[str, Any]:
     [
         ({"dta": {}}, "unknown key 'dta'; did you mean 'data'"),
         ({"partition": {"shrads": 2}}, "unknown key 'partition.shrads'; did you mean 'shards'"),
-        ({"models": [{"name": "a", "knd": "single"}]}, "'models.0.knd'; did you mean 'kind'"),
+        (_model(knd="single"), "'models.0.knd'; did you mean 'kind'"),
+        (_training(expert={"stpes": 3}), "'training.expert.stpes'; did you mean 'steps'"),
+        (_model(training={"sze": "tiny"}), "model 'a': unknown key 'training.sze'; did you mean 'size'"),
+        (_model(training={"seed": 3}), "'models.0.training': seed is said by the"),
+        (_training(ddpm={"size": "hueg"}), "key 'training.ddpm.size' (is 'hueg'): choose one of"),
+        (_training(expert={}), "key 'training.expert.steps': is required"),
+        (_training(router={"steps": 0}), "key 'training.router.steps' (is 0): must be 1 or more"),
         (
-            {"training": {"expert": {"stpes": 3}, "router": {}}},
-            "'training.expert.stpes'; did you mean 'steps'",
-        ),
-        (
-            {"models": [{"name": "a", "training": {"sze": "tiny"}}]},
-            "model 'a': unknown key 'training.sze'; did you mean 'size'",
-        ),
-        ({"models": [{"name": "a", "training": {"seed": 3}}]}, "'models.0.training': seed is said by the"),
-        (
-            {"training": _training(ddpm={"size": "hueg"})},
-            "key 'training.ddpm.size' (is 'hueg'): choose one of",
-        ),
-        ({"training": _training(expert={})}, "key 'training.expert.steps': is required"),
-        (
-            {"training": _training(router={"steps": 0})},
-            "key 'training.router.steps' (is 0): must be 1 or more",
-        ),
-        (
-            {"models": [{"name": "a", "training": {"learning_rate": -1}}]},
-            "model 'a': key 'training.learning_rate' (is -1): must be above 0",
-        ),
-        (
-            {"models": [{"name": "a", "kind": "single", "training": {"size": "hueg"}}]},
+            _model(kind="single", training={"size": "hueg"}),
             "model 'a': key 'training.size' (is 'hueg'): choose one of tiny",
         ),
         (
-            {
-                "models": [{"name": "a", "kind": "single"}],
-                "training": _training(single={"batch_size": 0}),
-            },
+            _model(kind="single") | _training(single={"batch_size": 0}),
             "key 'training.single.batch_size' (is 0): must be 1 or more",
         ),
         (
-            {
-                "models": [{"name": "a", "converted": 0.5, "training": {"batch_size": 6}}],
-                "training": _training(ddpm={"gradient_accumulation_steps": 4}),
-            },
+            _model(converted=0.5, training={"batch_size": 6})
+            | _training(ddpm={"gradient_accumulation_steps": 4}),
             "model 'a': training.expert and training.ddpm and training: batch_size 6 does not divide into 4",
         ),
         ({"sampling": {"solver": "eular"}}, "key 'sampling.solver' (is 'eular'): choose one of"),
@@ -96,32 +79,20 @@ def _training(**parts: dict[str, Any]) -> dict[str, Any]:
         ({"tables": [{"name": "a", "vary": {"step": [3]}}]}, "no setting of sampling is called 'step'"),
         ({"tables": [{"name": "a", "models": ["b"]}]}, "there is no model 'b'"),
         ({"data": {"source": "digits"}}, "score_on: validation needs a data.validation_share"),
-        ({"models": [{"name": "a", "kind": "finished"}]}, "path and kind: finished go together"),
+        (_model(kind="finished"), "path and kind: finished go together"),
+        (_model(kind="single", converted=0.5), "converted and init are for ensembles"),
+        (_model(kind="single", init="b"), "converted and init are for ensembles"),
+        (_model(objectives="ddpm", converted=0.5), "a: converted is for flow experts"),
+        (_model(objectives="0=ddpm,1=ddpm", init="b"), "a: init is for flow experts"),
         (
-            {"models": [{"name": "a", "kind": "single", "converted": 0.5}]},
-            "converted and init are for ensembles",
-        ),
-        ({"models": [{"name": "a", "kind": "single", "init": "b"}]}, "converted and init are for ensembles"),
-        (
-            {"models": [{"name": "a", "objectives": "ddpm", "converted": 0.5}]},
-            "a: converted is for flow experts",
-        ),
-        (
-            {"models": [{"name": "a", "objectives": "0=ddpm,1=ddpm", "init": "b"}]},
-            "a: init is for flow experts",
-        ),
-        (
-            {"models": [{"name": "a", "objectives": "1:1 by-error"}]},
+            _model(objectives="1:1 by-error"),
             "a: objectives 1:1 by-error: '1:1 by-error' names no objective",
         ),
         (
-            {"models": [{"name": "a", "kind": "finished", "path": "b", "objectives": "ddpm"}]},
+            _model(kind="finished", path="b", objectives="ddpm"),
             "a: is finished, so training and objectives have nothing to say",
         ),
-        (
-            {"models": [{"name": "a", "kind": "finished", "path": "b", "training": {"steps": 3}}]},
-            "a: is finished, so training and objectives have nothing to say",
-        ),
+        (_model(kind="finished", path="b", training={"steps": 3}), "a: is finished, so training"),
         ({"models": [{"name": "a"}, {"name": "a"}]}, "two models are called 'a'"),
         (
             {"models": [{"name": "mixed 1:1"}, {"name": "mixed 1-1"}]},
@@ -131,16 +102,13 @@ def _training(**parts: dict[str, Any]) -> dict[str, Any]:
             {"models": [{"name": "A", "kind": "single"}, {"name": "a"}]},
             "models 'A' and 'a' would share the folder 'a'",
         ),
-        ({"models": [{"name": "模型"}]}, "model '模型' has no letter a-z or digit"),
-        (
-            {"models": [{"name": "Ensembles", "kind": "single"}]},
-            "model 'Ensembles' would take the folder 'ensembles'",
-        ),
-        ({"models": [{"name": "a", "objectives": 63}]}, "write it in quotes"),
+        (_model(name="模型"), "model '模型' has no letter a-z or digit"),
+        (_model(name="Ensembles", kind="single"), "model 'Ensembles' would take the folder 'ensembles'"),
+        (_model(objectives=63), "write it in quotes"),
         ({"seeds": [0, 1, 0]}, "0 is there twice; name each once"),
         ({"tables": [{"name": "a", "models": ["mixed 1:1"] * 2}]}, "'mixed 1:1' is there twice"),
         ({"tables": [{"name": "a", "vary": {"steps": [3, 3]}}]}, "3 is there twice"),
-        ({"models": [{"name": "a", "objectives": "1:3"}]}, "are of 4 experts, and partition.shards"),
+        (_model(objectives="1:3"), "are of 4 experts, and partition.shards"),
     ],
 )
 def test_a_slip_is_named_with_its_remedy(changes: dict[str, Any], message: str) -> None:
@@ -153,8 +121,7 @@ def test_a_slip_is_named_with_its_remedy(changes: dict[str, Any], message: str) 
 @pytest.mark.parametrize("objectives", ["flow", "1:1"])
 def test_experts_that_may_be_flow_start_from_others(objectives: str) -> None:
     for start in ({"converted": 0.5}, {"init": "expert"}):
-        model = {"name": "a", "objectives": objectives, **start}
-        assert settings(models=[model], compare={}, tables=[{"name": "models"}]).models[0].name == "a"
+        assert of_models({"name": "a", "objectives": objectives, **start}).models[0].name == "a"
 
 
 def test_an_unknown_preset_names_those_that_there_are() -> None:
@@ -166,13 +133,14 @@ def test_an_unknown_preset_names_those_that_there_are() -> None:
 
 
 def test_a_table_varies_one_setting_after_the_other_from_its_base() -> None:
-    vary = {"solver": ["euler", "heun"], "steps": [2, 5]}
-    one = settings(tables=[{"name": "a", "vary": vary}])
-    points = [(point.solver, point.steps) for point in points_of(one, one.tables[0])]
-    assert points == [("euler", 2), ("heun", 2), ("euler", 5)]
-    whole = settings(tables=[{"name": "a", "vary": vary, "product": True}])
-    points = [(point.solver, point.steps) for point in points_of(whole, whole.tables[0])]
-    assert points == [("euler", 2), ("euler", 5), ("heun", 2), ("heun", 5)]
+    table = {"name": "a", "vary": {"solver": ["euler", "heun"], "steps": [2, 5]}}
+    for product, expected in (
+        (False, [("euler", 2), ("heun", 2), ("euler", 5)]),
+        (True, [("euler", 2), ("euler", 5), ("heun", 2), ("heun", 5)]),
+    ):
+        found = settings(tables=[table | {"product": product}])
+        points = points_of(found, found.tables[0])
+        assert [(point.solver, point.steps) for point in points] == expected
 
 
 def test_a_seed_chooses_or_confirms_and_never_does_both() -> None:
@@ -181,14 +149,13 @@ def test_a_seed_chooses_or_confirms_and_never_does_both() -> None:
     with pytest.raises(HddmError, match=r"--seeds 3,5: seed 5 is kept for confirming"):
         chosen(settings(), seeds="3,5")
     with pytest.raises(HddmError, match="seed 0 is one that settings are chosen on"):
-        chosen(settings(), seeds="0", held_out=True)
+        chosen(settings(), seeds="0,5", held_out=True)
     assert chosen(settings(score_on="held-out")).seeds == (5,)
 
 
 def test_seeds_are_ranges_and_lists() -> None:
-    assert parse_seeds("0-4") == (0, 1, 2, 3, 4)
-    assert parse_seeds("5,6") == (5, 6)
-    assert parse_seeds("0-1,7") == (0, 1, 7)
+    found = [parse_seeds(text) for text in ("0-4", "5,6", "0-1,7")]
+    assert found == [(0, 1, 2, 3, 4), (5, 6), (0, 1, 7)]
     for text in ("", "a", "4-2", "-1"):
         with pytest.raises(HddmError, match="is no seed"):
             parse_seeds(text)
@@ -205,11 +172,3 @@ def test_a_file_says_seeds_as_the_command_line_does_and_has_a_table_of_all_model
         HddmError, match=r"^mine.yaml: key 'seeds' \(is '0-x'\): 0-x: '0-x' is no seed; write"
     ):
         parse_settings(content | {"seeds": "0-x"}, "mine.yaml")
-
-
-def test_an_objective_that_there_is_not_is_told_with_its_model() -> None:
-    models = [{"name": "mine", "objectives": "1;1"}]
-    with pytest.raises(HddmError, match="mine: objectives 1;1: '1;1' names no objective"):
-        parse_settings(
-            CONTENT | {"models": models, "tables": [{"name": "models"}], "compare": {}}, "mine.yaml"
-        )

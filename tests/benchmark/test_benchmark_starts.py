@@ -18,13 +18,10 @@ from hddm.experts.loading import load
 from hddm.training.continuation import continue_expert
 from hddm.utils.errors import HddmError
 from tests.artefacts import expert_settings
-from tests.benchmark_files import Finished, run_inline, settings
+from tests.benchmark_files import Finished, of_models, run_inline
 
+STRIPPING = [SamplingPoint(calibration="none"), SamplingPoint(calibration="router")]
 # Of its experts the miniature has one.
-STRIPPING = [
-    {"calibration": "none"},
-    {"calibration": "router"},
-]
 UNTRAINED = {"name": "homogeneous DDPM", "objectives": "ddpm"}
 
 
@@ -36,20 +33,14 @@ def _experts(jobs: Path) -> set[str]:
     return {path.name for path in jobs.glob("expert-*")}
 
 
-def _of(*models: dict[str, Any]) -> dict[str, Any]:
-    return {"models": list(models), "compare": {}, "tables": [{"name": "models"}]}
-
-
 def test_what_an_expert_is_trained_on_from_decides_what_training_costs(
     miniature: Finished, ddpm_expert: Path, flow_expert: Path, tmp_path: Path
 ) -> None:
     jobs = _jobs(miniature, tmp_path)
-    chosen = settings(
-        **_of(
-            {"name": "from DDPM", "init": str(ddpm_expert), "training": {"size": "small"}},
-            {"name": "from flow", "init": str(flow_expert)},
-            {"name": "adapted", "init": str(ddpm_expert), "training": {"lora_rank": 2}},
-        )
+    chosen = of_models(
+        {"name": "from DDPM", "init": str(ddpm_expert), "training": {"size": "small"}},
+        {"name": "from flow", "init": str(flow_expert)},
+        {"name": "adapted", "init": str(ddpm_expert), "training": {"lora_rank": 2}},
     )
     results = run_inline(chosen, tmp_path / "out", miniature.data, jobs=jobs)
     cost = Costs(Store(jobs), next(jobs.glob("shards-*")) / "shards").expert(chosen.expert("flow", 0))
@@ -71,12 +62,11 @@ def converted(ddpm_expert: Path, shards: Path, tmp_path_factory: pytest.TempPath
     return out
 
 
-@pytest.mark.parametrize("asked", STRIPPING)
+@pytest.mark.parametrize("point", STRIPPING)
 def test_a_calibration_that_was_trained_in_is_left_in_place(
-    asked: dict[str, Any], converted: Path, shards: Path
+    point: SamplingPoint, converted: Path, shards: Path
 ) -> None:
-    whole = load(converted)
-    point, shard = SamplingPoint.model_validate(asked), shards / "shard_1"
+    whole, shard = load(converted), shards / "shard_1"
     changed = prepared(load(converted), point, [True])
     x, t = load_shard(shard).images[:4], torch.full((4,), 0.9)
     assert torch.equal(changed.velocity(x, t), whole.velocity(x, t))
@@ -84,10 +74,9 @@ def test_a_calibration_that_was_trained_in_is_left_in_place(
     assert not torch.equal(stripped.velocity(x, t), whole.velocity(x, t))
 
 
-@pytest.mark.parametrize("asked", STRIPPING)
-def test_samples_without_a_calibration_that_was_trained_in_are_not_found_again(asked: dict[str, Any]) -> None:
+@pytest.mark.parametrize("point", STRIPPING)
+def test_samples_without_a_calibration_that_was_trained_in_are_not_found_again(point: SamplingPoint) -> None:
     before = SampledModel(Path("model"), "hash", False, (False, False))
-    point = SamplingPoint.model_validate(asked)
     after = replace(before, trained_in=(False, True))
     (drawn,), (same,) = pieces(before, point, 0), pieces(replace(before, trained_in=()), point, 0)
     assert drawn.job == same.job
@@ -96,40 +85,30 @@ def test_samples_without_a_calibration_that_was_trained_in_are_not_found_again(a
 
 
 def test_a_converted_model_is_sampled_as_it_was_trained(miniature: Finished, tmp_path: Path) -> None:
-    tables = [
-        {"name": "calibration", "vary": {"calibration": ["none", "experts"]}},
-    ]
-    converted = {"name": "converted", "converted": 0.5}
-    chosen = settings(models=[converted], compare={}, tables=tables)
+    tables = [{"name": "calibration", "vary": {"calibration": ["none", "experts"]}}]
+    chosen = of_models({"name": "converted", "converted": 0.5}, tables=tables)
     results = run_inline(chosen, tmp_path / "out", miniature.data, jobs=_jobs(miniature, tmp_path))
-    first, *others = [one.scores for one in results.scored]
-    assert len(others) == 1
-    assert all(one == first for one in others)
+    first, second = [one.scores for one in results.scored]
+    assert first == second
 
 
 @pytest.mark.parametrize(
     "model",
     [
-        {"name": "adapted", "training": {"lora_rank": 2}},
-        {"name": "adapted", "kind": "single", "training": {"lora_rank": 2}},
-        {"name": "adapted", "converted": 0.5, "training": {"lora_rank": 2}},
+        {"training": {"lora_rank": 2}},
+        {"kind": "single", "training": {"lora_rank": 2}},
+        {"converted": 0.5, "training": {"lora_rank": 2}},
+        {"init": "router"},
     ],
 )
-def test_an_adapter_of_nothing_is_refused_before_anything_is_trained(
-    model: dict[str, Any], miniature: Finished, tmp_path: Path
+def test_a_start_that_cannot_be_is_refused_before_anything_is_trained(
+    model: dict[str, Any], miniature: Finished, router: Path, tmp_path: Path
 ) -> None:
-    jobs = _jobs(miniature, tmp_path)
-    changed = settings(**_of(UNTRAINED, model))
-    with pytest.raises(HddmError, match=r"model 'adapted': lora_rank 2: .* give the model an init"):
-        run_inline(changed, tmp_path / "out", miniature.data, jobs=jobs)
-    assert _experts(jobs) == _experts(miniature.out / "jobs")
-
-
-def test_an_init_that_does_not_fit_is_refused_before_anything_is_trained(
-    miniature: Finished, router: Path, tmp_path: Path
-) -> None:
-    jobs = _jobs(miniature, tmp_path)
-    changed = settings(**_of(UNTRAINED, {"name": "mine", "init": str(router)}))
-    with pytest.raises(HddmError, match=r"model 'mine': .*no expert folder"):
-        run_inline(changed, tmp_path / "out", miniature.data, jobs=jobs)
+    jobs, message = _jobs(miniature, tmp_path), r"lora_rank 2: .* give the model an init"
+    if "init" in model:
+        model, message = {"init": str(router)}, "no expert folder"
+    with pytest.raises(HddmError, match=rf"model 'mine': .*{message}"):
+        run_inline(
+            of_models(UNTRAINED, {"name": "mine"} | model), tmp_path / "out", miniature.data, jobs=jobs
+        )
     assert _experts(jobs) == _experts(miniature.out / "jobs")
