@@ -7,7 +7,9 @@ import os
 import resource
 import shutil
 import signal
-from collections.abc import Callable, Iterator
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -162,6 +164,33 @@ def killing(event: str, argument: str) -> Callable[[str, tuple[Any, ...]], None]
             os.kill(os.getpid(), signal.SIGKILL)
 
     return hook
+
+
+# Packages that take seconds to import, most of them with torch below.
+HEAVY = {"torch", "diffusers", "transformers", "accelerate", "peft", "sklearn", "scipy", "matplotlib", "rich"}
+
+_RUN = """
+import contextlib, io, json, sys
+from hddm_cli.app import app
+for line in json.loads(sys.argv[1]):
+    sys.argv = ["hddm", *line]
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
+        try:
+            app()
+        except SystemExit as stopped:
+            code = int(stopped.code or 0)
+    print(json.dumps([code, said.getvalue(), list(sys.modules)]))
+"""
+
+
+def in_a_fresh_process(lines: Iterable[Sequence[object]]) -> list[tuple[int, str, set[str]]]:
+    """Of each command its exit code, its output, and which of `HEAVY` are imported after it."""
+    arguments = json.dumps([list(map(str, line)) for line in lines])
+    run = subprocess.run([sys.executable, "-c", _RUN, arguments], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    found = map(json.loads, run.stdout.splitlines())
+    return [(code, output, HEAVY & set(modules)) for code, output, modules in found]
 
 
 @contextlib.contextmanager

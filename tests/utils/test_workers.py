@@ -100,10 +100,9 @@ def test_workers_that_are_told_to_stop_begin_nothing_more(tmp_path: Path) -> Non
 @pytest.mark.parametrize("before", [None, "7"])
 def test_the_environment_is_restored(before: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in VARIABLES:
+        monkeypatch.setenv(name, before or "")
         if before is None:
-            monkeypatch.delenv(name, raising=False)
-        else:
-            monkeypatch.setenv(name, before)
+            monkeypatch.delenv(name)
     with Workers(1):
         assert all(os.environ[name] != before for name in VARIABLES)
     assert [os.environ.get(name) for name in VARIABLES] == [before] * 3
