@@ -129,24 +129,14 @@ def test_what_is_no_file_of_weights_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        *("../a", "/etc/passwd", "..", ".", "", "x/../../a", "a\\b", "..\\a"),
-        *("C:a", "a\0b", "a\nb", "//a", "x/.."),
-    ],
+    "name", ["../a", "/etc/passwd", "..", ".", "", "a\\b", "C:a", "a\0b", "a\nb", "//a", "x/.."]
 )
-def test_a_name_that_leaves_the_folder_is_refused_before_anything_is_opened(
-    name: str, tmp_path: Path
-) -> None:
-    folder = tmp_path / "model"
-    folder.mkdir()
-    assert "does not stay inside the folder" in refusal(inside, folder, name)
+def test_a_name_that_leaves_the_folder_is_refused(name: str, tmp_path: Path) -> None:
+    assert "does not stay inside the folder" in refusal(inside, tmp_path, name)
     # Names are judged before files: the first shard is missing.
     weight_map = {"a": "absent.safetensors", "b": name}
-    (folder / "x.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    message = refusal(read_index, folder / "x.index.json")
-    assert "weight_map names" in message
-    assert repr(name) in message
+    (tmp_path / "x.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    assert f"weight_map names {name!r}" in refusal(read_index, tmp_path / "x.index.json")
 
 
 def test_links_out_of_the_folder_or_of_a_hub_cache_repository_are_refused(tmp_path: Path) -> None:
@@ -160,10 +150,6 @@ def test_links_out_of_the_folder_or_of_a_hub_cache_repository_are_refused(tmp_pa
     assert "outside the folder" in refusal(inside, folder, "above/secret")
     assert "outside the folder" in refusal(inside, tmp_path / "models--org--name", "snapshots/0123abc/file")
     assert "circle" in refusal(lambda: kind_of(inside(folder, "circle")))
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "file").symlink_to("../secret")
-    (tmp_path / "model" / "x.index.json").write_text(json.dumps({"weight_map": {"a": "file"}}))
-    assert "outside the folder" in refusal(read_index, tmp_path / "model" / "x.index.json")
 
 
 @pytest.mark.parametrize(
@@ -189,15 +175,10 @@ def test_all_that_index_and_shards_disagree_about_is_named(tmp_path: Path) -> No
     (tmp_path / "x.index.json").write_text(json.dumps({"weight_map": weight_map}))
     message = refusal(read_index, tmp_path / "x.index.json")
     assert "1 holds 'stray', which the index gives to no file" in message
-    assert "2 holds 'a', which the index gives to 1" in message
-    assert "2 lacks 'gone'" in message
+    assert "2 holds 'a', which the index gives to 1; 2 lacks 'gone'" in message
     weight_map |= {f"more{index}": "1" for index in range(20)}
     (tmp_path / "x.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    assert message.count(";") == 2
     assert refusal(read_index, tmp_path / "x.index.json").endswith("; … and 13 more")
-
-
-def test_a_shard_of_more_than_tensors_is_refused(tmp_path: Path) -> None:
     save({"a": torch.ones(1), "epoch": 3}, tmp_path, True)
     (tmp_path / "x.index.json").write_text(json.dumps({"weight_map": {"a": "a.pt"}}))
     assert "'epoch' is a int" in refusal(read_index, tmp_path / "x.index.json", allow_pickle=True)
