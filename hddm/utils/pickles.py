@@ -87,21 +87,15 @@ def _compare(path: Path, sizes: dict[str, int], data: bytes) -> None:
         raise HddmError(f"{path}: has two directories that differ; refused")
 
 
-_STORAGES = {
-    "torch DoubleStorage": 8,
-    "torch FloatStorage": 4,
-    "torch HalfStorage": 2,
-    "torch BFloat16Storage": 2,
-    "torch LongStorage": 8,
-    "torch IntStorage": 4,
-    "torch ShortStorage": 2,
-    "torch CharStorage": 1,
-    "torch ByteStorage": 1,
-    "torch BoolStorage": 1,
-    "torch ComplexFloatStorage": 8,
-    "torch ComplexDoubleStorage": 16,
-    "torch.storage UntypedStorage": 1,
+_SIZES = {
+    1: ("Bool", "Byte", "Char"),
+    2: ("BFloat16", "Half", "Short"),
+    4: ("Float", "Int"),
+    8: ("ComplexFloat", "Double", "Long"),
+    16: ("ComplexDouble",),
 }
+_STORAGES = {f"torch {kind}Storage": size for size, kinds in _SIZES.items() for kind in kinds}
+_STORAGES["torch.storage UntypedStorage"] = 1
 """Bytes of one element by storage class."""
 
 _DTYPES = [
