@@ -145,12 +145,13 @@ def test_swapped_records_of_two_experts_are_seen(ensemble: Path) -> None:
 
 
 def test_swapped_folders_of_two_experts_are_seen(trio: Trio, tmp_path: Path) -> None:
+    whole = tmp_path / "whole"
     # Without a router, which would tell them apart by their shards.
-    assemble(trio.experts, tmp_path)
+    assemble(trio.experts, whole)
     for name, other in (("0", "aside"), ("1", "0"), ("aside", "1")):
-        (tmp_path / "experts" / name).rename(tmp_path / "experts" / other)
+        (whole / "experts" / name).rename(whole / "experts" / other)
     with pytest.raises(HddmError) as caught:
-        load(tmp_path)
+        load(whole)
     assert caught.value.details == tuple(f"experts/{k}/{MANIFEST}: has changed" for k in (0, 1))
 
 
