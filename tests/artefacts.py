@@ -7,7 +7,9 @@ import os
 import resource
 import shutil
 import signal
-from collections.abc import Callable, Iterator
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -38,10 +40,7 @@ def draw(name: str, num: int, seed: int, side: int = SIDE) -> torch.Tensor:
     """Gray images (num, 1, side, side) in bytes: two bright columns, or two bright rows, under noise."""
     images = np.random.default_rng(seed).integers(0, 60, (num, 1, side, side)).astype(np.uint8)
     middle = slice(side // 2 - 1, side // 2 + 1)
-    if name == "columns":
-        images[..., :, middle] += 190
-    else:
-        images[..., middle, :] += 190
+    images[(..., middle) if name == "columns" else (..., middle, slice(None))] += 190
     return torch.from_numpy(images)
 
 
@@ -64,29 +63,15 @@ def router_settings(**changes: Any) -> RouterSettings:
     return RouterSettings.model_validate({**_SHORT, **changes})
 
 
-_SHORT = {
-    "steps": 10,
-    "batch_size": 16,
-    "learning_rate": 3e-3,
-    "warmup": 2,
-    "ema_decay": 0.9,
-    "size": "tiny",
-    "seed": 7,
-}
+_SHORT = {"steps": 10, "batch_size": 16, "learning_rate": 3e-3, "warmup": 2, "ema_decay": 0.9}
+_SHORT |= {"size": "tiny", "seed": 7}
 
 
 def shard_record(folder: Path) -> dict[str, Any]:
     """What an expert without classes records of the second shard of two, in ``folder``."""
     shard = load_shard(folder)
-    assert shard.partition is not None
-    return {
-        "index": 1,
-        "num_shards": 2,
-        "hash": shard.hash,
-        "images": len(shard),
-        "class_images": [],
-        "partition": shard.partition,
-    }
+    place = {"index": 1, "num_shards": 2, "partition": shard.partition}
+    return place | {"hash": shard.hash, "images": len(shard), "class_images": []}
 
 
 def number_of_pixels(pixels: np.ndarray) -> float:
@@ -176,11 +161,8 @@ def with_pixels(shard: Shard, pixels: torch.Tensor) -> Shard:
 
 def contents(folder: Path) -> dict[str, bytes]:
     """Every file under ``folder`` by its relative path; hidden ones too."""
-    return {
-        str(path.relative_to(folder)): path.read_bytes()
-        for path in sorted(folder.rglob("*"))
-        if path.is_file()
-    }
+    files = (path for path in sorted(folder.rglob("*")) if path.is_file())
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
 def killing(event: str, argument: str) -> Callable[[str, tuple[Any, ...]], None]:
@@ -191,6 +173,33 @@ def killing(event: str, argument: str) -> Callable[[str, tuple[Any, ...]], None]
             os.kill(os.getpid(), signal.SIGKILL)
 
     return hook
+
+
+# Packages that take seconds to import, most of them with torch below.
+HEAVY = {"torch", "diffusers", "transformers", "accelerate", "peft", "sklearn", "scipy", "matplotlib", "rich"}
+
+_RUN = """
+import contextlib, io, json, sys
+from hddm_cli.app import app
+for line in json.loads(sys.argv[1]):
+    sys.argv = ["hddm", *line]
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
+        try:
+            app()
+        except SystemExit as stopped:
+            code = int(stopped.code or 0)
+    print(json.dumps([code, said.getvalue(), list(sys.modules)]))
+"""
+
+
+def in_a_fresh_process(lines: Iterable[Sequence[object]]) -> list[tuple[int, str, set[str]]]:
+    """Of each command its exit code, its output, and which of `HEAVY` are imported after it."""
+    arguments = json.dumps([list(map(str, line)) for line in lines])
+    run = subprocess.run([sys.executable, "-c", _RUN, arguments], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    found = map(json.loads, run.stdout.splitlines())
+    return [(code, output, HEAVY & set(modules)) for code, output, modules in found]
 
 
 @contextlib.contextmanager

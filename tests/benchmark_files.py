@@ -4,14 +4,10 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
-# These are imported late, once a process; here, once for all.
-import accelerate
-import diffusers.hooks
 import torch
 
 from hddm.benchmark import run
@@ -20,10 +16,7 @@ from hddm.benchmark.results import Results, compare_rows
 from hddm.benchmark.settings import BenchmarkSettings
 from hddm.utils.processes import Call, Report
 from tests.artefacts import killing, write_images
-
-_context = get_context("forkserver")
-# Imported once, so that a process costs milliseconds.
-_context.set_forkserver_preload([__name__, accelerate.__name__, diffusers.hooks.__name__])
+from tests.killed_runs import in_a_process
 
 FLOW, MIXED, SINGLE = "homogeneous flow", "mixed 1:1", "single model"
 THREE = {FLOW: [10.0, 10.1, 9.9], MIXED: [8.0, 8.1, 7.9], SINGLE: [9.0, 9.1, 8.9]}
@@ -89,17 +82,14 @@ class Finished:
 class Inline:
     """Workers that are this process."""
 
-    def __init__(self, count: int) -> None:
-        pass
+    def __init__(self, count: int) -> None: ...
 
     def __enter__(self) -> "Inline":
         return self
 
-    def __exit__(self, *ended: object) -> None:
-        pass
+    def __exit__(self, *ended: object) -> None: ...
 
     def run(self, calls: Sequence[Call], on_progress: Report) -> list[Any]:
-        """Results of ``calls``."""
         return [call.function(**call.arguments, report=on_progress) for call in calls]
 
 
@@ -126,8 +116,7 @@ def life(chosen: BenchmarkSettings, out: Path, data: Path, moment: tuple[str, st
     It is killed at ``moment``: an audit event of Python and a part of its arguments, as ("os.rename",
     "samples-").
     """
-    process = _context.Process(target=_live, args=(chosen, out, data, moment))
-    process.start()
+    process = in_a_process(_live, chosen, out, data, moment)
     process.join()
     assert process.exitcode is not None
     return process.exitcode

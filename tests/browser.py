@@ -85,13 +85,8 @@ class Browser:
 
     def open(self, page: Path, width: int, height: int = 900) -> None:
         """Load a file in a window of this size, as a phone's up to 600 pixels."""
-        self.call(
-            "Emulation.setDeviceMetricsOverride",
-            width=width,
-            height=height,
-            deviceScaleFactor=1,
-            mobile=width <= 600,
-        )
+        size = {"width": width, "height": height, "deviceScaleFactor": 1}
+        self.call("Emulation.setDeviceMetricsOverride", **size, mobile=width <= 600)
         self._events.clear()
         self.call("Page.navigate", url=page.resolve().as_uri())
         while not any(event["method"] == "Page.loadEventFired" for event in self._events):
@@ -108,11 +103,6 @@ class Browser:
         shared = {"key": key, "code": key, "windowsVirtualKeyCode": code}
         self.call("Input.dispatchKeyEvent", type="keyDown", text=text, **shared)
         self.call("Input.dispatchKeyEvent", type="keyUp", **shared)
-
-    def screenshot(self, path: Path) -> None:
-        """The whole page as PNG."""
-        shot = self.call("Page.captureScreenshot", captureBeyondViewport=True)
-        path.write_bytes(base64.b64decode(shot["data"]))
 
     def print(self, path: Path) -> None:
         """The page on paper, as PDF."""

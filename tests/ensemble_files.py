@@ -148,15 +148,8 @@ def write_mixed(root: Path) -> Path:
     dit_source = pipeline(root / "dit", dit(2), scheduler)
     for name, source in (("unet", unet_source), ("dit", dit_source)):
         write(plan(source, Conversion()), root / "converted" / name)
-    flow = flow_expert(
-        3,
-        {"space": "latents", "latent_scale": None},
-        in_channels=4,
-        sample_size=8,
-        hidden_size=48,
-        depth=2,
-        num_classes=5,
-    )
+    sizes = {"in_channels": 4, "sample_size": 8, "hidden_size": 48, "depth": 2, "num_classes": 5}
+    flow = flow_expert(3, {"space": "latents", "latent_scale": None}, **sizes)
     write_vae(root / "vae")
     experts = [root / "converted" / "unet", root / "converted" / "dit", flow]
     return write_ensemble(root, experts, vae=root / "vae")
@@ -177,11 +170,5 @@ def write_text(root: Path, kind: Literal["kl", "tiny"] = "kl", strategy: str = "
     """An ensemble of text experts with its VAE, text encoder and tokenizer."""
     write_vae(root / "vae", kind)
     write_clip(root / "clip")
-    return write_ensemble(
-        root,
-        text_experts(),
-        strategy,
-        vae=root / "vae",
-        text_encoder=root / "clip" / "text_encoder",
-        tokenizer=root / "clip" / "tokenizer",
-    )
+    texts = {name: root / "clip" / name for name in ("text_encoder", "tokenizer")}
+    return write_ensemble(root, text_experts(), strategy, vae=root / "vae", **texts)

@@ -1,5 +1,7 @@
 """Tiny networks of SD3 and Flux, and what they mean, written down by hand."""
 
+import itertools
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -66,26 +68,26 @@ def text(network: ModelMixin, rows: int = 2) -> dict[str, Tensor]:
     return given
 
 
+def _cells(channels: int, height: int, width: int) -> Iterator[tuple[tuple[int, ...], tuple[int, int]]]:
+    """Where each number of a state (c, y, x) lies in its rows: row y W/2 + x, channel 4c + 2 dy + dx."""
+    for c, y, x in itertools.product(range(channels), range(height), range(width)):
+        yield (c, y, x), ((y // 2) * (width // 2) + x // 2, 4 * c + 2 * (y % 2) + x % 2)
+
+
 def rows_by_hand(x: Tensor) -> Tensor:
-    """A state as rows, a number at a time: row y W/2 + x, channel 4c + 2 dy + dx."""
+    """A state as rows, a number at a time."""
     batch, channels, height, width = x.shape
     rows = torch.zeros(batch, height * width // 4, 4 * channels, dtype=x.dtype)
-    for c in range(channels):
-        for y in range(height):
-            for z in range(width):
-                at = 4 * c + 2 * (y % 2) + z % 2
-                rows[:, (y // 2) * (width // 2) + z // 2, at] = x[:, c, y, z]
+    for (c, y, z), (row, at) in _cells(channels, height, width):
+        rows[:, row, at] = x[:, c, y, z]
     return rows
 
 
 def state_by_hand(rows: Tensor, height: int, width: int) -> Tensor:
     """The way back."""
     x = torch.zeros(len(rows), rows.shape[2] // 4, height, width, dtype=rows.dtype)
-    for c in range(x.shape[1]):
-        for y in range(height):
-            for z in range(width):
-                at = 4 * c + 2 * (y % 2) + z % 2
-                x[:, c, y, z] = rows[:, (y // 2) * (width // 2) + z // 2, at]
+    for (c, y, z), (row, at) in _cells(x.shape[1], height, width):
+        x[:, c, y, z] = rows[:, row, at]
     return x
 
 

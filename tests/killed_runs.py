@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from multiprocessing import get_context
 from multiprocessing.context import ForkServerProcess
@@ -31,17 +32,17 @@ _context = get_context("forkserver")
 _context.set_forkserver_preload([__name__, accelerate.__name__, diffusers.hooks.__name__])
 
 
+def in_a_process(target: Callable[..., None], *arguments: object) -> ForkServerProcess:
+    """A call that runs in a process of its own."""
+    process = _context.Process(target=target, args=arguments)
+    process.start()
+    return process
+
+
 def settings() -> Any:
     """48 images in batches of 7: epochs end within batches."""
-    return expert_settings(
-        "flow",
-        steps=STEPS,
-        batch_size=BATCH,
-        threads=1,
-        class_conditional=True,
-        random_flip=True,
-        device="cpu",
-    )
+    sizes = {"steps": STEPS, "batch_size": BATCH, "threads": 1, "device": "cpu"}
+    return expert_settings("flow", class_conditional=True, random_flip=True, **sizes)
 
 
 @dataclass(frozen=True)
@@ -90,9 +91,7 @@ def train(shard: Path, out: Path, diary: Path, moment: tuple[str, str] | None = 
 
 def start(shard: Path, out: Path, diary: Path, moment: tuple[str, str] | None = None) -> ForkServerProcess:
     """`train` in a process of its own."""
-    process = _context.Process(target=train, args=(shard, out, diary, moment))
-    process.start()
-    return process
+    return in_a_process(train, shard, out, diary, moment)
 
 
 def entries(diary: Path) -> dict[int, tuple[list[int], float]]:

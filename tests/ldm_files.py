@@ -62,16 +62,15 @@ def ldm_file(
         content |= {"model_ema.decay": torch.tensor(0.9999), "model_ema.num_updates": torch.tensor(7)}
     scheduler = DDPMScheduler(**SD_BETAS)
     kept = scheduler.alphas_cumprod
-    for name, value in (
-        ("betas", scheduler.betas),
-        ("alphas_cumprod", kept),
-        ("alphas_cumprod_prev", torch.cat([torch.ones(1), kept[:-1]])),
-        ("sqrt_alphas_cumprod", kept.sqrt()),
-        ("sqrt_one_minus_alphas_cumprod", (1 - kept).sqrt()),
-        ("log_one_minus_alphas_cumprod", (1 - kept).log()),
-        ("posterior_variance", scheduler.betas.clone()),
-    ):
-        content[name] = value
+    content |= {
+        "betas": scheduler.betas,
+        "alphas_cumprod": kept,
+        "alphas_cumprod_prev": torch.cat([torch.ones(1), kept[:-1]]),
+        "sqrt_alphas_cumprod": kept.sqrt(),
+        "sqrt_one_minus_alphas_cumprod": (1 - kept).sqrt(),
+        "log_one_minus_alphas_cumprod": (1 - kept).log(),
+        "posterior_variance": scheduler.betas.clone(),
+    }
     content["first_stage_model.encoder.conv_in.weight"] = torch.zeros(4, 3, 3, 3)
     content["cond_stage_model.transformer.text_model.final_layer_norm.bias"] = torch.zeros(4)
     return content

@@ -268,24 +268,33 @@ def read_json(path: Path, largest: int = LARGEST_JSON) -> dict[str, Any]:
         HddmError: for a missing file, anything but a regular one, one of more than ``largest`` bytes, broken
             JSON and anything but an object.
     """
+    text = read_start(path, largest + 1)
+    if len(text) > largest:
+        raise HddmError(f"{path}: has more than {largest} bytes; fetch or write it again")
     try:
-        # Opening a pipe would wait for ever.
-        if not stat.S_ISREG(path.stat().st_mode):
-            raise HddmError(f"{path}: is no regular file; name a JSON file")
-        with path.open("rb") as file:
-            text = file.read(largest + 1)
-        if len(text) > largest:
-            raise HddmError(f"{path}: has more than {largest} bytes; fetch or write it again")
         content = json.loads(text.decode())
-    except FileNotFoundError:
-        raise HddmError(f"{path}: no such file") from None
-    except HddmError:
-        raise
-    except (OSError, ValueError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise HddmError(f"{path}: cannot be read as JSON ({error})") from error
     if not isinstance(content, dict):
         raise HddmError(f"{path}: holds no JSON object")
     return content
+
+
+def read_start(path: Path, size: int) -> bytes:
+    """The first ``size`` bytes of a file, or all; `HddmError` for any but a regular one that can be read."""
+    try:
+        # Opening a pipe would wait for ever.
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise HddmError(f"{path}: is no regular file; name a file")
+        with path.open("rb") as file:
+            return file.read(size)
+    except FileNotFoundError:
+        raise HddmError(f"{path}: no such file") from None
+    except HddmError:
+        raise
+    # ValueError: a name with NUL.
+    except (OSError, ValueError) as error:
+        raise HddmError(f"{path}: cannot be read ({error})") from error
 
 
 def sha256_of(path: Path) -> str:
@@ -320,24 +329,26 @@ def _move_to_nothing(draft: Path, path: Path) -> None:
     """Give a file its name unless something has it: of all processes that write it, one does."""
     with alone(path):
         if path.exists() or path.is_symlink():
-            raise HddmError(
-                f"{path}: was written by another process in the meantime, and stays as it is; choose another"
-            )
+            raise _made_meanwhile(path)
         draft.replace(path)
 
 
 def _rename_to_nothing(draft: Path, target: Path) -> None:
     """Rename a folder, which the system refuses where something else has come to have that name."""
+    if target.is_symlink():
+        raise _made_meanwhile(target)
     try:
-        if target.is_symlink():
-            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
         draft.rename(target)
     except OSError as error:
         if error.errno not in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR):
             raise
-        raise HddmError(
-            f"{target}: was made by another process in the meantime, and stays as it is; choose another"
-        ) from error
+        raise _made_meanwhile(target) from error
+
+
+def _made_meanwhile(path: Path) -> HddmError:
+    return HddmError(
+        f"{path}: was made by another process in the meantime, and stays as it is; choose another"
+    )
 
 
 def _replace(draft: Path, target: Path) -> None:

@@ -87,21 +87,15 @@ def _compare(path: Path, sizes: dict[str, int], data: bytes) -> None:
         raise HddmError(f"{path}: has two directories that differ; refused")
 
 
-_STORAGES = {
-    "torch DoubleStorage": 8,
-    "torch FloatStorage": 4,
-    "torch HalfStorage": 2,
-    "torch BFloat16Storage": 2,
-    "torch LongStorage": 8,
-    "torch IntStorage": 4,
-    "torch ShortStorage": 2,
-    "torch CharStorage": 1,
-    "torch ByteStorage": 1,
-    "torch BoolStorage": 1,
-    "torch ComplexFloatStorage": 8,
-    "torch ComplexDoubleStorage": 16,
-    "torch.storage UntypedStorage": 1,
+_SIZES = {
+    1: ("Bool", "Byte", "Char"),
+    2: ("BFloat16", "Half", "Short"),
+    4: ("Float", "Int"),
+    8: ("ComplexFloat", "Double", "Long"),
+    16: ("ComplexDouble",),
 }
+_STORAGES = {f"torch {kind}Storage": size for size, kinds in _SIZES.items() for kind in kinds}
+_STORAGES["torch.storage UntypedStorage"] = 1
 """Bytes of one element by storage class."""
 
 _DTYPES = [
@@ -230,15 +224,9 @@ def _refused_globals(stream: IO[bytes]) -> set[str]:
 def _rehearse(stream: IO[bytes], storages: dict[str, int]) -> Any:
     """The next pickle of ``stream`` with stand-ins; ``storages`` gets the bytes of each that it loads."""
     start = stream.tell()
-    try:
-        left = _bound(stream)
-        stream.seek(start)
-        value = _Rehearsal(stream, storages).load()
-    except RefusedPickleError:
-        raise
-    # Broken pickles raise whatever the objects do that they misuse.
-    except Exception as error:
-        raise RefusedPickleError(f"is a broken pickle ({one_line(error)})") from error
+    left = _bound(stream)
+    stream.seek(start)
+    value = _Rehearsal(stream, storages).load()
     _require(not left, "is a broken pickle (more than one value)")
     return value
 
@@ -285,15 +273,9 @@ _MARKED = (pickletools.markobject, pickletools.stackslice)
 
 
 def _opcodes(stream: IO[bytes]) -> Iterator[tuple[pickletools.OpcodeInfo, Any, int | None]]:
-    try:
-        for number, found in enumerate(pickletools.genops(stream)):
-            _require(number < MOST_OPCODES, f"has more than {MOST_OPCODES} opcodes, which weights never need")
-            yield found
-    except RefusedPickleError:
-        raise
-    # genops raises ValueError, and what codecs and integers raise on broken arguments.
-    except Exception as error:
-        raise RefusedPickleError(f"is a broken pickle ({one_line(error)})") from error
+    for number, found in enumerate(pickletools.genops(stream)):
+        _require(number < MOST_OPCODES, f"has more than {MOST_OPCODES} opcodes, which weights never need")
+        yield found
 
 
 SAFE_TORCH = "2.10"
@@ -329,8 +311,13 @@ def read_pickle(path: Path, allow_pickle: bool) -> dict[str, Any]:
         raise HddmError(f"{path}: is a pickle ({kind}) under the name of safetensors; rename it to .pt")
     try:
         _scan(path, kind)
-    except RefusedPickleError as error:
-        raise HddmError(f"{path}: {error}; refused, take a safetensors version") from error
+    except HddmError:
+        raise
+    # Broken pickles raise whatever codecs, integers and the objects do that they misuse.
+    except Exception as error:
+        is_whole = isinstance(error, RefusedPickleError)
+        problem = str(error) if is_whole else f"is a broken pickle ({one_line(error)})"
+        raise HddmError(f"{path}: {problem}; refused, take a safetensors version") from error
     try:
         with torch.serialization.safe_globals([argparse.Namespace]):
             content = torch.load(path, map_location="cpu", weights_only=True, mmap=kind == "torch-zip")
@@ -350,25 +337,24 @@ def _scan(path: Path, kind: Kind) -> None:
         _refuse_globals(stream, 1)
         _rehearse(stream, storages)
         for key, size in storages.items():
-            if records.get(f"data/{key}") != size:
-                raise RefusedPickleError(f"wants {size} bytes of storage {key!r}, which are not there")
+            is_there = records.get(f"data/{key}") == size
+            _require(is_there, f"wants {size} bytes of storage {key!r}, which are not there")
         return
     with path.open("rb") as file:
         stream = io.BytesIO(file.read(LARGEST_PICKLE))
     head = [_rehearse(stream, {}) for _ in range(2)]
-    if head != [torch.serialization.MAGIC_NUMBER, torch.serialization.PROTOCOL_VERSION]:
-        raise RefusedPickleError("is a pickle that torch.save did not write")
+    expected = [torch.serialization.MAGIC_NUMBER, torch.serialization.PROTOCOL_VERSION]
+    _require(head == expected, "is a pickle that torch.save did not write")
     _refuse_globals(stream, 3)
     _rehearse(stream, {})
     _rehearse(stream, storages)
     keys = _rehearse(stream, {})
     listed = isinstance(keys, list) and all(isinstance(key, str) for key in keys)
-    if not listed or sorted(keys) != sorted(storages):
-        raise RefusedPickleError("lists other storages than it uses")
+    _require(listed and sorted(keys) == sorted(storages), "lists other storages than it uses")
     # Each storage follows with its length; torch would take its memory before it looks for them.
     wanted = stream.tell() + sum(8 + size for size in storages.values())
-    if wanted > path.stat().st_size:
-        raise RefusedPickleError(f"wants {wanted} bytes and has {path.stat().st_size}")
+    held = path.stat().st_size
+    _require(wanted <= held, f"wants {wanted} bytes and has {held}")
 
 
 def _refuse_globals(stream: io.BytesIO, num: int) -> None:

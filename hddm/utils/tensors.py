@@ -7,7 +7,6 @@ lacks and the form of errors.
 """
 
 import json
-import stat
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from hddm.utils.errors import HddmError, one_line
+from hddm.utils.files import read_start
 
 
 def append_dims(values: Tensor, ndim: int) -> Tensor:
@@ -91,7 +91,9 @@ def kind_of(path: Path) -> Kind:
     Raises:
         HddmError: for a missing, empty or unknown file, and for anything but a regular one.
     """
-    head = _read_head(path)
+    head = read_start(path, 16)
+    if not head:
+        raise HddmError(f"{path}: is empty; fetch it again")
     if head.startswith(b"PK\x03\x04"):
         return "torch-zip"
     pickled = head[:1] == b"\x80" and head[1:2] in (b"\x02", b"\x03", b"\x04", b"\x05")
@@ -107,25 +109,6 @@ def kind_of(path: Path) -> Kind:
     raise HddmError(
         f"{path}: is neither safetensors nor a PyTorch checkpoint (begins with {head[:8]!r}); fetch it again"
     )
-
-
-def _read_head(path: Path) -> bytes:
-    """The first 16 bytes of a regular file that is not empty; `HddmError` refuses any other."""
-    try:
-        # Opening a pipe would wait for ever.
-        if not stat.S_ISREG(path.stat().st_mode):
-            raise HddmError(f"{path}: is no regular file; name a file of weights")
-        with path.open("rb") as file:
-            head = file.read(16)
-    except FileNotFoundError:
-        raise HddmError(f"{path}: no such file") from None
-    except (OSError, ValueError) as error:
-        if isinstance(error, HddmError):
-            raise
-        raise HddmError(f"{path}: cannot be read ({error})") from error
-    if not head:
-        raise HddmError(f"{path}: is empty; fetch it again")
-    return head
 
 
 def refuse_non_finite(path: Path, weights: Mapping[str, Tensor]) -> None:

@@ -23,23 +23,13 @@ def test_other_amounts_are_refused(text: str) -> None:
         parse_size(text, "--max-memory")
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("full", "draw", "top-1", "top-02", "threshold-0.1", "nucleus-1", "nucleus-1e-1"),
-        *(
-            "top-0",
-            "top-",
-            "top-1.5",
-            "threshold-0",
-            "nucleus-1.1",
-            "nucleus-nan",
-            "nucleus-",
-            "best",
-            "full-1",
-        ),
-    ],
+STRATEGIES = (
+    "full draw top-1 top-02 threshold-0.1 nucleus-1 nucleus-1e-1 "
+    "top-0 top- top-1.5 threshold-0 nucleus-1.1 nucleus-nan nucleus- best full-1"
 )
+
+
+@pytest.mark.parametrize("name", STRATEGIES.split())
 def test_the_command_line_knows_the_strategies_of_the_library(name: str) -> None:
     def knows(check: Callable[[str], object]) -> bool:
         try:

@@ -22,10 +22,8 @@ from tests.checkpoint_files import pipeline, text_unet
 from tests.component_files import write_clip, write_vae
 
 ROOT = Path(__file__).parents[2]
-PAGES = [
-    ROOT / "README.md",
-    *sorted(one for one in (ROOT / "docs").rglob("*.md") if not {"_build", "notes"} & {*one.parts}),
-]
+DOCS = (one for one in (ROOT / "docs").rglob("*.md") if not {"_build", "notes"} & {*one.parts})
+PAGES = [ROOT / "README.md", *sorted(DOCS)]
 CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 
 
@@ -54,7 +52,7 @@ def _words(code: Code) -> list[list[str]]:
 
 BLOCKS = [code for page in PAGES for code in _code(page)]
 LINES = [words for code in BLOCKS if code.language == "bash" for words in _words(code)]
-# What accelerate launches is a line of hddm.
+# Words of hddm; what accelerate launches are such too.
 HDDM = sorted({tuple(w[3:] if w[:3] == ["accelerate", "launch", "-m"] else w) for w in LINES})
 HDDM = [words for words in HDDM if words[0] in ("hddm", "hddm_cli")]
 PYTHON = [code for code in BLOCKS if code.language == "python"]

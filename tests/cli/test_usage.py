@@ -16,85 +16,113 @@ from hddm.velocity import PredictionType
 from hddm_cli.app import commands
 from hddm_cli.convert import convert
 from hddm_cli.sample import sample
-from tests.artefacts import Command, contents
+from tests.artefacts import Command, contents, in_a_fresh_process
 
 TRAIN = "train expert {shard} --out {out} --objective flow --steps 3"
 ALL = "train all --shards {shards} --out {out} --steps 3"
 
 
-@pytest.mark.parametrize(
-    ("line", "said"),
-    [
-        # What the parser of the command line finds …
-        ("dream", "dream is no verb of hddm; choose one of"),
-        ("tran", "did you mean 'train'?"),
-        ("train exprt", "exprt is no verb of hddm train; choose one of expert, router, all; did you mean"),
-        (TRAIN + " --lerning-rate 1", "--lerning-rate: no such option of hddm train expert; did you mean '-"),
-        (TRAIN + " --zzz", "--zzz: no such option of hddm train expert; hddm train expert --help lists"),
-        (TRAIN + " --seed", "--seed: requires an argument"),
-        (TRAIN + " more", "got unexpected extra argument"),
-        ("train expert --out {out}", "SHARD is required; hddm train expert --help says what it is"),
-        ("train expert {shard} --objective flow", "--out is required"),
-        (TRAIN + " --objective flwo", "--objective flwo: choose one of ddpm, flow; did you mean 'flow'?"),
-        (TRAIN + " --batch-size 0", "--batch-size 0: must be 1 or more"),
-        (TRAIN + " --batch-size many", "--batch-size many: must be a whole number"),
-        (TRAIN + " --condition-dropout 1.5", "--condition-dropout 1.5: must be 1 or less"),
-        (TRAIN + " --learning-rate fast", "--learning-rate fast: must be a number"),
-        ("sample {shard} --out {out} --solver eulr", "--solver eulr: choose one of euler, heun, adams-"),
-        ("sample {shard} --out {out} --strategy best", "--strategy best: choose top-K (K = 1, 2, …), full"),
-        ("assemble {shard} --out {out} --strategy top-0", "--strategy top-0: choose top-K"),
-        (
-            "sample {shard} --out {out} --device gpu",
-            "--device gpu: choose one of auto, cpu, cuda, cuda:1, mps",
-        ),
-        ("sample {shard} --out {out} --dtype half", "--dtype half: choose one of float32, bfloat16"),
-        # … what the settings of a verb find …
-        (TRAIN + " --learning-rate -1", "--learning-rate -1.0: must be above 0"),
-        (TRAIN + " --mixed-precision bf61", "--mixed-precision bf61: choose one of no, bf16, fp16; did you"),
-        (TRAIN + " --device gpu", "--device gpu: choose one of auto, cpu, cuda, mps"),
-        (TRAIN + " --size S/3", "--size S/3: choose one of tiny, small, S/2"),
-        (TRAIN + " --lora-alpha 8", "--lora-alpha 8.0 scales an adapter; give a --lora-rank too"),
-        ("train router {shard} --out {out}", "--steps is required, here or in --config"),
-        (
-            "sample {shard} --out {out} --guidance-interval 0.9 0.1",
-            "--guidance-interval 0.9 0.1: must be two",
-        ),
-        # … in a run file …
-        (TRAIN + " --config {run}", "{run}: key 'size' (is 'smal'): choose one of tiny, small"),
-        # … and what a verb looks at itself.
-        ("benchmark digts --out {out}", "digts: no such preset; name a file of your own by its path"),
-        ("partition {shard} --out {out} --shards few", "--shards few: must be a whole number from 1"),
-        ("sample {shard} --out {out} --max-memory 6TB", "--max-memory 6TB: is no amount of memory; write it"),
-        ("assemble {shard}", "--out is required"),
-        (
-            "partition {images} --out {out} --shards 2 --features dino",
-            "or OWNER/NAME; did you mean 'dinov2'?",
-        ),
-        (ALL + " --objective ddmp", "'ddmp' names no objective; write ddpm or flow for a shard, as"),
-        (ALL + " --objective 7=ddpm,*=flow", "there is no shard '7'; shards are 0 to 1"),
-        (ALL + " --objective 0=ddpm", "says nothing of shard 1; add *=flow for the rest"),
-        (TRAIN + " --lora-rank 2", "--lora-rank adapts an expert that exists; name it by --init"),
-        ("sample {expert} --out {out} --class-labels 0", "--class-labels 0: the model is unconditional"),
-        ("sample {expert} --out {out} --prompt cat", "--prompt: this model has no text encoder"),
-        ("sample {expert} --out {out} --negative-prompt cat", "--negative-prompt: needs a --guidance-scale"),
-        ("sample {expert} --out {out} --strategy top-1", "{expert} is a single expert; drop the option"),
-        # … a folder of another kind among them.
-        (TRAIN.replace("{shard}", "{shards}"), "{shards}: is a partition, not a shard; name one of its"),
-        ("train router {shard} --out {out} --steps 3", "{shard}: is a shard, not a partition; name the"),
-        (ALL.replace("{shards}", "{shard}") + " --objective flow", "{shard}: is a shard, not a partition"),
-        ("encode {expert} --out {out}", "{expert}: is no shard"),
-        ("sample {shard} --out {out}", "{shard}: neither an expert folder"),
-        ("train expert {shard} --out {out} --objective flow --steps 3 --init {shards}", "no expert folder"),
-        (TRAIN + " --init {shard} --size tiny", "--size: --init fixes it; drop one of the two"),
-    ],
-)
-def test_wrong_usage_is_one_line_and_exits_with_2(
-    line: str, said: str, images: Path, shards: Path, ddpm_expert: Path, tmp_path: Path, hddm: Command
-) -> None:
+# What the parser, the settings of a verb or a look at its input finds …
+SLIPS = [
+    ("dream", "dream is no verb of hddm; choose one of"),
+    ("tran", "did you mean 'train'?"),
+    ("train exprt", "exprt is no verb of hddm train; choose one of expert, router, all; did you mean"),
+    (TRAIN + " --lerning-rate 1", "--lerning-rate: no such option of hddm train expert; did you mean '-"),
+    (TRAIN + " --zzz", "--zzz: no such option of hddm train expert; hddm train expert --help lists"),
+    (TRAIN + " --seed", "--seed: requires an argument"),
+    (TRAIN + " more", "got unexpected extra argument"),
+    ("train expert --out {out}", "SHARD is required; hddm train expert --help says what it is"),
+    ("train expert {shard} --objective flow", "--out is required"),
+    (TRAIN + " --objective flwo", "--objective flwo: choose one of ddpm, flow; did you mean 'flow'?"),
+    (TRAIN + " --batch-size 0", "--batch-size 0: must be 1 or more"),
+    (TRAIN + " --batch-size many", "--batch-size many: must be a whole number"),
+    (TRAIN + " --condition-dropout 1.5", "--condition-dropout 1.5: must be 1 or less"),
+    (TRAIN + " --learning-rate fast", "--learning-rate fast: must be a number"),
+    ("sample {shard} --out {out} --solver eulr", "--solver eulr: choose one of euler, heun, adams-"),
+    ("sample {shard} --out {out} --strategy best", "--strategy best: choose top-K (K = 1, 2, …), full"),
+    ("assemble {shard} --out {out} --strategy top-0", "--strategy top-0: choose top-K"),
+    (
+        "sample {shard} --out {out} --device gpu",
+        "--device gpu: choose one of auto, cpu, cuda, cuda:1, mps",
+    ),
+    ("sample {shard} --out {out} --dtype half", "--dtype half: choose one of float32, bfloat16"),
+    (TRAIN + " --learning-rate -1", "--learning-rate -1.0: must be above 0"),
+    (TRAIN + " --mixed-precision bf61", "--mixed-precision bf61: choose one of no, bf16, fp16; did you"),
+    (TRAIN + " --device gpu", "--device gpu: choose one of auto, cpu, cuda, mps"),
+    (TRAIN + " --size S/3", "--size S/3: choose one of tiny, small, S/2"),
+    (TRAIN + " --lora-alpha 8", "--lora-alpha 8.0 scales an adapter; give a --lora-rank too"),
+    ("train router {shard} --out {out}", "--steps is required, here or in --config"),
+    (TRAIN + " --config {run}", "{run}: key 'size' (is 'smal'): choose one of tiny, small"),
+    ("benchmark digts --out {out}", "digts: no such preset; name a file of your own by its path"),
+    ("assemble {shard}", "--out is required"),
+    (ALL + " --objective ddmp", "'ddmp' names no objective; write ddpm or flow for a shard, as"),
+    (ALL + " --objective 7=ddpm,*=flow", "there is no shard '7'; shards are 0 to 1"),
+    (ALL + " --objective 0=ddpm", "says nothing of shard 1; add *=flow for the rest"),
+    (TRAIN + " --init {shard} --size tiny", "--size: --init fixes it; drop one of the two"),
+    ("data check {gone}", "{gone}"),
+    ("partition {gone} --out {out} --shards 2", "{gone}"),
+    ("encode {gone} --out {out}", "{gone}"),
+    (TRAIN.replace("{shard}", "{gone}"), "{gone}"),
+    ("train router {gone} --out {out} --steps 3", "{gone}"),
+    (ALL.replace("{shards}", "{gone}") + " --objective flow", "{gone}"),
+    ("distill {gone} --data {shards} --out {out} --steps 3", "{gone}"),
+    ("convert {gone} --out {out}", "{gone}"),
+    ("convert {shard} --out {out} --prediction-type noise", "--prediction-type noise: choose one of"),
+    ("calibrate {gone}", "{gone}"),
+    ("calibrate {shard} --data {gone}", "{gone}"),
+    ("verify {gone}", "{gone}"),
+    ("assemble {gone} --out {out}", "{gone}"),
+    ("assemble {shard} --router {gone} --out {out}", "{gone}"),
+    ("sample {gone} --out {out}", "{gone}"),
+    ("evaluate {gone} --reference {shard}", "{gone}"),
+    ("compare {gone} {gone}", "{gone}"),
+    ("inspect {gone}", "{gone}"),
+]
+# … and what only the work itself finds.
+LATER = [
+    (
+        "sample {shard} --out {out} --guidance-interval 0.9 0.1",
+        "--guidance-interval 0.9 0.1: must be two",
+    ),
+    ("partition {shard} --out {out} --shards few", "--shards few: must be a whole number from 1"),
+    ("sample {shard} --out {out} --max-memory 6TB", "--max-memory 6TB: is no amount of memory; write it"),
+    (
+        "partition {images} --out {out} --shards 2 --features dino",
+        "or OWNER/NAME; did you mean 'dinov2'?",
+    ),
+    (TRAIN + " --lora-rank 2", "--lora-rank adapts an expert that exists; name it by --init"),
+    ("sample {expert} --out {out} --prompt cat", "--prompt: this model has no text encoder"),
+    ("sample {expert} --out {out} --negative-prompt cat", "--negative-prompt: needs a --guidance-scale"),
+    ("sample {expert} --out {out} --strategy top-1", "{expert} is a single expert; drop the option"),
+    ("train expert {shard} --out {out} --objective flow --steps 3 --init {shards}", "no expert folder"),
+]
+
+
+@pytest.fixture
+def names(images: Path, shards: Path, ddpm_expert: Path, tmp_path: Path) -> dict[str, Path]:
+    """What stands in a line for a path."""
     (tmp_path / "run.yaml").write_text("size: smal")
+    made = {"images": images, "shards": shards, "shard": shards / "shard_0", "expert": ddpm_expert}
+    return made | {"out": tmp_path / "out", "gone": tmp_path / "gone", "run": tmp_path / "run.yaml"}
+
+
+def test_a_slip_of_the_keyboard_is_one_line_before_anything_heavy_is_imported(
+    names: dict[str, Path], tmp_path: Path
+) -> None:
     before = contents(tmp_path)
-    names = {"images": images, "shards": shards, "shard": shards / "shard_0", "expert": ddpm_expert}
-    names |= {"out": tmp_path / "out", "run": tmp_path / "run.yaml"}
+    runs = in_a_fresh_process([line.format(**names).split() for line, _ in SLIPS])
+    for (line, said), (code, output, heavy) in zip(SLIPS, runs, strict=True):
+        assert (code, output.count("\n"), heavy) == (2, 1, set()), (line, output)
+        assert output.startswith("hddm: ")
+        assert said.format(**names) in output
+    assert contents(tmp_path) == before
+
+
+@pytest.mark.parametrize(("line", "said"), LATER)
+def test_wrong_usage_is_one_line_and_exits_with_2(
+    line: str, said: str, names: dict[str, Path], tmp_path: Path, hddm: Command
+) -> None:
+    before = contents(tmp_path)
     code, out, error = hddm(*line.format(**names).split())
     assert (code, out) == (2, "")
     assert error.startswith("hddm: ")
@@ -125,17 +153,17 @@ def _verbs(command: Any, *path: str) -> Iterator[tuple[tuple[str, ...], Any]]:
 VERBS = dict(_verbs(typer.main.get_command(commands)))
 
 
-@pytest.mark.parametrize("verb", VERBS, ids=" ".join)
-def test_help_shows_every_name_whole_on_80_columns(
-    verb: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, hddm: Command
+def test_help_imports_nothing_heavy_and_shows_every_name_whole_on_80_columns(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    names = (name for one in VERBS[verb].params for name in (*one.opts, *one.secondary_opts))
     monkeypatch.setenv("COLUMNS", "80")
-    code, shown, _ = hddm(*verb, "--help")
-    assert code == 0
-    words = {word.strip(",/") for word in shown.replace("/--", " --").split()}
-    assert {name for name in names if name.startswith("--")} <= words
-    assert verb or "--debug" in words
+    runs = in_a_fresh_process([[*words, "--help"] for words in VERBS])
+    for (words, verb), (code, shown, heavy) in zip(VERBS.items(), runs, strict=True):
+        assert (code, heavy) == (0, set()), words
+        names = (name for one in verb.params for name in (*one.opts, *one.secondary_opts))
+        seen = {word.strip(",/") for word in shown.replace("/--", " --").split()}
+        assert {name for name in names if name.startswith("--")} <= seen, words
+        assert words or "--debug" in seen
 
 
 def test_choices_are_those_there_are_and_a_device_is_chosen_alike_by_all_verbs() -> None:

@@ -2,7 +2,6 @@
 
 import argparse
 import collections
-import io
 import os
 import pickle
 import zipfile
@@ -13,17 +12,14 @@ from typing import Any
 import pytest
 import torch
 
-from hddm.utils.errors import HddmError
 from hddm.utils.pickles import read_pickle
-from tests.hostile import ZIP_OR_LEGACY, Calls, address_space, grown_by, save, zipped
+from tests.hostile import ZIP_OR_LEGACY, Calls, address_space, grown_by, refusal, save, zipped
 
 
 def _refusal(path: Path, allow_pickle: bool = True) -> str:
-    with pytest.raises(HddmError) as caught:
-        read_pickle(path, allow_pickle)
-    assert "\n" not in str(caught.value)
-    assert str(path) in str(caught.value)
-    return str(caught.value)
+    message = refusal(read_pickle, path, allow_pickle)
+    assert str(path) in message
+    return message
 
 
 @ZIP_OR_LEGACY
@@ -34,7 +30,7 @@ def test_a_training_checkpoint_is_read_as_it_was_saved(tmp_path: Path, in_zip: b
     optimizer.step()
     saved = {
         "ema": network.state_dict(),
-        "model": {"weight": network.weight, "half": torch.ones(2).half(), "brain": torch.ones(2).bfloat16()},
+        "model": {name: torch.arange(2).to(getattr(torch, name)) for name in ("float16", "bfloat16", "bool")},
         "opt": optimizer.state_dict(),
         "args": argparse.Namespace(lr=1e-4, data="x", sizes=(1, 2), seed=None, big=2**40),
         "dtype": torch.float16,
@@ -43,13 +39,12 @@ def test_a_training_checkpoint_is_read_as_it_was_saved(tmp_path: Path, in_zip: b
     read = read_pickle(save(saved, tmp_path, in_zip), allow_pickle=True)
     assert read.keys() == saved.keys()
     assert read["args"] == saved["args"]
-    assert read["dtype"] == torch.float16
-    assert read["size"] == (1, 2)
+    assert (read["dtype"], read["size"]) == (torch.float16, (1, 2))
     assert isinstance(read["ema"], collections.OrderedDict)
     assert torch.equal(read["ema"]["weight"], network.weight)
-    assert torch.equal(read["model"]["weight"], network.weight)
-    assert read["model"]["half"].dtype == torch.float16
-    assert read["model"]["brain"].dtype == torch.bfloat16
+    assert {name: str(values.dtype) for name, values in read["model"].items()} == {
+        name: f"torch.{name}" for name in saved["model"]
+    }
     assert torch.equal(read["opt"]["state"][0]["exp_avg"], optimizer.state_dict()["state"][0]["exp_avg"])
 
 
@@ -81,8 +76,7 @@ def test_tensors_of_an_archive_are_mapped(tmp_path: Path) -> None:
 def test_a_pickle_is_refused_unless_asked_for(tmp_path: Path, in_zip: bool) -> None:
     message = _refusal(save({"a": torch.ones(2)}, tmp_path, in_zip), allow_pickle=False)
     assert "is a pickle" in message
-    assert "pass --allow-pickle" in message
-    assert "safetensors version" in message
+    assert "take the safetensors version, or pass --allow-pickle" in message
 
 
 @pytest.mark.parametrize("version", ["2.6.0", "2.9.1+cu128", "2.10.0a0"])
@@ -139,12 +133,10 @@ def test_every_refused_global_is_named(tmp_path: Path) -> None:
         (b"\x80\x02\x82\x01.", "opcode EXT1"),
         (b"\x80\x02Pabc\n.", "opcode PERSID"),
         (b"\x80\x04}.", "opcode PROTO 4"),
-        (b"\x80\x02(" + b"]" + b"X\x01\x00\x00\x00aQ.", "loads by an id"),
         (b"\x80\x02C\x03a\nb.", "opcode SHORT_BINBYTES at byte 2"),
         (b"\x80\x02c" + b"a" * 9999 + b"\nb\n.", "would import 'aaaa"),
         (b"\x80\x02X\x03\x00\x00\x00abcQ.", "loads by an id that is no storage's"),
         (b"\x80\x02ctorch\nFloatStorage\nJ\xff\xff\xff\x7f\x85R.", "calls what is no known function"),
-        (b"\x80\x02ctorch.storage\nUntypedStorage\nJ\xff\xff\xff\x7f\x85R.", "calls what is no known"),
         (b"\x80\x02ccollections\nOrderedDict\n]\x85R.", "odd arguments"),
         (b"\x80\x02cargparse\nNamespace\n)\x81}\x86b.", "broken pickle"),
         (b"\x80\x02cargparse\nNamespace\n)\x81)b.", "state is not a dictionary"),
@@ -177,35 +169,25 @@ def test_a_view_that_repeats_its_storage_is_refused_by_its_key(in_zip: bool, tmp
     assert "'ema.bomb' of shape (268435456,) is 1073741824 bytes made of 4" in message
 
 
-def test_sparse_and_quantized_tensors_are_refused(tmp_path: Path) -> None:
+def test_sparse_tensors_and_devices_are_refused(tmp_path: Path) -> None:
     assert "_rebuild_sparse_tensor" in _refusal(save({"a": torch.eye(3).to_sparse()}, tmp_path, True))
     assert "torch.device" in _refusal(save({"a": torch.device("cpu")}, tmp_path, True))
 
 
-def test_nesting_beyond_reason_is_refused(tmp_path: Path) -> None:
+def test_nesting_beyond_reason_is_refused_and_a_circle_read_in_finite_time(tmp_path: Path) -> None:
     code = b"\x80\x02}X\x01\x00\x00\x00a" + b"]" * 10_000 + b"a" * 9_999 + b"s."
     assert "is nested too deep" in _refusal(zipped(tmp_path, code))
-
-
-def test_a_dictionary_that_holds_itself_is_read_in_finite_time(tmp_path: Path) -> None:
     read = read_pickle(zipped(tmp_path, b"\x80\x02}q\x00X\x01\x00\x00\x00ah\x00s."), allow_pickle=True)
     assert read["a"] is read
 
 
-def test_storages_larger_than_what_the_old_format_holds_are_refused_before_they_are_made(
-    tmp_path: Path,
-) -> None:
+def test_storages_that_the_old_format_does_not_hold_are_refused(tmp_path: Path) -> None:
     path = save({"a": torch.ones(2)}, tmp_path, in_zip=False)
     content = path.read_bytes()
+    # Before memory is taken for them.
     path.write_bytes(content.replace(b"K\x02Nt", b"J\xff\xff\xff\x7fNt"))
-    assert path.read_bytes() != content
     with address_space(256 * 2**20):
         assert "wants 8589934" in _refusal(path)
-
-
-def test_odd_lists_of_storages_in_the_old_format_are_refused(tmp_path: Path) -> None:
-    path = save({"a": torch.ones(2)}, tmp_path, in_zip=False)
-    content = path.read_bytes()
     start = content.rindex(b"\x80\x02]")
     for keys in (b"]", b"}", b"](" + b"]" * 50_000 + b"a" * 49_999 + b"e"):
         path.write_bytes(content[:start] + b"\x80\x02" + keys + b"." + content[-16:])
@@ -216,33 +198,26 @@ def test_storages_that_an_archive_lacks_are_refused(tmp_path: Path) -> None:
     path = save({"a": torch.ones(2)}, tmp_path, True)
     with zipfile.ZipFile(path) as archive:
         code = archive.read("a/data.pkl")
-    changed = code.replace(b"K\x02tq", b"K\x09tq", 1)
-    assert changed != code
-    assert "wants 36 bytes of storage '0', which are not there" in _refusal(
-        zipped(tmp_path, changed, b"12345678")
-    )
+    path = zipped(tmp_path, code.replace(b"K\x02tq", b"K\x09tq", 1), b"12345678")
+    assert "wants 36 bytes of storage '0', which are not there" in _refusal(path)
 
 
-def _archive(path: Path, records: list[tuple[str, bytes]], method: int = zipfile.ZIP_STORED) -> Path:
-    with zipfile.ZipFile(path, "w", method) as archive:
-        for name, content in records:
-            archive.writestr(name, content)
-    return path
+GOOD = ("a/data.pkl", b"\x80\x02}.")
 
 
 @pytest.mark.filterwarnings("ignore:Duplicate name")
 @pytest.mark.parametrize(
     ("records", "problem"),
     [
-        ([("a/data.pkl", b"\x80\x02}."), ("a/../../x", b"")], "leaves the archive"),
-        ([("a/data.pkl", b"\x80\x02}."), ("/etc/x", b"")], "leaves the archive"),
-        ([("a/data.pkl", b"\x80\x02}."), ("a\\x/b", b"")], "leaves the archive"),
+        ([GOOD, ("a/../../x", b"")], "leaves the archive"),
+        ([GOOD, ("/etc/x", b"")], "leaves the archive"),
+        ([GOOD, ("a\\x/b", b"")], "leaves the archive"),
         ([("data.pkl", b"\x80\x02}.")], "leaves the archive"),
-        ([("a/data.pkl", b"\x80\x02}."), ("a/data.pkl", b"\x80\x02}.")], "is there twice"),
-        ([("a/data.pkl", b"\x80\x02}."), ("b/data.pkl", b"\x80\x02}.")], "in a second folder"),
-        ([("a/data.pkl", b"\x80\x02}."), ("a/b/data.pkl", b"\x80\x02}.")], "2 records data.pkl"),
+        ([GOOD, GOOD], "is there twice"),
+        ([GOOD, ("b/data.pkl", b"\x80\x02}.")], "in a second folder"),
+        ([GOOD, ("a/b/data.pkl", b"\x80\x02}.")], "2 records data.pkl"),
         ([("a/version", b"3")], "0 records data.pkl"),
-        ([("a/data.pkl", b"\x80\x02}."), ("a/constants.pkl", b"")], "TorchScript program"),
+        ([GOOD, ("a/constants.pkl", b"")], "TorchScript program"),
         ([("a/data.pkl", bytes(8 * 2**20 + 1))], "its data.pkl has 8388609 bytes"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -250,11 +225,16 @@ def _archive(path: Path, records: list[tuple[str, bytes]], method: int = zipfile
 def test_an_archive_that_torch_never_writes_is_refused(
     records: list[tuple[str, bytes]], problem: str, tmp_path: Path
 ) -> None:
-    assert problem in _refusal(_archive(tmp_path / "a.pt", records))
+    with zipfile.ZipFile(tmp_path / "a.pt", "w") as archive:
+        for name, content in records:
+            archive.writestr(name, content)
+    assert problem in _refusal(tmp_path / "a.pt")
 
 
 def test_a_compressed_archive_is_refused_without_inflating_it(tmp_path: Path) -> None:
-    path = _archive(tmp_path / "a.pt", [("a/data.pkl", bytes(60 * 2**20))], zipfile.ZIP_DEFLATED)
+    path = tmp_path / "a.pt"
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("a/data.pkl", bytes(60 * 2**20))
     assert path.stat().st_size < 2**20
     assert grown_by(lambda: _refusal(path)) < 16 * 2**20
     assert "is compressed" in _refusal(path)
@@ -265,8 +245,7 @@ def test_an_archive_behind_another_one_is_refused(tmp_path: Path) -> None:
     first = zipped(tmp_path, pickle.dumps({"a": 1}, 2)).read_bytes()
     second = zipped(tmp_path, pickle.dumps({"a": 2}, 2)).read_bytes()
     (tmp_path / "a.pt").write_bytes(first + second)
-    with pytest.raises(HddmError, match="two directories that differ"):
-        read_pickle(tmp_path / "a.pt", allow_pickle=True)
+    assert "two directories that differ" in _refusal(tmp_path / "a.pt")
 
 
 def test_a_flipped_bit_of_a_tensor_in_an_archive_is_refused(tmp_path: Path) -> None:
@@ -288,11 +267,9 @@ def test_a_file_cut_anywhere_is_refused(in_zip: bool, tmp_path: Path) -> None:
 
 def test_a_plain_pickle_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "a.pkl"
+    sentinel = tmp_path / "ran"
     for protocol in range(2, 6):
-        path.write_bytes(pickle.dumps({"a": 1}, protocol))
-        _refusal(path)
-    buffer = io.BytesIO()
-    pickle.dump(Calls(os.system, (f"touch {tmp_path / 'ran'}",)), buffer, 2)
-    path.write_bytes(buffer.getvalue())
-    _refusal(path)
-    assert not (tmp_path / "ran").exists()
+        for content in ({"a": 1}, Calls(os.system, (f"touch {sentinel}",))):
+            path.write_bytes(pickle.dumps(content, protocol))
+            _refusal(path)
+    assert not sentinel.exists()

@@ -28,8 +28,6 @@ class Thing(Record):
 
 
 GOOD: dict[str, Any] = {"format": KNOWN, "steps": 3, "parts": [{"colour": "red"}]}
-
-
 NO_VERSION = "has no format version; was it written by hddm?"
 
 

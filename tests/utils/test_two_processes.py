@@ -13,6 +13,7 @@ import pytest
 
 from hddm.utils.errors import HddmError
 from hddm.utils.files import new_folder, put_in_place, write_json, write_whole
+from tests.artefacts import contents
 
 FORK = multiprocessing.get_context("fork")
 RECORD = "record.json"
@@ -82,26 +83,24 @@ def test_the_second_is_refused_while_the_first_is_at_work(overwrite: bool, tmp_p
         assert f"another process is writing it (process {os.getpid()} on " in message
 
 
-@pytest.mark.parametrize("kind", ["folder", "file", "link to nothing"])
-def test_what_came_into_being_meanwhile_stays(kind: str, tmp_path: Path) -> None:
-    out = tmp_path / "out"
+def _folder_of_another(out: Path) -> None:
+    out.mkdir()
+    (out / "mine").write_text("mine")
 
-    def slip_in() -> None:
-        if kind == "folder":
-            out.mkdir()
-            (out / "mine").write_text("mine")
-        elif kind == "file":
-            out.write_text("mine")
-        else:
-            out.symlink_to(tmp_path / "nowhere")
 
+@pytest.mark.parametrize(
+    "slip_in", [_folder_of_another, lambda out: out.write_text("mine"), lambda out: out.symlink_to("nowhere")]
+)
+def test_what_came_into_being_meanwhile_stays(slip_in: Callable[[Path], None], tmp_path: Path) -> None:
+    for name in ("expected", "out"):
+        (tmp_path / name).mkdir()
+    slip_in(tmp_path / "expected" / "out")
+    out = tmp_path / "out" / "out"
     with pytest.raises(HddmError, match="made by another process in the meantime"), new_folder(out, RECORD):
-        slip_in()
-    if kind == "link to nothing":
-        assert out.is_symlink()
-    else:
-        assert (out if kind == "file" else out / "mine").read_text() == "mine"
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+        slip_in(out)
+    assert out.is_symlink() == (tmp_path / "expected" / "out").is_symlink()
+    assert contents(tmp_path / "out") == contents(tmp_path / "expected")
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["out"]
 
 
 VERBS = {

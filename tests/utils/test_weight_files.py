@@ -4,7 +4,6 @@ import json
 import random
 import zipfile
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -34,16 +33,8 @@ def _planned(tensors: dict[str, Tensor]) -> list[Planned]:
     ]
 
 
-def _bytes(value: Tensor) -> bytes:
-    return value.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-
-
 def _assert_same(read: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert read.keys() == expected.keys()
-    for name, value in expected.items():
-        assert read[name].shape == value.shape
-        assert read[name].dtype == value.dtype
-        assert _bytes(read[name]) == _bytes(value)
+    torch.testing.assert_close(read, expected, rtol=0, atol=0)
 
 
 def _tensors() -> dict[str, Tensor]:
@@ -74,8 +65,7 @@ def test_every_tensor_is_aligned_for_its_dtype(tmp_path: Path) -> None:
     length = int.from_bytes(path.read_bytes()[:8], "little")
     header = json.loads(path.read_bytes()[8 : 8 + length])
     assert length % 8 == 0
-    for name, value in _tensors().items():
-        assert header[name]["data_offsets"][0] % value.itemsize == 0
+    assert all(header[n]["data_offsets"][0] % value.itemsize == 0 for n, value in _tensors().items())
     write_safetensors(tmp_path / "empty", [])
     assert read_safetensors(tmp_path / "empty") == {}
 
@@ -114,16 +104,11 @@ def test_large_finite_values_pass_the_check_for_finite_ones(tmp_path: Path) -> N
 def test_a_file_is_known_by_its_content(tmp_path: Path) -> None:
     assert kind_of(save({}, tmp_path, True).rename(tmp_path / "a.safetensors")) == "torch-zip"
     assert kind_of(save({}, tmp_path, False).rename(tmp_path / "b.safetensors")) == "pickle"
-    save_file({"a": torch.ones(1)}, tmp_path / "c.pt")
-    assert kind_of(tmp_path / "c.pt") == "safetensors"
+    # A header whose length looks like a pickle.
+    write_safetensors(tmp_path / "c.pt", [], {"note": "x" * (0x280 - 29)})
+    assert (tmp_path / "c.pt").read_bytes()[:2] == b"\x80\x02"
     (tmp_path / "link").symlink_to("c.pt")
     assert kind_of(tmp_path / "link") == "safetensors"
-
-
-def test_a_header_whose_length_looks_like_a_pickle_is_safetensors(tmp_path: Path) -> None:
-    write_safetensors(tmp_path / "a", [], {"note": "x" * (0x280 - 29)})
-    assert (tmp_path / "a").read_bytes()[:2] == b"\x80\x02"
-    assert kind_of(tmp_path / "a") == "safetensors"
 
 
 def _index(folder: Path, weight_map: dict[str, str]) -> Path:
@@ -145,26 +130,20 @@ def test_shards_are_read_as_one(ending: str, tmp_path: Path) -> None:
             read_index(path)
 
 
-def test_links_of_a_hub_cache_are_followed(tmp_path: Path) -> None:
+def test_names_and_links_that_stay_inside_are_resolved(tmp_path: Path) -> None:
     repository = tmp_path / "models--org--name"
     folder = repository / "snapshots" / "0123abc" / "transformer"
-    (repository / "blobs").mkdir(parents=True)
     folder.mkdir(parents=True)
-    save_file({"a": torch.ones(2)}, repository / "blobs" / "f00d")
+    blob = repository / "blobs" / "f00d"
+    blob.parent.mkdir()
+    save_file({"a": torch.ones(2)}, blob)
     (folder / "model.safetensors").symlink_to("../../../blobs/f00d")
-    assert inside(folder, "model.safetensors") == repository / "blobs" / "f00d"
-    assert inside(folder.parent, "transformer/model.safetensors") == repository / "blobs" / "f00d"
+    (folder / "link").symlink_to("model.safetensors")
+    assert inside(folder, "model.safetensors") == inside(folder, "link") == blob
+    assert inside(folder.parent, "transformer/model.safetensors") == blob
+    assert inside(folder, "absent") == folder / "absent"
     read, _ = read_index(_index(folder, {"a": "model.safetensors"}))
     assert torch.equal(read["a"], torch.ones(2))
-
-
-def test_names_and_links_that_stay_inside_are_resolved(tmp_path: Path) -> None:
-    (tmp_path / "experts").mkdir()
-    (tmp_path / "experts" / "0").touch()
-    (tmp_path / "link").symlink_to("experts/0")
-    assert inside(tmp_path, "experts/0") == (tmp_path / "experts" / "0").resolve()
-    assert inside(tmp_path, "link") == (tmp_path / "experts" / "0").resolve()
-    assert inside(tmp_path, "absent") == tmp_path.resolve() / "absent"
 
 
 def _mutated(content: bytes, choose: random.Random) -> bytes:
@@ -173,21 +152,17 @@ def _mutated(content: bytes, choose: random.Random) -> bytes:
         # Headers and pickles lie at the start, directories of archives at the end.
         near = choose.choice([len(changed), min(len(changed), 300)])
         at = choose.randrange(near + 1)
-        what = choose.choice(["flip", "insert", "delete", "cut", "swap", "number"])
-        if what == "flip" and at < len(changed):
-            changed[at] ^= 1 << choose.randrange(8)
-        elif what == "insert":
-            changed[at:at] = choose.randbytes(choose.randint(1, 9))
-        elif what == "delete":
-            del changed[at : at + choose.randint(1, 9)]
-        elif what == "cut" and choose.random() < 0.3:
-            del changed[at:]
-        elif what == "swap":
-            changed[at : at + 4] = choose.choice([b"\xff" * 4, bytes(4), b"\x7f\xff\xff\xff", b"R.b("])
-        elif what == "number":
-            digits = [index for index, byte in enumerate(changed[:300]) if 48 <= byte < 58]
-            values = [b"-1", b"0", b"1e9", b"18446744073709551615", b"4611686018427387904", b"null", b'"x"']
-            if digits:
+        digits = [index for index, byte in enumerate(changed[:300]) if 48 <= byte < 58]
+        match choose.choice(["flip", "splice", "cut", "number"]):
+            case "flip" if at < len(changed):
+                changed[at] ^= 1 << choose.randrange(8)
+            case "splice":
+                pieces = [b"", choose.randbytes(5), b"\xff" * 4, bytes(4), b"\x7f\xff\xff\xff", b"R.b("]
+                changed[at : at + choose.choice([0, 4, 9])] = choose.choice(pieces)
+            case "cut" if choose.random() < 0.3:
+                del changed[at:]
+            case "number" if digits:
+                values = [b"-1", b"0", b"1e9", b"18446744073709551615", b"4611686018427387904", b"null"]
                 index = choose.choice(digits)
                 changed[index : index + 1] = choose.choice(values)
     return bytes(changed)
@@ -218,30 +193,28 @@ def test_a_damaged_file_is_read_or_refused_and_nothing_else(
     kind: str, valid: dict[str, bytes], tmp_path: Path
 ) -> None:
     """Random flips, insertions, deletions, cuts and spliced numbers."""
-    found: list[dict[str, Any]] = []
-    messages: list[tuple[str, str]] = []
+    path = tmp_path / "a.pt"
+    read, messages = 0, []
 
     @settings(max_examples=300, deadline=None, derandomize=True, database=None)
     @given(st.integers(0, 2**32))
     def check(seed: int) -> None:
+        nonlocal read
         choose = random.Random(seed)
         content = _mutated(valid[kind], choose)
         if kind == "safetensors" and choose.random() < 0.5:
             content = _with_new_length(content, valid[kind])
-        path = tmp_path / "a.pt"
         if kind == "code":
             zipped(tmp_path, content, bytes(24), bytes(6))
         else:
             path.write_bytes(content)
         try:
-            read: dict[str, Any] = (
-                read_safetensors(path) if kind == "safetensors" else read_pickle(path, allow_pickle=True)
-            )
-            assert isinstance(read, dict)
-            found.append(read)
+            found = read_safetensors(path) if kind == "safetensors" else read_pickle(path, allow_pickle=True)
+            assert isinstance(found, dict)
+            read += 1
         except HddmError as error:
-            messages.append((str(path), str(error)))
+            messages.append(str(error))
 
     assert grown_by(check) < 256 * MIB
-    assert min(len(found), len(messages)) > 10
-    assert all(path in message and "\n" not in message for path, message in messages)
+    assert min(read, len(messages)) > 10
+    assert all(str(path) in message and "\n" not in message for message in messages)

@@ -2,29 +2,21 @@
 
 import json
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
+from torch import Tensor
 
 from hddm.checkpoints.folders import read_index
-from hddm.utils.errors import HddmError
 from hddm.utils.files import inside, sha256_of
 from hddm.utils.tensors import Planned, kind_of, read_header, read_safetensors, write_safetensors
 from tests.artefacts import largest_file
-from tests.hostile import ZIP_OR_LEGACY, Calls, address_space, grown_by, save
+from tests.hostile import ZIP_OR_LEGACY, Calls, address_space, grown_by, refusal, save
 
 MIB = 2**20
-
-
-def _refusal(call: Callable[..., object], *arguments: Any, **options: Any) -> str:
-    with pytest.raises(HddmError) as caught:
-        call(*arguments, **options)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
 
 
 def _entry(dtype: str, shape: list[Any], start: Any, end: Any) -> dict[str, Any]:
@@ -44,17 +36,15 @@ GOOD = {"a": _entry("F32", [1], 0, 4)}
 @pytest.mark.parametrize(
     ("header", "data", "length"),
     [
-        (b"{}", 0, 2**63),
         (b"{}", 0, 2**64 - 1),
         (b"{}", 0, 100_000_001),
-        (b"{}", 0, 99_999_999),
         (b"{}", 0, 3),
         (b"{", 0, None),
-        (b"{nope", 0, None),
         (b'{"a":' * 100_000, 0, None),
         (b'{"\xff":1}', 0, None),
-        (GOOD, 2, None),
         (GOOD, 8, None),
+        ({"a": _entry("F32", [2**28], 0, 2**30)}, 4, None),
+        ({"a": _entry("F99", [1], 0, 4)}, 4, None),
         ({**GOOD, "b": _entry("F32", [1], 0, 4)}, 4, None),
         ({**GOOD, "b": _entry("F32", [1], 2, 6)}, 6, None),
         ({**GOOD, "b": _entry("F32", [1], 8, 12)}, 12, None),
@@ -62,13 +52,11 @@ GOOD = {"a": _entry("F32", [1], 0, 4)}
         ({"a": _entry("F32", [1], -4, 0)}, 4, None),
         ({"a": _entry("F32", [1], 0, 2**64)}, 4, None),
         ({"a": _entry("F32", [1], 0, 1e9)}, 4, None),
-        ({"a": _entry("F32", [2**28], 0, 2**30)}, 4, None),
         ({"a": _entry("F32", [2], 0, 4)}, 4, None),
         ({"a": _entry("F32", [-1], 0, 4)}, 4, None),
         ({"a": _entry("F32", [2**62, 4], 0, 4)}, 4, None),
         ({"a": _entry("F32", [0, 2**63], 0, 0)}, 0, None),
         ({"a": _entry("F32", ["x"], 0, 4)}, 4, None),
-        ({"a": _entry("F99", [1], 0, 4)}, 4, None),
         ({"a": _entry("F4", [2], 0, 1)}, 1, None),
         ({"a": {"dtype": "F32"}}, 4, None),
         ({"a": 1}, 0, None),
@@ -80,8 +68,8 @@ def test_a_header_that_does_not_fit_its_file_is_refused(
     header: object, data: int, length: int | None, tmp_path: Path
 ) -> None:
     path = _file(tmp_path, header, data, length)
-    assert grown_by(lambda: _refusal(read_safetensors, path)) < 16 * MIB
-    assert str(path) in _refusal(read_safetensors, path)
+    assert grown_by(lambda: refusal(read_safetensors, path)) < 16 * MIB
+    assert str(path) in refusal(read_safetensors, path)
 
 
 def test_a_header_of_a_gigabyte_is_refused_within_little_memory(tmp_path: Path) -> None:
@@ -89,7 +77,7 @@ def test_a_header_of_a_gigabyte_is_refused_within_little_memory(tmp_path: Path) 
     path = _file(tmp_path, b"{", 0, 2**30)
     os.truncate(path, 2**31)
     with address_space(2**31 + 256 * MIB):
-        assert "header too large" in _refusal(read_safetensors, path)
+        assert "header too large" in refusal(read_safetensors, path)
 
 
 def test_a_safetensors_file_cut_anywhere_is_refused(tmp_path: Path) -> None:
@@ -98,109 +86,86 @@ def test_a_safetensors_file_cut_anywhere_is_refused(tmp_path: Path) -> None:
     content = path.read_bytes()
     for length in range(len(content)):
         path.write_bytes(content[:length])
-        assert str(path) in _refusal(read_safetensors, path)
-        assert str(path) in _refusal(read_header, path)
+        assert str(path) in refusal(read_safetensors, path)
+        assert str(path) in refusal(read_header, path)
 
 
 @ZIP_OR_LEGACY
 def test_a_pickle_renamed_safetensors_is_refused_and_not_run(in_zip: bool, tmp_path: Path) -> None:
     content = {"a": Calls(os.system, (f"touch {tmp_path / 'ran'}",))}
     path = save(content, tmp_path, in_zip).rename(tmp_path / "model.safetensors")
-    assert "cannot be read as safetensors (it is a pickle" in _refusal(read_safetensors, path)
+    assert "cannot be read as safetensors (it is a pickle" in refusal(read_safetensors, path)
     (tmp_path / "x.index.json").write_text(json.dumps({"weight_map": {"a": path.name}}))
-    assert "--allow-pickle" in _refusal(read_index, tmp_path / "x.index.json")
-    assert "rename it" in _refusal(read_index, tmp_path / "x.index.json", allow_pickle=True)
+    assert "--allow-pickle" in refusal(read_index, tmp_path / "x.index.json")
+    assert "rename it" in refusal(read_index, tmp_path / "x.index.json", allow_pickle=True)
     assert not (tmp_path / "ran").exists()
 
 
 def test_what_is_no_file_of_weights_is_named(tmp_path: Path) -> None:
-    def refusal(name: str, content: bytes | None = None) -> str:
-        if content is not None:
-            (tmp_path / name).write_bytes(content)
-        message = _refusal(kind_of, tmp_path / name)
-        assert str(tmp_path / name) in message
-        return message
-
+    contents = {
+        "empty": b"",
+        "text": b"<!doctype html>\n",
+        "old": b"cposix\nsystem\n(S'true'\ntR.",
+        "lfs": b"version https://git-lfs.github.com/spec/v1\n",
+    }
+    for name, content in contents.items():
+        (tmp_path / name).write_bytes(content)
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "link").symlink_to("nowhere")
     (tmp_path / "circle").symlink_to("circle")
-    (tmp_path / "folder").mkdir()
-    assert "no such file" in refusal("absent")
-    assert "no such file" in refusal("link")
-    assert "cannot be read" in refusal("circle")
-    assert "is no regular file" in refusal("pipe")
-    assert "is no regular file" in refusal("folder")
-    assert "is empty" in refusal("empty", b"")
-    assert "neither safetensors nor a PyTorch checkpoint" in refusal("text", b"<!doctype html>\n")
-    assert "neither safetensors nor a PyTorch checkpoint" in refusal("old", b"cposix\nsystem\n(S'true'\ntR.")
-    assert "git lfs pull" in refusal("lfs", b"version https://git-lfs.github.com/spec/v1\n")
-    assert "is no regular file" in _refusal(kind_of, Path("/dev/zero"))
+    for name, problem in (
+        ("absent", "no such file"),
+        ("link", "no such file"),
+        ("circle", "cannot be read"),
+        ("pipe", "is no regular file"),
+        ("", "is no regular file"),
+        ("/dev/zero", "is no regular file"),
+        ("empty", "is empty"),
+        ("text", "is neither safetensors nor a PyTorch checkpoint"),
+        ("old", "is neither safetensors nor a PyTorch checkpoint"),
+        ("lfs", "is a Git LFS pointer, not the weights; fetch them with git lfs pull"),
+    ):
+        assert f"{tmp_path / name}: {problem}" in refusal(kind_of, tmp_path / name)
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        *("../a", "/etc/passwd", "..", ".", "", "x/../../a", "a\\b", "..\\a"),
-        *("C:a", "a\0b", "a\nb", "//a", "x/.."),
-    ],
+    "name", ["../a", "/etc/passwd", "..", ".", "", "a\\b", "C:a", "a\0b", "a\nb", "//a", "x/.."]
 )
-def test_a_name_that_leaves_the_folder_is_refused_before_anything_is_opened(
-    name: str, tmp_path: Path
-) -> None:
-    folder = tmp_path / "model"
-    folder.mkdir()
-    assert "does not stay inside the folder" in _refusal(inside, folder, name)
-    # The first shard would be missing: names are judged before files.
+def test_a_name_that_leaves_the_folder_is_refused(name: str, tmp_path: Path) -> None:
+    assert "does not stay inside the folder" in refusal(inside, tmp_path, name)
+    # Names are judged before files: the first shard is missing.
     weight_map = {"a": "absent.safetensors", "b": name}
-    (folder / "x.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    message = _refusal(read_index, folder / "x.index.json")
-    assert "weight_map names" in message
-    assert repr(name) in message
+    (tmp_path / "x.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    assert f"weight_map names {name!r}" in refusal(read_index, tmp_path / "x.index.json")
 
 
-def test_links_out_of_the_folder_are_refused(tmp_path: Path) -> None:
-    folder = tmp_path / "model"
-    folder.mkdir()
-    save_file({"a": torch.ones(1)}, tmp_path / "secret")
-    (folder / "file").symlink_to("../secret")
-    (folder / "above").symlink_to("..")
-    (folder / "circle").symlink_to("circle")
-    assert f"is a link to {tmp_path / 'secret'}, outside the folder" in _refusal(inside, folder, "file")
-    assert "outside the folder" in _refusal(inside, folder, "above/secret")
-    assert "circle" in _refusal(lambda: kind_of(inside(folder, "circle")))
-    (folder / "x.index.json").write_text(json.dumps({"weight_map": {"a": "file"}}))
-    assert "outside the folder" in _refusal(read_index, folder / "x.index.json")
-
-
-def test_links_out_of_a_hub_cache_repository_are_refused(tmp_path: Path) -> None:
+def test_links_out_of_the_folder_or_of_a_hub_cache_repository_are_refused(tmp_path: Path) -> None:
     folder = tmp_path / "models--org--name" / "snapshots" / "0123abc"
     folder.mkdir(parents=True)
     save_file({"a": torch.ones(1)}, tmp_path / "secret")
     (folder / "file").symlink_to("../../../secret")
-    assert "outside the folder" in _refusal(inside, folder, "file")
-    assert "outside the folder" in _refusal(inside, tmp_path / "models--org--name", "snapshots/0123abc/file")
+    (folder / "above").symlink_to("../../..")
+    (folder / "circle").symlink_to("circle")
+    assert f"is a link to {tmp_path / 'secret'}, outside the folder" in refusal(inside, folder, "file")
+    assert "outside the folder" in refusal(inside, folder, "above/secret")
+    assert "outside the folder" in refusal(inside, tmp_path / "models--org--name", "snapshots/0123abc/file")
+    assert "circle" in refusal(lambda: kind_of(inside(folder, "circle")))
 
 
 @pytest.mark.parametrize(
     ("content", "problem"),
     [
-        ("", "cannot be read as JSON"),
         ("{", "cannot be read as JSON"),
-        ("[]", "holds no JSON object"),
-        ("{}", "no weight_map"),
         ('{"weight_map": {}}', "no weight_map"),
         ('{"weight_map": ["a"]}', "no weight_map"),
         ('{"weight_map": {"a": 1}}', "gives 'a' to 1"),
         ('{"weight_map": {"a": "absent"}}', "absent: no such file"),
         ('{"weight_map": {"a": "sub/a.safetensors"}}', "no plain file name"),
-        ("[" * 200_000, "cannot be read as JSON"),
-        (" " * (16 * MIB + 1), "has more than 16777216 bytes"),
     ],
-    ids=lambda value: value[:30],
 )
 def test_a_broken_index_is_refused(content: str, problem: str, tmp_path: Path) -> None:
     (tmp_path / "x.index.json").write_text(content)
-    assert problem in _refusal(read_index, tmp_path / "x.index.json")
+    assert problem in refusal(read_index, tmp_path / "x.index.json")
 
 
 def test_all_that_index_and_shards_disagree_about_is_named(tmp_path: Path) -> None:
@@ -208,20 +173,15 @@ def test_all_that_index_and_shards_disagree_about_is_named(tmp_path: Path) -> No
     save_file({"a": torch.ones(1), "b": torch.ones(1)}, tmp_path / "2")
     weight_map = {"a": "1", "b": "2", "gone": "2"}
     (tmp_path / "x.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    message = _refusal(read_index, tmp_path / "x.index.json")
+    message = refusal(read_index, tmp_path / "x.index.json")
     assert "1 holds 'stray', which the index gives to no file" in message
-    assert "2 holds 'a', which the index gives to 1" in message
-    assert "2 lacks 'gone'" in message
+    assert "2 holds 'a', which the index gives to 1; 2 lacks 'gone'" in message
     weight_map |= {f"more{index}": "1" for index in range(20)}
     (tmp_path / "x.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    assert message.count(";") == 2
-    assert _refusal(read_index, tmp_path / "x.index.json").endswith("; … and 13 more")
-
-
-def test_a_shard_of_more_than_tensors_is_refused(tmp_path: Path) -> None:
+    assert refusal(read_index, tmp_path / "x.index.json").endswith("; … and 13 more")
     save({"a": torch.ones(1), "epoch": 3}, tmp_path, True)
     (tmp_path / "x.index.json").write_text(json.dumps({"weight_map": {"a": "a.pt"}}))
-    assert "'epoch' is a int" in _refusal(read_index, tmp_path / "x.index.json", allow_pickle=True)
+    assert "'epoch' is a int" in refusal(read_index, tmp_path / "x.index.json", allow_pickle=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
@@ -232,7 +192,7 @@ def test_values_that_are_not_finite_are_refused_by_key_and_origin(
     values = torch.zeros(3 * MIB, dtype=dtype)
     values[-1] = value
     plan = Planned("block.weight", tuple(values.shape), dtype, lambda: values, "source.pt")
-    message = _refusal(write_safetensors, tmp_path / "a", [plan], check_finite=True)
+    message = refusal(write_safetensors, tmp_path / "a", [plan], check_finite=True)
     assert message == "source.pt: 'block.weight' holds NaN or Inf; take the weights anew"
     assert not (tmp_path / "a").exists()
     write_safetensors(tmp_path / "a", [plan])
@@ -245,40 +205,41 @@ def test_infinities_that_cancel_and_eight_bit_nans_are_refused(tmp_path: Path) -
         torch.tensor([complex(0, float("inf"))]),
     ):
         plan = Planned("a", tuple(values.shape), values.dtype, lambda values=values: values)
-        assert "NaN or Inf" in _refusal(write_safetensors, tmp_path / "a", [plan], check_finite=True)
+        assert "NaN or Inf" in refusal(write_safetensors, tmp_path / "a", [plan], check_finite=True)
 
 
-def test_a_tensor_that_is_not_as_planned_is_refused_and_leaves_no_file(tmp_path: Path) -> None:
-    for value in (torch.ones(3), torch.ones(2).half(), torch.ones(2, 1)):
-        plan = Planned("a", (2,), torch.float32, lambda value=value: value)
-        assert "not (2,) in torch.float32 as planned" in _refusal(write_safetensors, tmp_path / "x", [plan])
-        assert not (tmp_path / "x").exists()
+@pytest.mark.parametrize("value", [torch.ones(3), torch.ones(2).half(), torch.ones(2, 1)])
+def test_a_tensor_that_is_not_as_planned_is_refused_and_leaves_no_file(value: Tensor, tmp_path: Path) -> None:
+    plan = Planned("a", (2,), torch.float32, lambda: value)
+    assert "not (2,) in torch.float32 as planned" in refusal(write_safetensors, tmp_path / "x", [plan])
+    assert not (tmp_path / "x").exists()
 
 
 def test_plans_that_no_file_can_hold_are_refused_before_one_is_made(tmp_path: Path) -> None:
-    plan = Planned("a", (1,), torch.float32, lambda: torch.ones(1))
-    assert "two tensors would be 'a'" in _refusal(write_safetensors, tmp_path / "x", [plan, plan])
-    odd = Planned("a", (1,), torch.complex128, lambda: torch.ones(1, dtype=torch.complex128))
-    assert "torch.complex128, which safetensors lacks" in _refusal(write_safetensors, tmp_path / "x", [odd])
-    named = Planned("__metadata__", (1,), torch.float32, lambda: torch.ones(1))
-    assert "__metadata__" in _refusal(write_safetensors, tmp_path / "x", [named])
+    def write(*plans: tuple[str, torch.dtype]) -> str:
+        planned = [Planned(name, (1,), dtype, lambda: torch.ones(1)) for name, dtype in plans]
+        return refusal(write_safetensors, tmp_path / "x", planned)
+
+    assert "two tensors would be 'a'" in write(("a", torch.float32), ("a", torch.float32))
+    assert "torch.complex128, which safetensors lacks" in write(("a", torch.complex128))
+    assert "__metadata__" in write(("__metadata__", torch.float32))
     assert not (tmp_path / "x").exists()
     (tmp_path / "x").write_text("mine")
-    assert "exists" in _refusal(write_safetensors, tmp_path / "x", [])
+    assert "exists" in write()
     assert (tmp_path / "x").read_text() == "mine"
 
 
 def test_a_full_disk_leaves_no_file(tmp_path: Path) -> None:
     plan = Planned("a", (MIB,), torch.float32, lambda: torch.ones(MIB))
     with largest_file(MIB):
-        assert f"{tmp_path / 'x'}: cannot be written" in _refusal(write_safetensors, tmp_path / "x", [plan])
+        assert f"{tmp_path / 'x'}: cannot be written" in refusal(write_safetensors, tmp_path / "x", [plan])
     assert not (tmp_path / "x").exists()
 
 
 def test_a_hash_is_that_of_the_file_and_a_missing_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(b"abc")
     assert sha256_of(tmp_path / "a") == "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
-    assert f"{tmp_path / 'x'}: cannot be read" in _refusal(sha256_of, tmp_path / "x")
+    assert f"{tmp_path / 'x'}: cannot be read" in refusal(sha256_of, tmp_path / "x")
 
 
 def test_the_limits_of_memory_notice_what_is_taken() -> None:
