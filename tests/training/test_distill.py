@@ -319,7 +319,7 @@ def test_a_teacher_that_is_no_mixture_or_of_other_images_and_classes_is_refused(
     ddpm_expert: Path, flow_expert: Path, shards: Path, ensemble: Path, trio: Trio, tmp_path: Path
 ) -> None:
     assemble([ddpm_expert, flow_expert], tmp_path / "drawing")
-    with pytest.raises(HddmError, match="its strategy is draw"):
+    with pytest.raises(HddmError, match="its strategy, draw, is no mixture"):
         distill(tmp_path / "drawing", shards, tmp_path / "student", _settings(teacher="routed"))
     partition(write_images(tmp_path / "large", side=8), tmp_path / "large-shards", 2)
     with pytest.raises(HddmError, match=r"images are \(1, 8, 8\)"):

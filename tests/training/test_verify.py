@@ -356,7 +356,7 @@ def test_what_is_no_expert_is_named_in_one_line_and_nothing_is_hashed(
         (tmp_path / "expert.run", "is the record of a training; name the expert that it made"),
         (
             images,
-            "holds no expert.json, nor does a folder in it; name what hddm train expert or hddm convert",
+            "holds no expert.json, nor does a folder in it; name what train or convert wrote",
         ),
         (class_expert / WEIGHTS, "is a file; name an expert's folder"),
         (tmp_path / "none", "no such file or folder"),
