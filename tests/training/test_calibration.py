@@ -165,30 +165,12 @@ def test_a_broken_record_is_named_and_an_older_file_has_none(ddpm_expert: Path, 
             calibration_record(expert)
 
 
-def test_classes_are_drawn_uniformly_each_by_seed_and_number(class_expert: Path) -> None:
-    field = VelocityField(
-        BoundedNetwork(),
-        case_named("linear").schedule,
-        "flow_prediction",
-        conditions=["class_labels"],
-        classes=["a", "b", "c"],
-    )
+def test_classes_are_drawn_uniformly_and_what_stands_for_no_prompt_is_used_with_a_warning() -> None:
+    arguments = (BoundedNetwork(), case_named("linear").schedule, "flow_prediction")
+    field = VelocityField(*arguments, conditions=["class_labels"], classes=["a", "b", "c"])
     labels = native_conditions(field, 3000)["class_labels"]
     assert ((torch.bincount(labels) - 1000).abs() < 120).all()
     assert torch.equal(native_conditions(field, 40)["class_labels"], labels[:40])
-
-
-def test_a_class_expert_is_calibrated_on_the_classes_that_it_draws(
-    class_expert: Path, whole: Path, tmp_path: Path
-) -> None:
-    expert = copied(class_expert, tmp_path)
-    recalibrate(expert, num_images=128, steps=20)
-    found, images = Calibration.load(expert), load_shard(whole).images
-    assert rms_error(found.moments.mean, images.flatten(1).mean(0)) < 0.3
-
-
-def test_what_stands_for_no_prompt_is_used_with_a_warning() -> None:
-    arguments = (BoundedNetwork(), case_named("linear").schedule, "flow_prediction")
     null = torch.arange(6.0).view(2, 3)
     field = VelocityField(*arguments, conditions=["text"], null_conditions={"text": null})
     said = r"stored null value of text for every sample.*hddm\.calibration\.calibrate takes data with"

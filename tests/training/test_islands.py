@@ -39,6 +39,7 @@ from hddm.training.state import Run
 from hddm.utils.errors import HddmError
 from hddm.utils.processes import SIGNALS, Stopped
 from tests.artefacts import Command, contents, copied, expert_settings
+from tests.killed_runs import checkpoint, holder
 
 STEPS = 200
 
@@ -46,17 +47,6 @@ STEPS = 200
 def _island(shard: Path, out: Path, **run: object) -> Island:
     settings = expert_settings("flow", steps=STEPS, threads=1)
     return Island(0, shard, out, settings, RunOptions.model_validate({"checkpoint_every": 20, **run}))
-
-
-def _holder(out: Path) -> int:
-    """The process that trains ``out``."""
-    return int((run_folder_of(out) / "lock").read_text().split()[1])
-
-
-def _last_checkpoint(out: Path) -> dict[str, bytes]:
-    """Tensors of the last step: weights, averages, optimiser and losses."""
-    folder = run_folder_of(out) / "checkpoints" / f"step_{STEPS:08d}"
-    return {name: data for name, data in contents(folder).items() if name.endswith(".safetensors")}
 
 
 def test_objectives_are_given_by_shard_and_those_that_leave_a_doubt_are_refused() -> None:
@@ -215,9 +205,9 @@ def test_a_killed_process_goes_on_and_a_signal_saves_and_ends_all(
 
     def on_step(index: int, step: int, loss: float, seconds: float) -> None:
         if not killed and step > 20:
-            killed.append(_holder(island.out))
+            killed.append(holder(island.out))
             os.kill(killed[0], signal.SIGKILL)
-        elif len(killed) == 1 and step < STEPS and _holder(island.out) != killed[0]:
+        elif len(killed) == 1 and step < STEPS and holder(island.out) != killed[0]:
             killed.append(os.getpid())
             os.kill(os.getpid(), signal.SIGTERM)
 
@@ -232,7 +222,7 @@ def test_a_killed_process_goes_on_and_a_signal_saves_and_ends_all(
     (outcome,) = train_islands([_island(whole, island.out, resume=True)])
     assert outcome.failure is None
     assert outcome.summary
-    assert _last_checkpoint(island.out) == _last_checkpoint(plain.out)
+    assert checkpoint(run_folder_of(island.out)) == checkpoint(run_folder_of(plain.out))
     assert (island.out / WEIGHTS).read_bytes() == (plain.out / WEIGHTS).read_bytes()
     (again,) = train_islands([_island(whole, island.out, resume=True)], Processes(retries=0))
     assert (again.summary, again.failure) == ("", None)

@@ -39,11 +39,8 @@ def _least_ddpm_loss(case: Case) -> float:
 
 def _excess(objective: Objective, case: Case, kind: str, least: float) -> None:
     """The loss of the exact network is the ``least``; a constant added to its output adds its square."""
-    best, noise, x_0 = (
-        OracleNetwork(GAUSSIAN, case.alpha_sigma, kind, objective.time_scale),
-        _noise(),
-        GAUSSIAN.sample(NUM, 1, SHAPE).float(),
-    )
+    best = OracleNetwork(GAUSSIAN, case.alpha_sigma, kind, objective.time_scale)
+    noise, x_0 = _noise(), GAUSSIAN.sample(NUM, 1, SHAPE).float()
     time, eps = objective.sample_times(NUM, noise), torch.randn(x_0.shape, generator=noise)
     for bias in (0.0, 0.3):
         loss = objective.errors(lambda y, u, bias=bias: best(y, u) + bias, x_0, eps, time, {})

@@ -33,17 +33,11 @@ def _command(shard: Path, out: Path, *more: object) -> list[object]:
     return ["train", "expert", shard, "--out", out, *given, *more]
 
 
-@pytest.fixture(scope="module")
-def four_steps(whole: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("four_steps")
-    train_expert(whole, folder / "out", SETTINGS, run=RunOptions())
-    return folder / "out.run"
-
-
 @pytest.fixture
-def started(four_steps: Path, tmp_path: Path) -> Path:
+def started(whole: Path, tmp_path: Path) -> Path:
     """A run of four steps that was finished, and whose expert was taken away."""
-    shutil.copytree(four_steps, tmp_path / "out.run")
+    train_expert(whole, tmp_path / "out", SETTINGS, run=RunOptions())
+    shutil.rmtree(tmp_path / "out")
     return tmp_path / "out"
 
 
@@ -121,14 +115,14 @@ def test_two_processes_do_not_train_one_expert(started: Path, whole: Path, hddm:
     assert error.count("\n") == 1
 
 
-@pytest.mark.parametrize("option", ["--overwrite", "--resume"])
 def test_a_folder_that_only_has_the_name_of_a_run_is_left_alone(
-    option: str, whole: Path, tmp_path: Path, hddm: Command
+    whole: Path, tmp_path: Path, hddm: Command
 ) -> None:
     (tmp_path / "out.run" / "photos").mkdir(parents=True)
     (tmp_path / "out.run" / "photos" / "one.txt").write_text("mine")
-    code, _, error = hddm(*_command(whole, tmp_path / "out", option))
-    assert (code, "is in the way, and holds no run.json" in error) == (1, True)
+    for option in ("--overwrite", "--resume"):
+        code, _, error = hddm(*_command(whole, tmp_path / "out", option))
+        assert (code, "is in the way, and holds no run.json" in error) == (1, True)
     assert (tmp_path / "out.run" / "photos" / "one.txt").read_text() == "mine"
 
 
@@ -197,21 +191,16 @@ def test_bfloat16_learns_alike_with_weights_and_averages_in_float32(whole: Path,
         assert any(not torch.equal(one, one.bfloat16().float()) for one in tensors)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
+def test_precisions_and_parts_that_cannot_be_are_refused(whole: Path, tmp_path: Path, hddm: Command) -> None:
+    for options, message in (
         (("--mixed-precision", "fp16", "--device", "cpu"), "fp16 needs a GPU; on a CPU take bf16 or no"),
         (("--mixed-precision", "fp8"), "--mixed-precision fp8: choose one of no, bf16, fp16"),
         (("--gradient-accumulation-steps", 3), "--batch-size 8 does not divide into 3"),
-    ],
-)
-def test_precisions_and_parts_that_cannot_be_are_refused(
-    options: tuple[object, ...], message: str, whole: Path, tmp_path: Path, hddm: Command
-) -> None:
-    code, _, error = hddm(*_command(whole, tmp_path / "out", *options))
-    assert code in (1, 2)
-    assert message in error
-    assert error.count("\n") == 1
+    ):
+        code, _, error = hddm(*_command(whole, tmp_path / "out", *options))
+        assert code in (1, 2)
+        assert message in error
+        assert error.count("\n") == 1
 
 
 def _change(step: int, key: str, was: object, now: object) -> dict[str, object]:
