@@ -97,11 +97,7 @@ def native_times(field: VelocityField, steps: int) -> tuple[Tensor, float]:
 
 
 def native_conditions(field: VelocityField, num: int, seed: int = 0) -> dict[str, Tensor]:
-    """Conditions (num, …) of native samples: classes drawn uniformly, else null values, with a warning.
-
-    Raises:
-        HddmError: for a condition without class names and without a null value.
-    """
+    """Conditions (num, …) of native samples: classes drawn uniformly, else null values, with a warning."""
     conditions = {}
     for name in field.conditions or ():
         if name == "class_labels" and field.classes:

@@ -125,7 +125,6 @@ def continue_expert(
 
 
 def _objective(init: Path, record: ExpertRecord, settings: ExpertSettings) -> Objective:
-    """The objective of ``settings``, for DDPM on the init's schedule."""
     schedule = None
     if settings.objective == "ddpm":
         if record.prediction_type is not PredictionType.EPSILON:

@@ -183,9 +183,8 @@ def distill(
     weights.
 
     Raises:
-        HddmError: as `hddm.training.distill.open_teacher` and `hddm.training.expert.train_expert`, for
-            shards that do not belong together or do not fit the teacher, and for an ``init`` that is no flow
-            expert of such samples and classes.
+        HddmError: as `open_teacher` and `train_expert`, for shards that do not belong together or do not fit
+            the teacher, and for an ``init`` that is no flow expert of such samples and classes.
         Stopped: after a signal, with the run saved.
     """
     folders = find_shards(shards_folder)

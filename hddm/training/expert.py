@@ -111,12 +111,9 @@ def train_expert(
 
 
 def new_network(kind: type[Network], size: str, shape: Sequence[int], seed: int, **arguments: Any) -> Network:
-    """A ``kind`` of network of named ``size`` for images of ``shape`` (C, H, W).
+    """A ``kind`` of network of named ``size`` for images of ``shape`` (C, H, W), squares of whole patches.
 
     Its weights depend on ``seed`` alone; torch's global generator is left as it was.
-
-    Raises:
-        HddmError: for an unknown size, or images that are not squares of whole patches.
     """
     channels, height, width = shape
     config = size_config(size)
@@ -133,8 +130,7 @@ def new_network(kind: type[Network], size: str, shape: Sequence[int], seed: int,
 def ddpm_schedule(config: Path | None) -> tuple[Schedule | None, str]:
     """The schedule of DDPM in a scheduler config of diffusers, and where it came from; None is the default.
 
-    Raises:
-        HddmError: for a config that cannot be read, or of another prediction than noise.
+    A config that cannot be read, or of another prediction than noise, is refused.
     """
     if config is None:
         return None, DEFAULT_SCHEDULE
@@ -193,9 +189,6 @@ def check_fit(shard: Shard, record: ExpertRecord, network: object) -> None:
 
     A value that ``record`` leaves open is no difference. The config of the expert's ``network`` tells how
     wide the tokens are that it takes.
-
-    Raises:
-        HddmError: for such a shard.
     """
     folder, vae, encoder = shard.folder, shard.vae, shard.text_encoder
     if record.space != shard.space:
@@ -225,11 +218,7 @@ def check_fit(shard: Shard, record: ExpertRecord, network: object) -> None:
 
 
 def check_own(shard: Shard, record: ExpertRecord) -> None:
-    """Refuse images that are neither of the expert's own shard, if it says which that is, nor kept from it.
-
-    Raises:
-        HddmError: for another shard.
-    """
+    """Refuse images that are neither of the expert's own shard, if it names that, nor kept from it."""
     origin, own = shard.held_out_of or shard.hash, record.shard
     # A student's shard is a whole partition, all shards of which are its own.
     if own is not None and own.hash not in (origin, shard.partition):
@@ -240,11 +229,7 @@ def check_own(shard: Shard, record: ExpertRecord) -> None:
 
 
 def conditions_of(shard: Shard, field: VelocityField) -> dict[str, Tensor]:
-    """Return the conditions that ``field`` takes for the images of ``shard``: their labels, or nothing.
-
-    Raises:
-        HddmError: where the classes of the two differ.
-    """
+    """Return the conditions that ``field`` takes for the images of ``shard``: their labels, or none."""
     if not field.classes:
         return {}
     if shard.labels is None or shard.classes != field.classes:

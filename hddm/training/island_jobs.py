@@ -37,7 +37,6 @@ class Island:
 
     @property
     def name(self) -> str:
-        """Its name in messages."""
         return self.out.name
 
     @property

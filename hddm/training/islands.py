@@ -143,7 +143,7 @@ def train_island(island: Island, on_step: OnStep | None = None) -> list[float]:
 
 
 def outcome_of(island: Island, on_step: OnStep | None = None) -> Outcome:
-    """Train an island in this process, and return how it ended; raises `Stopped` as `train_island`."""
+    """`train_island`, with its failures as outcomes; a signal raises `Stopped`."""
     try:
         return Outcome(island, summary_of(train_island(island, on_step)))
     except Stopped:
@@ -359,7 +359,6 @@ def _close(running: Sequence[_Job]) -> None:
 
 
 def _how(job: _Job) -> str:
-    """Say how a process ended."""
     code = job.process.exitcode
     if job.ended is not None:
         return "was told to stop"

@@ -15,13 +15,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from hddm.training.device import Device
-from hddm.training.resume import Change, as_recorded, is_complete, run_folder_of, value_at
+from hddm.training.resume import Change, Settings, as_recorded, is_complete, run_folder_of, value_at
 from hddm.training.settings import LoopSettings, RunOptions
 from hddm.training.state import Ema, Run, TrainingState, open_run
 from hddm.utils.errors import HddmError, counted
@@ -298,7 +298,6 @@ def _checkpointed(network: Any) -> None:
     network.enable_gradient_checkpointing()
 
 
-Settings = TypeVar("Settings", bound=LoopSettings)
 Write = Callable[[Path, Fitted, Settings], None]
 Watch = Callable[[Run], contextlib.AbstractContextManager[Watcher]]
 

@@ -38,11 +38,7 @@ _PARAMETERS = re.compile(r"layers\.\d+\.(cross_)?attn\.in_proj_weight")
 
 
 def targets_of(network: nn.Module) -> tuple[str, ...]:
-    """Names of the weights of ``network`` that an adapter changes: those of attention and MLPs.
-
-    Raises:
-        HddmError: for a network without any.
-    """
+    """Names of the weights of ``network`` that an adapter changes: of attention and MLPs, at least one."""
     layers = {
         f"{name}.weight"
         for name, module in network.named_modules()
@@ -60,10 +56,7 @@ def targets_of(network: nn.Module) -> tuple[str, ...]:
 def new_adapter(network: nn.Module, rank: int, alpha: float | None, init: Path, out: Path) -> AdapterRecord:
     """The record of an adapter in ``out`` of the expert in ``init`` with this ``network``.
 
-    Its change is scaled by ``alpha``/``rank``; by default alpha is the rank.
-
-    Raises:
-        HddmError: for an adapter as the base, and a network without layers to adapt.
+    Its change is scaled by ``alpha``/``rank``; by default alpha is the rank. An adapter is no base.
     """
     if not (init / WEIGHTS).is_file():
         raise HddmError(
@@ -82,9 +75,6 @@ def add_adapter(network: ModelMixin, adapter: AdapterRecord, seed: int) -> None:
     """Put an adapter on ``network``: its own parameters are frozen, those of the adapter are trained.
 
     B is zero, so nothing changes at first; A is uniform, as peft draws it, from ``seed`` alone.
-
-    Raises:
-        HddmError: without peft.
     """
     peft = _peft()
     network.requires_grad_(False)

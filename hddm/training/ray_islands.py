@@ -128,11 +128,7 @@ def _submit(ray: Any, island: Island, retries: int, has_gpus: bool) -> Any:
 
 
 def _train(island: Island) -> Outcome | None:
-    """Train ``island`` in this worker; the body of a task. None where the driver stopped it.
-
-    Raises:
-        RuntimeError: where a signal other than the driver's stopped it, so that it is started elsewhere.
-    """
+    """Train ``island`` in this worker; the body of a task. None where the driver stopped it."""
     # Ray shows what a worker writes to its standard error.
     logging.basicConfig(format=f"{island.name}: %(message)s")
     logging.getLogger("hddm").setLevel(logging.INFO)
@@ -143,6 +139,7 @@ def _train(island: Island) -> Outcome | None:
     except Stopped as error:
         if error.number == signal.SIGINT:
             return None
+        # Another's signal: Ray starts it elsewhere.
         raise RuntimeError(f"{island.name}: {error}") from error
     finally:
         for one, handler in before.items():

@@ -149,17 +149,13 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def expert_data(shard: Path, schedule: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Plain values for the record of an expert on the shard in a folder, with `Schedule.config` if given.
-
-    Raises:
-        HddmError: as `hddm.data.shard_records.read_manifest`.
-    """
+    """Plain values for the record of an expert on the shard in a folder, with `Schedule.config` if given."""
     data = {"shard": _hash_of(shard), **encoding_of([shard])}
     return data if schedule is None else data | {"schedule": dict(schedule)}
 
 
 def data_of(shards: Sequence[Path]) -> dict[str, Any]:
-    """Plain values for the record of a run on the shards in all these folders; raises as `expert_data`."""
+    """Plain values for the record of a run on the shards in all these folders."""
     return {"shards": [_hash_of(shard) for shard in shards], **encoding_of(shards)}
 
 

@@ -158,11 +158,7 @@ class Evidence:
 
 
 def kept_apart(partition: Path, shards: Sequence[Shard]) -> Evidence | None:
-    """The held-out images of a partition; None where it has none.
-
-    Raises:
-        HddmError: for held-out images that cannot be read, or are not those of ``shards``.
-    """
+    """The held-out images of a partition, which must be those of ``shards``; None where it has none."""
     if not (partition / HELD_OUT).is_dir():
         return None
     found = [open_shard(partition / HELD_OUT / shard.folder.name) for shard in shards]
@@ -231,10 +227,7 @@ def held_out(shard: Shard) -> Tensor:
     """Select images (N,) of a shard to keep from training: those of the lowest SHA-256 of their pixels.
 
     `HELD_OUT_SHARE` of the shard, at least two, whatever order, names, seed and other shards; equal images
-    stay together.
-
-    Raises:
-        HddmError: where nothing is left to train on, since the images are equal.
+    stay together, and a shard of nothing else is refused.
     """
     digests = [shard.stored.digest(row) for row in range(len(shard))]
     last = sorted(digests)[max(2, round(HELD_OUT_SHARE * len(digests))) - 1]

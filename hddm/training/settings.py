@@ -212,11 +212,7 @@ def read_run_file(path: Path, record: type[Record]) -> dict[str, Any]:
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """The mapping in a YAML file of settings; an empty file is an empty one.
-
-    Raises:
-        HddmError: for a file that cannot be read, is no YAML or no mapping, or names a key twice.
-    """
+    """The mapping in a YAML file of settings, each key once; an empty file is an empty one."""
     try:
         text = path.read_bytes()
         if len(text) > LARGEST:

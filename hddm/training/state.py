@@ -142,11 +142,7 @@ class TrainingState:
 
     @torch.no_grad()
     def load(self, tensors: Mapping[str, Mapping[str, Tensor]], values: Mapping[str, Any], name: str) -> None:
-        """Become what `tensors` and `values` gave; ``name`` is that of their source, for messages.
-
-        Raises:
-            HddmError: for tensors that are missing, left over or of another shape.
-        """
+        """Become what `tensors` and `values` gave, of the same network; ``name`` is that of their source."""
         live, trained = self.tensors(), self._trained()
         for file in (WEIGHTS, EMA):
             if lines := differences(live[file], tensors[file]):
@@ -208,11 +204,7 @@ class Run:
         return None
 
     def restore(self, state: TrainingState) -> None:
-        """Bring ``state`` to the checkpoint that is resumed, if there is one.
-
-        Raises:
-            HddmError: for a checkpoint of another network.
-        """
+        """Bring ``state`` to the checkpoint that is resumed, if there is one; it must be of this network."""
         if (path := self.begun_at) is not None:
             tensors = {name: load_file(path / f"{name}.safetensors") for name in FILES}
             state.load(tensors, read_json(path / PROGRESS), str(path))
@@ -249,7 +241,6 @@ class Run:
         self._prune(state.step)
 
     def _prune(self, step: int) -> None:
-        """Remove what the complete checkpoint of ``step`` makes superfluous."""
         try:
             for path in checkpoints_in(self._checkpoints):
                 # The run went on from before it, so it was passed over as damaged.
@@ -349,7 +340,6 @@ def _locked(out: Path) -> contextlib.AbstractContextManager[None]:
 
 
 def _refuse_foreign(folder: Path) -> None:
-    """Refuse a folder that holds something else than a run."""
     others = [path for path in folder.iterdir() if path.name != LOCK and not path.name.startswith(DRAFT)]
     if others and not (folder / RUN_FILE).exists():
         raise HddmError(f"{folder}: is in the way, and holds no {RUN_FILE} of a run; move it away")
@@ -364,7 +354,6 @@ def _clear(folder: Path) -> None:
 
 
 def _changes(before: list[Change], differing: Mapping[str, tuple[Any, Any]], run: Run) -> list[Change]:
-    """The changes of ``run``, with those that this start makes of its settings."""
     settings = {key: values for key, values in differing.items() if key.startswith("settings.")}
     if not before and not settings:
         return []

@@ -5,10 +5,9 @@ logs what the uninterrupted one does. `SampleGrids` draws from the same noise ev
 averaged weights. Nothing here changes or ends the training (`Guarded`): modes, torch's generators, gradients
 and compiled code are afterwards as before.
 
-`EventLog` writes TensorBoard's event files into the run folder. Over any number of resumes they read as one
-run: each process writes a file of its own, which sorts behind those before it and begins by declaring void
-what they hold from its first step on. Steps that a killed process logged after its last checkpoint are never
-seen.
+`EventLog` writes TensorBoard's event files. Over any number of resumes they read as one run: each process
+writes a file of its own, which sorts behind those before it and begins by declaring void what they hold from
+its first step on. Steps that a killed process logged after its last checkpoint are never seen.
 """
 
 import contextlib
@@ -65,8 +64,6 @@ def watching(
 
 
 class _Watch:
-    """Called after each step."""
-
     def __init__(self, run: Run, pictures: "SampleGrids | None") -> None:
         self._options, self._pictures = run.options, pictures
         self._figures = Figures(run.options.log_every)
