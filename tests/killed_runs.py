@@ -21,6 +21,7 @@ from torch import Tensor
 
 from hddm.data.shards import PixelStore, Rows, open_shard
 from hddm.training import expert
+from hddm.training.resume import run_folder_of
 from hddm.training.settings import RunOptions
 from hddm.utils.processes import TOGETHER, Stopped
 from tests.artefacts import expert_settings, killing, pixels_of
@@ -111,3 +112,8 @@ def checkpoint(run: Path) -> dict[str, bytes]:
     """The last checkpoint's tensors, as bytes."""
     last = max((run / "checkpoints").glob("step_*"))
     return {path.name: path.read_bytes() for path in last.glob("*.safetensors")}
+
+
+def holder(out: Path) -> int:
+    """The process that trains ``out``."""
+    return int((run_folder_of(out) / "lock").read_text().split()[1])

@@ -50,23 +50,14 @@ def native_samples(
     batch_size: int = 64,
     on_batch: Callable[[int], None] | None = None,
 ) -> Tensor:
-    """Samples by the expert's own DDIM: native times evenly spaced, no calibration, no guidance.
+    """Samples (num, C, H, W) by the expert's own DDIM, in float32 on the CPU.
 
-    DDIM is Euler's method on the converted velocity (`hddm.sampling.euler`), from x = y/(alpha + sigma) with
-    y ~ N(0, I) at the end of the trained range. Times are "trailing" in the words of diffusers: from that
-    end, the last step goes from one step before clean data to x_0 itself.
+    Native times are evenly spaced; there is no calibration and no guidance. DDIM is Euler's method on the
+    converted velocity (`hddm.sampling.euler`), from x = y/(alpha + sigma) with y ~ N(0, I) at the end of the
+    trained range. Times are "trailing" in the words of diffusers: the last step goes to x_0 itself.
 
-    Args:
-        field: the expert.
-        num: number of samples.
-        seed: sample i depends on (seed, i) alone.
-        steps: calls of the network a sample.
-        conditions: keywords of the network, each (num, …).
-        batch_size: samples drawn together.
-        on_batch: called with the number of samples after each batch.
-
-    Returns:
-        (num, C, H, W) in float32 on the CPU.
+    Sample i depends on (``seed``, i) alone, and costs ``steps`` calls of the network. ``conditions`` are
+    keywords of the network, each (num, …); ``on_batch`` is called with the number of samples of each batch.
 
     Raises:
         HddmError: for an expert that does not tell the shape of its samples.
@@ -106,13 +97,7 @@ def native_times(field: VelocityField, steps: int) -> tuple[Tensor, float]:
 
 
 def native_conditions(field: VelocityField, num: int, seed: int = 0) -> dict[str, Tensor]:
-    """Conditions (num, …) of native samples: classes drawn uniformly, null values of everything else.
-
-    Warns where a null value stands for a condition that an expert would be asked with.
-
-    Raises:
-        HddmError: for a condition without class names and without a null value.
-    """
+    """Conditions (num, …) of native samples: classes drawn uniformly, else null values, with a warning."""
     conditions = {}
     for name in field.conditions or ():
         if name == "class_labels" and field.classes:
@@ -135,9 +120,7 @@ def native_conditions(field: VelocityField, num: int, seed: int = 0) -> dict[str
     return conditions
 
 
-NUM_IMAGES = 512
-FEW_IMAGES = 64
-STEPS = 50
+NUM_IMAGES, FEW_IMAGES, STEPS = 512, 64, 50
 
 
 def recalibrate(
@@ -153,14 +136,8 @@ def recalibrate(
     Its other files are hard-linked where the file system allows. The manifest of an ensemble that it belongs
     to follows.
 
-    Args:
-        folder: the expert.
-        shard_folder: images to fit it to; None draws them from the expert itself.
-        seed: of the noise, and of the samples.
-        num_images: samples to draw. Their mean is off by sqrt(variance/num_images), which is all that counts
-            at t = 1: 4 % of a deviation for 512.
-        steps: of the expert's own sampler.
-        on_batch: called with the number of samples after each batch.
+    It is fitted to ``shard_folder``, or without one to ``num_images`` `native_samples`, whose mean, all that
+    counts at t = 1, is off by sqrt(variance/num_images). ``seed`` is that of the noise and of the samples.
 
     Raises:
         HddmError: for anything but an expert folder, one whose other files are not those that were written,

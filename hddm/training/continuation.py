@@ -54,34 +54,23 @@ def continue_expert(
     kappa: float = KAPPA,
     run: RunOptions | None = None,
 ) -> list[float]:
-    """Train the expert in ``init`` on one shard, and write the result to ``out``.
+    """Train the expert in ``init`` on one shard, and write the result to ``out``; return all losses.
 
-    Args:
-        init: an expert folder; it fixes network, prediction type and schedule.
-        shard_folder: as `hddm.data.partition.partition` writes it.
-        out: the expert folder to write.
-        settings: as for a new expert; ``size`` has no say. With a ``lora_rank`` an adapter is trained, and
-            ``out`` holds that alone (`hddm.experts.lora`).
-        overwrite: whether an existing ``out`` is replaced.
-        on_step: called after each step with its number, loss and seconds.
-        kappa: bound of the gain of flow matching; an init that was trained on before keeps its own.
-        run: as of `hddm.training.expert.train_expert`.
-
-    Returns:
-        The loss of every step.
+    Arguments are those of `hddm.training.expert.train_expert`. The init fixes network, prediction type and
+    schedule, so ``settings.size`` has no say. With a ``lora_rank`` an adapter is trained, and ``out`` holds
+    that alone (`hddm.experts.lora`). ``kappa`` bounds the gain of flow matching; an init that was trained on
+    before keeps its own.
 
     Raises:
-        HddmError: as `train_expert`, and for a shard whose images or classes the init does not fit, a
-            condition that neither the shard nor a null value gives, or DDPM for an init that predicts
-            anything but noise on its whole range; for an adapter of an adapter, of a network without
-            attention, or without peft.
+        HddmError: as there, and for a shard whose images or classes the init does not fit, a condition that
+            neither the shard nor a null value gives, or DDPM for an init that predicts anything but noise on
+            its whole range; for an adapter of an adapter, of a network without attention, or without peft.
     """
     if not init.is_dir():
         raise HddmError(f"{init}: no such folder")
     if not (init / EXPERT_FILE).is_file():
         raise UsageError(
-            f"{init}: no expert folder; a checkpoint becomes one by hddm convert, and an ensemble's experts "
-            "are trained on one by one"
+            f"{init}: no expert folder; convert a checkpoint, and of an ensemble name one expert"
         )
     data = expert_data(shard_folder)
     if is_complete(out, EXPERT_FILE, run, overwrite):
@@ -107,22 +96,19 @@ def continue_expert(
     draw = drawing(shard, objective, settings, given, nulls)
     loss = losing(objective, lambda module: _predicting(module, field, objective))
     task = Task(expert.network, len(shard), draw, loss, (shard.index,))
-    begun: dict[str, object] = dict(begun_with(init))
+    begun = begun_with(init)
     if field.calibration is not None:
         begun["kappa"] = expert.facts.training.get("kappa", kappa)
 
     def write(draft: Path, fitted: Fitted, used: ExpertSettings) -> None:
         expert.network.requires_grad_(False)
-        training = fitted.record(used) | begun
-        # Its network is the init's, whatever the settings say.
-        del training["size"]
         record = expert.facts.model_copy(
             update={
                 "format": FORMAT,
                 "objective": objective.name,
                 "weights": "ema",
                 "shard": record_of_shard(shard, expert.facts.classes),
-                "training": training,
+                "training": fitted.record(used, begun),
                 "training_calibration": field.calibration is not None,
             }
         )
@@ -139,19 +125,14 @@ def continue_expert(
 
 
 def _objective(init: Path, record: ExpertRecord, settings: ExpertSettings) -> Objective:
-    """The objective of ``settings``, for DDPM on the init's schedule."""
     schedule = None
     if settings.objective == "ddpm":
         if record.prediction_type is not PredictionType.EPSILON:
             raise HddmError(
-                f"{init}: predicts {record.prediction_type.value}, and --objective ddpm learns epsilon; take "
-                "flow"
+                f"{init}: predicts {record.prediction_type.value}, and ddpm learns epsilon; take flow"
             )
         if record.training_calibration:
-            raise HddmError(
-                f"{init}: was trained on with flow matching, so it predicts noise on a part of its range "
-                "only; take --objective flow"
-            )
+            raise HddmError(f"{init}: was trained on with flow matching, so only flow can go on")
         schedule = from_config(record.schedule)
     return Objective.named(settings.objective, schedule, settings.time_sampling, settings.snr_gamma)
 

@@ -33,6 +33,7 @@ LATE_TIMES = (0.95, 0.99, 1.0)
 """Times at which a calibration decides. The Gaussian is next to exact there, so experts hardly differ."""
 # Beside the streams (seed, i) and (seed, i, 1) of sampling, 2 of training and 3 of native samples' classes.
 _STREAM = 4
+_BATCH = 64
 
 
 @dataclass(frozen=True)
@@ -62,27 +63,20 @@ class Denoising:
 
     @property
     def expert(self) -> float:
-        """Mean error over ``levels``."""
         return sum(level.expert for level in self.levels) / len(self.levels)
 
     @property
     def gaussian(self) -> float:
-        """Mean error of the Gaussian."""
         return sum(level.gaussian for level in self.levels) / len(self.levels)
 
 
 @torch.no_grad()
 def denoising(
-    field: VelocityField,
-    images: Tensor,
-    conditions: Mapping[str, Tensor] | None = None,
-    seed: int = 0,
-    batch_size: int = 64,
+    field: VelocityField, images: Tensor, conditions: Mapping[str, Tensor] | None = None, seed: int = 0
 ) -> Denoising:
     """Errors of ``field`` on images, at `TIMES` and `LATE_TIMES`, with the same noise for all compared.
 
-    ``images`` (N, C, H, W), float32, are in the units that the expert works in, and ``conditions``, keywords
-    of the network, are each (N, …). ``seed`` is that of the noise.
+    ``images`` (N, C, H, W), float32, are in the expert's units; ``conditions``, by keyword, each (N, …).
 
     Raises:
         HddmError: for fewer than 2 images.
@@ -91,11 +85,10 @@ def denoising(
     if number < 2:
         raise HddmError(f"denoising is judged on at least 2 images, not {number}")
     noise = generator(seed, _STREAM)
-    errors = _errors(field, images, conditions or {}, TIMES, noise, batch_size)
-    late = _errors(field, images, conditions or {}, LATE_TIMES, noise, batch_size)
-    gains = errors[:, 1] - errors[:, 0]
     early = torch.tensor([time < START for time in TIMES])
-    return Denoising(_levels(TIMES, errors), *_mean(gains), *_mean(gains[early]), _levels(LATE_TIMES, late))
+    levels, late = (_errors(field, images, conditions or {}, one, noise) for one in (TIMES, LATE_TIMES))
+    gains = levels[:, 1] - levels[:, 0]
+    return Denoising(_levels(TIMES, levels), *_mean(gains), *_mean(gains[early]), _levels(LATE_TIMES, late))
 
 
 def _errors(
@@ -104,7 +97,6 @@ def _errors(
     conditions: Mapping[str, Tensor],
     times: Sequence[float],
     noise: torch.Generator,
-    batch_size: int,
 ) -> Tensor:
     """Errors (times, 3, images) of the expert, the Gaussian and v = 0."""
     number = len(images)
@@ -112,8 +104,8 @@ def _errors(
     variance = (images.double() - total / number).square().sum().item() / ((number - 1) * images[0].numel())
     errors = torch.zeros(len(times), 3, number, dtype=torch.float64)
     velocity: Callable[..., Tensor] = field.velocity
-    for start in range(0, number, batch_size):
-        rows = slice(start, start + batch_size)
+    for start in range(0, number, _BATCH):
+        rows = slice(start, start + _BATCH)
         x_0 = images[rows]
         others = ((total - x_0.double()) / (number - 1)).float()
         given = {name: value[rows].to(field.device) for name, value in conditions.items()}
@@ -156,11 +148,11 @@ class Judged:
     ``unconditional`` are errors with null values for all conditions, None where there are none.
     """
 
-    images: int
-    denoising: Denoising
-    unconditional: Denoising | None
-    problems: tuple[str, ...]
-    notes: tuple[str, ...]
+    images: int = 0
+    denoising: Denoising | None = None
+    unconditional: Denoising | None = None
+    problems: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
 
 def judge(expert: Expert, field: VelocityField, shard: Shard, seed: int) -> Judged:
@@ -170,8 +162,6 @@ def judge(expert: Expert, field: VelocityField, shard: Shard, seed: int) -> Judg
       stands alone; without its conditions too, since guidance asks so, unless it never learned that.
     - Near t = 1 it must not have more than v = 0 by its calibration. A network that has so by itself, as one
       that predicts noise may, is worth a note.
-
-    ``field`` is the expert where it is to run, and ``seed`` that of the noise.
 
     Raises:
         HddmError: for classes other than its own, and fewer than 2 images.
@@ -208,7 +198,7 @@ def judge(expert: Expert, field: VelocityField, shard: Shard, seed: int) -> Judg
 
 
 def _doubts(found: Denoising, images: int, is_calibrated: bool) -> list[str]:
-    """Return the one thing, if any, that errors on so many images say against an expert."""
+    """The one thing, if any, that errors on so many images say against an expert."""
     if not math.isfinite(found.expert):
         return ["its velocities are not finite"]
     if found.margin <= 0:

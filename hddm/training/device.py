@@ -60,18 +60,15 @@ class Device:
 
     @property
     def target(self) -> torch.device:
-        """The device of this process."""
         device: torch.device = self._accelerator.device
         return device
 
     @property
     def processes(self) -> int:
-        """The number of processes that train together."""
         return int(self._accelerator.num_processes)
 
     @property
     def is_main(self) -> bool:
-        """True for the process that writes."""
         return bool(self._accelerator.is_main_process)
 
     def distributed(self, module: nn.Module) -> nn.Module:
@@ -135,5 +132,4 @@ class Device:
         return bool(found.item() > 0)
 
     def wait(self) -> None:
-        """Wait until all processes are here."""
         self._accelerator.wait_for_everyone()

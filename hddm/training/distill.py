@@ -52,9 +52,8 @@ from hddm.utils.tensors import append_dims
 class Teacher:
     """An ensemble, opened and held against the data; its experts are read when they are first asked.
 
-    ``expert_of_shard`` (shards,) holds the index of the expert of each shard, None for the mixture.
-    ``record`` holds plain values that say what it is; two teachers with the same record have the same
-    velocity.
+    ``expert_of_shard`` (shards,) holds the index of the expert of each shard, None for the mixture. Two
+    teachers with the same ``record``, of plain values, have the same velocity.
     """
 
     opened: OpenedEnsemble
@@ -66,15 +65,6 @@ class Teacher:
         """Names of the classes that its experts take labels of; empty where none does."""
         return next((one.facts.classes for one in self.opened.experts if one.facts.classes), ())
 
-    @property
-    def licences(self) -> set[str]:
-        """All licences that its experts state, of which a student is under every one."""
-        return {one.facts.licence for one in self.opened.experts if one.facts.licence}
-
-    def on(self, device: torch.device) -> Ensemble:
-        """The ensemble in float32 on a device."""
-        return self.opened.on(device, torch.float32)
-
 
 def open_teacher(
     folder: Path,
@@ -83,15 +73,11 @@ def open_teacher(
     kind: Literal["shard", "routed"],
     condition_dropout: float,
 ) -> Teacher:
-    """The teacher in ``folder`` for a student of ``shards``.
+    """The teacher in ``folder``, an ensemble or one expert, for a student of ``shards`` and their union.
 
-    Args:
-        folder: of an ensemble, or of one expert.
-        union: the data.
-        shards: the same by shards.
-        kind: ``shard``: each sample's own expert, known by the hash of its shard. ``routed``: the mixture,
-            by the strategy in the folder.
-        condition_dropout: share of samples that are to be learned without their conditions.
+    The ``shard`` kind is each sample's own expert, known by the hash of its shard; the ``routed`` one the
+    mixture, by the strategy in the folder. ``condition_dropout`` is the share of samples that are to be
+    learned without their conditions.
 
     Raises:
         HddmError: for a folder that cannot be read, a shard without its expert, a strategy that is no
@@ -136,8 +122,7 @@ def _by_shard(folder: Path, experts: dict[str, UnreadExpert], shards: Sequence[S
             f"{folder / name}: records no shard" for name, one in experts.items() if one.facts.shard is None
         ]
         raise HddmError(
-            f"{folder}: --teacher shard needs the expert of every shard; take the partition that they were "
-            "trained on, or --teacher routed",
+            f"{folder}: --teacher shard needs the expert of every shard; take their partition, or routed",
             lines,
         )
     places = {one: k for k, one in enumerate(stated)}
@@ -147,8 +132,7 @@ def _by_shard(folder: Path, experts: dict[str, UnreadExpert], shards: Sequence[S
 def _check_strategy(folder: Path, opened: OpenedEnsemble) -> None:
     if Strategy.parse(opened.facts.strategy).kind == "draw":
         raise HddmError(
-            f"{folder}: its strategy is draw, one expert a sample and no mixture; assemble it with another "
-            "--strategy, or take --teacher shard"
+            f"{folder}: its strategy, draw, is no mixture; assemble it with another, or take --teacher shard"
         )
     if opened.router is None and len(opened.experts) > 1:
         raise HddmError(f"{folder}: --teacher routed needs its router, and it has none; take --teacher shard")
@@ -163,13 +147,11 @@ def _check_conditions(name: str, record: ExpertRecord, shard: Shard, dropout: fl
         return
     if shard.labels is None or shard.classes != record.classes:
         raise HddmError(
-            f"{shard.folder}: its classes are {list(shard.classes)}, and those of {name} are "
-            f"{list(record.classes)}"
+            f"{shard.folder}: its classes are {list(shard.classes)}, those of {name} {list(record.classes)}"
         )
     if dropout and record.null_class != len(record.classes):
         raise HddmError(
-            f"{name}: has no label {len(record.classes)} for no class (its null class is "
-            f"{record.null_class}); pass --condition-dropout 0"
+            f"{name}: null class {record.null_class} is not {len(record.classes)}; pass --condition-dropout 0"
         )
 
 
@@ -190,29 +172,19 @@ def distill(
     run: RunOptions | None = None,
     init: Path | None = None,
 ) -> list[float]:
-    """Train one flow expert to have the velocity of an ensemble, and write its folder.
+    """Train one flow expert to have the velocity of an ensemble, and write its folder; return all losses.
 
     Its record names the teacher with the hashes of all its files, and as its shard the whole partition
     (`hddm.data.shards.joined`). Licences that the teacher's experts state hold for it too.
 
-    Args:
-        ensemble_folder: the teacher; one expert's folder is an ensemble of one.
-        shards_folder: a partition, as it is or encoded.
-        out: the expert folder to write.
-        settings: see `DistillSettings`.
-        overwrite: whether an existing ``out`` is replaced.
-        on_step: called after each step with its number, loss and seconds.
-        run: as of `hddm.training.expert.train_expert`.
-        init: a flow expert whose network the student begins with, one of the ensemble's say; ``size`` then
-            has no say. Without one the student begins with random weights.
-
-    Returns:
-        The loss of every step.
+    Arguments are those of `hddm.training.expert.train_expert`, with the teacher, for which one expert's
+    folder is an ensemble of one, and a partition, as it is or encoded. The student begins with the network of
+    the flow expert in ``init``, one of the ensemble's say, whatever ``settings.size``; else with random
+    weights.
 
     Raises:
-        HddmError: as `hddm.training.distill.open_teacher` and `hddm.training.expert.train_expert`, for
-            shards that do not belong together or do not fit the teacher, and for an ``init`` that is no flow
-            expert of such samples and classes.
+        HddmError: as `open_teacher` and `train_expert`, for shards that do not belong together or do not fit
+            the teacher, and for an ``init`` that is no flow expert of such samples and classes.
         Stopped: after a signal, with the run saved.
     """
     folders = find_shards(shards_folder)
@@ -224,9 +196,10 @@ def distill(
     teacher = open_teacher(ensemble_folder, union, shards, settings.teacher, settings.condition_dropout)
     as_expert = settings.as_expert(bool(teacher.classes))
     objective = Objective.named("flow", time_sampling=settings.time_sampling)
-    record, licences = new_record(union, as_expert, objective), teacher.licences
+    record = new_record(union, as_expert, objective)
+    licences = {one.facts.licence for one in teacher.opened.experts}
     given = {LABELS: union.labels} if teacher.classes and union.labels is not None else {}
-    begun: dict[str, str] = {}
+    begun: dict[str, Any] = {}
     if init is None:
         classes = len(teacher.classes) or None
         network: nn.Module = new_network(
@@ -235,8 +208,9 @@ def distill(
     else:
         started, begun = _flow_expert(init, record), begun_with(init)
         network = started.network.requires_grad_(True)
-        licences |= {started.facts.licence} if started.facts.licence else set()
-    licence = " AND ".join(sorted(licences)) or None
+        licences |= {started.facts.licence}
+    # It is under every one of them.
+    licence = " AND ".join(sorted(filter(None, licences))) or None
     record = record.model_copy(update={"shift": teacher.opened.facts.shift, "licence": licence})
     draw = drawing(union, objective, as_expert, given, null_conditions(record.null_class))
     expert_of_sample = None
@@ -249,14 +223,12 @@ def distill(
 
     def write(draft: Path, fitted: Fitted, used: DistillSettings) -> None:
         network.requires_grad_(False)
-        training: dict[str, Any] = fitted.record(used) | {"teacher": teacher.record} | begun
-        if begun:
-            # Its network is the init's, whatever the settings say.
-            del training["size"]
+        training = fitted.record(used, begun) | {"teacher": teacher.record}
         student = Expert(network, record.model_copy(update={"training": training}), None)
         save_expert(draft, calibrated(student, union, given, settings.seed, fitted.device))
 
-    task = Task(network, len(union), drawn, matching(teacher.on), (len(shards), 1))
+    on = functools.partial(teacher.opened.on, dtype=torch.float32)
+    task = Task(network, len(union), drawn, matching(on), (len(shards), 1))
     data |= {"teacher": teacher.record, **begun}
     watch = watching(field_of(Expert(network, record, None)), union, as_expert)
     return train(task, settings, out, EXPERT_FILE, write, data, overwrite, on_step, run, watch)
@@ -294,9 +266,8 @@ def matching(teacher_on: Callable[[torch.device], Ensemble]) -> Callable[[nn.Mod
 
     The loss takes the student, of (x_t, 1000 t, **conditions), and ``x_0`` and ``eps`` (n, C, H, W), ``t``
     (n,), the index of the ``expert`` to learn from (n,) where that is not the mixture, and ``class_labels``
-    (n,) where there are classes. It gives means over the elements of each sample (n,).
-
-    The teacher runs in float32, whatever precision the student is trained in, and gets no gradients.
+    (n,) where there are classes. It gives means over the elements of each sample (n,). The teacher runs in
+    float32, whatever the student's precision, and gets no gradients.
     """
     opened = functools.cache(teacher_on)
 

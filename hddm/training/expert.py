@@ -58,7 +58,7 @@ def train_expert(
     on_step: OnStep | None = None,
     run: RunOptions | None = None,
 ) -> list[float]:
-    """Train an expert on one shard, calibrate it there, and write its folder.
+    """Train an expert on one shard, calibrate it there, and write its folder; return the loss of every step.
 
     Nothing but the shard is read: no other expert's weights, gradients or data.
 
@@ -68,12 +68,9 @@ def train_expert(
         settings: see `ExpertSettings`.
         schedule: of DDPM; cosine by default.
         schedule_source: where ``schedule`` came from, for the record.
-        overwrite: whether an existing ``out`` is replaced.
-        on_step: called after each step with its number, loss and seconds.
+        overwrite: replace an existing ``out``.
+        on_step: called after each step.
         run: how the training is kept beside ``out``, to be resumed and looked at; it is not without.
-
-    Returns:
-        The loss of every step.
 
     Raises:
         HddmError: for a shard that cannot be read or is too small, images that do not fit the network,
@@ -114,19 +111,15 @@ def train_expert(
 
 
 def new_network(kind: type[Network], size: str, shape: Sequence[int], seed: int, **arguments: Any) -> Network:
-    """A ``kind`` of network of named ``size`` for images of ``shape`` (C, H, W).
+    """A ``kind`` of network of named ``size`` for images of ``shape`` (C, H, W), squares of whole patches.
 
     Its weights depend on ``seed`` alone; torch's global generator is left as it was.
-
-    Raises:
-        HddmError: for an unknown size, or images that are not squares of whole patches.
     """
     channels, height, width = shape
     config = size_config(size)
     if height != width or height % config["patch_size"]:
         raise HddmError(
-            f"images are {width}×{height}; --size {size} takes squares with a side divisible by "
-            f"{config['patch_size']}"
+            f"images are {width}×{height}; --size {size} takes squares divisible by {config['patch_size']}"
         )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -137,8 +130,7 @@ def new_network(kind: type[Network], size: str, shape: Sequence[int], seed: int,
 def ddpm_schedule(config: Path | None) -> tuple[Schedule | None, str]:
     """The schedule of DDPM in a scheduler config of diffusers, and where it came from; None is the default.
 
-    Raises:
-        HddmError: for a config that cannot be read, or of another prediction than noise.
+    A config that cannot be read, or of another prediction than noise, is refused.
     """
     if config is None:
         return None, DEFAULT_SCHEDULE
@@ -186,21 +178,17 @@ def record_of_shard(shard: Shard, classes: tuple[str, ...]) -> ShardRecord:
     )
 
 
-def begun_with(init: Path) -> dict[str, str]:
+def begun_with(init: Path) -> dict[str, Any]:
     """A record's plain values of the expert folder that a training began with."""
     weights = WEIGHTS if (init / WEIGHTS).is_file() else ADAPTER_WEIGHTS
     return {"init": init.resolve().name, "init_sha256": sha256_of(init / weights)}
 
 
 def check_fit(shard: Shard, record: ExpertRecord, network: object) -> None:
-    """Refuse a shard whose samples are none of an expert's.
+    """Refuse a shard of samples in another space or shape, of another VAE or scale, or another text encoder.
 
     A value that ``record`` leaves open is no difference. The config of the expert's ``network`` tells how
     wide the tokens are that it takes.
-
-    Raises:
-        HddmError: for samples of another space or shape, latents of another VAE or scale, or tokens of
-            another text encoder.
     """
     folder, vae, encoder = shard.folder, shard.vae, shard.text_encoder
     if record.space != shard.space:
@@ -221,10 +209,8 @@ def check_fit(shard: Shard, record: ExpertRecord, network: object) -> None:
         for key in ("fingerprint", "width", "tokens"):
             found, known = getattr(encoder, key), getattr(record.text_encoder, key)
             if found != known:
-                raise HddmError(
-                    f"{folder}: its captions are of a text encoder with {key} {found}, the expert's has "
-                    f"{known}; {remedy}"
-                )
+                text = f"its captions are of a text encoder with {key} {found}, the expert's has {known}"
+                raise HddmError(f"{folder}: {text}; {remedy}")
     elif (width := text_width(getattr(network, "config", {}))) not in (None, encoder.width):
         raise HddmError(
             f"{folder}: its tokens are {encoder.width} wide, and the expert takes {width}; {remedy}"
@@ -232,14 +218,9 @@ def check_fit(shard: Shard, record: ExpertRecord, network: object) -> None:
 
 
 def check_own(shard: Shard, record: ExpertRecord) -> None:
-    """Refuse images that are neither of the expert's own shard nor kept from it.
-
-    A student's shard is a whole partition, and all shards of that are its own. An expert may not say.
-
-    Raises:
-        HddmError: for another shard.
-    """
+    """Refuse images that are neither of the expert's own shard, if it names that, nor kept from it."""
     origin, own = shard.held_out_of or shard.hash, record.shard
+    # A student's shard is a whole partition, all shards of which are its own.
     if own is not None and own.hash not in (origin, shard.partition):
         raise HddmError(
             f"{shard.folder}: is of shard {origin[:16]}…, the expert of shard {own.index}, {own.hash[:16]}…; "
@@ -248,11 +229,7 @@ def check_own(shard: Shard, record: ExpertRecord) -> None:
 
 
 def conditions_of(shard: Shard, field: VelocityField) -> dict[str, Tensor]:
-    """Return the conditions that ``field`` takes for the images of ``shard``: their labels, or nothing.
-
-    Raises:
-        HddmError: where the classes of the two differ.
-    """
+    """Return the conditions that ``field`` takes for the images of ``shard``: their labels, or none."""
     if not field.classes:
         return {}
     if shard.labels is None or shard.classes != field.classes:
@@ -265,20 +242,16 @@ def conditions_of(shard: Shard, field: VelocityField) -> dict[str, Tensor]:
 def conditions_at(
     rows: Tensor, given: Mapping[str, Tensor], shard: Shard, field: VelocityField
 ) -> dict[str, Tensor]:
-    """Conditions (n, …) of the samples ``rows`` (n,): those ``given`` for all, and tokens of the shard.
-
-    Tokens come where ``field`` takes them.
-    """
+    """Conditions (n, …) of samples ``rows`` (n,): those ``given``, and tokens where ``field`` takes any."""
     conditions = {name: value[rows] for name, value in given.items()}
     if shard.texts is not None and TEXT in (field.conditions or ()):
         conditions[TEXT] = shard.texts.take(rows)
     return conditions
 
 
-CALIBRATION_IMAGES = 4096
-"""A calibration looks at so many images of a shard at most, spread evenly over it."""
-CALIBRATION_BYTES = 2**30
-"""And at so many bytes of them: samples in float64, as moments are taken, and tokens in float32."""
+CALIBRATION_IMAGES, CALIBRATION_BYTES = 4096, 2**30
+"""Images of a shard that a calibration looks at, at most, and bytes of them: samples in float64, as moments
+are taken, and tokens in float32."""
 
 
 def calibrated(
@@ -290,10 +263,9 @@ def calibrated(
 
 
 def calibrated_on(shard: Shard, field: VelocityField, given: Mapping[str, Tensor], seed: int) -> Calibration:
-    """A calibration of ``field``, which has none yet, that says which shard it was fitted to.
+    """A calibration of ``field``, which has none yet, fitted to `calibration_rows` of ``shard``, as it says.
 
-    `calibration_rows` of ``shard`` are looked at. ``given`` are conditions (N, …) of all samples; tokens come
-    from the shard where the expert takes them. ``seed`` is that of the noise.
+    ``given`` are conditions (N, …) of all samples, without the tokens of the shard; ``seed`` is the noise's.
     """
     rows = calibration_rows(shard)
     log.info("calibrating on %s …", counted(len(rows), "image"))

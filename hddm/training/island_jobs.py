@@ -21,17 +21,9 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Island:
-    """One training.
+    """One training: of the expert folder ``out``, on the shard in a folder, whose ``index`` it has.
 
-    Args:
-        index: of its shard.
-        shard: the folder to train on.
-        out: the expert folder to write.
-        settings: see `ExpertSettings`; ``threads`` are given to it.
-        run: how the run beside ``out`` is kept.
-        schedule: a diffusers scheduler config for DDPM; cosine by default.
-        init: an expert folder to train on from.
-        overwrite: whether an existing ``out`` is replaced.
+    ``schedule`` is a diffusers scheduler config for DDPM, and ``init`` an expert folder to train on from.
     """
 
     index: int
@@ -45,7 +37,6 @@ class Island:
 
     @property
     def name(self) -> str:
-        """Its name in messages."""
         return self.out.name
 
     @property
@@ -75,9 +66,8 @@ def make_islands(
 ) -> list[Island]:
     """An island a shard, which writes ``out/expert_k``.
 
-    ``objectives`` has one a shard, and ``settings`` are by objective; the rest is as of `Island`. What
-    concerns one objective alone, ``snr_gamma`` and ``schedule``, is left out for the other where both are
-    there.
+    ``objectives`` has one a shard, and ``settings`` are by objective. What concerns DDPM alone, ``snr_gamma``
+    and ``schedule``, is left out for flow where both are there.
 
     Raises:
         HddmError: for an option of DDPM where no shard learns it.
@@ -96,9 +86,7 @@ def make_islands(
 
 
 def parse_objectives(text: str, shards: int, name: str = "--objective") -> list[str]:
-    """One objective a shard, from ``0=ddpm,3=ddpm,*=flow``; ``*`` is every shard that is not named.
-
-    A name alone, as ``flow``, is for all. ``name`` is what errors call it by.
+    """One objective a shard, from ``0=ddpm,3=ddpm,*=flow``; a name alone, as ``flow``, is for all.
 
     Raises:
         HddmError: for a shard that is not there, is named twice, or has no objective, and for an objective
@@ -126,11 +114,7 @@ def parse_objectives(text: str, shards: int, name: str = "--objective") -> list[
 
 
 def refuse_failed(outcomes: Sequence[Outcome]) -> None:
-    """Raise where an island failed.
-
-    Raises:
-        HddmError: with every cause once, and whom it concerns.
-    """
+    """Raise an `HddmError` where an island failed, with every cause once and whom it concerns."""
     failed = [(one.island, one.failure) for one in outcomes if one.failure is not None]
     if not failed:
         return
@@ -146,10 +130,9 @@ def refuse_failed(outcomes: Sequence[Outcome]) -> None:
         for cause, names in concerned.items()
     ]
     others = "the others are finished, and " if len(failed) < len(outcomes) else ""
+    others += "--resume goes on with these"
     raise HddmError(
-        f"{outcomes[0].island.out.parent}: {len(failed)} of {len(outcomes)} experts failed; {others}--resume "
-        "goes on with these",
-        lines,
+        f"{outcomes[0].island.out.parent}: {len(failed)} of {len(outcomes)} experts failed; {others}", lines
     )
 
 
@@ -162,21 +145,17 @@ def split_complete(islands: Sequence[Island]) -> tuple[list[Outcome], list[Islan
     for one in islands:
         # Others compare themselves with their run where they are trained (`hddm.training.loop.train`).
         is_plain = one.init is None and one.schedule is None
+        if not is_plain or not is_kept(one.out, EXPERT_FILE, one.run, one.overwrite):
+            left.append(one)
+            continue
         try:
-            if (
-                is_plain
-                and is_kept(one.out, EXPERT_FILE, one.run, one.overwrite)
-                and is_complete(
-                    one.out,
-                    EXPERT_FILE,
-                    one.run,
-                    settings=one.settings,
-                    data=fresh_data(one.shard, one.settings),
-                )
-            ):
+            data = fresh_data(one.shard, one.settings)
+            is_done = is_complete(one.out, EXPERT_FILE, one.run, settings=one.settings, data=data)
+        except HddmError as failure:
+            outcomes.append(Outcome(one, failure=failure))
+        else:
+            if is_done:
                 outcomes.append(Outcome(one))
             else:
                 left.append(one)
-        except HddmError as failure:
-            outcomes.append(Outcome(one, failure=failure))
     return outcomes, left

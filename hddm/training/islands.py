@@ -57,20 +57,18 @@ class Backend(Protocol):
     def run(self, islands: Sequence[Island], stop: StopRequest, on_step: OnIsland | None) -> list[Outcome]:
         """Train ``islands`` until all have ended, or ``stop`` came and what was trained is saved.
 
-        Returns:
-            Outcomes in any order; without those that were stopped.
+        Outcomes are in any order, without those that were stopped.
         """
 
 
 def train_islands(
-    islands: Sequence[Island], backend: "Backend | None" = None, on_step: OnIsland | None = None
+    islands: Sequence[Island], backend: Backend | None = None, on_step: OnIsland | None = None
 ) -> list[Outcome]:
     """Train islands, which share nothing; return how each ended, in their order.
 
     One whose process dies (killed, out of memory, a bug) is started again and goes on from its last
     checkpoint; one that fails for a reason that the user must mend is not. The others go on in both cases.
-    `hddm.training.island_jobs.refuse_failed` judges the outcomes. The ``backend`` is `Processes`, one after
-    the other, by default; ``on_step`` is called with what the islands report.
+    The ``backend`` is `Processes`, one after the other, by default.
 
     Raises:
         HddmError: for folders that are in the way, before anything starts, or a backend out of reach.
@@ -99,8 +97,6 @@ def threaded(islands: Sequence[Island], default: int) -> list[Island]:
 
 def prepare(islands: Sequence[Island]) -> None:
     """Check the folders of ``islands``, and remove the runs that ``overwrite`` without ``resume`` replaces.
-
-    Every start after this resumes what the one before has done.
 
     Raises:
         HddmError: for folders that are in the way or worked on, all of them at once, before anything is
@@ -132,6 +128,7 @@ def train_island(island: Island, on_step: OnStep | None = None) -> list[float]:
         HddmError: as `train_expert` and `continue_expert`, and for a disk that is full or fails.
         Stopped: after a signal, with the run saved.
     """
+    # What `prepare` has left is a run to go on with, of this start or the one before.
     run = island.run.model_copy(update={"resume": True})
     shard, out, settings, overwrite = island.shard, island.out, island.settings, island.overwrite
     try:
@@ -146,11 +143,7 @@ def train_island(island: Island, on_step: OnStep | None = None) -> list[float]:
 
 
 def outcome_of(island: Island, on_step: OnStep | None = None) -> Outcome:
-    """Train an island in this process, and return how it ended.
-
-    Raises:
-        Stopped: after a signal, with the run saved.
-    """
+    """`train_island`, with its failures as outcomes; a signal raises `Stopped`."""
     try:
         return Outcome(island, summary_of(train_island(island, on_step)))
     except Stopped:
@@ -161,10 +154,7 @@ def outcome_of(island: Island, on_step: OnStep | None = None) -> Outcome:
 
 @dataclass(frozen=True)
 class Stepped:
-    """A report of ``step``, with the mean loss and the seconds of the steps since the last report.
-
-    ``loss`` is NaN where none was finite.
-    """
+    """A report of ``step``: mean loss, NaN if none was finite, and seconds since the last report."""
 
     step: int
     loss: float
@@ -189,8 +179,8 @@ class Ended:
 def work(island: Island, connection: "Connection[object, int]") -> None:
     """Train ``island``; the body of its process.
 
-    ``connection`` to the parent takes `Stepped`, `Logged` and last `Ended`, unless the process dies. A number
-    that it gives is that of a signal, on which the training stops; so it does when the other end is closed.
+    ``connection`` to the parent takes `Stepped`, `Logged` and last `Ended`. It gives the number of a signal,
+    on which the training stops; so it does when the other end is closed.
     """
     logger = logging.getLogger("hddm")
     logger.setLevel(logging.INFO)
@@ -206,8 +196,6 @@ def work(island: Island, connection: "Connection[object, int]") -> None:
 
 
 class _Reporter:
-    """Reports the steps of a training to its parent, and listens for the request to stop."""
-
     def __init__(self, connection: "Connection[object, int]", steps: int) -> None:
         self._connection, self._steps = connection, steps
         self._stopping = False
@@ -242,8 +230,6 @@ class _Reporter:
 
 
 class _Forwarding(logging.Handler):
-    """Sends log lines to the parent."""
-
     def __init__(self, connection: "Connection[object, int]") -> None:
         super().__init__()
         self._connection = connection
@@ -323,13 +309,9 @@ class Processes:
             _close(running)
 
     def _start_again(self, job: _Job) -> _Job:
-        log.warning(
-            "%s: its process %s; it is started again from its last checkpoint (%d of %d)",
-            job.island.name,
-            _how(job),
-            job.starts,
-            self.retries,
-        )
+        attempt = f"{job.starts} of {self.retries}"
+        text = "%s: its process %s; it is started again from its last checkpoint (%s)"
+        log.warning(text, job.island.name, _how(job), attempt)
         return _start(job.island, job.slot, job.starts + 1)
 
 
@@ -377,7 +359,6 @@ def _close(running: Sequence[_Job]) -> None:
 
 
 def _how(job: _Job) -> str:
-    """Say how a process ended."""
     code = job.process.exitcode
     if job.ended is not None:
         return "was told to stop"

@@ -15,13 +15,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from hddm.training.device import Device
-from hddm.training.resume import Change, as_recorded, is_complete, run_folder_of, value_at
+from hddm.training.resume import Change, Settings, as_recorded, is_complete, run_folder_of, value_at
 from hddm.training.settings import LoopSettings, RunOptions
 from hddm.training.state import Ema, Run, TrainingState, open_run
 from hddm.utils.errors import HddmError, counted
@@ -123,17 +123,22 @@ class Fitted:
     device: torch.device
     changes: Sequence[Change] = ()
 
-    def record(self, settings: LoopSettings) -> dict[str, Any]:
-        """Plain values for the record beside the weights; ``settings`` are those of the last step."""
+    def record(self, settings: LoopSettings, begun: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """Plain values for the record beside the weights; ``settings`` are those of the last step.
+
+        ``begun`` are those of the init (`hddm.training.expert.begun_with`), whose network has a size of its
+        own, whatever the settings say.
+        """
         finite = {step: loss for step, loss in enumerate(self.losses, 1) if math.isfinite(loss)}
         tail = list(finite.values())[-max(len(self.losses) // 20, 1) :]
         batches = (value_at(step, "batch_size", settings.batch_size, self.changes) for step in finite)
         return {
-            **settings.model_dump(mode="json"),
+            **settings.model_dump(mode="json", exclude={"size"} if begun else None),
             "changes": list(self.changes),
             "images_seen": sum(batches),
             "final_loss": sum(tail) / len(tail),
             "seconds": round(self.seconds, 1),
+            **(begun or {}),
         }
 
 
@@ -142,11 +147,9 @@ def fit(
 ) -> Fitted:
     """Minimise the loss of ``task`` and leave the averaged weights in its network, on the CPU.
 
-    A step whose loss or gradient is not finite changes nothing: weights, averages and the optimiser stay, and
-    the step is named with its samples.
-
-    ``run`` is where checkpoints go, and come from; without one nothing is kept, and signals do what they do.
-    ``watchers`` are called after each step, on the main process.
+    A step whose loss or gradient is not finite changes nothing, and is named with its samples. ``run`` keeps
+    checkpoints; without one nothing is kept, and signals do what they do. ``watchers`` are called after each
+    step, on the main process.
 
     Raises:
         HddmError: after ``settings.max_non_finite`` steps in a row that were not finite, for hardware that is
@@ -193,7 +196,7 @@ def _keep(run: Run, state: TrainingState, settings: LoopSettings, device: Device
 
 
 class _Losses(nn.Module):
-    """The loss of a task as a module, whose forward is what several processes exchange gradients after."""
+    """The loss of a task as a module, since processes exchange gradients after a module's forward."""
 
     def __init__(self, task: Task) -> None:
         super().__init__()
@@ -204,8 +207,6 @@ class _Losses(nn.Module):
 
 
 class _Trainer:
-    """One step after another."""
-
     def __init__(self, task: Task, settings: LoopSettings, device: Device) -> None:
         self.task, self.settings, self.device = task, settings, device
         if settings.gradient_checkpointing:
@@ -289,16 +290,14 @@ def learning_rate_factor(step: int, settings: LoopSettings) -> float:
     return warm * 0.5 * (1 + math.cos(math.pi * min(step / settings.steps, 1)))
 
 
-def _checkpointed(network: nn.Module) -> None:
-    enable = getattr(network, "enable_gradient_checkpointing", None)
-    if enable is None or not getattr(network, "_supports_gradient_checkpointing", False):
+def _checkpointed(network: Any) -> None:
+    if not getattr(network, "_supports_gradient_checkpointing", False):
         raise HddmError(
             f"--gradient-checkpointing: {type(network).__name__} does not support it; train without"
         )
-    enable()
+    network.enable_gradient_checkpointing()
 
 
-Settings = TypeVar("Settings", bound=LoopSettings)
 Write = Callable[[Path, Fitted, Settings], None]
 Watch = Callable[[Run], contextlib.AbstractContextManager[Watcher]]
 
@@ -315,7 +314,9 @@ def train(
     run: RunOptions | None = None,
     watch: Watch | None = None,
 ) -> list[float]:
-    """Fit ``task`` and write ``out``, which appears complete or not at all.
+    """Fit ``task`` and write ``out``, which appears complete or not at all; return the loss of every step.
+
+    There are no losses where a resumed ``out`` is complete.
 
     Args:
         task: see `Task`.
@@ -324,13 +325,10 @@ def train(
         record: the JSON file that marks its kind.
         write: ``write(draft, fitted, settings)`` fills it.
         data: plain values that say what it is trained on, which a resumed run must share.
-        overwrite: whether an existing ``out``, and a run that is there, are replaced.
-        on_step: called after each step with its number, loss and seconds.
+        overwrite: replace an existing ``out``, and a run that is there.
+        on_step: called after each step.
         run: how the training is kept; it is not without.
         watch: opens the watcher of a run.
-
-    Returns:
-        The loss of every step; none where a resumed ``out`` is complete.
 
     Raises:
         HddmError: as `fit` and `hddm.training.state.open_run`.
@@ -395,9 +393,7 @@ SHORTEST = 10
 def summary_of(losses: Sequence[float], name: str = "loss") -> str:
     """A line for users: means of the loss over the first and the last steps; "" of no steps.
 
-    A single step's loss says more of its images, noise and times than of the weights. Where the steps are too
-    few to compare, it is the mean of all. Steps whose loss was not finite are left out. ``name`` is the
-    loss's.
+    Too few steps to compare give one mean. Losses that are not finite are left out; ``name`` is the loss's.
     """
     over = min(LONGEST, len(losses) // 10)
     first, last, average = mean(losses[:over]), mean(losses[len(losses) - over :]), mean(losses)

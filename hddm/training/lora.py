@@ -24,7 +24,7 @@ from hddm.experts.lora import (
 )
 from hddm.experts.records import Expert, write_records
 from hddm.networks.folders import WEIGHTS
-from hddm.utils.errors import HddmError
+from hddm.utils.errors import HddmError, optional
 from hddm.utils.files import sha256_of, write_json
 
 _LAYERS = re.compile(
@@ -37,19 +37,14 @@ _PARAMETERS = re.compile(r"layers\.\d+\.(cross_)?attn\.in_proj_weight")
 
 
 def targets_of(network: nn.Module) -> tuple[str, ...]:
-    """Names of the weights of ``network`` that an adapter changes: those of attention and MLPs.
-
-    Raises:
-        HddmError: for a network without any.
-    """
-    linear = {name for name, module in network.named_modules() if isinstance(module, nn.Linear)}
-
-    def is_adapted(name: str) -> bool:
-        layer = name.removesuffix(".weight")
-        is_linear = layer != name and layer in linear and _LAYERS.fullmatch(layer)
-        return bool(_PARAMETERS.fullmatch(name) or is_linear)
-
-    found = tuple(name for name, _ in network.named_parameters() if is_adapted(name))
+    """Names of the weights of ``network`` that an adapter changes: of attention and MLPs, at least one."""
+    layers = {
+        f"{name}.weight"
+        for name, module in network.named_modules()
+        if isinstance(module, nn.Linear) and _LAYERS.fullmatch(name)
+    }
+    names = [name for name, _ in network.named_parameters()]
+    found = tuple(name for name in names if name in layers or _PARAMETERS.fullmatch(name))
     if not found:
         raise HddmError(
             f"--lora-rank: a {type(network).__name__} without attention has no layers to adapt; leave it out"
@@ -60,16 +55,11 @@ def targets_of(network: nn.Module) -> tuple[str, ...]:
 def new_adapter(network: nn.Module, rank: int, alpha: float | None, init: Path, out: Path) -> AdapterRecord:
     """The record of an adapter in ``out`` of the expert in ``init`` with this ``network``.
 
-    Its change is scaled by ``alpha``/``rank``; by default alpha is the rank. Of the two folders the record
-    keeps how the base is reached from the adapter.
-
-    Raises:
-        HddmError: for an adapter as the base, and a network without layers to adapt.
+    Its change is scaled by ``alpha``/``rank``; by default alpha is the rank. An adapter is no base.
     """
     if not (init / WEIGHTS).is_file():
         raise HddmError(
-            f"{init}: holds no {WEIGHTS} that could be adapted; name its base as --init, or merge the two "
-            "first (hddm convert)"
+            f"{init}: holds no {WEIGHTS} that could be adapted; name its base, or merge them by hddm convert"
         )
     return AdapterRecord(
         rank=rank,
@@ -83,11 +73,7 @@ def new_adapter(network: nn.Module, rank: int, alpha: float | None, init: Path, 
 def add_adapter(network: ModelMixin, adapter: AdapterRecord, seed: int) -> None:
     """Put an adapter on ``network``: its own parameters are frozen, those of the adapter are trained.
 
-    B is zero, so nothing changes at first; A is uniform, as peft draws it, from ``seed`` alone. torch's
-    global generator is left as it was.
-
-    Raises:
-        HddmError: without peft.
+    B is zero, so nothing changes at first; A is uniform, as peft draws it, from ``seed`` alone.
     """
     peft = _peft()
     network.requires_grad_(False)
@@ -99,8 +85,7 @@ def add_adapter(network: ModelMixin, adapter: AdapterRecord, seed: int) -> None:
 def save_adapted(folder: Path, expert: Expert, adapter: AdapterRecord) -> None:
     """Write an expert with an adapter on its network into an existing, empty ``folder``.
 
-    It holds the network's config, the adapter in peft's format, and the expert's records, which name the
-    base; the base's weights it does not hold.
+    It holds all but the weights of the base, which its records name; the adapter is in peft's format.
     """
     network: Any = expert.network
     network.save_config(folder)
@@ -132,8 +117,4 @@ def _config(adapter: AdapterRecord) -> Any:
 
 
 def _peft() -> Any:
-    try:
-        import peft
-    except ImportError as error:
-        raise HddmError("--lora-rank needs peft: pip install 'hddm-diffusion[lora]'") from error
-    return peft
+    return optional("peft", "--lora-rank", "lora")

@@ -24,7 +24,7 @@ from hddm.training.islands import RETRIES, OnIsland, outcome_of
 from hddm.training.loop import mean
 from hddm.training.resume import CHECKPOINTS, checkpoints_in, run_folder_of, step_of
 from hddm.training.state import LOSSES, PROGRESS, wait_for_run
-from hddm.utils.errors import HddmError
+from hddm.utils.errors import HddmError, optional
 from hddm.utils.files import read_json
 from hddm.utils.processes import SIGNALS, Stopped, StopRequest, compute_environment
 
@@ -40,12 +40,9 @@ class RayCluster:
     """A Ray cluster, on which every island is a task; a backend of `hddm.training.islands.train_islands`.
 
     A task takes as many of the cluster's CPUs as it has threads, 1 where none were given, and a GPU where
-    the cluster has some and ``device`` does not say otherwise. What islands report comes from their
-    checkpoints.
-
-    Args:
-        address: of a cluster; ``local`` starts one on this machine, for as long as the training takes.
-        retries: how often each task is started again at most.
+    the cluster has some and ``device`` does not say otherwise; it is started again ``retries`` times at most.
+    What islands report comes from their checkpoints. The ``address`` ``local`` starts a cluster on this
+    machine, for as long as the training takes.
 
     Raises:
         HddmError: without Ray; in `run` for a cluster that cannot be reached.
@@ -55,7 +52,7 @@ class RayCluster:
 
     def __init__(self, address: str = LOCAL, retries: int = RETRIES) -> None:
         self.address, self.retries = address, retries
-        self._ray = _ray()
+        self._ray = optional("ray", "--ray", "ray")
 
     def run(self, islands: Sequence[Island], stop: StopRequest, on_step: OnIsland | None) -> list[Outcome]:
         """Run islands as a `hddm.training.islands.Backend` does."""
@@ -108,15 +105,12 @@ def _outcome(ray: Any, task: Any, island: Island) -> Outcome | None:
         return None
     except ray.exceptions.RayError as error:
         reason = str(error).strip().splitlines()[-1]
-        failure = HddmError(f"{island.out}: its task failed for good ({type(error).__name__}: {reason})")
-        return Outcome(island, failure=failure)
-    if outcome is not None and outcome.failure is None and not (island.out / EXPERT_FILE).exists():
-        failure = HddmError(
-            f"{island.out}: was written on another machine, and is not seen here; take a folder on a file "
-            "system that all machines share"
-        )
-        return Outcome(island, failure=failure)
-    return outcome
+        text = f"its task failed for good ({type(error).__name__}: {reason})"
+    else:
+        if outcome is None or outcome.failure is not None or (island.out / EXPERT_FILE).exists():
+            return outcome
+        text = "was written on another machine, and is not seen here; take a folder that all machines share"
+    return Outcome(island, failure=HddmError(f"{island.out}: {text}"))
 
 
 def _submit(ray: Any, island: Island, retries: int, has_gpus: bool) -> Any:
@@ -134,11 +128,7 @@ def _submit(ray: Any, island: Island, retries: int, has_gpus: bool) -> Any:
 
 
 def _train(island: Island) -> Outcome | None:
-    """Train ``island`` in this worker; the body of a task. None where the driver stopped it.
-
-    Raises:
-        RuntimeError: where a signal other than the driver's stopped it, so that it is started elsewhere.
-    """
+    """Train ``island`` in this worker; the body of a task. None where the driver stopped it."""
     # Ray shows what a worker writes to its standard error.
     logging.basicConfig(format=f"{island.name}: %(message)s")
     logging.getLogger("hddm").setLevel(logging.INFO)
@@ -149,6 +139,7 @@ def _train(island: Island) -> Outcome | None:
     except Stopped as error:
         if error.number == signal.SIGINT:
             return None
+        # Another's signal: Ray starts it elsewhere.
         raise RuntimeError(f"{island.name}: {error}") from error
     finally:
         for one, handler in before.items():
@@ -181,7 +172,7 @@ def _connected(ray: Any, address: str) -> Iterator[None]:
 
 
 def _newest(out: Path, since: int) -> tuple[int, float, float] | None:
-    """Read step, mean loss after step ``since`` and seconds of the newest checkpoint; None if not newer."""
+    """Step, mean loss after step ``since`` and seconds of the newest checkpoint; None if it is not newer."""
     newest = next(iter(checkpoints_in(run_folder_of(out) / CHECKPOINTS)), None)
     if newest is None or step_of(newest) == since:
         return None
@@ -195,14 +186,6 @@ def _newest(out: Path, since: int) -> tuple[int, float, float] | None:
 
 
 def _absolute(island: Island) -> Island:
-    """Return ``island`` with absolute paths: workers have a working directory of their own."""
-    paths: dict[str, Any] = {key: one for key, one in vars(island).items() if isinstance(one, Path)}
-    return replace(island, **{key: path.absolute() for key, path in paths.items()})
-
-
-def _ray() -> Any:
-    try:
-        import ray
-    except ImportError as error:
-        raise HddmError("--ray needs Ray: pip install 'hddm-diffusion[ray]'") from error
-    return ray
+    """The same with absolute paths, since workers have a working directory of their own."""
+    paths: dict[str, Any] = {k: one.absolute() for k, one in vars(island).items() if isinstance(one, Path)}
+    return replace(island, **paths)

@@ -2,8 +2,7 @@
 
 Answers come from records alone, ``OUT.run/run.json`` and the manifests of shards; neither torch nor a network
 is imported. `compare_records` refuses a start that differs, `is_complete` finds one with nothing left to do,
-and `expert_data` and `data_of` are what a run records of its data. An encoded shard has the hash of its
-images, so encoder, crop and skipped images are recorded beside that.
+and `expert_data` and `data_of` are what a run records of its data.
 
 A change of settings on the way is kept in the record as
 
@@ -39,13 +38,11 @@ NOT_RECORDED = "not recorded"
 
 
 def with_changes(before: Sequence[Change], new: Sequence[Change], step: int) -> list[Change]:
-    """Return the changes of a run that is resumed at ``step``, with those that are ``new`` there.
+    """The changes of a run that is resumed at the checkpoint of ``step``, with those that are ``new`` there.
 
-    Steps beyond ``step`` are computed again: changes that were made there count from ``step`` on. A change
-    that is undone before a step was made is none, nor is one before the first step.
-
-    ``before`` are the changes so far, in the order in which they were made, and ``step`` is that of the
-    checkpoint that the run is resumed from.
+    ``before`` are the changes so far, in the order in which they were made. Steps beyond ``step`` are
+    computed again: changes that were made there count from ``step`` on. A change that is undone before a step
+    was made is none, nor is one before the first step.
     """
     merged: dict[tuple[str, int], Change] = {}
     for one in (*before, *new):
@@ -56,7 +53,7 @@ def with_changes(before: Sequence[Change], new: Sequence[Change], step: int) -> 
 
 
 def value_at(step: int, key: str, today: Any, changes: Sequence[Change]) -> Any:
-    """Return the value in ``step``, from 1, of setting ``key``, which is ``today`` now."""
+    """The value in ``step``, from 1, of setting ``key``, which is ``today`` now."""
     return next((one["was"] for one in changes if one["key"] == key and step <= one["step"]), today)
 
 
@@ -76,12 +73,12 @@ log = logging.getLogger(__name__)
 
 
 def run_folder_of(out: Path) -> Path:
-    """Return the folder of the run that writes ``out``."""
+    """The folder of the run that writes ``out``."""
     return out.with_name(f"{out.name}.run")
 
 
 def checkpoints_in(folder: Path) -> list[Path]:
-    """Return the checkpoints that a folder holds, damaged ones too, newest first."""
+    """The checkpoints that a folder holds, damaged ones too, newest first."""
     found = [path for path in folder.glob("step_*") if re.fullmatch(r"step_\d{8,}", path.name)]
     return sorted(found, key=step_of, reverse=True)
 
@@ -118,23 +115,19 @@ def compare_records(out: Path, record: Mapping[str, Any], options: RunOptions) -
     folder = run_folder_of(out)
     given = json.loads(json.dumps(dict(record)))
     old, new = (_flat({key: one.get(key, {}) for key in _COMPARED}) for one in (recorded(out), given))
-    differing = {
-        key: (old.get(key, NOT_RECORDED), new.get(key, NOT_RECORDED))
-        for key in dict.fromkeys([*old, *new])
-        if old.get(key) != new.get(key)
-    }
-    lines = {}
-    for key, values in differing.items():
-        was, now = (value if value is NOT_RECORDED else repr(value) for value in values)
+    differing, lines, fixed = {}, {}, []
+    for key in dict.fromkeys([*old, *new]):
+        if old.get(key) == new.get(key):
+            continue
+        differing[key] = old.get(key, NOT_RECORDED), new.get(key, NOT_RECORDED)
+        was, now = (value if value is NOT_RECORDED else repr(value) for value in differing[key])
         lines[key] = f"{key}: was {was}, is {now}"
-    # What an older version did not record cannot be held against a run.
-    known = {key for key, (was, _) in differing.items() if was is not NOT_RECORDED}
-    fixed = [lines[key] for key in lines if key in known and (key in FIXED or key.startswith("data."))]
+        # What an older version did not record cannot be held against a run.
+        if key in old and (key in FIXED or key.startswith("data.")):
+            fixed.append(lines[key])
     if fixed:
         raise HddmError(
-            f"{folder}: the run is of other data, another objective or network, and cannot go on with "
-            "these; choose another --out",
-            fixed,
+            f"{folder}: the run is of other data, another objective or network; choose another --out", fixed
         )
     refused = [line for key, line in lines.items() if key not in FREE]
     if refused and not options.allow_config_change:
@@ -148,7 +141,6 @@ def compare_records(out: Path, record: Mapping[str, Any], options: RunOptions) -
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Values by dotted key."""
     flat: dict[str, Any] = {}
     for key, value in values.items():
         name = f"{prefix}{key}"
@@ -157,17 +149,13 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def expert_data(shard: Path, schedule: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Plain values for the record of an expert on the shard in a folder, with `Schedule.config` if given.
-
-    Raises:
-        HddmError: as `hddm.data.shard_records.read_manifest`.
-    """
+    """Plain values for the record of an expert on the shard in a folder, with `Schedule.config` if given."""
     data = {"shard": _hash_of(shard), **encoding_of([shard])}
     return data if schedule is None else data | {"schedule": dict(schedule)}
 
 
 def data_of(shards: Sequence[Path]) -> dict[str, Any]:
-    """Plain values for the record of a run on the shards in all these folders; raises as `expert_data`."""
+    """Plain values for the record of a run on the shards in all these folders."""
     return {"shards": [_hash_of(shard) for shard in shards], **encoding_of(shards)}
 
 
@@ -179,7 +167,7 @@ def _hash_of(shard: Path) -> str:
 
 
 def encoding_of(shards: Sequence[Path]) -> dict[str, Any]:
-    """Plain values for the record of a run on encoded shards; none where they are images.
+    """Plain values for the record of a run on encoded shards, whose hash is that of the images alone.
 
     ``encoding``, ``vae`` and ``text_encoder`` say how the first was made, ``rows`` counts the samples of all,
     and ``files`` is a SHA-256 of all that their data files hold.
@@ -223,9 +211,8 @@ def is_complete(
 ) -> bool:
     """Tell from records alone whether a resumed training has written ``out`` and nothing is left to do.
 
-    Only a resumed one can be complete. ``record`` is the JSON file that marks the kind of folder.
-    ``settings`` and ``data``, as of `expert_data`, are those of this start; without them the answer is no
-    where there is a run that they must equal.
+    ``record`` is the JSON file that marks the kind of folder. ``settings`` and ``data``, as of `expert_data`,
+    are those of this start; without them the answer is no where there is a run that they must equal.
 
     Raises:
         HddmError: for another folder in the way, a run that was started otherwise (`compare_records`), or

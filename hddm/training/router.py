@@ -1,11 +1,8 @@
 """Train the router: from which shard does a noised image come? Measure its accuracy, fit its temperatures.
 
-Accuracy is measured in the end against chance, on images that it was not trained on where there are some.
-
 Temperatures make probabilities as often right as they say: logits are divided by T(t)
 (`hddm.ensemble.temperature_at`), fitted to noised images that the router was not trained on. The order of the
-experts does not change, only how sure the router is of it; so top-1 never changes, and every strategy that
-weighs or counts by probability does.
+experts does not change, so top-1 never does, and every strategy that weighs or counts by probability does.
 """
 
 import logging
@@ -44,7 +41,7 @@ def train_router(
     on_step: OnStep | None = None,
     run: RunOptions | None = None,
 ) -> list[float]:
-    """Train a router on all shards of a partition and write its folder.
+    """Train a router on all shards of a partition and write its folder; return the loss of every step.
 
     Cross-entropy against the shard of x_0, on x_t = (1 - t) x_0 + t eps with t uniform in [0, 1]: the
     common path, whatever the experts' objectives are. Its optimum is the posterior p(k | x_t).
@@ -52,18 +49,8 @@ def train_router(
     With ``settings.calibrate`` a part of every shard is kept out of training, and temperatures are fitted to
     it (`calibrate_router`). In the end the accuracy is measured on held-out images of the partition, else on
     those kept for the temperatures, else on the training images; it is recorded, and no better than chance
-    is a warning.
-
-    Args:
-        shards_folder: a partition, as it is or encoded.
-        out: the router folder to write.
-        settings: see `RouterSettings`.
-        overwrite: whether an existing ``out`` is replaced.
-        on_step: called after each step with its number and loss.
-        run: as of `hddm.training.expert.train_expert`.
-
-    Returns:
-        The loss of every step.
+    is a warning. Arguments are those of `hddm.training.expert.train_expert`, with a partition, as it is or
+    encoded.
 
     Raises:
         HddmError: for shards that cannot be read or differ in shape or VAE, held-out images that cannot be
@@ -171,19 +158,14 @@ class Evidence:
 
 
 def kept_apart(partition: Path, shards: Sequence[Shard]) -> Evidence | None:
-    """The held-out images of a partition; None where it has none.
-
-    Raises:
-        HddmError: for held-out images that cannot be read, or are not those of ``shards``.
-    """
+    """The held-out images of a partition, which must be those of ``shards``; None where it has none."""
     if not (partition / HELD_OUT).is_dir():
         return None
     found = [open_shard(partition / HELD_OUT / shard.folder.name) for shard in shards]
     for one, shard in zip(found, shards, strict=True):
         if one.held_out_of != shard.hash or one.shape != shard.shape:
             raise HddmError(
-                f"{one.folder}: its images were not kept from {shard.folder}; take the partition anew, or "
-                f"move {partition / HELD_OUT} away"
+                f"{one.folder}: its images were not kept from {shard.folder}; remove {partition / HELD_OUT}"
             )
     store = JoinedStore([one.stored for one in found])
     rows = torch.arange(len(store))
@@ -195,8 +177,7 @@ def accuracy_of(
 ) -> dict[str, Any]:
     """Measure how often the most probable shard is the right one, at times spread evenly over [0, 1].
 
-    Of ``evidence`` `hddm.training.denoising.IMAGES` at most are looked at, spread evenly over all. Other
-    arguments are those of `calibrate_router`.
+    Of ``evidence`` `hddm.training.denoising.IMAGES` at most are looked at, spread evenly over all.
 
     Returns:
         Plain values for the record: ``accuracy``; ``chance``, the share of the largest shard, which is the
@@ -224,7 +205,7 @@ def is_better_than_chance(found: dict[str, Any]) -> bool:
 
 
 def accuracy_text(found: dict[str, Any]) -> str:
-    """Return a line for users on what `accuracy_of` found."""
+    """A line for users on what `accuracy_of` found."""
     return (
         f"names the shard of {found['accuracy']:.1%} of {found['images']} {found['of']} at all noise levels; "
         f"always naming the largest would be right for {found['chance']:.1%}"
@@ -245,11 +226,8 @@ CALIBRATION_STREAM = 5
 def held_out(shard: Shard) -> Tensor:
     """Select images (N,) of a shard to keep from training: those of the lowest SHA-256 of their pixels.
 
-    `HELD_OUT_SHARE` of the shard, at least two; equal images stay together. Neither order, names, seed nor
-    other shards have a say, so that a router trained anew holds out the same images.
-
-    Raises:
-        HddmError: where nothing is left to train on, since the images are equal.
+    `HELD_OUT_SHARE` of the shard, at least two, whatever order, names, seed and other shards; equal images
+    stay together, and a shard of nothing else is refused.
     """
     digests = [shard.stored.digest(row) for row in range(len(shard))]
     last = sorted(digests)[max(2, round(HELD_OUT_SHARE * len(digests))) - 1]
@@ -273,13 +251,9 @@ def calibrate_router(
     Figures "after" are of images that the temperatures were not fitted to: the images are dealt into two
     halves, each judged by what was fitted to the other. The temperatures returned are fitted to all.
 
-    Args:
-        network: ``network(x_t, timestep)`` to logits (batch, K).
-        time_scale: the network is fed t × ``time_scale``.
-        images: (N, C, H, W) that the router was not trained on.
-        labels: (N,) their shards.
-        seed: of times and noise.
-        knots: temperatures, at times spread evenly over [0, 1].
+    ``network(x_t, t × time_scale)`` gives logits (batch, K). ``images`` (N, C, H, W), of the shards in
+    ``labels`` (N,), are none that the router was trained on. There are ``knots`` temperatures, at times
+    spread evenly over [0, 1].
 
     Returns:
         The temperatures, and plain values for the record: expected calibration error and cross-entropy,
@@ -322,12 +296,8 @@ def fit_temperatures(
     second term is a prior, log T ~ N(0, 1), against as many observations as there are images: where few of
     them say anything, as near t = 1, or the router is never wrong, T stays near 1.
 
-    Args:
-        logits: (n, K).
-        t: (n,) in [0, 1].
-        labels: (n,) in 0 … K - 1.
-        knots: at least 1.
-        images: how many images the rows are of; by default each is of another one.
+    ``logits`` are (n, K), ``t`` (n,) in [0, 1] and ``labels`` (n,) in 0 … K - 1, of so many ``images``, by
+    default n.
 
     Source: arXiv:1706.04599, section 4.2; T over t and the prior are ours.
     """
@@ -352,26 +322,21 @@ def fit_temperatures(
     return tuple(log_temperatures.detach().exp().tolist())
 
 
-def expected_calibration_error(probabilities: Tensor, labels: Tensor, bins: int = ECE_BINS) -> float:
-    """Return the mean distance of confidence from accuracy.
+def expected_calibration_error(probabilities: Tensor, labels: Tensor) -> float:
+    """The mean distance of confidence from accuracy.
 
         ECE = sum_m |B_m|/n |accuracy(B_m) - confidence(B_m)|
 
-    B_m holds the samples whose largest probability lies in ((m-1)/bins, m/bins]; accuracy is the share of
+    B_m holds the samples whose largest probability lies in ((m-1)/15, m/15]; accuracy is the share of
     those whose most probable class is the label, confidence their mean largest probability. In [0, 1]. It is
-    biased upwards where bins hold few samples.
-
-    Args:
-        probabilities: (n, K), rows summing to 1.
-        labels: (n,) in 0 … K - 1.
-        bins: of equal width.
+    biased upwards where bins hold few samples. ``probabilities`` are (n, K), ``labels`` (n,) in 0 … K - 1.
 
     Source: arXiv:1706.04599, equations 2 to 5; there, too, 15 bins.
     """
     confidence, predicted = probabilities.double().max(1)
     right = (predicted == labels).double()
-    place = (confidence * bins).ceil().long().clamp(1, bins) - 1
-    gaps = torch.zeros(bins, dtype=torch.float64).index_add_(0, place, right - confidence)
+    place = (confidence * ECE_BINS).ceil().long().clamp(1, ECE_BINS) - 1
+    gaps = torch.zeros(ECE_BINS, dtype=torch.float64).index_add_(0, place, right - confidence)
     return gaps.abs().sum().item() / len(labels)
 
 
@@ -385,7 +350,6 @@ class Noised:
     image: Tensor
 
     def fit(self, rows: Tensor, knots: int) -> tuple[float, ...]:
-        """Temperatures from ``rows``."""
         images = len(self.image[rows].unique())
         return fit_temperatures(self.logits[rows], self.t[rows], self.labels[rows], knots, images)
 
@@ -400,10 +364,7 @@ def noised_logits(
     at_least: int = NOISED,
     batch_size: int = 512,
 ) -> Noised:
-    """Ask a router about noised images; arguments as of `calibrate_router`.
-
-    Every image comes as often as any other, at times that are spread evenly over [0, 1] together.
-    """
+    """Ask a router about noised images, each as often as any other, at times spread evenly over [0, 1]."""
     draws = generator(seed, 0, CALIBRATION_STREAM)
     image = torch.arange(len(images)).repeat(-(-at_least // len(images)))
     places = torch.randperm(len(image), generator=draws).double()
@@ -417,7 +378,6 @@ def noised_logits(
 
 
 def _figures(before: Tensor, after: Tensor, labels: Tensor) -> dict[str, float]:
-    """Of logits without and with temperatures."""
     return {
         "ece_before": expected_calibration_error(before.softmax(1), labels),
         "ece_after": expected_calibration_error(after.softmax(1), labels),

@@ -113,8 +113,7 @@ class ExpertSettings(LoopSettings):
             raise ValueError(f"lora_alpha {self.lora_alpha} scales an adapter; give a lora_rank too")
         if self.lora_rank is not None and self.compile:
             raise ValueError(
-                "compile does not get through peft's adapters of packed matrices, and would fall back to "
-                "eager block after block; drop it beside lora_rank"
+                "compile does not get through peft's adapters of packed matrices; drop it beside lora_rank"
             )
         return self
 
@@ -180,12 +179,12 @@ def settings_of(
 ) -> Settings:
     """Settings of a kind, from options and a run file.
 
-    ``values`` are options by name, defaults and all; the names of those that were given, which override the
-    run file in ``path``, are ``explicit``.
+    ``values`` are options by name, defaults and all; those that are ``explicit`` override the file in
+    ``path``.
 
     Raises:
-        HddmError: for a file that cannot be read or is no mapping, a key that no kind has, naming the nearest
-            known one, or a value that is out of range.
+        HddmError: for a file that cannot be read or is no mapping, a key that no kind has, or a value that is
+            out of range.
     """
     if path is None:
         return parse_record(dict(values), record, OPTIONS)
@@ -198,11 +197,7 @@ def settings_of(
 
 
 def read_run_file(path: Path, record: type[Record]) -> dict[str, Any]:
-    """The keys of a run file, all of them known to ``record`` or to another kind of settings.
-
-    Raises:
-        HddmError: as `settings_of`.
-    """
+    """The keys of a run file, all of them known to a kind of settings; raises as `settings_of`."""
     content = read_yaml(path)
     once = set(RunOptions.model_fields) - set(Keeping.model_fields)
     known = {name for kind in (record, *KINDS) for name in kind.model_fields} - once
@@ -217,11 +212,7 @@ def read_run_file(path: Path, record: type[Record]) -> dict[str, Any]:
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """The mapping in a YAML file of settings; an empty file is an empty one.
-
-    Raises:
-        HddmError: for a file that cannot be read, is no YAML or no mapping, or names a key twice.
-    """
+    """The mapping in a YAML file of settings, each key once; an empty file is an empty one."""
     try:
         text = path.read_bytes()
         if len(text) > LARGEST:
@@ -239,9 +230,9 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 def _reason(error: yaml.YAMLError | UnicodeDecodeError) -> str:
-    """Say what is wrong with a text and where, without the name that YAML makes up for it."""
-    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
-        mark = error.problem_mark
+    """What is wrong with a text and where, without the name that YAML makes up for it."""
+    mark = getattr(error, "problem_mark", None)
+    if isinstance(error, yaml.MarkedYAMLError) and mark is not None:
         what = ", ".join(filter(None, (error.context, error.problem)))
         return f"line {mark.line + 1}, column {mark.column + 1}: {what}"
     return str(getattr(error, "reason", error))

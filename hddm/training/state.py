@@ -26,6 +26,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from hddm.networks.folders import differences
 from hddm.training.resume import (
     CHECKPOINTS,
     RUN_FILE,
@@ -46,10 +47,9 @@ log = logging.getLogger(__name__)
 
 
 class Ema:
-    """Shadow of a network's trained parameters: shadow += (1 - d) (parameter - shadow).
+    """Shadow of a network's trained parameters: shadow += (1 - d) (parameter - shadow), in float32.
 
-    The decay d rises as (1 + n)/(10 + n) over updates n up to ``decay``, so that the first steps do not
-    linger. The shadow is float32, since in bfloat16 an update of 1e-3 rounds to nothing.
+    The decay d rises as (1 + n)/(10 + n) over updates n up to ``decay``, so that first steps do not linger.
     """
 
     def __init__(self, network: nn.Module, decay: float) -> None:
@@ -60,7 +60,6 @@ class Ema:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Take in the parameters as they are now."""
         decay = min(self.decay, (1 + self.updates) / (10 + self.updates))
         current: list[Tensor] = [p.detach().float() for p in self._live.values()]
         torch._foreach_lerp_(list(self._shadow.values()), current, 1 - decay)
@@ -113,7 +112,6 @@ class TrainingState:
 
     @property
     def step(self) -> int:
-        """Steps done."""
         return len(self.losses)
 
     def tensors(self) -> dict[str, dict[str, Tensor]]:
@@ -133,7 +131,6 @@ class TrainingState:
         }
 
     def values(self) -> dict[str, Any]:
-        """All plain values."""
         return {
             "step": self.step,
             "ema_updates": self.ema.updates,
@@ -145,14 +142,11 @@ class TrainingState:
 
     @torch.no_grad()
     def load(self, tensors: Mapping[str, Mapping[str, Tensor]], values: Mapping[str, Any], name: str) -> None:
-        """Become what `tensors` and `values` gave; ``name`` is that of their source, for messages.
-
-        Raises:
-            HddmError: for tensors that are missing, left over or of another shape.
-        """
+        """Become what `tensors` and `values` gave, of the same network; ``name`` is that of their source."""
         live, trained = self.tensors(), self._trained()
         for file in (WEIGHTS, EMA):
-            _check(live[file], tensors[file], f"{name}, {file}")
+            if lines := differences(live[file], tensors[file]):
+                raise HddmError(f"{name}, {file}: is of another network", lines)
             for key, value in live[file].items():
                 value.copy_(tensors[file][key])
         for key, value in tensors[OPTIMIZER].items():
@@ -170,18 +164,6 @@ class TrainingState:
 
     def _trained(self) -> dict[str, nn.Parameter]:
         return {name: p for name, p in self.network.named_parameters() if p.requires_grad}
-
-
-def _check(expected: Mapping[str, Tensor], found: Mapping[str, Tensor], name: str) -> None:
-    lines = [f"missing: {key} {tuple(value.shape)}" for key, value in expected.items() if key not in found]
-    lines += [f"left over: {key}" for key in found if key not in expected]
-    lines += [
-        f"{key}: {tuple(found[key].shape)}, the network has {tuple(value.shape)}"
-        for key, value in expected.items()
-        if key in found and found[key].shape != value.shape
-    ]
-    if lines:
-        raise HddmError(f"{name}: is of another network", lines)
 
 
 CHECKPOINT_FORMAT = "1.0"
@@ -214,7 +196,7 @@ class Run:
         return self.newest()
 
     def newest(self) -> Path | None:
-        """The newest complete checkpoint; an incomplete one is passed over, with a warning."""
+        """The newest complete checkpoint; one that is not is passed over, with a warning."""
         for path in checkpoints_in(self._checkpoints):
             if _is_complete(path):
                 return path
@@ -222,11 +204,7 @@ class Run:
         return None
 
     def restore(self, state: TrainingState) -> None:
-        """Bring ``state`` to the checkpoint that is resumed, if there is one.
-
-        Raises:
-            HddmError: for a checkpoint of another network.
-        """
+        """Bring ``state`` to the checkpoint that is resumed, if there is one; it must be of this network."""
         if (path := self.begun_at) is not None:
             tensors = {name: load_file(path / f"{name}.safetensors") for name in FILES}
             state.load(tensors, read_json(path / PROGRESS), str(path))
@@ -263,7 +241,6 @@ class Run:
         self._prune(state.step)
 
     def _prune(self, step: int) -> None:
-        """Remove what the complete checkpoint of ``step`` makes superfluous."""
         try:
             for path in checkpoints_in(self._checkpoints):
                 # The run went on from before it, so it was passed over as damaged.
@@ -300,15 +277,13 @@ DRAFT = f".{RUN_FILE}"
 def open_run(
     out: Path, record: Mapping[str, Any], options: RunOptions, overwrite: bool = False
 ) -> Iterator[Run]:
-    """A block with the run folder of ``out``, new or resumed, locked.
+    """A block with the run folder of ``out``, new or resumed, locked; ``overwrite`` removes an old run.
 
-    ``record`` holds plain values that say what is computed: "settings", "data", "environment". With
-    ``overwrite`` a run that is there is removed.
+    ``record`` holds plain values that say what is computed: "settings", "data", "environment".
 
     Raises:
         HddmError: for a run that another process works on, one that is there without ``resume`` or
-            ``overwrite``, one that was started with another record, whose every difference is listed, or a
-            folder that is no run.
+            ``overwrite``, one that was started with another record, or a folder that is no run.
     """
     folder = run_folder_of(out)
     folder.mkdir(parents=True, exist_ok=True)
@@ -319,10 +294,8 @@ def open_run(
         run = Run(folder, options)
         if (folder / RUN_FILE).exists():
             if not options.resume:
-                raise HddmError(
-                    f"{folder}: holds a run of {out} already; --resume goes on with it, --overwrite starts "
-                    "anew"
-                )
+                remedy = "--resume goes on with it, --overwrite starts anew"
+                raise HddmError(f"{folder}: holds a run of {out} already; {remedy}")
             differing = compare_records(out, record, options)
             run.changes = _changes(recorded(out).get("changes", []), differing, run)
         for left in folder.glob(f"{DRAFT}*"):
@@ -341,11 +314,7 @@ def open_run(
 
 
 def discard_runs(outs: Sequence[Path]) -> None:
-    """Remove what the runs of ``outs`` have kept, where there is one: all of them or none.
-
-    Raises:
-        HddmError: where another process works on one, or it is no run.
-    """
+    """Remove what the runs of ``outs`` have kept: all, or none where one is worked on or is no run."""
     there = [out for out in outs if run_folder_of(out).is_dir()]
     with contextlib.ExitStack() as stack:
         for out in there:
@@ -356,10 +325,8 @@ def discard_runs(outs: Sequence[Path]) -> None:
 
 
 def wait_for_run(out: Path, seconds: float) -> None:
-    """Wait until no other process holds the run of ``out``, so long at most; `open_run` refuses then.
-
-    On a network file system the lock of a process that died with its machine may stay for a while.
-    """
+    """Wait until no other process holds the run of ``out``, so long at most; `open_run` refuses then."""
+    # On a network file system the lock of a process that died with its machine may stay for a while.
     end = time.monotonic() + seconds
     while run_folder_of(out).is_dir() and time.monotonic() < end:
         with contextlib.suppress(HddmError), _locked(out):
@@ -368,19 +335,13 @@ def wait_for_run(out: Path, seconds: float) -> None:
 
 
 def _locked(out: Path) -> contextlib.AbstractContextManager[None]:
-    return locked(
-        run_folder_of(out) / LOCK,
-        lambda holder: (
-            f"{out}: another process is training it ({holder}); wait for it, or choose another --out"
-        ),
-    )
+    text = "another process is training it ({}); wait for it, or choose another --out"
+    return locked(run_folder_of(out) / LOCK, lambda holder: f"{out}: {text.format(holder)}")
 
 
 def _refuse_foreign(folder: Path) -> None:
-    """Refuse a folder that holds something else than a run."""
-    if not (folder / RUN_FILE).exists() and any(
-        path.name != LOCK and not path.name.startswith(DRAFT) for path in folder.iterdir()
-    ):
+    others = [path for path in folder.iterdir() if path.name != LOCK and not path.name.startswith(DRAFT)]
+    if others and not (folder / RUN_FILE).exists():
         raise HddmError(f"{folder}: is in the way, and holds no {RUN_FILE} of a run; move it away")
 
 
@@ -393,7 +354,6 @@ def _clear(folder: Path) -> None:
 
 
 def _changes(before: list[Change], differing: Mapping[str, tuple[Any, Any]], run: Run) -> list[Change]:
-    """The changes of ``run``, with those that this start makes of its settings."""
     settings = {key: values for key, values in differing.items() if key.startswith("settings.")}
     if not before and not settings:
         return []

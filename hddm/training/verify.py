@@ -28,7 +28,7 @@ from hddm.experts.records import (
     open_expert,
 )
 from hddm.networks.folders import WEIGHTS
-from hddm.training.denoising import Denoising, judge
+from hddm.training.denoising import Denoising, Judged, judge
 from hddm.training.expert import check_fit, check_own
 from hddm.training.resume import RUN_FILE
 from hddm.utils.errors import HddmError, UsageError, asked
@@ -63,8 +63,7 @@ def experts_in(folder: Path) -> list[Path]:
     found = [path.parent for path in folder.glob(f"*/{EXPERT_FILE}")]
     if not found:
         raise UsageError(
-            f"{folder}: holds no {EXPERT_FILE}, nor does a folder in it; name what hddm train expert or hddm "
-            "convert wrote"
+            f"{folder}: holds no {EXPERT_FILE}, nor does a folder in it; name what train or convert wrote"
         )
     return sorted(found, key=lambda path: (len(path.name), path.name))
 
@@ -72,8 +71,7 @@ def experts_in(folder: Path) -> list[Path]:
 def images_for(experts: Sequence[Path], data: Path) -> list[Path]:
     """The shard folder that each of ``experts`` is to be judged by.
 
-    ``data`` is a shard folder, for all; or a folder of some, as ``held_out`` of a partition, of which each
-    expert gets that of its own shard.
+    ``data`` is a shard folder, for all; or a folder of some, of which each expert gets that of its own shard.
 
     Raises:
         UsageError: where there is none.
@@ -134,7 +132,6 @@ class Verification:
 
     @property
     def accepted(self) -> bool:
-        """True where there are no problems."""
         return not self.problems
 
     def report(self) -> dict[str, Any]:
@@ -152,19 +149,11 @@ def verify_expert(
     """Judge an expert folder: its records, its weights, where it comes from, and how it denoises.
 
     It is read as it would be for sampling, where no code is run and every weight must be finite. Its record
-    must say which shard it was trained on and how, or which checkpoint it was converted from. On ``data`` it
-    must have less error than a Gaussian (`hddm.training.denoising`), beyond doubt, over all noise levels and
-    over those where its network stands alone; without its conditions too, if it was trained so. Near t = 1
-    it must have less than no velocity at all.
+    must say which shard it was trained on and how, or which checkpoint it was converted from. On the shard
+    in ``data``, kept from its training or not, it is judged by `hddm.training.denoising.judge`. ``bases`` are
+    folders of the weights that an adapter may change, where they are not where it says.
 
     What is asked is looked at first, images before weights are hashed, so that a wrong call is no verdict.
-
-    Args:
-        folder: the expert.
-        data: a shard folder: images that were kept from its training, or those it was trained on.
-        seed: of the noise.
-        bases: folders of the weights that an adapter may change, where they are not where it says.
-        device: where it runs.
 
     Raises:
         UsageError: for a folder that is no expert's, a device that is not there, bases of what is no adapter,
@@ -199,7 +188,7 @@ def verify_expert(
         return Verification(folder, files, (*foreign, *_lines(error)), tuple(notes))
     problems = [*_provenance(record), *foreign]
     notes += _unbound(unread)
-    judged = None
+    judged = Judged()
     if shard is not None and not problems:
         try:
             judged = judge(expert, field, shard, seed)
@@ -219,9 +208,9 @@ def verify_expert(
         sum(p.numel() for p in expert.network.parameters()),
         record.adapter.base_sha256 if record.adapter else None,
         record.shard.hash if record.shard else None,
-        judged.images if judged else 0,
-        judged.denoising if judged else None,
-        judged.unconditional if judged else None,
+        judged.images,
+        judged.denoising,
+        judged.unconditional,
     )
 
 
@@ -263,11 +252,7 @@ def _unbound(expert: UnreadExpert) -> list[str]:
 
 
 def _belongs(shard: Shard, expert: UnreadExpert) -> list[str]:
-    """Notes on whether the expert's shard is that of the images.
-
-    Raises:
-        HddmError: for images of another one, or a single image.
-    """
+    """Notes on images of the expert's shard; refuse those of another one, or a single image."""
     if len(shard) < 2:
         raise HddmError(f"{shard.folder}: judging an expert needs at least 2 images, not {len(shard)}")
     check_fit(shard, expert.facts, expert.unread.network)

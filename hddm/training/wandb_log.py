@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from hddm.utils.errors import HddmError
+from hddm.utils.errors import optional
 from hddm.utils.files import read_json, write_json
 
 log = logging.getLogger(__name__)
@@ -23,23 +23,15 @@ class WandbLog:
     """A W&B run whose files lie in ``folder``/wandb, and whose id in ``folder``/wandb.json.
 
     Without an API key it is written offline, for ``wandb sync``. W&B cannot take back what a killed process
-    logged after its last checkpoint; those steps are left out when they come again.
-
-    Args:
-        folder: the run folder.
-        project: W&B's name for many runs.
-        settings: of the training, shown beside its figures.
+    logged after its last checkpoint; those steps are left out when they come again. A ``project`` has many
+    runs; ``settings`` are shown beside their figures.
 
     Raises:
         HddmError: without wandb.
     """
 
     def __init__(self, folder: Path, project: str, settings: Mapping[str, Any]) -> None:
-        try:
-            import wandb
-        except ImportError as error:
-            raise HddmError("needs wandb: pip install 'hddm-diffusion[wandb]'") from error
-        self._wandb: Any = wandb
+        self._wandb = wandb = optional("wandb", "this log", "wandb")
         self._path = folder / RECORD
         known = read_json(self._path) if self._path.exists() else {}
         self._id = str(known.get("id") or secrets.token_hex(8))
@@ -58,7 +50,7 @@ class WandbLog:
         )
 
     def put(self, step: int, figures: Mapping[str, float], pictures: Mapping[str, Tensor]) -> None:
-        """As `hddm.training.watching.Sink.put`."""
+        """As `hddm.training.watching.EventLog.put`."""
         if step <= self._logged:
             return
         self._run.log(dict(figures), step=step)
@@ -77,7 +69,7 @@ class WandbLog:
         """Do nothing: a process of W&B's own has what was put."""
 
     def close(self, failed: bool) -> None:
-        """As `hddm.training.watching.Sink.close`."""
+        """As `hddm.training.watching.EventLog.close`."""
         self._run.finish(exit_code=int(failed))
         self._record(self._last)
 

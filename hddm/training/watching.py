@@ -5,10 +5,9 @@ logs what the uninterrupted one does. `SampleGrids` draws from the same noise ev
 averaged weights. Nothing here changes or ends the training (`Guarded`): modes, torch's generators, gradients
 and compiled code are afterwards as before.
 
-`EventLog` writes TensorBoard's event files into the run folder. Over any number of resumes they read as one
-run: each process writes a file of its own, which sorts behind those before it and begins by declaring void
-what they hold from its first step on. Steps that a killed process logged after its last checkpoint are never
-seen.
+`EventLog` writes TensorBoard's event files. Over any number of resumes they read as one run: each process
+writes a file of its own, which sorts behind those before it and begins by declaring void what they hold from
+its first step on. Steps that a killed process logged after its last checkpoint are never seen.
 """
 
 import contextlib
@@ -20,7 +19,7 @@ import socket
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor, nn
@@ -65,8 +64,6 @@ def watching(
 
 
 class _Watch:
-    """Called after each step."""
-
     def __init__(self, run: Run, pictures: "SampleGrids | None") -> None:
         self._options, self._pictures = run.options, pictures
         self._figures = Figures(run.options.log_every)
@@ -113,10 +110,7 @@ _NOTHING: dict[str, Any] = {"loss": [0.0, 0], "bins": [[0.0, 0]] * BINS}
 
 
 class Figures:
-    """Collects figures step by step, and gives them every ``every`` steps.
-
-    Losses of steps that were left out since they were not finite do not count.
-    """
+    """Collects figures step by step, and gives them every ``every`` steps; steps left out do not count."""
 
     def __init__(self, every: int) -> None:
         self.every = every
@@ -124,14 +118,12 @@ class Figures:
         self._since: float | None = None
 
     def add(self, report: StepReport) -> dict[str, float]:
-        """Take in a step.
+        """Take in a step; return the entry at steps that ``every`` divides, else nothing.
 
-        Returns:
-            The entry, at steps that ``every`` divides; else nothing. ``train/loss`` and
-            ``train/loss_by_noise/0.2-0.4``, the losses of samples with t there: means since the last
-            entry, absent where there was none. ``train/gradient_norm``, before clipping, and
-            ``train/learning_rate``: of this step. ``train/images_per_second``: since the last entry of this
-            process, with the time that checkpoints took and without that of `paused`.
+        ``train/loss`` and ``train/loss_by_noise/0.2-0.4``, the losses of samples with t there, are means
+        since the last entry; ``train/gradient_norm``, before clipping, and ``train/learning_rate`` of this
+        step; ``train/images_per_second`` since the last entry of this process, with the time that checkpoints
+        took and without that of `paused`.
         """
         notes = report.state.notes
         kept = notes.get(_NOTE, {})
@@ -202,10 +194,7 @@ class SampleGrids:
 
     Class-conditional networks draw one class after the other, text-conditional ones the first captions of the
     shard, others with what stands for no condition. Latents are not decoded: their first three channels are
-    shown as colours.
-
-    ``field`` is the network in training, ``shard`` what it is trained on, and ``conditions`` are the names of
-    those that it is trained with.
+    shown as colours. ``conditions`` are the names of those that the network is trained with.
     """
 
     def __init__(self, field: VelocityField, shard: Shard, conditions: Collection[str], folder: Path) -> None:
@@ -220,10 +209,7 @@ class SampleGrids:
             self._conditions["class_labels"] = torch.arange(self._num) % len(shard.classes)
 
     def draw(self, report: StepReport) -> dict[str, Tensor]:
-        """Grids (C, H, W) in bytes, by "raw" and "ema", which are then files too.
-
-        Returns:
-            Nothing where the training is to stop, within one solver step; then nothing is written.
+        """Grids (C, H, W) in bytes, by "raw" and "ema", which are then files too; none if it is to stop.
 
         Raises:
             OSError: where they cannot be written.
@@ -293,29 +279,16 @@ def grid_of(images: Tensor) -> Tensor:
     return tiled(images, COLUMNS, max(1, _SMALLEST // images.shape[-1]))
 
 
-class Sink(Protocol):
-    """A place for figures and pictures."""
-
-    def put(self, step: int, figures: Mapping[str, float], pictures: Mapping[str, Tensor]) -> None:
-        """Keep ``figures``, and ``pictures`` (C, H, W) in bytes, by name."""
-
-    def sync(self) -> None:
-        """Make sure that what was put is kept if the process is killed."""
-
-    def close(self, failed: bool) -> None:
-        """Close; ``failed`` says whether the training ended early."""
-
-
 class Guarded:
-    """A sink whose failure is one warning, after which it is left alone.
+    """A log whose failure is one warning, after which it is left alone.
 
     ``name`` is its name in the warning; ``start`` opens it, given the first step that is put.
     """
 
-    def __init__(self, name: str, start: Callable[[int], Sink]) -> None:
+    def __init__(self, name: str, start: "Callable[[int], EventLog | WandbLog]") -> None:
         self._name = name
-        self._start: Callable[[int], Sink] | None = start
-        self._sink: Sink | None = None
+        self._start: Callable[[int], EventLog | WandbLog] | None = start
+        self._sink: EventLog | WandbLog | None = None
 
     def begin(self, step: int) -> None:
         """Open the sink before its first entry; ``step`` is the first of this process."""
@@ -324,7 +297,7 @@ class Guarded:
             with self._guarding():
                 self._sink = start(step)
 
-    def use(self, act: Callable[[Sink], None]) -> None:
+    def use(self, act: "Callable[[EventLog | WandbLog], None]") -> None:
         """Do something with the sink, if it is open and has not failed."""
         if self._sink is not None:
             with self._guarding():
@@ -361,7 +334,7 @@ class EventLog:
         self._file.flush()
 
     def put(self, step: int, figures: Mapping[str, float], pictures: Mapping[str, Tensor]) -> None:
-        """As `Sink.put`."""
+        """Keep ``figures``, and ``pictures`` (C, H, W) in bytes, by name."""
         from torch.utils.tensorboard.summary import image, scalar
 
         for name, value in figures.items():
@@ -371,12 +344,12 @@ class EventLog:
         self._file.flush()
 
     def sync(self) -> None:
-        """As `Sink.sync`, and if the machine loses its power."""
+        """Make sure that what was put is kept, even if the machine loses its power."""
         self._file.flush()
         os.fsync(self._file.fileno())
 
     def close(self, failed: bool) -> None:
-        """As `Sink.close`."""
+        """Close, whether the training ended early or not."""
         self._file.close()
 
     def _write(self, **content: Any) -> None:

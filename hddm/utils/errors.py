@@ -2,9 +2,10 @@
 
 import contextlib
 import difflib
+import importlib
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
@@ -43,6 +44,14 @@ def asked() -> Iterator[None]:
         yield
     except HddmError as error:
         raise UsageError(error.message, error.details) from error
+
+
+def optional(module: str, user: str, extra: str) -> Any:
+    """The module of an optional dependency; without it an `HddmError` says how ``user`` gets it."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise HddmError(f"{user} needs {module}: pip install 'hddm-diffusion[{extra}]'") from error
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

@@ -14,7 +14,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from safetensors.torch import load_file
 
 from hddm.networks.folders import WEIGHTS
 from hddm.training import islands as island_process
@@ -39,7 +38,8 @@ from hddm.training.settings import RunOptions
 from hddm.training.state import Run
 from hddm.utils.errors import HddmError
 from hddm.utils.processes import SIGNALS, Stopped
-from tests.artefacts import Command, contents, copied, edit_json, expert_settings
+from tests.artefacts import Command, contents, copied, expert_settings
+from tests.killed_runs import checkpoint, holder
 
 STEPS = 200
 
@@ -49,26 +49,11 @@ def _island(shard: Path, out: Path, **run: object) -> Island:
     return Island(0, shard, out, settings, RunOptions.model_validate({"checkpoint_every": 20, **run}))
 
 
-def _holder(out: Path) -> int:
-    """The process that trains ``out``."""
-    return int((run_folder_of(out) / "lock").read_text().split()[1])
-
-
-def _last_checkpoint(out: Path) -> dict[str, bytes]:
-    """Tensors of the last step: weights, averages, optimiser and losses."""
-    folder = run_folder_of(out) / "checkpoints" / f"step_{STEPS:08d}"
-    return {name: data for name, data in contents(folder).items() if name.endswith(".safetensors")}
-
-
-def test_objectives_are_given_by_shard_and_for_the_rest() -> None:
+def test_objectives_are_given_by_shard_and_those_that_leave_a_doubt_are_refused() -> None:
     assert parse_objectives("0=ddpm,3=ddpm,*=flow", 5) == ["ddpm", "flow", "flow", "ddpm", "flow"]
     assert parse_objectives("1=flow, 0=ddpm", 2) == ["ddpm", "flow"]
     assert parse_objectives("flow", 3) == ["flow"] * 3
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
+    for text, message in (
         ("0=ddpm,4=flow,*=flow", "no shard '4'; shards are 0 to 3"),
         ("-1=ddpm,*=flow", "no shard '-1'"),
         ("0=ddpm,2=flow", r"nothing of shard 1, 3; add \*=flow"),
@@ -76,11 +61,9 @@ def test_objectives_are_given_by_shard_and_for_the_rest() -> None:
         ("*=ddpm,flow", r"names \* twice"),
         ("0=dpm,*=flow", "'0=dpm' names no objective"),
         ("", "'' names no objective"),
-    ],
-)
-def test_objectives_that_leave_a_doubt_are_refused(text: str, message: str) -> None:
-    with pytest.raises(HddmError, match=f"^--objective {text.replace('*', '.')}: .*{message}"):
-        parse_objectives(text, 4)
+    ):
+        with pytest.raises(HddmError, match=f"^--objective {text.replace('*', '.')}: .*{message}"):
+            parse_objectives(text, 4)
 
 
 def test_what_concerns_ddpm_alone_is_given_to_its_shards_only() -> None:
@@ -94,42 +77,34 @@ def test_what_concerns_ddpm_alone_is_given_to_its_shards_only() -> None:
         make_islands(folders, Path("o"), ["flow", "flow"], {"flow": settings["flow"]}, RunOptions())
 
 
-def test_threads_are_those_of_the_run_to_go_on_with(tmp_path: Path) -> None:
-    run_folder_of(tmp_path / "out").mkdir()
-    (run_folder_of(tmp_path / "out") / "run.json").write_text('{"settings": {"threads": 3}}')
-    settings = expert_settings("flow")
-    fresh, resumed = (
-        Island(0, tmp_path, tmp_path / "out", settings, RunOptions(resume=resume)) for resume in (False, True)
-    )
-    assert [one.threads for one in threaded([fresh, resumed], 2)] == [2, 3]
-
-
-def test_what_is_in_the_way_is_told_at_once_and_nothing_starts(whole: Path, tmp_path: Path) -> None:
-    (tmp_path / "a").mkdir()
-    run_folder_of(tmp_path / "b").mkdir()
-    (run_folder_of(tmp_path / "b") / "run.json").write_text('{"format": "1.0"}')
+def test_folders_in_the_way_and_runs_worked_on_are_told_at_once_and_nothing_starts(
+    whole: Path, tmp_path: Path
+) -> None:
     islands = [_island(whole, tmp_path / name) for name in "ab"]
+    runs = [run_folder_of(one.out) for one in islands]
+    for run in runs:
+        run.mkdir()
+        (run / "run.json").write_text('{"format": "1.0", "settings": {"threads": 3}}')
+    islands[0].out.mkdir()
     with pytest.raises(HddmError, match="--resume goes on with them") as refused:
         train_islands(islands)
-    assert [line.split(":")[0] for line in refused.value.details] == [
-        f"{tmp_path / 'a'} exists",
-        f"{tmp_path / 'b'}.run",
-    ]
-    prepare([_island(whole, tmp_path / "b", resume=True)])
-
-
-def test_no_run_is_discarded_where_one_is_worked_on(whole: Path, tmp_path: Path) -> None:
-    islands = [replace(_island(whole, tmp_path / name), overwrite=True) for name in "ab"]
-    for island in islands:
-        run_folder_of(island.out).mkdir()
-        (run_folder_of(island.out) / "run.json").write_text('{"format": "1.0"}')
-    with (run_folder_of(tmp_path / "b") / "lock").open("a") as lock:
+    told = [line.split(":")[0] for line in refused.value.details]
+    assert told == [f"{islands[0].out} exists", *map(str, runs)]
+    resumed = _island(whole, tmp_path / "b", resume=True)
+    prepare([resumed])
+    # Threads are those of the run to go on with.
+    settings = resumed.settings.model_copy(update={"threads": None})
+    fresh, resumed = (replace(one, settings=settings) for one in (islands[0], resumed))
+    assert [one.threads for one in threaded([fresh, resumed], 2)] == [2, 3]
+    islands[0].out.rmdir()
+    islands = [replace(one, overwrite=True) for one in islands]
+    with (runs[1] / "lock").open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         with pytest.raises(HddmError, match="b: another process is training it"):
             prepare(islands)
-    assert (run_folder_of(tmp_path / "a") / "run.json").exists()
+    assert (runs[0] / "run.json").exists()
     prepare(islands)
-    assert not (run_folder_of(tmp_path / "a") / "run.json").exists()
+    assert not (runs[0] / "run.json").exists()
 
 
 def test_an_island_whose_disk_fails_says_so_in_one_line(
@@ -186,16 +161,7 @@ def test_a_training_whose_starter_is_gone_or_asks_it_to_saves_and_ends(whole: Pa
     assert newest is not None
     assert newest.name == "step_00000002"
     assert not island.out.exists()
-
-
-@pytest.mark.usefixtures("process")
-def test_a_signal_outside_of_the_loop_ends_a_process_at_once(tmp_path: Path) -> None:
-    here, there = multiprocessing.Pipe()
-    work(_island(tmp_path / "none", tmp_path / "out"), there)
-    *_, ended = _messages(here)
-    assert isinstance(ended, Ended)
-    assert ended.outcome is not None
-    assert "no such folder" in str(ended.outcome.failure)
+    # Outside of the loop a signal ends the process at once.
     with pytest.raises(SystemExit) as left:
         os.kill(os.getpid(), signal.SIGTERM)
     assert left.value.code == 143
@@ -219,12 +185,12 @@ def test_reports_of_an_island_leave_no_step_out_and_come_before_its_calibration(
     assert isinstance(last, Stepped)
     assert 2 < len(stepped) < steps == last.step
     assert all(one.seconds > 0 for one in stepped)
-    checkpoint = run_folder_of(island.out) / "checkpoints" / f"step_{steps:08d}"
-    losses = load_file(checkpoint / "losses.safetensors")["losses"]
+    losses = train_expert(whole, tmp_path / "alone", settings)
+    assert (island.out / WEIGHTS).read_bytes() == (tmp_path / "alone" / WEIGHTS).read_bytes()
     before = [0, *(one.step for one in stepped)]
     total = sum((one.step - start) * one.loss for start, one in zip(before, stepped, strict=False))
-    assert total == pytest.approx(losses.sum().item())
-    assert ended == Ended(Outcome(island, summary_of(losses.tolist())))
+    assert total == pytest.approx(sum(losses))
+    assert ended == Ended(Outcome(island, summary_of(losses)))
 
 
 @pytest.mark.slow
@@ -239,9 +205,9 @@ def test_a_killed_process_goes_on_and_a_signal_saves_and_ends_all(
 
     def on_step(index: int, step: int, loss: float, seconds: float) -> None:
         if not killed and step > 20:
-            killed.append(_holder(island.out))
+            killed.append(holder(island.out))
             os.kill(killed[0], signal.SIGKILL)
-        elif len(killed) == 1 and step < STEPS and _holder(island.out) != killed[0]:
+        elif len(killed) == 1 and step < STEPS and holder(island.out) != killed[0]:
             killed.append(os.getpid())
             os.kill(os.getpid(), signal.SIGTERM)
 
@@ -256,7 +222,7 @@ def test_a_killed_process_goes_on_and_a_signal_saves_and_ends_all(
     (outcome,) = train_islands([_island(whole, island.out, resume=True)])
     assert outcome.failure is None
     assert outcome.summary
-    assert _last_checkpoint(island.out) == _last_checkpoint(plain.out)
+    assert checkpoint(run_folder_of(island.out)) == checkpoint(run_folder_of(plain.out))
     assert (island.out / WEIGHTS).read_bytes() == (plain.out / WEIGHTS).read_bytes()
     (again,) = train_islands([_island(whole, island.out, resume=True)], Processes(retries=0))
     assert (again.summary, again.failure) == ("", None)
@@ -319,19 +285,4 @@ def test_all_experts_are_trained_from_the_command_line_and_fit(
     experts = [out / "expert_0", out / "expert_1"]
     facts = [json.loads((one / "expert.json").read_text()) for one in experts]
     assert [one["objective"] for one in facts] == ["ddpm", "flow"]
-    assert [one["training"]["threads"] for one in facts] == [1, 1]
-
     assert hddm("assemble", *experts, "--out", tmp_path / "ensemble")[0] == 0
-    facts[1]["shard"]["partition"] = "0" * 64
-    edit_json(experts[1] / "expert.json", shard=facts[1]["shard"])
-    code, _, err = hddm("assemble", *experts, "--out", tmp_path / "other")
-    assert code == 1
-    assert str(experts[1]) in err
-    assert not (tmp_path / "other").exists()
-
-
-def test_an_island_writes_what_a_training_by_itself_writes(whole: Path, tmp_path: Path) -> None:
-    island = Island(0, whole, tmp_path / "island", expert_settings("ddpm", threads=1), RunOptions())
-    losses = train_island(island)
-    assert losses == train_expert(whole, tmp_path / "expert", island.settings)
-    assert (tmp_path / "island" / WEIGHTS).read_bytes() == (tmp_path / "expert" / WEIGHTS).read_bytes()

@@ -15,7 +15,8 @@ from hddm.training.ray_islands import RayCluster
 from hddm.training.resume import run_folder_of
 from hddm.training.settings import RunOptions
 from hddm.utils.errors import HddmError
-from tests.artefacts import contents, expert_settings
+from tests.artefacts import expert_settings
+from tests.killed_runs import checkpoint, holder
 
 STEPS = 600
 
@@ -36,18 +37,8 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     cluster.shutdown()
 
 
-def _holder(out: Path) -> int:
-    """The process that trains ``out``."""
-    return int((run_folder_of(out) / "lock").read_text().split()[1])
-
-
 def _parent(process: int) -> int:
     return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
-
-
-def _last_checkpoint(out: Path) -> dict[str, bytes]:
-    folder = run_folder_of(out) / "checkpoints" / f"step_{STEPS:08d}"
-    return {name: data for name, data in contents(folder).items() if name.endswith(".safetensors")}
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="asks Linux who started a process")
@@ -69,7 +60,7 @@ def test_a_dead_worker_and_a_dead_node_change_nothing(shards: Path, tmp_path: Pa
     def on_step(index: int, step: int, loss: float, seconds: float) -> None:
         """The first checkpoint of a training ends its worker, or the node where that is the second."""
         try:
-            raylet = _parent(_holder(islands[index].out))
+            raylet = _parent(holder(islands[index].out))
         except FileNotFoundError:
             # It is dead already, and left one more checkpoint.
             return
@@ -79,13 +70,13 @@ def test_a_dead_worker_and_a_dead_node_change_nothing(shards: Path, tmp_path: Pa
         if raylet == raylets[1]:
             cluster.remove_node(second, allow_graceful=False)
         else:
-            os.kill(_holder(islands[index].out), signal.SIGKILL)
+            os.kill(holder(islands[index].out), signal.SIGKILL)
 
     outcomes = train_islands(islands, RayCluster(), on_step)
     assert sorted(died) == sorted(raylets)
     assert all(0 < step < STEPS for step in died.values())
     for one, own in zip(islands[:2], plain, strict=True):
-        assert _last_checkpoint(one.out) == _last_checkpoint(own.out)
+        assert checkpoint(run_folder_of(one.out)) == checkpoint(run_folder_of(own.out))
         assert (one.out / WEIGHTS).read_bytes() == (own.out / WEIGHTS).read_bytes()
     assert [one.failure for one in outcomes[:2]] == [None, None]
     assert outcomes[2].failure is not None

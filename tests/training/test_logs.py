@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from hddm.networks.folders import WEIGHTS
 from hddm.training.expert import train_expert
 from hddm.training.loop import Inputs, OnStep, StepReport, Task, fit
-from hddm.training.resume import run_folder_of
 from hddm.training.router import train_router
 from hddm.training.settings import LoopSettings, RunOptions
 from hddm.training.state import open_run
@@ -66,19 +65,15 @@ def test_a_run_that_was_killed_and_stopped_reads_as_the_uninterrupted_one(
     settings, every = expert_settings("flow", steps=23), {"log_every": 4, "checkpoint_every": 5}
     train_expert(whole, tmp_path / "whole", settings, run=RunOptions(**every))
     out, logs = tmp_path / "parts", tmp_path / "parts.run" / "logs"
-    with pytest.raises(Died):
-        train_expert(whole, out, settings, on_step=ending_at(9), run=RunOptions(**every))
-    _torn(logs)
-    assert [step for step, _ in _scalars(logs)["train/loss"]] == [4, 8]
     go_on = RunOptions(resume=True, **every)
-    with pytest.raises(Died):
-        train_expert(whole, out, settings, on_step=ending_at(15), run=go_on)
-    _torn(logs)
-    assert [step for step, _ in _scalars(logs)["train/loss"]] == [4, 8, 12]
+    for last, entries in ((9, [4, 8]), (15, [4, 8, 12])):
+        with pytest.raises(Died):
+            train_expert(whole, out, settings, on_step=ending_at(last), run=go_on)
+        _torn(logs)
+        assert [step for step, _ in _scalars(logs)["train/loss"]] == entries
+    stopping = _at(14, lambda: os.kill(os.getpid(), signal.SIGUSR1))
     with pytest.raises(Stopped):
-        train_expert(
-            whole, out, settings, on_step=_at(14, lambda: os.kill(os.getpid(), signal.SIGUSR1)), run=go_on
-        )
+        train_expert(whole, out, settings, on_step=stopping, run=go_on)
     train_expert(whole, out, settings, run=go_on)
     found, expected = _scalars(logs), _scalars(tmp_path / "whole.run" / "logs")
     assert _without_speed(found) == _without_speed(expected)
@@ -125,35 +120,16 @@ def test_figures_are_those_of_the_steps_since_the_last_entry(tmp_path: Path) -> 
     assert "train/loss_by_noise/0.6-0.8" not in found
 
 
-def test_an_image_rate_is_what_a_clock_says(tmp_path: Path) -> None:
-    """Each step sleeps, so the rate lies just below what sleeping alone allows."""
-    place = nn.Linear(1, 1)
-
-    def draw(rows: Tensor, noise: torch.Generator) -> Inputs:
-        time.sleep(0.02)
-        return {"rows": rows.float()}
-
-    task = Task(place, 50, draw, lambda network, inputs: network(inputs["rows"][:, None])[:, 0].square())
-    with open_run(tmp_path / "out", {}, RunOptions(log_every=5)) as run, watching()(run) as watch:
-        start = time.perf_counter()
-        fit(task, LoopSettings(steps=10, batch_size=8), run, [watch])
-        slowest = 4 * 8 / (time.perf_counter() - start)
-    rates = [rate for _, rate in _scalars(tmp_path / "out.run" / "logs")["train/images_per_second"]]
-    assert len(rates) == 2
-    assert all(slowest < rate < 8 / 0.02 for rate in rates)
-
-
 def test_entries_of_a_machine_whose_clock_is_behind_still_follow_those_before(tmp_path: Path) -> None:
     ahead = int(time.time()) + 5000
-    first = EventLog(tmp_path, 1)
-    for step in (1, 2, 3):
-        first.put(step, {"loss": float(step)}, {})
-    first.close(failed=True)
-    (written,) = tmp_path.iterdir()
-    written.rename(tmp_path / f"events.out.tfevents.{ahead:010d}.zulu.9.0")
-    second = EventLog(tmp_path, 2)
-    second.put(2, {"loss": 20.0}, {})
-    second.close(failed=False)
+    for first, loss in ((1, 1.0), (2, 20.0)):
+        events = EventLog(tmp_path, first)
+        for step in range(first, 5 - first):
+            events.put(step, {"loss": loss}, {})
+        events.close(failed=False)
+        if first == 1:
+            (written,) = tmp_path.iterdir()
+            written.rename(tmp_path / f"events.out.tfevents.{ahead:010d}.zulu.9.0")
     assert _scalars(tmp_path)["loss"] == [(1, 1.0), (2, 20.0)]
 
 
@@ -171,34 +147,6 @@ def test_a_full_disk_ends_the_log_with_one_warning(tmp_path: Path, caplog: pytes
     steps = [step for step, _ in _scalars(tmp_path)["loss"]]
     assert steps == list(range(1, len(steps) + 1))
     assert 10 < len(steps) < 199
-
-
-def test_a_log_that_cannot_be_opened_changes_nothing_in_the_training(
-    whole: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    settings = expert_settings("flow", steps=3)
-    train_expert(whole, tmp_path / "bare", settings)
-    out = tmp_path / "out"
-    in_the_way = _at(1, lambda: (run_folder_of(out) / "logs").write_text(""))
-    train_expert(whole, out, settings, on_step=in_the_way, run=RunOptions(log_every=1))
-    assert contents(out)[WEIGHTS] == contents(tmp_path / "bare")[WEIGHTS]
-    (warning,) = [record.getMessage() for record in caplog.records if "TensorBoard" in record.getMessage()]
-    assert re.fullmatch(r"TensorBoard \(.*/logs\): .*File exists.*; the training goes on without it", warning)
-
-
-def test_a_router_is_logged_and_refuses_to_make_pictures(shards: Path, tmp_path: Path) -> None:
-    options = RunOptions(log_every=5)
-    losses = train_router(shards, tmp_path / "router", router_settings(), run=options)
-    found = _scalars(tmp_path / "router.run" / "logs")
-    means = [sum(losses[:5]) / 5, sum(losses[5:]) / 5]
-    assert [value for _, value in found["train/loss"]] == pytest.approx(means, rel=1e-6)
-    with pytest.raises(HddmError, match="sample_every: 5: a router makes no images"):
-        train_router(shards, tmp_path / "other", router_settings(), run=RunOptions(sample_every=5))
-
-
-def test_a_training_without_a_run_leaves_nothing_but_its_folder(whole: Path, tmp_path: Path) -> None:
-    train_expert(whole, tmp_path / "bare", expert_settings("flow", steps=2))
-    assert [path.name for path in tmp_path.iterdir()] == ["bare"]
 
 
 @pytest.fixture
@@ -229,29 +177,40 @@ def test_a_resumed_training_goes_on_in_the_same_run(
     train_expert(whole, out, settings, run=RunOptions(resume=True, **every))
     assert json.loads((folder / RECORD).read_text()) == {"id": first["id"], "step": 12}
     assert wandb.run is None
-    names = sorted(path.name for path in (folder / "wandb").glob(f"offline-run-*-{first['id']}*"))
-    assert names
-    pictures = sorted(
-        path.name.split("_")[1] for path in (folder / "wandb").rglob("*.png") if "raw" in path.name
-    )
-    assert pictures == ["12", "6"]
+    assert list((folder / "wandb").glob(f"offline-run-*-{first['id']}*"))
+    pictures = (path.name for path in (folder / "wandb").rglob("*.png"))
+    assert sorted(name.split("_")[1] for name in pictures if "raw" in name) == ["12", "6"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["expert", "expert.run", "home"]
 
 
-def test_a_run_of_wandb_that_fails_is_one_warning(
+def test_logs_that_fail_are_a_warning_each_and_change_nothing_in_the_training(
     whole: Path, nobody: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    settings = expert_settings("flow", steps=4)
+    """Nor does a training without a run leave anything but its folder."""
+    settings, folder = expert_settings("flow", steps=4), tmp_path / "out.run"
     train_expert(whole, tmp_path / "bare", settings)
-    in_the_way = _at(1, lambda: (tmp_path / "out.run" / "wandb").write_text(""))
+    assert {path.name for path in tmp_path.iterdir()} == {"bare", "home"}
+
+    def in_the_way() -> None:
+        for name in ("logs", "wandb"):
+            (folder / name).write_text("")
+
     options = RunOptions(wandb="project", log_every=1)
-    train_expert(whole, tmp_path / "out", settings, on_step=in_the_way, run=options)
+    train_expert(whole, tmp_path / "out", settings, on_step=_at(1, in_the_way), run=options)
     assert contents(tmp_path / "out")[WEIGHTS] == contents(tmp_path / "bare")[WEIGHTS]
-    (warning,) = [
-        r.getMessage() for r in caplog.records if r.name.startswith("hddm") and r.levelno >= logging.WARNING
-    ]
-    assert warning.startswith("W&B: [Errno 20] Not a directory")
-    assert warning.endswith("the training goes on without it")
+    logged = [r for r in caplog.records if r.name.startswith("hddm") and r.levelno >= logging.WARNING]
+    board, wandb = (record.getMessage() for record in logged)
+    assert re.fullmatch(r"TensorBoard \(.*/logs\): .*File exists.*; the training goes on without it", board)
+    assert re.fullmatch(r"W&B: \[Errno 20\] Not a directory.*; the training goes on without it", wandb)
+
+
+def test_a_router_is_logged_and_makes_no_pictures(shards: Path, tmp_path: Path) -> None:
+    losses = train_router(shards, tmp_path / "router", router_settings(), run=RunOptions(log_every=5))
+    found = _scalars(tmp_path / "router.run" / "logs")
+    means = [sum(losses[:5]) / 5, sum(losses[5:]) / 5]
+    assert [value for _, value in found["train/loss"]] == pytest.approx(means, rel=1e-6)
+    with pytest.raises(HddmError, match="sample_every: 5: a router makes no images"):
+        train_router(shards, tmp_path / "other", router_settings(), run=RunOptions(sample_every=5))
 
 
 def test_without_a_key_nothing_is_asked_and_one_line_says_so(
@@ -261,24 +220,17 @@ def test_without_a_key_nothing_is_asked_and_one_line_says_so(
         assert _mode() == "offline"
     (line,) = caplog.messages
     assert "no API key in WANDB_API_KEY or ~/.netrc, so the run is written offline" in line
+    for netrc, mode in (
+        (f"machine api.wandb.ai\n login user\n password {40 * '0'}\n", "online"),
+        ("machine example.org\n login user\n password secret\n", "offline"),
+        ("machine\n", "offline"),
+    ):
+        (nobody / ".netrc").write_text(netrc)
+        (nobody / ".netrc").chmod(0o600)
+        assert _mode() == mode
     monkeypatch.setenv("WANDB_MODE", "online")
     assert _mode() == "offline"
     monkeypatch.setenv("WANDB_API_KEY", 40 * "0")
     assert _mode() == "online"
     monkeypatch.setenv("WANDB_MODE", "disabled")
     assert _mode() == "disabled"
-
-
-@pytest.mark.parametrize(
-    ("netrc", "mode"),
-    [
-        ("machine api.wandb.ai\n login user\n password " + 40 * "0" + "\n", "online"),
-        ("machine example.org\n login user\n password secret\n", "offline"),
-        ("machine\n", "offline"),
-    ],
-    ids=["of W&B", "of another host", "broken"],
-)
-def test_a_key_is_looked_for_in_netrc(netrc: str, mode: str, nobody: Path) -> None:
-    (nobody / ".netrc").write_text(netrc)
-    (nobody / ".netrc").chmod(0o600)
-    assert _mode() == mode

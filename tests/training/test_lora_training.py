@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-import hddm
+from hddm import load, sample
 from hddm.calibration import FILE_NAME as CALIBRATION
 from hddm.calibration import Moments, bounded_gain
 from hddm.data.shards import load_shard
@@ -77,7 +77,7 @@ def test_its_calibration_and_its_first_loss_are_those_of_training_on(
     """B is zero at first, so the two networks are one."""
     images = load_shard(shards / "shard_1").images
     expected = bounded_gain(PredictionType.EPSILON, 1.0, Moments.of(images))
-    assert torch.equal(hddm.load(adapter).calibration.weights, expected.weights)
+    assert torch.equal(load(adapter).calibration.weights, expected.weights)
     settings = expert_settings("flow", steps=1)
     (full,) = continue_expert(ddpm_expert, shards / "shard_1", tmp_path / "full", settings)
     adapted = settings.model_copy(update={"lora_rank": 2})
@@ -116,69 +116,42 @@ def test_islands_adapt_one_expert_each_to_its_shard(
         assert alone[ADAPTER_WEIGHTS] == island[ADAPTER_WEIGHTS]
 
 
-def test_activation_checkpointing_changes_nothing_in_an_adapter(
-    shards: Path, ddpm_expert: Path, adapter: Path, tmp_path: Path
-) -> None:
-    settings = expert_settings("flow", lora_rank=2, lora_alpha=4, gradient_checkpointing=True)
-    continue_expert(ddpm_expert, shards / "shard_1", tmp_path / "out", settings)
-    assert contents(tmp_path / "out")[ADAPTER_WEIGHTS] == contents(adapter)[ADAPTER_WEIGHTS]
-
-
-def test_an_adapter_learns_and_repeats_itself(whole: Path, flow_expert: Path, tmp_path: Path) -> None:
+def test_an_adapter_learns_and_leaves_its_base_alone(whole: Path, flow_expert: Path, tmp_path: Path) -> None:
     settings = expert_settings("flow", steps=60, ema_decay=0.5, learning_rate=1e-2, lora_rank=4)
     init = contents(flow_expert)
-    for name in ("one", "two"):
-        losses = continue_expert(flow_expert, whole, tmp_path / name, settings)
+    losses = continue_expert(flow_expert, whole, tmp_path / "one", settings)
     assert sum(losses[-10:]) < 0.95 * sum(losses[:10])
-    assert contents(tmp_path / "one")[ADAPTER_WEIGHTS] == contents(tmp_path / "two")[ADAPTER_WEIGHTS]
     assert contents(flow_expert) == init
-    plain, better = (_loss(folder, whole) for folder in (flow_expert, tmp_path / "one"))
-    assert better < 0.97 * plain
-
-
-@torch.no_grad()
-def _loss(folder: Path, shard: Path) -> float:
-    """Of the velocity as it is loaded, on fixed noise."""
-    x_0, noise = load_shard(shard).images, torch.Generator().manual_seed(0)
-    t, eps = torch.rand(len(x_0), generator=noise), torch.randn(x_0.shape, generator=noise)
-    wide = t.view(-1, 1, 1, 1)
-    found = hddm.load(folder).velocity((1 - wide) * x_0 + wide * eps, t)
-    return (found - (eps - x_0)).square().mean().item()
 
 
 def test_a_stopped_run_keeps_the_adapter_alone_and_goes_on_exactly(
-    shards: Path, flow_expert: Path, tmp_path: Path
+    shards: Path, ddpm_expert: Path, adapter: Path, tmp_path: Path
 ) -> None:
-    settings = expert_settings("flow", steps=6, lora_rank=2)
-    continue_expert(flow_expert, shards / "shard_0", tmp_path / "straight", settings)
-    run = RunOptions(checkpoint_every=3, resume=True)
+    """With activation checkpointing, which changes nothing."""
+    settings = expert_settings("flow", lora_rank=2, lora_alpha=4, gradient_checkpointing=True)
+    given, run = (ddpm_expert, shards / "shard_1", tmp_path / "out", settings), RunOptions(checkpoint_every=3)
     with pytest.raises(Died):
-        continue_expert(
-            flow_expert, shards / "shard_0", tmp_path / "out", settings, on_step=ending_at(4), run=run
-        )
+        continue_expert(*given, on_step=ending_at(4), run=run)
     (weights,) = tmp_path.glob("out.run/checkpoints/*/weights.safetensors")
     assert all(".lora_" in name for name in load_file(weights))
-    continue_expert(flow_expert, shards / "shard_0", tmp_path / "out", settings, run=run)
-    straight, resumed = contents(tmp_path / "straight"), contents(tmp_path / "out")
+    continue_expert(*given, run=run.model_copy(update={"resume": True}))
+    straight, resumed = contents(adapter), contents(tmp_path / "out")
     assert straight[ADAPTER_WEIGHTS] == resumed[ADAPTER_WEIGHTS]
     assert straight[CALIBRATION] == resumed[CALIBRATION]
 
 
 def test_an_adapter_can_be_trained_on_as_a_whole_but_not_adapted(
-    shards: Path, ddpm_expert: Path, adapter: Path, tmp_path: Path
+    shards: Path, adapter: Path, tmp_path: Path
 ) -> None:
     settings = expert_settings("flow", steps=1, learning_rate=1e-9)
     continue_expert(adapter, shards / "shard_1", tmp_path / "out", settings)
     facts = json.loads((tmp_path / "out" / EXPERT_FILE).read_text())
-    assert facts["adapter"] is None
     sha256 = hashlib.sha256((adapter / ADAPTER_WEIGHTS).read_bytes()).hexdigest()
-    assert facts["training"]["init_sha256"] == sha256
+    assert (facts["adapter"], facts["training"]["init_sha256"]) == (None, sha256)
     merged = read_expert(adapter).network.state_dict()
     for name, weight in load_file(tmp_path / "out" / WEIGHTS).items():
         torch.testing.assert_close(weight, merged[name], rtol=1e-5, atol=1e-6)
-    with pytest.raises(
-        HddmError, match=r"holds no diffusion_pytorch_model.safetensors that could be adapted"
-    ):
+    with pytest.raises(HddmError, match=r"holds no diffusion_pytorch_model.safetensors that could be"):
         continue_expert(adapter, shards / "shard_1", tmp_path / "on", expert_settings("flow", lora_rank=2))
 
 
@@ -211,14 +184,4 @@ def test_from_one_expert_to_an_ensemble_of_adapters_on_the_command_line(
     code, out, err = hddm("assemble", tmp_path / "lora0", tmp_path / "lora1", "--out", tmp_path / "all")
     assert (code, "2 experts" in out) == (0, True), err
     assert len(list((tmp_path / "all").rglob(WEIGHTS))) == 1
-    code, _, err = hddm(
-        "sample", tmp_path / "all", "--num-images", 2, "--steps", 2, "--out", tmp_path / "out"
-    )
-    assert code == 0, err
-    assert len(list((tmp_path / "out").glob("*.png"))) == 2
-    code, _, err = hddm(
-        *("train", "expert", shards / "shard_0", "--lora-rank", 2, "--objective", "flow", "--steps", 3),
-        *("--out", tmp_path / "none"),
-    )
-    assert code == 2
-    assert "--lora-rank adapts an expert that exists" in err
+    assert sample(load(tmp_path / "all"), 2, steps=2).isfinite().all()

@@ -5,7 +5,6 @@ import random
 import shutil
 import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -127,14 +126,28 @@ def _ended(whole: Path, folder: Path, moment: tuple[str, str] | None = None) -> 
 def test_a_second_signal_exits_at_once_and_one_that_comes_by_two_ways_saves_as_one(
     whole: Path, tmp_path: Path
 ) -> None:
-    for name in ("later", "together"):
-        (tmp_path / name).mkdir()
     number = int(signal.SIGTERM)
-    assert _ended(whole, tmp_path / "later", ("signals", f"{number} later")) == 128 + number
-    assert not (tmp_path / "later" / "expert.run" / "checkpoints").exists()
-    assert _ended(whole, tmp_path / "together", ("signals", str(number))) == 128 + number
-    kept = (tmp_path / "together" / "expert.run" / "checkpoints").iterdir()
-    assert [path.name for path in kept] == ["step_00000003"]
+    for sent, kept in ((f"{number} later", []), (str(number), ["step_00000003"])):
+        (tmp_path / sent).mkdir()
+        assert _ended(whole, tmp_path / sent, ("signals", sent)) == 128 + number
+        found = (tmp_path / sent / "expert.run" / "checkpoints").glob("*")
+        assert [path.name for path in found] == kept
+
+
+def test_the_last_checkpoint_that_is_whole_counts(whole: Path, uninterrupted: Path, tmp_path: Path) -> None:
+    """A flipped bit, a missing file, and no manifest."""
+    _ended(whole, tmp_path, ("step", "13"))
+    for name in ("optimizer.safetensors", "ema.safetensors", "manifest.json"):
+        folder = Path(shutil.copytree(tmp_path / "expert.run", tmp_path / name / "expert.run")).parent
+        shutil.copy(tmp_path / "diary", folder)
+        spoilt = folder / "expert.run" / "checkpoints" / "step_00000010" / name
+        if name.startswith("optimizer"):
+            _flip(spoilt)
+        else:
+            spoilt.unlink()
+        assert _ended(whole, folder) == 0
+        _same(folder, uninterrupted)
+        assert (folder / "expert.run" / "checkpoints" / "damaged_1_step_00000010").is_dir()
 
 
 def test_damaged_checkpoints_do_not_push_out_those_that_are_written_after_them(
@@ -152,25 +165,6 @@ def test_damaged_checkpoints_do_not_push_out_those_that_are_written_after_them(
     assert kept is not None
     assert kept.name == "step_00000005"
     assert (folder / f"damaged_1_{damaged[-1]}").is_dir()
-
-
-@pytest.mark.parametrize(
-    "spoil",
-    [
-        lambda path: _flip(path / "optimizer.safetensors"),
-        lambda path: (path / "ema.safetensors").unlink(),
-        lambda path: (path / "manifest.json").unlink(),
-    ],
-    ids=["a flipped bit", "a missing file", "no manifest"],
-)
-def test_the_last_checkpoint_that_is_whole_counts(
-    spoil: Callable[[Path], None], whole: Path, uninterrupted: Path, tmp_path: Path
-) -> None:
-    _ended(whole, tmp_path, ("step", "13"))
-    spoil(tmp_path / "expert.run" / "checkpoints" / "step_00000010")
-    assert _ended(whole, tmp_path) == 0
-    _same(tmp_path, uninterrupted)
-    assert (tmp_path / "expert.run" / "checkpoints" / "damaged_1_step_00000010").is_dir()
 
 
 def test_a_finished_run_is_neither_trained_again_nor_taken_for_another_training(

@@ -28,7 +28,6 @@ from hddm.training.router import (
     train_router,
 )
 from hddm.utils.errors import HddmError
-from hddm.utils.records import MANIFEST
 from tests.artefacts import (
     Command,
     contents,
@@ -89,9 +88,14 @@ def _accuracy(out: Path) -> Any:
 
 
 def test_a_router_that_learnt_nothing_is_warned_of(
-    shards: Path, tmp_path: Path, hddm: Command, caplog: pytest.LogCaptureFixture
+    shards: Path, whole: Path, tmp_path: Path, hddm: Command, caplog: pytest.LogCaptureFixture
 ) -> None:
-    out = tmp_path / "router"
+    out, one = tmp_path / "router", (whole.parent, "--out", tmp_path / "one")
+    code, printed, err = hddm("train", "router", *one, *OPTIONS[2:], "--steps", 2)
+    assert code == 0, err
+    # One shard needs no telling apart.
+    assert "chance" not in caplog.text
+    assert "names the shard" not in printed
     code, printed, err = hddm("train", "router", shards, "--out", out, *OPTIONS, "--learning-rate", 1e-12)
     assert code == 0, err
     assert f"{out}: tells shards apart no better than chance, as far as 48 images show" in caplog.text
@@ -128,17 +132,6 @@ def test_a_router_is_judged_by_images_that_it_was_not_trained_on_where_there_are
     assert (found["of"], found["images"]) == ("images kept from training", round(0.15 * (120 - number)))
 
 
-def test_one_shard_needs_no_telling_apart(
-    whole: Path, tmp_path: Path, hddm: Command, caplog: pytest.LogCaptureFixture
-) -> None:
-    code, printed, err = hddm(
-        "train", "router", whole.parent, "--out", tmp_path / "router", *OPTIONS[2:], "--steps", 2
-    )
-    assert code == 0, err
-    assert "chance" not in caplog.text
-    assert "names the shard" not in printed
-
-
 PRIOR = (0.5, 0.3, 0.2)
 SHAPE = (1, 2, 2)
 
@@ -172,6 +165,20 @@ def _network(
     return network
 
 
+def test_an_exact_router_keeps_its_probabilities_and_draws_depend_on_the_seed_alone(
+    mixtures: list[GaussianMixture], data: tuple[Tensor, Tensor]
+) -> None:
+    network = _network(mixtures, torch.ones_like)
+    temperatures, record = calibrate_router(network, 1000, *data)
+    assert temperatures == pytest.approx([1] * 5, abs=0.2)
+    assert record["ece_before"] < 0.015
+    assert record["cross_entropy_after"] == pytest.approx(record["cross_entropy_before"], abs=1e-3)
+    few = tuple(one[::40] for one in data)
+    first, again, other = (calibrate_router(network, 1000, *few, seed=seed) for seed in (1, 1, 2))
+    assert first == again
+    assert first[0] != other[0]
+
+
 @pytest.mark.parametrize("factor", [3.0, 0.5])
 @pytest.mark.parametrize("knots", [1, 5])
 def test_a_router_too_sure_or_too_shy_gets_its_temperature_back(
@@ -186,15 +193,6 @@ def test_a_router_too_sure_or_too_shy_gets_its_temperature_back(
     assert record["ece_before"] > 0.08
     assert record["ece_after"] < 0.015
     assert record["cross_entropy_after"] < record["cross_entropy_before"]
-
-
-def test_an_exact_router_keeps_its_probabilities(
-    mixtures: list[GaussianMixture], data: tuple[Tensor, Tensor]
-) -> None:
-    temperatures, record = calibrate_router(_network(mixtures, torch.ones_like), 1000, *data)
-    assert temperatures == pytest.approx([1] * 5, abs=0.2)
-    assert record["ece_before"] < 0.015
-    assert record["cross_entropy_after"] == pytest.approx(record["cross_entropy_before"], abs=1e-3)
 
 
 def test_a_distortion_that_changes_over_time_is_recovered_by_the_table_alone(
@@ -212,16 +210,6 @@ def test_a_distortion_that_changes_over_time_is_recovered_by_the_table_alone(
     assert by_time[0]["ece_after"] < 0.03 < by_time[1]["ece_after"]
 
 
-def test_calibration_depends_on_the_seed_alone(
-    mixtures: list[GaussianMixture], data: tuple[Tensor, Tensor]
-) -> None:
-    network = _network(mixtures, torch.ones_like)
-    few = tuple(one[::40] for one in data)
-    first, again, other = (calibrate_router(network, 1000, *few, seed=seed) for seed in (1, 1, 2))
-    assert first == again
-    assert first[0] != other[0]
-
-
 def test_a_router_that_is_never_wrong_gets_a_finite_temperature() -> None:
     labels = torch.arange(60) % 3
     logits = 50.0 * torch.nn.functional.one_hot(labels, 3)
@@ -230,23 +218,20 @@ def test_a_router_that_is_never_wrong_gets_a_finite_temperature() -> None:
     assert fit_temperatures(0 * logits, torch.linspace(0, 1, 60), labels) == pytest.approx([1] * 5)
 
 
-@pytest.mark.parametrize("images", [None, 20])
-def test_the_temperature_of_one_knot_is_that_of_a_fine_search(images: int | None) -> None:
-    noise = torch.Generator().manual_seed(0)
+def test_the_temperature_of_one_knot_is_that_of_a_fine_search() -> None:
+    noise, entropy = torch.Generator().manual_seed(0), torch.nn.functional.cross_entropy
     logits = 4 * torch.randn(200, 3, generator=noise, dtype=torch.float64)
     labels = torch.multinomial((logits / 2).softmax(1), 1, generator=noise)[:, 0]
     grid = torch.linspace(1, 4, 3001, dtype=torch.float64)
-    losses = [
-        torch.nn.functional.cross_entropy(logits / one, labels) + one.log() ** 2 / (2 * (images or 200))
-        for one in grid
-    ]
-    best = grid[torch.stack(losses).argmin()].item()
-    assert fit_temperatures(logits, torch.rand(200), labels, 1, images) == pytest.approx([best], abs=3e-3)
+    likelihood = torch.stack([entropy(logits / one, labels) for one in grid])
+    for images in (200, 20):
+        best = grid[(likelihood + grid.log() ** 2 / (2 * images)).argmin()].item()
+        found = fit_temperatures(logits, torch.rand(200), labels, 1, None if images == 200 else images)
+        assert found == pytest.approx([best], abs=3e-3)
 
 
-@pytest.mark.parametrize(
-    ("largest", "right", "expected"),
-    [
+def test_expected_calibration_error_is_that_of_paper_and_pencil() -> None:
+    for largest, right, expected in (
         # One bin a sample: |1 - 0.9|/2 + |0 - 0.6|/2.
         ([0.9, 0.6], [True, False], 0.35),
         # 0.95 and 0.97 share the bin (14/15, 1]: |0.5 - 0.96|.
@@ -256,21 +241,11 @@ def test_the_temperature_of_one_knot_is_that_of_a_fine_search(images: int | None
         ([0.6, 0.59], [True, False], abs(0.5 - 0.595)),
         ([0.6, 0.61], [True, False], 0.4 / 2 + 0.61 / 2),
         ([1.0, 1.0, 1.0, 1.0], [True, True, True, False], 0.25),
-    ],
-)
-def test_expected_calibration_error_is_that_of_paper_and_pencil(
-    largest: list[float], right: list[bool], expected: float
-) -> None:
-    top = torch.tensor(largest, dtype=torch.float64)
-    probabilities = torch.stack([top, 1 - top], dim=1)
-    labels = torch.tensor([0 if one else 1 for one in right])
-    assert expected_calibration_error(probabilities, labels) == pytest.approx(expected, abs=1e-12)
-
-
-def test_fewer_bins_hide_what_cancels_within_them() -> None:
-    top = torch.tensor([0.9, 0.6], dtype=torch.float64)
-    found = expected_calibration_error(torch.stack([top, 1 - top], 1), torch.tensor([0, 1]), bins=1)
-    assert found == pytest.approx(abs(0.5 - 0.75))
+    ):
+        top = torch.tensor(largest, dtype=torch.float64)
+        labels = (~torch.tensor(right)).long()
+        found = expected_calibration_error(torch.stack([top, 1 - top], dim=1), labels)
+        assert found == pytest.approx(expected, abs=1e-12)
 
 
 def test_what_is_held_out_is_a_part_of_the_shard_and_depends_on_content_alone(whole: Path) -> None:
@@ -282,18 +257,24 @@ def test_what_is_held_out_is_a_part_of_the_shard_and_depends_on_content_alone(wh
     # The same image twice is on one side.
     twice = held_out(with_pixels(shard, pixels_of(shard).repeat(2, 1, 1, 1)))
     assert torch.equal(twice[: len(order)], twice[len(order) :])
-
-
-def test_a_shard_of_one_image_over_and_over_has_nothing_to_hold_out(whole: Path) -> None:
-    shard = load_shard(whole)
     with pytest.raises(HddmError, match="too much alike to keep some from training; drop --calibrate"):
         held_out(with_pixels(shard, pixels_of(shard)[:1].repeat(20, 1, 1, 1)))
 
 
-def test_held_out_images_are_never_trained_on(
-    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_held_out_images_are_never_trained_on_and_what_they_say_is_recorded(
+    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hddm: Command
 ) -> None:
-    train_router(shards, tmp_path / "router", router_settings(calibrate=True))
+    options = ["--steps", 10, "--batch-size", 16, "--learning-rate", 3e-3, "--seed", 7, "--warmup", 2]
+    out = tmp_path / "router"
+    code, told, err = hddm(
+        "train", "router", shards, "--out", out, *options, "--ema-decay", 0.9, "--calibrate"
+    )
+    assert code == 0, err
+    assert "8 images kept from training: expected calibration error 0." in told
+    facts = read_router(out)[1]
+    assert (len(facts.temperatures), len(facts.calibration["time_bins"])) == (5, 5)
+    assert facts.calibration["held_out_share"] == 0.15
+    assert [round(0.15 * n) for n in facts.shard_images] == facts.calibration["held_out_images"]
 
     def without_held_out(folder: Path) -> Shard:
         shard = load_shard(folder)
@@ -303,30 +284,8 @@ def test_held_out_images_are_never_trained_on(
     train_router(shards, tmp_path / "rest", router_settings())
     weights = [contents(tmp_path / name)[WEIGHTS] for name in ("router", "rest")]
     assert weights[0] == weights[1]
-
-
-def test_training_writes_what_calibration_found(shards: Path, tmp_path: Path, hddm: Command) -> None:
-    options = ["--steps", 10, "--batch-size", 16, "--learning-rate", 3e-3, "--seed", 7]
-    code, out, _ = hddm("train", "router", shards, "--out", tmp_path / "router", *options, "--calibrate")
-    assert code == 0
-    assert "8 images kept from training: expected calibration error 0." in out
-    facts = read_router(tmp_path / "router")[1]
-    assert len(facts.temperatures) == 5
-    found = facts.calibration
-    assert found["held_out_share"] == 0.15
-    assert [round(0.15 * n) for n in facts.shard_images] == found["held_out_images"]
-    assert len(found["time_bins"]) == 5
-    assert found["ece_before"] >= 0 <= found["ece_after"]
-
-
-def test_without_the_option_a_router_is_as_before(shards: Path, tmp_path: Path) -> None:
-    train_router(shards, tmp_path / "router", router_settings())
-    facts = read_router(tmp_path / "router")[1]
-    assert facts.temperatures == (1.0,)
-    assert facts.calibration == {}
-    train_router(shards, tmp_path / "again", router_settings())
-    first, again = contents(tmp_path / "router"), contents(tmp_path / "again")
-    assert {name for name in first if first[name] != again[name]} <= {ROUTER_FILE, MANIFEST}
+    facts = read_router(tmp_path / "rest")[1]
+    assert (facts.temperatures, facts.calibration) == ((1.0,), {})
 
 
 def test_a_router_tells_shards_apart_until_noise_hides_them(shards: Path, tmp_path: Path) -> None:

@@ -4,13 +4,13 @@ import contextlib
 import fcntl
 import json
 import math
-import resource
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from hddm import load
 from hddm.experts.records import EXPERT_FILE
@@ -21,7 +21,7 @@ from hddm.training.resume import run_folder_of, with_changes
 from hddm.training.settings import ExpertSettings, LoopSettings, RunOptions
 from hddm.training.state import open_run
 from hddm.utils.errors import HddmError
-from tests.artefacts import Command, Died, contents, copied, edit_json, ending_at, expert_settings
+from tests.artefacts import Command, Died, contents, edit_json, ending_at, expert_settings, largest_file
 from tests.killed_runs import checkpoint
 
 SETTINGS = ExpertSettings(objective="flow", steps=4, size="tiny", batch_size=8, threads=1)
@@ -33,17 +33,11 @@ def _command(shard: Path, out: Path, *more: object) -> list[object]:
     return ["train", "expert", shard, "--out", out, *given, *more]
 
 
-@pytest.fixture(scope="module")
-def four_steps(whole: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("four_steps")
-    train_expert(whole, folder / "out", SETTINGS, run=RunOptions())
-    return folder / "out.run"
-
-
 @pytest.fixture
-def started(four_steps: Path, tmp_path: Path) -> Path:
+def started(whole: Path, tmp_path: Path) -> Path:
     """A run of four steps that was finished, and whose expert was taken away."""
-    shutil.copytree(four_steps, tmp_path / "out.run")
+    train_expert(whole, tmp_path / "out", SETTINGS, run=RunOptions())
+    shutil.rmtree(tmp_path / "out")
     return tmp_path / "out"
 
 
@@ -56,6 +50,11 @@ def test_a_run_that_is_there_is_neither_forgotten_nor_resumed_unasked(
     assert "out.run: holds a run of" in error
     assert "--resume goes on with it, --overwrite starts anew" in error
     assert contents(started.with_name("out.run")) == before
+    # Half a record that a killed process left is removed.
+    half = started.with_name("out.run") / ".run.json.part-4711"
+    half.write_text("{")
+    code, _, error = hddm(*_command(whole, started, "--resume"))
+    assert (code, half.exists()) == (0, False), error
 
 
 def test_every_changed_setting_is_told_and_stops_a_resume(started: Path, whole: Path, hddm: Command) -> None:
@@ -93,16 +92,11 @@ def test_a_run_goes_on_with_the_warm_up_that_it_recorded(
 
 def test_another_shard_or_objective_is_never_resumed(started: Path, shards: Path, hddm: Command) -> None:
     before = contents(started.with_name("out.run"))
-    code, _, error = hddm(*_command(shards / "shard_0", started, "--resume"))
-    assert code == 1
-    assert "is of other data, another objective or network" in error
-    assert "choose another --out" in error
-    assert "--allow-config-change" not in error
-    assert error.count("data.shard: was") == 1
     changed = ("--objective", "ddpm", "--resume", "--allow-config-change")
     code, _, error = hddm(*_command(shards / "shard_0", started, *changed))
     assert code == 1
-    assert "is of other data, another objective or network" in error
+    assert "is of other data, another objective or network; choose another --out" in error
+    assert "pass --allow-config-change" not in error
     assert error.count("settings.objective: was 'flow', is 'ddpm'") == 1
     assert error.count("data.shard: was") == 1
     assert contents(started.with_name("out.run")) == before
@@ -121,23 +115,14 @@ def test_two_processes_do_not_train_one_expert(started: Path, whole: Path, hddm:
     assert error.count("\n") == 1
 
 
-def test_half_a_record_that_a_killed_process_left_is_removed(
-    started: Path, whole: Path, hddm: Command
-) -> None:
-    half = started.with_name("out.run") / ".run.json.part-4711"
-    half.write_text("{")
-    code, _, error = hddm(*_command(whole, started, "--resume"))
-    assert (code, half.exists()) == (0, False), error
-
-
-@pytest.mark.parametrize("option", ["--overwrite", "--resume"])
 def test_a_folder_that_only_has_the_name_of_a_run_is_left_alone(
-    option: str, whole: Path, tmp_path: Path, hddm: Command
+    whole: Path, tmp_path: Path, hddm: Command
 ) -> None:
     (tmp_path / "out.run" / "photos").mkdir(parents=True)
     (tmp_path / "out.run" / "photos" / "one.txt").write_text("mine")
-    code, _, error = hddm(*_command(whole, tmp_path / "out", option))
-    assert (code, "is in the way, and holds no run.json" in error) == (1, True)
+    for option in ("--overwrite", "--resume"):
+        code, _, error = hddm(*_command(whole, tmp_path / "out", option))
+        assert (code, "is in the way, and holds no run.json" in error) == (1, True)
     assert (tmp_path / "out.run" / "photos" / "one.txt").read_text() == "mine"
 
 
@@ -145,19 +130,15 @@ def test_a_full_disk_ends_a_run_and_leaves_the_checkpoint_before(whole: Path, tm
     settings = expert_settings("flow", steps=9, threads=1)
     keep = RunOptions(checkpoint_every=3, resume=True)
     train_expert(whole, tmp_path / "plain", settings, run=keep)
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    message = r"step_00000006: the checkpoint could not be written .*step 3 is wh"
+    disk = contextlib.ExitStack()
 
     def fill(step: int, loss: float, seconds: float) -> None:
         if step == 5:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))
+            disk.enter_context(largest_file(20_000))
 
-    try:
-        with pytest.raises(
-            HddmError, match=r"step_00000006: the checkpoint could not be written .*step 3 is wh"
-        ):
-            train_expert(whole, tmp_path / "full", settings, on_step=fill, run=keep)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    with disk, pytest.raises(HddmError, match=message):
+        train_expert(whole, tmp_path / "full", settings, on_step=fill, run=keep)
     folder = tmp_path / "full.run" / "checkpoints"
     assert [path.name for path in folder.iterdir()] == ["step_00000003"]
     assert not (tmp_path / "full").exists()
@@ -182,38 +163,26 @@ def test_a_run_that_stays_without_a_finite_loss_keeps_its_good_checkpoint(tmp_pa
     assert kept[0] == "step_00000004"
 
 
-def test_a_corrupt_image_is_named_and_nothing_is_begun(whole: Path, tmp_path: Path, hddm: Command) -> None:
-    shard = copied(whole, tmp_path)
-    image = next((shard / "images").rglob("*.png"))
-    image.unlink()
-    image.write_bytes(b"no image")
-    code, _, error = hddm(*_command(shard, tmp_path / "out"))
-    assert code == 1
-    assert str(image) in error
-    assert not list(tmp_path.glob("out*"))
-
-
-@pytest.mark.parametrize("parts", [2, 4])
-def test_a_batch_in_parts_learns_as_one_batch_does(parts: int, whole: Path, tmp_path: Path) -> None:
-    def losses(accumulated: int) -> list[float]:
-        settings = expert_settings(
-            "ddpm", steps=8, batch_size=16, threads=1, gradient_accumulation_steps=accumulated
+def test_a_batch_in_parts_learns_as_one_batch_does(whole: Path, tmp_path: Path) -> None:
+    losses = {
+        parts: train_expert(
+            whole,
+            tmp_path / str(parts),
+            expert_settings("ddpm", steps=8, threads=1, gradient_accumulation_steps=parts),
         )
-        return train_expert(whole, tmp_path / str(accumulated), settings)
-
-    assert losses(parts) == pytest.approx(losses(1), rel=1e-5)
+        for parts in (1, 2, 4)
+    }
+    assert losses[2] == pytest.approx(losses[1], rel=1e-5)
+    assert losses[4] == pytest.approx(losses[1], rel=1e-5)
 
 
 def test_bfloat16_learns_alike_with_weights_and_averages_in_float32(whole: Path, tmp_path: Path) -> None:
-    found = {}
-    for precision in ("no", "bf16"):
-        settings = expert_settings("flow", steps=12, batch_size=32, threads=1, mixed_precision=precision)
-        out = tmp_path / precision
-        found[precision] = train_expert(whole, out, settings, run=RunOptions())
-    assert found["bf16"] == pytest.approx(found["no"], rel=2e-2)
-    assert found["bf16"] != found["no"]
-    from safetensors.torch import load_file
-
+    settings = expert_settings("flow", steps=12, batch_size=32, threads=1)
+    plain = train_expert(whole, tmp_path / "no", settings)
+    half = settings.model_copy(update={"mixed_precision": "bf16"})
+    found = train_expert(whole, tmp_path / "bf16", half, run=RunOptions())
+    assert found == pytest.approx(plain, rel=2e-2)
+    assert found != plain
     (last,) = (tmp_path / "bf16.run" / "checkpoints").iterdir()
     for name in ("weights", "ema"):
         tensors = load_file(last / f"{name}.safetensors").values()
@@ -222,21 +191,16 @@ def test_bfloat16_learns_alike_with_weights_and_averages_in_float32(whole: Path,
         assert any(not torch.equal(one, one.bfloat16().float()) for one in tensors)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
+def test_precisions_and_parts_that_cannot_be_are_refused(whole: Path, tmp_path: Path, hddm: Command) -> None:
+    for options, message in (
         (("--mixed-precision", "fp16", "--device", "cpu"), "fp16 needs a GPU; on a CPU take bf16 or no"),
         (("--mixed-precision", "fp8"), "--mixed-precision fp8: choose one of no, bf16, fp16"),
         (("--gradient-accumulation-steps", 3), "--batch-size 8 does not divide into 3"),
-    ],
-)
-def test_precisions_and_parts_that_cannot_be_are_refused(
-    options: tuple[object, ...], message: str, whole: Path, tmp_path: Path, hddm: Command
-) -> None:
-    code, _, error = hddm(*_command(whole, tmp_path / "out", *options))
-    assert code in (1, 2)
-    assert message in error
-    assert error.count("\n") == 1
+    ):
+        code, _, error = hddm(*_command(whole, tmp_path / "out", *options))
+        assert code in (1, 2)
+        assert message in error
+        assert error.count("\n") == 1
 
 
 def _change(step: int, key: str, was: object, now: object) -> dict[str, object]:
@@ -258,9 +222,18 @@ def _record(out: Path) -> Any:
 def test_settings_that_were_changed_on_the_way_are_told_with_their_steps(
     whole: Path, tmp_path: Path, hddm: Command
 ) -> None:
+    """None before the first checkpoint, nor there and back between two; older runs say nothing of them."""
     out = tmp_path / "out"
+    _train(whole, out, until=1, learning_rate=1e-3)
+    _train(whole, out, until=3)
+    before = _record(out)
+    assert before["changes"] == []
+    _train(whole, out, until=3, seed=5)
+    assert _record(out)["changes"] == [_change(2, "seed", 7, 5)]
     _train(whole, out, until=3)
     assert _record(out)["changes"] == []
+    old = {key: before[key] for key in ("settings", "data", "environment")}
+    (run_folder_of(out) / "run.json").write_text(json.dumps(old))
     _train(whole, out, until=7, learning_rate=1e-3, batch_size=8)
     rate, batch = _change(2, "learning_rate", 3e-3, 1e-3), _change(2, "batch_size", 16, 8)
     assert sorted(_record(out)["changes"], key=str) == sorted([rate, batch], key=str)
@@ -272,38 +245,12 @@ def test_settings_that_were_changed_on_the_way_are_told_with_their_steps(
     assert record["settings"]["learning_rate"] == training["learning_rate"] == 5e-4
     assert training["images_seen"] == 2 * 16 + 7 * 8
 
-    assert json.loads(hddm("inspect", out, "--json")[1])["changes"] == training["changes"]
     _, told = hddm("inspect", out)[1].split("\nchanges:\n")
     assert told.splitlines()[2] == "  step=6, key=learning_rate, was=0.001, is=0.0005"
-
-
-def test_a_folder_that_says_nothing_of_changes_is_an_experts_too(
-    whole: Path, tmp_path: Path, hddm: Command
-) -> None:
-    out = tmp_path / "out"
-    _train(whole, out, until=3)
-    before = _record(out)
-    path = run_folder_of(out) / "run.json"
-    path.write_text(json.dumps({key: before[key] for key in ("settings", "data", "environment")}))
-    _train(whole, out)
-    assert _record(out) == before
-    training = json.loads((out / EXPERT_FILE).read_text())["training"]
-    assert training.pop("changes") == []
+    del training["changes"]
     edit_json(out / EXPERT_FILE, training=training)
     assert load(out).velocity(torch.zeros(1, 1, 4, 4), torch.tensor([0.5])).isfinite().all()
     assert "changes" not in hddm("inspect", out)[1]
-
-
-def test_what_no_step_was_made_with_is_no_change(whole: Path, tmp_path: Path) -> None:
-    """Before the first checkpoint, and there and back between two."""
-    out = tmp_path / "out"
-    _train(whole, out, until=1, learning_rate=1e-3)
-    _train(whole, out, until=3)
-    assert _record(out)["changes"] == []
-    _train(whole, out, until=3, seed=5)
-    assert _record(out)["changes"] == [_change(2, "seed", 7, 5)]
-    _train(whole, out)
-    assert _record(out)["changes"] == []
 
 
 @pytest.mark.parametrize(

@@ -64,6 +64,11 @@ def test_a_seed_decides_every_weight_and_another_seed_other_ones(
     for file in (WEIGHTS, "config.json", "calibration.safetensors"):
         assert first[file] == same[file]
     assert first[WEIGHTS] != other[WEIGHTS]
+    facts = json.loads(first["expert.json"])
+    assert facts["shard"] == shard_record(shards / "shard_1")
+    assert (facts["objective"], facts["prediction_type"]) == ("flow", "flow_prediction")
+    used = expert_settings("flow", threads=torch.get_num_threads()).model_dump()
+    assert facts["training"].items() >= (used | {"images_seen": 160}).items()
 
 
 _opened: list[Path] | None = None
@@ -109,17 +114,6 @@ def test_an_expert_counts_its_images_by_the_classes_that_it_knows(whole: Path, c
     assert record_of_shard(replace(shard, labels=None), shard.classes).class_images == ()
 
 
-def test_an_expert_remembers_its_shard_and_how_it_was_trained(shards: Path, flow_expert: Path) -> None:
-    facts = json.loads((flow_expert / "expert.json").read_text())
-    assert facts["shard"] == shard_record(shards / "shard_1")
-    assert facts["objective"] == "flow"
-    assert facts["prediction_type"] == "flow_prediction"
-    assert facts["sample_shape"] == [1, 4, 4]
-    assert facts["training"]["images_seen"] == 160
-    assert facts["training"].items() >= expert_settings("flow").model_dump(exclude={"threads"}).items()
-    assert facts["training"]["threads"] == torch.get_num_threads()
-
-
 def test_an_expert_on_a_diffusers_schedule_is_loaded_with_it(whole: Path, tmp_path: Path) -> None:
     schedule = from_diffusers({"beta_schedule": "scaled_linear", "num_train_timesteps": 50})
     settings = expert_settings("ddpm", steps=2)
@@ -133,40 +127,24 @@ def test_an_expert_on_a_diffusers_schedule_is_loaded_with_it(whole: Path, tmp_pa
     assert facts["schedule_source"] == "scheduler_config.json"
 
 
-def test_images_that_do_not_make_whole_patches_are_refused(whole: Path, tmp_path: Path) -> None:
+def test_shards_that_do_not_fit_a_network_are_refused(
+    images: Path, whole: Path, shards: Path, tmp_path: Path
+) -> None:
+    """Images that do not make whole patches, that carry no labels, or whose shapes differ for a router."""
     with pytest.raises(HddmError, match=r"images are 4×4; --size S/8 takes squares .* by 8"):
         train_expert(whole, tmp_path / "expert", expert_settings("flow", size="S/8"))
     with pytest.raises(HddmError, match="images are 6×4"):
         new_network(ExpertTransformer, "tiny", (1, 4, 6), 0)
-
-
-def test_initial_weights_depend_on_the_seed_alone() -> None:
-    def weights(seed: int) -> torch.Tensor:
-        network = new_network(ExpertTransformer, "tiny", (1, 4, 4), seed)
-        return torch.cat([parameter.flatten() for parameter in network.parameters()])
-
-    torch.manual_seed(0)
-    state = torch.get_rng_state()
-    first = weights(3)
-    assert torch.equal(torch.get_rng_state(), state)
-    torch.rand(5)
-    assert torch.equal(weights(3), first)
-    assert not torch.equal(weights(4), first)
-
-
-def test_a_class_conditional_expert_needs_labels(images: Path, tmp_path: Path) -> None:
     (flat,) = partition(images / "rows", tmp_path / "flat", 1)
     with pytest.raises(HddmError, match="no labels; drop --class-conditional"):
         train_expert(flat, tmp_path / "expert", expert_settings("flow", class_conditional=True))
-
-
-def test_shards_of_different_shapes_make_no_router(shards: Path, tmp_path: Path) -> None:
     folder = copied(shards, tmp_path)
     (other,) = partition(write_images(tmp_path / "images", side=6), tmp_path / "other", 1)
     shutil.rmtree(folder / "shard_1")
     other.rename(folder / "shard_1")
     with pytest.raises(HddmError, match="different shapes"):
         train_router(folder, tmp_path / "router", router_settings())
+    assert not (tmp_path / "expert").exists()
     assert not (tmp_path / "router").exists()
 
 

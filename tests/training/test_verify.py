@@ -50,11 +50,9 @@ def held_out(tmp_path_factory: pytest.TempPathFactory, whole: Path) -> Path:
 
 def test_a_trained_expert_is_accepted_by_images_kept_from_it(class_expert: Path, held_out: Path) -> None:
     verdict = verify_expert(class_expert, held_out)
-    assert verdict.accepted
-    assert not verdict.notes
-    assert verdict.files[WEIGHTS] == hashlib.sha256((class_expert / WEIGHTS).read_bytes()).hexdigest()
-    assert set(verdict.files) == {path.name for path in class_expert.iterdir()}
-    assert verdict.images == 24
+    assert (verdict.accepted, verdict.notes, verdict.images) == (True, (), 24)
+    files = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in class_expert.iterdir()}
+    assert verdict.files == files
     assert verdict.denoising is not None
     assert verdict.denoising.margin > 3 * verdict.denoising.deviation
     assert verdict.unconditional is not None
@@ -90,6 +88,22 @@ def test_an_untrained_expert_and_one_that_records_what_it_does_not_predict_are_r
     assert "which shard" in shard
     assert "no record of its training" in training
 
+    def negate(weights: dict[str, Tensor]) -> None:
+        ends = ("linear.weight", "linear.bias")
+        last = [name for name in weights if name.endswith(ends) and "layers" not in name]
+        assert len(last) == 2
+        weights.update({name: -weights[name] for name in last})
+
+    wrong_sign = _changed(class_expert, tmp_path / "sign", WEIGHTS, negate)
+    assert "no better than a Gaussian" in verify_expert(wrong_sign, held_out).problems[0]
+
+    def spoil(weights: dict[str, Tensor]) -> None:
+        weights["pos_embed"].view(-1)[3] = float("nan")
+
+    (problem,) = verify_expert(_changed(class_expert, tmp_path / "nan", WEIGHTS, spoil)).problems
+    assert "pos_embed" in problem
+    assert "NaN" in problem
+
 
 def _changed(expert: Path, parent: Path, file: str, change: Callable[[dict[str, Tensor]], object]) -> Path:
     """A copy of an expert, its tensors in ``file`` changed in place and recorded as its own."""
@@ -107,17 +121,11 @@ def test_weights_other_than_those_recorded_are_refused(class_expert: Path, tmp_p
     weights["class_embed.weight"][0, 0] += 1
     for spoilt in (folder, old):
         save_file(weights, spoilt / WEIGHTS, {"format": "pt"})
-    assert verify_expert(folder).problems == (
-        f"{WEIGHTS}: has changed",
-        f"by its {MANIFEST}; copy it again, whole, from where it was made, or train it anew; a calibration "
-        f"alone is mended by hddm calibrate {folder}",
-    )
+    changed, remedy = verify_expert(folder).problems
+    assert changed == f"{WEIGHTS}: has changed"
+    assert remedy.endswith(f"a calibration alone is mended by hddm calibrate {folder}")
     (problem,) = verify_expert(old).problems
-    assert re.fullmatch(
-        r"its weights have SHA-256 \w{16}…, and expert.json says \w{16}…; copy the expert again from where "
-        "it was trained, or train it anew",
-        problem,
-    )
+    assert re.match(r"its weights have SHA-256 \w{16}…, and expert.json says \w{16}…; copy the exp", problem)
     edit_json(old / "expert.json", weights_sha256=None)
     verdict = verify_expert(old)
     assert verdict.accepted
@@ -125,33 +133,9 @@ def test_weights_other_than_those_recorded_are_refused(class_expert: Path, tmp_p
     assert "holds no hash of the weights" in verdict.notes[1]
 
 
-def test_an_expert_of_the_wrong_sign_is_refused(class_expert: Path, held_out: Path, tmp_path: Path) -> None:
-    def negate(weights: dict[str, Tensor]) -> None:
-        ends = ("linear.weight", "linear.bias")
-        last = [name for name in weights if name.endswith(ends) and "layers" not in name]
-        assert len(last) == 2
-        weights.update({name: -weights[name] for name in last})
-
-    folder = _changed(class_expert, tmp_path, WEIGHTS, negate)
-    assert "no better than a Gaussian" in verify_expert(folder, held_out).problems[0]
-
-
-def test_weights_that_are_not_finite_are_refused(class_expert: Path, tmp_path: Path) -> None:
-    def spoil(weights: dict[str, Tensor]) -> None:
-        weights["pos_embed"].view(-1)[3] = float("nan")
-
-    (problem,) = verify_expert(_changed(class_expert, tmp_path, WEIGHTS, spoil)).problems
-    assert "pos_embed" in problem
-    assert "NaN" in problem
-
-
-@pytest.mark.parametrize(
-    ("change", "problem"),
-    [
-        (
-            lambda found: found["weights"][-1, :1].fill_(torch.inf),
-            "'weights' holds NaN or Inf; take",
-        ),
+def test_a_calibration_that_no_fit_gives_is_refused(class_expert: Path, tmp_path: Path) -> None:
+    changes: list[tuple[Callable[[dict[str, Tensor]], object], str]] = [
+        (lambda found: found["weights"][-1, :1].fill_(torch.inf), "'weights' holds NaN or Inf; take"),
         (lambda found: found["weights"][-1].fill_(-1e4), "has weights from -10000 to "),
         (lambda found: found["weights"][0].fill_(1.5), "has weights from 0 to 1.5, and they lie in [0, 1]"),
         (lambda found: found["variances"][-1].fill_(0), "has a variance of 0, and they are above 0"),
@@ -159,23 +143,17 @@ def test_weights_that_are_not_finite_are_refused(class_expert: Path, tmp_path: P
         (lambda found: found["times"][-1].fill_(0.99), "has times that do not rise from 0 to 1"),
         (lambda found: found.update(weights=found["weights"][:-1]), "shapes of its tensors do not go"),
         (lambda found: found.update(basis=found["basis"][:, 1:]), "shapes of its tensors do not go"),
-    ],
-)
-def test_a_calibration_that_no_fit_gives_is_refused(
-    change: Callable[[dict[str, Tensor]], object], problem: str, class_expert: Path, tmp_path: Path
-) -> None:
-    folder = _changed(class_expert, tmp_path, CALIBRATION, change)
-    (found,) = verify_expert(folder).problems
-    assert found.startswith(f"{folder / CALIBRATION}: ")
-    assert problem in found
+    ]
+    for n, (change, problem) in enumerate(changes):
+        folder = _changed(class_expert, tmp_path / str(n), CALIBRATION, change)
+        (found,) = verify_expert(folder).problems
+        assert found.startswith(f"{folder / CALIBRATION}: ")
+        assert problem in found
 
 
-def test_every_calibration_that_is_made_is_accepted(
-    shards: Path, ddpm_expert: Path, flow_expert: Path, class_expert: Path, tmp_path: Path
+def test_the_blends_that_predictions_are_trained_on_in_are_accepted(
+    shards: Path, ddpm_expert: Path, tmp_path: Path
 ) -> None:
-    """Fitted to a shard, and the blends that noise, samples and v are trained on in."""
-    for folder in (ddpm_expert, flow_expert, class_expert):
-        assert verify_expert(folder).accepted
     for kind in ("epsilon", "sample", "v_prediction"):
         init = copied(ddpm_expert, tmp_path / kind)
         edit_json(init / "expert.json", prediction_type=kind)
@@ -214,8 +192,7 @@ def test_what_a_network_of_noise_does_by_itself_near_the_end_is_told_without_a_c
     assert verify_expert(trained, held_out).accepted
     out = _changed(trained, tmp_path / "changed", CALIBRATION, lambda found: found["weights"][2:].fill_(0.8))
     verdict = verify_expert(out, held_out)
-    assert verdict.accepted
-    assert not verdict.notes
+    assert (verdict.accepted, verdict.notes) == (True, ())
     (out / CALIBRATION).unlink()
     seal(out)
     verdict = verify_expert(out, held_out)
@@ -225,68 +202,52 @@ def test_what_a_network_of_noise_does_by_itself_near_the_end_is_told_without_a_c
     assert all(text.endswith("it has no calibration; hddm calibrate fits one") for text in doubts)
 
 
-@pytest.mark.parametrize("which", ["margin", "low"])
 def test_an_expert_that_chance_makes_better_is_not_accepted(
-    which: str, class_expert: Path, held_out: Path, monkeypatch: pytest.MonkeyPatch
+    class_expert: Path, held_out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    deviation = {"margin": "deviation", "low": "low_deviation"}[which]
-    _stub(monkeypatch, **{which: 0.041, deviation: 0.02})
-    assert verify_expert(class_expert, held_out).accepted
-    _stub(monkeypatch, **{which: 0.039, deviation: 0.02})
-    problem = verify_expert(class_expert, held_out).problems[0]
-    assert "0.0390 ± 0.0200 below a Gaussian's, so it is not shown to be better" in problem
-    assert "take more held-out images than 24" in problem
+    for gain, deviation in (("margin", "deviation"), ("low", "low_deviation")):
+        _stub(monkeypatch, **{gain: 0.041, deviation: 0.02})
+        assert verify_expert(class_expert, held_out).accepted
+        _stub(monkeypatch, **{gain: 0.039, deviation: 0.02})
+        problem = verify_expert(class_expert, held_out).problems[0]
+        assert "0.0390 ± 0.0200 below a Gaussian's, so it is not shown to be better; take more" in problem
 
 
-@pytest.mark.parametrize("dropout", [0.1, 0.0])
 def test_an_expert_is_judged_without_its_class_too_if_it_learned_that(
-    dropout: float, class_expert: Path, held_out: Path, tmp_path: Path
+    class_expert: Path, held_out: Path, tmp_path: Path
 ) -> None:
     def spoil(weights: dict[str, Tensor]) -> None:
         null = weights["class_embed.weight"][2]
         null += 30 * torch.randn(null.shape, generator=generator(0))
 
     folder = _changed(class_expert, tmp_path, WEIGHTS, spoil)
+    (problem,) = verify_expert(folder, held_out).problems
+    assert problem.startswith("without class_labels: it denoises no better than a Gaussian")
     training = json.loads((folder / "expert.json").read_text())["training"]
-    edit_json(folder / "expert.json", training=training | {"condition_dropout": dropout})
+    edit_json(folder / "expert.json", training=training | {"condition_dropout": 0.0})
     verdict = verify_expert(folder, held_out)
-    assert verdict.accepted == (dropout == 0)
-    (found,) = verdict.notes if dropout == 0 else verdict.problems
-    assert found.startswith("without class_labels: it denoises no better than a Gaussian")
-
-
-def test_a_device_that_is_not_there_is_a_clear_error(class_expert: Path, hddm: Command) -> None:
-    for name, told in (("cuda:99", "is not available here ("), ("toaster", "choose one of auto, cpu, cuda")):
-        code, _, err = hddm("verify", class_expert, "--device", name)
-        assert code == 2
-        assert err.startswith(f"hddm: --device {name}: {told}")
-        assert err.count("\n") == 1
+    assert (verdict.accepted, verdict.notes) == (True, (problem,))
 
 
 def test_the_command_prints_hashes_and_figures_and_exits_by_the_verdict(
-    class_expert: Path, held_out: Path, shards: Path, tmp_path: Path, hddm: Command
+    class_expert: Path, held_out: Path, tmp_path: Path, hddm: Command
 ) -> None:
     folder = copied(class_expert, tmp_path)
     (folder / "setup.py").write_text("print()")
     code, out, _ = hddm("verify", folder, "--data", held_out)
     assert code == 0
     assert out.startswith(f"{folder}: nothing speaks against it; error ")
-    assert out.splitlines().index("SHA-256 of its files, as sha256sum -c checks them:") > 0
     for path in folder.iterdir():
         assert f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path}" in out.splitlines()
     assert "note: setup.py: is no file of an expert's" in out
-    assert [float(line.split()[0]) for line in out.splitlines() if line[:4] in ("  0.", "  1.")] == [
-        *(0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9),
-        *(0.95, 0.99, 1.0),
-    ]
+    times = [float(line.split()[0]) for line in out.splitlines() if line[:4] in ("  0.", "  1.")]
+    assert times == [*judging.TIMES, *judging.LATE_TIMES]
     assert "without its conditions by" in out
     edit_json(folder / "expert.json", training={})
     code, out, err = hddm("verify", folder, "--data", held_out, "--json")
-    assert code == 1
     found = json.loads(out)
-    assert not found["accepted"]
-    assert "no record of its training" in err
-    assert found["problems"][0] in err
+    assert (code, found["accepted"]) == (1, False)
+    assert "no record of its training" in found["problems"][0] in err
     code, out, _ = hddm("verify", folder)
     assert (code, out.splitlines()[0]) == (1, f"{folder}: is refused")
 
@@ -314,50 +275,44 @@ def test_without_a_calibration_the_network_is_not_to_blame(class_expert: Path, h
 
 
 def test_a_wrong_call_is_told_from_a_bad_expert_by_its_code_and_before_anything_is_hashed(
-    class_expert: Path, held_out: Path, shards: Path, images: Path, tmp_path: Path, hddm: Command
+    class_expert: Path,
+    held_out: Path,
+    ensemble: Path,
+    router: Path,
+    shards: Path,
+    images: Path,
+    tmp_path: Path,
+    hddm: Command,
 ) -> None:
     folder = copied(class_expert, tmp_path)
     content = (folder / WEIGHTS).read_bytes()
     (folder / WEIGHTS).write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     damaged = copied(held_out, tmp_path)
     next((damaged / "images").rglob("*.png")).write_bytes(b"spoilt")
-    for data, told in (
-        (shards / "shard_0", "take images of its own"),
-        (shards, f"none of its 2 shards is that of {folder}, which is of shard "),
-        (images, "holds no manifest.json"),
-        (damaged, "its content changed since the partition"),
-        (tmp_path / "none", "no such file or folder"),
-    ):
-        code, out, err = hddm("verify", folder, "--data", data)
-        assert (code, out, err.count("\n")) == (2, "", 1)
-        assert str(data) in err
-        assert told in err
-    code, _, err = hddm("verify", folder, "--base", class_expert)
-    assert (code, "leave the base out" in err) == (2, True)
-    assert hddm("verify", folder, "--data", held_out)[0] == 1
-
-
-def test_what_is_no_expert_is_named_in_one_line_and_nothing_is_hashed(
-    ensemble: Path,
-    router: Path,
-    shards: Path,
-    images: Path,
-    class_expert: Path,
-    tmp_path: Path,
-    hddm: Command,
-) -> None:
     (tmp_path / "expert.run").mkdir()
     (tmp_path / "expert.run" / "run.json").write_text("{}")
+    for options, told in (
+        (["--data", shards / "shard_0"], "take images of its own"),
+        (["--data", shards], f"none of its 2 shards is that of {folder}, which is of shard "),
+        (["--data", images], "holds no manifest.json"),
+        (["--data", damaged], "its content changed since the partition"),
+        (["--data", tmp_path / "none"], "no such file or folder"),
+        (["--base", class_expert], "leave the base out"),
+        (["--device", "cuda:99"], "is not available here ("),
+        (["--device", "toaster"], "choose one of auto, cpu, cuda"),
+    ):
+        code, out, err = hddm("verify", folder, *options)
+        assert (code, out, err.count("\n")) == (2, "", 1)
+        assert str(options[1]) in err
+        assert told in err
+    assert hddm("verify", folder, "--data", held_out)[0] == 1
     for folder, told in (
         (ensemble, f"is an ensemble, and its experts are verified by hddm verify {ensemble}/experts"),
         (router, "is a router, and experts alone are verified"),
         (shards, "is a partition; name an expert"),
         (shards / "shard_0", "is a shard; name an expert"),
         (tmp_path / "expert.run", "is the record of a training; name the expert that it made"),
-        (
-            images,
-            "holds no expert.json, nor does a folder in it; name what hddm train expert or hddm convert",
-        ),
+        (images, "holds no expert.json, nor does a folder in it; name what train or convert wrote"),
         (class_expert / WEIGHTS, "is a file; name an expert's folder"),
         (tmp_path / "none", "no such file or folder"),
     ):
@@ -376,11 +331,8 @@ def test_a_folder_of_experts_is_verified_a_line_each_by_the_images_of_each(
     (experts / "expert_2.run").mkdir()
     code, out, err = hddm("verify", experts)
     assert (code, err) == (0, "")
-    assert out.splitlines() == [
-        f"{experts / 'expert_2'}: nothing speaks against it",
-        f"{experts / 'expert_10'}: nothing speaks against it",
-        f"{experts}: nothing speaks against any of its 2 experts; --data judges denoising",
-    ]
+    *_, last = out.splitlines()
+    assert last == f"{experts}: nothing speaks against any of its 2 experts; --data judges denoising"
     shutil.copytree(held_out, data / "shard_0")
     shutil.copytree(trio.shards / "shard_1", data / "shard_1")
     code, out, err = hddm("verify", experts, "--data", data)
