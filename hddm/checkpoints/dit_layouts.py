@@ -29,8 +29,8 @@ from hddm.checkpoints.layouts import (
     shape_of,
 )
 from hddm.checkpoints.sources import Forward, KeyTable, Pair, Reading, Weights, module, same
-from hddm.networks.identity import SIZES
 from hddm.networks.transformers import ExpertTransformer
+from hddm.training.settings import SIZES
 from hddm.utils.errors import HddmError
 
 NULL_TEXT = "y_embedder.y_embedding"

@@ -310,10 +310,3 @@ def _call_packed(model: ModelMixin, x: Tensor, timestep: Tensor, conditions: Map
         **conditions,
     )[0]
     return unpack(rows, height)
-
-
-def wrapped(model: ModelMixin, round_time: bool = False) -> nn.Module:
-    """``model`` under the common call; itself where it already is."""
-    has_variance = has_variance_head(type(model).__name__, model.config)
-    is_bare = isinstance(model, ExpertTransformer) and not round_time and not has_variance
-    return model if is_bare else NetworkWrapper(model, round_time)

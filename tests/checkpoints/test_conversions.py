@@ -12,7 +12,7 @@ from benchmarks.conversion.conversions import TREATMENTS, SameTimeField, sample_
 from hddm.benchmark.compute import forward_mflop
 from hddm.data.shards import load_shard
 from hddm.ensemble import Ensemble
-from hddm.networks.identity import size_config
+from hddm.training.settings import size_config
 from hddm.velocity import VelocityField
 from tests.cases import COSINE, Case, case_named
 

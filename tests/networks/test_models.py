@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from hddm.networks.identity import size_config
 from hddm.networks.layers import PatchEmbedding, TimeEmbedding, add_gated, attend, modulate, sinusoid
 from hddm.networks.transformers import ExpertTransformer, RouterTransformer
+from hddm.training.settings import size_config
 from hddm.utils.errors import HddmError
 
 TINY = {"sample_size": 8, "in_channels": 3, **size_config("tiny")}
