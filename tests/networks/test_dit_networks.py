@@ -7,8 +7,8 @@ import torch
 from diffusers import DiTTransformer2DModel
 from torch import Tensor
 
-from hddm.networks.identity import size_config
 from hddm.networks.transformers import ExpertTransformer
+from hddm.training.settings import size_config
 from hddm.utils.errors import HddmError
 
 DIT = {
