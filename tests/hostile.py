@@ -10,8 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from hddm.utils.errors import HddmError
-
 ZIP_OR_LEGACY = pytest.mark.parametrize("in_zip", [True, False], ids=["zip", "legacy"])
 
 
@@ -23,14 +21,6 @@ class Calls:
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         return self._reduced
-
-
-def refusal(call: Callable[..., object], *arguments: Any, **options: Any) -> str:
-    """The line by which a call refuses its input."""
-    with pytest.raises(HddmError) as caught:
-        call(*arguments, **options)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
 
 
 def save(content: object, folder: Path, in_zip: bool) -> Path:

@@ -11,6 +11,19 @@ from torch import Tensor
 
 from tests.checkpoint_files import SD_BETAS
 
+XL: dict[str, Any] = {
+    "use_linear_projection": True,
+    "attention_head_dim": 2,
+    "block_out_channels": (64, 64, 64),
+    "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
+    "up_block_types": ("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
+    "transformer_layers_per_block": [1, 1, 2],
+    "addition_embed_type": "text_time",
+    "addition_time_embed_dim": 256,
+    "projection_class_embeddings_input_dim": 6 * 256 + 10,
+}
+"""Of Stable Diffusion XL, in small."""
+
 
 def ldm_unet(network: UNet2DConditionModel) -> dict[str, Tensor]:
     """The tensors of a UNet under latent diffusion's names, by inverting diffusers' own conversion."""

@@ -13,9 +13,8 @@ import functools
 import json
 import math
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,7 +47,7 @@ from hddm.networks.layers import TimeEmbedding
 from hddm.networks.transformers import ExpertBlock
 from hddm.networks.wrappers import EXPERT_NETWORKS, FLUX, OPTIONAL_CONDITIONS, call, text_width
 from hddm.schedules import CosineSchedule, DiscreteSchedule, Schedule
-from hddm.utils.errors import HddmError
+from hddm.utils.errors import HddmError, one_line
 from hddm.utils.files import check_absent, new_folder, sha256_of, write_json
 from hddm.utils.records import read_record
 from hddm.utils.tensors import write_safetensors
@@ -62,6 +61,15 @@ LARGEST_VELOCITY_ERROR = 1e-4
 TOKENS = 8
 _ENOUGH = {"UNet2DModel": 64, "UNet2DConditionModel": 64, "SD3Transformer2DModel": 64, FLUX: 16}
 """Height and width at which networks that take several are compared: a large sample takes much longer."""
+
+
+_FIXED = {
+    "time_ids": [64.0, 64.0, 0.0, 0.0, 64.0, 64.0],
+    "resolution": [64.0, 64.0],
+    "aspect_ratio": [1.0],
+    "guidance": 3.5,
+}
+"""Conditions that are no random numbers."""
 
 
 @dataclass(frozen=True)
@@ -163,9 +171,17 @@ def _checked(plan: Plan, draft: Path) -> ConversionCheck:
     added = {}
     if plan.record.source and plan.record.source.options.get("text_dim"):
         added = {TEXT: given.pop(TEXT)}
-    with _named_failure(str(source.path), network):
+    try:
         own = None if plan.is_restarted else source.forward() if source.forward else _class_forward(source)
         found = _compare(own, field, outputs, plan.conventions, given, added, _ENOUGH.get(network))
+    except HddmError:
+        raise
+    except Exception as error:
+        # Whatever a network makes of sizes that do not go together.
+        raise HddmError(
+            f"{source.path}: its {network} does not run ({type(error).__name__}: {one_line(error)}); correct "
+            "its config"
+        ) from error
     is_fold = bool(plan.built.modulation_error)
     if is_fold and found.is_finite and found.function_error > LARGEST_FOLD_ERROR:
         raise HddmError(
@@ -207,20 +223,6 @@ def _class_forward(source: Checkpoint) -> Forward:
     origin = str(source.files[0])
     weights = source.table.renamed(source.weights, origin)
     return functools.partial(call, _streamed(source.network, source.arguments, weights, origin))
-
-
-@contextmanager
-def _named_failure(origin: str, name: str) -> Iterator[None]:
-    """Turn whatever a network makes of sizes that do not go together into one line that names its source."""
-    try:
-        yield
-    except HddmError:
-        raise
-    except Exception as error:
-        text = " ".join(str(error).split())[:200]
-        raise HddmError(
-            f"{origin}: its {name} does not run ({type(error).__name__}: {text}); correct its config"
-        ) from error
 
 
 def _streamed(
@@ -347,11 +349,6 @@ def example_conditions(
 ) -> dict[str, Tensor]:
     """One row of fixed random conditions of the shapes that a network takes."""
     noise = torch.Generator().manual_seed(1)
-    fixed = {
-        "time_ids": [64.0, 64.0, 0.0, 0.0, 64.0, 64.0],
-        "resolution": [64.0, 64.0],
-        "aspect_ratio": [1.0],
-    }
     found: dict[str, Tensor] = {}
     for name in names:
         match name:
@@ -360,16 +357,13 @@ def example_conditions(
             case "encoder_hidden_states":
                 found[name] = torch.randn(1, TOKENS, text_width(config) or 1, generator=noise)
             case "text_embeds":
-                count = (
-                    config["projection_class_embeddings_input_dim"] - 6 * config["addition_time_embed_dim"]
-                )
-                found[name] = torch.randn(1, count, generator=noise)
+                of_sizes = 6 * config["addition_time_embed_dim"]
+                width = config["projection_class_embeddings_input_dim"] - of_sizes
+                found[name] = torch.randn(1, width, generator=noise)
             case "pooled_projections":
                 found[name] = torch.randn(1, config["pooled_projection_dim"], generator=noise)
-            case "guidance":
-                found[name] = torch.tensor([3.5])
             case _:
-                found[name] = torch.tensor([fixed[name]])
+                found[name] = torch.tensor([_FIXED[name]])
     return found
 
 

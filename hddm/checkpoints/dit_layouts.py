@@ -29,8 +29,8 @@ from hddm.checkpoints.layouts import (
     shape_of,
 )
 from hddm.checkpoints.sources import Forward, KeyTable, Pair, Reading, Weights, module, same
-from hddm.networks.identity import SIZES
 from hddm.networks.transformers import ExpertTransformer
+from hddm.training.settings import SIZES
 from hddm.utils.errors import HddmError
 
 NULL_TEXT = "y_embedder.y_embedding"
@@ -56,11 +56,9 @@ def _sizes(weights: Weights, reading: Reading, origin: str) -> tuple[int, int, i
     width, channels, patch, _ = shape_of(weights, "x_embedder.proj.weight", 4, origin)
     rows = shape_of(weights, "final_layer.linear.weight", 2, origin)[0]
     depth, heads = count_blocks(weights, "blocks"), reading.num_heads
-    if heads is None:
-        published = (
-            s["num_heads"] for s in SIZES.values() if (s["hidden_size"], s["depth"]) == (width, depth)
-        )
-        heads = next(published, None) if width >= 384 else None
+    if heads is None and width >= 384:
+        published = {(one["hidden_size"], one["depth"]): one["num_heads"] for one in SIZES.values()}
+        heads = published.get((width, depth))
     if heads is None:
         raise UnstatedHeads(
             f"{origin}: {depth} blocks of width {width} are no published size, and no tensor tells the "
@@ -68,12 +66,8 @@ def _sizes(weights: Weights, reading: Reading, origin: str) -> tuple[int, int, i
         )
     if heads < 1 or width % heads:
         raise HddmError(f"--num-heads {heads}: a width of {width} does not divide by it")
-    return (
-        width,
-        depth,
-        heads,
-        {"in_channels": channels, "out_channels": rows // patch**2, "patch_size": patch},
-    )
+    sizes = {"in_channels": channels, "out_channels": rows // patch**2, "patch_size": patch}
+    return width, depth, heads, sizes
 
 
 def _side(weights: Weights, patch: int, reading: Reading, origin: str) -> int:

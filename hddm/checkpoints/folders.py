@@ -168,7 +168,7 @@ def open_expert(folder: Path, reading: Reading) -> Checkpoint:
         licence=record.licence,
         record=record,
         kept=read_safetensors(folder / EXTRAS_FILE) if (folder / EXTRAS_FILE).exists() else {},
-        null_tensors=read_nulls(folder),
+        nulls=read_nulls(folder),
     )
 
 

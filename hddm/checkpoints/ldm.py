@@ -291,7 +291,7 @@ def forward(weights: Weights, config: Mapping[str, Any]) -> Forward:
                 # Twice the size, but for a side that was odd on the way down.
                 h = F.interpolate(h, skips[-1].shape[2:], mode="nearest")
                 h, level = own.conv(h, f"{block}.{after}.conv"), level - 1
-        return own.conv(F.silu(own.groups(h, "out.0", 1e-5)), "out.2")
+        return own.conv(F.silu(own.group_norm(h, "out.0", 1e-5)), "out.2")
 
     return run
 
@@ -308,19 +308,17 @@ class _Unet(Modules):
         weight, bias = self.both(name)
         return F.conv2d(x, weight, bias, stride, weight.shape[-1] // 2)
 
-    def groups(self, x: Tensor, name: str, eps: float) -> Tensor:
-        """Group norm."""
+    def group_norm(self, x: Tensor, name: str, eps: float) -> Tensor:
         return F.group_norm(x, _GROUPS, *self.both(name), eps)
 
     def layer_norm(self, x: Tensor, name: str) -> Tensor:
-        """Layer norm."""
         return F.layer_norm(x, x.shape[-1:], *self.both(name))
 
     def residual(self, x: Tensor, emb: Tensor, name: str) -> Tensor:
         """Two convolutions with the time added between them, around a skip."""
-        h = self.conv(F.silu(self.groups(x, f"{name}.in_layers.0", 1e-5)), f"{name}.in_layers.2")
+        h = self.conv(F.silu(self.group_norm(x, f"{name}.in_layers.0", 1e-5)), f"{name}.in_layers.2")
         h = h + self.affine(F.silu(emb), f"{name}.emb_layers.1")[:, :, None, None]
-        h = self.conv(F.silu(self.groups(h, f"{name}.out_layers.0", 1e-5)), f"{name}.out_layers.3")
+        h = self.conv(F.silu(self.group_norm(h, f"{name}.out_layers.0", 1e-5)), f"{name}.out_layers.3")
         skip = f"{name}.skip_connection"
         return h + (self.conv(x, skip) if self.has(skip) else x)
 
@@ -334,7 +332,7 @@ class _Unet(Modules):
 
     def spatial(self, x: Tensor, text: Tensor, name: str, heads: int) -> Tensor:
         """Transformer blocks over the pixels of ``x``, between two projections and around a skip."""
-        h = self.groups(x, f"{name}.norm", 1e-6).flatten(2).mT
+        h = self.group_norm(x, f"{name}.norm", 1e-6).flatten(2).mT
         h = self._project(h, f"{name}.proj_in")
         for n in range(count_blocks(self.weights, f"{name}.transformer_blocks")):
             block = f"{name}.transformer_blocks.{n}"

@@ -163,7 +163,7 @@ def plan(path: Path, conversion: Conversion) -> Plan:
         )
     if built.network is source.network and conversion.architecture is None:
         extras |= source.kept
-    nulls = {name: extras[key] for name, key in source.nulls.items() if key in extras}
+    nulls = dict(source.nulls)
     if source.network is UNet2DConditionModel and (tokens := source.text.empty_prompt()) is not None:
         wanted = built.arguments.get("cross_attention_dim")
         if tokens.shape[1] != wanted:
@@ -172,7 +172,7 @@ def plan(path: Path, conversion: Conversion) -> Plan:
             )
         nulls[TEXT] = tokens
     record = _record(source, conventions, interface, conversion)
-    return Plan(source, conventions, built, interface, record, nulls or source.null_tensors, extras)
+    return Plan(source, conventions, built, interface, record, nulls, extras)
 
 
 def _refuse_idle(source: Checkpoint, reading: Reading) -> None:

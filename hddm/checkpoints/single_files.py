@@ -52,7 +52,7 @@ def open_file(path: Path, reading: Reading) -> Checkpoint:
         sets=tuple(sets),
         chosen=chosen,
         prefix=prefix,
-        nulls={name: key for name, key in layout.nulls.items() if key in weights},
+        nulls={name: weights[key] for name, key in layout.nulls.items() if key in weights},
         latent_scale=latent_scale,
         licence=IMAGENET_LICENCE if arguments.get("num_classes") == IMAGENET_CLASSES else None,
         notes=notes,

@@ -203,8 +203,8 @@ class Checkpoint:
     sets: tuple[str, ...] = ("unstated",)
     chosen: WeightSet = "unstated"
     prefix: str = ""
-    nulls: Mapping[str, str] = field(default_factory=dict)
-    """Foreign tensors that stand for no condition, by condition."""
+    nulls: Weights = field(default_factory=dict)
+    """Tensors that stand for no condition, by condition."""
     is_latent: bool = True
     latent_scale: float | None = None
     licence: str | None = None
@@ -215,8 +215,6 @@ class Checkpoint:
     """Of an expert folder."""
     kept: Weights = field(default_factory=dict)
     """Tensors that no network needs, for the way back."""
-    null_tensors: Weights = field(default_factory=dict)
-    """Of an expert folder."""
 
 
 def read_file(path: Path, allow_pickle: bool) -> dict[str, Any]:

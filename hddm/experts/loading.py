@@ -41,12 +41,13 @@ from hddm.experts.records import (
     read_router,
     save_router,
     without_adapter,
+    wrapped,
     write_records,
 )
 from hddm.networks.folders import WEIGHTS, Unread
 from hddm.networks.offload import Offload, Shelf, StoredNetwork
 from hddm.networks.transformers import RouterTransformer
-from hddm.networks.wrappers import NetworkWrapper, wrapped
+from hddm.networks.wrappers import NetworkWrapper
 from hddm.utils.errors import HddmError, UsageError
 from hddm.utils.files import inside, link_or_copy
 from hddm.velocity import VelocityField
@@ -380,7 +381,7 @@ def _differ(expert: UnreadExpert, tensors: Mapping[str, Tensor], dtype: torch.dt
 def _stored(
     expert: UnreadExpert, dtype: torch.dtype, device: torch.device | str, shelf: Shelf
 ) -> StoredNetwork:
-    common = wrapped(expert.unread.network, expert.facts.round_time)
+    common = wrapped(expert.unread.network, expert.facts)
     prefix = "model." if isinstance(common, NetworkWrapper) else ""
     read = functools.partial(_read, expert.unread, prefix)
     return StoredNetwork(common, read, expert.name, dtype, device, shelf)

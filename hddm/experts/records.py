@@ -24,8 +24,8 @@ from hddm.calibration import Calibration, calibration_record
 from hddm.experts.lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS, AdapterRecord, base_of, unread_adapted
 from hddm.networks.folders import WEIGHTS, Unread, unread_network
 from hddm.networks.identity import TextEncoderRecord, VaeRecord
-from hddm.networks.transformers import RouterTransformer
-from hddm.networks.wrappers import EXPERT_NETWORKS, interface_of, wrapped
+from hddm.networks.transformers import ExpertTransformer, RouterTransformer
+from hddm.networks.wrappers import EXPERT_NETWORKS, NetworkWrapper, interface_of
 from hddm.schedules import from_config
 from hddm.utils.errors import HddmError
 from hddm.utils.files import sha256_of, write_json
@@ -255,7 +255,13 @@ def as_field(expert: UnreadExpert | Expert, network: nn.Module) -> VelocityField
 
 def field_of(expert: Expert, device: torch.device | str = "cpu") -> VelocityField:
     """An expert as a velocity field that shares its network; raises as `as_field`."""
-    return as_field(expert, wrapped(expert.network, expert.facts.round_time).to(device))
+    return as_field(expert, wrapped(expert.network, expert.facts).to(device))
+
+
+def wrapped(network: ModelMixin, record: ExpertRecord) -> nn.Module:
+    """``network`` under the common call; itself where it already is."""
+    is_common = isinstance(network, ExpertTransformer) and not record.variance_head
+    return network if is_common and not record.round_time else NetworkWrapper(network, record.round_time)
 
 
 def without_adapter(facts: ExpertRecord) -> ExpertRecord:

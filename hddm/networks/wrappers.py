@@ -300,10 +300,3 @@ def positions(height: int, width: int, device: torch.device) -> Tensor:
     """(0, y, x) of every row, (HW/4, 3); in float32, since half types round large numbers."""
     sides = [torch.arange(size, device=device, dtype=torch.float32) for size in (1, height // 2, width // 2)]
     return torch.cartesian_prod(*sides)
-
-
-def wrapped(model: ModelMixin, round_time: bool = False) -> nn.Module:
-    """``model`` under the common call; itself where it already is."""
-    has_variance = has_variance_head(type(model).__name__, model.config)
-    is_bare = isinstance(model, ExpertTransformer) and not round_time and not has_variance
-    return model if is_bare else NetworkWrapper(model, round_time)

@@ -29,14 +29,13 @@ from hddm.experts.records import (
     save_expert,
 )
 from hddm.networks.folders import WEIGHTS
-from hddm.networks.identity import size_config
 from hddm.networks.transformers import ExpertTransformer
 from hddm.networks.wrappers import text_width
 from hddm.schedules import Schedule, declared_prediction_type, from_diffusers
 from hddm.training.loop import Fitted, OnStep, Task, train
 from hddm.training.objectives import Objective, check_conditions, drawing, losing
 from hddm.training.resume import expert_data, is_complete
-from hddm.training.settings import TEXT, ExpertSettings, RunOptions
+from hddm.training.settings import TEXT, ExpertSettings, RunOptions, size_config
 from hddm.training.watching import watching
 from hddm.utils.errors import HddmError, UsageError, counted
 from hddm.utils.files import sha256_of

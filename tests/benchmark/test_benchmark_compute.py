@@ -14,9 +14,9 @@ from hddm.benchmark.samples import canonical, draw
 from hddm.benchmark.settings import SamplingPoint
 from hddm.calibration import LEVELS, STATES
 from hddm.ensemble import Ensemble, Router
-from hddm.networks.identity import size_config
 from hddm.schedules import LinearSchedule
 from hddm.training.router import NOISED
+from hddm.training.settings import size_config
 from hddm.velocity import VelocityField
 from tests.artefacts import SIDE, expert_settings, router_settings
 from tests.benchmark_files import of_models, settings

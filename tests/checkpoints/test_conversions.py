@@ -4,15 +4,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import hddm
-from benchmarks.conversion import conversions
 from benchmarks.conversion.conversions import TREATMENTS, SameTimeField, sample_ddim, variant
 from hddm.benchmark.compute import evaluation_flop, router_flop
 from hddm.data.shards import load_shard
 from hddm.ensemble import Ensemble
-from hddm.networks.identity import size_config
 from hddm.velocity import VelocityField
 from tests.cases import COSINE, Case, case_named
 
@@ -80,33 +78,6 @@ def test_raw_is_the_expert_without_its_calibration_and_blend_with_one(
     assert naive.calibration is not None
 
 
-@pytest.mark.parametrize("treatment", TREATMENTS)
-@pytest.mark.parametrize("exact", [True, False])
-def test_a_conversion_keeps_the_conditions_of_its_expert(exact: bool, treatment: str) -> None:
-    seen: list[Tensor] = []
-
-    def network(y: Tensor, time: Tensor, class_labels: Tensor) -> Tensor:
-        seen.append(torch.stack([y[:, 0, 0, 0], class_labels]))
-        return 0.3 * y + _wide(class_labels)
-
-    labels, null = torch.tensor([0, 1, 1, 0, 1]), torch.tensor(2)
-    facts = {"classes": ("columns", "rows"), "null_conditions": {"class_labels": null}, "shift": 3.0}
-    field = VelocityField(
-        network, COSINE.schedule, "epsilon", conditions=["class_labels"], sample_shape=SHAPE, **facts
-    )
-    images = 20 * _wide(labels.float()).expand(5, *SHAPE) + X
-    changed = variant(field, exact, treatment, images, {"class_labels": labels})
-    assert {name: getattr(changed, name) for name in facts} == facts
-    assert changed.sample_shape == SHAPE
-    if treatment == "blend" and not exact:
-        # Halfway to noise a state still tells its class.
-        assert torch.equal(seen[0][0] > 5, seen[0][1] == 1)
-    changed.velocity(X, TIMES, class_labels=labels)
-    assert seen[-1][1].tolist() == labels.tolist()
-    changed.velocity(X, TIMES)
-    assert seen[-1][1].tolist() == [2] * 5
-
-
 @pytest.mark.parametrize(
     ("name", "mean", "std", "steps"),
     [("cosine", 0.3, 0.15, 250), ("cosine", -0.5, 0.1, 250), ("ddpm-linear", 0.2, 0.1, 800)],
@@ -131,39 +102,15 @@ def test_ddim_clips_the_estimate_and_draws_experts_by_the_prior() -> None:
 
 def test_ddim_walks_evenly_from_where_a_thousand_steps_end() -> None:
     seen: list[float] = []
-
-    def network(y: Tensor, time: Tensor) -> Tensor:
-        seen.append(time[0].item())
-        return y
-
-    field = VelocityField(network, COSINE.schedule, "epsilon", 1000.0, sample_shape=SHAPE)
+    field = VelocityField(
+        lambda y, time: (seen.append(time[0].item()), y)[1],
+        COSINE.schedule,
+        "epsilon",
+        1000.0,
+        sample_shape=SHAPE,
+    )
     sample_ddim(Ensemble([field]), num=1, seed=0, steps=3)
     assert seen == pytest.approx([999, 666, 333])
-
-
-class _Asked(Exception):
-    """Where the state was that a network was asked for."""
-
-
-class _Elsewhere(nn.Module):
-    """A network on a device without numbers, as far from the CPU as a GPU is."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(1, device="meta"))
-
-    def forward(self, y: Tensor, time: Tensor) -> Tensor:
-        raise _Asked(y.device.type, time.device.type)
-
-
-def test_states_and_images_come_to_the_device_of_the_network(monkeypatch: pytest.MonkeyPatch) -> None:
-    field = VelocityField(_Elsewhere(), COSINE.schedule, "epsilon", sample_shape=SHAPE)
-    with pytest.raises(_Asked) as asked:
-        sample_ddim(Ensemble([field]), num=2, seed=0, steps=1)
-    assert asked.value.args == ("meta", "meta")
-    # Moments need numbers.
-    monkeypatch.setattr(conversions, "calibrate", lambda velocity, images, given: images.device.type)
-    assert variant(field, False, "blend", X).calibration == "meta"
 
 
 def _block(tokens: int, width: int) -> int:
@@ -173,14 +120,12 @@ def _block(tokens: int, width: int) -> int:
 
 
 def test_the_cost_is_the_count_of_every_multiplication_and_addition(ensemble: Path) -> None:
-    size = size_config("tiny")
-    width, depth, tokens, patch = size["hidden_size"], size["depth"], 4, 4
+    width, depth, tokens, patch = 32, 2, 4, 4
     time = 2 * (256 * width + width * width)
     embed = 2 * tokens * patch * width
     expert = embed + time + 2 * width * 6 * width + depth * _block(tokens, width) + embed
-    head = 2 * (width * width + width * 2)
     # The head reads one token, so the last block asks, mixes and makes that one alone.
-    all_tokens = tokens + 1
+    head, all_tokens = 2 * (width * width + width * 2), tokens + 1
     last = 2 * all_tokens * width * 2 * width + 2 * width * (width + width + 8 * width)
     last += 2 * 2 * all_tokens * width
     blocks = (depth - 1) * _block(all_tokens, width) + last + depth * 2 * width * 6 * width

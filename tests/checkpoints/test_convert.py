@@ -1,21 +1,23 @@
-"""hddm convert on checkpoints with their own tools' outputs, and what it leaves behind."""
+"""hddm convert on checkpoints with their own tools' outputs and on experts, and what it leaves behind."""
 
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from diffusers import ModelMixin
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import hddm as library
 from hddm.checkpoints import convert
-from hddm.checkpoints.sources import KeyTable
-from hddm.schedules import from_diffusers
-from tests.artefacts import Command, contents, edit_json, largest_file
+from hddm.checkpoints.plan import Conversion, plan
+from hddm.experts.records import EXTRAS_FILE, NULL_FILE, Expert, ExpertRecord, save_expert
+from hddm.schedules import CosineSchedule, LinearSchedule, Schedule, from_diffusers
+from hddm.utils.errors import HddmError
+from hddm.velocity import PredictionType
+from tests.artefacts import Command, contents, edit_json, largest_file, seal
 from tests.checkpoint_files import (
     conditions_of,
     converted,
@@ -29,32 +31,26 @@ from tests.checkpoint_files import (
     text_unet,
     written_back,
 )
+from tests.transformer_files import dit_network
 
-WEIGHTS = "diffusion_pytorch_model.safetensors"
+WEIGHTS, BACK = "diffusion_pytorch_model.safetensors", "checkpoint.safetensors"
 PICKLED = ("--allow-pickle", "--num-heads", 4)
-LAYOUTS = {
-    "facebook-dit": PICKLED,
-    "pixart-original": PICKLED,
-    "diffusers-dit": (),
-    "diffusers-pixart": (),
-    "diffusers-unet2d": (),
-    "diffusers-unet2d-condition": (),
-}
+LAYOUTS = ["facebook-dit", "pixart-original"]
+LAYOUTS += [f"diffusers-{name}" for name in ("dit", "pixart", "unet2d", "unet2d-condition")]
 
 
-@pytest.mark.parametrize(("layout", "options"), LAYOUTS.items(), ids=LAYOUTS)
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_tools_own_outputs_are_reproduced_and_its_file_comes_back(
-    hddm: Command, tmp_path: Path, layout: str, options: tuple[object, ...]
+    hddm: Command, tmp_path: Path, layout: str
 ) -> None:
     source, expert, back = shared_checkpoint(layout), tmp_path / "expert", tmp_path / "back"
+    options = () if layout.startswith("diffusers") else PICKLED
     assert f"layout: {layout}" in converted(hddm, source, expert, *options)
     truth = load_file(source / "reference.safetensors")
     field = library.load(expert)
     given = {name: truth[name] for name in ("class_labels", "encoder_hidden_states") if name in truth}
-    velocity = field.velocity(truth["x_t"], truth["t"], **given)
-    torch.testing.assert_close(
-        velocity, truth["velocity"], rtol=0, atol=1e-4 * truth["velocity"].std().item()
-    )
+    difference = field.velocity(truth["x_t"], truth["t"], **given) - truth["velocity"]
+    assert difference.abs().max() <= 1e-4 * truth["velocity"].std()
     found, expected = _weights(written_back(hddm, expert, back, layout)), _weights(source)
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in expected)
@@ -66,33 +62,23 @@ def test_a_tools_own_outputs_are_reproduced_and_its_file_comes_back(
 
 
 def _weights(folder: Path) -> dict[str, Tensor]:
-    (path,) = [
-        one
-        for one in folder.rglob("*")
-        if one.suffix in (".pt", ".pth", ".safetensors") and one.name != "reference.safetensors"
-    ]
+    files = [one for one in folder.rglob("*") if one.suffix in (".pt", ".pth", ".safetensors")]
+    (path,) = [one for one in files if one.name != "reference.safetensors"]
     if path.suffix == ".safetensors":
         return load_file(path)
     content = torch.load(path, weights_only=True)
     return next(content[key] for key in ("ema", "state_dict") if key in content)
 
 
-NETWORKS = [dit, pixart, plain_unet, text_unet]
-
-
-@pytest.mark.parametrize("make", NETWORKS)
+@pytest.mark.parametrize("make", [dit, pixart, plain_unet, text_unet])
 @torch.no_grad()
 def test_fractions_of_timesteps_reach_networks_in_half_precision(
     hddm: Command, tmp_path: Path, make: Callable[[], ModelMixin]
 ) -> None:
     source = pipeline(tmp_path / "source", make().bfloat16())
     converted(hddm, source, tmp_path / "expert")
-    field = library.load(tmp_path / "expert", dtype=torch.bfloat16)
-    assert isinstance(field, library.VelocityField)
-    fed: list[tuple[Tensor, Tensor]] = []
+    field, fed = library.load(tmp_path / "expert", dtype=torch.bfloat16), []
     network = field.network
-
-    assert isinstance(network, torch.nn.Module)
     assert {parameter.dtype for parameter in network.parameters()} == {torch.bfloat16}
     network.register_forward_hook(lambda module, given, output: fed.append((given[1], output)))
     schedule = from_diffusers(source)
@@ -103,9 +89,7 @@ def test_fractions_of_timesteps_reach_networks_in_half_precision(
         t = schedule.sigma(time) / (schedule.alpha(time) + schedule.sigma(time))
         norm = torch.hypot(1 - t, t).float()
         velocity = field.velocity(x * norm, t, **conditions_of(make()))
-        assert velocity.dtype == torch.float32
-        assert velocity.shape == x.shape
-        assert fed[-1][0].dtype == torch.float32
+        assert (velocity.dtype, velocity.shape, fed[-1][0].dtype) == (x.dtype, x.shape, torch.float32)
         assert abs(fed[-1][0].item() - wanted) < 1e-2
     assert fed[0][1].shape[1] == channels
     assert not torch.equal(fed[0][1], fed[1][1])
@@ -139,24 +123,6 @@ def test_a_full_disk_leaves_nothing(hddm: Command, tmp_path: Path) -> None:
         refused(hddm, source)
 
 
-def test_a_check_that_fails_leaves_nothing(
-    hddm: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    source = pipeline(tmp_path / "dit", dit())
-    true = KeyTable.to_ours
-
-    def swapped(self: KeyTable, weights: dict[str, Tensor], origin: str) -> Any:
-        keys = [f"transformer_blocks.{n}.ff.net.2.weight" for n in (0, 1)]
-        exchanged = dict(weights) | {keys[0]: weights[keys[1]], keys[1]: weights[keys[0]]}
-        return true(self, exchanged, origin)
-
-    monkeypatch.setattr(KeyTable, "to_ours", swapped)
-    monkeypatch.setattr(KeyTable, "renamed", lambda self, weights, origin: dict(weights))
-    error = refused(hddm, source)
-    assert "is not the source's" in error
-    assert "nothing was written" in error
-
-
 def test_an_interruption_leaves_nothing(
     hddm: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -170,17 +136,154 @@ def test_an_interruption_leaves_nothing(
     assert list(tmp_path.iterdir()) == [source]
 
 
-def test_every_fact_of_a_conversion_is_recorded(hddm: Command, tmp_path: Path) -> None:
-    source = pipeline(tmp_path / "dit", dit())
-    converted(hddm, source, tmp_path / "expert", "--prediction-type", "epsilon")
-    facts = facts_of(tmp_path / "expert")
-    assert facts["variance_head"]
-    assert facts["source"]["layout"] == "diffusers-dit"
-    assert facts["source"]["options"]["prediction_type"] == "epsilon"
-    assert len(facts["source"]["files"][WEIGHTS]) == 64
-    assert facts["schedule_source"].endswith("scheduler_config.json")
-    assert facts["sample_shape"] == [4, 8, 8]
-    assert (
-        json.loads((tmp_path / "expert" / "config.json").read_text())["_class_name"]
-        == "DiTTransformer2DModel"
+def test_the_record_of_a_source_survives_a_second_conversion_and_the_way_back(
+    hddm: Command, tmp_path: Path
+) -> None:
+    source, first = pipeline(tmp_path / "dit", dit()), tmp_path / "first"
+    sampling = {"clip_sample": False, "steps_offset": 1, "timestep_spacing": "trailing"}
+    edit_json(source / "scheduler" / "scheduler_config.json", **sampling)
+    converted(hddm, source, first, "--prediction-type", "epsilon")
+    facts = facts_of(first)
+    assert (facts["variance_head"], facts["sample_shape"]) == (True, [4, 8, 8])
+    assert facts["schedule_source"] == "scheduler/scheduler_config.json"
+    origin, config = facts["source"], json.loads((first / "config.json").read_text())
+    assert (origin["layout"], origin["options"]["prediction_type"]) == ("diffusers-dit", "epsilon")
+    assert len(origin["files"][WEIGHTS]) == 64
+    assert config["_class_name"] == "DiTTransformer2DModel"
+    converted(hddm, first, tmp_path / "second")
+    found = facts_of(tmp_path / "second")["source"]
+    assert (found["layout"], found["before"]) == ("hddm", origin)
+    back = written_back(hddm, tmp_path / "second", tmp_path / "back", "diffusers-dit")
+    assert sampling.items() <= json.loads((back / "scheduler" / "scheduler_config.json").read_text()).items()
+    assert "it can go to diffusers-dit" in refused(hddm, first, "--to-layout", "facebook-dit")
+    assert "convert it first" in refused(hddm, source, "--to-layout", "diffusers-dit")
+
+
+LINEAR_BETAS = {"_class_name": "DDPMScheduler", "beta_start": 1e-4, "beta_end": 0.02}
+
+
+def _dit_expert(
+    folder: Path, schedule: Schedule | None = None, kind: str = "epsilon", **changes: object
+) -> Path:
+    """An expert with adaLN-Zero, its weights all random."""
+    schedule = schedule or from_diffusers(LINEAR_BETAS)
+    sizes = {"hidden_size": 16, "depth": 2, "num_heads": 2, "num_classes": 3, "in_channels": 2}
+    record = {
+        "objective": "ddpm",
+        "prediction_type": kind,
+        "schedule": schedule.config,
+        "schedule_source": "the test",
+        "time_scale": 1000.0 if schedule.end == 1 else 1.0,
+        "sample_shape": (2, 8, 8),
+        "conditions": ("class_labels",),
+        "classes": ("a", "b", "c"),
+        "null_class": 3,
+    }
+    folder.mkdir()
+    facts = ExpertRecord.model_validate(record | changes)
+    save_expert(folder, Expert(dit_network(**sizes, out_channels=None), facts, None))
+    return folder
+
+
+def test_an_expert_states_its_own_schedule(hddm: Command, tmp_path: Path) -> None:
+    """Indices of the file's schedule, fed at the time scale of a continuous one, would be off 1,000-fold."""
+    expert = _dit_expert(tmp_path / "expert", CosineSchedule())
+    (tmp_path / "betas.json").write_text(json.dumps(LINEAR_BETAS))
+    for option in (("--schedule", tmp_path / "betas.json"), ("--prediction-type", "sample")):
+        assert "states its own schedule" in refused(hddm, expert, *option)
+
+
+def test_weights_go_back_only_where_they_mean_the_same(hddm: Command, tmp_path: Path) -> None:
+    rule = "means noise prediction with linear betas"
+    for name, changes, said in (
+        ("schedule", {"schedule": CosineSchedule()}, rule),
+        ("prediction", {"kind": "v_prediction"}, rule),
+        ("flow", {"schedule": LinearSchedule(), "kind": "flow_prediction"}, rule),
+        ("calibration", {"training_calibration": True}, "trained on in its calibration"),
+    ):
+        expert = _dit_expert(tmp_path / name, **changes)
+        assert said in refused(hddm, expert, "--to-layout", "facebook-dit")
+
+
+def test_weights_that_follow_the_rule_of_a_layout_may_go_there(hddm: Command, tmp_path: Path) -> None:
+    expert = _dit_expert(tmp_path / "expert")
+    file = written_back(hddm, expert, tmp_path / "out", "facebook-dit") / BACK
+    text = converted(hddm, file, tmp_path / "again", "--num-heads", 2)
+    assert "heads: 2, as you said; nothing in the file can confirm it" in text
+    first, again = load_file(expert / WEIGHTS), load_file(tmp_path / "again" / WEIGHTS)
+    assert all(torch.equal(first[name], again[name]) for name in first)
+
+
+def test_options_that_change_nothing_are_refused(hddm: Command, tmp_path: Path) -> None:
+    expert = _dit_expert(tmp_path / "expert")
+    assert "--num-heads" in refused(hddm, expert, "--num-heads", 2)
+    assert "--layout facebook-dit" in refused(hddm, expert, "--layout", "facebook-dit")
+    assert "--recipe" in refused(hddm, expert, "--to-layout", "facebook-dit", "--recipe", "paper")
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "options", [(), ("--architecture", "adaln-single", "--modulation-rank", 4)], ids=["exact", "fold"]
+)
+def test_a_dit_in_half_precision_is_converted_and_stays_in_it(
+    options: tuple[object, ...], dtype: torch.dtype, hddm: Command, tmp_path: Path
+) -> None:
+    expert = _dit_expert(tmp_path / "expert")
+    file = written_back(hddm, expert, tmp_path / "file", "facebook-dit") / BACK
+    save_file({name: tensor.to(dtype) for name, tensor in load_file(file).items()}, file)
+    converted(hddm, file, tmp_path / "half", "--num-heads", 2, *options)
+    assert {tensor.dtype for tensor in load_file(tmp_path / "half" / WEIGHTS).values()} == {dtype}
+    velocity = library.load(tmp_path / "half").velocity(torch.randn(2, 2, 8, 8), torch.tensor(0.5))
+    assert velocity.isfinite().all()
+
+
+def test_the_check_reads_what_was_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A record that gives the same weights another meaning is found, though the networks agree."""
+    source = pipeline(tmp_path / "unet", plain_unet())
+    change, true = {"prediction_type": PredictionType.SAMPLE}, convert.write_records
+    monkeypatch.setattr(
+        convert,
+        "write_records",
+        lambda folder, facts, nulls: true(folder, facts.model_copy(update=change), nulls),
     )
+    with pytest.raises(HddmError, match="is not the source's"):
+        convert.write(plan(source, Conversion()), tmp_path / "out")
+    assert list(tmp_path.iterdir()) == [source]
+
+
+def test_a_fold_that_keeps_nothing_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    planned = plan(_dit_expert(tmp_path / "expert"), Conversion(architecture="adaln-single"))
+    monkeypatch.setattr(convert, "LARGEST_FOLD_ERROR", 1e-6)
+    with pytest.raises(HddmError, match="raise --modulation-rank"):
+        convert.write(planned, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("steps", [2, 4, 20])
+@pytest.mark.parametrize("kind", ["epsilon", "v_prediction"])
+def test_short_schedules_pass_the_check(kind: str, steps: int, tmp_path: Path) -> None:
+    """Their last interval is wide, and with zero terminal SNR it is another curve."""
+    config = {"num_train_timesteps": steps, "beta_schedule": "squaredcos_cap_v2"}
+    for rescaled in (False, True):
+        schedule = from_diffusers({**config, "rescale_betas_zero_snr": rescaled})
+        expert = _dit_expert(tmp_path / f"{rescaled}", schedule, kind)
+        assert convert.write(plan(expert, Conversion()), tmp_path / f"out-{rescaled}") is not None
+
+
+def test_null_text_survives_a_second_conversion(hddm: Command, tmp_path: Path) -> None:
+    converted(hddm, pipeline(tmp_path / "pixart", pixart()), tmp_path / "first")
+    save_file({"encoder_hidden_states": torch.ones(3, 12)}, tmp_path / "first" / NULL_FILE)
+    seal(tmp_path / "first")
+    converted(hddm, tmp_path / "first", tmp_path / "second")
+    kept = load_file(tmp_path / "second" / NULL_FILE)
+    assert torch.equal(kept["encoder_hidden_states"], torch.ones(3, 12))
+
+
+@pytest.mark.parametrize("name", [NULL_FILE, EXTRAS_FILE])
+def test_a_spoilt_side_file_is_named_on_the_way_back(hddm: Command, tmp_path: Path, name: str) -> None:
+    expert = _dit_expert(tmp_path / "expert")
+    for content in (b"", b"not tensors at all", bytes(64)):
+        (expert / name).write_bytes(content)
+        assert name in hddm("convert", expert, "--out", tmp_path / "out", "--to-layout", "facebook-dit")[2]
+        seal(expert)
+        assert str(expert / name) in refused(hddm, expert, "--to-layout", "facebook-dit")

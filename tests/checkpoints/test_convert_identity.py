@@ -1,18 +1,22 @@
-"""What a conversion records of the VAE and the text encoder beside a network."""
+"""Conversions keep what lies around a network: its VAE, its text encoder, and the tokens of no text."""
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
 
+from hddm.checkpoints.prompts import PipelineText
 from hddm.experts.records import NULL_FILE
 from hddm.networks.text_encoder import encode, text_encoder_facts
 from hddm.networks.vae import vae_facts
 from hddm.pipelines.pipeline import HDDMPipeline
+from hddm.utils.errors import HddmError
 from tests.artefacts import Command, edit_json
 from tests.checkpoint_files import converted, dit, facts_of, pipeline, pixart, plain_unet, refused, text_unet
 from tests.component_files import save_by_transformers, write_clip, write_vae
@@ -37,18 +41,16 @@ def _converted(hddm: Command, source: Path, *options: object) -> tuple[dict[str,
 def test_vae_and_text_encoder_of_a_pipeline_are_recorded_and_kept(hddm: Command, tmp_path: Path) -> None:
     source = _text_pipeline(tmp_path / "sd", scaling_factor=0.13, shift_factor=0.1)
     facts, text = _converted(hddm, source)
-    assert facts["vae"] == vae_facts(source / "vae").model_dump()
-    assert facts["latent_scale"] == facts["vae"]["scale"] == 0.13
-    assert facts["vae"]["shift"] == 0.1
-    assert facts["text_encoder"] == text_encoder_facts(source / "text_encoder", 6).model_dump()
-    assert (facts["text_encoder"]["tokens"], facts["text_encoder"]["width"]) == (6, 16)
+    vae, encoder = vae_facts(source / "vae"), text_encoder_facts(source / "text_encoder", 6)
+    assert (facts["latent_scale"], vae.scale, vae.shift) == (0.13, 0.13, 0.1)
+    assert (encoder.tokens, encoder.width) == (6, 16)
     assert NOT_SAID not in text
-    assert f"vae: AutoencoderKL, known by its encoder {facts['vae']['fingerprint']}" in text
-    assert f"text encoder: CLIPTextModel {facts['text_encoder']['fingerprint']}, 6×16 tokens" in text
+    assert f"vae: AutoencoderKL, known by its encoder {vae.fingerprint}" in text
+    assert f"text encoder: CLIPTextModel {encoder.fingerprint}, 6×16 tokens" in text
     shown = json.loads(hddm("inspect", tmp_path / "sd-expert", "--json")[1])
     again, _ = _converted(hddm, tmp_path / "sd-expert")
-    for other in (shown, again):
-        assert (other["vae"], other["text_encoder"]) == (facts["vae"], facts["text_encoder"])
+    for found in (facts, shown, again):
+        assert (found["vae"], found["text_encoder"]) == (vae.model_dump(), encoder.model_dump())
 
 
 def test_another_decoder_and_a_float16_copy_are_the_same_latent_space(hddm: Command, tmp_path: Path) -> None:
@@ -57,12 +59,10 @@ def test_another_decoder_and_a_float16_copy_are_the_same_latent_space(hddm: Comm
     weights = load_file(other / "vae" / FILE)
     save_file({k: v * 2 if k.startswith("decoder.") else v for k, v in weights.items()}, other / "vae" / FILE)
     half = _text_pipeline(tmp_path / "half", dtype=torch.float16)
-    fresh = _text_pipeline(tmp_path / "encoder", seed=1)
-    assert _converted(hddm, other)[0]["vae"] == expected["vae"]
-    assert _converted(hddm, half)[0]["vae"] == expected["vae"]
-    facts, _ = _converted(hddm, fresh)
-    assert facts["vae"]["fingerprint"] != expected["vae"]["fingerprint"]
-    assert facts["text_encoder"]["fingerprint"] != expected["text_encoder"]["fingerprint"]
+    assert _converted(hddm, other)[0]["vae"] == _converted(hddm, half)[0]["vae"] == expected["vae"]
+    facts, _ = _converted(hddm, _text_pipeline(tmp_path / "encoder", seed=1))
+    for part in ("vae", "text_encoder"):
+        assert facts[part]["fingerprint"] != expected[part]["fingerprint"]
 
 
 def test_a_variant_has_the_identity_of_the_plain_files(hddm: Command, tmp_path: Path) -> None:
@@ -77,52 +77,44 @@ def test_a_variant_has_the_identity_of_the_plain_files(hddm: Command, tmp_path: 
     assert (facts["vae"], facts["text_encoder"]) == (expected["vae"], expected["text_encoder"])
 
 
-@pytest.mark.parametrize("kind", ["missing", "pickle", "pointer", "class", "misfit"])
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda vae: (vae / FILE).unlink(),
+        lambda vae: (vae / FILE).rename(vae / "diffusion_pytorch_model.bin"),
+        lambda vae: (vae / FILE).write_text("version https://git-lfs.github.com/spec/v1\n"),
+        lambda vae: edit_json(vae / "config.json", _class_name="AutoencoderDC"),
+        lambda vae: edit_json(vae / "config.json", latent_channels=8),
+    ],
+    ids=["missing", "pickle", "pointer", "class", "misfit"],
+)
 def test_a_vae_that_cannot_be_read_is_no_hindrance_and_a_note(
-    kind: str, hddm: Command, tmp_path: Path
+    spoil: Callable[[Path], object], hddm: Command, tmp_path: Path
 ) -> None:
     source = _text_pipeline(tmp_path / "sd", scaling_factor=0.5)
-    file = source / "vae" / FILE
-    if kind == "missing":
-        file.unlink()
-    elif kind == "pickle":
-        file.rename(file.with_suffix(".bin"))
-    elif kind == "pointer":
-        file.write_text("version https://git-lfs.github.com/spec/v1\n")
-    elif kind == "class":
-        edit_json(source / "vae" / "config.json", _class_name="AutoencoderDC")
-    else:
-        edit_json(source / "vae" / "config.json", latent_channels=8)
+    spoil(source / "vae")
     facts, text = _converted(hddm, source)
-    assert facts["vae"] is None
-    assert (facts["space"], facts["latent_scale"]) == ("latents", 0.5)
+    assert (facts["vae"], facts["space"], facts["latent_scale"]) == (None, "latents", 0.5)
     assert text.count(NOT_SAID) == 1
 
 
 def test_a_tiny_vae_that_states_no_scale_has_that_of_its_class(hddm: Command, tmp_path: Path) -> None:
     write_vae(tmp_path / "dit" / "vae", "tiny")
     config = tmp_path / "dit" / "vae" / "config.json"
-    kept = {key: value for key, value in json.loads(config.read_text()).items() if key != "scaling_factor"}
-    config.write_text(json.dumps(kept))
+    stated = json.loads(config.read_text())
+    del stated["scaling_factor"]
+    config.write_text(json.dumps(stated))
     facts, text = _converted(hddm, pipeline(tmp_path / "dit", dit()))
-    assert facts["latent_scale"] == facts["vae"]["scale"] == 1.0
-    assert facts["vae"]["kind"] == "AutoencoderTiny"
+    assert (facts["latent_scale"], facts["vae"]["scale"], facts["vae"]["kind"]) == (1, 1, "AutoencoderTiny")
     assert "no scaling_factor, so AutoencoderTiny's default 1.0" in text
 
 
-def test_pixels_have_neither(hddm: Command, tmp_path: Path) -> None:
-    facts, text = _converted(hddm, pipeline(tmp_path / "pixels", plain_unet()))
-    assert facts["vae"] is facts["text_encoder"] is None
+def test_the_network_decides_what_of_its_surroundings_is_recorded(hddm: Command, tmp_path: Path) -> None:
+    pixels, text = _converted(hddm, pipeline(tmp_path / "pixels", plain_unet()))
+    assert pixels["vae"] is pixels["text_encoder"] is None
     assert "note: the expert" not in text
-
-
-def test_a_network_without_text_has_no_text_encoder(hddm: Command, tmp_path: Path) -> None:
     write_clip(tmp_path / "dit", tokens=6)
-    facts, _ = _converted(hddm, pipeline(tmp_path / "dit", dit()))
-    assert facts["text_encoder"] is None
-
-
-def test_a_transformer_on_clip_tokens_has_its_text_encoder(hddm: Command, tmp_path: Path) -> None:
+    assert _converted(hddm, pipeline(tmp_path / "dit", dit()))[0]["text_encoder"] is None
     write_clip(tmp_path / "pixart", width=12, tokens=6)
     facts, _ = _converted(hddm, pipeline(tmp_path / "pixart", pixart()))
     assert facts["text_encoder"] == text_encoder_facts(tmp_path / "pixart" / "text_encoder", 6).model_dump()
@@ -149,7 +141,8 @@ def test_a_tokenizer_saved_by_transformers_of_today_is_as_good(hddm: Command, tm
 
     assert assembled(tmp_path / "new")[0] == 0
     code, _, error = assembled(tmp_path / "other")
-    assert (code, str(tmp_path / "other" / "text_encoder") in error) == (1, True)
+    assert code == 1
+    assert str(tmp_path / "other" / "text_encoder") in error
     # What a pipeline saves serves the next ensemble.
     pipe = HDDMPipeline.from_pretrained(tmp_path / "new-ensemble")
     pipe.save_pretrained(tmp_path / "saved")
@@ -169,7 +162,7 @@ def test_text_of_two_encoders_is_not_recorded(hddm: Command, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("part", ["vae", "text_encoder"])
-def test_a_part_outside_the_pipeline_is_refused(part: str, hddm: Command, tmp_path: Path) -> None:
+def test_a_part_outside_the_pipeline_is_refused_tokens(part: str, hddm: Command, tmp_path: Path) -> None:
     source = _text_pipeline(tmp_path / "sd")
     (source / part).rename(tmp_path / "outside")
     os.symlink(tmp_path / "outside", source / part)
@@ -183,3 +176,176 @@ def test_weights_of_a_vae_outside_its_folder_are_not_opened(hddm: Command, tmp_p
     facts, text = _converted(hddm, source)
     assert facts["vae"] is None
     assert "outside the folder; refused" in text
+
+
+WORDS = {"!": 0, "a</w>": 1, "<|startoftext|>": 2, "<|endoftext|>": 3}
+
+
+def _write_text(folder: Path, former: bool = False) -> CLIPTextModel:
+    """A pipeline's text encoder and tokenizer; with ``former`` under the names of older files.
+
+    As in Stable Diffusion, the encoder's config has other numbers of begin and end than the tokenizer.
+    """
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    numbers = {"vocab_size": 4, "max_position_embeddings": 6, "bos_token_id": 0, "eos_token_id": 2}
+    model = CLIPTextModel(CLIPTextConfig(**sizes, **numbers)).eval()
+    model.save_pretrained(folder / "text_encoder")
+    file = folder / "text_encoder" / "model.safetensors"
+    weights = {name.removeprefix("text_model."): tensor for name, tensor in load_file(file).items()}
+    prefix = "text_model." if former else ""
+    save_file({prefix + name: tensor for name, tensor in weights.items()}, file)
+    _write_words(folder / "tokenizer", WORDS)
+    (folder / "tokenizer" / "tokenizer_config.json").write_text(json.dumps({"model_max_length": 6}))
+    return model
+
+
+def _write_words(folder: Path, words: dict[str, int]) -> None:
+    folder.mkdir(exist_ok=True)
+    (folder / "vocab.json").write_text(json.dumps(words))
+    (folder / "merges.txt").write_text("#version: 0.2\n")
+
+
+def _said_by_its_own_tools(folder: Path, model: CLIPTextModel) -> torch.Tensor:
+    """What the pipeline itself makes of an empty prompt."""
+    tokenizer = CLIPTokenizer.from_pretrained(folder / "tokenizer")
+    length = min(tokenizer.model_max_length, 6)
+    tokens = tokenizer("", padding="max_length", max_length=length, truncation=True, return_tensors="pt")
+    with torch.no_grad():
+        return model(tokens.input_ids).last_hidden_state[0]
+
+
+def _check_tokens(folder: Path, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(PipelineText(folder).empty_prompt(), expected, rtol=0, atol=1e-6)
+
+
+def _refused_tokens(folder: Path, message: str) -> None:
+    with pytest.raises(HddmError, match=message) as refused:
+        PipelineText(folder).empty_prompt()
+    assert "\n" not in str(refused.value)
+
+
+_PLAIN = dict.fromkeys(("lstrip", "rstrip", "single_word"), False)
+_END = {"content": "<|endoftext|>", "normalized": True, **_PLAIN}
+_LISTED = {"0": {**_END, "content": "!", "normalized": False, "special": True}}
+
+
+@pytest.mark.parametrize("former", [False, True], ids=["names of today", "former names"])
+@pytest.mark.parametrize(
+    ("config", "special"),
+    [
+        ({}, None),
+        ({}, {}),
+        ({"pad_token": "!"}, None),
+        ({"pad_token": "<|endoftext|>"}, {"pad_token": "!"}),
+        ({"pad_token": "!"}, {"pad_token": _END}),
+        ({"pad_token": "!", "bos_token": {**_END, "__type": "AddedToken"}}, {"eos_token": {**_END}}),
+        ({"bos_token": "a</w>", "eos_token": "!"}, {"bos_token": "!", "eos_token": "a</w>"}),
+        ({"pad_token": "!", "added_tokens_decoder": _LISTED}, {"pad_token": "<|endoftext|>"}),
+        ({"model_max_length": 4}, {"pad_token": "!"}),
+        ({"model_max_length": 10**30}, None),
+    ],
+    ids=lambda value: str(value)[:50],
+)
+def test_no_text_is_what_tokenizer_and_encoder_of_the_pipeline_make_of_it(
+    config: dict[str, object], special: dict[str, object] | None, former: bool, tmp_path: Path
+) -> None:
+    model = _write_text(tmp_path, former)
+    edit_json(tmp_path / "tokenizer" / "tokenizer_config.json", **config)
+    if special is not None:
+        (tmp_path / "tokenizer" / "special_tokens_map.json").write_text(json.dumps(special))
+    _check_tokens(tmp_path, _said_by_its_own_tools(tmp_path, model))
+
+
+@pytest.mark.parametrize(
+    "config",
+    [{}, {"pad_token": "!"}, {"bos_token": "a</w>", "eos_token": "!"}, {"model_max_length": 4}],
+    ids=str,
+)
+def test_no_text_is_read_from_what_transformers_saves(config: dict[str, object], tmp_path: Path) -> None:
+    model, folder = _write_text(tmp_path), tmp_path / "tokenizer"
+    edit_json(folder / "tokenizer_config.json", **config)
+    expected = _said_by_its_own_tools(tmp_path, model)
+    save_by_transformers(folder)
+    _check_tokens(tmp_path, expected)
+    # The loader does not read these either.
+    _write_words(folder, {word: 3 - i for word, i in WORDS.items()})
+    assert torch.equal(_said_by_its_own_tools(tmp_path, model), expected)
+    _check_tokens(tmp_path, expected)
+
+
+def test_an_added_token_has_the_number_that_the_tokenizer_gives_it(tmp_path: Path) -> None:
+    model, folder = _write_text(tmp_path), tmp_path / "tokenizer"
+    _write_words(folder, {"!": 0, "a</w>": 1, "<|startoftext|>": 2})
+    save_by_transformers(folder)
+    stored = json.loads((folder / "tokenizer.json").read_text())
+    assert "<|endoftext|>" not in stored["model"]["vocab"]
+    _check_tokens(tmp_path, _said_by_its_own_tools(tmp_path, model))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"model": None},
+        {"model": {"vocab": ["!"]}},
+        {"added_tokens": 3, "model": {}},
+        {"added_tokens": [3, {"content": ["x"]}, {"content": "<|startoftext|>"}], "model": {"vocab": {}}},
+    ],
+    ids=str,
+)
+def test_a_file_of_transformers_without_the_token_is_refused_by_its_name(
+    change: dict[str, object], tmp_path: Path
+) -> None:
+    _write_text(tmp_path)
+    save_by_transformers(tmp_path / "tokenizer")
+    edit_json(tmp_path / "tokenizer" / "tokenizer.json", **{"added_tokens": [], **change})
+    _refused_tokens(tmp_path, r"has no number below 4 in tokenizer\.json")
+
+
+@pytest.mark.parametrize(
+    ("file", "change", "message"),
+    [
+        *(
+            ("tokenizer/tokenizer_config.json", {"pad_token": odd}, "pad_token .* has no number below 4")
+            for odd in ("[PAD]", None, ["!"])
+        ),
+        *(
+            ("tokenizer/vocab.json", {"<|endoftext|>": odd}, "eos_token .* has no number below 4")
+            for odd in (4, -1, "3", None, 10**400)
+        ),
+        ("text_encoder/config.json", {"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000"),
+        ("text_encoder/config.json", {"hidden_size": 32}, "does not fit its config.json"),
+        ("text_encoder/config.json", {"hidden_act": "os.system"}, "no text encoder can be built from it"),
+        ("text_encoder/config.json", {"vocab_size": 2}, "does not fit its config.json"),
+        ("text_encoder/config.json", {"vocab_size": "a"}, "no text encoder can be built from it"),
+    ],
+    ids=lambda value: str(value)[-40:],
+)
+def test_a_tokenizer_or_an_encoder_that_cannot_be_trusted_is_refused_tokens(
+    file: str, change: dict[str, object], message: str, tmp_path: Path
+) -> None:
+    _write_text(tmp_path)
+    edit_json(tmp_path / file, **change)
+    _refused_tokens(tmp_path, message)
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("text_encoder", "there is no text_encoder/config.json beside"),
+        ("text_encoder/model.safetensors", "there is no text_encoder/model.safetensors beside"),
+        ("tokenizer", "there is no tokenizer/tokenizer_config.json beside"),
+        ("tokenizer/vocab.json", "there is neither tokenizer/tokenizer.json nor tokenizer/vocab.json beside"),
+        (None, "the one beside is ['T5EncoderModel'], not a CLIPTextModel"),
+    ],
+)
+def test_text_that_is_not_one_clip_encoders_is_not_read(
+    name: str | None, reason: str, tmp_path: Path
+) -> None:
+    _write_text(tmp_path)
+    if name is None:
+        edit_json(tmp_path / "text_encoder" / "config.json", architectures=["T5EncoderModel"])
+    else:
+        (tmp_path / name).rename(tmp_path / "elsewhere")
+    text = PipelineText(tmp_path)
+    assert (text.missing(), text.record(), text.empty_prompt()) == (reason, None, None)

@@ -1,7 +1,10 @@
 """Sources that lie, contradict themselves or mean harm are refused in one line, with nothing written."""
 
 import builtins
+import copy
 import json
+import math
+import shutil
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -10,10 +13,15 @@ from typing import Any
 import pytest
 import torch
 from diffusers import DDIMScheduler, FlowMatchEulerDiscreteScheduler
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
+from hddm.checkpoints.convert import write
+from hddm.checkpoints.plan import Conversion, plan
+from hddm.utils.errors import HddmError
 from tests.artefacts import Command, copied, edit_json
-from tests.checkpoint_files import dit, pipeline, refused
+from tests.checkpoint_files import dit, pipeline, pixart, plain_unet, refused, text_unet
 from tests.hostile import Calls
 from tests.transformer_files import dit_file, dit_network
 
@@ -34,8 +42,7 @@ def sharded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return pipeline(tmp_path_factory.mktemp("shards") / "source", dit(), max_shard_size="10KB")
 
 
-@pytest.mark.parametrize("name", ["a.pt", "a.safetensors"])
-@pytest.mark.parametrize("in_zip", [True, False])
+@pytest.mark.parametrize(("name", "in_zip"), [("a.pt", True), ("a.pt", False), ("a.safetensors", True)])
 def test_code_in_a_pickle_is_never_run(hddm: Command, tmp_path: Path, name: str, in_zip: bool) -> None:
     sentinel = tmp_path / "ran"
     content = {"ema": dit_file(dit_network()), "args": Calls(builtins.open, (str(sentinel), "w"))}
@@ -64,14 +71,8 @@ def _overlap(path: Path) -> None:
     path.write_bytes(struct.pack("<Q", len(text)) + text + data[8 + size :])
 
 
-def _rewritten(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:
-    def rewrite(path: Path) -> None:
-        weights = {name: tensor.clone() for name, tensor in load_file(path).items()}
-        change(weights)
-        path.unlink()
-        save_file(weights, path)
-
-    return rewrite
+def _with(name: str, tensor: torch.Tensor) -> Callable[[Path], None]:
+    return lambda path: save_file(load_file(path) | {name: tensor}, path)
 
 
 @pytest.mark.parametrize(
@@ -83,13 +84,13 @@ def _rewritten(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], N
         (lambda path: path.write_bytes(b""), "empty"),
         (lambda path: path.write_bytes(b"version https://git-lfs"), "git lfs pull"),
         (lambda path: path.unlink(), "no diffusion_pytorch_model"),
-        (_rewritten(lambda w: w[BIAS].fill_(float("nan"))), "holds NaN or Inf"),
-        (_rewritten(lambda w: w[BIAS].fill_(float("inf"))), "holds NaN or Inf"),
-        (_rewritten(lambda w: w.update({BIAS: torch.zeros(3)})), "bias is (3,), not (32,)"),
-        (_rewritten(lambda w: w.update({BIAS: torch.tensor(3.0)})), "bias is (), not (32,)"),
-        (_rewritten(lambda w: w.update({BIAS: torch.zeros(32).cfloat()})), "bias is of torch.complex64"),
-        (_rewritten(lambda w: w.update({BIAS: torch.zeros(32).char()})), "bias is of torch.int8"),
-        (_rewritten(lambda w: w.update({"a\nb\x1b": torch.zeros(1)})), "left over a\\nb\\x1b"),
+        (_with(BIAS, torch.full((32,), float("nan"))), "holds NaN or Inf"),
+        (_with(BIAS, torch.full((32,), float("inf"))), "holds NaN or Inf"),
+        (_with(BIAS, torch.zeros(3)), "bias is (3,), not (32,)"),
+        (_with(BIAS, torch.tensor(3.0)), "bias is (), not (32,)"),
+        (_with(BIAS, torch.zeros(32).cfloat()), "bias is of torch.complex64"),
+        (_with(BIAS, torch.zeros(32).char()), "bias is of torch.int8"),
+        (_with("a\nb\x1b", torch.zeros(1)), "left over a\\nb\\x1b"),
     ],
 )
 def test_weights_that_are_damaged(
@@ -104,7 +105,8 @@ def test_every_tensor_missing_and_left_over_is_named(hddm: Command, tmp_path: Pa
     source = copied(whole, tmp_path)
     gone = [f"transformer_blocks.{n}.attn1.to_{letter}.weight" for n in (0, 1) for letter in "qkv"]
     more = {f"extra.{n}": torch.zeros(n + 1, 2) for n in range(5)}
-    _rewritten(lambda w: (w.update(more), [w.pop(name) for name in gone]))(source / MODEL)
+    weights = load_file(source / MODEL)
+    save_file({name: one for name, one in weights.items() if name not in gone} | more, source / MODEL)
     error = refused(hddm, source)
     assert all(f"missing {name}" in error for name in gone)
     assert all(f"left over {name} {tuple(tensor.shape)}" in error for name, tensor in more.items())
@@ -116,9 +118,8 @@ def test_every_tensor_missing_and_left_over_is_named(hddm: Command, tmp_path: Pa
 def test_an_index_that_names_files_elsewhere(hddm: Command, tmp_path: Path, sharded: Path, name: str) -> None:
     source = copied(sharded, tmp_path)
     save_file({"a": torch.zeros(2)}, tmp_path / "outside.safetensors")
-    content = json.loads((source / INDEX).read_text())
-    first = next(iter(content["weight_map"]))
-    edit_json(source / INDEX, weight_map=content["weight_map"] | {first: name})
+    weight_map = json.loads((source / INDEX).read_text())["weight_map"]
+    edit_json(source / INDEX, weight_map=weight_map | {next(iter(weight_map)): name})
     assert INDEX in refused(hddm, source)
 
 
@@ -137,12 +138,10 @@ def test_two_words_on_what_is_predicted(hddm: Command, tmp_path: Path, whole: Pa
     error = refused(hddm, source, "--prediction-type", "v_prediction")
     assert "--prediction-type v_prediction contradicts" in error
     assert "choose one of" in refused(hddm, source, "--prediction-type", "noise")
-    DDIMScheduler(prediction_type="sample").save_pretrained(tmp_path / "other")
-    file = tmp_path / "other" / "scheduler_config.json"
-    assert "contradicts" in refused(hddm, source, "--schedule", file, "--prediction-type", "epsilon")
-    FlowMatchEulerDiscreteScheduler().save_pretrained(tmp_path / "flow")
-    file = tmp_path / "flow" / "scheduler_config.json"
-    assert "contradicts" in refused(hddm, source, "--schedule", file, "--prediction-type", "epsilon")
+    for scheduler in (DDIMScheduler(prediction_type="sample"), FlowMatchEulerDiscreteScheduler()):
+        scheduler.save_pretrained(tmp_path / "other")
+        file = tmp_path / "other" / "scheduler_config.json"
+        assert "contradicts" in refused(hddm, source, "--schedule", file, "--prediction-type", "epsilon")
     edit_json(file, num_train_timesteps="many")
     assert "num_train_timesteps" in refused(hddm, source, "--schedule", file)
     assert "no such file" in refused(hddm, source, "--schedule", tmp_path / "none.json")
@@ -157,13 +156,12 @@ def test_no_word_on_the_schedule(hddm: Command, tmp_path: Path, whole: Path) -> 
 
 
 def test_content_of_no_known_layout(hddm: Command, tmp_path: Path) -> None:
-    save_file({"a": torch.zeros(2), "b.c": torch.zeros(2)}, tmp_path / "a.safetensors")
-    assert "of no known layout (a, b.c" in refused(hddm, tmp_path / "a.safetensors")
-    assert "did you mean 'facebook-dit'" in refused(
-        hddm, tmp_path / "a.safetensors", "--layout", "facebok-dit"
-    )
+    file = tmp_path / "a.safetensors"
+    save_file({"a": torch.zeros(2), "b.c": torch.zeros(2)}, file)
+    assert "of no known layout (a, b.c" in refused(hddm, file)
+    assert "did you mean 'facebook-dit'" in refused(hddm, file, "--layout", "facebok-dit")
     for layout in ("facebook-dit", "pixart-original", "ldm"):
-        assert "a.safetensors" in refused(hddm, tmp_path / "a.safetensors", "--layout", layout)
+        assert "a.safetensors" in refused(hddm, file, "--layout", layout)
     assert "no such file" in refused(hddm, tmp_path / "none")
     (tmp_path / "folder").mkdir()
     assert "found: none" in refused(hddm, tmp_path / "folder")
@@ -172,3 +170,91 @@ def test_content_of_no_known_layout(hddm: Command, tmp_path: Path) -> None:
 def test_the_root_of_a_hub_cache_is_told_from_its_snapshots(hddm: Command, tmp_path: Path) -> None:
     (tmp_path / "models--x--y" / "snapshots" / "0").mkdir(parents=True)
     assert "one revision in its snapshots/" in refused(hddm, tmp_path / "models--x--y")
+
+
+ODD: list[Any] = [None, True, False, 0, -1, 1, 2, 3, 7, 10**9, 10**18, -(10**12), 10**400, 0.5, 1e30]
+ODD += [math.nan, math.inf, "", "a", "../a", "/etc/passwd", "linear", "v_prediction", "flow_prediction"]
+ODD += [[], [1], [[1], [2]], [None], [2, 2], [10**9] * 2, ["os", "system"], ["diffusers", "UNet2DModel"]]
+ODD += [{}, {"a": 1}, {"a": "b"}, {"_class_name": "DDPMScheduler"}]
+# A copy each, since a second change may reach into the value of the first.
+VALUES = st.sampled_from(ODD).map(copy.deepcopy)
+NEW = ["auto_map", "name", "betas", "trained_betas", "_class_name", "num_layers", "class_embed_type", "self"]
+PER_FUNCTION = [HealthCheck.function_scoped_fixture]
+LENIENT = settings(deadline=None, derandomize=True, database=None, suppress_health_check=PER_FUNCTION)
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    root = tmp_path_factory.mktemp("sources")
+    sharded = pipeline(root / "dit", dit(), max_shard_size="10KB")
+    networks = (pixart(), plain_unet(), text_unet())
+    return [sharded, *(pipeline(root / str(n), one) for n, one in enumerate(networks))]
+
+
+def _try(source: Path, tmp_path: Path, writes: bool) -> None:
+    out, said = tmp_path / "out", ""
+    try:
+        planned = plan(source, Conversion(allow_pickle=True))
+        if writes:
+            write(planned, out)
+    except HddmError as error:
+        said = str(error)
+    assert "\n" not in said
+    assert not (said and out.exists())
+    shutil.rmtree(out, ignore_errors=True)
+
+
+def _fresh(source: Path, tmp_path: Path) -> Path:
+    shutil.rmtree(tmp_path / "source", ignore_errors=True)
+    return Path(shutil.copytree(source, tmp_path / "source"))
+
+
+def _places(value: Any, above: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """The way to every value inside a JSON value."""
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    found = []
+    for key, inner in items:
+        found += [(*above, key), *_places(inner, (*above, key))]
+    return found
+
+
+@settings(LENIENT, max_examples=70)
+@given(data=st.data())
+def test_json_that_is_changed_at_random(sources: list[Path], tmp_path: Path, data: st.DataObject) -> None:
+    source = _fresh(data.draw(st.sampled_from(sources)), tmp_path)
+    file = data.draw(st.sampled_from(sorted(source.rglob("*.json"))))
+    content = json.loads(file.read_text())
+    for _ in range(data.draw(st.integers(1, 2))):
+        place = data.draw(st.sampled_from(_places(content) or [()]))
+        if not place:
+            break
+        holder: Any = content
+        for key in place[:-1]:
+            holder = holder[key]
+        action = data.draw(st.sampled_from(["replace", "replace", "replace", "delete", "add"]))
+        if action == "replace":
+            holder[place[-1]] = data.draw(VALUES)
+        elif action == "delete":
+            del holder[place[-1]]
+        elif isinstance(holder, dict):
+            holder[data.draw(st.sampled_from(NEW))] = data.draw(VALUES)
+    if data.draw(st.integers(0, 30)) == 0:
+        content = data.draw(VALUES)
+    file.write_text(json.dumps(content))
+    _try(source, tmp_path, data.draw(st.booleans()))
+
+
+@settings(LENIENT, max_examples=60)
+@given(data=st.data())
+def test_bytes_that_are_changed_at_random(sources: list[Path], tmp_path: Path, data: st.DataObject) -> None:
+    source = _fresh(data.draw(st.sampled_from(sources[:2])), tmp_path)
+    file = data.draw(st.sampled_from(sorted(p for p in source.rglob("*") if p.is_file())))
+    content = bytearray(file.read_bytes())
+    for _ in range(data.draw(st.integers(1, 4))):
+        # The header is where the bytes mean most.
+        place = data.draw(
+            st.integers(0, min(len(content), data.draw(st.sampled_from([16, 2000, 10**9]))) - 1)
+        )
+        content[place] = data.draw(st.integers(0, 255))
+    file.write_bytes(content[: data.draw(st.sampled_from([len(content), len(content), len(content) // 2]))])
+    _try(source, tmp_path, data.draw(st.booleans()))

@@ -29,18 +29,9 @@ def test_inspect_tells_what_a_folder_is(
 
 
 def test_inspect_tells_readers_what_an_expert_works_on(class_expert: Path, hddm: Command) -> None:
-    lines = hddm("inspect", class_expert)[1].splitlines()
-    for line in (
-        "sample_shape: 1 × 4 × 4",
-        "noise_range: 0 … 1",
-        "schedule: name=linear",
-        "classes: columns, rows",
-        "calibrated: yes",
-        "licence: none",
-        "  class_images: 24, 24",
-        "  steps: 300",
-    ):
-        assert line in lines
+    lines = set(hddm("inspect", class_expert)[1].splitlines())
+    assert lines > {"sample_shape: 1 × 4 × 4", "noise_range: 0 … 1", "schedule: name=linear", "licence: none"}
+    assert lines > {"classes: columns, rows", "calibrated: yes", "  class_images: 24, 24", "  steps: 300"}
 
 
 def test_an_encoded_partition_is_called_so_with_its_vae_and_scale(
@@ -71,44 +62,24 @@ def test_a_shard_of_very_many_images_is_inspected(whole: Path, tmp_path: Path, h
 
 
 def test_values_become_lines_that_a_reader_knows() -> None:
-    facts = {
-        "shape": [3, 32, 32],
-        "noise_range": (0.0, 0.99368),
-        "known": True,
-        "text": None,
-        "prefix": "",
-        "none_of_it": [],
-        "parameters": 1234567,
-        "seed": 1234567,
-        "few": {"depth": 2, "norm_eps": 1e-05},
-        "many": {f"key_{k}": {"place": "x" * 30} for k in range(3)},
-        "rows": [[0.25, 0.75], [1.0, 0.0]],
-        "skipped": [{"file": "a.png", "reason": "is no image"}],
-        "hashes": ["a" * 64, "b" * 64],
-        "numbers": list(range(1000)),
-    }
-    assert list(plain_lines(facts)) == [
-        "shape: 3 × 32 × 32",
-        "noise_range: 0 … 0.99368",
-        "known: yes",
-        "text: none",
-        "prefix: none",
-        "none_of_it: none",
-        "parameters: 1,234,567",
-        "seed: 1234567",
-        "few: depth=2, norm_eps=1e-05",
-        "many:",
-        *(f"  key_{k}: place={'x' * 30}" for k in range(3)),
-        "rows:",
-        "  0.25, 0.75",
-        "  1, 0",
-        "skipped:",
-        "  file=a.png, reason=is no image",
-        "hashes:",
-        f"  {'a' * 64}",
-        f"  {'b' * 64}",
-        f"numbers: {', '.join(map(str, range(20)))}, … (1000 in all; --json tells them)",
-    ]
+    for name, value, lines in (
+        ("shape", [3, 32, 32], ["shape: 3 × 32 × 32"]),
+        ("noise_range", (0.0, 0.99368), ["noise_range: 0 … 0.99368"]),
+        ("known", True, ["known: yes"]),
+        *(("text", nothing, ["text: none"]) for nothing in (None, "", [])),
+        ("parameters", 1234567, ["parameters: 1,234,567"]),
+        ("seed", 1234567, ["seed: 1234567"]),
+        ("few", {"depth": 2, "norm_eps": 1e-05}, ["few: depth=2, norm_eps=1e-05"]),
+        ("many", {f"k{n}": {"at": "x" * 40} for n in "012"}, [f"  k{n}: at={'x' * 40}" for n in "012"]),
+        ("rows", [[0.25, 0.75], [1.0, 0.0]], ["rows:", "  0.25, 0.75", "  1, 0"]),
+        ("skipped", [{"file": "a.png", "reason": "is no image"}], ["  file=a.png, reason=is no image"]),
+        ("hashes", ["a" * 64, "b" * 64], ["hashes:", f"  {'a' * 64}", f"  {'b' * 64}"]),
+        ("n", [*range(99)], [f"n: {', '.join(map(str, range(20)))}, … (99 in all; --json tells them)"]),
+    ):
+        assert list(plain_lines({name: value}))[-len(lines) :] == lines
+
+
+LAST = "checkpoints/step_00000008"
 
 
 @pytest.fixture(scope="module")
@@ -132,14 +103,9 @@ def test_a_killed_run_tells_its_step_its_settings_its_last_checkpoint_and_its_ch
 ) -> None:
     for place in (killed / "expert_1.run", killed / "expert_1.run" / "run.json"):
         facts = json.loads(hddm("inspect", place, "--json")[1])
-        assert [facts[key] for key in ("kind", "of", "finished", "step", "steps")] == [
-            "run",
-            "expert",
-            False,
-            8,
-            10,
-        ]
-        assert facts["last_checkpoint"] == "checkpoints/step_00000008"
+        told = [facts[key] for key in ("kind", "of", "finished", "step", "steps")]
+        assert told == ["run", "expert", False, 8, 10]
+        assert facts["last_checkpoint"] == LAST
         assert (facts["settings"]["objective"], facts["keeping"]["checkpoint_every"]) == ("flow", 2)
     said = hddm("inspect", killed / "expert_1.run")[1]
     assert said.endswith("changes:\n  step=4, key=learning_rate, was=1, is=0.001\n")
@@ -153,8 +119,7 @@ def test_a_folder_of_experts_has_a_line_each(killed: Path, ensemble: Path, hddm:
         "kind: experts",
         "experts:",
         "  name=expert_0, objective=ddpm, shard=0, finished=yes, steps=10",
-        "  name=expert_1, objective=flow, finished=no, step=8, steps=10, "
-        "last_checkpoint=checkpoints/step_00000008",
+        f"  name=expert_1, objective=flow, finished=no, step=8, steps=10, last_checkpoint={LAST}",
     ]
     assert hddm("inspect", ensemble / "experts")[1].startswith("kind: experts\n")
 
@@ -192,8 +157,5 @@ def test_a_result_tells_whether_it_compares_and_other_json_is_no_broken_download
     lines = ["kind: evaluation", "comparable: no", "reasons: too few", "read_by: hddm compare"]
     assert hddm("inspect", result)[1].splitlines() == lines
     other.write_text('{"a": 1}')
-    code, _, err = hddm("inspect", other)
-    assert (code, err) == (
-        1,
-        f"hddm: {other}: is JSON, not weights; name the folder that it belongs to\n",
-    )
+    said = f"hddm: {other}: is JSON, not weights; name the folder that it belongs to\n"
+    assert hddm("inspect", other) == (1, "", said)

@@ -1,4 +1,4 @@
-"""Pipelines and model folders as they lie on hubs become experts whose velocity is the closed form's."""
+"""Sources as they lie on hubs are read as they say; where they contradict themselves, nothing is guessed."""
 
 import json
 import shutil
@@ -7,23 +7,37 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from diffusers import DDIMScheduler, DDPMScheduler, DPMSolverMultistepScheduler, ModelMixin, PNDMScheduler
+import torch
+from diffusers import (
+    DDIMScheduler,
+    DDPMScheduler,
+    DPMSolverMultistepScheduler,
+    FlowMatchEulerDiscreteScheduler,
+    ModelMixin,
+    PNDMScheduler,
+)
+from safetensors.torch import save_file
+from torch import Tensor
 
+from hddm.checkpoints.plan import open_source
+from hddm.checkpoints.sources import Reading
 from tests.artefacts import Command, edit_json
 from tests.checkpoint_files import (
     DDPM_BETAS,
     SD_BETAS,
     check_velocity,
+    conditions_of,
     converted,
     dit,
     facts_of,
     pipeline,
     pixart,
+    plain_unet,
     refused,
     text_unet,
 )
-
-WEIGHTS = "diffusion_pytorch_model"
+from tests.ldm_files import ldm_file
+from tests.transformer_files import dit_file, dit_network, pixart_file
 
 SD = DDPMScheduler(**SD_BETAS).betas
 
@@ -33,7 +47,8 @@ def test_stable_diffusion_with_absent_parts_and_a_silent_scheduler(hddm: Command
     source = pipeline(tmp_path / "sd", network, PNDMScheduler(**SD_BETAS, skip_prk_steps=True))
     scheduler = source / "scheduler" / "scheduler_config.json"
     stated = json.loads(scheduler.read_text())
-    scheduler.write_text(json.dumps({key: one for key, one in stated.items() if key != "prediction_type"}))
+    del stated["prediction_type"]
+    scheduler.write_text(json.dumps(stated))
     edit_json(
         source / "model_index.json",
         safety_checker=["stable_diffusion", "StableDiffusionSafetyChecker"],
@@ -52,24 +67,32 @@ def test_stable_diffusion_with_absent_parts_and_a_silent_scheduler(hddm: Command
     check_velocity(tmp_path / "expert", network, SD)
 
 
-@pytest.mark.parametrize("kind", ["v_prediction", "sample"])
-def test_the_schedulers_prediction_type_is_followed(hddm: Command, tmp_path: Path, kind: str) -> None:
-    network = dit()
-    source = pipeline(tmp_path / "dit", network, DDIMScheduler(prediction_type=kind))
-    converted(hddm, source, tmp_path / "expert")
-    check_velocity(tmp_path / "expert", network, DDPM_BETAS, kind)
+SIZES = {"use_additional_conditions": True, "attention_head_dim": 12, "cross_attention_dim": 24}
+POOLED = {"addition_embed_type": "text_time", "addition_time_embed_dim": 8, "use_linear_projection": True}
+POOLED |= {"projection_class_embeddings_input_dim": 48 + 10, "transformer_layers_per_block": [1, 2]}
 
 
-OLD = {
-    "_class_name": "Transformer2DModel",
-    "_diffusers_version": "0.12.0.dev0",
-    "attention_type": "default",
-    "cross_attention_dim": None,
-    "double_self_attention": False,
-    "num_vector_embeds": None,
-    "only_cross_attention": False,
-    "use_linear_projection": False,
-}
+@pytest.mark.parametrize(
+    ("make", "changes", "scheduler", "betas"),
+    [
+        (dit, {}, DDIMScheduler(prediction_type="sample"), DDPM_BETAS),
+        (pixart, SIZES, DPMSolverMultistepScheduler(), DDPM_BETAS),
+        (text_unet, POOLED, DDIMScheduler(**SD_BETAS, prediction_type="v_prediction"), SD),
+    ],
+    ids=["predicts the data", "takes sizes", "takes pooled text and sizes"],
+)
+def test_an_expert_means_what_its_pipeline_says(
+    make: Any, changes: dict[str, Any], scheduler: Any, betas: Tensor, hddm: Command, tmp_path: Path
+) -> None:
+    network = make(**changes)
+    converted(hddm, pipeline(tmp_path / "source", network, scheduler), tmp_path / "expert")
+    assert set(conditions_of(network)) <= set(facts_of(tmp_path / "expert")["conditions"])
+    check_velocity(tmp_path / "expert", network, betas, scheduler.config.prediction_type)
+
+
+OLD = {"_class_name": "Transformer2DModel", "_diffusers_version": "0.12.0.dev0", "attention_type": "default"}
+OLD |= dict.fromkeys(("cross_attention_dim", "num_vector_embeds"))
+OLD |= dict.fromkeys(("double_self_attention", "only_cross_attention", "use_linear_projection"), False)
 
 
 @pytest.mark.parametrize(("make", "scheduler"), [(dit, DDIMScheduler), (pixart, DPMSolverMultistepScheduler)])
@@ -85,27 +108,6 @@ def test_transformers_under_their_former_class(
     check_velocity(tmp_path / "expert", network, DDPM_BETAS)
 
 
-def test_pixart_with_sizes_as_conditions(hddm: Command, tmp_path: Path) -> None:
-    network = pixart(use_additional_conditions=True, attention_head_dim=12, cross_attention_dim=24)
-    source = pipeline(tmp_path / "pixart", network, DPMSolverMultistepScheduler())
-    converted(hddm, source, tmp_path / "expert")
-    assert {"resolution", "aspect_ratio"} < set(facts_of(tmp_path / "expert")["conditions"])
-    check_velocity(tmp_path / "expert", network, DDPM_BETAS)
-
-
-def test_sdxl_with_pooled_text_and_sizes(hddm: Command, tmp_path: Path) -> None:
-    network = text_unet(
-        addition_embed_type="text_time",
-        addition_time_embed_dim=8,
-        projection_class_embeddings_input_dim=48 + 10,
-        transformer_layers_per_block=[1, 2],
-        use_linear_projection=True,
-    )
-    source = pipeline(tmp_path / "sdxl", network, DDIMScheduler(**SD_BETAS, prediction_type="v_prediction"))
-    converted(hddm, source, tmp_path / "expert")
-    check_velocity(tmp_path / "expert", network, SD, "v_prediction")
-
-
 @pytest.mark.parametrize("sharded", [False, True])
 def test_a_snapshot_of_the_hub_cache(hddm: Command, tmp_path: Path, sharded: bool) -> None:
     network = dit()
@@ -114,38 +116,190 @@ def test_a_snapshot_of_the_hub_cache(hddm: Command, tmp_path: Path, sharded: boo
     snapshot = repository / "snapshots" / "0123abc"
     (repository / "blobs").mkdir(parents=True)
     for number, path in enumerate(sorted(p for p in plain.rglob("*") if p.is_file())):
-        blob = repository / "blobs" / f"{number:040x}"
+        blob, inner = repository / "blobs" / f"{number:040x}", path.relative_to(plain)
         shutil.move(path, blob)
-        link = snapshot / path.relative_to(plain)
-        link.parent.mkdir(parents=True, exist_ok=True)
-        up = "../" * (2 + len(path.relative_to(plain).parts) - 1)
-        link.symlink_to(f"{up}blobs/{blob.name}")
+        (snapshot / inner).parent.mkdir(parents=True, exist_ok=True)
+        (snapshot / inner).symlink_to("../" * (1 + len(inner.parts)) + f"blobs/{blob.name}")
     assert any("index" in path.name for path in snapshot.rglob("*")) or not sharded
     converted(hddm, snapshot, tmp_path / "expert")
     files = facts_of(tmp_path / "expert")["source"]["files"]
-    assert all(name.startswith(WEIGHTS) for name in files)
+    assert all(name.startswith("diffusion_pytorch_model") for name in files)
     check_velocity(tmp_path / "expert", network, DDPM_BETAS)
 
 
 def test_the_denoiser_alone_beside_its_pipeline_and_without_one(hddm: Command, tmp_path: Path) -> None:
-    network = dit()
-    source = pipeline(tmp_path / "dit", network, DDIMScheduler(prediction_type="v_prediction"))
-    converted(hddm, source / "transformer", tmp_path / "beside")
-    check_velocity(tmp_path / "beside", network, DDPM_BETAS, "v_prediction")
-    alone = Path(shutil.copytree(source / "transformer", tmp_path / "alone"))
+    source = pipeline(tmp_path / "dit", dit(), DDIMScheduler(prediction_type="v_prediction"))
+    alone, file = tmp_path / "alone", source / "scheduler" / "scheduler_config.json"
+    shutil.copytree(source / "transformer", alone)
     assert "--schedule" in refused(hddm, alone)
-    file = source / "scheduler" / "scheduler_config.json"
+    converted(hddm, source / "transformer", tmp_path / "beside")
     converted(hddm, alone, tmp_path / "expert", "--schedule", file)
-    check_velocity(tmp_path / "expert", network, DDPM_BETAS, "v_prediction")
+    for expert in ("beside", "expert"):
+        check_velocity(tmp_path / expert, dit(), DDPM_BETAS, "v_prediction")
 
 
 def test_the_licence_of_a_model_card_and_of_imagenet(hddm: Command, tmp_path: Path) -> None:
     source = pipeline(tmp_path / "dit", dit(num_embeds_ada_norm=1000))
-    text = converted(hddm, source, tmp_path / "expert")
-    assert "CC-BY-NC-4.0" in text
+    assert "licence: CC-BY-NC-4.0" in converted(hddm, source, tmp_path / "expert")
     assert "CC-BY-NC-4.0" in facts_of(tmp_path / "expert")["licence"]
     card = "---\nlanguage: en\nlicense: 'openrail++'\ntags:\n- a\n---\n# A model\nlicense: mit\n"
     (source / "README.md").write_bytes(card.replace("\n", "\r\n").encode())
     assert "licence: openrail++" in converted(hddm, source, tmp_path / "other")
     assert facts_of(tmp_path / "other")["licence"] == "openrail++"
     assert "states 'openrail++'" in refused(hddm, source, "--licence", "mine")
+
+
+WEIGHTS = "diffusion_pytorch_model"
+
+
+@pytest.mark.parametrize(
+    ("name", "seed", "chosen"),
+    [
+        (f"{WEIGHTS}.safetensors", 0, "ema"),
+        (f"{WEIGHTS}.non_ema.safetensors", 1, "raw"),
+        (f"{WEIGHTS}.fp16.safetensors", 2, "unstated"),
+        (f"{WEIGHTS}.bin", 3, "ema"),
+    ],
+)
+def test_exactly_the_file_that_is_named_is_read(
+    hddm: Command, tmp_path: Path, name: str, seed: int, chosen: str
+) -> None:
+    folder = pipeline(tmp_path / "dit", dit(0)) / "transformer"
+    dit(1).save_pretrained(folder, variant="non_ema")
+    dit(2).save_pretrained(folder, variant="fp16")
+    torch.save(dit(3).state_dict(), folder / f"{WEIGHTS}.bin")
+    pickled = ("--allow-pickle",) if name.endswith("bin") else ()
+    converted(hddm, folder / name, tmp_path / "expert", *pickled)
+    facts = facts_of(tmp_path / "expert")
+    assert (facts["weights"], list(facts["source"]["files"])) == (chosen, [name])
+    check_velocity(tmp_path / "expert", dit(seed), DDPM_BETAS)
+    assert "--variant other" in refused(hddm, folder / name, "--variant", "other", *pickled)
+    other = "ema" if chosen == "raw" else "raw"
+    assert f"--weights {other}" in refused(hddm, folder / name, "--weights", other, *pickled)
+
+
+def test_a_shard_alone_is_no_model(hddm: Command, tmp_path: Path) -> None:
+    folder = pipeline(tmp_path / "dit", dit(), max_shard_size="10KB") / "transformer"
+    shard = next(folder.glob("*-00001-of-*"))
+    assert "name its folder" in refused(hddm, shard)
+    converted(hddm, folder / f"{WEIGHTS}.safetensors.index.json", tmp_path / "expert")
+    check_velocity(tmp_path / "expert", dit(), DDPM_BETAS)
+
+
+Wrap = Callable[[dict[str, Tensor], dict[str, Tensor]], dict[str, Any]]
+HEADS = ("--allow-pickle", "--num-heads", 4)
+
+
+@pytest.mark.parametrize(
+    ("wrap", "said"),
+    [
+        (lambda raw, ema: {"model": raw, "teacher": ema}, "under 'teacher'"),
+        (lambda raw, ema: {**raw, "teacher": ema}, "under 'teacher'"),
+        (lambda raw, ema: {"model": raw, "state_dict": ema}, "'model' and 'state_dict'"),
+        (lambda raw, ema: {"ema": raw, "model_ema": ema}, "'ema' and 'model_ema'"),
+        (lambda raw, ema: {**raw, "ema": ema}, "its top level and 'ema'"),
+        (lambda raw, ema: {"model": {"model": raw, "module": ema}}, "under 'model'"),
+        (lambda raw, ema: {"model": {**raw, "shadow": ema}}, "under 'model'"),
+    ],
+)
+def test_weights_that_do_not_say_which_they_are(hddm: Command, tmp_path: Path, wrap: Wrap, said: str) -> None:
+    torch.save(wrap(dit_file(dit_network(0)), dit_file(dit_network(1))), tmp_path / "dit.pt")
+    error = refused(hddm, tmp_path / "dit.pt", *HEADS)
+    assert said in error
+    assert "save one set in a file of its own" in error
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda raw, ema: {"model": raw, "ema": {"decay": 0.999, "shadow_params": list(ema.values())}},
+        lambda raw, ema: {
+            **{f"model.{name}": tensor for name, tensor in raw.items()},
+            **{f"ema.{n}": tensor for n, tensor in enumerate(ema.values())},
+        },
+    ],
+)
+def test_averages_without_names_are_never_passed_over(hddm: Command, tmp_path: Path, wrap: Wrap) -> None:
+    torch.save(wrap(dit_file(dit_network(0)), dit_file(dit_network(1))), tmp_path / "dit.pt")
+    assert "--weights raw" in refused(hddm, tmp_path / "dit.pt", *HEADS)
+    converted(hddm, tmp_path / "dit.pt", tmp_path / "expert", *HEADS, "--weights", "raw")
+    check_velocity(tmp_path / "expert", dit_network(0), DDPM_BETAS)
+
+
+def test_two_latent_diffusion_networks_in_one_file(hddm: Command, tmp_path: Path) -> None:
+    one, two = ldm_file(text_unet(0)), ldm_file(text_unet(1))
+    for content, said in (
+        ({"state_dict": one, "state_dict_ema": two}, "'state_dict' and 'state_dict_ema'"),
+        ({"state_dict": one, "other": two}, "under 'other'"),
+    ):
+        torch.save(content, tmp_path / "sd.ckpt")
+        assert said in refused(hddm, tmp_path / "sd.ckpt", "--prediction-type", "epsilon", *HEADS)
+
+
+def test_latents_of_every_kind_of_vae(hddm: Command, tmp_path: Path) -> None:
+    for name, config, scale, said in (
+        ("vqvae", {"_class_name": "VQModel"}, 0.18215, "VQModel's default 0.18215"),
+        ("vqvae", {"_class_name": "VQModel", "scaling_factor": 0.5}, 0.5, "latent scale 0.5"),
+        ("movq", {"_class_name": "VQModel"}, None, "is not known"),
+        ("vae", {"_class_name": "AutoencoderDC"}, None, "AutoencoderDC is not known"),
+        ("vqvae", None, None, "latent scale not stated"),
+    ):
+        source = pipeline(tmp_path / "ldm", plain_unet(), DDIMScheduler())
+        edit_json(source / "model_index.json", **{name: ["diffusers", "VQModel"]})
+        if config is not None:
+            (source / name).mkdir()
+            (source / name / "config.json").write_text(json.dumps(config))
+        assert said in converted(hddm, source, tmp_path / "expert", "--overwrite", "--no-verify")
+        facts = facts_of(tmp_path / "expert")
+        assert (facts["space"], facts["latent_scale"]) == ("latents", scale)
+        shutil.rmtree(source)
+
+
+def test_a_side_that_is_stated_is_not_contradicted(hddm: Command, tmp_path: Path) -> None:
+    source = pipeline(tmp_path / "dit", dit())
+    save_file(dit_file(dit_network()), tmp_path / "dit.safetensors")
+    save_file(pixart_file(pixart()), tmp_path / "pixart.safetensors")
+    for path, options in (
+        (source, ()),
+        (tmp_path / "dit.safetensors", ("--num-heads", 4)),
+        (tmp_path / "pixart.safetensors", ("--num-heads", 2)),
+    ):
+        assert "--sample-size 16" in refused(hddm, path, *options, "--sample-size", 16)
+        converted(hddm, path, tmp_path / "expert", *options, "--sample-size", 8, "--dry-run")
+    edit_json(source / "transformer" / "config.json", sample_size=None)
+    converted(hddm, source, tmp_path / "expert", "--sample-size", 8)
+    check_velocity(tmp_path / "expert", dit(), DDPM_BETAS)
+
+
+def test_a_scheduler_of_another_family_than_its_pipeline_says(hddm: Command, tmp_path: Path) -> None:
+    source = pipeline(tmp_path / "dit", dit(), DDIMScheduler())
+    edit_json(source / "model_index.json", scheduler=["diffusers", "FlowMatchEulerDiscreteScheduler"])
+    for path in (source, source / "transformer"):
+        error = refused(hddm, path, out=tmp_path / "out")
+        assert "is a DDIMScheduler" in error
+        assert "says FlowMatchEulerDiscreteScheduler" in error
+    edit_json(source / "model_index.json", scheduler=["diffusers", "PNDMScheduler"])
+    converted(hddm, source, tmp_path / "expert")
+    FlowMatchEulerDiscreteScheduler().save_pretrained(source / "scheduler")
+    assert "means another schedule" in refused(hddm, source)
+
+
+def test_what_a_file_does_not_tell_is_noted(hddm: Command, tmp_path: Path) -> None:
+    save_file(dit_file(dit_network()), tmp_path / "dit.safetensors")
+    text = converted(hddm, tmp_path / "dit.safetensors", tmp_path / "dit", "--num-heads", 4)
+    assert "SiT files look the same and mean a velocity" in text
+    content = pixart_file(pixart())
+    for tokens, scale in ((300, None), (120, 0.18215)):
+        content["y_embedder.y_embedding"] = torch.full((tokens, 12), 0.5)
+        save_file(content, tmp_path / "pixart.safetensors")
+        options = ("--num-heads", 2, "--overwrite")
+        text = converted(hddm, tmp_path / "pixart.safetensors", tmp_path / "pixart", *options)
+        assert ("PixArt-Σ" in text) == (scale is None)
+        assert facts_of(tmp_path / "pixart")["latent_scale"] == scale
+
+
+def test_the_whole_config_of_a_scheduler_is_kept(tmp_path: Path) -> None:
+    scheduler = DDIMScheduler(steps_offset=1, set_alpha_to_one=False, clip_sample=False)
+    source = pipeline(tmp_path / "dit", dit(), scheduler)
+    written = json.loads((source / "scheduler" / "scheduler_config.json").read_text())
+    assert open_source(source, Reading()).declared.scheduler == written

@@ -19,12 +19,14 @@ STEPS = 8
 DYNAMIC = {"use_dynamic_shifting": True, "shift": 3.0}
 
 
-def _grid(scheduler: FlowMatchEulerDiscreteScheduler, num_patches: int) -> torch.Tensor:
-    """Times as a pipeline of Flux has them."""
+def _check_grid(expert: Path, settings: dict[str, Any], num_patches: int) -> None:
+    """Hold an expert's grid of times against that of a pipeline of Flux."""
+    scheduler = FlowMatchEulerDiscreteScheduler(**settings)
     names = ("base_image_seq_len", "max_image_seq_len", "base_shift", "max_shift")
     mu = calculate_shift(num_patches, *(scheduler.config[name] for name in names))
     scheduler.set_timesteps(sigmas=np.linspace(1, 1 / STEPS, STEPS), mu=mu)
-    return scheduler.sigmas.double()
+    ours = time_grid(STEPS, facts_of(expert)["shift"])
+    torch.testing.assert_close(ours, scheduler.sigmas.double(), rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -45,9 +47,7 @@ def test_the_time_grid_of_samples_is_the_pipelines(
 ) -> None:
     source = flow_pipeline(tmp_path / "source", flux(), **settings)
     said = converted(hddm, source, tmp_path / "expert", "--sample-size", side, "--no-verify")
-    shift = facts_of(tmp_path / "expert")["shift"]
-    theirs = _grid(FlowMatchEulerDiscreteScheduler(**settings), side * side // 4)
-    torch.testing.assert_close(time_grid(STEPS, shift), theirs, rtol=0, atol=1e-6)
+    _check_grid(tmp_path / "expert", settings, side * side // 4)
     note = f"at {side}×{side}, of {side * side // 4} patches; at another size it is another"
     assert (note in said) == ("use_dynamic_shifting" in settings)
 
@@ -59,30 +59,19 @@ def test_flux_dev_at_1024_pixels_has_the_shift_that_is_known_of_it(hddm: Command
 
 
 def test_the_patches_of_sd3_are_those_of_its_config(hddm: Command, tmp_path: Path) -> None:
-    source = flow_pipeline(tmp_path / "source", sd3(), **DYNAMIC)
-    converted(hddm, source, tmp_path / "expert")
-    theirs = _grid(FlowMatchEulerDiscreteScheduler(**DYNAMIC), 16)
-    torch.testing.assert_close(
-        time_grid(STEPS, facts_of(tmp_path / "expert")["shift"]), theirs, rtol=0, atol=1e-6
-    )
+    converted(hddm, flow_pipeline(tmp_path / "source", sd3(), **DYNAMIC), tmp_path / "expert")
+    _check_grid(tmp_path / "expert", DYNAMIC, 16)
 
 
-def test_a_unet_has_no_patches_to_count(hddm: Command, tmp_path: Path) -> None:
-    source = flow_pipeline(tmp_path / "source", plain_unet(), **DYNAMIC)
-    assert "a UNet has none; no shift is kept" in converted(hddm, source, tmp_path / "expert")
-    assert facts_of(tmp_path / "expert")["shift"] == 1.0
-
-
-def test_a_scheduler_of_the_other_family_has_its_flow_shift(hddm: Command, tmp_path: Path) -> None:
-    settings = {"use_flow_sigmas": True, "prediction_type": "flow_prediction", "flow_shift": 5.0}
-    source = pipeline(tmp_path / "source", sd3(), UniPCMultistepScheduler(**settings))
-    converted(hddm, source, tmp_path / "expert")
-    assert facts_of(tmp_path / "expert")["shift"] == 5.0
-
-
-def test_ddpm_experts_have_none(hddm: Command, tmp_path: Path) -> None:
-    converted(hddm, pipeline(tmp_path / "source", dit()), tmp_path / "expert")
-    assert facts_of(tmp_path / "expert")["shift"] == 1.0
+def test_a_shift_is_kept_where_scheduler_and_network_give_one(hddm: Command, tmp_path: Path) -> None:
+    flow_sigmas = {"use_flow_sigmas": True, "prediction_type": "flow_prediction", "flow_shift": 5.0}
+    for source, shift, note in (
+        (flow_pipeline(tmp_path / "unet", plain_unet(), **DYNAMIC), 1, "a UNet has none; no shift is kept"),
+        (pipeline(tmp_path / "unipc", sd3(), UniPCMultistepScheduler(**flow_sigmas)), 5, ""),
+        (pipeline(tmp_path / "ddpm", dit()), 1, ""),
+    ):
+        assert note in converted(hddm, source, tmp_path / f"{source.name}-expert")
+        assert facts_of(tmp_path / f"{source.name}-expert")["shift"] == shift
 
 
 @pytest.fixture(scope="module")

@@ -1,24 +1,27 @@
-"""Checkpoints of one file: whose wrappers, weight sets and other parts are told apart by their names."""
+"""Checkpoints of one file, of DiT, PixArt or latent diffusion: weight sets, wrappers and conventions."""
 
 import argparse
 import copy
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from diffusers import EulerDiscreteScheduler
+from diffusers import DDPMScheduler, EulerDiscreteScheduler
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import hddm as library
+from hddm.checkpoints import ldm
+from hddm.checkpoints.layouts import UnstatedHeads
 from tests.artefacts import Command
 from tests.checkpoint_files import (
     DDPM_BETAS,
     SD_BETAS,
+    call,
     check_velocity,
+    conditions_of,
     converted,
     facts_of,
     pixart,
@@ -27,45 +30,31 @@ from tests.checkpoint_files import (
     text_unet,
     written_back,
 )
-from tests.ldm_files import ldm_file, ldm_unet
+from tests.ldm_files import XL, ldm_file, ldm_unet
 from tests.transformer_files import dit_file, dit_network, pixart_file
 
 SD = torch.linspace(0.00085**0.5, 0.012**0.5, 1000) ** 2
 SIDE = ("--sample-size", 8)
 HEADS = ("--num-heads", 8)
-SD1: dict[str, Any] = {}
+EPSILON = ("--prediction-type", "epsilon")
 SD2 = {"use_linear_projection": True, "attention_head_dim": 4, "block_out_channels": (64, 128)}
-SDXL = {
-    "use_linear_projection": True,
-    "attention_head_dim": 2,
-    "block_out_channels": (64, 64, 64),
-    "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
-    "up_block_types": ("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
-    "transformer_layers_per_block": [1, 1, 2],
-    "addition_embed_type": "text_time",
-    "addition_time_embed_dim": 256,
-    "projection_class_embeddings_input_dim": 6 * 256 + 10,
-}
 
 
 def _check_back(hddm: Command, expert: Path, layout: str, expected: dict[str, Tensor]) -> None:
     found = load_file(written_back(hddm, expert, expert.parent / "back", layout) / "checkpoint.safetensors")
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
-        assert found[name].dtype == tensor.dtype
-        assert torch.equal(found[name], tensor), name
+        torch.testing.assert_close(found[name], tensor, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("changes", [SD1, SD2], ids=["1", "2"])
+@pytest.mark.parametrize(("changes", "kind"), [({}, "epsilon"), (SD2, "v_prediction")], ids=["1", "2"])
 def test_stable_diffusion_in_one_file_and_back(
-    hddm: Command, tmp_path: Path, changes: dict[str, Any]
+    hddm: Command, tmp_path: Path, changes: dict[str, Any], kind: str
 ) -> None:
-    network = text_unet(**changes)
-    source = tmp_path / "sd.safetensors"
+    network, source = text_unet(**changes), tmp_path / "sd.safetensors"
     save_file(ldm_file(network), source)
     options = (*SIDE, "--num-heads", network.config["attention_head_dim"])
     assert "--prediction-type epsilon" in refused(hddm, source, *options)
-    kind = "v_prediction" if changes else "epsilon"
     text = converted(hddm, source, tmp_path / "expert", "--prediction-type", kind, *options)
     assert "2 tensors of its VAE and text encoder are left alone" in text
     check_velocity(tmp_path / "expert", network, SD, kind)
@@ -77,30 +66,26 @@ def test_stable_diffusion_in_one_file_and_back(
 
 @pytest.mark.parametrize("pickled", [False, True])
 def test_averaged_copies_in_a_stable_diffusion_file(hddm: Command, tmp_path: Path, pickled: bool) -> None:
-    raw, averaged = text_unet(0), text_unet(1)
-    source = tmp_path / ("sd.ckpt" if pickled else "sd.safetensors")
-    options: list[object] = ["--prediction-type", "epsilon", *SIDE, *HEADS]
+    content, options = ldm_file(text_unet(0), text_unet(1)), (*EPSILON, *SIDE, *HEADS)
     if pickled:
-        content = ldm_file(raw, averaged)
+        source, chosen, own = tmp_path / "sd.ckpt", "ema", ("--allow-pickle",)
         torch.save({"state_dict": content, "global_step": 470000, "epoch": 3}, source)
-        options.append("--allow-pickle")
     else:
-        save_file(ldm_file(raw, averaged), source)
-    chosen = "ema" if pickled else "raw"
-    text = converted(hddm, source, tmp_path / "expert", *options, *([] if pickled else ["--weights", "raw"]))
+        source, chosen, own = tmp_path / "sd.safetensors", "raw", ("--weights", "raw")
+        save_file(content, source)
+    text = converted(hddm, source, tmp_path / "expert", *options, *own)
     assert f"weights: {chosen} (present: raw, ema)" in text
-    check_velocity(tmp_path / "expert", averaged if pickled else raw, SD)
+    check_velocity(tmp_path / "expert", text_unet(int(pickled)), SD)
 
 
 def test_sdxl_in_one_file_says_neither_schedule_nor_prediction(hddm: Command, tmp_path: Path) -> None:
-    network = rounded(text_unet(**SDXL), torch.float16)
+    network = rounded(text_unet(**XL), torch.float16)
     source, options = tmp_path / "xl.safetensors", (*SIDE, "--num-heads", 2)
     content = ldm_unet(copy.deepcopy(network).half())
     save_file(content | {"conditioner.embedders.0.x": torch.zeros(2)}, source)
     assert "--schedule" in refused(hddm, source, *options)
-    scheduler = EulerDiscreteScheduler(**SD_BETAS, prediction_type="epsilon").save_pretrained
-    scheduler(tmp_path / "scheduler")
-    file = tmp_path / "scheduler" / "scheduler_config.json"
+    EulerDiscreteScheduler(**SD_BETAS, prediction_type="epsilon").save_pretrained(tmp_path)
+    file = tmp_path / "scheduler_config.json"
     converted(hddm, source, tmp_path / "expert", "--schedule", file, *options)
     check_velocity(tmp_path / "expert", network, SD)
     _check_back(hddm, tmp_path / "expert", "ldm", content)
@@ -161,27 +146,24 @@ def test_a_file_with_one_set_does_not_say_which_it_is(hddm: Command, tmp_path: P
 
 
 def test_pixarts_own_file_without_positions_and_back(hddm: Command, tmp_path: Path) -> None:
-    network, raw = pixart(0), pixart(1)
-    content = pixart_file(network, positions=False)
-    source = tmp_path / "pixart.pth"
-    torch.save({"state_dict": pixart_file(raw, False), "state_dict_ema": content, "epoch": 1}, source)
+    network, source = pixart(0), tmp_path / "pixart.pth"
+    raw, content = (pixart_file(one, positions=False) for one in (pixart(1), network))
+    torch.save({"state_dict": raw, "state_dict_ema": content, "epoch": 1}, source)
     options = ["--num-heads", 2, "--allow-pickle"]
     assert "--sample-size" in refused(hddm, source, *options)
     converted(hddm, source, tmp_path / "expert", *options, *SIDE)
     check_velocity(tmp_path / "expert", network, DDPM_BETAS)
     field = library.load(tmp_path / "expert")
-    assert isinstance(field, library.VelocityField)
     assert torch.equal(field.null_conditions["encoder_hidden_states"], content["y_embedder.y_embedding"])
     _check_back(hddm, tmp_path / "expert", "pixart-original", content)
 
 
 @pytest.mark.parametrize("half", [False, True])
 def test_pixarts_own_file_with_sizes_as_conditions(hddm: Command, tmp_path: Path, half: bool) -> None:
+    dtype = torch.float16 if half else torch.float32
     network = pixart(use_additional_conditions=True, attention_head_dim=12, cross_attention_dim=24)
-    cast: Callable[[Tensor], Tensor] = torch.Tensor.half if half else torch.Tensor.clone
-    if half:
-        rounded(network, torch.float16)
-    content = {f"module.{name}": cast(tensor) for name, tensor in pixart_file(network).items()}
+    rounded(network, dtype)
+    content = {f"module.{name}": tensor.to(dtype) for name, tensor in pixart_file(network).items()}
     save_file(content, tmp_path / "pixart.safetensors")
     text = converted(hddm, tmp_path / "pixart.safetensors", tmp_path / "expert", "--num-heads", 2)
     assert "not needed: pos_embed, computed anew" in text
@@ -191,6 +173,87 @@ def test_pixarts_own_file_with_sizes_as_conditions(hddm: Command, tmp_path: Path
 
 def test_imagenets_classes_bring_their_licence(hddm: Command, tmp_path: Path) -> None:
     save_file(dit_file(dit_network(num_classes=1000)), tmp_path / "dit.safetensors")
-    text = converted(hddm, tmp_path / "dit.safetensors", tmp_path / "expert", "--num-heads", 4, "--no-verify")
-    assert "CC-BY-NC-4.0" in text
-    assert "CC-BY-NC-4.0" in json.dumps(facts_of(tmp_path / "expert")["licence"])
+    options = ("--num-heads", 4, "--dry-run")
+    assert "CC-BY-NC-4.0" in converted(hddm, tmp_path / "dit.safetensors", tmp_path / "expert", *options)
+
+
+DEEP = {**XL, "block_out_channels": (32, 64, 64), "layers_per_block": 2, "attention_head_dim": [1, 2, 4]}
+
+
+@pytest.mark.parametrize("changes", [{}, {"sample_size": 10}, DEEP], ids=["plain", "odd sides", "xl"])
+@torch.no_grad()
+def test_the_network_written_out_is_diffusers_own(changes: dict[str, Any]) -> None:
+    network = text_unet(**changes)
+    side = network.config["sample_size"] + (1 if changes.get("sample_size") else 0)
+    x = torch.randn(2, 4, side, side, generator=torch.Generator().manual_seed(0))
+    timestep, given = torch.tensor([3.25, 987.5]), conditions_of(network, 2)
+    expected = call(network, x, timestep, given)
+    found = ldm.forward(ldm_unet(network), network.config)(x, timestep, given)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5 * expected.abs().max().item())
+
+
+def test_a_table_of_names_that_is_wrong_fails_the_check(
+    hddm: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_file(ldm_file(text_unet()), tmp_path / "sd.safetensors")
+    true = ldm._name
+
+    def swapped(name: str, *others: Any) -> str:
+        found = true(name, *others)
+        for one, two in (("0", "2"), ("2", "0")):
+            if found.startswith(f"middle_block.{one}."):
+                return f"middle_block.{two}." + found[len("middle_block.0.") :]
+        return found
+
+    monkeypatch.setattr(ldm, "_name", swapped)
+    error = refused(hddm, tmp_path / "sd.safetensors", *EPSILON, *SIDE, *HEADS)
+    assert "is not the source's" in error
+    assert "nothing was written" in error
+
+
+def test_heads_that_no_tensor_tells_are_asked_for(hddm: Command, tmp_path: Path) -> None:
+    network = text_unet(attention_head_dim=4)
+    save_file(ldm_file(network), tmp_path / "sd.safetensors")
+    error = refused(hddm, tmp_path / "sd.safetensors", *EPSILON, *SIDE)
+    assert "--num-heads, the same number at every level" in error
+    assert "--num-heads 5" in refused(hddm, tmp_path / "sd.safetensors", *EPSILON, "--num-heads", 5)
+    converted(hddm, tmp_path / "sd.safetensors", tmp_path / "expert", *EPSILON, *SIDE, "--num-heads", 4)
+    check_velocity(tmp_path / "expert", network, DDPMScheduler(**SD_BETAS).betas)
+
+
+def test_heads_are_known_of_published_networks_alone() -> None:
+    sd = [320, 640, 1280, 1280]
+    for widths, context, is_linear, heads in (
+        (sd, 768, False, 8),
+        (sd, 1024, True, [5, 10, 20, 20]),
+        (sd[:3], 2048, True, [5, 10, 20]),
+    ):
+        assert ldm.unet_heads(widths, context, is_linear, None, "a") == heads
+    for widths, context, is_linear in ((sd, 1024, False), (sd, 1280, False), ([384, 768, 1536], 1280, True)):
+        with pytest.raises(UnstatedHeads):
+            ldm.unet_heads(widths, context, is_linear, None, "a")
+
+
+def test_a_side_that_is_assumed_is_said(hddm: Command, tmp_path: Path) -> None:
+    save_file(ldm_file(text_unet()), tmp_path / "sd.safetensors")
+    options = (tmp_path / "sd.safetensors", tmp_path / "expert", *EPSILON, *HEADS, "--dry-run")
+    said = "samples of side 64 are assumed; --sample-size says otherwise"
+    assert said in converted(hddm, *options)
+    assert said not in converted(hddm, *options, *SIDE)
+
+
+@pytest.mark.parametrize("is_rescaled", [False, True])
+def test_a_marker_of_zero_terminal_snr_is_followed(hddm: Command, tmp_path: Path, is_rescaled: bool) -> None:
+    network = text_unet(attention_head_dim=8)
+    betas = DDPMScheduler(**SD_BETAS, rescale_betas_zero_snr=True).betas
+    content = ldm_file(network) | {"ztsnr": torch.zeros(0), "v_pred": torch.zeros(0)}
+    if is_rescaled:
+        content["betas"] = betas
+    save_file(content, tmp_path / "sd.safetensors")
+    text = converted(hddm, tmp_path / "sd.safetensors", tmp_path / "expert", *SIDE, *HEADS)
+    assert ("rescaled to no signal" in text) != is_rescaled
+    assert "a --schedule has to say rescale_betas_zero_snr" in text
+    facts = facts_of(tmp_path / "expert")
+    assert facts["prediction_type"] == "v_prediction"
+    torch.testing.assert_close(torch.tensor(facts["schedule"]["betas"]), betas, rtol=0, atol=1e-5)
+    assert facts["schedule"]["betas"][-1] == 1

@@ -7,8 +7,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from hddm.networks.folders import WEIGHTS, unread_network
-from hddm.networks.identity import size_config
 from hddm.networks.transformers import ExpertTransformer, RouterTransformer
+from hddm.training.settings import size_config
 from hddm.utils.errors import HddmError
 from tests.artefacts import edit_json
 

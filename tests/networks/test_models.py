@@ -12,9 +12,9 @@ from torch.nn import functional as F
 
 from hddm.checkpoints.convert import write
 from hddm.checkpoints.plan import Conversion, plan
-from hddm.networks.identity import size_config
 from hddm.networks.layers import PatchEmbedding, TimeEmbedding, add_gated, attend, modulate, sinusoid
 from hddm.networks.transformers import ExpertTransformer, RouterTransformer
+from hddm.training.settings import size_config
 from hddm.utils.errors import HddmError
 from tests.checkpoint_files import dit, pipeline
 

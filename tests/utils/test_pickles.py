@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from hddm.utils.pickles import read_pickle
-from tests.hostile import ZIP_OR_LEGACY, Calls, address_space, grown_by, refusal, save, zipped
+from tests.artefacts import refusal
+from tests.hostile import ZIP_OR_LEGACY, Calls, address_space, grown_by, save, zipped
 
 
 def _refusal(path: Path, allow_pickle: bool = True) -> str:
