@@ -1,4 +1,4 @@
-"""A check of every image before a training: damaged files, sizes, modes, labels, equal images, splits."""
+"""Check of every image before training: damage, sizes, modes, labels, equal images, splits."""
 
 import hashlib
 from collections import Counter
@@ -48,10 +48,10 @@ class BadImage(Record):
 class PartReport(Record):
     """Counts of one shard, or of one source of images.
 
-    ``sizes`` are upright ("width×height") and, like ``formats`` and ``modes``, the most frequent first, of
-    images that are not bad. ``transparent`` images lose their alpha channel, ``turned`` ones are turned
-    upright, of ``animated`` ones the first frame is taken. ``classes`` counts the images of each class.
-    ``captions`` are None where there are none, ``empty_captions`` those without a letter.
+    ``formats``, ``modes`` and ``sizes`` (upright "width×height") count images that are not bad, the most
+    frequent first. ``transparent`` images lose their alpha channel, ``turned`` ones are rotated upright,
+    ``animated`` ones keep their first frame. ``captions`` is None for data without captions;
+    ``empty_captions`` hold no text.
     """
 
     name: str
@@ -71,9 +71,10 @@ class PartReport(Record):
 class DataReport(Record):
     """Findings of a check.
 
-    Images of equal pixels are groups, each in one list: ``across_split`` where they lie on several sides of
-    ``split``, so that what judges a model was trained on; else ``duplicates`` within a part, ``shared``
-    in several. ``split`` names the sides: folders as ``train`` and ``test``, or those of a partition.
+    Each group of images with equal pixels is in one list: ``across_split`` if it spans several sides of
+    ``split`` (a model would be evaluated on images it was trained on), else ``shared`` if it spans several
+    parts, else ``duplicates``. ``split`` names the sides: folders such as ``train`` and ``test``, or those of
+    a partition.
     """
 
     path: str
@@ -95,7 +96,7 @@ class DataReport(Record):
         return [bad for part in self.parts for bad in part.bad]
 
     def lines(self) -> list[str]:
-        """The report for a reader, with each bad or repeated file by name."""
+        """Text of the report, which names each bad or repeated file."""
         lines = [line for part in self.parts for line in _lines(part, self.split)]
         sizes = {size for part in self.parts for size in part.sizes}
         if len(sizes) > 1:
@@ -154,17 +155,15 @@ def _range(counts: Sequence[int]) -> str:
 
 
 _AHEAD = 32
-"""Images that are in memory at a time."""
+"""Images held in memory at a time."""
 
 
 def check_data(path: Path, caption_column: str | None = None, label_column: str | None = None) -> DataReport:
     """Read and decode every image, with a few in memory at a time.
 
-    ``path`` is any source of images, whose columns are chosen as by `hddm.data.sources.open_source`, a shard,
-    or a partition, whose held-out images are parts of their own.
-
-    Raises:
-        HddmError: for a path that is none of these, or whose lists cannot be read; bad images are reported.
+    ``path`` is a source of images as in `hddm.data.sources.open_source`, a shard, or a partition, whose
+    held-out images are separate parts. Raises `HddmError` for any other path and for unreadable lists; bad
+    images are reported.
     """
     kind: Literal["images", "shard", "partition"] = "images"
     split: Sequence[str] = ()
@@ -215,7 +214,7 @@ def check_data(path: Path, caption_column: str | None = None, label_column: str 
 
 
 def _look(source: ImageSource, i: int) -> tuple[bytes | None, Header | BadImage]:
-    """Digest of an image's pixels, or of its file, or None if unreadable; its header, or why it is bad."""
+    """Digest of the pixels, else of the file, None if unreadable; and the header, or why the image is bad."""
     file = source.files[i]
     name, digest = source.root / file, None
     try:
@@ -262,9 +261,9 @@ _OTHERS = frozenset(
 
 
 def split_of(files: Sequence[str]) -> tuple[str, ...]:
-    """The folders at the top of ``files`` that are sides of a split, as ``train`` and ``test``, sorted.
+    """Sorted top folders of ``files`` that are sides of a split, such as ``train`` and ``test``.
 
-    None unless there are images to train on and others, which a class of that name would not bring.
+    Empty unless both training images and others are found, since one such name alone may be a class.
     """
     folders = {name.split("/")[0] for name in files if "/" in name}
     sides = [{name for name in folders if name.lower() in kind} for kind in (_TRAINING, _OTHERS)]
@@ -272,7 +271,7 @@ def split_of(files: Sequence[str]) -> tuple[str, ...]:
 
 
 def equal_groups(digests: NDArray[np.uint8]) -> list[list[int]]:
-    """Rows of ``digests`` (N, 32) that are equal to another, in groups; all in ascending order."""
+    """Groups of equal rows of ``digests`` (N, 32), in ascending order."""
     _, number, counts = np.unique(digests, axis=0, return_inverse=True, return_counts=True)
     order = np.argsort(number.reshape(-1), kind="stable")
     groups = np.split(order, np.cumsum(counts)[:-1])

@@ -1,11 +1,9 @@
-"""Balanced hierarchical k-means: many fine clusters, then few coarse ones made of them.
+"""Balanced hierarchical k-means: many fine clusters, merged into few coarse ones.
 
-Plain k-means leaves one cluster that takes everything else, and its expert then sees too little of the rest.
-So both levels assign points under a capacity. Features and centres lie on the unit sphere, where distance is
-cosine distance. The two levels are those of MoDE (arXiv:2404.16030), which DDM (arXiv:2501.05450) uses; as
-there, centres are found on random mini-batches, and all points are assigned once, at the end.
-
-`propose` finds a number of shards: where clusters are tightest for their distance.
+Plain k-means can leave one cluster with most points, so that the other experts see too little data. Both
+levels therefore assign points under a capacity. Features and centres are unit vectors, compared by cosine
+distance. The two levels follow MoDE (arXiv:2404.16030), used by DDM (arXiv:2501.05450): centres are found on
+random mini-batches, and all points are assigned once, at the end.
 """
 
 import math
@@ -27,16 +25,17 @@ Indices = NDArray[np.int64]
 _TEMPERATURE = 0.02
 _ROUNDS = 30
 _ROUNDING = 1e-12
-"""Gains below this are rounding errors of cosines; taking them could turn in circles."""
+"""Gains below this are rounding errors of cosines; accepting them could loop forever."""
 
 
 def transport(values: Array) -> Indices:
-    """Clusters (n,) that maximise Σ_i values[i, cluster_i] where each of k clusters gets n/k points, exactly.
+    """Clusters (n,) that maximise Σ_i values[i, cluster_i] with exactly n/k points in each of k clusters.
 
     ``values`` (n, k) are finite and of the size of cosines; n is a multiple of k. Prices of clusters give a
-    first assignment, the best one for its sizes. Points then move along the cheapest chains from clusters
-    with too many to those with too few, which keeps it so. Source: successive shortest paths, in Ahuja,
-    Magnanti and Orlin, "Network Flows" (1993), chapter 9; far faster here than the Hungarian method.
+    first assignment, optimal for its cluster sizes. Points then move along the cheapest chains from clusters
+    with too many points to those with too few, which preserves optimality. Source: successive shortest paths,
+    in Ahuja, Magnanti and Orlin, "Network Flows" (1993), chapter 9; far faster here than the Hungarian
+    method.
     """
     values = values - _prices(values)
     each = values.shape[0] // values.shape[1]
@@ -58,7 +57,7 @@ def transport(values: Array) -> Indices:
 
 
 def _prices(values: Array) -> Array:
-    """Prices (k,) at which clusters are asked for about alike, by Sinkhorn's iteration on soft wishes."""
+    """Prices (k,) that make clusters about equally wanted, by Sinkhorn's iteration on soft assignments."""
     num, k = values.shape
     wishes = np.exp((values - values.max(1, keepdims=True)) / _TEMPERATURE)
     scale = np.ones(k)
@@ -69,7 +68,7 @@ def _prices(values: Array) -> Array:
 
 
 def _update(cluster: int, values: Array, chosen: Indices, loss: Array, mover: Indices) -> None:
-    """Least cost of moving a point of ``cluster`` to each other one, and that point."""
+    """Compute the least cost of moving a point of ``cluster`` to each other cluster, and that point."""
     members = np.flatnonzero(chosen == cluster)
     loss[cluster] = np.inf
     if len(members):
@@ -80,7 +79,7 @@ def _update(cluster: int, values: Array, chosen: Indices, loss: Array, mover: In
 
 
 def _cheapest_chain(loss: Array, full: NDArray[np.bool_], short: NDArray[np.bool_]) -> list[int]:
-    """Clusters from a full one to a short one, by Bellman and Ford."""
+    """Cheapest chain of clusters from a full one to a short one, by Bellman and Ford."""
     distance = np.where(full, 0.0, np.inf)
     before = np.full(len(distance), -1)
     for _ in range(len(distance)):
@@ -99,9 +98,9 @@ def _cheapest_chain(loss: Array, full: NDArray[np.bool_], short: NDArray[np.bool
 
 
 SHARE = 0.05
-"""Of all points that a pass looks at, as in MoDE."""
+"""Share of all points in one pass, as in MoDE."""
 BATCH = 4096
-"""Points that a pass looks at, at least: with fewer than this each pass takes all of them."""
+"""Fewest points in one pass; with fewer in total, each pass takes all."""
 _MANY = 128
 """Clusters up to which chains between them are faster than the Hungarian method."""
 _TAIL = 256
@@ -111,7 +110,7 @@ START = 16384
 
 
 class Points(Protocol):
-    """Rows (N, d), in memory or on disk; an array is one."""
+    """Rows (N, d), in memory or on disk, such as an array."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -120,12 +119,12 @@ class Points(Protocol):
     def __len__(self) -> int: ...
 
     def __getitem__(self, rows: Indices, /) -> NDArray[np.floating]:
-        """Rows (n, d) by number (n,)."""
+        """Rows (n, d) at indices (n,)."""
 
 
 @dataclass(frozen=True)
 class Hierarchy:
-    """Coarse cluster of every point (N,), with the fine centres (m, d) and their coarse cluster (m,)."""
+    """Coarse cluster of every point (N,), fine centres (m, d), and their coarse clusters (m,)."""
 
     assignment: Indices
     fine_centres: Array
@@ -137,10 +136,7 @@ def cluster(features: Points, coarse: int, fine: int, seed: int = 0) -> Hierarch
 
     A coarse cluster has ⌊fine/coarse⌋ or one more fine cluster, and a fine cluster ⌊N/fine⌋ or one more
     point. So with ``fine`` a multiple of ``coarse``, sizes differ by at most fine/coarse points. Only
-    mini-batches are read at once. ``seed`` is that of `balanced_kmeans`.
-
-    Raises:
-        HddmError: unless 1 ≤ ``coarse`` ≤ ``fine`` ≤ N.
+    mini-batches are read at once. Raises `HddmError` unless 1 ≤ ``coarse`` ≤ ``fine`` ≤ N.
     """
     if not 1 <= coarse <= fine <= len(features):
         raise HddmError(
@@ -153,7 +149,7 @@ def cluster(features: Points, coarse: int, fine: int, seed: int = 0) -> Hierarch
 
 
 def normalise(features: NDArray[np.floating]) -> Array:
-    """Rows scaled to unit length, in float64; a row of zeros stays."""
+    """Rows scaled to unit length, in float64; zero rows stay zero."""
     rows = np.asarray(features, dtype=np.float64)
     lengths = np.linalg.norm(rows, axis=1, keepdims=True)
     return rows / np.where(lengths > 0, lengths, 1)
@@ -174,21 +170,13 @@ def balanced_kmeans(
 
         s_j ← (1 - p) s_j + Σ x_i over the points i of the mini-batch that are assigned to j,
 
-    so that a point weighs e times less after N more have been seen. At p = 1 this is Lloyd's algorithm, which
-    stops when nothing moves. At last all points are assigned to the centres.
+    so a point's weight falls by a factor e for every N further points. At p = 1 this is Lloyd's algorithm,
+    which stops when nothing moves.
 
-    Points are assigned in random chunks of about ``chunk`` (at least 4 k), each by an optimal assignment in
-    which every cluster gets its equal part, so that the cost grows linearly with N. Memory holds ``batch``
-    points or `SHARE` of them, and a few numbers for each point.
-
-    Args:
-        points: one row a point; rows are normalised here.
-        k: number of clusters, 1 ≤ k ≤ N.
-        seed: of the initial centres and of the order in which points are taken.
-        iterations: passes at most.
-        chunk: points that are assigned at once.
-        batch: points of a pass, at least.
-        start: points among which the initial centres are chosen, at least 4 k.
+    Points are assigned in random chunks of about ``chunk`` (at least 4 k), each optimally with equal counts
+    per cluster, so the cost grows linearly with N. Memory holds ``batch`` points or `SHARE` of them, and a
+    few numbers per point. Rows are normalised here. ``iterations`` is the most passes, ``batch`` the fewest
+    points of a pass, and initial centres are chosen among ``start`` points, at least 4 k.
     """
     num = len(points)
     draws = np.random.default_rng(seed)
@@ -234,7 +222,7 @@ def _lloyd(
 
 
 def _batches(num: int, size: int, draws: np.random.Generator) -> Iterator[Indices]:
-    """Slices of random orders, so that no point is seen again before nearly all have been."""
+    """Slices of random orders, so that no point repeats before nearly all were used."""
     while True:
         order = draws.permutation(num)
         for start in range(0, num - size + 1, size):
@@ -242,7 +230,7 @@ def _batches(num: int, size: int, draws: np.random.Generator) -> Iterator[Indice
 
 
 def _chunks(order: Indices, k: int, size: int) -> Iterator[Indices]:
-    """Parts of ``size`` rows at most, all but the last a multiple of k: so clusters differ by one at most."""
+    """Parts of at most ``size`` rows, all but the last a multiple of k, so sizes differ by at most 1."""
     spare = len(order) % k
     tail = min(len(order), spare + k * -(-_TAIL // k)) if spare else 0
     units = (len(order) - tail) // k
@@ -255,14 +243,14 @@ def _chunks(order: Indices, k: int, size: int) -> Iterator[Indices]:
 
 
 def _assign(points: Array, centres: Array) -> Indices:
-    """The best cluster (n,) of each point where every cluster gets ⌊n/k⌋ of them or one more."""
+    """Best cluster (n,) of each point if every cluster gets ⌊n/k⌋ points or one more."""
     k = len(centres)
     each, rest = divmod(len(points), k)
     if not rest and k <= _MANY:
         return transport(points @ centres.T)
     places = np.concatenate([np.repeat(np.arange(k), each), np.arange(k if rest else 0)])
     cost = -(points @ centres.T)[:, places]
-    # A step from a spare place into one that must be filled loses at most 2, the range of a cosine.
+    # Moving a point from a spare place to a required one loses at most 2, the range of a cosine.
     cost[:, : k * each] -= 4
     _, taken = linear_sum_assignment(cost)
     chosen: Indices = places[taken]
@@ -281,13 +269,12 @@ def propose(points: Points, least: float, seed: int = 0) -> dict[int, float]:
     """Mean simplified silhouettes, to four digits, for 2, 3, … up to `LARGEST` clusters.
 
     The silhouette of a point is (b - a) / max(a, b), with a its cosine distance to the centre of its own
-    cluster and b that to the nearest other; 1 where clusters are points, 0 or less where they are arbitrary.
-    Fine clusters are made once; coarse ones of them for each number, from `STARTS` starts, of which the one
-    with the nearest centres counts. Source: Vendramin, Campello and Hruschka, "Relative clustering validity
-    criteria" (2010), which measures distances to centres in place of those to all points.
+    cluster and b to the nearest other: 1 for clusters that are points, 0 or less for arbitrary ones. Fine
+    clusters are made once and merged for each number of clusters from `STARTS` starts; the start with the
+    nearest centres counts. Source: Vendramin, Campello and Hruschka, "Relative clustering validity criteria"
+    (2010), which measures distances to centres instead of all points.
 
-    Raises:
-        HddmError: where N allows no two clusters of ``least`` points on average.
+    Raises `HddmError` if N allows no two clusters of ``least`` points on average.
     """
     num = len(points)
     most = min(LARGEST, math.floor(num / least + 1e-9))

@@ -1,4 +1,4 @@
-"""Encoding of shards of images, once, to pixels of one size, VAE latents and text tokens."""
+"""One-time encoding of image shards to pixels of one size, VAE latents and text tokens."""
 
 import shutil
 import warnings
@@ -37,9 +37,9 @@ from hddm.utils.files import sha256_of, write_json, writing
 from hddm.utils.tensors import Planned, write_safetensors
 
 FILE_BYTES = 64 * 2**20
-"""Bytes of a file of data: what is held in memory, and what a killed encoding does again."""
+"""Bytes of a data file: held in memory, and encoded again after a kill."""
 _AHEAD = 2
-"""Batches that are read while the networks are at one."""
+"""Batches read ahead while the networks encode one."""
 _BESIDE = (PARTITION_FILE, "clusters.safetensors")
 
 
@@ -50,18 +50,15 @@ def encode_shards(
     on_images: Callable[[int], None] = lambda number: None,
     file_bytes: int = FILE_BYTES,
 ) -> list[EncodedManifest]:
-    """Encode the plan's shards to ``out``, which is there in full at the end or not at all.
+    """Encode the plan's shards to ``out``, which appears complete or not at all; returns their manifests.
 
-    A killed run continues at its first incomplete data file, to the same bytes as without the kill; where
-    batch size, device or torch are others by then, latents and tokens of the files that were left differ by
-    rounding, and the manifest names both in ``computed``. The record of a partition is carried over.
+    A killed run continues at its first incomplete data file, to the same bytes as without the kill. If batch
+    size, device or torch have changed since, latents and tokens of the remaining files differ by rounding,
+    and the manifest names both settings in ``computed``. The record of a partition is copied.
 
-    ``overwrite``: replace ``out``, and what is left of an encoding with other options. ``on_images`` is
-    called with the number of images that are done. A data file, and what is held in memory, has about
-    ``file_bytes``. Returns the manifests, in the plan's order.
-
-    Raises:
-        HddmError: for more bad images than allowed, latents that the dtype does not hold, a full disk.
+    ``overwrite`` replaces ``out`` and any draft of an encoding with other options. ``on_images`` is called
+    with the number of images done. A data file, and the memory it takes, has about ``file_bytes``. Raises
+    `HddmError` for more bad images than allowed, latents outside the dtype's range, and a full disk.
     """
     rows = max(1, file_bytes // plan.row_bytes)
     identity = {**plan.identity(), "rows_of_a_file": rows}
@@ -87,7 +84,7 @@ def encode_shards(
 
 @dataclass
 class _Run:
-    """An encoding as it goes; ``bad`` has a line for each image that was skipped so far."""
+    """State of an encoding; ``bad`` has a line for each skipped image."""
 
     plan: EncodingPlan
     draft: Draft
@@ -97,7 +94,7 @@ class _Run:
     bad: list[str] = field(default_factory=list)
 
     def encode(self, shard: ShardToEncode) -> EncodedManifest:
-        """Write the folder of one shard to the draft."""
+        """Write one shard's folder to the draft."""
         total, files = len(shard.manifest.images), []
         for number, start in enumerate(range(0, total, self.rows)):
             name = (Path(shard.place) / f"data-{number:05d}.safetensors").as_posix()
@@ -143,13 +140,13 @@ class _Run:
         )
 
     def _count(self, shard: ShardToEncode, skipped: Sequence[Skipped]) -> None:
-        """Add to the bad images; refuse more than are allowed."""
+        """Add to the bad images; refuse more than allowed."""
         self.bad += [f"{shard.folder / one.file}: {one.reason}" for one in skipped]
         if len(self.bad) > self.plan.settings.max_bad:
             raise too_many_bad(self.plan.source, self.bad, self.plan.settings.max_bad)
 
     def _finish(self, shard: ShardToEncode, files: list[Done]) -> EncodedManifest:
-        """Write what is beside the data: list of images, tokens of the empty prompt, manifest."""
+        """Write the list of images, the tokens of the empty prompt, and the manifest."""
         plan, source, folder = self.plan, shard.manifest, self.draft.folder / shard.place
         write_entries(folder / IMAGES, source.images)
         computed, null = [done.computed for done in files], None
@@ -177,12 +174,12 @@ class _Run:
 
 
 def _read(plan: EncodingPlan, shard: ShardToEncode, index: int) -> Tensor | Skipped:
-    """One image, or why there is none; one of another size than the rest is refused."""
+    """Read one image, or say why it is skipped; refuse one whose size differs from the rest."""
     file = shard.manifest.images[index].file
     try:
         image = plan.read_image(shard, index)
     except HddmError as error:
-        # Whoever is given the shard should not read where it lay.
+        # A shard given away should not reveal where it was stored.
         return Skipped(file=file, reason=error.message.removeprefix(f"{shard.folder / file}: "))
     if tuple(image.shape[1:]) != plan.size:
         height, width = image.shape[1:]
@@ -194,7 +191,7 @@ def _read(plan: EncodingPlan, shard: ShardToEncode, index: int) -> Tensor | Skip
 
 
 def _encoded(plan: EncodingPlan, pixels: Tensor, entries: Sequence[ImageEntry]) -> dict[str, Tensor]:
-    """Rows (n, …) of every tensor of the plan, for ``pixels`` (n, C, H, W) in uint8 and their entries."""
+    """Rows (n, …) of every tensor for ``pixels`` (n, C, H, W) in uint8 and their entries."""
     rows: dict[str, Tensor] = {}
     if plan.vae is None:
         rows[PIXELS] = pixels
@@ -212,7 +209,7 @@ def _encoded(plan: EncodingPlan, pixels: Tensor, entries: Sequence[ImageEntry]) 
 
 
 def _narrowed(plan: EncodingPlan, name: str, values: Tensor, entries: Sequence[ImageEntry]) -> Tensor:
-    """``values`` on the CPU in the dtype that stores them; those that it does not hold are refused."""
+    """``values`` on the CPU in the dtype on disk; values outside its range are refused."""
     dtype = plan.layout[name][1]
     stored = values.cpu().to(dtype)
     if not stored.isfinite().all():
@@ -226,7 +223,7 @@ def _narrowed(plan: EncodingPlan, name: str, values: Tensor, entries: Sequence[I
 
 
 def _cut_captions(plan: EncodingPlan, entries: Sequence[ImageEntry]) -> list[str]:
-    """The images whose captions have more tokens than the text encoder takes."""
+    """Images whose captions have more tokens than the text encoder takes."""
     if plan.text is None or plan.text_record is None:
         return []
     captions = [str(entry.caption) for entry in entries]

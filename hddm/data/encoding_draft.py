@@ -34,7 +34,7 @@ _IDENTITY, _LOCK = "draft.json", "lock"
 
 
 class Done(Record):
-    """A data file, the images without a row in it, those with cut captions, and how networks ran, if any."""
+    """A data file, the images skipped in it, those with cut captions, and how networks ran, if any."""
 
     facts: FileRecord
     skipped: tuple[Skipped, ...] = ()
@@ -44,7 +44,7 @@ class Done(Record):
 
 @dataclass(frozen=True)
 class Draft:
-    """``root`` as above; every file in ``folder`` that `done` gives was written to its end."""
+    """``root`` as above; every file in ``folder`` that `done` returns is complete."""
 
     root: Path
 
@@ -54,7 +54,7 @@ class Draft:
         return self.root / "whole"
 
     def done(self, name: str) -> Done | None:
-        """The record of ``folder/name``; None where the file is not whole, as after a power failure."""
+        """Record of ``folder/name``; None if the file is incomplete, as after a power failure."""
         try:
             done = Done.model_validate(read_json(self._record(name)))
             return done if sha256_of(self.folder / name) == done.facts.sha256 else None
@@ -62,7 +62,7 @@ class Draft:
             return None
 
     def add(self, name: str, write: Callable[[Path], None], rows: int, **known: Any) -> Done:
-        """Make the file ``folder/name`` by ``write``, and record it; a failure leaves neither."""
+        """Write the file ``folder/name`` with ``write`` and record it; a failure leaves neither."""
         path, record = self.folder / name, self._record(name)
         for folder in (path.parent, record.parent):
             folder.mkdir(parents=True, exist_ok=True)
@@ -80,14 +80,12 @@ class Draft:
 def open_draft(
     target: Path, record: str, identity: dict[str, Any], overwrite: bool = False
 ) -> Iterator[Draft]:
-    """The draft of ``target``, which takes its place when the block ends.
+    """Open the draft of ``target``, which becomes ``target`` when the block ends.
 
-    A block that fails, or a process that is killed, leaves it for a later run, if a data file is complete.
-    ``record`` is the JSON file that marks the target's kind, ``identity`` the plain values that decide what
-    is written. ``overwrite``: replace ``target``, and discard a draft of another identity.
-
-    Raises:
-        HddmError: as `check_absent`; where another process is at it; for a draft of another identity.
+    After a failure or a kill the draft stays for a later run if it has a complete data file. ``record`` is
+    the JSON file that marks the target's kind; ``identity`` holds the plain values that decide the content.
+    ``overwrite`` replaces ``target`` and discards a draft of another identity. Raises `HddmError` as
+    `check_absent`, if another process is writing, and for a draft of another identity.
     """
     check_absent(target, record, overwrite)
     root = target.parent / f".{target.name}.encoding"
@@ -102,7 +100,7 @@ def open_draft(
             _take_up(root, target, json.loads(json.dumps(identity)), overwrite)
             draft = Draft(root)
             draft.folder.mkdir(exist_ok=True)
-            # What a killed process had begun would be part of the output.
+            # Partial files of a killed process would end up in the output.
             for left in root.rglob(".*.part-*"):
                 left.unlink()
             yield draft
@@ -116,7 +114,7 @@ def open_draft(
 
 
 def _discard(root: Path) -> None:
-    """Remove a draft, its lock last: what the next holder makes here must not go with it."""
+    """Remove a draft, its lock last, since the next holder of the lock may already write here."""
     for path in root.iterdir():
         if path.is_dir():
             shutil.rmtree(path, ignore_errors=True)
@@ -128,7 +126,7 @@ def _discard(root: Path) -> None:
 
 
 def _take_up(root: Path, target: Path, identity: dict[str, Any], overwrite: bool) -> None:
-    """Continue the draft in ``root`` if it is of ``identity``, or begin it."""
+    """Continue the draft in ``root`` if it has this ``identity``, else begin it."""
     path = root / _IDENTITY
     found = read_json(path) if path.is_file() else None
     if found == identity:

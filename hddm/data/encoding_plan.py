@@ -1,4 +1,4 @@
-"""The plan of an encoding, checked before the first image is encoded: shards, options and networks."""
+"""Plan of an encoding (shards, options, networks), checked before the first image is encoded."""
 
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -45,9 +45,9 @@ _CROP_STREAM = 1
 class EncodingSettings(Record):
     """Options of an encoding; see `hddm.data.shard_records.EncodingRecord`.
 
-    ``resolution`` None takes images as they are. ``random_flip``: latents of the mirrored images too.
-    ``dtype`` is what latents and tokens are stored in; networks run in float32. At most ``max_bad`` images
-    are skipped, of all shards.
+    Without ``resolution`` images keep their size. ``random_flip`` also encodes mirrored images. ``dtype`` is
+    that of stored latents and tokens; networks run in float32. ``max_bad`` limits the skipped images of all
+    shards.
     """
 
     resolution: int | None = Field(default=None, ge=1)
@@ -63,7 +63,7 @@ class EncodingSettings(Record):
 
 @dataclass(frozen=True)
 class ShardToEncode:
-    """A shard of images: its folder, its place below the output's folder ("" for the output itself)."""
+    """A shard of images: its folder, and its place below the output folder ("" for the output itself)."""
 
     folder: Path
     place: str
@@ -72,9 +72,9 @@ class ShardToEncode:
 
 @dataclass(frozen=True)
 class EncodingPlan:
-    """Shards to encode, networks to encode them with, and what a row will be.
+    """Shards to encode, networks, and layout of a row.
 
-    Images are given to the VAE, or stored, with ``channels`` and ``size`` (H, W).
+    ``channels`` and ``size`` (H, W) are those of images as stored or passed to the VAE.
     """
 
     source: Path
@@ -90,7 +90,7 @@ class EncodingPlan:
 
     @property
     def record(self) -> str:
-        """The JSON file that marks the output's kind."""
+        """Name of the JSON file that marks the output's kind."""
         return MANIFEST if self.shards[0].place == "" else PARTITION_FILE
 
     @property
@@ -110,14 +110,14 @@ class EncodingPlan:
 
     @property
     def computed(self) -> Computed | None:
-        """How networks run, None without any."""
+        """Device and batches of the networks, None without networks."""
         if self.vae is None and self.text is None:
             return None
         one = self.settings
         return Computed(device=one.device, batch_size=one.batch_size, torch=str(torch.__version__))
 
     def identity(self) -> dict[str, Any]:
-        """Plain values that decide what is written, but for rounding: batches may become smaller."""
+        """Plain values that decide the content, apart from rounding: batches may become smaller."""
         return {
             "shards": {shard.place: shard.manifest.hash for shard in self.shards},
             "encoding": self.encoding.model_dump(mode="json"),
@@ -126,12 +126,10 @@ class EncodingPlan:
         }
 
     def read_image(self, shard: ShardToEncode, index: int) -> Tensor:
-        """Pixels (`channels`, H, W) in uint8 of an image; gray is repeated for colour.
+        """Pixels (`channels`, H, W) of an image in uint8; gray is repeated to RGB.
 
-        Its random crop depends on the seed and ``index`` alone.
-
-        Raises:
-            HddmError: as `read_content`, `open_image` and `fit_image`.
+        Its random crop depends on the seed and ``index`` alone. Raises as `read_content`, `open_image`,
+        `fit_image`.
         """
         one, entry = self.settings, shard.manifest.images[index]
         path = shard.folder / entry.file
@@ -153,11 +151,10 @@ def plan_encoding(
     text_encoder: Path | None = None,
     tokenizer: Path | None = None,
 ) -> EncodingPlan:
-    """Check ``source``, a shard of images or a partition, and the networks' folders, and open the networks.
+    """Check ``source`` (a shard of images or a partition) and the networks' folders; open the networks.
 
-    Raises:
-        HddmError: for options that do not go together, a shard without the captions that a text encoder
-            needs, images of several sizes without a resolution, and a size that the VAE does not take.
+    Raises `HddmError` for conflicting options, captions missing for a text encoder, images of several sizes
+    without a resolution, and a size that the VAE does not take.
     """
     if (text_encoder is None) != (tokenizer is None):
         lacking = "--tokenizer" if tokenizer is None else "--text-encoder"
@@ -177,7 +174,7 @@ def plan_encoding(
     channels, size = _size(source, shards, settings, network is None)
     shape, vae_record = (channels, *size), None
     if vae is not None and network is not None:
-        # Not diffusers' own `to`, which warns of casts that this is none of.
+        # Not diffusers' own `to`, which warns of casts that do not happen here.
         nn.Module.to(network, device)
         channels, shape = _latent_shape(vae, network, size)
         vae_record = vae_facts(vae)
@@ -205,7 +202,7 @@ def plan_encoding(
 
 
 def _shards(source: Path) -> tuple[ShardToEncode, ...]:
-    """The shards in ``source``, those of held-out images at the end."""
+    """Shards in ``source``, those of held-out images last."""
     folders = [source]
     if (source / PARTITION_FILE).is_file():
         folders = [*find_shards(source), *find_held_out(source)]
@@ -221,7 +218,7 @@ def _shards(source: Path) -> tuple[ShardToEncode, ...]:
 def _size(
     source: Path, shards: tuple[ShardToEncode, ...], settings: EncodingSettings, is_pixels: bool
 ) -> tuple[int, tuple[int, int]]:
-    """Channels of all images, and what (H, W) they are brought to."""
+    """Channels of all images, and their size (H, W) after resizing."""
     side = settings.resolution
     if side is not None and not is_pixels:
         return 3, (side, side)
@@ -238,10 +235,7 @@ def _size(
 
 
 def survey(shards: Iterable[tuple[Path, Sequence[ImageEntry]]]) -> tuple[int, set[tuple[int, int]]]:
-    """Channels that all images share, 1 or 3, and their sizes (H, W), by their headers alone.
-
-    Files that are no images are left for whoever reads them.
-    """
+    """Channels shared by all images, 1 or 3, and their sizes (H, W), from headers; skips non-images."""
     paths = [image_path(folder, entry) for folder, entries in shards for entry in entries]
     with ThreadPoolExecutor(THREADS) as pool:
         headers = [header for header in pool.map(_header, paths) if header is not None]

@@ -1,9 +1,9 @@
-"""Features of all images on disk, computed in parts, so that a killed run continues at the next part.
+"""Features of all images on disk, computed in parts, so that a killed run resumes at the next part.
 
 features/
   features.json                  source, extractor and hashes
   part_00000.safetensors         features (n, d) float32, SHA-256 of files and of pixels (n, 32), of 1,024
-                                 images in the order of the source; its header names those that are broken
+                                 images in the order of the source; its header names broken ones
 """
 
 import hashlib
@@ -31,29 +31,29 @@ from hddm.utils.tensors import read_header, read_safetensors
 
 FORMAT = "1.0"
 PART = 1024
-"""Images whose features are written at once."""
+"""Images per part."""
 
 
 class FeatureRecord(Record):
-    """``features.json``: what the features are of, and what made them."""
+    """``features.json``: source of the features, and extractor."""
 
     format: str
     images: int
     source: str
-    """Hash of the images' names and of `hddm.data.sources.base.ImageSource.size` of each."""
+    """Hash of the images' names and `hddm.data.sources.base.ImageSource.size`."""
     features: str
     extractor: str
     """`hddm.data.features.Extractor.identity`."""
     part: int
-    """Images of a part; the last may have fewer."""
+    """Images per part; the last may have fewer."""
 
 
 @dataclass(frozen=True)
 class ImageFeatures:
-    """Features (M, d) of the images that can be read, mapped from disk; ``features[rows]`` are some of them.
+    """Features (M, d) of the readable images, mapped from disk; ``features[rows]`` selects rows.
 
     Row j is image ``rows[j]`` of the source. ``files`` (M, 32) and ``pixels`` (M, 32) are the SHA-256 of its
-    file and of its RGB pixels. ``broken`` says by number why an image cannot be read.
+    file and of its RGB pixels. ``broken`` maps the number of an unreadable image to the reason.
     """
 
     rows: NDArray[np.int64]
@@ -83,15 +83,12 @@ def compute_features(
     replace: bool = False,
     part: int = PART,
 ) -> ImageFeatures:
-    """Features of ``source``, read from ``folder`` as far as they are there and computed there otherwise.
+    """Features of ``source``: parts found in ``folder`` are read, others are computed and written there.
 
-    The parts are the same, bit for bit, wherever a run on the same device was killed before. At most
-    ``max_bad`` images may be broken; they get no features, and are tried again each time. ``replace``:
-    features of other images or of another extractor may go. ``part`` images' features are written at once.
-
-    Raises:
-        HddmError: for a ``folder`` of something else, more than ``max_bad`` broken images, by name, and
-            features that are not finite.
+    Parts are equal bit for bit wherever a run on the same device was killed. At most ``max_bad`` images may
+    be broken; they get no features and are tried again each time. ``replace`` allows removing features of
+    other images or another extractor. A part has ``part`` images. Raises `HddmError` for a ``folder`` of
+    something else, more than ``max_bad`` broken images, by name, and features that are not finite.
     """
     record = FeatureRecord(
         format=FORMAT,
@@ -116,14 +113,14 @@ def compute_features(
                 break
             advance(len(rows))
     if len(broken) > max_bad:
-        # Whoever mends them wants all names at once; features would take far longer than a look.
+        # List all broken images at once, for repair; decoding is far faster than computing features.
         broken |= _find_broken(source, range(rows.stop, len(source)))
         raise too_many_bad(source.root, list(broken.values()), max_bad)
     return _opened(paths, broken)
 
 
 def _claim(folder: Path, record: FeatureRecord, replace: bool) -> None:
-    """Make ``folder`` that of ``record``, unless it is another's."""
+    """Create ``folder`` for ``record``; refuse a folder of another."""
     if (folder / FEATURES_FILE).is_file():
         known = read_record(folder / FEATURES_FILE, FeatureRecord, FORMAT)
         if known == record:
@@ -158,10 +155,10 @@ def _difference(known: FeatureRecord, record: FeatureRecord) -> str:
 
 
 def _forget_mended(source: ImageSource, folder: Path, parts: Sequence[Path]) -> None:
-    """Remove parts with broken images that can be read by now.
+    """Remove parts with broken images that are readable by now.
 
-    Where something was learnt from the images, it was without these, and all goes. The mended parts go last:
-    after a kill they are found again.
+    If the extractor learnt from the images, it did so without these, so all parts are removed. Mended parts
+    go last, so that a run after a kill finds them again.
     """
     mended = [
         path
@@ -176,7 +173,7 @@ def _forget_mended(source: ImageSource, folder: Path, parts: Sequence[Path]) -> 
 
 
 def _broken_in(part: Path) -> dict[int, str]:
-    """Why images of a part cannot be read, by number."""
+    """Broken images of a part: number to reason."""
     note: dict[str, str] = json.loads(read_header(part)[1]["note"])
     return {int(row): reason for row, reason in note.items()}
 
@@ -190,7 +187,7 @@ def _why_broken(source: ImageSource, row: int) -> str | None:
 
 
 def _find_broken(source: ImageSource, rows: range) -> dict[int, str]:
-    """Why images of ``rows`` cannot be read, by number."""
+    """Broken images among ``rows``: number to reason."""
     found: dict[int, str] = {}
     with Progress(len(rows), "look for other bad images") as advance, ThreadPoolExecutor(THREADS) as pool:
         for start in range(rows.start, rows.stop, PART):
@@ -202,7 +199,7 @@ def _find_broken(source: ImageSource, rows: range) -> dict[int, str]:
 
 
 def _write_part(path: Path, source: ImageSource, extractor: Extractor, rows: range) -> dict[int, str]:
-    """Write the part of the images ``rows``; returns why some of them cannot be read, by number."""
+    """Write the part of the images ``rows``; returns the broken ones, number to reason."""
     sound: list[int] = []
     features: list[NDArray[np.float32]] = []
     files, pixels = bytearray(), bytearray()

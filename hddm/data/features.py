@@ -1,6 +1,6 @@
-"""Features of images for clustering: images near each other in them go to one shard.
+"""Image features for clustering: images with similar features go to the same shard.
 
-`PixelPca` serves small plain images; for photographs take a pretrained `VisionModel`, DINOv2 or CLIP.
+`PixelPca` serves small, simple images; for photographs take a pretrained `VisionModel`, DINOv2 or CLIP.
 """
 
 import hashlib
@@ -23,36 +23,32 @@ from hddm.utils.tensors import read_safetensors
 
 PIXELS = "pixels"
 SHORT_NAMES = {"dinov2": "facebook/dinov2-base", "clip": "openai/clip-vit-large-patch14"}
-"""Names on Hugging Face's hub for which a word is enough."""
+"""Short names of models on Hugging Face's hub."""
 
 
 class Extractor(Protocol):
-    """Images → features (n, d) in float32, ``batch`` at once: equal settings give equal bits on a device."""
+    """Images → features (n, d) in float32, ``batch`` at once; equal settings give equal bits on a device."""
 
     name: str
     batch: int
 
     @property
     def identity(self) -> str:
-        """Hash, in 64 hexadecimal digits, of settings and weights; not of the device, which only rounds."""
+        """Hash (64 hexadecimal digits) of settings and weights; the device only affects rounding."""
 
     def prepare(self, source: ImageSource, folder: Path) -> None:
-        """Learn from ``source`` what is needed, kept in ``folder`` for the next time."""
+        """Fit the extractor to ``source``; results are kept in ``folder`` for later runs."""
 
     def __call__(self, images: Sequence[NDArray[np.uint8]]) -> NDArray[np.float32]:
-        """Features (n, d) of images (H, W, 3), of any sizes."""
+        """Features (n, d) of images (H, W, 3) of any size."""
 
 
 def open_feature_extractor(features: str, seed: int = 0) -> Extractor:
-    """The extractor that ``--features`` names; ``seed`` is of the images that `PixelPca` is fitted on.
+    """Open the extractor that ``--features`` names; ``seed`` selects the images that `PixelPca` is fitted on.
 
-    ``features`` are ``pixels``, ``dinov2``, ``clip``, a local folder of a DINOv2 or CLIP vision model, or
-    such a model's name on Hugging Face's hub. Only hub names use the network, and only for files that are not
-    in the cache.
-
-    Raises:
-        HddmError: for anything else, a model of another type, one without safetensors, and a name that is
-            neither in the cache nor to be fetched.
+    ``features`` is ``pixels``, ``dinov2``, ``clip``, a local folder of a DINOv2 or CLIP vision model, or such
+    a model's name on Hugging Face's hub. Only hub names use the network, and only for files not in the cache.
+    Raises `HddmError` for other names or types, a model without safetensors, and a failed download.
     """
     if features == PIXELS:
         return PixelPca(seed=seed)
@@ -63,15 +59,15 @@ SIDE = 32
 """Pixels of the longest side of the small copies."""
 DIMENSIONS = 32
 SAMPLE = 8192
-"""Images, drawn at random, on which the components are fitted: 100 MB of small copies."""
+"""Random images on which the components are fitted: 100 MB of small copies."""
 _BASIS = "pixel_pca.safetensors"
 
 
 class PixelPca:
     """Principal components (n, ≤ `DIMENSIONS`) of RGB pixels in [0, 1].
 
-    All images are first shrunk to one size, whatever their shape: the median height and width of a sample of
-    them, `SIDE` at most. The components are those of the same sample, with the mean taken off.
+    All images are first shrunk to one size, the median height and width of a random sample, at most `SIDE`.
+    The components are fitted on the same sample, with its mean subtracted.
     """
 
     name = "pixel_pca"
@@ -106,13 +102,13 @@ class PixelPca:
     def _fitted(self, source: ImageSource) -> dict[str, np.ndarray]:
         count = min(self._sample, len(source))
         rows = np.sort(np.random.default_rng(self._seed).choice(len(source), count, replace=False))
-        # Each is shrunk when it is read: a sample of photographs in full would take gigabytes.
+        # Each is shrunk when read, since a sample of full photographs would take gigabytes.
         small, sizes = [], []
         for row in rows.tolist():
             try:
                 image = in_colour(decode(source.read(row), source.root / source.files[row]))
             except HddmError:
-                # Extraction comes to every image and counts this one.
+                # Extraction reads every image and will count this one as broken.
                 continue
             sizes.append(image.shape[:2])
             small.append(_shrunk(image, tuple(min(SIDE, side) for side in image.shape[:2])))
@@ -135,7 +131,7 @@ class PixelPca:
 
 
 def _shrunk(image: NDArray[np.uint8], size: tuple[int, ...]) -> NDArray[np.uint8]:
-    """Pixels (*size, 3), each the mean of what it covers."""
+    """Pixels (*size, 3), each the mean of the area that it covers."""
     if image.shape[:2] == size:
         return image
     height, width = size
@@ -148,7 +144,7 @@ MODELS = {
     "clip": "CLIPVisionModelWithProjection",
     "clip_vision_model": "CLIPVisionModelWithProjection",
 }
-"""Classes of transformers by ``model_type``; no code of a model's own is run."""
+"""transformers classes by ``model_type``; no code from a model's repository is run."""
 _PROCESSORS = ("BitImageProcessor", "CLIPImageProcessor")
 _CONFIG, _PROCESSOR = "config.json", "preprocessor_config.json"
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -158,7 +154,7 @@ _PATTERNS = [_CONFIG, _PROCESSOR, _INDEX, "model*.safetensors"]
 class VisionModel:
     """Images → the CLS token after the last norm (DINOv2), or the projected image embedding (CLIP).
 
-    Images are prepared as the model's own image processor says. On a GPU where there is one.
+    Images are prepared by the model's own image processor. Runs on a GPU if there is one.
     """
 
     batch = 32
@@ -176,7 +172,7 @@ class VisionModel:
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
     def prepare(self, source: ImageSource, folder: Path) -> None:
-        """Load the model; nothing is learnt."""
+        """Load the model; nothing is fitted."""
         import transformers
 
         kind = MODELS[read_json(self._folder / _CONFIG)["model_type"]]
@@ -197,7 +193,7 @@ class VisionModel:
             self._processor = getattr(transformers, processor.removesuffix("Fast")).from_pretrained(
                 str(self._folder), local_files_only=True
             )
-        # Spoilt files make transformers raise errors of many kinds.
+        # Damaged files make transformers raise errors of many kinds.
         except Exception as error:
             reason = (str(error) or type(error).__name__).splitlines()[0]
             raise HddmError(
@@ -221,7 +217,7 @@ class VisionModel:
 
 
 def _vision_model(name: str) -> VisionModel:
-    """The model in the folder ``name``, or of that name on Hugging Face's hub."""
+    """Model in the folder ``name``, or of that name on Hugging Face's hub."""
     if Path(name).is_dir():
         folder = Path(name)
     elif name.count("/") == 1 and not name.startswith((".", "/", "~")):
@@ -243,7 +239,7 @@ def _vision_model(name: str) -> VisionModel:
 
 
 def _weight_files(folder: Path) -> list[str]:
-    """Names of the index and the weight files, whether there or not."""
+    """Names of the index and the weight files, which may be absent."""
     if not (folder / _INDEX).is_file():
         return [_WEIGHTS]
     names = read_json(folder / _INDEX).get("weight_map")

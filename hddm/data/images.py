@@ -1,11 +1,9 @@
-"""Images: files decoded to 8-bit pixels, brought to one size, as tensors with labels, and in picture grids.
+"""Images: decoding to 8-bit pixels, resizing, tensors with labels, and picture grids.
 
-A file gives the pixels that it gives to Hugging Face's ``datasets`` and to diffusers' training scripts: EXIF
-orientation is applied; palettes and CMYK become RGB; an alpha channel is dropped, which shows the colours
-below it; colour profiles are ignored; an animation gives its first frame. Gray images stay gray. `fit_image`
-resizes as ``train_text_to_image`` does.
-
-torch is imported where it is needed: ``hddm data check`` decodes without it.
+Pixels equal those of Hugging Face's ``datasets`` and diffusers' training scripts: EXIF orientation is
+applied; palettes and CMYK become RGB; an alpha channel is dropped, which shows the colours below it; colour
+profiles are ignored; an animation gives its first frame. Gray images stay gray. `fit_image` resizes as
+``train_text_to_image`` does. torch is imported lazily, so that ``hddm data check`` runs without it.
 """
 
 import hashlib
@@ -30,7 +28,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 LARGEST_IMAGE = 89_478_485
-"""Pixels of the largest image that is decoded, Pillow's own bound: 256 MiB in RGB."""
+"""Pixels of the largest image that is decoded (Pillow's own limit): 256 MiB in RGB."""
 
 # Other decoders of Pillow run programs (EPS) or have no use here.
 _FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF")
@@ -47,7 +45,7 @@ class OversizedImageError(HddmError):
 
 @dataclass(frozen=True)
 class Header:
-    """Header of an encoded image; width and height are those of the upright image."""
+    """Header of an encoded image; width and height are those after rotation upright."""
 
     format: str
     mode: str
@@ -59,11 +57,7 @@ class Header:
 
 
 def read_header(content: bytes | Path, name: Path) -> Header:
-    """The header of one encoded image, or of a file; no pixel is decoded.
-
-    Raises:
-        HddmError: as `open_image`, for damage that shows so early.
-    """
+    """Header of one encoded image, or of a file, without decoding pixels; raises as `open_image`."""
     with _opened(content, name) as image:
         orientation = image.getexif().get(ExifTags.Base.Orientation, 1)
         width, height = image.size
@@ -73,20 +67,20 @@ def read_header(content: bytes | Path, name: Path) -> Header:
             *((height, width) if orientation in _SIDEWAYS else (width, height)),
             image.has_transparency_data,
             orientation in _TURNED,
-            # A JPEG of two pictures has a preview or a depth map, which nobody takes for a film.
+            # A JPEG of two pictures (MPO) holds a preview or a depth map and is no animation.
             image.format != "MPO" and getattr(image, "is_animated", False),
         )
 
 
 def open_image(content: bytes, name: Path) -> Image.Image:
-    """One encoded image, upright, in mode L or RGB.
+    """Decode one PNG, JPEG, WebP, BMP, GIF or TIFF to an upright image in mode L or RGB.
 
-    ``content`` is a PNG, JPEG, WebP, BMP, GIF or TIFF; ``name`` is for the message. 16-bit gray is divided by
-    257 and rounded, so that 65535 becomes 255; of 16-bit colour Pillow keeps the upper 8 bits.
+    16-bit gray is divided by 257 and rounded, so that 65535 becomes 255; of 16-bit colour Pillow keeps the
+    upper 8 bits. ``name`` is for the message.
 
     Raises:
         OversizedImageError: for more than `LARGEST_IMAGE` pixels, before they are decoded.
-        HddmError: for what is no image or is damaged, and for a mode without 8-bit form.
+        HddmError: for a file that is no image or damaged, and for a mode without 8-bit form.
     """
     with _opened(content, name) as image:
         mode, kind = image.mode, image.format
@@ -94,22 +88,18 @@ def open_image(content: bytes, name: Path) -> Image.Image:
         if mode in _GRAY:
             return upright.convert("L")
         if mode in _COLOUR:
-            # Straight to RGB, a palette with several transparent colours gives a warning.
+            # Converting straight to RGB warns for palettes with several transparent colours.
             return (upright.convert("RGBA") if mode == "P" else upright).convert("RGB")
         # Before its version 11, Pillow opened a PNG of 16 bits in 32.
         if mode in _DEEP or (mode == "I" and kind == "PNG"):
             deep = np.asarray(upright).astype(np.uint32)
-            # Rounded: 257 is odd, so that no value lies halfway.
+            # Rounded; 257 is odd, so no value lies halfway.
             return Image.fromarray(((deep + 128) // 257).astype(np.uint8))
     raise HddmError(f"{name}: mode {mode} has no 8-bit form; convert it to gray or RGB first")
 
 
 def decode(content: bytes, name: Path) -> NDArray[np.uint8]:
-    """Pixels (H, W) or (H, W, 3) of one encoded image.
-
-    Raises:
-        HddmError: as `open_image`.
-    """
+    """Pixels (H, W) or (H, W, 3) of one encoded image; raises as `open_image`."""
     return np.asarray(open_image(content, name))
 
 
@@ -137,7 +127,7 @@ def in_colour(pixels: NDArray[np.uint8]) -> NDArray[np.uint8]:
 
 
 THREADS = 8
-"""That read and decode images; Pillow works outside Python's lock."""
+"""Threads that read and decode images; Pillow releases Python's lock."""
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
@@ -145,7 +135,7 @@ Result = TypeVar("Result")
 def read_ahead(
     pool: ThreadPoolExecutor, read: Callable[[Item], Result], batches: Iterable[Sequence[Item]], ahead: int
 ) -> Iterator[list[Result]]:
-    """Results of ``read`` for every item, by batches, while the next ``ahead`` batches are being read."""
+    """Results of ``read`` for every item, in batches, while the next ``ahead`` batches are being read."""
     waiting: deque[list[Future[Result]]] = deque()
     for batch in batches:
         waiting.append([pool.submit(read, item) for item in batch])
@@ -156,7 +146,7 @@ def read_ahead(
 
 
 def too_many_bad(origin: Path | str, reasons: Sequence[str], max_bad: int) -> HddmError:
-    """The error of more bad images, in ``origin``, than ``max_bad``; ``reasons`` name one each."""
+    """Error for more than ``max_bad`` bad images in ``origin``; ``reasons`` name one each."""
     them = "it" if len(reasons) == 1 else "them"
     return HddmError(
         f"{origin}: {counted(len(reasons), 'image')} cannot be read, and {max_bad} may be; mend or remove "
@@ -183,15 +173,13 @@ def fit_image(
     generator: "torch.Generator | None" = None,
     name: object = "image",
 ) -> Image.Image:
-    """``image``, in mode L or RGB, as a square of ``resolution`` pixels a side.
+    """Resize and crop ``image`` (mode L or RGB) to a square with sides of ``resolution`` pixels.
 
     The shorter side becomes ``resolution``, the longer one floor(resolution × longer / shorter), by Pillow's
-    filter ``interpolation``; then a square is cut from the middle, where an odd pixel goes as in torchvision
-    (half is rounded to even), or at random: uniform, one draw of ``generator`` for rows, then one for
-    columns. An image that has the size already stays as it is. ``name`` is for the message.
-
-    Raises:
-        HddmError: for an image so long that it would have more than `LARGEST_IMAGE` pixels when scaled.
+    filter ``interpolation``. The square is cut from the centre, where an odd pixel goes as in torchvision
+    (half is rounded to even), or at a uniformly random place: one draw of ``generator`` for rows, then one
+    for columns. An image of the right size is unchanged. Raises `HddmError`, with ``name``, for an image so
+    long that it would have more than `LARGEST_IMAGE` pixels when scaled.
     """
     width, height = image.size
     shorter = min(width, height)
@@ -223,10 +211,10 @@ Key = TypeVar("Key")
 def contact_sheet(
     rows: Sequence[Sequence[Key]], read: Callable[[Key], Image.Image], columns: int, cell: int = CELL
 ) -> Image.Image:
-    """One picture of the images that ``read`` gives for the keys in ``rows``; one is in memory at a time.
+    """Grid of the images that ``read`` returns for the keys in ``rows``; one is in memory at a time.
 
-    A row has ``columns`` images at most. Each is scaled to fit a square of ``cell`` pixels: small ones by a
-    whole factor, so that their pixels stay what they are.
+    A row has at most ``columns`` images. Each is scaled to fit a square of ``cell`` pixels, small ones by an
+    integer factor, so that their pixels stay sharp.
     """
     pitch = cell + _GAP
     sheet = Image.new("RGB", (columns * pitch - _GAP, len(rows) * pitch - _GAP), _GRAY_LEVEL)
@@ -256,8 +244,8 @@ def lines_of(keys: Sequence[Key], columns: int) -> list[Sequence[Key]]:
 class ImageSet:
     """Images of one size.
 
-    ``pixels`` (N, C, H, W) in uint8 with C = 1 (all gray) or 3; ``labels`` (N,), None for a folder
-    without classes; ``classes`` their names; ``files`` the paths, relative to ``root``.
+    ``pixels`` (N, C, H, W) are uint8 with C = 1 (all gray) or 3; ``labels`` (N,) are None for a folder
+    without classes; ``files`` are paths relative to ``root``.
     """
 
     root: Path
@@ -271,7 +259,7 @@ class ImageSet:
 
     @property
     def normalised(self) -> "Tensor":
-        """Pixels in [-1, 1], float32: what experts are trained on."""
+        """Pixels in [-1, 1], float32: the training range of experts."""
         return to_unit_range(self.pixels)
 
 
@@ -281,10 +269,9 @@ def to_unit_range(pixels: "Tensor") -> "Tensor":
 
 
 def to_bytes(images: "Tensor") -> "Tensor":
-    """Images (N, C, H, W) in [-1, 1] to bytes, clipped and rounded.
+    """Convert images (N, C, H, W) in [-1, 1] to bytes, clipped and rounded.
 
-    Raises:
-        HddmError: for NaN or Inf, which would become black or white.
+    Raises `HddmError` for NaN or Inf, which would become black or white.
     """
     broken = (~images.isfinite()).reshape(len(images), -1).any(1).nonzero()[:, 0].tolist()
     if broken:
@@ -293,11 +280,7 @@ def to_bytes(images: "Tensor") -> "Tensor":
 
 
 def load_images(root: Path) -> ImageSet:
-    """Read all images of any source that `hddm.data.sources.open_source` opens, in sorted order.
-
-    Raises:
-        HddmError: as `open_source`, `decode` and `stack`.
-    """
+    """Read all images of a source in sorted order; raises as `open_source`, `decode` and `stack`."""
     import torch
 
     source = open_source(root)
@@ -308,10 +291,9 @@ def load_images(root: Path) -> ImageSet:
 
 
 def stack(images: Sequence[np.ndarray], names: Sequence[str], root: Path) -> "Tensor":
-    """Bytes (N, C, H, W): gray where all images are, RGB otherwise.
+    """Bytes (N, C, H, W): gray if all images are, else RGB.
 
-    Raises:
-        HddmError: for images of different sizes, by their ``names`` in ``root``.
+    Raises `HddmError` for images of different sizes, by their ``names`` in ``root``.
     """
     import torch
 
@@ -329,7 +311,7 @@ def stack(images: Sequence[np.ndarray], names: Sequence[str], root: Path) -> "Te
 
 
 def tiled(images: "Tensor", columns: int, scale: int) -> "Tensor":
-    """Images (N, C, H, W) in bytes as one (C, H', W'), ``scale`` times as large, each with a thin border."""
+    """Tile images (N, C, H, W) in bytes to one (C, H', W'), scaled by ``scale``, with thin borders."""
     import torch
 
     big = images.repeat_interleave(scale, 2).repeat_interleave(scale, 3)

@@ -1,8 +1,8 @@
 """Partition of a data set into shards of similar content and nearly equal size, with images held out.
 
-The hash of its pixels decides whether an image is held out. Equal images share one fate, which does not
-depend on the number of shards, the features, or images that were added or removed: images that judge the
-experts of one partition were not trained on in another. The price is that the share is met on average only.
+The hash of its pixels decides whether an image is held out. So equal images are on one side, whatever the
+number of shards, the features, and images added or removed: the held-out images of one partition were not
+trained on in another. In return, the held-out share is exact only on average.
 """
 
 import hashlib
@@ -57,31 +57,29 @@ def partition(
     caption_column: str | None = None,
     label_column: str | None = None,
 ) -> list[Path]:
-    """Divide images into shards of similar content, by their features and balanced hierarchical k-means.
+    """Divide images into shards of similar content by balanced hierarchical k-means on their features.
 
-    Sizes of shards differ by at most `FINE_PER_SHARD` images, the fine clusters of each, before any are held
-    out. Returns the shard folders, in order.
+    Before any are held out, sizes of shards differ by at most `FINE_PER_SHARD` images, the fine clusters of
+    each. Returns the shard folders, in order.
 
     Args:
-        images: as `hddm.data.sources.open_source`, with ``caption_column`` and ``label_column``.
+        images: source, as in `hddm.data.sources.open_source`.
         out: folder of the partition.
-        num_shards: how many, or "auto" for the one with the largest silhouette
-            (`hddm.data.clustering.propose`).
-        seed: of the clusters, of what pixel components are fitted on, and of the report's random pictures.
-        overwrite: whether an existing partition in ``out`` may be replaced.
-        features: as `hddm.data.features.open_feature_extractor`.
-        cache: folder in which features are kept; without it they are computed anew and forgotten.
-        replace_cache: whether features of other images or settings in ``cache`` may go.
-        max_bad: images that may be broken; they are left out, and the record names them.
-        held_out: share in [0, 1) of the images that goes to ``held_out/shard_k`` instead, on average
-            (`hddm.data.partition`): equal images are on one side, the same one for any number of shards.
-        caption_column: see ``images``.
-        label_column: see ``images``.
+        num_shards: a number, or "auto" for the largest silhouette (`hddm.data.clustering.propose`).
+        seed: of clusters, of the images that pixel components are fitted on, and of the report's pictures.
+        overwrite: replace an existing partition.
+        features: as in `hddm.data.features.open_feature_extractor`.
+        cache: folder to keep features in; none keeps nothing.
+        replace_cache: replace features of other images or settings in ``cache``.
+        max_bad: most broken images; they are left out and named in the record.
+        held_out: average share in [0, 1) of the images that goes to ``held_out/shard_k`` instead.
+        caption_column: as in `open_source`.
+        label_column: as in `open_source`.
 
     Raises:
-        HddmError: for a partition or a shard in place of images, unreadable images, a cache of other images,
-            fewer than `MIN_IMAGES` a shard, or a share that leaves too few on a side: before features are
-            computed, but where chance leaves a shard too few to train on.
+        HddmError: for a partition or a shard as source, unreadable images, a cache of other images, fewer
+            than `MIN_IMAGES` a shard, or a share that leaves too few on a side. All but the last case are
+            found before features are computed, and that one too unless it is due to chance.
     """
     if num_shards != "auto" and num_shards < 1:
         raise UsageError(f"--shards {num_shards}: must be 1 or more")
@@ -100,13 +98,13 @@ def partition(
         found = compute_features(source, extractor, folder, max_bad, replace_cache)
         if num_shards == "auto":
             proposal = propose(found, _images_needed(held_out), seed)
-            # The smaller of equals.
+            # Of equals, the smaller.
             wanted = max(proposal, key=lambda k: (proposal[k], -k))
         else:
             proposal, wanted = None, num_shards
         _refuse_few(source, len(found), wanted)
         clusters = cluster(found, wanted, FINE_PER_SHARD * wanted, seed)
-        # In [0, 1): the first 8 bytes of the hash of an image's pixels; a share takes those below it.
+        # The first 8 bytes of each pixel hash, in [0, 1); images below the share are held out.
         numbers = np.ascontiguousarray(found.pixels[:, :8]).view(">u8")[:, 0] / 2.0**64
         _check_rest(images, numbers, clusters.assignment, wanted, held_out)
         with writing(out), new_folder(out, PARTITION_FILE, overwrite) as draft:
@@ -150,7 +148,7 @@ def _kept(cache: Path | None, out: Path) -> Iterator[Path]:
 
 
 def _refuse_partition(images: Path) -> None:
-    """Of one, pictures and held-out images would be taken for images to train on; of a shard, no classes."""
+    """Refuse a partition (its pictures and held-out images would be trained on) and a shard (no classes)."""
     if (images / PARTITION_FILE).is_file():
         raise HddmError(f"{images}: is a partition already; name the images that it was made of")
     if holds_shard(images):
@@ -168,7 +166,7 @@ def _refuse_few(source: ImageSource, num: int, num_shards: int | Literal["auto"]
 
 
 def _images_needed(share: float) -> float:
-    """Images that a shard needs, so that `MIN_IMAGES` are to be expected on both sides."""
+    """Images that a shard needs to expect `MIN_IMAGES` on both sides."""
     return MIN_IMAGES / (min(share, 1 - share) if share else 1)
 
 
@@ -199,7 +197,7 @@ def _check_share(images: Path, num: int, num_shards: int, share: float) -> None:
 def _check_rest(
     images: Path, numbers: NDArray[np.float64], shard: NDArray[np.int64], num_shards: int, share: float
 ) -> None:
-    """Refuse a share of ``numbers`` (M,) that leaves a shard fewer than `MIN_IMAGES` images to train on."""
+    """Refuse a share of ``numbers`` (M,) that leaves a shard fewer than `MIN_IMAGES` training images."""
     left = np.bincount(shard[numbers >= share], minlength=num_shards)
     if left.min() >= MIN_IMAGES:
         return
@@ -212,7 +210,7 @@ def _check_rest(
 
 
 def _rounded(value: float, up: bool) -> float:
-    """``value`` in (0, 1) to three significant digits, so that its user is on the safe side."""
+    """Round ``value`` in (0, 1) to three significant digits, in the safe direction."""
     factor = 10.0 ** (2 - math.floor(math.log10(value)))
     scaled = value * factor
     return (math.ceil(scaled - _ROUNDING) if up else math.floor(scaled + _ROUNDING)) / factor
@@ -227,7 +225,7 @@ def _write_shards(
     folder: Path,
     cache: Path | None,
 ) -> list[str]:
-    """Write each shard and the images that are held out of it; returns the hashes of the training shards."""
+    """Write each shard and its held-out images; returns the hashes of the training shards."""
     places = [(k, folder / f"shard_{k}", False) for k in range(num_shards)]
     places += [(k, folder / HELD_OUT / f"shard_{k}", True) for k in np.unique(shard[held_out]).tolist()]
     entries = [
@@ -258,7 +256,7 @@ def _write_images(
     folder: Path,
     cache: Path | None,
 ) -> list[ImageEntry]:
-    """Write images as hard links where the source has files and the file system allows, else as copies."""
+    """Write images as hard links if the source has files and the file system allows, else as copies."""
     entries = []
     for place in chosen.tolist():
         row = int(features.rows[place])

@@ -1,4 +1,4 @@
-"""The report of a partition: a page with a picture grid of each shard, sizes, classes and distances."""
+"""HTML report of a partition: a picture grid of each shard, sizes, classes and distances."""
 
 from dataclasses import dataclass
 from importlib.resources import files
@@ -16,20 +16,20 @@ from hddm.utils.errors import counted, shown
 
 PICTURES = "pictures"
 COLUMNS, SHOWN = 8, 24
-"""Pictures a line, and of each kind a shard."""
+"""Pictures per line, and per shard and kind."""
 _CLASSES = 12
-"""Most frequent classes that are listed a shard."""
+"""Most frequent classes listed per shard."""
 _SKIPPED = 1000
-"""Names of skipped files that are listed; the record has them all."""
+"""Skipped files listed by name; the record has all."""
 _BATCH = 4096
 
 
 @dataclass(frozen=True)
 class Geometry:
-    """Distances of images to shards: ``distances`` (K, K), row j the mean over shard j to each centre.
+    """Distances from images to shards: ``distances`` (K, K), row j the mean over shard j to each centre.
 
-    Centres are the directions of the mean unit feature, distances 1 - cosine. ``nearest`` are the images
-    nearest to the centre of their shard, the nearest first.
+    Centres are the directions of the mean unit feature, distances 1 - cosine. ``nearest`` lists the images
+    nearest to their shard's centre, in ascending distance.
     """
 
     distances: Array
@@ -37,7 +37,7 @@ class Geometry:
 
 
 def measure(features: Points, shard: Indices, num_shards: int, shown: int = SHOWN) -> Geometry:
-    """Distances in ``features`` (M, d) between images and the ``num_shards`` shards of ``shard`` (M,)."""
+    """Distances between images with ``features`` (M, d) and the ``num_shards`` shards; ``shard`` is (M,)."""
     num = len(features)
     batches = [np.arange(start, min(start + _BATCH, num)) for start in range(0, num, _BATCH)]
     sums = np.zeros((num_shards, features.shape[1]))
@@ -58,7 +58,7 @@ def measure(features: Points, shard: Indices, num_shards: int, shown: int = SHOW
 def write_report(
     folder: Path, source: ImageSource, features: ImageFeatures, shard: Indices, record: PartitionRecord
 ) -> None:
-    """Write ``report.html`` and its pictures; ``shard`` (M,) is that of each image, held out or not."""
+    """Write ``report.html`` and its pictures; ``shard`` (M,) includes held-out images."""
     from jinja2 import Environment, StrictUndefined
 
     def open_row(row: int) -> Image.Image:
@@ -94,7 +94,7 @@ def write_report(
 def _classes(
     source: ImageSource, rows: Indices, shard: Indices, num_shards: int
 ) -> list[list[tuple[str, int, float]]]:
-    """By shard: the most frequent classes, their images in it, and what share of the class those are."""
+    """By shard: the most frequent classes, their images in it, and the share of the class that those are."""
     if source.labels is None:
         return []
     labels = np.asarray(source.labels)[rows]

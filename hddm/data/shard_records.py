@@ -35,10 +35,10 @@ FORMAT = "1.3"
 MANIFEST = "manifest.json"
 PARTITION_FILE = "partition.json"
 HELD_OUT = "held_out"
-"""Folder of a partition in which ``shard_k`` are images that the expert of shard k is judged by."""
+"""Folder of a partition; its ``shard_k`` has the images that evaluate the expert of shard k."""
 MIN_IMAGES = 16
 LARGEST_MANIFEST = 2**29
-"""Bytes; some two million images."""
+"""Bytes: about two million images."""
 
 
 class ImageEntry(Record):
@@ -51,7 +51,7 @@ class ImageEntry(Record):
 
 
 class ShardIdentity(Record):
-    """The shard of a partition, of images or encoded; ``hash`` covers every file, content and label."""
+    """Identity of a shard, of images or encoded; ``hash`` covers every file, content and label."""
 
     format: str
     shard: int
@@ -59,9 +59,9 @@ class ShardIdentity(Record):
     classes: list[str]
     hash: str
     partition: str | None = None
-    """Hash of the hashes of all shards, which those of one partition share; format 1.0 has none."""
+    """Hash of the hashes of all shards, equal within a partition; format 1.0 has none."""
     held_out_of: str | None = None
-    """Hash of the shard that these images were kept from, so that its expert can be judged by them."""
+    """Hash of the shard that these images were held out of, to evaluate its expert."""
 
 
 class ShardManifest(ShardIdentity):
@@ -71,33 +71,32 @@ class ShardManifest(ShardIdentity):
 
 
 class PartitionRecord(Record):
-    """``partition.json``: how the shards were made; ``images`` counts those held out, not those skipped."""
+    """``partition.json``: how shards were made; ``images`` includes held-out ones, not skipped ones."""
 
     format: str
     images: int
     features: str
     extractor: str | None = None
-    """Hash of the settings and weights that features came from; older partitions have none."""
+    """Hash of the extractor's settings and weights; older partitions have none."""
     fine_clusters: int
     seed: int
     sizes: list[int]
     hashes: list[str]
     held_out_share: float = 0.0
     held_out: tuple[int, ...] = ()
-    """Images of each shard that are held out; empty where none are."""
+    """Number of held-out images by shard; empty for none."""
     skipped: tuple[str, ...] = ()
     """Files that could not be read."""
     copies: int | None = None
-    """Images that are equal, in every pixel, to another one that is counted; older partitions do not say."""
+    """Images whose pixels all equal those of another counted image; None in older partitions."""
     proposal: dict[int, float] | None = None
-    """Silhouette by number of shards, where that number was proposed."""
+    """Silhouette by number of shards, if that number was proposed."""
 
 
 def read_manifest(folder: Path) -> ShardManifest:
-    """Read the manifest of the shard in ``folder``; its images are not opened.
+    """Read the manifest of the shard in ``folder``, without opening its images.
 
-    Raises:
-        HddmError: for a missing or newer manifest, and as `check_entries`.
+    Raises `HddmError` for a missing or newer manifest, and as `check_entries`.
     """
     _refuse_other_folder(folder, MANIFEST)
     manifest = read_record(folder / MANIFEST, ShardManifest, FORMAT, LARGEST_MANIFEST)
@@ -106,7 +105,7 @@ def read_manifest(folder: Path) -> ShardManifest:
 
 
 def check_entries(path: Path, entries: Sequence[ImageEntry], classes: Sequence[str], digest: str) -> None:
-    """Refuse a list of images, from ``path``, that does not match its hash, or has labels of no class."""
+    """Refuse a list of images, from ``path``, that does not match its hash or has labels of no class."""
     if content_hash(entries, classes) != digest:
         raise HddmError(f"{path}: its list of images does not match its hash; take the shard anew")
     for entry in entries:
@@ -115,11 +114,7 @@ def check_entries(path: Path, entries: Sequence[ImageEntry], classes: Sequence[s
 
 
 def image_path(folder: Path, entry: ImageEntry) -> Path:
-    """Path of the image of an entry.
-
-    Raises:
-        HddmError: for a place outside ``folder``.
-    """
+    """Path of an entry's image; raises `HddmError` for one outside ``folder``."""
     path = folder / entry.file
     if not path.resolve().is_relative_to(folder.resolve()):
         raise HddmError(f"{folder}: its manifest names {entry.file!r}, outside the folder; refused")
@@ -127,11 +122,7 @@ def image_path(folder: Path, entry: ImageEntry) -> Path:
 
 
 def read_content(folder: Path, entry: ImageEntry) -> bytes:
-    """The encoded image of an entry, checked against its hash.
-
-    Raises:
-        HddmError: for a file that is outside ``folder``, missing or changed.
-    """
+    """Encoded image of an entry; raises `HddmError` if it is outside ``folder``, missing or changed."""
     path = image_path(folder, entry)
     try:
         content = path.read_bytes()
@@ -143,28 +134,20 @@ def read_content(folder: Path, entry: ImageEntry) -> bytes:
 
 
 def find_shards(folder: Path) -> list[Path]:
-    """The shard folders of a partition, in order.
-
-    Raises:
-        HddmError: where ``folder`` holds no partition.
-    """
+    """Shard folders of a partition, in order; raises `HddmError` if ``folder`` is no partition."""
     _refuse_other_folder(folder, PARTITION_FILE)
     record = read_record(folder / PARTITION_FILE, PartitionRecord, FORMAT)
     return [folder / f"shard_{k}" for k in range(len(record.sizes))]
 
 
 def find_held_out(folder: Path) -> list[Path]:
-    """The shards of held-out images of a partition, in order: those that are there.
-
-    Raises:
-        HddmError: where ``folder`` holds no partition.
-    """
+    """Existing held-out shards of a partition, in order; raises `HddmError` if ``folder`` is no partition."""
     found = [folder / HELD_OUT / shard.name for shard in find_shards(folder)]
     return [shard for shard in found if shard.is_dir()]
 
 
 def holds_shard(folder: Path) -> bool:
-    """True if ``folder`` is a shard's: a model's has a manifest of the same name."""
+    """True for a shard's folder; a model's folder has a manifest of the same name."""
     return (folder / MANIFEST).is_file() and not _holds_model(folder)
 
 
@@ -173,7 +156,7 @@ def _holds_model(folder: Path) -> bool:
 
 
 def _refuse_other_folder(folder: Path, record: str) -> None:
-    """Refuse a folder that holds no ``record``, and say what it is instead."""
+    """Refuse a folder without ``record``, and name its kind."""
     if not folder.is_dir():
         raise UsageError(f"{folder}: no such folder")
     kind = "shard" if record == MANIFEST else "partition"
@@ -191,19 +174,19 @@ def _refuse_other_folder(folder: Path, record: str) -> None:
 
 
 def labels_of(entries: Sequence[ImageEntry]) -> list[int] | None:
-    """Labels (N,) where every entry has one."""
+    """Labels (N,), None unless every entry has one."""
     labels = [entry.label for entry in entries if entry.label is not None]
     return labels if len(labels) == len(entries) else None
 
 
 def captions_of(entries: Sequence[ImageEntry]) -> tuple[str, ...] | None:
-    """Captions (N,) where every entry has one."""
+    """Captions (N,), None unless every entry has one."""
     captions = tuple(entry.caption for entry in entries if entry.caption is not None)
     return captions if len(captions) == len(entries) else None
 
 
 def content_hash(entries: Sequence[ImageEntry], classes: Sequence[str]) -> str:
-    """SHA-256 of what a shard holds: files, contents, labels and captions."""
+    """SHA-256 of a shard's files, contents, labels and captions."""
     lines = [json.dumps(list(classes))]
     for one in entries:
         caption = "" if one.caption is None else f" {json.dumps(one.caption)}"
@@ -226,9 +209,9 @@ Dtype = Literal["float16", "bfloat16", "float32"]
 class EncodingRecord(Record):
     """How images became rows of tensors.
 
-    ``shape`` (C, H, W) is that of a row. ``resolution`` is the side of the square that images were fitted to,
-    None where they were taken as they are, and ``crop`` what was kept of a longer side; the crop of image i
-    depends on (``seed``, i) alone. ``mirrored``: latents of the mirrored images are there too.
+    ``shape`` is (C, H, W) of a row. ``resolution`` is the side of the square that images were fitted to, None
+    if unchanged; ``crop`` tells which part of a longer side was kept, and for image i depends on (``seed``,
+    i) alone. ``mirrored`` adds latents of the mirrored images.
     """
 
     space: Literal["pixels", "latents"]
@@ -243,16 +226,16 @@ class EncodingRecord(Record):
 
 
 class Computed(Record):
-    """Device and batches of the networks; with others their rows differ by rounding."""
+    """Device and batches of the networks; other values change rows by rounding."""
 
     device: str
     batch_size: int
     torch: str
-    """Its version."""
+    """Version of torch."""
 
 
 class FileRecord(Record):
-    """A file of an encoded shard, and how many rows (or lines) it holds."""
+    """A file of an encoded shard, with its number of rows or lines."""
 
     file: str
     sha256: str
@@ -270,9 +253,9 @@ class EncodedManifest(ShardIdentity):
     """``manifest.json`` of an encoded shard.
 
     ``hash``, ``partition`` and ``held_out_of`` are the source's, so that experts and routers match by them.
-    Row k of the data is the k-th image of ``images`` that is not in ``skipped``; of ``cut_captions`` the
-    end is not in the tokens. ``computed`` has each way in which networks ran, in the order of the files:
-    several where a killed encoding continued with others, none where images passed no network.
+    Row k of the data is the k-th image of ``images`` that is not in ``skipped``; captions of ``cut_captions``
+    were truncated. ``computed`` lists how networks ran, in the order of the files: several entries if a
+    killed encoding continued differently, none if images passed no network.
     """
 
     encoding: EncodingRecord
@@ -292,32 +275,24 @@ class EncodedManifest(ShardIdentity):
 
 
 def is_encoded(folder: Path) -> bool:
-    """True if the ``manifest.json`` in ``folder``, which must be there, is of an encoded shard."""
+    """True if the existing ``manifest.json`` in ``folder`` is of an encoded shard."""
     return "encoding" in read_json(folder / MANIFEST, LARGEST_MANIFEST)
 
 
 def read_encoded_manifest(folder: Path) -> EncodedManifest:
-    """The record of an encoded shard.
-
-    Raises:
-        HddmError: as `read_record`.
-    """
+    """Record of an encoded shard; raises as `read_record`."""
     return read_record(folder / MANIFEST, EncodedManifest, ENCODED_FORMAT)
 
 
 def write_entries(path: Path, entries: Iterable[ImageEntry]) -> None:
-    """Write a list of images, one a line: a list of millions is no JSON file to read at once."""
+    """Write a list of images, one per line, since millions do not fit a JSON file that is read at once."""
     with path.open("w", encoding="utf-8") as file:
         for entry in entries:
             file.write(json.dumps(entry.model_dump(exclude_none=True), ensure_ascii=False) + "\n")
 
 
 def read_entries(path: Path) -> list[ImageEntry]:
-    """The list that `write_entries` wrote.
-
-    Raises:
-        HddmError: for a line that is no entry.
-    """
+    """Read the list of `write_entries`; raises `HddmError` for an invalid line."""
     entries = []
     with path.open(encoding="utf-8") as file:
         for number, line in enumerate(file, 1):
@@ -330,7 +305,7 @@ def read_entries(path: Path) -> list[ImageEntry]:
 
 @dataclass(frozen=True)
 class ShardImages(ImageSource):
-    """Images of a shard; each is held against its hash when it is read."""
+    """Images of a shard; each is checked against its hash when read."""
 
     entries: Sequence[ImageEntry]
 
@@ -345,11 +320,7 @@ class ShardImages(ImageSource):
 
 
 def open_images(folder: Path) -> ShardImages:
-    """The images of the shard in ``folder``.
-
-    Raises:
-        HddmError: for an encoded one, and as `read_manifest`.
-    """
+    """Images of the shard in ``folder``; raises `HddmError` for an encoded one, and as `read_manifest`."""
     if (folder / MANIFEST).is_file() and is_encoded(folder):
         raise HddmError(
             f"{folder}: is an encoded shard, which holds no images; name the shard it was made of"

@@ -1,7 +1,7 @@
-"""Shards as training reads them, of images or encoded, one or all of a partition.
+"""Shards for training, of images or encoded, one or all of a partition.
 
-Files are checked against their hashes when a shard is opened. Images are decoded to memory; the tensors of an
-encoded shard are mapped from its files. A store gives samples by row.
+Files are checked against their hashes on opening. Images are decoded to memory; tensors of an encoded shard
+are mapped from disk. A store gives samples by row.
 """
 
 import hashlib
@@ -44,7 +44,7 @@ from hddm.utils.tensors import read_safetensors
 
 
 class Stored(Protocol):
-    """Samples by row, in model space."""
+    """Samples in model space, by row."""
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -56,7 +56,7 @@ class Stored(Protocol):
         """As `hddm.data.shards.Shard.take`."""
 
     def digest(self, row: int) -> bytes:
-        """A key that equal samples share, and no others."""
+        """Key that is equal exactly for equal samples."""
 
 
 class Joined:
@@ -66,18 +66,18 @@ class Joined:
 
     @cached_property
     def ends(self) -> Tensor:
-        """(parts,): the row after the last one of each."""
+        """End row of each part (exclusive), shape (parts,)."""
         return torch.tensor([len(part) for part in self.parts]).cumsum(0)
 
     def __len__(self) -> int:
         return int(self.ends[-1])
 
     def part_of(self, rows: Tensor) -> Tensor:
-        """Index of the part that each of ``rows`` is in."""
+        """Index of the part of each of ``rows``."""
         return torch.searchsorted(self.ends, rows, right=True)
 
     def divided(self, rows: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """By part: its index, which (n,) of ``rows`` are in it, and their numbers there."""
+        """By part: its index, the mask (n,) of its ``rows``, and their row numbers within it."""
         where = self.part_of(rows)
         for k in where.unique().tolist():
             here = where == k
@@ -86,7 +86,7 @@ class Joined:
 
 @dataclass(frozen=True)
 class Rows(Joined):
-    """One tensor (N, …) whose rows lie in several: ``parts`` (n_k, …), of one shape and dtype."""
+    """One tensor (N, …) stored in ``parts`` (n_k, …) of one shape and dtype."""
 
     parts: tuple[Tensor, ...]
 
@@ -96,7 +96,7 @@ class Rows(Joined):
         return tuple(self.parts[0].shape[1:])
 
     def take(self, rows: Tensor) -> Tensor:
-        """Rows (n, …) by their indices (n,) in [0, N), in their dtype; memory grows by these alone."""
+        """Rows (n, …) at indices (n,) in [0, N), in their dtype; only these are read into memory."""
         if len(rows) and not (int(rows.min()) >= 0 and int(rows.max()) < len(self)):
             raise IndexError(f"rows {int(rows.min())} to {int(rows.max())} of {len(self)}")
         if len(self.parts) == 1:
@@ -156,10 +156,10 @@ class PixelStore:
 
 @dataclass(frozen=True)
 class LatentStore:
-    """Outputs of a VAE's encoder for images and, where they were encoded, for their mirror images.
+    """Outputs of a VAE's encoder for images and, if encoded, their mirror images.
 
-    A sample is (z - ``shift``) × ``scale`` with z = mean + deviation × ε, ε normal and new each time, as
-    DiT and Stable Diffusion are trained; z is the mean where there is no deviation or no noise.
+    A sample is (z - ``shift``) × ``scale`` with z = mean + deviation × ε and fresh normal ε each time, as DiT
+    and Stable Diffusion are trained; z is the mean without a deviation or noise.
     """
 
     mean: Rows
@@ -178,11 +178,7 @@ class LatentStore:
         return len(self.mean)
 
     def take(self, rows: Tensor, noise: torch.Generator | None, flip: Tensor | None) -> Tensor:
-        """As `hddm.data.shards.Shard.take`.
-
-        Raises:
-            HddmError: for ``flip`` of latents that were encoded without their mirror images.
-        """
+        """As `hddm.data.shards.Shard.take`; raises `HddmError` for ``flip`` without encoded mirror images."""
         z = _either(self.mean, self.mirrored_mean, rows, flip)
         if noise is not None and self.deviation is not None:
             drawn = torch.randn(z.shape, generator=noise)
@@ -194,7 +190,7 @@ class LatentStore:
 
 
 def _either(plain: Rows, mirror: Rows | None, rows: Tensor, flip: Tensor | None) -> Tensor:
-    """Rows in float32, of ``mirror`` where ``flip`` (n,) says so; each is read once."""
+    """Rows in float32, from ``mirror`` where ``flip`` (n,) is true; each is read once."""
     if flip is None or not flip.any():
         return plain.take(rows).float()
     if mirror is None:
@@ -210,7 +206,7 @@ def _either(plain: Rows, mirror: Rows | None, rows: Tensor, flip: Tensor | None)
 
 @dataclass(frozen=True)
 class TokenStore:
-    """Tokens (N, tokens, width) of captions, and those of the empty prompt (tokens, width) in float32."""
+    """Tokens (N, tokens, width) of captions, and of the empty prompt (tokens, width) in float32."""
 
     tokens: Rows
     null: Tensor
@@ -222,7 +218,7 @@ class TokenStore:
 
 @dataclass(frozen=True)
 class Shard:
-    """One shard, ready to train on; ``hash`` covers every file and label in it, ``partition`` all beside it.
+    """One shard, ready to train on; ``hash`` covers every file and label, ``partition`` all shards.
 
     Samples are in model space: pixels in [-1, 1], or latents (z - shift) × scale of ``vae``.
     """
@@ -256,25 +252,22 @@ class Shard:
 
     @property
     def images(self) -> Tensor:
-        """All samples (N, C, H, W), as `take` gives them."""
+        """All samples (N, C, H, W), from `take`."""
         return self.take(torch.arange(len(self)))
 
     def take(self, rows: Tensor, noise: torch.Generator | None = None, flip: Tensor | None = None) -> Tensor:
-        """Samples (n, C, H, W) in model space, float32.
+        """Samples (n, C, H, W) in model space, float32, at indices ``rows`` (n,).
 
-        Args:
-            rows: (n,) indices.
-            noise: of the draw from the VAE's posterior; its mean without.
-            flip: (n,) bool, which are mirrored left to right; none without.
+        ``noise`` draws from the VAE's posterior; without it, its mean is used. ``flip`` (n,) bool mirrors
+        left to right.
         """
         return self.stored.take(rows, noise, flip)
 
 
 def open_shard(folder: Path) -> Shard:
-    """The shard in ``folder``: of images, as `hddm partition` writes it, or encoded, as `hddm encode` does.
+    """Open the shard in ``folder``: images (from `hddm partition`) or encoded (from `hddm encode`).
 
-    Raises:
-        HddmError: as `load_shard` and `load_encoded`; for a folder that is neither, with what it is.
+    Raises `HddmError` as `load_shard` and `load_encoded`; for any other folder, with its kind.
     """
     if (folder / MANIFEST).is_file() and is_encoded(folder):
         return load_encoded(folder)
@@ -282,11 +275,10 @@ def open_shard(folder: Path) -> Shard:
 
 
 def load_shard(folder: Path) -> Shard:
-    """Read a shard, checking every file against its hash.
+    """Read a shard of images, checking every file against its hash.
 
-    Raises:
-        HddmError: as `read_manifest` and `read_content`, for images of several sizes, or fewer than
-            `MIN_IMAGES` images to train on.
+    Raises `HddmError` as `read_manifest` and `read_content`, and for images of several sizes or too few to
+    train on (`MIN_IMAGES`).
     """
     manifest = read_manifest(folder)
     entries = manifest.images
@@ -297,11 +289,10 @@ def load_shard(folder: Path) -> Shard:
 
 
 def load_encoded(folder: Path) -> Shard:
-    """The encoded shard in ``folder``; its tensors stay on disk. Files verified before are not hashed again.
+    """Open an encoded shard; tensors stay on disk, and files verified before are not hashed again.
 
-    Raises:
-        HddmError: for a file that is outside the folder, missing or changed, for files that do not hold what
-            the manifest says, and for fewer than `MIN_IMAGES` samples to train on.
+    Raises `HddmError` for a file that is outside the folder, missing, changed or unlike the manifest, and for
+    fewer than `MIN_IMAGES` samples to train on.
     """
     manifest = read_encoded_manifest(folder)
     _refuse_few(folder, manifest, manifest.num_rows)
@@ -356,7 +347,7 @@ def _refuse_few(folder: Path, shard: ShardIdentity, num: int) -> None:
 
 
 def _entries(folder: Path, manifest: EncodedManifest, verified: HashCache) -> list[ImageEntry]:
-    """The images that have a row, in its order."""
+    """Images that have a row, in its order."""
     path = _checked(folder, manifest.images, verified)
     entries = read_entries(path)
     check_entries(path, entries, manifest.classes, manifest.hash)
@@ -370,17 +361,13 @@ def _entries(folder: Path, manifest: EncodedManifest, verified: HashCache) -> li
 
 
 RowLayout = dict[str, tuple[tuple[int, ...], torch.dtype]]
-"""Shape of a row and dtype by name of a tensor."""
+"""Row shape and dtype by tensor name."""
 
 
 def layout_of(
     encoding: EncodingRecord, vae: VaeRecord | None, text_encoder: TextEncoderRecord | None
 ) -> RowLayout:
-    """The tensors of a data file.
-
-    Raises:
-        HddmError: for records that contradict each other.
-    """
+    """Tensors of a data file; raises `HddmError` for records that contradict each other."""
     is_latent = encoding.space == "latents"
     if is_latent == (vae is None) or is_latent == (encoding.dtype == "uint8"):
         raise HddmError(f"{encoding.space} in {encoding.dtype} {'without' if vae is None else 'with'} a VAE")
@@ -416,14 +403,11 @@ def _checked(folder: Path, file: FileRecord, verified: HashCache) -> Path:
 
 
 def joined(shards: Sequence[Shard], folder: Path) -> Shard:
-    """All ``shards`` of the partition in ``folder`` as one shard: index 0 of 1.
+    """Join all ``shards`` of the partition in ``folder`` to one shard, index 0 of 1.
 
-    Its hash, and its partition, are the partition's hash, which no shard has. So whoever matches experts by
-    their shards takes a model of it neither for an expert of one of them, nor for one that fits beside
-    these. Captions and texts are left out.
-
-    Raises:
-        HddmError: for shards that differ in shape, classes, VAE or partition.
+    Its hash and partition are the partition's hash, which no shard has, so a model of it cannot be mistaken
+    for an expert of one shard or combined with these. Captions and texts are left out. Raises `HddmError` for
+    shards that differ in shape, classes, VAE or partition.
     """
     first = shards[0]
     for name in ("shape", "classes", "vae", "partition"):

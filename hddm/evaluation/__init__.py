@@ -1,4 +1,1 @@
-"""Measures of a set of images: distances, diversity, memorising, and which differences are beyond noise.
-
-May import `data`, `networks` and `utils`. Start with `evaluate`, which measures a folder of images.
-"""
+"""Image metrics: distances, diversity, memorisation and significance; `evaluate` measures a folder."""

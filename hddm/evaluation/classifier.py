@@ -1,4 +1,4 @@
-"""A small classifier whose features serve for images that Inception was not made for."""
+"""A small classifier whose features suit images that Inception was not trained for."""
 
 import hashlib
 from collections.abc import Mapping
@@ -15,15 +15,15 @@ from hddm.utils.tensors import generator, read_safetensors
 
 FEATURES = 64
 MOST_STEPS = 3000
-"""Of training: a few minutes on one core for images of 32 pixels."""
+"""Training steps: a few minutes on one core for images of 32 pixels."""
 CLASSIFIER_STREAM = 3
 
 
 class FeatureClassifier(nn.Module):
     """Convolutional classifier whose last hidden layer (64 numbers) serves as image features.
 
-    A Fréchet distance on them ranks models of one data set under one classifier; it is not
-    comparable with published FIDs, nor across classifiers.
+    A Fréchet distance on them ranks models of one data set under one classifier; it does not compare with
+    published FIDs, nor across classifiers.
     """
 
     def __init__(self, channels: int, num_classes: int) -> None:
@@ -56,12 +56,10 @@ class FeatureClassifier(nn.Module):
 def train_classifier(
     images: Tensor, labels: Tensor, seed: int = 0, epochs: int = 30, batch_size: int = 64
 ) -> FeatureClassifier:
-    """Train on ``images`` (n, C, H, W) in [-1, 1] with integer ``labels`` (n,); `MOST_STEPS` steps at most.
+    """Train on ``images`` (n, C, H, W) in [-1, 1] with labels (n,), for at most `MOST_STEPS` steps.
 
-    Shifts by up to one pixel are added, since without them features of 8-pixel images overfit.
-
-    Raises:
-        HddmError: for fewer than two classes.
+    Images are shifted by up to one pixel, since otherwise features of 8-pixel images overfit. Raises
+    `HddmError` for fewer than two classes.
     """
     classes = int(labels.max()) + 1
     if classes < 2:
@@ -86,20 +84,18 @@ def train_classifier(
 
 
 def save_classifier(classifier: FeatureClassifier, path: Path) -> None:
-    """Write its weights to a safetensors file that is not there, so that others measure on the same features.
+    """Write the weights to a new safetensors file, so that others measure on the same features.
 
-    Raises:
-        HddmError: for an existing file, or one that cannot be written.
+    Raises `HddmError` for an existing file, or one that cannot be written.
     """
     weights = classifier.state_dict()
     write_whole(path, lambda draft: save_file(weights, draft, {"format": "pt"}), overwrite=False)
 
 
 def load_classifier(path: Path, channels: int) -> FeatureClassifier:
-    """A classifier that `save_classifier` wrote, for images of so many ``channels``.
+    """Load a classifier that `save_classifier` wrote, for images with ``channels``.
 
-    Raises:
-        HddmError: for a missing file, another network, or one for images of other channels.
+    Raises `HddmError` for a missing file, another network, or other channels.
     """
     if not path.is_file():
         raise HddmError(f"{path}: no such file of a classifier; --save-classifier writes one")

@@ -1,4 +1,4 @@
-"""Results of evaluations side by side: a line a figure, and a verdict on every model against the first."""
+"""Results of evaluations side by side: one line per figure, every model judged against the first."""
 
 import math
 import statistics
@@ -12,7 +12,7 @@ from hddm.evaluation.verdict import FEWEST, Better, Contrast, Figure, GapVerdict
 
 @dataclass(frozen=True)
 class Measure:
-    """A figure to compare: where it lies in a result, and which direction is better, if any."""
+    """A figure to compare: its place in a result, and which direction is better, if any."""
 
     name: str
     path: str
@@ -21,7 +21,7 @@ class Measure:
 
 @dataclass(frozen=True)
 class Line:
-    """One figure of every group, and the verdict on each but the first, against the first."""
+    """One figure of every group, and a verdict on each group after the first, against the first."""
 
     measure: Measure
     figures: tuple[Figure, ...]
@@ -29,7 +29,7 @@ class Line:
 
 
 def lines(groups: Sequence[ResultGroup]) -> list[Line]:
-    """A line for every figure that all results have; the verdicts are those of one table."""
+    """Lines for the figures that all results have; the verdicts are those of one table."""
     rows = [(one, [figure_at(group, one.path) for group in groups]) for one in _measures(groups)]
     known = [(one, [each for each in figures if each is not None]) for one, figures in rows]
     full = [(one, figures) for one, figures in known if len(figures) == len(groups)]
@@ -44,7 +44,7 @@ def lines(groups: Sequence[ResultGroup]) -> list[Line]:
 
 
 def figure_at(group: ResultGroup, path: str) -> Figure | None:
-    """A figure over all results of a group; None where one of them lacks it."""
+    """A figure over all results of a group; None if one of them lacks it."""
     known = [one for result in group.results if (one := _figure_of(result, path)) is not None]
     if len(known) < len(group.results):
         return None
@@ -59,7 +59,7 @@ def figure_at(group: ResultGroup, path: str) -> Figure | None:
 
 
 def _figure_of(result: Result, path: str) -> Figure | None:
-    """The figure at a dotted path in a result, with its interval over images; None where there is none."""
+    """Figure at a dotted path in a result, with its interval over images; None if absent."""
     *above, last = path.split(".")
     part: Any = result.content
     for key in above:
@@ -69,7 +69,7 @@ def _figure_of(result: Result, path: str) -> Figure | None:
         half = found.get("half_width")
         if "standard_error" in found:
             half = 1.96 * found["standard_error"]
-        # Of all samples there are equally many, or the results do not compare.
+        # Results with different numbers of samples in all do not compare, so only "own" records its number.
         samples = frozenset({part["samples"]} if last == "own" and "samples" in part else ())
         few = found.get("few_images", False)
         return Figure({result.seed: found["value"]}, half, few_images=few, samples=samples)
@@ -82,7 +82,7 @@ def _figure_of(result: Result, path: str) -> Figure | None:
 
 
 def table(groups: Sequence[ResultGroup]) -> str:
-    """`lines` in Markdown, and below it how the verdicts are judged."""
+    """Markdown table of `lines`, with notes on how verdicts are judged."""
     names = [group.name for group in groups]
     heads = ["", *names, *(f"{name} against {names[0]}" for name in names[1:])]
     found = lines(groups)
@@ -97,7 +97,7 @@ def table(groups: Sequence[ResultGroup]) -> str:
 
 
 def markdown_table(heads: Sequence[str], rows: Sequence[Sequence[str]], align: str = "right") -> list[str]:
-    """Lines of a Markdown table that is legible on a terminal too; the first column is set to the left."""
+    """Lines of a Markdown table, aligned for terminals; the first column is left-aligned."""
     widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
 
     def line(cells: Sequence[str]) -> str:
@@ -160,20 +160,20 @@ def _notes(groups: Sequence[ResultGroup], judged: int) -> list[str]:
 
 
 def _number(value: float, significant: int) -> str:
-    """At least so many significant digits, without an exponent."""
+    """Format with at least ``significant`` digits, without an exponent."""
     decimals = significant - 1 - (math.floor(math.log10(abs(value))) if value else 0)
     return f"{value:.{max(decimals, 0)}f}"
 
 
 def _wilson(share: float, images: int) -> float:
-    """Half-width of Wilson's interval, which at shares of 0 and 1 is no interval of nothing."""
+    """Half-width of Wilson's interval, which stays positive at shares of 0 and 1."""
     width = 1.96 * (share * (1 - share) / images + (1.96 / (2 * images)) ** 2) ** 0.5
     return float(width / (1 + 1.96**2 / images))
 
 
 def _measures(groups: Sequence[ResultGroup]) -> list[Measure]:
     contents = [result.content for group in groups for result in group.results]
-    # The images that were not trained on: of a benchmark that still chooses, those of its validation split.
+    # Images not trained on; of a benchmark that still selects settings, its validation split.
     split = contents[0].get("split", "held-out")
     fresh = split.replace("-", "_")
     splits = (("training", "training"), (split, fresh))
@@ -189,7 +189,7 @@ def _measures(groups: Sequence[ResultGroup]) -> list[Measure]:
         for which, key in splits
     ]
     measures.append(Measure("diversity against training images", "diversity"))
-    # Distances of two kinds are no figure to compare, of conditions as of nearest images.
+    # Distances of different kinds do not compare, within conditions and to nearest images alike.
     kinds = {(one.get("within_conditions") or {}).get("distance", "") for one in contents}
     if len(kinds) == 1:
         measures.append(Measure(f"distance within conditions ({kinds.pop()})", "within_conditions.images"))

@@ -1,4 +1,4 @@
-"""Distances between two sets of features: Fréchet, kernel (KID), and precision with recall."""
+"""Distances between two sets of features: Fréchet, kernel (KID), and precision and recall."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ class Gaussian:
 
     @classmethod
     def of(cls, features: Features) -> "Gaussian":
-        """Moments of ``features`` (n, d), with the n - 1 normalisation of numpy's ``cov``."""
+        """Moments of ``features`` (n, d), normalised by n - 1 as numpy's ``cov``."""
         if features.ndim != 2 or len(features) < 2:
             raise HddmError(f"features must be (n, d) with n >= 2, not {features.shape}")
         if not np.isfinite(features).all():
@@ -38,7 +38,7 @@ class Gaussian:
 
     @cached_property
     def root(self) -> Features:
-        """The symmetric root C^½ (d, d), kept since a reference meets many others."""
+        """Symmetric root C^½ (d, d), cached since a reference is compared many times."""
         values, vectors = np.linalg.eigh(self.covariance)
         root: Features = (vectors * np.sqrt(values.clip(0))) @ vectors.T
         return root
@@ -47,10 +47,9 @@ class Gaussian:
 def frechet_distance(a: Gaussian, b: Gaussian) -> float:
     """||m_a - m_b||² + tr(C_a) + tr(C_b) - 2 tr((C_b^½ C_a C_b^½)^½).
 
-    The last trace is the sum of square roots of the eigenvalues of a symmetric positive matrix: real
-    and non-negative for any rank, where ``sqrtm`` of the plain product C_a C_b gives complex numbers.
-
-    Source: arXiv:1706.08500 (FID), there on Inception features; on others it is not an FID.
+    The last trace is the sum of square roots of the eigenvalues of a symmetric positive matrix: real and
+    non-negative for any rank, where ``sqrtm`` of the plain product C_a C_b gives complex numbers. Source:
+    arXiv:1706.08500 (FID), there on Inception features; on others it is not an FID.
     """
     product = b.root @ a.covariance @ b.root
     cross = np.sqrt(np.linalg.eigvalsh((product + product.T) / 2).clip(0)).sum()
@@ -67,7 +66,7 @@ class Distance:
     value: float
     half_width: float
     few_images: bool
-    """True where one side has no more images than features: then not comparable with anything."""
+    """True if one side has no more images than features, so the distance does not compare."""
 
 
 def measure(
@@ -78,14 +77,12 @@ def measure(
     allow_few: bool = False,
     target: Gaussian | None = None,
 ) -> Distance:
-    """Distance of ``features`` (n, d) from ``reference`` (m, d), whose moments ``target`` gives if known.
+    """Fréchet distance of ``features`` (n, d) from ``reference`` (m, d), with moments ``target`` if known.
 
-    The half-width is 1.96 standard errors over ``resamples`` bootstrap draws of ``features``: how much the
-    number moves with other samples of the same model, not with another training. (Percentiles of the draws
-    are not used: resampling adds bias upwards.)
-
-    Raises:
-        HddmError: for no more images than features on either side, unless ``allow_few``.
+    The half-width is 1.96 standard errors over ``resamples`` bootstrap draws of ``features``: the variation
+    over samples of the same model, not over trainings. (Percentiles of the draws are not used, since
+    resampling adds an upward bias.) Raises `HddmError` for no more images than features on a side, unless
+    ``allow_few``.
     """
     counts = len(features), len(reference)
     few = are_few(features.shape[1], counts)
@@ -102,12 +99,12 @@ def measure(
 
 
 def are_few(dimensions: int, counts: Sequence[int]) -> bool:
-    """True where one of the sides with these ``counts`` of images has no more of them than features."""
+    """True if a side with one of these ``counts`` of images has no more images than features."""
     return min(counts) <= dimensions
 
 
 def too_few(dimensions: int, counts: Sequence[int], allow: str = "--allow-few") -> HddmError:
-    """The refusal of so few images for ``dimensions`` features; ``allow`` measures them all the same."""
+    """Error for too few images for ``dimensions`` features; the option ``allow`` permits them."""
     return HddmError(
         f"a Fréchet distance over {dimensions} features needs more images a side than "
         f"{' and '.join(map(str, counts))}; {allow} computes a number that is not comparable"
@@ -116,10 +113,10 @@ def too_few(dimensions: int, counts: Sequence[int], allow: str = "--allow-few") 
 
 @dataclass(frozen=True)
 class KernelDistance:
-    """A squared maximum mean discrepancy, negative at times where the sets are alike, and its standard error.
+    """Squared maximum mean discrepancy (may be negative for similar sets) and its standard error.
 
-    The error is that of another draw of the samples, against the same reference. ``subset_size`` is the
-    number of images a side in each of the subsets that were averaged.
+    The error is over draws of the samples, with a fixed reference. ``subset_size`` is the number of images a
+    side in each of the averaged subsets.
     """
 
     value: float
@@ -130,16 +127,13 @@ class KernelDistance:
 def kernel_distance(
     features: Features, reference: Features, subsets: int = 100, subset_size: int = 1000, seed: int = 0
 ) -> KernelDistance:
-    """KID: the mean of `squared_mmd` over random subsets of at most ``subset_size`` images a side.
+    """KID: mean of `squared_mmd` over random subsets of at most ``subset_size`` images a side.
 
-    ``features`` are (n, d), ``reference`` (m, d). The deviation over such subsets, which is often printed, is
-    no error of their mean, since they overlap. The standard error here is that of a mean over ten or more
-    disjoint blocks of ``features``, all against one reference, which is no less.
-
-    Raises:
-        HddmError: for fewer than `FEWEST` images on a side.
-
-    Source: arXiv:1801.01401, there on Inception features; on others it is not a KID.
+    ``features`` are (n, d), ``reference`` (m, d). The deviation over such subsets, often reported, is no
+    error of their mean, since they overlap. The standard error here is that of a mean over ten or more
+    disjoint blocks of ``features``, all against one reference, which is no less. Raises `HddmError` for fewer
+    than `FEWEST` images on a side. Source: arXiv:1801.01401, there on Inception features; on others it is not
+    a KID.
     """
     fewest = min(len(features), len(reference))
     if fewest < FEWEST:
@@ -159,8 +153,7 @@ def kernel_distance(
 def squared_mmd(x: Features, y: Features) -> float:
     """Mean of k(x_i, x_j) and of k(y_i, y_j) over i ≠ j, less twice the mean of k(x_i, y_j).
 
-    k(a, b) = (a·b / d + 1)³ for ``x`` (n, d) and ``y`` (m, d), n and m at least 2. Unbiased, so at times
-    negative.
+    k(a, b) = (a·b / d + 1)³ for ``x`` (n, d) and ``y`` (m, d), n, m ≥ 2. Unbiased, so it may be negative.
     """
     return _within(x) + _within(y) - 2 * float(_kernel(x, y).mean())
 
@@ -171,7 +164,7 @@ def _standard_error(
     size = min(subset_size, max(len(features) // _BLOCKS, FEWEST // 2))
     order = draws.permutation(len(features))
     target = reference[draws.permutation(len(reference))[: _BLOCKS * subset_size]]
-    # The term of the reference alone is the same for all blocks.
+    # The reference's own term is the same for all blocks.
     values = [
         _within(block) - 2 * float(_kernel(block, target).mean())
         for block in (features[order[k : k + size]] for k in range(0, len(order) - size + 1, size))
@@ -193,7 +186,7 @@ def _kernel(a: Features, b: Features) -> Features:
 
 @dataclass(frozen=True)
 class PrecisionRecall:
-    """Shares in [0, 1], of ``images`` a side: both depend on that number, so only equal ones compare."""
+    """Shares in [0, 1]; both depend on the number of ``images`` a side, so only equal numbers compare."""
 
     precision: float
     recall: float
@@ -205,20 +198,17 @@ def precision_recall(
 ) -> PrecisionRecall:
     """Improved precision and recall.
 
-    The manifold of a set is the union of balls around its rows, each as far as the row's k-th nearest other.
-    Precision is the share of ``features`` (n, d) in the manifold of ``reference`` (m, d); recall the share of
-    ``reference`` in that of ``features``. Both sides are cut to the same number of random rows, at ``most``.
-
-    Raises:
-        HddmError: for no more than ``neighbours`` images on a side.
-
-    Source: arXiv:1904.06991, there on VGG-16 features.
+    The manifold of a set is the union of balls around its rows, with the distance to the row's k-th nearest
+    other row as radius. Precision is the share of ``features`` (n, d) in the manifold of ``reference`` (m,
+    d); recall the share of ``reference`` in that of ``features``. Both sides are cut to the same number of
+    random rows, at ``most``. Raises `HddmError` for no more than ``neighbours`` images on a side. Source:
+    arXiv:1904.06991, there on VGG-16 features.
     """
     num = min(len(features), len(reference), most)
     if num <= neighbours:
         raise HddmError(f"precision and recall need more than {neighbours} images a side, not {num}")
     draws = torch.Generator().manual_seed(seed)
-    # About their common centre, where products of large means do not hide small distances.
+    # Centred, since products of large means would hide small distances.
     ours, theirs = (
         side[torch.randperm(len(side), generator=draws)[:num]].double() - reference.double().mean(0)
         for side in (features, reference)

@@ -1,4 +1,4 @@
-"""Variety of images, all of them and under one condition, and whether samples repeat training images."""
+"""Diversity of images, overall and within conditions, and memorisation of training images."""
 
 import warnings
 from collections.abc import Callable
@@ -16,16 +16,16 @@ from hddm.utils.errors import HddmError
 
 MOST_ROWS = 5000
 FEW = 40
-"""Fewer images than this on a side say little about its nearest ones."""
+"""With fewer images on a side, nearest distances say little."""
 _NEAR = 0.05
 _ROWS, _OTHERS = 1024, 8192
 TRUNK = "alexnet-owt-7be5be79.pth"
-"""torchvision's AlexNet, below LPIPS; the last layers come with the package ``lpips``."""
+"""torchvision's AlexNet, the trunk of LPIPS; the package ``lpips`` has the last layers."""
 SMALLEST = 32
-"""Pixels of a side, below which AlexNet's last maps vanish."""
+"""Fewest pixels a side; below this AlexNet's last feature maps vanish."""
 LPIPS = "LPIPS (AlexNet)"
 PAIRS, FEATURE_PAIRS = 100, 20_000
-"""Pairs of a condition that are measured at most, by LPIPS and in feature space."""
+"""Most pairs measured per condition, by LPIPS and in feature space."""
 _BATCH = 32
 Between = Callable[[Tensor, Tensor], Tensor]
 """Distances (p,) between the images of two lists of row numbers (p,)."""
@@ -35,8 +35,8 @@ Between = Callable[[Tensor, Tensor], Tensor]
 class ConditionDiversity:
     """Mean distance between two images of one condition, averaged over ``conditions``.
 
-    ``reference`` is that of the training images of the same classes, None where they have none. ``distance``
-    is "LPIPS (AlexNet)", or "features" with the reason why it is not LPIPS in ``why_not_lpips``.
+    ``reference`` is that of training images of the same classes, if any. ``distance`` is "LPIPS (AlexNet)",
+    or "features" with the reason in ``why_not_lpips``.
     """
 
     distance: str
@@ -49,11 +49,9 @@ class ConditionDiversity:
 def diversity(features: Tensor, reference: Tensor) -> float:
     """Mean distance between pairs of ``features`` (n, d), over that of ``reference`` (m, d).
 
-    1 is as varied as the reference, 0 all the same. It does not say that the *right* things vary. Of more
-    than `MOST_ROWS` rows a side, as many random ones are taken.
-
-    Raises:
-        HddmError: for fewer than 2 rows on a side, or a reference without any variation.
+    1 is as varied as the reference, 0 all equal; it does not tell whether the *right* things vary. At most
+    `MOST_ROWS` random rows a side are used. Raises `HddmError` for fewer than 2 rows on a side, or a
+    reference without any variation.
     """
     spread = _mean_pair_distance(reference)
     if spread == 0:
@@ -70,9 +68,9 @@ def _mean_pair_distance(rows: Tensor) -> float:
 
 
 def within_conditions(labels: Tensor, between: Between, pairs: int, seed: int = 0) -> dict[int, float]:
-    """Mean distance between two images of each condition in ``labels`` (n,) that has two or more.
+    """Mean distance between two images of each condition in ``labels`` (n,) with two or more images.
 
-    Of a condition with more than ``pairs`` pairs, as many random ones are measured.
+    At most ``pairs`` random pairs per condition are measured.
     """
     found = {}
     for label in labels.unique().tolist():
@@ -97,12 +95,12 @@ def _pairs(num: int, most: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
 class Memorisation:
     """Distances of samples to their nearest training image, against those of held-out images.
 
-    ``ratio`` of the means is about 1 where samples lie as far from the training images as fresh images do,
-    well below 1 where they repeat them, above 1 where they lie off the data. ``half_width`` is that of its
-    95 % interval. ``share_near`` is the share of samples nearer to a training image than 95 % of the held-out
+    ``ratio`` of the means is about 1 if samples are as far from the training images as held-out images are,
+    well below 1 if they repeat them, above 1 if they are off the data. ``half_width`` is that of its 95 %
+    interval. ``share_near`` is the share of samples nearer to a training image than 95 % of the held-out
     images are: 0.05 for fresh images; None with ``few_images``. ``copies`` counts held-out images that are
-    training images too, and make samples look better than they are. ``mirrored``: the distances are to the
-    nearer of a training image and its mirror image; without it, a mirrored copy passes for a fresh image.
+    also training images, which hides memorisation. ``mirrored`` distances are to the nearer of a training
+    image and its mirror image; otherwise a mirrored copy passes for a new image.
     """
 
     ratio: float
@@ -114,10 +112,10 @@ class Memorisation:
 
 
 def memorisation(samples: Tensor, fresh: Tensor, mirrored: bool = False) -> Memorisation:
-    """The figures of distances to the nearest training image: of samples (n,) and of held-out images (m,).
+    """Memorisation from nearest training distances of samples (n,) and of held-out images (m,).
 
-    Raises:
-        HddmError: for fewer than 2 distances a side, or where held-out images repeat training images exactly.
+    Raises `HddmError` for fewer than 2 distances a side, or if held-out images repeat training images
+    exactly.
     """
     if min(len(samples), len(fresh)) < 2:
         raise HddmError(
@@ -128,7 +126,7 @@ def memorisation(samples: Tensor, fresh: Tensor, mirrored: bool = False) -> Memo
     if theirs.mean() == 0:
         raise HddmError("every held-out image is also a training image: hold others out")
     ratio = (ours.mean() / theirs.mean()).item()
-    # Of a ratio of independent means, to first order.
+    # Error of a ratio of independent means, to first order.
     errors = [one.var() / len(one) for one in (ours, theirs)]
     variance = (errors[0] + ratio**2 * errors[1]) / theirs.mean() ** 2
     few = min(len(ours), len(theirs)) < FEW
@@ -137,7 +135,7 @@ def memorisation(samples: Tensor, fresh: Tensor, mirrored: bool = False) -> Memo
 
 
 def nearest_distances(rows: Tensor, others: Tensor, mirrored: bool = False) -> Tensor:
-    """Distance (n,) over pixels of ``rows`` (n, …) to the nearest of ``others`` (m, …), ``mirrored`` too."""
+    """Pixel distance (n,) of ``rows`` (n, …) to the nearest of ``others`` (m, …), ``mirrored`` too."""
     nearest = []
     for images in rows.split(_ROWS):
         flat, best = images.flatten(1).float(), torch.full((len(images),), torch.inf)
@@ -152,7 +150,7 @@ def nearest_distances(rows: Tensor, others: Tensor, mirrored: bool = False) -> T
 
 
 def why_not_lpips(side: int) -> str | None:
-    """The reason why LPIPS does not work for images of ``side`` pixels, None where it does."""
+    """Reason why LPIPS does not work for images of ``side`` pixels, None if it does."""
     if side < SMALLEST:
         return f"LPIPS needs images of {SMALLEST} pixels a side, and these have {side}"
     if find_spec("lpips") is None:
@@ -168,14 +166,11 @@ def feature_distance(features: Tensor) -> Between:
 
 
 def lpips_distance(pixels: Tensor) -> Between:
-    """LPIPS between images of ``pixels`` (n, C, H, W) in bytes, C = 1 or 3.
-
-    Source: arXiv:1801.03924, version 0.1 of its weights on AlexNet.
-    """
+    """LPIPS (arXiv:1801.03924, v0.1, AlexNet) between ``pixels`` (n, C, H, W) in bytes, C = 1 or 3."""
     import lpips
 
     with warnings.catch_warnings():
-        # It asks torchvision for the trunk in an outdated way.
+        # lpips loads the trunk by a deprecated torchvision call.
         warnings.simplefilter("ignore")
         network: Any = lpips.LPIPS(net="alex", verbose=False).eval()
 

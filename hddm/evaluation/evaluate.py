@@ -1,4 +1,4 @@
-"""The result of a folder of images: every figure, with every setting that it depends on."""
+"""Evaluation of a folder of images: every figure, with every setting that it depends on."""
 
 import hashlib
 import os
@@ -39,23 +39,23 @@ def evaluate_folder(
     classifier: Path | None = None,
     max_bad: int = 0,
 ) -> dict[str, Any]:
-    """Scores of ``images`` against ``reference``, the training images, and held-out ones, as plain values.
+    """Scores of ``images`` against training images and held-out ones, as plain values.
 
-    Beside the fields of `hddm.evaluation.scores.Scores` the result says what was measured (``data``), on
-    which features, how the images were sampled (``sampling``, from the record of ``hddm sample``), with which
-    versions, and whether it is ``comparable``, with ``reasons`` where it is not. Memorising is judged by the
-    training images as they are: mirrored copies are not seen.
+    Besides the fields of `hddm.evaluation.scores.Scores` the result records the measured ``data``, the
+    features, the record of ``hddm sample`` (``sampling``), versions, and if it is ``comparable``, with
+    ``reasons`` if not. Memorisation is measured against training images as they are, so mirrored copies are
+    missed.
 
     Args:
         images: folder of samples.
         reference: training images, or their partition (`hddm.evaluation.images.read_images`).
-        held_out: images that no model has seen, or the partition that holds them out.
-        allow_few: measure no more images than features all the same, and mark the result.
-        features: as `hddm.evaluation.features.open_extractor`.
-        shards: a partition of the training images, for distances to each shard.
-        classifier: where to save a classifier that is trained here, once all is measured; no file without.
-        max_bad: images, of all sides together, that may be unreadable: left out, and named in the result,
-            which compares with nothing where samples are missing.
+        held_out: images unseen in training, or the partition that holds them out.
+        allow_few: accept no more images than features, and mark the result.
+        features: as in `hddm.evaluation.features.open_extractor`.
+        shards: partition of the training images, for distances to each shard.
+        classifier: new file for a classifier that is trained here, written last.
+        max_bad: most unreadable images of all sides; they are left out and named, and a result with missing
+            samples compares with nothing.
 
     Raises:
         HddmError: for unreadable folders or images, single images, images of different shapes, JPEG samples,
@@ -73,7 +73,7 @@ def evaluate_folder(
     labels, of_classes = conditions(samples, sampling, training.classes)
     shard_pixels, shard_record = ([], None) if shards is None else _read_shards(shards, training.pixels)
     if features in ("auto", "classifier") and training.labels is not None:
-        # Before minutes of training: auto takes nothing but a classifier for so few images.
+        # Checked before minutes of training: for so few images, auto can only take a classifier.
         _refuse_few(FEATURES, counts, allow_few)
     network = None if classifier is None else trained(training)
     extractor = open_extractor(features, training, min(counts)) if network is None else of_classifier(network)
@@ -91,7 +91,7 @@ def evaluate_folder(
         )
         scores = asdict(scorer.score(samples.pixels, labels))
     if network is not None and classifier is not None:
-        # Last, so that no refusal leaves a file that is in the way of the next try.
+        # Last, so that a refusal leaves no file that would block the next run.
         save_classifier(network, classifier)
     reasons = _reasons(counts, extractor, sampling, len(groups["images"].record.skipped))
     data: dict[str, Any] = {}
@@ -123,7 +123,7 @@ def _counted(extractor: FeatureExtractor, progress: Progress) -> FeatureExtracto
 
 
 def _check_file(classifier: Path, features: str) -> None:
-    """Refuse a file that no classifier can be saved to: to fail before the work."""
+    """Refuse a path where no classifier can be saved, before the work."""
     option = f"--save-classifier {classifier}"
     if features != "classifier":
         raise HddmError(f"{option}: goes with --features classifier alone")
@@ -142,7 +142,7 @@ def _refuse_few(dimensions: int, counts: Sequence[int], allow_few: bool) -> None
 def _reasons(
     counts: Sequence[int], extractor: FeatureExtractor, sampling: dict[str, Any] | None, skipped: int
 ) -> list[str]:
-    """Reasons why a result compares with nothing."""
+    """Reasons why a result compares with no other."""
     reasons = []
     if are_few(extractor.dimensions, counts):
         sides = ", ".join(map(str, counts))

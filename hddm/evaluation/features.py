@@ -1,7 +1,7 @@
-"""Features that a distance is measured on: Inception, CLIP, or a small classifier of the data.
+"""Image features for distances: Inception, CLIP, or a small classifier of the data.
 
-`open_extractor` takes the features by name. Published weights are found on disk, checked, and never fetched;
-Inception and CLIP are prepared and computed as clean-fid does.
+Published weights are found on disk, checked, and never downloaded. Inception and CLIP are prepared and
+computed as in clean-fid.
 """
 
 import os
@@ -31,7 +31,7 @@ from hddm.utils.tensors import read_safetensors
 NAMES = ("auto", "inception", "clip", "classifier")
 ASKED = "asked for"
 _BATCH = 32
-# Of the images that CLIP was trained on, in its own code.
+# Statistics of CLIP's training images, from its own code.
 _MEAN, _DEVIATION = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 
 FeatureFunction = Callable[[Tensor], Tensor]
@@ -42,8 +42,8 @@ FeatureFunction = Callable[[Tensor], Tensor]
 class FeatureExtractor:
     """Named features: ``features`` turns images (n, C, H, W) in [-1, 1] into (n, dimensions).
 
-    ``hash`` is of the weights, ``resize`` says how images are brought to the network's size, ``choice`` why
-    these features were taken, ``device`` where the network runs.
+    ``hash`` is of the weights, ``resize`` describes the resizing to the network's input, ``choice`` the
+    reason for these features, ``device`` where the network runs.
     """
 
     name: str
@@ -56,14 +56,12 @@ class FeatureExtractor:
 
 
 def open_extractor(features: str, training: ImageSet, fewest: int) -> FeatureExtractor:
-    """The extractor that ``--features`` names.
+    """Open the extractor that ``--features`` names.
 
-    ``features`` are ``inception``, ``clip``, ``classifier`` (trained on ``training``), the file of a saved
-    classifier, or ``auto``, as `choose_extractor` with ``fewest``.
-
-    Raises:
-        HddmError: for anything else, for weights that are not on disk, with file name, URL, SHA-256 and
-            folder, and for a classifier of images without two classes.
+    ``features`` is ``inception``, ``clip``, ``classifier`` (trained on ``training``), the file of a saved
+    classifier, or ``auto``, as `choose_extractor` with ``fewest``. Raises `HddmError` for anything else, for
+    weights missing on disk (with file name, URL, SHA-256 and folder), and for a classifier of fewer than two
+    classes.
     """
     option = f"--features {features}"
     if features == "auto":
@@ -81,14 +79,11 @@ def open_extractor(features: str, training: ImageSet, fewest: int) -> FeatureExt
 
 
 def choose_extractor(training: ImageSet, fewest: int) -> FeatureExtractor:
-    """Inception where its weights are on disk and every side has more images than its 2048 features.
+    """Inception if its weights are on disk and every side has more images than its 2048 features.
 
-    Otherwise a small classifier, trained on the labelled ``training`` images and named as such: its
-    numbers are not comparable with published FIDs. ``choice`` of the extractor says why. The smallest side
-    that will be measured has ``fewest`` images.
-
-    Raises:
-        HddmError: where neither is possible.
+    Otherwise a small classifier, trained on the labelled ``training`` images and named as such, since its
+    numbers do not compare with published FIDs. ``choice`` of the extractor gives the reason. The smallest
+    side to be measured has ``fewest`` images. Raises `HddmError` if neither is possible.
     """
     few = INCEPTION.dimensions
     if INCEPTION.find() is None:
@@ -107,11 +102,7 @@ def choose_extractor(training: ImageSet, fewest: int) -> FeatureExtractor:
 
 
 def trained(training: ImageSet) -> FeatureClassifier:
-    """A classifier of the ``training`` images.
-
-    Raises:
-        HddmError: for images without labels.
-    """
+    """Train a classifier on the ``training`` images; raises `HddmError` for images without labels."""
     if training.labels is None:
         raise HddmError(
             f"--features classifier: {training.root} has no class folders to train on; take inception or clip"
@@ -120,16 +111,13 @@ def trained(training: ImageSet) -> FeatureClassifier:
 
 
 def of_classifier(classifier: FeatureClassifier, choice: str = ASKED) -> FeatureExtractor:
-    """The features of a small classifier."""
+    """Features of a small classifier."""
     name, digest = "small classifier of the training images", weights_hash(classifier.state_dict())
     return FeatureExtractor(name, FEATURES, classifier.features, digest, choice=choice)
 
 
 def inception_features(weights: Path) -> FeatureFunction:
-    """clean-fid's network and its resizing ``clean``, one image at a time as it does: (n, 2048).
-
-    Source: arXiv:2104.11222.
-    """
+    """clean-fid's network with its resizing ``clean``, one image at a time: (n, 2048) (arXiv:2104.11222)."""
     from cleanfid.inception_torchscript import InceptionV3W
     from cleanfid.resize import build_resizer
 
@@ -138,21 +126,17 @@ def inception_features(weights: Path) -> FeatureFunction:
 
 
 def clip_features(weights: Path, config: Any = None) -> FeatureFunction:
-    """Projected image embeddings of CLIP, not normalised, prepared as clean-fid's CLIP-FID does: (n, 512).
+    """Projected CLIP image embeddings (n, 512), not normalised, prepared as in clean-fid's CLIP-FID.
 
     ``weights`` are those of a CLIP model or its vision part, as transformers writes them; ``config`` is its
-    ``CLIPVisionConfig``, whose defaults are ViT-B/32.
-
-    Raises:
-        HddmError: for a file that lacks tensors of the network.
-
-    Source: arXiv:2203.06026 (CLIP features for Fréchet distances), clean-fid's ``clip_vit_b_32``.
+    ``CLIPVisionConfig``, by default ViT-B/32. Raises `HddmError` for a file that lacks tensors of the
+    network. Source: arXiv:2203.06026 (CLIP features for Fréchet distances), clean-fid's ``clip_vit_b_32``.
     """
     from transformers import CLIPVisionConfig, CLIPVisionModelWithProjection
 
     network: Any = CLIPVisionModelWithProjection(config or CLIPVisionConfig())
     tensors = read_safetensors(weights)
-    # The text part lies in the same file.
+    # The file also holds the text encoder.
     missing = network.load_state_dict(tensors, strict=False).missing_keys
     if missing:
         raise HddmError(f"{weights}: lacks {len(missing)} tensors of CLIP, as {missing[0]}; fetch it again")
@@ -170,7 +154,7 @@ def clip_features(weights: Path, config: Any = None) -> FeatureFunction:
 
 
 def device() -> str:
-    """The device that these networks run on."""
+    """Device that these networks run on."""
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
@@ -192,10 +176,10 @@ def _by_image(
 
 @dataclass(frozen=True)
 class PublishedWeights:
-    """A published file of weights: its ``name`` in a folder, its ``url``, SHA-256, and the features it gives.
+    """A published file of weights: ``name`` in a folder, ``url``, SHA-256, and its features.
 
-    It is looked for in the folder that the environment variable ``variable`` names, then in ``folder`` of the
-    user's home.
+    It is looked up in the folder of the environment variable ``variable``, then in ``folder`` of the user's
+    home.
     """
 
     name: str
@@ -209,14 +193,13 @@ class PublishedWeights:
     open: Callable[[Path], FeatureFunction]
 
     def find(self) -> Path | None:
-        """The path of the file, None where there is none; its content is not looked at."""
+        """Path of the file, None if absent; its content is not checked."""
         return next((path for path in self._places() if path.is_file()), None)
 
     def extractor(self, option: str, choice: str = ASKED) -> FeatureExtractor:
-        """The features, of a file whose content is checked; ``option`` needs them, for the message.
+        """Features of the checked file; ``option`` is the option that needs them, for the message.
 
-        Raises:
-            HddmError: where it is missing, with all that is needed to put it there, or has another hash.
+        Raises `HddmError` if it is missing, with all that is needed to add it, or has another hash.
         """
         path = self.find()
         remedy = f"fetch {self.url} (SHA-256 {self.sha256}) and put it into {self._places()[0].parent}"

@@ -1,8 +1,4 @@
-"""Images to measure, from whatever holds them (files, archives, shards), and what a result records of them.
-
-`read_data` reads all groups of an evaluation; `read_sampling` and `conditions` read the record that
-``hddm sample`` leaves beside images.
-"""
+"""Images to measure, from files, archives or shards, and their record in a result."""
 
 import hashlib
 from collections import Counter
@@ -34,18 +30,18 @@ from hddm.utils.files import read_json
 from hddm.utils.records import SAMPLING_FILE
 
 Role = Literal["images", "reference", "held-out"]
-"""The role of a path: samples, training images, or images that no model has seen."""
+"""Role of a path: samples, training images, or images unseen in training."""
 FEWEST = 2
 _ROWS = 4096
-"""Of an encoded shard that are brought back to bytes at once."""
+"""Rows of an encoded shard converted to bytes at once."""
 
 
 @dataclass
 class ReadImages:
-    """Images (H, W) or (H, W, 3) in bytes, by ``names``, and the reasons why others are ``bad``, by theirs.
+    """Images (H, W) or (H, W, 3) in bytes, their ``names``, and ``bad`` ones by name, with reasons.
 
-    ``modes`` are Pillow's of their files; encoded shards have none, and are L or RGB. ``labels`` are numbers
-    among ``classes``, None where an image has none.
+    ``modes`` are Pillow's of the files, or L and RGB for encoded shards. ``labels`` are numbers among
+    ``classes``, None for an image without one.
     """
 
     classes: tuple[str, ...] = ()
@@ -56,16 +52,16 @@ class ReadImages:
     bad: dict[str, str] = field(default_factory=dict)
 
     def add_labels(self, labels: list[int] | None) -> None:
-        """Add those of the next images, which may have none."""
+        """Append labels of the next images, if any."""
         self.labels = None if self.labels is None or labels is None else self.labels + labels
 
 
 @dataclass(frozen=True)
 class DataRecord:
-    """Record of measured images: ``hash`` is of all pixels, whatever their order, names and encoding.
+    """Record of measured images; ``hash`` covers all pixels, whatever their order, names and encoding.
 
     ``shape`` is (C, H, W); ``modes`` counts images by Pillow's mode of their files, ``made_colour`` gray ones
-    that became RGB since others are in colour; ``skipped`` names those that could not be read.
+    converted to RGB because others are in colour; ``skipped`` names unreadable ones.
     """
 
     path: str
@@ -86,11 +82,10 @@ class ImageGroup:
 
 
 def read_data(paths: Mapping[Role, Path], max_bad: int = 0) -> dict[str, ImageGroup]:
-    """The images of each role, as `read_images`, in sorted order; unreadable ones are left out, by name.
+    """Read the images of each role as `read_images`, in sorted order, without unreadable ones.
 
-    Raises:
-        HddmError: as `read_images`; for more than ``max_bad`` unreadable images in all, by name; for images
-            of several sizes, and fewer than `FEWEST` of them in a group.
+    Raises `HddmError` as `read_images`; for more than ``max_bad`` unreadable images in all, by name; for
+    images of several sizes, and fewer than `FEWEST` in a group.
     """
     read = {role: read_images(path, role) for role, path in paths.items()}
     bad = [reason for one in read.values() for reason in one.bad.values()]
@@ -117,10 +112,9 @@ def _group(root: Path, found: ReadImages) -> ImageGroup:
 
 
 def alike(groups: dict[str, ImageGroup]) -> dict[str, ImageGroup]:
-    """The same groups, gray ones in RGB where another is in colour.
+    """The same groups, with gray ones in RGB if another is in colour.
 
-    Raises:
-        HddmError: for images of different sizes.
+    Raises `HddmError` for images of different sizes.
     """
     if len({group.record.shape[1:] for group in groups.values()}) > 1:
         listed = ", ".join(f"{name} {group.record.shape}" for name, group in groups.items())
@@ -140,7 +134,7 @@ def alike(groups: dict[str, ImageGroup]) -> dict[str, ImageGroup]:
 
 
 def read_sampling(images: Path) -> dict[str, Any] | None:
-    """The record that ``hddm sample`` leaves in a folder of images, if any, without how experts were used."""
+    """Record that ``hddm sample`` leaves beside images, if any, without the usage of experts."""
     path = images / SAMPLING_FILE
     if not path.is_file():
         return None
@@ -150,17 +144,16 @@ def read_sampling(images: Path) -> dict[str, Any] | None:
 def conditions(
     samples: ImageSet, sampling: dict[str, Any] | None, classes: tuple[str, ...]
 ) -> tuple[Tensor | None, bool]:
-    """The condition (n,) of each of ``samples``, and whether it is a number among ``classes``.
+    """Condition (n,) of each of ``samples``, and True if it is a number among ``classes``.
 
-    Folders of ``samples`` that are named like ``classes`` say it; else the labels, or the prompts, that were
-    cycled over the images. Labels are known by their names; by their numbers only where none are recorded.
-    None where nothing says it.
+    Taken from folders of ``samples`` named like ``classes``; else from the labels or prompts that were cycled
+    over the images. Labels match by name, or by number if no names are recorded. None if nothing is known.
     """
     if samples.labels is not None and set(samples.classes) <= set(classes):
         return _numbers(samples.classes, classes)[samples.labels], True
     if samples.labels is not None:
         return samples.labels, False
-    # Where images are missing, nobody knows which image is which.
+    # If images are missing, their conditions are unknown.
     if sampling is None or sampling.get("num_images") != len(samples):
         return None, False
     numbers = int(sampling.get("start", 0)) + torch.arange(len(samples))
@@ -182,15 +175,13 @@ def _numbers(names: Sequence[str], classes: tuple[str, ...]) -> Tensor:
 
 
 def read_images(root: Path, role: Role) -> ReadImages:
-    """All images at ``root``, in sorted order.
+    """Read all images at ``root``, in sorted order; unreadable ones are ``bad``.
 
-    ``root`` is a source as of `hddm.data.sources.open_source`, or a shard or a partition, of images or
-    encoded to pixels; of a partition these are its training images, or its held-out ones by ``role``.
-    Samples must not be JPEG, by content: its compression moves distances.
-
-    Raises:
-        HddmError: as `open_source`, `find_shards` and `open_shard`; for JPEG samples, latents, a partition
-            named as samples, and one without held-out images named for such. Unreadable images are ``bad``.
+    ``root`` is a source as in `hddm.data.sources.open_source`, or a shard or a partition, of images or
+    encoded to pixels; ``role`` selects the training or the held-out images of a partition. Samples must not
+    be JPEG, by content, since its compression changes distances. Raises `HddmError` as `open_source`,
+    `find_shards` and `open_shard`; for JPEG samples, latents, a partition as samples, and one without the
+    held-out images asked for.
     """
     folders = _shards(root, role)
     found = ReadImages()
@@ -210,13 +201,13 @@ def read_images(root: Path, role: Role) -> ReadImages:
 
 
 def check_images(root: Path, role: Role) -> None:
-    """Refuse a path that holds no images; none of them is read. Raises as `read_images` then would."""
+    """Refuse a path without images, without reading any; raises as `read_images` would."""
     if not _shards(root, role):
         open_source(root)
 
 
 def _shards(root: Path, role: Role) -> list[Path]:
-    """The shards that ``root`` stands for, none where it is another source of images."""
+    """Shards at ``root``, none for another source of images."""
     if holds_shard(root):
         return [root]
     is_held_out = root.name == HELD_OUT and (root.parent / PARTITION_FILE).is_file()

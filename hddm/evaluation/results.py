@@ -1,4 +1,4 @@
-"""Results of evaluations on disk, in groups of one model each, and what keeps them from being compared."""
+"""Results of evaluations on disk, in groups of one model each, and checks that they compare."""
 
 import json
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ KIND = "evaluation"
 
 @dataclass(frozen=True)
 class Result:
-    """One evaluation as it was written, the file that it lies in, and the seed that it is paired by."""
+    """One evaluation as written, its file, and the seed that pairs it."""
 
     path: Path
     content: dict[str, Any]
@@ -25,24 +25,24 @@ class Result:
 
 @dataclass(frozen=True)
 class ResultGroup:
-    """Results of one model: one, or one a training seed."""
+    """Results of one model: one, or one per training seed."""
 
     name: str
     results: tuple[Result, ...]
 
     @property
     def sources(self) -> set[str | None]:
-        """Hashes of the models that were sampled, None of those that are not recorded."""
+        """Hashes of the sampled models, None for unrecorded ones."""
         return {(result.content.get("sampling") or {}).get("source") for result in self.results}
 
     @property
     def is_one_model(self) -> bool:
-        """The results are further samples of one set of weights."""
+        """True if the results are samples of one set of weights."""
         return len(self.results) > 1 and len(self.sources) == 1 and None not in self.sources
 
 
 def refuse_existing(path: Path, overwrite: bool = False) -> None:
-    """Refuse a ``path`` in no folder, and a file there, unless a result to ``overwrite``, before the work."""
+    """Refuse a ``path`` without a folder, and an existing file, unless a result to ``overwrite``."""
     if not path.parent.is_dir():
         raise HddmError(f"--out {path}: {path.parent} is no folder; make it first")
     if not path.exists():
@@ -53,10 +53,9 @@ def refuse_existing(path: Path, overwrite: bool = False) -> None:
 
 
 def read_groups(paths: Sequence[Path]) -> list[ResultGroup]:
-    """A group for each path: a result, or a folder of results, one a training seed and named alike in all.
+    """Read a group per path: a result, or a folder of results, one per training seed, with equal names.
 
-    Raises:
-        HddmError: for fewer than two paths, a folder without results, and what is no result.
+    Raises `HddmError` for fewer than two paths, a folder without results, and files that are no results.
     """
     if len(paths) < 2:
         raise HddmError(f"{len(paths)} result does not compare: name two or more files or folders of results")
@@ -82,20 +81,19 @@ def _read(path: Path) -> Result:
 
 
 OWN = {"source", "seed", "start", "num_images", "batch_size", "offload", "max_memory", "format", "hddm"}
-"""Of the sampling record: what tells models and seeds apart, or changes no image."""
+"""Fields of the sampling record that differ by model or seed, or change no image."""
 _LABELS, _NAMES = "class_labels", "class_names"
 _DATA = ("reference", "held_out", "shards")
 _UNKNOWN = "not recorded"
 Fields = dict[str, Any]
-"""All that must agree, by name; sampling settings by their own names."""
+"""Fields that must agree, by name; sampling settings by their own names."""
 
 
 def refuse_incomparable(groups: Sequence[ResultGroup], varies: Sequence[str] = ()) -> None:
     """Refuse results that differ in more than models, seeds and the sampling settings ``varies``.
 
-    Raises:
-        HddmError: for a name in ``varies`` that is no sampling setting; with a line for every result that is
-            marked as not comparable, every field that differs, and every pair of the same images in a group.
+    Raises `HddmError` for a name in ``varies`` that is no sampling setting; with a line for every result
+    marked as not comparable, every field that differs, and every pair of equal images in a group.
     """
     results = [result for group in groups for result in group.results]
     fields = [_fields(result) for result in results]
@@ -115,11 +113,11 @@ def refuse_incomparable(groups: Sequence[ResultGroup], varies: Sequence[str] = (
     ]
     lines += [*_given_twice(groups), *_same_images(groups)]
     differing = [name for name in names if len({_shown(one, name) for one in fields if _says(one, name)}) > 1]
-    # Other labels have other names, which are named with them.
+    # Different labels have different names, which are reported with them.
     allowed = {*varies, _NAMES} if _LABELS in differing else set(varies)
     differing = [name for name in differing if name not in allowed]
     for name in differing:
-        # In the order of the results; a benchmark's are all in one file.
+        # In the order of the results; those of a benchmark share one file.
         files: dict[str, dict[str, None]] = {}
         for result, one in zip(results, fields, strict=True):
             files.setdefault(_with_names(one, name), {})[str(result.path)] = None
@@ -148,14 +146,14 @@ def _fields(result: Result) -> Fields:
 
 
 def _is_fixed(name: str) -> bool:
-    """Tell that a field is no sampling setting, so that `--varies` does not allow it to differ."""
+    """True for a field that is no sampling setting, which `--varies` cannot free."""
     return name.startswith(("features.", "images", "split", *_DATA))
 
 
 def _given_twice(groups: Sequence[ResultGroup]) -> list[str]:
     given: dict[Path, list[Path]] = {}
     for group in groups:
-        # Seeds of a benchmark lie in one file.
+        # Seeds of a benchmark share one file.
         for real, path in {result.path.resolve(): result.path for result in group.results}.items():
             given.setdefault(real, []).append(path)
     return [
@@ -178,7 +176,7 @@ def _same_images(groups: Sequence[ResultGroup]) -> list[str]:
 
 
 def _says(fields: Fields, name: str) -> bool:
-    """A missing setting is a difference, but for names and where nothing at all is recorded."""
+    """True for a field to compare: present, or missing (except names) where sampling is recorded."""
     return name in fields or (name != _NAMES and fields["sampling"] != _UNKNOWN)
 
 
@@ -187,7 +185,7 @@ def _shown(fields: Fields, name: str) -> str:
 
 
 def _with_names(fields: Fields, name: str) -> str:
-    """As `_shown`, but classes with their names where they are known."""
+    """As `_shown`, with class names if known."""
     labels, names = fields.get(_LABELS), fields.get(_NAMES)
     if name != _LABELS or not labels or not names:
         return _shown(fields, name)

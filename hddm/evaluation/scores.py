@@ -1,4 +1,4 @@
-"""Scores of a set of images: all figures, against training images, held-out images and each shard."""
+"""All scores of a set of images, against training images, held-out images and each shard."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -41,10 +41,10 @@ _BATCH = 512
 
 @dataclass(frozen=True)
 class ShardDistance:
-    """Fréchet distances to the ``images`` of one shard, marked where a side has no more images than features.
+    """Fréchet distances to the ``images`` of one shard, marked if a side has no more images than features.
 
-    ``all`` is of all samples: what one expert's samples are judged by. ``own`` is of those ``samples`` whose
-    nearest training image in feature space lies in this shard, None for fewer than 2: how a mixture does.
+    ``all`` is of all samples, to judge one expert. ``own`` is of the ``samples`` whose nearest training image
+    in feature space is in this shard, to judge a mixture; None for fewer than 2.
     """
 
     shard: int
@@ -56,7 +56,7 @@ class ShardDistance:
 
 @dataclass(frozen=True)
 class FeatureSet:
-    """Features (n, d) of images, and their moments, which every distance to them needs."""
+    """Features (n, d) of images, with cached moments for distances."""
 
     features: Features
 
@@ -69,7 +69,7 @@ class FeatureSet:
 def shard_distances(
     features: Features, shards: Sequence[FeatureSet], resamples: int = 100
 ) -> tuple[ShardDistance, ...]:
-    """Distances of samples with ``features`` (n, d) to every shard, in order."""
+    """Distances of samples with ``features`` (n, d) to every shard."""
 
     def distance(rows: Features, shard: FeatureSet) -> Distance:
         return measure(rows, shard.features, resamples, allow_few=True, target=shard.moments)
@@ -89,10 +89,10 @@ def shard_distances(
 
 @dataclass(frozen=True)
 class Scores:
-    """Figures of a set of images; ``extractor`` names the features, without which they mean nothing.
+    """Scores of a set of images; they depend on the features, which ``extractor`` names.
 
-    What needs held-out images, labels or shards is None or empty without them; kernel distances, precision
-    and recall, and the diversity within conditions are measured by a ``complete`` `Scorer` alone.
+    Fields that need held-out images, labels or shards are None or empty without them. Kernel distances,
+    precision and recall, and the diversity within conditions need a ``complete`` `Scorer`.
     """
 
     extractor: str
@@ -113,16 +113,10 @@ class Scores:
 class Scorer:
     """Scores sets of images against training images and held-out images, both as bytes (n, C, H, W).
 
-    Args:
-        extractor: of the features.
-        training: images of the training side.
-        held_out: images that no model has seen; without them, what needs them is None.
-        resamples: of the bootstrap.
-        allow_few: measure fewer images than features all the same, and mark them.
-        complete: measure also what takes longer, see `Scores`.
-        training_labels: classes (n,) of the training images, for the diversity within classes.
-        shards: training images of each shard, as bytes, for the distances to each.
-        mirrored: models were trained on mirrored images too, so that a mirrored copy is a copy.
+    ``resamples`` is of the bootstrap; ``allow_few`` accepts no more images than features, and marks them;
+    ``complete`` adds slower scores, see `Scores`. ``training_labels`` (n,) serve the diversity within
+    classes, ``shards`` (images as bytes) the distances to each. ``mirrored`` tells that models were trained
+    on mirrored images too, so that a mirrored copy is a copy.
     """
 
     def __init__(
@@ -147,22 +141,16 @@ class Scorer:
         self._within_training: dict[int, float] = {}
 
     def real(self) -> Distance:
-        """Distance of the held-out images themselves to the training images.
-
-        Raises:
-            HddmError: where there are none.
-        """
+        """Distance of the held-out images to the training images; raises `HddmError` without any."""
         if self._held_out is None:
             raise HddmError("there are no held-out images to measure")
         return self._distance(self._held_out, self._training)
 
     def score(self, pixels: Tensor, labels: Tensor | None = None) -> Scores:
-        """Figures of images (n, C, H, W) in bytes, made under the conditions ``labels`` (n,).
+        """Score images (n, C, H, W) in bytes, made under the conditions ``labels`` (n,).
 
-        Labels are class numbers of the training images where these have some.
-
-        Raises:
-            HddmError: as `hddm.evaluation.distances.measure`, for too few images.
+        Labels are class numbers of the training images, if these have some. Raises `HddmError` as
+        `hddm.evaluation.distances.measure`, for too few images.
         """
         images, training, held_out = self._features(pixels), self._training, self._held_out
         memory = None

@@ -1,15 +1,15 @@
-"""One verdict for every comparison: better, worse, or within noise.
+"""Verdicts on comparisons: better, worse, or within noise.
 
-Two models are compared by the gap of a figure over training seeds: seed by seed where both have the same
-seeds, else between their means (Welch). With n paired gaps of mean g and standard deviation s the interval is
+Two models are compared by the gap of a figure over training seeds: seed by seed if both have the same seeds,
+else between their means (Welch). With n paired gaps of mean g and standard deviation s the interval is
 
     g ± t s/n^½,    t the quantile 1 - a/2 of Student's distribution with n - 1 degrees of freedom,
 
-and a gap is within noise where it holds 0. All comparisons of one table are corrected by Holm: of m, ordered
-by their p-values, the k-th has a = 0.05/(m - k + 1) as long as the intervals before it exclude 0, and those
-that follow the first that does not share its a. So in 95 of 100 tables of equals no gap is called one.
-
-Source: S. Holm, A Simple Sequentially Rejective Multiple Test Procedure, Scand. J. Statist. 6 (1979), 65-70.
+and a gap is within noise if the interval contains 0. All comparisons of one table are corrected by Holm: of
+m, ordered by their p-values, the k-th has a = 0.05/(m - k + 1) as long as the intervals before it exclude 0,
+and those after the first that does not share its a. So in 95 of 100 tables of equal models no gap is called a
+difference. Source: S. Holm, A Simple Sequentially Rejective Multiple Test Procedure, Scand. J. Statist. 6
+(1979), 65-70.
 """
 
 import math
@@ -24,7 +24,7 @@ from hddm.utils.errors import counted
 from hddm.utils.records import Record
 
 FEWEST = 3
-"""Training seeds from which a verdict is given."""
+"""Fewest training seeds for a verdict."""
 LEVEL = 0.05
 Better = Literal["lower", "higher"]
 Judgement = Literal["better", "worse", "within noise", "no verdict"]
@@ -34,10 +34,9 @@ Judgement = Literal["better", "worse", "within noise", "no verdict"]
 class Figure:
     """One number of one model over its results: ``values`` by training seed.
 
-    ``half_width`` is the mean half-width of the 95 % intervals over images, None where none is known;
-    ``is_one_model``: all results are of one set of weights, so that they say nothing of another training;
-    ``few_images``: measured on no more images than features; ``samples``: numbers of samples that it was
-    measured on, where they may differ.
+    ``half_width`` is the mean half-width of the 95 % intervals over images, if known. ``is_one_model``: all
+    results are of one set of weights, so they tell nothing about other trainings. ``few_images``: measured on
+    no more images than features. ``samples``: numbers of samples measured, if these may differ.
     """
 
     values: Mapping[str, float]
@@ -48,25 +47,25 @@ class Figure:
 
     @property
     def mean(self) -> float:
-        """Over all results."""
+        """Mean over all results."""
         return statistics.fmean(self.values.values())
 
     @property
     def spread(self) -> float | None:
-        """Standard deviation over results, None for one."""
+        """Standard deviation over results, None for one result."""
         return statistics.stdev(self.values.values()) if len(self.values) > 1 else None
 
     @property
     def trainings(self) -> int:
-        """How many trainings the results are of."""
+        """Number of trainings behind the results."""
         return 1 if self.is_one_model else len(self.values)
 
 
 @dataclass(frozen=True)
 class Gap:
-    """A mean gap: ``spread`` is its standard deviation over seeds, ``error`` that of the mean.
+    """A mean gap with its standard ``error``.
 
-    ``spread`` is None of seeds that do not pair.
+    ``spread`` is the standard deviation over seeds, None for seeds that do not pair.
     """
 
     mean: float
@@ -76,34 +75,34 @@ class Gap:
 
     @property
     def p_value(self) -> float:
-        """Two-sided, of the hypothesis that the mean is 0."""
+        """Two-sided p-value of the hypothesis that the mean is 0."""
         if self.error == 0:
             return float(self.mean == 0)
         return 2 * float(student.sf(abs(self.mean) / self.error, self.freedom))
 
     def interval(self, level: float = LEVEL) -> tuple[float, float]:
-        """Of the mean, which holds it but for a share ``level`` of cases."""
+        """Confidence interval of the mean at 1 - ``level``."""
         half = float(student.ppf(1 - level / 2, self.freedom)) * self.error
         return self.mean - half, self.mean + half
 
 
 class GapVerdict(Record):
-    """How one model stands against another by one figure."""
+    """Comparison of one model with another by one figure."""
 
     gap: float
-    """Of the means."""
+    """Gap of the means."""
     spread: float | None = None
     """Standard deviation of paired gaps."""
     interval: tuple[float, float] | None = None
-    """Of the gap; of training seeds corrected for the number of comparisons in the table."""
+    """Of the gap; over training seeds, corrected for the number of comparisons in the table."""
     judgement: Judgement
     why: str | None = None
-    """There is no verdict."""
+    """Reason why there is no verdict."""
 
 
 @dataclass(frozen=True)
 class Contrast:
-    """Comparison to be judged: ``ours`` against ``base``; ``why`` there is no verdict, if known."""
+    """Comparison of ``ours`` with ``base``; ``why`` is the reason for no verdict, if known."""
 
     ours: Figure
     base: Figure
@@ -112,7 +111,7 @@ class Contrast:
 
 
 def gap_over_seeds(ours: Mapping[str, float], base: Mapping[str, float]) -> Gap:
-    """The gap of values by seed, two at least of each; paired where the seeds are the same."""
+    """Gap of values by seed, at least two of each; paired if the seeds are the same."""
     if ours.keys() == base.keys():
         gaps = [ours[seed] - base[seed] for seed in ours]
         spread = statistics.stdev(gaps)
@@ -127,7 +126,7 @@ def gap_over_seeds(ours: Mapping[str, float], base: Mapping[str, float]) -> Gap:
 
 
 def holm(gaps: Sequence[Gap]) -> list[float]:
-    """The level of each gap's interval, so that it excludes 0 exactly where Holm's procedure rejects."""
+    """Level of each gap's interval, so that it excludes 0 exactly if Holm's procedure rejects."""
     order = sorted(range(len(gaps)), key=lambda k: gaps[k].p_value)
     levels, divisor = [LEVEL] * len(gaps), len(gaps)
     for k in order:
@@ -138,10 +137,10 @@ def holm(gaps: Sequence[Gap]) -> list[float]:
 
 
 def verdicts(contrasts: Sequence[Contrast], by_images: bool = False) -> list[GapVerdict]:
-    """The verdicts of one table, which compares all ``contrasts``.
+    """Judge all ``contrasts`` of one table.
 
-    ``by_images``: single results too, by their intervals over images: a gap counts beyond (h_a² + h_b²)^½, h
-    the half-widths, which says nothing about another training.
+    ``by_images`` also judges single results, by their intervals over images: a gap is significant beyond
+    (h_a² + h_b²)^½ with half-widths h, which tells nothing about other trainings.
     """
     whys = [one.why or _why_not(one) for one in contrasts]
     over_seeds = {
@@ -177,7 +176,7 @@ def _judged(one: Contrast, interval: tuple[float, float] | None) -> Judgement:
 
 
 def _why_not(one: Contrast) -> str | None:
-    """Why no number of seeds would give a verdict."""
+    """Reason why no number of seeds would give a verdict."""
     if one.ours.few_images or one.base.few_images:
         return "too few images"
     if len(one.ours.samples | one.base.samples) > 1:

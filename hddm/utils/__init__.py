@@ -1,4 +1,1 @@
-"""Files, records, weights, errors, progress and processes: what every room uses and nothing of diffusion.
-
-Imports no other room. Start with `files` (everything is written complete or not at all), then `records`.
-"""
+"""Files, records, weights, errors, progress and processes, shared by all rooms; nothing of diffusion."""

@@ -1,4 +1,4 @@
-"""Errors that a user can mend, worded in one line: the file or option, the value, the remedy."""
+"""Errors that users can fix, in one line: the file or option, the value, the remedy."""
 
 import contextlib
 import difflib
@@ -12,13 +12,11 @@ if TYPE_CHECKING:
 
 
 class HddmError(ValueError):
-    """A failure that the caller can mend.
+    """A failure that the caller can fix.
 
     The message is one line that names the file or option, the value and the remedy. The command line prints
-    it without a traceback and exits with code 1. What is not printable, as in names from foreign files, is
-    shown as its escape.
-
-    ``details`` are lines of their own, indented below the message, in ``str(error)`` too.
+    it without a traceback and exits with code 1. Unprintable characters, as in names from foreign files, are
+    escaped. ``details`` are further lines, indented below the message, in ``str(error)`` too.
     """
 
     def __init__(self, message: str, details: Iterable[str] = ()) -> None:
@@ -27,19 +25,19 @@ class HddmError(ValueError):
         super().__init__("\n  ".join((self.message, *self.details)))
 
     def __reduce__(self) -> tuple[type["HddmError"], tuple[str, tuple[str, ...]]]:
-        # Not by the joined text, which would come out of another process as one line.
+        # The joined text alone would arrive from another process as one line.
         return type(self), (self.message, self.details)
 
 
 class UsageError(HddmError):
-    """A call whose options cannot go together, whatever the files hold; the command line exits with 2."""
+    """A call with conflicting options, whatever the files hold; the command line exits with code 2."""
 
     exit_code = 2
 
 
 @contextlib.contextmanager
 def asked() -> Iterator[None]:
-    """Check the arguments of a caller in this block: an `HddmError` in it becomes a `UsageError`."""
+    """Check a caller's arguments in this block: an `HddmError` in it becomes a `UsageError`."""
     try:
         yield
     except HddmError as error:
@@ -47,7 +45,7 @@ def asked() -> Iterator[None]:
 
 
 def optional(module: str, user: str, extra: str) -> Any:
-    """The module of an optional dependency; without it an `HddmError` says how ``user`` gets it."""
+    """Import an optional dependency; if missing, the `HddmError` tells how to install it for ``user``."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
@@ -55,13 +53,13 @@ def optional(module: str, user: str, extra: str) -> Any:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """The end of a message about an unknown ``name``: the nearest known one, or nothing."""
+    """End of a message about an unknown ``name``: the nearest known one, or nothing."""
     nearest = difflib.get_close_matches(name, list(known), n=1)
     return f"; did you mean {nearest[0]!r}?" if nearest else ""
 
 
 def one_line(error: object, most: int = 200) -> str:
-    """The text of a library's error, or of any value, as a short part of one line."""
+    """Text of a library's error, or of any value, shortened to part of one line."""
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= most else text[: most - 1] + "…"
 
@@ -75,12 +73,12 @@ TO_ONE_SIZE = "hddm encode --resolution N brings those of a shard or partition t
 
 
 def counted(number: int, noun: str, plural: str | None = None) -> str:
-    """``1 image``, ``2 images``; ``plural`` where it is not the noun with an s."""
+    """``1 image``, ``2 images``; ``plural`` if it is not the noun with an s."""
     return f"{number} {noun if number == 1 else plural or f'{noun}s'}"
 
 
 def shown(names: Sequence[str], most: int = 20) -> list[str]:
-    """The first ``most`` names, and how many more there are."""
+    """First ``most`` names, and the number of the rest."""
     more = [f"… and {len(names) - most} more"] if len(names) > most else []
     return [*names[:most], *more]
 
@@ -100,9 +98,9 @@ _WORDS = {
 
 
 def words(problem: "ErrorDetails") -> str:
-    """Words for a wrong value, to stand after its name: ``must be 1 or more``.
+    """Words for an invalid value, to follow its name: ``must be 1 or more``.
 
-    An error of our own is taken as it is, without the value that it begins with.
+    An error of our own is used as it is, without its leading value.
     """
     context = problem.get("ctx", {})
     if problem["type"] in ("literal_error", "enum"):
@@ -116,5 +114,5 @@ def words(problem: "ErrorDetails") -> str:
 
 
 def choose(value: str, known: Sequence[str]) -> str:
-    """Name the known values in place of an unknown ``value``, and the nearest."""
+    """List the known values for an unknown ``value``, and suggest the nearest."""
     return f"choose one of {', '.join(known)}{did_you_mean(value, known)}"

@@ -1,13 +1,10 @@
 """Files and folders that are complete or absent, names that stay inside their folder, locks and hashes.
 
-`new_folder` and `write_whole` write beside the target, sync to disk and rename. `locked` keeps other
-processes away until its holder ends, killed or not. `inside` refuses names and links that leave a folder.
-
-`HashCache` remembers which files were verified, so that a restart does not hash 100 GB again: a hidden file
-keeps hash, size, inode and the times of the last change of content and of status. Any write changes a time,
-any copy the inode, and the file is hashed anew. A failing disk changes neither, and shows once the hidden
-file is removed. Clocks of file systems may be as coarse as two seconds, so a file that was changed just
-before it was hashed is not remembered (as in git's index).
+`HashCache` remembers verified files, so that a restart does not hash 100 GB again. A hidden file keeps hash,
+size, inode and the times of the last change of content and of status: any write changes a time, any copy the
+inode, and the file is hashed again. A failing disk changes neither; remove the hidden file to detect it.
+Clocks of file systems may be as coarse as two seconds, so a file that was changed just before it was hashed
+is not remembered (as in git's index).
 """
 
 import contextlib
@@ -34,11 +31,9 @@ from hddm.utils.errors import HddmError, one_line
 def inside(folder: Path, name: str) -> Path:
     """``folder/name`` with links followed, which must end in ``folder`` or in its hub-cache repository.
 
-    A hub cache keeps ``models--org--name/snapshots/<revision>/file`` as a link to ``../../blobs/<hash>``;
-    so links from below a revision may lead anywhere inside ``models--org--name``.
-
-    Raises:
-        HddmError: for an absolute name, ``..``, backslashes, NUL, and links that leave or turn in circles.
+    A hub cache keeps ``models--org--name/snapshots/<revision>/file`` as a link to ``../../blobs/<hash>``; so
+    links from below a revision may lead anywhere inside ``models--org--name``. Raises `HddmError` for an
+    absolute name, ``..``, backslashes, NUL, and links that leave or loop.
     """
     path = PurePosixPath(name)
     odd = not path.parts or ".." in path.parts or any(letter in name for letter in "\\\0\n\r")
@@ -63,22 +58,20 @@ def inside(folder: Path, name: str) -> Path:
 
 @contextlib.contextmanager
 def locked(path: Path, refusal: Callable[[str], str]) -> Iterator[None]:
-    """Hold the lock ``path`` within the block; the system frees it when its holder ends, killed or not.
+    """Hold the lock ``path`` within the block; the system frees it when the process ends or is killed.
 
-    The file names the process that holds it, and stays; its folder is made where it is missing.
-
-    Raises:
-        HddmError: where another process holds it; ``refusal`` makes the message from that process's name.
+    The file names the process that holds it, and is not removed; a missing folder is created. If another
+    process holds the lock, raises `HddmError` with the message of ``refusal`` for that process's name.
     """
     lock = FileLock(path, thread_local=False)
     while True:
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            # More than one attempt: the file that was opened may have been removed by its holder just then.
+            # More than one attempt, since the holder may just have removed the file that was opened.
             lock.acquire(timeout=_PATIENCE)
             break
         except FileNotFoundError:
-            # The folder went with another's lock just now.
+            # Another process just removed the folder with its lock.
             continue
         except Timeout:
             raise HddmError(refusal(_holder(path))) from None
@@ -99,25 +92,23 @@ def _holder(path: Path) -> str:
 
 
 _PATIENCE = 0.1
-"""Seconds after which a lock counts as held by another process."""
+"""Seconds before a lock counts as held by another process."""
 
 LARGEST_JSON = 16 * 2**20
-"""Bytes of the largest JSON file that is read; an index of ten thousand tensors has one million."""
+"""Bytes of the largest JSON file read; an index of ten thousand tensors has one million."""
 
 
 @contextlib.contextmanager
 def new_folder(target: Path, record: str, overwrite: bool = False, is_locked: bool = False) -> Iterator[Path]:
-    """A folder to fill that becomes ``target`` when the block ends, and vanishes if it fails.
+    """Folder to fill, renamed to ``target`` when the block ends, and removed if it fails.
 
-    It lies beside ``target``, since a rename is atomic only within one file system. Files are synced to
-    disk before the rename, and the rename after it. Drafts that killed processes left are removed.
-    ``record`` is the JSON file that marks its kind; ``is_locked`` says that the caller keeps others away.
+    It is beside ``target``, since a rename is atomic only within one file system. Files are synced to disk
+    before the rename, and the rename after it. Drafts of killed processes are removed. ``record`` is the JSON
+    file that marks its kind; ``is_locked`` tells that the caller holds the lock.
 
-    A folder that is replaced is renamed away first, so for a moment nothing has its name. Whoever is killed
-    just then leaves it complete, beside its place; `restore` puts it back.
-
-    Raises:
-        HddmError: as `check_absent`, and where another process writes it.
+    A replaced folder is renamed away first, so for a moment ``target`` does not exist. A process killed at
+    that moment leaves the old folder complete beside it; `restore` renames it back. Raises `HddmError` as
+    `check_absent`, and if another process writes ``target``.
     """
     check_absent(target, record, overwrite)
     with contextlib.nullcontext() if is_locked else alone(target):
@@ -138,10 +129,9 @@ def new_folder(target: Path, record: str, overwrite: bool = False, is_locked: bo
 
 @contextlib.contextmanager
 def alone(target: Path) -> Iterator[None]:
-    """A block in which no other process of hddm's writes ``target``; its folder is made where it is missing.
+    """Keep other hddm processes from writing ``target`` within the block; creates its parent folder.
 
-    Raises:
-        HddmError: where another one does.
+    Raises `HddmError` if another one is writing.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     lock = target.parent / f".{target.name}.lock"
@@ -158,14 +148,12 @@ def alone(target: Path) -> Iterator[None]:
 def put_in_place(draft: Path, target: Path, overwrite: bool) -> None:
     """Rename a complete ``draft``, on the same file system, to ``target``.
 
-    Files are synced to disk before, and the rename after. What `check_absent` refuses must have been refused.
-
-    Raises:
-        HddmError: where ``target`` has come into being, unless ``overwrite``.
+    Files are synced to disk before, and the rename after. Call `check_absent` first. Raises `HddmError` if
+    ``target`` has appeared since, unless ``overwrite``.
     """
     for path in [*draft.rglob("*"), draft]:
         if path.is_file() and path.stat().st_nlink == 1:
-            # As `write_whole`; a file with other names keeps its mode, which is theirs too.
+            # As `write_whole`; a file with other hard links keeps its mode, which they share.
             path.chmod(draft.stat().st_mode & 0o666)
         sync(path)
     if overwrite:
@@ -176,10 +164,10 @@ def put_in_place(draft: Path, target: Path, overwrite: bool) -> None:
 
 
 def check_absent(target: Path, record: str, overwrite: bool = False) -> None:
-    """Refuse an existing ``target``; called again before work of hours, to fail early.
+    """Refuse an existing ``target``; call it also before hours of work, to fail early.
 
-    With ``overwrite`` only an empty folder or one of the same kind may go: one that holds a ``record``, a
-    JSON file with a format version.
+    ``overwrite`` allows only an empty folder or one of the same kind, with a JSON file ``record`` that has a
+    format version.
     """
     restore(target)
     if target.is_symlink() and not target.exists():
@@ -201,7 +189,7 @@ def check_absent(target: Path, record: str, overwrite: bool = False) -> None:
 
 
 def restore(target: Path) -> None:
-    """Put a folder back that a killed process had renamed away, and nothing else in its place."""
+    """Rename back a folder that a killed process had renamed away, unless something is in its place."""
     if target.exists() or target.is_symlink() or not target.parent.is_dir():
         return
     left = [path for path in target.parent.glob(f"{glob.escape(_aside(target))}*") if _is_left(path)]
@@ -212,19 +200,17 @@ def restore(target: Path) -> None:
 def write_whole(path: Path, write: Callable[[Path], object], overwrite: bool = True) -> None:
     """Write a file that gets its name only once it is complete and on the disk.
 
-    ``write`` makes the hidden file beside ``path`` that it is given; a failure removes it. What has the name
-    ``path`` stays until then, and is replaced with ``overwrite`` alone.
-
-    Raises:
-        HddmError: where it cannot be written, or is there and must not be replaced.
+    ``write`` writes the hidden file beside ``path`` that it is given, which a failure removes. An existing
+    ``path`` stays until then, and is replaced only with ``overwrite``. Raises `HddmError` if it cannot be
+    written, or exists without ``overwrite``.
     """
     draft = path.with_name(f".{path.name}.part-{os.getpid()}")
     try:
         with writing(path):
-            # Process numbers come round again, and some writers refuse a file that is there.
+            # Process numbers repeat, and some writers refuse an existing file.
             draft.unlink(missing_ok=True)
             write(draft)
-            # Some libraries write for the owner alone; the folder's mode says what the user wants.
+            # Some libraries write files for the owner only; the folder's mode is what the user wants.
             draft.chmod(path.parent.stat().st_mode & 0o666)
             sync(draft)
             if overwrite:
@@ -240,7 +226,7 @@ def write_whole(path: Path, write: Callable[[Path], object], overwrite: bool = T
 
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """A block that writes ``path``, or below it; its OSError or SafetensorError becomes an `HddmError`."""
+    """Block that writes ``path``, or below it; its OSError or SafetensorError becomes an `HddmError`."""
     try:
         yield
     except (OSError, SafetensorError) as error:
@@ -249,7 +235,7 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def link_or_copy(source: Path, target: Path) -> None:
-    """Make ``target`` the same file as ``source``: a hard link where the file system allows, else a copy."""
+    """Make ``target`` a hard link to ``source`` if the file system allows, else a copy."""
     try:
         os.link(source.resolve(), target)
     except OSError:
@@ -262,11 +248,10 @@ def write_json(path: Path, content: Any) -> None:
 
 
 def read_json(path: Path, largest: int = LARGEST_JSON) -> dict[str, Any]:
-    """The JSON object in ``path``.
+    """Read the JSON object in ``path``.
 
-    Raises:
-        HddmError: for a missing file, anything but a regular one, one of more than ``largest`` bytes, broken
-            JSON and anything but an object.
+    Raises `HddmError` for a missing file, anything but a regular one, more than ``largest`` bytes, broken
+    JSON and anything but an object.
     """
     text = read_start(path, largest + 1)
     if len(text) > largest:
@@ -281,9 +266,9 @@ def read_json(path: Path, largest: int = LARGEST_JSON) -> dict[str, Any]:
 
 
 def read_start(path: Path, size: int) -> bytes:
-    """The first ``size`` bytes of a file, or all; `HddmError` for any but a regular one that can be read."""
+    """First ``size`` bytes of a file, or all; raises `HddmError` for any but a readable regular one."""
     try:
-        # Opening a pipe would wait for ever.
+        # Opening a pipe would block.
         if not stat.S_ISREG(path.stat().st_mode):
             raise HddmError(f"{path}: is no regular file; name a file")
         with path.open("rb") as file:
@@ -292,17 +277,13 @@ def read_start(path: Path, size: int) -> bytes:
         raise HddmError(f"{path}: no such file") from None
     except HddmError:
         raise
-    # ValueError: a name with NUL.
+    # ValueError is a name with NUL.
     except (OSError, ValueError) as error:
         raise HddmError(f"{path}: cannot be read ({error})") from error
 
 
 def sha256_of(path: Path) -> str:
-    """The SHA-256 of a file in hexadecimal digits.
-
-    Raises:
-        HddmError: for a file that cannot be read.
-    """
+    """SHA-256 of a file in hexadecimal digits; raises `HddmError` for an unreadable file."""
     with _opened(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -317,7 +298,7 @@ def _opened(path: Path) -> Iterator[BufferedReader]:
 
 
 def sync(path: Path) -> None:
-    """Wait until a file, or the list of a folder's files, is on the disk."""
+    """Wait until a file, or a folder's list of files, is on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -326,7 +307,7 @@ def sync(path: Path) -> None:
 
 
 def _move_to_nothing(draft: Path, path: Path) -> None:
-    """Give a file its name unless something has it: of all processes that write it, one does."""
+    """Rename a file unless the name is taken; of several processes that write it, one succeeds."""
     with alone(path):
         if path.exists() or path.is_symlink():
             raise _made_meanwhile(path)
@@ -334,7 +315,7 @@ def _move_to_nothing(draft: Path, path: Path) -> None:
 
 
 def _rename_to_nothing(draft: Path, target: Path) -> None:
-    """Rename a folder, which the system refuses where something else has come to have that name."""
+    """Rename a folder; the system refuses if the name is taken."""
     if target.is_symlink():
         raise _made_meanwhile(target)
     try:
@@ -363,18 +344,18 @@ def _replace(draft: Path, target: Path) -> None:
     except BaseException:
         old.rename(target)
         raise
-    # Renamed before it is removed, so that no half folder has the name that `restore` looks for.
+    # Renamed before removal, so that no partial folder has the name that `restore` looks for.
     old.rename(draft)
     shutil.rmtree(draft)
 
 
 def _aside(target: Path) -> str:
-    """Name of a folder that made room for another, without the number of the process."""
+    """Name of a folder that was renamed away, without the process number."""
     return f".{target.name}.old-"
 
 
 def _is_left(path: Path) -> bool:
-    """True if the process that drafted a folder, or renamed it away, is gone."""
+    """True if the process that drafted a folder, or renamed it away, has ended."""
     number = path.name.rpartition("-")[2]
     if not number.isdecimal() or not path.is_dir():
         return False
@@ -384,17 +365,17 @@ def _is_left(path: Path) -> bool:
         return True
     except (PermissionError, OverflowError):
         return False
-    # Process numbers come round again, and this one is not at it.
+    # Process numbers repeat, and this process is not writing it.
     return int(number) == os.getpid()
 
 
 RECORD = ".verified.json"
 SETTLED = 2 * 10**9
-"""Nanoseconds after a change, from which on another one gives another time."""
+"""Nanoseconds after a change until another change is sure to get another time."""
 
 
 class HashCache:
-    """Hashes of files in ``folder`` that were verified before; `keep` writes them down.
+    """Hashes of verified files in ``folder``, written by `keep`.
 
     Files of less than ``smallest`` bytes are hashed each time, and not remembered.
     """
@@ -407,14 +388,13 @@ class HashCache:
         self._found: dict[str, object] = {}
 
     def matches(self, name: str, sha256: str) -> bool:
-        """True if the file ``name`` has this hash; one that is unchanged since it had is not read again.
+        """True if the file ``name`` has this hash; not read again if unchanged since it had.
 
-        Raises:
-            HddmError: for a file that cannot be read.
+        Raises `HddmError` for an unreadable file.
         """
         path, now = self._folder / name, time.time_ns()
         with _opened(path) as file:
-            # Of the open file: opening asks a network's file system anew, which a bare stat need not.
+            # Status of the open file: opening asks a network file system anew; stat alone may use a cache.
             status = os.fstat(file.fileno())
         state = [sha256, status.st_size, status.st_ino, status.st_mtime_ns, status.st_ctime_ns]
         is_known = self._known.get(name) == state
@@ -427,7 +407,7 @@ class HashCache:
         return True
 
     def keep(self) -> None:
-        """Write down what was verified, where it is news and the folder can be written to."""
+        """Write the new verified hashes, if the folder is writable."""
         if self._found != self._known:
             with contextlib.suppress(HddmError):
                 write_whole(self._folder / RECORD, lambda draft: write_json(draft, self._found))

@@ -1,9 +1,9 @@
-"""PyTorch checkpoints: refused unless asked for, scanned before torch reads them, never unpickled in full.
+"""PyTorch checkpoints: refused unless asked for, scanned before torch reads them, never fully unpickled.
 
-`torch.load` with ``weights_only`` runs no foreign code, but it has no bound on memory, reads a storage where
-another one lies, hashes tuples of any depth until the interpreter crashes, and leaves tensors of the format
-before torch 1.6 unwritten where the file does not list them. So the opcodes are counted first, then Python's
-own unpickler rehearses the pickle with stand-ins for all that it may import, and only then torch loads it.
+`torch.load` with ``weights_only`` runs no foreign code, but it has no bound on memory, reads overlapping
+storages, hashes tuples of any depth until the interpreter crashes, and leaves tensors of the format before
+torch 1.6 uninitialised if the file does not list them. So the opcodes are counted first, then Python's own
+unpickler rehearses the pickle with stand-ins for all permitted imports, and only then torch loads it.
 """
 
 import argparse
@@ -24,21 +24,20 @@ from hddm.utils.errors import HddmError, one_line, shown
 from hddm.utils.tensors import Kind, kind_of
 
 LARGEST_PICKLE = 8 * 2**20
-"""Bytes of the largest pickle that is scanned; the tensors lie outside, thousands in one MB or two."""
+"""Bytes of the largest pickle scanned; without its tensors, thousands take one MB or two."""
 
 
 def read_archive(path: Path) -> tuple[bytes, dict[str, int]]:
-    """The pickle of an archive, and the bytes of each record by its name below the archive's folder.
+    """Pickle of an archive, and the bytes of each record by its name below the archive's folder.
 
-    Raises:
-        HddmError: for a damaged archive (sums are checked), compressed or encrypted records, records that
-            overlap, names that leave the archive, and any number of pickles but one.
+    Raises `HddmError` for a damaged archive (checksums are checked), compressed or encrypted records, records
+    that overlap, names that leave the archive, and any number of pickles but one.
     """
     try:
         with zipfile.ZipFile(path) as archive:
             records = _checked(path, archive.infolist())
             data = archive.read(records["data.pkl"])
-            # torch checks no sums of what it maps.
+            # torch does not verify checksums of mapped files.
             if (damaged := archive.testzip()) is not None:
                 raise HddmError(f"{path}: Bad CRC-32 for file {damaged!r}; fetch it again")
         sizes = {name: record.file_size for name, record in records.items()}
@@ -81,7 +80,7 @@ def _checked(path: Path, entries: list[zipfile.ZipInfo]) -> dict[str, zipfile.Zi
 
 
 def _compare(path: Path, sizes: dict[str, int], data: bytes) -> None:
-    # Two readers may find two directories in one crafted file; torch must see what was checked here.
+    # A crafted file may show two readers different directories; torch must see the one checked here.
     reader = torch._C.PyTorchFileReader(str(path))
     if sorted(reader.get_all_records()) != sorted(sizes) or reader.get_record("data.pkl") != data:
         raise HddmError(f"{path}: has two directories that differ; refused")
@@ -108,18 +107,18 @@ _PLAIN = {
     *("NONE", "NEWTRUE", "NEWFALSE", "BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT"),
     *("BINUNICODE", "SHORT_BINSTRING"),
 }
-"""Opcodes of plain values, which alone may be keys."""
+"""Opcodes of plain values, the only keys allowed."""
 _OPCODES = _PLAIN | {
     *("PROTO", "STOP", "MARK", "GLOBAL", "REDUCE", "NEWOBJ", "BUILD", "BINPERSID"),
     *("BINGET", "LONG_BINGET", "BINPUT", "LONG_BINPUT", "EMPTY_TUPLE", "EMPTY_LIST", "EMPTY_DICT"),
     *("TUPLE", "TUPLE1", "TUPLE2", "TUPLE3", "APPEND", "APPENDS", "SETITEM", "SETITEMS"),
 }
-"""Those that torch's weights-only unpickler knows, but for sets."""
+"""Opcodes that torch's weights-only unpickler knows, except sets."""
 
 MOST_OPCODES = 600_000
-"""Of one pickle. A checkpoint of thousands of tensors with its optimiser's state has 200,000."""
+"""Per pickle; a checkpoint of thousands of tensors with optimiser state has 200,000."""
 _MOST_CALLS = 100_000
-"""Of objects that a pickle makes; a tensor is about three."""
+"""Objects that a pickle makes; a tensor is about three."""
 _TALLEST = 100_000
 _MOST_MARKS = 1000
 _MOST_NAMES = 1000
@@ -127,10 +126,10 @@ _DEEPEST = 64
 
 
 class RefusedPickleError(Exception):
-    """A pickle that is broken or does what weights never need; the text says what."""
+    """A pickle that is broken or does what weights never need, as the text describes."""
 
 
-# The stand-ins of what a pickle makes.
+# Stand-ins for objects that a pickle makes.
 class _Tensor:
     __slots__ = ()
 
@@ -147,7 +146,7 @@ class _Namespace: ...
 
 @dataclass(frozen=True, slots=True)
 class _Global:
-    """The stand-in of what a pickle imports; called with arguments of ``kinds``, it gives a new ``made``."""
+    """Stand-in for an import of a pickle; called with arguments of ``kinds``, it returns a new ``made``."""
 
     name: str
     kinds: tuple[type, ...] | None = None
@@ -174,11 +173,11 @@ _KNOWN |= {
     )
 }
 _KNOWN["argparse Namespace"] = _Namespace
-"""Stand-ins of all that may be imported, by ``module name``."""
+"""Stand-ins for all permitted imports, by ``module name``."""
 
 
 class _Rehearsal(pickle.Unpickler):
-    """An unpickler that imports nothing; ``storages`` gets the bytes of each storage by its key."""
+    """Unpickler that imports nothing; ``storages`` gets the bytes of each storage by its key."""
 
     def __init__(self, stream: IO[bytes], storages: dict[str, int]) -> None:
         super().__init__(stream, fix_imports=False, encoding="latin1")
@@ -205,14 +204,14 @@ def _require(fine: bool, problem: str) -> None:
 
 
 def _refused_globals(stream: IO[bytes]) -> set[str]:
-    """The names off the fixed list that the next pickle of ``stream`` imports, as ``module.name``."""
+    """Forbidden imports of the next pickle of ``stream``, as ``module.name``."""
     found: set[str] = set()
     texts = ["?", "?"]
     for opcode, value, _ in _opcodes(stream):
         if len(found) == _MOST_NAMES:
             break
         if opcode.name == "STACK_GLOBAL":
-            # The two names may come from anywhere; the last strings are those of every ordinary pickle.
+            # The two names may come from anywhere; in every ordinary pickle they are the last strings.
             found.add(" ".join(texts))
         elif opcode.name in ("GLOBAL", "INST") and (opcode.name == "INST" or value not in _KNOWN):
             found.add(value)
@@ -222,7 +221,7 @@ def _refused_globals(stream: IO[bytes]) -> set[str]:
 
 
 def _rehearse(stream: IO[bytes], storages: dict[str, int]) -> Any:
-    """The next pickle of ``stream`` with stand-ins; ``storages`` gets the bytes of each that it loads."""
+    """Load the next pickle of ``stream`` with stand-ins; ``storages`` gets the bytes of each storage."""
     start = stream.tell()
     left = _bound(stream)
     stream.seek(start)
@@ -232,12 +231,12 @@ def _rehearse(stream: IO[bytes], storages: dict[str, int]) -> Any:
 
 
 def _bound(stream: IO[bytes]) -> int:
-    """Refuse what would cost too much in the next pickle; the number of values that it leaves on its stack.
+    """Refuse a next pickle that costs too much; returns the number of values left on its stack.
 
-    A tuple that is nested a million times deep takes a byte a level, and as a key overflows the C stack.
+    Tuples nested a million deep take a byte a level, and as a key overflow the C stack.
     """
     stack: list[bool] = []
-    """Of each value whether it may be a key."""
+    """True for each value that may be a key."""
     marks = [0]
     memo: dict[int, bool] = {}
     calls = 0
@@ -252,7 +251,7 @@ def _bound(stream: IO[bytes]) -> int:
         elif name in ("BINGET", "LONG_BINGET"):
             stack.append(memo[value])
         elif name in ("BINPUT", "LONG_BINPUT"):
-            # Python's unpickler keeps a list of that length.
+            # Python's unpickler allocates a list of that length.
             _require(value < MOST_OPCODES, f"numbers a value {value}, which weights never need")
             memo[value] = stack[-1]
         else:
@@ -279,19 +278,17 @@ def _opcodes(stream: IO[bytes]) -> Iterator[tuple[pickletools.OpcodeInfo, Any, i
 
 
 SAFE_TORCH = "2.10"
-"""The first torch whose weights-only unpickler has no known hole (CVE-2025-32434, CVE-2026-24747)."""
+"""First torch whose weights-only unpickler has no known hole (CVE-2025-32434, CVE-2026-24747)."""
 
 _LEAVES = (str, int, float, bytes, type(None), torch.dtype, torch.Size)
 
 
 def read_pickle(path: Path, allow_pickle: bool) -> dict[str, Any]:
-    """The dictionary in a checkpoint: tensors on the CPU, dictionaries, lists, plain values, Namespaces.
+    """Read the dictionary in a checkpoint: tensors on the CPU, dictionaries, lists, plain values, Namespaces.
 
     Tensors of the zip format are mapped from disk; those of the format before torch 1.6 are read to memory.
-
-    Raises:
-        HddmError: without ``allow_pickle``, with a torch that has known holes, and for a file that is
-            damaged, imports anything off a fixed list, or declares more than it holds.
+    Raises `HddmError` without ``allow_pickle``, with a torch that has known holes, and for a file that is
+    damaged, imports anything off a fixed list, or declares more than it holds.
     """
     kind = kind_of(path)
     if kind == "safetensors":
@@ -306,14 +303,14 @@ def read_pickle(path: Path, allow_pickle: bool) -> dict[str, Any]:
             f"{path}: reading pickles needs torch>={SAFE_TORCH}, whose unpickler has no known holes, "
             f"and this is {torch.__version__}; upgrade torch or take a safetensors version"
         )
-    # torch.load goes by this name and would not read it as what it is.
+    # torch.load would go by this suffix, not by the content.
     if path.suffix == ".safetensors":
         raise HddmError(f"{path}: is a pickle ({kind}) under the name of safetensors; rename it to .pt")
     try:
         _scan(path, kind)
     except HddmError:
         raise
-    # Broken pickles raise whatever codecs, integers and the objects do that they misuse.
+    # Broken pickles raise any error of the codecs, integers and objects that they misuse.
     except Exception as error:
         is_whole = isinstance(error, RefusedPickleError)
         problem = str(error) if is_whole else f"is a broken pickle ({one_line(error)})"
@@ -351,7 +348,7 @@ def _scan(path: Path, kind: Kind) -> None:
     keys = _rehearse(stream, {})
     listed = isinstance(keys, list) and all(isinstance(key, str) for key in keys)
     _require(listed and sorted(keys) == sorted(storages), "lists other storages than it uses")
-    # Each storage follows with its length; torch would take its memory before it looks for them.
+    # Each storage follows with its length; torch would allocate memory before looking for them.
     wanted = stream.tell() + sum(8 + size for size in storages.values())
     held = path.stat().st_size
     _require(wanted <= held, f"wants {wanted} bytes and has {held}")

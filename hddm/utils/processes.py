@@ -1,11 +1,9 @@
 """Signals that stop work, and calls in local processes.
 
 `StopRequest` notes a signal, so that work is saved before the process ends, with exit code 130 after SIGINT,
-143 after SIGTERM, 138 after SIGUSR1. A second signal exits at once, if it comes `TOGETHER` seconds or more
-after the first: a scheduler and its launcher may both pass one request on. Checkpoints are complete or
-absent, so it may come in the middle of a write.
-
-`Workers` runs independent calls in processes of one thread each, and reports their progress.
+143 after SIGTERM, 138 after SIGUSR1. A second signal exits at once if it comes `TOGETHER` seconds or more
+after the first, since a scheduler and its launcher may both forward one request. It may interrupt a write,
+since checkpoints are complete or absent.
 """
 
 import collections
@@ -30,7 +28,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
 class Stopped(HddmError):
-    """A signal ended the work, which is saved; ``exit_code`` is 128 plus its number."""
+    """Raised once work is saved after a signal; ``exit_code`` is 128 plus the signal's number."""
 
     def __init__(self, message: str, number: int) -> None:
         super().__init__(message)
@@ -46,9 +44,9 @@ class Stopped(HddmError):
 
 
 class StopRequest:
-    """Within the block signals only leave a note, ``number``; handlers that were there run too.
+    """Block in which signals are only noted, as ``number``; previous handlers run too.
 
-    Outside the main thread, where Python takes no handlers, nothing changes.
+    Does nothing outside the main thread, where Python allows no handlers.
     """
 
     def __init__(self) -> None:
@@ -63,12 +61,12 @@ class StopRequest:
 
     def __exit__(self, *ended: object) -> None:
         for one, handler in self._before.items():
-            # None is a handler that was not set from Python.
+            # None stands for a handler that was not set from Python.
             signal.signal(one, signal.SIG_DFL if handler is None else handler)
 
     @property
     def requested(self) -> bool:
-        """True once a signal came."""
+        """True after a signal."""
         return self.number is not None
 
     def _note(self, number: int, frame: FrameType | None) -> None:
@@ -78,14 +76,14 @@ class StopRequest:
             return
         self.number, self._since = number, time.monotonic()
         handler: Callable[..., object] | int | None = self._before.get(signal.Signals(number))
-        # Python's own turns SIGINT into an exception, in the middle of a step.
+        # Python's own handler raises an exception in the middle of a step.
         if callable(handler) and handler is not signal.default_int_handler:
             handler(number, frame)
 
 
 Report = Callable[[int], None]
 
-# Without these glibc returns every large block to the system, at the cost of page faults in every step.
+# Without these glibc returns large blocks to the system, which costs page faults in every step.
 _MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(1 << 30), "MALLOC_TRIM_THRESHOLD_": str(1 << 31)}
 
 
@@ -93,7 +91,7 @@ _MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(1 << 30), "MALLOC_TRIM_THRESHOLD_": str
 class Call:
     """``function(**arguments, report=report)``, to be run in a worker.
 
-    ``function`` is importable by name; it calls ``report(n)`` after n of its ``units`` of work.
+    ``function`` is importable by name and calls ``report(n)`` after n of its ``units`` of work.
     """
 
     function: Callable[..., Any]
@@ -102,13 +100,13 @@ class Call:
 
 
 def compute_environment(threads: int) -> dict[str, str]:
-    """Environment variables that a process which computes with ``threads`` threads should start with."""
+    """Environment variables for a process that computes with ``threads`` threads, set before its start."""
     return {"OMP_NUM_THREADS": str(threads), **_MALLOC}
 
 
 @contextlib.contextmanager
 def environment(values: dict[str, str]) -> Iterator[None]:
-    """Environment variables within the block, for the processes that it starts."""
+    """Set environment variables within the block, for the processes that it starts."""
     before = {key: os.environ.get(key) for key in values}
     os.environ.update(values)
     try:
@@ -127,7 +125,7 @@ class Workers:
     def __init__(self, count: int) -> None:
         context = multiprocessing.get_context("spawn")
         self._count = count
-        # Written to without a thread between: what a call reported has arrived when its result has.
+        # Written without a helper thread, so that reports of a call arrive before its result.
         self._reports: SimpleQueue[int] = context.SimpleQueue()
         self._pool = ProcessPoolExecutor(count, context, _start, (self._reports,))
         self._environment = contextlib.ExitStack()
@@ -138,19 +136,17 @@ class Workers:
 
     def __exit__(self, kind: type[BaseException] | None, *ended: object) -> None:
         if kind is not None:
-            # A call that still runs must not go on writing.
+            # A call that still runs must not continue writing.
             for child in multiprocessing.active_children():
                 child.terminate()
         self._pool.shutdown(wait=True, cancel_futures=True)
         self._environment.close()
 
     def run(self, calls: Sequence[Call], on_progress: Report) -> list[Any]:
-        """Results of ``calls``, in their order; started in that order too.
+        """Results of ``calls``, in their order, in which they also start.
 
-        The first exception in a worker is raised here; what has not started does not start.
-
-        Raises:
-            HddmError: where a worker process died; the others cannot go on.
+        The first exception in a worker is raised here, and no further calls start. Raises `HddmError` if a
+        worker process died, since the others cannot continue.
         """
         waiting = collections.deque(range(len(calls)))
         running: dict[Future[Any], int] = {}

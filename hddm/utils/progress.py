@@ -1,4 +1,4 @@
-"""Progress of long work: a bar on a terminal, a plain line every tenth elsewhere, and none of short work."""
+"""Progress of long work: a bar on a terminal, else a line every tenth; nothing for short work."""
 
 import math
 import shutil
@@ -9,17 +9,13 @@ from typing import Self
 from tqdm import tqdm
 
 _SHORT = 5.0
-"""Seconds; what takes less at its pace so far has no lines."""
+"""Seconds; work expected to take less prints no lines."""
 
 
 class Progress:
     """``with Progress(total, "encode") as advance: advance(n)``; written to standard error.
 
-    Args:
-        total: units of work.
-        label: what begins a line.
-        unit: name of what the bar counts.
-        size: how many of these are in a unit of work.
+    ``total`` counts units of work; each has ``size`` of the bar's ``unit``. ``label`` starts a line.
     """
 
     def __init__(self, total: int, label: str, unit: str = "it", size: int = 1) -> None:
@@ -27,7 +23,7 @@ class Progress:
         self._start = time.perf_counter()
         self._bar: tqdm[None] | None = None
         if sys.stderr.isatty():
-            # tqdm draws nothing on a terminal that reports no size, as in some containers.
+            # tqdm draws nothing on a terminal without a size, as in some containers.
             columns, lines = shutil.get_terminal_size()
             self._bar = tqdm(
                 total=total * size,
@@ -66,8 +62,8 @@ class Progress:
 class TrainingProgress(Progress):
     """``with TrainingProgress(steps, batch_size, "train") as progress: progress.reach(step, loss, seconds)``.
 
-    A line says the step, and of the steps since the line before the mean loss, images a second, and how long
-    the rest takes at that rate. Waits between steps do not count. The bar counts images.
+    A line gives the step and, over the steps since the previous line, mean loss, images per second, and the
+    remaining time at that rate. Waits between steps do not count. The bar counts images.
     """
 
     def __init__(self, steps: int, batch_size: int, label: str) -> None:
@@ -80,9 +76,9 @@ class TrainingProgress(Progress):
         self._seconds, self._timed = 0.0, 0
 
     def reach(self, step: int, loss: float, seconds: float) -> None:
-        """Be at ``step``; ``loss`` is the mean since the last call, ``seconds`` the sum, NaN if unknown.
+        """Report ``step``; ``loss`` is the mean since the last call, ``seconds`` the sum, NaN if unknown.
 
-        The first call begins, as does one of a step that was reached before: from a checkpoint. Its time
+        The first call only starts the count, as does a return to an earlier step from a checkpoint; its time
         does not count, since the first step of a process takes longer.
         """
         steps = step - self._done
@@ -97,7 +93,7 @@ class TrainingProgress(Progress):
             self._bar.set_postfix_str(", ".join([f"step {step}", *self._mean_loss()]), refresh=False)
         self(step - self._done)
         if self._bar is not None and step == self._total:
-            # Its last rate would count what follows the training.
+            # Its last rate would include work after the training.
             self._bar.close()
 
     def _begin(self, step: int) -> None:
@@ -128,7 +124,7 @@ def _short(rate: float) -> str:
 
 
 def _duration(seconds: float) -> str:
-    """As ``45 s``, ``12 min`` or ``3 h 05 min``."""
+    """Format as ``45 s``, ``12 min`` or ``3 h 05 min``."""
     minutes = round(seconds / 60)
     if seconds < 90:
         return f"{max(1, round(seconds))} s"

@@ -1,12 +1,12 @@
 """Records: validated JSON with a format version; and the manifest that seals a model's folder.
 
-Each kind of folder is marked by one JSON file, named here, so that nothing else must be imported to find it.
+Each kind of folder is marked by one JSON file, named here, so that finding it needs no other import.
 
-``manifest.json`` of an expert, a router or an ensemble is written last and holds the SHA-256 of every file
-that has a meaning. A folder below it with a manifest of its own is listed by that file alone. Pictures,
-papers (README, LICENSE, `*.md`) and hidden files are not listed and may change. A manifest finds damage and
-mistakes, not forgery: whoever can change a file can write its manifest anew. Folders of formats before
-`SINCE` have none; in later ones it is required.
+``manifest.json`` of an expert, a router or an ensemble is written last and holds the SHA-256 of every
+relevant file. A subfolder with its own manifest is listed by that file alone. Pictures, documents (README,
+LICENSE, `*.md`) and hidden files are not listed and may change. A manifest detects damage and mistakes, not
+forgery: anyone who can change a file can rewrite its manifest. Folders of formats before `SINCE` have none;
+later ones require it.
 """
 
 import re
@@ -30,11 +30,11 @@ SAMPLING_FILE = "sampling.json"
 
 
 OPTIONS = "options"
-"""Origin of values from the command line: errors name them as they are spelt there."""
+"""Origin of command-line values, so that errors name them as options."""
 
 
 class Record(BaseModel):
-    """Base of every record: frozen, and an unknown key is an error."""
+    """Base of all records: frozen, and an unknown key is an error."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -45,11 +45,10 @@ AnyRecord = TypeVar("AnyRecord", bound=Record)
 def read_record(
     path: Path, record: type[AnyRecord], format_version: str, largest: int = LARGEST_JSON
 ) -> AnyRecord:
-    """The record in a JSON file.
+    """Read the record in a JSON file.
 
-    Raises:
-        HddmError: with file and key, for a missing file, a newer major format, or an unknown, missing or
-            ill-typed key.
+    Raises `HddmError`, with file and key, for a missing file, a newer major format, or an unknown, missing or
+    ill-typed key.
     """
     content = read_json(path, largest)
     check_format(content, format_version, path)
@@ -57,14 +56,14 @@ def read_record(
 
 
 def parse_record(content: dict[str, Any], record: type[AnyRecord], origin: str) -> AnyRecord:
-    """``content`` as a record; ``origin`` names its source in the error, or is `OPTIONS`."""
+    """Parse ``content``; ``origin`` names its source in errors, or is `OPTIONS`."""
     try:
         return record.model_validate(content)
     except ValidationError as error:
         first = first_problem(error)
         if origin == OPTIONS:
             raise HddmError(_of_options(first, record.model_fields)) from error
-        # pydantic names a validator of ours too, as a step on the way to the value.
+        # pydantic lists our validators as steps on the way to the value.
         place = [step for step in first["loc"] if step != "function-after"]
         key = ".".join(map(str, place))
         if first["type"] == "extra_forbidden":
@@ -72,19 +71,19 @@ def parse_record(content: dict[str, Any], record: type[AnyRecord], origin: str) 
             raise HddmError(f"{origin}: unknown key {key!r}{nearest}") from error
         is_shown = first["type"] != "missing" and not isinstance(first["input"], Mapping)
         value = f" (is {first['input']!r})" if is_shown else ""
-        # What is wrong with several values together is said of none.
+        # A problem of several values together names no key.
         named = f"key {key!r}{value}: " if key else ""
         raise HddmError(f"{origin}: {named}{words(first)}") from error
 
 
 def first_problem(error: ValidationError) -> ErrorDetails:
-    """The problem to tell of: an unknown key before others, since a misspelt one is missing too."""
+    """Problem to report: an unknown key before others, since a misspelt key is missing too."""
     problems = error.errors()
     return next((one for one in problems if one["type"] == "extra_forbidden"), problems[0])
 
 
 def _fields_at(record: type[BaseModel], place: Sequence[int | str]) -> Collection[str]:
-    """Fields of the record that lies at ``place`` within another."""
+    """Fields of the record at ``place`` within another."""
     for step in place:
         if isinstance(step, str) and step in record.model_fields:
             record = next(_records_in(record.model_fields[step].annotation), record)
@@ -92,7 +91,7 @@ def _fields_at(record: type[BaseModel], place: Sequence[int | str]) -> Collectio
 
 
 def _records_in(kind: Any) -> Iterator[type[BaseModel]]:
-    """The records that an annotation is made of, as that of a tuple of them."""
+    """Records within an annotation, such as a tuple of records."""
     if isinstance(kind, type) and issubclass(kind, BaseModel):
         yield kind
     for inner in get_args(kind):
@@ -100,11 +99,11 @@ def _records_in(kind: Any) -> Iterator[type[BaseModel]]:
 
 
 def _of_options(problem: ErrorDetails, names: Iterable[str]) -> str:
-    """A problem of a record whose keys are options, the options spelt as they are given."""
+    """Problem of a record whose keys are options, spelt as options."""
     text = words(problem)
     if not problem["loc"]:
         for name in names:
-            # Without an underscore it may be a word like any other.
+            # Without an underscore it may be an ordinary word.
             if "_" in name or text.startswith(f"{name} "):
                 text = re.sub(rf"\b{name}\b", _option(name), text)
         return text
@@ -120,7 +119,7 @@ def _option(name: str) -> str:
 
 
 def check_format(content: dict[str, Any], known: str, path: Path) -> None:
-    """Refuse a missing format version or one of a newer major."""
+    """Refuse a missing format version or one of a newer major version."""
     version = content.get("format")
     if not isinstance(version, str) or not version.split(".")[0].isdecimal():
         raise HddmError(f"{path}: has no format version; was it written by hddm?")
@@ -131,9 +130,9 @@ def check_format(content: dict[str, Any], known: str, path: Path) -> None:
 MANIFEST = "manifest.json"
 FORMAT = "1.0"
 SINCE = (1, 4)
-"""The first format of ``expert.json``, ``router.json`` and ``ensemble.json`` that goes with a manifest."""
+"""First format of ``expert.json``, ``router.json`` and ``ensemble.json`` with a manifest."""
 SMALL = 2**24
-"""Bytes below which a file is hashed whenever it is opened."""
+"""Bytes below which a file is hashed on every opening."""
 
 _PAPERS = ("README", "LICENSE", "NOTICE", "COPYING")
 _NO_MEANING = {".md", ".rst", ".png", ".jpg", ".jpeg", ".gif", ".webp", ".svg", ".html", ".pdf", ".log"}
@@ -149,18 +148,18 @@ class FolderManifest(Record):
 def write_manifest(
     folder: Path, sha256: Callable[[Path], str] = sha256_of, read: Collection[str] | None = None
 ) -> None:
-    """Write the manifest of what ``folder`` holds, over one that is there.
+    """Write or replace the manifest of ``folder``.
 
-    It lists the files in ``read`` alone, where that is given: a user may add others.
+    With ``read``, it lists these files only, since users may add others.
     """
     names = [name for name in _listed(folder, folder) if name != MANIFEST and (read is None or name in read)]
     _write_files(folder, {name: sha256(folder / name) for name in sorted(names)})
 
 
 def rewrite_entry(folder: Path) -> None:
-    """Write the new manifest of ``folder`` into that of the ensemble that it is a part of, if it is."""
+    """Enter the new manifest of ``folder`` in that of the ensemble that contains it, if any."""
     for above in folder.parents:
-        # A manifest.json may be of anything else up there, as of a shard or a web page.
+        # A manifest.json above may belong to a shard, a web page or anything else.
         if (above / ENSEMBLE_FILE).is_file() and has_manifest(above):
             files, part = read_folder_manifest(above).files, folder.relative_to(above).as_posix()
             own = {name: sha256 for name, sha256 in files.items() if name.startswith(f"{part}/")}
@@ -172,7 +171,7 @@ def rewrite_entry(folder: Path) -> None:
 
 def _write_files(folder: Path, files: Mapping[str, str]) -> None:
     content = FolderManifest(files=dict(files)).model_dump()
-    # Not in place: the file may be a hard link to the manifest of the folder that this was assembled from.
+    # Not in place, since the file may be a hard link to the manifest of the source folder.
     write_whole(folder / MANIFEST, lambda draft: write_json(draft, content))
 
 
@@ -182,7 +181,7 @@ def has_manifest(folder: Path) -> bool:
 
 
 def read_folder_manifest(folder: Path) -> FolderManifest:
-    """The manifest of a folder; raises as `read_record`."""
+    """Manifest of a folder; raises as `read_record`."""
     return read_record(folder / MANIFEST, FolderManifest, FORMAT)
 
 
@@ -195,16 +194,10 @@ def damage(
 ) -> tuple[str, ...]:
     """List the files that differ from the manifest, a line each; none for a folder of an older format.
 
-    Args:
-        folder: of an expert, a router or an ensemble.
-        record: the JSON file that marks its kind and tells its format.
-        known: files that would be read although the manifest does not list them.
-        sha256: of a file, to hash every one. By default one of `SMALL` bytes or more is not hashed again
-            where size and time are those that it had when it was.
-        chosen: which of the listed files count.
-
-    Raises:
-        HddmError: for a record or a manifest that cannot be read, and names that lead out of the folder.
+    ``record`` is the JSON file that marks the folder's kind and gives its format, ``known`` files are read
+    even if the manifest does not list them, and ``chosen`` selects listed files. ``sha256`` hashes every
+    file; by default one of `SMALL` bytes or more is not hashed again if size and time are unchanged. Raises
+    `HddmError` for an unreadable record or manifest, and names that lead out of the folder.
     """
     if not has_manifest(folder):
         stated = str(read_json(folder / record).get("format"))
@@ -235,13 +228,13 @@ def refuse_damaged(
     chosen: Callable[[str], bool] = lambda name: True,
     remedy: str = "copy it again, whole, from where it was made",
 ) -> None:
-    """Raise `HddmError` with what `damage` finds, a line a file."""
+    """Raise `HddmError` with the lines of `damage`, if any."""
     if found := damage(folder, record, known, sha256, chosen):
         raise HddmError(f"{folder}: is not what was written, by its {MANIFEST}; {remedy}", found)
 
 
 def _listed(folder: Path, root: Path) -> list[str]:
-    """Paths in ``root`` of the files below ``folder`` that have a meaning."""
+    """Relevant files below ``folder``, as paths in ``root``."""
     if folder != root and has_manifest(folder):
         return [(folder / MANIFEST).relative_to(root).as_posix()]
     names = []

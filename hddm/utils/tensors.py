@@ -1,9 +1,8 @@
-"""Tensors: small helpers that several rooms share, and weights as safetensors.
+"""Tensor helpers, and weights as safetensors, mapped from disk when read and streamed when written.
 
-Files are mapped from disk when read and streamed when written. The library (0.4.5 to 0.8) checks the header's
-length against the file and 100 MB, the nesting of its JSON, ranges that overlap, leave holes or do not cover
-the file, and shapes against ranges, with overflow. Left for here are files of another kind, dtypes that torch
-lacks and the form of errors.
+The safetensors library (0.4.5 to 0.8) checks the header's length against the file and 100 MB, the nesting of
+its JSON, ranges that overlap, leave holes or do not cover the file, and shapes against ranges, with overflow.
+This module adds checks for files of another kind and dtypes that torch lacks, and the form of errors.
 """
 
 import json
@@ -29,16 +28,16 @@ def append_dims(values: Tensor, ndim: int) -> Tensor:
 
 
 def to_float64(values: Tensor) -> Tensor:
-    """``values`` in float64, on the CPU where the device has none (MPS)."""
+    """``values`` in float64, on the CPU if the device has none (MPS)."""
     if values.device.type == "mps":
         values = values.cpu()
     return values.to(torch.float64)
 
 
 def generator(seed: int, *key: int) -> torch.Generator:
-    """A CPU generator whose stream depends on ``seed`` and ``key`` alone.
+    """CPU generator whose stream depends on ``seed`` and ``key`` alone.
 
-    Hashing the whole key keeps streams apart that adjacent integer seeds would correlate.
+    Hashing the whole key decorrelates streams of adjacent integer seeds.
     """
     state = np.random.SeedSequence((seed, *key)).generate_state(1, np.uint64)[0]
     # Torch takes seeds as signed 64-bit integers.
@@ -46,20 +45,19 @@ def generator(seed: int, *key: int) -> torch.Generator:
 
 
 def parameter_dtype(network: object) -> torch.dtype | None:
-    """Dtype of a module's floating parameters, None for one without any and for plain functions."""
+    """Dtype of a module's floating parameters; None if it has none, and for plain functions."""
     return next((p.dtype for p in _parameters(network) if p.is_floating_point()), None)
 
 
 def device_of(network: object) -> torch.device:
-    """Device of a module's parameters; the CPU for one without any and for plain functions."""
+    """Device of a module's parameters; the CPU if it has none, and for plain functions."""
     return next((p.device for p in _parameters(network)), torch.device("cpu"))
 
 
 def available_device(name: str | torch.device) -> torch.device:
-    """The device of this name; ``auto`` is a GPU where there is one, else the CPU.
+    """Device of this name; ``auto`` is a GPU if there is one, else the CPU.
 
-    Raises:
-        HddmError: for one that is unknown or not there.
+    Raises `HddmError` for an unknown or missing device.
     """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
@@ -72,7 +70,7 @@ def available_device(name: str | torch.device) -> torch.device:
 
 
 def _parameters(network: object) -> Iterator[Tensor]:
-    # A network whose weights are elsewhere has an empty tensor where they will be.
+    # A network with offloaded weights has an empty tensor on the device where they will be.
     placement = getattr(network, "placement", None)
     if isinstance(placement, Tensor):
         return iter((placement,))
@@ -82,14 +80,13 @@ def _parameters(network: object) -> Iterator[Tensor]:
 Kind = Literal["safetensors", "torch-zip", "pickle"]
 
 _LARGEST_HEADER = 100_000_000
-"""Bytes of the largest safetensors header that the library takes."""
+"""Bytes of the largest safetensors header that the library accepts."""
 
 
 def kind_of(path: Path) -> Kind:
-    """``"safetensors"``, ``"torch-zip"`` (what `torch.save` writes) or ``"pickle"`` (before torch 1.6).
+    """``"safetensors"``, ``"torch-zip"`` (by `torch.save`) or ``"pickle"`` (before torch 1.6).
 
-    Raises:
-        HddmError: for a missing, empty or unknown file, and for anything but a regular one.
+    Raises `HddmError` for a missing, empty or unknown file, and for anything but a regular one.
     """
     head = read_start(path, 16)
     if not head:
@@ -112,11 +109,7 @@ def kind_of(path: Path) -> Kind:
 
 
 def refuse_non_finite(path: Path, weights: Mapping[str, Tensor]) -> None:
-    """Refuse weights of the file ``path`` with NaN or Inf, by name.
-
-    Raises:
-        HddmError: with the first such tensor.
-    """
+    """Refuse weights of the file ``path`` with NaN or Inf; the error names the first such tensor."""
     for key, value in weights.items():
         if not value.isfinite().all():
             raise HddmError(f"{path}: {key!r} holds NaN or Inf; take the weights anew")
@@ -142,22 +135,21 @@ DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-"""Dtypes by their names in a header, the wide ones first: in this order every tensor is aligned."""
+"""Dtypes by header name, wide ones first, which aligns every tensor."""
 
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """A tensor as its header declares it."""
+    """Shape and dtype that a header declares."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
 
 def read_safetensors(path: Path) -> dict[str, Tensor]:
-    """Every tensor of a file, mapped: memory grows by the pages that are touched, and writes stay private.
+    """Read every tensor, memory-mapped: memory grows by the pages touched, and writes stay private.
 
-    Raises:
-        HddmError: for a file of another kind and for a header that does not fit its file.
+    Raises `HddmError` for a file of another kind and for a header that does not fit its file.
     """
     read_header(path)
     try:
@@ -168,11 +160,7 @@ def read_safetensors(path: Path) -> dict[str, Tensor]:
 
 
 def read_header(path: Path) -> tuple[dict[str, TensorInfo], dict[str, str]]:
-    """Shapes and dtypes by tensor name, and the metadata; no tensor is made.
-
-    Raises:
-        HddmError: as `read_safetensors`.
-    """
+    """Shapes and dtypes by tensor name, and metadata, without tensors; raises as `read_safetensors`."""
     kind = kind_of(path)
     if kind != "safetensors":
         raise HddmError(
@@ -202,14 +190,14 @@ def _unreadable(path: Path, error: Exception) -> HddmError:
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _ORDER = {dtype: index for index, dtype in enumerate(_NAMES)}
 _PIECE = 4 * 2**20
-"""Bytes that are checked and written at once: about what a cache holds, so memory is passed once."""
+"""Bytes checked and written at once: about a cache's size, so memory is read once."""
 
 
 @dataclass(frozen=True)
 class Planned:
-    """A tensor to write: its place in the header is known before it is read.
+    """A tensor to write, whose place in the header is known before it is read.
 
-    ``origin`` says in errors where ``read`` takes it from.
+    ``origin`` names the source of ``read`` in errors.
     """
 
     name: str
@@ -225,13 +213,10 @@ def write_safetensors(
     metadata: Mapping[str, str] | None = None,
     check_finite: bool = False,
 ) -> None:
-    """Write a new file, a tensor at a time: wide dtypes first, then by name, so that every one is aligned.
+    """Write a new file tensor by tensor, wide dtypes first, then by name, so that all are aligned.
 
-    A failure leaves no file.
-
-    Raises:
-        HddmError: for an existing file, a dtype that the format lacks, a name twice, a tensor that is not
-            as planned, a full disk, and with ``check_finite`` for NaN or Inf.
+    A failure leaves no file. Raises `HddmError` for an existing file, a dtype that the format lacks, a
+    repeated name, a tensor unlike its plan, a full disk, and with ``check_finite`` for NaN or Inf.
     """
     header, ordered = _header(path, tensors, metadata or {})
     try:
@@ -240,7 +225,7 @@ def write_safetensors(
                 file.write(header)
                 for planned in ordered:
                     _write(file, planned, path, check_finite)
-                # What is still in the buffer may meet a full disk too.
+                # Flushing the buffer may fail on a full disk too.
                 file.flush()
             except BaseException:
                 path.unlink(missing_ok=True)
@@ -289,7 +274,7 @@ def _write(file: IO[bytes], planned: Planned, path: Path, check_finite: bool) ->
 
 
 def _pieces(tensor: Tensor) -> Iterator[Tensor]:
-    """Flat slices; the tensor is copied only where it is not contiguous or not on the CPU."""
+    """Flat slices; the tensor is copied only if it is not contiguous or not on the CPU."""
     flat = tensor.resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
     return iter(flat.split(_PIECE // tensor.itemsize))
 
@@ -299,5 +284,5 @@ def _is_finite(piece: Tensor) -> bool:
         return True
     if piece.itemsize == 1:
         piece = piece.float()
-    # A sum is finite only of finite numbers; one that overflows needs the longer look.
+    # Only finite numbers have a finite sum; a sum that overflows needs the full check.
     return bool(piece.sum().isfinite()) or bool(piece.isfinite().all())

@@ -12,18 +12,16 @@ from hddm.utils.errors import HddmError
 def open_source(
     path: Path, caption_column: str | None = None, label_column: str | None = None
 ) -> ImageSource:
-    """The images at ``path``, which may be one of these.
+    """Open the images at ``path``, which is one of these.
 
     - a folder of images, or of class folders;
     - a folder of images with ``metadata.jsonl``, as Hugging Face's ``imagefolder``;
     - a tar archive in WebDataset's naming, or a folder of them;
     - a Parquet file with encoded images, as Hugging Face's ``datasets`` writes it, or a folder of them.
 
-    Captions are in ``caption_column``, else in ``text`` or ``caption`` (in tars ``txt``), if there is one;
-    class labels in ``label_column``, else in ``label`` (in tars also ``cls``). Plain folders have no columns.
-
-    Raises:
-        HddmError: for a path without images or with images of several kinds, and as the opener of its kind.
+    Captions are in ``caption_column``, else in ``text`` or ``caption`` (in tars ``txt``), if present; class
+    labels in ``label_column``, else in ``label`` (in tars also ``cls``). Plain folders have no columns.
+    Raises `HddmError` for a path without images or with several kinds, and as the opener of its kind.
     """
     columns = caption_column, label_column
     if path.is_file():

@@ -1,4 +1,4 @@
-"""The interface of image sources, the names of their files, and columns of labels and captions."""
+"""Interface of image sources, file names, and columns of labels and captions."""
 
 import os
 from abc import ABC, abstractmethod
@@ -11,58 +11,53 @@ from hddm.utils.errors import HddmError, did_you_mean
 METADATA = "metadata.jsonl"
 TAR, PARQUET = ".tar", ".parquet"
 SUFFIXES = {".png", ".jpg", ".jpeg", ".webp", ".bmp"}
-"""Of image files, in lower case; files in upper case count too."""
+"""Suffixes of image files, matched without case."""
 CAPTION_COLUMNS = ("text", "caption")
 LARGEST_LABEL = 99_999
-"""Classes are listed by name, so that a stray number could ask for any amount of memory."""
+"""Limit, since classes are listed by name and a stray number could fill the memory."""
 
 
 @dataclass(frozen=True)
 class ImageSource(ABC):
-    """Images by number, in sorted order of their names, with what is known of each.
+    """Images by number, in sorted order of their names.
 
-    Opening one reads names, labels and captions; `read` takes one image at a time, so that memory does not
-    grow with the pixels. Reading in order is the fast way.
+    Opening reads names, labels and captions; `read` takes one image at a time, so memory does not grow with
+    the pixels. Reading in order is fastest.
     """
 
     root: Path
-    """The path that was opened; ``root / files[i]`` names image i in messages."""
+    """Opened path; ``root / files[i]`` names image i in messages."""
     files: Sequence[str]
-    """Names (N,): unique relative paths with ``/``, none of which leads out of a folder."""
+    """Names (N,): unique relative paths with ``/`` that stay inside the folder."""
     classes: tuple[str, ...]
-    """Names of the classes, empty for a source without."""
+    """Class names, may be empty."""
     labels: Sequence[int] | None
-    """Class numbers (N,) in [0, len(classes)), None for a source without."""
+    """Class numbers (N,) in [0, len(classes)), or None."""
     captions: Sequence[str] | None
-    """Texts (N,), None for a source without."""
+    """Texts (N,), or None."""
 
     def __len__(self) -> int:
         return len(self.files)
 
     @abstractmethod
     def read(self, i: int) -> bytes:
-        """Image ``i`` as it is encoded.
-
-        Raises:
-            HddmError: where it is no longer to be read, by name.
-        """
+        """Encoded bytes of image ``i``; raises `HddmError` with its name if it is no longer readable."""
 
     @abstractmethod
     def size(self, i: int) -> int:
-        """Bytes of image ``i``, or of what it is stored among: what is known of its content unread.
+        """Bytes of image ``i``, or of its row group: a check for changes that reads no content.
 
-        Raises:
-            HddmError: where it is no longer there, by name.
+        Raises `HddmError` with its name if it is no longer there.
         """
 
     def path(self, i: int) -> Path | None:
-        """The file that is image ``i`` and nothing else, None where it lies in an archive."""
+        """File that holds image ``i`` alone, None if it is in an archive."""
         return None
 
 
 @dataclass(frozen=True)
 class Found:
-    """Names of the files below a folder that may hold images, each list sorted."""
+    """Sorted names of the files below a folder that may hold images."""
 
     images: list[str] = field(default_factory=list)
     tars: list[str] = field(default_factory=list)
@@ -72,10 +67,9 @@ class Found:
 
 
 def find_files(root: Path) -> Found:
-    """Files below ``root``; links to folders are not followed, links to files are.
+    """Find files below ``root``; follows links to files, not to folders.
 
-    Raises:
-        HddmError: for a name that is not UTF-8 or breaks a line.
+    Raises `HddmError` for a name that is not UTF-8 or has a line break.
     """
     found = Found()
     kinds = {TAR: found.tars, PARQUET: found.parquets, **dict.fromkeys(SUFFIXES, found.images)}
@@ -95,8 +89,7 @@ def find_files(root: Path) -> Found:
 def safe_name(name: str, origin: Path) -> str:
     """``name`` without ``./``.
 
-    Raises:
-        HddmError: where it is absolute, holds ``..``, a backslash, NUL or a line's end, or is not UTF-8.
+    Raises `HddmError` if it is absolute, holds ``..``, a backslash, NUL or a line break, or is not UTF-8.
     """
     path = PurePosixPath(name)
     if not path.parts or path.is_absolute() or ".." in path.parts or name[1:2] == ":":
@@ -115,10 +108,9 @@ def safe_name(name: str, origin: Path) -> str:
 def choose_column(
     columns: Collection[str], asked: str | None, usual: Sequence[str], option: str, origin: Path
 ) -> str | None:
-    """The column that is ``asked`` for, else the one of the ``usual`` names that there is, else None.
+    """The column ``asked`` for, else the existing one of the ``usual`` names, else None.
 
-    Raises:
-        HddmError: where ``asked`` is none of ``columns``, or several have usual names.
+    Raises `HddmError` if ``asked`` is none of ``columns``, or several have usual names.
     """
     if asked is not None:
         if asked not in columns:
@@ -133,11 +125,7 @@ def choose_column(
 
 
 def as_captions(values: Sequence[object], names: Sequence[str], origin: Path) -> tuple[str, ...]:
-    """Captions of the images ``names``.
-
-    Raises:
-        HddmError: for the first that is missing or no text.
-    """
+    """Captions of the images ``names``; raises `HddmError` for the first that is missing or no text."""
     captions = []
     for value, name in zip(values, names, strict=True):
         if not isinstance(value, str):
@@ -151,11 +139,10 @@ def as_captions(values: Sequence[object], names: Sequence[str], origin: Path) ->
 def as_labels(
     values: Sequence[object], names: Sequence[str], origin: Path
 ) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """Labels (N,) and class names: sorted names, or "0" … for numbers, up to the largest of them.
+    """Labels (N,) and class names: sorted names, or "0" … up to the largest for numbers.
 
-    Raises:
-        HddmError: for a missing label, one that is neither a text nor a number from 0 to `LARGEST_LABEL`, and
-            for texts among numbers; the message names the image.
+    Raises `HddmError`, naming the image, for a missing label, one that is neither text nor a number from 0 to
+    `LARGEST_LABEL`, and for texts among numbers.
     """
     numbers: list[int] = []
     texts: list[str] = []

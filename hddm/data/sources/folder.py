@@ -1,7 +1,4 @@
-"""Images that are files of their own, in a folder or in folders by class.
-
-Captions and labels come from ``metadata.jsonl`` beside them, as Hugging Face's ``imagefolder`` reads it.
-"""
+"""Images as separate files, in a folder or in folders by class, or described by ``metadata.jsonl``."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -21,7 +18,7 @@ from hddm.utils.errors import HddmError, counted, shown
 from hddm.utils.files import inside
 
 LARGEST_LINE = 2**20
-"""Bytes of one line."""
+"""Bytes per line."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +45,7 @@ class FolderSource(ImageSource):
 
 
 def open_folder(root: Path, files: Sequence[str]) -> FolderSource:
-    """The images ``files`` below ``root``; they have labels where each lies in the folder of its class."""
+    """Open the images ``files`` below ``root``; labelled if each is in the folder of its class."""
     if any("/" not in name for name in files):
         return FolderSource(root, tuple(files), (), None, None)
     labels, classes = as_labels([name.split("/")[0] for name in files], files, root)
@@ -58,15 +55,13 @@ def open_folder(root: Path, files: Sequence[str]) -> FolderSource:
 def open_described_folder(
     root: Path, found: Sequence[str], caption_column: str | None = None, label_column: str | None = None
 ) -> FolderSource:
-    """The images ``found`` below ``root``, as ``root/metadata.jsonl`` describes them.
+    """Open the images ``found`` below ``root``, as ``root/metadata.jsonl`` describes them.
 
-    Each line is an object with ``file_name``, mostly ``text`` or ``caption``, and perhaps ``label``, a number
-    or a name. As in Hugging Face's ``imagefolder``, folders then name no classes. That library passes over
-    images without a line; here they are refused, since a typo would lose them.
-
-    Raises:
-        HddmError: for a line that is no object, a name that leads out of ``root`` or comes twice, captions or
-            labels of some lines alone, two keys of captions, a missing file, and an image without a line.
+    Each line is an object with ``file_name``, usually ``text`` or ``caption``, and optionally ``label``, a
+    number or a name. As in Hugging Face's ``imagefolder``, folders then name no classes. That library skips
+    images without a line; here they are refused, since a typo would lose them. Raises `HddmError` for a line
+    that is no object, a name that leads out of ``root`` or repeats, captions or labels on some lines only,
+    two caption keys, a missing file, and an image without a line.
     """
     path = root / METADATA
     rows: dict[str, dict[str, Any]] = {}
@@ -112,7 +107,7 @@ def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def _compare(root: Path, named: set[str], found: set[str]) -> None:
-    """Refuse images that are named and not there, or there and not named."""
+    """Refuse images that are listed but missing, or present but not listed."""
     if missing := sorted(named - found):
         raise HddmError(
             f"{root / METADATA}: names {counted(len(missing), 'image')} not in {root}; fetch what is "

@@ -1,8 +1,8 @@
 """Parquet files with encoded images, in the layout of Hugging Face's ``datasets``.
 
 An image column is ``struct<bytes: binary, path: string>``, or plain ``binary``. The schema's ``huggingface``
-metadata, where present, names the image column and the classes. Columns of labels and captions are found by
-type and name, or are named by the caller; nothing is guessed.
+metadata, if present, names the image column and the classes. Label and caption columns are found by type and
+name, or are named by the caller; nothing is guessed.
 """
 
 import bisect
@@ -29,7 +29,7 @@ from hddm.utils.errors import HddmError
 
 @dataclass(frozen=True)
 class TableColumns:
-    """Names of the columns that are read; ``classes`` are named by the schema of ``datasets``, if at all."""
+    """Names of the columns to read; ``classes`` come from the schema of ``datasets``, if any."""
 
     image: str
     label: str | None
@@ -40,11 +40,7 @@ class TableColumns:
 def find_columns(
     schema: Any, path: Path, caption_column: str | None, label_column: str | None
 ) -> TableColumns:
-    """The layout of a file with the arrow ``schema``.
-
-    Raises:
-        HddmError: without a column of images, or where a choice is left.
-    """
+    """Columns of a file with the arrow ``schema``; raises `HddmError` for none or several to choose from."""
     features = _features(schema)
     image = _image_column(schema, features, path)
     others = [name for name in schema.names if name != image]
@@ -71,7 +67,7 @@ def _image_column(schema: Any, features: dict[str, Any], path: Path) -> str:
 
 
 def image_fields(kind: Any) -> set[str]:
-    """``{"bytes"}`` or ``{"bytes", "path"}`` for an arrow type that holds encoded images, else nothing."""
+    """``{"bytes"}`` or ``{"bytes", "path"}`` for an arrow type of encoded images, else an empty set."""
     import pyarrow as pa
 
     if pa.types.is_binary(kind) or pa.types.is_large_binary(kind):
@@ -86,7 +82,7 @@ def image_fields(kind: Any) -> set[str]:
 
 
 def _features(schema: Any) -> dict[str, dict[str, Any]]:
-    """Columns as ``datasets`` declares them, empty for a file of another writer."""
+    """Columns as ``datasets`` declares them, empty for files of other writers."""
     try:
         features = json.loads((schema.metadata or {})[b"huggingface"])["info"]["features"]
         return {name: feature for name, feature in features.items() if isinstance(feature, dict)}
@@ -96,7 +92,7 @@ def _features(schema: Any) -> dict[str, dict[str, Any]]:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[Any]:
-    """The Parquet file, and an error that names it for whatever is wrong with it."""
+    """The Parquet file; its errors become an `HddmError` that names it."""
     try:
         import pyarrow as pa
         import pyarrow.parquet as pq
@@ -110,10 +106,10 @@ def _opened(path: Path) -> Iterator[Any]:
 
 
 LARGEST_ROW_GROUP = 4 * 2**30
-"""Bytes of a row group: two are held in memory."""
+"""Bytes of a row group; two are held in memory."""
 
 UNKNOWN_SUFFIX = ".img"
-"""Of an image whose row does not say how it is encoded."""
+"""Suffix of an image whose row does not name its encoding."""
 
 
 @dataclass(frozen=True)
@@ -121,7 +117,7 @@ class ParquetSource(ImageSource):
     """Images in Parquet files.
 
     ``groups`` (G,) are file and row group, ``starts`` (G + 1,) the first image of each and the end, ``sizes``
-    (G,) the bytes of all its columns. The two row groups that were read last stay in memory.
+    (G,) the bytes of all columns. The last two row groups read stay in memory.
     """
 
     held: "_RowGroups" = field(repr=False)
@@ -149,15 +145,15 @@ class ParquetSource(ImageSource):
 def open_parquet(
     root: Path, names: Sequence[str], caption_column: str | None = None, label_column: str | None = None
 ) -> ParquetSource:
-    """The images in ``root/<name>`` for each of ``names``, or in ``root`` if it is one file itself.
+    """Open the images in ``root/<name>`` for each of ``names``, or in ``root`` if it is a file.
 
     Image r of a file is named ``<file without .parquet>/<r, eight digits><suffix>``, in a single file without
-    the folder; the suffix is that of the row's ``path``, else `UNKNOWN_SUFFIX`. Captions are ``text`` or
-    ``caption``, labels ``label`` or else the only column of classes, where no column is given.
+    the folder; the suffix is that of the row's ``path``, else `UNKNOWN_SUFFIX`. Unless a column is given,
+    captions are ``text`` or ``caption``, labels ``label`` or else the only column of classes.
 
     Raises:
         HddmError: without pyarrow; for a file that is no Parquet or has no image column or several; for files
-            of different columns or classes, and of several splits; for captions and labels that are missing.
+            of different columns, classes or splits; for missing captions and labels.
     """
     _refuse_splits(root, names)
     tables = [_read_table(root / name, caption_column, label_column) for name in names or [""]]
@@ -190,14 +186,14 @@ def open_parquet(
 
 
 class _RowGroups:
-    """Images by row group; the last two that were asked for stay in memory, for all threads together."""
+    """Images by row group; the last two used stay in memory, shared by all threads."""
 
     def __init__(self, column: str) -> None:
         self._column, self._lock = column, threading.Lock()
         self._held: dict[tuple[Path, int], Any] = {}
 
     def images(self, path: Path, group: int) -> Any:
-        """The column's arrow array."""
+        """Arrow array of the image column."""
         key = path, group
         with self._lock:
             images = self._held.pop(key, None)
@@ -210,13 +206,13 @@ class _RowGroups:
         return images
 
     def __reduce__(self) -> tuple[type["_RowGroups"], tuple[str]]:
-        # Another process reads its own.
+        # Another process reads its own row groups.
         return type(self), (self._column,)
 
 
 @dataclass(frozen=True)
 class _Table:
-    """One file: its columns, rows and bytes by row group, and suffix, label and caption by row."""
+    """One file: columns, rows and bytes by row group, and suffix, label and caption by row."""
 
     path: Path
     columns: TableColumns
@@ -276,7 +272,7 @@ def _labels(
 
 
 def _refuse_splits(root: Path, names: Sequence[str]) -> None:
-    """``train-00000-of-00002.parquet`` and ``test-00000-of-00001.parquet`` are not to be mixed."""
+    """Refuse to mix splits, such as ``train-00000-of-00002.parquet`` and ``test-00000-of-00001.parquet``."""
     known = {"train", "test", "validation"}
     splits = {PurePosixPath(name).name.split("-")[0].removesuffix(PARQUET) for name in names} & known
     if len(splits) > 1:

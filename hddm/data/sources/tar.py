@@ -1,8 +1,8 @@
 """Tar shards in WebDataset's naming: the files of a sample share their name up to the first dot.
 
 ``shard-000.tar`` holds ``0001.jpg``, ``0001.txt`` (caption), ``0001.cls`` (label) and ``0001.json`` (an
-object), then ``0002.jpg`` and so on. Nothing is extracted: one scan finds where each image lies, and
-`TarSource.read` reads there. Files of other names are left alone.
+object), then ``0002.jpg`` and so on. Nothing is extracted: one scan locates each image, and `TarSource.read`
+reads it in place. Files of other names are ignored.
 """
 
 import json
@@ -26,7 +26,7 @@ from hddm.data.sources.base import (
 from hddm.utils.errors import HddmError
 
 LARGEST_TEXT = 2**20
-"""Bytes of a caption, a label or a JSON object."""
+"""Bytes per caption, label or JSON object."""
 
 _KEY = re.compile(r"((?:.*/|)[^./]+)\.([^/]*)")
 _TEXTS = ("txt", "cls", "json")
@@ -35,7 +35,7 @@ _READ_AT_ONCE = 2**16
 
 @dataclass(frozen=True)
 class TarSource(ImageSource):
-    """Images in tar archives; ``places`` (N,) are archive, offset and bytes of each image."""
+    """Images in tar archives; ``places`` (N,) are archive, offset and length in bytes."""
 
     places: tuple[tuple[Path, int, int], ...] = field(repr=False)
 
@@ -57,7 +57,7 @@ class TarSource(ImageSource):
 
 @dataclass
 class _Sample:
-    """An image's name, offset and bytes; what is said of it by column; and the suffixes of its files."""
+    """Name, offset and bytes of an image, its columns, and the suffixes of its files."""
 
     image: tuple[str, int, int] | None = None
     columns: dict[str, object] = field(default_factory=dict)
@@ -67,14 +67,16 @@ class _Sample:
 def open_tars(
     root: Path, archives: Sequence[str], caption_column: str | None = None, label_column: str | None = None
 ) -> TarSource:
-    """The images in ``root/<archive>`` for each of ``archives``, or in ``root`` if it is one archive itself.
+    """Open the images in ``root/<archive>`` for each of ``archives``, or in ``root`` if it is one archive.
 
-    Images are named ``<archive without .tar>/<name>``, in a single archive ``<name>``. Captions are ``txt``,
-    else ``text`` or ``caption`` of the JSON objects, labels ``cls`` or ``label``, where no column is given.
+    Images are named ``<archive without .tar>/<name>``, in a single archive ``<name>``. Unless a column is
+    given, captions are ``txt``, else ``text`` or ``caption`` of the JSON objects, labels ``cls`` or
+    ``label``.
 
     Raises:
-        HddmError: for what is no plain tar or is damaged; for links, devices and names that leave the folder;
-            for a sample without an image or with several; for captions and labels that some samples lack.
+        HddmError: for a file that is no plain tar or is damaged; for links, devices and names that leave the
+            folder; for a sample without an image or with several; for captions and labels that only some
+            samples have.
     """
     rows: dict[str, tuple[tuple[Path, int, int], dict[str, object]]] = {}
     columns: set[str] = set()
@@ -106,7 +108,7 @@ def _scan(path: Path) -> dict[str, _Sample]:
     try:
         with path.open("rb") as file, tarfile.open(fileobj=file, mode="r:") as archive:
             while (member := archive.next()) is not None:
-                # Each would be kept, with its headers, until the end.
+                # tarfile would keep every member, with its headers, until the end.
                 archive.members = []  # type: ignore[attr-defined]
                 _take(archive, member, path, samples)
             _refuse_remainder(file, archive.offset, path)
@@ -165,7 +167,7 @@ def _columns(suffix: str, content: bytes, origin: str) -> dict[str, Any]:
 
 
 def _refuse_remainder(file: Any, offset: int, path: Path) -> None:
-    """Refuse what follows the end: tarfile takes a damaged header for it."""
+    """Refuse data after the end, since tarfile takes a damaged header for the end."""
     file.seek(offset)
     while block := file.read(_READ_AT_ONCE):
         if any(block):
