@@ -1,4 +1,4 @@
-"""Checkpoints of other tools: recognised, read, converted, checked, written back; and what any folder is.
+"""Checkpoints of other tools: detection, reading, conversion, checks, write-back; descriptions of any folder.
 
 May import `training` and what is below. Start with `plan` and `convert`; a layout is added in `layouts`.
 """

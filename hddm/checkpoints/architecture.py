@@ -1,7 +1,6 @@
-"""Changes that a conversion makes to a network on request: its modulation, text, and the paper's recipe.
+"""Changes to a network during its conversion, on request: its modulation, text, and the paper's recipe.
 
-`fold` turns adaLN-Zero into AdaLN-Single in closed form, `add_text` gives text to a network that had none;
-both work on the weights and the config of an `ExpertTransformer`, a block at a time.
+`fold` and `add_text` work on the weights of an `ExpertTransformer`, a block at a time.
 """
 
 import re
@@ -24,26 +23,23 @@ from hddm.utils.tensors import Planned, generator
 ADALN_SINGLE = "adaln-single"
 PAPER_STEPS = 999.0
 FOLD_TIMES = 1000
-# What the recipe of arXiv:2603.06741 starts anew: the head and the projection of the text.
+# Parts that the recipe of arXiv:2603.06741 reinitialises: the head and the text projection.
 _REINITIALISED: Mapping[str, tuple[str, ...]] = {
     "ExpertTransformer": ("final_layer.", "text_proj."),
     "DiTTransformer2DModel": ("proj_out_",),
     "PixArtTransformer2DModel": ("proj_out.", "scale_shift_table", "caption_projection."),
 }
-# What `DiTTransformer2DModel` may vary and `ExpertTransformer` does not.
+# Options of `DiTTransformer2DModel` that are fixed in `ExpertTransformer`.
 _AS_OURS = {"attention_bias": True, "norm_elementwise_affine": False, "activation_fn": "gelu-approximate"}
 PAIRS = 4096
 NULL_SHARE = 0.1
-# Below this share of the largest variance a direction is the rounding of the others.
+# Below this share of the largest variance, a direction is only rounding error of the others.
 VARIANCE_FLOOR = 1e-12
 
 
 @dataclass(frozen=True)
 class Built:
-    """A network to write: its class, arguments and tensors.
-
-    ``modulation_error`` is that of a fold, None where the modulation is the source's.
-    """
+    """A network to write: class, arguments and tensors; ``modulation_error`` is that of `fold`, or None."""
 
     network: type[ModelMixin]
     arguments: dict[str, Any]
@@ -59,13 +55,11 @@ def reshape(
     rank: int,
     text_dim: int | None,
 ) -> Built:
-    """The source's network, with AdaLN-Single for adaLN-Zero and with text where that is asked for.
+    """Build the source's network with AdaLN-Single in place of adaLN-Zero, or with text added, as requested.
 
-    ``tensors`` are the network's, ``end`` is the largest timestep that it is fed, ``architecture``
-    `ADALN_SINGLE` or None; see `fold` for the ``rank`` and `add_text` for ``text_dim``.
-
-    Raises:
-        HddmError: for a network that is no DiT with adaLN-Zero, or that knows text already.
+    ``tensors`` are the network's, ``end`` is the largest timestep that it is fed, ``architecture`` is
+    `ADALN_SINGLE` or None; ``rank`` is for `fold`, ``text_dim`` for `add_text`. Raises `HddmError` for a
+    network that is no DiT with adaLN-Zero, or that takes text already.
     """
     weights, config = _as_expert_transformer(source, tensors)
     error = None
@@ -81,7 +75,7 @@ def reshape(
 
 
 def restart(built: Built, channels: int) -> Built:
-    """The network with a fresh head of ``channels`` outputs and fresh text projection, all else kept."""
+    """Give the network a fresh head of ``channels`` outputs and a fresh text projection; keep all else."""
     prefixes = _REINITIALISED.get(built.network.__name__)
     if prefixes is None:
         raise HddmError(f"--recipe paper is for transformers ({', '.join(_REINITIALISED)})")
@@ -104,7 +98,7 @@ def _as_expert_transformer(
     if source.network is not DiTTransformer2DModel:
         kinds = "facebook-dit, diffusers-dit or an expert folder of hddm's own transformer"
         raise HddmError(f"{source.path}: only a DiT can change its architecture ({kinds})")
-    # With the defaults of the class, which a config may leave out.
+    # Includes the class's defaults, which a config may omit.
     given = empty_network(source.network, source.arguments, len(weights), str(source.path)).config
     config = {
         "sample_size": given["sample_size"],
@@ -133,7 +127,7 @@ def _as_expert_transformer(
 
 
 def _diffusers_dit_table(depth: int) -> KeyTable:
-    """Names of `DiTTransformer2DModel` against ours; its blocks hold a copy of the embedders each."""
+    """Map names of `DiTTransformer2DModel` to ours; each of its blocks holds a copy of the embedders."""
     pairs = [
         *module("pos_embed.proj", "patch_embed"),
         *module("proj_out_1", "final_layer.modulation"),
@@ -161,7 +155,7 @@ def _diffusers_dit_table(depth: int) -> KeyTable:
 
 
 class Folded(NamedTuple):
-    """A network whose blocks share their modulation: weights, in the dtypes of the source, and arguments.
+    """A network whose blocks share their modulation: weights, in the source's dtypes, and arguments.
 
     ``modulation_error`` is the root mean square error of all six vectors of all blocks, over times and
     classes, divided by the root mean square of the vectors.
@@ -173,27 +167,22 @@ class Folded(NamedTuple):
 
 
 def fold(weights: Weights, config: Mapping[str, Any], times: Tensor, rank: int) -> Folded:
-    """AdaLN-Single with residuals of rank ``rank`` that is closest to adaLN-Zero.
+    """Find the AdaLN-Single with residuals of rank ``rank`` that is closest to adaLN-Zero.
 
     With h = SiLU(time_embed(t) + class_embed(c)) it minimises
 
         sum_i E_h ||W_i h + b_i - (W + R_i) h - b - E_i||²  over W, b, E_i and R_i of rank ``rank``.
 
-    Means: b + E_i = b_i + (W_i - W - R_i) E h. At rank 0 W = mean_i W_i, whatever Cov(h) is. Given W,
-    R_i = U Uᵀ (W_i - W) with U the first ``rank`` left singular vectors of (W_i - W) Cov(h)^(1/2)
-    (Eckart-Young); given R_i, W = mean_i (W_i - R_i). The two alternate once, which lowers the error
-    but need not end in the global minimum. At full rank nothing is shared, and the network's outputs
-    are those of the source bit for bit. The final layer keeps its own map.
+    The means give b + E_i = b_i + (W_i - W - R_i) E h. At rank 0, W = mean_i W_i for any Cov(h). Given W, R_i
+    = U Uᵀ (W_i - W) with U the first ``rank`` left singular vectors of (W_i - W) Cov(h)^(1/2) (Eckart-Young);
+    given R_i, W = mean_i (W_i - R_i). The two alternate once, which lowers the error but need not reach the
+    global minimum. At full rank nothing is shared, and outputs equal the source's bit for bit. The final
+    layer keeps its own map.
 
-    Args:
-        weights: weights of an `ExpertTransformer` with ``modulation="zero"``.
-        config: its constructor arguments.
-        times: (n,) what the network is fed as ``timestep``, all equally probable. Classes are equally
-            probable, the null class has the share ``NULL_SHARE``.
-        rank: of the residuals, 0 to the width.
-
-    Raises:
-        HddmError: for another modulation, a rank out of range, or no finite times.
+    ``weights`` and the constructor's ``config`` are those of an `ExpertTransformer` with
+    ``modulation="zero"``. ``times`` (n,) are the finite values fed as ``timestep``, equally probable; so are
+    the classes, except that the null class has the share ``NULL_SHARE``. ``rank`` is between 0 and the width.
+    Raises `HddmError` for other input.
     """
     if config.get("modulation") != "zero":
         raise HddmError(f"modulation is {config.get('modulation', 'single')!r}; only 'zero' can be folded")
@@ -231,13 +220,11 @@ def fold(weights: Weights, config: Mapping[str, Any], times: Tensor, rank: int) 
 def add_text(
     weights: Weights, config: Mapping[str, Any], text_dim: int
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Weights and config with cross-attention to text tokens of width ``text_dim``.
+    """Return weights and config with cross-attention to text tokens of width ``text_dim``.
 
-    The output projections are zero, so that with any text the outputs are the same bits as before
-    until training changes that; the rest starts as in a fresh `ExpertTransformer`.
-
-    Raises:
-        HddmError: for a network that already takes text, or a width below 1.
+    Output projections are zero, so that outputs keep their bits with any text until training changes that;
+    the rest starts as in a fresh `ExpertTransformer`. Raises `HddmError` where the network takes text or the
+    width is below 1.
     """
     if config.get("text_dim") is not None:
         raise HddmError(f"text_dim is {config['text_dim']}: the network already takes text")
@@ -275,7 +262,7 @@ def _unshared(weights: Weights, blocks: range, width: int) -> dict[str, Tensor]:
 
 
 def _shared(weights: Weights, blocks: range, root: Tensor, rank: int) -> Tensor:
-    """W (6 width, width): the mean of the blocks' matrices, then once of what their residuals leave."""
+    """W (6 width, width): the mean of the blocks' matrices, refined once by their residuals' mean."""
     width = len(root)
     mean = torch.zeros(6 * width, width, dtype=torch.float64)
     for i in blocks:
@@ -291,7 +278,7 @@ def _shared(weights: Weights, blocks: range, root: Tensor, rank: int) -> Tensor:
 def _leading(matrix: Tensor, root: Tensor, rank: int) -> tuple[Tensor, float]:
     """The first ``rank`` left singular vectors (m, rank) of matrix root, and the sum of the other squares.
 
-    Where ``rank`` exceeds the number of singular values, orthonormal vectors fill up.
+    Where ``rank`` exceeds the number of singular values, more orthonormal vectors are added.
     """
     gram = root.T @ (matrix.T @ matrix) @ root
     if not rank:
@@ -323,7 +310,7 @@ def _moments(weights: Weights, config: Mapping[str, Any], times: Tensor) -> tupl
 
 
 def _pairs(times: int, classes: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Indices of times and of classes, and the pairs' shares: all pairs, or ``PAIRS`` stratified ones.
+    """Time indices, class indices and shares of pairs: all of them, or ``PAIRS`` stratified ones.
 
     The last class is the null class.
     """

@@ -1,12 +1,11 @@
-"""Conversions: a planned checkpoint becomes an expert folder, complete and checked, or nothing.
+"""Conversion of a planned checkpoint into an expert folder, which is complete and checked, or not written.
 
-`write` writes and checks, `verdict` is what is printed. The check compares what was written with the source's
-own network, at `TIMES` noise levels inside the expert's range, on fixed inputs in float32: the raw outputs of
-both networks, and the expert's velocity against the closed form
+The check compares the folder with the source's own network at `TIMES` noise levels inside the expert's range,
+on fixed float32 inputs: the raw outputs of both networks, and the expert's velocity against the closed form
 
     u with s(u)/a(u) = t/(1 - t),  y = (a + s) x,  v from the source's output at (y, u)
 
-computed here a second time, in float64 and from the betas themselves.
+computed here independently, in float64 and from the betas themselves.
 """
 
 import functools
@@ -60,7 +59,7 @@ LARGEST_FOLD_ERROR = 0.5
 LARGEST_VELOCITY_ERROR = 1e-4
 TOKENS = 8
 _ENOUGH = {"UNet2DModel": 64, "UNet2DConditionModel": 64, "SD3Transformer2DModel": 64, FLUX: 16}
-"""Height and width at which networks that take several are compared: a large sample takes much longer."""
+"""Height and width for networks that take several: comparing a large sample takes much longer."""
 
 
 _FIXED = {
@@ -69,15 +68,15 @@ _FIXED = {
     "aspect_ratio": [1.0],
     "guidance": 3.5,
 }
-"""Conditions that are no random numbers."""
+"""Conditions with fixed values instead of random numbers."""
 
 
 @dataclass(frozen=True)
 class ConversionCheck:
-    """The result of the check.
+    """Errors that the check measured.
 
-    ``difference`` is the largest of any output number; ``function_error`` the same as a root mean square,
-    relative to the source's; ``velocity_errors`` are relative, a time t each.
+    ``difference`` is the largest absolute difference of an output number, ``function_error`` the root mean
+    square difference relative to the source's outputs, ``velocity_errors`` the relative error at each time t.
     """
 
     difference: float
@@ -86,12 +85,12 @@ class ConversionCheck:
 
     @property
     def errors(self) -> str:
-        """The errors of the velocity as text."""
+        """Velocity errors as text."""
         return ", ".join(f"{error:.1e} at t = {t}" for t, error in self.velocity_errors.items())
 
     @property
     def is_exact(self) -> bool:
-        """True where both are within their limits."""
+        """True where the difference and all velocity errors are within their limits."""
         return (
             self.difference <= LARGEST_DIFFERENCE
             and max(self.velocity_errors.values()) <= LARGEST_VELOCITY_ERROR
@@ -104,11 +103,10 @@ class ConversionCheck:
 
 
 def write(plan: Plan, out: Path, check: bool = True, overwrite: bool = False) -> ConversionCheck | None:
-    """Write the expert folder; with ``check`` it is compared with its source before it appears.
+    """Write the expert folder; with ``check``, compare it with its source before it appears.
 
-    Raises:
-        HddmError: for an ``out`` that exists, a disk without room, NaN or Inf in a tensor, or a check that
-            fails; then nothing is left.
+    Raises `HddmError`, leaving nothing behind, for an existing ``out``, a full disk, NaN or Inf, or a failed
+    check.
     """
     check_absent(out, EXPERT_FILE, overwrite)
     refuse_full_disk(out, plan.size)
@@ -127,7 +125,7 @@ def write(plan: Plan, out: Path, check: bool = True, overwrite: bool = False) ->
 
 
 def write_network(folder: Path, built: Built) -> None:
-    """Write ``config.json`` and the weights, a tensor at a time."""
+    """Write ``config.json`` and the weights, one tensor at a time."""
     network = empty_network(built.network, built.arguments, len(built.tensors), str(folder))
     config = {key: value for key, value in network.config.items() if not key.startswith("_")}
     names = {"_class_name": built.network.__name__, "_diffusers_version": diffusers.__version__}
@@ -144,21 +142,20 @@ def refuse_full_disk(out: Path, size: int) -> None:
 
 
 def _carry_calibration(plan: Plan, draft: Path) -> None:
-    """Keep what an expert was calibrated with, unless it was fitted to a function that has changed.
+    """Copy the source expert's calibration, unless it was fitted to a function that the conversion changed.
 
-    Raises:
-        HddmError: for a calibration that is not the expert's own, since the copy would record it as such.
+    Raises `HddmError` for a calibration that is not the expert's own, since the copy would record it as such.
     """
     source = plan.source
     if source.record is None or plan.is_restarted:
         return
     if not (plan.record.training_calibration or plan.built.modulation_error is None):
         return
-    # The record of a merged adapter knows no files.
+    # The record of a merged adapter has no file hashes, so read it again.
     record = read_record(source.path / EXPERT_FILE, ExpertRecord, FORMAT)
     if foreign := foreign_calibration(source.path, record):
         raise HddmError(f"{source.path}: {foreign}; nothing was written")
-    # Refuses one that no fit gives, or with NaN.
+    # Loading refuses NaN and values that no fit gives.
     if Calibration.load(source.path) is not None:
         shutil.copyfile(source.path / CALIBRATION, draft / CALIBRATION)
 
@@ -177,7 +174,7 @@ def _checked(plan: Plan, draft: Path) -> ConversionCheck:
     except HddmError:
         raise
     except Exception as error:
-        # Whatever a network makes of sizes that do not go together.
+        # A network may raise anything for inconsistent sizes.
         raise HddmError(
             f"{source.path}: its {network} does not run ({type(error).__name__}: {one_line(error)}); correct "
             "its config"
@@ -198,9 +195,9 @@ def _checked(plan: Plan, draft: Path) -> ConversionCheck:
 
 
 def _as_written(folder: Path) -> tuple[VelocityField, list[Tensor], Mapping[str, Any]]:
-    """The expert that a folder holds, uncalibrated; where its network's raw outputs gather; its config.
+    """The expert in a folder, uncalibrated; a list that collects its network's raw outputs; its config.
 
-    As `hddm.load` makes it, but for weights that stay mapped.
+    It is built as `hddm.load` does, except that weights stay mapped.
     """
     record = read_record(folder / EXPERT_FILE, ExpertRecord, FORMAT)
     empty, weights, arguments = open_network(folder, EXPERT_NETWORKS)
@@ -209,17 +206,17 @@ def _as_written(folder: Path) -> tuple[VelocityField, list[Tensor], Mapping[str,
     field = field_of(Expert(network, record, None, read_nulls(folder)))
     adapter = field.network
     assert isinstance(adapter, nn.Module)
-    # What is no part of the prediction is dropped by the adapter, and what is packed it unpacks.
+    # The adapter drops what is not part of the prediction, and unpacks rows.
     (network if record.variance_head else adapter).register_forward_hook(
         lambda module, given, output: outputs.append(output[0] if isinstance(output, tuple) else output)
     )
-    # A plain function is asked in the dtype of the state, whatever its weights are stored in.
+    # A plain function is called in the dtype of the state, whatever the dtype of the weights.
     field.network = lambda y, timestep, **conditions: adapter(y, timestep, **conditions)
     return field, outputs, network.config
 
 
 def _class_forward(source: Checkpoint) -> Forward:
-    """The class itself, filled with the source's weights under its names, in float32."""
+    """Run the source's network class in float32, with the source's weights renamed to fit."""
     origin = str(source.files[0])
     weights = source.table.renamed(source.weights, origin)
     return functools.partial(call, _streamed(source.network, source.arguments, weights, origin))
@@ -230,13 +227,13 @@ def _streamed(
 ) -> ModelMixin:
     """A network of ``weights`` that runs in float32.
 
-    Weights of another dtype are cast where they are used, a module at a time, so that a large network never
-    lies in memory as a whole.
+    Weights of another dtype are cast module by module as they are used, so that memory never holds a large
+    network as a whole.
     """
     network = empty_network(kind, arguments, len(weights), origin)
     fill(network, weights, arguments, origin)
     if kind is UNet2DModel:
-        # It asks its parameters for its dtype in the middle of a call.
+        # Its forward pass reads the dtype of its parameters.
         network.float()
     _cast_in_use(network)
     return network
@@ -260,7 +257,7 @@ def _cast_in_use(network: nn.Module) -> None:
 def _put(
     stored: Sequence[tuple[nn.Module, str, nn.Parameter]], dtype: torch.dtype | None, *_: object
 ) -> None:
-    """Put parameters in place, cast to ``dtype`` or as they are stored."""
+    """Install parameters, cast to ``dtype`` or as stored."""
     for owner, name, parameter in stored:
         value = parameter if dtype is None else nn.Parameter(parameter.to(dtype), False)
         owner._parameters[name] = value
@@ -276,12 +273,12 @@ def _compare(
     extra: Weights,
     largest_side: int | None,
 ) -> ConversionCheck:
-    """Measure both networks and the velocity, a state of at most ``largest_side`` at a time.
+    """Compare the raw outputs and the velocity, with states of at most ``largest_side`` a side.
 
-    ``source`` is the source's own network; None where the head is fresh, so that there is no function to
-    compare, and the velocity is held against the written network's own output. ``outputs`` grows by the raw
-    output of the network of ``written`` at every call. ``conditions``, one row each, are the source's,
-    ``extra`` those that the written network takes besides, such as text that was added.
+    ``source`` is the source's own network, or None for a fresh head: then there is no function to compare,
+    and the velocity is checked against the written network's own output. Each call of ``written`` appends its
+    network's raw output to ``outputs``. ``conditions``, of one row each, are the source's; ``extra`` are
+    those that only the written network takes, such as added text.
     """
     assert written.sample_shape is not None
     channels, *size = written.sample_shape
@@ -347,7 +344,7 @@ def _closed_form(
 def example_conditions(
     names: tuple[str, ...], config: Mapping[str, Any], num_classes: int | None
 ) -> dict[str, Tensor]:
-    """One row of fixed random conditions of the shapes that a network takes."""
+    """One row of fixed random conditions in the shapes that a network takes."""
     noise = torch.Generator().manual_seed(1)
     found: dict[str, Tensor] = {}
     for name in names:
@@ -368,7 +365,7 @@ def example_conditions(
 
 
 def verdict(plan: Plan, verified: ConversionCheck | None) -> list[str]:
-    """Lines on the result of the check."""
+    """Lines for the user on the check's result."""
     if verified is None:
         return ["verify: skipped"]
     if plan.is_restarted:

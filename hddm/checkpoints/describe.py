@@ -1,4 +1,4 @@
-"""A folder or a checkpoint described in plain values, without loading its weights into memory."""
+"""Descriptions of a folder or a checkpoint in plain values, without loading weights into memory."""
 
 import math
 from collections.abc import Callable
@@ -41,11 +41,9 @@ _HEADS = ("num_heads", "num_attention_heads", "attention_head_dim")
 def describe(folder: Path, allow_pickle: bool = False, variant: str | None = None) -> dict[str, Any]:
     """Describe an expert, router, ensemble, partition or shard folder, or a checkpoint of other tools.
 
-    ``kind`` says which; a checkpoint lists as ``unstated`` what it does not state. ``allow_pickle`` and
-    ``variant``, that of the weights file, are for checkpoints.
-
-    Raises:
-        HddmError: for anything else, or records that cannot be read.
+    ``kind`` names which. For a checkpoint, ``unstated`` lists what it does not state; ``allow_pickle`` and
+    the weights file's ``variant`` apply to checkpoints only. Raises `HddmError` for anything else and for
+    unreadable records.
     """
     for record, described in _FOLDERS.items():
         if (folder / record).exists():
@@ -61,7 +59,7 @@ def _checkpoint(path: Path, allow_pickle: bool, variant: str | None) -> dict[str
     try:
         source = open_source(path, reading)
     except UnstatedHeads as missing:
-        # Any number serves here: no shape depends on it.
+        # Any number will do here: no shape depends on it.
         source = open_source(path, replace(reading, num_heads=1))
         unstated.append(str(missing))
     network = source.network.__name__
@@ -72,7 +70,7 @@ def _checkpoint(path: Path, allow_pickle: bool, variant: str | None) -> dict[str
         interface = interface_of(network, empty.config)
         shape = list(interface.sample_shape)
     except HddmError as missing:
-        # Any height and width serve here: they are not part of the result.
+        # Any height and width will do here: they are not part of the result.
         interface = interface_of(network, empty.config, (64, 64))
         unstated.append(str(missing))
     described: dict[str, Any] = {
@@ -152,7 +150,7 @@ def _shard(folder: Path) -> dict[str, Any]:
 
 
 def _manifest(folder: Path, record: str) -> str:
-    """The number of files that the folder can be checked by, as text; nothing is compared here."""
+    """The number of files in the folder's manifest, as text; their hashes are not compared."""
     if not has_manifest(folder):
         is_refused = bool(damage(folder, record))
         return "missing, so the folder is refused" if is_refused else "none: written by an older version"
@@ -160,14 +158,14 @@ def _manifest(folder: Path, record: str) -> str:
 
 
 def _with_changes(record: dict[str, Any]) -> dict[str, Any]:
-    """``record`` with the changes in the course of its training, if there were any, by their own name."""
+    """``record`` with the changes made during training, if any, under a key of their own."""
     training = dict(record["training"])
     changes = training.pop("changes", None)
     return record | {"training": training} | ({"changes": changes} if changes else {})
 
 
 def _partition(folder: Path) -> dict[str, Any]:
-    """Its own record, which `hddm encode` takes over, and of an encoded one how its shards are encoded."""
+    """The partition's record, which `hddm encode` takes over, and the encoding of an encoded one's shards."""
     record = read_record(folder / PARTITION_FILE, PartitionRecord, SHARD_FORMAT).model_dump()
     shard = next((shard for shard in find_shards(folder) if (shard / MANIFEST).is_file()), None)
     if shard is None or not is_encoded(shard):
@@ -208,7 +206,7 @@ def _ensemble(folder: Path) -> dict[str, Any]:
         "shards": [expert["shard"] and expert["shard"]["index"] for expert in experts],
         "manifest": _manifest(folder, ENSEMBLE_FILE),
         "components": {name: ".".join(kind) for name, kind in classes.items() if kind},
-        # Each weight that is there counts once.
+        # Shared weights count once.
         "parameters": sum(expert["parameters"] for expert in experts)
         + sum(_numbers(folder / name / WEIGHTS)[0] for name in bases - set(record.experts)),
     }
@@ -221,14 +219,14 @@ def _ensemble(folder: Path) -> dict[str, Any]:
 
 
 def _network(folder: Path, name: str = WEIGHTS) -> dict[str, Any]:
-    """What a folder says of its network, or an adapter of its own numbers, wherever the base may be."""
+    """The network's size, dtypes and config from the folder alone; of an adapter, only its own numbers."""
     total, dtypes = _numbers(folder / name)
     config = {k: v for k, v in read_json(folder / "config.json").items() if not k.startswith("_")}
     return {"parameters": total, "dtypes": dtypes, "architecture": config}
 
 
 def _numbers(path: Path) -> tuple[int, list[str]]:
-    """The count of numbers in a file of weights, and their dtypes."""
+    """The count of numbers in a weights file, and their dtypes."""
     tensors = read_header(path)[0].values()
     names = {dtype: name for name, dtype in DTYPES.items()}
     return sum(math.prod(one.shape) for one in tensors), sorted({names[one.dtype] for one in tensors})

@@ -1,12 +1,12 @@
-"""The layouts of facebookresearch/DiT (arXiv:2212.09748) and of PixArt-α's own code (arXiv:2310.00426).
+"""Layouts of facebookresearch/DiT (arXiv:2212.09748) and of PixArt-α's own code (arXiv:2310.00426).
 
-The training code of both fixes linear betas, 1,000 steps, noise prediction with a learned variance and
+The training code of both fixes linear betas, 1,000 steps, noise prediction with a learned variance, and
 latents of Stable Diffusion's VAE × 0.18215.
 
-DiT has classes and adaLN-Zero; the last row of its class table stands for no class. SiT files have the same
-names and another meaning; nothing in them tells. PixArt has text and AdaLN-Single; ``y_embedder.y_embedding``
-stands for no text. Its positions are computed, so a file may lack them; one that has them must have those of
-a known scale.
+DiT has classes and adaLN-Zero; the last row of its class table is the null class. SiT files have the same
+names with another meaning, and nothing in them tells the two apart. PixArt has text and AdaLN-Single;
+``y_embedder.y_embedding`` is the null text. Its positions are computed, so a file may lack them; where it has
+them, they must match a known scale.
 """
 
 import math
@@ -49,7 +49,7 @@ _EXTRA = {"csize_embedder": "resolution_embedder", "ar_embedder": "aspect_ratio_
 
 
 def _sizes(weights: Weights, reading: Reading, origin: str) -> tuple[int, int, int, dict[str, int]]:
-    """Width, depth and heads of either network, and arguments of both classes.
+    """Width, depth and heads of either network, and the arguments that both classes share.
 
     The heads are the user's, or those of the published size with this width and depth.
     """
@@ -71,7 +71,7 @@ def _sizes(weights: Weights, reading: Reading, origin: str) -> tuple[int, int, i
 
 
 def _side(weights: Weights, patch: int, reading: Reading, origin: str) -> int:
-    """The side of the square input that the positions cover, which the user may not contradict."""
+    """The side of the square input that the positions cover; the user's value must agree."""
     tokens = shape_of(weights, "pos_embed", 3, origin)[1]
     side = math.isqrt(tokens) * patch
     if (side // patch) ** 2 != tokens:
@@ -138,7 +138,7 @@ def _pixart_arguments(weights: Weights, reading: Reading, origin: str) -> dict[s
 def _positions(
     weights: Weights, width: int, patch: int, reading: Reading, origin: str
 ) -> tuple[int, float | None]:
-    """Side of the input and scale of its positions, which the network computes anew."""
+    """The input's side and the scale of its positions, which the network computes itself."""
     if "pos_embed" not in weights:
         if reading.sample_size is None:
             raise HddmError(f"{origin}: has no pos_embed; pass --sample-size, the side of its latents")
@@ -191,20 +191,20 @@ def _pixart_table(config: Mapping[str, Any], weights: Weights) -> KeyTable:
 
 
 class _Dit(Modules):
-    """The parts that both networks have, by name."""
+    """Parts of both networks, by name."""
 
     def tokens(self, x: Tensor, patch: int) -> Tensor:
         """Patches of ``x`` (batch, C, S, S): (batch, tokens, width)."""
         return F.conv2d(x, *self.both("x_embedder.proj"), patch).flatten(2).mT
 
     def times(self, values: Tensor, name: str) -> Tensor:
-        """``values`` (batch,) as waves, through a perceptron."""
+        """Sinusoidal embedding of ``values`` (batch,), then a perceptron."""
         return self.perceptron(self.waves(values, 256), f"{name}.mlp.0", f"{name}.mlp.2", F.silu)
 
     def block(
         self, h: Tensor, name: str, modulation: tuple[Tensor, ...], heads: int, text: Tensor | None = None
     ) -> Tensor:
-        """Attention, that to ``text``, and a perceptron, under the six vectors of a modulation."""
+        """Self-attention, cross-attention to ``text`` and a perceptron, with six modulation vectors."""
         q, k, v = self.affine(_norm(h, *modulation[:2]), f"{name}.attn.qkv").chunk(3, -1)
         h = h + modulation[2] * self.affine(attend(q, k, v, heads), f"{name}.attn.proj")
         if text is not None:
@@ -245,7 +245,7 @@ def _dit_forward(weights: Weights, config: Mapping[str, Any]) -> Forward:
 
 
 def _pixart_forward(weights: Weights, config: Mapping[str, Any]) -> Forward:
-    """Without masks."""
+    """PixArt's network, without attention masks."""
 
     def run(x: Tensor, timestep: Tensor, conditions: Weights) -> Tensor:
         own, patch, heads = _Dit(weights, x), config["patch_size"], config["num_attention_heads"]
@@ -275,7 +275,7 @@ def _pixart_forward(weights: Weights, config: Mapping[str, Any]) -> Forward:
 
 
 def _pixart_latents(weights: Weights) -> tuple[float | None, tuple[str, ...]]:
-    """PixArt-Σ has the same names, texts of 300 tokens instead of 120, and the latents of another VAE."""
+    """Distinguish PixArt-Σ: same names, but 300 text tokens instead of 120, and another VAE's latents."""
     null = weights.get(NULL_TEXT)
     if null is not None and null.ndim > 1 and null.shape[-2] == _SIGMA_TOKENS:
         return None, (f"texts of {_SIGMA_TOKENS} tokens are PixArt-Σ's: no latent scale is claimed",)

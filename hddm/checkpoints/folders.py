@@ -1,4 +1,4 @@
-"""Diffusers folders, a pipeline or one model with its config, and expert folders, as checkpoints."""
+"""Diffusers folders (a pipeline, or one model with its config) and expert folders, opened as checkpoints."""
 
 import re
 from collections.abc import Mapping
@@ -58,7 +58,7 @@ SCHEDULER = "scheduler_config.json"
 STEM = "diffusion_pytorch_model"
 _WEIGHTS = re.compile(rf"{STEM}(?:\.(\w+))?\.(?:safetensors|bin)(?:\.index(?:\.(\w+))?\.json)?")
 VAES = ("vae", "vqvae", "movq")
-# Class and scale of those whose config does not say.
+# Class and scale of VAEs whose config omits them.
 _DEFAULT_VAES = {"vae": "AutoencoderKL", "vqvae": "VQModel"}
 _DEFAULT_SCALES = {"AutoencoderKL": LATENT_SCALE, "VQModel": LATENT_SCALE, "AutoencoderTiny": 1.0}
 _SHOWN = 10
@@ -66,7 +66,7 @@ _SHOWN = 10
 
 
 def open_pipeline(folder: Path, reading: Reading) -> Checkpoint:
-    """The denoiser of a pipeline folder, with the scheduler and the VAE's scale beside it.
+    """Open the denoiser of a pipeline folder, with the pipeline's scheduler and VAE scale.
 
     Only the entries that are read must be classes of diffusers; a safety checker may be anything.
     """
@@ -96,7 +96,7 @@ def open_pipeline(folder: Path, reading: Reading) -> Checkpoint:
 def open_model(
     folder: Path, reading: Reading, root: Path | None = None, file: str | None = None
 ) -> Checkpoint:
-    """One model folder, in the pipeline ``root``; ``file`` names the weights to take, as it says them."""
+    """Open one model folder of the pipeline ``root``; ``file`` names the weights file that the user chose."""
     above = root or (folder.parent if (folder.parent / PIPELINE).is_file() else folder)
     path = folder / "config.json"
     config = read_json(inside(folder, "config.json") if path.exists() else path)
@@ -137,7 +137,7 @@ def open_model(
 
 
 def open_expert(folder: Path, reading: Reading) -> Checkpoint:
-    """An expert folder; an adapter is merged into its base."""
+    """Open an expert folder; an adapter is merged into its base."""
     record = read_record(folder / EXPERT_FILE, ExpertRecord, FORMAT)
     files: tuple[Path, ...] = (folder / WEIGHTS,)
     if record.adapter is None:
@@ -175,7 +175,7 @@ def open_expert(folder: Path, reading: Reading) -> Checkpoint:
 def _own_table(
     kind: type[ModelMixin], arguments: Mapping[str, Any], weights: Weights, origin: str
 ) -> KeyTable:
-    """Names of a file of ``kind`` against those of the class, the same but for former names."""
+    """Map names in a file of ``kind`` to those of the class; they differ only where older names remain."""
     names = empty_network(kind, arguments, len(weights), origin).state_dict()
     pairs = [same(old, name) for name, old in stored_names(names, weights).items()]
     benign = {"pos_embed.pos_embed": "computed anew"} if "pos_embed.pos_embed" not in names else {}
@@ -183,7 +183,7 @@ def _own_table(
 
 
 def _set_size(arguments: dict[str, Any], side: int | None, path: Path) -> None:
-    """Set the size of samples that the user states where the config states none."""
+    """Set the sample size to the user's value where the config states none."""
     stated = arguments.get("sample_size")
     if side is None or stated == [side, side]:
         return
@@ -193,7 +193,7 @@ def _set_size(arguments: dict[str, Any], side: int | None, path: Path) -> None:
 
 
 def _refuse_other_family(entry: object, declared: Declared, above: Path) -> None:
-    """Refuse a scheduler config of another family of schedules than the ``entry`` of the pipeline says."""
+    """Refuse a scheduler config whose family of schedules differs from the pipeline's ``entry``."""
     config = declared.scheduler
     if config is None or not _is_there(entry):
         return
@@ -216,7 +216,7 @@ def _is_there(entry: object) -> TypeGuard[list[Any]]:
 
 
 def _scheduler(folder: Path, above: Path) -> Path | None:
-    """The scheduler config beside the weights, or in the pipeline around them."""
+    """The scheduler config beside the weights, or in the pipeline that contains them."""
     nested = f"scheduler/{SCHEDULER}"
     for root, name in ((folder, SCHEDULER), (folder, nested), (above, nested), (above, SCHEDULER)):
         if (root / name).exists() or (root / name).is_symlink():
@@ -226,7 +226,7 @@ def _scheduler(folder: Path, above: Path) -> Path | None:
 
 
 def _licence(above: Path, layout: str, arguments: dict[str, Any]) -> str | None:
-    """The licence in the model card, else the one known of released weights."""
+    """The licence in the model card, else that of known released weights."""
     if (above / "README.md").is_file():
         with inside(above, "README.md").open(encoding="utf-8", errors="replace") as file:
             front = file.read(65536)
@@ -239,7 +239,7 @@ def _licence(above: Path, layout: str, arguments: dict[str, Any]) -> str | None:
 
 
 def _weight_files(folder: Path, variant: str | None) -> dict[WeightSet, str]:
-    """Files of weights, or of indices, by set; beside ``non_ema`` the plain is averaged."""
+    """Weights or index files by set; beside a ``non_ema`` file, the plain one holds averaged weights."""
     found, raw = _find(folder, variant), _find(folder, "non_ema")
     if found is None:
         names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
@@ -253,7 +253,7 @@ def _weight_files(folder: Path, variant: str | None) -> dict[WeightSet, str]:
 
 
 def _set_of(folder: Path, file: str, asked: str | None) -> dict[WeightSet, str]:
-    """The set of weights that a file named by the user holds."""
+    """The set of weights in a file that the user named."""
     match = _WEIGHTS.fullmatch(file)
     if match is None:
         raise HddmError(
@@ -282,7 +282,7 @@ def _find(folder: Path, variant: str | None) -> str | None:
 
 
 def _read_weights(folder: Path, name: str, allow_pickle: bool) -> tuple[dict[str, Tensor], list[Path]]:
-    """The tensors of a file or of an index's shards, and these files."""
+    """Tensors of one file or of an index's shards, and the files read."""
     # The link's own name is checked; an index is opened under its own, beside its shards.
     resolved = inside(folder, name)
     if name.endswith(".json"):
@@ -292,13 +292,11 @@ def _read_weights(folder: Path, name: str, allow_pickle: bool) -> tuple[dict[str
 
 
 def read_index(path: Path, allow_pickle: bool = False) -> tuple[dict[str, Tensor], list[Path]]:
-    """Every tensor that ``*.safetensors.index.json`` or ``*.bin.index.json`` spreads over shards, and these.
+    """Read all tensors of a ``.safetensors.index.json`` or ``.bin.index.json``, and list its shards.
 
-    The shards' content decides how they are read; ``allow_pickle`` is that of `read_pickle`.
-
-    Raises:
-        HddmError: for a broken index, a shard outside the folder (before any is opened), a shard that
-            cannot be read, and any tensor that index and shards disagree about.
+    Shards are read by their content; ``allow_pickle`` is as for `read_pickle`. Raises `HddmError` for a
+    broken index, a shard outside the folder (before any is opened), an unreadable shard, and any tensor on
+    which index and shards disagree.
     """
     weight_map: Any = read_json(path).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
@@ -316,7 +314,7 @@ def read_index(path: Path, allow_pickle: bool = False) -> tuple[dict[str, Tensor
     problems = []
     names = sorted(set(weight_map.values()))
     for name in names:
-        # The name in the folder, not the hash behind a link, is what messages should say.
+        # Messages should show the name in the folder, not the hash behind a link.
         for key, value in read_file(path.parent / name, allow_pickle).items():
             if not isinstance(value, Tensor):
                 kind = type(value).__name__
@@ -338,9 +336,9 @@ def read_index(path: Path, allow_pickle: bool = False) -> tuple[dict[str, Tensor
 def _latents(
     above: Path, is_stated: bool, arguments: Mapping[str, Any]
 ) -> tuple[float | None, bool, tuple[str, ...]]:
-    """Scale of the VAE in the pipeline ``above``, whether there is one, and what was assumed.
+    """Scale of the VAE in the pipeline ``above``, whether there is a VAE, and what was assumed.
 
-    ``is_stated`` says whether the pipeline's index names one; ``arguments`` are the network's.
+    ``is_stated`` says whether the pipeline's index names a VAE; ``arguments`` are the network's.
     """
     name = next((one for one in VAES if (above / one / "config.json").exists()), None)
     if name is None:
@@ -366,8 +364,8 @@ def _latents(
 
 
 def _vae(above: Path, variant: str | None) -> tuple[VaeRecord | None, tuple[str, ...]]:
-    """The identity of the VAE in the pipeline ``above``, or the reason why it is not known."""
-    # A VAE that was not fetched, or that hddm does not decode with, is not in the way of the denoiser.
+    """Identity of the VAE in the pipeline ``above``, or the reason why it is unknown."""
+    # A VAE that was not fetched, or that hddm cannot use, must not block the denoiser.
     if not (above / "vae" / "config.json").exists():
         return None, ()
     try:

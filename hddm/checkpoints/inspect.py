@@ -1,4 +1,4 @@
-"""Descriptions of anything that hddm writes or reads, by its records alone where they suffice."""
+"""Descriptions of anything that hddm writes or reads, from records alone where they suffice."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -28,11 +28,8 @@ _LARGEST = 2**29
 def inspected(path: Path, allow_pickle: bool = False, variant: str | None = None) -> dict[str, Any]:
     """Describe anything that hddm writes, images, or a checkpoint; ``kind`` says what it is.
 
-    What another verb reads is named with that verb, ``read_by``. ``allow_pickle`` and ``variant`` are for
-    checkpoints.
-
-    Raises:
-        HddmError: as `hddm.checkpoints.describe.describe`.
+    ``read_by`` names the command that reads it, where it is another one. ``allow_pickle`` and ``variant`` are
+    for checkpoints. Raises `HddmError` as `hddm.checkpoints.describe.describe`.
     """
     if path.is_file() and path.suffix == ".json":
         if path.name in (*_MODELS[:3], *_RECORDS, MANIFEST, PARTITION_FILE):
@@ -47,14 +44,14 @@ def inspected(path: Path, allow_pickle: bool = False, variant: str | None = None
             found = _read_by("images", "hddm data check, hddm partition")
         if found is not None:
             return found(path)
-    # Brings torch.
+    # Imported here: it imports torch.
     from hddm.checkpoints.describe import describe
 
     return describe(path, allow_pickle, variant)
 
 
 def _run(folder: Path) -> dict[str, Any]:
-    """A training under way, killed or finished, and how far its checkpoints have come."""
+    """A training run, in progress, killed or finished, and its latest checkpoint."""
     record = read_json(folder / RUN_FILE)
     kept = checkpoints_in(folder / CHECKPOINTS)
     out = folder.with_name(folder.name.removesuffix(".run"))
@@ -72,7 +69,7 @@ def _run(folder: Path) -> dict[str, Any]:
 
 
 def _experts(folder: Path) -> dict[str, Any]:
-    """Experts side by side, as ``hddm train all`` trains them, and those that it has not finished."""
+    """A folder of experts, as ``hddm train all`` writes it, and which are unfinished."""
     experts = {path.parent.name: path for path in folder.glob(f"*/{EXPERT_FILE}")}
     runs = {path.parent.name.removesuffix(".run"): path for path in folder.glob(_RUNS)}
     described: list[dict[str, Any]] = []

@@ -1,8 +1,8 @@
-"""Layouts of single files: the interface, how sizes are read from tensors, and pieces of their networks.
+"""Layouts of single files: their interface, sizes read from tensors, and parts of their networks.
 
-A layout's own network is written out over its own names, apart from `hddm.networks` and diffusers and after
-the papers, so that comparing the two finds a mistake in a table of names. A tensor is cast when it is used,
-so that mapped weights never lie in memory as a whole.
+Each layout's network is written over the layout's own names, after the papers and independently of
+`hddm.networks` and diffusers, so that comparing the two finds mistakes in a table of names. Tensors are cast
+when used, so that mapped weights never lie in memory as a whole.
 """
 
 import math
@@ -28,24 +28,24 @@ IMAGENET_LICENCE = (
 
 
 class UnstatedHeads(HddmError):
-    """A number of attention heads that neither a tensor nor the user states."""
+    """Raised where neither a tensor nor the user states the number of attention heads."""
 
 
 @dataclass(frozen=True)
 class FileLayout:
-    """A checkpoint file of one code base.
+    """The checkpoint file format of one code base.
 
     Args:
-        name: as ``--layout`` spells it.
-        markers: keys that every file of this layout has, and together no other.
-        network: the class that holds the same function.
-        arguments: the class's arguments, from the tensors and the user's options.
-        table: names of both sides, given the arguments and the tensors' names.
-        forward: the layout's own network over its own names, written out for the check of a conversion.
+        name: as in ``--layout``.
+        markers: keys that all files of this layout have, and together no other.
+        network: class that computes the same function.
+        arguments: its arguments, from the tensors and the user's options.
+        table: maps names of both sides, given the arguments and the tensors' names.
+        forward: the layout's own network over its own names, for the check of a conversion.
         nulls: foreign tensors that stand for no condition, by condition.
-        scheduler: the training schedule that the layout's code fixes, as a diffusers config.
-        latents: scale of the VAE that the layout's code fixes, None where a file is of another code's, and
-            notes on what the file does not tell.
+        scheduler: training schedule fixed by the layout's code, as a diffusers config.
+        latents: VAE scale fixed by the layout's code (None for files of other code), and notes on what the
+            file does not tell.
     """
 
     name: str
@@ -60,13 +60,13 @@ class FileLayout:
 
 
 def count_blocks(names: Weights, prefix: str) -> int:
-    """Number of blocks: one more than the highest index after ``prefix``, at most one a tensor."""
+    """Count blocks: one more than the highest index after ``prefix``, limited to the number of tensors."""
     found = [re.match(rf"{re.escape(prefix)}\.(\d{{1,6}})\.", name) for name in names]
     return min(1 + max((int(match[1]) for match in found if match), default=-1), len(names))
 
 
 def shape_of(weights: Weights, name: str, ndim: int, origin: str) -> tuple[int, ...]:
-    """Shape of a tensor that sizes are read from, with ``ndim`` dimensions, none of them empty."""
+    """Shape of a tensor that sizes are read from; it must have ``ndim`` dimensions, none empty."""
     if name not in weights:
         raise HddmError(f"{origin}: missing {name}")
     shape = tuple(weights[name].shape)
@@ -76,13 +76,13 @@ def shape_of(weights: Weights, name: str, ndim: int, origin: str) -> tuple[int, 
 
 
 class Modules:
-    """Layers by the name of their tensors, in the dtype of ``like``."""
+    """Layers by the name of their tensors, computed in the dtype of ``like``."""
 
     def __init__(self, weights: Weights, like: Tensor) -> None:
         self.weights, self._dtype = weights, like.dtype
 
     def get(self, name: str) -> Tensor:
-        """A tensor."""
+        """Tensor ``name``."""
         return self.weights[name].to(self._dtype)
 
     def both(self, name: str) -> tuple[Tensor, Tensor]:

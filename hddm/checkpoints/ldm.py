@@ -1,8 +1,8 @@
-"""Single-file latent diffusion (CompVis, Stability): a Stable Diffusion checkpoint with everything in it.
+"""Single-file checkpoints of latent diffusion (CompVis, Stability): all of Stable Diffusion in one file.
 
-The names of blocks count on over all levels, those of the class start anew in each. The network's sizes are
-read from shapes. The file brings its betas and latent scale as buffers, but says nowhere whether
-it predicts noise or v; that has to be said (``--prediction-type``).
+Block names count across all levels here, and anew in each level in diffusers' class. Sizes are read from
+shapes. The file holds its betas and latent scale as buffers, but not whether it predicts noise or v; the user
+must say so (``--prediction-type``).
 """
 
 import re
@@ -35,7 +35,7 @@ LAYOUT = "ldm"
 UNET = "model.diffusion_model."
 EMA = "model_ema."
 MARKERS = (f"{UNET}input_blocks.0.0.weight", f"{UNET}time_embed.0.weight")
-# Parts of such a file that a velocity field has no use for.
+# Parts of such a file that a velocity field does not need.
 OTHER_PARTS = ("first_stage_model.", "cond_stage_model.", "conditioner.")
 NETWORK = UNet2DConditionModel
 _GROUPS = 32
@@ -75,7 +75,7 @@ _BUFFERS = re.compile(
 
 
 def open_ldm(path: Path, content: dict[str, Tensor], reading: Reading) -> Checkpoint:
-    """The checkpoint in a file of this layout, given all its tensors; a stranger among them is refused."""
+    """Open a file of this layout, given all its tensors; unknown tensors are refused."""
     raw = {name: tensor for name, tensor in content.items() if name.startswith(UNET)}
     # Averaged copies have flattened names.
     flat = {name: EMA + "".join(name.split(".")[1:]) for name in raw}
@@ -114,16 +114,16 @@ def open_ldm(path: Path, content: dict[str, Tensor], reading: Reading) -> Checkp
         chosen=chosen,
         latent_scale=None if scale is None or scale.numel() != 1 else float(scale),
         notes=tuple(notes),
-        # Not the network's, but without them the file says less of itself.
+        # Not part of the network, but needed to describe the file when written back.
         kept=buffers,
     )
 
 
 def _declared(content: Weights) -> Declared:
-    """The betas that the file carries as a buffer, and its marker of predicting v.
+    """The betas that the file holds as a buffer, and its marker of v prediction.
 
-    Trainers leave ``ztsnr`` in files that were trained to no signal at all, often beside the betas that they
-    had started from; these are rescaled as the trainers do (arXiv:2305.08891).
+    Trainers leave ``ztsnr`` in files trained down to zero signal, often beside the original betas; these are
+    then rescaled as the trainers do (arXiv:2305.08891).
     """
     kind = "v_prediction" if "v_pred" in content else None
     betas, origin = content.get("betas"), "the betas in the file"
@@ -137,9 +137,9 @@ def _declared(content: Weights) -> Declared:
 
 
 def arguments(weights: Weights, reading: Reading, origin: str) -> dict[str, Any]:
-    """Arguments of the `UNet2DConditionModel` with the same function, read from shapes.
+    """Arguments of the `UNet2DConditionModel` that computes the same function, read from shapes.
 
-    A network must have text conditions and the same number of layers at every level.
+    The network must take text and have the same number of layers at every level.
     """
     unet = {name.removeprefix(UNET): tensor for name, tensor in weights.items()}
     levels: list[list[int]] = [[]]
@@ -193,7 +193,7 @@ def arguments(weights: Weights, reading: Reading, origin: str) -> dict[str, Any]
 def unet_heads(
     channels: list[int], context: int, is_linear: bool, number: int | None, origin: str
 ) -> int | list[int]:
-    """The number of heads, which diffusers calls attention_head_dim: the user's, or a published network's."""
+    """Number of heads (attention_head_dim in diffusers): the user's, or that of a published network."""
     if number is not None:
         odd = [width for width in channels if number < 1 or width % number]
         if odd:
@@ -210,7 +210,7 @@ def unet_heads(
 
 
 def table(names: Iterable[str], config: Mapping[str, Any], origin: str) -> KeyTable:
-    """Names of the file against ``names``, those of the class; raises for one that the layout cannot name."""
+    """Map the file's names to ``names``, those of the class; raises for one without a name in the layout."""
     odd = {*config["down_block_types"], *config["up_block_types"], config.get("mid_block_type", _MIDDLE)}
     odd -= _BLOCKS
     layers = config["layers_per_block"]
@@ -222,7 +222,7 @@ def table(names: Iterable[str], config: Mapping[str, Any], origin: str) -> KeyTa
 
 
 def _name(name: str, layers: int, up_block_types: Sequence[str], origin: str) -> str:
-    """The name in the layout of a tensor of the class."""
+    """The layout's name of a tensor of the class."""
     head, _, leaf = name.rpartition(".")
     if head in _OUTER:
         return f"{_OUTER[head]}.{leaf}"
@@ -248,11 +248,11 @@ def _name(name: str, layers: int, up_block_types: Sequence[str], origin: str) ->
 
 
 def forward(weights: Weights, config: Mapping[str, Any]) -> Forward:
-    """The network over the layout's own names, apart from the table that a conversion goes by.
+    """Run the network over the layout's own names, independently of the table used in conversions.
 
-    After the paper (arXiv:2112.10752) and SDXL's (arXiv:2307.01952): the parts of a block are read off the
-    file, so that comparing the two networks finds a mistake in the table. ``config`` has what no tensor does:
-    the number of heads, under diffusers' name, one for all or one a level.
+    It follows the paper (arXiv:2112.10752) and SDXL's (arXiv:2307.01952) and reads each block's parts from
+    the file, so that comparing both networks finds mistakes in the table. ``config`` has only what no tensor
+    states: the number of heads, under diffusers' name, one for all or one per level.
     """
     weights = {name.removeprefix(UNET): one for name, one in weights.items()}
     number, levels = config["attention_head_dim"], len(config["block_out_channels"])
@@ -297,14 +297,14 @@ def forward(weights: Weights, config: Mapping[str, Any]) -> Forward:
 
 
 class _Unet(Modules):
-    """Parts of the network by name."""
+    """Parts of the network, by name."""
 
     def has(self, name: str) -> bool:
         """True where the file has a part of this name."""
         return f"{name}.weight" in self.weights
 
     def conv(self, x: Tensor, name: str, stride: int = 1) -> Tensor:
-        """A convolution that keeps the size but for its stride."""
+        """Convolution that keeps the size, up to its stride."""
         weight, bias = self.both(name)
         return F.conv2d(x, weight, bias, stride, weight.shape[-1] // 2)
 
@@ -315,7 +315,7 @@ class _Unet(Modules):
         return F.layer_norm(x, x.shape[-1:], *self.both(name))
 
     def residual(self, x: Tensor, emb: Tensor, name: str) -> Tensor:
-        """Two convolutions with the time added between them, around a skip."""
+        """Two convolutions with the time embedding added between them, and a skip."""
         h = self.conv(F.silu(self.group_norm(x, f"{name}.in_layers.0", 1e-5)), f"{name}.in_layers.2")
         h = h + self.affine(F.silu(emb), f"{name}.emb_layers.1")[:, :, None, None]
         h = self.conv(F.silu(self.group_norm(h, f"{name}.out_layers.0", 1e-5)), f"{name}.out_layers.3")
@@ -323,7 +323,7 @@ class _Unet(Modules):
         return h + (self.conv(x, skip) if self.has(skip) else x)
 
     def attention(self, x: Tensor, context: Tensor, name: str, heads: int) -> Tensor:
-        """Queries of ``x`` (batch, tokens, width) on ``context``."""
+        """Attention of ``x`` (batch, tokens, width) to ``context``."""
         q, k, v = (
             F.linear(given, self.get(f"{name}.to_{letter}.weight"))
             for given, letter in ((x, "q"), (context, "k"), (context, "v"))
@@ -331,7 +331,7 @@ class _Unet(Modules):
         return self.affine(attend(q, k, v, heads), f"{name}.to_out.0")
 
     def spatial(self, x: Tensor, text: Tensor, name: str, heads: int) -> Tensor:
-        """Transformer blocks over the pixels of ``x``, between two projections and around a skip."""
+        """Transformer blocks over the pixels of ``x``, between two projections, with a skip."""
         h = self.group_norm(x, f"{name}.norm", 1e-6).flatten(2).mT
         h = self._project(h, f"{name}.proj_in")
         for n in range(count_blocks(self.weights, f"{name}.transformer_blocks")):
@@ -347,5 +347,5 @@ class _Unet(Modules):
         return x + h.mT.reshape(x.shape)
 
     def _project(self, tokens: Tensor, name: str) -> Tensor:
-        """A linear layer, or the convolution of one pixel that says the same."""
+        """Linear layer, or an equivalent 1×1 convolution."""
         return F.linear(tokens, self.get(f"{name}.weight").flatten(1), self.get(f"{name}.bias"))

@@ -1,4 +1,4 @@
-"""Plans of conversions: the source is recognised, everything is decided, and said, before any is written."""
+"""Plans of conversions: recognise the source, decide everything and report it before anything is written."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -39,15 +39,15 @@ TEXT = "encoder_hidden_states"
 
 @dataclass(frozen=True)
 class Conversion(Reading):
-    """Options of a conversion, besides those of reading its source.
+    """Options of a conversion, besides those for reading its source.
 
     Args:
-        schedule: a diffusers scheduler config instead of the source's.
+        schedule: a diffusers scheduler config in place of the source's.
         prediction_type: as the user states it.
         architecture, modulation_rank, text_dim: see `hddm.checkpoints.architecture.reshape`.
         recipe: ``exact`` preserves the function; ``paper`` is that of arXiv:2603.06741, for comparison: fresh
-            head and text projection, the common path, round(999 t) fed.
-        licence: of the weights, where the source does not state it.
+            head and text projection, the common path, round(999 t) as timestep.
+        licence: of the weights, where the source states none.
     """
 
     schedule: Path | None = None
@@ -61,7 +61,7 @@ class Conversion(Reading):
 
 @dataclass(frozen=True)
 class Plan:
-    """A conversion that is checked and ready to be written."""
+    """A checked conversion, ready to be written."""
 
     source: Checkpoint
     conventions: Conventions
@@ -78,24 +78,22 @@ class Plan:
 
     @property
     def parameters(self) -> int:
-        """The number of weights."""
+        """Number of weights."""
         return sum(torch.Size(one.shape).numel() for one in self.built.tensors)
 
     @property
     def is_restarted(self) -> bool:
-        """True for a head that starts anew by the paper's recipe, with no function to preserve."""
+        """True where the paper's recipe starts a fresh head, so that there is no function to preserve."""
         assert self.record.source is not None
         return bool(self.record.source.options["recipe"] == PAPER)
 
 
 def open_source(path: Path, reading: Reading) -> Checkpoint:
-    """Open the checkpoint at ``path``, recognised by its content.
+    """Open the checkpoint at ``path`` after recognising its content.
 
-    A folder without any config may hold one file of weights; a file that lies beside the ``config.json`` of
-    its diffusers model is that model with exactly that file.
-
-    Raises:
-        HddmError: for content of no known layout, or another than asked for.
+    A folder without any config may hold one weights file; a file beside the ``config.json`` of its diffusers
+    model is that model with exactly that file. Raises `HddmError` for an unknown layout or another than
+    requested.
     """
     if reading.layout is not None and reading.layout not in LAYOUTS:
         raise UsageError(f"--layout {reading.layout}: {choose(reading.layout, list(LAYOUTS))}")
@@ -137,9 +135,8 @@ def open_source(path: Path, reading: Reading) -> Checkpoint:
 def plan(path: Path, conversion: Conversion) -> Plan:
     """Read a source and decide everything, without writing.
 
-    Raises:
-        HddmError: for a source that cannot be read, of no known layout, of unknown conventions, or whose
-            tensors are not exactly those of its network.
+    Raises `HddmError` for an unreadable source, an unknown layout, unknown conventions, or tensors that are
+    not exactly those of its network.
     """
     source = open_source(path, conversion)
     _refuse_idle(source, conversion)
@@ -176,7 +173,7 @@ def plan(path: Path, conversion: Conversion) -> Plan:
 
 
 def _refuse_idle(source: Checkpoint, reading: Reading) -> None:
-    """Refuse options that would change nothing."""
+    """Refuse options that would have no effect."""
     states_itself = source.layout == HDDM or source.layout in DIFFUSERS_LAYOUTS
     if reading.num_heads is not None and states_itself:
         raise HddmError(f"--num-heads: {source.path} has a config.json that states it; drop the option")
@@ -268,7 +265,7 @@ def _record(
 
 
 def summary(plan: Plan) -> list[str]:
-    """Lines on the source and on what will be written."""
+    """Lines for the user on the source and on what will be written."""
     source, record, conventions = plan.source, plan.record, plan.conventions
     low, high = conventions.schedule.range
     weights = f"{source.chosen} (present: {', '.join(source.sets)})"

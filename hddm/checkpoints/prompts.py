@@ -1,8 +1,8 @@
 """The CLIP text encoder and tokenizer of a pipeline: their identity, and the tokens of the empty prompt.
 
-An expert carries these tokens as the null value of ``encoder_hidden_states``, so that guidance and native
-samples need no text encoder. An empty prompt needs no tokenizer, only its files: it is begin, end, then
-padding. The encoder's config numbers these tokens too, often wrongly.
+An expert stores these tokens as the null value of ``encoder_hidden_states``, so that guidance and native
+samples need no text encoder. An empty prompt (begin, end, padding) needs only the tokenizer's files. The
+encoder's config also numbers these tokens, often wrongly.
 """
 
 from collections.abc import Mapping
@@ -27,7 +27,7 @@ from hddm.utils.errors import HddmError
 from hddm.utils.files import inside, read_json
 
 _TOKENS = {"bos_token": "<|startoftext|>", "eos_token": "<|endoftext|>", "pad_token": "<|endoftext|>"}
-"""The special tokens of the tokenizer's class, where its files name none."""
+"""Special tokens of the tokenizer's class, for files that name none."""
 _MAP = "special_tokens_map.json"
 _FAST, _SLOW = "tokenizer.json", "vocab.json"
 """Either numbers the tokens; the loader prefers the first, the only one that transformers 5 saves."""
@@ -35,13 +35,13 @@ _FAST, _SLOW = "tokenizer.json", "vocab.json"
 
 @dataclass(frozen=True)
 class PipelineText:
-    """Text encoder and tokenizer of the pipeline in ``folder``, their weights those of ``variant``."""
+    """Text encoder, with weights of ``variant``, and tokenizer of the pipeline in ``folder``."""
 
     folder: Path | None = None
     variant: str | None = None
 
     def missing(self) -> str:
-        """The reason why they cannot be read; empty where there is one CLIP encoder with its tokenizer."""
+        """Reason why they cannot be read; empty where there is one CLIP encoder with its tokenizer."""
         if self.folder is None:
             return "no pipeline with a CLIP encoder lies around it"
         encoder, tokenizer = self.folder / "text_encoder", self.folder / "tokenizer"
@@ -63,18 +63,14 @@ class PipelineText:
         return ""
 
     def record(self) -> TextEncoderRecord | None:
-        """Identity of the encoder; None where it is `missing`.
-
-        Raises:
-            HddmError: for an encoder whose config or weights cannot be trusted.
-        """
+        """Identity of the encoder, None where it is `missing`; `HddmError` for bad config or weights."""
         if self.folder is None or self.missing():
             return None
         limit = read_json(inside(self.folder, "tokenizer/tokenizer_config.json")).get("model_max_length")
         return text_encoder_facts(self.folder / "text_encoder", limit, self.variant)
 
     def empty_prompt(self) -> Tensor | None:
-        """Tokens (tokens, width) of no text; None and raises as `record`."""
+        """Text tokens (tokens, width) of the empty prompt; None and errors as in `record`."""
         if self.folder is None or self.missing():
             return None
         folder = self.folder / "text_encoder"
@@ -92,7 +88,7 @@ class PipelineText:
 
 
 def _empty_tokens(folder: Path, vocabulary: int, positions: int) -> list[int]:
-    """Tokens of no text by the tokenizer in ``folder``, padded as a pipeline pads them."""
+    """Token numbers of the empty prompt by the tokenizer in ``folder``, padded as in a pipeline."""
     config = named = read_json(inside(folder, "tokenizer_config.json"))
     # As the loader has it: a config that lists its added tokens is of a format after the map of tokens.
     if (folder / _MAP).exists() and "added_tokens_decoder" not in config:
@@ -117,7 +113,7 @@ def _empty_tokens(folder: Path, vocabulary: int, positions: int) -> list[int]:
 
 
 def _numbers(content: Mapping[str, Any]) -> dict[Any, Any]:
-    """The number of each token in the content of a ``tokenizer.json``, unchecked."""
+    """The number of each token in a ``tokenizer.json``, unchecked."""
     model, added = content.get("model"), content.get("added_tokens")
     words = model.get("vocab") if isinstance(model, dict) else None
     listed = [one for one in added if isinstance(one, dict)] if isinstance(added, list) else []

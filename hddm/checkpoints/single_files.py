@@ -1,4 +1,4 @@
-"""Single files of weights: weight sets and wrappers' prefixes are undone, the layout is recognised."""
+"""Single weights files: unwrap weight sets and name prefixes, and recognise the layout."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
@@ -16,14 +16,14 @@ FILE_LAYOUTS: dict[str, FileLayout] = {one.name: one for one in (FACEBOOK_DIT, P
 LDM = ldm.LAYOUT
 _RAW, _EMA = ("model", "state_dict"), ("ema", "state_dict_ema", "model_ema", "ema_model", "ema_state_dict")
 _SETS: dict[str, WeightSet] = {**dict.fromkeys(_RAW, "raw"), **dict.fromkeys(_EMA, "ema")}
-# What those who average weights, or share them out, put around a set.
+# Keys and prefixes that wrappers for averaging or distributing weights put around a set.
 _TOP = ""
 _INNER = ("shadow", "shadow_params", "module", "model", "state_dict")
 _PREFIXES = ("module.", "_orig_mod.", "model.")
 
 
 def open_file(path: Path, reading: Reading) -> Checkpoint:
-    """The checkpoint in one file; refuses content of no known layout, or another than asked for."""
+    """Open the checkpoint in one file; refuses an unknown layout or another than requested."""
     content = read_file(path, reading.allow_pickle)
     if reading.layout in (None, LDM):
         networks = _sources(content, lambda one: set(ldm.MARKERS) <= set(one), reading, path)
@@ -62,9 +62,9 @@ def open_file(path: Path, reading: Reading) -> Checkpoint:
 def _weight_sets(
     content: Mapping[str, Any], reading: Reading, path: Path
 ) -> dict[WeightSet, dict[str, Tensor]]:
-    """Sets of weights by name: nested ones, ones with prefixes of their own, or all tensors as one set.
+    """Weight sets by kind: nested ones, ones with prefixes of their own, or all tensors as one set.
 
-    A file that holds one set under the name of the raw one need not mean that: published ones do not.
+    A single set under the raw set's name is unstated, since published files do not mean raw weights by it.
     """
     heads = {name.split(".")[0] for name in content}
     if len(heads) > 1 and heads <= set(_SETS) and not heads & set(content):
@@ -90,7 +90,7 @@ def _weight_sets(
 def _sources(
     content: Mapping[str, Any], holds: Callable[[dict[str, Tensor]], bool], reading: Reading, path: Path
 ) -> dict[str, dict[str, Tensor]]:
-    """Every set of weights in a file that ``holds`` what a layout has, by its name there."""
+    """Weight sets of a file for which ``holds`` is true, by their name in the file."""
     top = _tensors(content)
     found = {_TOP: top} if holds(top) else {}
     for name, value in content.items():
@@ -132,7 +132,7 @@ def _tensors(content: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def _strip(tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], str]:
-    """Tensors without what wrappers put before every name, and that prefix."""
+    """Tensors without the prefix that wrappers put before every name, and that prefix."""
     prefix = ""
     while tensors:
         found = next((p for p in _PREFIXES if all(name.startswith(p) for name in tensors)), None)
@@ -146,7 +146,7 @@ def _strip(tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], str]:
 def _layout(
     sets: Mapping[WeightSet, tuple[dict[str, Tensor], str]], asked: str | None, path: Path
 ) -> FileLayout:
-    """The layout of the sets of weights in a file: as asked, else the only one that fits."""
+    """The layout of a file's weight sets: as requested, else the only one that fits."""
     known = ", ".join([*FILE_LAYOUTS, LDM])
     if asked is not None:
         if asked not in FILE_LAYOUTS:

@@ -1,10 +1,10 @@
-"""Pretrained checkpoints, read but not converted, and the conventions of their numbers, never guessed.
+"""Pretrained checkpoints, read but not converted, and their conventions, which are never guessed.
 
-Schedule and prediction type come, in this order, from the user (``--schedule``, ``--prediction-type``), the
-scheduler config beside the weights (a key that it lacks has its class's documented default, and that is
-printed), or the one rule of a layout's code. Where two statements contradict each other, or none is there,
-the conversion stops and asks. The shift of a flow-match scheduler's config is applied once, by
-`hddm.sampling.time_grid`; no training schedule depends on it.
+Schedule and prediction type come from the first of: the user (``--schedule``, ``--prediction-type``); the
+scheduler config beside the weights (a missing key has its class's documented default, which is printed); the
+one rule of a layout's code. Where statements contradict each other, or there is none, the conversion stops
+and asks. The shift in a flow-match scheduler's config is applied once, by `hddm.sampling.time_grid`; no
+training schedule depends on it.
 """
 
 import functools
@@ -55,10 +55,10 @@ class Reading:
     """Options for reading a checkpoint.
 
     Args:
-        layout: one of `hddm.checkpoints.plan.LAYOUTS` instead of what its content says.
-        allow_pickle: whether pickle files are read, without code all the same.
-        weights: the set of weights; by default averaged ones where there are such.
-        variant: of the file names in a diffusers folder, as ``fp16``.
+        layout: one of `hddm.checkpoints.plan.LAYOUTS`, to override detection.
+        allow_pickle: read pickle files (their code is never run).
+        weights: the set of weights; by default averaged ones where there are any.
+        variant: of file names in a diffusers folder, such as ``fp16``.
         num_heads: attention heads, which no tensor states.
         sample_size: side of a sample, where nothing states it.
     """
@@ -73,9 +73,9 @@ class Reading:
 
 @dataclass(frozen=True)
 class Pair:
-    """Tensors of both sides whose rows, joined, are the same, in equal parts on either side.
+    """Foreign and own tensors that hold the same rows when joined, in equal parts on either side.
 
-    With ``copies`` every foreign tensor is a copy of the one on our side instead.
+    With ``copies``, every foreign tensor instead is a copy of our single tensor.
     """
 
     foreign: tuple[str, ...]
@@ -89,7 +89,7 @@ def same(foreign: str, ours: str) -> Pair:
 
 
 def module(foreign: str | Sequence[str], ours: str | Sequence[str]) -> list[Pair]:
-    """Weight and bias of a module under two names, or of a fused one against its equal parts."""
+    """Weight and bias of a module under two names, or of a fused module and its equal parts."""
     theirs, own = ((one,) if isinstance(one, str) else one for one in (foreign, ours))
     return [
         Pair(tuple(f"{name}.{leaf}" for name in theirs), tuple(f"{name}.{leaf}" for name in own))
@@ -99,35 +99,35 @@ def module(foreign: str | Sequence[str], ours: str | Sequence[str]) -> list[Pair
 
 @dataclass(frozen=True)
 class KeyTable:
-    """Tensor names of a layout against those of a network class, both ways, without a lenient mode.
+    """Tensor names of a layout and of a network class, mapped both ways, always strictly.
 
-    ``benign`` has the foreign names that the network computes or does not read, each with the reason.
+    ``benign`` lists foreign names that the network computes or does not read, each with the reason.
     """
 
     pairs: Sequence[Pair]
     benign: Mapping[str, str] = field(default_factory=dict)
 
     def to_ours(self, weights: Weights, origin: str) -> tuple[list[Planned], dict[str, Tensor]]:
-        """The network's tensors, read when they are written, and the benign ones by their foreign names.
+        """The network's tensors, read when written, and benign ones by their foreign names.
 
-        Every name that is left over or missing is refused.
+        Names that are left over or missing are refused.
         """
         extras = {name: weights[name] for name in self.benign if name in weights}
         rest = {name: tensor for name, tensor in weights.items() if name not in extras}
         return _mapped([(pair.foreign, pair.ours, pair.copies) for pair in self.pairs], rest, origin), extras
 
     def renamed(self, weights: Weights, origin: str) -> dict[str, Tensor]:
-        """The network's tensors, at once; mapped ones stay mapped where they only change their name."""
+        """The network's tensors, read now; tensors that are only renamed stay mapped."""
         return {planned.name: planned.read() for planned in self.to_ours(weights, origin)[0]}
 
     def to_foreign(self, weights: Weights, extras: Weights, origin: str) -> list[Planned]:
-        """The way back; ``extras`` are benign tensors that were kept."""
+        """Map back to the layout; ``extras`` are the benign tensors that were kept."""
         planned = _mapped([(pair.ours, pair.foreign, pair.copies) for pair in self.pairs], weights, origin)
         return planned + [as_planned(name, tensor) for name, tensor in extras.items()]
 
 
 def as_planned(name: str, tensor: Tensor) -> Planned:
-    """``tensor`` as it is."""
+    """``tensor`` unchanged."""
     return Planned(name, tuple(tensor.shape), tensor.dtype, lambda: tensor)
 
 
@@ -156,7 +156,7 @@ def _mapped(
 
 
 def _divided(tensors: Sequence[Tensor], targets: Sequence[str], origin: str) -> list[Planned]:
-    """Rows of several tensors joined to one, or those of one divided evenly."""
+    """Rows of several tensors joined into one, or of one tensor divided evenly."""
     first, rows = tensors[0], sum(tensor.shape[0] if tensor.ndim else 1 for tensor in tensors)
     if len(tensors) == 1 and len(targets) == 1:
         return [as_planned(targets[0], first)]
@@ -172,9 +172,9 @@ def _divided(tensors: Sequence[Tensor], targets: Sequence[str], origin: str) -> 
 
 @dataclass(frozen=True)
 class Declared:
-    """Schedule and prediction type as a checkpoint states them, with the place; None where it does not.
+    """Schedule and prediction type stated by a checkpoint, each with its place; None where unstated.
 
-    ``scheduler`` is a diffusers scheduler config, or our own record of a schedule.
+    ``scheduler`` is a diffusers scheduler config, or hddm's own record of a schedule.
     """
 
     scheduler: Mapping[str, Any] | None = None
@@ -185,9 +185,9 @@ class Declared:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A pretrained checkpoint, not yet converted: tensors under the layout's names, mapped from disk.
+    """A pretrained checkpoint before conversion: tensors under the layout's names, mapped from disk.
 
-    ``network`` and ``arguments`` make the network of the same function, ``table`` maps the names to its own,
+    ``network`` and ``arguments`` define the network of the same function, ``table`` maps names to it, and
     ``forward`` builds the layout's own network, None where that is the class itself.
     """
 
@@ -218,12 +218,12 @@ class Checkpoint:
 
 
 def read_file(path: Path, allow_pickle: bool) -> dict[str, Any]:
-    """The content of a file of weights: tensors by name, or for a pickle nested dictionaries."""
+    """The content of a weights file: tensors by name, or nested dictionaries for a pickle."""
     return dict(read_safetensors(path)) if kind_of(path) == "safetensors" else read_pickle(path, allow_pickle)
 
 
 def choose_set(sets: Mapping[WeightSet, Any], asked: WeightSet | None, origin: str) -> WeightSet:
-    """The set of weights to take: as asked, else the averaged one, else the only one."""
+    """Choose the set of weights: as requested, else the averaged one, else the only one."""
     order: tuple[WeightSet, ...] = ("ema", "unstated", "raw")
     if asked is None:
         return next(name for name in order if name in sets)
@@ -238,10 +238,10 @@ def choose_set(sets: Mapping[WeightSet, Any], asked: WeightSet | None, origin: s
 
 @dataclass(frozen=True)
 class Conventions:
-    """Schedule and prediction type, where they came from, and what was filled in on the way.
+    """Schedule and prediction type, their origin, and what was filled in.
 
-    ``scheduler`` is the config that the schedule was read from, ``shift`` that of the time grid of
-    samples (`with_shift`).
+    ``scheduler`` is the config that the schedule was read from, ``shift`` that of the sampling time grid
+    (`with_shift`).
     """
 
     schedule: Schedule
@@ -254,15 +254,10 @@ class Conventions:
 
 
 def resolve(source: Checkpoint, schedule_file: Path | None, prediction_type: str | None) -> Conventions:
-    """The conventions of a source.
+    """Determine the conventions of a source.
 
-    Args:
-        source: see `Checkpoint`.
-        schedule_file: a diffusers scheduler config that the user vouches for; it replaces the source's.
-        prediction_type: as the user states it.
-
-    Raises:
-        HddmError: for a contradiction, or where neither the source nor the user states one.
+    ``schedule_file`` is a diffusers scheduler config that the user vouches for in place of the source's;
+    ``prediction_type`` is the user's. Raises `HddmError` for a contradiction, or where nothing states one.
     """
     if source.record is not None and (schedule_file is not None or prediction_type is not None):
         raise HddmError(
@@ -331,16 +326,14 @@ def _time_scale(schedule: Schedule, config: Mapping[str, Any], source: Checkpoin
 
 
 def with_shift(conventions: Conventions, source: Checkpoint, interface: Interface) -> Conventions:
-    """``conventions`` with the shift that the scheduler config states, or means at the size of a sample.
+    """Add the shift that the scheduler config states, or implies at the size of a sample.
 
-    With ``use_dynamic_shifting`` it grows with the number n of patches, as diffusers' pipelines have it:
+    With ``use_dynamic_shifting`` it grows with the number n of patches, as in diffusers' pipelines:
 
         mu = base_shift + (max_shift - base_shift) (n - n_base)/(n_max - n_base),   shift = exp(mu)
 
-    (mu itself where ``time_shift_type`` is ``linear``); a note says so. An expert keeps its own.
-
-    Raises:
-        HddmError: for values that give no positive shift.
+    (mu itself where ``time_shift_type`` is ``linear``), which a note reports. An expert keeps its own shift.
+    Raises `HddmError` where no positive shift results.
     """
     if source.record is not None:
         return replace(conventions, shift=source.record.shift)

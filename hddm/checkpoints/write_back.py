@@ -1,4 +1,4 @@
-"""Experts written back to the layouts of other tools, in safetensors, bit for bit."""
+"""Experts written back to the layouts of other tools, as safetensors, bit for bit."""
 
 import json
 from collections.abc import Mapping
@@ -39,14 +39,12 @@ _PIPELINES = {
 def write_back(
     folder: Path, out: Path, layout: str, dry_run: bool = False, overwrite: bool = False
 ) -> list[str]:
-    """Write the expert in ``folder`` as ``layout``; return what to print.
+    """Write the expert in ``folder`` as ``layout``; return lines to print.
 
-    Single-file layouts become ``checkpoint.safetensors`` with the source's names, prefix included; diffusers'
-    become the component of a pipeline with its scheduler. What was written is read again and compared.
-
-    Raises:
-        HddmError: for a layout that is unknown, cannot hold this network, or would give its weights another
-            meaning than they have.
+    Single-file layouts become ``checkpoint.safetensors`` with the source's names and prefix; diffusers'
+    become a pipeline's component with its scheduler. The written files are read again and compared. Raises
+    `HddmError` for a layout that is unknown, cannot hold this network, or would change the meaning of its
+    weights.
     """
     known = (*FILE_LAYOUTS, LDM, *DIFFUSERS_LAYOUTS)
     if layout not in known:
@@ -165,7 +163,7 @@ def _write_pipeline(source: Checkpoint, record: ExpertRecord, layout: str, draft
 
 
 def _scheduler(record: ExpertRecord, time_factor: float) -> Mapping[str, Any] | None:
-    """The source's own config where it still holds, else the nearest that says the same."""
+    """The source's own scheduler config where still valid, else the nearest equivalent."""
     found, schedule = record.source.first.scheduler if record.source else None, record.schedule
     kind = {"prediction_type": record.prediction_type.value}
     if found is not None and from_diffusers(found).config == schedule:

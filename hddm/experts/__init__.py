@@ -1,5 +1,5 @@
 """Experts and ensembles on disk: their records, loading, LoRA, assembly, and the Paris release.
 
-May import the method in the root and all rooms below it. Start with `records`, then `loading` (`hddm.load`)
-and `assembly`.
+May import the modules at hddm's top level and all packages below. Start with `records`, then `loading` and
+`assembly`.
 """

@@ -1,4 +1,4 @@
-"""Assembly: experts, a router and components become one ensemble folder, after checking that they fit."""
+"""Assembly of experts, a router and components into one ensemble folder, after checking that they fit."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -60,10 +60,10 @@ _POSITIONS = 77
 
 @dataclass(frozen=True)
 class EnsembleFolders:
-    """Folders that an ensemble is made of.
+    """Folders that make up an ensemble.
 
-    ``outputs`` are those of the router that are settled for an expert, None for one without; empty for none.
-    ``components`` are by name, of `hddm.experts.ensembles.COMPONENTS`; ``bases``, the weights that adapters
+    ``outputs`` has the router's output for each expert, None where still open; empty where all are.
+    ``components`` are by name (`hddm.experts.ensembles.COMPONENTS`); ``bases``, the weights that adapters
     change, by SHA-256.
     """
 
@@ -87,30 +87,19 @@ def assemble(
 ) -> tuple[str, ...]:
     """Put experts, a router and components into one folder, after checking that they fit.
 
-    The prior is the shard sizes, or equal where an expert's is unknown; p(k | class) is counted where every
-    expert counts its images by class; the shift is the experts' common one. An expert gets the output of the
-    router for its shard, so experts may come in any order, and be some of the router's only. Files are
-    hard-linked where the file system allows; of the folders of experts and router those at the top alone,
-    since nothing else is read. Weights that adapters change are hashed and put in once: in ``bases/``, or in
-    the expert that has them for its own.
+    The prior is the shard sizes, or equal where one is unknown; p(k | class) is counted where all experts
+    count images by class; the shift is the experts' common one. Each expert gets the router's output for its
+    shard, so experts may come in any order and cover only some of the router's. Files are hard-linked where
+    possible, from the top level of expert and router folders only, since nothing else is read. Weights that
+    adapters change are hashed and stored once: in ``bases/``, or in the expert that owns them.
 
-    Args:
-        experts: expert folders.
-        out: the ensemble folder to write.
-        router: a router folder; only strategy ``draw`` does without.
-        strategy: that the folder recommends.
-        overwrite: whether an existing ``out`` is replaced.
-        vae: a VAE folder, for experts of latents.
-        text_encoder: a CLIP text encoder folder, for experts that take text; with its ``tokenizer``.
-        tokenizer: its tokenizer folder.
-        bases: folders of weights that adapters change, where they are not where they were at training.
+    ``router`` is needed for all strategies but ``draw``, ``vae`` for latents, and ``text_encoder`` with
+    ``tokenizer`` for text. ``strategy`` is the one that the folder recommends. ``bases`` are folders of
+    weights that adapters change, where they have moved since training. Returns notes on what was taken on
+    trust or could not be known.
 
-    Returns:
-        Notes: what was taken on trust, or could not be known.
-
-    Raises:
-        HddmError: before anything is written, with every difference between the parts, and for weights and
-            calibrations that are not those of their record.
+    Raises `HddmError`, before writing, that lists all differences between the parts, and for weights and
+    calibrations that are not those of their record.
     """
     for folder in experts:
         if (folder / ENSEMBLE_FILE).exists():
@@ -133,13 +122,11 @@ def assemble(
 def check(
     folders: EnsembleFolders, strategy: str, prior: Sequence[float] | None = None, shift: float | None = None
 ) -> tuple[EnsembleRecord, tuple[str, ...]]:
-    """The record of an ensemble of ``folders``, and notes; reads records and small tensors only.
+    """Return the record of an ensemble of ``folders``, and notes; only records and small tensors are read.
 
-    ``prior`` is for experts whose shards are unknown, equal by default; ``shift`` is theirs by default.
-
-    Raises:
-        HddmError: with every difference between the parts, for a strategy that they cannot follow, and for
-            records that cannot be read.
+    ``prior`` is for experts of unknown shards (default: equal); ``shift`` defaults to the experts' own.
+    Raises `HddmError` that lists all differences between parts, for a strategy that they cannot follow, and
+    for unreadable records.
     """
     if not folders.experts:
         raise HddmError("an ensemble needs at least one expert")
@@ -189,11 +176,10 @@ def _compare_components(folders: EnsembleFolders, experts: Sequence[Named], foun
 
 
 def check_files(experts: Sequence[Path], router: Path | None, bases: Mapping[str, Path]) -> tuple[str, ...]:
-    """Hold every file of experts and router against the manifest or the record, and build their networks.
+    """Check all files of experts and router against the manifest or the record, and build their networks.
 
-    Returns notes on folders of older versions, whose files cannot be held against all that they were. An
-    `HddmError` has a line for every folder whose files are others, whose network cannot be built, or whose
-    weights hold NaN or Inf.
+    Returns notes on folders of older versions, which cannot be checked in full. Raises `HddmError` with a
+    line for each folder whose files differ, whose network cannot be built, or whose weights hold NaN or Inf.
     """
     found = Findings()
     for folder, (name, record) in zip(experts, read_records(experts), strict=True):
@@ -215,12 +201,12 @@ def check_files(experts: Sequence[Path], router: Path | None, bases: Mapping[str
 
 
 def read_records(folders: Sequence[Path]) -> list[Named]:
-    """The records of expert folders, by the folders' names."""
+    """Records of expert folders, with the folders' names."""
     return [(str(folder), read_record(folder / EXPERT_FILE, ExpertRecord, FORMAT)) for folder in folders]
 
 
 def fill(draft: Path, folders: EnsembleFolders, record: EnsembleRecord) -> None:
-    """Put ``folders`` and their record into an empty folder, by hard links where that is possible."""
+    """Put ``folders`` and their record into an empty folder, by hard links where possible."""
     for folder, name in zip(folders.experts, record.experts, strict=True):
         _link(_files_of(folder), draft / name)
     if folders.router is not None and record.router is not None:
@@ -235,7 +221,7 @@ def fill(draft: Path, folders: EnsembleFolders, record: EnsembleRecord) -> None:
 
 
 def refuse_inside(out: Path, folders: Iterable[Path | None]) -> None:
-    """Refuse to write into one of ``folders``, which are to be read, or below it."""
+    """Refuse to write into or below one of ``folders``, which are yet to be read."""
     for folder in folders:
         if folder is not None and out.resolve().is_relative_to(folder.resolve()):
             raise HddmError(f"{out}: lies in {folder}, which is to become part of it; write it elsewhere")
@@ -248,14 +234,14 @@ def _link(files: Sequence[Path], target: Path) -> None:
 
 
 def _files_of(folder: Path) -> list[Path]:
-    """The regular files at the top of a folder, hidden ones left out; a link must stay inside."""
+    """Regular, visible files at the top of a folder; a link must stay inside."""
     paths = sorted(folder.iterdir())
     seen = (path for path in paths if not path.is_dir() and not path.name.startswith("."))
     return [path for path in seen if inside(folder, path.name).is_file()]
 
 
 def _files_of_component(name: str, folder: Path) -> list[Path]:
-    """The weights, configs and licence of a component: no pickles, and no second copy of the weights."""
+    """A component's weights, configs and licence: no pickles and no second copy of the weights."""
     weights = [read_weights(folder, _STEMS[name])[0]] if name in _STEMS else []
     return weights + [
         path

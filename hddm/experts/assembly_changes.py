@@ -1,7 +1,7 @@
 """Changes to an ensemble folder: experts are added or removed, the rest stays.
 
-The old folder makes room for the new one by two renames, between which nothing has its name. A process that
-is killed just there leaves both complete beside it; the next change puts the old one back.
+The new folder replaces the old one by two renames. A process killed between them leaves both complete, under
+other names beside it; the next change then restores the old one.
 """
 
 import re
@@ -30,7 +30,7 @@ from hddm.utils.files import inside, link_or_copy, new_folder, restore
 from hddm.utils.records import MANIFEST
 
 _PARTS = ("experts", BASES, "router", "scheduler", *COMPONENTS, ENSEMBLE_FILE, MODEL_INDEX, MANIFEST)
-# What a killed process leaves of a folder that it was writing here.
+# Leftovers of a folder that a killed process was writing here.
 _LEFTOVER = re.compile(r"\..+\.(part|old)-\d+$")
 
 
@@ -47,32 +47,19 @@ def change(
     tokenizer: Path | None = None,
     bases: Sequence[Path] = (),
 ) -> tuple[str, ...]:
-    """Add experts to an ensemble folder, or take some out.
+    """Add experts to an ensemble folder, or remove some.
 
-    Experts that are added come last. The router stays, with the outputs of those that are there: of a
-    posterior over more shards that makes exactly the one over fewer. An expert of a shard that it does not
-    know needs another router. Priors are counted anew; strategy, a shift that was set by hand, and all else
-    in the folder stay.
+    Added experts come last. The router stays, with the outputs of the experts present: a posterior over more
+    shards gives exactly the one over fewer. An expert of a shard that it does not know needs another router.
+    Priors are counted anew; the strategy, a shift set by hand and all else in the folder stay.
 
-    Args:
-        ensemble: an ensemble folder.
-        add: expert folders.
-        remove: index or folder name, as in ``ensemble.json``, of each expert that goes.
-        router: another router.
-        out: the folder to write; by default ``ensemble`` itself is replaced, at the end.
-        strategy: another strategy.
-        overwrite: whether an existing ``out`` is replaced.
-        vae: another VAE.
-        text_encoder: another text encoder.
-        tokenizer: another tokenizer.
-        bases: as for `hddm.experts.assembly.assemble`, of the experts to be added.
+    ``remove`` has an index or a folder name, as in ``ensemble.json``, per expert. ``out`` is the folder to
+    write; by default ``ensemble`` is replaced at the end. ``bases`` are as for
+    `hddm.experts.assembly.assemble`, for the added experts; other arguments replace parts of the folder.
+    Returns notes, as `assemble`.
 
-    Returns:
-        Notes, as `hddm.experts.assembly.assemble`.
-
-    Raises:
-        HddmError: as that, before anything is written; for an expert that is not there, a link out of the
-            folder, whose content would become part of it, and an ``out`` inside it.
+    Raises `HddmError`, before writing, as `assemble`, and for a missing expert, a link that leaves the folder
+    (whose content would become part of it), and an ``out`` inside it.
     """
     given = {"vae": vae, "text_encoder": text_encoder, "tokenizer": tokenizer}
     if not (add or remove or router or strategy or any(given.values())):
@@ -131,13 +118,13 @@ def _index_of(ensemble: Path, record: EnsembleRecord, name: str | int) -> int:
 
 
 def _shift_by_hand(ensemble: Path, record: EnsembleRecord) -> float | None:
-    """The shift in the folder, unless it is just what its experts want."""
+    """The folder's shift, or None where it is the experts' common one."""
     experts = read_records([ensemble / name for name in record.experts])
     return None if common_shift(experts, Findings()) == record.shift else record.shift
 
 
 def _link_rest(ensemble: Path, record: EnsembleRecord, draft: Path) -> None:
-    """Link the user's own files and folders, as a licence or a card, into ``draft``."""
+    """Link the user's own files and folders, such as a licence or a card, into ``draft``."""
     own = [Path(name) for name in (*_PARTS, *record.experts, *([record.router] if record.router else []))]
 
     def left_out(folder: str, names: list[str]) -> set[str]:

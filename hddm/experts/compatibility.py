@@ -1,8 +1,7 @@
-"""Checks that experts, router and components fit together: by their records, before any weights are read.
+"""Checks that experts, router and components fit together, by their records, before weights are read.
 
-All differences are gathered and reported together, a line each part. A value that one part records and
-another does not is a note, no difference. `match_router` finds the output of a router for each expert.
-`prior_of`, `class_prior_of` and `common_shift` are what experts have in common.
+All differences are collected and reported together, one line per part. A value that one part records and
+another does not gives a note, not a difference.
 """
 
 from collections import Counter
@@ -16,12 +15,12 @@ from hddm.networks.identity import TextEncoderRecord, VaeRecord
 from hddm.utils.errors import HddmError
 
 Named = tuple[str, ExpertRecord]
-"""An expert's name for messages, a folder most often, and its record."""
+"""An expert's name for messages, mostly a folder, and its record."""
 
 
 @dataclass
 class Findings:
-    """Differences by the part that has them, and notes."""
+    """Differences by part, and notes."""
 
     differences: dict[str, list[str]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
@@ -33,20 +32,20 @@ class Findings:
             texts.append(text)
 
     def note(self, text: str) -> None:
-        """Add a note for the user, which stops nothing."""
+        """Add a note for the user."""
         if text not in self.notes:
             self.notes.append(text)
 
     @contextmanager
     def errors_of(self, name: str) -> Iterator[None]:
-        """Add an `HddmError` in this block as a difference of a part."""
+        """Record an `HddmError` raised in this block as a difference of a part."""
         try:
             yield
         except HddmError as error:
             self.differ(name, "; ".join([error.message, *error.details]))
 
     def refuse(self, message: str = "these parts do not fit together, and nothing was written:") -> None:
-        """Raise an `HddmError` of all differences, a line a part."""
+        """Raise an `HddmError` with all differences, one line per part."""
         if self.differences:
             lines = [f"{name}: {'; '.join(texts)}" for name, texts in self.differences.items()]
             raise HddmError(message, lines)
@@ -65,7 +64,7 @@ def _takes_classes(record: ExpertRecord) -> bool:
 
 
 class _Quality(NamedTuple):
-    """A quality that experts must share: its name, its key in a record, and which experts should have it."""
+    """A property that experts must share: its name, its key in a record, and the experts that have it."""
 
     name: str
     key: str
@@ -73,7 +72,7 @@ class _Quality(NamedTuple):
     """None for a key that a record may lack."""
 
     def of(self, record: ExpertRecord) -> Any:
-        """The value, None where it is not recorded or of no concern."""
+        """The value, None where it is unrecorded or does not apply."""
         if self.concerns is not None and not self.concerns(record):
             return None
         value: Any = record
@@ -82,7 +81,7 @@ class _Quality(NamedTuple):
         return None if value == () else value
 
     def is_missing(self, record: ExpertRecord) -> bool:
-        """True where an expert should record it and does not."""
+        """True where an expert should record it but does not."""
         return self.concerns is not None and self.concerns(record) and self.of(record) is None
 
 
@@ -106,7 +105,7 @@ _TRUSTED = ("VAE", "text encoder")
 
 
 def compare_experts(experts: Sequence[Named], found: Findings) -> None:
-    """Collect each expert's differences from the most common values, or the first of equally common ones."""
+    """Record each expert's differences from the most common values, of equally common ones the first."""
     for quality in _QUALITIES:
         values = [quality.of(record) for _, record in experts]
         known = Counter(value for value in values if value is not None)
@@ -152,7 +151,7 @@ def _compare_shards(experts: Sequence[Named], found: Findings) -> None:
 
 
 def compare_vae(experts: Sequence[Named], vae: VaeRecord, channels: int, name: str, found: Findings) -> None:
-    """Hold a VAE, whose latents have ``channels``, against what experts of latents record."""
+    """Compare a VAE of latents with ``channels`` with what latent experts record."""
     latents = [(expert, record) for expert, record in experts if _makes_latents(record)]
     if not latents:
         found.differ(name, "a VAE, and these experts make pixels; leave it out")
@@ -177,7 +176,7 @@ def compare_text_encoder(
     name: str,
     found: Findings,
 ) -> None:
-    """Hold a text encoder against what experts record, or the widths that their networks take."""
+    """Compare a text encoder with what experts record, or with the widths that their networks take."""
     if not any(_takes_text(record) for _, record in experts):
         found.differ(name, "a text encoder, and none of these experts takes text")
     for (expert, record), width in zip(experts, widths, strict=True):
@@ -208,11 +207,11 @@ def match_router(
     name: str = "router",
     settled: Sequence[int | None] = (),
 ) -> tuple[int, ...]:
-    """The router's output for each expert, in the order of the ensemble: that of the expert's shard.
+    """The router's output for each expert, in the ensemble's order: that of the expert's shard.
 
-    Experts may come in any order, and some outputs may be left out. Where an expert records no shard, all
-    are taken to be in the router's order, and there must be as many; so too where the router records none.
-    ``total`` is the number of its outputs; ``settled`` are those that are known, None for an expert without.
+    Experts may come in any order, and outputs may stay unused. Where an expert, or the router, records no
+    shard, all are taken to be in the router's order, and the numbers must agree. ``total`` is the number of
+    outputs; ``settled`` has those already known, None where an expert has none.
     """
     shape = Counter(record.sample_shape for _, record in experts).most_common(1)[0][0]
     if router.sample_shape != shape:
@@ -273,7 +272,7 @@ NO_SHIFT = 1.0
 def prior_of(
     experts: Sequence[Named], found: Findings, before: Sequence[float] | None = None
 ) -> tuple[float, ...]:
-    """p(k): shard sizes, as shares; where one is unknown, ``before`` (positive in sum), or equal ones."""
+    """p(k): shares of the shard sizes; where one is unknown, ``before`` (positive in sum) or equal ones."""
     sizes: list[float] = [record.shard.images for _, record in experts if record.shard]
     if len(sizes) < len(experts):
         unknown = ", ".join(name for name, record in experts if not record.shard)
@@ -287,10 +286,10 @@ def prior_of(
 def class_prior_of(
     experts: Sequence[Named], prior: Sequence[float], found: Findings
 ) -> tuple[tuple[float, ...], ...]:
-    """p(k | class), a row a class: the images of the class in each shard, as shares.
+    """p(k | class), one row per class: each shard's share of the images of the class.
 
-    Empty where experts know no classes, or one does not count its images by them. A class that no shard
-    holds has ``prior``.
+    Empty where experts know no classes, or one does not count its images by class. A class absent from all
+    shards has ``prior``.
     """
     classes = next((record.classes for _, record in experts if record.classes), ())
     counts = [record.shard.class_images if record.shard else () for _, record in experts]
@@ -308,7 +307,7 @@ def class_prior_of(
 
 
 def common_shift(experts: Sequence[Named], found: Findings) -> float:
-    """Shift of the time grid that all experts want, 1 where they differ."""
+    """Time grid shift that all experts want, 1 where they differ."""
     shifts = [record.shift for _, record in experts]
     if len(set(shifts)) == 1:
         return shifts[0]

@@ -51,7 +51,7 @@ CLASSES: Mapping[str, tuple[ClassName, ...]] = {
 """Every part that an ensemble may have, and what it may be."""
 
 COMPONENTS = ("vae", "text_encoder", "tokenizer")
-"""Parts that an ensemble of latents may have besides experts and router, a folder each."""
+"""Parts that a latent ensemble may have besides experts and router, one folder each."""
 
 _NEEDED = ("experts", "scheduler")
 _RECORDS = ("_class_name", "_diffusers_version")
@@ -63,11 +63,10 @@ _OTHER_GRIDS = (
 
 
 def read_model_index(folder: Path) -> dict[str, ClassName | None]:
-    """Library and class of every part in `CLASSES`; None for one that the folder does without.
+    """Library and class of every part in `CLASSES`, None for absent parts.
 
-    Raises:
-        HddmError: in one line with file, key and value, for a key or a class that is not in the list
-            (``auto_map``, ``custom_pipeline`` and module paths are such), or no experts or scheduler.
+    Raises a one-line `HddmError` with file, key and value for a key or a class that is not listed (such as
+    ``auto_map``, ``custom_pipeline`` and module paths), and where experts or scheduler are missing.
     """
     path = folder / MODEL_INDEX
     content = _read_class(path, PIPELINE)
@@ -81,7 +80,7 @@ def read_model_index(folder: Path) -> dict[str, ClassName | None]:
 
 
 def write_model_index(folder: Path, classes: Mapping[str, ClassName]) -> None:
-    """Write ``model_index.json`` into ``folder``; experts and scheduler are named anyway."""
+    """Write ``model_index.json``; experts and scheduler are always named."""
     always = {part: CLASSES[part][0] for part in _NEEDED}
     named = {part: (always | dict(classes)).get(part) for part in CLASSES}
     content = {"_class_name": PIPELINE, "_diffusers_version": diffusers.__version__}
@@ -89,11 +88,10 @@ def write_model_index(folder: Path, classes: Mapping[str, ClassName]) -> None:
 
 
 def read_shift(folder: Path) -> float:
-    """Shift of the time grid in ``scheduler/scheduler_config.json`` of ``folder``.
+    """Read the time grid's shift from ``scheduler/scheduler_config.json``.
 
-    Raises:
-        HddmError: for another class, an unknown key, a shift that is no positive number, or a setting that
-            would bend the grid otherwise.
+    Raises `HddmError` for another class, an unknown key, a shift that is not positive, or a setting that
+    changes the grid in another way.
     """
     path = folder / SCHEDULER_FILE
     config = _read_class(path, SCHEDULER)
@@ -106,14 +104,14 @@ def read_shift(folder: Path) -> float:
 
 
 def refuse_other_grids(config: Mapping[str, object], origin: str) -> None:
-    """Refuse a scheduler's config that does more to its grid than shift it; `HddmError` names the key."""
+    """Raise an `HddmError` that names the first key by which a scheduler does more than shift its grid."""
     for key in _OTHER_GRIDS:
         if config.get(key):
             raise HddmError(f"{origin}: {key} is {_short(config[key])}, and hddm's grid has the shift alone")
 
 
 def write_scheduler(folder: Path, shift: float) -> None:
-    """Write ``scheduler/scheduler_config.json`` into ``folder``."""
+    """Write ``scheduler/scheduler_config.json``."""
     path = folder / SCHEDULER_FILE
     path.parent.mkdir()
     records = {"_class_name": SCHEDULER, "_diffusers_version": diffusers.__version__}
@@ -121,7 +119,7 @@ def write_scheduler(folder: Path, shift: float) -> None:
 
 
 def _read_class(path: Path, name: str) -> dict[str, Any]:
-    """The JSON file of a class of diffusers, which must be this one."""
+    """The JSON file of a diffusers class, which must be ``name``."""
     content = read_json(path)
     if content.get("_class_name") != name:
         raise HddmError(f"{path}: _class_name is {_short(content.get('_class_name'))}, not {name!r}")
@@ -144,10 +142,10 @@ def _short(value: object) -> str:
 
 
 def bases_of(experts: Sequence[Path], given: Mapping[str, Path], is_closed: bool = False) -> dict[str, Path]:
-    """The folders of the weights that adapters among ``experts`` change, by SHA-256.
+    """Find the folders of the weights that adapters among ``experts`` change, by SHA-256.
 
-    They are taken from ``given``; unless ``is_closed``, others are where they were at training. An
-    `HddmError` names a base that is not there, or is another one than at training.
+    They come from ``given`` or, unless ``is_closed``, from their place at training. Raises `HddmError` for a
+    base that is missing or differs from the one at training.
     """
     found = {}
     for folder in experts:
@@ -161,9 +159,9 @@ def bases_of(experts: Sequence[Path], given: Mapping[str, Path], is_closed: bool
 
 
 def _put_in_bases(draft: Path, experts: Sequence[str], bases: Mapping[str, Path]) -> dict[str, str]:
-    """The place in ``draft`` of each base by SHA-256: an expert of the same weights, else ``bases/``.
+    """Place of each base in ``draft``, by SHA-256: an expert of the same weights, else ``bases/``.
 
-    There its weights, config and licence are linked.
+    ``bases/`` gets links to its weights, config and licence.
     """
     own = [draft / name / WEIGHTS for name in experts if (draft / name / WEIGHTS).is_file()]
     places = {}
@@ -189,13 +187,13 @@ class EnsembleRecord(Record):
 
     format: str = FORMAT
     experts: Annotated[tuple[str, ...], Field(min_length=1)]
-    """Their folders."""
+    """Folders of the experts."""
     router: str | None = None
     router_outputs: tuple[Annotated[int, Field(ge=0)], ...] = ()
-    """Output of the router for each expert; empty where it has as many, in order."""
+    """Router output of each expert; empty where it has as many outputs, in order."""
     prior: Probabilities
     class_prior: tuple[Probabilities, ...] = ()
-    """p(k | class), a row a class; for ``draw`` with class labels."""
+    """p(k | class), one row per class; for ``draw`` with class labels."""
     strategy: str
     shift: float = Field(default=1.0, gt=0, allow_inf_nan=False)
     """Of the time grid (`hddm.sampling.time_grid`)."""
@@ -206,7 +204,7 @@ class EnsembleRecord(Record):
     def equal(
         cls, experts: Sequence[str], has_router: bool, strategy: str = "draw", shift: float = 1.0
     ) -> "EnsembleRecord":
-        """The record of experts with equal shares."""
+        """Record of experts with equal shares."""
         return cls(
             experts=tuple(experts),
             router=ROUTER if has_router else None,
@@ -217,16 +215,15 @@ class EnsembleRecord(Record):
 
     @property
     def outputs(self) -> tuple[int, ...]:
-        """Output of the router for each expert."""
+        """Router output of each expert."""
         return self.router_outputs or tuple(range(len(self.experts)))
 
 
 def read_ensemble_facts(folder: Path) -> EnsembleRecord:
-    """``ensemble.json`` of ``folder``, held against ``model_index.json`` and ``scheduler/`` where they are.
+    """Read ``ensemble.json`` and check it against ``model_index.json`` and ``scheduler/``, where present.
 
-    Raises:
-        HddmError: for a path or a link that leads out of the folder, before anything there is opened; for
-            numbers that do not fit the experts; and for records that contradict each other.
+    Raises `HddmError` for a path or link that leaves the folder (before it is opened), for numbers that do
+    not fit the experts, and for records that contradict each other.
     """
     path, index, scheduler = folder / ENSEMBLE_FILE, folder / MODEL_INDEX, folder / SCHEDULER_FILE
     facts = read_record(path, EnsembleRecord, FORMAT)
@@ -250,7 +247,7 @@ def read_ensemble_facts(folder: Path) -> EnsembleRecord:
 
 
 def components_in(folder: Path) -> tuple[str, ...]:
-    """Those of `COMPONENTS` that an ensemble folder names; none in one of before ``model_index.json``."""
+    """`COMPONENTS` that an ensemble folder names; none in a folder older than ``model_index.json``."""
     if not (folder / MODEL_INDEX).exists():
         return ()
     kinds = read_model_index(folder)
@@ -258,9 +255,9 @@ def components_in(folder: Path) -> tuple[str, ...]:
 
 
 def refuse_damaged_ensemble(folder: Path, facts: EnsembleRecord, experts: Collection[int]) -> None:
-    """Refuse an ensemble whose files are not those that were written (`refuse_damaged`).
+    """Refuse an ensemble whose files have changed since they were written (`refuse_damaged`).
 
-    Of ``experts`` alone, by index: the others' folders are not looked into.
+    Only ``experts``, by index, are checked; the folders of the others are not opened.
     """
     left_out = tuple(f"{name}/" for k, name in enumerate(facts.experts) if k not in experts)
     refuse_damaged(folder, ENSEMBLE_FILE, chosen=lambda name: not name.startswith(left_out))
@@ -274,9 +271,9 @@ def write_ensemble_records(
 ) -> None:
     """Write ``ensemble.json``, ``model_index.json``, ``scheduler/``, ``bases/`` and, last, the manifest.
 
-    ``draft`` has all other parts, ``components`` are of vae, text_encoder and tokenizer, and ``bases`` are
-    the folders of the weights that adapters among the experts change, by SHA-256. `HddmError` refuses
-    numbers that do not fit the experts, which no one could open.
+    ``draft`` already has all other parts; ``components`` are vae, text_encoder and tokenizer; ``bases`` are
+    the folders of weights that adapters change, by SHA-256. Raises `HddmError` for numbers that do not fit
+    the experts, since no one could open the folder.
     """
     _check_numbers(facts, draft / ENSEMBLE_FILE)
     today = {"format": FORMAT, "bases": _put_in_bases(draft, facts.experts, bases or {})}
@@ -288,7 +285,7 @@ def write_ensemble_records(
 
 
 def _check_inside(folder: Path, name: str, origin: Path) -> None:
-    """Refuse a part that is elsewhere, or has files that are."""
+    """Refuse a part that lies outside the folder, or whose files do."""
     try:
         inside(folder, name)
         for file in (folder / name).glob("*"):

@@ -1,7 +1,7 @@
-"""Folders that hddm wrote, and the Paris release, as velocity fields (`load`).
+"""Loading of folders that hddm wrote, and of the Paris release, as velocity fields (`load`).
 
-Every record is read and compared before any expert's weights are. `ExpertSet` holds the experts of an
-ensemble as one module, as a diffusers pipeline does, and reads their weights as they are needed.
+All records are read and compared before any weights. `ExpertSet` holds an ensemble's experts as one module
+and reads their weights on demand.
 """
 
 import functools
@@ -54,19 +54,12 @@ from hddm.velocity import VelocityField
 
 
 class ExpertSet(nn.Module):
-    """Experts whose weights come when they are first needed.
+    """Experts whose weights are read when first needed.
 
-    They are read again after they have left, or when they are cast: a change made to them in memory lasts
-    while they stay, and is saved if they are there.
-
-    Args:
-        experts: in the router's order. Those in memory are wrapped by `hddm.experts.records.Expert.unread`.
-        dtype: that they run in.
-        device: where they run.
-        shelf: which of them stay there; by default all that have run.
-
-    Raises:
-        HddmError: for no experts, or one that does not fit on the shelf.
+    Weights are read again after eviction or a cast: changes in memory last, and are saved, only while they
+    stay. ``experts`` are in the router's order; wrap those in memory with
+    `hddm.experts.records.Expert.unread`. ``shelf`` decides which stay on the device; by default all that have
+    run. Raises `HddmError` for no experts, or one that does not fit on the shelf.
     """
 
     def __init__(
@@ -86,7 +79,7 @@ class ExpertSet(nn.Module):
 
     @property
     def facts(self) -> tuple[ExpertRecord, ...]:
-        """The record of each expert."""
+        """Records of the experts."""
         return tuple(expert.facts for expert in self.experts)
 
     @property
@@ -100,7 +93,7 @@ class ExpertSet(nn.Module):
         return self.stored[0].placement.dtype
 
     def fields(self) -> list[VelocityField]:
-        """The experts as velocity fields that share these networks."""
+        """Experts as velocity fields that share these networks."""
         fields = []
         for expert, network in zip(self.experts, self.stored, strict=True):
             try:
@@ -110,11 +103,10 @@ class ExpertSet(nn.Module):
         return fields
 
     def offload(self, mode: Offload, budget: int | None = None) -> None:
-        """Change how long weights stay; see `hddm.networks.offload`. Doing so twice does no harm.
+        """Change how long weights stay on the device; see `hddm.networks.offload`. Idempotent.
 
-        Raises:
-            HddmError: for an unknown mode, a budget that an expert does not fit in, or ``disk`` for
-                experts that lie on none.
+        Raises `HddmError` for an unknown mode, a budget below an expert's size, or ``disk`` for experts in
+        memory.
         """
         if mode == "disk" and any(expert.folder is None for expert in self.experts):
             raise HddmError("offload disk: these experts are in memory only; save the ensemble and load it")
@@ -126,15 +118,15 @@ class ExpertSet(nn.Module):
         self.shelf = shelf
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        """Have ``torch.compile``, with these arguments, compile every network when it first runs."""
+        """Let ``torch.compile``, with these arguments, compile each network at its first run."""
         for network in self.stored:
             network.network.compile(*args, **kwargs)
 
     def save_pretrained(self, folder: str | Path, **_: object) -> None:
         """Write an expert folder each, ``0``, ``1``, …, with weights in the dtype that they run in.
 
-        An adapter whose weights are what they were when they were read stays one, in the dtype that it has
-        on disk; its base is for the caller to save. One that was changed in memory is merged.
+        An adapter with unchanged weights stays an adapter, in its dtype on disk; the caller saves its base.
+        An adapter that was changed in memory is merged.
         """
         for index, (expert, network) in enumerate(zip(self.experts, self.stored, strict=True)):
             target = Path(folder) / str(index)
@@ -167,23 +159,22 @@ def load(
     max_memory: int | None = None,
     base: str | Path | None = None,
 ) -> VelocityField | Ensemble:
-    """An expert folder as a `VelocityField`, an ensemble folder or the Paris release as an `Ensemble`.
+    """Load an expert folder as a `VelocityField`, an ensemble folder or the Paris release as an `Ensemble`.
 
-    An ensemble's experts are read when they are first needed; what their folders say is checked here.
+    An ensemble's experts are read when first needed; their records are checked here.
 
     Args:
-        path: the folder.
-        dtype: that networks run in; weights stored in another one are cast.
+        path: folder to load.
+        dtype: that networks run in; other weights are cast.
         device: that networks run on.
-        experts: indices of an ensemble's experts to take, in this order; by default all.
-        offload: where experts wait that do not run; see `hddm.networks.offload`.
-        max_memory: bytes that the weights of an ensemble may take on the device, the router's included.
-        base: the folder of the weights that an adapter changes; by default the one of its training. An
-            ensemble holds those of its adapters.
+        experts: indices of the ensemble's experts to take, in this order; by default all.
+        offload: where idle experts wait; see `hddm.networks.offload`.
+        max_memory: bytes on the device for an ensemble's weights, including the router's.
+        base: folder of the weights that an adapter changes; by default that of its training. Ensembles hold
+            their adapters' bases.
 
     Raises:
-        HddmError: for anything else, a folder whose parts contradict each other, or a base for what is no
-            adapter.
+        HddmError: for anything else, contradictory parts, or a base for an expert that is no adapter.
     """
     folder = Path(path)
     if not folder.is_dir():
@@ -206,14 +197,14 @@ def load(
 
 @dataclass(frozen=True)
 class OpenedEnsemble:
-    """The content of an ensemble folder, the experts' weights still on disk."""
+    """Content of an ensemble folder, with the experts' weights still on disk."""
 
     experts: list[UnreadExpert]
     router: RouterTransformer | None
     router_facts: RouterRecord | None
     facts: EnsembleRecord
     components: Sequence[str] = ()
-    """Those of `hddm.experts.ensembles.COMPONENTS` that are there."""
+    """`hddm.experts.ensembles.COMPONENTS` that are present."""
 
     def expert_set(
         self,
@@ -223,7 +214,7 @@ class OpenedEnsemble:
         max_memory: int | None = None,
         others: Sequence[nn.Module] = (),
     ) -> ExpertSet:
-        """The experts on a shelf of their own; router and ``others`` take of ``max_memory`` first."""
+        """The experts on their own shelf; router and ``others`` take their part of ``max_memory`` first."""
         if max_memory is not None:
             beside = [part for part in (self.router, *others) if part is not None]
             max_memory = room_beside(beside, max_memory)
@@ -236,7 +227,7 @@ class OpenedEnsemble:
         offload: Offload = "none",
         max_memory: int | None = None,
     ) -> Ensemble:
-        """The velocity field, with the router on ``device`` as it is; raises as `expert_set`."""
+        """The velocity field, with the router itself moved to ``device``; raises as `expert_set`."""
         if self.router is not None:
             self.router.to(device)
         experts = self.expert_set(device, dtype, offload, max_memory)
@@ -246,11 +237,8 @@ class OpenedEnsemble:
 def open_ensemble(folder: Path, dtype: torch.dtype, experts: Sequence[int] | None = None) -> OpenedEnsemble:
     """Open an ensemble folder, the Paris release, or an expert folder as an ensemble of one.
 
-    ``dtype`` is the router's; ``experts`` are the indices of those to take, in this order, and of the others
-    nothing is opened.
-
-    Raises:
-        HddmError: as `hddm.load`; for indices that are not there, twice there, or none.
+    ``dtype`` is the router's; ``experts`` are the indices to take, in this order; nothing of the others is
+    opened. Raises `HddmError` as `hddm.load`, and for unknown, repeated or no indices.
     """
     if (folder / EXPERT_FILE).exists():
         expert = open_expert(folder)
@@ -287,7 +275,7 @@ def _ensemble(folder: Path, dtype: torch.dtype, chosen: Sequence[int] | None) ->
 
 
 def _only(facts: EnsembleRecord, chosen: Sequence[int]) -> EnsembleRecord:
-    """The record of an ensemble of these experts alone; its router keeps their outputs."""
+    """The record of an ensemble reduced to these experts; they keep their router outputs."""
     total = len(facts.experts)
     if not chosen or len(set(chosen)) < len(chosen) or not set(chosen) <= set(range(total)):
         raise HddmError(f"experts {list(chosen)}: choose some of 0 … {total - 1}, each once")
@@ -321,7 +309,7 @@ def _paris(folder: Path, dtype: torch.dtype, chosen: Sequence[int] | None) -> Op
 
 
 def room_beside(models: Sequence[nn.Module], max_memory: int) -> int:
-    """Bytes of ``max_memory`` that ``models`` leave for experts; an `HddmError` where they leave none."""
+    """Bytes of ``max_memory`` left for experts beside ``models``; `HddmError` where none are."""
     taken = sum(p.numel() * p.element_size() for model in models for p in model.parameters())
     if taken >= max_memory:
         alone = f"router, VAE and text encoder alone take {taken / 1e6:.1f} MB"
@@ -335,7 +323,7 @@ def ensemble_of(
     router_facts: RouterRecord | None,
     facts: EnsembleRecord,
 ) -> Ensemble:
-    """The velocity field of an ensemble's parts; an `HddmError` where they contradict each other."""
+    """The velocity field of an ensemble's parts; `HddmError` where they contradict each other."""
     route = None
     if router is not None:
         if router_facts is None:
@@ -373,7 +361,7 @@ def save_ensemble(
 
 
 def _differ(expert: UnreadExpert, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> bool:
-    """True where weights in memory differ from those on disk."""
+    """True where the weights in memory differ from those on disk."""
     on_disk = expert.unread.read(dtype)
     return any(not torch.equal(tensors[name].cpu(), value) for name, value in on_disk.items())
 

@@ -1,12 +1,12 @@
-"""Experts that are a low-rank change to another's weights (LoRA, arXiv:2106.09685), as peft writes them.
+"""Low-rank changes to another expert's weights (LoRA, arXiv:2106.09685), in peft's format.
 
-An adapter's folder holds ``adapter_config.json`` and ``adapter_model.safetensors``, which peft opens, and in
-``expert.json`` the SHA-256 of the weights that it changes; those lie elsewhere, once for all that share them.
-To be run, a target weight W (out, in) becomes
+An adapter's folder holds ``adapter_config.json`` and ``adapter_model.safetensors``, which peft can open;
+``expert.json`` has the SHA-256 of the base weights, which lie elsewhere, once for all adapters that share
+them. Before a run, a target weight W (out, in) becomes
 
     W + alpha/rank · B A,   A (rank, in),  B (out, rank),
 
-computed in float32 at least, and cast afterwards. So an adapted network is one like any other.
+computed in float32 at least and then cast, so that an adapted network is like any other.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -40,7 +40,7 @@ PREFIX = "base_model.model."
 """The prefix that peft puts before the name of every tensor."""
 
 _SHOWN = 5
-# What changes peft's formula into another one, with the values that do not.
+# Keys that can change peft's formula, with the values that do not.
 _VARIANTS = (
     *("use_dora", "use_rslora", "use_qalora", "use_bdlora", "lora_bias", "fan_in_fan_out"),
     *("rank_pattern", "alpha_pattern", "layer_replication", "modules_to_save", "trainable_token_indices"),
@@ -48,14 +48,14 @@ _VARIANTS = (
 
 
 class AdapterRecord(Record):
-    """The weights that the adapter beside an ``expert.json`` changes, and their base."""
+    """The weights changed by the adapter beside an ``expert.json``, and their base."""
 
     rank: Annotated[int, Field(ge=1)]
     alpha: Annotated[float, Field(gt=0, allow_inf_nan=False)]
     targets: Annotated[tuple[str, ...], Field(min_length=1)]
-    """Names of the weights that it changes."""
+    """Names of the changed weights."""
     base: str
-    """Where the base's folder was, seen from this one; followed outside of ensembles only."""
+    """The base's folder at training, relative to this one; followed only outside ensembles."""
     base_sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
     """Of the base's weights file."""
 
@@ -66,12 +66,10 @@ class AdapterRecord(Record):
 
 
 def base_of(folder: Path, facts: AdapterRecord, bases: Mapping[str, Path] | None = None) -> Path:
-    """The folder of the weights that the adapter in ``folder`` changes.
+    """Find the folder of the weights that the adapter in ``folder`` changes.
 
-    It is one of ``bases``, by the SHA-256 of their weights; by default it is where it was at training.
-
-    Raises:
-        HddmError: where it is not there, or for a place that is no relative path.
+    It is looked up in ``bases`` by SHA-256; by default it is the place at training. Raises `HddmError` where
+    it is missing or the place is no relative path.
     """
     if bases is not None:
         if facts.base_sha256 not in bases:
@@ -91,14 +89,14 @@ def base_of(folder: Path, facts: AdapterRecord, bases: Mapping[str, Path] | None
 
 
 def refuse_base(folder: Path, facts: AdapterRecord | None, bases: Collection[object]) -> None:
-    """Refuse ``bases`` that a user names for an expert which changes no other's weights."""
+    """Refuse ``bases`` that a user names for an expert that is no adapter."""
     if facts is None and bases:
         given = ", ".join(map(str, bases))
         raise HddmError(f"{folder}: is no adapter, and has its own weights; leave the base out, {given}")
 
 
 def bases_in(folders: Sequence[Path]) -> dict[str, Path]:
-    """``folders`` by the SHA-256 of the weights that each holds; an `HddmError` for one without."""
+    """``folders`` by the SHA-256 of their weights; `HddmError` for one without."""
     for folder in folders:
         if not (folder / WEIGHTS).is_file():
             raise HddmError(f"{folder}: holds no {WEIGHTS}; a base is an expert that has its own")
@@ -108,11 +106,10 @@ def bases_in(folders: Sequence[Path]) -> dict[str, Path]:
 def unread_adapted(
     folder: Path, facts: AdapterRecord, base: Path, classes: Classes[ModelMixin]
 ) -> Unread[ModelMixin]:
-    """The network of an adapter's folder over the weights in the folder ``base``, all of them left there.
+    """The network of an adapter's folder over the base weights in ``base``, with all weights left on disk.
 
-    Raises:
-        HddmError: as `hddm.networks.folders.unread_network`, and for an adapter that does not fit its record,
-            its base, or the formula above; for another base, and NaN and Inf, when weights are read.
+    Raises `HddmError` as `hddm.networks.folders.unread_network`, and for an adapter that does not fit its
+    record, its base or the formula above; when weights are read, for another base and for NaN and Inf.
     """
     unread = unread_network(folder, classes, base / WEIGHTS)
     return Unread(unread.network, Merged(folder, facts, base))
@@ -121,7 +118,7 @@ def unread_adapted(
 def open_adapted(
     folder: Path, facts: AdapterRecord, base: Path, classes: Classes[ModelMixin]
 ) -> tuple[ModelMixin, dict[str, Tensor], dict[str, Any]]:
-    """The empty network of an adapter's folder, its weights in their base's dtypes, and its config."""
+    """An adapter folder's empty network, its weights in the base's dtypes, and its config."""
     path = folder / "config.json"
     kind, arguments = parse_config(read_json(path), classes, str(path))
     weights = Merged(folder, facts, base)()
@@ -129,7 +126,7 @@ def open_adapted(
 
 
 class Merged:
-    """Reads the weights of an adapted network; see `hddm.networks.folders.WeightsReader`."""
+    """Reader of an adapted network's weights; see `hddm.networks.folders.WeightsReader`."""
 
     def __init__(self, folder: Path, facts: AdapterRecord, base: Path) -> None:
         _check_config(folder / ADAPTER_CONFIG, facts)
@@ -139,7 +136,7 @@ class Merged:
         self._facts, self._folder, self._path = facts, folder, base / WEIGHTS
 
     def __call__(self, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
-        """Every weight in ``dtype``, by default in that of the base."""
+        """All weights in ``dtype``, by default the base's own."""
         weights, factors = self._base.stored(), self._adapter.stored()
         check_base(self._folder, self._facts, self._path)
         scale = self._facts.alpha / self._facts.rank
@@ -150,16 +147,16 @@ class Merged:
 
 
 def merge(weight: Tensor, down: Tensor, up: Tensor, scale: float) -> Tensor:
-    """``weight + scale · up @ down`` (out, in), in the widest dtype of float32 and theirs.
+    """Compute ``weight + scale · up @ down`` (out, in) in the widest dtype of float32 and the operands.
 
-    ``down`` is A (rank, in), ``up`` B (out, rank), and ``scale`` alpha/rank.
+    ``down`` is A (rank, in), ``up`` is B (out, rank), and ``scale`` is alpha/rank.
     """
     wide = torch.promote_types(weight.dtype, torch.float32)
     return torch.addmm(weight.to(wide), up.to(wide), down.to(wide), alpha=scale)
 
 
 def check_base(folder: Path, facts: AdapterRecord, weights: Path) -> None:
-    """Hold the file ``weights`` against the hash that the adapter in ``folder`` has of its base."""
+    """Check the file ``weights`` against the base's hash in the adapter's record."""
     found = sha256_once(weights)
     if found != facts.base_sha256:
         raise HddmError(
@@ -169,9 +166,10 @@ def check_base(folder: Path, facts: AdapterRecord, weights: Path) -> None:
 
 
 def tensor_names(targets: Sequence[str]) -> dict[str, tuple[str, str]]:
-    """Names under which peft saves A and B of each of the weights ``targets``.
+    """Names of A and B in peft's file for each of the weights ``targets``.
 
-    Around a module of which a parameter is adapted as such, no weight of a linear layer, peft wraps another.
+    A parameter that is adapted as such, and is not a linear layer's weight, has one more wrapper around its
+    module.
     """
     owners = [target.rpartition(".")[0] for target in targets]
     wrapped = {owner for owner, target in zip(owners, targets, strict=True) if not target.endswith(".weight")}
@@ -185,7 +183,7 @@ def tensor_names(targets: Sequence[str]) -> dict[str, tuple[str, str]]:
 
 
 def _check_config(path: Path, facts: AdapterRecord) -> None:
-    """Refuse a config of peft's that says another thing than the record."""
+    """Refuse a peft config that contradicts the record."""
     config = read_json(path)
     for key, stated in (("peft_type", "LORA"), ("r", facts.rank), ("lora_alpha", facts.alpha)):
         if config.get(key) != stated:
@@ -199,7 +197,7 @@ def _check_config(path: Path, facts: AdapterRecord) -> None:
 
 
 def _factors(path: Path, facts: AdapterRecord, base: Path) -> dict[str, tuple[str, str]]:
-    """Names of A and B by that of their weight, all of them held against the headers."""
+    """Names of A and B by the name of their weight, checked against the headers."""
     header, weights = read_header(path)[0], read_header(base)[0]
     names, problems = tensor_names(facts.targets), []
     for target, pair in names.items():

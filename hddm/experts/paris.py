@@ -1,13 +1,13 @@
-"""The Paris release (arXiv:2510.03434) as it was published: text-to-image experts and their router.
+"""The Paris release (arXiv:2510.03434) as published: text-to-image experts and their router.
 
     expert_0/ … expert_7/   diffusion_pytorch_model.safetensors
     router/                 pytorch_model.safetensors
     scheduler/  vae/  text_encoder/  tokenizer/
 
-Its networks are `ExpertTransformer` and `RouterTransformer`, tensor for tensor. Their config files are not
-read: sizes are those of the tensors, and the width of a head, which no tensor states, is 72 in the experts
-and 64 in the router. All take 1000 t as time; the experts give the velocity of the common path. Headers are
-read here, no weights, and nothing leads out of the release's folder.
+Its networks are `ExpertTransformer` and `RouterTransformer`, tensor for tensor. Config files are not read:
+sizes come from the tensors, and the head width, which no tensor states, is 72 in experts and 64 in the
+router. All take 1000 t as time; experts predict the velocity of the common path. Only headers are read here,
+and links may not leave the release's folder.
 """
 
 import math
@@ -39,7 +39,7 @@ EXPERT_HEAD, ROUTER_HEAD = 72, 64
 TIME_SCALE = 1000.0
 LATENT_SCALE = 0.18215
 TOKENS = 77
-"""A prompt is padded to so many."""
+"""Tokens that a prompt is padded to."""
 PAPER = "arXiv:2510.03434"
 ROUTER = "router"
 
@@ -56,8 +56,8 @@ Shapes = Mapping[str, TensorInfo | Tensor]
 def is_paris(folder: Path) -> bool:
     """True where ``folder`` holds the Paris release, by the tensor names of its first expert.
 
-    One in its layout whose expert cannot be read counts too: `paris_experts` says what is wrong. Expert
-    folders that hddm wrote do not count, though their tensors may have the same names.
+    A release whose expert cannot be read counts too (`paris_experts` says what is wrong); expert folders that
+    hddm wrote do not, even with the same tensor names.
     """
     try:
         first = folder / _EXPERT.format(0)
@@ -69,11 +69,10 @@ def is_paris(folder: Path) -> bool:
 
 
 def paris_experts(folder: Path) -> list[UnreadExpert]:
-    """The experts, in order; headers are read and no weights.
+    """The experts, in order, from headers without weights.
 
-    Raises:
-        HddmError: for pickles alone, links that lead out, tensors that make no such
-            network (all are listed), and whatever contradicts the first expert.
+    Raises `HddmError` for pickles only, links that leave the folder, tensors that make no such network (all
+    are listed), and whatever contradicts the first expert.
     """
     names = takewhile(lambda name: (folder / name).is_dir(), map(_EXPERT.format, count()))
     paths = [_weights_of(folder, name) for name in names]
@@ -92,10 +91,7 @@ def paris_experts(folder: Path) -> list[UnreadExpert]:
 def paris_router(
     folder: Path, experts: Sequence[UnreadExpert]
 ) -> tuple[Unread[RouterTransformer], RouterRecord]:
-    """The router of all ``experts``; its record knows no shards, which are not published.
-
-    Raises as `paris_experts`.
-    """
+    """The router of all ``experts``, without shards (unpublished); raises as `paris_experts`."""
     if not (folder / ROUTER).is_dir():
         raise HddmError(f"{folder}: has experts and no {ROUTER}/; fetch the whole release")
     path, first = _weights_of(folder, ROUTER), experts[0]
@@ -111,7 +107,7 @@ def paris_router(
 
 
 def _refuse_unlike(arguments: Mapping[str, Any], others: Mapping[str, Any], path: Path, other: Path) -> None:
-    """Refuse sizes in the file ``path`` that are not those in ``other``."""
+    """Refuse sizes in ``path`` that differ from those in ``other``."""
     differing = [
         f"{key} {value} beside {others[key]}" for key, value in arguments.items() if value != others[key]
     ]
@@ -120,20 +116,20 @@ def _refuse_unlike(arguments: Mapping[str, Any], others: Mapping[str, Any], path
 
 
 def expert_arguments(tensors: Shapes, path: Path) -> dict[str, Any]:
-    """Those of `ExpertTransformer`; an `HddmError` where tensors that tell a size make none."""
+    """Arguments of `ExpertTransformer`; `HddmError` where the tensors' sizes make no network."""
     text = _shape(tensors, "text_proj.weight", 2, path)[1]
     return _sizes(tensors, EXPERT_HEAD, "scale_shift_table", path) | {"text_dim": text}
 
 
 def router_arguments(tensors: Shapes, path: Path) -> dict[str, Any]:
-    """Those of `RouterTransformer`; raises as `expert_arguments`."""
+    """Arguments of `RouterTransformer`; raises as `expert_arguments`."""
     num_experts = _shape(tensors, "head.4.weight", 2, path)[0]
     sizes = _sizes(tensors, ROUTER_HEAD, "adaLN_modulation.1.weight", path)
     return {"num_experts": num_experts} | sizes
 
 
 def _sizes(tensors: Shapes, head: int, in_every_block: str, path: Path) -> dict[str, Any]:
-    """The arguments that expert and router have in common."""
+    """Arguments that expert and router share."""
     _, channels, patch, across = _shape(tensors, "patch_embed.weight", 4, path)
     _, tokens, width = _shape(tensors, "pos_embed", 3, path)
     _shape(tensors, f"layers.0.{in_every_block}", 2, path)
@@ -163,7 +159,7 @@ def _shape(tensors: Shapes, name: str, ndim: int, path: Path) -> tuple[int, ...]
 
 
 def _expert_record(folder: Path, arguments: Mapping[str, Any]) -> ExpertRecord:
-    """The record of all experts in ``folder``, whose networks have these arguments."""
+    """The record of all experts in ``folder``, given their network's arguments."""
     scheduler, shift = _scheduler(folder)
     side = arguments["sample_size"]
     return ExpertRecord(
@@ -187,13 +183,13 @@ def _expert_record(folder: Path, arguments: Mapping[str, Any]) -> ExpertRecord:
 
 
 def _component(folder: Path, name: str) -> Path | None:
-    """The folder of a component; a broken link is there, and whoever reads it says what is wrong."""
+    """Folder of a component; a broken link counts as present, and its reader says what is wrong."""
     is_there = inside(folder, name).exists() or (folder / name).is_symlink()
     return folder / name if is_there else None
 
 
 def _scheduler(folder: Path) -> tuple[dict[str, Any] | None, float]:
-    """The scheduler config, and the shift of its grid; none, and 1, where there is none."""
+    """The scheduler config and its grid's shift; None and 1 without one."""
     if _component(folder, "scheduler") is None:
         return None, 1.0
     path = folder / SCHEDULER_FILE
@@ -226,7 +222,7 @@ def _text_encoder(folder: Path, width: int) -> TextEncoderRecord | None:
 
 
 def _weights_of(folder: Path, part: str) -> Path:
-    """The one safetensors file in a part's folder; of several, the one with the release's name."""
+    """The only safetensors file in a part's folder; of several, the one with the release's name."""
     # A linked folder is checked before it is listed.
     names = _entries(inside(folder, part))
     found = [name for name in names if name.endswith(".safetensors")]
@@ -235,7 +231,7 @@ def _weights_of(folder: Path, part: str) -> Path:
         raise HddmError(f"{folder / part}: holds {', '.join(chosen[:10])}; leave one of them there")
     if chosen:
         inside(folder, f"{part}/{chosen[0]}")
-        # The name in the folder, not the hash behind a link, is what messages should say.
+        # Messages should show the name in the folder, not the hash behind a link.
         return folder / part / chosen[0]
     pickles = [name for name in names if Path(name).suffix in _PICKLES]
     if pickles:
@@ -247,7 +243,7 @@ def _weights_of(folder: Path, part: str) -> Path:
 
 
 def _header(path: Path) -> dict[str, TensorInfo]:
-    """The tensors of a file by their header: none of them empty, and not too many."""
+    """The tensors in a file's header, limited in number and none empty."""
     header, _ = read_header(path)
     if len(header) > _MOST_ENTRIES:
         raise HddmError(f"{path}: holds {len(header)} tensors, too many for Paris; fetch it again")
@@ -258,7 +254,7 @@ def _header(path: Path) -> dict[str, TensorInfo]:
 
 
 def _entries(folder: Path) -> list[str]:
-    """Names in a folder, sorted."""
+    """Sorted names in a folder."""
     try:
         with os.scandir(folder) as entries:
             names = [entry.name for entry in islice(entries, _MOST_ENTRIES + 1)]

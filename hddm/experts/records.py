@@ -1,8 +1,7 @@
-"""Experts and routers on disk: a network folder, and the record that gives its weights a meaning.
+"""Experts and routers on disk: a network folder, and the record that defines what its weights mean.
 
-`ExpertRecord` (``expert.json``) and `RouterRecord` (``router.json``) are the records, `open_expert` and
-`read_router` read a folder, `field_of` makes an expert a velocity field, `foreign_files` finds files that are
-not those the record was written with.
+`ExpertRecord` is ``expert.json``, `RouterRecord` is ``router.json``; `field_of` makes an expert a velocity
+field.
 """
 
 import copy
@@ -46,13 +45,13 @@ from hddm.velocity import PredictionType, VelocityField
 FORMAT = "1.4"
 NULL_FILE = "null_conditions.safetensors"
 EXTRAS_FILE = "source_extras.safetensors"
-"""Tensors of a source that its expert does not need, kept for the way back."""
+"""Tensors of a source that its expert does not need, kept for write-back."""
 FILES = (NULL_FILE, EXTRAS_FILE, CALIBRATION, WEIGHTS, ADAPTER_CONFIG, ADAPTER_WEIGHTS, "config.json")
-"""Files of an expert's folder that are read, besides its record."""
+"""Files of an expert folder that are read, besides its record."""
 
 
 class ShardRecord(Record):
-    """The shard that an expert was trained on."""
+    """Shard that an expert was trained on."""
 
     index: int
     num_shards: int
@@ -65,7 +64,7 @@ class ShardRecord(Record):
 
 
 class SourceRecord(Record):
-    """The checkpoint that an expert was converted from."""
+    """Checkpoint that an expert was converted from."""
 
     layout: str
     files: dict[str, str]
@@ -87,7 +86,7 @@ class SourceRecord(Record):
 
 
 class ExpertRecord(Record):
-    """``expert.json``: the conventions under which the weights beside it mean something."""
+    """``expert.json``: conventions that define what the weights beside it mean."""
 
     format: str = FORMAT
     objective: Literal["ddpm", "flow"]
@@ -105,7 +104,7 @@ class ExpertRecord(Record):
     shift: float = Field(default=1.0, gt=0)
     """Of the time grid that its samples want (`hddm.sampling.time_grid`)."""
     variance_head: bool = False
-    """The network gives a learned variance besides, which is dropped."""
+    """The network also outputs a learned variance, which is dropped."""
     round_time: bool = False
     """The network is fed integer timesteps."""
     conditions: tuple[str, ...] = ()
@@ -145,10 +144,10 @@ class RouterRecord(Record):
 
 @dataclass(frozen=True)
 class Expert:
-    """An expert in memory; an adapter is merged into its network, and no longer in its facts.
+    """An expert in memory, with any adapter merged into its network and left out of its facts.
 
-    ``nulls`` holds, by keyword of the network, the value that stands for no condition, without batch
-    dimension; that of ``class_labels`` is in the record.
+    ``nulls`` has the value of no condition by network keyword, without batch dimension; that of
+    ``class_labels`` is in the record.
     """
 
     network: ModelMixin
@@ -157,7 +156,7 @@ class Expert:
     nulls: Mapping[str, Tensor] = field(default_factory=dict)
 
     def unread(self) -> "UnreadExpert":
-        """The same expert with its weights, which are shared, to be read on demand."""
+        """The same expert, its weights (shared) to be read on demand."""
         held = self.network.state_dict()
         owned = [*self.network.parameters(), *(b for n, b in self.network.named_buffers() if n in held)]
         # A copy that stands where its weights would be: whoever places weights must not touch this network.
@@ -173,12 +172,12 @@ def _cast(weights: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor
 
 
 def null_conditions(null_class: int | None) -> dict[str, Tensor]:
-    """The value that stands for no class, by keyword of the network."""
+    """Value of no class, by network keyword."""
     return {} if null_class is None else {"class_labels": torch.tensor(null_class)}
 
 
 def save_expert(folder: Path, expert: Expert) -> None:
-    """Write an expert into an existing, empty ``folder``."""
+    """Write an expert into an existing empty ``folder``."""
     expert.network.save_pretrained(folder)
     if expert.calibration is not None:
         expert.calibration.save(folder)
@@ -186,7 +185,7 @@ def save_expert(folder: Path, expert: Expert) -> None:
 
 
 def write_records(folder: Path, facts: ExpertRecord, nulls: Mapping[str, Tensor]) -> None:
-    """Write the record beside the network in ``folder``, and the manifest of all files there."""
+    """Write the record beside the network in ``folder``, and a manifest of all files."""
     if nulls:
         save_file({name: null.contiguous() for name, null in nulls.items()}, folder / NULL_FILE)
     today = {"format": FORMAT, "weights_sha256": None, "calibration_sha256": None}
@@ -195,12 +194,12 @@ def write_records(folder: Path, facts: ExpertRecord, nulls: Mapping[str, Tensor]
 
 
 def weights_in(folder: Path) -> Path | None:
-    """The file of an expert folder that holds its weights, or its adapter."""
+    """The file with the weights, or the adapter, of an expert folder."""
     return next((folder / name for name in (WEIGHTS, ADAPTER_WEIGHTS) if (folder / name).is_file()), None)
 
 
 def read_nulls(folder: Path) -> dict[str, Tensor]:
-    """The null conditions in an expert folder, by keyword of the network."""
+    """Null conditions of an expert folder, by network keyword."""
     path = folder / NULL_FILE
     nulls = read_safetensors(path) if path.exists() else {}
     refuse_non_finite(path, nulls)
@@ -209,10 +208,10 @@ def read_nulls(folder: Path) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class UnreadExpert:
-    """An expert whose weights are still on disk; see `Expert` and `hddm.networks.folders.Unread`.
+    """An expert with weights still on disk; see `Expert` and `hddm.networks.folders.Unread`.
 
-    ``folder`` is where it lies, None for one that lies in memory only; ``base`` is the folder of the weights
-    that an adapter changes.
+    ``folder`` is None for an expert that is only in memory; ``base`` is the folder of the weights that an
+    adapter changes.
     """
 
     folder: Path | None
@@ -233,10 +232,9 @@ class UnreadExpert:
 
 
 def as_field(expert: UnreadExpert | Expert, network: nn.Module) -> VelocityField:
-    """An expert as a velocity field with ``network``, adapted, for its own.
+    """An expert as a velocity field that uses ``network``, with any adapter merged.
 
-    Raises:
-        HddmError: for a schedule that is unknown or does not go with the prediction type.
+    Raises `HddmError` for a schedule that is unknown or does not fit the prediction type.
     """
     record = expert.facts
     return VelocityField(
@@ -259,13 +257,13 @@ def field_of(expert: Expert, device: torch.device | str = "cpu") -> VelocityFiel
 
 
 def wrapped(network: ModelMixin, record: ExpertRecord) -> nn.Module:
-    """``network`` under the common call; itself where it already is."""
+    """``network`` in a `NetworkWrapper`; unchanged where its call already fits."""
     is_common = isinstance(network, ExpertTransformer) and not record.variance_head
     return network if is_common and not record.round_time else NetworkWrapper(network, record.round_time)
 
 
 def without_adapter(facts: ExpertRecord) -> ExpertRecord:
-    """The record of an expert in memory, where an adapter is part of its weights, and nothing is a file."""
+    """The record of an expert in memory, whose weights include its adapter and lie in no file."""
     return facts.model_copy(update={"adapter": None, "weights_sha256": None, "calibration_sha256": None})
 
 
@@ -274,9 +272,8 @@ def read_expert(
 ) -> Expert:
     """Read an expert folder; ``bases`` as for `open_expert`.
 
-    Raises:
-        HddmError: for a record, a network or weights that cannot be read or do not fit each other, an adapter
-            without its base, and files that are not those of its manifest.
+    Raises `HddmError` for a record, network or weights that are unreadable or do not fit each other, an
+    adapter without its base, and files that differ from the manifest.
     """
     return open_expert(folder, bases).read(dtype)
 
@@ -287,16 +284,11 @@ def open_expert(
     with_calibration: bool = True,
     unheld: Collection[str] = (),
 ) -> UnreadExpert:
-    """Read an expert folder but for its weights.
+    """Read an expert folder except for its weights.
 
-    Args:
-        folder: the folder.
-        bases: folders of weights that an adapter may change, by their SHA-256; as for `base_of`.
-        with_calibration: False leaves it out, whatever is wrong with it.
-        unheld: files that the caller holds against the manifest itself.
-
-    Raises:
-        HddmError: as `read_expert`, but for NaN and Inf and another base.
+    ``bases`` is as for `base_of`. ``with_calibration=False`` skips the calibration, whatever is wrong with
+    it. ``unheld`` are files that the caller checks against the manifest. Raises `HddmError` as `read_expert`,
+    but not for NaN, Inf or another base.
     """
     record = read_record(folder / EXPERT_FILE, ExpertRecord, FORMAT)
     base = None
@@ -324,7 +316,7 @@ def open_expert(
 
 
 def remedy(folder: Path) -> str:
-    """The remedy for a folder whose files are not those that were written."""
+    """Advice for a folder whose files have changed since they were written."""
     return (
         "copy it again, whole, from where it was made, or train it anew; a calibration alone is mended by "
         f"hddm calibrate {folder}"
@@ -332,14 +324,14 @@ def remedy(folder: Path) -> str:
 
 
 def save_router(folder: Path, network: RouterTransformer, facts: RouterRecord) -> None:
-    """Write a router into an existing, empty ``folder``."""
+    """Write a router into an existing empty ``folder``."""
     network.save_pretrained(folder)
     write_json(folder / ROUTER_FILE, facts.model_dump(mode="json") | {"format": FORMAT})
     write_manifest(folder, read=(ROUTER_FILE, WEIGHTS, "config.json"))
 
 
 def open_router(folder: Path) -> tuple[Unread[RouterTransformer], RouterRecord]:
-    """Read a router folder but for its weights; raises as `open_expert`."""
+    """Read a router folder except for its weights; raises as `open_expert`."""
     record = read_record(folder / ROUTER_FILE, RouterRecord, FORMAT)
     unread = unread_network(folder, [RouterTransformer])
     shards, outputs = len(record.shard_hashes), unread.network.config.num_experts
@@ -360,7 +352,7 @@ _COPY_AGAIN = "copy the expert again from where it was trained"
 
 
 def foreign_files(folder: Path, facts: ExpertRecord, sha256: Callable[[Path], str]) -> tuple[str, ...]:
-    """List the files that are not those written with the expert: by its manifest, else by its record."""
+    """List files that differ from those written with the expert, by its manifest or else its record."""
     if found := damage(folder, EXPERT_FILE, FILES, sha256):
         return (*found, f"by its {MANIFEST}; {remedy(folder)}")
     texts = (foreign_weights(folder, facts, sha256), foreign_calibration(folder, facts, sha256))
@@ -370,7 +362,7 @@ def foreign_files(folder: Path, facts: ExpertRecord, sha256: Callable[[Path], st
 def foreign_weights(
     folder: Path, facts: ExpertRecord, sha256: Callable[[Path], str] = sha256_of
 ) -> str | None:
-    """The difference of the weights in ``folder`` from the hash in the record, None where they agree."""
+    """How the weights in ``folder`` differ from the hash in the record; None where they agree."""
     if facts.weights_sha256 is None:
         return None
     weights = folder / (ADAPTER_WEIGHTS if facts.adapter else WEIGHTS)
@@ -380,10 +372,11 @@ def foreign_weights(
 def foreign_calibration(
     folder: Path, facts: ExpertRecord, sha256: Callable[[Path], str] = sha256_of
 ) -> str | None:
-    """The reason why the calibration in ``folder`` is not the expert's own, None where it is.
+    """Reason why the calibration in ``folder`` is not the expert's own; None where it is.
 
-    Without a hash in the record, and without a manifest, the shard that the calibration says it was fitted to
-    must be the expert's, unless the expert was trained on in it: then it is that of an earlier training.
+    Without a hash in the record and without a manifest, the shard that the calibration names must be the
+    expert's, unless training continued in the calibrated parametrisation: then it is that of an earlier
+    training.
     """
     path, remedy = folder / CALIBRATION, f"hddm calibrate {folder} --data SHARD fits its own"
     if facts.calibration_sha256 is not None:
@@ -402,7 +395,7 @@ def foreign_calibration(
 
 
 def _other(name: str, stated: str, path: Path, sha256: Callable[[Path], str], remedy: str) -> str | None:
-    """The difference of a file from the hash that a record states."""
+    """How a file differs from the hash in a record."""
     held = sha256(path) if path.is_file() else None
     if stated == held:
         return None

@@ -1,7 +1,7 @@
-"""Network folders as diffusers lays them out: ``config.json`` and one safetensors file, read strictly.
+"""Network folders in diffusers' format, ``config.json`` and one safetensors file, read strictly.
 
-A config is foreign text. It never chooses code beyond a given list of classes, and the sizes it declares are
-held against the tensors in the file before anything takes memory.
+Configs are untrusted: they choose code only from a given list of classes, and the sizes that they declare are
+checked against the file's tensors before anything takes memory.
 """
 
 import inspect
@@ -22,14 +22,14 @@ from hddm.utils.tensors import read_header, read_safetensors, refuse_non_finite
 
 Network = TypeVar("Network", bound=ModelMixin)
 Classes = Sequence[type[Network] | str]
-"""Those that a config may name: classes, or names of diffusers' own, which take seconds to import."""
+"""Classes that a config may name, or names of diffusers' own, which take seconds to import."""
 
 
 # Written by diffusers beside the constructor's arguments. None of them is read.
 _RECORDS = {"_class_name", "_diffusers_version", "_name_or_path"}
 _OLD_TRANSFORMER = "Transformer2DModel"
 _OLD_NORMS = {"ada_norm_zero": "DiTTransformer2DModel", "ada_norm_single": "PixArtTransformer2DModel"}
-# What diffusers' former all-in-one class had besides, with the only values that change nothing.
+# Further keys of diffusers' former all-in-one class, with the only values that change nothing.
 _OLD_INERT = {
     "num_vector_embeds": (None,),
     "use_linear_projection": (False,),
@@ -46,14 +46,11 @@ _OLD_INERT = {
 def parse_config(
     config: Mapping[str, Any], classes: Classes[Network], origin: str
 ) -> tuple[type[Network], dict[str, Any]]:
-    """The class that ``config`` names and the arguments for it.
+    """The class that ``config`` names and its arguments.
 
-    ``Transformer2DModel``, which DiT and PixArt folders of older diffusers still name, becomes the class
-    of its ``norm_type``; keys that the new class lacks must hold a value without effect.
-
-    Raises:
-        HddmError: for a class outside ``classes`` or a key that it does not know; ``auto_map`` and its
-            like are such keys.
+    ``Transformer2DModel``, which DiT and PixArt folders of older diffusers name, becomes the class of its
+    ``norm_type``; keys that the new class lacks must hold a value without effect. Raises `HddmError` for a
+    class outside ``classes`` and for keys that the class does not know, such as ``auto_map``.
     """
     name, arguments = config.get("_class_name"), dict(config)
     if name == _OLD_TRANSFORMER:
@@ -81,11 +78,10 @@ def parse_config(
 def empty_network(
     kind: type[Network], arguments: Mapping[str, Any], num_tensors: int, origin: str
 ) -> Network:
-    """The network on the meta device: shapes without memory.
+    """Build the network on the meta device: shapes without memory.
 
-    Raises:
-        HddmError: where the arguments build nothing, ask for more layers than the tensors are for, or for
-            blocks with constants that no file holds.
+    Raises `HddmError` where the arguments build nothing, or ask for more layers than the tensors can fill, or
+    for blocks with constants that no file holds.
     """
     # Modules cost time and memory even on the meta device; a small file must not ask for a billion of them.
     layers = math.prod(max(_largest(arguments.get(key)) for key in keys) for keys in _DEPTHS)
@@ -102,7 +98,7 @@ def empty_network(
     try:
         with torch.device("meta"):
             network: Network = kind(**arguments)
-    except Exception as error:  # whatever a constructor makes of foreign values
+    except Exception as error:  # a constructor may raise anything for foreign values
         raise HddmError(f"{origin}: no network can be built from it ({one_line(error, 300)})") from error
     for name, _ in network.named_buffers():
         if name not in (_POSITIONS, *network.state_dict()):
@@ -130,7 +126,7 @@ _POSITIONS = "pos_embed.pos_embed"
 
 
 def _largest(value: Any, levels: int = 3) -> int:
-    """The most layers that one entry of a config asks for."""
+    """Largest number of layers that one config entry asks for."""
     if isinstance(value, Sequence) and not isinstance(value, str) and levels:
         return max([len(value), *(_largest(inner, levels - 1) for inner in value)])
     return min(max(value, 1), 10**12) if isinstance(value, int) else 1
@@ -141,7 +137,7 @@ _ATTENTION = {".to_q.": ".query.", ".to_k.": ".key.", ".to_v.": ".value.", ".to_
 
 
 def stored_names(names: Iterable[str], stored: Collection[str]) -> dict[str, str]:
-    """Of each of a network's ``names`` that among ``stored``, the names in a file: today's or a former."""
+    """Map each of a network's ``names`` to its name in a file: a former one if only that is ``stored``."""
     found = {}
     for name in names:
         former = next((name.replace(new, old) for new, old in _ATTENTION.items() if new in name), name)
@@ -150,7 +146,7 @@ def stored_names(names: Iterable[str], stored: Collection[str]) -> dict[str, str
 
 
 def differences(expected: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> list[str]:
-    """A phrase for every tensor that is missing, left over, of another shape or of integers."""
+    """Describe every tensor that is missing, left over, of another shape or of integers."""
     problems = [f"missing {key} {tuple(expected[key].shape)}" for key in expected.keys() - found.keys()]
     problems += [f"left over {key} {tuple(found[key].shape)}" for key in found.keys() - expected.keys()]
     for key in expected.keys() & found.keys():
@@ -163,9 +159,9 @@ def differences(expected: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> 
 
 
 def fill(network: Network, weights: Mapping[str, Tensor], arguments: Mapping[str, Any], origin: str) -> None:
-    """Give a network of `empty_network` its tensors, and compute the positions that no file holds.
+    """Give an `empty_network` its tensors, and compute positions that no file holds.
 
-    `HddmError` refuses positions out of proportion to the weights.
+    Raises `HddmError` for positions that are much larger than the weights.
     """
     network.load_state_dict(dict(weights), assign=True)
     positions = dict(network.named_buffers()).get(_POSITIONS)
@@ -187,16 +183,16 @@ WEIGHTS = "diffusion_pytorch_model.safetensors"
 
 @dataclass(frozen=True)
 class Unread(Generic[Network]):
-    """A network in evaluation mode whose weights are still on disk: on the meta device, but for positions.
+    """A network in evaluation mode with weights on disk: on the meta device, except for positions.
 
-    ``read(dtype)`` gives its tensors by name, cast; those of that dtype stay mapped from the file.
+    ``read(dtype)`` returns tensors by name, cast; those already of that dtype stay mapped from the file.
     """
 
     network: Network
     read: Callable[[torch.dtype], dict[str, Tensor]]
 
     def load(self, dtype: torch.dtype) -> Network:
-        """The network with its weights, cast to ``dtype``."""
+        """The network with its weights in ``dtype``."""
         self.network.load_state_dict(self.read(dtype), assign=True)
         self.network.requires_grad_(False)
         return self.network
@@ -205,10 +201,9 @@ class Unread(Generic[Network]):
 def open_network(
     folder: Path, classes: Classes[Network]
 ) -> tuple[Network, dict[str, Tensor], dict[str, object]]:
-    """The empty network in ``folder``, its tensors as they lie on disk, mapped, and its arguments.
+    """The empty network in ``folder``, its mapped tensors and its arguments.
 
-    Raises:
-        HddmError: as `unread_network`, but for NaN and Inf.
+    Raises `HddmError` as `unread_network`, but not for NaN and Inf.
     """
     path = folder / "config.json"
     kind, arguments = parse_config(read_json(path), classes, str(path))
@@ -217,14 +212,11 @@ def open_network(
 
 
 def unread_network(folder: Path, classes: Classes[Network], weights: Path | None = None) -> Unread[Network]:
-    """The network in ``folder``, its weights left there, or in the file ``weights``.
+    """The network in ``folder``, with its weights left there or in the file ``weights``.
 
-    Shapes are compared on the meta device, before the network takes memory.
-
-    Raises:
-        HddmError: for a missing file, an unknown config key, another class, or any tensor missing,
-            left over or of another shape; the message names file and tensors. For NaN and Inf when the
-            weights are read.
+    Shapes are compared on the meta device, before the network takes memory. Raises `HddmError` for a missing
+    file, an unknown config key, another class, or a tensor that is missing, left over or of another shape;
+    reading the weights raises it for NaN and Inf.
     """
     path = folder / "config.json"
     kind, arguments = parse_config(read_json(path), classes, str(path))
@@ -232,7 +224,7 @@ def unread_network(folder: Path, classes: Classes[Network], weights: Path | None
 
 
 def unread(kind: type[Network], arguments: Mapping[str, Any], weights: Path, origin: str) -> Unread[Network]:
-    """A network of ``kind`` for the weights in a file; raises as `open_network`."""
+    """A network of ``kind`` for a weights file; raises as `open_network`."""
     header, _ = read_header(weights)
     empty = {name: torch.empty(info.shape, dtype=info.dtype, device="meta") for name, info in header.items()}
     network = fitting(kind, arguments, empty, weights, origin)
@@ -243,7 +235,7 @@ def unread(kind: type[Network], arguments: Mapping[str, Any], weights: Path, ori
 def fitting(
     kind: type[Network], arguments: Mapping[str, Any], weights: Mapping[str, Tensor], path: Path, origin: str
 ) -> Network:
-    """The empty network for ``weights`` of the file ``path``; `HddmError` names all that does not fit."""
+    """The empty network for ``weights`` of file ``path``; `HddmError` lists all that does not fit."""
     network = empty_network(kind, arguments, len(weights), origin)
     refuse_other_tensors(network.state_dict(), weights, path, Path(origin).name)
     return network
@@ -252,24 +244,24 @@ def fitting(
 def refuse_other_tensors(
     expected: Mapping[str, Tensor], found: Mapping[str, Tensor], path: Path, config: str = "config.json"
 ) -> None:
-    """Name all `differences` of the file ``path``, if there are any, in an `HddmError`."""
+    """Raise an `HddmError` that lists all `differences` of the file ``path``, if any."""
     if problems := differences(expected, found):
         raise HddmError(f"{path}: does not fit its {config}: {'; '.join(problems)}")
 
 
 class WeightsReader:
-    """Reads a file of weights; looks for NaN and Inf the first time, refuses it once it has changed."""
+    """Reader of a weights file; refuses NaN and Inf at the first read, and a changed file later."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._identity = path, _identity(path)
         self._is_checked = False
 
     def __call__(self, dtype: torch.dtype) -> dict[str, Tensor]:
-        """Every tensor in ``dtype``."""
+        """All tensors in ``dtype``."""
         return cast(self.stored(), dtype)
 
     def stored(self) -> dict[str, Tensor]:
-        """Every tensor as it is, mapped."""
+        """All tensors as stored, mapped."""
         # Another expert may have replaced the folder.
         if not self._path.exists() or _identity(self._path) != self._identity:
             raise HddmError(f"{self._path}: has changed since it was opened; load the model again")
@@ -281,7 +273,7 @@ class WeightsReader:
 
 
 def cast(weights: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-    """``weights`` in ``dtype``; all that are cast share one block of memory, so that it can be given back."""
+    """``weights`` in ``dtype``; tensors that are cast share one memory block, so that it can be freed."""
     others = {key: value for key, value in weights.items() if value.dtype != dtype}
     align = 64 // dtype.itemsize
     lengths = [-(-value.numel() // align) * align for value in others.values()]
@@ -292,7 +284,7 @@ def cast(weights: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
 
 
 def sha256_once(path: Path) -> str:
-    """The SHA-256 of a file, computed again only when it is another file than before, by whatever name."""
+    """SHA-256 of a file, computed again only for a different file, under whatever name."""
     identity = _identity(path)
     if identity not in _HASHES:
         _HASHES[identity] = sha256_of(path)

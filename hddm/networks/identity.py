@@ -10,14 +10,14 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _LARGEST = 65536
-"""Numbers of the largest tensor that a fingerprint looks at; norms and biases of a network are smaller."""
+"""Number of elements of the largest tensor in a fingerprint; a network's norms and biases are smaller."""
 
 
 class VaeRecord(Record):
     """The latent space of an expert.
 
-    Samples are (z - ``shift``) × ``scale``, z what ``kind``'s encoder gives. ``fingerprint`` is that of the
-    encoder's weights: two VAEs that differ in the decoder alone share a latent space.
+    Samples are (z - ``shift``) × ``scale``, with z from the encoder of ``kind``. ``fingerprint`` covers only
+    the encoder's weights, since VAEs that differ in the decoder alone share a latent space.
     """
 
     kind: str
@@ -27,7 +27,7 @@ class VaeRecord(Record):
 
 
 class TextEncoderRecord(Record):
-    """The text encoder of an expert, and how many tokens a prompt is padded to."""
+    """The text encoder of an expert, and the number of tokens in a padded prompt."""
 
     kind: str
     fingerprint: str
@@ -36,9 +36,9 @@ class TextEncoderRecord(Record):
 
 
 def fingerprint(weights: "Mapping[str, Tensor]") -> str:
-    """16 hexadecimal digits of the small tensors in ``weights``, cast to float16.
+    """Hash the small tensors in ``weights``, cast to float16, to 16 hexadecimal digits.
 
-    Names count, dtypes do not: a float16 copy has the fingerprint of its float32 original.
+    Names count but dtypes do not: a float16 copy has the fingerprint of its float32 original.
     """
     digest = hashlib.sha256()
     for name in sorted(weights):

@@ -1,4 +1,4 @@
-"""Layers that the expert and the router share; `attend` has a faster gradient where PyTorch's own is slow."""
+"""Layers that expert and router share."""
 
 import math
 from typing import Any
@@ -11,14 +11,14 @@ from torch.nn import functional as F
 from hddm.utils.errors import HddmError
 
 MOST_SCORES = 256 * 256
-"""Scores of one head up to which `_Attend` is the quicker."""
+"""Scores per head up to which `_Attend` is faster."""
 
 
 def attend(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-    """softmax(Q Kᵀ / sqrt(d)) V; all of shape (batch, heads, tokens, d), keys and values of one length.
+    """softmax(Q Kᵀ / sqrt(d)) V, all (batch, heads, tokens, d); keys and values have equal length.
 
-    This is ``F.scaled_dot_product_attention``, but for the gradient in bfloat16 on CPUs, where PyTorch's
-    takes several times as long as the matrix products that it consists of.
+    It is ``F.scaled_dot_product_attention`` except for its bfloat16 gradient on CPUs, where PyTorch's takes
+    several times as long as the matrix products that it consists of.
     """
     slow = queries.device.type == "cpu" and queries.dtype == torch.bfloat16
     if slow and torch.is_grad_enabled() and queries.shape[-2] * keys.shape[-2] <= MOST_SCORES:
@@ -34,8 +34,8 @@ class _Attend(torch.autograd.Function):
 
         dV = Pᵀ G;    dS = P ∘ (G Vᵀ - rowsum(P ∘ G Vᵀ));    dQ = dS K / sqrt(d);    dK = dSᵀ Q / sqrt(d)
 
-    P is computed anew from float32 scores, as the forward pass has them: of bfloat16 ones, a score of 30
-    would be off by 0.06, and its probability by 6 %.
+    P is recomputed from float32 scores, as in the forward pass: in bfloat16 a score of 30 would be off by
+    0.06, and its probability by 6 %.
     """
 
     @staticmethod
@@ -106,8 +106,8 @@ class _MultiplyAdd(torch.autograd.Function):
 def sinusoid(times: Tensor, dim: int, dtype: torch.dtype, frequency_shift: int = 0) -> Tensor:
     """Sinusoidal embedding (batch, dim) of ``times`` (batch,): cosines, then sines.
 
-    With half = dim/2 the frequencies are 10000^(-i / (half - frequency_shift)) for i < half. Only the
-    result is cast to ``dtype``, since 987.2 and 988.5 are one number in bfloat16.
+    With half = dim/2 the frequencies are 10000^(-i / (half - frequency_shift)) for i < half. Only the result
+    is cast to ``dtype``, since 987.2 and 988.5 are one number in bfloat16.
     """
     half = dim // 2
     steps = torch.arange(half, device=times.device, dtype=times.dtype)
@@ -157,9 +157,9 @@ class TimeEmbedding(nn.Module):
 
 
 class Attention(nn.Module):
-    """Multi-head attention from ``x`` to ``context`` (itself by default), both of one width.
+    """Multi-head attention from ``x`` to ``context`` (default: itself), both of one width.
 
-    With ``silent`` its output is zero until training changes that.
+    With ``silent`` the output starts at zero.
     """
 
     def __init__(self, hidden_size: int, num_heads: int, silent: bool = False) -> None:
@@ -193,8 +193,8 @@ class Attention(nn.Module):
 class PatchEmbedding(nn.Conv2d):
     """Images (batch, C, H, W) to tokens (batch, H W / patch², hidden_size), row by row.
 
-    A convolution in its parameters, computed as the linear layer of patches that it is: its tokens lie in
-    memory token by token, which makes every later norm and sum several times as fast.
+    Its parameters are a convolution's, but it is computed as a linear layer of patches: tokens are then
+    contiguous in memory, which makes every later norm and sum several times as fast.
     """
 
     def __init__(self, in_channels: int, hidden_size: int, patch_size: int) -> None:
@@ -210,11 +210,11 @@ class PatchEmbedding(nn.Conv2d):
 
 
 def mlp(hidden_size: int) -> nn.Sequential:
-    """The feed-forward part of a block: four times as wide, tanh-GELU, and back."""
+    """Feed-forward part of a block: four times the width, tanh-GELU, and back."""
     wide = 4 * hidden_size
     return nn.Sequential(linear(hidden_size, wide), nn.GELU(approximate="tanh"), linear(wide, hidden_size))
 
 
 def layer_norm(hidden_size: int, eps: float = LAYER_NORM_EPS) -> nn.LayerNorm:
-    """Layer norm without affine parameters: scale and shift come from the time embedding."""
+    """Layer norm without affine parameters, since scale and shift come from the time embedding."""
     return nn.LayerNorm(hidden_size, eps=eps, elementwise_affine=False)

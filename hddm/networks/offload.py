@@ -1,13 +1,13 @@
 """Networks that lie on disk or in main memory until they are called.
 
-A `StoredNetwork` stands for a network. Its weights come to the device when it is first called. Several share
-a `Shelf`, which evicts the least recently used one when its budget is full:
+The first call of a `StoredNetwork` brings its weights to the device. Several share a `Shelf`, which evicts
+the least recently used one when its budget is full:
 
-    none   they stay on the device
-    ram    they stay in main memory too, and leave the device
-    disk   they are read again, mapped from their file
+    none   weights stay on the device
+    ram    weights stay in main memory and leave the device
+    disk   weights are read again, mapped from their file
 
-Weights of the stored dtype on the CPU are mapped: their pages come as they are touched.
+Weights of the stored dtype on the CPU are mapped: their pages are read as they are touched.
 """
 
 import itertools
@@ -29,13 +29,9 @@ Tensors = Mapping[str, Tensor]
 class Shelf:
     """Room on the device for the weights of several networks.
 
-    Args:
-        offload: see the module.
-        budget: bytes of weights on the device at most; by default, unless ``offload`` is none, the two
-            largest networks: the one that runs and the next.
-
-    Raises:
-        HddmError: for an unknown mode, or a budget where nothing ever leaves.
+    ``budget`` limits the bytes of weights on the device; by default, unless ``offload`` is none, it fits the
+    two largest networks: the running one and the next. Raises `HddmError` for an unknown ``offload``, or a
+    budget where nothing ever leaves.
     """
 
     def __init__(self, offload: Offload = "none", budget: int | None = None) -> None:
@@ -55,7 +51,7 @@ class Shelf:
         self.lock = threading.RLock()
 
     def __getstate__(self) -> dict[str, Any]:
-        """State of a copy: the weights that are here, none that are on their way."""
+        """State for a copy: weights on the device, without pending reads."""
         with self.lock:
             kept = {"_networks": self._networks.copy(), "_present": self._present.copy()}
         return {"offload": self.offload, "_budget": self._budget, **kept}
@@ -65,19 +61,19 @@ class Shelf:
         self._start()
 
     def add(self, network: "StoredNetwork") -> None:
-        """Take notice of a network; `HddmError` refuses one larger than the budget."""
+        """Register a network; `HddmError` refuses one larger than the budget."""
         self._refuse_larger(network)
         self._networks.append(network)
 
     @property
     def budget(self) -> int | None:
-        """Bytes of weights on the device at most, None for no limit."""
+        """Limit of the bytes of weights on the device, None for no limit."""
         if self.offload == "none" or self._budget is not None:
             return self._budget
         return sum(sorted(network.size for network in self._networks)[-2:])
 
     def bring(self, network: "StoredNetwork") -> None:
-        """Have the weights of ``network`` on its device; raises as `add`, and for what cannot be read."""
+        """Bring the weights of ``network`` to its device; raises as `add`, and for unreadable weights."""
         if network in self._present:
             self._present.move_to_end(network)
             return
@@ -89,7 +85,7 @@ class Shelf:
         self._present[network] = network.size
 
     def prefetch(self, network: "StoredNetwork") -> None:
-        """Start reading ``network`` in the background, where there is room beside the one in use."""
+        """Start reading ``network`` in the background if it fits beside the one in use."""
         if network in self._present or network in self._coming:
             return
         in_use = next(reversed(self._present.values()), 0)
@@ -99,7 +95,7 @@ class Shelf:
         self._coming[network] = self._reader.submit(network.fetch)
 
     def forget(self, network: "StoredNetwork") -> None:
-        """Take ``network`` off the device, where it is there."""
+        """Remove ``network`` from the device, if present."""
         coming = self._coming.pop(network, None)
         # A read under way ends first: it takes memory, and the network may have changed since.
         if coming is not None and not coming.cancel():
@@ -108,7 +104,7 @@ class Shelf:
             network.clear()
 
     def is_present(self, network: "StoredNetwork") -> bool:
-        """True if the weights of ``network`` are on its device, or on their way."""
+        """True if the weights of ``network`` are on its device or being read."""
         return network in self._present or network in self._coming
 
     def _refuse_larger(self, network: "StoredNetwork") -> None:
@@ -132,13 +128,13 @@ class Shelf:
 
 
 class StoredNetwork(nn.Module):
-    """A network whose weights come when it is called.
+    """A network whose weights are brought to the device when it is called.
 
     Args:
-        network: on the meta device, but for constants that no file holds.
-        read: gives its tensors by name, checked, in the dtype asked for.
-        origin: its name in errors.
-        dtype, device: of its weights when it runs, until `to` changes them.
+        network: on the meta device, except for constants that no file holds.
+        read: returns checked tensors by name, in a given dtype.
+        origin: name in errors.
+        dtype, device: where and how it runs, until `to` changes them.
         shelf: decides how long weights stay.
     """
 
@@ -154,9 +150,9 @@ class StoredNetwork(nn.Module):
         shelf: Shelf,
     ) -> None:
         super().__init__()
-        # Empty, and where the weights will be: what moves a module moves this.
+        # Empty, with the weights' device and dtype: moving the module moves this.
         self.register_buffer("placement", torch.empty(0, dtype=dtype, device=device), persistent=False)
-        # In a tuple, so that what moves a module leaves it alone.
+        # In a tuple, so that moving this module does not move it.
         self._network = (network,)
         self._read = read
         self._numbers = sum(tensor.numel() for tensor in network.state_dict().values())
@@ -168,7 +164,7 @@ class StoredNetwork(nn.Module):
 
     @property
     def network(self) -> nn.Module:
-        """The network itself; its weights may be absent."""
+        """The network itself, possibly without weights."""
         return self._network[0]
 
     @property
@@ -181,26 +177,26 @@ class StoredNetwork(nn.Module):
 
     @property
     def size(self) -> int:
-        """Bytes of its weights on the device."""
+        """Bytes of the weights on the device."""
         return int(self._numbers * self.placement.element_size())
 
     def forward(self, *inputs: Tensor, **conditions: Tensor) -> Any:
         if self.shelf.offload == "none":
             self.shelf.bring(self)
             return self.network(*inputs, **conditions)
-        # Another thread that samples must not send away what runs here.
+        # Another sampling thread must not evict the network that runs here.
         with self.shelf.lock:
             self.shelf.bring(self)
             return self.network(*inputs, **conditions)
 
     def move_to(self, shelf: Shelf) -> None:
-        """Let another shelf decide; one that already took notice of this network."""
+        """Move to another shelf, where this network is already registered."""
         self.shelf.forget(self)
         self._host = None
         self.shelf = shelf
 
     def tensors(self) -> Tensors:
-        """Its weights by name in main memory, in the dtype that it runs in."""
+        """Weights by name in main memory, in the dtype that the network runs in."""
         if self._host is not None:
             return self._host
         tensors = self._read(self.placement.dtype)
@@ -209,7 +205,7 @@ class StoredNetwork(nn.Module):
         return tensors
 
     def fetch(self) -> Tensors:
-        """Every tensor that the network needs, on its device."""
+        """All tensors that the network needs, on its device."""
         to, dtype = self.placement.device, self.placement.dtype
         constants = {
             name: value.to(dtype) if value.is_floating_point() else value
@@ -218,7 +214,7 @@ class StoredNetwork(nn.Module):
         return {name: value.to(to) for name, value in {**self.tensors(), **constants}.items()}
 
     def place(self, tensors: Tensors) -> None:
-        """Give the network its tensors."""
+        """Put tensors into the network."""
         for name, value in tensors.items():
             owner, _, leaf = name.rpartition(".")
             module = self.network.get_submodule(owner)
@@ -228,7 +224,7 @@ class StoredNetwork(nn.Module):
                 module._buffers[leaf] = value
 
     def clear(self) -> None:
-        """Let the device's tensors go."""
+        """Free the tensors on the device."""
         tensors = itertools.chain(self.network.named_parameters(), self.network.named_buffers())
         self.place({name: torch.empty_like(value, device="meta") for name, value in tensors})
 
@@ -242,13 +238,13 @@ class StoredNetwork(nn.Module):
         return self
 
     def parameters(self, recurse: bool = True) -> Any:
-        """Its weights, fetched."""
+        """Weights, brought to the device."""
         self.shelf.bring(self)
         return self.network.parameters(recurse)
 
 
 def in_best_order(networks: Mapping[int, object]) -> list[int]:
-    """Keys of the networks that are to run, those on their device first: none leaves it before its turn."""
+    """Keys of the networks to run, those on the device first, so that none is evicted before its turn."""
 
     def is_absent(key: int) -> bool:
         network = networks[key]
@@ -258,7 +254,7 @@ def in_best_order(networks: Mapping[int, object]) -> list[int]:
 
 
 def bring(network: object, following: object = None) -> None:
-    """Have ``network`` where it runs, and start fetching the one ``following`` it, where they come and go."""
+    """Bring ``network`` to its device, then prefetch ``following``; each only if it is a `StoredNetwork`."""
     if isinstance(network, StoredNetwork):
         with network.shelf.lock:
             network.shelf.bring(network)

@@ -1,6 +1,6 @@
-"""CLIP text encoder and tokenizer of a pipeline: prompts to the tokens that experts take.
+"""CLIP text encoder and tokenizer of a pipeline: they turn prompts into the tokens that experts take.
 
-Both are read strictly from local files that are checked before transformers opens them.
+Both are read from local files that are checked before transformers opens them.
 """
 
 import warnings
@@ -45,11 +45,10 @@ _UNUSED = ("embeddings.position_ids", "text_projection.weight")
 
 
 def read_tokenizer(folder: Path) -> "CLIPTokenizer":
-    """The tokenizer in ``folder``, from ``tokenizer.json`` or from ``vocab.json`` and ``merges.txt``.
+    """Read the tokenizer in ``folder`` from ``tokenizer.json``, or from ``vocab.json`` and ``merges.txt``.
 
-    Raises:
-        HddmError: for missing files, entries that lead out of the folder, another class, a config key that
-            is not known to be harmless, and files that make no tokenizer.
+    Raises `HddmError` for missing files, entries that leave the folder, another class, a config key not known
+    to be harmless, and files that make no tokenizer.
     """
     # Imported here: it takes seconds.
     from transformers import CLIPTokenizer
@@ -69,7 +68,7 @@ def read_tokenizer(folder: Path) -> "CLIPTokenizer":
         raise HddmError(f"{folder}: no {' and no '.join(missing)}, and no tokenizer.json; fetch them")
     try:
         tokenizer: CLIPTokenizer = CLIPTokenizer.from_pretrained(str(folder), local_files_only=True)
-    except Exception as error:  # whatever it makes of broken files
+    except Exception as error:  # it may raise anything for broken files
         reason = one_line(error, 300)
         raise HddmError(f"{folder}: no tokenizer can be made of its files ({reason})") from error
     return tokenizer
@@ -78,14 +77,11 @@ def read_tokenizer(folder: Path) -> "CLIPTokenizer":
 def read_text_encoder(
     folder: Path, dtype: torch.dtype = torch.float32, variant: str | None = None
 ) -> "CLIPTextModel":
-    """The CLIP text encoder in ``folder``, in evaluation mode.
+    """Read the CLIP text encoder in ``folder``, in evaluation mode.
 
-    It is built from checked sizes of its config alone. Files with and without the prefix ``text_model.`` and
-    with a projection, which is not needed, are read alike; that of ``variant`` is taken where there is one.
-
-    Raises:
-        HddmError: for a file that is missing or leads out of the folder, another class, and any tensor that
-            is missing, left over, of another shape or not finite.
+    Only checked sizes of its config are used. Files may have the prefix ``text_model.`` and an (unused)
+    projection; the file of ``variant`` is preferred. Raises `HddmError` for a file that is missing or leaves
+    the folder, another class, and tensors that are missing, left over, of another shape or not finite.
     """
     model, weights, path = _open(folder, variant)
     refuse_non_finite(path, weights)
@@ -103,7 +99,7 @@ def read_text_encoder(
 def text_encoder_facts(folder: Path, tokens: object, variant: str | None = None) -> TextEncoderRecord:
     """Identity of the text encoder in ``folder``; raises as `read_text_encoder`.
 
-    ``tokens`` is the ``model_max_length`` of the tokenizer beside it, as `prompt_length` takes it.
+    ``tokens`` is its tokenizer's ``model_max_length``, as for `prompt_length`.
     """
     model, weights, _ = _open(folder, variant)
     return TextEncoderRecord(
@@ -115,13 +111,11 @@ def text_encoder_facts(folder: Path, tokens: object, variant: str | None = None)
 
 
 def encode(text_encoder: "CLIPTextModel", tokenizer: "CLIPTokenizer", prompts: Sequence[str]) -> Tensor:
-    """Last hidden states (len(prompts), tokens, width), as Stable Diffusion 1 and 2 condition on.
+    """Last hidden states (len(prompts), tokens, width), the conditions of Stable Diffusion 1 and 2.
 
-    Prompts are padded to `prompt_length` tokens; no padding is masked. One that is longer is cut, with a
-    warning that names what was left out.
-
-    Raises:
-        HddmError: for no prompts, and for a tokenizer whose tokens the encoder does not have.
+    Prompts are padded to `prompt_length` tokens, and padding is not masked. Longer ones are cut, with a
+    warning that names what was left out. Raises `HddmError` without prompts, and for tokens that the encoder
+    lacks.
     """
     if isinstance(prompts, str) or not prompts:
         raise HddmError(f"prompts must be a list of one text or more, not {prompts!r}")
@@ -134,7 +128,7 @@ def encode(text_encoder: "CLIPTextModel", tokenizer: "CLIPTokenizer", prompts: S
 def hidden_states(
     text_encoder: "CLIPTextModel", tokenizer: "CLIPTokenizer", prompts: Sequence[str]
 ) -> Tensor:
-    """As `encode`, without its warnings."""
+    """`encode` without its warnings."""
     length = prompt_length(tokenizer.model_max_length, text_encoder.config.max_position_embeddings)
     tokens = tokenizer(
         list(prompts), padding="max_length", max_length=length, truncation=True, return_tensors="pt"
@@ -153,7 +147,7 @@ def hidden_states(
 
 
 def cuts(tokenizer: "CLIPTokenizer", prompts: Sequence[str], length: int) -> list[tuple[int, str]]:
-    """Indices of the ``prompts`` of more than ``length`` tokens, each with a warning of what it loses."""
+    """Indices of the ``prompts`` of more than ``length`` tokens; warns of what each loses."""
     tokens: list[list[int]] = tokenizer(
         list(prompts), padding=False, truncation=False, verbose=False
     ).input_ids
@@ -168,13 +162,13 @@ def cuts(tokenizer: "CLIPTokenizer", prompts: Sequence[str], length: int) -> lis
 
 
 def prompt_length(limit: object, positions: int) -> int:
-    """Tokens of a prompt: the tokenizer's ``model_max_length``, within the encoder's positions."""
+    """Tokens per prompt: the tokenizer's ``model_max_length``, limited by the encoder's positions."""
     # Tokenizers without a limit say 10^30.
     return min(limit, positions) if isinstance(limit, int) and limit >= 2 else positions
 
 
 def _open(folder: Path, variant: str | None) -> tuple["CLIPTextModel", dict[str, Tensor], Path]:
-    """The empty encoder in ``folder``, its tensors without the prefix, and their file."""
+    """The empty encoder in ``folder``, its tensors without the prefix, and the weights file."""
     # Imported here: it takes seconds, and few sources need it.
     from transformers import CLIPTextConfig, CLIPTextModel
 
@@ -193,7 +187,7 @@ def _open(folder: Path, variant: str | None) -> tuple["CLIPTextModel", dict[str,
         with torch.device("meta"):
             sizes = {key: config[key] for key in _SIZES if key in config}
             model = CLIPTextModel(CLIPTextConfig(**sizes, **_special_tokens(config)))
-    except Exception as error:  # whatever a constructor makes of foreign values
+    except Exception as error:  # a constructor may raise anything for foreign values
         reason = one_line(error, 300)
         raise HddmError(f"{origin}: no text encoder can be built from it ({reason})") from error
     expected = {key.removeprefix(_PREFIX): value for key, value in model.state_dict().items()}
@@ -202,7 +196,7 @@ def _open(folder: Path, variant: str | None) -> tuple["CLIPTextModel", dict[str,
 
 
 def _special_tokens(config: dict[str, Any]) -> dict[str, Any]:
-    """The config's numbers of special tokens, where they lie within the vocabulary."""
+    """The config's numbers of special tokens, if within the vocabulary."""
     # They choose the pooled output alone, which no expert is given; without an end, CLIP's last, it fails.
     size = config.get("vocab_size", _VOCABULARY)
     valid = {key: n for key in _NUMBERS if type(n := config.get(key)) is int and 0 <= n < size}

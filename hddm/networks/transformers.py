@@ -1,8 +1,4 @@
-"""The expert and the router transformers.
-
-The expert is a DiT with adaLN-Zero, AdaLN-Single or a form between them, and its conditions. The router is a
-DiT with adaLN-Zero blocks that classifies a noised image by shard.
-"""
+"""Transformers of experts and router: DiTs with adaLN-Zero, AdaLN-Single or a form between them."""
 
 from typing import cast
 
@@ -39,8 +35,8 @@ class ExpertBlock(nn.Module):
         single:  shared + table + R h    (PixArt-α's AdaLN-Single, arXiv:2310.00426, section 2.3)
         zero:    W h + b                 (DiT's adaLN-Zero, arXiv:2212.09748, section 3.2)
 
-    in the order shift, scale, gate of the attention, then of the MLP. ``shared`` is the same for all
-    blocks, the rest a block's own; R has rank ``rank``. Cross-attention has no norm and no gate.
+    in the order shift, scale, gate of the attention, then of the MLP. ``shared`` is common to all blocks, the
+    rest is each block's own; R has rank ``rank``. Cross-attention has no norm and no gate.
     """
 
     def __init__(
@@ -124,31 +120,28 @@ class FinalLayer(nn.Module):
 class ExpertTransformer(ModelMixin, ConfigMixin):  # type: ignore[misc]
     """Diffusion transformer: x (batch, C, S, S) to an output (batch, out_channels, S, S).
 
-    What the output means (noise, velocity, …) is not the network's business: `VelocityField` holds
-    that. With ``text_dim`` every block attends to ``encoder_hidden_states``; with ``num_classes``
-    an embedding of ``class_labels`` is added to that of the time, and label ``num_classes`` is the
-    null class of classifier-free guidance. By default parameters are named as in the Paris release.
+    `VelocityField` holds the output's meaning (noise, velocity, …). With ``text_dim`` every block attends to
+    ``encoder_hidden_states``; with ``num_classes`` an embedding of ``class_labels`` is added to that of time,
+    and label ``num_classes`` is the null class of classifier-free guidance. By default parameters are named
+    as in the Paris release.
 
     Args:
         sample_size: side S of the square input, a multiple of ``patch_size``.
         in_channels: channels C.
-        patch_size, hidden_size, depth, num_heads: see `hddm.networks.identity`.
+        patch_size, hidden_size, depth, num_heads: sizes of the DiT.
         num_classes: number of classes, None for no class condition.
         text_dim: width of the text encoder's tokens, None for no text.
-        modulation: "single" (AdaLN-Single) or "zero" (adaLN-Zero, a matrix of its own for every block).
-        modulation_rank: with "single", rank of the residual that every block adds to the shared
-            modulation: 0 for none, ``hidden_size`` for a full matrix.
-        final_modulation: with "single", "table" or "linear" in the final layer; with "zero" it is
-            always linear.
+        modulation: "single" (AdaLN-Single) or "zero" (adaLN-Zero, a matrix for every block).
+        modulation_rank: with "single", rank of each block's residual to the shared modulation: 0 for none,
+            ``hidden_size`` for a full matrix.
+        final_modulation: with "single", "table" or "linear" in the final layer; "zero" implies linear.
         norm_eps: epsilon of the layer norms.
-        mlp_norm_eps: that of the norms before the MLPs, where it differs (diffusers' DiT).
+        mlp_norm_eps: that of the norms before MLPs, where it differs (diffusers' DiT).
         frequency_shift: see `sinusoid`; 0 in DiT, 1 in diffusers' DiT.
-        out_channels: channels of the output where they are not C, as with a learned variance.
+        out_channels: output channels, where not C, as with a learned variance.
 
-    Raises:
-        HddmError: for a modulation that does not exist, or heads that do not divide the width.
-
-    Sources: DiT (arXiv:2212.09748); PixArt-α (arXiv:2310.00426).
+    Raises `HddmError` for an unknown modulation, or heads that do not divide the width. Sources: DiT
+    (arXiv:2212.09748), PixArt-α (arXiv:2310.00426).
     """
 
     _supports_gradient_checkpointing = True
@@ -209,13 +202,10 @@ class ExpertTransformer(ModelMixin, ConfigMixin):  # type: ignore[misc]
         class_labels: Tensor | None = None,
         encoder_hidden_states: Tensor | None = None,
     ) -> Tensor:
-        """Output (batch, out_channels, S, S).
+        """Output (batch, out_channels, S, S) for ``hidden_states`` (batch, C, S, S).
 
-        Args:
-            hidden_states: (batch, C, S, S).
-            timestep: (batch,), in the unit that the network was trained with.
-            class_labels: (batch,) integers; required with ``num_classes``.
-            encoder_hidden_states: (batch, tokens, text_dim); required with ``text_dim``.
+        ``timestep`` (batch,) is in the unit of training. With ``num_classes``, integer ``class_labels``
+        (batch,) are required; with ``text_dim``, ``encoder_hidden_states`` (batch, tokens, text_dim).
         """
         x = self.patch_embed(hidden_states) + self.pos_embed
         embedded = self.time_embed(timestep)
@@ -245,10 +235,9 @@ class ExpertTransformer(ModelMixin, ConfigMixin):  # type: ignore[misc]
 
 
 def check_modulation(modulation: str, rank: int, final_modulation: str, hidden_size: int) -> None:
-    """Refuse a combination of modulation arguments that no `ExpertTransformer` can have.
+    """Raise an `HddmError` for modulation arguments that no `ExpertTransformer` can have.
 
-    Raises:
-        HddmError: for an unknown kind, a rank outside [0, hidden_size], or one beside "zero".
+    These are an unknown kind, a rank outside [0, hidden_size], and a rank beside "zero".
     """
     for name, value, known in (
         ("modulation", modulation, MODULATIONS),
@@ -273,7 +262,7 @@ class RouterBlock(nn.Module):
         self.adaLN_modulation = nn.Sequential(nn.SiLU(), linear(hidden_size, 6 * hidden_size, std=0))
 
     def forward(self, x: Tensor, embedded: Tensor, only_first: bool = False) -> Tensor:
-        """Tokens (batch, tokens, hidden_size), or the first of them alone."""
+        """Tokens (batch, tokens, hidden_size), or only the first of them."""
         six = self.adaLN_modulation(embedded)[:, None].chunk(6, dim=-1)
         shift_attn, scale_attn, gate_attn, shift_mlp, scale_mlp, gate_mlp = six
         normed = modulate(self.norm(x), shift_attn, scale_attn)
@@ -285,13 +274,11 @@ class RouterBlock(nn.Module):
 
 
 class RouterTransformer(ModelMixin, ConfigMixin):  # type: ignore[misc]
-    """Classifier of (x_t, t) over ``num_experts`` shards, read off a CLS token.
+    """Classifier of (x_t, t) over ``num_experts`` shards, from a CLS token.
 
-    It is trained on the common path x_t = (1 - t) x_0 + t eps, whatever the experts' own schedules
-    are, and it sees no condition. The CLS token carries no position. Parameters are named as in
-    the Paris release; at B/2 with 8 experts there are 129.14M of them.
-
-    Sources: DDM (arXiv:2501.05450), section 3.3; Paris (arXiv:2510.03434).
+    It is trained on the common path x_t = (1 - t) x_0 + t eps, whatever the experts' schedules, and sees no
+    condition. The CLS token has no position. Parameters are named as in the Paris release; B/2 with 8 experts
+    has 129.14M of them. Sources: DDM (arXiv:2501.05450), section 3.3; Paris (arXiv:2510.03434).
     """
 
     _supports_gradient_checkpointing = True

@@ -1,7 +1,4 @@
-"""The VAE of an expert of latents: read strictly, identified by its encoder, decoding latents to images.
-
-The files of a component stay inside its folder. Older files of diffusers have other names of tensors.
-"""
+"""The VAE of a latent expert: read strictly, identified by its encoder, decoding latents to images."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -31,10 +28,9 @@ _CODE = ("auto_map", "custom_pipeline", "trust_remote_code")
 
 
 def read_config(folder: Path, name: str = "config.json") -> dict[str, Any]:
-    """The JSON file ``name`` of a component.
+    """Read a component's JSON file ``name``.
 
-    Raises:
-        HddmError: for a file that is missing, leads out of the folder or asks for foreign code.
+    Raises `HddmError` for a file that is missing, leaves the folder or asks for foreign code.
     """
     if not folder.is_dir():
         raise HddmError(f"{folder}: no such folder")
@@ -46,17 +42,16 @@ def read_config(folder: Path, name: str = "config.json") -> dict[str, Any]:
 
 
 def find_weights(folder: Path, stem: str, variant: str | None = None) -> str | None:
-    """Name of the file of weights: that of ``variant``, else ``stem.safetensors``, else the float16 copy."""
+    """Name of the weights file: that of ``variant``, else ``stem.safetensors``, else the float16 copy."""
     names = [f"{stem}.{variant}.safetensors"] if variant else []
     names += [f"{stem}.safetensors", f"{stem}.fp16.safetensors"]
     return next((one for one in names if _is_there(folder / one)), None)
 
 
 def read_weights(folder: Path, stem: str, variant: str | None = None) -> tuple[Path, dict[str, Tensor]]:
-    """The file that `find_weights` names, and its tensors, mapped.
+    """The file that `find_weights` names, and its mapped tensors.
 
-    Raises:
-        HddmError: where there is none, for a link that leaves the folder, for a broken file.
+    Raises `HddmError` for a file that is missing or broken, or a link that leaves the folder.
     """
     name = find_weights(folder, stem, variant)
     if name is None:
@@ -79,12 +74,10 @@ _PER_CHANNEL = ("latents_mean", "latents_std")
 
 
 def read_vae(folder: Path, dtype: torch.dtype = torch.float32) -> "AutoencoderKL | AutoencoderTiny":
-    """The VAE in a diffusers folder, in evaluation mode, whatever dtype its file has.
+    """Read the VAE in a diffusers folder, in evaluation mode, whatever the dtype of its file.
 
-    Raises:
-        HddmError: for a file that is missing or leads out of the folder, another class, an unknown config
-            key, latents that are scaled a channel at a time, and any tensor that is missing, left over, of
-            another shape or not finite.
+    Raises `HddmError` for a file that is missing or leaves the folder, another class, an unknown config key,
+    latents scaled per channel, and tensors that are missing, left over, of another shape or not finite.
     """
     network, weights, arguments, path = _open(folder)
     refuse_non_finite(path, weights)
@@ -93,7 +86,7 @@ def read_vae(folder: Path, dtype: torch.dtype = torch.float32) -> "AutoencoderKL
 
 
 def vae_facts(folder: Path, variant: str | None = None) -> VaeRecord:
-    """Identity of the latent space of the VAE in ``folder``, by its file of ``variant`` where there is one.
+    """Identity of the latent space of the VAE in ``folder``, preferably from its file of ``variant``.
 
     Scale and shift are the config's, or the documented defaults of its class. Raises as `read_vae`.
     """
@@ -104,18 +97,16 @@ def vae_facts(folder: Path, variant: str | None = None) -> VaeRecord:
 
 
 def scale_of(vae: "AutoencoderKL | AutoencoderTiny") -> int:
-    """How many times as wide as its latents the VAE's images are."""
+    """Ratio of the VAE's image width to its latent width."""
     levels = vae.config.get("decoder_block_out_channels") or vae.config["block_out_channels"]
     return int(2 ** (len(levels) - 1))
 
 
 def encode(vae: "AutoencoderKL | AutoencoderTiny", images: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Mean and standard deviation (N, C, h, w) of z given ``images`` (N, 3, H, W) in [-1, 1], float32.
+    """Mean and standard deviation (N, C, h, w) of z for ``images`` (N, 3, H, W) in [-1, 1], float32.
 
-    z is what the encoder gives, neither shifted nor scaled; an `AutoencoderTiny` has no deviation.
-
-    Raises:
-        HddmError: for images that the VAE does not take, and for z that is not finite.
+    z is neither shifted nor scaled; an `AutoencoderTiny` has no deviation. Raises `HddmError` for images that
+    the VAE does not take, and for z that is not finite.
     """
     factor, channels = scale_of(vae), vae.config.in_channels
     if images.ndim != 4 or images.shape[1] != channels or any(side % factor for side in images.shape[2:]):
@@ -134,13 +125,11 @@ def encode(vae: "AutoencoderKL | AutoencoderTiny", images: Tensor) -> tuple[Tens
 
 
 def decode(vae: "AutoencoderKL | AutoencoderTiny", latents: Tensor) -> Tensor:
-    """Images (N, 3, H, W) in [-1, 1], float32, of samples (N, C, h, w), in one batch.
+    """Decode samples (N, C, h, w) to images (N, 3, H, W) in [-1, 1], float32, in one batch.
 
-    The decoder is given z = latents / scale + shift. What it gives beyond [-1, 1] is clipped. A float16 VAE
-    whose config has ``force_upcast``, as Stable Diffusion XL's, decodes in float32: it would overflow.
-
-    Raises:
-        HddmError: for latents of other channels, and for latents or images that are not finite.
+    The decoder gets z = latents / scale + shift; its output is clipped to [-1, 1]. A float16 VAE whose config
+    has ``force_upcast``, such as Stable Diffusion XL's, decodes in float32, since it would overflow. Raises
+    `HddmError` for latents of other channels, and for latents or images that are not finite.
     """
     channels = vae.config.latent_channels
     if latents.ndim != 4 or latents.shape[1] != channels:
@@ -168,7 +157,7 @@ def decode(vae: "AutoencoderKL | AutoencoderTiny", latents: Tensor) -> Tensor:
 
 
 def _open(folder: Path, variant: str | None = None) -> tuple[Any, dict[str, Tensor], dict[str, Any], Path]:
-    """The empty VAE in ``folder``, its tensors under today's names, its arguments and the file."""
+    """The empty VAE in ``folder``, its tensors under current names, its arguments and the file."""
     origin = str(folder / "config.json")
     config = _without_derived(read_config(folder), origin)
     kind, arguments = parse_config(config, KINDS, origin)
@@ -192,7 +181,7 @@ def _open(folder: Path, variant: str | None = None) -> tuple[Any, dict[str, Tens
 
 
 def _without_derived(config: dict[str, Any], origin: str) -> dict[str, Any]:
-    """A config without what `AutoencoderTiny` writes besides its arguments."""
+    """A config without the keys that `AutoencoderTiny` writes besides its arguments."""
     derived = config.get("block_out_channels")
     if config.get("_class_name") != "AutoencoderTiny" or derived is None:
         return config
@@ -202,7 +191,7 @@ def _without_derived(config: dict[str, Any], origin: str) -> dict[str, Any]:
 
 
 def _refuse_depth(arguments: Mapping[str, Any], num_tensors: int, origin: str) -> None:
-    """Refuse more blocks than tensors, before any is made."""
+    """Refuse more blocks than tensors, before building any."""
     for key in ("num_encoder_blocks", "num_decoder_blocks"):
         counts = arguments.get(key, ())
         numbers = [n for n in counts if isinstance(n, int)] if isinstance(counts, Sequence) else [num_tensors]

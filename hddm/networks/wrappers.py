@@ -1,7 +1,7 @@
-"""Networks that an expert may have, under one call: ``network(x, timestep, **conditions) -> Tensor``.
+"""Networks that an expert may have, with one call: ``network(x, timestep, **conditions) -> Tensor``.
 
-The class that a folder names must be in `EXPERT_NETWORKS`: diffusers' own, but for our transformer.
-`interface_of` reads inputs and outputs off the config alone. Flux takes and gives patches of 2×2 as rows:
+A folder's class must be in `EXPERT_NETWORKS`; all but our transformer are diffusers' own. `interface_of`
+reads inputs and outputs from the config alone. Flux takes and returns patches of 2×2 as rows:
 
     (batch, C, H, W)  ↔  (batch, HW/4, 4C)      row y W/2 + x holds patch (y, x), channel 4c + 2 dy + dx
 """
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from hddm.networks.transformers import ExpertTransformer
 from hddm.utils.errors import HddmError
 
-# Conditions that a network does without.
+# Conditions that a network can do without.
 OPTIONAL_CONDITIONS = frozenset({"encoder_attention_mask"})
 LARGEST_SIDE = 4096
 """Of a sample. A UNet has no tensor that would bound what its config declares."""
@@ -28,11 +28,10 @@ _TEXT_WIDTHS = ("caption_channels", "text_dim", "joint_attention_dim", "cross_at
 
 @dataclass(frozen=True)
 class Interface:
-    """Inputs and outputs of a network, read off its config.
+    """Inputs and outputs of a network, read from its config.
 
-    ``sample_shape`` is (C, H, W). With a ``variance_head`` the last C of 2 C output channels are a learned
-    variance (arXiv:2102.09672), no part of the prediction. ``null_class`` stands for no class.
-    ``num_patches`` is None for a UNet.
+    ``sample_shape`` is (C, H, W). With ``variance_head``, the last C of 2 C output channels are a learned
+    variance (arXiv:2102.09672), not part of the prediction. ``num_patches`` is None for a UNet.
     """
 
     sample_shape: tuple[int, int, int]
@@ -44,16 +43,11 @@ class Interface:
 
 
 def interface_of(name: str, config: Mapping[str, object], size: tuple[int, int] | None = None) -> Interface:
-    """Inputs and outputs of the network of class ``name`` with this ``config``.
+    """Inputs and outputs of the network of class ``name`` with ``config``, defaults of the class included.
 
-    Args:
-        name: of the class.
-        config: of the network, with the defaults of its class.
-        size: height and width of a sample where the config states none, as Flux's.
-
-    Raises:
-        HddmError: for a sample size that neither says, an output that is neither C nor 2 C channels, or a
-            condition that has no place here.
+    ``size`` is a sample's height and width where the config states none, as Flux's. Raises `HddmError` where
+    neither states a size, for an output that has neither C nor 2 C channels, and for an unsupported
+    condition.
     """
     channels = _channels(name, config)
     patch = 2 if name == FLUX else _count(config, "patch_size")
@@ -79,7 +73,7 @@ def own_time_factor(name: str) -> float:
 
 
 def text_width(config: Mapping[str, object]) -> int | None:
-    """Width of the text tokens that the network with this ``config`` takes; None for one without text."""
+    """Width of the text tokens that the network takes, None without text."""
     stated = next((config[key] for key in _TEXT_WIDTHS if config.get(key)), None)
     # A UNet may state it for each of its levels.
     width = stated[0] if isinstance(stated, Sequence) else stated
@@ -224,9 +218,7 @@ EXPERT_NETWORKS = (ExpertTransformer, *(name for name in _CONDITIONS if name != 
 class NetworkWrapper(nn.Module):
     """A network of `EXPERT_NETWORKS` that returns a tensor of its input's shape.
 
-    Args:
-        model: the network.
-        round_time: feed whole timesteps, to the nearest (the recipe of arXiv:2603.06741).
+    ``round_time`` feeds whole timesteps, rounded to the nearest (the recipe of arXiv:2603.06741).
     """
 
     def __init__(self, model: ModelMixin, round_time: bool = False) -> None:
@@ -239,12 +231,10 @@ class NetworkWrapper(nn.Module):
         return self.model.config
 
     def forward(self, x: Tensor, timestep: Tensor, **conditions: Tensor) -> Tensor:
-        """The prediction (batch, C, H, W), without a variance half.
+        """The prediction (batch, C, H, W) for states ``x`` of that shape, without a variance half.
 
-        Args:
-            x: state (batch, C, H, W).
-            timestep: (batch,).
-            conditions: those of the interface; what diffusers nests in ``added_cond_kwargs`` is flat here.
+        ``timestep`` is (batch,); ``conditions`` are the interface's, including those that diffusers nests in
+        ``added_cond_kwargs``.
         """
         if self.round_time:
             timestep = timestep.round()
@@ -258,9 +248,9 @@ _ADDED = ("text_embeds", "time_ids", "resolution", "aspect_ratio")
 
 
 def call(model: ModelMixin, x: Tensor, timestep: Tensor, conditions: Mapping[str, Tensor]) -> Tensor:
-    """All that a network of `EXPERT_NETWORKS` gives, the variance half included.
+    """Full output of a network of `EXPERT_NETWORKS`, including a variance half.
 
-    Flux casts times to its own dtype before it embeds them, and was trained so.
+    Flux casts times to its own dtype before embedding them, and was trained that way.
     """
     if isinstance(model, ExpertTransformer):
         output: Tensor = model(x, timestep, **conditions)
@@ -279,11 +269,7 @@ def call(model: ModelMixin, x: Tensor, timestep: Tensor, conditions: Mapping[str
 
 
 def pack(x: Tensor) -> Tensor:
-    """Rows (batch, HW/4, 4C) of a state (batch, C, H, W).
-
-    Raises:
-        HddmError: for sides that are odd.
-    """
+    """Rows (batch, HW/4, 4C) of a state (batch, C, H, W); `HddmError` for odd sides."""
     if x.shape[-2] % 2 or x.shape[-1] % 2:
         raise HddmError(
             f"a state of {x.shape[-2]}×{x.shape[-1]} has no patches of 2×2; its sides must be even"
@@ -297,6 +283,6 @@ def unpack(rows: Tensor, height: int) -> Tensor:
 
 
 def positions(height: int, width: int, device: torch.device) -> Tensor:
-    """(0, y, x) of every row, (HW/4, 3); in float32, since half types round large numbers."""
+    """Position (0, y, x) of every row, (HW/4, 3); float32, since half types round large numbers."""
     sides = [torch.arange(size, device=device, dtype=torch.float32) for size in (1, height // 2, width // 2)]
     return torch.cartesian_prod(*sides)

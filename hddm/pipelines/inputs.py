@@ -1,4 +1,4 @@
-"""Arguments of a pipeline's call as batches: class labels, repeated conditions, noise."""
+"""Arguments of a pipeline call, made into batches: class labels, repeated conditions, noise."""
 
 from collections.abc import Mapping, Sequence
 
@@ -12,10 +12,9 @@ Generators = torch.Generator | Sequence[torch.Generator] | None
 
 
 def class_indices(labels: int | str | Sequence[int | str] | Tensor, classes: Sequence[str]) -> Tensor:
-    """Indices (batch,) of classes: numbers are indices, texts are names, or indices where no name fits.
+    """Indices (batch,) of classes; numbers are indices, texts are names, or indices where no name fits.
 
-    Raises:
-        HddmError: for a class that is not there, or an ensemble without classes.
+    Raises `HddmError` for an unknown class, or an ensemble without classes.
     """
     if isinstance(labels, Tensor):
         labels = labels.flatten().tolist()
@@ -40,9 +39,9 @@ def class_indices(labels: int | str | Sequence[int | str] | Tensor, classes: Seq
 def repeated(
     given: Mapping[str, Tensor], against: Mapping[str, Tensor], times: int, batch: int | None = None
 ) -> tuple[dict[str, Tensor], dict[str, Tensor], int]:
-    """Conditions of as many rows as images, ``times`` each, and how many images that makes.
+    """Repeat each row of the conditions ``times`` times; also return the resulting number of images.
 
-    One row stands for all of the others' rows, and for ``batch`` rows where that is given.
+    A single row is expanded to the number of rows of the others, and to ``batch`` rows where given.
     """
     if times < 1 or (batch is not None and batch < 1):
         raise HddmError(f"num_images_per_prompt and batch_size start at 1, not {times} and {batch}")
@@ -72,10 +71,10 @@ def noise_and_draws(
     generator: Generators,
     latents: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """States at t = 1 (num, *shape), and the number in [0, 1) that picks each one's expert (num,).
+    """States at t = 1 (num, *shape), and numbers in [0, 1) that pick each image's expert (num,).
 
-    With ``seed`` both are those of `hddm.sample`. A list of generators gives each image its own stream, first
-    the noise, then the draw; a single one, or none, serves the whole batch in that order.
+    With ``seed`` both equal those of `hddm.sample`. In a list of generators, each serves one image, first
+    noise, then draw; a single generator, or none, serves the whole batch in that order.
     """
     if min(seed or 0, start) < 0:
         raise HddmError(f"seed and start begin at 0, not at {seed} and {start}")

@@ -1,4 +1,4 @@
-"""The offload methods of a pipeline: which parts wait in main memory, and when they come to the device."""
+"""Offload methods of a pipeline: which parts wait in main memory, and when they are brought to the device."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -13,9 +13,9 @@ from hddm.networks.transformers import RouterTransformer
 
 
 class Offloading:
-    """The offload methods of a diffusers pipeline, for one whose experts take turns in any order.
+    """Offload methods of a diffusers pipeline whose experts run in any order.
 
-    Diffusers moves models in one fixed order; here the router decides at each step.
+    Diffusers moves models in one fixed order, but here the router decides at each step.
     """
 
     experts: ExpertSet
@@ -27,27 +27,24 @@ class Offloading:
     def enable_model_cpu_offload(
         self, gpu_id: int | None = None, device: torch.device | str | None = None
     ) -> None:
-        """Keep all weights in main memory; experts come to ``device`` as they are chosen, two at most.
+        """Keep all weights in main memory; at most two chosen experts are on ``device``.
 
-        Args:
-            gpu_id: of the CUDA device.
-            device: instead; by default the current accelerator, or the CPU where there is none.
+        ``gpu_id`` is a CUDA device, ``device`` replaces it; the default is the current accelerator, or else
+        the CPU.
         """
         self._offload_to(_device(gpu_id, device), budget=None)
 
     def enable_sequential_cpu_offload(
         self, gpu_id: int | None = None, device: torch.device | str | None = None
     ) -> None:
-        """As `enable_model_cpu_offload`, with one expert at a time."""
+        """Do as `enable_model_cpu_offload`, with one expert at a time."""
         largest = max(network.size for network in self.experts.stored)
         self._offload_to(_device(gpu_id, device), budget=largest)
 
     def enable_expert_offload(self, mode: Offload = "disk", max_memory: int | None = None) -> None:
-        """Let experts come and go; the other parts stay where they are.
+        """Offload experts by ``mode`` (see `hddm.networks.offload`); other parts stay where they are.
 
-        Args:
-            mode: ``none``, ``ram`` or ``disk``; see `hddm.networks.offload`.
-            max_memory: bytes of experts' weights on the device at most.
+        ``max_memory`` limits the bytes of experts' weights on the device.
         """
         self.experts.offload(mode, max_memory)
 
@@ -62,7 +59,7 @@ class Offloading:
         self._visits = device
 
     def present(self, part: nn.Module) -> "Visit":
-        """A context in which ``part`` is where it can run; one that waits goes back to the CPU."""
+        """Context in which ``part`` is on its device; an offloaded part then returns to the CPU."""
         return nullcontext(part) if self._visits is None else _visit(part, self._visits)
 
 

@@ -1,4 +1,4 @@
-"""An ensemble as a diffusers pipeline: from prompts or class labels to images."""
+"""Diffusers pipeline of an ensemble: from prompts or class labels to images."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -41,7 +41,7 @@ _LOADING: Mapping[str, Collection[object]] = {
     "device_map": (None,),
     "safety_checker": (None,),
 }
-"""Keywords of diffusers' loaders, with the values that change nothing here."""
+"""Keywords of diffusers' loaders, with the values that have no effect here."""
 _SAVING: Mapping[str, Collection[object]] = {"safe_serialization": (True, None), "variant": (None,)}
 
 _TEXT = "encoder_hidden_states"
@@ -51,24 +51,24 @@ OnStepEnd = Callable[["HDDMPipeline", int, float, dict[str, Tensor]], Mapping[st
 
 @dataclass
 class HDDMPipelineOutput(BaseOutput):  # type: ignore[misc]
-    """Images as ``output_type`` has them, and which experts made them."""
+    """Images in the format of ``output_type``, and the experts that made them."""
 
     images: Any
     expert_use: ExpertUse
 
 
 class HDDMPipeline(Offloading, DiffusionPipeline):  # type: ignore[misc]
-    """Samples of an ensemble, decoded by a VAE where its experts are of latents.
+    """Samples of an ensemble, decoded by a VAE if its experts are of latents.
 
     Args:
-        experts: the experts, in the router's order.
-        router: of these experts' shards; only ``draw`` does without.
-        scheduler: its ``shift`` is that of the time grid. The solver is hddm's own (`hddm.sampling`).
+        experts: in the router's order.
+        router: of these experts' shards; optional only for ``draw``.
+        scheduler: its ``shift`` is that of the time grid; the solver is hddm's own (`hddm.sampling`).
         vae: decodes latents; without it only ``output_type="latent"`` is possible.
-        text_encoder: of prompts; without it embeddings are passed.
+        text_encoder: encodes prompts; without it, pass embeddings.
         tokenizer: of the text encoder.
-        facts: strategy and priors; by default ``draw`` from equal shares.
-        router_facts: how the router counts time; needed with one.
+        facts: strategy and priors; by default ``draw`` with equal shares.
+        router_facts: the router's time scale; needed with a router.
 
     Raises:
         HddmError: for parts that contradict each other.
@@ -110,10 +110,9 @@ class HDDMPipeline(Offloading, DiffusionPipeline):  # type: ignore[misc]
 
     @property
     def ensemble(self) -> Ensemble:
-        """The velocity field of these parts; one as long as they are the same.
+        """Velocity field of these parts, cached while they stay the same.
 
-        Raises:
-            HddmError: for a scheduler whose grid has more than a shift, and parts that do not fit.
+        Raises `HddmError` for a scheduler that does more than shift its grid, and parts that do not fit.
         """
         models = (self.experts, self.router, self.router_facts, self.facts)
         shift = shift_of(self.scheduler)
@@ -124,12 +123,12 @@ class HDDMPipeline(Offloading, DiffusionPipeline):  # type: ignore[misc]
 
     @property
     def interrupt(self) -> bool:
-        """True after a callback has stopped the run, by setting ``_interrupt``."""
+        """True after a callback has set ``_interrupt`` to stop the run."""
         return self._interrupt
 
     @classmethod
     def from_pipe(cls, pipeline: "HDDMPipeline", **changes: Any) -> "HDDMPipeline":
-        """A pipeline of the same parts, but for ``changes``, arguments of the constructor."""
+        """Make a pipeline of the same parts, except for ``changes`` (constructor arguments)."""
         if not isinstance(pipeline, HDDMPipeline):
             raise HddmError(f"from_pipe: a {type(pipeline).__name__} is no ensemble; convert and assemble it")
         arguments = {**pipeline.components, "facts": pipeline.facts, "router_facts": pipeline.router_facts}
@@ -146,15 +145,15 @@ class HDDMPipeline(Offloading, DiffusionPipeline):  # type: ignore[misc]
         max_memory: int | None = None,
         **options: Any,
     ) -> "HDDMPipeline":
-        """The pipeline in an ensemble folder, or of the Paris release; nothing in it is run as code.
+        """Open the pipeline in an ensemble folder, or of the Paris release; nothing in it is run as code.
 
         Args:
-            pretrained_model_name_or_path: the folder. Nothing is downloaded.
+            pretrained_model_name_or_path: the folder; nothing is downloaded.
             torch_dtype: that all networks run in.
-            experts: indices of the experts to take; by default all.
-            offload: where experts wait that do not run; see `hddm.networks.offload`.
-            max_memory: bytes that all weights together may take on the device.
-            options: of diffusers' loader, where they ask for what is done anyway, as ``local_files_only``.
+            experts: indices of experts to take; by default all.
+            offload: where idle experts wait; see `hddm.networks.offload`.
+            max_memory: bytes on the device for all weights together.
+            options: of diffusers' loader, if they ask for what is done anyway, such as ``local_files_only``.
 
         Raises:
             HddmError: for another option, or a folder whose parts contradict each other.
@@ -183,7 +182,7 @@ class HDDMPipeline(Offloading, DiffusionPipeline):  # type: ignore[misc]
         return made
 
     def to(self, *args: Any, **kwargs: Any) -> "HDDMPipeline":
-        """Cast and move all parts, as any pipeline of diffusers."""
+        """Cast and move all parts, as in any diffusers pipeline."""
         dtype = kwargs.pop("dtype", None) or next((one for one in args if isinstance(one, torch.dtype)), None)
         if dtype is not None:
             # Models of diffusers warn of any cast of their own, though there is nothing to warn of.
@@ -197,16 +196,17 @@ class HDDMPipeline(Offloading, DiffusionPipeline):  # type: ignore[misc]
         return moved
 
     def save_pretrained(self, save_directory: str | Path, *, overwrite: bool = False, **options: Any) -> None:
-        """Write an ensemble folder, complete or not at all, weights in the dtype that they run in.
+        """Write an ensemble folder, completely or not at all, with weights in the dtype that they run in.
 
         Args:
             save_directory: the folder.
-            overwrite: whether one that exists is replaced.
-            options: of diffusers' writer, where they ask for what is done anyway, as ``safe_serialization``.
+            overwrite: replace an existing folder.
+            options: of diffusers' writer, if they ask for what is done anyway, such as
+                ``safe_serialization``.
 
         Raises:
-            HddmError: where the folder exists, unless ``overwrite``; for the one that experts are read from;
-                and for another option.
+            HddmError: where the folder exists without ``overwrite``, or the experts are read from it, and for
+                other options.
         """
         _refuse_options("save_pretrained", options, _SAVING)
         folder, experts = Path(save_directory), self.experts.experts
@@ -265,29 +265,29 @@ class HDDMPipeline(Offloading, DiffusionPipeline):  # type: ignore[misc]
             negative_prompt_embeds: the same for the negative branch.
             conditions: further keywords of the experts' networks, each (batch, …).
             negative_conditions: the same for the negative branch.
-            num_images_per_prompt: images of each prompt or class.
+            num_images_per_prompt: images per prompt or class.
             batch_size: prompts or classes, where one or none of them stands for all.
             height: of the images; there is one size, `image_size`.
             width: likewise.
             num_inference_steps: solver steps.
             guidance_scale: 1 for none, or a `hddm.velocity.Guidance`.
             strategy: instead of the ensemble's own; see `hddm.ensemble`.
-            expert: the one expert to use, instead of any strategy.
+            expert: use this expert only, instead of a strategy.
             solver: see `hddm.sampling`.
-            router_every: ask the router at every n-th call of the velocity only.
+            router_every: ask the router only at every n-th call of the velocity.
             seed: image i is that of ``hddm.sample`` with this seed, whatever the batch.
             start: index i of the first image under ``seed``.
-            generator: one for all, or a list with one an image, instead of ``seed``.
+            generator: one for all images, or a list with one each, instead of ``seed``.
             latents: states at t = 1, (batch, C, H, W), instead of drawn ones.
             output_type: ``pil``, ``np``, ``pt`` (0 to 1) or ``latent`` (as the experts were trained).
-            return_dict: whether to return an `HDDMPipelineOutput` and not a tuple with the images.
+            return_dict: return an `HDDMPipelineOutput` instead of a tuple with the images.
             callback_on_step_end: called as ``callback(pipeline, step, timestep, {"latents": …})``, timestep
-                being 1000 t; ``latents`` of the dictionary that it may return replace the state.
+                being 1000 t; may return a dictionary whose ``latents`` replace the state.
             callback_on_step_end_tensor_inputs: ``latents`` or nothing.
 
         Raises:
-            HddmError: for a condition that no expert takes or that one lacks, parts that are missing,
-                numbers that do not go together, and whatever `hddm.sampling.integrate` refuses.
+            HddmError: for a condition that no expert takes or that is lacking, missing parts, contradictory
+                numbers, and whatever `hddm.sampling.integrate` refuses.
         """
         self._interrupt = False
         if list(callback_on_step_end_tensor_inputs) not in ([], ["latents"]):
@@ -346,12 +346,12 @@ class HDDMPipeline(Offloading, DiffusionPipeline):  # type: ignore[misc]
         conditions: Mapping[str, Tensor] | None = None,
         negative_conditions: Mapping[str, Tensor] | None = None,
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Conditions and negative conditions by keyword of the experts' networks, a row a prompt or class.
+        """Conditions and negative conditions by network keyword, one row per prompt or class.
 
-        Args are those of a call; ``guided`` says whether there will be a negative branch.
+        Arguments are those of a call; ``guided`` says whether there will be a negative branch.
 
         Raises:
-            HddmError: for prompts without a text encoder, or two things that exclude each other.
+            HddmError: for prompts without a text encoder, or arguments that exclude each other.
         """
         if prompt is not None and not all(isinstance(one, str) for one in prompt):
             raise HddmError("prompt is a text or a list of texts; classes are passed as class_labels=")
@@ -388,7 +388,7 @@ class HDDMPipeline(Offloading, DiffusionPipeline):  # type: ignore[misc]
         return given, against
 
     def decode(self, latents: Tensor) -> Tensor:
-        """Images (N, C, H, W) in [-1, 1] of samples: the VAE's, or pixels as they are, clipped."""
+        """Images (N, C, H, W) in [-1, 1] of samples: decoded by the VAE, or pixels, clipped."""
         if self.vae is None:
             return latents.float().clamp(-1, 1)
         with self.present(self.vae) as vae:
@@ -405,7 +405,7 @@ class HDDMPipeline(Offloading, DiffusionPipeline):  # type: ignore[misc]
 
     @property
     def image_size(self) -> tuple[int, int]:
-        """Height and width of the images in pixels."""
+        """Image height and width in pixels."""
         height, width = self.experts.facts[0].sample_shape[1:]
         factor = 1 if self.vae is None else scale_of(self.vae)
         return factor * height, factor * width
@@ -428,7 +428,7 @@ class HDDMPipeline(Offloading, DiffusionPipeline):  # type: ignore[misc]
 def _refuse_options(
     call: str, options: Mapping[str, Any], harmless: Mapping[str, Collection[object]]
 ) -> None:
-    """Refuse keywords that would change something which hddm does in one way only."""
+    """Refuse keywords whose value would change what hddm does in one way only."""
     for name, value in options.items():
         if not any(value is one for one in harmless.get(name, ())):
             known = "; nothing but a local folder of safetensors is read or written, and no code of it runs"
@@ -436,7 +436,7 @@ def _refuse_options(
 
 
 def shift_of(scheduler: FlowMatchEulerDiscreteScheduler) -> float:
-    """Shift of the time grid that a scheduler stands for; an `HddmError` where it is more than shifted."""
+    """Shift of a scheduler's time grid; `HddmError` where it does more than shift."""
     if type(scheduler) is not FlowMatchEulerDiscreteScheduler:
         raise HddmError(
             f"the scheduler is a {type(scheduler).__name__}, and hddm integrates by its own solvers: take a "

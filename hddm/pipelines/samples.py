@@ -1,7 +1,7 @@
-"""Samples of a saved model as a folder of PNG files or of latents (`sample_to_folder`).
+"""Samples of a saved model, as a folder of PNG files or of latents (`sample_to_folder`).
 
-`SampleSettings` are the options of ``hddm sample``. Conditions (class labels, prompts, tensors in a file) are
-cycled over the images. A sheet of all images may lie beside the folder, which holds samples alone.
+Conditions (class labels, prompts, tensors in a file) are cycled over the images. A sheet of all images may
+lie beside the folder, which holds only samples.
 """
 
 import math
@@ -56,9 +56,9 @@ def _ordered(interval: tuple[float, float]) -> tuple[float, float]:
 
 
 class SampleSettings(Record):
-    """Options of ``hddm sample``, checked, as they are recorded beside the images.
+    """Checked options of ``hddm sample``, as recorded beside the images.
 
-    Image i depends on ``seed`` and i alone, counted from ``start``, whatever the batch size.
+    Image i, counted from ``start``, depends on ``seed`` and i alone, not on the batch size.
     """
 
     num_images: Positive = 16
@@ -93,7 +93,7 @@ class SampleSettings(Record):
 
     @property
     def guidance(self) -> Guidance:
-        """Scale and the rest as one; an `HddmError` for others than the scale where it is 1."""
+        """Scale and other guidance options together; `HddmError` for other options with a scale of 1."""
         found = Guidance(
             self.guidance_scale, self.cfg_channels, self.guidance_interval, self.guidance_rescale
         )
@@ -106,7 +106,7 @@ class SampleSettings(Record):
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """The dtype that networks run in."""
+        """Dtype that networks run in."""
         dtype: torch.dtype = getattr(torch, self.dtype)
         return dtype
 
@@ -122,11 +122,9 @@ def sample_to_folder(
     """Sample an expert, an ensemble or the Paris release into a folder.
 
     It holds ``00000.png`` …, counted from ``settings.start``, or ``latents.safetensors``, and
-    ``sampling.json``: the settings, the time grid's shift, and how the experts were used over time. With
-    ``grid`` there is a sheet of the images beside it (`write_sheet`), and its line is returned.
-
-    Raises:
-        HddmError: for an existing ``out``, a model that cannot be loaded, or wrong settings.
+    ``sampling.json``: settings, shift of the time grid, and use of the experts over time. With ``grid``, a
+    sheet of the images is written beside it (`write_sheet`), and its line is returned. Raises `HddmError` for
+    an existing ``out``, a model that cannot be loaded, or wrong settings.
     """
     if grid and settings.output_type == "latent":
         raise UsageError("--grid: shows images, and --output-type latent makes none; drop one of the two")
@@ -243,10 +241,9 @@ def _record(
 
 
 def read_cycles(pipeline: HDDMPipeline, settings: SampleSettings) -> tuple[Cycles, Cycles]:
-    """Conditions and negative ones, each of as many rows as there are different ones.
+    """Conditions and negative conditions, each with one row per distinct value.
 
-    Raises:
-        HddmError: for what cannot be read or encoded, and for two sources of one condition.
+    Raises `HddmError` for conditions that cannot be read or encoded, or that have two sources.
     """
     guided = settings.guidance.scale != 1.0
     if settings.negative_prompt is not None and not guided:
@@ -287,12 +284,12 @@ def read_cycles(pipeline: HDDMPipeline, settings: SampleSettings) -> tuple[Cycle
 
 
 def cycled(cycles: Cycles, start: int, stop: int) -> dict[str, Tensor]:
-    """The rows of images ``start`` … ``stop`` - 1."""
+    """Rows of images ``start`` … ``stop`` - 1."""
     return {name: value[torch.arange(start, stop) % len(value)] for name, value in cycles.items()}
 
 
 def class_names(cycles: Cycles, classes: Sequence[str]) -> tuple[str, ...]:
-    """Names of the labels among ``cycles``, numbers where no name is known; empty without labels."""
+    """Names of the labels among ``cycles``, or numbers without a name; empty without labels."""
     labels = cycles["class_labels"].tolist() if "class_labels" in cycles else []
     return tuple(classes[k] if 0 <= k < len(classes) else str(k) for k in labels)
 
@@ -320,14 +317,15 @@ def _file(path: Path) -> dict[str, Tensor]:
 
 
 def sheet_path(out: Path) -> Path:
-    """Where the sheet of the samples in the folder ``out`` lies: ``samples.grid.png`` beside ``samples``."""
+    """Path of the sheet for the samples in ``out``: ``samples.grid.png`` beside ``samples``."""
     return out.with_name(f"{out.name}.grid.png")
 
 
 def write_sheet(out: Path, images: Sequence[Path], conditions: Sequence[str] = ()) -> str:
-    """Write images of one size as one PNG, and return a line on it for the user.
+    """Write images of one size as one PNG; return a line on it for the user.
 
-    A condition is a row where one of ``conditions``, the names by image, has several; else it is a square.
+    Each condition is a row if one of ``conditions`` (names by image) has several images; otherwise the sheet
+    is square.
     """
     path, by_condition = sheet_path(out), dict[str, list[Path]]()
     for image, condition in zip(images, conditions, strict=bool(conditions)):
@@ -347,6 +345,6 @@ def write_sheet(out: Path, images: Sequence[Path], conditions: Sequence[str] = (
 
 
 def shortened(names: Sequence[str]) -> str:
-    """The first of ``names``, and the beginning of each, for a line to read."""
+    """Shorten ``names`` for display: the first few, each cut to its beginning."""
     first = [name if len(name) <= 30 else f"{name[:29]}…" for name in names[:10]]
     return ", ".join([*first, *(["…"] if len(names) > 10 else [])])
