@@ -11,7 +11,7 @@ import hddm
 from hddm.checkpoints.convert import write
 from hddm.checkpoints.plan import Conversion, plan
 from hddm.experts.assembly import assemble
-from hddm.experts.ensembles import EnsembleRecord
+from hddm.experts.ensemble_folders import EnsembleRecord
 from hddm.experts.loading import ExpertSet
 from hddm.experts.records import Expert, ExpertRecord, RouterRecord, save_expert, save_router
 from hddm.networks.offload import Shelf

@@ -47,7 +47,7 @@ def assemble(
     from hddm.experts.assembly import DEFAULT_STRATEGY
     from hddm.experts.assembly import assemble as put_together
     from hddm.experts.assembly_changes import change
-    from hddm.experts.ensembles import read_ensemble_facts
+    from hddm.experts.ensemble_folders import read_ensemble_facts
 
     if changes:
         notes = change(

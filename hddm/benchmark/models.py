@@ -29,7 +29,7 @@ from hddm.data.shard_records import read_manifest
 from hddm.ensemble import Ensemble, Strategy
 from hddm.evaluation.distances import are_few, too_few
 from hddm.experts.assembly import assemble
-from hddm.experts.ensembles import ENSEMBLE_FILE, read_ensemble_facts
+from hddm.experts.ensemble_folders import ENSEMBLE_FILE, read_ensemble_facts
 from hddm.experts.loading import load
 from hddm.experts.records import EXPERT_FILE, FORMAT, ExpertRecord
 from hddm.utils.errors import HddmError

@@ -22,7 +22,7 @@ from hddm.data.shard_records import (
     is_encoded,
     read_encoded_manifest,
 )
-from hddm.experts.ensembles import ENSEMBLE_FILE, MODEL_INDEX, read_ensemble_facts, read_model_index
+from hddm.experts.ensemble_folders import ENSEMBLE_FILE, MODEL_INDEX, read_ensemble_facts, read_model_index
 from hddm.experts.lora import ADAPTER_WEIGHTS
 from hddm.experts.paris import expert_arguments, is_paris, paris_experts, paris_router
 from hddm.experts.records import EXPERT_FILE, FORMAT, ROUTER_FILE, ExpertRecord, RouterRecord

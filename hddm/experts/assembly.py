@@ -16,7 +16,7 @@ from hddm.experts.compatibility import (
     match_router,
     prior_of,
 )
-from hddm.experts.ensembles import (
+from hddm.experts.ensemble_folders import (
     CLASSES,
     COMPONENTS,
     ENSEMBLE_FILE,
@@ -63,7 +63,7 @@ class EnsembleFolders:
     """Folders that make up an ensemble.
 
     ``outputs`` has the router's output for each expert, None where still open; empty where all are.
-    ``components`` are by name (`hddm.experts.ensembles.COMPONENTS`); ``bases``, the weights that adapters
+    ``components`` are by name (`hddm.experts.ensemble_folders.COMPONENTS`); ``bases``, the weights that adapters
     change, by SHA-256.
     """
 

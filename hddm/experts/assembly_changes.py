@@ -12,7 +12,7 @@ from pathlib import Path
 
 from hddm.experts.assembly import EnsembleFolders, check, check_files, fill, read_records, refuse_inside
 from hddm.experts.compatibility import Findings, common_shift
-from hddm.experts.ensembles import (
+from hddm.experts.ensemble_folders import (
     BASES,
     COMPONENTS,
     ENSEMBLE_FILE,

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from hddm.ensemble import Ensemble, Router, Strategy
 from hddm.experts.compatibility import Findings, compare_experts, match_router
-from hddm.experts.ensembles import (
+from hddm.experts.ensemble_folders import (
     COMPONENTS,
     ENSEMBLE_FILE,
     ROUTER,
@@ -204,7 +204,7 @@ class OpenedEnsemble:
     router_facts: RouterRecord | None
     facts: EnsembleRecord
     components: Sequence[str] = ()
-    """`hddm.experts.ensembles.COMPONENTS` that are present."""
+    """`hddm.experts.ensemble_folders.COMPONENTS` that are present."""
 
     def expert_set(
         self,

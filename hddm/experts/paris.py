@@ -21,7 +21,7 @@ from typing import Any
 
 from torch import Tensor
 
-from hddm.experts.ensembles import SCHEDULER_FILE, read_shift
+from hddm.experts.ensemble_folders import SCHEDULER_FILE, read_shift
 from hddm.experts.records import EXPERT_FILE, ExpertRecord, RouterRecord, SourceRecord, UnreadExpert
 from hddm.networks.folders import Unread, unread
 from hddm.networks.identity import TextEncoderRecord, VaeRecord

@@ -12,7 +12,7 @@ from diffusers.utils import BaseOutput
 from torch import Tensor, nn
 
 from hddm.ensemble import Ensemble
-from hddm.experts.ensembles import (
+from hddm.experts.ensemble_folders import (
     CLASSES,
     COMPONENTS,
     ENSEMBLE_FILE,

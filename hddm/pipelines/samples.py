@@ -19,7 +19,7 @@ from torch import Tensor
 
 from hddm.data.images import CELL, contact_sheet, lines_of, save_png, to_bytes
 from hddm.ensemble import Strategy
-from hddm.experts.ensembles import ENSEMBLE_FILE
+from hddm.experts.ensemble_folders import ENSEMBLE_FILE
 from hddm.experts.records import EXPERT_FILE
 from hddm.pipelines.inputs import class_indices
 from hddm.pipelines.pipeline import HDDMPipeline

@@ -15,7 +15,7 @@ import torch
 from hddm.calibration import FILE_NAME as CALIBRATION
 from hddm.data.shard_records import LARGEST_MANIFEST, PARTITION_FILE
 from hddm.data.shards import Shard, open_shard
-from hddm.experts.ensembles import ENSEMBLE_FILE
+from hddm.experts.ensemble_folders import ENSEMBLE_FILE
 from hddm.experts.lora import ADAPTER_WEIGHTS, bases_in, refuse_base
 from hddm.experts.records import (
     EXPERT_FILE,

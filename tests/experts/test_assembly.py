@@ -11,7 +11,7 @@ import hddm
 from hddm.calibration import FILE_NAME as CALIBRATION
 from hddm.experts.assembly import assemble
 from hddm.experts.assembly_changes import change
-from hddm.experts.ensembles import read_ensemble_facts, read_model_index, read_shift
+from hddm.experts.ensemble_folders import read_ensemble_facts, read_model_index, read_shift
 from hddm.experts.records import EXPERT_FILE
 from hddm.networks.folders import WEIGHTS
 from hddm.networks.text_encoder import text_encoder_facts

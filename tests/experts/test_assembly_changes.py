@@ -9,7 +9,7 @@ from safetensors import SafetensorError
 
 from hddm.experts.assembly import assemble
 from hddm.experts.assembly_changes import change
-from hddm.experts.ensembles import COMPONENTS, read_ensemble_facts
+from hddm.experts.ensemble_folders import COMPONENTS, read_ensemble_facts
 from hddm.experts.records import EXPERT_FILE, read_router, save_router
 from hddm.networks.folders import WEIGHTS
 from hddm.utils.errors import HddmError

@@ -13,7 +13,7 @@ from hddm.checkpoints.describe import describe
 from hddm.ensemble import Ensemble, Router
 from hddm.experts.assembly import assemble
 from hddm.experts.assembly_changes import change
-from hddm.experts.ensembles import read_ensemble_facts, write_ensemble_records
+from hddm.experts.ensemble_folders import read_ensemble_facts, write_ensemble_records
 from hddm.experts.records import EXPERT_FILE, read_router
 from hddm.networks.folders import WEIGHTS
 from hddm.pipelines.samples import SampleSettings, sample_to_folder

@@ -12,7 +12,7 @@ from torch import Tensor
 import hddm
 from hddm.experts.assembly import assemble
 from hddm.experts.assembly_changes import change
-from hddm.experts.ensembles import ENSEMBLE_FILE, read_ensemble_facts
+from hddm.experts.ensemble_folders import ENSEMBLE_FILE, read_ensemble_facts
 from hddm.experts.lora import ADAPTER_WEIGHTS
 from hddm.networks.folders import WEIGHTS
 from hddm.utils.errors import HddmError

@@ -8,7 +8,7 @@ import pytest
 from diffusers import FlowMatchEulerDiscreteScheduler
 
 import hddm
-from hddm.experts.ensembles import (
+from hddm.experts.ensemble_folders import (
     CLASSES,
     read_ensemble_facts,
     read_model_index,

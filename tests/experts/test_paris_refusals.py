@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 import hddm
-from hddm.experts.ensembles import SCHEDULER_FILE
+from hddm.experts.ensemble_folders import SCHEDULER_FILE
 from hddm.experts.paris import is_paris, paris_experts, paris_router
 from hddm.networks.transformers import ExpertTransformer, RouterTransformer
 from hddm.utils.errors import HddmError
