@@ -1,1 +1,4 @@
-"""Image sources, features, clusters, shards, and encoding to latents. Training opens `shards`."""
+"""Images on their way to training: sources, features, clusters, shards, and shards encoded to latents.
+
+May import `utils` and `networks`. Start with `partition`, then `shards`, which training opens.
+"""

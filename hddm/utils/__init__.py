@@ -1,1 +1,4 @@
-"""Files, records, weights, errors, progress and processes, shared by all rooms; nothing of diffusion."""
+"""Files, records, tensors, errors, progress and processes: what every room uses, and nothing of diffusion.
+
+Imports no other room. Start with `files` (everything is written complete or not at all), then `records`.
+"""
