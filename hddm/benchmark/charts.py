@@ -18,7 +18,7 @@ from hddm.benchmark.results import Results, Row
 from hddm.benchmark.settings import SamplingPoint
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f5f2a", "#666666")
-"""Told apart by readers who see no red or no green (Okabe and Ito)."""
+"""Colours distinguishable without red or green (Okabe and Ito)."""
 GREY = "#777777"
 WIDTH, HEIGHT = 4.0, 2.9
 _MARKERS = {"o": "●", "^": "▲", "s": "■", "D": "◆", "v": "▼", "P": "✚", "X": "✖", "<": "◀", ">": "▶"}
@@ -48,11 +48,10 @@ _DECADE = 10
 
 @dataclass(frozen=True)
 class Chart:
-    """Panels, each an element, and what their colours and symbols mean."""
+    """Panels as SVG elements, and a legend of (colour, symbol, meaning)."""
 
     panels: tuple[str, ...]
     legend: tuple[tuple[str, str, str], ...] = ()
-    """Colour, symbol, meaning."""
 
 
 def distances(results: Results) -> Chart:
@@ -87,7 +86,7 @@ def distances(results: Results) -> Chart:
 
 
 def costs(results: Results) -> Chart:
-    """Distance against counted operations an image; a panel a number of images, as distances fall with it."""
+    """Chart distance against counted FLOP per image, by number of images, since distances fall with it."""
     rows = [row for each in results.tables.values() for row in each]
     colours = _in_turn(COLOURS, [row.model for row in rows])
     markers = _in_turn(_MARKERS, [row.point.strategy for row in rows])
@@ -129,7 +128,7 @@ def costs(results: Results) -> Chart:
 
 
 def _by_steps(rows: Sequence[Row]) -> list[list[Row]]:
-    """Rows that differ in the number of steps alone, by cost."""
+    """Group rows that differ in the number of steps alone, each group sorted by cost."""
     found: dict[tuple[str, SamplingPoint], list[Row]] = {}
     for row in rows:
         same = found.setdefault((row.model, row.point.model_copy(update={"steps": 1})), [])
@@ -154,9 +153,9 @@ def _plain_ticks(axes: Axes) -> None:
 
 
 def _panel(name: str, alt: str, paint: Callable[[Axes], None], height: float = HEIGHT) -> str:
-    """An ``<svg>`` element to stand in a page, in which its ``name``, which begins all ids, is unique.
+    """Draw an ``<svg>`` element, ``height`` inches high and `WIDTH` wide, with ``alt`` for screen readers.
 
-    ``alt`` is for a reader who does not see it; ``height`` is in inches, for a width of `WIDTH`.
+    All ids begin with ``name``, which must be unique in the page.
     """
     with rc_context(_STYLE):
         canvas = Canvas(figsize=(WIDTH, height), layout="constrained")

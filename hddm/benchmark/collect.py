@@ -1,4 +1,4 @@
-"""Results out of finished jobs."""
+"""Collect the results of finished jobs."""
 
 import datetime
 import math
@@ -83,6 +83,6 @@ def _scored_row(store: Store, seed: SeedJobs, row: SampledRow) -> ScoredRow:
 
 
 def _joined(values: Iterable[str | None]) -> str | None:
-    """The one value, or several one after the other; None where none is recorded."""
+    """Return the one value, or several joined by commas; None where none is recorded."""
     distinct = set(values)
     return None if distinct <= {None} else ", ".join(sorted(one or "not recorded" for one in distinct))

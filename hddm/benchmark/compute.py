@@ -1,10 +1,10 @@
-"""Compute of training and sampling in counted floating-point operations, a multiply-add being two.
+"""Counted floating-point operations of training and sampling, a multiply-add being two.
 
     training = steps × batch × (one step of one image) + calibration
     calibration = states that it looks at × one evaluation
 
-One real step of each network is counted. The single model is given as many steps as it can take for what the
-homogeneous ensemble costs with its router, so that the two differ by less than one of its steps.
+One real step of each network is counted. The single model gets as many steps as fit the cost of the
+homogeneous ensemble with its router, so that the two differ by less than one of its steps.
 """
 
 import contextlib
@@ -41,14 +41,14 @@ _TIME = 0.75
 
 @contextlib.contextmanager
 def counting() -> Iterator[FlopCounterMode]:
-    """Counts floating-point operations within the block."""
+    """Count floating-point operations within the block."""
     # The fused attention kernels for the CPU have no entry in torch's counter.
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         yield counter
 
 
 def evaluation_flop(field: VelocityField, **conditions: Tensor) -> int:
-    """Operations of one velocity of one image, the expert's calibration included, without guidance."""
+    """Count one velocity of one image, with the expert's calibration and without guidance."""
     assert field.sample_shape is not None
     x = torch.zeros(1, *field.sample_shape, device=field.device)
     t = torch.full((1,), _TIME, dtype=torch.float64, device=field.device)
@@ -56,7 +56,7 @@ def evaluation_flop(field: VelocityField, **conditions: Tensor) -> int:
 
 
 def router_flop(router: object, x: Tensor) -> int:
-    """Operations of one answer of a router for a state like ``x``; 0 for what is no `Router`."""
+    """Count one call of a router for a state like ``x``; 0 for anything but a `Router`."""
     t = torch.full((1,), _TIME, device=x.device)
     return _forward(router, x[:1], t) if isinstance(router, Router) else 0
 
@@ -68,7 +68,7 @@ def _forward(function: Callable[..., object], x: Tensor, t: Tensor, **conditions
     return int(counter.get_total_flops())
 
 
-# What has no say in what a step of one image costs.
+# Settings that do not affect the cost of a step of one image.
 _FREE = {
     *("steps", "batch_size", "gradient_accumulation_steps", "learning_rate", "warmup", "weight_decay"),
     *("ema_decay", "max_grad_norm", "max_non_finite", "calibrate", "seed"),
@@ -84,36 +84,35 @@ class Cost:
     forward: int
 
     def steps(self, settings: LoopSettings) -> int:
-        """All steps of a training."""
         return settings.steps * settings.batch_size * self.step
 
     @property
     def calibration(self) -> int:
-        """Of an expert, after its training."""
+        """Cost of an expert's calibration after its training."""
         return LEVELS * STATES * self.forward
 
     def of_expert(self, settings: LoopSettings) -> int:
-        """A whole training of an expert, with the calibration that follows."""
+        """Cost of training an expert, calibration included."""
         return self.steps(settings) + self.calibration
 
     def of_router(self, settings: RouterSettings) -> int:
-        """A whole training of a router, with its calibration where it has one."""
+        """Cost of training a router, with its calibration where it has one."""
         return self.steps(settings) + settings.calibrate * NOISED * self.forward
 
     def most_steps(self, budget: int, batch_size: int) -> int:
-        """Steps that an expert can take for ``budget``, with the calibration that follows; 1 at least."""
+        """Steps of an expert within ``budget``, calibration included; at least 1."""
         return max(1, (budget - self.calibration) // (batch_size * self.step))
 
 
 class _TwoSteps(Exception):
-    """Two steps were made; nothing after them is wanted."""
+    """Raised to end a training after two steps."""
 
 
 def count_step(train: Callable[..., object], settings: LoopSettings) -> int:
-    """Operations of the second step that ``train(out, settings, on_step=…)`` makes, forward and backward.
+    """Count the second step of ``train(out, settings, on_step=…)``, forward and backward, for one image.
 
-    Of one image, in float32 on the CPU, so that they are the same anywhere. What is done once before the
-    first step, as moments of a shard are taken, is no part of one.
+    It runs in float32 on the CPU, so that the count is the same everywhere. Work that is done once before the
+    first step, such as taking moments, does not count.
     """
     changes: dict[str, Any] = {"steps": 2, "batch_size": 1, "gradient_accumulation_steps": 1}
     changes |= {"mixed_precision": "no", "compile": False, "device": "cpu", "threads": 1}
@@ -134,11 +133,7 @@ def count_step(train: Callable[..., object], settings: LoopSettings) -> int:
 
 
 def count_expert(shard: Path, settings: ExpertSettings) -> Cost:
-    """Of the new network that ``settings`` train on images as those of ``shard``.
-
-    Raises:
-        HddmError: for an adapter, which needs something to adapt, and as `train_expert`.
-    """
+    """Count the new network that ``settings`` train on ``shard``; an adapter raises `HddmError`."""
     if settings.lora_rank is not None:
         raise HddmError(
             f"lora_rank {settings.lora_rank}: adapts an expert that exists; give the model an init, and flow "
@@ -152,7 +147,7 @@ def count_expert(shard: Path, settings: ExpertSettings) -> Cost:
 
 
 def count_continued(init: Path, shard: Path, settings: ExpertSettings) -> Cost:
-    """Of the network in ``init`` as ``settings`` train it on; raises as `continue_expert`."""
+    """Count the network in ``init`` as ``settings`` continue it; raises as `continue_expert`."""
     step = count_step(functools.partial(continue_expert, init, shard), settings)
     field = load(init)
     assert isinstance(field, VelocityField)
@@ -161,7 +156,7 @@ def count_continued(init: Path, shard: Path, settings: ExpertSettings) -> Cost:
 
 
 def count_router(shards: Path, settings: RouterSettings) -> Cost:
-    """Of the router that ``settings`` train on a partition."""
+    """Count the router that ``settings`` train on a partition."""
     folders = find_shards(shards)
     shape = open_shard(folders[0]).shape
     network = new_network(RouterTransformer, settings.size, shape, 0, num_experts=len(folders))
@@ -178,7 +173,7 @@ def _network_flop(network: nn.Module, shape: tuple[int, ...], **conditions: Tens
 
 
 class Costs:
-    """Costs of trainings, each kind of network counted once and kept in the store."""
+    """Costs of trainings; each kind of network is counted once and kept in the store."""
 
     def __init__(self, store: Store, shards: Path) -> None:
         self._store, self._shards, self._folders = store, shards, find_shards(shards)
@@ -194,7 +189,6 @@ class Costs:
         return self._kept("expert", settings, lambda: count_continued(init, shard, settings), init=init_hash)
 
     def router(self, settings: RouterSettings) -> Cost:
-        """`count_router`."""
         return self._kept("router", settings, lambda: count_router(self._shards, settings))
 
     def _kept(
@@ -206,9 +200,9 @@ class Costs:
 
 
 def single_steps(settings: BenchmarkSettings, objective: str, costs: Costs, **changes: Any) -> int:
-    """Steps of the single model for what the ensemble of its objective costs with its router.
+    """Return the single model's steps for the cost of the ensemble of its objective, router included.
 
-    ``changes`` are its own, as `BenchmarkSettings.single` takes them; the ensemble is without.
+    ``changes`` are the single model's own (`BenchmarkSettings.single`), not the ensemble's.
     """
     expert, router = settings.expert(objective, 0), settings.router(0)
     budget = settings.partition.shards * costs.expert(expert).of_expert(expert)

@@ -1,4 +1,4 @@
-"""Images of a benchmark: those to train on, to choose settings by, and to confirm them on."""
+"""Images of a benchmark: to train on, to choose settings by, and to confirm them on."""
 
 import hashlib
 import itertools
@@ -75,10 +75,7 @@ class PartitionedImages:
 
 
 def prepare_images(settings: DataSettings, data: Path | None, store: Store) -> SourceImages:
-    """The training and the held-out side, written first where they are digits or cut from one folder.
-
-    Paths of the settings lie below ``data``.
-    """
+    """Return both sides, written first if digits or cut from one folder; paths lie below ``data``."""
     if settings.source == "digits":
         if data is not None:
             raise HddmError(
@@ -103,7 +100,7 @@ def prepare_images(settings: DataSettings, data: Path | None, store: Store) -> S
 
 
 def image_paths(settings: DataSettings, data: Path | None) -> tuple[Path, Path | None]:
-    """Paths of a user's training and perhaps held-out images, which are there and lie apart."""
+    """Return the paths of a user's training and held-out images, which must exist and not overlap."""
     above = data or Path()
     training = above / settings.training
     held_out = None if settings.held_out is None else above / settings.held_out
@@ -133,10 +130,10 @@ def refuse_work_among_images(settings: DataSettings, data: Path | None, folders:
 def divide(
     sources: SourceImages, data: DataSettings, settings: PartitionSettings, store: Store
 ) -> PartitionedImages:
-    """Shards of the training side, without its validation images.
+    """Partition the training side, without its validation images, into shards and into one whole.
 
-    Which images those are is decided by the hash of their pixels (`hddm.data.partition`), so that they are
-    the same in the shards and in the whole.
+    Validation images are chosen by the hash of their pixels (`hddm.data.partition`), so both leave out the
+    same.
     """
 
     def once(name: str, shards: int, features: str) -> Path:
@@ -169,7 +166,7 @@ def reference_job(sources: SourceImages, divided: PartitionedImages, split: Spli
 
 
 def fewest_images(sources: SourceImages, divided: PartitionedImages) -> int:
-    """Images of the smallest of the sides that samples are ever scored against; none is opened."""
+    """Count the images of the smallest side that samples are ever scored against, opening none."""
     counts = [
         sum(len(manifest.images) for manifest in divided.manifests),
         sum(len(manifest.images) for manifest in divided.validation_manifests),
@@ -181,7 +178,7 @@ def fewest_images(sources: SourceImages, divided: PartitionedImages) -> int:
 def write_reference(
     store: Store, job: Job, sources: SourceImages, divided: PartitionedImages
 ) -> dict[str, Any]:
-    """Do `reference_job`: one file of bytes, which a worker reads in a moment; return its record."""
+    """Do `reference_job`: pack bytes into one file, which workers read fast; return its result."""
 
     def make(folder: Path) -> dict[str, Any]:
         tensors: dict[str, Tensor] = {}
@@ -233,7 +230,7 @@ def _split(images: Path, share: float, folder: Path) -> None:
     if source.captions is not None:
         raise HddmError(f"{images}: captions would be lost; hold images out yourself and name data.held_out")
     for index, name in enumerate(source.files):
-        # Another word than that by which validation images are chosen, which would be the same ones.
+        # The prefix differs from that of validation images, which would otherwise be the same ones.
         digest = hashlib.sha256(b"held-out" + loaded.pixels[index].numpy().tobytes()).digest()
         side = HELD_OUT_SIDE if int.from_bytes(digest[:8], "big") / 2**64 < share else TRAINING_SIDE
         path, target = source.path(index), folder / side / name

@@ -41,7 +41,7 @@ FORMAT = "1.0"
 RECORD = "job.json"
 LOCK = "lock"
 NUMERICS = "1"
-"""Part of every hash; raised when what a job computes from the same settings changes."""
+"""Part of every hash; raise it when a job computes something else from the same settings."""
 _SHORT = 16
 
 
@@ -77,19 +77,14 @@ class Store:
         self.folder = folder
 
     def path(self, job: Job) -> Path:
-        """Where ``job`` lies, or will."""
         return self.folder / job.name
 
     def has(self, job: Job) -> bool:
-        """True where ``job`` is complete."""
+        """Tell whether ``job`` is complete."""
         return (self.path(job) / RECORD).is_file()
 
     def record(self, job: Job) -> dict[str, Any]:
-        """``job.json`` of a finished job.
-
-        Raises:
-            HddmError: for a folder that another job of the same name, or another program, wrote.
-        """
+        """Read ``job.json`` of a finished job; one of another job or program raises `HddmError`."""
         path = self.path(job) / RECORD
         record = read_json(path, largest=2**28)
         check_format(record, FORMAT, path)
@@ -102,7 +97,7 @@ class Store:
         return dict(self.record(job)["result"])
 
     def once(self, job: Job, make: Callable[[Path], Mapping[str, Any] | None]) -> dict[str, Any]:
-        """Result of ``job``, which ``make`` returns after it filled a folder, unless it is there already."""
+        """Return the result of ``job``; if not done, ``make`` fills its folder and returns the result."""
         if not self.has(job):
             started = time.perf_counter()
             with new_folder(self.path(job), RECORD, is_locked=True) as draft:
@@ -111,7 +106,7 @@ class Store:
         return self.result(job)
 
     def work_folder(self, job: Job) -> Path:
-        """Where a job that can be resumed keeps its state."""
+        """Return the folder in which a resumable job keeps its state."""
         return self.folder / f".{job.name}.work"
 
     def finish_work(self, job: Job, result: Mapping[str, Any], seconds: float) -> None:
@@ -133,11 +128,7 @@ class Store:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """The store for this process alone, without the halves that killed ones left.
-
-        Raises:
-            HddmError: where another benchmark works in it.
-        """
+        """Lock the store for a block and remove drafts of killed processes; raise `HddmError` if in use."""
         self.folder.mkdir(parents=True, exist_ok=True)
         with locked(
             self.folder / LOCK,
@@ -171,7 +162,7 @@ def hash_of(content: Any) -> str:
 
 
 def finite(value: Any) -> Any:
-    """Plain values with None for what is not finite, which JSON has no word for."""
+    """Replace numbers that are not finite, which JSON lacks, by None."""
     if isinstance(value, Mapping):
         return {key: finite(one) for key, one in value.items()}
     if isinstance(value, list | tuple):
@@ -196,7 +187,7 @@ def machine() -> dict[str, Any]:
 
 
 def together(machines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The value that several share, or all of them where they differ."""
+    """Merge descriptions of machines: the value that all share, or all values where they differ."""
     found: dict[str, Any] = {}
     for key in dict.fromkeys(key for one in machines for key in one):
         values: list[Any] = [one.get(key) for one in machines]
@@ -218,11 +209,7 @@ def _processor() -> str:
 
 @contextmanager
 def named(what: str) -> Iterator[None]:
-    """A block that is about ``what``: an `HddmError` in it begins with that.
-
-    Raises:
-        HddmError: as the block; `Stopped` as it is.
-    """
+    """Begin every `HddmError` raised in the block with ``what``; `Stopped` passes as it is."""
     try:
         yield
     except Stopped:
@@ -232,7 +219,7 @@ def named(what: str) -> Iterator[None]:
 
 
 class Task(Protocol):
-    """What a worker does: a frozen dataclass of plain values, which another process can be handed."""
+    """Work for a worker: a frozen dataclass of plain values, which can be sent to another process."""
 
     @property
     def job(self) -> Job:
@@ -247,7 +234,7 @@ class Task(Protocol):
 
 
 def call_of(store: Store, task: Task, what: str) -> Call:
-    """A task as work of one process, whose errors begin with ``what``."""
+    """Wrap a task as work of one process, whose errors begin with ``what``."""
     return Call(_do, {"store": store, "task": task, "what": what}, task.units)
 
 
@@ -293,7 +280,7 @@ def stoppable(out: Path) -> Iterator[None]:
 
     def stop(number: int, frame: FrameType | None) -> None:
         for one in SIGNALS:
-            # A second one ends it at once.
+            # A second signal ends the process at once.
             signal.signal(one, signal.SIG_DFL)
         raise Stopped(f"{out}: stopped; what was done is saved, and the same command goes on with it", number)
 

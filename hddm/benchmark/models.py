@@ -39,18 +39,14 @@ from hddm.velocity import missing_from
 
 
 def expert_records(folder: Path) -> list[ExpertRecord]:
-    """The records of an expert folder, or of all experts of an ensemble folder."""
+    """Read the records of an expert folder, or of all experts of an ensemble folder."""
     is_expert = (folder / EXPERT_FILE).is_file()
     experts = [folder] if is_expert else [folder / name for name in read_ensemble_facts(folder).experts]
     return [read_record(expert / EXPERT_FILE, ExpertRecord, FORMAT) for expert in experts]
 
 
 def read_finished(folder: Path) -> list[ExpertRecord]:
-    """The records of the experts of a finished model.
-
-    Raises:
-        HddmError: for a folder that holds no model of hddm's, or one that makes no pixels.
-    """
+    """Read the records of a finished model's experts; refuse other folders and models of latents."""
     found = describe(folder)
     if found["kind"] not in ("expert", "ensemble"):
         raise HddmError(f"{folder}: is a {found['kind']}; a finished model is an expert or an ensemble")
@@ -101,14 +97,14 @@ class SeedModels:
         return RouterTraining(self.divided.shards, tuple(self.divided.hashes), settings, every)
 
     def trainings(self, model: ModelSettings) -> list[Training]:
-        """One an expert; none of a finished model."""
+        """Return a training per expert; none for a finished model."""
         names = model.named_objectives(self.settings.partition.shards)
         if model.kind == "single":
             return [self._single(model)]
         return [self._expert(model, name, k) for k, name in enumerate(names)]
 
     def cost(self, training: Training) -> Cost:
-        """Cost of a training, of which one step is made to count it; one that cannot be is refused."""
+        """Return the cost of a training by making one step; refuse one that cannot be made."""
         return self.costs.expert(training.settings, training.init, training.init_hash)
 
     def open(self, model: ModelSettings) -> Model:
@@ -255,10 +251,7 @@ def check_shapes(settings: BenchmarkSettings, shape: Sequence[int]) -> None:
 
 
 def check_counts(settings: BenchmarkSettings, counts: Mapping[str, int], dimensions: int) -> None:
-    """Refuse fewer images than ``dimensions`` of a feature, unless the settings allow few.
-
-    ``counts`` are the images of every side that a distance is measured on, by what the side is called.
-    """
+    """Refuse ``counts`` of images, by side, below ``dimensions`` of a feature unless few are allowed."""
     side = min(counts, key=counts.__getitem__)
     if are_few(dimensions, [counts[side]]) and not settings.allow_few:
         with named(f"{side} {counts[side]}"):
@@ -266,7 +259,7 @@ def check_counts(settings: BenchmarkSettings, counts: Mapping[str, int], dimensi
 
 
 def _misfit(model: str, able: _Abilities, point: SamplingPoint) -> str | None:
-    """Why ``model`` cannot be sampled at ``point``, and what to do."""
+    """Explain why ``model`` cannot be sampled at ``point``, and what to do; None if it can."""
     strategy = Strategy.parse(point.strategy)
     if strategy.kind == "top" and strategy.value > able.experts > 0:
         return (

@@ -1,8 +1,4 @@
-"""Settings of a benchmark by the name of a preset or from a user's own file, as one start asks for them.
-
-Settings are chosen on ``seeds`` and validation images. Then they are frozen, in the file, and confirmed once,
-on ``confirmation_seeds`` and held-out images.
-"""
+"""Settings of a benchmark, from a preset or a user's file, with the choices of one start (`chosen`)."""
 
 from importlib.resources import as_file, files
 from importlib.resources.abc import Traversable
@@ -27,12 +23,9 @@ def preset_names() -> list[str]:
 
 
 def preset(which: str) -> Traversable | None:
-    """The file of the preset called ``which``; None where a file of the user's own is meant.
+    """Return the file of the preset called ``which``; None for a user's own file.
 
-    That is so where the name has a suffix or a folder in it.
-
-    Raises:
-        UsageError: for an unknown preset.
+    That is a name with a suffix or a folder in it. Raises `UsageError` for an unknown preset.
     """
     if "/" in which or Path(which).suffix:
         return None
@@ -45,13 +38,10 @@ def preset(which: str) -> Traversable | None:
 
 
 def load_settings(which: str) -> "BenchmarkSettings":
-    """The preset called ``which``, or the settings in the file ``which``.
+    """Read the preset called ``which``, or the settings in the file ``which``.
 
-    Relative paths in a file are relative to the working directory.
-
-    Raises:
-        HddmError: for an unknown preset, a file that cannot be read, an unknown key, with the nearest known
-            one, or a value that is out of range.
+    Relative paths in a file are relative to the working directory. An unknown preset or key, an unreadable
+    file, or a value out of range raises `HddmError`.
     """
     from hddm.training.settings import read_yaml
 
@@ -63,11 +53,7 @@ def load_settings(which: str) -> "BenchmarkSettings":
 
 
 def parse_settings(content: dict[str, Any], origin: str) -> "BenchmarkSettings":
-    """``content`` as settings; ``origin`` names its source in errors.
-
-    Raises:
-        HddmError: as `load_settings`.
-    """
+    """Parse ``content`` as settings; ``origin`` names its source in errors. Raises as `load_settings`."""
     from hddm.benchmark.settings import BenchmarkSettings
 
     return parse_record(content, BenchmarkSettings, origin)
@@ -79,12 +65,10 @@ def chosen(
     held_out: bool = False,
     workers: int | None = None,
 ) -> "BenchmarkSettings":
-    """``settings`` of a file, with the ``seeds`` (as `parse_seeds`) and ``workers`` of one start.
+    """Return ``settings`` of a file with the ``seeds`` (`parse_seeds`) and ``workers`` of one start.
 
-    ``held_out`` confirms them on held-out images, by default with the confirmation seeds.
-
-    Raises:
-        HddmError: for seeds that would both choose settings and confirm them, and for none to confirm on.
+    ``held_out`` confirms them on held-out images, by default with the confirmation seeds. Seeds that would
+    both choose settings and confirm them, or none to confirm on, raise `HddmError`.
     """
     from hddm.benchmark.settings import parse_seeds
 

@@ -1,7 +1,4 @@
-"""Report of a benchmark: its tables in Markdown, and one HTML page that needs no other file.
-
-Both are made of ``results.json`` and, the page, of the sample grids beside it.
-"""
+"""Report of a benchmark: its tables in Markdown, and one HTML page that needs no other file."""
 
 import base64
 import json
@@ -212,7 +209,7 @@ def about_measures(results: Results) -> str:
 
 
 def limits(results: Results) -> list[str]:
-    """Rows that do not compare, or are not counted."""
+    """List rows that do not compare, and costs that are not counted."""
     found = [*_limits_of_distances(results), *_limits_of_compute(results)]
     if not results.complete:
         found.append(
@@ -299,7 +296,7 @@ def _judged(by_row: Mapping[str, Comparison], row: Row) -> Cell:
 
 
 def _table(title: str, rows: Sequence[Row], columns: Sequence[tuple[str, Callable[[Row], Cell]]]) -> Table:
-    """Columns that have something to show."""
+    """Make a table, without columns that have nothing to show."""
     cells = [(head, [cell(row) for row in rows]) for head, cell in columns]
     shown = [(head, each) for head, each in cells if any(one.text != _NONE for one in each)]
     names = [Cell(row.name) for row in rows]

@@ -1,10 +1,8 @@
-"""Results of a benchmark: ``results.json``, of which the tables, the report and comparisons are made.
+"""Results of a benchmark: ``results.json``, from which tables, report and comparisons are made.
 
-Two kinds of uncertainty are kept apart: the 95 % interval over samples of one model (bootstrap), and the
-standard deviation over training seeds.
-
-Figures that compare with images are named by the split that they are of: ``to_validation`` of a benchmark
-that chooses settings, ``to_held_out`` of one that confirms them, never both in one file.
+Two uncertainties are kept apart: the 95 % interval over samples of one model (bootstrap), and the standard
+deviation over training seeds. Figures name their split: ``to_validation`` in a benchmark that chooses
+settings, ``to_held_out`` in one that confirms them, never both in one file.
 """
 
 import statistics
@@ -26,7 +24,7 @@ from hddm.utils.records import RESULTS_FILE, Record, check_format, parse_record
 FORMAT = "3.0"
 LARGEST = 2**29
 MARK = "†"
-"""Of a spread over seeds that is one of samples alone (`Results.one_model`)."""
+"""Mark of a spread over seeds that is one of samples alone (`Results.one_model`)."""
 
 
 class ScoredRow(Record):
@@ -41,18 +39,17 @@ class ScoredRow(Record):
     """`hddm.evaluation.scores.Scores`, with the held-out images named by the split."""
     images: int
     expert_evaluations: tuple[float, ...]
-    """States that each expert was asked for, an image."""
+    """Evaluations of each expert per image."""
     router_evaluations: float
     sampling_flop: float
-    """Counted operations of experts and router, an image."""
+    """Counted operations of experts and router per image."""
     samples: tuple[str, ...]
     """Folders of the images, below the store."""
     scores_job: str
     seconds: float
-    """Of sampling, all workers together."""
+    """Time of sampling, summed over workers."""
     sampled_as: dict[str, Any] = Field(default_factory=dict)
-    """``weights``, as the experts' records have it, and the ``device`` of the jobs that drew, None where they
-    do not say."""
+    """``weights`` as in the experts' records, and ``device`` of the jobs, None where not recorded."""
 
 
 class ModelResult(Record):
@@ -70,10 +67,10 @@ class ModelResult(Record):
     images_seen: int | None = None
     experts_flop: int | None = None
     calibration_flop: int | None = None
-    """Of ``experts_flop``, what their calibration took."""
+    """The part of ``experts_flop`` that calibration took."""
     router_flop: int | None = None
     training_flop: int | None = None
-    """Of everything that the model was trained by; None where it is not known."""
+    """All operations of the model's training; None where unknown."""
     seconds: float | None = None
 
 
@@ -88,7 +85,7 @@ class Comparison(Record):
     gaps: dict[int, float]
     """By training seed."""
     ratio: float | None
-    """Of the means."""
+    """Ratio of the means."""
     verdict: GapVerdict
 
     @property
@@ -133,12 +130,12 @@ class Row:
 
     @property
     def sampling_flop(self) -> float:
-        """An image."""
+        """Operations per image."""
         return statistics.fmean(one.sampling_flop for one in self.scored)
 
     @property
     def training_flop(self) -> float | None:
-        """A seed, router included; None where it is not known."""
+        """Operations per seed, router included; None where unknown."""
         known = [one.training_flop for one in self.trained if one.training_flop is not None]
         return statistics.fmean(known) if known else None
 
@@ -237,11 +234,7 @@ def number(value: float, signed: bool = False) -> str:
 
 
 def read_results(folder: Path) -> Results:
-    """The results in a benchmark's folder.
-
-    Raises:
-        HddmError: as `hddm.utils.records.read_record`, and for results of an older format.
-    """
+    """Read the results in a benchmark's folder; those of an older format raise `HddmError`."""
     path = folder / RESULTS_FILE
     content = read_json(path, LARGEST)
     check_format(content, FORMAT, path)
@@ -254,9 +247,9 @@ def read_results(folder: Path) -> Results:
 
 
 def compare_rows(results: Results) -> Iterator[Comparison]:
-    """All comparisons of all tables: candidates against baselines, and each setting against the first.
+    """Compare candidates with baselines in all tables, and each setting with the first.
 
-    No verdict is given on a model that is one set of weights in every seed, nor on rows of the same samples.
+    Models with one set of weights in every seed, and rows of the same samples, get no verdict.
     """
     baselines = results.settings.compare.baselines
     candidates = results.settings.compare.candidates or tuple(
@@ -290,13 +283,10 @@ def compare_rows(results: Results) -> Iterator[Comparison]:
 
 
 def read_compared(paths: Sequence[Path]) -> dict[str, list[ResultGroup]]:
-    """Results that ``hddm compare`` compares: evaluations under "", or of benchmarks a row at a time.
+    """Read what ``hddm compare`` compares: evaluations under "", or benchmarks by row.
 
-    Rows are those of the first tables that all of the benchmarks have, in the first one's order.
-
-    Raises:
-        HddmError: for fewer than two, for evaluations and benchmarks together, and for benchmarks without a
-            row in common.
+    Rows are those in the first table of every benchmark, in the first one's order. Fewer than two,
+    evaluations mixed with benchmarks, or benchmarks without a common row raise `HddmError`.
     """
     benchmarks = [path for path in paths if _is_benchmark(path)]
     if not benchmarks:

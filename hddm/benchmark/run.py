@@ -8,8 +8,7 @@ OUT/
   seed_<n>/…                           links to the models; sample grids in samples/
   samples/                             a grid of real images
 
-Killed at any moment, the same command goes on. Seeds are done one after the other, and the results are
-written after each.
+The same command resumes after a kill at any moment. Results are written after each seed.
 """
 
 import functools
@@ -57,20 +56,16 @@ def run_benchmark(
     jobs: Path | None = None,
     overwrite: bool = False,
 ) -> Results:
-    """Run a benchmark, or go on with it.
+    """Run a benchmark in ``out``, or resume it.
 
-    Args:
-        settings: see `BenchmarkSettings`.
-        out: the folder to write.
-        data: below which the settings' images lie.
-        jobs: where finished jobs lie; ``out/jobs`` by default. Benchmarks that share it share trainings.
-        overwrite: replace results of other settings in ``out``; finished jobs stay.
+    The settings' images lie below ``data``. Finished jobs lie in ``jobs``, by default ``out/jobs``;
+    benchmarks that share it share trainings. ``overwrite`` replaces results of other settings in ``out``;
+    jobs stay.
 
     Raises:
-        HddmError: for images or models that are not there or do not fit, fewer images than features, a row
-            that its model cannot be sampled for, an ``out`` that holds anything but this benchmark, or a
-            store that another one works in.
-        Stopped: after a signal, with everything saved that was done.
+        HddmError: for images or models that are missing or do not fit, fewer images than features, a row that
+            its model cannot be sampled for, an ``out`` that holds anything else, or a store in use.
+        Stopped: after a signal, with all finished work saved.
     """
     if settings.data.source == "folder":
         refuse_work_among_images(settings.data, data, (out, jobs or out))
@@ -80,7 +75,7 @@ def run_benchmark(
     store = Store(jobs or out / "jobs")
     with stoppable(out), store.held():
         if not (out / RESULTS_FILE).is_file():
-            # Killed from here on, the same command knows the folder for its own.
+            # If killed from here on, the same command recognises the folder.
             _write_settings(out, settings)
         shared, links = _prepare(settings, data, store)
         check_shapes(settings, read_reference(store.path(shared.reference))["training"].shape[1:])
@@ -95,19 +90,17 @@ def run_benchmark(
                 _link(out, links | {one.result.folder: one.source.folder for one in models})
                 _write_grids(out, seeds[-1], store)
                 results = _dated(collect(settings, store, shared, seeds), before)
-                # Fewer seeds than were there are no result: the others come.
+                # Results of fewer seeds than before are not written: the others follow.
                 if not set(results.seeds) < set(before.get("seeds", ())):
                     _write(out, results)
     return results
 
 
 def quickstart(settings: BenchmarkSettings, out: Path, overwrite: bool = False) -> Results:
-    """Run a benchmark that brings its own images, whole; one that was interrupted goes on.
+    """Run a benchmark that brings its own images; an interrupted one is resumed.
 
-    ``overwrite`` replaces ``out``, with all models.
-
-    Raises:
-        HddmError: where ``out`` exists and is finished, or holds something else.
+    ``overwrite`` replaces ``out``, with all models; a finished or foreign ``out`` otherwise raises
+    `HddmError`.
     """
     is_half = (out / BENCHMARK_FILE).is_file() and not (out / RESULTS_FILE).is_file()
     if overwrite or not is_half:
@@ -128,7 +121,7 @@ def check_out(out: Path, settings: BenchmarkSettings, overwrite: bool = False) -
         return
     before, now = read_json(out / BENCHMARK_FILE).get("settings", {}), settings.model_dump(mode="json")
     if set(before.get("seeds", ())) <= set(settings.seeds):
-        # More of the same loses nothing.
+        # Additional seeds lose nothing.
         before["seeds"] = now["seeds"]
     differing = differences(before, now)
     if differing:
@@ -145,7 +138,7 @@ def _write_settings(out: Path, settings: BenchmarkSettings) -> None:
 
 
 def _results_before(out: Path, shared: SharedInputs) -> dict[str, Any]:
-    """Results that are there, none as {}; those of other images are refused, as settings are the same."""
+    """Read existing results, {} if there are none; refuse those of other images."""
     if not (out / RESULTS_FILE).is_file():
         return {}
     before = read_json(out / RESULTS_FILE, LARGEST)
@@ -155,7 +148,7 @@ def _results_before(out: Path, shared: SharedInputs) -> dict[str, Any]:
 
 
 def _dated(results: Results, before: Mapping[str, Any]) -> Results:
-    """``results``, with the date of those that were there if nothing but that date is new."""
+    """Keep the date of existing ``results`` where nothing else is new."""
     same = {**before, "date": results.date} == results.model_dump(mode="json")
     return results.model_copy(update={"date": before["date"]}) if same else results
 
@@ -214,7 +207,7 @@ def _prepare(
 
 
 def _link(out: Path, links: dict[str, Path]) -> None:
-    """Show what lies in the store under names that say what it is; links that are relative move along."""
+    """Link to the store under readable names; the links are relative, so they move along."""
     for name, target in links.items():
         link = out / name
         link.parent.mkdir(parents=True, exist_ok=True)

@@ -37,8 +37,8 @@ class SampledModel:
     is_single: bool
     """One network, which has neither strategy nor router."""
     trained_in: tuple[bool, ...] = ()
-    """True of each expert whose calibration is one that it was trained in (`hddm.training.continuation`):
-    without it the network means nothing, so no point takes it away. Empty where that is true of none."""
+    """True for each expert that was trained in its calibration (`hddm.training.continuation`), which no point
+    removes, since the network is valid only with it. Empty where that is true of none."""
 
 
 def canonical(point: SamplingPoint, is_single: bool) -> SamplingPoint:
@@ -70,11 +70,11 @@ class Piece:
     def job(self) -> Job:
         chosen = canonical(self.point, self.source.is_single)
         settings = chosen.model_dump(mode="json", exclude={"num_images"})
-        # By this name samples are found that were drawn when there were other conversions to choose from.
+        # Kept so that samples drawn when there were several conversions are still found.
         settings |= {"conversion": "exact", "seed": self.seed, "start": self.start, "stop": self.stop}
         inputs: dict[str, Any] = {"model": self.source.hash}
         if any(self.source.trained_in) and "experts" not in chosen.calibration:
-            # Of models without such experts what was drawn stays valid.
+            # Left out for other models, so that their earlier samples stay valid.
             inputs["trained_in"] = list(self.source.trained_in)
         return Job("samples", settings, inputs)
 
@@ -131,7 +131,7 @@ class Drawn:
 
 
 def prepared(model: Opened, point: SamplingPoint, trained_in: Sequence[bool] = ()) -> Opened:
-    """``model`` as ``point`` asks for it, but for experts whose calibration was ``trained_in``: they stay."""
+    """Set up ``model`` as ``point`` asks; experts that were ``trained_in`` their calibration keep it."""
     fields = model.experts if isinstance(model, Ensemble) else [model]
     for field, stays in zip(fields, trained_in or [False] * len(fields), strict=True):
         if not stays and "experts" not in point.calibration:
@@ -150,7 +150,7 @@ def draw(
     stop: int,
     report: Report = lambda images: None,
 ) -> Drawn:
-    """Samples ``start`` … ``stop`` - 1 of a `prepared` model; classes take turns where it has some."""
+    """Draw samples ``start`` … ``stop`` - 1 of a `prepared` model; classes take turns where it has some."""
     fields = model.experts if isinstance(model, Ensemble) else [model]
     labels = torch.arange(start, stop) % len(model.classes) if model.classes else None
     given: dict[str, Any] = {} if labels is None else {"class_labels": labels}
@@ -180,7 +180,7 @@ def draw(
 
 @contextmanager
 def _counted(networks: Sequence[Callable[..., Tensor]]) -> Iterator[list[int]]:
-    """Counts of the states that networks are asked for within the block."""
+    """Count the states that networks are asked for within the block."""
     counts = [0] * len(networks)
 
     def counting(place: int) -> Callable[[nn.Module, tuple[Any, ...]], None]:

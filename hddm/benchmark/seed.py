@@ -1,4 +1,4 @@
-"""One training seed of a benchmark: its jobs, in the order in which they depend on each other."""
+"""One training seed of a benchmark: its jobs, in order of dependence."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -57,7 +57,7 @@ class SeedJobs:
 
 @dataclass
 class SeedRun:
-    """Does all jobs of one ``seed``, of trainings and of samples."""
+    """Run of all jobs of one ``seed``, of trainings and of samples."""
 
     settings: BenchmarkSettings
     seed: int
@@ -81,7 +81,7 @@ class SeedRun:
         for model in self.settings.models:
             with named(f"model {model.name!r}"):
                 for one in (one for training in opener.trainings(model) for one in training.chain):
-                    # What cannot be trained says so here, before hours of what can.
+                    # Fails here for what cannot be trained, before hours of other trainings.
                     opener.cost(one)
                     found.setdefault(one.job, one)
         # The longest first, so that no worker is idle at the end.
@@ -122,7 +122,7 @@ class SeedRun:
         return ", ".join([f"model {row.model!r}", f"seed {self.seed}", *chosen])
 
     def _do(self, tasks: Iterable[tuple[str, Task]], label: str) -> None:
-        """Those of the tasks that are not done, each once, with a bar."""
+        """Do the tasks that are not done, each once, with a progress bar."""
         todo = {task.job: (what, task) for what, task in tasks if not self.store.has(task.job)}
         calls = [call_of(self.store, task, what) for what, task in todo.values()]
         if calls:

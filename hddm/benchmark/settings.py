@@ -1,8 +1,8 @@
-"""Schema of a benchmark: data, trainings, models, tables and seeds of a preset or a file of the user.
+"""Schema of a benchmark: data, trainings, models, tables and seeds of a preset or a user's file.
 
-Every key is a field below; the presets in ``presets/`` are whole files. Settings are chosen on
-`BenchmarkSettings.seeds` and validation images, which are cut off the training images; they are confirmed on
-`BenchmarkSettings.confirmation_seeds` and held-out images, which nothing that chooses ever reads.
+Every key is a field below. Settings are chosen on `BenchmarkSettings.seeds` and validation images, cut off
+the training images; they are confirmed on `BenchmarkSettings.confirmation_seeds` and held-out images, which
+nothing that chooses ever reads.
 """
 
 import re
@@ -29,17 +29,16 @@ from hddm.utils.errors import HddmError, did_you_mean, words
 from hddm.utils.records import Record, first_problem
 
 Layer = tuple[str, Mapping[str, Any]]
-"""A place in a file, as errors name it, and what is said there."""
+"""A place in a file, as errors name it, and its values."""
 
 AnySettings = TypeVar("AnySettings", bound=BaseModel)
 
 
 def layered(kind: type[AnySettings], layers: Sequence[Layer]) -> AnySettings:
-    """Settings of which each layer goes before those that it follows.
+    """Merge layers to settings; later layers override earlier ones.
 
-    Raises:
-        HddmError: for an unknown key or a value that cannot be, with the last place that says it; for a
-            missing one, with the first; for several that do not go together, with all.
+    An unknown key or a wrong value raises `HddmError` with the last place that has it, a missing key with the
+    first place, and values that do not go together with all places.
     """
     merged: dict[str, Any] = {}
     for _, values in layers:
@@ -73,11 +72,7 @@ _RANGE = re.compile(r"(\d+)(?:-(\d+))?")
 
 
 def parse_seeds(text: str, option: str = "") -> tuple[int, ...]:
-    """Seeds in ``0-4``, ``5,6`` or ``0-2,7``, in that order; errors begin with ``option``.
-
-    Raises:
-        HddmError: for anything else, or a seed that comes twice.
-    """
+    """Parse distinct seeds from ``0-4``, ``5,6`` or ``0-2,7``, in order; errors begin with ``option``."""
     found: list[int] = []
     for part in text.split(","):
         match = _RANGE.fullmatch(part.strip())
@@ -108,19 +103,18 @@ class ModelSettings(Record):
 
     name: str
     kind: Literal["single", "ensemble", "finished"] = "ensemble"
-    """One network on all images; an expert a shard and a router; or what ``path`` holds."""
+    """One network on all images; an expert per shard with a router; or the model in ``path``."""
     objectives: str = "flow"
     """``flow`` or ``ddpm``; of an ensemble also ``1:3`` (DDPM on the first shard, flow on three) or
     ``0=ddpm,*=flow``."""
     converted: Annotated[float, Field(gt=0, lt=1)] | None = None
-    """Flow experts are DDPM experts for this share of their steps, and are then trained on through the exact
-    conversion."""
+    """Share of their steps that flow experts train as DDPM experts, then continued by exact conversion."""
     init: Path | None = None
-    """An expert folder that flow experts are trained on from; its own compute is not counted."""
+    """An expert folder that flow experts continue; its own compute is not counted."""
     path: Path | None = None
-    """Of a finished model: an expert or ensemble folder that makes images in pixels."""
+    """Folder of a finished model: an expert or ensemble that makes images in pixels."""
     training: TrainingKeys = Field(default_factory=dict)
-    """Before what `TrainingSettings` says, for this model's experts."""
+    """Overrides of `TrainingSettings` for this model's experts."""
 
     @field_validator("objectives", mode="before")
     @classmethod
@@ -131,11 +125,7 @@ class ModelSettings(Record):
         return value
 
     def named_objectives(self, shards: int) -> list[str]:
-        """The objective of each expert that is trained: of a single model one, of a finished one none.
-
-        Raises:
-            HddmError: for objectives that are not of ``shards`` experts, or unknown.
-        """
+        """Return the objective of each expert to train; refuse unknown ones, or not one per shard."""
         if self.kind != "ensemble":
             return [self.objectives] if self.kind == "single" else []
         ratio = _RATIO.fullmatch(self.objectives)
@@ -191,14 +181,14 @@ def _once(values: tuple[Any, ...]) -> tuple[Any, ...]:
 
 Item = TypeVar("Item")
 Each = Annotated[tuple[Item, ...], AfterValidator(_once)]
-"""Values of which none comes twice, since what is counted twice would pass for a second measurement."""
+"""Values without doubles, since what is counted twice would pass for a second measurement."""
 Share = Annotated[float, Field(ge=0, lt=1)]
 Split = Literal["validation", "held-out"]
 Calibration = Literal["experts+router", "experts", "router", "none"]
 
 
 class DataSettings(Record):
-    """Which images, and how they are divided before anything is trained."""
+    """Images, and how they are divided before any training."""
 
     source: Literal["digits", "folder"] = "folder"
     """scikit-learn's digits, of which a fifth is held out; or images that the user names by ``--data``."""
@@ -207,9 +197,9 @@ class DataSettings(Record):
     held_out: str | None = None
     """Images that no choice is made by, likewise."""
     held_out_share: Share = 0.0
-    """Of the training images, where there is no ``held_out``."""
+    """Share of the training images to hold out, where there is no ``held_out``."""
     validation_share: Share = 0.0
-    """Of the training images that are left, which settings are chosen by; no model is trained on them."""
+    """Share of the remaining training images to choose settings by; no model is trained on them."""
 
     @model_validator(mode="after")
     def _holds_out_once(self) -> "DataSettings":
@@ -229,11 +219,11 @@ class PartitionSettings(Record):
 
 
 class TrainingSettings(Record):
-    """How networks are trained; keys are those of `hddm.training.settings`, without ``seed``.
+    """Settings of trainings; keys are those of `hddm.training.settings`, without ``seed``.
 
-    What ``ddpm``, ``flow`` and ``single`` say goes before what ``expert`` says. The single model sees K
-    batches of an expert a step where it says nothing of its own; its ``steps`` follow from the compute of the
-    homogeneous ensemble (`hddm.benchmark.compute`).
+    ``ddpm``, ``flow`` and ``single`` override ``expert``. By default the single model takes K batches of an
+    expert per step; its ``steps`` follow from the compute of the homogeneous ensemble
+    (`hddm.benchmark.compute`).
     """
 
     expert: TrainingKeys
@@ -274,12 +264,11 @@ class TableSettings(Record):
     models: Each[str] = ()
     """By name; empty for all."""
     base: dict[str, Any] = Field(default_factory=dict)
-    """Before what `BenchmarkSettings.sampling` says."""
+    """Overrides of `BenchmarkSettings.sampling`."""
     vary: dict[str, Each[Any]] = Field(default_factory=dict)
-    """Values of a field of `Point` to try, by its name. Where one field varies, its values are all the rows;
-    else the base point is one too."""
+    """Values to try by field of `SamplingPoint`; the base point is a row too unless one field varies."""
     product: bool = False
-    """All combinations instead of one change at a time."""
+    """Combine all values instead of changing one at a time."""
 
     @field_validator("vary", "base")
     @classmethod
@@ -292,7 +281,7 @@ class TableSettings(Record):
 
 
 class CompareSettings(Record):
-    """Which models are held against which; a distance to images that were not trained on decides."""
+    """Models to compare; the distance to images that were not trained on decides."""
 
     candidates: Each[str] = ()
     """By name; empty for all models that are no baseline."""
@@ -316,13 +305,13 @@ class BenchmarkSettings(Record):
     confirmation_seeds: Each[int] = ()
     """Fresh ones, for held-out images."""
     resamples: Annotated[int, Field(ge=2)] = 100
-    """Of the bootstrap over samples."""
+    """Resamples of the bootstrap over samples."""
     features: Literal["auto", "inception", "clip", "classifier"] = "auto"
-    """That distances are measured on (`hddm.evaluation.features.open_extractor`)."""
+    """Features that distances are measured on (`hddm.evaluation.features.open_extractor`)."""
     complete: bool = True
-    """True adds the measures that take longer (`hddm.evaluation.scores.Scores`)."""
+    """Add the measures that take longer (`hddm.evaluation.scores.Scores`)."""
     allow_few: bool = False
-    """Fewer images than features are measured all the same, and marked as not comparable."""
+    """Measure fewer images than features too, marked as not comparable."""
     workers: Positive = 2
     """Jobs at a time, each with one CPU thread; the answer does not depend on it."""
     device: Literal["auto", "cpu", "cuda", "mps"] = "cpu"
@@ -356,11 +345,7 @@ class BenchmarkSettings(Record):
         return self
 
     def expert(self, objective: str, seed: int, **changes: Any) -> ExpertSettings:
-        """Settings of one expert; ``changes``, of a model's ``training``, go before the file.
-
-        Raises:
-            HddmError: for settings that cannot be, with their place in the file.
-        """
+        """Return one expert's settings with a model's ``changes``; errors name the place in the file."""
         return self._expert(objective, seed, ("training", changes))
 
     def single(self, objective: str, seed: int, steps: int, /, **changes: Any) -> ExpertSettings:
@@ -381,7 +366,7 @@ class BenchmarkSettings(Record):
         return layered(ExpertSettings, layers)
 
     def _try_trainings(self, model: ModelSettings) -> None:
-        """Make the settings of all trainings of ``model``, to see that they can be."""
+        """Check the settings of all trainings of ``model`` by making them."""
         objectives = model.named_objectives(self.partition.shards)
         for key in ("converted", "init"):
             if getattr(model, key) is not None and "flow" not in objectives:

@@ -1,7 +1,4 @@
-"""The trainings of a benchmark, which workers do.
-
-One that is killed goes on from its last checkpoint, in the work folder of its job.
-"""
+"""Trainings of a benchmark, as work for processes; a killed one resumes from its last checkpoint."""
 
 import shutil
 from collections.abc import Callable
@@ -39,9 +36,9 @@ class Training:
     shard_hash: str
     settings: ExpertSettings
     start: "Training | None" = None
-    """The training whose expert this one goes on with; it must be done first."""
+    """The training that this one continues, which must be done first."""
     init: Path | None = None
-    """An expert folder, not trained here, that it goes on with; ``init_hash`` is of its weights."""
+    """An expert folder, not trained here, that it continues; ``init_hash`` is of its content."""
     init_hash: str | None = None
     checkpoint_every: int = _CHECKPOINT_EVERY
 
@@ -53,7 +50,7 @@ class Training:
 
     @property
     def chain(self) -> "list[Training]":
-        """This training after those that it goes on with."""
+        """This training, after those that it continues."""
         return [*(self.start.chain if self.start is not None else ()), self]
 
     @property
@@ -103,7 +100,7 @@ def _train(
     work.mkdir(exist_ok=True)
     out, reported = work / MODEL, 0
     if out.exists():
-        # Its losses were not written any more; from the last checkpoint both come at once.
+        # Killed before its losses were written; resuming from the last checkpoint restores both at once.
         shutil.rmtree(out)
 
     def on_step(step: int, loss: float, seconds: float) -> None:

@@ -1,8 +1,4 @@
-"""Calibrate an expert that is already on disk.
-
-`recalibrate` fits moments and blend table (`hddm.calibration`) to a shard or, without data, to
-`native_samples`: images that the expert draws by the sampler that it was trained for.
-"""
+"""Calibrate an expert folder, on a shard or on samples that the expert draws itself (`native_samples`)."""
 
 import shutil
 import warnings
@@ -34,9 +30,9 @@ from hddm.utils.records import MANIFEST, rewrite_entry
 from hddm.utils.tensors import generator
 from hddm.velocity import PredictionType, VelocityField
 
-# Beside the streams (seed, i) and (seed, i, 1) of sampling and (seed, shard, 2) of training.
+# Other random streams are (seed, i) and (seed, i, 1) of sampling and (seed, shard, 2) of training.
 CLASS_STREAM = 3
-# Where DDPM's schedule ends. An estimate x_0 = (y - s eps)/a farther out is the network's error alone.
+# The end of DDPM's schedule. Beyond it the estimate x_0 = (y - s eps)/a is the network's error alone.
 LAST_EPSILON_TIME = 0.994
 
 
@@ -50,19 +46,16 @@ def native_samples(
     batch_size: int = 64,
     on_batch: Callable[[int], None] | None = None,
 ) -> Tensor:
-    """Samples (num, C, H, W) by the expert's own DDIM, in float32 on the CPU.
+    """Draw samples (num, C, H, W) by the expert's own DDIM, in float32 on the CPU.
 
-    Native times are evenly spaced; there is no calibration and no guidance. DDIM is Euler's method on the
-    converted velocity (`hddm.sampling.euler`), from x = y/(alpha + sigma) with y ~ N(0, I) at the end of the
-    trained range. Times are "trailing" in the words of diffusers: the last step goes to x_0 itself.
+    DDIM is Euler's method on the converted velocity (`hddm.sampling.euler`), from x = y/(alpha + sigma) with
+    y ~ N(0, I) at the end of the trained range. Native times are evenly spaced ("trailing" in diffusers: the
+    last step goes to x_0 itself); there is no calibration and no guidance. Source: arXiv:2010.02502, equation
+    12, eta = 0.
 
-    Sample i depends on (``seed``, i) alone, and costs ``steps`` calls of the network. ``conditions`` are
-    keywords of the network, each (num, …); ``on_batch`` is called with the number of samples of each batch.
-
-    Raises:
-        HddmError: for an expert that does not tell the shape of its samples.
-
-    Source: arXiv:2010.02502, equation 12, eta = 0.
+    Sample i depends on (``seed``, i) alone and costs ``steps`` calls of the network. ``conditions`` are
+    keywords of the network, each (num, …); ``on_batch`` is called with the size of each batch. Raises
+    `HddmError` for an expert without a sample shape.
     """
     if field.sample_shape is None:
         raise HddmError("this expert does not tell the shape of a sample")
@@ -83,7 +76,7 @@ def native_samples(
 
 
 def native_times(field: VelocityField, steps: int) -> tuple[Tensor, float]:
-    """Times (steps + 1,) on the common path, down to 0, and alpha + sigma at the first of them."""
+    """Return times (steps + 1,) on the common path, falling to 0, and alpha + sigma at the first of them."""
     schedule, last = field.schedule, field.range[1]
     if field.prediction_type is PredictionType.EPSILON:
         last = min(last, LAST_EPSILON_TIME)
@@ -97,7 +90,7 @@ def native_times(field: VelocityField, steps: int) -> tuple[Tensor, float]:
 
 
 def native_conditions(field: VelocityField, num: int, seed: int = 0) -> dict[str, Tensor]:
-    """Conditions (num, …) of native samples: classes drawn uniformly, else null values, with a warning."""
+    """Draw conditions (num, …) for native samples: uniform classes, else null values with a warning."""
     conditions = {}
     for name in field.conditions or ():
         if name == "class_labels" and field.classes:
@@ -131,18 +124,15 @@ def recalibrate(
     steps: int = STEPS,
     on_batch: Callable[[int], None] | None = None,
 ) -> None:
-    """Fit ``calibration.safetensors`` of an expert folder, which is replaced as a whole, manifest and all.
+    """Fit ``calibration.safetensors`` of an expert folder, which is replaced as a whole with its manifest.
 
-    Its other files are hard-linked where the file system allows. The manifest of an ensemble that it belongs
-    to follows.
-
-    It is fitted to ``shard_folder``, or without one to ``num_images`` `native_samples`, whose mean, all that
+    Other files are hard-linked where the file system allows; the manifest of an ensemble around it is
+    updated. Without a ``shard_folder`` the fit is to ``num_images`` `native_samples`; their mean, which alone
     counts at t = 1, is off by sqrt(variance/num_images). ``seed`` is that of the noise and of the samples.
 
     Raises:
-        HddmError: for anything but an expert folder, one whose other files are not those that were written,
-            images of another shape than its samples or of another shard, samples that are not finite, or an
-            expert whose calibration is part of its training.
+        HddmError: for a folder that is no expert or has changed since it was written, images of another shape
+            or another shard, samples that are not finite, or an expert that was trained in its calibration.
     """
     restore(folder.resolve())
     if not (folder / EXPERT_FILE).exists():

@@ -1,8 +1,8 @@
-"""Train an expert on: from the weights and conventions of one that exists, on another shard.
+"""Continue the training of an existing expert on another shard.
 
 With flow matching any expert learns the velocity through the exact conversion, in the parametrisation of
-`hddm.calibration`; what it predicts, and on which schedule, stays. An init that was continued before keeps
-the calibration of that training, since its weights mean something in that one only.
+`hddm.calibration`; its prediction type and schedule stay. An expert that was continued before keeps the
+calibration of that training, since its weights are valid only with it.
 """
 
 from collections.abc import Callable
@@ -54,17 +54,17 @@ def continue_expert(
     kappa: float = KAPPA,
     run: RunOptions | None = None,
 ) -> list[float]:
-    """Train the expert in ``init`` on one shard, and write the result to ``out``; return all losses.
+    """Train the expert in ``init`` on one shard and write the result to ``out``; return all losses.
 
-    Arguments are those of `hddm.training.expert.train_expert`. The init fixes network, prediction type and
-    schedule, so ``settings.size`` has no say. With a ``lora_rank`` an adapter is trained, and ``out`` holds
-    that alone (`hddm.experts.lora`). ``kappa`` bounds the gain of flow matching; an init that was trained on
+    Arguments are those of `hddm.training.expert.train_expert`. Network, prediction type and schedule are the
+    init's, so ``settings.size`` is ignored. With a ``lora_rank`` an adapter is trained, and ``out`` holds
+    that alone (`hddm.experts.lora`). ``kappa`` bounds the gain of flow matching; an init that was continued
     before keeps its own.
 
     Raises:
-        HddmError: as there, and for a shard whose images or classes the init does not fit, a condition that
-            neither the shard nor a null value gives, or DDPM for an init that predicts anything but noise on
-            its whole range; for an adapter of an adapter, of a network without attention, or without peft.
+        HddmError: as `train_expert`; for a shard that does not fit the init, a condition without value or
+            null value, DDPM for an init that does not predict noise on its whole range; for an adapter of an
+            adapter, of a network without attention, or without peft.
     """
     if not init.is_dir():
         raise HddmError(f"{init}: no such folder")
@@ -138,7 +138,7 @@ def _objective(init: Path, record: ExpertRecord, settings: ExpertSettings) -> Ob
 
 
 def _completed(expert: Expert, shard: Shard, settings: ExpertSettings) -> Expert:
-    """``expert`` with what its record does not say and training on this shard makes true of it."""
+    """Add to the record of ``expert`` what it lacks and ``shard`` supplies: VAE, text encoder, null text."""
     record, nulls, found = expert.facts, dict(expert.nulls), dict[str, object]()
     if shard.vae is not None and record.vae is None:
         found |= {"vae": shard.vae, "latent_scale": shard.vae.scale}
@@ -153,7 +153,7 @@ def _completed(expert: Expert, shard: Shard, settings: ExpertSettings) -> Expert
 def _conditions(
     init: Path, field: VelocityField, shard: Shard, settings: ExpertSettings
 ) -> dict[str, Tensor]:
-    """The conditions of every image: its class where asked for, else null values."""
+    """Return the conditions of every image: its class where asked for, else null values."""
     given = {name: null.expand(len(shard), *null.shape) for name, null in field.null_conditions.items()}
     if settings.text_conditional:
         given.pop(TEXT, None)
@@ -174,7 +174,7 @@ def _conditions(
 def _parametrisation(
     init: Path, expert: Expert, field: VelocityField, shard: Shard, labels: Tensor | None, kappa: float
 ) -> Calibration | None:
-    """The parametrisation of the velocity: the init's own where its weights were trained in one."""
+    """Return the init's own calibration where its weights were trained in one, else a new one."""
     if not expert.facts.training_calibration:
         rows = calibration_rows(shard)
         moments = Moments.of(shard.take(rows), None if labels is None else labels[rows])
@@ -187,7 +187,7 @@ def _parametrisation(
 
 
 def _predicting(network: nn.Module, field: VelocityField, objective: Objective) -> Callable[..., Tensor]:
-    """The trained prediction as a function of (x, timestep, **conditions): the velocity, or the noise."""
+    """Return the prediction as a function of (x, timestep, **conditions): velocity for flow, or noise."""
     # A network that drops labels by itself would do so on top of --condition-dropout.
     network.eval()
     velocity: Callable[..., Tensor] = field.velocity

@@ -1,15 +1,14 @@
-r"""Errors of an expert that denoises images, by noise level, and what they say against it.
+"""Denoising errors of an expert by noise level, compared with a Gaussian model's and those of v = 0.
 
 At time t of the common path, x_t = (1 - t) x_0 + t eps, the error of a velocity v is
 
     E || v(x_t, t) - (eps - x_0) ||² / D,
 
-whose least value is the posterior variance. Beside the expert stand v = 0 and the best v for isotropic
-Gaussian data with the images' mean m and variance c,
+whose minimum is the posterior variance. The best v for isotropic Gaussian data of mean m and variance c is
 
     v_gauss = g (x_t - (1 - t) m) - m,    g = (t - (1 - t) c) / ((1 - t)² c + t²).
 
-m is the mean of the other images for each image, so that few images do not flatter it.
+For each image m is the mean of the other images, since few images would otherwise flatter the Gaussian.
 """
 
 import copy
@@ -30,15 +29,15 @@ from hddm.velocity import VelocityField
 
 TIMES = tuple(k / 10 for k in range(1, 10))
 LATE_TIMES = (0.95, 0.99, 1.0)
-"""Times at which a calibration decides. The Gaussian is next to exact there, so experts hardly differ."""
-# Beside the streams (seed, i) and (seed, i, 1) of sampling, 2 of training and 3 of native samples' classes.
+"""Times at which a calibration is judged; the Gaussian is almost exact there, so experts hardly differ."""
+# Other random streams: (seed, i) and (seed, i, 1) of sampling, 2 of training, 3 of native samples' classes.
 _STREAM = 4
 _BATCH = 64
 
 
 @dataclass(frozen=True)
 class Level:
-    """Mean squared errors at one time, a number a sample's element."""
+    """Mean squared errors per element at one time."""
 
     t: float
     expert: float
@@ -48,10 +47,10 @@ class Level:
 
 @dataclass(frozen=True)
 class Denoising:
-    """Errors by noise level; ``margin`` is by how much the Gaussian's is larger, and ``deviation`` its own.
+    """Errors by noise level; ``margin`` is how far they lie below the Gaussian's, and ``deviation`` its own.
 
-    ``low`` and ``low_deviation`` are the same up to `START`, where the network stands alone: later on a
-    calibration helps it. ``late`` are errors at `LATE_TIMES`, which count in none of these.
+    ``low`` and ``low_deviation`` are the same up to `START`, before any calibration helps the network.
+    ``late`` are errors at `LATE_TIMES`, which count in none of these.
     """
 
     levels: tuple[Level, ...]
@@ -74,12 +73,10 @@ class Denoising:
 def denoising(
     field: VelocityField, images: Tensor, conditions: Mapping[str, Tensor] | None = None, seed: int = 0
 ) -> Denoising:
-    """Errors of ``field`` on images, at `TIMES` and `LATE_TIMES`, with the same noise for all compared.
+    """Measure ``field`` on images at `TIMES` and `LATE_TIMES`, with the same noise for all compared.
 
-    ``images`` (N, C, H, W), float32, are in the expert's units; ``conditions``, by keyword, each (N, …).
-
-    Raises:
-        HddmError: for fewer than 2 images.
+    ``images`` (N, C, H, W), float32, are in the expert's units; ``conditions`` are (N, …) by keyword. Fewer
+    than 2 images raise `HddmError`.
     """
     number = len(images)
     if number < 2:
@@ -98,7 +95,7 @@ def _errors(
     times: Sequence[float],
     noise: torch.Generator,
 ) -> Tensor:
-    """Errors (times, 3, images) of the expert, the Gaussian and v = 0."""
+    """Return errors (times, 3, images) of the expert, the Gaussian and v = 0."""
     number = len(images)
     total = images.double().sum(0)
     variance = (images.double() - total / number).square().sum().item() / ((number - 1) * images[0].numel())
@@ -129,21 +126,21 @@ def _levels(times: Sequence[float], errors: Tensor) -> tuple[Level, ...]:
 
 
 def _mean(gains: Tensor) -> tuple[float, float]:
-    """Mean of gains (times, images), and its standard deviation over images."""
+    """Return the mean of gains (times, images), and its standard deviation over images."""
     by_image = gains.mean(0)
     return by_image.mean().item(), (by_image.std() / len(by_image) ** 0.5).item()
 
 
 IMAGES = 512
-"""Images that are looked at, at most, spread evenly over all."""
+"""Most images that are judged, spread evenly over all."""
 SURE = 2.0
-"""Deviations that an expert must be better than a Gaussian by."""
+"""Standard deviations by which an expert must be better than a Gaussian."""
 UNCALIBRATED = "it has no calibration; hddm calibrate fits one"
 
 
 @dataclass(frozen=True)
 class Judged:
-    """Errors on so many ``images``, the ``problems`` that they show, and ``notes`` for the user.
+    """Errors on ``images`` images, the ``problems`` that they show, and ``notes`` for the user.
 
     ``unconditional`` are errors with null values for all conditions, None where there are none.
     """
@@ -156,15 +153,15 @@ class Judged:
 
 
 def judge(expert: Expert, field: VelocityField, shard: Shard, seed: int) -> Judged:
-    """Hold the errors of an expert against those of a Gaussian and of v = 0.
+    """Compare the errors of an expert with those of a Gaussian and of v = 0.
 
-    - It must have less than a Gaussian, by `SURE` deviations, over all noise levels and where its network
-      stands alone; without its conditions too, since guidance asks so, unless it never learned that.
-    - Near t = 1 it must not have more than v = 0 by its calibration. A network that has so by itself, as one
-      that predicts noise may, is worth a note.
+    - They must be below a Gaussian's by `SURE` deviations, over all noise levels and where the network stands
+      alone; without conditions too, since guidance needs that, unless it was trained without condition
+      dropout.
+    - Near t = 1 its calibration must not raise its error above that of v = 0. A network whose own error is
+      above, as that of one that predicts noise may be, gets a note.
 
-    Raises:
-        HddmError: for classes other than its own, and fewer than 2 images.
+    Raises `HddmError` for classes other than its own, and for fewer than 2 images.
     """
     rows = torch.linspace(0, len(shard) - 1, min(len(shard), IMAGES)).round().long()
     given, images = conditions_at(rows, conditions_of(shard, field), shard, field), shard.take(rows)
@@ -198,7 +195,7 @@ def judge(expert: Expert, field: VelocityField, shard: Shard, seed: int) -> Judg
 
 
 def _doubts(found: Denoising, images: int, is_calibrated: bool) -> list[str]:
-    """The one thing, if any, that errors on so many images say against an expert."""
+    """Return the first objection, if any, to an expert with these errors on so many images."""
     if not math.isfinite(found.expert):
         return ["its velocities are not finite"]
     if found.margin <= 0:

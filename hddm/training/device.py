@@ -1,4 +1,4 @@
-"""The hardware of a training: devices, precision and processes, through accelerate."""
+"""Hardware of a training: devices, precision and processes, through accelerate."""
 
 import contextlib
 
@@ -10,13 +10,10 @@ from hddm.utils.errors import HddmError
 
 
 class Device:
-    """The hardware of one training; within its block torch's generators and thread count are the training's.
+    """Hardware of one training; within its block torch's generators and thread count are the training's own.
 
     With several processes (``accelerate launch``) each takes its share of every batch, and gradients are
-    averaged.
-
-    Raises:
-        HddmError: for hardware or a precision that is not there, or a batch that does not divide.
+    averaged. Missing hardware or precision, or a batch that does not divide, raises `HddmError`.
     """
 
     def __init__(self, settings: LoopSettings) -> None:
@@ -81,9 +78,9 @@ class Device:
         return wrapped
 
     def share(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-        """This process's part of a batch, on its device."""
+        """Return this process's part of a batch, on its device."""
         rank = self._accelerator.process_index
-        # Times are float64, which MPS has not.
+        # Times are float64, which MPS lacks.
         stays = torch.float64 if self.target.type == "mps" else None
         parts = {name: value.chunk(self.processes)[rank] for name, value in inputs.items()}
         return {
@@ -92,34 +89,34 @@ class Device:
         }
 
     def part(self, module: nn.Module, last: bool) -> contextlib.AbstractContextManager[None]:
-        """A block for a part of a batch; gradients are exchanged with the ``last`` alone."""
+        """Open a block for a part of a batch; gradients are exchanged after the ``last`` part only."""
         return contextlib.nullcontext() if last else self._accelerator.no_sync(module)
 
     def precision(self) -> contextlib.AbstractContextManager[None]:
-        """A block for a forward pass, in the precision asked for."""
+        """Open a block for a forward pass in the chosen precision."""
         block: contextlib.AbstractContextManager[None] = self._accelerator.autocast()
         return block
 
     def backward(self, loss: Tensor) -> None:
-        """Gradients of ``loss``, scaled in fp16."""
+        """Compute gradients of ``loss``, scaled in fp16."""
         self.scaler.scale(loss).backward()
 
     def clip(self, optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], limit: float) -> Tensor:
-        """Clip gradients to a norm of ``limit``; their norm before that, which nothing has waited for."""
+        """Clip gradients to a norm of ``limit``; return their norm before that, not waiting for a GPU."""
         self.scaler.unscale_(optimizer)
         norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-        # To ask would wait for a GPU; on a CPU it saves a pass over gradients that stay as they are.
+        # The comparison would wait for a GPU; on a CPU it saves a pass over gradients within the limit.
         if self.target.type != "cpu" or not norm <= limit:
             nn.utils.clip_grads_with_norm_(parameters, limit, norm)
         return norm
 
     def update(self, optimizer: torch.optim.Optimizer) -> None:
-        """One step of the optimiser; in fp16 one with gradients beyond range only lowers the scale."""
+        """Take a step of the optimiser; in fp16, gradients beyond range only lower the scale."""
         self.scaler.step(optimizer)
         self.scaler.update()
 
     def gathered(self, losses: Tensor, norm: Tensor) -> tuple[Tensor, float]:
-        """Losses (batch,) of all processes, on the CPU, and the norm: the one wait for a GPU in a step."""
+        """Return losses (batch,) of all processes, on the CPU, and the norm: a step's one wait for a GPU."""
         together: Tensor = self._accelerator.gather(losses)
         values = torch.cat([together.float(), norm.float()[None]]).cpu()
         return values[:-1], values[-1].item()

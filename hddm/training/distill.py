@@ -1,14 +1,11 @@
-r"""Distil an ensemble into one dense student, whatever each of its experts was trained to predict.
+"""Distil an ensemble into one dense student, whatever its experts were trained to predict.
 
     minimise  E || student(x_t, t) - v_teacher ||²,   x_t = (1 - t) x_0 + t eps
 
-With the ``shard`` teacher (arXiv:2501.05450) v_teacher = v_k(x_t, t), k being the shard of x_0. The minimum
-is sum_k p(k | x_t) v_k(x_t, t): the ensemble's full mixture with an exact router. The ``routed`` teacher's
-target is the mixture itself, by the ensemble's strategy and with its router's errors.
-docs/notes/distillation.md compares the noise of these targets.
-
-Teachers' velocities are converted and calibrated as in sampling. The student is a flow expert on the linear
-path, calibrated on the whole data; it may begin with the network of an expert.
+With the ``shard`` teacher (arXiv:2501.05450) v_teacher = v_k(x_t, t), where k is the shard of x_0. The
+minimum is sum_k p(k | x_t) v_k(x_t, t): the full mixture with an exact router. The ``routed`` teacher is the
+mixture itself, by the ensemble's strategy and with its router's errors. docs/notes/distillation.md compares
+the noise of the two. Velocities are converted and calibrated as in sampling.
 """
 
 import functools
@@ -50,10 +47,10 @@ from hddm.utils.tensors import append_dims
 
 @dataclass(frozen=True)
 class Teacher:
-    """An ensemble, opened and held against the data; its experts are read when they are first asked.
+    """An ensemble that was checked against the data; its experts are read at their first use.
 
-    ``expert_of_shard`` (shards,) holds the index of the expert of each shard, None for the mixture. Two
-    teachers with the same ``record``, of plain values, have the same velocity.
+    ``expert_of_shard`` (shards,) holds the index of each shard's expert, None for the mixture. Two teachers
+    with the same ``record``, of plain values, have the same velocity.
     """
 
     opened: OpenedEnsemble
@@ -73,16 +70,14 @@ def open_teacher(
     kind: Literal["shard", "routed"],
     condition_dropout: float,
 ) -> Teacher:
-    """The teacher in ``folder``, an ensemble or one expert, for a student of ``shards`` and their union.
+    """Open the teacher in ``folder``, an ensemble or one expert, for a student of ``shards`` and their union.
 
-    The ``shard`` kind is each sample's own expert, known by the hash of its shard; the ``routed`` one the
-    mixture, by the strategy in the folder. ``condition_dropout`` is the share of samples that are to be
-    learned without their conditions.
+    The ``shard`` kind is each sample's own expert, found by the hash of its shard; the ``routed`` kind is the
+    mixture. ``condition_dropout`` is the share of samples that the student learns without their conditions.
 
     Raises:
-        HddmError: for a folder that cannot be read, a shard without its expert, a strategy that is no
-            mixture, conditions other than classes, classes that the data has not, or samples of another
-            shape or space.
+        HddmError: for an unreadable folder, a shard without expert, a strategy that is no mixture, conditions
+            other than classes, classes that the data lacks, or samples of another shape or space.
     """
     opened = open_ensemble(folder, torch.float32)
     experts = dict(zip(opened.facts.experts, opened.experts, strict=True))
@@ -113,7 +108,7 @@ def open_teacher(
 
 
 def _by_shard(folder: Path, experts: dict[str, UnreadExpert], shards: Sequence[Shard]) -> Tensor:
-    """The index (shards,) of the expert of each shard."""
+    """Return the index (shards,) of each shard's expert."""
     stated = [one.facts.shard and one.facts.shard.hash for one in experts.values()]
     missing = [one for one in shards if one.hash not in stated]
     if missing:
@@ -139,7 +134,7 @@ def _check_strategy(folder: Path, opened: OpenedEnsemble) -> None:
 
 
 def _check_conditions(name: str, record: ExpertRecord, shard: Shard, dropout: float) -> None:
-    """Refuse an expert, called ``name``, whose conditions a student of ``shard`` cannot learn."""
+    """Refuse an expert, named ``name`` in errors, whose conditions a student of ``shard`` cannot learn."""
     others = [condition for condition in record.conditions if condition != LABELS]
     if others:
         raise HddmError(f"{name}: takes {', '.join(others)}; a student learns classes, and no texts yet")
@@ -156,7 +151,7 @@ def _check_conditions(name: str, record: ExpertRecord, shard: Shard, dropout: fl
 
 
 def _files(folder: Path) -> dict[str, str]:
-    """SHA-256 by name of what gives a model its velocity: weights, calibration and records."""
+    """Hash the files that determine a model's velocity: SHA-256 of weights, calibration, records by name."""
     kept = (path for path in folder.iterdir() if path.suffix in (".safetensors", ".json"))
     paths = sorted(path for path in kept if path.name != MANIFEST and not path.name.startswith("."))
     return {path.name: sha256_once(path) for path in paths}
@@ -172,19 +167,19 @@ def distill(
     run: RunOptions | None = None,
     init: Path | None = None,
 ) -> list[float]:
-    """Train one flow expert to have the velocity of an ensemble, and write its folder; return all losses.
+    """Train one flow expert to match the velocity of an ensemble, and write its folder; return all losses.
+
+    Arguments are those of `hddm.training.expert.train_expert`, with a teacher, which is an ensemble or one
+    expert, and a partition, encoded or not. The student starts with the network of the flow expert in
+    ``init``, whatever ``settings.size``, else with random weights. It is on the linear path and calibrated on
+    the whole data.
 
     Its record names the teacher with the hashes of all its files, and as its shard the whole partition
     (`hddm.data.shards.joined`). Licences that the teacher's experts state hold for it too.
 
-    Arguments are those of `hddm.training.expert.train_expert`, with the teacher, for which one expert's
-    folder is an ensemble of one, and a partition, as it is or encoded. The student begins with the network of
-    the flow expert in ``init``, one of the ensemble's say, whatever ``settings.size``; else with random
-    weights.
-
     Raises:
-        HddmError: as `open_teacher` and `train_expert`, for shards that do not belong together or do not fit
-            the teacher, and for an ``init`` that is no flow expert of such samples and classes.
+        HddmError: as `open_teacher` and `train_expert`, for shards that do not fit each other or the teacher,
+            and for an ``init`` that is no flow expert of such samples and classes.
         Stopped: after a signal, with the run saved.
     """
     folders = find_shards(shards_folder)
@@ -209,7 +204,7 @@ def distill(
         started, begun = _flow_expert(init, record), begun_with(init)
         network = started.network.requires_grad_(True)
         licences |= {started.facts.licence}
-    # It is under every one of them.
+    # All these licences hold at once.
     licence = " AND ".join(sorted(filter(None, licences))) or None
     record = record.model_copy(update={"shift": teacher.opened.facts.shift, "licence": licence})
     draw = drawing(union, objective, as_expert, given, null_conditions(record.null_class))
@@ -235,7 +230,7 @@ def distill(
 
 
 def _flow_expert(init: Path, record: ExpertRecord) -> Expert:
-    """The expert in ``init``, which must be what ``record`` says of the student."""
+    """Read the expert in ``init``, which must agree with the student's ``record``."""
     if not (init / EXPERT_FILE).is_file():
         raise UsageError(f"--init {init}: no expert folder; name one expert, of the ensemble say")
     expert = read_expert(init)
@@ -262,11 +257,11 @@ def _flow_expert(init: Path, record: ExpertRecord) -> Expert:
 
 
 def matching(teacher_on: Callable[[torch.device], Ensemble]) -> Callable[[nn.Module, Inputs], Tensor]:
-    """The loss of a student: the squared distance of its velocity to that of its teacher on a device.
+    """Return the student's loss: the squared distance of its velocity to that of its teacher on a device.
 
     The loss takes the student, of (x_t, 1000 t, **conditions), and ``x_0`` and ``eps`` (n, C, H, W), ``t``
-    (n,), the index of the ``expert`` to learn from (n,) where that is not the mixture, and ``class_labels``
-    (n,) where there are classes. It gives means over the elements of each sample (n,). The teacher runs in
+    (n,), ``class_labels`` (n,) where there are classes, and unless the teacher is the mixture the index of
+    the ``expert`` to learn from (n,). It returns means over each sample's elements (n,). The teacher runs in
     float32, whatever the student's precision, and gets no gradients.
     """
     opened = functools.cache(teacher_on)

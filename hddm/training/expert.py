@@ -1,8 +1,4 @@
-"""Train one expert alone, on its shard; and what any expert takes of a shard and records of it.
-
-`train_expert` is the entry. `check_fit` and `check_own` refuse a shard that is not an expert's, and
-`calibrated_on` calibrates an expert on one.
-"""
+"""Train one expert alone on its shard; check, condition and calibrate any expert on a shard."""
 
 import contextlib
 import logging
@@ -59,21 +55,14 @@ def train_expert(
 ) -> list[float]:
     """Train an expert on one shard, calibrate it there, and write its folder; return the loss of every step.
 
-    Nothing but the shard is read: no other expert's weights, gradients or data.
-
-    Args:
-        shard_folder: as `hddm.data.partition.partition` or `hddm.data.encoding` writes it.
-        out: the expert folder to write.
-        settings: see `ExpertSettings`.
-        schedule: of DDPM; cosine by default.
-        schedule_source: where ``schedule`` came from, for the record.
-        overwrite: replace an existing ``out``.
-        on_step: called after each step.
-        run: how the training is kept beside ``out``, to be resumed and looked at; it is not without.
+    Only the shard is read: no other expert's weights, gradients or data. `hddm.data.partition.partition` or
+    `hddm.data.encoding` writes it. ``schedule`` is DDPM's, cosine by default, and ``schedule_source`` its
+    origin for the record. ``on_step`` is called after each step. ``run`` says how the training is kept beside
+    ``out``, to be resumed and watched; without it nothing is kept.
 
     Raises:
-        HddmError: for a shard that cannot be read or is too small, images that do not fit the network,
-            a run that differs from the one to be resumed, or losses that are not finite.
+        HddmError: for a shard that is unreadable or too small, images that do not fit the network, a run that
+            differs from the one to be resumed, or losses that are not finite.
         Stopped: after a signal, with the run saved.
     """
     if settings.lora_rank is not None:
@@ -110,7 +99,7 @@ def train_expert(
 
 
 def new_network(kind: type[Network], size: str, shape: Sequence[int], seed: int, **arguments: Any) -> Network:
-    """A ``kind`` of network of named ``size`` for images of ``shape`` (C, H, W), squares of whole patches.
+    """Make a ``kind`` of network of named ``size`` for square images of ``shape`` (C, H, W) in whole patches.
 
     Its weights depend on ``seed`` alone; torch's global generator is left as it was.
     """
@@ -127,10 +116,7 @@ def new_network(kind: type[Network], size: str, shape: Sequence[int], seed: int,
 
 
 def ddpm_schedule(config: Path | None) -> tuple[Schedule | None, str]:
-    """The schedule of DDPM in a scheduler config of diffusers, and where it came from; None is the default.
-
-    A config that cannot be read, or of another prediction than noise, is refused.
-    """
+    """Read DDPM's schedule, and its source, from a diffusers config that predicts noise; None: default."""
     if config is None:
         return None, DEFAULT_SCHEDULE
     declared = declared_prediction_type(config)
@@ -142,7 +128,7 @@ def ddpm_schedule(config: Path | None) -> tuple[Schedule | None, str]:
 def new_record(
     shard: Shard, settings: ExpertSettings, objective: Objective, schedule_source: str = DEFAULT_SCHEDULE
 ) -> ExpertRecord:
-    """The record of an expert of ``shard``, before it is trained."""
+    """Make the record of an expert of ``shard`` before its training."""
     classes = shard.classes if settings.class_conditional else ()
     return ExpertRecord(
         objective=settings.objective,
@@ -163,7 +149,7 @@ def new_record(
 
 
 def record_of_shard(shard: Shard, classes: tuple[str, ...]) -> ShardRecord:
-    """An expert's record of its shard; images are counted by its own ``classes``, or not at all."""
+    """Make an expert's record of its shard, with image counts by class where its classes are the shard's."""
     counts: list[int] = []
     if shard.labels is not None and shard.classes == classes:
         counts = shard.labels.bincount(minlength=len(classes)).tolist()
@@ -178,7 +164,7 @@ def record_of_shard(shard: Shard, classes: tuple[str, ...]) -> ShardRecord:
 
 
 def begun_with(init: Path) -> dict[str, Any]:
-    """A record's plain values of the expert folder that a training began with."""
+    """Return name and weight hash of the expert folder that a training began with, for its record."""
     weights = WEIGHTS if (init / WEIGHTS).is_file() else ADAPTER_WEIGHTS
     return {"init": init.resolve().name, "init_sha256": sha256_of(init / weights)}
 
@@ -186,8 +172,8 @@ def begun_with(init: Path) -> dict[str, Any]:
 def check_fit(shard: Shard, record: ExpertRecord, network: object) -> None:
     """Refuse a shard of samples in another space or shape, of another VAE or scale, or another text encoder.
 
-    A value that ``record`` leaves open is no difference. The config of the expert's ``network`` tells how
-    wide the tokens are that it takes.
+    Values that ``record`` leaves open are no difference. The config of ``network`` gives the width of its
+    tokens.
     """
     folder, vae, encoder = shard.folder, shard.vae, shard.text_encoder
     if record.space != shard.space:
@@ -217,7 +203,7 @@ def check_fit(shard: Shard, record: ExpertRecord, network: object) -> None:
 
 
 def check_own(shard: Shard, record: ExpertRecord) -> None:
-    """Refuse images that are neither of the expert's own shard, if it names that, nor kept from it."""
+    """Refuse images that are not of the expert's own shard, held out or not, where it names that shard."""
     origin, own = shard.held_out_of or shard.hash, record.shard
     # A student's shard is a whole partition, all shards of which are its own.
     if own is not None and own.hash not in (origin, shard.partition):
@@ -241,7 +227,7 @@ def conditions_of(shard: Shard, field: VelocityField) -> dict[str, Tensor]:
 def conditions_at(
     rows: Tensor, given: Mapping[str, Tensor], shard: Shard, field: VelocityField
 ) -> dict[str, Tensor]:
-    """Conditions (n, …) of samples ``rows`` (n,): those ``given``, and tokens where ``field`` takes any."""
+    """Select conditions (n, …) of samples ``rows`` (n,): ``given``, and tokens where ``field`` takes any."""
     conditions = {name: value[rows] for name, value in given.items()}
     if shard.texts is not None and TEXT in (field.conditions or ()):
         conditions[TEXT] = shard.texts.take(rows)
@@ -249,8 +235,7 @@ def conditions_at(
 
 
 CALIBRATION_IMAGES, CALIBRATION_BYTES = 4096, 2**30
-"""Images of a shard that a calibration looks at, at most, and bytes of them: samples in float64, as moments
-are taken, and tokens in float32."""
+"""Most images, and most bytes of them, in a calibration: samples in float64, tokens in float32."""
 
 
 def calibrated(
@@ -262,7 +247,7 @@ def calibrated(
 
 
 def calibrated_on(shard: Shard, field: VelocityField, given: Mapping[str, Tensor], seed: int) -> Calibration:
-    """A calibration of ``field``, which has none yet, fitted to `calibration_rows` of ``shard``, as it says.
+    """Fit a calibration of ``field``, which has none yet, to `calibration_rows` of ``shard``.
 
     ``given`` are conditions (N, …) of all samples, without the tokens of the shard; ``seed`` is the noise's.
     """
@@ -276,7 +261,7 @@ def calibrated_on(shard: Shard, field: VelocityField, given: Mapping[str, Tensor
 
 @contextlib.contextmanager
 def placed(network: nn.Module, device: torch.device) -> Iterator[None]:
-    """Within the block ``network`` is on ``device``, and afterwards on the CPU."""
+    """Move ``network`` to ``device`` for a block, and to the CPU afterwards."""
     network.to(device)
     try:
         yield
@@ -285,7 +270,7 @@ def placed(network: nn.Module, device: torch.device) -> Iterator[None]:
 
 
 def calibration_rows(shard: Shard) -> Tensor:
-    """The samples that moments are taken of: all, or as many as may be, spread evenly over the shard."""
+    """Select the samples that moments are taken of: all or a limited number, spread evenly over the shard."""
     size = 8 * torch.Size(shard.shape).numel()
     if shard.texts is not None:
         size += 4 * shard.texts.null.numel()
@@ -294,5 +279,5 @@ def calibration_rows(shard: Shard) -> Tensor:
 
 
 def calibration_origin(shard: Shard) -> dict[str, str]:
-    """A calibration's record of its shard."""
+    """Return a calibration's record of its shard."""
     return {"data": f"shard {shard.hash}", "images": str(len(calibration_rows(shard)))}

@@ -1,7 +1,4 @@
-"""Islands: one expert on one shard each, sharing nothing with the others but a disk.
-
-`make_islands` makes the list of trainings, `Outcome` is how one ended. `hddm.training.islands` trains them.
-"""
+"""Islands: trainings of one expert on one shard each, which share nothing but a disk."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -21,9 +18,9 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Island:
-    """One training: of the expert folder ``out``, on the shard in a folder, whose ``index`` it has.
+    """One training of the expert folder ``out`` on the shard folder with number ``index``.
 
-    ``schedule`` is a diffusers scheduler config for DDPM, and ``init`` an expert folder to train on from.
+    ``schedule`` is a diffusers scheduler config for DDPM, and ``init`` an expert folder to continue.
     """
 
     index: int
@@ -41,7 +38,7 @@ class Island:
 
     @property
     def threads(self) -> int:
-        """CPU threads that it computes with."""
+        """CPU threads of its computation."""
         return self.settings.threads or 1
 
 
@@ -64,13 +61,10 @@ def make_islands(
     init: Path | None = None,
     overwrite: bool = False,
 ) -> list[Island]:
-    """An island a shard, which writes ``out/expert_k``.
+    """Make an island for each shard, which writes ``out/expert_k``.
 
-    ``objectives`` has one a shard, and ``settings`` are by objective. What concerns DDPM alone, ``snr_gamma``
-    and ``schedule``, is left out for flow where both are there.
-
-    Raises:
-        HddmError: for an option of DDPM where no shard learns it.
+    ``objectives`` has one per shard, and ``settings`` are by objective. ``snr_gamma`` and ``schedule`` are
+    left out for flow; where no shard learns DDPM they raise `HddmError`.
     """
     given = {"--schedule": schedule, "--snr-gamma": next(iter(settings.values())).snr_gamma}
     for option, value in given.items():
@@ -86,11 +80,10 @@ def make_islands(
 
 
 def parse_objectives(text: str, shards: int, name: str = "--objective") -> list[str]:
-    """One objective a shard, from ``0=ddpm,3=ddpm,*=flow``; a name alone, as ``flow``, is for all.
+    """Parse one objective per shard from ``0=ddpm,3=ddpm,*=flow``; a name alone, as ``flow``, is for all.
 
-    Raises:
-        HddmError: for a shard that is not there, is named twice, or has no objective, and for an objective
-            that is unknown.
+    Raises `HddmError` for a shard that does not exist, comes twice or has no objective, or an unknown
+    objective.
     """
     chosen: dict[str, str] = {}
     for part in text.split(","):
@@ -114,14 +107,14 @@ def parse_objectives(text: str, shards: int, name: str = "--objective") -> list[
 
 
 def refuse_failed(outcomes: Sequence[Outcome]) -> None:
-    """Raise an `HddmError` where an island failed, with every cause once and whom it concerns."""
+    """Raise an `HddmError` if an island failed, with every cause once and the experts that it concerns."""
     failed = [(one.island, one.failure) for one in outcomes if one.failure is not None]
     if not failed:
         return
     concerned: dict[str, list[str]] = {}
     for island, failure in failed:
         for line in (failure.message, *failure.details):
-            # Without the folder that it begins with it is alike for all islands.
+            # Without its folder at the beginning, a cause reads the same for all islands.
             for folder in (island.out, run_folder_of(island.out)):
                 line = line.removeprefix(f"{folder}: ")
             concerned.setdefault(line, []).append(island.name)
@@ -137,9 +130,9 @@ def refuse_failed(outcomes: Sequence[Outcome]) -> None:
 
 
 def split_complete(islands: Sequence[Island]) -> tuple[list[Outcome], list[Island]]:
-    """Outcomes of those ``islands`` that need no training any more (`is_complete`), and the others.
+    """Split ``islands`` into outcomes of those that are complete (`is_complete`) and islands to train.
 
-    A complete one that was started otherwise has failed.
+    A complete one that was started with other settings or data has failed.
     """
     outcomes, left = [], []
     for one in islands:

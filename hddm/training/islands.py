@@ -1,12 +1,10 @@
-"""Training many experts at once, each alone (an island), on this machine or on a cluster.
+"""Train many experts at once, each alone (an island), on this machine or on a cluster.
 
-`train_islands` checks all folders, hands the islands to a `Backend` and collects how each of them ended.
-`Processes` is the backend of this machine: a process for each island, which is started again from its last
-checkpoint if it dies. `hddm.training.ray_islands.RayCluster` is the other one.
+`train_islands` checks all folders, hands the islands to a `Backend` and collects their outcomes. Backends are
+`Processes`, for this machine, and `hddm.training.ray_islands.RayCluster`.
 
-`work` is the body of such a process. It reports to its parent through a pipe, and is stopped through it too:
-a scheduler, or Ctrl-C in a terminal, signals every process at once, and a second signal would end a training
-that is just being saved.
+`work` is the body of a process. It reports to its parent and is stopped by it through a pipe: a scheduler, or
+Ctrl-C in a terminal, signals every process at once, and a second signal would end a training that is saving.
 """
 
 import contextlib
@@ -42,7 +40,7 @@ REPORT_SECONDS = 0.1
 _PATIENCE = 60.0
 
 OnIsland = Callable[[int, int, float, float], None]
-"""Called with an island's index, its newest step, and the mean loss and the seconds since the last call."""
+"""Called with an island's index, its newest step, and mean loss and seconds since the last call."""
 
 log = logging.getLogger(__name__)
 
@@ -52,26 +50,23 @@ class Backend(Protocol):
 
     @property
     def threads(self) -> int:
-        """CPU threads of an island that leaves their number open."""
+        """CPU threads of an island whose settings leave their number open."""
 
     def run(self, islands: Sequence[Island], stop: StopRequest, on_step: OnIsland | None) -> list[Outcome]:
-        """Train ``islands`` until all have ended, or ``stop`` came and what was trained is saved.
-
-        Outcomes are in any order, without those that were stopped.
-        """
+        """Train until all islands ended, or saved after ``stop``; return outcomes of those that ended."""
 
 
 def train_islands(
     islands: Sequence[Island], backend: Backend | None = None, on_step: OnIsland | None = None
 ) -> list[Outcome]:
-    """Train islands, which share nothing; return how each ended, in their order.
+    """Train islands, which share nothing; return their outcomes in their order.
 
-    One whose process dies (killed, out of memory, a bug) is started again and goes on from its last
-    checkpoint; one that fails for a reason that the user must mend is not. The others go on in both cases.
-    The ``backend`` is `Processes`, one after the other, by default.
+    One whose process dies (killed, out of memory, a bug) is started again from its last checkpoint; one that
+    fails for a reason that the user must mend is not. The others continue in both cases. The ``backend`` is
+    `Processes`, one after the other, by default.
 
     Raises:
-        HddmError: for folders that are in the way, before anything starts, or a backend out of reach.
+        HddmError: for folders that are in the way, before anything starts, or an unreachable backend.
         Stopped: after a signal, with all runs saved.
     """
     backend = backend or Processes()
@@ -88,7 +83,7 @@ def train_islands(
 
 
 def threaded(islands: Sequence[Island], default: int) -> list[Island]:
-    """Fill in the threads of ``islands``: their own, those of the run that they resume, or ``default``."""
+    """Fill in the threads of ``islands``: their own, those of the run they resume, or ``default``."""
     return [
         replace(one, settings=completed(one.settings, one.out if one.run.resume else None, default))
         for one in islands
@@ -98,9 +93,7 @@ def threaded(islands: Sequence[Island], default: int) -> list[Island]:
 def prepare(islands: Sequence[Island]) -> None:
     """Check the folders of ``islands``, and remove the runs that ``overwrite`` without ``resume`` replaces.
 
-    Raises:
-        HddmError: for folders that are in the way or worked on, all of them at once, before anything is
-            removed.
+    All folders that are in the way or in use raise one `HddmError`, before anything is removed.
     """
     problems: list[str] = []
     for one in islands:
@@ -124,11 +117,10 @@ def prepare(islands: Sequence[Island]) -> None:
 def train_island(island: Island, on_step: OnStep | None = None) -> list[float]:
     """Train an island in this process, after `prepare`; return the loss of every step.
 
-    Raises:
-        HddmError: as `train_expert` and `continue_expert`, and for a disk that is full or fails.
-        Stopped: after a signal, with the run saved.
+    Raises `HddmError` as `train_expert` and `continue_expert`, and for a disk that is full or fails;
+    `Stopped` after a signal, with the run saved.
     """
-    # What `prepare` has left is a run to go on with, of this start or the one before.
+    # A run that `prepare` has left is resumed, whether of this start or of the one before.
     run = island.run.model_copy(update={"resume": True})
     shard, out, settings, overwrite = island.shard, island.out, island.settings, island.overwrite
     try:
@@ -143,7 +135,7 @@ def train_island(island: Island, on_step: OnStep | None = None) -> list[float]:
 
 
 def outcome_of(island: Island, on_step: OnStep | None = None) -> Outcome:
-    """`train_island`, with its failures as outcomes; a signal raises `Stopped`."""
+    """Run `train_island` and return its failures as outcomes; a signal raises `Stopped`."""
     try:
         return Outcome(island, summary_of(train_island(island, on_step)))
     except Stopped:
@@ -154,7 +146,7 @@ def outcome_of(island: Island, on_step: OnStep | None = None) -> Outcome:
 
 @dataclass(frozen=True)
 class Stepped:
-    """A report of ``step``: mean loss, NaN if none was finite, and seconds since the last report."""
+    """Report of a ``step``: mean loss, NaN if none was finite, and seconds since the last report."""
 
     step: int
     loss: float
@@ -171,7 +163,7 @@ class Logged:
 
 @dataclass(frozen=True)
 class Ended:
-    """The last message: the outcome, or None of a training that was stopped and saved."""
+    """The last message: the outcome, or None for a training that was stopped and saved."""
 
     outcome: Outcome | None = None
 
@@ -179,8 +171,8 @@ class Ended:
 def work(island: Island, connection: "Connection[object, int]") -> None:
     """Train ``island``; the body of its process.
 
-    ``connection`` to the parent takes `Stepped`, `Logged` and last `Ended`. It gives the number of a signal,
-    on which the training stops; so it does when the other end is closed.
+    ``connection`` sends `Stepped`, `Logged` and last `Ended` to the parent. It receives the number of a
+    signal, which stops the training, as closing the other end does.
     """
     logger = logging.getLogger("hddm")
     logger.setLevel(logging.INFO)
@@ -202,8 +194,7 @@ class _Reporter:
         self._losses, self._seconds, self._reported = list[float](), 0.0, 0.0
 
     def on_signal(self, number: int, frame: FrameType | None) -> None:
-        # A training in its loop has a handler of its own, which calls this one; before and after it there
-        # is nothing to be saved.
+        # The training loop has its own handler, which calls this one; outside it nothing needs saving.
         if signal.getsignal(number) == self.on_signal:
             raise SystemExit(128 + number)
         self._stopping = True
@@ -239,7 +230,7 @@ class _Forwarding(logging.Handler):
 
 
 def _send(connection: "Connection[object, int]", message: object) -> bool:
-    """Send ``message``; False where nobody reads any more."""
+    """Send ``message``; return False where nobody reads any more."""
     try:
         connection.send(message)
     except OSError:
@@ -249,7 +240,7 @@ def _send(connection: "Connection[object, int]", message: object) -> bool:
 
 @dataclass
 class _Job:
-    """A running process of an island, and our end of its pipe."""
+    """A running process of an island, and the parent's end of its pipe."""
 
     island: Island
     process: SpawnProcess
@@ -262,8 +253,7 @@ class _Job:
 class Processes:
     """Processes of this machine, ``parallel`` at a time, each started again ``retries`` times at most.
 
-    Islands share the cores. Each has one GPU of several to itself as far as they go round. They report some
-    ten times a second.
+    Islands share the cores. Each uses one GPU, its own where there are enough.
     """
 
     def __init__(self, parallel: int = 1, retries: int = RETRIES) -> None:
@@ -271,12 +261,10 @@ class Processes:
 
     @property
     def threads(self) -> int:
-        """The share of the cores."""
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         return max(1, cores // self.parallel)
 
     def run(self, islands: Sequence[Island], stop: StopRequest, on_step: OnIsland | None) -> list[Outcome]:
-        """Run islands as a `Backend` does."""
         waiting, running, outcomes = deque(islands), list[_Job](), list[Outcome]()
         is_stopping = False
         try:
@@ -325,13 +313,13 @@ def _start(island: Island, slot: int, starts: int) -> _Job:
         variables["CUDA_VISIBLE_DEVICES"] = visible.split(",")[slot % gpus]
     with environment(variables):
         process.start()
-    # Only then is its end of the pipe closed when it dies.
+    # The child now holds the only copy of its end, which closes when it dies.
     there.close()
     return _Job(island, process, here, slot, starts)
 
 
 def _read(job: _Job, on_step: OnIsland | None) -> bool:
-    """Take in a message of a process; False where it has ended."""
+    """Handle a message of a process; return False where it has ended."""
     try:
         message = job.connection.recv()
     except (EOFError, OSError):
@@ -348,7 +336,7 @@ def _read(job: _Job, on_step: OnIsland | None) -> bool:
 
 
 def _close(running: Sequence[_Job]) -> None:
-    """Close the pipes of processes that still run, on which they save and end; kill those that do not."""
+    """Close the pipes of running processes, which then save and end; kill those that do not."""
     for job in running:
         job.connection.close()
     for job in running:

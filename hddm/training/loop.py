@@ -1,9 +1,8 @@
 """The training loop that experts, routers and students share; `train` runs it from record to folder.
 
-A training is a function of its settings and data: the samples of step s (`Order`) and all that is drawn in it
-depend on (seed, key, s) alone. Nothing random has a state that a checkpoint would have to hold. A run that
-was killed and resumed computes what the uninterrupted one does, bit for bit on a CPU in float32 with the same
-number of threads.
+The samples of step s (`Order`) and all random numbers in it depend on (seed, key, s) alone, so checkpoints
+hold no random state. A killed and resumed run computes what the uninterrupted one does, bit for bit on a CPU
+in float32 with the same number of threads.
 """
 
 import contextlib
@@ -29,16 +28,13 @@ from hddm.utils.files import new_folder
 from hddm.utils.processes import Stopped, StopRequest
 from hddm.utils.tensors import generator
 
-# Keeps training apart from sampling, whose streams are (seed, i) and (seed, i, 1).
+# Separates training from sampling, whose random streams are (seed, i) and (seed, i, 1).
 TRAINING_STREAM = 2
 _EPOCHS, _STEPS = 0, 1
 
 
 class Order:
-    """Every sample once an epoch, in an order of its own in each; batches run on over its end.
-
-    ``batch_size`` is that of a step, and ``key`` tells apart trainings of one ``seed``.
-    """
+    """Sample order, shuffled in each epoch; batches cross epochs. ``key`` separates runs of one seed."""
 
     def __init__(self, num_samples: int, batch_size: int, seed: int, key: tuple[int, ...]) -> None:
         self.num_samples, self.batch_size = num_samples, batch_size
@@ -46,7 +42,7 @@ class Order:
         self._epochs: dict[int, Tensor] = {}
 
     def rows(self, step: int) -> Tensor:
-        """Indices (batch_size,) of the samples of ``step``, from 1."""
+        """Return indices (batch_size,) of the samples of ``step``, from 1."""
         places = torch.arange((step - 1) * self.batch_size, step * self.batch_size)
         epochs, within = places // self.num_samples, places % self.num_samples
         needed = epochs.unique().tolist()
@@ -63,7 +59,7 @@ class Order:
 
 
 OnStep = Callable[[int, float, float], None]
-"""Called with a step, its loss, and the seconds that it took, without what comes between steps."""
+"""Called with a step, its loss, and its seconds, without the time between steps."""
 Inputs = dict[str, Tensor]
 
 log = logging.getLogger(__name__)
@@ -71,16 +67,12 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Task:
-    """A network and the loss that it is to minimise.
+    """A network, trained in place where its parameters require gradients, and the loss to minimise.
 
-    Args:
-        network: trained in place; its parameters that require gradients are.
-        num_samples: samples in all.
-        draw: ``(rows, noise)`` to the inputs of the loss for these samples, batch first, on the CPU.
-            Everything random comes from ``noise``. "t" among them is the time on the common path.
-        loss: ``(network, inputs)`` to the loss of each sample (n,), in float32; ``inputs`` may be a part of
-            what was drawn. The mean over the batch is minimised.
-        key: tells apart trainings of one seed.
+    ``draw(rows, noise)`` returns the inputs of the loss for these of the ``num_samples`` samples, batch
+    first, on the CPU. Everything random comes from ``noise``; "t" among the inputs is the time on the common
+    path. ``loss(network, inputs)`` returns the loss of each sample (n,), in float32, also for a part of the
+    batch; the mean over the batch is minimised. ``key`` tells apart trainings of one seed.
     """
 
     network: nn.Module
@@ -92,10 +84,7 @@ class Task:
 
 @dataclass(frozen=True)
 class StepReport:
-    """A report of a step to watchers: ``losses`` and ``t`` (batch,) of its samples, on the CPU.
-
-    ``seconds`` are those of the step alone, without checkpoints and pictures.
-    """
+    """Report to watchers: ``losses`` and ``t`` (batch,) on the CPU, and ``seconds`` of the step alone."""
 
     step: int
     losses: Tensor
@@ -113,10 +102,7 @@ Watcher = Callable[[StepReport], None]
 
 @dataclass(frozen=True)
 class Fitted:
-    """The result of a training: the loss of every step, the seconds of all steps, and the device.
-
-    ``changes`` are those of its settings on the way (`hddm.training.resume`).
-    """
+    """Result of a training; ``changes`` are those of its settings on the way (`hddm.training.resume`)."""
 
     losses: list[float]
     seconds: float
@@ -124,10 +110,10 @@ class Fitted:
     changes: Sequence[Change] = ()
 
     def record(self, settings: LoopSettings, begun: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """Plain values for the record beside the weights; ``settings`` are those of the last step.
+        """Return plain values for the record beside the weights; ``settings`` are those of the last step.
 
-        ``begun`` are those of the init (`hddm.training.expert.begun_with`), whose network has a size of its
-        own, whatever the settings say.
+        ``begun`` describes an init (`hddm.training.expert.begun_with`), whose network is not of
+        ``settings.size``.
         """
         finite = {step: loss for step, loss in enumerate(self.losses, 1) if math.isfinite(loss)}
         tail = list(finite.values())[-max(len(self.losses) // 20, 1) :]
@@ -147,16 +133,16 @@ def fit(
 ) -> Fitted:
     """Minimise the loss of ``task`` and leave the averaged weights in its network, on the CPU.
 
-    A step whose loss or gradient is not finite changes nothing, and is named with its samples. ``run`` keeps
-    checkpoints; without one nothing is kept, and signals do what they do. ``watchers`` are called after each
-    step, on the main process.
+    A step whose loss or gradient is not finite changes nothing, and is logged with its samples. Without a
+    ``run`` there are no checkpoints, and signals are not caught. ``watchers`` are called after each step, on
+    the main process.
 
     Raises:
-        HddmError: after ``settings.max_non_finite`` steps in a row that were not finite, for hardware that is
-            not there, or a checkpoint that cannot be written.
+        HddmError: after ``settings.max_non_finite`` non-finite steps in a row, for missing hardware, or a
+            checkpoint that cannot be written.
         Stopped: after a signal, with everything saved.
     """
-    # Outside of its block it waits for no signal.
+    # It catches signals only within its block.
     stop = StopRequest()
     with Device(settings) as device, stop if run is not None else contextlib.nullcontext():
         trainer = _Trainer(task, settings, device)
@@ -173,14 +159,14 @@ def fit(
                 _keep(run, state, settings, device, stop)
         state.ema.copy_to_network()
         task.network.eval()
-        # What `compile` put there would compile again for every other mode and shape.
+        # The compiled call would compile again for every other mode and shape.
         task.network._compiled_call_impl = None
         task.network.to("cpu")
     return Fitted(state.losses, state.seconds, device.target, [] if run is None else run.changes)
 
 
 def _keep(run: Run, state: TrainingState, settings: LoopSettings, device: Device, stop: StopRequest) -> None:
-    """Save a checkpoint where one is due or a signal came; then raise `Stopped`."""
+    """Save a checkpoint where one is due or a signal came; after a signal raise `Stopped`."""
     stopping = device.any(stop.requested)
     due = state.step % run.options.checkpoint_every == 0 or state.step == settings.steps
     if due or stopping:
@@ -230,7 +216,7 @@ class _Trainer:
         step = state.step + 1
         rows, draws = self.order.rows(step), self.order.draws(step)
         inputs = self.task.draw(rows, draws)
-        # A network that drops at random does so from torch's own generator.
+        # Dropout layers draw from torch's global generator.
         torch.manual_seed(int(torch.randint(2**62, (), generator=draws)))
         rate = self.settings.learning_rate * learning_rate_factor(step - 1, self.settings)
         for group in state.optimizer.param_groups:
@@ -257,7 +243,7 @@ class _Trainer:
         return StepReport(step, losses, t, loss, norm, rate, seconds, state, lambda: stop.requested)
 
     def _backward(self, inputs: Inputs) -> Tensor:
-        """Losses (batch,) of this process; gradients are summed over the parts of its batch."""
+        """Return losses (batch,) of this process; gradients are summed over the parts of its batch."""
         number = self.settings.gradient_accumulation_steps
         parts = zip(*(value.chunk(number) for value in inputs.values()), strict=True)
         losses = []
@@ -274,7 +260,7 @@ class _Trainer:
         state.non_finite += 1
         broken = rows[~losses.isfinite()].tolist() or rows.tolist()
         what = f"step {step}: loss {state.losses[-1]}, gradient norm {norm}, samples {broken[:8]}"
-        # The last step alone may be left out like any other; where it is not alone, the training diverged.
+        # A single last step may be skipped like any other; more in a row mean that the training diverged.
         diverged = step == self.settings.steps and state.non_finite > min(1, step - 1)
         if state.non_finite >= self.settings.max_non_finite or diverged:
             raise HddmError(
@@ -285,7 +271,7 @@ class _Trainer:
 
 
 def learning_rate_factor(step: int, settings: LoopSettings) -> float:
-    """Factor on the learning rate at ``step``, from 0."""
+    """Return the factor on the learning rate at ``step``, from 0."""
     warm = min(1.0, (step + 1) / max(settings.warmup_steps, 1))
     return warm * 0.5 * (1 + math.cos(math.pi * min(step / settings.steps, 1)))
 
@@ -316,19 +302,11 @@ def train(
 ) -> list[float]:
     """Fit ``task`` and write ``out``, which appears complete or not at all; return the loss of every step.
 
-    There are no losses where a resumed ``out`` is complete.
-
-    Args:
-        task: see `Task`.
-        settings: see `LoopSettings`; those that were left open are filled in (`completed`).
-        out: the folder to write.
-        record: the JSON file that marks its kind.
-        write: ``write(draft, fitted, settings)`` fills it.
-        data: plain values that say what it is trained on, which a resumed run must share.
-        overwrite: replace an existing ``out``, and a run that is there.
-        on_step: called after each step.
-        run: how the training is kept; it is not without.
-        watch: opens the watcher of a run.
+    Where a resumed ``out`` is complete, no losses are returned. ``write(draft, fitted, settings)`` fills
+    ``out``, whose kind the JSON file ``record`` marks; open ``settings`` are filled in (`completed`).
+    ``data`` are plain values that describe the training data, which a resumed run must share. ``overwrite``
+    replaces an existing ``out`` and its run. ``run`` says how the training is kept, None for not at all;
+    ``watch`` opens its watcher.
 
     Raises:
         HddmError: as `fit` and `hddm.training.state.open_run`.
@@ -342,7 +320,7 @@ def train(
         watchers.append(lambda report: on_step(report.step, report.loss, report.seconds))
     with contextlib.ExitStack() as stack:
         kept = None if run is None else Run(run_folder_of(out), run)
-        # Of several processes the first alone holds the run; the others meet it in `fit`.
+        # Only the first of several processes holds the run; the others join it in `fit`.
         is_first = int(os.environ.get("RANK", "0")) == 0
         if run is not None and is_first:
             content = {
@@ -363,8 +341,8 @@ def train(
 def completed(settings: Settings, out: Path | None, threads: int | None = None) -> Settings:
     """Fill in the threads and the warm-up that ``settings`` leave open.
 
-    Both are those of the resumed run of ``out``, whose default may have been another; else as many
-    ``threads``, by default torch's, and `LoopSettings.warmup_steps`.
+    Both come from the resumed run of ``out``, whose defaults may have differed; else they are ``threads``, by
+    default torch's, and `LoopSettings.warmup_steps`.
     """
     if out is not None:
         settings = as_recorded(settings, out)
@@ -387,14 +365,11 @@ def _environment(settings: LoopSettings) -> dict[str, Any]:
 
 LONGEST = 100
 SHORTEST = 10
-"""Steps that a mean is taken over, a tenth of all, at most and at least."""
+"""Most and fewest steps in each mean of `summary_of`, which covers a tenth of all."""
 
 
 def summary_of(losses: Sequence[float], name: str = "loss") -> str:
-    """A line for users: means of the loss over the first and the last steps; "" of no steps.
-
-    Too few steps to compare give one mean. Losses that are not finite are left out; ``name`` is the loss's.
-    """
+    """Summarise a training in a line: means of its first and last finite losses, or one if steps are few."""
     over = min(LONGEST, len(losses) // 10)
     first, last, average = mean(losses[:over]), mean(losses[len(losses) - over :]), mean(losses)
     trained = f"trained for {counted(len(losses), 'step')}" if losses else ""
@@ -404,6 +379,6 @@ def summary_of(losses: Sequence[float], name: str = "loss") -> str:
 
 
 def mean(losses: Sequence[float]) -> float:
-    """The mean of those that are finite; NaN of none."""
+    """Return the mean of the finite losses; NaN where there are none."""
     finite = [loss for loss in losses if math.isfinite(loss)]
     return sum(finite) / len(finite) if finite else math.nan

@@ -1,8 +1,8 @@
-"""Low-rank adapters (LoRA, arXiv:2106.09685) on a network, through peft: put on, trained, written.
+"""Low-rank adapters (LoRA, arXiv:2106.09685) through peft: adding, training and writing them.
 
-Adapted are the linear layers of attention and MLPs, as by diffusers' and peft's training scripts. The packed
-query, key and value matrix of our own attention is a parameter and no layer; peft's ``target_parameters``
-adapts it as one matrix (3 width, width) with one A and one B.
+Adapted are the linear layers of attention and MLPs, as in the training scripts of diffusers and peft. The
+packed query, key and value matrix of our own attention is a parameter and no layer; peft's
+``target_parameters`` adapts it as one matrix (3 width, width) with one A and one B.
 """
 
 import os
@@ -37,7 +37,7 @@ _PARAMETERS = re.compile(r"layers\.\d+\.(cross_)?attn\.in_proj_weight")
 
 
 def targets_of(network: nn.Module) -> tuple[str, ...]:
-    """Names of the weights of ``network`` that an adapter changes: of attention and MLPs, at least one."""
+    """Return the names of the weights that an adapter changes, of attention and MLPs: at least one."""
     layers = {
         f"{name}.weight"
         for name, module in network.named_modules()
@@ -53,9 +53,9 @@ def targets_of(network: nn.Module) -> tuple[str, ...]:
 
 
 def new_adapter(network: nn.Module, rank: int, alpha: float | None, init: Path, out: Path) -> AdapterRecord:
-    """The record of an adapter in ``out`` of the expert in ``init`` with this ``network``.
+    """Make the record of an adapter in ``out`` for the expert in ``init`` with this ``network``.
 
-    Its change is scaled by ``alpha``/``rank``; by default alpha is the rank. An adapter is no base.
+    Its change is scaled by ``alpha``/``rank``; by default alpha is the rank. The init must not be an adapter.
     """
     if not (init / WEIGHTS).is_file():
         raise HddmError(
@@ -71,7 +71,7 @@ def new_adapter(network: nn.Module, rank: int, alpha: float | None, init: Path, 
 
 
 def add_adapter(network: ModelMixin, adapter: AdapterRecord, seed: int) -> None:
-    """Put an adapter on ``network``: its own parameters are frozen, those of the adapter are trained.
+    """Put an adapter on ``network``: freeze its own parameters, and train those of the adapter.
 
     B is zero, so nothing changes at first; A is uniform, as peft draws it, from ``seed`` alone.
     """
@@ -83,10 +83,7 @@ def add_adapter(network: ModelMixin, adapter: AdapterRecord, seed: int) -> None:
 
 
 def save_adapted(folder: Path, expert: Expert, adapter: AdapterRecord) -> None:
-    """Write an expert with an adapter on its network into an existing, empty ``folder``.
-
-    It holds all but the weights of the base, which its records name; the adapter is in peft's format.
-    """
+    """Write an adapted expert, without its base's weights, into an empty folder, in peft's format."""
     network: Any = expert.network
     network.save_config(folder)
     # peft asks the hub about the base, unless it is told that no embedding can have changed.
@@ -108,7 +105,7 @@ def _config(adapter: AdapterRecord) -> Any:
     layers = [target.removesuffix(".weight") for target in adapter.targets if target.endswith(".weight")]
     return _peft().LoraConfig(
         r=adapter.rank,
-        # Whole where it is, as peft's own scripts write it.
+        # An integer where possible, as in peft's own scripts.
         lora_alpha=int(adapter.alpha) if adapter.alpha.is_integer() else adapter.alpha,
         target_modules=layers,
         target_parameters=[target for target in adapter.targets if not target.endswith(".weight")] or None,

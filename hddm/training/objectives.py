@@ -1,9 +1,7 @@
 """Training objectives, and the images, noise, times and conditions of an expert's step.
 
-    ddpm:  E || network(alpha_u x_0 + sigma_u eps, u) - eps ||²
-    flow:  E || network((1 - t) x_0 + t eps, t) - (eps - x_0) ||²
-
-with native times uniform or logit-normal.
+ddpm:  E || network(alpha_u x_0 + sigma_u eps, u) - eps ||²
+flow:  E || network((1 - t) x_0 + t eps, t) - (eps - x_0) ||²
 """
 
 from collections.abc import Callable, Mapping
@@ -28,16 +26,11 @@ TIME_SCALE = 1000.0
 class Objective:
     """A prediction that a network learns, with its schedule and the times of training.
 
-    Args:
-        name: ``ddpm`` or ``flow``.
-        schedule: the path; cosine by default for ddpm, always linear for flow.
-        time_sampling: ``uniform`` in native time, or ``logit-normal``: the logit of t on the common path
-            is normal (SD3, arXiv:2403.03206, section 3.1), so the log-SNR is normal with deviation 2.
-        snr_gamma: of ddpm: errors of noise are weighted by min(SNR, gamma)/SNR, which is min-SNR weighting
-            of x_0 (arXiv:2303.09556, section 3.4); no weight where it is None.
-
-    Raises:
-        HddmError: for a combination without meaning.
+    The ``schedule`` is cosine by default for ddpm, always linear for flow. ``time_sampling`` is ``uniform``
+    in native time, or ``logit-normal``: the logit of t on the common path is normal (SD3, arXiv:2403.03206,
+    section 3.1), so the log-SNR is normal with deviation 2. For ddpm, ``snr_gamma`` weights errors of noise
+    by min(SNR, gamma)/SNR, which is min-SNR weighting of x_0 (arXiv:2303.09556, section 3.4). Flow with
+    another schedule or an ``snr_gamma`` raises `HddmError`.
     """
 
     name: Literal["ddpm", "flow"]
@@ -53,7 +46,7 @@ class Objective:
         time_sampling: TimeSampling = "uniform",
         snr_gamma: float | None = None,
     ) -> "Objective":
-        """The objective called ``name``, with its default schedule where none is given."""
+        """Make the objective called ``name``, with its default schedule where none is given."""
         default: Schedule = CosineSchedule() if name == "ddpm" else LinearSchedule()
         return cls(name, schedule or default, time_sampling, snr_gamma)
 
@@ -65,7 +58,6 @@ class Objective:
 
     @property
     def prediction_type(self) -> PredictionType:
-        """The prediction of the network after training."""
         return PredictionType.EPSILON if self.name == "ddpm" else PredictionType.FLOW_PREDICTION
 
     @property
@@ -81,7 +73,7 @@ class Objective:
         time: Tensor,
         conditions: Mapping[str, Tensor],
     ) -> Tensor:
-        """Squared error of each sample (batch,), averaged over its elements, weighted as `snr_gamma` says.
+        """Return squared errors (batch,), averaged over each sample's elements and weighted by ``snr_gamma``.
 
         ``network`` is one of (y, timestep, **conditions), ``x_0`` are clean samples (batch, C, H, W), ``eps``
         noise like them, and ``time`` native times (batch,), float64.
@@ -98,12 +90,12 @@ class Objective:
         return errors * (self.snr_gamma * inverse_snr).clamp(max=1).to(errors)
 
     def common_time(self, time: Tensor) -> Tensor:
-        """Return times on the common path of native times (batch,): sigma/(alpha + sigma), in [0, 1]."""
+        """Convert native times (batch,) to the common path: sigma/(alpha + sigma), in [0, 1]."""
         alpha, sigma = self.schedule.alpha_sigma(time)
         return sigma / (alpha + sigma)
 
     def sample_times(self, num: int, noise: torch.Generator) -> Tensor:
-        """Native times (num,), float64: whole indices for a discrete schedule."""
+        """Draw native times (num,), float64: whole indices for a discrete schedule."""
         if self.time_sampling == "logit-normal":
             t = torch.sigmoid(torch.randn(num, generator=noise, dtype=torch.float64))
             native = self.schedule.match(t)
@@ -127,7 +119,7 @@ def drawing(
 
     With probability ``settings.condition_dropout`` a sample has null values for all its conditions at once,
     as guidance asks the network. ``given`` are conditions (N, …) of all samples, by keyword, without tokens,
-    which come from the shard; ``nulls`` are the values that stand for none, without batch dimension.
+    which come from the shard; ``nulls`` are null values without batch dimension.
     """
 
     def draw(rows: Tensor, noise: torch.Generator) -> Inputs:
@@ -151,7 +143,7 @@ def drawing(
 def losing(
     objective: Objective, predict: Callable[..., Callable[..., Tensor]]
 ) -> Callable[[nn.Module, Inputs], Tensor]:
-    """The loss of what `drawing` draws; ``predict(network)`` is a function of (y, timestep, **conditions)."""
+    """Return the loss on inputs of `drawing`; ``predict(network)`` takes (y, timestep, **conditions)."""
 
     def loss(network: nn.Module, inputs: Inputs) -> Tensor:
         conditions = {name: value for name, value in inputs.items() if name not in _DRAWN}
@@ -161,7 +153,7 @@ def losing(
 
 
 def check_conditions(shard: Shard, settings: ExpertSettings) -> None:
-    """Refuse settings that the samples of ``shard`` do not allow: an `HddmError` names what to drop."""
+    """Refuse conditions, held-out images or flips that ``shard`` does not allow; errors name what to drop."""
     if settings.class_conditional and shard.labels is None:
         raise HddmError(f"{shard.folder}: its images carry no labels; drop --class-conditional")
     if settings.text_conditional and shard.texts is None:
@@ -171,5 +163,5 @@ def check_conditions(shard: Shard, settings: ExpertSettings) -> None:
     if shard.held_out_of is not None:
         raise HddmError(f"{shard.folder}: was kept from training, to judge an expert by; train on its shard")
     if settings.random_flip:
-        # Latents have mirror images only where they were encoded too, and say so.
+        # Latents can be mirrored only where mirror images were encoded too; else this raises.
         shard.take(torch.zeros(1, dtype=torch.long), flip=torch.ones(1, dtype=torch.bool))

@@ -1,7 +1,7 @@
-"""Training islands on the machines of a Ray cluster, as tasks that share nothing but files.
+"""Train islands on the machines of a Ray cluster, as tasks that share nothing but files.
 
 Every machine needs this package, and sees the folders of shards and experts under the same path. A task whose
-worker or machine dies is started again, elsewhere if need be, and goes on from its last checkpoint.
+worker or machine dies is started again from its last checkpoint, elsewhere if need be.
 """
 
 import contextlib
@@ -30,22 +30,19 @@ from hddm.utils.processes import SIGNALS, Stopped, StopRequest, compute_environm
 
 LOCAL = "local"
 LOCK_SECONDS = 60.0
-"""Patience of a task with the lock of the one before it, whose machine may be gone."""
+"""Seconds that a task waits for the lock of its predecessor, whose machine may be gone."""
 SAVE_SECONDS = 120.0
 
 log = logging.getLogger(__name__)
 
 
 class RayCluster:
-    """A Ray cluster, on which every island is a task; a backend of `hddm.training.islands.train_islands`.
+    """A Ray cluster as a backend of `hddm.training.islands.train_islands`; every island is a task.
 
-    A task takes as many of the cluster's CPUs as it has threads, 1 where none were given, and a GPU where
-    the cluster has some and ``device`` does not say otherwise; it is started again ``retries`` times at most.
-    What islands report comes from their checkpoints. The ``address`` ``local`` starts a cluster on this
-    machine, for as long as the training takes.
-
-    Raises:
-        HddmError: without Ray; in `run` for a cluster that cannot be reached.
+    A task takes a CPU per thread, 1 where none were given, and a GPU where the cluster has some and
+    ``device`` allows it; it is started again ``retries`` times at most. Reports come from checkpoints. The
+    ``address`` ``local`` starts a cluster on this machine for the time of the training. A missing Ray raises
+    `HddmError`, and so does an unreachable cluster in `run`.
     """
 
     threads = 1
@@ -55,7 +52,6 @@ class RayCluster:
         self._ray = optional("ray", "--ray", "ray")
 
     def run(self, islands: Sequence[Island], stop: StopRequest, on_step: OnIsland | None) -> list[Outcome]:
-        """Run islands as a `hddm.training.islands.Backend` does."""
         ray = self._ray
         with _connected(ray, self.address):
             has_gpus = ray.cluster_resources().get("GPU", 0) > 0
@@ -82,7 +78,7 @@ def _collect(
         if stop.requested and end == math.inf:
             end = time.monotonic() + SAVE_SECONDS
             for task in tasks:
-                # In the worker this is a SIGINT, which a training answers by saving.
+                # The worker gets a SIGINT, on which a training saves.
                 ray.cancel(task, force=False, recursive=False)
         done, _ = ray.wait(list(tasks), timeout=0.5)
         for task in done:
@@ -98,7 +94,7 @@ def _collect(
 
 
 def _outcome(ray: Any, task: Any, island: Island) -> Outcome | None:
-    """The outcome of a task that has ended; None of one that was stopped and saved."""
+    """Return the outcome of a task that has ended; None for one that was stopped and saved."""
     try:
         outcome: Outcome | None = ray.get(task)
     except ray.exceptions.TaskCancelledError:
@@ -120,7 +116,7 @@ def _submit(ray: Any, island: Island, retries: int, has_gpus: bool) -> Any:
         num_cpus=island.threads,
         num_gpus=int(on_gpu),
         max_retries=retries,
-        # What the user must mend is returned, not raised.
+        # Errors that the user must mend are returned, not raised, so they are not retried.
         retry_exceptions=True,
         runtime_env={"env_vars": compute_environment(island.threads)},
     )
@@ -128,7 +124,7 @@ def _submit(ray: Any, island: Island, retries: int, has_gpus: bool) -> Any:
 
 
 def _train(island: Island) -> Outcome | None:
-    """Train ``island`` in this worker; the body of a task. None where the driver stopped it."""
+    """Train ``island`` as the body of a task; return None where the driver stopped it."""
     # Ray shows what a worker writes to its standard error.
     logging.basicConfig(format=f"{island.name}: %(message)s")
     logging.getLogger("hddm").setLevel(logging.INFO)
@@ -139,7 +135,7 @@ def _train(island: Island) -> Outcome | None:
     except Stopped as error:
         if error.number == signal.SIGINT:
             return None
-        # Another's signal: Ray starts it elsewhere.
+        # A signal that is not the driver's: Ray starts the task elsewhere.
         raise RuntimeError(f"{island.name}: {error}") from error
     finally:
         for one, handler in before.items():
@@ -151,7 +147,7 @@ def _train(island: Island) -> Outcome | None:
 
 @contextlib.contextmanager
 def _connected(ray: Any, address: str) -> Iterator[None]:
-    """A block in which Ray is connected; one that was connected before stays so."""
+    """Connect to Ray for a block; a connection that existed before stays."""
     if ray.is_initialized():
         yield
         return
@@ -163,7 +159,7 @@ def _connected(ray: Any, address: str) -> Iterator[None]:
     except (ConnectionError, ValueError, RuntimeError) as error:
         raise HddmError(f"--ray {address}: no cluster answers there ({error})") from error
     try:
-        # Its own handler of SIGTERM would leave in the middle of what we do.
+        # Ray's own handler of SIGTERM would exit in the middle of our work.
         for one, handler in handlers.items():
             signal.signal(one, handler)
         yield
@@ -172,7 +168,7 @@ def _connected(ray: Any, address: str) -> Iterator[None]:
 
 
 def _newest(out: Path, since: int) -> tuple[int, float, float] | None:
-    """Step, mean loss after step ``since`` and seconds of the newest checkpoint; None if it is not newer."""
+    """Return step, mean loss after ``since`` and seconds of a checkpoint newer than ``since``, else None."""
     newest = next(iter(checkpoints_in(run_folder_of(out) / CHECKPOINTS)), None)
     if newest is None or step_of(newest) == since:
         return None
@@ -180,12 +176,12 @@ def _newest(out: Path, since: int) -> tuple[int, float, float] | None:
         losses = load_file(newest / f"{LOSSES}.safetensors")["losses"]
         seconds = float(read_json(newest / PROGRESS)["seconds"])
     except (OSError, SafetensorError, HddmError):
-        # It has just made room for the next.
+        # It was just removed to make room for the next.
         return None
     return step_of(newest), mean(losses[since:].tolist()), seconds
 
 
 def _absolute(island: Island) -> Island:
-    """The same with absolute paths, since workers have a working directory of their own."""
+    """Make all paths absolute, since workers have a working directory of their own."""
     paths: dict[str, Any] = {k: one.absolute() for k, one in vars(island).items() if isinstance(one, Path)}
     return replace(island, **paths)

@@ -1,14 +1,10 @@
-"""Resuming a run: may it go on, what differs from its record, and is it complete already?
+"""Resuming a run, decided by records alone: ``OUT.run/run.json`` and the manifests of shards.
 
-Answers come from records alone, ``OUT.run/run.json`` and the manifests of shards; neither torch nor a network
-is imported. `compare_records` refuses a start that differs, `is_complete` finds one with nothing left to do,
-and `expert_data` and `data_of` are what a run records of its data.
-
-A change of settings on the way is kept in the record as
+Neither torch nor a network is imported. A change of settings on the way is recorded as
 
     {"step": 1000, "key": "learning_rate", "was": 0.0015, "is": 0.0003}
 
-and holds for the steps after ``step``, up to the next change of ``key``. `hddm.training.state` keeps the run.
+and holds for the steps after ``step``, up to the next change of ``key``.
 """
 
 import hashlib
@@ -32,17 +28,16 @@ from hddm.utils.files import check_absent, read_json, sha256_of
 from hddm.utils.records import refuse_damaged
 
 Change = dict[str, Any]
-"""A record of one change, as plain values of JSON."""
+"""Record of one change, as plain values of JSON."""
 NOT_RECORDED = "not recorded"
-"""Stands for values that an older version did not write down."""
+"""Stands for values that an older version did not record."""
 
 
 def with_changes(before: Sequence[Change], new: Sequence[Change], step: int) -> list[Change]:
-    """The changes of a run that is resumed at the checkpoint of ``step``, with those that are ``new`` there.
+    """Merge changes ``before``, in order, with those ``new`` at the resumed checkpoint of ``step``.
 
-    ``before`` are the changes so far, in the order in which they were made. Steps beyond ``step`` are
-    computed again: changes that were made there count from ``step`` on. A change that is undone before a step
-    was made is none, nor is one before the first step.
+    Steps beyond ``step`` are computed again, so changes that were made there count from ``step`` on. A change
+    that is undone before any step, or made before the first step, is dropped.
     """
     merged: dict[tuple[str, int], Change] = {}
     for one in (*before, *new):
@@ -53,7 +48,7 @@ def with_changes(before: Sequence[Change], new: Sequence[Change], step: int) -> 
 
 
 def value_at(step: int, key: str, today: Any, changes: Sequence[Change]) -> Any:
-    """The value in ``step``, from 1, of setting ``key``, which is ``today`` now."""
+    """Return the value of setting ``key`` in ``step``, from 1; ``today`` is its value now."""
     return next((one["was"] for one in changes if one["key"] == key and step <= one["step"]), today)
 
 
@@ -61,11 +56,11 @@ Settings = TypeVar("Settings", bound=LoopSettings)
 
 RUN_FILE = "run.json"
 CHECKPOINTS = "checkpoints"
-# What says what is computed; the rest of a run's record is how it is kept, and its history.
+# Parts of a run's record that determine its result; the rest is how it is kept, and its history.
 _COMPARED = ("settings", "data", "environment")
-# What may change between two starts of a run without changing what it computes.
+# Keys that may change between two starts of a run without changing its result.
 FREE = {f"environment.{key}" for key in ("hddm", "torch", "hostname", "device", "processes")}
-# What makes it another expert, so that its record would be untrue if one run went on as the other.
+# Keys that make it another expert; a run that continued with others would have an untrue record.
 _IDENTITY = "objective size class_conditional text_conditional lora_rank lora_alpha teacher"
 FIXED = {f"settings.{key}" for key in _IDENTITY.split()}
 
@@ -73,44 +68,40 @@ log = logging.getLogger(__name__)
 
 
 def run_folder_of(out: Path) -> Path:
-    """The folder of the run that writes ``out``."""
+    """Return the folder of the run that writes ``out``."""
     return out.with_name(f"{out.name}.run")
 
 
 def checkpoints_in(folder: Path) -> list[Path]:
-    """The checkpoints that a folder holds, damaged ones too, newest first."""
+    """List the checkpoints in a folder, damaged ones too, newest first."""
     found = [path for path in folder.glob("step_*") if re.fullmatch(r"step_\d{8,}", path.name)]
     return sorted(found, key=step_of, reverse=True)
 
 
 def step_of(path: Path) -> int:
-    """Steps done at the checkpoint in a folder."""
+    """Return the number of steps done at a checkpoint."""
     return int(path.name.removeprefix("step_"))
 
 
 def recorded(out: Path) -> dict[str, Any]:
-    """The record of the run of ``out``, empty where there is none."""
+    """Read the record of the run of ``out``; {} where there is none."""
     path = run_folder_of(out) / RUN_FILE
     return read_json(path) if path.exists() else {}
 
 
 def as_recorded(settings: Settings, out: Path) -> Settings:
-    """``settings`` with the threads and the warm-up that they leave open and the run of ``out`` has."""
+    """Fill in the threads and the warm-up that ``settings`` leave open from the run of ``out``."""
     before = recorded(out).get("settings", {})
     left_open = [name for name in ("threads", "warmup") if getattr(settings, name) is None]
     return settings.model_copy(update={name: before[name] for name in left_open if name in before})
 
 
 def compare_records(out: Path, record: Mapping[str, Any], options: RunOptions) -> dict[str, tuple[Any, Any]]:
-    """Refuse to resume the run of ``out`` if it was started with another ``record``.
+    """Refuse to resume the run of ``out`` with another ``record``; return the differences that are allowed.
 
-    ``options.allow_config_change`` allows other settings, but no other data, objective or network.
-
-    Returns:
-        What was and is, by dotted key, where that differs and may.
-
-    Raises:
-        HddmError: with every difference that stands in the way: those that never may, where there are any.
+    These are (was, is) by dotted key. ``options.allow_config_change`` allows other settings, but no other
+    data, objective or network. The `HddmError` lists those that are never allowed, or else all that were
+    refused.
     """
     folder = run_folder_of(out)
     given = json.loads(json.dumps(dict(record)))
@@ -122,7 +113,7 @@ def compare_records(out: Path, record: Mapping[str, Any], options: RunOptions) -
         differing[key] = old.get(key, NOT_RECORDED), new.get(key, NOT_RECORDED)
         was, now = (value if value is NOT_RECORDED else repr(value) for value in differing[key])
         lines[key] = f"{key}: was {was}, is {now}"
-        # What an older version did not record cannot be held against a run.
+        # A value that an older version did not record is no reason to refuse a run.
         if key in old and (key in FIXED or key.startswith("data.")):
             fixed.append(lines[key])
     if fixed:
@@ -149,28 +140,28 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def expert_data(shard: Path, schedule: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Plain values for the record of an expert on the shard in a folder, with `Schedule.config` if given."""
+    """Describe the data of an expert on one shard for its run's record, with `Schedule.config` if given."""
     data = {"shard": _hash_of(shard), **encoding_of([shard])}
     return data if schedule is None else data | {"schedule": dict(schedule)}
 
 
 def data_of(shards: Sequence[Path]) -> dict[str, Any]:
-    """Plain values for the record of a run on the shards in all these folders."""
+    """Describe the data of a run on several shards for its record."""
     return {"shards": [_hash_of(shard) for shard in shards], **encoding_of(shards)}
 
 
 def _hash_of(shard: Path) -> str:
-    """The hash by which experts and routers know the shard in a folder."""
+    """Return the hash by which experts and routers know a shard."""
     if (shard / MANIFEST).is_file() and is_encoded(shard):
         return read_encoded_manifest(shard).hash
     return read_manifest(shard).hash
 
 
 def encoding_of(shards: Sequence[Path]) -> dict[str, Any]:
-    """Plain values for the record of a run on encoded shards, whose hash is that of the images alone.
+    """Describe encoded shards for a run's record, since their hash is that of the images alone.
 
-    ``encoding``, ``vae`` and ``text_encoder`` say how the first was made, ``rows`` counts the samples of all,
-    and ``files`` is a SHA-256 of all that their data files hold.
+    ``encoding``, ``vae`` and ``text_encoder`` are those of the first, ``rows`` counts the samples of all, and
+    ``files`` is a SHA-256 over all their data files.
     """
     manifests = [read_encoded_manifest(shard) for shard in shards if is_encoded(shard)]
     if not manifests:
@@ -192,12 +183,12 @@ _SCHEDULES = {"ddpm": {"name": "cosine"}, "flow": {"name": "linear"}}
 
 
 def fresh_data(shard: Path, settings: ExpertSettings) -> dict[str, Any]:
-    """`expert_data` of an expert that begins with random weights, on its objective's own schedule."""
+    """Return `expert_data` of an expert with random initial weights, on its objective's own schedule."""
     return expert_data(shard, _SCHEDULES[settings.objective])
 
 
 def is_kept(out: Path, record: str, run: RunOptions | None, overwrite: bool = False) -> bool:
-    """Tell whether a model lies in ``out`` already and this start, a resumed one, leaves it there."""
+    """Tell whether ``out`` holds a model already and this start, a resumed one, leaves it there."""
     return run is not None and run.resume and not overwrite and (out / record).exists()
 
 
@@ -211,12 +202,12 @@ def is_complete(
 ) -> bool:
     """Tell from records alone whether a resumed training has written ``out`` and nothing is left to do.
 
-    ``record`` is the JSON file that marks the kind of folder. ``settings`` and ``data``, as of `expert_data`,
-    are those of this start; without them the answer is no where there is a run that they must equal.
+    ``record`` is the JSON file that marks the kind of folder. ``settings`` and ``data`` (`expert_data`) must
+    be those of the run, if there is one; where they are None the answer is then False.
 
     Raises:
         HddmError: for another folder in the way, a run that was started otherwise (`compare_records`), or
-            files that are not those that were written, a line each.
+            damaged files, a line each.
     """
     if not is_kept(out, record, run, overwrite):
         check_absent(out, record, overwrite)
@@ -225,7 +216,7 @@ def is_complete(
         if settings is None or data is None:
             return False
         now = {"settings": as_recorded(settings, out).model_dump(mode="json"), "data": dict(data)}
-        # Nothing is computed any more, wherever this is.
+        # Nothing is left to compute, so the environment does not matter.
         compare_records(out, {**now, "environment": before.get("environment", {})}, run)
     refuse_damaged(out, record, sha256=sha256_of, remedy="--overwrite trains it anew")
     log.info("%s: is finished; there is nothing to go on with", out)

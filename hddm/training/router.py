@@ -1,8 +1,8 @@
-"""Train the router: from which shard does a noised image come? Measure its accuracy, fit its temperatures.
+"""Train the router, which predicts the shard of a noised image; measure its accuracy, fit its temperatures.
 
-Temperatures make probabilities as often right as they say: logits are divided by T(t)
-(`hddm.ensemble.temperature_at`), fitted to noised images that the router was not trained on. The order of the
-experts does not change, so top-1 never does, and every strategy that weighs or counts by probability does.
+Logits are divided by T(t) (`hddm.ensemble.temperature_at`), fitted to noised images that the router was not
+trained on, so that its probabilities are calibrated. The order of the experts, and so top-1, does not change;
+strategies that weigh or count by probability do.
 """
 
 import logging
@@ -43,19 +43,18 @@ def train_router(
 ) -> list[float]:
     """Train a router on all shards of a partition and write its folder; return the loss of every step.
 
-    Cross-entropy against the shard of x_0, on x_t = (1 - t) x_0 + t eps with t uniform in [0, 1]: the
-    common path, whatever the experts' objectives are. Its optimum is the posterior p(k | x_t).
+    The loss is cross-entropy against the shard of x_0, on x_t = (1 - t) x_0 + t eps with t uniform in [0, 1]:
+    the common path, whatever the experts' objectives are. Its optimum is the posterior p(k | x_t).
 
-    With ``settings.calibrate`` a part of every shard is kept out of training, and temperatures are fitted to
-    it (`calibrate_router`). In the end the accuracy is measured on held-out images of the partition, else on
-    those kept for the temperatures, else on the training images; it is recorded, and no better than chance
-    is a warning. Arguments are those of `hddm.training.expert.train_expert`, with a partition, as it is or
-    encoded.
+    With ``settings.calibrate`` a part of every shard is kept from training to fit temperatures
+    (`calibrate_router`). Accuracy is measured on held-out images of the partition, else on those kept for the
+    temperatures, else on the training images, and recorded; no better than chance is a warning. Arguments are
+    those of `hddm.training.expert.train_expert`, with a partition, encoded or not.
 
     Raises:
-        HddmError: for shards that cannot be read or differ in shape or VAE, held-out images that cannot be
-            read or are not theirs, a run that differs from the one to be resumed, pictures asked of it, or
-            losses that are not finite.
+        HddmError: for shards that are unreadable or differ in shape or VAE, held-out images that are
+            unreadable or of other shards, a run that differs from the one to be resumed, a ``sample_every``,
+            or losses that are not finite.
         Stopped: after a signal, with the run saved.
     """
     if run is not None and run.sample_every:
@@ -140,16 +139,13 @@ def _check_alike(shards: list[Shard]) -> None:
 
 
 JUDGED = 4096
-"""Noised images that the accuracy is measured on, at least; each image serves as often as any other."""
+"""Fewest noised images to measure the accuracy on; each image serves equally often."""
 BATCH = 128
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """Images that a router is judged by: ``rows`` (n,) of a store, and ``labels`` (n,), their shards.
-
-    ``source`` says in words where they come from.
-    """
+    """Images to judge a router by: ``rows`` (n,) of a store, their shards ``labels``, ``source`` in words."""
 
     store: Stored
     rows: Tensor
@@ -158,7 +154,7 @@ class Evidence:
 
 
 def kept_apart(partition: Path, shards: Sequence[Shard]) -> Evidence | None:
-    """The held-out images of a partition, which must be those of ``shards``; None where it has none."""
+    """Open the held-out images of a partition, which must be those of ``shards``; None without any."""
     if not (partition / HELD_OUT).is_dir():
         return None
     found = [open_shard(partition / HELD_OUT / shard.folder.name) for shard in shards]
@@ -177,12 +173,9 @@ def accuracy_of(
 ) -> dict[str, Any]:
     """Measure how often the most probable shard is the right one, at times spread evenly over [0, 1].
 
-    Of ``evidence`` `hddm.training.denoising.IMAGES` at most are looked at, spread evenly over all.
-
-    Returns:
-        Plain values for the record: ``accuracy``; ``chance``, the share of the largest shard, which is the
-        accuracy of always naming that; and ``deviation`` of the accuracy of so many guesses of that kind,
-        (chance (1 - chance)/images)^½. A router counts as better from `SURE` deviations on.
+    At most `hddm.training.denoising.IMAGES` images of ``evidence`` are used, spread evenly over all. Besides
+    ``accuracy``, the record gets ``chance``, the share of the largest shard, which is the accuracy of always
+    naming that; and ``deviation``, (chance (1 - chance)/images)^½, of the accuracy of so many such guesses.
     """
     number = min(len(evidence.rows), IMAGES)
     log.info("measuring accuracy on %s …", counted(number, "image"))
@@ -200,12 +193,12 @@ def accuracy_of(
 
 
 def is_better_than_chance(found: dict[str, Any]) -> bool:
-    """Return true where the accuracy is beyond that of a router that knows nothing."""
+    """Tell whether the accuracy lies more than `SURE` deviations above chance."""
     return bool(found["accuracy"] > found["chance"] + SURE * found["deviation"])
 
 
 def accuracy_text(found: dict[str, Any]) -> str:
-    """A line for users on what `accuracy_of` found."""
+    """Describe what `accuracy_of` found in a line for users."""
     return (
         f"names the shard of {found['accuracy']:.1%} of {found['images']} {found['of']} at all noise levels; "
         f"always naming the largest would be right for {found['chance']:.1%}"
@@ -214,20 +207,20 @@ def accuracy_text(found: dict[str, Any]) -> str:
 
 HELD_OUT_SHARE = 0.15
 NOISED = 16384
-"""Noised images that temperatures are fitted to, at least; each held-out image serves many times."""
+"""Fewest noised images to fit temperatures to; each held-out image serves many times."""
 KNOTS = 5
 """Temperatures over t (docs/notes/training.md)."""
 ECE_BINS = 15
 TIME_BINS = 5
-# Beside the streams of training (2), classes (3) and samples (0, 1).
+# Other random streams are those of samples (0, 1), training (2) and classes (3).
 CALIBRATION_STREAM = 5
 
 
 def held_out(shard: Shard) -> Tensor:
     """Select images (N,) of a shard to keep from training: those of the lowest SHA-256 of their pixels.
 
-    `HELD_OUT_SHARE` of the shard, at least two, whatever order, names, seed and other shards; equal images
-    stay together, and a shard of nothing else is refused.
+    They are `HELD_OUT_SHARE` of the shard, at least two, whatever order, names, seed and other shards. Equal
+    images stay together; a shard of equal images alone is refused.
     """
     digests = [shard.stored.digest(row) for row in range(len(shard))]
     last = sorted(digests)[max(2, round(HELD_OUT_SHARE * len(digests))) - 1]
@@ -246,18 +239,15 @@ def calibrate_router(
     seed: int = 0,
     knots: int = KNOTS,
 ) -> tuple[tuple[float, ...], dict[str, Any]]:
-    """Temperatures of a router on fresh images, and how well it is calibrated without and with them.
+    """Fit temperatures of a router to fresh images, and measure its calibration without and with them.
 
-    Figures "after" are of images that the temperatures were not fitted to: the images are dealt into two
-    halves, each judged by what was fitted to the other. The temperatures returned are fitted to all.
+    ``network(x_t, t × time_scale)`` gives logits (batch, K). The router was trained on none of ``images`` (N,
+    C, H, W), which are of the shards in ``labels`` (N,). The ``knots`` temperatures are at times spread
+    evenly over [0, 1].
 
-    ``network(x_t, t × time_scale)`` gives logits (batch, K). ``images`` (N, C, H, W), of the shards in
-    ``labels`` (N,), are none that the router was trained on. There are ``knots`` temperatures, at times
-    spread evenly over [0, 1].
-
-    Returns:
-        The temperatures, and plain values for the record: expected calibration error and cross-entropy,
-        before and after, over all times and in `TIME_BINS` intervals of t.
+    The record that is returned with them holds expected calibration error and cross-entropy, before and
+    after, over all times and in `TIME_BINS` intervals of t. Figures "after" are cross-fitted: each half of
+    the images is judged by temperatures fitted to the other. The temperatures returned are fitted to all.
     """
     noised = noised_logits(network, time_scale, images, labels, seed)
     # Dealt in the order of the labels, so that each half has its share of every shard.
@@ -288,21 +278,20 @@ def calibrate_router(
 def fit_temperatures(
     logits: Tensor, t: Tensor, labels: Tensor, knots: int = KNOTS, images: int | None = None
 ) -> tuple[float, ...]:
-    """Temperatures at ``knots`` times, evenly over [0, 1], of the least cross-entropy.
+    """Fit temperatures at ``knots`` times, spread evenly over [0, 1], by the least cross-entropy.
 
         minimise  mean -log softmax(logits / T(t))[label] + sum (log T)² / (2 images)
 
-    T is linear between knots. A single one is the temperature scaling of Guo et al., convex in 1/T. The
-    second term is a prior, log T ~ N(0, 1), against as many observations as there are images: where few of
-    them say anything, as near t = 1, or the router is never wrong, T stays near 1.
+    T is linear between knots. A single one is the temperature scaling of Guo et al. (arXiv:1706.04599,
+    section 4.2), convex in 1/T; T over t and the second term are ours. That is a prior, log T ~ N(0, 1),
+    against as many observations as there are images: T stays near 1 where few of them are informative, as
+    near t = 1, or where the router is never wrong.
 
-    ``logits`` are (n, K), ``t`` (n,) in [0, 1] and ``labels`` (n,) in 0 … K - 1, of so many ``images``, by
+    ``logits`` are (n, K), ``t`` (n,) in [0, 1], ``labels`` (n,) in 0 … K - 1, of ``images`` images, by
     default n.
-
-    Source: arXiv:1706.04599, section 4.2; T over t and the prior are ours.
     """
     logits, t = logits.double(), t.double()
-    # Rows of how much each knot counts at each time: the interpolation is linear in the temperatures.
+    # Weights (n, knots) of the knots at each time: the interpolation is linear in the temperatures.
     basis = torch.stack([temperature_at(t, row) for row in torch.eye(knots).tolist()], dim=1)
     prior = 0.5 / (images or len(labels))
     log_temperatures = torch.zeros(knots, dtype=torch.float64, requires_grad=True)
@@ -323,15 +312,14 @@ def fit_temperatures(
 
 
 def expected_calibration_error(probabilities: Tensor, labels: Tensor) -> float:
-    """The mean distance of confidence from accuracy.
+    """Return the expected calibration error, in [0, 1]: the mean distance of confidence from accuracy.
 
         ECE = sum_m |B_m|/n |accuracy(B_m) - confidence(B_m)|
 
-    B_m holds the samples whose largest probability lies in ((m-1)/15, m/15]; accuracy is the share of
-    those whose most probable class is the label, confidence their mean largest probability. In [0, 1]. It is
-    biased upwards where bins hold few samples. ``probabilities`` are (n, K), ``labels`` (n,) in 0 … K - 1.
-
-    Source: arXiv:1706.04599, equations 2 to 5; there, too, 15 bins.
+    B_m holds the samples whose largest probability lies in ((m-1)/15, m/15]; accuracy is the share of those
+    whose most probable class is the label, confidence their mean largest probability. It is biased upwards
+    where bins hold few samples. ``probabilities`` are (n, K), ``labels`` (n,) in 0 … K - 1. Source:
+    arXiv:1706.04599, equations 2 to 5; 15 bins as there.
     """
     confidence, predicted = probabilities.double().max(1)
     right = (predicted == labels).double()
@@ -342,7 +330,7 @@ def expected_calibration_error(probabilities: Tensor, labels: Tensor) -> float:
 
 @dataclass(frozen=True)
 class Noised:
-    """Logits (n, K) of noised images at t (n,), their labels (n,), and which image each is of (n,)."""
+    """Logits (n, K) of noised images at t (n,), their labels (n,), and the index of each one's image (n,)."""
 
     logits: Tensor
     t: Tensor
@@ -364,7 +352,7 @@ def noised_logits(
     at_least: int = NOISED,
     batch_size: int = 512,
 ) -> Noised:
-    """Ask a router about noised images, each as often as any other, at times spread evenly over [0, 1]."""
+    """Return logits of noised images, each image equally often, at times spread evenly over [0, 1]."""
     draws = generator(seed, 0, CALIBRATION_STREAM)
     image = torch.arange(len(images)).repeat(-(-at_least // len(images)))
     places = torch.randperm(len(image), generator=draws).double()

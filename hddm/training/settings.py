@@ -1,13 +1,11 @@
-"""Settings of trainings: how to optimise, on what hardware, how to keep the run; and run files.
-
-A run file holds settings in YAML, checked key by key, for what stays the same between runs:
+"""Settings of trainings, and run files that hold them in YAML, with every key checked.
 
     size: S/2
     batch_size: 256
     mixed_precision: bf16
     checkpoint_every: 1000
 
-Keys are those of the settings of what is trained and of `Keeping`.
+Keys are those of `Keeping` and of the settings of what is trained.
 """
 
 from collections.abc import Hashable, Mapping, Set
@@ -36,17 +34,12 @@ SIZES: dict[str, dict[str, int]] = {
 }
 """Arguments of the transformers by named size; ``tiny`` and ``small`` are for images of a few hundred pixels.
 
-The other sizes are those of Peebles & Xie 2022 (arXiv:2212.09748, table 1); the number after the slash is the
-patch size.
+The others are those of Peebles & Xie 2022 (arXiv:2212.09748, table 1), with the patch size after the slash.
 """
 
 
 def size_config(name: str) -> dict[str, int]:
-    """The constructor arguments of a named size.
-
-    Raises:
-        HddmError: for an unknown name; the message lists the known ones.
-    """
+    """Return the constructor arguments of a named size; an unknown name raises `HddmError`."""
     if name not in SIZES:
         raise HddmError(f"unknown model size {name!r}: choose one of {', '.join(SIZES)}")
     return dict(SIZES[name])
@@ -60,13 +53,13 @@ def _known_size(name: str) -> str:
 TimeSampling = Literal["uniform", "logit-normal"]
 Size = Annotated[str, AfterValidator(_known_size)]
 LONGEST_WARMUP = 100
-"""Unless another is asked for."""
+"""Most steps of warm-up, unless another number is asked for."""
 TEXT = "encoder_hidden_states"
-"""The keyword of a network for the tokens of captions."""
+"""Keyword of a network for the tokens of captions."""
 
 
 class LoopSettings(Record):
-    """Settings of the optimisation: AdamW, cosine decay to zero under a linear warm-up, and a float32 EMA.
+    """Settings of the optimisation: AdamW, linear warm-up with cosine decay to zero, and a float32 EMA.
 
     ``batch_size`` is that of one step, over all devices and all ``gradient_accumulation_steps``.
     """
@@ -75,7 +68,7 @@ class LoopSettings(Record):
     batch_size: Positive = 128
     learning_rate: Annotated[float, Field(gt=0)] = 1e-4
     warmup: Annotated[int, Field(ge=0)] | None = None
-    """Steps to the peak rate; None is `warmup_steps`, and that is recorded. 0 and 1 are no warm-up."""
+    """Steps to the peak rate; None is `warmup_steps`, which is then recorded. 0 and 1 are no warm-up."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.01
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
     ema_decay: Annotated[float, Field(ge=0, lt=1)] = 0.999
@@ -86,13 +79,13 @@ class LoopSettings(Record):
     compile: bool = False
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
     threads: Positive | None = None
-    """CPU threads, on which rounding depends; None is what torch would take, and is recorded."""
+    """CPU threads, which affect rounding; None is torch's default, which is then recorded."""
     max_non_finite: Positive = 10
-    """Steps in a row whose loss or gradient is not finite, after which the training gives up."""
+    """Steps in a row with a non-finite loss or gradient after which the training fails."""
 
     @property
     def warmup_steps(self) -> int:
-        """``warmup``, or a tenth of the steps and `LONGEST_WARMUP` at most."""
+        """``warmup``, by default a tenth of the steps, at most `LONGEST_WARMUP`."""
         return min(LONGEST_WARMUP, self.steps // 10) if self.warmup is None else self.warmup
 
     @field_validator("mixed_precision", mode="before")
@@ -112,26 +105,26 @@ class LoopSettings(Record):
 
 
 class ExpertSettings(LoopSettings):
-    """Settings of an expert: its objective, its size and its optimisation."""
+    """Settings of an expert."""
 
     objective: Literal["ddpm", "flow"]
     time_sampling: TimeSampling = "uniform"
     snr_gamma: Annotated[float, Field(gt=0)] | None = None
-    """DDPM: losses are weighted by min(SNR, gamma)/SNR (`hddm.training.objectives`)."""
+    """DDPM: weight losses by min(SNR, gamma)/SNR (`hddm.training.objectives`)."""
     size: Size = "small"
     class_conditional: bool = False
     text_conditional: bool = False
     condition_dropout: Annotated[float, Field(ge=0, le=1)] = 0.1
     random_flip: bool = False
-    """Half the images of a step, at random, are mirrored left to right."""
+    """Mirror half the images of a step, at random, left to right."""
     lora_rank: Positive | None = None
-    """Of an adapter that is trained in place of all weights (`hddm.training.lora`); needs an init."""
+    """Rank of an adapter trained in place of all weights (`hddm.training.lora`); needs an init."""
     lora_alpha: Annotated[float, Field(gt=0)] | None = None
-    """The adapter's product is scaled by alpha/rank; None is the rank."""
+    """Scale of the adapter's product, as alpha/rank; None is the rank."""
 
     @property
     def conditions(self) -> tuple[str, ...]:
-        """Keywords of the network for the conditions that it is trained with."""
+        """Keywords of the conditions that the network is trained with."""
         asked = {"class_labels": self.class_conditional, TEXT: self.text_conditional}
         return tuple(name for name, is_asked in asked.items() if is_asked)
 
@@ -147,7 +140,7 @@ class ExpertSettings(LoopSettings):
 
 
 class RouterSettings(LoopSettings):
-    """Settings of a router: its size, its optimisation, and the calibration of its probabilities."""
+    """Settings of a router, and of the calibration of its probabilities."""
 
     size: Size = "tiny"
     random_flip: bool = False
@@ -155,10 +148,7 @@ class RouterSettings(LoopSettings):
 
 
 class DistillSettings(LoopSettings):
-    """Settings of a student: its kind of teacher, its size and its optimisation.
-
-    It takes class labels where its teacher does, and learns ``condition_dropout`` of its samples without.
-    """
+    """Settings of a student; ``condition_dropout`` is the share of samples learned without class labels."""
 
     teacher: Literal["shard", "routed"] = "shard"
     size: Size = "small"
@@ -178,46 +168,43 @@ class Keeping(Record):
     checkpoint_every: Positive = 500
     """Steps between checkpoints."""
     keep: Positive = 2
-    """Complete checkpoints that stay."""
+    """Complete checkpoints to keep."""
     log_every: Positive = 10
     """Steps between entries of the log."""
     sample_every: Annotated[int, Field(ge=0)] = 0
     """Steps between pictures; 0 for none."""
     wandb: str | None = None
-    """Project of Weights & Biases that figures go to as well."""
+    """Project of Weights & Biases to log figures to as well."""
 
 
 class RunOptions(Keeping):
-    """Settings of keeping a run, and of this start of it."""
+    """Settings of keeping a run, and of one start of it."""
 
     resume: bool = False
-    """Go on where the run in the folder stopped; where there is none, one is started."""
+    """Resume the run in the folder, or start one where there is none."""
     allow_config_change: bool = False
-    """Go on although settings or data differ."""
+    """Resume although settings differ."""
 
 
 Settings = TypeVar("Settings", bound=Record)
 LARGEST = 2**20
-# A file may serve several verbs: what one of them knows is no mistake.
+# A file may serve several verbs, so keys of any kind of settings are allowed.
 KINDS: tuple[type[Record], ...] = (Keeping, ExpertSettings, RouterSettings, DistillSettings)
 
 
 def settings_of(
     record: type[Settings], path: Path | None, values: Mapping[str, Any], explicit: Set[str]
 ) -> Settings:
-    """Settings of a kind, from options and a run file.
+    """Make settings of a kind from options and a run file.
 
-    ``values`` are options by name, defaults and all; those that are ``explicit`` override the file in
-    ``path``.
-
-    Raises:
-        HddmError: for a file that cannot be read or is no mapping, a key that no kind has, or a value that is
-            out of range.
+    ``values`` are all options by name, defaults included; those in ``explicit`` override the file in
+    ``path``. An unreadable file or one that is no mapping, an unknown key, or a value out of range raises
+    `HddmError`.
     """
     if path is None:
         return parse_record(dict(values), record, OPTIONS)
     content = {key: value for key, value in read_run_file(path, record).items() if key in record.model_fields}
-    # With what a file need not say, so that a bad value is reported as the file's.
+    # Validated with required values that the file may lack, so that a bad value is reported as the file's.
     required = {name for name, one in record.model_fields.items() if one.is_required()} & set(values)
     parse_record({name: values[name] for name in required} | content, record, str(path))
     stronger = {name: values[name] for name in explicit}
@@ -225,7 +212,7 @@ def settings_of(
 
 
 def read_run_file(path: Path, record: type[Record]) -> dict[str, Any]:
-    """The keys of a run file, all of them known to a kind of settings; raises as `settings_of`."""
+    """Read a run file, whose keys must be known to some kind of settings; raises as `settings_of`."""
     content = read_yaml(path)
     once = set(RunOptions.model_fields) - set(Keeping.model_fields)
     known = {name for kind in (record, *KINDS) for name in kind.model_fields} - once
@@ -240,7 +227,7 @@ def read_run_file(path: Path, record: type[Record]) -> dict[str, Any]:
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """The mapping in a YAML file of settings, each key once; an empty file is an empty one."""
+    """Read the mapping in a YAML file of settings, each key once; an empty file gives {}."""
     try:
         text = path.read_bytes()
         if len(text) > LARGEST:
@@ -258,7 +245,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 def _reason(error: yaml.YAMLError | UnicodeDecodeError) -> str:
-    """What is wrong with a text and where, without the name that YAML makes up for it."""
+    """Describe an error in a text and its place, without the name that YAML makes up for the text."""
     mark = getattr(error, "problem_mark", None)
     if isinstance(error, yaml.MarkedYAMLError) and mark is not None:
         what = ", ".join(filter(None, (error.context, error.problem)))
@@ -267,7 +254,7 @@ def _reason(error: yaml.YAMLError | UnicodeDecodeError) -> str:
 
 
 class _Loader(yaml.SafeLoader):
-    """Plain values only; a key that comes twice is refused, where YAML would take the last."""
+    """Loader of plain values that refuses a repeated key, of which YAML would take the last."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         keys = [self.construct_object(key, deep=deep) for key, _ in node.value]

@@ -1,4 +1,4 @@
-"""The state of a training between two steps, and the run folder that keeps it, beside the folder OUT.
+"""State of a training between two steps, and the run folder that keeps it, beside the folder OUT.
 
 OUT.run/
   run.json                     settings, data, environment and changes of the run, and how it is kept
@@ -7,8 +7,8 @@ OUT.run/
   logs/, samples/              TensorBoard and pictures
   lock                         held by the process that trains
 
-A checkpoint is written beside its place, synced and renamed, and counts only if every file has its hash: a
-process that is killed or runs out of disk keeps the one before. OUT itself appears when the training is done.
+A checkpoint is written to a draft, synced and renamed, and counts only if every file has its hash: a process
+that is killed or runs out of disk keeps the one before. OUT itself appears when the training is done.
 """
 
 import contextlib
@@ -47,9 +47,9 @@ log = logging.getLogger(__name__)
 
 
 class Ema:
-    """Shadow of a network's trained parameters: shadow += (1 - d) (parameter - shadow), in float32.
+    """Moving average of a network's trained parameters, in float32: shadow += (1 - d) (parameter - shadow).
 
-    The decay d rises as (1 + n)/(10 + n) over updates n up to ``decay``, so that first steps do not linger.
+    The decay d is (1 + n)/(10 + n) at update n, and at most ``decay``, so that the first steps do not linger.
     """
 
     def __init__(self, network: nn.Module, decay: float) -> None:
@@ -66,7 +66,7 @@ class Ema:
         self.updates += 1
 
     def tensors(self) -> dict[str, Tensor]:
-        """The averages themselves, by the names of the parameters."""
+        """Return the averages themselves, by the names of the parameters."""
         return self._shadow
 
     @torch.no_grad()
@@ -77,7 +77,7 @@ class Ema:
 
     @contextlib.contextmanager
     def averaged(self) -> Iterator[None]:
-        """A block in which the network has its averages; it has its own parameters again afterwards."""
+        """Give the network its averages for a block, and its own parameters again afterwards."""
         own = {name: p.detach().clone() for name, p in self._live.items()}
         self.copy_to_network()
         try:
@@ -93,9 +93,9 @@ WEIGHTS, EMA, OPTIMIZER, LOSSES = FILES = "weights", "ema", "optimizer", "losses
 
 @dataclass
 class TrainingState:
-    """Weights as the optimiser left them, their averages, its moments, and what was counted.
+    """Weights as the optimiser left them, their averages, its moments, and counters.
 
-    ``losses`` holds that of every step, so ``step`` is their number; a skipped step left NaN or Inf there.
+    ``losses`` are those of all steps, so ``step`` is their number; a skipped step left NaN or Inf there.
     """
 
     network: nn.Module
@@ -104,18 +104,18 @@ class TrainingState:
     scaler: torch.amp.GradScaler = field(default_factory=lambda: torch.amp.GradScaler(enabled=False))
     losses: list[float] = field(default_factory=list)
     seconds: float = 0.0
-    """Of all steps, without what comes between them."""
+    """Time of all steps, without the time between them."""
     non_finite: int = 0
     """Steps in a row that were skipped, up to now."""
     notes: dict[str, Any] = field(default_factory=dict)
-    """Values that watchers keep from step to step, by their name, in plain JSON."""
+    """Values that watchers keep between steps, by name, in plain JSON."""
 
     @property
     def step(self) -> int:
         return len(self.losses)
 
     def tensors(self) -> dict[str, dict[str, Tensor]]:
-        """All tensors by file and name, not copied; a parameter under two names is there once."""
+        """Return all tensors by file and name, not copied; a parameter with two names occurs once."""
         trained, saved = self._trained(), self.network.state_dict()
         moments = {
             f"{key}.{name}": value
@@ -142,7 +142,7 @@ class TrainingState:
 
     @torch.no_grad()
     def load(self, tensors: Mapping[str, Mapping[str, Tensor]], values: Mapping[str, Any], name: str) -> None:
-        """Become what `tensors` and `values` gave, of the same network; ``name`` is that of their source."""
+        """Load what `tensors` and `values` gave, of the same network; ``name`` is the source in errors."""
         live, trained = self.tensors(), self._trained()
         for file in (WEIGHTS, EMA):
             if lines := differences(live[file], tensors[file]):
@@ -179,10 +179,10 @@ class CheckpointManifest(Record):
 
 
 class Run:
-    """A run folder that this process holds the lock of, with its checkpoints.
+    """A run folder, locked by this process, with its checkpoints, of which the ``options.keep`` newest stay.
 
-    The ``options.keep`` newest checkpoints stay. One that is newer than what was saved last is damaged, or
-    the run would have gone on from it; it is renamed ``damaged_n_…``.
+    One that is newer than the last saved is damaged, or the run would have resumed from it; it is renamed
+    ``damaged_n_…``.
     """
 
     def __init__(self, folder: Path, options: RunOptions) -> None:
@@ -192,11 +192,11 @@ class Run:
 
     @functools.cached_property
     def begun_at(self) -> Path | None:
-        """The checkpoint that this start resumes, if there is one."""
+        """The checkpoint that this start resumes, if any."""
         return self.newest()
 
     def newest(self) -> Path | None:
-        """The newest complete checkpoint; one that is not is passed over, with a warning."""
+        """Return the newest complete checkpoint; incomplete ones are passed over with a warning."""
         for path in checkpoints_in(self._checkpoints):
             if _is_complete(path):
                 return path
@@ -204,18 +204,14 @@ class Run:
         return None
 
     def restore(self, state: TrainingState) -> None:
-        """Bring ``state`` to the checkpoint that is resumed, if there is one; it must be of this network."""
+        """Load the resumed checkpoint, if any, into ``state``, which must be of the same network."""
         if (path := self.begun_at) is not None:
             tensors = {name: load_file(path / f"{name}.safetensors") for name in FILES}
             state.load(tensors, read_json(path / PROGRESS), str(path))
             log.info("%s: going on from step %d", self.folder, state.step)
 
     def save(self, state: TrainingState) -> None:
-        """Write a checkpoint, verify it, and only then remove older ones.
-
-        Raises:
-            HddmError: where the disk is full or fails; older checkpoints are left as they are.
-        """
+        """Write a checkpoint, verify it, and only then remove older ones; disk errors raise `HddmError`."""
         target = self._checkpoints / f"step_{state.step:08d}"
         try:
             if _is_complete(target):
@@ -243,7 +239,7 @@ class Run:
     def _prune(self, step: int) -> None:
         try:
             for path in checkpoints_in(self._checkpoints):
-                # The run went on from before it, so it was passed over as damaged.
+                # The run resumed from an older one, so this one was passed over as damaged.
                 if step_of(path) > step:
                     _set_aside(path)
             for path in checkpoints_in(self._checkpoints)[self.options.keep :]:
@@ -269,7 +265,7 @@ def _set_aside(path: Path) -> None:
 
 RUN_FORMAT = "1.1"
 LOCK = "lock"
-# The beginning of the names of drafts of run.json, which a killed process may leave.
+# Names of drafts of run.json begin with this; a killed process may leave some.
 DRAFT = f".{RUN_FILE}"
 
 
@@ -277,13 +273,13 @@ DRAFT = f".{RUN_FILE}"
 def open_run(
     out: Path, record: Mapping[str, Any], options: RunOptions, overwrite: bool = False
 ) -> Iterator[Run]:
-    """A block with the run folder of ``out``, new or resumed, locked; ``overwrite`` removes an old run.
+    """Open the run folder of ``out``, new or resumed, locked for a block; ``overwrite`` removes an old run.
 
-    ``record`` holds plain values that say what is computed: "settings", "data", "environment".
+    ``record`` holds plain values that determine the result: "settings", "data", "environment".
 
     Raises:
-        HddmError: for a run that another process works on, one that is there without ``resume`` or
-            ``overwrite``, one that was started with another record, or a folder that is no run.
+        HddmError: for a run in use by another process, one that exists without ``resume`` or ``overwrite``,
+            one that was started with another record, or a folder that is no run.
     """
     folder = run_folder_of(out)
     folder.mkdir(parents=True, exist_ok=True)
@@ -314,7 +310,7 @@ def open_run(
 
 
 def discard_runs(outs: Sequence[Path]) -> None:
-    """Remove what the runs of ``outs`` have kept: all, or none where one is worked on or is no run."""
+    """Remove the content of the runs of ``outs``: all, or none where one is in use or is no run."""
     there = [out for out in outs if run_folder_of(out).is_dir()]
     with contextlib.ExitStack() as stack:
         for out in there:
@@ -325,7 +321,7 @@ def discard_runs(outs: Sequence[Path]) -> None:
 
 
 def wait_for_run(out: Path, seconds: float) -> None:
-    """Wait until no other process holds the run of ``out``, so long at most; `open_run` refuses then."""
+    """Wait ``seconds`` at most until no other process holds the run of ``out``; else `open_run` refuses."""
     # On a network file system the lock of a process that died with its machine may stay for a while.
     end = time.monotonic() + seconds
     while run_folder_of(out).is_dir() and time.monotonic() < end:

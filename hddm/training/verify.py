@@ -1,8 +1,4 @@
-"""Verify an expert that somebody else trained, before it is used.
-
-`verify_expert` checks records, hashes and weights, and judges it by images where there are some. `experts_in`
-and `images_for` find from small records what is to be verified, and by which images.
-"""
+"""Verify an expert that somebody else trained: its records, hashes and weights, and its denoising."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -46,11 +42,7 @@ _OTHERS = {
 
 
 def experts_in(folder: Path) -> list[Path]:
-    """``folder`` where it is an expert, else the experts right below it, in the order of their numbers.
-
-    Raises:
-        UsageError: for anything else, with what it is.
-    """
+    """Return ``folder`` if it is an expert, else the experts right below it by number, or `UsageError`."""
     if not folder.is_dir():
         raise UsageError(
             f"{folder}: {'is a file' if folder.exists() else 'no such folder'}; name an expert's folder"
@@ -69,12 +61,10 @@ def experts_in(folder: Path) -> list[Path]:
 
 
 def images_for(experts: Sequence[Path], data: Path) -> list[Path]:
-    """The shard folder that each of ``experts`` is to be judged by.
+    """Return the shard folder to judge each of ``experts`` by.
 
-    ``data`` is a shard folder, for all; or a folder of some, of which each expert gets that of its own shard.
-
-    Raises:
-        UsageError: where there is none.
+    ``data`` is one shard folder for all, or a folder of shards, of which each expert gets its own; where
+    there is none, `UsageError` is raised.
     """
     if not data.is_dir():
         raise UsageError(f"--data {data}: no such folder")
@@ -99,7 +89,7 @@ def images_for(experts: Sequence[Path], data: Path) -> list[Path]:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """A record as it is; who opens the folder says what is wrong with one that cannot be read."""
+    """Read a record, {} if it is unreadable: opening the folder reports that later."""
     try:
         return read_json(path, LARGEST_MANIFEST)
     except HddmError:
@@ -111,11 +101,11 @@ KNOWN = frozenset({EXPERT_FILE, MANIFEST, *FILES})
 
 @dataclass(frozen=True)
 class Verification:
-    """Findings in an expert folder; it is fit for use if there are no ``problems``.
+    """Findings in an expert folder, which is fit for use if there are no ``problems``.
 
-    ``files`` holds the SHA-256 of every file, and ``base`` that of the weights which an adapter changes.
-    ``trained_on`` is the hash of its shard, and ``images`` how many the denoising was judged on;
-    ``unconditional`` is the same with null values for all conditions, as guidance asks an expert too.
+    ``files`` holds the SHA-256 of every file, ``base`` that of the weights that an adapter changes,
+    ``trained_on`` the hash of its shard. ``denoising`` was judged on so many ``images``; ``unconditional`` is
+    the same with null values for all conditions, as guidance needs.
     """
 
     folder: Path
@@ -135,7 +125,7 @@ class Verification:
         return not self.problems
 
     def report(self) -> dict[str, Any]:
-        """Plain values, for scripts."""
+        """Return plain values, for scripts."""
         return {"accepted": self.accepted} | asdict(self) | {"folder": str(self.folder)}
 
 
@@ -146,19 +136,17 @@ def verify_expert(
     bases: Sequence[Path] = (),
     device: torch.device | str = "cpu",
 ) -> Verification:
-    """Judge an expert folder: its records, its weights, where it comes from, and how it denoises.
+    """Judge an expert folder: its records, its weights, its origin, and its denoising.
 
-    It is read as it would be for sampling, where no code is run and every weight must be finite. Its record
-    must say which shard it was trained on and how, or which checkpoint it was converted from. On the shard
-    in ``data``, kept from its training or not, it is judged by `hddm.training.denoising.judge`. ``bases`` are
-    folders of the weights that an adapter may change, where they are not where it says.
-
-    What is asked is looked at first, images before weights are hashed, so that a wrong call is no verdict.
+    It is read as for sampling: no code is run, and every weight must be finite. Its record must name its
+    shard and training, or the checkpoint that it was converted from. `hddm.training.denoising.judge` uses the
+    images in ``data``, held out from its shard or not. ``bases`` are folders of weights that an adapter may
+    change, where they are not where it says. Arguments are checked first, and images before weights are
+    hashed, so that a wrong call gives no verdict.
 
     Raises:
-        UsageError: for a folder that is no expert's, a device that is not there, bases of what is no adapter,
-            and images that are not there, damaged, too few, or none of the expert's; all else is a problem
-            of the `Verification`.
+        UsageError: for a folder that is no expert, a missing device, bases for no adapter, and images that
+            are missing, damaged, too few, or not the expert's; all else is a problem of the `Verification`.
     """
     if experts_in(folder) != [folder]:
         raise UsageError(f"{folder}: is a folder of experts; name one of them")
@@ -177,7 +165,7 @@ def verify_expert(
         notes = [] if shard is None else _belongs(shard, unread)
     files = _files(folder)
     notes = [*_strangers(files), *notes]
-    # A file may be reached by a link, as in a hub cache.
+    # A file may be a link, as in a hub cache.
     hashes = {(folder / name).resolve(): sha256 for name, sha256 in files.items()}
     foreign: tuple[str, ...] = ()
     try:
@@ -195,7 +183,7 @@ def verify_expert(
             problems += judged.problems
             notes += judged.notes
         except HddmError as error:
-            # Of an expert that names its shard, classes that are not that shard's are wrong.
+            # Where the record names the shard, wrong classes are a fault of the expert.
             if record.shard is None:
                 raise UsageError(error.message, error.details) from error
             problems += _lines(error)
@@ -215,7 +203,7 @@ def verify_expert(
 
 
 def _provenance(record: ExpertRecord) -> list[str]:
-    """List what an expert's record does not say of where it comes from."""
+    """List what is missing or wrong in a record about the expert's origin."""
     problems = []
     if record.source is None:
         if record.shard is None:
@@ -229,7 +217,7 @@ def _provenance(record: ExpertRecord) -> list[str]:
 
 
 def _unbound(expert: UnreadExpert) -> list[str]:
-    """List what a record leaves open of the files beside it, as those of older versions do."""
+    """List files that the records do not vouch for, as in folders of older versions."""
     record, found = expert.facts, []
     is_old = expert.folder is not None and not has_manifest(expert.folder)
     if is_old:
@@ -271,7 +259,7 @@ def _lines(error: HddmError) -> tuple[str, ...]:
 
 
 def _files(folder: Path) -> dict[str, str]:
-    """The SHA-256 of every file by its name, but for what this project keeps hidden there."""
+    """Return the SHA-256 of every file by its name, without the project's own hidden record."""
     found = (path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != RECORD)
     return {str(path.relative_to(folder)): sha256_of(path) for path in found}
 

@@ -1,4 +1,4 @@
-"""Weights & Biases, for those who ask for it: it never prompts, and resumed runs stay one run."""
+"""Weights & Biases on request: it never prompts, and a resumed run stays one run."""
 
 import logging
 import os
@@ -16,18 +16,15 @@ log = logging.getLogger(__name__)
 
 RECORD = "wandb.json"
 TIMEOUT = 60.0
-"""Seconds that a server may take to answer at first."""
+"""Seconds that the server may take for its first answer."""
 
 
 class WandbLog:
-    """A W&B run whose files lie in ``folder``/wandb, and whose id in ``folder``/wandb.json.
+    """A W&B run, with its files in ``folder``/wandb and its id in ``folder``/wandb.json.
 
     Without an API key it is written offline, for ``wandb sync``. W&B cannot take back what a killed process
-    logged after its last checkpoint; those steps are left out when they come again. A ``project`` has many
-    runs; ``settings`` are shown beside their figures.
-
-    Raises:
-        HddmError: without wandb.
+    logged after its last checkpoint, so those steps are left out when they come again. ``settings`` are shown
+    beside the figures. A missing wandb raises `HddmError`.
     """
 
     def __init__(self, folder: Path, project: str, settings: Mapping[str, Any]) -> None:
@@ -50,11 +47,10 @@ class WandbLog:
         )
 
     def put(self, step: int, figures: Mapping[str, float], pictures: Mapping[str, Tensor]) -> None:
-        """As `hddm.training.watching.EventLog.put`."""
         if step <= self._logged:
             return
         self._run.log(dict(figures), step=step)
-        # Apart, since W&B names a picture's file by the step of the call before.
+        # Logged separately, since W&B names a picture's file by the step of the call before.
         images = {
             name: self._wandb.Image(pixels.permute(1, 2, 0).numpy()) for name, pixels in pictures.items()
         }
@@ -66,10 +62,9 @@ class WandbLog:
             self._last = step
 
     def sync(self) -> None:
-        """Do nothing: a process of W&B's own has what was put."""
+        """Do nothing: W&B's own process has everything already."""
 
     def close(self, failed: bool) -> None:
-        """As `hddm.training.watching.EventLog.close`."""
         self._run.finish(exit_code=int(failed))
         self._record(self._last)
 
@@ -94,8 +89,8 @@ def _mode() -> Literal["online", "offline", "disabled"]:
 
 
 def _has_key() -> bool:
-    """Return true where W&B has a key, or its equal, and need not ask."""
-    # W&B's own dependency, and its own way.
+    """Tell whether W&B has a key, or its equal, and need not ask."""
+    # W&B depends on requests, and finds its key in this way.
     from requests.utils import get_netrc_auth
 
     if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):

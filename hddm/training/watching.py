@@ -1,13 +1,7 @@
-"""Watching a training: figures, pictures of what its network draws, and the logs that they go to.
+"""Watch a training: log its figures, and pictures that its network draws.
 
-`Figures` are means since the last entry; their sums are part of the training's state, so that a resumed run
-logs what the uninterrupted one does. `SampleGrids` draws from the same noise every time, with raw and
-averaged weights. Nothing here changes or ends the training (`Guarded`): modes, torch's generators, gradients
-and compiled code are afterwards as before.
-
-`EventLog` writes TensorBoard's event files. Over any number of resumes they read as one run: each process
-writes a file of its own, which sorts behind those before it and begins by declaring void what they hold from
-its first step on. Steps that a killed process logged after its last checkpoint are never seen.
+Nothing here changes or ends the training (`Guarded`): modes, torch's generators, gradients and compiled code
+are afterwards as before.
 """
 
 import contextlib
@@ -41,10 +35,10 @@ log = logging.getLogger(__name__)
 def watching(
     field: VelocityField | None = None, shard: Shard | None = None, settings: ExpertSettings | None = None
 ) -> Callable[[Run], contextlib.AbstractContextManager[Watcher]]:
-    """Return what opens the watcher of a run, as its options say; see `hddm.training.loop.train`.
+    """Return what opens the watcher of a run, by its options; see `hddm.training.loop.train`.
 
-    ``field`` is the network in training, as it is to be sampled, ``shard`` what it is trained on, and
-    ``settings`` tell its conditions; without these there are no pictures.
+    ``field`` is the network in training, ``shard`` its data, and ``settings`` tell its conditions; without
+    these there are no pictures.
     """
 
     @contextlib.contextmanager
@@ -83,7 +77,7 @@ class _Watch:
             for sink in self.sinks:
                 if entry or pictures:
                     sink.use(lambda one: one.put(report.step, entry, pictures))
-                # A checkpoint follows: what it has done must not be missing from the log.
+                # A checkpoint follows, and no step before it may be missing from the log.
                 if report.step % self._options.checkpoint_every == 0 or report.should_stop():
                     sink.use(lambda one: one.sync())
 
@@ -104,13 +98,16 @@ def _reason(error: Exception) -> str:
 
 
 BINS = 5
-"""The number of bins of equal width for noise levels t in [0, 1]."""
+"""Bins of equal width for noise levels t in [0, 1]."""
 _NOTE = "figures"
 _NOTHING: dict[str, Any] = {"loss": [0.0, 0], "bins": [[0.0, 0]] * BINS}
 
 
 class Figures:
-    """Collects figures step by step, and gives them every ``every`` steps; steps left out do not count."""
+    """Means of figures since the last entry, given every ``every`` steps; skipped steps do not count.
+
+    Their sums are part of the training's state, so that a resumed run logs what the uninterrupted one does.
+    """
 
     def __init__(self, every: int) -> None:
         self.every = every
@@ -118,12 +115,12 @@ class Figures:
         self._since: float | None = None
 
     def add(self, report: StepReport) -> dict[str, float]:
-        """Take in a step; return the entry at steps that ``every`` divides, else nothing.
+        """Add a step; return the entry at steps that ``every`` divides, else {}.
 
-        ``train/loss`` and ``train/loss_by_noise/0.2-0.4``, the losses of samples with t there, are means
-        since the last entry; ``train/gradient_norm``, before clipping, and ``train/learning_rate`` of this
-        step; ``train/images_per_second`` since the last entry of this process, with the time that checkpoints
-        took and without that of `paused`.
+        ``train/loss`` and ``train/loss_by_noise/0.2-0.4``, of samples with t there, are means since the last
+        entry; ``train/gradient_norm``, before clipping, and ``train/learning_rate`` are this step's;
+        ``train/images_per_second`` is since the last entry of this process, with checkpoints and without
+        `paused`.
         """
         notes = report.state.notes
         kept = notes.get(_NOTE, {})
@@ -135,7 +132,7 @@ class Figures:
         notes[_NOTE] = (_NOTHING if due else kept) | {"step": report.step}
         entry = _entry(kept, report) if due else {}
         now = time.perf_counter()
-        # When the first step of a process began is not known.
+        # The start of a process's first step is not known.
         if self._since is None:
             self._since = now
             return entry
@@ -147,7 +144,7 @@ class Figures:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """The time of the block does not count as the training's."""
+        """Open a block whose time does not count as the training's."""
         start = time.perf_counter()
         yield
         if self._since is not None:
@@ -155,7 +152,7 @@ class Figures:
 
 
 def _counted(kept: dict[str, Any], report: StepReport) -> dict[str, Any]:
-    """``kept`` with the losses of a step: sums and counts, of all and by noise level."""
+    """Add the losses of a step to ``kept``: sums and counts, of all and by noise level."""
     known = report.t.isfinite()
     bins = (report.t[known] * BINS).long().clamp(0, BINS - 1)
     sums = torch.zeros(BINS, dtype=torch.float64).index_add_(0, bins, report.losses[known].double())
@@ -181,20 +178,20 @@ def _entry(kept: dict[str, Any], report: StepReport) -> dict[str, float]:
 
 IMAGES, COLUMNS = 16, 4
 STEPS = 30
-"""Euler steps a picture, on the model's own time grid."""
+"""Euler steps per picture, on the model's own time grid."""
 SEED = 0
-"""Of the noise: that of ``hddm sample --seed 0``."""
+"""Seed of the noise, as of ``hddm sample --seed 0``."""
 LATENT_RANGE = 3.0
-"""Latents, whose variance is about 1, are shown from minus to plus this."""
+"""Latents, of variance about 1, are shown from minus to plus this."""
 _SMALLEST = 64
 
 
 class SampleGrids:
-    """A grid of samples for each set of weights, as PNG under ``folder``.
+    """A grid of samples for raw and averaged weights, always from the same noise, as PNG under ``folder``.
 
-    Class-conditional networks draw one class after the other, text-conditional ones the first captions of the
-    shard, others with what stands for no condition. Latents are not decoded: their first three channels are
-    shown as colours. ``conditions`` are the names of those that the network is trained with.
+    Class-conditional networks draw the classes in turn, text-conditional ones the first captions of the
+    shard, others null conditions. Latents are not decoded: their first three channels are shown as colours.
+    ``conditions`` are the names of those that the network is trained with.
     """
 
     def __init__(self, field: VelocityField, shard: Shard, conditions: Collection[str], folder: Path) -> None:
@@ -209,11 +206,9 @@ class SampleGrids:
             self._conditions["class_labels"] = torch.arange(self._num) % len(shard.classes)
 
     def draw(self, report: StepReport) -> dict[str, Tensor]:
-        """Grids (C, H, W) in bytes, by "raw" and "ema", which are then files too; none if it is to stop.
+        """Write grids and return them, (C, H, W) in bytes, by "raw" and "ema"; {} if the training is to stop.
 
-        Raises:
-            OSError: where they cannot be written.
-            HddmError: for samples that are not finite.
+        Raises `OSError` where they cannot be written, `HddmError` for samples that are not finite.
         """
         state, grids = report.state, {}
         with undisturbed(state.network):
@@ -226,7 +221,7 @@ class SampleGrids:
         self._folder.mkdir(parents=True, exist_ok=True)
         for name, grid in grids.items():
             path = self._folder / f"step_{report.step:08d}_{name}.png"
-            # Under its own name a picture is complete.
+            # Renamed once complete.
             draft = path.with_name(f".{path.name}")
             save_png(grid, draft)
             os.replace(draft, path)
@@ -247,9 +242,9 @@ class SampleGrids:
 
 @contextlib.contextmanager
 def undisturbed(network: nn.Module) -> Iterator[None]:
-    """Within the block ``network`` is in evaluation mode and not compiled; afterwards all is as it was."""
+    """Put ``network`` in evaluation mode, not compiled, for a block; afterwards all is as before."""
     modes = {module: module.training for module in network.modules()}
-    # Other shapes and modes would compile anew, and too many of them fall back to what rounds otherwise.
+    # Other shapes and modes would compile anew, and after too many torch runs code that rounds otherwise.
     compiled = network._compiled_call_impl
     device = next(network.parameters()).device
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
@@ -264,25 +259,21 @@ def undisturbed(network: nn.Module) -> Iterator[None]:
 
 
 def shown(x: Tensor, space: str) -> Tensor:
-    """Samples (N, C, H, W) in model space as bytes (N, 1 or 3, H, W): pixels, or three channels of latents.
-
-    Raises:
-        HddmError: for NaN or Inf.
-    """
+    """Convert samples (N, C, H, W), pixels or latents, to bytes (N, 1 or 3, H, W); NaN or Inf raises."""
     if space == "latents":
         x = x / LATENT_RANGE
     return to_bytes(x[:, :3] if x.shape[1] >= 3 else x[:, :1])
 
 
 def grid_of(images: Tensor) -> Tensor:
-    """Images (N, C, H, W) in bytes side by side (C, H', W'), small ones enlarged, with a border."""
+    """Tile images (N, C, H, W) in bytes to one (C, H', W'), small ones enlarged, with a border."""
     return tiled(images, COLUMNS, max(1, _SMALLEST // images.shape[-1]))
 
 
 class Guarded:
-    """A log whose failure is one warning, after which it is left alone.
+    """A log whose failure is one warning, after which it is not used again.
 
-    ``name`` is its name in the warning; ``start`` opens it, given the first step that is put.
+    ``name`` is its name in the warning; ``start`` opens it, given the first step.
     """
 
     def __init__(self, name: str, start: "Callable[[int], EventLog | WandbLog]") -> None:
@@ -307,7 +298,7 @@ class Guarded:
     def _guarding(self) -> Iterator[None]:
         try:
             yield
-        # Whatever fails in what only looks at a training, weeks of it must not be lost to that.
+        # Whatever fails here, weeks of training must not be lost to a log.
         except Exception as error:
             self._sink = None
             log.warning("%s: %s; the training goes on without it", self._name, _reason(error))
@@ -316,9 +307,10 @@ class Guarded:
 class EventLog:
     """TensorBoard events in ``folder``; ``first`` is the first step of this process.
 
-    Written here and not by ``SummaryWriter``, which names files by the clock alone, so that those of a
-    machine whose clock is behind would sort before what they replace, and which meets a full disk in a
-    thread of its own.
+    The files of all resumes read as one run: each process writes its own, which sorts behind earlier ones and
+    first declares void what they hold from ``first`` on, such as steps after the last checkpoint of a killed
+    process. ``SummaryWriter`` names files by the clock alone, so those of a machine whose clock is behind
+    would sort before what they replace, and it meets a full disk in a thread of its own.
     """
 
     def __init__(self, folder: Path, first: int) -> None:
@@ -334,7 +326,7 @@ class EventLog:
         self._file.flush()
 
     def put(self, step: int, figures: Mapping[str, float], pictures: Mapping[str, Tensor]) -> None:
-        """Keep ``figures``, and ``pictures`` (C, H, W) in bytes, by name."""
+        """Write ``figures``, and ``pictures`` (C, H, W) in bytes, by name."""
         from torch.utils.tensorboard.summary import image, scalar
 
         for name, value in figures.items():
@@ -344,12 +336,11 @@ class EventLog:
         self._file.flush()
 
     def sync(self) -> None:
-        """Make sure that what was put is kept, even if the machine loses its power."""
+        """Force what was put onto the disk, so that it survives a loss of power."""
         self._file.flush()
         os.fsync(self._file.fileno())
 
     def close(self, failed: bool) -> None:
-        """Close, whether the training ended early or not."""
         self._file.close()
 
     def _write(self, **content: Any) -> None:
@@ -357,7 +348,7 @@ class EventLog:
 
 
 def _next_name(folder: Path) -> str:
-    """A name that sorts behind those of all event files in ``folder``, which are read in that order."""
+    """Return a name that sorts behind those of all event files in ``folder``, which are read in order."""
     found = [re.match(r"events\.out\.tfevents\.(\d+)\.", path.name) for path in folder.iterdir()]
     newest = max((int(match[1]) for match in found if match), default=0)
     stamp = max(int(time.time()), newest + 1)
