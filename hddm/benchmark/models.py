@@ -146,7 +146,10 @@ class SeedModels:
         records, is_single = read_finished(path), (path / EXPERT_FILE).is_file()
         source = SampledModel(path, model_hash(path), is_single, _trained_in(records))
         objectives = tuple(record.objective for record in records)
-        return Model(source, ModelResult(**self._identity(model, source, FINISHED), objectives=objectives))
+        unknown = dict.fromkeys(("images_seen", "experts_flop", "router_flop", "training_flop", "seconds"))
+        lists = dict.fromkeys(("experts", "steps", "batch_sizes"), ())
+        known = self._identity(model, source, FINISHED) | {"objectives": objectives}
+        return Model(source, ModelResult.model_validate(known | lists | unknown))
 
     def _identity(self, model: ModelSettings, source: SampledModel, place: str) -> dict[str, Any]:
         """Name, seed, content, and where the model is shown to the user, below the benchmark's folder."""

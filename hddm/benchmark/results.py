@@ -60,18 +60,18 @@ class ModelResult(Record):
     hash: str
     folder: str
     objectives: tuple[str, ...]
-    experts: tuple[str, ...] = ()
+    experts: tuple[str, ...]
     """Their jobs; of finished models none."""
-    steps: tuple[int, ...] = ()
-    batch_sizes: tuple[int, ...] = ()
-    images_seen: int | None = None
-    experts_flop: int | None = None
+    steps: tuple[int, ...]
+    batch_sizes: tuple[int, ...]
+    images_seen: int | None
+    experts_flop: int | None
     calibration_flop: int | None = None
     """The part of ``experts_flop`` that calibration took."""
-    router_flop: int | None = None
-    training_flop: int | None = None
+    router_flop: int | None
+    training_flop: int | None
     """All operations of the model's training; None where unknown."""
-    seconds: float | None = None
+    seconds: float | None
 
 
 class Comparison(Record):

@@ -82,7 +82,7 @@ class Scoring:
 
     def do(self, store: Store, report: Report) -> None:
         def make(_: Path) -> dict[str, Any]:
-            found = asdict(self._scorer(store).score(*read_samples(store, self.samples)))
+            found = asdict(self._open_scorer(store).score(*read_samples(store, self.samples)))
             return of_split(found, self.reference.settings["score_on"])
 
         store.once(self.job, make)
@@ -91,9 +91,9 @@ class Scoring:
     def of_real(self, store: Store) -> dict[str, Any]:
         """Distance of the split's own images to the training images: what a perfect model reaches."""
         own = replace(self, samples=())
-        return store.once(own.job, lambda _: {"to_training": asdict(self._scorer(store).real())})
+        return store.once(own.job, lambda _: {"to_training": asdict(self._open_scorer(store).real())})
 
-    def _scorer(self, store: Store) -> Scorer:
+    def _open_scorer(self, store: Store) -> Scorer:
         return _scorer(store.folder, replace(self, samples=()).job, self.reference, self.features)
 
 

@@ -63,8 +63,8 @@ class EnsembleFolders:
     """Folders that make up an ensemble.
 
     ``outputs`` has the router's output for each expert, None where still open; empty where all are.
-    ``components`` are by name (`hddm.experts.ensemble_folders.COMPONENTS`); ``bases``, the weights that adapters
-    change, by SHA-256.
+    ``components`` are by name (`hddm.experts.ensemble_folders.COMPONENTS`); ``bases``, the weights that
+    adapters change, by SHA-256.
     """
 
     experts: Sequence[Path]

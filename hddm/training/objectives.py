@@ -6,7 +6,7 @@ flow:  E || network((1 - t) x_0 + t eps, t) - (eps - x_0) ||²
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +30,7 @@ class Objective:
     in native time, or ``logit-normal``: the logit of t on the common path is normal (SD3, arXiv:2403.03206,
     section 3.1), so the log-SNR is normal with deviation 2. For ddpm, ``snr_gamma`` weights errors of noise
     by min(SNR, gamma)/SNR, which is min-SNR weighting of x_0 (arXiv:2303.09556, section 3.4). Flow with
-    another schedule or an ``snr_gamma`` raises `HddmError`.
+    another schedule or an ``snr_gamma``, and an unknown name, raise `HddmError`.
     """
 
     name: Literal["ddpm", "flow"]
@@ -51,6 +51,12 @@ class Objective:
         return cls(name, schedule or default, time_sampling, snr_gamma)
 
     def __post_init__(self) -> None:
+        for what, value, known in (
+            ("objective", self.name, ("ddpm", "flow")),
+            ("time sampling", self.time_sampling, get_args(TimeSampling)),
+        ):
+            if value not in known:
+                raise HddmError(f"unknown {what} {value!r}: choose {' or '.join(known)}")
         if self.name == "flow" and not isinstance(self.schedule, LinearSchedule):
             raise HddmError("the flow objective runs on the linear path; a schedule is ddpm's")
         if self.name == "flow" and self.snr_gamma is not None:

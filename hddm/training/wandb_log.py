@@ -1,11 +1,13 @@
 """Weights & Biases on request: it never prompts, and a resumed run stays one run."""
 
 import logging
+import netrc
 import os
 import secrets
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
+from urllib.parse import urlsplit
 
 from torch import Tensor
 
@@ -28,7 +30,7 @@ class WandbLog:
     """
 
     def __init__(self, folder: Path, project: str, settings: Mapping[str, Any]) -> None:
-        self._wandb = wandb = optional("wandb", "this log", "wandb")
+        self._wandb = wandb = optional("wandb", "--wandb", "wandb")
         self._path = folder / RECORD
         known = read_json(self._path) if self._path.exists() else {}
         self._id = str(known.get("id") or secrets.token_hex(8))
@@ -90,9 +92,13 @@ def _mode() -> Literal["online", "offline", "disabled"]:
 
 def _has_key() -> bool:
     """Tell whether W&B has a key, or its equal, and need not ask."""
-    # W&B depends on requests, and finds its key in this way.
-    from requests.utils import get_netrc_auth
-
     if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True
-    return get_netrc_auth(os.environ.get("WANDB_BASE_URL") or "https://api.wandb.ai") is not None
+    # As W&B itself looks it up: a server's port belongs to its name.
+    host = urlsplit(os.environ.get("WANDB_BASE_URL") or "https://api.wandb.ai").netloc
+    places = [os.environ.get("NETRC"), "~/.netrc", "~/_netrc"]
+    path = next((path for place in places if place and (path := Path(place).expanduser()).is_file()), None)
+    try:
+        return path is not None and netrc.netrc(path).authenticators(host) is not None
+    except (netrc.NetrcParseError, OSError):
+        return False

@@ -270,7 +270,7 @@ def read_start(path: Path, size: int) -> bytes:
     try:
         # Opening a pipe would block.
         if not stat.S_ISREG(path.stat().st_mode):
-            raise HddmError(f"{path}: is no regular file; name a file")
+            raise HddmError(f"{path}: is no regular file; name a regular file")
         with path.open("rb") as file:
             return file.read(size)
     except FileNotFoundError:

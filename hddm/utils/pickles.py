@@ -39,7 +39,7 @@ def read_archive(path: Path) -> tuple[bytes, dict[str, int]]:
             data = archive.read(records["data.pkl"])
             # torch does not verify checksums of mapped files.
             if (damaged := archive.testzip()) is not None:
-                raise HddmError(f"{path}: Bad CRC-32 for file {damaged!r}; fetch it again")
+                raise HddmError(f"{path}: record {damaged!r} is damaged; fetch it again")
         sizes = {name: record.file_size for name, record in records.items()}
         _compare(path, sizes, data)
     except HddmError:

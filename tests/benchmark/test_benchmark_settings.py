@@ -86,8 +86,11 @@ def _model(**said: Any) -> dict[str, Any]:
         (_model(objectives="0=ddpm,1=ddpm", init="b"), "a: init is for flow experts"),
         (
             _model(objectives="1:1 by-error"),
-            "a: objectives 1:1 by-error: '1:1 by-error' names no objective",
+            "by-error was an experiment and is no setting any more: python -m benchmarks.heterogeneity",
         ),
+        ({"models": [{"name": "a", "blended": 0.5}]}, "blended was an experiment"),
+        ({"sampling": {"conversion": "exact, raw"}}, "conversion was an experiment"),
+        ({"tables": [{"name": "a", "vary": {"conversion": ["exact"]}}]}, "conversion was an experiment"),
         (
             _model(kind="finished", path="b", objectives="ddpm"),
             "a: is finished, so training and objectives have nothing to say",

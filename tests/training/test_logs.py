@@ -228,6 +228,10 @@ def test_without_a_key_nothing_is_asked_and_one_line_says_so(
         (nobody / ".netrc").write_text(netrc)
         (nobody / ".netrc").chmod(0o600)
         assert _mode() == mode
+    (nobody / ".netrc").write_text("machine localhost:8080\n login user\n password secret\n")
+    monkeypatch.setenv("WANDB_BASE_URL", "http://localhost:8080")
+    assert _mode() == "online"
+    monkeypatch.delenv("WANDB_BASE_URL")
     monkeypatch.setenv("WANDB_MODE", "online")
     assert _mode() == "offline"
     monkeypatch.setenv("WANDB_API_KEY", 40 * "0")

@@ -118,6 +118,12 @@ def test_combinations_without_meaning_are_refused() -> None:
         Objective.named("flow", snr_gamma=5.0)
 
 
+def test_an_unknown_name_is_refused() -> None:
+    for name, options in (("flwo", {}), ("flow", {"time_sampling": "logitnormal"})):
+        with pytest.raises(HddmError, match="unknown"):
+            Objective.named(name, **options)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("gamma", [1.0, 5.0])
 def test_min_snr_weighs_each_sample_by_its_noise_level(gamma: float) -> None:
     """min(SNR, gamma)/SNR written out, on a network that always says 0; the ends of the path are included."""
