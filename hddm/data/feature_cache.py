@@ -23,7 +23,7 @@ from hddm.data.features import Extractor
 from hddm.data.images import THREADS, decode, in_colour, pixel_digest, too_many_bad
 from hddm.data.shards import Rows
 from hddm.data.sources.base import ImageSource
-from hddm.utils.errors import HddmError
+from hddm.utils.errors import HddmError, one_line
 from hddm.utils.files import write_json, write_whole
 from hddm.utils.progress import Progress
 from hddm.utils.records import FEATURES_FILE, Record, read_record
@@ -174,8 +174,11 @@ def _forget_mended(source: ImageSource, folder: Path, parts: Sequence[Path]) -> 
 
 def _broken_in(part: Path) -> dict[int, str]:
     """Broken images of a part: number to reason."""
-    note: dict[str, str] = json.loads(read_header(part)[1]["note"])
-    return {int(row): reason for row, reason in note.items()}
+    try:
+        note: dict[str, str] = json.loads(read_header(part)[1]["note"])
+        return {int(row): reason for row, reason in note.items()}
+    except (HddmError, KeyError, ValueError, AttributeError) as error:
+        raise HddmError(f"{part}: cannot be read ({one_line(error)}); remove it") from error
 
 
 def _why_broken(source: ImageSource, row: int) -> str | None:

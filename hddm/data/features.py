@@ -17,7 +17,7 @@ from sklearn.decomposition import PCA
 
 from hddm.data.images import decode, in_colour
 from hddm.data.sources.base import ImageSource
-from hddm.utils.errors import HddmError, UsageError, did_you_mean
+from hddm.utils.errors import HddmError, UsageError, did_you_mean, one_line
 from hddm.utils.files import inside, read_json, sha256_of, write_whole
 from hddm.utils.tensors import read_safetensors
 
@@ -89,10 +89,13 @@ class PixelPca:
         if not path.exists():
             fitted = self._fitted(source)
             write_whole(path, lambda draft: save_file(fitted, draft))
-        basis = {name: tensor.numpy() for name, tensor in read_safetensors(path).items()}
-        height, width = basis["size"].tolist()
+        try:
+            basis = {name: tensor.numpy() for name, tensor in read_safetensors(path).items()}
+            height, width = basis["size"].tolist()
+            self._mean, self._components = basis["mean"], basis["components"]
+        except (HddmError, KeyError, ValueError) as error:
+            raise HddmError(f"{path}: cannot be read ({one_line(error)}); remove it") from error
         self._size = (height, width)
-        self._mean, self._components = basis["mean"], basis["components"]
 
     def __call__(self, images: Sequence[NDArray[np.uint8]]) -> NDArray[np.float32]:
         centred = self._flat(images) - self._mean

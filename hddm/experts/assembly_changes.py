@@ -5,7 +5,6 @@ other names beside it; the next change then restores the old one.
 """
 
 import re
-import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -71,6 +70,7 @@ def change(
     for path in ensemble.rglob("*"):
         if path.is_symlink():
             inside(ensemble, path.relative_to(ensemble).as_posix())
+    rest = _rest(ensemble, record)
     gone = {_index_of(ensemble, record, name) for name in remove}
     kept = [k for k in range(len(record.experts)) if k not in gone]
     stay = [ensemble / record.experts[k] for k in kept]
@@ -104,7 +104,7 @@ def change(
     refuse_inside(target, [*add, router, *given.values()])
     with new_folder(target, ENSEMBLE_FILE, overwrite=out is None or overwrite) as draft:
         fill(draft, folders, new_record)
-        _link_rest(ensemble, record, draft)
+        _link_rest(ensemble, rest, draft)
     return notes
 
 
@@ -123,26 +123,29 @@ def _shift_by_hand(ensemble: Path, record: EnsembleRecord) -> float | None:
     return None if common_shift(experts, Findings()) == record.shift else record.shift
 
 
-def _link_rest(ensemble: Path, record: EnsembleRecord, draft: Path) -> None:
-    """Link the user's own files and folders, such as a licence or a card, into ``draft``."""
-    own = [Path(name) for name in (*_PARTS, *record.experts, *([record.router] if record.router else []))]
+def _rest(ensemble: Path, record: EnsembleRecord) -> list[Path]:
+    """Names of the user's own files and empty folders in an ensemble, such as a licence or a card.
 
-    def left_out(folder: str, names: list[str]) -> set[str]:
-        found = set()
-        for path in (Path(folder) / name for name in names):
-            place = path.relative_to(ensemble)
-            if place in own or _LEFTOVER.match(place.parts[0]):
-                found.add(path.name)
-            elif path.is_symlink() and path.is_dir():
-                # It may lead around in circles.
-                raise HddmError(f"{path}: is a link to a folder; put the folder itself there, or take it out")
-        return found
+    A link to a folder is refused, since it may lead around in circles.
+    """
+    parts = [Path(name) for name in (*_PARTS, *record.experts, *([record.router] if record.router else []))]
+    found = []
+    for path in ensemble.rglob("*"):
+        name = path.relative_to(ensemble)
+        if any(name.is_relative_to(part) for part in parts) or _LEFTOVER.match(name.parts[0]):
+            continue
+        if path.is_symlink() and path.is_dir():
+            raise HddmError(f"{path}: is a link to a folder; put the folder itself there, or take it out")
+        if path.is_file() or (path.is_dir() and not any(path.iterdir())):
+            found.append(name)
+    return found
 
-    shutil.copytree(
-        ensemble,
-        draft,
-        ignore=left_out,
-        copy_function=lambda source, target: link_or_copy(Path(source), Path(target)),
-        ignore_dangling_symlinks=True,
-        dirs_exist_ok=True,
-    )
+
+def _link_rest(ensemble: Path, names: Sequence[Path], draft: Path) -> None:
+    for name in names:
+        target = draft / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if (ensemble / name).is_dir():
+            target.mkdir(exist_ok=True)
+        elif not target.exists():
+            link_or_copy(ensemble / name, target)

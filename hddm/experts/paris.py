@@ -15,7 +15,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
-from itertools import count, islice, takewhile
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -43,11 +43,12 @@ TOKENS = 77
 PAPER = "arXiv:2510.03434"
 ROUTER = "router"
 
-_EXPERT = "expert_{}"
 _NAMES = ("diffusion_pytorch_model.safetensors", "pytorch_model.safetensors")
 _PICKLES = {".pt", ".pth", ".bin", ".ckpt"}
 _MOST_ENTRIES = 10_000
 """Files in a folder and tensors in a file. An expert of Paris has 378 tensors."""
+_MISFIT = "network of Paris"
+"""Stands in messages for the config that the release lacks."""
 _MARKERS = {"layers.0.scale_shift_table", "t_block.1.weight", "text_proj.weight", "pos_embed"}
 
 Shapes = Mapping[str, TensorInfo | Tensor]
@@ -60,10 +61,10 @@ def is_paris(folder: Path) -> bool:
     hddm wrote do not, even with the same tensor names.
     """
     try:
-        first = folder / _EXPERT.format(0)
-        if not first.is_dir() or (first / EXPERT_FILE).exists():
+        names = _expert_folders(folder)
+        if not names or (folder / names[0] / EXPERT_FILE).exists():
             return False
-        return read_header(_weights_of(folder, first.name))[0].keys() >= _MARKERS
+        return read_header(_weights_of(folder, names[0]))[0].keys() >= _MARKERS
     except HddmError:
         return (folder / ROUTER).is_dir()
 
@@ -74,16 +75,20 @@ def paris_experts(folder: Path) -> list[UnreadExpert]:
     Raises `HddmError` for pickles only, links that leave the folder, tensors that make no such network (all
     are listed), and whatever contradicts the first expert.
     """
-    names = takewhile(lambda name: (folder / name).is_dir(), map(_EXPERT.format, count()))
+    names = _expert_folders(folder)
+    if not names:
+        raise HddmError(f"{folder}: has no expert_0/; name the folder of the whole release")
+    if missing := [name for k in range(_number(names[-1])) if (name := f"expert_{k}") not in names]:
+        more = f" and {len(missing) - 10} more" if len(missing) > 10 else ""
+        lacks = f"{', '.join(missing[:10])}{more}"
+        raise HddmError(f"{folder}: has {names[-1]} and lacks {lacks}; fetch the whole release")
     paths = [_weights_of(folder, name) for name in names]
-    if not paths:
-        raise HddmError(f"{folder}: has no {_EXPERT.format(0)}/; name the folder of the whole release")
     networks: list[Unread[ExpertTransformer]] = []
     for path in paths:
         arguments = expert_arguments(_header(path), path)
         if networks:
             _refuse_unlike(arguments, networks[0].network.config, path, paths[0])
-        networks.append(unread(ExpertTransformer, arguments, path, str(path.parent)))
+        networks.append(unread(ExpertTransformer, arguments, path, str(path.with_name(_MISFIT))))
     record = _expert_record(folder, networks[0].network.config)
     return [UnreadExpert(path.parent, one, record) for path, one in zip(paths, networks, strict=True)]
 
@@ -96,7 +101,7 @@ def paris_router(
         raise HddmError(f"{folder}: has experts and no {ROUTER}/; fetch the whole release")
     path, first = _weights_of(folder, ROUTER), experts[0]
     arguments = router_arguments(_header(path), path)
-    network = unread(RouterTransformer, arguments, path, str(path.parent))
+    network = unread(RouterTransformer, arguments, path, str(path.with_name(_MISFIT)))
     if arguments["num_experts"] != len(experts):
         told = f"tells {arguments['num_experts']} experts apart, and {folder} holds {len(experts)}"
         raise HddmError(f"{path}: {told}; fetch the whole release")
@@ -219,6 +224,16 @@ def _text_encoder(folder: Path, width: int) -> TextEncoderRecord | None:
         widths = f"its tokens are {encoder.width} wide, and the experts take {width}"
         raise HddmError(f"{path}: {widths}; put Paris's own there (CLIP ViT-L/14)")
     return encoder
+
+
+def _expert_folders(folder: Path) -> list[str]:
+    """Folders ``expert_<number>`` in order of their numbers, which may have gaps."""
+    names = [name for name in _entries(folder) if re.fullmatch(r"expert_(0|[1-9]\d{0,3})", name, re.ASCII)]
+    return sorted((name for name in names if (folder / name).is_dir()), key=_number)
+
+
+def _number(name: str) -> int:
+    return int(name.removeprefix("expert_"))
 
 
 def _weights_of(folder: Path, part: str) -> Path:

@@ -25,9 +25,9 @@ def class_indices(labels: int | str | Sequence[int | str] | Tensor, classes: Seq
     names = {name: index for index, name in enumerate(classes)}
     indices = []
     for label in labels:
-        number = (
-            label if isinstance(label, int) else names.get(label, int(label) if label.isdecimal() else -1)
-        )
+        # A number of numpy is no int.
+        text = str(label)
+        number = label if isinstance(label, int) else names.get(text, int(text) if text.isdecimal() else -1)
         if not 0 <= number < len(classes):
             some = ", ".join(classes[:10]) + (", …" if len(classes) > 10 else "")
             near = did_you_mean(label, classes) if isinstance(label, str) else ""

@@ -363,7 +363,9 @@ class HDDMPipeline(Offloading, DiffusionPipeline):  # type: ignore[misc]
         if negative_prompt is not None and prompt is None:
             raise HddmError("a negative_prompt needs a prompt beside it")
         has_negative = negative_prompt is not None or negative_prompt_embeds is not None or _TEXT in against
-        if guided and prompt is not None and not has_negative:
+        if not guided:
+            negative_prompt = None
+        elif prompt is not None and not has_negative:
             negative_prompt = ""
         num = 1 if isinstance(prompt, str) else len(prompt or ())
         for name, texts, tokens, into in (

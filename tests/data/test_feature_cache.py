@@ -130,8 +130,12 @@ def test_features_of_other_settings_and_folders_of_other_things_are_refused(
 def test_a_spoilt_part_is_named(source: ImageSource, tmp_path: Path) -> None:
     _compute(source, tmp_path / "cache")
     part = tmp_path / "cache" / "part_00002.safetensors"
-    part.write_bytes(part.read_bytes()[:-7])
-    assert str(part) in refusal(_compute, source, tmp_path / "cache")
+    sound, header = part.read_bytes(), b'{"__metadata__":{"note":"{"}}'
+    for spoilt in (sound[:-7], len(header).to_bytes(8, "little") + header):
+        part.write_bytes(spoilt)
+        said = refusal(_compute, source, tmp_path / "cache")
+        assert str(part) in said
+        assert "remove it" in said
 
 
 @pytest.mark.parametrize("rows", [[3], [0, 1, 2, 3], list(range(10, 20)), [9, 10, 47]])

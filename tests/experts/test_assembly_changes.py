@@ -168,9 +168,15 @@ def test_what_a_killed_process_left_in_a_folder_does_not_come_along(whole: Path)
         (whole / name / "file").write_bytes(b"half")
     (whole / ".gitattributes").write_text("mine")
     (whole / "empty").mkdir()
+    (whole / "notes").mkdir()
+    # As in a hub's cache: a link by a path from where it lies.
+    (whole / "notes" / "LICENSE").symlink_to("../.gitattributes")
+    mode = whole.stat().st_mode
     change(whole, remove=[0])
     names = {path.name for path in whole.iterdir()}
     assert {".gitattributes", "empty"} <= names
+    assert (whole / "notes" / "LICENSE").read_text() == "mine"
+    assert whole.stat().st_mode == mode
     assert not {".new.part-12", ".new.old-7"} & names
 
 

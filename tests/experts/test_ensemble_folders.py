@@ -162,6 +162,13 @@ def test_a_file_with_other_names_keeps_its_mode(flow_expert: Path, tmp_path: Pat
     assert weights.stat().st_mode & 0o777 == 0o600
 
 
+def test_experts_that_were_not_chosen_need_not_even_be_there(ensemble: Path, tmp_path: Path) -> None:
+    partial = copied(ensemble, tmp_path)
+    shutil.rmtree(partial / "experts" / "0")
+    assert len(load_ensemble(partial, experts=[1]).experts) == 1
+    assert len(hddm.HDDMPipeline.from_pretrained(partial, experts=[1]).experts.facts) == 1
+
+
 def test_a_subset_without_a_router_is_saved(ddpm_expert: Path, flow_expert: Path, tmp_path: Path) -> None:
     assemble([ddpm_expert, flow_expert], tmp_path / "whole")
     hddm.HDDMPipeline.from_pretrained(tmp_path / "whole", experts=[1]).save_pretrained(tmp_path / "one")

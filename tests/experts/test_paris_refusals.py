@@ -61,10 +61,6 @@ def _two_files(folder: Path) -> None:
 
 
 CASES: dict[str, tuple[Change, tuple[str, ...]]] = {
-    "a gap in the numbers": (
-        lambda folder: (folder / "expert_1").rename(folder / "expert_12"),
-        ("tells 3 experts apart", "holds 1", "whole release"),
-    ),
     "no router": (lambda folder: shutil.rmtree(folder / "router"), ("no router/", "whole release")),
     "pickles alone": (_pickled("expert_0", "model.pt"), ("model.pt", "read_pickle")),
     "a pickle under another name": (
@@ -74,6 +70,14 @@ CASES: dict[str, tuple[Change, tuple[str, ...]]] = {
     "no weights": (
         lambda folder: (folder / "expert_2" / EXPERT_FILE).unlink(),
         ("expert_2: holds no diffusion_pytorch_model.safetensors",),
+    ),
+    "a gap in the numbers": (
+        lambda folder: (folder / "expert_1").rename(folder / "expert_12"),
+        ("has expert_12 and lacks expert_1, expert_3", "expert_11; fetch the whole release"),
+    ),
+    "the first expert is missing": (
+        lambda folder: shutil.rmtree(folder / "expert_0"),
+        ("has expert_2 and lacks expert_0; fetch the whole release",),
     ),
     "two files": (_two_files, ("a.safetensors, b.safetensors", "leave one")),
     "no tensor that tells a size": (
