@@ -227,10 +227,18 @@ def integrate(
 ) -> Tensor:
     """The states x (batch, C, H, W) of times[0], carried to times[-1] along the model's velocity.
 
-    Args are those of the solver and of `VelocityField.velocity`, conditions on the model's device, and:
+    Args:
+        model: an expert or an ensemble.
+        x: see `hddm.sampling`.
+        times: see `time_grid`.
+        solver: see `hddm.sampling`.
+        guidance_scale: see `VelocityField.velocity`.
+        negative: as conditions.
+        conditions: see `VelocityField.velocity`; on the model's device.
         expert: (batch,) the one expert of each sample; ``draw`` needs it.
         router_every: the router is asked at every n-th call of the velocity; between, its choice stays.
         use: a tally of the weights, where one is wanted.
+        on_step: see `hddm.sampling`.
         is_interrupted: asked after each step; once it is true, states stay as they are, no network runs and
             ``on_step`` is not called.
 
