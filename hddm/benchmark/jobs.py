@@ -218,7 +218,7 @@ def named(what: str) -> Iterator[None]:
         raise HddmError(f"{what}: {error.message}", error.details) from error
 
 
-class Task(Protocol):
+class Runnable(Protocol):
     """Work for a worker: a frozen dataclass of plain values, which can be sent to another process."""
 
     @property
@@ -233,12 +233,12 @@ class Task(Protocol):
         """Do the job."""
 
 
-def call_of(store: Store, task: Task, what: str) -> Call:
+def call_of(store: Store, task: Runnable, what: str) -> Call:
     """Wrap a task as work of one process, whose errors begin with ``what``."""
     return Call(_do, {"store": store, "task": task, "what": what}, task.units)
 
 
-def _do(store: Store, task: Task, what: str, report: Report) -> None:
+def _do(store: Store, task: Runnable, what: str, report: Report) -> None:
     end_with_parent()
     with named(what):
         task.do(store, report)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hddm.benchmark.data import PartitionedImages
-from hddm.benchmark.jobs import Job, Store, Task, call_of, named
+from hddm.benchmark.jobs import Job, Runnable, Store, call_of, named
 from hddm.benchmark.models import Model, SeedModels
 from hddm.benchmark.samples import Piece, canonical, pieces
 from hddm.benchmark.scores import Scoring
@@ -87,8 +87,8 @@ class SeedRun:
         # The longest first, so that no worker is idle at the end.
         experts = sorted(found.values(), key=lambda one: -one.units)
         routers = [opener.router] if opener.router is not None else []
-        first: list[Task] = [*(one for one in experts if one.start is None), *routers]
-        second: list[Task] = [one for one in experts if one.start is not None]
+        first: list[Runnable] = [*(one for one in experts if one.start is None), *routers]
+        second: list[Runnable] = [one for one in experts if one.start is not None]
         for wave in (first, second):
             self._do([(f"seed {self.seed}", task) for task in wave], "train")
         return (*experts, *routers)
@@ -121,7 +121,7 @@ class SeedRun:
         ]
         return ", ".join([f"model {row.model!r}", f"seed {self.seed}", *chosen])
 
-    def _do(self, tasks: Iterable[tuple[str, Task]], label: str) -> None:
+    def _do(self, tasks: Iterable[tuple[str, Runnable]], label: str) -> None:
         """Do the tasks that are not done, each once, with a progress bar."""
         todo = {task.job: (what, task) for what, task in tasks if not self.store.has(task.job)}
         calls = [call_of(self.store, task, what) for what, task in todo.values()]
