@@ -58,7 +58,8 @@ def sample(
         int, typer.Option("--router-every", min=1, help="Ask the router at every n-th call only.")
     ] = 1,
     solver: Annotated[
-        Literal["euler", "heun", "adams-bashforth"], typer.Option("--solver", help="Solver of the ODE.")
+        Literal["euler", "heun", "adams-bashforth", "adams-moulton"],
+        typer.Option("--solver", help="Solver of the ODE."),
     ] = "euler",
     shift: Annotated[
         float | None, typer.Option("--shift", help="Shift of the time grid, 1 is even; default: the model's.")

@@ -15,7 +15,7 @@ from hddm.utils.errors import HddmError
 from hddm.velocity import VelocityField
 
 SHAPE = (1, 2, 2)
-CALLS = {"euler": 1, "heun": 2, "adams-bashforth": 1}
+CALLS = {"euler": 1, "heun": 2, "adams-bashforth": 1, "adams-moulton": 1}
 
 
 class Expert:

@@ -40,7 +40,7 @@ def test_grid_is_the_shifted_even_one(steps: int, shift: float) -> None:
 
 @pytest.mark.parametrize(
     ("solver", "steps", "tolerance"),
-    [("euler", 100, 0.06), ("heun", 40, 0.01), ("adams-bashforth", 60, 0.02)],
+    [("euler", 100, 0.06), ("heun", 40, 0.01), ("adams-bashforth", 60, 0.02), ("adams-moulton", 40, 0.01)],
 )
 @pytest.mark.parametrize(
     ("name", "kind"), [("linear", "flow_prediction"), ("cosine", "epsilon")], ids=["flow", "ddpm"]

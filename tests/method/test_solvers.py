@@ -11,10 +11,10 @@ from torch import Tensor
 from hddm.sampling import SOLVERS, Solver, euler, solver_named
 from hddm.utils.errors import HddmError
 from tests.cases import BETAS, discrete_case, oracle_field
-from tests.oracles import GaussianMixture, OracleNetwork, relative_error
+from tests.oracles import GaussianMixture, OracleNetwork, relative_error, rms_error
 
 SHARD = GaussianMixture.random(seed=0, modes=4, dim=8)
-ORDERS = [("euler", 1), ("heun", 2), ("adams-bashforth", 2)]
+ORDERS = [("euler", 1), ("heun", 2), ("adams-bashforth", 2), ("adams-moulton", 3)]
 
 
 def _swing(x: Tensor, t: Tensor) -> Tensor:
@@ -48,12 +48,47 @@ def test_error_falls_with_the_order_of_the_solver(
 ) -> None:
     x = torch.ones(1, dtype=torch.float64)
     errors = []
-    for steps in (64, 128, 256, 512):
+    for steps in (256, 512, 1024):
         times = grid(steps).flip(0) if downwards else grid(steps)
         found = solver_named(name)(_swing, x, times)
         errors.append((found - _exact(times[0].item(), times[-1].item(), x)).abs().item())
     slopes = torch.tensor(errors).log2().diff()
     assert slopes[-1].item() == pytest.approx(-order, abs=0.1)
+
+
+def _narrow(mixture: GaussianMixture, deviation: float) -> GaussianMixture:
+    """The same modes with one deviation in all directions."""
+    unit = torch.eye(mixture.means.shape[1], dtype=torch.float64)
+    covariances = (deviation**2 * unit).expand_as(mixture.covariances).clone()
+    return GaussianMixture(mixture.weights, mixture.means, covariances)
+
+
+WIDE = GaussianMixture.random(seed=0, modes=5, dim=8, spread=2.0)
+MIXTURES = {"wide": WIDE, "narrow": _narrow(GaussianMixture.random(seed=0, modes=5, dim=8), 0.1)}
+
+
+def _unipc(velocity: Callable[[Tensor, Tensor], Tensor], x: Tensor, steps: int) -> Tensor:
+    scheduler = diffusers.UniPCMultistepScheduler(
+        prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=1.0
+    )
+    scheduler.set_timesteps(steps)
+    for index, step in enumerate(scheduler.timesteps):
+        x = scheduler.step(velocity(x, scheduler.sigmas[index].double()), step, x).prev_sample
+    return x
+
+
+@pytest.mark.parametrize("mixture", MIXTURES.values(), ids=MIXTURES)
+@pytest.mark.parametrize("steps", [10, 20, 30])
+def test_adams_moulton_is_nearer_to_the_solution_than_diffusers_unipc(
+    mixture: GaussianMixture, steps: int
+) -> None:
+    def velocity(x: Tensor, t: Tensor) -> Tensor:
+        return mixture.velocity(x, t.expand(len(x)))
+
+    x = torch.randn(256, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    exact = solver_named("heun")(velocity, x, _even(300).flip(0))
+    found = solver_named("adams-moulton")(velocity, x, _even(steps).flip(0))
+    assert rms_error(found, exact) < rms_error(_unipc(velocity, x, steps), exact)
 
 
 @pytest.mark.parametrize("solver", SOLVERS.values(), ids=SOLVERS)
@@ -64,7 +99,9 @@ def test_a_straight_path_is_exact_in_one_step(solver: Solver) -> None:
         torch.testing.assert_close(solver(lambda x, t: slope, x, grid), x - slope)
 
 
-@pytest.mark.parametrize(("name", "calls"), [("euler", 7), ("heun", 14), ("adams-bashforth", 7)])
+@pytest.mark.parametrize(
+    ("name", "calls"), [("euler", 7), ("heun", 14), ("adams-bashforth", 7), ("adams-moulton", 7)]
+)
 def test_calls_a_step(name: str, calls: int) -> None:
     seen: list[Tensor] = []
     solver_named(name)(lambda x, t: seen.append(t) or x, torch.ones(2), _even(7).flip(0))

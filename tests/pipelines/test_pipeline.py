@@ -11,6 +11,7 @@ from torch import Tensor
 import hddm
 from hddm.data.images import to_bytes
 from hddm.pipelines.pipeline import HDDMPipeline
+from hddm.sampling import SOLVERS
 from hddm.utils.errors import HddmError
 from hddm.velocity import Guidance
 from tests.ensemble_files import flow_expert, pipeline_in_memory, text_experts
@@ -129,7 +130,7 @@ def test_a_callback_sees_every_step_and_may_change_the_state(pipe: HDDMPipeline)
     assert (pipe(class_labels=LABELS, seed=0, callback_on_step_end=replace, **LATENT).images == 0.5).all()
 
 
-@pytest.mark.parametrize("solver", ["euler", "heun", "adams-bashforth"])
+@pytest.mark.parametrize("solver", list(SOLVERS))
 def test_an_interrupted_call_stops_where_it_is(pipe: HDDMPipeline, solver: str) -> None:
     states: list[Tensor] = []
 
