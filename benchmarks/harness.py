@@ -104,6 +104,22 @@ class Start:
         return stem.with_suffix(".md")
 
 
+def run_over_seeds(name: str, measure: Callable[[Any, Start], Path], full: Any, small: Any, doc: str) -> None:
+    """The command line of an experiment over training seeds; ``--quick`` takes the settings ``small``."""
+
+    def command(
+        results: ResultsOption = RESULTS,
+        work: WorkOption = Path("runs") / name,
+        quick: QuickOption = False,
+        seeds: SeedsOption = 3,
+        workers: WorkersOption = 2,
+    ) -> None:
+        typer.echo(measure(small if quick else full, Start(results, work, seeds, workers)))
+
+    command.__doc__ = doc
+    main(lambda: typer.run(command))
+
+
 def plain(value: Any) -> Any:
     """``value`` as JSON gives it back, None for NaN and infinity."""
     if isinstance(value, Mapping):

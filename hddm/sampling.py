@@ -71,15 +71,7 @@ def adams_bashforth(velocity: Velocity, x: Tensor, times: Tensor, on_step: OnSte
     With steps h_0, then h:  x += h [(1 + h/(2 h_0)) v - h/(2 h_0) v_before].
     Source: Hairer, Nørsett & Wanner, Solving Ordinary Differential Equations I, section III.5.
     """
-    before: Tensor | None = None
-    last_step = 0.0
-    for index, (now, then) in enumerate(itertools.pairwise(times)):
-        step = float(then - now)
-        slope = velocity(x, now)
-        weight = 0.0 if before is None else step / (2 * last_step)
-        x = on_step(index, x + step * ((1 + weight) * slope - (weight * before if before is not None else 0)))
-        before, last_step = slope, step
-    return x
+    return _adams(velocity, x, times, on_step, corrects=False)
 
 
 def adams_moulton(velocity: Velocity, x: Tensor, times: Tensor, on_step: OnStep = unchanged) -> Tensor:
@@ -93,20 +85,23 @@ def adams_moulton(velocity: Velocity, x: Tensor, times: Tensor, on_step: OnStep 
     After the first step, which is Euler's, x += h/2 (v - v_before). The last state is a prediction.
     Source: Hairer, Nørsett & Wanner, Solving Ordinary Differential Equations I, sections III.1 and III.5.
     """
-    before: Tensor | None = None
-    expected, last_step, weight = x, 0.0, 0.0
+    return _adams(velocity, x, times, on_step, corrects=True)
+
+
+def _adams(velocity: Velocity, x: Tensor, times: Tensor, on_step: OnStep, corrects: bool) -> Tensor:
+    before = expected = x
+    last_step = gain = 0.0
     for index, (now, then) in enumerate(itertools.pairwise(times)):
         step = float(then - now)
         slope = velocity(x, now)
-        if before is None:
-            predicted = expected = slope
-        else:
-            x = x + weight * (slope - expected)
-            ratio = step / last_step
-            expected = slope + ratio * (slope - before)
-            predicted = (slope + expected) / 2
-        x = on_step(index, x + step * predicted)
-        weight = step / 2 if before is None else step * (2 * step + 3 * last_step) / (6 * (step + last_step))
+        if corrects and index:
+            x = x + gain * (slope - expected)
+        weight = step / (2 * last_step) if index else 0.0
+        mean = (1 + weight) * slope - (weight * before if index else 0)
+        x = on_step(index, x + step * mean)
+        gain = step * (2 * step + 3 * last_step) / (6 * (step + last_step)) if index else step / 2
+        # The predictor is a line in t, and ``mean`` its value half-way.
+        expected = 2 * mean - slope
         before, last_step = slope, step
     return x
 

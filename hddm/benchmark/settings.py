@@ -298,12 +298,15 @@ _EXPERIMENTS = {
 
 def _refuse_experiments(values: Any) -> Any:
     """Refuse the keys and objectives of `_EXPERIMENTS`, at any depth."""
-    for key, value in values.items() if isinstance(values, dict) else ():
-        word = "by-error" if key == "objectives" and "by-error" in str(value) else key
-        if word in _EXPERIMENTS:
-            raise ValueError(f"{word} was an experiment and is no setting any more: {_EXPERIMENTS[word]}")
-    for value in values.values() if isinstance(values, dict) else values if isinstance(values, list) else ():
-        _refuse_experiments(value)
+    if isinstance(values, list):
+        for value in values:
+            _refuse_experiments(value)
+    elif isinstance(values, dict):
+        for key, value in values.items():
+            word = "by-error" if key == "objectives" and "by-error" in str(value) else key
+            if word in _EXPERIMENTS:
+                raise ValueError(f"{word} was an experiment and is no setting any more: {_EXPERIMENTS[word]}")
+            _refuse_experiments(value)
     return values
 
 
