@@ -257,10 +257,17 @@ class Ensemble:
             )
         given = self._shared_out(conditions)
         against = self._shared_out(negative or {})
-        is_guided = can_guide(conditions, negative or {})
+        guidance = Guidance.of(guidance_scale)
+        is_guided = guidance.by_condition and can_guide(conditions, negative or {})
         mixed = torch.zeros_like(x_t, dtype=torch.promote_types(x_t.dtype, torch.float32))
         used = weights.to("cpu") != 0
         waiting = in_best_order({k: self.experts[k].network for k in used.any(0).nonzero()[:, 0].tolist()})
+        weakless = [str(k) for k in sorted(waiting) if self.experts[k].weak is None]
+        if guidance.by_weak and weakless:
+            raise HddmError(
+                f"expert {', '.join(weakless)}: has no weaker self to be guided by; guide by condition, or "
+                "take other experts"
+            )
         shares: dict[int, tuple[Tensor, Tensor]] = {}
         for place, index in enumerate(waiting):
             rows = used[:, index].nonzero()[:, 0]
@@ -271,7 +278,7 @@ class Ensemble:
                 x_t[here].to(mixed.dtype),
                 times[rows.to(times.device)],
                 # An expert that takes nothing of what guides takes part as it is.
-                guidance_scale if can_guide(given[index], against[index]) or not is_guided else 1.0,
+                guidance if can_guide(given[index], against[index]) or not is_guided else 1.0,
                 {key: value[here] for key, value in against[index].items()} or None,
                 **{key: value[here] for key, value in given[index].items()},
             )

@@ -112,6 +112,7 @@ SOLVERS: dict[str, Solver] = {
     "adams-bashforth": adams_bashforth,
     "adams-moulton": adams_moulton,
 }
+DEFAULT_SOLVER, DEFAULT_STEPS = "adams-moulton", 25
 
 
 def solver_named(name: str) -> Solver:
@@ -243,7 +244,7 @@ def integrate(
     model: VelocityField | Ensemble,
     x: Tensor,
     times: Tensor,
-    solver: str = "euler",
+    solver: str = DEFAULT_SOLVER,
     guidance_scale: float | Guidance = 1.0,
     negative: Mapping[str, Tensor] | None = None,
     conditions: Mapping[str, Tensor] | None = None,
@@ -310,9 +311,9 @@ def sample(
     model: VelocityField | Ensemble,
     num: int,
     seed: int = 0,
-    steps: int = 50,
+    steps: int = DEFAULT_STEPS,
     strategy: str | None = None,
-    solver: str = "euler",
+    solver: str = DEFAULT_SOLVER,
     guidance_scale: float | Guidance = 1.0,
     *,
     negative: Mapping[str, Tensor] | None = None,

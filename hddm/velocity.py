@@ -26,6 +26,7 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -163,15 +164,20 @@ def missing_from(given: Collection[str], declared: Sequence[str]) -> list[str]:
     return [name for name in declared if name not in given and name not in OPTIONAL_CONDITIONS]
 
 
+GuideBy = Literal["condition", "weak"]
+
+
 @dataclass(frozen=True)
 class Guidance:
-    """Classifier-free guidance: from the negative velocity v_n through the conditional one, v_c.
+    """Guidance: from a velocity v_n through the conditional one, v_c.
 
         v = v_n + scale (v_c - v_n)                                (arXiv:2207.12598)
         v = [rescale std(v_c)/std(v) + 1 - rescale] v              (arXiv:2305.08891, section 3.4)
 
     Args:
-        scale: 1 for none; with any other the negative branch runs too.
+        scale: 1 for none; with any other v_n is computed too.
+        by: ``condition`` takes v_n under the negative conditions (classifier-free guidance); ``weak`` that of
+            the expert's weaker self under the same conditions (arXiv:2406.02507).
         channels: guide this many channels from the first, and leave the others as v_c. DiT's own code
             does so with 3 of 4, and its published figures are of that; None for all.
         interval: (low, high) in t, where guidance acts; outside v = v_c (arXiv:2404.07724).
@@ -186,9 +192,12 @@ class Guidance:
     channels: int | None = None
     interval: tuple[float, float] = (0.0, 1.0)
     rescale: float = 0.0
+    by: GuideBy = "condition"
 
     def __post_init__(self) -> None:
         low, high = self.interval
+        if self.by not in get_args(GuideBy):
+            raise HddmError(f"guidance is by {' or by '.join(get_args(GuideBy))}, not by {self.by!r}")
         if not math.isfinite(self.scale):
             raise HddmError(f"guidance scale must be finite, not {self.scale}")
         if self.channels is not None and self.channels < 1:
@@ -202,6 +211,16 @@ class Guidance:
     def of(cls, scale: "float | Guidance") -> "Guidance":
         """``scale`` itself, or plain guidance of that scale."""
         return scale if isinstance(scale, Guidance) else cls(float(scale))
+
+    @property
+    def by_condition(self) -> bool:
+        """True where the negative conditions are asked for their velocity."""
+        return self.scale != 1.0 and self.by == "condition"
+
+    @property
+    def by_weak(self) -> bool:
+        """True where the weaker self is asked for its velocity."""
+        return self.scale != 1.0 and self.by == "weak"
 
     def acts(self, t: Tensor) -> Tensor:
         """True (batch,) where there is guidance at t (batch,)."""
@@ -242,6 +261,7 @@ class VelocityField:
         sample_shape: shape (C, H, W) of a sample; by default read off ``network.config``.
         classes: names of the classes that ``class_labels`` counts.
         shift: of the time grid that its samples want (`hddm.sampling.time_grid`).
+        weak: the same expert with weights of an early step of its training, to guide by.
 
     Raises:
         HddmError: for an unknown prediction type, or flow_prediction on a discrete schedule.
@@ -259,6 +279,7 @@ class VelocityField:
         sample_shape: tuple[int, ...] | None = None,
         classes: Sequence[str] = (),
         shift: float = 1.0,
+        weak: "VelocityField | None" = None,
     ) -> None:
         self.network = network
         self.schedule = schedule
@@ -272,6 +293,7 @@ class VelocityField:
             schedule.derivatives(torch.zeros(1, dtype=torch.float64))
         self.classes = tuple(classes)
         self.shift = shift
+        self.weak = weak
         self.range = _exact_range(schedule, self.prediction_type)
 
     @property
@@ -294,8 +316,8 @@ class VelocityField:
     ) -> Tensor:
         """Velocity dx/dt = E[eps - x_0 | x_t] on the common path.
 
-        Guidance (`Guidance.combine`) runs both branches in one batch, or one after the other where their
-        conditions have texts of different lengths.
+        Guidance by condition runs both branches in one batch, or one after the other where their conditions
+        have texts of different lengths.
 
         Args:
             x_t: (batch, …), any floating dtype.
@@ -310,7 +332,7 @@ class VelocityField:
 
         Raises:
             HddmError: for a t outside [0, 1] or of another batch size, a condition that the expert
-                does not declare, or guidance without anything to guide from.
+                does not declare, or guidance without anything to guide from, as a weaker self.
         """
         times = check_times(x_t, t)
         negative = negative or {}
@@ -319,16 +341,24 @@ class VelocityField:
         given = self._with_null(conditions, x_t)
         guidance = Guidance.of(guidance_scale)
         acts = guidance.acts(times)
-        if guidance.scale != 1.0 and not can_guide(conditions, negative):
+        if guidance.by_condition and not can_guide(conditions, negative):
             raise HddmError("guidance needs a condition to guide to: pass one, or guidance_scale=1")
+        if guidance.by_weak and (negative or self.weak is None):
+            raise HddmError(
+                "guidance by the weaker self takes no negative conditions; drop them"
+                if negative
+                else "this expert has no weaker self to be guided by; guide by condition, or guidance_scale=1"
+            )
         if missing := missing_from(given, self.conditions or ()):
             raise HddmError(
                 f"this expert needs {' and '.join(missing)}, and knows no value that stands for none; pass it"
             )
-        against = {} if guidance.scale == 1.0 else self._negative(given, negative, x_t)
-        if guidance.scale == 1.0 or not acts.any():
+        against = self._negative(given, negative, x_t) if guidance.by_condition else {}
+        if not acts.any():
             return self._convert(x_t, times, given).to(x_t.dtype)
-        if all(given[key].shape == against[key].shape for key in given):
+        if self.weak is not None and guidance.by_weak:
+            conditional, unguided = (one._convert(x_t, times, given) for one in (self, self.weak))
+        elif all(given[key].shape == against[key].shape for key in given):
             both = {key: torch.cat([given[key], against[key]]) for key in given}
             v = self._convert(x_t.repeat(2, *[1] * (x_t.ndim - 1)), times.repeat(2), both)
             conditional, unguided = v.chunk(2)

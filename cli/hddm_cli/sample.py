@@ -46,7 +46,7 @@ def sample(
             "--conditions", help="Safetensors file of conditions by keyword, and negative_<keyword>; cycled."
         ),
     ] = None,
-    steps: Annotated[int, typer.Option("--steps", min=1, help="Solver steps.")] = 50,
+    steps: Annotated[int, typer.Option("--steps", min=1, help="Solver steps.")] = 25,
     strategy: Annotated[
         str | None,
         StrategyOption(help="draw, full, top-K, threshold-X or nucleus-X; default: the ensemble's own."),
@@ -60,13 +60,19 @@ def sample(
     solver: Annotated[
         Literal["euler", "heun", "adams-bashforth", "adams-moulton"],
         typer.Option("--solver", help="Solver of the ODE."),
-    ] = "euler",
+    ] = "adams-moulton",
     shift: Annotated[
         float | None, typer.Option("--shift", help="Shift of the time grid, 1 is even; default: the model's.")
     ] = None,
     guidance_scale: Annotated[
-        float, typer.Option("--guidance-scale", help="Classifier-free guidance; 1 is none.")
+        float, typer.Option("--guidance-scale", help="Strength of guidance; 1 is none.")
     ] = 1.0,
+    guide_by: Annotated[
+        Literal["condition", "weak"],
+        typer.Option(
+            "--guide-by", help="Away from no class or text, or from each expert's early, weaker self."
+        ),
+    ] = "condition",
     cfg_channels: Annotated[
         int | None,
         typer.Option("--cfg-channels", min=1, help="Guide the first n channels only; DiT's paper: 3."),
@@ -122,6 +128,7 @@ def sample(
         "expert": expert,
         "router_every": router_every,
         "guidance_scale": guidance_scale,
+        "guide_by": guide_by,
         "cfg_channels": cfg_channels,
         "guidance_interval": guidance_interval,
         "guidance_rescale": guidance_rescale,

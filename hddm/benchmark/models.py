@@ -227,6 +227,7 @@ class _Abilities:
     experts: int
     has_classes: bool
     has_router: bool = True
+    has_weak: bool = True
 
 
 def check_rows(settings: BenchmarkSettings) -> None:
@@ -271,8 +272,10 @@ def _misfit(model: str, able: _Abilities, point: SamplingPoint) -> str | None:
         )
     if strategy.kind != "draw" and able.experts > 1 and not able.has_router:
         return f"strategy {point.strategy!r} needs a router, and {model} has none; take draw"
-    if point.guidance_scale != 1 and not able.has_classes:
+    if point.guidance_scale != 1 and point.guide_by == "condition" and not able.has_classes:
         return f"guidance_scale {point.guidance_scale:g} needs classes, and {model} has none; take 1"
+    if point.guidance_scale != 1 and point.guide_by == "weak" and not able.has_weak:
+        return f"guide_by weak needs a weaker self, and {model} keeps none; give its training a weak_at"
     return None
 
 
@@ -281,10 +284,12 @@ def _abilities(settings: BenchmarkSettings, model: ModelSettings) -> _Abilities:
         with named(f"model {model.name!r}"):
             return _abilities_of_finished(model.path)
     if model.kind == "single":
-        return _Abilities(0, settings.single(model.objectives, 0, 1, **model.training).class_conditional)
+        single = settings.single(model.objectives, 0, 1, **model.training)
+        return _Abilities(0, single.class_conditional, has_weak=single.weak_at != 0)
     objectives = model.named_objectives(settings.partition.shards)
-    labelled = (settings.expert(name, 0, **model.training).class_conditional for name in set(objectives))
-    return _Abilities(len(objectives), any(labelled))
+    experts = [settings.expert(name, 0, **model.training) for name in set(objectives)]
+    has_classes = any(one.class_conditional for one in experts)
+    return _Abilities(len(objectives), has_classes, has_weak=all(one.weak_at != 0 for one in experts))
 
 
 def _abilities_of_finished(path: Path) -> _Abilities:
@@ -299,6 +304,7 @@ def _abilities_of_finished(path: Path) -> _Abilities:
                 f"{path}: needs {' and '.join(missing)}, which a benchmark does not give; sample it with "
                 "hddm sample, and compare the images with hddm evaluate"
             )
+    weak = all(field.weak is not None for field in fields)
     if not isinstance(opened, Ensemble):
-        return _Abilities(0, bool(opened.classes), False)
-    return _Abilities(len(fields), bool(opened.classes), opened.router is not None)
+        return _Abilities(0, bool(opened.classes), False, weak)
+    return _Abilities(len(fields), bool(opened.classes), opened.router is not None, weak)

@@ -18,7 +18,7 @@ from hddm.ensemble import Ensemble, Router
 from hddm.experts.loading import load
 from hddm.sampling import sample
 from hddm.utils.processes import Report
-from hddm.velocity import VelocityField
+from hddm.velocity import Guidance, VelocityField
 
 PIECE = 1000
 """Images of one job at most."""
@@ -71,6 +71,8 @@ class Piece:
         chosen = canonical(self.point, self.source.is_single)
         settings = chosen.model_dump(mode="json", exclude={"num_images"})
         # Kept so that samples drawn when there were several conversions are still found.
+        if chosen.guide_by == "condition":
+            del settings["guide_by"]
         settings |= {"conversion": "exact", "seed": self.seed, "start": self.start, "stop": self.stop}
         inputs: dict[str, Any] = {"model": self.source.hash}
         if any(self.source.trained_in) and "experts" not in chosen.calibration:
@@ -136,6 +138,8 @@ def prepared(model: Opened, point: SamplingPoint, trained_in: Sequence[bool] = (
     for field, stays in zip(fields, trained_in or [False] * len(fields), strict=True):
         if not stays and "experts" not in point.calibration:
             field.calibration = None
+            if field.weak is not None:
+                field.weak.calibration = None
     if isinstance(model, Ensemble) and isinstance(model.router, Router):
         own = model.router.temperatures if "router" in point.calibration else (1.0,)
         model.router.temperatures = tuple(point.router_temperature * one for one in own)
@@ -155,7 +159,8 @@ def draw(
     labels = torch.arange(start, stop) % len(model.classes) if model.classes else None
     given: dict[str, Any] = {} if labels is None else {"class_labels": labels}
     router = model.router if isinstance(model, Ensemble) else None
-    networks: list[Callable[..., Tensor]] = [field.network for field in fields]
+    weak = [field.weak for field in fields if field.weak is not None]
+    networks: list[Callable[..., Tensor]] = [field.network for field in (*fields, *weak)]
     networks += [router.network] if isinstance(router, Router) else []
     with _counted(networks) as counts:
         images = sample(
@@ -165,15 +170,16 @@ def draw(
             point.steps,
             point.strategy if isinstance(model, Ensemble) else None,
             point.solver,
-            point.guidance_scale,
+            Guidance(point.guidance_scale, by=point.guide_by),
             start=start,
             batch_size=BATCH,
             on_batch=report,
             **given,
         )
-    expert_rows, router_rows = counts[: len(fields)], sum(counts[len(fields) :])
+    expert_rows, router_rows = counts[: len(fields)], sum(counts[len(fields) + len(weak) :])
     state = torch.zeros(1, *images.shape[1:], device=fields[0].device)
-    flop = sum(n * evaluation_flop(field) for n, field in zip(expert_rows, fields, strict=True) if n)
+    evaluated = zip(counts, (*fields, *weak), strict=False)
+    flop = sum(n * evaluation_flop(field) for n, field in evaluated if n)
     flop += router_rows * router_flop(router, state)
     return Drawn(to_bytes(images), labels, expert_rows, router_rows, flop)
 

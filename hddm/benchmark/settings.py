@@ -22,11 +22,12 @@ from pydantic import (
 
 from hddm.benchmark.jobs import named
 from hddm.ensemble import Strategy
-from hddm.sampling import solver_named
+from hddm.sampling import DEFAULT_SOLVER, DEFAULT_STEPS, solver_named
 from hddm.training.island_jobs import OBJECTIVES, parse_objectives
 from hddm.training.settings import ExpertSettings, Positive, RouterSettings
 from hddm.utils.errors import HddmError, did_you_mean, words
 from hddm.utils.records import Record, first_problem
+from hddm.velocity import GuideBy
 
 Layer = tuple[str, Mapping[str, Any]]
 """A place in a file, as errors name it, and its values."""
@@ -244,9 +245,10 @@ class SamplingPoint(Record):
     (`hddm.training.router`), both or none."""
     router_temperature: Annotated[float, Field(gt=0)] = 1.0
     """Factor on all temperatures of the router."""
-    solver: str = "euler"
-    steps: Positive = 30
+    solver: str = DEFAULT_SOLVER
+    steps: Positive = DEFAULT_STEPS
     guidance_scale: float = 1.0
+    guide_by: GuideBy = "condition"
     num_images: Positive = 1000
 
     @field_validator("strategy", "solver")

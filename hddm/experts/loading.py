@@ -4,7 +4,6 @@ All records are read and compared before any weights. `ExpertSet` holds an ensem
 and reads their weights on demand.
 """
 
-import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +31,7 @@ from hddm.experts.lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS, bases_in, refuse_
 from hddm.experts.paris import is_paris, paris_experts, paris_router
 from hddm.experts.records import (
     EXPERT_FILE,
+    WEAK,
     ExpertRecord,
     RouterRecord,
     UnreadExpert,
@@ -40,14 +40,14 @@ from hddm.experts.records import (
     open_expert,
     read_router,
     save_router,
+    save_weak,
+    stored,
     without_adapter,
-    wrapped,
     write_records,
 )
-from hddm.networks.folders import WEIGHTS, Unread
-from hddm.networks.offload import Offload, Shelf, StoredNetwork
+from hddm.networks.folders import WEIGHTS
+from hddm.networks.offload import Offload, Shelf
 from hddm.networks.transformers import RouterTransformer
-from hddm.networks.wrappers import NetworkWrapper
 from hddm.utils.errors import HddmError, UsageError
 from hddm.utils.files import inside, link_or_copy
 from hddm.velocity import VelocityField
@@ -74,8 +74,15 @@ class ExpertSet(nn.Module):
             raise HddmError("an ensemble needs at least one expert")
         self.experts = tuple(experts)
         self.shelf = shelf or Shelf()
-        self.stored = [_stored(expert, dtype, device, self.shelf) for expert in experts]
-        self.networks = nn.ModuleList(self.stored)
+        self.stored = [
+            stored(expert.unread, expert.facts, expert.name, dtype, device, self.shelf) for expert in experts
+        ]
+        self._weak = {
+            index: stored(expert.weak, expert.facts, f"{expert.name}/{WEAK}", dtype, device, self.shelf)
+            for index, expert in enumerate(experts)
+            if expert.weak is not None
+        }
+        self.networks = nn.ModuleList([*self.stored, *self._weak.values()])
 
     @property
     def facts(self) -> tuple[ExpertRecord, ...]:
@@ -95,9 +102,9 @@ class ExpertSet(nn.Module):
     def fields(self) -> list[VelocityField]:
         """Experts as velocity fields that share these networks."""
         fields = []
-        for expert, network in zip(self.experts, self.stored, strict=True):
+        for index, (expert, network) in enumerate(zip(self.experts, self.stored, strict=True)):
             try:
-                fields.append(as_field(expert, network))
+                fields.append(as_field(expert, network, self._weak.get(index)))
             except HddmError as error:
                 raise HddmError(f"{expert.name}: {error}") from error
         return fields
@@ -111,15 +118,16 @@ class ExpertSet(nn.Module):
         if mode == "disk" and any(expert.folder is None for expert in self.experts):
             raise HddmError("offload disk: these experts are in memory only; save the ensemble and load it")
         shelf = Shelf(mode, budget)
-        for network in self.stored:
+        networks = [*self.stored, *self._weak.values()]
+        for network in networks:
             shelf.add(network)
-        for network in self.stored:
+        for network in networks:
             network.move_to(shelf)
         self.shelf = shelf
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Let ``torch.compile``, with these arguments, compile each network at its first run."""
-        for network in self.stored:
+        for network in (*self.stored, *self._weak.values()):
             network.network.compile(*args, **kwargs)
 
     def save_pretrained(self, folder: str | Path, **_: object) -> None:
@@ -146,6 +154,7 @@ class ExpertSet(nn.Module):
                 save_file(here, target / WEIGHTS, {"format": "pt"})
             if expert.calibration is not None:
                 expert.calibration.save(target)
+            save_weak(target, expert)
             write_records(target, facts, expert.nulls)
 
 
@@ -364,16 +373,3 @@ def _differ(expert: UnreadExpert, tensors: Mapping[str, Tensor], dtype: torch.dt
     """True where the weights in memory differ from those on disk."""
     on_disk = expert.unread.read(dtype)
     return any(not torch.equal(tensors[name].cpu(), value) for name, value in on_disk.items())
-
-
-def _stored(
-    expert: UnreadExpert, dtype: torch.dtype, device: torch.device | str, shelf: Shelf
-) -> StoredNetwork:
-    common = wrapped(expert.unread.network, expert.facts)
-    prefix = "model." if isinstance(common, NetworkWrapper) else ""
-    read = functools.partial(_read, expert.unread, prefix)
-    return StoredNetwork(common, read, expert.name, dtype, device, shelf)
-
-
-def _read(unread: Unread[Any], prefix: str, dtype: torch.dtype) -> Mapping[str, Tensor]:
-    return {prefix + name: value for name, value in unread.read(dtype).items()}

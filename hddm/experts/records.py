@@ -21,8 +21,9 @@ from torch import Tensor, nn
 from hddm.calibration import FILE_NAME as CALIBRATION
 from hddm.calibration import Calibration, calibration_record
 from hddm.experts.lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS, AdapterRecord, base_of, unread_adapted
-from hddm.networks.folders import WEIGHTS, Unread, unread_network
+from hddm.networks.folders import WEIGHTS, Unread, cast, unread_network
 from hddm.networks.identity import TextEncoderRecord, VaeRecord
+from hddm.networks.offload import Shelf, StoredNetwork
 from hddm.networks.transformers import ExpertTransformer, RouterTransformer
 from hddm.networks.wrappers import EXPERT_NETWORKS, NetworkWrapper, interface_of
 from hddm.schedules import from_config
@@ -46,7 +47,9 @@ FORMAT = "1.4"
 NULL_FILE = "null_conditions.safetensors"
 EXTRAS_FILE = "source_extras.safetensors"
 """Tensors of a source that its expert does not need, kept for write-back."""
-FILES = (NULL_FILE, EXTRAS_FILE, CALIBRATION, WEIGHTS, ADAPTER_CONFIG, ADAPTER_WEIGHTS, "config.json")
+WEAK = "weak.safetensors"
+"""Weights of an early step of the training, in bfloat16, to guide by (`hddm.velocity.Guidance`)."""
+FILES = (NULL_FILE, EXTRAS_FILE, CALIBRATION, WEIGHTS, WEAK, ADAPTER_CONFIG, ADAPTER_WEIGHTS, "config.json")
 """Files of an expert folder that are read, besides its record."""
 
 
@@ -147,28 +150,29 @@ class Expert:
     """An expert in memory, with any adapter merged into its network and left out of its facts.
 
     ``nulls`` has the value of no condition by network keyword, without batch dimension; that of
-    ``class_labels`` is in the record.
+    ``class_labels`` is in the record. ``weak`` is the network with the weights to guide by.
     """
 
     network: ModelMixin
     facts: ExpertRecord
     calibration: Calibration | None
     nulls: Mapping[str, Tensor] = field(default_factory=dict)
+    weak: Unread[ModelMixin] | None = None
 
     def unread(self) -> "UnreadExpert":
         """The same expert, its weights (shared) to be read on demand."""
-        held = self.network.state_dict()
-        owned = [*self.network.parameters(), *(b for n, b in self.network.named_buffers() if n in held)]
-        # A copy that stands where its weights would be: whoever places weights must not touch this network.
-        memo = {id(one): type(one)(torch.empty_like(one, device="meta")) for one in owned}
-        network: ModelMixin = copy.deepcopy(self.network, memo).requires_grad_(False)
-        return UnreadExpert(
-            None, Unread(network, functools.partial(_cast, held)), self.facts, self.calibration, self.nulls
-        )
+        unread = unread_as(self.network, self.network.state_dict())
+        return UnreadExpert(None, unread, self.facts, self.calibration, self.nulls, weak=self.weak)
 
 
-def _cast(weights: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-    return {name: value.to(dtype) for name, value in weights.items()}
+def unread_as(network: ModelMixin, tensors: Mapping[str, Tensor]) -> Unread[ModelMixin]:
+    """A copy of ``network`` without weights, to be filled with ``tensors``, in memory, on demand."""
+    held = network.state_dict()
+    owned = [*network.parameters(), *(b for n, b in network.named_buffers() if n in held)]
+    # A copy that stands where its weights would be: whoever places weights must not touch this network.
+    memo = {id(one): type(one)(torch.empty_like(one, device="meta")) for one in owned}
+    empty: ModelMixin = copy.deepcopy(network, memo).requires_grad_(False)
+    return Unread(empty, functools.partial(cast, dict(tensors)))
 
 
 def null_conditions(null_class: int | None) -> dict[str, Tensor]:
@@ -181,7 +185,14 @@ def save_expert(folder: Path, expert: Expert) -> None:
     expert.network.save_pretrained(folder)
     if expert.calibration is not None:
         expert.calibration.save(folder)
+    save_weak(folder, expert)
     write_records(folder, expert.facts, expert.nulls)
+
+
+def save_weak(folder: Path, expert: "Expert | UnreadExpert") -> None:
+    """Write the weights to guide ``expert`` by, if any, into its ``folder``."""
+    if expert.weak is not None:
+        save_file(expert.weak.read(torch.bfloat16), folder / WEAK, {"format": "pt"})
 
 
 def write_records(folder: Path, facts: ExpertRecord, nulls: Mapping[str, Tensor]) -> None:
@@ -220,6 +231,7 @@ class UnreadExpert:
     calibration: Calibration | None = None
     nulls: Mapping[str, Tensor] = field(default_factory=dict)
     base: Path | None = None
+    weak: Unread[ModelMixin] | None = None
 
     @property
     def name(self) -> str:
@@ -228,11 +240,14 @@ class UnreadExpert:
 
     def read(self, dtype: torch.dtype) -> Expert:
         """The expert with its weights in memory."""
-        return Expert(self.unread.load(dtype), without_adapter(self.facts), self.calibration, self.nulls)
+        facts = without_adapter(self.facts)
+        return Expert(self.unread.load(dtype), facts, self.calibration, self.nulls, self.weak)
 
 
-def as_field(expert: UnreadExpert | Expert, network: nn.Module) -> VelocityField:
-    """An expert as a velocity field that uses ``network``, with any adapter merged.
+def as_field(
+    expert: UnreadExpert | Expert, network: nn.Module, weak: nn.Module | None = None
+) -> VelocityField:
+    """An expert as a velocity field that uses ``network``, with any adapter merged, and ``weak`` to guide by.
 
     Raises `HddmError` for a schedule that is unknown or does not fit the prediction type.
     """
@@ -248,12 +263,35 @@ def as_field(expert: UnreadExpert | Expert, network: nn.Module) -> VelocityField
         sample_shape=record.sample_shape,
         classes=record.classes,
         shift=record.shift,
+        weak=None if weak is None else as_field(expert, weak),
     )
 
 
 def field_of(expert: Expert, device: torch.device | str = "cpu") -> VelocityField:
     """An expert as a velocity field that shares its network; raises as `as_field`."""
-    return as_field(expert, wrapped(expert.network, expert.facts).to(device))
+    network = wrapped(expert.network, expert.facts).to(device)
+    weak = None
+    if expert.weak is not None:
+        weak = stored(expert.weak, expert.facts, WEAK, expert.network.dtype, device, Shelf())
+    return as_field(expert, network, weak)
+
+
+def stored(
+    unread: Unread[ModelMixin],
+    facts: ExpertRecord,
+    origin: str,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    shelf: Shelf,
+) -> StoredNetwork:
+    """A network in the call that experts share, its weights read on demand; ``origin`` names it in errors."""
+    common = wrapped(unread.network, facts)
+    prefix = "model." if isinstance(common, NetworkWrapper) else ""
+
+    def read(dtype: torch.dtype) -> dict[str, Tensor]:
+        return {prefix + name: value for name, value in unread.read(dtype).items()}
+
+    return StoredNetwork(common, read, origin, dtype, device, shelf)
 
 
 def wrapped(network: ModelMixin, record: ExpertRecord) -> nn.Module:
@@ -312,7 +350,10 @@ def open_expert(
     skipped = {*unheld, *(() if with_calibration else (CALIBRATION,))}
     known = [name for name in FILES if name not in skipped]
     refuse_damaged(folder, EXPERT_FILE, known, chosen=lambda name: name not in skipped, remedy=remedy(folder))
-    return UnreadExpert(folder, unread, record, calibration, nulls, base)
+    weak = None
+    if (folder / WEAK).exists():
+        weak = unread_network(folder, EXPERT_NETWORKS, folder / WEAK)
+    return UnreadExpert(folder, unread, record, calibration, nulls, base, weak)
 
 
 def remedy(folder: Path) -> str:

@@ -27,7 +27,7 @@ from hddm.networks.transformers import RouterTransformer
 from hddm.networks.vae import decode, read_vae, scale_of
 from hddm.pipelines.inputs import Generators, class_indices, noise_and_draws, repeated
 from hddm.pipelines.offloading import Offloading
-from hddm.sampling import ExpertUse, integrate, pick_experts, routed, time_grid
+from hddm.sampling import DEFAULT_SOLVER, DEFAULT_STEPS, ExpertUse, integrate, pick_experts, routed, time_grid
 from hddm.utils.errors import HddmError
 from hddm.utils.files import new_folder
 from hddm.velocity import Guidance
@@ -240,11 +240,11 @@ class HDDMPipeline(Offloading, DiffusionPipeline):  # type: ignore[misc]
         batch_size: int | None = None,
         height: int | None = None,
         width: int | None = None,
-        num_inference_steps: int = 50,
+        num_inference_steps: int = DEFAULT_STEPS,
         guidance_scale: float | Guidance = 1.0,
         strategy: str | None = None,
         expert: int | None = None,
-        solver: str = "euler",
+        solver: str = DEFAULT_SOLVER,
         router_every: int = 1,
         seed: int | None = None,
         start: int = 0,
@@ -292,7 +292,12 @@ class HDDMPipeline(Offloading, DiffusionPipeline):  # type: ignore[misc]
         self._interrupt = False
         if list(callback_on_step_end_tensor_inputs) not in ([], ["latents"]):
             raise HddmError(f"callbacks see 'latents', not {list(callback_on_step_end_tensor_inputs)}")
-        guided = Guidance.of(guidance_scale).scale != 1.0
+        guidance = Guidance.of(guidance_scale)
+        guided = guidance.by_condition
+        if guidance.by_weak and (
+            negative_prompt or negative_conditions or negative_prompt_embeds is not None
+        ):
+            raise HddmError("guidance by the weaker self takes no negative conditions; drop them")
         given, against = self.encode(
             prompt, class_labels, negative_prompt if guided else None, guided, prompt_embeds,
             negative_prompt_embeds if guided else None, conditions, negative_conditions if guided else None,

@@ -23,12 +23,12 @@ from hddm.experts.ensemble_folders import ENSEMBLE_FILE
 from hddm.experts.records import EXPERT_FILE
 from hddm.pipelines.inputs import class_indices
 from hddm.pipelines.pipeline import HDDMPipeline
-from hddm.sampling import ExpertUse, sample
+from hddm.sampling import DEFAULT_SOLVER, DEFAULT_STEPS, ExpertUse, sample
 from hddm.utils.errors import HddmError, UsageError
 from hddm.utils.files import new_folder, write_json, write_whole
 from hddm.utils.records import SAMPLING_FILE, Record
 from hddm.utils.tensors import available_device, read_safetensors
-from hddm.velocity import Guidance, missing_from
+from hddm.velocity import Guidance, GuideBy, missing_from
 
 FORMAT = "1.2"
 LATENTS_FILE = "latents.safetensors"
@@ -64,14 +64,15 @@ class SampleSettings(Record):
     num_images: Positive = 16
     seed: Annotated[int, Field(ge=0)] = 0
     start: Annotated[int, Field(ge=0)] = 0
-    steps: Positive = 50
-    solver: str = "euler"
+    steps: Positive = DEFAULT_STEPS
+    solver: str = DEFAULT_SOLVER
     shift: float | None = None
     """Of the time grid; None for the model's own."""
     strategy: Annotated[str, AfterValidator(_known_strategy)] | None = None
     expert: int | None = None
     router_every: Positive = 1
     guidance_scale: float = 1.0
+    guide_by: GuideBy = "condition"
     cfg_channels: int | None = None
     guidance_interval: Annotated[tuple[float, float], AfterValidator(_ordered)] = (0.0, 1.0)
     guidance_rescale: Annotated[float, Field(ge=0, le=1)] = 0.0
@@ -95,12 +96,16 @@ class SampleSettings(Record):
     def guidance(self) -> Guidance:
         """Scale and other guidance options together; `HddmError` for other options with a scale of 1."""
         found = Guidance(
-            self.guidance_scale, self.cfg_channels, self.guidance_interval, self.guidance_rescale
+            self.guidance_scale,
+            self.cfg_channels,
+            self.guidance_interval,
+            self.guidance_rescale,
+            self.guide_by,
         )
         if found.scale == 1.0 and found != Guidance(1.0):
             raise UsageError(
-                "--cfg-channels, --guidance-interval and --guidance-rescale need a --guidance-scale that is "
-                "not 1"
+                "--guide-by, --cfg-channels, --guidance-interval and --guidance-rescale need a "
+                "--guidance-scale that is not 1"
             )
         return found
 
@@ -245,9 +250,9 @@ def read_cycles(pipeline: HDDMPipeline, settings: SampleSettings) -> tuple[Cycle
 
     Raises `HddmError` for conditions that cannot be read or encoded, or that have two sources.
     """
-    guided = settings.guidance.scale != 1.0
+    guided = settings.guidance.by_condition
     if settings.negative_prompt is not None and not guided:
-        raise UsageError("--negative-prompt: needs a --guidance-scale other than 1")
+        raise UsageError("--negative-prompt: needs a --guidance-scale other than 1, and --guide-by condition")
     if settings.prompts and (pipeline.text_encoder is None or pipeline.tokenizer is None):
         raise UsageError(
             "--prompt: this model has no text encoder and tokenizer; give it both (hddm assemble MODEL "
@@ -274,6 +279,8 @@ def read_cycles(pipeline: HDDMPipeline, settings: SampleSettings) -> tuple[Cycle
                 branch, key = against, name.removeprefix(NEGATIVE)
             if key in branch:
                 raise UsageError(f"{settings.conditions}: {name} is given by another option too; drop one")
+            if branch is against and settings.guidance.by_weak:
+                raise UsageError(f"{settings.conditions}: {name} is of --guide-by condition; drop it")
             if branch is given or guided:
                 branch[key] = value
     _refuse_missing(pipeline, given, settings.expert)

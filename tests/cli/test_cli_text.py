@@ -91,7 +91,7 @@ def test_prompts_become_images_as_each_step_by_hand_makes_them(
     assert (_images(tmp_path / "out").float() - bytes_).abs().max() <= 1
     record = json.loads((tmp_path / "out" / "sampling.json").read_text())
     assert record["prompts"] == ["a cat", "a dog"]
-    assert (record["solver"], record["shift"], record["vae"]["scale"]) == ("euler", 1.0, 0.18215)
+    assert (record["solver"], record["shift"], record["vae"]["scale"]) == ("adams-moulton", 1.0, 0.18215)
     assert record["expert_use"]["shares"] == [0.0, 1.0]
 
 

@@ -11,14 +11,27 @@ from safetensors.torch import load_file, save_file
 import hddm
 from hddm.calibration import FILE_NAME, Calibration, Moments
 from hddm.data.images import load_images
-from hddm.experts.records import null_conditions, read_expert, read_router, save_expert, save_router
+from hddm.experts.assembly import assemble
+from hddm.experts.records import (
+    WEAK,
+    Expert,
+    field_of,
+    null_conditions,
+    read_expert,
+    read_router,
+    save_expert,
+    save_router,
+    unread_as,
+)
 from hddm.networks.folders import WEIGHTS
+from hddm.networks.offload import Offload
+from hddm.pipelines.pipeline import HDDMPipeline
 from hddm.schedules import CosineSchedule, LinearSchedule, Schedule, from_diffusers
 from hddm.utils.errors import HddmError
-from hddm.velocity import VelocityField
+from hddm.velocity import Guidance, VelocityField
 from tests.artefacts import copied, edit_json
 from tests.ensemble_files import flow_expert as new_expert
-from tests.ensemble_files import random_router
+from tests.ensemble_files import load_ensemble, random_router
 
 SHAPE = (1, 4, 4)
 TIMES = torch.tensor([0.0, 0.03, 0.5, 0.97, 1.0])
@@ -153,3 +166,46 @@ def test_a_calibration_that_cannot_be_used_is_named(damage: str, flow_expert: Pa
 def test_other_folders_are_refused(images: Path, tmp_path: Path) -> None:
     assert "neither an expert folder" in _refusal(lambda: hddm.load(images))
     assert f"{tmp_path / 'missing'}: no such folder" in _refusal(lambda: hddm.load(tmp_path / "missing"))
+
+
+def _with_weak(seed: int) -> Expert:
+    expert = new_expert(seed, in_channels=1)
+    weak = new_expert(seed + 10, in_channels=1).network
+    return replace(expert, weak=unread_as(expert.network, weak.state_dict()))
+
+
+@torch.no_grad()
+def test_a_weaker_self_is_kept_in_bfloat16_and_guides(tmp_path: Path) -> None:
+    expert = _with_weak(0)
+    save_expert(tmp_path, expert)
+    assert all(value.dtype == torch.bfloat16 for value in load_file(tmp_path / WEAK).values())
+    rounded = {name: value.float() for name, value in load_file(tmp_path / WEAK).items()}
+    weak = new_expert(0, in_channels=1)
+    weak.network.load_state_dict(rounded)
+    loaded = hddm.load(tmp_path)
+    strong_v, weak_v = (field_of(one).velocity(X, TIMES) for one in (replace(expert, weak=None), weak))
+    found = loaded.velocity(X, TIMES, Guidance(3.0, by="weak"))
+    torch.testing.assert_close(found, weak_v + 3 * (strong_v - weak_v))
+    (tmp_path / WEAK).write_bytes((tmp_path / WEAK).read_bytes()[:-1] + b"\0")
+    with pytest.raises(HddmError, match=WEAK):
+        hddm.load(tmp_path)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("offload", ["none", "disk"])
+def test_an_ensemble_keeps_the_weaker_self_of_each_expert(offload: Offload, tmp_path: Path) -> None:
+    names = ("0", "1")
+    for index, name in enumerate(names):
+        (tmp_path / name).mkdir()
+        save_expert(tmp_path / name, _with_weak(index))
+    experts = [hddm.load(tmp_path / name) for name in names]
+    assemble([tmp_path / name for name in names], tmp_path / "both", strategy="draw")
+    pipeline = HDDMPipeline.from_pretrained(tmp_path / "both", offload=offload)
+    pipeline.save_pretrained(tmp_path / "again")
+    for folder in ("both", "again"):
+        ensemble = load_ensemble(tmp_path / folder, offload=offload)
+        for index, expert in enumerate(experts):
+            given = {"guidance_scale": Guidance(2.0, by="weak")}
+            chosen = torch.full((len(X),), index)
+            found = ensemble.velocity(X, TIMES, expert=chosen, **given)
+            torch.testing.assert_close(found, expert.velocity(X, TIMES, **given))

@@ -234,3 +234,39 @@ def test_three_guided_channels_are_what_dit_published(tmp_path: Path) -> None:
         everywhere = field.velocity(x, t.expand(3), 4.0, class_labels=labels)
         torch.testing.assert_close(found[:, :3], everywhere[:, :3])
         assert (found[:, 3] - everywhere[:, 3]).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("scale", [0.0, 0.5, 3.0])
+def test_guidance_by_the_weaker_self_is_its_formula_under_the_same_conditions(scale: float) -> None:
+    weak, network = ConditionSum(2.0), ConditionSum(5.0)
+    expert = network.field("class_labels", sample_shape=SHAPE)
+    expert.weak = weak.field("class_labels")
+    x_t, labels = torch.zeros(3, *SHAPE), torch.tensor([1.0, 2.0, 3.0])
+    t, guidance = torch.tensor([0.1, 0.5, 0.9]), Guidance(scale, interval=(0.0, 0.5), by="weak")
+    found = expert.velocity(x_t, t, guidance, class_labels=labels)[:, 0, 0, 0]
+    assert found.tolist() == [1 + 2 + 3 * scale, 2 + 2 + 3 * scale, 3 + 5]
+    assert weak.conditions == network.conditions == [{"class_labels": [1, 2, 3]}]
+
+
+def test_each_expert_of_an_ensemble_is_guided_by_its_own_weaker_self_without_any_condition() -> None:
+    experts = [ConditionSum(v).field(sample_shape=SHAPE) for v in (1.0, 10.0)]
+    for expert, value in zip(experts, (0.5, 8.0), strict=True):
+        expert.weak = ConditionSum(value).field()
+    ensemble = hddm.Ensemble(experts, lambda x, t: x.new_tensor([[0.25, 0.75]]).expand(len(x), -1), "full")
+    found = ensemble.velocity(torch.zeros(2, *SHAPE), torch.tensor(0.5), Guidance(3.0, by="weak"))
+    assert found.unique().tolist() == [0.25 * (0.5 + 3 * 0.5) + 0.75 * (8 + 3 * 2)]
+    experts[1].weak = None
+    with pytest.raises(HddmError, match="expert 1: has no weaker self"):
+        ensemble.velocity(torch.zeros(2, *SHAPE), torch.tensor(0.5), Guidance(3.0, by="weak"))
+
+
+def test_guidance_by_a_weaker_self_needs_one_and_takes_no_negative_conditions() -> None:
+    expert, guidance = _field(ConditionSum()), Guidance(3.0, by="weak")
+    with pytest.raises(HddmError, match="has no weaker self"):
+        expert.velocity(torch.zeros(2, *SHAPE), torch.tensor(0.5), guidance)
+    expert.weak = _field(ConditionSum())
+    negative = {"class_labels": torch.tensor([1, 1])}
+    with pytest.raises(HddmError, match="no negative conditions"):
+        expert.velocity(torch.zeros(2, *SHAPE), torch.tensor(0.5), guidance, negative)
+    with pytest.raises(HddmError, match="by 'itself'"):
+        Guidance(3.0, by="itself")  # type: ignore[arg-type]
