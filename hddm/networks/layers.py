@@ -125,6 +125,26 @@ def grid_positions(hidden_size: int, side: int) -> Tensor:
     return torch.cat([columns, rows], dim=1)[None]
 
 
+def grid_rotations(head_dim: int, rows: int, columns: int, like: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosines and sines (rows × columns, head_dim/2) of rotary positions on a grid, row by row.
+
+    The angles of a token are its row, then its column, times 100^(-i/n) for i < n = head_dim/4 (axial form of
+    arXiv:2104.09864). ``like`` gives device and dtype.
+    """
+    number = head_dim // 4
+    frequencies = 100 ** (-torch.arange(number, device=like.device, dtype=torch.float32) / number)
+    row, column = (torch.arange(n, device=like.device)[:, None] * frequencies for n in (rows, columns))
+    angles = torch.cat([row.repeat_interleave(columns, 0), column.repeat(rows, 1)], dim=1)
+    return angles.cos().to(like.dtype), angles.sin().to(like.dtype)
+
+
+def rotate(x: Tensor, rotations: tuple[Tensor, Tensor]) -> Tensor:
+    """Turn the pairs (i, i + d/2) of x (batch, heads, tokens, d) by `grid_rotations`."""
+    cosines, sines = (one.to(x.dtype) for one in rotations)
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat([first * cosines - second * sines, second * cosines + first * sines], dim=-1)
+
+
 def linear(fan_in: int, fan_out: int, std: float | None = None, bias: bool = True) -> nn.Linear:
     """Linear layer with zero or no bias; weights Xavier-uniform, or normal with ``std`` (0: zeros)."""
     layer = nn.Linear(fan_in, fan_out, bias=bias)
@@ -159,7 +179,7 @@ class TimeEmbedding(nn.Module):
 class Attention(nn.Module):
     """Multi-head attention from ``x`` to ``context`` (default: itself), both of one width.
 
-    With ``silent`` the output starts at zero.
+    With ``silent`` the output starts at zero. ``rotations`` give the tokens of ``x`` rotary positions.
     """
 
     def __init__(self, hidden_size: int, num_heads: int, silent: bool = False) -> None:
@@ -172,7 +192,9 @@ class Attention(nn.Module):
         self.out_proj = linear(hidden_size, hidden_size, std=0 if silent else None)
         nn.init.xavier_uniform_(self.in_proj_weight)
 
-    def forward(self, x: Tensor, context: Tensor | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, context: Tensor | None = None, rotations: tuple[Tensor, Tensor] | None = None
+    ) -> Tensor:
         width = x.shape[-1]
         if context is None:
             queries, keys, values = F.linear(x, self.in_proj_weight, self.in_proj_bias).chunk(3, -1)
@@ -181,7 +203,10 @@ class Attention(nn.Module):
             keys, values = F.linear(context, self.in_proj_weight[width:], self.in_proj_bias[width:]).chunk(
                 2, -1
             )
-        mixed = attend(self._heads(queries), self._heads(keys), self._heads(values))
+        q, k, v = self._heads(queries), self._heads(keys), self._heads(values)
+        if rotations is not None:
+            q, k = rotate(q, rotations), rotate(k, rotations)
+        mixed = attend(q, k, v)
         projected: Tensor = self.out_proj(mixed.transpose(1, 2).flatten(2))
         return projected
 

@@ -16,6 +16,7 @@ from hddm.networks.layers import (
     TimeEmbedding,
     add_gated,
     grid_positions,
+    grid_rotations,
     layer_norm,
     linear,
     mlp,
@@ -60,11 +61,19 @@ class ExpertBlock(nn.Module):
         self.modulation = linear(hidden_size, 6 * hidden_size, std=0) if own_modulation else None
         self.residual = _residual(hidden_size, rank) if rank else None
 
-    def forward(self, x: Tensor, shared: Tensor | None, activated: Tensor, text: Tensor | None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        shared: Tensor | None,
+        activated: Tensor,
+        text: Tensor | None,
+        rotations: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor:
         # (batch, 6, width), split into six of (batch, 1, width)
         six = self._modulation(shared, activated).chunk(6, dim=1)
         shift_attn, scale_attn, gate_attn, shift_mlp, scale_mlp, gate_mlp = six
-        x = add_gated(x, gate_attn, self.attn(modulate(self.norm(x), shift_attn, scale_attn)))
+        attended = self.attn(modulate(self.norm(x), shift_attn, scale_attn), rotations=rotations)
+        x = add_gated(x, gate_attn, attended)
         if self.cross_attn is not None:
             x = x + self.cross_attn(x, text)
         return add_gated(x, gate_mlp, self.mlp(modulate(self.mlp_norm(x), shift_mlp, scale_mlp)))
@@ -139,9 +148,10 @@ class ExpertTransformer(ModelMixin, ConfigMixin):  # type: ignore[misc]
         mlp_norm_eps: that of the norms before MLPs, where it differs (diffusers' DiT).
         frequency_shift: see `sinusoid`; 0 in DiT, 1 in diffusers' DiT.
         out_channels: output channels, where not C, as with a learned variance.
+        rotary: give queries and keys rotary positions, beside those that are added to patches.
 
-    Raises `HddmError` for an unknown modulation, or heads that do not divide the width. Sources: DiT
-    (arXiv:2212.09748), PixArt-α (arXiv:2310.00426).
+    Raises `HddmError` for an unknown modulation, or heads that do not divide the width, by 4 with ``rotary``.
+    Sources: DiT (arXiv:2212.09748), PixArt-α (arXiv:2310.00426).
     """
 
     _supports_gradient_checkpointing = True
@@ -164,10 +174,15 @@ class ExpertTransformer(ModelMixin, ConfigMixin):  # type: ignore[misc]
         mlp_norm_eps: float | None = None,
         frequency_shift: int = 0,
         out_channels: int | None = None,
+        rotary: bool = False,
     ) -> None:
         super().__init__()
         self.gradient_checkpointing = False
         check_modulation(modulation, modulation_rank, final_modulation, hidden_size)
+        if rotary and hidden_size % (4 * num_heads):
+            raise HddmError(
+                f"rotary positions need {num_heads} heads of 4, 8, … numbers, not {hidden_size} in all"
+            )
         zero = modulation == "zero"
         self.patch_embed = PatchEmbedding(in_channels, hidden_size, patch_size)
         self.pos_embed = nn.Parameter(grid_positions(hidden_size, sample_size // patch_size))
@@ -216,18 +231,22 @@ class ExpertTransformer(ModelMixin, ConfigMixin):  # type: ignore[misc]
             if encoder_hidden_states is None:
                 raise HddmError("this network attends to text: pass encoder_hidden_states")
             text = self.text_proj(encoder_hidden_states.to(x.dtype))
+        side, rotations = hidden_states.shape[-2] // self.config.patch_size, None
+        if self.config.rotary:
+            head = self.config.hidden_size // self.config.num_heads
+            rotations = grid_rotations(head, side, side, x)
         shared = _six(self.t_block(embedded)) if self.t_block is not None else None
         activated = F.silu(embedded)
         for layer in self.layers:
             if self.gradient_checkpointing and torch.is_grad_enabled():
-                x = self._gradient_checkpointing_func(layer, x, shared, activated, text)
+                x = self._gradient_checkpointing_func(layer, x, shared, activated, text, rotations)
             else:
-                x = layer(x, shared, activated, text)
+                x = layer(x, shared, activated, text, rotations)
         patch = self.config.patch_size
         image: Tensor = rearrange(
             self.final_layer(x, embedded),
             "b (h w) (p q c) -> b c (h p) (w q)",
-            h=hidden_states.shape[-2] // patch,
+            h=side,
             p=patch,
             q=patch,
         )

@@ -1,5 +1,6 @@
 """The networks: sizes, shapes, initial values and what depends on what."""
 
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,16 @@ from torch.nn import functional as F
 
 from hddm.checkpoints.convert import write
 from hddm.checkpoints.plan import Conversion, plan
-from hddm.networks.layers import PatchEmbedding, TimeEmbedding, add_gated, attend, modulate, sinusoid
+from hddm.networks.layers import (
+    PatchEmbedding,
+    TimeEmbedding,
+    add_gated,
+    attend,
+    grid_rotations,
+    modulate,
+    rotate,
+    sinusoid,
+)
 from hddm.networks.transformers import ExpertTransformer, RouterTransformer
 from hddm.training.settings import size_config
 from hddm.utils.errors import HddmError
@@ -68,7 +78,7 @@ def test_named_sizes_are_dits(letter: str, numbers: tuple[int, ...]) -> None:
     names = ("depth", "hidden_size", "num_heads", "patch_size")
     for patch in (2, 4, 8):
         assert size_config(f"{letter}/{patch}") == dict(zip(names, (*numbers, patch), strict=True))
-    with pytest.raises(HddmError, match=r"'huge'.*tiny, small.*XL/8"):
+    with pytest.raises(HddmError, match=r"'huge'.*tiny, mini, small.*XL/8"):
         size_config("huge")
 
 
@@ -142,6 +152,42 @@ def test_equal_patches_are_told_apart_by_their_place() -> None:
     output = _awake(ExpertTransformer(**TINY))(torch.zeros_like(X), T)
     patches = output.unfold(2, 2, 2).unfold(3, 2, 2).permute(0, 2, 3, 1, 4, 5).flatten(3).flatten(1, 2)
     assert torch.pdist(patches[0]).min() > 1e-4
+
+
+def test_rotary_scores_depend_on_the_distance_of_patches_alone() -> None:
+    """Queries and keys that are the same everywhere, on a grid of 3 × 4."""
+    same = torch.randn(2, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    rotations = grid_rotations(8, 3, 4, same)
+    q, k = (rotate(one.expand(1, 1, 12, 8), rotations) for one in same)
+    torch.testing.assert_close(q.norm(dim=-1), same[0].norm().expand(1, 1, 12))
+    scores = (q @ k.mT)[0, 0].reshape(3, 4, 3, 4)
+    by_distance: dict[tuple[int, int], list[float]] = {}
+    for row, column, other_row, other_column in itertools.product(range(3), range(4), range(3), range(4)):
+        score = float(scores[row, column, other_row, other_column])
+        by_distance.setdefault((row - other_row, column - other_column), []).append(score)
+    assert len(by_distance) == 5 * 7
+    assert all(max(found) - min(found) < 1e-6 for found in by_distance.values())
+    means = torch.tensor([found[0] for found in by_distance.values()])
+    assert means.unique().numel() == len(means)
+    # One patch is not turned, at row 0 and column 0.
+    assert torch.equal(q[..., 0, :], same[:1].expand(1, 1, 8))
+    with pytest.raises(HddmError, match="2 heads of 4, 8, … numbers, not 12 in all"):
+        ExpertTransformer(**TINY | {"hidden_size": 12}, rotary=True)
+
+
+def test_rotary_positions_reach_the_blocks_with_and_without_checkpoints() -> None:
+    found = []
+    for rotary, checkpointed in ((False, False), (True, False), (True, True)):
+        network = _awake(ExpertTransformer(**TINY, rotary=rotary))
+        network.train()
+        if checkpointed:
+            network.enable_gradient_checkpointing()
+        output = network(X, T)
+        output.square().sum().backward()
+        found.append((output.detach(), network.layers[0].attn.in_proj_weight.grad))
+    assert (found[0][0] - found[1][0]).abs().max() > 1e-3
+    assert torch.equal(found[1][0], found[2][0])
+    torch.testing.assert_close(found[1][1], found[2][1])
 
 
 def test_time_embeds_as_cosines_then_sines() -> None:
