@@ -172,7 +172,14 @@ QUICKSTART = load_settings("quickstart")
 def short_quickstart() -> BenchmarkSettings:
     """`QUICKSTART` on two shards, whose numbers mean nothing."""
     content = QUICKSTART.model_dump(mode="json")
-    training = {"steps": 12, "batch_size": 16, "learning_rate": 4e-3, "ema_decay": 0.99, "size": "tiny"}
+    training = {
+        "steps": 12,
+        "batch_size": 16,
+        "optimizer": "adamw",
+        "learning_rate": 4e-3,
+        "ema_decay": 0.99,
+        "size": "tiny",
+    }
     few = {"steps": 2, "num_images": 80}
     short = {
         "partition": {"shards": 2},

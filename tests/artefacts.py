@@ -55,7 +55,8 @@ def write_images(folder: Path, per_class: int = PER_CLASS, side: int = SIDE) -> 
 
 def expert_settings(objective: str, **changes: Any) -> ExpertSettings:
     """A training of ten steps."""
-    return ExpertSettings.model_validate({"objective": objective, **_SHORT, **changes})
+    uniform = {"objective": objective, "time_sampling": "uniform"}
+    return ExpertSettings.model_validate({**uniform, **_SHORT, **changes})
 
 
 def router_settings(**changes: Any) -> RouterSettings:
@@ -64,7 +65,7 @@ def router_settings(**changes: Any) -> RouterSettings:
 
 
 _SHORT = {"steps": 10, "batch_size": 16, "learning_rate": 3e-3, "warmup": 2, "ema_decay": 0.9}
-_SHORT |= {"size": "tiny", "seed": 7}
+_SHORT |= {"size": "tiny", "seed": 7, "optimizer": "adamw"}
 
 
 def shard_record(folder: Path) -> dict[str, Any]:

@@ -61,14 +61,29 @@ class Settings:
 
 FULL = Settings(
     training=ExpertSettings(
-        objective="ddpm", steps=1600, batch_size=64, learning_rate=4e-3, ema_decay=0.99, size="small"
+        objective="ddpm",
+        steps=1600,
+        batch_size=64,
+        time_sampling="uniform",
+        optimizer="adamw",
+        learning_rate=4e-3,
+        ema_decay=0.99,
+        size="small",
     ),
     sampling_steps=50,
     images=1437,
     calibration_images=512,
 )
 QUICK = Settings(
-    training=ExpertSettings(objective="ddpm", steps=20, batch_size=16, learning_rate=4e-3, size="tiny"),
+    training=ExpertSettings(
+        objective="ddpm",
+        steps=20,
+        batch_size=16,
+        time_sampling="uniform",
+        optimizer="adamw",
+        learning_rate=4e-3,
+        size="tiny",
+    ),
     sampling_steps=3,
     images=80,
     calibration_images=32,

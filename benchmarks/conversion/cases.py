@@ -36,7 +36,9 @@ class Case:
 DIGITS = Case(
     name="digits",
     size=Size(patch=4, width=128, depth=4, heads=4),
-    pretraining=LoopSettings(steps=2000, batch_size=64, learning_rate=4e-3, ema_decay=0.99),
+    pretraining=LoopSettings(
+        steps=2000, batch_size=64, optimizer="adamw", learning_rate=4e-3, ema_decay=0.99
+    ),
     training=LoopSettings(steps=1600, batch_size=32, warmup=50, ema_decay=0.99),
     starts=tuple(STARTS),
     rates=(2.5e-4, 1e-3, 4e-3),
@@ -50,7 +52,9 @@ DIGITS = Case(
 CIFAR = Case(
     name="cifar",
     size=Size(patch=2, width=128, depth=4, heads=4),
-    pretraining=LoopSettings(steps=1500, batch_size=32, learning_rate=2e-3, ema_decay=0.995),
+    pretraining=LoopSettings(
+        steps=1500, batch_size=32, optimizer="adamw", learning_rate=2e-3, ema_decay=0.995
+    ),
     training=LoopSettings(steps=600, batch_size=32, warmup=50, ema_decay=0.99),
     starts=(SCRATCH, PAPER, EXACT, FOLD_RANK),
     rates=(1e-3, 4e-3),

@@ -45,13 +45,28 @@ FULL = Settings(
     dimensions=(8, 64),
     states=8192,
     training=ExpertSettings(
-        objective="ddpm", steps=2000, batch_size=64, learning_rate=4e-3, ema_decay=0.99, size="small"
+        objective="ddpm",
+        steps=2000,
+        batch_size=64,
+        time_sampling="uniform",
+        optimizer="adamw",
+        learning_rate=4e-3,
+        ema_decay=0.99,
+        size="small",
     ),
 )
 QUICK = Settings(
     dimensions=(8,),
     states=256,
-    training=ExpertSettings(objective="ddpm", steps=20, batch_size=16, learning_rate=4e-3, size="tiny"),
+    training=ExpertSettings(
+        objective="ddpm",
+        steps=20,
+        batch_size=16,
+        time_sampling="uniform",
+        optimizer="adamw",
+        learning_rate=4e-3,
+        size="tiny",
+    ),
     name="fidelity-quick",
 )
 

@@ -90,6 +90,7 @@ class Settings:
         return {
             "steps": max(self.images(row) // recipe.batch_size, 1),
             "batch_size": recipe.batch_size,
+            "optimizer": "adamw",
             "learning_rate": recipe.learning_rate,
             "ema_decay": expert.ema_decay,
             "size": expert.size,

@@ -81,6 +81,7 @@ class OwnLoop:
         options = LoopSettings(
             steps=steps,
             batch_size=self._settings.batch,
+            optimizer="adamw",
             learning_rate=LEARNING_RATE,
             warmup=0,
             max_grad_norm=MAX_NORM,

@@ -81,7 +81,10 @@ Steps = Annotated[
     int | None, typer.Option("--steps", min=1, help="Training steps; required, here or in --config.")
 ]
 BatchSize = Annotated[int, typer.Option("--batch-size", min=1, help="Images a step.")]
-LearningRate = Annotated[float, typer.Option("--learning-rate", help="Peak rate of AdamW.")]
+LearningRate = Annotated[
+    float | None,
+    typer.Option("--learning-rate", help="Peak rate of AdamW; default: 0.2/width, with --init 1e-4."),
+]
 Precision = Annotated[
     str, typer.Option("--mixed-precision", help="no, bf16 or fp16; weights and averages stay in float32.")
 ]
@@ -96,7 +99,7 @@ AnyDevice = Annotated[
     str, typer.Option("--device", help="auto, cpu, cuda, cuda:1, mps.", callback=_known_device)
 ]
 StrategyOption = functools.partial(typer.Option, "--strategy", callback=_known_strategy)
-Size = Annotated[str, typer.Option("--size", help="Named network size: tiny, small, S/2 … XL/8.")]
+Size = Annotated[str, typer.Option("--size", help="Named network size: tiny, mini, small, S/2 … XL/8.")]
 
 _UNITS = {"": 1, "B": 1} | {
     unit: size

@@ -32,14 +32,38 @@ Schedule = Annotated[
 ]
 RandomFlip = Annotated[bool, typer.Option("--random-flip", help="Mirror half the images, at random.")]
 
+FIXED_BY_INIT = ("size", "schedule", "prediction", "weighting", "rotary")
 LEARNING = {
     "size": (Size, "small"),
     "time_sampling": (
         Annotated[
-            Literal["uniform", "logit-normal"],
-            typer.Option("--time-sampling", help="Distribution of noise levels."),
+            Literal["uniform", "logit-normal"] | None,
+            typer.Option("--time-sampling", help="Distribution of noise levels; default: logit-normal."),
         ],
-        "uniform",
+        None,
+    ),
+    "prediction": (
+        Annotated[
+            Literal["epsilon", "sample", "v_prediction", "flow_prediction"] | None,
+            typer.Option(
+                "--prediction", help="Of the network; default: epsilon for ddpm, sample (x_0) for flow."
+            ),
+        ],
+        None,
+    ),
+    "weighting": (
+        Annotated[
+            Literal["prediction", "velocity"] | None,
+            typer.Option("--weighting", help="What the loss is taken in; velocity where flow predicts x_0."),
+        ],
+        None,
+    ),
+    "rotary": (
+        Annotated[
+            bool | None,
+            typer.Option("--rotary/--no-rotary", help="Rotary positions of patches; default: rotary."),
+        ],
+        None,
     ),
     "snr_gamma": (
         Annotated[
@@ -65,6 +89,16 @@ LEARNING = {
         0.1,
     ),
     "random_flip": (RandomFlip, False),
+    "weak_at": (
+        Annotated[
+            float | None,
+            typer.Option(
+                "--weak-at",
+                help="Share of --steps after which a weaker self is kept to guide by; default 0.25, 0: none.",
+            ),
+        ],
+        None,
+    ),
 }
 """Options of what an expert learns, but for its objective."""
 
@@ -91,7 +125,7 @@ def expert(
     The run is kept in OUT.run, with checkpoints, TensorBoard logs and samples; --resume goes on with it.
     """
     if init is not None:
-        refuse_given(context, "--init fixes it", "size", "schedule")
+        refuse_given(context, "--init fixes it", *FIXED_BY_INIT)
 
     from hddm.training.resume import fresh_data, is_complete
     from hddm.training.settings import ExpertSettings

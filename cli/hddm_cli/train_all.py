@@ -9,7 +9,7 @@ import typer
 
 from hddm.utils.errors import asked
 from hddm_cli.options import InputOption, Overwrite, Steps, refuse_given
-from hddm_cli.train import LEARNING, Init, LoraAlpha, LoraRank, Schedule
+from hddm_cli.train import FIXED_BY_INIT, LEARNING, Init, LoraAlpha, LoraRank, Schedule
 from hddm_cli.training_options import FILE, KEEPING, LOOP, PICTURES, GivenOptions, takes
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def train_all(
     --resume for what is left.
     """
     if init is not None:
-        refuse_given(context, "--init fixes it", "size", "schedule")
+        refuse_given(context, "--init fixes it", *FIXED_BY_INIT)
     if ray is not None:
         refuse_given(context, "the cluster decides how many run at a time", "parallel")
 

@@ -8,7 +8,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import typer
 
@@ -26,7 +26,20 @@ Group = Mapping[str, tuple[Any, Any]]
 
 LOOP: Group = {
     "batch_size": (BatchSize, 128),
-    "learning_rate": (LearningRate, 1e-4),
+    "optimizer": (
+        Annotated[
+            Literal["adamw", "muon"] | None,
+            typer.Option(
+                "--optimizer", help="Of matrices, all else is AdamW's; default: muon, with --init adamw."
+            ),
+        ],
+        None,
+    ),
+    "learning_rate": (LearningRate, None),
+    "muon_learning_rate": (
+        Annotated[float, typer.Option("--muon-learning-rate", help="Of the matrices that Muon trains.")],
+        0.02,
+    ),
     "warmup": (
         Annotated[
             int | None,

@@ -1,10 +1,11 @@
 """Counted floating-point operations of training and sampling, a multiply-add being two.
 
-    training = steps × batch × (one step of one image) + calibration
+    training = steps × (batch × one image's step + the optimiser's update) + calibration
     calibration = states that it looks at × one evaluation
 
-One real step of each network is counted. The single model gets as many steps as fit the cost of the
-homogeneous ensemble with its router, so that the two differ by less than one of its steps.
+Real steps of each network are counted; only matrix products count, as those of Muon's update. The single
+model gets as many steps as fit the cost of the homogeneous ensemble with its router, so that the two differ
+by less than one of its steps.
 """
 
 import contextlib
@@ -70,7 +71,8 @@ def _forward(function: Callable[..., object], x: Tensor, t: Tensor, **conditions
 
 # Settings that do not affect the cost of a step of one image.
 _FREE = {
-    *("steps", "batch_size", "gradient_accumulation_steps", "learning_rate", "warmup", "weight_decay"),
+    *("steps", "batch_size", "gradient_accumulation_steps", "warmup", "weight_decay"),
+    *("learning_rate", "muon_learning_rate", "weighting", "time_sampling"),
     *("ema_decay", "max_grad_norm", "max_non_finite", "calibrate", "seed"),
     *("device", "threads", "mixed_precision", "compile"),
 }
@@ -78,13 +80,14 @@ _FREE = {
 
 @dataclass(frozen=True)
 class Cost:
-    """Operations of one image: ``step`` of training, forward and backward; ``forward`` alone."""
+    """Operations: ``step`` of training on one image, ``forward`` alone, ``update`` of a step's weights."""
 
     step: int
     forward: int
+    update: int = 0
 
     def steps(self, settings: LoopSettings) -> int:
-        return settings.steps * settings.batch_size * self.step
+        return settings.steps * self.of_step(settings.batch_size)
 
     @property
     def calibration(self) -> int:
@@ -101,20 +104,30 @@ class Cost:
 
     def most_steps(self, budget: int, batch_size: int) -> int:
         """Steps of an expert within ``budget``, calibration included; at least 1."""
-        return max(1, (budget - self.calibration) // (batch_size * self.step))
+        return max(1, (budget - self.calibration) // self.of_step(batch_size))
+
+    def of_step(self, batch_size: int) -> int:
+        """Cost of one step of training."""
+        return batch_size * self.step + self.update
 
 
 class _TwoSteps(Exception):
     """Raised to end a training after two steps."""
 
 
-def count_step(train: Callable[..., object], settings: LoopSettings) -> int:
-    """Count the second step of ``train(out, settings, on_step=…)``, forward and backward, for one image.
+def count_step(train: Callable[..., object], settings: LoopSettings) -> tuple[int, int]:
+    """Count a step of ``train(out, settings, on_step=…)``: one image's part, and the part of any batch."""
+    one, two = (_count_batch(train, settings, size) for size in (1, 2))
+    return two - one, 2 * one - two
+
+
+def _count_batch(train: Callable[..., object], settings: LoopSettings, batch_size: int) -> int:
+    """Count the second step of a training, forward, backward and update.
 
     It runs in float32 on the CPU, so that the count is the same everywhere. Work that is done once before the
     first step, such as taking moments, does not count.
     """
-    changes: dict[str, Any] = {"steps": 2, "batch_size": 1, "gradient_accumulation_steps": 1}
+    changes: dict[str, Any] = {"steps": 2, "batch_size": batch_size, "gradient_accumulation_steps": 1}
     changes |= {"mixed_precision": "no", "compile": False, "device": "cpu", "threads": 1}
     if isinstance(settings, RouterSettings):
         changes["calibrate"] = False
@@ -141,18 +154,21 @@ def count_expert(shard: Path, settings: ExpertSettings) -> Cost:
         )
     images = open_shard(shard)
     classes = len(images.classes) if settings.class_conditional else None
-    network = new_network(ExpertTransformer, settings.size, images.shape, 0, num_classes=classes)
-    step = count_step(functools.partial(train_expert, shard), settings)
-    return Cost(step, _network_flop(network, images.shape, **_labels(settings)))
+    rotary = bool(settings.with_defaults(is_new=True).rotary)
+    network = new_network(
+        ExpertTransformer, settings.size, images.shape, 0, num_classes=classes, rotary=rotary
+    )
+    step, update = count_step(functools.partial(train_expert, shard), settings)
+    return Cost(step, _network_flop(network, images.shape, **_labels(settings)), update)
 
 
 def count_continued(init: Path, shard: Path, settings: ExpertSettings) -> Cost:
     """Count the network in ``init`` as ``settings`` continue it; raises as `continue_expert`."""
-    step = count_step(functools.partial(continue_expert, init, shard), settings)
+    step, update = count_step(functools.partial(continue_expert, init, shard), settings)
     field = load(init)
     assert isinstance(field, VelocityField)
     field.calibration = None
-    return Cost(step, evaluation_flop(field, **_labels(settings)))
+    return Cost(step, evaluation_flop(field, **_labels(settings)), update)
 
 
 def count_router(shards: Path, settings: RouterSettings) -> Cost:
@@ -160,8 +176,8 @@ def count_router(shards: Path, settings: RouterSettings) -> Cost:
     folders = find_shards(shards)
     shape = open_shard(folders[0]).shape
     network = new_network(RouterTransformer, settings.size, shape, 0, num_experts=len(folders))
-    step = count_step(functools.partial(train_router, shards), settings)
-    return Cost(step, _network_flop(network, shape))
+    step, update = count_step(functools.partial(train_router, shards), settings)
+    return Cost(step, _network_flop(network, shape), update)
 
 
 def _labels(settings: ExpertSettings) -> dict[str, Tensor]:

@@ -46,7 +46,7 @@ class Training:
     def job(self) -> Job:
         start = self.init_hash if self.start is None else self.start.job.hash
         inputs = {"shard": self.shard_hash} | ({} if start is None else {"start": start})
-        return Job("expert", _recipe(self.settings), inputs)
+        return Job("expert", _recipe(self.settings, is_new=start is None), inputs)
 
     @property
     def chain(self) -> "list[Training]":
@@ -118,5 +118,5 @@ def _train(
     store.finish_work(job, result, read_json(out / record)["training"]["seconds"])
 
 
-def _recipe(settings: LoopSettings) -> dict[str, Any]:
-    return settings.model_dump(mode="json", exclude=_MACHINE) | {"warmup": settings.warmup_steps}
+def _recipe(settings: LoopSettings, is_new: bool = True) -> dict[str, Any]:
+    return settings.with_defaults(is_new).model_dump(mode="json", exclude=_MACHINE)

@@ -24,7 +24,7 @@ from hddm.experts.records import (
     save_expert,
 )
 from hddm.networks.wrappers import OPTIONAL_CONDITIONS
-from hddm.schedules import from_config
+from hddm.schedules import LinearSchedule, from_config
 from hddm.training.expert import (
     begun_with,
     calibrated,
@@ -32,8 +32,9 @@ from hddm.training.expert import (
     calibration_rows,
     check_fit,
     record_of_shard,
+    weak_of,
 )
-from hddm.training.loop import Fitted, OnStep, Task, train
+from hddm.training.loop import Fitted, OnStep, Task, completed, train
 from hddm.training.lora import add_adapter, new_adapter, save_adapted
 from hddm.training.objectives import Objective, check_conditions, drawing, losing
 from hddm.training.resume import expert_data, is_complete
@@ -57,7 +58,8 @@ def continue_expert(
     """Train the expert in ``init`` on one shard and write the result to ``out``; return all losses.
 
     Arguments are those of `hddm.training.expert.train_expert`. Network, prediction type and schedule are the
-    init's, so ``settings.size`` is ignored. With a ``lora_rank`` an adapter is trained, and ``out`` holds
+    init's, and the loss is that of velocity or of noise: the size, prediction, weighting and positions of
+    ``settings`` are ignored. With a ``lora_rank`` an adapter is trained, and ``out`` holds
     that alone (`hddm.experts.lora`). ``kappa`` bounds the gain of flow matching; an init that was continued
     before keeps its own.
 
@@ -75,6 +77,9 @@ def continue_expert(
     data = expert_data(shard_folder)
     if is_complete(out, EXPERT_FILE, run, overwrite):
         return []
+    resumed = out if run is not None and run.resume else None
+    fixed = {"prediction": None, "weighting": None, "rotary": None}
+    settings = completed(settings.model_copy(update=fixed), resumed, is_new=False)
     expert = read_expert(init)
     objective = _objective(init, expert.facts, settings)
     shard = open_shard(shard_folder)
@@ -84,7 +89,7 @@ def continue_expert(
     field = field_of(expert)
     given = _conditions(init, field, shard, settings)
     field.calibration = None
-    if objective.name == "flow":
+    if objective.prediction_type is PredictionType.FLOW_PREDICTION:
         field.calibration = _parametrisation(init, expert, field, shard, given.get(LABELS), kappa)
     adapter = None
     if settings.lora_rank is None:
@@ -95,7 +100,7 @@ def continue_expert(
     nulls = {name: null for name, null in field.null_conditions.items() if name in settings.conditions}
     draw = drawing(shard, objective, settings, given, nulls)
     loss = losing(objective, lambda module: _predicting(module, field, objective))
-    task = Task(expert.network, len(shard), draw, loss, (shard.index,))
+    task = Task(expert.network, len(shard), draw, loss, (shard.index,), settings.weak_step, is_new=False)
     begun = begun_with(init)
     if field.calibration is not None:
         begun["kappa"] = expert.facts.training.get("kappa", kappa)
@@ -112,7 +117,8 @@ def continue_expert(
                 "training_calibration": field.calibration is not None,
             }
         )
-        trained = replace(expert, facts=record, calibration=field.calibration)
+        weak = weak_of(expert.network, fitted)
+        trained = replace(expert, facts=record, calibration=field.calibration, weak=weak)
         if field.calibration is None:
             trained = calibrated(trained, shard, given, settings.seed, fitted.device)
         if adapter is None:
@@ -125,16 +131,19 @@ def continue_expert(
 
 
 def _objective(init: Path, record: ExpertRecord, settings: ExpertSettings) -> Objective:
-    schedule = None
-    if settings.objective == "ddpm":
-        if record.prediction_type is not PredictionType.EPSILON:
-            raise HddmError(
-                f"{init}: predicts {record.prediction_type.value}, and ddpm learns epsilon; take flow"
-            )
-        if record.training_calibration:
-            raise HddmError(f"{init}: was trained on with flow matching, so only flow can go on")
-        schedule = from_config(record.schedule)
-    return Objective.named(settings.objective, schedule, settings.time_sampling, settings.snr_gamma)
+    schedule, drawn = from_config(record.schedule), (settings.time_sampling or "uniform", settings.snr_gamma)
+    if settings.objective == "flow":
+        of_sample = record.prediction_type is PredictionType.SAMPLE and isinstance(schedule, LinearSchedule)
+        # What learned x_0 on the linear path goes on as it began; all else learns its velocity.
+        prediction = PredictionType.SAMPLE if of_sample and not record.training_calibration else None
+        return Objective.named("flow", None, *drawn, prediction)
+    if record.prediction_type is not PredictionType.EPSILON:
+        raise HddmError(
+            f"{init}: predicts {record.prediction_type.value}, and ddpm learns epsilon; take flow"
+        )
+    if record.training_calibration:
+        raise HddmError(f"{init}: was trained on with flow matching, so only flow can go on")
+    return Objective.named("ddpm", schedule, *drawn)
 
 
 def _completed(expert: Expert, shard: Shard, settings: ExpertSettings) -> Expert:
@@ -187,14 +196,14 @@ def _parametrisation(
 
 
 def _predicting(network: nn.Module, field: VelocityField, objective: Objective) -> Callable[..., Tensor]:
-    """Return the prediction as a function of (x, timestep, **conditions): velocity for flow, or noise."""
+    """Return what the objective learns, velocity or the network's own, of (x, timestep, **conditions)."""
     # A network that drops labels by itself would do so on top of --condition-dropout.
     network.eval()
     velocity: Callable[..., Tensor] = field.velocity
 
     def predict(x: Tensor, timestep: Tensor, **conditions: Tensor) -> Tensor:
         native = timestep.double() / objective.time_scale
-        if objective.name == "flow":
+        if objective.prediction_type is PredictionType.FLOW_PREDICTION:
             return velocity(x, native, **conditions)
         return field.ask(x, native, conditions)
 

@@ -1,7 +1,9 @@
 """Distil an ensemble into one dense student, whatever its experts were trained to predict.
 
-    minimise  E || student(x_t, t) - v_teacher ||²,   x_t = (1 - t) x_0 + t eps
+    minimise  E w(t) || v_student(x_t, t) - v_teacher ||²,   x_t = (1 - t) x_0 + t eps
 
+A student predicts x_0 unless it begins with a network that predicts something else; w is 1, but falls to 0
+where a velocity of x_0 or eps is singular (`hddm.training.objectives.BOUND`).
 With the ``shard`` teacher (arXiv:2501.05450) v_teacher = v_k(x_t, t), where k is the shard of x_0. The
 minimum is sum_k p(k | x_t) v_k(x_t, t): the full mixture with an exact router. The ``routed`` teacher is the
 mixture itself, by the ensemble's strategy and with its router's errors. docs/notes/distillation.md compares
@@ -24,6 +26,7 @@ from hddm.ensemble import Ensemble, Strategy
 from hddm.experts.loading import OpenedEnsemble, open_ensemble
 from hddm.experts.records import (
     EXPERT_FILE,
+    FORMAT,
     Expert,
     ExpertRecord,
     UnreadExpert,
@@ -35,13 +38,13 @@ from hddm.experts.records import (
 from hddm.networks.folders import sha256_once
 from hddm.networks.transformers import ExpertTransformer
 from hddm.training.expert import begun_with, calibrated, check_fit, new_network, new_record
-from hddm.training.loop import Fitted, Inputs, OnStep, Task, train
-from hddm.training.objectives import TIME_SCALE, Objective, drawing
+from hddm.training.loop import Fitted, Inputs, OnStep, Task, completed, train
+from hddm.training.objectives import Objective, drawing
 from hddm.training.resume import data_of, is_complete
 from hddm.training.settings import DistillSettings, RunOptions
 from hddm.training.watching import watching
 from hddm.utils.errors import HddmError, UsageError
-from hddm.utils.records import MANIFEST
+from hddm.utils.records import MANIFEST, read_record
 from hddm.utils.tensors import append_dims
 
 
@@ -189,8 +192,17 @@ def distill(
     shards = [open_shard(folder) for folder in folders]
     union = joined(shards, shards_folder)
     teacher = open_teacher(ensemble_folder, union, shards, settings.teacher, settings.condition_dropout)
+    settings = completed(settings, out if run is not None and run.resume else None, is_new=init is None)
     as_expert = settings.as_expert(bool(teacher.classes))
-    objective = Objective.named("flow", time_sampling=settings.time_sampling)
+    prediction: str | None = settings.prediction
+    if init is not None and (init / EXPERT_FILE).is_file():
+        prediction = read_record(init / EXPERT_FILE, ExpertRecord, FORMAT).prediction_type.value
+    objective = Objective.named(
+        "flow",
+        time_sampling=settings.time_sampling or "uniform",
+        prediction_type=prediction,
+        weighting="velocity",
+    )
     record = new_record(union, as_expert, objective)
     licences = {one.facts.licence for one in teacher.opened.experts}
     given = {LABELS: union.labels} if teacher.classes and union.labels is not None else {}
@@ -198,7 +210,12 @@ def distill(
     if init is None:
         classes = len(teacher.classes) or None
         network: nn.Module = new_network(
-            ExpertTransformer, settings.size, union.shape, settings.seed, num_classes=classes
+            ExpertTransformer,
+            settings.size,
+            union.shape,
+            settings.seed,
+            num_classes=classes,
+            rotary=bool(settings.rotary),
         )
     else:
         started, begun = _flow_expert(init, record), begun_with(init)
@@ -223,7 +240,8 @@ def distill(
         save_expert(draft, calibrated(student, union, given, settings.seed, fitted.device))
 
     on = functools.partial(teacher.opened.on, dtype=torch.float32)
-    task = Task(network, len(union), drawn, matching(on), (len(shards), 1))
+    loss = matching(on, objective)
+    task = Task(network, len(union), drawn, loss, (len(shards), 1), is_new=init is None)
     data |= {"teacher": teacher.record, **begun}
     watch = watching(field_of(Expert(network, record, None)), union, as_expert)
     return train(task, settings, out, EXPERT_FILE, write, data, overwrite, on_step, run, watch)
@@ -235,7 +253,6 @@ def _flow_expert(init: Path, record: ExpertRecord) -> Expert:
         raise UsageError(f"--init {init}: no expert folder; name one expert, of the ensemble say")
     expert = read_expert(init)
     qualities: dict[str, Callable[[ExpertRecord], Any]] = {
-        "prediction type": lambda one: one.prediction_type.value,
         "schedule": lambda one: one.schedule,
         "time scale": lambda one: one.time_scale,
         "samples": lambda one: (one.space, *one.sample_shape),
@@ -256,13 +273,16 @@ def _flow_expert(init: Path, record: ExpertRecord) -> Expert:
     return expert
 
 
-def matching(teacher_on: Callable[[torch.device], Ensemble]) -> Callable[[nn.Module, Inputs], Tensor]:
-    """Return the student's loss: the squared distance of its velocity to that of its teacher on a device.
+def matching(
+    teacher_on: Callable[[torch.device], Ensemble], objective: Objective
+) -> Callable[[nn.Module, Inputs], Tensor]:
+    """Return the student's loss: that of ``objective``, the teacher on a device standing for the truth.
 
-    The loss takes the student, of (x_t, 1000 t, **conditions), and ``x_0`` and ``eps`` (n, C, H, W), ``t``
-    (n,), ``class_labels`` (n,) where there are classes, and unless the teacher is the mixture the index of
-    the ``expert`` to learn from (n,). It returns means over each sample's elements (n,). The teacher runs in
-    float32, whatever the student's precision, and gets no gradients.
+    At x_t the teacher's velocity v means x_0 = x_t - t v and eps = x_t + (1 - t) v. The loss takes the
+    student, of (x_t, 1000 t, **conditions), and ``x_0`` and ``eps`` (n, C, H, W), ``t`` (n,),
+    ``class_labels`` (n,) where there are classes, and unless the teacher is the mixture the index of the
+    ``expert`` to learn from (n,). It returns weighted means over each sample's elements (n,). The teacher
+    runs in float32, whatever the student's precision, and gets no gradients.
     """
     opened = functools.cache(teacher_on)
 
@@ -272,8 +292,7 @@ def matching(teacher_on: Callable[[torch.device], Ensemble]) -> Callable[[nn.Mod
         x_t = (1 - wide) * x_0 + wide * inputs["eps"]
         conditions: dict[str, Any] = {name: inputs[name] for name in (LABELS,) if name in inputs}
         with torch.no_grad(), torch.autocast(x_t.device.type, enabled=False):
-            target = opened(x_t.device).velocity(x_t, t, expert=inputs.get("expert"), **conditions)
-        output: Tensor = network(x_t, (t * TIME_SCALE).to(x_t), **conditions)
-        return (output.float() - target).square().flatten(1).mean(1)
+            v = opened(x_t.device).velocity(x_t, t, expert=inputs.get("expert"), **conditions)
+        return objective.errors(network, x_t - wide * v, x_t + (1 - wide) * v, t, conditions)
 
     return loss

@@ -23,13 +23,14 @@ from hddm.experts.records import (
     field_of,
     null_conditions,
     save_expert,
+    unread_as,
 )
-from hddm.networks.folders import WEIGHTS
+from hddm.networks.folders import WEIGHTS, Unread
 from hddm.networks.transformers import ExpertTransformer
 from hddm.networks.wrappers import text_width
 from hddm.schedules import Schedule, declared_prediction_type, from_diffusers
-from hddm.training.loop import Fitted, OnStep, Task, train
-from hddm.training.objectives import Objective, check_conditions, drawing, losing
+from hddm.training.loop import Fitted, OnStep, Task, completed, train
+from hddm.training.objectives import Objective, check_conditions, drawing, losing, objective_of
 from hddm.training.resume import expert_data, is_complete
 from hddm.training.settings import TEXT, ExpertSettings, RunOptions, size_config
 from hddm.training.watching import watching
@@ -67,7 +68,9 @@ def train_expert(
     """
     if settings.lora_rank is not None:
         raise UsageError("--lora-rank adapts an expert that exists; name it by --init")
-    objective = Objective.named(settings.objective, schedule, settings.time_sampling, settings.snr_gamma)
+    resumed = out if run is not None and run.resume else None
+    settings = completed(settings, resumed)
+    objective = objective_of(settings, schedule)
     data = expert_data(shard_folder, objective.schedule.config)
     if is_complete(out, EXPERT_FILE, run, overwrite, settings, data):
         return []
@@ -82,16 +85,24 @@ def train_expert(
         settings.seed,
         num_classes=len(record.classes) or None,
         text_dim=null_text[TEXT].shape[-1] if null_text else None,
+        rotary=bool(settings.rotary),
     )
     given = {"class_labels": shard.labels} if settings.class_conditional and shard.labels is not None else {}
     nulls = null_conditions(record.null_class) | null_text
     draw = drawing(shard, objective, settings, given, nulls)
-    task = Task(network, len(shard), draw, losing(objective, lambda module: module), (shard.index,))
+    task = Task(
+        network,
+        len(shard),
+        draw,
+        losing(objective, lambda module: module),
+        (shard.index,),
+        settings.weak_step,
+    )
 
     def write(draft: Path, fitted: Fitted, used: ExpertSettings) -> None:
         network.requires_grad_(False)
         trained = record.model_copy(update={"training": fitted.record(used)})
-        expert = Expert(network, trained, None, null_text)
+        expert = Expert(network, trained, None, null_text, weak_of(network, fitted))
         save_expert(draft, calibrated(expert, shard, given, settings.seed, fitted.device))
 
     watch = watching(field_of(Expert(network, record, None, null_text)), shard, settings)
@@ -257,6 +268,11 @@ def calibrated_on(shard: Shard, field: VelocityField, given: Mapping[str, Tensor
     conditions = {name: value.to(field.device) for name, value in found.items()}
     calibration = calibrate(field.velocity, shard.take(rows).to(field.device), conditions, seed)
     return replace(calibration, record=calibration_origin(shard) | {"seed": str(seed)})
+
+
+def weak_of(network: ModelMixin, fitted: Fitted) -> Unread[ModelMixin] | None:
+    """The weaker self that a training of ``network`` kept, if any."""
+    return unread_as(network, fitted.weak) if fitted.weak else None
 
 
 @contextlib.contextmanager

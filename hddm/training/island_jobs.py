@@ -64,7 +64,8 @@ def make_islands(
     """Make an island for each shard, which writes ``out/expert_k``.
 
     ``objectives`` has one per shard, and ``settings`` are by objective. ``snr_gamma`` and ``schedule`` are
-    left out for flow; where no shard learns DDPM they raise `HddmError`.
+    left out for flow, and the prediction of a flow for DDPM; where no shard learns DDPM the former raise
+    `HddmError`.
     """
     given = {"--schedule": schedule, "--snr-gamma": next(iter(settings.values())).snr_gamma}
     for option, value in given.items():
@@ -75,6 +76,8 @@ def make_islands(
         own, path = settings[objective], schedule
         if objective != "ddpm":
             own, path = own.model_copy(update={"snr_gamma": None}), None
+        elif own.prediction == "flow_prediction":
+            own = own.model_copy(update={"prediction": None})
         islands.append(Island(index, shard, out / f"expert_{index}", own, run, path, init, overwrite))
     return islands
 

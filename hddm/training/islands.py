@@ -84,10 +84,12 @@ def train_islands(
 
 def threaded(islands: Sequence[Island], default: int) -> list[Island]:
     """Fill in the threads of ``islands``: their own, those of the run they resume, or ``default``."""
-    return [
-        replace(one, settings=completed(one.settings, one.out if one.run.resume else None, default))
-        for one in islands
-    ]
+    found = []
+    for one in islands:
+        resumed = one.out if one.run.resume else None
+        settings = completed(one.settings, resumed, default, is_new=one.init is None)
+        found.append(replace(one, settings=settings))
+    return found
 
 
 def prepare(islands: Sequence[Island]) -> None:

@@ -11,7 +11,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from hddm.training.device import Device
+from hddm.training.optimizer import optimizer_of
 from hddm.training.resume import Change, Settings, as_recorded, is_complete, run_folder_of, value_at
 from hddm.training.settings import LoopSettings, RunOptions
 from hddm.training.state import Ema, Run, TrainingState, open_run
@@ -72,7 +73,9 @@ class Task:
     ``draw(rows, noise)`` returns the inputs of the loss for these of the ``num_samples`` samples, batch
     first, on the CPU. Everything random comes from ``noise``; "t" among the inputs is the time on the common
     path. ``loss(network, inputs)`` returns the loss of each sample (n,), in float32, also for a part of the
-    batch; the mean over the batch is minimised. ``key`` tells apart trainings of one seed.
+    batch; the mean over the batch is minimised. ``key`` tells apart trainings of one seed. The averages of
+    step ``weak_step`` are kept to guide by, where it is not 0. ``is_new`` tells that the network's weights
+    are random.
     """
 
     network: nn.Module
@@ -80,6 +83,8 @@ class Task:
     draw: Callable[[Tensor, torch.Generator], Inputs]
     loss: Callable[[nn.Module, Inputs], Tensor]
     key: tuple[int, ...] = ()
+    weak_step: int = 0
+    is_new: bool = True
 
 
 @dataclass(frozen=True)
@@ -102,12 +107,16 @@ Watcher = Callable[[StepReport], None]
 
 @dataclass(frozen=True)
 class Fitted:
-    """Result of a training; ``changes`` are those of its settings on the way (`hddm.training.resume`)."""
+    """Result of a training; ``changes`` are those of its settings on the way (`hddm.training.resume`).
+
+    ``weak`` is the network at `Task.weak_step`, empty where there is none.
+    """
 
     losses: list[float]
     seconds: float
     device: torch.device
     changes: Sequence[Change] = ()
+    weak: Mapping[str, Tensor] = field(default_factory=dict)
 
     def record(self, settings: LoopSettings, begun: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Return plain values for the record beside the weights; ``settings`` are those of the last step.
@@ -142,6 +151,7 @@ def fit(
             checkpoint that cannot be written.
         Stopped: after a signal, with everything saved.
     """
+    settings = settings.with_defaults(task.is_new)
     # It catches signals only within its block.
     stop = StopRequest()
     with Device(settings) as device, stop if run is not None else contextlib.nullcontext():
@@ -152,6 +162,8 @@ def fit(
         task.network.train()
         while state.step < settings.steps:
             report = trainer.step(stop)
+            if state.step == task.weak_step:
+                state.keep_weak()
             if device.is_main:
                 for watcher in watchers:
                     watcher(report)
@@ -162,7 +174,8 @@ def fit(
         # The compiled call would compile again for every other mode and shape.
         task.network._compiled_call_impl = None
         task.network.to("cpu")
-    return Fitted(state.losses, state.seconds, device.target, [] if run is None else run.changes)
+    changes = [] if run is None else run.changes
+    return Fitted(state.losses, state.seconds, device.target, changes, state.weak)
 
 
 def _keep(run: Run, state: TrainingState, settings: LoopSettings, device: Device, stop: StopRequest) -> None:
@@ -199,9 +212,7 @@ class _Trainer:
             _checkpointed(task.network)
         task.network.to(device.target)
         self.parameters = [p for p in task.network.parameters() if p.requires_grad]
-        optimizer = torch.optim.AdamW(
-            self.parameters, lr=settings.learning_rate, weight_decay=settings.weight_decay, fused=True
-        )
+        optimizer = optimizer_of(task.network, settings)
         if settings.compile:
             task.network.compile()
         self.losses = device.distributed(_Losses(task))
@@ -218,9 +229,9 @@ class _Trainer:
         inputs = self.task.draw(rows, draws)
         # Dropout layers draw from torch's global generator.
         torch.manual_seed(int(torch.randint(2**62, (), generator=draws)))
-        rate = self.settings.learning_rate * learning_rate_factor(step - 1, self.settings)
+        factor = learning_rate_factor(step - 1, self.settings)
         for group in state.optimizer.param_groups:
-            group["lr"] = rate
+            group["lr"] = group["initial_lr"] * factor
         state.optimizer.zero_grad(set_to_none=True)
         losses = self._backward(device.share(inputs))
         clipped = device.clip(state.optimizer, self.parameters, self.settings.max_grad_norm)
@@ -240,6 +251,7 @@ class _Trainer:
         t = inputs["t"].float() if "t" in inputs else torch.full((len(rows),), math.nan)
         seconds = time.perf_counter() - begun
         state.seconds += seconds
+        rate = state.optimizer.param_groups[0]["lr"]
         return StepReport(step, losses, t, loss, norm, rate, seconds, state, lambda: stop.requested)
 
     def _backward(self, inputs: Inputs) -> Tensor:
@@ -265,7 +277,7 @@ class _Trainer:
         if state.non_finite >= self.settings.max_non_finite or diverged:
             raise HddmError(
                 f"{what}; the last {state.non_finite} steps were not finite, and nothing was written; try a "
-                "lower --learning-rate"
+                "lower --learning-rate, and with Muon a lower --muon-learning-rate"
             )
         log.warning("%s; the step is left out", what)
 
@@ -314,7 +326,8 @@ def train(
     """
     if is_complete(out, record, run, overwrite, settings, data):
         return []
-    used = completed(settings, out if run is not None and run.resume else None)
+    resumed = out if run is not None and run.resume else None
+    used = completed(settings, resumed, is_new=task.is_new)
     watchers: list[Watcher] = []
     if on_step is not None:
         watchers.append(lambda report: on_step(report.step, report.loss, report.seconds))
@@ -338,16 +351,18 @@ def train(
     return fitted.losses
 
 
-def completed(settings: Settings, out: Path | None, threads: int | None = None) -> Settings:
-    """Fill in the threads and the warm-up that ``settings`` leave open.
+def completed(
+    settings: Settings, out: Path | None, threads: int | None = None, is_new: bool = True
+) -> Settings:
+    """Fill in the threads, optimiser, rate and warm-up that ``settings`` leave open.
 
-    Both come from the resumed run of ``out``, whose defaults may have differed; else they are ``threads``, by
-    default torch's, and `LoopSettings.warmup_steps`.
+    They come from the resumed run of ``out``, whose defaults may have differed; else they are ``threads``, by
+    default torch's, and those of `LoopSettings.with_defaults`.
     """
     if out is not None:
         settings = as_recorded(settings, out)
     found = {"threads": settings.threads or threads or torch.get_num_threads()}
-    return settings.model_copy(update=found | {"warmup": settings.warmup_steps})
+    return settings.with_defaults(is_new).model_copy(update=found)
 
 
 def _environment(settings: LoopSettings) -> dict[str, Any]:

@@ -1,7 +1,24 @@
 """Training objectives, and the images, noise, times and conditions of an expert's step.
 
-ddpm:  E || network(alpha_u x_0 + sigma_u eps, u) - eps ||²
-flow:  E || network((1 - t) x_0 + t eps, t) - (eps - x_0) ||²
+One family: a network predicts p from y = alpha_u x_0 + sigma_u eps at native time u, and learns
+
+    E_u  w(u) || network(y, u) - p ||²
+
+| objective | path | p, the first by default |
+|---|---|---|
+| ddpm | cosine, or one of diffusers' | epsilon: eps; sample: x_0; v_prediction: alpha eps - sigma x_0 |
+| flow | linear | flow_prediction: eps - x_0; or one of the above |
+
+| noise levels | u |
+|---|---|
+| uniform | uniform in native time |
+| logit-normal | the logit of t = sigma/(alpha + sigma) is normal (SD3, arXiv:2403.03206, section 3.1) |
+
+| weighting | w |
+|---|---|
+| prediction | 1; for epsilon min(SNR, gamma)/SNR where a gamma is given (arXiv:2303.09556) |
+| velocity | that of the velocity's error at t: 1/(1 - t)² for epsilon, 1/t² for sample (arXiv:2511.13720), |
+| | ((alpha + sigma)/(alpha² + sigma²))² for v_prediction; t and 1 - t count as `BOUND` at least |
 """
 
 from collections.abc import Callable, Mapping
@@ -14,27 +31,30 @@ from torch import Tensor, nn
 from hddm.data.shards import Shard
 from hddm.schedules import CosineSchedule, DiscreteSchedule, LinearSchedule, Schedule
 from hddm.training.loop import Inputs
-from hddm.training.settings import TEXT, ExpertSettings, TimeSampling
+from hddm.training.settings import TEXT, ExpertSettings, TimeSampling, Weighting
 from hddm.utils.errors import HddmError
 from hddm.utils.tensors import append_dims
 from hddm.velocity import PredictionType
 
 TIME_SCALE = 1000.0
+BOUND = 0.05
+"""The least t, or 1 - t, that the loss of a velocity divides by."""
+_DEFAULTS = {"ddpm": PredictionType.EPSILON, "flow": PredictionType.FLOW_PREDICTION}
 
 
 @dataclass(frozen=True)
 class Objective:
-    """A prediction that a network learns, with its schedule and the times of training.
+    """A prediction that a network learns, with its path, its weighting and the noise levels of training.
 
-    The ``schedule`` is cosine by default for ddpm, always linear for flow. ``time_sampling`` is ``uniform``
-    in native time, or ``logit-normal``: the logit of t on the common path is normal (SD3, arXiv:2403.03206,
-    section 3.1), so the log-SNR is normal with deviation 2. For ddpm, ``snr_gamma`` weights errors of noise
-    by min(SNR, gamma)/SNR, which is min-SNR weighting of x_0 (arXiv:2303.09556, section 3.4). Flow with
-    another schedule or an ``snr_gamma``, and an unknown name, raise `HddmError`.
+    ``schedule`` is cosine by default for ddpm, always linear for flow; ``weighting`` is velocity by default
+    where flow predicts the sample. ``snr_gamma`` is of epsilon. Unknown names and combinations without
+    meaning raise `HddmError`.
     """
 
     name: Literal["ddpm", "flow"]
     schedule: Schedule
+    prediction_type: PredictionType
+    weighting: Weighting = "prediction"
     time_sampling: TimeSampling = "uniform"
     snr_gamma: float | None = None
 
@@ -45,26 +65,41 @@ class Objective:
         schedule: Schedule | None = None,
         time_sampling: TimeSampling = "uniform",
         snr_gamma: float | None = None,
+        prediction_type: str | None = None,
+        weighting: Weighting | None = None,
     ) -> "Objective":
-        """Make the objective called ``name``, with its default schedule where none is given."""
+        """Make the objective called ``name``, with its defaults for what is not given."""
         default: Schedule = CosineSchedule() if name == "ddpm" else LinearSchedule()
-        return cls(name, schedule or default, time_sampling, snr_gamma)
+        prediction = (
+            PredictionType(prediction_type)
+            if prediction_type
+            else _DEFAULTS.get(name, PredictionType.EPSILON)
+        )
+        if weighting is None:
+            is_flow_sample = name == "flow" and prediction is PredictionType.SAMPLE
+            weighting = "velocity" if is_flow_sample else "prediction"
+        return cls(name, schedule or default, prediction, weighting, time_sampling, snr_gamma)
 
     def __post_init__(self) -> None:
         for what, value, known in (
-            ("objective", self.name, ("ddpm", "flow")),
+            ("objective", self.name, tuple(_DEFAULTS)),
             ("time sampling", self.time_sampling, get_args(TimeSampling)),
+            ("weighting", self.weighting, get_args(Weighting)),
         ):
             if value not in known:
                 raise HddmError(f"unknown {what} {value!r}: choose {' or '.join(known)}")
-        if self.name == "flow" and not isinstance(self.schedule, LinearSchedule):
+        is_linear = isinstance(self.schedule, LinearSchedule)
+        if self.name == "flow" and not is_linear:
             raise HddmError("the flow objective runs on the linear path; a schedule is ddpm's")
-        if self.name == "flow" and self.snr_gamma is not None:
-            raise HddmError(f"--snr-gamma {self.snr_gamma:g} weighs the errors of noise; drop it for flow")
-
-    @property
-    def prediction_type(self) -> PredictionType:
-        return PredictionType.EPSILON if self.name == "ddpm" else PredictionType.FLOW_PREDICTION
+        if self.prediction_type is PredictionType.FLOW_PREDICTION and not is_linear:
+            raise HddmError("--prediction flow_prediction is of the linear path; take --objective flow")
+        if self.snr_gamma is not None and (
+            self.prediction_type is not PredictionType.EPSILON or self.weighting != "prediction"
+        ):
+            raise HddmError(
+                f"--snr-gamma {self.snr_gamma:g} weighs the errors of noise; drop it for "
+                f"{self.prediction_type.value} weighted by {self.weighting}"
+            )
 
     @property
     def time_scale(self) -> float:
@@ -79,21 +114,40 @@ class Objective:
         time: Tensor,
         conditions: Mapping[str, Tensor],
     ) -> Tensor:
-        """Return squared errors (batch,), averaged over each sample's elements and weighted by ``snr_gamma``.
+        """Return squared errors (batch,), averaged over each sample's elements and weighted.
 
         ``network`` is one of (y, timestep, **conditions), ``x_0`` are clean samples (batch, C, H, W), ``eps``
         noise like them, and ``time`` native times (batch,), float64.
         """
         levels = self.schedule.alpha_sigma(time)
         alpha, sigma = (append_dims(value, x_0.ndim).to(x_0) for value in levels)
-        target = eps if self.prediction_type is PredictionType.EPSILON else eps - x_0
+        target = {
+            PredictionType.EPSILON: lambda: eps,
+            PredictionType.SAMPLE: lambda: x_0,
+            PredictionType.V_PREDICTION: lambda: alpha * eps - sigma * x_0,
+            PredictionType.FLOW_PREDICTION: lambda: eps - x_0,
+        }[self.prediction_type]()
         timestep = (time * self.time_scale).to(x_0.device, torch.float32)
         output = network(alpha * x_0 + sigma * eps, timestep, **conditions)
         errors = (output.float() - target.float()).square().flatten(1).mean(1)
+        weights = self._weights(*levels)
+        return errors if weights is None else errors * weights.to(errors)
+
+    def _weights(self, alpha: Tensor, sigma: Tensor) -> Tensor | None:
+        """W (batch,) at signal and noise scales (batch,); None for 1."""
+        if self.weighting == "velocity":
+            t = sigma / (alpha + sigma)
+            match self.prediction_type:
+                case PredictionType.EPSILON:
+                    return (1 - t).clamp(min=BOUND) ** -2
+                case PredictionType.SAMPLE:
+                    return t.clamp(min=BOUND) ** -2
+                case PredictionType.V_PREDICTION:
+                    return ((alpha + sigma) / (alpha.square() + sigma.square())).square()
+            return None
         if self.snr_gamma is None:
-            return errors
-        inverse_snr = (levels[1] / levels[0]).square()
-        return errors * (self.snr_gamma * inverse_snr).clamp(max=1).to(errors)
+            return None
+        return (self.snr_gamma * (sigma / alpha).square()).clamp(max=1)
 
     def common_time(self, time: Tensor) -> Tensor:
         """Convert native times (batch,) to the common path: sigma/(alpha + sigma), in [0, 1]."""
@@ -109,6 +163,22 @@ class Objective:
         if isinstance(self.schedule, DiscreteSchedule):
             return torch.randint(0, int(self.schedule.end) + 1, (num,), generator=noise).double()
         return torch.rand(num, generator=noise, dtype=torch.float64)
+
+
+def objective_of(settings: ExpertSettings, schedule: Schedule | None = None) -> Objective:
+    """The objective of ``settings`` that are filled in, on ``schedule`` where it is not the default one.
+
+    Raises:
+        HddmError: as `Objective`.
+    """
+    return Objective.named(
+        settings.objective,
+        schedule,
+        settings.time_sampling or "uniform",
+        settings.snr_gamma,
+        settings.prediction,
+        settings.weighting,
+    )
 
 
 _DRAWN = ("x_0", "eps", "time", "t")

@@ -29,8 +29,32 @@ from hddm.utils.records import refuse_damaged
 
 Change = dict[str, Any]
 """Record of one change, as plain values of JSON."""
+OPEN = (
+    *("threads", "warmup", "optimizer", "learning_rate"),
+    *("prediction", "weighting", "rotary", "time_sampling", "weak_at"),
+)
+"""Settings that are None until a run fills them in."""
 NOT_RECORDED = "not recorded"
 """Stands for values that an older version did not record."""
+ADDED = {"optimizer": "adamw", "muon_learning_rate": 0.02}
+"""Settings that runs of older versions did not record, with what these versions did."""
+ADDED_TO_NEW = {"weighting": "prediction", "rotary": False}
+"""The same for experts with a new network, besides `PREDICTIONS`."""
+PREDICTIONS = {"ddpm": "epsilon", "flow": "flow_prediction"}
+OPEN = (
+    *("threads", "warmup", "optimizer", "learning_rate"),
+    *("prediction", "weighting", "rotary", "time_sampling", "weak_at"),
+)
+"""Settings that are None until a run fills them in."""
+NOT_RECORDED = "not recorded"
+"""Stands for values that an older version did not record."""
+ADDED = {"optimizer": "adamw", "muon_learning_rate": 0.02}
+"""Settings that runs of older versions did not record, with what these versions did."""
+ADDED_TO_EXPERTS = {
+    objective: {"prediction": prediction, "weighting": "prediction", "weak_at": 0.0}
+    for objective, prediction in (("ddpm", "epsilon"), ("flow", "flow_prediction"))
+}
+"""The same for those of experts, by objective."""
 
 
 def with_changes(before: Sequence[Change], new: Sequence[Change], step: int) -> list[Change]:
@@ -61,8 +85,11 @@ _COMPARED = ("settings", "data", "environment")
 # Keys that may change between two starts of a run without changing its result.
 FREE = {f"environment.{key}" for key in ("hddm", "torch", "hostname", "device", "processes")}
 # Keys that make it another expert; a run that continued with others would have an untrue record.
-_IDENTITY = "objective size class_conditional text_conditional lora_rank lora_alpha teacher"
-FIXED = {f"settings.{key}" for key in _IDENTITY.split()}
+_IDENTITY = (
+    *("objective", "prediction", "size", "rotary", "class_conditional", "text_conditional"),
+    *("lora_rank", "lora_alpha", "teacher", "optimizer"),
+)
+FIXED = {f"settings.{key}" for key in _IDENTITY}
 
 log = logging.getLogger(__name__)
 
@@ -89,10 +116,28 @@ def recorded(out: Path) -> dict[str, Any]:
     return read_json(path) if path.exists() else {}
 
 
+def recorded_settings(out: Path) -> dict[str, Any]:
+    """Read the settings of the run of ``out``, with those that its version did not record; {} for no run."""
+    record = recorded(out)
+    before: dict[str, Any] = record.get("settings", {})
+    if "optimizer" in before or not before:
+        return before
+    added: dict[str, Any] = dict(ADDED)
+    if "objective" in before:
+        added["weak_at"] = 0.0
+    if "init" not in record.get("data", {}):
+        if "objective" in before:
+            added |= ADDED_TO_NEW | {"prediction": PREDICTIONS[before["objective"]]}
+        if "teacher" in before:
+            added |= {"rotary": False, "prediction": PREDICTIONS["flow"]}
+    return added | before
+
+
 def as_recorded(settings: Settings, out: Path) -> Settings:
-    """Fill in the threads and the warm-up that ``settings`` leave open from the run of ``out``."""
-    before = recorded(out).get("settings", {})
-    left_open = [name for name in ("threads", "warmup") if getattr(settings, name) is None]
+    """Fill in what ``settings`` leave open, of `OPEN`, from the run of ``out``."""
+    if not (before := recorded_settings(out)):
+        return settings
+    left_open = [name for name in OPEN if getattr(settings, name, "none such") is None]
     return settings.model_copy(update={name: before[name] for name in left_open if name in before})
 
 
@@ -104,8 +149,9 @@ def compare_records(out: Path, record: Mapping[str, Any], options: RunOptions) -
     refused.
     """
     folder = run_folder_of(out)
+    before = recorded(out) | {"settings": recorded_settings(out)}
     given = json.loads(json.dumps(dict(record)))
-    old, new = (_flat({key: one.get(key, {}) for key in _COMPARED}) for one in (recorded(out), given))
+    old, new = (_flat({key: one.get(key, {}) for key in _COMPARED}) for one in (before, given))
     differing, lines, fixed = {}, {}, []
     for key in dict.fromkeys([*old, *new]):
         if old.get(key) == new.get(key):

@@ -10,7 +10,7 @@ Keys are those of `Keeping` and of the settings of what is trained.
 
 from collections.abc import Hashable, Mapping, Set
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 import yaml
 from pydantic import AfterValidator, Field, field_validator, model_validator
@@ -26,13 +26,14 @@ _WIDTHS = {"S": (12, 384, 6), "B": (12, 768, 12), "L": (24, 1024, 16), "XL": (28
 
 SIZES: dict[str, dict[str, int]] = {
     "tiny": {"depth": 2, "hidden_size": 32, "num_heads": 2, "patch_size": 2},
+    "mini": {"depth": 4, "hidden_size": 64, "num_heads": 4, "patch_size": 4},
     "small": {"depth": 4, "hidden_size": 128, "num_heads": 4, "patch_size": 4},
 } | {
     f"{name}/{patch}": {"depth": depth, "hidden_size": width, "num_heads": heads, "patch_size": patch}
     for name, (depth, width, heads) in _WIDTHS.items()
     for patch in (2, 4, 8)
 }
-"""Arguments of the transformers by named size; ``tiny`` and ``small`` are for images of a few hundred pixels.
+"""Arguments of the transformers by named size; the first three are for images of a few hundred pixels.
 
 The others are those of Peebles & Xie 2022 (arXiv:2212.09748, table 1), with the patch size after the slash.
 """
@@ -50,7 +51,9 @@ def _known_size(name: str) -> str:
     return name
 
 
+Weighting = Literal["prediction", "velocity"]
 TimeSampling = Literal["uniform", "logit-normal"]
+Prediction = Literal["epsilon", "sample", "v_prediction", "flow_prediction"]
 Size = Annotated[str, AfterValidator(_known_size)]
 LONGEST_WARMUP = 100
 """Most steps of warm-up, unless another number is asked for."""
@@ -59,14 +62,20 @@ TEXT = "encoder_hidden_states"
 
 
 class LoopSettings(Record):
-    """Settings of the optimisation: AdamW, linear warm-up with cosine decay to zero, and a float32 EMA.
+    """Settings of the optimisation: linear warm-up with cosine decay to zero, and a float32 EMA.
 
     ``batch_size`` is that of one step, over all devices and all ``gradient_accumulation_steps``.
     """
 
     steps: Positive
     batch_size: Positive = 128
-    learning_rate: Annotated[float, Field(gt=0)] = 1e-4
+    size: Size = "small"
+    optimizer: Literal["adamw", "muon"] | None = None
+    """None is Muon for a network with random weights and AdamW for one that goes on."""
+    learning_rate: Annotated[float, Field(gt=0)] | None = None
+    """Of AdamW; None is 0.2/width for a network with random weights, 1e-4 for one that goes on."""
+    muon_learning_rate: Annotated[float, Field(gt=0)] = 0.02
+    """Of the matrices that Muon trains."""
     warmup: Annotated[int, Field(ge=0)] | None = None
     """Steps to the peak rate; None is `warmup_steps`, which is then recorded. 0 and 1 are no warm-up."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.01
@@ -82,6 +91,16 @@ class LoopSettings(Record):
     """CPU threads, which affect rounding; None is torch's default, which is then recorded."""
     max_non_finite: Positive = 10
     """Steps in a row with a non-finite loss or gradient after which the training fails."""
+
+    def with_defaults(self, is_new: bool) -> Self:
+        """Fill in optimiser, learning rate and warm-up, for a network with random weights or another one."""
+        rate = 0.2 / size_config(self.size)["hidden_size"] if is_new else 1e-4
+        found = {
+            "optimizer": self.optimizer or ("muon" if is_new else "adamw"),
+            "learning_rate": self.learning_rate or rate,
+            "warmup": self.warmup_steps,
+        }
+        return self.model_copy(update=found)
 
     @property
     def warmup_steps(self) -> int:
@@ -108,19 +127,47 @@ class ExpertSettings(LoopSettings):
     """Settings of an expert."""
 
     objective: Literal["ddpm", "flow"]
-    time_sampling: TimeSampling = "uniform"
+    prediction: Prediction | None = None
+    """Of a new network; None is epsilon for ddpm and sample for flow."""
+    weighting: Weighting | None = None
+    """Of the loss (`hddm.training.objectives`); None is velocity for flow's sample, else prediction."""
+    rotary: bool | None = None
+    """Rotary positions of a new network; None is True."""
+    time_sampling: TimeSampling | None = None
+    """None is logit-normal."""
     snr_gamma: Annotated[float, Field(gt=0)] | None = None
     """DDPM: weight losses by min(SNR, gamma)/SNR (`hddm.training.objectives`)."""
-    size: Size = "small"
     class_conditional: bool = False
     text_conditional: bool = False
     condition_dropout: Annotated[float, Field(ge=0, le=1)] = 0.1
     random_flip: bool = False
     """Mirror half the images of a step, at random, left to right."""
+    weak_at: Annotated[float, Field(ge=0, lt=1)] | None = None
+    """Share of the steps after which the averages are kept as a weaker self to guide by; 0 for none, None is
+    0.25."""
     lora_rank: Positive | None = None
     """Rank of an adapter trained in place of all weights (`hddm.training.lora`); needs an init."""
     lora_alpha: Annotated[float, Field(gt=0)] | None = None
     """Scale of the adapter's product, as alpha/rank; None is the rank."""
+
+    def with_defaults(self, is_new: bool) -> Self:
+        """Fill in times and weaker self too, and a new network's prediction, weighting and positions."""
+        found: dict[str, Any] = {
+            "time_sampling": self.time_sampling or "logit-normal",
+            "weak_at": 0.25 if self.weak_at is None else self.weak_at,
+        }
+        if is_new:
+            prediction = self.prediction or {"ddpm": "epsilon", "flow": "sample"}[self.objective]
+            in_velocity = (self.objective, prediction) == ("flow", "sample")
+            found["prediction"] = prediction
+            found["weighting"] = self.weighting or ("velocity" if in_velocity else "prediction")
+            found["rotary"] = self.rotary is not False
+        return super().with_defaults(is_new).model_copy(update=found)
+
+    @property
+    def weak_step(self) -> int:
+        """Step whose averages are kept, 0 for none; an adapter keeps none."""
+        return 0 if self.lora_rank is not None else round((self.weak_at or 0) * self.steps)
 
     @property
     def conditions(self) -> tuple[str, ...]:
@@ -151,10 +198,21 @@ class DistillSettings(LoopSettings):
     """Settings of a student; ``condition_dropout`` is the share of samples learned without class labels."""
 
     teacher: Literal["shard", "routed"] = "shard"
-    size: Size = "small"
-    time_sampling: TimeSampling = "uniform"
+    prediction: Prediction | None = None
+    """Of a new network; None is sample."""
+    rotary: bool | None = None
+    """Rotary positions of a new network; None is True."""
+    time_sampling: TimeSampling | None = None
+    """None is logit-normal."""
     condition_dropout: Annotated[float, Field(ge=0, le=1)] = 0.1
     random_flip: bool = False
+
+    def with_defaults(self, is_new: bool) -> Self:
+        """Fill in the times too, and a new network's prediction and positions."""
+        as_expert = self.as_expert(False).with_defaults(is_new)
+        names = ("prediction", "rotary", "time_sampling")
+        found = {name: getattr(as_expert, name) for name in names}
+        return super().with_defaults(is_new).model_copy(update=found)
 
     def as_expert(self, class_conditional: bool) -> ExpertSettings:
         """Return the settings of the flow expert that the student is."""

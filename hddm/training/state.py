@@ -89,6 +89,8 @@ class Ema:
 
 
 WEIGHTS, EMA, OPTIMIZER, LOSSES = FILES = "weights", "ema", "optimizer", "losses"
+WEAK = "weak"
+"""In checkpoints after the step whose averages are kept."""
 
 
 @dataclass
@@ -96,6 +98,7 @@ class TrainingState:
     """Weights as the optimiser left them, their averages, its moments, and counters.
 
     ``losses`` are those of all steps, so ``step`` is their number; a skipped step left NaN or Inf there.
+    ``weak`` is the network with the averages of an early step, in bfloat16, once that is done.
     """
 
     network: nn.Module
@@ -105,6 +108,7 @@ class TrainingState:
     losses: list[float] = field(default_factory=list)
     seconds: float = 0.0
     """Time of all steps, without the time between them."""
+    weak: dict[str, Tensor] = field(default_factory=dict)
     non_finite: int = 0
     """Steps in a row that were skipped, up to now."""
     notes: dict[str, Any] = field(default_factory=dict)
@@ -128,7 +132,17 @@ class TrainingState:
             EMA: self.ema.tensors(),
             OPTIMIZER: moments,
             LOSSES: {"losses": torch.tensor(self.losses, dtype=torch.float64)},
+            **({WEAK: self.weak} if self.weak else {}),
         }
+
+    def keep_weak(self) -> None:
+        """Keep the averages of this step as ``weak``."""
+        with self.ema.averaged():
+            tensors = self.network.state_dict().items()
+            self.weak = {
+                name: value.to("cpu", torch.bfloat16 if value.is_floating_point() else value.dtype, copy=True)
+                for name, value in tensors
+            }
 
     def values(self) -> dict[str, Any]:
         return {
@@ -156,6 +170,7 @@ class TrainingState:
             kept = value.to(trained[parameter].device).clone()
             self.optimizer.state[trained[parameter]][moment] = kept
         self.losses = tensors[LOSSES]["losses"].tolist()
+        self.weak = dict(tensors.get(WEAK, {}))
         self.ema.updates = values["ema_updates"]
         self.seconds, self.non_finite = values["seconds"], values["non_finite"]
         self.notes = dict(values.get("notes", {}))
@@ -206,7 +221,7 @@ class Run:
     def restore(self, state: TrainingState) -> None:
         """Load the resumed checkpoint, if any, into ``state``, which must be of the same network."""
         if (path := self.begun_at) is not None:
-            tensors = {name: load_file(path / f"{name}.safetensors") for name in FILES}
+            tensors = {file.stem: load_file(file) for file in path.glob("*.safetensors")}
             state.load(tensors, read_json(path / PROGRESS), str(path))
             log.info("%s: going on from step %d", self.folder, state.step)
 
@@ -251,7 +266,8 @@ class Run:
 def _is_complete(path: Path) -> bool:
     try:
         files = read_record(path / MANIFEST, CheckpointManifest, CHECKPOINT_FORMAT).files
-        is_full = {PROGRESS, *(f"{name}.safetensors" for name in FILES)} == set(files)
+        needed = {PROGRESS, *(f"{name}.safetensors" for name in FILES)}
+        is_full = needed <= set(files) <= needed | {f"{WEAK}.safetensors"}
         return is_full and all(sha256_of(path / name) == sha256 for name, sha256 in files.items())
     except (HddmError, OSError):
         return False

@@ -171,6 +171,8 @@ def verify_expert(
     try:
         foreign = foreign_files(folder, record, lambda path: hashes[path.resolve()])
         expert = unread.read(torch.float32)
+        if unread.weak is not None:
+            unread.weak.read(torch.float32)
         field = field_of(expert, place)
     except HddmError as error:
         return Verification(folder, files, (*foreign, *_lines(error)), tuple(notes))

@@ -178,7 +178,7 @@ def _entry(kept: dict[str, Any], report: StepReport) -> dict[str, float]:
 
 IMAGES, COLUMNS = 16, 4
 STEPS = 30
-"""Euler steps per picture, on the model's own time grid."""
+"""Solver steps per picture, on the model's own time grid."""
 SEED = 0
 """Seed of the noise, as of ``hddm sample --seed 0``."""
 LATENT_RANGE = 3.0

@@ -67,6 +67,20 @@ def test_steps_batches_and_calibrations_are_counted() -> None:
     assert cost.of_router(router_settings(calibrate=True)) == trained + NOISED * 100
 
 
+def test_muon_costs_its_matrix_products_once_a_step(shards: Path) -> None:
+    """Five iterations, for G of shape (m, n), n <= m: G^T G, its square, and the product with G."""
+    adamw = count_expert(shards / "shard_0", expert_settings("flow"))
+    muon = count_expert(shards / "shard_0", expert_settings("flow", optimizer="muon"))
+
+    def update(m: int, n: int) -> int:
+        return 5 * (2 * _linear(n, m, n) + _linear(n, n, n))
+
+    block = update(3 * WIDTH, WIDTH) + update(WIDTH, WIDTH) + 2 * update(4 * WIDTH, WIDTH)
+    time = update(FREQUENCIES, WIDTH) + update(WIDTH, WIDTH) + update(6 * WIDTH, WIDTH)
+    assert muon == Cost(adamw.step, adamw.forward, DEPTH * block + time)
+    assert muon.steps(expert_settings("flow")) == adamw.steps(expert_settings("flow")) + 10 * muon.update
+
+
 def test_training_on_costs_what_the_network_costs_that_is_trained_on(
     shards: Path, whole: Path, ddpm_expert: Path
 ) -> None:
@@ -104,7 +118,7 @@ def test_the_single_model_gets_what_the_ensemble_costs_with_its_router(
     budget = 2 * opener.costs.expert(expert).of_expert(expert) + routing
     cost = opener.costs.expert(single.settings)
     gap = budget - cost.of_expert(single.settings)
-    assert 0 <= gap < single.settings.batch_size * cost.step
+    assert 0 <= gap < cost.of_step(single.settings.batch_size)
     if not changes:
         assert single.settings.batch_size == 2 * expert.batch_size
         # Counted once: two kinds of networks.

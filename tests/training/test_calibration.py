@@ -15,7 +15,7 @@ import hddm
 from hddm.calibration import FILE_NAME, Calibration, calibrate, calibration_record
 from hddm.data.shards import load_shard
 from hddm.experts.loading import load
-from hddm.experts.records import read_expert
+from hddm.experts.records import WEAK, read_expert
 from hddm.networks.transformers import ExpertTransformer
 from hddm.sampling import initial_noise, sample
 from hddm.training import expert as expert_training
@@ -189,6 +189,7 @@ def test_what_cannot_be_calibrated_stays_as_it_was(
     """An expert of prompts without data, an ensemble, and an expert on a full disk."""
     prompts = copied(flow_expert, tmp_path)
     new_network(ExpertTransformer, "tiny", SHAPE, 0, text_dim=8).save_pretrained(prompts)
+    (prompts / WEAK).unlink()
     edit_json(prompts / "expert.json", conditions=["encoder_hidden_states"])
     full = copied(ddpm_expert, tmp_path)
     before = contents(tmp_path)

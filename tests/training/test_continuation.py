@@ -16,7 +16,7 @@ from hddm.calibration import FILE_NAME, KAPPA, Calibration, Moments, bounded_gai
 from hddm.data.partition import partition
 from hddm.data.shards import load_shard
 from hddm.experts.assembly import assemble
-from hddm.experts.records import Expert, ExpertRecord, save_expert
+from hddm.experts.records import WEAK, Expert, ExpertRecord, save_expert
 from hddm.networks.folders import WEIGHTS
 from hddm.networks.transformers import ExpertTransformer
 from hddm.training.calibrate import recalibrate
@@ -242,9 +242,10 @@ def test_what_does_not_fit_the_init_is_refused(
     assert "no value that stands for no class_labels; pass --class-conditional" in message
     text = copied(flow_expert, tmp_path / "text")
     new_network(ExpertTransformer, "tiny", SHAPE, 0, text_dim=8).save_pretrained(text)
+    (text / WEAK).unlink()
     edit_json(text / "expert.json", conditions=["encoder_hidden_states"])
     assert "no value that stands for no encoder_hidden_states" in _refused(text, whole, tmp_path)
-    assert "predicts flow_prediction" in _refused(flow_expert, whole, tmp_path, "ddpm")
+    assert "predicts sample" in _refused(flow_expert, whole, tmp_path, "ddpm")
     assert "trained on with flow matching" in _refused(continued, whole, tmp_path, "ddpm")
 
 

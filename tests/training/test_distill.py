@@ -18,6 +18,7 @@ from hddm.experts.assembly import assemble
 from hddm.experts.loading import load
 from hddm.networks.folders import WEIGHTS
 from hddm.training.distill import distill, matching
+from hddm.training.objectives import Objective
 from hddm.training.settings import DistillSettings, RunOptions
 from hddm.utils.errors import HddmError
 from hddm.velocity import VelocityField
@@ -25,6 +26,8 @@ from tests.artefacts import CLASSES, PER_CLASS, Command, Died, copied, edit_json
 from tests.cases import LINEAR, case_named
 from tests.conftest import Trio
 from tests.oracles import GaussianMixture, OracleNetwork, exact_router
+
+FLOW = Objective.named("flow")
 
 PRIOR = [0.35, 0.65]
 SHARDS = [GaussianMixture.random(seed=20 + k, modes=2, dim=2) for k in range(2)]
@@ -72,7 +75,7 @@ class _Changed(nn.Module):
 
 def _slopes(velocity: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
     """The expected gradient of the loss at ``velocity`` (5,), in standard errors."""
-    network, loss = _Changed(velocity), matching(lambda device: _exact_ensemble())
+    network, loss = _Changed(velocity), matching(lambda device: _exact_ensemble(), FLOW)
     gradients = []
     for seed in range(30):
         network.zero_grad()
@@ -102,7 +105,7 @@ def test_an_experts_velocity_is_a_less_noisy_target_than_data_by_what_the_shard_
     def spread(target: Tensor, about: Tensor) -> float:
         return (target - about).square().mean().item()
 
-    between = matching(lambda device: ensemble)(lambda x, time: WHOLE.velocity(x, time / 1000), inputs)  # type: ignore[arg-type]
+    between = matching(lambda device: ensemble, FLOW)(lambda x, time: WHOLE.velocity(x, time / 1000), inputs)  # type: ignore[arg-type]
     assert between.mean().item() == pytest.approx(spread(own, mixture), rel=1e-6)
     data, within = spread(eps - x_0, mixture), spread(eps - x_0, own)
     assert data == pytest.approx(within + between.mean().item(), rel=0.02)
@@ -111,7 +114,7 @@ def test_an_experts_velocity_is_a_less_noisy_target_than_data_by_what_the_shard_
 
 def test_the_routed_teacher_is_the_mixture_itself() -> None:
     inputs = {name: value for name, value in _batch(200, seed=2).items() if name != "expert"}
-    loss = matching(lambda device: _exact_ensemble())
+    loss = matching(lambda device: _exact_ensemble(), FLOW)
     assert loss(lambda x, time: WHOLE.velocity(x, time / 1000), inputs).max() < 1e-12  # type: ignore[arg-type]
 
 
@@ -124,8 +127,8 @@ def test_a_teacher_runs_in_float32_when_its_student_does_not(ensemble: Path) -> 
     wide = inputs["t"].view(-1, 1, 1, 1)
     expected = model.velocity((1 - wide) * inputs["x_0"] + wide * inputs["eps"], inputs["t"])
     with torch.autocast("cpu", torch.bfloat16):
-        loss = matching(lambda device: model)(lambda x, time: expected, inputs)  # type: ignore[arg-type]
-    assert loss.max() == 0
+        loss = matching(lambda device: model, FLOW)(lambda x, time: expected, inputs)  # type: ignore[arg-type]
+    assert loss.max() < 1e-12
 
 
 def test_joined_shards_hold_all_samples_in_order_and_belong_to_one_partition(
@@ -159,7 +162,7 @@ def test_a_student_is_made_sampled_and_traced_from_the_command_line(
     facts = json.loads((out / "expert.json").read_text())
     assert (facts["objective"], facts["prediction_type"], facts["licence"]) == (
         "flow",
-        "flow_prediction",
+        "sample",
         None,
     )
     partition_hash = load_shard(shards / "shard_0").partition
@@ -185,7 +188,7 @@ def test_a_student_begins_with_the_flow_expert_that_it_is_given(
     out = tmp_path / "student"
     given = (ensemble, "--out", out, "--data", shards, "--steps", 1, "--learning-rate", 1e-9)
     for code, init, told in (
-        (1, [ddpm_expert], "prediction type: epsilon, and the student's is flow_prediction"),
+        (1, [ddpm_expert], "schedule: {'name': 'cosine'}, and the student's is {'name': 'linear'}"),
         (2, [ensemble], "no expert folder"),
         (2, [ddpm_expert, "--size", "tiny"], "--init fixes it"),
     ):

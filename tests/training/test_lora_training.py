@@ -117,10 +117,11 @@ def test_islands_adapt_one_expert_each_to_its_shard(
 
 
 def test_an_adapter_learns_and_leaves_its_base_alone(whole: Path, flow_expert: Path, tmp_path: Path) -> None:
-    settings = expert_settings("flow", steps=60, ema_decay=0.5, learning_rate=1e-2, lora_rank=4)
+    changes = {"steps": 150, "time_sampling": "logit-normal", "learning_rate": 1e-2, "lora_rank": 4}
+    settings = expert_settings("flow", **changes)
     init = contents(flow_expert)
     losses = continue_expert(flow_expert, whole, tmp_path / "one", settings)
-    assert sum(losses[-10:]) < 0.95 * sum(losses[:10])
+    assert sum(losses[-50:]) < 0.9 * sum(losses[:50])
     assert contents(flow_expert) == init
 
 

@@ -11,7 +11,8 @@ from hddm.data.shards import Shard, load_shard
 from hddm.training.loop import Order
 from hddm.training.objectives import Objective, drawing
 from hddm.utils.errors import HddmError
-from hddm.utils.tensors import generator
+from hddm.utils.tensors import append_dims, generator
+from hddm.velocity import VelocityField
 from tests.artefacts import expert_settings, with_pixels
 from tests.cases import Case, case_named
 from tests.oracles import GaussianMixture, OracleNetwork
@@ -73,6 +74,44 @@ def test_the_optimal_velocity_network_reaches_the_least_flow_loss(sampling: str)
     _excess(objective, case_named("linear"), "flow_prediction", least)
 
 
+@pytest.mark.parametrize(
+    ("name", "prediction"),
+    [
+        ("linear", "epsilon"),
+        ("linear", "sample"),
+        ("linear", "v_prediction"),
+        ("linear", "flow_prediction"),
+        ("cosine", "epsilon"),
+        ("cosine", "sample"),
+        ("ddpm-linear", "v_prediction"),
+    ],
+)
+def test_loss_in_velocity_is_the_error_of_the_converted_velocity(name: str, prediction: str) -> None:
+    """Between the bounds, for a network that is wrong by a constant; at the ends it is bounded."""
+    case = case_named(name)
+    kind = "flow" if name == "linear" else "ddpm"
+    objective = Objective.named(kind, case.schedule, prediction_type=prediction, weighting="velocity")
+    best = OracleNetwork(GAUSSIAN, case.alpha_sigma, prediction, objective.time_scale)
+    x_0, eps = GAUSSIAN.sample(64, 1, SHAPE), torch.randn(64, *SHAPE, generator=_noise()).double()
+    t = torch.linspace(0.06, 0.94, 64, dtype=torch.float64)
+    time = case.schedule.match(t)
+    field = VelocityField(lambda y, u: best(y, u) + 0.3, case.schedule, prediction, objective.time_scale)
+    a = append_dims(t, 4)
+    velocity = field.velocity((1 - a) * x_0 + a * eps, t)
+    expected = (velocity - (eps - x_0)).square().flatten(1).mean(1)
+    found = objective.errors(lambda y, u: best(y, u) + 0.3, x_0, eps, time, {})
+    torch.testing.assert_close(found, expected.float(), rtol=2e-4, atol=1e-6)
+    ends = objective.errors(
+        lambda y, u: torch.zeros_like(y), x_0[:2], eps[:2], case.schedule.match(t.new([0, 1])), {}
+    )
+    assert ends.isfinite().all()
+
+
+def test_flow_that_predicts_the_sample_takes_its_loss_in_velocity() -> None:
+    assert Objective.named("flow", prediction_type="sample").weighting == "velocity"
+    assert Objective.named("ddpm", prediction_type="sample").weighting == "prediction"
+
+
 @pytest.mark.parametrize("name", ["ddpm-linear", "trained-betas-ztsnr"])
 def test_discrete_schedules_draw_whole_indices_all_of_them_alike(name: str) -> None:
     schedule = case_named(name).schedule
@@ -114,8 +153,10 @@ def test_combinations_without_meaning_are_refused() -> None:
     for schedule in ("cosine", "ddpm-linear"):
         with pytest.raises(HddmError, match="runs on the linear path"):
             Objective.named("flow", case_named(schedule).schedule)
-    with pytest.raises(HddmError, match=r"--snr-gamma 5 .*drop it for flow"):
+    with pytest.raises(HddmError, match=r"--snr-gamma 5 .*drop it for flow_prediction"):
         Objective.named("flow", snr_gamma=5.0)
+    with pytest.raises(HddmError, match="flow_prediction is of the linear path"):
+        Objective.named("ddpm", prediction_type="flow_prediction")
 
 
 def test_an_unknown_name_is_refused() -> None:

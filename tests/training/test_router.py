@@ -281,7 +281,7 @@ def test_held_out_images_are_never_trained_on_and_what_they_say_is_recorded(
         return with_pixels(shard, pixels_of(shard)[~held_out(shard)])
 
     monkeypatch.setattr(router_training, "open_shard", without_held_out)
-    train_router(shards, tmp_path / "rest", router_settings())
+    train_router(shards, tmp_path / "rest", router_settings(optimizer="muon"))
     weights = [contents(tmp_path / name)[WEIGHTS] for name in ("router", "rest")]
     assert weights[0] == weights[1]
     facts = read_router(tmp_path / "rest")[1]

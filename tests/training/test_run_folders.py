@@ -63,7 +63,7 @@ def test_every_changed_setting_is_told_and_stops_a_resume(started: Path, whole: 
     assert code == 1
     assert "pass --allow-config-change" in error
     assert "settings.steps: was 4, is 6" in error
-    assert "settings.learning_rate: was 0.0001, is 0.5" in error
+    assert "settings.learning_rate: was 0.00625, is 0.5" in error
     assert "batch_size" not in error
     assert not started.exists()
     code, _, error = hddm(*changed, "--allow-config-change")
@@ -177,7 +177,7 @@ def test_a_batch_in_parts_learns_as_one_batch_does(whole: Path, tmp_path: Path) 
 
 
 def test_bfloat16_learns_alike_with_weights_and_averages_in_float32(whole: Path, tmp_path: Path) -> None:
-    settings = expert_settings("flow", steps=12, batch_size=32, threads=1)
+    settings = expert_settings("flow", steps=12, batch_size=32, threads=1, prediction="flow_prediction")
     plain = train_expert(whole, tmp_path / "no", settings)
     half = settings.model_copy(update={"mixed_precision": "bf16"})
     found = train_expert(whole, tmp_path / "bf16", half, run=RunOptions())

@@ -44,7 +44,9 @@ def _check_golden(name: str, losses: list[float]) -> None:
 
 @pytest.mark.parametrize("objective", ["flow", "ddpm"])
 def test_an_experts_losses_are_the_golden_ones(objective: str, whole: Path, tmp_path: Path) -> None:
-    losses = train_expert(whole, tmp_path / "expert", expert_settings(objective))
+    prediction = {"flow": "flow_prediction", "ddpm": "epsilon"}[objective]
+    settings = expert_settings(objective, prediction=prediction, rotary=False)
+    losses = train_expert(whole, tmp_path / "expert", settings)
     _check_golden(f"{objective}_tiny", losses)
 
 
@@ -66,8 +68,8 @@ def test_a_seed_decides_every_weight_and_another_seed_other_ones(
     assert first[WEIGHTS] != other[WEIGHTS]
     facts = json.loads(first["expert.json"])
     assert facts["shard"] == shard_record(shards / "shard_1")
-    assert (facts["objective"], facts["prediction_type"]) == ("flow", "flow_prediction")
-    used = expert_settings("flow", threads=torch.get_num_threads()).model_dump()
+    assert (facts["objective"], facts["prediction_type"]) == ("flow", "sample")
+    used = expert_settings("flow", threads=torch.get_num_threads()).with_defaults(is_new=True).model_dump()
     assert facts["training"].items() >= (used | {"images_seen": 160}).items()
 
 

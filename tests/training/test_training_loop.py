@@ -4,6 +4,7 @@ import itertools
 import math
 import re
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -155,3 +156,13 @@ def test_a_record_holds_the_settings_and_the_loss_of_the_last_twentieth() -> Non
     assert record["images_seen"] == 300
     assert record["seed"] == 5
     assert record["seconds"] >= 0
+
+
+def test_the_weaker_self_is_the_average_of_its_step() -> None:
+    point, values = _Point(), []
+    values.append(point.place.detach().clone())
+    task = replace(_task(point, lambda: point.place.square().sum()), weak_step=7)
+    settings = LoopSettings(steps=30, learning_rate=0.1, ema_decay=0.9)
+    fitted = fit(task, settings, watchers=[lambda report: values.append(point.place.detach().clone())])
+    torch.testing.assert_close(fitted.weak["place"], _average(values[:8], 0.9).bfloat16())
+    assert fit(_task(point, lambda: point.place.sum()), settings).weak == {}

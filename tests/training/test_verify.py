@@ -80,7 +80,7 @@ def test_an_untrained_expert_and_one_that_records_what_it_does_not_predict_are_r
     (problem,) = verify_expert(tmp_path / "expert", held_out).problems
     assert "untrained" in problem or "hardly trained" in problem
     folder = copied(class_expert, tmp_path)
-    for wrong in (PredictionType.SAMPLE, PredictionType.EPSILON):
+    for wrong in (PredictionType.FLOW_PREDICTION, PredictionType.EPSILON):
         edit_json(folder / "expert.json", prediction_type=wrong.value)
         assert "what it predicts" in verify_expert(folder, held_out).problems[0]
     edit_json(folder / "expert.json", training={}, shard=None)

@@ -1,0 +1,67 @@
+"""Optimisers: AdamW for all parameters, or Muon for the matrices of a network and AdamW for the rest."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from hddm.training.settings import LoopSettings
+
+# Layers that make the output of our networks and diffusers': their matrices are AdamW's, as in Muon's recipe.
+ENDS = ("final_layer", "head", "proj_out", "proj_out_1", "proj_out_2", "norm_out", "conv_out")
+
+
+def optimizer_of(network: nn.Module, settings: LoopSettings) -> torch.optim.Optimizer:
+    """The optimiser of the parameters of ``network`` that require gradients; each group holds its peak rate.
+
+    What ``settings`` leave open is filled in (`LoopSettings.with_defaults`). Muon (arXiv:2502.16982) makes
+    the momentum of a matrix orthogonal by Newton and Schulz's iteration and scales it by
+    max(1, rows/columns)^½.
+    """
+    assert settings.learning_rate is not None
+    trained = {name: p for name, p in network.named_parameters() if p.requires_grad}
+    matrices = _matrices(network) if settings.optimizer == "muon" else set()
+    inner = [p for name, p in trained.items() if name in matrices]
+    rest = [p for name, p in trained.items() if name not in matrices]
+    decay = settings.weight_decay
+    optimizers: list[torch.optim.Optimizer] = []
+    if rest:
+        optimizers.append(torch.optim.AdamW(rest, lr=settings.learning_rate, weight_decay=decay, fused=True))
+    if inner:
+        muon = torch.optim.Muon(
+            inner, lr=settings.muon_learning_rate, weight_decay=decay, adjust_lr_fn="original"
+        )
+        optimizers.append(muon)
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["initial_lr"] = group["lr"]
+    return optimizers[0] if len(optimizers) == 1 else _Together(optimizers)
+
+
+def _matrices(network: nn.Module) -> set[str]:
+    """Names of the matrices that map features to features: of linear layers and of packed attention."""
+    found = set()
+    for place, module in network.named_modules():
+        if place.partition(".")[0] in ENDS:
+            continue
+        for name, parameter in module.named_parameters(place, recurse=False):
+            is_packed = name.endswith("in_proj_weight")
+            if parameter.ndim == 2 and (is_packed or isinstance(module, nn.Linear)):
+                found.add(name)
+    return found
+
+
+class _Together(torch.optim.Optimizer):
+    """Optimisers of different parameters as one, with one state."""
+
+    def __init__(self, optimizers: list[torch.optim.Optimizer]) -> None:
+        groups = [group for one in optimizers for group in one.param_groups]
+        super().__init__([{"params": group["params"]} for group in groups], {})
+        self.param_groups = groups
+        self._optimizers = optimizers
+        for one in optimizers:
+            one.state = self.state
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for one in self._optimizers:
+            one.step()

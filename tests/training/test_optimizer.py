@@ -1,0 +1,137 @@
+"""Muon for matrices, AdamW for the rest: which parameter is whose, and a resume to the last bit."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from diffusers import DiTTransformer2DModel
+from safetensors.torch import load_file
+from torch import nn
+
+from hddm.experts.records import WEAK
+from hddm.networks.folders import WEIGHTS
+from hddm.networks.transformers import ExpertTransformer, RouterTransformer
+from hddm.training.continuation import continue_expert
+from hddm.training.expert import train_expert
+from hddm.training.optimizer import optimizer_of
+from hddm.training.settings import ExpertSettings, RunOptions, size_config
+from hddm.utils.errors import HddmError
+from tests.artefacts import Died, ending_at, expert_settings
+
+MUON = expert_settings("flow", optimizer="muon", learning_rate=1e-3, muon_learning_rate=0.02)
+TINY = {"sample_size": 8, "in_channels": 3, **size_config("tiny")}
+
+
+def _of_muon(network: nn.Module) -> set[str]:
+    names = {parameter: name for name, parameter in network.named_parameters()}
+    groups = optimizer_of(network, MUON).param_groups
+    return {names[p] for group in groups if group["initial_lr"] == 0.02 for p in group["params"]}
+
+
+def test_muon_takes_the_matrices_between_features_and_no_others() -> None:
+    expert = ExpertTransformer(**TINY, num_classes=3, text_dim=16)
+    found = _of_muon(expert)
+    block = {"attn.in_proj_weight", "attn.out_proj.weight", "mlp.0.weight", "mlp.2.weight"}
+    block |= {f"cross_{name}" for name in block if name.startswith("attn")}
+    others = {"t_block.1.weight", "time_embed.mlp.0.weight", "time_embed.mlp.2.weight", "text_proj.weight"}
+    assert found == others | {f"layers.{k}.{name}" for k in range(2) for name in block}
+    router = _of_muon(RouterTransformer(num_experts=3, **TINY))
+    assert "layers.0.adaLN_modulation.1.weight" in router
+    assert not {name for name in router if name.startswith(("head", "patch_embed", "pos_embed"))}
+    sizes = {"num_attention_heads": 2, "attention_head_dim": 8, "num_layers": 1, "sample_size": 8}
+    foreign = _of_muon(DiTTransformer2DModel(**sizes, num_embeds_ada_norm=5))
+    assert "transformer_blocks.0.attn1.to_q.weight" in foreign
+    assert not {
+        name for name in foreign if "proj_out" in name or "pos_embed" in name or "embedding_table" in name
+    }
+
+
+def test_every_parameter_is_trained_by_one_optimiser() -> None:
+    network = ExpertTransformer(**TINY)
+    optimizer = optimizer_of(network, MUON)
+    trained = [p for group in optimizer.param_groups for p in group["params"]]
+    assert sorted(map(id, trained)) == sorted(map(id, network.parameters()))
+    before = [p.detach().clone() for p in trained]
+    for p in trained:
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    assert not any(torch.equal(p, old) for p, old in zip(trained, before, strict=True))
+    assert all(optimizer.state[p] for p in trained)
+
+
+def test_muon_makes_the_step_of_a_matrix_orthogonal() -> None:
+    """All singular values of its first step are near the rate, times √(rows/columns) where rows are more."""
+    layer = nn.Linear(16, 64, bias=False)
+    optimizer = optimizer_of(nn.ModuleDict({"layer": layer}), MUON.model_copy(update={"weight_decay": 0.0}))
+    before = layer.weight.detach().clone()
+    layer.weight.grad = torch.randn(64, 16, generator=torch.Generator().manual_seed(0))
+    optimizer.step()
+    values = torch.linalg.svdvals(layer.weight.detach() - before) / 0.02
+    assert ((values > 0.5 * 2) & (values < 1.3 * 2)).all()
+
+
+@pytest.mark.parametrize("prediction", [None, "flow_prediction"])
+def test_a_training_by_muon_resumes_to_the_last_bit(
+    whole: Path, tmp_path: Path, prediction: str | None
+) -> None:
+    settings = MUON.model_copy(update={"prediction": prediction})
+    losses = train_expert(whole, tmp_path / "one", settings)
+    run = RunOptions(checkpoint_every=3, resume=True)
+    with pytest.raises(Died):
+        train_expert(whole, tmp_path / "two", settings, on_step=ending_at(7), run=run)
+    assert train_expert(whole, tmp_path / "two", settings, run=run) == losses
+    for file in (WEIGHTS, WEAK):
+        one, two = (load_file(tmp_path / name / file) for name in ("one", "two"))
+        assert all(torch.equal(one[name], two[name]) for name in one)
+
+
+OLD = {"optimizer": "adamw", "rotary": False, "weak_at": 0.0}
+
+
+@pytest.mark.parametrize("kind", ["flow", "ddpm", "init"])
+def test_a_run_of_an_older_version_goes_on_as_it_began(kind: str, whole: Path, tmp_path: Path) -> None:
+    """Its record names none of the newer settings, and its network is without rotary positions."""
+    objective = "ddpm" if kind == "ddpm" else "flow"
+    settings = expert_settings(objective, **OLD, prediction=None if kind == "ddpm" else "flow_prediction")
+    run = RunOptions(checkpoint_every=3, resume=True)
+    train_expert(whole, tmp_path / "base", settings)
+
+    def start(out: str, settings: ExpertSettings, **options: Any) -> list[float]:
+        if kind == "init":
+            return continue_expert(tmp_path / "base", whole, tmp_path / out, settings, **options)
+        return train_expert(whole, tmp_path / out, settings, **options)
+
+    losses = start("uninterrupted", settings)
+    with pytest.raises(Died):
+        start("out", settings, on_step=ending_at(7), run=run)
+    record = tmp_path / "out.run" / "run.json"
+    content = json.loads(record.read_text())
+    for name in ("optimizer", "muon_learning_rate", "prediction", "weighting", "rotary", "weak_at"):
+        del content["settings"][name]
+    record.write_text(json.dumps(content))
+    names = ("optimizer", "prediction", "rotary", "weak_at", "time_sampling")
+    left_open = settings.model_copy(update=dict.fromkeys(names))
+    assert start("out", left_open, run=run) == losses
+    one, two = (tmp_path / name for name in ("uninterrupted", "out"))
+    assert (one / "config.json").read_text() == (two / "config.json").read_text()
+    assert start("out", left_open, run=run) == []
+
+
+def test_another_optimiser_cannot_take_over(whole: Path, tmp_path: Path) -> None:
+    run = RunOptions(checkpoint_every=3, resume=True, allow_config_change=True)
+    with pytest.raises(Died):
+        train_expert(whole, tmp_path / "out", MUON, on_step=ending_at(7), run=run)
+    with pytest.raises(HddmError) as caught:
+        train_expert(whole, tmp_path / "out", expert_settings("flow", learning_rate=1e-3), run=run)
+    assert "settings.optimizer: was 'muon', is 'adamw'" in str(caught.value)
+
+
+def test_a_new_network_learns_by_muon_and_one_that_goes_on_by_adamw(whole: Path, tmp_path: Path) -> None:
+    open_settings = expert_settings("flow", optimizer=None, learning_rate=None)
+    train_expert(whole, tmp_path / "new", open_settings)
+    continue_expert(tmp_path / "new", whole, tmp_path / "on", open_settings)
+    found = [json.loads((tmp_path / name / "expert.json").read_text())["training"] for name in ("new", "on")]
+    rates = [(one["optimizer"], one["learning_rate"]) for one in found]
+    assert rates == [("muon", 0.2 / TINY["hidden_size"]), ("adamw", 1e-4)]
