@@ -22,8 +22,8 @@ from benchmarks.harness import Start
 
 
 def test_students_have_a_quarter_of_the_teachers_compute_without_and_with_its_forwards() -> None:
-    # Four experts of 1,600 steps at batch 32; three forwards an image trained on, one to ask the teacher.
-    teacher = 4 * 1600 * 32 * 3
+    # Four experts of 700 steps at batch 64; three forwards an image trained on, one to ask the teacher.
+    teacher = 4 * 700 * 64 * 3
     assert FULL.images(TEACHER) * 3 == FULL.images(MIXTURE) * 3 == teacher
     assert FULL.images(STUDENT) * 3 == FULL.images(CONTROL) * 3 == teacher / 4
     assert FULL.images(COUNTED) * (3 + 1) == teacher / 4
