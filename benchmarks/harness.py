@@ -169,6 +169,28 @@ QUICKSTART = load_settings("quickstart")
 """Experts, router, solver and scores of experiments on digits."""
 
 
+DDPM_ON_DIGITS = ExpertSettings(
+    objective="ddpm",
+    steps=1600,
+    batch_size=64,
+    time_sampling="uniform",
+    optimizer="adamw",
+    learning_rate=4e-3,
+    ema_decay=0.99,
+    size="small",
+)
+SHORT_DDPM = ExpertSettings(
+    objective="ddpm",
+    steps=20,
+    batch_size=16,
+    time_sampling="uniform",
+    optimizer="adamw",
+    learning_rate=4e-3,
+    size="tiny",
+)
+"""Trainings of DDPM experts by experiments on digits; the numbers of the short one mean nothing."""
+
+
 def short_quickstart() -> BenchmarkSettings:
     """`QUICKSTART` on two shards, whose numbers mean nothing."""
     content = QUICKSTART.model_dump(mode="json")

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from benchmarks.conversion.starts import DDPM_LINEAR
-from benchmarks.harness import Digits, Start, as_json, run_calls
+from benchmarks.harness import DDPM_ON_DIGITS, SHORT_DDPM, Digits, Start, as_json, run_calls
 from benchmarks.reports import COLOURS, SCORES, SIDES, Runs, about_scores, distance_gaps, score_cells, table
 from hddm.benchmark.settings import slug
 from hddm.calibration import FILE_NAME as CALIBRATION
@@ -49,7 +49,7 @@ ROWS: Mapping[str, tuple[tuple[str, str], str | None]] = {
 
 @dataclass(frozen=True)
 class Settings:
-    """Of the ablation. ``sampling_steps`` are those of every row; 50 is the default of `hddm.sample`."""
+    """Of the ablation. ``sampling_steps`` are those of every row."""
 
     training: ExpertSettings
     sampling_steps: int
@@ -60,30 +60,13 @@ class Settings:
 
 
 FULL = Settings(
-    training=ExpertSettings(
-        objective="ddpm",
-        steps=1600,
-        batch_size=64,
-        time_sampling="uniform",
-        optimizer="adamw",
-        learning_rate=4e-3,
-        ema_decay=0.99,
-        size="small",
-    ),
+    training=DDPM_ON_DIGITS,
     sampling_steps=50,
     images=1437,
     calibration_images=512,
 )
 QUICK = Settings(
-    training=ExpertSettings(
-        objective="ddpm",
-        steps=20,
-        batch_size=16,
-        time_sampling="uniform",
-        optimizer="adamw",
-        learning_rate=4e-3,
-        size="tiny",
-    ),
+    training=SHORT_DDPM,
     sampling_steps=3,
     images=80,
     calibration_images=32,
@@ -163,11 +146,11 @@ def expert_job(
 
 
 def sample_job(source: Path, num: int, seed: int, steps: int, spacing: str | None, report: Report) -> Tensor:
-    """Images in bytes: by DDIM with ``spacing``, else by the defaults of `hddm.sample`."""
+    """Images in bytes: by DDIM with ``spacing``, else by Euler steps of `hddm.sample`."""
     model = load(source)
     assert isinstance(model, Ensemble)
     if spacing is None:
-        return to_bytes(sample(model, num, seed, steps, batch_size=BATCH, on_batch=report))
+        return to_bytes(sample(model, num, seed, steps, solver="euler", batch_size=BATCH, on_batch=report))
     return to_bytes(ddim_samples(model, num, seed, steps, spacing, report))
 
 

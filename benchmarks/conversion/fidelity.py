@@ -12,7 +12,7 @@ from benchmarks.conversion.conversions import SameTimeField
 from benchmarks.conversion.fidelity_report import lines, picture
 from benchmarks.conversion.mixtures import DiagonalMixture
 from benchmarks.conversion.starts import DDPM_LINEAR
-from benchmarks.harness import Digits, Start, as_json, run_calls
+from benchmarks.harness import DDPM_ON_DIGITS, SHORT_DDPM, Digits, Start, as_json, run_calls
 from hddm.data.images import load_images
 from hddm.experts.loading import load
 from hddm.schedules import CosineSchedule, DiscreteSchedule, Schedule, from_diffusers
@@ -44,29 +44,12 @@ class Settings:
 FULL = Settings(
     dimensions=(8, 64),
     states=8192,
-    training=ExpertSettings(
-        objective="ddpm",
-        steps=2000,
-        batch_size=64,
-        time_sampling="uniform",
-        optimizer="adamw",
-        learning_rate=4e-3,
-        ema_decay=0.99,
-        size="small",
-    ),
+    training=DDPM_ON_DIGITS.model_copy(update={"steps": 2000}),
 )
 QUICK = Settings(
     dimensions=(8,),
     states=256,
-    training=ExpertSettings(
-        objective="ddpm",
-        steps=20,
-        batch_size=16,
-        time_sampling="uniform",
-        optimizer="adamw",
-        learning_rate=4e-3,
-        size="tiny",
-    ),
+    training=SHORT_DDPM,
     name="fidelity-quick",
 )
 
