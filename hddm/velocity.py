@@ -222,6 +222,11 @@ class Guidance:
         """True where the weaker self is asked for its velocity."""
         return self.scale != 1.0 and self.by == "weak"
 
+    def refuse_negative(self, given: bool) -> None:
+        """Raise an `HddmError` where negative conditions are ``given`` and guidance is by the weaker self."""
+        if self.by_weak and given:
+            raise HddmError("guidance by the weaker self takes no negative conditions; drop them")
+
     def acts(self, t: Tensor) -> Tensor:
         """True (batch,) where there is guidance at t (batch,)."""
         low, high = self.interval
@@ -343,11 +348,10 @@ class VelocityField:
         acts = guidance.acts(times)
         if guidance.by_condition and not can_guide(conditions, negative):
             raise HddmError("guidance needs a condition to guide to: pass one, or guidance_scale=1")
-        if guidance.by_weak and (negative or self.weak is None):
+        guidance.refuse_negative(bool(negative))
+        if guidance.by_weak and self.weak is None:
             raise HddmError(
-                "guidance by the weaker self takes no negative conditions; drop them"
-                if negative
-                else "this expert has no weaker self to be guided by; guide by condition, or guidance_scale=1"
+                "this expert has no weaker self to be guided by; guide by condition, or guidance_scale=1"
             )
         if missing := missing_from(given, self.conditions or ()):
             raise HddmError(

@@ -7,7 +7,16 @@ from typing import Annotated, Literal
 import typer
 
 from hddm.utils.errors import UsageError
-from hddm_cli.options import AllowPickle, InputArgument, InputOption, Out, Overwrite, Variant, refuse_given
+from hddm_cli.options import (
+    AllowPickle,
+    InputArgument,
+    InputOption,
+    Out,
+    Overwrite,
+    Prediction,
+    Variant,
+    refuse_given,
+)
 
 # The parameters that have a say when an expert is written back.
 _WITH_TO_LAYOUT = {"context", "source", "out", "to_layout", "dry_run", "overwrite"}
@@ -36,7 +45,7 @@ def convert(
         Path | None, InputOption("--schedule", help="scheduler_config.json instead of the source's own.")
     ] = None,
     prediction_type: Annotated[
-        Literal["epsilon", "sample", "v_prediction", "flow_prediction"] | None,
+        Prediction | None,
         typer.Option("--prediction-type", help="What the network predicts, if the source does not state it."),
     ] = None,
     architecture: Annotated[

@@ -4,7 +4,7 @@ import functools
 import re
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -81,6 +81,7 @@ Steps = Annotated[
     int | None, typer.Option("--steps", min=1, help="Training steps; required, here or in --config.")
 ]
 BatchSize = Annotated[int, typer.Option("--batch-size", min=1, help="Images a step.")]
+Prediction = Literal["epsilon", "sample", "v_prediction", "flow_prediction"]
 LearningRate = Annotated[
     float | None,
     typer.Option("--learning-rate", help="Peak rate of AdamW; default: 0.2/width, with --init 1e-4."),

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from hddm_cli.options import InputArgument, InputOption, Out, Overwrite, Size, Steps, refuse_given
+from hddm_cli.options import InputArgument, InputOption, Out, Overwrite, Prediction, Size, Steps, refuse_given
 from hddm_cli.training_options import FILE, KEEPING, LOOP, PICTURES, GivenOptions, takes
 
 commands = typer.Typer(
@@ -44,7 +44,7 @@ LEARNING = {
     ),
     "prediction": (
         Annotated[
-            Literal["epsilon", "sample", "v_prediction", "flow_prediction"] | None,
+            Prediction | None,
             typer.Option(
                 "--prediction", help="Of the network; default: epsilon for ddpm, sample (x_0) for flow."
             ),

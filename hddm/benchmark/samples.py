@@ -70,7 +70,8 @@ class Piece:
     def job(self) -> Job:
         chosen = canonical(self.point, self.source.is_single)
         settings = chosen.model_dump(mode="json", exclude={"num_images"})
-        # Kept so that samples drawn when there were several conversions are still found.
+        # Both so that samples are still found that were drawn before guidance by a weaker self was there, and
+        # when there were several conversions.
         if chosen.guide_by == "condition":
             del settings["guide_by"]
         settings |= {"conversion": "exact", "seed": self.seed, "start": self.start, "stop": self.stop}
@@ -159,8 +160,8 @@ def draw(
     labels = torch.arange(start, stop) % len(model.classes) if model.classes else None
     given: dict[str, Any] = {} if labels is None else {"class_labels": labels}
     router = model.router if isinstance(model, Ensemble) else None
-    weak = [field.weak for field in fields if field.weak is not None]
-    networks: list[Callable[..., Tensor]] = [field.network for field in (*fields, *weak)]
+    evaluated = [*fields, *(field.weak for field in fields if field.weak is not None)]
+    networks: list[Callable[..., Tensor]] = [field.network for field in evaluated]
     networks += [router.network] if isinstance(router, Router) else []
     with _counted(networks) as counts:
         images = sample(
@@ -176,10 +177,9 @@ def draw(
             on_batch=report,
             **given,
         )
-    expert_rows, router_rows = counts[: len(fields)], sum(counts[len(fields) + len(weak) :])
+    expert_rows, router_rows = counts[: len(fields)], sum(counts[len(evaluated) :])
     state = torch.zeros(1, *images.shape[1:], device=fields[0].device)
-    evaluated = zip(counts, (*fields, *weak), strict=False)
-    flop = sum(n * evaluation_flop(field) for n, field in evaluated if n)
+    flop = sum(n * evaluation_flop(field) for field, n in zip(evaluated, counts, strict=False) if n)
     flop += router_rows * router_flop(router, state)
     return Drawn(to_bytes(images), labels, expert_rows, router_rows, flop)
 

@@ -82,7 +82,8 @@ class ExpertSet(nn.Module):
             for index, expert in enumerate(experts)
             if expert.weak is not None
         }
-        self.networks = nn.ModuleList([*self.stored, *self._weak.values()])
+        self._all = [*self.stored, *self._weak.values()]
+        self.networks = nn.ModuleList(self._all)
 
     @property
     def facts(self) -> tuple[ExpertRecord, ...]:
@@ -118,16 +119,15 @@ class ExpertSet(nn.Module):
         if mode == "disk" and any(expert.folder is None for expert in self.experts):
             raise HddmError("offload disk: these experts are in memory only; save the ensemble and load it")
         shelf = Shelf(mode, budget)
-        networks = [*self.stored, *self._weak.values()]
-        for network in networks:
+        for network in self._all:
             shelf.add(network)
-        for network in networks:
+        for network in self._all:
             network.move_to(shelf)
         self.shelf = shelf
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Let ``torch.compile``, with these arguments, compile each network at its first run."""
-        for network in (*self.stored, *self._weak.values()):
+        for network in self._all:
             network.network.compile(*args, **kwargs)
 
     def save_pretrained(self, folder: str | Path, **_: object) -> None:

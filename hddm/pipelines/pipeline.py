@@ -294,10 +294,8 @@ class HDDMPipeline(Offloading, DiffusionPipeline):  # type: ignore[misc]
             raise HddmError(f"callbacks see 'latents', not {list(callback_on_step_end_tensor_inputs)}")
         guidance = Guidance.of(guidance_scale)
         guided = guidance.by_condition
-        if guidance.by_weak and (
-            negative_prompt or negative_conditions or negative_prompt_embeds is not None
-        ):
-            raise HddmError("guidance by the weaker self takes no negative conditions; drop them")
+        negatives = negative_prompt or negative_conditions or negative_prompt_embeds is not None
+        guidance.refuse_negative(bool(negatives))
         given, against = self.encode(
             prompt, class_labels, negative_prompt if guided else None, guided, prompt_embeds,
             negative_prompt_embeds if guided else None, conditions, negative_conditions if guided else None,

@@ -77,9 +77,8 @@ def continue_expert(
     data = expert_data(shard_folder)
     if is_complete(out, EXPERT_FILE, run, overwrite):
         return []
-    resumed = out if run is not None and run.resume else None
     fixed = {"prediction": None, "weighting": None, "rotary": None}
-    settings = completed(settings.model_copy(update=fixed), resumed, is_new=False)
+    settings = completed(settings.model_copy(update=fixed), out, run, is_new=False)
     expert = read_expert(init)
     objective = _objective(init, expert.facts, settings)
     shard = open_shard(shard_folder)

@@ -26,7 +26,6 @@ from hddm.ensemble import Ensemble, Strategy
 from hddm.experts.loading import OpenedEnsemble, open_ensemble
 from hddm.experts.records import (
     EXPERT_FILE,
-    FORMAT,
     Expert,
     ExpertRecord,
     UnreadExpert,
@@ -44,7 +43,7 @@ from hddm.training.resume import data_of, is_complete
 from hddm.training.settings import DistillSettings, RunOptions
 from hddm.training.watching import watching
 from hddm.utils.errors import HddmError, UsageError
-from hddm.utils.records import MANIFEST, read_record
+from hddm.utils.records import MANIFEST
 from hddm.utils.tensors import append_dims
 
 
@@ -192,11 +191,10 @@ def distill(
     shards = [open_shard(folder) for folder in folders]
     union = joined(shards, shards_folder)
     teacher = open_teacher(ensemble_folder, union, shards, settings.teacher, settings.condition_dropout)
-    settings = completed(settings, out if run is not None and run.resume else None, is_new=init is None)
+    settings = completed(settings, out, run, is_new=init is None)
     as_expert = settings.as_expert(bool(teacher.classes))
-    prediction: str | None = settings.prediction
-    if init is not None and (init / EXPERT_FILE).is_file():
-        prediction = read_record(init / EXPERT_FILE, ExpertRecord, FORMAT).prediction_type.value
+    started, begun = (None, {}) if init is None else (_read_init(init), begun_with(init))
+    prediction = settings.prediction if started is None else started.facts.prediction_type.value
     objective = Objective.named(
         "flow",
         time_sampling=settings.time_sampling or "uniform",
@@ -206,8 +204,7 @@ def distill(
     record = new_record(union, as_expert, objective)
     licences = {one.facts.licence for one in teacher.opened.experts}
     given = {LABELS: union.labels} if teacher.classes and union.labels is not None else {}
-    begun: dict[str, Any] = {}
-    if init is None:
+    if started is None:
         classes = len(teacher.classes) or None
         network: nn.Module = new_network(
             ExpertTransformer,
@@ -218,7 +215,7 @@ def distill(
             rotary=bool(settings.rotary),
         )
     else:
-        started, begun = _flow_expert(init, record), begun_with(init)
+        _check_start(f"--init {init}", started.facts, record)
         network = started.network.requires_grad_(True)
         licences |= {started.facts.licence}
     # All these licences hold at once.
@@ -247,11 +244,14 @@ def distill(
     return train(task, settings, out, EXPERT_FILE, write, data, overwrite, on_step, run, watch)
 
 
-def _flow_expert(init: Path, record: ExpertRecord) -> Expert:
-    """Read the expert in ``init``, which must agree with the student's ``record``."""
+def _read_init(init: Path) -> Expert:
     if not (init / EXPERT_FILE).is_file():
         raise UsageError(f"--init {init}: no expert folder; name one expert, of the ensemble say")
-    expert = read_expert(init)
+    return read_expert(init)
+
+
+def _check_start(name: str, start: ExpertRecord, record: ExpertRecord) -> None:
+    """Refuse a ``start``, named ``name`` in errors, that does not agree with the student's ``record``."""
     qualities: dict[str, Callable[[ExpertRecord], Any]] = {
         "schedule": lambda one: one.schedule,
         "time scale": lambda one: one.time_scale,
@@ -260,17 +260,14 @@ def _flow_expert(init: Path, record: ExpertRecord) -> Expert:
         "classes": lambda one: one.classes,
     }
     lines = [
-        f"{name}: {of(expert.facts)}, and the student's is {of(record)}"
-        for name, of in qualities.items()
-        if of(expert.facts) != of(record)
+        f"{quality}: {of(start)}, and the student's is {of(record)}"
+        for quality, of in qualities.items()
+        if of(start) != of(record)
     ]
-    if expert.facts.training_calibration:
+    if start.training_calibration:
         lines.append("trained on in its calibration, which a student has not")
     if lines:
-        raise HddmError(
-            f"--init {init}: a student cannot begin with it; name a flow expert of this data", lines
-        )
-    return expert
+        raise HddmError(f"{name}: a student cannot begin with it; name a flow expert of this data", lines)
 
 
 def matching(

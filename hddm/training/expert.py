@@ -68,8 +68,7 @@ def train_expert(
     """
     if settings.lora_rank is not None:
         raise UsageError("--lora-rank adapts an expert that exists; name it by --init")
-    resumed = out if run is not None and run.resume else None
-    settings = completed(settings, resumed)
+    settings = completed(settings, out, run)
     objective = objective_of(settings, schedule)
     data = expert_data(shard_folder, objective.schedule.config)
     if is_complete(out, EXPERT_FILE, run, overwrite, settings, data):

@@ -86,8 +86,7 @@ def threaded(islands: Sequence[Island], default: int) -> list[Island]:
     """Fill in the threads of ``islands``: their own, those of the run they resume, or ``default``."""
     found = []
     for one in islands:
-        resumed = one.out if one.run.resume else None
-        settings = completed(one.settings, resumed, default, is_new=one.init is None)
+        settings = completed(one.settings, one.out, one.run, one.init is None, default)
         found.append(replace(one, settings=settings))
     return found
 

@@ -326,8 +326,7 @@ def train(
     """
     if is_complete(out, record, run, overwrite, settings, data):
         return []
-    resumed = out if run is not None and run.resume else None
-    used = completed(settings, resumed, is_new=task.is_new)
+    used = completed(settings, out, run, task.is_new)
     watchers: list[Watcher] = []
     if on_step is not None:
         watchers.append(lambda report: on_step(report.step, report.loss, report.seconds))
@@ -352,14 +351,14 @@ def train(
 
 
 def completed(
-    settings: Settings, out: Path | None, threads: int | None = None, is_new: bool = True
+    settings: Settings, out: Path, run: RunOptions | None, is_new: bool = True, threads: int | None = None
 ) -> Settings:
-    """Fill in the threads, optimiser, rate and warm-up that ``settings`` leave open.
+    """Fill in what ``settings`` leave open.
 
-    They come from the resumed run of ``out``, whose defaults may have differed; else they are ``threads``, by
-    default torch's, and those of `LoopSettings.with_defaults`.
+    It comes from the run of ``out`` where that is resumed, since its defaults may have differed; else it is
+    ``threads``, by default torch's, and what `LoopSettings.with_defaults` says.
     """
-    if out is not None:
+    if run is not None and run.resume:
         settings = as_recorded(settings, out)
     found = {"threads": settings.threads or threads or torch.get_num_threads()}
     return settings.with_defaults(is_new).model_copy(update=found)

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from hddm.data.shards import Shard
 from hddm.schedules import CosineSchedule, DiscreteSchedule, LinearSchedule, Schedule
 from hddm.training.loop import Inputs
-from hddm.training.settings import TEXT, ExpertSettings, TimeSampling, Weighting
+from hddm.training.settings import TEXT, ExpertSettings, TimeSampling, Weighting, default_weighting
 from hddm.utils.errors import HddmError
 from hddm.utils.tensors import append_dims
 from hddm.velocity import PredictionType
@@ -75,10 +75,8 @@ class Objective:
             if prediction_type
             else _DEFAULTS.get(name, PredictionType.EPSILON)
         )
-        if weighting is None:
-            is_flow_sample = name == "flow" and prediction is PredictionType.SAMPLE
-            weighting = "velocity" if is_flow_sample else "prediction"
-        return cls(name, schedule or default, prediction, weighting, time_sampling, snr_gamma)
+        chosen = weighting or default_weighting(name, prediction)
+        return cls(name, schedule or default, prediction, chosen, time_sampling, snr_gamma)
 
     def __post_init__(self) -> None:
         for what, value, known in (

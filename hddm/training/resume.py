@@ -137,8 +137,8 @@ def as_recorded(settings: Settings, out: Path) -> Settings:
     """Fill in what ``settings`` leave open, of `OPEN`, from the run of ``out``."""
     if not (before := recorded_settings(out)):
         return settings
-    left_open = [name for name in OPEN if getattr(settings, name, "none such") is None]
-    return settings.model_copy(update={name: before[name] for name in left_open if name in before})
+    left_open = {name for name, value in settings if value is None}.intersection(OPEN, before)
+    return settings.model_copy(update={name: before[name] for name in left_open})
 
 
 def compare_records(out: Path, record: Mapping[str, Any], options: RunOptions) -> dict[str, tuple[Any, Any]]:

@@ -123,6 +123,11 @@ class LoopSettings(Record):
         return self
 
 
+def default_weighting(objective: str, prediction: str) -> Weighting:
+    """Velocity where flow predicts x_0, else the prediction itself."""
+    return "velocity" if (objective, prediction) == ("flow", "sample") else "prediction"
+
+
 class ExpertSettings(LoopSettings):
     """Settings of an expert."""
 
@@ -158,9 +163,8 @@ class ExpertSettings(LoopSettings):
         }
         if is_new:
             prediction = self.prediction or {"ddpm": "epsilon", "flow": "sample"}[self.objective]
-            in_velocity = (self.objective, prediction) == ("flow", "sample")
             found["prediction"] = prediction
-            found["weighting"] = self.weighting or ("velocity" if in_velocity else "prediction")
+            found["weighting"] = self.weighting or default_weighting(self.objective, prediction)
             found["rotary"] = self.rotary is not False
         return super().with_defaults(is_new).model_copy(update=found)
 
