@@ -171,6 +171,7 @@ QUICKSTART = load_settings("quickstart")
 
 DDPM_ON_DIGITS = ExpertSettings(
     objective="ddpm",
+    prediction="epsilon",
     steps=1600,
     batch_size=64,
     time_sampling="uniform",
@@ -181,6 +182,7 @@ DDPM_ON_DIGITS = ExpertSettings(
 )
 SHORT_DDPM = ExpertSettings(
     objective="ddpm",
+    prediction="epsilon",
     steps=20,
     batch_size=16,
     time_sampling="uniform",

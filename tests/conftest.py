@@ -47,7 +47,8 @@ def whole(root: Path, images: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def ddpm_expert(root: Path, shards: Path) -> Path:
-    train_expert(shards / "shard_0", root / "ddpm", expert_settings("ddpm"))
+    """Predicts noise, as pretrained models do."""
+    train_expert(shards / "shard_0", root / "ddpm", expert_settings("ddpm", prediction="epsilon"))
     return root / "ddpm"
 
 

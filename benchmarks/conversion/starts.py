@@ -84,7 +84,7 @@ def pretrain(
 ) -> None:
     """Train a DDPM without classes and write it, and all that is converted from it, into ``out``."""
     network = size.network(images.shape[1:], settings.seed, "zero")
-    objective = Objective.named("ddpm", from_diffusers(DDPM_LINEAR))
+    objective = Objective.named("ddpm", from_diffusers(DDPM_LINEAR), prediction_type="epsilon")
 
     def draw(rows: Tensor, noise: torch.Generator) -> Inputs:
         time = objective.sample_times(len(rows), noise)

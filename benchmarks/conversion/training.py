@@ -47,7 +47,10 @@ def train_flow(
     optimizer = torch.optim.AdamW(
         parameters, lr=settings.learning_rate, weight_decay=settings.weight_decay, fused=True
     )
-    objective, draws = Objective.named("flow"), generator(settings.seed, 0, TRAINING_STREAM)
+    objective, draws = (
+        Objective.named("flow", prediction_type="flow_prediction"),
+        generator(settings.seed, 0, TRAINING_STREAM),
+    )
     ema, seconds = Ema(network, settings.ema_decay), 0.0
 
     def predict(x: Tensor, timestep: Tensor) -> Tensor:

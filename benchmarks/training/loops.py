@@ -68,7 +68,7 @@ class OwnLoop:
     def __init__(self, network: nn.Module, settings: Settings, device: str, dtype: str, compiled: bool):
         self.network, self._settings = awake(network), settings
         self._images, self._labels = images_and_labels(settings)
-        self._objective = Objective.named("flow")
+        self._objective = Objective.named("flow", prediction_type="flow_prediction")
         self._device, self._compiled = device, compiled
         self._precision = "bf16" if dtype == "bfloat16" else "no"
 

@@ -46,7 +46,7 @@ LEARNING = {
         Annotated[
             Prediction | None,
             typer.Option(
-                "--prediction", help="Of the network; default: epsilon for ddpm, sample (x_0) for flow."
+                "--prediction", help="Of the network; default: sample (x_0), or what --schedule states."
             ),
         ],
         None,
@@ -54,7 +54,7 @@ LEARNING = {
     "weighting": (
         Annotated[
             Literal["prediction", "velocity"] | None,
-            typer.Option("--weighting", help="What the loss is taken in; velocity where flow predicts x_0."),
+            typer.Option("--weighting", help="What the loss is taken in; default: velocity for x_0."),
         ],
         None,
     ),
@@ -140,7 +140,7 @@ def expert(
         return
 
     from hddm.training.continuation import continue_expert
-    from hddm.training.expert import ddpm_schedule, train_expert
+    from hddm.training.expert import train_expert, with_schedule
     from hddm.training.loop import summary_of
     from hddm.utils.progress import TrainingProgress
 
@@ -148,7 +148,7 @@ def expert(
         if init is not None:
             losses = continue_expert(init, shard, out, settings, overwrite, progress.reach, run=run)
         else:
-            chosen, source = ddpm_schedule(schedule)
+            settings, chosen, source = with_schedule(settings, schedule)
             losses = train_expert(shard, out, settings, chosen, source, overwrite, progress.reach, run)
     if losses:
         typer.echo(f"{out}: {summary_of(losses)}")

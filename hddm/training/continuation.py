@@ -1,8 +1,8 @@
 """Continue the training of an existing expert on another shard.
 
 With flow matching any expert learns the velocity through the exact conversion, in the parametrisation of
-`hddm.calibration`; its prediction type and schedule stay. An expert that was continued before keeps the
-calibration of that training, since its weights are valid only with it.
+`hddm.calibration`, or x_0 where it predicts that; its prediction type and schedule stay. An expert that was
+continued before keeps the calibration of that training, since its weights are valid only with it.
 """
 
 from collections.abc import Callable
@@ -42,6 +42,7 @@ from hddm.training.settings import TEXT, ExpertSettings, RunOptions
 from hddm.training.watching import watching
 from hddm.utils.errors import HddmError, UsageError
 from hddm.utils.records import read_record
+from hddm.utils.tensors import append_dims
 from hddm.velocity import PredictionType, VelocityField
 
 
@@ -58,15 +59,15 @@ def continue_expert(
     """Train the expert in ``init`` on one shard and write the result to ``out``; return all losses.
 
     Arguments are those of `hddm.training.expert.train_expert`. Network, prediction type and schedule are the
-    init's, and the loss is that of velocity or of noise: the size, prediction, weighting and positions of
-    ``settings`` are ignored. With a ``lora_rank`` an adapter is trained, and ``out`` holds
+    init's, and the loss is that of its prediction, or of velocity for flow: the size, prediction, weighting
+    and positions of ``settings`` are ignored. With a ``lora_rank`` an adapter is trained, and ``out`` holds
     that alone (`hddm.experts.lora`). ``kappa`` bounds the gain of flow matching; an init that was continued
     before keeps its own.
 
     Raises:
         HddmError: as `train_expert`; for a shard that does not fit the init, a condition without value or
-            null value, DDPM for an init that does not predict noise on its whole range; for an adapter of an
-            adapter, of a network without attention, or without peft.
+            null value, DDPM for an init on the linear path or that flow matching has gone on with; for an
+            adapter of an adapter, of a network without attention, or without peft.
     """
     if not init.is_dir():
         raise HddmError(f"{init}: no such folder")
@@ -132,17 +133,14 @@ def continue_expert(
 def _objective(init: Path, record: ExpertRecord, settings: ExpertSettings) -> Objective:
     schedule, drawn = from_config(record.schedule), (settings.time_sampling or "uniform", settings.snr_gamma)
     if settings.objective == "flow":
-        of_sample = record.prediction_type is PredictionType.SAMPLE and isinstance(schedule, LinearSchedule)
-        # What learned x_0 on the linear path goes on as it began; all else learns its velocity.
-        prediction = PredictionType.SAMPLE if of_sample and not record.training_calibration else None
-        return Objective.named("flow", None, *drawn, prediction)
-    if record.prediction_type is not PredictionType.EPSILON:
-        raise HddmError(
-            f"{init}: predicts {record.prediction_type.value}, and ddpm learns epsilon; take flow"
-        )
+        # x_0 is the same on every path, and its weights of velocity are bounded; all else learns velocity.
+        of_sample = record.prediction_type is PredictionType.SAMPLE and not record.training_calibration
+        return Objective.named("flow", None, *drawn, "sample" if of_sample else "flow_prediction")
+    if isinstance(schedule, LinearSchedule) and record.prediction_type is not PredictionType.EPSILON:
+        raise HddmError(f"{init}: predicts {record.prediction_type.value} on the linear path; take flow")
     if record.training_calibration:
         raise HddmError(f"{init}: was trained on with flow matching, so only flow can go on")
-    return Objective.named("ddpm", schedule, *drawn)
+    return Objective.named("ddpm", schedule, *drawn, record.prediction_type)
 
 
 def _completed(expert: Expert, shard: Shard, settings: ExpertSettings) -> Expert:
@@ -195,15 +193,18 @@ def _parametrisation(
 
 
 def _predicting(network: nn.Module, field: VelocityField, objective: Objective) -> Callable[..., Tensor]:
-    """Return what the objective learns, velocity or the network's own, of (x, timestep, **conditions)."""
+    """Return what the objective learns, by the exact conversion for flow, of (x, timestep, **conditions)."""
     # A network that drops labels by itself would do so on top of --condition-dropout.
     network.eval()
     velocity: Callable[..., Tensor] = field.velocity
 
     def predict(x: Tensor, timestep: Tensor, **conditions: Tensor) -> Tensor:
         native = timestep.double() / objective.time_scale
+        if objective.name == "ddpm":
+            return field.ask(x, native, conditions)
+        v = velocity(x, native, **conditions)
         if objective.prediction_type is PredictionType.FLOW_PREDICTION:
-            return velocity(x, native, **conditions)
-        return field.ask(x, native, conditions)
+            return v
+        return x - append_dims(native, x.ndim).to(x) * v
 
     return predict

@@ -194,7 +194,7 @@ def distill(
     settings = completed(settings, out, run, is_new=init is None)
     as_expert = settings.as_expert(bool(teacher.classes))
     started, begun = (None, {}) if init is None else (_read_init(init), begun_with(init))
-    prediction = settings.prediction if started is None else started.facts.prediction_type.value
+    prediction = (settings.prediction or "sample") if started is None else started.facts.prediction_type
     objective = Objective.named(
         "flow",
         time_sampling=settings.time_sampling or "uniform",

@@ -5,7 +5,7 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 import torch
 from diffusers import ModelMixin
@@ -32,7 +32,7 @@ from hddm.schedules import Schedule, declared_prediction_type, from_diffusers
 from hddm.training.loop import Fitted, OnStep, Task, completed, train
 from hddm.training.objectives import Objective, check_conditions, drawing, losing, objective_of
 from hddm.training.resume import expert_data, is_complete
-from hddm.training.settings import TEXT, ExpertSettings, RunOptions, size_config
+from hddm.training.settings import TEXT, ExpertSettings, Prediction, RunOptions, size_config
 from hddm.training.watching import watching
 from hddm.utils.errors import HddmError, UsageError, counted
 from hddm.utils.files import sha256_of
@@ -125,14 +125,25 @@ def new_network(kind: type[Network], size: str, shape: Sequence[int], seed: int,
     return network
 
 
-def ddpm_schedule(config: Path | None) -> tuple[Schedule | None, str]:
-    """Read DDPM's schedule, and its source, from a diffusers config that predicts noise; None: default."""
+def with_schedule(
+    settings: ExpertSettings, config: Path | None
+) -> tuple[ExpertSettings, Schedule | None, str]:
+    """Read DDPM's schedule and its source from a diffusers config; None gives the default one.
+
+    A prediction that the config states is taken where ``settings`` leave it open; flow matching's, and
+    unknown ones, raise `HddmError`.
+    """
     if config is None:
-        return None, DEFAULT_SCHEDULE
+        return settings, None, DEFAULT_SCHEDULE
     declared = declared_prediction_type(config)
-    if declared not in (None, "epsilon"):
-        raise HddmError(f"{config}: prediction_type is {declared!r}, and DDPM training here learns epsilon")
-    return from_diffusers(config), str(config)
+    if declared == "flow_prediction":
+        raise HddmError(f"{config}: is of flow matching; take --objective flow, without --schedule")
+    if declared not in (None, *get_args(Prediction)):
+        raise HddmError(
+            f"{config}: prediction_type is {declared!r}; known are {', '.join(get_args(Prediction))}"
+        )
+    chosen = settings.model_copy(update={"prediction": settings.prediction or declared})
+    return chosen, from_diffusers(config), str(config)
 
 
 def new_record(

@@ -26,7 +26,7 @@ from safetensors import SafetensorError
 
 from hddm.experts.records import EXPERT_FILE
 from hddm.training.continuation import continue_expert
-from hddm.training.expert import ddpm_schedule, train_expert
+from hddm.training.expert import train_expert, with_schedule
 from hddm.training.island_jobs import Island, Outcome
 from hddm.training.loop import OnStep, completed, mean, summary_of
 from hddm.training.resume import is_kept, recorded, run_folder_of
@@ -127,7 +127,7 @@ def train_island(island: Island, on_step: OnStep | None = None) -> list[float]:
     try:
         if island.init is not None:
             return continue_expert(island.init, shard, out, settings, overwrite, on_step, run=run)
-        schedule, source = ddpm_schedule(island.schedule)
+        settings, schedule, source = with_schedule(settings, island.schedule)
         return train_expert(shard, out, settings, schedule, source, overwrite, on_step, run)
     except (OSError, SafetensorError) as error:
         raise HddmError(

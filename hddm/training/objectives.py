@@ -6,8 +6,8 @@ One family: a network predicts p from y = alpha_u x_0 + sigma_u eps at native ti
 
 | objective | path | p, the first by default |
 |---|---|---|
-| ddpm | cosine, or one of diffusers' | epsilon: eps; sample: x_0; v_prediction: alpha eps - sigma x_0 |
-| flow | linear | flow_prediction: eps - x_0; or one of the above |
+| ddpm | cosine, or one of diffusers' | sample: x_0; epsilon: eps; v_prediction: alpha eps - sigma x_0 |
+| flow | linear | sample: x_0; flow_prediction: eps - x_0; epsilon; v_prediction |
 
 | noise levels | u |
 |---|---|
@@ -39,7 +39,6 @@ from hddm.velocity import PredictionType
 TIME_SCALE = 1000.0
 BOUND = 0.05
 """The least t, or 1 - t, that the loss of a velocity divides by."""
-_DEFAULTS = {"ddpm": PredictionType.EPSILON, "flow": PredictionType.FLOW_PREDICTION}
 
 
 @dataclass(frozen=True)
@@ -47,8 +46,8 @@ class Objective:
     """A prediction that a network learns, with its path, its weighting and the noise levels of training.
 
     ``schedule`` is cosine by default for ddpm, always linear for flow; ``weighting`` is velocity by default
-    where flow predicts the sample. ``snr_gamma`` is of epsilon. Unknown names and combinations without
-    meaning raise `HddmError`.
+    for the sample. ``snr_gamma`` is of epsilon. Unknown names and combinations without meaning raise
+    `HddmError`.
     """
 
     name: Literal["ddpm", "flow"]
@@ -65,22 +64,18 @@ class Objective:
         schedule: Schedule | None = None,
         time_sampling: TimeSampling = "uniform",
         snr_gamma: float | None = None,
-        prediction_type: str | None = None,
+        prediction_type: str = "sample",
         weighting: Weighting | None = None,
     ) -> "Objective":
         """Make the objective called ``name``, with its defaults for what is not given."""
         default: Schedule = CosineSchedule() if name == "ddpm" else LinearSchedule()
-        prediction = (
-            PredictionType(prediction_type)
-            if prediction_type
-            else _DEFAULTS.get(name, PredictionType.EPSILON)
-        )
-        chosen = weighting or default_weighting(name, prediction)
+        prediction = PredictionType(prediction_type)
+        chosen = weighting or default_weighting(prediction)
         return cls(name, schedule or default, prediction, chosen, time_sampling, snr_gamma)
 
     def __post_init__(self) -> None:
         for what, value, known in (
-            ("objective", self.name, tuple(_DEFAULTS)),
+            ("objective", self.name, ("ddpm", "flow")),
             ("time sampling", self.time_sampling, get_args(TimeSampling)),
             ("weighting", self.weighting, get_args(Weighting)),
         ):
@@ -95,8 +90,9 @@ class Objective:
             self.prediction_type is not PredictionType.EPSILON or self.weighting != "prediction"
         ):
             raise HddmError(
-                f"--snr-gamma {self.snr_gamma:g} weighs the errors of noise; drop it for "
-                f"{self.prediction_type.value} weighted by {self.weighting}"
+                f"--snr-gamma {self.snr_gamma:g} weighs the errors of noise, and this expert learns "
+                f"{self.prediction_type.value} weighted by {self.weighting}; drop it, or take --prediction "
+                "epsilon --weighting prediction"
             )
 
     @property
@@ -174,7 +170,7 @@ def objective_of(settings: ExpertSettings, schedule: Schedule | None = None) -> 
         schedule,
         settings.time_sampling or "uniform",
         settings.snr_gamma,
-        settings.prediction,
+        settings.prediction or "sample",
         settings.weighting,
     )
 

@@ -41,20 +41,7 @@ ADDED = {"optimizer": "adamw", "muon_learning_rate": 0.02}
 ADDED_TO_NEW = {"weighting": "prediction", "rotary": False}
 """The same for experts with a new network, besides `PREDICTIONS`."""
 PREDICTIONS = {"ddpm": "epsilon", "flow": "flow_prediction"}
-OPEN = (
-    *("threads", "warmup", "optimizer", "learning_rate"),
-    *("prediction", "weighting", "rotary", "time_sampling", "weak_at"),
-)
-"""Settings that are None until a run fills them in."""
-NOT_RECORDED = "not recorded"
-"""Stands for values that an older version did not record."""
-ADDED = {"optimizer": "adamw", "muon_learning_rate": 0.02}
-"""Settings that runs of older versions did not record, with what these versions did."""
-ADDED_TO_EXPERTS = {
-    objective: {"prediction": prediction, "weighting": "prediction", "weak_at": 0.0}
-    for objective, prediction in (("ddpm", "epsilon"), ("flow", "flow_prediction"))
-}
-"""The same for those of experts, by objective."""
+"""What older versions trained, by objective."""
 
 
 def with_changes(before: Sequence[Change], new: Sequence[Change], step: int) -> list[Change]:

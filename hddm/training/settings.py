@@ -61,6 +61,11 @@ TEXT = "encoder_hidden_states"
 """Keyword of a network for the tokens of captions."""
 
 
+def default_weighting(prediction: str) -> Weighting:
+    """Velocity for the prediction of x_0, else the prediction itself."""
+    return "velocity" if prediction == "sample" else "prediction"
+
+
 class LoopSettings(Record):
     """Settings of the optimisation: linear warm-up with cosine decay to zero, and a float32 EMA.
 
@@ -123,19 +128,14 @@ class LoopSettings(Record):
         return self
 
 
-def default_weighting(objective: str, prediction: str) -> Weighting:
-    """Velocity where flow predicts x_0, else the prediction itself."""
-    return "velocity" if (objective, prediction) == ("flow", "sample") else "prediction"
-
-
 class ExpertSettings(LoopSettings):
     """Settings of an expert."""
 
     objective: Literal["ddpm", "flow"]
     prediction: Prediction | None = None
-    """Of a new network; None is epsilon for ddpm and sample for flow."""
+    """Of a new network; None is sample."""
     weighting: Weighting | None = None
-    """Of the loss (`hddm.training.objectives`); None is velocity for flow's sample, else prediction."""
+    """Of the loss (`hddm.training.objectives`); None is velocity for sample, else prediction."""
     rotary: bool | None = None
     """Rotary positions of a new network; None is True."""
     time_sampling: TimeSampling | None = None
@@ -162,9 +162,8 @@ class ExpertSettings(LoopSettings):
             "weak_at": 0.25 if self.weak_at is None else self.weak_at,
         }
         if is_new:
-            prediction = self.prediction or {"ddpm": "epsilon", "flow": "sample"}[self.objective]
-            found["prediction"] = prediction
-            found["weighting"] = self.weighting or default_weighting(self.objective, prediction)
+            found["prediction"] = self.prediction or "sample"
+            found["weighting"] = self.weighting or default_weighting(found["prediction"])
             found["rotary"] = self.rotary is not False
         return super().with_defaults(is_new).model_copy(update=found)
 

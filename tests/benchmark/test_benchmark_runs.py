@@ -206,7 +206,8 @@ def test_confirming_takes_fresh_seeds_and_held_out_images(miniature: Finished, t
 def test_converted_experts_share_their_steps_between_both_objectives(
     miniature: Finished, tmp_path: Path
 ) -> None:
-    changed, out = of_models({"name": "converted", "objectives": "flow", "converted": 0.5}), tmp_path / "out"
+    model = {"name": "converted", "converted": 0.5, "training": {"prediction": "epsilon"}}
+    changed, out = of_models(model), tmp_path / "out"
     (model,) = again(miniature, out, changed).models
     assert model.steps == (6, 6)
     record = json.loads((out / model.folder / "experts" / "0" / "expert.json").read_text())

@@ -86,7 +86,9 @@ def test_samples_without_a_calibration_that_was_trained_in_are_not_found_again(p
 
 def test_a_converted_model_is_sampled_as_it_was_trained(miniature: Finished, tmp_path: Path) -> None:
     tables = [{"name": "calibration", "vary": {"calibration": ["none", "experts"]}}]
-    chosen = of_models({"name": "converted", "converted": 0.5}, tables=tables)
+    chosen = of_models(
+        {"name": "converted", "converted": 0.5, "training": {"prediction": "epsilon"}}, tables=tables
+    )
     results = run_inline(chosen, tmp_path / "out", miniature.data, jobs=_jobs(miniature, tmp_path))
     first, second = [one.scores for one in results.scored]
     assert first == second

@@ -61,8 +61,10 @@ def test_a_wrong_training_writes_nothing(shards: Path, tmp_path: Path, hddm: Com
     train = ["train", "expert", shards / "shard_0", *options, "--objective", "ddpm", "--schedule", config]
     assert str(config) in _refused(hddm, *train)
     assert contents(tmp_path) == before
-    config.write_text(json.dumps({"_class_name": "DDPMScheduler", "prediction_type": "v_prediction"}))
-    assert "v_prediction" in _refused(hddm, *train)
+    config.write_text(json.dumps({"_class_name": "FlowMatchEulerDiscreteScheduler"}))
+    assert "is of flow matching; take --objective flow" in _refused(hddm, *train)
+    config.write_text(json.dumps({"_class_name": "DDPMScheduler", "prediction_type": "noise"}))
+    assert "prediction_type is 'noise'; known are epsilon" in _refused(hddm, *train)
     assert not (tmp_path / "out").exists()
 
 

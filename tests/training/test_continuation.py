@@ -21,7 +21,7 @@ from hddm.networks.folders import WEIGHTS
 from hddm.networks.transformers import ExpertTransformer
 from hddm.training.calibrate import recalibrate
 from hddm.training.continuation import continue_expert
-from hddm.training.expert import new_network
+from hddm.training.expert import new_network, train_expert
 from hddm.utils.errors import HddmError
 from hddm.velocity import PredictionType
 from tests.artefacts import (
@@ -124,6 +124,29 @@ def test_the_first_loss_is_that_of_the_init(
             field.calibration = bounded_gain(field.prediction_type, field.range[1], Moments.of(images))
             expected = (field.velocity(y, t) - (eps - x_0)).square().mean()
     assert found == pytest.approx(expected.item(), rel=0.03)
+
+
+@pytest.mark.parametrize("objective", ["flow", "ddpm"])
+def test_an_expert_of_ddpm_that_predicts_x_0_goes_on_with_it_and_needs_no_blend(
+    objective: str, shards: Path, tmp_path: Path
+) -> None:
+    """The loss is in velocity with t bounded at 0.05; that of flow is that of the converted expert."""
+    train_expert(shards / "shard_0", tmp_path / "init", expert_settings("ddpm", steps=60))
+    settings = expert_settings(objective, steps=1, batch_size=8192)
+    (found,) = continue_expert(tmp_path / "init", shards / "shard_1", tmp_path / "out", settings)
+    facts = json.loads((tmp_path / "out" / "expert.json").read_text())
+    assert (facts["prediction_type"], facts["training_calibration"]) == ("sample", False)
+    field, images = hddm.load(tmp_path / "init"), load_shard(shards / "shard_1").images
+    field.calibration = None
+    noise = torch.Generator().manual_seed(0)
+    x_0 = images[torch.randint(len(images), (8192,), generator=noise)]
+    eps, native = torch.randn(x_0.shape, generator=noise), torch.rand(8192, generator=noise).double()
+    path = field.schedule if objective == "ddpm" else case_named("linear").schedule
+    alpha, sigma = path.alpha_sigma(native)
+    t = (sigma / (alpha + sigma)).view(-1, 1, 1, 1)
+    error = field.velocity(((1 - t) * x_0 + t * eps).float(), t.flatten()) - (eps - x_0)
+    expected = ((t / t.clamp(min=0.05)) * error).square().mean().item()
+    assert found == pytest.approx(expected, rel=0.03)
 
 
 @pytest.mark.parametrize("objective", ["ddpm", "flow"])

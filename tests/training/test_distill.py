@@ -27,7 +27,7 @@ from tests.cases import LINEAR, case_named
 from tests.conftest import Trio
 from tests.oracles import GaussianMixture, OracleNetwork, exact_router
 
-FLOW = Objective.named("flow")
+FLOW = Objective.named("flow", prediction_type="flow_prediction")
 
 PRIOR = [0.35, 0.65]
 SHARDS = [GaussianMixture.random(seed=20 + k, modes=2, dim=2) for k in range(2)]

@@ -54,8 +54,7 @@ def _excess(objective: Objective, case: Case, kind: str, least: float) -> None:
 @pytest.mark.parametrize("name", DDPM_CASES)
 def test_the_optimal_noise_network_reaches_the_least_ddpm_loss(name: str) -> None:
     case = case_named(name)
-    objective = Objective.named("ddpm", case.schedule)
-    assert objective.prediction_type == "epsilon"
+    objective = Objective.named("ddpm", case.schedule, prediction_type="epsilon")
     assert objective.time_scale == (1.0 if case.schedule.end > 1 else 1000.0)
     _excess(objective, case, "epsilon", _least_ddpm_loss(case))
 
@@ -63,8 +62,7 @@ def test_the_optimal_noise_network_reaches_the_least_ddpm_loss(name: str) -> Non
 @pytest.mark.parametrize("sampling", ["uniform", "logit-normal"])
 def test_the_optimal_velocity_network_reaches_the_least_flow_loss(sampling: str) -> None:
     """Var(eps - x_0 | x_t) = c/((1-t)² c + t²), whose integral over t is pi sqrt(c)/2."""
-    objective = Objective.named("flow", time_sampling=sampling)
-    assert objective.prediction_type == "flow_prediction"
+    objective = Objective.named("flow", time_sampling=sampling, prediction_type="flow_prediction")
     least = math.pi * VARIANCE**0.5 / 2
     if sampling == "logit-normal":
         logit = torch.linspace(-8, 8, 200_001, dtype=torch.float64)
@@ -107,9 +105,11 @@ def test_loss_in_velocity_is_the_error_of_the_converted_velocity(name: str, pred
     assert ends.isfinite().all()
 
 
-def test_flow_that_predicts_the_sample_takes_its_loss_in_velocity() -> None:
-    assert Objective.named("flow", prediction_type="sample").weighting == "velocity"
-    assert Objective.named("ddpm", prediction_type="sample").weighting == "prediction"
+@pytest.mark.parametrize("name", ["ddpm", "flow"])
+def test_both_objectives_predict_the_sample_and_take_its_loss_in_velocity(name: str) -> None:
+    objective = Objective.named(name)
+    assert (objective.prediction_type, objective.weighting) == ("sample", "velocity")
+    assert Objective.named(name, prediction_type="epsilon").weighting == "prediction"
 
 
 @pytest.mark.parametrize("name", ["ddpm-linear", "trained-betas-ztsnr"])
@@ -153,8 +153,8 @@ def test_combinations_without_meaning_are_refused() -> None:
     for schedule in ("cosine", "ddpm-linear"):
         with pytest.raises(HddmError, match="runs on the linear path"):
             Objective.named("flow", case_named(schedule).schedule)
-    with pytest.raises(HddmError, match=r"--snr-gamma 5 .*drop it for flow_prediction"):
-        Objective.named("flow", snr_gamma=5.0)
+    with pytest.raises(HddmError, match=r"--snr-gamma 5 .*learns sample .*take --prediction epsilon"):
+        Objective.named("ddpm", snr_gamma=5.0)
     with pytest.raises(HddmError, match="flow_prediction is of the linear path"):
         Objective.named("ddpm", prediction_type="flow_prediction")
 
@@ -168,7 +168,7 @@ def test_an_unknown_name_is_refused() -> None:
 @pytest.mark.parametrize("gamma", [1.0, 5.0])
 def test_min_snr_weighs_each_sample_by_its_noise_level(gamma: float) -> None:
     """min(SNR, gamma)/SNR written out, on a network that always says 0; the ends of the path are included."""
-    objective = Objective.named("ddpm", snr_gamma=gamma)
+    objective = Objective.named("ddpm", snr_gamma=gamma, prediction_type="epsilon")
     time = torch.tensor([0.0, 0.01, 0.2, 0.5, 0.8, 1.0], dtype=torch.float64)
     eps = torch.ones(6, 1, 2, 2)
     found = objective.errors(lambda x, t: torch.zeros_like(x), eps * 0.3, eps, time, {})

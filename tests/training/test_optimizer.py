@@ -94,7 +94,9 @@ OLD = {"optimizer": "adamw", "rotary": False, "weak_at": 0.0}
 def test_a_run_of_an_older_version_goes_on_as_it_began(kind: str, whole: Path, tmp_path: Path) -> None:
     """Its record names none of the newer settings, and its network is without rotary positions."""
     objective = "ddpm" if kind == "ddpm" else "flow"
-    settings = expert_settings(objective, **OLD, prediction=None if kind == "ddpm" else "flow_prediction")
+    settings = expert_settings(
+        objective, **OLD, prediction="epsilon" if kind == "ddpm" else "flow_prediction"
+    )
     run = RunOptions(checkpoint_every=3, resume=True)
     train_expert(whole, tmp_path / "base", settings)
 

@@ -15,8 +15,7 @@ from hddm.data.partition import partition
 from hddm.data.shards import load_shard
 from hddm.networks.folders import WEIGHTS
 from hddm.networks.transformers import ExpertTransformer
-from hddm.schedules import from_diffusers
-from hddm.training.expert import new_network, record_of_shard, train_expert
+from hddm.training.expert import new_network, record_of_shard, train_expert, with_schedule
 from hddm.training.router import train_router
 from hddm.utils.errors import HddmError
 from tests.artefacts import (
@@ -117,16 +116,21 @@ def test_an_expert_counts_its_images_by_the_classes_that_it_knows(whole: Path, c
 
 
 def test_an_expert_on_a_diffusers_schedule_is_loaded_with_it(whole: Path, tmp_path: Path) -> None:
-    schedule = from_diffusers({"beta_schedule": "scaled_linear", "num_train_timesteps": 50})
-    settings = expert_settings("ddpm", steps=2)
-    train_expert(whole, tmp_path / "expert", settings, schedule, "scheduler_config.json")
+    config = tmp_path / "scheduler_config.json"
+    said = {"beta_schedule": "scaled_linear", "num_train_timesteps": 50, "prediction_type": "v_prediction"}
+    config.write_text(json.dumps({"_class_name": "DDPMScheduler", **said}))
+    settings, schedule, source = with_schedule(expert_settings("ddpm", steps=2), config)
+    assert schedule is not None
+    train_expert(whole, tmp_path / "expert", settings, schedule, source)
     field = hddm.load(tmp_path / "expert")
     assert isinstance(field, hddm.VelocityField)
     times = torch.arange(50, dtype=torch.float64)
     assert torch.equal(field.schedule.log_snr(times), schedule.log_snr(times))
     assert field.time_scale == 1
     facts = json.loads((tmp_path / "expert" / "expert.json").read_text())
-    assert facts["schedule_source"] == "scheduler_config.json"
+    assert facts["schedule_source"] == str(config)
+    assert facts["prediction_type"] == "v_prediction"
+    assert with_schedule(expert_settings("ddpm", prediction="epsilon"), config)[0].prediction == "epsilon"
 
 
 def test_shards_that_do_not_fit_a_network_are_refused(

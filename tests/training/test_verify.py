@@ -188,7 +188,8 @@ def test_what_a_network_of_noise_does_by_itself_near_the_end_is_told_without_a_c
 ) -> None:
     """An error of the noise counts 1/(1 - t)² times there; a calibration bounds it, whatever its table."""
     trained = tmp_path / "trained"
-    train_expert(whole, trained, expert_settings("ddpm", steps=150, batch_size=64, class_conditional=True))
+    learned = {"prediction": "epsilon", "class_conditional": True}
+    train_expert(whole, trained, expert_settings("ddpm", steps=150, batch_size=64, **learned))
     assert verify_expert(trained, held_out).accepted
     out = _changed(trained, tmp_path / "changed", CALIBRATION, lambda found: found["weights"][2:].fill_(0.8))
     verdict = verify_expert(out, held_out)
