@@ -100,7 +100,12 @@ AnyDevice = Annotated[
     str, typer.Option("--device", help="auto, cpu, cuda, cuda:1, mps.", callback=_known_device)
 ]
 StrategyOption = functools.partial(typer.Option, "--strategy", callback=_known_strategy)
-Size = Annotated[str, typer.Option("--size", help="Named network size: tiny, mini, small, S/2 … XL/8.")]
+Size = Annotated[
+    str,
+    typer.Option(
+        "--size", help="Network: tiny, mini, small, S/2 … XL/8, or depth x width / patch as 6x192/2."
+    ),
+]
 
 _UNITS = {"": 1, "B": 1} | {
     unit: size

@@ -8,6 +8,7 @@
 Keys are those of `Keeping` and of the settings of what is trained.
 """
 
+import re
 from collections.abc import Hashable, Mapping, Set
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
@@ -40,10 +41,20 @@ The others are those of Peebles & Xie 2022 (arXiv:2212.09748, table 1), with the
 
 
 def size_config(name: str) -> dict[str, int]:
-    """Return the constructor arguments of a named size; an unknown name raises `HddmError`."""
-    if name not in SIZES:
-        raise HddmError(f"unknown model size {name!r}: choose one of {', '.join(SIZES)}")
-    return dict(SIZES[name])
+    """Return the constructor arguments of a size: a named one, or depth, width and patch, as ``6x192/2``.
+
+    Of the latter a head has 64 numbers, or all where the width is less. Anything else raises `HddmError`.
+    """
+    if name in SIZES:
+        return dict(SIZES[name])
+    found = re.fullmatch(r"(\d{1,3})x(\d{1,5})/(\d{1,3})", name)
+    depth, width, patch = (int(part) for part in found.groups()) if found else (0, 0, 0)
+    if not (depth and patch and width % 8 == 0 and (0 < width < 64 or (width and width % 64 == 0))):
+        raise HddmError(
+            f"unknown model size {name!r}: choose one of {', '.join(SIZES)}, or depth x width / patch, as "
+            "6x192/2, the width a multiple of 64, or of 8 below 64"
+        )
+    return {"depth": depth, "hidden_size": width, "num_heads": max(1, width // 64), "patch_size": patch}
 
 
 def _known_size(name: str) -> str:

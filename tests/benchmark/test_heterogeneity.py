@@ -1,14 +1,21 @@
 """The experiments on a finished benchmark: objectives by error, blended experts, other conversions."""
 
+from dataclasses import replace
 from pathlib import Path
 
+import pytest
 import torch
 
 from benchmarks.conversion.grid import grid
 from benchmarks.heterogeneity.blending import blended, choice
 from benchmarks.heterogeneity.by_error import assigned, by_error
+from benchmarks.heterogeneity.scaling import CIFAR, DIGITS, Sweep, settings_of
+from hddm.benchmark.compute import count_expert, count_router
+from hddm.data.partition import partition
+from hddm.data.shards import load_shard
 from hddm.schedules import CosineSchedule, LinearSchedule
 from hddm.velocity import VelocityField
+from tests.artefacts import write_images
 from tests.benchmark_files import Finished, run_inline, settings
 from tests.oracles import GaussianMixture
 
@@ -72,3 +79,19 @@ def test_experiments_run_on_a_finished_benchmark(miniature: Finished, tmp_path: 
     assert len({line.partition(": ")[2] for line in lines}) > 3
     # What was drawn once is not scored again.
     assert list(grid(out)) == lines
+
+
+@pytest.mark.parametrize("sweep", [DIGITS, CIFAR], ids=lambda sweep: sweep.name)
+def test_every_cell_of_the_sweep_costs_its_budget(sweep: Sweep, tmp_path: Path) -> None:
+    """As the benchmark counts it, on a shard of images of the same shape; calibrations come on top."""
+    (shard,) = partition(write_images(tmp_path / "images", side=sweep.shape[1]), tmp_path / "shards", 1)
+    shape = load_shard(shard).shape
+    for size in (sweep.sizes[0], sweep.sizes[-1]):
+        for count in sweep.counts:
+            chosen = settings_of(replace(sweep, shape=shape), size, sweep.budgets[-1], count, 1)
+            expert, router = chosen.expert("flow", 0), chosen.router(0)
+            assert expert.batch_size * count == 128
+            spent = count * count_expert(shard, expert).steps(expert) + count_router(
+                shard.parent, router
+            ).steps(router)
+            assert spent == pytest.approx(sweep.budgets[-1], rel=0.01)
