@@ -3,7 +3,8 @@
 A cell is a size of network and a counted training budget, router included. In it one model takes batches of
 128 images, and each of K experts, of the same size, as many steps of 128/K images of its own shard; K experts
 are sampled by one of them a sample (draw), and by the router's first choice in each step (top-1). Every model
-learns x_0 by AdamW, whose rate follows from the width alone.
+learns its velocity by AdamW, whose rate follows from the width alone: at batches of 16 such small images Muon's
+update would cost more than the step.
 """
 
 import math
@@ -132,6 +133,8 @@ def settings_of(sweep: Sweep, size: str, budget: float, count: int, workers: int
         "size": size,
         "optimizer": "adamw",
         "learning_rate": min(0.016, 1 / size_config(size)["hidden_size"]),
+        "prediction": "flow_prediction",
+        "rotary": False,
         "weak_at": 0,
         **sweep.learning,
     }
