@@ -1,4 +1,4 @@
-"""Progress of long work: a bar on a terminal, else a line every tenth; nothing for short work."""
+"""Progress of long work: a bar on a terminal, else a line every tenth and minute; none for short work."""
 
 import math
 import shutil
@@ -10,6 +10,8 @@ from tqdm import tqdm
 
 _SHORT = 5.0
 """Seconds; work expected to take less prints no lines."""
+_FIRST, _NEXT = 10.0, 60.0
+"""Seconds after which a line is due: the first one, and one after another."""
 
 
 class Progress:
@@ -20,7 +22,8 @@ class Progress:
 
     def __init__(self, total: int, label: str, unit: str = "it", size: int = 1) -> None:
         self._total, self._label, self._size, self._done = total, label, size, 0
-        self._start = time.perf_counter()
+        self._start = self._spoke = time.perf_counter()
+        self._is_silent = True
         self._bar: tqdm[None] | None = None
         if sys.stderr.isatty():
             # tqdm draws nothing on a terminal without a size, as in some containers.
@@ -48,15 +51,21 @@ class Progress:
         if self._bar is not None:
             self._bar.update(self._done * self._size - self._bar.n)
             return
+        now = time.perf_counter()
         is_tenth = 10 * before // self._total != 10 * self._done // self._total
-        is_short = (time.perf_counter() - self._start) * self._total < _SHORT * self._done
-        if is_tenth and not is_short:
+        is_short = (now - self._start) * self._total < _SHORT * self._done
+        is_due = now - self._spoke >= (_FIRST if self._is_silent else _NEXT)
+        if is_due or (is_tenth and not is_short):
+            self._spoke, self._is_silent = now, False
             percent = f"{100 * self._done // self._total} %"
             print(", ".join([f"{self._label}: {percent}", *self._details()]), file=sys.stderr, flush=True)
 
     def _details(self) -> list[str]:
-        """Further parts of a line."""
-        return []
+        """Further parts of a line: the time that is left at the pace so far."""
+        if self._done >= self._total:
+            return []
+        elapsed = self._spoke - self._start
+        return [f"{_duration(elapsed / self._done * (self._total - self._done))} left"]
 
 
 class TrainingProgress(Progress):

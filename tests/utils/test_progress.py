@@ -129,7 +129,23 @@ def test_what_takes_less_than_five_seconds_has_no_lines(
         for seconds in (0.1, 0.1, 9.8):
             now.append(now[-1] + seconds)
             advance(1)
-    assert capsys.readouterr().err == "check: 30 %\n"
+    assert capsys.readouterr().err == "check: 30 %, 23 s left\n"
+
+
+def test_long_work_speaks_within_ten_seconds_and_then_every_minute(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr(progress.time, "perf_counter", lambda: now[-1])
+    with progress.Progress(1000, "encode") as advance:
+        for _ in range(25):
+            now.append(now[-1] + 6)
+            advance(1)
+    assert capsys.readouterr().err.splitlines() == [
+        "encode: 0 %, 1 h 40 min left",
+        "encode: 1 %, 1 h 39 min left",
+        "encode: 2 %, 1 h 38 min left",
+    ]
 
 
 class _Terminal(io.StringIO):
