@@ -25,10 +25,10 @@ from typing import Literal
 
 from pydantic import ValidationError
 
-from hddm.data.sources.base import ImageSource
+from hddm.data.sources.base import LARGEST_FILE, ImageSource
 from hddm.networks.identity import TextEncoderRecord, VaeRecord
 from hddm.utils.errors import HddmError, UsageError
-from hddm.utils.files import read_json
+from hddm.utils.files import read_json, read_whole
 from hddm.utils.records import ENSEMBLE_FILE, EXPERT_FILE, ROUTER_FILE, Record, read_record
 
 FORMAT = "1.3"
@@ -124,10 +124,7 @@ def image_path(folder: Path, entry: ImageEntry) -> Path:
 def read_content(folder: Path, entry: ImageEntry) -> bytes:
     """Encoded image of an entry; raises `HddmError` if it is outside ``folder``, missing or changed."""
     path = image_path(folder, entry)
-    try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise HddmError(f"{path}: named by the manifest, but {error.strerror}") from error
+    content = read_whole(path, LARGEST_FILE)
     if hashlib.sha256(content).hexdigest() != entry.sha256:
         raise HddmError(f"{path}: its content changed since the partition; take the shard anew")
     return content

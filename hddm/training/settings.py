@@ -17,6 +17,7 @@ import yaml
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from hddm.utils.errors import HddmError, did_you_mean
+from hddm.utils.files import read_whole
 from hddm.utils.records import OPTIONS, Record, parse_record
 
 Positive = Annotated[int, Field(ge=1)]
@@ -300,13 +301,9 @@ def read_run_file(path: Path, record: type[Record]) -> dict[str, Any]:
 
 def read_yaml(path: Path) -> dict[str, Any]:
     """Read the mapping in a YAML file of settings, each key once; an empty file gives {}."""
+    text = read_whole(path, LARGEST)
     try:
-        text = path.read_bytes()
-        if len(text) > LARGEST:
-            raise HddmError(f"{path}: has {len(text)} bytes; a run file has a few lines")
         content = yaml.load(text.decode(), Loader=_Loader)
-    except OSError as error:
-        raise HddmError(f"{path}: cannot be read ({error.strerror or error})") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise HddmError(f"{path}: is no YAML ({_reason(error)})") from error
     if content is None:

@@ -250,12 +250,9 @@ def write_json(path: Path, content: Any) -> None:
 def read_json(path: Path, largest: int = LARGEST_JSON) -> dict[str, Any]:
     """Read the JSON object in ``path``.
 
-    Raises `HddmError` for a missing file, anything but a regular one, more than ``largest`` bytes, broken
-    JSON and anything but an object.
+    Raises `HddmError` as `read_whole`, for broken JSON and for anything but an object.
     """
-    text = read_start(path, largest + 1)
-    if len(text) > largest:
-        raise HddmError(f"{path}: has more than {largest} bytes; fetch or write it again")
+    text = read_whole(path, largest)
     try:
         content = json.loads(text.decode())
     except (ValueError, RecursionError) as error:
@@ -265,25 +262,24 @@ def read_json(path: Path, largest: int = LARGEST_JSON) -> dict[str, Any]:
     return content
 
 
+def read_whole(path: Path, largest: int) -> bytes:
+    """All bytes of a file; raises `HddmError` for more than ``largest`` of them, and as `read_start`."""
+    with _opened(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        content = b"" if size > largest else file.read(largest + 1)
+    if max(size, len(content)) > largest:
+        raise HddmError(f"{path}: has more than {largest} bytes; fetch or write it again")
+    return content
+
+
 def read_start(path: Path, size: int) -> bytes:
     """First ``size`` bytes of a file, or all; raises `HddmError` for any but a readable regular one."""
-    try:
-        # Opening a pipe would block.
-        if not stat.S_ISREG(path.stat().st_mode):
-            raise HddmError(f"{path}: is no regular file; name a regular file")
-        with path.open("rb") as file:
-            return file.read(size)
-    except FileNotFoundError:
-        raise HddmError(f"{path}: no such file") from None
-    except HddmError:
-        raise
-    # ValueError is a name with NUL.
-    except (OSError, ValueError) as error:
-        raise HddmError(f"{path}: cannot be read ({error})") from error
+    with _opened(path) as file:
+        return file.read(size)
 
 
 def sha256_of(path: Path) -> str:
-    """SHA-256 of a file in hexadecimal digits; raises `HddmError` for an unreadable file."""
+    """SHA-256 of a file in hexadecimal digits; raises as `read_start`."""
     with _opened(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -291,10 +287,18 @@ def sha256_of(path: Path) -> str:
 @contextlib.contextmanager
 def _opened(path: Path) -> Iterator[BufferedReader]:
     try:
+        # Opening a pipe would block, and a device may have no end.
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise HddmError(f"{path}: is no regular file; name a regular file")
         with path.open("rb") as file:
             yield file
-    except OSError as error:
-        raise HddmError(f"{path}: cannot be read ({error.strerror or error})") from error
+    except HddmError:
+        raise
+    except FileNotFoundError:
+        raise HddmError(f"{path}: no such file") from None
+    # ValueError is a name with NUL.
+    except (OSError, ValueError) as error:
+        raise HddmError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error})") from error
 
 
 def sync(path: Path) -> None:
@@ -390,7 +394,7 @@ class HashCache:
     def matches(self, name: str, sha256: str) -> bool:
         """True if the file ``name`` has this hash; not read again if unchanged since it had.
 
-        Raises `HddmError` for an unreadable file.
+        Raises as `read_start`.
         """
         path, now = self._folder / name, time.time_ns()
         with _opened(path) as file:

@@ -14,7 +14,9 @@ from PIL import Image
 
 from hddm.data.sources import open_source
 from hddm.data.sources.base import ImageSource
+from hddm.utils.errors import HddmError
 from tests.artefacts import refusal
+from tests.hostile import grown_by
 
 
 def encoded(value: int, kind: str = "PNG") -> bytes:
@@ -54,6 +56,18 @@ def values(source: ImageSource) -> dict[str, int]:
 def level(content: bytes) -> int:
     with Image.open(io.BytesIO(content)) as image:
         return int(np.asarray(image)[0, 0])
+
+
+def test_an_image_larger_than_any_is_refused_unread(tmp_path: Path) -> None:
+    with (tmp_path / "a.png").open("wb") as file:
+        file.truncate(5 * 2**30)
+    source = open_source(tmp_path)
+
+    def read() -> None:
+        with pytest.raises(HddmError, match=r"a\.png: has more than 1073741824 bytes"):
+            source.read(0)
+
+    assert grown_by(read) < 64 * 2**20
 
 
 def test_class_folders_are_labels_and_other_files_are_left_alone(tmp_path: Path) -> None:
@@ -180,8 +194,8 @@ def test_sizes_of_images_are_known_unread_and_one_that_vanished_is_named(tmp_pat
     for source in (folder, open_source(write_tar(tmp_path / "a.tar", files))):
         assert [source.size(i) for i in range(2)] == [len(source.read(i)) for i in range(2)]
     (tmp_path / "folder" / "1.png").unlink()
-    for look in (folder.read, folder.size):
-        assert "1.png: cannot be read: No such file" in refusal(look, 0)
+    assert "1.png: no such file" in refusal(folder.read, 0)
+    assert "1.png: cannot be read: No such file" in refusal(folder.size, 0)
 
 
 def test_tar_shards_give_images_captions_and_labels_by_key(tmp_path: Path) -> None:

@@ -10,12 +10,15 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from hddm.training.settings import read_yaml
 from hddm.utils.errors import HddmError
 from hddm.utils.files import (
+    HashCache,
     check_absent,
     new_folder,
     read_json,
     restore,
+    sha256_of,
     write_json,
     write_whole,
 )
@@ -158,8 +161,10 @@ def test_unreadable_json_is_named_in_one_line(content: bytes | None, why: str, t
 def test_what_is_no_regular_file_is_named_instead_of_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "config.json")
     for path in (tmp_path, tmp_path / "config.json", Path("/dev/zero")):
-        with pytest.raises(HddmError, match=f"{path}: is no regular file"):
-            read_json(path)
+        cache = HashCache(tmp_path / "cache")
+        for read in (read_json, sha256_of, read_yaml, lambda path, cache=cache: cache.matches(str(path), "")):
+            with pytest.raises(HddmError, match=f"^{path}: is no regular file"):
+                read(path)
 
 
 def test_a_file_larger_than_any_json_is_not_read(tmp_path: Path) -> None:

@@ -13,6 +13,8 @@ TAR, PARQUET = ".tar", ".parquet"
 SUFFIXES = {".png", ".jpg", ".jpeg", ".webp", ".bmp"}
 """Suffixes of image files, matched without case."""
 CAPTION_COLUMNS = ("text", "caption")
+LARGEST_FILE = 2**30
+"""Bytes of the largest image file that is read."""
 LARGEST_LABEL = 99_999
 """Limit, since classes are listed by name and a stray number could fill the memory."""
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from hddm.data.sources.base import (
     CAPTION_COLUMNS,
+    LARGEST_FILE,
     METADATA,
     ImageSource,
     as_captions,
@@ -15,7 +16,7 @@ from hddm.data.sources.base import (
     choose_column,
 )
 from hddm.utils.errors import HddmError, counted, shown
-from hddm.utils.files import inside
+from hddm.utils.files import inside, read_whole
 
 LARGEST_LINE = 2**20
 """Bytes per line."""
@@ -26,22 +27,16 @@ class FolderSource(ImageSource):
     """Image files below ``root``."""
 
     def read(self, i: int) -> bytes:
-        try:
-            return self.path(i).read_bytes()
-        except OSError as error:
-            raise self._unreadable(i, error) from error
+        return read_whole(self.path(i), LARGEST_FILE)
 
     def size(self, i: int) -> int:
         try:
             return self.path(i).stat().st_size
         except OSError as error:
-            raise self._unreadable(i, error) from error
+            raise HddmError(f"{self.path(i)}: cannot be read: {error.strerror}") from error
 
     def path(self, i: int) -> Path:
         return self.root / self.files[i]
-
-    def _unreadable(self, i: int, error: OSError) -> HddmError:
-        return HddmError(f"{self.path(i)}: cannot be read: {error.strerror}")
 
 
 def open_folder(root: Path, files: Sequence[str]) -> FolderSource:
