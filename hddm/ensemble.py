@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from hddm.networks.offload import bring, in_best_order
-from hddm.utils.errors import HddmError
+from hddm.utils.errors import HddmError, did_you_mean
 from hddm.utils.tensors import parameter_dtype, to_float64
 from hddm.velocity import Guidance, VelocityField, can_guide, check_conditions, check_times
 
@@ -213,6 +213,13 @@ class Ensemble:
         return functools.reduce(torch.promote_types, (expert.dtype for expert in self.experts))
 
     @property
+    def conditions(self) -> tuple[str, ...] | None:
+        """Keywords that any expert takes; None where one takes all, unchecked."""
+        if any(expert.conditions is None for expert in self.experts):
+            return None
+        return tuple(dict.fromkeys(name for expert in self.experts for name in expert.conditions or ()))
+
+    @property
     def classes(self) -> tuple[str, ...]:
         """Names of the classes, empty where no expert has any."""
         return next((e.classes for e in self.experts if e.classes), ())
@@ -363,6 +370,31 @@ class Ensemble:
             if not any(name in share for share in shares):
                 raise HddmError(f"no expert of this ensemble takes a condition {name!r}")
         return shares
+
+
+def class_indices(labels: int | str | Sequence[int | str] | Tensor, classes: Sequence[str]) -> Tensor:
+    """Indices (batch,) of classes; numbers are indices, texts are names, or indices where no name fits.
+
+    Raises `HddmError` for an unknown class, or an ensemble without classes.
+    """
+    if isinstance(labels, Tensor):
+        labels = labels.flatten().tolist()
+    if isinstance(labels, int | str):
+        labels = [labels]
+    if not classes:
+        raise HddmError(f"class_labels {list(labels)}: this model knows no classes; drop them")
+    names = {name: index for index, name in enumerate(classes)}
+    indices = []
+    for label in labels:
+        # A number of numpy is no int.
+        text = str(label)
+        number = label if isinstance(label, int) else names.get(text, int(text) if text.isdecimal() else -1)
+        if not 0 <= number < len(classes):
+            some = ", ".join(classes[:10]) + (", …" if len(classes) > 10 else "")
+            near = did_you_mean(label, classes) if isinstance(label, str) else ""
+            raise HddmError(f"no class {label!r}; the model's classes are {some}{near}")
+        indices.append(number)
+    return torch.tensor(indices)
 
 
 def _normalised(prior: Sequence[float] | Tensor | None, num_experts: int) -> Tensor:

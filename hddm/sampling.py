@@ -10,18 +10,19 @@ the state goes through ``on_step(i, x)``. Each docstring gives the order of the 
 """
 
 import copy
+import inspect
 import itertools
 import math
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from numbers import Integral
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from hddm.ensemble import Ensemble, Strategy
-from hddm.utils.errors import HddmError
+from hddm.ensemble import Ensemble, Strategy, class_indices
+from hddm.utils.errors import HddmError, did_you_mean
 from hddm.utils.tensors import generator
 from hddm.velocity import Guidance, VelocityField
 
@@ -286,13 +287,13 @@ def integrate(
         if stopped is not None:
             return torch.zeros_like(x)
         if not isinstance(model, Ensemble):
-            return model.velocity(x, t, guidance_scale, negative, **given)
+            return _finite(model.velocity(x, t, guidance_scale, negative, **given), t)
         if next(count) % router_every == 0 and (kept is None or expert is None):
             kept = model.weights(x, t.expand(len(x)), expert, given)
         assert kept is not None
         if use is not None:
             use.add(float(t), kept)
-        return model.velocity(x, t, guidance_scale, negative, weights=kept, **given)
+        return _finite(model.velocity(x, t, guidance_scale, negative, weights=kept, **given), t, kept)
 
     def step(index: int, x: Tensor) -> Tensor:
         nonlocal stopped
@@ -304,6 +305,22 @@ def integrate(
         return x
 
     return solver_named(solver)(velocity, x, times, step)
+
+
+def _finite(v: Tensor, t: Tensor, weights: Tensor | None = None) -> Tensor:
+    """``v`` (batch, …), unless it is not finite, which is an error with the experts of such samples."""
+    is_finite = v.flatten(1).isfinite().all(1)
+    if is_finite.all():
+        return v
+    broken = (~is_finite).to("cpu")
+    which = ""
+    if weights is not None:
+        experts = (weights.to("cpu")[broken] != 0).any(0).nonzero()[:, 0].tolist()
+        which = f" of expert {' or '.join(map(str, experts))}"
+    raise HddmError(
+        f"the velocity{which} is not finite at t = {float(t):.4g}, for {int(broken.sum())} of {len(v)} "
+        "samples: damaged weights, a dtype that is too narrow (float16 ends at 65,504), or too much guidance"
+    )
 
 
 @torch.no_grad()
@@ -325,7 +342,7 @@ def sample(
     router_every: int = 1,
     use: ExpertUse | None = None,
     on_batch: Callable[[int], None] | None = None,
-    **conditions: Tensor,
+    **conditions: Any,
 ) -> Tensor:
     """Integrate the model's velocity from noise at t = 1 to data at t = 0.
 
@@ -347,22 +364,26 @@ def sample(
         router_every: ask the router at every n-th call of the velocity only.
         use: a tally of how the experts were used, to be read afterwards.
         on_batch: called with the number of samples after each batch.
-        conditions: keywords of the experts' networks, each (num, …).
+        conditions: keywords of the experts' networks, each (num, …); ``class_labels`` may be names.
 
     Returns:
         (num, C, H, W) on the CPU, in float32, or float64 where a network is, in the units that the experts
         were trained in.
 
     Raises:
-        HddmError: for a num below 1, an unknown strategy or solver, a strategy for a single expert,
-            conditions of another length than num, a model of unknown sample shape, or a shape of other
-            channels than the model's.
+        HddmError: for a num below 1, an unknown strategy, solver, class or argument, a strategy for a single
+            expert, conditions of another length than num, a model of unknown sample shape, a shape of other
+            channels than the model's, or a velocity that is not finite.
     """
     shape = _shape(shape, model.sample_shape)
     if num < 1 or batch_size < 1 or seed < 0 or start < 0:
         raise HddmError(
             f"num and batch_size start at 1, seed and start at 0, not {num}, {batch_size}, {seed} and {start}"
         )
+    _refuse_unknown({*conditions, *(negative or {})}, model.conditions)
+    labels = conditions.get("class_labels")
+    if labels is not None and not isinstance(labels, Tensor) and model.classes:
+        conditions["class_labels"] = class_indices(labels, model.classes)
     conditions = {name: torch.as_tensor(value) for name, value in conditions.items()}
     negative = {name: torch.as_tensor(value) for name, value in (negative or {}).items()}
     for name, value in (*conditions.items(), *negative.items()):
@@ -400,6 +421,17 @@ def sample(
         if on_batch is not None:
             on_batch(len(rows))
     return samples
+
+
+def _refuse_unknown(names: Collection[str], declared: Collection[str] | None) -> None:
+    for name in names:
+        if declared is not None and name not in declared:
+            arguments = inspect.signature(sample).parameters.keys() - {"conditions"}
+            known = f"its conditions are {', '.join(declared)}" if declared else "it takes no conditions"
+            raise HddmError(
+                f"hddm.sample takes no {name!r} for this model; {known}"
+                f"{did_you_mean(name, [*arguments, *declared])}"
+            )
 
 
 def routed(

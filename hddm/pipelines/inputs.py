@@ -1,4 +1,4 @@
-"""Arguments of a pipeline call, made into batches: class labels, repeated conditions, noise."""
+"""Arguments of a pipeline call, made into batches: repeated conditions, noise."""
 
 from collections.abc import Mapping, Sequence
 
@@ -6,34 +6,9 @@ import torch
 from torch import Tensor
 
 from hddm.sampling import initial_noise, uniform_draws
-from hddm.utils.errors import HddmError, did_you_mean
+from hddm.utils.errors import HddmError
 
 Generators = torch.Generator | Sequence[torch.Generator] | None
-
-
-def class_indices(labels: int | str | Sequence[int | str] | Tensor, classes: Sequence[str]) -> Tensor:
-    """Indices (batch,) of classes; numbers are indices, texts are names, or indices where no name fits.
-
-    Raises `HddmError` for an unknown class, or an ensemble without classes.
-    """
-    if isinstance(labels, Tensor):
-        labels = labels.flatten().tolist()
-    if isinstance(labels, int | str):
-        labels = [labels]
-    if not classes:
-        raise HddmError(f"class_labels {list(labels)}: this model knows no classes; drop them")
-    names = {name: index for index, name in enumerate(classes)}
-    indices = []
-    for label in labels:
-        # A number of numpy is no int.
-        text = str(label)
-        number = label if isinstance(label, int) else names.get(text, int(text) if text.isdecimal() else -1)
-        if not 0 <= number < len(classes):
-            some = ", ".join(classes[:10]) + (", …" if len(classes) > 10 else "")
-            near = did_you_mean(label, classes) if isinstance(label, str) else ""
-            raise HddmError(f"no class {label!r}; the model's classes are {some}{near}")
-        indices.append(number)
-    return torch.tensor(indices)
 
 
 def repeated(

@@ -11,7 +11,7 @@ from diffusers.image_processor import VaeImageProcessor
 from diffusers.utils import BaseOutput
 from torch import Tensor, nn
 
-from hddm.ensemble import Ensemble
+from hddm.ensemble import Ensemble, class_indices
 from hddm.experts.ensemble_folders import (
     CLASSES,
     COMPONENTS,
@@ -25,7 +25,7 @@ from hddm.networks.offload import Offload
 from hddm.networks.text_encoder import encode, read_text_encoder, read_tokenizer
 from hddm.networks.transformers import RouterTransformer
 from hddm.networks.vae import decode, read_vae, scale_of
-from hddm.pipelines.inputs import Generators, class_indices, noise_and_draws, repeated
+from hddm.pipelines.inputs import Generators, noise_and_draws, repeated
 from hddm.pipelines.offloading import Offloading
 from hddm.sampling import DEFAULT_SOLVER, DEFAULT_STEPS, ExpertUse, integrate, pick_experts, routed, time_grid
 from hddm.utils.errors import HddmError

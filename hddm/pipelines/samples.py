@@ -18,10 +18,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from hddm.data.images import CELL, contact_sheet, lines_of, save_png, to_bytes
-from hddm.ensemble import Strategy
+from hddm.ensemble import Strategy, class_indices
 from hddm.experts.ensemble_folders import ENSEMBLE_FILE
 from hddm.experts.records import EXPERT_FILE
-from hddm.pipelines.inputs import class_indices
 from hddm.pipelines.pipeline import HDDMPipeline
 from hddm.sampling import DEFAULT_SOLVER, DEFAULT_STEPS, ExpertUse, sample
 from hddm.utils.errors import HddmError, UsageError

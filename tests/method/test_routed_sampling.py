@@ -2,12 +2,14 @@
 
 import math
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from hddm import load
 from hddm.ensemble import Ensemble
 from hddm.sampling import initial_noise, sample
 from hddm.schedules import LinearSchedule
@@ -205,3 +207,36 @@ def test_conditions_are_rows_of_any_kind() -> None:
     for wrong in ({"class_labels": torch.tensor(2)}, {"negative": {"class_labels": torch.tensor(2)}}):
         with pytest.raises(HddmError, match="'class_labels' has no rows for 2 samples"):
             sample(ensemble, 2, **given, **wrong)
+
+
+def test_a_misspelt_argument_is_no_condition() -> None:
+    ensemble = _ensemble("top-1", ("class_labels",))
+    with pytest.raises(HddmError) as caught:
+        sample(ensemble, 2, num_steps=4, class_labels=[1, 0])
+    known = "hddm.sample takes no 'num_steps' for this model; its conditions are class_labels"
+    assert str(caught.value).startswith(known)
+    for wrong, meant in (("step", "steps"), ("clas_labels", "class_labels")):
+        with pytest.raises(HddmError, match=f"did you mean '{meant}'"):
+            sample(ensemble, 2, **{wrong: 4})
+    with pytest.raises(HddmError, match="takes no 'class_label' for this model"):
+        sample(ensemble, 2, negative={"class_label": [1, 0]})
+
+
+def test_classes_are_named_in_python_too(class_expert: Path) -> None:
+    expert = load(class_expert)
+    by_name = sample(expert, 2, steps=2, class_labels=["rows", "columns"])
+    assert torch.equal(by_name, sample(expert, 2, steps=2, class_labels=torch.tensor([1, 0])))
+    with pytest.raises(HddmError, match=r"no class .colums.*did you mean .columns"):
+        sample(expert, 2, steps=2, class_labels=["rows", "colums"])
+
+
+def test_a_velocity_that_is_not_finite_is_an_error_with_its_expert_and_time() -> None:
+    ensemble = _ensemble("draw")
+    network = ensemble.experts[1].network
+    ensemble.experts[1].network = lambda y, t, **given: (
+        network(y, t, **given) * torch.where(t < 0.6, torch.nan, 1).view(-1, 1, 1, 1)
+    )
+    with pytest.raises(
+        HddmError, match=r"the velocity of expert 1 is not finite at t = 0\.5, for . of 8 samples"
+    ):
+        sample(ensemble, 8, steps=4, solver="euler")
