@@ -167,8 +167,6 @@ def check_kept(folder: Path, settings: Mapping[str, Any], growing: Collection[st
 
 QUICKSTART = load_settings("quickstart")
 """Experts, router, solver and scores of experiments on digits."""
-
-
 DDPM_ON_DIGITS = ExpertSettings(
     objective="ddpm",
     prediction="epsilon",
@@ -179,17 +177,10 @@ DDPM_ON_DIGITS = ExpertSettings(
     learning_rate=4e-3,
     ema_decay=0.99,
     size="small",
+    rotary=False,
+    weak_at=0,
 )
-SHORT_DDPM = ExpertSettings(
-    objective="ddpm",
-    prediction="epsilon",
-    steps=20,
-    batch_size=16,
-    time_sampling="uniform",
-    optimizer="adamw",
-    learning_rate=4e-3,
-    size="tiny",
-)
+SHORT_DDPM = DDPM_ON_DIGITS.model_copy(update={"steps": 20, "batch_size": 16, "size": "tiny"})
 """Trainings of DDPM experts by experiments on digits; the numbers of the short one mean nothing."""
 
 

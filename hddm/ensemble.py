@@ -25,6 +25,7 @@ have never seen.
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 
 import torch
 from torch import Tensor
@@ -32,7 +33,7 @@ from torch import Tensor
 from hddm.networks.offload import bring, in_best_order
 from hddm.utils.errors import HddmError, did_you_mean
 from hddm.utils.tensors import parameter_dtype, to_float64
-from hddm.velocity import Guidance, VelocityField, can_guide, check_conditions, check_times
+from hddm.velocity import Guidance, VelocityField, can_guide, check_conditions, check_names, check_times
 
 
 @dataclass(frozen=True)
@@ -254,6 +255,7 @@ class Ensemble:
         """
         times = check_times(x_t, t)
         for branch in (conditions, negative or {}):
+            check_names(branch, self.conditions)
             check_conditions(x_t, branch)
         if weights is None:
             weights = self.weights(x_t, times, expert, conditions)
@@ -269,12 +271,6 @@ class Ensemble:
         mixed = torch.zeros_like(x_t, dtype=torch.promote_types(x_t.dtype, torch.float32))
         used = weights.to("cpu") != 0
         waiting = in_best_order({k: self.experts[k].network for k in used.any(0).nonzero()[:, 0].tolist()})
-        weakless = [str(k) for k in sorted(waiting) if self.experts[k].weak is None]
-        if guidance.by_weak and weakless:
-            raise HddmError(
-                f"expert {', '.join(weakless)}: has no weaker self to be guided by; guide by condition, or "
-                "take other experts"
-            )
         shares: dict[int, tuple[Tensor, Tensor]] = {}
         for place, index in enumerate(waiting):
             rows = used[:, index].nonzero()[:, 0]
@@ -295,6 +291,16 @@ class Ensemble:
         for index in sorted(shares):
             mixed.index_add_(0, *shares[index])
         return mixed.to(x_t.dtype)
+
+    def refuse_weakless(self, guidance: Guidance, expert: Tensor | None) -> None:
+        """Raise an `HddmError` where an expert of ``expert``, or any, lacks the weaker self to guide by."""
+        asked = range(len(self.experts)) if expert is None else expert.unique().tolist()
+        weakless = [str(k) for k in asked if self.experts[k].weak is None]
+        if guidance.by_weak and weakless:
+            raise HddmError(
+                f"expert {', '.join(weakless)}: has no weaker self to be guided by; guide by condition, or "
+                "take other experts"
+            )
 
     def prior_of(self, num: int, conditions: Mapping[str, Tensor]) -> Tensor:
         """The prior of ``draw`` for ``num`` samples, (num, K): p(k | class) where it is known, else p(k).
@@ -366,9 +372,6 @@ class Ensemble:
             {k: v for k, v in conditions.items() if e.conditions is None or k in e.conditions}
             for e in self.experts
         ]
-        for name in conditions:
-            if not any(name in share for share in shares):
-                raise HddmError(f"no expert of this ensemble takes a condition {name!r}")
         return shares
 
 
@@ -386,9 +389,9 @@ def class_indices(labels: int | str | Sequence[int | str] | Tensor, classes: Seq
     names = {name: index for index, name in enumerate(classes)}
     indices = []
     for label in labels:
-        # A number of numpy is no int.
         text = str(label)
-        number = label if isinstance(label, int) else names.get(text, int(text) if text.isdecimal() else -1)
+        is_number = isinstance(label, Integral)
+        number = int(label) if is_number else names.get(text, int(text) if text.isdecimal() else -1)
         if not 0 <= number < len(classes):
             some = ", ".join(classes[:10]) + (", …" if len(classes) > 10 else "")
             near = did_you_mean(label, classes) if isinstance(label, str) else ""

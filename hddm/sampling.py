@@ -14,7 +14,7 @@ import inspect
 import itertools
 import math
 import warnings
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Integral
 from typing import Any, Protocol
 
@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 
 from hddm.ensemble import Ensemble, Strategy, class_indices
-from hddm.utils.errors import HddmError, did_you_mean
+from hddm.utils.errors import HddmError
 from hddm.utils.tensors import generator
-from hddm.velocity import Guidance, VelocityField
+from hddm.velocity import Guidance, VelocityField, check_names
 
 Velocity = Callable[[Tensor, Tensor], Tensor]
 OnStep = Callable[[int, Tensor], Tensor]
@@ -278,6 +278,8 @@ def integrate(
     """
     if router_every < 1:
         raise HddmError(f"router_every starts at 1, not {router_every}")
+    if isinstance(model, Ensemble):
+        model.refuse_weakless(Guidance.of(guidance_scale), expert)
     given, count = dict(conditions or {}), itertools.count()
     kept: Tensor | None = None
     stopped = x if is_interrupted() else None
@@ -308,7 +310,7 @@ def integrate(
 
 
 def _finite(v: Tensor, t: Tensor, weights: Tensor | None = None) -> Tensor:
-    """``v`` (batch, …), unless it is not finite, which is an error with the experts of such samples."""
+    """Return ``v`` (batch, …); raise an `HddmError` that names the experts where it is not finite."""
     is_finite = v.flatten(1).isfinite().all(1)
     if is_finite.all():
         return v
@@ -353,7 +355,7 @@ def sample(
         steps: solver steps, even in t up to ``shift``.
         strategy: for this call, instead of the ensemble's own; see `hddm.ensemble`.
         solver: ``euler``, ``heun``, ``adams-bashforth`` or ``adams-moulton``; see `hddm.sampling`.
-        guidance_scale: classifier-free guidance, 1 for none, or a `hddm.velocity.Guidance`.
+        guidance_scale: 1 for none, another number by condition, or a `hddm.velocity.Guidance`.
         negative: conditions to guide away from, each (num, …); by default the null ones.
         shift: of the time grid; by default the model's own.
         batch_size: samples integrated together; changes a sample by rounding only, which a hard choice of
@@ -380,9 +382,11 @@ def sample(
         raise HddmError(
             f"num and batch_size start at 1, seed and start at 0, not {num}, {batch_size}, {seed} and {start}"
         )
-    _refuse_unknown({*conditions, *(negative or {})}, model.conditions)
+    arguments = inspect.signature(sample).parameters.keys() - {"conditions"}
+    for branch in (conditions, negative or {}):
+        check_names(branch, model.conditions, arguments)
     labels = conditions.get("class_labels")
-    if labels is not None and not isinstance(labels, Tensor) and model.classes:
+    if isinstance(labels, str | Sequence) and any(isinstance(label, str) for label in labels):
         conditions["class_labels"] = class_indices(labels, model.classes)
     conditions = {name: torch.as_tensor(value) for name, value in conditions.items()}
     negative = {name: torch.as_tensor(value) for name, value in (negative or {}).items()}
@@ -395,6 +399,7 @@ def sample(
         model, chosen = routed(model, strategy, expert, num, conditions)
         if chosen is None and model.strategy == "draw":
             chosen = draw_experts(model.prior_of(num, conditions), seed, start, start + num)
+        model.refuse_weakless(Guidance.of(guidance_scale), chosen)
     elif strategy is not None or expert is not None:
         Strategy.parse(strategy or "draw")
         asked = f"strategy {strategy!r}" if strategy is not None else f"expert {expert}"
@@ -421,17 +426,6 @@ def sample(
         if on_batch is not None:
             on_batch(len(rows))
     return samples
-
-
-def _refuse_unknown(names: Collection[str], declared: Collection[str] | None) -> None:
-    for name in names:
-        if declared is not None and name not in declared:
-            arguments = inspect.signature(sample).parameters.keys() - {"conditions"}
-            known = f"its conditions are {', '.join(declared)}" if declared else "it takes no conditions"
-            raise HddmError(
-                f"hddm.sample takes no {name!r} for this model; {known}"
-                f"{did_you_mean(name, [*arguments, *declared])}"
-            )
 
 
 def routed(

@@ -23,7 +23,7 @@ alpha = 0, sample where sigma = 0) has its range end there: at the last alpha > 
 """
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal, get_args
@@ -32,9 +32,9 @@ import torch
 from torch import Tensor
 
 from hddm.calibration import LABELS, MAX_GAIN, Calibration
-from hddm.networks.wrappers import OPTIONAL_CONDITIONS
+from hddm.networks.wrappers import declared_shape, missing_from
 from hddm.schedules import DiscreteSchedule, LinearSchedule, Schedule
-from hddm.utils.errors import HddmError
+from hddm.utils.errors import HddmError, did_you_mean
 from hddm.utils.tensors import append_dims, device_of, parameter_dtype, to_float64
 
 SINGULAR_MARGIN = 1e-6
@@ -147,6 +147,17 @@ def check_times(x_t: Tensor, t: Tensor) -> Tensor:
     return times
 
 
+def check_names(
+    names: Iterable[str], declared: Collection[str] | None, arguments: Collection[str] = ()
+) -> None:
+    """Refuse conditions that are not ``declared``, where anything is; ``arguments`` may be meant as well."""
+    for name in names:
+        if declared is not None and name not in declared:
+            known = ", ".join(declared) or "none"
+            near = did_you_mean(name, [*arguments, *declared])
+            raise HddmError(f"this model takes no condition {name!r}; it declares: {known}{near}")
+
+
 def check_conditions(x_t: Tensor, conditions: Mapping[str, Tensor]) -> None:
     """Refuse a condition that has not one row for each state."""
     for name, value in conditions.items():
@@ -159,17 +170,12 @@ def can_guide(conditions: Mapping[str, Tensor], negative: Mapping[str, Tensor]) 
     return bool(conditions) and (bool(negative) or not SETTINGS.issuperset(conditions))
 
 
-def missing_from(given: Collection[str], declared: Sequence[str]) -> list[str]:
-    """Conditions that the network needs beside the ``given`` ones."""
-    return [name for name in declared if name not in given and name not in OPTIONAL_CONDITIONS]
-
-
 GuideBy = Literal["condition", "weak"]
 
 
 @dataclass(frozen=True)
 class Guidance:
-    """Guidance: from a velocity v_n through the conditional one, v_c.
+    """Guidance moves the velocity v_c away from another one, v_n.
 
         v = v_n + scale (v_c - v_n)                                (arXiv:2207.12598)
         v = [rescale std(v_c)/std(v) + 1 - rescale] v              (arXiv:2305.08891, section 3.4)
@@ -293,7 +299,7 @@ class VelocityField:
         self.calibration = calibration
         self.conditions = None if conditions is None else tuple(conditions)
         self.null_conditions = dict(null_conditions or {})
-        self.sample_shape = sample_shape or _shape_from_config(network)
+        self.sample_shape = sample_shape or declared_shape(network)
         if self.prediction_type is PredictionType.FLOW_PREDICTION:
             schedule.derivatives(torch.zeros(1, dtype=torch.float64))
         self.classes = tuple(classes)
@@ -337,7 +343,7 @@ class VelocityField:
 
         Raises:
             HddmError: for a t outside [0, 1] or of another batch size, a condition that the expert
-                does not declare, or guidance without anything to guide from, as a weaker self.
+                does not declare, or guidance without conditions, or by a weaker self that it lacks.
         """
         times = check_times(x_t, t)
         negative = negative or {}
@@ -429,10 +435,7 @@ class VelocityField:
         return output.to(y.dtype)
 
     def _check(self, x_t: Tensor, conditions: Mapping[str, Tensor]) -> None:
-        for name in conditions:
-            if self.conditions is not None and name not in self.conditions:
-                known = ", ".join(self.conditions) or "none"
-                raise HddmError(f"this expert takes no condition {name!r}; it declares: {known}")
+        check_names(conditions, self.conditions)
         check_conditions(x_t, conditions)
         labels, null = conditions.get("class_labels"), self.null_conditions.get("class_labels")
         if labels is None or not self.classes:
@@ -472,12 +475,3 @@ def _exact_range(schedule: Schedule, prediction_type: PredictionType) -> tuple[f
     if prediction_type is PredictionType.SAMPLE and low == 0.0:
         low = SINGULAR_MARGIN
     return low, high
-
-
-def _shape_from_config(network: object) -> tuple[int, ...] | None:
-    config = getattr(network, "config", None)
-    side, channels = getattr(config, "sample_size", None), getattr(config, "in_channels", None)
-    if side is None or channels is None:
-        return None
-    height, width = (side, side) if isinstance(side, int) else side
-    return (channels, height, width)

@@ -3,8 +3,8 @@
 A cell is a size of network and a counted training budget, router included. In it one model takes batches of
 128 images, and each of K experts, of the same size, as many steps of 128/K images of its own shard; K experts
 are sampled by one of them a sample (draw), and by the router's first choice in each step (top-1). Every model
-learns its velocity by AdamW, whose rate follows from the width alone: at batches of 16 such small images Muon's
-update would cost more than the step.
+learns its velocity by AdamW, whose rate follows from the width alone: at batches of 16 such small images
+Muon's update would cost more than the step.
 """
 
 import math
@@ -227,6 +227,8 @@ def chart(sweep: Sweep, cells: list[Cell]) -> Figure:
         for way, panel in zip(WAYS, row, strict=True):
             _draw(panel, sweep, [cell for cell in cells if cell.count == count], way)
             panel.set_title(f"{count} experts, {way}", fontsize=10)
+    ratios = [ratio for cell in cells for way in WAYS for ratio in cell.ratios(way)]
+    panels[0][0].set_ylim(min(0.8, 0.9 * min(ratios)), max(1.25, 1.1 * max(ratios)))
     for panel in panels[-1]:
         panel.set_xlabel("training budget, TFLOP")
     figure.supylabel("distance of experts / of one model", fontsize=10)
@@ -253,6 +255,3 @@ def _draw(panel: Axes, sweep: Sweep, cells: list[Cell], way: str) -> None:
     for axis in (panel.xaxis, panel.yaxis):
         axis.set_minor_locator(NullLocator())
         axis.set_major_formatter("{x:g}")
-    low = min(min(cell.ratios(one)) for cell in cells for one in WAYS)
-    high = max(max(cell.ratios(one)) for cell in cells for one in WAYS)
-    panel.set_ylim(min(0.8, 0.9 * low), max(1.25, 1.1 * high))

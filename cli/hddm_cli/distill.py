@@ -9,7 +9,8 @@ from hddm_cli.options import InputArgument, InputOption, Out, Overwrite, Steps, 
 from hddm_cli.train import LEARNING
 from hddm_cli.training_options import FILE, KEEPING, LOOP, PICTURES, GivenOptions, takes
 
-STUDENT = {name: LEARNING[name] for name in ("size", "time_sampling", "condition_dropout", "random_flip")}
+_NAMES = ("size", "prediction", "rotary", "time_sampling", "condition_dropout", "random_flip")
+STUDENT = {name: LEARNING[name] for name in _NAMES}
 
 
 @takes(STUDENT, LOOP, KEEPING, PICTURES, FILE)
@@ -29,7 +30,9 @@ def distill(
     ] = "shard",
     init: Annotated[
         Path | None,
-        InputOption("--init", help="Flow expert to begin with, one of the ensemble's say; fixes the size."),
+        InputOption(
+            "--init", help="Flow expert to begin with, one of the ensemble's say; fixes the network."
+        ),
     ] = None,
     overwrite: Overwrite = False,
     **given: Any,
@@ -39,7 +42,7 @@ def distill(
     The student is an expert folder. The run is kept in OUT.run; --resume goes on with it.
     """
     if init is not None:
-        refuse_given(context, "--init fixes it", "size")
+        refuse_given(context, "--init fixes it", "size", "prediction", "rotary")
 
     from hddm.training.distill import distill as run
     from hddm.training.loop import summary_of

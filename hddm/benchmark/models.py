@@ -32,10 +32,10 @@ from hddm.experts.assembly import assemble
 from hddm.experts.ensemble_folders import ENSEMBLE_FILE, read_ensemble_facts
 from hddm.experts.loading import load
 from hddm.experts.records import EXPERT_FILE, FORMAT, ExpertRecord
+from hddm.networks.wrappers import missing_from
 from hddm.utils.errors import HddmError
 from hddm.utils.files import read_json, sha256_of
 from hddm.utils.records import MANIFEST, read_record
-from hddm.velocity import missing_from
 
 
 def expert_records(folder: Path) -> list[ExpertRecord]:
@@ -285,11 +285,11 @@ def _abilities(settings: BenchmarkSettings, model: ModelSettings) -> _Abilities:
             return _abilities_of_finished(model.path)
     if model.kind == "single":
         single = settings.single(model.objectives, 0, 1, **model.training)
-        return _Abilities(0, single.class_conditional, has_weak=single.weak_at != 0)
+        return _Abilities(0, single.class_conditional, has_weak=single.weak_step > 0)
     objectives = model.named_objectives(settings.partition.shards)
     experts = [settings.expert(name, 0, **model.training) for name in set(objectives)]
     has_classes = any(one.class_conditional for one in experts)
-    return _Abilities(len(objectives), has_classes, has_weak=all(one.weak_at != 0 for one in experts))
+    return _Abilities(len(objectives), has_classes, has_weak=all(one.weak_step > 0 for one in experts))
 
 
 def _abilities_of_finished(path: Path) -> _Abilities:

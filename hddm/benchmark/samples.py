@@ -44,13 +44,16 @@ class SampledModel:
 def canonical(point: SamplingPoint, is_single: bool) -> SamplingPoint:
     """``point`` without what has no effect, so that equal samples are drawn once.
 
-    A single model has no strategy; where none asks a router, nothing of the router counts.
+    A single model has no strategy; where none asks a router, nothing of the router counts. A guidance scale
+    of 1 is no guidance by anything.
     """
     calibrated = set() if point.calibration == "none" else set(point.calibration.split("+"))
     changes: dict[str, Any] = {}
     if is_single or point.strategy == "draw":
         calibrated.discard("router")
         changes = {"strategy": "draw", "router_temperature": 1.0}
+    if point.guidance_scale == 1:
+        changes["guide_by"] = "condition"
     changes["calibration"] = "+".join(sorted(calibrated)) or "none"
     return point.model_copy(update=changes)
 

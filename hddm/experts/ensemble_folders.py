@@ -110,6 +110,17 @@ def refuse_other_grids(config: Mapping[str, object], origin: str) -> None:
             raise HddmError(f"{origin}: {key} is {_short(config[key])}, and hddm's grid has the shift alone")
 
 
+def shift_of(scheduler: diffusers.FlowMatchEulerDiscreteScheduler) -> float:
+    """Shift of a scheduler's time grid; `HddmError` where it does more than shift."""
+    if type(scheduler) is not diffusers.FlowMatchEulerDiscreteScheduler:
+        raise HddmError(
+            f"the scheduler is a {type(scheduler).__name__}, and hddm integrates by its own solvers: take a "
+            "FlowMatchEulerDiscreteScheduler for the shift, and choose by solver="
+        )
+    refuse_other_grids(scheduler.config, "the scheduler")
+    return float(scheduler.shift)
+
+
 def write_scheduler(folder: Path, shift: float) -> None:
     """Write ``scheduler/scheduler_config.json``."""
     path = folder / SCHEDULER_FILE

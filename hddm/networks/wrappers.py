@@ -6,7 +6,7 @@ reads inputs and outputs from the config alone. Flux takes and returns patches o
     (batch, C, H, W)  ↔  (batch, HW/4, 4C)      row y W/2 + x holds patch (y, x), channel 4c + 2 dy + dx
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -286,3 +286,18 @@ def positions(height: int, width: int, device: torch.device) -> Tensor:
     """Position (0, y, x) of every row, (HW/4, 3); float32, since half types round large numbers."""
     sides = [torch.arange(size, device=device, dtype=torch.float32) for size in (1, height // 2, width // 2)]
     return torch.cartesian_prod(*sides)
+
+
+def missing_from(given: Collection[str], declared: Sequence[str]) -> list[str]:
+    """Conditions that the network needs beside the ``given`` ones."""
+    return [name for name in declared if name not in given and name not in OPTIONAL_CONDITIONS]
+
+
+def declared_shape(network: object) -> tuple[int, ...] | None:
+    """Shape (C, H, W) of a sample by the config of a network, None where that has none."""
+    config = getattr(network, "config", None)
+    side, channels = getattr(config, "sample_size", None), getattr(config, "in_channels", None)
+    if side is None or channels is None:
+        return None
+    height, width = (side, side) if isinstance(side, int) else side
+    return (channels, height, width)

@@ -1,12 +1,25 @@
-"""Arguments of a pipeline call, made into batches: repeated conditions, noise."""
+"""Arguments of a pipeline's calls: options of diffusers, repeated conditions, noise."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from hddm.sampling import initial_noise, uniform_draws
 from hddm.utils.errors import HddmError
+
+LOADING: Mapping[str, Collection[object]] = {
+    "local_files_only": (True, False, None),
+    "use_safetensors": (True, None),
+    "low_cpu_mem_usage": (True, False, None),
+    "trust_remote_code": (False, None),
+    "variant": (None,),
+    "device_map": (None,),
+    "safety_checker": (None,),
+}
+"""Keywords of diffusers' loaders, with the values that have no effect here."""
+SAVING: Mapping[str, Collection[object]] = {"safe_serialization": (True, None), "variant": (None,)}
 
 Generators = torch.Generator | Sequence[torch.Generator] | None
 
@@ -82,3 +95,11 @@ def _uniform(shape: tuple[int, ...], generator: torch.Generator | None) -> Tenso
 
 def _device(generator: torch.Generator | None) -> torch.device | None:
     return None if generator is None else generator.device
+
+
+def refuse_options(call: str, options: Mapping[str, Any], harmless: Mapping[str, Collection[object]]) -> None:
+    """Refuse keywords whose value would change what hddm does in one way only."""
+    for name, value in options.items():
+        if not any(value is one for one in harmless.get(name, ())):
+            known = "; nothing but a local folder of safetensors is read or written, and no code of it runs"
+            raise HddmError(f"{call}({name}={value!r}) is not supported{known}")

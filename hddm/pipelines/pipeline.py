@@ -1,6 +1,6 @@
 """Diffusers pipeline of an ensemble: from prompts or class labels to images."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from hddm.experts.ensemble_folders import (
     COMPONENTS,
     ENSEMBLE_FILE,
     EnsembleRecord,
-    refuse_other_grids,
+    shift_of,
 )
 from hddm.experts.loading import ExpertSet, ensemble_of, open_ensemble, room_beside, save_ensemble
 from hddm.experts.records import RouterRecord
@@ -25,24 +25,12 @@ from hddm.networks.offload import Offload
 from hddm.networks.text_encoder import encode, read_text_encoder, read_tokenizer
 from hddm.networks.transformers import RouterTransformer
 from hddm.networks.vae import decode, read_vae, scale_of
-from hddm.pipelines.inputs import Generators, noise_and_draws, repeated
+from hddm.pipelines.inputs import LOADING, SAVING, Generators, noise_and_draws, refuse_options, repeated
 from hddm.pipelines.offloading import Offloading
 from hddm.sampling import DEFAULT_SOLVER, DEFAULT_STEPS, ExpertUse, integrate, pick_experts, routed, time_grid
 from hddm.utils.errors import HddmError
 from hddm.utils.files import new_folder
 from hddm.velocity import Guidance
-
-_LOADING: Mapping[str, Collection[object]] = {
-    "local_files_only": (True, False, None),
-    "use_safetensors": (True, None),
-    "low_cpu_mem_usage": (True, False, None),
-    "trust_remote_code": (False, None),
-    "variant": (None,),
-    "device_map": (None,),
-    "safety_checker": (None,),
-}
-"""Keywords of diffusers' loaders, with the values that have no effect here."""
-_SAVING: Mapping[str, Collection[object]] = {"safe_serialization": (True, None), "variant": (None,)}
 
 _TEXT = "encoder_hidden_states"
 
@@ -158,7 +146,7 @@ class HDDMPipeline(Offloading, DiffusionPipeline):  # type: ignore[misc]
         Raises:
             HddmError: for another option, or a folder whose parts contradict each other.
         """
-        _refuse_options("from_pretrained", options, _LOADING)
+        refuse_options("from_pretrained", options, LOADING)
         folder = Path(pretrained_model_name_or_path)
         if not folder.is_dir():
             raise HddmError(f"{folder}: no such folder; nothing is downloaded, so fetch the ensemble first")
@@ -208,7 +196,7 @@ class HDDMPipeline(Offloading, DiffusionPipeline):  # type: ignore[misc]
             HddmError: where the folder exists without ``overwrite``, or the experts are read from it, and for
                 other options.
         """
-        _refuse_options("save_pretrained", options, _SAVING)
+        refuse_options("save_pretrained", options, SAVING)
         folder, experts = Path(save_directory), self.experts.experts
         read_from = [path.resolve() for one in experts for path in (one.folder, one.base) if path]
         if any(one.is_relative_to(folder.resolve()) for one in read_from):
@@ -428,24 +416,3 @@ class HDDMPipeline(Offloading, DiffusionPipeline):  # type: ignore[misc]
                 "these experts make latents and there is no VAE: assemble the ensemble with --vae, or take "
                 'output_type="latent"'
             )
-
-
-def _refuse_options(
-    call: str, options: Mapping[str, Any], harmless: Mapping[str, Collection[object]]
-) -> None:
-    """Refuse keywords whose value would change what hddm does in one way only."""
-    for name, value in options.items():
-        if not any(value is one for one in harmless.get(name, ())):
-            known = "; nothing but a local folder of safetensors is read or written, and no code of it runs"
-            raise HddmError(f"{call}({name}={value!r}) is not supported{known}")
-
-
-def shift_of(scheduler: FlowMatchEulerDiscreteScheduler) -> float:
-    """Shift of a scheduler's time grid; `HddmError` where it does more than shift."""
-    if type(scheduler) is not FlowMatchEulerDiscreteScheduler:
-        raise HddmError(
-            f"the scheduler is a {type(scheduler).__name__}, and hddm integrates by its own solvers: take a "
-            "FlowMatchEulerDiscreteScheduler for the shift, and choose by solver="
-        )
-    refuse_other_grids(scheduler.config, "the scheduler")
-    return float(scheduler.shift)

@@ -21,13 +21,14 @@ from hddm.data.images import CELL, contact_sheet, lines_of, save_png, to_bytes
 from hddm.ensemble import Strategy, class_indices
 from hddm.experts.ensemble_folders import ENSEMBLE_FILE
 from hddm.experts.records import EXPERT_FILE
+from hddm.networks.wrappers import missing_from
 from hddm.pipelines.pipeline import HDDMPipeline
 from hddm.sampling import DEFAULT_SOLVER, DEFAULT_STEPS, ExpertUse, sample
 from hddm.utils.errors import HddmError, UsageError
 from hddm.utils.files import new_folder, write_json, write_whole
 from hddm.utils.records import SAMPLING_FILE, Record
 from hddm.utils.tensors import available_device, read_safetensors
-from hddm.velocity import Guidance, GuideBy, missing_from
+from hddm.velocity import Guidance, GuideBy
 
 FORMAT = "1.2"
 LATENTS_FILE = "latents.safetensors"

@@ -37,7 +37,7 @@ from hddm.training.expert import (
 from hddm.training.loop import Fitted, OnStep, Task, completed, train
 from hddm.training.lora import add_adapter, new_adapter, save_adapted
 from hddm.training.objectives import Objective, check_conditions, drawing, losing
-from hddm.training.resume import expert_data, is_complete
+from hddm.training.resume import expert_data, is_complete, recorded
 from hddm.training.settings import TEXT, ExpertSettings, RunOptions
 from hddm.training.watching import watching
 from hddm.utils.errors import HddmError, UsageError
@@ -66,8 +66,8 @@ def continue_expert(
 
     Raises:
         HddmError: as `train_expert`; for a shard that does not fit the init, a condition without value or
-            null value, DDPM for an init on the linear path or that flow matching has gone on with; for an
-            adapter of an adapter, of a network without attention, or without peft.
+            null value, DDPM for a flow expert or one that flow matching has gone on with; for an adapter of
+            an adapter, of a network without attention, or without peft.
     """
     if not init.is_dir():
         raise HddmError(f"{init}: no such folder")
@@ -81,7 +81,9 @@ def continue_expert(
     fixed = {"prediction": None, "weighting": None, "rotary": None}
     settings = completed(settings.model_copy(update=fixed), out, run, is_new=False)
     expert = read_expert(init)
-    objective = _objective(init, expert.facts, settings)
+    # Runs of older versions blended x_0 too.
+    is_blended = run is not None and run.resume and "kappa" in recorded(out).get("data", {})
+    objective = _objective(init, expert.facts, settings, is_blended)
     shard = open_shard(shard_folder)
     check_fit(shard, expert.facts, expert.network)
     check_conditions(shard, settings)
@@ -130,14 +132,18 @@ def continue_expert(
     return train(task, settings, out, EXPERT_FILE, write, data | begun, overwrite, on_step, run, watch)
 
 
-def _objective(init: Path, record: ExpertRecord, settings: ExpertSettings) -> Objective:
-    schedule, drawn = from_config(record.schedule), (settings.time_sampling or "uniform", settings.snr_gamma)
+def _objective(init: Path, record: ExpertRecord, settings: ExpertSettings, is_blended: bool) -> Objective:
+    """The objective that goes on with an expert; ``is_blended`` is a run that began in a calibration."""
+    assert settings.time_sampling is not None
+    schedule, drawn = from_config(record.schedule), (settings.time_sampling, settings.snr_gamma)
+    kind, is_blended = record.prediction_type, is_blended or record.training_calibration
     if settings.objective == "flow":
         # x_0 is the same on every path, and its weights of velocity are bounded; all else learns velocity.
-        of_sample = record.prediction_type is PredictionType.SAMPLE and not record.training_calibration
+        of_sample = kind is PredictionType.SAMPLE and not is_blended
         return Objective.named("flow", None, *drawn, "sample" if of_sample else "flow_prediction")
-    if isinstance(schedule, LinearSchedule) and record.prediction_type is not PredictionType.EPSILON:
-        raise HddmError(f"{init}: predicts {record.prediction_type.value} on the linear path; take flow")
+    is_linear = isinstance(schedule, LinearSchedule)
+    if kind is PredictionType.FLOW_PREDICTION or (is_linear and kind is not PredictionType.EPSILON):
+        raise HddmError(f"{init}: is a flow expert, which predicts {kind.value}; take flow")
     if record.training_calibration:
         raise HddmError(f"{init}: was trained on with flow matching, so only flow can go on")
     return Objective.named("ddpm", schedule, *drawn, record.prediction_type)
@@ -193,7 +199,10 @@ def _parametrisation(
 
 
 def _predicting(network: nn.Module, field: VelocityField, objective: Objective) -> Callable[..., Tensor]:
-    """Return what the objective learns, by the exact conversion for flow, of (x, timestep, **conditions)."""
+    """Return the prediction as a function of (x, timestep, **conditions).
+
+    It is x_0 or the velocity through the exact conversion for flow, the network's own for DDPM.
+    """
     # A network that drops labels by itself would do so on top of --condition-dropout.
     network.eval()
     velocity: Callable[..., Tensor] = field.velocity

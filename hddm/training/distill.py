@@ -191,13 +191,17 @@ def distill(
     shards = [open_shard(folder) for folder in folders]
     union = joined(shards, shards_folder)
     teacher = open_teacher(ensemble_folder, union, shards, settings.teacher, settings.condition_dropout)
+    if init is not None:
+        settings = settings.model_copy(update={"prediction": None, "rotary": None})
     settings = completed(settings, out, run, is_new=init is None)
+    assert settings.time_sampling is not None
     as_expert = settings.as_expert(bool(teacher.classes))
     started, begun = (None, {}) if init is None else (_read_init(init), begun_with(init))
-    prediction = (settings.prediction or "sample") if started is None else started.facts.prediction_type
+    prediction = settings.prediction if started is None else started.facts.prediction_type
+    assert prediction is not None
     objective = Objective.named(
         "flow",
-        time_sampling=settings.time_sampling or "uniform",
+        time_sampling=settings.time_sampling,
         prediction_type=prediction,
         weighting="velocity",
     )

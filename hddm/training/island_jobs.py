@@ -64,13 +64,16 @@ def make_islands(
     """Make an island for each shard, which writes ``out/expert_k``.
 
     ``objectives`` has one per shard, and ``settings`` are by objective. ``snr_gamma`` and ``schedule`` are
-    left out for flow, and the prediction of a flow for DDPM; where no shard learns DDPM the former raise
+    left out for flow, and flow_prediction for DDPM; where all shards would leave one out it raises an
     `HddmError`.
     """
     given = {"--schedule": schedule, "--snr-gamma": next(iter(settings.values())).snr_gamma}
     for option, value in given.items():
         if value is not None and "ddpm" not in objectives:
             raise HddmError(f"{option} {value}: is for ddpm, and no shard has that objective; drop it")
+    prediction = next(iter(settings.values())).prediction
+    if prediction == "flow_prediction" and "flow" not in objectives:
+        raise HddmError(f"--prediction {prediction}: is for flow, and no shard has that objective; drop it")
     islands = []
     for index, (shard, objective) in enumerate(zip(shards, objectives, strict=True)):
         own, path = settings[objective], schedule

@@ -86,8 +86,9 @@ def threaded(islands: Sequence[Island], default: int) -> list[Island]:
     """Fill in the threads of ``islands``: their own, those of the run they resume, or ``default``."""
     found = []
     for one in islands:
-        settings = completed(one.settings, one.out, one.run, one.init is None, default)
-        found.append(replace(one, settings=settings))
+        # All else is filled in by the training, which knows what a schedule states.
+        threads = completed(one.settings, one.out, one.run, one.init is None, default).threads
+        found.append(replace(one, settings=one.settings.model_copy(update={"threads": threads})))
     return found
 
 

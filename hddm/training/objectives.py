@@ -18,7 +18,8 @@ One family: a network predicts p from y = alpha_u x_0 + sigma_u eps at native ti
 |---|---|
 | prediction | 1; for epsilon min(SNR, gamma)/SNR where a gamma is given (arXiv:2303.09556) |
 | velocity | that of the velocity's error at t: 1/(1 - t)² for epsilon, 1/t² for sample (arXiv:2511.13720), |
-| | ((alpha + sigma)/(alpha² + sigma²))² for v_prediction; t and 1 - t count as `BOUND` at least |
+| | ((alpha + sigma)/(alpha² + sigma²))² for v_prediction, 1 for flow_prediction; t and 1 - t count as |
+| | `BOUND` at least |
 """
 
 from collections.abc import Callable, Mapping
@@ -69,7 +70,7 @@ class Objective:
     ) -> "Objective":
         """Make the objective called ``name``, with its defaults for what is not given."""
         default: Schedule = CosineSchedule() if name == "ddpm" else LinearSchedule()
-        prediction = PredictionType(prediction_type)
+        prediction = PredictionType.parse(prediction_type)
         chosen = weighting or default_weighting(prediction)
         return cls(name, schedule or default, prediction, chosen, time_sampling, snr_gamma)
 
@@ -165,12 +166,14 @@ def objective_of(settings: ExpertSettings, schedule: Schedule | None = None) -> 
     Raises:
         HddmError: as `Objective`.
     """
+    assert settings.prediction is not None
+    assert settings.time_sampling is not None
     return Objective.named(
         settings.objective,
         schedule,
-        settings.time_sampling or "uniform",
+        settings.time_sampling,
         settings.snr_gamma,
-        settings.prediction or "sample",
+        settings.prediction,
         settings.weighting,
     )
 

@@ -67,6 +67,8 @@ Weighting = Literal["prediction", "velocity"]
 TimeSampling = Literal["uniform", "logit-normal"]
 Prediction = Literal["epsilon", "sample", "v_prediction", "flow_prediction"]
 Size = Annotated[str, AfterValidator(_known_size)]
+WEAK_AT = 0.25
+"""Share of the steps after which a weaker self is kept, unless another one is asked for."""
 LONGEST_WARMUP = 100
 """Most steps of warm-up, unless another number is asked for."""
 TEXT = "encoder_hidden_states"
@@ -161,7 +163,7 @@ class ExpertSettings(LoopSettings):
     """Mirror half the images of a step, at random, left to right."""
     weak_at: Annotated[float, Field(ge=0, lt=1)] | None = None
     """Share of the steps after which the averages are kept as a weaker self to guide by; 0 for none, None is
-    0.25."""
+    `WEAK_AT`."""
     lora_rank: Positive | None = None
     """Rank of an adapter trained in place of all weights (`hddm.training.lora`); needs an init."""
     lora_alpha: Annotated[float, Field(gt=0)] | None = None
@@ -171,7 +173,7 @@ class ExpertSettings(LoopSettings):
         """Fill in times and weaker self too, and a new network's prediction, weighting and positions."""
         found: dict[str, Any] = {
             "time_sampling": self.time_sampling or "logit-normal",
-            "weak_at": 0.25 if self.weak_at is None else self.weak_at,
+            "weak_at": WEAK_AT if self.weak_at is None else self.weak_at,
         }
         if is_new:
             found["prediction"] = self.prediction or "sample"
@@ -182,7 +184,8 @@ class ExpertSettings(LoopSettings):
     @property
     def weak_step(self) -> int:
         """Step whose averages are kept, 0 for none; an adapter keeps none."""
-        return 0 if self.lora_rank is not None else round((self.weak_at or 0) * self.steps)
+        share = WEAK_AT if self.weak_at is None else self.weak_at
+        return 0 if self.lora_rank is not None else round(share * self.steps)
 
     @property
     def conditions(self) -> tuple[str, ...]:

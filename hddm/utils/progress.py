@@ -24,6 +24,7 @@ class Progress:
         self._total, self._label, self._size, self._done = total, label, size, 0
         self._start = self._spoke = time.perf_counter()
         self._is_silent = True
+        self._first: tuple[float, int] | None = None
         self._bar: tqdm[None] | None = None
         if sys.stderr.isatty():
             # tqdm draws nothing on a terminal without a size, as in some containers.
@@ -52,6 +53,8 @@ class Progress:
             self._bar.update(self._done * self._size - self._bar.n)
             return
         now = time.perf_counter()
+        # What was done before this start may be counted at once.
+        self._first = self._first or (now, self._done)
         is_tenth = 10 * before // self._total != 10 * self._done // self._total
         is_short = (now - self._start) * self._total < _SHORT * self._done
         is_due = now - self._spoke >= (_FIRST if self._is_silent else _NEXT)
@@ -62,10 +65,10 @@ class Progress:
 
     def _details(self) -> list[str]:
         """Further parts of a line: the time that is left at the pace so far."""
-        if self._done >= self._total:
+        if self._first is None or not self._first[1] < self._done < self._total:
             return []
-        elapsed = self._spoke - self._start
-        return [f"{_duration(elapsed / self._done * (self._total - self._done))} left"]
+        pace = (self._spoke - self._first[0]) / (self._done - self._first[1])
+        return [f"{_duration(pace * (self._total - self._done))} left"]
 
 
 class TrainingProgress(Progress):

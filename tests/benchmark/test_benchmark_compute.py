@@ -170,6 +170,9 @@ def test_sampling_costs_what_the_networks_were_asked_for(
 def test_what_has_no_effect_does_not_tell_samples_apart() -> None:
     assert canonical(SamplingPoint(strategy="top-2"), True) == canonical(SamplingPoint(strategy="full"), True)
     drawn = SamplingPoint(strategy="draw", router_temperature=2.0)
+    assert canonical(SamplingPoint(guide_by="weak"), True) == canonical(SamplingPoint(), True)
+    guided = SamplingPoint(guide_by="weak", guidance_scale=1.5)
+    assert canonical(guided, True) != canonical(SamplingPoint(guidance_scale=1.5), True)
     assert canonical(drawn, False) == canonical(SamplingPoint(strategy="draw", calibration="experts"), False)
     assert canonical(SamplingPoint(strategy="full", router_temperature=2.0), False) != canonical(
         SamplingPoint(strategy="full"), False

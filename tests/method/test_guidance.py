@@ -256,8 +256,10 @@ def test_each_expert_of_an_ensemble_is_guided_by_its_own_weaker_self_without_any
     found = ensemble.velocity(torch.zeros(2, *SHAPE), torch.tensor(0.5), Guidance(3.0, by="weak"))
     assert found.unique().tolist() == [0.25 * (0.5 + 3 * 0.5) + 0.75 * (8 + 3 * 2)]
     experts[1].weak = None
+    calls = len(experts[0].network.conditions)
     with pytest.raises(HddmError, match="expert 1: has no weaker self"):
-        ensemble.velocity(torch.zeros(2, *SHAPE), torch.tensor(0.5), Guidance(3.0, by="weak"))
+        hddm.sample(ensemble, 2, guidance_scale=Guidance(3.0, by="weak"))
+    assert len(experts[0].network.conditions) == calls
 
 
 def test_guidance_by_a_weaker_self_needs_one_and_takes_no_negative_conditions() -> None:

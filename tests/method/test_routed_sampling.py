@@ -5,6 +5,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -213,12 +214,12 @@ def test_a_misspelt_argument_is_no_condition() -> None:
     ensemble = _ensemble("top-1", ("class_labels",))
     with pytest.raises(HddmError) as caught:
         sample(ensemble, 2, num_steps=4, class_labels=[1, 0])
-    known = "hddm.sample takes no 'num_steps' for this model; its conditions are class_labels"
+    known = "this model takes no condition 'num_steps'; it declares: class_labels"
     assert str(caught.value).startswith(known)
     for wrong, meant in (("step", "steps"), ("clas_labels", "class_labels")):
         with pytest.raises(HddmError, match=f"did you mean '{meant}'"):
             sample(ensemble, 2, **{wrong: 4})
-    with pytest.raises(HddmError, match="takes no 'class_label' for this model"):
+    with pytest.raises(HddmError, match="takes no condition 'class_label'"):
         sample(ensemble, 2, negative={"class_label": [1, 0]})
 
 
@@ -226,6 +227,7 @@ def test_classes_are_named_in_python_too(class_expert: Path) -> None:
     expert = load(class_expert)
     by_name = sample(expert, 2, steps=2, class_labels=["rows", "columns"])
     assert torch.equal(by_name, sample(expert, 2, steps=2, class_labels=torch.tensor([1, 0])))
+    assert torch.equal(by_name, sample(expert, 2, steps=2, class_labels=np.array([1, 0])))
     with pytest.raises(HddmError, match=r"no class .colums.*did you mean .columns"):
         sample(expert, 2, steps=2, class_labels=["rows", "colums"])
 

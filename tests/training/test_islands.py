@@ -18,7 +18,7 @@ import pytest
 from hddm.networks.folders import WEIGHTS
 from hddm.training import islands as island_process
 from hddm.training import loop as runs
-from hddm.training.expert import train_expert
+from hddm.training.expert import train_expert, with_schedule
 from hddm.training.island_jobs import Island, Outcome, make_islands, parse_objectives, refuse_failed
 from hddm.training.islands import (
     REPORT_SECONDS,
@@ -75,6 +75,24 @@ def test_what_concerns_ddpm_alone_is_given_to_its_shards_only() -> None:
     assert [ddpm.out, flow.out] == [Path("o/expert_0"), Path("o/expert_1")]
     with pytest.raises(HddmError, match=r"^--snr-gamma 5.0: is for ddpm, and no shard"):
         make_islands(folders, Path("o"), ["flow", "flow"], {"flow": settings["flow"]}, RunOptions())
+
+
+def test_a_prediction_is_for_the_shards_that_can_learn_it() -> None:
+    settings = {name: expert_settings(name, prediction="flow_prediction") for name in ("ddpm", "flow")}
+    folders = [Path("a"), Path("b")]
+    ddpm, flow = make_islands(folders, Path("o"), ["ddpm", "flow"], settings, RunOptions())
+    assert (ddpm.settings.prediction, flow.settings.prediction) == (None, "flow_prediction")
+    with pytest.raises(HddmError, match=r"^--prediction flow_prediction: is for flow, and no shard"):
+        make_islands(folders, Path("o"), ["ddpm", "ddpm"], settings, RunOptions())
+
+
+def test_threads_are_shared_out_and_a_schedule_still_states_the_prediction(tmp_path: Path) -> None:
+    config = tmp_path / "scheduler_config.json"
+    config.write_text('{"_class_name": "DDPMScheduler", "prediction_type": "epsilon"}')
+    settings = expert_settings("ddpm")
+    (island,) = threaded([Island(0, tmp_path, tmp_path / "out", settings, RunOptions(), config)], 3)
+    assert island.settings.threads == 3
+    assert with_schedule(island.settings, island.schedule)[0].prediction == "epsilon"
 
 
 def test_folders_in_the_way_and_runs_worked_on_are_told_at_once_and_nothing_starts(

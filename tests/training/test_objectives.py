@@ -160,7 +160,11 @@ def test_combinations_without_meaning_are_refused() -> None:
 
 
 def test_an_unknown_name_is_refused() -> None:
-    for name, options in (("flwo", {}), ("flow", {"time_sampling": "logitnormal"})):
+    for name, options in (
+        ("flwo", {}),
+        ("flow", {"time_sampling": "logitnormal"}),
+        ("flow", {"prediction_type": "noise"}),
+    ):
         with pytest.raises(HddmError, match="unknown"):
             Objective.named(name, **options)  # type: ignore[arg-type]
 
