@@ -131,7 +131,7 @@ def test_an_unknown_preset_names_those_that_there_are() -> None:
     known = "cifar10, cifar10-small, digits, quickstart"
     with pytest.raises(HddmError, match=rf"digit: no such preset; .*{known}; did you mean 'digits'\?"):
         load_settings("digit")
-    with pytest.raises(HddmError, match=r"nowhere\.yaml: cannot be read"):
+    with pytest.raises(HddmError, match=r"nowhere\.yaml: no such file"):
         load_settings("./nowhere.yaml")
 
 

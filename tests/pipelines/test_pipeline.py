@@ -202,7 +202,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "both": ({"expert": 0, "strategy": "full"}, "choose one of the two"),
     "router": ({"router_every": 0}, "router_every starts at 1"),
     "callback": ({"callback_on_step_end_tensor_inputs": ["prompt_embeds"]}, "callbacks see 'latents'"),
-    "condition": ({"conditions": {"caption": torch.zeros(1)}}, "no expert of this ensemble takes"),
+    "condition": ({"conditions": {"caption": torch.zeros(1)}}, "this model takes no condition"),
     "negative": ({"negative_prompt": "blur", "guidance_scale": 2.0}, "negative_prompt needs a prompt"),
     "guidance": ({"guidance_scale": float("nan")}, "guidance scale must be finite"),
 }

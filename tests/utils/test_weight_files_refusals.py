@@ -239,7 +239,7 @@ def test_a_full_disk_leaves_no_file(tmp_path: Path) -> None:
 def test_a_hash_is_that_of_the_file_and_a_missing_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(b"abc")
     assert sha256_of(tmp_path / "a") == "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
-    assert f"{tmp_path / 'x'}: cannot be read" in refusal(sha256_of, tmp_path / "x")
+    assert f"{tmp_path / 'x'}: no such file" in refusal(sha256_of, tmp_path / "x")
 
 
 def test_the_limits_of_memory_notice_what_is_taken() -> None:
