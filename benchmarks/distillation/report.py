@@ -52,6 +52,7 @@ def _method(settings: Settings, content: Mapping[str, Any]) -> list[str]:
         "",
         f"**Training compute** is images × forwards: {content['forward_mflop']:.1f} MFLOP a forward, three "
         "forwards an image that is trained on (a backward counts two), one more where a teacher is asked. "
+        "Updates by optimisers are left out; with the teacher's, by Muon, its compute is larger than told. "
         f"The teacher's is that of its {settings.num_shards} experts together, {images[TEACHER]:,} images; "
         f"its router, which `draw` does without, is left out. '{STUDENT}' has 1/{settings.share} of that "
         f"without what its teacher computes, '{COUNTED}' with it. '{CONTROL}' is one flow model on all data "
