@@ -284,7 +284,8 @@ def _abilities(settings: BenchmarkSettings, model: ModelSettings) -> _Abilities:
         with named(f"model {model.name!r}"):
             return _abilities_of_finished(model.path)
     if model.kind == "single":
-        single = settings.single(model.objectives, 0, 1, **model.training)
+        steps = settings.expert(model.objectives, 0, **model.training).steps
+        single = settings.single(model.objectives, 0, steps, **model.training)
         return _Abilities(0, single.class_conditional, has_weak=single.weak_step > 0)
     objectives = model.named_objectives(settings.partition.shards)
     experts = [settings.expert(name, 0, **model.training) for name in set(objectives)]

@@ -6,12 +6,16 @@ from typing import Any
 import pytest
 import yaml
 
+import benchmarks.heterogeneity
+from hddm.benchmark.models import check_rows
 from hddm.benchmark.presets import chosen, load_settings, parse_settings, preset_names
 from hddm.benchmark.settings import parse_seeds, points_of
 from hddm.benchmark.trainings import Training
 from hddm.training.settings import ExpertSettings
 from hddm.utils.errors import HddmError
 from tests.benchmark_files import CONTENT, of_models, settings
+
+HETEROGENEITY = Path(benchmarks.heterogeneity.__file__).parent
 
 
 def test_the_presets_are_there_and_choose_before_they_confirm() -> None:
@@ -24,6 +28,12 @@ def test_the_presets_are_there_and_choose_before_they_confirm() -> None:
         assert (preset.seeds, preset.confirmation_seeds) == ((0, 1, 2, 3, 4), (5, 6, 7, 8, 9))
         confirming = chosen(preset, held_out=True)
         assert (confirming.score_on, confirming.seeds) == ("held-out", (5, 6, 7, 8, 9))
+        check_rows(preset)
+
+
+@pytest.mark.parametrize("path", sorted(HETEROGENEITY.glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_row_of_a_benchmark_in_the_repository_can_be_sampled(path: Path) -> None:
+    check_rows(load_settings(str(path)))
 
 
 def test_a_training_is_found_again_by_the_warm_up_that_its_default_comes_to() -> None:
