@@ -294,9 +294,10 @@ class Ensemble:
 
     def refuse_weakless(self, guidance: Guidance, expert: Tensor | None) -> None:
         """Raise an `HddmError` where an expert of ``expert``, or any, lacks the weaker self to guide by."""
+        if not guidance.by_weak:
+            return
         asked = range(len(self.experts)) if expert is None else expert.unique().tolist()
-        weakless = [str(k) for k in asked if self.experts[k].weak is None]
-        if guidance.by_weak and weakless:
+        if weakless := [str(k) for k in asked if self.experts[k].weak is None]:
             raise HddmError(
                 f"expert {', '.join(weakless)}: has no weaker self to be guided by; guide by condition, or "
                 "take other experts"
@@ -368,11 +369,10 @@ class Ensemble:
         return torch.where(total > 0, product / total, rows.to(probabilities))
 
     def _shared_out(self, conditions: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
-        shares = [
+        return [
             {k: v for k, v in conditions.items() if e.conditions is None or k in e.conditions}
             for e in self.experts
         ]
-        return shares
 
 
 def class_indices(labels: int | str | Sequence[int | str] | Tensor, classes: Sequence[str]) -> Tensor:

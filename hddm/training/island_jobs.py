@@ -67,13 +67,15 @@ def make_islands(
     left out for flow, and flow_prediction for DDPM; where all shards would leave one out it raises an
     `HddmError`.
     """
-    given = {"--schedule": schedule, "--snr-gamma": next(iter(settings.values())).snr_gamma}
+    shared = next(iter(settings.values()))
+    given = {"--schedule": schedule, "--snr-gamma": shared.snr_gamma}
     for option, value in given.items():
         if value is not None and "ddpm" not in objectives:
             raise HddmError(f"{option} {value}: is for ddpm, and no shard has that objective; drop it")
-    prediction = next(iter(settings.values())).prediction
-    if prediction == "flow_prediction" and "flow" not in objectives:
-        raise HddmError(f"--prediction {prediction}: is for flow, and no shard has that objective; drop it")
+    if shared.prediction == "flow_prediction" and "flow" not in objectives:
+        raise HddmError(
+            f"--prediction {shared.prediction}: is for flow, and no shard has that objective; drop it"
+        )
     islands = []
     for index, (shard, objective) in enumerate(zip(shards, objectives, strict=True)):
         own, path = settings[objective], schedule
