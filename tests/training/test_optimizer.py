@@ -23,6 +23,20 @@ from tests.artefacts import Died, ending_at, expert_settings
 MUON = expert_settings("flow", optimizer="muon", learning_rate=1e-3, muon_learning_rate=0.02)
 TINY = {"sample_size": 8, "in_channels": 3, **size_config("tiny")}
 
+RECIPE = {
+    "optimizer": "muon",
+    "muon_learning_rate": 0.02,
+    "learning_rate": 0.2 / TINY["hidden_size"],
+    "weight_decay": 0.01,
+    "max_grad_norm": 1.0,
+    "prediction": "sample",
+    "weighting": "velocity",
+    "time_sampling": "logit-normal",
+    "rotary": True,
+    "weak_at": 0.25,
+}
+"""What ``hddm train`` does by default."""
+
 
 def _of_muon(network: nn.Module) -> set[str]:
     names = {parameter: name for name, parameter in network.named_parameters()}
@@ -130,10 +144,13 @@ def test_another_optimiser_cannot_take_over(whole: Path, tmp_path: Path) -> None
     assert "settings.optimizer: was 'muon', is 'adamw'" in str(caught.value)
 
 
-def test_a_new_network_learns_by_muon_and_one_that_goes_on_by_adamw(whole: Path, tmp_path: Path) -> None:
-    open_settings = expert_settings("flow", optimizer=None, learning_rate=None)
+def test_the_recipe_of_a_new_network_and_of_one_that_goes_on(whole: Path, tmp_path: Path) -> None:
+    left_open = ("optimizer", "learning_rate", "time_sampling")
+    open_settings = expert_settings("flow").model_copy(update=dict.fromkeys(left_open))
     train_expert(whole, tmp_path / "new", open_settings)
     continue_expert(tmp_path / "new", whole, tmp_path / "on", open_settings)
-    found = [json.loads((tmp_path / name / "expert.json").read_text())["training"] for name in ("new", "on")]
-    rates = [(one["optimizer"], one["learning_rate"]) for one in found]
-    assert rates == [("muon", 0.2 / TINY["hidden_size"]), ("adamw", 1e-4)]
+    kept = dict.fromkeys(("prediction", "weighting", "rotary"))
+    going_on = RECIPE | {"optimizer": "adamw", "learning_rate": 1e-4} | kept
+    for name, expected in (("new", RECIPE), ("on", going_on)):
+        found = json.loads((tmp_path / name / "expert.json").read_text())["training"]
+        assert {key: found[key] for key in expected} == expected
