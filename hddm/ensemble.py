@@ -31,6 +31,7 @@ import torch
 from torch import Tensor
 
 from hddm.networks.offload import bring, in_best_order
+from hddm.networks.wrappers import described
 from hddm.utils.errors import HddmError, did_you_mean
 from hddm.utils.tensors import parameter_dtype, to_float64
 from hddm.velocity import Guidance, VelocityField, can_guide, check_conditions, check_names, check_times
@@ -163,8 +164,9 @@ class Ensemble:
         shift: of the time grid that its samples want (`hddm.sampling.time_grid`).
 
     Raises:
-        HddmError: for no experts, an unknown strategy, a k above K, or a prior that is not K
-            non-negative numbers with a positive sum, for each class too.
+        HddmError: for no experts, an unknown strategy, a k above K, experts of different sample shapes with
+            another strategy than ``draw``, or a prior that is not K non-negative numbers with a positive sum,
+            for each class too.
     """
 
     def __init__(
@@ -187,6 +189,11 @@ class Ensemble:
         self.strategy = strategy
         self.shift = shift
 
+    def __repr__(self) -> str:
+        router = "no router" if self.router is None else f"router {described(self.router)}"
+        experts = "".join(f"\n  {k}: {expert!r}" for k, expert in enumerate(self.experts))
+        return f"Ensemble({self.strategy}; {router}; {len(self.experts)} experts:{experts})"
+
     @property
     def strategy(self) -> str:
         """Name of the strategy in force."""
@@ -196,12 +203,20 @@ class Ensemble:
     def strategy(self, name: str) -> None:
         parsed = Strategy.parse(name)
         parsed.check(len(self.experts))
+        shapes = [e.sample_shape for e in self.experts]
+        if parsed.kind != "draw" and len({*shapes} - {None}) > 1:
+            known = ", ".join(f"expert {k} {shape}" for k, shape in enumerate(shapes) if shape)
+            raise HddmError(
+                f"{name} mixes samples of one shape, and these differ: {known}; take experts of one shape, "
+                "or strategy 'draw'"
+            )
         self._name, self._strategy = name, parsed
 
     @property
     def sample_shape(self) -> tuple[int, ...] | None:
-        """Shape (C, H, W) of a sample, None where no expert has one."""
-        return next((e.sample_shape for e in self.experts if e.sample_shape is not None), None)
+        """Shape (C, H, W) of a sample, None where no expert has one or they differ."""
+        shapes = {e.sample_shape for e in self.experts if e.sample_shape is not None}
+        return shapes.pop() if len(shapes) == 1 else None
 
     @property
     def device(self) -> torch.device:

@@ -343,6 +343,7 @@ def sample(
     expert: int | None = None,
     router_every: int = 1,
     use: ExpertUse | None = None,
+    on_step: OnStep = unchanged,
     on_batch: Callable[[int], None] | None = None,
     **conditions: Any,
 ) -> Tensor:
@@ -365,6 +366,7 @@ def sample(
         expert: the one expert to use, instead of any strategy.
         router_every: ask the router at every n-th call of the velocity only.
         use: a tally of how the experts were used, to be read afterwards.
+        on_step: see `hddm.sampling`; called for each batch in turn.
         on_batch: called with the number of samples after each batch.
         conditions: keywords of the experts' networks, each (num, …); ``class_labels`` may be names.
 
@@ -422,6 +424,7 @@ def sample(
             expert=None if chosen is None else chosen[rows].to(model.device),
             router_every=router_every,
             use=use,
+            on_step=on_step,
         ).cpu()
         if on_batch is not None:
             on_batch(len(rows))

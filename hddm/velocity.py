@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from hddm.calibration import LABELS, MAX_GAIN, Calibration
-from hddm.networks.wrappers import declared_shape, missing_from
+from hddm.networks.wrappers import declared_shape, described, missing_from
 from hddm.schedules import DiscreteSchedule, LinearSchedule, Schedule
 from hddm.utils.errors import HddmError, did_you_mean
 from hddm.utils.tensors import append_dims, device_of, parameter_dtype, to_float64
@@ -306,6 +306,18 @@ class VelocityField:
         self.shift = shift
         self.weak = weak
         self.range = _exact_range(schedule, self.prediction_type)
+
+    def __repr__(self) -> str:
+        facts = [
+            described(self.network),
+            f"{self.prediction_type} on {type(self.schedule).__name__}",
+            f"samples {self.sample_shape or 'of unknown shape'}",
+            *(["conditions " + " and ".join(self.conditions)] if self.conditions else []),
+            *([f"{len(self.classes)} classes"] if self.classes else []),
+            *(["calibrated"] if self.calibration is not None else []),
+            *(["a weaker self"] if self.weak is not None else []),
+        ]
+        return f"VelocityField({'; '.join(facts)})"
 
     @property
     def device(self) -> torch.device:

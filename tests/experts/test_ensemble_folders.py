@@ -61,6 +61,15 @@ def test_an_ensemble_is_replaced_only_when_asked(ddpm_expert: Path, ensemble: Pa
     assert json.loads((out / "ensemble.json").read_text())["experts"] == ["experts/0"]
 
 
+def test_an_ensemble_shows_what_it_is_made_of(ensemble: Path) -> None:
+    first, ddpm, flow = repr(hddm.load(ensemble)).splitlines()
+    assert first.startswith("Ensemble(nucleus-0.9; router RouterTransformer, ")
+    assert first.endswith(" weights; 2 experts:")
+    parts = "samples (1, 4, 4); calibrated; a weaker self)"
+    assert ddpm == f"  0: VelocityField(ExpertTransformer, 41,636 weights; epsilon on CosineSchedule; {parts}"
+    assert flow == f"  1: VelocityField(ExpertTransformer, 41,636 weights; sample on LinearSchedule; {parts})"
+
+
 @pytest.mark.parametrize("key", ["experts", "router"])
 @pytest.mark.parametrize("way", ["absolute", "..", "link", "link of a file"])
 def test_a_way_out_of_the_ensemble_is_refused_before_anything_is_opened(

@@ -223,6 +223,19 @@ def test_prior_is_normalised_shard_sizes_and_uniform_by_default() -> None:
     assert _of([ConditionSum()] * 2).prior.tolist() == [0.5, 0.5]
 
 
+def test_experts_of_unlike_samples_are_for_draw_only() -> None:
+    fields = [ConditionSum().field() for _ in range(2)]
+    fields[0].sample_shape, fields[1].sample_shape = (1, 8, 8), (3, 8, 8)
+    with pytest.raises(HddmError, match=r"differ: expert 0 \(1, 8, 8\), expert 1 \(3, 8, 8\)") as caught:
+        Ensemble(fields, strategy="top-1")
+    assert "or strategy 'draw'" in caught.value.message
+    made_for_draw = Ensemble(fields, strategy="draw")
+    with pytest.raises(HddmError, match="full mixes samples of one shape"):
+        made_for_draw.strategy = "full"
+    fields[0].sample_shape = None
+    Ensemble(fields, strategy="top-1")
+
+
 # Images of four classes in four shards; their sums are in the proportions of PRIOR.
 COUNTS = torch.tensor([[10.0, 0, 0, 0], [0, 30, 0, 0], [0, 10, 30, 0], [0, 0, 0, 20]])
 

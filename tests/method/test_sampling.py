@@ -129,6 +129,18 @@ def test_samples_are_float32_of_the_asked_shape_and_batches_are_reported() -> No
     assert batches == [2, 2, 1]
 
 
+def test_on_step_sees_and_may_change_the_states_of_every_batch() -> None:
+    seen: list[tuple[int, int]] = []
+
+    def on_step(index: int, x: torch.Tensor) -> torch.Tensor:
+        seen.append((index, len(x)))
+        return torch.full_like(x, 7.0) if index == 2 else x
+
+    samples = sample(_field(), 5, steps=3, batch_size=3, on_step=on_step)
+    assert seen == [(0, 3), (1, 3), (2, 3), (0, 2), (1, 2), (2, 2)]
+    assert (samples == 7).all()
+
+
 @pytest.mark.parametrize(
     ("options", "match"),
     [
