@@ -82,6 +82,8 @@ class Finished:
 class Inline:
     """Workers that are this process."""
 
+    running = ()
+
     def __init__(self, count: int) -> None: ...
 
     def __enter__(self) -> "Inline":

@@ -233,15 +233,19 @@ class Runnable(Protocol):
         """Do the job."""
 
 
-def call_of(store: Store, task: Runnable, what: str) -> Call:
-    """Wrap a task as work of one process, whose errors begin with ``what``."""
-    return Call(_do, {"store": store, "task": task, "what": what}, task.units)
+def call_of(store: Store, task: Runnable, what: str, weight: int = 1, shown: str = "") -> Call:
+    """Wrap a task as work of one process, whose errors begin with ``what``.
+
+    A unit of the task counts as ``weight``; ``shown`` names it while it runs.
+    """
+    arguments = {"store": store, "task": task, "what": what, "weight": weight}
+    return Call(_do, arguments, task.units * weight, shown)
 
 
-def _do(store: Store, task: Runnable, what: str, report: Report) -> None:
+def _do(store: Store, task: Runnable, what: str, weight: int, report: Report) -> None:
     end_with_parent()
     with named(what):
-        task.do(store, report)
+        task.do(store, lambda units: report(units * weight))
 
 
 _watching = False

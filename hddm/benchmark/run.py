@@ -14,6 +14,7 @@ The same command resumes after a kill at any moment. Results are written after e
 import functools
 import os
 import shutil
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ from hddm.benchmark.data import (
 )
 from hddm.benchmark.jobs import Store, stoppable
 from hddm.benchmark.models import check_counts, check_rows, check_shapes
+from hddm.benchmark.plan import SAMPLE, SCORE, TRAIN, Plan
 from hddm.benchmark.report import tables_text, write_report
 from hddm.benchmark.results import FORMAT, LARGEST, Results
 from hddm.benchmark.samples import REAL, grid_path, read_samples, write_grid
@@ -43,6 +45,7 @@ from hddm.benchmark.settings import BenchmarkSettings, points_of
 from hddm.utils.errors import HddmError
 from hddm.utils.files import check_absent, read_json, write_json, write_whole
 from hddm.utils.processes import Workers
+from hddm.utils.progress import Progress
 from hddm.utils.records import BENCHMARK_FILE, RESULTS_FILE
 
 TABLES_FILE = "tables.md"
@@ -82,18 +85,36 @@ def run_benchmark(
         before = {} if overwrite else _results_before(out, shared)
         _write_settings(out, settings)
         _write_real(out, shared, store)
+        runs = [SeedRun(settings, number, shared, store) for number in settings.seeds]
+        with Progress(None, "count the operations of each network"):
+            plan = Plan({key: units for run in runs for key, units in run.planned().items()})
+        _tell(settings, plan)
         seeds: list[SeedJobs] = []
         with Workers(settings.workers) as workers:
-            for number in settings.seeds:
-                seeds.append(SeedRun(settings, number, shared, store, workers).run())
+            for run in runs:
+                seeds.append(run.run(workers, plan))
                 models = seeds[-1].models.values()
                 _link(out, links | {one.result.folder: one.source.folder for one in models})
                 _write_grids(out, seeds[-1], store)
-                results = _dated(collect(settings, store, shared, seeds), before)
+                with Progress(None, "compare"):
+                    results = _dated(collect(settings, store, shared, seeds), before)
                 # Results of fewer seeds than before are not written: the others follow.
                 if not set(results.seeds) < set(before.get("seeds", ())):
                     _write(out, results)
     return results
+
+
+def _tell(settings: BenchmarkSettings, plan: Plan) -> None:
+    """Print what is ahead; the time that it takes is told with the first progress."""
+    seeds, rows = len(settings.seeds), plan.total(SCORE)
+    print(
+        f"{settings.name}: {len(settings.models)} models, trained for {seeds} "
+        f"seed{'s' if seeds > 1 else ''} ({plan.total(TRAIN) / 1e12:.3g} TFLOP to go), sampled "
+        f"({plan.total(SAMPLE) / 1e12:.3g} TFLOP) and scored on {settings.score_on} images in {rows} rows, "
+        f"{settings.workers} at a time",
+        file=sys.stderr,
+        flush=True,
+    )
 
 
 def quickstart(settings: BenchmarkSettings, out: Path, overwrite: bool = False) -> Results:
@@ -185,14 +206,16 @@ def _are_named(values: Any) -> bool:
 def _prepare(
     settings: BenchmarkSettings, data: Path | None, store: Store
 ) -> tuple[SharedInputs, dict[str, Path]]:
-    sources = prepare_images(settings.data, data, store)
-    divided = divide(sources, settings.data, settings.partition, store)
-    reference = reference_job(sources, divided, settings.score_on)
-    images = write_reference(store, reference, sources, divided)["images"]
+    with Progress(None, "prepare images and shards"):
+        sources = prepare_images(settings.data, data, store)
+        divided = divide(sources, settings.data, settings.partition, store)
+        reference = reference_job(sources, divided, settings.score_on)
+        images = write_reference(store, reference, sources, divided)["images"]
     drawn = min(point.num_images for table in settings.tables for point in points_of(settings, table))
     # Over both splits, so that what is chosen by one is confirmed on the same features.
     features = features_job_of(settings, reference, min(fewest_images(sources, divided), drawn))
-    dimensions = write_features(store, features, reference)["dimensions"]
+    with Progress(None, "settle the features that images are scored by"):
+        dimensions = write_features(store, features, reference)["dimensions"]
     counts = {
         "num_images": drawn,
         "training images": images["training"],
@@ -202,7 +225,8 @@ def _prepare(
     links = {SHARDS: divided.shards, WHOLE: divided.whole}
     if sources.job is not None:
         links[sources.job.kind] = store.path(sources.job)
-    real = Scoring(settings, (), reference, features).of_real(store)
+    with Progress(None, "score real images"):
+        real = Scoring(settings, (), reference, features).of_real(store)
     return SharedInputs(divided, reference, features, real), links
 
 

@@ -2,14 +2,16 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
+from typing import Any, cast
 
 from hddm.benchmark.data import PartitionedImages
 from hddm.benchmark.jobs import Job, Runnable, Store, call_of, named
 from hddm.benchmark.models import Model, SeedModels
+from hddm.benchmark.plan import SAMPLE, SCORE, TRAIN, Plan, evaluations
 from hddm.benchmark.samples import Piece, canonical, pieces
 from hddm.benchmark.scores import Scoring
-from hddm.benchmark.settings import BenchmarkSettings, SamplingPoint, points_of
+from hddm.benchmark.settings import BenchmarkSettings, ModelSettings, SamplingPoint, points_of
 from hddm.benchmark.trainings import RouterTraining, Training
 from hddm.utils.processes import Workers
 from hddm.utils.progress import Progress
@@ -55,6 +57,16 @@ class SeedJobs:
         return drawn | {row.scores.job for row in self.rows} | {one.job for one in self.trainings}
 
 
+@dataclass(frozen=True)
+class _Task:
+    """A piece of work, its names in errors and in progress, and the operations of one of its units."""
+
+    name: str
+    shown: str
+    work: Runnable
+    weight: int = 1
+
+
 @dataclass
 class SeedRun:
     """Run of all jobs of one ``seed``, of trainings and of samples."""
@@ -63,35 +75,67 @@ class SeedRun:
     seed: int
     shared: SharedInputs
     store: Store
-    workers: Workers
 
-    def run(self) -> SeedJobs:
-        """Train, sample, score; what is done already is not done again."""
-        opener = SeedModels(self.settings, self.seed, self.shared.divided, self.store)
-        trainings = self._train(opener)
-        models = {one.name: opener.open(one) for one in self.settings.models}
-        rows = self._rows(models)
-        self._do([(self._name(row), piece) for row in rows for piece in row.samples], "sample")
-        self._do([(self._name(row), row.scores) for row in rows], "score")
-        return SeedJobs(self.seed, models, trainings, rows)
+    @cached_property
+    def _models(self) -> SeedModels:
+        return SeedModels(self.settings, self.seed, self.shared.divided, self.store)
 
-    def _train(self, opener: SeedModels) -> tuple[Training | RouterTraining, ...]:
-        """All experts, each once, and the router."""
-        found: dict[Job, Training] = {}
+    @cached_property
+    def _trainings(self) -> list[_Task]:
+        """All experts, each once, and the router; raises `HddmError` for what cannot be trained."""
+        found: dict[Job, _Task] = {}
         for model in self.settings.models:
             with named(f"model {model.name!r}"):
-                for one in (one for training in opener.trainings(model) for one in training.chain):
-                    # Fails here for what cannot be trained, before hours of other trainings.
-                    opener.cost(one)
-                    found.setdefault(one.job, one)
+                for shard, last in enumerate(self._models.trainings(model)):
+                    of = "" if model.kind == "single" else f" shard {shard}"
+                    for one in last.chain:
+                        batch, shown = one.settings.batch_size, f"{model.name}{of}"
+                        weight = self._models.cost(one).of_step(batch) // batch
+                        task = _Task(f"{shown}, seed {self.seed}", shown, one, weight)
+                        found.setdefault(one.job, task)
         # The longest first, so that no worker is idle at the end.
-        experts = sorted(found.values(), key=lambda one: -one.units)
-        routers = [opener.router] if opener.router is not None else []
-        first: list[Runnable] = [*(one for one in experts if one.start is None), *routers]
-        second: list[Runnable] = [one for one in experts if one.start is not None]
-        for wave in (first, second):
-            self._do([(f"seed {self.seed}", task) for task in wave], "train")
-        return (*experts, *routers)
+        tasks = sorted(found.values(), key=lambda task: -task.work.units)
+        if (router := self._models.router) is not None:
+            step = self._models.costs.router(router.settings).step
+            tasks.append(_Task(f"router, seed {self.seed}", "router", router, step))
+        return tasks
+
+    def planned(self) -> dict[tuple[int, str], int]:
+        """Work of each stage: of trainings what is not done, of samples and scores all of it."""
+        train = sum(task.work.units * task.weight for task in self._todo(self._trainings))
+        points = [
+            (point, self._flop(model, point))
+            for table in self.settings.tables
+            for model in self.settings.models
+            if not table.models or model.name in table.models
+            for point in points_of(self.settings, table)
+        ]
+        sample = sum(point.num_images * flop for point, flop in points)
+        return {(self.seed, TRAIN): train, (self.seed, SAMPLE): sample, (self.seed, SCORE): len(points)}
+
+    def _flop(self, model: ModelSettings, point: SamplingPoint) -> int:
+        """Operations of one image, about; 1 where the networks are not known before they are read."""
+        trainings = self._models.trainings(model)
+        forward = max((self._models.cost(one).forward for one in trainings), default=0)
+        return max(1, forward * evaluations(point, len(trainings)))
+
+    def run(self, workers: Workers, plan: Plan) -> SeedJobs:
+        """Train, sample, score; what is done already is not done again."""
+        second = [task for task in self._trainings if getattr(task.work, "start", None) is not None]
+        self._do([task for task in self._trainings if task not in second], TRAIN, workers, plan, second)
+        self._do(second, TRAIN, workers, plan)
+        models = {one.name: self._models.open(one) for one in self.settings.models}
+        of = {one.name: one for one in self.settings.models}
+        rows = self._rows(models)
+        pieces = [
+            _Task(self._name(row), row.row, piece, self._flop(of[row.model], row.point))
+            for row in rows
+            for piece in row.samples
+        ]
+        self._do(pieces, SAMPLE, workers, plan)
+        self._do([_Task(self._name(row), row.row, row.scores) for row in rows], SCORE, workers, plan)
+        trainings = tuple(cast(Training | RouterTraining, task.work) for task in self._trainings)
+        return SeedJobs(self.seed, models, trainings, rows)
 
     def _rows(self, models: Mapping[str, Model]) -> tuple[SampledRow, ...]:
         rows, shared = [], self.shared
@@ -121,13 +165,37 @@ class SeedRun:
         ]
         return ", ".join([f"model {row.model!r}", f"seed {self.seed}", *chosen])
 
-    def _do(self, tasks: Iterable[tuple[str, Runnable]], label: str) -> None:
-        """Do the tasks that are not done, each once, with a progress bar."""
-        todo = {task.job: (what, task) for what, task in tasks if not self.store.has(task.job)}
-        calls = [call_of(self.store, task, what) for what, task in todo.values()]
-        if calls:
-            with Progress(sum(call.units for call in calls), f"seed {self.seed}: {label}") as progress:
-                self.workers.run(calls, progress)
+    def _todo(self, tasks: Iterable[_Task]) -> list[_Task]:
+        """Tasks that are not done, each once."""
+        return list({task.work.job: task for task in tasks if not self.store.has(task.work.job)}.values())
+
+    def _do(
+        self, tasks: Iterable[_Task], stage: str, workers: Workers, plan: Plan, later: Iterable[_Task] = ()
+    ) -> None:
+        """Do the tasks that are not done, each once, with progress of this stage and of the whole.
+
+        Tasks of the same stage that come ``later`` belong to the plan.
+        """
+        calls = [
+            call_of(self.store, task.work, task.name, task.weight, task.shown) for task in self._todo(tasks)
+        ]
+        total = sum(call.units for call in calls)
+        further = sum(task.work.units * task.weight for task in self._todo(later))
+        plan.begin(self.seed, stage, total + further)
+        if not calls:
+            return
+
+        def more() -> list[str]:
+            return [*plan.left(), *([f"now {'; '.join(workers.running)}"] if workers.running else [])]
+
+        unit = "FLOP" if stage != SCORE else " rows"
+        with Progress(total, f"seed {self.seed}: {stage}", unit, more) as progress:
+
+            def count(units: int) -> None:
+                plan.count(self.seed, stage, units)
+                progress(units)
+
+            workers.run(calls, count)
 
 
 def row_name(model: str, name_model: bool, point: SamplingPoint, points: Sequence[SamplingPoint]) -> str:

@@ -22,6 +22,7 @@ from types import FrameType
 from typing import Any
 
 from hddm.utils.errors import HddmError
+from hddm.utils.progress import Progress
 
 TOGETHER = 1.0
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
@@ -91,12 +92,14 @@ _MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(1 << 30), "MALLOC_TRIM_THRESHOLD_": str
 class Call:
     """``function(**arguments, report=report)``, to be run in a worker.
 
-    ``function`` is importable by name and calls ``report(n)`` after n of its ``units`` of work.
+    ``function`` is importable by name and calls ``report(n)`` after n of its ``units`` of work. ``name`` is
+    shown while it runs.
     """
 
     function: Callable[..., Any]
     arguments: dict[str, Any]
     units: int
+    name: str = ""
 
 
 def compute_environment(threads: int) -> dict[str, str]:
@@ -129,6 +132,8 @@ class Workers:
         self._reports: SimpleQueue[int] = context.SimpleQueue()
         self._pool = ProcessPoolExecutor(count, context, _start, (self._reports,))
         self._environment = contextlib.ExitStack()
+        self.running: tuple[str, ...] = ()
+        """Names of the calls that run now."""
 
     def __enter__(self) -> "Workers":
         self._environment.enter_context(environment(compute_environment(1)))
@@ -158,6 +163,7 @@ class Workers:
                 while waiting and len(running) < self._count:
                     k = waiting.popleft()
                     running[self._pool.submit(_run, calls[k].function, calls[k].arguments)] = k
+                self.running = tuple(calls[k].name for k in sorted(running.values()))
                 done, _ = wait(running, timeout=0.2, return_when=FIRST_COMPLETED)
                 while not self._reports.empty():
                     on_progress(self._reports.get())
@@ -176,6 +182,7 @@ _reports: "SimpleQueue[int] | None" = None
 def _start(reports: "SimpleQueue[int]") -> None:
     global _reports
     _reports = reports
+    Progress.is_quiet = True
     import torch
 
     torch.set_num_threads(1)

@@ -3,7 +3,9 @@
 import math
 import shutil
 import sys
+import threading
 import time
+from collections.abc import Callable
 from typing import Self
 
 from tqdm import tqdm
@@ -12,75 +14,117 @@ _SHORT = 5.0
 """Seconds; work expected to take less prints no lines."""
 _FIRST, _NEXT = 10.0, 60.0
 """Seconds after which a line is due: the first one, and one after another."""
+_BEAT = 1.0
+"""Seconds between looks at the clock."""
 
 
 class Progress:
     """``with Progress(total, "encode") as advance: advance(n)``; written to standard error.
 
-    ``total`` counts units of work; each has ``size`` of the bar's ``unit``. ``label`` starts a line.
+    ``total`` counts units of work, called ``unit`` in the bar. With None the work cannot be counted, and
+    lines tell how long it has taken. ``label`` starts a line; ``more`` returns parts that end it. A thread
+    speaks while nothing is counted, so that no work is silent for long.
     """
 
-    def __init__(self, total: int, label: str, unit: str = "it", size: int = 1) -> None:
-        self._total, self._label, self._size, self._done = total, label, size, 0
+    is_quiet = False
+    """True in worker processes, whose work is counted by the one that started them."""
+
+    def __init__(
+        self, total: int | None, label: str, unit: str = "it", more: Callable[[], list[str]] = list
+    ) -> None:
+        self._total, self._label, self._more, self._done = total, label, more, 0
         self._start = self._spoke = time.perf_counter()
         self._is_silent = True
         self._first: tuple[float, int] | None = None
+        self._lock, self._ended = threading.RLock(), threading.Event()
         self._bar: tqdm[None] | None = None
-        if sys.stderr.isatty():
+        if sys.stderr.isatty() and not self.is_quiet:
             # tqdm draws nothing on a terminal without a size, as in some containers.
             columns, lines = shutil.get_terminal_size()
             self._bar = tqdm(
-                total=total * size,
+                total=total,
                 desc=label,
                 unit=unit,
-                unit_scale=True,
+                unit_scale=total is not None and total >= 1_000_000,
                 smoothing=0.05,
                 ncols=columns,
                 nrows=lines,
+                bar_format="{desc}: {elapsed}" if total is None else None,
+                leave=total is not None,
             )
 
     def __enter__(self) -> Self:
+        if not self.is_quiet:
+            threading.Thread(target=self._beat, daemon=True, name="speaks while nothing is counted").start()
         return self
 
     def __exit__(self, *ended: object) -> None:
-        if self._bar is not None:
-            self._bar.close()
+        self._ended.set()
+        with self._lock:
+            if self._bar is not None:
+                self._bar.close()
 
     def __call__(self, units: int) -> None:
         """Count ``units`` more."""
-        before, self._done = self._done, self._done + units
-        if self._bar is not None:
-            self._bar.update(self._done * self._size - self._bar.n)
-            return
-        now = time.perf_counter()
-        # What was done before this start may be counted at once.
-        self._first = self._first or (now, self._done)
-        is_tenth = 10 * before // self._total != 10 * self._done // self._total
-        is_short = (now - self._start) * self._total < _SHORT * self._done
-        is_due = now - self._spoke >= (_FIRST if self._is_silent else _NEXT)
-        if is_due or (is_tenth and not is_short):
-            self._spoke, self._is_silent = now, False
-            percent = f"{100 * self._done // self._total} %"
-            print(", ".join([f"{self._label}: {percent}", *self._details()]), file=sys.stderr, flush=True)
+        with self._lock:
+            before, self._done = self._done, self._done + units
+            if self._bar is not None:
+                self._bar.update(self._done - self._bar.n)
+                return
+            now, total = time.perf_counter(), self._total or self._done
+            # What was done before this start may be counted at once.
+            self._first = self._first or (now, self._done)
+            is_tenth = 10 * before // total != 10 * self._done // total
+            is_short = (now - self._start) * total < _SHORT * self._done
+            if is_tenth and not is_short and not self.is_quiet:
+                self._speak(now)
+            else:
+                self._speak_if_due(now)
+
+    def _beat(self) -> None:
+        while not self._ended.wait(_BEAT):
+            with self._lock:
+                # The main thread may have left the block while this one waited for the lock.
+                if self._ended.is_set():
+                    return
+                if self._bar is None:
+                    self._speak_if_due(time.perf_counter())
+                elif not self._bar.disable:
+                    self._bar.refresh()
+
+    def _speak_if_due(self, now: float) -> None:
+        if not self.is_quiet and now - self._spoke >= (_FIRST if self._is_silent else _NEXT):
+            self._speak(now)
+
+    def _speak(self, now: float) -> None:
+        self._spoke, self._is_silent = now, False
+        done = [] if self._total is None else [f"{100 * self._done // self._total} %"]
+        print(
+            f"{self._label}: {', '.join([*done, *self._details(), *self._more()])}",
+            file=sys.stderr,
+            flush=True,
+        )
 
     def _details(self) -> list[str]:
         """Further parts of a line: the time that is left at the pace so far."""
+        if self._total is None:
+            return [f"{duration(self._spoke - self._start)} so far"]
         if self._first is None or not self._first[1] < self._done < self._total:
             return []
         pace = (self._spoke - self._first[0]) / (self._done - self._first[1])
-        return [f"{_duration(pace * (self._total - self._done))} left"]
+        return [f"{duration(pace * (self._total - self._done))} left"]
 
 
 class TrainingProgress(Progress):
     """``with TrainingProgress(steps, batch_size, "train") as progress: progress.reach(step, loss, seconds)``.
 
     A line gives the step and, over the steps since the previous line, mean loss, images per second, and the
-    remaining time at that rate. Waits between steps do not count. The bar counts images.
+    remaining time at that rate. Waits between steps do not count. The bar counts steps.
     """
 
     def __init__(self, steps: int, batch_size: int, label: str) -> None:
-        super().__init__(steps, label, " images", batch_size)
-        self._begun = False
+        super().__init__(steps, label, " steps")
+        self._batch_size, self._begun = batch_size, False
         self._forget()
 
     def _forget(self) -> None:
@@ -93,20 +137,21 @@ class TrainingProgress(Progress):
         The first call only starts the count, as does a return to an earlier step from a checkpoint; its time
         does not count, since the first step of a process takes longer.
         """
-        steps = step - self._done
-        if not self._begun or steps <= 0:
-            self._begin(step)
-            steps = 1
-        elif math.isfinite(seconds):
-            self._seconds, self._timed = self._seconds + seconds, self._timed + steps
-        if math.isfinite(loss):
-            self._loss_sum, self._losses = self._loss_sum + steps * loss, self._losses + steps
-        if self._bar is not None:
-            self._bar.set_postfix_str(", ".join([f"step {step}", *self._mean_loss()]), refresh=False)
-        self(step - self._done)
-        if self._bar is not None and step == self._total:
-            # Its last rate would include work after the training.
-            self._bar.close()
+        with self._lock:
+            steps = step - self._done
+            if not self._begun or steps <= 0:
+                self._begin(step)
+                steps = 1
+            elif math.isfinite(seconds):
+                self._seconds, self._timed = self._seconds + seconds, self._timed + steps
+            if math.isfinite(loss):
+                self._loss_sum, self._losses = self._loss_sum + steps * loss, self._losses + steps
+            if self._bar is not None:
+                self._bar.set_postfix_str(", ".join([*self._mean_loss(), *self._rate()]), refresh=False)
+            self(step - self._done)
+            if step == self._total:
+                # What follows the last step is no part of the training, nor of its rate.
+                self.__exit__()
 
     def _begin(self, step: int) -> None:
         """Count losses and time from ``step`` on."""
@@ -114,28 +159,28 @@ class TrainingProgress(Progress):
         self._forget()
         if self._bar is not None:
             self._bar.reset()
-            self._bar.n = self._bar.last_print_n = (step - 1) * self._size
-            self._bar.initial = step * self._size
+            self._bar.n = self._bar.last_print_n = step - 1
+            self._bar.initial = step
 
     def _details(self) -> list[str]:
-        details = [f"step {self._done} of {self._total}", *self._mean_loss()]
-        if self._timed and self._seconds > 0:
-            pace = self._seconds / self._timed
-            details.append(f"{_short(self._size / pace)} images/s")
-            if self._done < self._total:
-                details.append(f"{_duration((self._total - self._done) * pace)} left")
+        details = [f"step {self._done} of {self._total}", *self._mean_loss(), *self._rate()]
+        if self._rate() and self._total is not None and self._done < self._total:
+            left = (self._total - self._done) * self._seconds / self._timed
+            details.append(f"{duration(left)} left")
         self._forget()
         return details
 
     def _mean_loss(self) -> list[str]:
         return [f"loss {self._loss_sum / self._losses:.4f}"] if self._losses else []
 
+    def _rate(self) -> list[str]:
+        if not self._timed or self._seconds <= 0:
+            return []
+        rate = self._batch_size * self._timed / self._seconds
+        return [f"{rate:.0f} images/s" if rate >= 100 else f"{rate:.3g} images/s"]
 
-def _short(rate: float) -> str:
-    return f"{rate:.0f}" if rate >= 100 else f"{rate:.3g}"
 
-
-def _duration(seconds: float) -> str:
+def duration(seconds: float) -> str:
     """Format as ``45 s``, ``12 min`` or ``3 h 05 min``."""
     minutes = round(seconds / 60)
     if seconds < 90:

@@ -75,10 +75,13 @@ def test_a_benchmark_that_is_killed_again_and_again_finds_what_one_in_one_go_doe
     assert not list((out / "jobs").glob(".*"))
 
 
-def test_a_finished_benchmark_does_nothing_again(miniature: Finished) -> None:
+def test_a_finished_benchmark_does_nothing_again(
+    miniature: Finished, capsys: pytest.CaptureFixture[str]
+) -> None:
     before = _jobs(miniature.out, "*")
     assert run_inline(miniature.settings, miniature.out, miniature.data) == miniature.results
     assert _jobs(miniature.out, "*") == before
+    assert "(0 TFLOP to go)" in capsys.readouterr().err
 
 
 def _copy_of_results(miniature: Finished, out: Path, **changes: Any) -> Path:
@@ -114,7 +117,9 @@ def test_results_of_more_seeds_stay_until_all_of_them_are_in_again(
     edit_json(out / "benchmark.json", settings=both.model_dump(mode="json"))
     before = (out / "results.json").read_bytes()
     one_seed = run.SeedRun.run
-    monkeypatch.setattr(run.SeedRun, "run", lambda self: one_seed(self) if self.seed == 0 else 1 / 0)
+    monkeypatch.setattr(
+        run.SeedRun, "run", lambda self, *given: one_seed(self, *given) if self.seed == 0 else 1 / 0
+    )
     with pytest.raises(ZeroDivisionError):
         again(miniature, out, both)
     assert (out / "results.json").read_bytes() == before

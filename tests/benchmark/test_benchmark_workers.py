@@ -1,4 +1,4 @@
-"""Worker processes of a benchmark do not outlive who started them."""
+"""Workers of a benchmark do not outlive who started them, and a plan tells how long they will take."""
 
 import multiprocessing
 import os
@@ -6,7 +6,11 @@ import signal
 import time
 from multiprocessing.connection import Connection
 
+import pytest
+
+from hddm.benchmark import plan
 from hddm.benchmark.jobs import end_with_parent
+from hddm.benchmark.settings import SamplingPoint
 
 
 def _work(connection: Connection) -> None:
@@ -44,3 +48,41 @@ def _runs(process: int) -> bool:
             return file.read().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
         return False
+
+
+def test_a_plan_tells_the_time_of_all_seeds_by_the_pace_of_each_stage(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr(plan.time, "perf_counter", lambda: now[-1])
+    stages = {plan.TRAIN: 1000, plan.SAMPLE: 400, plan.SCORE: 3}
+    work = plan.Plan({(seed, stage): units for seed in (0, 1) for stage, units in stages.items()})
+
+    def pass_time(seconds: float, seed: int, stage: str, units: int) -> list[str]:
+        now.append(now[-1] + seconds)
+        work.count(seed, stage, units)
+        return work.left()
+
+    # A quarter of the training was there already, and a score is taken to need ten seconds.
+    work.begin(0, plan.TRAIN, 750)
+    assert work.left() == []
+    assert pass_time(50, 0, plan.TRAIN, 500) == [f"{round((250 + 1000 + 800) / 10 / 60 + 1)} min in all"]
+    assert pass_time(25, 0, plan.TRAIN, 250) == [f"{round((1000 + 800) / 10 / 60 + 1)} min in all"]
+    # Samples turn out to take five times as long.
+    work.begin(0, plan.SAMPLE, 400)
+    assert pass_time(200, 0, plan.SAMPLE, 400) == [f"{round((100 + 200 + 60) / 60)} min in all"]
+    work.begin(0, plan.SCORE, 3)
+    assert pass_time(3, 0, plan.SCORE, 3) == [f"{round((100 + 200 + 3) / 60)} min in all"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "calls"),
+    [
+        ({"strategy": "draw", "steps": 10}, 10),
+        ({"strategy": "top-2", "steps": 10, "solver": "euler"}, 20),
+        ({"strategy": "full", "steps": 10, "solver": "heun"}, 80),
+        ({"strategy": "top-1", "steps": 10, "guidance_scale": 2.0}, 20),
+    ],
+)
+def test_a_plan_counts_the_networks_that_one_image_needs(changes: dict[str, object], calls: int) -> None:
+    assert plan.evaluations(SamplingPoint.model_validate(changes), 4) == calls

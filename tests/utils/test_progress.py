@@ -5,6 +5,7 @@ import json
 import math
 import re
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -148,12 +149,59 @@ def test_long_work_speaks_within_ten_seconds_and_then_every_minute(
     ]
 
 
+class _Log(io.StringIO):
+    """A log that tells when a line is complete."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.spoken = threading.Semaphore(0)
+
+    def write(self, text: str) -> int:
+        count = super().write(text)
+        if text.endswith("\n"):
+            self.spoken.release()
+        return count
+
+
+def test_work_that_counts_nothing_speaks_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, log = [0.0], _Log()
+    monkeypatch.setattr(sys, "stderr", log)
+    monkeypatch.setattr(progress, "_BEAT", 0.001)
+    monkeypatch.setattr(progress.time, "perf_counter", lambda: now[-1])
+    with progress.Progress(None, "hash weights"):
+        for seconds in (10.5, 71.0):
+            now.append(seconds)
+            assert log.spoken.acquire(timeout=60)
+    with progress.Progress(4, "score", more=lambda: ["2 h in all"]) as advance:
+        now.append(72.0)
+        advance(1)
+        now.append(81.0)
+        assert log.spoken.acquire(timeout=60)
+        now.append(100.0)
+        advance(1)
+    assert log.getvalue().splitlines() == [
+        "hash weights: 10 s so far",
+        "hash weights: 71 s so far",
+        "score: 25 %, 2 h in all",
+        "score: 50 %, 56 s left, 2 h in all",
+    ]
+
+
+def test_a_worker_leaves_progress_to_the_process_that_started_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(progress.Progress, "is_quiet", True)
+    with progress.Progress(10, "features") as advance:
+        advance(10)
+    assert capsys.readouterr().err == ""
+
+
 class _Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True
 
 
-def test_on_a_terminal_a_bar_counts_images_from_where_the_training_goes_on(
+def test_on_a_terminal_a_bar_counts_steps_from_where_the_training_goes_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     terminal = _Terminal()
@@ -169,10 +217,11 @@ def test_on_a_terminal_a_bar_counts_images_from_where_the_training_goes_on(
     assert terminal.getvalue() == at_its_end
     last = at_its_end.split("\r")[-1]
     assert "100%" in last
-    assert "step 10000, loss 9995.5" in last
-    # Ten steps were made here; all of them in this time would be a rate of 400,000 images a second.
-    (rate,) = re.findall(r"([\d.]+) images/s", last)
-    assert float(rate) <= 8 / 0.02
+    assert " 10000/10000 [" in last
+    assert last.endswith("loss 9995.5000, 400 images/s]\n")
+    # Ten steps were made here; all of them in this time would be a rate of 50,000 a second.
+    (rate,) = re.findall(r"([\d.]+) steps/s", last)
+    assert float(rate) <= 1 / 0.02
 
 
 ODD = [1000.0, *[3.0] * 49, math.inf, *[1.0] * 1899, *[0.5] * 49, math.nan]
