@@ -9,7 +9,7 @@ from hddm_cli.options import Overwrite
 
 
 def quickstart(
-    out: Annotated[Path, typer.Option("--out", help="Folder to write; must not exist.")] = Path(
+    out: Annotated[Path, typer.Option("--out", help="Folder to write, or to go on with.")] = Path(
         "runs/quickstart"
     ),
     seeds: Annotated[int, typer.Option("--seeds", min=1, help="Trainings, for the spread between them.")] = 1,

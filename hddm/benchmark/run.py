@@ -88,7 +88,7 @@ def run_benchmark(
         runs = [SeedRun(settings, number, shared, store) for number in settings.seeds]
         with Progress(None, "count the operations of each network"):
             plan = Plan({key: units for run in runs for key, units in run.planned().items()})
-        _tell(settings, plan)
+        _tell(settings, plan, out, before)
         seeds: list[SeedJobs] = []
         with Workers(settings.workers) as workers:
             for run in runs:
@@ -104,30 +104,24 @@ def run_benchmark(
     return results
 
 
-def _tell(settings: BenchmarkSettings, plan: Plan) -> None:
+def _tell(settings: BenchmarkSettings, plan: Plan, out: Path, before: Mapping[str, Any]) -> None:
     """Print what is ahead; the time that it takes is told with the first progress."""
-    seeds, rows = len(settings.seeds), plan.total(SCORE)
-    print(
-        f"{settings.name}: {len(settings.models)} models, trained for {seeds} "
-        f"seed{'s' if seeds > 1 else ''} ({plan.total(TRAIN) / 1e12:.3g} TFLOP to go), sampled "
-        f"({plan.total(SAMPLE) / 1e12:.3g} TFLOP) and scored on {settings.score_on} images in {rows} rows, "
-        f"{settings.workers} at a time",
-        file=sys.stderr,
-        flush=True,
+    seeds = len(settings.seeds)
+    text = (
+        f"{settings.name}: {len(settings.models)} models, trained for {seeds} seed{'s' if seeds > 1 else ''} "
+        f"({plan.total(TRAIN) / 1e12:.3g} TFLOP to go), sampled ({plan.total(SAMPLE) / 1e12:.3g} TFLOP) and "
+        f"scored on {settings.score_on} images in {plan.total(SCORE)} rows, {settings.workers} at a time"
     )
+    if set(settings.seeds) <= set(before.get("seeds", ())):
+        text = f"{out}: was finished on {before['date']}; what is there is not made again"
+    print(text, file=sys.stderr, flush=True)
 
 
 def quickstart(settings: BenchmarkSettings, out: Path, overwrite: bool = False) -> Results:
-    """Run a benchmark that brings its own images; an interrupted one is resumed.
-
-    ``overwrite`` replaces ``out``, with all models; a finished or foreign ``out`` otherwise raises
-    `HddmError`.
-    """
-    is_half = (out / BENCHMARK_FILE).is_file() and not (out / RESULTS_FILE).is_file()
-    if overwrite or not is_half:
+    """Run a benchmark that brings its own images, or resume it; ``overwrite`` begins anew."""
+    if overwrite and out.exists():
         check_absent(out, BENCHMARK_FILE, overwrite)
-        if out.exists():
-            shutil.rmtree(out)
+        shutil.rmtree(out)
     return run_benchmark(settings, out)
 
 

@@ -16,7 +16,6 @@ from hddm.benchmark.results import Results
 from hddm.benchmark.run import quickstart
 from hddm.benchmark.samples import write_grid
 from hddm.data.images import load_images
-from hddm.utils.errors import HddmError
 from tests.artefacts import contents
 
 MODELS = ["single model", "homogeneous flow", "homogeneous DDPM", "mixed 1:1"]
@@ -100,11 +99,13 @@ def test_the_terminal_shows_what_the_results_say(results: Results, folder: Path)
         assert results.shown(row, "to_held_out") in text
 
 
-def test_a_finished_quickstart_is_not_overwritten(results: Results, folder: Path) -> None:
-    before = (folder / "results.json").read_bytes()
-    with pytest.raises(HddmError, match="--overwrite"):
-        quickstart(SETTINGS, folder)
-    assert (folder / "results.json").read_bytes() == before
+def test_a_finished_quickstart_says_so_and_does_nothing_again(
+    results: Results, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = {path: path.stat().st_mtime_ns for path in (folder / "jobs").rglob("job.json")}
+    assert quickstart(SETTINGS, folder) == results
+    assert f"{folder}: was finished on {results.date}" in capsys.readouterr().err
+    assert {path: path.stat().st_mtime_ns for path in made} == made
 
 
 def test_the_digits_are_scikit_learns_each_on_one_side(tmp_path: Path) -> None:

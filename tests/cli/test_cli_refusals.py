@@ -95,9 +95,10 @@ def test_an_existing_folder_is_kept(
         ["train", "router", shards, "--steps", 2],
         ["assemble", ensemble / "experts" / "0"],
         ["sample", ensemble],
-        ["quickstart"],
     ):
         assert "--overwrite" in _refused(hddm, *arguments, "--out", tmp_path)
+    assert "holds no benchmark" in _refused(hddm, "quickstart", "--out", tmp_path)
+    assert "holds no benchmark.json of" in _refused(hddm, "quickstart", "--out", tmp_path, "--overwrite")
     assert contents(tmp_path) == before
 
 
