@@ -48,27 +48,16 @@ def assemble(
     from hddm.experts.assembly import assemble as put_together
     from hddm.experts.assembly_changes import change
     from hddm.experts.ensemble_folders import read_ensemble_facts
+    from hddm.utils.progress import Progress
 
-    if changes:
-        notes = change(
-            experts[0],
-            add or (),
-            remove or (),
-            router,
-            out,
-            strategy,
-            overwrite,
-            vae,
-            text_encoder,
-            tokenizer,
-            base or (),
-        )
-    else:
-        assert out is not None
-        strategy = strategy or DEFAULT_STRATEGY
-        notes = put_together(
-            experts, out, router, strategy, overwrite, vae, text_encoder, tokenizer, base or ()
-        )
+    parts = (vae, text_encoder, tokenizer, base or ())
+    with Progress(None, "check and assemble"):
+        if changes:
+            edits = (add or (), remove or (), router, out, strategy, overwrite)
+            notes = change(experts[0], *edits, *parts)
+        else:
+            assert out is not None
+            notes = put_together(experts, out, router, strategy or DEFAULT_STRATEGY, overwrite, *parts)
     for note in notes:
         typer.echo(f"note: {note}")
     written = out or experts[0]

@@ -77,12 +77,16 @@ def convert(
     overwrite: Overwrite = False,
 ) -> None:
     """Turn a pretrained checkpoint into an expert: the same network, read as a velocity field."""
+    from hddm.utils.progress import Progress
+
     if to_layout is not None:
         idle = set(inspect.signature(convert).parameters) - _WITH_TO_LAYOUT
         refuse_given(context, "--to-layout writes an expert as it is", *sorted(idle))
         from hddm.checkpoints.write_back import write_back
 
-        for line in write_back(source, out, to_layout, dry_run, overwrite):
+        with Progress(None, "write back"):
+            lines = write_back(source, out, to_layout, dry_run, overwrite)
+        for line in lines:
             typer.echo(line)
         return
     if modulation_rank and architecture is None:
@@ -108,7 +112,8 @@ def convert(
         recipe=recipe,
         licence=licence,
     )
-    planned = plan(source, conversion)
+    with Progress(None, "read the checkpoint"):
+        planned = plan(source, conversion)
     check_absent(out, EXPERT_FILE, overwrite)
     for line in summary(planned):
         typer.echo(line)
@@ -116,7 +121,8 @@ def convert(
         refuse_full_disk(out, planned.size)
         typer.echo(f"{out}: nothing written (--dry-run)")
         return
-    verified = write(planned, out, not no_verify, overwrite)
+    with Progress(None, "convert"):
+        verified = write(planned, out, not no_verify, overwrite)
     for line in verdict(planned, verified):
         typer.echo(line)
     typer.echo(f"{out}: converted")

@@ -49,6 +49,7 @@ def evaluate(
     from hddm.evaluation.results import refuse_existing
     from hddm.utils.errors import shown
     from hddm.utils.files import write_json, write_whole
+    from hddm.utils.progress import Progress
 
     check_images(images, "images")
     check_images(reference, "reference")
@@ -56,16 +57,17 @@ def evaluate(
         check_images(held_out, "held-out")
     if out is not None:
         refuse_existing(out, overwrite)
-    result = evaluate_folder(
-        images,
-        reference,
-        held_out,
-        allow_few,
-        features=features,
-        shards=shards,
-        classifier=save_classifier,
-        max_bad=max_bad,
-    )
+    with Progress(None, "measure"):
+        result = evaluate_folder(
+            images,
+            reference,
+            held_out,
+            allow_few,
+            features=features,
+            shards=shards,
+            classifier=save_classifier,
+            max_bad=max_bad,
+        )
     for data in (result["data"].get(name) for name in ("images", "reference", "held_out")):
         if data:
             for name in shown([f"{data['path']}/{name}: cannot be read" for name in data["skipped"]]):

@@ -49,10 +49,11 @@ def partition(
         read_manifest,
     )
     from hddm.utils.errors import TO_ONE_SIZE, counted, shown
+    from hddm.utils.progress import Progress
     from hddm.utils.records import read_record
 
     kept = cache or out.with_name(f"{out.name}.features")
-    with _named(kept, is_known=cache is not None or kept.exists()):
+    with _named(kept, is_known=cache is not None or kept.exists()), Progress(None, "partition"):
         folders = divide(
             images,
             out,

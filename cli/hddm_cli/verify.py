@@ -34,16 +34,18 @@ def verify(
 ) -> None:
     """Judge experts before they are used: records, hashes, finite weights, denoising of held-out images.
 
-    Exits with 0 if nothing speaks against them, 1 if something does, 2 if the call was wrong.
+    Exits with 0 if all are accepted, 1 if one is refused, 2 if the call was wrong.
     """
     from hddm.training.verify import experts_in, images_for, verify_expert
+    from hddm.utils.progress import Progress
 
     experts = experts_in(expert)
     images = [None] * len(experts) if data is None else images_for(experts, data)
     is_one = experts == [expert]
     verdicts = []
     for folder, shard in zip(experts, images, strict=True):
-        verdicts.append(verify_expert(folder, shard, seed, base or (), device))
+        with Progress(None, f"verify {folder}"):
+            verdicts.append(verify_expert(folder, shard, seed, base or (), device))
         if not as_json:
             _show_line(verdicts[-1], "" if data or not is_one else "; --data judges denoising")
             if is_one:
@@ -60,7 +62,7 @@ def verify(
         raise HddmError(f"{expert}: {len(refused)} of {len(experts)} experts {verb} refused", lines)
     if not (as_json or is_one):
         hint = "" if data else "; --data judges denoising"
-        typer.echo(f"{expert}: nothing speaks against any of its {len(experts)} experts{hint}")
+        typer.echo(f"{expert}: all {len(experts)} experts are accepted{hint}")
 
 
 def _show(verdict: "Verification") -> None:
@@ -87,7 +89,7 @@ def _show(verdict: "Verification") -> None:
 
 
 def _show_line(verdict: "Verification", hint: str) -> None:
-    line = "nothing speaks against it" if verdict.accepted else "is refused"
+    line = "is accepted" if verdict.accepted else "is refused"
     if verdict.denoising is not None:
         found = verdict.denoising
         line += f"; error {found.expert:.4f} on {verdict.images} images, a Gaussian's {found.gaussian:.4f}"

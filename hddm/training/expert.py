@@ -36,6 +36,7 @@ from hddm.training.settings import TEXT, ExpertSettings, Prediction, RunOptions,
 from hddm.training.watching import watching
 from hddm.utils.errors import HddmError, UsageError, counted
 from hddm.utils.files import sha256_of
+from hddm.utils.progress import Progress
 from hddm.velocity import VelocityField
 
 DEFAULT_SCHEDULE = "default of the objective"
@@ -276,7 +277,8 @@ def calibrated_on(shard: Shard, field: VelocityField, given: Mapping[str, Tensor
     log.info("calibrating on %s …", counted(len(rows), "image"))
     found = conditions_at(rows, given, shard, field)
     conditions = {name: value.to(field.device) for name, value in found.items()}
-    calibration = calibrate(field.velocity, shard.take(rows).to(field.device), conditions, seed)
+    with Progress(None, "calibrate"):
+        calibration = calibrate(field.velocity, shard.take(rows).to(field.device), conditions, seed)
     return replace(calibration, record=calibration_origin(shard) | {"seed": str(seed)})
 
 

@@ -28,6 +28,7 @@ from hddm.training.resume import data_of, is_complete
 from hddm.training.settings import RouterSettings, RunOptions
 from hddm.training.watching import watching
 from hddm.utils.errors import HddmError, counted
+from hddm.utils.progress import Progress
 from hddm.utils.tensors import append_dims, generator
 
 log = logging.getLogger(__name__)
@@ -100,7 +101,7 @@ def train_router(
             given: Tensor = network(x.to(device), time.to(device))
             return given.cpu()
 
-        with placed(network, device):
+        with placed(network, device), Progress(None, "measure and calibrate"):
             accuracy = accuracy_of(logits, TIME_SCALE, evidence, settings.seed)
             if settings.calibrate:
                 log.info("calibrating on %s …", counted(len(held), "image"))

@@ -237,7 +237,7 @@ def test_the_command_prints_hashes_and_figures_and_exits_by_the_verdict(
     (folder / "setup.py").write_text("print()")
     code, out, _ = hddm("verify", folder, "--data", held_out)
     assert code == 0
-    assert out.startswith(f"{folder}: nothing speaks against it; error ")
+    assert out.startswith(f"{folder}: is accepted; error ")
     for path in folder.iterdir():
         assert f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path}" in out.splitlines()
     assert "note: setup.py: is no file of an expert's" in out
@@ -333,14 +333,14 @@ def test_a_folder_of_experts_is_verified_a_line_each_by_the_images_of_each(
     code, out, err = hddm("verify", experts)
     assert (code, err) == (0, "")
     *_, last = out.splitlines()
-    assert last == f"{experts}: nothing speaks against any of its 2 experts; --data judges denoising"
+    assert last == f"{experts}: all 2 experts are accepted; --data judges denoising"
     shutil.copytree(held_out, data / "shard_0")
     shutil.copytree(trio.shards / "shard_1", data / "shard_1")
     code, out, err = hddm("verify", experts, "--data", data)
     # Of two steps of training, images say so.
     assert code == 1
     assert re.match(rf"{experts}/expert_2: is refused; error [\d.]+ on \d+ images, a Gaussian's ", out)
-    assert f"\n{experts}/expert_10: nothing speaks against it; error " in out
+    assert f"\n{experts}/expert_10: is accepted; error " in out
     assert err.startswith(f"hddm: {experts}: 1 of 2 experts is refused\n  {experts}/expert_2: ")
     code, out, _ = hddm("verify", experts, "--json")
     assert [Path(found["folder"]).name for found in json.loads(out)] == ["expert_2", "expert_10"]
