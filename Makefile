@@ -1,8 +1,10 @@
-# Each target makes the virtual environment if it is missing; a change of pyproject.toml renews it.
+# Each target makes the virtual environment if it is missing; a change of pyproject.toml renews it. ARGS goes to
+# the command: make quickstart ARGS="--seeds 3", make test ARGS="tests/method -x".
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV ?= .venv
 BIN := $(VENV)/bin
 ARGS ?=
+SAY = echo "installing into $(VENV): torch with its CUDA libraries takes about 6 GB on Linux, and minutes"
 
 .PHONY: quickstart test docs check clean
 
@@ -27,15 +29,18 @@ clean:
 	rm -rf docs/_build $(VENV) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
 
 $(VENV)/.ready: pyproject.toml | $(VENV)/bin/python
-	$(BIN)/python -m pip install --quiet --editable .
+	@$(SAY)
+	$(BIN)/python -m pip install --editable .
 	touch $@
 
 $(VENV)/.ready-test: pyproject.toml | $(VENV)/bin/python
-	$(BIN)/python -m pip install --quiet --editable '.[test]'
+	@$(SAY)
+	$(BIN)/python -m pip install --editable '.[test]'
 	touch $@ $(VENV)/.ready
 
 $(VENV)/.ready-dev: pyproject.toml | $(VENV)/bin/python
-	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	@$(SAY)
+	$(BIN)/python -m pip install --editable '.[dev]'
 	touch $@ $(VENV)/.ready $(VENV)/.ready-test
 
 $(VENV)/bin/python:
