@@ -2,6 +2,7 @@
 
 import contextlib
 import hashlib
+import itertools
 import json
 import os
 import resource
@@ -174,6 +175,37 @@ def killing(event: str, argument: str) -> Callable[[str, tuple[Any, ...]], None]
             os.kill(os.getpid(), signal.SIGKILL)
 
     return hook
+
+
+CHANGES = ("os.rename", "os.link", "os.symlink", "os.mkdir", "os.remove", "os.rmdir", "os.chmod")
+"""Audit events of Python for changes of folders."""
+
+
+def killed_at_every_change(
+    call: Callable[[], object], check: Callable[[], object], changes: Sequence[str] = CHANGES
+) -> int:
+    """Call in processes of which the first is killed at its first change of a folder, the next at its second.
+
+    The last one lives to its end. Each death is followed by a ``check``; their number is returned.
+    """
+    last = 0
+    while True:
+        last += 1
+        if (child := os.fork()) == 0:
+            seen = itertools.count(1)
+
+            def hook(name: str, arguments: tuple[Any, ...], seen: Any = seen, last: int = last) -> None:
+                if name in changes and next(seen) == last:
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+            sys.addaudithook(hook)
+            call()
+            os._exit(0)
+        _, status = os.waitpid(child, 0)
+        if os.WIFEXITED(status):
+            assert os.WEXITSTATUS(status) == 0
+            return last - 1
+        check()
 
 
 # Packages that take seconds to import, most of them with torch below.

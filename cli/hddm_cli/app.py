@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from hddm.utils.errors import HddmError
+from hddm.utils.processes import Interrupted, interruptible
 from hddm_cli import (
     assemble,
     benchmark,
@@ -78,7 +79,7 @@ commands.command("inspect")(inspect.inspect)
 def app() -> None:
     """Run the command line; exit 0 on success, 1 for a failed run, 2 for wrong usage.
 
-    A training that was told to stop exits with 128 plus the signal's number: 130, 138 or 143.
+    What was told to stop exits with 128 plus the signal's number: 130, 138 or 143.
 
     ``--debug`` anywhere shows the traceback of a failure.
     """
@@ -88,9 +89,13 @@ def app() -> None:
     arguments = [a for a in sys.argv[1:] if a != "--debug"]
     warnings.showwarning = _show_warning
     try:
-        sys.exit(commands(args=arguments, prog_name="hddm", standalone_mode=False))
+        with interruptible():
+            sys.exit(commands(args=arguments, prog_name="hddm", standalone_mode=False))
     except typer.Abort:
         sys.exit(130)
+    except Interrupted as stopped:
+        typer.echo(f"hddm: {stopped}; nothing half-written is left", err=True)
+        sys.exit(128 + stopped.number)
     except Exception as error:
         _refuse(error, debug)
 

@@ -51,7 +51,6 @@ def encode(
     """
     from hddm.data.encoding import encode_shards
     from hddm.data.encoding_plan import EncodingSettings, plan_encoding
-    from hddm.utils.files import check_absent
     from hddm.utils.progress import Progress
 
     if vae is None and text_encoder is None:
@@ -75,7 +74,6 @@ def encode(
         device=device,
     )
     plan = plan_encoding(source, settings, vae, text_encoder, tokenizer)
-    check_absent(out, plan.record, overwrite)
     with Progress(plan.num_images, "encode") as progress:
         manifests = encode_shards(plan, out, overwrite, progress)
     for shard, manifest in zip(plan.shards, manifests, strict=True):

@@ -34,7 +34,7 @@ import torch
 
 from hddm.utils.errors import HddmError
 from hddm.utils.files import locked, new_folder, put_in_place, read_json, write_json
-from hddm.utils.processes import SIGNALS, Call, Report, Stopped
+from hddm.utils.processes import SIGNALS, Call, Report, Stopped, handling
 from hddm.utils.records import check_format
 
 FORMAT = "1.0"
@@ -276,11 +276,8 @@ def end_with_parent() -> None:
 def stoppable(out: Path) -> Iterator[None]:
     """Within the block a signal raises `Stopped`, on which `hddm.utils.processes.Workers` stops its own.
 
-    Outside the main thread, where Python takes no handlers, nothing changes.
+    Outside the main thread nothing changes.
     """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
 
     def stop(number: int, frame: FrameType | None) -> None:
         for one in SIGNALS:
@@ -288,9 +285,5 @@ def stoppable(out: Path) -> Iterator[None]:
             signal.signal(one, signal.SIG_DFL)
         raise Stopped(f"{out}: stopped; what was done is saved, and the same command goes on with it", number)
 
-    before = {one: signal.signal(one, stop) for one in SIGNALS}
-    try:
+    with handling(stop):
         yield
-    finally:
-        for one, handler in before.items():
-            signal.signal(one, signal.SIG_DFL if handler is None else handler)

@@ -10,7 +10,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from hddm.data.encoding_draft import Done, Draft, open_draft
 from hddm.data.encoding_plan import EncodingPlan, ShardToEncode
 from hddm.data.images import THREADS, read_ahead, to_unit_range, too_many_bad
 from hddm.data.shard_records import (
@@ -24,6 +23,7 @@ from hddm.data.shard_records import (
     PARTITION_FILE,
     PIXELS,
     TOKENS,
+    Computed,
     EncodedManifest,
     FileRecord,
     ImageEntry,
@@ -32,8 +32,9 @@ from hddm.data.shard_records import (
 )
 from hddm.networks.text_encoder import cuts, hidden_states
 from hddm.networks.vae import encode
+from hddm.utils.drafts import Done, Draft, open_draft
 from hddm.utils.errors import HddmError
-from hddm.utils.files import sha256_of, write_json, writing
+from hddm.utils.files import sha256_of, write_json, write_whole
 from hddm.utils.tensors import Planned, write_safetensors
 
 FILE_BYTES = 64 * 2**20
@@ -62,15 +63,18 @@ def encode_shards(
     """
     rows = max(1, file_bytes // plan.row_bytes)
     identity = {**plan.identity(), "rows_of_a_file": rows}
-    with open_draft(out, plan.record, identity, overwrite) as draft, ThreadPoolExecutor(THREADS) as pool:
+    kept = "what is encoded is kept, and the same command goes on"
+    with (
+        open_draft(out, plan.record, identity, "encoding", lambda: kept, overwrite) as draft,
+        ThreadPoolExecutor(THREADS) as pool,
+    ):
         _refuse_full_disk(plan, out, draft)
         run = _Run(plan, draft, pool, rows, on_images)
         manifests = [run.encode(shard) for shard in plan.shards]
         if plan.record == PARTITION_FILE:
             for name in _BESIDE:
                 if (plan.source / name).is_file():
-                    with writing(out / name):
-                        shutil.copyfile(plan.source / name, draft.folder / name)
+                    shutil.copyfile(plan.source / name, draft.folder / name)
     cut = sum(manifest.cut_captions for manifest in manifests)
     if cut and plan.text_record is not None:
         warnings.warn(
@@ -80,6 +84,18 @@ def encode_shards(
             stacklevel=2,
         )
     return manifests
+
+
+class DataFile(Done):
+    """A data file, the images skipped in it, those with cut captions, and how networks ran, if any."""
+
+    facts: FileRecord
+    skipped: tuple[Skipped, ...] = ()
+    cut: tuple[str, ...] = ()
+    computed: Computed | None = None
+
+    def hashes(self, name: str) -> Mapping[str, str]:
+        return {f"whole/{name}": self.facts.sha256}
 
 
 @dataclass
@@ -99,16 +115,15 @@ class _Run:
         for number, start in enumerate(range(0, total, self.rows)):
             name = (Path(shard.place) / f"data-{number:05d}.safetensors").as_posix()
             indices = range(start, min(start + self.rows, total))
-            if done := self.draft.done(name):
+            if done := self.draft.done(name, DataFile):
                 self._count(shard, done.skipped)
                 self.on_images(len(indices))
             files.append(done or self._write(name, shard, indices))
         if not any(done.facts.rows for done in files):
             raise HddmError(f"{shard.folder}: holds no image that can be read")
-        with writing(self.draft.folder / shard.place):
-            return self._finish(shard, files)
+        return self._finish(shard, files)
 
-    def _write(self, name: str, shard: ShardToEncode, indices: range) -> Done:
+    def _write(self, name: str, shard: ShardToEncode, indices: range) -> DataFile:
         """Encode the images ``indices`` of a shard to the data file ``name``."""
         plan, entries, size = self.plan, shard.manifest.images, self.plan.settings.batch_size
         batches = [indices[start : start + size] for start in range(0, len(indices), size)]
@@ -130,14 +145,13 @@ class _Run:
                 cut += _cut_captions(plan, kept)
             self.on_images(len(batch))
         tensors = {key: torch.cat([rows[key] for rows in encoded]) for key in plan.layout}
-        return self.draft.add(
-            name,
-            lambda path: _write_tensors(path, tensors),
-            len(indices) - len(skipped),
-            skipped=tuple(skipped),
-            cut=tuple(cut),
-            computed=plan.computed,
-        )
+        path = self.draft.folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.draft.drop(name)
+        write_whole(path, lambda part: _write_tensors(part, tensors))
+        facts = FileRecord(file=path.name, sha256=sha256_of(path), rows=len(indices) - len(skipped))
+        done = DataFile(facts=facts, skipped=tuple(skipped), cut=tuple(cut), computed=plan.computed)
+        return self.draft.add(name, done)
 
     def _count(self, shard: ShardToEncode, skipped: Sequence[Skipped]) -> None:
         """Add to the bad images; refuse more than allowed."""
@@ -145,7 +159,7 @@ class _Run:
         if len(self.bad) > self.plan.settings.max_bad:
             raise too_many_bad(self.plan.source, self.bad, self.plan.settings.max_bad)
 
-    def _finish(self, shard: ShardToEncode, files: list[Done]) -> EncodedManifest:
+    def _finish(self, shard: ShardToEncode, files: list[DataFile]) -> EncodedManifest:
         """Write the list of images, the tokens of the empty prompt, and the manifest."""
         plan, source, folder = self.plan, shard.manifest, self.draft.folder / shard.place
         write_entries(folder / IMAGES, source.images)

@@ -36,7 +36,7 @@ from hddm.data.shard_records import (
 from hddm.data.sources import open_source
 from hddm.data.sources.base import ImageSource
 from hddm.utils.errors import HddmError, UsageError, counted
-from hddm.utils.files import check_absent, link_or_copy, new_folder, sha256_of, write_json, writing
+from hddm.utils.files import check_absent, link_or_copy, new_folder, sha256_of, write_json
 
 FINE_PER_SHARD = 8
 _ROUNDING = 1e-9
@@ -107,7 +107,7 @@ def partition(
         # The first 8 bytes of each pixel hash, in [0, 1); images below the share are held out.
         numbers = np.ascontiguousarray(found.pixels[:, :8]).view(">u8")[:, 0] / 2.0**64
         _check_rest(images, numbers, clusters.assignment, wanted, held_out)
-        with writing(out), new_folder(out, PARTITION_FILE, overwrite) as draft:
+        with new_folder(out, PARTITION_FILE, overwrite) as draft:
             is_held_out = numbers < held_out
             hashes = _write_shards(source, found, clusters.assignment, is_held_out, wanted, draft, cache)
             tensors = {"fine_centres": clusters.fine_centres, "fine_to_coarse": clusters.fine_to_coarse}

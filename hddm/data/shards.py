@@ -39,7 +39,8 @@ from hddm.data.shard_records import (
 )
 from hddm.networks.identity import TextEncoderRecord, VaeRecord
 from hddm.utils.errors import HddmError
-from hddm.utils.files import HashCache, inside
+from hddm.utils.files import inside
+from hddm.utils.records import HashCache
 from hddm.utils.tensors import read_safetensors
 
 

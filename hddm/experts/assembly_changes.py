@@ -4,7 +4,6 @@ The new folder replaces the old one by two renames. A process killed between the
 other names beside it; the next change then restores the old one.
 """
 
-import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -25,12 +24,10 @@ from hddm.experts.ensemble_folders import (
 from hddm.experts.lora import bases_in
 from hddm.experts.records import open_expert
 from hddm.utils.errors import HddmError
-from hddm.utils.files import inside, link_or_copy, new_folder, restore
+from hddm.utils.files import inside, is_draft, link_or_copy, new_folder, restore
 from hddm.utils.records import MANIFEST
 
 _PARTS = ("experts", BASES, "router", "scheduler", *COMPONENTS, ENSEMBLE_FILE, MODEL_INDEX, MANIFEST)
-# Leftovers of a folder that a killed process was writing here.
-_LEFTOVER = re.compile(r"\..+\.(part|old)-\d+$")
 
 
 def change(
@@ -132,7 +129,7 @@ def _rest(ensemble: Path, record: EnsembleRecord) -> list[Path]:
     found = []
     for path in ensemble.rglob("*"):
         name = path.relative_to(ensemble)
-        if any(name.is_relative_to(part) for part in parts) or _LEFTOVER.match(name.parts[0]):
+        if any(name.is_relative_to(part) for part in parts) or any(map(is_draft, name.parts)):
             continue
         if path.is_symlink() and path.is_dir():
             raise HddmError(f"{path}: is a link to a folder; put the folder itself there, or take it out")

@@ -49,7 +49,7 @@ from hddm.networks.folders import WEIGHTS
 from hddm.networks.offload import Offload, Shelf
 from hddm.networks.transformers import RouterTransformer
 from hddm.utils.errors import HddmError, UsageError
-from hddm.utils.files import inside, link_or_copy
+from hddm.utils.files import inside, link_or_copy, restore
 from hddm.velocity import VelocityField
 
 
@@ -186,6 +186,7 @@ def load(
         HddmError: for anything else, contradictory parts, or a base for an expert that is no adapter.
     """
     folder = Path(path)
+    restore(folder)
     if not folder.is_dir():
         raise HddmError(f"{folder}: no such folder")
     if not (folder / EXPERT_FILE).exists():

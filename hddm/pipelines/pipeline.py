@@ -29,7 +29,7 @@ from hddm.pipelines.inputs import LOADING, SAVING, Generators, noise_and_draws, 
 from hddm.pipelines.offloading import Offloading
 from hddm.sampling import DEFAULT_SOLVER, DEFAULT_STEPS, ExpertUse, integrate, pick_experts, routed, time_grid
 from hddm.utils.errors import HddmError
-from hddm.utils.files import new_folder
+from hddm.utils.files import new_folder, restore
 from hddm.velocity import Guidance
 
 _TEXT = "encoder_hidden_states"
@@ -148,6 +148,7 @@ class HDDMPipeline(Offloading, DiffusionPipeline):  # type: ignore[misc]
         """
         refuse_options("from_pretrained", options, LOADING)
         folder = Path(pretrained_model_name_or_path)
+        restore(folder)
         if not folder.is_dir():
             raise HddmError(f"{folder}: no such folder; nothing is downloaded, so fetch the ensemble first")
         opened = open_ensemble(folder, torch_dtype, experts)

@@ -1,5 +1,6 @@
 """Calibrate an expert folder, on a shard or on samples that the expert draws itself (`native_samples`)."""
 
+import os
 import shutil
 import warnings
 from collections.abc import Callable, Mapping
@@ -25,8 +26,8 @@ from hddm.sampling import euler, initial_noise
 from hddm.schedules import DiscreteSchedule
 from hddm.training.expert import calibrated_on, check_fit, check_own, conditions_of
 from hddm.utils.errors import HddmError
-from hddm.utils.files import RECORD, link_or_copy, new_folder, restore, writing
-from hddm.utils.records import MANIFEST, rewrite_entry
+from hddm.utils.files import alone, is_draft, link_or_copy, new_folder, restore
+from hddm.utils.records import ENSEMBLE_FILE, HASHES, MANIFEST, ensemble_around, rewrite_entry
 from hddm.utils.tensors import generator
 from hddm.velocity import PredictionType, VelocityField
 
@@ -114,6 +115,8 @@ def native_conditions(field: VelocityField, num: int, seed: int = 0) -> dict[str
 
 
 NUM_IMAGES, FEW_IMAGES, STEPS = 512, 64, 50
+PATIENCE = 60.0
+"""Seconds to wait for another process that replaces the same ensemble."""
 
 
 def recalibrate(
@@ -126,9 +129,11 @@ def recalibrate(
 ) -> None:
     """Fit ``calibration.safetensors`` of an expert folder, which is replaced as a whole with its manifest.
 
-    Other files are hard-linked where the file system allows; the manifest of an ensemble around it is
-    updated. Without a ``shard_folder`` the fit is to ``num_images`` `native_samples`; their mean, which alone
-    counts at t = 1, is off by sqrt(variance/num_images). ``seed`` is that of the noise and of the samples.
+    An ensemble around it is replaced as a whole with its own, so that a process that is killed at any moment
+    leaves all as before or as after. Other files are hard-linked where the file system allows.
+
+    Without a ``shard_folder`` the fit is to ``num_images`` `native_samples`; their mean, which alone counts
+    at t = 1, is off by sqrt(variance/num_images). ``seed`` is that of the noise and of the samples.
 
     Raises:
         HddmError: for a folder that is no expert or has changed since it was written, images of another shape
@@ -161,19 +166,43 @@ def recalibrate(
         check_fit(shard, record, field.network)
         check_own(shard, record)
         calibration = calibrated_on(shard, field, conditions_of(shard, field), seed)
+    put_calibration(folder, record, calibration)
+
+
+def put_calibration(folder: Path, record: ExpertRecord, calibration: Calibration) -> None:
+    """Replace the calibration of an expert folder, with the folder or the ensemble around it as a whole.
+
+    Raises `HddmError` if another process writes there, and as `hddm.utils.files.new_folder`.
+    """
     # A link stays, and what it leads to is replaced.
     target = folder.resolve()
-    with writing(folder), new_folder(target, EXPERT_FILE, overwrite=True) as draft:
-        shutil.copymode(target, draft)
-        for path in target.rglob("*"):
-            name = path.relative_to(target)
-            if path.is_dir():
-                (draft / name).mkdir()
-            elif name.as_posix() not in (FILE_NAME, EXPERT_FILE, MANIFEST, RECORD):
-                link_or_copy(path, draft / name)
-        calibration.save(draft)
-        write_records(draft, record, {})
-    rewrite_entry(target)
+    whole = ensemble_around(target) or target
+    kind = EXPERT_FILE if whole == target else ENSEMBLE_FILE
+    # Another expert of the same ensemble may be calibrated at the same time.
+    with alone(whole, PATIENCE), new_folder(whole, kind, overwrite=True, is_locked=True) as draft:
+        _link_all(whole, draft)
+        own = draft / target.relative_to(whole)
+        for name in (FILE_NAME, EXPERT_FILE, MANIFEST):
+            # Written anew, and not into a hard link.
+            (own / name).unlink(missing_ok=True)
+        calibration.save(own)
+        write_records(own, record, {})
+        rewrite_entry(own)
+
+
+def _link_all(folder: Path, draft: Path) -> None:
+    """Fill ``draft`` with all that is in ``folder``, but for what hddm keeps hidden there."""
+    shutil.copymode(folder, draft)
+    for path in folder.rglob("*"):
+        name = path.relative_to(folder)
+        if path.name == HASHES or any(map(is_draft, name.parts)):
+            continue
+        if path.is_symlink():
+            (draft / name).symlink_to(os.readlink(path), target_is_directory=path.is_dir())
+        elif path.is_dir():
+            (draft / name).mkdir()
+        else:
+            link_or_copy(path, draft / name)
 
 
 def _on_native_samples(

@@ -25,8 +25,8 @@ from hddm.training.resume import Change, Settings, as_recorded, is_complete, run
 from hddm.training.settings import LoopSettings, RunOptions
 from hddm.training.state import Ema, Run, TrainingState, open_run
 from hddm.utils.errors import HddmError, counted
-from hddm.utils.files import new_folder
-from hddm.utils.processes import Stopped, StopRequest
+from hddm.utils.files import new_folder, nothing
+from hddm.utils.processes import Interrupted, Stopped, StopRequest
 from hddm.utils.tensors import generator
 
 # Separates training from sampling, whose random streams are (seed, i) and (seed, i, 1).
@@ -343,10 +343,17 @@ def train(
             kept = stack.enter_context(open_run(out, content, run, overwrite))
             if watch is not None:
                 watchers.append(stack.enter_context(watch(kept)))
-        fitted = fit(task, used, kept, watchers)
-        if is_first:
-            with new_folder(out, record, overwrite) as draft:
-                write(draft, fitted, used)
+        try:
+            fitted = fit(task, used, kept, watchers)
+            if is_first:
+                said = nothing if kept is None else kept.kept
+                with new_folder(out, record, overwrite, kept=said) as draft:
+                    write(draft, fitted, used)
+        except Interrupted as stopped:
+            # Before or after the steps, which take signals themselves.
+            if kept is None:
+                raise
+            raise Stopped(f"{kept.folder}: stopped; {kept.kept()}", stopped.number) from stopped
     return fitted.losses
 
 

@@ -14,7 +14,7 @@ that is killed or runs out of disk keeps the one before. OUT itself appears when
 import contextlib
 import functools
 import logging
-import shutil
+import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -40,7 +39,16 @@ from hddm.training.resume import (
 )
 from hddm.training.settings import Keeping, RunOptions
 from hddm.utils.errors import HddmError
-from hddm.utils.files import locked, new_folder, read_json, sha256_of, write_json, write_whole
+from hddm.utils.files import (
+    locked,
+    new_folder,
+    read_json,
+    remove,
+    sha256_of,
+    write_json,
+    write_whole,
+    writing,
+)
 from hddm.utils.records import MANIFEST, Record, read_record
 
 log = logging.getLogger(__name__)
@@ -228,28 +236,27 @@ class Run:
     def save(self, state: TrainingState) -> None:
         """Write a checkpoint, verify it, and only then remove older ones; disk errors raise `HddmError`."""
         target = self._checkpoints / f"step_{state.step:08d}"
-        try:
-            if _is_complete(target):
-                return
+        if _is_complete(target):
+            return
+        with writing(target):
             _set_aside(target)
-            with new_folder(target, MANIFEST, is_locked=True) as draft:
-                for name, tensors in state.tensors().items():
-                    on_cpu = {key: value.cpu().contiguous() for key, value in tensors.items()}
-                    save_file(on_cpu, draft / f"{name}.safetensors")
-                write_json(draft / PROGRESS, state.values())
-                hashes = {path.name: sha256_of(path) for path in sorted(draft.iterdir())}
-                manifest = CheckpointManifest(format=CHECKPOINT_FORMAT, step=state.step, files=hashes)
-                write_json(draft / MANIFEST, manifest.model_dump())
-        except (OSError, SafetensorError) as error:
-            left = self.newest()
-            kept = f"the one of step {step_of(left)} is whole" if left else "there was none before"
-            raise HddmError(
-                f"{target}: the checkpoint could not be written ({error}); {kept}; free some space, then "
-                "go on with --resume"
-            ) from error
+        with new_folder(target, MANIFEST, is_locked=True, kept=self.kept) as draft:
+            for name, tensors in state.tensors().items():
+                on_cpu = {key: value.cpu().contiguous() for key, value in tensors.items()}
+                save_file(on_cpu, draft / f"{name}.safetensors")
+            write_json(draft / PROGRESS, state.values())
+            hashes = {path.name: sha256_of(path) for path in sorted(draft.iterdir())}
+            manifest = CheckpointManifest(format=CHECKPOINT_FORMAT, step=state.step, files=hashes)
+            write_json(draft / MANIFEST, manifest.model_dump())
         if not _is_complete(target):
             raise HddmError(f"{target}: does not read back as it was written; the disk may be failing")
         self._prune(state.step)
+
+    def kept(self) -> str:
+        """Say what a training that ends now can go on from."""
+        if (newest := self.newest()) is None:
+            return "there is no checkpoint yet; --resume begins anew"
+        return f"the checkpoint of step {step_of(newest)} is whole, and --resume goes on from it"
 
     def _prune(self, step: int) -> None:
         try:
@@ -258,7 +265,7 @@ class Run:
                 if step_of(path) > step:
                     _set_aside(path)
             for path in checkpoints_in(self._checkpoints)[self.options.keep :]:
-                shutil.rmtree(path)
+                remove(path)
         except OSError as error:
             log.warning("%s: older checkpoints could not be removed (%s)", self._checkpoints, error)
 
@@ -298,6 +305,8 @@ def open_run(
             one that was started with another record, or a folder that is no run.
     """
     folder = run_folder_of(out)
+    if folder.is_symlink() and not folder.exists():
+        raise HddmError(f"{folder}: is a link to {os.readlink(folder)}, which is not there; remove it")
     folder.mkdir(parents=True, exist_ok=True)
     with _locked(out):
         _refuse_foreign(folder)
@@ -321,7 +330,7 @@ def open_run(
         write_whole(folder / RUN_FILE, lambda path: write_json(path, content))
         for path in (folder / CHECKPOINTS).glob(".step_*"):
             log.warning("%s was never finished; it is removed", path)
-            shutil.rmtree(path)
+            remove(path)
         yield run
 
 
@@ -358,11 +367,11 @@ def _refuse_foreign(folder: Path) -> None:
 
 
 def _clear(folder: Path) -> None:
-    for path in folder.iterdir():
-        if path.is_dir():
-            shutil.rmtree(path)
-        elif path.name != LOCK:
-            path.unlink()
+    # The record goes last, since without it the rest would be taken for no run's.
+    for path in sorted(folder.iterdir(), key=lambda path: path.name == RUN_FILE):
+        if path.name != LOCK:
+            # Of a link the link alone: what it leads to may be shared.
+            remove(path)
 
 
 def _changes(before: list[Change], differing: Mapping[str, tuple[Any, Any]], run: Run) -> list[Change]:

@@ -28,8 +28,8 @@ from hddm.training.denoising import Denoising, Judged, judge
 from hddm.training.expert import check_fit, check_own
 from hddm.training.resume import RUN_FILE
 from hddm.utils.errors import HddmError, UsageError, asked
-from hddm.utils.files import RECORD, read_json, sha256_of
-from hddm.utils.records import MANIFEST, has_manifest
+from hddm.utils.files import read_json, sha256_of
+from hddm.utils.records import HASHES, MANIFEST, has_manifest
 from hddm.utils.tensors import available_device
 
 _OTHERS = {
@@ -262,7 +262,7 @@ def _lines(error: HddmError) -> tuple[str, ...]:
 
 def _files(folder: Path) -> dict[str, str]:
     """Return the SHA-256 of every file by its name, without the project's own hidden record."""
-    found = (path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != RECORD)
+    found = (path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != HASHES)
     return {str(path.relative_to(folder)): sha256_of(path) for path in found}
 
 

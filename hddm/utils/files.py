@@ -1,11 +1,4 @@
-"""Files and folders that are complete or absent, names that stay inside their folder, locks and hashes.
-
-`HashCache` remembers verified files, so that a restart does not hash 100 GB again. A hidden file keeps hash,
-size, inode and the times of the last change of content and of status: any write changes a time, any copy the
-inode, and the file is hashed again. A failing disk changes neither; remove the hidden file to detect it.
-Clocks of file systems may be as coarse as two seconds, so a file that was changed just before it was hashed
-is not remembered (as in git's index).
-"""
+"""Files and folders that are complete or absent, names that stay inside their folder, locks and hashes."""
 
 import contextlib
 import errno
@@ -14,9 +7,9 @@ import hashlib
 import json
 import os
 import platform
+import re
 import shutil
 import stat
-import time
 from collections.abc import Callable, Iterator
 from io import BufferedReader
 from pathlib import Path, PurePosixPath
@@ -56,19 +49,24 @@ def inside(folder: Path, name: str) -> Path:
     return target
 
 
+_PATIENCE = 0.1
+"""Seconds before a lock counts as held by another process."""
+
+
 @contextlib.contextmanager
-def locked(path: Path, refusal: Callable[[str], str]) -> Iterator[None]:
+def locked(path: Path, refusal: Callable[[str], str], patience: float = _PATIENCE) -> Iterator[None]:
     """Hold the lock ``path`` within the block; the system frees it when the process ends or is killed.
 
     The file names the process that holds it, and is not removed; a missing folder is created. If another
-    process holds the lock, raises `HddmError` with the message of ``refusal`` for that process's name.
+    process holds the lock for ``patience`` seconds, raises `HddmError` with the message of ``refusal`` for
+    that process's name.
     """
     lock = FileLock(path, thread_local=False)
     while True:
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
             # More than one attempt, since the holder may just have removed the file that was opened.
-            lock.acquire(timeout=_PATIENCE)
+            lock.acquire(timeout=patience)
             break
         except FileNotFoundError:
             # Another process just removed the folder with its lock.
@@ -91,53 +89,61 @@ def _holder(path: Path) -> str:
     return "unknown"
 
 
-_PATIENCE = 0.1
-"""Seconds before a lock counts as held by another process."""
-
 LARGEST_JSON = 16 * 2**20
 """Bytes of the largest JSON file read; an index of ten thousand tensors has one million."""
 
 
+def nothing() -> str:
+    """Say that a failure leaves nothing."""
+    return "all is as it was before"
+
+
 @contextlib.contextmanager
-def new_folder(target: Path, record: str, overwrite: bool = False, is_locked: bool = False) -> Iterator[Path]:
+def new_folder(
+    target: Path,
+    record: str,
+    overwrite: bool = False,
+    is_locked: bool = False,
+    kept: Callable[[], str] = nothing,
+) -> Iterator[Path]:
     """Folder to fill, renamed to ``target`` when the block ends, and removed if it fails.
 
     It is beside ``target``, since a rename is atomic only within one file system. Files are synced to disk
-    before the rename, and the rename after it. Drafts of killed processes are removed. ``record`` is the JSON
+    before the rename, and the rename after it. What killed processes left is removed. ``record`` is the JSON
     file that marks its kind; ``is_locked`` tells that the caller holds the lock.
 
     A replaced folder is renamed away first, so for a moment ``target`` does not exist. A process killed at
     that moment leaves the old folder complete beside it; `restore` renames it back. Raises `HddmError` as
-    `check_absent`, and if another process writes ``target``.
+    `check_absent`, if another process writes ``target``, and as `writing` if the block cannot write.
     """
     check_absent(target, record, overwrite)
     with contextlib.nullcontext() if is_locked else alone(target):
         check_absent(target, record, overwrite)
-        target.parent.mkdir(parents=True, exist_ok=True)
         draft = target.parent / f".{target.name}.part-{os.getpid()}"
-        for left in target.parent.glob(f".{glob.escape(target.name)}.part-*"):
-            if _is_left(left):
-                shutil.rmtree(left, ignore_errors=True)
-        draft.mkdir()
         try:
-            yield draft
-            put_in_place(draft, target, overwrite)
+            with writing(target, kept, below=draft):
+                target.parent.mkdir(parents=True, exist_ok=True)
+                _remove_left(target)
+                draft.mkdir()
+                yield draft
+                put_in_place(draft, target, overwrite)
         except BaseException:
             shutil.rmtree(draft, ignore_errors=True)
             raise
 
 
 @contextlib.contextmanager
-def alone(target: Path) -> Iterator[None]:
+def alone(target: Path, patience: float = _PATIENCE) -> Iterator[None]:
     """Keep other hddm processes from writing ``target`` within the block; creates its parent folder.
 
-    Raises `HddmError` if another one is writing.
+    Raises `HddmError` if another one is writing after ``patience`` seconds.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
-    lock = target.parent / f".{target.name}.lock"
+    lock = _lock_of(target)
     with locked(
         lock,
         lambda holder: f"{target}: another process is writing it ({holder}); wait for it, or choose another",
+        patience,
     ):
         try:
             yield
@@ -152,6 +158,8 @@ def put_in_place(draft: Path, target: Path, overwrite: bool) -> None:
     ``target`` has appeared since, unless ``overwrite``.
     """
     for path in [*draft.rglob("*"), draft]:
+        if path.is_symlink():
+            continue
         if path.is_file() and path.stat().st_nlink == 1:
             # As `write_whole`; a file with other hard links keeps its mode, which they share.
             path.chmod(draft.stat().st_mode & 0o666)
@@ -167,16 +175,20 @@ def check_absent(target: Path, record: str, overwrite: bool = False) -> None:
     """Refuse an existing ``target``; call it also before hours of work, to fail early.
 
     ``overwrite`` allows only an empty folder or one of the same kind, with a JSON file ``record`` that has a
-    format version.
+    format version. A link is refused, since replacing it would not replace what it leads to.
     """
     restore(target)
-    if target.is_symlink() and not target.exists():
-        raise HddmError(f"{target}: is a link to {os.readlink(target)}, which is not there; remove it")
+    if target.is_symlink():
+        raise HddmError(
+            f"{target}: is a link to {os.readlink(target)}, and is not written through; name the folder "
+            "itself, or remove the link"
+        )
     if not target.exists():
         above = next(folder for folder in target.absolute().parents if folder.exists())
         if not above.is_dir() or not os.access(above, os.W_OK):
             raise HddmError(f"{target}: cannot be made, since {above} is no folder to write in")
         return
+    _tidy(target)
     if not overwrite:
         raise HddmError(f"{target} exists: choose another folder, or pass --overwrite to replace it")
     if target.is_dir() and not any(target.iterdir()):
@@ -189,26 +201,77 @@ def check_absent(target: Path, record: str, overwrite: bool = False) -> None:
 
 
 def restore(target: Path) -> None:
-    """Rename back a folder that a killed process had renamed away, unless something is in its place."""
-    if target.exists() or target.is_symlink() or not target.parent.is_dir():
+    """Rename back a folder that a killed process had renamed away, or one around it.
+
+    Whatever is in its place stays.
+    """
+    if target.exists() or target.is_symlink():
         return
-    left = [path for path in target.parent.glob(f"{glob.escape(_aside(target))}*") if _is_left(path)]
+    if target.parent != target:
+        restore(target.parent)
+    left = [path for path in _beside(target, "old") if _is_left(path)]
     if left:
-        max(left, key=lambda path: path.stat().st_mtime_ns).rename(target)
+        # Where it may not be renamed it is not there, and another process may have done it just now.
+        with contextlib.suppress(OSError):
+            max(left, key=lambda path: path.stat().st_mtime_ns).rename(target)
+
+
+def _tidy(target: Path) -> None:
+    """Remove what processes left beside ``target`` that were killed after they had put it in place."""
+    if any(_is_left(path) for kind in ("part", "old") for path in _beside(target, kind)):
+        with contextlib.suppress(HddmError, OSError), alone(target):
+            _remove_left(target)
+    # Removed by `alone` unless its process was killed.
+    elif _lock_of(target).exists():
+        with contextlib.suppress(HddmError, OSError), alone(target):
+            pass
+
+
+def _remove_left(target: Path) -> None:
+    """Remove drafts of dead processes, and with ``target`` in place also what they had renamed away."""
+    for kind in ("part", "old") if target.exists() else ("part",):
+        for path in _beside(target, kind):
+            if _is_left(path):
+                with contextlib.suppress(OSError):
+                    remove(path)
+
+
+def _beside(target: Path, kind: str) -> list[Path]:
+    return list(target.parent.glob(f".{glob.escape(target.name)}.{kind}-*"))
+
+
+def _lock_of(target: Path) -> Path:
+    return target.parent / f".{target.name}.lock"
+
+
+def is_draft(name: str) -> bool:
+    """True for the name of a hidden draft, of a file or folder, as processes leave it that are killed."""
+    return re.fullmatch(r"\..+\.(part|old)-(.+-)?\d+", name) is not None
+
+
+def remove(path: Path) -> None:
+    """Remove a file, a folder with its content, or a link alone."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def write_whole(path: Path, write: Callable[[Path], object], overwrite: bool = True) -> None:
     """Write a file that gets its name only once it is complete and on the disk.
 
     ``write`` writes the hidden file beside ``path`` that it is given, which a failure removes. An existing
-    ``path`` stays until then, and is replaced only with ``overwrite``. Raises `HddmError` if it cannot be
-    written, or exists without ``overwrite``.
+    ``path`` stays until then, and is replaced only with ``overwrite``. What killed processes of this machine
+    left is removed. Raises `HddmError` if it cannot be written, or exists without ``overwrite``.
     """
-    draft = path.with_name(f".{path.name}.part-{os.getpid()}")
+    # Several machines may write one path, and know nothing of each other's processes.
+    draft = path.with_name(f".{path.name}.part-{platform.node()}-{os.getpid()}")
     try:
         with writing(path):
             # Process numbers repeat, and some writers refuse an existing file.
-            draft.unlink(missing_ok=True)
+            for left in _beside(path, f"part-{glob.escape(platform.node())}"):
+                if _is_left(left):
+                    remove(left)
             write(draft)
             # Some libraries write files for the owner only; the folder's mode is what the user wants.
             draft.chmod(path.parent.stat().st_mode & 0o666)
@@ -224,14 +287,46 @@ def write_whole(path: Path, write: Callable[[Path], object], overwrite: bool = T
         raise
 
 
+class Unwritten(HddmError):
+    """A ``path`` that cannot be written, for the reason ``why``."""
+
+    path: Path
+    why: OSError | SafetensorError
+
+
 @contextlib.contextmanager
-def writing(path: Path) -> Iterator[None]:
-    """Block that writes ``path``, or below it; its OSError or SafetensorError becomes an `HddmError`."""
+def writing(path: Path, kept: Callable[[], str] = nothing, below: Path | None = None) -> Iterator[None]:
+    """Block that writes ``path``; an OSError, SafetensorError or `Unwritten` in it becomes its `Unwritten`.
+
+    On a full disk that says what is ``kept``. With ``below``, errors of files elsewhere pass as they are.
+    """
     try:
         yield
-    except (OSError, SafetensorError) as error:
-        reason = getattr(error, "strerror", None) or one_line(error)
-        raise HddmError(f"{path}: cannot be written ({reason})") from error
+    except (OSError, SafetensorError, Unwritten) as error:
+        why = error.why if isinstance(error, Unwritten) else error
+        named = error.path if isinstance(error, Unwritten) else getattr(error, "filename", None)
+        if below is not None and isinstance(named, str | Path):
+            place = Path(os.path.abspath(named))
+            if not (place.is_relative_to(below.absolute()) or path.absolute().is_relative_to(place)):
+                raise
+        if (full := _full(why)) is not None:
+            said = f"{os.strerror(full)}); free some space; {kept()}"
+        else:
+            said = f"{getattr(why, 'strerror', None) or one_line(why)})"
+        unwritten = Unwritten(f"{path}: cannot be written ({said}")
+        unwritten.path, unwritten.why = path, why
+        raise unwritten from error
+
+
+def _full(error: OSError | SafetensorError) -> int | None:
+    """Number of an error that says that a disk or a quota is full, or files may not be as large."""
+    if isinstance(error, OSError):
+        return error.errno if error.errno in _FULL else None
+    # safetensors says it in words.
+    return next((number for number in _FULL if f"(os error {number})" in str(error)), None)
+
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def link_or_copy(source: Path, target: Path) -> None:
@@ -264,7 +359,7 @@ def read_json(path: Path, largest: int = LARGEST_JSON) -> dict[str, Any]:
 
 def read_whole(path: Path, largest: int) -> bytes:
     """All bytes of a file; raises `HddmError` for more than ``largest`` of them, and as `read_start`."""
-    with _opened(path) as file:
+    with opened(path) as file:
         size = os.fstat(file.fileno()).st_size
         content = b"" if size > largest else file.read(largest + 1)
     if max(size, len(content)) > largest:
@@ -274,18 +369,19 @@ def read_whole(path: Path, largest: int) -> bytes:
 
 def read_start(path: Path, size: int) -> bytes:
     """First ``size`` bytes of a file, or all; raises `HddmError` for any but a readable regular one."""
-    with _opened(path) as file:
+    with opened(path) as file:
         return file.read(size)
 
 
 def sha256_of(path: Path) -> str:
     """SHA-256 of a file in hexadecimal digits; raises as `read_start`."""
-    with _opened(path) as file:
+    with opened(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 @contextlib.contextmanager
-def _opened(path: Path) -> Iterator[BufferedReader]:
+def opened(path: Path) -> Iterator[BufferedReader]:
+    """Open a regular file for a block; raises `HddmError` as `read_start`."""
     try:
         # Opening a pipe would block, and a device may have no end.
         if not stat.S_ISREG(path.stat().st_mode):
@@ -337,6 +433,8 @@ def _made_meanwhile(path: Path) -> HddmError:
 
 
 def _replace(draft: Path, target: Path) -> None:
+    if target.is_symlink():
+        raise _made_meanwhile(target)
     if not target.exists():
         draft.rename(target)
         return
@@ -348,9 +446,11 @@ def _replace(draft: Path, target: Path) -> None:
     except BaseException:
         old.rename(target)
         raise
-    # Renamed before removal, so that no partial folder has the name that `restore` looks for.
-    old.rename(draft)
-    shutil.rmtree(draft)
+    # Renamed before removal, so that no partial folder has the name that `restore` looks for, and to the name
+    # of a draft, which the next process removes.
+    gone = target.parent / f".{target.name}.part-{os.getpid()}"
+    old.rename(gone)
+    shutil.rmtree(gone)
 
 
 def _aside(target: Path) -> str:
@@ -359,9 +459,9 @@ def _aside(target: Path) -> str:
 
 
 def _is_left(path: Path) -> bool:
-    """True if the process that drafted a folder, or renamed it away, has ended."""
+    """True if the process that drafted a file or folder, or renamed it away, has ended."""
     number = path.name.rpartition("-")[2]
-    if not number.isdecimal() or not path.is_dir():
+    if not number.isdecimal():
         return False
     try:
         os.kill(int(number), 0)
@@ -371,47 +471,3 @@ def _is_left(path: Path) -> bool:
         return False
     # Process numbers repeat, and this process is not writing it.
     return int(number) == os.getpid()
-
-
-RECORD = ".verified.json"
-SETTLED = 2 * 10**9
-"""Nanoseconds after a change until another change is sure to get another time."""
-
-
-class HashCache:
-    """Hashes of verified files in ``folder``, written by `keep`.
-
-    Files of less than ``smallest`` bytes are hashed each time, and not remembered.
-    """
-
-    def __init__(self, folder: Path, smallest: int = 0) -> None:
-        self._folder, self._smallest = folder, smallest
-        self._known: dict[str, object] = {}
-        with contextlib.suppress(HddmError):
-            self._known = read_json(folder / RECORD)
-        self._found: dict[str, object] = {}
-
-    def matches(self, name: str, sha256: str) -> bool:
-        """True if the file ``name`` has this hash; not read again if unchanged since it had.
-
-        Raises as `read_start`.
-        """
-        path, now = self._folder / name, time.time_ns()
-        with _opened(path) as file:
-            # Status of the open file: opening asks a network file system anew; stat alone may use a cache.
-            status = os.fstat(file.fileno())
-        state = [sha256, status.st_size, status.st_ino, status.st_mtime_ns, status.st_ctime_ns]
-        is_known = self._known.get(name) == state
-        if not is_known and sha256_of(path) != sha256:
-            return False
-        if status.st_size < self._smallest:
-            return True
-        if is_known or now - status.st_ctime_ns > SETTLED:
-            self._found[name] = state
-        return True
-
-    def keep(self) -> None:
-        """Write the new verified hashes, if the folder is writable."""
-        if self._found != self._known:
-            with contextlib.suppress(HddmError):
-                write_whole(self._folder / RECORD, lambda draft: write_json(draft, self._found))

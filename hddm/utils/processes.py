@@ -1,6 +1,7 @@
 """Signals that stop work, and calls in local processes.
 
-`StopRequest` notes a signal, so that work is saved before the process ends, with exit code 130 after SIGINT,
+`interruptible` turns a signal into an exception, so that drafts are removed or kept as after a failure;
+`StopRequest` only notes it, so that work is saved before the process ends. The exit code is 130 after SIGINT,
 143 after SIGTERM, 138 after SIGUSR1. A second signal exits at once if it comes `TOGETHER` seconds or more
 after the first, since a scheduler and its launcher may both forward one request. It may interrupt a write,
 since checkpoints are complete or absent.
@@ -44,6 +45,48 @@ class Stopped(HddmError):
         return type(self), (self.message, self.number)
 
 
+class Interrupted(BaseException):
+    """Raised in the middle of work by the signal ``number`` (`interruptible`)."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(f"stopped by {signal.Signals(number).name}")
+        self.number = number
+
+
+class _Interrupt:
+    """Handler that raises `Interrupted`, once; a later signal ends the process."""
+
+    def __init__(self) -> None:
+        self._since: float | None = None
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        if self._since is None:
+            self._since = time.monotonic()
+            raise Interrupted(number)
+        if time.monotonic() - self._since >= TOGETHER:
+            os._exit(128 + number)
+
+
+def interruptible() -> contextlib.AbstractContextManager[None]:
+    """Open a block in which a signal raises `Interrupted`; does nothing outside the main thread."""
+    return handling(_Interrupt())
+
+
+@contextlib.contextmanager
+def handling(handler: Callable[[int, FrameType | None], object]) -> Iterator[None]:
+    """Let ``handler`` take `SIGNALS` within the block, in the main thread; Python takes none in others."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {one: signal.signal(one, handler) for one in SIGNALS}
+    try:
+        yield
+    finally:
+        for one, former in before.items():
+            # None stands for a handler that was not set from Python.
+            signal.signal(one, signal.SIG_DFL if former is None else former)
+
+
 class StopRequest:
     """Block in which signals are only noted, as ``number``; previous handlers run too.
 
@@ -77,8 +120,10 @@ class StopRequest:
             return
         self.number, self._since = number, time.monotonic()
         handler: Callable[..., object] | int | None = self._before.get(signal.Signals(number))
-        # Python's own handler raises an exception in the middle of a step.
-        if callable(handler) and handler is not signal.default_int_handler:
+        # Python's own handler and ours raise an exception in the middle of a step.
+        if callable(handler) and not (
+            handler is signal.default_int_handler or isinstance(handler, _Interrupt)
+        ):
             handler(number, frame)
 
 

@@ -9,7 +9,11 @@ forgery: anyone who can change a file can rewrite its manifest. Folders of forma
 later ones require it.
 """
 
+import contextlib
+import hashlib
+import os
 import re
+import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_args
@@ -18,7 +22,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import ErrorDetails
 
 from hddm.utils.errors import HddmError, did_you_mean, words
-from hddm.utils.files import LARGEST_JSON, HashCache, inside, read_json, sha256_of, write_json, write_whole
+from hddm.utils.files import LARGEST_JSON, inside, opened, read_json, sha256_of, write_json, write_whole
 
 BENCHMARK_FILE = "benchmark.json"
 ENSEMBLE_FILE = "ensemble.json"
@@ -156,21 +160,24 @@ def write_manifest(
     _write_files(folder, {name: sha256(folder / name) for name in sorted(names)})
 
 
+def ensemble_around(folder: Path) -> Path | None:
+    """The ensemble that contains ``folder``, if any."""
+    # A manifest.json above may belong to a shard, a web page or anything else.
+    return next((above for above in folder.parents if (above / ENSEMBLE_FILE).is_file()), None)
+
+
 def rewrite_entry(folder: Path) -> None:
     """Enter the new manifest of ``folder`` in that of the ensemble that contains it, if any."""
-    for above in folder.parents:
-        # A manifest.json above may belong to a shard, a web page or anything else.
-        if (above / ENSEMBLE_FILE).is_file() and has_manifest(above):
-            files, part = read_folder_manifest(above).files, folder.relative_to(above).as_posix()
-            own = {name: sha256 for name, sha256 in files.items() if name.startswith(f"{part}/")}
-            if own:
-                rest = {name: sha256 for name, sha256 in files.items() if name not in own}
-                _write_files(above, rest | {f"{part}/{MANIFEST}": sha256_of(folder / MANIFEST)})
-            return
+    if (above := ensemble_around(folder)) is not None and has_manifest(above):
+        files, part = read_folder_manifest(above).files, folder.relative_to(above).as_posix()
+        own = {name: sha256 for name, sha256 in files.items() if name.startswith(f"{part}/")}
+        if own:
+            rest = {name: sha256 for name, sha256 in files.items() if name not in own}
+            _write_files(above, rest | {f"{part}/{MANIFEST}": sha256_of(folder / MANIFEST)})
 
 
 def _write_files(folder: Path, files: Mapping[str, str]) -> None:
-    content = FolderManifest(files=dict(files)).model_dump()
+    content = FolderManifest(files=dict(sorted(files.items()))).model_dump()
     # Not in place, since the file may be a hard link to the manifest of the source folder.
     write_whole(folder / MANIFEST, lambda draft: write_json(draft, content))
 
@@ -233,6 +240,14 @@ def refuse_damaged(
         raise HddmError(f"{folder}: is not what was written, by its {MANIFEST}; {remedy}", found)
 
 
+def content_hash(folder: Path, sha256: Callable[[Path], str] = sha256_of) -> str:
+    """SHA-256 of a model's folder: of its manifest, or of the relevant files of one that has none."""
+    if has_manifest(folder):
+        return sha256_of(folder / MANIFEST)
+    lines = [f"{name} {sha256(folder / name)}" for name in sorted(_listed(folder, folder))]
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
 def _listed(folder: Path, root: Path) -> list[str]:
     """Relevant files below ``folder``, as paths in ``root``."""
     if folder != root and has_manifest(folder):
@@ -246,3 +261,52 @@ def _listed(folder: Path, root: Path) -> list[str]:
         elif path.suffix.lower() not in _NO_MEANING and not path.name.upper().startswith(_PAPERS):
             names.append(path.relative_to(root).as_posix())
     return names
+
+
+HASHES = ".verified.json"
+SETTLED = 2 * 10**9
+"""Nanoseconds after a change until another change is sure to get another time."""
+
+
+class HashCache:
+    """Hashes of verified files in ``folder``, so that a restart does not hash 100 GB again.
+
+    A hidden file, written by `keep`, has hash, size, inode and the times of the last change of content and of
+    status: any write changes a time, any copy the inode, and the file is hashed again. A failing disk changes
+    neither; remove the hidden file to detect it. Clocks of file systems may be as coarse as two seconds, so a
+    file that was changed just before it was hashed is not remembered (as in git's index).
+
+    Files of less than ``smallest`` bytes are hashed each time, and not remembered.
+    """
+
+    def __init__(self, folder: Path, smallest: int = 0) -> None:
+        self._folder, self._smallest = folder, smallest
+        self._known: dict[str, object] = {}
+        with contextlib.suppress(HddmError):
+            self._known = read_json(folder / HASHES)
+        self._found: dict[str, object] = {}
+
+    def matches(self, name: str, sha256: str) -> bool:
+        """True if the file ``name`` has this hash; not read again if unchanged since it had.
+
+        Raises as `read_start`.
+        """
+        path, now = self._folder / name, time.time_ns()
+        with opened(path) as file:
+            # Status of the open file: opening asks a network file system anew; stat alone may use a cache.
+            status = os.fstat(file.fileno())
+        state = [sha256, status.st_size, status.st_ino, status.st_mtime_ns, status.st_ctime_ns]
+        is_known = self._known.get(name) == state
+        if not is_known and sha256_of(path) != sha256:
+            return False
+        if status.st_size < self._smallest:
+            return True
+        if is_known or now - status.st_ctime_ns > SETTLED:
+            self._found[name] = state
+        return True
+
+    def keep(self) -> None:
+        """Write the new verified hashes, if the folder is writable."""
+        if self._found != self._known:
+            with contextlib.suppress(HddmError):
+                write_whole(self._folder / HASHES, lambda draft: write_json(draft, self._found))

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from hddm.utils.errors import HddmError, one_line
-from hddm.utils.files import read_start
+from hddm.utils.files import read_start, writing
 
 
 def append_dims(values: Tensor, ndim: int) -> Tensor:
@@ -219,19 +219,16 @@ def write_safetensors(
     repeated name, a tensor unlike its plan, a full disk, and with ``check_finite`` for NaN or Inf.
     """
     header, ordered = _header(path, tensors, metadata or {})
-    try:
-        with path.open("xb") as file:
-            try:
-                file.write(header)
-                for planned in ordered:
-                    _write(file, planned, path, check_finite)
-                # Flushing the buffer may fail on a full disk too.
-                file.flush()
-            except BaseException:
-                path.unlink(missing_ok=True)
-                raise
-    except OSError as error:
-        raise HddmError(f"{path}: cannot be written ({error.strerror or error})") from error
+    with writing(path), path.open("xb") as file:
+        try:
+            file.write(header)
+            for planned in ordered:
+                _write(file, planned, path, check_finite)
+            # Flushing the buffer may fail on a full disk too.
+            file.flush()
+        except BaseException:
+            path.unlink(missing_ok=True)
+            raise
 
 
 def _header(

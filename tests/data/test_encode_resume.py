@@ -5,6 +5,7 @@ import fcntl
 import json
 import multiprocessing
 import os
+import shutil
 import signal
 import time
 from collections.abc import Callable
@@ -16,9 +17,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from hddm.data.encoding_draft import open_draft
+from hddm.utils.drafts import Draft, open_draft
 from hddm.utils.errors import HddmError
-from tests.artefacts import contents, largest_file, refusal
+from tests.artefacts import contents, killed_at_every_change, largest_file, refusal
 from tests.component_files import write_vae
 from tests.shard_files import encode, write_partition
 
@@ -55,6 +56,12 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     _encode(root, root / "whole")
     assert len(list((root / "whole").rglob("data-*"))) == FILES
     return root
+
+
+def _open(
+    target: Path, identity: dict[str, Any], overwrite: bool = False
+) -> contextlib.AbstractContextManager[Draft]:
+    return open_draft(target, "manifest.json", identity, "encoding", lambda: "it is kept", overwrite)
 
 
 def _records(out: Path) -> list[Path]:
@@ -166,18 +173,41 @@ def test_a_draft_goes_before_its_lock_and_takes_nothing_of_the_next_process(
         if Path(path).name == "lock" and not left:
             left.append(list(root.iterdir()))
             (tmp_path / "out").rename(tmp_path / "first")
-            draft = second.enter_context(open_draft(target, "manifest.json", {"a": 2}))
+            draft = second.enter_context(_open(target, {"a": 2}))
             (draft.folder / "manifest.json").write_text("second")
 
     with monkeypatch.context() as patched:
         patched.setattr("os.unlink", watched)
-        with open_draft(target, "manifest.json", {"a": 1}) as draft:
+        with _open(target, {"a": 1}) as draft:
             (draft.folder / "manifest.json").write_text("first")
             for number in range(40):
                 (root / f"more-{number}").write_text("")
     assert left == [[]]
     second.close()
     assert contents(tmp_path) == {"first/manifest.json": b"first", "out/manifest.json": b"second"}
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_kill_at_any_change_of_a_draft_leaves_nothing_for_long(overwrite: bool, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+
+    def write(content: str) -> None:
+        with _open(out, {"a": content}, overwrite) as draft:
+            (draft.folder / "manifest.json").write_text(json.dumps({"format": "1.0", "of": content}))
+            (draft.folder / f"{content}.txt").write_text(content)
+
+    def check() -> None:
+        with contextlib.suppress(HddmError):
+            write("new")
+        # A run that is refused clears up, too.
+        assert contents(tmp_path).keys() == {"out/manifest.json", "out/new.txt"}
+        shutil.rmtree(out)
+        if overwrite:
+            write("old")
+
+    if overwrite:
+        write("old")
+    assert killed_at_every_change(lambda: write("new"), check) > 8
 
 
 def test_an_output_that_another_process_finished_meanwhile_leaves_no_draft(
@@ -190,7 +220,7 @@ def test_an_output_that_another_process_finished_meanwhile_leaves_no_draft(
         flock(file, how)
 
     monkeypatch.setattr("fcntl.flock", late)
-    with pytest.raises(HddmError, match="out exists"), open_draft(tmp_path / "out", "manifest.json", {}):
+    with pytest.raises(HddmError, match="out exists"), _open(tmp_path / "out", {}):
         pytest.fail("the block must not run")
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
@@ -199,7 +229,9 @@ def test_a_full_disk_in_the_middle_leaves_what_is_done(root: Path, tmp_path: Pat
     out = tmp_path / "out"
     draft = _interrupted(root, out, 9)
     with largest_file(1000):
-        assert "cannot be written" in refusal(_encode, root, out)
+        told = refusal(_encode, root, out)
+    remedy = "free some space; what is encoded is kept, and the same command goes on"
+    assert told == f"{out}: cannot be written (File too large); {remedy}"
     assert not out.exists()
     assert len(_records(out)) == 2
     assert not list(draft.rglob("*.part*"))

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from hddm.data.shard_records import MIN_IMAGES
 from hddm.data.shards import LatentStore, Rows, load_encoded, open_shard
-from hddm.utils import files as verified
+from hddm.utils import records as verified
 from hddm.utils.files import sha256_of
 from tests.artefacts import copied, edit_json, refusal
 from tests.component_files import write_vae
@@ -147,7 +147,7 @@ def hashed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def _opened_once(encoded: Path, tmp_path: Path) -> Path:
     folder = copied(encoded, tmp_path)
-    (folder / verified.RECORD).unlink(missing_ok=True)
+    (folder / verified.HASHES).unlink(missing_ok=True)
     # Longer than a tick of the file system's clock.
     time.sleep(0.05)
     open_shard(folder)
@@ -207,7 +207,7 @@ def test_a_file_that_was_written_just_now_is_hashed_again(
     assert verified.SETTLED >= 2 * 10**9
     monkeypatch.setattr(verified, "SETTLED", 3600 * 10**9)
     folder = _opened_once(encoded, tmp_path)
-    assert not (folder / verified.RECORD).exists()
+    assert not (folder / verified.HASHES).exists()
 
 
 @pytest.mark.parametrize("spoil", [Path.mkdir, lambda path: path.write_text('{"a": [1')])
@@ -215,8 +215,8 @@ def test_a_record_that_cannot_be_read_or_written_costs_time_alone(
     spoil: Callable[[Path], None], encoded: Path, hashed: list[str], tmp_path: Path
 ) -> None:
     folder = _opened_once(encoded, tmp_path)
-    (folder / verified.RECORD).unlink()
-    spoil(folder / verified.RECORD)
+    (folder / verified.HASHES).unlink()
+    spoil(folder / verified.HASHES)
     hashed.clear()
     open_shard(folder)
     assert sorted(hashed) == [*DATA, "images.jsonl"]

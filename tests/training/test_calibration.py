@@ -15,11 +15,17 @@ import hddm
 from hddm.calibration import FILE_NAME, Calibration, calibrate, calibration_record
 from hddm.data.shards import load_shard
 from hddm.experts.loading import load
-from hddm.experts.records import WEAK, read_expert
+from hddm.experts.records import WEAK, open_expert, read_expert
 from hddm.networks.transformers import ExpertTransformer
 from hddm.sampling import initial_noise, sample
 from hddm.training import expert as expert_training
-from hddm.training.calibrate import native_conditions, native_samples, native_times, recalibrate
+from hddm.training.calibrate import (
+    native_conditions,
+    native_samples,
+    native_times,
+    put_calibration,
+    recalibrate,
+)
 from hddm.training.expert import calibration_rows, new_network, train_expert
 from hddm.utils.errors import HddmError
 from hddm.velocity import VelocityField
@@ -30,6 +36,7 @@ from tests.artefacts import (
     copied,
     edit_json,
     expert_settings,
+    killed_at_every_change,
     largest_file,
 )
 from tests.cases import case_named
@@ -273,6 +280,34 @@ def test_an_expert_is_calibrated_where_it_was_trained(
     train_expert(whole, tmp_path / "out", settings)
     assert places == ["cuda"]
     assert hddm.sample(hddm.load(tmp_path / "out"), 2, steps=2).isfinite().all()
+
+
+def test_a_killed_calibration_leaves_expert_and_ensemble_as_before_or_as_after(
+    ensemble: Path, shards: Path, tmp_path: Path
+) -> None:
+    whole = copied(ensemble, tmp_path)
+    (whole / "experts" / "notes.txt").write_text("mine")
+    expert = whole / "experts" / "0"
+    before = contents(whole)
+    record = open_expert(expert).facts
+    old = Calibration.load(expert)
+    assert old is not None
+    new = replace(old, weights=old.weights / 2)
+
+    def check() -> None:
+        assert hddm.load(expert).calibration is not None
+        hddm.load(whole)
+        put_calibration(expert, record, old)
+        assert contents(tmp_path) == {f"{whole.name}/{name}": content for name, content in before.items()}
+
+    assert (
+        killed_at_every_change(lambda: put_calibration(expert, record, new), check, ("os.rename", "os.rmdir"))
+        > 8
+    )
+    found = Calibration.load(expert)
+    assert found is not None
+    assert torch.equal(found.weights, new.weights)
+    hddm.load(whole)
 
 
 def test_recalibrating_repeats_itself_and_leaves_linked_copies_alone(

@@ -1,9 +1,11 @@
 """Runs beside what they make: resumed, refused, changed, out of disk, out of numbers, never two at once."""
 
 import contextlib
+import errno
 import fcntl
 import json
 import math
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -21,7 +23,17 @@ from hddm.training.resume import run_folder_of, with_changes
 from hddm.training.settings import ExpertSettings, LoopSettings, RunOptions
 from hddm.training.state import open_run
 from hddm.utils.errors import HddmError
-from tests.artefacts import Command, Died, contents, edit_json, ending_at, expert_settings, largest_file
+from tests.artefacts import (
+    Command,
+    Died,
+    contents,
+    copied,
+    edit_json,
+    ending_at,
+    expert_settings,
+    killed_at_every_change,
+    largest_file,
+)
 from tests.killed_runs import checkpoint
 
 SETTINGS = ExpertSettings(objective="flow", steps=4, size="tiny", batch_size=8, threads=1)
@@ -126,11 +138,88 @@ def test_a_folder_that_only_has_the_name_of_a_run_is_left_alone(
     assert (tmp_path / "out.run" / "photos" / "one.txt").read_text() == "mine"
 
 
+def test_overwriting_a_run_removes_links_in_it_and_not_what_they_lead_to(
+    started: Path, whole: Path, tmp_path: Path, hddm: Command
+) -> None:
+    run, scratch = started.with_name("out.run"), tmp_path / "scratch"
+    (run / "logs").rename(scratch)
+    (run / "logs").symlink_to(scratch)
+    before = contents(scratch)
+    code, _, error = hddm(*_command(whole, started, "--overwrite"))
+    assert code == 0, error
+    assert not (run / "logs").is_symlink()
+    assert contents(scratch) == before
+
+
+def test_a_kill_while_a_run_is_overwritten_leaves_one_that_can_be_overwritten(
+    started: Path, tmp_path: Path
+) -> None:
+    run = started.with_name("out.run")
+    kept = tmp_path / "kept"
+    shutil.copytree(run, kept)
+
+    def overwrite() -> None:
+        with open_run(started, {}, RunOptions(), overwrite=True):
+            pass
+
+    def check() -> None:
+        overwrite()
+        shutil.rmtree(run)
+        shutil.copytree(kept, run)
+
+    assert killed_at_every_change(overwrite, check, ("os.remove", "os.rmdir")) > 5
+
+
+def test_a_link_as_an_output_is_refused_by_every_verb_before_any_work(
+    images: Path, whole: Path, shards: Path, flow_expert: Path, tmp_path: Path, hddm: Command
+) -> None:
+    real, link = copied(flow_expert, tmp_path / "real"), tmp_path / "link"
+    link.symlink_to(real)
+    before = contents(tmp_path)
+    for words in (
+        _command(whole, link)[:3],
+        ["train", "router", shards, "--steps", 2],
+        ["sample", flow_expert],
+        ["sample", flow_expert, "--resume"],
+        ["partition", images, "--shards", 2],
+        ["encode", whole],
+        ["assemble", flow_expert],
+        ["convert", flow_expert],
+        ["quickstart"],
+    ):
+        needed = ["--objective", "flow", "--steps", 2] if "expert" in words else []
+        code, _, error = hddm(*words, *needed, "--out", link, "--overwrite")
+        assert (code, error.count("\n")) == (1, 1), error
+        assert f"{link}: is a link to {real}, and is not written through" in error
+    assert contents(tmp_path) == before
+    assert link.is_symlink()
+
+
+def test_a_disk_that_is_full_at_the_end_keeps_the_training(
+    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hddm: Command
+) -> None:
+    out = tmp_path / "out"
+
+    def write(folder: Path, *given: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as full:
+        full.setattr("hddm.training.expert.save_expert", write)
+        code, _, error = hddm(*_command(whole, out))
+    remedy = "free some space; the checkpoint of step 4 is whole, and --resume goes on from it"
+    assert (code, error.splitlines()[-1]) == (
+        1,
+        f"hddm: {out}: cannot be written (No space left on device); {remedy}",
+    )
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out.run"]
+    assert hddm(*_command(whole, out, "--resume"))[0] == 0
+
+
 def test_a_full_disk_ends_a_run_and_leaves_the_checkpoint_before(whole: Path, tmp_path: Path) -> None:
     settings = expert_settings("flow", steps=9, threads=1)
     keep = RunOptions(checkpoint_every=3, resume=True)
     train_expert(whole, tmp_path / "plain", settings, run=keep)
-    message = r"step_00000006: the checkpoint could not be written .*step 3 is wh"
+    message = r"step_00000006: cannot be written \(File too large\); free some space; .* step 3 is whole"
     disk = contextlib.ExitStack()
 
     def fill(step: int, loss: float, seconds: float) -> None:

@@ -1,6 +1,8 @@
 """Folders appear whole or not at all."""
 
 import os
+import platform
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,7 +15,6 @@ from safetensors.numpy import save_file
 from hddm.training.settings import read_yaml
 from hddm.utils.errors import HddmError
 from hddm.utils.files import (
-    HashCache,
     check_absent,
     new_folder,
     read_json,
@@ -22,7 +23,8 @@ from hddm.utils.files import (
     write_json,
     write_whole,
 )
-from tests.artefacts import contents, killing, largest_file
+from hddm.utils.records import HashCache
+from tests.artefacts import contents, killed_at_every_change, killing, largest_file, refusal
 from tests.hostile import grown_by
 
 RECORD = "expert.json"
@@ -85,6 +87,64 @@ def test_the_folder_that_a_killed_process_was_replacing_comes_back(tmp_path: Pat
     with pytest.raises(HddmError, match=r"exists: .*--overwrite"):
         check_absent(target, RECORD)
     assert contents(target) == before
+
+
+def test_a_kill_at_any_change_leaves_the_old_folder_or_the_new_and_the_next_one_clears_up(
+    tmp_path: Path,
+) -> None:
+    target = tmp_path / "deep" / "target"
+
+    def write(content: str) -> None:
+        with new_folder(target, RECORD, overwrite=True) as draft:
+            write_whole(draft / RECORD, lambda path: write_json(path, {"format": content}))
+
+    def check() -> None:
+        restore(target)
+        assert read_json(target / RECORD)["format"] in ("old", "new")
+        write("old")
+        assert [path.name for path in target.parent.iterdir()] == ["target"]
+
+    write("old")
+    assert killed_at_every_change(lambda: write("new"), check) > 8
+    assert read_json(target / RECORD) == {"format": "new"}
+
+
+def test_what_was_left_is_cleared_up_by_a_run_that_is_refused_too(tmp_path: Path) -> None:
+    target = tmp_path / "target"
+
+    def write() -> None:
+        with new_folder(target, RECORD) as draft:
+            write_json(draft / RECORD, {"format": "1.0"})
+
+    def check() -> None:
+        if target.exists():
+            assert "exists: choose another" in refusal(check_absent, target, RECORD)
+            assert [path.name for path in tmp_path.iterdir()] == ["target"]
+            shutil.rmtree(target)
+
+    assert killed_at_every_change(write, check) > 4
+
+
+def test_a_file_s_draft_goes_when_its_process_is_dead_and_of_this_machine(tmp_path: Path) -> None:
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    here, elsewhere = (tmp_path / f".file.part-{name}-{gone.pid}" for name in (platform.node(), "elsewhere"))
+    for left in (here, elsewhere):
+        left.write_text("half")
+    write_whole(tmp_path / "file", lambda draft: draft.write_text("whole"))
+    assert contents(tmp_path) == {"file": b"whole", elsewhere.name: b"half"}
+
+
+def test_a_link_is_neither_written_through_nor_replaced(tmp_path: Path) -> None:
+    with new_folder(tmp_path / "real", RECORD) as draft:
+        write_json(draft / RECORD, {"format": "1.0"})
+    for name, to in (("link", "real"), ("dangling", "nowhere")):
+        link = tmp_path / name
+        link.symlink_to(to)
+        for overwrite in (False, True):
+            told = refusal(check_absent, link, RECORD, overwrite)
+            assert told.startswith(f"{link}: is a link to {to}, and is not written through")
+        assert os.readlink(link) == to
 
 
 def test_drafts_of_processes_that_are_gone_are_removed_and_those_of_others_are_not(tmp_path: Path) -> None:

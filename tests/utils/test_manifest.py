@@ -23,8 +23,7 @@ from hddm.networks.folders import WEIGHTS
 from hddm.training.calibrate import recalibrate
 from hddm.training.verify import verify_expert
 from hddm.utils.errors import HddmError
-from hddm.utils.files import RECORD
-from hddm.utils.records import MANIFEST, damage, read_folder_manifest, write_manifest
+from hddm.utils.records import HASHES, MANIFEST, damage, read_folder_manifest, write_manifest
 from tests.artefacts import Command, aged, contents, copied
 from tests.conftest import Trio
 
@@ -205,12 +204,12 @@ def test_calibrating_writes_the_manifest_anew_and_leaves_the_rest(
     (expert / ".git").mkdir()
     for name in ("README.md", "notes.txt", ".gitattributes", ".git/config"):
         (expert / name).write_text("mine")
-    (expert / RECORD).write_text("{}")
+    (expert / HASHES).write_text("{}")
     before, linked = contents(expert), contents(ensemble)
     recalibrate(expert, trio.shards / "shard_0", seed=8)
     after = contents(expert)
     assert {name for name in after if after[name] != before[name]} == {CALIBRATION, MANIFEST}
-    assert after.keys() == before.keys() - {RECORD}
+    assert after.keys() == before.keys() - {HASHES}
     assert contents(ensemble) == linked
     # What a user adds does not become part of it.
     (expert / "notes.txt").unlink()
@@ -277,13 +276,13 @@ def test_calibrating_mends_a_spoilt_calibration_alone(trio: Trio, expert: Path) 
 def test_large_files_are_hashed_once_until_they_change(expert: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hddm.utils.records, "SMALL", 2**13)
     hashed: list[str] = []
-    real = hddm.utils.files.sha256_of
-    monkeypatch.setattr("hddm.utils.files.sha256_of", lambda path: hashed.append(path.name) or real(path))
+    real = hddm.utils.records.sha256_of
+    monkeypatch.setattr("hddm.utils.records.sha256_of", lambda path: hashed.append(path.name) or real(path))
     # Long ago: what was changed just now may change again within one tick of the clock.
-    monkeypatch.setattr("hddm.utils.files.SETTLED", -1)
+    monkeypatch.setattr("hddm.utils.records.SETTLED", -1)
     load(expert)
     assert WEIGHTS in hashed
-    assert (expert / RECORD).exists()
+    assert (expert / HASHES).exists()
     hashed.clear()
     load(expert)
     assert WEIGHTS not in hashed

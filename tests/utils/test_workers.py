@@ -1,8 +1,9 @@
-"""Calls in worker processes: in order, with errors and progress coming back."""
+"""Calls in worker processes: in order, with errors and progress coming back; and signals."""
 
 import contextlib
 import os
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +12,8 @@ import pytest
 import torch
 
 from hddm.utils.errors import HddmError
-from hddm.utils.processes import Call, Report, Workers
+from hddm.utils.processes import SIGNALS, Call, Interrupted, Report, StopRequest, Workers, interruptible
+from hddm_cli.app import app
 
 VARIABLES = ("OMP_NUM_THREADS", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_")
 
@@ -113,3 +115,39 @@ def test_a_worker_that_dies_is_an_error_of_one_line(workers: Workers) -> None:
     with pytest.raises(HddmError, match="a worker process died") as caught:
         workers.run([Call(die, {}, 1)], lambda units: None)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("number", SIGNALS, ids=lambda one: one.name)
+def test_a_signal_to_any_verb_leaves_nothing_half_written_and_is_told_in_a_line(
+    number: signal.Signals, images: Path, tmp_path: Path
+) -> None:
+    if (child := os.fork()) == 0:
+
+        def hook(name: str, arguments: tuple[object, ...]) -> None:
+            if name == "os.link":
+                os.kill(os.getpid(), number)
+
+        sys.addaudithook(hook)
+        with (tmp_path / "log").open("w") as sys.stderr:
+            sys.argv = ["hddm", "partition", str(images), "--shards", "2", "--out", str(tmp_path / "out")]
+            try:
+                app()
+            except SystemExit as ended:
+                sys.stderr.flush()
+                os._exit(int(ended.code or 0))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 128 + number
+    last = (tmp_path / "log").read_text().splitlines()[-1]
+    assert last == f"hddm: stopped by {number.name}; nothing half-written is left"
+    left = {path.name for path in tmp_path.iterdir()}
+    assert "out" not in left
+    assert not any(name.startswith(".out") for name in left)
+
+
+def test_what_only_notes_signals_is_not_interrupted_by_the_command_line_s_own_handler() -> None:
+    with interruptible():
+        with StopRequest() as stop:
+            signal.raise_signal(signal.SIGTERM)
+            assert stop.number == signal.SIGTERM
+        with pytest.raises(Interrupted) as stopped:
+            signal.raise_signal(signal.SIGINT)
+        assert stopped.value.number == signal.SIGINT
