@@ -10,6 +10,7 @@ the state goes through ``on_step(i, x)``. Each docstring gives the order of the 
 """
 
 import copy
+import functools
 import inspect
 import itertools
 import math
@@ -28,11 +29,17 @@ from hddm.velocity import Guidance, VelocityField, check_names
 
 Velocity = Callable[[Tensor, Tensor], Tensor]
 OnStep = Callable[[int, Tensor], Tensor]
+Keep = Callable[[Tensor, Callable[[], Tensor]], Tensor]
 
 
 def unchanged(index: int, x: Tensor) -> Tensor:
     """The ``on_step`` that does nothing."""
     return x
+
+
+def made(rows: Tensor, make: Callable[[], Tensor]) -> Tensor:
+    """The ``keep`` that makes every batch and keeps none."""
+    return make()
 
 
 class Solver(Protocol):
@@ -144,6 +151,19 @@ class ExpertUse:
         self._weight[place] += weights.sum(0).double().cpu()
         self._runs[place] += (weights != 0).sum(0).double().cpu()
         self._samples[place] += len(weights)
+
+    def values(self) -> dict[str, Any]:
+        """The tally as plain values, exactly."""
+        return {name: tally.tolist() for name, tally in self._tallies.items()}
+
+    def load(self, values: Mapping[str, Any]) -> None:
+        """Count from the tally that `values` gave."""
+        for name, tally in self._tallies.items():
+            tally.copy_(torch.tensor(values[name], dtype=tally.dtype))
+
+    @property
+    def _tallies(self) -> dict[str, Tensor]:
+        return {"weight": self._weight, "runs": self._runs, "samples": self._samples}
 
     @property
     def shares(self) -> Tensor:
@@ -345,6 +365,7 @@ def sample(
     use: ExpertUse | None = None,
     on_step: OnStep = unchanged,
     on_batch: Callable[[int], None] | None = None,
+    keep: Keep = made,
     **conditions: Any,
 ) -> Tensor:
     """Integrate the model's velocity from noise at t = 1 to data at t = 0.
@@ -368,6 +389,8 @@ def sample(
         use: a tally of how the experts were used, to be read afterwards.
         on_step: see `hddm.sampling`; called for each batch in turn.
         on_batch: called with the number of samples after each batch.
+        keep: called with the rows of each batch (indices, from 0) and a function that makes its samples;
+            returns them, made now or kept from an earlier call.
         conditions: keywords of the experts' networks, each (num, …); ``class_labels`` may be names.
 
     Returns:
@@ -411,11 +434,11 @@ def sample(
     order = torch.arange(num) if chosen is None else chosen.argsort(stable=True)
     dtype = torch.promote_types(model.dtype, torch.float32)
     samples = torch.empty(num, *shape, dtype=dtype)
-    for rows in order.split(batch_size):
-        x = _noise(seed, (start + rows).tolist(), shape).to(model.device, dtype)
-        samples[rows] = integrate(
+
+    def make(rows: Tensor) -> Tensor:
+        return integrate(
             model,
-            x,
+            _noise(seed, (start + rows).tolist(), shape).to(model.device, dtype),
             times,
             solver,
             guidance_scale,
@@ -426,6 +449,9 @@ def sample(
             use=use,
             on_step=on_step,
         ).cpu()
+
+    for rows in order.split(batch_size):
+        samples[rows] = keep(rows, functools.partial(make, rows))
         if on_batch is not None:
             on_batch(len(rows))
     return samples

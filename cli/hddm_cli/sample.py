@@ -110,6 +110,12 @@ def sample(
             "--grid", help="Also write OUT.grid.png, a picture of all images, a row for each class or prompt."
         ),
     ] = False,
+    resume: Annotated[
+        bool,
+        typer.Option(
+            "--resume", help="Go on with an interrupted run of the same options, to the same images."
+        ),
+    ] = False,
     overwrite: Overwrite = False,
 ) -> None:
     """Make images from an expert or an ensemble. Image i depends on the seed and i alone."""
@@ -148,7 +154,7 @@ def sample(
         settings = parse_record(given, SampleSettings, OPTIONS)
 
     with Progress(num_images, "sample") as progress:
-        shown = sample_to_folder(source, out, settings, overwrite, progress, grid)
+        shown = sample_to_folder(source, out, settings, overwrite, progress, grid, resume)
     typer.echo(f"{out}: {num_images} images")
     if shown:
         typer.echo(shown)

@@ -1,6 +1,7 @@
 """Results of evaluations on disk, in groups of one model each, and checks that they compare."""
 
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,6 +46,9 @@ def refuse_existing(path: Path, overwrite: bool = False) -> None:
     """Refuse a ``path`` without a folder, and an existing file, unless a result to ``overwrite``."""
     if not path.parent.is_dir():
         raise HddmError(f"--out {path}: {path.parent} is no folder; make it first")
+    if path.is_symlink():
+        to = os.readlink(path)
+        raise HddmError(f"--out {path}: is a link to {to}; name the file itself, or remove the link")
     if not path.exists():
         return
     if not overwrite:
@@ -80,7 +84,8 @@ def _read(path: Path) -> Result:
     return Result(path, content, path.stem)
 
 
-OWN = {"source", "seed", "start", "num_images", "batch_size", "offload", "max_memory", "format", "hddm"}
+OWN = {"source", "source_sha256", "seed", "start", "num_images", "batch_size", "offload", "max_memory"}
+OWN |= {"format", "hddm"}
 """Fields of the sampling record that differ by model or seed, or change no image."""
 _LABELS, _NAMES = "class_labels", "class_names"
 _DATA = ("reference", "held_out", "shards")

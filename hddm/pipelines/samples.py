@@ -4,44 +4,47 @@ Conditions (class labels, prompts, tensors in a file) are cycled over the images
 lie beside the folder, which holds only samples.
 """
 
-import math
+import itertools
+import json
+import logging
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
-from PIL import Image
 from pydantic import AfterValidator, Field
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from hddm.data.images import CELL, contact_sheet, lines_of, save_png, to_bytes
+from hddm.data.images import save_png, to_bytes
 from hddm.ensemble import Strategy, class_indices
 from hddm.experts.ensemble_folders import ENSEMBLE_FILE
 from hddm.experts.records import EXPERT_FILE
+from hddm.networks.folders import sha256_once
 from hddm.networks.wrappers import missing_from
 from hddm.pipelines.pipeline import HDDMPipeline
+from hddm.pipelines.sheets import sheet_path, write_sheet
 from hddm.sampling import DEFAULT_SOLVER, DEFAULT_STEPS, ExpertUse, sample
+from hddm.utils.drafts import Done, Draft, differences, discard_finished, open_draft
 from hddm.utils.errors import HddmError, UsageError
-from hddm.utils.files import new_folder, write_json, write_whole
-from hddm.utils.records import SAMPLING_FILE, Record
+from hddm.utils.files import read_json, sha256_of, write_json
+from hddm.utils.records import SAMPLING_FILE, Record, content_hash
 from hddm.utils.tensors import available_device, read_safetensors
 from hddm.velocity import Guidance, GuideBy
 
-FORMAT = "1.2"
+FORMAT = "1.3"
 LATENTS_FILE = "latents.safetensors"
 IMAGE = "{:05d}.png"
 ROUND = 1024
 """Images that are in memory together."""
-COLUMNS, ROWS = 20, 40
-"""Images of a sheet, at most."""
-LARGEST = 256
-"""Largest height and width of a cell in pixels."""
 NEGATIVE = "negative_"
 Cycles = Mapping[str, Tensor]
 Positive = Annotated[int, Field(ge=1)]
+
+log = logging.getLogger(__name__)
 
 
 def _known_strategy(name: str) -> str:
@@ -93,6 +96,11 @@ class SampleSettings(Record):
     output_type: Literal["png", "latent"] = "png"
 
     @property
+    def numbers(self) -> range:
+        """Numbers of the images."""
+        return range(self.start, self.start + self.num_images)
+
+    @property
     def guidance(self) -> Guidance:
         """Scale and other guidance options together; `HddmError` for other options with a scale of 1."""
         found = Guidance(
@@ -123,13 +131,18 @@ def sample_to_folder(
     overwrite: bool = False,
     on_batch: Callable[[int], None] | None = None,
     grid: bool = False,
+    resume: bool = False,
 ) -> str | None:
     """Sample an expert, an ensemble or the Paris release into a folder.
 
     It holds ``00000.png`` …, counted from ``settings.start``, or ``latents.safetensors``, and
     ``sampling.json``: settings, shift of the time grid, and use of the experts over time. With ``grid``, a
-    sheet of the images is written beside it (`write_sheet`), and its line is returned. Raises `HddmError` for
-    an existing ``out``, a model that cannot be loaded, or wrong settings.
+    sheet of the images is written beside it (`write_sheet`), and its line is returned.
+
+    A killed run keeps its complete batches; ``resume`` goes on to the same bytes as without the kill, on the
+    same machine and versions. Raises `HddmError` for an existing ``out``, an unfinished run without
+    ``resume`` or of other settings, a model that cannot be loaded, wrong settings or a full disk, and
+    `Stopped` for `Interrupted`.
     """
     if grid and settings.output_type == "latent":
         raise UsageError("--grid: shows images, and --output-type latent makes none; drop one of the two")
@@ -145,55 +158,141 @@ def sample_to_folder(
         pipeline.experts.compile(dynamic=True)
     _check_output(source, pipeline, settings)
     given, against = read_cycles(pipeline, settings)
-    sheet = sheet_path(out)
-    if grid and sheet.exists() and not overwrite:
+    run = _Run(pipeline, settings, guidance, given, against, on_batch)
+    record = _record(source, settings, pipeline, given)
+    sheet, is_new = sheet_path(out), True
+    if resume and not overwrite and (out / SAMPLING_FILE).is_file():
+        _refuse_other(out, settings, record)
+        discard_finished(out, "sampling")
+        log.info("%s: is finished; there is nothing to go on with", out)
+        is_new = False
+    elif grid and sheet.exists() and not overwrite:
         raise HddmError(f"{sheet} exists: choose another --out, or pass --overwrite to replace it")
-    ensemble = pipeline.ensemble
-    use = ExpertUse(len(ensemble.experts))
-    expected = torch.zeros(len(ensemble.experts), dtype=torch.float64)
-    latents = []
-    with new_folder(out, SAMPLING_FILE, overwrite) as draft:
-        for start in range(settings.start, settings.start + settings.num_images, ROUND):
-            stop = min(start + ROUND, settings.start + settings.num_images)
-            rows: dict[str, Any] = cycled(given, start, stop)
-            expected += ensemble.prior_of(stop - start, rows).sum(0)
-            samples = sample(
-                ensemble,
-                stop - start,
-                settings.seed,
-                settings.steps,
-                settings.strategy,
-                settings.solver,
-                guidance,
-                negative=cycled(against, start, stop) or None,
-                shift=settings.shift,
-                batch_size=settings.batch_size,
-                start=start,
-                expert=settings.expert,
-                router_every=settings.router_every,
-                use=use,
-                on_batch=on_batch,
-                **rows,
-            )
-            if settings.output_type == "latent":
-                latents.append(samples)
-                continue
-            decoded = (pipeline.decode(batch).cpu() for batch in samples.split(settings.batch_size))
-            for index, image in enumerate((one for batch in decoded for one in to_bytes(batch)), start):
-                save_png(image, draft / IMAGE.format(index))
-        if latents:
-            save_file({"latents": torch.cat(latents)}, draft / LATENTS_FILE, {"format": "pt"})
-        _warn(pipeline, settings, use, expected)
-        write_json(draft / SAMPLING_FILE, _record(source, settings, pipeline, use, given))
+    else:
+        identity = _identity(record)
+        with open_draft(out, SAMPLING_FILE, identity, "sampling", run.kept, overwrite, resume) as draft:
+            run.write(draft)
+            write_json(draft.folder / SAMPLING_FILE, record | {"expert_use": run.use.report()})
     if overwrite:
         # The sheet of the replaced images would be taken for one of these.
         sheet.unlink(missing_ok=True)
-    if not grid:
+    if not grid or (sheet.exists() and not is_new):
         return None
-    numbers = range(settings.start, settings.start + settings.num_images)
-    cycle = class_names(given, ensemble.classes) or settings.prompts
-    conditions = [cycle[i % len(cycle)] for i in numbers] if cycle else ()
-    return write_sheet(out, [out / IMAGE.format(i) for i in numbers], conditions)
+    cycle = class_names(given, pipeline.ensemble.classes) or settings.prompts
+    conditions = [cycle[i % len(cycle)] for i in settings.numbers] if cycle else ()
+    return write_sheet(out, [out / IMAGE.format(i) for i in settings.numbers], conditions)
+
+
+class _Made(Done):
+    """Images of a round, or samples of one of its batches, and the use of the experts up to there."""
+
+    files: dict[str, str]
+    use: dict[str, Any]
+
+    def hashes(self, name: str) -> Mapping[str, str]:
+        return self.files
+
+
+@dataclass
+class _Run:
+    """A run in rounds of `ROUND` images; ``ready`` counts those that a resumed run need not make."""
+
+    pipeline: HDDMPipeline
+    settings: SampleSettings
+    guidance: Guidance
+    given: Cycles
+    against: Cycles
+    on_batch: Callable[[int], None] | None
+    ready: int = 0
+
+    def __post_init__(self) -> None:
+        self.use = ExpertUse(len(self.pipeline.ensemble.experts))
+
+    def kept(self) -> str:
+        """Say what an interrupted run leaves, and how to go on."""
+        return f"{self.ready} of {self.settings.num_images} images are kept, and --resume goes on"
+
+    def write(self, draft: Draft) -> None:
+        """Fill the draft's folder, but for the record."""
+        settings, numbers, ensemble = self.settings, self.settings.numbers, self.pipeline.ensemble
+        expected = torch.zeros(len(ensemble.experts), dtype=torch.float64)
+        names = []
+        for start in numbers[::ROUND]:
+            stop = min(start + ROUND, numbers.stop)
+            rows: dict[str, Any] = cycled(self.given, start, stop)
+            expected += ensemble.prior_of(stop - start, rows).sum(0)
+            names.append(name := f"{start:05d}-{stop - 1:05d}")
+            if done := draft.done(name, _Made):
+                self.use.load(done.use)
+                self.ready += stop - start
+                if self.on_batch is not None:
+                    self.on_batch(stop - start)
+            else:
+                draft.drop(name)
+                files = self._save(draft, name, self._samples(draft, name, start, stop, rows), start)
+                self._add(draft, name, files)
+            draft.drop_below(name)
+        if settings.output_type == "latent":
+            latents = [load_file(draft.parts / f"{name}.safetensors")["latents"] for name in names]
+            save_file({"latents": torch.cat(latents)}, draft.folder / LATENTS_FILE, {"format": "pt"})
+        _warn(self.pipeline, settings, self.use, expected)
+
+    def _samples(self, draft: Draft, name: str, start: int, stop: int, rows: Mapping[str, Any]) -> Tensor:
+        """Samples ``start`` … ``stop`` - 1, whose complete batches are kept in the draft."""
+        numbers = itertools.count()
+
+        def keep(rows: Tensor, make: Callable[[], Tensor]) -> Tensor:
+            batch = f"{name}/{next(numbers):05d}"
+            path = draft.parts / f"{batch}.safetensors"
+            if done := draft.done(batch, _Made):
+                self.use.load(done.use)
+                made = load_file(path)["samples"]
+            else:
+                draft.drop(batch)
+                made = make()
+                path.parent.mkdir(exist_ok=True)
+                save_file({"samples": made.contiguous()}, path)
+                self._add(draft, batch, [path])
+            self.ready += len(rows)
+            return made
+
+        settings = self.settings
+        return sample(
+            self.pipeline.ensemble,
+            stop - start,
+            settings.seed,
+            settings.steps,
+            settings.strategy,
+            settings.solver,
+            self.guidance,
+            negative=cycled(self.against, start, stop) or None,
+            shift=settings.shift,
+            batch_size=settings.batch_size,
+            start=start,
+            expert=settings.expert,
+            router_every=settings.router_every,
+            use=self.use,
+            on_batch=self.on_batch,
+            keep=keep,
+            **rows,
+        )
+
+    def _save(self, draft: Draft, name: str, samples: Tensor, start: int) -> list[Path]:
+        """Write the samples of a round from ``start`` on, and return the files."""
+        if self.settings.output_type == "latent":
+            path = draft.parts / f"{name}.safetensors"
+            save_file({"latents": samples}, path)
+            return [path]
+        paths = []
+        decoded = (self.pipeline.decode(one).cpu() for one in samples.split(self.settings.batch_size))
+        for index, image in enumerate((one for batch in decoded for one in to_bytes(batch)), start):
+            paths.append(draft.folder / IMAGE.format(index))
+            save_png(image, paths[-1])
+        return paths
+
+    def _add(self, draft: Draft, name: str, paths: Sequence[Path]) -> None:
+        files = {path.relative_to(draft.root).as_posix(): sha256_of(path) for path in paths}
+        draft.add(name, _Made(files=files, use=self.use.values()))
 
 
 def _check_output(source: Path, pipeline: HDDMPipeline, settings: SampleSettings) -> None:
@@ -223,16 +322,17 @@ def _warn(pipeline: HDDMPipeline, settings: SampleSettings, use: ExpertUse, expe
             warnings.warn(line, stacklevel=3)
 
 
-def _record(
-    source: Path, settings: SampleSettings, pipeline: HDDMPipeline, use: ExpertUse, given: Cycles
-) -> dict[str, object]:
+def _record(source: Path, settings: SampleSettings, pipeline: HDDMPipeline, given: Cycles) -> dict[str, Any]:
     labels = given.get("class_labels")
     vae = pipeline.experts.facts[0].vae
     return {
         "format": FORMAT,
         "hddm": version("hddm-diffusion"),
         "source": str(source),
+        "source_sha256": content_hash(source, sha256_once),
         **settings.model_dump(mode="json"),
+        # Older records lack it, and compare with new ones where there are none.
+        **({"conditions_sha256": sha256_of(settings.conditions)} if settings.conditions else {}),
         "device": str(available_device(settings.device)),
         "strategy": None if settings.expert is not None else settings.strategy or pipeline.facts.strategy,
         "shift": pipeline.facts.shift if settings.shift is None else settings.shift,
@@ -241,8 +341,32 @@ def _record(
         "vae": None if vae is None else vae.model_dump(mode="json"),
         "class_labels": None if labels is None else labels.tolist(),
         "class_names": list(class_names(given, pipeline.ensemble.classes)) or None,
-        "expert_use": use.report(),
     }
+
+
+_FREE = {"format", "hddm", "offload", "max_memory", "expert_use"}
+"""Keys of the record that decide no image."""
+_HASHED = {"source", "conditions", "model_shift", "weights", "vae", "class_names"}
+"""Keys of the record for which a hash stands, of the source or of the conditions."""
+
+
+def _identity(record: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings in a record that decide the images."""
+    return {key: value for key, value in record.items() if key not in _FREE | _HASHED}
+
+
+def _refuse_other(out: Path, settings: SampleSettings, record: Mapping[str, Any]) -> None:
+    """Refuse to resume what is finished with other settings, or lacks an image."""
+    now = json.loads(json.dumps(_identity(record)))
+    if lines := differences(_identity(read_json(out / SAMPLING_FILE)), now):
+        raise HddmError(
+            f"{out}: holds samples of other options; choose another --out, or pass --overwrite to replace it",
+            lines,
+        )
+    is_latent = settings.output_type == "latent"
+    names = [LATENTS_FILE] if is_latent else [IMAGE.format(number) for number in settings.numbers]
+    if missing := [name for name in names if not (out / name).is_file()]:
+        raise HddmError(f"{out}: lacks {missing[0]}; --overwrite makes all images anew")
 
 
 def read_cycles(pipeline: HDDMPipeline, settings: SampleSettings) -> tuple[Cycles, Cycles]:
@@ -321,37 +445,3 @@ def _file(path: Path) -> dict[str, Tensor]:
     if empty or not tensors:
         raise HddmError(f"--conditions {path}: holds no rows of {empty or 'anything'}")
     return tensors
-
-
-def sheet_path(out: Path) -> Path:
-    """Path of the sheet for the samples in ``out``: ``samples.grid.png`` beside ``samples``."""
-    return out.with_name(f"{out.name}.grid.png")
-
-
-def write_sheet(out: Path, images: Sequence[Path], conditions: Sequence[str] = ()) -> str:
-    """Write images of one size as one PNG; return a line on it for the user.
-
-    Each condition is a row if one of ``conditions`` (names by image) has several images; otherwise the sheet
-    is square.
-    """
-    path, by_condition = sheet_path(out), dict[str, list[Path]]()
-    for image, condition in zip(images, conditions, strict=bool(conditions)):
-        by_condition.setdefault(condition, []).append(image)
-    rows_are = ""
-    if any(len(row) > 1 for row in by_condition.values()):
-        rows: Sequence[Sequence[Path]] = [row[:COLUMNS] for row in by_condition.values()][:ROWS]
-        rows_are = f", a row each of {shortened(list(by_condition)[:ROWS])}"
-    else:
-        rows = lines_of(images, min(math.ceil(math.sqrt(len(images))), COLUMNS))[:ROWS]
-    with Image.open(images[0]) as first:
-        longest = max(first.size)
-    cell = longest * max(1, CELL // longest) if longest <= LARGEST else LARGEST
-    sheet = contact_sheet(rows, Image.open, max(map(len, rows)), cell)
-    write_whole(path, lambda draft: sheet.save(draft, "png"), overwrite=False)
-    return f"{path}: {sum(map(len, rows))} of {len(images)}{rows_are}"
-
-
-def shortened(names: Sequence[str]) -> str:
-    """Shorten ``names`` for display: the first few, each cut to its beginning."""
-    first = [name if len(name) <= 30 else f"{name[:29]}…" for name in names[:10]]
-    return ", ".join([*first, *(["…"] if len(names) > 10 else [])])
