@@ -187,7 +187,8 @@ def test_a_full_disk_is_one_line_with_the_folder_and_leaves_nothing(tars: Path, 
     # Images are smaller; a manifest is not.
     with largest_file(4000):
         told = refusal(partition, tars, tmp_path / "out", 2, cache=tmp_path / "cache")
-    assert told == f"{tmp_path / 'out'}: cannot be written (File too large)"
+    remedy = "free some space; all is as it was before"
+    assert told == f"{tmp_path / 'out'}: cannot be written (File too large); {remedy}"
     assert contents(tmp_path) == before
 
 
