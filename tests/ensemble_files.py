@@ -12,7 +12,7 @@ from hddm.checkpoints.convert import write
 from hddm.checkpoints.plan import Conversion, plan
 from hddm.experts.assembly import assemble
 from hddm.experts.ensemble_folders import EnsembleRecord
-from hddm.experts.loading import ExpertSet
+from hddm.experts.expert_set import ExpertSet
 from hddm.experts.records import Expert, ExpertRecord, RouterRecord, save_expert, save_router
 from hddm.networks.offload import Shelf
 from hddm.networks.transformers import ExpertTransformer, RouterTransformer

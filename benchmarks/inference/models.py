@@ -9,7 +9,7 @@ from diffusers import DDIMScheduler, DiTTransformer2DModel, ModelMixin
 from torch import Tensor, nn
 
 from hddm.ensemble import Router
-from hddm.experts.loading import ExpertSet
+from hddm.experts.expert_set import ExpertSet
 from hddm.experts.records import Expert, ExpertRecord, ShardRecord
 from hddm.networks.transformers import ExpertTransformer, RouterTransformer
 from hddm.schedules import CosineSchedule, LinearSchedule, Schedule

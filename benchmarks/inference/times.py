@@ -17,7 +17,7 @@ from benchmarks.inference.models import (
 from benchmarks.timing import DTYPES, Taken, Times, between, in_turn, now
 from hddm.benchmark.compute import evaluation_flop, router_flop
 from hddm.ensemble import Ensemble, Router
-from hddm.experts.loading import ExpertSet
+from hddm.experts.expert_set import ExpertSet
 from hddm.sampling import integrate, time_grid
 from hddm.training.objectives import TIME_SCALE
 from hddm.velocity import VelocityField

@@ -1,17 +1,14 @@
 """Loading of folders that hddm wrote, and of the Paris release, as velocity fields (`load`).
 
-All records are read and compared before any weights. `ExpertSet` holds an ensemble's experts as one module
-and reads their weights on demand.
+All records are read and compared before any weights.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import nn
 
 from hddm.ensemble import Ensemble, Router, Strategy
 from hddm.experts.compatibility import Findings, compare_experts, match_router
@@ -27,135 +24,23 @@ from hddm.experts.ensemble_folders import (
     refuse_damaged_ensemble,
     write_ensemble_records,
 )
-from hddm.experts.lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS, bases_in, refuse_base
+from hddm.experts.expert_set import ExpertSet
+from hddm.experts.lora import bases_in, refuse_base
 from hddm.experts.paris import is_paris, paris_experts, paris_router
 from hddm.experts.records import (
     EXPERT_FILE,
-    WEAK,
-    ExpertRecord,
     RouterRecord,
     UnreadExpert,
-    as_field,
     field_of,
     open_expert,
     read_router,
     save_router,
-    save_weak,
-    stored,
-    without_adapter,
-    write_records,
 )
-from hddm.networks.folders import WEIGHTS
 from hddm.networks.offload import Offload, Shelf
 from hddm.networks.transformers import RouterTransformer
 from hddm.utils.errors import HddmError, UsageError
-from hddm.utils.files import inside, link_or_copy, restore
+from hddm.utils.files import inside, restore
 from hddm.velocity import VelocityField
-
-
-class ExpertSet(nn.Module):
-    """Experts whose weights are read when first needed.
-
-    Weights are read again after eviction or a cast: changes in memory last, and are saved, only while they
-    stay. ``experts`` are in the router's order; wrap those in memory with
-    `hddm.experts.records.Expert.unread`. ``shelf`` decides which stay on the device; by default all that have
-    run. Raises `HddmError` for no experts, or one that does not fit on the shelf.
-    """
-
-    def __init__(
-        self,
-        experts: Sequence[UnreadExpert],
-        dtype: torch.dtype = torch.float32,
-        device: torch.device | str = "cpu",
-        shelf: Shelf | None = None,
-    ) -> None:
-        super().__init__()
-        if not experts:
-            raise HddmError("an ensemble needs at least one expert")
-        self.experts = tuple(experts)
-        self.shelf = shelf or Shelf()
-        self.stored = [
-            stored(expert.unread, expert.facts, expert.name, dtype, device, self.shelf) for expert in experts
-        ]
-        self._weak = {
-            index: stored(expert.weak, expert.facts, f"{expert.name}/{WEAK}", dtype, device, self.shelf)
-            for index, expert in enumerate(experts)
-            if expert.weak is not None
-        }
-        self._all = [*self.stored, *self._weak.values()]
-        self.networks = nn.ModuleList(self._all)
-
-    @property
-    def facts(self) -> tuple[ExpertRecord, ...]:
-        """Records of the experts."""
-        return tuple(expert.facts for expert in self.experts)
-
-    @property
-    def device(self) -> torch.device:
-        """The device that experts run on."""
-        return self.stored[0].placement.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype that experts run in."""
-        return self.stored[0].placement.dtype
-
-    def fields(self) -> list[VelocityField]:
-        """Experts as velocity fields that share these networks."""
-        fields = []
-        for index, (expert, network) in enumerate(zip(self.experts, self.stored, strict=True)):
-            try:
-                fields.append(as_field(expert, network, self._weak.get(index)))
-            except HddmError as error:
-                raise HddmError(f"{expert.name}: {error}") from error
-        return fields
-
-    def offload(self, mode: Offload, budget: int | None = None) -> None:
-        """Change how long weights stay on the device; see `hddm.networks.offload`. Idempotent.
-
-        Raises `HddmError` for an unknown mode, a budget below an expert's size, or ``disk`` for experts in
-        memory.
-        """
-        if mode == "disk" and any(expert.folder is None for expert in self.experts):
-            raise HddmError("offload disk: these experts are in memory only; save the ensemble and load it")
-        shelf = Shelf(mode, budget)
-        for network in self._all:
-            shelf.add(network)
-        for network in self._all:
-            network.move_to(shelf)
-        self.shelf = shelf
-
-    def compile(self, *args: Any, **kwargs: Any) -> None:
-        """Let ``torch.compile``, with these arguments, compile each network at its first run."""
-        for network in self._all:
-            network.network.compile(*args, **kwargs)
-
-    def save_pretrained(self, folder: str | Path, **_: object) -> None:
-        """Write an expert folder each, ``0``, ``1``, …, with weights in the dtype that they run in.
-
-        An adapter with unchanged weights stays an adapter, in its dtype on disk; the caller saves its base.
-        An adapter that was changed in memory is merged.
-        """
-        for index, (expert, network) in enumerate(zip(self.experts, self.stored, strict=True)):
-            target = Path(folder) / str(index)
-            target.mkdir(parents=True)
-            expert.unread.network.save_config(target)
-            tensors = expert.unread.network.state_dict()
-            facts = expert.facts
-            is_here = not any(value.is_meta for value in tensors.values())
-            if facts.adapter and expert.folder and not (is_here and _differ(expert, tensors, network.dtype)):
-                for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
-                    link_or_copy(expert.folder / name, target / name)
-            else:
-                facts = without_adapter(facts)
-                if not is_here:
-                    tensors = expert.unread.read(network.dtype)
-                here = {name: value.cpu().contiguous() for name, value in tensors.items()}
-                save_file(here, target / WEIGHTS, {"format": "pt"})
-            if expert.calibration is not None:
-                expert.calibration.save(target)
-            save_weak(target, expert)
-            write_records(target, facts, expert.nulls)
 
 
 def load(
@@ -228,7 +113,7 @@ class OpenedEnsemble:
         if max_memory is not None:
             beside = [part for part in (self.router, *others) if part is not None]
             max_memory = room_beside(beside, max_memory)
-        return ExpertSet(self.experts, dtype, device, Shelf(offload, max_memory))
+        return ExpertSet(self.experts, dtype, device, Shelf(offload, max_memory), self.facts)
 
     def on(
         self,
@@ -307,7 +192,9 @@ def _only(facts: EnsembleRecord, chosen: Sequence[int]) -> EnsembleRecord:
 
 def _paris(folder: Path, dtype: torch.dtype, chosen: Sequence[int] | None) -> OpenedEnsemble:
     experts = paris_experts(folder)
-    router, router_facts = paris_router(folder, experts)
+    unread, router_facts = paris_router(folder, experts)
+    router = unread.load(dtype)
+    router.record = router_facts
     # The release records no shards, so there are no sizes to draw from; it is published with top-2.
     names, strategy = [expert.name for expert in experts], f"top-{min(2, len(experts))}"
     facts = EnsembleRecord.equal(names, True, strategy, experts[0].facts.shift)
@@ -315,7 +202,7 @@ def _paris(folder: Path, dtype: torch.dtype, chosen: Sequence[int] | None) -> Op
         facts = _only(facts, chosen)
         experts = [experts[k] for k in chosen]
     components = [name for name in COMPONENTS if inside(folder, name).is_dir()]
-    return OpenedEnsemble(experts, router.load(dtype), router_facts, facts, components)
+    return OpenedEnsemble(experts, router, router_facts, facts, components)
 
 
 def room_beside(models: Sequence[nn.Module], max_memory: int) -> int:
@@ -362,15 +249,9 @@ def save_ensemble(
         (draft / ROUTER).mkdir()
         save_router(draft / ROUTER, router, router_facts)
     names = tuple(f"experts/{k}" for k in range(len(experts.experts)))
-    update = {"experts": names, "router": None if router is None else ROUTER}
+    routed = {"router": ROUTER} if router is not None else {"router": None, "router_outputs": ()}
     known = {
         one.facts.adapter.base_sha256: one.base for one in experts.experts if one.facts.adapter and one.base
     }
     bases = bases_of([draft / name for name in names], known)
-    write_ensemble_records(draft, facts.model_copy(update=update), components, bases)
-
-
-def _differ(expert: UnreadExpert, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> bool:
-    """True where the weights in memory differ from those on disk."""
-    on_disk = expert.unread.read(dtype)
-    return any(not torch.equal(tensors[name].cpu(), value) for name, value in on_disk.items())
+    write_ensemble_records(draft, facts.model_copy(update={"experts": names, **routed}), components, bases)

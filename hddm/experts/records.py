@@ -386,6 +386,7 @@ def read_router(folder: Path, dtype: torch.dtype = torch.float32) -> tuple[Route
     unread, record = open_router(folder)
     network = unread.load(dtype)
     refuse_damaged(folder, ROUTER_FILE)
+    network.record = record
     return network, record
 
 

@@ -23,6 +23,7 @@ from hddm.networks.layers import (
     modulate,
 )
 from hddm.utils.errors import HddmError
+from hddm.utils.records import Record
 
 MODULATIONS = ("single", "zero")
 FINAL_MODULATIONS = ("table", "linear")
@@ -301,6 +302,8 @@ class RouterTransformer(ModelMixin, ConfigMixin):  # type: ignore[misc]
     """
 
     _supports_gradient_checkpointing = True
+    record: Record | None = None
+    """Of its folder, `hddm.experts.records.RouterRecord`, where it was read from one."""
 
     @register_to_config  # type: ignore[untyped-decorator]
     def __init__(

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hddm.experts.loading import ExpertSet
+from hddm.experts.expert_set import ExpertSet
 from hddm.networks.offload import Offload
 from hddm.networks.transformers import RouterTransformer
 

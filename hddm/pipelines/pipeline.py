@@ -19,7 +19,8 @@ from hddm.experts.ensemble_folders import (
     EnsembleRecord,
     shift_of,
 )
-from hddm.experts.loading import ExpertSet, ensemble_of, open_ensemble, room_beside, save_ensemble
+from hddm.experts.expert_set import ExpertSet, carrying
+from hddm.experts.loading import ensemble_of, open_ensemble, room_beside, save_ensemble
 from hddm.experts.records import RouterRecord
 from hddm.networks.offload import Offload
 from hddm.networks.text_encoder import encode, read_text_encoder, read_tokenizer
@@ -55,8 +56,8 @@ class HDDMPipeline(Offloading, DiffusionPipeline):  # type: ignore[misc]
         vae: decodes latents; without it only ``output_type="latent"`` is possible.
         text_encoder: encodes prompts; without it, pass embeddings.
         tokenizer: of the text encoder.
-        facts: strategy and priors; by default ``draw`` with equal shares.
-        router_facts: the router's time scale; needed with a router.
+        facts: strategy and priors; by default those that ``experts`` carry, or ``draw`` with equal shares.
+        router_facts: the router's time scale; by default that which it carries, and needed with any other.
 
     Raises:
         HddmError: for parts that contradict each other.
@@ -77,18 +78,16 @@ class HDDMPipeline(Offloading, DiffusionPipeline):  # type: ignore[misc]
         router_facts: RouterRecord | None = None,
     ) -> None:
         super().__init__()
+        if router is not None:
+            router = carrying(router, router_facts or router.record)
         self.register_modules(
-            experts=experts,
+            experts=carrying(experts, facts or experts.record),
             scheduler=scheduler,
             router=router,
             vae=vae,
             text_encoder=text_encoder,
             tokenizer=tokenizer,
         )
-        self.facts = facts or EnsembleRecord.equal(
-            [f"experts/{k}" for k in range(len(experts.facts))], router is not None
-        )
-        self.router_facts = router_facts
         self.max_memory: int | None = None
         self._interrupt = False
         self._ensemble: Ensemble | None = None
@@ -102,12 +101,30 @@ class HDDMPipeline(Offloading, DiffusionPipeline):  # type: ignore[misc]
 
         Raises `HddmError` for a scheduler that does more than shift its grid, and parts that do not fit.
         """
-        models = (self.experts, self.router, self.router_facts, self.facts)
+        models = (self.experts, self.router, self.router_facts, self.experts.record)
         shift = shift_of(self.scheduler)
         if self._ensemble is None or any(a is not b for a, b in zip(models, self._made_of, strict=True)):
             self._ensemble, self._made_of = ensemble_of(*models), models
         self._ensemble.shift = shift
         return self._ensemble
+
+    @property
+    def facts(self) -> EnsembleRecord:
+        """Record of the ensemble, with the strategy and the shift that are in force."""
+        chosen = {"shift": self.ensemble.shift, "strategy": self.ensemble.strategy}
+        record: EnsembleRecord = self.experts.record.model_copy(update=chosen)
+        return record
+
+    @property
+    def router_facts(self) -> RouterRecord | None:
+        """Record of the router, where it carries one."""
+        record = None if self.router is None else self.router.record
+        return record if isinstance(record, RouterRecord) else None
+
+    @property
+    def components(self) -> dict[str, Any]:
+        """All that a pipeline of the same parts is made of: ``HDDMPipeline(**pipe.components)``."""
+        return {**super().components, "experts": carrying(self.experts, self.facts)}
 
     @property
     def interrupt(self) -> bool:
@@ -119,8 +136,7 @@ class HDDMPipeline(Offloading, DiffusionPipeline):  # type: ignore[misc]
         """Make a pipeline of the same parts, except for ``changes`` (constructor arguments)."""
         if not isinstance(pipeline, HDDMPipeline):
             raise HddmError(f"from_pipe: a {type(pipeline).__name__} is no ensemble; convert and assemble it")
-        arguments = {**pipeline.components, "facts": pipeline.facts, "router_facts": pipeline.router_facts}
-        return cls(**arguments | changes)
+        return cls(**pipeline.components | changes)
 
     @classmethod
     def from_pretrained(
@@ -164,8 +180,6 @@ class HDDMPipeline(Offloading, DiffusionPipeline):  # type: ignore[misc]
             opened.router,
             **models,
             tokenizer=read_tokenizer(folder / "tokenizer") if "tokenizer" in opened.components else None,
-            facts=opened.facts,
-            router_facts=opened.router_facts,
         )
         made.max_memory = max_memory
         return made
@@ -210,9 +224,7 @@ class HDDMPipeline(Offloading, DiffusionPipeline):  # type: ignore[misc]
                     kinds[name] = CLASSES[name][0]
             if self.vae is not None:
                 kinds["vae"] = ("diffusers", type(self.vae).__name__)
-            chosen = {"shift": self.ensemble.shift, "strategy": self.ensemble.strategy}
-            record = self.facts.model_copy(update=chosen)
-            save_ensemble(draft, self.experts, self.router, self.router_facts, record, kinds)
+            save_ensemble(draft, self.experts, self.router, self.router_facts, self.facts, kinds)
 
     @torch.no_grad()
     def __call__(

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import hddm
 from hddm.ensemble import Ensemble
-from hddm.experts.loading import ExpertSet
+from hddm.experts.expert_set import ExpertSet
 from hddm.experts.records import UnreadExpert
 from hddm.networks.folders import Unread
 from hddm.networks.offload import Offload, Shelf, StoredNetwork, bring

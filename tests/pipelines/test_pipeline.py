@@ -14,7 +14,7 @@ from hddm.pipelines.pipeline import HDDMPipeline
 from hddm.sampling import SOLVERS
 from hddm.utils.errors import HddmError
 from hddm.velocity import Guidance
-from tests.ensemble_files import flow_expert, pipeline_in_memory, text_experts
+from tests.ensemble_files import flow_expert, pipeline_in_memory, random_router, text_experts
 
 STEPS = {"num_inference_steps": 4}
 LATENT: dict[str, Any] = {**STEPS, "output_type": "latent"}
@@ -242,7 +242,7 @@ def test_latents_need_a_vae_to_become_images() -> None:
 
 def test_parts_that_contradict_each_other_make_no_pipeline() -> None:
     pipe = pipeline_in_memory([flow_expert(0), flow_expert(1)])
-    parts = {"scheduler": pipe.scheduler, "router": pipe.router}
+    parts = {"scheduler": pipe.scheduler, "router": random_router(2)[0]}
     with pytest.raises(HddmError, match="needs its router_facts"):
         HDDMPipeline(pipe.experts, **parts)
     facts = pipe.facts.model_copy(update={"prior": (0.2, 0.3, 0.5)})

@@ -9,7 +9,7 @@ import torch
 from diffusers import EulerDiscreteScheduler, FlowMatchEulerDiscreteScheduler
 
 import hddm
-from hddm.experts.loading import ExpertSet
+from hddm.experts.expert_set import ExpertSet
 from hddm.experts.records import FORMAT
 from hddm.pipelines.pipeline import HDDMPipeline
 from hddm.sampling import time_grid

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from hddm.experts.loading import ExpertSet
+from hddm.experts.expert_set import ExpertSet
 from hddm.pipelines.offloading import Offloading
 from tests.ensemble_files import flow_expert, random_router
 
