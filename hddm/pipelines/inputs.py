@@ -1,54 +1,46 @@
-"""Arguments of a pipeline's calls: options of diffusers, repeated conditions, noise."""
+"""Arguments of a pipeline's calls: options of diffusers, dtypes, noise."""
 
 from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from hddm.networks.text_encoder import read_text_encoder, read_tokenizer
+from hddm.networks.vae import read_vae
 from hddm.sampling import initial_noise, uniform_draws
-from hddm.utils.errors import HddmError
+from hddm.utils.errors import HddmError, did_you_mean
 
+_NO: Collection[object] = (None, False)
+_NONE: Collection[object] = (None,)
 LOADING: Mapping[str, Collection[object]] = {
     "local_files_only": (True, False, None),
     "use_safetensors": (True, None),
     "low_cpu_mem_usage": (True, False, None),
-    "trust_remote_code": (False, None),
-    "variant": (None,),
-    "device_map": (None,),
-    "safety_checker": (None,),
+    "device_map": ("cpu", None),
+    "subfolder": ("", None),
+    **dict.fromkeys(("variant", "revision", "custom_revision", "custom_pipeline"), _NONE),
+    **dict.fromkeys(("quantization_config", "offload_folder", "safety_checker"), _NONE),
+    **dict.fromkeys(("trust_remote_code", "force_download", "load_connected_pipeline", "use_onnx"), _NO),
+    **dict.fromkeys(("offload_state_dict", "output_loading_info", "requires_safety_checker"), _NO),
 }
 """Keywords of diffusers' loaders, with the values that have no effect here."""
-SAVING: Mapping[str, Collection[object]] = {"safe_serialization": (True, None), "variant": (None,)}
+SAVING: Mapping[str, Collection[object]] = {
+    "safe_serialization": (True, None),
+    **dict.fromkeys(("variant", "max_shard_size", "repo_id", "commit_message"), _NONE),
+    **dict.fromkeys(("push_to_hub", "private", "create_pr"), _NO),
+}
+_OF_DOWNLOADS = ("cache_dir", "token", "proxies")
+"""Keywords without effect on a local folder, whatever their value; a token must not get into a message."""
+PARTS = ("scheduler", "router", "vae", "text_encoder", "tokenizer")
+"""Parts that are passed to diffusers' loaders in place of those in a folder."""
 
+NETWORKS = ("experts", "router", "vae", "text_encoder")
+"""Parts that have a dtype."""
+
+Dtype = torch.dtype | str | Mapping[str, torch.dtype | str] | None
 Generators = torch.Generator | Sequence[torch.Generator] | None
-
-
-def repeated(
-    given: Mapping[str, Tensor], against: Mapping[str, Tensor], times: int, batch: int | None = None
-) -> tuple[dict[str, Tensor], dict[str, Tensor], int]:
-    """Repeat each row of the conditions ``times`` times; also return the resulting number of images.
-
-    A single row is expanded to the number of rows of the others, and to ``batch`` rows where given.
-    """
-    if times < 1 or (batch is not None and batch < 1):
-        raise HddmError(f"num_images_per_prompt and batch_size start at 1, not {times} and {batch}")
-    rows = {name: len(value) for name, value in given.items()}
-    rows |= {f"negative {name}": len(value) for name, value in against.items()}
-    rows |= {} if batch is None else {"batch_size": batch}
-    batch = max(rows.values(), default=1)
-    if not set(rows.values()) <= {1, batch} or batch == 0:
-        raise HddmError(f"conditions have no rows, or different numbers of them: {rows}")
-
-    def spread(value: Tensor) -> Tensor:
-        value = value.expand(batch, *value.shape[1:]) if len(value) == 1 else value
-        return value.repeat_interleave(times, dim=0)
-
-    return (
-        {name: spread(value) for name, value in given.items()},
-        {name: spread(value) for name, value in against.items()},
-        batch * times,
-    )
 
 
 def noise_and_draws(
@@ -100,6 +92,47 @@ def _device(generator: torch.Generator | None) -> torch.device | None:
 def refuse_options(call: str, options: Mapping[str, Any], harmless: Mapping[str, Collection[object]]) -> None:
     """Refuse keywords whose value would change what hddm does in one way only."""
     for name, value in options.items():
-        if not any(value is one for one in harmless.get(name, ())):
-            known = "; nothing but a local folder of safetensors is read or written, and no code of it runs"
-            raise HddmError(f"{call}({name}={value!r}) is not supported{known}")
+        known = (type(one) is type(value) and one == value for one in harmless.get(name, ()))
+        if name not in _OF_DOWNLOADS and not any(known):
+            remedy = '; move the pipeline by .to("cuda")' if name == "device_map" else ""
+            raise HddmError(
+                f"{call}({name}={value!r}) is not supported; nothing but a local folder of safetensors is "
+                f"read or written, and no code of it runs{remedy}"
+            )
+
+
+def dtypes_of(dtype: Dtype, torch_dtype: Dtype) -> dict[str, torch.dtype]:
+    """Dtype of each of `NETWORKS`, as diffusers' loaders take it: one for all, or a dictionary by part.
+
+    A part that a dictionary leaves out has that of ``default``, or float32, which ``auto`` stands for too.
+    ``torch_dtype`` is the former name. Raises `HddmError` for both at once, another part, and what is no
+    floating dtype.
+    """
+    if dtype is not None and torch_dtype is not None:
+        raise HddmError(f"pass dtype={dtype}, or torch_dtype={torch_dtype}, its former name; not both")
+    asked = torch_dtype if dtype is None else dtype
+    by_part = dict(asked) if isinstance(asked, Mapping) else {"default": asked}
+    for name, value in by_part.items():
+        if name not in (*NETWORKS, "default"):
+            known = f"has {', '.join(NETWORKS)} and default{did_you_mean(name, NETWORKS)}"
+            raise HddmError(f"dtype: there is no part {name!r}; an ensemble {known}")
+        if value not in ("auto", None) and not (isinstance(value, torch.dtype) and value.is_floating_point):
+            raise HddmError(f"dtype {value!r}: pass a floating dtype of torch's, such as torch.bfloat16")
+    found = {name: by_part.get(name, by_part.get("default")) for name in NETWORKS}
+    return {name: one if isinstance(one, torch.dtype) else torch.float32 for name, one in found.items()}
+
+
+def read_parts(
+    folder: Path, names: Collection[str], dtypes: Mapping[str, torch.dtype], given: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Parts of a pipeline: those ``given``, and of a folder the others among ``names``, of `COMPONENTS`."""
+    found = dict(given)
+    for name in set(names) - set(given):
+        match name:
+            case "vae":
+                found[name] = read_vae(folder / name, dtypes[name])
+            case "text_encoder":
+                found[name] = read_text_encoder(folder / name, dtypes[name])
+            case "tokenizer":
+                found[name] = read_tokenizer(folder / name)
+    return found

@@ -11,7 +11,7 @@ from diffusers.image_processor import VaeImageProcessor
 from diffusers.utils import BaseOutput
 from torch import Tensor, nn
 
-from hddm.ensemble import Ensemble, class_indices
+from hddm.ensemble import Ensemble
 from hddm.experts.ensemble_folders import (
     CLASSES,
     COMPONENTS,
@@ -23,17 +23,25 @@ from hddm.experts.expert_set import ExpertSet, carrying
 from hddm.experts.loading import ensemble_of, open_ensemble, room_beside, save_ensemble
 from hddm.experts.records import RouterRecord
 from hddm.networks.offload import Offload
-from hddm.networks.text_encoder import encode, read_text_encoder, read_tokenizer
 from hddm.networks.transformers import RouterTransformer
-from hddm.networks.vae import decode, read_vae, scale_of
-from hddm.pipelines.inputs import LOADING, SAVING, Generators, noise_and_draws, refuse_options, repeated
-from hddm.pipelines.offloading import Offloading
+from hddm.networks.vae import decode, scale_of
+from hddm.pipelines.encoding import Encoding, repeated
+from hddm.pipelines.inputs import (
+    LOADING,
+    NETWORKS,
+    PARTS,
+    SAVING,
+    Dtype,
+    Generators,
+    dtypes_of,
+    noise_and_draws,
+    read_parts,
+    refuse_options,
+)
 from hddm.sampling import DEFAULT_SOLVER, DEFAULT_STEPS, ExpertUse, integrate, pick_experts, routed, time_grid
 from hddm.utils.errors import HddmError
 from hddm.utils.files import new_folder, restore
 from hddm.velocity import Guidance
-
-_TEXT = "encoder_hidden_states"
 
 OnStepEnd = Callable[["HDDMPipeline", int, float, dict[str, Tensor]], Mapping[str, Tensor] | None]
 
@@ -46,7 +54,7 @@ class HDDMPipelineOutput(BaseOutput):  # type: ignore[misc]
     expert_use: ExpertUse
 
 
-class HDDMPipeline(Offloading, DiffusionPipeline):  # type: ignore[misc]
+class HDDMPipeline(Encoding, DiffusionPipeline):  # type: ignore[misc]
     """Samples of an ensemble, decoded by a VAE if its experts are of latents.
 
     Args:
@@ -143,7 +151,8 @@ class HDDMPipeline(Offloading, DiffusionPipeline):  # type: ignore[misc]
         cls,
         pretrained_model_name_or_path: str | Path,
         *,
-        torch_dtype: torch.dtype = torch.float32,
+        dtype: Dtype = None,
+        torch_dtype: Dtype = None,
         experts: Sequence[int] | None = None,
         offload: Offload = "none",
         max_memory: int | None = None,
@@ -153,34 +162,38 @@ class HDDMPipeline(Offloading, DiffusionPipeline):  # type: ignore[misc]
 
         Args:
             pretrained_model_name_or_path: the folder; nothing is downloaded.
-            torch_dtype: that all networks run in.
+            dtype: that networks run in, float32 by default, or a dictionary of dtypes by part, such as
+                ``{"default": torch.bfloat16, "vae": torch.float32}``.
+            torch_dtype: former name of ``dtype``.
             experts: indices of experts to take; by default all.
             offload: where idle experts wait; see `hddm.networks.offload`.
             max_memory: bytes on the device for all weights together.
-            options: of diffusers' loader, if they ask for what is done anyway, such as ``local_files_only``.
+            options: parts in place of the folder's (``vae``, ``text_encoder``, ``tokenizer``, ``router``,
+                ``scheduler``), or of diffusers' loader, if they ask for what is done anyway, such as
+                ``local_files_only``.
 
         Raises:
-            HddmError: for another option, or a folder whose parts contradict each other.
+            HddmError: for another option or dtype, or a folder whose parts contradict each other.
         """
+        given = {name: options.pop(name) for name in PARTS if name in options}
         refuse_options("from_pretrained", options, LOADING)
+        if not isinstance(max_memory, int | None):
+            raise HddmError(
+                f"max_memory {max_memory!r}: pass the bytes for all parts together, a whole number"
+            )
+        dtypes = dtypes_of(dtype, torch_dtype)
         folder = Path(pretrained_model_name_or_path)
         restore(folder)
         if not folder.is_dir():
             raise HddmError(f"{folder}: no such folder; nothing is downloaded, so fetch the ensemble first")
-        opened = open_ensemble(folder, torch_dtype, experts)
-        readers = {"vae": read_vae, "text_encoder": read_text_encoder}
-        models = {
-            name: read(folder / name, torch_dtype)
-            for name, read in readers.items()
-            if name in opened.components
+        opened = open_ensemble(folder, dtypes["router"], experts)
+        parts = {
+            "router": opened.router,
+            "scheduler": FlowMatchEulerDiscreteScheduler(shift=opened.facts.shift),
         }
-        made = cls(
-            opened.expert_set("cpu", torch_dtype, offload, max_memory, list(models.values())),
-            FlowMatchEulerDiscreteScheduler(shift=opened.facts.shift),
-            opened.router,
-            **models,
-            tokenizer=read_tokenizer(folder / "tokenizer") if "tokenizer" in opened.components else None,
-        )
+        parts |= read_parts(folder, opened.components, dtypes, given)
+        beside = [part for name, part in parts.items() if name in NETWORKS and name != "router"]
+        made = cls(opened.expert_set("cpu", dtypes["experts"], offload, max_memory, beside), **parts)
         made.max_memory = max_memory
         return made
 
@@ -339,75 +352,12 @@ class HDDMPipeline(Offloading, DiffusionPipeline):  # type: ignore[misc]
         )
         return HDDMPipelineOutput(images, use) if return_dict else (images,)
 
-    def encode(
-        self,
-        prompt: str | Sequence[str] | None = None,
-        class_labels: int | str | Sequence[int | str] | Tensor | None = None,
-        negative_prompt: str | Sequence[str] | None = None,
-        guided: bool = False,
-        prompt_embeds: Tensor | None = None,
-        negative_prompt_embeds: Tensor | None = None,
-        conditions: Mapping[str, Tensor] | None = None,
-        negative_conditions: Mapping[str, Tensor] | None = None,
-    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Conditions and negative conditions by network keyword, one row per prompt or class.
-
-        Arguments are those of a call; ``guided`` says whether there will be a negative branch.
-
-        Raises:
-            HddmError: for prompts without a text encoder, or arguments that exclude each other.
-        """
-        if prompt is not None and not all(isinstance(one, str) for one in prompt):
-            raise HddmError("prompt is a text or a list of texts; classes are passed as class_labels=")
-        given, against = dict(conditions or {}), dict(negative_conditions or {})
-        if class_labels is not None:
-            if "class_labels" in given:
-                raise HddmError("class_labels is among the conditions too; pass it once")
-            given["class_labels"] = class_indices(class_labels, self.ensemble.classes)
-        if negative_prompt is not None and prompt is None:
-            raise HddmError("a negative_prompt needs a prompt beside it")
-        has_negative = negative_prompt is not None or negative_prompt_embeds is not None or _TEXT in against
-        if not guided:
-            negative_prompt = None
-        elif prompt is not None and not has_negative:
-            negative_prompt = ""
-        num = 1 if isinstance(prompt, str) else len(prompt or ())
-        for name, texts, tokens, into in (
-            ("prompt", prompt, prompt_embeds, given),
-            ("negative_prompt", negative_prompt, negative_prompt_embeds, against),
-        ):
-            if texts is not None and tokens is not None:
-                raise HddmError(f"pass a {name} or {name}_embeds, not both")
-            if _TEXT in into and not (texts is None and tokens is None):
-                kind = "conditions" if into is given else "negative conditions"
-                raise HddmError(f"{_TEXT} is among the {kind} too; pass it once")
-            if texts is not None:
-                tokens = self._embed([texts] * num if isinstance(texts, str) else list(texts))
-            if tokens is not None:
-                into[_TEXT] = tokens
-        widths = {record.text_encoder.width for record in self.experts.facts if record.text_encoder}
-        if prompt_embeds is not None and widths - {prompt_embeds.shape[-1]}:
-            raise HddmError(
-                f"prompt_embeds are {tuple(prompt_embeds.shape)}, and these experts take tokens of "
-                f"{' and '.join(map(str, sorted(widths)))} numbers"
-            )
-        return given, against
-
     def decode(self, latents: Tensor) -> Tensor:
         """Images (N, C, H, W) in [-1, 1] of samples: decoded by the VAE, or pixels, clipped."""
         if self.vae is None:
             return latents.float().clamp(-1, 1)
         with self.present(self.vae) as vae:
             return decode(vae, latents.to(vae.device))
-
-    def _embed(self, texts: Sequence[str]) -> Tensor:
-        if self.text_encoder is None or self.tokenizer is None:
-            raise HddmError(
-                "a prompt needs a text encoder and a tokenizer, and this ensemble has none; assemble it with "
-                "--text-encoder and --tokenizer, or pass prompt_embeds"
-            )
-        with self.present(self.text_encoder) as text_encoder:
-            return encode(text_encoder, self.tokenizer, texts)
 
     @property
     def image_size(self) -> tuple[int, int]:

@@ -1,13 +1,16 @@
 """What users of diffusers do with any pipeline: here it works, or one line says why not."""
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from diffusers import FlowMatchEulerDiscreteScheduler
 
 from hddm.pipelines.pipeline import HDDMPipeline
-from tests.ensemble_files import flow_expert, load_pipeline, pipeline_in_memory, write_ensemble
+from tests.artefacts import refusal
+from tests.ensemble_files import flow_expert, load_pipeline, pipeline_in_memory, write_ensemble, write_text
 
 LATENT: dict[str, Any] = {"num_inference_steps": 3, "output_type": "latent", "seed": 0}
 LABELS = [0, 1, 2, 0, 1, 2]
@@ -62,3 +65,91 @@ def test_a_pipeline_that_lost_its_router_is_saved_without(folder: Path, tmp_path
     again = load_pipeline(tmp_path / "saved")
     assert again.router is None
     assert torch.equal(_images(again, class_labels=None, batch_size=6), made)
+
+
+def _dtypes(pipe: HDDMPipeline) -> list[torch.dtype]:
+    return [part.dtype for part in (pipe.experts, pipe.router, pipe.vae, pipe.text_encoder)]
+
+
+def test_dtypes_are_taken_as_diffusers_takes_them(tmp_path: Path) -> None:
+    folder = write_text(tmp_path)
+    half, single, double = torch.bfloat16, torch.float32, torch.float64
+    for given, expected in (
+        ({"dtype": half}, [half] * 4),
+        ({"torch_dtype": half}, [half] * 4),
+        ({"dtype": "auto"}, [single] * 4),
+        ({"torch_dtype": None}, [single] * 4),
+        ({"dtype": {"default": half, "vae": single}}, [half, half, single, half]),
+        ({"torch_dtype": {"experts": half, "router": double}}, [half, double, single, single]),
+    ):
+        pipe = load_pipeline(folder, **given)
+        assert _dtypes(pipe) == expected
+        made = _images(pipe, class_labels=None, prompt="a cat", output_type="pt")
+        assert made.isfinite().all()
+    for wrong, message in (
+        ({"dtype": half, "torch_dtype": half}, "its former name; not both"),
+        ({"dtype": "half"}, "dtype 'half': pass a floating dtype"),
+        ({"dtype": torch.int8}, "dtype torch.int8: pass a floating dtype"),
+        ({"dtype": {"vea": half}}, "no part 'vea'.*did you mean 'vae'"),
+        ({"dtype": {"vae": "half"}}, "dtype 'half': pass a floating dtype"),
+    ):
+        assert re.search(message, refusal(load_pipeline, folder, **wrong))
+
+
+def test_parts_that_are_passed_replace_those_of_the_folder(tmp_path: Path) -> None:
+    folder = write_text(tmp_path)
+    other = load_pipeline(folder, vae=None, scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0))
+    assert other.vae is None
+    assert other.ensemble.shift == 3.0
+    with_vae = load_pipeline(folder, vae=load_pipeline(folder).vae, text_encoder=None, tokenizer=None)
+    embeds = {"prompt_embeds": torch.zeros(2, 77, 16), "class_labels": None, "output_type": "pt"}
+    assert torch.equal(_images(with_vae, **embeds), _images(load_pipeline(folder), **embeds))
+    assert with_vae.text_encoder is None
+
+
+HARMLESS: dict[str, Any] = {
+    "revision": None,
+    "cache_dir": "/nowhere",
+    "device_map": "cpu",
+    "force_download": False,
+    "token": "secret",
+    "subfolder": "",
+    "custom_pipeline": None,
+    "safety_checker": None,
+    "trust_remote_code": False,
+}
+
+
+def test_options_that_ask_for_nothing_else_are_taken(folder: Path, tmp_path: Path) -> None:
+    pipe = load_pipeline(folder, **HARMLESS)
+    pipe.save_pretrained(tmp_path / "saved", push_to_hub=False, token="secret", max_shard_size=None)
+    assert torch.equal(_images(load_pipeline(tmp_path / "saved")), _images(pipe))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("revision", "main"),
+        ("device_map", "cuda"),
+        ("device_map", "balanced"),
+        ("force_download", True),
+        ("force_download", 0),
+        ("subfolder", "ensemble"),
+        ("max_memory", {"cpu": "1GB"}),
+    ],
+)
+def test_options_that_ask_for_something_else_are_refused(folder: Path, name: str, value: object) -> None:
+    words = refusal(load_pipeline, folder, **{name: value})
+    assert name in words
+    assert repr(value) in words
+    if name == "device_map":
+        assert '.to("cuda")' in words
+
+
+def test_nothing_is_pushed_or_written_in_pieces(folder: Path, tmp_path: Path) -> None:
+    pipe = load_pipeline(folder)
+    for options in ({"push_to_hub": True, "token": "secret"}, {"max_shard_size": "10KB"}):
+        words = refusal(pipe.save_pretrained, tmp_path / "saved", **options)
+        assert next(iter(options)) in words
+        assert "secret" not in words
+        assert not (tmp_path / "saved").exists()
