@@ -23,16 +23,17 @@ have never seen.
 """
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from hddm.networks.offload import bring, in_best_order
 from hddm.networks.wrappers import described
-from hddm.utils.errors import HddmError, did_you_mean
+from hddm.utils.errors import HddmError, did_you_mean, one_line
 from hddm.utils.tensors import parameter_dtype, to_float64
 from hddm.velocity import Guidance, VelocityField, can_guide, check_conditions, check_names, check_times
 
@@ -390,17 +391,30 @@ class Ensemble:
         ]
 
 
-def class_indices(labels: int | str | Sequence[int | str] | Tensor, classes: Sequence[str]) -> Tensor:
+Labels = int | str | Sequence[int | str] | Tensor | np.ndarray
+
+
+def flat_labels(labels: Labels) -> list[int | str]:
+    """Class labels as one list of names and whole numbers; `HddmError` for others, and for nested lists."""
+    if isinstance(labels, Tensor | np.ndarray):
+        labels = labels.flatten().tolist()
+    flat = [labels] if isinstance(labels, str) or not isinstance(labels, Iterable) else list(labels)
+    if others := [one for one in flat if not isinstance(one, Integral | str)]:
+        wrong = one_line(others[0], 40)
+        raise HddmError(
+            f"class_labels hold {wrong}: pass names or whole numbers of classes, in one flat list"
+        )
+    return flat
+
+
+def class_indices(labels: Labels, classes: Sequence[str]) -> Tensor:
     """Indices (batch,) of classes; numbers are indices, texts are names, or indices where no name fits.
 
-    Raises `HddmError` for an unknown class, or an ensemble without classes.
+    Raises `HddmError` as `flat_labels`, for an unknown class, or an ensemble without classes.
     """
-    if isinstance(labels, Tensor):
-        labels = labels.flatten().tolist()
-    if isinstance(labels, int | str):
-        labels = [labels]
+    labels = flat_labels(labels)
     if not classes:
-        raise HddmError(f"class_labels {list(labels)}: this model knows no classes; drop them")
+        raise HddmError(f"class_labels {labels}: this model knows no classes; drop them")
     names = {name: index for index, name in enumerate(classes)}
     indices = []
     for label in labels:

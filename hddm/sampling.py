@@ -15,14 +15,14 @@ import inspect
 import itertools
 import math
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from numbers import Integral
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from hddm.ensemble import Ensemble, Strategy, class_indices
+from hddm.ensemble import Ensemble, Strategy, class_indices, flat_labels
 from hddm.utils.errors import HddmError
 from hddm.utils.tensors import generator
 from hddm.velocity import Guidance, VelocityField, check_names
@@ -411,8 +411,10 @@ def sample(
     for branch in (conditions, negative or {}):
         check_names(branch, model.conditions, arguments)
     labels = conditions.get("class_labels")
-    if isinstance(labels, str | Sequence) and any(isinstance(label, str) for label in labels):
-        conditions["class_labels"] = class_indices(labels, model.classes)
+    if labels is not None and not isinstance(labels, Tensor):
+        flat = flat_labels(labels)
+        is_named = any(isinstance(label, str) for label in flat)
+        conditions["class_labels"] = class_indices(flat, model.classes) if is_named else torch.tensor(flat)
     conditions = {name: torch.as_tensor(value) for name, value in conditions.items()}
     negative = {name: torch.as_tensor(value) for name, value in (negative or {}).items()}
     for name, value in (*conditions.items(), *negative.items()):

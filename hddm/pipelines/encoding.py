@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
-from hddm.ensemble import class_indices
+from hddm.ensemble import Labels, class_indices
 from hddm.networks.text_encoder import encode
 from hddm.pipelines.offloading import Offloading
 from hddm.utils.errors import HddmError
@@ -21,7 +21,7 @@ class Encoding(Offloading):
     def encode(
         self,
         prompt: str | Sequence[str] | None = None,
-        class_labels: int | str | Sequence[int | str] | Tensor | None = None,
+        class_labels: Labels | None = None,
         negative_prompt: str | Sequence[str] | None = None,
         guided: bool = False,
         prompt_embeds: Tensor | None = None,
