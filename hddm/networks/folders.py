@@ -250,7 +250,7 @@ def refuse_other_tensors(
 
 
 class WeightsReader:
-    """Reader of a weights file; refuses NaN and Inf at the first read, and a changed file later."""
+    """Reader of a weights file; refuses NaN and Inf at the first read, and a file gone or changed since."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._identity = path, _identity(path)
@@ -262,8 +262,13 @@ class WeightsReader:
 
     def stored(self) -> dict[str, Tensor]:
         """All tensors as stored, mapped."""
+        if not self._path.exists():
+            raise HddmError(
+                f"{self._path}: is gone since the model was opened, and weights are read when they are first "
+                "needed; keep the folder for as long as the model, or load it from where it is now"
+            )
         # Another expert may have replaced the folder.
-        if not self._path.exists() or _identity(self._path) != self._identity:
+        if _identity(self._path) != self._identity:
             raise HddmError(f"{self._path}: has changed since it was opened; load the model again")
         weights = read_safetensors(self._path)
         if not self._is_checked:
