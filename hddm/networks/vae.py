@@ -96,6 +96,16 @@ def vae_facts(folder: Path, variant: str | None = None) -> VaeRecord:
     return VaeRecord(kind=type(network).__name__, fingerprint=fingerprint(encoder), scale=scale, shift=shift)
 
 
+def kind_of(vae: nn.Module) -> str:
+    """Class of a VAE, compiled or not; `HddmError` names one that is not of `KINDS`."""
+    name = type(getattr(vae, "_orig_mod", vae)).__name__
+    if name not in KINDS:
+        raise HddmError(
+            f"the VAE is of class {name}, which hddm does not read; take one of {', '.join(map(str, KINDS))}"
+        )
+    return name
+
+
 def scale_of(vae: "AutoencoderKL | AutoencoderTiny") -> int:
     """Ratio of the VAE's image width to its latent width."""
     levels = vae.config.get("decoder_block_out_channels") or vae.config["block_out_channels"]

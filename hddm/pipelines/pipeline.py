@@ -11,7 +11,7 @@ from diffusers.image_processor import VaeImageProcessor
 from diffusers.utils import BaseOutput
 from torch import Tensor, nn
 
-from hddm.ensemble import Ensemble
+from hddm.ensemble import Ensemble, Labels
 from hddm.experts.ensemble_folders import (
     CLASSES,
     COMPONENTS,
@@ -24,7 +24,7 @@ from hddm.experts.loading import ensemble_of, open_ensemble, room_beside, save_e
 from hddm.experts.records import RouterRecord
 from hddm.networks.offload import Offload
 from hddm.networks.transformers import RouterTransformer
-from hddm.networks.vae import decode, scale_of
+from hddm.networks.vae import decode, kind_of, scale_of
 from hddm.pipelines.encoding import Encoding, repeated
 from hddm.pipelines.inputs import (
     LOADING,
@@ -107,8 +107,11 @@ class HDDMPipeline(Encoding, DiffusionPipeline):  # type: ignore[misc]
     def ensemble(self) -> Ensemble:
         """Velocity field of these parts, cached while they stay the same.
 
-        Raises `HddmError` for a scheduler that does more than shift its grid, and parts that do not fit.
+        Raises `HddmError` for a scheduler that does more than shift its grid, and parts that do not fit or of
+        another class.
         """
+        if self.vae is not None:
+            kind_of(self.vae)
         models = (self.experts, self.router, self.router_facts, self.experts.record)
         shift = shift_of(self.scheduler)
         if self._ensemble is None or any(a is not b for a, b in zip(models, self._made_of, strict=True)):
@@ -221,29 +224,29 @@ class HDDMPipeline(Encoding, DiffusionPipeline):  # type: ignore[misc]
                 ``safe_serialization``.
 
         Raises:
-            HddmError: where the folder exists without ``overwrite``, or the experts are read from it, and for
-                other options.
+            HddmError: where the folder exists without ``overwrite`` and is not empty, or the experts are read
+                from it, and for other options.
         """
         refuse_options("save_pretrained", options, SAVING)
         folder, experts = Path(save_directory), self.experts.experts
         read_from = [path.resolve() for one in experts for path in (one.folder, one.base) if path]
         if any(one.is_relative_to(folder.resolve()) for one in read_from):
             raise HddmError(f"{folder}: these experts are read from it as they are needed; save elsewhere")
-        with new_folder(folder, ENSEMBLE_FILE, overwrite) as draft:
+        with new_folder(folder, ENSEMBLE_FILE, overwrite, fills_empty=True) as draft:
             kinds = {}
             for name in COMPONENTS:
                 if (part := getattr(self, name)) is not None:
                     part.save_pretrained(draft / name)
                     kinds[name] = CLASSES[name][0]
             if self.vae is not None:
-                kinds["vae"] = ("diffusers", type(self.vae).__name__)
+                kinds["vae"] = ("diffusers", kind_of(self.vae))
             save_ensemble(draft, self.experts, self.router, self.router_facts, self.facts, kinds)
 
     @torch.no_grad()
     def __call__(
         self,
         prompt: str | Sequence[str] | None = None,
-        class_labels: int | str | Sequence[int | str] | Tensor | None = None,
+        class_labels: Labels | None = None,
         *,
         negative_prompt: str | Sequence[str] | None = None,
         prompt_embeds: Tensor | None = None,

@@ -105,20 +105,22 @@ def new_folder(
     overwrite: bool = False,
     is_locked: bool = False,
     kept: Callable[[], str] = nothing,
+    fills_empty: bool = False,
 ) -> Iterator[Path]:
     """Folder to fill, renamed to ``target`` when the block ends, and removed if it fails.
 
     It is beside ``target``, since a rename is atomic only within one file system. Files are synced to disk
     before the rename, and the rename after it. What killed processes left is removed. ``record`` is the JSON
-    file that marks its kind; ``is_locked`` tells that the caller holds the lock.
+    file that marks its kind; ``is_locked`` tells that the caller holds the lock; ``fills_empty`` is as for
+    `check_absent`.
 
     A replaced folder is renamed away first, so for a moment ``target`` does not exist. A process killed at
     that moment leaves the old folder complete beside it; `restore` renames it back. Raises `HddmError` as
     `check_absent`, if another process writes ``target``, and as `writing` if the block cannot write.
     """
-    check_absent(target, record, overwrite)
+    check_absent(target, record, overwrite, fills_empty)
     with contextlib.nullcontext() if is_locked else alone(target):
-        check_absent(target, record, overwrite)
+        check_absent(target, record, overwrite, fills_empty)
         draft = target.parent / f".{target.name}.part-{os.getpid()}"
         try:
             with writing(target, kept, below=draft):
@@ -171,11 +173,12 @@ def put_in_place(draft: Path, target: Path, overwrite: bool) -> None:
     sync(target.parent)
 
 
-def check_absent(target: Path, record: str, overwrite: bool = False) -> None:
+def check_absent(target: Path, record: str, overwrite: bool = False, fills_empty: bool = False) -> None:
     """Refuse an existing ``target``; call it also before hours of work, to fail early.
 
     ``overwrite`` allows only an empty folder or one of the same kind, with a JSON file ``record`` that has a
-    format version. A link is refused, since replacing it would not replace what it leads to.
+    format version. A link is refused, since replacing it would not replace what it leads to. ``fills_empty``
+    allows an empty folder without it, unless it cannot be renamed away: a mounted or the working folder.
     """
     restore(target)
     if target.is_symlink():
@@ -189,9 +192,13 @@ def check_absent(target: Path, record: str, overwrite: bool = False) -> None:
             raise HddmError(f"{target}: cannot be made, since {above} is no folder to write in")
         return
     _tidy(target)
+    is_empty = target.is_dir() and not any(target.iterdir())
     if not overwrite:
+        is_fixed = target.is_mount() or target.absolute() == Path.cwd()
+        if fills_empty and is_empty and not is_fixed:
+            return
         raise HddmError(f"{target} exists: choose another folder, or pass --overwrite to replace it")
-    if target.is_dir() and not any(target.iterdir()):
+    if is_empty:
         return
     if "format" not in (read_json(target / record) if (target / record).is_file() else {}):
         raise HddmError(

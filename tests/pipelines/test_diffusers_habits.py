@@ -1,16 +1,28 @@
 """What users of diffusers do with any pipeline: here it works, or one line says why not."""
 
 import re
+import shutil
+import tempfile
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from diffusers import FlowMatchEulerDiscreteScheduler
+from diffusers import AsymmetricAutoencoderKL, FlowMatchEulerDiscreteScheduler, VQModel
 
+import hddm
+from hddm.networks.vae import read_vae
 from hddm.pipelines.pipeline import HDDMPipeline
-from tests.artefacts import refusal
-from tests.ensemble_files import flow_expert, load_pipeline, pipeline_in_memory, write_ensemble, write_text
+from tests.artefacts import copied, refusal
+from tests.ensemble_files import (
+    WEIGHTS,
+    flow_expert,
+    load_pipeline,
+    pipeline_in_memory,
+    write_ensemble,
+    write_text,
+)
 
 LATENT: dict[str, Any] = {"num_inference_steps": 3, "output_type": "latent", "seed": 0}
 LABELS = [0, 1, 2, 0, 1, 2]
@@ -153,3 +165,83 @@ def test_nothing_is_pushed_or_written_in_pieces(folder: Path, tmp_path: Path) ->
         assert next(iter(options)) in words
         assert "secret" not in words
         assert not (tmp_path / "saved").exists()
+
+
+def test_an_empty_folder_is_filled_and_no_other(folder: Path, tmp_path: Path) -> None:
+    pipe = load_pipeline(folder)
+    with tempfile.TemporaryDirectory(dir=tmp_path) as name:
+        pipe.save_pretrained(name)
+        assert torch.equal(_images(load_pipeline(Path(name))), _images(pipe))
+        assert "exists: choose another folder" in refusal(pipe.save_pretrained, name)
+    (tmp_path / "behind").mkdir()
+    (tmp_path / "link").symlink_to("behind")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / ".hidden").touch()
+    for taken in ("link", "full"):
+        assert "exists: choose another folder" in refusal(pipe.save_pretrained, tmp_path / taken)
+    assert [path.name for path in (tmp_path / "full").iterdir()] == [".hidden"]
+
+
+def test_the_working_folder_is_not_renamed_away(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert "exists: choose another folder" in refusal(load_pipeline(folder).save_pretrained, ".")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_class_labels_are_taken_from_arrays_and_refused_in_nests(folder: Path) -> None:
+    pipe = load_pipeline(folder)
+    made = _images(pipe)
+    for same in (
+        np.array(LABELS, dtype=np.int32),
+        np.array([["cat"], ["dog"], ["7"], ["cat"], ["dog"], ["7"]]),
+        tuple(LABELS),
+        (label for label in LABELS),
+    ):
+        assert torch.equal(_images(pipe, class_labels=same), made)
+    assert torch.equal(_images(pipe, class_labels=np.int64(2)), _images(pipe, class_labels=[2]))
+    sampled = hddm.sample(pipe.ensemble, 6, 0, 3, class_labels=LABELS)
+    for same in (np.array(LABELS), np.array(["cat", "dog", "7"] * 2), ["0", 1, "7", 0, "1", 2]):
+        assert torch.equal(hddm.sample(pipe.ensemble, 6, 0, 3, class_labels=same), sampled)
+    for nested, shown in (([[0, 1], [2]], "[0, 1]"), ([0.5], "0.5"), (1.5, "1.5"), ([None], "None")):
+        message = f"class_labels hold {shown}: pass names or whole numbers of classes, in one flat list"
+        assert refusal(_images, pipe, class_labels=nested) == message
+        assert refusal(hddm.sample, pipe.ensemble, 6, class_labels=nested) == message
+
+
+def test_a_folder_that_is_gone_is_named_when_weights_are_needed(folder: Path, tmp_path: Path) -> None:
+    own = copied(folder, tmp_path)
+    pipe, whole = load_pipeline(own), load_pipeline(own)
+    made = _images(whole, strategy="full")
+    shutil.rmtree(own)
+    # Weights that were read before are there.
+    assert torch.equal(_images(whole, strategy="full"), made)
+    for call in (lambda: _images(pipe), lambda: pipe.save_pretrained(tmp_path / "saved")):
+        words = refusal(call)
+        assert re.search(rf"{re.escape(str(own))}/experts/\d/{WEIGHTS}: is gone since the model was", words)
+        assert "keep the folder for as long as the model" in words
+    assert not (tmp_path / "saved").exists()
+
+
+def test_a_vae_of_another_class_is_refused_by_its_name(tmp_path: Path) -> None:
+    folder = write_text(tmp_path)
+    pipe = load_pipeline(folder)
+    other = AsymmetricAutoencoderKL(norm_num_groups=1)
+    for vae, name in ((other, "AsymmetricAutoencoderKL"), (VQModel(norm_num_groups=1), "VQModel")):
+        words = refusal(HDDMPipeline, **pipe.components | {"vae": vae})
+        assert f"the VAE is of class {name}" in words
+        assert "take one of AutoencoderKL, AutoencoderTiny" in words
+    pipe.vae = other
+    assert "class AsymmetricAutoencoderKL" in refusal(pipe.save_pretrained, tmp_path / "saved")
+    other.save_pretrained(tmp_path / "other")
+    assert "holds a AsymmetricAutoencoderKL" in refusal(read_vae, tmp_path / "other")
+
+
+def test_a_compiled_vae_is_saved_as_what_it_is(tmp_path: Path) -> None:
+    pipe = load_pipeline(write_text(tmp_path))
+    vae = pipe.vae
+    pipe.vae = torch.compile(vae)
+    pipe.save_pretrained(tmp_path / "saved")
+    again = load_pipeline(tmp_path / "saved").vae.state_dict()
+    assert all(torch.equal(value, again[name]) for name, value in vae.state_dict().items())
