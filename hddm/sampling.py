@@ -266,7 +266,7 @@ def integrate(
     x: Tensor,
     times: Tensor,
     solver: str = DEFAULT_SOLVER,
-    guidance_scale: float | Guidance = 1.0,
+    guidance_scale: float | Guidance | Callable[[], Guidance] = 1.0,
     negative: Mapping[str, Tensor] | None = None,
     conditions: Mapping[str, Tensor] | None = None,
     *,
@@ -283,9 +283,10 @@ def integrate(
         x: see `hddm.sampling`.
         times: see `time_grid`.
         solver: see `hddm.sampling`.
-        guidance_scale: see `VelocityField.velocity`.
+        guidance_scale: see `VelocityField.velocity`; a function is asked at every call of the velocity.
         negative: as conditions.
-        conditions: see `VelocityField.velocity`; on the model's device.
+        conditions: see `VelocityField.velocity`; on the model's device. Both are read at every call, so that
+            ``on_step`` may change them.
         expert: (batch,) the one expert of each sample; ``draw`` needs it.
         router_every: the router is asked at every n-th call of the velocity; between, its choice stays.
         use: a tally of the weights, where one is wanted.
@@ -298,9 +299,13 @@ def integrate(
     """
     if router_every < 1:
         raise HddmError(f"router_every starts at 1, not {router_every}")
+
+    def asked() -> Guidance:
+        return guidance_scale() if callable(guidance_scale) else Guidance.of(guidance_scale)
+
     if isinstance(model, Ensemble):
-        model.refuse_weakless(Guidance.of(guidance_scale), expert)
-    given, count = dict(conditions or {}), itertools.count()
+        model.refuse_weakless(asked(), expert)
+    given, count = {} if conditions is None else conditions, itertools.count()
     kept: Tensor | None = None
     stopped = x if is_interrupted() else None
 
@@ -309,13 +314,13 @@ def integrate(
         if stopped is not None:
             return torch.zeros_like(x)
         if not isinstance(model, Ensemble):
-            return _finite(model.velocity(x, t, guidance_scale, negative, **given), t)
+            return _finite(model.velocity(x, t, asked(), negative, **given), t)
         if next(count) % router_every == 0 and (kept is None or expert is None):
             kept = model.weights(x, t.expand(len(x)), expert, given)
         assert kept is not None
         if use is not None:
             use.add(float(t), kept)
-        return _finite(model.velocity(x, t, guidance_scale, negative, weights=kept, **given), t, kept)
+        return _finite(model.velocity(x, t, asked(), negative, weights=kept, **given), t, kept)
 
     def step(index: int, x: Tensor) -> Tensor:
         nonlocal stopped

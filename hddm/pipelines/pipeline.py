@@ -1,6 +1,6 @@
 """Diffusers pipeline of an ensemble: from prompts or class labels to images."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from hddm.experts.records import RouterRecord
 from hddm.networks.offload import Offload
 from hddm.networks.transformers import RouterTransformer
 from hddm.networks.vae import decode, kind_of, scale_of
+from hddm.pipelines.callbacks import Callback, Callbacks
 from hddm.pipelines.encoding import Encoding, repeated
 from hddm.pipelines.inputs import (
     LOADING,
@@ -43,8 +44,6 @@ from hddm.utils.errors import HddmError
 from hddm.utils.files import new_folder, restore
 from hddm.velocity import Guidance
 
-OnStepEnd = Callable[["HDDMPipeline", int, float, dict[str, Tensor]], Mapping[str, Tensor] | None]
-
 
 @dataclass
 class HDDMPipelineOutput(BaseOutput):  # type: ignore[misc]
@@ -54,7 +53,7 @@ class HDDMPipelineOutput(BaseOutput):  # type: ignore[misc]
     expert_use: ExpertUse
 
 
-class HDDMPipeline(Encoding, DiffusionPipeline):  # type: ignore[misc]
+class HDDMPipeline(Encoding, Callbacks, DiffusionPipeline):  # type: ignore[misc]
     """Samples of an ensemble, decoded by a VAE if its experts are of latents.
 
     Args:
@@ -72,7 +71,6 @@ class HDDMPipeline(Encoding, DiffusionPipeline):  # type: ignore[misc]
     """
 
     _optional_components = ["router", "vae", "text_encoder", "tokenizer"]  # noqa: RUF012 - as diffusers has it
-    _callback_tensor_inputs = ["latents"]  # noqa: RUF012
 
     def __init__(
         self,
@@ -97,7 +95,6 @@ class HDDMPipeline(Encoding, DiffusionPipeline):  # type: ignore[misc]
             tokenizer=tokenizer,
         )
         self.max_memory: int | None = None
-        self._interrupt = False
         self._ensemble: Ensemble | None = None
         self._made_of: tuple[Any, ...] = ()
         self.image_processor = VaeImageProcessor()
@@ -136,11 +133,6 @@ class HDDMPipeline(Encoding, DiffusionPipeline):  # type: ignore[misc]
     def components(self) -> dict[str, Any]:
         """All that a pipeline of the same parts is made of: ``HDDMPipeline(**pipe.components)``."""
         return {**super().components, "experts": carrying(self.experts, self.facts)}
-
-    @property
-    def interrupt(self) -> bool:
-        """True after a callback has set ``_interrupt`` to stop the run."""
-        return self._interrupt
 
     @classmethod
     def from_pipe(cls, pipeline: "HDDMPipeline", **changes: Any) -> "HDDMPipeline":
@@ -269,7 +261,7 @@ class HDDMPipeline(Encoding, DiffusionPipeline):  # type: ignore[misc]
         latents: Tensor | None = None,
         output_type: str = "pil",
         return_dict: bool = True,
-        callback_on_step_end: OnStepEnd | None = None,
+        callback_on_step_end: Callback | None = None,
         callback_on_step_end_tensor_inputs: Sequence[str] = ("latents",),
     ) -> HDDMPipelineOutput | tuple[Any]:
         """Make images.
@@ -298,18 +290,18 @@ class HDDMPipeline(Encoding, DiffusionPipeline):  # type: ignore[misc]
             latents: states at t = 1, (batch, C, H, W), instead of drawn ones.
             output_type: ``pil``, ``np``, ``pt`` (0 to 1) or ``latent`` (as the experts were trained).
             return_dict: return an `HDDMPipelineOutput` instead of a tuple with the images.
-            callback_on_step_end: called as ``callback(pipeline, step, timestep, {"latents": …})``, timestep
-                being 1000 t; may return a dictionary whose ``latents`` replace the state.
-            callback_on_step_end_tensor_inputs: ``latents`` or nothing.
+            callback_on_step_end: called as ``callback(pipeline, step, timestep, tensors)``, timestep being
+                1000 t; what it returns replaces the tensors. It may set ``pipeline._interrupt`` to stop, and
+                ``pipeline._guidance_scale``, where 1 and less is no guidance. Those of diffusers work too.
+            callback_on_step_end_tensor_inputs: ``latents``, ``prompt_embeds``, ``negative_prompt_embeds``, or
+                another condition by its keyword.
 
         Raises:
             HddmError: for a condition that no expert takes or that is lacking, missing parts, contradictory
                 numbers, and whatever `hddm.sampling.integrate` refuses.
         """
-        self._interrupt = False
-        if list(callback_on_step_end_tensor_inputs) not in ([], ["latents"]):
-            raise HddmError(f"callbacks see 'latents', not {list(callback_on_step_end_tensor_inputs)}")
         guidance = Guidance.of(guidance_scale)
+        self._begin(guidance, num_inference_steps)
         guided = guidance.by_condition
         negatives = negative_prompt or negative_conditions or negative_prompt_embeds is not None
         guidance.refuse_negative(bool(negatives))
@@ -327,23 +319,23 @@ class HDDMPipeline(Encoding, DiffusionPipeline):  # type: ignore[misc]
             chosen = pick_experts(ensemble.prior_of(num, given), draws)
         times = time_grid(num_inference_steps, ensemble.shift)
         use, device = ExpertUse(len(ensemble.experts)), ensemble.device
+        given = {key: value.to(device) for key, value in given.items()}
+        against = {key: value.to(device) for key, value in against.items()}
+        step = self._on_step(callback_on_step_end, callback_on_step_end_tensor_inputs, times, given, against)
         with self.progress_bar(total=num_inference_steps) as bar:
 
             def on_step(index: int, x: Tensor) -> Tensor:
                 bar.update()
-                if callback_on_step_end is None:
-                    return x
-                outcome = callback_on_step_end(self, index, 1000 * float(times[index]), {"latents": x})
-                return (outcome or {}).get("latents", x)
+                return step(index, x)
 
             x = integrate(
                 ensemble,
                 x.to(device, dtype),
                 times,
                 solver,
-                guidance_scale,
-                {key: value.to(device) for key, value in against.items()} or None,
-                {key: value.to(device) for key, value in given.items()},
+                self._guidance,
+                against or None,
+                given,
                 expert=None if chosen is None else chosen.to(device),
                 router_every=router_every,
                 use=use,

@@ -1,0 +1,148 @@
+"""Callbacks at the end of a step, as diffusers has them: what they read of a pipeline, and what they change.
+
+A callback sees the conditional rows of ``prompt_embeds`` only; diffusers puts the negative ones before them.
+Its official callbacks work on either: they take the last row and turn guidance off.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from diffusers.callbacks import MultiPipelineCallbacks, PipelineCallback
+from torch import Tensor
+
+from hddm.sampling import OnStep
+from hddm.utils.errors import HddmError
+from hddm.velocity import Guidance
+
+Callback = Callable[[Any, int, float, dict[str, Tensor]], Mapping[str, Tensor] | None]
+
+_LATENTS, _NEGATIVE = "latents", "negative_"
+_KEYWORDS = {
+    "prompt_embeds": "encoder_hidden_states",
+    "pooled_prompt_embeds": "pooled_projections",
+    "add_text_embeds": "text_embeds",
+    "add_time_ids": "time_ids",
+}
+"""Keywords of networks by the names that diffusers' pipelines give them."""
+
+
+class Callbacks:
+    """The state of a call that callbacks read and set."""
+
+    _callback_tensor_inputs = ["latents", "prompt_embeds", "negative_prompt_embeds"]  # noqa: RUF012 - diffusers'
+    _asked = Guidance(1.0)
+    _guidance_scale = 1.0
+    _num_timesteps = 0
+    _interrupt = False
+
+    @property
+    def interrupt(self) -> bool:
+        """True after a callback has set ``_interrupt`` to stop the run."""
+        return self._interrupt
+
+    @property
+    def num_timesteps(self) -> int:
+        """Steps of the current or last call."""
+        return self._num_timesteps
+
+    @property
+    def guidance_scale(self) -> float:
+        """Guidance scale of the current or last call; callbacks set ``_guidance_scale``."""
+        return self._guidance_scale
+
+    @property
+    def guidance_rescale(self) -> float:
+        """Guidance rescale of the current or last call."""
+        return self._asked.rescale
+
+    @property
+    def do_classifier_free_guidance(self) -> bool:
+        """True where the next call of the velocity is guided by condition."""
+        return self._guidance().by_condition
+
+    def _guidance(self) -> Guidance:
+        """Guidance of the next call of the velocity: as asked for, or with the scale that a callback has set.
+
+        As in diffusers, such a scale of 1 or less is none.
+        """
+        scale = float(self._guidance_scale)
+        if scale == self._asked.scale:
+            return self._asked
+        return replace(self._asked, scale=scale if scale > 1 else 1.0)
+
+    def _begin(self, guidance: Guidance, num_steps: int) -> None:
+        """Start a call."""
+        self._asked, self._guidance_scale = guidance, guidance.scale
+        self._num_timesteps, self._interrupt = num_steps, False
+
+    def _on_step(
+        self,
+        callback: Callback | None,
+        names: Sequence[str],
+        times: Tensor,
+        given: dict[str, Tensor],
+        against: dict[str, Tensor],
+    ) -> OnStep:
+        """The ``on_step`` of a solver that calls ``callback``, and puts what it returns in its place.
+
+        The callback gets the tensors ``names``, or those that an official callback of diffusers asks for.
+        Raises `HddmError` for one that this call does not have, or that comes back in another shape.
+        """
+        if isinstance(callback, PipelineCallback | MultiPipelineCallbacks):
+            names = callback.tensor_inputs
+        for name in names:
+            _place(name, given, against)
+
+        def step(index: int, x: Tensor) -> Tensor:
+            if callback is None:
+                return x
+            before = {name: _held(name, x, given, against) for name in names}
+            outcome = callback(self, index, 1000 * float(times[index]), dict(before)) or {}
+            if self._asked.scale == 1.0 and self._guidance().scale != 1.0:
+                raise HddmError(
+                    f"a callback set _guidance_scale to {self._guidance_scale:g} in a call that began "
+                    "without guidance: there is nothing to guide away from; begin with a scale above 1"
+                )
+            for name, value in outcome.items():
+                fitting = _fitting(name, value, _held(name, x, given, against))
+                if name == _LATENTS:
+                    x = fitting
+                else:
+                    branch, keyword = _place(name, given, against)
+                    branch[keyword] = fitting
+            return x
+
+        return step
+
+
+def _place(name: str, given: dict[str, Tensor], against: dict[str, Tensor]) -> tuple[dict[str, Tensor], str]:
+    """The conditions that hold a callback's tensor, and its keyword there."""
+    branch = against if name.startswith(_NEGATIVE) else given
+    own = name.removeprefix(_NEGATIVE)
+    keyword = _KEYWORDS.get(own, own)
+    if name != _LATENTS and keyword not in branch:
+        named = {keyword: own for own, keyword in _KEYWORDS.items()}
+        known = [_LATENTS, *(named.get(one, one) for one in given)]
+        known += [_NEGATIVE + named.get(one, one) for one in against]
+        raise HddmError(f"callbacks see {', '.join(map(repr, known))} in this call, not {name!r}")
+    return branch, keyword
+
+
+def _held(name: str, x: Tensor, given: dict[str, Tensor], against: dict[str, Tensor]) -> Tensor:
+    branch, keyword = _place(name, given, against)
+    return x if name == _LATENTS else branch[keyword]
+
+
+def _fitting(name: str, value: Tensor, before: Tensor) -> Tensor:
+    """A tensor that a callback returned, in the shape of the one ``before``."""
+    if value.shape == before.shape:
+        return value.to(before)
+    # Official callbacks of diffusers return the last row, which is that of every image of one prompt.
+    is_row = len(before) > 0 and value.shape == before[:1].shape
+    if is_row and name != _LATENTS and bool((before == before[-1:]).all()):
+        return value.to(before).expand_as(before)
+    raise HddmError(
+        f"a callback returned {name} of shape {tuple(value.shape)}, and this call has {tuple(before.shape)}; "
+        "one row stands for all images only where they have one prompt: make the others in calls of their own"
+    )
