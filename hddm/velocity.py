@@ -305,6 +305,8 @@ class VelocityField:
         self.classes = tuple(classes)
         self.shift = shift
         self.weak = weak
+        # What `hddm.experts` read it from, so that it can be written again with its licence and history.
+        self.source: object = None
         self.range = _exact_range(schedule, self.prediction_type)
 
     def __repr__(self) -> str:

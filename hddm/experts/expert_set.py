@@ -3,13 +3,14 @@
 import copy
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from hddm.experts.ensemble_folders import EnsembleRecord
+from hddm.experts.in_memory import in_memory, storable
 from hddm.experts.lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from hddm.experts.records import (
     WEAK,
@@ -22,22 +23,11 @@ from hddm.experts.records import (
     write_records,
 )
 from hddm.networks.folders import WEIGHTS
-from hddm.networks.offload import Offload, Shelf
-from hddm.networks.transformers import RouterTransformer
+from hddm.networks.offload import Offload, Shelf, StoredNetwork
 from hddm.utils.errors import HddmError
 from hddm.utils.files import link_or_copy
-from hddm.utils.records import Record
+from hddm.utils.tensors import device_of, parameter_dtype
 from hddm.velocity import VelocityField
-
-Part = TypeVar("Part", "ExpertSet", RouterTransformer)
-
-
-def carrying(part: Part, record: Record | None) -> Part:
-    """``part`` if it carries this ``record``, else a copy that does and shares its weights."""
-    if part.record != record:
-        part = copy.copy(part)
-        part.record = record  # type: ignore[assignment]
-    return part
 
 
 class ExpertSet(nn.Module):
@@ -45,14 +35,15 @@ class ExpertSet(nn.Module):
 
     Weights are read again after eviction or a cast: changes in memory last, and are saved, only while they
     stay. ``experts`` are in the router's order; wrap those in memory with
-    `hddm.experts.records.Expert.unread`. ``shelf`` decides which stay on the device; by default all that have
-    run. ``record`` is their ensemble's, by default ``draw`` with equal shares; diffusers' ``components``
-    have no other place for it. Raises `HddmError` for no experts, or one that does not fit on the shelf.
+    `hddm.experts.records.Expert.unread`, or pass velocity fields of known sample shape, which keep their
+    networks. ``shelf`` decides which stay on the device; by default all that have run. ``record`` is their
+    ensemble's, by default ``draw`` with equal shares; diffusers' ``components`` have no other place for it.
+    Raises `HddmError` for no experts, or one that does not fit on the shelf.
     """
 
     def __init__(
         self,
-        experts: Sequence[UnreadExpert],
+        experts: Sequence[UnreadExpert | VelocityField],
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
         shelf: Shelf | None = None,
@@ -61,20 +52,31 @@ class ExpertSet(nn.Module):
         super().__init__()
         if not experts:
             raise HddmError("an ensemble needs at least one expert")
-        self.experts = tuple(experts)
         names = [f"experts/{k}" for k in range(len(experts))]
         self.record = record or EnsembleRecord.equal(names, has_router=False)
+        # Copies: what is changed on a field afterwards is no part of this.
+        self._fields = {k: copy.copy(one) for k, one in enumerate(experts) if isinstance(one, VelocityField)}
+        self.experts = tuple(in_memory(one) if isinstance(one, VelocityField) else one for one in experts)
         shelf = shelf or Shelf()
-        self.stored = [
-            stored(expert.unread, expert.facts, expert.name, dtype, device, shelf) for expert in experts
-        ]
-        self._weak = {
-            index: stored(expert.weak, expert.facts, f"{expert.name}/{WEAK}", dtype, device, shelf)
-            for index, expert in enumerate(experts)
-            if expert.weak is not None
-        }
-        self._all = [*self.stored, *self._weak.values()]
+        self._running: list[Any] = []
+        self._weak: dict[int, Any] = {}
+        for k, expert in enumerate(self.experts):
+            if field := self._fields.get(k):
+                self._running.append(field.network)
+                if field.weak is not None:
+                    self._weak[k] = field.weak.network
+                continue
+            self._running.append(stored(expert.unread, expert.facts, expert.name, dtype, device, shelf))
+            if expert.weak is not None:
+                name = f"{expert.name}/{WEAK}"
+                self._weak[k] = stored(expert.weak, expert.facts, name, dtype, device, shelf)
+        self._all = [one for one in (*self._running, *self._weak.values()) if isinstance(one, nn.Module)]
         self.networks = nn.ModuleList(self._all)
+
+    @property
+    def stored(self) -> list[StoredNetwork]:
+        """Networks of the experts whose weights come and go."""
+        return [network for network in self._running if isinstance(network, StoredNetwork)]
 
     @property
     def facts(self) -> tuple[ExpertRecord, ...]:
@@ -89,68 +91,89 @@ class ExpertSet(nn.Module):
     @property
     def device(self) -> torch.device:
         """The device that experts run on."""
-        return self.stored[0].placement.device
+        return device_of(self._running[0])
 
     @property
     def dtype(self) -> torch.dtype:
         """The dtype that experts run in."""
-        return self.stored[0].placement.dtype
+        return parameter_dtype(self._running[0]) or torch.float32
 
     def fields(self) -> list[VelocityField]:
         """Experts as velocity fields that share these networks."""
         fields = []
-        for index, (expert, network) in enumerate(zip(self.experts, self.stored, strict=True)):
+        for index, (expert, network) in enumerate(zip(self.experts, self._running, strict=True)):
             try:
-                fields.append(as_field(expert, network, self._weak.get(index)))
+                field = self._fields.get(index) or as_field(expert, network, self._weak.get(index))
             except HddmError as error:
                 raise HddmError(f"{expert.name}: {error}") from error
+            fields.append(copy.copy(field))
         return fields
 
     def offload(self, mode: Offload, budget: int | None = None) -> None:
         """Change how long weights stay on the device; see `hddm.networks.offload`. Idempotent.
 
-        Raises `HddmError` for an unknown mode, a budget below an expert's size, or ``disk`` for experts in
-        memory.
+        Raises `HddmError` for an unknown mode, a budget below an expert's size, ``disk`` for experts in
+        memory, and networks that are not hddm's to move.
         """
+        own = [network for network in self._all if isinstance(network, StoredNetwork)]
+        if len(own) < len(self._running) + len(self._weak):
+            raise HddmError(
+                f"offload {mode}: an expert was built in memory, and its weights stay where they are; save "
+                "the pipeline and load it"
+            )
         if mode == "disk" and any(expert.folder is None for expert in self.experts):
             raise HddmError("offload disk: these experts are in memory only; save the ensemble and load it")
         shelf = Shelf(mode, budget)
-        for network in self._all:
+        for network in own:
             shelf.add(network)
-        for network in self._all:
+        for network in own:
             network.move_to(shelf)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Let ``torch.compile``, with these arguments, compile each network at its first run."""
         for network in self._all:
-            network.network.compile(*args, **kwargs)
+            (network.network if isinstance(network, StoredNetwork) else network).compile(*args, **kwargs)
 
     def save_pretrained(self, folder: str | Path, **_: object) -> None:
         """Write an expert folder each, ``0``, ``1``, …, with weights in the dtype that they run in.
 
         An adapter with unchanged weights stays an adapter, in its dtype on disk; the caller saves its base.
-        An adapter that was changed in memory is merged.
+        An adapter that was changed in memory is merged. Raises `HddmError` for experts built in memory that a
+        folder cannot hold.
         """
-        for index, (expert, network) in enumerate(zip(self.experts, self.stored, strict=True)):
+        experts = self.storable()
+        for index, (expert, network) in enumerate(zip(experts, self._running, strict=True)):
             target = Path(folder) / str(index)
             target.mkdir(parents=True)
             expert.unread.network.save_config(target)
             tensors = expert.unread.network.state_dict()
             facts = expert.facts
             is_here = not any(value.is_meta for value in tensors.values())
-            if facts.adapter and expert.folder and not (is_here and _differ(expert, tensors, network.dtype)):
+            dtype = parameter_dtype(network) or torch.float32
+            if facts.adapter and expert.folder and not (is_here and _differ(expert, tensors, dtype)):
                 for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
                     link_or_copy(expert.folder / name, target / name)
             else:
                 facts = without_adapter(facts)
                 if not is_here:
-                    tensors = expert.unread.read(network.dtype)
+                    tensors = expert.unread.read(dtype)
                 here = {name: value.cpu().contiguous() for name, value in tensors.items()}
                 save_file(here, target / WEIGHTS, {"format": "pt"})
             if expert.calibration is not None:
                 expert.calibration.save(target)
-            save_weak(target, expert)
+            is_read = isinstance(self._weak.get(index), StoredNetwork)
+            save_weak(target, expert, torch.bfloat16 if is_read else dtype)
             write_records(target, facts, expert.nulls)
+
+    def storable(self) -> list[UnreadExpert]:
+        """The experts as folders hold them; `HddmError` names the first that no folder could hold."""
+        found = list(self.experts)
+        for index, field in self._fields.items():
+            try:
+                found[index] = storable(found[index], field)
+            except HddmError as error:
+                raise HddmError(f"expert {index}: {error}") from error
+        return found
 
 
 def _differ(expert: UnreadExpert, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> bool:

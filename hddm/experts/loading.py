@@ -3,12 +3,12 @@
 All records are read and compared before any weights.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hddm.ensemble import Ensemble, Router, Strategy
 from hddm.experts.compatibility import Findings, compare_experts, match_router
@@ -38,6 +38,7 @@ from hddm.experts.records import (
 )
 from hddm.networks.offload import Offload, Shelf
 from hddm.networks.transformers import RouterTransformer
+from hddm.networks.wrappers import described
 from hddm.utils.errors import HddmError, UsageError
 from hddm.utils.files import inside, restore
 from hddm.velocity import VelocityField
@@ -216,13 +217,13 @@ def room_beside(models: Sequence[nn.Module], max_memory: int) -> int:
 
 def ensemble_of(
     experts: ExpertSet,
-    router: RouterTransformer | None,
+    router: Callable[..., Tensor] | None,
     router_facts: RouterRecord | None,
     facts: EnsembleRecord,
 ) -> Ensemble:
     """The velocity field of an ensemble's parts; `HddmError` where they contradict each other."""
-    route = None
-    if router is not None:
+    route = router
+    if isinstance(router, RouterTransformer):
         if router_facts is None:
             raise HddmError("a router needs its router_facts, which say how it counts time")
         outputs = facts.router_outputs or None
@@ -238,14 +239,26 @@ def ensemble_of(
 def save_ensemble(
     draft: Path,
     experts: ExpertSet,
-    router: RouterTransformer | None,
+    router: Callable[..., Tensor] | None,
     router_facts: RouterRecord | None,
     facts: EnsembleRecord,
     components: Mapping[str, ClassName],
 ) -> None:
-    """Write an ensemble into ``draft``, which holds ``components``; the inverse of `open_ensemble`."""
+    """Write an ensemble into ``draft``, which holds ``components``; the inverse of `open_ensemble`.
+
+    Raises `HddmError` for parts in memory that a folder cannot hold, or that do not fit together.
+    """
+    named = [(f"expert {k}", expert.facts) for k, expert in enumerate(experts.storable())]
+    found = Findings()
+    compare_experts(named, found)
+    if router is not None:
+        if not isinstance(router, RouterTransformer) or router_facts is None:
+            raise HddmError(f"the router is {described(router)}, and a folder holds a RouterTransformer")
+        total = router.config.num_experts
+        match_router(named, router_facts, total, found, settled=facts.outputs)
+    found.refuse("these parts do not fit together in one folder, and nothing was written:")
     experts.save_pretrained(draft / "experts")
-    if router is not None and router_facts is not None:
+    if isinstance(router, RouterTransformer) and router_facts is not None:
         (draft / ROUTER).mkdir()
         save_router(draft / ROUTER, router, router_facts)
     names = tuple(f"experts/{k}" for k in range(len(experts.experts)))

@@ -189,10 +189,10 @@ def save_expert(folder: Path, expert: Expert) -> None:
     write_records(folder, expert.facts, expert.nulls)
 
 
-def save_weak(folder: Path, expert: "Expert | UnreadExpert") -> None:
+def save_weak(folder: Path, expert: "Expert | UnreadExpert", dtype: torch.dtype = torch.bfloat16) -> None:
     """Write the weights to guide ``expert`` by, if any, into its ``folder``."""
     if expert.weak is not None:
-        save_file(expert.weak.read(torch.bfloat16), folder / WEAK, {"format": "pt"})
+        save_file(expert.weak.read(dtype), folder / WEAK, {"format": "pt"})
 
 
 def write_records(folder: Path, facts: ExpertRecord, nulls: Mapping[str, Tensor]) -> None:
@@ -252,7 +252,7 @@ def as_field(
     Raises `HddmError` for a schedule that is unknown or does not fit the prediction type.
     """
     record = expert.facts
-    return VelocityField(
+    field = VelocityField(
         network,
         from_config(record.schedule),
         record.prediction_type,
@@ -265,6 +265,8 @@ def as_field(
         shift=record.shift,
         weak=None if weak is None else as_field(expert, weak),
     )
+    field.source = expert
+    return field
 
 
 def field_of(expert: Expert, device: torch.device | str = "cpu") -> VelocityField:

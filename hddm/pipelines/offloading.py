@@ -1,15 +1,14 @@
 """Offload methods of a pipeline: which parts wait in main memory, and when they are brought to the device."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hddm.experts.expert_set import ExpertSet
 from hddm.networks.offload import Offload
-from hddm.networks.transformers import RouterTransformer
 
 
 class Offloading:
@@ -19,7 +18,7 @@ class Offloading:
     """
 
     experts: ExpertSet
-    router: RouterTransformer | None
+    router: Callable[..., Tensor] | None
     vae: nn.Module | None
     text_encoder: nn.Module | None
     _visits: torch.device | None = None
@@ -38,7 +37,7 @@ class Offloading:
         self, gpu_id: int | None = None, device: torch.device | str | None = None
     ) -> None:
         """Do as `enable_model_cpu_offload`, with one expert at a time."""
-        largest = max(network.size for network in self.experts.stored)
+        largest = max((network.size for network in self.experts.stored), default=None)
         self._offload_to(_device(gpu_id, device), budget=largest)
 
     def enable_expert_offload(self, mode: Offload = "disk", max_memory: int | None = None) -> None:
@@ -51,7 +50,7 @@ class Offloading:
     def _offload_to(self, device: torch.device, budget: int | None) -> None:
         self.experts.offload("ram", budget)
         self.experts.to(device)
-        if self.router is not None:
+        if isinstance(self.router, nn.Module):
             self.router.to(device)
         for part in (self.text_encoder, self.vae):
             if part is not None:

@@ -1,6 +1,6 @@
 """Diffusers pipeline of an ensemble: from prompts or class labels to images."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,8 @@ from hddm.experts.ensemble_folders import (
     EnsembleRecord,
     shift_of,
 )
-from hddm.experts.expert_set import ExpertSet, carrying
+from hddm.experts.expert_set import ExpertSet
+from hddm.experts.in_memory import carrying, parts_of
 from hddm.experts.loading import ensemble_of, open_ensemble, room_beside, save_ensemble
 from hddm.experts.records import RouterRecord
 from hddm.networks.offload import Offload
@@ -42,7 +43,7 @@ from hddm.pipelines.inputs import (
 from hddm.sampling import DEFAULT_SOLVER, DEFAULT_STEPS, ExpertUse, integrate, pick_experts, routed, time_grid
 from hddm.utils.errors import HddmError
 from hddm.utils.files import new_folder, restore
-from hddm.velocity import Guidance
+from hddm.velocity import Guidance, VelocityField
 
 
 @dataclass
@@ -58,7 +59,7 @@ class HDDMPipeline(Encoding, Callbacks, DiffusionPipeline):  # type: ignore[misc
 
     Args:
         experts: in the router's order.
-        router: of these experts' shards; optional only for ``draw``.
+        router: of these experts' shards, or a function as `hddm.Ensemble` takes; optional only for ``draw``.
         scheduler: its ``shift`` is that of the time grid; the solver is hddm's own (`hddm.sampling`).
         vae: decodes latents; without it only ``output_type="latent"`` is possible.
         text_encoder: encodes prompts; without it, pass embeddings.
@@ -76,7 +77,7 @@ class HDDMPipeline(Encoding, Callbacks, DiffusionPipeline):  # type: ignore[misc
         self,
         experts: ExpertSet,
         scheduler: FlowMatchEulerDiscreteScheduler,
-        router: RouterTransformer | None = None,
+        router: Callable[..., Tensor] | None = None,
         vae: AutoencoderKL | AutoencoderTiny | None = None,
         text_encoder: Any = None,
         tokenizer: Any = None,
@@ -84,7 +85,7 @@ class HDDMPipeline(Encoding, Callbacks, DiffusionPipeline):  # type: ignore[misc
         router_facts: RouterRecord | None = None,
     ) -> None:
         super().__init__()
-        if router is not None:
+        if isinstance(router, RouterTransformer):
             router = carrying(router, router_facts or router.record)
         self.register_modules(
             experts=carrying(experts, facts or experts.record),
@@ -123,11 +124,20 @@ class HDDMPipeline(Encoding, Callbacks, DiffusionPipeline):  # type: ignore[misc
         record: EnsembleRecord = self.experts.record.model_copy(update=chosen)
         return record
 
+    @facts.setter
+    def facts(self, record: EnsembleRecord) -> None:
+        self.experts = carrying(self.experts, record)
+
     @property
     def router_facts(self) -> RouterRecord | None:
         """Record of the router, where it carries one."""
-        record = None if self.router is None else self.router.record
+        record = getattr(self.router, "record", None)
         return record if isinstance(record, RouterRecord) else None
+
+    @router_facts.setter
+    def router_facts(self, record: RouterRecord) -> None:
+        if isinstance(self.router, RouterTransformer):
+            self.router = carrying(self.router, record)
 
     @property
     def components(self) -> dict[str, Any]:
@@ -140,6 +150,24 @@ class HDDMPipeline(Encoding, Callbacks, DiffusionPipeline):  # type: ignore[misc
         if not isinstance(pipeline, HDDMPipeline):
             raise HddmError(f"from_pipe: a {type(pipeline).__name__} is no ensemble; convert and assemble it")
         return cls(**pipeline.components | changes)
+
+    @classmethod
+    def from_ensemble(
+        cls,
+        ensemble: Ensemble | VelocityField,
+        vae: AutoencoderKL | AutoencoderTiny | None = None,
+        text_encoder: Any = None,
+        tokenizer: Any = None,
+    ) -> "HDDMPipeline":
+        """Make a pipeline of an ensemble in memory, or of one expert, that shares its networks and router.
+
+        Under one seed its samples are those of `hddm.sample`. It is saved where a folder can hold its parts:
+        networks of the classes that `hddm.load` reads, and hddm's own router. Raises `HddmError` for samples
+        of unknown or several shapes.
+        """
+        fields, router, record = parts_of(ensemble)
+        scheduler = FlowMatchEulerDiscreteScheduler(shift=record.shift)
+        return cls(ExpertSet(fields, record=record), scheduler, router, vae, text_encoder, tokenizer)
 
     @classmethod
     def from_pretrained(
@@ -194,16 +222,20 @@ class HDDMPipeline(Encoding, Callbacks, DiffusionPipeline):  # type: ignore[misc
 
     def to(self, *args: Any, **kwargs: Any) -> "HDDMPipeline":
         """Cast and move all parts, as in any diffusers pipeline."""
+        # A `hddm.ensemble.Router` around a network of one's own is no module.
+        router = self.router if isinstance(self.router, nn.Module) else getattr(self.router, "network", None)
         dtype = kwargs.pop("dtype", None) or next((one for one in args if isinstance(one, torch.dtype)), None)
         if dtype is not None:
             # Models of diffusers warn of any cast of their own, though there is nothing to warn of.
-            others = [part for part in (self.router, self.vae, self.text_encoder) if part is not None]
+            others = [part for part in (router, self.vae, self.text_encoder) if isinstance(part, nn.Module)]
             for part in others:
                 nn.Module.to(part, dtype)
             if self.max_memory is not None:
                 self.experts.offload(self.experts.shelf.offload, room_beside(others, self.max_memory))
             nn.Module.to(self.experts, dtype)
         moved: HDDMPipeline = super().to(*(one for one in args if one is not dtype), **kwargs)
+        if isinstance(router, nn.Module):
+            nn.Module.to(router, self.experts.device)
         return moved
 
     def save_pretrained(self, save_directory: str | Path, *, overwrite: bool = False, **options: Any) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from diffusers import AsymmetricAutoencoderKL, FlowMatchEulerDiscreteScheduler, VQModel
+from diffusers import AsymmetricAutoencoderKL, DiffusionPipeline, FlowMatchEulerDiscreteScheduler, VQModel
 
 import hddm
 from hddm.networks.vae import read_vae
@@ -62,6 +62,9 @@ def test_facts_that_are_passed_are_those_of_one_pipeline_alone(folder: Path) -> 
     other = HDDMPipeline(**pipe.components, facts=facts)
     assert (other.ensemble.strategy, pipe.ensemble.strategy) == ("top-1", "nucleus-0.9")
     assert HDDMPipeline(**pipe.components).ensemble.strategy == "nucleus-0.9"
+    other.facts, other.router_facts = pipe.facts, pipe.router_facts.model_copy(update={"time_scale": 1.0})
+    assert other.ensemble.strategy == "nucleus-0.9"
+    assert (other.ensemble.router.time_scale, pipe.ensemble.router.time_scale) == (1.0, 1000.0)
     # Weights are shared all the same.
     other.to(torch.float64)
     assert pipe.experts.dtype == other.experts.dtype == pipe.router.dtype == torch.float64
@@ -245,3 +248,9 @@ def test_a_compiled_vae_is_saved_as_what_it_is(tmp_path: Path) -> None:
     pipe.save_pretrained(tmp_path / "saved")
     again = load_pipeline(tmp_path / "saved").vae.state_dict()
     assert all(torch.equal(value, again[name]) for name, value in vae.state_dict().items())
+
+
+def test_the_loader_of_diffusers_names_the_class_that_it_lacks(folder: Path) -> None:
+    # As docs/guides/python.md says; diffusers looks in its own module alone.
+    with pytest.raises(AttributeError, match="module diffusers has no attribute HDDMPipeline"):
+        DiffusionPipeline.from_pretrained(folder)

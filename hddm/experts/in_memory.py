@@ -1,0 +1,229 @@
+"""Velocity fields in memory as an ensemble's experts, and the records of the folders that would hold them."""
+
+import copy
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import diffusers
+import torch
+from torch import Tensor, nn
+
+from hddm.ensemble import Ensemble, Router
+from hddm.experts.ensemble_folders import ROUTER, EnsembleRecord
+from hddm.experts.records import Expert, ExpertRecord, RouterRecord, UnreadExpert, without_adapter
+from hddm.networks.folders import Unread, cast, fitting
+from hddm.networks.offload import StoredNetwork
+from hddm.networks.transformers import RouterTransformer
+from hddm.networks.wrappers import EXPERT_NETWORKS, NetworkWrapper, described, interface_of
+from hddm.schedules import DiscreteSchedule, LinearSchedule, Schedule, from_config
+from hddm.utils.errors import HddmError
+from hddm.utils.records import Record
+from hddm.utils.tensors import to_float64
+from hddm.velocity import PredictionType, VelocityField
+
+_LABELS = "class_labels"
+_FLOW = PredictionType.FLOW_PREDICTION
+_BY_HAND = "set in Python"
+_IMAGES = (1, 3)
+"""Channels of pixels; samples of any others are taken for latents."""
+
+
+Part = TypeVar("Part", bound=nn.Module)
+
+
+def carrying(part: Part, record: Record | None) -> Part:
+    """``part`` if it carries this ``record``, else a copy that does and shares its weights."""
+    if part.record != record:
+        part = copy.copy(part)
+        part.record = record  # type: ignore[assignment]
+    return part
+
+
+def parts_of(
+    model: Ensemble | VelocityField,
+) -> tuple[list[VelocityField], Callable[..., Tensor] | None, EnsembleRecord]:
+    """The experts of an ensemble, or of one field, its router, and its record.
+
+    The router is hddm's own network where there is one, with its record, else the function itself. Raises
+    `HddmError` for another object, and for samples of unknown shape.
+    """
+    if isinstance(model, VelocityField):
+        model = Ensemble([model], strategy="draw", shift=model.shift)
+    if not isinstance(model, Ensemble) or not all(isinstance(one, VelocityField) for one in model.experts):
+        raise HddmError(
+            f"a pipeline is made of an Ensemble or a VelocityField, not of a {type(model).__name__}"
+        )
+    fields, shape, router = [copy.copy(one) for one in model.experts], model.sample_shape, model.router
+    if shape is None or len(shape) != 3:
+        shapes = ", ".join(str(one.sample_shape) for one in fields)
+        raise HddmError(
+            f"a pipeline needs the one shape of all samples, and the experts state {shapes}: pass "
+            "sample_shape=(C, H, W) to VelocityField"
+        )
+    for field in fields:
+        field.sample_shape = shape
+    outputs: tuple[int, ...] = ()
+    if type(router) is Router and isinstance(router.network, RouterTransformer):
+        outputs = tuple(router.outputs or ())
+        known = router.network.record
+        if not isinstance(known, RouterRecord):
+            known = RouterRecord(
+                time_scale=router.time_scale, sample_shape=shape, shard_hashes=(), shard_images=()
+            )
+        stated = {"time_scale": router.time_scale, "temperatures": router.temperatures}
+        router = carrying(router.network, known.model_copy(update=stated))
+    record = EnsembleRecord(
+        experts=tuple(f"experts/{k}" for k in range(len(fields))),
+        router=None if router is None else ROUTER,
+        router_outputs=outputs,
+        prior=_shares(model.prior),
+        class_prior=() if model.class_prior is None else tuple(map(_shares, model.class_prior)),
+        strategy=model.strategy,
+        shift=model.shift,
+    )
+    return fields, router, record
+
+
+def _shares(prior: Tensor) -> tuple[float, ...]:
+    """Numbers that an `Ensemble` normalises to ``prior`` bit for bit; its own sum may miss 1 by rounding."""
+    multiples = (number * prior for number in range(1, 10_000))
+    return tuple(next((one for one in multiples if torch.equal(one / one.sum(), prior)), prior).tolist())
+
+
+def in_memory(field: VelocityField) -> UnreadExpert:
+    """What is known of a field, whose samples have a shape: what it was read from, and what is set on it."""
+    source = field.source if isinstance(field.source, Expert | UnreadExpert) else None
+    is_read = isinstance(source, UnreadExpert) and isinstance(field.network, StoredNetwork)
+    nulls = {name: value for name, value in field.null_conditions.items() if name != _LABELS}
+    facts = _record(field, None if source is None else source.facts)
+    weak = None
+    if field.weak is not None:
+        known = None if source is None else source.weak
+        is_known = known is not None and isinstance(field.weak.network, StoredNetwork)
+        weak = known if is_known else _unread(field.weak.network)
+    if is_read:
+        assert isinstance(source, UnreadExpert)
+        return replace(source, facts=facts, calibration=field.calibration, nulls=nulls, weak=weak)
+    unread = _unread(field.network)
+    return UnreadExpert(None, unread, without_adapter(facts), field.calibration, nulls, weak=weak)
+
+
+def _unread(network: Any) -> Unread[Any]:
+    """A network in memory, whose weights are read from there."""
+    model = _bare(network)
+
+    def read(dtype: torch.dtype) -> dict[str, Tensor]:
+        return cast({name: value.cpu() for name, value in model.state_dict().items()}, dtype)
+
+    return Unread(model, read)
+
+
+def _bare(network: Any) -> Any:
+    """A network without what hddm wraps it in."""
+    inner = network.network if isinstance(network, StoredNetwork) else network
+    return inner.model if isinstance(inner, NetworkWrapper) else inner
+
+
+def _record(field: VelocityField, known: ExpertRecord | None) -> ExpertRecord:
+    """The record of a field whose samples have a shape, on top of the one that it was read with."""
+    shape, null = field.sample_shape or (), field.null_conditions.get(_LABELS)
+    inner = field.network.network if isinstance(field.network, StoredNetwork) else field.network
+    schedule = field.schedule.config
+    stated = {
+        "prediction_type": field.prediction_type,
+        "schedule": schedule,
+        "time_scale": float(field.time_scale),
+        "sample_shape": tuple(shape),
+        "conditions": field.conditions or (),
+        "classes": field.classes,
+        "null_class": int(null) if null is not None and null.ndim == 0 else None,
+        "shift": field.shift,
+        "round_time": isinstance(inner, NetworkWrapper) and inner.round_time,
+    }
+    if known is not None:
+        source = known.schedule_source if known.schedule == schedule else _BY_HAND
+        return known.model_copy(update={**stated, "schedule_source": source})
+    is_flow = isinstance(field.schedule, LinearSchedule) or field.prediction_type is _FLOW
+    is_pixels = shape[0] in _IMAGES
+    unstated = {
+        "objective": "flow" if is_flow else "ddpm",
+        "schedule_source": _BY_HAND,
+        "space": "pixels" if is_pixels else "latents",
+        "latent_scale": 1.0 if is_pixels else None,
+        "weights": "unstated",
+    }
+    return ExpertRecord.model_validate(unstated | stated)
+
+
+def storable(expert: UnreadExpert, field: VelocityField) -> UnreadExpert:
+    """The expert of a field as its folder records it.
+
+    Raises `HddmError` for a network of another class than `EXPERT_NETWORKS`, or one that was changed; for a
+    schedule, conditions, null values, a calibration or a weaker self that a folder cannot hold.
+    """
+    if type(field) is not VelocityField:
+        raise HddmError(f"is a {type(field).__name__}, and a folder holds a VelocityField")
+    network, facts = expert.unread.network, expert.facts
+    _refuse_network(network)
+    name, config = type(network).__name__, network.config
+    interface = interface_of(name, config, facts.sample_shape[1:])
+    if interface.sample_shape != facts.sample_shape:
+        raise HddmError(
+            f"its samples are {facts.sample_shape}, and its {name} makes {interface.sample_shape}"
+        )
+    if field.conditions is not None and set(field.conditions) != set(interface.conditions):
+        raise HddmError(
+            f"declares the conditions {field.conditions}, and a folder of its {name} {interface.conditions}"
+        )
+    _refuse_schedule(field.schedule)
+    null = field.null_conditions.get(_LABELS)
+    if null is not None and (null.ndim or null.is_floating_point()):
+        raise HddmError(
+            f"its null value of {_LABELS} is {null.tolist()}, and a folder holds one whole number"
+        )
+    if left := set(field.null_conditions) - set(interface.conditions):
+        raise HddmError(f"has null values of {sorted(left)}, which are no conditions of its {name}")
+    calibration = expert.calibration
+    if calibration is not None and len(calibration.moments.mean) != math.prod(facts.sample_shape):
+        raise HddmError(f"its calibration is of other samples than {facts.sample_shape}")
+    if field.weak is not None:
+        _refuse_weak(field, field.weak)
+    changes = {"conditions": interface.conditions, "variance_head": interface.variance_head}
+    return replace(expert, facts=facts.model_copy(update=changes))
+
+
+def _refuse_network(network: Any) -> None:
+    known = {one if isinstance(one, str) else one.__name__: one for one in EXPERT_NETWORKS}
+    kind = known.get(type(network).__name__)
+    if kind is None or type(network) is not (getattr(diffusers, kind) if isinstance(kind, str) else kind):
+        what = f"a {type(network).__name__}" if isinstance(network, nn.Module) else described(network)
+        raise HddmError(f"its network is {what}, and a folder holds one of {', '.join(known)}")
+    arguments = {key: value for key, value in network.config.items() if not key.startswith("_")}
+    try:
+        fitting(type(network), arguments, network.state_dict(), Path(type(network).__name__), "config")
+    except HddmError as error:
+        raise HddmError(f"its network was changed after it was built: {error}") from error
+
+
+def _refuse_schedule(schedule: Schedule) -> None:
+    rebuilt = from_config(schedule.config)
+    is_same = type(rebuilt) is type(schedule)
+    if isinstance(schedule, DiscreteSchedule) and isinstance(rebuilt, DiscreteSchedule):
+        is_same = is_same and torch.equal(to_float64(schedule.betas).cpu(), to_float64(rebuilt.betas).cpu())
+    if not is_same:
+        raise HddmError(f"its schedule is a {type(schedule).__name__} that its config does not describe")
+
+
+def _refuse_weak(field: VelocityField, weak: VelocityField) -> None:
+    _refuse_network(_bare(weak.network))
+    for name in ("prediction_type", "time_scale", "calibration"):
+        if getattr(field, name) is not getattr(weak, name) and getattr(field, name) != getattr(weak, name):
+            raise HddmError(f"its weaker self has another {name}, and a folder holds other weights alone")
+    same = [(type(one), dict(one.config)) for one in (_bare(field.network), _bare(weak.network))]
+    if field.schedule.config != weak.schedule.config or same[0] != same[1]:
+        raise HddmError(
+            "its weaker self has another schedule or network, and a folder holds other weights alone"
+        )
