@@ -161,8 +161,9 @@ class ExpertSet(nn.Module):
                 save_file(here, target / WEIGHTS, {"format": "pt"})
             if expert.calibration is not None:
                 expert.calibration.save(target)
-            is_read = isinstance(self._weak.get(index), StoredNetwork)
-            save_weak(target, expert, torch.bfloat16 if is_read else dtype)
+            # On disk they are in bfloat16, and in memory they may say more.
+            on_disk = isinstance(self._weak.get(index), StoredNetwork)
+            save_weak(target, expert, torch.bfloat16 if on_disk else dtype)
             write_records(target, facts, expert.nulls)
 
     def storable(self) -> list[UnreadExpert]:

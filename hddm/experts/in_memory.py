@@ -21,7 +21,7 @@ from hddm.networks.wrappers import EXPERT_NETWORKS, NetworkWrapper, described, i
 from hddm.schedules import DiscreteSchedule, LinearSchedule, Schedule, from_config
 from hddm.utils.errors import HddmError
 from hddm.utils.records import Record
-from hddm.utils.tensors import to_float64
+from hddm.utils.tensors import refuse_non_finite, to_float64
 from hddm.velocity import PredictionType, VelocityField
 
 _LABELS = "class_labels"
@@ -94,31 +94,37 @@ def _shares(prior: Tensor) -> tuple[float, ...]:
 
 
 def in_memory(field: VelocityField) -> UnreadExpert:
-    """What is known of a field, whose samples have a shape: what it was read from, and what is set on it."""
+    """What is known of a field, whose samples have a shape: what it was read from, and what is set on it.
+
+    Of a field whose network was replaced after it was read nothing else is taken over.
+    """
     source = field.source if isinstance(field.source, Expert | UnreadExpert) else None
-    is_read = isinstance(source, UnreadExpert) and isinstance(field.network, StoredNetwork)
+    own = source.unread.network if isinstance(source, UnreadExpert) else source and source.network
+    if _bare(field.network) is not own:
+        source = None
     nulls = {name: value for name, value in field.null_conditions.items() if name != _LABELS}
     facts = _record(field, None if source is None else source.facts)
     weak = None
     if field.weak is not None:
-        known = None if source is None else source.weak
-        is_known = known is not None and isinstance(field.weak.network, StoredNetwork)
-        weak = known if is_known else _unread(field.weak.network)
-    if is_read:
-        assert isinstance(source, UnreadExpert)
+        weak = None if source is None else source.weak
+        if weak is None or _bare(field.weak.network) is not weak.network:
+            weak = _unread(field.weak.network)
+    if isinstance(source, UnreadExpert) and isinstance(field.network, StoredNetwork):
         return replace(source, facts=facts, calibration=field.calibration, nulls=nulls, weak=weak)
     unread = _unread(field.network)
     return UnreadExpert(None, unread, without_adapter(facts), field.calibration, nulls, weak=weak)
 
 
 def _unread(network: Any) -> Unread[Any]:
-    """A network in memory, whose weights are read from there."""
-    model = _bare(network)
+    """A network whose weights are read from where they are."""
+    inner = network.network if isinstance(network, StoredNetwork) else network
+    prefix = "model." if isinstance(inner, NetworkWrapper) else ""
 
     def read(dtype: torch.dtype) -> dict[str, Tensor]:
-        return cast({name: value.cpu() for name, value in model.state_dict().items()}, dtype)
+        held = network.tensors() if isinstance(network, StoredNetwork) else inner.state_dict()
+        return cast({name.removeprefix(prefix): value.cpu() for name, value in held.items()}, dtype)
 
-    return Unread(model, read)
+    return Unread(_bare(network), read)
 
 
 def _bare(network: Any) -> Any:
@@ -202,10 +208,12 @@ def _refuse_network(network: Any) -> None:
         what = f"a {type(network).__name__}" if isinstance(network, nn.Module) else described(network)
         raise HddmError(f"its network is {what}, and a folder holds one of {', '.join(known)}")
     arguments = {key: value for key, value in network.config.items() if not key.startswith("_")}
+    weights, name = network.state_dict(), Path(type(network).__name__)
     try:
-        fitting(type(network), arguments, network.state_dict(), Path(type(network).__name__), "config")
+        fitting(type(network), arguments, weights, name, "config")
     except HddmError as error:
         raise HddmError(f"its network was changed after it was built: {error}") from error
+    refuse_non_finite(name, {key: value for key, value in weights.items() if not value.is_meta})
 
 
 def _refuse_schedule(schedule: Schedule) -> None:

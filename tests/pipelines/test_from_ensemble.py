@@ -208,6 +208,21 @@ def test_what_was_changed_on_a_loaded_field_is_what_is_saved(tmp_path: Path) -> 
     assert (record["schedule"], record["schedule_source"]) == ({"name": "cosine"}, "set in Python")
 
 
+def test_networks_that_were_exchanged_are_those_that_are_saved(tmp_path: Path) -> None:
+    facts = {"licence": "MIT"}
+    folder = write_ensemble(tmp_path / "made", [flow_expert(k, facts, num_classes=3) for k in range(3)])
+    ensemble = load_ensemble(folder)
+    first, second, third = ensemble.experts
+    first.network, second.network = second.network, first.network
+    third.network = flow_expert(7, num_classes=3).network
+    made = _sampled(ensemble, LABELS, strategy="full")
+    _pipeline(ensemble).save_pretrained(tmp_path / "saved")
+    assert torch.equal(_sampled(load_ensemble(tmp_path / "saved"), LABELS, strategy="full"), made)
+    # Nobody knows whose licence holds now.
+    records = [read_json(tmp_path / "saved" / "experts" / str(k) / "expert.json") for k in range(3)]
+    assert [record["licence"] for record in records] == [None] * 3
+
+
 def test_latents_are_decoded_by_the_vae_and_prompts_encoded(tmp_path: Path) -> None:
     whole = load_pipeline(write_text(tmp_path))
     parts = {name: getattr(whole, name) for name in ("vae", "text_encoder", "tokenizer")}
@@ -240,6 +255,12 @@ def _field(network: Any = None, schedule: Schedule | None = None, **options: Any
     )
 
 
+def _broken() -> nn.Module:
+    network = ExpertTransformer(**FLOW)
+    next(network.parameters()).data[..., 0] = float("nan")
+    return network
+
+
 def _injected() -> nn.Module:
     network = ExpertTransformer(**FLOW)
     network.extra = nn.Linear(2, 2)
@@ -253,6 +274,7 @@ UNSTORABLE: dict[str, tuple[Callable[[], hddm.VelocityField], str]] = {
     ),
     "function": (lambda: _field(_plain), "its network is _plain, and a folder holds one of"),
     "changed": (lambda: _field(_injected()), "its network was changed.*left over extra.bias"),
+    "nan": (lambda: _field(_broken()), "holds NaN or Inf; take the weights anew"),
     "schedule": (lambda: _field(schedule=OwnSchedule()), "its schedule is a OwnSchedule"),
     "conditions": (lambda: _field(conditions=("caption",)), r"declares the conditions \('caption',\)"),
     "shape": (
