@@ -2,11 +2,6 @@
 
 Sample i depends on (seed, i) alone: its noise, and the expert that ``draw`` gives it, come from a generator
 of its own, whatever the batch size. A batch size changes rounding only.
-
-Solvers are plain functions of a velocity and know nothing of diffusion: ``solver(velocity, x, times)``
-integrates dx/dt = velocity(x, t) from ``times[0]`` to ``times[-1]`` through every time between, upwards or
-downwards, and returns the last x. ``velocity`` gets x and a scalar float64 tensor t. After step i, from 0,
-the state goes through ``on_step(i, x)``. Each docstring gives the order of the global error in the step.
 """
 
 import copy
@@ -17,117 +12,23 @@ import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from numbers import Integral
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from hddm.ensemble import Ensemble, Strategy, class_indices, flat_labels
+from hddm.solvers import DEFAULT_SOLVER, DEFAULT_STEPS, OnStep, solver_named, unchanged
 from hddm.utils.errors import HddmError
 from hddm.utils.tensors import generator
 from hddm.velocity import Guidance, VelocityField, check_names
 
-Velocity = Callable[[Tensor, Tensor], Tensor]
-OnStep = Callable[[int, Tensor], Tensor]
 Keep = Callable[[Tensor, Callable[[], Tensor]], Tensor]
-
-
-def unchanged(index: int, x: Tensor) -> Tensor:
-    """The ``on_step`` that does nothing."""
-    return x
 
 
 def made(rows: Tensor, make: Callable[[], Tensor]) -> Tensor:
     """The ``keep`` that makes every batch and keeps none."""
     return make()
-
-
-class Solver(Protocol):
-    """The signature of every solver."""
-
-    def __call__(
-        self, velocity: Velocity, x: Tensor, times: Tensor, on_step: OnStep = unchanged
-    ) -> Tensor: ...
-
-
-def euler(velocity: Velocity, x: Tensor, times: Tensor, on_step: OnStep = unchanged) -> Tensor:
-    """Euler's method, order 1, one call a step.
-
-    On the common path it is DDIM (arXiv:2010.02502): that sampler's step is Euler's in the variable
-    x/alpha over sigma/alpha, and both are exact for a constant x_0 and eps.
-    """
-    for index, (now, then) in enumerate(itertools.pairwise(times)):
-        x = on_step(index, x + float(then - now) * velocity(x, now))
-    return x
-
-
-def heun(velocity: Velocity, x: Tensor, times: Tensor, on_step: OnStep = unchanged) -> Tensor:
-    """Heun's second-order method (explicit trapezoid), order 2, two calls a step.
-
-    Not Heun's third-order method. Source: arXiv:2206.00364, algorithm 1, without its noise.
-    """
-    for index, (now, then) in enumerate(itertools.pairwise(times)):
-        step = float(then - now)
-        slope = velocity(x, now)
-        x = on_step(index, x + step / 2 * (slope + velocity(x + step * slope, then)))
-    return x
-
-
-def adams_bashforth(velocity: Velocity, x: Tensor, times: Tensor, on_step: OnStep = unchanged) -> Tensor:
-    """Two-step Adams-Bashforth for uneven steps, order 2, one call a step; the first is Euler's.
-
-    With steps h_0, then h:  x += h [(1 + h/(2 h_0)) v - h/(2 h_0) v_before].
-    Source: Hairer, Nørsett & Wanner, Solving Ordinary Differential Equations I, section III.5.
-    """
-    return _adams(velocity, x, times, on_step, corrects=False)
-
-
-def adams_moulton(velocity: Velocity, x: Tensor, times: Tensor, on_step: OnStep = unchanged) -> Tensor:
-    """Adams-Bashforth predictor and three-point Adams-Moulton corrector, order 3, one call a step.
-
-    The velocity at a predicted state corrects that state and serves the next prediction (mode PEC). With
-    steps h_0, then h, and the velocity u that the predictor expected at the end of h:
-
-        x += h (2h + 3h_0) / (6 (h + h_0)) (v - u)        u = v_before + (h / h_0) (v_before - v_before_that)
-
-    After the first step, which is Euler's, x += h/2 (v - v_before). The last state is a prediction.
-    Source: Hairer, Nørsett & Wanner, Solving Ordinary Differential Equations I, sections III.1 and III.5.
-    """
-    return _adams(velocity, x, times, on_step, corrects=True)
-
-
-def _adams(velocity: Velocity, x: Tensor, times: Tensor, on_step: OnStep, corrects: bool) -> Tensor:
-    before = expected = x
-    last_step = gain = 0.0
-    for index, (now, then) in enumerate(itertools.pairwise(times)):
-        step = float(then - now)
-        slope = velocity(x, now)
-        if corrects and index:
-            x = x + gain * (slope - expected)
-        weight = step / (2 * last_step) if index else 0.0
-        mean = (1 + weight) * slope - (weight * before if index else 0)
-        x = on_step(index, x + step * mean)
-        gain = step * (2 * step + 3 * last_step) / (6 * (step + last_step)) if index else step / 2
-        # The predictor is a line in t, and ``mean`` its value half-way.
-        expected = 2 * mean - slope
-        before, last_step = slope, step
-    return x
-
-
-SOLVERS: dict[str, Solver] = {
-    "euler": euler,
-    "heun": heun,
-    "adams-bashforth": adams_bashforth,
-    "adams-moulton": adams_moulton,
-}
-DEFAULT_SOLVER, DEFAULT_STEPS = "adams-moulton", 25
-
-
-def solver_named(name: str) -> Solver:
-    """The solver called ``name``; `HddmError` lists those that exist."""
-    if name not in SOLVERS:
-        raise HddmError(f"unknown solver {name!r}: choose one of {', '.join(SOLVERS)}")
-    return SOLVERS[name]
 
 
 BINS = 10
@@ -282,7 +183,7 @@ def integrate(
         model: an expert or an ensemble.
         x: see `hddm.sampling`.
         times: see `time_grid`.
-        solver: see `hddm.sampling`.
+        solver: see `hddm.solvers`.
         guidance_scale: see `VelocityField.velocity`; a function is asked at every call of the velocity.
         negative: as conditions.
         conditions: see `VelocityField.velocity`; on the model's device. Both are read at every call, so that
@@ -290,7 +191,7 @@ def integrate(
         expert: (batch,) the one expert of each sample; ``draw`` needs it.
         router_every: the router is asked at every n-th call of the velocity; between, its choice stays.
         use: a tally of the weights, where one is wanted.
-        on_step: see `hddm.sampling`.
+        on_step: see `hddm.solvers`.
         is_interrupted: asked after each step; once it is true, states stay as they are, no network runs and
             ``on_step`` is not called.
 
@@ -381,7 +282,7 @@ def sample(
         seed: sample i depends on (seed, i) alone.
         steps: solver steps, even in t up to ``shift``.
         strategy: for this call, instead of the ensemble's own; see `hddm.ensemble`.
-        solver: ``euler``, ``heun``, ``adams-bashforth`` or ``adams-moulton``; see `hddm.sampling`.
+        solver: ``euler``, ``heun``, ``adams-bashforth`` or ``adams-moulton``; see `hddm.solvers`.
         guidance_scale: 1 for none, another number by condition, or a `hddm.velocity.Guidance`.
         negative: conditions to guide away from, each (num, …); by default the null ones.
         shift: of the time grid; by default the model's own.
@@ -392,7 +293,7 @@ def sample(
         expert: the one expert to use, instead of any strategy.
         router_every: ask the router at every n-th call of the velocity only.
         use: a tally of how the experts were used, to be read afterwards.
-        on_step: see `hddm.sampling`; called for each batch in turn.
+        on_step: see `hddm.solvers`; called for each batch in turn.
         on_batch: called with the number of samples after each batch.
         keep: called with the rows of each batch (indices, from 0) and a function that makes its samples;
             returns them, made now or kept from an earlier call.

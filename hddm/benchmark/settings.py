@@ -22,7 +22,7 @@ from pydantic import (
 
 from hddm.benchmark.jobs import named
 from hddm.ensemble import Strategy
-from hddm.sampling import DEFAULT_SOLVER, DEFAULT_STEPS, solver_named
+from hddm.solvers import DEFAULT_SOLVER, DEFAULT_STEPS, solver_named
 from hddm.training.island_jobs import OBJECTIVES, parse_objectives
 from hddm.training.settings import ExpertSettings, Positive, RouterSettings
 from hddm.utils.errors import HddmError, did_you_mean, words

@@ -11,7 +11,7 @@ from typing import Any
 from diffusers.callbacks import MultiPipelineCallbacks, PipelineCallback
 from torch import Tensor
 
-from hddm.sampling import OnStep
+from hddm.solvers import OnStep
 from hddm.utils.errors import HddmError
 from hddm.velocity import Guidance
 

@@ -40,7 +40,8 @@ from hddm.pipelines.inputs import (
     read_parts,
     refuse_options,
 )
-from hddm.sampling import DEFAULT_SOLVER, DEFAULT_STEPS, ExpertUse, integrate, pick_experts, routed, time_grid
+from hddm.sampling import ExpertUse, integrate, pick_experts, routed, time_grid
+from hddm.solvers import DEFAULT_SOLVER, DEFAULT_STEPS
 from hddm.utils.errors import HddmError
 from hddm.utils.files import new_folder, restore
 from hddm.velocity import Guidance, VelocityField
@@ -60,7 +61,7 @@ class HDDMPipeline(Encoding, Callbacks, DiffusionPipeline):  # type: ignore[misc
     Args:
         experts: in the router's order.
         router: of these experts' shards, or a function as `hddm.Ensemble` takes; optional only for ``draw``.
-        scheduler: its ``shift`` is that of the time grid; the solver is hddm's own (`hddm.sampling`).
+        scheduler: its ``shift`` is that of the time grid; the solver is hddm's own (`hddm.solvers`).
         vae: decodes latents; without it only ``output_type="latent"`` is possible.
         text_encoder: encodes prompts; without it, pass embeddings.
         tokenizer: of the text encoder.
@@ -314,7 +315,7 @@ class HDDMPipeline(Encoding, Callbacks, DiffusionPipeline):  # type: ignore[misc
             guidance_scale: 1 for none, or a `hddm.velocity.Guidance`.
             strategy: instead of the ensemble's own; see `hddm.ensemble`.
             expert: use this expert only, instead of a strategy.
-            solver: see `hddm.sampling`.
+            solver: see `hddm.solvers`.
             router_every: ask the router only at every n-th call of the velocity.
             seed: image i is that of ``hddm.sample`` with this seed, whatever the batch.
             start: index i of the first image under ``seed``.

@@ -27,7 +27,8 @@ from hddm.networks.folders import sha256_once
 from hddm.networks.wrappers import missing_from
 from hddm.pipelines.pipeline import HDDMPipeline
 from hddm.pipelines.sheets import sheet_path, write_sheet
-from hddm.sampling import DEFAULT_SOLVER, DEFAULT_STEPS, ExpertUse, sample
+from hddm.sampling import ExpertUse, sample
+from hddm.solvers import DEFAULT_SOLVER, DEFAULT_STEPS
 from hddm.utils.drafts import Done, Draft, differences, discard_finished, open_draft
 from hddm.utils.errors import HddmError, UsageError
 from hddm.utils.files import read_json, sha256_of, write_json

@@ -22,8 +22,9 @@ from hddm.experts.records import (
     write_records,
 )
 from hddm.networks.wrappers import OPTIONAL_CONDITIONS
-from hddm.sampling import euler, initial_noise
+from hddm.sampling import initial_noise
 from hddm.schedules import DiscreteSchedule
+from hddm.solvers import euler
 from hddm.training.expert import calibrated_on, check_fit, check_own, conditions_of
 from hddm.utils.errors import HddmError
 from hddm.utils.files import alone, is_draft, link_or_copy, new_folder, restore
@@ -49,7 +50,7 @@ def native_samples(
 ) -> Tensor:
     """Draw samples (num, C, H, W) by the expert's own DDIM, in float32 on the CPU.
 
-    DDIM is Euler's method on the converted velocity (`hddm.sampling.euler`), from x = y/(alpha + sigma) with
+    DDIM is Euler's method on the converted velocity (`hddm.solvers.euler`), from x = y/(alpha + sigma) with
     y ~ N(0, I) at the end of the trained range. Native times are evenly spaced ("trailing" in diffusers: the
     last step goes to x_0 itself); there is no calibration and no guidance. Source: arXiv:2010.02502, equation
     12, eta = 0.

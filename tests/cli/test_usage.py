@@ -8,7 +8,7 @@ from typing import Any, get_args, get_type_hints
 import pytest
 import typer
 
-from hddm.sampling import SOLVERS
+from hddm.solvers import SOLVERS
 from hddm.training.settings import ExpertSettings
 from hddm.utils.errors import HddmError
 from hddm.utils.records import OPTIONS, parse_record

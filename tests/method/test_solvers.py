@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hddm.sampling import SOLVERS, Solver, euler, solver_named
+from hddm.solvers import SOLVERS, Solver, euler, solver_named
 from hddm.utils.errors import HddmError
 from tests.cases import BETAS, discrete_case, oracle_field
 from tests.oracles import GaussianMixture, OracleNetwork, relative_error, rms_error

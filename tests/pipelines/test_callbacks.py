@@ -14,7 +14,8 @@ from diffusers.callbacks import (
 from torch import Tensor
 
 from hddm.pipelines.pipeline import HDDMPipeline
-from hddm.sampling import SOLVERS, time_grid
+from hddm.sampling import time_grid
+from hddm.solvers import SOLVERS
 from hddm.velocity import Guidance
 from tests.artefacts import refusal
 from tests.ensemble_files import flow_expert, load_pipeline, pipeline_in_memory, write_text

@@ -11,7 +11,7 @@ from torch import Tensor
 import hddm
 from hddm.data.images import to_bytes
 from hddm.pipelines.pipeline import HDDMPipeline
-from hddm.sampling import SOLVERS
+from hddm.solvers import SOLVERS
 from hddm.utils.errors import HddmError
 from hddm.velocity import Guidance
 from tests.ensemble_files import flow_expert, pipeline_in_memory, random_router, text_experts
