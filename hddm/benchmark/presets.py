@@ -43,7 +43,7 @@ def load_settings(which: str) -> "BenchmarkSettings":
     Relative paths in a file are relative to the working directory. An unknown preset or key, an unreadable
     file, or a value out of range raises `HddmError`.
     """
-    from hddm.training.settings import read_yaml
+    from hddm.utils.files import read_yaml
 
     found = preset(which)
     if found is None:

@@ -23,6 +23,7 @@ from hddm.data.features import Extractor
 from hddm.data.images import THREADS, decode, in_colour, pixel_digest, too_many_bad
 from hddm.data.shards import Rows
 from hddm.data.sources.base import ImageSource
+from hddm.utils.documents import parse_object
 from hddm.utils.errors import HddmError, one_line
 from hddm.utils.files import write_json, write_whole
 from hddm.utils.progress import Progress
@@ -175,8 +176,8 @@ def _forget_mended(source: ImageSource, folder: Path, parts: Sequence[Path]) -> 
 def _broken_in(part: Path) -> dict[int, str]:
     """Broken images of a part: number to reason."""
     try:
-        note: dict[str, str] = json.loads(read_header(part)[1]["note"])
-        return {int(row): reason for row, reason in note.items()}
+        note = parse_object(read_header(part)[1]["note"], str(part))
+        return {int(row): str(reason) for row, reason in note.items()}
     except (HddmError, KeyError, ValueError, AttributeError) as error:
         raise HddmError(f"{part}: cannot be read ({one_line(error)}); remove it") from error
 

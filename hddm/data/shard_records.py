@@ -27,6 +27,7 @@ from pydantic import ValidationError
 
 from hddm.data.sources.base import LARGEST_FILE, ImageSource
 from hddm.networks.identity import TextEncoderRecord, VaeRecord
+from hddm.utils.documents import parse_object
 from hddm.utils.errors import HddmError, UsageError
 from hddm.utils.files import read_json, read_whole
 from hddm.utils.records import ENSEMBLE_FILE, EXPERT_FILE, ROUTER_FILE, Record, read_record
@@ -291,11 +292,12 @@ def write_entries(path: Path, entries: Iterable[ImageEntry]) -> None:
 def read_entries(path: Path) -> list[ImageEntry]:
     """Read the list of `write_entries`; raises `HddmError` for an invalid line."""
     entries = []
-    with path.open(encoding="utf-8") as file:
+    with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             try:
-                entries.append(ImageEntry.model_validate({"label": None, **json.loads(line)}))
-            except (ValueError, TypeError, ValidationError) as error:
+                row = parse_object(line, str(path))
+                entries.append(ImageEntry.model_validate({"label": None, **row}))
+            except (HddmError, ValidationError) as error:
                 raise HddmError(f"{path}: line {number} is no image of a shard; encode it again") from error
     return entries
 

@@ -9,15 +9,14 @@ Keys are those of `Keeping` and of the settings of what is trained.
 """
 
 import re
-from collections.abc import Hashable, Mapping, Set
+from collections.abc import Mapping, Set
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
 
-import yaml
-from pydantic import AfterValidator, Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from hddm.utils.errors import HddmError, did_you_mean
-from hddm.utils.files import read_whole
+from hddm.utils.files import read_yaml
 from hddm.utils.records import OPTIONS, Record, parse_record
 
 Positive = Annotated[int, Field(ge=1)]
@@ -125,12 +124,6 @@ class LoopSettings(Record):
     def warmup_steps(self) -> int:
         """``warmup``, by default a tenth of the steps, at most `LONGEST_WARMUP`."""
         return min(LONGEST_WARMUP, self.steps // 10) if self.warmup is None else self.warmup
-
-    @field_validator("mixed_precision", mode="before")
-    @classmethod
-    def _no_is_a_word(cls, value: object) -> object:
-        # YAML reads a bare no as false.
-        return "no" if value is False else value
 
     @model_validator(mode="after")
     def _accumulates_whole_batches(self) -> "LoopSettings":
@@ -263,7 +256,6 @@ class RunOptions(Keeping):
 
 
 Settings = TypeVar("Settings", bound=Record)
-LARGEST = 2**20
 # A file may serve several verbs, so keys of any kind of settings are allowed.
 KINDS: tuple[type[Record], ...] = (Keeping, ExpertSettings, RouterSettings, DistillSettings)
 
@@ -300,37 +292,3 @@ def read_run_file(path: Path, record: type[Record]) -> dict[str, Any]:
         if key not in known:
             raise HddmError(f"{path}: unknown key {key!r}{did_you_mean(str(key), known)}")
     return content
-
-
-def read_yaml(path: Path) -> dict[str, Any]:
-    """Read the mapping in a YAML file of settings, each key once; an empty file gives {}."""
-    text = read_whole(path, LARGEST)
-    try:
-        content = yaml.load(text.decode(), Loader=_Loader)
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise HddmError(f"{path}: is no YAML ({_reason(error)})") from error
-    if content is None:
-        return {}
-    if not isinstance(content, dict):
-        raise HddmError(f"{path}: holds no settings; write them as 'key: value', a line each")
-    return content
-
-
-def _reason(error: yaml.YAMLError | UnicodeDecodeError) -> str:
-    """Describe an error in a text and its place, without the name that YAML makes up for the text."""
-    mark = getattr(error, "problem_mark", None)
-    if isinstance(error, yaml.MarkedYAMLError) and mark is not None:
-        what = ", ".join(filter(None, (error.context, error.problem)))
-        return f"line {mark.line + 1}, column {mark.column + 1}: {what}"
-    return str(getattr(error, "reason", error))
-
-
-class _Loader(yaml.SafeLoader):
-    """Loader of plain values that refuses a repeated key, of which YAML would take the last."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        keys = [self.construct_object(key, deep=deep) for key, _ in node.value]
-        for key in keys:
-            if keys.count(key) > 1:
-                raise yaml.constructor.ConstructorError(None, None, f"key {key!r} twice", node.start_mark)
-        return super().construct_mapping(node, deep)

@@ -52,9 +52,13 @@ def optional(module: str, user: str, extra: str) -> Any:
         raise HddmError(f"{user} needs {module}: pip install 'hddm-diffusion[{extra}]'") from error
 
 
+_LONGEST_NAME = 100
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """End of a message about an unknown ``name``: the nearest known one, or nothing."""
-    nearest = difflib.get_close_matches(name, list(known), n=1)
+    # Comparing takes the product of the lengths, and no name has so many letters.
+    nearest = difflib.get_close_matches(name[:_LONGEST_NAME], list(known), n=1)
     return f"; did you mean {nearest[0]!r}?" if nearest else ""
 
 

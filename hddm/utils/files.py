@@ -18,6 +18,7 @@ from typing import Any
 from filelock import FileLock, SoftFileLock, Timeout
 from safetensors import SafetensorError
 
+from hddm.utils.documents import parse_object, parse_yaml
 from hddm.utils.errors import HddmError, one_line
 
 
@@ -91,6 +92,8 @@ def _holder(path: Path) -> str:
 
 LARGEST_JSON = 16 * 2**20
 """Bytes of the largest JSON file read; an index of ten thousand tensors has one million."""
+LARGEST_YAML = 2**18
+"""Bytes of the largest YAML file read; PyYAML takes seconds for these."""
 
 
 def nothing() -> str:
@@ -350,18 +353,13 @@ def write_json(path: Path, content: Any) -> None:
 
 
 def read_json(path: Path, largest: int = LARGEST_JSON) -> dict[str, Any]:
-    """Read the JSON object in ``path``.
+    """Read the JSON object in ``path``; raises `HddmError` as `read_whole` and `parse_object`."""
+    return parse_object(read_whole(path, largest), str(path))
 
-    Raises `HddmError` as `read_whole`, for broken JSON and for anything but an object.
-    """
-    text = read_whole(path, largest)
-    try:
-        content = json.loads(text.decode())
-    except (ValueError, RecursionError) as error:
-        raise HddmError(f"{path}: cannot be read as JSON ({error})") from error
-    if not isinstance(content, dict):
-        raise HddmError(f"{path}: holds no JSON object")
-    return content
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """Read the mapping in a YAML file of settings; raises `HddmError` as `read_whole` and `parse_yaml`."""
+    return parse_yaml(read_whole(path, LARGEST_YAML), str(path))
 
 
 def read_whole(path: Path, largest: int) -> bytes:

@@ -21,7 +21,7 @@ from typing import Annotated, Any, TypeVar, get_args
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import ErrorDetails
 
-from hddm.utils.errors import HddmError, did_you_mean, words
+from hddm.utils.errors import HddmError, did_you_mean, one_line, words
 from hddm.utils.files import LARGEST_JSON, inside, opened, read_json, sha256_of, write_json, write_whole
 
 BENCHMARK_FILE = "benchmark.json"
@@ -41,6 +41,12 @@ class Record(BaseModel):
     """Base of all records: frozen, and an unknown key is an error."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class OpenRecord(Record):
+    """Base of records that may have further keys, of other versions; its numbers are finite."""
+
+    model_config = ConfigDict(extra="allow", allow_inf_nan=False)
 
 
 AnyRecord = TypeVar("AnyRecord", bound=Record)
@@ -69,12 +75,12 @@ def parse_record(content: dict[str, Any], record: type[AnyRecord], origin: str) 
             raise HddmError(_of_options(first, record.model_fields)) from error
         # pydantic lists our validators as steps on the way to the value.
         place = [step for step in first["loc"] if step != "function-after"]
-        key = ".".join(map(str, place))
+        key = one_line(".".join(map(str, place)), 100)
         if first["type"] == "extra_forbidden":
             nearest = did_you_mean(str(place[-1]), _fields_at(record, place[:-1]))
             raise HddmError(f"{origin}: unknown key {key!r}{nearest}") from error
         is_shown = first["type"] != "missing" and not isinstance(first["input"], Mapping)
-        value = f" (is {first['input']!r})" if is_shown else ""
+        value = f" (is {one_line(repr(first['input']), 100)})" if is_shown else ""
         # A problem of several values together names no key.
         named = f"key {key!r}{value}: " if key else ""
         raise HddmError(f"{origin}: {named}{words(first)}") from error
@@ -125,7 +131,7 @@ def _option(name: str) -> str:
 def check_format(content: dict[str, Any], known: str, path: Path) -> None:
     """Refuse a missing format version or one of a newer major version."""
     version = content.get("format")
-    if not isinstance(version, str) or not version.split(".")[0].isdecimal():
+    if not isinstance(version, str) or not re.match(r"[0-9]{1,9}(\.|\Z)", version):
         raise HddmError(f"{path}: has no format version; was it written by hddm?")
     if int(version.split(".")[0]) > int(known.split(".")[0]):
         raise HddmError(f"{path}: format {version} is newer than {known}; upgrade hddm-diffusion")
@@ -208,7 +214,7 @@ def damage(
     """
     if not has_manifest(folder):
         stated = str(read_json(folder / record).get("format"))
-        numbers = [int(one) if one.isdecimal() else SINCE[0] for one in stated.split(".")]
+        numbers = [int(one) if re.fullmatch("[0-9]{1,9}", one) else SINCE[0] for one in stated.split(".")]
         is_older = len(numbers) == len(SINCE) and tuple(numbers) < SINCE
         return () if is_older else (f"{MANIFEST}: is not there, and belongs to {record} of format {stated}",)
     files = read_folder_manifest(folder).files

@@ -131,7 +131,7 @@ def test_metadata_that_does_not_fit_its_images_lists_them(tmp_path: Path) -> Non
         ([{"file_name": "/etc/1.png"}], "'/etc/1.png' does not stay inside"),
         ([{"text": "a"}], "line 1 has no file_name"),
         ([{"file_name": "1.png"}, {"file_name": "./1.png"}], "line 2 names 1.png again"),
-        ([["1.png"]], "line 1 is no JSON object"),
+        ([["1.png"]], "line 1: holds no JSON object"),
     ],
 )
 def test_a_spoilt_line_of_metadata_is_named(rows: list[Any], told: str, tmp_path: Path) -> None:
@@ -164,7 +164,7 @@ def test_a_line_that_is_no_json_and_a_link_out_of_the_folder_are_named(tmp_path:
     folder = tmp_path / "images"
     write(tmp_path, {"outside.png": encoded(1), "images/1.png": encoded(1)})
     write(folder, {"metadata.jsonl": b'{"file_name": "1.png"}\n{"file_name": \n'})
-    assert "line 2 cannot be read as JSON" in refusal(open_source, folder)
+    assert "line 2: cannot be read as JSON" in refusal(open_source, folder)
     (folder / "2.png").symlink_to(tmp_path / "outside.png")
     write_metadata(folder, {"file_name": "1.png"}, {"file_name": "2.png"})
     assert "2.png: is a link to" in refusal(open_source, folder)
@@ -256,8 +256,8 @@ def test_links_and_devices_are_refused_by_name(kind: bytes, tmp_path: Path) -> N
         ({"1.png": b"x", "1.txt": b"a", "2.png": b"x"}, "2.png has caption none"),
         ({"1.png": b"x", "1.cls": b"one"}, "1.cls cannot be read as a class number"),
         ({"1.png": b"x", "1.cls": b"1", "1.json": b'{"label": 1}'}, "has columns cls and label"),
-        ({"1.png": b"x", "1.json": b"[]"}, "1.json is no JSON object"),
-        ({"1.png": b"x", "1.json": b"{"}, "1.json cannot be read as JSON"),
+        ({"1.png": b"x", "1.json": b"[]"}, "1.json: holds no JSON object"),
+        ({"1.png": b"x", "1.json": b"{"}, "1.json: cannot be read as JSON"),
         ({"1.png": b"x", "1.txt": b"\xff"}, "1.txt cannot be read as UTF-8"),
         ({"1.png": b"x", "1.txt": b"a" * (2**20 + 1)}, "1.txt has 1048577 bytes"),
         ({"README.md": b"x"}, "hold no images"),

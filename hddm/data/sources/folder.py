@@ -1,6 +1,6 @@
 """Images as separate files, in a folder or in folders by class, or described by ``metadata.jsonl``."""
 
-import json
+import codecs
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +15,7 @@ from hddm.data.sources.base import (
     as_labels,
     choose_column,
 )
+from hddm.utils.documents import parse_object
 from hddm.utils.errors import HddmError, counted, shown
 from hddm.utils.files import inside, read_whole
 
@@ -92,13 +93,7 @@ def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
                 raise HddmError(f"{path}: line {number} has more than {LARGEST_LINE} bytes; shorten it")
             if not line.strip():
                 continue
-            try:
-                row = json.loads(line.decode("utf-8-sig"))
-            except (ValueError, RecursionError) as error:
-                raise HddmError(f"{path}: line {number} cannot be read as JSON ({error})") from error
-            if not isinstance(row, dict):
-                raise HddmError(f"{path}: line {number} is no JSON object")
-            yield number, row
+            yield number, parse_object(line.removeprefix(codecs.BOM_UTF8), f"{path}: line {number}")
 
 
 def _compare(root: Path, named: set[str], found: set[str]) -> None:

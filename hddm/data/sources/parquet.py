@@ -7,7 +7,6 @@ name, or are named by the caller; nothing is guessed.
 
 import bisect
 import itertools
-import json
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -24,6 +23,7 @@ from hddm.data.sources.base import (
     as_labels,
     choose_column,
 )
+from hddm.utils.documents import parse_json
 from hddm.utils.errors import HddmError
 
 
@@ -84,9 +84,9 @@ def image_fields(kind: Any) -> set[str]:
 def _features(schema: Any) -> dict[str, dict[str, Any]]:
     """Columns as ``datasets`` declares them, empty for files of other writers."""
     try:
-        features = json.loads((schema.metadata or {})[b"huggingface"])["info"]["features"]
+        features = parse_json((schema.metadata or {})[b"huggingface"], "its features")["info"]["features"]
         return {name: feature for name, feature in features.items() if isinstance(feature, dict)}
-    except (AttributeError, KeyError, TypeError, ValueError, RecursionError):
+    except (AttributeError, KeyError, TypeError, HddmError):
         return {}
 
 

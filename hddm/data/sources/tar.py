@@ -5,7 +5,6 @@ object), then ``0002.jpg`` and so on. Nothing is extracted: one scan locates eac
 reads it in place. Files of other names are ignored.
 """
 
-import json
 import re
 import tarfile
 from collections.abc import Sequence
@@ -23,7 +22,8 @@ from hddm.data.sources.base import (
     choose_column,
     safe_name,
 )
-from hddm.utils.errors import HddmError
+from hddm.utils.documents import parse_object
+from hddm.utils.errors import HddmError, one_line
 
 LARGEST_TEXT = 2**20
 """Bytes per caption, label or JSON object."""
@@ -157,12 +157,10 @@ def _columns(suffix: str, content: bytes, origin: str) -> dict[str, Any]:
             return {"txt": text.strip()}
         if suffix == "cls":
             return {"cls": int(text)}
-        row = json.loads(text)
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         kind = {"txt": "UTF-8 text", "cls": "a class number", "json": "JSON"}[suffix]
-        raise HddmError(f"{origin} cannot be read as {kind} ({error})") from error
-    if not isinstance(row, dict):
-        raise HddmError(f"{origin} is no JSON object")
+        raise HddmError(f"{origin} cannot be read as {kind} ({one_line(error)}); write it again") from error
+    row = parse_object(text, origin)
     return {key: value for key, value in row.items() if key not in _TEXTS}
 
 
