@@ -68,13 +68,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from scipy.linalg import eigh
 from torch import Tensor
 
+from hddm.utils.documents import parse_object
 from hddm.utils.errors import HddmError
-from hddm.utils.tensors import generator, refuse_non_finite, to_float64
+from hddm.utils.tensors import generator, read_header, read_safetensors, refuse_non_finite, to_float64
 
 FILE_NAME = "calibration.safetensors"
 RECORD_KEY = "calibrated_on"
@@ -252,15 +252,17 @@ class Calibration:
         path = folder / FILE_NAME
         if not path.exists():
             return None
-        try:
-            tensors = load_file(path)
-        except SafetensorError as error:
-            raise HddmError(f"{path}: cannot be read ({error}); delete it and calibrate anew") from error
+        tensors = read_safetensors(path)
         missing = {"mean", "basis", "variances", "times", "weights"} ^ (set(tensors) - {"class_means"})
         if missing:
             raise HddmError(
                 f"{path}: missing or unknown tensors {sorted(missing)}; delete it and calibrate anew"
             )
+        for name, tensor in tensors.items():
+            if tensor.dtype != torch.float32:
+                raise HddmError(
+                    f"{path}: {name!r} is {tensor.dtype}, not float32; delete it and calibrate anew"
+                )
         refuse_non_finite(path, tensors)
         moments = Moments(*map(tensors.get, ("mean", "basis", "variances", "class_means")))  # type: ignore[arg-type]
         found = cls(moments, tensors["times"], tensors["weights"], calibration_record(folder))
@@ -304,13 +306,8 @@ def calibration_record(folder: Path) -> dict[str, str] | None:
     path = folder / FILE_NAME
     if not path.exists():
         return None
-    try:
-        with safe_open(path, "pt") as file:
-            metadata = file.metadata() or {}
-        record = json.loads(metadata.get(RECORD_KEY, "{}"))
-        return {str(key): str(value) for key, value in record.items()} or None
-    except (SafetensorError, ValueError, AttributeError) as error:
-        raise HddmError(f"{path}: cannot be read ({error}); delete it and calibrate anew") from error
+    record = parse_object(read_header(path)[1].get(RECORD_KEY, "{}"), f"{path}: {RECORD_KEY}")
+    return {key: str(value) for key, value in record.items()} or None
 
 
 @torch.no_grad()

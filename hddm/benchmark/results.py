@@ -9,13 +9,13 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field, model_validator
 
 from hddm.benchmark.settings import BenchmarkSettings, SamplingPoint, Split
 from hddm.evaluation.compare import figure_at
-from hddm.evaluation.results import Result, ResultGroup, read_groups
+from hddm.evaluation.results import Result, ResultGroup, ScoresRecord, checked, read_groups
 from hddm.evaluation.verdict import Contrast, Figure, GapVerdict, verdicts
 from hddm.utils.errors import HddmError
 from hddm.utils.files import read_json
@@ -27,6 +27,25 @@ MARK = "†"
 """Mark of a spread over seeds that is one of samples alone (`Results.one_model`)."""
 
 
+def _as_scores(content: dict[str, Any]) -> dict[str, Any]:
+    ScoresRecord.model_validate(content)
+    return content
+
+
+def _with(*names: str) -> AfterValidator:
+    """Check that a mapping has these keys."""
+
+    def check(content: dict[str, Any]) -> dict[str, Any]:
+        if missing := [name for name in names if name not in content]:
+            raise ValueError(f"lacks {missing[0]!r}")
+        return content
+
+    return AfterValidator(check)
+
+
+Scored = Annotated[dict[str, Any], AfterValidator(_as_scores)]
+
+
 class ScoredRow(Record):
     """One row of a table, of one training seed."""
 
@@ -35,7 +54,7 @@ class ScoredRow(Record):
     model: str
     seed: int
     point: SamplingPoint
-    scores: dict[str, Any]
+    scores: Scored
     """`hddm.evaluation.scores.Scores`, with the held-out images named by the split."""
     images: int
     expert_evaluations: tuple[float, ...]
@@ -152,12 +171,12 @@ class Results(Record):
     """Those that are in."""
     date: str
     settings: BenchmarkSettings
-    machine: dict[str, Any]
-    hashes: dict[str, Any]
+    machine: Annotated[dict[str, Any], _with("packages")]
+    hashes: Annotated[dict[str, Any], _with("training", "shards", "reference")]
     """Of data, shards, reference images and features, and the numerics version of the jobs."""
-    images: dict[str, int]
+    images: Annotated[dict[str, int], _with("training", "fresh")]
     """Training images, and those of the split that is scored on."""
-    features: dict[str, Any]
+    features: Annotated[dict[str, Any], _with("dimensions")]
     """Name, dimensions, hash, resizing and choice of the extractor."""
     sampled_as: dict[str, Any]
     """Weights, dtype, device and VAE of all samples; several where rows differ, None where none says."""
@@ -168,6 +187,20 @@ class Results(Record):
     comparisons: tuple[Comparison, ...]
     seconds: float
     """Of all jobs together, whenever and by however many workers they were done."""
+
+    @model_validator(mode="after")
+    def _has_what_decides(self) -> "Results":
+        if not self.scored:
+            raise ValueError("holds no rows")
+        trained = {(one.model, one.seed) for one in self.models}
+        for one in self.scored:
+            if one.scores.get(self.decides) is None:
+                raise ValueError(f"row {one.row!r} lacks {self.decides!r}, which decides")
+            if (one.model, one.seed) not in trained:
+                raise ValueError(
+                    f"row {one.row!r} is of a model {one.model!r} of seed {one.seed} that is not there"
+                )
+        return self
 
     @property
     def tables(self) -> dict[str, list[Row]]:
@@ -327,7 +360,7 @@ def _evaluations(folder: Path, results: Results, name: str) -> Iterator[Result]:
     hashes, images = results.hashes, results.images
     for one in row.scored:
         made = next(each for each in row.trained if each.seed == one.seed)
-        few = one.scores[results.decides]["few_images"]
+        few = one.scores[results.decides].get("few_images", False)
         sampled = {"source": made.hash, "seed": one.seed}
         content: Mapping[str, Any] = {
             **one.scores,
@@ -345,7 +378,7 @@ def _evaluations(folder: Path, results: Results, name: str) -> Iterator[Result]:
             "comparable": not few,
             "reasons": [f"too few images: {results.features['dimensions']} features"] if few else [],
         }
-        yield Result(folder / RESULTS_FILE, dict(content), str(one.seed))
+        yield checked(folder / RESULTS_FILE, dict(content), str(one.seed))
 
 
 def _are_alike(one: SamplingPoint, other: SamplingPoint, has_no_router: bool) -> bool:

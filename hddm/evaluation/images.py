@@ -25,9 +25,10 @@ from hddm.data.shard_records import (
 from hddm.data.shards import open_shard
 from hddm.data.sources import open_source
 from hddm.data.sources.base import ImageSource
+from hddm.evaluation.results import SamplingRecord
 from hddm.utils.errors import HddmError, counted
 from hddm.utils.files import read_json
-from hddm.utils.records import SAMPLING_FILE
+from hddm.utils.records import SAMPLING_FILE, parse_record
 
 Role = Literal["images", "reference", "held-out"]
 """Role of a path: samples, training images, or images unseen in training."""
@@ -138,7 +139,9 @@ def read_sampling(images: Path) -> dict[str, Any] | None:
     path = images / SAMPLING_FILE
     if not path.is_file():
         return None
-    return {key: value for key, value in read_json(path).items() if key != "expert_use"}
+    content = read_json(path)
+    parse_record(content, SamplingRecord, str(path))
+    return {key: value for key, value in content.items() if key != "expert_use"}
 
 
 def conditions(

@@ -5,19 +5,133 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
 
 from hddm.utils.errors import HddmError, did_you_mean
 from hddm.utils.files import read_json
-from hddm.utils.records import check_format
+from hddm.utils.records import OpenRecord, check_format, parse_record
 
 FORMAT = "1.1"
 KIND = "evaluation"
 
 
+Figure = Annotated[float, Field(ge=-1e30, le=1e30)]
+"""A number whose square, and sums of it, are finite too."""
+Width = Annotated[Figure, Field(ge=0)]
+Share = Annotated[float, Field(ge=0, le=1)]
+Count = Annotated[int, Field(ge=0, lt=2**53)]
+
+
+class DistanceRecord(OpenRecord):
+    """`Distance` or `KernelDistance` of `hddm.evaluation.distances`, as written."""
+
+    value: Figure
+    half_width: Width | None = None
+    standard_error: Width = 0.0
+    few_images: bool = False
+
+
+class OverlapRecord(OpenRecord):
+    """`hddm.evaluation.distances.PrecisionRecall`, as written."""
+
+    precision: Share
+    recall: Share
+    images: Annotated[Count, Field(ge=1)]
+
+
+class WithinConditions(OpenRecord):
+    """`hddm.evaluation.diversity.ConditionDiversity`, as written."""
+
+    distance: str
+    images: Figure
+
+
+class MemorisationRecord(OpenRecord):
+    """`hddm.evaluation.diversity.Memorisation`, as written."""
+
+    ratio: Figure
+    half_width: Width | None = None
+    mirrored: bool = False
+
+
+class ShardFigures(OpenRecord):
+    """`hddm.evaluation.scores.ShardDistance`, as written."""
+
+    all: DistanceRecord
+    own: DistanceRecord | None = None
+    samples: Count = 0
+
+
+class ScoresRecord(OpenRecord):
+    """What is compared of `hddm.evaluation.scores.Scores`, with the images of either split named."""
+
+    to_training: DistanceRecord | None = None
+    to_held_out: DistanceRecord | None = None
+    to_validation: DistanceRecord | None = None
+    kernel_to_training: DistanceRecord | None = None
+    kernel_to_held_out: DistanceRecord | None = None
+    kernel_to_validation: DistanceRecord | None = None
+    on_training: OverlapRecord | None = None
+    on_held_out: OverlapRecord | None = None
+    on_validation: OverlapRecord | None = None
+    diversity: Figure | None = None
+    memorisation: MemorisationRecord | None = None
+    within_conditions: WithinConditions | None = None
+    shards: tuple[ShardFigures, ...] | None = None
+
+
+class SamplingRecord(OpenRecord):
+    """What evaluations read of ``sampling.json``."""
+
+    source: str | None = None
+    num_images: Count | None = None
+    start: Count = 0
+    class_labels: tuple[Annotated[int, Field(ge=0, lt=2**31)], ...] | None = None
+    class_names: tuple[str, ...] | None = None
+    prompts: tuple[str, ...] | None = None
+
+
+class MeasuredImages(OpenRecord):
+    """Images of one side; of shards, both are lists."""
+
+    images: Any
+    hash: Any
+
+
+class SampledImages(MeasuredImages):
+    """The images that were measured."""
+
+    shape: Any
+    hash: str
+
+
+class MeasuredData(OpenRecord):
+    """Images of all sides."""
+
+    images: SampledImages
+    reference: MeasuredImages | None = None
+    held_out: MeasuredImages | None = None
+    shards: MeasuredImages | None = None
+
+
+class EvaluationRecord(ScoresRecord):
+    """A result as `hddm.evaluation.evaluate.evaluate_folder` makes it."""
+
+    features: dict[str, Any]
+    data: MeasuredData
+    comparable: bool
+    reasons: tuple[str, ...]
+    sampling: SamplingRecord | None = None
+    split: Literal["validation", "held-out"] = "held-out"
+    training_tflop: Width | None = None
+    versions: dict[str, str] = Field(default_factory=dict)
+
+
 @dataclass(frozen=True)
 class Result:
-    """One evaluation as written, its file, and the seed that pairs it."""
+    """One evaluation as written (`EvaluationRecord`), its file, and the seed that pairs it."""
 
     path: Path
     content: dict[str, Any]
@@ -78,10 +192,13 @@ def _read(path: Path) -> Result:
     if content.get("kind") != KIND:
         raise HddmError(f"{path}: is no result of an evaluation; hddm evaluate --out writes them")
     check_format(content, FORMAT, path)
-    missing = [key for key in ("features", "data", "comparable", "reasons") if key not in content]
-    if missing:
-        raise HddmError(f"{path}: lacks {missing[0]!r}; evaluate the images again")
-    return Result(path, content, path.stem)
+    return checked(path, content, path.stem)
+
+
+def checked(path: Path, content: dict[str, Any], seed: str) -> Result:
+    """A result whose ``content`` is that of an `EvaluationRecord`; anything else raises `HddmError`."""
+    parse_record(content, EvaluationRecord, str(path))
+    return Result(path, content, seed)
 
 
 OWN = {"source", "source_sha256", "seed", "start", "num_images", "batch_size", "offload", "max_memory"}

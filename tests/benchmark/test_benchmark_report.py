@@ -115,8 +115,8 @@ def test_a_page_says_what_its_figures_are_to_the_choice_of_settings(
     page: _Page, miniature: Finished, tmp_path: Path
 ) -> None:
     assert "What counts is the confirmation on fresh seeds" in page.text
-    content = miniature.results.model_dump_json().replace("to_validation", "to_held_out")
-    confirmed = Results.model_validate_json(content).model_copy(update={"score_on": "held-out"})
+    content = miniature.results.model_copy(update={"score_on": "held-out"}).model_dump_json()
+    confirmed = Results.model_validate_json(content.replace("to_validation", "to_held_out"))
     write_report(tmp_path, confirmed)
     assert "A confirmation: fresh training seeds" in _Page((tmp_path / REPORT_FILE).read_text()).text
 

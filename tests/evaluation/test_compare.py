@@ -148,7 +148,7 @@ def test_what_is_no_result_is_refused(tmp_path: Path, hddm: Command) -> None:
     contents: list[tuple[dict[str, str], str]] = [
         ({"kind": "quickstart"}, "is no result of an evaluation"),
         ({"kind": "evaluation", "format": "2.0"}, "format 2.0 is newer than 1.1"),
-        ({"kind": "evaluation", "format": "1.0"}, "lacks 'features'"),
+        ({"kind": "evaluation", "format": "1.0"}, "key 'features': is required"),
     ]
     for content, message in contents:
         other.write_text(json.dumps(content))
