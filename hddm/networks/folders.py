@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import diffusers
 import torch
@@ -72,7 +72,42 @@ def parse_config(
             del arguments[key]
         elif key not in parameters or key == "self":
             raise HddmError(f"{origin}: {name} has no key {key!r}{did_you_mean(key, parameters)}")
+    hints = get_type_hints(kind.__init__)
+    for key, value in arguments.items():
+        if not _is_of(value, hints.get(key, Any), parameters[key].default):
+            raise HddmError(
+                f"{origin}: {key} is {one_line(repr(value), 60)}, and {name} takes "
+                f"{inspect.formatannotation(hints[key])}; take the file that came with the weights"
+            )
     return kind, arguments
+
+
+def _is_of(value: Any, hint: Any, default: Any) -> bool:
+    """True if each part of ``value`` is of a kind that the annotation of an argument names, or its default.
+
+    The lengths of lists are left to the constructor, since annotations are often wrong about them.
+    """
+    kinds = {*_kinds_in(hint), type(default)}
+    if Any in kinds or value == default:
+        return True
+    if isinstance(value, list | tuple):
+        return bool(kinds & {list, tuple, Sequence}) and all(_is_of(one, hint, default) for one in value)
+    if value is None:
+        # Older configs have it for false.
+        return bool(kinds & {type(None), bool})
+    if isinstance(value, bool | str | dict):
+        return type(value) in kinds
+    if isinstance(value, float):
+        return math.isfinite(value) and (float in kinds or (int in kinds and value.is_integer()))
+    return bool(kinds & {int, float}) and abs(value) < 2**63
+
+
+def _kinds_in(hint: Any) -> set[Any]:
+    """Types that an annotation names: of ``tuple[int] | None`` tuple, int and None's."""
+    if get_origin(hint) is Literal:
+        return {type(value) for value in get_args(hint)}
+    inner = {kind for part in get_args(hint) for kind in _kinds_in(part)}
+    return inner | {get_origin(hint) or hint}
 
 
 def empty_network(

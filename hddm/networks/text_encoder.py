@@ -68,6 +68,9 @@ def read_tokenizer(folder: Path) -> "CLIPTokenizer":
         raise HddmError(f"{folder}: no {' and no '.join(missing)}, and no tokenizer.json; fetch them")
     try:
         tokenizer: CLIPTokenizer = CLIPTokenizer.from_pretrained(str(folder), local_files_only=True)
+        # It keeps settings of any kind, and fails on them at the first prompt.
+        cuts(tokenizer, ["a"], length=2)
+        tokenizer(["a"], padding="max_length", max_length=2, truncation=True, return_tensors="pt")
     except Exception as error:  # it may raise anything for broken files
         reason = one_line(error, 300)
         raise HddmError(f"{folder}: no tokenizer can be made of its files ({reason})") from error

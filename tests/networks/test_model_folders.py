@@ -79,19 +79,32 @@ def test_a_folder_of_another_class_is_refused(folder: Path) -> None:
         unread_network(folder, [RouterTransformer])
 
 
+_NONE = "no network can be built from it"
+
+
 @pytest.mark.parametrize(
-    "change",
+    ("change", "problem"),
     [
-        *({"hidden_size": "wide"}, {"patch_size": 0}, {"num_heads": 0}, {"num_heads": 3}),
-        *({"sample_size": [4, 4]}, {"depth": None}, {"depth": 10**9}, {"auto_map": {"AutoModel": "x.Y"}}),
+        *(({"patch_size": 0}, _NONE), ({"num_heads": 0}, _NONE), ({"num_heads": 3}, _NONE)),
+        ({"depth": 10**9}, "its depth is"),
+        ({"auto_map": {"AutoModel": "x.Y"}}, "ExpertTransformer has no key"),
+        ({"hidden_size": "wide"}, "hidden_size is 'wide', and ExpertTransformer takes int"),
+        ({"sample_size": [4, 4]}, "sample_size is [4, 4], and ExpertTransformer takes int"),
+        ({"depth": None}, "depth is None, and ExpertTransformer takes int"),
+        ({"depth": True}, "depth is True, and ExpertTransformer takes int"),
+        ({"num_heads": 2.5}, "num_heads is 2.5, and ExpertTransformer takes int"),
+        (
+            {"hidden_size": 10**30},
+            "hidden_size is 1000000000000000000000000000000, and ExpertTransformer takes int",
+        ),
     ],
     ids=str,
 )
-def test_a_config_that_makes_no_network_is_refused(change: dict[str, object], folder: Path) -> None:
+def test_a_config_that_makes_no_network_is_refused(
+    change: dict[str, object], problem: str, folder: Path
+) -> None:
     edit_json(folder / "config.json", **change)
-    problems = {"depth": "its depth is", "auto_map": "ExpertTransformer has no key"}
-    problem = problems.get(*change) if change != {"depth": None} else None
-    assert f"{folder / 'config.json'}: {problem or 'no network can be built from it'}" in _refusal(folder)
+    assert f"{folder / 'config.json'}: {problem}" in _refusal(folder)
 
 
 def test_a_declared_size_takes_no_memory_before_it_is_compared(folder: Path) -> None:

@@ -223,6 +223,7 @@ def test_weights_that_are_not_finite_are_refused_by_name(tmp_path: Path) -> None
         ({"init_inputs": ["/etc/passwd"]}, "has an unknown key 'init_inputs'"),
         ({"fast_tokenizer_files": ["../x.json"]}, "has an unknown key 'fast_tokenizer_files'"),
         ({"model_max_lenght": 77}, "did you mean 'model_max_length'"),
+        ({"model_max_length": "x"}, "no tokenizer can be made of its files"),
     ],
     ids=str,
 )

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import hddm
-from hddm.calibration import FILE_NAME, Calibration, calibrate, calibration_record
+from hddm.calibration import FILE_NAME, RECORD_KEY, Calibration, calibrate, calibration_record
 from hddm.data.shards import load_shard
 from hddm.experts.loading import load
 from hddm.experts.records import WEAK, open_expert, read_expert
@@ -170,6 +170,22 @@ def test_a_broken_record_is_named_and_an_older_file_has_none(ddpm_expert: Path, 
         (expert / FILE_NAME).write_bytes(content)
         with pytest.raises(HddmError, match=r"calibration\.safetensors: (is empty|is neither)"):
             calibration_record(expert)
+
+
+def test_a_calibration_of_other_dtypes_or_with_another_record_is_refused(
+    ddpm_expert: Path, tmp_path: Path
+) -> None:
+    path = copied(ddpm_expert, tmp_path) / FILE_NAME
+    tensors = load_file(path)
+    for dtype in (torch.int32, torch.float16, torch.float8_e4m3fn):
+        save_file(tensors | {"weights": tensors["weights"].to(dtype)}, path)
+        with pytest.raises(HddmError, match=rf"'weights' is {dtype}, not float32; delete it"):
+            Calibration.load(path.parent)
+    for record in ("[1]", "[" * 5000, '{"a": 1, "a": 2}', '{"a": "\\ud800"}'):
+        save_file(tensors, path, {RECORD_KEY: record})
+        with pytest.raises(HddmError, match=r"calibration\.safetensors: calibrated_on: ") as refused:
+            Calibration.load(path.parent)
+        assert "\n" not in str(refused.value)
 
 
 def test_classes_are_drawn_uniformly_and_what_stands_for_no_prompt_is_used_with_a_warning() -> None:
