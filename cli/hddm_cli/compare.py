@@ -28,11 +28,11 @@ def compare(
     comparisons. Of benchmarks the rows that their first tables share are compared, one after the other.
     """
     from hddm.benchmark.results import read_compared
-    from hddm.evaluation.compare import table
+    from hddm.evaluation.compare import escaped, table
     from hddm.evaluation.results import refuse_incomparable
 
     rows = read_compared(results)
     for groups in rows.values():
         refuse_incomparable(groups, varies or ())
     for row, groups in rows.items():
-        typer.echo(f"## {row}\n\n{table(groups)}\n" if row else table(groups))
+        typer.echo(f"## {escaped(row)}\n\n{table(groups)}\n" if row else table(groups))

@@ -13,7 +13,7 @@ from jinja2 import Environment, StrictUndefined
 from hddm.benchmark import charts
 from hddm.benchmark.results import MARK, Comparison, Results, Row, number
 from hddm.benchmark.samples import REAL, grid_path
-from hddm.evaluation.compare import markdown_table
+from hddm.evaluation.compare import escaped, markdown_table
 from hddm.utils.files import write_whole
 
 REPORT_FILE = "report.html"
@@ -43,17 +43,19 @@ class Table:
 
 def tables_text(results: Results) -> str:
     """All tables in Markdown, verdicts against the baselines, and what does not compare."""
-    lines = [
+    head = [
         f"{results.name}, {results.date}: training seeds {_listed(results.seeds)}, scored on "
         f"{results.images['fresh']:,} {results.score_on} images.",
         "",
         about_figures(results),
         "",
     ]
+    lines = [escaped(line) for line in head]
     for table in (comparison_table(results, name) for name in results.tables):
         lines += [*markdown_table(table.head, [[cell.text for cell in row] for row in table.rows]), ""]
-    lines += [f"- {one.sentence}" for one in results.answers]
-    lines += ["", "What does not compare, or is not counted:", "", *(f"- {line}" for line in limits(results))]
+    lines += [f"- {escaped(one.sentence)}" for one in results.answers]
+    told = [f"- {escaped(line)}" for line in limits(results)]
+    lines += ["", "What does not compare, or is not counted:", "", *told]
     return "\n".join(lines)
 
 

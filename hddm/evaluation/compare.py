@@ -93,11 +93,17 @@ def table(groups: Sequence[ResultGroup]) -> str:
         for base in line.figures[:1]
         for ours, one in zip(line.figures[1:], line.verdicts, strict=True)
     )
-    return "\n".join([*markdown_table(heads, rows, "left"), "", *_notes(groups, judged)])
+    return "\n".join([*markdown_table(heads, rows, "left"), "", *map(escaped, _notes(groups, judged))])
+
+
+def escaped(text: str) -> str:
+    """A text as part of one line of Markdown, since names come from files: no HTML, no cell that ends."""
+    return " ".join(text.splitlines()).replace("<", "&lt;").replace("|", "\\|")
 
 
 def markdown_table(heads: Sequence[str], rows: Sequence[Sequence[str]], align: str = "right") -> list[str]:
     """Lines of a Markdown table, aligned for terminals; the first column is left-aligned."""
+    heads, rows = [escaped(head) for head in heads], [[escaped(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
 
     def line(cells: Sequence[str]) -> str:

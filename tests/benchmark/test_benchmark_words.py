@@ -158,6 +158,13 @@ def test_tables_in_markdown_stand_alone(miniature: Finished) -> None:
         assert f"\n- {line}" in text
 
 
+def test_names_in_markdown_neither_end_a_cell_nor_become_html(miniature: Finished) -> None:
+    content = miniature.results.model_dump_json().replace(MIXED, "<script>a|b")
+    text = tables_text(Results.model_validate_json(content))
+    assert "<" not in text
+    assert "| &lt;script>a\\|b " in text
+
+
 def test_what_calibration_and_router_took_of_equal_compute_is_said(miniature: Finished) -> None:
     mixed = next(one for one in miniature.results.models if one.model == MIXED)
     assert mixed.experts_flop

@@ -159,6 +159,51 @@ def test_what_is_no_result_is_refused(tmp_path: Path, hddm: Command) -> None:
     assert "no such file" in _refused(hddm, tmp_path / "gone.json", result)
 
 
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"to_training": [1]}, "key 'to_training' (is [1]): "),
+        ({"to_training__value": "nan"}, "key 'to_training.value' (is 'nan'): must be a finite number"),
+        ({"to_training__value": float("inf")}, "key 'to_training.value' (is inf): must be a finite number"),
+        ({"to_training__value": 1e300}, "key 'to_training.value' (is 1e+300): must be 1e+30 or less"),
+        ({"to_held_out__half_width": -1}, "key 'to_held_out.half_width' (is -1): must be 0 or more"),
+        ({"on_training__images": 0}, "key 'on_training.images' (is 0): must be 1 or more"),
+        ({"on_training__recall": 2}, "key 'on_training.recall' (is 2): must be 1 or less"),
+        ({"diversity": {}}, "key 'diversity': must be a number"),
+        ({"within_conditions__distance": []}, "key 'within_conditions.distance' (is []): must be text"),
+        ({"shards": [{"all": None}]}, "key 'shards.0.all' (is None): "),
+        ({"data__images__hash": ["x"]}, "key 'data.images.hash' (is ['x']): must be text"),
+        ({"data": []}, "key 'data' (is []): "),
+        ({"sampling": "x"}, "key 'sampling' (is 'x'): "),
+        ({"sampling__source": {"x": 1}}, "key 'sampling.source': must be text"),
+        ({"sampling__class_labels": 3}, "key 'sampling.class_labels' (is 3): "),
+        ({"features": None}, "key 'features' (is None): "),
+        ({"reasons": "few"}, "key 'reasons' (is 'few'): "),
+        ({"versions": ["torch"]}, "key 'versions' (is ['torch']): "),
+        (
+            {"split": "training.value.x"},
+            "key 'split' (is 'training.value.x'): choose one of validation, held-out",
+        ),
+    ],
+    ids=str,
+)
+def test_a_result_of_other_values_is_refused_by_file_and_key(
+    change: dict[str, Any], problem: str, tmp_path: Path, hddm: Command
+) -> None:
+    good, bad = _write(tmp_path / "good.json", 1), _write(tmp_path / "bad.json", 2, **change)
+    for pair in ((good, bad), (bad, good)):
+        assert _refused(hddm, *pair).startswith(f"hddm: {bad}: {problem}")
+
+
+def test_names_neither_end_a_cell_nor_become_html(tmp_path: Path, hddm: Command) -> None:
+    a, b = _write(tmp_path / "a|<b>.json", 1), _write(tmp_path / "b.json", 2)
+    code, out, _ = hddm("compare", a, b)
+    assert code == 0
+    assert "<b>" not in out
+    rows = [line for line in out.splitlines() if line.startswith("|")]
+    assert len({line.replace("\\|", "").count("|") for line in rows}) == 1
+
+
 def _distance(value: float, half_width: float = 1.0, few: bool = False) -> dict[str, Any]:
     return {"value": value, "half_width": half_width, "few_images": few}
 
