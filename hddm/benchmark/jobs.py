@@ -37,7 +37,7 @@ from hddm.utils.files import locked, new_folder, put_in_place, read_json, write_
 from hddm.utils.processes import SIGNALS, Call, Report, Stopped, handling
 from hddm.utils.records import check_format
 
-FORMAT = "1.0"
+FORMAT = "1.1"
 RECORD = "job.json"
 LOCK = "lock"
 NUMERICS = "1"
@@ -90,6 +90,9 @@ class Store:
         check_format(record, FORMAT, path)
         if record.get("hash") != job.hash:
             raise HddmError(f"{path}: is of another job; remove its folder")
+        # Formats before 1.1 have no seal.
+        if record["format"] != "1.0" and record.get("seal") != _seal(record):
+            raise HddmError(f"{path}: is not what was written; remove its folder, and the job is done again")
         return record
 
     def result(self, job: Job) -> dict[str, Any]:
@@ -142,7 +145,7 @@ class Store:
 
 
 def _record_of(job: Job, result: Mapping[str, Any], seconds: float) -> dict[str, Any]:
-    return {
+    content = {
         "format": FORMAT,
         "kind": job.kind,
         "hash": job.hash,
@@ -153,6 +156,14 @@ def _record_of(job: Job, result: Mapping[str, Any], seconds: float) -> dict[str,
         "machine": machine(),
         "result": finite(result),
     }
+    # As it reads back: keys of JSON are texts.
+    written: dict[str, Any] = json.loads(json.dumps(content))
+    return written | {"seal": _seal(written)}
+
+
+def _seal(record: Mapping[str, Any]) -> str:
+    """SHA-256 of a job's record, by which a damaged one is told from what was written."""
+    return hash_of({key: value for key, value in record.items() if key != "seal"})
 
 
 def hash_of(content: Any) -> str:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import Field
 
 from hddm.benchmark.collect import collect
 from hddm.benchmark.data import (
@@ -46,7 +47,7 @@ from hddm.utils.errors import HddmError
 from hddm.utils.files import check_absent, read_json, write_json, write_whole
 from hddm.utils.processes import Workers
 from hddm.utils.progress import Progress
-from hddm.utils.records import BENCHMARK_FILE, RESULTS_FILE
+from hddm.utils.records import BENCHMARK_FILE, RESULTS_FILE, OpenRecord, parse_record
 
 TABLES_FILE = "tables.md"
 GRID_IMAGES = 64
@@ -125,6 +126,25 @@ def quickstart(settings: BenchmarkSettings, out: Path, overwrite: bool = False) 
     return run_benchmark(settings, out)
 
 
+class _Chosen(OpenRecord):
+    """Settings in ``benchmark.json``, of any version."""
+
+    seeds: tuple[int, ...] = ()
+
+
+class _Begun(OpenRecord):
+    """What is read of ``benchmark.json``."""
+
+    settings: _Chosen = _Chosen()
+
+
+class _Finished(OpenRecord):
+    """What is read of the results that new ones replace, of any version."""
+
+    hashes: dict[str, Any] = Field(default_factory=dict)
+    date: str = ""
+
+
 def check_out(out: Path, settings: BenchmarkSettings, overwrite: bool = False) -> None:
     """Refuse a folder of another kind, and without ``overwrite`` results of other settings or seeds."""
     if not out.exists() or (out.is_dir() and not any(out.iterdir())):
@@ -134,7 +154,8 @@ def check_out(out: Path, settings: BenchmarkSettings, overwrite: bool = False) -
         raise HddmError(f"{out} exists and holds no benchmark: choose another folder")
     if overwrite or not (out / RESULTS_FILE).is_file():
         return
-    before, now = read_json(out / BENCHMARK_FILE).get("settings", {}), settings.model_dump(mode="json")
+    path, now = out / BENCHMARK_FILE, settings.model_dump(mode="json")
+    before = parse_record(read_json(path), _Begun, str(path)).settings.model_dump(mode="json")
     if set(before.get("seeds", ())) <= set(settings.seeds):
         # Additional seeds lose nothing.
         before["seeds"] = now["seeds"]
@@ -157,6 +178,7 @@ def _results_before(out: Path, shared: SharedInputs) -> dict[str, Any]:
     if not (out / RESULTS_FILE).is_file():
         return {}
     before = read_json(out / RESULTS_FILE, LARGEST)
+    parse_record(before, _Finished, str(out / RESULTS_FILE))
     if before.get("hashes", {}).get("reference") != shared.reference.hash:
         raise HddmError(f"{out}: holds results of other images; choose another folder, or pass --overwrite")
     return before

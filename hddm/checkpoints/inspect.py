@@ -7,7 +7,7 @@ from typing import Any
 from hddm.data.shard_records import MANIFEST, PARTITION_FILE
 from hddm.data.sources.base import PARQUET, TAR, find_files
 from hddm.evaluation.results import KIND
-from hddm.training.resume import CHECKPOINTS, RUN_FILE, checkpoints_in, step_of
+from hddm.training.resume import CHECKPOINTS, RUN_FILE, checkpoints_in, read_run, step_of
 from hddm.utils.files import read_json
 from hddm.utils.records import (
     BENCHMARK_FILE,
@@ -17,6 +17,8 @@ from hddm.utils.records import (
     RESULTS_FILE,
     ROUTER_FILE,
     SAMPLING_FILE,
+    OpenRecord,
+    parse_record,
 )
 
 Describe = Callable[[Path], dict[str, Any]]
@@ -52,7 +54,7 @@ def inspected(path: Path, allow_pickle: bool = False, variant: str | None = None
 
 def _run(folder: Path) -> dict[str, Any]:
     """A training run, in progress, killed or finished, and its latest checkpoint."""
-    record = read_json(folder / RUN_FILE)
+    record = read_run(folder / RUN_FILE)
     kept = checkpoints_in(folder / CHECKPOINTS)
     out = folder.with_name(folder.name.removesuffix(".run"))
     settings = record.get("settings", {})
@@ -68,6 +70,14 @@ def _run(folder: Path) -> dict[str, Any]:
     }
 
 
+class _ListedExpert(OpenRecord):
+    """What a list shows of ``expert.json``; the whole record would need torch."""
+
+    objective: str | None = None
+    shard: dict[str, Any] | None = None
+    training: dict[str, Any] | None = None
+
+
 def _experts(folder: Path) -> dict[str, Any]:
     """A folder of experts, as ``hddm train all`` writes it, and which are unfinished."""
     experts = {path.parent.name: path for path in folder.glob(f"*/{EXPERT_FILE}")}
@@ -75,14 +85,14 @@ def _experts(folder: Path) -> dict[str, Any]:
     described: list[dict[str, Any]] = []
     for name in sorted(experts | runs, key=lambda name: (len(name), name)):
         if name in experts:
-            record = read_json(experts[name])
-            shard, training = record.get("shard") or {}, record.get("training") or {}
+            record = parse_record(read_json(experts[name]), _ListedExpert, str(experts[name]))
+            shard, training = record.shard or {}, record.training or {}
             done = {"shard": shard.get("index"), "finished": True, "steps": training.get("steps")}
-            described.append({"name": name, "objective": record.get("objective"), **done})
+            described.append({"name": name, "objective": record.objective, **done})
         else:
             run = _run(runs[name].parent)
             step = {key: run[key] for key in ("finished", "step", "steps", "last_checkpoint")}
-            described.append({"name": name, "objective": run["settings"].get("objective"), **step})
+            described.append({"name": name, "objective": run.get("settings", {}).get("objective"), **step})
     return {"kind": "experts", "experts": described, "read_by": "hddm assemble, hddm verify"}
 
 

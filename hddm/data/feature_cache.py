@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from safetensors.numpy import save_file
+from torch import Tensor
 
 from hddm.data.features import Extractor
 from hddm.data.images import THREADS, decode, in_colour, pixel_digest, too_many_bad
@@ -28,7 +29,7 @@ from hddm.utils.errors import HddmError, one_line
 from hddm.utils.files import write_json, write_whole
 from hddm.utils.progress import Progress
 from hddm.utils.records import FEATURES_FILE, Record, read_record
-from hddm.utils.tensors import read_header, read_safetensors
+from hddm.utils.tensors import read_header, read_safetensors, refuse_non_finite
 
 FORMAT = "1.0"
 PART = 1024
@@ -117,7 +118,7 @@ def compute_features(
         # List all broken images at once, for repair; decoding is far faster than computing features.
         broken |= _find_broken(source, range(rows.stop, len(source)))
         raise too_many_bad(source.root, list(broken.values()), max_bad)
-    return _opened(paths, broken)
+    return _opened(paths, len(source), broken)
 
 
 def _claim(folder: Path, record: FeatureRecord, replace: bool) -> None:
@@ -243,12 +244,38 @@ def _finite(features: NDArray[np.float32], names: Sequence[Path], extractor: str
     return features
 
 
-def _opened(paths: Sequence[Path], broken: dict[int, str]) -> ImageFeatures:
-    parts = [part for part in map(read_safetensors, paths) if len(part["sound"])]
-    rows, files, pixels = (
+def _opened(paths: Sequence[Path], images: int, broken: dict[int, str]) -> ImageFeatures:
+    read = {path: _part(path) for path in paths}
+    parts = [part for part in read.values() if len(part["sound"])]
+    last = -1
+    for path, part in read.items():
+        # The rows of a part follow those of the part before.
+        rows = part["sound"]
+        if len(rows) and (rows[0] <= last or rows[-1] >= images or not (rows.diff() > 0).all()):
+            raise HddmError(f"{path}: is not of these images; remove it")
+        if len(rows) and part["features"].shape[1] != parts[0]["features"].shape[1]:
+            raise HddmError(f"{path}: its features are of another length than the rest; remove it")
+        last = int(rows[-1]) if len(rows) else last
+    if not parts:
+        raise HddmError(f"{paths[0].parent}: holds features of no image, since none could be read")
+    numbers, files, pixels = (
         torch.cat([part[n] for part in parts]).numpy() for n in ("sound", "files", "pixels")
     )
-    return ImageFeatures(rows, files, pixels, broken, Rows(tuple(part["features"] for part in parts)))
+    return ImageFeatures(numbers, files, pixels, broken, Rows(tuple(part["features"] for part in parts)))
+
+
+def _part(path: Path) -> dict[str, Tensor]:
+    """Tensors of a part; raises `HddmError` for others than `_write_part` writes."""
+    part = read_safetensors(path)
+    found = {name: (value.dtype, value.ndim, len(value) if value.ndim else 0) for name, value in part.items()}
+    rows = len(part["sound"]) if found.get("sound", (None, 0))[1] == 1 else 0
+    kinds = {"sound": (torch.int64, 1), "features": (torch.float32, 2)}
+    kinds |= dict.fromkeys(("files", "pixels"), (torch.uint8, 2))
+    fits = found == {name: (*kind, rows) for name, kind in kinds.items()}
+    if not fits or part["files"].shape[1] != 32 or part["pixels"].shape[1] != 32:
+        raise HddmError(f"{path}: holds no features of images; remove it")
+    refuse_non_finite(path, {"features": part["features"]})
+    return part
 
 
 def _fingerprint(source: ImageSource) -> str:

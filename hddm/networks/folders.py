@@ -98,7 +98,7 @@ def _is_of(value: Any, hint: Any, default: Any) -> bool:
     if isinstance(value, bool | str | dict):
         return type(value) in kinds
     if isinstance(value, float):
-        return math.isfinite(value) and (float in kinds or (int in kinds and value.is_integer()))
+        return float in kinds and math.isfinite(value)
     return bool(kinds & {int, float}) and abs(value) < 2**63
 
 

@@ -13,7 +13,9 @@ import logging
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import Field
 
 from hddm.data.shard_records import (
     MANIFEST,
@@ -25,7 +27,7 @@ from hddm.data.shard_records import (
 from hddm.training.settings import ExpertSettings, LoopSettings, RunOptions
 from hddm.utils.errors import HddmError
 from hddm.utils.files import check_absent, read_json, sha256_of
-from hddm.utils.records import refuse_damaged
+from hddm.utils.records import OpenRecord, parse_record, refuse_damaged
 
 Change = dict[str, Any]
 """Record of one change, as plain values of JSON."""
@@ -97,10 +99,42 @@ def step_of(path: Path) -> int:
     return int(path.name.removeprefix("step_"))
 
 
+class RunSettings(OpenRecord):
+    """Settings in a run's record that decide how the rest is read."""
+
+    objective: Literal["ddpm", "flow"] = "flow"
+    steps: Annotated[int, Field(ge=1)] = 1
+
+
+class RecordedChange(OpenRecord):
+    """A `Change`."""
+
+    step: int
+    key: str
+    was: Any
+    now: Any = Field(alias="is")
+
+
+class RunRecord(OpenRecord):
+    """What is read of ``run.json``, as `hddm.training.state.open_run` writes it."""
+
+    settings: RunSettings = RunSettings()
+    data: dict[str, Any] = Field(default_factory=dict)
+    environment: dict[str, Any] = Field(default_factory=dict)
+    changes: tuple[RecordedChange, ...] = ()
+
+
+def read_run(path: Path) -> dict[str, Any]:
+    """Read ``run.json``; raises `HddmError` as `read_json`, and for values of other kinds."""
+    content = read_json(path)
+    parse_record(content, RunRecord, str(path))
+    return content
+
+
 def recorded(out: Path) -> dict[str, Any]:
     """Read the record of the run of ``out``; {} where there is none."""
     path = run_folder_of(out) / RUN_FILE
-    return read_json(path) if path.exists() else {}
+    return read_run(path) if path.exists() else {}
 
 
 def recorded_settings(out: Path) -> dict[str, Any]:

@@ -19,10 +19,12 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from pydantic import Field
+from safetensors import SafetensorError
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from hddm.networks.folders import differences
@@ -49,7 +51,8 @@ from hddm.utils.files import (
     write_whole,
     writing,
 )
-from hddm.utils.records import MANIFEST, Record, read_record
+from hddm.utils.records import MANIFEST, OpenRecord, Record, parse_record, read_record
+from hddm.utils.tensors import read_safetensors
 
 log = logging.getLogger(__name__)
 
@@ -97,6 +100,21 @@ class Ema:
 
 
 WEIGHTS, EMA, OPTIMIZER, LOSSES = FILES = "weights", "ema", "optimizer", "losses"
+CHECKPOINT_FORMAT = "1.0"
+PROGRESS = "progress.json"
+Count = Annotated[int, Field(ge=0, lt=2**53)]
+
+
+class Progress(OpenRecord):
+    """``progress.json``: what `TrainingState.values` gives."""
+
+    ema_updates: Count
+    seconds: Annotated[float, Field(ge=0)]
+    non_finite: Count
+    notes: dict[str, Any] = Field(default_factory=dict)
+    scaler: dict[str, Any] | None = None
+
+
 WEAK = "weak"
 """In checkpoints after the step whose averages are kept."""
 
@@ -163,9 +181,10 @@ class TrainingState:
         }
 
     @torch.no_grad()
-    def load(self, tensors: Mapping[str, Mapping[str, Tensor]], values: Mapping[str, Any], name: str) -> None:
+    def load(self, tensors: Mapping[str, Mapping[str, Tensor]], values: dict[str, Any], name: str) -> None:
         """Load what `tensors` and `values` gave, of the same network; ``name`` is the source in errors."""
         live, trained = self.tensors(), self._trained()
+        progress = parse_record(values, Progress, f"{name}/{PROGRESS}")
         for file in (WEIGHTS, EMA):
             if lines := differences(live[file], tensors[file]):
                 raise HddmError(f"{name}, {file}: is of another network", lines)
@@ -173,24 +192,25 @@ class TrainingState:
                 value.copy_(tensors[file][key])
         for key, value in tensors[OPTIMIZER].items():
             moment, _, parameter = key.partition(".")
+            if parameter not in trained or value.shape not in ((), trained[parameter].shape):
+                raise HddmError(f"{name}, {OPTIMIZER}: {key!r} is of another network")
             # A copy: rounding may depend on where in memory a tensor begins, and a mapped one begins
             # anywhere. The step count goes along, since the fused optimiser reads it on the device.
             kept = value.to(trained[parameter].device).clone()
             self.optimizer.state[trained[parameter]][moment] = kept
-        self.losses = tensors[LOSSES]["losses"].tolist()
+        losses = tensors[LOSSES].get("losses")
+        if losses is None or losses.ndim != 1 or not losses.is_floating_point():
+            raise HddmError(f"{name}, {LOSSES}: holds no losses")
+        self.losses = losses.tolist()
         self.weak = dict(tensors.get(WEAK, {}))
-        self.ema.updates = values["ema_updates"]
-        self.seconds, self.non_finite = values["seconds"], values["non_finite"]
-        self.notes = dict(values.get("notes", {}))
-        if values["scaler"] is not None:
-            self.scaler.load_state_dict(values["scaler"])
+        self.ema.updates = progress.ema_updates
+        self.seconds, self.non_finite = progress.seconds, progress.non_finite
+        self.notes = dict(progress.notes)
+        if progress.scaler is not None:
+            self.scaler.load_state_dict(progress.scaler)
 
     def _trained(self) -> dict[str, nn.Parameter]:
         return {name: p for name, p in self.network.named_parameters() if p.requires_grad}
-
-
-CHECKPOINT_FORMAT = "1.0"
-PROGRESS = "progress.json"
 
 
 class CheckpointManifest(Record):
@@ -229,7 +249,7 @@ class Run:
     def restore(self, state: TrainingState) -> None:
         """Load the resumed checkpoint, if any, into ``state``, which must be of the same network."""
         if (path := self.begun_at) is not None:
-            tensors = {file.stem: load_file(file) for file in path.glob("*.safetensors")}
+            tensors = {file.stem: read_safetensors(file) for file in path.glob("*.safetensors")}
             state.load(tensors, read_json(path / PROGRESS), str(path))
             log.info("%s: going on from step %d", self.folder, state.step)
 

@@ -6,19 +6,28 @@ import os
 import secrets
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
+from pydantic import Field
 from torch import Tensor
 
 from hddm.utils.errors import optional
 from hddm.utils.files import read_json, write_json
+from hddm.utils.records import OpenRecord, parse_record
 
 log = logging.getLogger(__name__)
 
 RECORD = "wandb.json"
 TIMEOUT = 60.0
 """Seconds that the server may take for its first answer."""
+
+
+class LoggedRun(OpenRecord):
+    """``wandb.json``."""
+
+    id: str | None = None
+    step: Annotated[int, Field(ge=0, lt=2**53)] = 0
 
 
 class WandbLog:
@@ -32,9 +41,10 @@ class WandbLog:
     def __init__(self, folder: Path, project: str, settings: Mapping[str, Any]) -> None:
         self._wandb = wandb = optional("wandb", "--wandb", "wandb")
         self._path = folder / RECORD
-        known = read_json(self._path) if self._path.exists() else {}
-        self._id = str(known.get("id") or secrets.token_hex(8))
-        self._logged = int(known.get("step", 0))
+        content = read_json(self._path) if self._path.exists() else {}
+        known = parse_record(content, LoggedRun, str(self._path))
+        self._id = known.id or secrets.token_hex(8)
+        self._logged = known.step
         self._last = self._logged
         self._record(self._logged)
         self._run: Any = wandb.init(

@@ -22,11 +22,10 @@ from hddm.data.images import save_png, tiled, to_bytes
 from hddm.data.shards import Shard
 from hddm.sampling import initial_noise, integrate, time_grid
 from hddm.training.loop import StepReport, Watcher
-from hddm.training.resume import RUN_FILE
+from hddm.training.resume import RUN_FILE, read_run
 from hddm.training.settings import TEXT, ExpertSettings
 from hddm.training.state import Run
 from hddm.training.wandb_log import WandbLog
-from hddm.utils.files import read_json
 from hddm.velocity import VelocityField
 
 log = logging.getLogger(__name__)
@@ -65,7 +64,7 @@ class _Watch:
         logs, project = run.folder / "logs", run.options.wandb
         self.sinks = [Guarded(f"TensorBoard ({logs})", lambda first: EventLog(logs, first))]
         if project is not None:
-            config = read_json(run.folder / RUN_FILE).get("settings", {})
+            config = read_run(run.folder / RUN_FILE).get("settings", {})
             self.sinks.append(Guarded("W&B", lambda first: WandbLog(run.folder, project, config)))
 
     def __call__(self, report: StepReport) -> None:

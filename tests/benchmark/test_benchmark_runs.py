@@ -244,7 +244,7 @@ def test_the_weights_and_the_device_of_a_row_are_those_that_drew_it(
     for record in jobs.glob("samples-*/job.json"):
         result = json.loads(record.read_text())["result"]
         del result["device"]
-        edit_json(record, result=result)
+        edit_json(record, format="1.0", result=result)
     changed = of_models(finished, {"name": "homogeneous flow"}, device="auto")
     results = run_inline(changed, tmp_path / "out", miniature.data, jobs=jobs)
     drawn, found = (one.sampled_as for one in results.scored)
@@ -252,6 +252,17 @@ def test_the_weights_and_the_device_of_a_row_are_those_that_drew_it(
     assert found == {"weights": "ema", "device": None}
     assert results.sampled_as["weights"] == "ema, ema and raw"
     assert results.sampled_as["device"] == f"{drawn['device']}, not recorded"
+
+
+def test_a_job_that_was_changed_since_is_refused(miniature: Finished, tmp_path: Path) -> None:
+    jobs = copied(miniature.out / "jobs", tmp_path)
+    path = next(jobs.glob("scores-*/job.json"))
+    for change in ({"result": []}, {"seconds": -1}, {"seal": None}):
+        before = path.read_text()
+        edit_json(path, **change)
+        with pytest.raises(HddmError, match=r"job\.json: is not what was written; remove its folder"):
+            run_inline(miniature.settings, tmp_path / "out", miniature.data, jobs=jobs)
+        path.write_text(before)
 
 
 def test_experts_of_classes_are_sampled_in_turn(miniature: Finished, tmp_path: Path) -> None:

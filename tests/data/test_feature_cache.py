@@ -7,8 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from numpy.typing import NDArray
 from PIL import Image
+from safetensors.torch import load_file, save_file
 
 from hddm.data.feature_cache import ImageFeatures, compute_features
 from hddm.data.features import PixelPca
@@ -136,6 +138,22 @@ def test_a_spoilt_part_is_named(source: ImageSource, tmp_path: Path) -> None:
         said = refusal(_compute, source, tmp_path / "cache")
         assert str(part) in said
         assert "remove it" in said
+    part.write_bytes(sound)
+    good, note = load_file(part), {"note": "{}"}
+    nan = good["features"].clone()
+    nan[0] = torch.nan
+    for changed in (
+        {"pixels": good["pixels"].flatten()},
+        {"features": good["features"].double()},
+        {"features": good["features"][:, :1].contiguous()},
+        {"features": nan},
+        {"files": good["files"][:1].clone()},
+        {"sound": good["sound"].flip(0)},
+        {"sound": good["sound"] + 10**6},
+        {"other": good["sound"].clone()},
+    ):
+        save_file(good | changed, part, note)
+        assert refusal(_compute, source, tmp_path / "cache").startswith(f"{part}: ")
 
 
 @pytest.mark.parametrize("rows", [[3], [0, 1, 2, 3], list(range(10, 20)), [9, 10, 47]])

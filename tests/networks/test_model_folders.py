@@ -92,7 +92,7 @@ _NONE = "no network can be built from it"
         ({"sample_size": [4, 4]}, "sample_size is [4, 4], and ExpertTransformer takes int"),
         ({"depth": None}, "depth is None, and ExpertTransformer takes int"),
         ({"depth": True}, "depth is True, and ExpertTransformer takes int"),
-        ({"num_heads": 2.5}, "num_heads is 2.5, and ExpertTransformer takes int"),
+        ({"num_heads": 2.0}, "num_heads is 2.0, and ExpertTransformer takes int"),
         (
             {"hidden_size": 10**30},
             "hidden_size is 1000000000000000000000000000000, and ExpertTransformer takes int",

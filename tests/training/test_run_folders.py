@@ -23,6 +23,7 @@ from hddm.training.resume import run_folder_of, with_changes
 from hddm.training.settings import ExpertSettings, LoopSettings, RunOptions
 from hddm.training.state import open_run
 from hddm.utils.errors import HddmError
+from hddm.utils.files import sha256_of
 from tests.artefacts import (
     Command,
     Died,
@@ -67,6 +68,54 @@ def test_a_run_that_is_there_is_neither_forgotten_nor_resumed_unasked(
     half.write_text("{")
     code, _, error = hddm(*_command(whole, started, "--resume"))
     assert (code, half.exists()) == (0, False), error
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"settings": []}, "key 'settings' (is []): "),
+        ({"settings": {"objective": "x"}}, "key 'settings.objective' (is 'x'): choose one of ddpm, flow"),
+        (
+            {"settings": {"objective": "flow", "steps": "x"}},
+            "key 'settings.steps' (is 'x'): must be a whole number",
+        ),
+        ({"data": "x"}, "key 'data' (is 'x'): "),
+        ({"changes": [{"step": 1, "key": "x"}]}, "key 'changes.0.was': is required"),
+        ({"changes": 3}, "key 'changes' (is 3): "),
+    ],
+    ids=str,
+)
+def test_a_record_of_other_values_is_refused_by_key(
+    change: dict[str, Any], problem: str, started: Path, whole: Path, hddm: Command
+) -> None:
+    path = started.with_name("out.run") / "run.json"
+    edit_json(path, **change)
+    for command in (_command(whole, started, "--resume"), ["inspect", path.parent]):
+        code, _, error = hddm(*command)
+        assert code == 1
+        assert f"{path}: {problem}" in error
+        assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        *({"ema_updates": -1}, {"ema_updates": 10**30}, {"seconds": "x"}, {"seconds": float("nan")}),
+        *({"non_finite": None}, {"notes": []}, {"scaler": [1]}),
+    ],
+    ids=str,
+)
+def test_a_checkpoint_whose_progress_holds_other_values_is_refused_by_key(
+    change: dict[str, Any], started: Path, whole: Path, hddm: Command
+) -> None:
+    (folder,) = (started.with_name("out.run") / "checkpoints").iterdir()
+    edit_json(folder / "progress.json", **change)
+    files = {name: sha256_of(folder / name) for name in contents(folder) if name != "manifest.json"}
+    edit_json(folder / "manifest.json", files=files)
+    code, _, error = hddm(*_command(whole, started, "--resume"))
+    assert code == 1
+    assert f"{folder / 'progress.json'}: key '{next(iter(change))}'" in error
+    assert error.count("\n") == 1
 
 
 def test_every_changed_setting_is_told_and_stops_a_resume(started: Path, whole: Path, hddm: Command) -> None:
