@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import diffusers
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -355,7 +354,7 @@ def from_config(config: Mapping[str, Any]) -> Schedule:
         case {"name": "discrete", "betas": betas, **rest} if not rest:
             try:
                 return DiscreteSchedule(torch.tensor(betas, dtype=torch.float64))
-            except (TypeError, RuntimeError) as error:
+            except (TypeError, RuntimeError, ValueError, OverflowError) as error:
                 raise HddmError(f"schedule: betas {str(betas)[:40]} are not numbers") from error
     raise HddmError(
         f"schedule {dict(config)} is unknown: it is {{'name': 'linear'}}, {{'name': 'cosine'}}, "
@@ -410,7 +409,7 @@ def _with_defaults(config: Mapping[str, Any], name: str, origin: str) -> dict[st
         if key in config:
             value = config[key]
             # A live config may hold an array, which a record cannot.
-            found[key] = np.asarray(value).tolist() if key == "trained_betas" and value is not None else value
+            found[key] = value.tolist() if hasattr(value, "tolist") else value
         elif key in parameters:
             found[key] = parameters[key].default
             logger.info("%s: %s not given, %s's default %s", origin, key, name, found[key])

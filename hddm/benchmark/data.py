@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from sklearn.datasets import load_digits
 from torch import Tensor
 
@@ -23,6 +23,7 @@ from hddm.data.shards import Shard, load_shard
 from hddm.data.sources import open_source
 from hddm.utils.errors import HddmError
 from hddm.utils.files import link_or_copy
+from hddm.utils.tensors import read_safetensors, refuse_other_kinds
 
 SHARDS, WHOLE = "shards", "whole"
 TRAINING_SIDE, HELD_OUT_SIDE = "train", "held_out"
@@ -205,7 +206,13 @@ def write_reference(
 
 def read_reference(folder: Path) -> Mapping[str, Tensor]:
     """``training`` and ``fresh`` bytes (n, C, H, W); of the former ``shard`` and perhaps ``labels`` (n,)."""
-    return load_file(folder / _PACKED)
+    tensors = read_safetensors(folder / _PACKED)
+    fresh = {name: value for name, value in tensors.items() if name == "fresh"}
+    of_training = {name: value for name, value in tensors.items() if name not in fresh}
+    kinds = {"training": (torch.uint8, 4), "shard": (torch.int64, 1), "labels": (torch.int64, 1)}
+    refuse_other_kinds(folder, of_training, kinds, optional="labels")
+    refuse_other_kinds(folder, fresh, {"fresh": (torch.uint8, 4)})
+    return tensors
 
 
 def hash_of_images(path: Path) -> str:

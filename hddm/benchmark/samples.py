@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from hddm.benchmark.compute import evaluation_flop, router_flop
@@ -18,6 +18,7 @@ from hddm.ensemble import Ensemble, Router
 from hddm.experts.loading import load
 from hddm.sampling import sample
 from hddm.utils.processes import Report
+from hddm.utils.tensors import read_safetensors, refuse_other_kinds
 from hddm.velocity import Guidance, VelocityField
 
 PIECE = 1000
@@ -118,7 +119,12 @@ def pieces(source: SampledModel, point: SamplingPoint, seed: int, device: str = 
 
 def read_samples(store: Store, jobs: Sequence[Job]) -> tuple[Tensor, Tensor | None]:
     """Bytes (n, C, H, W) and perhaps labels (n,) of finished pieces."""
-    found = [load_file(store.path(job) / _PIXELS) for job in jobs]
+    found = []
+    for job in jobs:
+        path = store.path(job)
+        found.append(read_safetensors(path / _PIXELS))
+        kinds = {"pixels": (torch.uint8, 4), "labels": (torch.int64, 1)}
+        refuse_other_kinds(path, found[-1], kinds, optional="labels")
     labels = [piece["labels"] for piece in found if "labels" in piece]
     return torch.cat([piece["pixels"] for piece in found]), torch.cat(labels) if labels else None
 

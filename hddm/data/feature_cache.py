@@ -29,7 +29,7 @@ from hddm.utils.errors import HddmError, one_line
 from hddm.utils.files import write_json, write_whole
 from hddm.utils.progress import Progress
 from hddm.utils.records import FEATURES_FILE, Record, read_record
-from hddm.utils.tensors import read_header, read_safetensors, refuse_non_finite
+from hddm.utils.tensors import read_header, read_safetensors, refuse_non_finite, refuse_other_kinds
 
 FORMAT = "1.0"
 PART = 1024
@@ -267,13 +267,10 @@ def _opened(paths: Sequence[Path], images: int, broken: dict[int, str]) -> Image
 def _part(path: Path) -> dict[str, Tensor]:
     """Tensors of a part; raises `HddmError` for others than `_write_part` writes."""
     part = read_safetensors(path)
-    found = {name: (value.dtype, value.ndim, len(value) if value.ndim else 0) for name, value in part.items()}
-    rows = len(part["sound"]) if found.get("sound", (None, 0))[1] == 1 else 0
     kinds = {"sound": (torch.int64, 1), "features": (torch.float32, 2)}
-    kinds |= dict.fromkeys(("files", "pixels"), (torch.uint8, 2))
-    fits = found == {name: (*kind, rows) for name, kind in kinds.items()}
-    if not fits or part["files"].shape[1] != 32 or part["pixels"].shape[1] != 32:
-        raise HddmError(f"{path}: holds no features of images; remove it")
+    refuse_other_kinds(path, part, kinds | dict.fromkeys(("files", "pixels"), (torch.uint8, 2)))
+    if part["files"].shape[1] != 32 or part["pixels"].shape[1] != 32:
+        raise HddmError(f"{path}: holds no hashes of images; remove it")
     refuse_non_finite(path, {"features": part["features"]})
     return part
 

@@ -23,7 +23,7 @@ from hddm.experts.ensemble_folders import (
 )
 from hddm.experts.lora import bases_in
 from hddm.experts.records import open_expert
-from hddm.utils.errors import HddmError
+from hddm.utils.errors import HddmError, one_line
 from hddm.utils.files import inside, is_draft, link_or_copy, new_folder, restore
 from hddm.utils.records import MANIFEST
 
@@ -108,10 +108,13 @@ def change(
 def _index_of(ensemble: Path, record: EnsembleRecord, name: str | int) -> int:
     if name in record.experts:
         return record.experts.index(str(name))
-    if str(name).isdecimal() and int(name) < len(record.experts):
-        return int(name)
+    numbers = {str(index): index for index in range(len(record.experts))}
+    if str(name) in numbers:
+        return numbers[str(name)]
     known = ", ".join(record.experts)
-    raise HddmError(f"--remove {name}: {ensemble} has no such expert; choose by index or of {known}")
+    raise HddmError(
+        f"--remove {one_line(name, 60)}: {ensemble} has no such expert; choose by index or of {known}"
+    )
 
 
 def _shift_by_hand(ensemble: Path, record: EnsembleRecord) -> float | None:

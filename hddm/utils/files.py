@@ -21,6 +21,9 @@ from safetensors import SafetensorError
 from hddm.utils.documents import parse_object, parse_yaml
 from hddm.utils.errors import HddmError, one_line
 
+_LONGEST_NAME = 255
+"""Bytes; longer names fail on the file systems in use."""
+
 
 def inside(folder: Path, name: str) -> Path:
     """``folder/name`` with links followed, which must end in ``folder`` or in its hub-cache repository.
@@ -31,6 +34,8 @@ def inside(folder: Path, name: str) -> Path:
     """
     path = PurePosixPath(name)
     odd = not path.parts or ".." in path.parts or any(letter in name for letter in "\\\0\n\r")
+    if any(len(part.encode("utf-8", "surrogatepass")) > _LONGEST_NAME for part in path.parts):
+        raise HddmError(f"{folder}: the name {one_line(name, 60)!r} is longer than any file's; refused")
     # A colon after one letter is a drive on Windows.
     if odd or path.is_absolute() or name[1:2] == ":":
         raise HddmError(f"{folder}: the name {name!r} does not stay inside the folder; refused")

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import hddm
 from hddm.benchmark import jobs, run
@@ -263,6 +263,19 @@ def test_a_job_that_was_changed_since_is_refused(miniature: Finished, tmp_path: 
         with pytest.raises(HddmError, match=r"job\.json: is not what was written; remove its folder"):
             run_inline(miniature.settings, tmp_path / "out", miniature.data, jobs=jobs)
         path.write_text(before)
+
+
+@pytest.mark.parametrize("name", ["samples", "reference"])
+def test_tensors_of_a_job_that_are_not_what_was_written_are_refused(
+    name: str, miniature: Finished, tmp_path: Path
+) -> None:
+    jobs = copied(miniature.out / "jobs", tmp_path)
+    shutil.rmtree(next(jobs.glob("scores-*")))
+    for path in jobs.glob(f"{name}-*/*.safetensors"):
+        tensors = load_file(path)
+        save_file({key: value.float() for key, value in tensors.items()}, path)
+    with pytest.raises(HddmError, match="is not what was written"):
+        run_inline(miniature.settings, tmp_path / "out", miniature.data, jobs=jobs)
 
 
 def test_experts_of_classes_are_sampled_in_turn(miniature: Finished, tmp_path: Path) -> None:

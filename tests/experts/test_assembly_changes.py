@@ -214,6 +214,8 @@ def test_a_change_that_cannot_be_is_refused(whole: Path) -> None:
     for arguments, message in (
         ({"remove": [3]}, "--remove 3: .* has no such expert; choose by index or of experts/0, experts/1"),
         ({"remove": ["-1"]}, "--remove -1: .* has no such expert"),
+        ({"remove": ["9" * 5000]}, "--remove 9+…: .* has no such expert"),
+        ({"remove": ["\u0661"]}, "--remove \u0661: .* has no such expert"),
         ({"remove": ["../whole/experts/0"]}, "has no such expert"),
         ({"remove": [0, 1, 2]}, "at least one expert"),
         ({"remove": [0, 1], "strategy": "top-2"}, "top-2 needs 2 experts and there are 1"),
