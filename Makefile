@@ -6,13 +6,16 @@ BIN := $(VENV)/bin
 ARGS ?=
 SAY = echo "installing into $(VENV): torch with its CUDA libraries takes about 6 GB on Linux, and minutes"
 
-.PHONY: quickstart test docs check clean
+.PHONY: quickstart test soak docs check clean
 
 quickstart: $(VENV)/.ready
 	$(BIN)/hddm quickstart $(ARGS)
 
 test: $(VENV)/.ready-test
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile $(ARGS)
+
+soak: $(VENV)/.ready-test
+	$(BIN)/python -m tests.soak $(ARGS)
 
 docs: $(VENV)/.ready-dev
 	$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet docs docs/_build/html

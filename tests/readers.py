@@ -1,0 +1,426 @@
+"""Kinds of artefacts that hddm reads, a valid one of each, and the public function that reads it."""
+
+import contextlib
+import hashlib
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import pyarrow as pa
+import torch
+
+import hddm
+from hddm.benchmark.presets import load_settings
+from hddm.benchmark.results import read_compared
+from hddm.checkpoints.convert import write
+from hddm.checkpoints.inspect import inspected
+from hddm.checkpoints.plan import Conversion, plan
+from hddm.checkpoints.prompts import PipelineText
+from hddm.data.partition import partition
+from hddm.data.shard_records import find_shards
+from hddm.data.shards import open_shard
+from hddm.data.sources import open_source
+from hddm.evaluation.compare import table
+from hddm.evaluation.images import conditions, read_data, read_sampling
+from hddm.evaluation.results import refuse_incomparable
+from hddm.experts.assembly_changes import change
+from hddm.experts.records import read_router
+from hddm.networks.text_encoder import encode, read_text_encoder, read_tokenizer, text_encoder_facts
+from hddm.networks.vae import decode, read_vae, vae_facts
+from hddm.training.expert import train_expert
+from hddm.training.router import train_router
+from hddm.training.settings import DistillSettings, ExpertSettings, RouterSettings, RunOptions, settings_of
+from hddm.velocity import VelocityField
+from tests.artefacts import Died, ending_at, expert_settings, router_settings, write_images
+from tests.benchmark_files import CONTENT, finish, run_inline, settings
+from tests.checkpoint_files import dit, pipeline, plain_unet
+from tests.component_files import write_clip, write_vae
+from tests.data.test_sources import encoded, write_tar
+from tests.data.test_sources_parquet import IMAGE, rows_of, write_parquet
+from tests.ensemble_files import write_text
+from tests.evaluation.test_compare import RESULT
+from tests.lora_files import write_adapter, write_base
+from tests.paris_files import write_paris
+from tests.shard_files import encode as encode_images
+
+LARGEST = 2**20
+"""Bytes of the largest file that is spoiled."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A valid artefact in ``folder``, how it is ``read``, and how often it is spoiled beside others."""
+
+    name: str
+    folder: Path
+    read: Callable[[Path], object]
+    weight: float = 1.0
+
+    @property
+    def place(self) -> Path:
+        """Where spoiled copies are read, beside what belongs to the artefact."""
+        return self.folder.with_name("spoiled")
+
+    def files(self) -> dict[str, bytes]:
+        """Every file that may be spoiled, by its name in the folder."""
+        return self._files
+
+    @cached_property
+    def _files(self) -> dict[str, bytes]:
+        paths = [path for path in sorted(self.folder.rglob("*")) if path.is_file()]
+        # Images have decoders of their own, and would be most of the files.
+        paths = [path for path in paths if path.suffix != ".png" and not path.name.startswith(".")]
+        names = {str(path.relative_to(self.folder)): path for path in paths}
+        return {name: path.read_bytes() for name, path in names.items() if path.stat().st_size <= LARGEST}
+
+    def seal(self, place: Path, name: str) -> None:
+        """Write the new hash of a spoiled file wherever its old one stands, as an attacker would."""
+        todo = [(self._files[name], (place / name).read_bytes())]
+        while todo:
+            before, after = (hashlib.sha256(content).hexdigest().encode() for content in todo.pop())
+            for path in place.rglob("*.json"):
+                content = path.read_bytes()
+                if before != after and before in content and path != place / name:
+                    path.write_bytes(content.replace(before, after))
+                    todo.append((content, path.read_bytes()))
+
+
+def kinds(root: Path, quick: bool = False, only: str = "") -> list[Kind]:
+    """Kinds with artefacts in ``root``, made where they are missing; ``quick`` leaves out slow ones."""
+    made = [one for one in _KINDS if (one.is_quick or not quick) and only in one.name]
+    torch.set_num_threads(1)
+    found = []
+    for one in made:
+        folder = root / one.name
+        if not folder.exists():
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            one.make(folder)
+        kind = Kind(one.name, folder, one.read, one.weight)
+        # A kind whose valid artefact is refused would pass for one that refuses well.
+        kind.read(shutil.copytree(folder, kind.place, symlinks=True, dirs_exist_ok=True))
+        shutil.rmtree(kind.place)
+        found.append(kind)
+    return found
+
+
+@dataclass(frozen=True)
+class _Recipe:
+    name: str
+    make: Callable[[Path], object]
+    read: Callable[[Path], object]
+    weight: float = 1.0
+    is_quick: bool = True
+
+
+def _write_expert(folder: Path) -> None:
+    shard = partition(write_images(folder.parent / "images-of-expert"), folder.parent / "expert-data", 1)[0]
+    settings = expert_settings("ddpm", steps=2, prediction="epsilon", class_conditional=True)
+    train_expert(shard, folder, settings)
+
+
+def _read_expert(folder: Path) -> None:
+    inspected(folder)
+    field = hddm.load(folder)
+    assert isinstance(field, VelocityField)
+    with torch.no_grad():
+        field.velocity(torch.zeros(1, 1, 4, 4), torch.tensor([0.9]), class_labels=torch.tensor([0]))
+
+
+def _write_router(folder: Path) -> None:
+    partition(write_images(folder.parent / "images-of-router"), folder.parent / "router-data", 2)
+    train_router(folder.parent / "router-data", folder, router_settings(steps=2, calibrate=True))
+
+
+def _read_router(folder: Path) -> None:
+    inspected(folder)
+    read_router(folder)
+
+
+def _write_ensemble(folder: Path) -> None:
+    write_text(folder.parent / f"parts-of-{folder.name}").rename(folder)
+
+
+def _read_ensemble(folder: Path) -> None:
+    inspected(folder)
+    ensemble = hddm.load(folder)
+    pipe = hddm.HDDMPipeline.from_pretrained(folder)
+    pipe.set_progress_bar_config(disable=True)
+    assert isinstance(ensemble, hddm.Ensemble)
+    with torch.no_grad():
+        tokens = encode(pipe.text_encoder, pipe.tokenizer, ["a cat"])
+        ensemble.velocity(torch.zeros(1, 4, 4, 4), torch.tensor([0.5]), encoder_hidden_states=tokens)
+
+
+def _read_changed_ensemble(folder: Path) -> None:
+    change(folder, remove=["1"], out=folder.with_name(f"{folder.name}.changed"), overwrite=True)
+
+
+def _write_adapter(folder: Path) -> None:
+    base = folder.parent / "base-of-adapter"
+    write_adapter(write_base(base), folder)
+
+
+def _read_adapter(folder: Path) -> None:
+    inspected(folder)
+    field = hddm.load(folder, base=folder.parent / "base-of-adapter")
+    assert isinstance(field, VelocityField)
+    with torch.no_grad():
+        field.velocity(torch.zeros(1, 3, 4, 4), torch.tensor([0.5]))
+
+
+def _read_paris(folder: Path) -> None:
+    inspected(folder)
+    hddm.load(folder)
+
+
+def _write_shards(folder: Path) -> None:
+    partition(write_images(folder.parent / "images-of-shards", 48), folder, 2, held_out=0.4)
+
+
+def _read_shards(folder: Path) -> None:
+    inspected(folder)
+    for shard in find_shards(folder):
+        inspected(shard)
+        open_shard(shard)
+
+
+def _write_encoded(folder: Path) -> None:
+    write_vae(folder.parent / "vae-of-encoded")
+    write_clip(folder.parent / "clip-of-encoded")
+    images = write_images(folder.parent / "images-of-encoded", side=8)
+    source = partition(images, folder.parent / "encoded-data", 1)[0]
+    encode_images(source, folder, 20, vae=folder.parent / "vae-of-encoded")
+
+
+def _read_encoded(folder: Path) -> None:
+    inspected(folder)
+    shard = open_shard(folder)
+    shard.take(torch.arange(len(shard)))
+
+
+def _write_checkpoint(folder: Path) -> None:
+    pipeline(folder, dit(1))
+
+
+def _write_unet(folder: Path) -> None:
+    pipeline(folder, plain_unet(1))
+
+
+def _read_checkpoint(folder: Path) -> None:
+    inspected(folder)
+    out = folder.with_name(f"{folder.name}.converted")
+    write(plan(folder, Conversion()), out, overwrite=True)
+
+
+def _write_clip(folder: Path) -> None:
+    write_clip(folder)
+
+
+def _read_clip(folder: Path) -> None:
+    encoder, tokenizer = read_text_encoder(folder / "text_encoder"), read_tokenizer(folder / "tokenizer")
+    encode(encoder, tokenizer, ["a cat and a dog"])
+    text_encoder_facts(folder / "text_encoder", 77)
+    text = PipelineText(folder)
+    text.record()
+    text.empty_prompt()
+
+
+def _write_vae(folder: Path) -> None:
+    write_vae(folder)
+
+
+def _read_vae(folder: Path) -> None:
+    vae_facts(folder)
+    vae = read_vae(folder)
+    decode(vae, torch.zeros(1, 4, 4, 4))
+
+
+def _write_scheduler(folder: Path) -> None:
+    pipeline(folder.parent / "pipeline-of-scheduler", dit(1))
+    (folder.parent / "pipeline-of-scheduler" / "scheduler").rename(folder)
+
+
+def _read_scheduler(folder: Path) -> None:
+    schedule = hddm.schedules.from_diffusers(folder)
+    schedule.time(schedule.log_snr(torch.tensor([0.0, 10.0])))
+
+
+def _write_results(folder: Path) -> None:
+    folder.mkdir()
+    for name in "ab":
+        result = json.loads(json.dumps(RESULT))
+        result["data"]["images"]["hash"] = name
+        labels = {"class_labels": [0, 1], "class_names": ["x", "y"], "num_images": 500}
+        result["sampling"] |= labels
+        result["versions"] = {"torch": "2.9"}
+        own = result["to_training"]
+        result["shards"] = [{"shard": 0, "images": 90, "all": own, "samples": 250, "own": own}]
+        (folder / f"{name}.json").write_text(json.dumps(result))
+
+
+def _compare(*paths: Path) -> None:
+    for groups in read_compared(paths).values():
+        refuse_incomparable(groups, ("steps",))
+        table(groups)
+
+
+def _read_results(folder: Path) -> None:
+    inspected(folder / "a.json")
+    _compare(folder / "a.json", folder / "b.json")
+
+
+def _write_benchmark_results(folder: Path) -> None:
+    made = finish(folder.parent / "benchmark")
+    content = json.loads((made.out / "results.json").read_text())
+    for row in content["scored"]:
+        row["scores"]["to_validation"]["few_images"] = False
+    for name in "ab":
+        (folder / name).mkdir(parents=True)
+        (folder / name / "results.json").write_text(json.dumps(content))
+
+
+def _read_benchmark_results(folder: Path) -> None:
+    inspected(folder / "a")
+    _compare(folder / "a", folder / "b")
+
+
+def _write_jobs(folder: Path) -> None:
+    """A benchmark of which the results are lost, so that they are collected from its jobs."""
+    made = finish(folder.parent / "benchmark-of-jobs")
+    made.out.rename(folder)
+    (folder / "results.json").unlink()
+
+
+def _read_jobs(folder: Path) -> None:
+    run_inline(settings(), folder, folder.parent / "benchmark-of-jobs" / "data", jobs=None)
+
+
+def _write_settings(folder: Path) -> None:
+    folder.mkdir()
+    (folder / "benchmark.yaml").write_text(json.dumps(CONTENT, indent=1))
+    training = {
+        "size": "S/2",
+        "steps": 5,
+        "learning_rate": 1e-3,
+        "mixed_precision": "no",
+        "random_flip": True,
+    }
+    (folder / "run.yaml").write_text(json.dumps(training, indent=1))
+
+
+def _read_settings(folder: Path) -> None:
+    load_settings(str(folder / "benchmark.yaml"))
+    for kind in (ExpertSettings, RouterSettings, DistillSettings, RunOptions):
+        values = {"objective": "flow", "steps": 3, "teacher": "shard"}
+        known = {key: value for key, value in values.items() if key in kind.model_fields}
+        settings_of(kind, folder / "run.yaml", known, set())
+
+
+def _write_run(folder: Path) -> None:
+    _train(folder)
+
+
+def _train(folder: Path) -> None:
+    """Train until step 4 of 6, or go on from there."""
+    data = folder.parent / "run-data"
+    if not data.exists():
+        partition(write_images(folder.parent / "images-of-run"), data, 1)
+    options = RunOptions(checkpoint_every=2, resume=True)
+    chosen = expert_settings("flow", steps=6, threads=1, device="cpu")
+    with contextlib.suppress(Died):
+        train_expert(data / "shard_0", folder / "expert", chosen, run=options, on_step=ending_at(4))
+
+
+def _read_run(folder: Path) -> None:
+    inspected(folder / "expert.run")
+    _train(folder)
+
+
+def _write_samples(folder: Path) -> None:
+    write_images(folder)
+    for path in sorted(folder.rglob("*.png")):
+        path.rename(folder / f"{path.parent.name}-{path.name}")
+    for path in folder.iterdir():
+        if path.is_dir():
+            path.rmdir()
+    record = {
+        "format": "1.2",
+        "num_images": 48,
+        "start": 0,
+        "class_labels": [0, 1],
+        "class_names": ["a", "b"],
+    }
+    (folder / "sampling.json").write_text(json.dumps(record | {"source": "x", "seed": 0, "prompts": None}))
+
+
+def _read_samples(folder: Path) -> None:
+    inspected(folder)
+    group = read_data({"images": folder})["images"]
+    conditions(group.images, read_sampling(folder), ("a", "b"))
+
+
+def _read_source(folder: Path) -> None:
+    source = open_source(folder)
+    for index in range(len(source.files)):
+        source.read(index)
+
+
+def _write_tar(folder: Path) -> None:
+    files = {"1.png": encoded(1), "1.txt": b"a cat", "1.json": b'{"a": {"b": 1}}', "1.cls": b"3"}
+    files |= {"2.png": encoded(2), "2.txt": b"a dog", "2.json": b'{"a": [1]}', "2.cls": b"0"}
+    write_tar(folder / "a.tar", files)
+
+
+def _write_parquet(folder: Path) -> None:
+    names = {"names": ["cat", "dog"], "_type": "ClassLabel"}
+    columns = {"image": pa.array(rows_of([1, 2, 3, 4]), IMAGE), "label": [0, 1, 1, 0], "text": list("abcd")}
+    write_parquet(folder / "a.parquet", columns, {"image": {"_type": "Image"}, "label": names})
+
+
+def _write_described(folder: Path) -> None:
+    folder.mkdir()
+    lines = []
+    for index in range(4):
+        (folder / f"{index}.png").write_bytes(encoded(index))
+        lines.append(json.dumps({"file_name": f"{index}.png", "text": "a cat", "label": index % 2}))
+    (folder / "metadata.jsonl").write_text("\n".join(lines))
+
+
+def _write_features(folder: Path) -> None:
+    images = write_images(folder.parent / "images-of-features")
+    partition(images, folder.parent / "features-out", 2, cache=folder)
+
+
+def _read_features(folder: Path) -> None:
+    images, out = folder.parent / "images-of-features", folder.with_name(f"{folder.name}.shards")
+    partition(images, out, 2, cache=folder, overwrite=True)
+
+
+_KINDS = (
+    _Recipe("expert", _write_expert, _read_expert, 4),
+    _Recipe("router", _write_router, _read_router, 2),
+    _Recipe("ensemble", _write_ensemble, _read_ensemble, 3, is_quick=False),
+    _Recipe("ensemble-to-change", _write_ensemble, _read_changed_ensemble, 1, is_quick=False),
+    _Recipe("adapter", _write_adapter, _read_adapter, 2),
+    _Recipe("paris", write_paris, _read_paris, 1, is_quick=False),
+    _Recipe("shards", _write_shards, _read_shards, 2),
+    _Recipe("encoded-shard", _write_encoded, _read_encoded, 2),
+    _Recipe("checkpoint", _write_checkpoint, _read_checkpoint, 1, is_quick=False),
+    _Recipe("unet", _write_unet, _read_checkpoint, 1, is_quick=False),
+    _Recipe("clip", _write_clip, _read_clip, 3),
+    _Recipe("vae", _write_vae, _read_vae, 2),
+    _Recipe("scheduler", _write_scheduler, _read_scheduler, 3),
+    _Recipe("results", _write_results, _read_results, 4),
+    _Recipe("benchmark-results", _write_benchmark_results, _read_benchmark_results, 2, is_quick=False),
+    _Recipe("jobs", _write_jobs, _read_jobs, 0.3, is_quick=False),
+    _Recipe("settings", _write_settings, _read_settings, 4),
+    _Recipe("run", _write_run, _read_run, 0.3, is_quick=False),
+    _Recipe("samples", _write_samples, _read_samples, 1),
+    _Recipe("tar", _write_tar, _read_source, 3),
+    _Recipe("parquet", _write_parquet, _read_source, 2),
+    _Recipe("metadata", _write_described, _read_source, 2),
+    _Recipe("features", _write_features, _read_features, 0.5, is_quick=False),
+)

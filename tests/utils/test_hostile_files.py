@@ -1,0 +1,12 @@
+"""Spoiled files of every kind end in one line, or are read; `tests.soak` does the same for hours."""
+
+from pathlib import Path
+
+from tests.soak import attack_files
+
+
+def test_spoiled_files_are_read_or_refused_in_one_line(tmp_path: Path) -> None:
+    found = attack_files(tmp_path, tmp_path / "kept", seed=0, goes_on=lambda number: number < 250, quick=True)
+    assert not found.surprises, found
+    # Most changes make a file wrong: where all passed, nothing would be tried.
+    assert 100 < found.refused.total() < found.tried.total() == 250
