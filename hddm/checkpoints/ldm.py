@@ -29,7 +29,7 @@ from hddm.checkpoints.sources import (
     same,
 )
 from hddm.networks.folders import empty_network
-from hddm.utils.errors import HddmError
+from hddm.utils.errors import HddmError, shown
 
 LAYOUT = "ldm"
 UNET = "model.diffusion_model."
@@ -91,7 +91,8 @@ def open_ldm(path: Path, content: dict[str, Tensor], reading: Reading) -> Checkp
     known = (UNET, EMA, *OTHER_PARTS)
     strangers = [name for name in content if not name.startswith(known) and name not in buffers]
     if strangers:
-        raise HddmError(f"{path}: its tensors are not those of the layout: left over {', '.join(strangers)}")
+        listed = ", ".join(shown(strangers))
+        raise HddmError(f"{path}: its tensors are not those of the layout: left over {listed}")
     others, notes = sum(name.startswith(OTHER_PARTS) for name in content), []
     if others:
         notes.append(f"{others} tensors of its VAE and text encoder are left alone")

@@ -27,7 +27,7 @@ from hddm.experts.records import EXPERT_FILE, ExpertRecord, SourceRecord
 from hddm.networks.folders import differences, empty_network
 from hddm.networks.wrappers import Interface, interface_of
 from hddm.schedules import LinearSchedule
-from hddm.utils.errors import HddmError, UsageError, choose
+from hddm.utils.errors import HddmError, UsageError, choose, shown
 from hddm.utils.tensors import Planned
 from hddm.velocity import PredictionType
 
@@ -197,7 +197,7 @@ def _own_tensors(source: Checkpoint) -> tuple[list[Planned], dict[str, Tensor]]:
     found = {one.name: torch.empty(one.shape, dtype=one.dtype, device="meta") for one in tensors}
     problems = differences(network.state_dict(), found)
     if problems:
-        raise HddmError(f"{origin}: does not fit its {source.network.__name__}: {'; '.join(problems)}")
+        raise HddmError(f"{origin}: does not fit its {source.network.__name__}: {'; '.join(shown(problems))}")
     return tensors, extras
 
 

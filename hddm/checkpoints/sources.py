@@ -32,7 +32,7 @@ from hddm.schedules import (
     from_config,
     from_diffusers,
 )
-from hddm.utils.errors import HddmError
+from hddm.utils.errors import HddmError, shown
 from hddm.utils.files import read_json
 from hddm.utils.pickles import read_pickle
 from hddm.utils.tensors import Planned, kind_of, read_safetensors
@@ -138,7 +138,7 @@ def _mapped(
     problems = [f"missing {name}" for sources, _, _ in pairs for name in sources if name not in weights]
     problems += [f"left over {name} {tuple(one.shape)}" for name, one in weights.items() if name not in known]
     if problems:
-        raise HddmError(f"{origin}: its tensors are not those of the layout: {'; '.join(problems)}")
+        raise HddmError(f"{origin}: its tensors are not those of the layout: {'; '.join(shown(problems))}")
     planned: list[Planned] = []
     for sources, targets, copies in pairs:
         tensors = [weights[name] for name in sources]

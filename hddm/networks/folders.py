@@ -16,7 +16,7 @@ import torch
 from diffusers import ModelMixin
 from torch import Tensor
 
-from hddm.utils.errors import HddmError, did_you_mean, one_line
+from hddm.utils.errors import HddmError, did_you_mean, one_line, shown
 from hddm.utils.files import read_json, sha256_of
 from hddm.utils.tensors import read_header, read_safetensors, refuse_non_finite
 
@@ -74,12 +74,17 @@ def parse_config(
             raise HddmError(f"{origin}: {name} has no key {key!r}{did_you_mean(key, parameters)}")
     hints = get_type_hints(kind.__init__)
     for key, value in arguments.items():
-        if not _is_of(value, hints.get(key, Any), parameters[key].default):
+        hint = float | None if key in _FLOATS else hints.get(key, Any)
+        if not _is_of(value, hint, parameters[key].default):
             raise HddmError(
                 f"{origin}: {key} is {one_line(repr(value), 60)}, and {name} takes "
-                f"{inspect.formatannotation(hints[key])}; take the file that came with the weights"
+                f"{inspect.formatannotation(hint)}; take the file that came with the weights"
             )
     return kind, arguments
+
+
+_FLOATS = {"interpolation_scale"}
+"""Arguments that are annotated as whole numbers by mistake."""
 
 
 def _is_of(value: Any, hint: Any, default: Any) -> bool:
@@ -93,8 +98,9 @@ def _is_of(value: Any, hint: Any, default: Any) -> bool:
     if isinstance(value, list | tuple):
         return bool(kinds & {list, tuple, Sequence}) and all(_is_of(one, hint, default) for one in value)
     if value is None:
-        # Older configs have it for false.
-        return bool(kinds & {type(None), bool})
+        # Files in use have it for false and for unknown sizes. A constructor fails without the others, except
+        # for floats, which the network would miss when it runs.
+        return type(None) in kinds or float not in kinds
     if isinstance(value, bool | str | dict):
         return type(value) in kinds
     if isinstance(value, float):
@@ -281,7 +287,7 @@ def refuse_other_tensors(
 ) -> None:
     """Raise an `HddmError` that lists all `differences` of the file ``path``, if any."""
     if problems := differences(expected, found):
-        raise HddmError(f"{path}: does not fit its {config}: {'; '.join(problems)}")
+        raise HddmError(f"{path}: does not fit its {config}: {'; '.join(shown(problems))}")
 
 
 class WeightsReader:

@@ -311,7 +311,7 @@ def test_a_file_of_transformers_without_the_token_is_refused_by_its_name(
         ),
         *(
             ("tokenizer/vocab.json", {"<|endoftext|>": odd}, "eos_token .* has no number below 4")
-            for odd in (4, -1, "3", None, 10**400)
+            for odd in (4, -1, "3", None, 10**30)
         ),
         ("text_encoder/config.json", {"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000"),
         ("text_encoder/config.json", {"hidden_size": 32}, "does not fit its config.json"),

@@ -74,6 +74,12 @@ def test_a_missing_file_is_named_and_a_truncated_one(name: str, folder: Path) ->
     assert f"{folder / name}: no such file" in _refusal(folder)
 
 
+def test_many_tensors_that_do_not_fit_are_told_by_the_first(folder: Path) -> None:
+    weights = load_file(folder / WEIGHTS)
+    save_file({f"x{number}": torch.zeros(1) for number in range(1000)} | weights, folder / WEIGHTS)
+    assert _refusal(folder).endswith("left over x114 (1,); left over x115 (1,); … and 980 more")
+
+
 def test_a_folder_of_another_class_is_refused(folder: Path) -> None:
     with pytest.raises(HddmError, match="holds a ExpertTransformer, not a RouterTransformer"):
         unread_network(folder, [RouterTransformer])
@@ -90,7 +96,7 @@ _NONE = "no network can be built from it"
         ({"auto_map": {"AutoModel": "x.Y"}}, "ExpertTransformer has no key"),
         ({"hidden_size": "wide"}, "hidden_size is 'wide', and ExpertTransformer takes int"),
         ({"sample_size": [4, 4]}, "sample_size is [4, 4], and ExpertTransformer takes int"),
-        ({"depth": None}, "depth is None, and ExpertTransformer takes int"),
+        ({"depth": None}, _NONE),
         ({"depth": True}, "depth is True, and ExpertTransformer takes int"),
         ({"num_heads": 2.0}, "num_heads is 2.0, and ExpertTransformer takes int"),
         (
