@@ -297,7 +297,7 @@ def from_diffusers(source: object) -> Schedule:
         raise HddmError(f"{origin}: num_train_timesteps is {steps!r}, and must be 2 to {MOST_STEPS}")
     try:
         betas = diffusers.DDPMScheduler(**given).betas
-    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+    except Exception as error:  # a constructor may raise anything for foreign values
         values, reason = one_line(given, 300), one_line(error, 300)
         raise HddmError(f"{origin}: no schedule can be built from {values}: {reason}") from error
     return DiscreteSchedule(betas, {"_class_name": name, **given})

@@ -129,6 +129,9 @@ class ExpertRecord(Record):
     """Where the weights are those of a base, changed (`hddm.experts.lora`); None where they are here."""
 
 
+Temperature = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
 class RouterRecord(Record):
     """``router.json``: the shards that a router distinguishes, and its time scale."""
 
@@ -138,7 +141,7 @@ class RouterRecord(Record):
     shard_hashes: tuple[str, ...]
     """One a shard, in the order of the router's outputs; none where the shards are not known."""
     shard_images: tuple[int, ...]
-    temperatures: tuple[Annotated[float, Field(gt=0)], ...] = (1.0,)
+    temperatures: Annotated[tuple[Temperature, ...], Field(min_length=1)] = (1.0,)
     """Logits are divided by these, at times spread evenly over [0, 1] and linearly between."""
     calibration: dict[str, Any] = Field(default_factory=dict)
     """The fit of the temperatures, with the expected calibration error before and after."""

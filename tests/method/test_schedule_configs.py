@@ -101,6 +101,7 @@ def test_missing_keys_have_the_default_of_their_scheduler_class(
         (SD | {"beta_start": -1.0}, "no schedule can be built"),
         (SD | {"trained_betas": [0.1, -0.1]}, "betas must be"),
         (SD | {"trained_betas": [0.1, [0.1]]}, "no schedule can be built"),
+        (SD | {"trained_betas": 0.1, "rescale_betas_zero_snr": True}, "no schedule can be built"),
         ("no/such/folder", "no scheduler config here"),
         (42, "not from int"),
         (diffusers.EulerDiscreteScheduler(timestep_type="continuous"), "continuous"),

@@ -31,7 +31,10 @@ from hddm.utils.errors import HddmError
 from tests.artefacts import (
     Command,
     contents,
+    copied,
+    edit_json,
     pixels_of,
+    refusal,
     router_settings,
     with_pixels,
     write_images,
@@ -300,3 +303,11 @@ def test_a_router_tells_shards_apart_until_noise_hides_them(shards: Path, tmp_pa
         assert (clear.argmax(1) == k).float().mean() >= 0.9
         hidden = router(eps, torch.ones(len(shard)))
         assert (hidden.mean(0) - 0.5).abs().max() < 0.1
+
+
+@pytest.mark.parametrize("temperatures", [[], [0.0], [1.0, float("inf")], 1.0, ["x"]], ids=str)
+def test_a_router_of_no_sound_temperatures_is_refused(
+    temperatures: object, router: Path, tmp_path: Path
+) -> None:
+    edit_json(copied(router, tmp_path) / "router.json", temperatures=temperatures)
+    assert "router.json: key 'temperatures" in refusal(read_router, tmp_path / "router")
