@@ -23,7 +23,6 @@ from typing import Annotated, Any
 
 import torch
 from pydantic import Field
-from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
