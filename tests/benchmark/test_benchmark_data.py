@@ -82,7 +82,8 @@ def test_a_classifier_learns_images_in_one_order_however_shards_are_cut(tmp_path
 
     def learnt(name: str, order: torch.Tensor) -> list[Any]:
         def make(folder: Path) -> dict[str, list[str]]:
-            tensors = {"training": pixels[order], "labels": labels[order]}
+            shard = torch.zeros(len(order), dtype=torch.int64)
+            tensors = {"training": pixels[order], "labels": labels[order], "shard": shard, "fresh": pixels}
             save_file(tensors, folder / "images.safetensors")
             return {"classes": ["0", "1", "2"]}
 
