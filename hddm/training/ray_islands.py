@@ -23,7 +23,7 @@ from hddm.training.island_jobs import Island, Outcome
 from hddm.training.islands import RETRIES, OnIsland, outcome_of
 from hddm.training.loop import mean
 from hddm.training.resume import CHECKPOINTS, checkpoints_in, run_folder_of, step_of
-from hddm.training.state import LOSSES, PROGRESS, Progress, wait_for_run
+from hddm.training.state import LOSSES, PROGRESS, ProgressRecord, wait_for_run
 from hddm.utils.errors import HddmError, optional
 from hddm.utils.files import read_json
 from hddm.utils.processes import SIGNALS, Stopped, StopRequest, compute_environment
@@ -175,7 +175,7 @@ def _newest(out: Path, since: int) -> tuple[int, float, float] | None:
         return None
     try:
         losses = load_file(newest / f"{LOSSES}.safetensors")["losses"]
-        seconds = parse_record(read_json(newest / PROGRESS), Progress, str(newest / PROGRESS)).seconds
+        seconds = parse_record(read_json(newest / PROGRESS), ProgressRecord, str(newest / PROGRESS)).seconds
     except (OSError, SafetensorError, HddmError):
         # It was just removed to make room for the next.
         return None

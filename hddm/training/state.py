@@ -104,7 +104,7 @@ PROGRESS = "progress.json"
 Count = Annotated[int, Field(ge=0, lt=2**53)]
 
 
-class Progress(OpenRecord):
+class ProgressRecord(OpenRecord):
     """``progress.json``: what `TrainingState.values` gives."""
 
     ema_updates: Count
@@ -183,7 +183,7 @@ class TrainingState:
     def load(self, tensors: Mapping[str, Mapping[str, Tensor]], values: dict[str, Any], name: str) -> None:
         """Load what `tensors` and `values` gave, of the same network; ``name`` is the source in errors."""
         live, trained = self.tensors(), self._trained()
-        progress = parse_record(values, Progress, f"{name}/{PROGRESS}")
+        progress = parse_record(values, ProgressRecord, f"{name}/{PROGRESS}")
         for file in (WEIGHTS, EMA):
             if lines := differences(live[file], tensors[file]):
                 raise HddmError(f"{name}, {file}: is of another network", lines)
