@@ -27,8 +27,7 @@ def calibrate(
 
     if data is not None:
         refuse_given(context, "with --data no samples are drawn", "num_images", "steps")
-        with Progress(None, "calibrate"):
-            recalibrate(expert, data, seed)
+        recalibrate(expert, data, seed)
         typer.echo(f"{expert}: calibrated on {data}")
         return
     with Progress(num_images, "sample") as progress:
