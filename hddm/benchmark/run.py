@@ -36,14 +36,14 @@ from hddm.benchmark.data import (
 )
 from hddm.benchmark.jobs import Store, stoppable
 from hddm.benchmark.models import check_counts, check_rows, check_shapes
-from hddm.benchmark.plan import SAMPLE, SCORE, TRAIN, Plan
 from hddm.benchmark.report import tables_text, write_report
 from hddm.benchmark.results import FORMAT, LARGEST, Results
 from hddm.benchmark.samples import REAL, grid_path, read_samples, write_grid
 from hddm.benchmark.scores import Scoring, features_job_of, write_features
 from hddm.benchmark.seed import SeedJobs, SeedRun, SharedInputs
 from hddm.benchmark.settings import BenchmarkSettings, points_of
-from hddm.utils.errors import HddmError
+from hddm.benchmark.workload import SAMPLE, SCORE, TRAIN, Workload
+from hddm.utils.errors import HddmError, counted
 from hddm.utils.files import check_absent, read_json, write_json, write_whole
 from hddm.utils.processes import Workers
 from hddm.utils.progress import Progress
@@ -88,12 +88,12 @@ def run_benchmark(
         _write_real(out, shared, store)
         runs = [SeedRun(settings, number, shared, store) for number in settings.seeds]
         with Progress(None, "count the operations of each network"):
-            plan = Plan({key: units for run in runs for key, units in run.planned().items()})
-        _tell(settings, plan, out, before)
+            workload = Workload({key: units for run in runs for key, units in run.planned().items()})
+        _tell(settings, workload, out, before)
         seeds: list[SeedJobs] = []
         with Workers(settings.workers) as workers:
             for run in runs:
-                seeds.append(run.run(workers, plan))
+                seeds.append(run.run(workers, workload))
                 models = seeds[-1].models.values()
                 _link(out, links | {one.result.folder: one.source.folder for one in models})
                 _write_grids(out, seeds[-1], store)
@@ -105,16 +105,18 @@ def run_benchmark(
     return results
 
 
-def _tell(settings: BenchmarkSettings, plan: Plan, out: Path, before: Mapping[str, Any]) -> None:
+def _tell(settings: BenchmarkSettings, workload: Workload, out: Path, before: Mapping[str, Any]) -> None:
     """Print what is ahead; the time that it takes is told with the first progress."""
-    seeds = len(settings.seeds)
-    text = (
-        f"{settings.name}: {len(settings.models)} models, trained for {seeds} seed{'s' if seeds > 1 else ''} "
-        f"({plan.total(TRAIN) / 1e12:.3g} TFLOP to go), sampled ({plan.total(SAMPLE) / 1e12:.3g} TFLOP) and "
-        f"scored on {settings.score_on} images in {plan.total(SCORE)} rows, {settings.workers} at a time"
-    )
     if set(settings.seeds) <= set(before.get("seeds", ())):
         text = f"{out}: was finished on {before['date']}; what is there is not made again"
+    else:
+        seeds = counted(len(settings.seeds), "seed")
+        text = (
+            f"{settings.name}: {len(settings.models)} models, trained for {seeds} "
+            f"({workload.total(TRAIN) / 1e12:.3g} TFLOP to go), sampled "
+            f"({workload.total(SAMPLE) / 1e12:.3g} TFLOP) and scored on {settings.score_on} images in "
+            f"{workload.total(SCORE)} rows, {settings.workers} at a time"
+        )
     print(text, file=sys.stderr, flush=True)
 
 

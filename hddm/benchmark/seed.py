@@ -3,16 +3,16 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, cast
+from typing import Any
 
 from hddm.benchmark.data import PartitionedImages
 from hddm.benchmark.jobs import Job, Runnable, Store, call_of, named
 from hddm.benchmark.models import Model, SeedModels
-from hddm.benchmark.plan import SAMPLE, SCORE, TRAIN, Plan, evaluations
 from hddm.benchmark.samples import Piece, canonical, pieces
 from hddm.benchmark.scores import Scoring
-from hddm.benchmark.settings import BenchmarkSettings, ModelSettings, SamplingPoint, points_of
+from hddm.benchmark.settings import BenchmarkSettings, SamplingPoint, points_of
 from hddm.benchmark.trainings import RouterTraining, Training
+from hddm.benchmark.workload import SAMPLE, SCORE, TRAIN, Workload, evaluations
 from hddm.utils.processes import Workers
 from hddm.utils.progress import Progress
 
@@ -104,7 +104,7 @@ class SeedRun:
         """Work of each stage: of trainings what is not done, of samples and scores all of it."""
         train = sum(task.work.units * task.weight for task in self._todo(self._trainings))
         points = [
-            (point, self._flop(model, point))
+            (point, self._flop(model.name, point))
             for table in self.settings.tables
             for model in self.settings.models
             if not table.models or model.name in table.models
@@ -113,28 +113,39 @@ class SeedRun:
         sample = sum(point.num_images * flop for point, flop in points)
         return {(self.seed, TRAIN): train, (self.seed, SAMPLE): sample, (self.seed, SCORE): len(points)}
 
-    def _flop(self, model: ModelSettings, point: SamplingPoint) -> int:
-        """Operations of one image, about; 1 where the networks are not known before they are read."""
-        trainings = self._models.trainings(model)
-        forward = max((self._models.cost(one).forward for one in trainings), default=0)
-        return max(1, forward * evaluations(point, len(trainings)))
+    @cached_property
+    def _forward(self) -> dict[str, tuple[int, int]]:
+        """Operations of a network, and the number of networks, by model; 0 and 0 if unknown."""
+        trainings = {model.name: self._models.trainings(model) for model in self.settings.models}
+        return {
+            name: (max((self._models.cost(one).forward for one in experts), default=0), len(experts))
+            for name, experts in trainings.items()
+        }
 
-    def run(self, workers: Workers, plan: Plan) -> SeedJobs:
+    def _flop(self, model: str, point: SamplingPoint) -> int:
+        """Operations of one image, about; 1 where the networks are not known before they are read."""
+        forward, experts = self._forward[model]
+        return max(1, forward * evaluations(point, experts))
+
+    def run(self, workers: Workers, workload: Workload) -> SeedJobs:
         """Train, sample, score; what is done already is not done again."""
-        second = [task for task in self._trainings if getattr(task.work, "start", None) is not None]
-        self._do([task for task in self._trainings if task not in second], TRAIN, workers, plan, second)
-        self._do(second, TRAIN, workers, plan)
+        waves: tuple[list[_Task], list[_Task]] = [], []
+        for task in self._trainings:
+            waves[isinstance(task.work, Training) and task.work.start is not None].append(task)
+        first, second = waves
+        self._do(first, TRAIN, workers, workload, second)
+        self._do(second, TRAIN, workers, workload)
         models = {one.name: self._models.open(one) for one in self.settings.models}
-        of = {one.name: one for one in self.settings.models}
         rows = self._rows(models)
         pieces = [
-            _Task(self._name(row), row.row, piece, self._flop(of[row.model], row.point))
+            _Task(self._name(row), row.row, piece, self._flop(row.model, row.point))
             for row in rows
             for piece in row.samples
         ]
-        self._do(pieces, SAMPLE, workers, plan)
-        self._do([_Task(self._name(row), row.row, row.scores) for row in rows], SCORE, workers, plan)
-        trainings = tuple(cast(Training | RouterTraining, task.work) for task in self._trainings)
+        self._do(pieces, SAMPLE, workers, workload)
+        self._do([_Task(self._name(row), row.row, row.scores) for row in rows], SCORE, workers, workload)
+        made = [task.work for task in self._trainings]
+        trainings = tuple(one for one in made if isinstance(one, Training | RouterTraining))
         return SeedJobs(self.seed, models, trainings, rows)
 
     def _rows(self, models: Mapping[str, Model]) -> tuple[SampledRow, ...]:
@@ -170,29 +181,34 @@ class SeedRun:
         return list({task.work.job: task for task in tasks if not self.store.has(task.work.job)}.values())
 
     def _do(
-        self, tasks: Iterable[_Task], stage: str, workers: Workers, plan: Plan, later: Iterable[_Task] = ()
+        self,
+        tasks: Iterable[_Task],
+        stage: str,
+        workers: Workers,
+        workload: Workload,
+        later: Iterable[_Task] = (),
     ) -> None:
         """Do the tasks that are not done, each once, with progress of this stage and of the whole.
 
-        Tasks of the same stage that come ``later`` belong to the plan.
+        Tasks of the same stage that come ``later`` belong to the workload.
         """
         calls = [
             call_of(self.store, task.work, task.name, task.weight, task.shown) for task in self._todo(tasks)
         ]
         total = sum(call.units for call in calls)
         further = sum(task.work.units * task.weight for task in self._todo(later))
-        plan.begin(self.seed, stage, total + further)
+        workload.begin(self.seed, stage, total + further)
         if not calls:
             return
 
         def more() -> list[str]:
-            return [*plan.left(), *([f"now {'; '.join(workers.running)}"] if workers.running else [])]
+            return [*workload.left(), *([f"now {'; '.join(workers.running)}"] if workers.running else [])]
 
         unit = "FLOP" if stage != SCORE else " rows"
         with Progress(total, f"seed {self.seed}: {stage}", unit, more) as progress:
 
             def count(units: int) -> None:
-                plan.count(self.seed, stage, units)
+                workload.count(self.seed, stage, units)
                 progress(units)
 
             workers.run(calls, count)

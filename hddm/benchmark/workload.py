@@ -1,4 +1,4 @@
-"""The plan of a benchmark: what is left to train, sample and score, and the time that this takes."""
+"""The workload of a benchmark: what is left to train, sample and score, and the time that this takes."""
 
 import time
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ _CALLS = {"heun": 2}
 """Calls of the velocity in a step, by solver; of others 1."""
 
 
-class Plan:
+class Workload:
     """Units left by seed and stage: operations of trainings and samples, numbers of scores.
 
     Time follows from the pace of each stage so far, for samples at first from that of training.

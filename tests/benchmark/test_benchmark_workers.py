@@ -1,4 +1,4 @@
-"""Workers of a benchmark do not outlive who started them, and a plan tells how long they will take."""
+"""Workers of a benchmark do not outlive who started them, and a workload tells how long they will take."""
 
 import multiprocessing
 import os
@@ -8,7 +8,7 @@ from multiprocessing.connection import Connection
 
 import pytest
 
-from hddm.benchmark import plan
+from hddm.benchmark import workload
 from hddm.benchmark.jobs import end_with_parent
 from hddm.benchmark.settings import SamplingPoint
 
@@ -50,13 +50,13 @@ def _runs(process: int) -> bool:
         return False
 
 
-def test_a_plan_tells_the_time_of_all_seeds_by_the_pace_of_each_stage(
+def test_a_workload_tells_the_time_of_all_seeds_by_the_pace_of_each_stage(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     now = [0.0]
-    monkeypatch.setattr(plan.time, "perf_counter", lambda: now[-1])
-    stages = {plan.TRAIN: 1000, plan.SAMPLE: 400, plan.SCORE: 3}
-    work = plan.Plan({(seed, stage): units for seed in (0, 1) for stage, units in stages.items()})
+    monkeypatch.setattr(workload.time, "perf_counter", lambda: now[-1])
+    stages = {workload.TRAIN: 1000, workload.SAMPLE: 400, workload.SCORE: 3}
+    work = workload.Workload({(seed, stage): units for seed in (0, 1) for stage, units in stages.items()})
 
     def pass_time(seconds: float, seed: int, stage: str, units: int) -> list[str]:
         now.append(now[-1] + seconds)
@@ -64,15 +64,15 @@ def test_a_plan_tells_the_time_of_all_seeds_by_the_pace_of_each_stage(
         return work.left()
 
     # A quarter of the training was there already, and a score is taken to need ten seconds.
-    work.begin(0, plan.TRAIN, 750)
+    work.begin(0, workload.TRAIN, 750)
     assert work.left() == []
-    assert pass_time(50, 0, plan.TRAIN, 500) == [f"{round((250 + 1000 + 800) / 10 / 60 + 1)} min in all"]
-    assert pass_time(25, 0, plan.TRAIN, 250) == [f"{round((1000 + 800) / 10 / 60 + 1)} min in all"]
+    assert pass_time(50, 0, workload.TRAIN, 500) == [f"{round((250 + 1000 + 800) / 10 / 60 + 1)} min in all"]
+    assert pass_time(25, 0, workload.TRAIN, 250) == [f"{round((1000 + 800) / 10 / 60 + 1)} min in all"]
     # Samples turn out to take five times as long.
-    work.begin(0, plan.SAMPLE, 400)
-    assert pass_time(200, 0, plan.SAMPLE, 400) == [f"{round((100 + 200 + 60) / 60)} min in all"]
-    work.begin(0, plan.SCORE, 3)
-    assert pass_time(3, 0, plan.SCORE, 3) == [f"{round((100 + 200 + 3) / 60)} min in all"]
+    work.begin(0, workload.SAMPLE, 400)
+    assert pass_time(200, 0, workload.SAMPLE, 400) == [f"{round((100 + 200 + 60) / 60)} min in all"]
+    work.begin(0, workload.SCORE, 3)
+    assert pass_time(3, 0, workload.SCORE, 3) == [f"{round((100 + 200 + 3) / 60)} min in all"]
 
 
 @pytest.mark.parametrize(
@@ -84,5 +84,5 @@ def test_a_plan_tells_the_time_of_all_seeds_by_the_pace_of_each_stage(
         ({"strategy": "top-1", "steps": 10, "guidance_scale": 2.0}, 20),
     ],
 )
-def test_a_plan_counts_the_networks_that_one_image_needs(changes: dict[str, object], calls: int) -> None:
-    assert plan.evaluations(SamplingPoint.model_validate(changes), 4) == calls
+def test_a_workload_counts_the_networks_that_one_image_needs(changes: dict[str, object], calls: int) -> None:
+    assert workload.evaluations(SamplingPoint.model_validate(changes), 4) == calls
