@@ -9,7 +9,9 @@ from hddm.utils.errors import UsageError
 from hddm.utils.records import ENSEMBLE_FILE
 from hddm_cli.options import InputArgument, InputOption, Overwrite, StrategyOption
 
-Component = Annotated[Path | None, InputOption(help="Folder of this component, for experts of latents.")]
+Component = Annotated[
+    Path | None, InputOption(help="Folder of this component; default: what the experts keep.")
+]
 
 
 def assemble(

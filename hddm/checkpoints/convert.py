@@ -30,6 +30,7 @@ from hddm.calibration import Calibration
 from hddm.checkpoints.architecture import Built
 from hddm.checkpoints.plan import TEXT, Plan
 from hddm.checkpoints.sources import Checkpoint, Conventions, Forward, Weights
+from hddm.experts.ensemble_folders import keep_component
 from hddm.experts.records import (
     EXPERT_FILE,
     EXTRAS_FILE,
@@ -121,6 +122,8 @@ def write(plan: Plan, out: Path, check: bool = True, overwrite: bool = False) ->
         if plan.extras:
             save_file({k: v.contiguous() for k, v in plan.extras.items()}, draft / EXTRAS_FILE)
         write_records(draft, plan.record.model_copy(update={"source": origin}), plan.nulls)
+        for name, folder in plan.components.items():
+            keep_component(draft, name, folder, plan.source.variant)
         return _checked(plan, draft) if check else None
 
 

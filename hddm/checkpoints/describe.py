@@ -22,7 +22,13 @@ from hddm.data.shard_records import (
     is_encoded,
     read_encoded_manifest,
 )
-from hddm.experts.ensemble_folders import ENSEMBLE_FILE, MODEL_INDEX, read_ensemble_facts, read_model_index
+from hddm.experts.ensemble_folders import (
+    ENSEMBLE_FILE,
+    MODEL_INDEX,
+    kept_components,
+    read_ensemble_facts,
+    read_model_index,
+)
 from hddm.experts.lora import ADAPTER_WEIGHTS
 from hddm.experts.paris import expert_arguments, is_paris, paris_experts, paris_router
 from hddm.experts.records import EXPERT_FILE, FORMAT, ROUTER_FILE, ExpertRecord, RouterRecord
@@ -125,6 +131,7 @@ def _expert(folder: Path) -> dict[str, Any]:
         **_with_changes(record.model_dump(mode="json", exclude={"adapter"})),
         "noise_range": list(from_config(record.schedule).range),
         "manifest": _manifest(folder, EXPERT_FILE),
+        "components": list(kept_components(folder)),
         "calibrated": calibrated,
         "calibrated_on": calibration_record(folder),
         "velocity_near_t_1": near_noise,

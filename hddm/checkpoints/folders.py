@@ -22,6 +22,7 @@ from hddm.checkpoints.sources import (
     read_file,
     same,
 )
+from hddm.experts.ensemble_folders import kept_components
 from hddm.experts.lora import ADAPTER_WEIGHTS, base_of, open_adapted
 from hddm.experts.records import (
     EXPERT_FILE,
@@ -53,7 +54,7 @@ DIFFUSERS_LAYOUTS: Mapping[str, type[ModelMixin]] = {
     "diffusers-unet2d-condition": diffusers.UNet2DConditionModel,
 }
 PIPELINE = "model_index.json"
-COMPONENTS = ("transformer", "unet")
+DENOISERS = ("transformer", "unet")
 SCHEDULER = "scheduler_config.json"
 STEM = "diffusion_pytorch_model"
 _WEIGHTS = re.compile(rf"{STEM}(?:\.(\w+))?\.(?:safetensors|bin)(?:\.index(?:\.(\w+))?\.json)?")
@@ -74,9 +75,9 @@ def open_pipeline(folder: Path, reading: Reading) -> Checkpoint:
     for key in ("auto_map", "custom_pipeline", "trust_remote_code"):
         if key in index:
             raise HddmError(f"{folder / PIPELINE}: has a key {key!r}, which asks for foreign code; refused")
-    found = [name for name in COMPONENTS if _is_there(index.get(name))]
+    found = [name for name in DENOISERS if _is_there(index.get(name))]
     if len(found) != 1:
-        raise HddmError(f"{folder / PIPELINE}: needs one of {', '.join(COMPONENTS)}, not {found or 'none'}")
+        raise HddmError(f"{folder / PIPELINE}: needs one of {', '.join(DENOISERS)}, not {found or 'none'}")
     for name in (found[0], "scheduler", *VAES):
         entry = index.get(name)
         is_foreign = not _is_there(entry) or entry[0] != "diffusers"
@@ -116,6 +117,8 @@ def open_model(
     _refuse_other_family(index.get("scheduler"), declared, above)
     scale, is_latent, notes = _latents(above, any(_is_there(index.get(one)) for one in VAES), arguments)
     vae, more = _vae(above, reading.variant)
+    text = PipelineText(above, reading.variant)
+    kept = [*(["vae"] if vae else []), *([] if text.missing() else ["text_encoder", "tokenizer"])]
     return Checkpoint(
         path=folder,
         layout=layout,
@@ -132,7 +135,9 @@ def open_model(
         licence=_licence(above, layout, arguments),
         notes=(*notes, *more),
         vae=vae,
-        text=PipelineText(above, reading.variant),
+        text=text,
+        components={name: above / name for name in kept},
+        variant=reading.variant,
     )
 
 
@@ -169,6 +174,7 @@ def open_expert(folder: Path, reading: Reading) -> Checkpoint:
         record=record,
         kept=read_safetensors(folder / EXTRAS_FILE) if (folder / EXTRAS_FILE).exists() else {},
         nulls=read_nulls(folder),
+        components=kept_components(folder),
     )
 
 

@@ -72,6 +72,13 @@ class Plan:
     extras: Mapping[str, Tensor]
 
     @property
+    def components(self) -> dict[str, Path]:
+        """Components of the source that the expert keeps: those that it records."""
+        record = self.record
+        known = {"vae": record.vae, "text_encoder": record.text_encoder, "tokenizer": record.text_encoder}
+        return {name: folder for name, folder in self.source.components.items() if known[name] is not None}
+
+    @property
     def size(self) -> int:
         """Bytes of the weights."""
         return sum(torch.Size(one.shape).numel() * one.dtype.itemsize for one in self.built.tensors)
@@ -296,6 +303,8 @@ def summary(plan: Plan) -> list[str]:
     if TEXT in plan.nulls:
         tokens = "×".join(map(str, plan.nulls[TEXT].shape))
         lines.append(f"no text: {tokens} tokens of the source's own, for guidance and calibration")
+    if plan.components:
+        lines.append(f"kept: {', '.join(plan.components)}; so hddm sample makes pictures of it")
     assert record.source is not None
     if heads := record.source.options.get("num_heads"):
         lines.append(f"heads: {heads}, as you said; nothing in the file can confirm it")

@@ -211,6 +211,10 @@ class Checkpoint:
     notes: tuple[str, ...] = ()
     vae: VaeRecord | None = None
     text: PipelineText = field(default_factory=PipelineText)
+    components: Mapping[str, Path] = field(default_factory=dict)
+    """VAE, text encoder and tokenizer that its expert keeps, by name."""
+    variant: str | None = None
+    """Of the components' weights files."""
     record: ExpertRecord | None = None
     """Of an expert folder."""
     kept: Weights = field(default_factory=dict)

@@ -17,13 +17,14 @@ from hddm.experts.compatibility import (
     prior_of,
 )
 from hddm.experts.ensemble_folders import (
-    CLASSES,
     COMPONENTS,
     ENSEMBLE_FILE,
     ROUTER,
     ClassName,
     EnsembleRecord,
     bases_of,
+    kept_components,
+    put_component,
     write_ensemble_records,
 )
 from hddm.experts.lora import bases_in
@@ -40,10 +41,8 @@ from hddm.experts.records import (
     weights_in,
 )
 from hddm.networks.folders import sha256_once
-from hddm.networks.text_encoder import STEM as TEXT_STEM
 from hddm.networks.text_encoder import prompt_length, read_tokenizer, text_encoder_facts
-from hddm.networks.vae import STEM as VAE_STEM
-from hddm.networks.vae import read_config, read_weights, vae_facts
+from hddm.networks.vae import read_config, vae_facts
 from hddm.networks.wrappers import text_width
 from hddm.utils.errors import HddmError
 from hddm.utils.files import inside, link_or_copy, new_folder
@@ -51,8 +50,6 @@ from hddm.utils.records import MANIFEST, has_manifest, read_record, refuse_damag
 from hddm.utils.tensors import read_safetensors, refuse_non_finite
 
 DEFAULT_STRATEGY = "draw"
-_TEXT_FILES = (".json", ".txt", ".md")
-_STEMS = {"vae": VAE_STEM, "text_encoder": TEXT_STEM}
 # Defaults of diffusers and transformers, for configs that leave them out.
 _LATENT_CHANNELS = 4
 _POSITIONS = 77
@@ -93,10 +90,10 @@ def assemble(
     possible, from the top level of expert and router folders only, since nothing else is read. Weights that
     adapters change are hashed and stored once: in ``bases/``, or in the expert that owns them.
 
-    ``router`` is needed for all strategies but ``draw``, ``vae`` for latents, and ``text_encoder`` with
-    ``tokenizer`` for text. ``strategy`` is the one that the folder recommends. ``bases`` are folders of
-    weights that adapters change, where they have moved since training. Returns notes on what was taken on
-    trust or could not be known.
+    ``router`` is needed for all strategies but ``draw``. ``vae`` decodes latents, and ``text_encoder`` with
+    ``tokenizer`` reads text; by default they are those that the experts keep. ``strategy`` is the one that
+    the folder recommends. ``bases`` are folders of weights that adapters change, where they have moved since
+    training. Returns notes on what was taken on trust or could not be known.
 
     Raises `HddmError`, before writing, that lists all differences between the parts, and for weights and
     calibrations that are not those of their record.
@@ -104,11 +101,10 @@ def assemble(
     for folder in experts:
         if (folder / ENSEMBLE_FILE).exists():
             raise HddmError(f"{folder}: is an ensemble; name its experts, or change it by --add and --remove")
-    given = {"vae": vae, "text_encoder": text_encoder, "tokenizer": tokenizer}
     folders = EnsembleFolders(
         experts,
         router,
-        {name: folder for name, folder in given.items() if folder is not None},
+        chosen_components(vae, text_encoder, tokenizer, experts),
         bases=bases_of(experts, bases_in(bases)),
     )
     refuse_inside(out, (*experts, router, *folders.components.values(), *folders.bases.values()))
@@ -117,6 +113,25 @@ def assemble(
     with new_folder(out, ENSEMBLE_FILE, overwrite) as draft:
         fill(draft, folders, record)
     return notes
+
+
+def chosen_components(
+    vae: Path | None,
+    text_encoder: Path | None,
+    tokenizer: Path | None,
+    experts: Sequence[Path],
+    own: Mapping[str, Path] | None = None,
+) -> dict[str, Path]:
+    """Components by name: those given, else ``own``, else those that the first of ``experts`` keeps.
+
+    Text encoder and tokenizer come from one place. Raises as `kept_components`.
+    """
+    given = {"vae": vae, "text_encoder": text_encoder, "tokenizer": tokenizer}
+    found = {**(own or {}), **{name: folder for name, folder in given.items() if folder is not None}}
+    for kept in map(kept_components, experts):
+        has_text = not {"text_encoder", "tokenizer"}.isdisjoint(found)
+        found = {name: one for name, one in kept.items() if name == "vae" or not has_text} | found
+    return found
 
 
 def check(
@@ -213,10 +228,7 @@ def fill(draft: Path, folders: EnsembleFolders, record: EnsembleRecord) -> None:
         _link(_files_of(folders.router), draft / record.router)
     kinds: dict[str, ClassName] = {}
     for name, folder in folders.components.items():
-        kinds[name] = CLASSES[name][0]
-        if name == "vae":
-            kinds[name] = ("diffusers", str(read_config(folder)["_class_name"]))
-        _link(_files_of_component(name, folder), draft / name)
+        kinds[name] = put_component(draft, name, folder)
     write_ensemble_records(draft, record, kinds, folders.bases)
 
 
@@ -238,13 +250,3 @@ def _files_of(folder: Path) -> list[Path]:
     paths = sorted(folder.iterdir())
     seen = (path for path in paths if not path.is_dir() and not path.name.startswith("."))
     return [path for path in seen if inside(folder, path.name).is_file()]
-
-
-def _files_of_component(name: str, folder: Path) -> list[Path]:
-    """A component's weights, configs and licence: no pickles and no second copy of the weights."""
-    weights = [read_weights(folder, _STEMS[name])[0]] if name in _STEMS else []
-    return weights + [
-        path
-        for path in folder.iterdir()
-        if path.is_file() and (path.suffix in _TEXT_FILES or path.name.startswith("LICENSE"))
-    ]

@@ -8,7 +8,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from hddm.experts.assembly import EnsembleFolders, check, check_files, fill, read_records, refuse_inside
+from hddm.experts.assembly import (
+    EnsembleFolders,
+    check,
+    check_files,
+    chosen_components,
+    fill,
+    read_records,
+    refuse_inside,
+)
 from hddm.experts.compatibility import Findings, common_shift
 from hddm.experts.ensemble_folders import (
     BASES,
@@ -75,8 +83,9 @@ def change(
     folders = EnsembleFolders(
         [*stay, *add],
         router,
-        {name: ensemble / name for name in components_in(ensemble)}
-        | {name: folder for name, folder in given.items() if folder},
+        chosen_components(
+            vae, text_encoder, tokenizer, add, {name: ensemble / name for name in components_in(ensemble)}
+        ),
         bases=bases_of(stay, own_bases, is_closed=True) | bases_of(add, bases_in(bases)),
     )
     if router is None and record.router is not None:

@@ -24,11 +24,14 @@ from pydantic import Field
 from hddm.experts.lora import base_of, check_base
 from hddm.experts.records import EXPERT_FILE, FORMAT, ExpertRecord
 from hddm.networks.folders import WEIGHTS, sha256_once
+from hddm.networks.text_encoder import STEM as TEXT_STEM
+from hddm.networks.vae import STEM as VAE_STEM
+from hddm.networks.vae import read_config, read_weights
 from hddm.schedules import from_diffusers
 from hddm.utils.errors import HddmError, did_you_mean
 from hddm.utils.files import inside, link_or_copy, read_json, write_json
 from hddm.utils.records import ENSEMBLE_FILE as ENSEMBLE_FILE
-from hddm.utils.records import Record, read_record, refuse_damaged, write_manifest
+from hddm.utils.records import MANIFEST, Record, read_record, refuse_damaged, write_manifest
 
 MODEL_INDEX = "model_index.json"
 ROUTER = "router"
@@ -51,7 +54,9 @@ CLASSES: Mapping[str, tuple[ClassName, ...]] = {
 """Every part that an ensemble may have, and what it may be."""
 
 COMPONENTS = ("vae", "text_encoder", "tokenizer")
-"""Parts that a latent ensemble may have besides experts and router, one folder each."""
+"""Parts that a latent ensemble, or a converted expert, may have besides networks, one folder each."""
+_STEMS = {"vae": VAE_STEM, "text_encoder": TEXT_STEM}
+_TEXT_FILES = (".json", ".txt", ".md")
 
 _NEEDED = ("experts", "scheduler")
 _RECORDS = ("_class_name", "_diffusers_version")
@@ -263,6 +268,44 @@ def components_in(folder: Path) -> tuple[str, ...]:
         return ()
     kinds = read_model_index(folder)
     return tuple(name for name in COMPONENTS if kinds[name] is not None)
+
+
+def put_component(draft: Path, name: str, folder: Path, variant: str | None = None) -> ClassName:
+    """Put a component into ``draft / name``, by hard links where possible; its library and class.
+
+    Its weights (`hddm.networks.vae.find_weights`), configs and licence: no pickle, no second copy of the
+    weights. Raises `HddmError` for missing weights and a link that leaves ``folder``.
+    """
+    target = draft / name
+    target.mkdir(parents=True)
+    if name in _STEMS:
+        weights, _ = read_weights(folder, _STEMS[name], variant)
+        link_or_copy(weights, target / f"{_STEMS[name]}{weights.suffix}")
+    for path in sorted(folder.iterdir()):
+        is_text = path.suffix in _TEXT_FILES or path.name.startswith("LICENSE")
+        if is_text and path.name != MANIFEST and inside(folder, path.name).is_file():
+            link_or_copy(path, target / path.name)
+    return ("diffusers", str(read_config(folder)["_class_name"])) if name == "vae" else CLASSES[name][0]
+
+
+def keep_component(expert: Path, name: str, folder: Path, variant: str | None = None) -> None:
+    """Put a component into a folder of an expert, with a manifest of its own.
+
+    An ensemble takes the expert's files, which its manifest lists, and the component apart.
+    """
+    put_component(expert, name, folder, variant)
+    write_manifest(expert / name)
+
+
+def kept_components(expert: Path) -> dict[str, Path]:
+    """Folders of the `COMPONENTS` that an expert's folder keeps, by name.
+
+    Raises `HddmError` for a folder outside, and for files that have changed since they were written.
+    """
+    found = {name: expert / name for name in COMPONENTS if inside(expert, name).is_dir()}
+    for name, folder in found.items():
+        refuse_damaged(folder, "tokenizer_config.json" if name == "tokenizer" else "config.json")
+    return found
 
 
 def refuse_damaged_ensemble(folder: Path, facts: EnsembleRecord, experts: Collection[int]) -> None:

@@ -20,6 +20,7 @@ from hddm.experts.ensemble_folders import (
     EnsembleRecord,
     bases_of,
     components_in,
+    kept_components,
     read_ensemble_facts,
     refuse_damaged_ensemble,
     write_ensemble_records,
@@ -139,7 +140,7 @@ def open_ensemble(folder: Path, dtype: torch.dtype, experts: Sequence[int] | Non
     if (folder / EXPERT_FILE).exists():
         expert = open_expert(folder)
         facts = EnsembleRecord.equal(["."], has_router=False, shift=expert.facts.shift)
-        return OpenedEnsemble([expert], None, None, facts)
+        return OpenedEnsemble([expert], None, None, facts, tuple(kept_components(folder)))
     if (folder / ENSEMBLE_FILE).exists():
         return _ensemble(folder, dtype, experts)
     if is_paris(folder):

@@ -11,7 +11,7 @@ import torch
 from hddm.calibration import FILE_NAME as CALIBRATION
 from hddm.data.shard_records import LARGEST_MANIFEST, PARTITION_FILE
 from hddm.data.shards import Shard, open_shard
-from hddm.experts.ensemble_folders import ENSEMBLE_FILE
+from hddm.experts.ensemble_folders import COMPONENTS, ENSEMBLE_FILE, kept_components
 from hddm.experts.lora import ADAPTER_WEIGHTS, bases_in, refuse_base
 from hddm.experts.records import (
     EXPERT_FILE,
@@ -156,6 +156,7 @@ def verify_expert(
         given = bases_in(bases) if bases else None
     try:
         unread = open_expert(folder, given, unheld=(WEIGHTS, ADAPTER_WEIGHTS))
+        kept_components(folder)
     except HddmError as error:
         files = _files(folder)
         return Verification(folder, files, _lines(error), _strangers(files))
@@ -268,5 +269,7 @@ def _files(folder: Path) -> dict[str, str]:
 
 def _strangers(files: Iterable[str]) -> tuple[str, ...]:
     return tuple(
-        f"{name}: is no file of an expert's; nothing reads it" for name in files if name not in KNOWN
+        f"{name}: is no file of an expert's; nothing reads it"
+        for name in files
+        if name not in KNOWN and name.split("/")[0] not in COMPONENTS
     )

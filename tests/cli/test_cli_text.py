@@ -1,6 +1,7 @@
 """Text to image by the command line alone: two pipelines of Stable Diffusion's kind become one ensemble."""
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,6 +14,8 @@ from safetensors.torch import load_file, save_file
 from transformers import CLIPTextModel, CLIPTokenizer
 
 import hddm as package
+from hddm.experts.ensemble_folders import COMPONENTS
+from hddm.utils.records import HASHES, MANIFEST
 from tests.artefacts import Command, edit_json
 from tests.checkpoint_files import SD_BETAS, converted, pipeline, text_unet
 from tests.component_files import write_clip, write_vae
@@ -45,6 +48,35 @@ def ensemble(sources: list[Path], tmp_path: Path, hddm: Command) -> Path:
     code, _, error = hddm("assemble", *experts, *parts, "--out", tmp_path / "ensemble")
     assert (code, error) == (0, "")
     return tmp_path / "ensemble"
+
+
+def test_a_converted_pipeline_makes_pictures_by_itself(
+    ensemble: Path, sources: list[Path], tmp_path: Path, hddm: Command
+) -> None:
+    options = ["--num-images", 2, "--steps", 2, "--prompt", "a cat", "--guidance-scale", 2, "--out"]
+    expert = tmp_path / "epsilon"
+    assert hddm("sample", expert, *options, tmp_path / "alone")[0] == 0
+    assert hddm("sample", ensemble, *options, tmp_path / "explicit", "--expert", 0)[0] == 0
+    assert _images(tmp_path / "alone").equal(_images(tmp_path / "explicit"))
+    assert json.loads(hddm("inspect", expert, "--json")[1])["components"] == list(COMPONENTS)
+    assert hddm("verify", expert)[0] == 0
+    # What is put together, or converted again, takes them along.
+    assert hddm("assemble", expert, "--out", tmp_path / "one")[0] == 0
+    assert not (tmp_path / "one" / "experts" / "0" / "vae").exists()
+    converted(hddm, expert, tmp_path / "again")
+    for name in COMPONENTS:
+        given = {path.name: path.read_bytes() for path in (ensemble / name).iterdir()}
+        for folder in (tmp_path / "one", tmp_path / "again"):
+            kept = (path for path in (folder / name).iterdir() if path.name not in (MANIFEST, HASHES))
+            assert {path.name: path.read_bytes() for path in kept} == given
+    # The encoder's weights stay as they are, which alone its identity in the record covers.
+    edit_json(expert / "vae" / "config.json", norm_num_groups=4)
+    for verb in (
+        ("sample", expert, "--out", tmp_path / "bad"),
+        ("assemble", expert, "--out", tmp_path / "two"),
+    ):
+        assert "config.json: has changed" in hddm(*verb)[2]
+    assert hddm("verify", expert)[0] == 1
 
 
 @pytest.fixture
@@ -142,6 +174,8 @@ def test_a_missing_vae_and_text_encoder_name_what_helps(
 ) -> None:
     options = ["--num-images", 1, "--steps", 1, "--out", tmp_path / "out"]
     expert = tmp_path / "epsilon"
+    for name in COMPONENTS:
+        shutil.rmtree(expert / name)
     assert f"(hddm assemble {expert} --vae FOLDER --out ENSEMBLE)" in hddm("sample", expert, *options)[2]
     assert hddm("assemble", expert, "--out", tmp_path / "bare")[0] == 0
     bare = tmp_path / "bare"
