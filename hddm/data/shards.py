@@ -265,18 +265,19 @@ class Shard:
         return self.stored.take(rows, noise, flip)
 
 
-def open_shard(folder: Path) -> Shard:
+def open_shard(folder: Path, is_outline: bool = False) -> Shard:
     """Open the shard in ``folder``: images (from `hddm partition`) or encoded (from `hddm encode`).
 
+    An outline has everything but the pixels of all images after the first, to check settings against it.
     Raises `HddmError` as `load_shard` and `load_encoded`; for any other folder, with its kind.
     """
     if (folder / MANIFEST).is_file() and is_encoded(folder):
         return load_encoded(folder)
-    return load_shard(folder)
+    return load_shard(folder, is_outline)
 
 
-def load_shard(folder: Path) -> Shard:
-    """Read a shard of images, checking every file against its hash.
+def load_shard(folder: Path, is_outline: bool = False) -> Shard:
+    """Read a shard of images, or the first of them, checking every file against its hash.
 
     Raises `HddmError` as `read_manifest` and `read_content`, and for images of several sizes or too few to
     train on (`MIN_IMAGES`).
@@ -284,8 +285,9 @@ def load_shard(folder: Path) -> Shard:
     manifest = read_manifest(folder)
     entries = manifest.images
     _refuse_few(folder, manifest, len(entries))
-    images = [decode(read_content(folder, entry), folder / entry.file) for entry in entries]
-    pixels = stack(images, [entry.file for entry in entries], folder)
+    read = entries[:1] if is_outline else entries
+    images = [decode(read_content(folder, entry), folder / entry.file) for entry in read]
+    pixels = stack(images, [entry.file for entry in read], folder)
     return _shard(folder, manifest, entries, PixelStore(Rows((pixels,))))
 
 

@@ -78,15 +78,12 @@ def continue_expert(
     data = expert_data(shard_folder)
     if is_complete(out, EXPERT_FILE, run, overwrite):
         return []
-    fixed = {"prediction": None, "weighting": None, "rotary": None}
-    settings = completed(settings.model_copy(update=fixed), out, run, is_new=False)
+    settings = completed(settings.model_copy(update=FIXED), out, run, is_new=False)
     expert = read_expert(init)
     # Runs of older versions blended x_0 too.
     is_blended = run is not None and run.resume and "kappa" in recorded(out).get("data", {})
-    objective = _objective(init, expert.facts, settings, is_blended)
     shard = open_shard(shard_folder)
-    check_fit(shard, expert.facts, expert.network)
-    check_conditions(shard, settings)
+    objective = check_continued(init, expert.facts, expert.network, shard, settings, is_blended)
     expert = _completed(expert, shard, settings)
     field = field_of(expert)
     given = _conditions(init, field, shard, settings)
@@ -132,8 +129,34 @@ def continue_expert(
     return train(task, settings, out, EXPERT_FILE, write, data | begun, overwrite, on_step, run, watch)
 
 
+FIXED = {"prediction": None, "weighting": None, "rotary": None}
+"""Settings that the init decides."""
+
+
+def check_continued(
+    init: Path,
+    record: ExpertRecord,
+    network: object,
+    shard: Shard,
+    settings: ExpertSettings,
+    is_blended: bool = False,
+) -> Objective:
+    """The objective that goes on with an expert on ``shard``, or its outline, with ``settings`` filled in.
+
+    ``is_blended`` is a run that began in a calibration. Raises `HddmError` as `continue_expert`.
+    """
+    objective = _objective(init, record, settings, is_blended)
+    check_fit(shard, record, network)
+    check_conditions(shard, settings)
+    if settings.class_conditional and shard.classes != record.classes:
+        raise HddmError(
+            f"{shard.folder}: its classes are {list(shard.classes)}, those of {init} "
+            f"{list(record.classes)}; take images of the same classes, or drop --class-conditional"
+        )
+    return objective
+
+
 def _objective(init: Path, record: ExpertRecord, settings: ExpertSettings, is_blended: bool) -> Objective:
-    """The objective that goes on with an expert; ``is_blended`` is a run that began in a calibration."""
     assert settings.time_sampling is not None
     schedule, drawn = from_config(record.schedule), (settings.time_sampling, settings.snr_gamma)
     kind, is_blended = record.prediction_type, is_blended or record.training_calibration
@@ -170,11 +193,6 @@ def _conditions(
     if settings.text_conditional:
         given.pop(TEXT, None)
     if settings.class_conditional and shard.labels is not None:
-        if shard.classes != field.classes:
-            raise HddmError(
-                f"{shard.folder}: its classes are {list(shard.classes)}, those of {init} "
-                f"{list(field.classes)}; take images of the same classes, or drop --class-conditional"
-            )
         given[LABELS] = shard.labels
     missing = sorted(set(field.conditions or ()) - {*given, *settings.conditions} - OPTIONAL_CONDITIONS)
     if missing:

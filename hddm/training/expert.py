@@ -67,15 +67,14 @@ def train_expert(
             differs from the one to be resumed, or losses that are not finite.
         Stopped: after a signal, with the run saved.
     """
-    if settings.lora_rank is not None:
-        raise UsageError("--lora-rank adapts an expert that exists; name it by --init")
+    _refuse_adapter(settings)
     settings = completed(settings, out, run)
     objective = objective_of(settings, schedule)
     data = expert_data(shard_folder, objective.schedule.config)
     if is_complete(out, EXPERT_FILE, run, overwrite, settings, data):
         return []
     shard = open_shard(shard_folder)
-    check_conditions(shard, settings)
+    check_new(shard, settings)
     record = new_record(shard, settings, objective, schedule_source)
     null_text = {TEXT: shard.texts.null} if settings.text_conditional and shard.texts else {}
     network = new_network(
@@ -109,17 +108,33 @@ def train_expert(
     return train(task, settings, out, EXPERT_FILE, write, data, overwrite, on_step, run, watch)
 
 
+def check_new(shard: Shard, settings: ExpertSettings) -> None:
+    """Refuse settings of a new expert, filled in, that ``shard`` or its outline does not allow."""
+    _refuse_adapter(settings)
+    check_conditions(shard, settings)
+    _check_size(shard.shape, settings.size)
+
+
+def _refuse_adapter(settings: ExpertSettings) -> None:
+    if settings.lora_rank is not None:
+        raise UsageError("--lora-rank adapts an expert that exists; name it by --init")
+
+
+def _check_size(shape: Sequence[int], size: str) -> None:
+    _, height, width = shape
+    patch = size_config(size)["patch_size"]
+    if height != width or height % patch:
+        raise HddmError(f"images are {width}×{height}; --size {size} takes squares divisible by {patch}")
+
+
 def new_network(kind: type[Network], size: str, shape: Sequence[int], seed: int, **arguments: Any) -> Network:
     """Make a ``kind`` of network of named ``size`` for square images of ``shape`` (C, H, W) in whole patches.
 
     Its weights depend on ``seed`` alone; torch's global generator is left as it was.
     """
-    channels, height, width = shape
+    _check_size(shape, size)
+    channels, height, _ = shape
     config = size_config(size)
-    if height != width or height % config["patch_size"]:
-        raise HddmError(
-            f"images are {width}×{height}; --size {size} takes squares divisible by {config['patch_size']}"
-        )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         network: Network = kind(sample_size=height, in_channels=channels, **config, **arguments)

@@ -24,9 +24,10 @@ from typing import Protocol
 import torch
 from safetensors import SafetensorError
 
-from hddm.experts.records import EXPERT_FILE
-from hddm.training.continuation import continue_expert
-from hddm.training.expert import train_expert, with_schedule
+from hddm.data.shards import open_shard
+from hddm.experts.records import EXPERT_FILE, open_expert
+from hddm.training.continuation import FIXED, check_continued, continue_expert
+from hddm.training.expert import check_new, train_expert, with_schedule
 from hddm.training.island_jobs import Island, Outcome
 from hddm.training.loop import OnStep, completed, mean, summary_of
 from hddm.training.resume import is_kept, recorded, run_folder_of
@@ -66,7 +67,8 @@ def train_islands(
     `Processes`, one after the other, by default.
 
     Raises:
-        HddmError: for folders that are in the way, before anything starts, or an unreachable backend.
+        HddmError: for folders that are in the way, and settings that do not fit a shard, before anything
+            starts; for an unreachable backend.
         Stopped: after a signal, with all runs saved.
     """
     backend = backend or Processes()
@@ -93,9 +95,10 @@ def threaded(islands: Sequence[Island], default: int) -> list[Island]:
 
 
 def prepare(islands: Sequence[Island]) -> None:
-    """Check the folders of ``islands``, and remove the runs that ``overwrite`` without ``resume`` replaces.
+    """Check ``islands``, and remove the runs that ``overwrite`` without ``resume`` replaces.
 
-    All folders that are in the way or in use raise one `HddmError`, before anything is removed.
+    All folders that are in the way or in use raise one `HddmError`, before anything is removed, and so do all
+    settings that a shard does not allow.
     """
     problems: list[str] = []
     for one in islands:
@@ -113,7 +116,34 @@ def prepare(islands: Sequence[Island]) -> None:
             "--overwrite starts anew",
             problems,
         )
+    _check_settings(islands)
     discard_runs([one.out for one in islands if one.overwrite and not one.run.resume])
+
+
+def _check_settings(islands: Sequence[Island]) -> None:
+    """Refuse settings that the shard of any of ``islands`` does not allow, all in one `HddmError`.
+
+    An island whose data cannot be read is left out: it fails alone.
+    """
+    problems = []
+    for one in islands:
+        try:
+            shard = open_shard(one.shard, is_outline=True)
+        except HddmError:
+            continue
+        try:
+            settings, _, _ = with_schedule(one.settings, one.schedule)
+            if one.init is None:
+                check_new(shard, completed(settings, one.out, one.run))
+            else:
+                unread = open_expert(one.init)
+                settings = completed(settings.model_copy(update=FIXED), one.out, one.run, is_new=False)
+                check_continued(one.init, unread.facts, unread.unread.network, shard, settings)
+        except HddmError as error:
+            problems.append(f"{one.name}: {error}")
+    if problems:
+        folder, number = islands[0].out.parent, f"{len(problems)} of {len(islands)} experts"
+        raise HddmError(f"{folder}: {number} cannot be trained as asked, so none was started", problems)
 
 
 def train_island(island: Island, on_step: OnStep | None = None) -> list[float]:

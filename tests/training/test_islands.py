@@ -125,6 +125,32 @@ def test_folders_in_the_way_and_runs_worked_on_are_told_at_once_and_nothing_star
     assert not (runs[0] / "run.json").exists()
 
 
+def test_settings_that_one_shard_does_not_allow_are_told_before_the_first_is_trained(
+    shards: Path, flow_expert: Path, tmp_path: Path
+) -> None:
+    def island(index: int, objective: str = "flow", init: Path | None = None, **settings: object) -> Island:
+        shard, out = shards / f"shard_{min(index, 1)}", tmp_path / f"expert_{index}"
+        of = expert_settings(objective, **settings)
+        return Island(index, shard, out, of, RunOptions(), init=init)
+
+    missing = replace(island(4), shard=tmp_path / "gone", settings=expert_settings("flow", size="4x24/16"))
+    islands = [
+        island(0),
+        island(1, size="4x24/16"),
+        island(2, text_conditional=True),
+        island(3, "ddpm", flow_expert),
+        missing,
+    ]
+    with pytest.raises(HddmError, match="3 of 5 experts cannot be trained as asked, so none was") as refused:
+        train_islands(islands)
+    size, text, objective = refused.value.details
+    assert size == "expert_1: images are 4×4; --size 4x24/16 takes squares divisible by 16"
+    assert "expert_2: " in text
+    assert "drop --text-conditional" in text
+    assert objective == f"expert_3: {flow_expert}: is a flow expert, which predicts sample; take flow"
+    assert not list(tmp_path.iterdir())
+
+
 def test_an_island_whose_disk_fails_says_so_in_one_line(
     whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
