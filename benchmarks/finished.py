@@ -16,7 +16,7 @@ from hddm.experts.loading import load
 from hddm.utils.errors import HddmError
 from hddm.utils.files import read_json
 
-FLOW, DDPM = "homogeneous flow", "homogeneous DDPM"
+DDPM = "homogeneous DDPM"
 
 
 @dataclass(frozen=True)
@@ -58,10 +58,9 @@ class FinishedBenchmark:
             raise HddmError(f"{self.out}: has no model {name!r}, which this experiment is made of")
         return self.out / found[0]
 
-    def shard(self, index: int, held_out: bool = False) -> Path:
-        """The folder of a shard, or of its validation images."""
-        name = f"shard_{index}"
-        return self.out / "shards" / "held_out" / name if held_out else self.out / "shards" / name
+    def shard(self, index: int) -> Path:
+        """The folder of a shard."""
+        return self.out / "shards" / f"shard_{index}"
 
     def scores(self, images: Tensor, **made_by: Any) -> dict[str, Any]:
         """Scores of samples (n, C, H, W) in [-1, 1] as the benchmark's own; ``made_by`` tells them apart."""

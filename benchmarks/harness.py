@@ -30,7 +30,7 @@ from hddm.training.continuation import continue_expert
 from hddm.training.expert import train_expert
 from hddm.training.router import train_router
 from hddm.training.settings import ExpertSettings, RouterSettings
-from hddm.utils.errors import HddmError
+from hddm.utils.errors import HddmError, on_command_line
 from hddm.utils.files import read_json, write_json
 from hddm.utils.processes import Call, Report, Workers
 from hddm.utils.progress import Progress
@@ -55,10 +55,11 @@ def command() -> str:
 
 def main(app: Callable[[], object]) -> None:
     """Run a command line; what a user can mend is said in a line."""
-    try:
-        app()
-    except HddmError as error:
-        sys.exit(f"{Path(sys.argv[0]).parent.name}: {error}")
+    with on_command_line():
+        try:
+            app()
+        except HddmError as error:
+            sys.exit(f"{Path(sys.argv[0]).parent.name}: {error}")
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,10 @@
 """Iso-FLOP sweep: at which sizes and budgets K experts together are ahead of one model.
 
-A cell is a size of network and a counted training budget, router included. In it one model takes batches of
-128 images, and each of K experts, of the same size, as many steps of 128/K images of its own shard; K experts
-are sampled by one of them a sample (draw), and by the router's first choice in each step (top-1). Every model
-learns its velocity by AdamW, whose rate follows from the width alone: at batches of 16 such small images
-Muon's update would cost more than the step.
+A cell is a size of network and a counted training budget, router included. All models take batches of 32
+images, and each of K experts, of the same size, 1/K of one model's steps on its own shard; K experts are
+sampled by one of them a sample (draw), and by the router's first choice in each step (top-1). All learn by
+AdamW, since Muon's update would cost more than a step on 32 such small images. Its rate is a constant over
+the width, which one model and experts, which are short of steps, were given apart.
 """
 
 import math
@@ -32,7 +32,7 @@ from hddm.training.expert import new_network
 from hddm.training.settings import size_config
 
 SINGLE, EXPERTS = "one model", "experts"
-BATCH, ROUTER_BATCH, ROUTER_SHARE = 128, 64, 0.02
+BATCH, ROUTER_BATCH, ROUTER_SHARE = 32, 64, 0.02
 WAYS = ("draw", "top-1")
 
 
@@ -48,7 +48,10 @@ class Sweep:
     counts: tuple[int, ...]
     seeds: tuple[int, ...]
     num_images: int
+    rates: tuple[float, float]
+    """Of one model and of experts: peak learning rate times width."""
     learning: Mapping[str, Any]
+    of_experts: Mapping[str, Any]
 
 
 DIGITS = Sweep(
@@ -56,11 +59,13 @@ DIGITS = Sweep(
     (1, 8, 8),
     {"source": "digits"},
     ("2x24/2", "4x32/2", "4x64/2", "4x128/2"),
-    (0.25e12, 1e12, 4e12),
+    (0.25e12, 0.75e12, 2.25e12),
     (4, 8),
     (0, 1),
     1000,
+    (1.0, 0.5),
     {"ema_decay": 0.99},
+    {"prediction": "sample", "rotary": True},
 )
 CIFAR = Sweep(
     "scaling-cifar10",
@@ -71,7 +76,9 @@ CIFAR = Sweep(
     (4,),
     (0,),
     2000,
+    (1.0, 1.0),
     {"ema_decay": 0.995, "random_flip": True, "mixed_precision": "bf16"},
+    {"prediction": "flow_prediction", "rotary": False},
 )
 SHORT = Sweep(
     "scaling-short",
@@ -82,7 +89,9 @@ SHORT = Sweep(
     (2,),
     (0,),
     100,
+    (1.0, 0.5),
     {"ema_decay": 0.9},
+    {"prediction": "sample", "rotary": True},
 )
 
 
@@ -123,20 +132,21 @@ def scaling(sweep: Sweep, start: Start, data: Path | None) -> Path:
 def settings_of(sweep: Sweep, size: str, budget: float, count: int, workers: int) -> BenchmarkSettings:
     """Settings of a cell; only that of the fewest experts has the one model, which gets its exact budget."""
     of_experts, of_router = (
-        _image_flop(sweep.shape, size),
-        _image_flop(sweep.shape, _router_size(sweep), count),
+        _image_flop(sweep, size),
+        _image_flop(sweep, _router_size(sweep), count),
     )
-    steps = max(1, round(budget * (1 - ROUTER_SHARE) / (BATCH * of_experts)))
+    steps = max(1, round(budget * (1 - ROUTER_SHARE) / (BATCH * count * of_experts)))
+    width = size_config(size)["hidden_size"]
+    of_one, of_each = (min(0.016, rate / width) for rate in sweep.rates)
     expert = {
         "steps": steps,
-        "batch_size": BATCH // count,
+        "batch_size": BATCH,
         "size": size,
         "optimizer": "adamw",
-        "learning_rate": min(0.016, 1 / size_config(size)["hidden_size"]),
-        "prediction": "flow_prediction",
-        "rotary": False,
+        "learning_rate": of_each,
         "weak_at": 0,
         **sweep.learning,
+        **sweep.of_experts,
     }
     router = {
         "steps": max(1, round(budget * ROUTER_SHARE / (ROUTER_BATCH * of_router))),
@@ -151,7 +161,12 @@ def settings_of(sweep: Sweep, size: str, budget: float, count: int, workers: int
         "name": f"{size}, {budget:g} FLOP, {count} experts",
         "data": dict(sweep.data),
         "partition": {"shards": count},
-        "training": {"expert": expert, "router": router, "checkpoint_every": 10_000},
+        "training": {
+            "expert": expert,
+            "single": {"batch_size": BATCH, "learning_rate": of_one},
+            "router": router,
+            "checkpoint_every": 100_000,
+        },
         "models": [*single, {"name": EXPERTS}],
         "compare": {"candidates": [], "baselines": []},
         "sampling": {"strategy": WAYS[0], "num_images": sweep.num_images},
@@ -176,14 +191,14 @@ def _router_size(sweep: Sweep) -> str:
     return "2x24/2" if sweep.shape[1] < 16 else "2x32/4"
 
 
-def _image_flop(shape: tuple[int, int, int], size: str, num_experts: int | None = None) -> int:
+def _image_flop(sweep: Sweep, size: str, num_experts: int | None = None) -> int:
     """Operations of a step of one image, forward and backward; of a router for ``num_experts``."""
     if num_experts is None:
-        network: torch.nn.Module = new_network(ExpertTransformer, size, shape, 0, rotary=True)
+        network: torch.nn.Module = _network(sweep, size)
     else:
-        network = new_network(RouterTransformer, size, shape, 0, num_experts=num_experts)
+        network = new_network(RouterTransformer, size, sweep.shape, 0, num_experts=num_experts)
     with counting() as counter:
-        network(torch.zeros(1, *shape), torch.full((1,), 0.5)).sum().backward()
+        network(torch.zeros(1, *sweep.shape), torch.full((1,), 0.5)).sum().backward()
     return int(counter.get_total_flops())
 
 
@@ -214,8 +229,11 @@ def _table(sweep: Sweep, cells: list[Cell]) -> Iterator[str]:
 
 def parameters(sweep: Sweep, size: str) -> int:
     """Weights of a network of the sweep."""
-    network = new_network(ExpertTransformer, size, sweep.shape, 0, rotary=True)
-    return sum(one.numel() for one in network.parameters())
+    return sum(one.numel() for one in _network(sweep, size).parameters())
+
+
+def _network(sweep: Sweep, size: str) -> ExpertTransformer:
+    return new_network(ExpertTransformer, size, sweep.shape, 0, rotary=sweep.of_experts["rotary"])
 
 
 def chart(sweep: Sweep, cells: list[Cell]) -> Figure:

@@ -290,28 +290,6 @@ class CompareSettings(Record):
     baselines: Each[str] = ()
 
 
-_EXPERIMENTS = {
-    "by-error": "python -m benchmarks.heterogeneity by-error",
-    "blended": "python -m benchmarks.heterogeneity blended",
-    "conversion": "python -m benchmarks.conversion grid",
-}
-"""Settings of older files that were experiments, and how each is run now."""
-
-
-def _refuse_experiments(values: Any) -> Any:
-    """Refuse the keys and objectives of `_EXPERIMENTS`, at any depth."""
-    if isinstance(values, list):
-        for value in values:
-            _refuse_experiments(value)
-    elif isinstance(values, dict):
-        for key, value in values.items():
-            word = "by-error" if key == "objectives" and "by-error" in str(value) else key
-            if word in _EXPERIMENTS:
-                raise ValueError(f"{word} was an experiment and is no setting any more: {_EXPERIMENTS[word]}")
-            _refuse_experiments(value)
-    return values
-
-
 class BenchmarkSettings(Record):
     """A whole benchmark."""
 
@@ -339,8 +317,6 @@ class BenchmarkSettings(Record):
     workers: Positive = 2
     """Jobs at a time, each with one CPU thread; the answer does not depend on it."""
     device: Literal["auto", "cpu", "cuda", "mps"] = "cpu"
-
-    _refused = model_validator(mode="before")(_refuse_experiments)
 
     @field_validator("seeds", "confirmation_seeds", mode="before")
     @classmethod

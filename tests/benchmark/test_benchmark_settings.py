@@ -95,13 +95,6 @@ def _model(**said: Any) -> dict[str, Any]:
         (_model(objectives="ddpm", converted=0.5), "a: converted is for flow experts"),
         (_model(objectives="0=ddpm,1=ddpm", init="b"), "a: init is for flow experts"),
         (
-            _model(objectives="1:1 by-error"),
-            "by-error was an experiment and is no setting any more: python -m benchmarks.heterogeneity",
-        ),
-        ({"models": [{"name": "a", "blended": 0.5}]}, "blended was an experiment"),
-        ({"sampling": {"conversion": "exact, raw"}}, "conversion was an experiment"),
-        ({"tables": [{"name": "a", "vary": {"conversion": ["exact"]}}]}, "conversion was an experiment"),
-        (
             _model(kind="finished", path="b", objectives="ddpm"),
             "a: is finished, so training and objectives have nothing to say",
         ),
@@ -159,7 +152,7 @@ def test_a_table_varies_one_setting_after_the_other_from_its_base() -> None:
 def test_a_seed_chooses_or_confirms_and_never_does_both() -> None:
     with pytest.raises(HddmError, match="miniature: seed 0 is among seeds and confirmation_seeds"):
         chosen(settings(confirmation_seeds=[0, 5]))
-    with pytest.raises(HddmError, match=r"--seeds 3,5: seed 5 is kept for confirming"):
+    with pytest.raises(HddmError, match=r"seeds 3,5: seed 5 is kept for confirming"):
         chosen(settings(), seeds="3,5")
     with pytest.raises(HddmError, match="seed 0 is one that settings are chosen on"):
         chosen(settings(), seeds="0,5", held_out=True)
