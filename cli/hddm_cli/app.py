@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from hddm.utils.errors import HddmError
+from hddm.utils.errors import HddmError, on_command_line
 from hddm.utils.processes import Interrupted, interruptible
 from hddm_cli import (
     assemble,
@@ -89,7 +89,7 @@ def app() -> None:
     arguments = [a for a in sys.argv[1:] if a != "--debug"]
     warnings.showwarning = _show_warning
     try:
-        with interruptible():
+        with interruptible(), on_command_line():
             sys.exit(commands(args=arguments, prog_name="hddm", standalone_mode=False))
     except typer.Abort:
         sys.exit(130)

@@ -76,8 +76,8 @@ class Encoding(Offloading):
     def _embed(self, texts: Sequence[str]) -> Tensor:
         if self.text_encoder is None or self.tokenizer is None:
             raise HddmError(
-                "a prompt needs a text encoder and a tokenizer, and this ensemble has none; assemble it with "
-                "--text-encoder and --tokenizer, or pass prompt_embeds"
+                "a prompt needs a text encoder and a tokenizer, and this ensemble has none; give it both "
+                "(hddm assemble ENSEMBLE --text-encoder FOLDER --tokenizer FOLDER), or pass prompt_embeds"
             )
         with self.present(self.text_encoder) as text_encoder:
             return encode(text_encoder, self.tokenizer, texts)

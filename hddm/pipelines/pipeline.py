@@ -404,6 +404,6 @@ class HDDMPipeline(Encoding, Callbacks, DiffusionPipeline):  # type: ignore[misc
         facts = self.experts.facts[0]
         if output_type != "latent" and self.vae is None and facts.space == "latents":
             raise HddmError(
-                "these experts make latents and there is no VAE: assemble the ensemble with --vae, or take "
-                'output_type="latent"'
+                "these experts make latents and there is no VAE: give them one (hddm assemble ENSEMBLE --vae "
+                'FOLDER), or take output_type="latent"'
             )

@@ -3,6 +3,7 @@
 import contextlib
 import difflib
 import importlib
+import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,9 @@ class HddmError(ValueError):
     The message is one line that names the file or option, the value and the remedy. The command line prints
     it without a traceback and exits with code 1. Unprintable characters, as in names from foreign files, are
     escaped. ``details`` are further lines, indented below the message, in ``str(error)`` too.
+
+    Both are written with the options of the command line; outside of it ``str(error)`` names the arguments of
+    Python instead, ``overwrite=True`` for ``--overwrite``.
     """
 
     def __init__(self, message: str, details: Iterable[str] = ()) -> None:
@@ -24,9 +28,39 @@ class HddmError(ValueError):
         self.details = tuple(_printable(line) for line in details)
         super().__init__("\n  ".join((self.message, *self.details)))
 
+    def __str__(self) -> str:
+        text = super().__str__()
+        return text if os.environ.get(_COMMAND_LINE) else _OPTION.sub(_argument, text)
+
     def __reduce__(self) -> tuple[type["HddmError"], tuple[str, tuple[str, ...]]]:
         # The joined text alone would arrive from another process as one line.
         return type(self), (self.message, self.details)
+
+
+_COMMAND_LINE = "HDDM_COMMAND_LINE"
+# In a command to be typed options stay as they are.
+_OPTION = re.compile(r"\bhddm [a-z][^;,()]*|--([a-z]+(?:-[a-z]+)*)")
+_FLAGS = {
+    *("allow_config_change", "allow_few", "allow_pickle", "class_conditional", "gradient_checkpointing"),
+    *("overwrite", "random_flip", "resume", "text_conditional"),
+}
+
+
+def _argument(found: re.Match[str]) -> str:
+    if found[1] is None:
+        return found[0]
+    name = found[1].replace("-", "_")
+    return f"{name}=True" if name in _FLAGS else name
+
+
+@contextlib.contextmanager
+def on_command_line() -> Iterator[None]:
+    """Name options in messages, here and in processes that are started here, instead of arguments."""
+    os.environ[_COMMAND_LINE] = "1"
+    try:
+        yield
+    finally:
+        del os.environ[_COMMAND_LINE]
 
 
 class UsageError(HddmError):

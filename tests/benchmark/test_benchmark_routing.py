@@ -89,7 +89,7 @@ def test_models_and_rows_of_other_settings_are_not_taken(tmp_path: Path) -> None
         measure_routing(longer, start)
     assert str(caught.value) == (
         f"{folder}: keeps models and rows of other settings (quickstart, long_factor)"
-        "; pass another --work, or delete that folder"
+        "; pass another work, or delete that folder"
     )
     other = QUICK.kept()["rows"] | {"top-1": {"strategy": "full"}}
     with pytest.raises(HddmError, match=r"other settings \(rows\)"):

@@ -151,7 +151,7 @@ def test_another_training_setting_trains_anew_what_depends_on_it(miniature: Fini
 
 def test_results_of_other_settings_are_not_replaced_unasked(miniature: Finished) -> None:
     changed = settings(resamples=3)
-    with pytest.raises(HddmError, match=r"holds results of other settings.*--overwrite") as error:
+    with pytest.raises(HddmError, match=r"holds results of other settings.*overwrite=True") as error:
         run_inline(changed, miniature.out, miniature.data)
     assert error.value.details == ("resamples: was 2, is 3",)
     with pytest.raises(HddmError, match="holds no benchmark"):

@@ -174,3 +174,21 @@ def test_a_wrong_input_is_told_before_an_output_that_exists(
     assert said.format(**names) in error
     assert "exists" not in error
     assert contents(tmp_path) == before
+
+
+def test_a_result_is_written_neither_through_a_link_nor_over_another_file(
+    images: Path, tmp_path: Path, hddm: Command
+) -> None:
+    mine = tmp_path / "mine.json"
+    mine.write_text('{"precious": true}')
+    (tmp_path / "link.json").symlink_to(mine)
+    before = contents(tmp_path)
+    for out, said in (
+        ("link.json", f"is a link to {mine}; name the file itself"),
+        ("nowhere/a.json", f"{tmp_path / 'nowhere'} is no folder; make it first"),
+        ("mine.json", "is no result of an evaluation"),
+    ):
+        command = ("evaluate", images, "--reference", images, "--overwrite", "--out", tmp_path / out)
+        assert said in _refused(hddm, *command)
+    assert "choose another file, or pass --overwrite" in _refused(hddm, *command[:-3], *command[-2:])
+    assert contents(tmp_path) == before

@@ -182,7 +182,7 @@ def test_latents_beyond_their_dtype_are_refused_with_the_image(source: Path, tmp
     vae.quant_conv.bias.data[:4] += 1e5
     vae.save_pretrained(tmp_path / "vae")
     message = refusal(encode, source, tmp_path / "out", vae=tmp_path / "vae")
-    assert "images/000.png: its mean reaches 1e+05, beyond float16; store --dtype float32" in message
+    assert "images/000.png: its mean reaches 1e+05, beyond float16; store dtype float32" in message
     assert [path.name for path in tmp_path.iterdir() if "encoding" in path.name] == []
     for dtype in ("float32", "bfloat16"):
         shard = open_shard(encode(source, tmp_path / dtype, vae=tmp_path / "vae", dtype=dtype))
@@ -195,15 +195,15 @@ def test_options_that_do_not_fit_are_refused(source: Path, tmp_path: Path) -> No
     text, words, out = tmp_path / "text_encoder", tmp_path / "tokenizer", tmp_path / "out"
     cases: list[tuple[str, dict[str, Any]]] = [
         (
-            "multiples of 8, not 12×12; choose such a --resolution",
+            "multiples of 8, not 12×12; choose such a resolution",
             {"vae": tmp_path / "vae", "resolution": 12},
         ),
-        ("--random-flip: pixels are mirrored in training", {"random_flip": True}),
-        ("--tokenizer: text is encoded by", {"text_encoder": text}),
-        ("--text-encoder: text is encoded by", {"tokenizer": words}),
+        ("random_flip=True: pixels are mirrored in training", {"random_flip": True}),
+        ("tokenizer: text is encoded by", {"text_encoder": text}),
+        ("text_encoder: text is encoded by", {"tokenizer": words}),
         ("20 of 20 images have no caption, as images/000.png", {"text_encoder": text, "tokenizer": words}),
-        ("--random-crop: needs --resolution", {"crop": "random"}),
-        ("--device gpu: is not available", {"device": "gpu"}),
+        ("random_crop: needs resolution", {"crop": "random"}),
+        ("device gpu: is not available", {"device": "gpu"}),
     ]
     for message, options in cases:
         assert message in refusal(encode, source, out, **options)
@@ -215,7 +215,7 @@ def test_options_that_do_not_fit_are_refused(source: Path, tmp_path: Path) -> No
 
 def test_images_of_several_sizes_need_a_resolution(tmp_path: Path) -> None:
     write_shard(tmp_path / "source", [*noise(10), *noise(10, 8, 12)])
-    remedy = "images of 2 sizes (8×8, 12×8); bring them to one with --resolution"
+    remedy = "images of 2 sizes (8×8, 12×8); bring them to one with resolution"
     assert remedy in refusal(encode, tmp_path / "source", tmp_path / "out")
     assert open_shard(encode(tmp_path / "source", tmp_path / "out", resolution=4)).shape == (3, 4, 4)
 

@@ -33,7 +33,7 @@ def test_held_out_images_are_shards_of_their_own_and_no_training_images(many: Pa
 
 @pytest.mark.parametrize("share", [-0.1, 1.0])
 def test_a_share_outside_its_range_is_refused(share: float, many: Path, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=f"--held-out {share:g}: must be"):
+    with pytest.raises(UsageError, match=f"held_out {share:g}: must be"):
         partition(many, tmp_path / "out", 1, held_out=share)
 
 
@@ -103,7 +103,7 @@ def test_a_shard_that_chance_leaves_nothing_to_train_on_is_told_with_a_share_tha
     images = _twins(tmp_path / "images", True, 0.4)
     told = refusal(partition, images, tmp_path / "out", 2, held_out=0.4)
     assert "has 0 images left to train on and needs 16" in told
-    share = float(told.split("; --held-out ")[1].split()[0])
+    share = float(told.split("; held_out ")[1].split()[0])
     number = number_of_pixels(np.asarray(Image.open(images / "same" / "00.png").convert("RGB")))
     assert 0.99 * number < share <= number
 

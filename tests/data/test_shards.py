@@ -161,7 +161,7 @@ def test_a_partition_is_no_shard_and_a_shard_no_partition(shards: Path, shard: P
 
 
 def test_too_few_images_a_shard_are_refused_before_anything_is_written(images: Path, tmp_path: Path) -> None:
-    told = "48 images are too few for --shards 4: a shard needs at least 16"
+    told = "48 images are too few for shards 4: a shard needs at least 16"
     assert told in refusal(partition, images, tmp_path / "out", 4)
     assert not list(tmp_path.iterdir())
 
@@ -170,7 +170,7 @@ def test_an_existing_partition_is_replaced_only_when_asked(
     images: Path, shards: Path, tmp_path: Path
 ) -> None:
     out = copied(shards, tmp_path)
-    assert "--overwrite" in refusal(partition, images, out, 1)
+    assert "overwrite=True" in refusal(partition, images, out, 1)
     assert contents(out) == contents(shards)
     partition(images, out, 1, overwrite=True)
     assert len(find_shards(out)) == 1

@@ -133,7 +133,7 @@ def test_the_half_width_is_how_far_other_samples_would_move_the_distance() -> No
 def test_too_few_images_are_refused_or_marked(num: int, other: int) -> None:
     a, b = _features(0, num, 8), _features(1, other, 8)
     told = refusal(measure, a, b, resamples=2)
-    assert re.search(f"8 features needs more images.*{num} and {other}.*--allow-few", told)
+    assert re.search(f"8 features needs more images.*{num} and {other}.*allow_few=True", told)
     measured = measure(a, b, resamples=2, allow_few=True)
     assert measured.few_images
     assert measured.value >= 0

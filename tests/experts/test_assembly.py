@@ -297,7 +297,7 @@ def test_components_that_nobody_needs_are_refused(trio: Trio, tmp_path: Path) ->
         f"{tmp_path / 'vae'}: a VAE, and these experts make pixels; leave it out",
         f"{tmp_path / 'text_encoder'}: a text encoder, and none of these experts takes text",
     ]
-    with pytest.raises(HddmError, match="--text-encoder and --tokenizer go together"):
+    with pytest.raises(HddmError, match="text_encoder and tokenizer go together"):
         assemble(trio.experts, tmp_path / "out", text_encoder=tmp_path / "text_encoder")
 
 
@@ -369,8 +369,8 @@ def test_only_files_at_the_top_of_an_expert_are_taken_and_no_links_out(trio: Tri
     [
         (["ddpm", "flow"], "top-5", "top-5 needs 5 experts and there are 2"),
         (["ddpm", "flow"], "best", "unknown strategy 'best'"),
-        (["ddpm", "flow"], "full", "strategy 'full' needs --router"),
-        (["ensemble"], "draw", "is an ensemble; name its experts, or change it by --add"),
+        (["ddpm", "flow"], "full", "strategy 'full' needs router"),
+        (["ensemble"], "draw", "is an ensemble; name its experts, or change it by add"),
         ([], "draw", "at least one expert"),
     ],
 )

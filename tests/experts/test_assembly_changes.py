@@ -129,7 +129,7 @@ def test_a_new_folder_leaves_the_old_one_alone(whole: Path, tmp_path: Path) -> N
     change(whole, remove=[0], out=tmp_path / "new")
     assert contents(whole) == before
     assert len(read_ensemble_facts(tmp_path / "new").experts) == 2
-    with pytest.raises(HddmError, match="--overwrite"):
+    with pytest.raises(HddmError, match="overwrite=True"):
         change(whole, remove=[1], out=tmp_path / "new")
     change(whole, remove=[0, 1], out=tmp_path / "new", overwrite=True)
     assert len(read_ensemble_facts(tmp_path / "new").experts) == 1
@@ -212,14 +212,14 @@ def test_a_change_puts_back_what_a_killed_one_had_renamed_away(whole: Path) -> N
 def test_a_change_that_cannot_be_is_refused(whole: Path) -> None:
     before = contents(whole.parent)
     for arguments, message in (
-        ({"remove": [3]}, "--remove 3: .* has no such expert; choose by index or of experts/0, experts/1"),
-        ({"remove": ["-1"]}, "--remove -1: .* has no such expert"),
-        ({"remove": ["9" * 5000]}, "--remove 9+…: .* has no such expert"),
-        ({"remove": ["\u0661"]}, "--remove \u0661: .* has no such expert"),
+        ({"remove": [3]}, "remove 3: .* has no such expert; choose by index or of experts/0, experts/1"),
+        ({"remove": ["-1"]}, "remove -1: .* has no such expert"),
+        ({"remove": ["9" * 5000]}, "remove 9+…: .* has no such expert"),
+        ({"remove": ["\u0661"]}, "remove \u0661: .* has no such expert"),
         ({"remove": ["../whole/experts/0"]}, "has no such expert"),
         ({"remove": [0, 1, 2]}, "at least one expert"),
         ({"remove": [0, 1], "strategy": "top-2"}, "top-2 needs 2 experts and there are 1"),
-        ({}, "nothing to change; pass --add, --remove or another part"),
+        ({}, "nothing to change; pass add, remove or another part"),
     ):
         with pytest.raises(HddmError, match=message):
             change(whole, **arguments)

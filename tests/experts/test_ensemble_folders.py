@@ -52,7 +52,7 @@ def test_an_ensemble_outlives_the_folders_that_it_was_made_from(ensemble: Path, 
 def test_an_ensemble_is_replaced_only_when_asked(ddpm_expert: Path, ensemble: Path, tmp_path: Path) -> None:
     out = copied(ensemble, tmp_path)
     before = contents(out)
-    with pytest.raises(HddmError, match="--overwrite"):
+    with pytest.raises(HddmError, match="overwrite=True"):
         assemble([ddpm_expert], out)
     assert contents(out) == before
     assemble([ddpm_expert], out, overwrite=True)

@@ -236,7 +236,7 @@ def test_there_is_one_size_of_images(pipe: HDDMPipeline) -> None:
 
 def test_latents_need_a_vae_to_become_images() -> None:
     pipe = pipeline_in_memory(text_experts())
-    with pytest.raises(HddmError, match=r'--vae, or take output_type="latent"'):
+    with pytest.raises(HddmError, match=r'--vae FOLDER\), or take output_type="latent"'):
         pipe(prompt_embeds=torch.zeros(1, 77, 16))
 
 

@@ -216,7 +216,7 @@ def test_what_cannot_be_calibrated_stays_as_it_was(
     edit_json(prompts / "expert.json", conditions=["encoder_hidden_states"])
     full = copied(ddpm_expert, tmp_path)
     before = contents(tmp_path)
-    with pytest.raises(HddmError, match=r"its samples need encoder_hidden_states.*pass --data"):
+    with pytest.raises(HddmError, match=r"its samples need encoder_hidden_states.*pass data"):
         recalibrate(prompts)
     for data in (None, shards / "shard_0"):
         with pytest.raises(HddmError, match="an ensemble; calibrate its experts one by one"):

@@ -282,7 +282,7 @@ def test_what_does_not_fit_the_init_is_refused(
     assert f"its classes are ['columns', 'rows'], those of {other} ['cats', 'dogs']" in message
     edit_json(other / "expert.json", null_class=None)
     message = _refused(other, whole, tmp_path)
-    assert "no value that stands for no class_labels; pass --class-conditional" in message
+    assert "no value that stands for no class_labels; pass class_conditional=True" in message
     text = copied(flow_expert, tmp_path / "text")
     new_network(ExpertTransformer, "tiny", SHAPE, 0, text_dim=8).save_pretrained(text)
     (text / WEAK).unlink()

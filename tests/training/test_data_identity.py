@@ -68,7 +68,7 @@ def test_a_run_is_not_resumed_on_images_that_were_encoded_otherwise(
         record.write_text(
             json.dumps(run | {"data": {key: run["data"][key] for key in ("shard", "schedule")}})
         )
-        with pytest.raises(HddmError, match="pass --allow-config-change") as refused:
+        with pytest.raises(HddmError, match="pass allow_config_change=True") as refused:
             train(encoded, out, RunOptions(resume=True))
         assert "data.encoding.space" in "\n".join(refused.value.details)
     train(encoded, out, RunOptions(resume=True, allow_config_change=kind == "expert"))

@@ -268,7 +268,7 @@ def test_a_shard_without_its_expert_and_an_expert_without_its_shard_are_named(
     ensemble: Path, images: Path, shards: Path, tmp_path: Path
 ) -> None:
     partition(images, tmp_path / "three", 3)
-    with pytest.raises(HddmError, match="--teacher shard needs") as refused:
+    with pytest.raises(HddmError, match="teacher shard needs") as refused:
         distill(ensemble, tmp_path / "three", tmp_path / "student", _settings(steps=2))
     assert any(
         line.startswith(f"{tmp_path / 'three' / 'shard_2'} (") and "no expert was trained on it" in line
@@ -276,7 +276,7 @@ def test_a_shard_without_its_expert_and_an_expert_without_its_shard_are_named(
     )
     teacher = copied(ensemble, tmp_path)
     edit_json(teacher / "experts" / "1" / "expert.json", shard=None)
-    with pytest.raises(HddmError, match="--teacher shard needs") as refused:
+    with pytest.raises(HddmError, match="teacher shard needs") as refused:
         distill(teacher, shards, tmp_path / "student", _settings(steps=2))
     assert refused.value.details[-1] == f"{teacher / 'experts/1'}: records no shard"
     assert not (tmp_path / "student").exists()

@@ -62,7 +62,7 @@ def test_objectives_are_given_by_shard_and_those_that_leave_a_doubt_are_refused(
         ("0=dpm,*=flow", "'0=dpm' names no objective"),
         ("", "'' names no objective"),
     ):
-        with pytest.raises(HddmError, match=f"^--objective {text.replace('*', '.')}: .*{message}"):
+        with pytest.raises(HddmError, match=f"^objective {text.replace('*', '.')}: .*{message}"):
             parse_objectives(text, 4)
 
 
@@ -73,7 +73,7 @@ def test_what_concerns_ddpm_alone_is_given_to_its_shards_only() -> None:
     assert (ddpm.settings.snr_gamma, ddpm.schedule) == (5.0, schedule)
     assert (flow.settings.snr_gamma, flow.schedule) == (None, None)
     assert [ddpm.out, flow.out] == [Path("o/expert_0"), Path("o/expert_1")]
-    with pytest.raises(HddmError, match=r"^--snr-gamma 5.0: is for ddpm, and no shard"):
+    with pytest.raises(HddmError, match=r"^snr_gamma 5.0: is for ddpm, and no shard"):
         make_islands(folders, Path("o"), ["flow", "flow"], {"flow": settings["flow"]}, RunOptions())
 
 
@@ -82,7 +82,7 @@ def test_a_prediction_is_for_the_shards_that_can_learn_it() -> None:
     folders = [Path("a"), Path("b")]
     ddpm, flow = make_islands(folders, Path("o"), ["ddpm", "flow"], settings, RunOptions())
     assert (ddpm.settings.prediction, flow.settings.prediction) == (None, "flow_prediction")
-    with pytest.raises(HddmError, match=r"^--prediction flow_prediction: is for flow, and no shard"):
+    with pytest.raises(HddmError, match=r"^prediction flow_prediction: is for flow, and no shard"):
         make_islands(folders, Path("o"), ["ddpm", "ddpm"], settings, RunOptions())
 
 
@@ -104,7 +104,7 @@ def test_folders_in_the_way_and_runs_worked_on_are_told_at_once_and_nothing_star
         run.mkdir()
         (run / "run.json").write_text('{"format": "1.0", "settings": {"threads": 3}}')
     islands[0].out.mkdir()
-    with pytest.raises(HddmError, match="--resume goes on with them") as refused:
+    with pytest.raises(HddmError, match="resume=True goes on with them") as refused:
         train_islands(islands)
     told = [line.split(":")[0] for line in refused.value.details]
     assert told == [f"{islands[0].out} exists", *map(str, runs)]
@@ -144,9 +144,9 @@ def test_settings_that_one_shard_does_not_allow_are_told_before_the_first_is_tra
     with pytest.raises(HddmError, match="3 of 5 experts cannot be trained as asked, so none was") as refused:
         train_islands(islands)
     size, text, objective = refused.value.details
-    assert size == "expert_1: images are 4×4; --size 4x24/16 takes squares divisible by 16"
+    assert size == "expert_1: images are 4×4; size 4x24/16 takes squares divisible by 16"
     assert "expert_2: " in text
-    assert "drop --text-conditional" in text
+    assert "drop text_conditional=True" in text
     assert objective == f"expert_3: {flow_expert}: is a flow expert, which predicts sample; take flow"
     assert not list(tmp_path.iterdir())
 
@@ -158,7 +158,7 @@ def test_an_island_whose_disk_fails_says_so_in_one_line(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(runs, "new_folder", full)
-    with pytest.raises(HddmError, match=r"expert: could not be written.*No space left.*--resume goes on"):
+    with pytest.raises(HddmError, match=r"expert: could not be written.*No space left.*resume=True goes on"):
         train_island(_island(whole, tmp_path / "expert"))
 
 
@@ -282,7 +282,7 @@ def test_failures_are_told_by_expert_and_a_cause_that_several_share_once(tmp_pat
 
     refuse_failed([Outcome(islands[0], "trained")])
     failed = [*map(outcome, islands[:3]), outcome(islands[3], other)]
-    with pytest.raises(HddmError, match="4 of 4 experts failed; --resume goes on") as refused:
+    with pytest.raises(HddmError, match="4 of 4 experts failed; resume=True goes on") as refused:
         refuse_failed(failed)
     assert refused.value.details == (
         "each of them: started otherwise",

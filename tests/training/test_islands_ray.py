@@ -88,5 +88,5 @@ def test_a_cluster_that_does_not_answer_is_an_error_of_one_line(shards: Path, tm
     islands = make_islands(
         [shards / "shard_0"], tmp_path, ["flow"], {"flow": expert_settings("flow")}, RunOptions()
     )
-    with pytest.raises(HddmError, match=r"^--ray nonsense: no cluster answers there"):
+    with pytest.raises(HddmError, match=r"^ray nonsense: no cluster answers there"):
         train_islands(islands, RayCluster("nonsense"))

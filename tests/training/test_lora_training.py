@@ -160,7 +160,7 @@ def test_adapting_nothing_or_without_peft_is_refused(
     shards: Path, ddpm_expert: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = expert_settings("flow", lora_rank=2)
-    with pytest.raises(HddmError, match="--lora-rank adapts an expert that exists; name it by --init"):
+    with pytest.raises(HddmError, match="lora_rank adapts an expert that exists; name it by init"):
         train_expert(shards / "shard_1", tmp_path / "out", settings)
     with pytest.raises(ValueError, match="give a lora_rank too"):
         expert_settings("flow", lora_alpha=2)

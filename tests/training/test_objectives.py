@@ -153,7 +153,7 @@ def test_combinations_without_meaning_are_refused() -> None:
     for schedule in ("cosine", "ddpm-linear"):
         with pytest.raises(HddmError, match="runs on the linear path"):
             Objective.named("flow", case_named(schedule).schedule)
-    with pytest.raises(HddmError, match=r"--snr-gamma 5 .*learns sample .*take --prediction epsilon"):
+    with pytest.raises(HddmError, match=r"snr_gamma 5 .*learns sample .*take prediction epsilon"):
         Objective.named("ddpm", snr_gamma=5.0)
     with pytest.raises(HddmError, match="flow_prediction is of the linear path"):
         Objective.named("ddpm", prediction_type="flow_prediction")

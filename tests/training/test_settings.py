@@ -26,7 +26,7 @@ def _file(folder: Path, text: str) -> Path:
         ("learning_rate: fast", r"key 'learning_rate' \(is 'fast'\)"),
         ("batch_size: 0", "key 'batch_size'"),
         ("batch_size: 8\nbatch_size: 9", "key 'batch_size' twice"),
-        ("resume: true", "resume is said for one start, as --resume"),
+        ("resume: true", "resume is said for one start, as resume=True"),
         ("- steps", "holds no settings"),
         ("size: tiny\nsteps: [", r"is no YAML \(line 2, column 9: while parsing a flow node, expected"),
         ("size: \0", r"is no YAML \(special characters are not allowed\)"),

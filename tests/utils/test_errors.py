@@ -1,10 +1,12 @@
 """Errors: one line, or a line a part; what is not printable never reaches a terminal."""
 
 import pickle
+import subprocess
+import sys
 
 import pytest
 
-from hddm.utils.errors import HddmError
+from hddm.utils.errors import HddmError, on_command_line
 
 
 @pytest.mark.parametrize(
@@ -24,3 +26,21 @@ def test_an_error_is_its_message_and_details_also_out_of_another_process(
     assert str(error) == str(again) == text
     assert (again.message, again.details) == (error.message, error.details)
     assert len(error.details) == len(details)
+
+
+def test_messages_name_options_on_the_command_line_and_arguments_in_python() -> None:
+    error = HddmError(
+        "out exists: pass --overwrite", ["--max-memory of 2 MB: hddm assemble A --vae B, or --out"]
+    )
+    assert (
+        str(error) == "out exists: pass overwrite=True\n  max_memory of 2 MB: hddm assemble A --vae B, or out"
+    )
+    written = "out exists: pass --overwrite\n  --max-memory of 2 MB: hddm assemble A --vae B, or --out"
+    with on_command_line():
+        assert str(error) == written
+        said = subprocess.run([sys.executable, "-c", _SAYS], capture_output=True, text=True, check=True)
+    assert said.stdout.strip() == "pass --overwrite"
+    assert "overwrite=True" in str(error)
+
+
+_SAYS = "from hddm.utils.errors import HddmError; print(HddmError('pass --overwrite'))"

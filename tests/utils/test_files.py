@@ -84,7 +84,7 @@ def test_the_folder_that_a_killed_process_was_replacing_comes_back(tmp_path: Pat
     before = contents(target)
     # The old folder was renamed away, and the new one not yet to its place.
     _killed(target, "os.rename", ".part-")
-    with pytest.raises(HddmError, match=r"exists: .*--overwrite"):
+    with pytest.raises(HddmError, match=r"exists: .*overwrite=True"):
         check_absent(target, RECORD)
     assert contents(target) == before
 
@@ -168,7 +168,10 @@ def test_drafts_of_processes_that_are_gone_are_removed_and_those_of_others_are_n
 
 def test_an_existing_target_is_refused_and_kept(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"old")
-    with pytest.raises(HddmError, match=rf"{tmp_path} exists: .*--overwrite"), new_folder(tmp_path, RECORD):
+    with (
+        pytest.raises(HddmError, match=rf"{tmp_path} exists: .*overwrite=True"),
+        new_folder(tmp_path, RECORD),
+    ):
         pytest.fail("the block must not run")
     assert contents(tmp_path) == {"file": b"old"}
 

@@ -126,7 +126,7 @@ def test_shards_are_read_as_one(ending: str, tmp_path: Path) -> None:
     path = _index(tmp_path, {"a": names[0], "b": names[0], "c": names[1]})
     _assert_same(read_index(path, allow_pickle=ending == "bin")[0], shards[0] | shards[1])
     if ending == "bin":
-        with pytest.raises(HddmError, match="--allow-pickle"):
+        with pytest.raises(HddmError, match="allow_pickle=True"):
             read_index(path)
 
 
