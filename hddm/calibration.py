@@ -153,6 +153,15 @@ class Moments:
         along, rest = self.split(x_t - (1 - t) * mean)
         return (gain[:, :-1] * along) @ self.basis.T + gain[:, -1:] * rest - mean
 
+    def log_likelihood(self, x_t: Tensor, t: Tensor) -> Tensor:
+        """Log N(x_t; (1 - t) m, (1 - t)² C + t² I), (N,), without its constant D/2 log(2 pi)."""
+        t = t[:, None]
+        variances = (1 - t) ** 2 * self.variances + t**2
+        along, rest = self.split(x_t - (1 - t) * self.mean)
+        squares = (along.square() / variances[:, :-1]).sum(1) + rest.square().sum(1) / variances[:, -1]
+        others = len(self.mean) - self.basis.shape[1]
+        return -(squares + variances[:, :-1].log().sum(1) + others * variances[:, -1].log()) / 2
+
 
 def _class_means(flat: Tensor, mean: Tensor, labels: Tensor) -> Tensor | None:
     """The class means m_c; None where all images are of one class."""

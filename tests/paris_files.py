@@ -9,9 +9,9 @@ from diffusers import ModelMixin
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from hddm.ensemble import Router
 from hddm.experts.paris import paris_experts, paris_router
 from hddm.networks.transformers import ExpertTransformer, RouterTransformer
+from hddm.routers import Router
 from tests.checkpoint_files import randomised
 
 NUM_EXPERTS = 3

@@ -16,11 +16,12 @@ from diffusers.utils import logging
 
 from benchmarks.inference.models import EvenRouter, Settings, Size, random_expert, random_router
 from benchmarks.timing import DTYPES, between, now
-from hddm.ensemble import Ensemble, Router
+from hddm.ensemble import Ensemble
 from hddm.experts.assembly import assemble
 from hddm.experts.loading import load
 from hddm.experts.records import RouterRecord, save_expert, save_router
 from hddm.networks.folders import WEIGHTS
+from hddm.routers import Router
 from hddm.sampling import integrate, time_grid
 from hddm.training.objectives import TIME_SCALE
 

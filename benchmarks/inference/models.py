@@ -8,10 +8,10 @@ import torch
 from diffusers import DDIMScheduler, DiTTransformer2DModel, ModelMixin
 from torch import Tensor, nn
 
-from hddm.ensemble import Router
 from hddm.experts.expert_set import ExpertSet
 from hddm.experts.records import Expert, ExpertRecord, ShardRecord
 from hddm.networks.transformers import ExpertTransformer, RouterTransformer
+from hddm.routers import Router
 from hddm.schedules import CosineSchedule, LinearSchedule, Schedule
 from hddm.training.objectives import TIME_SCALE
 from hddm.velocity import PredictionType

@@ -16,8 +16,9 @@ from benchmarks.inference.models import (
 )
 from benchmarks.timing import DTYPES, Taken, Times, between, in_turn, now
 from hddm.benchmark.compute import evaluation_flop, router_flop
-from hddm.ensemble import Ensemble, Router
+from hddm.ensemble import Ensemble
 from hddm.experts.expert_set import ExpertSet
+from hddm.routers import Router
 from hddm.sampling import integrate, time_grid
 from hddm.training.objectives import TIME_SCALE
 from hddm.velocity import VelocityField

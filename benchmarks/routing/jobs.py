@@ -15,9 +15,10 @@ from hddm.benchmark.settings import SamplingPoint
 from hddm.data.images import to_bytes
 from hddm.data.shard_records import find_shards
 from hddm.data.shards import load_shard
-from hddm.ensemble import Ensemble, Router
+from hddm.ensemble import Ensemble
 from hddm.experts.loading import load
 from hddm.experts.records import read_router
+from hddm.routers import Router
 from hddm.sampling import ExpertUse, sample
 from hddm.training.router import calibrate_router, held_out
 from hddm.utils.processes import Report

@@ -26,9 +26,9 @@ from hddm.benchmark.settings import BenchmarkSettings
 from hddm.calibration import LEVELS, STATES
 from hddm.data.shard_records import find_shards, read_manifest
 from hddm.data.shards import open_shard
-from hddm.ensemble import Router
 from hddm.experts.loading import load
 from hddm.networks.transformers import ExpertTransformer, RouterTransformer
+from hddm.routers import Router
 from hddm.training.continuation import continue_expert
 from hddm.training.expert import new_network, train_expert
 from hddm.training.router import NOISED, train_router

@@ -14,8 +14,9 @@ from hddm.benchmark.compute import evaluation_flop, router_flop
 from hddm.benchmark.jobs import Job, Store
 from hddm.benchmark.settings import SAMPLES, SamplingPoint, slug
 from hddm.data.images import save_png, tiled, to_bytes
-from hddm.ensemble import Ensemble, Router
+from hddm.ensemble import Ensemble
 from hddm.experts.loading import load
+from hddm.routers import Router
 from hddm.sampling import sample
 from hddm.utils.processes import Report
 from hddm.utils.tensors import read_safetensors, refuse_other_kinds

@@ -11,13 +11,14 @@ import diffusers
 import torch
 from torch import Tensor, nn
 
-from hddm.ensemble import Ensemble, Router
+from hddm.ensemble import Ensemble
 from hddm.experts.ensemble_folders import ROUTER, EnsembleRecord
 from hddm.experts.records import Expert, ExpertRecord, RouterRecord, UnreadExpert, without_adapter
 from hddm.networks.folders import Unread, cast, fitting
 from hddm.networks.offload import StoredNetwork
 from hddm.networks.transformers import RouterTransformer
 from hddm.networks.wrappers import EXPERT_NETWORKS, NetworkWrapper, described, interface_of
+from hddm.routers import Router
 from hddm.schedules import DiscreteSchedule, LinearSchedule, Schedule, from_config
 from hddm.utils.errors import HddmError
 from hddm.utils.records import Record

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from hddm.ensemble import Ensemble, Router, Strategy
+from hddm.ensemble import Ensemble, Strategy
 from hddm.experts.compatibility import Findings, compare_experts, match_router
 from hddm.experts.ensemble_folders import (
     COMPONENTS,
@@ -40,6 +40,7 @@ from hddm.experts.records import (
 from hddm.networks.offload import Offload, Shelf
 from hddm.networks.transformers import RouterTransformer
 from hddm.networks.wrappers import described
+from hddm.routers import Router
 from hddm.utils.errors import HddmError, UsageError
 from hddm.utils.files import inside, restore
 from hddm.velocity import VelocityField

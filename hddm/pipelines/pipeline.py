@@ -223,7 +223,7 @@ class HDDMPipeline(Encoding, Callbacks, DiffusionPipeline):  # type: ignore[misc
 
     def to(self, *args: Any, **kwargs: Any) -> "HDDMPipeline":
         """Cast and move all parts, as in any diffusers pipeline."""
-        # A `hddm.ensemble.Router` around a network of one's own is no module.
+        # A `hddm.routers.Router` around a network of one's own is no module.
         router = self.router if isinstance(self.router, nn.Module) else getattr(self.router, "network", None)
         dtype = kwargs.pop("dtype", None) or next((one for one in args if isinstance(one, torch.dtype)), None)
         if dtype is not None:

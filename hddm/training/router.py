@@ -1,6 +1,6 @@
 """Train the router, which predicts the shard of a noised image; measure its accuracy, fit its temperatures.
 
-Logits are divided by T(t) (`hddm.ensemble.temperature_at`), fitted to noised images that the router was not
+Logits are divided by T(t) (`hddm.routers.temperature_at`), fitted to noised images that the router was not
 trained on, so that its probabilities are calibrated. The order of the experts, and so top-1, does not change;
 strategies that weigh or count by probability do.
 """
@@ -17,9 +17,9 @@ from torch.nn import functional as F
 
 from hddm.data.shard_records import HELD_OUT, find_shards
 from hddm.data.shards import JoinedStore, Shard, Stored, open_shard
-from hddm.ensemble import temperature_at
 from hddm.experts.records import ROUTER_FILE, RouterRecord, save_router
 from hddm.networks.transformers import RouterTransformer
+from hddm.routers import temperature_at
 from hddm.training.denoising import IMAGES, SURE
 from hddm.training.expert import new_network, placed
 from hddm.training.loop import Fitted, Inputs, OnStep, Task, train

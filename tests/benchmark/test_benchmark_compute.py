@@ -13,7 +13,8 @@ from hddm.benchmark.models import SeedModels
 from hddm.benchmark.samples import canonical, draw
 from hddm.benchmark.settings import SamplingPoint
 from hddm.calibration import LEVELS, STATES
-from hddm.ensemble import Ensemble, Router
+from hddm.ensemble import Ensemble
+from hddm.routers import Router
 from hddm.schedules import LinearSchedule
 from hddm.training.router import NOISED
 from hddm.training.settings import size_config

@@ -38,8 +38,9 @@ from benchmarks.inference.times import (
 from benchmarks.reports import met
 from benchmarks.timing import Taken, quartiles, ratios
 from hddm.benchmark.compute import router_flop
-from hddm.ensemble import Ensemble, Router
+from hddm.ensemble import Ensemble
 from hddm.experts.loading import load
+from hddm.routers import Router
 
 BATCH, K = 2 * QUICK.experts, QUICK.experts
 

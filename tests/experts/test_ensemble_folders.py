@@ -9,13 +9,14 @@ import torch
 
 import hddm
 from hddm.checkpoints.describe import describe
-from hddm.ensemble import Ensemble, Router
+from hddm.ensemble import Ensemble
 from hddm.experts.assembly import assemble
 from hddm.experts.assembly_changes import change
 from hddm.experts.ensemble_folders import read_ensemble_facts, write_ensemble_records
 from hddm.experts.records import EXPERT_FILE, read_router
 from hddm.networks.folders import WEIGHTS
 from hddm.pipelines.samples import SampleSettings, sample_to_folder
+from hddm.routers import Router
 from hddm.utils.errors import HddmError
 from tests.artefacts import contents, copied, edit_json, into_hub_cache, largest_file
 from tests.ensemble_files import load_ensemble

@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hddm.ensemble import Ensemble, Router
+from hddm.ensemble import Ensemble
+from hddm.routers import Router
 from hddm.schedules import LinearSchedule
 from hddm.utils.errors import HddmError
 from hddm.velocity import VelocityField

@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from hddm.ensemble import Router, Strategy, sparse_weights
+from hddm.ensemble import Strategy, sparse_weights
+from hddm.routers import Router
 from hddm.utils.errors import HddmError
 from tests.oracles import Recorder
 

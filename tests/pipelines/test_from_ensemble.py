@@ -11,12 +11,12 @@ from torch import Tensor, nn
 
 import hddm
 from hddm.calibration import calibrate
-from hddm.ensemble import Router
 from hddm.experts.assembly import assemble
 from hddm.experts.in_memory import _shares
 from hddm.networks.transformers import ExpertTransformer
 from hddm.networks.wrappers import NetworkWrapper
 from hddm.pipelines.pipeline import HDDMPipeline
+from hddm.routers import Router
 from hddm.schedules import CosineSchedule, LinearSchedule, Schedule, from_diffusers
 from hddm.utils.files import read_json
 from hddm.velocity import Guidance

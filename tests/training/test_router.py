@@ -13,9 +13,9 @@ from torch import Tensor
 from hddm.data.partition import partition
 from hddm.data.shard_records import find_shards
 from hddm.data.shards import PixelStore, Rows, Shard, load_shard
-from hddm.ensemble import Router, temperature_at
 from hddm.experts.records import ROUTER_FILE, read_router
 from hddm.networks.folders import WEIGHTS
+from hddm.routers import Router, temperature_at
 from hddm.training import router as router_training
 from hddm.training.router import (
     Evidence,

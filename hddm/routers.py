@@ -1,0 +1,107 @@
+"""Routers: the probabilities p(k | x_t, t) that a noised image is of the data of expert k.
+
+`Router` asks a network that was trained on all shards. `MomentsRouter` needs no training and no data: it has
+one row an expert, so that adding or removing an expert is adding or removing a row.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from hddm.calibration import Moments
+from hddm.utils.errors import HddmError
+from hddm.utils.tensors import parameter_dtype, to_float64
+
+
+class Router:
+    """Probabilities p(k | x_t, t) over experts, from a network that gives logits.
+
+        p = softmax(logits[outputs] / temperature(t))
+
+    Leaving outputs out is exact: of a posterior over more shards it makes that over the ones kept.
+
+    Args:
+        network: ``network(x_t, timestep)`` to logits (batch, outputs of the network).
+        time_scale: the network is fed t × ``time_scale``.
+        temperatures: at times spread evenly over [0, 1], linear between; one number holds everywhere.
+        outputs: of the network, for each expert; None for all in order.
+    """
+
+    def __init__(
+        self,
+        network: Callable[..., Tensor],
+        time_scale: float = 1000.0,
+        temperatures: Sequence[float] = (1.0,),
+        outputs: Sequence[int] | None = None,
+    ) -> None:
+        self.network = network
+        self.time_scale = time_scale
+        self.temperatures = tuple(temperatures)
+        self.outputs = None if outputs is None else list(outputs)
+
+    def __call__(self, x_t: Tensor, t: Tensor) -> Tensor:
+        """Probabilities (batch, K) for x_t (batch, C, H, W) on the common path at t (batch,).
+
+        Their dtype, and that of the times that the network gets, is x_t's, float32 at least.
+        """
+        wide = torch.promote_types(x_t.dtype, torch.float32)
+        dtype = parameter_dtype(self.network) or wide
+        timestep = (to_float64(t) * self.time_scale).to(x_t.device, wide)
+        logits = self.network(x_t.to(dtype), timestep).to(wide)
+        if self.outputs is not None:
+            logits = logits[:, self.outputs]
+        return (logits / temperature_at(t, self.temperatures).to(logits)[:, None]).softmax(1)
+
+
+def temperature_at(t: Tensor, temperatures: Sequence[float]) -> Tensor:
+    """Temperature (batch,) at t (batch,) in [0, 1], in float64."""
+    table = torch.tensor(temperatures, dtype=torch.float64)
+    if len(table) == 1:
+        return table.expand(len(t))
+    place = to_float64(t).cpu() * (len(table) - 1)
+    left = place.floor().clamp(0, len(table) - 2)
+    return torch.lerp(table[left.long()], table[left.long() + 1], place - left)
+
+
+class MomentsRouter:
+    """Probabilities p(k | x_t, t) over experts, in closed form from the moments of their data.
+
+        p(k | x_t) proportional to p(k) N(x_t; (1 - t) m_k, (1 - t)² C_k + t² I)^(1/T)
+
+    With T = 1 this is the exact posterior of Gaussian data. Other data are less sure, since what a Gaussian
+    counts as independent evidence is not: T > 1 fits them.
+
+    Args:
+        moments: of each expert's data, in order; all of images of one shape.
+        prior: p(k), K numbers with a positive sum; None for equal ones.
+        temperature: T, above 0.
+
+    Raises:
+        HddmError: for no moments, moments of several shapes, another prior or temperature.
+    """
+
+    def __init__(
+        self, moments: Sequence[Moments], prior: Sequence[float] | None = None, temperature: float = 1.0
+    ) -> None:
+        sizes = [len(one.mean) for one in moments]
+        if len(set(sizes)) != 1:
+            raise HddmError(f"a router by moments needs those of images of one shape, not of {sizes} numbers")
+        if not 0 < temperature < torch.inf:
+            raise HddmError(f"temperature must be a number above 0, not {temperature}")
+        self.moments = list(moments)
+        self.prior = tuple(prior or [1.0] * len(sizes))
+        self.temperature = temperature
+        if len(self.prior) != len(sizes) or min(self.prior) < 0 or not 0 < sum(self.prior) < torch.inf:
+            raise HddmError(f"prior must be {len(sizes)} numbers, none below 0 and not all 0, not {prior}")
+
+    def __call__(self, x_t: Tensor, t: Tensor) -> Tensor:
+        """Probabilities (batch, K) for x_t (batch, …) at t (batch,), computed in float64.
+
+        Their dtype is x_t's, float32 at least.
+        """
+        flat, times = to_float64(x_t.flatten(1)), to_float64(t)
+        scores = [one.to(flat).log_likelihood(flat, times.to(flat.device)) for one in self.moments]
+        logits = torch.stack(scores, 1) / self.temperature
+        logits += torch.tensor(self.prior, dtype=flat.dtype, device=flat.device).log()
+        return logits.softmax(1).to(x_t.device, torch.promote_types(x_t.dtype, torch.float32))
