@@ -14,6 +14,8 @@ arXiv:2501.05450, section 3.2), whatever each expert was trained to predict. A s
 
 The weights of those chosen are renormalised to sum to 1.
 
+Classes are numbered together, by name, and each expert is asked in its own numbering (`hddm.classes`).
+
 A router sees no condition. Where p(k | class) is known, samples of a class are routed by
 
     p(k | x_t, class) = p(k | x_t) p(k | class) / p(k),  normalised,
@@ -23,17 +25,16 @@ have never seen.
 """
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from numbers import Integral
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from hddm.classes import LABELS, JointClasses, join_classes
 from hddm.networks.offload import bring, in_best_order
 from hddm.networks.wrappers import described
-from hddm.utils.errors import HddmError, did_you_mean, one_line
+from hddm.utils.errors import HddmError
 from hddm.velocity import Guidance, VelocityField, can_guide, check_conditions, check_names, check_times
 
 
@@ -187,8 +188,17 @@ class Ensemble:
 
     @property
     def classes(self) -> tuple[str, ...]:
-        """Names of the classes, empty where no expert has any."""
-        return next((e.classes for e in self.experts if e.classes), ())
+        """Names of the classes of all experts (`hddm.classes.join_classes`), empty where none has any."""
+        return self._joint.names
+
+    @property
+    def knows_classes(self) -> bool:
+        """True where the experts' shares depend on the class (`prior_of`)."""
+        return self.class_prior is not None or self._joint.numbers is not None
+
+    @property
+    def _joint(self) -> JointClasses:
+        return join_classes(tuple(one.classes for one in self.experts))
 
     def velocity(
         self,
@@ -235,6 +245,7 @@ class Ensemble:
         is_guided = guidance.by_condition and can_guide(conditions, negative or {})
         mixed = torch.zeros_like(x_t, dtype=torch.promote_types(x_t.dtype, torch.float32))
         used = weights.to("cpu") != 0
+        self._refuse_unknown(conditions, used)
         waiting = in_best_order({k: self.experts[k].network for k in used.any(0).nonzero()[:, 0].tolist()})
         shares: dict[int, tuple[Tensor, Tensor]] = {}
         for place, index in enumerate(waiting):
@@ -257,6 +268,13 @@ class Ensemble:
             mixed.index_add_(0, *shares[index])
         return mixed.to(x_t.dtype)
 
+    def _refuse_unknown(self, conditions: Mapping[str, Tensor], used: Tensor) -> None:
+        labels, joint = conditions.get(LABELS), self._joint
+        if labels is None or (known := joint.known(labels)) is None:
+            return
+        for row, expert in (used & ~known).nonzero()[:1].tolist():
+            raise HddmError(f"expert {expert} knows no class {joint.names[int(labels[row])]!r}; ask another")
+
     def refuse_weakless(self, guidance: Guidance, expert: Tensor | None) -> None:
         """Raise an `HddmError` where an expert of ``expert``, or any, lacks the weaker self to guide by."""
         if not guidance.by_weak:
@@ -271,15 +289,25 @@ class Ensemble:
     def prior_of(self, num: int, conditions: Mapping[str, Tensor]) -> Tensor:
         """The prior of ``draw`` for ``num`` samples, (num, K): p(k | class) where it is known, else p(k).
 
-        A label beyond the classes, as the null class is, counts as none.
+        It is 0 for an expert that does not know the class. A label beyond the classes, as the null class is,
+        counts as none. Raises `HddmError` for a class that only experts of no share know.
         """
         rows = self.prior.expand(num, -1)
-        labels = conditions.get("class_labels")
-        if self.class_prior is None or labels is None:
+        if (labels := conditions.get(LABELS)) is None:
             return rows
-        labels = labels.cpu().long()
-        known = (labels >= 0) & (labels < len(self.class_prior))
-        return torch.where(known[:, None], self.class_prior[labels.where(known, 0)], rows)
+        labels, joint = labels.cpu(), self._joint
+        if self.class_prior is not None:
+            is_class = (labels >= 0) & (labels < len(self.class_prior))
+            of_class = self.class_prior[labels.long().where(is_class, 0)]
+            rows = torch.where(is_class[:, None], of_class, rows)
+        if (known := joint.known(labels)) is not None:
+            rows = rows * known
+            total = rows.sum(1, keepdim=True)
+            if unknown := labels[total[:, 0] == 0].unique().tolist():
+                some = ", ".join(joint.names[k] for k in unknown[:5])
+                raise HddmError(f"no expert with a share of the data knows class {some}")
+            rows = rows / total
+        return rows
 
     def weights(
         self,
@@ -323,7 +351,7 @@ class Ensemble:
 
     def _given(self, probabilities: Tensor, conditions: Mapping[str, Tensor]) -> Tensor:
         """p(k | x_t, class) from the router's p(k | x_t), where p(k | class) is known."""
-        if self.class_prior is None or "class_labels" not in conditions:
+        if LABELS not in conditions or not self.knows_classes:
             return probabilities
         rows = self.prior_of(len(probabilities), conditions)
         # A shard of no size has no images of any class.
@@ -334,48 +362,15 @@ class Ensemble:
         return torch.where(total > 0, product / total, rows.to(probabilities))
 
     def _shared_out(self, conditions: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
-        return [
-            {k: v for k, v in conditions.items() if e.conditions is None or k in e.conditions}
-            for e in self.experts
-        ]
-
-
-Labels = int | str | Sequence[int | str] | Tensor | np.ndarray
-
-
-def flat_labels(labels: Labels) -> list[int | str]:
-    """Class labels as one list of names and whole numbers; `HddmError` for others, and for nested lists."""
-    if isinstance(labels, Tensor | np.ndarray):
-        labels = labels.flatten().tolist()
-    flat = [labels] if isinstance(labels, str) or not isinstance(labels, Iterable) else list(labels)
-    if others := [one for one in flat if not isinstance(one, Integral | str)]:
-        wrong = one_line(others[0], 40)
-        raise HddmError(
-            f"class_labels hold {wrong}: pass names or whole numbers of classes, in one flat list"
-        )
-    return flat
-
-
-def class_indices(labels: Labels, classes: Sequence[str]) -> Tensor:
-    """Indices (batch,) of classes; numbers are indices, texts are names, or indices where no name fits.
-
-    Raises `HddmError` as `flat_labels`, for an unknown class, or an ensemble without classes.
-    """
-    labels = flat_labels(labels)
-    if not classes:
-        raise HddmError(f"class_labels {labels}: this model knows no classes; drop them")
-    names = {name: index for index, name in enumerate(classes)}
-    indices = []
-    for label in labels:
-        text = str(label)
-        is_number = isinstance(label, Integral)
-        number = int(label) if is_number else names.get(text, int(text) if text.isdecimal() else -1)
-        if not 0 <= number < len(classes):
-            some = ", ".join(classes[:10]) + (", …" if len(classes) > 10 else "")
-            near = did_you_mean(label, classes) if isinstance(label, str) else ""
-            raise HddmError(f"no class {label!r}; the model's classes are {some}{near}")
-        indices.append(number)
-    return torch.tensor(indices)
+        """The conditions that each expert takes, classes in its own numbering."""
+        joint, shares = self._joint, []
+        for index, one in enumerate(self.experts):
+            own = {k: v for k, v in conditions.items() if one.conditions is None or k in one.conditions}
+            if LABELS in own and joint.numbers is not None:
+                null = one.null_conditions.get(LABELS)
+                own[LABELS] = joint.own(own[LABELS], index, len(one.classes) if null is None else int(null))
+            shares.append(own)
+        return shares
 
 
 def _normalised(prior: Sequence[float] | Tensor | None, num_experts: int) -> Tensor:

@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hddm.ensemble import Ensemble, Strategy, class_indices, flat_labels
+from hddm.classes import class_indices, flat_labels
+from hddm.ensemble import Ensemble, Strategy
 from hddm.solvers import DEFAULT_SOLVER, DEFAULT_STEPS, OnStep, solver_named, unchanged
 from hddm.utils.errors import HddmError
 from hddm.utils.tensors import generator
@@ -388,7 +389,7 @@ def routed(
         if not 0 <= expert < len(ensemble.experts):
             raise HddmError(f"expert {expert}: there are 0 … {len(ensemble.experts) - 1}")
         return ensemble, torch.full((num,), expert)
-    known = ensemble.class_prior is not None and set(conditions) == {"class_labels"}
+    known = ensemble.knows_classes and set(conditions) == {"class_labels"}
     if ensemble.strategy == "draw" and conditions and not known and len(ensemble.experts) > 1:
         warnings.warn(
             "draw picks experts by the prior alone: p(k | condition) is not known for "

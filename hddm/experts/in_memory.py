@@ -11,6 +11,7 @@ import diffusers
 import torch
 from torch import Tensor, nn
 
+from hddm.classes import LABELS
 from hddm.ensemble import Ensemble
 from hddm.experts.ensemble_folders import ROUTER, EnsembleRecord
 from hddm.experts.records import Expert, ExpertRecord, RouterRecord, UnreadExpert, without_adapter
@@ -25,7 +26,6 @@ from hddm.utils.records import Record
 from hddm.utils.tensors import refuse_non_finite, to_float64
 from hddm.velocity import PredictionType, VelocityField
 
-_LABELS = "class_labels"
 _FLOW = PredictionType.FLOW_PREDICTION
 _BY_HAND = "set in Python"
 _IMAGES = (1, 3)
@@ -103,7 +103,7 @@ def in_memory(field: VelocityField) -> UnreadExpert:
     own = source.unread.network if isinstance(source, UnreadExpert) else source and source.network
     if _bare(field.network) is not own:
         source = None
-    nulls = {name: value for name, value in field.null_conditions.items() if name != _LABELS}
+    nulls = {name: value for name, value in field.null_conditions.items() if name != LABELS}
     facts = _record(field, None if source is None else source.facts)
     weak = None
     if field.weak is not None:
@@ -136,7 +136,7 @@ def _bare(network: Any) -> Any:
 
 def _record(field: VelocityField, known: ExpertRecord | None) -> ExpertRecord:
     """The record of a field whose samples have a shape, on top of the one that it was read with."""
-    shape, null = field.sample_shape or (), field.null_conditions.get(_LABELS)
+    shape, null = field.sample_shape or (), field.null_conditions.get(LABELS)
     inner = field.network.network if isinstance(field.network, StoredNetwork) else field.network
     schedule = field.schedule.config
     stated = {
@@ -186,11 +186,9 @@ def storable(expert: UnreadExpert, field: VelocityField) -> UnreadExpert:
             f"declares the conditions {field.conditions}, and a folder of its {name} {interface.conditions}"
         )
     _refuse_schedule(field.schedule)
-    null = field.null_conditions.get(_LABELS)
+    null = field.null_conditions.get(LABELS)
     if null is not None and (null.ndim or null.is_floating_point()):
-        raise HddmError(
-            f"its null value of {_LABELS} is {null.tolist()}, and a folder holds one whole number"
-        )
+        raise HddmError(f"its null value of {LABELS} is {null.tolist()}, and a folder holds one whole number")
     if left := set(field.null_conditions) - set(interface.conditions):
         raise HddmError(f"has null values of {sorted(left)}, which are no conditions of its {name}")
     calibration = expert.calibration

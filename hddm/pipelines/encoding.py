@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
-from hddm.ensemble import Labels, class_indices
+from hddm.classes import Labels, class_indices
 from hddm.networks.text_encoder import encode
 from hddm.pipelines.offloading import Offloading
 from hddm.utils.errors import HddmError
@@ -17,6 +17,7 @@ class Encoding(Offloading):
     """Encoder of a pipeline's prompts and class labels."""
 
     tokenizer: Any
+    ensemble: Any
 
     def encode(
         self,
@@ -42,8 +43,7 @@ class Encoding(Offloading):
         if class_labels is not None:
             if "class_labels" in given:
                 raise HddmError("class_labels is among the conditions too; pass it once")
-            classes = next((record.classes for record in self.experts.facts if record.classes), ())
-            given["class_labels"] = class_indices(class_labels, classes)
+            given["class_labels"] = class_indices(class_labels, self.ensemble.classes)
         if negative_prompt is not None and prompt is None:
             raise HddmError("a negative_prompt needs a prompt beside it")
         has_negative = negative_prompt is not None or negative_prompt_embeds is not None or _TEXT in against

@@ -11,7 +11,8 @@ from diffusers.image_processor import VaeImageProcessor
 from diffusers.utils import BaseOutput
 from torch import Tensor, nn
 
-from hddm.ensemble import Ensemble, Labels
+from hddm.classes import Labels
+from hddm.ensemble import Ensemble
 from hddm.experts.ensemble_folders import (
     CLASSES,
     COMPONENTS,

@@ -19,8 +19,9 @@ from pydantic import AfterValidator, Field
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from hddm.classes import class_indices
 from hddm.data.images import save_png, to_bytes
-from hddm.ensemble import Strategy, class_indices
+from hddm.ensemble import Strategy
 from hddm.experts.ensemble_folders import ENSEMBLE_FILE
 from hddm.experts.records import EXPERT_FILE
 from hddm.networks.folders import sha256_once

@@ -1,0 +1,103 @@
+"""Experts that number their classes in unlike ways, asked by name."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hddm.classes import join_classes
+from hddm.ensemble import Ensemble
+from hddm.sampling import sample
+from hddm.schedules import LinearSchedule
+from hddm.utils.errors import HddmError
+from hddm.velocity import VelocityField
+
+SHAPE = (1, 2, 2)
+MEANS = {"cat": 1.0, "dog": 2.0, "ship": 3.0, "plane": 4.0}
+
+
+class _Of(nn.Module):
+    """The exact velocity of data that is one picture a class, all of the class's number; 0 for no class."""
+
+    def __init__(self, *classes: str) -> None:
+        super().__init__()
+        self.means = torch.tensor([*(MEANS[name] for name in classes), 0.0], dtype=torch.float64)
+
+    def forward(self, x: Tensor, t: Tensor, class_labels: Tensor) -> Tensor:
+        mean = self.means[class_labels].view(-1, 1, 1, 1)
+        return (x - mean) / t.view(-1, 1, 1, 1)
+
+
+def _expert(*classes: str) -> VelocityField:
+    null = {"class_labels": torch.tensor(len(classes))}
+    names = {"conditions": ("class_labels",), "null_conditions": null, "sample_shape": SHAPE}
+    return VelocityField(_Of(*classes), LinearSchedule(), "flow_prediction", classes=classes, **names)
+
+
+def _even(x: Tensor, t: Tensor) -> Tensor:
+    return torch.full((len(x), 3), 1 / 3, dtype=torch.float64)
+
+
+@pytest.fixture
+def ensemble() -> Ensemble:
+    """Three owners, who know some classes together, under unlike numbers."""
+    experts = [_expert("cat", "dog"), _expert("ship", "plane", "dog"), _expert("plane")]
+    return Ensemble(experts, _even, "draw", prior=[2, 1, 1])
+
+
+def test_classes_are_numbered_once_by_name() -> None:
+    joint = join_classes((("cat", "dog"), ("ship", "dog", "plane"), ()))
+    assert joint.names == ("cat", "dog", "ship", "plane")
+    assert joint.numbers is not None
+    assert joint.numbers.tolist() == [[0, 1, -1, -1], [-1, 1, 0, 2], [0, 1, 2, 3]]
+    for lists in ((("cat", "dog"),) * 2, (("cat", "dog"), ()), ((), ())):
+        assert join_classes(lists).numbers is None
+
+
+@pytest.mark.parametrize("strategy", ["draw", "full", "top-2"])
+def test_each_expert_makes_the_class_of_that_name_in_its_own_numbering(
+    ensemble: Ensemble, strategy: str
+) -> None:
+    names = ["cat", "dog", "ship", "plane"] * 8
+    images = sample(ensemble, 32, steps=4, strategy=strategy, solver="euler", class_labels=names)
+    wanted = torch.tensor([MEANS[name] for name in names]).view(-1, 1, 1, 1)
+    assert (images - wanted).abs().max() < 1e-6
+
+
+def test_an_expert_has_no_share_of_a_class_that_it_does_not_know(ensemble: Ensemble) -> None:
+    labels = torch.tensor([0, 1, 2, 3, 4])
+    shares = [[1, 0, 0], [2 / 3, 1 / 3, 0], [0, 1, 0], [0, 0.5, 0.5], [0.5, 0.25, 0.25]]
+    found = ensemble.prior_of(5, {"class_labels": labels})
+    assert torch.allclose(found, torch.tensor(shares, dtype=torch.float64))
+    ensemble.strategy = "full"
+    x, t = torch.zeros(5, *SHAPE, dtype=torch.float64), torch.full((5,), 0.5, dtype=torch.float64)
+    weights = ensemble.weights(x, t, conditions={"class_labels": labels})
+    # The router knows nothing, so that its posterior is that of the classes: p(k | class) / p(k).
+    for row, share in zip(weights, shares, strict=True):
+        product = torch.tensor(share, dtype=torch.float64) / ensemble.prior
+        assert torch.allclose(row, product / product.sum())
+
+
+def test_counts_by_class_are_in_the_joint_numbering() -> None:
+    experts = [_expert("cat", "dog"), _expert("ship", "dog")]
+    ensemble = Ensemble(experts, strategy="draw", class_prior=[[5, 0], [1, 3], [0, 2]])
+    found = ensemble.prior_of(3, {"class_labels": torch.tensor([0, 1, 2])})
+    assert torch.allclose(found, torch.tensor([[1, 0], [0.25, 0.75], [0, 1]], dtype=torch.float64))
+
+
+def test_what_an_expert_does_not_know_is_refused_by_name(ensemble: Ensemble) -> None:
+    with pytest.raises(HddmError, match="expert 0 knows no class 'ship'; ask another"):
+        sample(ensemble, 2, steps=2, expert=0, class_labels=["cat", "ship"])
+    with pytest.raises(HddmError, match="no class 'bird'; the model's classes are cat, dog, ship, plane"):
+        sample(ensemble, 1, steps=2, class_labels=["bird"])
+    alone = Ensemble([_expert("cat"), _expert("ship")], strategy="draw", prior=[1, 0])
+    with pytest.raises(HddmError, match="no expert with a share of the data knows class ship"):
+        sample(alone, 1, steps=2, class_labels=["ship"])
+
+
+def test_away_from_a_class_that_an_expert_does_not_know_is_away_from_none(ensemble: Ensemble) -> None:
+    negative = {"class_labels": torch.tensor([2])}
+    images = sample(
+        ensemble, 1, steps=4, solver="euler", guidance_scale=2.0, negative=negative, class_labels=["cat"]
+    )
+    # 2 v(cat) - v(none) is the velocity of a picture of 2 × 1 - 0.
+    assert (images - 2.0).abs().max() < 1e-6
