@@ -32,7 +32,7 @@ from typing import Any, Protocol
 
 import torch
 
-from hddm.utils.errors import HddmError
+from hddm.utils.errors import HddmError, with_arguments
 from hddm.utils.files import locked, new_folder, put_in_place, read_json, write_json
 from hddm.utils.processes import SIGNALS, Call, Report, Stopped, handling
 from hddm.utils.records import check_format
@@ -226,7 +226,9 @@ def named(what: str) -> Iterator[None]:
     except Stopped:
         raise
     except HddmError as error:
-        raise HddmError(f"{what}: {error.message}", error.details) from error
+        # What a training takes stands in the settings, and is no option of the benchmark.
+        message, *details = map(with_arguments, (error.message, *error.details))
+        raise HddmError(f"{what}: {message}", details) from error
 
 
 class Runnable(Protocol):

@@ -30,7 +30,7 @@ class HddmError(ValueError):
 
     def __str__(self) -> str:
         text = super().__str__()
-        return text if os.environ.get(_COMMAND_LINE) else _OPTION.sub(_argument, text)
+        return text if os.environ.get(_COMMAND_LINE) else with_arguments(text)
 
     def __reduce__(self) -> tuple[type["HddmError"], tuple[str, tuple[str, ...]]]:
         # The joined text alone would arrive from another process as one line.
@@ -44,6 +44,11 @@ _FLAGS = {
     *("allow_config_change", "allow_few", "allow_pickle", "class_conditional", "gradient_checkpointing"),
     *("overwrite", "random_flip", "resume", "text_conditional"),
 }
+
+
+def with_arguments(text: str) -> str:
+    """A message with Python's arguments, or the keys of a settings file, in place of options."""
+    return _OPTION.sub(_argument, text)
 
 
 def _argument(found: re.Match[str]) -> str:

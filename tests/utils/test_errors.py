@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from hddm.benchmark.jobs import named
 from hddm.utils.errors import HddmError, on_command_line
 
 
@@ -44,3 +45,10 @@ def test_messages_name_options_on_the_command_line_and_arguments_in_python() -> 
 
 
 _SAYS = "from hddm.utils.errors import HddmError; print(HddmError('pass --overwrite'))"
+
+
+def test_a_benchmark_names_settings_and_no_options_of_other_verbs() -> None:
+    with on_command_line(), pytest.raises(HddmError) as raised, named("model 'a'"):
+        raise HddmError("try a lower --learning-rate", ["drop --class-conditional"])
+    assert raised.value.message == "model 'a': try a lower learning_rate"
+    assert raised.value.details == ("drop class_conditional=True",)
