@@ -72,6 +72,7 @@ from safetensors.torch import save_file
 from scipy.linalg import eigh
 from torch import Tensor
 
+from hddm.classes import LABELS
 from hddm.utils.documents import parse_object
 from hddm.utils.errors import HddmError
 from hddm.utils.tensors import generator, read_header, read_safetensors, refuse_non_finite, to_float64
@@ -87,7 +88,6 @@ FADE = 13
 """Steps in which the network's share falls from the last measured one to 0, to a quarter in each."""
 MAX_GAIN = 20.0
 """Largest factor of an output of noise; its own gain 1/(1 - t) reaches it at t = 0.95."""
-LABELS = "class_labels"
 MAX_DIRECTIONS = 256
 KAPPA = 1.5
 

@@ -75,18 +75,22 @@ class JointClasses:
         """
         if self.numbers is None:
             return None
-        labels = labels.cpu().long()
-        is_class = (labels >= 0) & (labels < len(self.names))
-        return (self.numbers.T[labels.where(is_class, 0)] >= 0) | ~is_class[:, None]
+        is_class, indices = within(labels.cpu(), len(self.names))
+        return (self.numbers.T[indices] >= 0) | ~is_class[:, None]
 
     def own(self, labels: Tensor, expert: int, null: int) -> Tensor:
         """The labels (N,) in an expert's numbering; ``null`` for no class, and for one unknown to it."""
         if self.numbers is None:
             return labels
-        numbers = self.numbers[expert].to(labels.device)
-        is_class = (labels >= 0) & (labels < len(self.names))
-        own = numbers[labels.long().where(is_class, 0)]
+        is_class, indices = within(labels, len(self.names))
+        own = self.numbers[expert].to(labels.device)[indices]
         return own.where(is_class & (own >= 0), null)
+
+
+def within(labels: Tensor, num_classes: int) -> tuple[Tensor, Tensor]:
+    """Whether each label is a class in 0 … ``num_classes`` - 1, and the labels, 0 where it is none."""
+    is_class = (labels >= 0) & (labels < num_classes)
+    return is_class, labels.long().where(is_class, 0)
 
 
 @functools.lru_cache(64)

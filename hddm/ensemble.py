@@ -31,7 +31,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hddm.classes import LABELS, JointClasses, join_classes
+from hddm.classes import LABELS, JointClasses, join_classes, within
 from hddm.networks.offload import bring, in_best_order
 from hddm.networks.wrappers import described
 from hddm.utils.errors import HddmError
@@ -269,8 +269,10 @@ class Ensemble:
         return mixed.to(x_t.dtype)
 
     def _refuse_unknown(self, conditions: Mapping[str, Tensor], used: Tensor) -> None:
-        labels, joint = conditions.get(LABELS), self._joint
-        if labels is None or (known := joint.known(labels)) is None:
+        if (labels := conditions.get(LABELS)) is None:
+            return
+        joint = self._joint
+        if (known := joint.known(labels)) is None:
             return
         for row, expert in (used & ~known).nonzero()[:1].tolist():
             raise HddmError(f"expert {expert} knows no class {joint.names[int(labels[row])]!r}; ask another")
@@ -297,9 +299,8 @@ class Ensemble:
             return rows
         labels, joint = labels.cpu(), self._joint
         if self.class_prior is not None:
-            is_class = (labels >= 0) & (labels < len(self.class_prior))
-            of_class = self.class_prior[labels.long().where(is_class, 0)]
-            rows = torch.where(is_class[:, None], of_class, rows)
+            is_class, indices = within(labels, len(self.class_prior))
+            rows = torch.where(is_class[:, None], self.class_prior[indices], rows)
         if (known := joint.known(labels)) is not None:
             rows = rows * known
             total = rows.sum(1, keepdim=True)
@@ -363,10 +364,11 @@ class Ensemble:
 
     def _shared_out(self, conditions: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
         """The conditions that each expert takes, classes in its own numbering."""
-        joint, shares = self._joint, []
+        shares = []
+        joint = self._joint if LABELS in conditions else None
         for index, one in enumerate(self.experts):
             own = {k: v for k, v in conditions.items() if one.conditions is None or k in one.conditions}
-            if LABELS in own and joint.numbers is not None:
+            if joint is not None and joint.numbers is not None and LABELS in own:
                 null = one.null_conditions.get(LABELS)
                 own[LABELS] = joint.own(own[LABELS], index, len(one.classes) if null is None else int(null))
             shares.append(own)

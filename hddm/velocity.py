@@ -31,7 +31,8 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from hddm.calibration import LABELS, MAX_GAIN, Calibration
+from hddm.calibration import MAX_GAIN, Calibration
+from hddm.classes import LABELS
 from hddm.networks.wrappers import declared_shape, described, missing_from
 from hddm.schedules import DiscreteSchedule, LinearSchedule, Schedule
 from hddm.utils.errors import HddmError, did_you_mean

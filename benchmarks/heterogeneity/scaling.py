@@ -10,7 +10,7 @@ the width, which one model and experts, which are short of steps, were given apa
 import math
 import statistics
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -80,18 +80,15 @@ CIFAR = Sweep(
     {"ema_decay": 0.995, "random_flip": True, "mixed_precision": "bf16"},
     {"prediction": "flow_prediction", "rotary": False},
 )
-SHORT = Sweep(
-    "scaling-short",
-    (1, 8, 8),
-    {"source": "digits"},
-    ("2x24/4",),
-    (2e10, 4e10),
-    (2,),
-    (0,),
-    100,
-    (1.0, 0.5),
-    {"ema_decay": 0.9},
-    {"prediction": "sample", "rotary": True},
+SHORT = replace(
+    DIGITS,
+    name="scaling-short",
+    sizes=("2x24/4",),
+    budgets=(2e10, 4e10),
+    counts=(2,),
+    seeds=(0,),
+    num_images=100,
+    learning={"ema_decay": 0.9},
 )
 
 

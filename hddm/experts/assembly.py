@@ -124,7 +124,7 @@ def chosen_components(
 ) -> dict[str, Path]:
     """Components by name: those given, else ``own``, else those that the first of ``experts`` keeps.
 
-    Text encoder and tokenizer come from one place. Raises as `kept_components`.
+    Text encoder and tokenizer come from one place.
     """
     given = {"vae": vae, "text_encoder": text_encoder, "tokenizer": tokenizer}
     found = {**(own or {}), **{name: folder for name, folder in given.items() if folder is not None}}

@@ -65,8 +65,7 @@ def change(
     Raises `HddmError`, before writing, as `assemble`, and for a missing expert, a link that leaves the folder
     (whose content would become part of it), and an ``out`` inside it.
     """
-    given = {"vae": vae, "text_encoder": text_encoder, "tokenizer": tokenizer}
-    if not (add or remove or router or strategy or any(given.values())):
+    if not (add or remove or router or strategy or vae or text_encoder or tokenizer):
         raise HddmError(f"{ensemble}: nothing to change; pass --add, --remove or another part")
     restore(ensemble)
     if not (ensemble / ENSEMBLE_FILE).is_file():
@@ -107,7 +106,7 @@ def change(
         refuse_inside(out, [ensemble])
     # In place, the folder itself and not a link to it is exchanged.
     target = ensemble.resolve() if out is None else out
-    refuse_inside(target, [*add, router, *given.values()])
+    refuse_inside(target, [*add, router, vae, text_encoder, tokenizer])
     with new_folder(target, ENSEMBLE_FILE, overwrite=out is None or overwrite) as draft:
         fill(draft, folders, new_record)
         _link_rest(ensemble, rest, draft)

@@ -31,7 +31,7 @@ from hddm.schedules import from_diffusers
 from hddm.utils.errors import HddmError, did_you_mean
 from hddm.utils.files import inside, link_or_copy, read_json, write_json
 from hddm.utils.records import ENSEMBLE_FILE as ENSEMBLE_FILE
-from hddm.utils.records import MANIFEST, Record, read_record, refuse_damaged, write_manifest
+from hddm.utils.records import MANIFEST, Record, has_manifest, read_record, refuse_damaged, write_manifest
 
 MODEL_INDEX = "model_index.json"
 ROUTER = "router"
@@ -274,8 +274,11 @@ def put_component(draft: Path, name: str, folder: Path, variant: str | None = No
     """Put a component into ``draft / name``, by hard links where possible; its library and class.
 
     Its weights (`hddm.networks.vae.find_weights`), configs and licence: no pickle, no second copy of the
-    weights. Raises `HddmError` for missing weights and a link that leaves ``folder``.
+    weights. Raises `HddmError` for missing weights, a link that leaves ``folder``, and files that are not
+    those of its manifest, where it has one.
     """
+    if has_manifest(folder):
+        refuse_damaged_component(name, folder)
     target = draft / name
     target.mkdir(parents=True)
     if name in _STEMS:
@@ -298,14 +301,13 @@ def keep_component(expert: Path, name: str, folder: Path, variant: str | None = 
 
 
 def kept_components(expert: Path) -> dict[str, Path]:
-    """Folders of the `COMPONENTS` that an expert's folder keeps, by name.
+    """Folders of the `COMPONENTS` that an expert's folder keeps, by name; `HddmError` for one outside."""
+    return {name: expert / name for name in COMPONENTS if inside(expert, name).is_dir()}
 
-    Raises `HddmError` for a folder outside, and for files that have changed since they were written.
-    """
-    found = {name: expert / name for name in COMPONENTS if inside(expert, name).is_dir()}
-    for name, folder in found.items():
-        refuse_damaged(folder, "tokenizer_config.json" if name == "tokenizer" else "config.json")
-    return found
+
+def refuse_damaged_component(name: str, folder: Path) -> None:
+    """Refuse a component whose files are not those that were written with its manifest."""
+    refuse_damaged(folder, "tokenizer_config.json" if name == "tokenizer" else "config.json")
 
 
 def refuse_damaged_ensemble(folder: Path, facts: EnsembleRecord, experts: Collection[int]) -> None:

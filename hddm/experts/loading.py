@@ -22,6 +22,7 @@ from hddm.experts.ensemble_folders import (
     components_in,
     kept_components,
     read_ensemble_facts,
+    refuse_damaged_component,
     refuse_damaged_ensemble,
     write_ensemble_records,
 )
@@ -141,7 +142,10 @@ def open_ensemble(folder: Path, dtype: torch.dtype, experts: Sequence[int] | Non
     if (folder / EXPERT_FILE).exists():
         expert = open_expert(folder)
         facts = EnsembleRecord.equal(["."], has_router=False, shift=expert.facts.shift)
-        return OpenedEnsemble([expert], None, None, facts, tuple(kept_components(folder)))
+        components = kept_components(folder)
+        for name, component in components.items():
+            refuse_damaged_component(name, component)
+        return OpenedEnsemble([expert], None, None, facts, tuple(components))
     if (folder / ENSEMBLE_FILE).exists():
         return _ensemble(folder, dtype, experts)
     if is_paris(folder):

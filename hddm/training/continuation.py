@@ -11,7 +11,8 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
-from hddm.calibration import KAPPA, LABELS, Calibration, Moments, bounded_gain
+from hddm.calibration import KAPPA, Calibration, Moments, bounded_gain
+from hddm.classes import LABELS
 from hddm.data.shards import Shard, open_shard
 from hddm.experts.records import (
     EXPERT_FILE,
@@ -157,6 +158,7 @@ def check_continued(
 
 
 def _objective(init: Path, record: ExpertRecord, settings: ExpertSettings, is_blended: bool) -> Objective:
+    """The objective that keeps what an expert predicts, or that its calibration turns into velocity."""
     assert settings.time_sampling is not None
     schedule, drawn = from_config(record.schedule), (settings.time_sampling, settings.snr_gamma)
     kind, is_blended = record.prediction_type, is_blended or record.training_calibration

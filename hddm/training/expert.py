@@ -67,7 +67,6 @@ def train_expert(
             differs from the one to be resumed, or losses that are not finite.
         Stopped: after a signal, with the run saved.
     """
-    _refuse_adapter(settings)
     settings = completed(settings, out, run)
     objective = objective_of(settings, schedule)
     data = expert_data(shard_folder, objective.schedule.config)
@@ -110,14 +109,10 @@ def train_expert(
 
 def check_new(shard: Shard, settings: ExpertSettings) -> None:
     """Refuse settings of a new expert, filled in, that ``shard`` or its outline does not allow."""
-    _refuse_adapter(settings)
-    check_conditions(shard, settings)
-    _check_size(shard.shape, settings.size)
-
-
-def _refuse_adapter(settings: ExpertSettings) -> None:
     if settings.lora_rank is not None:
         raise UsageError("--lora-rank adapts an expert that exists; name it by --init")
+    check_conditions(shard, settings)
+    _check_size(shard.shape, settings.size)
 
 
 def _check_size(shape: Sequence[int], size: str) -> None:

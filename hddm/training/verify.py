@@ -11,7 +11,12 @@ import torch
 from hddm.calibration import FILE_NAME as CALIBRATION
 from hddm.data.shard_records import LARGEST_MANIFEST, PARTITION_FILE
 from hddm.data.shards import Shard, open_shard
-from hddm.experts.ensemble_folders import COMPONENTS, ENSEMBLE_FILE, kept_components
+from hddm.experts.ensemble_folders import (
+    COMPONENTS,
+    ENSEMBLE_FILE,
+    kept_components,
+    refuse_damaged_component,
+)
 from hddm.experts.lora import ADAPTER_WEIGHTS, bases_in, refuse_base
 from hddm.experts.records import (
     EXPERT_FILE,
@@ -156,7 +161,8 @@ def verify_expert(
         given = bases_in(bases) if bases else None
     try:
         unread = open_expert(folder, given, unheld=(WEIGHTS, ADAPTER_WEIGHTS))
-        kept_components(folder)
+        for name, component in kept_components(folder).items():
+            refuse_damaged_component(name, component)
     except HddmError as error:
         files = _files(folder)
         return Verification(folder, files, _lines(error), _strangers(files))
