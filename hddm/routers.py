@@ -19,13 +19,15 @@ class Router:
 
         p = softmax(logits[outputs] / temperature(t))
 
-    Leaving outputs out is exact: of a posterior over more shards it makes that over the ones kept.
+    Leaving outputs out is exact: of a posterior over more shards it makes that over the ones kept. Experts of
+    one output divide its probability by their shares.
 
     Args:
         network: ``network(x_t, timestep)`` to logits (batch, outputs of the network).
         time_scale: the network is fed t × ``time_scale``.
         temperatures: at times spread evenly over [0, 1], linear between; one number holds everywhere.
         outputs: of the network, for each expert; None for all in order.
+        shares: of each expert in p(k), above 0; they count where experts have one output in common.
     """
 
     def __init__(
@@ -34,11 +36,17 @@ class Router:
         time_scale: float = 1000.0,
         temperatures: Sequence[float] = (1.0,),
         outputs: Sequence[int] | None = None,
+        shares: Sequence[float] | None = None,
     ) -> None:
         self.network = network
         self.time_scale = time_scale
         self.temperatures = tuple(temperatures)
         self.outputs = None if outputs is None else list(outputs)
+        self._parts: Tensor | None = None
+        if outputs is not None and len(set(outputs)) < len(outputs):
+            own = torch.tensor(shares or [1.0] * len(outputs), dtype=torch.float64)
+            same = torch.tensor(outputs)[:, None] == torch.tensor(outputs)
+            self._parts = own / (same * own).sum(1)
 
     def __call__(self, x_t: Tensor, t: Tensor) -> Tensor:
         """Probabilities (batch, K) for x_t (batch, C, H, W) on the common path at t (batch,).
@@ -51,7 +59,10 @@ class Router:
         logits = self.network(x_t.to(dtype), timestep).to(wide)
         if self.outputs is not None:
             logits = logits[:, self.outputs]
-        return (logits / temperature_at(t, self.temperatures).to(logits)[:, None]).softmax(1)
+        logits = logits / temperature_at(t, self.temperatures).to(logits)[:, None]
+        if self._parts is not None:
+            logits = logits + self._parts.log().to(logits)
+        return logits.softmax(1)
 
 
 def temperature_at(t: Tensor, temperatures: Sequence[float]) -> Tensor:

@@ -1,5 +1,6 @@
 """Artefacts that many tests read, made once a session. A test that spoils one copies it first."""
 
+import math
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -120,7 +121,12 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def hddm(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
-    """Exit code, standard output and standard error of a command, run in this process."""
+    """Exit code, standard output and standard error of a command, run in this process.
+
+    Nothing is told of progress, however slow the machine: many tests want standard error empty.
+    """
+    monkeypatch.setattr("hddm.utils.progress._SHORT", math.inf)
+    monkeypatch.setattr("hddm.utils.progress._FIRST", math.inf)
 
     def run(*arguments: object) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["hddm", *map(str, arguments)])

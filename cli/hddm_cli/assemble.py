@@ -1,11 +1,13 @@
 """hddm assemble."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from hddm.utils.errors import UsageError
+from hddm.utils.files import restore
 from hddm.utils.records import ENSEMBLE_FILE
 from hddm_cli.options import InputArgument, InputOption, Overwrite, StrategyOption
 
@@ -24,7 +26,14 @@ def assemble(
             "--out", help="Folder to write; must not exist. Without it, an ensemble is changed in place."
         ),
     ] = None,
-    router: Annotated[Path | None, InputOption("--router", help="Router folder.")] = None,
+    router: Annotated[
+        str | None,
+        typer.Option(
+            "--router",
+            metavar="<path>|moments",
+            help="Router folder; moments: a router by the moments of the experts' data, without a training.",
+        ),
+    ] = None,
     strategy: Annotated[
         str | None, StrategyOption(help="Recommended strategy, stored in the folder; default: draw.")
     ] = None,
@@ -38,6 +47,18 @@ def assemble(
     base: Annotated[
         list[Path] | None, InputOption("--base", help="Base of LoRA experts, if it was moved since training.")
     ] = None,
+    share: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--share",
+            metavar="EXPERT=0.3",
+            help="An expert's part of all data; default: by size of shard.",
+        ),
+    ] = None,
+    classes: Annotated[
+        Path | None,
+        InputOption("--classes", help="YAML file of experts' class names, where they have numbers."),
+    ] = None,
     overwrite: Overwrite = False,
 ) -> None:
     """Put experts and a router into one ensemble folder, after checking that they fit; or change one."""
@@ -46,17 +67,22 @@ def assemble(
         raise UsageError("--add and --remove change one ensemble folder; name that alone")
     if out is None and not changes:
         raise UsageError("--out is required, the folder to write")
-    from hddm.experts.assembly import DEFAULT_STRATEGY
+    if router is not None and router != "moments":
+        restore(Path(router))
+        if not Path(router).exists():
+            raise UsageError(f"--router {router}: no such folder; name one, or moments")
+    shares = _shares(share or ())
+    from hddm.experts.assembly import DEFAULT_STRATEGY, read_classes
     from hddm.experts.assembly import assemble as put_together
     from hddm.experts.assembly_changes import change
     from hddm.experts.ensemble_folders import read_ensemble_facts
     from hddm.utils.progress import Progress
 
-    parts = (vae, text_encoder, tokenizer, base or ())
+    named = read_classes(classes) if classes else None
+    parts = (vae, text_encoder, tokenizer, base or (), shares, named)
     with Progress(None, "check and assemble"):
         if changes:
-            edits = (add or (), remove or (), router, out, strategy, overwrite)
-            notes = change(experts[0], *edits, *parts)
+            notes = change(experts[0], add or (), remove or (), router, out, strategy, overwrite, *parts)
         else:
             assert out is not None
             notes = put_together(experts, out, router, strategy or DEFAULT_STRATEGY, overwrite, *parts)
@@ -65,3 +91,18 @@ def assemble(
     written = out or experts[0]
     ensemble = read_ensemble_facts(written)
     typer.echo(f"{written}: {len(ensemble.experts)} experts, strategy {ensemble.strategy}")
+
+
+def _shares(given: Sequence[str]) -> dict[str, float]:
+    shares = {}
+    for one in given:
+        name, _, value = one.rpartition("=")
+        if name in shares:
+            raise UsageError(f"--share {one}: is given twice; name each expert once")
+        try:
+            shares[name] = float(value)
+        except ValueError:
+            name = ""
+        if not name:
+            raise UsageError(f"--share {one}: write EXPERT=0.3, the folder of an expert and its part")
+    return shares

@@ -4,12 +4,18 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from hddm.calibration import FILE_NAME as CALIBRATION
+from hddm.classes import LABELS, join_classes
 from hddm.ensemble import Strategy
 from hddm.experts.compatibility import (
+    ClassLists,
     Findings,
     Named,
+    Shares,
+    class_lists_of,
     class_prior_of,
     common_shift,
+    compare_classes,
     compare_experts,
     compare_text_encoder,
     compare_vae,
@@ -44,12 +50,15 @@ from hddm.networks.folders import sha256_once
 from hddm.networks.text_encoder import prompt_length, read_tokenizer, text_encoder_facts
 from hddm.networks.vae import read_config, vae_facts
 from hddm.networks.wrappers import text_width
-from hddm.utils.errors import HddmError
-from hddm.utils.files import inside, link_or_copy, new_folder
+from hddm.utils.errors import HddmError, one_line
+from hddm.utils.files import inside, link_or_copy, new_folder, read_yaml
 from hddm.utils.records import MANIFEST, has_manifest, read_record, refuse_damaged
 from hddm.utils.tensors import read_safetensors, refuse_non_finite
 
 DEFAULT_STRATEGY = "draw"
+MOMENTS = "moments"
+"""In place of a router's folder."""
+MOMENTS_TEMPERATURE = 1.0
 # Defaults of diffusers and transformers, for configs that leave them out.
 _LATENT_CHANNELS = 4
 _POSITIONS = 77
@@ -61,7 +70,8 @@ class EnsembleFolders:
 
     ``outputs`` has the router's output for each expert, None where still open; empty where all are.
     ``components`` are by name (`hddm.experts.ensemble_folders.COMPONENTS`); ``bases``, the weights that
-    adapters change, by SHA-256.
+    adapters change, by SHA-256. ``shares``, ``class_lists`` and ``moments_temperature`` are as in
+    `hddm.experts.ensemble_folders.EnsembleRecord`.
     """
 
     experts: Sequence[Path]
@@ -69,28 +79,41 @@ class EnsembleFolders:
     components: Mapping[str, Path] = field(default_factory=dict)
     outputs: Sequence[int | None] = ()
     bases: Mapping[str, Path] = field(default_factory=dict)
+    shares: Shares = ()
+    class_lists: ClassLists = ()
+    moments_temperature: float | None = None
+
+
+ClassNames = Sequence[str] | Mapping[int, str]
+"""Names of all of an expert's classes, or of some of its numbers."""
 
 
 def assemble(
     experts: Sequence[Path],
     out: Path,
-    router: Path | None = None,
+    router: str | Path | None = None,
     strategy: str = DEFAULT_STRATEGY,
     overwrite: bool = False,
     vae: Path | None = None,
     text_encoder: Path | None = None,
     tokenizer: Path | None = None,
     bases: Sequence[Path] = (),
+    share: Mapping[str, float] | None = None,
+    classes: Mapping[str, ClassNames] | None = None,
 ) -> tuple[str, ...]:
     """Put experts, a router and components into one folder, after checking that they fit.
 
-    The prior is the shard sizes, or equal where one is unknown; p(k | class) is counted where all experts
-    count images by class; the shift is the experts' common one. Each expert gets the router's output for its
-    shard, so experts may come in any order and cover only some of the router's. Files are hard-linked where
-    possible, from the top level of expert and router folders only, since nothing else is read. Weights that
-    adapters change are hashed and stored once: in ``bases/``, or in the expert that owns them.
+    Experts may be of one partition, of several or of none. The prior is the shard sizes, or equal where one
+    is unknown, but for ``share`` (by expert, 0 … 1). Classes are joined by name (`hddm.classes`), by
+    ``classes`` where an expert has numbers alone, or makes one class without being asked; p(k | class) is
+    counted where experts count images by class. The shift is the experts' common one. Each expert gets the
+    router's output for its shard, so experts may come in any order and cover only some of the router's. Files
+    are hard-linked where possible, from the top level of expert and router folders only, since nothing else
+    is read. Weights that adapters change are hashed and stored once: in ``bases/``, or in the expert that
+    owns them.
 
-    ``router`` is needed for all strategies but ``draw``. ``vae`` decodes latents, and ``text_encoder`` with
+    ``router`` is needed for all strategies but ``draw``: a folder, or ``moments`` for one of the experts'
+    moments (`hddm.routers.MomentsRouter`). ``vae`` decodes latents, and ``text_encoder`` with
     ``tokenizer`` reads text; by default they are those that the experts keep. ``strategy`` is the one that
     the folder recommends. ``bases`` are folders of weights that adapters change, where they have moved since
     training. Returns notes on what was taken on trust or could not be known.
@@ -101,18 +124,92 @@ def assemble(
     for folder in experts:
         if (folder / ENSEMBLE_FILE).exists():
             raise HddmError(f"{folder}: is an ensemble; name its experts, or change it by --add and --remove")
+    fixed, lists = choices(experts, share, classes)
     folders = EnsembleFolders(
         experts,
-        router,
+        None if router in (None, MOMENTS) else Path(router),
         chosen_components(vae, text_encoder, tokenizer, experts),
         bases=bases_of(experts, bases_in(bases)),
+        shares=fixed,
+        class_lists=lists,
+        moments_temperature=MOMENTS_TEMPERATURE if router == MOMENTS else None,
     )
-    refuse_inside(out, (*experts, router, *folders.components.values(), *folders.bases.values()))
+    refuse_inside(out, (*experts, folders.router, *folders.components.values(), *folders.bases.values()))
     record, notes = check(folders, strategy)
-    notes += check_files(experts, router, folders.bases)
+    notes += check_files(experts, folders.router, folders.bases)
     with new_folder(out, ENSEMBLE_FILE, overwrite) as draft:
         fill(draft, folders, record)
     return notes
+
+
+def choices(
+    experts: Sequence[Path],
+    share: Mapping[str, float] | None,
+    classes: Mapping[str, ClassNames] | None,
+) -> tuple[Shares, ClassLists]:
+    """Shares and class names in the order of ``experts``, None and empty where nothing is given.
+
+    Keys are an expert's folder, the folder's last part, or its index. A number without a name is its own
+    name. Raises `HddmError` for a key of no expert, or of several, and for names that do not fit the classes
+    that an expert takes.
+    """
+    fixed: list[float | None] = [None] * len(experts)
+    lists: list[tuple[str, ...]] = [()] * len(experts)
+    for name, part in (share or {}).items():
+        fixed[_index_of(name, experts, "--share")] = part
+    for name, names in (classes or {}).items():
+        k = _index_of(name, experts, "--classes")
+        lists[k] = _names_of(names, str(experts[k]), read_records([experts[k]])[0][1])
+    return fixed, lists
+
+
+def _index_of(name: str, experts: Sequence[Path], option: str) -> int:
+    full = Path(name).resolve()
+    exact = [k for k, folder in enumerate(experts) if folder.resolve() == full]
+    found = exact or [k for k, one in enumerate(experts) if name in (one.name, str(k))]
+    if len(found) != 1:
+        which = "no expert" if not found else f"{len(found)} experts"
+        known = ", ".join(map(str, experts))
+        raise HddmError(f"{option} {one_line(name, 60)}: names {which}; choose of {known}")
+    return found[0]
+
+
+def read_classes(path: Path) -> dict[str, ClassNames]:
+    """Read names of classes by expert from a YAML or JSON file; `HddmError` for anything but names.
+
+    experts/dit: {207: golden retriever, 281: tabby}
+    experts/mine: [tabby, siamese]
+    """
+    classes: dict[str, ClassNames] = {}
+    for expert, names in read_yaml(path).items():
+        listed = dict(enumerate(names)) if isinstance(names, list) else names
+        if not isinstance(listed, dict) or not listed:
+            raise HddmError(
+                f"{path}: {one_line(expert, 60)} must have a list of names, or numbers with names"
+            )
+        for number, name in listed.items():
+            if not str(number).isdecimal() or isinstance(name, bool | list | dict | None) or not str(name):
+                wrong = f"{one_line(number, 40)}: {one_line(name, 40)}"
+                raise HddmError(f"{path}: {one_line(expert, 60)}: {wrong}; a class is a number and its name")
+        named = {int(number): str(name) for number, name in listed.items()}
+        classes[str(expert)] = list(named.values()) if isinstance(names, list) else named
+    return classes
+
+
+def _names_of(given: ClassNames, name: str, record: ExpertRecord) -> tuple[str, ...]:
+    size = len(record.classes) or record.null_class
+    if isinstance(given, Mapping):
+        if size is None:
+            raise HddmError(f"--classes {name}: does not record how many classes it takes; list all names")
+        if beyond := [number for number in given if not 0 <= number < size]:
+            raise HddmError(f"--classes {name}: has classes 0 to {size - 1}, and no {beyond[0]}")
+        given = [given.get(number, str(number)) for number in range(size)]
+    if given and LABELS in record.conditions and size not in (None, len(given)):
+        raise HddmError(f"--classes {name}: gives {len(given)} names, and it takes {size} classes")
+    if len(set(given)) < len(given):
+        twice = next(one for one in given if list(given).count(one) > 1)
+        raise HddmError(f"--classes {name}: has {one_line(twice, 60)} twice")
+    return tuple(given)
 
 
 def chosen_components(
@@ -146,12 +243,17 @@ def check(
     if not folders.experts:
         raise HddmError("an ensemble needs at least one expert")
     Strategy.parse(strategy).check(len(folders.experts))
-    if folders.router is None and strategy != DEFAULT_STRATEGY:
+    is_routed = folders.router is not None or folders.moments_temperature is not None
+    if not is_routed and strategy != DEFAULT_STRATEGY:
         raise HddmError(f"strategy {strategy!r} needs --router; only 'draw' does without")
     experts, found = read_records(folders.experts), Findings()
     for folder in folders.experts:
         _files_of(folder)
-    compare_experts(experts, found)
+        if folders.moments_temperature is not None and not (folder / CALIBRATION).is_file():
+            found.differ(str(folder), "has no calibration, as --router moments needs; run hddm calibrate")
+    lists = class_lists_of(experts, folders.class_lists)
+    compare_experts(experts, found, folders.shares)
+    compare_classes(experts, lists, found)
     _compare_components(folders, experts, found)
     outputs: tuple[int, ...] = ()
     if folders.router is not None:
@@ -162,13 +264,17 @@ def check(
         if outputs == tuple(range(total)):
             outputs = ()
     found.refuse()
-    shares = prior_of(experts, found, prior)
+    shares = prior_of(experts, found, folders.shares, prior)
     record = EnsembleRecord(
         experts=tuple(f"experts/{k}" for k in range(len(experts))),
         router=None if folders.router is None else ROUTER,
         router_outputs=outputs,
         prior=shares,
-        class_prior=class_prior_of(experts, shares, found),
+        shares=() if set(folders.shares) <= {None} else tuple(folders.shares),
+        class_lists=tuple(map(tuple, folders.class_lists)) if any(folders.class_lists) else (),
+        classes=join_classes(tuple(lists)).names,
+        class_prior=class_prior_of(experts, lists, shares, found),
+        moments_temperature=folders.moments_temperature,
         strategy=strategy,
         shift=common_shift(experts, found) if shift is None else shift,
     )

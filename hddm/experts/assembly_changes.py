@@ -4,20 +4,27 @@ The new folder replaces the old one by two renames. A process killed between the
 other names beside it; the next change then restores the old one.
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
 from hddm.experts.assembly import (
+    DEFAULT_STRATEGY,
+    MOMENTS,
+    MOMENTS_TEMPERATURE,
+    ClassNames,
     EnsembleFolders,
     check,
     check_files,
+    choices,
     chosen_components,
     fill,
     read_records,
     refuse_inside,
 )
-from hddm.experts.compatibility import Findings, common_shift
+from hddm.experts.compatibility import Findings, Shares, common_shift
 from hddm.experts.ensemble_folders import (
     BASES,
     COMPONENTS,
@@ -30,10 +37,12 @@ from hddm.experts.ensemble_folders import (
     refuse_damaged_ensemble,
 )
 from hddm.experts.lora import bases_in
-from hddm.experts.records import open_expert
+from hddm.experts.records import FORMAT, ROUTER_FILE, RouterRecord, open_expert
 from hddm.utils.errors import HddmError, one_line
 from hddm.utils.files import inside, is_draft, link_or_copy, new_folder, restore
-from hddm.utils.records import MANIFEST
+from hddm.utils.records import MANIFEST, read_record
+
+Value = TypeVar("Value")
 
 _PARTS = ("experts", BASES, "router", "scheduler", *COMPONENTS, ENSEMBLE_FILE, MODEL_INDEX, MANIFEST)
 
@@ -42,7 +51,7 @@ def change(
     ensemble: Path,
     add: Sequence[Path] = (),
     remove: Sequence[str | int] = (),
-    router: Path | None = None,
+    router: str | Path | None = None,
     out: Path | None = None,
     strategy: str | None = None,
     overwrite: bool = False,
@@ -50,12 +59,16 @@ def change(
     text_encoder: Path | None = None,
     tokenizer: Path | None = None,
     bases: Sequence[Path] = (),
+    share: Mapping[str, float] | None = None,
+    classes: Mapping[str, ClassNames] | None = None,
 ) -> tuple[str, ...]:
     """Add experts to an ensemble folder, or remove some.
 
     Added experts come last. The router stays, with the outputs of the experts present: a posterior over more
-    shards gives exactly the one over fewer. An expert of a shard that it does not know needs another router.
-    Priors are counted anew; the strategy, a shift set by hand and all else in the folder stay.
+    shards gives exactly the one over fewer. One that does not know the shard of an added expert is left out
+    where the strategy is ``draw``, and refused by other strategies. Priors are counted anew, but for shares
+    given now or before; if those of all experts left were given, they keep their proportions. The strategy,
+    a shift set by hand and all else in the folder stay.
 
     ``remove`` has an index or a folder name, as in ``ensemble.json``, per expert. ``out`` is the folder to
     write; by default ``ensemble`` is replaced at the end. ``bases`` are as for
@@ -65,7 +78,7 @@ def change(
     Raises `HddmError`, before writing, as `assemble`, and for a missing expert, a link that leaves the folder
     (whose content would become part of it), and an ``out`` inside it.
     """
-    if not (add or remove or router or strategy or vae or text_encoder or tokenizer):
+    if not (add or remove or router or strategy or vae or text_encoder or tokenizer or share or classes):
         raise HddmError(f"{ensemble}: nothing to change; pass --add, --remove or another part")
     restore(ensemble)
     if not (ensemble / ENSEMBLE_FILE).is_file():
@@ -78,22 +91,46 @@ def change(
     gone = {_index_of(ensemble, record, name) for name in remove}
     kept = [k for k in range(len(record.experts)) if k not in gone]
     stay = [ensemble / record.experts[k] for k in kept]
+    everyone = [*stay, *add]
+
+    def kept_of(values: Sequence[Value], missing: Value) -> list[Value]:
+        return [values[k] for k in kept] + [missing] * len(add)
+
     own_bases = {sha256: ensemble / name for sha256, name in record.bases.items()}
+    fixed, lists = choices(everyone, share, classes)
+    if record.class_lists:
+        lists = [new or old for new, old in zip(lists, kept_of(record.class_lists, ()), strict=True)]
+    if record.shares:
+        fixed = _shares(fixed, kept_of(record.shares, None))
     folders = EnsembleFolders(
-        [*stay, *add],
-        router,
+        everyone,
+        None if router in (None, MOMENTS) else Path(router),
         chosen_components(
             vae, text_encoder, tokenizer, add, {name: ensemble / name for name in components_in(ensemble)}
         ),
         bases=bases_of(stay, own_bases, is_closed=True) | bases_of(add, bases_in(bases)),
+        shares=fixed,
+        class_lists=lists,
+        moments_temperature=MOMENTS_TEMPERATURE if router == MOMENTS else None,
     )
+    strategy = strategy or record.strategy
+    left_out: tuple[str, ...] = ()
     if router is None and record.router is not None:
-        settled = [*(record.outputs[k] for k in kept), *(None for _ in add)]
-        folders = replace(folders, router=ensemble / record.router, outputs=settled)
+        unknown = _unknown_to(ensemble / record.router, add) if strategy == DEFAULT_STRATEGY else []
+        if unknown:
+            left_out = (
+                f"the router does not know the shard of {', '.join(unknown)} and is left out; draw needs "
+                f"none, and --router {MOMENTS} routes without a training",
+            )
+        else:
+            settled = [*(record.outputs[k] for k in kept), *(None for _ in add)]
+            folders = replace(folders, router=ensemble / record.router, outputs=settled)
+    elif router is None:
+        folders = replace(folders, moments_temperature=record.moments_temperature)
     prior = [record.prior[k] for k in kept]
     new_record, notes = check(
         folders,
-        strategy or record.strategy,
+        strategy,
         prior=None if add or not sum(prior) else prior,
         shift=_shift_by_hand(ensemble, record),
     )
@@ -101,12 +138,14 @@ def change(
     refuse_damaged_ensemble(ensemble, record, kept)
     for folder in stay:
         open_expert(folder, folders.bases)
-    notes += check_files(add, router, folders.bases)
+    # The ensemble's own router was checked with it.
+    new_router = None if router is None else folders.router
+    notes += left_out + check_files(add, new_router, folders.bases)
     if out is not None and out.resolve() != ensemble.resolve():
         refuse_inside(out, [ensemble])
     # In place, the folder itself and not a link to it is exchanged.
     target = ensemble.resolve() if out is None else out
-    refuse_inside(target, [*add, router, vae, text_encoder, tokenizer])
+    refuse_inside(target, [*add, new_router, vae, text_encoder, tokenizer])
     with new_folder(target, ENSEMBLE_FILE, overwrite=out is None or overwrite) as draft:
         fill(draft, folders, new_record)
         _link_rest(ensemble, rest, draft)
@@ -123,6 +162,21 @@ def _index_of(ensemble: Path, record: EnsembleRecord, name: str | int) -> int:
     raise HddmError(
         f"--remove {one_line(name, 60)}: {ensemble} has no such expert; choose by index or of {known}"
     )
+
+
+def _unknown_to(router: Path, experts: Sequence[Path]) -> list[str]:
+    """Names of the experts whose shard a router does not know."""
+    known = read_record(router / ROUTER_FILE, RouterRecord, FORMAT).shard_hashes
+    shards = [(name, record.shard) for name, record in read_records(experts)]
+    return [name for name, shard in shards if shard is None or shard.hash not in known]
+
+
+def _shares(given: Shares, before: Shares) -> Shares:
+    """Shares given now, else before; where only what was given before is left, in the same proportions."""
+    fixed = [share for share in before if share is not None]
+    if set(given) == {None} and len(fixed) == len(before) and math.fsum(fixed) > 0:
+        return [share / math.fsum(fixed) for share in fixed]
+    return [old if new is None else new for new, old in zip(given, before, strict=True)]
 
 
 def _shift_by_hand(ensemble: Path, record: EnsembleRecord) -> float | None:

@@ -4,16 +4,23 @@ All differences are collected and reported together, one line per part. A value 
 another does not gives a note, not a difference.
 """
 
+import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from hddm.classes import join_classes
 from hddm.experts.records import ExpertRecord, RouterRecord, ShardRecord
 from hddm.networks.identity import TextEncoderRecord, VaeRecord
 from hddm.utils.errors import HddmError
 
+ClassLists = Sequence[Sequence[str]]
+"""Names of each expert's classes, in its own numbering."""
+Shares = Sequence[float | None]
+"""The part of all data that each expert stands for, None where the size of its shard decides."""
+SHARE_TOLERANCE = 1e-6
 Named = tuple[str, ExpertRecord]
 """An expert's name for messages, mostly a folder, and its record."""
 
@@ -95,17 +102,22 @@ _QUALITIES = (
     _Quality("text encoder", "text_encoder.fingerprint", _takes_text),
     _Quality("text width", "text_encoder.width"),
     _Quality("tokens", "text_encoder.tokens"),
-    _Quality("class map", "classes", _takes_classes),
-    _Quality("null class", "null_class", _takes_classes),
-    _Quality("number of shards", "shard.num_shards"),
-    _Quality("partition", "shard.partition", lambda record: record.shard is not None),
 )
 # Qualities that shapes do not show: where nobody records them, a note says so.
 _TRUSTED = ("VAE", "text encoder")
 
 
-def compare_experts(experts: Sequence[Named], found: Findings) -> None:
-    """Record each expert's differences from the most common values, of equally common ones the first."""
+def class_lists_of(experts: Sequence[Named], given: ClassLists = ()) -> list[tuple[str, ...]]:
+    """Names of each expert's classes in its numbering: those ``given``, else those of its record."""
+    lists = given or [()] * len(experts)
+    return [tuple(own) or record.classes for (_, record), own in zip(experts, lists, strict=True)]
+
+
+def compare_experts(experts: Sequence[Named], found: Findings, shares: Shares = ()) -> None:
+    """Record each expert's differences from the most common values, of equally common ones the first.
+
+    Two experts of one shard are no difference where both have a share, which says how they divide its part.
+    """
     for quality in _QUALITIES:
         values = [quality.of(record) for _, record in experts]
         known = Counter(value for value in values if value is not None)
@@ -119,35 +131,37 @@ def compare_experts(experts: Sequence[Named], found: Findings) -> None:
                 found.note(f"{name} does not record its {quality.name}; taken on trust")
         elif without and len(experts) > 1 and quality.name in _TRUSTED:
             found.note(f"no expert records its {quality.name}; that all share one is taken on trust")
-    _compare_shards(experts, found)
+    _compare_shards(experts, found, shares or [None] * len(experts))
 
 
 def _difference(mine: Any, usual: Any) -> str:
     if isinstance(mine, str):
         return f"{mine[:16]}, not {usual[:16]}"
-    if not isinstance(mine, tuple) or not isinstance(mine[0], str):
-        return f"{mine}, not {usual}"
-    if len(mine) != len(usual):
-        return f"of {len(mine)} classes, not {len(usual)}"
-    k = next(k for k, pair in enumerate(zip(mine, usual, strict=True)) if pair[0] != pair[1])
-    return f"has {mine[k]!r} as class {k}, not {usual[k]!r}"
+    return f"{mine}, not {usual}"
 
 
-def _compare_shards(experts: Sequence[Named], found: Findings) -> None:
-    first: dict[str, str] = {}
-    for name, record in experts:
-        if record.shard is None:
+def _compare_shards(experts: Sequence[Named], found: Findings, shares: Shares) -> None:
+    first: dict[str, int] = {}
+    for k, (name, record) in enumerate(experts):
+        if record.shard is None or (before := first.setdefault(record.shard.hash, k)) == k:
             continue
-        if record.shard.hash not in first:
-            first[record.shard.hash] = name
-        elif first[record.shard.hash] == name:
+        other = experts[before][0]
+        if other == name:
             found.differ(name, "is named twice; name it once")
-        else:
+        elif None in (shares[k], shares[before]):
             found.differ(
                 name,
-                f"was trained on the same shard ({record.shard.hash[:12]}) as {first[record.shard.hash]}; "
-                "an ensemble takes one expert a shard: leave one of the two out",
+                f"was trained on the same shard ({record.shard.hash[:12]}) as {other}; leave one of the two "
+                "out, or say by --share how much of the data each stands for",
             )
+
+
+def compare_classes(experts: Sequence[Named], lists: ClassLists, found: Findings) -> None:
+    """Refuse experts that number their classes without names beside others that name theirs."""
+    named = next((name for (name, _), own in zip(experts, lists, strict=True) if own), None)
+    for (name, record), own in zip(experts, lists, strict=True):
+        if named is not None and _takes_classes(record) and not own:
+            found.differ(name, f"numbers its classes, and {named} names them; name its classes by --classes")
 
 
 def compare_vae(experts: Sequence[Named], vae: VaeRecord, channels: int, name: str, found: Findings) -> None:
@@ -270,40 +284,80 @@ NO_SHIFT = 1.0
 
 
 def prior_of(
-    experts: Sequence[Named], found: Findings, before: Sequence[float] | None = None
+    experts: Sequence[Named], found: Findings, shares: Shares = (), before: Sequence[float] | None = None
 ) -> tuple[float, ...]:
-    """p(k): shares of the shard sizes; where one is unknown, ``before`` (positive in sum) or equal ones."""
-    sizes: list[float] = [record.shard.images for _, record in experts if record.shard]
-    if len(sizes) < len(experts):
-        unknown = ", ".join(name for name, record in experts if not record.shard)
+    """p(k): ``shares`` where they are given, and of the rest a part by shard size.
+
+    Where a size is unknown, the rest is divided by ``before`` (positive in sum), or equally. Raises
+    `HddmError` for shares beyond 0 … 1, shares of all that do not sum to 1, or of some that leave nothing.
+    """
+    fixed = {k: share for k, share in enumerate(shares) if share is not None}
+    free = [k for k in range(len(experts)) if k not in fixed]
+    _check_shares(experts, fixed, free)
+    unknown = [experts[k][0] for k in free if not experts[k][1].shard]
+    if unknown and len(free) > 1:
         kept = "keeps its proportions" if before else "is equal for all"
-        if len(experts) > 1:
-            found.note(f"{unknown}: no shard is recorded, so the prior {kept}")
-        sizes = list(before or [1] * len(experts))
-    return tuple(size / sum(sizes) for size in sizes)
+        others = " whose share is not given" if fixed else ""
+        found.note(f"{', '.join(unknown)}: no shard is recorded, so the prior {kept}{others}")
+    if unknown:
+        sizes = [before[k] if before else 1.0 for k in free]
+    else:
+        sizes = [float(shard.images) for k in free if (shard := experts[k][1].shard)]
+    if free and not sum(sizes):
+        sizes = [1.0] * len(free)
+    rest = 1 - math.fsum(fixed.values()) if free else 0.0
+    parts = fixed | {k: rest * size / sum(sizes) for k, size in zip(free, sizes, strict=True)}
+    return tuple(parts[k] for k in range(len(experts)))
+
+
+def _check_shares(experts: Sequence[Named], fixed: Mapping[int, float], free: Sequence[int]) -> None:
+    for k, share in fixed.items():
+        if not 0 <= share <= 1:
+            raise HddmError(f"--share {experts[k][0]}={share:g}: a share lies between 0 and 1")
+    total = math.fsum(fixed.values())
+    if fixed and not free and abs(total - 1) > SHARE_TOLERANCE:
+        raise HddmError(f"--share: the shares of all experts sum to {total:g}; they must sum to 1")
+    if free and total > 1 - SHARE_TOLERANCE:
+        left = ", ".join(experts[k][0] for k in free)
+        raise HddmError(f"--share: the shares given sum to {total:g} and leave nothing for {left}")
 
 
 def class_prior_of(
-    experts: Sequence[Named], prior: Sequence[float], found: Findings
+    experts: Sequence[Named], lists: ClassLists, prior: Sequence[float], found: Findings
 ) -> tuple[tuple[float, ...], ...]:
-    """p(k | class), one row per class: each shard's share of the images of the class.
+    """p(k | class), one row for each class of `hddm.classes.join_classes`: p(k) p(class | k), normalised.
 
-    Empty where experts know no classes, or one does not count its images by class. A class absent from all
-    shards has ``prior``.
+    p(class | k) is the share of the class among the images of shard k. An expert that does not count them
+    is taken to have seen its classes equally often; one that knows no class is asked for none. A class of no
+    images is asked of those who know it, by p(k). Empty where no classes have names, and where no row would
+    differ from ``prior``.
     """
-    classes = next((record.classes for _, record in experts if record.classes), ())
-    counts = [record.shard.class_images if record.shard else () for _, record in experts]
-    without = [name for (name, _), one in zip(experts, counts, strict=True) if len(one) != len(classes)]
-    if not classes or len(experts) == 1:
+    names = join_classes(tuple(map(tuple, lists))).names
+    if not names or len(experts) == 1:
         return ()
-    if without:
+    rows = {name: [0.0] * len(experts) for name in names}
+    without = []
+    for k, ((name, record), own) in enumerate(zip(experts, lists, strict=True)):
+        counts = record.shard.class_images if record.shard else ()
+        if not own:
+            found.note(f"{name} has no classes, so no class is asked of it; say by --classes what it makes")
+        elif len(counts) != len(own) or not sum(counts):
+            counts = (1,) * len(own)
+            without.append(name)
+        for known, count in zip(own, counts, strict=False):
+            rows[known][k] += prior[k] * count / sum(counts)
+    if len(without) == len(experts) and len(set(map(tuple, lists))) == 1:
         found.note(f"p(k | class) is unknown, so 'draw' has p(k): {', '.join(without)} counts no classes")
         return ()
-    rows = list(zip(*counts, strict=True))
-    empty = [name for name, row in zip(classes, rows, strict=True) if not sum(row)]
-    if empty:
+    if without:
+        found.note(f"{', '.join(without)}: counts no images by class, so its classes are taken to be equal")
+    if empty := [name for name, row in rows.items() if not sum(row)]:
         found.note(f"no shard has images of {', '.join(empty)}; 'draw' takes p(k) for them")
-    return tuple(tuple(n / sum(row) for n in row) if sum(row) else tuple(prior) for row in rows)
+    for name in empty:
+        knows = [float(name in own) for own in lists]
+        parts = [part * share for part, share in zip(knows, prior, strict=True)]
+        rows[name] = parts if sum(parts) else knows
+    return tuple(tuple(one / sum(row) for one in row) for row in rows.values())
 
 
 def common_shift(experts: Sequence[Named], found: Findings) -> float:

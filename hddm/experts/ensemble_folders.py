@@ -22,7 +22,7 @@ import diffusers
 from pydantic import Field
 
 from hddm.experts.lora import base_of, check_base
-from hddm.experts.records import EXPERT_FILE, FORMAT, ExpertRecord
+from hddm.experts.records import EXPERT_FILE, FORMAT, ExpertRecord, Temperature
 from hddm.networks.folders import WEIGHTS, sha256_once
 from hddm.networks.text_encoder import STEM as TEXT_STEM
 from hddm.networks.vae import STEM as VAE_STEM
@@ -208,8 +208,16 @@ class EnsembleRecord(Record):
     router_outputs: tuple[Annotated[int, Field(ge=0)], ...] = ()
     """Router output of each expert; empty where it has as many outputs, in order."""
     prior: Probabilities
+    shares: tuple[Annotated[float, Field(ge=0, le=1)] | None, ...] = ()
+    """Parts of the prior that were set by hand, None for those by shard size; empty where all are."""
+    class_lists: tuple[tuple[str, ...], ...] = ()
+    """Names of each expert's classes where they were given, empty for those of its record."""
+    classes: tuple[str, ...] = ()
+    """Names of all experts' classes; empty where none has names, and in folders of formats up to 1.4."""
     class_prior: tuple[Probabilities, ...] = ()
-    """p(k | class), one row per class; for ``draw`` with class labels."""
+    """p(k | class), one row for each class."""
+    moments_temperature: Temperature | None = None
+    """Of a router by the experts' moments (`hddm.routers.MomentsRouter`), in place of a learned one."""
     strategy: str
     shift: float = Field(default=1.0, gt=0, allow_inf_nan=False)
     """Of the time grid (`hddm.sampling.time_grid`)."""
@@ -355,8 +363,15 @@ def _check_numbers(facts: EnsembleRecord, path: Path) -> None:
     for key, row in (("prior", facts.prior), *(("class_prior", row) for row in facts.class_prior)):
         if len(row) != experts or not math.fsum(row) > 0:
             raise HddmError(f"{path}: {key} must be {experts} numbers with a positive sum, not {list(row)}")
-    outputs = facts.router_outputs
-    if outputs and (facts.router is None or len(outputs) != experts or len(set(outputs)) < experts):
+    for key in ("shares", "class_lists"):
+        if len(getattr(facts, key)) not in (0, experts):
+            raise HddmError(f"{path}: {key} must be of {experts} experts, not {len(getattr(facts, key))}")
+    if facts.classes and len(facts.class_prior) not in (0, len(facts.classes)):
         raise HddmError(
-            f"{path}: router_outputs must be {experts} different outputs of a router, not {list(outputs)}"
+            f"{path}: class_prior has {len(facts.class_prior)} rows of {len(facts.classes)} classes"
         )
+    outputs = facts.router_outputs
+    if outputs and (facts.router is None or len(outputs) != experts):
+        raise HddmError(f"{path}: router_outputs must be {experts} outputs of a router, not {list(outputs)}")
+    if facts.router is not None and facts.moments_temperature is not None:
+        raise HddmError(f"{path}: has a learned router and moments_temperature; it routes by one of them")

@@ -106,7 +106,10 @@ class ExpertSet(nn.Module):
                 field = self._fields.get(index) or as_field(expert, network, self._weak.get(index))
             except HddmError as error:
                 raise HddmError(f"{expert.name}: {error}") from error
-            fields.append(copy.copy(field))
+            field = copy.copy(field)
+            if names := self.record.class_lists and self.record.class_lists[index]:
+                field.classes = names
+            fields.append(field)
         return fields
 
     def offload(self, mode: Offload, budget: int | None = None) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from hddm.classes import join_classes
 from hddm.ensemble import Ensemble, Strategy
 from hddm.experts.compatibility import Findings, compare_experts, match_router
 from hddm.experts.ensemble_folders import (
@@ -41,7 +42,7 @@ from hddm.experts.records import (
 from hddm.networks.offload import Offload, Shelf
 from hddm.networks.transformers import RouterTransformer
 from hddm.networks.wrappers import described
-from hddm.routers import Router
+from hddm.routers import MomentsRouter, Router
 from hddm.utils.errors import HddmError, UsageError
 from hddm.utils.files import inside, restore
 from hddm.velocity import VelocityField
@@ -165,7 +166,7 @@ def _ensemble(folder: Path, dtype: torch.dtype, chosen: Sequence[int] | None) ->
     experts = [open_expert(folder / name, bases) for name in facts.experts]
     named = [(name, expert.facts) for name, expert in zip(facts.experts, experts, strict=True)]
     found = Findings()
-    compare_experts(named, found)
+    compare_experts(named, found, facts.shares)
     if router is not None and router_facts is not None:
         total = router.config.num_experts
         if not written.router_outputs and total != len(written.experts):
@@ -190,6 +191,8 @@ def _only(facts: EnsembleRecord, chosen: Sequence[int]) -> EnsembleRecord:
         "experts": tuple(facts.experts[k] for k in chosen),
         "router_outputs": tuple(facts.outputs[k] for k in chosen) if facts.router is not None else (),
         "prior": prior,
+        "shares": tuple(facts.shares[k] for k in chosen) if facts.shares else (),
+        "class_lists": tuple(facts.class_lists[k] for k in chosen) if facts.class_lists else (),
         "strategy": f"top-{len(chosen)}" if too_many else facts.strategy,
         # A class that none of them has seen is anybody's.
         "class_prior": tuple(tuple(row) if sum(row) else prior for row in rows),
@@ -228,18 +231,35 @@ def ensemble_of(
     facts: EnsembleRecord,
 ) -> Ensemble:
     """The velocity field of an ensemble's parts; `HddmError` where they contradict each other."""
-    route = router
+    fields, route, class_prior = experts.fields(), router, facts.class_prior
     if isinstance(router, RouterTransformer):
         if router_facts is None:
             raise HddmError("a router needs its router_facts, which say how it counts time")
         outputs = facts.router_outputs or None
-        route = Router(router, router_facts.time_scale, router_facts.temperatures, outputs)
+        route = Router(router, router_facts.time_scale, router_facts.temperatures, outputs, facts.prior)
+    elif router is None and facts.moments_temperature is not None:
+        route = _moments_router(fields, facts)
+    if facts.classes and class_prior:
+        rows = dict(zip(facts.classes, class_prior, strict=True))
+        names = join_classes(tuple(field.classes for field in fields)).names
+        if unknown := [name for name in names if name not in rows]:
+            raise HddmError(f"{ENSEMBLE_FILE}: has no p(k | class) of {', '.join(unknown)}; assemble it anew")
+        class_prior = tuple(rows[name] for name in names)
     try:
-        return Ensemble(
-            experts.fields(), route, facts.strategy, facts.prior, facts.class_prior or None, facts.shift
-        )
+        return Ensemble(fields, route, facts.strategy, facts.prior, class_prior or None, facts.shift)
     except HddmError as error:
         raise HddmError(f"{ENSEMBLE_FILE}: {error}") from error
+
+
+def _moments_router(fields: Sequence[VelocityField], facts: EnsembleRecord) -> MomentsRouter:
+    """The router by the moments that the experts' calibrations hold; `HddmError` for an expert without."""
+    moments = []
+    for name, field in zip(facts.experts, fields, strict=True):
+        if field.calibration is None:
+            raise HddmError(f"{name}: has no calibration, and a router by moments needs those of all experts")
+        moments.append(field.calibration.moments)
+    assert facts.moments_temperature is not None
+    return MomentsRouter(moments, facts.prior, facts.moments_temperature)
 
 
 def save_ensemble(
@@ -256,7 +276,7 @@ def save_ensemble(
     """
     named = [(f"expert {k}", expert.facts) for k, expert in enumerate(experts.storable())]
     found = Findings()
-    compare_experts(named, found)
+    compare_experts(named, found, facts.shares)
     if router is not None:
         if not isinstance(router, RouterTransformer) or router_facts is None:
             raise HddmError(f"the router is {described(router)}, and a folder holds a RouterTransformer")

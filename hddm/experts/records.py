@@ -43,7 +43,7 @@ from hddm.utils.records import ROUTER_FILE as ROUTER_FILE
 from hddm.utils.tensors import read_safetensors, refuse_non_finite
 from hddm.velocity import PredictionType, VelocityField
 
-FORMAT = "1.4"
+FORMAT = "1.5"
 NULL_FILE = "null_conditions.safetensors"
 EXTRAS_FILE = "source_extras.safetensors"
 """Tensors of a source that its expert does not need, kept for write-back."""

@@ -96,10 +96,10 @@ def test_without_shards_the_prior_is_equal_and_that_is_said(trio: Trio, tmp_path
     notes = assemble(experts, tmp_path / "out", trio.router, "full")
     assert f"{lost}: no shard is recorded, so the prior is equal for all" in notes
     assert f"{lost} records no shard; by its place it is taken for output 1 of the router" in notes
-    assert any("p(k | class) is unknown" in note for note in notes)
+    assert f"{lost}: counts no images by class, so its classes are taken to be equal" in notes
     facts = read_ensemble_facts(tmp_path / "out")
     assert facts.prior == pytest.approx([1 / 3] * 3)
-    assert (facts.class_prior, facts.router_outputs) == ((), ())
+    assert facts.router_outputs == ()
 
 
 def test_experts_without_a_shard_must_be_in_the_routers_order_and_number(trio: Trio, tmp_path: Path) -> None:
@@ -160,17 +160,16 @@ def test_every_difference_is_told_at_once_a_line_an_expert(trio: Trio, tmp_path:
         (folder / WEIGHTS).unlink()
     before = contents(tmp_path)
     lines = _refusal(given, tmp_path / "out", trio.router)
-    partition, shard_of_first = (facts_of(first)["shard"][key] for key in ("partition", "hash"))
+    shard_of_first = facts_of(first)["shard"]["hash"]
     assert lines == [
         f"{other}: sample_shape (16, 8, 8), not (4, 8, 8); latent_scale 0.13, not 0.18215; "
         f"VAE {'e' * 16}, not {'a' * 16}; VAE's scale 0.13, not 0.18215; VAE's shift 0.1, not 0.0; "
         f"text encoder {'f' * 16}, not {'b' * 16}; text width 32, not 16; tokens 120, not 77; "
-        "class map has 'dots' as class 1, not 'rows'; null class 7, not 2; number of shards 5, not 3; "
-        f"partition {'c' * 16}, not {partition[:16]}; was trained on a shard that {trio.router} does not "
-        f"know ({'d' * 12}); train a router on all shards and pass it with --router",
+        f"was trained on a shard that {trio.router} does not know ({'d' * 12}); train a router on all shards "
+        "and pass it with --router",
         f"{pixels}: sample_shape (1, 4, 4), not (4, 8, 8); space pixels, not latents; latent_scale 1.0, not "
-        f"0.18215; class map of 1 classes, not 2; was trained on the same shard ({shard_of_first[:12]}) as "
-        f"{first}; an ensemble takes one expert a shard: leave one of the two out",
+        f"0.18215; was trained on the same shard ({shard_of_first[:12]}) as {first}; leave one of the two "
+        "out, or say by --share how much of the data each stands for",
         f"{trio.router}: sample_shape (1, 4, 4), not (4, 8, 8)",
     ]
     assert contents(tmp_path) == before
@@ -219,12 +218,9 @@ def test_what_is_not_recorded_is_no_difference_but_said(trio: Trio, tmp_path: Pa
         vae=None,
         text_encoder=None,
         latent_scale=None,
-        null_class=None,
-        classes=[],
-        shard=facts_of(trio.experts[1])["shard"] | {"partition": None},
     )
     notes = assemble([known, unknown], tmp_path / "out")
-    for what in ("VAE", "text encoder", "latent_scale", "class map", "null class", "partition"):
+    for what in ("VAE", "text encoder", "latent_scale"):
         assert f"{unknown} does not record its {what}; taken on trust" in notes
     silent = _latent(trio.experts[2], tmp_path / "silent", vae=None, text_encoder=None)
     notes = assemble([unknown, silent], tmp_path / "again")
@@ -313,7 +309,7 @@ def test_the_command_line_prints_notes_and_escapes_names(trio: Trio, tmp_path: P
     assert (code, out) == (1, "")
     assert err.splitlines() == [
         "hddm: these parts do not fit together, and nothing was written:",
-        f"  {tmp_path}/odd\\x1b[2J\\nname: sample_shape (3, 4, 4), not (1, 4, 4); null class 5, not 2",
+        f"  {tmp_path}/odd\\x1b[2J\\nname: sample_shape (3, 4, 4), not (1, 4, 4)",
     ]
 
 

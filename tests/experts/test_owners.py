@@ -1,0 +1,263 @@
+"""Experts of different owners in one folder: other partitions, class lists and numberings, or no shard."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import hddm
+from hddm.calibration import FILE_NAME as CALIBRATION
+from hddm.experts.assembly import assemble, read_classes
+from hddm.experts.assembly_changes import change
+from hddm.experts.ensemble_folders import read_ensemble_facts
+from hddm.networks.transformers import ExpertTransformer
+from hddm.pipelines.pipeline import HDDMPipeline
+from hddm.routers import MomentsRouter
+from hddm.utils.errors import HddmError
+from tests.artefacts import Command, contents, edit_json, refusal, variant
+from tests.checkpoint_files import facts_of, randomised
+from tests.conftest import Trio
+from tests.ensemble_files import FLOW, load_ensemble
+
+
+def _owned(trio: Trio, k: int, folder: Path, hash_: str, **changes: Any) -> Path:
+    """Expert k of the trio as of a partition of its own."""
+    shard = facts_of(trio.experts[k])["shard"] | {
+        "partition": hash_ * 64,
+        "hash": hash_ * 64,
+        "num_shards": 1,
+    }
+    return variant(trio.experts[k], folder, shard=shard | changes.pop("shard", {}), **changes)
+
+
+@pytest.fixture
+def ours(trio: Trio, tmp_path: Path) -> Path:
+    """Of "columns" and "rows", in this order: 12 images, 9 of them columns."""
+    return _owned(trio, 0, tmp_path / "ours", "a", shard={"images": 12, "class_images": [9, 3]})
+
+
+@pytest.fixture
+def theirs(trio: Trio, tmp_path: Path) -> Path:
+    """Of "dots" and "columns": 36 images, 30 of them dots."""
+    return _owned(
+        trio,
+        1,
+        tmp_path / "theirs",
+        "b",
+        classes=["dots", "columns"],
+        shard={"images": 36, "class_images": [30, 6]},
+    )
+
+
+def test_classes_are_joined_by_name_and_each_expert_is_asked_in_its_numbering(
+    ours: Path, theirs: Path, tmp_path: Path
+) -> None:
+    assert assemble([ours, theirs], tmp_path / "both") == ()
+    facts = read_ensemble_facts(tmp_path / "both")
+    assert facts.classes == ("columns", "rows", "dots")
+    assert facts.prior == pytest.approx((0.25, 0.75))
+    # Of the 15 columns 9 are ours; rows are ours alone, and dots theirs.
+    assert torch.allclose(torch.tensor(facts.class_prior), torch.tensor([[0.6, 0.4], [1, 0], [0, 1]]))
+    ensemble = load_ensemble(tmp_path / "both")
+    assert ensemble.classes == facts.classes
+    mine, other = hddm.load(ours), hddm.load(theirs)
+    x, t = torch.randn(3, 1, 4, 4, generator=torch.Generator().manual_seed(0)), torch.full((3,), 0.5)
+    found = ensemble.velocity(x, t, expert=torch.tensor([0, 1, 1]), class_labels=torch.tensor([1, 0, 2]))
+    assert torch.equal(found[:1], mine.velocity(x[:1], t[:1], class_labels=torch.tensor([1])))
+    assert torch.equal(found[1:], other.velocity(x[1:], t[1:], class_labels=torch.tensor([1, 0])))
+
+
+def test_the_pipeline_draws_of_those_who_know_a_class(ours: Path, theirs: Path, tmp_path: Path) -> None:
+    assemble([ours, theirs], tmp_path / "both")
+    pipe = HDDMPipeline.from_pretrained(tmp_path / "both")
+    names = ["rows", "dots", "dots"]
+    images = pipe(class_labels=names, generator=torch.Generator().manual_seed(0), output_type="pt").images
+    alone = HDDMPipeline.from_pretrained(tmp_path / "both", experts=[1])
+    assert alone.ensemble.classes == ("dots", "columns")
+    assert images.shape == (3, 1, 4, 4)
+    pipe.save_pretrained(tmp_path / "saved")
+    again = HDDMPipeline.from_pretrained(tmp_path / "saved")
+    same = again(class_labels=names, generator=torch.Generator().manual_seed(0), output_type="pt").images
+    assert torch.equal(images, same)
+
+
+def _unconditional(expert: Path) -> Path:
+    """The folder, of a network that takes no classes."""
+    randomised(ExpertTransformer(**FLOW | {"in_channels": 1}), 0).save_pretrained(expert)
+    edit_json(expert / "expert.json", classes=[], null_class=None, conditions=[])
+    for name in ("manifest.json", CALIBRATION):
+        (expert / name).unlink()
+    edit_json(expert / "expert.json", format="1.3")
+    return expert
+
+
+@pytest.mark.parametrize(
+    ("shares", "prior"),
+    [({"ours": 0.4}, (0.4, 0.6)), ({"0": 0.2, "1": 0.8}, (0.2, 0.8)), ({"theirs": 0}, (1, 0))],
+    ids=str,
+)
+def test_shares_override_sizes(
+    shares: dict[str, float], prior: tuple[float, ...], ours: Path, theirs: Path, tmp_path: Path
+) -> None:
+    assemble([ours, theirs], tmp_path / "both", share=shares)
+    assert read_ensemble_facts(tmp_path / "both").prior == pytest.approx(prior)
+
+
+@pytest.mark.parametrize(
+    ("shares", "words"),
+    [
+        ({"nobody": 0.5}, "share nobody: names no expert; choose of "),
+        ({"ours": 1.5}, "ours=1.5: a share lies between 0 and 1"),
+        ({"ours": float("nan")}, "ours=nan: a share lies between 0 and 1"),
+        ({"ours": 0.4, "theirs": 0.4}, "the shares of all experts sum to 0.8; they must sum to 1"),
+        ({"ours": 1.0}, "the shares given sum to 1 and leave nothing for "),
+    ],
+    ids=str,
+)
+def test_shares_that_do_not_fit_are_refused(
+    shares: dict[str, float], words: str, ours: Path, theirs: Path, tmp_path: Path
+) -> None:
+    message = refusal(assemble, [ours, theirs], tmp_path / "both", share=shares)
+    assert words in message
+    assert not (tmp_path / "both").exists()
+
+
+def test_shares_stay_when_experts_come_and_go(trio: Trio, ours: Path, theirs: Path, tmp_path: Path) -> None:
+    both = tmp_path / "both"
+    assemble([ours, theirs], both, share={"ours": 0.4})
+    third = _owned(trio, 2, tmp_path / "third", "c", shard={"images": 12})
+    change(both, add=[third])
+    # Theirs and the third divide the rest by size.
+    assert read_ensemble_facts(both).prior == pytest.approx((0.4, 0.45, 0.15))
+    change(both, share={"2": 0.3})
+    assert read_ensemble_facts(both).prior == pytest.approx((0.4, 0.3, 0.3))
+    change(both, remove=[1])
+    assert read_ensemble_facts(both).prior == pytest.approx((4 / 7, 3 / 7))
+
+
+def test_two_experts_of_one_shard_divide_it_by_their_shares(trio: Trio, tmp_path: Path) -> None:
+    """The router's probability of their shard is theirs together."""
+    twin = variant(trio.experts[2], tmp_path / "twin", shard=facts_of(trio.experts[0])["shard"])
+    experts = [*trio.experts, twin]
+    assert "leave one of the two out, or say by share" in refusal(assemble, experts, tmp_path / "no")
+    half = {str(trio.experts[0]): 0.3, "twin": 0.1}
+    assemble(experts, tmp_path / "four", trio.router, "full", share=half)
+    assemble(trio.experts, tmp_path / "three", trio.router, "full")
+    x, t = torch.randn(5, 1, 4, 4, generator=torch.Generator().manual_seed(1)), torch.linspace(0, 1, 5)
+    three, four = (load_ensemble(tmp_path / name).weights(x, t) for name in ("three", "four"))
+    torch.testing.assert_close(four[:, 0], 0.75 * three[:, 0])
+    torch.testing.assert_close(four[:, 3], 0.25 * three[:, 0])
+    torch.testing.assert_close(four[:, 1:3], three[:, 1:])
+    with pytest.raises(HddmError, match="is named twice"):
+        assemble([ours := trio.experts[0], ours], tmp_path / "no", share={"0": 0.5, "1": 0.5})
+
+
+def test_numbers_are_given_names_by_a_file(ours: Path, theirs: Path, tmp_path: Path, hddm: Command) -> None:
+    edit_json(theirs / "expert.json", classes=[], null_class=2)
+    message = refusal(assemble, [ours, theirs], tmp_path / "no")
+    assert f"{theirs}: numbers its classes, and {ours} names them; name its classes by classes" in message
+    names = tmp_path / "names.yaml"
+    names.write_text('theirs: {"1": columns}\n')
+    both = tmp_path / "both"
+    code, _, err = hddm("assemble", ours, theirs, "--out", both, "--classes", names, "--share", "ours=0.5")
+    assert (code, err) == (0, "")
+    facts = read_ensemble_facts(both)
+    assert facts.classes == ("columns", "rows", "0")
+    assert (facts.prior, facts.class_lists) == ((0.5, 0.5), ((), ("0", "columns")))
+    # Of ours 9 of 12 images are columns, of theirs 6 of 36.
+    assert torch.allclose(torch.tensor(facts.class_prior), torch.tensor([[9 / 11, 2 / 11], [1, 0], [0, 1]]))
+    assert load_ensemble(both).experts[1].classes == ("0", "columns")
+    # What was given stays when another expert goes.
+    change(both, remove=[0])
+    assert read_ensemble_facts(both).class_lists == (("0", "columns"),)
+    assert contents(theirs) == contents(both / "experts/0")
+
+
+def test_what_an_expert_without_classes_makes_can_be_named(ours: Path, theirs: Path, tmp_path: Path) -> None:
+    theirs = _unconditional(theirs)
+    notes = assemble([ours, theirs], tmp_path / "both")
+    assert f"{theirs} has no classes, so no class is asked of it; say by --classes what it makes" in notes
+    assert read_ensemble_facts(tmp_path / "both").class_prior == ((1, 0), (1, 0))
+    assemble([ours, theirs], tmp_path / "named", classes={"theirs": ["dots"]})
+    facts = read_ensemble_facts(tmp_path / "named")
+    assert (facts.classes, facts.class_prior) == (("columns", "rows", "dots"), ((1, 0), (1, 0), (0, 1)))
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("theirs: [a]", "theirs: gives 1 names, and it takes 2 classes"),
+        ('theirs: {"2": a}', "theirs: has classes 0 to 1, and no 2"),
+        ("theirs: [a, a]", "theirs: has a twice"),
+        ("theirs: columns", "theirs must have a list of names, or numbers with names"),
+        ("theirs: {one: a}", "theirs: one: a; a class is a number and its name"),
+        ("theirs: [a, []]", "theirs: 1: []; a class is a number and its name"),
+        ("other: [a, b]", "other: names no expert; choose of "),
+    ],
+    ids=str,
+)
+def test_files_of_names_that_do_not_fit_are_refused(
+    content: str, words: str, ours: Path, theirs: Path, tmp_path: Path, hddm: Command
+) -> None:
+    (tmp_path / "names.yaml").write_text(content)
+    options = ("--out", tmp_path / "both", "--classes", tmp_path / "names.yaml")
+    code, _, err = hddm("assemble", ours, theirs, *options)
+    assert (code, err.count("\n")) == (1, 1)
+    assert words in err
+    assert not (tmp_path / "both").exists()
+
+
+def test_names_are_read_as_they_are_written(tmp_path: Path) -> None:
+    (tmp_path / "names.yaml").write_text('a: [yes, 7]\nb: {"207": golden retriever}\n')
+    assert read_classes(tmp_path / "names.yaml") == {"a": ["yes", "7"], "b": {207: "golden retriever"}}
+
+
+def test_a_router_by_moments_needs_no_training(ours: Path, theirs: Path, tmp_path: Path) -> None:
+    both = tmp_path / "both"
+    assemble([ours, theirs], both, "moments", "full")
+    ensemble = load_ensemble(both, dtype=torch.float64)
+    x = torch.randn(6, 1, 4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    t = torch.linspace(0.05, 1, 6, dtype=torch.float64)
+    moments = [hddm.load(folder).calibration.moments for folder in (ours, theirs)]
+    expected = MomentsRouter(moments, (0.25, 0.75))(x, t)
+    torch.testing.assert_close(ensemble.weights(x, t), expected, rtol=1e-9, atol=1e-9)
+    change(both, remove=[0])
+    assert read_ensemble_facts(both).moments_temperature == 1
+    (theirs / CALIBRATION).unlink()
+    before = contents(both)
+    message = refusal(change, both, add=[theirs])
+    assert f"{theirs}: has no calibration, as router moments needs; run hddm calibrate" in message
+    assert contents(both) == before
+
+
+def test_an_expert_that_the_router_does_not_know_makes_draw_do_without(
+    trio: Trio, theirs: Path, tmp_path: Path
+) -> None:
+    whole = tmp_path / "whole"
+    assemble(trio.experts, whole, trio.router)
+    before = {name: one for name, one in contents(whole).items() if name.startswith("experts/")}
+    notes = change(whole, add=[theirs])
+    assert f"the router does not know the shard of {theirs} and is left out" in "; ".join(notes)
+    facts = read_ensemble_facts(whole)
+    assert (facts.router, facts.router_outputs, len(facts.prior)) == (None, (), 4)
+    assert not (whole / "router").exists()
+    after = contents(whole)
+    assert {name: after[name] for name in before} == before
+    change(whole, router="moments", strategy="top-1")
+    assert load_ensemble(whole).velocity(torch.zeros(1, 1, 4, 4), torch.tensor([0.3])).isfinite().all()
+
+
+def test_folders_of_before_have_no_names_of_classes(trio: Trio, tmp_path: Path) -> None:
+    assemble(trio.experts, tmp_path / "old", trio.router)
+    path = tmp_path / "old" / "ensemble.json"
+    record = json.loads(path.read_text())
+    rows = record["class_prior"]
+    for key in ("classes", "class_lists", "shares", "moments_temperature"):
+        del record[key]
+    path.write_text(json.dumps(record | {"format": "1.3"}))
+    (tmp_path / "old" / "manifest.json").unlink()
+    ensemble = load_ensemble(tmp_path / "old")
+    assert ensemble.class_prior is not None
+    torch.testing.assert_close(ensemble.class_prior, torch.tensor(rows, dtype=torch.float64))
