@@ -128,7 +128,7 @@ def _expert(folder: Path) -> dict[str, Any]:
         )
     described = {
         "kind": "expert",
-        **_with_changes(record.model_dump(mode="json", exclude={"adapter"})),
+        **_with_changes(record.model_dump(mode="json", exclude={"adapter": True, "shard": {"sketch"}})),
         "noise_range": list(from_config(record.schedule).range),
         "manifest": _manifest(folder, EXPERT_FILE),
         "components": list(kept_components(folder)),

@@ -17,6 +17,7 @@ shard_0/null.safetensors         tokens of the empty prompt, where captions were
 """
 
 import hashlib
+import heapq
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -38,6 +39,8 @@ PARTITION_FILE = "partition.json"
 HELD_OUT = "held_out"
 """Folder of a partition; its ``shard_k`` has the images that evaluate the expert of shard k."""
 MIN_IMAGES = 16
+SKETCH = 128
+"""Hashes of images that an expert records of its shard."""
 LARGEST_MANIFEST = 2**29
 """Bytes: about two million images."""
 
@@ -169,6 +172,26 @@ def _refuse_other_folder(folder: Path, record: str) -> None:
         hint = f", {folder.parent}" if (folder.parent / PARTITION_FILE).exists() else ""
         raise UsageError(f"{folder}: is a shard, not a partition; name the folder of all shards{hint}")
     raise UsageError(f"{folder}: is no {kind}, since it holds no {record}; hddm partition writes them")
+
+
+def sketch_of(hashes: Iterable[str]) -> tuple[str, ...]:
+    """The `SKETCH` smallest of distinct SHA-256, each by its first 16 digits, in order.
+
+    Two such lists give the overlap of two sets of images (bottom-k sketch, Broder, "On the resemblance and
+    containment of documents", 1997), without a list of either.
+    """
+    return tuple(heapq.nsmallest(SKETCH, {one[:16] for one in hashes}))
+
+
+def overlap(mine: Sequence[str], theirs: Sequence[str], num_mine: int, num_theirs: int) -> float:
+    """The part of my images that is among theirs, in 0 … 1, by the sketches of both.
+
+    Exact where both have at most `SKETCH` images, else good to about 1 / sqrt(SKETCH) of their union.
+    """
+    union = sketch_of([*mine, *theirs])
+    both = set(mine) & set(theirs)
+    similarity = sum(one in both for one in union) / max(1, len(union))
+    return min(1.0, similarity * (num_mine + num_theirs) / (1 + similarity) / max(1, num_mine))
 
 
 def labels_of(entries: Sequence[ImageEntry]) -> list[int] | None:

@@ -36,6 +36,7 @@ from hddm.data.shard_records import (
     read_encoded_manifest,
     read_entries,
     read_manifest,
+    sketch_of,
 )
 from hddm.networks.identity import TextEncoderRecord, VaeRecord
 from hddm.utils.errors import HddmError
@@ -237,6 +238,8 @@ class Shard:
     vae: VaeRecord | None = None
     text_encoder: TextEncoderRecord | None = None
     texts: TokenStore | None = None
+    sketch: tuple[str, ...] = ()
+    """Hashes of some images (`hddm.data.shard_records.sketch_of`)."""
 
     def __len__(self) -> int:
         return len(self.stored)
@@ -340,6 +343,7 @@ def _shard(
         manifest.partition,
         manifest.held_out_of,
         captions_of(entries),
+        sketch=sketch_of(entry.sha256 for entry in entries),
         **encoded,
     )
 
@@ -433,4 +437,5 @@ def joined(shards: Sequence[Shard], folder: Path) -> Shard:
         labels=torch.cat(labels) if len(labels) == len(shards) else None,
         partition=first.partition or digest,
         vae=first.vae,
+        sketch=sketch_of(one for shard in shards for one in shard.sketch),
     )

@@ -20,6 +20,7 @@ from hddm.experts.compatibility import (
     compare_text_encoder,
     compare_vae,
     match_router,
+    note_overlaps,
     prior_of,
 )
 from hddm.experts.ensemble_folders import (
@@ -264,6 +265,7 @@ def check(
         if outputs == tuple(range(total)):
             outputs = ()
     found.refuse()
+    note_overlaps(experts, found)
     shares = prior_of(experts, found, folders.shares, prior)
     record = EnsembleRecord(
         experts=tuple(f"experts/{k}" for k in range(len(experts))),

@@ -4,6 +4,7 @@ All differences are collected and reported together, one line per part. A value 
 another does not gives a note, not a difference.
 """
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from hddm.classes import join_classes
+from hddm.data.shard_records import overlap
 from hddm.experts.records import ExpertRecord, RouterRecord, ShardRecord
 from hddm.networks.identity import TextEncoderRecord, VaeRecord
 from hddm.utils.errors import HddmError
@@ -358,6 +360,21 @@ def class_prior_of(
         parts = [part * share for part, share in zip(knows, prior, strict=True)]
         rows[name] = parts if sum(parts) else knows
     return tuple(tuple(one / sum(row) for one in row) for row in rows.values())
+
+
+def note_overlaps(experts: Sequence[Named], found: Findings) -> None:
+    """Note which experts of unlike partitions have images in common, and for which that is not known."""
+    shards = [(name, record.shard) for name, record in experts if record.shard is not None]
+    if len({shard.partition or shard.hash for _, shard in shards}) < 2:
+        return
+    for (name, mine), (other, theirs) in itertools.combinations(shards, 2):
+        part = overlap(mine.sketch, theirs.sketch, mine.images, theirs.images)
+        if part > 0 and (mine.partition is None or mine.partition != theirs.partition):
+            found.note(f"about {part:.0%} of the images of {name} are those of {other}, too")
+    if silent := [name for name, shard in shards if not shard.sketch]:
+        found.note(
+            f"{', '.join(silent)}: record no hashes of images, so it is not known how many are others'"
+        )
 
 
 def common_shift(experts: Sequence[Named], found: Findings) -> float:

@@ -64,6 +64,8 @@ class ShardRecord(Record):
     """Images of each class, in the order of the expert's ``classes``; empty where images have no labels."""
     partition: str | None = None
     """The hash that all shards of one partition share."""
+    sketch: tuple[str, ...] = ()
+    """Hashes of some images (`hddm.data.shard_records.sketch_of`), which tell how far two shards overlap."""
 
 
 class SourceRecord(Record):

@@ -192,6 +192,7 @@ def record_of_shard(shard: Shard, classes: tuple[str, ...]) -> ShardRecord:
         images=len(shard),
         class_images=tuple(counts),
         partition=shard.partition,
+        sketch=shard.sketch,
     )
 
 

@@ -1,6 +1,8 @@
 """Experts of different owners in one folder: other partitions, class lists and numberings, or no shard."""
 
+import hashlib
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +11,7 @@ import torch
 
 import hddm
 from hddm.calibration import FILE_NAME as CALIBRATION
+from hddm.data.shard_records import overlap, sketch_of
 from hddm.experts.assembly import assemble, read_classes
 from hddm.experts.assembly_changes import change
 from hddm.experts.ensemble_folders import read_ensemble_facts
@@ -247,6 +250,35 @@ def test_an_expert_that_the_router_does_not_know_makes_draw_do_without(
     assert {name: after[name] for name in before} == before
     change(whole, router="moments", strategy="top-1")
     assert load_ensemble(whole).velocity(torch.zeros(1, 1, 4, 4), torch.tensor([0.3])).isfinite().all()
+
+
+def test_overlaps_of_shards_are_told(ours: Path, theirs: Path, tmp_path: Path) -> None:
+    hashes = [hashlib.sha256(str(number).encode()).hexdigest() for number in range(1000)]
+    for expert, own in ((ours, hashes[:600]), (theirs, hashes[450:850])):
+        shard = facts_of(expert)["shard"] | {"images": len(own), "sketch": sketch_of(own)}
+        edit_json(expert / "expert.json", shard=shard)
+    (note,) = (
+        one for one in assemble([ours, theirs], tmp_path / "both") if "overlap" in one or "about" in one
+    )
+    found = re.fullmatch(rf"about (\d+)% of the images of {ours} are those of {theirs}, too", note)
+    # 150 of 600, from 128 hashes of the 850 of both: a deviation of 1.7 times 3.4 %.
+    assert found is not None
+    assert abs(int(found[1]) - 25) < 15
+
+
+def test_small_shards_overlap_exactly() -> None:
+    hashes = [hashlib.sha256(str(number).encode()).hexdigest() for number in range(120)]
+    mine, theirs = sketch_of(hashes[:80]), sketch_of(hashes[60:])
+    assert overlap(mine, theirs, 80, 60) == pytest.approx(20 / 80)
+    assert overlap(theirs, mine, 60, 80) == pytest.approx(20 / 60)
+    assert overlap(mine, sketch_of(hashes[80:]), 80, 40) == 0
+    assert overlap((), (), 0, 0) == 0
+
+
+def test_experts_record_hashes_of_their_images(trio: Trio) -> None:
+    folder = trio.shards / "shard_0"
+    entries = json.loads((folder / "manifest.json").read_text())["images"]
+    assert facts_of(trio.experts[0])["shard"]["sketch"] == sorted(one["sha256"][:16] for one in entries)
 
 
 def test_folders_of_before_have_no_names_of_classes(trio: Trio, tmp_path: Path) -> None:
