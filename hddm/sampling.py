@@ -125,14 +125,18 @@ def time_grid(steps: int, shift: float = 1.0) -> Tensor:
     and nowhere else.
 
     Raises:
-        HddmError: for steps that are no whole number from 1, or a shift that is not positive and finite.
+        HddmError: for steps that are no whole number from 1, a shift that is not positive and finite, or one
+            so far from 1 that neighbouring times are equal.
     """
     if not isinstance(steps, Integral) or steps < 1:
         raise HddmError(f"steps must be at least 1 and a whole number, not {steps}")
     if not (shift > 0 and math.isfinite(shift)):
         raise HddmError(f"shift must be positive and finite, not {shift}")
     u = torch.linspace(1, 0, steps + 1, dtype=torch.float64)
-    return shift * u / (1 + (shift - 1) * u)
+    times = shift * u / (1 + (shift - 1) * u)
+    if not (times.diff() < 0).all():
+        raise HddmError(f"shift {shift:g}: some of {steps} steps have no length; take one nearer to 1")
+    return times
 
 
 def initial_noise(seed: int, start: int, stop: int, shape: tuple[int, ...]) -> Tensor:

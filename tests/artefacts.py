@@ -73,7 +73,9 @@ def shard_record(folder: Path) -> dict[str, Any]:
     """What an expert without classes records of the second shard of two, in ``folder``."""
     shard = load_shard(folder)
     place = {"index": 1, "num_shards": 2, "partition": shard.partition}
-    return place | {"hash": shard.hash, "images": len(shard), "class_images": []}
+    # Few enough for the hashes of all of them.
+    sketch = sorted(sha256[:16] for sha256 in shard_files(folder).values())
+    return place | {"hash": shard.hash, "images": len(shard), "class_images": [], "sketch": sketch}
 
 
 def number_of_pixels(pixels: np.ndarray) -> float:

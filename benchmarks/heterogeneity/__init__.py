@@ -1,1 +1,1 @@
-"""Mixtures whose objectives are chosen by error, shard by shard or noise level by noise level."""
+"""The iso-FLOP sweep: one model against experts; beside it the settings of the ladders of the recipe."""

@@ -4,7 +4,8 @@ A cell is a size of network and a counted training budget, router included. All 
 images, and each of K experts, of the same size, 1/K of one model's steps on its own shard; K experts are
 sampled by one of them a sample (draw), and by the router's first choice in each step (top-1). All learn by
 AdamW, since Muon's update would cost more than a step on 32 such small images. Its rate is a constant over
-the width, which one model and experts, which are short of steps, were given apart.
+the width, at most `MAX_RATE`; one model and experts, which are short of steps, were given their own. On
+CIFAR-10 they predict velocity: by AdamW that was ahead of x_0 there.
 """
 
 import math
@@ -33,6 +34,7 @@ from hddm.training.settings import size_config
 
 SINGLE, EXPERTS = "one model", "experts"
 BATCH, ROUTER_BATCH, ROUTER_SHARE = 32, 64, 0.02
+MAX_RATE = 0.016
 WAYS = ("draw", "top-1")
 
 
@@ -51,7 +53,8 @@ class Sweep:
     rates: tuple[float, float]
     """Of one model and of experts: peak learning rate times width."""
     learning: Mapping[str, Any]
-    of_experts: Mapping[str, Any]
+    network: Mapping[str, Any]
+    """Prediction and positions, of one model too."""
 
 
 DIGITS = Sweep(
@@ -134,7 +137,7 @@ def settings_of(sweep: Sweep, size: str, budget: float, count: int, workers: int
     )
     steps = max(1, round(budget * (1 - ROUTER_SHARE) / (BATCH * count * of_experts)))
     width = size_config(size)["hidden_size"]
-    of_one, of_each = (min(0.016, rate / width) for rate in sweep.rates)
+    of_one, of_each = (min(MAX_RATE, rate / width) for rate in sweep.rates)
     expert = {
         "steps": steps,
         "batch_size": BATCH,
@@ -143,7 +146,7 @@ def settings_of(sweep: Sweep, size: str, budget: float, count: int, workers: int
         "learning_rate": of_each,
         "weak_at": 0,
         **sweep.learning,
-        **sweep.of_experts,
+        **sweep.network,
     }
     router = {
         "steps": max(1, round(budget * ROUTER_SHARE / (ROUTER_BATCH * of_router))),
@@ -169,7 +172,6 @@ def settings_of(sweep: Sweep, size: str, budget: float, count: int, workers: int
         "sampling": {"strategy": WAYS[0], "num_images": sweep.num_images},
         "tables": [
             {"name": WAYS[0]},
-            # A multistep solver extrapolates across a change of experts.
             {
                 "name": WAYS[1],
                 "models": [EXPERTS],
@@ -230,7 +232,7 @@ def parameters(sweep: Sweep, size: str) -> int:
 
 
 def _network(sweep: Sweep, size: str) -> ExpertTransformer:
-    return new_network(ExpertTransformer, size, sweep.shape, 0, rotary=sweep.of_experts["rotary"])
+    return new_network(ExpertTransformer, size, sweep.shape, 0, rotary=sweep.network["rotary"])
 
 
 def chart(sweep: Sweep, cells: list[Cell]) -> Figure:

@@ -84,7 +84,10 @@ BatchSize = Annotated[int, typer.Option("--batch-size", min=1, help="Images a st
 Prediction = Literal["epsilon", "sample", "v_prediction", "flow_prediction"]
 LearningRate = Annotated[
     float | None,
-    typer.Option("--learning-rate", help="Peak rate of AdamW; default: 0.2/width, with --init 1e-4."),
+    typer.Option(
+        "--learning-rate",
+        help="Peak rate of AdamW; default: 0.2/width beside Muon, 0.5/width alone; --init: 1e-4.",
+    ),
 ]
 Precision = Annotated[
     str, typer.Option("--mixed-precision", help="no, bf16 or fp16; weights and averages stay in float32.")

@@ -133,6 +133,8 @@ def expert(
 
     own = {"objective": objective, "steps": steps, "lora_rank": lora_rank, "lora_alpha": lora_alpha}
     options = GivenOptions(context, {**own, **given})
+    if init is not None:
+        options.refuse_in_file("--init fixes it", *FIXED_BY_INIT)
     settings, run = options.settings(ExpertSettings), options.run()
     is_plain = init is None and schedule is None
     # Before torch and networks are imported; a wrong shard is refused before an ``out`` that exists.

@@ -37,8 +37,11 @@ LOOP: Group = {
     ),
     "learning_rate": (LearningRate, None),
     "muon_learning_rate": (
-        Annotated[float, typer.Option("--muon-learning-rate", help="Of the matrices that Muon trains.")],
-        0.02,
+        Annotated[
+            float | None,
+            typer.Option("--muon-learning-rate", help="Of the matrices that Muon trains; default: 0.02."),
+        ],
+        None,
     ),
     "warmup": (
         Annotated[
@@ -153,6 +156,17 @@ class GivenOptions:
             for name in sorted(required - known):
                 raise UsageError(f"--{name} is required, here or in --config")
             return settings_of(record, file, named, {name for name in named if is_given(self.context, name)})
+
+    def refuse_in_file(self, reason: str, *names: str) -> None:
+        """Refuse a run file with one of ``names``; raises `UsageError` with ``reason``, naming the first."""
+        from hddm.utils.files import read_yaml
+
+        file = self.given.get("config")
+        with asked():
+            found = set(read_yaml(file)) if file else set()
+        for name in names:
+            if name in found:
+                raise UsageError(f"--config {file}: {name}: {reason}; remove it")
 
     def run(self) -> "RunOptions":
         """Options of keeping the run; raises as `settings`."""

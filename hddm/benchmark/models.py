@@ -33,6 +33,7 @@ from hddm.experts.ensemble_folders import ENSEMBLE_FILE, read_ensemble_facts
 from hddm.experts.loading import load
 from hddm.experts.records import EXPERT_FILE, FORMAT, ExpertRecord
 from hddm.networks.wrappers import missing_from
+from hddm.training.settings import ExpertSettings
 from hddm.utils.errors import HddmError
 from hddm.utils.files import read_json, sha256_of
 from hddm.utils.records import MANIFEST, read_record
@@ -286,11 +287,16 @@ def _abilities(settings: BenchmarkSettings, model: ModelSettings) -> _Abilities:
     if model.kind == "single":
         steps = settings.expert(model.objectives, 0, **model.training).steps
         single = settings.single(model.objectives, 0, steps, **model.training)
-        return _Abilities(0, single.class_conditional, has_weak=single.weak_step > 0)
+        return _Abilities(0, single.class_conditional, has_weak=_keeps_weak(single, is_new=True))
     objectives = model.named_objectives(settings.partition.shards)
     experts = [settings.expert(name, 0, **model.training) for name in set(objectives)]
     has_classes = any(one.class_conditional for one in experts)
-    return _Abilities(len(objectives), has_classes, has_weak=all(one.weak_step > 0 for one in experts))
+    is_new = model.converted is None and model.init is None
+    return _Abilities(len(objectives), has_classes, has_weak=all(_keeps_weak(one, is_new) for one in experts))
+
+
+def _keeps_weak(settings: ExpertSettings, is_new: bool) -> bool:
+    return settings.with_defaults(is_new).weak_step > 0
 
 
 def _abilities_of_finished(path: Path) -> _Abilities:

@@ -37,7 +37,7 @@ from hddm.training.expert import (
 )
 from hddm.training.loop import Fitted, OnStep, Task, completed, train
 from hddm.training.lora import add_adapter, new_adapter, save_adapted
-from hddm.training.objectives import Objective, check_conditions, drawing, losing
+from hddm.training.objectives import Objective, check_conditions, drawing, loss_of
 from hddm.training.resume import expert_data, is_complete, recorded
 from hddm.training.settings import TEXT, ExpertSettings, RunOptions
 from hddm.training.watching import watching
@@ -79,7 +79,7 @@ def continue_expert(
     data = expert_data(shard_folder)
     if is_complete(out, EXPERT_FILE, run, overwrite):
         return []
-    settings = completed(settings.model_copy(update=FIXED), out, run, is_new=False)
+    settings = completed(settings.model_copy(update=DECIDED_BY_INIT), out, run, is_new=False)
     expert = read_expert(init)
     # Runs of older versions blended x_0 too.
     is_blended = run is not None and run.resume and "kappa" in recorded(out).get("data", {})
@@ -99,7 +99,7 @@ def continue_expert(
         add_adapter(expert.network, adapter, settings.seed)
     nulls = {name: null for name, null in field.null_conditions.items() if name in settings.conditions}
     draw = drawing(shard, objective, settings, given, nulls)
-    loss = losing(objective, lambda module: _predicting(module, field, objective))
+    loss = loss_of(objective, lambda module: _predicting(module, field, objective))
     task = Task(expert.network, len(shard), draw, loss, (shard.index,), settings.weak_step, is_new=False)
     begun = begun_with(init)
     if field.calibration is not None:
@@ -130,8 +130,8 @@ def continue_expert(
     return train(task, settings, out, EXPERT_FILE, write, data | begun, overwrite, on_step, run, watch)
 
 
-FIXED = {"prediction": None, "weighting": None, "rotary": None}
-"""Settings that the init decides."""
+DECIDED_BY_INIT = {"prediction": None, "weighting": None, "rotary": None}
+"""Settings that the init decides, left open."""
 
 
 def check_continued(

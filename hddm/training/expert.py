@@ -30,7 +30,7 @@ from hddm.networks.transformers import ExpertTransformer
 from hddm.networks.wrappers import text_width
 from hddm.schedules import Schedule, declared_prediction_type, from_diffusers
 from hddm.training.loop import Fitted, OnStep, Task, completed, train
-from hddm.training.objectives import Objective, check_conditions, drawing, losing, objective_of
+from hddm.training.objectives import Objective, check_conditions, drawing, loss_of, objective_of
 from hddm.training.resume import expert_data, is_complete
 from hddm.training.settings import TEXT, ExpertSettings, Prediction, RunOptions, size_config
 from hddm.training.watching import watching
@@ -92,7 +92,7 @@ def train_expert(
         network,
         len(shard),
         draw,
-        losing(objective, lambda module: module),
+        loss_of(objective, lambda module: module),
         (shard.index,),
         settings.weak_step,
     )

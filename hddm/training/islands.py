@@ -26,7 +26,7 @@ from safetensors import SafetensorError
 
 from hddm.data.shards import open_shard
 from hddm.experts.records import EXPERT_FILE, open_expert
-from hddm.training.continuation import FIXED, check_continued, continue_expert
+from hddm.training.continuation import DECIDED_BY_INIT, check_continued, continue_expert
 from hddm.training.expert import check_new, train_expert, with_schedule
 from hddm.training.island_jobs import Island, Outcome
 from hddm.training.loop import OnStep, completed, mean, summary_of
@@ -137,7 +137,9 @@ def _check_settings(islands: Sequence[Island]) -> None:
                 check_new(shard, completed(settings, one.out, one.run))
             else:
                 unread = open_expert(one.init)
-                settings = completed(settings.model_copy(update=FIXED), one.out, one.run, is_new=False)
+                settings = completed(
+                    settings.model_copy(update=DECIDED_BY_INIT), one.out, one.run, is_new=False
+                )
                 check_continued(one.init, unread.facts, unread.unread.network, shard, settings)
         except HddmError as error:
             problems.append(f"{one.name}: {error}")

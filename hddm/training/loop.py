@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from hddm.training.device import Device
 from hddm.training.optimizer import optimizer_of
-from hddm.training.resume import Change, Settings, as_recorded, is_complete, run_folder_of, value_at
+from hddm.training.resume import Change, LoopKind, as_recorded, is_complete, run_folder_of, value_at
 from hddm.training.settings import LoopSettings, RunOptions
 from hddm.training.state import Ema, Run, TrainingState, open_run
 from hddm.utils.errors import HddmError, counted
@@ -162,7 +162,8 @@ def fit(
         task.network.train()
         while state.step < settings.steps:
             report = trainer.step(stop)
-            if state.step == task.weak_step:
+            # A run whose number of steps was changed may be beyond that step already.
+            if 0 < task.weak_step <= state.step and not state.weak:
                 state.keep_weak()
             if device.is_main:
                 for watcher in watchers:
@@ -296,16 +297,16 @@ def _checkpointed(network: Any) -> None:
     network.enable_gradient_checkpointing()
 
 
-Write = Callable[[Path, Fitted, Settings], None]
+Write = Callable[[Path, Fitted, LoopKind], None]
 Watch = Callable[[Run], contextlib.AbstractContextManager[Watcher]]
 
 
 def train(
     task: Task,
-    settings: Settings,
+    settings: LoopKind,
     out: Path,
     record: str,
-    write: Write[Settings],
+    write: Write[LoopKind],
     data: Mapping[str, Any],
     overwrite: bool = False,
     on_step: OnStep | None = None,
@@ -358,8 +359,8 @@ def train(
 
 
 def completed(
-    settings: Settings, out: Path, run: RunOptions | None, is_new: bool = True, threads: int | None = None
-) -> Settings:
+    settings: LoopKind, out: Path, run: RunOptions | None, is_new: bool = True, threads: int | None = None
+) -> LoopKind:
     """Fill in what ``settings`` leave open.
 
     It comes from the run of ``out`` where that is resumed, since its defaults may have differed; else it is

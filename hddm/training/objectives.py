@@ -213,7 +213,7 @@ def drawing(
     return draw
 
 
-def losing(
+def loss_of(
     objective: Objective, predict: Callable[..., Callable[..., Tensor]]
 ) -> Callable[[nn.Module, Inputs], Tensor]:
     """Return the loss on inputs of `drawing`; ``predict(network)`` takes (y, timestep, **conditions)."""

@@ -8,15 +8,16 @@ from torch import nn
 from hddm.training.settings import LoopSettings
 
 # Layers that make the output of our networks and diffusers': their matrices are AdamW's, as in Muon's recipe.
-ENDS = ("final_layer", "head", "proj_out", "proj_out_1", "proj_out_2", "norm_out", "conv_out")
+ENDS = ("final_layer", "head", "proj_out", "proj_out_1", "proj_out_2", "norm_out")
 
 
 def optimizer_of(network: nn.Module, settings: LoopSettings) -> torch.optim.Optimizer:
     """The optimiser of the parameters of ``network`` that require gradients; each group holds its peak rate.
 
-    What ``settings`` leave open is filled in (`LoopSettings.with_defaults`). Muon (arXiv:2502.16982) makes
-    the momentum of a matrix orthogonal by Newton and Schulz's iteration and scales it by
-    max(1, rows/columns)^½.
+    What ``settings`` leave open is filled in (`LoopSettings.with_defaults`). Muon makes the momentum of a
+    matrix orthogonal by Newton and Schulz's iteration and scales it by max(1, rows/columns)^½ (K. Jordan,
+    "Muon: an optimizer for hidden layers in neural networks", 2024). Packed matrices of queries, keys and
+    values are one matrix to it.
     """
     assert settings.learning_rate is not None
     trained = {name: p for name, p in network.named_parameters() if p.requires_grad}
@@ -28,6 +29,7 @@ def optimizer_of(network: nn.Module, settings: LoopSettings) -> torch.optim.Opti
     if rest:
         optimizers.append(torch.optim.AdamW(rest, lr=settings.learning_rate, weight_decay=decay, fused=True))
     if inner:
+        assert settings.muon_learning_rate is not None
         muon = torch.optim.Muon(
             inner, lr=settings.muon_learning_rate, weight_decay=decay, adjust_lr_fn="original"
         )

@@ -32,13 +32,13 @@ from hddm.utils.records import OpenRecord, parse_record, refuse_damaged
 Change = dict[str, Any]
 """Record of one change, as plain values of JSON."""
 OPEN = (
-    *("threads", "warmup", "optimizer", "learning_rate"),
+    *("threads", "warmup", "optimizer", "learning_rate", "muon_learning_rate"),
     *("prediction", "weighting", "rotary", "time_sampling", "weak_at"),
 )
 """Settings that are None until a run fills them in."""
 NOT_RECORDED = "not recorded"
 """Stands for values that an older version did not record."""
-ADDED = {"optimizer": "adamw", "muon_learning_rate": 0.02}
+ADDED: dict[str, Any] = {"optimizer": "adamw", "muon_learning_rate": None}
 """Settings that runs of older versions did not record, with what these versions did."""
 ADDED_TO_NEW = {"weighting": "prediction", "rotary": False}
 """The same for experts with a new network, besides `PREDICTIONS`."""
@@ -65,7 +65,7 @@ def value_at(step: int, key: str, today: Any, changes: Sequence[Change]) -> Any:
     return next((one["was"] for one in changes if one["key"] == key and step <= one["step"]), today)
 
 
-Settings = TypeVar("Settings", bound=LoopSettings)
+LoopKind = TypeVar("LoopKind", bound=LoopSettings)
 
 RUN_FILE = "run.json"
 CHECKPOINTS = "checkpoints"
@@ -141,9 +141,12 @@ def recorded_settings(out: Path) -> dict[str, Any]:
     """Read the settings of the run of ``out``, with those that its version did not record; {} for no run."""
     record = recorded(out)
     before: dict[str, Any] = record.get("settings", {})
+    if before.get("optimizer") == "adamw":
+        # Format 1.4 recorded a rate that nobody used.
+        return before | {"muon_learning_rate": None}
     if "optimizer" in before or not before:
         return before
-    added: dict[str, Any] = dict(ADDED)
+    added = dict(ADDED)
     if "objective" in before:
         added["weak_at"] = 0.0
     if "init" not in record.get("data", {}):
@@ -154,11 +157,14 @@ def recorded_settings(out: Path) -> dict[str, Any]:
     return added | before
 
 
-def as_recorded(settings: Settings, out: Path) -> Settings:
+def as_recorded(settings: LoopKind, out: Path) -> LoopKind:
     """Fill in what ``settings`` leave open, of `OPEN`, from the run of ``out``."""
     if not (before := recorded_settings(out)):
         return settings
     left_open = {name for name, value in settings if value is None}.intersection(OPEN, before)
+    if settings.optimizer not in (None, before["optimizer"]):
+        # It is refused as another optimiser, and not for its rates.
+        left_open.discard("muon_learning_rate")
     return settings.model_copy(update={name: before[name] for name in left_open})
 
 

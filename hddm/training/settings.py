@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import AfterValidator, Field, model_validator
 
-from hddm.utils.errors import HddmError, did_you_mean
+from hddm.utils.errors import HddmError, UsageError, did_you_mean
 from hddm.utils.files import read_yaml
 from hddm.utils.records import OPTIONS, Record, parse_record
 
@@ -68,6 +68,8 @@ Prediction = Literal["epsilon", "sample", "v_prediction", "flow_prediction"]
 Size = Annotated[str, AfterValidator(_known_size)]
 WEAK_AT = 0.25
 """Share of the steps after which a weaker self is kept, unless another one is asked for."""
+MUON_RATE = 0.02
+"""Of Muon, unless another one is asked for."""
 LONGEST_WARMUP = 100
 """Most steps of warm-up, unless another number is asked for."""
 TEXT = "encoder_hidden_states"
@@ -91,9 +93,9 @@ class LoopSettings(Record):
     optimizer: Literal["adamw", "muon"] | None = None
     """None is Muon for a network with random weights and AdamW for one that goes on."""
     learning_rate: Annotated[float, Field(gt=0)] | None = None
-    """Of AdamW; None is 0.2/width for a network with random weights, 1e-4 for one that goes on."""
-    muon_learning_rate: Annotated[float, Field(gt=0)] = 0.02
-    """Of the matrices that Muon trains."""
+    """Of AdamW; None is 1e-4 for a network that goes on, else 0.2/width beside Muon and 0.5/width alone."""
+    muon_learning_rate: Annotated[float, Field(gt=0)] | None = None
+    """Of the matrices that Muon trains; None is 0.02 where it trains any."""
     warmup: Annotated[int, Field(ge=0)] | None = None
     """Steps to the peak rate; None is `warmup_steps`, which is then recorded. 0 and 1 are no warm-up."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.01
@@ -111,11 +113,22 @@ class LoopSettings(Record):
     """Steps in a row with a non-finite loss or gradient after which the training fails."""
 
     def with_defaults(self, is_new: bool) -> Self:
-        """Fill in optimiser, learning rate and warm-up, for a network with random weights or another one."""
-        rate = 0.2 / size_config(self.size)["hidden_size"] if is_new else 1e-4
+        """Fill in optimiser, learning rates and warm-up, for a network with random weights or another one.
+
+        Raises `UsageError` for a rate of Muon where all is AdamW's.
+        """
+        optimizer = self.optimizer or ("muon" if is_new else "adamw")
+        has_muon = optimizer == "muon"
+        if self.muon_learning_rate is not None and not has_muon:
+            raise UsageError(
+                f"--muon-learning-rate {self.muon_learning_rate:g}: this training is by AdamW alone; drop "
+                "it, or take --optimizer muon"
+            )
+        rate = (0.2 if has_muon else 0.5) / size_config(self.size)["hidden_size"] if is_new else 1e-4
         found = {
-            "optimizer": self.optimizer or ("muon" if is_new else "adamw"),
+            "optimizer": optimizer,
             "learning_rate": self.learning_rate or rate,
+            "muon_learning_rate": self.muon_learning_rate or (MUON_RATE if has_muon else None),
             "warmup": self.warmup_steps,
         }
         return self.model_copy(update=found)
@@ -156,7 +169,7 @@ class ExpertSettings(LoopSettings):
     """Mirror half the images of a step, at random, left to right."""
     weak_at: Annotated[float, Field(ge=0, lt=1)] | None = None
     """Share of the steps after which the averages are kept as a weaker self to guide by; 0 for none, None is
-    `WEAK_AT`."""
+    `WEAK_AT` for a new network, and 0 for one that goes on."""
     lora_rank: Positive | None = None
     """Rank of an adapter trained in place of all weights (`hddm.training.lora`); needs an init."""
     lora_alpha: Annotated[float, Field(gt=0)] | None = None
@@ -166,7 +179,7 @@ class ExpertSettings(LoopSettings):
         """Fill in times and weaker self too, and a new network's prediction, weighting and positions."""
         found: dict[str, Any] = {
             "time_sampling": self.time_sampling or "logit-normal",
-            "weak_at": WEAK_AT if self.weak_at is None else self.weak_at,
+            "weak_at": (WEAK_AT if is_new else 0.0) if self.weak_at is None else self.weak_at,
         }
         if is_new:
             found["prediction"] = self.prediction or "sample"
@@ -176,9 +189,9 @@ class ExpertSettings(LoopSettings):
 
     @property
     def weak_step(self) -> int:
-        """Step whose averages are kept, 0 for none; an adapter keeps none."""
-        share = WEAK_AT if self.weak_at is None else self.weak_at
-        return 0 if self.lora_rank is not None else round(share * self.steps)
+        """Step whose averages are kept, before the last one; 0 for none, as for an adapter."""
+        share = 0.0 if self.lora_rank is not None else self.weak_at
+        return min(max(1, round(share * self.steps)), self.steps - 1) if share else 0
 
     @property
     def conditions(self) -> tuple[str, ...]:
@@ -190,6 +203,8 @@ class ExpertSettings(LoopSettings):
     def _adapter_can_be(self) -> "ExpertSettings":
         if self.lora_alpha is not None and self.lora_rank is None:
             raise ValueError(f"lora_alpha {self.lora_alpha} scales an adapter; give a lora_rank too")
+        if self.lora_rank is not None and self.weak_at:
+            raise ValueError(f"weak_at {self.weak_at} keeps a weaker self, and an adapter has none; drop it")
         if self.lora_rank is not None and self.compile:
             raise ValueError(
                 "compile does not get through peft's adapters of packed matrices; drop it beside lora_rank"

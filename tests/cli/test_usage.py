@@ -90,6 +90,18 @@ LATER = [
         "partition {images} --out {out} --shards 2 --features dino",
         "or OWNER/NAME; did you mean 'dinov2'?",
     ),
+    (
+        TRAIN + " --optimizer adamw --muon-learning-rate 0.1",
+        "--muon-learning-rate 0.1: this training is by AdamW alone; drop it, or take --optimizer muon",
+    ),
+    (
+        TRAIN + " --init {expert} --lora-rank 2 --weak-at 0.5",
+        "weak-at 0.5 keeps a weaker self, and an adapter has none; drop it",
+    ),
+    (
+        TRAIN + " --init {expert} --config {fixed}",
+        "--config {fixed}: prediction: --init fixes it; remove it",
+    ),
     (TRAIN + " --lora-rank 2", "--lora-rank adapts an expert that exists; name it by --init"),
     ("sample {expert} --out {out} --prompt cat", "--prompt: this model has no text encoder"),
     ("sample {expert} --out {out} --negative-prompt cat", "--negative-prompt: needs a --guidance-scale"),
@@ -102,8 +114,13 @@ LATER = [
 def names(images: Path, shards: Path, ddpm_expert: Path, tmp_path: Path) -> dict[str, Path]:
     """What stands in a line for a path."""
     (tmp_path / "run.yaml").write_text("size: smal")
+    (tmp_path / "fixed.yaml").write_text("steps: 3\nprediction: epsilon")
     made = {"images": images, "shards": shards, "shard": shards / "shard_0", "expert": ddpm_expert}
-    return made | {"out": tmp_path / "out", "gone": tmp_path / "gone", "run": tmp_path / "run.yaml"}
+    return (
+        made
+        | {"out": tmp_path / "out", "gone": tmp_path / "gone", "run": tmp_path / "run.yaml"}
+        | {"fixed": tmp_path / "fixed.yaml"}
+    )
 
 
 def test_a_slip_of_the_keyboard_is_one_line_before_anything_heavy_is_imported(

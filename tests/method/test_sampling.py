@@ -38,6 +38,11 @@ def test_grid_is_the_shifted_even_one(steps: int, shift: float) -> None:
     torch.testing.assert_close(grid, torch.tensor(expected, dtype=torch.float64))
 
 
+def test_a_shift_that_leaves_steps_no_length_is_refused() -> None:
+    with pytest.raises(HddmError, match="some of 25 steps have no length; take one nearer to 1"):
+        time_grid(25, 1e15)
+
+
 @pytest.mark.parametrize(
     ("solver", "steps", "tolerance"),
     [("euler", 100, 0.06), ("heun", 40, 0.01), ("adams-bashforth", 60, 0.02), ("adams-moulton", 40, 0.01)],

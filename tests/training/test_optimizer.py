@@ -150,7 +150,7 @@ def test_the_recipe_of_a_new_network_and_of_one_that_goes_on(whole: Path, tmp_pa
     train_expert(whole, tmp_path / "new", open_settings)
     continue_expert(tmp_path / "new", whole, tmp_path / "on", open_settings)
     kept = dict.fromkeys(("prediction", "weighting", "rotary"))
-    going_on = RECIPE | {"optimizer": "adamw", "learning_rate": 1e-4} | kept
-    for name, expected in (("new", RECIPE), ("on", going_on)):
+    going_on = {"optimizer": "adamw", "muon_learning_rate": None, "learning_rate": 1e-4, "weak_at": 0.0}
+    for name, expected in (("new", RECIPE), ("on", RECIPE | going_on | kept)):
         found = json.loads((tmp_path / name / "expert.json").read_text())["training"]
         assert {key: found[key] for key in expected} == expected

@@ -5,14 +5,15 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from hddm.training.loop import Inputs, Order, StepReport, Task, fit
-from hddm.training.settings import LoopSettings
-from hddm.training.state import Ema
+from hddm.training.settings import ExpertSettings, LoopSettings, RunOptions
+from hddm.training.state import Ema, open_run
 from hddm.utils.errors import HddmError
 
 
@@ -166,3 +167,38 @@ def test_the_weaker_self_is_the_average_of_its_step() -> None:
     fitted = fit(task, settings, watchers=[lambda report: values.append(point.place.detach().clone())])
     torch.testing.assert_close(fitted.weak["place"], _average(values[:8], 0.9).bfloat16())
     assert fit(_task(point, lambda: point.place.sum()), settings).weak == {}
+
+
+def test_a_run_beyond_the_step_of_the_weaker_self_keeps_one_at_once(tmp_path: Path) -> None:
+    """As where fewer steps are asked for on the way."""
+    point = _Point()
+    task = replace(_task(point, lambda: point.place.square().sum()), weak_step=20)
+    with open_run(tmp_path / "a", {}, RunOptions(checkpoint_every=6)) as run:
+        fit(task, LoopSettings(steps=6), run)
+    with open_run(tmp_path / "a", {}, RunOptions(resume=True)) as run:
+        fitted = fit(replace(task, weak_step=3), LoopSettings(steps=12), run)
+    assert fitted.weak.keys() == {"place"}
+
+
+@pytest.mark.parametrize(
+    ("weak_at", "steps", "expected"), [(0.25, 100, 25), (0.25, 1, 0), (0.25, 2, 1), (0.96, 10, 9), (0, 9, 0)]
+)
+def test_the_weaker_self_is_of_a_step_before_the_last(weak_at: float, steps: int, expected: int) -> None:
+    settings = ExpertSettings(objective="flow", steps=steps, weak_at=weak_at)
+    assert settings.with_defaults(is_new=True).weak_step == expected
+
+
+def test_a_network_that_goes_on_keeps_a_weaker_self_only_where_it_is_asked_for() -> None:
+    settings = ExpertSettings(objective="flow", steps=100)
+    assert settings.with_defaults(is_new=False).weak_step == 0
+    assert settings.with_defaults(is_new=True).weak_step == 25
+    asked = settings.model_copy(update={"weak_at": 0.5})
+    assert asked.with_defaults(is_new=False).weak_step == 50
+
+
+def test_adamw_alone_has_a_rate_of_its_own() -> None:
+    rates = [
+        LoopSettings(steps=1, size="small", optimizer=name).with_defaults(is_new=True).learning_rate
+        for name in ("muon", "adamw")
+    ]
+    assert rates == pytest.approx([0.2 / 128, 0.5 / 128])
