@@ -175,7 +175,9 @@ class Workers:
         self._count = count
         # Written without a helper thread, so that reports of a call arrive before its result.
         self._reports: SimpleQueue[int] = context.SimpleQueue()
-        self._pool = ProcessPoolExecutor(count, context, _start, (self._reports,))
+        # The process number of each worker that is within a call, else 0.
+        self._states, number = context.RawArray("q", count), context.Value("i", 0)
+        self._pool = ProcessPoolExecutor(count, context, _start, (self._reports, self._states, number))
         self._environment = contextlib.ExitStack()
         self.running: tuple[str, ...] = ()
         """Names of the calls that run now."""
@@ -186,11 +188,21 @@ class Workers:
 
     def __exit__(self, kind: type[BaseException] | None, *ended: object) -> None:
         if kind is not None:
-            # A call that still runs must not continue writing.
-            for child in multiprocessing.active_children():
-                child.terminate()
+            self._stop()
         self._pool.shutdown(wait=True, cancel_futures=True)
         self._environment.close()
+
+    def _stop(self) -> None:
+        """End all workers; a call that saves its work on a signal does so first, and none begins."""
+        children = multiprocessing.active_children()
+        for child in children:
+            child.terminate()
+        while any(child.is_alive() for child in children):
+            for child in children:
+                # It has nothing to save, and may wait for ever for a lock that another took with it.
+                if child.is_alive() and child.pid not in self._states[:]:
+                    child.kill()
+            time.sleep(0.05)
 
     def run(self, calls: Sequence[Call], on_progress: Report) -> list[Any]:
         """Results of ``calls``, in their order, in which they also start.
@@ -222,11 +234,16 @@ class Workers:
 
 
 _reports: "SimpleQueue[int] | None" = None
+_states: Any = None
+_own = 0
 
 
-def _start(reports: "SimpleQueue[int]") -> None:
-    global _reports
-    _reports = reports
+def _start(reports: "SimpleQueue[int]", states: Any, number: Any) -> None:
+    global _reports, _states, _own
+    _reports, _states = reports, states
+    with number.get_lock():
+        _own = number.value
+        number.value += 1
     Progress.is_quiet = True
     import torch
 
@@ -235,4 +252,8 @@ def _start(reports: "SimpleQueue[int]") -> None:
 
 def _run(function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
     assert _reports is not None
-    return function(**arguments, report=_reports.put)
+    _states[_own] = os.getpid()
+    try:
+        return function(**arguments, report=_reports.put)
+    finally:
+        _states[_own] = 0
