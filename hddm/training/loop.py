@@ -96,7 +96,8 @@ class StepReport:
     t: Tensor
     loss: float
     grad_norm: float
-    learning_rate: float
+    learning_rates: tuple[float, ...]
+    """Of AdamW, and of Muon where it trains the matrices."""
     seconds: float
     state: TrainingState
     should_stop: Callable[[], bool]
@@ -252,8 +253,8 @@ class _Trainer:
         t = inputs["t"].float() if "t" in inputs else torch.full((len(rows),), math.nan)
         seconds = time.perf_counter() - begun
         state.seconds += seconds
-        rate = state.optimizer.param_groups[0]["lr"]
-        return StepReport(step, losses, t, loss, norm, rate, seconds, state, lambda: stop.requested)
+        rates = tuple(group["lr"] for group in state.optimizer.param_groups)
+        return StepReport(step, losses, t, loss, norm, rates, seconds, state, lambda: stop.requested)
 
     def _backward(self, inputs: Inputs) -> Tensor:
         """Return losses (batch,) of this process; gradients are summed over the parts of its batch."""

@@ -3,6 +3,7 @@
 OUT.run/
   run.json                     settings, data, environment and changes of the run, and how it is kept
   checkpoints/step_00000500/   weights, ema, optimizer, losses (.safetensors, `TrainingState`),
+                               weak (.safetensors) from `Task.weak_step` on,
                                progress.json (counters), manifest.json (SHA-256 of them all, written last)
   logs/, samples/              TensorBoard and pictures
   lock                         held by the process that trains

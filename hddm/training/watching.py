@@ -127,7 +127,8 @@ class Figures:
         """Add a step; return the entry at steps that ``every`` divides, else {}.
 
         ``train/loss`` and ``train/loss_by_noise/0.2-0.4``, of samples with t there, are means since the last
-        entry; ``train/gradient_norm``, before clipping, and ``train/learning_rate`` are this step's;
+        entry; ``train/gradient_norm``, before clipping, ``train/learning_rate`` and, with Muon,
+        ``train/muon_learning_rate`` are this step's;
         ``train/images_per_second`` is since the last entry of this process, with checkpoints and without
         `paused`.
         """
@@ -185,7 +186,8 @@ def _entry(kept: dict[str, Any], report: StepReport) -> dict[str, float]:
     entry = {name: total / count for name, (total, count) in sums.items() if count}
     if math.isfinite(report.grad_norm):
         entry["train/gradient_norm"] = report.grad_norm
-    return entry | {"train/learning_rate": report.learning_rate}
+    names = ("train/learning_rate", "train/muon_learning_rate")
+    return entry | dict(zip(names, report.learning_rates, strict=False))
 
 
 IMAGES, COLUMNS = 16, 4

@@ -116,7 +116,8 @@ def test_figures_are_those_of_the_steps_since_the_last_entry(tmp_path: Path) -> 
         bins = [values[f"train/loss_by_noise/{name}"] for name in names]
         assert bins == pytest.approx(list(expected), rel=1e-5)
         assert values["train/gradient_norm"] == pytest.approx(seen[end - 1].grad_norm, rel=1e-6)
-        assert values["train/learning_rate"] == pytest.approx(seen[end - 1].learning_rate, rel=1e-6)
+        rates = [values[f"train/{name}learning_rate"] for name in ("", "muon_")]
+        assert rates == pytest.approx(seen[end - 1].learning_rates, rel=1e-6)
     assert "train/loss_by_noise/0.6-0.8" not in found
 
 
