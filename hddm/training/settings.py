@@ -93,7 +93,8 @@ class LoopSettings(Record):
     optimizer: Literal["adamw", "muon"] | None = None
     """None is Muon for a network with random weights and AdamW for one that goes on."""
     learning_rate: Annotated[float, Field(gt=0)] | None = None
-    """Of AdamW; None is 1e-4 for a network that goes on, else 0.2/width beside Muon and 0.5/width alone."""
+    """Of AdamW; None is 1e-4 for a network that goes on, else 0.2/width beside Muon and, alone, 0.5/width, or
+    0.125/width of a router."""
     muon_learning_rate: Annotated[float, Field(gt=0)] | None = None
     """Of the matrices that Muon trains; None is 0.02 where it trains any."""
     warmup: Annotated[int, Field(ge=0)] | None = None
@@ -124,7 +125,8 @@ class LoopSettings(Record):
                 f"--muon-learning-rate {self.muon_learning_rate:g}: this training is by AdamW alone; drop "
                 "it, or take --optimizer muon"
             )
-        rate = (0.2 if has_muon else 0.5) / size_config(self.size)["hidden_size"] if is_new else 1e-4
+        alone = 0.125 if isinstance(self, RouterSettings) else 0.5
+        rate = (0.2 if has_muon else alone) / size_config(self.size)["hidden_size"] if is_new else 1e-4
         found = {
             "optimizer": optimizer,
             "learning_rate": self.learning_rate or rate,
