@@ -6,10 +6,12 @@ from torch import Tensor, nn
 
 from hddm.classes import join_classes
 from hddm.ensemble import Ensemble
-from hddm.sampling import sample
+from hddm.sampling import pick_experts, sample
 from hddm.schedules import LinearSchedule
 from hddm.utils.errors import HddmError
 from hddm.velocity import VelocityField
+from tests.cases import Case, case_named
+from tests.oracles import GaussianMixture, OracleNetwork, exact_router, relative_error
 
 SHAPE = (1, 2, 2)
 MEANS = {"cat": 1.0, "dog": 2.0, "ship": 3.0, "plane": 4.0}
@@ -101,3 +103,62 @@ def test_away_from_a_class_that_an_expert_does_not_know_is_away_from_none(ensemb
     )
     # 2 v(cat) - v(none) is the velocity of a picture of 2 × 1 - 0.
     assert (images - 2.0).abs().max() < 1e-6
+
+
+class _Owner(nn.Module):
+    """The optimal network of an owner's mixture of each class, and of all of them for no class."""
+
+    def __init__(self, mixtures: list[GaussianMixture], shares: list[float], case: Case, kind: str) -> None:
+        super().__init__()
+        everything = GaussianMixture.union(mixtures, shares)
+        self.oracles = [OracleNetwork(one, case.alpha_sigma, kind) for one in (*mixtures, everything)]
+
+    def forward(self, y: Tensor, t: Tensor, class_labels: Tensor) -> Tensor:
+        outputs = torch.stack([oracle(y, t) for oracle in self.oracles])
+        return outputs[class_labels, torch.arange(len(y))]
+
+
+def test_two_owners_are_the_union_of_their_mixtures() -> None:
+    """Objectives, noise ranges and class lists are unlike; "dog" is known to both."""
+    names = ("cat", "dog", "ship")
+    mixture = {
+        (k, name): GaussianMixture.random(seed=7 * k + row, modes=2, dim=4)
+        for k in (0, 1)
+        for row, name in enumerate(names)
+    }
+    prior = [0.3, 0.7]
+    owners = [
+        (("cat", "dog"), [0.8, 0.2], case_named("sd-scaled-linear"), "epsilon"),
+        (("ship", "dog"), [0.6, 0.4], case_named("linear"), "sample"),
+    ]
+    fields, wholes = [], []
+    for k, (classes, shares, case, kind) in enumerate(owners):
+        own = [mixture[k, name] for name in classes]
+        null = {"class_labels": torch.tensor(len(classes))}
+        told = {"conditions": ("class_labels",), "null_conditions": null, "sample_shape": SHAPE}
+        network = _Owner(own, shares, case, kind)
+        fields.append(VelocityField(network, case.schedule, kind, 1.0, classes=classes, **told))
+        wholes.append(GaussianMixture.union(own, shares))
+    # p(k | class): dogs are 0.3 × 0.2 of ours and 0.7 × 0.4 of theirs.
+    rows = [[1, 0], [0.06 / 0.34, 0.28 / 0.34], [0, 1]]
+    ensemble = Ensemble(fields, exact_router(wholes, prior), "full", prior, rows)
+    low, high = max(one.range[0] for one in fields), min(one.range[1] for one in fields)
+    t = torch.linspace(low, high, 60, dtype=torch.float64)
+    union = GaussianMixture.union(wholes, prior)
+    x = union.states(t, seed=1, shape=SHAPE)
+    assert relative_error(ensemble.velocity(x, t), union.velocity(x, t)) < 1e-9
+    # Of a class that one owner alone knows, routed or drawn, the velocity is that of the owner's mixture.
+    for label, (k, name) in {0: (0, "cat"), 2: (1, "ship")}.items():
+        labels = torch.full((len(t),), label)
+        expected = mixture[k, name].velocity(x, t)
+        assert relative_error(ensemble.velocity(x, t, class_labels=labels), expected) < 1e-9
+        drawn = pick_experts(ensemble.prior_of(len(t), {"class_labels": labels}), torch.rand(len(t)))
+        found = ensemble.velocity(x, t, expert=drawn, class_labels=labels)
+        assert relative_error(found, expected) < 1e-9
+    # Of one that both know, a share of the samples is each owner's, whose velocity is that of its own dogs.
+    dogs = torch.ones(len(t), dtype=torch.long)
+    drawn = pick_experts(ensemble.prior_of(len(t), {"class_labels": dogs}), torch.linspace(0, 0.999, len(t)))
+    assert abs(drawn.double().mean() - 0.28 / 0.34) < 1 / len(t)
+    found = ensemble.velocity(x, t, expert=drawn, class_labels=dogs)
+    each = torch.stack([mixture[k, "dog"].velocity(x, t) for k in (0, 1)])[drawn, torch.arange(len(t))]
+    assert relative_error(found, each) < 1e-9
