@@ -150,7 +150,7 @@ def choices(
 ) -> tuple[Shares, ClassLists]:
     """Shares and class names in the order of ``experts``, None and empty where nothing is given.
 
-    Keys are an expert's folder, the folder's last part, or its index. A number without a name is its own
+    Keys are an expert's folder, the end of its path, or its index. A number without a name is its own
     name. Raises `HddmError` for a key of no expert, or of several, and for names that do not fit the classes
     that an expert takes.
     """
@@ -165,9 +165,10 @@ def choices(
 
 
 def _index_of(name: str, experts: Sequence[Path], option: str) -> int:
-    full = Path(name).resolve()
-    exact = [k for k, folder in enumerate(experts) if folder.resolve() == full]
-    found = exact or [k for k, one in enumerate(experts) if name in (one.name, str(k))]
+    full, parts = Path(name).resolve(), Path(name).parts
+    found = [k for k, folder in enumerate(experts) if folder.resolve() == full]
+    found = found or [k for k, folder in enumerate(experts) if folder.parts[-len(parts) :] == parts]
+    found = found or [k for k in range(len(experts)) if str(k) == name]
     if len(found) != 1:
         which = "no expert" if not found else f"{len(found)} experts"
         known = ", ".join(map(str, experts))

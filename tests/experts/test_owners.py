@@ -134,7 +134,7 @@ def test_shares_stay_when_experts_come_and_go(trio: Trio, ours: Path, theirs: Pa
     change(both, add=[third])
     # Theirs and the third divide the rest by size.
     assert read_ensemble_facts(both).prior == pytest.approx((0.4, 0.45, 0.15))
-    change(both, share={"2": 0.3})
+    change(both, share={"experts/2": 0.3})
     assert read_ensemble_facts(both).prior == pytest.approx((0.4, 0.3, 0.3))
     change(both, remove=[1])
     assert read_ensemble_facts(both).prior == pytest.approx((4 / 7, 3 / 7))
