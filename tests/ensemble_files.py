@@ -121,6 +121,7 @@ def write_ensemble(
     experts: Sequence[Expert | Path],
     strategy: str = "nucleus-0.9",
     dtype: torch.dtype = torch.float32,
+    classes: Mapping[str, Sequence[str]] | None = None,
     **components: Path,
 ) -> Path:
     """An ensemble folder of ``experts``, in memory or converted, behind a random router."""
@@ -136,7 +137,7 @@ def write_ensemble(
     network, facts = random_router(len(experts), shapes[0])
     (root / "router").mkdir()
     save_router(root / "router", network.to(dtype), facts)
-    assemble(folders, root / "ensemble", root / "router", strategy, **components)
+    assemble(folders, root / "ensemble", root / "router", strategy, classes=classes, **components)
     return root / "ensemble"
 
 
@@ -152,7 +153,8 @@ def write_mixed(root: Path) -> Path:
     flow = flow_expert(3, {"space": "latents", "latent_scale": None}, **sizes)
     write_vae(root / "vae")
     experts = [root / "converted" / "unet", root / "converted" / "dit", flow]
-    return write_ensemble(root, experts, vae=root / "vae")
+    # All make the same five classes, one of them without being asked.
+    return write_ensemble(root, experts, classes={"unet": tuple("01234")}, vae=root / "vae")
 
 
 def text_experts(num: int = 2, width: int = 16, **changes: Any) -> list[Expert]:

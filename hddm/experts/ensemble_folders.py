@@ -371,7 +371,11 @@ def _check_numbers(facts: EnsembleRecord, path: Path) -> None:
             f"{path}: class_prior has {len(facts.class_prior)} rows of {len(facts.classes)} classes"
         )
     outputs = facts.router_outputs
-    if outputs and (facts.router is None or len(outputs) != experts):
-        raise HddmError(f"{path}: router_outputs must be {experts} outputs of a router, not {list(outputs)}")
+    # Experts of one output divide it by shares that were set.
+    own = [one for k, one in enumerate(outputs) if not facts.shares or facts.shares[k] is None]
+    if outputs and (facts.router is None or len(outputs) != experts or len(set(own)) < len(own)):
+        raise HddmError(
+            f"{path}: router_outputs must be {experts} different outputs of a router, not {list(outputs)}"
+        )
     if facts.router is not None and facts.moments_temperature is not None:
         raise HddmError(f"{path}: has a learned router and moments_temperature; it routes by one of them")

@@ -81,6 +81,7 @@ def parts_of(
         router=None if router is None else ROUTER,
         router_outputs=outputs,
         prior=_shares(model.prior),
+        classes=model.classes,
         class_prior=() if model.class_prior is None else tuple(map(_shares, model.class_prior)),
         strategy=model.strategy,
         shift=model.shift,

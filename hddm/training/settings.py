@@ -192,8 +192,8 @@ class ExpertSettings(LoopSettings):
     @property
     def weak_step(self) -> int:
         """Step whose averages are kept, before the last one; 0 for none, as for an adapter."""
-        share = 0.0 if self.lora_rank is not None else self.weak_at
-        return min(max(1, round(share * self.steps)), self.steps - 1) if share else 0
+        share = 0.0 if self.lora_rank is not None else self.weak_at or 0.0
+        return min(round(share * self.steps), self.steps - 1)
 
     @property
     def conditions(self) -> tuple[str, ...]:

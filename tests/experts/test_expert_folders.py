@@ -124,7 +124,7 @@ def test_tensors_that_do_not_fit_are_named(flow_expert: Path, tmp_path: Path) ->
     ("file", "change", "message"),
     [
         ("expert.json", {"objektive": "flow"}, "unknown key 'objektive'; did you mean 'objective'?"),
-        ("expert.json", {"format": "2.0"}, "format 2.0 is newer than 1.4; upgrade"),
+        ("expert.json", {"format": "2.0"}, "format 2.0 is newer than 1.5; upgrade"),
         ("expert.json", {"prediction_type": "noise"}, "key 'prediction_type' (is 'noise')"),
         ("expert.json", {"sample_shape": [3, 4, 4]}, "expert.json says sample_shape (3, 4, 4)"),
         ("expert.json", {"schedule": {"name": "line"}}, "'line'"),

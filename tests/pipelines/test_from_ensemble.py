@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import hddm
 from hddm.calibration import calibrate
 from hddm.experts.assembly import assemble
 from hddm.experts.in_memory import _shares
+from hddm.networks.folders import WEIGHTS
 from hddm.networks.transformers import ExpertTransformer
 from hddm.networks.wrappers import NetworkWrapper
 from hddm.pipelines.pipeline import HDDMPipeline
@@ -135,18 +137,24 @@ def test_networks_are_shared_and_move_along() -> None:
         assert "an expert was built in memory" in refusal(offload, device="cpu")
 
 
-def test_an_ensemble_by_hand_is_saved_and_comes_back_bit_for_bit(tmp_path: Path) -> None:
+def test_an_ensemble_by_hand_is_saved_and_comes_back(tmp_path: Path) -> None:
+    """Weights bit for bit; on some CPUs samples are rounded by where in memory these lie."""
     ensemble = _by_hand([0.1, 0.9])
     pipe = _pipeline(ensemble)
     expected = _sampled(ensemble, LABELS)
     assert torch.equal(_made(pipe, LABELS), expected)
     pipe.save_pretrained(tmp_path / "saved")
     for model in (load_ensemble(tmp_path / "saved"), load_pipeline(tmp_path / "saved").ensemble):
-        assert torch.equal(_sampled(model, LABELS), expected)
+        torch.testing.assert_close(_sampled(model, LABELS), expected, rtol=1e-4, atol=1e-4)
         guided = {"guidance_scale": 3.0, "strategy": "full"}
-        assert torch.equal(_sampled(model, LABELS, **guided), _sampled(ensemble, LABELS, **guided))
+        found, wanted = (_sampled(one, LABELS, **guided) for one in (model, ensemble))
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
         assert torch.equal(model.prior, ensemble.prior)
         assert (model.shift, model.strategy) == (3.0, "nucleus-0.8")
+    for k, field in enumerate(ensemble.experts):
+        saved = load_file(tmp_path / "saved" / "experts" / str(k) / WEIGHTS)
+        held = getattr(field.network, "model", field.network).state_dict()
+        assert all(torch.equal(saved[name], held[name]) for name in saved)
     record = read_json(tmp_path / "saved" / "experts" / "0" / "expert.json")
     assert record["schedule_source"] == "set in Python"
     assert (record["round_time"], record["objective"], record["weights"]) == (True, "ddpm", "unstated")
@@ -311,13 +319,16 @@ def test_a_router_of_ones_own_cannot_be_saved(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_experts_that_do_not_fit_together_are_not_saved(tmp_path: Path) -> None:
+def test_experts_of_unlike_classes_are_saved_and_asked_by_name(tmp_path: Path) -> None:
     experts = [
-        _field(ExpertTransformer(**FLOW | {"num_classes": 2}), classes=names) for names in ("ab", "cd")
+        _field(ExpertTransformer(**FLOW | {"num_classes": 2}), classes=names) for names in ("ab", "ca")
     ]
-    words = refusal(_pipeline(hddm.Ensemble(experts, strategy="draw")).save_pretrained, tmp_path / "saved")
-    assert "expert 1: class map has 'c' as class 0, not 'a'" in words
-    assert list(tmp_path.iterdir()) == []
+    ensemble = hddm.Ensemble(experts, strategy="draw", class_prior=[[1, 3], [1, 0], [0, 1]])
+    _pipeline(ensemble).save_pretrained(tmp_path / "saved")
+    loaded = load_ensemble(tmp_path / "saved")
+    assert loaded.classes == ("a", "b", "c")
+    given = {"class_labels": torch.tensor([0, 1, 2])}
+    assert torch.equal(loaded.prior_of(3, given), ensemble.prior_of(3, given))
 
 
 def test_samples_of_unknown_shape_and_other_objects_are_refused() -> None:

@@ -181,7 +181,7 @@ def test_a_run_beyond_the_step_of_the_weaker_self_keeps_one_at_once(tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    ("weak_at", "steps", "expected"), [(0.25, 100, 25), (0.25, 1, 0), (0.25, 2, 1), (0.96, 10, 9), (0, 9, 0)]
+    ("weak_at", "steps", "expected"), [(0.25, 100, 25), (0.25, 1, 0), (0.25, 2, 0), (0.96, 10, 9), (0, 9, 0)]
 )
 def test_the_weaker_self_is_of_a_step_before_the_last(weak_at: float, steps: int, expected: int) -> None:
     settings = ExpertSettings(objective="flow", steps=steps, weak_at=weak_at)
