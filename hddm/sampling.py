@@ -313,11 +313,12 @@ def sample(
             expert, conditions of another length than num, a model of unknown sample shape, a shape of other
             channels than the model's, or a velocity that is not finite.
     """
-    shape = _shape(shape, model.sample_shape)
-    if num < 1 or batch_size < 1 or seed < 0 or start < 0:
-        raise HddmError(
-            f"num and batch_size start at 1, seed and start at 0, not {num}, {batch_size}, {seed} and {start}"
-        )
+    known = model.sample_shape
+    shape = tuple(_shape(shape, known))
+    for name, value in {"num": num, "batch_size": batch_size, "seed": seed, "start": start}.items():
+        least = 0 if name in ("seed", "start") else 1
+        if not isinstance(value, Integral) or value < least:
+            raise HddmError(f"{name} is a whole number from {least}, not {value!r}")
     arguments = inspect.signature(sample).parameters.keys() - {"conditions"}
     for branch in (conditions, negative or {}):
         check_names(branch, model.conditions, arguments)
@@ -364,7 +365,12 @@ def sample(
         ).cpu()
 
     for rows in order.split(batch_size):
-        samples[rows] = keep(rows, functools.partial(make, rows))
+        try:
+            samples[rows] = keep(rows, functools.partial(make, rows))
+        except (RuntimeError, ValueError) as error:
+            if shape == known or isinstance(error, HddmError):
+                raise
+            raise HddmError(f"shape={shape}: a network of samples {known} fails on it: {error}") from error
         if on_batch is not None:
             on_batch(len(rows))
     return samples

@@ -26,6 +26,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from numbers import Real
 from typing import Literal, get_args
 
 import torch
@@ -217,6 +218,8 @@ class Guidance:
     @classmethod
     def of(cls, scale: "float | Guidance") -> "Guidance":
         """``scale`` itself, or plain guidance of that scale."""
+        if not isinstance(scale, Guidance | Real):
+            raise HddmError(f"guidance_scale takes a number or a Guidance, not {scale!r}")
         return scale if isinstance(scale, Guidance) else cls(float(scale))
 
     @property
@@ -293,6 +296,8 @@ class VelocityField:
         shift: float = 1.0,
         weak: "VelocityField | None" = None,
     ) -> None:
+        if not isinstance(schedule, Schedule):
+            raise HddmError(f"schedule is {schedule!r}: pass one of hddm.schedules, such as LinearSchedule()")
         self.network = network
         self.schedule = schedule
         self.prediction_type = PredictionType.parse(prediction_type)
@@ -368,7 +373,10 @@ class VelocityField:
         guidance = Guidance.of(guidance_scale)
         acts = guidance.acts(times)
         if guidance.by_condition and not can_guide(conditions, negative):
-            raise HddmError("guidance needs a condition to guide to: pass one, or guidance_scale=1")
+            raise HddmError(
+                "guidance needs a condition to guide to: pass one, guide by the weaker self, or take "
+                "--guidance-scale 1"
+            )
         guidance.refuse_negative(bool(negative))
         if guidance.by_weak and self.weak is None:
             raise HddmError(
@@ -452,13 +460,17 @@ class VelocityField:
     def _check(self, x_t: Tensor, conditions: Mapping[str, Tensor]) -> None:
         check_names(conditions, self.conditions)
         check_conditions(x_t, conditions)
+        known = self.sample_shape
+        if known is not None and (x_t.ndim != len(known) + 1 or x_t.shape[1] != known[0]):
+            raise HddmError(f"states are {tuple(x_t.shape[1:])}, samples of this model are {tuple(known)}")
         labels, null = conditions.get("class_labels"), self.null_conditions.get("class_labels")
         if labels is None or not self.classes:
             return
         largest = max(len(self.classes) - 1, -1 if null is None else int(null))
         if labels.is_floating_point() or not ((labels >= 0) & (labels <= largest)).all():
             some = labels.flatten().tolist()[:8]
-            raise HddmError(f"class_labels are whole numbers from 0 to {largest} here, not {some}")
+            no_class = "" if null is None else f" ({int(null)} is no class)"
+            raise HddmError(f"class_labels are whole numbers from 0 to {largest} here{no_class}, not {some}")
 
     def _with_null(self, conditions: Mapping[str, Tensor], x_t: Tensor) -> Mapping[str, Tensor]:
         """``conditions``, and the null value of each that is left out."""

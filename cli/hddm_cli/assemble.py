@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from hddm.utils.errors import UsageError
+from hddm.utils.errors import UsageError, counted
 from hddm.utils.files import restore
 from hddm.utils.records import ENSEMBLE_FILE
 from hddm_cli.options import InputArgument, InputOption, Overwrite, StrategyOption
@@ -90,7 +90,7 @@ def assemble(
         typer.echo(f"note: {note}")
     written = out or experts[0]
     ensemble = read_ensemble_facts(written)
-    typer.echo(f"{written}: {len(ensemble.experts)} experts, strategy {ensemble.strategy}")
+    typer.echo(f"{written}: {counted(len(ensemble.experts), 'expert')}, strategy {ensemble.strategy}")
 
 
 def _shares(given: Sequence[str]) -> dict[str, float]:

@@ -84,7 +84,7 @@ def sample(
         float, typer.Option("--guidance-rescale", help="Share of the way back to the unguided deviation.")
     ] = 0.0,
     batch_size: Annotated[
-        int, typer.Option("--batch-size", min=1, help="Images at a time; does not change them.")
+        int, typer.Option("--batch-size", min=1, help="Images at a time; changes them by rounding only.")
     ] = 64,
     device: AnyDevice = "auto",
     dtype: Annotated[

@@ -52,7 +52,7 @@ class Workload:
         todo = {key: units for key, units in self._todo.items() if units}
         if not {stage for _, stage in todo} <= paces.keys():
             return []
-        return [f"{duration(sum(units / paces[stage] for (_, stage), units in todo.items()))} in all"]
+        return [f"{duration(sum(units / paces[stage] for (_, stage), units in todo.items()))} to the end"]
 
 
 def evaluations(point: SamplingPoint, experts: int) -> int:

@@ -208,7 +208,7 @@ def _ensemble(folder: Path) -> dict[str, Any]:
     described = {
         "kind": "ensemble",
         **record.model_dump(mode="json"),
-        "classes": next((expert["classes"] for expert in experts if expert["classes"]), []),
+        "classes": list(record.classes) or next((one["classes"] for one in experts if one["classes"]), []),
         "objectives": [expert["objective"] for expert in experts],
         "shards": [expert["shard"] and expert["shard"]["index"] for expert in experts],
         "manifest": _manifest(folder, ENSEMBLE_FILE),

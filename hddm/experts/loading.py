@@ -152,8 +152,8 @@ def open_ensemble(folder: Path, dtype: torch.dtype, experts: Sequence[int] | Non
     if is_paris(folder):
         return _paris(folder, dtype, experts)
     raise UsageError(
-        f"{folder}: neither an expert folder ({EXPERT_FILE}) nor an ensemble folder ({ENSEMBLE_FILE}); a "
-        "pretrained checkpoint must become an expert first (hddm convert)"
+        f"{folder}: neither an expert folder ({EXPERT_FILE}) nor an ensemble folder ({ENSEMBLE_FILE}); "
+        "hddm convert makes an expert of a checkpoint"
     )
 
 

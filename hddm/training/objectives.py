@@ -84,7 +84,10 @@ class Objective:
                 raise HddmError(f"unknown {what} {value!r}: choose {' or '.join(known)}")
         is_linear = isinstance(self.schedule, LinearSchedule)
         if self.name == "flow" and not is_linear:
-            raise HddmError("the flow objective runs on the linear path; a schedule is ddpm's")
+            raise HddmError(
+                "--schedule is of DDPM, and flow matching runs on the linear path; drop it, or take "
+                "--objective ddpm"
+            )
         if self.prediction_type is PredictionType.FLOW_PREDICTION and not is_linear:
             raise HddmError("--prediction flow_prediction is of the linear path; take --objective flow")
         if self.snr_gamma is not None and (

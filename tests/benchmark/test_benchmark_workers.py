@@ -66,13 +66,15 @@ def test_a_workload_tells_the_time_of_all_seeds_by_the_pace_of_each_stage(
     # A quarter of the training was there already, and a score is taken to need ten seconds.
     work.begin(0, workload.TRAIN, 750)
     assert work.left() == []
-    assert pass_time(50, 0, workload.TRAIN, 500) == [f"{round((250 + 1000 + 800) / 10 / 60 + 1)} min in all"]
-    assert pass_time(25, 0, workload.TRAIN, 250) == [f"{round((1000 + 800) / 10 / 60 + 1)} min in all"]
+    assert pass_time(50, 0, workload.TRAIN, 500) == [
+        f"{round((250 + 1000 + 800) / 10 / 60 + 1)} min to the end"
+    ]
+    assert pass_time(25, 0, workload.TRAIN, 250) == [f"{round((1000 + 800) / 10 / 60 + 1)} min to the end"]
     # Samples turn out to take five times as long.
     work.begin(0, workload.SAMPLE, 400)
-    assert pass_time(200, 0, workload.SAMPLE, 400) == [f"{round((100 + 200 + 60) / 60)} min in all"]
+    assert pass_time(200, 0, workload.SAMPLE, 400) == [f"{round((100 + 200 + 60) / 60)} min to the end"]
     work.begin(0, workload.SCORE, 3)
-    assert pass_time(3, 0, workload.SCORE, 3) == [f"{round((100 + 200 + 3) / 60)} min in all"]
+    assert pass_time(3, 0, workload.SCORE, 3) == [f"{round((100 + 200 + 3) / 60)} min to the end"]
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,9 @@ import pytest
 import torch
 
 from hddm.ensemble import Ensemble
+from hddm.networks.transformers import ExpertTransformer
 from hddm.sampling import draw_experts, initial_noise, sample, time_grid
+from hddm.schedules import LinearSchedule
 from hddm.utils.errors import HddmError
 from hddm.velocity import VelocityField
 from tests.cases import LINEAR, Case, ConditionSum, case_named, oracle_field
@@ -149,7 +151,9 @@ def test_on_step_sees_and_may_change_the_states_of_every_batch() -> None:
 @pytest.mark.parametrize(
     ("options", "match"),
     [
-        ({"num": 0}, "num"),
+        ({"num": 0}, "num is a whole number from 1, not 0"),
+        ({"num": "2"}, "num is a whole number from 1, not '2'"),
+        ({"guidance_scale": None}, "guidance_scale takes a number or a Guidance, not None"),
         ({"batch_size": 0}, "batch_size"),
         ({"steps": 0}, "steps"),
         ({"steps": 2.5}, "steps must be at least 1 and a whole number, not 2.5"),
@@ -176,3 +180,14 @@ def test_sides_may_differ_from_the_model_s_and_a_model_of_unknown_shape_needs_on
     assert sample(ConditionSum().field(sample_shape=SHAPE), 2, steps=2, shape=(1, 3, 4)).shape == (2, 1, 3, 4)
     with pytest.raises(HddmError, match="shape"):
         sample(ConditionSum().field(), 2)
+
+
+def test_what_a_network_cannot_take_is_refused_by_its_shape() -> None:
+    network = ExpertTransformer(8, 3, patch_size=2, hidden_size=16, depth=1, num_heads=2)
+    field = VelocityField(network, LinearSchedule(), "flow_prediction")
+    with pytest.raises(HddmError, match=r"shape=\(3, 9, 9\): a network of samples \(3, 8, 8\) fails on it"):
+        sample(field, 2, steps=2, shape=(3, 9, 9))
+    with pytest.raises(HddmError, match=r"states are \(4, 8, 8\), samples of this model are \(3, 8, 8\)"):
+        field.velocity(torch.zeros(1, 4, 8, 8), torch.tensor([0.5]))
+    with pytest.raises(HddmError, match=r"schedule is 'linear': pass one of hddm\.schedules"):
+        VelocityField(network, "linear", "epsilon")
