@@ -177,7 +177,7 @@ def test_a_run_in_pieces_is_the_run_in_one(strategy: str) -> None:
     ("options", "words"),
     [
         ({"router_every": 0}, "router_every starts at 1, not 0"),
-        ({"start": -1}, "start at 0"),
+        ({"start": -1}, "start is a whole number from 0, not -1"),
         ({"expert": 3}, "expert 3: there are 0 … 2"),
         ({"expert": -1}, "expert -1: there are 0 … 2"),
         ({"expert": 1, "strategy": "draw"}, "choose one of the two"),
