@@ -286,7 +286,7 @@ def put_component(draft: Path, name: str, folder: Path, variant: str | None = No
     those of its manifest, where it has one.
     """
     if has_manifest(folder):
-        refuse_damaged_component(name, folder)
+        _refuse_damaged_component(name, folder)
     target = draft / name
     target.mkdir(parents=True)
     if name in _STEMS:
@@ -313,7 +313,15 @@ def kept_components(expert: Path) -> dict[str, Path]:
     return {name: expert / name for name in COMPONENTS if inside(expert, name).is_dir()}
 
 
-def refuse_damaged_component(name: str, folder: Path) -> None:
+def whole_components(expert: Path) -> dict[str, Path]:
+    """`kept_components`, once their files are known to be those of their manifests; else an `HddmError`."""
+    found = kept_components(expert)
+    for name, folder in found.items():
+        _refuse_damaged_component(name, folder)
+    return found
+
+
+def _refuse_damaged_component(name: str, folder: Path) -> None:
     """Refuse a component whose files are not those that were written with its manifest."""
     refuse_damaged(folder, "tokenizer_config.json" if name == "tokenizer" else "config.json")
 

@@ -21,10 +21,9 @@ from hddm.experts.ensemble_folders import (
     EnsembleRecord,
     bases_of,
     components_in,
-    kept_components,
     read_ensemble_facts,
-    refuse_damaged_component,
     refuse_damaged_ensemble,
+    whole_components,
     write_ensemble_records,
 )
 from hddm.experts.expert_set import ExpertSet
@@ -143,10 +142,7 @@ def open_ensemble(folder: Path, dtype: torch.dtype, experts: Sequence[int] | Non
     if (folder / EXPERT_FILE).exists():
         expert = open_expert(folder)
         facts = EnsembleRecord.equal(["."], has_router=False, shift=expert.facts.shift)
-        components = kept_components(folder)
-        for name, component in components.items():
-            refuse_damaged_component(name, component)
-        return OpenedEnsemble([expert], None, None, facts, tuple(components))
+        return OpenedEnsemble([expert], None, None, facts, tuple(whole_components(folder)))
     if (folder / ENSEMBLE_FILE).exists():
         return _ensemble(folder, dtype, experts)
     if is_paris(folder):

@@ -11,12 +11,7 @@ import torch
 from hddm.calibration import FILE_NAME as CALIBRATION
 from hddm.data.shard_records import LARGEST_MANIFEST, PARTITION_FILE
 from hddm.data.shards import Shard, open_shard
-from hddm.experts.ensemble_folders import (
-    COMPONENTS,
-    ENSEMBLE_FILE,
-    kept_components,
-    refuse_damaged_component,
-)
+from hddm.experts.ensemble_folders import COMPONENTS, ENSEMBLE_FILE, whole_components
 from hddm.experts.lora import ADAPTER_WEIGHTS, bases_in, refuse_base
 from hddm.experts.records import (
     EXPERT_FILE,
@@ -161,8 +156,7 @@ def verify_expert(
         given = bases_in(bases) if bases else None
     try:
         unread = open_expert(folder, given, unheld=(WEIGHTS, ADAPTER_WEIGHTS))
-        for name, component in kept_components(folder).items():
-            refuse_damaged_component(name, component)
+        whole_components(folder)
     except HddmError as error:
         files = _files(folder)
         return Verification(folder, files, _lines(error), _strangers(files))
