@@ -26,7 +26,7 @@ from hddm.data.shard_records import (
 )
 from hddm.training.settings import ExpertSettings, LoopSettings, RunOptions
 from hddm.utils.errors import HddmError
-from hddm.utils.files import check_absent, read_json, sha256_of
+from hddm.utils.files import check_absent, read_json, settle, sha256_of
 from hddm.utils.records import OpenRecord, parse_record, refuse_damaged
 
 Change = dict[str, Any]
@@ -262,7 +262,10 @@ def fresh_data(shard: Path, settings: ExpertSettings) -> dict[str, Any]:
 
 def is_kept(out: Path, record: str, run: RunOptions | None, overwrite: bool = False) -> bool:
     """Tell whether ``out`` holds a model already and this start, a resumed one, leaves it there."""
-    return run is not None and run.resume and not overwrite and (out / record).exists()
+    if run is None or not run.resume or overwrite:
+        return False
+    settle(out)
+    return (out / record).exists()
 
 
 def is_complete(

@@ -188,7 +188,7 @@ def check_absent(target: Path, record: str, overwrite: bool = False, fills_empty
     format version. A link is refused, since replacing it would not replace what it leads to. ``fills_empty``
     allows an empty folder without it, unless it cannot be renamed away: a mounted or the working folder.
     """
-    restore(target)
+    settle(target)
     if target.is_symlink():
         raise HddmError(
             f"{target}: is a link to {os.readlink(target)}, and is not written through; name the folder "
@@ -199,7 +199,6 @@ def check_absent(target: Path, record: str, overwrite: bool = False, fills_empty
         if not above.is_dir() or not os.access(above, os.W_OK):
             raise HddmError(f"{target}: cannot be made, since {above} is no folder to write in")
         return
-    _tidy(target)
     is_empty = target.is_dir() and not any(target.iterdir())
     if not overwrite:
         is_fixed = target.is_mount() or target.absolute() == Path.cwd()
@@ -231,8 +230,11 @@ def restore(target: Path) -> None:
             max(left, key=lambda path: path.stat().st_mtime_ns).rename(target)
 
 
-def _tidy(target: Path) -> None:
-    """Remove what processes left beside ``target`` that were killed after they had put it in place."""
+def settle(target: Path) -> None:
+    """`restore` a folder, or remove what processes left beside it that were killed once it was in place."""
+    restore(target)
+    if target.is_symlink() or not target.exists():
+        return
     if any(_is_left(path) for kind in ("part", "old") for path in _beside(target, kind)):
         with contextlib.suppress(HddmError, OSError), alone(target):
             _remove_left(target)

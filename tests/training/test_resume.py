@@ -174,6 +174,10 @@ def test_a_finished_run_is_neither_trained_again_nor_taken_for_another_training(
     before = contents(tmp_path / "copy")
     train(whole, tmp_path / "copy" / "expert", tmp_path / "copy" / "diary")
     assert contents(tmp_path / "copy") == before
+    # As a process leaves it that was killed once the expert was in place.
+    (tmp_path / "copy" / ".expert.lock").touch()
+    train(whole, tmp_path / "copy" / "expert", tmp_path / "copy" / "diary")
+    assert not (tmp_path / "copy" / ".expert.lock").exists()
     longer = settings().model_copy(update={"steps": 900})
     for data, message, key in (
         (shards / "shard_0", "is of other data", "data.shard"),
