@@ -326,6 +326,7 @@ def calibrate(
     conditions: Mapping[str, Tensor] | None = None,
     seed: int = 0,
     batch_size: int = 512,
+    on_batch: Callable[[int], None] | None = None,
 ) -> Calibration:
     """Fit moments and blend weights to an expert and its shard.
 
@@ -336,6 +337,7 @@ def calibrate(
             others say, the less weight the moments get.
         seed: of the noise.
         batch_size: states a call; `STATES` states are drawn at each of `LEVELS` times.
+        on_batch: called with the number of states after each call.
     """
     if len(images) < 4:
         raise HddmError(f"a calibration needs at least 4 images, not {len(images)}")
@@ -366,6 +368,8 @@ def calibrate(
                 # Half the images may span fewer directions; what they lack counts among the rest.
                 sums[level, :, : products.shape[1] - 1] += products[:, :-1]
                 sums[level, :, -1] += products[:, -1]
+                if on_batch is not None:
+                    on_batch(len(rows))
     coordinates = torch.ones(len(moments.variances), dtype=torch.float64)
     coordinates[-1] = max(moments.mean.numel() - moments.basis.shape[1], 1)
     weights = _weights(sums, coordinates).float()

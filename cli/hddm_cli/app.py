@@ -10,6 +10,7 @@ import typer
 
 from hddm.utils.errors import HddmError, on_command_line
 from hddm.utils.processes import Interrupted, interruptible
+from hddm.utils.progress import until_counted
 from hddm_cli import (
     assemble,
     benchmark,
@@ -89,7 +90,8 @@ def app() -> None:
     arguments = [a for a in sys.argv[1:] if a != "--debug"]
     warnings.showwarning = _show_warning
     try:
-        with interruptible(), on_command_line():
+        # Libraries take seconds to load, and on a busy machine a minute.
+        with interruptible(), on_command_line(), until_counted(" ".join(["hddm", *arguments[:1]])):
             sys.exit(commands(args=arguments, prog_name="hddm", standalone_mode=False))
     except typer.Abort:
         sys.exit(130)

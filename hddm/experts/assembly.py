@@ -51,7 +51,7 @@ from hddm.networks.folders import sha256_once
 from hddm.networks.text_encoder import prompt_length, read_tokenizer, text_encoder_facts
 from hddm.networks.vae import read_config, vae_facts
 from hddm.networks.wrappers import text_width
-from hddm.utils.errors import HddmError, one_line
+from hddm.utils.errors import HddmError, UsageError, one_line
 from hddm.utils.files import inside, link_or_copy, new_folder, read_yaml
 from hddm.utils.records import MANIFEST, has_manifest, read_record, refuse_damaged
 from hddm.utils.tensors import read_safetensors, refuse_non_finite
@@ -296,7 +296,7 @@ def _compare_components(folders: EnsembleFolders, experts: Sequence[Named], foun
         widths = [None if one.text_encoder else text_width(read_config(Path(name))) for name, one in experts]
         compare_text_encoder(experts, widths, encoder, str(text_encoder), found)
     elif (text_encoder, tokenizer) != (None, None):
-        raise HddmError("--text-encoder and --tokenizer go together; pass both, or none")
+        raise UsageError("--text-encoder and --tokenizer go together; pass both, or none")
 
 
 def check_files(experts: Sequence[Path], router: Path | None, bases: Mapping[str, Path]) -> tuple[str, ...]:

@@ -16,7 +16,7 @@ from hddm.classes import join_classes
 from hddm.data.shard_records import overlap
 from hddm.experts.records import ExpertRecord, RouterRecord, ShardRecord
 from hddm.networks.identity import TextEncoderRecord, VaeRecord
-from hddm.utils.errors import HddmError
+from hddm.utils.errors import HddmError, UsageError
 
 ClassLists = Sequence[Sequence[str]]
 """Names of each expert's classes, in its own numbering."""
@@ -315,13 +315,13 @@ def prior_of(
 def _check_shares(experts: Sequence[Named], fixed: Mapping[int, float], free: Sequence[int]) -> None:
     for k, share in fixed.items():
         if not 0 <= share <= 1:
-            raise HddmError(f"--share {experts[k][0]}={share:g}: a share lies between 0 and 1")
+            raise UsageError(f"--share {experts[k][0]}={share:g}: a share lies between 0 and 1")
     total = math.fsum(fixed.values())
     if fixed and not free and abs(total - 1) > SHARE_TOLERANCE:
-        raise HddmError(f"--share: the shares of all experts sum to {total:g}; they must sum to 1")
+        raise UsageError(f"--share: the shares of all experts sum to {total:g}; they must sum to 1")
     if free and total > 1 - SHARE_TOLERANCE:
         left = ", ".join(experts[k][0] for k in free)
-        raise HddmError(f"--share: the shares given sum to {total:g} and leave nothing for {left}")
+        raise UsageError(f"--share: the shares given sum to {total:g} and leave nothing for {left}")
 
 
 def class_prior_of(

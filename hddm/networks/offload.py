@@ -20,7 +20,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from hddm.utils.errors import HddmError
+from hddm.utils.errors import HddmError, UsageError
 
 Offload = Literal["none", "ram", "disk"]
 Tensors = Mapping[str, Tensor]
@@ -38,7 +38,7 @@ class Shelf:
         if offload not in get_args(Offload):
             raise HddmError(f"unknown offload {offload!r}: choose one of {', '.join(get_args(Offload))}")
         if offload == "none" and budget is not None:
-            raise HddmError("--max-memory needs --offload ram or disk: with none, nothing makes room")
+            raise UsageError("--max-memory needs --offload ram or disk: with none, nothing makes room")
         self.offload = offload
         self._budget = budget
         self._networks: list[StoredNetwork] = []

@@ -113,10 +113,11 @@ class SampleSettings(Record):
             self.guide_by,
         )
         if found.scale == 1.0 and found != Guidance(1.0):
-            raise UsageError(
-                "--guide-by, --cfg-channels, --guidance-interval and --guidance-rescale need a "
-                "--guidance-scale that is not 1"
-            )
+            fields = ("guide_by", "cfg_channels", "guidance_interval", "guidance_rescale")
+            own = type(self).model_fields
+            given = [name for name in fields if getattr(self, name) != own[name].default]
+            options = " and ".join(f"--{name.replace('_', '-')}" for name in given)
+            raise UsageError(f"{options}: take effect with a --guidance-scale that is not 1; give one")
         return found
 
     @property

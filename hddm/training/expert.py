@@ -11,7 +11,7 @@ import torch
 from diffusers import ModelMixin
 from torch import Tensor, nn
 
-from hddm.calibration import Calibration, calibrate
+from hddm.calibration import LEVELS, STATES, Calibration, calibrate
 from hddm.data.shard_records import MIN_IMAGES
 from hddm.data.shards import Shard, open_shard
 from hddm.experts.lora import ADAPTER_WEIGHTS
@@ -288,8 +288,9 @@ def calibrated_on(shard: Shard, field: VelocityField, given: Mapping[str, Tensor
     log.info("calibrating on %s …", counted(len(rows), "image"))
     found = conditions_at(rows, given, shard, field)
     conditions = {name: value.to(field.device) for name, value in found.items()}
-    with Progress(None, "calibrate"):
-        calibration = calibrate(field.velocity, shard.take(rows).to(field.device), conditions, seed)
+    images = shard.take(rows).to(field.device)
+    with Progress(LEVELS * STATES, "calibrate", " states") as progress:
+        calibration = calibrate(field.velocity, images, conditions, seed, on_batch=progress)
     return replace(calibration, record=calibration_origin(shard) | {"seed": str(seed)})
 
 

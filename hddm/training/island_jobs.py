@@ -7,7 +7,7 @@ from pathlib import Path
 
 from hddm.training.resume import fresh_data, is_complete, is_kept, run_folder_of
 from hddm.training.settings import ExpertSettings, RunOptions
-from hddm.utils.errors import HddmError, did_you_mean
+from hddm.utils.errors import HddmError, UsageError, did_you_mean
 from hddm.utils.records import EXPERT_FILE
 
 OBJECTIVES = ("ddpm", "flow")
@@ -71,9 +71,9 @@ def make_islands(
     given = {"--schedule": schedule, "--snr-gamma": shared.snr_gamma}
     for option, value in given.items():
         if value is not None and "ddpm" not in objectives:
-            raise HddmError(f"{option} {value}: is for ddpm, and no shard has that objective; drop it")
+            raise UsageError(f"{option} {value}: is for ddpm, and no shard has that objective; drop it")
     if shared.prediction == "flow_prediction" and "flow" not in objectives:
-        raise HddmError(
+        raise UsageError(
             f"--prediction {shared.prediction}: is for flow, and no shard has that objective; drop it"
         )
     islands = []

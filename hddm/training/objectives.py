@@ -33,7 +33,7 @@ from hddm.data.shards import Shard
 from hddm.schedules import CosineSchedule, DiscreteSchedule, LinearSchedule, Schedule
 from hddm.training.loop import Inputs
 from hddm.training.settings import TEXT, ExpertSettings, TimeSampling, Weighting, default_weighting
-from hddm.utils.errors import HddmError
+from hddm.utils.errors import HddmError, UsageError
 from hddm.utils.tensors import append_dims
 from hddm.velocity import PredictionType
 
@@ -84,16 +84,16 @@ class Objective:
                 raise HddmError(f"unknown {what} {value!r}: choose {' or '.join(known)}")
         is_linear = isinstance(self.schedule, LinearSchedule)
         if self.name == "flow" and not is_linear:
-            raise HddmError(
+            raise UsageError(
                 "--schedule is of DDPM, and flow matching runs on the linear path; drop it, or take "
                 "--objective ddpm"
             )
         if self.prediction_type is PredictionType.FLOW_PREDICTION and not is_linear:
-            raise HddmError("--prediction flow_prediction is of the linear path; take --objective flow")
+            raise UsageError("--prediction flow_prediction is of the linear path; take --objective flow")
         if self.snr_gamma is not None and (
             self.prediction_type is not PredictionType.EPSILON or self.weighting != "prediction"
         ):
-            raise HddmError(
+            raise UsageError(
                 f"--snr-gamma {self.snr_gamma:g} weighs the errors of noise, and this expert learns "
                 f"{self.prediction_type.value} weighted by {self.weighting}; drop it, or take --prediction "
                 "epsilon --weighting prediction"

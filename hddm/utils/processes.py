@@ -57,19 +57,29 @@ class _Interrupt:
     """Handler that raises `Interrupted`, once; a later signal ends the process."""
 
     def __init__(self) -> None:
-        self._since: float | None = None
+        self.number, self._since = 0, 0.0
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        if self._since is None:
-            self._since = time.monotonic()
+        if not self.number:
+            self.number, self._since = number, time.monotonic()
             raise Interrupted(number)
         if time.monotonic() - self._since >= TOGETHER:
             os._exit(128 + number)
 
 
-def interruptible() -> contextlib.AbstractContextManager[None]:
+@contextlib.contextmanager
+def interruptible() -> Iterator[None]:
     """Open a block in which a signal raises `Interrupted`; does nothing outside the main thread."""
-    return handling(_Interrupt())
+    with handling(handler := _Interrupt()):
+        try:
+            yield
+        except Stopped:
+            raise
+        except Exception as error:
+            # Code in C that is interrupted may raise an error of its own in its place.
+            if handler.number:
+                raise Interrupted(handler.number) from error
+            raise
 
 
 @contextlib.contextmanager

@@ -1,12 +1,13 @@
 """Progress of long work: a bar on a terminal, else a line every tenth and minute; none for short work."""
 
+import contextlib
 import math
 import shutil
 import sys
 import threading
 import time
-from collections.abc import Callable
-from typing import Self
+from collections.abc import Callable, Iterator
+from typing import ClassVar, Self
 
 from tqdm import tqdm
 
@@ -22,15 +23,22 @@ class Progress:
     """``with Progress(total, "encode") as advance: advance(n)``; written to standard error.
 
     ``total`` counts units of work, called ``unit`` in the bar. With None the work cannot be counted, and
-    lines tell how long it has taken. ``label`` starts a line; ``more`` returns parts that end it. A thread
-    speaks while nothing is counted, so that no work is silent for long.
+    lines tell how long it has taken. ``label`` starts a line; ``more`` returns parts that end it; without
+    ``is_drawn`` there is no bar. A thread speaks while nothing is counted: no work is silent for long.
     """
 
     is_quiet = False
     """True in worker processes, whose work is counted by the one that started them."""
+    start: ClassVar["Progress | None"] = None
+    """Speaks until work begins that is counted (`until_counted`)."""
 
     def __init__(
-        self, total: int | None, label: str, unit: str = "it", more: Callable[[], list[str]] = list
+        self,
+        total: int | None,
+        label: str,
+        unit: str = "it",
+        more: Callable[[], list[str]] = list,
+        is_drawn: bool = True,
     ) -> None:
         self._total, self._label, self._more, self._done = total, label, more, 0
         self._start = self._spoke = time.perf_counter()
@@ -38,7 +46,7 @@ class Progress:
         self._first: tuple[float, int] | None = None
         self._lock, self._ended = threading.RLock(), threading.Event()
         self._bar: tqdm[None] | None = None
-        if sys.stderr.isatty() and not self.is_quiet:
+        if is_drawn and sys.stderr.isatty() and not self.is_quiet:
             # tqdm draws nothing on a terminal without a size, as in some containers.
             columns, lines = shutil.get_terminal_size()
             self._bar = tqdm(
@@ -54,6 +62,8 @@ class Progress:
             )
 
     def __enter__(self) -> Self:
+        if Progress.start is not None:
+            Progress.start.__exit__()
         if not self.is_quiet:
             threading.Thread(target=self._beat, daemon=True, name="speaks while nothing is counted").start()
         return self
@@ -113,6 +123,16 @@ class Progress:
             return []
         pace = (self._spoke - self._first[0]) / (self._done - self._first[1])
         return [f"{duration(pace * (self._total - self._done))} left"]
+
+
+@contextlib.contextmanager
+def until_counted(label: str) -> Iterator[None]:
+    """Print how long the block has taken, in lines, until another `Progress` is opened in it."""
+    with Progress(None, label, is_drawn=False) as Progress.start:
+        try:
+            yield
+        finally:
+            Progress.start = None
 
 
 class TrainingProgress(Progress):

@@ -245,3 +245,21 @@ ODD = [1000.0, *[3.0] * 49, math.inf, *[1.0] * 1899, *[0.5] * 49, math.nan]
 )
 def test_a_training_ends_with_the_means_of_its_losses(losses: list[float], expected: str) -> None:
     assert summary_of(losses) == expected
+
+
+def test_a_verb_speaks_from_its_start_until_it_counts(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("_FIRST", "_NEXT", "_BEAT"):
+        monkeypatch.setattr(progress, name, 0.01)
+
+    def told() -> str:
+        while not (text := capsys.readouterr().err):
+            time.sleep(0.01)
+        return text
+
+    with progress.until_counted("hddm sample"):
+        assert told().startswith("hddm sample: 1 s so far\n")
+        with progress.Progress(100, "sample"):
+            told()
+            assert set(told().splitlines()) == {"sample: 0 %"}
