@@ -85,9 +85,7 @@ def chosen(
     if held_out and frozen:
         wanted = wanted or settings.confirmation_seeds
         if not wanted:
-            raise UsageError(
-                "--held-out: the settings name no confirmation_seeds; give some by --seeds"
-            )
+            raise UsageError("--held-out: the settings name no confirmation_seeds; give some by --seeds")
         used = sorted(set(wanted) & set(settings.seeds))
         if used:
             raise HddmError(

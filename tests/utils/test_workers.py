@@ -178,8 +178,12 @@ def test_what_only_notes_signals_is_not_interrupted_by_the_command_line_s_own_ha
 
 def test_an_interrupt_that_a_library_replaces_by_an_error_of_its_own_is_one_still() -> None:
     """As safetensors does when a signal comes while it reads."""
-    with pytest.raises(Interrupted, match="SIGINT"), interruptible():
+
+    def read() -> None:
         try:
             os.kill(os.getpid(), signal.SIGINT)
         except BaseException as error:
             raise ValueError("could not determine the shape") from error
+
+    with pytest.raises(Interrupted, match="SIGINT"), interruptible():
+        read()
