@@ -21,7 +21,7 @@ A router sees no condition. Where p(k | class) is known, samples of a class are 
     p(k | x_t, class) = p(k | x_t) p(k | class) / p(k),  normalised,
 
 which is exact where class and x_t are independent given k. Without it experts are asked for classes that they
-have never seen.
+have never seen. p(k | prompt), the condition `PRIOR`, takes the place of p(k | class) where it is given.
 """
 
 import functools
@@ -33,9 +33,18 @@ from torch import Tensor
 
 from hddm.classes import LABELS, JointClasses, join_classes, within
 from hddm.networks.offload import bring, in_best_order
-from hddm.networks.wrappers import described
+from hddm.networks.wrappers import TEXT_CONDITIONS, described
 from hddm.utils.errors import HddmError
-from hddm.velocity import Guidance, VelocityField, can_guide, check_conditions, check_names, check_times
+from hddm.utils.tensors import to_float64
+from hddm.velocity import (
+    PRIOR,
+    Guidance,
+    VelocityField,
+    can_guide,
+    check_conditions,
+    check_names,
+    check_times,
+)
 
 
 @dataclass(frozen=True)
@@ -113,6 +122,8 @@ class Ensemble:
         class_prior: p(k | class), or images of a class in a shard, (classes, K): for samples with class
             labels ``draw`` draws from it, and the other strategies weigh by it; None where it is not known.
         shift: of the time grid that its samples want (`hddm.sampling.time_grid`).
+        texts: where experts take the tokens of several text encoders, the number of each expert's, from 0.
+            The tokens of the second are the condition ``encoder_hidden_states_2``, and so on.
 
     Raises:
         HddmError: for no experts, an unknown strategy, a k above K, experts of different sample shapes with
@@ -128,6 +139,7 @@ class Ensemble:
         prior: Sequence[float] | Tensor | None = None,
         class_prior: Sequence[Sequence[float]] | Tensor | None = None,
         shift: float = 1.0,
+        texts: Sequence[int] = (),
     ) -> None:
         if not experts:
             raise HddmError("an ensemble needs at least one expert")
@@ -137,6 +149,11 @@ class Ensemble:
         self.class_prior = None
         if class_prior is not None:
             self.class_prior = torch.stack([_normalised(row, len(self.experts)) for row in class_prior])
+        self.texts = tuple(texts)
+        if len(self.texts) not in (0, len(self.experts)):
+            raise HddmError(
+                f"texts has {len(self.texts)} numbers for {len(self.experts)} experts; give each one"
+            )
         self.strategy = strategy
         self.shift = shift
 
@@ -184,7 +201,8 @@ class Ensemble:
         """Keywords that any expert takes; None where one takes all, unchecked."""
         if any(expert.conditions is None for expert in self.experts):
             return None
-        return tuple(dict.fromkeys(name for expert in self.experts for name in expert.conditions or ()))
+        names = [name for k in range(len(self.experts)) for name in self._names_of(k).values()]
+        return tuple(dict.fromkeys([*names, *([PRIOR] if len(self.experts) > 1 else [])]))
 
     @property
     def classes(self) -> tuple[str, ...]:
@@ -289,16 +307,26 @@ class Ensemble:
             )
 
     def prior_of(self, num: int, conditions: Mapping[str, Tensor]) -> Tensor:
-        """The prior of ``draw`` for ``num`` samples, (num, K): p(k | class) where it is known, else p(k).
+        """The prior of ``draw`` for ``num`` samples, (num, K).
 
-        It is 0 for an expert that does not know the class. A label beyond the classes, as the null class is,
-        counts as none. Raises `HddmError` for a class that only experts of no share know.
+        It is the condition `PRIOR` where that is given, else p(k | class) where it is known, else p(k); and 0
+        for an expert that does not know the class. A label beyond the classes, as the null class is, counts
+        as none. Raises `HddmError` for a class that only experts of no share know, and a `PRIOR` that is not
+        (num, K) numbers, none below 0, with positive sums.
         """
         rows = self.prior.expand(num, -1)
+        if (given := conditions.get(PRIOR)) is not None:
+            rows = to_float64(given).cpu()
+            if rows.shape != (num, len(self.experts)) or not ((rows >= 0).all() and (rows.sum(1) > 0).all()):
+                shape = (num, len(self.experts))
+                raise HddmError(
+                    f"{PRIOR} must be {shape} numbers, none below 0, each row with a positive sum"
+                )
+            rows = rows / rows.sum(1, keepdim=True)
         if (labels := conditions.get(LABELS)) is None:
             return rows
         labels, joint = labels.cpu(), self._joint
-        if self.class_prior is not None:
+        if self.class_prior is not None and given is None:
             is_class, indices = within(labels, len(self.class_prior))
             rows = torch.where(is_class[:, None], self.class_prior[indices], rows)
         if (known := joint.known(labels)) is not None:
@@ -351,8 +379,8 @@ class Ensemble:
         return sparse_weights(self._given(probabilities, conditions or {}), self._strategy)
 
     def _given(self, probabilities: Tensor, conditions: Mapping[str, Tensor]) -> Tensor:
-        """p(k | x_t, class) from the router's p(k | x_t), where p(k | class) is known."""
-        if LABELS not in conditions or not self.knows_classes:
+        """p(k | x_t, class) from the router's p(k | x_t), where p(k | class) or a `PRIOR` is known."""
+        if PRIOR not in conditions and not (LABELS in conditions and self.knows_classes):
             return probabilities
         rows = self.prior_of(len(probabilities), conditions)
         # A shard of no size has no images of any class.
@@ -362,12 +390,21 @@ class Ensemble:
         # The router may hold every shard of a class for impossible; the class is what was asked for.
         return torch.where(total > 0, product / total, rows.to(probabilities))
 
+    def _names_of(self, index: int) -> dict[str, str]:
+        """Names of the conditions of this ensemble by those of an expert's network."""
+        names = self.experts[index].conditions or ()
+        text = self.texts[index] if self.texts else 0
+        return {name: f"{name}_{text + 1}" if text and name in TEXT_CONDITIONS else name for name in names}
+
     def _shared_out(self, conditions: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
-        """The conditions that each expert takes, classes in its own numbering."""
+        """The conditions that each expert takes, by its own names, and classes in its own numbering."""
         shares = []
         joint = self._joint if LABELS in conditions else None
         for index, one in enumerate(self.experts):
-            own = {k: v for k, v in conditions.items() if one.conditions is None or k in one.conditions}
+            names = self._names_of(index)
+            own = {name: conditions[here] for name, here in names.items() if here in conditions}
+            if one.conditions is None:
+                own = {name: value for name, value in conditions.items() if name != PRIOR}
             if joint is not None and joint.numbers is not None and LABELS in own:
                 null = one.null_conditions.get(LABELS)
                 own[LABELS] = joint.own(own[LABELS], index, len(one.classes) if null is None else int(null))

@@ -1,10 +1,12 @@
-"""Routers: the probabilities p(k | x_t, t) that a noised image is of the data of expert k.
+"""Routers: the probabilities that a noised image, or a prompt, is for expert k.
 
-`Router` asks a network that was trained on all shards. `MomentsRouter` needs no training and no data: it has
-one row an expert, so that adding or removing an expert is adding or removing a row.
+`Router` asks a network that was trained on all shards. `MomentsRouter` (by the image) and `PromptRouter` (by
+the prompt) need no training and no data: they have one row an expert, so that adding or removing an expert is
+adding or removing a row.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -116,3 +118,76 @@ class MomentsRouter:
         logits = torch.stack(scores, 1) / self.temperature
         logits += torch.tensor(self.prior, dtype=flat.dtype, device=flat.device).log()
         return logits.softmax(1).to(x_t.device, torch.promote_types(x_t.dtype, torch.float32))
+
+
+MAX_DIRECTIONS = 8
+SPREAD = 0.05
+"""Share of all variance that every direction of a prompt is taken to have by chance."""
+
+
+@dataclass(frozen=True)
+class Topic:
+    """Statistics of the embeddings z of an expert's captions, scaled to length 1, in D numbers.
+
+    ``count`` says of how many captions, ``mean`` (D,) is their mean, and ``factor`` (D, r) holds their r
+    largest principal directions, each as long as the deviation along it.
+    """
+
+    count: int
+    mean: Tensor
+    factor: Tensor
+
+    @classmethod
+    def of(cls, embeddings: Tensor) -> "Topic":
+        """Statistics of ``embeddings`` (N, D) of captions; `HddmError` for none."""
+        if not len(embeddings):
+            raise HddmError("there are no captions to describe")
+        unit = torch.nn.functional.normalize(to_float64(embeddings), dim=1)
+        mean = unit.mean(0)
+        _, lengths, directions = torch.linalg.svd((unit - mean) / len(unit) ** 0.5, full_matrices=False)
+        rank = min(MAX_DIRECTIONS, len(unit) - 1)
+        return cls(len(unit), mean, directions[:rank].T * lengths[:rank])
+
+
+class PromptRouter:
+    """Probabilities p(k | prompt) over experts, in closed form from the topics of their captions.
+
+        p(k | z) proportional to p(k) exp(m_k^T S^-1 (z - m_k/2)),     S = sum_k n_k C_k / sum_k n_k + s I
+
+    z is the prompt's embedding, scaled to length 1, and C_k the covariance of `Topic`: this is the posterior
+    of Gaussians with a covariance in common (linear discriminant analysis). s is `SPREAD` of the variance of
+    all captions, for prompts are worded as no caption was. Each expert is a row: adding or removing one
+    leaves the others' as they are.
+
+    Args:
+        topics: of each expert's captions, None for an expert that no prompt is for.
+        prior: p(k), K numbers with a positive sum.
+    """
+
+    def __init__(self, topics: Sequence[Topic | None], prior: Sequence[float]) -> None:
+        self.topics = list(topics)
+        known = [topic for topic in topics if topic is not None]
+        self._means = torch.stack([topic.mean for topic in known])
+        parts = torch.tensor([topic.count for topic in known], dtype=torch.float64)
+        parts /= parts.sum()
+        factor = torch.cat([part.sqrt() * one.factor for part, one in zip(parts, known, strict=True)], 1)
+        apart = self._means - parts @ self._means
+        total = factor.square().sum() + (parts[:, None] * apart.square()).sum()
+        # Without any variance all topics are one, and any number above 0 tells nobody apart.
+        spread = (SPREAD * total).clamp_min(1e-12)
+        # Woodbury's identity: S^-1 m without a matrix of D by D.
+        inner = torch.linalg.solve(
+            spread * torch.eye(factor.shape[1], dtype=torch.float64) + factor.T @ factor, factor.T
+        )
+        self._directions = (self._means - self._means @ factor @ inner) / spread
+        is_known = torch.tensor([topic is not None for topic in topics])
+        self._log_prior = torch.where(is_known, torch.tensor(prior, dtype=torch.float64), 0).log()
+        self._places = is_known.nonzero()[:, 0]
+
+    def __call__(self, embeddings: Tensor) -> Tensor:
+        """Probabilities (batch, K), in float64, for embeddings (batch, D) of prompts."""
+        unit = torch.nn.functional.normalize(to_float64(embeddings).cpu(), dim=1)
+        scores = unit @ self._directions.T - (self._means * self._directions).sum(1) / 2
+        logits = self._log_prior.repeat(len(unit), 1)
+        logits[:, self._places] += scores
+        return logits.softmax(1)

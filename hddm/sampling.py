@@ -22,7 +22,7 @@ from hddm.ensemble import Ensemble, Strategy
 from hddm.solvers import DEFAULT_SOLVER, DEFAULT_STEPS, OnStep, solver_named, unchanged
 from hddm.utils.errors import HddmError
 from hddm.utils.tensors import generator
-from hddm.velocity import Guidance, VelocityField, check_names
+from hddm.velocity import PRIOR, Guidance, VelocityField, check_names
 
 Keep = Callable[[Tensor, Callable[[], Tensor]], Tensor]
 
@@ -399,7 +399,7 @@ def routed(
         if not 0 <= expert < len(ensemble.experts):
             raise HddmError(f"expert {expert}: there are 0 … {len(ensemble.experts) - 1}")
         return ensemble, torch.full((num,), expert)
-    known = ensemble.knows_classes and set(conditions) == {"class_labels"}
+    known = PRIOR in conditions or (ensemble.knows_classes and set(conditions) == {"class_labels"})
     if ensemble.strategy == "draw" and conditions and not known and len(ensemble.experts) > 1:
         warnings.warn(
             "draw picks experts by the prior alone: p(k | condition) is not known for "

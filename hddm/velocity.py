@@ -40,7 +40,9 @@ from hddm.utils.errors import HddmError, did_you_mean
 from hddm.utils.tensors import append_dims, device_of, parameter_dtype, to_float64
 
 SINGULAR_MARGIN = 1e-6
-SETTINGS = frozenset({"time_ids", "resolution", "aspect_ratio", "guidance"})
+PRIOR = "expert_prior"
+"""Condition that no network gets: p(k) of each sample in an ensemble, (batch, K), as a prompt gives it."""
+SETTINGS = frozenset({"time_ids", "resolution", "aspect_ratio", "guidance", PRIOR})
 """Conditions that say how a sample is made, and not what it shows: a negative branch has the same ones."""
 
 

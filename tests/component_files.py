@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import torch
 from diffusers import AutoencoderKL, AutoencoderTiny
-from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
+from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer, T5Config, T5EncoderModel, T5Tokenizer
 
 from tests.checkpoint_files import randomised
 
@@ -74,6 +74,22 @@ def write_clip(
         if "norm" not in name:
             parameter.data = 0.3 * torch.randn(parameter.shape)
     model.to(dtype).save_pretrained(root / "text_encoder")
+    return model
+
+
+def write_t5(root: Path, width: int = 16, seed: int = 0) -> T5EncoderModel:
+    """Write ``root/text_encoder``, which is returned, and ``root/tokenizer``, for any lower-case text."""
+    letters = [chr(code) for code in range(ord("a"), ord("z") + 1)]
+    pieces = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), ("▁", -1.0), ("▁cat", -1.5), ("▁dog", -1.5)]
+    tokenizer = T5Tokenizer(vocab=[*pieces, *((letter, -2.0) for letter in letters)], extra_ids=0)
+    tokenizer.save_pretrained(root / "tokenizer")
+    torch.manual_seed(seed)
+    config = T5Config(vocab_size=40, d_model=width, d_kv=4, d_ff=32, num_layers=2, num_heads=4)
+    model = T5EncoderModel(config).eval().requires_grad_(False)
+    for name, parameter in model.named_parameters():
+        if "norm" not in name:
+            parameter.data = 0.3 * torch.randn(parameter.shape)
+    model.save_pretrained(root / "text_encoder")
     return model
 
 

@@ -1,4 +1,4 @@
-"""The CLIP text encoder and tokenizer of a pipeline: their identity, and the tokens of the empty prompt.
+"""The text encoder and tokenizer of a pipeline: their identity, and CLIP's tokens of the empty prompt.
 
 An expert stores these tokens as the null value of ``encoder_hidden_states``, so that guidance and native
 samples need no text encoder. An empty prompt (begin, end, padding) needs only the tokenizer's files. The
@@ -15,9 +15,10 @@ from torch import Tensor
 
 from hddm.networks.identity import TextEncoderRecord
 from hddm.networks.text_encoder import (
-    ARCHITECTURES,
-    KIND,
+    CLIP,
     STEM,
+    T5,
+    kind_of,
     prompt_length,
     read_text_encoder,
     text_encoder_facts,
@@ -41,9 +42,9 @@ class PipelineText:
     variant: str | None = None
 
     def missing(self) -> str:
-        """Reason why they cannot be read; empty where there is one CLIP encoder with its tokenizer."""
+        """Reason why they cannot be read; empty where there is one encoder with its tokenizer."""
         if self.folder is None:
-            return "no pipeline with a CLIP encoder lies around it"
+            return "no pipeline with a text encoder lies around it"
         encoder, tokenizer = self.folder / "text_encoder", self.folder / "tokenizer"
         if not (encoder / "config.json").exists():
             return "there is no text_encoder/config.json beside"
@@ -51,9 +52,9 @@ class PipelineText:
             return (
                 "there is a text_encoder_2 beside: one encoder is not the whole of what the network is given"
             )
-        stated = read_json(inside(self.folder, "text_encoder/config.json")).get("architectures")
-        if stated not in ARCHITECTURES:
-            return f"the one beside is {str(stated)[:60]}, not a {KIND}"
+        config = read_json(inside(self.folder, "text_encoder/config.json"))
+        if kind_of(config) is None:
+            return f"the one beside is {str(config.get('architectures'))[:60]}, not a {CLIP} or {T5}"
         if find_weights(encoder, STEM, self.variant) is None:
             return f"there is no text_encoder/{STEM}.safetensors beside"
         if not (tokenizer / "tokenizer_config.json").exists():
@@ -70,10 +71,15 @@ class PipelineText:
         return text_encoder_facts(self.folder / "text_encoder", limit, self.variant)
 
     def empty_prompt(self) -> Tensor | None:
-        """Text tokens (tokens, width) of the empty prompt; None and errors as in `record`."""
+        """Text tokens (tokens, width) of the empty prompt; None and errors as in `record`.
+
+        None for T5, of whose tokens the padding is masked: a pipeline encodes the empty prompt itself.
+        """
         if self.folder is None or self.missing():
             return None
         folder = self.folder / "text_encoder"
+        if kind_of(read_json(folder / "config.json")) == T5:
+            return None
         encoder = read_text_encoder(folder, variant=self.variant)
         tokens = _empty_tokens(
             self.folder / "tokenizer", encoder.config.vocab_size, encoder.config.max_position_embeddings

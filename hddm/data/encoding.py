@@ -30,7 +30,7 @@ from hddm.data.shard_records import (
     Skipped,
     write_entries,
 )
-from hddm.networks.text_encoder import cuts, hidden_states
+from hddm.networks.text_encoder import cuts, embed
 from hddm.networks.vae import encode
 from hddm.utils.drafts import Done, Draft, open_draft
 from hddm.utils.errors import HddmError
@@ -166,7 +166,7 @@ class _Run:
         computed, null = [done.computed for done in files], None
         if plan.text is not None:
             computed.append(plan.computed)
-            tokens = _narrowed(plan, TOKENS, hidden_states(*plan.text, [""]), [])
+            tokens = _narrowed(plan, TOKENS, embed(*plan.text, [""]).tokens, [])
             (folder / NULL).unlink(missing_ok=True)
             _write_tensors(folder / NULL, {TOKENS: tokens})
             null = FileRecord(file=NULL, sha256=sha256_of(folder / NULL), rows=1)
@@ -217,7 +217,7 @@ def _encoded(plan: EncodingPlan, pixels: Tensor, entries: Sequence[ImageEntry]) 
                 if values is not None:
                     rows[prefix + name] = _narrowed(plan, prefix + name, values, entries)
     if plan.text is not None:
-        tokens = hidden_states(*plan.text, [str(entry.caption) for entry in entries])
+        tokens = embed(*plan.text, [str(entry.caption) for entry in entries], warns=False).tokens
         rows[TOKENS] = _narrowed(plan, TOKENS, tokens, entries)
     return rows
 

@@ -29,7 +29,7 @@ from hddm.data.shard_records import (
 )
 from hddm.data.shards import RowLayout, layout_of
 from hddm.networks.identity import TextEncoderRecord, VaeRecord
-from hddm.networks.text_encoder import read_text_encoder, read_tokenizer, text_encoder_facts
+from hddm.networks.text_encoder import CLIP, read_text_encoder, read_tokenizer, text_encoder_facts
 from hddm.networks.vae import read_vae, scale_of, vae_facts
 from hddm.utils.errors import HddmError, UsageError
 from hddm.utils.records import Record
@@ -184,6 +184,8 @@ def plan_encoding(
         text = (read_text_encoder(text_encoder), read_tokenizer(tokenizer))
         nn.Module.to(text[0], device)
         text_record = text_encoder_facts(text_encoder, text[1].model_max_length)
+        if text_record.kind != CLIP:
+            raise HddmError(f"{text_encoder}: is a {text_record.kind}, and captions are encoded by a {CLIP}")
     is_fitted = settings.resolution is not None
     encoding = EncodingRecord(
         space="pixels" if network is None else "latents",

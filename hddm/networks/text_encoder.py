@@ -1,12 +1,12 @@
-"""CLIP text encoder and tokenizer of a pipeline: they turn prompts into the tokens that experts take.
+"""CLIP and T5 text encoders with their tokenizers: they turn prompts into the tokens that experts take.
 
 Both are read from local files that are checked before transformers opens them.
 """
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,13 +18,17 @@ from hddm.utils.errors import HddmError, did_you_mean, one_line
 from hddm.utils.files import inside
 from hddm.utils.tensors import refuse_non_finite
 
-if TYPE_CHECKING:
-    from transformers import CLIPTextModel, CLIPTokenizer
-
 STEM = "model"
-KIND = "CLIPTextModel"
-ARCHITECTURES = ([KIND], ["CLIPTextModelWithProjection"])
-CLASSES = ("CLIPTokenizer", "CLIPTokenizerFast")
+CLIP, T5 = "CLIPTextModel", "T5EncoderModel"
+KINDS: Mapping[str, str] = {CLIP: CLIP, "CLIPTextModelWithProjection": CLIP, T5: T5}
+"""Class that reads a text encoder, by the class that its config names."""
+TOKENIZERS: Mapping[str, str] = {
+    **dict.fromkeys(("CLIPTokenizer", "CLIPTokenizerFast"), "CLIPTokenizer"),
+    **dict.fromkeys(("T5Tokenizer", "T5TokenizerFast"), "T5Tokenizer"),
+}
+"""Class that reads a tokenizer, by the class that its config names."""
+T5_TOKENS = 300
+"""Tokens of a prompt for T5, which has no limit of its own: as of PixArt-Σ. Padding is masked."""
 # The loader hands every key to the class, and some name files or positional arguments.
 _KEYS = {
     *("__type", "add_prefix_space", "added_tokens_decoder", "additional_special_tokens", "backend"),
@@ -33,41 +37,54 @@ _KEYS = {
     *("model_max_length", "name_or_path", "pad_to_multiple_of", "pad_token", "pad_token_type_id"),
     *("padding_side", "processor_class", "special_tokens_map_file", "split_special_tokens", "stride"),
     *("tokenizer_class", "truncation_side", "truncation_strategy", "unk_token"),
+    *("extra_ids", "legacy", "sp_model_kwargs"),
 }
-_SIZES = (
-    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
-    *("max_position_embeddings", "hidden_act", "layer_norm_eps"),
-)
+_SIZES = {
+    CLIP: (
+        *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+        *("max_position_embeddings", "hidden_act", "layer_norm_eps"),
+    ),
+    T5: (
+        *("vocab_size", "d_model", "d_kv", "d_ff", "num_layers", "num_heads", "layer_norm_epsilon"),
+        *("relative_attention_num_buckets", "relative_attention_max_distance", "feed_forward_proj"),
+    ),
+}
+_LAYERS = {CLIP: "num_hidden_layers", T5: "num_layers"}
 _NUMBERS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _VOCABULARY = 49408
 _PREFIX = "text_model."
 _UNUSED = ("embeddings.position_ids", "text_projection.weight")
+_TIED = "encoder.embed_tokens.weight"
+"""T5's second name for its ``shared.weight``."""
 
 
-def read_tokenizer(folder: Path) -> "CLIPTokenizer":
-    """Read the tokenizer in ``folder`` from ``tokenizer.json``, or from ``vocab.json`` and ``merges.txt``.
+def read_tokenizer(folder: Path) -> Any:
+    """Read the tokenizer in ``folder`` from ``tokenizer.json``, or ``vocab.json`` and ``merges.txt`` of CLIP.
 
     Raises `HddmError` for missing files, entries that leave the folder, another class, a config key not known
     to be harmless, and files that make no tokenizer.
     """
     # Imported here: it takes seconds.
-    from transformers import CLIPTokenizer
+    import transformers
 
     config, path = read_config(folder, "tokenizer_config.json"), folder / "tokenizer_config.json"
-    kind = config.get("tokenizer_class", CLASSES[0])
-    if kind not in CLASSES:
-        raise HddmError(f"{path}: holds a {str(kind)[:40]}, not a {CLASSES[0]}")
+    stated = config.get("tokenizer_class", "CLIPTokenizer")
+    if not isinstance(stated, str) or stated not in TOKENIZERS:
+        known = " or ".join(dict.fromkeys(TOKENIZERS.values()))
+        raise HddmError(f"{path}: holds a {str(stated)[:40]}, not a {known}")
+    kind = TOKENIZERS[stated]
     for key in config:
         if key not in _KEYS:
             raise HddmError(f"{path}: has an unknown key {key!r}{did_you_mean(key, _KEYS)}; delete it there")
     for entry in folder.iterdir():
         inside(folder, entry.name)
-    missing = [name for name in ("vocab.json", "merges.txt") if not (folder / name).is_file()]
+    parts = ("vocab.json", "merges.txt") if kind == "CLIPTokenizer" else ("spiece.model",)
+    missing = [name for name in parts if not (folder / name).is_file()]
     # Without any of these, the class makes a tokenizer of three words.
     if missing and not (folder / "tokenizer.json").is_file():
         raise HddmError(f"{folder}: no {' and no '.join(missing)}, and no tokenizer.json; fetch them")
     try:
-        tokenizer: CLIPTokenizer = CLIPTokenizer.from_pretrained(str(folder), local_files_only=True)
+        tokenizer = getattr(transformers, kind).from_pretrained(str(folder), local_files_only=True)
         # It keeps settings of any kind, and fails on them at the first prompt.
         cuts(tokenizer, ["a"], length=2)
         tokenizer(["a"], padding="max_length", max_length=2, truncation=True, return_tensors="pt")
@@ -77,23 +94,24 @@ def read_tokenizer(folder: Path) -> "CLIPTokenizer":
     return tokenizer
 
 
-def read_text_encoder(
-    folder: Path, dtype: torch.dtype = torch.float32, variant: str | None = None
-) -> "CLIPTextModel":
-    """Read the CLIP text encoder in ``folder``, in evaluation mode.
+def read_text_encoder(folder: Path, dtype: torch.dtype = torch.float32, variant: str | None = None) -> Any:
+    """Read the CLIP or T5 text encoder in ``folder``, in evaluation mode.
 
-    Only checked sizes of its config are used. Files may have the prefix ``text_model.`` and an (unused)
-    projection; the file of ``variant`` is preferred. Raises `HddmError` for a file that is missing or leaves
-    the folder, another class, and tensors that are missing, left over, of another shape or not finite.
+    Only checked sizes of its config are used. Files of CLIP may have the prefix ``text_model.`` and an
+    (unused) projection; the file of ``variant`` is preferred. Raises `HddmError` for a file that is missing
+    or leaves the folder, another class, and tensors that are missing, left over, misshapen or not finite.
     """
     model, weights, path = _open(folder, variant)
     refuse_non_finite(path, weights)
-    names = {key.removeprefix(_PREFIX): key for key in model.state_dict()}
-    model.load_state_dict({names[key]: value.to(dtype) for key, value in weights.items()}, assign=True)
-    positions = model.config.max_position_embeddings
+    names = {key.removeprefix(_PREFIX): key for key in model.state_dict() if key != _TIED}
+    filled = {names[key]: value.to(dtype) for key, value in weights.items()}
+    if _TIED in model.state_dict():
+        filled[_TIED] = filled["shared.weight"]
+    model.load_state_dict(filled, assign=True)
     on_meta = [(m, n) for m in model.modules() for n, b in m.named_buffers(recurse=False) if b.is_meta]
     for owner, buffer in on_meta:
-        owner.register_buffer(buffer, torch.arange(positions)[None], persistent=False)
+        positions = torch.arange(model.config.max_position_embeddings)[None]
+        owner.register_buffer(buffer, positions, persistent=False)
     model.requires_grad_(False)
     model.train(False)
     return model
@@ -106,50 +124,65 @@ def text_encoder_facts(folder: Path, tokens: object, variant: str | None = None)
     """
     model, weights, _ = _open(folder, variant)
     return TextEncoderRecord(
-        kind=KIND,
+        kind=type(model).__name__,
         fingerprint=fingerprint(weights),
-        tokens=prompt_length(tokens, model.config.max_position_embeddings),
+        tokens=prompt_length(tokens, _positions(model.config)),
         width=model.config.hidden_size,
     )
 
 
-def encode(text_encoder: "CLIPTextModel", tokenizer: "CLIPTokenizer", prompts: Sequence[str]) -> Tensor:
-    """Last hidden states (len(prompts), tokens, width), the conditions of Stable Diffusion 1 and 2.
+class Embedded(NamedTuple):
+    """Encoded prompts: last hidden states ``tokens`` (N, tokens, width), and one vector each, ``pooled``.
 
-    Prompts are padded to `prompt_length` tokens, and padding is not masked. Longer ones are cut, with a
-    warning that names what was left out. Raises `HddmError` without prompts, and for tokens that the encoder
-    lacks.
+    ``mask`` (N, tokens) is 1 for tokens of the prompt and 0 for padding; None for CLIP, whose padding counts.
+    ``pooled`` (N, width) is CLIP's state at the end of the text, and of T5 the mean over the text.
+    """
+
+    tokens: Tensor
+    mask: Tensor | None
+    pooled: Tensor
+
+
+def embed(text_encoder: Any, tokenizer: Any, prompts: Sequence[str], warns: bool = True) -> Embedded:
+    """Encode prompts, padded to `prompt_length` tokens.
+
+    Longer ones are cut, with a warning that names what was left out. Raises `HddmError` without prompts, and
+    for tokens that the encoder lacks.
     """
     if isinstance(prompts, str) or not prompts:
         raise HddmError(f"prompts must be a list of one text or more, not {prompts!r}")
-    length = prompt_length(tokenizer.model_max_length, text_encoder.config.max_position_embeddings)
-    for _, cut in cuts(tokenizer, prompts, length):
+    length = prompt_length(tokenizer.model_max_length, _positions(text_encoder.config))
+    for _, cut in cuts(tokenizer, prompts, length) if warns else ():
         warnings.warn(cut, UserWarning, stacklevel=2)
-    return hidden_states(text_encoder, tokenizer, prompts)
-
-
-def hidden_states(
-    text_encoder: "CLIPTextModel", tokenizer: "CLIPTokenizer", prompts: Sequence[str]
-) -> Tensor:
-    """`encode` without its warnings."""
-    length = prompt_length(tokenizer.model_max_length, text_encoder.config.max_position_embeddings)
-    tokens = tokenizer(
+    found = tokenizer(
         list(prompts), padding="max_length", max_length=length, truncation=True, return_tensors="pt"
-    ).input_ids
-    vocabulary = text_encoder.config.vocab_size
-    if tokens.max() >= vocabulary:
+    )
+    ids, mask, vocabulary = found.input_ids, found.attention_mask, text_encoder.config.vocab_size
+    if ids.max() >= vocabulary:
         raise HddmError(
-            f"the tokenizer gives token {tokens.max().item()}, and the text encoder has {vocabulary}; take "
+            f"the tokenizer gives token {ids.max().item()}, and the text encoder has {vocabulary}; take "
             "the tokenizer that belongs to it"
         )
+    is_clip, device = not hasattr(text_encoder, "shared"), text_encoder.device
+    masked = {} if is_clip else {"attention_mask": mask.to(device)}
     with torch.no_grad():
-        encoded: Tensor = text_encoder(tokens.to(text_encoder.device))[0]
-    if not encoded.isfinite().all():
+        tokens: Tensor = text_encoder(ids.to(device), **masked)[0]
+    if not tokens.isfinite().all():
         raise HddmError("the text encoder's tokens hold NaN or Inf; run it in float32")
-    return encoded
+    if is_clip:
+        # The first end of the text: padding may be of the same token.
+        ends = (ids == tokenizer.eos_token_id).int().argmax(1)
+        return Embedded(tokens, None, tokens[torch.arange(len(ids)), ends.to(device)])
+    weights = mask.to(tokens)[..., None]
+    return Embedded(tokens, mask.to(device), (tokens * weights).sum(1) / weights.sum(1))
 
 
-def cuts(tokenizer: "CLIPTokenizer", prompts: Sequence[str], length: int) -> list[tuple[int, str]]:
+def encode(text_encoder: Any, tokenizer: Any, prompts: Sequence[str]) -> Tensor:
+    """Return the tokens (len(prompts), tokens, width) of `embed`, the condition of Stable Diffusion."""
+    return embed(text_encoder, tokenizer, prompts).tokens
+
+
+def cuts(tokenizer: Any, prompts: Sequence[str], length: int) -> list[tuple[int, str]]:
     """Indices of the ``prompts`` of more than ``length`` tokens; warns of what each loses."""
     tokens: list[list[int]] = tokenizer(
         list(prompts), padding=False, truncation=False, verbose=False
@@ -164,37 +197,55 @@ def cuts(tokenizer: "CLIPTokenizer", prompts: Sequence[str], length: int) -> lis
     return found
 
 
+def _positions(config: Any) -> int:
+    return getattr(config, "max_position_embeddings", None) or T5_TOKENS
+
+
 def prompt_length(limit: object, positions: int) -> int:
     """Tokens per prompt: the tokenizer's ``model_max_length``, limited by the encoder's positions."""
     # Tokenizers without a limit say 10^30.
     return min(limit, positions) if isinstance(limit, int) and limit >= 2 else positions
 
 
-def _open(folder: Path, variant: str | None) -> tuple["CLIPTextModel", dict[str, Tensor], Path]:
+def kind_of(config: Mapping[str, Any]) -> str | None:
+    """Class that reads the text encoder of a config; None for one that hddm does not know."""
+    named = config.get("architectures")
+    name = named[0] if isinstance(named, list) and len(named) == 1 else None
+    return KINDS.get(name) if isinstance(name, str) else None
+
+
+def _open(folder: Path, variant: str | None) -> tuple[Any, dict[str, Tensor], Path]:
     """The empty encoder in ``folder``, its tensors without the prefix, and the weights file."""
     # Imported here: it takes seconds, and few sources need it.
-    from transformers import CLIPTextConfig, CLIPTextModel
+    import transformers
 
     origin, config = folder / "config.json", read_config(folder)
-    if config.get("architectures") not in ARCHITECTURES:
-        raise HddmError(f"{origin}: holds {str(config.get('architectures'))[:60]}, not a {KIND}")
+    kind = kind_of(config)
+    if kind is None:
+        raise HddmError(f"{origin}: holds {str(config.get('architectures'))[:60]}, not a {CLIP} or {T5}")
     path, stored = read_weights(folder, STEM, variant)
     weights = {key.removeprefix(_PREFIX): value for key, value in stored.items()}
     if len(weights) != len(stored):
         raise HddmError(f"{path}: holds tensors twice, with and without {_PREFIX!r}; take the weights anew")
-    weights = {key: value for key, value in weights.items() if key not in _UNUSED}
-    layers = config.get("num_hidden_layers")
+    weights = {key: value for key, value in weights.items() if key not in (*_UNUSED, _TIED)}
+    layers = config.get(_LAYERS[kind])
     if not isinstance(layers, int) or layers > len(weights):
-        raise HddmError(f"{origin}: num_hidden_layers is {layers!r} for {len(weights)} tensors")
+        raise HddmError(f"{origin}: {_LAYERS[kind]} is {str(layers)[:40]} for {len(weights)} tensors")
     try:
         with torch.device("meta"):
-            sizes = {key: config[key] for key in _SIZES if key in config}
-            model = CLIPTextModel(CLIPTextConfig(**sizes, **_special_tokens(config)))
+            sizes = {key: config[key] for key in _SIZES[kind] if key in config}
+            if kind == T5:
+                model: Any = transformers.T5EncoderModel(transformers.T5Config(**sizes))
+            else:
+                model = transformers.CLIPTextModel(
+                    transformers.CLIPTextConfig(**sizes, **_special_tokens(config))
+                )
     except Exception as error:  # a constructor may raise anything for foreign values
         reason = one_line(error, 300)
         raise HddmError(f"{origin}: no text encoder can be built from it ({reason})") from error
     expected = {key.removeprefix(_PREFIX): value for key, value in model.state_dict().items()}
-    refuse_other_tensors({k: v for k, v in expected.items() if k not in _UNUSED}, weights, path)
+    needed = {key: value for key, value in expected.items() if key not in (*_UNUSED, _TIED)}
+    refuse_other_tensors(needed, weights, path)
     return model, weights, path
 
 

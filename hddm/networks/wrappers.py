@@ -20,6 +20,8 @@ from hddm.utils.errors import HddmError
 
 # Conditions that a network can do without.
 OPTIONAL_CONDITIONS = frozenset({"encoder_attention_mask"})
+TEXT_CONDITIONS = ("encoder_hidden_states", "encoder_attention_mask", "pooled_projections")
+"""Conditions that a text encoder makes."""
 LARGEST_SIDE = 4096
 """Of a sample. A UNet has no tensor that would bound what its config declares."""
 FLUX = "FluxTransformer2DModel"

@@ -336,7 +336,7 @@ def test_a_tokenizer_or_an_encoder_that_cannot_be_trusted_is_refused_tokens(
         ("text_encoder/model.safetensors", "there is no text_encoder/model.safetensors beside"),
         ("tokenizer", "there is no tokenizer/tokenizer_config.json beside"),
         ("tokenizer/vocab.json", "there is neither tokenizer/tokenizer.json nor tokenizer/vocab.json beside"),
-        (None, "the one beside is ['T5EncoderModel'], not a CLIPTextModel"),
+        (None, "the one beside is ['BertModel'], not a CLIPTextModel or T5EncoderModel"),
     ],
 )
 def test_text_that_is_not_one_clip_encoders_is_not_read(
@@ -344,7 +344,7 @@ def test_text_that_is_not_one_clip_encoders_is_not_read(
 ) -> None:
     _write_text(tmp_path)
     if name is None:
-        edit_json(tmp_path / "text_encoder" / "config.json", architectures=["T5EncoderModel"])
+        edit_json(tmp_path / "text_encoder" / "config.json", architectures=["BertModel"])
     else:
         (tmp_path / name).rename(tmp_path / "elsewhere")
     text = PipelineText(tmp_path)

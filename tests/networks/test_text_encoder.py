@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
+from transformers import AutoTokenizer, CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
 from transformers.utils import logging as transformers_logging
 
 from hddm.checkpoints.prompts import PipelineText
-from hddm.networks.text_encoder import encode, read_text_encoder, read_tokenizer, text_encoder_facts
+from hddm.networks.text_encoder import embed, encode, read_text_encoder, read_tokenizer, text_encoder_facts
 from hddm.networks.vae import read_config
 from hddm.utils.errors import HddmError
 from tests.artefacts import edit_json
-from tests.component_files import save_by_transformers, write_clip, write_tokenizer
+from tests.component_files import save_by_transformers, write_clip, write_t5, write_tokenizer
 
 PROMPTS = ["a cat", "", "A dog, 2 cats & ünïcödé  spaces", "cat " * 3]
 FILE = "text_encoder/model.safetensors"
@@ -183,7 +183,7 @@ def test_no_list_of_texts_and_a_tokenizer_of_another_encoder_are_refused(tmp_pat
     ("change", "message"),
     [
         ({"auto_map": {"AutoModel": "x.Y"}}, "'auto_map', which asks for foreign code"),
-        ({"architectures": ["T5EncoderModel"]}, "holds ['T5EncoderModel'], not a CLIPTextModel"),
+        ({"architectures": ["BertModel"]}, "holds ['BertModel'], not a CLIPTextModel or T5EncoderModel"),
         ({"architectures": None}, "holds None, not a CLIPTextModel"),
         ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000"),
         ({"hidden_act": "os.system"}, "no text encoder can be built from it"),
@@ -217,7 +217,7 @@ def test_weights_that_are_not_finite_are_refused_by_name(tmp_path: Path) -> None
     ("change", "message"),
     [
         ({"auto_map": {"AutoTokenizer": ["x.Y", None]}}, "'auto_map', which asks for foreign code"),
-        ({"tokenizer_class": "T5Tokenizer"}, "holds a T5Tokenizer, not a CLIPTokenizer"),
+        ({"tokenizer_class": "BertTokenizer"}, "holds a BertTokenizer, not a CLIPTokenizer or T5Tokenizer"),
         ({"tokenizer_class": None}, "holds a None, not a CLIPTokenizer"),
         ({"vocab_file": "/etc/passwd"}, "has an unknown key 'vocab_file'"),
         ({"init_inputs": ["/etc/passwd"]}, "has an unknown key 'init_inputs'"),
@@ -260,3 +260,28 @@ def test_a_link_that_leaves_its_folder_is_refused(name: str, tmp_path: Path) -> 
     os.symlink(tmp_path / "outside", tmp_path / "pipeline" / name)
     with pytest.raises(HddmError, match="outside the folder; refused"):
         _ours(tmp_path / "pipeline")
+
+
+def test_t5_masks_its_padding_and_is_the_one_of_transformers(tmp_path: Path) -> None:
+    model = write_t5(tmp_path)
+    encoder, tokenizer = read_text_encoder(tmp_path / "text_encoder"), read_tokenizer(tmp_path / "tokenizer")
+    found = embed(encoder, tokenizer, ["a cat", "a dog and a cat"])
+    own = AutoTokenizer.from_pretrained(tmp_path / "tokenizer")
+    given = own(["a cat", "a dog and a cat"], padding="max_length", max_length=300, return_tensors="pt")
+    expected = model(given.input_ids, attention_mask=given.attention_mask)[0]
+    assert torch.equal(found.tokens, expected)
+    assert found.mask is not None
+    assert torch.equal(found.mask, given.attention_mask)
+    alone = own(["a cat"], return_tensors="pt")
+    torch.testing.assert_close(found.pooled[0], model(**alone)[0][0].mean(0))
+    record = text_encoder_facts(tmp_path / "text_encoder", tokenizer.model_max_length)
+    assert (record.kind, record.tokens, record.width) == ("T5EncoderModel", 300, 16)
+
+
+def test_clip_pools_at_the_end_of_the_text(tmp_path: Path) -> None:
+    model = write_clip(tmp_path)
+    encoder, tokenizer = read_text_encoder(tmp_path / "text_encoder"), read_tokenizer(tmp_path / "tokenizer")
+    pooled = embed(encoder, tokenizer, ["a cat", "do"]).pooled
+    for text, found in zip(["a cat", "do"], pooled, strict=True):
+        ids = tokenizer([text], return_tensors="pt").input_ids
+        torch.testing.assert_close(found, model(ids).last_hidden_state[0, -1])
