@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from diffusers import DDIMScheduler
 
+from hddm.utils.files import restore
 from hddm_cli.app import app
 from tests.artefacts import CHANGES, write_images
 from tests.checkpoint_files import SD_BETAS, pipeline, text_unet
@@ -129,6 +130,7 @@ class Whole:
 
     def is_done(self, target: Path) -> bool:
         """True for the whole result, False for what lay there before; else a `Surprise`."""
+        restore(target)
         found = _content(target)
         if found == self.content:
             return True
