@@ -7,13 +7,27 @@ adding or removing a row.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
 
 import torch
+from pydantic import Field
+from safetensors.torch import save_file
 from torch import Tensor
 
 from hddm.calibration import Moments
+from hddm.networks.identity import TextEncoderRecord
+from hddm.utils.documents import parse_object
 from hddm.utils.errors import HddmError
-from hddm.utils.tensors import parameter_dtype, to_float64
+from hddm.utils.records import Record, parse_record
+from hddm.utils.tensors import (
+    parameter_dtype,
+    read_header,
+    read_safetensors,
+    refuse_non_finite,
+    refuse_other_kinds,
+    to_float64,
+)
 
 
 class Router:
@@ -120,9 +134,21 @@ class MomentsRouter:
         return logits.softmax(1).to(x_t.device, torch.promote_types(x_t.dtype, torch.float32))
 
 
+TOPIC = "topic.safetensors"
+_HEADER = "described"
 MAX_DIRECTIONS = 8
 SPREAD = 0.05
 """Share of all variance that every direction of a prompt is taken to have by chance."""
+
+
+class TopicRecord(Record):
+    """Header of ``topic.safetensors``."""
+
+    count: Annotated[int, Field(ge=1)]
+    """Captions that the statistics are of."""
+    source: str
+    """The file or shard of the captions, or texts that stand for them."""
+    text_encoder: TextEncoderRecord
 
 
 @dataclass(frozen=True)
@@ -136,17 +162,38 @@ class Topic:
     count: int
     mean: Tensor
     factor: Tensor
+    record: TopicRecord | None = None
 
     @classmethod
     def of(cls, embeddings: Tensor) -> "Topic":
-        """Statistics of ``embeddings`` (N, D) of captions; `HddmError` for none."""
-        if not len(embeddings):
-            raise HddmError("there are no captions to describe")
+        """Statistics of ``embeddings`` (N, D) of captions."""
         unit = torch.nn.functional.normalize(to_float64(embeddings), dim=1)
         mean = unit.mean(0)
         _, lengths, directions = torch.linalg.svd((unit - mean) / len(unit) ** 0.5, full_matrices=False)
         rank = min(MAX_DIRECTIONS, len(unit) - 1)
         return cls(len(unit), mean, directions[:rank].T * lengths[:rank])
+
+    def save(self, folder: Path) -> None:
+        """Write ``topic.safetensors`` into an expert folder, in float16: kilobytes, and no caption."""
+        assert self.record is not None
+        tensors = {"mean": self.mean.half(), "factor": self.factor.half().contiguous()}
+        save_file(tensors, folder / TOPIC, {_HEADER: self.record.model_dump_json()})
+
+    @classmethod
+    def load(cls, folder: Path) -> "Topic | None":
+        """Read the topic of an expert folder, None where there is none; `HddmError` for a broken file."""
+        path = folder / TOPIC
+        if not path.exists():
+            return None
+        remedy = "delete it and describe the expert anew"
+        tensors, header = read_safetensors(path), read_header(path)[1].get(_HEADER, "{}")
+        record = parse_record(parse_object(header, f"{path}: {_HEADER}"), TopicRecord, f"{path}: {_HEADER}")
+        refuse_other_kinds(path, tensors, {"mean": (torch.float16, 1), "factor": (torch.float16, 2)})
+        refuse_non_finite(path, tensors)
+        width = record.text_encoder.width
+        if len(tensors["mean"]) != width or len(tensors["factor"]) != width:
+            raise HddmError(f"{path}: is not of embeddings of {width} numbers; {remedy}")
+        return cls(record.count, tensors["mean"].double(), tensors["factor"].double(), record)
 
 
 class PromptRouter:

@@ -18,6 +18,7 @@ from hddm_cli import (
     compare,
     convert,
     data,
+    describe,
     distill,
     encode,
     evaluate,
@@ -68,6 +69,7 @@ train.commands.command("all")(train_all.train_all)
 commands.add_typer(train.commands, name="train")
 commands.command("convert")(convert.convert)
 commands.command("calibrate")(calibrate.calibrate)
+commands.command("describe")(describe.describe)
 commands.command("verify")(verify.verify)
 commands.command("assemble")(assemble.assemble)
 commands.command("distill")(distill.distill)

@@ -164,6 +164,8 @@ class ExpertSet(nn.Module):
                 save_file(here, target / WEIGHTS, {"format": "pt"})
             if expert.calibration is not None:
                 expert.calibration.save(target)
+            if expert.topic is not None:
+                expert.topic.save(target)
             # On disk they are in bfloat16, and in memory they may say more.
             on_disk = isinstance(self._weak.get(index), StoredNetwork)
             save_weak(target, expert, torch.bfloat16 if on_disk else dtype)

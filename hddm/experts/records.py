@@ -26,6 +26,7 @@ from hddm.networks.identity import TextEncoderRecord, VaeRecord
 from hddm.networks.offload import Shelf, StoredNetwork
 from hddm.networks.transformers import ExpertTransformer, RouterTransformer
 from hddm.networks.wrappers import EXPERT_NETWORKS, NetworkWrapper, interface_of
+from hddm.routers import TOPIC, Topic
 from hddm.schedules import from_config
 from hddm.utils.errors import HddmError
 from hddm.utils.files import sha256_of, write_json
@@ -49,7 +50,17 @@ EXTRAS_FILE = "source_extras.safetensors"
 """Tensors of a source that its expert does not need, kept for write-back."""
 WEAK = "weak.safetensors"
 """Weights of an early step of the training, in bfloat16, to guide by (`hddm.velocity.Guidance`)."""
-FILES = (NULL_FILE, EXTRAS_FILE, CALIBRATION, WEIGHTS, WEAK, ADAPTER_CONFIG, ADAPTER_WEIGHTS, "config.json")
+FILES = (
+    NULL_FILE,
+    EXTRAS_FILE,
+    CALIBRATION,
+    TOPIC,
+    WEIGHTS,
+    WEAK,
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
+    "config.json",
+)
 """Files of an expert folder that are read, besides its record."""
 
 
@@ -237,6 +248,7 @@ class UnreadExpert:
     nulls: Mapping[str, Tensor] = field(default_factory=dict)
     base: Path | None = None
     weak: Unread[ModelMixin] | None = None
+    topic: Topic | None = None
 
     @property
     def name(self) -> str:
@@ -360,7 +372,7 @@ def open_expert(
     weak = None
     if (folder / WEAK).exists():
         weak = unread_network(folder, EXPERT_NETWORKS, folder / WEAK)
-    return UnreadExpert(folder, unread, record, calibration, nulls, base, weak)
+    return UnreadExpert(folder, unread, record, calibration, nulls, base, weak, Topic.load(folder))
 
 
 def remedy(folder: Path) -> str:

@@ -167,13 +167,14 @@ def recalibrate(
         check_fit(shard, record, field.network)
         check_own(shard, record)
         calibration = calibrated_on(shard, field, conditions_of(shard, field), seed)
-    put_calibration(folder, record, calibration)
+    put_into(folder, record, FILE_NAME, calibration.save)
 
 
-def put_calibration(folder: Path, record: ExpertRecord, calibration: Calibration) -> None:
-    """Replace the calibration of an expert folder, with the folder or the ensemble around it as a whole.
+def put_into(folder: Path, record: ExpertRecord, name: str, save: Callable[[Path], None]) -> None:
+    """Replace the file ``name`` of an expert folder, with the folder or the ensemble around it as a whole.
 
-    Raises `HddmError` if another process writes there, and as `hddm.utils.files.new_folder`.
+    ``save`` writes it into a folder. Raises `HddmError` if another process writes there, and as
+    `hddm.utils.files.new_folder`.
     """
     # A link stays, and what it leads to is replaced.
     target = folder.resolve()
@@ -183,10 +184,10 @@ def put_calibration(folder: Path, record: ExpertRecord, calibration: Calibration
     with alone(whole, PATIENCE), new_folder(whole, kind, overwrite=True, is_locked=True) as draft:
         _link_all(whole, draft)
         own = draft / target.relative_to(whole)
-        for name in (FILE_NAME, EXPERT_FILE, MANIFEST):
+        for one in (name, EXPERT_FILE, MANIFEST):
             # Written anew, and not into a hard link.
-            (own / name).unlink(missing_ok=True)
-        calibration.save(own)
+            (own / one).unlink(missing_ok=True)
+        save(own)
         write_records(own, record, {})
         rewrite_entry(own)
 

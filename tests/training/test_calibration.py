@@ -23,7 +23,7 @@ from hddm.training.calibrate import (
     native_conditions,
     native_samples,
     native_times,
-    put_calibration,
+    put_into,
     recalibrate,
 )
 from hddm.training.expert import calibration_rows, new_network, train_expert
@@ -313,11 +313,13 @@ def test_a_killed_calibration_leaves_expert_and_ensemble_as_before_or_as_after(
     def check() -> None:
         assert hddm.load(expert).calibration is not None
         hddm.load(whole)
-        put_calibration(expert, record, old)
+        put_into(expert, record, FILE_NAME, old.save)
         assert contents(tmp_path) == {f"{whole.name}/{name}": content for name, content in before.items()}
 
     assert (
-        killed_at_every_change(lambda: put_calibration(expert, record, new), check, ("os.rename", "os.rmdir"))
+        killed_at_every_change(
+            lambda: put_into(expert, record, FILE_NAME, new.save), check, ("os.rename", "os.rmdir")
+        )
         > 8
     )
     found = Calibration.load(expert)

@@ -1,0 +1,95 @@
+"""Description of an expert by its captions, which routes prompts to it (`hddm.routers.PromptRouter`)."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from hddm.data.shard_records import captions_of, read_manifest
+from hddm.experts.ensemble_folders import kept_components
+from hddm.experts.records import open_expert
+from hddm.networks.text_encoder import embed, read_text_encoder, read_tokenizer, text_encoder_facts
+from hddm.routers import TOPIC, Topic, TopicRecord
+from hddm.training.calibrate import put_into
+from hddm.utils.errors import HddmError, UsageError, counted
+from hddm.utils.files import read_whole, restore
+from hddm.utils.progress import Progress
+from hddm.utils.records import ensemble_around
+
+LARGEST_CAPTIONS = 2**28
+"""Bytes of the largest file of captions."""
+BATCH = 64
+
+
+def describe_topic(
+    folder: Path,
+    captions: Path | None = None,
+    data: Path | None = None,
+    text: str | None = None,
+    text_encoder: Path | None = None,
+    tokenizer: Path | None = None,
+) -> TopicRecord:
+    """Write ``topic.safetensors`` of an expert folder: what its captions are about, in kilobytes.
+
+    One of ``captions`` (a file, a caption a line), ``data`` (a shard of images with captions) and ``text``
+    (phrases, comma-separated, that stand for captions) is needed. The text encoder is the one given, else
+    that which the expert or the ensemble around it keeps; an ensemble routes prompts where the topics of its
+    experts are of one encoder. The folder is replaced as by `hddm.training.calibrate.recalibrate`.
+
+    Raises `HddmError` for a folder that is no expert, no captions, or no text encoder.
+    """
+    if sum(one is not None for one in (captions, data, text)) != 1:
+        raise UsageError("--captions, --data, --text: a description is made of one of the three")
+    restore(folder.resolve())
+    record = open_expert(folder).facts
+    texts, source = _texts(captions, data, text)
+    encoder, words = _encoder(folder, text_encoder, tokenizer)
+    network, tokens = read_text_encoder(encoder), read_tokenizer(words)
+    embedded = []
+    with Progress(len(texts), "encode captions") as progress:
+        for start in range(0, len(texts), BATCH):
+            batch = texts[start : start + BATCH]
+            embedded.append(embed(network, tokens, batch, warns=False).pooled)
+            progress(len(batch))
+    facts = text_encoder_facts(encoder, tokens.model_max_length)
+    known = TopicRecord(count=len(texts), source=source, text_encoder=facts)
+    topic = replace(Topic.of(torch.cat(embedded)), record=known)
+    put_into(folder, record, TOPIC, topic.save)
+    return known
+
+
+def _texts(captions: Path | None, data: Path | None, text: str | None) -> tuple[Sequence[str], str]:
+    """Captions, and where they come from."""
+    if text is not None:
+        found, source = [one.strip() for one in text.split(",")], text
+    elif captions is not None:
+        try:
+            found = read_whole(captions, LARGEST_CAPTIONS).decode().splitlines()
+        except UnicodeDecodeError as error:
+            raise HddmError(f"{captions}: is no UTF-8 text ({error}); save it as such") from error
+        source = f"{counted(len(found), 'line')} of {captions.name}"
+    else:
+        assert data is not None
+        manifest = read_manifest(data)
+        listed = captions_of(manifest.images)
+        if not listed:
+            raise HddmError(
+                f"--data {data}: its images have no captions; name a file by --captions, or --text"
+            )
+        found, source = list(listed), f"shard {manifest.hash}"
+    if not (kept := [one for one in found if one.strip()]):
+        raise HddmError(f"{captions or '--text'}: holds no captions")
+    return kept, source
+
+
+def _encoder(folder: Path, text_encoder: Path | None, tokenizer: Path | None) -> tuple[Path, Path]:
+    if (text_encoder is None) != (tokenizer is None):
+        raise UsageError("--text-encoder and --tokenizer go together; pass both, or none")
+    if text_encoder is not None and tokenizer is not None:
+        return text_encoder, tokenizer
+    for place in (folder, ensemble_around(folder.resolve())):
+        kept = {} if place is None else kept_components(place)
+        if {"text_encoder", "tokenizer"} <= kept.keys():
+            return kept["text_encoder"], kept["tokenizer"]
+    raise HddmError(f"{folder}: keeps no text encoder; name one by --text-encoder and --tokenizer")
